@@ -1,0 +1,76 @@
+# amp.h - `make help` names every target.
+#
+#   CC=clang            another compiler          OPENMP=0     build without OpenMP
+#   PYTHON=path         for `make oracle` and the peers of `make bench`
+
+CC      ?= gcc
+CFLAGS  ?= -O2
+PYTHON  ?= python3
+BUILD   := build
+WARN    := -std=c99 -Wall -Wextra -Wpedantic -Wshadow -Wconversion
+
+# OpenMP where the compiler has it.
+OPENMP  ?= $(shell echo 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo 1 || echo 0)
+ifeq ($(OPENMP),1)
+OMP     := -fopenmp
+endif
+LIBS    := -lm -lpthread
+
+EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
+TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
+BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
+
+.PHONY: help run examples test test-ci test-exhaustive oracle bench clean
+
+help:
+	@echo "make run              train a small GPT in mixed precision on this project's own text (about two minutes)"
+	@echo "make examples         build every example into $(BUILD)/"
+	@echo "make test             build and run the tests (no network, no Python)"
+	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
+	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
+	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
+	@echo "make bench            time the kernels against this machine's peak"
+	@echo "make clean            remove $(BUILD)/ and out/"
+
+run: $(BUILD)/train_gpt
+	$(BUILD)/train_gpt
+
+examples: $(EXAMPLES:%=$(BUILD)/%)
+
+$(BUILD)/%: examples/%.c examples/common.h amp.h | $(BUILD)
+	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
+
+$(BUILD)/t_%: tests/t_%.c tests/test.h amp.h examples/common.h | $(BUILD)
+	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
+
+# The same tests under the flags that fold isnan and set flush-to-zero.
+$(BUILD)/fast_%: tests/%.c tests/test.h amp.h examples/common.h | $(BUILD)
+	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
+
+$(BUILD)/bench_%: tests/bench/bench_%.c amp.h | $(BUILD)
+	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
+
+$(BUILD):
+	mkdir -p $@
+
+FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
+
+test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) examples
+	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
+	    tests/house.sh tests/docs.sh tests/examples.sh
+
+test-ci:
+	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh
+
+test-exhaustive: $(BUILD)/t_numbers
+	$(BUILD)/t_numbers --full
+
+oracle: examples
+	for program in numbers state_v1 kernels scaler optimizer gpt2 encoder autocast hf_roundtrip; do \
+	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
+
+bench: $(BENCHES:%=$(BUILD)/%)
+	for b in $^; do $$b || exit 1; done
+
+clean:
+	rm -rf $(BUILD) out

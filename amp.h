@@ -1,0 +1,11849 @@
+/* amp.h - v0.1.0 - mixed-precision training for C, C++ and CUDA programs - MIT licence, text at the end
+   SPDX-License-Identifier: MIT
+
+   In one C file of a program:
+
+       #define AMP_IMPLEMENTATION
+       #include "amp.h"
+
+   In every other file only the #include.  The shortest complete use, a linear model trained in bf16:
+
+       #define AMP_IMPLEMENTATION
+       #include "amp.h"
+       #include <stdio.h>
+       static float w[10 * 4], dw[10 * 4], x[8 * 4], y[8 * 10], loss;
+       static int32_t labels[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+       int main(void) {
+           amp_context *amp; amp_optimizer *opt; amp_param p; amp_optimizer_desc od; int i;
+           for (i = 0; i < 32; i++) x[i] = (float)(i % 7) - 3;
+           if (amp_open(&amp, NULL) != AMP_OK) return fprintf(stderr, "%s\n", amp_last_error()), 1;
+           memset(&p, 0, sizeof p); memset(&od, 0, sizeof od);
+           p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, 10, 4); p.grad = amp_tensor2(dw, AMP_F32, 10, 4);
+           od.params = &p; od.n_params = 1; od.lr = 0.1f;
+           if (amp_param_register(amp, &p, 1) || amp_optimizer_create(amp, &opt, &od)) return puts(amp_last_error()), 1;
+           for (i = 0; i < 100; i++) {
+               amp_linear_op lin; amp_cross_entropy_op ce; amp_autocast_desc region;
+               memset(&lin, 0, sizeof lin); memset(&ce, 0, sizeof ce); memset(&region, 0, sizeof region);
+               lin.x = amp_tensor2(x, AMP_F32, 8, 4); lin.weight = &p; lin.y = amp_tensor2(y, AMP_F32, 8, 10);
+               ce.logits = ce.dlogits = lin.y; ce.labels = labels; ce.loss = &loss;
+               region.dtype = AMP_BF16;
+               amp_autocast_begin(amp, &region); amp_linear(amp, &lin); amp_cross_entropy(amp, &ce); amp_autocast_end(amp);
+               lin.dy = ce.dlogits; amp_linear_backward(amp, &lin);
+               amp_step(opt, NULL);
+           }
+           printf("loss %.3f\n", loss);
+           amp_optimizer_destroy(opt); amp_close(amp);
+           return 0;
+       }
+
+       gcc -O2 -fopenmp program.c -o program -lm -lpthread
+
+   CONTENTS (search for the tag; the implementation has the same tags in the same order)
+
+       >>base        results, last error, log, memory, files, threads, clock
+       >>numbers     formats, conversions, rounding, finite checks, random numbers
+       >>machine     what this machine can do, and which precision to use on it
+       >>tensors     views, ranges, parameters, masks
+       >>state       the blob that a checkpoint is saved in
+       >>backends    the context; kernels and the table a device is driven through
+       >>autocast    regions, policies, overrides, the cast cache
+       >>operators   linear, matmul, gemm, attention, norms, softmax, activations, losses, embedding, dropout
+       >>gradients   sets, the loss scaler, optimizers, the step
+       >>data        the token loader
+
+   AT A GLANCE
+
+       open and close         amp_open amp_close amp_query amp_query_machine amp_query_choice amp_set_dtype
+       memory                 amp_alloc amp_free amp_copy amp_fill amp_sync amp_memory amp_memory_reset_peak
+       errors                 amp_last_error amp_result_text amp_result_hint amp_version
+       files                  amp_file_write_atomic amp_file_read_all amp_file_free amp_system_default
+       numbers                amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32
+       precision              amp_machine_probe amp_machine_text amp_choose
+       parameters             amp_param_register amp_param_forget amp_param_touch amp_param_accumulate amp_param_dtype
+       regions                amp_autocast_begin amp_autocast_end amp_autocast_active
+       decisions              amp_autocast_decide amp_autocast_compute amp_autocast_result amp_autocast_cast
+       policies               amp_operator_register amp_operator_override amp_layer_override
+       cast cache             amp_cast_cache_info amp_cast_cache_clear
+       operators              amp_linear amp_matmul amp_gemm amp_attention amp_layernorm amp_rmsnorm amp_softmax
+                              amp_activation amp_swiglu amp_cross_entropy amp_mse amp_embedding amp_dropout
+                              (each but gemm and the losses with _backward), amp_add amp_cast
+       loss scaling           amp_scaler_create amp_scaler_seed amp_scaler_check amp_scaler_update amp_scaler_get
+                              amp_scaler_set_scale amp_scaler_rescale
+       gradients              amp_set_create amp_set_found
+       optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
+       data                   amp_loader_create amp_loader_next amp_loader_info_get
+       checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
+                              amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load
+
+   BUILD
+
+       AMP_IMPLEMENTATION   in one file      brings the implementation; there, include amp.h before system headers
+                                             when compiling with -std=c99 (it asks them for POSIX)
+       AMP_STATIC           in that file     everything private to it; thread state and caches are then per file
+       AMP_API              in all files     may be predefined, for example with a visibility attribute
+       -fopenmp             optional         kernels then use several threads; results are the same bits without it
+       -lm -lpthread        when linking     no -march is needed: instruction sets are chosen at run time
+
+   AMP.H DOES NOT
+
+       differentiate automatically: you call backward functions in reverse order;
+       own your tensors: views point to memory that you allocate, with amp_alloc or yourself;
+       have convolutions: bring yours, and take amp_gemm, the scaler and the optimizer;
+       compute in fp8 (conversions are there), or drop out inside attention;
+       abort, exit or print, except for warnings and errors to stderr, which a logger replaces.
+
+   STEP BY STEP
+
+       1 amp_open chooses backend and precision; amp_query_choice tells it, with the reason.
+       2 Describe parameters as amp_param (name, weight, grad) and call amp_param_register.
+       3 amp_scaler_create for fp16, amp_optimizer_create for all; amp_loader_create if you read tokens.
+       4 Each step: amp_loader_next; amp_autocast_begin; forward operators, loss with dlogits and
+         .seed = amp_scaler_seed(scaler); amp_autocast_end; backward operators in reverse; amp_step.
+         Gradients need no zeroing: the first backward after a step overwrites them, later ones add.
+       5 amp_outcome_next tells what became of each step, two steps later: applied or skipped, norm, scale.
+       6 To save: amp_state_create, *_save of each object, amp_state_save; your weights in a format of yours.
+
+   NUMBERS
+
+       format   bits  exponent  mantissa  largest     smallest normal  smallest   unit roundoff
+       fp32     32    8         23        3.4e38      1.2e-38          1.4e-45    6.0e-8
+       tf32     19    8         10        3.4e38      1.2e-38                     4.9e-4
+       fp16     16    5         10        65504       6.1e-5           6.0e-8     4.9e-4
+       bf16     16    8         7         3.4e38      1.2e-38          9.2e-41    3.9e-3
+       E4M3     8     4         3         448         1.6e-2           2.0e-3     6.3e-2
+       E5M2     8     5         2         57344       6.1e-5           1.5e-5     1.3e-1
+
+       Rounding is to nearest, ties to even (tf32: away from zero).  Beyond the largest value a conversion gives
+       infinity (E4M3, which has none: NaN) unless it is asked to saturate.  NaN stays NaN.
+
+   GLOSSARY
+
+       loss scale      factor on the loss's gradient, so that small fp16 gradients do not become 0
+       found_inf       some gradient was infinite or NaN: the step is skipped and the scale shrinks
+       growth interval clean steps after which the scale grows
+       master weights  the fp32 weights an optimizer updates when the model's own are 16-bit
+       region          the code between amp_autocast_begin and amp_autocast_end, per thread
+       island          a region with .disable, inside another
+       epilogue        what is done to a matrix product while it is still in registers: bias, activation
+       packed weight   a copy of a matrix in the order and dtype in which the kernel reads it
+
+   ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
+              amp_last_error says id, function, field, value, what is allowed and how to mend it.  Overflow
+              and skipped steps are no errors but data: see amp_outcome.
+   MEMORY     All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
+   THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
+              calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
+              thread's business at a time.  Regions and the last-error text belong to their thread.
+   SAME BITS  Results do not depend on the number of threads, and repeat from run to run.  The CPU paths
+              (scalar, AVX2, AVX-512, BF16) agree bit for bit in conversions and the scaler; in sums they
+              differ by rounding.  Conversions, finite checks and the scaler stay right under -Ofast.
+   STABLE     Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor
+              version; the change log stands at the end. */
+
+#ifndef AMP_H_INCLUDED
+#define AMP_H_INCLUDED
+
+/* The implementation needs POSIX; under -std=c99 the system headers show it only when asked before the first
+   of them is included, so the implementing file includes amp.h first. */
+#if defined(AMP_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE) && !defined(_GNU_SOURCE)
+#  define _POSIX_C_SOURCE 200809L
+#endif
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define AMP_VERSION_MAJOR 0
+#define AMP_VERSION_MINOR 1
+#define AMP_VERSION_PATCH 0
+#define AMP_VERSION (AMP_VERSION_MAJOR * 10000 + AMP_VERSION_MINOR * 100 + AMP_VERSION_PATCH)
+#define AMP_VERSION_TEXT "0.1.0"
+
+/* AMP_STATIC: every function private to this file.  AMP_API may be predefined, e.g. for visibility. */
+#if defined(AMP_STATIC)
+#  define AMP_API static __attribute__((unused))
+#elif !defined(AMP_API)
+#  define AMP_API extern
+#endif
+#define AMPI_INLINE static inline __attribute__((unused))
+
+/* Rules that must give the same bits on the host and in device code are written once under AMPI_HD. */
+#if defined(__CUDACC__)
+#  define AMPI_HD static inline __host__ __device__ __attribute__((unused))
+#else
+#  define AMPI_HD AMPI_INLINE
+#endif
+
+/* What a caller was compiled against: header version and size of the struct it passes. */
+#define AMP_ABI(type) (((uint64_t)AMP_VERSION << 32) | (uint64_t)sizeof(type))
+/* ==== 1 >>base ======================================================================================
+   Result codes, the last-error text, the log, and the layer through which all memory, files, threads
+   and time go.  Every fallible function returns an amp_result; 0 is success.                          */
+
+/* X(name, number, text, hint).  Numbers are for ever: they are never reused or changed.
+   1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data, 5xx devices and hooks. */
+#define AMP_RESULTS(X) \
+    X(AMP_OK,                0, "success",                               "") \
+    X(AMP_ERR_NULL,        101, "a required pointer is NULL",            "pass the object or buffer the text names") \
+    X(AMP_ERR_RANGE,       102, "a value is outside its legal range",    "use a value from the range in the text; 0 is the default") \
+    X(AMP_ERR_SHAPE,       103, "shapes do not fit together",            "compare the shapes in the text with the operator's comment") \
+    X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here",          "use one of the dtypes in the text") \
+    X(AMP_ERR_VERSION,     105, "header and implementation differ",      "rebuild every file against the same amp.h") \
+    X(AMP_ERR_STATE,       106, "called in the wrong order",             "see the order of calls in the manual") \
+    X(AMP_ERR_NAME,        107, "unknown or duplicate name",             "use one of the names in the text") \
+    X(AMP_ERR_UNSUPPORTED, 108, "not supported here",                    "choose what the text offers, or allow the fallback") \
+    X(AMP_ERR_SIZE,        109, "a size does not fit into memory",       "use smaller dimensions") \
+    X(AMP_ERR_CONFLICT,    110, "settings contradict each other",        "drop one of the two settings in the text") \
+    X(AMP_ERR_LABEL,       201, "a label or index is out of range",      "labels must be 0..classes-1 or the ignore index") \
+    X(AMP_ERR_SCALE,       202, "the loss scale is not usable",          "the scale and its inverse must be finite and normal") \
+    X(AMP_ERR_GRAD_16BIT,  203, "16-bit gradients are refused",          "only the torch preset does this: use another preset or fp32 gradients") \
+    X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update before the next amp_scaler_check") \
+    X(AMP_ERR_STEPPED,     205, "already stepped since the last update", "call amp_scaler_update after each step") \
+    X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded",             "call amp_scaler_check for at least one set before the update") \
+    X(AMP_ERR_MEMORY,      301, "out of memory",                         "use a smaller batch, or give the context a larger allocator") \
+    X(AMP_ERR_THREAD,      302, "a thread could not be started",         "raise the thread limit or use fewer workers") \
+    X(AMP_ERR_OPEN,        401, "a file could not be opened",            "check path and permissions") \
+    X(AMP_ERR_READ,        402, "a file could not be read",              "check the disk; the text has the offset") \
+    X(AMP_ERR_WRITE,       403, "a file could not be written",           "check free space and permissions; the old file is untouched") \
+    X(AMP_ERR_FORMAT,      404, "not a file of the expected format",     "pass a file of the format the text names") \
+    X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early",         "copy or write it again") \
+    X(AMP_ERR_CHECKSUM,    406, "a checksum does not match",             "the file is damaged: use the previous one") \
+    X(AMP_ERR_NEWER,       407, "written by a newer version",            "use a newer amp.h") \
+    X(AMP_ERR_MISMATCH,    408, "saved state is of another object",      "load it into an object with the same settings") \
+    X(AMP_ERR_END,         409, "no more data",                          "the loader's last epoch is over") \
+    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time",      "the text names worker, file and offset; raise timeout_ms") \
+    X(AMP_ERR_SOURCE,      411, "the data callback failed",              "see the callback's own message") \
+    X(AMP_ERR_DEVICE,      501, "a device call failed",                  "the text has the device's own error name") \
+    X(AMP_ERR_BACKEND,     502, "the backend cannot be used",            "build the backend against this amp.h") \
+    X(AMP_ERR_REDUCE,      503, "the reduction hook failed",             "the hook must return 0")
+
+typedef enum amp_result {
+#define AMPI_RESULT_ENUM(name, number, text, hint) name = number,
+    AMP_RESULTS(AMPI_RESULT_ENUM)
+#undef AMPI_RESULT_ENUM
+    AMP_RESULT_FORCE_I32 = 0x7fffffff
+} amp_result;
+
+/* The constant text, and the constant advice, of a result; "unknown result" and "" for any other number. */
+AMP_API const char *amp_result_text(amp_result result);
+AMP_API const char *amp_result_hint(amp_result result);
+/* Why the last failing call of this thread failed: id, function, field, value, what is allowed, how to
+   mend it, in one line.  "" before any failure.  Stays valid until the next failure of this thread. */
+AMP_API const char *amp_last_error(void);
+/* AMP_VERSION of the implementation that is linked in. */
+AMP_API int amp_version(void);
+
+typedef enum amp_log_level {
+    AMP_LOG_DEFAULT = 0,            /* AMP_LOG_WARNING */
+    AMP_LOG_OFF = 1, AMP_LOG_ERROR = 2, AMP_LOG_WARNING = 3, AMP_LOG_INFO = 4, AMP_LOG_DEBUG = 5,
+    AMP_LOG_FORCE_I32 = 0x7fffffff
+} amp_log_level;
+
+/* Called from any thread.  id: the amp_result for errors, a constant number per message otherwise. */
+typedef struct amp_logger {
+    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each id at most 10 times */
+    void *user;
+    amp_log_level level;            /* most detailed level that is written; default AMP_LOG_WARNING */
+} amp_logger;
+
+/* Everything the library asks of the machine goes through this table.  A NULL member means the POSIX
+   default, so a host replaces only what it wants.  File calls return 0 (or a byte count) or -errno.
+   alloc and free come both or neither: size 0 is never asked for, align is a power of two up to 4096. */
+typedef struct amp_system {
+    void *user;
+    void *(*alloc)(void *user, size_t size, size_t align);
+    void (*free)(void *user, void *ptr, size_t size);
+    int (*file_open)(void *user, const char *path, int for_writing, intptr_t *file);
+    int64_t (*file_read)(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset);
+    int64_t (*file_write)(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset);
+    int64_t (*file_size)(void *user, intptr_t file);
+    int (*file_sync)(void *user, intptr_t file);
+    int (*file_close)(void *user, intptr_t file);
+    int (*file_rename)(void *user, const char *from, const char *to);
+    int (*file_remove)(void *user, const char *path);
+    int (*thread_start)(void *user, void **thread, void (*run)(void *arg), void *arg);
+    int (*thread_join)(void *user, void *thread);
+    int64_t (*clock_ns)(void *user);        /* monotonic */
+} amp_system;
+
+/* *out = the POSIX table, every member set. */
+AMP_API void amp_system_default(amp_system *out);
+/* Writes a file so that after a crash either the old or the new content is there, whole: temporary file
+   beside it, write, fsync, rename.  system may be NULL.  Errors: 401, 403; the old file is then untouched. */
+AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
+/* Reads a whole file into *data (from system->alloc, one extra 0 byte behind it; amp_file_free frees it).
+   Errors: 301, 401, 402. */
+AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
+AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
+
+/* ==== 2 >>numbers ===================================================================================
+   Number formats and their conversions.  All of this is integer arithmetic on bit patterns: the same
+   bits on every machine, under every compiler flag, with flush-to-zero set or not.                    */
+
+typedef enum amp_dtype {
+    AMP_DTYPE_DEFAULT = 0,
+    AMP_F32 = 1, AMP_F64 = 2, AMP_F16 = 3, AMP_BF16 = 4,
+    AMP_TF32 = 5,                   /* a compute dtype only: fp32 storage with a 10-bit mantissa */
+    AMP_E4M3 = 6, AMP_E5M2 = 7,     /* the OCP 8-bit formats; E4M3 has no infinity */
+    AMP_U8 = 8, AMP_U16 = 9, AMP_I32 = 10, AMP_I64 = 11,
+    AMP_DTYPE_FORCE_I32 = 0x7fffffff
+} amp_dtype;
+
+/* Bytes of one element (TF32: 4); 0 for anything that is no dtype. */
+AMP_API size_t amp_dtype_size(amp_dtype dtype);
+/* "fp32", "fp64", "fp16", "bf16", "tf32", "fp8_e4m3", "fp8_e5m2", "u8", "u16", "i32", "i64"; "default" for 0,
+   "?" otherwise. */
+AMP_API const char *amp_dtype_name(amp_dtype dtype);
+/* The inverse, also "float32", "float16", "half", "bfloat16", "float", "double", and "auto" for 0.  Errors: 107. */
+AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
+
+/* ---- Scalar conversions.  16-bit and 8-bit numbers are uint16_t and uint8_t bit patterns.
+
+   Narrowing rounds once, to nearest, ties to even (IEEE 754-2019, 4.3.1); subnormals are kept.  Overflow: with
+   saturate 0, fp16, bf16 and E5M2 become infinite, as in PyTorch, and E4M3, which has no infinity, becomes NaN
+   (beyond 464), as in ml_dtypes and in PyTorch before 2.12 (which saturates E4M3 alone); with saturate 1 the result
+   is the largest finite value, for an infinite input too.  NaN stays NaN, with its sign and its upper payload bits,
+   and becomes quiet, as in the F16C instructions. */
+
+enum { AMPI_EVEN = 0, AMPI_AWAY = 1, AMPI_STOCHASTIC = 2 };     /* how ampi_round_bits rounds */
+
+/* The bits of a number.  The empty asm hides their origin from compilers that, under -ffast-math, would
+   conclude that a computed number is finite. */
+AMPI_HD uint32_t ampi_bits_f32(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    __asm__("" : "+r"(bits));
+    return bits;
+}
+AMPI_HD uint64_t ampi_bits_f64(double x) {
+    uint64_t bits;
+    uint32_t high;
+    memcpy(&bits, &x, sizeof bits);
+    high = (uint32_t)(bits >> 32);
+    __asm__("" : "+r"(high));
+    return (uint64_t)high << 32 | (uint32_t)bits;
+}
+AMPI_HD float ampi_f32_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
+AMPI_HD double ampi_f64_of_bits(uint64_t bits) { double x; memcpy(&x, &bits, sizeof x); return x; }
+
+/* Rounds a finite magnitude, given as a pattern with sm mantissa bits and exponent bias sb, to dm mantissa bits
+   and bias db.  Returns the pattern with an unbounded exponent, so a result above the format's largest finite
+   pattern is an overflow.  Stochastic: up if fraction + random / 2^32 >= 1, the fraction cut to 32 bits. */
+AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, int mode, uint32_t random) {
+    uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, half;
+    int e = (int)(bits >> sm), shift = sm - dm;
+    if (e > 0) m |= (uint64_t)1 << sm;
+    else e = 1;
+    e += db - sb;
+    if (e < 1) { shift += 1 - e; e = 1; }
+    if (shift > 62) { m = shift > 120 ? 0 : m >> (shift - 62); shift = 62; }
+    if (shift == 0) return ((uint64_t)(e - 1) << dm) + m;
+    q = m >> shift;
+    rest = m & (((uint64_t)1 << shift) - 1);
+    half = (uint64_t)1 << (shift - 1);
+    if (mode == AMPI_STOCHASTIC) q += ((rest << (64 - shift) >> 32) + random) >> 32;
+    else if (mode == AMPI_AWAY) q += rest >= half;
+    else q += rest > half || (rest == half && (q & 1) != 0);
+    return ((uint64_t)(e - 1) << dm) + q;
+}
+
+/* The magnitude pattern, in a format with dm mantissa bits, bias db and this largest finite pattern, of an fp32
+   (wide 0) or fp64 (wide 1) pattern.  largest + 1 is infinity, in E4M3 NaN. */
+AMPI_HD uint32_t ampi_narrow(uint64_t x, int wide, int dm, int db, uint32_t largest, int saturate, int mode,
+                             uint32_t random) {
+    int sm = wide ? 52 : 23, sb = wide ? 1023 : 127;
+    uint64_t magnitude = x & (wide ? ~(uint64_t)0 >> 1 : (uint64_t)0x7fffffff);
+    uint64_t infinity = (uint64_t)(2 * sb + 1) << sm, r;
+    if (magnitude > infinity)
+        return (largest + 1) | (uint32_t)1 << (dm - 1) | (uint32_t)((magnitude - infinity) >> (sm - dm));
+    if (magnitude == infinity) return saturate ? largest : largest + 1;
+    r = ampi_round_bits(magnitude, sm, sb, dm, db, mode, random);
+    return r <= largest ? (uint32_t)r : saturate ? largest : largest + 1;
+}
+
+AMPI_HD uint32_t ampi_sign(uint64_t x, int wide) { return (uint32_t)(x >> (wide ? 63 : 31)); }
+AMPI_HD uint16_t ampi_to_f16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 10, 15, 0x7bff, saturate, mode, random));
+}
+AMPI_HD uint16_t ampi_to_bf16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 7, 127, 0x7f7f, saturate, mode, random));
+}
+AMPI_HD uint8_t ampi_to_e4m3(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 3, 7, 0x7e, saturate, mode, random));
+}
+AMPI_HD uint8_t ampi_to_e5m2(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 2, 15, 0x7b, saturate, mode, random));
+}
+AMPI_HD uint32_t ampi_to_tf32(uint64_t x, int wide, int saturate) {
+    return ampi_sign(x, wide) << 31 | ampi_narrow(x, wide, 10, 127, 0x3fbff, saturate, AMPI_AWAY, 0) << 13;
+}
+AMPI_HD uint32_t ampi_to_f32(uint64_t x, int saturate) {
+    return ampi_sign(x, 1) << 31 | ampi_narrow(x, 1, 23, 127, 0x7f7fffff, saturate, AMPI_EVEN, 0);
+}
+
+/* fp32 to 16 and 8 bits, and to TF32 (10 mantissa bits in fp32 storage, ties away from zero as cvt.rna.tf32.f32). */
+AMPI_HD uint16_t amp_f16_from_f32(float x, int saturate) {
+    return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint16_t amp_bf16_from_f32(float x, int saturate) {
+    uint32_t bits = ampi_bits_f32(x), magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+AMPI_HD uint8_t amp_e4m3_from_f32(float x, int saturate) {
+    return ampi_to_e4m3(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint8_t amp_e5m2_from_f32(float x, int saturate) {
+    return ampi_to_e5m2(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD float amp_tf32_from_f32(float x, int saturate) {
+    return ampi_f32_of_bits(ampi_to_tf32(ampi_bits_f32(x), 0, saturate));
+}
+
+/* fp64 to 16 and 8 bits with one rounding: going through fp32 would round twice. */
+AMPI_HD uint16_t amp_f16_from_f64(double x, int saturate) {
+    return ampi_to_f16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint16_t amp_bf16_from_f64(double x, int saturate) {
+    return ampi_to_bf16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint8_t amp_e4m3_from_f64(double x, int saturate) {
+    return ampi_to_e4m3(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint8_t amp_e5m2_from_f64(double x, int saturate) {
+    return ampi_to_e5m2(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+
+/* Stochastic rounding (Gupta et al. 2015): of the two neighbours, the one away from zero with probability equal to
+   the discarded fraction, so that the mean over uniform `random` is x.  Finite x beyond the largest finite value
+   overflows as above; infinity and NaN do not depend on random. */
+AMPI_HD uint16_t amp_f16_stochastic(float x, uint32_t random, int saturate) {
+    return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
+}
+AMPI_HD uint16_t amp_bf16_stochastic(float x, uint32_t random, int saturate) {
+    uint32_t bits = ampi_bits_f32(x), magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
+    return (uint16_t)((bits + (random >> 16)) >> 16);
+}
+AMPI_HD uint8_t amp_e4m3_stochastic(float x, uint32_t random, int saturate) {
+    return ampi_to_e4m3(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
+}
+AMPI_HD uint8_t amp_e5m2_stochastic(float x, uint32_t random, int saturate) {
+    return ampi_to_e5m2(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
+}
+
+/* The fp32 pattern of a finite magnitude with m mantissa bits and exponent bias b. */
+AMPI_HD uint32_t ampi_widen(uint32_t magnitude, int m, int b) {
+    uint32_t e = magnitude >> m, fraction = magnitude & ((1u << m) - 1);
+    if (magnitude == 0) return 0;
+    if (e == 0) for (e = 1; (fraction >> m) == 0; e--) fraction <<= 1;
+    return ((e + (uint32_t)(127 - b)) << 23) + ((fraction & ((1u << m) - 1)) << (23 - m));
+}
+AMPI_HD uint32_t ampi_bits_of_f16(uint16_t x) {
+    uint32_t sign = (uint32_t)(x & 0x8000) << 16, magnitude = x & 0x7fff;
+    if (magnitude > 0x7c00) return sign | 0x7fc00000u | magnitude << 13;
+    return sign | (magnitude == 0x7c00 ? 0x7f800000u : ampi_widen(magnitude, 10, 15));
+}
+AMPI_HD uint32_t ampi_bits_of_e4m3(uint8_t x) {
+    uint32_t sign = (uint32_t)(x & 0x80) << 24, magnitude = x & 0x7f;
+    return sign | (magnitude == 0x7f ? 0x7fc00000u : ampi_widen(magnitude, 3, 7));
+}
+AMPI_HD uint64_t ampi_f64_bits_of_f32_bits(uint32_t x) {
+    uint64_t sign = (uint64_t)(x & 0x80000000u) << 32, fraction = x & 0x7fffff, e = x >> 23 & 255;
+    if (e == 255) return sign | (uint64_t)0x7ff << 52 | (fraction ? (uint64_t)1 << 51 | fraction << 29 : 0);
+    if (e == 0 && fraction == 0) return sign;
+    if (e == 0) for (e = 1; (fraction >> 23) == 0; e--) fraction <<= 1;
+    return sign | (e + 896) << 52 | (fraction & 0x7fffff) << 29;
+}
+
+/* Widening to fp32 is exact.  A signalling fp16 NaN becomes quiet; bf16 keeps every bit. */
+AMPI_HD float amp_f32_from_f16(uint16_t x)  { return ampi_f32_of_bits(ampi_bits_of_f16(x)); }
+AMPI_HD float amp_f32_from_bf16(uint16_t x) { return ampi_f32_of_bits((uint32_t)x << 16); }
+AMPI_HD float amp_f32_from_e4m3(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_e4m3(x)); }
+AMPI_HD float amp_f32_from_e5m2(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_f16((uint16_t)(x << 8))); }
+
+/* 1 if neither infinite nor NaN.  They test the exponent's bits, where isfinite() is constant under -Ofast. */
+AMPI_HD int amp_is_finite_f32(const float *x)  { return (ampi_bits_f32(*x) & 0x7f800000u) != 0x7f800000u; }
+AMPI_HD int amp_is_finite_f64(const double *x) { return (ampi_bits_f64(*x) >> 52 & 0x7ff) != 0x7ff; }
+AMPI_HD int amp_is_finite_f16(uint16_t x)      { return (x & 0x7c00) != 0x7c00; }
+AMPI_HD int amp_is_finite_bf16(uint16_t x)     { return (x & 0x7f80) != 0x7f80; }
+
+/* ---- Random numbers that are a function of (seed, position), so any element can be computed anywhere, in any order.
+   Philox4x32-10 (Salmon et al. 2011): four words from key = seed and counter = {block, stream}, low words first. */
+AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]) {
+    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    int round;
+    for (round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
+}
+/* Word `index` of the sequence of a seed: word index % 4 of block index / 4 of stream 0. */
+AMPI_HD uint32_t amp_random_u32(uint64_t seed, uint64_t index) {
+    uint32_t words[4];
+    amp_philox(seed, 0, index / 4, words);
+    return words[index % 4];
+}
+/* Uniform in [0, 1): the upper 24 bits of that word times 2^-24. */
+AMPI_HD float amp_random_uniform(uint64_t seed, uint64_t index) {
+    return (float)(amp_random_u32(seed, index) >> 8) * (1.0f / 16777216);
+}
+
+typedef enum amp_rounding {
+    AMP_ROUND_DEFAULT = 0,          /* nearest, ties to even (TF32: ties away from zero, as the hardware does) */
+    AMP_ROUND_STOCHASTIC = 1,       /* to bf16, fp16 or fp8: away from zero with probability equal to the discarded
+                                       fraction, so unbiased; NaN stays NaN */
+    AMP_ROUND_FORCE_I32 = 0x7fffffff
+} amp_rounding;
+
+/* What bulk conversion may be told.  NULL or all zero: nearest even, no saturation. */
+typedef struct amp_convert_desc {
+    amp_rounding rounding;
+    int32_t saturate;               /* 1: beyond the largest finite value, infinity included, becomes that value; NaN
+                                       stays NaN; to fp64 nothing saturates */
+    uint64_t seed, offset;          /* of AMP_ROUND_STOCHASTIC: element i uses amp_random_u32(seed, offset + i) */
+} amp_convert_desc;
+
+/* Bulk conversion of n elements between floating dtypes on the host, with the CPU's instructions and
+   the scalar functions' bits.  dst and src may be the same buffer when the element sizes agree, and
+   need no alignment.  new_inf, if not NULL, receives how many finite inputs became infinite (E4M3: NaN).
+   TF32 as destination rounds within fp32 storage.
+   Errors: 101, 102 n < 0, 104 not floating, or stochastic to fp32, fp64 or TF32. */
+AMP_API amp_result amp_convert_v(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                                 const amp_convert_desc *desc, int64_t *new_inf, uint64_t abi);
+AMPI_INLINE amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                                   const amp_convert_desc *desc, int64_t *new_inf) {
+    return amp_convert_v(dst, dst_dtype, src, src_dtype, n, desc, new_inf, AMP_ABI(amp_convert_desc));
+}
+/* How many of n elements are infinite or NaN, found by their bits (isfinite is folded away by -Ofast);
+   *first, if not NULL, is the index of the first, or -1.  -1 is returned for a dtype that is not floating. */
+AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
+
+/* ==== 3 >>machine ===================================================================================
+   What this machine can do, and which precision to use on it, with the reason.                        */
+
+/* The instruction set that the CPU kernels use, best last; amp_desc.cpu_path forces one. */
+typedef enum amp_cpu_path {
+    AMP_CPU_DEFAULT = 0,            /* the best this CPU has */
+    AMP_CPU_SCALAR = 1,             /* C99 */
+    AMP_CPU_AVX2 = 2,               /* with FMA and F16C */
+    AMP_CPU_AVX512 = 3,             /* F, BW, DQ, VL */
+    AMP_CPU_AVX512_BF16 = 4,
+    AMP_CPU_FORCE_I32 = 0x7fffffff
+} amp_cpu_path;
+
+typedef struct amp_cpu_info {
+    char name[64];
+    int32_t cores;                  /* that this process may use */
+    amp_cpu_path path;              /* best path this CPU and system support */
+    int32_t avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16;   /* 0 or 1 */
+    int64_t l1d, l2, l3;            /* bytes per core, core and socket; 0 unknown */
+    int64_t memory;                 /* bytes of RAM; 0 unknown */
+} amp_cpu_info;
+
+/* Filled by a backend. */
+typedef struct amp_device {
+    char name[128];
+    char kind[16];                  /* "cpu", "cuda", ... */
+    int32_t index;
+    int32_t cc_major, cc_minor;     /* CUDA compute capability; 0 for a CPU */
+    int32_t fp16, bf16, tf32, fp8;  /* matrix instructions of that format: 0 or 1 */
+    int32_t multiprocessors;
+    int64_t memory;                 /* bytes in all */
+} amp_device;
+
+typedef struct amp_machine {
+    amp_cpu_info cpu;
+    amp_device device;              /* of the context's backend; kind "cpu" where that is the CPU */
+} amp_machine;
+
+/* Fills cpu, and device from it. */
+AMP_API amp_result amp_machine_probe(amp_machine *out);
+/* A table of the machine in text, cut to size bytes with its 0.  Returns the length it needs, as snprintf does. */
+AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
+
+typedef struct amp_choice {
+    amp_dtype dtype;                /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
+    int32_t scaler;                 /* 1: train with a loss scaler (fp16) */
+    int32_t emulated;               /* 1: the CPU rounds to this dtype and computes in fp32 */
+    int32_t fell_back;              /* 1: not what was asked for */
+    char reason[160];               /* one line */
+} amp_choice;
+
+/* Chooses a compute dtype: a pure function of its arguments.
+   wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0 and later or a CPU with bf16 instructions;
+   fp16 with a scaler on 7.0 to 7.5; else fp32.  Anything else: that dtype if the device has it.
+   Errors: 104 not a compute dtype; 108 the device lacks it (fp8: always) and allow_fallback is 0.  With
+   allow_fallback the nearest dtype that works is chosen and the reason says so. */
+AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
+
+/* ==== 4 >>tensors ===================================================================================
+   Views on memory that the caller owns.  Nothing here allocates.                                      */
+
+enum { AMP_MAX_DIMS = 4 };
+
+/* shape[0..ndim-1], the last dimension fastest.  Strides are in elements; all zero means contiguous.
+   A zeroed amp_tensor (data NULL) is "no tensor". */
+typedef struct amp_tensor {
+    void *data;
+    amp_dtype dtype;
+    int32_t ndim;
+    int64_t shape[AMP_MAX_DIMS];
+    int64_t stride[AMP_MAX_DIMS];
+} amp_tensor;
+
+/* Contiguous views.  const data may be passed: operators write only to what they document as output. */
+AMPI_INLINE amp_tensor amp_tensor4(const void *data, amp_dtype dtype, int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
+    amp_tensor t;
+    memset(&t, 0, sizeof t);
+    memcpy(&t.data, &data, sizeof t.data);
+    t.dtype = dtype; t.ndim = 4;
+    t.shape[0] = n0; t.shape[1] = n1; t.shape[2] = n2; t.shape[3] = n3;
+    return t;
+}
+AMPI_INLINE amp_tensor amp_tensor3(const void *data, amp_dtype dtype, int64_t n0, int64_t n1, int64_t n2) {
+    amp_tensor t = amp_tensor4(data, dtype, n0, n1, n2, 0);
+    t.ndim = 3;
+    return t;
+}
+AMPI_INLINE amp_tensor amp_tensor2(const void *data, amp_dtype dtype, int64_t rows, int64_t cols) {
+    amp_tensor t = amp_tensor4(data, dtype, rows, cols, 0, 0);
+    t.ndim = 2;
+    return t;
+}
+AMPI_INLINE amp_tensor amp_tensor1(const void *data, amp_dtype dtype, int64_t n) {
+    amp_tensor t = amp_tensor4(data, dtype, n, 0, 0, 0);
+    t.ndim = 1;
+    return t;
+}
+/* Elements of the view; 0 for no tensor; -1 if a dimension is negative or the product overflows. */
+AMP_API int64_t amp_tensor_count(const amp_tensor *tensor);
+
+/* A piece of memory that a set, a check or a host's own loop works on. */
+typedef struct amp_range {
+    const char *name;               /* for reports; may be NULL */
+    void *data;
+    int64_t count;                  /* elements */
+    amp_dtype dtype;
+} amp_range;
+
+/* A trainable parameter.  The caller fills name, weight and grad and owns all three; the rest is the library's.
+   grad has the weight's shape, in fp32 or in the weight's dtype, contiguous.  A frozen parameter has no grad. */
+typedef struct amp_param {
+    const char *name;               /* as in "blocks.0.attn.weight": layer overrides match it */
+    amp_tensor weight;
+    amp_tensor grad;
+    void *master;                   /* fp32 master weights, where an optimizer keeps them; else NULL */
+    uint64_t id;                    /* from amp_param_register; 0: never cached */
+    uint64_t version;               /* of the weight's value */
+    int32_t grad_live;              /* 0: the next backward overwrites grad; 1: it adds */
+    int32_t reserved;
+} amp_param;
+
+/* Which keys a query may see.  A zeroed mask hides nothing. */
+typedef enum amp_mask_kind {
+    AMP_MASK_NONE = 0,
+    AMP_MASK_CAUSAL = 1,            /* key j for query i if j <= i + (keys - queries) */
+    AMP_MASK_WINDOW = 2,            /* causal, and the last `window` keys only; bidirectional: |i - j| < window */
+    AMP_MASK_WINDOW_GLOBAL = 3,     /* as WINDOW, and the first `global` positions see and are seen by all (causally if causal) */
+    AMP_MASK_PREFIX = 4,            /* causal, but keys below prefix[b] are seen by all */
+    AMP_MASK_ARBITRARY = 5,         /* the tensor `allowed` */
+    AMP_MASK_FORCE_I32 = 0x7fffffff
+} amp_mask_kind;
+
+/* Kinds combine with padding and documents: a key is seen if all of them allow it.  A query that sees
+   no key gives zeros, and zero gradients. */
+typedef struct amp_mask {
+    amp_mask_kind kind;
+    int32_t bidirectional;          /* WINDOW, WINDOW_GLOBAL: 1 = not causal */
+    int64_t window;                 /* WINDOW, WINDOW_GLOBAL: 1 or more */
+    int64_t global;                 /* WINDOW_GLOBAL: 0 or more */
+    const int32_t *prefix;          /* PREFIX: [batch] */
+    const int32_t *lengths;         /* padding: keys at lengths[b] and beyond are hidden; NULL: none */
+    const int32_t *documents;       /* [batch, keys] document numbers: only keys of the query's own document; NULL: one document */
+    const uint8_t *allowed;         /* ARBITRARY: 1 = seen; [batch or 1, heads or 1, queries, keys] by the strides below */
+    int64_t allowed_batch_stride;   /* elements; 0: the same for every sequence */
+    int64_t allowed_head_stride;    /* elements; 0: the same for every head */
+} amp_mask;
+
+/* ==== 5 >>state =====================================================================================
+   One blob for everything that must survive a restart: a list of named records, little-endian on every
+   machine, each with a checksum, behind a header with magic and format version.  Objects save into it
+   and load from it; a program adds records of its own.                                                */
+
+typedef struct amp_state amp_state;
+
+/* An empty state.  system NULL: POSIX.  Errors: 301. */
+AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system);
+AMP_API void amp_state_destroy(amp_state *state);
+/* Adds or replaces the record `key` (1 to 63 bytes): n values of dtype (F32, F64, F16, BF16, U8, U16, I32, I64).
+   Errors: 101, 102 key length, 104, 301. */
+AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n);
+/* Copies the record out; it must have this dtype and count.  On failure values is untouched.
+   Errors: 107 no such key, 408 other dtype or count. */
+AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n);
+/* Count and dtype of a record, -1 if there is none. */
+AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dtype *dtype);
+/* Name of record i, NULL beyond the last. */
+AMP_API const char *amp_state_key(const amp_state *state, int64_t i);
+/* The blob as bytes; *data comes from the state's system and goes back by amp_file_free.  Errors: 301. */
+AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes);
+/* Errors: 301, 404 foreign, 405 ends early, 406 damaged, 407 newer format.  *out is untouched on failure. */
+AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, const void *data, size_t bytes);
+/* To and from a file, written atomically.  Errors: as above and 401, 402, 403. */
+AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
+AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
+
+/* ==== 6 >>backends ==================================================================================
+   The context, and the table through which everything a device does goes: memory, copies, streams,
+   events, graphs and kernels.  The CPU backend is built in; amp_cuda.cu brings another; a third needs no
+   change here.  A host may also copy a table and replace one entry, for example gemm by its own BLAS.   */
+
+typedef struct amp_context amp_context;
+
+/* A matrix as kernels see it: element (i, j) at data[i * ld + j], counted in elements of dtype. */
+typedef struct amp_mat {
+    void *data;
+    amp_dtype dtype;
+    int32_t reserved;
+    int64_t rows, cols, ld;
+} amp_mat;
+
+typedef enum amp_activation_kind {
+    AMP_ACT_NONE = 0,
+    AMP_ACT_GELU = 1,               /* tanh form, "gelu_new": 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
+    AMP_ACT_GELU_ERF = 2,           /* exact form: 0.5 x (1 + erf(x / sqrt 2)) */
+    AMP_ACT_TANH = 3,
+    AMP_ACT_SILU = 4,               /* x / (1 + exp(-x)) */
+    AMP_ACT_RELU = 5,               /* relu(NaN) is NaN */
+    AMP_ACT_FORCE_I32 = 0x7fffffff
+} amp_activation_kind;
+
+/* ---- Kernel arguments.  All pointers are device pointers; kernels do not check them.  Sums are fp32 (or
+   wider) with one rounding to the output's dtype, and come out the same for any number of threads.
+   "add" fields: 1 = add to what is there, 0 = overwrite. */
+
+typedef struct amp_k_cast {         /* dst[i] = src[i] */
+    void *dst; const void *src;
+    amp_dtype dst_dtype, src_dtype;
+    int64_t n;
+    amp_convert_desc how;
+    int64_t *new_inf;               /* + finite inputs that became non-finite; NULL: not counted */
+} amp_k_cast;
+
+/* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
+   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32.  beta 0 never reads c;
+   k 0 leaves act(bias) + beta c. */
+typedef struct amp_k_gemm {
+    int64_t m, n, k, batch;
+    const void *a, *b; void *c;
+    amp_dtype a_dtype, b_dtype, c_dtype, compute;
+    int32_t trans_a, trans_b;       /* 1: the matrix is stored transposed (a: k x m, b: n x k) */
+    int64_t lda, ldb, ldc;
+    int64_t stride_a, stride_b, stride_c;
+    float alpha, beta;
+    const void *bias; amp_dtype bias_dtype;     /* [n], added to every row; NULL: none */
+    amp_activation_kind act;        /* NONE, GELU, GELU_ERF or RELU */
+    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here (batch 1) */
+    const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
+} amp_k_gemm;
+
+typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
+    const void *b; amp_dtype b_dtype, compute;
+    int32_t trans_b;
+    int64_t k, n, ldb;
+    int64_t *new_inf;               /* as in amp_k_cast */
+} amp_k_pack;
+
+typedef struct amp_k_column_sum {   /* out[j] = sum over i of x[i][j] */
+    amp_mat x;
+    void *out; amp_dtype out_dtype; int32_t add;
+} amp_k_column_sum;
+
+/* o = softmax(scale q k^T, masked) v per batch and head.  Strides in elements between [batch, position, head];
+   the head dimension is contiguous.  Nothing of size queries x keys is stored. */
+typedef struct amp_k_attention {
+    int64_t batch, heads, queries, keys, dim;
+    const void *q, *k, *v; void *o;
+    amp_dtype dtype, compute;       /* dtype: storage of q, k, v, o and their gradients */
+    int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];
+    float scale;
+    amp_mask mask;
+    float *lse;                     /* [batch, heads, queries] log-sum-exp of the scaled scores; -inf for a fully masked row */
+    /* backward */
+    const void *d_o; void *dq, *dk, *dv;
+    int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
+} amp_k_attention;
+
+/* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
+typedef struct amp_k_norm {
+    int32_t rms;
+    float eps;                      /* rstd = 1 / sqrt(variance + eps), variance over cols without Bessel's correction */
+    amp_mat x, residual, sum, y;    /* residual.data and sum.data may be NULL; sum may be x or residual */
+    const void *weight, *bias; amp_dtype weight_dtype;      /* [cols]; either may be NULL */
+    float *mean, *rstd;             /* [rows]; mean unused by RMSNorm */
+    /* backward: x is the sum that was normalised; dx = gradient of that sum (+ dsum if given) */
+    amp_mat dy, dsum, dx;           /* dsum.data may be NULL, and may be dx */
+    void *dweight, *dbias; amp_dtype dweight_dtype; int32_t add;   /* NULL: not wanted */
+} amp_k_norm;
+
+/* y = softmax(scale x) over the last dimension of [batch, heads, queries, keys], masked. */
+typedef struct amp_k_softmax {
+    int64_t batch, heads, queries, keys;
+    const void *x; void *y;
+    amp_dtype x_dtype, y_dtype;
+    float scale;
+    amp_mask mask;
+    const void *dy; void *dx;       /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
+} amp_k_softmax;
+
+typedef struct amp_k_activation {   /* y = act(x); dx = dy act'(x).  y may be x, dx may be dy */
+    amp_activation_kind act;
+    amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
+    int64_t n;
+    const void *x; void *y;
+    const void *dy; void *dx;
+} amp_k_activation;
+
+typedef struct amp_k_swiglu {       /* y = silu(gate) up */
+    amp_mat gate, up, y;
+    amp_mat dy, dgate, dup;
+} amp_k_swiglu;
+
+/* loss = sum or mean over the rows whose label is not ignore_index of
+   (1 - smoothing) (lse - x[label]) + smoothing (lse - mean(x)) over the first `classes` columns.
+   dlogits = (softmax - target) factor seed / (rows counted, for the mean); ignored rows and the columns beyond
+   classes get 0.  One read of the logits; dlogits may be their own buffer. */
+typedef struct amp_k_cross_entropy {
+    amp_mat logits, dlogits;        /* dlogits.data NULL: loss only */
+    int64_t classes;
+    const int32_t *labels;          /* [rows] */
+    int32_t ignore_index, sum;      /* sum 1: no mean */
+    float smoothing, factor;
+    const float *seed;              /* device; NULL: 1 */
+    float *losses;                  /* [rows], 0 where ignored; NULL: not wanted */
+    float *loss;                    /* [1]; NaN for a mean over no rows */
+    int32_t *bad_label;             /* [1]: 1 + the first row whose label is out of range, else 0 */
+} amp_k_cross_entropy;
+
+typedef struct amp_k_mse {          /* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor seed / n */
+    const void *x, *target; void *dx;
+    amp_dtype x_dtype, target_dtype;
+    int64_t n;
+    int32_t sum; float factor;
+    const float *seed; float *loss;
+} amp_k_mse;
+
+/* y[i] = table[ids[i]] + positions[i mod seq]. */
+typedef struct amp_k_embedding {
+    const int32_t *ids; int64_t n, seq;
+    amp_mat table, positions, y;    /* positions.data may be NULL */
+    amp_mat dy, dtable, dpositions; /* gradients: either may have data NULL */
+    int32_t add_table, add_positions;
+    int32_t *bad_id;                /* [1]: 1 + the first i whose id is out of range, else 0 */
+} amp_k_embedding;
+
+typedef struct amp_k_dropout {      /* y = kept ? x / (1 - p) : 0; element i is kept if its uniform number >= p */
+    const void *x; void *y;         /* backward: x = dy, y = dx */
+    amp_dtype x_dtype, y_dtype;
+    int64_t n;
+    float p;
+    uint64_t seed, offset;
+} amp_k_dropout;
+
+typedef struct amp_k_add {          /* y = alpha a + beta b; b NULL: y = alpha a */
+    const void *a, *b; void *y;
+    amp_dtype a_dtype, b_dtype, y_dtype;
+    int64_t n;
+    float alpha, beta;
+} amp_k_add;
+
+/* The rows of a multi-tensor call.  The table lies in device memory and is built once. */
+typedef struct amp_k_tensor {
+    void *weight, *grad, *master, *m, *v;       /* those a call does not use are NULL; m and v are fp32 */
+    amp_dtype weight_dtype, grad_dtype;
+    int64_t count;
+    double lr_scale, weight_decay;
+    int32_t live;                   /* 0: has no gradient in this step, is passed over */
+    int32_t reserved;
+} amp_k_tensor;
+
+/* What a check finds and what follows from it, in device memory: one per set. */
+typedef struct amp_k_found {
+    double sum_sq;                  /* of the gradients as they lay in memory, before any multiplication; inf or NaN with them */
+    float found_inf;                /* 0, or not 0: something was infinite or NaN */
+    int32_t first_bad;              /* lowest row with a non-finite element; -1: none */
+    float norm;                     /* of the gradients after unscaling and averaging; what clipping compares */
+    float clip_coef;                /* min(1, clip / (norm + 1e-6)), 1 without clipping */
+    float multiplier;               /* what is still to be multiplied: fp32(inverse scale * clip / divisor), or the part not yet in memory */
+    float factor;                   /* what the next pass over the gradients multiplies by */
+    int32_t skip;                   /* 1: the optimizer leaves everything as it is */
+    int32_t consecutive_skips;
+    int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
+    double beta1_power, beta2_power;/* beta^step */
+    double lr;
+} amp_k_found;
+
+/* What became of one attempt: record (number - 1) % AMP_OUTCOMES of a ring in device memory. */
+#define AMP_OUTCOMES 64
+typedef struct amp_k_outcome {
+    int64_t number, step, skips, consecutive_skips;     /* counters after the attempt */
+    double lr;
+    float norm, clip_coef, scale;
+    int32_t applied, at_floor, first_bad;
+} amp_k_outcome;
+
+typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
+    const amp_k_tensor *table; int64_t tensors;
+    const float *multiply;          /* device; NULL: read only.  Only the values before it count for `found` */
+    amp_k_found *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
+} amp_k_check;
+
+typedef struct amp_k_adamw {        /* by ampi_adamw_row of section 10; a row with master writes both weights */
+    const amp_k_tensor *table; int64_t tensors;
+    const amp_k_found *found;
+    double beta1, beta2, eps;
+    int32_t maximize, reserved;
+} amp_k_adamw;
+
+typedef struct amp_k_sgd {          /* by ampi_sgd_row of section 10 */
+    const amp_k_tensor *table; int64_t tensors;
+    const amp_k_found *found;
+    double momentum, dampening;
+    int32_t nesterov, maximize;
+} amp_k_sgd;
+
+typedef struct amp_k_scale_ranges { /* data *= *factor, in fp32 (fp64 in fp64), rounded once */
+    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype, count, live */
+    const float *factor;
+} amp_k_scale_ranges;
+
+/* The loss scaler as it lives in device memory; section 10 has the rules.  found_inf is the "any of the sets
+   since the last update"; the counters serve the rate rule, hysteresis and reports. */
+typedef struct amp_k_scaler {
+    float scale, inv_scale;         /* inv_scale = fp32(1 / double(scale)) */
+    float previous_scale;           /* before the last update or amp_scaler_set_scale */
+    float found_inf;
+    int32_t growth_tracker;         /* clean updates since the last change */
+    int32_t growth_interval;        /* in force; metaseq's moves with the scale; -1: never */
+    int32_t hysteresis_left;        /* overflows until the scale shrinks */
+    int32_t overflows, steps;       /* since the scale last changed */
+    int32_t at_floor;               /* 1: the last update found an overflow and could not shrink the scale */
+    int64_t updates, skips, consecutive_skips;
+} amp_k_scaler;
+
+/* Where the presets differ beyond their numbers. */
+enum {
+    AMP_GROWTH_REFUSES_INF = 1,     /* a scale that would become infinite stays (torch, keras) */
+    AMP_GROWTH_ONE_LATER = 2,       /* growth takes growth_interval + 1 clean updates (flax, deepspeed_fused) */
+    AMP_GROWTH_COUNTS_ON = 4,       /* ... but only the first time: the growing update counts towards the next (deepspeed_fused) */
+    AMP_WINDOW_MOVES = 8,           /* growth_interval grows and shrinks with the scale (metaseq) */
+    AMP_FLOOR_REFUSES = 16,         /* a scale that would fall below min_scale stays, instead of becoming min_scale (fairseq, metaseq) */
+    AMP_OVERFLOWS_KEPT = 32,        /* growth does not restart the overflow count of the rate rule (fairseq, metaseq) */
+    AMP_SCALE_GUARDED = 64          /* steps are skipped while the scale or its inverse is 0, subnormal or infinite (all but torch) */
+};
+
+/* A scaler's constants; see amp_scaler_desc for their meaning. */
+typedef struct amp_k_scaler_rule {
+    double growth_factor, backoff_factor, tolerance;
+    float min_scale, max_scale;     /* 0 and +inf: none */
+    int32_t growth_interval, hysteresis;
+    uint32_t bits;                  /* the AMP_GROWTH_... bits above */
+    int32_t frozen;                 /* 1: static scale */
+} amp_k_scaler_rule;
+
+/* One step's constants, as the rules need them. */
+typedef struct amp_k_step_rule {
+    double divisor;                 /* micro-batches times ranks: gradients are averaged by it */
+    double beta1, beta2, lr;
+    double clip_norm;               /* 0: none */
+    int32_t unscaled;               /* 1: the check multiplied the gradients in memory by `factor` */
+    int32_t apply_nonfinite;        /* 1: never skip */
+} amp_k_step_rule;
+
+typedef enum amp_rule_kind {
+    AMP_RULE_BEGIN = 1,             /* clears `found` for a new check, but no counters; factor = fp32(inverse scale / divisor) */
+    AMP_RULE_CHECKED = 2,           /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
+    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step unless it is skipped, writes the outcome */
+    AMP_RULE_UPDATE = 4,            /* the scaler's update */
+    AMP_RULE_APPLIED = 5,           /* the gradients in memory have been multiplied by `multiplier`: it becomes 1 */
+    AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
+    AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
+    AMP_RULE_SET_INTERVAL = 8,      /* the interval becomes that of the rule; value not 0: a tracker at or beyond it restarts */
+    AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
+} amp_rule_kind;
+
+/* One thread on the device runs one rule.  Pointers that a kind does not use are NULL. */
+typedef struct amp_k_rule {
+    amp_rule_kind kind;
+    float value;
+    amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
+    amp_k_found *found;             /* device */
+    amp_k_outcome *outcomes;        /* device; the ring */
+    amp_k_scaler_rule scaler_rule;  /* by value */
+    amp_k_step_rule step_rule;      /* by value */
+} amp_k_rule;
+
+typedef enum amp_copy_kind {
+    AMP_COPY_DEFAULT = 0,           /* found out from the pointers */
+    AMP_COPY_TO_DEVICE = 1, AMP_COPY_TO_HOST = 2, AMP_COPY_ON_DEVICE = 3,
+    AMP_COPY_FORCE_I32 = 0x7fffffff
+} amp_copy_kind;
+
+typedef struct amp_memory_info {
+    int64_t allocated;              /* bytes handed out now: the caller's, the caches', the optimizers' */
+    int64_t reserved;               /* bytes taken from the system, the kernels' scratch included */
+    int64_t peak;                   /* most bytes since the last reset: of reserved on the CPU, of allocated on a device */
+    int64_t pinned;                 /* bytes of pinned host memory */
+    int64_t cast_cache, optimizer;  /* parts of allocated */
+    int64_t device_total;           /* 0: unknown */
+} amp_memory_info;
+
+typedef struct amp_telemetry {      /* each -1 where it cannot be had */
+    float utilization, memory_utilization;      /* 0 to 1 */
+    float temperature, power;       /* degrees C, W */
+} amp_telemetry;
+
+/* What a backend may call back: fail sets the thread's last-error text and returns the result. */
+typedef struct amp_host {
+    void *user;
+    amp_result (*fail)(void *user, amp_result result, const char *text);
+    void (*log)(void *user, amp_log_level level, int id, const char *text);
+    void *(*alloc)(void *user, size_t size, size_t align);
+    void (*free)(void *user, void *ptr, size_t size);
+} amp_host;
+
+typedef struct amp_backend_desc {
+    int32_t device;                 /* index */
+    int32_t threads;                /* CPU: threads a kernel may use */
+    amp_cpu_path cpu_path;
+    int32_t reserved;
+    void *stream;                   /* the host's own stream, or NULL */
+    void *blas;                     /* the host's own BLAS handle, or NULL */
+} amp_backend_desc;
+
+/* `dev` is what open returned.  All calls but those named sync or wait return before the device is done.
+   Every entry is set, or NULL where its comment allows that. */
+typedef struct amp_backend {
+    uint64_t abi;                   /* AMP_ABI(amp_backend) */
+    const char *name;
+    amp_result (*open)(void **dev, const amp_host *host, const amp_backend_desc *desc);
+    void (*close)(void *dev);
+    amp_result (*describe)(void *dev, amp_device *out);
+    /* memory; host_visible 1: device pointers can be read by the host */
+    int32_t host_visible, reserved;
+    amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
+    void (*free)(void *dev, void *ptr, size_t bytes);
+    amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
+    void (*free_pinned)(void *dev, void *ptr, size_t bytes);
+    amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
+    amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
+    amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved and device_total only */
+    /* streams and events; stream NULL is the context's own */
+    amp_result (*stream_create)(void *dev, void **stream);
+    void (*stream_destroy)(void *dev, void *stream);
+    amp_result (*stream_sync)(void *dev, void *stream);
+    amp_result (*event_create)(void *dev, void **event);
+    void (*event_destroy)(void *dev, void *event);
+    amp_result (*event_record)(void *dev, void *event, void *stream);
+    amp_result (*event_wait)(void *dev, void *event, void *stream); /* the stream waits, the host does not */
+    amp_result (*event_done)(void *dev, void *event, int32_t *done);
+    amp_result (*event_sync)(void *dev, void *event);
+    amp_result (*event_elapsed)(void *dev, void *from, void *to, double *seconds);
+    /* graphs: NULL where the device has none */
+    amp_result (*graph_begin)(void *dev, void *stream);
+    amp_result (*graph_end)(void *dev, void *stream, void **graph);
+    amp_result (*graph_launch)(void *dev, void *graph, void *stream);
+    void (*graph_destroy)(void *dev, void *graph);
+    /* optional: NULL where there is none */
+    amp_result (*telemetry)(void *dev, amp_telemetry *out);
+    void (*range_push)(void *dev, const char *name);
+    void (*range_pop)(void *dev);
+    /* kernels */
+    amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
+    amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
+    size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);    /* 0: no use packing this */
+    amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packed, void *stream);
+    amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
+    amp_result (*attention)(void *dev, const amp_k_attention *args, void *stream);
+    amp_result (*attention_backward)(void *dev, const amp_k_attention *args, void *stream);
+    amp_result (*norm)(void *dev, const amp_k_norm *args, void *stream);
+    amp_result (*norm_backward)(void *dev, const amp_k_norm *args, void *stream);
+    amp_result (*softmax)(void *dev, const amp_k_softmax *args, void *stream);
+    amp_result (*softmax_backward)(void *dev, const amp_k_softmax *args, void *stream);
+    amp_result (*activation)(void *dev, const amp_k_activation *args, void *stream);
+    amp_result (*activation_backward)(void *dev, const amp_k_activation *args, void *stream);
+    amp_result (*swiglu)(void *dev, const amp_k_swiglu *args, void *stream);
+    amp_result (*swiglu_backward)(void *dev, const amp_k_swiglu *args, void *stream);
+    amp_result (*cross_entropy)(void *dev, const amp_k_cross_entropy *args, void *stream);
+    amp_result (*mse)(void *dev, const amp_k_mse *args, void *stream);
+    amp_result (*embedding)(void *dev, const amp_k_embedding *args, void *stream);
+    amp_result (*embedding_backward)(void *dev, const amp_k_embedding *args, void *stream);
+    amp_result (*dropout)(void *dev, const amp_k_dropout *args, void *stream);
+    amp_result (*add)(void *dev, const amp_k_add *args, void *stream);
+    /* multi-tensor kernels; `rules` are single-thread calls of an AMPI_HD rule on device memory */
+    amp_result (*check)(void *dev, const amp_k_check *args, void *stream);
+    amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
+    amp_result (*sgd)(void *dev, const amp_k_sgd *args, void *stream);
+    amp_result (*scale_ranges)(void *dev, const amp_k_scale_ranges *args, void *stream);
+    amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
+} amp_backend;
+
+/* The CPU backend's table. */
+AMP_API const amp_backend *amp_cpu(void);
+
+/* ---- The context */
+
+typedef enum amp_level {            /* Apex's levels */
+    AMP_LEVEL_DEFAULT = 0,          /* O1 */
+    AMP_LEVEL_O0 = 1,               /* fp32 throughout; regions and scaler report, and do nothing */
+    AMP_LEVEL_O1 = 2,               /* fp32 weights, operators cast */
+    AMP_LEVEL_O2 = 3,               /* 16-bit weights (norms fp32) with fp32 masters in the optimizer */
+    AMP_LEVEL_O3 = 4,               /* 16-bit weights, no masters */
+    AMP_LEVEL_FORCE_I32 = 0x7fffffff
+} amp_level;
+
+typedef enum amp_policy {
+    AMP_POLICY_DEFAULT = 0,         /* FUSED */
+    AMP_POLICY_FUSED = 1,           /* norms, softmax and losses store 16-bit and compute in fp32 */
+    AMP_POLICY_TORCH = 2,           /* the result dtypes of PyTorch's CUDA table */
+    AMP_POLICY_FORCE_I32 = 0x7fffffff
+} amp_policy;
+
+typedef enum amp_mode {
+    AMP_MODE_DEFAULT = 0,           /* training */
+    AMP_MODE_TRAINING = 1,
+    AMP_MODE_INFERENCE = 2,         /* dropout passes through; nothing is kept for a backward */
+    AMP_MODE_FORCE_I32 = 0x7fffffff
+} amp_mode;
+
+typedef enum amp_reduce_op {
+    AMP_REDUCE_SUM = 1, AMP_REDUCE_MAX = 2,
+    AMP_REDUCE_FORCE_I32 = 0x7fffffff
+} amp_reduce_op;
+
+/* Combines a buffer over all ranks, in place, on the stream; returns 0 for success.  Called on every rank
+   in the same order.  NULL: one rank. */
+typedef struct amp_reducer {
+    int (*reduce)(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream);
+    void *user;
+    int32_t rank, world;            /* world 0 means 1 */
+} amp_reducer;
+
+/*  .field            default                      legal
+    .dtype            auto: see amp_choose          F32, TF32, F16, BF16
+    .level            O1                           O0 to O3
+    .policy           FUSED                        FUSED, TORCH
+    .mode             TRAINING                     TRAINING, INFERENCE
+    .backend          amp_cpu()                    a backend's table
+    .device           0                            device index
+    .threads          all cores of the process     1 to 1024 (OpenMP builds; otherwise 1)
+    .seed             0                            of dropout and stochastic rounding
+    .cpu_path         best                         what this CPU has                                     */
+typedef struct amp_desc {
+    amp_dtype dtype;
+    amp_level level;
+    amp_policy policy;
+    amp_mode mode;
+    int32_t allow_fallback;         /* 1: a dtype the device lacks is replaced, with a logged reason; 0: refused */
+    int32_t disable_cache;          /* 1: no cast cache */
+    int64_t cache_limit;            /* bytes of the cast cache; 0: no limit */
+    const amp_backend *backend;
+    int32_t device;
+    int32_t threads;
+    uint64_t seed;
+    amp_cpu_path cpu_path;
+    int32_t reserved;
+    void *stream;                   /* the host's own stream; NULL: the backend's */
+    void *blas;                     /* the host's own BLAS handle */
+    amp_logger logger;
+    amp_system system;
+    amp_reducer reducer;
+} amp_desc;
+
+/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 501, 502; *out is NULL on failure. */
+AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_v(out, desc, AMP_ABI(amp_desc)); }
+/* Closes it: everything created from it must be destroyed before.  NULL is allowed. */
+AMP_API void amp_close(amp_context *amp);
+/* The settings in effect, every default replaced by its value. */
+AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
+/* The machine with the backend's device, and why the dtype was chosen. */
+AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out);
+AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out);
+/* Changes the compute dtype of regions that begin from now on; drops the cast cache.  Errors: 104, 108. */
+AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
+
+/* Device memory, 64-byte aligned (256 on CUDA).  *ptr is NULL for 0 bytes.  Errors: 102, 301. */
+AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes);
+AMP_API void amp_free(amp_context *amp, void *ptr);
+/* Errors: 501. */
+AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind);
+AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes);
+/* Waits until everything queued on the context's stream is done. */
+AMP_API amp_result amp_sync(amp_context *amp);
+AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out);
+AMP_API void amp_memory_reset_peak(amp_context *amp);
+
+/* Makes parameters known: gives each an id, so that its casts are cached.  The array must stay where it is
+   until amp_param_forget or amp_close.  Names must be unique in a context.  Errors: 101, 103, 104, 107, 301. */
+AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n);
+AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n);
+/* The host changed the weights itself: cached casts of them are stale. */
+AMP_API void amp_param_touch(amp_param *param);
+/* For a host's own backward kernels: 1 if the gradient must be added to param->grad, 0 if it overwrites.
+   Marks the gradient as live. */
+AMP_API int32_t amp_param_accumulate(amp_param *param);
+/* The dtype to store a weight in at this context's level. */
+AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm);
+
+/* ==== 8 >>autocast ==================================================================================
+   Which dtype each operator computes in.  A tensor's dtype is storage and the caller's choice; a region
+   decides the compute dtype of the operators called in it.  Forward records the decision in the op
+   struct, and backward obeys that record, so it runs outside the region, as in PyTorch.               */
+
+typedef enum amp_operator {
+    AMP_OP_NONE = 0,
+    AMP_OP_LINEAR = 1, AMP_OP_MATMUL = 2, AMP_OP_GEMM = 3, AMP_OP_ATTENTION = 4,
+    AMP_OP_LAYERNORM = 5, AMP_OP_RMSNORM = 6, AMP_OP_SOFTMAX = 7,
+    AMP_OP_ACTIVATION = 8, AMP_OP_SWIGLU = 9, AMP_OP_CROSS_ENTROPY = 10, AMP_OP_MSE = 11,
+    AMP_OP_EMBEDDING = 12, AMP_OP_DROPOUT = 13, AMP_OP_ADD = 14,
+    AMP_OP_USER = 1000,             /* the first operator a host adds */
+    AMP_OP_FORCE_I32 = 0x7fffffff
+} amp_operator;
+
+/* What a region does with an operator; names as in PyTorch's tables. */
+typedef enum amp_cast_policy {
+    AMP_CAST_DEFAULT = 0,           /* what the policy table says */
+    AMP_CAST_LOWER = 1,             /* compute in the region's dtype */
+    AMP_CAST_FP32 = 2,              /* compute and return fp32 */
+    AMP_CAST_PROMOTE = 3,           /* the widest of the inputs, at least the region's dtype */
+    AMP_CAST_FALLTHROUGH = 4,       /* whatever the inputs are */
+    AMP_CAST_FP32_STORE = 5,        /* compute fp32, return the inputs' dtype (FUSED norms, softmax, losses) */
+    AMP_CAST_BANNED = 6,            /* refused in a region */
+    AMP_CAST_FORCE_I32 = 0x7fffffff
+} amp_cast_policy;
+
+/* Which rule decided. */
+typedef enum amp_rule {
+    AMP_BY_STORAGE = 1,             /* no region, or an island: the operands' own dtype */
+    AMP_BY_REGION = 2,              /* the region's dtype and the policy table */
+    AMP_BY_OPERATOR = 3,            /* amp_operator_override */
+    AMP_BY_LAYER = 4,               /* amp_layer_override */
+    AMP_BY_LEVEL = 5,               /* O0 */
+    AMP_BY_FORCE_I32 = 0x7fffffff
+} amp_rule;
+
+/* Filled by forward, read by backward; a zeroed plan is "forward has not run". */
+typedef struct amp_plan {
+    amp_dtype compute;              /* operands are rounded to this; sums are fp32 */
+    amp_dtype result;               /* what PyTorch would return */
+    amp_rule rule;
+    amp_mode mode;
+    uint64_t random_seed, random_offset;    /* of dropout */
+} amp_plan;
+
+/*  .dtype            the context's dtype          F32, TF32, F16, BF16
+    .policy           the enclosing region's, or the context's
+    .mode             the enclosing region's, or the context's                                        */
+typedef struct amp_autocast_desc {
+    amp_dtype dtype;
+    amp_policy policy;
+    amp_mode mode;
+    int32_t disable;                /* 1: an island: operators use their operands' dtype */
+    int32_t disable_cache;          /* 1: no cast cache within */
+    int32_t reserved;
+} amp_autocast_desc;
+
+/* Opens a region on this thread; regions nest up to 32 deep on a stack of the thread, so a region begun in
+   one thread does not exist in another.  desc NULL: defaults.  Errors: 101, 102, 104, 108 as in amp_choose,
+   106 nested too deep.  On failure no region was opened. */
+AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc) {
+    return amp_autocast_begin_v(amp, desc, AMP_ABI(amp_autocast_desc));
+}
+/* Closes the innermost region of this thread.  Errors: 106 none is open, or it belongs to another context. */
+AMP_API amp_result amp_autocast_end(amp_context *amp);
+/* 1 if this thread is in a region of this context that is not an island, and no level O0.  *out: the region's
+   effective settings (may be NULL). */
+AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out);
+
+/* What an operator with inputs of these dtypes would do now.  layer: name for overrides, may be NULL; n >= 0
+   inputs; integer and fp64 inputs are ignored as in PyTorch, and stay what they are.  Errors: 107 no such
+   operator, 108 banned. */
+AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
+                                       const amp_dtype *inputs, int32_t n, amp_plan *out);
+/* The two halves of that, for one or two inputs: the dtype to compute in, and the dtype to allocate the output
+   in.  AMP_DTYPE_DEFAULT on error. */
+AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
+AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
+/* For the host's own kernels: *out is param's weight in dtype, from the cast cache when it is registered; valid
+   until the weight changes or the outermost region ends.  When the weight has that dtype it is the weight itself.
+   Errors: 101, 104, 301. */
+AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out);
+
+/* A host's own operator.  *op is its number for the calls above.  Errors: 101, 107 duplicate, 301. */
+AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op);
+/* Replaces the policy of one operator; AMP_CAST_DEFAULT restores it.  Errors: 102, 107. */
+AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy);
+/* Layers whose name matches pattern (* any run, ? one character) compute in dtype; the last match wins;
+   AMP_DTYPE_DEFAULT takes the pattern back.  Errors: 101, 104, 108, 301. */
+AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
+
+typedef struct amp_cache_info {
+    int64_t entries, bytes, limit;
+    int64_t hits, misses, evictions;
+    int64_t new_inf;                /* finite weights that became infinite by a cast */
+} amp_cache_info;
+
+AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out);
+/* Frees every cached cast. */
+AMP_API void amp_cast_cache_clear(amp_context *amp);
+
+/* ==== 9 >>operators =================================================================================
+   Forward and backward of the parts of a network.  Each takes an op struct: the caller fills inputs and
+   outputs, forward adds its plan, and the same struct goes to backward with the gradients filled in.
+   "rows" are all leading dimensions of a tensor together; they must be evenly strided, with the last
+   dimension contiguous.  Storage is fp32, fp16 or bf16 unless said otherwise.
+   Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
+   parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
+   layer names the layer for overrides; NULL: the weight's name.
+   All return 101 for a missing pointer, 103 for shapes, 104 for dtypes, 301 without scratch memory, and
+   backward 106 when forward has not run.                                                               */
+
+/* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out].
+   act NONE, GELU, GELU_ERF or RELU; with GELU and a backward to come, pre [rows, out] keeps what went into act. */
+typedef struct amp_linear_op {
+    const char *layer;
+    amp_tensor x, y, pre;
+    amp_param *weight, *bias;       /* bias may be NULL */
+    amp_activation_kind act;
+    int32_t reserved;
+    amp_plan plan;
+    amp_tensor dy, dx;              /* with act, backward overwrites dy with the gradient before act */
+} amp_linear_op;
+AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
+AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_linear(amp_context *amp, amp_linear_op *op) { return amp_linear_v(amp, op, AMP_ABI(amp_linear_op)); }
+AMPI_INLINE amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) { return amp_linear_backward_v(amp, op, AMP_ABI(amp_linear_op)); }
+
+/* y[i] = alpha op(a[i]) op(b[i]).  a [batch, m, k] or transposed [batch, k, m], b [batch, k, n] or [batch, n, k],
+   y [batch, m, n]; a 2-d tensor is a batch of one. */
+typedef struct amp_matmul_op {
+    const char *layer;
+    amp_tensor a, b, y;
+    int32_t trans_a, trans_b;
+    float alpha;                    /* 0: 1 */
+    int32_t reserved;
+    amp_plan plan;
+    amp_tensor dy, da, db;          /* da, db: data NULL means not wanted */
+} amp_matmul_op;
+AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t abi);
+AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) { return amp_matmul_v(amp, op, AMP_ABI(amp_matmul_op)); }
+AMPI_INLINE amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) { return amp_matmul_backward_v(amp, op, AMP_ABI(amp_matmul_op)); }
+
+/* The BLAS-shaped entry: replaces cblas_sgemm in one line and obeys the region.  The numbers of the enums are
+   CBLAS's.  C = alpha op(A) op(B) + beta C, op(A) m x k, op(B) k x n; fp32, no alignment needed; beta 0 does
+   not read C; any dimension may be 0.  May be called from several threads at once, each in its own region.
+   Errors: 101, 102 (negative dimension, leading dimension too small, bad enum), 301. */
+typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
+typedef enum amp_trans { AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113, AMP_TRANS_FORCE_I32 = 0x7fffffff } amp_trans;
+AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
+                            int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
+                            const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+
+/* o = softmax(scale q k^T + mask) v.  q, o [batch, queries, heads, dim]; k, v [batch, keys, heads, dim]; any
+   strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of one buffer.
+   lse fp32 [batch, heads, queries] carries what backward needs; never stores queries x keys. */
+typedef struct amp_attention_op {
+    const char *layer;
+    amp_tensor q, k, v, o;
+    float *lse;
+    float scale;                    /* 0: 1 / sqrt(dim) */
+    int32_t reserved;
+    amp_mask mask;
+    amp_plan plan;
+    amp_tensor d_o, dq, dk, dv;
+} amp_attention_op;
+AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint64_t abi);
+AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_attention(amp_context *amp, amp_attention_op *op) { return amp_attention_v(amp, op, AMP_ABI(amp_attention_op)); }
+AMPI_INLINE amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op) { return amp_attention_backward_v(amp, op, AMP_ABI(amp_attention_op)); }
+
+/* sum = x + residual; y = normalised sum.  x, residual, sum, y [rows, cols]; weight, bias [cols], either may be
+   NULL.  Without residual leave residual and sum empty.  mean, rstd fp32 [rows] (RMSNorm: no mean, no bias).
+   Backward: dx = gradient of x (and of residual, which is the same), dsum added in if given: the gradient that
+   reaches sum on its other way.  dsum may be dx. */
+typedef struct amp_norm_op {
+    const char *layer;
+    amp_tensor x, residual, sum, y;
+    amp_param *weight, *bias;
+    float eps;                      /* 0: 1e-5 */
+    int32_t reserved;
+    float *mean, *rstd;
+    amp_plan plan;
+    amp_tensor dy, dsum, dx;
+} amp_norm_op;
+AMP_API amp_result amp_layernorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
+AMP_API amp_result amp_layernorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
+AMP_API amp_result amp_rmsnorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
+AMP_API amp_result amp_rmsnorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) { return amp_layernorm_v(amp, op, AMP_ABI(amp_norm_op)); }
+AMPI_INLINE amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op) { return amp_layernorm_backward_v(amp, op, AMP_ABI(amp_norm_op)); }
+AMPI_INLINE amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op) { return amp_rmsnorm_v(amp, op, AMP_ABI(amp_norm_op)); }
+AMPI_INLINE amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) { return amp_rmsnorm_backward_v(amp, op, AMP_ABI(amp_norm_op)); }
+
+/* y = softmax(scale x) over the last dimension, masked; x, y [batch, heads, queries, keys], or fewer dimensions
+   (rows, keys) without a mask.  y may be x. */
+typedef struct amp_softmax_op {
+    const char *layer;
+    amp_tensor x, y;
+    float scale;                    /* 0: 1 */
+    int32_t reserved;
+    amp_mask mask;
+    amp_plan plan;
+    amp_tensor dy, dx;              /* dx may be dy */
+} amp_softmax_op;
+AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t abi);
+AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return amp_softmax_v(amp, op, AMP_ABI(amp_softmax_op)); }
+AMPI_INLINE amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return amp_softmax_backward_v(amp, op, AMP_ABI(amp_softmax_op)); }
+
+/* y = act(x), any shape, contiguous.  y may be x for RELU and TANH only if a backward follows (they need y or
+   the sign of it); the others read x again. */
+typedef struct amp_activation_op {
+    const char *layer;
+    amp_tensor x, y;
+    amp_activation_kind act;
+    int32_t reserved;
+    amp_plan plan;
+    amp_tensor dy, dx;              /* dx may be dy */
+} amp_activation_op;
+AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uint64_t abi);
+AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_activation(amp_context *amp, amp_activation_op *op) { return amp_activation_v(amp, op, AMP_ABI(amp_activation_op)); }
+AMPI_INLINE amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) { return amp_activation_backward_v(amp, op, AMP_ABI(amp_activation_op)); }
+
+/* y = silu(gate) * up.  gate, up, y [rows, cols]; gate and up may be halves of one [rows, 2 cols] buffer. */
+typedef struct amp_swiglu_op {
+    const char *layer;
+    amp_tensor gate, up, y;
+    amp_plan plan;
+    amp_tensor dy, dgate, dup;
+} amp_swiglu_op;
+AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi);
+AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op) { return amp_swiglu_v(amp, op, AMP_ABI(amp_swiglu_op)); }
+AMPI_INLINE amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) { return amp_swiglu_backward_v(amp, op, AMP_ABI(amp_swiglu_op)); }
+
+typedef enum amp_reduction {
+    AMP_REDUCTION_DEFAULT = 0,      /* mean */
+    AMP_REDUCTION_MEAN = 1, AMP_REDUCTION_SUM = 2,
+    AMP_REDUCTION_FORCE_I32 = 0x7fffffff
+} amp_reduction;
+
+/* Softmax cross-entropy over the last dimension, loss and gradient in one read of the logits.
+   logits [rows, cols], labels int32 [rows] in 0..classes-1 or ignore_index; the mean is over the rows that
+   count.  With dlogits the gradient is computed in the same call, starting from seed (see amp_scaler_seed)
+   times factor; dlogits may be the logits themselves.  The loss is never scaled.
+   Errors: 201 for a label out of range (on a device: at the next call that waits). */
+typedef struct amp_cross_entropy_op {
+    const char *layer;
+    amp_tensor logits, dlogits;     /* dlogits.data NULL: loss only */
+    const int32_t *labels;
+    int64_t classes;                /* 0: cols; fewer: the rest of the columns is padding */
+    int32_t ignore_index;           /* 0: -100, as in PyTorch (a real label 0 cannot be ignored) */
+    amp_reduction reduction;
+    float label_smoothing;          /* 0 to 1 */
+    float factor;                   /* 0: 1 */
+    const float *seed;              /* device; NULL: 1 */
+    float *loss;                    /* device, [1] */
+    float *losses;                  /* device, [rows]; may be NULL */
+    amp_plan plan;
+} amp_cross_entropy_op;
+AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) { return amp_cross_entropy_v(amp, op, AMP_ABI(amp_cross_entropy_op)); }
+
+/* loss = mean or sum of (x - target)^2, and its gradient dx in the same call, as above. */
+typedef struct amp_mse_op {
+    const char *layer;
+    amp_tensor x, target, dx;       /* dx.data NULL: loss only */
+    amp_reduction reduction;
+    float factor;                   /* 0: 1 */
+    const float *seed;
+    float *loss;
+    amp_plan plan;
+} amp_mse_op;
+AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_mse(amp_context *amp, amp_mse_op *op) { return amp_mse_v(amp, op, AMP_ABI(amp_mse_op)); }
+
+/* y[i] = table[ids[i]] + positions[i mod seq].  ids int32 [rows], table [vocab, cols], positions [>= seq, cols]
+   or NULL, y [rows, cols].  Backward adds rows up in a fixed order.  Errors: 201 for an id out of range. */
+typedef struct amp_embedding_op {
+    const char *layer;
+    const int32_t *ids;
+    amp_param *table, *positions;
+    int64_t seq;                    /* rows per sequence; 0: all of them */
+    amp_tensor y;
+    amp_plan plan;
+    amp_tensor dy;
+} amp_embedding_op;
+AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint64_t abi);
+AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) { return amp_embedding_v(amp, op, AMP_ABI(amp_embedding_op)); }
+AMPI_INLINE amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op) { return amp_embedding_backward_v(amp, op, AMP_ABI(amp_embedding_op)); }
+
+/* y = x with each element zeroed with probability p, the rest divided by 1 - p.  No mask is stored: the
+   random numbers are a function of (seed, offset, element), and the offset stands in the plan.  In inference
+   mode y = x.  y may be x. */
+typedef struct amp_dropout_op {
+    const char *layer;
+    amp_tensor x, y;
+    float p;                        /* 0 to less than 1 */
+    int32_t reserved;
+    amp_plan plan;
+    amp_tensor dy, dx;              /* dx may be dy */
+} amp_dropout_op;
+AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t abi);
+AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, uint64_t abi);
+AMPI_INLINE amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) { return amp_dropout_v(amp, op, AMP_ABI(amp_dropout_op)); }
+AMPI_INLINE amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) { return amp_dropout_backward_v(amp, op, AMP_ABI(amp_dropout_op)); }
+
+/* y = a + b, contiguous, any storage dtypes, one rounding; y may be a or b.  The gradient of both is dy.
+   Errors: 101, 103, 104. */
+AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y);
+/* dst = src in dst's dtype, contiguous, nearest even. */
+AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst);
+/* The next random offset of the context, and its seed: to be saved with a checkpoint. */
+AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
+AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
+
+
+/* ==== 10 >>gradients ================================================================================
+   From gradients to new weights: sets of ranges, the loss scaler, check + norm + clip, optimizers, the
+   step.  The scaler is PyTorch's, bit for bit, with more presets and a floor.
+
+   One training step is three calls, or amp_step for all of them:
+       amp_scaler_check      looks for infinities and NaN, takes the norm; optional, the next call does it too
+       amp_optimizer_step    new weights, unless something was infinite or NaN
+       amp_scaler_update     new scale, once per iteration
+   Nothing waits for the device: what was found, the scale and the counters live there, and small rules (at
+   the end of this section) change them there.                                                         */
+
+/* ---- Sets.  Works on parameters or on any arrays of the host's; the device table is built once.
+
+   Ranks: where the context has a reducer, a check first sums the gradients over the ranks and averages them,
+   then combines "something was not finite" (MAX), so all ranks decide alike.  Every rank then takes part with
+   every row of the set: a parameter without a gradient on one rank counts as zeros there. */
+
+typedef struct amp_set amp_set;
+
+/* Either params or ranges.  sharded 1: each rank holds other elements, so gradients are not summed over ranks,
+   but norms and flags are combined. */
+typedef struct amp_set_desc {
+    amp_param *params; int64_t n_params;            /* their gradients, where a backward has run; the array must stay */
+    const amp_range *ranges; int64_t n_ranges;      /* copied, always looked at; dtypes F32, F16, BF16, F64; count 0 is allowed */
+    int32_t sharded, reserved;
+    double clip_norm;               /* largest allowed norm; 0: no clipping */
+} amp_set_desc;
+/* Errors: 101, 102, 103, 104, 105, 110 both or neither given, 301. */
+AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_set_create(amp_context *amp, amp_set **out, const amp_set_desc *desc) {
+    return amp_set_create_v(amp, out, desc, AMP_ABI(amp_set_desc));
+}
+AMP_API void amp_set_destroy(amp_set *set);
+
+/* What the last check of a set found. */
+typedef struct amp_found {
+    int32_t found_inf;              /* 1: some element was infinite or NaN */
+    float norm;                     /* Euclidean, of the unscaled, averaged gradients; inf or NaN if found_inf */
+    float clip_coef;                /* what clipping multiplies by */
+    const char *first_bad;          /* name of the first range with a bad element, or NULL */
+    int64_t first_bad_index;        /* its place in the set, -1: none */
+} amp_found;
+/* Waits for the device.  Errors: 101, 501. */
+AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out);
+/* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by, `skip`
+   is 1 when nothing may change.  Never moves. */
+AMP_API const amp_k_found *amp_set_device(const amp_set *set);
+/* Multiplies the gradients by what the last check left to be multiplied: after AMP_CHECK_UNSCALE clipping, after
+   AMP_CHECK_READ also the inverse scale and the average.  For hosts with an optimizer of their own.  Errors: 101. */
+AMP_API amp_result amp_set_apply(amp_set *set);
+
+/* ---- The loss scaler */
+
+typedef struct amp_scaler amp_scaler;
+
+typedef enum amp_scaler_preset {
+    AMP_SCALER_DEFAULT = 0,         /* torch's numbers with a floor of 1 and a guarded ceiling */
+    AMP_SCALER_TORCH = 1,           /* exactly torch.amp.GradScaler: no floor, no guard, refuses 16-bit gradients */
+    AMP_SCALER_APEX = 2,            /* apex.amp.LossScaler */
+    AMP_SCALER_MEGATRON = 3,        /* Megatron-LM DynamicGradScaler */
+    AMP_SCALER_DEEPSPEED = 4,       /* DeepSpeed DynamicLossScaler, JSON defaults */
+    AMP_SCALER_DEEPSPEED_FUSED = 5, /* DeepSpeed fused FP16_Optimizer */
+    AMP_SCALER_FAIRSEQ = 6,         /* fairseq DynamicLossScaler, class defaults */
+    AMP_SCALER_METASEQ = 7,         /* metaseq (OPT): the interval moves with the scale */
+    AMP_SCALER_FLAX = 8,            /* flax DynamicScale */
+    AMP_SCALER_KERAS = 9,           /* TF / Keras 2 LossScaleOptimizer */
+    AMP_SCALER_FORCE_I32 = 0x7fffffff
+} amp_scaler_preset;
+
+#define AMP_NO_FLOOR (-1.0f)        /* min_scale: none */
+#define AMP_NO_CEILING (-1.0f)      /* max_scale: none, not even the guard */
+#define AMP_NO_INTERVAL (-1)        /* growth_interval: never grow */
+#define AMP_ZERO (-1.0f)            /* an explicit 0 where 0 means the default */
+#define AMP_LAG_NONE (-1)           /* outcome_lag: wait for each step's outcome */
+
+/*                   init    grow  shrink  interval  floor   ceiling  hysteresis
+    DEFAULT          2^16    2     1/2     2000      1       2^126    1
+    TORCH            2^16    2     1/2     2000      none    fp32     1
+    APEX             2^16    2     1/2     2000      none    2^24     1
+    MEGATRON         2^32    2     1/2     1000      1       none     2
+    DEEPSPEED        2^16    2     1/2     1000      1       none     2
+    DEEPSPEED_FUSED  2^16    2     1/2     1000 (a)  1       none     1
+    FAIRSEQ          2^15    2     1/2     2000      1e-4 (b) none    1
+    METASEQ          2^2     2     1/2     256 (c)   2^-5 (b) none    1
+    FLAX             2^16    2     1/2     2000 (d)  2^-126  fp32 max 1
+    KERAS            2^15    2     1/2     2000      1       fp32     1
+   (a) one clean update more before the first growth after an overflow  (b) the scale stays above it instead of
+   being set to it  (c) doubles and halves with the scale  (d) one clean update more before every growth.
+   Ceiling "fp32": growth that would overflow is refused; "none": the scale can become infinite.  Where DeepSpeed
+   and fairseq raise an exception at the floor, the step is skipped and reported with at_floor.
+
+   0 takes the preset's value:
+    .init_scale        finite and normal, with a finite and normal inverse (TORCH: anything), from floor to ceiling
+    .growth_factor     above 1, finite
+    .backoff_factor    0 to 1, both excluded
+    .growth_interval   clean updates before growing; 1 or more, or AMP_NO_INTERVAL
+    .min_scale         floor, as init_scale; AMP_NO_FLOOR: none
+    .max_scale         ceiling, as init_scale; AMP_NO_CEILING: none
+    .hysteresis        1 or more: overflows it takes to shrink the scale; refilled on growth
+    .tolerance         0 to 1: an overflow also shrinks when overflows / updates since the last change reach this
+                       rate, whatever hysteresis is left.  With hysteresis 1 only the rate decides (fairseq's rule).
+                       0 means none with hysteresis 1 and in MEGATRON and DEEPSPEED, and 0.25 with more hysteresis
+                       elsewhere, where alternating overflows could otherwise go on for ever; AMP_ZERO: none     */
+typedef struct amp_scaler_desc {
+    amp_scaler_preset preset;
+    int32_t disable;                /* 1: scale 1, every call succeeds and changes nothing (always so at level O0) */
+    int32_t frozen;                 /* 1: a static scale; overflows still skip */
+    float init_scale;
+    double growth_factor, backoff_factor;
+    int32_t growth_interval, hysteresis;
+    float min_scale, max_scale;
+    double tolerance;
+} amp_scaler_desc;
+/* Errors: 101, 102, 105, 202, 301. */
+AMP_API amp_result amp_scaler_create_v(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc) {
+    return amp_scaler_create_v(amp, out, desc, AMP_ABI(amp_scaler_desc));
+}
+AMP_API void amp_scaler_destroy(amp_scaler *scaler);
+/* Effective settings; creating a scaler from them gives the same scaler. */
+AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
+/* Device address of the scale: what a backward pass starts from, d(loss)/d(loss) = scale.  Never moves.
+   NULL, which operators take as 1, for NULL. */
+AMP_API const float *amp_scaler_seed(const amp_scaler *scaler);
+/* Device address of the whole state, for a user's own kernels. */
+AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler);
+/* A copy of the state.  Waits for the device. */
+AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out);
+/* The scale alone; 1 for a disabled scaler or NULL.  Waits. */
+AMP_API float amp_scaler_scale(const amp_scaler *scaler);
+/* Sets the scale; the growth tracker stays, as in PyTorch; every set goes back to its first stage.
+   Errors: 202 (but TORCH takes anything, as PyTorch does). */
+AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale);
+/* Changes growth factor, backoff factor and growth interval; 0 leaves a value.  An interval at or below the
+   tracker restarts the count (TORCH: the scale then never grows again, as in PyTorch).  Errors: 102. */
+AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor, int32_t growth_interval);
+
+typedef enum amp_check_mode {
+    AMP_CHECK_UNSCALE = 1,          /* gradients are multiplied by the inverse scale in place (PyTorch's unscale_) */
+    AMP_CHECK_READ = 2,             /* gradients stay as they are; the optimizer multiplies */
+    AMP_CHECK_FORCE_I32 = 0x7fffffff
+} amp_check_mode;
+/* Looks for infinities and NaN in the set and takes its norm; once per set between two updates.  The stages are
+   PyTorch's, per set, and update makes every set ready again:
+                            ready             checked     stepped
+       amp_scaler_check     -> checked        error 204   error 205
+       amp_optimizer_step   checks, -> stepped  -> stepped  error 205
+       amp_scaler_update    error 206 unless some set of this scaler was checked
+   An empty set counts as checked.  On failure the set stays where it was.  Only the values before the
+   multiplication are looked at: one that overflows by it is not found.
+   Errors: 101, 102 mode, 106 the set is in use by another scaler, 203, 204, 205, 503. */
+AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_mode mode);
+/* Grows or shrinks the scale by what all checks since the last update found.  Errors: 101, 206. */
+AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
+/* For buffers that hold values at an old scale (momentum in a gradient buffer): multiplies a set's ranges by
+   scale / old_scale.  old_scale 0: the scale before the last update, so call it after every update.
+   Errors: 101, 202. */
+AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale);
+/* Records <prefix>.scale and so on (prefix: 1 to 40 bytes): everything the next decision depends on. */
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix);
+/* All or nothing; every set is ready then.  Brings the saved factors and interval with it.  A disabled scaler takes
+   anything and does nothing.  Errors: 101, 102, 107, 202, 408 another preset, or saved by a disabled scaler. */
+AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix);
+
+/* ---- Optimizers and the step */
+
+typedef struct amp_optimizer amp_optimizer;
+
+typedef enum amp_optimizer_kind {
+    AMP_OPTIMIZER_DEFAULT = 0,      /* ADAMW */
+    AMP_ADAMW = 1,                  /* torch.optim.AdamW: Loshchilov & Hutter 2019, decoupled weight decay */
+    AMP_SGD = 2,                    /* torch.optim.SGD: momentum, dampening, Nesterov, weight decay as L2 */
+    AMP_OPTIMIZER_FORCE_I32 = 0x7fffffff
+} amp_optimizer_kind;
+
+/* Parameters whose name matches get other settings; the first match wins. */
+typedef struct amp_group {
+    const char *match;              /* pattern with * and ? */
+    double lr_scale;                /* 0: 1; AMP_ZERO: 0 */
+    double weight_decay;            /* 0: the optimizer's; AMP_ZERO: none; else this, also on vectors */
+} amp_group;
+
+/*  .lr                1e-3       finite, 0 or more by amp_optimizer_set_lr; AMP_ZERO
+    .beta1, .beta2     0.9, 0.999 0 to less than 1; AMP_ZERO
+    .eps               1e-8       AMP_ZERO
+    .weight_decay      0          on matrices only, unless decay_vectors
+    .momentum          0          SGD: 0 to less than 1 ...
+    .dampening, .nesterov         ... as in torch.optim.SGD
+    .clip_norm         0          0: no clipping; max norm of the whole averaged gradient
+    .accumulation      1          micro-batches per step: amp_step steps on every n-th call and averages, so
+                                  losses are not divided by hand
+    .outcome_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE                  */
+typedef struct amp_optimizer_desc {
+    amp_optimizer_kind kind;
+    int32_t accumulation;
+    amp_param *params; int64_t n_params;            /* those without grad are left out; the array must stay */
+    const amp_group *groups; int64_t n_groups;      /* copied */
+    double lr, beta1, beta2, eps, weight_decay;
+    double momentum, dampening;
+    double clip_norm;
+    int32_t nesterov, maximize;
+    int32_t decay_vectors;          /* 1: weight decay on parameters of one dimension too */
+    int32_t clip_each;              /* 1: also clip the running sum after every micro-batch; 0: once per step */
+    int32_t outcome_lag;
+    int32_t apply_nonfinite;        /* 1: without a scaler, step even with infinite or NaN gradients (as PyTorch does) */
+    int32_t sharded;                /* as in amp_set_desc */
+    int32_t reserved;
+} amp_optimizer_desc;
+/* Allocates fp32 moments, and fp32 masters for 16-bit weights except at level O3, where weights are widened,
+   updated and rounded to nearest.  All parameters share one step count: one that gets its first gradient later
+   has the others' bias correction.  Errors: 101, 102, 103, 104, 105, 107 duplicate names, 110, 301. */
+AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
+    return amp_optimizer_create_v(amp, out, desc, AMP_ABI(amp_optimizer_desc));
+}
+AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
+/* Effective settings. */
+AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
+/* The set of its gradients, for amp_scaler_check. */
+AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer);
+/* From the next step on.  0 is a learning rate.  Errors: 102 negative or not finite. */
+AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
+/* The masters are made again from the weights (after a host loaded weights), and cached casts of them are dropped. */
+AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
+
+/* One optimizer step, without touching the scale: checks first if amp_scaler_check was not called.  Gradients are
+   averaged by `accumulation` (times ranks) and clipped.  Skips when something was infinite or NaN; moments, weights
+   and step count then stay.  scaler NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward
+   overwrites gradients.  Errors: 101, 106 the set is in use by another scaler, 203, 205, 503. */
+AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
+/* Check, norm, clip, optimizer, new scale: the whole step for one optimizer.  With accumulation n only every
+   n-th call steps.  Nothing waits for the device (except with AMP_LAG_NONE).  scaler may be NULL. */
+AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
+
+/* What became of one step. */
+typedef struct amp_outcome {
+    int64_t step;                   /* number of the amp_step or amp_optimizer_step that stepped, from 1 */
+    int64_t applied_steps;          /* of them applied so far */
+    int32_t applied;                /* 0: skipped */
+    int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further: look at data or learning rate */
+    float norm, clip_coef;          /* as in amp_found */
+    float scale;                    /* the scale this step's gradients carried */
+    double lr;
+    const char *first_bad;          /* name of the first parameter with a bad gradient, or NULL */
+    int64_t total_skips, consecutive_skips;
+} amp_outcome;
+/* Takes the oldest outcome that is due: at least outcome_lag steps old.  1: *out was filled; 0: none is due, or the
+   device failed.  Waits for that step if it is not done, so what is delivered when is always the same.
+   The last 64 are kept.  amp_outcome_flush makes all of them due, and waits. */
+AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out);
+AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
+
+/* Moments, masters, step count, learning rate, accumulation position (with the gradients, in the middle of a cycle),
+   counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
+   Weights are the host's to save.  Load is all or nothing.  Errors: 101, 102, 107, 408 with the parameter's name. */
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
+AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
+
+/* ---- The rules.  Single-thread arithmetic on the structs in device memory, written once for host and device: only
+   integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
+
+/* Not 0, NaN included. */
+AMPI_HD int ampi_is_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
+/* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
+AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
+/* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
+AMPI_HD int ampi_is_usable(float scale) {
+    uint32_t bits = ampi_bits_f32(scale);
+    return bits >= 0x00800000u && bits <= 0x7e800000u;
+}
+
+/* Square root to an ulp by Newton's iteration; an argument that is not positive, normal and finite comes back. */
+AMPI_HD double ampi_root(double x) {
+    uint64_t bits = ampi_bits_f64(x);
+    double r;
+    int i;
+    if (bits < (uint64_t)1 << 52 || bits >= (uint64_t)0x7ff << 52) return x;
+    r = ampi_f64_of_bits((bits >> 1) + ((uint64_t)1023 << 51));
+    for (i = 0; i < 5; i++) r = 0.5 * (r + x / r);
+    return r;
+}
+
+AMPI_HD void ampi_rule_begin(const amp_k_rule *rule) {
+    amp_k_found *f = rule->found;
+    float inverse = rule->scaler ? rule->scaler->inv_scale : 1.0f;
+    f->sum_sq = 0;
+    f->found_inf = 0;
+    f->first_bad = -1;
+    f->norm = 0;
+    f->clip_coef = 1;
+    f->factor = f->multiplier = (float)((double)inverse / rule->step_rule.divisor);
+    f->skip = 0;
+}
+
+AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
+    amp_k_found *f = rule->found;
+    amp_k_scaler *s = rule->scaler;
+    const amp_k_step_rule *step = &rule->step_rule;
+    double inverse = s ? (double)s->inv_scale : 1.0;
+    double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
+    int bad = ampi_is_set(f->found_inf);
+    if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
+    if (!(clip < 1)) clip = 1;
+    f->norm = (float)norm;
+    f->clip_coef = (float)clip;
+    f->multiplier = (float)(step->unscaled ? clip : inverse * clip / step->divisor);
+    f->skip = bad && !step->apply_nonfinite;
+    if (s == NULL) return;
+    if (bad) s->found_inf = 1;
+    if ((rule->scaler_rule.bits & AMP_SCALE_GUARDED) && !ampi_is_usable(s->scale)) f->skip = 1;
+}
+
+/* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
+AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
+    float next = (float)((double)scale * r->backoff_factor);
+    if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
+    return next > scale ? scale : next;
+}
+
+/* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
+AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
+    double next = (double)scale * r->growth_factor;
+    if (next > (double)r->max_scale) next = (double)r->max_scale;
+    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < 340282356779733661637539395458142568448.0)) return scale;
+    return (float)next;
+}
+
+AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
+    amp_k_found *f = rule->found;
+    const amp_k_scaler *s = rule->scaler;
+    const amp_k_scaler_rule *r = &rule->scaler_rule;
+    amp_k_outcome *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
+    f->attempts++;
+    f->lr = rule->step_rule.lr;
+    if (f->skip) {
+        f->skips++;
+        f->consecutive_skips++;
+    } else {
+        f->step++;
+        f->consecutive_skips = 0;
+        f->beta1_power *= rule->step_rule.beta1;
+        f->beta2_power *= rule->step_rule.beta2;
+    }
+    o->number = f->attempts;
+    o->step = f->step;
+    o->skips = f->skips;
+    o->consecutive_skips = f->consecutive_skips;
+    o->lr = f->lr;
+    o->norm = f->norm;
+    o->clip_coef = f->clip_coef;
+    o->scale = s ? s->scale : 1.0f;
+    o->applied = !f->skip;
+    o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
+    o->first_bad = f->first_bad;
+}
+
+/* What shrinking and growing have in common. */
+AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
+    s->scale = scale;
+    s->inv_scale = ampi_inverse(scale);
+    s->steps = 0;
+}
+
+AMPI_HD void ampi_update_overflow(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    int spent, rate;
+    float next;
+    s->skips++;
+    s->consecutive_skips++;
+    s->growth_tracker = 0;
+    s->at_floor = 0;
+    if (s->overflows < INT32_MAX) s->overflows++;
+    if (s->hysteresis_left > 0) s->hysteresis_left--;
+    spent = s->hysteresis_left == 0 && (r->hysteresis > 1 || !(r->tolerance > 0));
+    rate = r->tolerance > 0 && (double)s->overflows / (double)s->steps >= r->tolerance;
+    if (r->frozen || !(spent || rate)) return;
+    next = ampi_scale_shrunk(r, s->scale);
+    s->at_floor = !(next < s->scale);
+    s->overflows = 0;
+    if (r->bits & AMP_WINDOW_MOVES) {
+        s->growth_interval = (int32_t)((double)s->growth_interval / r->growth_factor);
+        if (s->growth_interval < 1) s->growth_interval = 1;
+    }
+    ampi_scale_changed(s, next);
+}
+
+AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    if (!(r->bits & AMP_WINDOW_MOVES)) s->growth_tracker = r->bits & AMP_GROWTH_COUNTS_ON ? 1 : 0;
+    else if ((double)s->growth_interval * r->growth_factor < 2147483647.0)
+        s->growth_interval = (int32_t)((double)s->growth_interval * r->growth_factor);
+    s->hysteresis_left = r->hysteresis;
+    if (!(r->bits & AMP_OVERFLOWS_KEPT)) s->overflows = 0;
+    ampi_scale_changed(s, ampi_scale_grown(r, s->scale));
+}
+
+/* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
+   clean updates since the last overflow and grows at each multiple of its interval. */
+AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    int overflow = ampi_is_set(s->found_inf), due;
+    s->found_inf = 0;
+    s->previous_scale = s->scale;
+    s->updates++;
+    if (s->steps < INT32_MAX) s->steps++;
+    if (overflow) {
+        ampi_update_overflow(s, r);
+        return;
+    }
+    s->consecutive_skips = 0;
+    s->at_floor = 0;
+    if (s->growth_tracker < INT32_MAX) s->growth_tracker++;
+    if (r->frozen || s->growth_interval < 1) return;
+    if (r->bits & AMP_WINDOW_MOVES) due = s->growth_tracker % s->growth_interval == 0;
+    else due = s->growth_tracker == s->growth_interval + (r->bits & AMP_GROWTH_ONE_LATER ? 1 : 0);
+    if (due) ampi_update_growth(s, r);
+}
+
+AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
+    s->previous_scale = s->scale;
+    s->found_inf = 0;
+    s->at_floor = 0;
+    s->overflows = 0;
+    ampi_scale_changed(s, scale);
+}
+
+AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
+    amp_k_scaler *s = rule->scaler;
+    amp_k_found *f = rule->found;
+    switch (rule->kind) {
+    case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
+    case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
+    case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
+    case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
+    case AMP_RULE_APPLIED: f->multiplier = 1; break;
+    case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)(ampi_is_set(rule->value) ? rule->value : s->previous_scale)); break;
+    case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
+    case AMP_RULE_SET_INTERVAL:
+        s->growth_interval = rule->scaler_rule.growth_interval;
+        if (ampi_is_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+        break;
+    default: break;
+    }
+}
+
+/* What every element of a row needs, in fp32; computed in fp64 from the device's own counters.
+
+   AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 - beta2) g^2;
+   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
+typedef struct ampi_adamw_step { float multiplier, beta2, rest1, rest2, keep, rate, correction, eps; } ampi_adamw_step;
+AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
+    const amp_k_found *f = args->found;
+    ampi_adamw_step s;
+    double lr = f->lr * row->lr_scale;
+    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
+    s.beta2 = (float)args->beta2;
+    s.rest1 = (float)(1.0 - args->beta1);
+    s.rest2 = (float)(1.0 - args->beta2);
+    s.keep = (float)(1.0 - lr * row->weight_decay);
+    s.rate = (float)(lr / (1.0 - f->beta1_power));
+    s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
+    s.eps = (float)args->eps;
+    return s;
+}
+
+/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
+   b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
+typedef struct ampi_sgd_step { float multiplier, decay, momentum, rest, rate; int32_t nesterov; } ampi_sgd_step;
+AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
+    const amp_k_found *f = args->found;
+    int first = f->step == 1;
+    ampi_sgd_step s;
+    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
+    s.decay = (float)row->weight_decay;
+    s.momentum = (float)args->momentum;
+    s.rest = first ? 1.0f : (float)(1.0 - args->dampening);
+    s.rate = (float)(f->lr * row->lr_scale);
+    s.nesterov = args->nesterov;
+    return s;
+}
+/* ==== 11 >>data =====================================================================================
+   Samples, read by worker threads ahead of the training loop, delivered in one order whatever the number
+   of workers, and resumed exactly.  They come from token files, from .npy arrays or from a callback.    */
+
+typedef enum amp_token_format {
+    AMP_TOKENS_DEFAULT = 0,         /* by content: llm.c's magic or .npy's, else bytes */
+    AMP_TOKENS_LLMC = 1,            /* llm.c: 256 int32 (20240520, 1, count) and uint16 tokens, or (20240801, 7, count) and uint32 */
+    AMP_TOKENS_U16 = 2,             /* raw little-endian uint16 */
+    AMP_TOKENS_BYTES = 3,           /* any file: one token per byte */
+    AMP_TOKENS_NPY = 4,             /* one-dimensional .npy of u1, u2, u4, i4 or i8 */
+    AMP_TOKENS_FORCE_I32 = 0x7fffffff
+} amp_token_format;
+
+/* What becomes of the samples at an epoch's end that do not fill a batch on every rank. */
+typedef enum amp_last_batch {
+    AMP_LAST_DEFAULT = 0,           /* DROP */
+    AMP_LAST_DROP = 1,              /* left out of this epoch */
+    AMP_LAST_PARTIAL = 2,           /* a smaller batch, shared out evenly among the ranks; on some it may be empty */
+    AMP_LAST_PAD = 3,               /* the same, filled up with zeros; targets of token files with -100, the ignore index */
+    AMP_LAST_FORCE_I32 = 0x7fffffff
+} amp_last_batch;
+
+enum { AMP_MAX_FIELDS = 8 };
+
+/* One of the things a sample consists of: `count` values of dtype. */
+typedef struct amp_field {
+    amp_dtype dtype;
+    int32_t reserved;
+    int64_t count;
+} amp_field;
+
+/* What a callback is asked for. */
+typedef struct amp_sample {
+    int64_t sample;                 /* 0 to samples - 1 */
+    int64_t epoch;
+    uint64_t random;                /* for augmentation: a function of (seed, epoch, sample) only */
+    int32_t worker;                 /* who asks, from 0: for scratch memory of its own */
+    int32_t error_size;
+    char *error;                    /* on failure: why, for the error text */
+} amp_sample;
+
+/* A source of the host's own.  read fills fields[i], host memory for fields[i].count values, and returns 0, or
+   anything else for failure.  Workers call it at the same time.  Resuming counts on equal calls giving equal
+   samples.  amp_loader_destroy waits until no call is running. */
+typedef struct amp_source {
+    int (*read)(void *user, const amp_sample *sample, void *const *fields);
+    void *user;
+    int64_t samples;
+    amp_field fields[AMP_MAX_FIELDS];
+    int32_t n_fields;
+    int32_t reserved;
+    uint64_t hash;                  /* of the data: resuming on another hash is refused; may stay 0 */
+} amp_source;
+
+typedef struct amp_loader amp_loader;
+
+/* One of path, arrays and source.
+   path: token files.  A sample is `seq` tokens, and the same one further as targets; samples start every seq
+   tokens of a file and end in it.  A path with * ? or [] that is no file itself is a pattern; the files are
+   taken in the order of their bytes, and each stays open.
+   arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with the same first dimension; sample i is row i of each.
+    .format     by content
+    .first      0          first token used, counted over all files; first sample of arrays and source
+    .last       the end    one past the last
+    .last_batch DROP
+    .epochs     endless    after that many amp_loader_next returns AMP_ERR_END
+    .workers    2          1 to 64 threads; AMP_NO_WORKERS: read in amp_loader_next
+    .prefetch   2          batches read ahead: 1 to 1024
+    .timeout_ms 60000      how long amp_loader_next waits for a worker
+    .vocab      unchecked  tokens must be below                                                         */
+typedef struct amp_loader_desc {
+    const char *path;
+    const char *const *arrays;
+    const amp_source *source;       /* copied */
+    int32_t n_arrays;               /* 1 to AMP_MAX_FIELDS */
+    amp_token_format format;
+    int32_t shuffle;                /* 1: another order each epoch, a function of (seed, epoch) only */
+    amp_last_batch last_batch;
+    int64_t batch;                  /* samples per batch and rank: 1 or more */
+    int64_t seq;                    /* path: 1 or more */
+    int64_t first, last;
+    uint64_t seed;
+    int64_t epochs;
+    int32_t workers, prefetch;
+    int32_t timeout_ms;
+    int32_t rank, world;            /* of this process; world 0: those of the context's reducer */
+    int32_t vocab;
+    int32_t disable_pinned;         /* 1: ordinary host memory, where the device has pinned */
+    int32_t reserved;
+} amp_loader_desc;
+#define AMP_NO_WORKERS (-1)
+
+/* Device memory, read-only, valid until the next call on the loader. */
+typedef struct amp_batch {
+    const int32_t *inputs, *targets;    /* [batch, seq]: fields 0 and 1, each NULL unless it is I32 */
+    const void *fields[AMP_MAX_FIELDS]; /* [batch, count] each */
+    int64_t batch, seq;             /* samples, and values of field 0 in each */
+    int64_t valid;                  /* samples before the padding */
+    int64_t epoch, index;           /* epoch from 0; index of this batch in its epoch */
+} amp_batch;
+
+/* A loader is used by one thread at a time.  Errors: 101, 102, 103 arrays of different length, 104, 105, 109, 110,
+   301, 302, 401, 402, 404, 405; 102 also when there is less than one batch. */
+AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
+/* Returns within 100 ms whatever the workers do: one that the operating system holds in a read is left behind,
+   and frees what it uses, through the context's system table, when the read returns. */
+AMP_API void amp_loader_destroy(amp_loader *loader);
+/* After an error the loader stands where it stood: the next call tries the same batch again.
+   Errors: 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
+AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
+/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 410. */
+AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
+
+typedef struct amp_loader_info {
+    amp_token_format format;        /* of token files; else DEFAULT */
+    int32_t n_files, n_fields, ready;   /* ready: batches that wait to be taken */
+    amp_field fields[AMP_MAX_FIELDS];
+    int64_t tokens;                 /* in all token files */
+    int64_t samples;                /* per epoch, all ranks */
+    int64_t batches;                /* per epoch, this rank */
+    int64_t epoch, index;           /* of the batch that comes next */
+    int64_t waits;                  /* amp_loader_next calls that found no batch ready ... */
+    double wait_seconds;            /* ... and what they waited in all: time lost to the data */
+    uint64_t hash;                  /* of the sizes and of sample blocks of the files: other data has another */
+} amp_loader_info;
+AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info *out);
+/* Effective settings; what they point to belongs to the loader. */
+AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *out);
+/* Record <prefix>.loader: what was consumed, not what was read ahead.  Load continues exactly there, also with
+   other workers, prefetch, paths and epochs, and refuses other data, samples, order or world.
+   Errors of save: 102, 301; of load: 107, 408, 410. */
+AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
+AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
+#ifdef __cplusplus
+}
+#endif
+#endif /* AMP_H_INCLUDED */
+
+/* Stop here if you only want the API. */
+
+#if defined(AMP_IMPLEMENTATION) && !defined(AMP_IMPLEMENTATION_INCLUDED)
+#define AMP_IMPLEMENTATION_INCLUDED
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(_OPENMP)
+#  include <omp.h>
+#endif
+#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
+#  define AMPI_X86 1
+#  if !defined(__clang__)
+#    pragma GCC diagnostic push
+#    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"      /* g++ 12 warns inside its own AVX-512 intrinsics */
+#  endif
+#  include <cpuid.h>
+#  include <immintrin.h>
+#else
+#  define AMPI_X86 0
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ==== 1 >>base: implementation =================================================================== */
+
+#if defined(__cplusplus)
+#  define AMPI_THREAD_LOCAL thread_local
+#elif defined(__STDC_VERSION__) && __STDC_VERSION__ >= 201112L
+#  define AMPI_THREAD_LOCAL _Thread_local
+#else
+#  define AMPI_THREAD_LOCAL __thread
+#endif
+#define AMPI_PRIVATE static __attribute__((unused))
+#define AMPI_PRINTF(text, first) __attribute__((format(printf, text, first)))
+#define AMPI_MIN(a, b) ((a) < (b) ? (a) : (b))
+#define AMPI_MAX(a, b) ((a) > (b) ? (a) : (b))
+/* Leaves the calling function with the first result that is not AMP_OK. */
+#define AMPI_TRY(call) do { amp_result ampi_r = (call); if (ampi_r != AMP_OK) return ampi_r; } while (0)
+
+static AMPI_THREAD_LOCAL char ampi_error_text[512];
+
+AMP_API const char *amp_result_text(amp_result result) {
+    switch (result) {
+#define AMPI_RESULT_TEXT(name, number, text, hint) case name: return text;
+        AMP_RESULTS(AMPI_RESULT_TEXT)
+#undef AMPI_RESULT_TEXT
+        default: return "unknown result";
+    }
+}
+
+AMP_API const char *amp_result_hint(amp_result result) {
+    switch (result) {
+#define AMPI_RESULT_HINT(name, number, text, hint) case name: return hint;
+        AMP_RESULTS(AMPI_RESULT_HINT)
+#undef AMPI_RESULT_HINT
+        default: return "";
+    }
+}
+
+AMP_API const char *amp_last_error(void) { return ampi_error_text; }
+AMP_API int amp_version(void) { return AMP_VERSION; }
+
+/* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
+AMPI_PRIVATE amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) AMPI_PRINTF(3, 4);
+AMPI_PRIVATE amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
+    char detail[352];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(detail, sizeof detail, format, args);
+    va_end(args);
+    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail, amp_result_hint(result));
+    return result;
+}
+
+/* Header and implementation must agree, and the caller's struct must have the size we know. */
+AMPI_PRIVATE amp_result ampi_check_abi(const char *function, uint64_t theirs, uint64_t ours) {
+    if (theirs == ours) return AMP_OK;
+    return ampi_fail(AMP_ERR_VERSION, function, "called with header version %u and struct size %u, the implementation has %u and %u",
+                     (unsigned)(theirs >> 32), (unsigned)theirs, (unsigned)(ours >> 32), (unsigned)ours);
+}
+
+/* *bytes = count * size, unless that overflows. */
+AMPI_PRIVATE amp_result ampi_bytes(const char *function, int64_t count, size_t size, size_t *bytes) {
+    if (count < 0 || (size != 0 && (uint64_t)count > (uint64_t)PTRDIFF_MAX / size))
+        return ampi_fail(AMP_ERR_SIZE, function, "%lld elements of %zu bytes", (long long)count, size);
+    *bytes = (size_t)count * size;
+    return AMP_OK;
+}
+
+/* ---- The POSIX system */
+
+static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
+    void *ptr = NULL;
+    (void)user;
+    return posix_memalign(&ptr, align < sizeof(void *) ? sizeof(void *) : align, size) == 0 ? ptr : NULL;
+}
+
+static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
+
+static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
+    int fd;
+    (void)user;
+    do fd = open(path, for_writing ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_RDONLY | O_CLOEXEC, 0666);
+    while (fd < 0 && errno == EINTR);
+    if (fd < 0) return -errno;
+    *file = fd;
+    return 0;
+}
+
+static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
+    ssize_t n = pread((int)file, buffer, bytes, (off_t)offset);
+    (void)user;
+    return n < 0 ? -errno : n;
+}
+
+static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
+    ssize_t n = pwrite((int)file, buffer, bytes, (off_t)offset);
+    (void)user;
+    return n < 0 ? -errno : n;
+}
+
+static int64_t ampi_posix_size(void *user, intptr_t file) {
+    struct stat info;
+    (void)user;
+    if (fstat((int)file, &info) != 0) return -errno;
+    return S_ISDIR(info.st_mode) ? -EISDIR : (int64_t)info.st_size;
+}
+
+static int ampi_posix_sync(void *user, intptr_t file) { (void)user; return fsync((int)file) != 0 ? -errno : 0; }
+static int ampi_posix_close(void *user, intptr_t file) { (void)user; return close((int)file) != 0 ? -errno : 0; }
+static int ampi_posix_rename(void *user, const char *from, const char *to) { (void)user; return rename(from, to) != 0 ? -errno : 0; }
+static int ampi_posix_remove(void *user, const char *path) { (void)user; return unlink(path) != 0 ? -errno : 0; }
+
+typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; } ampi_posix_thread;
+
+static void *ampi_posix_thread_main(void *arg) {
+    ampi_posix_thread *t = (ampi_posix_thread *)arg;
+    t->run(t->arg);
+    return NULL;
+}
+
+static int ampi_posix_thread_start(void *user, void **thread, void (*run)(void *arg), void *arg) {
+    ampi_posix_thread *t = (ampi_posix_thread *)malloc(sizeof *t);
+    int error;
+    (void)user;
+    if (t == NULL) return -ENOMEM;
+    t->run = run;
+    t->arg = arg;
+    error = pthread_create(&t->handle, NULL, ampi_posix_thread_main, t);
+    if (error != 0) { free(t); return -error; }
+    *thread = t;
+    return 0;
+}
+
+static int ampi_posix_thread_join(void *user, void *thread) {
+    ampi_posix_thread *t = (ampi_posix_thread *)thread;
+    int error = pthread_join(t->handle, NULL);
+    (void)user;
+    free(t);
+    return -error;
+}
+
+static int64_t ampi_posix_clock(void *user) {
+    struct timespec t;
+    (void)user;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+AMP_API void amp_system_default(amp_system *out) {
+    memset(out, 0, sizeof *out);
+    out->alloc = ampi_posix_alloc;             out->free = ampi_posix_free;
+    out->file_open = ampi_posix_open;          out->file_read = ampi_posix_read;
+    out->file_write = ampi_posix_write;        out->file_size = ampi_posix_size;
+    out->file_sync = ampi_posix_sync;          out->file_close = ampi_posix_close;
+    out->file_rename = ampi_posix_rename;      out->file_remove = ampi_posix_remove;
+    out->thread_start = ampi_posix_thread_start; out->thread_join = ampi_posix_thread_join;
+    out->clock_ns = ampi_posix_clock;
+}
+
+/* The caller's table with the gaps filled; system may be NULL. */
+AMPI_PRIVATE amp_system ampi_system(const amp_system *system) {
+    amp_system s;
+    amp_system_default(&s);
+    if (system == NULL) return s;
+    s.user = system->user;
+    if (system->alloc)        { s.alloc = system->alloc; s.free = system->free; }
+    if (system->file_open)    s.file_open = system->file_open;
+    if (system->file_read)    s.file_read = system->file_read;
+    if (system->file_write)   s.file_write = system->file_write;
+    if (system->file_size)    s.file_size = system->file_size;
+    if (system->file_sync)    s.file_sync = system->file_sync;
+    if (system->file_close)   s.file_close = system->file_close;
+    if (system->file_rename)  s.file_rename = system->file_rename;
+    if (system->file_remove)  s.file_remove = system->file_remove;
+    if (system->thread_start) { s.thread_start = system->thread_start; s.thread_join = system->thread_join; }
+    if (system->clock_ns)     s.clock_ns = system->clock_ns;
+    return s;
+}
+
+/* Zeroed host memory. */
+AMPI_PRIVATE amp_result ampi_alloc(const amp_system *s, const char *function, void **out, int64_t count, size_t size) {
+    size_t bytes = 0;
+    *out = NULL;
+    AMPI_TRY(ampi_bytes(function, count, size, &bytes));
+    *out = s->alloc(s->user, bytes ? bytes : 1, 64);
+    if (*out == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", bytes);
+    memset(*out, 0, bytes ? bytes : 1);
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size) {
+    if (ptr != NULL) s->free(s->user, ptr, count > 0 ? (size_t)count * size : 1);
+}
+
+/* Reads or writes all bytes, over short transfers and interruptions. Returns bytes moved or -errno. */
+AMPI_PRIVATE int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
+    int64_t done = 0;
+    while (done < bytes) {
+        int64_t n = s->file_read(s->user, file, (char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
+        if (n == -EINTR) continue;
+        if (n < 0) return n;
+        if (n == 0) break;
+        done += n;
+    }
+    return done;
+}
+
+AMPI_PRIVATE int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *buffer, int64_t bytes, int64_t offset) {
+    int64_t done = 0;
+    while (done < bytes) {
+        int64_t n = s->file_write(s->user, file, (const char *)buffer + done, (size_t)AMPI_MIN(bytes - done, (int64_t)1 << 30), offset + done);
+        if (n == -EINTR) continue;
+        if (n < 0) return n;
+        if (n == 0) return -EIO;
+        done += n;
+    }
+    return done;
+}
+
+AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
+    amp_system s = ampi_system(system);
+    char temporary[PATH_MAX];
+    intptr_t file = -1;
+    int64_t n;
+    int error;
+    if (path == NULL || (data == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
+    if (snprintf(temporary, sizeof temporary, "%s.tmp%ld", path, (long)getpid()) >= (int)sizeof temporary)
+        return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
+    error = s.file_open(s.user, temporary, 1, &file);
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: %s", temporary, strerror(-error));
+    n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
+    if (n < 0) error = (int)n;
+    if (error == 0) error = s.file_sync(s.user, file);
+    n = s.file_close(s.user, file);
+    if (error == 0) error = (int)n;
+    if (error == 0) error = s.file_rename(s.user, temporary, path);
+    if (error == 0) return AMP_OK;
+    s.file_remove(s.user, temporary);
+    return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, strerror(-error));
+}
+
+AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes) {
+    amp_system s = ampi_system(system);
+    intptr_t file = -1;
+    int64_t size, n;
+    char *buffer;
+    int error;
+    if (path == NULL || data == NULL || bytes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
+    error = s.file_open(s.user, path, 0, &file);
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
+    size = s.file_size(s.user, file);
+    buffer = size < 0 ? NULL : (char *)s.alloc(s.user, (size_t)size + 1, 64);
+    n = buffer ? ampi_read_fully(&s, file, buffer, size, 0) : 0;
+    s.file_close(s.user, file);
+    if (size < 0) return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size));
+    if (buffer == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)size, path);
+    if (n != size) {
+        s.free(s.user, buffer, (size_t)size + 1);
+        return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path, n < 0 ? strerror((int)-n) : "ends early", (long long)(n < 0 ? 0 : n));
+    }
+    buffer[size] = 0;
+    *data = buffer;
+    *bytes = (size_t)size;
+    return AMP_OK;
+}
+
+AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
+    amp_system s = ampi_system(system);
+    if (data != NULL) s.free(s.user, data, bytes + 1);
+}
+
+
+/* ---- Attention on the CPU works on strips of queries times tiles of keys.  A tile of scores is stored with the
+   queries of the strip as lanes: element (key, query) at tile[key * AMPI_STRIP + query]. */
+enum { AMPI_STRIP = 32, AMPI_KEY_TILE = 64 };
+
+/* c = scale a b, or with add: c = c rescale + a b.  Element (r, k) of a lies at a[r * a_row + k * a_depth], that of b
+   (k, x) at b[k * ldb + x], that of c (r, x) at c[r * ldc + x]; cols is a multiple of AMPI_STRIP.  Sums run over k in
+   order. */
+typedef struct ampi_product {
+    int64_t rows, cols, depth;
+    const float *a; int64_t a_row, a_depth;
+    const float *b; int64_t ldb;
+    float *c; int64_t ldc;
+    int32_t add;
+    float scale;
+    const float *rescale;           /* [cols]; NULL: 1 */
+} ampi_product;
+
+/* Which rows (keys) of a tile each of its lanes (queries) sees: row r if r < first or low <= r < high, and if the
+   documents are equal, and if allowed. */
+typedef struct ampi_tile_mask {
+    int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
+    const int32_t *documents;       /* of the rows; NULL: all equal */
+    const int32_t *allowed;         /* [rows, AMPI_STRIP]: -1 seen, 0 hidden; NULL: all seen */
+} ampi_tile_mask;
+
+typedef struct ampi_attention_vec {
+    void (*product)(const ampi_product *p);
+    /* The same, and a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN. */
+    void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
+    /* dst[c * dst_ld + r] = src[r * src_ld + c]; rows a multiple of 16, cols of 4. */
+    void (*transpose)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld, int64_t rows, int64_t cols);
+    void (*round)(float *x, int64_t n, amp_dtype compute);
+    void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
+    /* Scores become exp(score - running maximum), rounded to compute; max, sum and rescale are lanes. */
+    void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
+    /* p = exp(p - lse), ds = p (ds - delta) */
+    void (*slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta);
+    /* lse = max + log(sum), inverse = 1 / sum; -inf and 0 where nothing was seen */
+    void (*finish)(const float *max, const float *sum, float *lse, float *inverse);
+    float (*dot)(const float *a, const float *b, int64_t n);        /* n a multiple of AMPI_STRIP */
+    int32_t (*has_nan)(const float *x, int64_t n);
+    void (*softmax_backward)(const float *y, const float *dy, float scale, float *dx, int64_t n);
+} ampi_attention_vec;
+
+/* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words: one fp32 value, or two bf16 values with
+   consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs
+   of bf16 with the dot product instruction; the loops around the tables know nothing but their sizes. */
+
+enum {
+    AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
+    AMPI_GEMM_ROOM = 256                /* values of a buffer on the stack */
+};
+
+/* The bf16 dot product needs a compiler that knows it. */
+#if AMPI_X86 && (defined(__clang__) || __GNUC__ >= 10)
+#  define AMPI_GEMM_BF16 1
+#else
+#  define AMPI_GEMM_BF16 0
+#endif
+
+/* X(0) X(1) .. once for each row of a tile */
+#define AMPI_ROWS_1(X)  X(0)
+#define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
+#define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
+#define AMPI_ROWS_4(X)  AMPI_ROWS_3(X) X(3)
+#define AMPI_ROWS_5(X)  AMPI_ROWS_4(X) X(4)
+#define AMPI_ROWS_6(X)  AMPI_ROWS_5(X) X(5)
+#define AMPI_ROWS_7(X)  AMPI_ROWS_6(X) X(6)
+#define AMPI_ROWS_8(X)  AMPI_ROWS_7(X) X(7)
+#define AMPI_ROWS_9(X)  AMPI_ROWS_8(X) X(8)
+#define AMPI_ROWS_10(X) AMPI_ROWS_9(X) X(9)
+#define AMPI_ROWS_11(X) AMPI_ROWS_10(X) X(10)
+#define AMPI_ROWS_12(X) AMPI_ROWS_11(X) X(11)
+#define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
+#define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
+
+/* c (r rows, `cols` columns) = add + a b over k words: a[i * lda + p], b[p * ldb + j]; add NULL counts as 0. */
+typedef void (*ampi_gemm_tile)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                               const float *add, int64_t ldadd, float *c, int64_t ldc);
+
+/* What becomes of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
+typedef struct ampi_gemm_out {
+    float alpha, beta;
+    const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
+    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
+    amp_activation_kind act;
+    void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
+    void *c; amp_dtype c_dtype; int64_t ldc;
+} ampi_gemm_out;
+
+typedef struct ampi_gemm_vec {
+    int32_t rows, cols;                 /* of the largest tile */
+    int32_t unit;                       /* values of k in one word */
+    const ampi_gemm_tile *tiles;        /* tiles[r - 1] computes r rows */
+    /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled with 0. */
+    void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
+    /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the right:
+       panel q at dst + q * stride, in it the word of column j and word row w at w * cols + j. */
+    void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
+                  int64_t k, int64_t n);
+    /* dst[c * ldd + r] = src[r * lds + c], words */
+    void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
+    /* Writes out a tile; x is changed.  ld is a whole number of vectors. */
+    void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t rows, int64_t cols);
+    /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n; and the sum of x[p] row[p]. */
+    void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
+    float (*dot)(const float *x, const float *row, int64_t k);
+} ampi_gemm_vec;
+/* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
+   stands, and for a sum over the same n elements. */
+typedef struct ampi_multi_vec {
+    /* Sum of squares in fp64; *bad becomes 1 if an element is infinite or NaN; g *= *factor unless that is NULL. */
+    double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
+    void (*scale)(float *g, int64_t n, float factor);
+    void (*adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s);
+    void (*sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s);     /* m may be NULL */
+} ampi_multi_vec;
+
+/* ---- Vector kernels of section 2.  Pointers need no alignment; dst may be src where the sizes agree. */
+typedef struct ampi_numbers_vec {
+    void (*f32_from_f16)(void *dst, const void *src, int64_t n);
+    void (*f16_from_f32)(void *dst, const void *src, int64_t n);
+    void (*f32_from_bf16)(void *dst, const void *src, int64_t n);
+    void (*bf16_from_f32)(void *dst, const void *src, int64_t n);
+    void (*tf32_from_f32)(void *dst, const void *src, int64_t n);
+    /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
+    void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
+    /* random[i] is the random word of element i, as in amp_bf16_stochastic. */
+    void (*bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random);
+    /* How many 16-bit or 32-bit elements have every bit of `mask`. */
+    int64_t (*count16)(const void *src, int64_t n, uint32_t mask);
+    int64_t (*count32)(const void *src, int64_t n, uint32_t mask);
+    /* out[i] = amp_random_u32(seed, index + i) */
+    void (*random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index);
+} ampi_numbers_vec;
+
+/* Element i of an array that need not be aligned. */
+AMPI_PRIVATE inline uint16_t ampi_get16(const void *p, int64_t i) {
+    uint16_t x;
+    memcpy(&x, (const char *)p + 2 * i, 2);
+    return x;
+}
+AMPI_PRIVATE inline uint32_t ampi_get32(const void *p, int64_t i) {
+    uint32_t x;
+    memcpy(&x, (const char *)p + 4 * i, 4);
+    return x;
+}
+AMPI_PRIVATE inline uint64_t ampi_get64(const void *p, int64_t i) {
+    uint64_t x;
+    memcpy(&x, (const char *)p + 8 * i, 8);
+    return x;
+}
+AMPI_PRIVATE inline void ampi_put16(void *p, int64_t i, uint16_t x) { memcpy((char *)p + 2 * i, &x, 2); }
+AMPI_PRIVATE inline void ampi_put32(void *p, int64_t i, uint32_t x) { memcpy((char *)p + 4 * i, &x, 4); }
+AMPI_PRIVATE inline void ampi_put64(void *p, int64_t i, uint64_t x) { memcpy((char *)p + 8 * i, &x, 8); }
+
+/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  Outputs may be the same
+   buffer as any input of the same call. */
+typedef struct ampi_pointwise_vec {
+    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
+    void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
+    void (*tanh_backward)(const float *y, const float *dy, float *dx, int64_t n);       /* from the output y */
+    void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
+    void (*swiglu_backward)(const float *gate, const float *up, const float *dy, float *dgate, float *dup, int64_t n);
+    /* norms */
+    float (*sum)(const float *x, int64_t n);
+    float (*sum_squares)(const float *x, float mean, int64_t n);                        /* of x - mean */
+    void (*normalize)(const float *x, float mean, float rstd, const float *weight, const float *bias, float *y,
+                      int64_t n);
+    void (*norm_sums)(const float *x, const float *dy, const float *weight, float mean, float rstd,
+                      float *dweight, float *dbias, float sums[2], int64_t n);
+    void (*norm_dx)(const float *x, const float *dy, const float *weight, const float *dsum, float mean, float rstd,
+                    const float means[2], float *dx, int64_t n);
+    /* losses */
+    float (*row_max)(const float *x, int64_t n);
+    float (*exp_sum)(const float *x, float max, float *e, int64_t n); /* e = exp(x - max); may be NULL */
+    float (*squared_error)(const float *x, const float *target, float scale, float *dx, int64_t n);
+    /* y = a x + b, and y = alpha a + beta b */
+    void (*scale_shift)(const float *x, float a, float b, float *y, int64_t n);
+    void (*add)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n);
+    /* y[i] = uniform number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
+    void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
+                    uint64_t index);
+} ampi_pointwise_vec;
+
+/* ---- Vector kernels.  They stand at the end of this file, which includes itself once per instruction set:
+   AMPI_V(name) is name_scalar, name_avx2 or name_avx512, AMPI_W the floats in a vector.  The loops that call
+   them, and everything with threads, are ordinary code. */
+
+#define AMPI_CAT2(a, b) a##b
+#define AMPI_CAT(a, b) AMPI_CAT2(a, b)
+#define AMPI_V(name) AMPI_CAT(name, AMPI_SUFFIX)
+#define ampi_vf AMPI_V(ampi_vfloat)      /* AMPI_W floats */
+#define ampi_vi AMPI_V(ampi_vint)        /* AMPI_W int32 */
+
+#define AMPI_PASS 1
+#define AMPI_SUFFIX _scalar
+#define AMPI_W 4
+#include "amp.h"
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+
+#if AMPI_X86
+#define AMPI_PASS 2
+#define AMPI_SUFFIX _avx2
+#define AMPI_W 8
+#if defined(__clang__)
+#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#  pragma GCC push_options
+#  pragma GCC target("avx2,fma,f16c")
+#endif
+#include "amp.h"
+#if defined(__clang__)
+#  pragma clang attribute pop
+#else
+#  pragma GCC pop_options
+#endif
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+
+#define AMPI_PASS 3
+#define AMPI_SUFFIX _avx512
+#define AMPI_W 16
+#if defined(__clang__)
+#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#  pragma GCC push_options
+#  pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#include "amp.h"
+#if defined(__clang__)
+#  pragma clang attribute pop
+#else
+#  pragma GCC pop_options
+#endif
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+#  define AMPI_PICK(table, path) ((path) >= AMP_CPU_AVX512 ? &table##_avx512 : (path) == AMP_CPU_AVX2 ? &table##_avx2 : &table##_scalar)
+#else
+#  define AMPI_PICK(table, path) ((void)(path), &table##_scalar)
+#endif
+
+/* ==== 2 >>numbers: implementation ================================================================== */
+
+AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void);
+
+AMP_API size_t amp_dtype_size(amp_dtype dtype) {
+    switch (dtype) {
+        case AMP_E4M3: case AMP_E5M2: case AMP_U8: return 1;
+        case AMP_F16: case AMP_BF16: case AMP_U16: return 2;
+        case AMP_F32: case AMP_TF32: case AMP_I32: return 4;
+        case AMP_F64: case AMP_I64: return 8;
+        default: return 0;
+    }
+}
+
+AMP_API const char *amp_dtype_name(amp_dtype dtype) {
+    static const char *const names[] = {"default", "fp32", "fp64", "fp16", "bf16", "tf32", "fp8_e4m3", "fp8_e5m2",
+                                        "u8", "u16", "i32", "i64"};
+    return (int)dtype >= 0 && (int)dtype <= AMP_I64 ? names[(int)dtype] : "?";
+}
+
+AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
+    static const struct { const char *name; amp_dtype dtype; } others[] = {
+        {"float32", AMP_F32}, {"float", AMP_F32}, {"float64", AMP_F64}, {"double", AMP_F64}, {"float16", AMP_F16},
+        {"half", AMP_F16}, {"bfloat16", AMP_BF16}, {"auto", AMP_DTYPE_DEFAULT}};
+    size_t i;
+    int d;
+    if (name == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_dtype_parse", name == NULL ? "name" : "out");
+    for (d = 0; d <= AMP_I64; d++)
+        if (strcmp(name, amp_dtype_name((amp_dtype)d)) == 0) { *out = (amp_dtype)d; return AMP_OK; }
+    for (i = 0; i < sizeof others / sizeof *others; i++)
+        if (strcmp(name, others[i].name) == 0) { *out = others[i].dtype; return AMP_OK; }
+    return ampi_fail(AMP_ERR_NAME, "amp_dtype_parse", "\"%.40s\", must be one of fp32, fp64, fp16, bf16, tf32, "
+                     "fp8_e4m3, fp8_e5m2, u8, u16, i32, i64, auto", name);
+}
+
+AMPI_PRIVATE int ampi_dtype_is_float(amp_dtype dtype) { return (int)dtype >= AMP_F32 && (int)dtype <= AMP_E5M2; }
+
+/* ---- Bulk conversion.  Everything goes through fp32, which holds each value of the narrower formats; fp64 is
+   converted directly, because two roundings are not one. */
+
+enum { AMPI_CONVERT_CHUNK = 512 };      /* elements of a fp32 buffer on the stack */
+
+AMPI_PRIVATE void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int64_t n, amp_cpu_path path) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
+    const uint8_t *bytes = (const uint8_t *)src;
+    int64_t i;
+    switch (dtype) {
+        case AMP_F16:  vec->f32_from_f16(dst, src, n); break;
+        case AMP_BF16: vec->f32_from_bf16(dst, src, n); break;
+        case AMP_E4M3: for (i = 0; i < n; i++) ampi_put32(dst, i, ampi_bits_of_e4m3(bytes[i])); break;
+        case AMP_E5M2: for (i = 0; i < n; i++) ampi_put32(dst, i, ampi_bits_of_f16((uint16_t)(bytes[i] << 8))); break;
+        default:       memmove(dst, src, (size_t)n * 4); break;
+    }
+}
+
+AMPI_PRIVATE void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t n, amp_cpu_path path) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
+    uint8_t *bytes = (uint8_t *)dst;
+    int64_t i;
+    switch (dtype) {
+        case AMP_F16:  vec->f16_from_f32(dst, src, n); break;
+        case AMP_BF16: vec->bf16_from_f32(dst, src, n); break;
+        case AMP_TF32: vec->tf32_from_f32(dst, src, n); break;
+        case AMP_E4M3: for (i = 0; i < n; i++) bytes[i] = ampi_to_e4m3(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
+        case AMP_E5M2: for (i = 0; i < n; i++) bytes[i] = ampi_to_e5m2(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
+        case AMP_F64:  for (i = 0; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i))); break;
+        default:       memmove(dst, src, (size_t)n * 4); break;
+    }
+}
+
+/* From fp64 to any other dtype, in one rounding; random may be NULL. */
+AMPI_PRIVATE void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, int mode,
+                                 const uint32_t *random) {
+    uint8_t *bytes = (uint8_t *)dst;
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        uint64_t x = ampi_get64(src, i);
+        uint32_t word = random != NULL ? random[i] : 0;
+        switch (dtype) {
+            case AMP_F16:  ampi_put16(dst, i, ampi_to_f16(x, 1, saturate, mode, word)); break;
+            case AMP_BF16: ampi_put16(dst, i, ampi_to_bf16(x, 1, saturate, mode, word)); break;
+            case AMP_E4M3: bytes[i] = ampi_to_e4m3(x, 1, saturate, mode, word); break;
+            case AMP_E5M2: bytes[i] = ampi_to_e5m2(x, 1, saturate, mode, word); break;
+            case AMP_TF32: ampi_put32(dst, i, ampi_to_tf32(x, 1, saturate)); break;
+            default:       ampi_put32(dst, i, ampi_to_f32(x, saturate)); break;
+        }
+    }
+}
+
+/* Nearest even, no saturation, nothing counted, on the calling thread: what the CPU kernels use. */
+AMPI_PRIVATE void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                                    amp_cpu_path path) {
+    float room[AMPI_CONVERT_CHUNK];
+    size_t dst_size = amp_dtype_size(dst_dtype), src_size = amp_dtype_size(src_dtype);
+    int64_t i;
+    if (n <= 0) return;
+    if (dst_dtype == src_dtype && dst_dtype != AMP_TF32) memmove(dst, src, (size_t)n * dst_size);
+    else if (src_dtype == AMP_F64) ampi_from_fp64(dst, dst_dtype, src, n, 0, AMPI_EVEN, NULL);
+    else if (src_dtype == AMP_F32 || src_dtype == AMP_TF32) ampi_from_fp32(dst, dst_dtype, src, n, path);
+    else if (dst_dtype == AMP_F32) ampi_to_fp32(dst, src, src_dtype, n, path);
+    else for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
+        ampi_to_fp32(room, (const char *)src + i * (int64_t)src_size, src_dtype, m, path);
+        ampi_from_fp32((char *)dst + i * (int64_t)dst_size, dst_dtype, room, m, path);
+    }
+}
+
+/* ---- Counting.  A number is not finite where every bit of its exponent is set; in E4M3, of its magnitude. */
+
+AMPI_PRIVATE int64_t ampi_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, amp_cpu_path path) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
+    const uint8_t *bytes = (const uint8_t *)data;
+    uint8_t mask = dtype == AMP_E4M3 ? 0x7f : 0x7c;
+    int64_t i, total = 0;
+    switch (dtype) {
+        case AMP_F32: case AMP_TF32: return vec->count32(data, n, 0x7f800000u);
+        case AMP_F16:  return vec->count16(data, n, 0x7c00);
+        case AMP_BF16: return vec->count16(data, n, 0x7f80);
+        case AMP_F64:
+            for (i = 0; i < n; i++) total += (ampi_get64(data, i) >> 52 & 0x7ff) == 0x7ff;
+            return total;
+        case AMP_E4M3: case AMP_E5M2:
+            for (i = 0; i < n; i++) total += (bytes[i] & mask) == mask;
+            return total;
+        default: return -1;
+    }
+}
+
+AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first) {
+    amp_cpu_path path = ampi_cpu_best_path();
+    int64_t size = (int64_t)amp_dtype_size(dtype), total = 0, i;
+    if (first != NULL) *first = -1;
+    if (!ampi_dtype_is_float(dtype)) return -1;
+    for (i = 0; data != NULL && i < n; i += AMPI_CONVERT_CHUNK) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK), j = i;
+        int64_t count = ampi_count_nonfinite((const char *)data + i * size, dtype, m, path);
+        total += count;
+        if (count == 0 || first == NULL || *first >= 0) continue;
+        while (ampi_count_nonfinite((const char *)data + j * size, dtype, 1, path) == 0) j++;
+        *first = j;
+    }
+    return total;
+}
+
+/* ---- Conversion with every option, in pieces that fit the stack buffers. */
+
+/* The fp32 pattern of the largest finite number. */
+AMPI_PRIVATE uint32_t ampi_largest_bits(amp_dtype dtype) {
+    switch (dtype) {
+        case AMP_F16:  return 0x477fe000u;      /* 65504 */
+        case AMP_BF16: return 0x7f7f0000u;
+        case AMP_TF32: return 0x7f7fe000u;
+        case AMP_E4M3: return 0x43e00000u;      /* 448 */
+        case AMP_E5M2: return 0x47600000u;      /* 57344 */
+        default:       return 0x7f7fffffu;
+    }
+}
+
+AMPI_PRIVATE void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t n, const uint32_t *random,
+                                  amp_cpu_path path) {
+    uint8_t *bytes = (uint8_t *)dst;
+    int64_t i;
+    switch (dtype) {
+        case AMP_BF16: AMPI_PICK(ampi_numbers_kernels, path)->bf16_stochastic(dst, src, n, random); break;
+        case AMP_F16:
+            for (i = 0; i < n; i++)
+                ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i]));
+            break;
+        case AMP_E4M3:
+            for (i = 0; i < n; i++) bytes[i] = ampi_to_e4m3(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i]);
+            break;
+        default:
+            for (i = 0; i < n; i++) bytes[i] = ampi_to_e5m2(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i]);
+            break;
+    }
+}
+
+/* At most AMPI_CONVERT_CHUNK elements; `index` is the random number of the first. */
+AMPI_PRIVATE void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                                     const amp_convert_desc *desc, uint64_t index, amp_cpu_path path) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
+    int mode = desc->rounding == AMP_ROUND_STOCHASTIC ? AMPI_STOCHASTIC : AMPI_EVEN;
+    uint32_t random[AMPI_CONVERT_CHUNK];
+    float room[AMPI_CONVERT_CHUNK];
+    if (mode == AMPI_STOCHASTIC) vec->random(random, n, desc->seed, index);
+    if (src_dtype == AMP_F64 && dst_dtype != AMP_F64) {
+        ampi_from_fp64(dst, dst_dtype, src, n, desc->saturate, mode, mode == AMPI_STOCHASTIC ? random : NULL);
+        return;
+    }
+    if (dst_dtype == AMP_F64) {
+        ampi_convert_fast(dst, dst_dtype, src, src_dtype, n, path);
+        return;
+    }
+    ampi_to_fp32(room, src, src_dtype, n, path);
+    if (desc->saturate) vec->clamp(room, room, n, ampi_largest_bits(dst_dtype));
+    if (mode == AMPI_STOCHASTIC) ampi_stochastic(dst, dst_dtype, room, n, random, path);
+    else ampi_from_fp32(dst, dst_dtype, room, n, path);
+}
+
+/* amp_convert with checked arguments and a chosen path.  Without saturation a number that is not finite stays so,
+   so what became infinite is the difference of two counts. */
+AMPI_PRIVATE void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                               const amp_convert_desc *desc, int64_t *new_inf, amp_cpu_path path) {
+    int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
+    int plain = desc->rounding != AMP_ROUND_STOCHASTIC && !desc->saturate, counted = new_inf != NULL && !desc->saturate;
+    for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
+        const char *from = (const char *)src + i * src_size;
+        char *to = (char *)dst + i * dst_size;
+        if (counted) found -= ampi_count_nonfinite(from, src_dtype, m, path);
+        if (plain) ampi_convert_fast(to, dst_dtype, from, src_dtype, m, path);
+        else ampi_convert_chunk(to, dst_dtype, from, src_dtype, m, desc, desc->offset + (uint64_t)i, path);
+        if (counted) found += ampi_count_nonfinite(to, dst_dtype, m, path);
+    }
+    if (new_inf != NULL) *new_inf = found;
+}
+
+AMP_API amp_result amp_convert_v(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                                 const amp_convert_desc *desc, int64_t *new_inf, uint64_t abi) {
+    const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
+    int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
+    AMPI_TRY(ampi_check_abi("amp_convert", abi, AMP_ABI(amp_convert_desc)));
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
+    if (n > 0 && (dst == NULL || src == NULL))
+        return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
+    if (!ampi_dtype_is_float(dst_dtype) || !ampi_dtype_is_float(src_dtype))
+        return ampi_fail(AMP_ERR_DTYPE, "amp_convert", "from %s to %s, both must be floating",
+                         amp_dtype_name(src_dtype), amp_dtype_name(dst_dtype));
+    if (stochastic && (dst_dtype == AMP_F32 || dst_dtype == AMP_F64 || dst_dtype == AMP_TF32))
+        return ampi_fail(AMP_ERR_DTYPE, "amp_convert", "stochastic rounding to %s, must be to fp16, bf16 or fp8",
+                         amp_dtype_name(dst_dtype));
+    if (desc != NULL && !stochastic && desc->rounding != AMP_ROUND_DEFAULT)
+        return ampi_fail(AMP_ERR_RANGE, "amp_convert", ".rounding = %d, must be an amp_rounding", (int)desc->rounding);
+    ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
+    return AMP_OK;
+}
+
+/* ==== 3 >>machine: implementation ================================================================= */
+
+#if AMPI_X86
+static uint64_t ampi_xgetbv(void) {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+/* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm, 0x60000 tiles). */
+static void ampi_probe_x86(amp_cpu_info *cpu) {
+    uint32_t a, b, c, d, brand[12];
+    uint64_t saved;
+    int i;
+    if (__get_cpuid(0x80000000u, &a, &b, &c, &d) && a >= 0x80000004u) {
+        const char *name = (const char *)brand;
+        for (i = 0; i < 3; i++)
+            __get_cpuid(0x80000002u + (uint32_t)i, &brand[4 * i], &brand[4 * i + 1], &brand[4 * i + 2], &brand[4 * i + 3]);
+        while (*name == ' ') name++;
+        snprintf(cpu->name, sizeof cpu->name, "%.47s", name);
+    }
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return;
+    saved = ampi_xgetbv();
+    if ((saved & 0x06) == 0x06 && (c >> 12 & 1) && (c >> 28 & 1) && (c >> 29 & 1)) cpu->avx2 = 1;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) { cpu->avx2 = 0; return; }
+    cpu->avx2 = cpu->avx2 && (b >> 5 & 1);
+    cpu->avx512 = cpu->avx2 && (saved & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
+    cpu->avx512_fp16 = cpu->avx512 && (d >> 23 & 1);
+    cpu->amx_bf16 = (saved & 0x60000) == 0x60000 && (d >> 22 & 1) && (d >> 24 & 1);
+    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu->avx512_bf16 = cpu->avx512 && (a >> 5 & 1);
+}
+#endif
+
+static int64_t ampi_sysconf(int name) {
+    long value = sysconf(name);
+    return value > 0 ? (int64_t)value : 0;
+}
+
+static void ampi_probe_cpu(amp_cpu_info *cpu) {
+    memset(cpu, 0, sizeof *cpu);
+    snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
+#if AMPI_X86
+    ampi_probe_x86(cpu);
+#endif
+    cpu->path = cpu->avx512_bf16 ? AMP_CPU_AVX512_BF16 : cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
+#if defined(_SC_NPROCESSORS_ONLN)
+    cpu->cores = (int32_t)ampi_sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+#if defined(_OPENMP)
+    cpu->cores = AMPI_MIN(cpu->cores, omp_get_num_procs());     /* respects the process's affinity */
+#endif
+    cpu->cores = AMPI_MAX(cpu->cores, 1);
+#if defined(_SC_PHYS_PAGES)
+    cpu->memory = ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
+#endif
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    cpu->l1d = ampi_sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
+    cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+}
+
+/* The library's one global: the best path, probed once.  Threads that race store the same value. */
+AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
+    static int cached;
+    int path = __atomic_load_n(&cached, __ATOMIC_RELAXED);
+    if (path == 0) {
+        amp_cpu_info cpu;
+        ampi_probe_cpu(&cpu);
+        path = (int)cpu.path;
+        __atomic_store_n(&cached, path, __ATOMIC_RELAXED);
+    }
+    return (amp_cpu_path)path;
+}
+
+/* A CPU as a device: tf32 and fp8 have no instructions there, fp16 has them with AVX512-FP16. */
+static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
+    memset(out, 0, sizeof *out);
+    snprintf(out->name, sizeof out->name, "%s", cpu->name);
+    snprintf(out->kind, sizeof out->kind, "cpu");
+    out->bf16 = cpu->avx512_bf16;
+    out->multiprocessors = cpu->cores;
+    out->memory = cpu->memory;
+}
+
+AMP_API amp_result amp_machine_probe(amp_machine *out) {
+    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_machine_probe", "out is NULL");
+    memset(out, 0, sizeof *out);
+    ampi_probe_cpu(&out->cpu);
+    ampi_cpu_as_device(&out->cpu, &out->device);
+    return AMP_OK;
+}
+
+static const char *ampi_cpu_path_name(amp_cpu_path path) {
+    switch (path) {
+        case AMP_CPU_SCALAR: return "scalar";
+        case AMP_CPU_AVX2: return "AVX2";
+        case AMP_CPU_AVX512: return "AVX-512";
+        case AMP_CPU_AVX512_BF16: return "AVX-512 BF16";
+        default: return "best";
+    }
+}
+
+static const char *ampi_yes_no(int32_t flag) { return flag ? "yes" : "no"; }
+
+AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size) {
+    const amp_cpu_info *c = &machine->cpu;
+    const amp_device *d = &machine->device;
+    int is_cpu = strcmp(d->kind, "cpu") == 0;
+    char compute[64] = "";
+    int n;
+    if (d->cc_major > 0) snprintf(compute, sizeof compute, ", compute capability %d.%d, %d SMs", d->cc_major, d->cc_minor, d->multiprocessors);
+    n = snprintf(text, size,
+        "CPU      %s, %d cores, %.1f GiB\n"
+        "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n"
+        "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n"
+        "device   %s%s%s%s\n"
+        "         matrix instructions: fp16 %s, bf16 %s, tf32 %s, fp8 %s%s\n",
+        c->name, c->cores, (double)c->memory / 1073741824.0,
+        (long long)(c->l1d / 1024), (long long)(c->l2 / 1024), (long long)(c->l3 / 1024),
+        ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16), ampi_yes_no(c->amx_bf16),
+        ampi_cpu_path_name(c->path),
+        d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name, compute,
+        ampi_yes_no(d->fp16), ampi_yes_no(d->bf16), ampi_yes_no(d->tf32), ampi_yes_no(d->fp8),
+        is_cpu ? " (others are emulated in fp32)" : "");
+    return n < 0 ? 0 : (size_t)n;
+}
+
+static amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) AMPI_PRINTF(5, 6);
+static amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) {
+    va_list args;
+    memset(out, 0, sizeof *out);
+    out->dtype = dtype;
+    out->scaler = dtype == AMP_F16;
+    out->emulated = emulated;
+    out->fell_back = fell_back;
+    va_start(args, format);
+    vsnprintf(out->reason, sizeof out->reason, format, args);
+    va_end(args);
+    return AMP_OK;
+}
+
+static amp_result ampi_choose_auto(const amp_device *d, int is_cpu, amp_choice *out) {
+    int cc = d->cc_major * 10 + d->cc_minor;
+    if (is_cpu && d->bf16) return ampi_chosen(out, AMP_BF16, 0, 0, "auto: this CPU has bf16 instructions; bf16 has fp32's range and needs no loss scaler");
+    if (is_cpu) return ampi_chosen(out, AMP_F32, 0, 0, "auto: this CPU has no 16-bit matrix instructions, so fp32 is fastest and exact");
+    if (d->bf16 && cc >= 80) return ampi_chosen(out, AMP_BF16, 0, 0, "auto: compute capability %d.%d has bf16 tensor cores; no loss scaler needed", d->cc_major, d->cc_minor);
+    if (d->fp16 && cc >= 70 && cc <= 75) return ampi_chosen(out, AMP_F16, 0, 0, "auto: compute capability %d.%d has fp16 tensor cores but no bf16; with a loss scaler", d->cc_major, d->cc_minor);
+    if (cc == 0 && d->bf16) return ampi_chosen(out, AMP_BF16, 0, 0, "auto: %.64s has bf16 matrix instructions; no loss scaler needed", d->name);
+    return ampi_chosen(out, AMP_F32, 0, 0, "auto: %.64s has no fast 16-bit matrix instructions", d->name);
+}
+
+AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out) {
+    const amp_device *d;
+    int is_cpu, has;
+    if (machine == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_choose", "machine or out is NULL");
+    d = &machine->device;
+    is_cpu = strcmp(d->kind, "cpu") == 0;
+    switch (wanted) {
+        case AMP_DTYPE_DEFAULT: return ampi_choose_auto(d, is_cpu, out);
+        case AMP_F32: return ampi_chosen(out, AMP_F32, 0, 0, "asked for; every machine has fp32");
+        case AMP_F16: has = d->fp16; break;
+        case AMP_BF16: has = d->bf16; break;
+        case AMP_TF32: has = d->tf32; break;
+        case AMP_E4M3: case AMP_E5M2:
+            if (!allow_fallback)
+                return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype %s: fp8 can be converted, but not computed in, by this version; use bf16, fp16, tf32 or fp32", amp_dtype_name(wanted));
+            AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
+            return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: fp8 compute is not in this version; %s instead", amp_dtype_name(wanted), amp_dtype_name(out->dtype));
+        default:
+            return ampi_fail(AMP_ERR_DTYPE, "amp_choose", "dtype %s is not a compute dtype; use fp32, tf32, fp16 or bf16", amp_dtype_name(wanted));
+    }
+    if (has) return ampi_chosen(out, wanted, 0, 0, "asked for; %s has %s matrix instructions%s", is_cpu ? "this CPU" : "the device", amp_dtype_name(wanted), wanted == AMP_F16 ? "; train with a loss scaler" : "");
+    if (is_cpu) return ampi_chosen(out, wanted, 1, 0, "asked for; emulated: operands are rounded to %s, the arithmetic is fp32%s", amp_dtype_name(wanted), wanted == AMP_F16 ? "; train with a loss scaler" : "");
+    if (!allow_fallback)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype %s: %.64s (compute capability %d.%d) has no such matrix instructions", amp_dtype_name(wanted), d->name, d->cc_major, d->cc_minor);
+    AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
+    return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: %.64s lacks it; %s instead", amp_dtype_name(wanted), d->name, amp_dtype_name(out->dtype));
+}
+
+/* ==== 4 >>tensors: implementation ================================================================= */
+
+AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
+    int64_t count = 1;
+    int i;
+    if (tensor == NULL || tensor->data == NULL) return 0;
+    if (tensor->ndim < 1 || tensor->ndim > AMP_MAX_DIMS) return -1;
+    for (i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] < 0) return -1;
+        if (tensor->shape[i] > 0 && count > INT64_MAX / 16 / tensor->shape[i]) return -1;
+        count *= tensor->shape[i];
+    }
+    return count;
+}
+
+/* Stride of dimension i in elements, also where the view leaves strides to be contiguous. */
+AMPI_PRIVATE int64_t ampi_stride(const amp_tensor *t, int i) {
+    int64_t stride = 1;
+    int j, given = 0;
+    for (j = 0; j < t->ndim; j++) given |= t->stride[j] != 0;
+    if (given) return t->stride[i];
+    for (j = t->ndim - 1; j > i; j--) stride *= t->shape[j];
+    return stride;
+}
+
+AMPI_PRIVATE int ampi_is_contiguous(const amp_tensor *t) {
+    int64_t stride = 1;
+    int i;
+    for (i = t->ndim - 1; i >= 0; i--) {
+        if (t->shape[i] != 1 && ampi_stride(t, i) != stride) return 0;
+        stride *= t->shape[i];
+    }
+    return 1;
+}
+
+AMPI_PRIVATE int ampi_is_storage(amp_dtype dtype) { return dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16; }
+
+/* "[2, 3, 4] bf16" for messages. */
+AMPI_PRIVATE const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
+    size_t n = 0;
+    int i;
+    if (t->data == NULL) { snprintf(text, size, "none"); return text; }
+    for (i = 0; i < t->ndim && i < AMP_MAX_DIMS && n < size; i++)
+        n += (size_t)snprintf(text + n, size - n, "%s%lld", i ? ", " : "[", (long long)t->shape[i]);
+    if (n < size) snprintf(text + n, size - n, "] %s", amp_dtype_name(t->dtype));
+    return text;
+}
+
+/* A tensor operand of an operator: present, of a storage dtype, with a legal shape. */
+AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
+    int i, given = 0;
+    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data", field);
+    if (!ampi_is_storage(t->dtype))
+        return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be fp32, fp16 or bf16", field, amp_dtype_name(t->dtype));
+    if (amp_tensor_count(t) < 0) return ampi_fail(AMP_ERR_SHAPE, function, ".%s has ndim %d or a negative or overflowing shape", field, t->ndim);
+    for (i = 0; i < t->ndim; i++) given |= t->stride[i] != 0;
+    if (given && t->shape[t->ndim - 1] > 1 && t->stride[t->ndim - 1] != 1)
+        return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field, (long long)t->stride[t->ndim - 1]);
+    return AMP_OK;
+}
+
+/* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
+AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
+    int last = t->ndim - 1, i;
+    int64_t rows = 1, expect = 0;
+    AMPI_TRY(ampi_check_tensor(function, field, t));
+    memset(out, 0, sizeof *out);
+    for (i = last - 1; i >= 0; i--) {
+        if (t->shape[i] == 1) continue;
+        if (expect == 0) { out->ld = ampi_stride(t, i); expect = out->ld; }
+        if (ampi_stride(t, i) != expect)
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
+        expect *= t->shape[i];
+    }
+    for (i = 0; i < last; i++) rows *= t->shape[i];
+    out->data = t->data;
+    out->dtype = t->dtype;
+    out->rows = rows;
+    out->cols = t->shape[last];
+    if (out->ld == 0) out->ld = out->cols;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
+    if (m->rows == like->rows && m->cols == like->cols) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is [%lld, %lld], .%s is [%lld, %lld]; they must agree", field,
+                     (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
+}
+
+/* Shell-style match with * (any run) and ? (one character). */
+AMPI_PRIVATE int ampi_match(const char *pattern, const char *text) {
+    const char *star = NULL, *resume = NULL;
+    while (*text) {
+        if (*pattern == '*') { star = pattern++; resume = text; }
+        else if (*pattern == '?' || *pattern == *text) { pattern++; text++; }
+        else if (star) { pattern = star + 1; text = ++resume; }
+        else return 0;
+    }
+    while (*pattern == '*') pattern++;
+    return *pattern == 0;
+}
+
+/* ==== 5 >>state: implementation ======================================================================
+
+   The blob, format version 1; every number is little-endian.
+      0    8  magic "AMPSTATE"
+      8    4  format version
+     12    4  AMP_VERSION of the writer
+     16    8  bytes of the whole blob
+     24    8  number of records
+     32    4  CRC-32C of the directory
+     36    4  CRC-32C of bytes 0 to 35
+     40       directory, 80 bytes per record: key (64, filled up with 0), dtype (4), CRC-32C of the payload (4), count (8)
+   and then the payloads in the order of the directory, without gaps.  Every byte stands under a checksum, and
+   nothing is allocated before the sizes were compared with the bytes that are there. */
+
+enum { AMPI_STATE_FORMAT = 1, AMPI_STATE_HEADER = 40, AMPI_STATE_ENTRY = 80, AMPI_STATE_KEY = 64 };
+
+typedef struct ampi_record {
+    char key[AMPI_STATE_KEY];       /* filled up with 0 */
+    amp_dtype dtype;
+    int64_t count;
+    size_t bytes;
+    void *data;                     /* NULL for no bytes */
+} ampi_record;
+
+struct amp_state {
+    amp_system system;
+    ampi_record *records;
+    int64_t n, room;
+    int64_t *table;                 /* hash table by key: 1 + place of the record, 0 empty; 2 * room entries, room a power of two */
+};
+
+/* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI), with the CPU's instruction where there
+   is one and eight bytes per round of table look-ups elsewhere. */
+
+typedef struct ampi_crc { int instruction; uint32_t table[8][256]; } ampi_crc;
+
+#if AMPI_X86 && defined(__x86_64__)
+__attribute__((target("sse4.2"))) static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n) {
+    uint64_t wide = crc;
+    for (; n >= 8; n -= 8, data += 8) {
+        uint64_t word;
+        memcpy(&word, data, 8);
+        wide = _mm_crc32_u64(wide, word);
+    }
+    crc = (uint32_t)wide;
+    for (; n > 0; n--) crc = _mm_crc32_u8(crc, *data++);
+    return crc;
+}
+static int ampi_crc_has_instruction(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 20 & 1u) != 0;
+}
+#else
+static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n) { (void)data; (void)n; return crc; }
+static int ampi_crc_has_instruction(void) { return 0; }
+#endif
+
+/* table[k][i]: the CRC of byte i followed by k zero bytes. */
+AMPI_PRIVATE void ampi_crc_init(ampi_crc *c, int allow_instruction) {
+    uint32_t i;
+    int k;
+    c->instruction = allow_instruction && ampi_crc_has_instruction();
+    if (c->instruction) return;
+    for (i = 0; i < 256; i++) {
+        uint32_t crc = i;
+        for (k = 0; k < 8; k++) crc = (crc >> 1) ^ (0x82F63B78u & (0u - (crc & 1u)));
+        c->table[0][i] = crc;
+    }
+    for (i = 0; i < 256; i++)
+        for (k = 1; k < 8; k++)
+            c->table[k][i] = (c->table[k - 1][i] >> 8) ^ c->table[0][c->table[k - 1][i] & 255];
+}
+
+AMPI_PRIVATE uint32_t ampi_le32(const uint8_t *p) {
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+AMPI_PRIVATE uint64_t ampi_le64(const uint8_t *p) { return (uint64_t)ampi_le32(p) | (uint64_t)ampi_le32(p + 4) << 32; }
+AMPI_PRIVATE void ampi_store_le32(uint8_t *p, uint32_t value) {
+    p[0] = (uint8_t)value; p[1] = (uint8_t)(value >> 8); p[2] = (uint8_t)(value >> 16); p[3] = (uint8_t)(value >> 24);
+}
+AMPI_PRIVATE void ampi_store_le64(uint8_t *p, uint64_t value) { ampi_store_le32(p, (uint32_t)value); ampi_store_le32(p + 4, (uint32_t)(value >> 32)); }
+
+/* Goes on from the CRC of the bytes before; 0 to begin with. */
+AMPI_PRIVATE uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *data, size_t n) {
+    crc = ~crc;
+    if (c->instruction) return ~ampi_crc_instruction(crc, data, n);
+    for (; n >= 8; n -= 8, data += 8) {
+        uint32_t low = crc ^ ampi_le32(data), high = ampi_le32(data + 4);
+        crc = c->table[7][low & 255] ^ c->table[6][low >> 8 & 255] ^ c->table[5][low >> 16 & 255] ^ c->table[4][low >> 24]
+            ^ c->table[3][high & 255] ^ c->table[2][high >> 8 & 255] ^ c->table[1][high >> 16 & 255] ^ c->table[0][high >> 24];
+    }
+    for (; n > 0; n--) crc = (crc >> 8) ^ c->table[0][(crc ^ *data++) & 255];
+    return ~crc;
+}
+
+/* ---- Records */
+
+/* Bytes of an element, 0 for a dtype that a record cannot have. */
+static size_t ampi_state_element(amp_dtype dtype) {
+    switch (dtype) {
+        case AMP_F32: case AMP_F64: case AMP_F16: case AMP_BF16: case AMP_U8: case AMP_U16: case AMP_I32: case AMP_I64:
+            return amp_dtype_size(dtype);
+        default: return 0;
+    }
+}
+
+static uint64_t ampi_state_hash(const char *key) {      /* FNV-1a */
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    for (; *key; key++) hash = (hash ^ (uint8_t)*key) * UINT64_C(0x100000001b3);
+    return hash;
+}
+
+/* Where the key stands in the table, or the empty entry where it would stand. */
+static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
+    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_state_hash(key) & mask;
+    while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
+    return state->table + i;
+}
+
+static ampi_record *ampi_state_find(const amp_state *state, const char *key) {
+    int64_t place = state->n == 0 ? 0 : *ampi_state_entry(state, key);
+    return place == 0 ? NULL : state->records + (place - 1);
+}
+
+/* Makes room for `room` records (a power of two) in all. */
+static amp_result ampi_state_grow(amp_state *state, const char *function, int64_t room) {
+    void *records, *table;
+    int64_t i;
+    AMPI_TRY(ampi_alloc(&state->system, function, &records, room, sizeof(ampi_record)));
+    if (ampi_alloc(&state->system, function, &table, 2 * room, sizeof(int64_t)) != AMP_OK) {
+        ampi_free(&state->system, records, room, sizeof(ampi_record));
+        return AMP_ERR_MEMORY;
+    }
+    if (state->n > 0) memcpy(records, state->records, (size_t)state->n * sizeof(ampi_record));
+    ampi_free(&state->system, state->records, state->room, sizeof(ampi_record));
+    ampi_free(&state->system, state->table, 2 * state->room, sizeof(int64_t));
+    state->records = (ampi_record *)records;
+    state->table = (int64_t *)table;
+    state->room = room;
+    for (i = 0; i < state->n; i++) *ampi_state_entry(state, state->records[i].key) = i + 1;
+    return AMP_OK;
+}
+
+static void *ampi_state_memory(const amp_state *state, size_t bytes) {
+    return bytes == 0 ? NULL : state->system.alloc(state->system.user, bytes, 64);
+}
+static void ampi_state_release(const amp_state *state, ampi_record *record) {
+    if (record->data != NULL) state->system.free(state->system.user, record->data, record->bytes);
+}
+
+/* Adds or replaces a record; its data becomes the state's own, unless this fails. */
+static amp_result ampi_state_insert(amp_state *state, const char *function, const ampi_record *record) {
+    ampi_record *old = ampi_state_find(state, record->key);
+    if (old != NULL) {
+        ampi_state_release(state, old);
+        *old = *record;
+        return AMP_OK;
+    }
+    if (state->n == state->room) AMPI_TRY(ampi_state_grow(state, function, state->room == 0 ? 16 : 2 * state->room));
+    state->records[state->n] = *record;
+    *ampi_state_entry(state, record->key) = state->n + 1;
+    state->n++;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
+    amp_system s = ampi_system(system);
+    void *state;
+    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_create", "out");
+    *out = NULL;
+    AMPI_TRY(ampi_alloc(&s, "amp_state_create", &state, 1, sizeof(amp_state)));
+    *out = (amp_state *)state;
+    (*out)->system = s;
+    return AMP_OK;
+}
+
+AMP_API void amp_state_destroy(amp_state *state) {
+    amp_system s;
+    int64_t i;
+    if (state == NULL) return;
+    s = state->system;
+    for (i = 0; i < state->n; i++) ampi_state_release(state, state->records + i);
+    ampi_free(&s, state->records, state->room, sizeof(ampi_record));
+    ampi_free(&s, state->table, 2 * state->room, sizeof(int64_t));
+    ampi_free(&s, state, 1, sizeof(amp_state));
+}
+
+AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n) {
+    static const char function[] = "amp_state_put";
+    size_t size = ampi_state_element(dtype), length;
+    ampi_record record;
+    amp_result result;
+    if (state == NULL || key == NULL || (values == NULL && n > 0))
+        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : key == NULL ? "key" : "values");
+    length = strlen(key);
+    if (length < 1 || length >= AMPI_STATE_KEY)
+        return ampi_fail(AMP_ERR_RANGE, function, "key \"%.80s\" has %zu bytes, must have 1 to %d", key, length, AMPI_STATE_KEY - 1);
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, function, "n = %lld for \"%s\", must be 0 or more", (long long)n, key);
+    if (size == 0)
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s for \"%s\", must be fp32, fp64, fp16, bf16, u8, u16, i32 or i64", amp_dtype_name(dtype), key);
+    memset(&record, 0, sizeof record);
+    memcpy(record.key, key, length);
+    record.dtype = dtype;
+    record.count = n;
+    AMPI_TRY(ampi_bytes(function, n, size, &record.bytes));
+    record.data = ampi_state_memory(state, record.bytes);
+    if (record.data == NULL && record.bytes > 0) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes for \"%s\"", record.bytes, key);
+    if (record.bytes > 0) memcpy(record.data, values, record.bytes);
+    result = ampi_state_insert(state, function, &record);
+    if (result != AMP_OK) ampi_state_release(state, &record);
+    return result;
+}
+
+AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n) {
+    static const char function[] = "amp_state_get";
+    const ampi_record *record;
+    if (state == NULL || key == NULL || (values == NULL && n > 0))
+        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : key == NULL ? "key" : "values");
+    record = ampi_state_find(state, key);
+    if (record == NULL) return ampi_fail(AMP_ERR_NAME, function, "no record \"%.80s\" among %lld", key, (long long)state->n);
+    if (record->dtype != dtype || record->count != n)
+        return ampi_fail(AMP_ERR_MISMATCH, function, "\"%s\" holds %lld %s, wanted are %lld %s", key, (long long)record->count,
+                         amp_dtype_name(record->dtype), (long long)n, amp_dtype_name(dtype));
+    if (record->bytes > 0) memcpy(values, record->data, record->bytes);
+    return AMP_OK;
+}
+
+AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dtype *dtype) {
+    const ampi_record *record = state == NULL || key == NULL ? NULL : ampi_state_find(state, key);
+    if (record == NULL) return -1;
+    if (dtype != NULL) *dtype = record->dtype;
+    return record->count;
+}
+
+AMP_API const char *amp_state_key(const amp_state *state, int64_t i) {
+    return state == NULL || i < 0 || i >= state->n ? NULL : state->records[i].key;
+}
+
+/* ---- The blob */
+
+/* Copies values of `size` bytes between memory and little-endian data, reversing their bytes on a big-endian machine. */
+AMPI_PRIVATE void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t size) {
+    const uint16_t probe = 1;
+    uint8_t first;
+    size_t i, j;
+    memcpy(&first, &probe, 1);
+    if (first == 1 || size == 1) { memcpy(dst, src, bytes); return; }
+    for (i = 0; i < bytes; i += size)
+        for (j = 0; j < size; j++) dst[i + j] = src[i + size - 1 - j];
+}
+
+/* As ampi_copy_le, with the checksum of the blob's side, in pieces that stay in the cache. */
+static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src, size_t bytes, size_t size, int to_blob) {
+    enum { PIECE = 1 << 16 };
+    uint32_t sum = 0;
+    size_t at;
+    for (at = 0; at < bytes; at += PIECE) {
+        size_t n = AMPI_MIN(bytes - at, (size_t)PIECE);
+        uint8_t *to = (uint8_t *)dst + at;
+        const uint8_t *from = (const uint8_t *)src + at;
+        ampi_copy_le(to, from, n, size);
+        sum = ampi_crc_add(crc, sum, to_blob ? to : from, n);
+    }
+    return sum;
+}
+
+AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes) {
+    static const char function[] = "amp_state_encode";
+    ampi_crc crc;
+    uint8_t *blob, *entry, *payload;
+    size_t total, directory;
+    int64_t i;
+    if (state == NULL || data == NULL || bytes == NULL)
+        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : data == NULL ? "data" : "bytes");
+    directory = (size_t)state->n * AMPI_STATE_ENTRY;
+    total = AMPI_STATE_HEADER + directory;
+    for (i = 0; i < state->n; i++) {
+        if (state->records[i].bytes > PTRDIFF_MAX - 1 - total) return ampi_fail(AMP_ERR_SIZE, function, "%lld records", (long long)state->n);
+        total += state->records[i].bytes;
+    }
+    blob = (uint8_t *)state->system.alloc(state->system.user, total + 1, 64);     /* amp_file_free counts one byte more */
+    if (blob == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes for the blob", total + 1);
+    ampi_crc_init(&crc, 1);
+    entry = blob + AMPI_STATE_HEADER;
+    payload = entry + directory;
+    for (i = 0; i < state->n; i++, entry += AMPI_STATE_ENTRY) {
+        const ampi_record *record = state->records + i;
+        memcpy(entry, record->key, AMPI_STATE_KEY);
+        ampi_store_le32(entry + 64, (uint32_t)record->dtype);
+        ampi_store_le32(entry + 68, ampi_state_copy(&crc, payload, record->data, record->bytes, ampi_state_element(record->dtype), 1));
+        ampi_store_le64(entry + 72, (uint64_t)record->count);
+        payload += record->bytes;
+    }
+    memcpy(blob, "AMPSTATE", 8);
+    ampi_store_le32(blob + 8, AMPI_STATE_FORMAT);
+    ampi_store_le32(blob + 12, AMP_VERSION);
+    ampi_store_le64(blob + 16, total);
+    ampi_store_le64(blob + 24, (uint64_t)state->n);
+    ampi_store_le32(blob + 32, ampi_crc_add(&crc, 0, blob + AMPI_STATE_HEADER, directory));
+    ampi_store_le32(blob + 36, ampi_crc_add(&crc, 0, blob, 36));
+    blob[total] = 0;
+    *data = blob;
+    *bytes = total;
+    return AMP_OK;
+}
+
+/* A blob that is being read; `name` is its path, or "blob". */
+typedef struct ampi_blob { const char *function, *name; const uint8_t *data; uint64_t bytes, records, directory; ampi_crc crc; } ampi_blob;
+
+static amp_result ampi_state_check_header(ampi_blob *b) {
+    uint64_t magic = AMPI_MIN(b->bytes, (uint64_t)8), total;
+    uint32_t version;
+    if (memcmp(b->data, "AMPSTATE", (size_t)magic) != 0) return ampi_fail(AMP_ERR_FORMAT, b->function, "%s does not begin with AMPSTATE", b->name);
+    if (b->bytes < 12)
+        return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name, (unsigned long long)b->bytes);
+    version = ampi_le32(b->data + 8);
+    if (version > AMPI_STATE_FORMAT)
+        return ampi_fail(AMP_ERR_NEWER, b->function, "%s has format version %u, known are 1 to %d", b->name, version, AMPI_STATE_FORMAT);
+    if (b->bytes < AMPI_STATE_HEADER)
+        return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name, (unsigned long long)b->bytes);
+    if (version == 0 || ampi_crc_add(&b->crc, 0, b->data, 36) != ampi_le32(b->data + 36))
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: header", b->name);
+    total = ampi_le64(b->data + 16);
+    if (b->bytes < total)
+        return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu of %llu bytes", b->name, (unsigned long long)b->bytes, (unsigned long long)total);
+    b->records = ampi_le64(b->data + 24);
+    if (b->bytes > total || b->records > (total - AMPI_STATE_HEADER) / AMPI_STATE_ENTRY)
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes do not fit its header", b->name, (unsigned long long)b->bytes);
+    b->directory = b->records * AMPI_STATE_ENTRY;
+    return AMP_OK;
+}
+
+/* Entry i of the directory into *record, without data; *left is what remains for payloads from here on. */
+static amp_result ampi_state_check_entry(const ampi_blob *b, uint64_t i, uint64_t *left, ampi_record *record) {
+    const uint8_t *entry = b->data + AMPI_STATE_HEADER + i * AMPI_STATE_ENTRY;
+    uint32_t dtype = ampi_le32(entry + 64);
+    uint64_t count = ampi_le64(entry + 72), j;
+    size_t size = dtype <= AMP_I64 ? ampi_state_element((amp_dtype)dtype) : 0, length;
+    memset(record, 0, sizeof *record);
+    memcpy(record->key, entry, AMPI_STATE_KEY);
+    for (length = 0; length < AMPI_STATE_KEY && record->key[length] != 0; length++) {}
+    for (j = length; j < AMPI_STATE_KEY && record->key[j] == 0; j++) {}
+    if (length == 0 || length == AMPI_STATE_KEY || j < AMPI_STATE_KEY || size == 0 || count > *left / size)
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record %llu has an impossible key, dtype or size", b->name, (unsigned long long)i);
+    record->dtype = (amp_dtype)dtype;
+    record->count = (int64_t)count;
+    record->bytes = (size_t)count * size;
+    *left -= record->bytes;
+    return AMP_OK;
+}
+
+/* The whole directory, before anything is allocated for it. */
+static amp_result ampi_state_check_directory(const ampi_blob *b) {
+    uint64_t left = b->bytes - AMPI_STATE_HEADER - b->directory, i;
+    ampi_record record;
+    if (ampi_crc_add(&b->crc, 0, b->data + AMPI_STATE_HEADER, (size_t)b->directory) != ampi_le32(b->data + 32))
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: directory", b->name);
+    for (i = 0; i < b->records; i++) AMPI_TRY(ampi_state_check_entry(b, i, &left, &record));
+    if (left != 0) return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes belong to no record", b->name, (unsigned long long)left);
+    return AMP_OK;
+}
+
+static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) {
+    uint64_t left = b->bytes - AMPI_STATE_HEADER - b->directory, i;
+    for (i = 0; i < b->records; i++) {
+        const uint8_t *payload = b->data + (b->bytes - left), *entry = b->data + AMPI_STATE_HEADER + i * AMPI_STATE_ENTRY;
+        ampi_record record;
+        amp_result result = AMP_OK;
+        AMPI_TRY(ampi_state_check_entry(b, i, &left, &record));
+        record.data = ampi_state_memory(state, record.bytes);
+        if (record.data == NULL && record.bytes > 0)
+            return ampi_fail(AMP_ERR_MEMORY, b->function, "%zu bytes for \"%s\"", record.bytes, record.key);
+        if (ampi_state_copy(&b->crc, record.data, payload, record.bytes, ampi_state_element(record.dtype), 0) != ampi_le32(entry + 68))
+            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\"", b->name, record.key);
+        else if (ampi_state_find(state, record.key) != NULL)
+            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\" is there twice", b->name, record.key);
+        else
+            result = ampi_state_insert(state, b->function, &record);
+        if (result != AMP_OK) { ampi_state_release(state, &record); return result; }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_state_parse(amp_state **out, const amp_system *system, const void *data, size_t bytes,
+                                   const char *function, const char *name) {
+    amp_state *state;
+    ampi_blob b;
+    amp_result result;
+    memset(&b, 0, sizeof b);
+    b.function = function;
+    b.name = name;
+    b.data = (const uint8_t *)data;
+    b.bytes = bytes;
+    ampi_crc_init(&b.crc, 1);
+    AMPI_TRY(ampi_state_check_header(&b));
+    AMPI_TRY(ampi_state_check_directory(&b));
+    AMPI_TRY(amp_state_create(&state, system));
+    result = ampi_state_read_records(&b, state);
+    if (result != AMP_OK) { amp_state_destroy(state); return result; }
+    *out = state;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, const void *data, size_t bytes) {
+    if (out == NULL || (data == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, "amp_state_decode", out == NULL ? "out" : "data");
+    return ampi_state_parse(out, system, data == NULL ? "" : data, bytes, "amp_state_decode", "blob");
+}
+
+AMP_API amp_result amp_state_save(const amp_state *state, const char *path) {
+    void *data;
+    size_t bytes;
+    amp_result result;
+    if (state == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_save", state == NULL ? "state" : "path");
+    AMPI_TRY(amp_state_encode(state, &data, &bytes));
+    result = amp_file_write_atomic(&state->system, path, data, bytes);
+    amp_file_free(&state->system, data, bytes);
+    return result;
+}
+
+AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path) {
+    void *data;
+    size_t bytes;
+    amp_result result;
+    if (out == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_load", out == NULL ? "out" : "path");
+    AMPI_TRY(amp_file_read_all(system, path, &data, &bytes));
+    result = ampi_state_parse(out, system, data, bytes, "amp_state_load", path);
+    amp_file_free(system, data, bytes);
+    return result;
+}
+
+/* ==== 6 >>backends: implementation, the CPU backend ================================================= */
+
+/* One open CPU device.  Streams do not exist: every call is done when it returns. */
+typedef struct ampi_cpu {
+    amp_host host;
+    int threads;
+    amp_cpu_path path;
+} ampi_cpu;
+
+/* Work on items [begin, end) of a parallel loop.  thread is below the number of threads asked for. */
+typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
+
+/* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.
+   Items must be independent, so that the result does not depend on how they are cut. */
+AMPI_PRIVATE void ampi_parallel(int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
+    int64_t pieces = (n + grain - 1) / grain;
+    if (n <= 0) return;
+    if (pieces < threads) threads = (int)pieces;
+#if defined(_OPENMP)
+    if (threads > 1) {
+        #pragma omp parallel num_threads(threads)
+        {
+            int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
+            int64_t begin = pieces * me / team * grain, end = pieces * (me + 1) / team * grain;
+            if (begin < n) task(arg, begin, AMPI_MIN(end, n), (int)me);
+        }
+        return;
+    }
+#endif
+    task(arg, 0, n, 0);
+}
+
+/* Scratch memory of one kernel call. */
+AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) { return cpu->host.alloc(cpu->host.user, bytes ? bytes : 1, 64); }
+AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) { if (ptr) cpu->host.free(cpu->host.user, ptr, bytes ? bytes : 1); }
+AMPI_PRIVATE amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
+    return ampi_fail(AMP_ERR_MEMORY, kernel, "%zu bytes of scratch memory", bytes);
+}
+
+/* Address of element i of an array of dtype. */
+AMPI_PRIVATE const void *ampi_at(const void *data, amp_dtype dtype, int64_t i) { return (const char *)data + i * (int64_t)amp_dtype_size(dtype); }
+AMPI_PRIVATE void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) { return (char *)data + i * (int64_t)amp_dtype_size(dtype); }
+
+/* Rows as fp32.  Kernels are written for fp32 rows: a 16-bit row is widened into `room` first, and a result
+   row is computed in place or in `room` and then rounded once. */
+AMPI_PRIVATE const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *room, amp_cpu_path path) {
+    if (dtype == AMP_F32) return (const float *)row;
+    ampi_convert_fast(room, AMP_F32, row, dtype, n, path);
+    return room;
+}
+AMPI_PRIVATE float *ampi_row_out(void *row, amp_dtype dtype, float *room) { return dtype == AMP_F32 ? (float *)row : room; }
+AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *room, amp_cpu_path path) {
+    if (dtype != AMP_F32) ampi_convert_fast(row, dtype, room, AMP_F32, n, path);
+}
+
+/* ---- >>backends: GEMM on the CPU
+
+   C is cut into parts for the threads, by rows and by columns, never by k: each sum is formed by one thread, block
+   by block of k, and its bits depend neither on the number of threads nor on where the cuts are.  In a part:
+
+       for each block of rows, for each block of k:    pack the rows of A into words
+           for each panel of columns:                  pack the panel of B, unless gemm_pack did
+               for each tile of rows:                  multiply; in the last block of k, write out
+
+   A panel of B stays in the first-level cache while the rows of A pass from the second.  Rounding to the compute
+   dtype happens in packing.  Small products skip what does not pay: operands that already are words are used where
+   they lie, one thread does the work, scratch memory comes from the stack. */
+
+enum {
+    AMPI_GEMM_BLOCK = 256,              /* words of k: a panel of 256 x 32 words is 32 KiB */
+    AMPI_GEMM_TILES = 28,               /* tiles of rows in a block of rows */
+    AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
+    AMPI_GEMM_PANELS = 16,              /* panels in a block of columns, where fp32 sums are kept between blocks of k */
+    AMPI_GEMM_LOCAL = 4096              /* words of scratch memory on the stack */
+};
+
+/* op(a) or op(b), seen as k values for each of its rows or columns j.  along_k: those values lie side by side. */
+typedef struct ampi_gemm_operand {
+    const void *data;
+    amp_dtype dtype, compute;
+    int64_t ld;
+    int along_k;
+} ampi_gemm_operand;
+
+static const void *ampi_gemm_at(const ampi_gemm_operand *x, int64_t k, int64_t j) {
+    return ampi_at(x->data, x->dtype, x->along_k ? j * x->ld + k : k * x->ld + j);
+}
+
+/* Whether the operand's memory already holds words: fp32 anyhow, bf16 in pairs along k. */
+static int ampi_gemm_is_words(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k) {
+    if (vec->unit == 1) return x->dtype == AMP_F32 && x->compute == AMP_F32;
+    return x->dtype == AMP_BF16 && x->along_k && k % 2 == 0 && x->ld % 2 == 0;
+}
+
+/* Cores with AMX run vdpbf16ps at a quarter of the rate of an FMA, which is half its work: there products of rounded
+   operands by FMA are twice as fast.  The answer is found once; threads that race store the same value. */
+static int ampi_cpu_fast_bf16(void) {
+#if AMPI_GEMM_BF16
+    static int cached;
+    int answer = __atomic_load_n(&cached, __ATOMIC_RELAXED);
+    if (answer == 0) {
+        amp_cpu_info info;
+        ampi_probe_cpu(&info);
+        answer = info.avx512_bf16 && !info.amx_bf16 ? 1 : -1;
+        __atomic_store_n(&cached, answer, __ATOMIC_RELAXED);
+    }
+    return answer > 0;
+#else
+    return 0;
+#endif
+}
+
+static const ampi_gemm_vec *ampi_gemm_pick(const ampi_cpu *cpu, amp_dtype compute) {
+#if AMPI_GEMM_BF16
+    if (cpu->path >= AMP_CPU_AVX512_BF16 && compute == AMP_BF16 && ampi_cpu_fast_bf16()) return &ampi_gemm_kernels_bf16;
+#endif
+    (void)compute;
+    return AMPI_PICK(ampi_gemm_kernels, cpu->path);
+}
+
+static ampi_gemm_operand ampi_gemm_operand_a(const amp_k_gemm *g, int64_t item) {
+    ampi_gemm_operand x;
+    x.data = ampi_at(g->a, g->a_dtype, item * g->stride_a);
+    x.dtype = g->a_dtype;
+    x.compute = g->compute;
+    x.ld = g->lda;
+    x.along_k = !g->trans_a;
+    return x;
+}
+
+static ampi_gemm_operand ampi_gemm_operand_b(const amp_k_gemm *g, int64_t item) {
+    ampi_gemm_operand x;
+    x.data = ampi_at(g->b, g->b_dtype, item * g->stride_b);
+    x.dtype = g->b_dtype;
+    x.compute = g->compute;
+    x.ld = g->ldb;
+    x.along_k = g->trans_b != 0;
+    return x;
+}
+
+/* Blocks of k, of equal size but for the last; a function of k alone, so that packed and unpacked B agree. */
+typedef struct ampi_gemm_blocks {
+    int64_t words, count, size;         /* of k in all; blocks; words of a block */
+} ampi_gemm_blocks;
+
+static ampi_gemm_blocks ampi_gemm_cut_k(const ampi_gemm_vec *vec, int64_t k) {
+    ampi_gemm_blocks b;
+    b.words = (k + vec->unit - 1) / vec->unit;
+    b.count = AMPI_MAX((b.words + AMPI_GEMM_BLOCK - 1) / AMPI_GEMM_BLOCK, 1);
+    b.size = (b.words + b.count - 1) / b.count;
+    return b;
+}
+
+/* Words between packed rows: a cache line more than needed, so that rows do not share cache sets. */
+static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 16; }
+
+/* ---- Packing */
+
+/* Columns j0 .. j0 + n of B, k values from k0 on, into panels, `stride` words apart.  room: cols * pitch words. */
+static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t j0,
+                                   int64_t n, float *dst, int64_t stride, float *room) {
+    int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words), step = x->along_k ? vec->cols : AMPI_GEMM_ROOM;
+    int64_t j, i;
+    for (j = 0; j < n; j += step) {
+        float *panel = dst + j / vec->cols * stride;
+        int64_t cols = AMPI_MIN(n - j, step);
+        const void *src = ampi_gemm_at(x, k0, j0 + j);
+        if (!x->along_k) {
+            vec->weave(panel, stride, src, x->dtype, x->compute, x->ld, k, cols);
+            continue;
+        }
+        if (cols < vec->cols) memset(panel, 0, (size_t)(words * vec->cols) * sizeof *panel);
+        if (ampi_gemm_is_words(vec, x, k)) {
+            vec->transpose(panel, vec->cols, (const float *)src, x->ld / vec->unit, cols, words);
+            continue;
+        }
+        for (i = 0; i < cols; i++) vec->row(room + i * pitch, ampi_gemm_at(x, k0, j0 + j + i), x->dtype, x->compute, k);
+        vec->transpose(panel, vec->cols, room, pitch, cols, words);
+    }
+}
+
+/* Rows i0 .. i0 + m of A, k values from k0 on, into rows of words, `pitch` apart.  room: cols * words. */
+static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t i0,
+                                int64_t m, float *dst, int64_t pitch, float *room) {
+    int64_t words = (k + vec->unit - 1) / vec->unit, i;
+    if (x->along_k) {
+        for (i = 0; i < m; i++) vec->row(dst + i * pitch, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, k);
+        return;
+    }
+    if (ampi_gemm_is_words(vec, x, k)) {
+        vec->transpose(dst, pitch, (const float *)ampi_gemm_at(x, k0, i0), x->ld, words, m);
+        return;
+    }
+    for (i = 0; i < m; i += vec->cols) {
+        int64_t cols = AMPI_MIN(m - i, (int64_t)vec->cols);
+        vec->weave(room, 0, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, x->ld, k, cols);
+        vec->transpose(dst + i * pitch, pitch, room, vec->cols, words, cols);
+    }
+}
+
+/* ---- One call and its parts */
+
+typedef struct ampi_gemm_call {
+    const amp_k_gemm *g;
+    const ampi_gemm_vec *vec;
+    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
+    amp_cpu_path path;
+    int64_t k;                          /* 0 where alpha is 0 */
+    ampi_gemm_blocks blocks;
+    int64_t panels;                     /* of all columns */
+    int64_t cut_m, cut_n;               /* parts along the rows and the columns */
+    int64_t block_rows, block_panels;   /* of a block of C */
+    int use_a, use_b;                   /* 1: where it lies, unpacked */
+    int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
+    int64_t at_a, at_b, at_room, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
+    float *scratch;
+} ampi_gemm_call;
+
+/* A block of C, and one block of k of it. */
+typedef struct ampi_gemm_step {
+    int64_t item, row, rows, panel, panels;
+    int64_t k, words;                   /* k values and words of this block of k */
+    int first, last;                    /* block of k */
+    const float *a; int64_t lda;
+    float *scratch;
+} ampi_gemm_step;
+
+/* What finish is told about the tile at row i and column j. */
+static ampi_gemm_out ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t i, int64_t j, const float *bias) {
+    const amp_k_gemm *g = call->g;
+    int whole = s->last && !call->sum_in_c;         /* x is all of the sum */
+    ampi_gemm_out out;
+    memset(&out, 0, sizeof out);
+    out.alpha = g->alpha;
+    out.beta = s->first || whole ? g->beta : 1.0f;
+    out.bias = g->bias != NULL && (s->first || whole) ? bias : NULL;
+    out.activation = call->activation;
+    out.act = g->act;
+    out.pre_dtype = g->pre_dtype;
+    out.ld_pre = g->ld_pre;
+    if (g->pre != NULL) out.pre = ampi_at_mut(g->pre, g->pre_dtype, i * g->ld_pre + j);
+    out.c = ampi_at_mut(g->c, g->c_dtype, s->item * g->stride_c + i * g->ldc + j);
+    out.c_dtype = g->c_dtype;
+    out.ldc = g->ldc;
+    return out;
+}
+
+/* Bias of n columns from j on, as fp32, and 0 up to the width of a panel. */
+static void ampi_gemm_bias(const ampi_gemm_call *call, int64_t j, int64_t n, float *bias) {
+    const amp_k_gemm *g = call->g;
+    if (g->bias == NULL) return;
+    memset(bias, 0, AMPI_GEMM_COLS * sizeof *bias);
+    ampi_convert_fast(bias, AMP_F32, ampi_at(g->bias, g->bias_dtype, j), g->bias_dtype, n, call->path);
+}
+
+/* One panel of B against all tiles of rows. */
+static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, const float *b, int64_t ldb) {
+    const amp_k_gemm *g = call->g;
+    const ampi_gemm_vec *vec = call->vec;
+    int64_t width = vec->cols, col = panel * width, cols = AMPI_MIN(g->n - col, width), pitch = call->block_panels * width;
+    int64_t tiles = (s->rows + vec->rows - 1) / vec->rows, t;
+    float bias[AMPI_GEMM_COLS], *tile = s->scratch + call->at_tile;
+    /* whether the tile can be summed where it is stored */
+    int in_place = call->sum_in_c && cols == width && g->alpha == 1.0f && (s->first ? g->bias == NULL && (g->beta == 0.0f || g->beta == 1.0f) : 1);
+    ampi_gemm_bias(call, col, cols, bias);
+    for (t = 0; t < tiles; t++) {
+        int64_t from = s->rows * t / tiles, rows = s->rows * (t + 1) / tiles - from;
+        const float *a = s->a + from * s->lda;
+        float *sums = s->scratch + call->at_sums + from * pitch + (panel - s->panel) * width;
+        ampi_gemm_tile multiply = vec->tiles[rows - 1];
+        ampi_gemm_out out = ampi_gemm_out_at(call, s, s->row + from, col, bias);
+        if (in_place) {
+            float *c = (float *)out.c;
+            multiply(s->words, a, s->lda, b, ldb, s->first && g->beta == 0.0f ? NULL : c, g->ldc, c, g->ldc);
+        } else if (call->sum_in_c) {
+            multiply(s->words, a, s->lda, b, ldb, NULL, 0, tile, width);
+            vec->finish(&out, tile, width, rows, cols);
+        } else if (!s->last) {
+            multiply(s->words, a, s->lda, b, ldb, s->first ? NULL : sums, pitch, sums, pitch);
+        } else {
+            multiply(s->words, a, s->lda, b, ldb, s->first ? NULL : sums, pitch, tile, width);
+            vec->finish(&out, tile, width, rows, cols);
+        }
+    }
+}
+
+/* All panels of a block of C, for one block of k.  B comes from gemm_pack, from where it lies, or is packed here. */
+static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t block) {
+    const amp_k_gemm *g = call->g;
+    const ampi_gemm_vec *vec = call->vec;
+    ampi_gemm_operand b = ampi_gemm_operand_b(g, s->item);
+    int64_t k0 = block * call->blocks.size * vec->unit, width = vec->cols, stride = s->words * width, group = AMPI_GEMM_GROUP, p, q;
+    float *packed = s->scratch + call->at_b;
+    if (g->packed_b != NULL) {
+        const float *from = (const float *)g->packed_b + block * call->blocks.size * call->panels * width;
+        for (p = s->panel; p < s->panel + s->panels; p++) ampi_gemm_panel(call, s, p, from + p * stride, width);
+        return;
+    }
+    for (p = s->panel; p < s->panel + s->panels; p += group) {
+        int64_t end = AMPI_MIN(p + group, s->panel + s->panels), n = AMPI_MIN(g->n, end * width) - p * width;
+        int64_t whole = call->use_b ? p + n / width : p;        /* panels before `whole` are used where they lie */
+        for (q = p; q < whole; q++) ampi_gemm_panel(call, s, q, (const float *)ampi_gemm_at(&b, k0, q * width), b.ld);
+        ampi_gemm_pack_columns(vec, &b, k0, s->k, whole * width, n - (whole - p) * width, packed, stride, s->scratch + call->at_room);
+        for (q = whole; q < end; q++) ampi_gemm_panel(call, s, q, packed + (q - whole) * stride, width);
+    }
+}
+
+/* A block of C, over all k. */
+static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
+    ampi_gemm_operand a = ampi_gemm_operand_a(call->g, s->item);
+    int64_t size = call->blocks.size * call->vec->unit, block;
+    for (block = 0; block < call->blocks.count; block++) {
+        s->first = block == 0;
+        s->last = block + 1 == call->blocks.count;
+        s->k = AMPI_MIN(call->k - block * size, size);
+        s->words = (s->k + call->vec->unit - 1) / call->vec->unit;
+        if (call->use_a) {
+            s->a = (const float *)ampi_gemm_at(&a, block * size, s->row);
+            s->lda = a.ld / call->vec->unit;
+        } else {
+            s->a = s->scratch + call->at_a;
+            s->lda = ampi_gemm_pitch(call->blocks.size);
+            ampi_gemm_pack_rows(call->vec, &a, block * size, s->k, s->row, s->rows, s->scratch + call->at_a, s->lda,
+                                s->scratch + call->at_room);
+        }
+        ampi_gemm_columns(call, s, block);
+    }
+}
+
+/* Rows or panels from part `i` of `parts` on, of n in all, in multiples of grain. */
+static int64_t ampi_gemm_cut(int64_t n, int64_t grain, int64_t i, int64_t parts) {
+    return AMPI_MIN((n + grain - 1) / grain * i / parts * grain, n);
+}
+
+static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_gemm_call *call = (const ampi_gemm_call *)arg;
+    int64_t part, i, j, parts = call->cut_m * call->cut_n;
+    for (part = begin; part < end; part++) {
+        int64_t along_m = part % parts / call->cut_n, along_n = part % call->cut_n;
+        int64_t row = ampi_gemm_cut(call->g->m, call->vec->rows, along_m, call->cut_m);
+        int64_t row_end = ampi_gemm_cut(call->g->m, call->vec->rows, along_m + 1, call->cut_m);
+        int64_t panel = ampi_gemm_cut(call->panels, 1, along_n, call->cut_n), panel_end = ampi_gemm_cut(call->panels, 1, along_n + 1, call->cut_n);
+        ampi_gemm_step s;
+        memset(&s, 0, sizeof s);
+        s.item = part / parts;
+        s.scratch = call->scratch + thread * call->slot;
+        for (j = panel; j < panel_end; j += call->block_panels)
+            for (i = row; i < row_end; i += call->block_rows) {
+                s.row = i;
+                s.rows = AMPI_MIN(row_end - i, call->block_rows);
+                s.panel = j;
+                s.panels = AMPI_MIN(panel_end - j, call->block_panels);
+                ampi_gemm_block(call, &s);
+            }
+    }
+}
+
+/* Chooses the parts: the cut of each C with the least time for the busiest thread.  A part of r rows and c columns
+   takes r c / 64 cycles for each k, and packing about r / 4 + c / 2. */
+static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
+    int64_t rows = call->vec->rows, cols = call->vec->cols, tiles = (call->g->m + rows - 1) / rows, least = INT64_MAX, m, n;
+    call->cut_m = call->cut_n = 1;
+    for (m = 1; m <= AMPI_MIN(threads, tiles); m++)
+        for (n = 1; n <= AMPI_MIN(threads / m, call->panels); n++) {
+            int64_t r = (tiles + m - 1) / m * rows, c = (call->panels + n - 1) / n * cols;
+            int64_t rounds = (call->g->batch * m * n + threads - 1) / threads;
+            int64_t cost = rounds * (r * c + 16 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
+            if (cost >= least) continue;
+            least = cost;
+            call->cut_m = m;
+            call->cut_n = n;
+        }
+}
+
+/* Block sizes, what is packed, and where in the scratch memory. */
+static void ampi_gemm_plan(ampi_gemm_call *call) {
+    const amp_k_gemm *g = call->g;
+    const ampi_gemm_vec *vec = call->vec;
+    ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
+    int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
+    int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m), panels = (call->panels + call->cut_n - 1) / call->cut_n;
+    int keep;
+    call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL;
+    keep = !call->sum_in_c && call->blocks.count > 1;
+    call->block_rows = AMPI_MIN(rows, (int64_t)AMPI_GEMM_TILES * vec->rows);
+    call->block_panels = keep ? AMPI_MIN(panels, (int64_t)AMPI_GEMM_PANELS) : panels;
+    /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
+    call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4);
+    call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
+    call->at_tile = 0;
+    call->at_a = call->at_tile + vec->rows * width;
+    call->at_b = call->at_a + (call->use_a ? 0 : call->block_rows * ampi_gemm_pitch(words));
+    call->at_room = call->at_b + (g->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
+    call->at_sums = call->at_room + width * ampi_gemm_pitch(words);
+    call->slot = (call->at_sums + (keep ? call->block_rows * call->block_panels * width : 0) + 15) / 16 * 16;
+}
+
+static amp_result ampi_gemm_small(ampi_gemm_call *call) {
+    float local[AMPI_GEMM_LOCAL];
+    call->scratch = local;
+    ampi_gemm_part(call, 0, call->g->batch * call->cut_m * call->cut_n, 0);
+    return AMP_OK;
+}
+
+static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *args) {
+    amp_k_gemm g = *args;
+    ampi_gemm_call call;
+    int threads = cpu->threads;
+    int64_t parts;
+    size_t bytes;
+    if (g.batch > 1 && g.stride_b != 0) g.packed_b = NULL;
+    memset(&call, 0, sizeof call);
+    call.g = &g;
+    call.vec = vec;
+    call.activation = AMPI_PICK(ampi_pointwise_kernels, cpu->path)->activation;
+    call.path = cpu->path;
+    call.k = g.alpha == 0.0f ? 0 : g.k;
+    call.blocks = ampi_gemm_cut_k(vec, call.k);
+    call.panels = (g.n + vec->cols - 1) / vec->cols;
+    if (2.0 * (double)g.m * (double)g.n * (double)g.k * (double)g.batch < 1e6) threads = 1;
+    ampi_gemm_cut_c(&call, threads);
+    ampi_gemm_plan(&call);
+    parts = g.batch * call.cut_m * call.cut_n;
+    if (threads == 1 && call.slot <= AMPI_GEMM_LOCAL) return ampi_gemm_small(&call);
+    threads = (int)AMPI_MIN(parts, (int64_t)threads);
+    bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
+    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    ampi_parallel(threads, parts, 1, ampi_gemm_part, &call);
+    ampi_cpu_release(cpu, call.scratch, bytes);
+    return AMP_OK;
+}
+
+/* ---- Matrix times vector: one row or one column of C, each value a sum of its own.  The matrix is read once, unpacked. */
+
+enum {
+    AMPI_GEMV_UNIT = 64,                /* values of C that threads share out */
+    AMPI_GEMV_SPAN = 1024,              /* values of C at a time */
+    AMPI_GEMV_ROWS = 8                  /* rows converted to fp32 at a time */
+};
+
+typedef struct ampi_gemv_call {
+    const amp_k_gemm *g;
+    const ampi_gemm_vec *vec;
+    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
+    amp_cpu_path path;
+    int64_t k, n, units;                /* units of n in each item of the batch */
+    int64_t slot;
+    float *scratch;
+} ampi_gemv_call;
+
+/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  room: k floats, or GEMV_ROWS rows of GEMV_SPAN. */
+static void ampi_gemv_sums(const ampi_gemm_vec *vec, const ampi_gemm_operand *matrix, const float *x, int64_t k, int64_t j0,
+                           int64_t n, float *sums, float *room) {
+    int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
+    int64_t j, p, i;
+    memset(sums, 0, (size_t)n * sizeof *sums);
+    for (j = 0; matrix->along_k && j < n; j++) {
+        const void *row = ampi_gemm_at(matrix, 0, j0 + j);
+        if (!words) vec->row(room, row, matrix->dtype, matrix->compute, k);
+        sums[j] = vec->dot(x, words ? (const float *)row : room, k);
+    }
+    if (matrix->along_k) return;
+    if (words) {
+        vec->combine(sums, x, (const float *)ampi_gemm_at(matrix, 0, j0), matrix->ld, k, n);
+        return;
+    }
+    for (p = 0; p < k; p += AMPI_GEMV_ROWS) {
+        int64_t rows = AMPI_MIN(k - p, (int64_t)AMPI_GEMV_ROWS);
+        for (i = 0; i < rows; i++) vec->row(room + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, p + i, j0), matrix->dtype, matrix->compute, n);
+        vec->combine(sums, x + p, room, AMPI_GEMV_SPAN, rows, n);
+    }
+}
+
+/* The vector as fp32. */
+static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k, float *dst) {
+    int64_t p;
+    if (x->along_k) vec->row(dst, x->data, x->dtype, x->compute, k);
+    else for (p = 0; p < k; p++) vec->row(dst + p, ampi_gemm_at(x, p, 0), x->dtype, x->compute, 1);
+}
+
+/* Writes n values from j on: a row of C in pieces of GEMM_ROOM columns, or a column, one value in each row of a tile. */
+static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j, int64_t n, const float *sums) {
+    const amp_k_gemm *g = call->g;
+    int64_t width = call->vec->cols, most = g->m == 1 ? AMPI_GEMM_ROOM : AMPI_GEMM_ROOM / width, i, done, m;
+    float x[AMPI_GEMM_ROOM], bias[AMPI_GEMM_ROOM];
+    for (done = 0; done < n; done += m, j += m) {
+        int64_t row = g->m == 1 ? 0 : j, col = g->m == 1 ? j : 0;
+        ampi_gemm_out out;
+        m = AMPI_MIN(n - done, most);
+        memset(&out, 0, sizeof out);
+        memset(x, 0, sizeof x);
+        memset(bias, 0, sizeof bias);
+        for (i = 0; i < m; i++) x[g->m == 1 ? i : i * width] = sums[done + i];
+        if (g->bias != NULL) ampi_convert_fast(bias, AMP_F32, ampi_at(g->bias, g->bias_dtype, col), g->bias_dtype, g->m == 1 ? m : 1, call->path);
+        out.alpha = g->alpha;
+        out.beta = g->beta;
+        out.bias = g->bias != NULL ? bias : NULL;
+        out.activation = call->activation;
+        out.act = g->act;
+        out.pre_dtype = g->pre_dtype;
+        out.ld_pre = g->ld_pre;
+        if (g->pre != NULL) out.pre = ampi_at_mut(g->pre, g->pre_dtype, row * g->ld_pre + col);
+        out.c = ampi_at_mut(g->c, g->c_dtype, item * g->stride_c + row * g->ldc + col);
+        out.c_dtype = g->c_dtype;
+        out.ldc = g->ldc;
+        if (g->m == 1) call->vec->finish(&out, x, (m + width - 1) / width * width, 1, m);
+        else call->vec->finish(&out, x, width, m, 1);
+    }
+}
+
+static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_gemv_call *call = (const ampi_gemv_call *)arg;
+    float *sums = call->scratch + thread * call->slot, *x = sums + AMPI_GEMV_SPAN, *room = x + call->k;
+    int64_t unit, count;
+    for (unit = begin; unit < end; unit += count) {
+        int64_t item = unit / call->units, j = unit % call->units * AMPI_GEMV_UNIT, n;
+        ampi_gemm_operand a = ampi_gemm_operand_a(call->g, item), b = ampi_gemm_operand_b(call->g, item);
+        count = AMPI_MIN(AMPI_MIN(end - unit, call->units - unit % call->units), (int64_t)(AMPI_GEMV_SPAN / AMPI_GEMV_UNIT));
+        n = AMPI_MIN(count * AMPI_GEMV_UNIT, call->n - j);
+        ampi_gemv_vector(call->vec, call->g->m == 1 ? &a : &b, call->k, x);
+        ampi_gemv_sums(call->vec, call->g->m == 1 ? &b : &a, x, call->k, j, n, sums, room);
+        ampi_gemv_finish(call, item, j, n, sums);
+    }
+}
+
+static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
+    ampi_gemv_call call;
+    int threads = 2.0 * (double)(g->m * g->n) * (double)g->k * (double)g->batch < 1e6 ? 1 : cpu->threads;
+    size_t bytes;
+    memset(&call, 0, sizeof call);
+    call.g = g;
+    call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
+    call.activation = AMPI_PICK(ampi_pointwise_kernels, cpu->path)->activation;
+    call.path = cpu->path;
+    call.k = g->alpha == 0.0f ? 0 : g->k;
+    call.n = g->m == 1 ? g->n : g->m;
+    call.units = (call.n + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
+    call.slot = AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN);
+    threads = (int)AMPI_MIN(g->batch * call.units, (int64_t)threads);
+    bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
+    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    ampi_parallel(threads, g->batch * call.units, 1, ampi_gemv_part, &call);
+    ampi_cpu_release(cpu, call.scratch, bytes);
+    return AMP_OK;
+}
+
+/* alpha 0 reads neither a nor b, as in BLAS. */
+static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    (void)stream;
+    if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
+    if (args->m == 1 || args->n == 1) return ampi_gemv(cpu, args);
+    return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
+}
+
+/* ---- Packing B ahead: block of k after block, in each panel after panel */
+
+typedef struct ampi_gemm_packing {
+    const amp_k_pack *args;
+    const ampi_gemm_vec *vec;
+    ampi_gemm_operand b;
+    ampi_gemm_blocks blocks;
+    int64_t panels, pitch;
+    float *packed, *scratch;
+    amp_cpu_path path;
+} ampi_gemm_packing;
+
+static ampi_gemm_packing ampi_gemm_packing_of(const ampi_gemm_vec *vec, const amp_k_pack *args) {
+    ampi_gemm_packing p;
+    memset(&p, 0, sizeof p);
+    p.args = args;
+    p.vec = vec;
+    p.b.data = args->b;
+    p.b.dtype = args->b_dtype;
+    p.b.compute = args->compute;
+    p.b.ld = args->ldb;
+    p.b.along_k = args->trans_b != 0;
+    p.blocks = ampi_gemm_cut_k(p.vec, args->k);
+    p.panels = (args->n + p.vec->cols - 1) / p.vec->cols;
+    p.pitch = ampi_gemm_pitch(p.blocks.size);
+    return p;
+}
+
+/* How many values stopped being finite when k0 .. k0 + k of columns j .. j + n were rounded into `words` words. */
+static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t k, int64_t j, int64_t n, const float *packed, int64_t words) {
+    int64_t after, before = 0, i;
+    after = ampi_count_nonfinite(packed, p->vec->unit == 1 ? AMP_F32 : AMP_BF16, words * p->vec->unit, p->path);
+    if (after == 0) return 0;
+    for (i = 0; p->b.along_k && i < n; i++) before += ampi_count_nonfinite(ampi_gemm_at(&p->b, k0, j + i), p->b.dtype, k, p->path);
+    for (i = 0; !p->b.along_k && i < k; i++) before += ampi_count_nonfinite(ampi_gemm_at(&p->b, k0 + i, j), p->b.dtype, n, p->path);
+    return after - before;
+}
+
+static void ampi_gemm_pack_part(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_gemm_packing *p = (const ampi_gemm_packing *)arg;
+    int64_t width = p->vec->cols, block, q;
+    float *room = p->scratch + thread * width * p->pitch;
+    for (block = 0; block < p->blocks.count; block++) {
+        int64_t k0 = block * p->blocks.size * p->vec->unit, k = AMPI_MIN(p->args->k - k0, p->blocks.size * p->vec->unit);
+        int64_t words = (k + p->vec->unit - 1) / p->vec->unit;
+        float *to = p->packed + block * p->blocks.size * p->panels * width;
+        for (q = begin; q < end; q += AMPI_GEMM_GROUP) {
+            int64_t last = AMPI_MIN(q + AMPI_GEMM_GROUP, end), n = AMPI_MIN(last * width, p->args->n) - q * width, found;
+            ampi_gemm_pack_columns(p->vec, &p->b, k0, k, q * width, n, to + q * words * width, words * width, room);
+            if (p->args->new_inf == NULL) continue;
+            found = ampi_gemm_new_inf(p, k0, k, q * width, n, to + q * words * width, (last - q) * words * width);
+            __atomic_fetch_add(p->args->new_inf, found, __ATOMIC_RELAXED);
+        }
+    }
+}
+
+static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_pack *args, void *packed) {
+    ampi_gemm_packing p = ampi_gemm_packing_of(vec, args);
+    int threads = (double)args->k * (double)args->n < 1e5 ? 1 : (int)AMPI_MIN((int64_t)cpu->threads, AMPI_MAX(p.panels, 1));
+    size_t bytes = (size_t)(threads * vec->cols * p.pitch) * sizeof(float);
+    p.path = cpu->path;
+    p.packed = (float *)packed;
+    p.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (p.scratch == NULL) return ampi_cpu_no_scratch("gemm_pack", bytes);
+    ampi_parallel(threads, p.panels, 1, ampi_gemm_pack_part, &p);
+    ampi_cpu_release(cpu, p.scratch, bytes);
+    return AMP_OK;
+}
+
+static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
+    ampi_gemm_packing p = ampi_gemm_packing_of(ampi_gemm_pick((const ampi_cpu *)dev, args->compute), args);
+    return (size_t)(p.blocks.words * p.panels * p.vec->cols) * sizeof(float);
+}
+
+static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *packed, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    (void)stream;
+    return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packed);
+}
+
+/* ---- Column sums: ones times x, in blocks of 64 rows, so that rounding errors grow with rows / 64. */
+
+enum { AMPI_COLUMN_BLOCK = 64 };
+
+typedef struct ampi_column_call {
+    const amp_k_column_sum *args;
+    const ampi_gemm_vec *vec;
+    int64_t slot;
+    float *scratch;
+} ampi_column_call;
+
+/* Columns j .. j + n. */
+static void ampi_column_span(const ampi_column_call *call, int64_t j, int64_t n, float *total) {
+    const amp_mat *x = &call->args->x;
+    float *block = total + AMPI_GEMV_SPAN, *room = block + AMPI_GEMV_SPAN, ones[AMPI_COLUMN_BLOCK];
+    ampi_gemm_operand rows;
+    ampi_gemm_out out;
+    int64_t i, done, width = call->vec->cols;
+    for (i = 0; i < AMPI_COLUMN_BLOCK; i++) ones[i] = 1.0f;
+    memset(&rows, 0, sizeof rows);
+    rows.dtype = x->dtype;
+    rows.compute = AMP_F32;
+    rows.ld = x->ld;
+    memset(total, 0, AMPI_GEMV_SPAN * sizeof *total);
+    for (i = 0; i < x->rows; i += AMPI_COLUMN_BLOCK) {
+        rows.data = ampi_at(x->data, x->dtype, i * x->ld);
+        ampi_gemv_sums(call->vec, &rows, ones, AMPI_MIN(x->rows - i, (int64_t)AMPI_COLUMN_BLOCK), j, n, block, room);
+        call->vec->combine(total, ones, block, 0, 1, n);
+    }
+    memset(&out, 0, sizeof out);
+    out.alpha = 1.0f;
+    out.beta = call->args->add ? 1.0f : 0.0f;
+    out.c_dtype = call->args->out_dtype;
+    for (done = 0; done < n; done += AMPI_GEMM_ROOM) {
+        int64_t m = AMPI_MIN(n - done, (int64_t)AMPI_GEMM_ROOM);
+        out.c = ampi_at_mut(call->args->out, out.c_dtype, j + done);
+        call->vec->finish(&out, total + done, (m + width - 1) / width * width, 1, m);
+    }
+}
+
+static void ampi_column_part(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_column_call *call = (const ampi_column_call *)arg;
+    int64_t units = AMPI_GEMV_SPAN / AMPI_GEMV_UNIT, unit;
+    for (unit = begin; unit < end; unit += units) {
+        int64_t j = unit * AMPI_GEMV_UNIT, last = AMPI_MIN(AMPI_MIN(unit + units, end) * AMPI_GEMV_UNIT, call->args->x.cols);
+        ampi_column_span(call, j, last - j, call->scratch + thread * call->slot);
+    }
+}
+
+static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t units = (args->x.cols + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
+    ampi_column_call call;
+    int threads = (double)args->x.rows * (double)args->x.cols < 1e5 ? 1 : (int)AMPI_MIN(units, (int64_t)cpu->threads);
+    size_t bytes;
+    (void)stream;
+    if (args->x.cols <= 0) return AMP_OK;
+    memset(&call, 0, sizeof call);
+    call.args = args;
+    call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
+    call.slot = (int64_t)(2 + AMPI_GEMV_ROWS) * AMPI_GEMV_SPAN;
+    bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
+    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (call.scratch == NULL) return ampi_cpu_no_scratch("column_sum", bytes);
+    ampi_parallel(threads, units, 1, ampi_column_part, &call);
+    ampi_cpu_release(cpu, call.scratch, bytes);
+    return AMP_OK;
+}
+
+/* ---- Attention after Dao et al. 2022, on strips of 32 queries and tiles of 64 keys.  A tile is skipped where the
+   mask hides all of it, and otherwise computed from the first to the last key that some query of the strip sees.
+   Operands and probabilities are rounded to the compute dtype, products and sums are fp32, and the sums over keys
+   (of o, dq) and over queries (of dk, dv) run in order. */
+
+enum { AMPI_STRIPS = 4 };           /* that share one pass over the keys */
+
+/* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
+typedef struct ampi_span { int64_t first, low, high; } ampi_span;
+
+AMPI_PRIVATE int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+/* The query stands at `position` among the keys: query i of q at i + keys - q, so that the last ones align. */
+AMPI_PRIVATE ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
+    int64_t length = mask->lengths ? ampi_clamp(mask->lengths[b], 0, keys) : keys;
+    int64_t window = AMPI_MIN(mask->window, INT64_MAX / 4), end = position + 1;
+    ampi_span s = {keys, 0, 0};
+    switch (mask->kind) {
+        case AMP_MASK_CAUSAL: s.first = end; break;
+        case AMP_MASK_PREFIX: s.first = AMPI_MAX(end, (int64_t)mask->prefix[b]); break;
+        case AMP_MASK_WINDOW: case AMP_MASK_WINDOW_GLOBAL:
+            s.low = position - window + 1;
+            s.high = mask->bidirectional ? position + window : end;
+            if (mask->bidirectional) end = keys;
+            s.first = mask->kind == AMP_MASK_WINDOW ? 0 : AMPI_MIN(mask->global, end);
+            if (mask->kind == AMP_MASK_WINDOW_GLOBAL && position >= 0 && position < mask->global) s.first = end;
+            break;
+        default: break;
+    }
+    if (mask->documents && position < 0) s.first = s.high = 0;      /* a query of no document */
+    s.first = ampi_clamp(s.first, 0, length);
+    s.low = ampi_clamp(s.low, 0, length);
+    s.high = ampi_clamp(s.high, 0, length);
+    if (s.low <= s.first) s.first = AMPI_MAX(s.first, s.high);
+    if (s.low <= s.first || s.high <= s.low) s.low = s.high = s.first;
+    return s;
+}
+
+AMPI_PRIVATE int ampi_mask_hides(const amp_mask *mask) {
+    return mask->kind != AMP_MASK_NONE || mask->lengths != NULL || mask->documents != NULL;
+}
+
+/* The row of `allowed` that belongs to a query, or NULL. */
+AMPI_PRIVATE const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, int64_t query, int64_t keys) {
+    if (mask->kind != AMP_MASK_ARBITRARY) return NULL;
+    return mask->allowed + b * mask->allowed_batch_stride + h * mask->allowed_head_stride + query * keys;
+}
+
+/* What the queries of one strip see.  Lanes without a query repeat the last one. */
+typedef struct ampi_strip_mask {
+    ampi_span span[AMPI_STRIP], least, most;    /* and the bounds over all lanes, field by field */
+    int32_t document[AMPI_STRIP], least_document, most_document;
+    const int32_t *documents;                   /* of the keys; NULL: one document */
+    const uint8_t *allowed;                     /* of the first query; NULL: all allowed */
+    int64_t keys, n;
+} ampi_strip_mask;
+
+AMPI_PRIVATE void ampi_strip_mask_open(ampi_strip_mask *s, const amp_mask *mask, int64_t b, int64_t h, int64_t query,
+                                       int64_t n, int64_t queries, int64_t keys) {
+    s->documents = mask->documents ? mask->documents + b * keys : NULL;
+    s->allowed = ampi_mask_row(mask, b, h, query, keys);
+    s->keys = keys;
+    s->n = n;
+    for (int64_t i = 0; i < AMPI_STRIP; i++) {
+        int64_t position = query + AMPI_MIN(i, n - 1) + keys - queries;
+        ampi_span span = ampi_mask_span(mask, b, position, keys);
+        int32_t document = s->documents && position >= 0 ? s->documents[position] : 0;
+        if (i == 0) {
+            s->least = s->most = span;
+            s->least_document = s->most_document = document;
+        }
+        s->span[i] = span;
+        s->least.first = AMPI_MIN(s->least.first, span.first); s->most.first = AMPI_MAX(s->most.first, span.first);
+        s->least.low = AMPI_MIN(s->least.low, span.low);       s->most.low = AMPI_MAX(s->most.low, span.low);
+        s->least.high = AMPI_MIN(s->least.high, span.high);    s->most.high = AMPI_MAX(s->most.high, span.high);
+        s->document[i] = document;
+        s->least_document = AMPI_MIN(s->least_document, document);
+        s->most_document = AMPI_MAX(s->most_document, document);
+    }
+}
+
+/* The keys [*begin, *end) of a tile that some query of the strip may see; 0 if there are none. */
+AMPI_PRIVATE int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *end) {
+    int64_t from = *begin, to = *end;
+    *end = AMPI_MIN(to, AMPI_MAX(s->most.first, s->most.high));
+    if (s->most.first <= from) *begin = AMPI_MAX(from, s->least.low);
+    if (*begin >= *end) return 0;
+    if (s->documents != NULL) {
+        int32_t least = s->documents[*begin], most = least;
+        for (int64_t j = *begin; j < *end; j++) {
+            least = AMPI_MIN(least, s->documents[j]);
+            most = AMPI_MAX(most, s->documents[j]);
+        }
+        if (most < s->least_document || least > s->most_document) return 0;
+    }
+    return 1;
+}
+
+/* The mask of the keys [begin, end) for the strip.  Returns 0 where all of them are seen by all.  `room` holds
+   the transposed part of an arbitrary mask. */
+AMPI_PRIVATE int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t end, ampi_tile_mask *m,
+                                      int32_t *room) {
+    int64_t rows = end - begin, i, j;
+    int open = end <= s->least.first || (begin >= s->most.low && end <= s->least.high);
+    m->documents = NULL;
+    m->allowed = s->allowed ? room : NULL;
+    for (j = begin; s->documents && j < end; j++) {
+        int same = s->documents[j] == s->least_document && s->documents[j] == s->most_document;
+        if (!same) m->documents = s->documents + begin;
+    }
+    if (open && !m->documents && !m->allowed) return 0;
+    for (i = 0; i < AMPI_STRIP; i++) {
+        m->first[i] = (int32_t)ampi_clamp(s->span[i].first - begin, 0, rows);
+        m->low[i] = (int32_t)ampi_clamp(s->span[i].low - begin, 0, rows);
+        m->high[i] = (int32_t)ampi_clamp(s->span[i].high - begin, 0, rows);
+        m->document[i] = s->document[i];
+        for (j = 0; m->allowed && j < rows; j++) {
+            room[j * AMPI_STRIP + i] = i < s->n && s->allowed[i * s->keys + begin + j] ? -1 : 0;
+        }
+    }
+    return 1;
+}
+
+/* One attention call, and what one of its threads works with.  A row of `wide` floats is a row of dim values
+   filled up with zeros. */
+typedef struct ampi_attention_call {
+    const amp_k_attention *x;
+    const ampi_attention_vec *vec;
+    const ampi_pointwise_vec *rows;
+    amp_cpu_path path;
+    int64_t wide, tiles;            /* tiles of AMPI_STRIPS strips per head */
+    float *room; int64_t room_size; /* floats per thread */
+} ampi_attention_call;
+
+/* Rows of fp32 numbers of the compute dtype, ld floats apart. */
+typedef struct ampi_rows32 { const float *data; int64_t ld; } ampi_rows32;
+
+typedef struct ampi_strip {
+    ampi_strip_mask mask;
+    int64_t query;                  /* its first */
+    float max[AMPI_STRIP], sum[AMPI_STRIP], lse[AMPI_STRIP], delta[AMPI_STRIP];
+    ampi_rows32 q, d_o;             /* backward: d_o */
+    float *q_copy, *q_t, *d_o_copy, *d_o_t;       /* [AMPI_STRIP, wide] and transposed */
+    float *result_t;                /* o or dq, transposed */
+} ampi_strip;
+
+typedef struct ampi_attention_room {
+    int64_t b, h;                   /* the head being worked on */
+    ampi_strip strips[AMPI_STRIPS];
+    int64_t n_strips;
+    float *scores, *slopes;         /* [AMPI_KEY_TILE, AMPI_STRIP] */
+    float *k, *v;                   /* [AMPI_KEY_TILE, wide] */
+    float *result;                  /* [AMPI_STRIP, wide] */
+    float *dk, *dv;                 /* backward: [keys, wide] */
+    int32_t *allowed;               /* [AMPI_KEY_TILE, AMPI_STRIP] */
+    int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
+} ampi_attention_room;
+
+AMPI_PRIVATE float *ampi_take(float *base, int64_t *used, int64_t n) {
+    float *p = base ? base + *used : NULL;
+    *used += n;
+    return p;
+}
+
+/* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
+AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_room *room, float *base, int64_t wide, int64_t keys,
+                                          int backward) {
+    int64_t used = 0, strip = AMPI_STRIP * wide, tile = AMPI_KEY_TILE * AMPI_STRIP;
+    for (int s = 0; s < AMPI_STRIPS; s++) {
+        room->strips[s].q_copy = ampi_take(base, &used, strip);
+        room->strips[s].q_t = ampi_take(base, &used, strip);
+        room->strips[s].d_o_copy = ampi_take(base, &used, backward ? strip : 0);
+        room->strips[s].d_o_t = ampi_take(base, &used, backward ? strip : 0);
+        room->strips[s].result_t = ampi_take(base, &used, strip);
+    }
+    room->scores = ampi_take(base, &used, tile);
+    room->slopes = ampi_take(base, &used, backward ? tile : 0);
+    room->k = ampi_take(base, &used, AMPI_KEY_TILE * wide);
+    room->v = ampi_take(base, &used, AMPI_KEY_TILE * wide);
+    room->result = ampi_take(base, &used, strip);
+    room->dk = ampi_take(base, &used, backward ? keys * wide : 0);
+    room->dv = ampi_take(base, &used, backward ? keys * wide : 0);
+    room->allowed = (int32_t *)(void *)ampi_take(base, &used, tile);
+    return used;
+}
+
+/* Whether every value of `storage` is one of `compute`. */
+AMPI_PRIVATE int ampi_is_exact(amp_dtype storage, amp_dtype compute) {
+    return compute == AMP_F32 || compute == storage || (compute == AMP_TF32 && storage != AMP_F32);
+}
+
+/* Row i of the head in a tensor. */
+AMPI_PRIVATE int64_t ampi_attention_at(const ampi_attention_room *room, const int64_t stride[3], int64_t i) {
+    return room->b * stride[0] + i * stride[1] + room->h * stride[2];
+}
+
+/* n rows of dim values at `data`, `stride` elements apart, as fp32 numbers of the compute dtype in room[n][wide]. */
+AMPI_PRIVATE void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
+                                      float *room) {
+    const amp_k_attention *x = call->x;
+    for (int64_t i = 0; i < n; i++) {
+        float *row = room + i * call->wide;
+        ampi_convert_fast(row, AMP_F32, ampi_at(data, x->dtype, i * stride), x->dtype, x->dim, call->path);
+        memset(row + x->dim, 0, (size_t)(call->wide - x->dim) * sizeof *row);
+        if (!ampi_is_exact(x->dtype, x->compute)) call->vec->round(row, x->dim, x->compute);
+    }
+}
+
+/* Rows [begin, begin + n) of the head: where they lie if they are fp32 and stay so, else in `copy`.  A strip is
+   filled up with zeros to AMPI_STRIP rows of `wide`. */
+AMPI_PRIVATE ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const ampi_attention_room *room,
+                                             const void *data, const int64_t stride[3], int64_t begin, int64_t n,
+                                             int strip, float *copy) {
+    const amp_k_attention *x = call->x;
+    const void *from = ampi_at(data, x->dtype, ampi_attention_at(room, stride, begin));
+    int64_t wide = call->wide;
+    int usable = x->dtype == AMP_F32 && x->compute == AMP_F32 && (!strip || (n == AMPI_STRIP && x->dim == wide));
+    ampi_rows32 rows = {copy, wide};
+    if (usable) {
+        rows.data = (const float *)from;
+        rows.ld = stride[1];
+        return rows;
+    }
+    ampi_attention_load(call, from, stride[1], n, copy);
+    if (strip) memset(copy + n * wide, 0, (size_t)((AMPI_STRIP - n) * wide) * sizeof *copy);
+    return rows;
+}
+
+/* Rounds factor * rows[n][wide] into rows begin, begin + 1, ... of a tensor.  Returns whether there was a NaN. */
+AMPI_PRIVATE int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_room *room, void *data,
+                                      const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
+    const amp_k_attention *x = call->x;
+    int nan = call->vec->has_nan(rows, n * call->wide);
+    for (int64_t i = 0; i < n; i++) {
+        float *row = rows + i * call->wide;
+        void *to = ampi_at_mut(data, x->dtype, ampi_attention_at(room, stride, begin + i));
+        if (ampi_bits_f32(factor) != 0x3f800000u) call->rows->scale_shift(row, factor, 0.0f, row, x->dim);
+        ampi_convert_fast(to, x->dtype, row, AMP_F32, x->dim, call->path);
+    }
+    return nan;
+}
+
+/* delta[i] = sum over d of do[i][d] o[i][d], which is sum over keys of p dp. */
+AMPI_PRIVATE void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_room *room,
+                                       ampi_strip *s) {
+    const amp_k_attention *x = call->x;
+    float *row = room->result;
+    memset(row, 0, (size_t)call->wide * sizeof *row);
+    for (int64_t i = 0; i < s->mask.n; i++) {
+        const void *o = ampi_at(x->o, x->dtype, ampi_attention_at(room, x->o_stride, s->query + i));
+        ampi_convert_fast(row, AMP_F32, o, x->dtype, x->dim, call->path);
+        s->delta[i] = call->vec->dot(s->d_o.data + i * s->d_o.ld, row, call->wide);
+        s->lse[i] = x->lse[(room->b * x->heads + room->h) * x->queries + s->query + i];
+    }
+}
+
+/* Prepares the strips of tile t of the head. */
+AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_attention_room *room, int64_t t,
+                                      int backward) {
+    const amp_k_attention *x = call->x;
+    int64_t query = t * AMPI_STRIPS * AMPI_STRIP;
+    room->n_strips = 0;
+    for (; query < x->queries && room->n_strips < AMPI_STRIPS; query += AMPI_STRIP) {
+        ampi_strip *s = &room->strips[room->n_strips++];
+        int64_t n = AMPI_MIN(x->queries - query, (int64_t)AMPI_STRIP);
+        ampi_strip_mask_open(&s->mask, &x->mask, room->b, room->h, query, n, x->queries, x->keys);
+        s->query = query;
+        s->q = ampi_attention_rows(call, room, x->q, x->q_stride, query, n, 1, s->q_copy);
+        call->vec->transpose(s->q.data, s->q.ld, s->q_t, AMPI_STRIP, AMPI_STRIP, call->wide);
+        memset(s->result_t, 0, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
+        for (int i = 0; i < AMPI_STRIP; i++) {
+            s->max[i] = ampi_f32_of_bits(0xff800000u);
+            s->sum[i] = s->lse[i] = s->delta[i] = 0.0f;
+        }
+        if (!backward) continue;
+        s->d_o = ampi_attention_rows(call, room, x->d_o, x->do_stride, query, n, 1, s->d_o_copy);
+        call->vec->transpose(s->d_o.data, s->d_o.ld, s->d_o_t, AMPI_STRIP, AMPI_STRIP, call->wide);
+        ampi_attention_delta(call, room, s);
+    }
+}
+
+/* tile = scale times n rows times a transposed strip. */
+AMPI_PRIVATE void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 rows, int64_t n,
+                                        const float *strip_t, float scale, float *tile) {
+    ampi_product p = {n, AMPI_STRIP, call->x->dim, rows.data, rows.ld, 1, strip_t, AMPI_STRIP, tile, AMPI_STRIP,
+                      0, scale, NULL};
+    call->vec->product(&p);
+}
+
+AMPI_PRIVATE void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_room *room,
+                                     const ampi_product *p, int32_t a_is_weight) {
+    if (room->careful) call->vec->product_weighted(p, a_is_weight);
+    else call->vec->product(p);
+}
+
+/* One strip and n keys from `begin` on: o = o rescale + v^T p. */
+AMPI_PRIVATE void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_attention_room *room, ampi_strip *s,
+                                              int64_t begin, int64_t n, ampi_rows32 k, ampi_rows32 v) {
+    const amp_k_attention *x = call->x;
+    float rescale[AMPI_STRIP];
+    ampi_tile_mask mask;
+    ampi_product p = {x->dim, AMPI_STRIP, n, v.data, 1, v.ld, room->scores, AMPI_STRIP, s->result_t, AMPI_STRIP,
+                      1, 1.0f, rescale};
+    ampi_attention_scores(call, k, n, s->q_t, x->scale, room->scores);
+    if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, room->allowed))
+        call->vec->hide(room->scores, n, &mask, ampi_f32_of_bits(0xff800000u));
+    call->vec->soften(room->scores, n, s->max, s->sum, rescale, x->compute);
+    ampi_attention_add(call, room, &p, 0);
+}
+
+/* One strip and n keys from `begin` on, with s the scaled scores:
+   p = exp(s - lse), dp = do v^T, ds = p (dp - delta), dv += p^T do, dk += ds^T q, dq += ds k. */
+AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_attention_room *room,
+                                               ampi_strip *s, int64_t begin, int64_t n, ampi_rows32 k,
+                                               ampi_rows32 v) {
+    const amp_k_attention *x = call->x;
+    int64_t wide = call->wide, queries = s->mask.n;
+    float *p = room->scores, *ds = room->slopes, *dk = room->dk + begin * wide, *dv = room->dv + begin * wide;
+    ampi_tile_mask mask;
+    ampi_product to_dv = {n, wide, queries, p, AMPI_STRIP, 1, s->d_o.data, s->d_o.ld, dv, wide, 1, 1.0f, NULL};
+    ampi_product to_dk = {n, wide, queries, ds, AMPI_STRIP, 1, s->q.data, s->q.ld, dk, wide, 1, 1.0f, NULL};
+    ampi_product to_dq = {x->dim, AMPI_STRIP, n, k.data, 1, k.ld, ds, AMPI_STRIP, s->result_t, AMPI_STRIP,
+                          1, 1.0f, NULL};
+    ampi_attention_scores(call, k, n, s->q_t, x->scale, p);
+    ampi_attention_scores(call, v, n, s->d_o_t, 1.0f, ds);
+    call->vec->slopes(p, ds, n, s->lse, s->delta);
+    if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, room->allowed)) {
+        call->vec->hide(p, n, &mask, 0.0f);
+        call->vec->hide(ds, n, &mask, 0.0f);
+    }
+    if (x->compute != AMP_F32) {
+        call->vec->round(p, n * AMPI_STRIP, x->compute);
+        call->vec->round(ds, n * AMPI_STRIP, x->compute);
+    }
+    ampi_attention_add(call, room, &to_dv, 1);
+    ampi_attention_add(call, room, &to_dk, 1);
+    ampi_attention_add(call, room, &to_dq, 0);
+}
+
+/* All strips of the room against all keys they see. */
+AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_room *room, int backward) {
+    const amp_k_attention *x = call->x;
+    for (int64_t j = 0; j < x->keys; j += AMPI_KEY_TILE) {
+        int64_t last = AMPI_MIN(x->keys, j + AMPI_KEY_TILE);
+        ampi_rows32 k = {NULL, 0}, v = {NULL, 0};
+        for (int64_t i = 0; i < room->n_strips; i++) {
+            ampi_strip *s = &room->strips[i];
+            int64_t begin = j, end = last;
+            ampi_rows32 ks, vs;
+            if (!ampi_strip_range(&s->mask, &begin, &end)) continue;
+            if (k.data == NULL) {
+                k = ampi_attention_rows(call, room, x->k, x->k_stride, j, last - j, 0, room->k);
+                v = ampi_attention_rows(call, room, x->v, x->v_stride, j, last - j, 0, room->v);
+            }
+            ks = k; ks.data += (begin - j) * k.ld;
+            vs = v; vs.data += (begin - j) * v.ld;
+            if (backward) ampi_attention_backward_tile(call, room, s, begin, end - begin, ks, vs);
+            else ampi_attention_forward_tile(call, room, s, begin, end - begin, ks, vs);
+        }
+    }
+}
+
+/* Tile t of the head, forward.  Returns whether o has a NaN. */
+AMPI_PRIVATE int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_room *room, int64_t t) {
+    const amp_k_attention *x = call->x;
+    int64_t wide = call->wide;
+    int nan = 0;
+    ampi_attention_open(call, room, t, 0);
+    ampi_attention_sweep(call, room, 0);
+    for (int64_t i = 0; i < room->n_strips; i++) {
+        ampi_strip *s = &room->strips[i];
+        int64_t n = s->mask.n, row = (room->b * x->heads + room->h) * x->queries + s->query;
+        float inverse[AMPI_STRIP];
+        ampi_product divide = {wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->result_t, AMPI_STRIP, 1, 1.0f, inverse};
+        call->vec->finish(s->max, s->sum, s->lse, inverse);
+        call->vec->product(&divide);                        /* an empty product: only rescales */
+        call->vec->transpose(s->result_t, AMPI_STRIP, room->result, wide, wide, AMPI_STRIP);
+        nan |= ampi_attention_store(call, room, x->o, x->o_stride, s->query, n, room->result, 1.0f);
+        if (x->lse) memcpy(x->lse + row, s->lse, (size_t)n * sizeof(float));
+    }
+    return nan;
+}
+
+/* The head, backward.  Returns whether a gradient has a NaN. */
+AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_room *room) {
+    const amp_k_attention *x = call->x;
+    int64_t wide = call->wide;
+    int nan = 0;
+    memset(room->dk, 0, (size_t)(x->keys * wide) * sizeof(float));
+    memset(room->dv, 0, (size_t)(x->keys * wide) * sizeof(float));
+    for (int64_t t = 0; t < call->tiles; t++) {
+        ampi_attention_open(call, room, t, 1);
+        ampi_attention_sweep(call, room, 1);
+        for (int64_t i = 0; i < room->n_strips; i++) {
+            ampi_strip *s = &room->strips[i];
+            call->vec->transpose(s->result_t, AMPI_STRIP, room->result, wide, wide, AMPI_STRIP);
+            nan |= ampi_attention_store(call, room, x->dq, x->dq_stride, s->query, s->mask.n, room->result, x->scale);
+        }
+    }
+    nan |= ampi_attention_store(call, room, x->dk, x->dk_stride, 0, x->keys, room->dk, x->scale);
+    nan |= ampi_attention_store(call, room, x->dv, x->dv_stride, 0, x->keys, room->dv, 1.0f);
+    return nan;
+}
+
+/* A hidden key that holds an infinity or NaN turns its weight of 0 into a NaN: the fast products cannot tell.
+   Where a NaN came out under a mask, the work is done again with products that let a weight of 0 win. */
+static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_attention_call *call = (const ampi_attention_call *)arg;
+    const amp_k_attention *x = call->x;
+    ampi_attention_room room;
+    ampi_attention_place(&room, call->room + thread * call->room_size, call->wide, x->keys, 0);
+    for (int64_t item = begin; item < end; item++) {
+        int64_t head = item / call->tiles, t = item % call->tiles;
+        t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* early and late tiles in turn: their cost differs */
+        room.b = head / x->heads;
+        room.h = head % x->heads;
+        room.careful = 0;
+        if (!ampi_attention_forward(call, &room, t) || !ampi_mask_hides(&x->mask)) continue;
+        room.careful = 1;
+        ampi_attention_forward(call, &room, t);
+    }
+}
+
+static void ampi_attention_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_attention_call *call = (const ampi_attention_call *)arg;
+    const amp_k_attention *x = call->x;
+    ampi_attention_room room;
+    ampi_attention_place(&room, call->room + thread * call->room_size, call->wide, x->keys, 1);
+    for (int64_t head = begin; head < end; head++) {
+        room.b = head / x->heads;
+        room.h = head % x->heads;
+        room.careful = 0;
+        if (!ampi_attention_backward(call, &room) || !ampi_mask_hides(&x->mask)) continue;
+        room.careful = 1;
+        ampi_attention_backward(call, &room);
+    }
+}
+
+AMPI_PRIVATE amp_result ampi_attention_run(ampi_cpu *cpu, const amp_k_attention *x, int backward) {
+    ampi_attention_call call;
+    ampi_attention_room room;
+    int64_t items;
+    size_t bytes;
+    int threads;
+    call.x = x;
+    call.vec = AMPI_PICK(ampi_attention_kernels, cpu->path);
+    call.rows = AMPI_PICK(ampi_pointwise_kernels, cpu->path);
+    call.path = cpu->path;
+    call.wide = (x->dim + AMPI_STRIP - 1) / AMPI_STRIP * AMPI_STRIP;
+    call.tiles = (x->queries + AMPI_STRIPS * AMPI_STRIP - 1) / (AMPI_STRIPS * AMPI_STRIP);
+    call.room_size = ampi_attention_place(&room, NULL, call.wide, x->keys, backward);
+    items = x->batch * x->heads * (backward ? 1 : call.tiles);
+    threads = (int)AMPI_MAX((int64_t)1, AMPI_MIN((int64_t)cpu->threads, items));
+    AMPI_TRY(ampi_bytes("amp_attention", call.room_size * threads, sizeof(float), &bytes));
+    call.room = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (call.room == NULL) return ampi_cpu_no_scratch("amp_attention", bytes);
+    ampi_parallel(threads, items, 1, backward ? ampi_attention_backward_task : ampi_attention_forward_task, &call);
+    ampi_cpu_release(cpu, call.room, bytes);
+    return AMP_OK;
+}
+
+static amp_result ampi_cpu_attention(void *dev, const amp_k_attention *args, void *stream) {
+    (void)stream;
+    return ampi_attention_run((ampi_cpu *)dev, args, 0);
+}
+
+static amp_result ampi_cpu_attention_backward(void *dev, const amp_k_attention *args, void *stream) {
+    (void)stream;
+    return ampi_attention_run((ampi_cpu *)dev, args, 1);
+}
+
+/* ---- Softmax over masked rows.  A row without a seen key gives zeros. */
+
+typedef struct ampi_softmax_call {
+    const amp_k_softmax *x;
+    amp_cpu_path path;
+    float *room;                    /* two rows of `keys` per thread */
+} ampi_softmax_call;
+
+/* -inf into the hidden ones among scores [0, end) of a row. */
+AMPI_PRIVATE void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int64_t query, ampi_span span,
+                                    float *scores, int64_t end) {
+    int64_t position = query + x->keys - x->queries;
+    const int32_t *documents = x->mask.documents ? x->mask.documents + b * x->keys : NULL;
+    const uint8_t *allowed = ampi_mask_row(&x->mask, b, h, query, x->keys);
+    float hidden = ampi_f32_of_bits(0xff800000u);
+    for (int64_t j = span.first; j < span.low && j < end; j++) scores[j] = hidden;
+    if (!documents && !allowed) return;
+    for (int64_t j = 0; j < end; j++) {
+        if ((documents && documents[j] != documents[position]) || (allowed && !allowed[j])) scores[j] = hidden;
+    }
+}
+
+/* y[0, n) = softmax of itself. */
+AMPI_PRIVATE void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
+    const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, path);
+    float max = vec->row_max(y, n);
+    if (ampi_bits_f32(max) == 0xff800000u && !AMPI_PICK(ampi_attention_kernels, path)->has_nan(y, n)) {
+        memset(y, 0, (size_t)n * sizeof *y);
+        return;
+    }
+    vec->scale_shift(y, 1.0f / vec->exp_sum(y, max, y, n), 0.0f, y, n);
+}
+
+static void ampi_softmax_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_softmax_call *call = (const ampi_softmax_call *)arg;
+    const amp_k_softmax *x = call->x;
+    const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, call->path);
+    float *room = call->room + 2 * x->keys * thread;
+    for (int64_t r = begin; r < end; r++) {
+        int64_t query = r % x->queries, head = r / x->queries, b = head / x->heads;
+        ampi_span span = ampi_mask_span(&x->mask, b, query + x->keys - x->queries, x->keys);
+        int64_t n = AMPI_MAX(span.first, span.high);
+        const float *in = ampi_row_in(ampi_at(x->x, x->x_dtype, r * x->keys), x->x_dtype, n, room, call->path);
+        float *out = ampi_row_out(ampi_at_mut(x->y, x->y_dtype, r * x->keys), x->y_dtype, room + x->keys);
+        vec->scale_shift(in, x->scale, 0.0f, out, n);
+        ampi_softmax_hide(x, b, head % x->heads, query, span, out, n);
+        ampi_softmax_row(call->path, out, n);
+        memset(out + n, 0, (size_t)(x->keys - n) * sizeof *out);
+        ampi_row_done(ampi_at_mut(x->y, x->y_dtype, r * x->keys), x->y_dtype, x->keys, out, call->path);
+    }
+}
+
+static void ampi_softmax_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_softmax_call *call = (const ampi_softmax_call *)arg;
+    const amp_k_softmax *x = call->x;
+    const ampi_attention_vec *vec = AMPI_PICK(ampi_attention_kernels, call->path);
+    float *room = call->room + 2 * x->keys * thread;
+    for (int64_t r = begin; r < end; r++) {
+        int64_t at = r * x->keys;
+        const float *y = ampi_row_in(ampi_at(x->y, x->y_dtype, at), x->y_dtype, x->keys, room, call->path);
+        const float *dy = ampi_row_in(ampi_at(x->dy, x->y_dtype, at), x->y_dtype, x->keys, room + x->keys, call->path);
+        float *dx = ampi_row_out(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, room + x->keys);
+        vec->softmax_backward(y, dy, x->scale, dx, x->keys);
+        ampi_row_done(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, x->keys, dx, call->path);
+    }
+}
+
+AMPI_PRIVATE amp_result ampi_softmax_run(ampi_cpu *cpu, const amp_k_softmax *x, ampi_task task) {
+    ampi_softmax_call call;
+    int64_t rows = x->batch * x->heads * x->queries;
+    int64_t grain = AMPI_MAX((int64_t)1, 16384 / AMPI_MAX(x->keys, (int64_t)1));
+    int threads = (int)AMPI_MAX((int64_t)1, AMPI_MIN((int64_t)cpu->threads, rows));
+    size_t bytes;
+    AMPI_TRY(ampi_bytes("amp_softmax", 2 * x->keys * threads, sizeof(float), &bytes));
+    call.x = x;
+    call.path = cpu->path;
+    call.room = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (call.room == NULL) return ampi_cpu_no_scratch("amp_softmax", bytes);
+    ampi_parallel(threads, rows, grain, task, &call);
+    ampi_cpu_release(cpu, call.room, bytes);
+    return AMP_OK;
+}
+
+static amp_result ampi_cpu_softmax(void *dev, const amp_k_softmax *args, void *stream) {
+    (void)stream;
+    return ampi_softmax_run((ampi_cpu *)dev, args, ampi_softmax_task);
+}
+
+static amp_result ampi_cpu_softmax_backward(void *dev, const amp_k_softmax *args, void *stream) {
+    (void)stream;
+    return ampi_softmax_run((ampi_cpu *)dev, args, ampi_softmax_backward_task);
+}
+/* ---- The bandwidth-bound operators on the CPU.  Each is a loop over rows or tiles that widens what it reads to
+   fp32, calls a vector kernel, and rounds once what it writes.  Sums over rows are taken over blocks whose size
+   depends on the shape only, and the blocks are added in order: the same bits for any number of threads. */
+
+enum {
+    AMPI_TILE = 512,                /* elements of one operand that an elementwise kernel holds on the stack */
+    AMPI_ROW_CHUNK = 1024,          /* sums along a row: fp32 within this many elements, fp64 beyond */
+    AMPI_PIECE = 16384,             /* elements that are worth a thread */
+    AMPI_SUM_BLOCK = 32768          /* elements of one partial loss sum */
+};
+
+typedef struct ampi_pointwise_job {
+    ampi_cpu *cpu;
+    const ampi_pointwise_vec *vec;
+    const void *args;
+    int64_t rows, cols, tiles_per_row;  /* elementwise kernels: tiles of at most AMPI_TILE neighbours in a row */
+} ampi_pointwise_job;
+
+AMPI_PRIVATE ampi_pointwise_job ampi_job(void *dev, const void *args) {
+    ampi_pointwise_job job;
+    memset(&job, 0, sizeof job);
+    job.cpu = (ampi_cpu *)dev;
+    job.vec = AMPI_PICK(ampi_pointwise_kernels, job.cpu->path);
+    job.args = args;
+    return job;
+}
+
+/* How many items of `size` elements a thread should get at least. */
+AMPI_PRIVATE int64_t ampi_grain(int64_t size) { return AMPI_MAX(1, AMPI_PIECE / AMPI_MAX(size, 1)); }
+
+/* Runs an elementwise task over the tiles of a rows x cols shape. */
+AMPI_PRIVATE void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t cols, ampi_task task) {
+    job->rows = rows;
+    job->cols = cols;
+    job->tiles_per_row = (cols + AMPI_TILE - 1) / AMPI_TILE;
+    ampi_parallel(job->cpu->threads, rows * job->tiles_per_row, ampi_grain(AMPI_MIN(cols, AMPI_TILE)), task, job);
+}
+
+/* Tile i starts at (row, col) and has so many elements. */
+AMPI_PRIVATE int64_t ampi_tile(const ampi_pointwise_job *job, int64_t i, int64_t *row, int64_t *col) {
+    *row = i / job->tiles_per_row;
+    *col = i % job->tiles_per_row * AMPI_TILE;
+    return AMPI_MIN(job->cols - *col, (int64_t)AMPI_TILE);
+}
+
+AMPI_PRIVATE void *ampi_mat_at(const amp_mat *m, int64_t row, int64_t col) {
+    return ampi_at_mut(m->data, m->dtype, row * m->ld + col);
+}
+
+/* 1 where the rows follow each other without a gap, so that the matrix can be walked as one long row. */
+AMPI_PRIVATE int ampi_mat_dense(const amp_mat *m) { return m->ld == m->cols || m->rows <= 1; }
+
+/* Columns of a row buffer: a multiple of 64 bytes. */
+AMPI_PRIVATE int64_t ampi_padded(int64_t cols) { return (cols + 15) / 16 * 16; }
+
+/* 1 + the index of the first value outside 0..limit-1 that is not `ignore`, or 0. */
+AMPI_PRIVATE int32_t ampi_first_outside(const int32_t *values, int64_t n, int64_t limit, int64_t ignore) {
+    for (int64_t i = 0; i < n; i++)
+        if ((values[i] < 0 || values[i] >= limit) && values[i] != ignore)
+            return (int32_t)AMPI_MIN(i + 1, (int64_t)INT32_MAX);
+    return 0;
+}
+
+/* ---- Cast */
+
+typedef struct ampi_cast_job { ampi_cpu *cpu; const amp_k_cast *args; int64_t *new_inf; } ampi_cast_job;
+
+static void ampi_cast_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_cast_job *job = (const ampi_cast_job *)arg;
+    const amp_k_cast *a = job->args;
+    amp_convert_desc how = a->how;
+    how.offset += (uint64_t)begin;
+    ampi_convert(ampi_at_mut(a->dst, a->dst_dtype, begin), a->dst_dtype, ampi_at(a->src, a->src_dtype, begin),
+                 a->src_dtype, end - begin, &how, job->new_inf ? &job->new_inf[thread] : NULL, job->cpu->path);
+}
+
+static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    ampi_cast_job job = {cpu, args, NULL};
+    size_t bytes = (size_t)cpu->threads * sizeof(int64_t);
+    (void)stream;
+    if (args->new_inf != NULL) {
+        job.new_inf = (int64_t *)ampi_cpu_scratch(cpu, bytes);
+        if (job.new_inf == NULL) return ampi_cpu_no_scratch("amp_cast", bytes);
+        memset(job.new_inf, 0, bytes);
+    }
+    ampi_parallel(cpu->threads, args->n, AMPI_PIECE, ampi_cast_task, &job);
+    if (job.new_inf != NULL) {
+        for (int thread = 0; thread < cpu->threads; thread++) *args->new_inf += job.new_inf[thread];
+        ampi_cpu_release(cpu, job.new_inf, bytes);
+    }
+    return AMP_OK;
+}
+
+/* ---- Activations, SwiGLU, dropout, addition */
+
+static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_activation *a = (const amp_k_activation *)job->args;
+    float x_room[AMPI_TILE], y_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        void *to = ampi_at_mut(a->y, a->y_dtype, at);
+        const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_room, job->cpu->path);
+        float *y = ampi_row_out(to, a->y_dtype, y_room);
+        job->vec->activation(a->act, x, y, n);
+        ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
+    }
+}
+
+static amp_result ampi_cpu_activation(void *dev, const amp_k_activation *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    (void)stream;
+    ampi_run_tiles(&job, 1, args->n, ampi_activation_task);
+    return AMP_OK;
+}
+
+/* The slope of tanh is taken from y where it is given: no exponential is needed, and x may have been overwritten. */
+static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_activation *a = (const amp_k_activation *)job->args;
+    int from_y = a->act == AMP_ACT_TANH && a->y != NULL;
+    amp_dtype dtype = from_y ? a->y_dtype : a->x_dtype;
+    float x_room[AMPI_TILE], dy_room[AMPI_TILE], dx_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        void *to = ampi_at_mut(a->dx, a->x_dtype, at);
+        const float *x = ampi_row_in(ampi_at(from_y ? a->y : a->x, dtype, at), dtype, n, x_room, job->cpu->path);
+        const float *dy = ampi_row_in(ampi_at(a->dy, a->y_dtype, at), a->y_dtype, n, dy_room, job->cpu->path);
+        float *dx = ampi_row_out(to, a->x_dtype, dx_room);
+        if (from_y) job->vec->tanh_backward(x, dy, dx, n);
+        else job->vec->activation_backward(a->act, x, dy, dx, n);
+        ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
+    }
+}
+
+static amp_result ampi_cpu_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    (void)stream;
+    ampi_run_tiles(&job, 1, args->n, ampi_activation_backward_task);
+    return AMP_OK;
+}
+
+static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_swiglu *a = (const amp_k_swiglu *)job->args;
+    amp_cpu_path path = job->cpu->path;
+    float gate_room[AMPI_TILE], up_room[AMPI_TILE], y_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row, col, n = ampi_tile(job, i, &row, &col);
+        void *to = ampi_mat_at(&a->y, row, col);
+        const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_room, path);
+        const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_room, path);
+        float *y = ampi_row_out(to, a->y.dtype, y_room);
+        job->vec->swiglu(gate, up, y, n);
+        ampi_row_done(to, a->y.dtype, n, y, path);
+    }
+}
+
+static amp_result ampi_cpu_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    int64_t rows = args->gate.rows, cols = args->gate.cols;
+    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->y);
+    (void)stream;
+    ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_task);
+    return AMP_OK;
+}
+
+static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_swiglu *a = (const amp_k_swiglu *)job->args;
+    amp_cpu_path path = job->cpu->path;
+    float gate_room[AMPI_TILE], up_room[AMPI_TILE], dy_room[AMPI_TILE], dgate_room[AMPI_TILE], dup_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row, col, n = ampi_tile(job, i, &row, &col);
+        void *to_gate = ampi_mat_at(&a->dgate, row, col), *to_up = ampi_mat_at(&a->dup, row, col);
+        const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_room, path);
+        const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_room, path);
+        const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, col), a->dy.dtype, n, dy_room, path);
+        float *dgate = ampi_row_out(to_gate, a->dgate.dtype, dgate_room);
+        float *dup = ampi_row_out(to_up, a->dup.dtype, dup_room);
+        job->vec->swiglu_backward(gate, up, dy, dgate, dup, n);
+        ampi_row_done(to_gate, a->dgate.dtype, n, dgate, path);
+        ampi_row_done(to_up, a->dup.dtype, n, dup, path);
+    }
+}
+
+static amp_result ampi_cpu_swiglu_backward(void *dev, const amp_k_swiglu *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    int64_t rows = args->gate.rows, cols = args->gate.cols;
+    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->dy) &&
+                ampi_mat_dense(&args->dgate) && ampi_mat_dense(&args->dup);
+    (void)stream;
+    ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_backward_task);
+    return AMP_OK;
+}
+
+/* Uniform numbers are multiples of 2^-24, so u >= p exactly where the integer 2^24 u >= ceil(2^24 p). */
+static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_dropout *a = (const amp_k_dropout *)job->args;
+    uint32_t threshold = (uint32_t)ceil((double)a->p * 16777216.0);
+    float scale = 1.0f / (1.0f - a->p), x_room[AMPI_TILE], y_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        const void *from = ampi_at(a->x, a->x_dtype, at);
+        void *to = ampi_at_mut(a->y, a->y_dtype, at);
+        const float *x;
+        float *y;
+        if (threshold == 0) {
+            ampi_convert_fast(to, a->y_dtype, from, a->x_dtype, n, job->cpu->path);
+            continue;
+        }
+        x = ampi_row_in(from, a->x_dtype, n, x_room, job->cpu->path);
+        y = ampi_row_out(to, a->y_dtype, y_room);
+        job->vec->dropout(x, y, n, threshold, scale, a->seed, a->offset + (uint64_t)at);
+        ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
+    }
+}
+
+static amp_result ampi_cpu_dropout(void *dev, const amp_k_dropout *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    (void)stream;
+    ampi_run_tiles(&job, 1, args->n, ampi_dropout_task);
+    return AMP_OK;
+}
+
+static void ampi_add_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_add *p = (const amp_k_add *)job->args;
+    float a_room[AMPI_TILE], b_room[AMPI_TILE], y_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        void *to = ampi_at_mut(p->y, p->y_dtype, at);
+        const float *a = ampi_row_in(ampi_at(p->a, p->a_dtype, at), p->a_dtype, n, a_room, job->cpu->path), *b = NULL;
+        float *y = ampi_row_out(to, p->y_dtype, y_room);
+        if (p->b != NULL) b = ampi_row_in(ampi_at(p->b, p->b_dtype, at), p->b_dtype, n, b_room, job->cpu->path);
+        job->vec->add(a, p->alpha, b, p->beta, y, n);
+        ampi_row_done(to, p->y_dtype, n, y, job->cpu->path);
+    }
+}
+
+static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    (void)stream;
+    ampi_run_tiles(&job, 1, args->n, ampi_add_task);
+    return AMP_OK;
+}
+
+/* ---- LayerNorm and RMSNorm */
+
+typedef struct ampi_norm_job {
+    ampi_cpu *cpu;
+    const ampi_pointwise_vec *vec;
+    const amp_k_norm *args;
+    const float *weight, *bias;     /* fp32, or NULL */
+    int64_t stride;                 /* floats between row buffers */
+    float *rooms;                   /* three row buffers per thread */
+    int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
+    float *partials;                /* [blocks, 2, stride] */
+    float *memory;
+    size_t bytes;
+} ampi_norm_job;
+
+/* Allocates the buffers of a call and widens weight and bias. */
+static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm *args, const char *function,
+                                 int backward) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t floats;
+    memset(job, 0, sizeof *job);
+    job->cpu = cpu;
+    job->vec = AMPI_PICK(ampi_pointwise_kernels, cpu->path);
+    job->args = args;
+    job->stride = ampi_padded(args->x.cols);
+    job->block_rows = AMPI_MAX(16, (args->x.rows + 63) / 64);
+    job->blocks = backward ? (args->x.rows + job->block_rows - 1) / job->block_rows : 0;
+    floats = (2 + 3 * (int64_t)cpu->threads + 2 * job->blocks) * job->stride;
+    AMPI_TRY(ampi_bytes(function, floats, sizeof(float), &job->bytes));
+    job->memory = (float *)ampi_cpu_scratch(cpu, job->bytes);
+    if (job->memory == NULL) return ampi_cpu_no_scratch(function, job->bytes);
+    if (args->weight) job->weight = ampi_row_in(args->weight, args->weight_dtype, args->x.cols, job->memory, cpu->path);
+    if (args->bias && !args->rms)
+        job->bias = ampi_row_in(args->bias, args->weight_dtype, args->x.cols, job->memory + job->stride, cpu->path);
+    job->rooms = job->memory + 2 * job->stride;
+    job->partials = job->rooms + 3 * (int64_t)cpu->threads * job->stride;
+    return AMP_OK;
+}
+
+/* mean of a row, or of the squares of its distances from `centre` */
+static double ampi_row_mean(const ampi_norm_job *job, const float *x, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK)
+        sum += (double)job->vec->sum(x + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
+    return sum / (double)n;
+}
+static double ampi_row_variance(const ampi_norm_job *job, const float *x, float centre, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK)
+        sum += (double)job->vec->sum_squares(x + i, centre, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
+    return sum / (double)n;
+}
+
+/* The row to normalise.  What is normalised is the sum as it was stored, because that is what backward reads. */
+static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float *rooms) {
+    const amp_k_norm *a = job->args;
+    amp_cpu_path path = job->cpu->path;
+    int64_t n = a->x.cols;
+    const float *x = ampi_row_in(ampi_mat_at(&a->x, row, 0), a->x.dtype, n, rooms, path), *residual;
+    float *sum = rooms + 2 * job->stride;
+    void *to;
+    if (a->residual.data == NULL) return x;
+    residual = ampi_row_in(ampi_mat_at(&a->residual, row, 0), a->residual.dtype, n, rooms + job->stride, path);
+    if (a->sum.data == NULL) {
+        job->vec->add(x, 1.0f, residual, 1.0f, sum, n);
+        return sum;
+    }
+    to = ampi_mat_at(&a->sum, row, 0);
+    job->vec->add(x, 1.0f, residual, 1.0f, ampi_row_out(to, a->sum.dtype, sum), n);
+    ampi_row_done(to, a->sum.dtype, n, sum, path);
+    return ampi_row_in(to, a->sum.dtype, n, sum, path);
+}
+
+static void ampi_norm_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_norm_job *job = (const ampi_norm_job *)arg;
+    const amp_k_norm *a = job->args;
+    float *rooms = job->rooms + 3 * (int64_t)thread * job->stride;
+    int64_t n = a->x.cols;
+    for (int64_t row = begin; row < end; row++) {
+        const float *s = ampi_norm_input(job, row, rooms);
+        void *to = ampi_mat_at(&a->y, row, 0);
+        float *y = ampi_row_out(to, a->y.dtype, rooms + job->stride);
+        float mean = a->rms ? 0.0f : (float)ampi_row_mean(job, s, n);
+        float rstd = (float)(1.0 / sqrt(ampi_row_variance(job, s, mean, n) + (double)a->eps));
+        job->vec->normalize(s, mean, rstd, job->weight, job->bias, y, n);
+        ampi_row_done(to, a->y.dtype, n, y, job->cpu->path);
+        if (a->mean && !a->rms) a->mean[row] = mean;
+        if (a->rstd) a->rstd[row] = rstd;
+    }
+}
+
+static amp_result ampi_cpu_norm(void *dev, const amp_k_norm *args, void *stream) {
+    ampi_norm_job job;
+    (void)stream;
+    AMPI_TRY(ampi_norm_open(&job, dev, args, args->rms ? "amp_rmsnorm" : "amp_layernorm", 0));
+    ampi_parallel(job.cpu->threads, args->x.rows, ampi_grain(args->x.cols), ampi_norm_task, &job);
+    ampi_cpu_release(job.cpu, job.memory, job.bytes);
+    return AMP_OK;
+}
+
+/* With g = dy weight, h = (x - mean) rstd and means over the row:
+   dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy. */
+static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float *rooms, float *dweight, float *dbias) {
+    const amp_k_norm *a = job->args;
+    amp_cpu_path path = job->cpu->path;
+    int64_t n = a->x.cols;
+    float mean = a->rms ? 0.0f : a->mean[row], sums[2], means[2];
+    double sum_g = 0.0, sum_gh = 0.0;
+    void *to = ampi_mat_at(&a->dx, row, 0);
+    const float *x = ampi_row_in(ampi_mat_at(&a->x, row, 0), a->x.dtype, n, rooms, path), *dsum = NULL;
+    const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, 0), a->dy.dtype, n, rooms + job->stride, path);
+    float *dx = ampi_row_out(to, a->dx.dtype, rooms + 2 * job->stride);
+    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK) {
+        job->vec->norm_sums(x + i, dy + i, job->weight ? job->weight + i : NULL, mean, a->rstd[row],
+                            dweight ? dweight + i : NULL, dbias ? dbias + i : NULL, sums,
+                            AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
+        sum_g += (double)sums[0];
+        sum_gh += (double)sums[1];
+    }
+    means[0] = a->rms ? 0.0f : (float)(sum_g / (double)n);
+    means[1] = (float)(sum_gh / (double)n);
+    if (a->dsum.data)
+        dsum = ampi_row_in(ampi_mat_at(&a->dsum, row, 0), a->dsum.dtype, n, rooms + 2 * job->stride, path);
+    job->vec->norm_dx(x, dy, job->weight, dsum, mean, a->rstd[row], means, dx, n);
+    ampi_row_done(to, a->dx.dtype, n, dx, path);
+}
+
+static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_norm_job *job = (const ampi_norm_job *)arg;
+    const amp_k_norm *a = job->args;
+    float *rooms = job->rooms + 3 * (int64_t)thread * job->stride;
+    for (int64_t block = begin; block < end; block++) {
+        float *partial = job->partials + 2 * block * job->stride;
+        int64_t last = AMPI_MIN(a->x.rows, (block + 1) * job->block_rows);
+        memset(partial, 0, 2 * (size_t)job->stride * sizeof(float));
+        for (int64_t row = block * job->block_rows; row < last; row++)
+            ampi_norm_backward_row(job, row, rooms, a->dweight ? partial : NULL,
+                                   a->dbias && !a->rms ? partial + job->stride : NULL);
+    }
+}
+
+/* gradient = (old +) the sum of the partials, for columns begin to end */
+static void ampi_norm_reduce(const ampi_norm_job *job, void *gradient, int64_t which, int64_t begin, int64_t end) {
+    const amp_k_norm *a = job->args;
+    float sum[AMPI_TILE], old[AMPI_TILE];
+    for (int64_t col = begin; col < end; col += AMPI_TILE) {
+        int64_t n = AMPI_MIN(end - col, (int64_t)AMPI_TILE);
+        void *to = ampi_at_mut(gradient, a->dweight_dtype, col);
+        memset(sum, 0, sizeof sum);
+        for (int64_t block = 0; block < job->blocks; block++)
+            job->vec->add(sum, 1.0f, job->partials + (2 * block + which) * job->stride + col, 1.0f, sum, n);
+        if (a->add) job->vec->add(sum, 1.0f, ampi_row_in(to, a->dweight_dtype, n, old, job->cpu->path), 1.0f, sum, n);
+        ampi_convert_fast(to, a->dweight_dtype, sum, AMP_F32, n, job->cpu->path);
+    }
+}
+
+static void ampi_norm_reduce_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_norm_job *job = (const ampi_norm_job *)arg;
+    const amp_k_norm *a = job->args;
+    (void)thread;
+    if (a->dweight) ampi_norm_reduce(job, a->dweight, 0, begin, end);
+    if (a->dbias && !a->rms) ampi_norm_reduce(job, a->dbias, 1, begin, end);
+}
+
+static amp_result ampi_cpu_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
+    ampi_norm_job job;
+    (void)stream;
+    AMPI_TRY(ampi_norm_open(&job, dev, args, args->rms ? "amp_rmsnorm_backward" : "amp_layernorm_backward", 1));
+    ampi_parallel(job.cpu->threads, job.blocks, ampi_grain(job.block_rows * args->x.cols), ampi_norm_backward_task,
+                  &job);
+    ampi_parallel(job.cpu->threads, args->x.cols, AMPI_TILE, ampi_norm_reduce_task, &job);
+    ampi_cpu_release(job.cpu, job.memory, job.bytes);
+    return AMP_OK;
+}
+
+/* ---- Cross-entropy */
+
+typedef struct ampi_cross_entropy_job {
+    ampi_cpu *cpu;
+    const ampi_pointwise_vec *vec;
+    const amp_k_cross_entropy *args;
+    double *losses;                 /* [rows] */
+    float *rooms;                   /* one row buffer per thread */
+    int64_t stride;
+    double scale;                   /* of the gradient: factor seed / rows counted */
+} ampi_cross_entropy_job;
+
+/* What the first pass over a row finds out. */
+typedef struct ampi_logit_row { float max, label; double sum; } ampi_logit_row;
+
+/* Widens the row into v (where it is not fp32 already) chunk by chunk and looks at each chunk while it is cached. */
+static const float *ampi_logits_scan(const ampi_cross_entropy_job *job, int64_t row, float *v, ampi_logit_row *out) {
+    const amp_k_cross_entropy *a = job->args;
+    const float *x = v;
+    out->max = ampi_f32_of_bits(0xff800000u);
+    out->sum = 0.0;
+    for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
+        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK);
+        float max;
+        x = ampi_row_in(ampi_mat_at(&a->logits, row, i), a->logits.dtype, n, v + i, job->cpu->path) - i;
+        max = job->vec->row_max(x + i, n);
+        out->max = AMPI_MAX(out->max, max);
+        if (a->smoothing > 0.0f) out->sum += (double)job->vec->sum(x + i, n);
+    }
+    out->label = x[a->labels[row]];
+    return x;
+}
+
+/* dlogits = scale (e / sum - smoothing / classes), and 1 - smoothing less in the column of the label. */
+static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row, const float *e, double sum) {
+    const amp_k_cross_entropy *a = job->args;
+    double shift = -(double)a->smoothing / (double)a->classes, p = (double)e[a->labels[row]] / sum;
+    float at_label = (float)(job->scale * (p + shift - (1.0 - (double)a->smoothing))), room[AMPI_ROW_CHUNK];
+    for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
+        int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[row] - i;
+        void *to = ampi_mat_at(&a->dlogits, row, i);
+        float *g = ampi_row_out(to, a->dlogits.dtype, room);
+        job->vec->scale_shift(e + i, (float)(job->scale / sum), (float)(job->scale * shift), g, n);
+        if (label >= 0 && label < n) g[label] = at_label;
+        ampi_row_done(to, a->dlogits.dtype, n, g, job->cpu->path);
+    }
+}
+
+static void ampi_logits_zero(const ampi_cross_entropy_job *job, int64_t row, int64_t begin, int64_t end) {
+    const amp_mat *d = &job->args->dlogits;
+    if (begin < end) memset(ampi_mat_at(d, row, begin), 0, (size_t)(end - begin) * amp_dtype_size(d->dtype));
+}
+
+/* The loss of a row, and its gradient if wanted.  In a row with NaN, with +inf or with nothing but -inf some x - max is
+   NaN, and so are loss and gradient, as in PyTorch. */
+static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t row, float *room) {
+    const amp_k_cross_entropy *a = job->args;
+    double sum = 0.0, lse, loss;
+    int gradient = a->dlogits.data != NULL;
+    ampi_logit_row found;
+    const float *x = ampi_logits_scan(job, row, room, &found);
+    float *e = gradient ? ampi_row_out(ampi_mat_at(&a->dlogits, row, 0), a->dlogits.dtype, room) : NULL;
+    for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK)
+        sum += (double)job->vec->exp_sum(x + i, found.max, e ? e + i : NULL,
+                                         AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK));
+    if (gradient) ampi_logits_gradient(job, row, e, sum);
+    lse = (double)found.max + log(sum);
+    loss = lse - (double)found.label;
+    if (a->smoothing > 0.0f)
+        loss = (1.0 - (double)a->smoothing) * loss + (double)a->smoothing * (lse - found.sum / (double)a->classes);
+    return loss;
+}
+
+static void ampi_cross_entropy_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_cross_entropy_job *job = (const ampi_cross_entropy_job *)arg;
+    const amp_k_cross_entropy *a = job->args;
+    for (int64_t row = begin; row < end; row++) {
+        int ignored = a->labels[row] == a->ignore_index;
+        job->losses[row] = ignored ? 0.0 : ampi_cross_entropy_row(job, row, job->rooms + thread * job->stride);
+        if (a->dlogits.data) ampi_logits_zero(job, row, ignored ? 0 : a->classes, a->logits.cols);
+        if (a->losses) a->losses[row] = (float)job->losses[row];
+    }
+}
+
+static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t counted) {
+    const amp_k_cross_entropy *a = job->args;
+    double total = 0.0;
+    for (int64_t row = 0; row < a->logits.rows; row++) total += job->losses[row];
+    if (a->sum) *a->loss = (float)total;
+    else *a->loss = counted > 0 ? (float)(total / (double)counted) : ampi_f32_of_bits(0x7fc00000u);
+}
+
+static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t rows = args->logits.rows, counted = 0, room_floats;
+    size_t loss_bytes, room_bytes;
+    ampi_cross_entropy_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL, NULL, 0, 0.0};
+    (void)stream;
+    *args->bad_label = ampi_first_outside(args->labels, rows, args->classes, args->ignore_index);
+    if (*args->bad_label != 0) return AMP_OK;
+    for (int64_t row = 0; row < rows; row++) counted += args->labels[row] != args->ignore_index;
+    job.scale = (double)args->factor * (args->seed ? (double)*args->seed : 1.0) /
+                (args->sum ? 1.0 : (double)AMPI_MAX(counted, 1));
+    job.stride = ampi_padded(args->classes);
+    room_floats = job.stride * cpu->threads;
+    AMPI_TRY(ampi_bytes("amp_cross_entropy", rows, sizeof(double), &loss_bytes));
+    AMPI_TRY(ampi_bytes("amp_cross_entropy", room_floats, sizeof(float), &room_bytes));
+    job.losses = (double *)ampi_cpu_scratch(cpu, loss_bytes);
+    job.rooms = (float *)ampi_cpu_scratch(cpu, room_bytes);
+    if (job.losses != NULL && job.rooms != NULL) {
+        ampi_parallel(cpu->threads, rows, ampi_grain(args->logits.cols), ampi_cross_entropy_task, &job);
+        ampi_cross_entropy_total(&job, counted);
+    }
+    ampi_cpu_release(cpu, job.losses, loss_bytes);
+    ampi_cpu_release(cpu, job.rooms, room_bytes);
+    return job.losses && job.rooms ? AMP_OK : ampi_cpu_no_scratch("amp_cross_entropy", loss_bytes + room_bytes);
+}
+
+/* ---- Mean squared error */
+
+typedef struct ampi_mse_job { ampi_cpu *cpu; const amp_k_mse *args; float scale; double *partials; } ampi_mse_job;
+
+static void ampi_mse_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_mse_job *job = (const ampi_mse_job *)arg;
+    const amp_k_mse *a = job->args;
+    const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, job->cpu->path);
+    float x_room[AMPI_TILE], target_room[AMPI_TILE], dx_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t block = begin; block < end; block++) {
+        int64_t last = AMPI_MIN(a->n, (block + 1) * AMPI_SUM_BLOCK);
+        double sum = 0.0;
+        for (int64_t i = block * AMPI_SUM_BLOCK; i < last; i += AMPI_TILE) {
+            int64_t n = AMPI_MIN(last - i, (int64_t)AMPI_TILE);
+            void *to = a->dx ? ampi_at_mut(a->dx, a->x_dtype, i) : NULL;
+            const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, i), a->x_dtype, n, x_room, job->cpu->path);
+            const float *target =
+                ampi_row_in(ampi_at(a->target, a->target_dtype, i), a->target_dtype, n, target_room, job->cpu->path);
+            float *dx = to ? ampi_row_out(to, a->x_dtype, dx_room) : NULL;
+            sum += (double)vec->squared_error(x, target, job->scale, dx, n);
+            if (to) ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
+        }
+        job->partials[block] = sum;
+    }
+}
+
+static amp_result ampi_cpu_mse(void *dev, const amp_k_mse *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t blocks = (args->n + AMPI_SUM_BLOCK - 1) / AMPI_SUM_BLOCK;
+    size_t bytes = (size_t)blocks * sizeof(double);
+    double total = 0.0, divisor = args->sum ? 1.0 : (double)AMPI_MAX(args->n, 1);
+    ampi_mse_job job = {cpu, args, 0.0f, NULL};
+    (void)stream;
+    job.scale = (float)(2.0 * (double)args->factor * (args->seed ? (double)*args->seed : 1.0) / divisor);
+    job.partials = (double *)ampi_cpu_scratch(cpu, bytes);
+    if (job.partials == NULL) return ampi_cpu_no_scratch("amp_mse", bytes);
+    ampi_parallel(cpu->threads, blocks, 1, ampi_mse_task, &job);
+    for (int64_t block = 0; block < blocks; block++) total += job.partials[block];
+    *args->loss = args->sum || args->n > 0 ? (float)(total / divisor) : ampi_f32_of_bits(0x7fc00000u);
+    ampi_cpu_release(cpu, job.partials, bytes);
+    return AMP_OK;
+}
+
+/* ---- Embedding */
+
+static void ampi_embedding_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
+    const amp_k_embedding *a = (const amp_k_embedding *)job->args;
+    amp_cpu_path path = job->cpu->path;
+    float token_room[AMPI_TILE], position_room[AMPI_TILE], y_room[AMPI_TILE];
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row, col, n = ampi_tile(job, i, &row, &col);
+        const void *from = ampi_mat_at(&a->table, a->ids[row], col);
+        void *to = ampi_mat_at(&a->y, row, col);
+        const float *token, *position;
+        float *y;
+        if (a->positions.data == NULL) {
+            ampi_convert_fast(to, a->y.dtype, from, a->table.dtype, n, path);
+            continue;
+        }
+        token = ampi_row_in(from, a->table.dtype, n, token_room, path);
+        position =
+            ampi_row_in(ampi_mat_at(&a->positions, row % a->seq, col), a->positions.dtype, n, position_room, path);
+        y = ampi_row_out(to, a->y.dtype, y_room);
+        job->vec->add(token, 1.0f, position, 1.0f, y, n);
+        ampi_row_done(to, a->y.dtype, n, y, path);
+    }
+}
+
+static amp_result ampi_cpu_embedding(void *dev, const amp_k_embedding *args, void *stream) {
+    ampi_pointwise_job job = ampi_job(dev, args);
+    (void)stream;
+    *args->bad_id = ampi_first_outside(args->ids, args->n, args->table.rows, INT64_MIN);
+    if (*args->bad_id == 0) ampi_run_tiles(&job, args->n, args->y.cols, ampi_embedding_task);
+    return AMP_OK;
+}
+
+typedef struct ampi_embedding_job {
+    ampi_cpu *cpu;
+    const ampi_pointwise_vec *vec;
+    const amp_k_embedding *args;
+    const int64_t *order;
+} ampi_embedding_job;
+
+/* order = 0..n-1 sorted by id, equal ids in their order: a counting sort with starts[vocab + 1]. */
+static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, int64_t *starts, int64_t *order) {
+    memset(starts, 0, (size_t)(vocab + 1) * sizeof *starts);
+    for (int64_t i = 0; i < n; i++) starts[ids[i] + 1]++;
+    for (int64_t v = 0; v < vocab; v++) starts[v + 1] += starts[v];
+    for (int64_t i = 0; i < n; i++) order[starts[ids[i]]++] = i;
+}
+
+/* sum += columns col.. of row `row` of dy */
+static void ampi_embedding_gather(const ampi_embedding_job *job, int64_t row, int64_t col, int64_t n, float *sum,
+                                  float *room) {
+    const amp_mat *dy = &job->args->dy;
+    job->vec->add(sum, 1.0f, ampi_row_in(ampi_mat_at(dy, row, col), dy->dtype, n, room, job->cpu->path), 1.0f, sum, n);
+}
+
+/* Columns begin to end of the gradient of every table row that occurs: old + (first occurrence + second + ...).
+   Threads divide the columns, because a few ids make up most of a text. */
+static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
+    const amp_k_embedding *a = job->args;
+    float sum[AMPI_TILE], room[AMPI_TILE];
+    (void)thread;
+    for (int64_t col = begin; col < end; col += AMPI_TILE) {
+        int64_t n = AMPI_MIN(end - col, (int64_t)AMPI_TILE), k = 0;
+        while (k < a->n) {
+            int32_t id = a->ids[job->order[k]];
+            void *to = ampi_mat_at(&a->dtable, id, col);
+            memset(sum, 0, sizeof sum);
+            for (; k < a->n && a->ids[job->order[k]] == id; k++)
+                ampi_embedding_gather(job, job->order[k], col, n, sum, room);
+            if (a->add_table)
+                job->vec->add(ampi_row_in(to, a->dtable.dtype, n, room, job->cpu->path), 1.0f, sum, 1.0f, sum, n);
+            ampi_convert_fast(to, a->dtable.dtype, sum, AMP_F32, n, job->cpu->path);
+        }
+    }
+}
+
+static void ampi_embedding_positions_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
+    const amp_k_embedding *a = job->args;
+    float sum[AMPI_TILE], room[AMPI_TILE];
+    (void)thread;
+    for (int64_t p = begin; p < end; p++)
+        for (int64_t col = 0; col < a->dy.cols; col += AMPI_TILE) {
+            int64_t n = AMPI_MIN(a->dy.cols - col, (int64_t)AMPI_TILE);
+            void *to = ampi_mat_at(&a->dpositions, p, col);
+            memset(sum, 0, sizeof sum);
+            for (int64_t row = p; row < a->n; row += a->seq) ampi_embedding_gather(job, row, col, n, sum, room);
+            if (a->add_positions)
+                job->vec->add(ampi_row_in(to, a->dpositions.dtype, n, room, job->cpu->path), 1.0f, sum, 1.0f, sum, n);
+            ampi_convert_fast(to, a->dpositions.dtype, sum, AMP_F32, n, job->cpu->path);
+        }
+}
+
+static void ampi_zero_rows_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const amp_mat *m = (const amp_mat *)arg;
+    (void)thread;
+    for (int64_t row = begin; row < end; row++)
+        memset(ampi_mat_at(m, row, 0), 0, (size_t)m->cols * amp_dtype_size(m->dtype));
+}
+
+static void ampi_zero_rows(ampi_cpu *cpu, const amp_mat *m, int64_t first) {
+    amp_mat rest = *m;
+    rest.data = ampi_mat_at(m, first, 0);
+    ampi_parallel(cpu->threads, m->rows - first, ampi_grain(m->cols), ampi_zero_rows_task, &rest);
+}
+
+static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    ampi_embedding_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL};
+    int64_t *starts = NULL, cols = args->dy.cols, positions = AMPI_MIN(args->seq, args->dpositions.rows);
+    size_t bytes = 0;
+    (void)stream;
+    *args->bad_id = args->dtable.data ? ampi_first_outside(args->ids, args->n, args->dtable.rows, INT64_MIN) : 0;
+    if (*args->bad_id != 0) return AMP_OK;
+    if (args->dtable.data != NULL) {
+        AMPI_TRY(ampi_bytes("amp_embedding_backward", args->dtable.rows + 1 + args->n, sizeof(int64_t), &bytes));
+        starts = (int64_t *)ampi_cpu_scratch(cpu, bytes);
+        if (starts == NULL) return ampi_cpu_no_scratch("amp_embedding_backward", bytes);
+        job.order = starts + args->dtable.rows + 1;
+        ampi_embedding_sort(args->ids, args->n, args->dtable.rows, starts, starts + args->dtable.rows + 1);
+        if (!args->add_table) ampi_zero_rows(cpu, &args->dtable, 0);
+        ampi_parallel(cpu->threads, cols, AMPI_MAX(64, ampi_padded(ampi_grain(args->n))), ampi_embedding_table_task,
+                      &job);
+        ampi_cpu_release(cpu, starts, bytes);
+    }
+    if (args->dpositions.data != NULL) {
+        if (!args->add_positions) ampi_zero_rows(cpu, &args->dpositions, positions);
+        ampi_parallel(cpu->threads, positions, ampi_grain(cols), ampi_embedding_positions_task, &job);
+    }
+    return AMP_OK;
+}
+
+/* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, counted through; threads share
+   the chunks.  A sum is taken per chunk and the chunks are added in order: the same bits for any number of threads. */
+
+#define AMPI_MULTI_CHUNK 16384      /* elements */
+#define AMPI_MULTI_BLOCK 256        /* elements that are widened at a time */
+
+typedef struct ampi_multi_job ampi_multi_job;
+/* Elements [first, first + n) of a row; chunk is their number. */
+typedef void (*ampi_multi_piece)(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk);
+
+typedef struct ampi_partial { double sum_sq; int64_t bad_row; } ampi_partial;   /* bad_row -1: none */
+
+struct ampi_multi_job {
+    const amp_k_tensor *table;
+    int64_t tensors;
+    ampi_multi_piece piece;
+    const ampi_multi_vec *vec;
+    amp_cpu_path path;
+    const void *args;
+    const float *factor;            /* NULL: do not multiply */
+    ampi_partial *partials;
+};
+
+AMPI_PRIVATE int64_t ampi_row_chunks(const amp_k_tensor *row) {
+    return row->live ? (row->count + AMPI_MULTI_CHUNK - 1) / AMPI_MULTI_CHUNK : 0;
+}
+
+AMPI_PRIVATE int64_t ampi_multi_chunks(const amp_k_tensor *table, int64_t tensors) {
+    int64_t i, chunks = 0;
+    for (i = 0; i < tensors; i++) chunks += ampi_row_chunks(&table[i]);
+    return chunks;
+}
+
+static void ampi_multi_task(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_multi_job *job = (const ampi_multi_job *)arg;
+    int64_t r, chunk = 0, chunks, i, first;
+    (void)thread;
+    for (r = 0; r < job->tensors && chunk < end; r++, chunk += chunks) {
+        chunks = ampi_row_chunks(&job->table[r]);
+        for (i = AMPI_MAX(chunk, begin); i < AMPI_MIN(chunk + chunks, end); i++) {
+            first = (i - chunk) * AMPI_MULTI_CHUNK;
+            job->piece(job, &job->table[r], first, AMPI_MIN(AMPI_MULTI_CHUNK, job->table[r].count - first), i);
+        }
+    }
+}
+
+AMPI_PRIVATE void ampi_multi_run(ampi_cpu *cpu, ampi_multi_job *job, const amp_k_tensor *table, int64_t tensors,
+                                 ampi_multi_piece piece, const void *args) {
+    job->table = table;
+    job->tensors = tensors;
+    job->piece = piece;
+    job->vec = AMPI_PICK(ampi_multi_kernels, cpu->path);
+    job->path = cpu->path;
+    job->args = args;
+    ampi_parallel(cpu->threads, ampi_multi_chunks(table, tensors), 1, ampi_multi_task, job);
+}
+
+/* ---- Check and scale */
+
+AMPI_PRIVATE double ampi_check_f64(void *data, int64_t n, const float *factor, int32_t *bad) {
+    double sum = 0, x;
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        memcpy(&x, (char *)data + 8 * i, 8);
+        if (!amp_is_finite_f64(&x)) *bad = 1;
+        sum += x * x;
+        if (factor == NULL) continue;
+        x *= (double)*factor;
+        memcpy((char *)data + 8 * i, &x, 8);
+    }
+    return sum;
+}
+
+/* 16-bit gradients are widened (exactly), multiplied in fp32 and rounded once. */
+AMPI_PRIVATE double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype dtype, int64_t n, int32_t *bad) {
+    float room[AMPI_MULTI_BLOCK];
+    double sum = 0;
+    int64_t i, k;
+    for (i = 0; i < n; i += k) {
+        k = AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
+        ampi_convert_fast(room, AMP_F32, ampi_at(data, dtype, i), dtype, k, job->path);
+        sum += job->vec->check(room, k, job->factor, bad);
+        if (job->factor != NULL) ampi_convert_fast(ampi_at_mut(data, dtype, i), dtype, room, AMP_F32, k, job->path);
+    }
+    return sum;
+}
+
+static void ampi_check_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+    void *data = ampi_at_mut(row->grad, row->grad_dtype, first);
+    int32_t bad = 0;
+    double sum;
+    if (row->grad_dtype == AMP_F64) sum = ampi_check_f64(data, n, job->factor, &bad);
+    else if (row->grad_dtype == AMP_F32) sum = job->vec->check((float *)data, n, job->factor, &bad);
+    else sum = ampi_check_16bit(job, data, row->grad_dtype, n, &bad);
+    job->partials[chunk].sum_sq = sum;
+    job->partials[chunk].bad_row = bad ? row - job->table : -1;
+}
+
+static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t chunks = ampi_multi_chunks(args->table, args->tensors), i;
+    size_t bytes = (size_t)chunks * sizeof(ampi_partial);
+    amp_k_found *f = args->found;
+    ampi_multi_job job;
+    float factor;
+    (void)stream;
+    memset(&job, 0, sizeof job);
+    if (args->multiply != NULL) {
+        factor = *args->multiply;
+        if (ampi_bits_f32(factor) != 0x3f800000u) job.factor = &factor;     /* 1 leaves every bit as it is */
+    }
+    job.partials = (ampi_partial *)ampi_cpu_scratch(cpu, bytes);
+    if (job.partials == NULL) return ampi_cpu_no_scratch("amp_scaler_check", bytes);
+    ampi_multi_run(cpu, &job, args->table, args->tensors, ampi_check_piece, args);
+    for (i = 0; i < chunks; i++) {
+        f->sum_sq += job.partials[i].sum_sq;
+        if (job.partials[i].bad_row < 0) continue;
+        f->found_inf = 1;
+        if (f->first_bad < 0 || job.partials[i].bad_row < f->first_bad) f->first_bad = (int32_t)job.partials[i].bad_row;
+    }
+    ampi_cpu_release(cpu, job.partials, bytes);
+    return AMP_OK;
+}
+
+static void ampi_scale_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+    void *data = ampi_at_mut(row->grad, row->grad_dtype, first);
+    float room[AMPI_MULTI_BLOCK];
+    int64_t i, k;
+    int32_t bad = 0;
+    (void)chunk;
+    if (row->grad_dtype == AMP_F64) ampi_check_f64(data, n, job->factor, &bad);
+    else if (row->grad_dtype == AMP_F32) job->vec->scale((float *)data, n, *job->factor);
+    else for (i = 0; i < n; i += k) {
+        k = AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
+        ampi_convert_fast(room, AMP_F32, ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, job->path);
+        job->vec->scale(room, k, *job->factor);
+        ampi_convert_fast(ampi_at_mut(data, row->grad_dtype, i), row->grad_dtype, room, AMP_F32, k, job->path);
+    }
+}
+
+static amp_result ampi_cpu_scale_ranges(void *dev, const amp_k_scale_ranges *args, void *stream) {
+    ampi_multi_job job;
+    (void)stream;
+    memset(&job, 0, sizeof job);
+    job.factor = args->factor;
+    if (ampi_bits_f32(*args->factor) != 0x3f800000u)
+        ampi_multi_run((ampi_cpu *)dev, &job, args->table, args->tensors, ampi_scale_piece, args);
+    return AMP_OK;
+}
+
+/* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or a 16-bit weight widened. */
+
+typedef struct ampi_weights { float *w; const float *g; float w_room[AMPI_MULTI_BLOCK], g_room[AMPI_MULTI_BLOCK]; } ampi_weights;
+
+/* How many elements may be worked on at once. */
+AMPI_PRIVATE int64_t ampi_weights_block(const amp_k_tensor *row) {
+    return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
+}
+
+AMPI_PRIVATE void ampi_weights_in(ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
+    x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_room, path);
+    if (row->master != NULL) x->w = (float *)row->master + first;
+    else if (row->weight_dtype == AMP_F32) x->w = (float *)row->weight + first;
+    else ampi_row_in(ampi_at(row->weight, row->weight_dtype, first), row->weight_dtype, n, x->w = x->w_room, path);
+}
+
+AMPI_PRIVATE void ampi_weights_out(const ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
+    if (row->weight_dtype != AMP_F32 || row->master != NULL)
+        ampi_convert_fast(ampi_at_mut(row->weight, row->weight_dtype, first), row->weight_dtype, x->w, AMP_F32, n, path);
+}
+
+static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+    ampi_adamw_step step = ampi_adamw_row((const amp_k_adamw *)job->args, row);
+    int64_t i, k, block = ampi_weights_block(row);
+    ampi_weights x;
+    (void)chunk;
+    for (i = first; i < first + n; i += k) {
+        k = AMPI_MIN(first + n - i, block);
+        ampi_weights_in(&x, row, i, k, job->path);
+        job->vec->adamw(x.w, x.g, (float *)row->m + i, (float *)row->v + i, k, &step);
+        ampi_weights_out(&x, row, i, k, job->path);
+    }
+}
+
+static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *args, void *stream) {
+    ampi_multi_job job;
+    (void)stream;
+    memset(&job, 0, sizeof job);
+    if (!args->found->skip) ampi_multi_run((ampi_cpu *)dev, &job, args->table, args->tensors, ampi_adamw_piece, args);
+    return AMP_OK;
+}
+
+static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+    ampi_sgd_step step = ampi_sgd_row((const amp_k_sgd *)job->args, row);
+    int64_t i, k, block = ampi_weights_block(row);
+    ampi_weights x;
+    (void)chunk;
+    for (i = first; i < first + n; i += k) {
+        k = AMPI_MIN(first + n - i, block);
+        ampi_weights_in(&x, row, i, k, job->path);
+        job->vec->sgd(x.w, x.g, row->m ? (float *)row->m + i : NULL, k, &step);
+        ampi_weights_out(&x, row, i, k, job->path);
+    }
+}
+
+static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *args, void *stream) {
+    ampi_multi_job job;
+    (void)stream;
+    memset(&job, 0, sizeof job);
+    if (!args->found->skip) ampi_multi_run((ampi_cpu *)dev, &job, args->table, args->tensors, ampi_sgd_piece, args);
+    return AMP_OK;
+}
+
+static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
+    (void)dev; (void)stream;
+    ampi_rule_run(args);
+    return AMP_OK;
+}
+
+/* ---- The CPU backend's runtime: memory from the host, streams and events that are always done */
+
+static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_backend_desc *desc) {
+    ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
+    if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
+    cpu->host = *host;
+    cpu->threads = desc->threads;
+    cpu->path = desc->cpu_path;
+    *dev = cpu;
+    return AMP_OK;
+}
+
+static void ampi_cpu_close(void *dev) {
+    amp_host host = ((ampi_cpu *)dev)->host;
+    host.free(host.user, dev, sizeof(ampi_cpu));
+}
+
+static amp_result ampi_cpu_describe(void *dev, amp_device *out) {
+    amp_machine machine;
+    (void)dev;
+    AMPI_TRY(amp_machine_probe(&machine));
+    *out = machine.device;
+    return AMP_OK;
+}
+
+static amp_result ampi_cpu_alloc(void *dev, void **ptr, size_t bytes) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    *ptr = cpu->host.alloc(cpu->host.user, bytes, 64);
+    return *ptr ? AMP_OK : ampi_fail(AMP_ERR_MEMORY, "amp_alloc", "%zu bytes", bytes);
+}
+
+static void ampi_cpu_free(void *dev, void *ptr, size_t bytes) { ampi_cpu_release((ampi_cpu *)dev, ptr, bytes); }
+
+static amp_result ampi_cpu_copy(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream) {
+    (void)dev; (void)kind; (void)stream;
+    memmove(dst, src, bytes);
+    return AMP_OK;
+}
+
+static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, void *stream) {
+    (void)dev; (void)stream;
+    memset(dst, byte, bytes);
+    return AMP_OK;
+}
+
+static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
+    amp_cpu_info info;
+    (void)dev;
+    ampi_probe_cpu(&info);
+    out->device_total = info.memory;
+    return AMP_OK;
+}
+
+static amp_result ampi_cpu_stream_create(void *dev, void **stream) { *stream = dev; return AMP_OK; }
+static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)stream; }
+static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
+
+/* An event is the time it was recorded at. */
+static amp_result ampi_cpu_event_create(void *dev, void **event) { return ampi_cpu_alloc(dev, event, sizeof(int64_t)); }
+static void ampi_cpu_event_destroy(void *dev, void *event) { ampi_cpu_free(dev, event, sizeof(int64_t)); }
+static amp_result ampi_cpu_event_record(void *dev, void *event, void *stream) {
+    (void)dev; (void)stream;
+    *(int64_t *)event = ampi_posix_clock(NULL);
+    return AMP_OK;
+}
+static amp_result ampi_cpu_event_wait(void *dev, void *event, void *stream) { (void)dev; (void)event; (void)stream; return AMP_OK; }
+static amp_result ampi_cpu_event_done(void *dev, void *event, int32_t *done) { (void)dev; (void)event; *done = 1; return AMP_OK; }
+static amp_result ampi_cpu_event_sync(void *dev, void *event) { (void)dev; (void)event; return AMP_OK; }
+static amp_result ampi_cpu_event_elapsed(void *dev, void *from, void *to, double *seconds) {
+    (void)dev;
+    *seconds = 1e-9 * (double)(*(int64_t *)to - *(int64_t *)from);
+    return AMP_OK;
+}
+
+static const amp_backend ampi_cpu_backend = {
+    AMP_ABI(amp_backend), "cpu",
+    ampi_cpu_open, ampi_cpu_close, ampi_cpu_describe,
+    1, 0,
+    ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_copy, ampi_cpu_fill, ampi_cpu_memory,
+    ampi_cpu_stream_create, ampi_cpu_stream_destroy, ampi_cpu_stream_sync,
+    ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
+    ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
+    NULL, NULL, NULL, NULL,
+    NULL, NULL, NULL,
+    ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
+    ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
+    ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
+    ampi_cpu_swiglu, ampi_cpu_swiglu_backward, ampi_cpu_cross_entropy, ampi_cpu_mse,
+    ampi_cpu_embedding, ampi_cpu_embedding_backward, ampi_cpu_dropout, ampi_cpu_add,
+    ampi_cpu_check, ampi_cpu_adamw, ampi_cpu_sgd, ampi_cpu_scale_ranges, ampi_cpu_rule
+};
+
+AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
+
+/* ==== 6 >>backends: implementation, the context ===================================================== */
+
+enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15 };
+
+typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
+
+/* One live allocation of device memory; kept in an open-addressing table by address. */
+typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
+
+typedef struct ampi_layer_rule { char pattern[128]; amp_dtype dtype; } ampi_layer_rule;
+typedef struct ampi_user_op { char name[64]; amp_cast_policy policy; } ampi_user_op;
+
+/* What a cached copy of a weight is good for. */
+typedef enum ampi_pack_kind {
+    AMPI_PACK_FORWARD = 1,          /* packed as the transposed right operand: y = x w^T */
+    AMPI_PACK_BACKWARD = 2,         /* packed as the right operand: dx = dy w */
+    AMPI_PACK_CAST = 3              /* the plain matrix in another dtype, for the host's kernels */
+} ampi_pack_kind;
+
+typedef struct ampi_cache_entry {
+    uint64_t id, version, last_use;
+    amp_dtype dtype;
+    ampi_pack_kind kind;
+    int users;                      /* calls that are reading it: not evicted meanwhile */
+    void *data;
+    int64_t bytes;
+} ampi_cache_entry;
+
+struct amp_context {
+    amp_desc desc;                  /* effective */
+    amp_system system;
+    amp_host host;
+    const amp_backend *backend;
+    void *dev;
+    amp_machine machine;
+    amp_choice choice;
+    pthread_mutex_t lock;           /* for everything below */
+    ampi_block *blocks; int64_t n_blocks, block_room;       /* room is a power of two */
+    int64_t allocated, peak, part_bytes[AMPI_PARTS];
+    int64_t taken, taken_peak;      /* host memory of the backend, scratch included; changed atomically */
+    amp_param **params; int64_t n_params, param_room;
+    uint64_t next_param_id, random_offset, clock;
+    ampi_cache_entry *cache; int64_t n_cache, cache_room;
+    amp_cache_info cache_info;
+    ampi_layer_rule *layers; int64_t n_layers, layer_room;
+    ampi_user_op *ops; int64_t n_ops, op_room;
+    amp_cast_policy override_policy[AMPI_BUILTIN_OPS];
+    int32_t *bad_row;               /* device memory: what a kernel found out of range, for devices the host cannot read */
+    struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
+};
+
+/* ---- What other sections may ask of a context */
+
+AMPI_PRIVATE const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
+    *dev = amp->dev;
+    *stream = amp->desc.stream;
+    return amp->backend;
+}
+AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
+AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
+
+AMPI_PRIVATE void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
+AMPI_PRIVATE void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
+
+/* Makes room for one more element of a growing array of the context. */
+static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *room, size_t size) {
+    int64_t bigger = *room ? 2 * *room : 16;
+    void *copy;
+    if (count < *room) return AMP_OK;
+    AMPI_TRY(ampi_alloc(&amp->system, function, &copy, bigger, size));
+    if (count > 0) memcpy(copy, *array, (size_t)count * size);
+    ampi_free(&amp->system, *array, *room, size);
+    *array = copy;
+    *room = bigger;
+    return AMP_OK;
+}
+
+/* ---- Log */
+
+static const char *ampi_log_word(amp_log_level level) {
+    return level == AMP_LOG_ERROR ? "error" : level == AMP_LOG_WARNING ? "warning" : level == AMP_LOG_INFO ? "info" : "debug";
+}
+
+/* Counts an id; returns how often it has been seen, this time included. */
+static int ampi_log_count(amp_context *amp, int id) {
+    int i, count = 1;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_logged && amp->logged[i].id != id; i++) {}
+    if (i < amp->n_logged) count = ++amp->logged[i].count;
+    else if (i < AMPI_LOG_IDS) { amp->logged[i].id = id; amp->logged[i].count = 1; amp->n_logged++; }
+    ampi_unlock(amp);
+    return count;
+}
+
+AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int id, const char *text) {
+    const amp_logger *logger = &amp->desc.logger;
+    int count;
+    if (level > logger->level || logger->level == AMP_LOG_OFF) return;
+    if (logger->write != NULL) { logger->write(logger->user, level, id, text); return; }
+    count = ampi_log_count((amp_context *)(uintptr_t)amp, id);
+    if (count <= AMPI_LOG_REPEATS)
+        fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text, count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
+}
+
+AMPI_PRIVATE void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) AMPI_PRINTF(4, 5);
+AMPI_PRIVATE void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    ampi_log_text(amp, level, id, text);
+}
+
+static amp_result ampi_host_fail(void *user, amp_result result, const char *text) { (void)user; return ampi_fail(result, "backend", "%s", text); }
+static void ampi_host_log(void *user, amp_log_level level, int id, const char *text) { ampi_log_text((const amp_context *)user, level, id, text); }
+static void *ampi_host_alloc(void *user, size_t size, size_t align) {
+    amp_context *amp = (amp_context *)user;
+    void *ptr = amp->system.alloc(amp->system.user, size, align);
+    int64_t now, peak;
+    if (ptr == NULL) return NULL;
+    now = __atomic_add_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
+    peak = __atomic_load_n(&amp->taken_peak, __ATOMIC_RELAXED);
+    while (now > peak && !__atomic_compare_exchange_n(&amp->taken_peak, &peak, now, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return ptr;
+}
+static void ampi_host_free(void *user, void *ptr, size_t size) {
+    amp_context *amp = (amp_context *)user;
+    __atomic_sub_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
+    amp->system.free(amp->system.user, ptr, size);
+}
+
+/* ---- Opening */
+
+static amp_result ampi_check_enum(const char *field, int value, int last) {
+    if (value >= 0 && value <= last) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, "amp_open", ".%s = %d, must be 0 (default) to %d", field, value, last);
+}
+
+static amp_result ampi_check_desc(const amp_desc *d) {
+    const amp_system *s = &d->system;
+    AMPI_TRY(ampi_check_enum("level", (int)d->level, AMP_LEVEL_O3));
+    AMPI_TRY(ampi_check_enum("policy", (int)d->policy, AMP_POLICY_TORCH));
+    AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
+    AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AVX512_BF16));
+    AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
+    if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
+    if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
+    if (d->cache_limit < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".cache_limit = %lld, must be 0 (none) or more", (long long)d->cache_limit);
+    if (d->cpu_path > ampi_cpu_best_path())
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
+    if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free come both or neither");
+    if ((s->thread_start == NULL) != (s->thread_join == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start and .thread_join come both or neither");
+    if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank, d->reducer.world);
+    if (d->reducer.world > 1 && d->reducer.reduce == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
+    if (d->backend != NULL && d->backend->abi != AMP_ABI(amp_backend))
+        return ampi_fail(AMP_ERR_BACKEND, "amp_open", "backend %s was built against another amp.h", d->backend->name ? d->backend->name : "?");
+    return AMP_OK;
+}
+
+static void ampi_fill_defaults(amp_desc *d) {
+    amp_cpu_info cpu;
+    ampi_probe_cpu(&cpu);
+    if (d->level == 0) d->level = AMP_LEVEL_O1;
+    if (d->policy == 0) d->policy = AMP_POLICY_FUSED;
+    if (d->mode == 0) d->mode = AMP_MODE_TRAINING;
+    if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
+    if (d->backend == NULL) d->backend = amp_cpu();
+    if (d->cpu_path == 0) d->cpu_path = cpu.path;
+    if (d->threads == 0) d->threads = cpu.cores;
+#if !defined(_OPENMP)
+    d->threads = 1;
+#endif
+    if (d->reducer.world == 0) d->reducer.world = 1;
+}
+
+static amp_result ampi_open_device(amp_context *amp) {
+    amp_backend_desc b;
+    memset(&b, 0, sizeof b);
+    b.device = amp->desc.device;
+    b.threads = amp->desc.threads;
+    b.cpu_path = amp->desc.cpu_path;
+    b.stream = amp->desc.stream;
+    b.blas = amp->desc.blas;
+    AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
+    AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
+    AMPI_TRY(amp_choose(&amp->machine, amp->desc.dtype, amp->desc.allow_fallback, &amp->choice));
+    if (amp->desc.level == AMP_LEVEL_O0 && amp->choice.dtype != AMP_F32)
+        AMPI_TRY(ampi_chosen(&amp->choice, AMP_F32, 0, 0, "level O0 computes in fp32"));
+    if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
+    amp->desc.dtype = amp->choice.dtype;
+    if (amp->backend->host_visible) return AMP_OK;
+    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, sizeof *amp->bad_row));
+    return amp->backend->fill(amp->dev, amp->bad_row, 0, sizeof *amp->bad_row, amp->desc.stream);
+}
+
+AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi) {
+    amp_system system;
+    amp_context *amp;
+    amp_result result;
+    void *memory;
+    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", "out is NULL");
+    *out = NULL;
+    AMPI_TRY(ampi_check_abi("amp_open", abi, AMP_ABI(amp_desc)));
+    if (desc != NULL) AMPI_TRY(ampi_check_desc(desc));
+    system = ampi_system(desc ? &desc->system : NULL);
+    AMPI_TRY(ampi_alloc(&system, "amp_open", &memory, 1, sizeof *amp));
+    amp = (amp_context *)memory;
+    if (desc != NULL) amp->desc = *desc;
+    ampi_fill_defaults(&amp->desc);
+    amp->system = amp->desc.system = system;
+    amp->backend = amp->desc.backend;
+    amp->next_param_id = 1;
+    amp->host.user = amp;
+    amp->host.fail = ampi_host_fail;
+    amp->host.log = ampi_host_log;
+    amp->host.alloc = ampi_host_alloc;
+    amp->host.free = ampi_host_free;
+    pthread_mutex_init(&amp->lock, NULL);
+    ampi_probe_cpu(&amp->machine.cpu);
+    result = ampi_open_device(amp);
+    if (result != AMP_OK) { amp_close(amp); return result; }
+    *out = amp;
+    return AMP_OK;
+}
+
+AMP_API void amp_close(amp_context *amp) {
+    amp_system system;
+    int64_t i;
+    if (amp == NULL) return;
+    system = amp->system;
+    if (amp->dev != NULL) {
+        amp_cast_cache_clear(amp);
+        for (i = 0; i < amp->block_room; i++)
+            if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
+        if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, sizeof *amp->bad_row);
+        amp->backend->close(amp->dev);
+    }
+    ampi_free(&system, amp->blocks, amp->block_room, sizeof *amp->blocks);
+    ampi_free(&system, amp->params, amp->param_room, sizeof *amp->params);
+    ampi_free(&system, amp->cache, amp->cache_room, sizeof *amp->cache);
+    ampi_free(&system, amp->layers, amp->layer_room, sizeof *amp->layers);
+    ampi_free(&system, amp->ops, amp->op_room, sizeof *amp->ops);
+    pthread_mutex_destroy(&amp->lock);
+    ampi_free(&system, amp, 1, sizeof *amp);
+}
+
+AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_query", "amp or out is NULL");
+    *out = amp->desc;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_query_machine", "amp or out is NULL");
+    *out = amp->machine;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_query_choice", "amp or out is NULL");
+    *out = amp->choice;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
+    amp_choice choice;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_dtype", "amp is NULL");
+    AMPI_TRY(amp_choose(&amp->machine, dtype, amp->desc.allow_fallback, &choice));
+    if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s", amp_dtype_name(choice.dtype));
+    if (amp->desc.level >= AMP_LEVEL_O2 && choice.dtype != amp->choice.dtype)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "levels O2 and O3 store weights in %s; switching the dtype needs level O1", amp_dtype_name(amp->choice.dtype));
+    if (choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice.reason);
+    amp->choice = choice;
+    amp->desc.dtype = choice.dtype;
+    amp_cast_cache_clear(amp);
+    return AMP_OK;
+}
+
+/* ---- Memory */
+
+static int64_t ampi_block_slot(const ampi_block *blocks, int64_t room, const void *ptr) {
+    uint64_t slot = ((uint64_t)(uintptr_t)ptr >> 4) * 0x9e3779b97f4a7c15u;
+    int64_t i = (int64_t)(slot >> 20) & (room - 1);
+    while (blocks[i].ptr != NULL && blocks[i].ptr != ptr) i = (i + 1) & (room - 1);
+    return i;
+}
+
+/* Keeps the table at most half full.  Called with the lock held. */
+static amp_result ampi_blocks_reserve(amp_context *amp) {
+    int64_t room = amp->block_room ? 2 * amp->block_room : 64, i;
+    void *memory;
+    if (2 * (amp->n_blocks + 1) <= amp->block_room) return AMP_OK;
+    AMPI_TRY(ampi_alloc(&amp->system, "amp_alloc", &memory, room, sizeof(ampi_block)));
+    for (i = 0; i < amp->block_room; i++)
+        if (amp->blocks[i].ptr) ((ampi_block *)memory)[ampi_block_slot((ampi_block *)memory, room, amp->blocks[i].ptr)] = amp->blocks[i];
+    ampi_free(&amp->system, amp->blocks, amp->block_room, sizeof *amp->blocks);
+    amp->blocks = (ampi_block *)memory;
+    amp->block_room = room;
+    return AMP_OK;
+}
+
+static amp_result ampi_alloc_locked(amp_context *amp, ampi_part part, void **ptr, int64_t bytes) {
+    ampi_block *block;
+    AMPI_TRY(ampi_blocks_reserve(amp));
+    AMPI_TRY(amp->backend->alloc(amp->dev, ptr, (size_t)bytes));
+    block = &amp->blocks[ampi_block_slot(amp->blocks, amp->block_room, *ptr)];
+    block->ptr = *ptr;
+    block->bytes = bytes;
+    block->part = part;
+    amp->n_blocks++;
+    amp->part_bytes[part] += bytes;
+    amp->allocated += bytes;
+    amp->peak = AMPI_MAX(amp->peak, amp->allocated);
+    return AMP_OK;
+}
+
+/* Removes a block and closes the gap in its probe chain. */
+static void ampi_free_locked(amp_context *amp, void *ptr) {
+    int64_t mask = amp->block_room - 1, hole, i;
+    ampi_block block;
+    if (amp->block_room == 0) return;
+    hole = ampi_block_slot(amp->blocks, amp->block_room, ptr);
+    block = amp->blocks[hole];
+    if (block.ptr == NULL) return;
+    amp->blocks[hole].ptr = NULL;
+    for (i = (hole + 1) & mask; amp->blocks[i].ptr != NULL; i = (i + 1) & mask) {
+        ampi_block moved = amp->blocks[i];
+        amp->blocks[i].ptr = NULL;
+        amp->blocks[ampi_block_slot(amp->blocks, amp->block_room, moved.ptr)] = moved;
+    }
+    amp->n_blocks--;
+    amp->part_bytes[block.part] -= block.bytes;
+    amp->allocated -= block.bytes;
+    amp->backend->free(amp->dev, ptr, (size_t)block.bytes);
+}
+
+AMPI_PRIVATE amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void **ptr, int64_t bytes) {
+    amp_result result;
+    *ptr = NULL;
+    if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_alloc", "bytes = %lld, must be 0 or more", (long long)bytes);
+    if (bytes == 0) return AMP_OK;
+    ampi_lock(amp);
+    result = ampi_alloc_locked(amp, part, ptr, bytes);
+    ampi_unlock(amp);
+    return result;
+}
+
+AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes) {
+    if (amp == NULL || ptr == NULL) return ampi_fail(AMP_ERR_NULL, "amp_alloc", "amp or ptr is NULL");
+    return ampi_alloc_part(amp, AMPI_PART_USER, ptr, bytes);
+}
+
+AMP_API void amp_free(amp_context *amp, void *ptr) {
+    if (amp == NULL || ptr == NULL) return;
+    ampi_lock(amp);
+    ampi_free_locked(amp, ptr);
+    ampi_unlock(amp);
+}
+
+AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
+    if (amp == NULL || (bytes > 0 && (dst == NULL || src == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
+    if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
+    return bytes == 0 ? AMP_OK : amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream);
+}
+
+AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes) {
+    if (amp == NULL || (bytes > 0 && dst == NULL)) return ampi_fail(AMP_ERR_NULL, "amp_fill", "amp or dst is NULL");
+    if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_fill", "bytes = %lld, must be 0 or more", (long long)bytes);
+    return bytes == 0 ? AMP_OK : amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream);
+}
+
+AMP_API amp_result amp_sync(amp_context *amp) {
+    int32_t bad = 0;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_sync", "amp is NULL");
+    if (amp->bad_row) AMPI_TRY(amp->backend->copy(amp->dev, &bad, amp->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
+    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
+    if (bad == 0) return AMP_OK;
+    AMPI_TRY(amp->backend->fill(amp->dev, amp->bad_row, 0, sizeof bad, amp->desc.stream));
+    return ampi_fail(AMP_ERR_LABEL, "amp_sync", "an operator since the last wait met a label or id out of range in row %d", bad - 1);
+}
+
+AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
+    memset(out, 0, sizeof *out);
+    AMPI_TRY(amp->backend->memory(amp->dev, out));
+    ampi_lock(amp);
+    out->allocated = amp->allocated;
+    out->peak = amp->peak;
+    if (amp->backend->host_visible) {
+        out->reserved = __atomic_load_n(&amp->taken, __ATOMIC_RELAXED);
+        out->peak = __atomic_load_n(&amp->taken_peak, __ATOMIC_RELAXED);
+    }
+    out->cast_cache = amp->part_bytes[AMPI_PART_CACHE];
+    out->optimizer = amp->part_bytes[AMPI_PART_OPTIMIZER];
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
+AMP_API void amp_memory_reset_peak(amp_context *amp) {
+    if (amp == NULL) return;
+    ampi_lock(amp);
+    amp->peak = amp->allocated;
+    __atomic_store_n(&amp->taken_peak, __atomic_load_n(&amp->taken, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+    ampi_unlock(amp);
+}
+
+/* ---- Parameters */
+
+static amp_result ampi_check_param(const amp_context *amp, const amp_param *params, int64_t i) {
+    const amp_param *p = &params[i];
+    int64_t j;
+    if (p->name == NULL) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "parameter %lld has no name", (long long)i);
+    AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
+    if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
+    if (p->grad.data != NULL) {
+        AMPI_TRY(ampi_check_tensor("amp_param_register", "grad", &p->grad));
+        if (amp_tensor_count(&p->grad) != amp_tensor_count(&p->weight) || !ampi_is_contiguous(&p->grad))
+            return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the gradient must be contiguous with the weight's %lld elements", p->name, (long long)amp_tensor_count(&p->weight));
+        if (p->grad.dtype != AMP_F32 && p->grad.dtype != p->weight.dtype)
+            return ampi_fail(AMP_ERR_DTYPE, "amp_param_register", "%s: the gradient is %s, must be fp32 or the weight's %s", p->name, amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
+    }
+    for (j = 0; j < amp->n_params; j++)
+        if (amp->params[j] == p || strcmp(amp->params[j]->name, p->name) == 0)
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "%s is registered already", p->name);
+    for (j = 0; j < i; j++)
+        if (strcmp(params[j].name, p->name) == 0) return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are called %s", p->name);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
+    amp_result result = AMP_OK;
+    int64_t i;
+    if (amp == NULL || (params == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_param_register", "n = %lld, must be 0 or more", (long long)n);
+    ampi_lock(amp);
+    for (i = 0; i < n && result == AMP_OK; i++) result = ampi_check_param(amp, params, i);
+    while (result == AMP_OK && amp->param_room < amp->n_params + n)
+        result = ampi_grow(amp, "amp_param_register", (void **)&amp->params, amp->param_room, &amp->param_room, sizeof *amp->params);
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        params[i].id = amp->next_param_id++;
+        params[i].version = 1;
+        params[i].grad_live = 0;
+        amp->params[amp->n_params++] = &params[i];
+    }
+    ampi_unlock(amp);
+    return result;
+}
+
+static void ampi_cache_drop(amp_context *amp, uint64_t id);
+
+AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
+    int64_t i, kept = 0;
+    if (amp == NULL || params == NULL) return;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_params; i++) {
+        amp_param *p = amp->params[i];
+        if (p < params || p >= params + n) { amp->params[kept++] = p; continue; }
+        ampi_cache_drop(amp, p->id);
+        p->id = 0;
+    }
+    amp->n_params = kept;
+    ampi_unlock(amp);
+}
+
+AMP_API void amp_param_touch(amp_param *param) { if (param != NULL) param->version++; }
+
+AMP_API int32_t amp_param_accumulate(amp_param *param) {
+    int32_t add;
+    if (param == NULL) return 0;
+    add = param->grad_live;
+    param->grad_live = 1;
+    return add;
+}
+
+AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
+    amp_dtype dtype;
+    if (amp == NULL) return AMP_F32;
+    dtype = amp->desc.dtype;
+    if (dtype != AMP_F16 && dtype != AMP_BF16) return AMP_F32;
+    if (amp->desc.level == AMP_LEVEL_O3) return dtype;
+    return amp->desc.level == AMP_LEVEL_O2 && !is_norm ? dtype : AMP_F32;
+}
+
+/* ==== 8 >>autocast: implementation ================================================================== */
+
+enum { AMPI_REGION_DEPTH = 32 };
+
+typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; } ampi_region;
+
+/* The stack of regions of this thread. */
+static AMPI_THREAD_LOCAL ampi_region ampi_regions[AMPI_REGION_DEPTH];
+static AMPI_THREAD_LOCAL int ampi_region_count;
+
+/* The innermost region of this context, or NULL. */
+static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
+    int i = ampi_region_count;
+    while (--i >= 0)
+        if (ampi_regions[i].amp == amp) return &ampi_regions[i].desc;
+    return NULL;
+}
+
+AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi) {
+    const amp_autocast_desc *outer;
+    amp_autocast_desc d;
+    amp_choice choice;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_begin", "amp is NULL");
+    AMPI_TRY(ampi_check_abi("amp_autocast_begin", abi, AMP_ABI(amp_autocast_desc)));
+    if (ampi_region_count == AMPI_REGION_DEPTH)
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_begin", "%d regions are open on this thread, which is the limit; is an amp_autocast_end missing", AMPI_REGION_DEPTH);
+    memset(&d, 0, sizeof d);
+    if (desc != NULL) d = *desc;
+    if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
+    if ((int)d.mode < 0 || d.mode > AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".mode = %d, must be 0 to 2", (int)d.mode);
+    outer = ampi_region_of(amp);
+    if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
+    if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
+    if (amp->desc.disable_cache) d.disable_cache = 1;
+    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = amp->desc.dtype;
+    else {
+        AMPI_TRY(amp_choose(&amp->machine, d.dtype, amp->desc.allow_fallback, &choice));
+        d.dtype = choice.dtype;
+    }
+    ampi_regions[ampi_region_count].amp = amp;
+    ampi_regions[ampi_region_count].desc = d;
+    ampi_region_count++;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_autocast_end(amp_context *amp) {
+    if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_end", "no region is open on this thread");
+    if (ampi_regions[ampi_region_count - 1].amp != amp)
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_end", "the innermost region of this thread belongs to another context");
+    ampi_region_count--;
+    return AMP_OK;
+}
+
+AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out) {
+    const amp_autocast_desc *d = amp ? ampi_region_of(amp) : NULL;
+    if (d == NULL) return 0;
+    if (out != NULL) *out = *d;
+    return !d->disable && amp->desc.level != AMP_LEVEL_O0;
+}
+
+/* ---- Policies */
+
+/* Rows: operators in the order of amp_operator.  Columns: FUSED and TORCH (PyTorch's CUDA lists). */
+static const uint8_t ampi_policy_table[AMPI_BUILTIN_OPS][2] = {
+    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* none */
+    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* linear */
+    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* matmul */
+    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* gemm */
+    {AMP_CAST_LOWER, AMP_CAST_LOWER},               /* attention: scaled_dot_product_attention */
+    {AMP_CAST_FP32_STORE, AMP_CAST_FP32},           /* layernorm */
+    {AMP_CAST_FP32_STORE, AMP_CAST_FP32},           /* rmsnorm */
+    {AMP_CAST_FP32_STORE, AMP_CAST_FP32},           /* softmax */
+    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* activation */
+    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* swiglu */
+    {AMP_CAST_FP32, AMP_CAST_FP32},                 /* cross_entropy: log_softmax and nll_loss */
+    {AMP_CAST_FP32, AMP_CAST_FP32},                 /* mse */
+    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* embedding */
+    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH},   /* dropout */
+    {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}    /* add */
+};
+
+static const char *const ampi_op_names[AMPI_BUILTIN_OPS] = {
+    "none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm", "softmax", "activation", "swiglu",
+    "cross_entropy", "mse", "embedding", "dropout", "add"
+};
+
+static int ampi_op_exists(const amp_context *amp, int32_t op) {
+    return (op > AMP_OP_NONE && op < AMPI_BUILTIN_OPS) || (op >= AMP_OP_USER && op - AMP_OP_USER < amp->n_ops);
+}
+
+static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_policy table, amp_rule *rule) {
+    *rule = AMP_BY_REGION;
+    if (op >= AMP_OP_USER) return amp->ops[op - AMP_OP_USER].policy;
+    if (amp->override_policy[op] != AMP_CAST_DEFAULT) { *rule = AMP_BY_OPERATOR; return amp->override_policy[op]; }
+    return (amp_cast_policy)ampi_policy_table[op][table == AMP_POLICY_TORCH];
+}
+
+/* The last override whose pattern matches, AMP_DTYPE_DEFAULT without one. */
+static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
+    int64_t i = amp->n_layers;
+    if (layer == NULL) return AMP_DTYPE_DEFAULT;
+    while (--i >= 0)
+        if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
+    return AMP_DTYPE_DEFAULT;
+}
+
+/* Eligible for casting: floating, and not fp64. */
+static int ampi_eligible(amp_dtype dtype) {
+    return dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16 || dtype == AMP_E4M3 || dtype == AMP_E5M2;
+}
+
+/* The dtype that holds both without loss of range or precision. */
+static amp_dtype ampi_wider(amp_dtype a, amp_dtype b) {
+    if (a == AMP_DTYPE_DEFAULT || a == b) return b;
+    return b == AMP_DTYPE_DEFAULT ? a : AMP_F32;
+}
+
+static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
+    amp_dtype widest = AMP_DTYPE_DEFAULT;
+    int32_t i;
+    for (i = 0; i < n; i++)
+        if (ampi_eligible(inputs[i])) widest = ampi_wider(widest, inputs[i]);
+    if (widest == AMP_DTYPE_DEFAULT) widest = n > 0 && inputs[0] == AMP_F64 ? AMP_F64 : AMP_F32;
+    return widest;
+}
+
+static amp_dtype ampi_stored(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
+
+/* Applies a policy to the widest input; dtype is the region's or the layer's. */
+static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype widest, amp_plan *out) {
+    switch (policy) {
+        case AMP_CAST_LOWER: out->compute = dtype; out->result = ampi_stored(dtype); break;
+        case AMP_CAST_FP32: out->compute = out->result = AMP_F32; break;
+        case AMP_CAST_FP32_STORE: out->compute = AMP_F32; out->result = widest; break;
+        case AMP_CAST_PROMOTE:
+            out->result = ampi_wider(widest, ampi_stored(dtype));
+            out->compute = out->result == AMP_F32 && dtype == AMP_TF32 ? AMP_TF32 : out->result;
+            break;
+        default: out->compute = out->result = widest; break;
+    }
+}
+
+/* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
+AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
+                                       const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    const amp_autocast_desc *region;
+    amp_cast_policy policy;
+    amp_dtype widest, layer_dtype;
+    if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
+    if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
+    memset(out, 0, sizeof *out);
+    region = ampi_region_of(amp);
+    widest = ampi_widest(inputs, n);
+    out->mode = region ? region->mode : amp->desc.mode;
+    out->compute = out->result = widest;
+    out->rule = AMP_BY_STORAGE;
+    if (region == NULL || region->disable) return AMP_OK;
+    if (amp->desc.level == AMP_LEVEL_O0) { out->rule = AMP_BY_LEVEL; return AMP_OK; }
+    policy = ampi_policy_of(amp, op, region->policy, &out->rule);
+    if (policy == AMP_CAST_BANNED)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)",
+                         op < AMPI_BUILTIN_OPS ? ampi_op_names[op] : amp->ops[op - AMP_OP_USER].name);
+    if (widest == AMP_F64) return AMP_OK;
+    layer_dtype = ampi_layer_dtype(amp, layer);
+    if (layer_dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
+    ampi_apply_policy(policy, layer_dtype != AMP_DTYPE_DEFAULT ? layer_dtype : region->dtype, widest, out);
+    return AMP_OK;
+}
+
+static amp_result ampi_decide2(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b, amp_plan *plan) {
+    amp_dtype inputs[2];
+    inputs[0] = a;
+    inputs[1] = b;
+    return amp_autocast_decide(amp, op, layer, inputs, 2, plan);
+}
+
+AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b) {
+    amp_plan plan;
+    return ampi_decide2(amp, op, layer, a, b, &plan) == AMP_OK ? plan.compute : AMP_DTYPE_DEFAULT;
+}
+
+AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b) {
+    amp_plan plan;
+    return ampi_decide2(amp, op, layer, a, b, &plan) == AMP_OK ? plan.result : AMP_DTYPE_DEFAULT;
+}
+
+static int ampi_is_cast_policy(amp_cast_policy policy) { return (int)policy >= 0 && policy <= AMP_CAST_BANNED; }
+
+AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op) {
+    amp_result result;
+    int64_t i;
+    if (amp == NULL || name == NULL || op == NULL) return ampi_fail(AMP_ERR_NULL, "amp_operator_register", "amp, name or op is NULL");
+    if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
+    if (strlen(name) >= sizeof amp->ops->name) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
+    for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
+        if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_op_names[i] : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
+            return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s exists already", name);
+    ampi_lock(amp);
+    result = ampi_grow(amp, "amp_operator_register", (void **)&amp->ops, amp->n_ops, &amp->op_room, sizeof *amp->ops);
+    if (result == AMP_OK) {
+        snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
+        amp->ops[amp->n_ops].policy = policy;
+        *op = AMP_OP_USER + (int32_t)amp->n_ops++;
+    }
+    ampi_unlock(amp);
+    return result;
+}
+
+AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_operator_override", "amp is NULL");
+    if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is no built-in operator", op);
+    if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
+    amp->override_policy[op] = policy;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype) {
+    amp_choice choice;
+    amp_result result;
+    int64_t i, kept = 0;
+    if (amp == NULL || pattern == NULL) return ampi_fail(AMP_ERR_NULL, "amp_layer_override", "amp or pattern is NULL");
+    if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
+    memset(&choice, 0, sizeof choice);
+    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(amp_choose(&amp->machine, dtype, amp->desc.allow_fallback, &choice));
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_layers; i++)
+        if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
+    amp->n_layers = kept;
+    result = dtype == AMP_DTYPE_DEFAULT ? AMP_OK : ampi_grow(amp, "amp_layer_override", (void **)&amp->layers, amp->n_layers, &amp->layer_room, sizeof *amp->layers);
+    if (result == AMP_OK && dtype != AMP_DTYPE_DEFAULT) {
+        snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
+        amp->layers[amp->n_layers++].dtype = choice.dtype;
+    }
+    ampi_unlock(amp);
+    return result;
+}
+
+/* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.
+   Everything here runs with the context's lock held, the making included, so that a copy is made once. */
+
+static void ampi_cache_remove(amp_context *amp, int64_t i) {
+    ampi_free_locked(amp, amp->cache[i].data);
+    amp->cache_info.entries--;
+    amp->cache_info.bytes -= amp->cache[i].bytes;
+    amp->cache[i] = amp->cache[--amp->n_cache];
+}
+
+static void ampi_cache_drop(amp_context *amp, uint64_t id) {
+    int64_t i = amp->n_cache;
+    while (--i >= 0)
+        if (amp->cache[i].id == id) ampi_cache_remove(amp, i);
+}
+
+/* Frees the least recently used copies nobody is reading until `more` bytes fit under the limit. */
+static void ampi_cache_make_room(amp_context *amp, int64_t more) {
+    while (amp->desc.cache_limit > 0 && amp->cache_info.bytes + more > amp->desc.cache_limit) {
+        int64_t oldest = -1, i;
+        for (i = 0; i < amp->n_cache; i++) {
+            const ampi_cache_entry *e = &amp->cache[i];
+            if (e->users == 0 && e->kind != AMPI_PACK_CAST && (oldest < 0 || e->last_use < amp->cache[oldest].last_use)) oldest = i;
+        }
+        if (oldest < 0) return;
+        ampi_cache_remove(amp, oldest);
+        amp->cache_info.evictions++;
+    }
+}
+
+static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t *new_inf, amp_k_pack *out) {
+    memset(out, 0, sizeof *out);
+    out->b = p->weight.data;
+    out->b_dtype = p->weight.dtype;
+    out->compute = dtype;
+    out->trans_b = kind == AMPI_PACK_FORWARD;
+    out->k = p->weight.shape[kind == AMPI_PACK_FORWARD ? 1 : 0];
+    out->n = p->weight.shape[kind == AMPI_PACK_FORWARD ? 0 : 1];
+    out->ldb = p->weight.shape[1];
+    out->new_inf = new_inf;
+}
+
+/* Fills the entry's memory from the weight. */
+static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
+    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : NULL;
+    amp_k_pack pack;
+    amp_k_cast cast;
+    if (e->kind != AMPI_PACK_CAST) {
+        ampi_pack_args(p, e->dtype, e->kind, new_inf, &pack);
+        return amp->backend->gemm_pack(amp->dev, &pack, e->data, amp->desc.stream);
+    }
+    memset(&cast, 0, sizeof cast);
+    cast.dst = e->data;
+    cast.dst_dtype = e->dtype;
+    cast.src = p->weight.data;
+    cast.src_dtype = p->weight.dtype;
+    cast.n = amp_tensor_count(&p->weight);
+    cast.new_inf = new_inf;
+    return amp->backend->cast(amp->dev, &cast, amp->desc.stream);
+}
+
+static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind) {
+    amp_k_pack pack;
+    if (kind == AMPI_PACK_CAST) return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(dtype);
+    ampi_pack_args(p, dtype, kind, NULL, &pack);
+    return (int64_t)amp->backend->gemm_pack_size(amp->dev, &pack);
+}
+
+static amp_result ampi_cache_add(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t bytes, int64_t *index) {
+    ampi_cache_entry e;
+    memset(&e, 0, sizeof e);
+    e.id = p->id;
+    e.dtype = dtype;
+    e.kind = kind;
+    e.bytes = bytes;
+    AMPI_TRY(ampi_grow(amp, "cast cache", (void **)&amp->cache, amp->n_cache, &amp->cache_room, sizeof *amp->cache));
+    ampi_cache_make_room(amp, bytes);
+    AMPI_TRY(ampi_alloc_locked(amp, AMPI_PART_CACHE, &e.data, bytes));
+    *index = amp->n_cache;
+    amp->cache[amp->n_cache++] = e;
+    amp->cache_info.entries++;
+    amp->cache_info.bytes += bytes;
+    return AMP_OK;
+}
+
+static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+    ampi_cache_entry *e;
+    int64_t i, bytes;
+    for (i = 0; i < amp->n_cache; i++)
+        if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
+    if (i == amp->n_cache) {
+        bytes = ampi_cache_bytes(amp, p, dtype, kind);
+        if (bytes == 0) return AMP_OK;
+        AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
+    }
+    e = &amp->cache[i];
+    if (e->version == p->version) amp->cache_info.hits++;
+    else {
+        amp_result result = ampi_cache_fill(amp, p, e);
+        if (result != AMP_OK) { ampi_cache_remove(amp, i); return result; }
+        e->version = p->version;
+        amp->cache_info.misses++;
+    }
+    e->last_use = ++amp->clock;
+    e->users++;
+    *data = e->data;
+    return AMP_OK;
+}
+
+/* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
+   or the kernels have no use for one.  ampi_cache_put ends its use. */
+static amp_result ampi_cache_get(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+    const amp_autocast_desc *region = ampi_region_of(amp);
+    amp_result result;
+    *data = NULL;
+    if (p->id == 0 || amp->desc.disable_cache || (region && region->disable_cache)) return AMP_OK;
+    ampi_lock(amp);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, data);
+    ampi_unlock(amp);
+    return result;
+}
+
+static void ampi_cache_put(amp_context *amp, const void *data) {
+    int64_t i;
+    if (data == NULL) return;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_cache; i++)
+        if (amp->cache[i].data == data) { amp->cache[i].users--; break; }
+    ampi_unlock(amp);
+}
+
+AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
+    const void *data = NULL;
+    amp_result result;
+    if (amp == NULL || param == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_cast", "amp, param or out is NULL");
+    if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
+    if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
+    if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
+    ampi_lock(amp);
+    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, &data);
+    ampi_unlock(amp);
+    if (result != AMP_OK) return result;
+    ampi_cache_put(amp, data);
+    *out = param->weight;
+    memcpy(&out->data, &data, sizeof out->data);
+    out->dtype = dtype;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cast_cache_info", "amp or out is NULL");
+    ampi_lock(amp);
+    *out = amp->cache_info;
+    out->limit = amp->desc.cache_limit;
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
+AMP_API void amp_cast_cache_clear(amp_context *amp) {
+    int64_t i;
+    if (amp == NULL) return;
+    ampi_lock(amp);
+    for (i = amp->n_cache - 1; i >= 0; i--)
+        if (amp->cache[i].users == 0) ampi_cache_remove(amp, i);
+    ampi_unlock(amp);
+}
+
+/* ==== 9 >>operators: implementation =================================================================
+   Each function checks its op struct, asks section 8 for the plan, translates to kernel arguments and
+   calls the backend.                                                                                   */
+
+/* The first lines of every operator. */
+static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours) {
+    if (amp == NULL || op == NULL) return ampi_fail(AMP_ERR_NULL, function, "amp or op is NULL");
+    return ampi_check_abi(function, abi, ours);
+}
+
+static amp_result ampi_backward_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, const amp_plan *plan) {
+    AMPI_TRY(ampi_op_begin(function, amp, op, abi, ours));
+    if (plan->compute == AMP_DTYPE_DEFAULT) return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
+    if (plan->mode == AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, which keeps nothing for a backward");
+    return AMP_OK;
+}
+
+/* A gradient or input that must have the rows of `like`, if it is there at all. */
+static amp_result ampi_rows_like(const char *function, const char *field, const amp_tensor *t, const char *other, const amp_mat *like, amp_mat *out) {
+    AMPI_TRY(ampi_rows(function, field, t, out));
+    return ampi_check_same_rows(function, field, out, other, like);
+}
+
+static amp_result ampi_optional_rows(const char *function, const char *field, const amp_tensor *t, const char *other, const amp_mat *like, amp_mat *out) {
+    memset(out, 0, sizeof *out);
+    return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
+}
+
+/* A parameter of this exact shape; cols 0 for a vector. */
+static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows, int64_t cols) {
+    char shape[64];
+    AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
+    if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
+    if (cols == 0 ? (p->weight.ndim == 1 && p->weight.shape[0] == rows)
+                  : (p->weight.ndim == 2 && p->weight.shape[0] == rows && p->weight.shape[1] == cols)) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s%.0lld]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
+                     (long long)rows, cols ? ", " : "", (long long)cols);
+}
+
+static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
+static const char *ampi_layer_name(const char *layer, const amp_param *p) { return layer ? layer : p ? p->name : NULL; }
+
+/* What a kernel found out of range: read back at once where the host can, otherwise at the next wait. */
+static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->backend->host_visible ? here : amp->bad_row; }
+
+/* ---- Linear */
+
+static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op, amp_mat *x, amp_mat *y) {
+    if (op->weight == NULL) return ampi_fail(AMP_ERR_NULL, function, ".weight is NULL");
+    AMPI_TRY(ampi_rows(function, "x", &op->x, x));
+    AMPI_TRY(ampi_rows(function, "y", &op->y, y));
+    AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
+    if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, 0));
+    if (x->rows != y->rows)
+        return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows, (long long)y->rows);
+    if (op->act != AMP_ACT_NONE && op->act != AMP_ACT_GELU && op->act != AMP_ACT_GELU_ERF && op->act != AMP_ACT_RELU)
+        return ampi_fail(AMP_ERR_RANGE, function, ".act = %d, must be NONE, GELU, GELU_ERF or RELU", (int)op->act);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
+    const char *f = "amp_linear";
+    amp_mat x, y, pre;
+    amp_k_gemm g;
+    amp_plan plan;
+    amp_result result;
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
+    AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
+    AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype, &plan));
+    memset(&g, 0, sizeof g);
+    g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
+    g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
+    g.b = op->weight->weight.data; g.b_dtype = op->weight->weight.dtype; g.ldb = x.cols; g.trans_b = 1;
+    g.c = y.data; g.c_dtype = y.dtype; g.ldc = y.ld;
+    g.alpha = 1; g.compute = plan.compute; g.act = op->act;
+    if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
+    if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
+    if (plan.compute != AMP_F32) AMPI_TRY(ampi_cache_get(amp, op->weight, plan.compute, AMPI_PACK_FORWARD, &g.packed_b));
+    result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+    ampi_cache_put(amp, g.packed_b);
+    if (result == AMP_OK) op->plan = plan;
+    return result;
+}
+
+/* dy becomes the gradient before the activation. */
+static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy) {
+    const amp_tensor *in = op->act == AMP_ACT_RELU && op->pre.data == NULL ? &op->y : &op->pre;     /* relu(x) > 0 where x > 0 */
+    amp_k_activation a;
+    if (in->data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".pre has no data; backward through GELU needs what forward writes there");
+    if (!ampi_is_contiguous(in) || !ampi_is_contiguous(&op->dy)) return ampi_fail(AMP_ERR_SHAPE, f, ".dy and .pre must be contiguous with an activation");
+    memset(&a, 0, sizeof a);
+    a.act = op->act;
+    a.n = dy->rows * dy->cols;
+    a.x = in->data; a.x_dtype = in->dtype;
+    a.dy = dy->data; a.y_dtype = dy->dtype;
+    a.dx = dy->data;
+    if (a.x_dtype != a.y_dtype) return ampi_fail(AMP_ERR_DTYPE, f, ".dy is %s, must have the dtype of .pre (%s)", amp_dtype_name(a.y_dtype), amp_dtype_name(a.x_dtype));
+    return amp->backend->activation_backward(amp->dev, &a, amp->desc.stream);
+}
+
+static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op, const amp_mat *x, const amp_mat *dy) {
+    amp_param *w = op->weight;
+    amp_k_gemm g;
+    memset(&g, 0, sizeof g);
+    g.m = dy->cols; g.n = x->cols; g.k = x->rows; g.batch = 1;
+    g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld; g.trans_a = 1;
+    g.b = x->data; g.b_dtype = x->dtype; g.ldb = x->ld;
+    g.c = w->grad.data; g.c_dtype = w->grad.dtype; g.ldc = x->cols;
+    g.alpha = 1; g.beta = w->grad_live ? 1.0f : 0.0f; g.compute = op->plan.compute;
+    AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
+    w->grad_live = 1;
+    return AMP_OK;
+}
+
+static amp_result ampi_linear_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
+    amp_k_column_sum s;
+    memset(&s, 0, sizeof s);
+    s.x = *dy;
+    s.out = bias->grad.data;
+    s.out_dtype = bias->grad.dtype;
+    s.add = bias->grad_live;
+    AMPI_TRY(amp->backend->column_sum(amp->dev, &s, amp->desc.stream));
+    bias->grad_live = 1;
+    return AMP_OK;
+}
+
+static amp_result ampi_linear_dx(amp_context *amp, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx) {
+    amp_k_gemm g;
+    amp_result result;
+    memset(&g, 0, sizeof g);
+    g.m = dx->rows; g.n = dx->cols; g.k = dy->cols; g.batch = 1;
+    g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld;
+    g.b = op->weight->weight.data; g.b_dtype = op->weight->weight.dtype; g.ldb = dx->cols;
+    g.c = dx->data; g.c_dtype = dx->dtype; g.ldc = dx->ld;
+    g.alpha = 1; g.compute = op->plan.compute;
+    if (g.compute != AMP_F32) AMPI_TRY(ampi_cache_get(amp, op->weight, g.compute, AMPI_PACK_BACKWARD, &g.packed_b));
+    result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+    ampi_cache_put(amp, g.packed_b);
+    return result;
+}
+
+AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
+    const char *f = "amp_linear_backward";
+    amp_mat x, y, dy, dx;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), &op->plan));
+    AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
+    AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
+    if (op->act != AMP_ACT_NONE) AMPI_TRY(ampi_linear_activation_backward(amp, f, op, &dy));
+    if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy));
+    if (ampi_wants_grad(op->bias)) AMPI_TRY(ampi_linear_dbias(amp, op->bias, &dy));
+    return dx.data ? ampi_linear_dx(amp, op, &dy, &dx) : AMP_OK;
+}
+
+/* ---- Batched matmul */
+
+/* One operand of a batched product: a matrix per batch, of any even stride. */
+typedef struct ampi_operand { const void *data; amp_dtype dtype; int64_t batch, rows, cols, ld, stride; } ampi_operand;
+
+static amp_result ampi_operand_of(const char *f, const char *field, const amp_tensor *t, ampi_operand *out) {
+    AMPI_TRY(ampi_check_tensor(f, field, t));
+    if (t->ndim != 2 && t->ndim != 3) return ampi_fail(AMP_ERR_SHAPE, f, ".%s has %d dimensions, must be [batch, rows, cols] or [rows, cols]", field, t->ndim);
+    out->data = t->data;
+    out->dtype = t->dtype;
+    out->batch = t->ndim == 3 ? t->shape[0] : 1;
+    out->rows = t->shape[t->ndim - 2];
+    out->cols = t->shape[t->ndim - 1];
+    out->ld = ampi_stride(t, t->ndim - 2);
+    out->stride = t->ndim == 3 ? ampi_stride(t, 0) : 0;
+    return AMP_OK;
+}
+
+/* c = alpha op(a) op(b), shapes checked. */
+static amp_result ampi_batched_gemm(amp_context *amp, const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
+                                    const ampi_operand *c, float alpha, amp_dtype compute) {
+    amp_k_gemm g;
+    memset(&g, 0, sizeof g);
+    g.m = trans_a ? a->cols : a->rows;
+    g.k = trans_a ? a->rows : a->cols;
+    g.n = trans_b ? b->rows : b->cols;
+    g.batch = c->batch;
+    if (g.k != (trans_b ? b->cols : b->rows) || c->rows != g.m || c->cols != g.n || a->batch != c->batch || b->batch != c->batch)
+        return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
+                         (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
+                         (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
+                         (long long)c->batch, (long long)c->rows, (long long)c->cols);
+    g.a = a->data; g.a_dtype = a->dtype; g.lda = a->ld; g.stride_a = a->stride; g.trans_a = trans_a;
+    g.b = b->data; g.b_dtype = b->dtype; g.ldb = b->ld; g.stride_b = b->stride; g.trans_b = trans_b;
+    memcpy(&g.c, &c->data, sizeof g.c); g.c_dtype = c->dtype; g.ldc = c->ld; g.stride_c = c->stride;
+    g.alpha = alpha; g.compute = compute;
+    return amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+}
+
+AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
+    const char *f = "amp_matmul";
+    ampi_operand a, b, y;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
+    AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
+    AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
+    AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, &plan));
+    AMPI_TRY(ampi_batched_gemm(amp, f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+/* With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; a transposed operand takes the transposed product. */
+AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
+    const char *f = "amp_matmul_backward";
+    ampi_operand a, b, dy, da, db;
+    float alpha;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), &op->plan));
+    alpha = op->alpha == 0 ? 1 : op->alpha;
+    AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
+    AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
+    AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
+    if (op->da.data) {
+        AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
+        if (op->trans_a) AMPI_TRY(ampi_batched_gemm(amp, f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute));
+        else AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute));
+    }
+    if (op->db.data) {
+        AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
+        if (op->trans_b) AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute));
+        else AMPI_TRY(ampi_batched_gemm(amp, f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute));
+    }
+    return AMP_OK;
+}
+
+/* ---- The BLAS-shaped GEMM */
+
+static amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc) {
+    int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
+    int64_t need_a = row != ta ? k : m, need_b = row != tb ? n : k, need_c = row ? n : m;
+    if (!row && order != AMP_COL_MAJOR) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "order = %d, must be 101 (row major) or 102 (column major)", order);
+    if (trans_a < AMP_NO_TRANS || trans_a > AMP_CONJ_TRANS) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_a = %d, must be 111, 112 or 113", trans_a);
+    if (trans_b < AMP_NO_TRANS || trans_b > AMP_CONJ_TRANS) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_b = %d, must be 111, 112 or 113", trans_b);
+    if (m < 0 || n < 0 || k < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "m = %lld, n = %lld, k = %lld, must be 0 or more", (long long)m, (long long)n, (long long)k);
+    if (lda < AMPI_MAX(need_a, 1)) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "lda = %lld, must be at least %lld", (long long)lda, (long long)AMPI_MAX(need_a, 1));
+    if (ldb < AMPI_MAX(need_b, 1)) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldb = %lld, must be at least %lld", (long long)ldb, (long long)AMPI_MAX(need_b, 1));
+    if (ldc < AMPI_MAX(need_c, 1)) return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "ldc = %lld, must be at least %lld", (long long)ldc, (long long)AMPI_MAX(need_c, 1));
+    return AMP_OK;
+}
+
+/* Column major is row major with everything transposed: C^T = op(B)^T op(A)^T. */
+AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
+                            int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
+                            const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+    int swap = order == AMP_COL_MAJOR;
+    amp_plan plan;
+    amp_k_gemm g;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "amp is NULL");
+    AMPI_TRY(ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc));
+    if (m == 0 || n == 0) return AMP_OK;
+    if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
+    memset(&g, 0, sizeof g);
+    g.m = swap ? n : m; g.n = swap ? m : n; g.k = k; g.batch = 1;
+    g.a = swap ? b : a; g.lda = swap ? ldb : lda; g.trans_a = (swap ? trans_b : trans_a) != AMP_NO_TRANS;
+    g.b = swap ? a : b; g.ldb = swap ? lda : ldb; g.trans_b = (swap ? trans_a : trans_b) != AMP_NO_TRANS;
+    g.c = c; g.ldc = ldc;
+    g.a_dtype = g.b_dtype = g.c_dtype = AMP_F32;
+    g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
+    return amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+}
+
+/* ---- Attention */
+
+static amp_result ampi_attention_view(const char *f, const char *field, const amp_tensor *t, const int64_t shape[4], amp_dtype dtype, int64_t stride[3]) {
+    char text[64];
+    int i;
+    AMPI_TRY(ampi_check_tensor(f, field, t));
+    for (i = 0; i < 4; i++)
+        if (t->ndim != 4 || t->shape[i] != shape[i])
+            return ampi_fail(AMP_ERR_SHAPE, f, ".%s is %s, must be [%lld, %lld, %lld, %lld]", field, ampi_shape_text(t, text, sizeof text),
+                             (long long)shape[0], (long long)shape[1], (long long)shape[2], (long long)shape[3]);
+    if (t->dtype != dtype) return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must be %s like .q", field, amp_dtype_name(t->dtype), amp_dtype_name(dtype));
+    for (i = 0; i < 3; i++) stride[i] = ampi_stride(t, i);
+    return AMP_OK;
+}
+
+static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
+    if ((int)mask->kind < 0 || mask->kind > AMP_MASK_ARBITRARY) return ampi_fail(AMP_ERR_RANGE, f, ".mask.kind = %d, must be 0 to 5", (int)mask->kind);
+    if ((mask->kind == AMP_MASK_WINDOW || mask->kind == AMP_MASK_WINDOW_GLOBAL) && mask->window < 1)
+        return ampi_fail(AMP_ERR_RANGE, f, ".mask.window = %lld, must be 1 or more", (long long)mask->window);
+    if (mask->kind == AMP_MASK_WINDOW_GLOBAL && mask->global < 0) return ampi_fail(AMP_ERR_RANGE, f, ".mask.global = %lld, must be 0 or more", (long long)mask->global);
+    if (mask->kind == AMP_MASK_PREFIX && mask->prefix == NULL) return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
+    if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL) return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
+    return AMP_OK;
+}
+
+static amp_result ampi_attention_args(const char *f, const amp_attention_op *op, amp_k_attention *k) {
+    int64_t q_shape[4], k_shape[4];
+    memset(k, 0, sizeof *k);
+    AMPI_TRY(ampi_check_tensor(f, "q", &op->q));
+    AMPI_TRY(ampi_check_tensor(f, "k", &op->k));
+    if (op->q.ndim != 4 || op->k.ndim != 4) return ampi_fail(AMP_ERR_SHAPE, f, ".q and .k must be [batch, positions, heads, dim]");
+    memcpy(q_shape, op->q.shape, sizeof q_shape);
+    memcpy(k_shape, op->q.shape, sizeof k_shape);
+    k_shape[1] = op->k.shape[1];
+    AMPI_TRY(ampi_attention_view(f, "q", &op->q, q_shape, op->q.dtype, k->q_stride));
+    AMPI_TRY(ampi_attention_view(f, "k", &op->k, k_shape, op->q.dtype, k->k_stride));
+    AMPI_TRY(ampi_attention_view(f, "v", &op->v, k_shape, op->q.dtype, k->v_stride));
+    AMPI_TRY(ampi_attention_view(f, "o", &op->o, q_shape, op->q.dtype, k->o_stride));
+    AMPI_TRY(ampi_check_mask(f, &op->mask));
+    if (op->lse == NULL) return ampi_fail(AMP_ERR_NULL, f, ".lse is NULL");
+    k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
+    k->keys = k_shape[1];
+    k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
+    k->dtype = op->q.dtype;
+    k->scale = op->scale == 0 ? (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))) : op->scale;
+    k->mask = op->mask;
+    k->lse = op->lse;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint64_t abi) {
+    amp_k_attention k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin("amp_attention", amp, op, abi, AMP_ABI(amp_attention_op)));
+    AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, &plan));
+    k.compute = plan.compute;
+    AMPI_TRY(amp->backend->attention(amp->dev, &k, amp->desc.stream));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *op, uint64_t abi) {
+    const char *f = "amp_attention_backward";
+    int64_t k_shape[4];
+    amp_k_attention k;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_attention_op), &op->plan));
+    AMPI_TRY(ampi_attention_args(f, op, &k));
+    memcpy(k_shape, op->k.shape, sizeof k_shape);
+    AMPI_TRY(ampi_attention_view(f, "d_o", &op->d_o, op->q.shape, k.dtype, k.do_stride));
+    AMPI_TRY(ampi_attention_view(f, "dq", &op->dq, op->q.shape, k.dtype, k.dq_stride));
+    AMPI_TRY(ampi_attention_view(f, "dk", &op->dk, k_shape, k.dtype, k.dk_stride));
+    AMPI_TRY(ampi_attention_view(f, "dv", &op->dv, k_shape, k.dtype, k.dv_stride));
+    k.compute = op->plan.compute;
+    k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
+    return amp->backend->attention_backward(amp->dev, &k, amp->desc.stream);
+}
+
+/* ---- Norms */
+
+static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, amp_k_norm *k) {
+    memset(k, 0, sizeof *k);
+    AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
+    AMPI_TRY(ampi_optional_rows(f, "residual", &op->residual, "x", &k->x, &k->residual));
+    AMPI_TRY(ampi_optional_rows(f, "sum", &op->sum, "x", &k->x, &k->sum));
+    AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
+    if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
+    if (op->residual.data && op->sum.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual the sum is kept for backward");
+    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, 0));
+    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, 0));
+    if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
+        return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree", amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
+    if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
+    if (!(op->eps >= 0)) return ampi_fail(AMP_ERR_RANGE, f, ".eps = %g, must be positive (0: 1e-5)", (double)op->eps);
+    k->rms = rms;
+    k->eps = op->eps == 0 ? 1e-5f : op->eps;
+    if (op->weight) { k->weight = op->weight->weight.data; k->weight_dtype = op->weight->weight.dtype; }
+    if (op->bias) { k->bias = op->bias->weight.data; k->weight_dtype = op->bias->weight.dtype; }
+    k->mean = op->mean;
+    k->rstd = op->rstd;
+    return AMP_OK;
+}
+
+static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op *op, int rms, uint64_t abi) {
+    amp_k_norm k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
+    AMPI_TRY(ampi_norm_args(f, op, rms, &k));
+    AMPI_TRY(ampi_decide2(amp, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(amp->backend->norm(amp->dev, &k, amp->desc.stream));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_op *op, int rms, uint64_t abi) {
+    amp_param *w = op ? op->weight : NULL, *b = op ? op->bias : NULL;
+    amp_k_norm k;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_norm_op), &op->plan));
+    AMPI_TRY(ampi_norm_args(f, op, rms, &k));
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
+    AMPI_TRY(ampi_rows_like(f, "dx", &op->dx, "x", &k.x, &k.dx));
+    AMPI_TRY(ampi_optional_rows(f, "dsum", &op->dsum, "x", &k.x, &k.dsum));
+    if (k.sum.data) k.x = k.sum;
+    if (ampi_wants_grad(w)) { k.dweight = w->grad.data; k.dweight_dtype = w->grad.dtype; k.add = w->grad_live; }
+    if (ampi_wants_grad(b)) { k.dbias = b->grad.data; k.dweight_dtype = b->grad.dtype; k.add = b->grad_live; }
+    AMPI_TRY(amp->backend->norm_backward(amp->dev, &k, amp->desc.stream));
+    if (ampi_wants_grad(w)) w->grad_live = 1;
+    if (ampi_wants_grad(b)) b->grad_live = 1;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_layernorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_forward(amp, "amp_layernorm", op, 0, abi); }
+AMP_API amp_result amp_layernorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_backward(amp, "amp_layernorm_backward", op, 0, abi); }
+AMP_API amp_result amp_rmsnorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_forward(amp, "amp_rmsnorm", op, 1, abi); }
+AMP_API amp_result amp_rmsnorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_backward(amp, "amp_rmsnorm_backward", op, 1, abi); }
+
+/* ---- Softmax */
+
+/* A contiguous tensor as [batch, heads, queries, keys], missing leading dimensions 1. */
+static amp_result ampi_softmax_args(const char *f, const amp_softmax_op *op, amp_k_softmax *k) {
+    int64_t shape[4];
+    int i;
+    memset(k, 0, sizeof *k);
+    AMPI_TRY(ampi_check_tensor(f, "x", &op->x));
+    AMPI_TRY(ampi_check_tensor(f, "y", &op->y));
+    AMPI_TRY(ampi_check_mask(f, &op->mask));
+    if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y)) return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
+    if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes");
+    for (i = 0; i < 4; i++) shape[i] = i < 4 - op->x.ndim ? 1 : op->x.shape[i - (4 - op->x.ndim)];
+    k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
+    k->x = op->x.data; k->x_dtype = op->x.dtype;
+    k->y = op->y.data; k->y_dtype = op->y.dtype;
+    k->scale = op->scale == 0 ? 1 : op->scale;
+    k->mask = op->mask;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t abi) {
+    amp_k_softmax k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, abi, AMP_ABI(amp_softmax_op)));
+    AMPI_TRY(ampi_softmax_args("amp_softmax", op, &k));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(amp->backend->softmax(amp->dev, &k, amp->desc.stream));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+/* A gradient that is contiguous, with the count and dtype of its tensor. */
+static amp_result ampi_check_flat(const char *f, const char *field, const amp_tensor *t, int64_t n, amp_dtype dtype) {
+    AMPI_TRY(ampi_check_tensor(f, field, t));
+    if (!ampi_is_contiguous(t)) return ampi_fail(AMP_ERR_SHAPE, f, ".%s must be contiguous", field);
+    if (amp_tensor_count(t) != n) return ampi_fail(AMP_ERR_SHAPE, f, ".%s has %lld elements, must have %lld", field, (long long)amp_tensor_count(t), (long long)n);
+    if (dtype != AMP_DTYPE_DEFAULT && t->dtype != dtype) return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must be %s", field, amp_dtype_name(t->dtype), amp_dtype_name(dtype));
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, uint64_t abi) {
+    const char *f = "amp_softmax_backward";
+    amp_k_softmax k;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_softmax_op), &op->plan));
+    AMPI_TRY(ampi_softmax_args(f, op, &k));
+    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k.y_dtype));
+    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, amp_tensor_count(&op->x), k.x_dtype));
+    k.dy = op->dy.data;
+    k.dx = op->dx.data;
+    return amp->backend->softmax_backward(amp->dev, &k, amp->desc.stream);
+}
+
+/* ---- Activations */
+
+static amp_result ampi_activation_args(const char *f, const amp_activation_op *op, amp_k_activation *k) {
+    memset(k, 0, sizeof *k);
+    if (op->act <= AMP_ACT_NONE || op->act > AMP_ACT_RELU) return ampi_fail(AMP_ERR_RANGE, f, ".act = %d, must be 1 to 5", (int)op->act);
+    AMPI_TRY(ampi_check_flat(f, "x", &op->x, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat(f, "y", &op->y, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
+    k->act = op->act;
+    k->n = amp_tensor_count(&op->x);
+    k->x = op->x.data; k->x_dtype = op->x.dtype;
+    k->y = op->y.data; k->y_dtype = op->y.dtype;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
+    amp_k_activation k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op)));
+    AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(amp->backend->activation(amp->dev, &k, amp->desc.stream));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
+    const char *f = "amp_activation_backward";
+    amp_k_activation k;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), &op->plan));
+    AMPI_TRY(ampi_activation_args(f, op, &k));
+    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
+    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, k.x_dtype));
+    k.dy = op->dy.data;
+    k.dx = op->dx.data;
+    return amp->backend->activation_backward(amp->dev, &k, amp->desc.stream);
+}
+
+static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
+    memset(k, 0, sizeof *k);
+    AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
+    AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
+    return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
+}
+
+AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
+    amp_k_swiglu k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op)));
+    AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, &plan));
+    AMPI_TRY(amp->backend->swiglu(amp->dev, &k, amp->desc.stream));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
+    const char *f = "amp_swiglu_backward";
+    amp_k_swiglu k;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op), &op->plan));
+    AMPI_TRY(ampi_swiglu_args(f, op, &k));
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
+    AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
+    AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
+    return amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
+}
+
+/* ---- Losses */
+
+AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *op, uint64_t abi) {
+    const char *f = "amp_cross_entropy";
+    int32_t bad = 0;
+    amp_k_cross_entropy k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_cross_entropy_op)));
+    memset(&k, 0, sizeof k);
+    AMPI_TRY(ampi_rows(f, "logits", &op->logits, &k.logits));
+    AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k.logits, &k.dlogits));
+    if (op->labels == NULL || op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".labels or .loss is NULL");
+    if (op->classes < 0 || op->classes > k.logits.cols)
+        return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
+    if (!(op->label_smoothing >= 0 && op->label_smoothing <= 1)) return ampi_fail(AMP_ERR_RANGE, f, ".label_smoothing = %g, must be 0 to 1", (double)op->label_smoothing);
+    if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_CROSS_ENTROPY, op->layer, k.logits.dtype, AMP_DTYPE_DEFAULT, &plan));
+    k.classes = op->classes ? op->classes : k.logits.cols;
+    k.labels = op->labels;
+    k.ignore_index = op->ignore_index ? op->ignore_index : -100;
+    k.sum = op->reduction == AMP_REDUCTION_SUM;
+    k.smoothing = op->label_smoothing;
+    k.factor = op->factor == 0 ? 1 : op->factor;
+    k.seed = op->seed;
+    k.loss = op->loss;
+    k.losses = op->losses;
+    k.bad_label = ampi_bad_row(amp, &bad);
+    AMPI_TRY(amp->backend->cross_entropy(amp->dev, &k, amp->desc.stream));
+    if (bad != 0)
+        return ampi_fail(AMP_ERR_LABEL, f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", bad - 1, op->labels[bad - 1], (long long)k.classes - 1, k.ignore_index);
+    op->plan = plan;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
+    const char *f = "amp_mse";
+    amp_k_mse k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_mse_op)));
+    memset(&k, 0, sizeof k);
+    k.n = amp_tensor_count(&op->x);
+    AMPI_TRY(ampi_check_flat(f, "x", &op->x, k.n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat(f, "target", &op->target, k.n, AMP_DTYPE_DEFAULT));
+    if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, op->x.dtype));
+    if (op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".loss is NULL");
+    if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, &plan));
+    k.x = op->x.data; k.x_dtype = op->x.dtype;
+    k.target = op->target.data; k.target_dtype = op->target.dtype;
+    k.dx = op->dx.data;
+    k.sum = op->reduction == AMP_REDUCTION_SUM;
+    k.factor = op->factor == 0 ? 1 : op->factor;
+    k.seed = op->seed;
+    k.loss = op->loss;
+    AMPI_TRY(amp->backend->mse(amp->dev, &k, amp->desc.stream));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+/* ---- Embedding */
+
+static amp_result ampi_embedding_args(const char *f, const amp_embedding_op *op, amp_k_embedding *k) {
+    memset(k, 0, sizeof *k);
+    if (op->ids == NULL || op->table == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ids or .table is NULL");
+    AMPI_TRY(ampi_rows(f, "y", &op->y, &k->y));
+    AMPI_TRY(ampi_rows(f, "table", &op->table->weight, &k->table));
+    k->ids = op->ids;
+    k->n = k->y.rows;
+    k->seq = op->seq ? op->seq : AMPI_MAX(k->n, 1);
+    if (k->seq < 0) return ampi_fail(AMP_ERR_RANGE, f, ".seq = %lld, must be 1 or more (0: all rows)", (long long)op->seq);
+    AMPI_TRY(ampi_check_weight(f, "table", op->table, k->table.rows, k->y.cols));
+    if (op->positions == NULL) return AMP_OK;
+    AMPI_TRY(ampi_rows(f, "positions", &op->positions->weight, &k->positions));
+    if (k->positions.rows < AMPI_MIN(k->seq, k->n) || k->positions.cols != k->y.cols)
+        return ampi_fail(AMP_ERR_SHAPE, f, ".positions is [%lld, %lld], must be [at least %lld, %lld]", (long long)k->positions.rows, (long long)k->positions.cols,
+                         (long long)AMPI_MIN(k->seq, k->n), (long long)k->y.cols);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint64_t abi) {
+    const char *f = "amp_embedding";
+    int32_t bad = 0;
+    amp_k_embedding k;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
+    AMPI_TRY(ampi_embedding_args(f, op, &k));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT, &plan));
+    k.bad_id = ampi_bad_row(amp, &bad);
+    AMPI_TRY(amp->backend->embedding(amp->dev, &k, amp->desc.stream));
+    if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
+    op->plan = plan;
+    return AMP_OK;
+}
+
+static void ampi_grad_mat(const amp_param *p, const amp_mat *like, amp_mat *grad, int32_t *add) {
+    if (!ampi_wants_grad(p)) return;
+    *grad = *like;
+    grad->data = p->grad.data;
+    grad->dtype = p->grad.dtype;
+    *add = p->grad_live;
+}
+
+AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *op, uint64_t abi) {
+    const char *f = "amp_embedding_backward";
+    int32_t bad = 0;
+    amp_k_embedding k;
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op), &op->plan));
+    AMPI_TRY(ampi_embedding_args(f, op, &k));
+    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
+    ampi_grad_mat(op->table, &k.table, &k.dtable, &k.add_table);
+    ampi_grad_mat(op->positions, &k.positions, &k.dpositions, &k.add_positions);
+    k.bad_id = ampi_bad_row(amp, &bad);
+    AMPI_TRY(amp->backend->embedding_backward(amp->dev, &k, amp->desc.stream));
+    if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
+    if (k.dtable.data) op->table->grad_live = 1;
+    if (k.dpositions.data) op->positions->grad_live = 1;
+    return AMP_OK;
+}
+
+/* ---- Dropout */
+
+static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to, const char *to_name) {
+    amp_k_dropout k;
+    memset(&k, 0, sizeof k);
+    k.n = amp_tensor_count(from);
+    AMPI_TRY(ampi_check_flat(f, to_name, to, k.n, AMP_DTYPE_DEFAULT));
+    k.x = from->data; k.x_dtype = from->dtype;
+    k.y = to->data; k.y_dtype = to->dtype;
+    k.p = plan->mode == AMP_MODE_INFERENCE ? 0 : op->p;
+    k.seed = plan->random_seed;
+    k.offset = plan->random_offset;
+    return amp->backend->dropout(amp->dev, &k, amp->desc.stream);
+}
+
+AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
+    const char *f = "amp_dropout";
+    int64_t n;
+    amp_plan plan;
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op)));
+    if (!(op->p >= 0 && op->p < 1)) return ampi_fail(AMP_ERR_RANGE, f, ".p = %g, must be 0 to less than 1", (double)op->p);
+    n = amp_tensor_count(&op->x);
+    AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_decide2(amp, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, &plan));
+    plan.random_seed = amp->desc.seed;
+    ampi_lock(amp);
+    plan.random_offset = amp->random_offset;
+    if (op->p > 0 && plan.mode != AMP_MODE_INFERENCE) amp->random_offset += (uint64_t)n;
+    ampi_unlock(amp);
+    AMPI_TRY(ampi_dropout_run(amp, f, op, &plan, &op->x, &op->y, "y"));
+    op->plan = plan;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
+    const char *f = "amp_dropout_backward";
+    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op), &op->plan));
+    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
+    return ampi_dropout_run(amp, f, op, &op->plan, &op->dy, &op->dx, "dx");
+}
+
+/* ---- Add, cast, random state */
+
+AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y) {
+    amp_k_add k;
+    if (amp == NULL || a == NULL || b == NULL || y == NULL) return ampi_fail(AMP_ERR_NULL, "amp_add", "amp, a, b or y is NULL");
+    memset(&k, 0, sizeof k);
+    k.n = amp_tensor_count(a);
+    AMPI_TRY(ampi_check_flat("amp_add", "a", a, k.n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat("amp_add", "b", b, k.n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat("amp_add", "y", y, k.n, AMP_DTYPE_DEFAULT));
+    k.a = a->data; k.a_dtype = a->dtype;
+    k.b = b->data; k.b_dtype = b->dtype;
+    k.y = y->data; k.y_dtype = y->dtype;
+    k.alpha = k.beta = 1;
+    return amp->backend->add(amp->dev, &k, amp->desc.stream);
+}
+
+AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst) {
+    amp_k_cast k;
+    if (amp == NULL || src == NULL || dst == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cast", "amp, src or dst is NULL");
+    memset(&k, 0, sizeof k);
+    k.n = amp_tensor_count(src);
+    AMPI_TRY(ampi_check_flat("amp_cast", "src", src, k.n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_check_flat("amp_cast", "dst", dst, k.n, AMP_DTYPE_DEFAULT));
+    k.src = src->data; k.src_dtype = src->dtype;
+    k.dst = dst->data; k.dst_dtype = dst->dtype;
+    return amp->backend->cast(amp->dev, &k, amp->desc.stream);
+}
+
+AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix) {
+    int64_t values[2];
+    char key[64];
+    if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_save", "amp, state or prefix is NULL");
+    if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_save", "prefix has %zu bytes, at most 56", strlen(prefix));
+    values[0] = (int64_t)amp->desc.seed;
+    values[1] = (int64_t)amp->random_offset;
+    return amp_state_put(state, key, AMP_I64, values, 2);
+}
+
+AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
+    int64_t values[2];
+    char key[64];
+    if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_load", "amp, state or prefix is NULL");
+    if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_load", "prefix has %zu bytes, at most 56", strlen(prefix));
+    AMPI_TRY(amp_state_get(state, key, AMP_I64, values, 2));
+    amp->desc.seed = (uint64_t)values[0];
+    amp->random_offset = (uint64_t)values[1];
+    return AMP_OK;
+}
+
+/* ==== 10 >>gradients: implementation ================================================================
+   The host keeps what it decides (stages, tables, settings); everything a rule changes lives in device memory and
+   is changed there, so no call but the getters, save and load waits for the device. */
+
+typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
+
+struct amp_set {
+    amp_context *amp;
+    int64_t n;
+    amp_k_tensor *rows, *table;     /* the host's copy, and the device's */
+    amp_param **params;             /* of each row; NULL: the rows are ranges */
+    const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
+    amp_k_found *found;             /* device */
+    double clip_norm, divisor;
+    int32_t sharded;
+    int32_t unscaled;               /* 1: the last check multiplied */
+    ampi_stage stage;
+    amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
+    amp_set *next;                  /* ... and the next set in that scaler's list */
+};
+
+struct amp_scaler {
+    amp_context *amp;
+    amp_scaler_desc desc;           /* effective */
+    amp_k_scaler_rule rule;
+    amp_k_scaler *device;
+    amp_set *sets;                  /* checked since the last update */
+    int32_t checked;                /* 1: some set was, perhaps before a load */
+};
+
+struct amp_optimizer {
+    amp_context *amp;
+    amp_optimizer_desc desc;        /* effective */
+    amp_group *groups; const char **matches; char *text; int64_t text_bytes;
+    amp_set *set;
+    void *memory;                   /* device: moments and masters of all rows */
+    amp_k_outcome *ring;            /* device */
+    amp_k_outcome *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
+    void *events[AMP_OUTCOMES];
+    int64_t attempts, delivered, flushed;   /* steps so far; their outcomes taken, and made due by a flush */
+    int32_t micro;                  /* micro-batches of the cycle so far */
+};
+
+AMPI_PRIVATE int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
+/* The scaler, or NULL when it does nothing. */
+AMPI_PRIVATE amp_scaler *ampi_enabled(amp_scaler *scaler) { return scaler != NULL && !scaler->desc.disable ? scaler : NULL; }
+
+AMPI_PRIVATE amp_result ampi_wait(const amp_context *amp) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    return backend->stream_sync(dev, stream);
+}
+
+AMPI_PRIVATE amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src, size_t bytes) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    AMPI_TRY(backend->copy(dev, dst, src, bytes, AMP_COPY_TO_HOST, stream));
+    return backend->stream_sync(dev, stream);
+}
+
+/* Waits too, because src may be on the stack. */
+AMPI_PRIVATE amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
+    AMPI_TRY(amp_copy(amp, dst, src, (int64_t)bytes, AMP_COPY_TO_DEVICE));
+    return ampi_wait(amp);
+}
+
+AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const amp_set *set) {
+    amp_k_rule rule;
+    memset(&rule, 0, sizeof rule);
+    rule.kind = kind;
+    rule.step_rule.divisor = 1;
+    if (scaler != NULL) {
+        rule.scaler = scaler->device;
+        rule.scaler_rule = scaler->rule;
+    }
+    if (set != NULL) {
+        rule.found = set->found;
+        rule.step_rule.divisor = set->divisor;
+        rule.step_rule.clip_norm = set->clip_norm;
+        rule.step_rule.unscaled = set->unscaled;
+    }
+    return rule;
+}
+
+AMPI_PRIVATE amp_result ampi_run_rule(const amp_context *amp, const amp_k_rule *rule) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    return backend->rule(dev, rule, stream);
+}
+
+/* Replaces n texts (NULL allowed) by copies in one block. */
+AMPI_PRIVATE amp_result ampi_copy_texts(const amp_context *amp, const char *function, const char **texts, int64_t n, char **block, int64_t *bytes) {
+    int64_t i, at = 0;
+    *bytes = 0;
+    for (i = 0; i < n; i++) if (texts[i] != NULL) *bytes += (int64_t)strlen(texts[i]) + 1;
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)block, *bytes, 1));
+    for (i = 0; i < n; i++) {
+        if (texts[i] == NULL) continue;
+        memcpy(*block + at, texts[i], strlen(texts[i]) + 1);
+        texts[i] = *block + at;
+        at += (int64_t)strlen(texts[i]) + 1;
+    }
+    return AMP_OK;
+}
+
+/* ---- Sets */
+
+AMPI_PRIVATE void ampi_set_unlink(amp_set *set) {
+    amp_set **link;
+    set->stage = AMPI_READY;
+    if (set->scaler == NULL) return;
+    for (link = &set->scaler->sets; *link != set; link = &(*link)->next) {}
+    *link = set->next;
+    set->scaler = NULL;
+}
+
+AMPI_PRIVATE void ampi_set_enter(amp_set *set, amp_scaler *scaler, ampi_stage stage) {
+    if (scaler != NULL && set->scaler == NULL) {
+        set->scaler = scaler;
+        set->next = scaler->sets;
+        scaler->sets = set;
+    }
+    set->stage = stage;
+    if (scaler != NULL) scaler->checked = 1;
+}
+
+AMP_API void amp_set_destroy(amp_set *set) {
+    const amp_system *s;
+    if (set == NULL) return;
+    s = ampi_context_system(set->amp);
+    ampi_set_unlink(set);
+    amp_free(set->amp, set->table);
+    amp_free(set->amp, set->found);
+    ampi_free(s, set->rows, set->n, sizeof *set->rows);
+    ampi_free(s, set->params, set->n, sizeof *set->params);
+    ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
+    ampi_free(s, set->text, set->text_bytes, 1);
+    ampi_free(s, set, 1, sizeof *set);
+}
+
+/* A set of n rows that are still to be filled. */
+AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp_set **out, int64_t n, int with_params) {
+    const amp_system *s = ampi_context_system(amp);
+    amp_result r;
+    amp_set *set;
+    AMPI_TRY(ampi_alloc(s, function, (void **)out, 1, sizeof *set));
+    set = *out;
+    set->amp = amp;
+    set->n = n;
+    set->divisor = 1;
+    r = ampi_alloc(s, function, (void **)&set->rows, n, sizeof *set->rows);
+    if (r == AMP_OK) r = ampi_alloc(s, function, (void **)&set->names, n, sizeof *set->names);
+    if (r == AMP_OK && with_params) r = ampi_alloc(s, function, (void **)&set->params, n, sizeof *set->params);
+    if (r == AMP_OK) r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->table, n * (int64_t)sizeof *set->table);
+    if (r == AMP_OK) r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->found, (int64_t)sizeof *set->found);
+    if (r == AMP_OK) return AMP_OK;
+    amp_set_destroy(set);
+    *out = NULL;
+    return r;
+}
+
+/* Everything is filled in: to the device. */
+AMPI_PRIVATE amp_result ampi_set_finish(amp_set *set, double clip_norm, int32_t sharded, double accumulation) {
+    amp_k_found found;
+    memset(&found, 0, sizeof found);
+    found.first_bad = -1;
+    found.clip_coef = found.multiplier = found.factor = 1;
+    found.beta1_power = found.beta2_power = 1;
+    set->clip_norm = clip_norm;
+    set->sharded = sharded;
+    set->divisor = accumulation * (sharded ? 1 : ampi_world(set->amp));
+    AMPI_TRY(ampi_send(set->amp, set->found, &found, sizeof found));
+    return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
+}
+
+AMPI_PRIVATE amp_result ampi_check_gradient(const char *function, const amp_param *p) {
+    char a[64], b[64];
+    if (!ampi_is_contiguous(&p->weight) || !ampi_is_contiguous(&p->grad))
+        return ampi_fail(AMP_ERR_SHAPE, function, "%s: weight and gradient must be contiguous", p->name);
+    if (amp_tensor_count(&p->grad) < 0 || amp_tensor_count(&p->grad) != amp_tensor_count(&p->weight))
+        return ampi_fail(AMP_ERR_SHAPE, function, "%s: the gradient is %s, the weight %s", p->name,
+                         ampi_shape_text(&p->grad, a, sizeof a), ampi_shape_text(&p->weight, b, sizeof b));
+    if (p->grad.dtype != AMP_F32 && p->grad.dtype != p->weight.dtype)
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
+                         amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
+    if (!ampi_is_storage(p->weight.dtype))
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be fp32, fp16 or bf16", p->name, amp_dtype_name(p->weight.dtype));
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param *params, int64_t n, int64_t *with_grad) {
+    int64_t i, j;
+    *with_grad = 0;
+    for (i = 0; i < n; i++) {
+        if (params[i].name == NULL) return ampi_fail(AMP_ERR_NULL, function, "parameter %lld has no name", (long long)i);
+        if (params[i].grad.data == NULL) continue;
+        AMPI_TRY(ampi_check_gradient(function, &params[i]));
+        for (j = 0; j < i; j++)
+            if (strcmp(params[j].name, params[i].name) == 0) return ampi_fail(AMP_ERR_NAME, function, "two parameters are called %s", params[i].name);
+        ++*with_grad;
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t n) {
+    int64_t i, r = 0;
+    for (i = 0; i < n; i++) {
+        amp_param *p = &params[i];
+        amp_k_tensor *row = &set->rows[r];
+        if (p->grad.data == NULL) continue;
+        row->weight = p->weight.data;
+        row->weight_dtype = p->weight.dtype;
+        row->grad = p->grad.data;
+        row->grad_dtype = p->grad.dtype;
+        row->count = amp_tensor_count(&p->grad);
+        row->live = 1;
+        set->params[r] = p;
+        set->names[r++] = p->name;
+    }
+}
+
+AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+    int64_t i;
+    for (i = 0; i < set->n; i++) {
+        const amp_range *range = &ranges[i];
+        const char *name = range->name ? range->name : "range";
+        if (range->count < 0) return ampi_fail(AMP_ERR_RANGE, "amp_set_create", "%s %lld: count = %lld, must be 0 or more", name, (long long)i, (long long)range->count);
+        if (range->data == NULL && range->count > 0) return ampi_fail(AMP_ERR_NULL, "amp_set_create", "%s %lld: data is NULL", name, (long long)i);
+        if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
+            return ampi_fail(AMP_ERR_DTYPE, "amp_set_create", "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name, (long long)i, amp_dtype_name(range->dtype));
+        set->rows[i].grad = range->data;
+        set->rows[i].grad_dtype = range->dtype;
+        set->rows[i].count = range->count;
+        set->rows[i].live = 1;
+        set->names[i] = range->name;
+    }
+    return ampi_copy_texts(set->amp, "amp_set_create", set->names, set->n, &set->text, &set->text_bytes);
+}
+
+AMPI_PRIVATE amp_result ampi_check_clip(const char *function, double clip_norm) {
+    if (clip_norm >= 0 && amp_is_finite_f64(&clip_norm)) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, ".clip_norm = %g, must be 0 (none) or positive and finite", clip_norm);
+}
+
+AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi) {
+    int64_t n;
+    amp_result r;
+    AMPI_TRY(ampi_check_abi("amp_set_create", abi, AMP_ABI(amp_set_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_create", "amp, out or desc is NULL");
+    if (desc->n_params < 0 || desc->n_ranges < 0) return ampi_fail(AMP_ERR_RANGE, "amp_set_create", ".n_params or .n_ranges is negative");
+    if ((desc->params != NULL) == (desc->ranges != NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_create", "give .params or .ranges, %s", desc->params ? "not both" : "neither is there");
+    AMPI_TRY(ampi_check_clip("amp_set_create", desc->clip_norm));
+    n = desc->n_ranges;
+    if (desc->params != NULL) AMPI_TRY(ampi_check_params("amp_set_create", desc->params, desc->n_params, &n));
+    AMPI_TRY(ampi_set_new(amp, "amp_set_create", out, n, desc->params != NULL));
+    if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
+    r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
+    if (r == AMP_OK) r = ampi_set_finish(*out, desc->clip_norm, desc->sharded, 1);
+    if (r == AMP_OK) return AMP_OK;
+    amp_set_destroy(*out);
+    *out = NULL;
+    return r;
+}
+
+AMPI_PRIVATE const char *ampi_set_name(const amp_set *set, int64_t row) { return row < 0 || row >= set->n ? NULL : set->names[row]; }
+
+AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) {
+    amp_k_found f;
+    if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_found", "set or out is NULL");
+    AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
+    out->found_inf = ampi_is_set(f.found_inf);
+    out->norm = f.norm;
+    out->clip_coef = f.clip_coef;
+    out->first_bad = ampi_set_name(set, f.first_bad);
+    out->first_bad_index = f.first_bad;
+    return AMP_OK;
+}
+
+AMP_API const amp_k_found *amp_set_device(const amp_set *set) { return set ? set->found : NULL; }
+
+AMPI_PRIVATE amp_result ampi_set_scale(amp_set *set, const float *factor) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
+    amp_k_scale_ranges args;
+    memset(&args, 0, sizeof args);
+    args.table = set->table;
+    args.tensors = set->n;
+    args.factor = factor;
+    return backend->scale_ranges(dev, &args, stream);
+}
+
+AMP_API amp_result amp_set_apply(amp_set *set) {
+    amp_k_rule rule;
+    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_apply", "set is NULL");
+    AMPI_TRY(ampi_set_scale(set, &set->found->multiplier));
+    rule = ampi_rule(AMP_RULE_APPLIED, NULL, set);
+    return ampi_run_rule(set->amp, &rule);
+}
+
+/* Which rows have a gradient now.  With several ranks all take part in the sums, zeros where there is none. */
+AMPI_PRIVATE amp_result ampi_set_refresh(amp_set *set) {
+    int all = ampi_world(set->amp) > 1 && !set->sharded, changed = 0;
+    int64_t i;
+    if (set->params == NULL) return AMP_OK;
+    for (i = 0; i < set->n; i++) {
+        amp_k_tensor *row = &set->rows[i];
+        amp_param *p = set->params[i];
+        if (all && !p->grad_live) {
+            AMPI_TRY(amp_fill(set->amp, row->grad, 0, row->count * (int64_t)amp_dtype_size(row->grad_dtype)));
+            p->grad_live = 1;
+        }
+        changed |= row->live != (p->grad_live != 0);
+        row->live = p->grad_live != 0;
+    }
+    return changed ? amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE) : AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_reduce(const amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+    const amp_reducer *r = &ampi_settings(amp)->reducer;
+    void *dev, *stream;
+    int code;
+    if (ampi_world(amp) == 1 || count == 0) return AMP_OK;
+    ampi_backend(amp, &dev, &stream);
+    code = r->reduce(r->user, data, count, dtype, op, stream);
+    return code == 0 ? AMP_OK : ampi_fail(AMP_ERR_REDUCE, "reducer", "%lld x %s, %s: the hook returned %d", (long long)count,
+                                          amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
+}
+
+AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
+    amp_k_check args;
+    memset(&args, 0, sizeof args);
+    args.table = set->table;
+    args.tensors = set->n;
+    args.multiply = multiply;
+    args.found = set->found;
+    return backend->check(dev, &args, stream);
+}
+
+/* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
+   clip_each) is a rank's own affair, with its own average. */
+AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last, int apply_nonfinite) {
+    amp_k_rule rule;
+    int64_t i;
+    AMPI_TRY(ampi_set_refresh(set));
+    for (i = 0; last && !set->sharded && i < set->n; i++)
+        AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
+    set->unscaled = mode == AMP_CHECK_UNSCALE;
+    rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
+    rule.step_rule.divisor = divisor;
+    rule.step_rule.apply_nonfinite = apply_nonfinite && scaler == NULL;
+    AMPI_TRY(ampi_run_rule(set->amp, &rule));
+    AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL));
+    if (last) AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
+    if (last && set->sharded) AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
+    rule.kind = AMP_RULE_CHECKED;
+    return ampi_run_rule(set->amp, &rule);
+}
+
+/* ---- The loss scaler */
+
+typedef struct ampi_preset {
+    const char *name;
+    float init_scale, min_scale, max_scale;
+    int32_t growth_interval, hysteresis;
+    uint32_t bits;
+} ampi_preset;
+
+#define AMPI_POW2_126 8.5070591730234615866e37f
+#define AMPI_FLT_MAX 3.40282346638528859812e38f
+#define AMPI_TINY 1.17549435082228750797e-38f   /* 2^-126 */
+#define AMPI_NONE (-1.0f)                       /* AMP_NO_FLOOR, AMP_NO_CEILING */
+
+/* By amp_scaler_preset.  fairseq stops at or below 1e-4, so its floor is the next number above. */
+static const ampi_preset ampi_presets[] = {
+    {"default",         65536,        1,              AMPI_POW2_126, 2000, 1, AMP_SCALE_GUARDED},
+    {"torch",           65536,        AMPI_NONE,      AMPI_NONE,     2000, 1, AMP_GROWTH_REFUSES_INF},
+    {"apex",            65536,        AMPI_NONE,      16777216,      2000, 1, AMP_SCALE_GUARDED},
+    {"megatron",        4294967296.f, 1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
+    {"deepspeed",       65536,        1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
+    {"deepspeed_fused", 65536,        1,              AMPI_NONE,     1000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON},
+    {"fairseq",         32768,        1.00000005e-4f, AMPI_NONE,     2000, 1, AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT},
+    {"metaseq",         4,            0.03125f,       AMPI_NONE,     256,  1, AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT | AMP_WINDOW_MOVES},
+    {"flax",            65536,        AMPI_TINY,      AMPI_FLT_MAX,  2000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER},
+    {"keras",           32768,        1,              AMPI_NONE,     2000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF}
+};
+enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
+
+/* Not 0; by bits, so that NaN is not taken for "not given". */
+AMPI_PRIVATE int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
+
+/* Every 0 replaced by its value. */
+AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
+    const ampi_preset *p = &ampi_presets[d->preset];
+    int livelock = d->preset != AMP_SCALER_MEGATRON && d->preset != AMP_SCALER_DEEPSPEED;
+    if (!ampi_is_set(d->init_scale)) d->init_scale = p->init_scale;
+    if (!ampi_is_set(d->min_scale)) d->min_scale = p->min_scale;
+    if (!ampi_is_set(d->max_scale)) d->max_scale = p->max_scale;
+    if (d->growth_interval == 0) d->growth_interval = p->growth_interval;
+    if (d->hysteresis == 0) d->hysteresis = p->hysteresis;
+    if (!ampi_is_given(d->growth_factor)) d->growth_factor = 2;
+    if (!ampi_is_given(d->backoff_factor)) d->backoff_factor = 0.5;
+    if (!ampi_is_given(d->tolerance)) d->tolerance = d->hysteresis > 1 && livelock ? 0.25 : (double)AMP_ZERO;
+}
+
+AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
+    if (!amp_is_finite_f64(&growth) || !(growth > 1)) return ampi_fail(AMP_ERR_RANGE, function, ".growth_factor = %g, must be above 1 and finite", growth);
+    if (!amp_is_finite_f64(&backoff) || !(backoff > 0 && backoff < 1)) return ampi_fail(AMP_ERR_RANGE, function, ".backoff_factor = %g, must be between 0 and 1", backoff);
+    if (interval < 1 && interval != AMP_NO_INTERVAL)
+        return ampi_fail(AMP_ERR_RANGE, function, ".growth_interval = %d, must be 1 or more, or AMP_NO_INTERVAL", interval);
+    return AMP_OK;
+}
+
+AMPI_PRIVATE int ampi_is_none(float limit) { return ampi_bits_f32(limit) == ampi_bits_f32(AMPI_NONE); }
+
+AMPI_PRIVATE amp_result ampi_check_scale(const char *function, const char *field, float scale) {
+    if (ampi_is_usable(scale)) return AMP_OK;
+    return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
+}
+
+/* Settings with every default filled in.  torch takes any scale, as PyTorch does; flax's own ceiling is beyond the guard. */
+AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
+    int floor = !ampi_is_none(d->min_scale), ceiling = !ampi_is_none(d->max_scale);
+    int own = ampi_bits_f32(d->max_scale) == ampi_bits_f32(ampi_presets[d->preset].max_scale);
+    AMPI_TRY(ampi_check_factors(function, d->growth_factor, d->backoff_factor, d->growth_interval));
+    if (d->hysteresis < 1) return ampi_fail(AMP_ERR_RANGE, function, ".hysteresis = %d, must be 1 or more", d->hysteresis);
+    if (!amp_is_finite_f64(&d->tolerance) || !(d->tolerance <= 1) || (!(d->tolerance >= 0) && !ampi_is_none((float)d->tolerance)))
+        return ampi_fail(AMP_ERR_RANGE, function, ".tolerance = %g, must be 0 to 1, or AMP_ZERO", d->tolerance);
+    if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(function, ".init_scale", d->init_scale));
+    if (floor) AMPI_TRY(ampi_check_scale(function, ".min_scale", d->min_scale));
+    if (ceiling && !own) AMPI_TRY(ampi_check_scale(function, ".max_scale", d->max_scale));
+    if ((floor && d->init_scale < d->min_scale) || (ceiling && d->init_scale > d->max_scale))
+        return ampi_fail(AMP_ERR_RANGE, function, ".init_scale = %g, must be from .min_scale = %g to .max_scale = %g",
+                         (double)d->init_scale, (double)d->min_scale, (double)d->max_scale);
+    return AMP_OK;
+}
+
+/* The constants of the rule.  A ceiling of "none" is infinity, by its bits. */
+AMPI_PRIVATE amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
+    amp_k_scaler_rule r;
+    memset(&r, 0, sizeof r);
+    r.growth_factor = d->growth_factor;
+    r.backoff_factor = d->backoff_factor;
+    r.tolerance = d->tolerance > 0 ? d->tolerance : 0;
+    r.min_scale = d->min_scale > 0 ? d->min_scale : 0;
+    r.max_scale = d->max_scale > 0 ? d->max_scale : ampi_f32_of_bits(0x7f800000u);
+    r.growth_interval = d->growth_interval;
+    r.hysteresis = d->hysteresis;
+    r.bits = ampi_presets[d->preset].bits;
+    r.frozen = d->frozen != 0;
+    return r;
+}
+
+AMPI_PRIVATE amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
+    amp_k_scaler s;
+    memset(&s, 0, sizeof s);
+    s.scale = s.previous_scale = d->disable ? 1.0f : d->init_scale;
+    s.inv_scale = ampi_inverse(s.scale);
+    s.growth_interval = d->growth_interval;
+    s.hysteresis_left = d->hysteresis;
+    return s;
+}
+
+AMP_API amp_result amp_scaler_create_v(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc, uint64_t abi) {
+    amp_scaler_desc d;
+    amp_k_scaler start;
+    amp_scaler *scaler;
+    amp_result r;
+    AMPI_TRY(ampi_check_abi("amp_scaler_create", abi, AMP_ABI(amp_scaler_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_create", "amp or out is NULL");
+    memset(&d, 0, sizeof d);
+    if (desc != NULL) d = *desc;
+    if ((int)d.preset < 0 || (int)d.preset >= AMPI_PRESETS)
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_create", ".preset = %d, must be 0 (default) to %d", (int)d.preset, AMPI_PRESETS - 1);
+    if (ampi_settings(amp)->level == AMP_LEVEL_O0) d.disable = 1;
+    ampi_scaler_defaults(&d);
+    AMPI_TRY(ampi_check_scaler("amp_scaler_create", &d));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_scaler_create", (void **)&scaler, 1, sizeof *scaler));
+    scaler->amp = amp;
+    scaler->desc = d;
+    scaler->rule = ampi_scaler_rule(&d);
+    start = ampi_scaler_start(&d);
+    r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&scaler->device, (int64_t)sizeof start);
+    if (r == AMP_OK) r = ampi_send(amp, scaler->device, &start, sizeof start);
+    if (r == AMP_OK) *out = scaler;
+    else amp_scaler_destroy(scaler);
+    return r;
+}
+
+AMPI_PRIVATE void ampi_scaler_release_sets(amp_scaler *scaler) {
+    while (scaler->sets != NULL) ampi_set_unlink(scaler->sets);
+    scaler->checked = 0;
+}
+
+AMP_API void amp_scaler_destroy(amp_scaler *scaler) {
+    if (scaler == NULL) return;
+    ampi_scaler_release_sets(scaler);
+    amp_free(scaler->amp, scaler->device);
+    ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
+}
+
+AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out) {
+    if (scaler == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_query", "scaler or out is NULL");
+    *out = scaler->desc;
+    return AMP_OK;
+}
+
+AMP_API const float *amp_scaler_seed(const amp_scaler *scaler) { return scaler ? &scaler->device->scale : NULL; }
+AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler) { return scaler ? scaler->device : NULL; }
+
+AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
+    if (scaler == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_get", "scaler or out is NULL");
+    return ampi_fetch(scaler->amp, out, scaler->device, sizeof *out);
+}
+
+AMP_API float amp_scaler_scale(const amp_scaler *scaler) {
+    amp_k_scaler state;
+    if (scaler == NULL || scaler->desc.disable || amp_scaler_get(scaler, &state) != AMP_OK) return 1;
+    return state.scale;
+}
+
+AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale) {
+    amp_k_rule rule;
+    if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_scale", "scaler is NULL");
+    if (scaler->desc.disable) return AMP_OK;
+    if (scaler->desc.preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_set_scale", "scale", scale));
+    rule = ampi_rule(AMP_RULE_SET_SCALE, scaler, NULL);
+    rule.value = scale;
+    AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
+    ampi_scaler_release_sets(scaler);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor, int32_t growth_interval) {
+    amp_scaler_desc d;
+    amp_k_rule rule;
+    if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_rule", "scaler is NULL");
+    d = scaler->desc;
+    if (ampi_is_given(growth_factor)) d.growth_factor = growth_factor;
+    if (ampi_is_given(backoff_factor)) d.backoff_factor = backoff_factor;
+    if (growth_interval != 0) d.growth_interval = growth_interval;
+    AMPI_TRY(ampi_check_factors("amp_scaler_set_rule", d.growth_factor, d.backoff_factor, d.growth_interval));
+    scaler->desc = d;
+    scaler->rule = ampi_scaler_rule(&d);
+    if (growth_interval == 0) return AMP_OK;
+    rule = ampi_rule(AMP_RULE_SET_INTERVAL, scaler, NULL);
+    rule.value = d.preset == AMP_SCALER_TORCH ? 0.0f : 1.0f;
+    return ampi_run_rule(scaler->amp, &rule);
+}
+
+/* A set serves one scaler between two updates of it. */
+AMPI_PRIVATE amp_result ampi_check_owner(const char *function, const amp_set *set, const amp_scaler *scaler) {
+    if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "the set was checked by another scaler; call amp_scaler_update on that one first");
+}
+
+AMPI_PRIVATE amp_result ampi_refuse_16bit(const char *function, const amp_set *set, const amp_scaler *scaler) {
+    int64_t i;
+    if (scaler == NULL || scaler->desc.preset != AMP_SCALER_TORCH) return AMP_OK;
+    for (i = 0; i < set->n; i++) {
+        int live = set->params == NULL || set->params[i]->grad_live;
+        if (live && (set->rows[i].grad_dtype == AMP_F16 || set->rows[i].grad_dtype == AMP_BF16))
+            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "%s is %s", set->names[i] ? set->names[i] : "a range", amp_dtype_name(set->rows[i].grad_dtype));
+    }
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_mode mode) {
+    amp_scaler *enabled = ampi_enabled(scaler);
+    if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_check", "scaler or set is NULL");
+    if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ", (int)mode);
+    AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
+    if (enabled && set->stage == AMPI_CHECKED) return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
+    if (enabled && set->stage == AMPI_STEPPED) return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
+    AMPI_TRY(ampi_refuse_16bit("amp_scaler_check", set, enabled));
+    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1, 0));
+    ampi_set_enter(set, scaler, AMPI_CHECKED);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
+    amp_k_rule rule;
+    if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_update", "scaler is NULL");
+    if (!scaler->desc.disable) {
+        if (!scaler->checked) return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
+        rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
+        AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
+    }
+    ampi_scaler_release_sets(scaler);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale) {
+    amp_k_rule rule;
+    if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_rescale", "scaler or set is NULL");
+    if (scaler->desc.disable) return AMP_OK;
+    if (ampi_is_set(old_scale)) AMPI_TRY(ampi_check_scale("amp_scaler_rescale", "old_scale", old_scale));
+    AMPI_TRY(ampi_set_refresh(set));
+    rule = ampi_rule(AMP_RULE_RATIO, scaler, set);
+    rule.value = old_scale;
+    AMPI_TRY(ampi_run_rule(set->amp, &rule));
+    return ampi_set_scale(set, &set->found->factor);
+}
+
+/* ---- Saving.  Structs are written field by field, so the records do not depend on their layout. */
+
+/* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
+AMPI_PRIVATE amp_result ampi_key(const char *function, char key[64], const char *prefix, const char *name, int64_t i) {
+    if (prefix == NULL) return ampi_fail(AMP_ERR_NULL, function, "prefix is NULL");
+    if (prefix[0] == 0 || strlen(prefix) > 40) return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%s\" must have 1 to 40 bytes", prefix);
+    if (i < 0) snprintf(key, 64, "%s.%s", prefix, name);
+    else snprintf(key, 64, "%s.%s.%lld", prefix, name, (long long)i);
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype, const void *values, int64_t n) {
+    char key[64];
+    AMPI_TRY(ampi_key("save", key, prefix, name, i));
+    return amp_state_put(state, key, dtype, values, n);
+}
+
+AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype, void *values, int64_t n) {
+    char key[64];
+    AMPI_TRY(ampi_key("load", key, prefix, name, i));
+    return amp_state_get(state, key, dtype, values, n);
+}
+
+enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
+
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+    amp_k_scaler s;
+    float scales[AMPI_SAVED_SCALES];
+    double factors[AMPI_SAVED_FACTORS];
+    int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
+    int32_t disabled = 1;
+    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
+    if (scaler->desc.disable) return ampi_put(state, prefix, "disabled", -1, AMP_I32, &disabled, 1);
+    AMPI_TRY(amp_scaler_get(scaler, &s));
+    scales[0] = s.scale; scales[1] = s.previous_scale; scales[2] = s.found_inf;
+    counters[0] = s.growth_tracker; counters[1] = s.growth_interval; counters[2] = s.hysteresis_left;
+    counters[3] = s.overflows; counters[4] = s.steps; counters[5] = s.at_floor; counters[6] = s.updates;
+    counters[7] = s.skips; counters[8] = s.consecutive_skips; counters[9] = scaler->checked;
+    factors[0] = scaler->desc.growth_factor; factors[1] = scaler->desc.backoff_factor; factors[2] = scaler->desc.tolerance;
+    factors[3] = (double)scaler->desc.min_scale; factors[4] = (double)scaler->desc.max_scale;
+    factors[5] = (double)scaler->desc.init_scale;
+    rule[0] = scaler->desc.preset; rule[1] = scaler->desc.growth_interval; rule[2] = scaler->desc.hysteresis;
+    AMPI_TRY(ampi_put(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
+    AMPI_TRY(ampi_put(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
+    AMPI_TRY(ampi_put(state, prefix, "factors", -1, AMP_F64, factors, AMPI_SAVED_FACTORS));
+    return ampi_put(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE);
+}
+
+/* Saved numbers as a state that the rule can go on from. */
+AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters, amp_k_scaler *s) {
+    int i;
+    for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
+        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || (i < 6 && counters[i] > INT32_MAX))
+            return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "counter %d = %lld", i, (long long)counters[i]);
+    if (counters[1] == 0 || counters[2] > d->hysteresis)
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)counters[1], (long long)counters[2]);
+    if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_load", "scale", scales[0]));
+    memset(s, 0, sizeof *s);
+    s->scale = scales[0];
+    s->inv_scale = ampi_inverse(s->scale);
+    s->previous_scale = scales[1];
+    s->found_inf = ampi_is_set(scales[2]) ? 1.0f : 0.0f;
+    s->growth_tracker = (int32_t)counters[0]; s->growth_interval = (int32_t)counters[1]; s->hysteresis_left = (int32_t)counters[2];
+    s->overflows = (int32_t)counters[3]; s->steps = (int32_t)counters[4]; s->at_floor = (int32_t)counters[5];
+    s->updates = counters[6]; s->skips = counters[7]; s->consecutive_skips = counters[8];
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *prefix, amp_scaler_desc *d) {
+    double factors[AMPI_SAVED_FACTORS];
+    int64_t rule[AMPI_SAVED_RULE];
+    AMPI_TRY(ampi_get(state, prefix, "factors", -1, AMP_F64, factors, AMPI_SAVED_FACTORS));
+    AMPI_TRY(ampi_get(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE));
+    if (rule[0] != (int64_t)d->preset)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "saved by preset %s, this scaler has %s",
+                         rule[0] >= 0 && rule[0] < AMPI_PRESETS ? ampi_presets[rule[0]].name : "?", ampi_presets[d->preset].name);
+    if (rule[1] < INT32_MIN || rule[1] > INT32_MAX || rule[2] < 1 || rule[2] > INT32_MAX)
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)rule[1], (long long)rule[2]);
+    d->growth_factor = factors[0]; d->backoff_factor = factors[1]; d->tolerance = factors[2];
+    d->min_scale = (float)factors[3]; d->max_scale = (float)factors[4]; d->init_scale = (float)factors[5];
+    d->growth_interval = (int32_t)rule[1]; d->hysteresis = (int32_t)rule[2];
+    return ampi_check_scaler("amp_scaler_load", d);
+}
+
+AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix) {
+    amp_scaler_desc d;
+    amp_k_scaler s;
+    float scales[AMPI_SAVED_SCALES];
+    int64_t counters[AMPI_SAVED_COUNTERS];
+    char key[64];
+    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_load", "scaler or state is NULL");
+    if (scaler->desc.disable) return AMP_OK;
+    AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
+    if (amp_state_count(state, key, NULL) >= 0)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
+    d = scaler->desc;
+    AMPI_TRY(ampi_get(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
+    AMPI_TRY(ampi_get(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
+    AMPI_TRY(ampi_saved_settings(state, prefix, &d));
+    AMPI_TRY(ampi_saved_state(&d, scales, counters, &s));
+    AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s, sizeof s));
+    ampi_scaler_release_sets(scaler);
+    scaler->checked = counters[9] != 0;
+    scaler->desc = d;
+    scaler->rule = ampi_scaler_rule(&d);
+    return AMP_OK;
+}
+
+/* ---- Optimizers */
+
+/* 0 means the default, AMP_ZERO 0. */
+AMPI_PRIVATE double ampi_or(double value, double otherwise) {
+    return !ampi_is_given(value) ? otherwise : ampi_is_none((float)value) ? 0 : value;
+}
+
+AMPI_PRIVATE amp_result ampi_check_number(const char *field, double value, double limit) {
+    if (amp_is_finite_f64(&value) && value >= 0 && value < limit) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_create", "%s = %g, must be from 0 to below %g", field, value, limit);
+}
+
+AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d) {
+    if (d->kind == AMP_OPTIMIZER_DEFAULT) d->kind = AMP_ADAMW;
+    d->lr = ampi_or(d->lr, 1e-3);
+    d->beta1 = ampi_or(d->beta1, 0.9);
+    d->beta2 = ampi_or(d->beta2, 0.999);
+    d->eps = ampi_or(d->eps, 1e-8);
+    if (d->accumulation == 0) d->accumulation = 1;
+    if (d->outcome_lag == 0) d->outcome_lag = 2;
+}
+
+AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d) {
+    const char *function = "amp_optimizer_create";
+    int64_t i;
+    if ((int)d->kind < 0 || d->kind > AMP_SGD) return ampi_fail(AMP_ERR_RANGE, function, ".kind = %d, must be AMP_ADAMW or AMP_SGD", (int)d->kind);
+    AMPI_TRY(ampi_check_number(".lr", d->lr, 1e30));
+    AMPI_TRY(ampi_check_number(".beta1", d->beta1, 1));
+    AMPI_TRY(ampi_check_number(".beta2", d->beta2, 1));
+    AMPI_TRY(ampi_check_number(".eps", d->eps, 1e30));
+    AMPI_TRY(ampi_check_number(".weight_decay", d->weight_decay, 1e30));
+    AMPI_TRY(ampi_check_number(".momentum", d->momentum, 1));
+    AMPI_TRY(ampi_check_number(".dampening", d->dampening, 1e30));
+    AMPI_TRY(ampi_check_clip(function, d->clip_norm));
+    if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
+    if (d->accumulation < 1) return ampi_fail(AMP_ERR_RANGE, function, ".accumulation = %d, must be 1 or more", d->accumulation);
+    if (d->outcome_lag != AMP_LAG_NONE && (d->outcome_lag < 0 || d->outcome_lag >= AMP_OUTCOMES))
+        return ampi_fail(AMP_ERR_RANGE, function, ".outcome_lag = %d, must be 1 to %d, 0 (2) or AMP_LAG_NONE", d->outcome_lag, AMP_OUTCOMES - 1);
+    if (d->n_params < 0 || d->n_groups < 0) return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
+    if (d->params == NULL || (d->groups == NULL && d->n_groups > 0)) return ampi_fail(AMP_ERR_NULL, function, ".params or .groups is NULL");
+    for (i = 0; i < d->n_groups; i++) {
+        if (d->groups[i].match == NULL) return ampi_fail(AMP_ERR_NULL, function, "group %lld has no pattern", (long long)i);
+        AMPI_TRY(ampi_check_number("a group's .lr_scale", ampi_or(d->groups[i].lr_scale, 1), 1e30));
+        AMPI_TRY(ampi_check_number("a group's .weight_decay", ampi_or(d->groups[i].weight_decay, 0), 1e30));
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_copy_groups(amp_optimizer *o) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t i, n = o->desc.n_groups;
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_create", (void **)&o->groups, n, sizeof *o->groups));
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_create", (void **)&o->matches, n, sizeof *o->matches));
+    for (i = 0; i < n; i++) o->matches[i] = o->desc.groups[i].match;
+    AMPI_TRY(ampi_copy_texts(o->amp, "amp_optimizer_create", o->matches, n, &o->text, &o->text_bytes));
+    for (i = 0; i < n; i++) {
+        o->groups[i] = o->desc.groups[i];
+        o->groups[i].match = o->matches[i];
+    }
+    o->desc.groups = o->groups;
+    return AMP_OK;
+}
+
+/* Learning rate and decay of each row. */
+AMPI_PRIVATE void ampi_apply_groups(amp_optimizer *o) {
+    int64_t i, g;
+    for (i = 0; i < o->set->n; i++) {
+        amp_k_tensor *row = &o->set->rows[i];
+        row->lr_scale = 1;
+        row->weight_decay = o->set->params[i]->weight.ndim >= 2 || o->desc.decay_vectors ? o->desc.weight_decay : 0;
+        for (g = 0; g < o->desc.n_groups && !ampi_match(o->groups[g].match, o->set->names[i]); g++) {}
+        if (g == o->desc.n_groups) continue;
+        row->lr_scale = ampi_or(o->groups[g].lr_scale, 1);
+        row->weight_decay = ampi_or(o->groups[g].weight_decay, row->weight_decay);
+    }
+}
+
+/* The three fp32 arrays a row may have. */
+enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
+
+AMPI_PRIVATE int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
+    if (which == AMPI_MASTER) return row->weight_dtype != AMP_F32 && ampi_settings(o->amp)->level != AMP_LEVEL_O3;
+    return o->desc.kind == AMP_ADAMW || (which == AMPI_M && o->desc.momentum > 0);
+}
+
+AMPI_PRIVATE void **ampi_row_array(amp_k_tensor *row, int which) {
+    return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
+}
+
+/* One block for the arrays of all rows, zeroed, each array at a multiple of 256 bytes. */
+AMPI_PRIVATE amp_result ampi_optimizer_memory(amp_optimizer *o) {
+    int64_t i, bytes = 0, at = 0;
+    int a;
+    for (i = 0; i < o->set->n; i++)
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (ampi_has_array(o, &o->set->rows[i], a)) bytes += (o->set->rows[i].count + 63) / 64 * 256;
+    AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->memory, bytes));
+    AMPI_TRY(amp_fill(o->amp, o->memory, 0, bytes));
+    for (i = 0; i < o->set->n; i++)
+        for (a = 0; a < AMPI_ARRAYS; a++) {
+            if (!ampi_has_array(o, &o->set->rows[i], a)) continue;
+            *ampi_row_array(&o->set->rows[i], a) = (char *)o->memory + at;
+            at += (o->set->rows[i].count + 63) / 64 * 256;
+        }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_make_masters(amp_optimizer *o) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    int64_t i;
+    for (i = 0; i < o->set->n; i++) {
+        amp_k_tensor *row = &o->set->rows[i];
+        amp_k_cast args;
+        o->set->params[i]->master = row->master;
+        if (row->master == NULL || row->count == 0) continue;
+        memset(&args, 0, sizeof args);
+        args.dst = row->master;
+        args.src = row->weight;
+        args.dst_dtype = AMP_F32;
+        args.src_dtype = row->weight_dtype;
+        args.n = row->count;
+        AMPI_TRY(backend->cast(dev, &args, stream));
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_outcome_memory(amp_optimizer *o) {
+    void *dev, *stream, *pinned;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    size_t bytes = AMP_OUTCOMES * sizeof *o->ring;
+    int i;
+    AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, (void **)&o->ring, (int64_t)bytes));
+    AMPI_TRY(backend->alloc_pinned(dev, &pinned, bytes));
+    o->outcomes = (amp_k_outcome *)pinned;
+    for (i = 0; i < AMP_OUTCOMES; i++) AMPI_TRY(backend->event_create(dev, &o->events[i]));
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
+    AMPI_TRY(ampi_copy_groups(o));
+    AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
+    ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
+    ampi_apply_groups(o);
+    AMPI_TRY(ampi_optimizer_memory(o));
+    AMPI_TRY(ampi_outcome_memory(o));
+    AMPI_TRY(ampi_set_finish(o->set, o->desc.clip_norm, o->desc.sharded, o->desc.accumulation));
+    return ampi_make_masters(o);
+}
+
+AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc, uint64_t abi) {
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_result r;
+    int64_t rows;
+    AMPI_TRY(ampi_check_abi("amp_optimizer_create", abi, AMP_ABI(amp_optimizer_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_create", "amp, out or desc is NULL");
+    d = *desc;
+    ampi_optimizer_defaults(&d);
+    AMPI_TRY(ampi_check_optimizer(&d));
+    AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_optimizer_create", (void **)&o, 1, sizeof *o));
+    o->amp = amp;
+    o->desc = d;
+    r = ampi_optimizer_build(o, rows);
+    if (r == AMP_OK) *out = o;
+    else amp_optimizer_destroy(o);
+    return r;
+}
+
+AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
+    amp_optimizer *o = optimizer;
+    const amp_backend *backend;
+    const amp_system *s;
+    void *dev, *stream;
+    int64_t i;
+    if (o == NULL) return;
+    s = ampi_context_system(o->amp);
+    backend = ampi_backend(o->amp, &dev, &stream);
+    ampi_wait(o->amp);
+    for (i = 0; i < AMP_OUTCOMES; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
+    for (i = 0; o->set != NULL && i < o->set->n; i++) if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
+    if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_OUTCOMES * sizeof *o->outcomes);
+    amp_free(o->amp, o->ring);
+    amp_free(o->amp, o->memory);
+    amp_set_destroy(o->set);
+    ampi_free(s, o->groups, o->desc.n_groups, sizeof *o->groups);
+    ampi_free(s, (void *)o->matches, o->desc.n_groups, sizeof *o->matches);
+    ampi_free(s, o->text, o->text_bytes, 1);
+    ampi_free(s, o, 1, sizeof *o);
+}
+
+AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
+    if (optimizer == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_query", "optimizer or out is NULL");
+    *out = optimizer->desc;
+    return AMP_OK;
+}
+
+AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer) { return optimizer ? optimizer->set : NULL; }
+
+AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_lr", "optimizer is NULL");
+    if (!amp_is_finite_f64(&lr) || !(lr >= 0)) return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_lr", "lr = %g, must be 0 or more and finite", lr);
+    optimizer->desc.lr = lr;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer) {
+    int64_t i;
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_refresh", "optimizer is NULL");
+    for (i = 0; i < optimizer->set->n; i++) amp_param_touch(optimizer->set->params[i]);
+    return ampi_make_masters(optimizer);
+}
+
+/* ---- The step */
+
+AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    amp_k_adamw adamw;
+    amp_k_sgd sgd;
+    if (o->desc.kind == AMP_ADAMW) {
+        memset(&adamw, 0, sizeof adamw);
+        adamw.table = o->set->table; adamw.tensors = o->set->n; adamw.found = o->set->found;
+        adamw.beta1 = o->desc.beta1; adamw.beta2 = o->desc.beta2; adamw.eps = o->desc.eps; adamw.maximize = o->desc.maximize;
+        return backend->adamw(dev, &adamw, stream);
+    }
+    memset(&sgd, 0, sizeof sgd);
+    sgd.table = o->set->table; sgd.tensors = o->set->n; sgd.found = o->set->found;
+    sgd.momentum = o->desc.momentum; sgd.dampening = o->desc.dampening;
+    sgd.nesterov = o->desc.nesterov; sgd.maximize = o->desc.maximize;
+    return backend->sgd(dev, &sgd, stream);
+}
+
+/* Counts the step on the device and sends its outcome on the way to the host; scaler is enabled or NULL. */
+AMPI_PRIVATE amp_result ampi_count_step(amp_optimizer *o, const amp_scaler *scaler) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    int64_t slot = o->attempts % AMP_OUTCOMES;
+    amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
+    rule.outcomes = o->ring;
+    rule.step_rule.beta1 = o->desc.beta1;
+    rule.step_rule.beta2 = o->desc.beta2;
+    rule.step_rule.lr = o->desc.lr;
+    AMPI_TRY(backend->rule(dev, &rule, stream));
+    AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
+    AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
+    o->attempts++;
+    return AMP_OK;
+}
+
+/* The stages that amp_optimizer_step and amp_step can start from. */
+AMPI_PRIVATE amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
+    if (o == NULL) return ampi_fail(AMP_ERR_NULL, function, "optimizer is NULL");
+    AMPI_TRY(ampi_check_owner(function, o->set, scaler));
+    if (ampi_enabled(scaler) != NULL && o->set->stage == AMPI_STEPPED)
+        return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
+    return ampi_refuse_16bit(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
+}
+
+AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
+    amp_scaler *enabled = ampi_enabled(scaler);
+    amp_set *set = o->set;
+    int64_t i;
+    if (set->stage != AMPI_CHECKED) {
+        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1, o->desc.apply_nonfinite));
+        ampi_set_enter(set, scaler, AMPI_CHECKED);
+    }
+    AMPI_TRY(ampi_count_step(o, enabled));
+    AMPI_TRY(ampi_run_optimizer(o));
+    for (i = 0; i < set->n; i++) {
+        set->params[i]->grad_live = 0;
+        if (set->rows[i].live) amp_param_touch(set->params[i]);
+    }
+    ampi_set_enter(set, scaler, scaler ? AMPI_STEPPED : AMPI_READY);
+    o->micro = 0;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
+    AMPI_TRY(ampi_check_step("amp_optimizer_step", optimizer, scaler));
+    return ampi_step(optimizer, scaler);
+}
+
+/* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
+AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
+    if (!o->desc.clip_each || !(o->desc.clip_norm > 0)) return AMP_OK;
+    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0, 0));
+    return ampi_set_scale(o->set, &o->set->found->clip_coef);
+}
+
+AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
+    AMPI_TRY(ampi_check_step("amp_step", optimizer, scaler));
+    if (optimizer->micro + 1 < optimizer->desc.accumulation) {
+        AMPI_TRY(ampi_clip_running(optimizer, scaler));
+        optimizer->micro++;
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_step(optimizer, scaler));
+    return scaler ? amp_scaler_update(scaler) : AMP_OK;
+}
+
+/* ---- Outcomes */
+
+AMPI_PRIVATE void ampi_outcome_fill(const amp_optimizer *o, const amp_k_outcome *k, amp_outcome *out) {
+    memset(out, 0, sizeof *out);
+    out->step = k->number;
+    out->applied_steps = k->step;
+    out->applied = k->applied;
+    out->at_floor = k->at_floor;
+    out->norm = k->norm;
+    out->clip_coef = k->clip_coef;
+    out->scale = k->scale;
+    out->lr = k->lr;
+    out->first_bad = ampi_set_name(o->set, k->first_bad);
+    out->total_skips = k->skips;
+    out->consecutive_skips = k->consecutive_skips;
+}
+
+AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
+    amp_optimizer *o = optimizer;
+    void *dev, *stream;
+    const amp_backend *backend;
+    int64_t due, slot;
+    if (o == NULL || out == NULL) return 0;
+    due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
+    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
+    if (o->delivered >= due) return 0;
+    backend = ampi_backend(o->amp, &dev, &stream);
+    slot = o->delivered % AMP_OUTCOMES;
+    if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
+    ampi_outcome_fill(o, &o->outcomes[slot], out);
+    o->delivered++;
+    if (out->at_floor)
+        ampi_log(o->amp, AMP_LOG_WARNING, 1101, "step %lld overflowed in %s and the loss scale %g cannot shrink further",
+                 (long long)out->step, out->first_bad ? out->first_bad : "the gradients", (double)out->scale);
+    return 1;
+}
+
+AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_outcome_flush", "optimizer is NULL");
+    optimizer->flushed = optimizer->attempts;
+    return ampi_wait(optimizer->amp);
+}
+
+/* ---- Saving an optimizer.  Records: names, shape, counters, settings, outcomes, and the arrays m.0, v.0, master.0 and
+   so on by row; in the middle of a cycle also the gradients grad.0 ... */
+
+#define AMPI_SAVED_STEPS 9
+#define AMPI_SAVED_REALS 3
+#define AMPI_SAVED_OUTCOME 11
+
+static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
+
+/* Per row: elements, and which arrays there are as bits. */
+AMPI_PRIVATE amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
+    int64_t i;
+    int a;
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)shape, 2 * o->set->n, sizeof **shape));
+    for (i = 0; i < o->set->n; i++) {
+        (*shape)[2 * i] = o->set->rows[i].count;
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (ampi_has_array(o, &o->set->rows[i], a)) (*shape)[2 * i + 1] |= (int64_t)1 << a;
+    }
+    return AMP_OK;
+}
+
+/* All names, each followed by a line feed. */
+AMPI_PRIVATE amp_result ampi_names_record(const amp_optimizer *o, char **text, int64_t *bytes) {
+    int64_t i, at = 0;
+    *bytes = 0;
+    for (i = 0; i < o->set->n; i++) *bytes += (int64_t)strlen(o->set->names[i]) + 1;
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)text, *bytes, 1));
+    for (i = 0; i < o->set->n; i++) {
+        size_t n = strlen(o->set->names[i]);
+        memcpy(*text + at, o->set->names[i], n);
+        (*text)[at + (int64_t)n] = '\n';
+        at += (int64_t)n + 1;
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t *shape, bytes;
+    char *names;
+    amp_result r;
+    AMPI_TRY(ampi_shape_record(o, &shape));
+    r = ampi_put(state, prefix, "shape", -1, AMP_I64, shape, 2 * o->set->n);
+    ampi_free(s, shape, 2 * o->set->n, sizeof *shape);
+    if (r != AMP_OK) return r;
+    AMPI_TRY(ampi_names_record(o, &names, &bytes));
+    r = ampi_put(state, prefix, "names", -1, AMP_U8, names, bytes);
+    ampi_free(s, names, bytes, 1);
+    return r;
+}
+
+AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    amp_k_found f;
+    int64_t steps[AMPI_SAVED_STEPS];
+    double reals[AMPI_SAVED_REALS];
+    AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
+    steps[0] = o->desc.kind; steps[1] = o->micro; steps[2] = o->attempts; steps[3] = o->delivered; steps[4] = o->flushed;
+    steps[5] = f.step; steps[6] = f.skips; steps[7] = f.consecutive_skips; steps[8] = o->set->n;
+    reals[0] = f.beta1_power; reals[1] = f.beta2_power; reals[2] = o->desc.lr;
+    AMPI_TRY(ampi_put(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
+}
+
+/* The outcomes not yet delivered; fp64 holds each of their numbers exactly. */
+AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    double rows[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
+    int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES), n = o->attempts - first;
+    for (i = 0; i < n; i++) {
+        const amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
+        double *row = rows + i * AMPI_SAVED_OUTCOME;
+        row[0] = (double)k->number; row[1] = (double)k->step; row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
+        row[4] = k->lr; row[5] = (double)k->norm; row[6] = (double)k->clip_coef; row[7] = (double)k->scale;
+        row[8] = k->applied; row[9] = k->at_floor; row[10] = k->first_bad;
+    }
+    return ampi_put(state, prefix, "outcomes", -1, AMP_F64, rows, n * AMPI_SAVED_OUTCOME);
+}
+
+/* One array between the device and a record, through `room`. */
+AMPI_PRIVATE amp_result ampi_save_array(const amp_optimizer *o, amp_state *state, const char *prefix, const char *name, int64_t i,
+                                        const void *data, amp_dtype dtype, void *room) {
+    int64_t n = o->set->rows[i].count;
+    if (n > 0) AMPI_TRY(ampi_fetch(o->amp, room, data, (size_t)n * amp_dtype_size(dtype)));
+    return ampi_put(state, prefix, name, i, dtype, room, n);
+}
+
+AMPI_PRIVATE int64_t ampi_largest_row(const amp_set *set) {
+    int64_t i, largest = 0;
+    for (i = 0; i < set->n; i++) largest = AMPI_MAX(largest, set->rows[i].count);
+    return largest;
+}
+
+AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *state, const char *prefix, void *room) {
+    int64_t i;
+    int a;
+    for (i = 0; i < o->set->n; i++) {
+        amp_k_tensor *row = &o->set->rows[i];
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (ampi_has_array(o, row, a)) AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32, room));
+        if (o->micro > 0 && o->set->params[i]->grad_live)
+            AMPI_TRY(ampi_save_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
+    }
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+    const amp_optimizer *o = optimizer;
+    const amp_system *s;
+    int64_t largest;
+    amp_result r;
+    void *room;
+    if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
+    s = ampi_context_system(o->amp);
+    largest = ampi_largest_row(o->set);
+    AMPI_TRY(ampi_save_rows(o, state, prefix));
+    AMPI_TRY(ampi_save_counters(o, state, prefix));
+    AMPI_TRY(ampi_save_outcomes(o, state, prefix));
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, largest, sizeof(float)));
+    r = ampi_save_arrays(o, state, prefix, room);
+    ampi_free(s, room, largest, sizeof(float));
+    return r;
+}
+
+/* Refuses what was saved by an optimizer with other parameters, and says which. */
+AMPI_PRIVATE amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
+    int64_t i, at = 0;
+    for (i = 0; i < o->set->n; i++) {
+        const char *name = o->set->names[i], *end = at < bytes ? (const char *)memchr(saved + at, '\n', (size_t)(bytes - at)) : NULL;
+        int64_t n = end ? end - (saved + at) : bytes - at;
+        if (n != (int64_t)strlen(name) || memcmp(saved + at, name, (size_t)n) != 0)
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "parameter %lld is %s, but %.*s was saved", (long long)i, name, (int)AMPI_MIN(n, 100), saved + at);
+        at += n + 1;
+    }
+    if (at >= bytes) return AMP_OK;
+    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%.*s was saved too", (int)AMPI_MIN(bytes - at - 1, 100), saved + at);
+}
+
+AMPI_PRIVATE amp_result ampi_load_names(const amp_optimizer *o, const amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    char key[64], *saved;
+    amp_dtype dtype;
+    int64_t bytes;
+    amp_result r;
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, "names", -1));
+    bytes = amp_state_count(state, key, &dtype);
+    if (bytes < 0) return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&saved, bytes, 1));
+    r = amp_state_get(state, key, AMP_U8, saved, bytes);
+    if (r == AMP_OK) r = ampi_compare_names(o, saved, bytes);
+    ampi_free(s, saved, bytes, 1);
+    return r;
+}
+
+AMPI_PRIVATE amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t *saved, const int64_t *shape) {
+    int64_t i;
+    for (i = 0; i < o->set->n; i++) {
+        const char *name = o->set->names[i];
+        if (saved[2 * i] != shape[2 * i])
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, %lld were saved", name, (long long)shape[2 * i], (long long)saved[2 * i]);
+        if (saved[2 * i + 1] != shape[2 * i + 1])
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has other moments or another master than were saved (%lld, %lld)", name,
+                             (long long)shape[2 * i + 1], (long long)saved[2 * i + 1]);
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_load_shape(const amp_optimizer *o, const amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t *shape, *saved, n = 2 * o->set->n;
+    amp_result r;
+    AMPI_TRY(ampi_shape_record(o, &shape));
+    r = ampi_alloc(s, "amp_optimizer_load", (void **)&saved, n, sizeof *saved);
+    if (r == AMP_OK) r = ampi_get(state, prefix, "shape", -1, AMP_I64, saved, n);
+    if (r == AMP_OK) r = ampi_compare_shape(o, saved, shape);
+    ampi_free(s, saved, n, sizeof *saved);
+    ampi_free(s, shape, n, sizeof *shape);
+    return r;
+}
+
+/* Every record that will be read is there, with its size. */
+AMPI_PRIVATE amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype wanted) {
+    char key[64];
+    amp_dtype dtype;
+    int64_t n;
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
+    n = amp_state_count(state, key, &dtype);
+    if (n < 0) return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, o->set->names[i]);
+    if (n == o->set->rows[i].count && dtype == wanted) return AMP_OK;
+    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s", o->set->names[i], key, (long long)n,
+                     amp_dtype_name(dtype), (long long)o->set->rows[i].count, amp_dtype_name(wanted));
+}
+
+/* Gradients are there for the rows that had one in the middle of a cycle. */
+AMPI_PRIVATE int ampi_has_gradient(const amp_state *state, const char *prefix, int64_t i, int64_t micro) {
+    char key[64];
+    return micro > 0 && ampi_key("amp_optimizer_load", key, prefix, "grad", i) == AMP_OK && amp_state_count(state, key, NULL) >= 0;
+}
+
+AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro) {
+    int64_t i;
+    int a;
+    for (i = 0; i < o->set->n; i++) {
+        const amp_k_tensor *row = &o->set->rows[i];
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (ampi_has_array(o, row, a)) AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[a], i, AMP_F32));
+        if (ampi_has_gradient(state, prefix, i, micro)) AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_load_array(amp_optimizer *o, const amp_state *state, const char *prefix, const char *name, int64_t i,
+                                        void *data, amp_dtype dtype, void *room) {
+    int64_t n = o->set->rows[i].count;
+    AMPI_TRY(ampi_get(state, prefix, name, i, dtype, room, n));
+    return n > 0 ? ampi_send(o->amp, data, room, (size_t)n * amp_dtype_size(dtype)) : AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro, void *room) {
+    int64_t i;
+    int a;
+    for (i = 0; i < o->set->n; i++) {
+        amp_k_tensor *row = &o->set->rows[i];
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (ampi_has_array(o, row, a)) AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32, room));
+        o->set->params[i]->grad_live = ampi_has_gradient(state, prefix, i, micro);
+        if (o->set->params[i]->grad_live) AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int64_t *steps, const double *reals) {
+    int64_t i;
+    if (steps[0] != (int64_t)o->desc.kind) return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
+    if (steps[8] != o->set->n)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%lld parameters were saved, here are %lld", (long long)steps[8], (long long)o->set->n);
+    for (i = 1; i < AMPI_SAVED_STEPS; i++)
+        if (steps[i] < 0) return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "counter %lld = %lld", (long long)i, (long long)steps[i]);
+    for (i = 0; i < AMPI_SAVED_REALS; i++)
+        if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0)) return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "setting %lld = %g", (long long)i, reals[i]);
+    if (steps[1] >= o->desc.accumulation)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d", (long long)steps[1], o->desc.accumulation);
+    if (steps[3] > steps[2] || steps[4] > steps[2] || steps[5] > steps[2] || steps[5] + steps[6] != steps[2])
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *steps, const double *reals) {
+    amp_k_found f;
+    AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
+    f.attempts = steps[2]; f.step = steps[5]; f.skips = steps[6];
+    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX);
+    f.beta1_power = reals[0]; f.beta2_power = reals[1];
+    AMPI_TRY(ampi_send(o->amp, o->set->found, &f, sizeof f));
+    o->micro = (int32_t)steps[1];
+    o->attempts = steps[2];
+    o->delivered = steps[3];
+    o->flushed = steps[4];
+    o->desc.lr = reals[2];
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64_t n) {
+    int64_t i, first = o->attempts - n;
+    for (i = 0; i < n; i++) {
+        amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
+        const double *row = rows + i * AMPI_SAVED_OUTCOME;
+        k->number = (int64_t)row[0]; k->step = (int64_t)row[1]; k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
+        k->lr = row[4]; k->norm = (float)row[5]; k->clip_coef = (float)row[6]; k->scale = (float)row[7];
+        k->applied = (int32_t)row[8]; k->at_floor = (int32_t)row[9]; k->first_bad = (int32_t)row[10];
+    }
+}
+
+AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
+    amp_optimizer *o = optimizer;
+    const amp_system *s;
+    int64_t steps[AMPI_SAVED_STEPS], n, largest;
+    double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
+    amp_result r;
+    void *room;
+    if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_load", "optimizer or state is NULL");
+    s = ampi_context_system(o->amp);
+    largest = ampi_largest_row(o->set);
+    AMPI_TRY(ampi_get(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    AMPI_TRY(ampi_get(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS));
+    AMPI_TRY(ampi_load_names(o, state, prefix));
+    AMPI_TRY(ampi_check_saved_steps(o, steps, reals));
+    AMPI_TRY(ampi_load_shape(o, state, prefix));
+    n = AMPI_MIN(steps[2] - steps[3], AMP_OUTCOMES);
+    AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
+    AMPI_TRY(ampi_check_arrays(o, state, prefix, steps[1]));
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, largest, sizeof(float)));
+    r = ampi_wait(o->amp);
+    if (r == AMP_OK) r = ampi_load_arrays(o, state, prefix, steps[1], room);
+    if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
+    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, n);
+    ampi_free(s, room, largest, sizeof(float));
+    ampi_set_unlink(o->set);
+    return r;
+}
+
+/* ==== 11 >>data: implementation =====================================================================
+
+   Batches carry one number over all epochs: epoch * batches per epoch + index.  Slot number % depth of a ring
+   belongs to it.  Workers claim numbers in order, fill the slots in any order, and the consumer takes them in
+   order.  Which samples a batch has is a function of its number alone, so a position is one number. */
+
+#include <glob.h>
+#include <signal.h>
+
+enum {
+    AMPI_LLMC_HEADER = 1024,
+    AMPI_NPY_HEADER = 4096,         /* longest header that is read */
+    AMPI_NPY_DIMS = 32,
+    AMPI_READ_BYTES = 1 << 18,      /* neighbouring samples are read together up to this */
+    AMPI_HASH_BLOCK = 4096, AMPI_HASH_BLOCKS = 16,
+    AMPI_ORDER_ROUNDS = 8,
+    AMPI_CLOSE_MS = 50,             /* how long destroy waits before it leaves a worker behind */
+    AMPI_SLOT_ALIGN = 256,
+    AMPI_POSITION_COUNT = 13        /* values in the saved record */
+};
+
+/* A worker that was told to stop in the middle of a batch returns this; it never leaves this section. */
+#define AMPI_CANCELLED AMP_ERR_STATE
+
+/* ---- Order: a bijection of 0..n-1 that needs no memory.  An alternating Feistel network over the smallest number
+   of bits that holds n, walked until it lands below n (under two steps on average): Black & Rogaway 2002.
+   These functions define what a saved position means and never change. */
+
+typedef struct ampi_order { uint64_t n, keys[AMPI_ORDER_ROUNDS]; int low_bits, high_bits; } ampi_order;
+
+/* The finaliser of SplitMix64 (Steele, Lea & Flood 2014), a bijection of 64 bits. */
+AMPI_PRIVATE uint64_t ampi_mix64(uint64_t x) {
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return x ^ (x >> 31);
+}
+
+/* Number i of the stream that belongs to (seed, epoch). */
+AMPI_PRIVATE uint64_t ampi_epoch_random(uint64_t seed, int64_t epoch, uint64_t i) {
+    uint64_t stream = ampi_mix64(ampi_mix64(seed + UINT64_C(0x9e3779b97f4a7c15)) ^ (uint64_t)epoch);
+    return ampi_mix64(stream + (i + 1) * UINT64_C(0x9e3779b97f4a7c15));
+}
+
+AMPI_PRIVATE void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, int64_t epoch) {
+    int bits = 0, round;
+    while (bits < 63 && (UINT64_C(1) << bits) < (uint64_t)n) bits++;
+    order->n = (uint64_t)n;
+    order->low_bits = bits / 2;
+    order->high_bits = bits - bits / 2;
+    for (round = 0; round < AMPI_ORDER_ROUNDS; round++) order->keys[round] = ampi_epoch_random(seed, epoch, (uint64_t)round);
+}
+
+AMPI_PRIVATE int64_t ampi_order_at(const ampi_order *order, int64_t i) {
+    uint64_t low_mask = (UINT64_C(1) << order->low_bits) - 1, high_mask = (UINT64_C(1) << order->high_bits) - 1;
+    uint64_t x = (uint64_t)i;
+    do {
+        uint64_t low = x & low_mask, high = x >> order->low_bits;
+        int round;
+        for (round = 0; round < AMPI_ORDER_ROUNDS; round += 2) {
+            high = (high ^ (ampi_mix64(low + order->keys[round]) >> 32)) & high_mask;
+            low = (low ^ (ampi_mix64(high + order->keys[round + 1]) >> 32)) & low_mask;
+        }
+        x = high << order->low_bits | low;
+    } while (x >= order->n);
+    return (int64_t)x;
+}
+
+/* ---- Types */
+
+typedef enum ampi_source_kind { AMPI_FROM_TOKENS, AMPI_FROM_ARRAYS, AMPI_FROM_CALLBACK } ampi_source_kind;
+
+typedef struct ampi_data_file {
+    char *path;
+    int64_t path_bytes;
+    int is_open;
+    intptr_t handle;
+    int64_t bytes, start;           /* of the file; offset of its first element */
+    amp_token_format format;
+    amp_dtype dtype;
+    int64_t count, row;             /* elements of the first dimension, values in each */
+    int64_t first_token;            /* used of this file */
+    int64_t first_sample, samples;  /* of the loader, that lie in it */
+} ampi_data_file;
+
+typedef enum ampi_slot_state {
+    AMPI_SLOT_EMPTY, AMPI_SLOT_FILLING, AMPI_SLOT_READY, AMPI_SLOT_FAILED,
+    AMPI_SLOT_RETRY                 /* claimed before, to be filled again */
+} ampi_slot_state;
+
+typedef struct ampi_slot {
+    ampi_slot_state state;
+    int worker;
+    amp_result result;
+    char error[sizeof ampi_error_text];
+    char *data;                     /* in the ring */
+    void *copied;                   /* event: its copy to the device is done */
+} ampi_slot;
+
+/* Where a worker is: the closing thread turns READING into ABANDONED, and then the worker touches nothing but
+   itself and the loader's shell. */
+enum { AMPI_WORKER_BUSY, AMPI_WORKER_READING, AMPI_WORKER_ABANDONED };
+
+typedef struct ampi_worker {
+    struct amp_loader *loader;
+    void *thread;
+    int id, started, exited, abandoned;
+    int phase;                      /* atomic */
+    int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
+    uint8_t *scratch;
+    ampi_order order;
+    int64_t order_epoch;            /* that `order` is of; -1: none */
+} ampi_worker;
+
+struct amp_loader {
+    amp_context *amp;
+    amp_system system;
+    amp_loader_desc desc;           /* effective */
+    amp_source source;              /* its fields describe every kind of source */
+    ampi_source_kind kind;
+    ampi_data_file *files;
+    int64_t n_files;
+    char **names;                   /* the files' paths, for desc.arrays */
+    int64_t tokens, samples, batches, whole;    /* whole: batches of an epoch that are full on every rank */
+    int64_t end;                    /* number of the batch at which the last epoch is over */
+    uint64_t hash;
+    /* buffers */
+    int64_t depth, ring_bytes, slot_bytes, scratch_bytes;
+    int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
+    ampi_slot *slots;
+    char *ring;
+    /* a device that the host cannot see: two device slots, filled by turns on a stream of their own */
+    const amp_backend *backend;
+    void *dev, *stream, *copy_stream, *used[2];     /* used: events, all work queued before the last calls of next */
+    char *device;
+    int64_t deliveries;             /* since creation: device slot deliveries & 1 is the current one */
+    int64_t issued;                 /* number of the first batch whose copy was not begun */
+    /* the queue, under the lock */
+    int has_lock, threads, stop, paused, waiting;
+    int cancel;                     /* atomic: workers drop what they do */
+    int64_t busy, retries;
+    int64_t holders;                /* who still needs the loader's shell: its owner, and workers left behind */
+    pthread_mutex_t lock;
+    pthread_cond_t work, ready;
+    int64_t consumed, claimed, released;    /* first batch not taken; not claimed; whose slot's last use is not over */
+    int64_t waits, wait_ns;
+    ampi_worker *workers;
+    int64_t n_workers;              /* in the array: at least one, which reads for amp_loader_next where there are no threads */
+};
+
+/* ---- Files */
+
+static const char ampi_loader_create_name[] = "amp_loader_create";
+
+/* Reads up to `bytes` at an offset; fewer only at the end of the file. */
+static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, void *buffer, int64_t bytes, int64_t offset, int64_t *got) {
+    *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
+    if (*got >= 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got), (long long)offset);
+}
+
+/* The elements a header promises are exactly those that follow it. */
+static amp_result ampi_data_check_size(const ampi_data_file *f) {
+    int64_t size = (int64_t)amp_dtype_size(f->dtype), held = (f->bytes - f->start) / size;
+    if (f->count == 0 ? f->bytes == f->start : held / f->row == f->count && f->start + f->count * f->row * size == f->bytes) return AMP_OK;
+    return ampi_fail(f->count > held / f->row ? AMP_ERR_TRUNCATED : AMP_ERR_FORMAT, ampi_loader_create_name,
+                     "%s: the header says %lld times %lld values of %s from offset %lld on, the file has %lld bytes", f->path,
+                     (long long)f->count, (long long)f->row, amp_dtype_name(f->dtype), (long long)f->start, (long long)f->bytes);
+}
+
+static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64_t n) {
+    uint32_t magic, version, known;
+    if (n < AMPI_LLMC_HEADER)
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, an llm.c header has %d", f->path, (long long)f->bytes, AMPI_LLMC_HEADER);
+    magic = ampi_le32(head);
+    version = ampi_le32(head + 4);
+    if (magic != 20240520u && magic != 20240801u)
+        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s begins with %u, not with llm.c's 20240520 or 20240801", f->path, magic);
+    known = magic == 20240520u ? 1u : 7u;
+    if (version != known || ampi_le32(head + 8) > INT32_MAX)
+        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: llm.c version %u with %u tokens, known is version %u", f->path, version, ampi_le32(head + 8), known);
+    f->dtype = magic == 20240520u ? AMP_U16 : AMP_I32;
+    f->start = AMPI_LLMC_HEADER;
+    f->count = (int64_t)ampi_le32(head + 8);
+    return ampi_data_check_size(f);
+}
+
+/* ---- The header of a .npy file: "\x93NUMPY", major, minor, length (2 or 4 bytes), and a Python dict such as
+   {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }. */
+
+typedef struct ampi_npy { char descr[8]; int fortran, dims; int64_t shape[AMPI_NPY_DIMS], start; } ampi_npy;
+typedef struct ampi_text { const char *at, *end; } ampi_text;
+
+/* Passes over white space and then over `word`, if that comes next. */
+static int ampi_text_take(ampi_text *t, const char *word) {
+    size_t n = strlen(word);
+    while (t->at < t->end && (*t->at == ' ' || *t->at == '\n' || *t->at == '\t' || *t->at == '\r')) t->at++;
+    if ((size_t)(t->end - t->at) < n || memcmp(t->at, word, n) != 0) return 0;
+    t->at += n;
+    return 1;
+}
+
+/* A quoted string of at most size - 1 characters. */
+static int ampi_text_string(ampi_text *t, char *out, size_t size) {
+    const char *quote = ampi_text_take(t, "'") ? "'" : ampi_text_take(t, "\"") ? "\"" : NULL;
+    size_t n = 0;
+    if (quote == NULL) return 0;
+    for (; t->at < t->end && *t->at != *quote; t->at++) {
+        if (n + 1 >= size) return 0;
+        out[n++] = *t->at;
+    }
+    out[n] = 0;
+    return ampi_text_take(t, quote);
+}
+
+static int ampi_text_number(ampi_text *t, int64_t *out) {
+    int digits = 0;
+    *out = 0;
+    for (; t->at < t->end && *t->at >= '0' && *t->at <= '9'; t->at++, digits++) {
+        if (*out > (INT64_MAX - 9) / 10) return 0;
+        *out = *out * 10 + (*t->at - '0');
+    }
+    if (t->at < t->end && *t->at == 'L') t->at++;       /* written by Python 2 */
+    return digits > 0;
+}
+
+static int ampi_npy_shape(ampi_text *t, ampi_npy *npy) {
+    npy->dims = 0;
+    if (!ampi_text_take(t, "(")) return 0;
+    while (!ampi_text_take(t, ")")) {
+        if (npy->dims == AMPI_NPY_DIMS || !ampi_text_number(t, &npy->shape[npy->dims])) return 0;
+        npy->dims++;
+        if (!ampi_text_take(t, ",")) return ampi_text_take(t, ")");
+    }
+    return 1;
+}
+
+static int ampi_npy_dict(ampi_text *t, ampi_npy *npy) {
+    int seen = 0;
+    char key[16];
+    if (!ampi_text_take(t, "{")) return 0;
+    while (!ampi_text_take(t, "}")) {
+        if (!ampi_text_string(t, key, sizeof key) || !ampi_text_take(t, ":")) return 0;
+        (void)ampi_text_take(t, "");
+        if (strcmp(key, "descr") == 0) {
+            if (!ampi_text_string(t, npy->descr, sizeof npy->descr)) return 0;
+            seen |= 1;
+        } else if (strcmp(key, "fortran_order") == 0) {
+            npy->fortran = ampi_text_take(t, "True");
+            if (!npy->fortran && !ampi_text_take(t, "False")) return 0;
+            seen |= 2;
+        } else if (strcmp(key, "shape") == 0) {
+            if (!ampi_npy_shape(t, npy)) return 0;
+            seen |= 4;
+        } else return 0;
+        if (!ampi_text_take(t, ",")) return ampi_text_take(t, "}") && seen == 7;
+    }
+    return seen == 7;
+}
+
+/* Where the dict begins and ends, from the first 12 bytes; 0: not a .npy file of a known version. */
+static int64_t ampi_npy_extent(const uint8_t *head, int64_t n, int64_t *text) {
+    if (n < 12 || memcmp(head, "\x93NUMPY", 6) != 0 || head[6] < 1 || head[6] > 3) return 0;
+    *text = head[6] == 1 ? 10 : 12;
+    return *text + (head[6] == 1 ? (int64_t)head[8] + ((int64_t)head[9] << 8) : (int64_t)ampi_le32(head + 8));
+}
+
+static amp_dtype ampi_npy_dtype(const char *descr, int tokens) {
+    static const struct { const char *name; amp_dtype dtype; int tokens; } known[] = {
+        {"f2", AMP_F16, 0}, {"f4", AMP_F32, 0}, {"f8", AMP_F64, 0}, {"b1", AMP_U8, 0}, {"u1", AMP_U8, 2},
+        {"u2", AMP_U16, 2}, {"i4", AMP_I32, 2}, {"i8", AMP_I64, 2}, {"u4", AMP_I32, 1}};    /* 0 arrays, 1 tokens, 2 both */
+    size_t i;
+    for (i = 0; i < sizeof known / sizeof *known; i++)
+        if (strcmp(descr + 1, known[i].name) == 0 && (known[i].tokens == 2 || known[i].tokens == tokens)
+            && (descr[0] == '<' || (descr[0] == '|' && amp_dtype_size(known[i].dtype) == 1))) return known[i].dtype;
+    return AMP_DTYPE_DEFAULT;
+}
+
+/* Fills dtype, start, count and row of f from its head, n bytes. */
+static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_t n, int tokens) {
+    ampi_npy npy;
+    ampi_text text;
+    int64_t from = 0;
+    int i;
+    memset(&npy, 0, sizeof npy);
+    npy.start = ampi_npy_extent(head, n, &from);
+    if (npy.start == 0) return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s is not a .npy file of version 1 to 3", f->path);
+    if (npy.start > f->bytes) return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ends in its header", f->path);
+    text.at = (const char *)head + from;
+    text.end = (const char *)head + AMPI_MIN(npy.start, n);
+    if (npy.start > n || !ampi_npy_dict(&text, &npy) || npy.dims < 1 || (npy.fortran && npy.dims > 1) || (tokens && npy.dims != 1))
+        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: the header is none of a%s plain array in C order", f->path,
+                         tokens ? " one-dimensional" : "");
+    f->dtype = ampi_npy_dtype(npy.descr, tokens);
+    if (f->dtype == AMP_DTYPE_DEFAULT)
+        return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, "%s holds %s, must be little-endian %s", f->path, npy.descr,
+                         tokens ? "u1, u2, u4, i4 or i8" : "f2, f4, f8, u1, u2, i4, i8 or b1");
+    f->start = npy.start;
+    f->count = npy.shape[0];
+    for (i = 1, f->row = 1; i < npy.dims; i++) {
+        if (npy.shape[i] == 0 || npy.shape[i] > ((int64_t)1 << 40) / f->row)
+            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: dimension %d is %lld", f->path, i, (long long)npy.shape[i]);
+        f->row *= npy.shape[i];
+    }
+    return ampi_data_check_size(f);
+}
+
+/* Opens a file and finds out what is in it. */
+static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_format format) {
+    uint8_t head[AMPI_NPY_HEADER];
+    int64_t n;
+    int error = f->is_open ? 0 : l->system.file_open(l->system.user, f->path, 0, &f->handle);
+    if (error == -EMFILE)
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: every file stays open, and of %lld only %lld could be; raise `ulimit -n`", f->path,
+                         (long long)l->n_files, (long long)(f - l->files));
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
+    f->is_open = 1;
+    f->bytes = l->system.file_size(l->system.user, f->handle);
+    if (f->bytes < 0) return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s", f->path, strerror((int)-f->bytes));
+    AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
+    if (l->kind == AMPI_FROM_ARRAYS) return ampi_npy_header(f, head, n, 0);
+    if (format == AMP_TOKENS_DEFAULT)
+        format = n >= 4 && (ampi_le32(head) == 20240520u || ampi_le32(head) == 20240801u) ? AMP_TOKENS_LLMC
+               : n >= 6 && memcmp(head, "\x93NUMPY", 6) == 0 ? AMP_TOKENS_NPY : AMP_TOKENS_BYTES;
+    f->format = format;
+    f->row = 1;
+    if (format == AMP_TOKENS_LLMC) return ampi_llmc_header(f, head, n);
+    if (format == AMP_TOKENS_NPY) return ampi_npy_header(f, head, n, 1);
+    f->dtype = format == AMP_TOKENS_U16 ? AMP_U16 : AMP_U8;
+    f->count = format == AMP_TOKENS_U16 ? f->bytes / 2 : f->bytes;
+    if (format == AMP_TOKENS_U16 && f->bytes % 2 != 0)
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, which ends in half a token", f->path, (long long)f->bytes);
+    return AMP_OK;
+}
+
+static uint64_t ampi_hash_bytes(uint64_t hash, const void *data, int64_t n) {     /* FNV-1a */
+    const uint8_t *p = (const uint8_t *)data;
+    for (; n > 0; n--) hash = (hash ^ *p++) * UINT64_C(0x100000001b3);
+    return hash;
+}
+static uint64_t ampi_hash_number(uint64_t hash, int64_t value) {
+    uint8_t bytes[8];
+    ampi_store_le64(bytes, (uint64_t)value);
+    return ampi_hash_bytes(hash, bytes, 8);
+}
+
+/* Hashes the size of a file and 16 blocks of it, from the first to the last; all of it where that is less. */
+static amp_result ampi_data_hash(amp_loader *l, const ampi_data_file *f) {
+    uint8_t block[AMPI_HASH_BLOCK];
+    int64_t last = f->bytes - AMPI_HASH_BLOCK, i, n, offset;
+    l->hash = ampi_hash_number(l->hash, f->bytes);
+    for (i = 0; i < AMPI_HASH_BLOCKS; i++) {
+        offset = last < (AMPI_HASH_BLOCKS - 1) * AMPI_HASH_BLOCK ? i * AMPI_HASH_BLOCK
+               : i == AMPI_HASH_BLOCKS - 1 ? last : last / (AMPI_HASH_BLOCKS - 1) * i;
+        if (offset >= f->bytes) break;
+        AMPI_TRY(ampi_data_read(l, f, block, sizeof block, offset, &n));
+        l->hash = ampi_hash_bytes(l->hash, block, n);
+    }
+    return AMP_OK;
+}
+
+/* ---- Which files */
+
+static amp_result ampi_files_reserve(amp_loader *l, int64_t n) {
+    void *memory;
+    AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, n, sizeof(ampi_data_file)));
+    l->files = (ampi_data_file *)memory;
+    l->n_files = n;
+    AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, n, sizeof(char *)));
+    l->names = (char **)memory;
+    return AMP_OK;
+}
+
+static amp_result ampi_file_name(amp_loader *l, int64_t i, const char *path) {
+    ampi_data_file *f = l->files + i;
+    void *memory;
+    int64_t bytes = (int64_t)strlen(path) + 1;
+    AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, bytes, 1));
+    memcpy(memory, path, (size_t)bytes);
+    f->path = l->names[i] = (char *)memory;
+    f->path_bytes = bytes;
+    return AMP_OK;
+}
+
+static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* The matches of a pattern, sorted by bytes: the same order for every rank, whatever its locale. */
+static amp_result ampi_files_by_pattern(amp_loader *l) {
+    amp_result result = AMP_OK;
+    glob_t found;
+    size_t i;
+    int error;
+    memset(&found, 0, sizeof found);
+    error = glob(l->desc.path, GLOB_NOSORT, NULL, &found);
+    if (error != 0) {
+        globfree(&found);
+        return error == GLOB_NOSPACE ? ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "for the files of %s", l->desc.path)
+                                     : ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: no file matches", l->desc.path);
+    }
+    qsort(found.gl_pathv, found.gl_pathc, sizeof *found.gl_pathv, ampi_compare_paths);
+    result = ampi_files_reserve(l, (int64_t)found.gl_pathc);
+    for (i = 0; i < found.gl_pathc && result == AMP_OK; i++) result = ampi_file_name(l, (int64_t)i, found.gl_pathv[i]);
+    globfree(&found);
+    return result;
+}
+
+/* A name with wildcards under which there is no file. */
+static int ampi_is_pattern(const amp_loader *l) {
+    intptr_t handle;
+    if (strpbrk(l->desc.path, "*?[") == NULL) return 0;
+    if (l->system.file_open(l->system.user, l->desc.path, 0, &handle) != 0) return 1;
+    l->system.file_close(l->system.user, handle);
+    return 0;
+}
+
+static amp_result ampi_files_find(amp_loader *l) {
+    int64_t i;
+    if (l->kind == AMPI_FROM_ARRAYS) {
+        AMPI_TRY(ampi_files_reserve(l, l->desc.n_arrays));
+        for (i = 0; i < l->n_files; i++) AMPI_TRY(ampi_file_name(l, i, l->desc.arrays[i]));
+        l->desc.arrays = (const char *const *)l->names;
+        return AMP_OK;
+    }
+    if (ampi_is_pattern(l)) return ampi_files_by_pattern(l);
+    AMPI_TRY(ampi_files_reserve(l, 1));
+    return ampi_file_name(l, 0, l->desc.path);
+}
+
+/* ---- What the source holds */
+
+/* Checks [first, last) of `n` and fills in the end. */
+static amp_result ampi_loader_bounds(amp_loader *l, int64_t n, const char *what) {
+    amp_loader_desc *d = &l->desc;
+    if (d->last == 0) d->last = n;
+    if (d->first < 0 || d->last > n || d->first > d->last)
+        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, ".first = %lld and .last = %lld, must be 0 to %lld (%s), .first not above .last",
+                         (long long)d->first, (long long)d->last, (long long)n, what);
+    return AMP_OK;
+}
+
+/* Counts the samples of token files: those of each file that lie in [first, last) with the token behind them. */
+static amp_result ampi_loader_count_tokens(amp_loader *l) {
+    int64_t i, at = 0;
+    for (i = 0; i < l->n_files; i++) {
+        if (l->files[i].format != l->files[0].format || l->files[i].dtype != l->files[0].dtype)
+            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s and %s are of different formats", l->files[0].path, l->files[i].path);
+        l->tokens += l->files[i].count;
+    }
+    l->desc.format = l->files[0].format;
+    AMPI_TRY(ampi_loader_bounds(l, l->tokens, "tokens"));
+    for (i = 0; i < l->n_files; i++) {
+        ampi_data_file *f = l->files + i;
+        int64_t first = AMPI_MAX(l->desc.first - at, 0), last = AMPI_MIN(l->desc.last - at, f->count);
+        f->first_token = first;
+        f->first_sample = l->samples;
+        f->samples = last > first ? (last - first - 1) / l->desc.seq : 0;
+        l->samples += f->samples;
+        at += f->count;
+    }
+    l->source.n_fields = 2;
+    for (i = 0; i < 2; i++) { l->source.fields[i].dtype = AMP_I32; l->source.fields[i].count = l->desc.seq; }
+    return AMP_OK;
+}
+
+static amp_result ampi_loader_count_arrays(amp_loader *l) {
+    int64_t i;
+    l->source.n_fields = (int32_t)l->n_files;
+    for (i = 0; i < l->n_files; i++) {
+        const ampi_data_file *f = l->files + i;
+        if (f->count != l->files[0].count)
+            return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, "%s has %lld rows, %s has %lld", l->files[0].path, (long long)l->files[0].count,
+                             f->path, (long long)f->count);
+        l->source.fields[i].dtype = f->dtype;
+        l->source.fields[i].count = f->row;
+    }
+    AMPI_TRY(ampi_loader_bounds(l, l->files[0].count, "rows"));
+    l->samples = l->desc.last - l->desc.first;
+    return AMP_OK;
+}
+
+static amp_result ampi_loader_count_callback(amp_loader *l) {
+    const amp_source *s = &l->source;
+    int32_t i;
+    if (s->read == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".source->read is NULL");
+    if (s->samples < 1 || s->n_fields < 1 || s->n_fields > AMP_MAX_FIELDS)
+        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, ".source->samples = %lld and .n_fields = %d, must be 1 or more and 1 to %d",
+                         (long long)s->samples, s->n_fields, AMP_MAX_FIELDS);
+    l->hash = ampi_hash_number(ampi_hash_number(l->hash, (int64_t)s->hash), s->samples);
+    for (i = 0; i < s->n_fields; i++) {
+        if (amp_dtype_size(s->fields[i].dtype) == 0) return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".source->fields[%d].dtype = %d", i, (int)s->fields[i].dtype);
+        if (s->fields[i].count < 1)
+            return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, ".source->fields[%d].count = %lld, must be 1 or more", i, (long long)s->fields[i].count);
+        l->hash = ampi_hash_number(ampi_hash_number(l->hash, (int64_t)s->fields[i].dtype), s->fields[i].count);
+    }
+    AMPI_TRY(ampi_loader_bounds(l, s->samples, "samples"));
+    l->samples = l->desc.last - l->desc.first;
+    return AMP_OK;
+}
+
+/* Opens the source and counts; afterwards samples, batches, fields and hash are known. */
+static amp_result ampi_loader_open(amp_loader *l) {
+    const amp_loader_desc *d = &l->desc;
+    int64_t i, per_rank;
+    l->hash = UINT64_C(0xcbf29ce484222325);
+    if (l->kind != AMPI_FROM_CALLBACK) {
+        AMPI_TRY(ampi_files_find(l));
+        for (i = 0; i < l->n_files; i++) {
+            AMPI_TRY(ampi_data_open(l, l->files + i, d->format));
+            AMPI_TRY(ampi_data_hash(l, l->files + i));
+        }
+    }
+    AMPI_TRY(l->kind == AMPI_FROM_TOKENS ? ampi_loader_count_tokens(l) : l->kind == AMPI_FROM_ARRAYS ? ampi_loader_count_arrays(l)
+                                                                                                   : ampi_loader_count_callback(l));
+    per_rank = l->samples / d->world;
+    l->whole = per_rank / d->batch;
+    l->batches = l->whole + (d->last_batch != AMP_LAST_DROP && l->samples > l->whole * d->world * d->batch);
+    if (l->batches < 1)
+        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, "%s: %lld samples are less than one batch of %lld on each of %d ranks",
+                         l->n_files > 0 ? l->files[0].path : "callback", (long long)l->samples, (long long)d->batch, d->world);
+    l->end = d->epochs == 0 || d->epochs > INT64_MAX / l->batches ? INT64_MAX : d->epochs * l->batches;
+    return AMP_OK;
+}
+
+/* ---- Filling a slot */
+
+/* The places in the epoch's order that batch `index` has on this rank.  What fills no batch on every rank is
+   shared out evenly. */
+static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start, int64_t *n) {
+    int64_t world = l->desc.world, rank = l->desc.rank, rest;
+    *n = l->desc.batch;
+    *start = (index * world + rank) * *n;
+    if (index < l->whole) return;
+    rest = l->samples - l->whole * world * *n;
+    *start = l->whole * world * *n + rest / world * rank + AMPI_MIN(rank, rest % world);
+    *n = rest / world + (rank < rest % world);
+}
+
+static int64_t ampi_worker_sample(const ampi_worker *w, int64_t place) {
+    return w->loader->desc.shuffle ? ampi_order_at(&w->order, place) : place;
+}
+
+/* Reads bytes of file number `file` into the worker's scratch memory. */
+static amp_result ampi_worker_read(ampi_worker *w, int64_t file, int64_t offset, int64_t bytes) {
+    const amp_loader *l = w->loader;
+    const ampi_data_file *f = l->files + file;
+    int expected = AMPI_WORKER_READING;
+    int64_t got = 0;
+    __atomic_store_n(&w->file, file, __ATOMIC_RELAXED);
+    __atomic_store_n(&w->offset, offset, __ATOMIC_RELAXED);
+    __atomic_store_n(&w->phase, AMPI_WORKER_READING, __ATOMIC_SEQ_CST);
+    if (!__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) got = ampi_read_fully(&l->system, f->handle, w->scratch, bytes, offset);
+    w->abandoned = !__atomic_compare_exchange_n(&w->phase, &expected, AMPI_WORKER_BUSY, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    if (w->abandoned || __atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) return AMPI_CANCELLED;
+    if (got == bytes) return AMP_OK;
+    if (got < 0)
+        return ampi_fail(AMP_ERR_READ, "amp_loader_next", "worker %d: %s: %s at offset %lld", w->id, f->path, strerror((int)-got), (long long)offset);
+    return ampi_fail(AMP_ERR_TRUNCATED, "amp_loader_next", "worker %d: %s ended at offset %lld, it had %lld bytes", w->id, f->path,
+                     (long long)(offset + got), (long long)f->bytes);
+}
+
+/* Token i as a number; what is negative or beyond 32 bits comes out as the largest. */
+AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
+    uint64_t wide;
+    if (dtype == AMP_U8) return raw[i];
+    if (dtype == AMP_U16) return (uint32_t)raw[2 * i] | (uint32_t)raw[2 * i + 1] << 8;
+    if (dtype == AMP_I32) return ampi_le32(raw + 4 * i);
+    wide = ampi_le64(raw + 8 * i);
+    return wide > UINT32_MAX ? UINT32_MAX : (uint32_t)wide;
+}
+
+/* One sample: seq inputs, and as targets the same one further.  Returns the largest token. */
+AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets) {
+    uint32_t token = ampi_token(raw, dtype, 0), largest = token;
+    int64_t i;
+    for (i = 0; i < seq; i++) {
+        inputs[i] = (int32_t)token;
+        token = ampi_token(raw, dtype, i + 1);
+        targets[i] = (int32_t)token;
+        largest = AMPI_MAX(largest, token);
+    }
+    return largest;
+}
+
+static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets) {
+    switch (dtype) {
+        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, inputs, targets);
+        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, inputs, targets);
+        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, inputs, targets);
+        default:      return ampi_token_row_as(AMP_I64, raw, seq, inputs, targets);
+    }
+}
+
+static amp_result ampi_bad_token(const ampi_data_file *f, const uint8_t *raw, int64_t offset, uint32_t limit) {
+    int64_t size = (int64_t)amp_dtype_size(f->dtype), i = 0, value;
+    while (ampi_token(raw, f->dtype, i) < limit) i++;
+    value = f->dtype == AMP_I64 ? (int64_t)ampi_le64(raw + 8 * i) : (int64_t)ampi_token(raw, f->dtype, i);
+    return ampi_fail(AMP_ERR_LABEL, "amp_loader_next", "%s: token %lld at offset %lld, must be 0 to %u", f->path, (long long)value,
+                     (long long)(offset + i * size), limit - 1);
+}
+
+static const ampi_data_file *ampi_file_of_sample(const amp_loader *l, int64_t sample) {
+    int64_t low = 0, high = l->n_files - 1;
+    while (low < high) {                /* the last file whose first sample is not beyond it */
+        int64_t middle = low + (high - low + 1) / 2;
+        if (l->files[middle].first_sample <= sample) low = middle;
+        else high = middle - 1;
+    }
+    return l->files + low;
+}
+
+/* How many neighbouring samples, of `size` bytes each, one read may bring. */
+static int64_t ampi_read_run(const amp_loader *l, int64_t wanted, int64_t size) {
+    return l->desc.shuffle ? 1 : AMPI_MIN(wanted, AMPI_MAX(AMPI_READ_BYTES / size, 1));
+}
+
+static amp_result ampi_fill_tokens(ampi_worker *w, int64_t start, int64_t n, ampi_slot *slot) {
+    const amp_loader *l = w->loader;
+    uint32_t limit = l->desc.vocab > 0 ? (uint32_t)l->desc.vocab : (uint32_t)1 << 31;
+    int64_t seq = l->desc.seq, i, j, run;
+    for (i = 0; i < n; i += run) {
+        int64_t sample = ampi_worker_sample(w, start + i);
+        const ampi_data_file *f = ampi_file_of_sample(l, sample);
+        int64_t size = (int64_t)amp_dtype_size(f->dtype), place = sample - f->first_sample;
+        int64_t offset = f->start + (f->first_token + place * seq) * size;
+        run = ampi_read_run(l, AMPI_MIN(n - i, f->samples - place), seq * size);
+        AMPI_TRY(ampi_worker_read(w, f - l->files, offset, (run * seq + 1) * size));
+        for (j = 0; j < run; j++) {
+            const uint8_t *raw = w->scratch + j * seq * size;
+            int32_t *inputs = (int32_t *)(void *)(slot->data + l->field_offset[0]) + (i + j) * seq;
+            int32_t *targets = (int32_t *)(void *)(slot->data + l->field_offset[1]) + (i + j) * seq;
+            if (ampi_token_row(f->dtype, raw, seq, inputs, targets) >= limit) return ampi_bad_token(f, raw, offset + j * seq * size, limit);
+        }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_fill_arrays(ampi_worker *w, int64_t start, int64_t n, ampi_slot *slot) {
+    const amp_loader *l = w->loader;
+    int64_t i, file, run;
+    for (file = 0; file < l->n_files; file++) {
+        const ampi_data_file *f = l->files + file;
+        int64_t size = l->field_bytes[file];
+        for (i = 0; i < n; i += run) {
+            int64_t row = l->desc.first + ampi_worker_sample(w, start + i);
+            run = ampi_read_run(l, n - i, size);
+            AMPI_TRY(ampi_worker_read(w, file, f->start + row * size, run * size));
+            ampi_copy_le((uint8_t *)slot->data + l->field_offset[file] + i * size, w->scratch, (size_t)(run * size), amp_dtype_size(f->dtype));
+        }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t start, int64_t n, ampi_slot *slot) {
+    const amp_loader *l = w->loader;
+    char error[256];
+    amp_sample what;
+    int64_t i;
+    memset(&what, 0, sizeof what);
+    what.epoch = epoch;
+    what.worker = w->id;
+    what.error = error;
+    what.error_size = (int32_t)sizeof error;
+    for (i = 0; i < n; i++) {
+        void *fields[AMP_MAX_FIELDS];
+        int32_t k;
+        int failed;
+        if (__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) return AMPI_CANCELLED;
+        what.sample = l->desc.first + ampi_worker_sample(w, start + i);
+        what.random = ampi_epoch_random(l->desc.seed, epoch, (uint64_t)what.sample + AMPI_ORDER_ROUNDS);
+        error[0] = 0;
+        for (k = 0; k < l->source.n_fields; k++) fields[k] = slot->data + l->field_offset[k] + i * l->field_bytes[k];
+        __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
+        failed = l->source.read(l->source.user, &what, fields);
+        error[sizeof error - 1] = 0;
+        if (failed != 0)
+            return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s", w->id, (long long)what.sample, failed, error);
+    }
+    return AMP_OK;
+}
+
+/* Fills what the batch lacks of its full size. */
+static void ampi_fill_padding(const amp_loader *l, int64_t n, ampi_slot *slot) {
+    int64_t i, missing = l->desc.batch - n, k;
+    for (i = 0; i < l->source.n_fields && missing > 0; i++) {
+        char *from = slot->data + l->field_offset[i] + n * l->field_bytes[i];
+        if (l->kind == AMPI_FROM_TOKENS && i == 1)
+            for (k = 0; k < missing * l->desc.seq; k++) ((int32_t *)(void *)from)[k] = -100;
+        else memset(from, 0, (size_t)(missing * l->field_bytes[i]));
+    }
+}
+
+static amp_result ampi_worker_fill(ampi_worker *w, int64_t number, ampi_slot *slot) {
+    amp_loader *l = w->loader;
+    int64_t epoch = number / l->batches, start, n;
+    ampi_loader_slice(l, number % l->batches, &start, &n);
+    if (l->desc.shuffle && w->order_epoch != epoch) {
+        ampi_order_init(&w->order, l->samples, l->desc.seed, epoch);
+        w->order_epoch = epoch;
+    }
+    AMPI_TRY(l->kind == AMPI_FROM_TOKENS ? ampi_fill_tokens(w, start, n, slot) : l->kind == AMPI_FROM_ARRAYS ? ampi_fill_arrays(w, start, n, slot)
+                                                                                                           : ampi_fill_callback(w, epoch, start, n, slot));
+    if (l->desc.last_batch == AMP_LAST_PAD) ampi_fill_padding(l, n, slot);
+    return AMP_OK;
+}
+
+/* ---- The queue.  Every function here is called with the lock held. */
+
+static ampi_slot *ampi_slot_of(amp_loader *l, int64_t number) { return l->slots + number % l->depth; }
+
+/* The batch to fill next, or -1: what has to be filled again, once the consumer waits for it, or what was never claimed. */
+static int64_t ampi_queue_claim(amp_loader *l) {
+    int64_t number;
+    if (l->paused) return -1;
+    for (number = l->consumed; l->retries > 0 && l->waiting > 0 && number < l->claimed; number++)
+        if (ampi_slot_of(l, number)->state == AMPI_SLOT_RETRY) { l->retries--; return number; }
+    return l->claimed < l->released + l->depth && l->claimed < l->end ? l->claimed++ : -1;
+}
+
+static void ampi_queue_store(amp_loader *l, ampi_slot *slot, amp_result result) {
+    slot->result = result;
+    slot->state = result == AMP_OK ? AMPI_SLOT_READY : result == AMPI_CANCELLED ? AMPI_SLOT_RETRY : AMPI_SLOT_FAILED;
+    if (slot->state == AMPI_SLOT_RETRY) l->retries++;
+    if (slot->state == AMPI_SLOT_FAILED) memcpy(slot->error, ampi_error_text, sizeof slot->error);
+}
+
+/* Slots of batches before `number` may be filled again. */
+static void ampi_queue_release(amp_loader *l, int64_t number) {
+    if (l->released >= number) return;
+    for (; l->released < number; l->released++) ampi_slot_of(l, l->released)->state = AMPI_SLOT_EMPTY;
+    pthread_cond_broadcast(&l->work);
+}
+
+static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const char *function) {
+    int id = slot->state == AMPI_SLOT_FILLING ? slot->worker : 0;
+    const ampi_worker *w = l->workers + id;
+    long long offset = (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED);
+    if (l->kind == AMPI_FROM_CALLBACK)
+        return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, worker %d is in the callback with sample %lld", l->desc.timeout_ms, id, offset);
+    return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, worker %d reads %s at offset %lld", l->desc.timeout_ms, id,
+                     l->files[__atomic_load_n(&w->file, __ATOMIC_RELAXED)].path, offset);
+}
+
+/* Waits for news from a worker until `deadline` (monotonic ns); 0 when that has passed. */
+static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
+    struct timespec until;
+    int error;
+    until.tv_sec = (time_t)(deadline / 1000000000);
+    until.tv_nsec = (long)(deadline % 1000000000);
+    l->waiting++;
+    error = pthread_cond_timedwait(&l->ready, &l->lock, &until);
+    l->waiting--;
+    return error != ETIMEDOUT;
+}
+
+static int ampi_slot_done(const ampi_slot *slot) { return slot->state == AMPI_SLOT_READY || slot->state == AMPI_SLOT_FAILED; }
+
+/* Waits until a slot is READY or FAILED. */
+static amp_result ampi_queue_wait_for(amp_loader *l, const ampi_slot *slot) {
+    int64_t begin = ampi_posix_clock(NULL), deadline = begin + (int64_t)l->desc.timeout_ms * 1000000;
+    amp_result result = AMP_OK;
+    if (l->retries > 0) pthread_cond_broadcast(&l->work);
+    while (!ampi_slot_done(slot) && result == AMP_OK)
+        if (!ampi_queue_wait(l, deadline) && !ampi_slot_done(slot)) result = ampi_queue_timeout(l, slot, "amp_loader_next");
+    l->waits++;
+    l->wait_ns += ampi_posix_clock(NULL) - begin;
+    return result;
+}
+
+/* Hands a failure over.  It and the failures behind it, which may be of the same cause, are forgotten, so that the
+   next call finds out how things stand then. */
+static amp_result ampi_queue_failure(amp_loader *l, int64_t number) {
+    amp_result result = ampi_slot_of(l, number)->result;
+    memcpy(ampi_error_text, ampi_slot_of(l, number)->error, sizeof ampi_error_text);
+    for (; number < l->claimed; number++) {
+        if (ampi_slot_of(l, number)->state != AMPI_SLOT_FAILED) continue;
+        ampi_slot_of(l, number)->state = AMPI_SLOT_RETRY;
+        l->retries++;
+    }
+    return result;
+}
+
+/* Waits until batch `number` is READY. */
+static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
+    ampi_slot *slot = ampi_slot_of(l, number);
+    if (l->threads == 0 && slot->state != AMPI_SLOT_READY) {
+        if (slot->state == AMPI_SLOT_RETRY) l->retries--;
+        else l->claimed++;
+        ampi_queue_store(l, slot, ampi_worker_fill(l->workers, number, slot));
+    }
+    if (!ampi_slot_done(slot)) AMPI_TRY(ampi_queue_wait_for(l, slot));
+    return slot->state == AMPI_SLOT_READY ? AMP_OK : ampi_queue_failure(l, number);
+}
+
+/* ---- Workers */
+
+static void ampi_loader_free(amp_loader *l);
+
+static void ampi_worker_main(void *arg) {
+    ampi_worker *w = (ampi_worker *)arg;
+    amp_loader *l = w->loader;
+    sigset_t all;
+    int last;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_mutex_lock(&l->lock);
+    while (!l->stop) {
+        int64_t number = ampi_queue_claim(l);
+        ampi_slot *slot;
+        amp_result result;
+        if (number < 0) { pthread_cond_wait(&l->work, &l->lock); continue; }
+        slot = ampi_slot_of(l, number);
+        slot->state = AMPI_SLOT_FILLING;
+        slot->worker = w->id;
+        l->busy++;
+        pthread_mutex_unlock(&l->lock);
+        result = ampi_worker_fill(w, number, slot);
+        pthread_mutex_lock(&l->lock);
+        if (w->abandoned) {
+            last = --l->holders == 0;
+            pthread_mutex_unlock(&l->lock);
+            if (last) ampi_loader_free(l);
+            return;
+        }
+        l->busy--;
+        ampi_queue_store(l, slot, result);
+        if (l->waiting > 0) pthread_cond_signal(&l->ready);
+    }
+    w->exited = 1;
+    pthread_cond_signal(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+}
+
+static amp_result ampi_loader_start(amp_loader *l) {
+    int64_t i;
+    for (i = 0; i < l->n_workers && l->desc.workers != AMP_NO_WORKERS; i++) {
+        ampi_worker *w = l->workers + i;
+        int error = l->system.thread_start(l->system.user, &w->thread, ampi_worker_main, w);
+        if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "worker %lld of %lld: %s", (long long)i, (long long)l->n_workers, strerror(-error));
+        w->started = 1;
+        l->threads++;
+    }
+    return AMP_OK;
+}
+
+/* Sees every worker out: those that do not come back from a read are left behind. */
+static void ampi_loader_stop(amp_loader *l) {
+    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
+    if (!l->has_lock) return;
+    __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&l->lock);
+    l->stop = 1;
+    pthread_cond_broadcast(&l->work);
+    do {
+        int late = ampi_posix_clock(NULL) >= deadline;
+        for (i = inside = 0; i < l->n_workers; i++) {
+            ampi_worker *w = l->workers + i;
+            int expected = AMPI_WORKER_READING;
+            if (!w->started || w->exited) continue;
+            if (late && __atomic_compare_exchange_n(&w->phase, &expected, AMPI_WORKER_ABANDONED, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+                w->started = 0;
+                l->holders++;
+            } else inside++;
+        }
+        if (inside > 0) (void)ampi_queue_wait(l, late ? ampi_posix_clock(NULL) + 1000000 : deadline);
+    } while (inside > 0);
+    pthread_mutex_unlock(&l->lock);
+    for (i = 0; i < l->n_workers; i++)
+        if (l->workers[i].started) l->system.thread_join(l->system.user, l->workers[i].thread);
+}
+
+/* ---- Buffers */
+
+static amp_result ampi_loader_layout(amp_loader *l) {
+    int32_t i;
+    size_t bytes;
+    for (i = 0; i < l->source.n_fields; i++) {
+        AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->source.fields[i].count, amp_dtype_size(l->source.fields[i].dtype), &bytes));
+        l->field_bytes[i] = (int64_t)bytes;
+        l->field_offset[i] = l->slot_bytes;
+        AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
+        if ((int64_t)bytes > PTRDIFF_MAX - AMPI_SLOT_ALIGN - l->slot_bytes) return ampi_fail(AMP_ERR_SIZE, ampi_loader_create_name, "a batch");
+        l->slot_bytes = (l->slot_bytes + (int64_t)bytes + AMPI_SLOT_ALIGN - 1) / AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN;
+    }
+    AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->depth, (size_t)l->slot_bytes, &bytes));
+    l->ring_bytes = (int64_t)bytes;
+    return AMP_OK;
+}
+
+/* Scratch memory of a worker: the longest read. */
+static void ampi_loader_scratch_size(amp_loader *l) {
+    int64_t i, n = l->desc.batch, size;
+    for (i = 0; i < l->n_files; i++) {
+        int64_t element = (int64_t)amp_dtype_size(l->files[i].dtype);
+        size = l->kind == AMPI_FROM_TOKENS ? l->desc.seq * element : l->field_bytes[i];
+        size = ampi_read_run(l, n, size) * size + element;
+        l->scratch_bytes = AMPI_MAX(l->scratch_bytes, size);
+    }
+}
+
+static amp_result ampi_loader_device_buffers(amp_loader *l) {
+    const amp_backend *b = l->backend;
+    void *memory = NULL;
+    int64_t i;
+    if (l->desc.disable_pinned) AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->ring_bytes, 1));
+    else AMPI_TRY(b->alloc_pinned(l->dev, &memory, (size_t)l->ring_bytes));
+    l->ring = (char *)memory;
+    AMPI_TRY(amp_alloc(l->amp, &memory, 2 * l->slot_bytes));
+    l->device = (char *)memory;
+    AMPI_TRY(b->stream_create(l->dev, &l->copy_stream));
+    for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i]));
+    for (i = 0; i < l->depth; i++) AMPI_TRY(b->event_create(l->dev, &l->slots[i].copied));
+    return AMP_OK;
+}
+
+static amp_result ampi_loader_buffers(amp_loader *l) {
+    void *memory;
+    int64_t i;
+    AMPI_TRY(ampi_loader_layout(l));
+    ampi_loader_scratch_size(l);
+    AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->depth, sizeof(ampi_slot)));
+    l->slots = (ampi_slot *)memory;
+    AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, AMPI_MAX(l->desc.workers, 1), sizeof(ampi_worker)));
+    l->workers = (ampi_worker *)memory;
+    l->n_workers = AMPI_MAX(l->desc.workers, 1);
+    for (i = 0; i < l->n_workers; i++) {
+        l->workers[i].loader = l;
+        l->workers[i].id = (int)i;
+        l->workers[i].order_epoch = -1;
+        AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->scratch_bytes, 1));
+        l->workers[i].scratch = (uint8_t *)memory;
+    }
+    if (l->backend->host_visible) {
+        AMPI_TRY(amp_alloc(l->amp, &memory, l->ring_bytes));
+        l->ring = (char *)memory;
+    } else AMPI_TRY(ampi_loader_device_buffers(l));
+    for (i = 0; i < l->depth; i++) l->slots[i].data = l->ring + i * l->slot_bytes;
+    return AMP_OK;
+}
+
+static void ampi_loader_free_buffers(amp_loader *l) {
+    const amp_backend *b = l->backend;
+    int64_t i;
+    if (l->copy_stream != NULL) b->stream_sync(l->dev, l->copy_stream);
+    for (i = 0; i < l->depth && l->slots != NULL; i++)
+        if (l->slots[i].copied != NULL) b->event_destroy(l->dev, l->slots[i].copied);
+    for (i = 0; i < 2; i++)
+        if (l->used[i] != NULL) b->event_destroy(l->dev, l->used[i]);
+    if (l->copy_stream != NULL) b->stream_destroy(l->dev, l->copy_stream);
+    amp_free(l->amp, l->device);
+    if (l->ring == NULL) return;
+    if (b->host_visible) amp_free(l->amp, l->ring);
+    else if (l->desc.disable_pinned) ampi_free(&l->system, l->ring, l->ring_bytes, 1);
+    else b->free_pinned(l->dev, l->ring, (size_t)l->ring_bytes);
+}
+
+/* What workers use; called when none is left. */
+static void ampi_loader_free(amp_loader *l) {
+    amp_system s = l->system;
+    int64_t i;
+    for (i = 0; i < l->n_files; i++) {
+        if (l->files[i].is_open) s.file_close(s.user, l->files[i].handle);
+        ampi_free(&s, l->files[i].path, l->files[i].path_bytes, 1);
+    }
+    ampi_free(&s, l->files, l->n_files, sizeof(ampi_data_file));
+    ampi_free(&s, l->names, l->n_files, sizeof(char *));
+    for (i = 0; i < l->n_workers; i++) ampi_free(&s, l->workers[i].scratch, l->scratch_bytes, 1);
+    ampi_free(&s, l->workers, l->n_workers, sizeof(ampi_worker));
+    ampi_free(&s, l->slots, l->depth, sizeof(ampi_slot));
+    if (l->desc.path != NULL) ampi_free(&s, (void *)(uintptr_t)l->desc.path, (int64_t)strlen(l->desc.path) + 1, 1);
+    if (l->has_lock) {
+        pthread_cond_destroy(&l->work);
+        pthread_cond_destroy(&l->ready);
+        pthread_mutex_destroy(&l->lock);
+    }
+    ampi_free(&s, l, 1, sizeof *l);
+}
+
+AMP_API void amp_loader_destroy(amp_loader *l) {
+    int last = 1;
+    if (l == NULL) return;
+    ampi_loader_stop(l);
+    ampi_loader_free_buffers(l);
+    if (l->has_lock) {
+        pthread_mutex_lock(&l->lock);
+        last = --l->holders == 0;
+        pthread_mutex_unlock(&l->lock);
+    }
+    if (last) ampi_loader_free(l);
+}
+
+/* ---- Creation */
+
+static amp_result ampi_loader_range(const char *field, int64_t value, int64_t low, int64_t high) {
+    if (value >= low && value <= high) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, ".%s = %lld, must be %lld to %lld", field, (long long)value, (long long)low, (long long)high);
+}
+
+static amp_result ampi_loader_check_desc(const amp_loader_desc *d) {
+    int sources = (d->path != NULL) + (d->arrays != NULL) + (d->source != NULL);
+    int32_t i;
+    if (sources != 1)
+        return ampi_fail(sources == 0 ? AMP_ERR_NULL : AMP_ERR_CONFLICT, ampi_loader_create_name, "%d of .path, .arrays and .source are given, must be one", sources);
+    if (d->path == NULL && (d->format != AMP_TOKENS_DEFAULT || d->seq != 0 || d->vocab != 0))
+        return ampi_fail(AMP_ERR_CONFLICT, ampi_loader_create_name, ".format, .seq and .vocab are for token files, and .path is NULL");
+    if (d->path != NULL) AMPI_TRY(ampi_loader_range("seq", d->seq, 1, INT64_MAX / 16));
+    if (d->arrays != NULL) AMPI_TRY(ampi_loader_range("n_arrays", d->n_arrays, 1, AMP_MAX_FIELDS));
+    for (i = 0; i < d->n_arrays && d->arrays != NULL; i++)
+        if (d->arrays[i] == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".arrays[%d]", i);
+    AMPI_TRY(ampi_loader_range("format", d->format, 0, AMP_TOKENS_NPY));
+    AMPI_TRY(ampi_loader_range("shuffle", d->shuffle, 0, 1));
+    AMPI_TRY(ampi_loader_range("last_batch", d->last_batch, 0, AMP_LAST_PAD));
+    AMPI_TRY(ampi_loader_range("batch", d->batch, 1, INT64_MAX));
+    AMPI_TRY(ampi_loader_range("epochs", d->epochs, 0, INT64_MAX));
+    AMPI_TRY(ampi_loader_range("workers", d->workers, AMP_NO_WORKERS, 64));
+    AMPI_TRY(ampi_loader_range("prefetch", d->prefetch, 0, 1024));
+    AMPI_TRY(ampi_loader_range("timeout_ms", d->timeout_ms, 0, INT32_MAX));
+    AMPI_TRY(ampi_loader_range("vocab", d->vocab, 0, INT32_MAX));
+    AMPI_TRY(ampi_loader_range("disable_pinned", d->disable_pinned, 0, 1));
+    AMPI_TRY(ampi_loader_range("world", d->world, 0, INT32_MAX));
+    return ampi_loader_range("rank", d->rank, 0, AMPI_MAX(d->world, 1) - 1);
+}
+
+static void ampi_loader_defaults(amp_loader *l) {
+    amp_loader_desc *d = &l->desc;
+    const amp_reducer *ranks = &ampi_settings(l->amp)->reducer;
+    if (d->last_batch == AMP_LAST_DEFAULT) d->last_batch = AMP_LAST_DROP;
+    if (d->workers == 0) d->workers = 2;
+    if (d->prefetch == 0) d->prefetch = 2;
+    if (d->timeout_ms == 0) d->timeout_ms = 60000;
+    if (d->world == 0) { d->world = AMPI_MAX(ranks->world, 1); d->rank = ranks->rank; }
+    /* one more than is read ahead: the batch in use, or on its way to the device */
+    l->depth = (d->workers == AMP_NO_WORKERS ? 1 : (int64_t)d->prefetch) + (d->workers != AMP_NO_WORKERS || !l->backend->host_visible);
+}
+
+static amp_result ampi_loader_init_lock(amp_loader *l) {
+    pthread_condattr_t monotonic;
+    int error = pthread_condattr_init(&monotonic);
+    if (error == 0) error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    if (error == 0) error = pthread_mutex_init(&l->lock, NULL);
+    if (error == 0) error = pthread_cond_init(&l->work, NULL);
+    if (error == 0) error = pthread_cond_init(&l->ready, &monotonic);
+    if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
+    pthread_condattr_destroy(&monotonic);
+    l->has_lock = 1;
+    return AMP_OK;
+}
+
+static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {
+    void *memory;
+    AMPI_TRY(ampi_loader_init_lock(l));
+    ampi_loader_defaults(l);
+    if (desc->path != NULL) {
+        AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, (int64_t)strlen(desc->path) + 1, 1));
+        memcpy(memory, desc->path, strlen(desc->path));
+        l->desc.path = (const char *)memory;
+    }
+    if (desc->source != NULL) {
+        l->source = *desc->source;
+        l->desc.source = &l->source;
+    }
+    l->kind = desc->path != NULL ? AMPI_FROM_TOKENS : desc->arrays != NULL ? AMPI_FROM_ARRAYS : AMPI_FROM_CALLBACK;
+    AMPI_TRY(ampi_loader_open(l));
+    AMPI_TRY(ampi_loader_buffers(l));
+    return ampi_loader_start(l);
+}
+
+AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi) {
+    amp_loader *l;
+    void *memory;
+    amp_result result;
+    if (out == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "out is NULL");
+    *out = NULL;
+    if (amp == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "%s is NULL", amp == NULL ? "amp" : "desc");
+    AMPI_TRY(ampi_check_abi(ampi_loader_create_name, abi, AMP_ABI(amp_loader_desc)));
+    AMPI_TRY(ampi_loader_check_desc(desc));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), ampi_loader_create_name, &memory, 1, sizeof *l));
+    l = (amp_loader *)memory;
+    l->amp = amp;
+    l->system = *ampi_context_system(amp);
+    l->backend = ampi_backend(amp, &l->dev, &l->stream);
+    l->desc = *desc;
+    l->desc.path = NULL;
+    l->holders = 1;
+    result = ampi_loader_setup(l, desc);
+    if (result != AMP_OK) { amp_loader_destroy(l); return result; }
+    *out = l;
+    return AMP_OK;
+}
+
+/* ---- Taking batches */
+
+/* The host sees the ring: the slot itself is handed out, and belongs to the workers again at the next call. */
+static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
+    amp_result result;
+    pthread_mutex_lock(&l->lock);
+    ampi_queue_release(l, number);
+    result = ampi_queue_await(l, number);
+    pthread_mutex_unlock(&l->lock);
+    *data = ampi_slot_of(l, number)->data;
+    return result;
+}
+
+/* Begins the copy of a batch that is READY into the device slot of its turn, once the work that was queued up to
+   `after` has let go of that slot. */
+static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
+    const amp_backend *b = l->backend;
+    ampi_slot *slot = ampi_slot_of(l, number);
+    char *to = l->device + ((l->deliveries + number - l->consumed) & 1) * l->slot_bytes;
+    if (after != NULL) AMPI_TRY(b->event_wait(l->dev, after, l->copy_stream));
+    AMPI_TRY(b->copy(l->dev, to, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
+    AMPI_TRY(b->event_record(l->dev, slot->copied, l->copy_stream));
+    l->issued = number + 1;
+    return AMP_OK;
+}
+
+/* Gives the slots whose copy is done back to the workers, and waits only for the one that batch `number` needs. */
+static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
+    while (l->released < l->issued) {
+        void *copied = ampi_slot_of(l, l->released)->copied;
+        int32_t done = l->released + l->depth <= number;
+        if (done) AMPI_TRY(l->backend->event_sync(l->dev, copied));
+        else AMPI_TRY(l->backend->event_done(l->dev, copied, &done));
+        if (!done) return AMP_OK;
+        pthread_mutex_lock(&l->lock);
+        ampi_queue_release(l, l->released + 1);
+        pthread_mutex_unlock(&l->lock);
+    }
+    return AMP_OK;
+}
+
+/* Two device slots: while the caller's kernels use one, the next batch is copied into the other.  The host waits
+   for workers only; the caller's stream waits for the copy. */
+static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
+    const amp_backend *b = l->backend;
+    int turn = (int)(l->deliveries & 1), next_ready;
+    void *copied = ampi_slot_of(l, number)->copied;
+    amp_result result;
+    AMPI_TRY(b->event_record(l->dev, l->used[turn], l->stream));
+    AMPI_TRY(ampi_device_collect(l, number));
+    if (l->issued == number) {
+        pthread_mutex_lock(&l->lock);
+        result = ampi_queue_await(l, number);
+        pthread_mutex_unlock(&l->lock);
+        AMPI_TRY(result);
+        AMPI_TRY(ampi_device_copy(l, number, l->deliveries > 0 ? l->used[!turn] : NULL));
+    }
+    AMPI_TRY(b->event_wait(l->dev, copied, l->stream));
+    *data = l->device + turn * l->slot_bytes;
+    pthread_mutex_lock(&l->lock);
+    next_ready = number + 1 < l->claimed && ampi_slot_of(l, number + 1)->state == AMPI_SLOT_READY;
+    pthread_mutex_unlock(&l->lock);
+    if (next_ready && l->issued == number + 1) (void)ampi_device_copy(l, number + 1, l->used[turn]);   /* failing, it is begun again and reported by the next call */
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
+    char *data = NULL;
+    int64_t number, start, i;
+    if (l == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
+    number = l->consumed;
+    if (number >= l->end) return ampi_fail(AMP_ERR_END, "amp_loader_next", "%lld epochs of %lld batches are over", (long long)l->desc.epochs, (long long)l->batches);
+    AMPI_TRY(l->backend->host_visible ? ampi_next_host(l, number, &data) : ampi_next_device(l, number, &data));
+    pthread_mutex_lock(&l->lock);
+    l->consumed++;
+    pthread_mutex_unlock(&l->lock);
+    l->deliveries++;
+    memset(out, 0, sizeof *out);
+    ampi_loader_slice(l, number % l->batches, &start, &out->valid);
+    out->batch = l->desc.last_batch == AMP_LAST_PAD ? l->desc.batch : out->valid;
+    out->seq = l->source.fields[0].count;
+    out->epoch = number / l->batches;
+    out->index = number % l->batches;
+    for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + l->field_offset[i];
+    if (l->source.fields[0].dtype == AMP_I32) out->inputs = (const int32_t *)out->fields[0];
+    if (l->source.fields[1].dtype == AMP_I32) out->targets = (const int32_t *)out->fields[1];
+    return AMP_OK;
+}
+
+/* ---- Position */
+
+/* Makes batch `number` the next one.  Workers drop what they do; what was read ahead is forgotten. */
+static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function) {
+    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
+    amp_result result = AMP_OK;
+    if (l->copy_stream != NULL) AMPI_TRY(l->backend->stream_sync(l->dev, l->copy_stream));
+    __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&l->lock);
+    l->paused = 1;
+    while (l->busy > 0 && result == AMP_OK)
+        if (!ampi_queue_wait(l, deadline) && l->busy > 0) result = ampi_queue_timeout(l, ampi_slot_of(l, l->consumed), function);
+    if (result == AMP_OK) {
+        l->consumed = l->claimed = l->released = l->issued = number;
+        l->retries = 0;
+        for (i = 0; i < l->depth; i++) l->slots[i].state = AMPI_SLOT_EMPTY;
+    }
+    l->paused = 0;
+    __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
+    pthread_cond_broadcast(&l->work);
+    pthread_mutex_unlock(&l->lock);
+    return result;
+}
+
+AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) {
+    if (l == NULL) return ampi_fail(AMP_ERR_NULL, "amp_loader_seek", "loader is NULL");
+    if (epoch < 0 || index < 0 || index >= l->batches || epoch > (INT64_MAX - index) / l->batches || epoch * l->batches + index > l->end)
+        return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek", "epoch = %lld, index = %lld; an epoch has %lld batches, and .epochs is %lld",
+                         (long long)epoch, (long long)index, (long long)l->batches, (long long)l->desc.epochs);
+    return ampi_loader_move(l, epoch * l->batches + index, "amp_loader_seek");
+}
+
+AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out) {
+    amp_loader *changing = (amp_loader *)(uintptr_t)l;
+    int64_t number;
+    if (l == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_loader_info_get", "%s is NULL", l == NULL ? "loader" : "out");
+    memset(out, 0, sizeof *out);
+    out->format = l->desc.format;
+    out->n_files = (int32_t)l->n_files;
+    out->n_fields = l->source.n_fields;
+    memcpy(out->fields, l->source.fields, sizeof out->fields);
+    out->tokens = l->tokens;
+    out->samples = l->samples;
+    out->batches = l->batches;
+    out->epoch = l->consumed / l->batches;
+    out->index = l->consumed % l->batches;
+    out->waits = l->waits;
+    out->wait_seconds = 1e-9 * (double)l->wait_ns;
+    out->hash = l->hash;
+    pthread_mutex_lock(&changing->lock);
+    for (number = l->consumed; number < l->claimed; number++)
+        if (ampi_slot_of(changing, number)->state == AMPI_SLOT_READY) out->ready++;
+    pthread_mutex_unlock(&changing->lock);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_loader_query(const amp_loader *l, amp_loader_desc *out) {
+    if (l == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_loader_query", "%s is NULL", l == NULL ? "loader" : "out");
+    *out = l->desc;
+    return AMP_OK;
+}
+
+/* What a position means depends on all of these. */
+static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITION_COUNT]) {
+    const amp_loader_desc *d = &l->desc;
+    values[0] = l->consumed / l->batches; values[1] = l->consumed % l->batches;
+    values[2] = (int64_t)l->hash;         values[3] = l->samples;
+    values[4] = d->batch;                 values[5] = d->seq;
+    values[6] = (int64_t)d->seed;         values[7] = d->world;
+    values[8] = d->shuffle;               values[9] = (int64_t)d->last_batch;
+    values[10] = d->first;                values[11] = d->last;
+    values[12] = (int64_t)d->format;
+}
+
+static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix, char *key, size_t size) {
+    if (loader == NULL || state == NULL || prefix == NULL)
+        return ampi_fail(AMP_ERR_NULL, function, "%s is NULL", loader == NULL ? "loader" : state == NULL ? "state" : "prefix");
+    if (snprintf(key, size, "%s.loader", prefix) >= (int)size)
+        return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%.80s\" has %zu bytes, must have at most %zu", prefix, strlen(prefix), size - sizeof ".loader");
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_loader_save(const amp_loader *l, amp_state *state, const char *prefix) {
+    int64_t values[AMPI_POSITION_COUNT];
+    char key[AMPI_STATE_KEY];
+    AMPI_TRY(ampi_loader_key("amp_loader_save", l, state, prefix, key, sizeof key));
+    ampi_loader_position(l, values);
+    return amp_state_put(state, key, AMP_I64, values, AMPI_POSITION_COUNT);
+}
+
+AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const char *prefix) {
+    static const char *const names[AMPI_POSITION_COUNT] = {"epoch", "index", "hash of the data", "samples", ".batch", ".seq", ".seed", ".world",
+                                                           ".shuffle", ".last_batch", ".first", ".last", ".format"};
+    int64_t saved[AMPI_POSITION_COUNT], own[AMPI_POSITION_COUNT];
+    char key[AMPI_STATE_KEY];
+    int i;
+    AMPI_TRY(ampi_loader_key("amp_loader_load", l, state, prefix, key, sizeof key));
+    AMPI_TRY(amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT));
+    ampi_loader_position(l, own);
+    for (i = 2; i < AMPI_POSITION_COUNT; i++)
+        if (saved[i] != own[i])
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "the %s was %lld when \"%s\" was saved, and is %lld", names[i], (long long)saved[i], key, (long long)own[i]);
+    if (saved[0] < 0 || saved[1] < 0 || saved[1] >= l->batches || saved[0] > (INT64_MAX - saved[1]) / l->batches)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": epoch %lld, index %lld of %lld", key, (long long)saved[0], (long long)saved[1], (long long)l->batches);
+    return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load");
+}
+
+#if AMPI_X86 && !defined(__clang__)
+#  pragma GCC diagnostic pop
+#endif
+#ifdef __cplusplus
+}
+#endif
+#endif /* AMP_IMPLEMENTATION */
+
+/* ==== Vector kernels: compiled once per instruction set, see AMPI_PASS ============================== */
+#if defined(AMPI_PASS)
+
+typedef float ampi_vf __attribute__((vector_size(AMPI_W * 4), may_alias));
+typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
+AMPI_PRIVATE inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
+
+/* ---- Numbers: bulk conversions, with the bits of the scalar functions of section 2. */
+
+#define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
+typedef uint32_t ampi_vu __attribute__((vector_size(AMPI_W * 4), may_alias));
+
+AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_load32)(const void *p, int64_t i) {
+    ampi_vu v;
+    memcpy(&v, (const char *)p + 4 * i, sizeof v);
+    return v;
+}
+AMPI_PRIVATE inline void AMPI_V(ampi_store32)(void *p, int64_t i, ampi_vu v) {
+    memcpy((char *)p + 4 * i, &v, sizeof v);
+}
+
+/* 16-bit elements from i on, widened into 32-bit lanes, and back; the lanes must be below 65536. */
+AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
+    const char *from = (const char *)p + 2 * i;
+#if AMPI_PASS == 3
+    return (ampi_vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)from));
+#elif AMPI_PASS == 2
+    return (ampi_vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
+#else
+    typedef uint16_t half __attribute__((vector_size(AMPI_W * 2)));
+    half v;
+    memcpy(&v, from, sizeof v);
+    return __builtin_convertvector(v, ampi_vu);
+#endif
+}
+AMPI_PRIVATE inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
+    char *to = (char *)p + 2 * i;
+#if AMPI_PASS == 3
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi32_epi16((__m512i)v));
+#elif AMPI_PASS == 2
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)v, (__m256i)v), 0x08);
+    _mm_storeu_si128((__m128i *)(void *)to, _mm256_castsi256_si128(packed));
+#else
+    typedef uint16_t half __attribute__((vector_size(AMPI_W * 2)));
+    half narrow = __builtin_convertvector(v, half);
+    memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
+/* All ones in the lanes that hold a NaN. */
+AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_nan_lanes)(ampi_vu x) {
+    return (ampi_vu)((ampi_vi)(x & 0x7fffffffu) > 0x7f800000);
+}
+
+/* bf16 patterns: x + add, cut.  To nearest even, add is 0x7fff + the lowest kept bit; stochastic, 16 random bits. */
+AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x, ampi_vu add) {
+    ampi_vu nan = AMPI_V(ampi_nan_lanes)(x);
+    return (((x + add) >> 16) & ~nan) | (((x >> 16) | 0x40u) & nan);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_bf16_from_f32)(void *dst, const void *src, int64_t n) {
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vu x = AMPI_V(ampi_load32)(src, i);
+        AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(x, ((x >> 16) & 1u) + 0x7fffu));
+    }
+    for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random) {
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vu add = AMPI_V(ampi_load32)(random, i) >> 16;
+        AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(AMPI_V(ampi_load32)(src, i), add));
+    }
+    for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i]));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_f32_from_bf16)(void *dst, const void *src, int64_t n) {
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_load16)(src, i) << 16);
+    for (; i < n; i++) ampi_put32(dst, i, (uint32_t)ampi_get16(src, i) << 16);
+}
+
+/* F16C instructions do not depend on flush-to-zero or denormals-are-zero: fp16 subnormals are always kept, and an
+   fp32 subnormal is far below the smallest of them. */
+AMPI_PRIVATE void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t n) {
+    int64_t i = 0;
+#if AMPI_PASS == 3
+    for (; i + 16 <= n; i += 16) {
+        __m512 x = _mm512_loadu_ps((const void *)((const char *)src + 4 * i));
+        __m256i r = _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT);
+        _mm256_storeu_si256((__m256i *)(void *)((char *)dst + 2 * i), r);
+    }
+#elif AMPI_PASS == 2
+    for (; i + 8 <= n; i += 8) {
+        __m256 x = _mm256_loadu_ps((const float *)(const void *)((const char *)src + 4 * i));
+        _mm_storeu_si128((__m128i *)(void *)((char *)dst + 2 * i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < n; i++) ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t n) {
+    int64_t i = 0;
+#if AMPI_PASS == 3
+    for (; i + 16 <= n; i += 16) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)((const char *)src + 2 * i));
+        _mm512_storeu_ps((void *)((char *)dst + 4 * i), _mm512_cvtph_ps(x));
+    }
+#elif AMPI_PASS == 2
+    for (; i + 8 <= n; i += 8) {
+        __m128i x = _mm_loadu_si128((const __m128i *)(const void *)((const char *)src + 2 * i));
+        _mm256_storeu_ps((float *)(void *)((char *)dst + 4 * i), _mm256_cvtph_ps(x));
+    }
+#endif
+    for (; i < n; i++) ampi_put32(dst, i, ampi_bits_of_f16(ampi_get16(src, i)));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_tf32_from_f32)(void *dst, const void *src, int64_t n) {
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vu x = AMPI_V(ampi_load32)(src, i), nan = AMPI_V(ampi_nan_lanes)(x);
+        AMPI_V(ampi_store32)(dst, i, (((x + 0x1000u) & ~nan) | ((x | 0x400000u) & nan)) & 0xffffe000u);
+    }
+    for (; i < n; i++) ampi_put32(dst, i, ampi_to_tf32(ampi_get32(src, i), 0, 0));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t limit) {
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vu x = AMPI_V(ampi_load32)(src, i);
+        ampi_vi magnitude = (ampi_vi)(x & 0x7fffffffu);
+        ampi_vu above = (ampi_vu)((magnitude > (int32_t)limit) & (magnitude <= 0x7f800000));
+        AMPI_V(ampi_store32)(dst, i, (x & ~above) | (((x & 0x80000000u) | limit) & above));
+    }
+    for (; i < n; i++) {
+        uint32_t x = ampi_get32(src, i), magnitude = x & 0x7fffffffu;
+        ampi_put32(dst, i, magnitude > limit && magnitude <= 0x7f800000u ? (x & 0x80000000u) | limit : x);
+    }
+}
+
+/* Counts in 32-bit lanes, emptied before they can overflow. */
+AMPI_PRIVATE int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
+    int64_t i = 0, total = 0;
+    while (i + AMPI_W <= n) {
+        int64_t last = AMPI_MIN(n - AMPI_W, i + ((int64_t)1 << 30));
+        ampi_vi count = {0};
+        int lane;
+        for (; i <= last; i += AMPI_W) count -= (ampi_vi)((AMPI_V(ampi_load32)(src, i) & mask) == mask);
+        for (lane = 0; lane < AMPI_W; lane++) total += count[lane];
+    }
+    for (; i < n; i++) total += (ampi_get32(src, i) & mask) == mask;
+    return total;
+}
+
+/* The same over pairs of 16-bit elements. */
+AMPI_PRIVATE int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
+    uint32_t high = mask << 16;
+    int64_t pairs = n / 2, i = 0, total = 0;
+    while (i + AMPI_W <= pairs) {
+        int64_t last = AMPI_MIN(pairs - AMPI_W, i + ((int64_t)1 << 30));
+        ampi_vi count = {0};
+        int lane;
+        for (; i <= last; i += AMPI_W) {
+            ampi_vu x = AMPI_V(ampi_load32)(src, i);
+            count -= (ampi_vi)((x & mask) == mask) + (ampi_vi)((x & high) == high);
+        }
+        for (lane = 0; lane < AMPI_W; lane++) total += count[lane];
+    }
+    for (i *= 2; i < n; i++) total += (ampi_get16(src, i) & mask) == mask;
+    return total;
+}
+
+/* ---- Random numbers: AMPI_W Philox blocks at once, one in each lane. */
+
+#if AMPI_PASS >= 2
+#if AMPI_PASS == 3
+#  define AMPI_M(name) _mm512_##name
+#  define ampi_mi __m512i
+#else
+#  define AMPI_M(name) _mm256_##name
+#  define ampi_mi __m256i
+#endif
+
+/* The low and high halves of the products with m. */
+AMPI_PRIVATE inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
+    typedef uint64_t wide __attribute__((vector_size(AMPI_W * 4)));
+    ampi_mi factor = AMPI_M(set1_epi32)((int)m);
+    wide even = (wide)AMPI_M(mul_epu32)((ampi_mi)x, factor);
+    wide odd = (wide)AMPI_M(mul_epu32)((ampi_mi)((wide)x >> 32), factor);
+    *low = (ampi_vu)((even & 0xffffffffu) | odd << 32);
+    *high = (ampi_vu)(even >> 32 | (odd & 0xffffffff00000000u));
+}
+
+/* out[0..4W) = the blocks from `block` on, whose low words must not wrap.  A transposition of 4 x 4 words in each
+   128 bits leaves word groups in the order lane 0, 4, 8, .. 1, 5, ..: the lanes' blocks are numbered to fit. */
+AMPI_PRIVATE void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
+    ampi_vu c0 = {0}, c1 = c0 + (uint32_t)(block >> 32), c2 = c0, c3 = c0, low0, high0, low2, high2;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    ampi_mi a, b, c, d;
+    int i;
+    for (i = 0; i < AMPI_W; i++) c0[i] = (uint32_t)block + (uint32_t)(i % 4 * (AMPI_W / 4) + i / 4);
+    for (i = 0; i < 10; i++) {
+        AMPI_V(ampi_multiply)(c0, 0xD2511F53u, &low0, &high0);
+        AMPI_V(ampi_multiply)(c2, 0xCD9E8D57u, &low2, &high2);
+        c0 = high2 ^ c1 ^ k0;
+        c1 = low2;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    a = AMPI_M(unpacklo_epi32)((ampi_mi)c0, (ampi_mi)c1);
+    b = AMPI_M(unpackhi_epi32)((ampi_mi)c0, (ampi_mi)c1);
+    c = AMPI_M(unpacklo_epi32)((ampi_mi)c2, (ampi_mi)c3);
+    d = AMPI_M(unpackhi_epi32)((ampi_mi)c2, (ampi_mi)c3);
+    AMPI_V(ampi_store32)(out, 0, (ampi_vu)AMPI_M(unpacklo_epi64)(a, c));
+    AMPI_V(ampi_store32)(out, AMPI_W, (ampi_vu)AMPI_M(unpackhi_epi64)(a, c));
+    AMPI_V(ampi_store32)(out, 2 * AMPI_W, (ampi_vu)AMPI_M(unpacklo_epi64)(b, d));
+    AMPI_V(ampi_store32)(out, 3 * AMPI_W, (ampi_vu)AMPI_M(unpackhi_epi64)(b, d));
+}
+#undef AMPI_M
+#undef ampi_mi
+#endif
+
+AMPI_PRIVATE void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index) {
+    uint32_t words[4];
+    int64_t i = 0;
+    while (i < n) {
+        uint64_t block = (index + (uint64_t)i) / 4, word = (index + (uint64_t)i) % 4;
+#if AMPI_PASS >= 2
+        if (word == 0 && n - i >= 4 * AMPI_W && (uint32_t)block <= 0xffffffffu - AMPI_W) {
+            AMPI_V(ampi_philox)(out + i, seed, block);
+            i += 4 * AMPI_W;
+            continue;
+        }
+#endif
+        amp_philox(seed, 0, block, words);
+        for (; word < 4 && i < n; word++) out[i++] = words[word];
+    }
+}
+
+static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
+    AMPI_V(ampi_f32_from_f16), AMPI_V(ampi_f16_from_f32), AMPI_V(ampi_f32_from_bf16), AMPI_V(ampi_bf16_from_f32),
+    AMPI_V(ampi_tf32_from_f32), AMPI_V(ampi_clamp), AMPI_V(ampi_bf16_stochastic), AMPI_V(ampi_count16),
+    AMPI_V(ampi_count32), AMPI_V(ampi_random),
+};
+#undef ampi_vu
+
+
+/* ---- Vector helpers and elementary functions.  They hold under -Ofast too: special values are told apart by
+   their bits, and AMPI_V(ampi_keep) stops the compiler from rearranging a sum whose order matters. */
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_splat)(float x) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_set1_ps(x);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_set1_ps(x);
+#else
+    ampi_vf v = {x, x, x, x};
+    return v;
+#endif
+}
+AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_splat_int)(int32_t x) { ampi_vi zero = {0}; return zero + x; }
+
+/* v itself, with its history hidden from the compiler. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
+#if AMPI_X86 && AMPI_PASS >= 2
+    __asm__("" : "+v"(v));
+#elif AMPI_X86 && defined(__SSE__)
+    __asm__("" : "+x"(v));
+#else
+    __asm__("" : "+m"(v));
+#endif
+    return v;
+}
+
+/* Lane by lane, yes where mask is all ones and no where it is 0. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#else
+    return (ampi_vf)((mask & (ampi_vi)yes) | (~mask & (ampi_vi)no));
+#endif
+}
+
+/* The larger and the smaller of two numbers; with a NaN, either operand. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return AMPI_V(ampi_select)((ampi_vi)(a > b), a, b);
+#endif
+}
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_min)(ampi_vf a, ampi_vf b) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return AMPI_V(ampi_select)((ampi_vi)(a < b), a, b);
+#endif
+}
+
+/* a b + c, with one rounding where the instruction set has it. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* a / b and sqrt(a), correctly rounded: -Ofast turns the plain operator into an approximation that fails for
+   infinities and zeros. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
+#if AMPI_X86 && AMPI_PASS >= 2
+    __asm__("vdivps %1, %0, %0" : "+v"(a) : "v"(b));
+    return a;
+#elif AMPI_X86 && defined(__AVX__)
+    __asm__("vdivps %1, %0, %0" : "+x"(a) : "x"(b));
+    return a;
+#elif AMPI_X86 && defined(__SSE__)
+    __asm__("divps %1, %0" : "+x"(a) : "x"(b));
+    return a;
+#else
+    return a / b;
+#endif
+}
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
+#if AMPI_X86 && AMPI_PASS >= 2
+    __asm__("vsqrtps %0, %0" : "+v"(a));
+#elif AMPI_X86 && defined(__AVX__)
+    __asm__("vsqrtps %0, %0" : "+x"(a));
+#elif AMPI_X86 && defined(__SSE__)
+    __asm__("sqrtps %0, %0" : "+x"(a));
+#else
+    for (int i = 0; i < AMPI_W; i++) a[i] = sqrtf(a[i]);
+#endif
+    return a;
+}
+
+/* The nearest integer of |x| < 2^31, as a number. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    ampi_vf half = (ampi_vf)(((ampi_vi)x & INT32_MIN) | (ampi_vi)AMPI_V(ampi_splat)(0.5f));
+    return __builtin_convertvector(__builtin_convertvector(x + half, ampi_vi), ampi_vf);
+#endif
+}
+
+/* The sum and the largest of all lanes, by halves: lane i with lane i + W/2, and so on. */
+AMPI_PRIVATE inline float AMPI_V(ampi_sum)(ampi_vf v) {
+#if AMPI_PASS >= 2
+    __m128 s;
+#  if AMPI_PASS == 3
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#  else
+    __m256 h = (__m256)v;
+#  endif
+    s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+AMPI_PRIVATE inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
+#if AMPI_PASS >= 2
+    __m128 s;
+#  if AMPI_PASS == 3
+    __m256 h = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#  else
+    __m256 h = (__m256)v;
+#  endif
+    s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+#else
+    float a = AMPI_MAX(v[0], v[2]), b = AMPI_MAX(v[1], v[3]);
+    return AMPI_MAX(a, b);
+#endif
+}
+
+/* The first n lanes from or to memory, 0 <= n <= AMPI_W; the others read as 0. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_tail)(const float *p, int64_t n) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+    ampi_vf v = {0.0f};
+    memcpy(&v, p, (size_t)n * sizeof *p);
+    return v;
+#endif
+}
+AMPI_PRIVATE inline void AMPI_V(ampi_store_tail)(float *p, ampi_vf v, int64_t n) {
+#if AMPI_PASS == 3
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
+    memcpy(p, &v, (size_t)n * sizeof *p);
+#endif
+}
+
+/* All ones in the lanes that hold a NaN. */
+AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) { return (ampi_vi)(((ampi_vi)x & INT32_MAX) > 0x7f800000); }
+
+/* c[0] + c[1] x + ... + c[n - 1] x^(n - 1) */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) {
+    ampi_vf p = AMPI_V(ampi_splat)(c[n - 1]);
+#pragma GCC unroll 8
+    for (int i = n - 2; i >= 0; i--) p = AMPI_V(ampi_fma)(p, x, AMPI_V(ampi_splat)(c[i]));
+    return p;
+}
+
+/* x brought into [low, high]; NaN stays NaN, which min and max promise only for their second operand. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
+    ampi_vf a = AMPI_V(ampi_splat)(low), b = AMPI_V(ampi_splat)(high);
+#if AMPI_X86 && AMPI_PASS >= 2
+    __asm__("vmaxps %1, %2, %0" : "=v"(a) : "v"(x), "v"(a));
+    __asm__("vminps %1, %2, %0" : "=v"(b) : "v"(a), "v"(b));
+    return b;
+#else
+    ampi_vi nan = AMPI_V(ampi_is_nan)(x);
+    return AMPI_V(ampi_select)(nan, x, AMPI_V(ampi_min)(AMPI_V(ampi_max)(x, a), b));
+#endif
+}
+
+/* x 2^n for an integer n from -252 to 254, in two steps so that no factor overflows; 0 where not place > limit. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, int32_t limit) {
+#if AMPI_PASS == 3
+    __mmask16 kept = _mm512_cmpgt_epi32_mask((__m512i)place, _mm512_set1_epi32(limit));
+    return (ampi_vf)_mm512_maskz_scalef_ps(kept, (__m512)x, (__m512)n);
+#else
+    ampi_vi k = __builtin_convertvector(n, ampi_vi), half = k >> 1;
+    x = AMPI_V(ampi_keep)(x * (ampi_vf)((half + 127) << 23));
+    x *= (ampi_vf)((k - half + 127) << 23);
+    return (ampi_vf)((ampi_vi)x & (ampi_vi)(place > AMPI_V(ampi_splat_int)(limit)));
+#endif
+}
+
+/* exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 with ln 2 in two parts.  Below log(2^-126) = -87.34 the
+   result is 0, because subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured
+   1.03 ulp, 1.25 without FMA.  All four functions: NaN gives NaN. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
+    static const float c[] = {0.5f, 0.166665763f, 0.0416665524f, 0.00836334564f, 0.00139263924f};
+    /* The patterns of -87.34 (0xc2aeac50) to -inf (0xff800000), moved to the smallest integers. */
+    ampi_vi place = (ampi_vi)((AMPI_V(ampi_vuint))x + 0xbd5153b0u);
+    ampi_vf y = AMPI_V(ampi_bound)(x, -87.3365447f, 89.0f);
+    ampi_vf n = AMPI_V(ampi_round)(y * AMPI_V(ampi_splat)(1.44269504f)), r, p;
+    r = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(n, AMPI_V(ampi_splat)(-0.693359375f), y));
+    r = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(n, AMPI_V(ampi_splat)(2.12194442e-4f), r));
+    p = AMPI_V(ampi_fma)(r * r, AMPI_V(ampi_polynomial)(c, 5, r), r);
+    return AMPI_V(ampi_scale2)(p + AMPI_V(ampi_splat)(1.0f), n, place, -0x432eac50);
+}
+
+/* log(x) = k ln 2 + log(1 + f), x = 2^k (1 + f) with 1 + f from sqrt(1/2) to sqrt(2), and with s = f / (2 + f)
+   log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R(s^2))), as in fdlibm.  Largest error 0.79 ulp; 0 gives -inf,
+   below 0 NaN. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
+    static const float c[] = {0.666666687f, 0.400001258f, 0.285503983f, 0.233419433f};
+    ampi_vi bits = (ampi_vi)x, subnormal = (ampi_vi)(bits < 0x00800000), k;
+    ampi_vi scaled = (ampi_vi)__builtin_convertvector(bits & 0x007fffff, ampi_vf);      /* 2^149 x */
+    ampi_vf f, s, z, square, e, w;
+    bits = (ampi_vi)AMPI_V(ampi_select)(subnormal, (ampi_vf)scaled, x);
+    k = (bits - 0x3f3504f3) >> 23;
+    f = (ampi_vf)(bits - (k << 23)) - AMPI_V(ampi_splat)(1.0f);
+    e = __builtin_convertvector(k - (subnormal & 149), ampi_vf);
+    s = AMPI_V(ampi_div)(f, f + AMPI_V(ampi_splat)(2.0f));
+    z = s * s;
+    square = AMPI_V(ampi_splat)(0.5f) * f * f;
+    w = s * AMPI_V(ampi_fma)(z, AMPI_V(ampi_polynomial)(c, 4, z), square);
+    w = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(e, AMPI_V(ampi_splat)(9.05800061e-6f), w));
+    w = AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(square - w) - f);
+    w = AMPI_V(ampi_fma)(e, AMPI_V(ampi_splat)(0.693138123f), -w);
+    w = AMPI_V(ampi_select)((ampi_vi)((ampi_vi)x >= 0x7f800000), x, w);                 /* inf and NaN */
+    w = AMPI_V(ampi_select)((ampi_vi)((ampi_vi)x < 0), (ampi_vf)AMPI_V(ampi_splat_int)(0x7fc00000), w);
+    k = (ampi_vi)(((ampi_vi)x & INT32_MAX) == 0);
+    return AMPI_V(ampi_select)(k, (ampi_vf)AMPI_V(ampi_splat_int)(-0x00800000), w);
+}
+
+/* tanh(x): x + x^3 P(x^2) below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.  Largest error 1.3 ulp. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
+    static const float c[] = {-0.333333343f, 0.133333042f, -0.0539592579f, 0.0217689183f, -0.00834394526f,
+                              0.00229274482f};
+    ampi_vf one = AMPI_V(ampi_splat)(1.0f), a = (ampi_vf)((ampi_vi)x & INT32_MAX), z, small, large;
+    a = AMPI_V(ampi_min)(a, AMPI_V(ampi_splat)(10.0f));
+    z = a * a;
+    small = AMPI_V(ampi_fma)(a, z * AMPI_V(ampi_polynomial)(c, 6, z), a);
+    large = one - AMPI_V(ampi_div)(AMPI_V(ampi_splat)(2.0f), AMPI_V(ampi_exp)(a + a) + one);
+    a = AMPI_V(ampi_select)((ampi_vi)(a < AMPI_V(ampi_splat)(0.625f)), small, large);
+    a = (ampi_vf)((ampi_vi)a | ((ampi_vi)x & INT32_MIN));
+    return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
+}
+
+/* erf(x): x + x P(x^2) below 0.92, else 1 - exp(Q(|x|)), Q(t) = log(1 - erf(t)), with the sign of x.  Largest error
+   1.16 ulp. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
+    static const float p[] = {0.128379166f, -0.376126349f, 0.112837009f, -0.0268596914f, 0.00520171458f,
+                              -0.000815005042f, 8.39977802e-05f};
+    static const float q[] = {0.000318539649f, -1.13023102f, -0.631823897f, -0.110087164f, 0.0264276378f,
+                              -0.00476262579f, 0.000597585749f, -4.61638592e-05f, 1.64306368e-06f};
+    ampi_vf one = AMPI_V(ampi_splat)(1.0f), a = (ampi_vf)((ampi_vi)x & INT32_MAX), z, small, large;
+    a = AMPI_V(ampi_min)(a, AMPI_V(ampi_splat)(4.0f));
+    z = a * a;
+    small = AMPI_V(ampi_fma)(a, AMPI_V(ampi_polynomial)(p, 7, z), a);
+    large = one - AMPI_V(ampi_exp)(AMPI_V(ampi_polynomial)(q, 9, a));
+    a = AMPI_V(ampi_select)((ampi_vi)(a < AMPI_V(ampi_splat)(0.92f)), small, large);
+    a = (ampi_vf)((ampi_vi)a | ((ampi_vi)x & INT32_MIN));
+    return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
+}
+
+/* ---- >>backends: the GEMM's kernels.  A tile's sums live in named registers: gcc keeps no array of vectors there.
+   Each sum is one chain of FMAs in the order of k, whatever the tile's height. */
+
+#if AMPI_W == 16
+#  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
+#else
+#  define AMPI_GEMM_ROWS 6              /* 12 of 16 */
+#endif
+
+/* One word in all lanes; a and b may hold pairs of bf16, so nothing is assumed of their type. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
+    float word;
+    memcpy(&word, p, sizeof word);
+    return AMPI_V(ampi_splat)(word);
+}
+
+#define AMPI_TILE_ZERO(i)  ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f};
+#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(a + i * lda); \
+                           sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
+#define AMPI_TILE_ADD(i)   sum##i##_0 += AMPI_V(ampi_load)(add + i * ldadd); \
+                           sum##i##_1 += AMPI_V(ampi_load)(add + i * ldadd + AMPI_W);
+#define AMPI_TILE_STORE(i) AMPI_V(ampi_store)(c + i * ldc, sum##i##_0); AMPI_V(ampi_store)(c + i * ldc + AMPI_W, sum##i##_1);
+
+#define AMPI_TILE(name, r) \
+    AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, \
+                                                       const float *add, int64_t ldadd, float *c, int64_t ldc) { \
+        AMPI_ROWS_##r(AMPI_TILE_ZERO) \
+        for (; k > 0; k--, a++, b += ldb) { \
+            ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = AMPI_V(ampi_load)(b + AMPI_W); \
+            AMPI_ROWS_##r(AMPI_TILE_STEP) \
+        } \
+        if (add != NULL) { AMPI_ROWS_##r(AMPI_TILE_ADD) } \
+        AMPI_ROWS_##r(AMPI_TILE_STORE) \
+    }
+
+#define AMPI_TILE_TARGET
+#define AMPI_TILE_PRODUCT AMPI_V(ampi_fma)
+AMPI_TILE(ampi_tile_, 1)  AMPI_TILE(ampi_tile_, 2)  AMPI_TILE(ampi_tile_, 3)
+AMPI_TILE(ampi_tile_, 4)  AMPI_TILE(ampi_tile_, 5)  AMPI_TILE(ampi_tile_, 6)
+#if AMPI_GEMM_ROWS == 14
+AMPI_TILE(ampi_tile_, 7)  AMPI_TILE(ampi_tile_, 8)  AMPI_TILE(ampi_tile_, 9)  AMPI_TILE(ampi_tile_, 10)
+AMPI_TILE(ampi_tile_, 11) AMPI_TILE(ampi_tile_, 12) AMPI_TILE(ampi_tile_, 13) AMPI_TILE(ampi_tile_, 14)
+#endif
+#undef AMPI_TILE_TARGET
+#undef AMPI_TILE_PRODUCT
+
+static const ampi_gemm_tile AMPI_V(ampi_gemm_tiles)[AMPI_GEMM_ROWS] = {
+    AMPI_V(ampi_tile_1), AMPI_V(ampi_tile_2), AMPI_V(ampi_tile_3), AMPI_V(ampi_tile_4), AMPI_V(ampi_tile_5), AMPI_V(ampi_tile_6),
+#if AMPI_GEMM_ROWS == 14
+    AMPI_V(ampi_tile_7), AMPI_V(ampi_tile_8), AMPI_V(ampi_tile_9), AMPI_V(ampi_tile_10), AMPI_V(ampi_tile_11),
+    AMPI_V(ampi_tile_12), AMPI_V(ampi_tile_13), AMPI_V(ampi_tile_14),
+#endif
+};
+
+/* ---- Packing into fp32 words */
+
+/* Rounds fp32 values to a narrower format, in place. */
+AMPI_PRIVATE void AMPI_V(ampi_gemm_round)(float *x, amp_dtype compute, int64_t n) {
+    uint16_t room[AMPI_GEMM_ROOM];
+    int64_t i, m;
+    if (compute == AMP_TF32) {
+        AMPI_V(ampi_tf32_from_f32)(x, x, n);
+        return;
+    }
+    for (i = 0; i < n; i += m) {
+        m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_ROOM);
+        if (compute == AMP_F16) {
+            AMPI_V(ampi_f16_from_f32)(room, x + i, m);
+            AMPI_V(ampi_f32_from_f16)(x + i, room, m);
+        } else {
+            AMPI_V(ampi_bf16_from_f32)(room, x + i, m);
+            AMPI_V(ampi_f32_from_bf16)(x + i, room, m);
+        }
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
+    if (dtype == AMP_F16) AMPI_V(ampi_f32_from_f16)(dst, src, n);
+    else if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(dst, src, n);
+    else memcpy(dst, src, (size_t)n * sizeof *dst);
+    /* tf32 holds every fp16 and bf16 number */
+    if (compute == AMP_F32 || compute == dtype || (compute == AMP_TF32 && dtype != AMP_F32)) return;
+    AMPI_V(ampi_gemm_round)(dst, compute, n);
+}
+
+/* n words as one row of several panels. */
+AMPI_PRIVATE inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const float *src, int64_t n) {
+    for (; n >= 2 * AMPI_W; n -= 2 * AMPI_W, src += 2 * AMPI_W, dst += stride) {
+        AMPI_V(ampi_store)(dst, AMPI_V(ampi_load)(src));
+        AMPI_V(ampi_store)(dst + AMPI_W, AMPI_V(ampi_load)(src + AMPI_W));
+    }
+    if (n <= 0) return;
+    AMPI_V(ampi_store)(dst, n < AMPI_W ? AMPI_V(ampi_load_tail)(src, n) : AMPI_V(ampi_load)(src));
+    AMPI_V(ampi_store)(dst + AMPI_W, AMPI_V(ampi_load_tail)(src + AMPI_MIN(n, AMPI_W), AMPI_MAX(n - AMPI_W, 0)));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                          int64_t ld, int64_t k, int64_t n) {
+    float room[AMPI_GEMM_ROOM];
+    int64_t size = (int64_t)amp_dtype_size(dtype), p;
+    for (p = 0; p < k; p++, dst += 2 * AMPI_W) {
+        const char *row = (const char *)src + p * ld * size;
+        if (dtype == AMP_F32 && compute == AMP_F32) {
+            AMPI_V(ampi_gemm_deal)(dst, stride, (const float *)(const void *)row, n);
+            continue;
+        }
+        AMPI_V(ampi_gemm_row)(room, row, dtype, compute, n);
+        AMPI_V(ampi_gemm_deal)(dst, stride, room, n);
+    }
+}
+
+/* ---- Transposition: the 4 x 4 words in each 128 bits, once the rows to come side by side have been loaded there */
+
+#if AMPI_PASS == 3
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), _MM_SHUFFLE(l, k, j, i))
+#elif AMPI_PASS == 2
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm256_shuffle_ps((__m256)(a), (__m256)(b), _MM_SHUFFLE(l, k, j, i))
+#elif defined(__clang__)
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k + 4, l + 4)
+#else
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (__extension__ (ampi_vi){i, j, k + 4, l + 4}))
+#endif
+
+/* 4 words from each of p, p + step, .. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
+#if AMPI_PASS == 3
+    __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(p + step), 1);
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(p + 2 * step), 2);
+    return (ampi_vf)_mm512_insertf32x4(v, _mm_loadu_ps(p + 3 * step), 3);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + step), 1);
+#else
+    (void)step;
+    return AMPI_V(ampi_load)(p);
+#endif
+}
+
+/* AMPI_W rows and 4 columns */
+AMPI_PRIVATE inline void AMPI_V(ampi_transpose4)(float *dst, int64_t ldd, const float *src, int64_t lds) {
+    ampi_vf r0 = AMPI_V(ampi_gather4)(src, 4 * lds), r1 = AMPI_V(ampi_gather4)(src + lds, 4 * lds);
+    ampi_vf r2 = AMPI_V(ampi_gather4)(src + 2 * lds, 4 * lds), r3 = AMPI_V(ampi_gather4)(src + 3 * lds, 4 * lds);
+    ampi_vf low01 = AMPI_SHUFFLE(r0, r1, 0, 1, 0, 1), high01 = AMPI_SHUFFLE(r0, r1, 2, 3, 2, 3);
+    ampi_vf low23 = AMPI_SHUFFLE(r2, r3, 0, 1, 0, 1), high23 = AMPI_SHUFFLE(r2, r3, 2, 3, 2, 3);
+    AMPI_V(ampi_store)(dst, AMPI_SHUFFLE(low01, low23, 0, 2, 0, 2));
+    AMPI_V(ampi_store)(dst + ldd, AMPI_SHUFFLE(low01, low23, 1, 3, 1, 3));
+    AMPI_V(ampi_store)(dst + 2 * ldd, AMPI_SHUFFLE(high01, high23, 0, 2, 0, 2));
+    AMPI_V(ampi_store)(dst + 3 * ldd, AMPI_SHUFFLE(high01, high23, 1, 3, 1, 3));
+}
+#undef AMPI_SHUFFLE
+
+AMPI_PRIVATE void AMPI_V(ampi_gemm_transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols) {
+    int64_t r, c, i, whole = rows - rows % AMPI_W, quads = cols - cols % 4;
+    for (r = 0; r < whole; r += AMPI_W)
+        for (c = 0; c < quads; c += 4)
+            AMPI_V(ampi_transpose4)(dst + c * ldd + r, ldd, src + r * lds + c, lds);
+    for (r = 0; r < rows; r++)
+        for (i = r < whole ? quads : 0; i < cols; i++) memcpy(dst + i * ldd + r, src + r * lds + i, sizeof *dst);
+}
+
+/* ---- Writing out */
+
+AMPI_PRIVATE void AMPI_V(ampi_gemm_write)(void *dst, amp_dtype dtype, int64_t offset, const float *x, int64_t n) {
+    if (dtype == AMP_F16) AMPI_V(ampi_f16_from_f32)((char *)dst + 2 * offset, x, n);
+    else if (dtype == AMP_BF16) AMPI_V(ampi_bf16_from_f32)((char *)dst + 2 * offset, x, n);
+    else memcpy((char *)dst + 4 * offset, x, (size_t)n * sizeof *x);
+}
+
+/* x = alpha x + bias */
+AMPI_PRIVATE void AMPI_V(ampi_gemm_scale)(float *x, float alpha, const float *bias, int64_t n) {
+    ampi_vf factor = AMPI_V(ampi_splat)(alpha);
+    int64_t j;
+    for (j = 0; j < n; j += AMPI_W) {
+        ampi_vf v = AMPI_V(ampi_load)(x + j);
+        if (bias != NULL) v = AMPI_V(ampi_fma)(v, factor, AMPI_V(ampi_load)(bias + j));
+        else v *= factor;
+        AMPI_V(ampi_store)(x + j, v);
+    }
+}
+
+/* x += beta c, n at most AMPI_GEMM_ROOM */
+AMPI_PRIVATE void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, amp_dtype dtype, int64_t offset, int64_t n) {
+    float room[AMPI_GEMM_ROOM + AMPI_W];
+    ampi_vf factor = AMPI_V(ampi_splat)(beta), zero = {0.0f};
+    int64_t j;
+    AMPI_V(ampi_gemm_row)(room, (const char *)c + offset * (int64_t)amp_dtype_size(dtype), dtype, AMP_F32, n);
+    AMPI_V(ampi_store)(room + n, zero);
+    for (j = 0; j < n; j += AMPI_W)
+        AMPI_V(ampi_store)(x + j, AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(room + j), AMPI_V(ampi_load)(x + j)));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t rows, int64_t cols) {
+    int64_t i;
+    if (out->alpha != 1.0f || out->bias != NULL)
+        for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_scale)(x + i * ld, out->alpha, out->bias, ld);
+    if (out->pre != NULL)
+        for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_write)(out->pre, out->pre_dtype, i * out->ld_pre, x + i * ld, cols);
+    if (out->act != AMP_ACT_NONE) out->activation(out->act, x, x, rows * ld);
+    if (out->beta != 0.0f)
+        for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_add_c)(x + i * ld, out->beta, out->c, out->c_dtype, i * out->ldc, cols);
+    for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_write)(out->c, out->c_dtype, i * out->ldc, x + i * ld, cols);
+}
+
+/* ---- Matrix times vector */
+
+/* v + x[0] b[0][j] + .. over 4 rows */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b0, ampi_vf b1, ampi_vf b2, ampi_vf b3) {
+    v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[0]), b0, v);
+    v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[1]), b1, v);
+    v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[2]), b2, v);
+    return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[3]), b3, v);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n) {
+    int64_t j, p, whole = n - n % AMPI_W, rest = n % AMPI_W;
+    for (p = 0; p + 4 <= k; p += 4, b += 4 * ld) {
+        for (j = 0; j < whole; j += AMPI_W)
+            AMPI_V(ampi_store)(y + j, AMPI_V(ampi_combine4)(AMPI_V(ampi_load)(y + j), x + p,
+                AMPI_V(ampi_load)(b + j), AMPI_V(ampi_load)(b + ld + j), AMPI_V(ampi_load)(b + 2 * ld + j),
+                AMPI_V(ampi_load)(b + 3 * ld + j)));
+        if (rest == 0) continue;
+        AMPI_V(ampi_store_tail)(y + j, AMPI_V(ampi_combine4)(AMPI_V(ampi_load_tail)(y + j, rest), x + p,
+            AMPI_V(ampi_load_tail)(b + j, rest), AMPI_V(ampi_load_tail)(b + ld + j, rest),
+            AMPI_V(ampi_load_tail)(b + 2 * ld + j, rest), AMPI_V(ampi_load_tail)(b + 3 * ld + j, rest)), rest);
+    }
+    for (; p < k; p++, b += ld) {
+        ampi_vf factor = AMPI_V(ampi_splat)(x[p]);
+        for (j = 0; j < whole; j += AMPI_W)
+            AMPI_V(ampi_store)(y + j, AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(b + j), AMPI_V(ampi_load)(y + j)));
+        if (rest == 0) continue;
+        AMPI_V(ampi_store_tail)(y + j, AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load_tail)(b + j, rest),
+                                                        AMPI_V(ampi_load_tail)(y + j, rest)), rest);
+    }
+}
+
+AMPI_PRIVATE float AMPI_V(ampi_gemm_dot)(const float *x, const float *row, int64_t k) {
+    ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0;
+    int64_t p = 0;
+    for (; p + 4 * AMPI_W <= k; p += 4 * AMPI_W) {
+        s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p), AMPI_V(ampi_load)(row + p), s0);
+        s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p + AMPI_W), AMPI_V(ampi_load)(row + p + AMPI_W), s1);
+        s2 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p + 2 * AMPI_W), AMPI_V(ampi_load)(row + p + 2 * AMPI_W), s2);
+        s3 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p + 3 * AMPI_W), AMPI_V(ampi_load)(row + p + 3 * AMPI_W), s3);
+    }
+    for (; p + AMPI_W <= k; p += AMPI_W) s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p), AMPI_V(ampi_load)(row + p), s0);
+    if (p < k) s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load_tail)(x + p, k - p), AMPI_V(ampi_load_tail)(row + p, k - p), s1);
+    return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
+}
+
+static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
+    AMPI_GEMM_ROWS, 2 * AMPI_W, 1, AMPI_V(ampi_gemm_tiles), AMPI_V(ampi_gemm_row), AMPI_V(ampi_gemm_weave),
+    AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
+};
+
+/* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
+   ones.  It takes subnormal operands as 0, and so does the conversion that packs them. */
+
+#if AMPI_GEMM_BF16 && AMPI_PASS == 3
+#define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+
+AMPI_PRIVATE AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
+    return (ampi_vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)b);
+}
+#define AMPI_TILE_PRODUCT ampi_gemm_dot2
+AMPI_TILE(ampi_tile_bf16_, 1)  AMPI_TILE(ampi_tile_bf16_, 2)  AMPI_TILE(ampi_tile_bf16_, 3)  AMPI_TILE(ampi_tile_bf16_, 4)
+AMPI_TILE(ampi_tile_bf16_, 5)  AMPI_TILE(ampi_tile_bf16_, 6)  AMPI_TILE(ampi_tile_bf16_, 7)  AMPI_TILE(ampi_tile_bf16_, 8)
+AMPI_TILE(ampi_tile_bf16_, 9)  AMPI_TILE(ampi_tile_bf16_, 10) AMPI_TILE(ampi_tile_bf16_, 11) AMPI_TILE(ampi_tile_bf16_, 12)
+AMPI_TILE(ampi_tile_bf16_, 13) AMPI_TILE(ampi_tile_bf16_, 14)
+#undef AMPI_TILE_PRODUCT
+
+static const ampi_gemm_tile ampi_gemm_tiles_bf16[AMPI_GEMM_ROWS] = {
+    AMPI_V(ampi_tile_bf16_1), AMPI_V(ampi_tile_bf16_2), AMPI_V(ampi_tile_bf16_3), AMPI_V(ampi_tile_bf16_4),
+    AMPI_V(ampi_tile_bf16_5), AMPI_V(ampi_tile_bf16_6), AMPI_V(ampi_tile_bf16_7), AMPI_V(ampi_tile_bf16_8),
+    AMPI_V(ampi_tile_bf16_9), AMPI_V(ampi_tile_bf16_10), AMPI_V(ampi_tile_bf16_11), AMPI_V(ampi_tile_bf16_12),
+    AMPI_V(ampi_tile_bf16_13), AMPI_V(ampi_tile_bf16_14),
+};
+
+/* The first n of 16 or 32 lanes; any n. */
+AMPI_PRIVATE inline __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_row_from_f32(float *dst, const float *src, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i += 32) {
+        __m512 low = _mm512_maskz_loadu_ps(ampi_lanes16(n - i), src + i);
+        __m512 high = _mm512_maskz_loadu_ps(ampi_lanes16(n - i - 16), src + i + 16);
+        _mm512_mask_storeu_epi32(dst + i / 2, ampi_lanes16((n - i + 1) / 2), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+AMPI_PRIVATE void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
+    float room[AMPI_GEMM_ROOM];
+    int64_t i;
+    if (dtype == AMP_F32) ampi_gemm_row_from_f32(dst, (const float *)src, n);
+    for (i = 0; dtype == AMP_F16 && i < n; i += AMPI_GEMM_ROOM) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_ROOM);
+        AMPI_V(ampi_f32_from_f16)(room, (const char *)src + 2 * i, m);
+        ampi_gemm_row_from_f32(dst + i / 2, room, m);
+    }
+    if (dtype != AMP_BF16) return;
+    if (n % 2) memset(dst + n / 2, 0, sizeof *dst);
+    memcpy(dst, src, (size_t)n * 2);
+    (void)compute;
+}
+
+/* Two rows of k, woven: 16 pairs of what stands below each other. */
+AMPI_PRIVATE AMPI_TILE_TARGET inline __m512i ampi_gemm_pairs_f32(const float *low, const float *high, int64_t n) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __mmask16 lanes = ampi_lanes16(n);
+    __m512 l = _mm512_maskz_loadu_ps(lanes, low);
+    __m512 h = high != NULL ? _mm512_maskz_loadu_ps(lanes, high) : _mm512_setzero_ps();
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(h, l));
+}
+AMPI_PRIVATE inline __m512i ampi_gemm_pairs_16(const uint16_t *low, const uint16_t *high, int64_t n) {
+    __mmask16 lanes = ampi_lanes16(n);
+    __m512i l = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, low));
+    __m512i h = high != NULL ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, high)) : _mm512_setzero_si512();
+    return _mm512_or_si512(l, _mm512_slli_epi32(h, 16));
+}
+
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                                        int64_t ld, int64_t k, int64_t n) {
+    float room[2][AMPI_GEMM_ROOM];
+    int64_t size = (int64_t)amp_dtype_size(dtype), p, j;
+    (void)compute;
+    for (p = 0; p < k; p += 2, dst += 32) {
+        const void *low = (const char *)src + p * ld * size, *high = p + 1 < k ? (const char *)src + (p + 1) * ld * size : NULL;
+        if (dtype == AMP_F16) {
+            AMPI_V(ampi_f32_from_f16)(room[0], low, n);
+            if (high != NULL) AMPI_V(ampi_f32_from_f16)(room[1], high, n);
+            low = room[0];
+            high = high != NULL ? room[1] : NULL;
+        }
+        for (j = 0; j < n || j % 32 != 0; j += 16) {
+            __m512i words;
+            if (j >= n) words = _mm512_setzero_si512();
+            else if (dtype == AMP_BF16)
+                words = ampi_gemm_pairs_16((const uint16_t *)low + j, high != NULL ? (const uint16_t *)high + j : NULL, n - j);
+            else words = ampi_gemm_pairs_f32((const float *)low + j, high != NULL ? (const float *)high + j : NULL, n - j);
+            _mm512_storeu_si512(dst + j / 32 * stride + j % 32, words);
+        }
+    }
+}
+
+static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
+    AMPI_GEMM_ROWS, 2 * AMPI_W, 2, ampi_gemm_tiles_bf16, ampi_gemm_row_bf16, ampi_gemm_weave_bf16,
+    AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
+};
+#undef AMPI_TILE_TARGET
+#endif
+
+#undef AMPI_GEMM_ROWS
+#undef AMPI_TILE
+#undef AMPI_TILE_ZERO
+#undef AMPI_TILE_STEP
+#undef AMPI_TILE_ADD
+#undef AMPI_TILE_STORE
+
+/* ---- >>backends: attention.  One matrix product serves all five of a layer's products: its left factor is read
+   as scalars in any layout, its right factor and the result as vectors, so keys and values are used where they
+   lie and only strips of queries are transposed. */
+
+/* 2 AMPI_W neighbouring columns. */
+typedef struct AMPI_V(ampi_two) { ampi_vf x, y; } AMPI_V(ampi_two);
+
+AMPI_PRIVATE inline AMPI_V(ampi_two) AMPI_V(ampi_two_load)(const float *p) {
+    AMPI_V(ampi_two) t;
+    t.x = AMPI_V(ampi_load)(p);
+    t.y = AMPI_V(ampi_load)(p + AMPI_W);
+    return t;
+}
+
+AMPI_PRIVATE inline AMPI_V(ampi_two) AMPI_V(ampi_two_fma)(const float *a, AMPI_V(ampi_two) b, AMPI_V(ampi_two) c) {
+    ampi_vf s = AMPI_V(ampi_splat)(*a);
+    c.x = AMPI_V(ampi_fma)(s, b.x, c.x);
+    c.y = AMPI_V(ampi_fma)(s, b.y, c.y);
+    return c;
+}
+
+/* Stores the sums of row r, columns from x on. */
+AMPI_PRIVATE inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, int64_t x, AMPI_V(ampi_two) sum) {
+    float *c = p->c + r * p->ldc + x;
+    if (!p->add) {
+        ampi_vf scale = AMPI_V(ampi_splat)(p->scale);
+        sum.x *= scale;
+        sum.y *= scale;
+    } else if (p->rescale) {
+        AMPI_V(ampi_two) old = AMPI_V(ampi_two_load)(c), factor = AMPI_V(ampi_two_load)(p->rescale + x);
+        sum.x = AMPI_V(ampi_fma)(old.x, factor.x, sum.x);
+        sum.y = AMPI_V(ampi_fma)(old.y, factor.y, sum.y);
+    } else {
+        AMPI_V(ampi_two) old = AMPI_V(ampi_two_load)(c);
+        sum.x += old.x;
+        sum.y += old.y;
+    }
+    AMPI_V(ampi_store)(c, sum.x);
+    AMPI_V(ampi_store)(c + AMPI_W, sum.y);
+}
+
+/* Rows from r on, as many as the registers hold: 8 with 32 registers, 4 with 16.  Rows beyond the last repeat the
+   first and are not stored. */
+#if AMPI_PASS == 3
+#  define AMPI_PRODUCT_ROWS 8
+#else
+#  define AMPI_PRODUCT_ROWS 4
+#endif
+AMPI_PRIVATE void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t x) {
+    int64_t n = p->rows - r, depth = p->depth, step = p->a_depth, ldb = p->ldb;
+    const float *b = p->b + x, *a0 = p->a + r * p->a_row;
+    const float *a1 = n > 1 ? a0 + p->a_row : a0, *a2 = n > 2 ? a1 + p->a_row : a0, *a3 = n > 3 ? a2 + p->a_row : a0;
+    AMPI_V(ampi_two) c0 = {{0.0f}, {0.0f}}, c1 = c0, c2 = c0, c3 = c0;
+#if AMPI_PASS == 3
+    const float *a4 = n > 4 ? a3 + p->a_row : a0, *a5 = n > 5 ? a4 + p->a_row : a0, *a6 = n > 6 ? a5 + p->a_row : a0;
+    const float *a7 = n > 7 ? a6 + p->a_row : a0;
+    AMPI_V(ampi_two) c4 = c0, c5 = c0, c6 = c0, c7 = c0;
+#endif
+    for (int64_t k = 0, i = 0; k < depth; k++, i += step, b += ldb) {
+        AMPI_V(ampi_two) v = AMPI_V(ampi_two_load)(b);
+        c0 = AMPI_V(ampi_two_fma)(a0 + i, v, c0);
+        c1 = AMPI_V(ampi_two_fma)(a1 + i, v, c1);
+        c2 = AMPI_V(ampi_two_fma)(a2 + i, v, c2);
+        c3 = AMPI_V(ampi_two_fma)(a3 + i, v, c3);
+#if AMPI_PASS == 3
+        c4 = AMPI_V(ampi_two_fma)(a4 + i, v, c4);
+        c5 = AMPI_V(ampi_two_fma)(a5 + i, v, c5);
+        c6 = AMPI_V(ampi_two_fma)(a6 + i, v, c6);
+        c7 = AMPI_V(ampi_two_fma)(a7 + i, v, c7);
+#endif
+    }
+    AMPI_V(ampi_product_store)(p, r, x, c0);
+    if (n > 1) AMPI_V(ampi_product_store)(p, r + 1, x, c1);
+    if (n > 2) AMPI_V(ampi_product_store)(p, r + 2, x, c2);
+    if (n > 3) AMPI_V(ampi_product_store)(p, r + 3, x, c3);
+#if AMPI_PASS == 3
+    if (n > 4) AMPI_V(ampi_product_store)(p, r + 4, x, c4);
+    if (n > 5) AMPI_V(ampi_product_store)(p, r + 5, x, c5);
+    if (n > 6) AMPI_V(ampi_product_store)(p, r + 6, x, c6);
+    if (n > 7) AMPI_V(ampi_product_store)(p, r + 7, x, c7);
+#endif
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_product_all)(const ampi_product *p) {
+    for (int64_t r = 0; r < p->rows; r += AMPI_PRODUCT_ROWS) {
+        for (int64_t x = 0; x < p->cols; x += 2 * AMPI_W) AMPI_V(ampi_product_rows)(p, r, x);
+    }
+}
+#undef AMPI_PRODUCT_ROWS
+
+/* All ones in the lanes that hold +0 or -0. */
+AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_zero)(ampi_vf x) { return (ampi_vi)(((ampi_vi)x & INT32_MAX) == 0); }
+
+AMPI_PRIVATE void AMPI_V(ampi_product_weighted)(const ampi_product *p, int32_t a_is_weight) {
+    ampi_vf zero = AMPI_V(ampi_splat)(0.0f);
+    for (int64_t r = 0; r < p->rows; r++) {
+        for (int64_t x = 0; x < p->cols; x += 2 * AMPI_W) {
+            AMPI_V(ampi_two) sum = {{0.0f}, {0.0f}};
+            for (int64_t k = 0; k < p->depth; k++) {
+                ampi_vf a = AMPI_V(ampi_splat)(p->a[r * p->a_row + k * p->a_depth]);
+                AMPI_V(ampi_two) b = AMPI_V(ampi_two_load)(p->b + k * p->ldb + x);
+                sum.x += AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(a_is_weight ? a : b.x), zero, a * b.x);
+                sum.y += AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(a_is_weight ? a : b.y), zero, a * b.y);
+            }
+            AMPI_V(ampi_product_store)(p, r, x, sum);
+        }
+    }
+}
+
+/* AMPI_W rows times 4 columns: quads are gathered so that a 4 x 4 transpose inside each of them finishes it. */
+#if AMPI_PASS == 3
+AMPI_PRIVATE inline __m512 AMPI_V(ampi_quads)(const float *p, int64_t ld) {
+    __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(p + 4 * ld), 1);
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(p + 8 * ld), 2);
+    return _mm512_insertf32x4(v, _mm_loadu_ps(p + 12 * ld), 3);
+}
+AMPI_PRIVATE inline void AMPI_V(ampi_transpose_block)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld) {
+    __m512 r0 = AMPI_V(ampi_quads)(src, src_ld), r1 = AMPI_V(ampi_quads)(src + src_ld, src_ld);
+    __m512 r2 = AMPI_V(ampi_quads)(src + 2 * src_ld, src_ld), r3 = AMPI_V(ampi_quads)(src + 3 * src_ld, src_ld);
+    __m512 low01 = _mm512_unpacklo_ps(r0, r1), low23 = _mm512_unpacklo_ps(r2, r3);
+    __m512 high01 = _mm512_unpackhi_ps(r0, r1), high23 = _mm512_unpackhi_ps(r2, r3);
+    _mm512_storeu_ps(dst, _mm512_shuffle_ps(low01, low23, 0x44));
+    _mm512_storeu_ps(dst + dst_ld, _mm512_shuffle_ps(low01, low23, 0xee));
+    _mm512_storeu_ps(dst + 2 * dst_ld, _mm512_shuffle_ps(high01, high23, 0x44));
+    _mm512_storeu_ps(dst + 3 * dst_ld, _mm512_shuffle_ps(high01, high23, 0xee));
+}
+#elif AMPI_PASS == 2
+AMPI_PRIVATE inline __m256 AMPI_V(ampi_quads)(const float *p, int64_t ld) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * ld), 1);
+}
+AMPI_PRIVATE inline void AMPI_V(ampi_transpose_block)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld) {
+    __m256 r0 = AMPI_V(ampi_quads)(src, src_ld), r1 = AMPI_V(ampi_quads)(src + src_ld, src_ld);
+    __m256 r2 = AMPI_V(ampi_quads)(src + 2 * src_ld, src_ld), r3 = AMPI_V(ampi_quads)(src + 3 * src_ld, src_ld);
+    __m256 low01 = _mm256_unpacklo_ps(r0, r1), low23 = _mm256_unpacklo_ps(r2, r3);
+    __m256 high01 = _mm256_unpackhi_ps(r0, r1), high23 = _mm256_unpackhi_ps(r2, r3);
+    _mm256_storeu_ps(dst, _mm256_shuffle_ps(low01, low23, 0x44));
+    _mm256_storeu_ps(dst + dst_ld, _mm256_shuffle_ps(low01, low23, 0xee));
+    _mm256_storeu_ps(dst + 2 * dst_ld, _mm256_shuffle_ps(high01, high23, 0x44));
+    _mm256_storeu_ps(dst + 3 * dst_ld, _mm256_shuffle_ps(high01, high23, 0xee));
+}
+#else
+AMPI_PRIVATE inline void AMPI_V(ampi_transpose_block)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld) {
+    for (int64_t r = 0; r < AMPI_W; r++) {
+        for (int64_t c = 0; c < 4; c++) dst[c * dst_ld + r] = src[r * src_ld + c];
+    }
+}
+#endif
+
+AMPI_PRIVATE void AMPI_V(ampi_transpose)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld, int64_t rows,
+                                         int64_t cols) {
+    for (int64_t c = 0; c < cols; c += 4) {
+        for (int64_t r = 0; r < rows; r += AMPI_W) {
+            AMPI_V(ampi_transpose_block)(src + r * src_ld + c, src_ld, dst + c * dst_ld + r, dst_ld);
+        }
+    }
+}
+
+/* Rounds to a compute dtype's precision: bf16 and fp16 to nearest even, tf32 with ties away from zero. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_round_f16)(ampi_vf v) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < AMPI_W; i++) v[i] = amp_f32_from_f16(amp_f16_from_f32(v[i], 0));
+    return v;
+#endif
+}
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype compute) {
+    ampi_vi bits = (ampi_vi)v, nan = AMPI_V(ampi_is_nan)(v);
+    switch (compute) {
+        case AMP_BF16: bits = (bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)-0x10000; break;
+        case AMP_TF32: bits = (bits + 0x1000) & (int32_t)-0x2000; break;
+        case AMP_F16: return AMPI_V(ampi_round_f16)(v);
+        default: return v;
+    }
+    return AMPI_V(ampi_select)(nan, v, (ampi_vf)bits);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_round_row)(float *x, int64_t n, amp_dtype compute) {
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_W);
+        AMPI_V(ampi_store_tail)(x + i, AMPI_V(ampi_round_to)(AMPI_V(ampi_load_tail)(x + i, m), compute), m);
+    }
+}
+
+AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_load_int)(const int32_t *p) { ampi_vi v; memcpy(&v, p, sizeof v); return v; }
+
+AMPI_PRIVATE void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value) {
+    ampi_vf hidden = AMPI_V(ampi_splat)(value);
+    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+        ampi_vi first = AMPI_V(ampi_load_int)(mask->first + x), low = AMPI_V(ampi_load_int)(mask->low + x);
+        ampi_vi high = AMPI_V(ampi_load_int)(mask->high + x), document = AMPI_V(ampi_load_int)(mask->document + x);
+        for (int64_t r = 0; r < rows; r++) {
+            ampi_vi row = AMPI_V(ampi_splat_int)((int32_t)r);
+            ampi_vi seen = (ampi_vi)(row < first) | ((ampi_vi)(row >= low) & (ampi_vi)(row < high));
+            float *p = tile + r * AMPI_STRIP + x;
+            if (mask->documents) seen &= (ampi_vi)(document == AMPI_V(ampi_splat_int)(mask->documents[r]));
+            if (mask->allowed) seen &= AMPI_V(ampi_load_int)(mask->allowed + r * AMPI_STRIP + x);
+            AMPI_V(ampi_store)(p, AMPI_V(ampi_select)(seen, AMPI_V(ampi_load)(p), hidden));
+        }
+    }
+}
+
+/* All ones in the lanes that hold -inf. */
+AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_lowest)(ampi_vf x) { return (ampi_vi)((ampi_vi)x == -0x00800000); }
+
+/* m = max(max, scores), p = exp(score - m), rescale = exp(max - m), sum = sum rescale + all p: the running
+   softmax of Milakov and Gimelshein 2018.  Lanes that saw nothing yet keep m = -inf and get p = 0. */
+AMPI_PRIVATE void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale,
+                                      amp_dtype compute) {
+    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+        ampi_vf old = AMPI_V(ampi_load)(max + x), m = old, n = old, s = AMPI_V(ampi_splat)(0.0f), shift, factor;
+        float *p = tile + x;
+        int64_t r = 0;
+        for (; r + 2 <= rows; r += 2) {
+            m = AMPI_V(ampi_max)(AMPI_V(ampi_load)(p + r * AMPI_STRIP), m);
+            n = AMPI_V(ampi_max)(AMPI_V(ampi_load)(p + (r + 1) * AMPI_STRIP), n);
+        }
+        if (r < rows) m = AMPI_V(ampi_max)(AMPI_V(ampi_load)(p + r * AMPI_STRIP), m);
+        m = AMPI_V(ampi_max)(n, m);
+        shift = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(m), AMPI_V(ampi_splat)(0.0f), m);
+        for (r = 0; r < rows; r++) {
+            ampi_vf e = AMPI_V(ampi_exp)(AMPI_V(ampi_load)(p + r * AMPI_STRIP) - shift);
+            s += e;
+            AMPI_V(ampi_store)(p + r * AMPI_STRIP, AMPI_V(ampi_round_to)(e, compute));
+        }
+        factor = AMPI_V(ampi_exp)(old - shift);
+        AMPI_V(ampi_store)(rescale + x, factor);
+        AMPI_V(ampi_store)(sum + x, AMPI_V(ampi_fma)(AMPI_V(ampi_load)(sum + x), factor, s));
+        AMPI_V(ampi_store)(max + x, m);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_finish)(const float *max, const float *sum, float *lse, float *inverse) {
+    ampi_vf lowest = (ampi_vf)AMPI_V(ampi_splat_int)(-0x00800000), one = AMPI_V(ampi_splat)(1.0f);
+    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+        ampi_vf s = AMPI_V(ampi_load)(sum + x), m = AMPI_V(ampi_load)(max + x);
+        ampi_vi none = AMPI_V(ampi_is_zero)(s);
+        AMPI_V(ampi_store)(lse + x, AMPI_V(ampi_select)(none, lowest, m + AMPI_V(ampi_log)(s)));
+        AMPI_V(ampi_store)(inverse + x, AMPI_V(ampi_select)(none, AMPI_V(ampi_splat)(0.0f), AMPI_V(ampi_div)(one, s)));
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta) {
+    ampi_vf highest = (ampi_vf)AMPI_V(ampi_splat_int)(0x7f800000);
+    for (int64_t x = 0; x < AMPI_STRIP; x += AMPI_W) {
+        ampi_vf l = AMPI_V(ampi_load)(lse + x), d = AMPI_V(ampi_load)(delta + x);
+        l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* a query that sees nothing: p = 0 */
+        for (int64_t i = x; i < rows * AMPI_STRIP; i += AMPI_STRIP) {
+            ampi_vf e = AMPI_V(ampi_exp)(AMPI_V(ampi_load)(p + i) - l);
+            AMPI_V(ampi_store)(p + i, e);
+            AMPI_V(ampi_store)(ds + i, e * (AMPI_V(ampi_load)(ds + i) - d));
+        }
+    }
+}
+
+AMPI_PRIVATE float AMPI_V(ampi_dot)(const float *a, const float *b, int64_t n) {
+    ampi_vf s = AMPI_V(ampi_splat)(0.0f), t = s;
+    for (int64_t i = 0; i < n; i += 2 * AMPI_W) {
+        s = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(a + i), AMPI_V(ampi_load)(b + i), s);
+        t = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(a + i + AMPI_W), AMPI_V(ampi_load)(b + i + AMPI_W), t);
+    }
+    return AMPI_V(ampi_sum)(s + t);
+}
+
+AMPI_PRIVATE int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
+    ampi_vi nan = AMPI_V(ampi_splat_int)(0);
+    int32_t any = 0;
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        nan |= AMPI_V(ampi_is_nan)(AMPI_V(ampi_load_tail)(x + i, AMPI_MIN(n - i, (int64_t)AMPI_W)));
+    }
+    for (int i = 0; i < AMPI_W; i++) any |= nan[i];
+    return any != 0;
+}
+
+/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is. */
+AMPI_PRIVATE void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, float scale, float *dx,
+                                                    int64_t n) {
+    ampi_vf s = AMPI_V(ampi_splat)(0.0f), zero = s, factor = AMPI_V(ampi_splat)(scale);
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_W);
+        ampi_vf p = AMPI_V(ampi_load_tail)(y + i, m), d = AMPI_V(ampi_load_tail)(dy + i, m);
+        s += AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(p), zero, p * d);
+    }
+    s = AMPI_V(ampi_splat)(AMPI_V(ampi_sum)(s));
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_W);
+        ampi_vf p = AMPI_V(ampi_load_tail)(y + i, m), d = AMPI_V(ampi_load_tail)(dy + i, m);
+        d = AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(p), zero, p * (d - s) * factor);
+        AMPI_V(ampi_store_tail)(dx + i, d, m);
+    }
+}
+
+static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
+    AMPI_V(ampi_product_all), AMPI_V(ampi_product_weighted), AMPI_V(ampi_transpose), AMPI_V(ampi_round_row),
+    AMPI_V(ampi_hide), AMPI_V(ampi_soften), AMPI_V(ampi_slopes), AMPI_V(ampi_finish), AMPI_V(ampi_dot),
+    AMPI_V(ampi_has_nan), AMPI_V(ampi_softmax_backward_row)
+};
+/* ---- >>backends: the bandwidth-bound operators on fp32 rows.  Each element is computed by the same
+   instructions wherever it stands in a row; the last n % AMPI_W go through a partly filled vector. */
+
+/* The next vector of a row that has n elements left: whole, or its first n lanes. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_upto)(const float *p, int64_t n) {
+    return n >= AMPI_W ? AMPI_V(ampi_load)(p) : AMPI_V(ampi_load_tail)(p, n);
+}
+AMPI_PRIVATE inline void AMPI_V(ampi_store_upto)(float *p, ampi_vf v, int64_t n) {
+    if (n >= AMPI_W) AMPI_V(ampi_store)(p, v);
+    else AMPI_V(ampi_store_tail)(p, v, n);
+}
+
+/* The first n lanes of v, and 0 in the others. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_first_lanes)(ampi_vf v, int64_t n) {
+    float lanes[AMPI_W];
+    AMPI_V(ampi_store)(lanes, v);
+    return AMPI_V(ampi_load_tail)(lanes, n);
+}
+
+/* 1 / (1 + exp(-x)) from exp(-|x|), which never overflows: e / (1 + e) below 0 and 1 / (1 + e) from 0 on. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sigmoid)(ampi_vf x) {
+    ampi_vf one = AMPI_V(ampi_splat)(1.0f);
+    ampi_vf e = AMPI_V(ampi_exp)((ampi_vf)((ampi_vi)x | INT32_MIN));
+    return AMPI_V(ampi_div)(AMPI_V(ampi_select)((ampi_vi)((ampi_vi)x < 0), e, one), one + e);
+}
+
+/* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
+   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is cut at 10^4, where the sigmoid is long 0 or 1. */
+#define AMPI_GELU_A 1.5957691216057308f
+#define AMPI_GELU_B 0.07135481282740843f
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu_square)(ampi_vf x) {
+    ampi_vf square = x * x, limit = AMPI_V(ampi_splat)(1.0e4f);
+    return AMPI_V(ampi_select)((ampi_vi)(square > limit), limit, square);
+}
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu)(ampi_vf x) {
+    ampi_vf a = AMPI_V(ampi_splat)(AMPI_GELU_A), b = AMPI_V(ampi_splat)(AMPI_GELU_B);
+    return x * AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, AMPI_V(ampi_gelu_square)(x), a));
+}
+
+/* s + x s (1 - s) (A + 3 B x^2) */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu_slope)(ampi_vf x) {
+    ampi_vf a = AMPI_V(ampi_splat)(AMPI_GELU_A), b = AMPI_V(ampi_splat)(AMPI_GELU_B);
+    ampi_vf square = AMPI_V(ampi_gelu_square)(x);
+    ampi_vf s = AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, square, a));
+    ampi_vf inner = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(3.0f * AMPI_GELU_B), square, a);
+    return AMPI_V(ampi_fma)(x * inner, s * (AMPI_V(ampi_splat)(1.0f) - s), s);
+}
+
+/* The normal distribution function, (1 + erf(x / sqrt 2)) / 2. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_normal)(ampi_vf x) {
+    ampi_vf half = AMPI_V(ampi_splat)(0.5f);
+    return AMPI_V(ampi_fma)(half, AMPI_V(ampi_erf)(x * AMPI_V(ampi_splat)(0.7071067811865476f)), half);
+}
+
+/* normal(x) + x exp(-x^2 / 2) / sqrt(2 pi) */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gelu_erf_slope)(ampi_vf x) {
+    ampi_vf density = AMPI_V(ampi_exp)(x * x * AMPI_V(ampi_splat)(-0.5f)) * AMPI_V(ampi_splat)(0.3989422804014327f);
+    return AMPI_V(ampi_fma)(x, density, AMPI_V(ampi_normal)(x));
+}
+
+/* s (1 + x (1 - s)), s = sigmoid(x) */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_silu_slope)(ampi_vf x, ampi_vf s) {
+    ampi_vf one = AMPI_V(ampi_splat)(1.0f);
+    return s * AMPI_V(ampi_fma)(x, one - s, one);
+}
+
+/* ReLU by bits, so that NaN survives whatever the compiler assumes about it: all ones where x is above 0 or NaN. */
+AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_relu_mask)(ampi_vf x) {
+    return (ampi_vi)((ampi_vi)x > 0) | AMPI_V(ampi_is_nan)(x);
+}
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_act)(amp_activation_kind kind, ampi_vf x) {
+    switch (kind) {
+        case AMP_ACT_GELU: return AMPI_V(ampi_gelu)(x);
+        case AMP_ACT_GELU_ERF: return x * AMPI_V(ampi_normal)(x);
+        case AMP_ACT_TANH: return AMPI_V(ampi_tanh)(x);
+        case AMP_ACT_SILU: return x * AMPI_V(ampi_sigmoid)(x);
+        case AMP_ACT_RELU: return (ampi_vf)((ampi_vi)x & AMPI_V(ampi_relu_mask)(x));
+        default: return x;
+    }
+}
+
+/* 1 - y^2, the slope of tanh where its value is y */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_tanh_slope)(ampi_vf y) {
+    return AMPI_V(ampi_fma)(-y, y, AMPI_V(ampi_splat)(1.0f));
+}
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_act_back)(amp_activation_kind kind, ampi_vf x, ampi_vf dy) {
+    switch (kind) {
+        case AMP_ACT_GELU: return dy * AMPI_V(ampi_gelu_slope)(x);
+        case AMP_ACT_GELU_ERF: return dy * AMPI_V(ampi_gelu_erf_slope)(x);
+        case AMP_ACT_TANH: return dy * AMPI_V(ampi_tanh_slope)(AMPI_V(ampi_tanh)(x));
+        case AMP_ACT_SILU: return dy * AMPI_V(ampi_silu_slope)(x, AMPI_V(ampi_sigmoid)(x));
+        case AMP_ACT_RELU: return (ampi_vf)((ampi_vi)dy & AMPI_V(ampi_relu_mask)(x));
+        default: return dy;
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_activation_row)(amp_activation_kind kind, const float *x, float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i += AMPI_W)
+        AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_act)(kind, AMPI_V(ampi_load_upto)(x + i, n - i)), n - i);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_activation_backward_row)(amp_activation_kind kind, const float *x, const float *dy,
+                                                       float *dx, int64_t n) {
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf v = AMPI_V(ampi_load_upto)(x + i, n - i), d = AMPI_V(ampi_load_upto)(dy + i, n - i);
+        AMPI_V(ampi_store_upto)(dx + i, AMPI_V(ampi_act_back)(kind, v, d), n - i);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_tanh_backward_row)(const float *y, const float *dy, float *dx, int64_t n) {
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf v = AMPI_V(ampi_load_upto)(y + i, n - i), d = AMPI_V(ampi_load_upto)(dy + i, n - i);
+        AMPI_V(ampi_store_upto)(dx + i, d * AMPI_V(ampi_tanh_slope)(v), n - i);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_swiglu_row)(const float *gate, const float *up, float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf g = AMPI_V(ampi_load_upto)(gate + i, n - i), u = AMPI_V(ampi_load_upto)(up + i, n - i);
+        AMPI_V(ampi_store_upto)(y + i, g * AMPI_V(ampi_sigmoid)(g) * u, n - i);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up, const float *dy, float *dgate,
+                                                   float *dup, int64_t n) {
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf g = AMPI_V(ampi_load_upto)(gate + i, n - i), u = AMPI_V(ampi_load_upto)(up + i, n - i);
+        ampi_vf d = AMPI_V(ampi_load_upto)(dy + i, n - i), s = AMPI_V(ampi_sigmoid)(g);
+        AMPI_V(ampi_store_upto)(dgate + i, d * u * AMPI_V(ampi_silu_slope)(g, s), n - i);
+        AMPI_V(ampi_store_upto)(dup + i, d * g * s, n - i);
+    }
+}
+
+/* ---- Rows: sums with four accumulators (the latency of an addition), then lane by lane in a fixed order */
+
+AMPI_PRIVATE float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
+    ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, s2 = s0, s3 = s0;
+    int64_t i = 0;
+    for (; i + 4 * AMPI_W <= n; i += 4 * AMPI_W) {
+        s0 += AMPI_V(ampi_load)(x + i);
+        s1 += AMPI_V(ampi_load)(x + i + AMPI_W);
+        s2 += AMPI_V(ampi_load)(x + i + 2 * AMPI_W);
+        s3 += AMPI_V(ampi_load)(x + i + 3 * AMPI_W);
+    }
+    for (; i + AMPI_W <= n; i += AMPI_W) s0 += AMPI_V(ampi_load)(x + i);
+    if (i < n) s1 += AMPI_V(ampi_load_upto)(x + i, n - i);
+    return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
+}
+
+AMPI_PRIVATE float AMPI_V(ampi_sum_squares_row)(const float *x, float mean, int64_t n) {
+    ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, s2 = s0, s3 = s0, m = AMPI_V(ampi_splat)(mean);
+    int64_t i = 0;
+    for (; i + 4 * AMPI_W <= n; i += 4 * AMPI_W) {
+        ampi_vf d0 = AMPI_V(ampi_load)(x + i) - m, d1 = AMPI_V(ampi_load)(x + i + AMPI_W) - m;
+        ampi_vf d2 = AMPI_V(ampi_load)(x + i + 2 * AMPI_W) - m, d3 = AMPI_V(ampi_load)(x + i + 3 * AMPI_W) - m;
+        s0 = AMPI_V(ampi_fma)(d0, d0, s0);
+        s1 = AMPI_V(ampi_fma)(d1, d1, s1);
+        s2 = AMPI_V(ampi_fma)(d2, d2, s2);
+        s3 = AMPI_V(ampi_fma)(d3, d3, s3);
+    }
+    for (; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vf d = AMPI_V(ampi_load)(x + i) - m;
+        s0 = AMPI_V(ampi_fma)(d, d, s0);
+    }
+    if (i < n) {
+        ampi_vf d = AMPI_V(ampi_first_lanes)(AMPI_V(ampi_load_upto)(x + i, n - i) - m, n - i);
+        s1 = AMPI_V(ampi_fma)(d, d, s1);
+    }
+    return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_normalize_row)(const float *x, float mean, float rstd, const float *weight,
+                                             const float *bias, float *y, int64_t n) {
+    ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf v = (AMPI_V(ampi_load_upto)(x + i, n - i) - m) * r;
+        if (weight && bias)
+            v = AMPI_V(ampi_fma)(v, AMPI_V(ampi_load_upto)(weight + i, n - i), AMPI_V(ampi_load_upto)(bias + i, n - i));
+        else if (weight) v *= AMPI_V(ampi_load_upto)(weight + i, n - i);
+        else if (bias) v += AMPI_V(ampi_load_upto)(bias + i, n - i);
+        AMPI_V(ampi_store_upto)(y + i, v, n - i);
+    }
+}
+
+/* With g = dy weight and h = (x - mean) rstd: sums = sum g, sum g h; dweight += dy h, dbias += dy. */
+AMPI_PRIVATE void AMPI_V(ampi_norm_sums_row)(const float *x, const float *dy, const float *weight, float mean,
+                                             float rstd, float *dweight, float *dbias, float sums[2], int64_t n) {
+    ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
+    ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0;
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf h = (AMPI_V(ampi_load_upto)(x + i, n - i) - m) * r, d = AMPI_V(ampi_load_upto)(dy + i, n - i);
+        ampi_vf g = d;
+        if (weight) g *= AMPI_V(ampi_load_upto)(weight + i, n - i);
+        s0 += g;
+        s1 = AMPI_V(ampi_fma)(g, h, s1);
+        if (dweight)
+            AMPI_V(ampi_store_upto)
+            (dweight + i, AMPI_V(ampi_fma)(d, h, AMPI_V(ampi_load_upto)(dweight + i, n - i)), n - i);
+        if (dbias) AMPI_V(ampi_store_upto)(dbias + i, AMPI_V(ampi_load_upto)(dbias + i, n - i) + d, n - i);
+    }
+    sums[0] = AMPI_V(ampi_sum)(s0);
+    sums[1] = AMPI_V(ampi_sum)(s1);
+}
+
+/* dx = rstd (g - means[0] - h means[1]) + dsum */
+AMPI_PRIVATE void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, const float *weight, const float *dsum,
+                                           float mean, float rstd, const float means[2], float *dx, int64_t n) {
+    ampi_vf m = AMPI_V(ampi_splat)(mean), r = AMPI_V(ampi_splat)(rstd);
+    ampi_vf g_mean = AMPI_V(ampi_splat)(means[0]), gh_mean = AMPI_V(ampi_splat)(means[1]);
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf h = (AMPI_V(ampi_load_upto)(x + i, n - i) - m) * r, g = AMPI_V(ampi_load_upto)(dy + i, n - i);
+        if (weight) g *= AMPI_V(ampi_load_upto)(weight + i, n - i);
+        g = AMPI_V(ampi_fma)(-h, gh_mean, g - g_mean);
+        if (dsum) g = AMPI_V(ampi_fma)(r, g, AMPI_V(ampi_load_upto)(dsum + i, n - i));
+        else g *= r;
+        AMPI_V(ampi_store_upto)(dx + i, g, n - i);
+    }
+}
+
+/* -inf for an empty row; a row with NaN has any value. */
+AMPI_PRIVATE float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
+    ampi_vf m0 = AMPI_V(ampi_splat)(ampi_f32_of_bits(0xff800000u)), m1 = m0;
+    int64_t i = 0;
+    for (; i + 2 * AMPI_W <= n; i += 2 * AMPI_W) {
+        m0 = AMPI_V(ampi_max)(m0, AMPI_V(ampi_load)(x + i));
+        m1 = AMPI_V(ampi_max)(m1, AMPI_V(ampi_load)(x + i + AMPI_W));
+    }
+    for (; i < n; i++) m0 = AMPI_V(ampi_max)(m0, AMPI_V(ampi_splat)(x[i]));
+    return AMPI_V(ampi_reduce_max)(AMPI_V(ampi_max)(m0, m1));
+}
+
+AMPI_PRIVATE float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
+    ampi_vf s = AMPI_V(ampi_splat)(0.0f), m = AMPI_V(ampi_splat)(max);
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf v = AMPI_V(ampi_exp)(AMPI_V(ampi_load_upto)(x + i, n - i) - m);
+        if (e) AMPI_V(ampi_store_upto)(e + i, v, n - i);
+        s += i + AMPI_W <= n ? v : AMPI_V(ampi_first_lanes)(v, n - i);
+    }
+    return AMPI_V(ampi_sum)(s);
+}
+
+AMPI_PRIVATE float AMPI_V(ampi_squared_error_row)(const float *x, const float *target, float scale, float *dx,
+                                                  int64_t n) {
+    ampi_vf s = AMPI_V(ampi_splat)(0.0f), f = AMPI_V(ampi_splat)(scale);
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf d = AMPI_V(ampi_load_upto)(x + i, n - i) - AMPI_V(ampi_load_upto)(target + i, n - i);
+        s = AMPI_V(ampi_fma)(d, d, s);
+        if (dx) AMPI_V(ampi_store_upto)(dx + i, d * f, n - i);
+    }
+    return AMPI_V(ampi_sum)(s);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_scale_shift_row)(const float *x, float a, float b, float *y, int64_t n) {
+    ampi_vf scale = AMPI_V(ampi_splat)(a), shift = AMPI_V(ampi_splat)(b);
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_fma)(AMPI_V(ampi_load_upto)(x + i, n - i), scale, shift), n - i);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_add_row)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n) {
+    ampi_vf va = AMPI_V(ampi_splat)(alpha), vb = AMPI_V(ampi_splat)(beta);
+    for (int64_t i = 0; i < n; i += AMPI_W) {
+        ampi_vf v = AMPI_V(ampi_load_upto)(a + i, n - i) * va;
+        if (b) v = AMPI_V(ampi_fma)(AMPI_V(ampi_load_upto)(b + i, n - i), vb, v);
+        AMPI_V(ampi_store_upto)(y + i, v, n - i);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32_t threshold, float scale,
+                                           uint64_t seed, uint64_t index) {
+    uint32_t words[256];
+    ampi_vf s = AMPI_V(ampi_splat)(scale);
+    for (int64_t begin = 0; begin < n; begin += 256) {
+        int64_t end = AMPI_MIN(n, begin + 256);
+        AMPI_V(ampi_random)(words, end - begin, seed, index + (uint64_t)begin);
+        for (int64_t i = begin; i < end; i += AMPI_W) {
+                ampi_vi word, kept;
+            ampi_vf v = AMPI_V(ampi_load_upto)(x + i, end - i) * s;
+            memcpy(&word, words + (i - begin), sizeof word);
+            kept = (ampi_vi)(((word >> 8) & 0xffffff) >= (int32_t)threshold);
+            AMPI_V(ampi_store_upto)(y + i, (ampi_vf)((ampi_vi)v & kept), end - i);
+        }
+    }
+}
+
+static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
+    AMPI_V(ampi_activation_row), AMPI_V(ampi_activation_backward_row), AMPI_V(ampi_tanh_backward_row),
+    AMPI_V(ampi_swiglu_row), AMPI_V(ampi_swiglu_backward_row),
+    AMPI_V(ampi_sum_row), AMPI_V(ampi_sum_squares_row), AMPI_V(ampi_normalize_row), AMPI_V(ampi_norm_sums_row),
+    AMPI_V(ampi_norm_dx_row),
+    AMPI_V(ampi_row_max), AMPI_V(ampi_exp_sum_row), AMPI_V(ampi_squared_error_row),
+    AMPI_V(ampi_scale_shift_row), AMPI_V(ampi_add_row), AMPI_V(ampi_dropout_row),
+};
+
+/* ---- Multi-tensor kernels. */
+
+/* Half a vector of fp32, its bits, and the same numbers in fp64. */
+typedef float AMPI_V(ampi_vhalf) __attribute__((vector_size(AMPI_W * 2), may_alias));
+typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), may_alias));
+typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
+
+/* sum += x^2 for AMPI_W / 2 numbers, which arrive as bits so that no compiler option hides what is not finite. */
+AMPI_PRIVATE inline void AMPI_V(ampi_check_half)(AMPI_V(ampi_vhalf_bits) x, AMPI_V(ampi_vdouble) *sum, AMPI_V(ampi_vhalf_bits) *bad) {
+    AMPI_V(ampi_vdouble) d = __builtin_convertvector((AMPI_V(ampi_vhalf))x, AMPI_V(ampi_vdouble));
+    *bad |= (AMPI_V(ampi_vhalf_bits))((x & 0x7f800000) == 0x7f800000);
+    *sum += d * d;
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
+    ampi_vf f = AMPI_V(ampi_splat)(factor);
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store)(g + i, AMPI_V(ampi_load)(g + i) * f);
+    if (i < n) AMPI_V(ampi_store_tail)(g + i, AMPI_V(ampi_load_tail)(g + i, n - i) * f, n - i);
+}
+
+/* Four independent sums hide the latency of the addition; they are added at the end in a fixed order. */
+AMPI_PRIVATE double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor, int32_t *bad) {
+    const int64_t step = 2 * AMPI_W;
+    AMPI_V(ampi_vdouble) s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+    AMPI_V(ampi_vhalf_bits) seen = {0}, x[4];
+    int32_t any = 0;
+    double total = 0;
+    int64_t i, rest;
+    int j;
+    for (i = 0; i < n; i += step) {
+        rest = AMPI_MIN(n - i, step);
+        if (rest < step) memset(x, 0, sizeof x);
+        memcpy(x, (const char *)g + 4 * i, rest < step ? (size_t)(4 * rest) : sizeof x);
+        AMPI_V(ampi_check_half)(x[0], &s0, &seen);
+        AMPI_V(ampi_check_half)(x[1], &s1, &seen);
+        AMPI_V(ampi_check_half)(x[2], &s2, &seen);
+        AMPI_V(ampi_check_half)(x[3], &s3, &seen);
+        if (factor != NULL) AMPI_V(ampi_multi_scale)(g + i, rest, *factor);
+    }
+    s0 = (s0 + s1) + (s2 + s3);
+    for (j = 0; j < AMPI_W / 2; j++) { total += s0[j]; any |= seen[j]; }
+    if (any) *bad = 1;
+    return total;
+}
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf *m, ampi_vf *v, const ampi_adamw_step *s) {
+    ampi_vf root, rate = AMPI_V(ampi_splat)(-s->rate);
+    g = g * s->multiplier;
+    *m = AMPI_V(ampi_fma)(g - *m, AMPI_V(ampi_splat)(s->rest1), *m);
+    *v = AMPI_V(ampi_fma)(g * s->rest2, g, *v * s->beta2);
+    root = AMPI_V(ampi_fma)(AMPI_V(ampi_sqrt)(*v), AMPI_V(ampi_splat)(s->correction), AMPI_V(ampi_splat)(s->eps));
+    return AMPI_V(ampi_fma)(rate, AMPI_V(ampi_div)(*m, root), w * s->keep);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s) {
+    int64_t i, rest;
+    ampi_vf a, b, x;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        a = AMPI_V(ampi_load)(m + i);
+        b = AMPI_V(ampi_load)(v + i);
+        x = AMPI_V(ampi_adamw_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), &a, &b, s);
+        AMPI_V(ampi_store)(w + i, x);
+        AMPI_V(ampi_store)(m + i, a);
+        AMPI_V(ampi_store)(v + i, b);
+    }
+    if (i == n) return;
+    rest = n - i;
+    a = AMPI_V(ampi_load_tail)(m + i, rest);
+    b = AMPI_V(ampi_load_tail)(v + i, rest);
+    x = AMPI_V(ampi_adamw_one)(AMPI_V(ampi_load_tail)(w + i, rest), AMPI_V(ampi_load_tail)(g + i, rest), &a, &b, s);
+    AMPI_V(ampi_store_tail)(w + i, x, rest);
+    AMPI_V(ampi_store_tail)(m + i, a, rest);
+    AMPI_V(ampi_store_tail)(v + i, b, rest);
+}
+
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *m, const ampi_sgd_step *s) {
+    ampi_vf momentum = AMPI_V(ampi_splat)(s->momentum);
+    g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g * s->multiplier);
+    if (m != NULL) {
+        *m = AMPI_V(ampi_fma)(momentum, *m, g * s->rest);
+        g = s->nesterov ? AMPI_V(ampi_fma)(momentum, *m, g) : *m;
+    }
+    return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(-s->rate), g, w);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s) {
+    int64_t i, rest;
+    ampi_vf a, x;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        if (m != NULL) a = AMPI_V(ampi_load)(m + i);
+        x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), m != NULL ? &a : NULL, s);
+        AMPI_V(ampi_store)(w + i, x);
+        if (m != NULL) AMPI_V(ampi_store)(m + i, a);
+    }
+    if (i == n) return;
+    rest = n - i;
+    if (m != NULL) a = AMPI_V(ampi_load_tail)(m + i, rest);
+    x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load_tail)(w + i, rest), AMPI_V(ampi_load_tail)(g + i, rest), m != NULL ? &a : NULL, s);
+    AMPI_V(ampi_store_tail)(w + i, x, rest);
+    if (m != NULL) AMPI_V(ampi_store_tail)(m + i, a, rest);
+}
+
+static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
+    AMPI_V(ampi_multi_check), AMPI_V(ampi_multi_scale), AMPI_V(ampi_multi_adamw), AMPI_V(ampi_multi_sgd)
+};
+
+#endif /* AMPI_PASS */
+
+/* ---- Change log
+   0.1.0  first version: CPU backend, autocast, operators, scaler, optimizers, loader, state.
+
+   ---- Licence
+   MIT License
+
+   Copyright (c) 2026 the amp.h authors
+
+   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+   documentation files (the "Software"), to deal in the Software without restriction, including without limitation
+   the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and
+   to permit persons to whom the Software is furnished to do so, subject to the following conditions:
+
+   The above copyright notice and this permission notice shall be included in all copies or substantial portions of
+   the Software.
+
+   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO
+   THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+   AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF
+   CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS
+   IN THE SOFTWARE. */

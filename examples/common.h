@@ -1,0 +1,1494 @@
+/* common.h - what the examples share: a GPT-2 on amp.h's operators, its files, and the furniture of a training program.
+ *
+ *     1 errors, time, signals        4 JSON and safetensors       7 sampling
+ *     2 progress line, metrics       5 the GPT-2 model            8 pictures in IDX files (MNIST)
+ *     3 learning-rate schedules      6 model files
+ *
+ * Nothing to compile: an example defines AMP_IMPLEMENTATION, includes amp.h and then this file. */
+#ifndef EXAMPLES_COMMON_H
+#define EXAMPLES_COMMON_H
+
+#include "../amp.h"
+#include <errno.h>
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ==== 1 Errors, time, signals ==================================================================== */
+
+/* Leaves the calling function with the first result that is not AMP_OK. */
+#define TRY(call) do { amp_result try_result = (call); if (try_result != AMP_OK) return try_result; } while (0)
+
+static char example_text[512];
+
+/* Sets what example_error returns, for failures that are not amp.h's. */
+static inline amp_result example_fail(amp_result result, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline amp_result example_fail(amp_result result, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(example_text, sizeof example_text, format, args);
+    va_end(args);
+    return result;
+}
+
+/* Why the last call failed. */
+static inline const char *example_error(void) { return example_text[0] != 0 ? example_text : amp_last_error(); }
+
+static inline double seconds_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* The first Ctrl-C asks the program to stop when it is ready; the second one ends it at once. */
+static volatile sig_atomic_t stop_requested;
+static inline void stop_on_signal(int signal_number) { (void)signal_number; stop_requested = 1; }
+static inline void stop_install(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = stop_on_signal;
+    action.sa_flags = (int)SA_RESETHAND;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+}
+
+/* Makes the folder that path lies in, and those above it. */
+static inline amp_result folder_make(const char *path) {
+    char part[PATH_MAX];
+    size_t i;
+    if (strlen(path) >= sizeof part) return example_fail(AMP_ERR_OPEN, "%.60s...: the path is too long", path);
+    for (i = 0; path[i] != 0; i++) {
+        part[i] = path[i];
+        part[i + 1] = 0;
+        if (path[i] != '/' || i == 0) continue;
+        part[i] = 0;
+        if (mkdir(part, 0777) != 0 && errno != EEXIST)
+            return example_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(errno));
+        part[i] = '/';
+    }
+    return AMP_OK;
+}
+
+/* ==== 2 Progress line, metrics =================================================================== */
+
+/* On a terminal one line that is drawn over; in a log file a plain line every `every` steps. */
+typedef struct progress {
+    int terminal, drawn;
+    int64_t total, every;
+} progress;
+
+static inline void progress_open(progress *p, int64_t total) {
+    memset(p, 0, sizeof *p);
+    p->terminal = isatty(STDOUT_FILENO);
+    p->total = total;
+    p->every = total > 20 ? total / 20 : 1;
+    if (!p->terminal) setvbuf(stdout, NULL, _IOLBF, 0);
+}
+
+/* Takes the line off the terminal, so that something else can be printed. */
+static inline void progress_clear(progress *p) {
+    if (p->drawn) printf("\r\033[K");
+    p->drawn = 0;
+}
+
+static inline int progress_width(void) {
+    struct winsize size;
+    if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return 80;
+    return size.ws_col;
+}
+
+/* Shows "[####....] text" for step of total; last 1: this was the last one. */
+static inline void progress_show(progress *p, int64_t step, const char *text, int last) {
+    enum { LONGEST = 30 };
+    int room = progress_width() - (int)strlen(text) - 4, length = room < LONGEST ? room : LONGEST, i;
+    if (!p->terminal) {
+        if (step % p->every == 0 || last) printf("%s\n", text);
+        return;
+    }
+    printf("\r\033[K");
+    if (length >= 5) {
+        putchar('[');
+        for (i = 0; i < length; i++) putchar(i * p->total < length * step ? '#' : '.');
+        printf("] ");
+    }
+    printf("%.*s", progress_width() - 1, text);
+    if (last) putchar('\n');
+    p->drawn = !last;
+    fflush(stdout);
+}
+
+/* "1:05" or "2:00:05". */
+static inline void duration_text(double seconds, char *text, size_t size) {
+    long long s = (long long)(seconds + 0.5);
+    if (s >= 3600) snprintf(text, size, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+    else snprintf(text, size, "%lld:%02lld", s / 60, s % 60);
+}
+
+/* 1234567 as "1,234,567". */
+static inline const char *grouped(int64_t n, char *text, size_t size) {
+    char digits[32];
+    size_t length = (size_t)snprintf(digits, sizeof digits, "%lld", (long long)n), i, used = 0;
+    for (i = 0; i < length && used + 2 < size; i++) {
+        text[used++] = digits[i];
+        if ((length - i) % 3 == 1 && i + 1 < length && digits[i] != '-') text[used++] = ',';
+    }
+    text[used] = 0;
+    return text;
+}
+
+/* Metrics as JSON lines: metrics_begin, any number of values, metrics_end.  file NULL: nothing is written. */
+static inline void json_write_text(FILE *file, const char *text) {
+    fputc('"', file);
+    for (; *text != 0; text++) {
+        unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
+        else if (c < 0x20 || c >= 0x7f) fprintf(file, "\\u%04x", c);
+        else fputc(c, file);
+    }
+    fputc('"', file);
+}
+static inline void metrics_begin(FILE *file, const char *event) {
+    if (file != NULL) fprintf(file, "{\"event\": \"%s\"", event);
+}
+static inline void metrics_integer(FILE *file, const char *key, int64_t value) {
+    if (file != NULL) fprintf(file, ", \"%s\": %lld", key, (long long)value);
+}
+static inline void metrics_number(FILE *file, const char *key, double value) {
+    if (file == NULL) return;
+    if (amp_is_finite_f64(&value)) fprintf(file, ", \"%s\": %.9g", key, value);
+    else fprintf(file, ", \"%s\": null", key);      /* JSON has no infinity */
+}
+static inline void metrics_text(FILE *file, const char *key, const char *value) {
+    if (file == NULL) return;
+    fprintf(file, ", \"%s\": ", key);
+    json_write_text(file, value);
+}
+static inline void metrics_end(FILE *file) {
+    if (file == NULL) return;
+    fprintf(file, "}\n");
+    fflush(file);
+}
+
+/* ==== 3 Learning-rate schedules ================================================================== */
+
+typedef enum schedule_kind { SCHEDULE_COSINE = 0, SCHEDULE_CONSTANT = 1 } schedule_kind;
+
+/* Rises linearly to lr over `warmup` steps, then stays, or falls to min_lr along half a cosine (Loshchilov &
+   Hutter 2017, without restarts).  step counts from 0. */
+static inline float schedule_lr(schedule_kind kind, int64_t step, int64_t steps, int64_t warmup, double lr,
+                                double min_lr) {
+    double done;
+    if (step < warmup) return (float)(lr * (double)(step + 1) / (double)warmup);
+    if (kind == SCHEDULE_CONSTANT || steps <= warmup) return (float)lr;
+    done = (double)(step - warmup) / (double)(steps - warmup);
+    return (float)(min_lr + 0.5 * (lr - min_lr) * (1 + cos(3.14159265358979323846 * (done < 1 ? done : 1))));
+}
+
+/* ==== 4 JSON and safetensors ===================================================================== */
+
+/* A reader over JSON text.  After the first error `bad` stays 1 and every call does nothing. */
+typedef struct json {
+    const char *at, *end;
+    int bad;
+} json;
+
+static inline json json_open(const void *text, size_t bytes) {
+    json j;
+    j.at = (const char *)text;
+    j.end = j.at + bytes;
+    j.bad = 0;
+    return j;
+}
+
+/* The next character that is no space, without taking it; 0 at the end. */
+static inline int json_peek(json *j) {
+    while (j->at < j->end && (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) j->at++;
+    return j->bad || j->at == j->end ? 0 : (unsigned char)*j->at;
+}
+
+/* Takes c if it comes next. */
+static inline int json_take(json *j, char c) {
+    if (json_peek(j) != c || c == 0) return 0;
+    j->at++;
+    return 1;
+}
+static inline void json_need(json *j, char c) { if (!json_take(j, c)) j->bad = 1; }
+
+/* The four digits of a \u escape as UTF-8; surrogates become '?'. */
+static inline int json_unicode(json *j, char utf8[3]) {
+    unsigned code = 0;
+    int i;
+    for (i = 0; i < 4; i++, j->at++) {
+        int c = j->at < j->end ? *j->at : 0;
+        if (c >= '0' && c <= '9') code = code * 16 + (unsigned)(c - '0');
+        else if (c >= 'a' && c <= 'f') code = code * 16 + (unsigned)(c - 'a' + 10);
+        else if (c >= 'A' && c <= 'F') code = code * 16 + (unsigned)(c - 'A' + 10);
+        else { j->bad = 1; return 0; }
+    }
+    if (code >= 0xd800 && code < 0xe000) code = '?';
+    if (code < 0x80) { utf8[0] = (char)code; return 1; }
+    if (code < 0x800) { utf8[0] = (char)(0xc0 | code >> 6); utf8[1] = (char)(0x80 | (code & 63)); return 2; }
+    utf8[0] = (char)(0xe0 | code >> 12);
+    utf8[1] = (char)(0x80 | (code >> 6 & 63));
+    utf8[2] = (char)(0x80 | (code & 63));
+    return 3;
+}
+
+/* A string, unescaped, with its 0; one that does not fit is an error.  text NULL: skipped. */
+static inline void json_string(json *j, char *text, size_t size) {
+    size_t used = 0;
+    json_need(j, '"');
+    while (!j->bad) {
+        char piece[3];
+        int c = j->at < j->end ? (unsigned char)*j->at++ : 0, n = 1, i;
+        if (c == '"') break;
+        piece[0] = (char)c;
+        if (c < 0x20) j->bad = 1;
+        else if (c == '\\') {
+            static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+            const char *found;
+            c = j->at < j->end ? *j->at++ : 0;
+            found = c != 0 ? strchr(names, c) : NULL;
+            if (c == 'u') n = json_unicode(j, piece);
+            else if (found != NULL) piece[0] = values[found - names];
+            else j->bad = 1;
+        }
+        for (i = 0; i < n && !j->bad && text != NULL; i++) {
+            if (used + 1 < size) text[used++] = piece[i];
+            else j->bad = 1;
+        }
+    }
+    if (text != NULL && size > 0) text[used] = 0;
+}
+
+/* An integer of at most 18 digits. */
+static inline int64_t json_integer(json *j) {
+    int64_t value = 0;
+    int digits = 0, negative = json_take(j, '-');
+    json_peek(j);
+    for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++, digits++) {
+        if (digits < 18) value = value * 10 + (*j->at - '0');
+        else j->bad = 1;
+    }
+    if (digits == 0) j->bad = 1;
+    return negative ? -value : value;
+}
+
+/* Any value: a string, a run of other scalar characters, or everything between brackets. */
+static inline void json_skip(json *j) {
+    int depth = 0;
+    do {
+        int c = json_peek(j);
+        if (c == '"') json_string(j, NULL, 0);
+        else if (c == 0) j->bad = 1;
+        else {
+            if (c == '{' || c == '[') depth++;
+            if (c == '}' || c == ']') depth--;
+            if (depth < 0) j->bad = 1;
+            else j->at++;
+        }
+        c = json_peek(j);
+        if (depth == 0 && (c == ',' || c == '}' || c == ']' || c == 0)) return;
+    } while (!j->bad);
+}
+
+/* The value of `key` in the object that starts at j, as text (numbers as they stand).  1 if found. */
+static inline int json_find(json j, const char *key, char *text, size_t size) {
+    json_need(&j, '{');
+    while (!j.bad && json_peek(&j) == '"') {
+        char name[128];
+        json start = j;
+        json_string(&j, name, sizeof name);
+        if (j.bad) { j = start; name[0] = 0; json_string(&j, NULL, 0); }     /* longer than any key we ask for */
+        json_need(&j, ':');
+        json_peek(&j);
+        start = j;
+        json_skip(&j);
+        if (!j.bad && strcmp(name, key) == 0) {
+            size_t length = (size_t)(j.at - start.at);
+            if (json_peek(&start) == '"') { json_string(&start, text, size); return !start.bad; }
+            while (length > 0 && strchr(" \r\n\t", start.at[length - 1]) != NULL) length--;
+            if (length >= size) return 0;
+            memcpy(text, start.at, length);
+            text[length] = 0;
+            return 1;
+        }
+        if (!json_take(&j, ',')) break;
+    }
+    return 0;
+}
+
+enum { ST_MAX_DIMS = 8 };
+
+typedef struct st_tensor {
+    char name[128];
+    amp_dtype dtype;                /* 0: one that is not read here, such as BOOL */
+    int32_t ndim;
+    int64_t shape[ST_MAX_DIMS];
+    const unsigned char *data;      /* not aligned */
+    int64_t count;
+} st_tensor;
+
+typedef struct st_file {
+    st_tensor *tensors;
+    int64_t n;
+    json metadata;                  /* at the object "__metadata__", or empty */
+} st_file;
+
+static inline void st_close(st_file *file) {
+    free(file->tensors);
+    memset(file, 0, sizeof *file);
+}
+
+static inline const st_tensor *st_find(const st_file *file, const char *name) {
+    int64_t i;
+    for (i = 0; i < file->n; i++) if (strcmp(file->tensors[i].name, name) == 0) return &file->tensors[i];
+    return NULL;
+}
+
+/* Bytes per element of a safetensors dtype, 0 if unknown; *out: ours, 0 if it is not read here. */
+static inline int64_t st_dtype(const char *name, amp_dtype *out) {
+    static const struct { const char *name; int64_t size; amp_dtype dtype; } known[] = {
+        {"F32", 4, AMP_F32}, {"F16", 2, AMP_F16}, {"BF16", 2, AMP_BF16}, {"F64", 8, AMP_F64},
+        {"BOOL", 1, AMP_DTYPE_DEFAULT}, {"U8", 1, AMP_DTYPE_DEFAULT}, {"I8", 1, AMP_DTYPE_DEFAULT},
+        {"I16", 2, AMP_DTYPE_DEFAULT}, {"U16", 2, AMP_DTYPE_DEFAULT}, {"I32", 4, AMP_DTYPE_DEFAULT},
+        {"U32", 4, AMP_DTYPE_DEFAULT}, {"I64", 8, AMP_DTYPE_DEFAULT}, {"U64", 8, AMP_DTYPE_DEFAULT},
+        {"F8_E4M3", 1, AMP_DTYPE_DEFAULT}, {"F8_E5M2", 1, AMP_DTYPE_DEFAULT},
+    };
+    size_t i;
+    *out = AMP_DTYPE_DEFAULT;
+    for (i = 0; i < sizeof known / sizeof *known; i++) {
+        if (strcmp(known[i].name, name) != 0) continue;
+        *out = known[i].dtype;
+        return known[i].size;
+    }
+    return 0;
+}
+
+/* One header entry: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}. */
+static inline amp_result st_read_entry(json *j, st_tensor *t, const unsigned char *data, int64_t bytes) {
+    char key[32], dtype[32] = "";
+    int64_t begin = -1, end = -1, size, count = 1, i;
+    int have_shape = 0;
+    json_need(j, '{');
+    while (!j->bad && json_peek(j) == '"') {
+        json_string(j, key, sizeof key);
+        json_need(j, ':');
+        if (strcmp(key, "dtype") == 0) json_string(j, dtype, sizeof dtype);
+        else if (strcmp(key, "data_offsets") == 0) {
+            json_need(j, '['); begin = json_integer(j); json_need(j, ','); end = json_integer(j); json_need(j, ']');
+        } else if (strcmp(key, "shape") == 0) {
+            json_need(j, '[');
+            have_shape = 1;
+            while (!j->bad && json_peek(j) != ']') {
+                if (t->ndim == ST_MAX_DIMS)
+                    return example_fail(AMP_ERR_FORMAT, "%s: more than %d dimensions", t->name, ST_MAX_DIMS);
+                t->shape[t->ndim++] = json_integer(j);
+                if (!json_take(j, ',')) break;
+            }
+            json_need(j, ']');
+        } else json_skip(j);
+        if (!json_take(j, ',')) break;
+    }
+    json_need(j, '}');
+    size = st_dtype(dtype, &t->dtype);
+    if (j->bad || !have_shape || size == 0) return example_fail(AMP_ERR_FORMAT, "%s: not a safetensors entry", t->name);
+    for (i = 0; i < t->ndim; i++) {
+        if (t->shape[i] < 0 || (t->shape[i] > 0 && count > bytes / t->shape[i]))
+            return example_fail(AMP_ERR_FORMAT, "%s: the shape does not fit into the file", t->name);
+        count *= t->shape[i];
+    }
+    if (begin < 0 || end < begin || end > bytes || (end - begin) / size != count || (end - begin) % size != 0)
+        return example_fail(AMP_ERR_TRUNCATED, "%s: bytes %lld to %lld of %lld do not hold %lld elements of %s",
+                            t->name, (long long)begin, (long long)end, (long long)bytes, (long long)count, dtype);
+    t->count = count;
+    t->data = data + begin;
+    return AMP_OK;
+}
+
+static inline amp_result st_read_header(st_file *file, json *j, const unsigned char *data, int64_t bytes) {
+    int64_t room = 0;
+    json_need(j, '{');
+    while (!j->bad && json_peek(j) == '"') {
+        st_tensor t;
+        memset(&t, 0, sizeof t);
+        json_string(j, t.name, sizeof t.name);
+        json_need(j, ':');
+        if (strcmp(t.name, "__metadata__") == 0) {
+            json_peek(j);
+            file->metadata = *j;
+            json_skip(j);
+        } else {
+            if (j->bad) break;
+            if (st_find(file, t.name) != NULL)
+                return example_fail(AMP_ERR_FORMAT, "%s: stands in the file twice", t.name);
+            TRY(st_read_entry(j, &t, data, bytes));
+            if (file->n == room) {
+                st_tensor *more = (st_tensor *)realloc(file->tensors, (size_t)(room = room * 2 + 64) * sizeof *more);
+                if (more == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the tensor table");
+                file->tensors = more;
+            }
+            file->tensors[file->n++] = t;
+        }
+        if (!json_take(j, ',')) break;
+    }
+    json_need(j, '}');
+    if (j->bad || json_peek(j) != 0) return example_fail(AMP_ERR_FORMAT, "the safetensors header is not valid JSON");
+    return AMP_OK;
+}
+
+/* Reads a safetensors file that lies in memory, and stays there.  Nothing in it is trusted: a damaged or
+   hostile file gives an error.  Format: 8 bytes header length, a JSON header, the data. */
+static inline amp_result st_open(st_file *file, const void *bytes, size_t size) {
+    const unsigned char *data = (const unsigned char *)bytes;
+    uint64_t header = 0;
+    amp_result result;
+    json j;
+    int i;
+    memset(file, 0, sizeof *file);
+    if (size < 8) return example_fail(AMP_ERR_TRUNCATED, "a safetensors file has at least 8 bytes, this one %zu", size);
+    for (i = 7; i >= 0; i--) header = header << 8 | data[i];
+    if (header > size - 8)
+        return example_fail(AMP_ERR_FORMAT, "not a safetensors file, or one that ends in its header");
+    j = json_open(data + 8, (size_t)header);
+    result = st_read_header(file, &j, data + 8 + header, (int64_t)(size - 8 - header));
+    if (result != AMP_OK) st_close(file);
+    return result;
+}
+
+/* All elements as fp32.  Errors: 104 for a dtype that is not floating. */
+static inline amp_result st_floats(const st_tensor *t, float *out) {
+    if (t->dtype == AMP_DTYPE_DEFAULT)
+        return example_fail(AMP_ERR_DTYPE, "%s: only F32, F16, BF16 and F64 are read", t->name);
+    return amp_convert(out, AMP_F32, t->data, t->dtype, t->count, NULL, NULL);
+}
+
+/* ==== 5 The GPT-2 model ==========================================================================
+   As Hugging Face's GPT2LMHeadModel: learned positions, LayerNorm before attention and MLP, gelu_new, output
+   weights tied to the embedding.  The residual stream is fp32; everything else is stored in `activations`.
+   Linear weights are [out, in]; Hugging Face's Conv1D has [in, out] and is transposed at loading and saving. */
+
+typedef struct gpt_config {
+    int64_t vocab, positions, channels, heads, layers;
+    int64_t batch, seq;             /* the most that forward will be called with; seq at most positions */
+    amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
+    float dropout;                  /* on the embedding and on both residual branches; 0: none */
+} gpt_config;
+
+/* One block: ops that keep their tensors, so that forward and backward are nothing but calls. */
+typedef struct gpt_block {
+    amp_norm_op ln_1, ln_2;
+    amp_linear_op c_attn, attn_proj, c_fc, mlp_proj;
+    amp_attention_op attention;
+    amp_dropout_op attn_drop, mlp_drop;
+    void *norm_1, *qkv, *heads;     /* [rows, C], [rows, 3C], [rows, C] */
+    void *norm_2, *fc_in, *fc_out;  /* [rows, C], [rows, 4C] before and after GELU */
+    float *middle, *end;            /* the residual stream after attention and after the MLP: [rows, C] */
+    float *mean_1, *rstd_1, *mean_2, *rstd_2, *lse;
+} gpt_block;
+
+typedef struct gpt {
+    gpt_config config;
+    amp_context *amp;
+    amp_param *params;              /* wte, wpe, 12 for each block, ln_f.weight, ln_f.bias */
+    int64_t n_params, weights_count;
+    char (*names)[64];
+    void *weights, *grads, *memory; /* three allocations hold everything */
+    int64_t weights_bytes, grads_bytes, memory_bytes;
+    gpt_block *blocks;
+    amp_embedding_op embedding;
+    amp_dropout_op embedding_drop;
+    amp_norm_op ln_f;
+    amp_linear_op head;
+    amp_cross_entropy_op loss;
+    float *start;                   /* the residual stream at the beginning */
+    void *branch, *norm_f, *logits; /* [rows, C], [rows, C], [rows, vocab]; branch is what is added to the stream */
+    float *mean_f, *rstd_f, *loss_value;
+    float *d_stream, *d_branch;     /* gradients; d_branch is d_stream unless there is dropout */
+    void *d_norm, *d_heads, *d_qkv, *d_fc;
+    int64_t batch, seq, rows;       /* what the ops are bound to */
+} gpt;
+
+/* The parameters of a block in units of channels: weights [rows C, cols C], vectors cols 0. */
+typedef struct gpt_part { const char *name; int32_t rows, cols; float init; } gpt_part;
+enum { GPT_PARTS = 12 };
+static const gpt_part gpt_parts[GPT_PARTS] = {
+    {"ln_1.weight", 1, 0, 1},      {"ln_1.bias", 1, 0, 0},          {"attn.c_attn.weight", 3, 1, 0},
+    {"attn.c_attn.bias", 3, 0, 0}, {"attn.c_proj.weight", 1, 1, 0}, {"attn.c_proj.bias", 1, 0, 0},
+    {"ln_2.weight", 1, 0, 1},      {"ln_2.bias", 1, 0, 0},          {"mlp.c_fc.weight", 4, 1, 0},
+    {"mlp.c_fc.bias", 4, 0, 0},    {"mlp.c_proj.weight", 1, 4, 0},  {"mlp.c_proj.bias", 1, 0, 0},
+};
+
+/* 1 for Hugging Face's Conv1D weights: the matrices of the blocks. */
+static inline int gpt_is_conv1d(const gpt *g, int64_t i) {
+    return i >= 2 && i < g->n_params - 2 && g->params[i].weight.ndim == 2;
+}
+
+/* A piece of one big allocation; with base NULL only counted. */
+typedef struct arena { char *base; int64_t used; } arena;
+static inline void *arena_take(arena *a, int64_t count, amp_dtype dtype) {
+    char *piece = a->base != NULL ? a->base + a->used : NULL;
+    a->used += (count * (int64_t)amp_dtype_size(dtype) + 255) / 256 * 256;
+    return piece;
+}
+/* Elements of a tensor that has no memory yet. */
+static inline int64_t shape_count(const amp_tensor *t) {
+    return t->ndim == 2 ? t->shape[0] * t->shape[1] : t->shape[0];
+}
+static inline float *arena_floats(arena *a, int64_t count) { return (float *)arena_take(a, count, AMP_F32); }
+
+static inline void gpt_add_param(gpt *g, const char *prefix, int64_t layer, const char *name, int64_t rows,
+                                 int64_t cols) {
+    amp_param *p = &g->params[g->n_params];
+    amp_dtype dtype = amp_param_dtype(g->amp, strstr(name, "ln_") != NULL);
+    if (layer < 0) snprintf(g->names[g->n_params], sizeof *g->names, "%s%s", prefix, name);
+    else snprintf(g->names[g->n_params], sizeof *g->names, "%sh.%lld.%s", prefix, (long long)layer, name);
+    p->name = g->names[g->n_params++];
+    p->weight = cols > 0 ? amp_tensor2(NULL, dtype, rows, cols) : amp_tensor1(NULL, dtype, rows);
+    p->grad = cols > 0 ? amp_tensor2(NULL, AMP_F32, rows, cols) : amp_tensor1(NULL, AMP_F32, rows);
+    g->weights_count += shape_count(&p->weight);
+}
+
+static inline void gpt_describe(gpt *g) {
+    const gpt_config *c = &g->config;
+    int64_t layer, C = c->channels;
+    int part;
+    gpt_add_param(g, "transformer.", -1, "wte.weight", c->vocab, C);
+    gpt_add_param(g, "transformer.", -1, "wpe.weight", c->positions, C);
+    for (layer = 0; layer < c->layers; layer++)
+        for (part = 0; part < GPT_PARTS; part++)
+            gpt_add_param(g, "transformer.", layer, gpt_parts[part].name, gpt_parts[part].rows * C,
+                          gpt_parts[part].cols * C);
+    gpt_add_param(g, "transformer.", -1, "ln_f.weight", C, 0);
+    gpt_add_param(g, "transformer.", -1, "ln_f.bias", C, 0);
+}
+
+static inline void gpt_place_params(gpt *g, arena *weights, arena *grads) {
+    int64_t i;
+    for (i = 0; i < g->n_params; i++) {
+        amp_param *p = &g->params[i];
+        p->weight.data = arena_take(weights, shape_count(&p->weight), p->weight.dtype);
+        p->grad.data = arena_take(grads, shape_count(&p->grad), p->grad.dtype);
+    }
+}
+
+static inline void gpt_place_activations(gpt *g, arena *a) {
+    const gpt_config *c = &g->config;
+    int64_t rows = c->batch * c->seq, C = c->channels, layer;
+    amp_dtype type = c->activations;
+    for (layer = 0; layer < c->layers; layer++) {
+        gpt_block *b = &g->blocks[layer];
+        b->norm_1 = arena_take(a, rows * C, type);   b->qkv = arena_take(a, rows * 3 * C, type);
+        b->heads = arena_take(a, rows * C, type);    b->norm_2 = arena_take(a, rows * C, type);
+        b->fc_in = arena_take(a, rows * 4 * C, type); b->fc_out = arena_take(a, rows * 4 * C, type);
+        b->middle = arena_floats(a, rows * C);       b->end = arena_floats(a, rows * C);
+        b->mean_1 = arena_floats(a, rows);           b->rstd_1 = arena_floats(a, rows);
+        b->mean_2 = arena_floats(a, rows);           b->rstd_2 = arena_floats(a, rows);
+        b->lse = arena_floats(a, rows * c->heads);
+    }
+    g->start = arena_floats(a, rows * C);
+    g->branch = arena_take(a, rows * C, type);
+    g->norm_f = arena_take(a, rows * C, type);
+    g->logits = arena_take(a, rows * c->vocab, type);
+    g->mean_f = arena_floats(a, rows);
+    g->rstd_f = arena_floats(a, rows);
+    g->loss_value = arena_floats(a, 1);
+    g->d_stream = arena_floats(a, rows * C);
+    g->d_branch = c->dropout > 0 ? arena_floats(a, rows * C) : g->d_stream;
+    g->d_norm = arena_take(a, rows * C, type);
+    g->d_heads = arena_take(a, rows * C, type);
+    g->d_qkv = arena_take(a, rows * 3 * C, type);
+    g->d_fc = arena_take(a, rows * 4 * C, type);
+}
+
+static inline amp_tensor gpt_matrix(const gpt *g, void *data, int64_t cols) {
+    return amp_tensor2(data, g->config.activations, g->rows, cols);
+}
+static inline amp_tensor gpt_stream(const gpt *g, float *data) {
+    return amp_tensor2(data, AMP_F32, g->rows, g->config.channels);
+}
+
+static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight, void *x, void *y, void *dx) {
+    memset(op, 0, sizeof *op);
+    op->weight = weight;
+    op->bias = weight + 1;
+    op->x = gpt_matrix(g, x, weight->weight.shape[1]);
+    op->y = gpt_matrix(g, y, weight->weight.shape[0]);
+    op->dx = gpt_matrix(g, dx, weight->weight.shape[1]);
+}
+
+/* y = LayerNorm(sum), sum = branch + stream; without sum it is LayerNorm(stream). */
+static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, float *stream, float *sum, void *y,
+                                 float *mean, float *rstd) {
+    memset(op, 0, sizeof *op);
+    op->weight = weight;
+    op->bias = weight + 1;
+    op->x = gpt_stream(g, stream);
+    if (sum != NULL) {
+        op->x = gpt_matrix(g, g->branch, g->config.channels);
+        op->residual = gpt_stream(g, stream);
+        op->sum = gpt_stream(g, sum);
+    }
+    op->y = gpt_matrix(g, y, g->config.channels);
+    op->mean = mean;
+    op->rstd = rstd;
+    op->dy = gpt_matrix(g, g->d_norm, g->config.channels);
+    op->dx = gpt_stream(g, g->d_stream);
+    op->dsum = op->dx;
+}
+
+/* The part q (0), k (1) or v (2) of a packed [batch, seq, 3, heads, dim] buffer. */
+static inline amp_tensor gpt_part_of_qkv(const gpt *g, void *qkv, int64_t part) {
+    int64_t C = g->config.channels, dim = C / g->config.heads;
+    char *data = (char *)qkv + part * C * (int64_t)amp_dtype_size(g->config.activations);
+    amp_tensor t = amp_tensor4(data, g->config.activations, g->batch, g->seq, g->config.heads, dim);
+    t.stride[0] = g->seq * 3 * C; t.stride[1] = 3 * C; t.stride[2] = dim; t.stride[3] = 1;
+    return t;
+}
+
+static inline void gpt_bind_attention(gpt *g, gpt_block *b) {
+    amp_attention_op *op = &b->attention;
+    int64_t dim = g->config.channels / g->config.heads;
+    memset(op, 0, sizeof *op);
+    op->q = gpt_part_of_qkv(g, b->qkv, 0);  op->dq = gpt_part_of_qkv(g, g->d_qkv, 0);
+    op->k = gpt_part_of_qkv(g, b->qkv, 1);  op->dk = gpt_part_of_qkv(g, g->d_qkv, 1);
+    op->v = gpt_part_of_qkv(g, b->qkv, 2);  op->dv = gpt_part_of_qkv(g, g->d_qkv, 2);
+    op->o = amp_tensor4(b->heads, g->config.activations, g->batch, g->seq, g->config.heads, dim);
+    op->d_o = amp_tensor4(g->d_heads, g->config.activations, g->batch, g->seq, g->config.heads, dim);
+    op->lse = b->lse;
+    op->mask.kind = AMP_MASK_CAUSAL;
+}
+
+/* Dropout in place on data; its gradient goes from d_stream to dx. */
+static inline void gpt_bind_dropout(gpt *g, amp_dropout_op *op, amp_tensor data, float *dx) {
+    memset(op, 0, sizeof *op);
+    op->x = op->y = data;
+    op->p = g->config.dropout;
+    op->dy = gpt_stream(g, g->d_stream);
+    op->dx = gpt_stream(g, dx);
+}
+
+static inline void gpt_bind_block(gpt *g, int64_t layer) {
+    gpt_block *b = &g->blocks[layer], *before = layer > 0 ? b - 1 : NULL;
+    amp_param *p = g->params + 2 + GPT_PARTS * layer;
+    amp_tensor branch = gpt_matrix(g, g->branch, g->config.channels), d_branch = gpt_stream(g, g->d_branch);
+    gpt_bind_norm(g, &b->ln_1, p, before ? before->middle : g->start, before ? before->end : NULL, b->norm_1,
+                  b->mean_1, b->rstd_1);
+    gpt_bind_linear(g, &b->c_attn, p + 2, b->norm_1, b->qkv, g->d_norm);
+    b->c_attn.dy = gpt_matrix(g, g->d_qkv, 3 * g->config.channels);
+    gpt_bind_attention(g, b);
+    gpt_bind_linear(g, &b->attn_proj, p + 4, b->heads, g->branch, g->d_heads);
+    b->attn_proj.dy = d_branch;
+    gpt_bind_dropout(g, &b->attn_drop, branch, g->d_branch);
+    gpt_bind_norm(g, &b->ln_2, p + 6, before ? before->end : g->start, b->middle, b->norm_2, b->mean_2, b->rstd_2);
+    gpt_bind_linear(g, &b->c_fc, p + 8, b->norm_2, b->fc_out, g->d_norm);
+    b->c_fc.act = AMP_ACT_GELU;
+    b->c_fc.pre = gpt_matrix(g, b->fc_in, 4 * g->config.channels);
+    b->c_fc.dy = gpt_matrix(g, g->d_fc, 4 * g->config.channels);
+    gpt_bind_linear(g, &b->mlp_proj, p + 10, b->fc_out, g->branch, g->d_fc);
+    b->mlp_proj.dy = d_branch;
+    gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
+}
+
+/* Sets every op for batch sequences of seq tokens.  Errors: 102 more than the model was created for. */
+static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
+    const gpt_config *c = &g->config;
+    gpt_block *last = &g->blocks[c->layers - 1];
+    int64_t layer;
+    if (batch < 1 || seq < 1 || seq > c->seq || batch * seq > c->batch * c->seq)
+        return example_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
+                            (long long)batch, (long long)seq, (long long)c->batch, (long long)c->seq);
+    if (batch == g->batch && seq == g->seq) return AMP_OK;
+    g->batch = batch; g->seq = seq; g->rows = batch * seq;
+    memset(&g->embedding, 0, sizeof g->embedding);
+    g->embedding.table = &g->params[0];
+    g->embedding.positions = &g->params[1];
+    g->embedding.seq = seq;
+    g->embedding.y = gpt_stream(g, g->start);
+    g->embedding.dy = gpt_stream(g, g->d_stream);
+    gpt_bind_dropout(g, &g->embedding_drop, gpt_stream(g, g->start), g->d_stream);
+    for (layer = 0; layer < c->layers; layer++) gpt_bind_block(g, layer);
+    gpt_bind_norm(g, &g->ln_f, &g->params[g->n_params - 2], last->middle, last->end, g->norm_f, g->mean_f, g->rstd_f);
+    memset(&g->ln_f.dsum, 0, sizeof g->ln_f.dsum);      /* the stream ends here */
+    gpt_bind_linear(g, &g->head, &g->params[0], g->norm_f, g->logits, g->d_norm);
+    g->head.layer = "lm_head";
+    g->head.bias = NULL;
+    g->head.dy = g->head.y;                             /* the loss puts its gradient into the logits */
+    return AMP_OK;
+}
+
+static inline void gpt_destroy(gpt *g) {
+    if (g->amp != NULL) {
+        amp_param_forget(g->amp, g->params, g->n_params);
+        amp_free(g->amp, g->weights);
+        amp_free(g->amp, g->grads);
+        amp_free(g->amp, g->memory);
+    }
+    free(g->params); free(g->names); free(g->blocks);
+    memset(g, 0, sizeof *g);
+}
+
+static inline amp_result gpt_check_config(const gpt_config *c) {
+    const int64_t most = (int64_t)1 << 31;
+    if (c->vocab < 1 || c->positions < 1 || c->channels < 1 || c->heads < 1 || c->layers < 1 || c->batch < 1 ||
+        c->seq < 1 || c->vocab > most || c->positions > most || c->channels > 1 << 20 || c->layers > 10000 ||
+        c->batch > most / c->seq)
+        return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
+    if (c->channels % c->heads != 0)
+        return example_fail(AMP_ERR_SHAPE, "%lld heads do not divide %lld channels", (long long)c->heads,
+                            (long long)c->channels);
+    if (c->seq > c->positions)
+        return example_fail(AMP_ERR_SHAPE, "sequences of %lld tokens, but the model has only %lld positions",
+                            (long long)c->seq, (long long)c->positions);
+    return AMP_OK;
+}
+
+static inline amp_result gpt_allocate(gpt *g) {
+    arena weights = {NULL, 0}, grads = {NULL, 0}, memory = {NULL, 0};
+    amp_machine machine;
+    double need, have;
+    memset(&machine, 0, sizeof machine);
+    gpt_place_params(g, &weights, &grads);
+    gpt_place_activations(g, &memory);
+    g->weights_bytes = weights.used; g->grads_bytes = grads.used; g->memory_bytes = memory.used;
+    TRY(amp_query_machine(g->amp, &machine));
+    need = (double)weights.used + 3.0 * (double)grads.used + (double)memory.used;      /* AdamW keeps two moments */
+    have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
+    if (have > 0 && need > have)
+        return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
+                            "use a smaller model, batch or sequence", need * 1e-9, have * 1e-9);
+    TRY(amp_alloc(g->amp, &g->weights, weights.used));
+    TRY(amp_alloc(g->amp, &g->grads, grads.used));
+    TRY(amp_alloc(g->amp, &g->memory, memory.used));
+    weights.base = (char *)g->weights; grads.base = (char *)g->grads; memory.base = (char *)g->memory;
+    weights.used = grads.used = memory.used = 0;
+    gpt_place_params(g, &weights, &grads);
+    gpt_place_activations(g, &memory);
+    return amp_param_register(g->amp, g->params, g->n_params);
+}
+
+/* Allocates a model.  Its weights are not set yet: see gpt_init and gpt_file_load. */
+static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *config) {
+    amp_result result;
+    size_t n = (size_t)(4 + GPT_PARTS * config->layers);
+    memset(g, 0, sizeof *g);
+    TRY(gpt_check_config(config));
+    g->config = *config;
+    if (g->config.activations == AMP_DTYPE_DEFAULT) g->config.activations = AMP_F32;
+    g->amp = amp;
+    g->params = (amp_param *)calloc(n, sizeof *g->params);
+    g->names = (char (*)[64])calloc(n, sizeof *g->names);
+    g->blocks = (gpt_block *)calloc((size_t)config->layers, sizeof *g->blocks);
+    if (g->params == NULL || g->names == NULL || g->blocks == NULL)
+        result = example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
+    else {
+        gpt_describe(g);
+        result = gpt_allocate(g);
+        if (result == AMP_OK) result = gpt_bind(g, config->batch, config->seq);
+    }
+    if (result != AMP_OK) gpt_destroy(g);
+    return result;
+}
+
+/* Sets the weight of parameter i from fp32 on the host, or reads it. */
+static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
+    amp_tensor *w = &g->params[i].weight;
+    int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
+    void *room = malloc((size_t)bytes);
+    amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+    if (result == AMP_OK) result = amp_convert(room, w->dtype, values, AMP_F32, count, NULL, NULL);
+    if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) result = amp_sync(g->amp);
+    free(room);
+    amp_param_touch(&g->params[i]);
+    return result;
+}
+static inline amp_result gpt_get(gpt *g, int64_t i, float *values) {
+    amp_tensor *w = &g->params[i].weight;
+    int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
+    void *room = malloc((size_t)bytes);
+    amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+    if (result == AMP_OK) result = amp_copy(g->amp, room, w->data, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp_sync(g->amp);
+    if (result == AMP_OK) result = amp_convert(values, AMP_F32, room, w->dtype, count, NULL, NULL);
+    free(room);
+    return result;
+}
+
+/* Independent standard normal numbers: Box & Muller 1958, from counter-based words, so reproducible. */
+static inline void random_normal(float *out, int64_t n, uint64_t seed, uint64_t stream, float deviation) {
+    int64_t i;
+    for (i = 0; i < n; i += 2) {
+        uint32_t words[4];
+        double radius, angle;
+        amp_philox(seed, stream, (uint64_t)i / 2, words);
+        radius = deviation * sqrt(-2 * log(((double)words[0] + 1) / 4294967296.0));
+        angle = 6.28318530717958647692 * ((double)words[1] / 4294967296.0);
+        out[i] = (float)(radius * cos(angle));
+        if (i + 1 < n) out[i + 1] = (float)(radius * sin(angle));
+    }
+}
+
+/* GPT-2's initialisation: normal with deviation 0.02, the projections into the residual stream divided by
+   sqrt(2 layers), biases 0, LayerNorm weights 1. */
+static inline amp_result gpt_init(gpt *g, uint64_t seed) {
+    int64_t i, k, count, largest = 0;
+    float *values;
+    amp_result result = AMP_OK;
+    for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
+    values = (float *)malloc((size_t)largest * sizeof *values);
+    if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
+    for (i = 0; i < g->n_params && result == AMP_OK; i++) {
+        const char *name = g->params[i].name;
+        count = amp_tensor_count(&g->params[i].weight);
+        if (g->params[i].weight.ndim == 2) {
+            double deviation = strstr(name, "c_proj") != NULL ? 0.02 / sqrt(2.0 * (double)g->config.layers) : 0.02;
+            random_normal(values, count, seed, (uint64_t)i + 1, (float)deviation);
+        } else {
+            float value = strstr(name, "ln_") != NULL && strstr(name, ".weight") != NULL ? 1.0f : 0.0f;
+            for (k = 0; k < count; k++) values[k] = value;
+        }
+        result = gpt_set(g, i, values);
+    }
+    free(values);
+    return result;
+}
+
+/* Everything before the output weights. */
+static inline amp_result gpt_body(gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
+    amp_context *amp = g->amp;
+    int drop = g->config.dropout > 0;
+    int64_t layer;
+    TRY(gpt_bind(g, batch, seq));
+    g->embedding.ids = ids;
+    TRY(amp_embedding(amp, &g->embedding));
+    if (drop) TRY(amp_dropout(amp, &g->embedding_drop));
+    for (layer = 0; layer < g->config.layers; layer++) {
+        gpt_block *b = &g->blocks[layer];
+        TRY(amp_layernorm(amp, &b->ln_1));
+        TRY(amp_linear(amp, &b->c_attn));
+        TRY(amp_attention(amp, &b->attention));
+        TRY(amp_linear(amp, &b->attn_proj));
+        if (drop) TRY(amp_dropout(amp, &b->attn_drop));
+        TRY(amp_layernorm(amp, &b->ln_2));
+        TRY(amp_linear(amp, &b->c_fc));
+        TRY(amp_linear(amp, &b->mlp_proj));
+        if (drop) TRY(amp_dropout(amp, &b->mlp_drop));
+    }
+    return amp_layernorm(amp, &g->ln_f);
+}
+
+/* The logits of `rows` rows from `first` on, into g->logits. */
+static inline amp_result gpt_head(gpt *g, int64_t first, int64_t rows) {
+    int64_t C = g->config.channels;
+    char *x = (char *)g->norm_f + first * C * (int64_t)amp_dtype_size(g->config.activations);
+    g->head.x = amp_tensor2(x, g->config.activations, rows, C);
+    g->head.y = amp_tensor2(g->logits, g->config.activations, rows, g->config.vocab);
+    return amp_linear(g->amp, &g->head);
+}
+
+/* Logits [batch * seq, vocab] of ids [batch, seq] (device memory), in g->logits. */
+static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
+    TRY(gpt_body(g, ids, batch, seq));
+    return gpt_head(g, 0, g->rows);
+}
+
+/* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
+   gradient, starting from *seed (see amp_scaler_seed; NULL: 1). */
+static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *seed) {
+    amp_cross_entropy_op *op = &g->loss;
+    memset(op, 0, sizeof *op);
+    op->logits = g->head.y;
+    if (backward) op->dlogits = g->head.y;
+    op->labels = labels;
+    op->seed = seed;
+    op->loss = g->loss_value;
+    return amp_cross_entropy(g->amp, op);
+}
+
+/* The loss on the host.  Waits for the device. */
+static inline amp_result gpt_loss_read(gpt *g, float *out) {
+    TRY(amp_copy(g->amp, out, g->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(g->amp);
+}
+
+/* After gpt_forward and gpt_loss with backward: all gradients. */
+static inline amp_result gpt_backward(gpt *g) {
+    amp_context *amp = g->amp;
+    int drop = g->config.dropout > 0;
+    int64_t layer;
+    TRY(amp_linear_backward(amp, &g->head));
+    TRY(amp_layernorm_backward(amp, &g->ln_f));
+    for (layer = g->config.layers - 1; layer >= 0; layer--) {
+        gpt_block *b = &g->blocks[layer];
+        if (drop) TRY(amp_dropout_backward(amp, &b->mlp_drop));
+        TRY(amp_linear_backward(amp, &b->mlp_proj));
+        TRY(amp_linear_backward(amp, &b->c_fc));
+        TRY(amp_layernorm_backward(amp, &b->ln_2));
+        if (drop) TRY(amp_dropout_backward(amp, &b->attn_drop));
+        TRY(amp_linear_backward(amp, &b->attn_proj));
+        TRY(amp_attention_backward(amp, &b->attention));
+        TRY(amp_linear_backward(amp, &b->c_attn));
+        TRY(amp_layernorm_backward(amp, &b->ln_1));
+    }
+    if (drop) TRY(amp_dropout_backward(amp, &g->embedding_drop));
+    return amp_embedding_backward(amp, &g->embedding);
+}
+
+/* ==== 6 Model files ==============================================================================
+   Reads safetensors as Hugging Face writes them, and llm.c's model files; writes safetensors. */
+
+typedef struct gpt_file {
+    void *data;
+    size_t bytes;
+    st_file tensors;                /* n is 0 for llm.c */
+    int llmc;                       /* 3: fp32, 5: bf16, 0: safetensors */
+    int64_t padded_vocab;           /* llm.c: rows of wte in the file */
+    gpt_config config;              /* vocab to layers, as the file says */
+} gpt_file;
+
+static inline void gpt_file_close(gpt_file *file) {
+    st_close(&file->tensors);
+    amp_file_free(NULL, file->data, file->bytes);
+    memset(file, 0, sizeof *file);
+}
+
+/* By the full name, or without "transformer." as older files have it. */
+static inline const st_tensor *gpt_file_find(const gpt_file *file, const char *name) {
+    const st_tensor *t = st_find(&file->tensors, name);
+    return t != NULL ? t : st_find(&file->tensors, name + strlen("transformer."));
+}
+
+/* The number of heads stands in no shape: our metadata, a config.json beside the file, or GPT-2's 64 channels each. */
+static inline int64_t gpt_file_heads(const gpt_file *file, const char *path) {
+    char text[32] = "", beside[PATH_MAX];
+    const char *slash = strrchr(path, '/');
+    void *config;
+    size_t bytes;
+    if (file->tensors.metadata.at != NULL && json_find(file->tensors.metadata, "n_head", text, sizeof text))
+        return atoll(text);
+    snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash - path) + 1 : 0, path);
+    if (access(beside, R_OK) == 0 && amp_file_read_all(NULL, beside, &config, &bytes) == AMP_OK) {
+        int found = json_find(json_open(config, bytes), "n_head", text, sizeof text);
+        amp_file_free(NULL, config, bytes);
+        if (found) return atoll(text);
+    }
+    return file->config.channels % 64 == 0 ? file->config.channels / 64 : 0;
+}
+
+static inline amp_result gpt_file_shape(gpt_file *file, const char *path, int64_t heads) {
+    const st_tensor *wte = gpt_file_find(file, "transformer.wte.weight"),
+                    *wpe = gpt_file_find(file, "transformer.wpe.weight");
+    gpt_config *c = &file->config;
+    if (wte == NULL || wpe == NULL || wte->ndim != 2 || wpe->ndim != 2 || wte->shape[1] != wpe->shape[1])
+        return example_fail(AMP_ERR_FORMAT,
+                            "%s: no GPT-2: wte.weight and wpe.weight are missing or do not fit together", path);
+    c->vocab = wte->shape[0];
+    c->positions = wpe->shape[0];
+    c->channels = wte->shape[1];
+    for (c->layers = 0; c->layers < 10000; c->layers++) {
+        char name[64];
+        snprintf(name, sizeof name, "transformer.h.%lld.ln_1.weight", (long long)c->layers);
+        if (gpt_file_find(file, name) == NULL) break;
+    }
+    c->heads = heads > 0 ? heads : gpt_file_heads(file, path);
+    if (c->heads < 1)
+        return example_fail(AMP_ERR_FORMAT, "%s: does not say how many heads the model has: give the number", path);
+    return AMP_OK;
+}
+
+static inline int32_t bytes_i32(const unsigned char *p) {
+    return (int32_t)((uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24);
+}
+
+/* llm.c: 256 int32 (magic, version, positions, vocab, layers, heads, channels, padded vocab), then the tensors. */
+enum { LLMC_MODEL_MAGIC = 20240326, LLMC_HEADER = 1024 };
+static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
+    const unsigned char *p = (const unsigned char *)file->data;
+    gpt_config *c = &file->config;
+    double count;
+    if (file->bytes < LLMC_HEADER)
+        return example_fail(AMP_ERR_TRUNCATED, "%s: an llm.c model file that ends in its header", path);
+    file->llmc = bytes_i32(p + 4);
+    if (file->llmc != 3 && file->llmc != 5)
+        return example_fail(AMP_ERR_FORMAT, "%s: llm.c model version %d, versions 3 (fp32) and 5 (bf16) are read",
+                            path, file->llmc);
+    c->positions = bytes_i32(p + 8);
+    c->vocab = bytes_i32(p + 12);
+    c->layers = bytes_i32(p + 16);
+    c->heads = bytes_i32(p + 20);
+    c->channels = bytes_i32(p + 24);
+    file->padded_vocab = bytes_i32(p + 28);
+    if (c->positions < 1 || c->vocab < 1 || c->layers < 1 || c->layers > 10000 || c->heads < 1 || c->channels < 1 ||
+        file->padded_vocab < c->vocab)
+        return example_fail(AMP_ERR_FORMAT, "%s: the header of the llm.c model file makes no sense", path);
+    count = (double)c->channels * ((double)file->padded_vocab + (double)c->positions + 2 +
+                                   (double)c->layers * (12 * (double)c->channels + 13));
+    if ((double)(file->bytes - LLMC_HEADER) < count * (file->llmc == 3 ? 4 : 2))
+        return example_fail(AMP_ERR_TRUNCATED, "%s: %zu bytes are too few for the model of its header", path,
+                            file->bytes);
+    return AMP_OK;
+}
+
+/* Opens a model file and reads its shape.  heads: 0 to find it out.  Nothing in the file is trusted. */
+static inline amp_result gpt_file_open(gpt_file *file, const char *path, int64_t heads) {
+    amp_result result;
+    memset(file, 0, sizeof *file);
+    TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
+    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC)
+        result = gpt_file_llmc(file, path);
+    else {
+        result = st_open(&file->tensors, file->data, file->bytes);
+        if (result == AMP_OK) result = gpt_file_shape(file, path, heads);
+    }
+    if (result != AMP_OK) gpt_file_close(file);
+    return result;
+}
+
+static inline void transpose(float *out, const float *in, int64_t rows, int64_t cols) {
+    int64_t i, j;
+    for (i = 0; i < rows; i++) for (j = 0; j < cols; j++) out[j * rows + i] = in[i * cols + j];
+}
+
+/* The elements of parameter i in a safetensors file, as [out, in].  room: as large as values. */
+static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *room) {
+    const amp_param *p = &g->params[i];
+    const st_tensor *t = gpt_file_find(file, p->name);
+    int conv1d = gpt_is_conv1d(g, i);
+    int64_t rows = p->weight.shape[0], cols = p->weight.ndim == 2 ? p->weight.shape[1] : 1;
+    if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", p->name);
+    if (t->ndim != p->weight.ndim || t->shape[0] != (conv1d ? cols : rows) ||
+        (t->ndim == 2 && t->shape[1] != (conv1d ? rows : cols)))
+        return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", p->name);
+    TRY(st_floats(t, conv1d ? room : values));
+    if (conv1d) transpose(values, room, cols, rows);
+    return AMP_OK;
+}
+
+/* Where parameter i begins in an llm.c file, in elements: the tensors of one kind of all layers stand together. */
+static inline int64_t gpt_file_llmc_offset(const gpt_file *file, const gpt *g, int64_t i) {
+    int64_t C = g->config.channels, L = g->config.layers, offset = 0, part = (i - 2) % GPT_PARTS,
+            layer = (i - 2) / GPT_PARTS, k;
+    if (i == 0) return 0;
+    offset = file->padded_vocab * C;
+    if (i == 1) return offset;
+    offset += g->config.positions * C;
+    if (i >= g->n_params - 2) part = GPT_PARTS, layer = 0;
+    for (k = 0; k < part; k++)
+        offset += L * gpt_parts[k].rows * C * (gpt_parts[k].cols > 0 ? gpt_parts[k].cols * C : 1);
+    if (part == GPT_PARTS) return offset + (i == g->n_params - 1 ? C : 0);
+    return offset + layer * amp_tensor_count(&g->params[i].weight);
+}
+
+/* A file whose output weights are not the embedding cannot be held by this model. */
+static inline amp_result gpt_file_check_tied(const gpt_file *file) {
+    const st_tensor *head = st_find(&file->tensors, "lm_head.weight"),
+                    *wte = gpt_file_find(file, "transformer.wte.weight");
+    if (head == NULL || wte == NULL) return AMP_OK;
+    if (head->dtype == wte->dtype && head->count == wte->count &&
+        memcmp(head->data, wte->data, (size_t)wte->count * amp_dtype_size(wte->dtype)) == 0) return AMP_OK;
+    return example_fail(AMP_ERR_UNSUPPORTED, "lm_head.weight differs from wte.weight: this model ties them");
+}
+
+/* Loads all weights of a file whose shape is the model's. */
+static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
+    int64_t i, count, largest = 0;
+    float *values, *room;
+    amp_result result = AMP_OK;
+    if (file->llmc == 0) TRY(gpt_file_check_tied(file));
+    if (file->config.vocab != g->config.vocab || file->config.positions != g->config.positions ||
+        file->config.channels != g->config.channels || file->config.layers != g->config.layers)
+        return example_fail(AMP_ERR_SHAPE,
+                            "the file holds another model: %lld tokens, %lld positions, %lld channels, %lld layers",
+                            (long long)file->config.vocab, (long long)file->config.positions,
+                            (long long)file->config.channels, (long long)file->config.layers);
+    for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
+    values = (float *)malloc((size_t)largest * 2 * sizeof *values);
+    if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
+    room = values + largest;
+    for (i = 0; i < g->n_params && result == AMP_OK; i++) {
+        if (file->llmc == 0) result = gpt_file_tensor(file, g, i, values, room);
+        else {
+            amp_dtype dtype = file->llmc == 3 ? AMP_F32 : AMP_BF16;
+            int64_t offset = LLMC_HEADER + gpt_file_llmc_offset(file, g, i) * (int64_t)amp_dtype_size(dtype);
+            result = amp_convert(values, AMP_F32, (char *)file->data + offset, dtype,
+                                 amp_tensor_count(&g->params[i].weight), NULL, NULL);
+        }
+        if (result == AMP_OK) result = gpt_set(g, i, values);
+    }
+    free(values);
+    return result;
+}
+
+/* A text that grows. */
+typedef struct text_buffer { char *text; size_t used, room; int failed; } text_buffer;
+static inline void text_add(text_buffer *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline void text_add(text_buffer *b, const char *format, ...) {
+    char piece[512];
+    va_list args;
+    size_t n;
+    va_start(args, format);
+    n = (size_t)vsnprintf(piece, sizeof piece, format, args);
+    va_end(args);
+    if (n >= sizeof piece) b->failed = 1;
+    if (b->used + n + 1 > b->room) {
+        char *more = (char *)realloc(b->text, (b->room + n) * 2 + 1024);
+        if (more == NULL) b->failed = 1;
+        else { b->text = more; b->room = (b->room + n) * 2 + 1024; }
+    }
+    if (b->failed) return;
+    memcpy(b->text + b->used, piece, n + 1);
+    b->used += n;
+}
+
+static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer *b) {
+    const gpt_config *c = &g->config;
+    int64_t i, offset = 0;
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\",\"producer\":\"amp.h %s\",\"step\":\"%lld\",", AMP_VERSION_TEXT,
+             (long long)step);
+    text_add(b, "\"n_layer\":\"%lld\",\"n_head\":\"%lld\",\"n_embd\":\"%lld\",\"n_positions\":\"%lld\",",
+             (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->positions);
+    text_add(b, "\"vocab_size\":\"%lld\"}", (long long)c->vocab);
+    for (i = 0; i < g->n_params; i++) {
+        const amp_tensor *w = &g->params[i].weight;
+        int64_t end = offset + amp_tensor_count(w) * 4;
+        text_add(b, ",\"%s\":{\"dtype\":\"F32\",\"shape\":[", g->params[i].name);
+        if (w->ndim == 1) text_add(b, "%lld", (long long)w->shape[0]);
+        else if (gpt_is_conv1d(g, i)) text_add(b, "%lld,%lld", (long long)w->shape[1], (long long)w->shape[0]);
+        else text_add(b, "%lld,%lld", (long long)w->shape[0], (long long)w->shape[1]);
+        text_add(b, "],\"data_offsets\":[%lld,%lld]}", (long long)offset, (long long)end);
+        offset = end;
+    }
+    text_add(b, "}");
+    while (!b->failed && b->used % 8 != 0) text_add(b, " ");        /* the data starts aligned */
+    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for the file's header") : AMP_OK;
+}
+
+/* Stores fp32 numbers little-endian, wherever this runs. */
+static inline void floats_to_bytes(unsigned char *out, const float *in, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &in[i], sizeof bits);
+        out[4 * i] = (unsigned char)bits;              out[4 * i + 1] = (unsigned char)(bits >> 8);
+        out[4 * i + 2] = (unsigned char)(bits >> 16);  out[4 * i + 3] = (unsigned char)(bits >> 24);
+    }
+}
+
+static inline amp_result gpt_fill_file(gpt *g, const text_buffer *header, unsigned char *file) {
+    int64_t i, largest = 0, count;
+    unsigned char *out = file + 8 + header->used;
+    float *values, *room;
+    amp_result result = AMP_OK;
+    for (i = 0; i < 8; i++) file[i] = (unsigned char)((uint64_t)header->used >> (8 * i));
+    memcpy(file + 8, header->text, header->used);
+    for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
+    values = (float *)malloc((size_t)largest * 2 * sizeof *values);
+    if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
+    room = values + largest;
+    for (i = 0; i < g->n_params && result == AMP_OK; i++) {
+        const amp_tensor *w = &g->params[i].weight;
+        int conv1d = gpt_is_conv1d(g, i);
+        result = gpt_get(g, i, conv1d ? room : values);
+        if (conv1d) transpose(values, room, w->shape[0], w->shape[1]);
+        count = amp_tensor_count(w);
+        floats_to_bytes(out, values, count);
+        out += count * 4;
+    }
+    free(values);
+    return result;
+}
+
+/* Writes the weights as fp32 safetensors with Hugging Face's names, atomically. */
+static inline amp_result gpt_save_safetensors(gpt *g, const char *path, int64_t step) {
+    text_buffer header = {NULL, 0, 0, 0};
+    unsigned char *file = NULL;
+    size_t bytes = 0;
+    amp_result result = gpt_header_text(g, step, &header);
+    if (result == AMP_OK) {
+        bytes = 8 + header.used + (size_t)g->weights_count * 4;
+        file = (unsigned char *)malloc(bytes);
+        if (file == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
+    }
+    if (result == AMP_OK) result = gpt_fill_file(g, &header, file);
+    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
+    free(header.text);
+    free(file);
+    return result;
+}
+
+/* The config.json that transformers' from_pretrained wants beside model.safetensors. */
+static inline amp_result gpt_save_config(const gpt *g, const char *path) {
+    const gpt_config *c = &g->config;
+    text_buffer b = {NULL, 0, 0, 0};
+    amp_result result;
+    text_add(&b, "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n");
+    text_add(&b, "  \"activation_function\": \"gelu_new\",\n  \"layer_norm_epsilon\": 1e-05,\n");
+    text_add(&b, "  \"vocab_size\": %lld,\n  \"n_positions\": %lld,\n", (long long)c->vocab, (long long)c->positions);
+    text_add(&b, "  \"n_embd\": %lld,\n  \"n_layer\": %lld,\n  \"n_head\": %lld,\n", (long long)c->channels,
+             (long long)c->layers, (long long)c->heads);
+    text_add(&b, "  \"tie_word_embeddings\": true,\n  \"bos_token_id\": null,\n  \"eos_token_id\": null\n}\n");
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path)
+                      : amp_file_write_atomic(NULL, path, b.text, b.used);
+    free(b.text);
+    return result;
+}
+
+/* The weights as records "weight.<name>", in their own dtype: bit for bit. */
+static inline amp_result gpt_save_state(gpt *g, amp_state *state) {
+    int64_t i;
+    for (i = 0; i < g->n_params; i++) {
+        const amp_tensor *w = &g->params[i].weight;
+        int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
+        char key[64 + 8];
+        void *room = malloc((size_t)bytes);
+        amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+        snprintf(key, sizeof key, "weight.%s", g->params[i].name);
+        if (result == AMP_OK) result = amp_copy(g->amp, room, w->data, bytes, AMP_COPY_TO_HOST);
+        if (result == AMP_OK) result = amp_sync(g->amp);
+        if (result == AMP_OK) result = amp_state_put(state, key, w->dtype, room, count);
+        free(room);
+        TRY(result);
+    }
+    return AMP_OK;
+}
+
+static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
+    int64_t i;
+    for (i = 0; i < g->n_params; i++) {
+        const amp_tensor *w = &g->params[i].weight;
+        int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
+        char key[64 + 8];
+        void *room = malloc((size_t)bytes);
+        amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+        snprintf(key, sizeof key, "weight.%s", g->params[i].name);
+        if (result == AMP_OK) result = amp_state_get(state, key, w->dtype, room, count);
+        if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
+        if (result == AMP_OK) result = amp_sync(g->amp);
+        free(room);
+        TRY(result);
+        amp_param_touch(&g->params[i]);
+    }
+    return AMP_OK;
+}
+
+/* ==== 7 Sampling ================================================================================= */
+
+/* How the next token is drawn.  temperature 0: the most likely one; top_k 0: from all tokens. */
+typedef struct sampler {
+    double temperature;
+    int64_t top_k;
+    uint64_t seed;
+} sampler;
+
+static inline int compare_floats_falling(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return x < y ? 1 : x > y ? -1 : 0;
+}
+
+/* Draws from softmax(logits / temperature), restricted to the top_k largest; u is uniform in [0, 1). */
+static inline int32_t sample_token(const sampler *s, float *logits, float *room, int64_t vocab, double u) {
+    float best = logits[0], least = -3.4e38f;
+    double total = 0, sum = 0;
+    int64_t i, at = 0;
+    for (i = 1; i < vocab; i++) if (logits[i] > best) { best = logits[i]; at = i; }
+    if (s->temperature <= 0) return (int32_t)at;
+    if (s->top_k > 0 && s->top_k < vocab) {
+        memcpy(room, logits, (size_t)vocab * sizeof *room);
+        qsort(room, (size_t)vocab, sizeof *room, compare_floats_falling);
+        least = room[s->top_k - 1];
+    }
+    for (i = 0; i < vocab; i++) {
+        double weight = logits[i] < least ? 0 : exp((double)(logits[i] - best) / s->temperature);
+        room[i] = (float)weight;
+        total += (double)room[i];
+    }
+    for (i = 0; i < vocab; i++) {
+        sum += (double)room[i];
+        if (room[i] > 0 && sum > u * total) return (int32_t)i;
+    }
+    return (int32_t)at;
+}
+
+/* The logits after `tokens`, of which the last config.seq count, on the host. */
+static inline amp_result gpt_next_logits(gpt *g, const int32_t *tokens, int64_t n, int32_t *ids, float *logits) {
+    int64_t seq = n < g->config.seq ? n : g->config.seq,
+            bytes = g->config.vocab * (int64_t)amp_dtype_size(g->config.activations);
+    amp_autocast_desc inference;
+    amp_result result;
+    memset(&inference, 0, sizeof inference);
+    inference.mode = AMP_MODE_INFERENCE;
+    TRY(amp_copy(g->amp, ids, tokens + n - seq, seq * (int64_t)sizeof *ids, AMP_COPY_TO_DEVICE));
+    TRY(amp_autocast_begin(g->amp, &inference));
+    result = gpt_body(g, ids, 1, seq);
+    if (result == AMP_OK) result = gpt_head(g, seq - 1, 1);
+    amp_autocast_end(g->amp);
+    TRY(result);
+    TRY(amp_copy(g->amp, logits, g->logits, bytes, AMP_COPY_TO_HOST));
+    TRY(amp_sync(g->amp));
+    if (g->config.activations == AMP_F32) return AMP_OK;
+    memcpy(logits + g->config.vocab, logits, (size_t)bytes);
+    return amp_convert(logits, AMP_F32, logits + g->config.vocab, g->config.activations, g->config.vocab, NULL, NULL);
+}
+
+/* Continues tokens[0..n-1] up to `wanted` tokens.  Random numbers: Philox stream 0 of the sampler's seed. */
+static inline amp_result gpt_sample(gpt *g, const sampler *s, int32_t *tokens, int64_t n, int64_t wanted) {
+    float *logits = (float *)malloc((size_t)g->config.vocab * 2 * sizeof *logits);
+    void *ids = NULL;
+    amp_result result = logits != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for logits");
+    if (result == AMP_OK) result = amp_alloc(g->amp, &ids, g->config.seq * (int64_t)sizeof(int32_t));
+    for (; n < wanted && result == AMP_OK && !stop_requested; n++) {
+        result = gpt_next_logits(g, tokens, n, (int32_t *)ids, logits);
+        if (result != AMP_OK) break;
+        tokens[n] = sample_token(s, logits, logits + g->config.vocab, g->config.vocab,
+                                 (double)amp_random_uniform(s->seed, (uint64_t)n));
+    }
+    amp_free(g->amp, ids);
+    free(logits);
+    return result;
+}
+
+/* ==== 8 Pictures ================================================================================
+   The format of MNIST and its relatives: 0, 0, type (8: bytes), dimensions, sizes as big-endian int32, data. */
+
+typedef struct idx_file {
+    unsigned char *data;            /* count items of `size` bytes */
+    int64_t count, size;
+} idx_file;
+
+static inline void idx_close(idx_file *file) {
+    free(file->data);
+    memset(file, 0, sizeof *file);
+}
+
+/* A stream of the file's content; ".gz" goes through gzip. */
+static inline FILE *idx_stream(const char *path, int *piped) {
+    char command[PATH_MAX + 32];
+    size_t length = strlen(path);
+    *piped = length > 3 && strcmp(path + length - 3, ".gz") == 0;
+    if (!*piped) return fopen(path, "rb");
+    if (access(path, R_OK) != 0 || strchr(path, '\'') != NULL || length >= PATH_MAX) return NULL;
+    snprintf(command, sizeof command, "gzip -dc '%s'", path);
+    return popen(command, "r");
+}
+
+static inline amp_result idx_read(idx_file *file, FILE *stream, const char *path) {
+    unsigned char header[16];
+    int64_t dims, i;
+    if (fread(header, 1, 4, stream) != 4 || header[0] != 0 || header[1] != 0 || header[2] != 8 || header[3] < 1 ||
+        header[3] > 3)
+        return example_fail(AMP_ERR_FORMAT, "%s: not an IDX file of bytes", path);
+    dims = header[3];
+    if (fread(header, 4, (size_t)dims, stream) != (size_t)dims)
+        return example_fail(AMP_ERR_TRUNCATED, "%s: ends in its header", path);
+    file->size = 1;
+    for (i = 0; i < dims; i++) {
+        int64_t n = (int64_t)header[4 * i] << 24 | header[4 * i + 1] << 16 | header[4 * i + 2] << 8 | header[4 * i + 3];
+        if (n < 1 || (i > 0 && n > 65536))
+            return example_fail(AMP_ERR_FORMAT, "%s: a dimension of %lld", path, (long long)n);
+        if (i == 0) file->count = n;
+        else file->size *= n;
+    }
+    if (file->count > ((int64_t)1 << 33) / file->size) return example_fail(AMP_ERR_SIZE, "%s: too large", path);
+    file->data = (unsigned char *)malloc((size_t)(file->count * file->size));
+    if (file->data == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
+    if (fread(file->data, (size_t)file->size, (size_t)file->count, stream) != (size_t)file->count)
+        return example_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
+    return AMP_OK;
+}
+
+/* Reads an IDX file of bytes, also compressed by gzip. */
+static inline amp_result idx_open(idx_file *file, const char *path) {
+    int piped;
+    FILE *stream = idx_stream(path, &piped);
+    amp_result result;
+    memset(file, 0, sizeof *file);
+    if (stream == NULL) return example_fail(AMP_ERR_OPEN, "%s: %s", path, strerror(errno));
+    result = idx_read(file, stream, path);
+    if (piped) pclose(stream);
+    else fclose(stream);
+    if (result != AMP_OK) idx_close(file);
+    return result;
+}
+
+/* Index of the largest number. */
+static inline int64_t largest_of(const float *x, int64_t n) {
+    int64_t i, best = 0;
+    for (i = 1; i < n; i++) if (x[i] > x[best]) best = i;
+    return best;
+}
+
+/* Labelled pictures: x [n, pixels] from -0.5 to 0.5, y [n]. */
+typedef struct pictures {
+    float *x;
+    int32_t *y;
+    int64_t n, pixels;
+} pictures;
+
+static inline void pictures_free(pictures *p) {
+    free(p->x);
+    free(p->y);
+    memset(p, 0, sizeof *p);
+}
+
+static inline amp_result pictures_alloc(pictures *p, int64_t n, int64_t pixels) {
+    p->n = n;
+    p->pixels = pixels;
+    p->x = (float *)malloc((size_t)(n * pixels) * sizeof *p->x);
+    p->y = (int32_t *)malloc((size_t)n * sizeof *p->y);
+    return p->x != NULL && p->y != NULL ? AMP_OK
+                                        : example_fail(AMP_ERR_MEMORY, "no memory for %lld pictures", (long long)n);
+}
+
+/* Reads <folder>/<set>-images-idx3-ubyte and <set>-labels-idx1-ubyte, each also with ".gz". */
+static inline amp_result pictures_read(pictures *p, const char *folder, const char *set) {
+    static const char *const kinds[] = {"images-idx3", "labels-idx1"};
+    idx_file files[2];
+    amp_result result = AMP_OK;
+    int64_t i;
+    int k;
+    memset(p, 0, sizeof *p);
+    memset(files, 0, sizeof files);
+    for (k = 0; k < 2 && result == AMP_OK; k++) {
+        char path[PATH_MAX];
+        snprintf(path, sizeof path, "%.4000s/%s-%s-ubyte", folder, set, kinds[k]);
+        if (access(path, R_OK) != 0) snprintf(path, sizeof path, "%.4000s/%s-%s-ubyte.gz", folder, set, kinds[k]);
+        result = idx_open(&files[k], path);
+    }
+    if (result == AMP_OK && (files[1].size != 1 || files[1].count != files[0].count))
+        result = example_fail(AMP_ERR_FORMAT, "%s: not as many %s labels as images", folder, set);
+    if (result == AMP_OK) result = pictures_alloc(p, files[0].count, files[0].size);
+    if (result == AMP_OK) {
+        for (i = 0; i < p->n * p->pixels; i++) p->x[i] = (float)files[0].data[i] / 255 - 0.5f;
+        for (i = 0; i < p->n; i++) p->y[i] = files[1].data[i];
+    }
+    idx_close(&files[0]);
+    idx_close(&files[1]);
+    if (result != AMP_OK) pictures_free(p);
+    return result;
+}
+
+/* n pictures of `classes` random patterns under noise; `set` chooses the noise, all sets share the patterns. */
+static inline amp_result pictures_synthetic(pictures *p, int64_t n, int64_t pixels, int64_t classes, uint64_t set) {
+    float *patterns = (float *)malloc((size_t)(classes * pixels) * sizeof *patterns);
+    amp_result result = pictures_alloc(p, n, pixels);
+    int64_t i;
+    if (patterns == NULL && result == AMP_OK) result = example_fail(AMP_ERR_MEMORY, "no memory for patterns");
+    if (result == AMP_OK) {
+        random_normal(patterns, classes * pixels, 7, 0, 0.1f);
+        random_normal(p->x, n * pixels, 7, set, 1.0f);
+        for (i = 0; i < n; i++) p->y[i] = (int32_t)(i % classes);
+        for (i = 0; i < n * pixels; i++) p->x[i] += patterns[p->y[i / pixels] * pixels + i % pixels];
+    }
+    free(patterns);
+    return result;
+}
+
+#endif

@@ -1,0 +1,1252 @@
+/* train_gpt.c - trains a GPT-2 in mixed precision, on any text, with amp.h alone.
+ *
+ *     gcc -O2 -fopenmp examples/train_gpt.c -o train_gpt -lm -lpthread        (without -fopenmp: one thread)
+ *     ./train_gpt                       learns this project's own source, compares fp32, fp16 and bf16
+ *     ./train_gpt --data book.txt --model d6 --steps 2000 --save out/book
+ *     ./train_gpt --resume out/book     goes on exactly where it stopped; --help lists every flag
+ *
+ * Read it from the bottom: main, then train, then train_step, which is the whole of mixed precision. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "common.h"
+
+/* ==== Settings: one table drives parsing, checking and --help ==================================== */
+
+typedef struct settings {
+    const char *data, *format, *out, *save, *resume, *init, *metrics;
+    const char *precision, *level, *policy, *activations, *scaler, *preset, *model, *schedule, *prompt;
+    int64_t vocab, layers, heads, channels, seq, batch, accumulation, steps, epochs, warmup, seed;
+    int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
+    int64_t save_interval, eval_interval, eval_batches, log_interval, sample, top_k, compare, help, stop_after;
+    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, clip, temperature;
+    double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
+} settings;
+
+typedef enum option_type { HEADING, TEXT, CHOICE, INTEGER, NUMBER, SWITCH } option_type;
+
+/* words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
+typedef struct option {
+    const char *name;
+    option_type type;
+    size_t field;                   /* in settings: const char *, int64_t or double */
+    const char *initial;
+    double lowest, highest;
+    const char *words, *help;
+} option;
+
+#define FIELD(name) offsetof(settings, name)
+#define HUGE_COUNT 9e15
+#define LARGEST 3.4e38
+
+static const option options[] = {
+    {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"data", TEXT, FIELD(data), "", 0, 0, NULL, "text or token file; empty: this project's source and README"},
+    {"format", CHOICE, FIELD(format), "auto", 0, 0, "auto llmc u16 bytes",
+     "llm.c tokens, raw 16-bit tokens or bytes; auto: by content"},
+    {"vocab", INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
+     "number of tokens; auto: 256 for bytes, else 50257"},
+    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
+     "part of the data, at its end, kept for validation"},
+
+    {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"model", CHOICE, FIELD(model), "small", 0, 0, "small d6 gpt2 gpt2-medium gpt2-large gpt2-xl d12 d24 d36 d48",
+     "size"},
+    {"layers", INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "blocks"},
+    {"heads", INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide the channels"},
+    {"channels", INTEGER, FIELD(channels), "model", 1, 65536, "model=0", "width"},
+    {"seq", INTEGER, FIELD(seq), "128", 1, 1 << 20, NULL, "tokens in a sequence"},
+    {"dropout", NUMBER, FIELD(dropout), "0", 0, 0.95, NULL, "on embedding and residual branches"},
+    {"init", TEXT, FIELD(init), "", 0, 0, NULL,
+     "start from this model file: safetensors of a GPT-2, or llm.c's .bin"},
+
+    {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "what autocast computes in"},
+    {"level", CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
+     "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
+    {"policy", CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
+    {"activations", CHOICE, FIELD(activations), "auto", 0, 0, "auto fp32 fp16 bf16",
+     "their storage; auto: what autocast returns"},
+    {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
+     "take the nearest precision if this machine lacks the wanted one"},
+    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+
+    {"Loss scaler", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "auto: with fp16"},
+    {"preset", CHOICE, FIELD(preset), "default", 0, 0,
+     "default torch apex megatron deepspeed deepspeed_fused fairseq metaseq flax keras", "whose rule and numbers"},
+    {"init-scale", NUMBER, FIELD(init_scale), "preset", 1e-37, 8e37, "preset=0", "first scale"},
+    {"growth-factor", NUMBER, FIELD(growth_factor), "preset", 1, 1e6, "preset=0", "above 1"},
+    {"backoff-factor", NUMBER, FIELD(backoff_factor), "preset", 1e-6, 1, "preset=0", "below 1"},
+    {"growth-interval", INTEGER, FIELD(growth_interval), "preset", 1, 2147483647, "preset=0 never=-1",
+     "clean steps before it grows"},
+    {"min-scale", NUMBER, FIELD(min_scale), "preset", 1e-37, LARGEST, "preset=0 none=-1", "floor"},
+    {"max-scale", NUMBER, FIELD(max_scale), "preset", 1e-37, LARGEST, "preset=0 none=-1", "ceiling"},
+    {"hysteresis", INTEGER, FIELD(hysteresis), "preset", 1, 1000000, "preset=0", "overflows it takes to shrink"},
+    {"tolerance", NUMBER, FIELD(tolerance), "preset", 1e-6, 1, "preset=0",
+     "overflow rate that shrinks whatever the hysteresis"},
+    {"static-scale", SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
+
+    {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
+    {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
+    {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
+     "optimizer steps in all; auto: 600, or what --epochs needs"},
+    {"stop-after", INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
+     "save and stop after so many steps of this session; go on with --resume"},
+    {"epochs", INTEGER, FIELD(epochs), "any", 1, 1 << 30, "any=0", "stop after so many passes over the data"},
+    {"lr", NUMBER, FIELD(lr), "2e-3", 0, 100, NULL, "highest learning rate"},
+    {"min-lr", NUMBER, FIELD(min_lr), "auto", 0, 100, "auto=-1", "where cosine ends; auto: a tenth of --lr"},
+    {"warmup", INTEGER, FIELD(warmup), "40", 0, HUGE_COUNT, NULL, "steps of linear warmup"},
+    {"schedule", CHOICE, FIELD(schedule), "cosine", 0, 0, "cosine constant", "after the warmup"},
+    {"weight-decay", NUMBER, FIELD(weight_decay), "0.1", 0, 10, NULL, "on matrices only"},
+    {"beta1", NUMBER, FIELD(beta1), "0.9", 0, 0.999999, NULL, "decay of the first moment"},
+    {"beta2", NUMBER, FIELD(beta2), "0.99", 0, 0.999999, NULL, "decay of the second moment"},
+    {"eps", NUMBER, FIELD(eps), "1e-8", 0, 1, NULL, "added to the denominator"},
+    {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
+    {"seed", INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
+
+    {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder of everything that is not named itself"},
+    {"save", TEXT, FIELD(save), "", 0, 0, NULL,
+     "writes NAME.safetensors and NAME.state; empty: OUT/model; none: nothing"},
+    {"save-interval", INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
+    {"resume", TEXT, FIELD(resume), "", 0, 0, NULL, "goes on from NAME.state, with the flags it was started with"},
+    {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/metrics.jsonl; none: nothing"},
+
+    {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"eval-interval", INTEGER, FIELD(eval_interval), "200", 1, HUGE_COUNT, "end=0", "steps between validations"},
+    {"eval-batches", INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0", "batches in a validation, at most"},
+    {"log-interval", INTEGER, FIELD(log_interval), "10", 1, HUGE_COUNT, NULL, "steps between metrics"},
+    {"sample", INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
+    {"prompt", TEXT, FIELD(prompt), "", 0, 0, NULL, "what the sample goes on from (models of bytes)"},
+    {"temperature", NUMBER, FIELD(temperature), "0.8", 0, 100, NULL, "of the sample; 0: always the likeliest token"},
+    {"top-k", INTEGER, FIELD(top_k), "all", 1, 1 << 24, "all=0", "sample from the likeliest k tokens"},
+    {"compare", INTEGER, FIELD(compare), "auto", 0, HUGE_COUNT, "auto=-1",
+     "steps of the short runs in fp32, fp16 and bf16; auto: 50, 0 with --data, --init or --resume"},
+    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+};
+enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
+
+/* Not taken over from a checkpoint: they belong to one session. */
+static const char *const session_options[] = {"resume", "init", "threads", "save", "metrics", "out", "compare", "sample",
+                                              "prompt", "temperature", "top-k", "stop-after", "help", NULL};
+
+/* What was given, as text: first the command line, then the checkpoint that is resumed. */
+typedef struct given_texts {
+    const char *text[N_OPTIONS];
+    int on_command_line[N_OPTIONS];
+    char *saved;                    /* keeps the checkpoint's texts */
+} given_texts;
+
+static given_texts given;
+
+static int option_index(const char *name) {
+    int i;
+    for (i = 0; i < N_OPTIONS; i++) if (options[i].type != HEADING && strcmp(options[i].name, name) == 0) return i;
+    return -1;
+}
+static int was_given(const char *name) { return given.on_command_line[option_index(name)]; }
+
+/* Sets the error text "--name value: why". */
+static amp_result refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static amp_result refuse(const char *name, const char *format, ...) {
+    char why[400];
+    const char *text = given.text[option_index(name)];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    return example_fail(AMP_ERR_RANGE, "--%s%s%.60s: %s", name, text ? " " : "", text ? text : "", why);
+}
+
+/* The number that `text` stands for in "auto=0 none=-1": 1 if it is one of the words. */
+static int word_value(const char *words, const char *text, double *value) {
+    size_t length = strlen(text);
+    const char *at = words;
+    while (at != NULL && *at != 0) {
+        if (strncmp(at, text, length) == 0 && at[length] == '=') { *value = atof(at + length + 1); return 1; }
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return 0;
+}
+
+/* Place of `text` in a list "a b c"; -1 if it is not there. */
+static int word_place(const char *words, const char *text) {
+    size_t length = strlen(text);
+    int place;
+    for (place = 0; words != NULL; place++) {
+        if (strncmp(words, text, length) == 0 && (words[length] == ' ' || words[length] == 0) && length > 0)
+            return place;
+        words = strchr(words, ' ');
+        if (words != NULL) words++;
+    }
+    return -1;
+}
+
+static amp_result parse_number(const option *o, const char *text, double *value) {
+    char *end = NULL;
+    double x;
+    if (o->words != NULL && word_value(o->words, text, value)) return AMP_OK;
+    errno = 0;
+    x = o->type == INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
+    if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == INTEGER && errno == ERANGE))
+        return refuse(o->name, "is no %s; allowed is %.9g to %.9g%s%s", o->type == INTEGER ? "whole number" : "number",
+                      o->lowest, o->highest, o->words ? ", or " : "", o->words ? o->words : "");
+    if (x < o->lowest || x > o->highest) return refuse(o->name, "must be %.9g to %.9g", o->lowest, o->highest);
+    *value = x;
+    return AMP_OK;
+}
+
+static amp_result parse_option(int i, const char *text, settings *set) {
+    const option *o = &options[i];
+    void *field = (char *)set + o->field;
+    double value = 0;
+    if (o->type == TEXT) memcpy(field, &text, sizeof text);
+    if (o->type == CHOICE) {
+        if (word_place(o->words, text) < 0) return refuse(o->name, "is not offered; one of: %s", o->words);
+        memcpy(field, &text, sizeof text);
+    }
+    if (o->type == SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
+    if (o->type == INTEGER || o->type == NUMBER) {
+        TRY(parse_number(o, text, &value));
+        if (o->type == INTEGER) *(int64_t *)field = (int64_t)value;
+        else *(double *)field = value;
+    }
+    return AMP_OK;
+}
+
+/* Letters that must be changed, added or dropped to come from a to b (Levenshtein). */
+static int text_distance(const char *a, const char *b) {
+    int row[64], i, j, n = (int)strlen(b);
+    if (n > 60) return 99;
+    for (j = 0; j <= n; j++) row[j] = j;
+    for (i = 1; a[i - 1] != 0; i++) {
+        int before = row[0];
+        row[0] = i;
+        for (j = 1; j <= n; j++) {
+            int change = before + (a[i - 1] != b[j - 1]), least = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
+            before = row[j];
+            row[j] = change < least ? change : least;
+        }
+    }
+    return row[n];
+}
+
+static amp_result unknown_flag(const char *flag) {
+    const char *closest = NULL;
+    int i, best = 4;
+    for (i = 0; i < N_OPTIONS; i++) {
+        int distance = options[i].type == HEADING ? 99 : text_distance(flag + strspn(flag, "-"), options[i].name);
+        if (distance < best) { best = distance; closest = options[i].name; }
+    }
+    return example_fail(AMP_ERR_NAME, "unknown flag %.80s%s%s; --help lists all flags", flag,
+                        closest ? ": did you mean --" : "", closest ? closest : "");
+}
+
+/* "--name value", "--name=value" or, for a switch, "--name". */
+static amp_result read_command_line(int argc, char **argv) {
+    int i;
+    for (i = 1; i < argc; i++) {
+        char name[64];
+        const char *equals = strchr(argv[i], '=');
+        size_t length = equals != NULL ? (size_t)(equals - argv[i]) : strlen(argv[i]);
+        int at = -1;
+        if (strncmp(argv[i], "--", 2) == 0 && length < sizeof name) {
+            memcpy(name, argv[i] + 2, length - 2);
+            name[length - 2] = 0;
+            at = option_index(name);
+        }
+        if (strcmp(argv[i], "-h") == 0) at = option_index("help");
+        if (at < 0) return unknown_flag(argv[i]);
+        if (options[at].type == SWITCH) {
+            if (equals != NULL) return example_fail(AMP_ERR_RANGE, "--%s takes no value", options[at].name);
+            given.text[at] = "on";
+        } else if (equals != NULL) given.text[at] = equals + 1;
+        else if (i + 1 < argc) given.text[at] = argv[++i];
+        else return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags", options[at].name);
+        given.on_command_line[at] = 1;
+    }
+    return AMP_OK;
+}
+
+/* PATH without ".state" or ".safetensors". */
+static const char *without_suffix(const char *path) {
+    static char copies[2][PATH_MAX];
+    static int next;
+    static const char *const suffixes[] = {".state", ".safetensors"};
+    size_t length = strlen(path), i;
+    char *copy = copies[next++ & 1];
+    snprintf(copy, PATH_MAX, "%s", path);
+    for (i = 0; i < 2; i++) {
+        size_t n = strlen(suffixes[i]);
+        if (length > n && length < PATH_MAX && strcmp(path + length - n, suffixes[i]) == 0) copy[length - n] = 0;
+    }
+    return copy;
+}
+
+/* Takes the options of a checkpoint where the command line is silent.  They stand there as "name=value\n". */
+static amp_result read_saved_options(const amp_state *state) {
+    int64_t n = amp_state_count(state, "train.options", NULL);
+    char *line, *next;
+    if (n < 0) return refuse("resume", "is no checkpoint of train_gpt");
+    given.saved = (char *)calloc((size_t)n + 1, 1);
+    if (given.saved == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
+    TRY(amp_state_get(state, "train.options", AMP_U8, given.saved, n));
+    for (line = given.saved; *line != 0; line = next) {
+        char *end = strchr(line, '\n'), *equals = strchr(line, '=');
+        int at;
+        next = end != NULL ? end + 1 : line + strlen(line);
+        if (end != NULL) *end = 0;
+        if (equals == NULL) continue;
+        *equals = 0;
+        at = option_index(line);
+        if (at >= 0 && given.text[at] == NULL) given.text[at] = equals + 1;
+    }
+    return AMP_OK;
+}
+
+/* The options that a resumed run needs, for read_saved_options. */
+static void write_saved_options(text_buffer *b) {
+    int i, k;
+    for (i = 0; i < N_OPTIONS; i++) {
+        int session = options[i].type == HEADING || given.text[i] == NULL;
+        for (k = 0; session_options[k] != NULL && !session; k++)
+            session = strcmp(options[i].name, session_options[k]) == 0;
+        if (!session) text_add(b, "%s=%s\n", options[i].name, given.text[i]);
+    }
+}
+
+static void print_help(void) {
+    int i;
+    printf("train_gpt - trains a GPT-2 in mixed precision with amp.h\n\nusage: train_gpt [--flag value ...]\n");
+    for (i = 0; i < N_OPTIONS; i++) {
+        const option *o = &options[i];
+        char left[40];
+        if (o->type == HEADING) { printf("\n%s\n", o->name); continue; }
+        snprintf(left, sizeof left, "--%s", o->name);
+        printf("  %-18s %s\n", left, o->help);
+        if (o->type == SWITCH) continue;
+        printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
+        if (o->type == CHOICE) printf("; one of: %s", o->words);
+        if (o->type == INTEGER || o->type == NUMBER)
+            printf("; %.9g to %.9g%s%s", o->lowest, o->highest, o->words ? " or " : "", o->words ? o->words : "");
+        printf("\n");
+    }
+    printf("\nCtrl-C saves and stops.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C.\n");
+}
+
+/* Values that are legal alone but not together. */
+static amp_result check_settings(settings *set) {
+    static const char *const scaler_options[] = {
+        "preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval",
+        "min-scale", "max-scale",  "hysteresis",    "tolerance",      "static-scale",
+        NULL};
+    int i;
+    if (*set->resume != 0 && *set->init != 0)
+        return refuse("init", "a resumed run has its weights already: drop --init or --resume");
+    if (set->growth_factor == 1) return refuse("growth-factor", "must be above 1");
+    if (set->backoff_factor == 1) return refuse("backoff-factor", "must be below 1");
+#if !defined(_OPENMP)
+    if (set->threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
+#endif
+    if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
+    for (i = 0; scaler_options[i] != NULL; i++) {
+        if (was_given(scaler_options[i]) && strcmp(set->scaler, "off") == 0)
+            return refuse(scaler_options[i], "contradicts --scaler off");
+    }
+    return AMP_OK;
+}
+
+/* All settings; *resumed: the checkpoint of --resume, or NULL. */
+static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
+    int i, resume = option_index("resume");
+    char path[PATH_MAX];
+    memset(set, 0, sizeof *set);
+    *resumed = NULL;
+    TRY(read_command_line(argc, argv));
+    if (given.text[resume] != NULL && *given.text[resume] != 0) {
+        given.text[resume] = without_suffix(given.text[resume]);
+        snprintf(path, sizeof path, "%.4000s.state", given.text[resume]);
+        if (amp_state_load(resumed, NULL, path) != AMP_OK) return refuse("resume", "%s", amp_last_error());
+        TRY(read_saved_options(*resumed));
+    }
+    for (i = 0; i < N_OPTIONS; i++)
+        if (options[i].type != HEADING)
+            TRY(parse_option(i, given.text[i] != NULL ? given.text[i] : options[i].initial, set));
+    return check_settings(set);
+}
+
+/* ==== The run: everything that a training needs, opened from the settings ======================== */
+
+typedef struct run {
+    settings set;
+    char data[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];    /* save "": nothing */
+    amp_context *amp;
+    amp_choice choice;
+    amp_level level;
+    amp_loader_info info;           /* of the whole data */
+    int64_t split;                  /* tokens before it are trained on */
+    amp_loader *loader;
+    gpt model;
+    amp_scaler *scaler;             /* NULL: none */
+    amp_optimizer *optimizer;
+    FILE *metrics;
+    int64_t start, step, steps;     /* start: where this session began */
+    float losses[64];               /* of the last steps, by step % 64 */
+    int32_t have_loss[64];
+    amp_outcome outcome;            /* the last one that arrived */
+    int64_t outcomes;               /* that arrived in this session */
+    float lr[64];
+    double busy;                    /* seconds in training steps */
+    double bigram, bigram_best;
+} run;
+
+static amp_dtype setting_dtype(const char *name) {
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
+    amp_dtype_parse(name, &dtype);
+    return dtype;
+}
+
+static amp_result open_context(run *r) {
+    const settings *set = &r->set;
+    amp_machine machine;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = setting_dtype(set->precision);
+    desc.level = (amp_level)(AMP_LEVEL_O0 + word_place("O0 O1 O2 O3", set->level));
+    desc.policy = strcmp(set->policy, "torch") == 0 ? AMP_POLICY_TORCH : AMP_POLICY_FUSED;
+    desc.allow_fallback = (int32_t)set->allow_fallback;
+    desc.threads = (int32_t)set->threads;
+    desc.seed = (uint64_t)set->seed;
+    TRY(amp_machine_probe(&machine));
+    if (amp_choose(&machine, desc.dtype, desc.allow_fallback, &r->choice) != AMP_OK)
+        return refuse("precision", "%s", amp_last_error());
+    TRY(amp_open(&r->amp, &desc));
+    TRY(amp_query_choice(r->amp, &r->choice));
+    r->level = desc.level;
+    return AMP_OK;
+}
+
+/* Puts the files of this project one behind the other. */
+static amp_result write_own_text(const char *path) {
+    static const char *const sources[] = {"README.md",
+                                          "examples/quickstart.c",
+                                          "examples/scaler_only.c",
+                                          "examples/common.h",
+                                          "examples/train_gpt.c",
+                                          "amp.h",
+                                          NULL};
+    char *all = NULL;
+    size_t used = 0;
+    amp_result result = AMP_OK;
+    int i;
+    if (access("amp.h", R_OK) != 0)
+        return refuse("data", "none was given, and amp.h is not in this folder: run it from the project's folder");
+    for (i = 0; sources[i] != NULL && result == AMP_OK; i++) {
+        void *data;
+        size_t bytes;
+        char *more;
+        if (access(sources[i], R_OK) != 0) continue;
+        TRY(amp_file_read_all(NULL, sources[i], &data, &bytes));
+        more = (char *)realloc(all, used + bytes + 1);
+        if (more == NULL) result = example_fail(AMP_ERR_MEMORY, "no memory for %s", sources[i]);
+        else { all = more; memcpy(all + used, data, bytes); used += bytes; }
+        amp_file_free(NULL, data, bytes);
+    }
+    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, all, used);
+    free(all);
+    return result;
+}
+
+static void loader_settings(const run *r, int64_t batch, int64_t first, int64_t last, amp_loader_desc *desc) {
+    memset(desc, 0, sizeof *desc);
+    desc->path = r->data;
+    desc->format = (amp_token_format)word_place("auto llmc u16 bytes", r->set.format);
+    desc->batch = batch;
+    desc->seq = r->set.seq;
+    desc->first = first;
+    desc->last = last;
+    desc->seed = (uint64_t)r->set.seed;
+}
+
+/* Finds out what the data is, and where the validation part begins. */
+static amp_result open_data(run *r) {
+    const settings *set = &r->set;
+    amp_loader_desc desc;
+    amp_loader *probe;
+    int64_t validation;
+    if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
+    else {
+        snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->out);
+        TRY(folder_make(r->data));
+        if (*set->resume == 0 || access(r->data, R_OK) != 0) TRY(write_own_text(r->data));
+    }
+    loader_settings(r, 1, 0, 0, &desc);
+    desc.workers = AMP_NO_WORKERS;
+    if (amp_loader_create(r->amp, &probe, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
+    TRY(amp_loader_info_get(probe, &r->info));
+    amp_loader_destroy(probe);
+    validation = (int64_t)(set->validation * (double)r->info.tokens);
+    if (validation < set->seq + 1) validation = set->seq + 1;
+    r->split = r->info.tokens - validation;
+    if (r->split < set->batch * set->seq + 1)
+        return refuse("data",
+                      "%lld tokens are too few for %lld sequences of %lld tokens, and as long ones to validate: "
+                      "use a smaller --batch or --seq",
+                      (long long)r->info.tokens, (long long)set->batch, (long long)set->seq);
+    return AMP_OK;
+}
+
+/* The model's shape: from the checkpoint, from the file of --init, or from the flags. */
+typedef struct model_size { const char *name; int64_t layers, heads, channels, positions; } model_size;
+static const model_size model_sizes[] = {
+    {"small", 4, 4, 128, 0},
+    {"d6", 6, 6, 384, 1024},
+    {"gpt2", 12, 12, 768, 1024},
+    {"gpt2-medium", 24, 16, 1024, 1024},
+    {"gpt2-large", 36, 20, 1280, 1024},
+    {"gpt2-xl", 48, 25, 1600, 1024},
+    {"d12", 12, 12, 768, 1024},
+    {"d24", 24, 16, 1024, 1024},
+    {"d36", 36, 20, 1280, 1024},
+    {"d48", 48, 25, 1600, 1024},
+};
+
+static amp_result shape_from_flags(const run *r, gpt_config *c) {
+    const settings *set = &r->set;
+    const model_size *size = model_sizes;
+    while (strcmp(size->name, set->model) != 0) size++;
+    c->layers = set->layers > 0 ? set->layers : size->layers;
+    c->heads = set->heads > 0 ? set->heads : size->heads;
+    c->channels = set->channels > 0 ? set->channels : size->channels;
+    c->positions = size->positions > set->seq ? size->positions : set->seq;
+    c->vocab = set->vocab > 0 ? set->vocab : r->info.format == AMP_TOKENS_BYTES ? 256 : 50257;
+    if (c->channels % c->heads != 0)
+        return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
+                      (long long)c->heads, (long long)c->channels);
+    return AMP_OK;
+}
+
+enum { SHAPE_NUMBERS = 5 };
+static amp_result shape_from_state(const amp_state *state, gpt_config *c) {
+    int64_t shape[SHAPE_NUMBERS];
+    TRY(amp_state_get(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
+    c->vocab = shape[0]; c->positions = shape[1]; c->channels = shape[2]; c->heads = shape[3]; c->layers = shape[4];
+    return AMP_OK;
+}
+
+/* The model of a file must be the one that the flags, where there are any, describe. */
+static amp_result check_shape(const run *r, const gpt_config *file) {
+    static const char *const names[] = {"layers", "heads", "channels", "vocab"};
+    gpt_config flags;
+    int i;
+    memset(&flags, 0, sizeof flags);
+    TRY(shape_from_flags(r, &flags));
+    for (i = 0; i < 4; i++) {
+        const int64_t mine[] = {flags.layers, flags.heads, flags.channels, flags.vocab};
+        const int64_t theirs[] = {file->layers, file->heads, file->channels, file->vocab};
+        int asked = was_given(names[i]) || (i < 3 && was_given("model"));
+        if (asked && mine[i] != theirs[i])
+            return refuse(was_given(names[i]) ? names[i] : "model", "the file's model has %s %lld", names[i],
+                          (long long)theirs[i]);
+    }
+    return AMP_OK;
+}
+
+/* The dtype to keep activations in: autocast says what an operator would return. */
+static amp_result activation_dtype(const run *r, amp_dtype *out) {
+    *out = setting_dtype(r->set.activations);
+    if (*out != AMP_DTYPE_DEFAULT) return AMP_OK;
+    TRY(amp_autocast_begin(r->amp, NULL));
+    *out = amp_autocast_result(r->amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+    TRY(amp_autocast_end(r->amp));
+    if (*out == AMP_TF32) *out = AMP_F32;
+    return AMP_OK;
+}
+
+static amp_result open_model(run *r, const amp_state *resumed) {
+    const settings *set = &r->set;
+    gpt_config config;
+    gpt_file file;
+    int from_file = *set->init != 0;
+    amp_result result = AMP_OK;
+    memset(&config, 0, sizeof config);
+    if (resumed != NULL) TRY(shape_from_state(resumed, &config));
+    else if (from_file) {
+        if (gpt_file_open(&file, set->init, set->heads) != AMP_OK) {
+            char why[400];
+            snprintf(why, sizeof why, "%.399s", example_error());
+            return refuse("init", "%s", why);
+        }
+        config = file.config;
+    } else TRY(shape_from_flags(r, &config));
+    if (resumed != NULL || from_file) result = check_shape(r, &config);
+    config.batch = set->batch;
+    config.seq = set->seq;
+    config.dropout = (float)set->dropout;
+    if (result == AMP_OK) result = activation_dtype(r, &config.activations);
+    if (result == AMP_OK && config.seq > config.positions)
+        result = refuse("seq", "this model has %lld positions", (long long)config.positions);
+    if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
+    if (result == AMP_OK && resumed != NULL) result = gpt_load_state(&r->model, resumed);
+    else if (result == AMP_OK && from_file) result = gpt_file_load(&file, &r->model);
+    else if (result == AMP_OK) result = gpt_init(&r->model, (uint64_t)set->seed);
+    if (from_file) gpt_file_close(&file);
+    return result;
+}
+
+static amp_result open_scaler(run *r) {
+    const settings *set = &r->set;
+    amp_scaler_desc desc;
+    if (strcmp(set->scaler, "off") == 0 || (strcmp(set->scaler, "auto") == 0 && !r->choice.scaler)) return AMP_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.preset = (amp_scaler_preset)word_place(
+        "default torch apex megatron deepspeed deepspeed_fused fairseq metaseq flax keras", set->preset);
+    desc.init_scale = (float)set->init_scale;
+    desc.growth_factor = set->growth_factor;
+    desc.backoff_factor = set->backoff_factor;
+    desc.growth_interval = (int32_t)set->growth_interval;
+    desc.hysteresis = (int32_t)set->hysteresis;
+    desc.min_scale = (float)set->min_scale;
+    desc.max_scale = (float)set->max_scale;
+    desc.tolerance = set->tolerance;
+    desc.frozen = (int32_t)set->static_scale;
+    return amp_scaler_create(r->amp, &r->scaler, &desc);
+}
+
+static float or_zero(double value) { return value > 0 ? (float)value : AMP_ZERO; }
+
+static amp_result open_optimizer(run *r) {
+    const settings *set = &r->set;
+    amp_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.params = r->model.params;
+    desc.n_params = r->model.n_params;
+    desc.lr = (float)set->lr;
+    desc.beta1 = or_zero(set->beta1);
+    desc.beta2 = or_zero(set->beta2);
+    desc.eps = or_zero(set->eps);
+    desc.weight_decay = (float)set->weight_decay;
+    desc.clip_norm = (float)set->clip;
+    desc.accumulation = (int32_t)set->accumulation;
+    return amp_optimizer_create(r->amp, &r->optimizer, &desc);
+}
+
+static amp_result open_loader(run *r) {
+    const settings *set = &r->set;
+    amp_loader_desc desc;
+    amp_loader_info info;
+    int64_t by_epochs;
+    loader_settings(r, set->batch, 0, r->split, &desc);
+    desc.shuffle = 1;
+    desc.epochs = set->epochs;
+    desc.vocab = (int32_t)r->model.config.vocab;
+    if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
+    TRY(amp_loader_info_get(r->loader, &info));
+    r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 600;
+    by_epochs = set->epochs * info.batches / set->accumulation;
+    if (set->epochs > 0 && by_epochs < r->steps) r->steps = by_epochs;
+    return AMP_OK;
+}
+
+/* Files that a run writes, found out before it starts rather than at its end. */
+static amp_result open_files(run *r) {
+    const settings *set = &r->set;
+    const char *save = *set->save != 0 ? set->save : set->resume;
+    if (strcmp(save, "none") == 0) r->save[0] = 0;
+    else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
+    else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
+    if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return AMP_ERR_OPEN;
+    if (strcmp(set->metrics, "none") == 0) return AMP_OK;
+    if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
+    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
+    TRY(folder_make(r->metrics_path));
+    r->metrics = fopen(r->metrics_path, *set->resume != 0 ? "a" : "w");
+    return r->metrics != NULL ? AMP_OK : refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
+}
+
+/* The second half of a checkpoint; gpt_load_state was the first. */
+static amp_result load_state(run *r, const amp_state *state) {
+    TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
+    if (amp_loader_load(r->loader, state, "loader") != AMP_OK)
+        return refuse("resume", "%s was trained on other data, or cut otherwise: %s", r->set.resume, amp_last_error());
+    TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
+    if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
+        TRY(amp_scaler_load(r->scaler, state, "scaler"));
+    return amp_random_load(r->amp, state, "random");
+}
+
+static void close_run(run *r) {
+    if (r->metrics != NULL) fclose(r->metrics);
+    if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
+    if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
+    gpt_destroy(&r->model);
+    if (r->loader != NULL) amp_loader_destroy(r->loader);
+    amp_close(r->amp);
+    memset(r, 0, sizeof *r);
+}
+
+static amp_result open_run(run *r, const settings *set, const amp_state *resumed) {
+    memset(r, 0, sizeof *r);
+    r->set = *set;
+    TRY(open_context(r));
+    TRY(open_data(r));
+    TRY(open_files(r));
+    TRY(open_model(r, resumed));
+    TRY(open_scaler(r));
+    TRY(open_optimizer(r));
+    TRY(open_loader(r));
+    if (resumed != NULL) TRY(load_state(r, resumed));
+    r->start = r->step;
+    return AMP_OK;
+}
+
+/* ==== Checkpoints ================================================================================
+   NAME.state alone is the checkpoint: it holds the weights too and is replaced in one rename, so it is always
+   whole.  NAME.safetensors, written after it, is the same weights for other programs. */
+
+static amp_result put_training(run *r, amp_state *state) {
+    const gpt_config *c = &r->model.config;
+    int64_t shape[SHAPE_NUMBERS];
+    text_buffer saved = {NULL, 0, 0, 0};
+    amp_result result;
+    shape[0] = c->vocab; shape[1] = c->positions; shape[2] = c->channels; shape[3] = c->heads; shape[4] = c->layers;
+    write_saved_options(&saved);
+    result = saved.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the options")
+                          : amp_state_put(state, "train.options", AMP_U8, saved.used > 0 ? saved.text : "",
+                                          (int64_t)saved.used);
+    free(saved.text);
+    TRY(result);
+    TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
+    TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
+    TRY(gpt_save_state(&r->model, state));
+    TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
+    if (r->scaler != NULL) TRY(amp_scaler_save(r->scaler, state, "scaler"));
+    TRY(amp_loader_save(r->loader, state, "loader"));
+    return amp_random_save(r->amp, state, "random");
+}
+
+static amp_result save_run(run *r) {
+    char path[PATH_MAX + 16];
+    const char *name = strrchr(r->save, '/');
+    amp_state *state;
+    amp_result result;
+    if (r->save[0] == 0) return AMP_OK;
+    TRY(amp_state_create(&state, NULL));
+    result = put_training(r, state);
+    snprintf(path, sizeof path, "%s.state", r->save);
+    if (result == AMP_OK) result = amp_state_save(state, path);
+    amp_state_destroy(state);
+    TRY(result);
+    snprintf(path, sizeof path, "%s.safetensors", r->save);
+    TRY(gpt_save_safetensors(&r->model, path, r->step));
+    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
+    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
+    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
+    return gpt_save_config(&r->model, path);
+}
+
+/* ==== Validation and the bigram entropy ========================================================== */
+
+/* The loader of the validation part: every sample once, in order. */
+static amp_result open_validation(run *r, amp_loader **out) {
+    amp_loader_desc desc;
+    int64_t samples = (r->info.tokens - r->split - 1) / r->set.seq;
+    loader_settings(r, samples < r->set.batch ? samples : r->set.batch, r->split, r->info.tokens, &desc);
+    desc.epochs = 1;
+    desc.workers = AMP_NO_WORKERS;
+    desc.vocab = (int32_t)r->model.config.vocab;
+    return amp_loader_create(r->amp, out, &desc);
+}
+
+/* Forward and loss in a region; with backward the logits become their gradient. */
+static amp_result forward_loss(run *r, const amp_batch *batch, int backward) {
+    amp_autocast_desc region;
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    TRY(amp_autocast_begin(r->amp, &region));
+    result = gpt_forward(&r->model, batch->inputs, batch->batch, batch->seq);
+    if (result == AMP_OK)
+        result = gpt_loss(&r->model, batch->targets, backward, r->scaler != NULL ? amp_scaler_seed(r->scaler) : NULL);
+    TRY(amp_autocast_end(r->amp));
+    return result;
+}
+
+/* The mean loss over the validation text, in nats per token. */
+static amp_result evaluate(run *r, double *loss) {
+    amp_loader *loader;
+    amp_batch batch;
+    amp_result result;
+    int64_t n = 0;
+    *loss = 0;
+    TRY(open_validation(r, &loader));
+    while ((result = amp_loader_next(loader, &batch)) == AMP_OK) {
+        float one;
+        result = forward_loss(r, &batch, 0);
+        if (result == AMP_OK) result = gpt_loss_read(&r->model, &one);
+        if (result != AMP_OK) break;
+        *loss += (double)one;
+        if (++n == r->set.eval_batches || stop_requested) break;
+    }
+    amp_loader_destroy(loader);
+    *loss /= (double)(n > 0 ? n : 1);
+    return result == AMP_ERR_END ? AMP_OK : result;
+}
+
+/* Pairs of neighbours (a, b) as a << 32 | b. */
+typedef struct pairs { uint64_t *key; int64_t n; } pairs;
+enum { MOST_PAIRS = 1 << 24 };
+
+static amp_result collect_pairs(run *r, amp_loader *loader, int64_t most_batches, pairs *out) {
+    amp_batch batch;
+    int64_t room = 0, batches = 0;
+    int32_t *host = NULL;
+    amp_result result;
+    out->key = NULL;
+    out->n = 0;
+    while ((result = amp_loader_next(loader, &batch)) == AMP_OK) {
+        int64_t count = batch.batch * batch.seq, i;
+        if (host == NULL) host = (int32_t *)malloc((size_t)count * 2 * sizeof *host);
+        if (out->n + count > room) {
+            uint64_t *more = (uint64_t *)realloc(out->key, (size_t)(room = room * 2 + count) * sizeof *more);
+            if (more == NULL) { result = example_fail(AMP_ERR_MEMORY, "no memory for bigrams"); break; }
+            out->key = more;
+        }
+        if (host == NULL) { result = example_fail(AMP_ERR_MEMORY, "no memory for bigrams"); break; }
+        result = amp_copy(r->amp, host, batch.inputs, count * 4, AMP_COPY_TO_HOST);
+        if (result == AMP_OK) result = amp_copy(r->amp, host + count, batch.targets, count * 4, AMP_COPY_TO_HOST);
+        if (result == AMP_OK) result = amp_sync(r->amp);
+        if (result != AMP_OK) break;
+        for (i = 0; i < count; i++) out->key[out->n++] = (uint64_t)(uint32_t)host[i] << 32 | (uint32_t)host[count + i];
+        if (++batches == most_batches || out->n >= MOST_PAIRS) break;
+    }
+    free(host);
+    return result == AMP_ERR_END ? AMP_OK : result;
+}
+
+static int compare_keys(const void *a, const void *b) {
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* Index of the first key that is not below `key`. */
+static int64_t lower_bound(const pairs *p, uint64_t key) {
+    int64_t low = 0, high = p->n;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (p->key[middle] < key) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Mean -log p(b | a) over `text`, of the bigram model counted on `counts` (sorted), interpolated with the unigrams
+   after Witten & Bell 1991: p(b|a) = (c(a,b) + d(a) p(b)) / (c(a) + d(a)), d(a) distinct successors of a, and
+   p(b) = (c(b) + 1) / (n + vocab).  exact 1: no interpolation, p(b|a) = c(a,b) / c(a). */
+static amp_result bigram_entropy(const pairs *counts, const pairs *text, int64_t vocab, int exact, double *entropy) {
+    double *single = (double *)calloc((size_t)vocab * 3, sizeof *single), *context, *distinct, sum = 0;
+    int64_t i;
+    if (single == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for bigrams");
+    context = single + vocab;
+    distinct = context + vocab;
+    for (i = 0; i < counts->n; i++) {
+        uint64_t key = counts->key[i];
+        single[key & 0xffffffffu] += 1;
+        context[key >> 32] += 1;
+        if (i == 0 || counts->key[i - 1] != key) distinct[key >> 32] += 1;
+    }
+    for (i = 0; i < text->n; i++) {
+        uint64_t key = text->key[i];
+        double pair = (double)(lower_bound(counts, key + 1) - lower_bound(counts, key));
+        double alone = (single[key & 0xffffffffu] + 1) / ((double)counts->n + (double)vocab);
+        double c = context[key >> 32], d = exact ? 0 : distinct[key >> 32] > 0 ? distinct[key >> 32] : 1;
+        sum -= log((pair + d * alone) / (c + d));
+    }
+    free(single);
+    *entropy = sum / (double)(text->n > 0 ? text->n : 1);
+    return AMP_OK;
+}
+
+/* r->bigram and r->bigram_best, over exactly the tokens that evaluate predicts. */
+static amp_result measure_bigrams(run *r) {
+    pairs train = {NULL, 0}, text = {NULL, 0};
+    amp_loader_desc desc;
+    amp_loader *loader;
+    amp_result result;
+    loader_settings(r, 1, 0, r->split, &desc);
+    desc.epochs = 1;
+    desc.workers = AMP_NO_WORKERS;
+    desc.vocab = (int32_t)r->model.config.vocab;
+    TRY(amp_loader_create(r->amp, &loader, &desc));
+    result = collect_pairs(r, loader, 0, &train);
+    amp_loader_destroy(loader);
+    if (result == AMP_OK) result = open_validation(r, &loader);
+    if (result == AMP_OK) {
+        result = collect_pairs(r, loader, r->set.eval_batches, &text);
+        amp_loader_destroy(loader);
+    }
+    if (result == AMP_OK) {
+        qsort(train.key, (size_t)train.n, sizeof *train.key, compare_keys);
+        qsort(text.key, (size_t)text.n, sizeof *text.key, compare_keys);
+        result = bigram_entropy(&train, &text, r->model.config.vocab, 0, &r->bigram);
+    }
+    if (result == AMP_OK) result = bigram_entropy(&text, &text, r->model.config.vocab, 1, &r->bigram_best);
+    free(train.key);
+    free(text.key);
+    return result;
+}
+
+/* ==== Training =================================================================================== */
+
+/* One optimizer step: forward in a region, backward from the loss scale, and amp_step, which checks, clips,
+   updates the weights and moves the scale.  loss: its mean over the micro-batches, NULL if it is not wanted. */
+static amp_result train_step(run *r, float lr, float *loss) {
+    int64_t micro, n = r->set.accumulation;
+    double sum = 0;
+    TRY(amp_optimizer_set_lr(r->optimizer, lr));
+    for (micro = 0; micro < n; micro++) {
+        amp_batch batch;
+        TRY(amp_loader_next(r->loader, &batch));
+        TRY(forward_loss(r, &batch, 1));
+        TRY(gpt_backward(&r->model));
+        TRY(amp_step(r->optimizer, r->scaler));
+        if (loss != NULL) {
+            TRY(gpt_loss_read(&r->model, loss));
+            sum += (double)*loss;
+        }
+    }
+    if (loss != NULL) *loss = (float)(sum / (double)n);
+    return AMP_OK;
+}
+
+static double tokens_per_second(const run *r) {
+    double tokens = (double)(r->step - r->start) * (double)(r->set.batch * r->set.seq * r->set.accumulation);
+    return r->busy > 0 ? tokens / r->busy : 0;
+}
+
+/* Outcomes arrive two steps late, in order, one for each step; with them a step's metrics are complete. */
+static void take_outcomes(run *r) {
+    amp_outcome o;
+    while (amp_outcome_next(r->optimizer, &o)) {
+        int64_t step = r->start + ++r->outcomes;
+        r->outcome = o;
+        if (!r->have_loss[step % 64] && o.applied) continue;
+        metrics_begin(r->metrics, "step");
+        metrics_integer(r->metrics, "step", step);
+        if (r->have_loss[step % 64]) metrics_number(r->metrics, "loss", (double)r->losses[step % 64]);
+        metrics_number(r->metrics, "lr", (double)r->lr[step % 64]);
+        metrics_number(r->metrics, "norm", (double)o.norm);
+        metrics_number(r->metrics, "scale", (double)o.scale);
+        metrics_integer(r->metrics, "applied", o.applied);
+        metrics_integer(r->metrics, "skips", o.total_skips);
+        if (o.first_bad != NULL) metrics_text(r->metrics, "first_bad", o.first_bad);
+        metrics_number(r->metrics, "tokens_per_s", tokens_per_second(r));
+        metrics_end(r->metrics);
+    }
+}
+
+static void show_progress(run *r, progress *bar, float loss, int last) {
+    char text[200], rate[32], eta[32];
+    double done = (double)(r->step - r->start);
+    duration_text(done > 0 ? (double)(r->steps - r->step) * r->busy / done : 0, eta, sizeof eta);
+    snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g | %s tok/s | ETA %s",
+             (long long)r->step, (long long)r->steps, (double)loss, (double)r->outcome.norm,
+             r->outcomes > 0 ? (double)r->outcome.scale : 1.0,
+             grouped((int64_t)tokens_per_second(r), rate, sizeof rate), eta);
+    progress_show(bar, r->step, text, last);
+}
+
+static amp_result report_validation(run *r, progress *bar, double *loss) {
+    TRY(evaluate(r, loss));
+    progress_clear(bar);
+    printf("step %lld: validation loss %.4f\n", (long long)r->step, *loss);
+    metrics_begin(r->metrics, "validation");
+    metrics_integer(r->metrics, "step", r->step);
+    metrics_number(r->metrics, "loss", *loss);
+    metrics_number(r->metrics, "bigram", r->bigram);
+    metrics_end(r->metrics);
+    return AMP_OK;
+}
+
+static amp_result report_save(run *r, progress *bar) {
+    if (r->save[0] == 0) return AMP_OK;
+    TRY(save_run(r));
+    progress_clear(bar);
+    printf("step %lld: saved %s.safetensors and %s.state\n", (long long)r->step, r->save, r->save);
+    return AMP_OK;
+}
+
+/* By Ctrl-C, or by --stop-after before the end. */
+static int stopped(const run *r) {
+    return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
+}
+
+/* Trains up to r->steps, the end of the data, or Ctrl-C.  quiet 1: the bar only. */
+static amp_result train(run *r, progress *bar, int quiet) {
+    const settings *set = &r->set;
+    schedule_kind kind = strcmp(set->schedule, "constant") == 0 ? SCHEDULE_CONSTANT : SCHEDULE_COSINE;
+    double min_lr = set->min_lr >= 0 ? set->min_lr : 0.1 * set->lr, shown = 0, loss_at_eval;
+    float loss = 0;
+    amp_result result = AMP_OK;
+    while (r->step < r->steps && !stopped(r)) {
+        int64_t next = r->step + 1, slot = next % 64;
+        double began = seconds_now();
+        int log = next % set->log_interval == 0 || next == r->steps, show = log || (bar->terminal && began - shown > 1);
+        r->lr[slot] = schedule_lr(kind, r->step, r->steps, set->warmup, set->lr, min_lr);
+        result = train_step(r, r->lr[slot], show ? &loss : NULL);
+        if (result != AMP_OK) break;
+        r->losses[slot] = loss;
+        r->have_loss[slot] = log;
+        r->step = next;
+        r->busy += seconds_now() - began;
+        take_outcomes(r);
+        if (show) { show_progress(r, bar, loss, next == r->steps); shown = seconds_now(); }
+        if (quiet || next == r->steps) continue;
+        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(report_save(r, bar));
+        if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
+    }
+    progress_clear(bar);
+    TRY(amp_outcome_flush(r->optimizer));
+    take_outcomes(r);
+    return result == AMP_ERR_END ? AMP_OK : result;
+}
+
+/* ==== Reports ==================================================================================== */
+
+static void print_machine(const run *r) {
+    amp_machine machine;
+    char text[4096];
+    if (amp_query_machine(r->amp, &machine) != AMP_OK) return;
+    amp_machine_text(&machine, text, sizeof text);
+    printf("Machine\n%s\n", text);
+}
+
+static void print_scaler(const run *r) {
+    amp_scaler_desc desc;
+    if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) { printf("  scaler      no\n"); return; }
+    printf("  scaler      yes: preset %s, first scale %g, ", r->set.preset, (double)desc.init_scale);
+    if (desc.frozen) printf("static\n");
+    else
+        printf("times %g after %d clean steps, times %g after an overflow\n", desc.growth_factor,
+               (int)desc.growth_interval, desc.backoff_factor);
+}
+
+static void print_run(const run *r) {
+    static const char *const levels[] = {"O0: fp32 throughout", "O1: fp32 weights, operators cast",
+                                         "O2: 16-bit weights with fp32 masters", "O3: 16-bit weights, no masters"};
+    const gpt_config *c = &r->model.config;
+    const settings *set = &r->set;
+    char a[32], b[32], d[32];
+    int64_t per_step = set->batch * set->seq * set->accumulation;
+    printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
+    print_scaler(r);
+    printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
+    printf("  storage     weights %s, activations %s, residual stream and gradients fp32\n",
+           amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  model       GPT-2, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
+           (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->vocab,
+           grouped(r->model.weights_count, a, sizeof a));
+    printf("  data        %s: %s tokens, %s to train on, %s to validate\n", r->data,
+           grouped(r->info.tokens, a, sizeof a), grouped(r->split, b, sizeof b),
+           grouped(r->info.tokens - r->split, d, sizeof d));
+    printf("  steps       %s of %lld x %lld x %lld tokens: %.1f epochs\n", grouped(r->steps, a, sizeof a),
+           (long long)set->accumulation, (long long)set->batch, (long long)set->seq,
+           (double)r->steps * (double)per_step / (double)r->split);
+    printf("  files       %s%s%s%s\n", r->save[0] ? r->save : "no checkpoint", r->save[0] ? ".safetensors, .state" : "",
+           r->metrics ? ", " : "", r->metrics_path);
+    printf("  bigrams     %.4f nats on the validation text, counted on the training text (Witten-Bell);\n"
+           "              %.4f if counted on the validation text itself\n\n", r->bigram, r->bigram_best);
+}
+
+static void metrics_run(const run *r) {
+    metrics_begin(r->metrics, "run");
+    metrics_text(r->metrics, "version", AMP_VERSION_TEXT);
+    metrics_text(r->metrics, "precision", amp_dtype_name(r->choice.dtype));
+    metrics_text(r->metrics, "reason", r->choice.reason);
+    metrics_text(r->metrics, "level", r->set.level);
+    metrics_integer(r->metrics, "scaler", r->scaler != NULL);
+    metrics_integer(r->metrics, "parameters", r->model.weights_count);
+    metrics_text(r->metrics, "data", r->data);
+    metrics_integer(r->metrics, "tokens", r->info.tokens);
+    metrics_integer(r->metrics, "step", r->start);
+    metrics_integer(r->metrics, "steps", r->steps);
+    metrics_number(r->metrics, "bigram", r->bigram);
+    metrics_number(r->metrics, "bigram_best", r->bigram_best);
+    metrics_end(r->metrics);
+}
+
+static void print_result(const run *r, double loss) {
+    amp_memory_info memory;
+    printf("\nResult\n  validation  %.4f nats per token\n  bigrams     %.4f nats: the model is %s\n", loss, r->bigram,
+           loss < r->bigram ? "better, it has learned more than pairs" : "not better yet: train longer");
+    if (amp_memory(r->amp, &memory) == AMP_OK)
+        printf("  memory      %.1f MiB at most, %.1f MiB of it for the optimizer\n", (double)memory.peak / 1048576,
+               (double)memory.optimizer / 1048576);
+    printf("  skipped     %lld of %lld steps\n", (long long)r->outcome.total_skips, (long long)r->step);
+}
+
+/* Prints what the model writes; control characters are left out. */
+static amp_result print_sample(run *r) {
+    const settings *set = &r->set;
+    const char *prompt = *set->prompt != 0 ? set->prompt : "\n";
+    int bytes = r->model.config.vocab == 256;
+    int64_t n = bytes ? (int64_t)strlen(prompt) : 1, wanted = n + set->sample, i;
+    int32_t *tokens = (int32_t *)malloc((size_t)wanted * sizeof *tokens);
+    char *text = (char *)malloc((size_t)wanted + 1);
+    sampler how;
+    amp_result result =
+        tokens != NULL && text != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the sample");
+    how.temperature = set->temperature; how.top_k = set->top_k; how.seed = (uint64_t)set->seed;
+    for (i = 0; i < n && result == AMP_OK; i++)
+        tokens[i] = bytes ? (unsigned char)prompt[i] : (int32_t)r->model.config.vocab - 1;
+    if (result == AMP_OK) result = gpt_sample(&r->model, &how, tokens, n, wanted);
+    if (result == AMP_OK && !stop_requested) {
+        printf("\nSample (temperature %g)\n", set->temperature);
+        for (i = 0; i < wanted; i++) {
+            text[i] = bytes ? (char)tokens[i] : ' ';
+            if (!bytes) printf("%d ", (int)tokens[i]);
+            else if (text[i] == '\n' || text[i] == '\t' || (unsigned char)text[i] >= 0x20) putchar(text[i]);
+            if (text[i] == 0) text[i] = ' ';
+        }
+        text[wanted] = 0;
+        printf("\n");
+        metrics_begin(r->metrics, "sample");
+        if (bytes) metrics_text(r->metrics, "text", text);
+        metrics_end(r->metrics);
+    }
+    free(tokens);
+    free(text);
+    return result;
+}
+
+/* ==== The short runs side by side ================================================================ */
+
+typedef struct short_run {
+    const char *precision;
+    double rate, peak, training, validation;
+    int64_t skips;
+    int32_t emulated, scaler;
+} short_run;
+
+/* The same model and the same batches in another precision; the learning rate stays after a short warmup. */
+static amp_result do_short_run(const settings *set, const char *precision, short_run *out) {
+    settings mine = *set;
+    amp_memory_info memory;
+    progress bar;
+    run r;
+    int64_t i, n = 0;
+    amp_result result;
+    mine.precision = precision;
+    mine.save = mine.metrics = "none";
+    mine.resume = "";
+    mine.steps = set->compare;
+    mine.epochs = mine.stop_after = 0;
+    mine.schedule = "constant";
+    mine.warmup = set->compare / 5;
+    mine.log_interval = 1;
+    memset(out, 0, sizeof *out);
+    result = open_run(&r, &mine, NULL);
+    progress_open(&bar, r.steps);
+    bar.every = INT64_MAX;          /* nothing in a log file */
+    if (result == AMP_OK) result = train(&r, &bar, 1);
+    if (result == AMP_OK) result = evaluate(&r, &out->validation);
+    if (result == AMP_OK) result = amp_memory(r.amp, &memory);
+    if (result == AMP_OK) {
+        for (i = r.step > 10 ? r.step - 9 : 1; i <= r.step; i++, n++) out->training += (double)r.losses[i % 64];
+        out->training /= (double)(n > 0 ? n : 1);
+        out->precision = precision;
+        out->rate = tokens_per_second(&r);
+        out->peak = (double)memory.peak / 1048576;
+        out->skips = r.outcome.total_skips;
+        out->emulated = r.choice.emulated;
+        out->scaler = r.scaler != NULL;
+    }
+    close_run(&r);
+    return result;
+}
+
+static amp_result compare_precisions(const settings *set, FILE *metrics) {
+    static const char *const names[] = {"fp32", "fp16", "bf16"};
+    int i;
+    printf("\nThe first %lld steps in each precision\n", (long long)set->compare);
+    printf("  %-26s %10s %10s %12s %12s %8s\n", "precision", "tokens/s", "peak MiB", "train loss", "valid. loss",
+           "skipped");
+    for (i = 0; i < 3 && !stop_requested; i++) {
+        short_run s;
+        char label[64], rate[32];
+        TRY(do_short_run(set, names[i], &s));
+        if (stop_requested) break;
+        snprintf(label, sizeof label, "%s%s%s", s.precision, s.scaler ? ", scaler" : "",
+                 s.emulated ? ", emulated" : "");
+        printf("  %-26s %10s %10.1f %12.4f %12.4f %8lld\n", label, grouped((int64_t)s.rate, rate, sizeof rate),
+               s.peak, s.training, s.validation, (long long)s.skips);
+        metrics_begin(metrics, "compare");
+        metrics_text(metrics, "precision", s.precision);
+        metrics_integer(metrics, "steps", set->compare);
+        metrics_number(metrics, "tokens_per_s", s.rate);
+        metrics_number(metrics, "peak_mib", s.peak);
+        metrics_number(metrics, "train_loss", s.training);
+        metrics_number(metrics, "validation_loss", s.validation);
+        metrics_integer(metrics, "skips", s.skips);
+        metrics_integer(metrics, "emulated", s.emulated);
+        metrics_end(metrics);
+    }
+    return AMP_OK;
+}
+
+/* ==== main ======================================================================================= */
+
+static int fail(int code) {
+    fprintf(stderr, "train_gpt: %s\n", example_error());
+    return code;
+}
+
+/* Trains, saves, validates and samples. */
+static amp_result main_run(run *r) {
+    progress bar;
+    double loss;
+    int64_t start = r->step;
+    TRY(measure_bigrams(r));
+    print_machine(r);
+    print_run(r);
+    metrics_run(r);
+    progress_open(&bar, r->steps);
+    bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
+    TRY(train(r, &bar, 0));
+    if (r->step > start || stopped(r)) TRY(report_save(r, &bar));
+    if (stopped(r)) {
+        printf("stopped at step %lld", (long long)r->step);
+        if (r->save[0] != 0) printf("; go on with --resume %s", r->save);
+        printf("\n");
+        return AMP_OK;
+    }
+    TRY(report_validation(r, &bar, &loss));
+    print_result(r, loss);
+    return r->set.sample > 0 ? print_sample(r) : AMP_OK;
+}
+
+int main(int argc, char **argv) {
+    settings set;
+    amp_state *resumed = NULL;
+    run r;
+    FILE *metrics;
+    amp_result result;
+    if (read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
+    if (set.help) return print_help(), 0;
+    stop_install();
+    result = open_run(&r, &set, resumed);
+    amp_state_destroy(resumed);
+    if (result != AMP_OK) { close_run(&r); return fail(2); }
+    result = main_run(&r);
+    metrics = r.metrics;
+    r.metrics = NULL;
+    close_run(&r);                  /* before the short runs, so that they have the memory */
+    if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested)
+        result = compare_precisions(&set, metrics);
+    if (metrics != NULL) fclose(metrics);
+    free(given.saved);
+    if (result != AMP_OK) return fail(1);
+    return stop_requested ? 130 : 0;
+}

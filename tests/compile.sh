@@ -1,0 +1,49 @@
+#!/bin/sh
+# compile.sh - amp.h under every language standard and compiler at hand, and in every way it may be included.
+. tests/lib.sh
+strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Wundef -Werror -I."
+printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/impl.c"
+printf '#include "amp.h"\nint user(void);\nint user(void) { return amp_version(); }\n' > "$work/user.c"
+printf '#define AMP_STATIC\n#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/static.c"
+printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n#include "amp.h"\nint main(void) { return 0; }\n' > "$work/twice.c"
+printf '#include "amp.h"\n#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return 0; }\n' > "$work/later.c"
+
+# matrix COMPILER LANGUAGE STANDARDS...
+matrix() {
+    compiler=$1 language=$2; shift 2
+    if ! have "$compiler"; then skip "$compiler" "not installed"; return; fi
+    for standard; do
+        for file in impl user static twice; do
+            check "$compiler -std=$standard $file" "$compiler" -x "$language" "-std=$standard" -O1 $strict -c "$work/$file.c" -o "$work/$file.o"
+        done
+    done
+}
+matrix "${CC:-gcc}" c c99 c11 c17 gnu99
+matrix g++ c++ c++11 c++14 c++17 c++20
+matrix clang c c99 c17
+matrix clang++ c++ c++11 c++20
+
+check "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
+check "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
+check "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"
+check "-fopenmp" "${CC:-gcc}" -std=c99 -O2 -fopenmp $strict -c "$work/impl.c" -o "$work/omp.o"
+
+# Two files linked: one brings the implementation, the other calls it; and twice the static mode.
+printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint other(void);\nint main(void) { return other() != amp_version(); }\n' > "$work/one.c"
+printf '#include "amp.h"\nint other(void);\nint other(void) { return amp_version(); }\n' > "$work/two.c"
+check "two files link" "${CC:-gcc}" -std=c99 $strict "$work/one.c" "$work/two.c" -o "$work/linked" -lm -lpthread
+check "two files run" "$work/linked"
+printf '#define AMP_STATIC\n#define AMP_IMPLEMENTATION\n#include "amp.h"\nint other(void);\nint other(void) { return amp_version(); }\n' > "$work/two.c"
+sed 's/^#define AMP_IMPL/#define AMP_STATIC\n&/' "$work/one.c" > "$work/one_static.c"
+check "two static copies link" "${CC:-gcc}" -std=c99 $strict "$work/one_static.c" "$work/two.c" -o "$work/linked" -lm -lpthread
+check "two static copies run" "$work/linked"
+
+if have nvcc; then
+    printf '#include "amp.h"\n__global__ void k(uint16_t *out, float x) { *out = amp_bf16_from_f32(x, 0); }\nint main() { return 0; }\n' > "$work/user.cu"
+    printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main() { return amp_version() != AMP_VERSION; }\n' > "$work/impl.cu"
+    check "included in a .cu" nvcc -Werror all-warnings -I. -c "$work/user.cu" -o "$work/user.o"
+    check "implemented in a .cu" nvcc -Werror all-warnings -I. -c "$work/impl.cu" -o "$work/impl_cu.o"
+else
+    skip "included in a .cu" "no nvcc"
+fi
+closing

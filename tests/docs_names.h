@@ -1,0 +1,18 @@
+/* docs_names.h - what the code blocks of the README stand on. */
+#define AMP_IMPLEMENTATION
+#include "amp.h"
+#include <stdio.h>
+
+static amp_context *amp;
+static amp_scaler *scaler;
+static amp_optimizer *optimizer, *opt;
+static amp_loader *loader;
+static amp_state *state;
+static amp_batch batch;
+static amp_param weight, bias, params[8];
+static amp_set *set;
+static int32_t labels[8];
+static float a[64], b[64], c[64], *A = a, *B = b, *C = c, loss, lr, *gradients = a;
+static int64_t M = 8, N = 8, K = 8, n = 8, rows = 8, cols = 8, classes = 8, n_params = 8, count = 8;
+static int step, steps = 1;
+static amp_tensor x, y, dy, dx, logits;

@@ -1,0 +1,64 @@
+#!/bin/sh
+# house.sh - the rules of the house: symbols, sizes, the order of sections, version texts, no stray words.
+. tests/lib.sh
+cc=${CC:-gcc}
+printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > "$work/impl.c"
+$cc -std=c99 -O0 -I. -c "$work/impl.c" -o "$work/impl.o"
+if have nm; then
+    stray=$(nm -g --defined-only "$work/impl.o" | awk '{print $3}' | grep -v '^amp_' | tr '\n' ' ')
+    if [ -z "$stray" ]; then pass; else fail "exported symbols" "$stray"; fi
+    data=$(nm -g --defined-only "$work/impl.o" | awk '$2 ~ /[BDCR]/ {print $3}' | tr '\n' ' ')
+    if [ -z "$data" ]; then pass; else fail "exported data" "$data"; fi
+    printf '#define AMP_STATIC\n#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > "$work/static.c"
+    $cc -std=c99 -O0 -I. -c "$work/static.c" -o "$work/static.o"
+    stray=$(nm -g --defined-only "$work/static.o" | awk '{print $3}' | tr '\n' ' ')
+    if [ -z "$stray" ]; then pass; else fail "static mode exports" "$stray"; fi
+else
+    skip "symbols" "no nm"
+fi
+
+# Macros: only AMP_ and AMPI_ names, and those the header asks POSIX with.
+echo '#include "amp.h"' > "$work/use.c"
+printf '#include <stddef.h>\n#include <stdint.h>\n#include <string.h>\n' > "$work/base.c"
+$cc -std=gnu99 -I. -dM -E "$work/use.c" | awk '{print $2}' | sed 's/(.*//' | sort > "$work/macros"
+$cc -std=gnu99 -dM -E "$work/base.c" | awk '{print $2}' | sed 's/(.*//' | sort > "$work/base"
+stray=$(comm -23 "$work/macros" "$work/base" | grep -v '^AMPI\{0,1\}_' | tr '\n' ' ')
+if [ -z "$stray" ]; then pass; else fail "macros" "$stray"; fi
+
+# Sizes: the first prototype before line 400, the API below 180 KiB, the whole below 640 KiB.
+line=$(grep -n '^AMP_API' amp.h | head -n 1 | cut -d: -f1)
+if [ "$line" -lt 400 ]; then pass; else fail "first prototype" "line $line, must come before 400"; fi
+api=$(awk '/^\/\* Stop here if you only want the API/ {exit} {n += length($0) + 1} END {print n}' amp.h)
+if [ "$api" -lt 184320 ]; then pass; else fail "API size" "$api bytes"; fi
+whole=$(wc -c < amp.h)
+if [ "$whole" -lt 655360 ]; then pass; else fail "size" "$whole bytes"; fi
+long=$(awk 'length($0) > 200 {print FILENAME ":" FNR}' amp.h | head -n 3 | tr '\n' ' ')
+if [ -z "$long" ]; then pass; else fail "lines over 200 columns" "$long"; fi
+
+# Both halves carry the same tags in the same order.
+tags() { grep -o '^/\* ==== [0-9]* >>[a-z]*' | awk '{print $4}' | uniq; }
+api_tags=$(awk '/^\/\* Stop here/ {exit} {print}' amp.h | tags | tr '\n' ' ')
+impl_tags=$(awk 'p {print} /^\/\* Stop here/ {p = 1}' amp.h | tags | tr '\n' ' ')
+if [ -n "$api_tags" ] && [ "$api_tags" = "$impl_tags" ]; then pass; else fail "sections" "API has $api_tags, implementation $impl_tags"; fi
+
+# A section calls only those above it: its static functions are not named before they are defined.
+awk '/^\/\* Stop here/ {p = 1} p' amp.h > "$work/impl_half"
+early=$(grep -n -oE '^(static|AMPI_PRIVATE) [^(=;]*\bampi_[a-z0-9_]+\(' "$work/impl_half" | sed -E 's/^([0-9]+):.*[ *](ampi_[a-z0-9_]+)\($/\2/' | sort | uniq -d | wc -l)
+declared=$(grep -cE '^(static|AMPI_PRIVATE) [^{]*\);( *$| *AMPI_PRINTF)' "$work/impl_half")
+if [ "$declared" -le 8 ]; then pass; else fail "forward declarations" "$declared in the implementation (at most 8), $early names appear twice"; fi
+
+# One version, everywhere the same.
+text=$(sed -n 's/^#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
+if head -n 1 amp.h | grep -q "v$text "; then pass; else fail "version" "line 1 does not say v$text"; fi
+if grep -q "^   $text " amp.h; then pass; else fail "change log" "no entry for $text"; fi
+
+# The only mention of CUDA's compiler is AMPI_HD; no CUDA header.
+if [ "$(grep -c __CUDACC__ amp.h)" -eq 1 ] && ! grep -q 'include <cuda' amp.h; then pass; else fail "CUDA" "amp.h mentions it more than once"; fi
+words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | head -n 3)
+if [ -z "$words" ]; then pass; else fail "unfinished words" "$words"; fi
+
+# Every AMP_ name that tests and examples use exists.
+grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h | sort -u > "$work/known"
+unknown=$(grep -ohE '\bAMP_[A-Z0-9_]+\b' tests/*.[ch] tests/*.sh examples/*.[ch] README.md Makefile | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
+if [ -z "$unknown" ]; then pass; else fail "names amp.h does not know" "$unknown"; fi
+closing

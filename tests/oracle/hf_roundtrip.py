@@ -1,0 +1,178 @@
+"""Checkpoints between transformers and examples/common.h, both ways, with the same logits.
+
+transformers -> C: fp32, fp16 and bf16 files, with and without the "transformer." prefix.
+C -> transformers: a file that C initialised, and files that C read and wrote again, whose weights are the same bits.
+llm.c -> C: its model files, version 3 (fp32) and 5 (bf16), with a padded vocabulary.
+Builds tests/hf_logits.c with $CC (gcc).  Writes no golden data: it passes or fails.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import common
+import gpt2
+
+ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+VOCAB, POSITIONS, CHANNELS, HEADS, LAYERS = 61, 13, 20, 4, 3
+BATCH, SEQ, SEED = 3, 11, 7
+
+
+def new_model(seed, **more):
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=POSITIONS, n_embd=CHANNELS, n_head=HEADS, n_layer=LAYERS,
+                                     bos_token_id=0, eos_token_id=0, **more)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    gpt2.fill(list(model.named_parameters()), seed)
+    return model
+
+
+def torch_logits(model):
+    tokens = torch.from_numpy(common.integers(SEED, 1000, (BATCH, SEQ), VOCAB)).long()
+    with torch.no_grad():
+        return model.double()(tokens).logits.numpy()
+
+
+class C:
+    """The compiled program in a folder of its own."""
+
+    def __init__(self, folder):
+        self.program, self.out = os.path.join(folder, "hf_logits"), os.path.join(folder, "logits.bin")
+        compiler = os.environ.get("CC", "gcc")
+        subprocess.run([compiler, "-std=c99", "-D_POSIX_C_SOURCE=200809L", "-O2", "tests/hf_logits.c", "-o", self.program,
+                        "-lm", "-lpthread"], cwd=ROOT, check=True)
+
+    def run(self, model, save=None):
+        command = [self.program, model, str(BATCH), str(SEQ), str(SEED), self.out] + ([save] if save else [])
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            return None, done.stderr.strip()
+        return np.fromfile(self.out, dtype="<f4").reshape(BATCH, SEQ, VOCAB), ""
+
+
+passed = failed = 0
+
+
+def check(what, ok, detail=""):
+    global passed, failed
+    passed, failed = passed + bool(ok), failed + (not ok)
+    print(f"{'ok  ' if ok else 'FAIL'} {what} {detail}")
+
+
+def same_logits(what, got, exact):
+    if isinstance(got, tuple):
+        got, why = got
+        if got is None:
+            return check(what, False, why)
+    off = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+    check(what, off <= 1e-5, f"(relative error {off:.1e})")
+
+
+def opened(folder):
+    """The model that transformers opens in the folder, which must fit it completely."""
+    model, info = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    trouble = {k: v for k, v in info.items() if v and not (k == "missing_keys" and set(v) == {"lm_head.weight"})}
+    check(f"transformers opens {os.path.basename(folder)} completely", not trouble, str(trouble) if trouble else "")
+    return model.eval()
+
+
+def from_transformers(c, folder):
+    for kind in (torch.float32, torch.float16, torch.bfloat16):
+        place = os.path.join(folder, str(kind)[6:])
+        model = new_model(1).to(kind)
+        model.save_pretrained(place)
+        path = os.path.join(place, "model.safetensors")
+        again = os.path.join(folder, "again_" + str(kind)[6:])
+        os.mkdir(again)
+        same_logits(f"transformers -> C, {kind}", c.run(path, again), torch_logits(model))
+        ours, theirs = load_file(os.path.join(again, "model.safetensors")), load_file(path)
+        same = set(theirs) - set(ours) <= {"lm_head.weight"} and all(torch.equal(ours[k], theirs[k].float()) for k in ours)
+        check(f"read and written again: the same weights, {kind}", same)
+        same_logits(f"transformers -> C -> transformers, {kind}", torch_logits(opened(again)), torch_logits(model))
+
+
+def other_spellings(c, folder):
+    """The files of the first GPT-2 release have no prefix; others hold the tied output weights a second time."""
+    model = new_model(2)
+    place = os.path.join(folder, "plain")
+    model.save_pretrained(place)
+    path = os.path.join(place, "model.safetensors")
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(path).items() if k != "lm_head.weight"}
+    save_file(tensors, path, metadata={"format": "pt"})
+    same_logits("names without a prefix", c.run(path), torch_logits(model))
+    tensors = {"transformer." + k: v for k, v in tensors.items()}
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, path)
+    same_logits("tied output weights stored twice", c.run(path), torch_logits(model))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, path)
+    logits, why = c.run(path)
+    check("output weights of their own are refused by name", logits is None and "lm_head.weight" in why, why)
+
+
+def llmc_file(model, path, version, padded):
+    """As llm.c's train_gpt2.py writes it: 256 int32, then the tensors of one kind of all layers together, weights [out, in]."""
+    tensors = {k.removeprefix("transformer."): v for k, v in model.state_dict().items()}
+    wte = torch.cat([tensors["wte.weight"], torch.zeros(padded - VOCAB, CHANNELS)])
+    parts = [wte, tensors["wpe.weight"]]
+    for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+        for kind in ("weight", "bias"):
+            for layer in range(LAYERS):
+                t = tensors[f"h.{layer}.{part}.{kind}"]
+                parts.append(t.T if t.dim() == 2 else t)
+    parts += [tensors["ln_f.weight"], tensors["ln_f.bias"]]
+    header = np.zeros(256, dtype="<i4")
+    header[:8] = [20240326, version, POSITIONS, VOCAB, LAYERS, HEADS, CHANNELS, padded]
+    with open(path, "wb") as f:
+        f.write(header.tobytes())
+        for t in parts:
+            t = t.contiguous()
+            f.write(t.numpy().tobytes() if version == 3 else t.bfloat16().view(torch.int16).numpy().tobytes())
+
+
+def from_llmc(c, folder):
+    path = os.path.join(folder, "model.bin")
+    model = new_model(3).bfloat16().float()                 # weights that both versions hold exactly
+    for version, padded in ((3, 64), (5, 64), (3, VOCAB)):
+        llmc_file(model, path, version, padded)
+        same_logits(f"llm.c version {version}, vocabulary padded to {padded} -> C", c.run(path), torch_logits(model))
+        model.float()
+    with open(path, "r+b") as f:
+        f.truncate(os.path.getsize(path) - 4)
+    logits, why = c.run(path)
+    check("an llm.c file that ends early is refused", logits is None, why)
+
+
+def from_c(c, folder):
+    place = os.path.join(folder, "from_c")
+    os.mkdir(place)
+    ours = c.run(f"init:{VOCAB},{POSITIONS},{CHANNELS},{HEADS},{LAYERS}", place)
+    if ours[0] is None:
+        return check("C -> transformers", False, ours[1])
+    same_logits("C -> transformers", ours[0], torch_logits(opened(place)))
+
+
+def main():
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp()
+    try:
+        c = C(folder)
+        from_transformers(c, folder)
+        other_spellings(c, folder)
+        from_llmc(c, folder)
+        from_c(c, folder)
+    finally:
+        shutil.rmtree(folder)
+    print(f"{passed} passed, {failed} failed, 0 skipped")
+    sys.exit(failed != 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Golden data of tests/t_optimizer.c: 100 steps of torch.optim.AdamW and SGD on the same gradients.
+
+    python tests/oracle/optimizer.py     (writes tests/golden/optimizer.bin; --check only compares)
+
+Weights and gradients come from the generator that both sides have.  Every case is run in fp64, which is the result to
+come close to, and in fp32, whose distance from it is the measure of how close that has to be.
+"""
+import numpy as np
+import torch
+
+import common
+
+SHAPES = [(7, 13), (33,), (19, 17), (1,), (30, 5)]
+STEPS = 100
+CASES = {
+    "adamw": dict(kind="adamw", lr=1e-3, decay=0.1, clip=0.4),
+    "adamw_betas": dict(kind="adamw", lr=3e-3, betas=(0.8, 0.95), eps=1e-6),
+    "adamw_maximize": dict(kind="adamw", lr=1e-2, decay=0.01, maximize=True, schedule=True),
+    "sgd": dict(kind="sgd", lr=0.05, decay=0.02, clip=0.5),
+    "sgd_momentum": dict(kind="sgd", lr=0.02, momentum=0.9, dampening=0.1, schedule=True),
+    "sgd_nesterov": dict(kind="sgd", lr=0.01, momentum=0.9, nesterov=True, decay=0.05, maximize=True),
+}
+
+
+def rate(case, step):
+    return case["lr"] * (0.25 + 0.75 * (step % 8) / 8) if case.get("schedule") else case["lr"]
+
+
+def run(case, dtype):
+    weights = [torch.from_numpy(common.uniform(31, i, s)).to(dtype).requires_grad_() for i, s in enumerate(SHAPES)]
+    decay = case.get("decay", 0.0)
+    groups = [dict(params=[w for w in weights if w.ndim >= 2], weight_decay=decay),
+              dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0)]
+    maximize = case.get("maximize", False)
+    if case["kind"] == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=case["lr"], betas=case.get("betas", (0.9, 0.999)), eps=case.get("eps", 1e-8),
+                                      maximize=maximize, foreach=False, fused=False)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=case["lr"], momentum=case.get("momentum", 0.0), dampening=case.get("dampening", 0.0),
+                                    nesterov=case.get("nesterov", False), maximize=maximize, foreach=False, fused=False)
+    norms = []
+    for step in range(STEPS):
+        for i, w in enumerate(weights):
+            w.grad = torch.from_numpy(common.uniform(32, 16 * step + i, SHAPES[i], 0.01 * (1 + step % 7), 0.002)).to(dtype)
+        if "clip" in case:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(weights, case["clip"])))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(case, step)
+        optimizer.step()
+    return [w.detach().double().numpy() for w in weights], norms
+
+
+if __name__ == "__main__":
+    records = {}
+    for name, case in CASES.items():
+        exact, norms = run(case, torch.float64)
+        fp32, _ = run(case, torch.float32)
+        for i, (e, f) in enumerate(zip(exact, fp32)):
+            records[f"{name}/{i}"] = e
+            records[f"{name}/{i}/torch"] = np.array([np.linalg.norm(f - e) / np.linalg.norm(e)])
+        if norms:
+            records[f"{name}/norms"] = np.array(norms)
+        print(f"  {name}: PyTorch's fp32 errors " + " ".join(f"{records[f'{name}/{i}/torch'][0]:.1e}" for i in range(len(SHAPES)))
+              + (f", clipped {sum(n > case['clip'] for n in norms)} of {STEPS}" if norms else ""))
+    common.write_golden("optimizer.bin", records, lambda name: 0.5 if name.endswith("/torch") else 1e-12)

@@ -1,0 +1,391 @@
+/* t_context.c - base, machine and context: every result provoked once, choices and their reasons, settings,
+ * memory accounting, the log, parameters, threads. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+
+static amp_context *open_with(amp_desc *desc) {
+    amp_context *amp = NULL;
+    CHECK_OK(amp_open(&amp, desc));
+    return amp;
+}
+
+static int says(const char *text) {
+    if (strstr(amp_last_error(), text) != NULL) return 1;
+    printf("      last error: %s\n", amp_last_error());
+    return 0;
+}
+
+/* ---- results */
+
+TEST(results_have_texts_and_hints) {
+    CHECK(strcmp(amp_result_text(AMP_OK), "success") == 0);
+    CHECK(strcmp(amp_result_text((amp_result)9999), "unknown result") == 0);
+#define HAS_HINT(name, number, text, hint) CHECK(strlen(amp_result_text(name)) > 0); CHECK(name == AMP_OK || strlen(amp_result_hint(name)) > 0);
+    AMP_RESULTS(HAS_HINT)
+}
+
+/* The numbers are for ever: this list only grows. */
+TEST(result_numbers_never_change) {
+    static const int numbers[] = {0, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 201, 202, 203, 204, 205, 206, 301, 302,
+                                  401, 402, 403, 404, 405, 406, 407, 408, 409, 410, 411, 501, 502, 503};
+    static const int now[] = {
+#define NUMBER(name, number, text, hint) (int)name,
+        AMP_RESULTS(NUMBER)
+    };
+    CHECK(sizeof now >= sizeof numbers);
+    CHECK(memcmp(now, numbers, sizeof numbers) == 0);
+}
+
+TEST(last_error_names_field_value_and_mend) {
+    amp_desc desc;
+    amp_context *amp = (amp_context *)&desc;
+    memset(&desc, 0, sizeof desc);
+    desc.threads = -3;
+    CHECK_ERR(amp_open(&amp, &desc), AMP_ERR_RANGE);
+    CHECK(amp == NULL);
+    CHECK(says("AMP0102 amp_open: .threads = -3, must be 1 to 1024"));
+    CHECK(says(amp_result_hint(AMP_ERR_RANGE)));
+}
+
+TEST(a_stale_header_is_an_error) {
+    amp_context *amp;
+    CHECK_ERR(amp_open_v(&amp, NULL, AMP_ABI(amp_desc) - 8), AMP_ERR_VERSION);
+    CHECK_ERR(amp_open_v(&amp, NULL, AMP_ABI(amp_desc) + ((uint64_t)1 << 32)), AMP_ERR_VERSION);
+}
+
+/* ---- machine */
+
+static amp_machine machine_with(const char *kind, int major, int minor, int fp16, int bf16, int tf32) {
+    amp_machine m;
+    memset(&m, 0, sizeof m);
+    snprintf(m.device.kind, sizeof m.device.kind, "%s", kind);
+    snprintf(m.device.name, sizeof m.device.name, "test device");
+    m.device.cc_major = major; m.device.cc_minor = minor;
+    m.device.fp16 = fp16; m.device.bf16 = bf16; m.device.tf32 = tf32;
+    return m;
+}
+
+TEST(choice_follows_the_device) {
+    static const struct { const char *kind; int major, minor, fp16, bf16; amp_dtype dtype; int scaler; } rows[] = {
+        {"cuda", 9, 0, 1, 1, AMP_BF16, 0}, {"cuda", 8, 6, 1, 1, AMP_BF16, 0}, {"cuda", 8, 0, 1, 1, AMP_BF16, 0},
+        {"cuda", 7, 5, 1, 0, AMP_F16, 1}, {"cuda", 7, 0, 1, 0, AMP_F16, 1}, {"cuda", 6, 1, 0, 0, AMP_F32, 0},
+        {"cpu", 0, 0, 0, 1, AMP_BF16, 0}, {"cpu", 0, 0, 0, 0, AMP_F32, 0}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        amp_machine m = machine_with(rows[i].kind, rows[i].major, rows[i].minor, rows[i].fp16, rows[i].bf16, 0);
+        amp_choice choice;
+        CHECK_OK(amp_choose(&m, AMP_DTYPE_DEFAULT, 0, &choice));
+        CHECK_EQ(choice.dtype, rows[i].dtype);
+        CHECK_EQ(choice.scaler, rows[i].scaler);
+        CHECK(strlen(choice.reason) > 10);
+    }
+}
+
+TEST(choice_refuses_or_falls_back_by_name) {
+    amp_machine volta = machine_with("cuda", 7, 0, 1, 0, 0), cpu = machine_with("cpu", 0, 0, 0, 0, 0);
+    amp_choice choice;
+    CHECK_ERR(amp_choose(&volta, AMP_BF16, 0, &choice), AMP_ERR_UNSUPPORTED);
+    CHECK(says("dtype bf16") && says("7.0"));
+    CHECK_OK(amp_choose(&volta, AMP_BF16, 1, &choice));
+    CHECK_EQ(choice.dtype, AMP_F16);
+    CHECK_EQ(choice.fell_back, 1);
+    CHECK_ERR(amp_choose(&cpu, AMP_E4M3, 0, &choice), AMP_ERR_UNSUPPORTED);
+    CHECK(says("fp8"));
+    CHECK_ERR(amp_choose(&cpu, AMP_I32, 0, &choice), AMP_ERR_DTYPE);
+    CHECK_OK(amp_choose(&cpu, AMP_F16, 0, &choice));
+    CHECK_EQ(choice.emulated, 1);
+    CHECK(strstr(choice.reason, "emulated") != NULL);
+    CHECK_ERR(amp_choose(NULL, AMP_F32, 0, &choice), AMP_ERR_NULL);
+}
+
+TEST(machine_is_described) {
+    amp_machine m;
+    char text[2048], small[8];
+    CHECK_OK(amp_machine_probe(&m));
+    CHECK(m.cpu.cores >= 1);
+    CHECK(m.cpu.memory > 0);
+    CHECK(m.cpu.path >= AMP_CPU_SCALAR);
+    CHECK(strcmp(m.device.kind, "cpu") == 0);
+    CHECK(amp_machine_text(&m, text, sizeof text) == strlen(text));
+    CHECK(strstr(text, m.cpu.name) != NULL);
+    CHECK(amp_machine_text(&m, small, sizeof small) > sizeof small && strlen(small) == 7);
+}
+
+/* ---- context */
+
+TEST(defaults_are_filled_in) {
+    amp_context *amp = open_with(NULL);
+    amp_desc d;
+    amp_choice choice;
+    CHECK_OK(amp_query(amp, &d));
+    CHECK(d.dtype != AMP_DTYPE_DEFAULT && d.level == AMP_LEVEL_O1 && d.policy == AMP_POLICY_FUSED && d.mode == AMP_MODE_TRAINING);
+    CHECK(d.threads >= 1 && d.backend == amp_cpu() && d.cpu_path != AMP_CPU_DEFAULT);
+    CHECK_OK(amp_query_choice(amp, &choice));
+    CHECK_EQ(choice.dtype, d.dtype);
+    amp_close(amp);
+    amp_close(NULL);
+}
+
+TEST(levels_decide_storage) {
+    static const struct { amp_level level; amp_dtype weight, norm; } rows[] = {
+        {AMP_LEVEL_O0, AMP_F32, AMP_F32}, {AMP_LEVEL_O1, AMP_F32, AMP_F32},
+        {AMP_LEVEL_O2, AMP_BF16, AMP_F32}, {AMP_LEVEL_O3, AMP_BF16, AMP_BF16}};
+    for (size_t i = 0; i < 4; i++) {
+        amp_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.level = rows[i].level; desc.dtype = AMP_BF16;
+        amp_context *amp = open_with(&desc);
+        CHECK_EQ(amp_param_dtype(amp, 0), rows[i].weight);
+        CHECK_EQ(amp_param_dtype(amp, 1), rows[i].norm);
+        amp_close(amp);
+    }
+}
+
+TEST(switching_the_dtype) {
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_BF16;
+    amp_context *amp = open_with(&desc);
+    CHECK_OK(amp_set_dtype(amp, AMP_F16));
+    CHECK_ERR(amp_set_dtype(amp, AMP_E5M2), AMP_ERR_UNSUPPORTED);
+    amp_query(amp, &desc);
+    CHECK_EQ(desc.dtype, AMP_F16);
+    amp_close(amp);
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_BF16; desc.level = AMP_LEVEL_O2;
+    amp = open_with(&desc);
+    CHECK_ERR(amp_set_dtype(amp, AMP_F16), AMP_ERR_CONFLICT);
+    CHECK(says("O1"));
+    amp_close(amp);
+}
+
+TEST(settings_out_of_range) {
+    amp_context *amp;
+    amp_backend other = *amp_cpu();
+#define REFUSED(field, value, result) \
+    do { amp_desc d; memset(&d, 0, sizeof d); d.field = value; CHECK_ERR(amp_open(&amp, &d), result); CHECK(says("." #field)); } while (0)
+    REFUSED(threads, 1025, AMP_ERR_RANGE);
+    REFUSED(device, -1, AMP_ERR_RANGE);
+    REFUSED(level, (amp_level)9, AMP_ERR_RANGE);
+    REFUSED(policy, (amp_policy)3, AMP_ERR_RANGE);
+    REFUSED(mode, (amp_mode)3, AMP_ERR_RANGE);
+    REFUSED(cache_limit, -1, AMP_ERR_RANGE);
+    REFUSED(reducer.rank, 1, AMP_ERR_RANGE);
+    {
+        amp_desc d;
+        memset(&d, 0, sizeof d);
+        d.system.free = ampi_posix_free;
+        CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
+        memset(&d, 0, sizeof d);
+        d.reducer.world = 2;
+        CHECK_ERR(amp_open(&amp, &d), AMP_ERR_NULL);
+        memset(&d, 0, sizeof d);
+        other.abi++;
+        d.backend = &other;
+        CHECK_ERR(amp_open(&amp, &d), AMP_ERR_BACKEND);
+        memset(&d, 0, sizeof d);
+        d.dtype = AMP_E4M3;
+        CHECK_ERR(amp_open(&amp, &d), AMP_ERR_UNSUPPORTED);
+    }
+    CHECK_ERR(amp_open(NULL, NULL), AMP_ERR_NULL);
+}
+
+/* ---- memory */
+
+static struct { int64_t live, calls, fail_at; } heap;
+static void *heap_alloc(void *user, size_t size, size_t align) {
+    (void)user;
+    heap.calls++;
+    if (heap.fail_at > 0 && heap.calls == heap.fail_at) return NULL;
+    heap.live += (int64_t)size;
+    return ampi_posix_alloc(NULL, size, align);
+}
+static void heap_free(void *user, void *ptr, size_t size) { (void)user; heap.live -= (int64_t)size; free(ptr); }
+
+static amp_desc heap_desc(void) {
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    memset(&heap, 0, sizeof heap);
+    desc.system.alloc = heap_alloc;
+    desc.system.free = heap_free;
+    return desc;
+}
+
+TEST(memory_is_accounted_and_returned) {
+    amp_desc desc = heap_desc();
+    amp_context *amp = open_with(&desc);
+    amp_memory_info before, during, after;
+    void *blocks[200], *none = &desc;
+    amp_memory(amp, &before);
+    for (int i = 0; i < 200; i++) CHECK_OK(amp_alloc(amp, &blocks[i], 1000 + i));
+    amp_memory(amp, &during);
+    CHECK_EQ(during.allocated - before.allocated, 200 * 1000 + 199 * 100);
+    for (int i = 0; i < 200; i += 2) amp_free(amp, blocks[i]);
+    for (int i = 1; i < 200; i += 2) amp_free(amp, blocks[i]);
+    amp_memory(amp, &after);
+    CHECK_EQ(after.allocated, before.allocated);
+    CHECK(after.peak >= during.allocated);
+    amp_memory_reset_peak(amp);
+    amp_memory(amp, &after);
+    CHECK(after.peak < during.allocated);
+    CHECK_OK(amp_alloc(amp, &none, 0));
+    CHECK(none == NULL);
+    CHECK_ERR(amp_alloc(amp, &none, -1), AMP_ERR_RANGE);
+    amp_free(amp, &desc);                       /* not ours: ignored */
+    CHECK_OK(amp_alloc(amp, &none, 64));        /* left to amp_close */
+    amp_close(amp);
+    CHECK_EQ(heap.live, 0);
+}
+
+TEST(opening_survives_every_failing_allocation) {
+    for (int64_t n = 1; n < 50; n++) {
+        amp_desc desc = heap_desc();
+        amp_context *amp;
+        heap.fail_at = n;
+        if (amp_open(&amp, &desc) == AMP_OK) { amp_close(amp); CHECK_EQ(heap.live, 0); CHECK(n > 1); return; }
+        CHECK(says("AMP0301"));
+        CHECK(amp == NULL);
+        CHECK_EQ(heap.live, 0);
+    }
+    CHECK(0);
+}
+
+/* ---- log */
+
+static struct { int calls, level, id; char text[256]; } logged;
+static void logger_write(void *user, amp_log_level level, int id, const char *text) {
+    (void)user;
+    logged.calls++;
+    logged.level = (int)level;
+    logged.id = id;
+    snprintf(logged.text, sizeof logged.text, "%s", text);
+}
+
+TEST(a_fallback_is_logged_with_its_reason) {
+    amp_desc desc;
+    amp_context *amp;
+    memset(&desc, 0, sizeof desc);
+    memset(&logged, 0, sizeof logged);
+    desc.logger.write = logger_write;
+    desc.dtype = AMP_E4M3;
+    desc.allow_fallback = 1;
+    amp = open_with(&desc);
+    CHECK_EQ(logged.calls, 1);
+    CHECK_EQ(logged.level, AMP_LOG_WARNING);
+    CHECK(strstr(logged.text, "fp8") != NULL);
+    amp_close(amp);
+    desc.logger.level = AMP_LOG_OFF;
+    amp = open_with(&desc);
+    CHECK_EQ(logged.calls, 1);
+    amp_close(amp);
+}
+
+/* ---- parameters */
+
+TEST(parameters) {
+    amp_context *amp = open_with(NULL);
+    static float w[6], g[6];
+    amp_param p[2];
+    memset(p, 0, sizeof p);
+    p[0].name = "a"; p[0].weight = amp_tensor2(w, AMP_F32, 2, 3); p[0].grad = amp_tensor2(g, AMP_F32, 2, 3);
+    p[1].name = "a"; p[1].weight = amp_tensor1(w, AMP_F32, 6);
+    CHECK_ERR(amp_param_register(amp, p, 2), AMP_ERR_NAME);
+    CHECK_EQ(p[0].id, 0);
+    p[1].name = "b";
+    CHECK_OK(amp_param_register(amp, p, 2));
+    CHECK(p[0].id != 0 && p[1].id != 0 && p[0].id != p[1].id);
+    CHECK_ERR(amp_param_register(amp, p, 1), AMP_ERR_NAME);
+    CHECK_EQ(amp_param_accumulate(&p[0]), 0);
+    CHECK_EQ(amp_param_accumulate(&p[0]), 1);
+    uint64_t version = p[0].version;
+    amp_param_touch(&p[0]);
+    CHECK_EQ(p[0].version, version + 1);
+    amp_param_forget(amp, p, 2);
+    CHECK_EQ(p[0].id, 0);
+    p[0].grad = amp_tensor1(g, AMP_F32, 5);
+    CHECK_ERR(amp_param_register(amp, p, 1), AMP_ERR_SHAPE);
+    p[0].grad = amp_tensor2(g, AMP_BF16, 2, 3);
+    CHECK_ERR(amp_param_register(amp, p, 1), AMP_ERR_DTYPE);
+    p[0].name = NULL;
+    CHECK_ERR(amp_param_register(amp, p, 1), AMP_ERR_NULL);
+    amp_close(amp);
+}
+
+TEST(tensor_counts) {
+    float x[1];
+    amp_tensor t = amp_tensor4(x, AMP_F32, 2, 3, 4, 5);
+    CHECK_EQ(amp_tensor_count(&t), 120);
+    t.shape[1] = 0;
+    CHECK_EQ(amp_tensor_count(&t), 0);
+    t.shape[1] = -1;
+    CHECK_EQ(amp_tensor_count(&t), -1);
+    t = amp_tensor2(x, AMP_F32, (int64_t)1 << 40, (int64_t)1 << 40);
+    CHECK_EQ(amp_tensor_count(&t), -1);
+    memset(&t, 0, sizeof t);
+    CHECK_EQ(amp_tensor_count(&t), 0);
+}
+
+TEST(patterns) {
+    CHECK(ampi_match("blocks.0.*", "blocks.0.attn.weight"));
+    CHECK(!ampi_match("blocks.0.*", "blocks.10.attn.weight"));
+    CHECK(ampi_match("*.bias", "a.b.bias") && !ampi_match("*.bias", "a.bias.weight"));
+    CHECK(ampi_match("h.?.ln*", "h.3.ln_1.weight") && !ampi_match("h.?.ln*", "h.12.ln_1.weight"));
+    CHECK(ampi_match("*", "") && ampi_match("", "") && !ampi_match("", "x") && ampi_match("a*b*c", "a__b__b__c"));
+}
+
+/* ---- files */
+
+TEST(files) {
+    char path[] = "/tmp/amp_test_XXXXXX";
+    void *data;
+    size_t bytes;
+    int fd = mkstemp(path);
+    if (fd < 0) SKIP("no temporary folder");
+    close(fd);
+    CHECK_OK(amp_file_write_atomic(NULL, path, "hello", 5));
+    CHECK_OK(amp_file_read_all(NULL, path, &data, &bytes));
+    CHECK(bytes == 5 && strcmp((char *)data, "hello") == 0);
+    amp_file_free(NULL, data, bytes);
+    CHECK_ERR(amp_file_write_atomic(NULL, "/nonexistent/x", "y", 1), AMP_ERR_OPEN);
+    CHECK(says("/nonexistent/x"));
+    CHECK_ERR(amp_file_read_all(NULL, "/nonexistent", &data, &bytes), AMP_ERR_OPEN);
+    CHECK_ERR(amp_file_read_all(NULL, "/tmp", &data, &bytes), AMP_ERR_READ);
+    unlink(path);
+}
+
+/* ---- threads */
+
+static void *worker(void *arg) {
+    amp_context *amp = (amp_context *)arg;
+    float a[64], b[64], c[64];
+    for (int i = 0; i < 64; i++) a[i] = b[i] = (float)i;
+    for (int i = 0; i < 200; i++) {
+        void *ptr;
+        CHECK_OK(amp_alloc(amp, &ptr, 100 + i));
+        CHECK_OK(amp_autocast_begin(amp, NULL));
+        CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, 8, 8, 8, 1, a, 8, b, 8, 0, c, 8));
+        CHECK_OK(amp_autocast_end(amp));
+        amp_free(amp, ptr);
+        CHECK_ERR(amp_autocast_end(amp), AMP_ERR_STATE);
+    }
+    return NULL;
+}
+
+TEST(several_threads_share_a_context) {
+    amp_context *amp = open_with(NULL);
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++) pthread_create(&threads[i], NULL, worker, amp);
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    amp_close(amp);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(results_have_texts_and_hints); RUN(result_numbers_never_change); RUN(last_error_names_field_value_and_mend);
+    RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(choice_refuses_or_falls_back_by_name);
+    RUN(machine_is_described); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
+    RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned); RUN(opening_survives_every_failing_allocation);
+    RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(patterns); RUN(files);
+    RUN(several_threads_share_a_context);
+    return TEST_END();
+}

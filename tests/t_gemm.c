@@ -1,0 +1,547 @@
+/* t_gemm.c - the CPU backend's matrix products against fp64, on every instruction set this CPU has.
+ *
+ * Error bound: a sum of k products of rounded operands, formed in fp32 in any order, differs from the exact one by at
+ * most gamma(k) S, S = sum of |a b| and gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of
+ * Numerical Algorithms, 3.1); a few more roundings follow it, and the last one is to the dtype of C. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+
+#include <math.h>
+
+/* ---- The ways to multiply */
+
+typedef struct way { const char *name; amp_cpu_path path; int pairs; } way;
+static const way all_ways[] = {
+    {"scalar", AMP_CPU_SCALAR, 0}, {"avx2", AMP_CPU_AVX2, 0}, {"avx512", AMP_CPU_AVX512, 0},
+    {"avx512_bf16", AMP_CPU_AVX512_BF16, 0}, {"avx512_bf16 pairs", AMP_CPU_AVX512_BF16, 1},
+};
+enum { WAYS = sizeof all_ways / sizeof *all_ways };
+static amp_cpu_path best_path;
+static int ways(void) { int n = 0; while (n < WAYS && all_ways[n].path <= best_path) n++; return n; }
+
+static int64_t alloc_live;
+static int alloc_fails;
+static void *test_alloc(void *user, size_t size, size_t align) {
+    void *p = NULL;
+    (void)user;
+    if (alloc_fails) return NULL;
+    __atomic_fetch_add(&alloc_live, (int64_t)size, __ATOMIC_RELAXED);
+    return posix_memalign(&p, align, size) == 0 ? p : NULL;
+}
+static void test_free(void *user, void *p, size_t size) {
+    (void)user;
+    __atomic_fetch_sub(&alloc_live, (int64_t)size, __ATOMIC_RELAXED);
+    free(p);
+}
+
+static ampi_cpu cpu_of(const way *w, int threads) {
+    ampi_cpu cpu;
+    memset(&cpu, 0, sizeof cpu);
+    cpu.host.alloc = test_alloc;
+    cpu.host.free = test_free;
+    cpu.threads = threads;
+    cpu.path = w->path;
+    return cpu;
+}
+
+/* The pairs table is called directly: ampi_cpu_gemm passes it over where the CPU has something faster. */
+static const ampi_gemm_vec *table_of(const way *w, amp_dtype compute) {
+#if AMPI_GEMM_BF16
+    if (w->pairs && compute == AMP_BF16) return &ampi_gemm_kernels_bf16;
+#endif
+    (void)w; (void)compute;
+    return NULL;
+}
+static amp_result multiply(const way *w, ampi_cpu *cpu, const amp_k_gemm *g) {
+    const ampi_gemm_vec *vec = table_of(w, g->compute);
+    return vec != NULL && g->m > 1 && g->n > 1 && g->batch > 0 ? ampi_gemm_with(cpu, vec, g) : ampi_cpu_gemm(cpu, g, NULL);
+}
+
+/* ---- Data */
+
+static uint64_t seed = 1;
+static double uniform(void) {
+    seed = seed * 6364136223846793005u + 1442695040888963407u;
+    return (double)(seed >> 11) / 9007199254740992.0 * 2 - 1;
+}
+static double get(const void *p, amp_dtype d, int64_t i) {
+    uint16_t h;
+    float f;
+    if (d == AMP_F32) { memcpy(&f, (const char *)p + 4 * i, 4); return (double)f; }
+    memcpy(&h, (const char *)p + 2 * i, 2);
+    return (double)(d == AMP_F16 ? amp_f32_from_f16(h) : amp_f32_from_bf16(h));
+}
+static void put(void *p, amp_dtype d, int64_t i, double x) {
+    uint16_t h = d == AMP_F16 ? amp_f16_from_f64(x, 0) : amp_bf16_from_f64(x, 0);
+    float f = (float)x;
+    if (d == AMP_F32) memcpy((char *)p + 4 * i, &f, 4);
+    else memcpy((char *)p + 2 * i, &h, 2);
+}
+static double round_to(double x, amp_dtype d) {
+    switch (d) {
+        case AMP_F16: return (double)amp_f32_from_f16(amp_f16_from_f32((float)x, 0));
+        case AMP_BF16: return (double)amp_f32_from_bf16(amp_bf16_from_f32((float)x, 0));
+        case AMP_TF32: return (double)amp_tf32_from_f32((float)x, 0);
+        default: return x;
+    }
+}
+/* Unit roundoff, and half the smallest subnormal number. */
+static double roundoff(amp_dtype d) { return d == AMP_F16 ? 0x1p-11 : d == AMP_BF16 ? 0x1p-8 : 0x1p-24; }
+static double underflow(amp_dtype d) { return d == AMP_F16 ? 0x1p-25 : d == AMP_BF16 ? 0x1p-134 : 0x1p-126; }
+
+/* Memory that lies one element off the alignment of any vector, and is freed by drop(). */
+static void *heap[64];
+static int heaps;
+static void *keep(int64_t bytes) { return heap[heaps++] = malloc((size_t)bytes + 128); }
+static void drop(void) { while (heaps > 0) free(heap[--heaps]); }
+static void *fill(amp_dtype d, int64_t n) {
+    char *p = (char *)keep(n * 4);
+    int64_t i;
+    p += (64 - (uintptr_t)p % 64) % 64 + amp_dtype_size(d);
+    for (i = 0; i < n; i++) put(p, d, i, uniform());
+    return p;
+}
+
+/* ---- One case: every number that a call can be given */
+
+typedef struct test_case {
+    int64_t m, n, k, batch;
+    int trans_a, trans_b, slack;                    /* slack: how much longer rows are than needed */
+    amp_dtype a, b, c, compute;
+    double alpha, beta;
+    int bias; amp_dtype bias_dtype;
+    amp_activation_kind act;
+    int pre; amp_dtype pre_dtype;
+} test_case;
+
+static test_case plain(int64_t m, int64_t n, int64_t k) {
+    test_case t;
+    memset(&t, 0, sizeof t);
+    t.m = m; t.n = n; t.k = k; t.batch = 1;
+    t.a = t.b = t.c = t.compute = t.bias_dtype = t.pre_dtype = AMP_F32;
+    t.alpha = 1;
+    return t;
+}
+
+/* Its matrices.  In C, the gaps between rows hold a number that must still be there afterwards. */
+typedef struct problem {
+    test_case t;
+    amp_k_gemm g;
+    int64_t c_count, pre_count;
+    void *c_before;
+} problem;
+static const double GAP = 77;
+
+static problem make(test_case t) {
+    problem p;
+    amp_k_gemm *g = &p.g;
+    int64_t a_rows = t.trans_a ? t.k : t.m, b_rows = t.trans_b ? t.n : t.k, i, j, q;
+    memset(&p, 0, sizeof p);
+    p.t = t;
+    g->m = t.m; g->n = t.n; g->k = t.k; g->batch = t.batch;
+    g->a_dtype = t.a; g->b_dtype = t.b; g->c_dtype = t.c; g->compute = t.compute;
+    g->trans_a = t.trans_a; g->trans_b = t.trans_b;
+    g->lda = (t.trans_a ? t.m : t.k) + t.slack;
+    g->ldb = (t.trans_b ? t.k : t.n) + 2 * t.slack;
+    g->ldc = t.n + 3 * t.slack;
+    g->stride_a = a_rows * g->lda + 5 * t.slack;
+    g->stride_b = b_rows * g->ldb + 3 * t.slack;
+    g->stride_c = t.m * g->ldc + t.slack;
+    g->alpha = (float)t.alpha; g->beta = (float)t.beta;
+    g->a = fill(t.a, t.batch * g->stride_a);
+    g->b = fill(t.b, t.batch * g->stride_b);
+    p.c_count = t.batch * g->stride_c;
+    g->c = fill(t.c, p.c_count);
+    for (i = 0; i < p.c_count; i++) {
+        q = g->stride_c > 0 ? i % g->stride_c : 0;
+        j = g->ldc > 0 ? q % g->ldc : 0;
+        if (j >= t.n || q >= t.m * g->ldc) put(g->c, t.c, i, GAP);
+        else if (t.beta == 0) put(g->c, t.c, i, (double)NAN);
+    }
+    p.c_before = keep(p.c_count * 4);
+    memcpy(p.c_before, g->c, (size_t)p.c_count * amp_dtype_size(t.c));
+    if (t.bias) { g->bias = fill(t.bias_dtype, t.n); g->bias_dtype = t.bias_dtype; }
+    g->act = t.act;
+    if (t.pre) {
+        g->ld_pre = t.n + t.slack;
+        p.pre_count = t.m * g->ld_pre;
+        g->pre = fill(t.pre_dtype, p.pre_count);
+        g->pre_dtype = t.pre_dtype;
+        for (i = 0; i < p.pre_count; i++) put(g->pre, t.pre_dtype, i, GAP);
+    }
+    return p;
+}
+
+static double act_of(amp_activation_kind act, double x) {
+    switch (act) {
+        case AMP_ACT_GELU: return 0.5 * x * (1 + tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x)));
+        case AMP_ACT_GELU_ERF: return 0.5 * x * (1 + erf(x / sqrt(2.0)));
+        case AMP_ACT_RELU: return x > 0 ? x : 0;
+        default: return x;
+    }
+}
+/* Largest slope, and the error of one evaluation in u |x|: the argument of the sigmoid (or erf) has 4 roundings, its
+   slope times its argument is below 1, its own error is below 1.5, and 2 multiplications follow. */
+static double act_slope(amp_activation_kind act) { return act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF ? 1.13 : 1; }
+static double act_error(amp_activation_kind act) { return act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF ? 7.5 : 0; }
+
+/* Exact sum of products of the rounded operands, and the sum of their magnitudes. */
+static void exact(const problem *p, int64_t item, int64_t i, int64_t j, double *sum, double *magnitude) {
+    const amp_k_gemm *g = &p->g;
+    int64_t q;
+    *sum = *magnitude = 0;
+    for (q = 0; q < g->k; q++) {
+        int64_t at_a = item * g->stride_a + (g->trans_a ? q * g->lda + i : i * g->lda + q);
+        int64_t at_b = item * g->stride_b + (g->trans_b ? j * g->ldb + q : q * g->ldb + j);
+        double product = round_to(get(g->a, g->a_dtype, at_a), g->compute) * round_to(get(g->b, g->b_dtype, at_b), g->compute);
+        *sum += product;
+        *magnitude += fabs(product);
+    }
+}
+
+/* |got - want| in units of what is allowed. */
+static double excess(double got, double want, double allowed) {
+    double e = fabs(got - want);
+    return e <= allowed ? 0 : e < 1e300 ? e / allowed : 1e300;      /* NaN is an excess too */
+}
+
+/* The worst excess over all elements of C and pre, and 1e300 where something was written between rows. */
+static double worst_excess(const problem *p) {
+    const amp_k_gemm *g = &p->g;
+    double u = 0x1p-24, n = (double)g->k + 4, gamma = n * u / (1 - n * u), worst = 0;
+    int64_t x;
+    for (x = 0; x < p->c_count; x++) {
+        int64_t item = x / g->stride_c, rest = x % g->stride_c, i = rest / g->ldc, j = rest % g->ldc;
+        double sum, magnitude, pre, error, value, before, got = get(g->c, g->c_dtype, x);
+        if (j >= g->n || i >= g->m) { if (got != GAP) return 1e300; continue; }
+        exact(p, item, i, j, &sum, &magnitude);
+        pre = (double)g->alpha * sum + (g->bias ? get(g->bias, g->bias_dtype, j) : 0);
+        error = gamma * (fabs((double)g->alpha) * magnitude + fabs(pre)) + n * 0x1p-126;
+        if (g->pre) worst = AMPI_MAX(worst, excess(get(g->pre, g->pre_dtype, i * g->ld_pre + j), pre,
+                                     error + roundoff(g->pre_dtype) * (fabs(pre) + error) + underflow(g->pre_dtype)));
+        before = g->beta != 0 ? (double)g->beta * get(p->c_before, g->c_dtype, x) : 0;
+        value = act_of(g->act, pre) + before;
+        error = act_slope(g->act) * error + act_error(g->act) * u * fabs(pre) + (double)(p->g.k / 256 + 3) * u * (fabs(before) + fabs(value));
+        worst = AMPI_MAX(worst, excess(got, value, error + roundoff(g->c_dtype) * (fabs(value) + error) + underflow(g->c_dtype)));
+    }
+    for (x = 0; x < p->pre_count; x++)
+        if (x % g->ld_pre >= g->n && get(g->pre, g->pre_dtype, x) != GAP) return 1e300;
+    return worst;
+}
+
+static const char *describe(const way *w, const test_case *t) {
+    static char text[400];
+    snprintf(text, sizeof text, "%s m %d n %d k %d batch %d trans %d%d slack %d %s x %s -> %s in %s alpha %g beta %g bias %d act %d pre %d",
+             w->name, (int)t->m, (int)t->n, (int)t->k, (int)t->batch, t->trans_a, t->trans_b, t->slack, amp_dtype_name(t->a),
+             amp_dtype_name(t->b), amp_dtype_name(t->c), amp_dtype_name(t->compute), t->alpha, t->beta, t->bias, (int)t->act, t->pre);
+    return text;
+}
+
+/* Computes the case with 1 thread and checks it; then with 2 and 3 threads and with packed B: the same bits. */
+static void check_case(const way *w, test_case t) {
+    problem p = make(t);
+    size_t bytes = (size_t)p.c_count * amp_dtype_size(t.c), pre_bytes = (size_t)p.pre_count * amp_dtype_size(t.pre_dtype);
+    void *c = keep((int64_t)bytes), *pre = keep((int64_t)pre_bytes), *packed;
+    ampi_cpu cpu = cpu_of(w, 1);
+    amp_k_pack pack;
+    double worst;
+    int threads;
+    CHECK_OK(multiply(w, &cpu, &p.g));
+    worst = worst_excess(&p);
+    CHECK_MSG(worst == 0, "%s: error is %.3g of what is allowed", describe(w, &t), worst);
+    memcpy(c, p.g.c, bytes);
+    if (p.g.pre) memcpy(pre, p.g.pre, pre_bytes);
+    for (threads = 2; threads <= 3; threads++) {
+        memcpy(p.g.c, p.c_before, bytes);
+        cpu.threads = threads;
+        CHECK_OK(multiply(w, &cpu, &p.g));
+        CHECK_MSG(memcmp(c, p.g.c, bytes) == 0, "%s: %d threads give other bits", describe(w, &t), threads);
+        CHECK_MSG(!p.g.pre || memcmp(pre, p.g.pre, pre_bytes) == 0, "%s: %d threads give another pre", describe(w, &t), threads);
+    }
+    memset(&pack, 0, sizeof pack);
+    pack.b = p.g.b; pack.b_dtype = t.b; pack.compute = t.compute; pack.trans_b = t.trans_b;
+    pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb;
+    packed = keep((int64_t)AMPI_MAX(ampi_cpu_gemm_pack_size(&cpu, &pack), 1));
+    if (table_of(w, t.compute) != NULL) CHECK_OK(ampi_gemm_pack_with(&cpu, table_of(w, t.compute), &pack, packed));
+    else CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, packed, NULL));
+    p.g.packed_b = packed;
+    memcpy(p.g.c, p.c_before, bytes);
+    CHECK_OK(multiply(w, &cpu, &p.g));
+    CHECK_MSG(memcmp(c, p.g.c, bytes) == 0, "%s: packed B gives other bits", describe(w, &t));
+    CHECK_EQ(alloc_live, 0);
+    drop();
+}
+
+/* ---- The tests */
+
+static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
+static const amp_dtype computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+
+/* Shapes at the edges of tiles (6 and 14 rows, 8, 16 and 32 columns), of groups of panels and of blocks of k. */
+TEST(shapes) {
+    static const int64_t shapes[][3] = {
+        {0, 5, 5}, {5, 0, 5}, {5, 5, 0}, {1, 1, 1}, {1, 1, 300}, {1, 33, 17}, {33, 1, 17}, {2, 3, 1}, {40, 50, 1},
+        {2, 2, 2}, {3, 5, 7}, {6, 8, 4}, {7, 9, 5}, {13, 15, 16}, {14, 16, 31}, {15, 17, 33}, {14, 32, 64}, {28, 64, 8},
+        {29, 65, 63}, {31, 31, 31}, {16, 270, 20}, {5, 300, 255}, {17, 40, 256}, {19, 33, 257}, {9, 35, 513}, {12, 37, 1029},
+        {170, 40, 30}, {400, 33, 9}, {70, 130, 300}, {1, 1100, 70}, {1100, 1, 70}, {1, 200, 1500},
+    };
+    size_t s;
+    int w, trans, slack;
+    for (w = 0; w < ways(); w++)
+        for (s = 0; s < sizeof shapes / sizeof *shapes; s++)
+            for (trans = 0; trans < 4; trans++)
+                for (slack = 0; slack < 2; slack++) {
+                    test_case t = plain(shapes[s][0], shapes[s][1], shapes[s][2]);
+                    t.trans_a = trans & 1;
+                    t.trans_b = trans >> 1;
+                    t.slack = slack * 3;
+                    if (all_ways[w].pairs) { t.a = dtypes[s % 3]; t.b = dtypes[(s / 3 + (size_t)trans) % 3]; t.compute = AMP_BF16; }
+                    check_case(&all_ways[w], t);
+                }
+}
+
+TEST(dtype_mixes) {
+    int w, a, b, c, compute, trans;
+    for (w = 0; w < ways(); w++)
+        for (a = 0; a < 3; a++) for (b = 0; b < 3; b++) for (c = 0; c < 3; c++) for (compute = 0; compute < 4; compute++)
+            for (trans = 0; trans < 4; trans++) {
+                test_case t = plain(trans == 1 ? 1 : 17, 35, trans == 3 ? 300 : 41);
+                t.a = dtypes[a]; t.b = dtypes[b]; t.c = dtypes[c]; t.compute = computes[compute];
+                t.trans_a = trans & 1;
+                t.trans_b = trans >> 1;
+                t.slack = (a + b + c) % 3;
+                check_case(&all_ways[w], t);
+            }
+}
+
+/* alpha, beta, bias, activation and pre, in one block of k and in several. */
+TEST(epilogues) {
+    static const double alphas[] = {1, 0.5, 0}, betas[] = {0, 1, -1.5};
+    static const amp_activation_kind acts[] = {AMP_ACT_NONE, AMP_ACT_GELU, AMP_ACT_GELU_ERF, AMP_ACT_RELU};
+    static const int64_t shapes[][3] = {{20, 45, 30}, {20, 45, 700}, {1, 45, 30}, {45, 1, 30}, {5, 6, 0}};
+    int w, alpha, beta, act, bias, pre, s, c;
+    for (w = 0; w < ways(); w++)
+        for (alpha = 0; alpha < 3; alpha++) for (beta = 0; beta < 3; beta++) for (act = 0; act < 4; act++)
+            for (bias = 0; bias < 2; bias++) for (pre = 0; pre < 2; pre++) for (s = 0; s < 5; s++) for (c = 0; c < 3; c++) {
+                test_case t = plain(shapes[s][0], shapes[s][1], shapes[s][2]);
+                t.alpha = alphas[alpha]; t.beta = betas[beta];
+                t.bias = bias; t.bias_dtype = dtypes[(s + c) % 3];
+                t.act = acts[act];
+                t.pre = pre; t.pre_dtype = dtypes[(s + act) % 3];
+                t.c = dtypes[c];
+                t.slack = c;
+                t.trans_b = act & 1;
+                if (all_ways[w].pairs) t.compute = AMP_BF16;
+                check_case(&all_ways[w], t);
+            }
+}
+
+TEST(batches) {
+    static const int64_t shapes[][3] = {{17, 35, 41}, {64, 64, 128}, {1, 90, 33}, {90, 1, 33}, {100, 100, 300}};
+    int w, s, trans, batch;
+    for (w = 0; w < ways(); w++)
+        for (s = 0; s < 5; s++) for (trans = 0; trans < 4; trans++) for (batch = 0; batch <= 5; batch += 5) {
+            test_case t = plain(shapes[s][0], shapes[s][1], shapes[s][2]);
+            t.batch = batch;
+            t.trans_a = trans & 1;
+            t.trans_b = trans >> 1;
+            t.slack = trans;
+            t.beta = trans == 2 ? 1 : 0;
+            t.c = dtypes[s % 3];
+            if (all_ways[w].pairs) t.compute = AMP_BF16;
+            check_case(&all_ways[w], t);
+        }
+}
+
+/* One packed B for all items of a batch. */
+TEST(shared_b) {
+    int w;
+    for (w = 0; w < ways(); w++) {
+        test_case t = plain(20, 40, 50);
+        problem p;
+        ampi_cpu cpu = cpu_of(&all_ways[w], 2);
+        amp_k_pack pack;
+        t.batch = 3;
+        p = make(t);
+        p.g.stride_b = 0;
+        memset(&pack, 0, sizeof pack);
+        pack.b = p.g.b; pack.b_dtype = pack.compute = AMP_F32; pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb;
+        p.g.packed_b = keep((int64_t)ampi_cpu_gemm_pack_size(&cpu, &pack));
+        CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, (void *)(uintptr_t)p.g.packed_b, NULL));
+        CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
+        CHECK(worst_excess(&p) == 0);
+        drop();
+    }
+}
+
+/* Large enough that blocks of rows and of columns occur; compared with a plain product on a sample of elements. */
+TEST(large) {
+    static const int64_t shapes[][3] = {{430, 600, 300}, {30, 1100, 520}};
+    int w, s, kind, x;
+    for (w = 0; w < ways(); w++)
+        for (s = 0; s < 2; s++) for (kind = 0; kind < 2; kind++) {
+            test_case t = plain(shapes[s][0], shapes[s][1], shapes[s][2]);
+            ampi_cpu cpu = cpu_of(&all_ways[w], 3);
+            problem p;
+            t.compute = t.a = t.b = kind ? AMP_BF16 : AMP_F32;
+            t.c = kind ? AMP_BF16 : AMP_F32;
+            t.trans_a = s;
+            t.trans_b = kind;
+            p = make(t);
+            CHECK_OK(multiply(&all_ways[w], &cpu, &p.g));
+            for (x = 0; x < 3000; x++) {
+                int64_t i = (int64_t)((uniform() + 1) / 2 * (double)t.m), j = (int64_t)((uniform() + 1) / 2 * (double)t.n);
+                double sum, magnitude, n = (double)t.k * 0x1p-24, error;
+                exact(&p, 0, i, j, &sum, &magnitude);
+                error = n / (1 - n) * magnitude;
+                CHECK(excess(get(p.g.c, t.c, i * p.g.ldc + j), sum, error + roundoff(t.c) * (fabs(sum) + error)) == 0);
+            }
+            drop();
+        }
+}
+
+/* Infinite and NaN operands come through where they belong, and only there. */
+TEST(special_values) {
+    int w, compute;
+    for (w = 0; w < ways(); w++)
+        for (compute = 0; compute < 4; compute++) {
+            test_case t = plain(16, 40, 50);
+            ampi_cpu cpu = cpu_of(&all_ways[w], 1);
+            problem p;
+            int64_t x;
+            t.compute = computes[compute];
+            p = make(t);
+            for (x = 0; x < t.m * t.k; x++) put((void *)(uintptr_t)p.g.a, AMP_F32, x, 1);
+            for (x = 0; x < t.n * t.k; x++) put((void *)(uintptr_t)p.g.b, AMP_F32, x, 1);
+            put((void *)(uintptr_t)p.g.a, AMP_F32, 2 * t.k + 49, (double)NAN);
+            put((void *)(uintptr_t)p.g.b, AMP_F32, 7, (double)INFINITY);
+            CHECK_OK(multiply(&all_ways[w], &cpu, &p.g));
+            for (x = 0; x < t.m * t.n; x++) {
+                double got = get(p.g.c, AMP_F32, x);
+                if (x / t.n == 2) CHECK(got != got);
+                else if (x % t.n == 7) CHECK(got > 1e300);
+                else CHECK(got == 50);
+            }
+            drop();
+        }
+}
+
+/* Values that fp16 cannot hold are counted while packing, once each. */
+TEST(pack_counts_new_inf) {
+    int w, trans;
+    for (w = 0; w < ways(); w++)
+        for (trans = 0; trans < 2; trans++) {
+            ampi_cpu cpu = cpu_of(&all_ways[w], 2);
+            int64_t k = 300, n = 450, found = 5;
+            float *b = (float *)fill(AMP_F32, k * n);
+            amp_k_pack pack;
+            memset(&pack, 0, sizeof pack);
+            b[3] = 65520.0f; b[1000] = -1e9f; b[k * n - 1] = 1e30f; b[17] = 65519.0f; b[500] = (float)INFINITY;
+            pack.b = b; pack.b_dtype = AMP_F32; pack.compute = AMP_F16; pack.trans_b = trans;
+            pack.k = k; pack.n = n; pack.ldb = trans ? k : n; pack.new_inf = &found;
+            CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, keep((int64_t)ampi_cpu_gemm_pack_size(&cpu, &pack)), NULL));
+            CHECK_EQ(found, 8);
+            drop();
+        }
+}
+
+TEST(out_of_memory) {
+    int w, kind;
+    for (w = 0; w < ways(); w++)
+        for (kind = 0; kind < 2; kind++) {
+            test_case t = plain(kind ? 1 : 100, 100, 100);
+            ampi_cpu cpu = cpu_of(&all_ways[w], 2);
+            problem p = make(t);
+            alloc_fails = 1;
+            CHECK_ERR(multiply(&all_ways[w], &cpu, &p.g), AMP_ERR_MEMORY);
+            alloc_fails = 0;
+            CHECK(memcmp(p.g.c, p.c_before, (size_t)p.c_count * 4) == 0);
+            CHECK(strstr(amp_last_error(), "scratch") != NULL);
+            drop();
+        }
+}
+
+/* Sums of columns: gamma of a block of 64 rows and of the number of blocks. */
+TEST(column_sums) {
+    static const int64_t shapes[][2] = {{0, 5}, {1, 1}, {3, 40}, {64, 64}, {65, 33}, {1000, 130}, {130, 1100}};
+    int w, s, x, out, add;
+    for (w = 0; w < ways(); w++) for (s = 0; s < 7; s++) for (x = 0; x < 3; x++) for (out = 0; out < 3; out++) for (add = 0; add < 2; add++) {
+        int64_t rows = shapes[s][0], cols = shapes[s][1], ld = cols + 3, i, j, threads;
+        void *data = fill(dtypes[x], rows * ld), *before = fill(dtypes[out], cols), *first = keep(cols * 4), *result = keep(cols * 4);
+        amp_k_column_sum args;
+        memset(&args, 0, sizeof args);
+        args.x.data = data; args.x.dtype = dtypes[x]; args.x.rows = rows; args.x.cols = cols; args.x.ld = ld;
+        args.out = result; args.out_dtype = dtypes[out]; args.add = add;
+        for (threads = 1; threads <= 3; threads++) {
+            ampi_cpu cpu = cpu_of(&all_ways[w], (int)threads);
+            memcpy(result, before, (size_t)cols * amp_dtype_size(dtypes[out]));
+            CHECK_OK(ampi_cpu_column_sum(&cpu, &args, NULL));
+            if (threads == 1) memcpy(first, result, (size_t)cols * amp_dtype_size(dtypes[out]));
+            CHECK(memcmp(first, result, (size_t)cols * amp_dtype_size(dtypes[out])) == 0);
+        }
+        for (j = 0; j < cols; j++) {
+            double sum = 0, magnitude = 0, n = (double)(66 + rows / 64) * 0x1p-24, error;
+            for (i = 0; i < rows; i++) { double v = get(data, dtypes[x], i * ld + j); sum += v; magnitude += fabs(v); }
+            if (add) { sum += get(before, dtypes[out], j); magnitude += fabs(get(before, dtypes[out], j)); }
+            error = n / (1 - n) * magnitude;
+            CHECK(excess(get(result, dtypes[out], j), sum, error + roundoff(dtypes[out]) * (fabs(sum) + error) + underflow(dtypes[out])) == 0);
+        }
+        drop();
+    }
+}
+
+/* Four host threads, each with its own problem, on one device. */
+typedef struct host_thread { ampi_cpu *cpu; problem p; void *want; int same; pthread_t id; } host_thread;
+static void *host_thread_main(void *arg) {
+    host_thread *h = (host_thread *)arg;
+    int round;
+    for (round = 0; round < 20; round++) {
+        memcpy(h->p.g.c, h->p.c_before, (size_t)h->p.c_count * 4);
+        if (ampi_cpu_gemm(h->cpu, &h->p.g, NULL) != AMP_OK) return NULL;
+        if (memcmp(h->p.g.c, h->want, (size_t)h->p.c_count * 4) != 0) return NULL;
+    }
+    h->same = 1;
+    return NULL;
+}
+TEST(four_host_threads) {
+    ampi_cpu cpu = cpu_of(&all_ways[ways() - 1], 2);
+    host_thread h[4];
+    int i;
+    memset(h, 0, sizeof h);
+    for (i = 0; i < 4; i++) {
+        test_case t = plain(60 + 17 * i, 90, 200);
+        t.beta = 1;
+        t.compute = computes[i];
+        h[i].cpu = &cpu;
+        h[i].p = make(t);
+        CHECK_OK(ampi_cpu_gemm(&cpu, &h[i].p.g, NULL));
+        CHECK(worst_excess(&h[i].p) == 0);
+        h[i].want = keep(h[i].p.c_count * 4);
+        memcpy(h[i].want, h[i].p.g.c, (size_t)h[i].p.c_count * 4);
+    }
+    for (i = 0; i < 4; i++) CHECK_EQ(pthread_create(&h[i].id, NULL, host_thread_main, &h[i]), 0);
+    for (i = 0; i < 4; i++) pthread_join(h[i].id, NULL);
+    for (i = 0; i < 4; i++) CHECK(h[i].same);
+    CHECK_EQ(alloc_live, 0);
+    drop();
+}
+
+int main(int argc, char **argv) {
+    amp_machine machine;
+    TEST_BEGIN(argc, argv);
+    if (amp_machine_probe(&machine) != AMP_OK) return 1;
+    best_path = machine.cpu.path;
+    RUN(shapes);
+    RUN(dtype_mixes);
+    RUN(epilogues);
+    RUN(batches);
+    RUN(shared_b);
+    RUN(large);
+    RUN(special_values);
+    RUN(pack_counts_new_inf);
+    RUN(out_of_memory);
+    RUN(column_sums);
+    RUN(four_host_threads);
+    return TEST_END();
+}

@@ -1,0 +1,444 @@
+/* t_operators.c - the operators through a context: gradients against finite differences, parameters that
+ * overwrite and accumulate, refusals, and the same on a backend that is not the CPU's. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+#include "recording_backend.h"
+
+enum { ROOM = 4096 };
+
+static amp_context *amp;
+static float loss_weights[ROOM];        /* the scalar whose gradient is checked: sum of weights times output */
+
+static float noise(int i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
+static void fill(float *x, int n, int seed) { for (int i = 0; i < n; i++) x[i] = noise(i + 977 * seed); }
+
+static double scalar(const float *y, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += (double)loss_weights[i] * (double)y[i];
+    return sum;
+}
+
+/* Central differences of f at x against the gradient dx, along each coordinate, in units of the largest gradient.
+ * fp32 outputs carry errors of about 2^-24 of their size, so with step h the difference quotient errs by about
+ * 2^-24 / h + h^2; h = 2^-7 balances the two at 1e-4 of the size of the values involved. */
+static void check_gradient(const char *what, float *x, const float *dx, int n, double (*f)(void *), void *arg) {
+    const double h = 1.0 / 128;
+    double largest = 1e-3, worst = 0;
+    for (int i = 0; i < n; i++) if (fabs((double)dx[i]) > largest) largest = fabs((double)dx[i]);
+    for (int i = 0; i < n; i++) {
+        float keep = x[i];
+        x[i] = (float)(keep + h); double up = f(arg);
+        x[i] = (float)(keep - h); double down = f(arg);
+        x[i] = keep;
+        double error = fabs((up - down) / (2 * h) - (double)dx[i]) / largest;
+        if (error > worst) worst = error;
+    }
+    CHECK_MSG(worst < 2e-3, "%s: gradient is off by %g of the largest", what, worst);
+}
+
+static amp_param make_param(const char *name, float *w, float *dw, int64_t rows, int64_t cols) {
+    amp_param p;
+    memset(&p, 0, sizeof p);
+    p.name = name;
+    p.weight = cols ? amp_tensor2(w, AMP_F32, rows, cols) : amp_tensor1(w, AMP_F32, rows);
+    if (dw) p.grad = cols ? amp_tensor2(dw, AMP_F32, rows, cols) : amp_tensor1(dw, AMP_F32, rows);
+    return p;
+}
+
+/* ---- linear */
+
+static float x[ROOM], y[ROOM], pre[ROOM], w[ROOM], b[ROOM], dy[ROOM], dx[ROOM], dw[ROOM], db[ROOM];
+
+static double run_linear(void *arg) {
+    amp_linear_op *op = (amp_linear_op *)arg;
+    CHECK_OK(amp_linear(amp, op));
+    return scalar((const float *)op->y.data, (int)amp_tensor_count(&op->y));
+}
+
+static void linear_case(amp_activation_kind act) {
+    amp_param weight = make_param("w", w, dw, 5, 3), bias = make_param("b", b, db, 5, 0);
+    amp_linear_op op;
+    fill(x, 21, 1); fill(w, 15, 2); fill(b, 5, 3);
+    memset(&op, 0, sizeof op);
+    op.x = amp_tensor2(x, AMP_F32, 7, 3);
+    op.y = amp_tensor2(y, AMP_F32, 7, 5);
+    op.pre = amp_tensor2(pre, AMP_F32, 7, 5);
+    op.weight = &weight; op.bias = &bias; op.act = act;
+    run_linear(&op);
+    memcpy(dy, loss_weights, sizeof dy);
+    op.dy = amp_tensor2(dy, AMP_F32, 7, 5);
+    op.dx = amp_tensor2(dx, AMP_F32, 7, 3);
+    CHECK_OK(amp_linear_backward(amp, &op));
+    check_gradient("linear dx", x, dx, 21, run_linear, &op);
+    check_gradient("linear dw", w, dw, 15, run_linear, &op);
+    check_gradient("linear db", b, db, 5, run_linear, &op);
+}
+TEST(linear) { linear_case(AMP_ACT_NONE); linear_case(AMP_ACT_GELU); linear_case(AMP_ACT_GELU_ERF); }
+
+TEST(gradients_overwrite_then_add) {
+    amp_param weight = make_param("w", w, dw, 5, 3);
+    amp_linear_op op;
+    float first[15];
+    fill(x, 21, 1); fill(w, 15, 2);
+    memset(&op, 0, sizeof op);
+    op.x = amp_tensor2(x, AMP_F32, 7, 3);
+    op.y = amp_tensor2(y, AMP_F32, 7, 5);
+    op.weight = &weight;
+    CHECK_OK(amp_linear(amp, &op));
+    op.dy = amp_tensor2(loss_weights, AMP_F32, 7, 5);
+    for (int i = 0; i < 15; i++) dw[i] = NAN;
+    CHECK_OK(amp_linear_backward(amp, &op));
+    memcpy(first, dw, sizeof first);
+    CHECK(first[0] == first[0]);
+    CHECK_OK(amp_linear_backward(amp, &op));
+    for (int i = 0; i < 15; i++) CHECK(fabsf(dw[i] - 2 * first[i]) <= 1e-6f * fabsf(first[i]));
+    weight.grad_live = 0;
+    CHECK_OK(amp_linear_backward(amp, &op));
+    CHECK(memcmp(first, dw, sizeof first) == 0);
+}
+
+/* ---- matmul */
+
+static double run_matmul(void *arg) {
+    amp_matmul_op *op = (amp_matmul_op *)arg;
+    CHECK_OK(amp_matmul(amp, op));
+    return scalar((const float *)op->y.data, (int)amp_tensor_count(&op->y));
+}
+
+TEST(matmul) {
+    for (int flags = 0; flags < 4; flags++) {
+        amp_matmul_op op;
+        memset(&op, 0, sizeof op);
+        fill(x, 24, 4); fill(w, 40, 5);
+        op.trans_a = flags & 1; op.trans_b = flags >> 1; op.alpha = 0.5f;
+        op.a = op.trans_a ? amp_tensor3(x, AMP_F32, 2, 4, 3) : amp_tensor3(x, AMP_F32, 2, 3, 4);
+        op.b = op.trans_b ? amp_tensor3(w, AMP_F32, 2, 5, 4) : amp_tensor3(w, AMP_F32, 2, 4, 5);
+        op.y = amp_tensor3(y, AMP_F32, 2, 3, 5);
+        run_matmul(&op);
+        op.dy = amp_tensor3(loss_weights, AMP_F32, 2, 3, 5);
+        op.da = op.a; op.da.data = dx;
+        op.db = op.b; op.db.data = dw;
+        CHECK_OK(amp_matmul_backward(amp, &op));
+        check_gradient("matmul da", x, dx, 24, run_matmul, &op);
+        check_gradient("matmul db", w, dw, 40, run_matmul, &op);
+    }
+}
+
+/* ---- norms */
+
+static float residual[ROOM], sum[ROOM], mean[64], rstd[64];
+static int rms_norm;
+
+static double run_norm(void *arg) {
+    amp_norm_op *op = (amp_norm_op *)arg;
+    CHECK_OK(rms_norm ? amp_rmsnorm(amp, op) : amp_layernorm(amp, op));
+    return scalar(y, 28);
+}
+
+TEST(norms) {
+    for (rms_norm = 0; rms_norm < 2; rms_norm++) {
+        amp_param weight = make_param("g", w, dw, 7, 0), bias = make_param("b", b, db, 7, 0);
+        amp_norm_op op;
+        memset(&op, 0, sizeof op);
+        fill(x, 28, 6); fill(residual, 28, 7); fill(w, 7, 8); fill(b, 7, 9);
+        op.x = amp_tensor2(x, AMP_F32, 4, 7); op.residual = amp_tensor2(residual, AMP_F32, 4, 7);
+        op.sum = amp_tensor2(sum, AMP_F32, 4, 7); op.y = amp_tensor2(y, AMP_F32, 4, 7);
+        op.weight = &weight; op.bias = rms_norm ? NULL : &bias;
+        op.mean = mean; op.rstd = rstd;
+        run_norm(&op);
+        op.dy = amp_tensor2(loss_weights, AMP_F32, 4, 7);
+        op.dx = amp_tensor2(dx, AMP_F32, 4, 7);
+        CHECK_OK(rms_norm ? amp_rmsnorm_backward(amp, &op) : amp_layernorm_backward(amp, &op));
+        check_gradient("norm dx", x, dx, 28, run_norm, &op);
+        check_gradient("norm dresidual", residual, dx, 28, run_norm, &op);
+        check_gradient("norm dweight", w, dw, 7, run_norm, &op);
+        if (!rms_norm) check_gradient("norm dbias", b, db, 7, run_norm, &op);
+    }
+}
+
+/* ---- attention and softmax */
+
+static float qkv[ROOM], dqkv[ROOM], lse[64];
+
+static double run_attention(void *arg) {
+    CHECK_OK(amp_attention(amp, (amp_attention_op *)arg));
+    return scalar(y, 2 * 5 * 2 * 3);
+}
+
+static amp_tensor qkv_view(float *data, int which) {
+    amp_tensor t = amp_tensor4(data + which * 6, AMP_F32, 2, 5, 2, 3);
+    t.stride[0] = 5 * 18; t.stride[1] = 18; t.stride[2] = 3; t.stride[3] = 1;
+    return t;
+}
+
+TEST(attention_on_packed_qkv) {
+    for (int kind = AMP_MASK_NONE; kind <= AMP_MASK_WINDOW; kind++) {
+        static const int32_t lengths[2] = {4, 5};
+        amp_attention_op op;
+        memset(&op, 0, sizeof op);
+        fill(qkv, 180, 10);
+        op.q = qkv_view(qkv, 0); op.k = qkv_view(qkv, 1); op.v = qkv_view(qkv, 2);
+        op.o = amp_tensor4(y, AMP_F32, 2, 5, 2, 3);
+        op.lse = lse;
+        op.mask.kind = (amp_mask_kind)kind; op.mask.window = 2; op.mask.lengths = lengths;
+        run_attention(&op);
+        op.d_o = amp_tensor4(loss_weights, AMP_F32, 2, 5, 2, 3);
+        op.dq = qkv_view(dqkv, 0); op.dk = qkv_view(dqkv, 1); op.dv = qkv_view(dqkv, 2);
+        CHECK_OK(amp_attention_backward(amp, &op));
+        check_gradient("attention", qkv, dqkv, 180, run_attention, &op);
+    }
+}
+
+static double run_softmax(void *arg) {
+    CHECK_OK(amp_softmax(amp, (amp_softmax_op *)arg));
+    return scalar(y, 18);
+}
+
+TEST(softmax) {
+    amp_softmax_op op;
+    memset(&op, 0, sizeof op);
+    fill(x, 18, 11);
+    op.x = amp_tensor4(x, AMP_F32, 1, 2, 3, 3); op.y = amp_tensor4(y, AMP_F32, 1, 2, 3, 3);
+    op.scale = 0.7f; op.mask.kind = AMP_MASK_CAUSAL;
+    run_softmax(&op);
+    op.dy = amp_tensor4(loss_weights, AMP_F32, 1, 2, 3, 3);
+    op.dx = amp_tensor4(dx, AMP_F32, 1, 2, 3, 3);
+    CHECK_OK(amp_softmax_backward(amp, &op));
+    check_gradient("softmax", x, dx, 18, run_softmax, &op);
+}
+
+/* ---- activations */
+
+static double run_activation(void *arg) {
+    CHECK_OK(amp_activation(amp, (amp_activation_op *)arg));
+    return scalar(y, 19);
+}
+
+TEST(activations) {
+    for (int act = AMP_ACT_GELU; act <= AMP_ACT_RELU; act++) {
+        amp_activation_op op;
+        memset(&op, 0, sizeof op);
+        fill(x, 19, 12);
+        for (int i = 0; i < 19; i++) x[i] *= 3;
+        op.x = amp_tensor1(x, AMP_F32, 19); op.y = amp_tensor1(y, AMP_F32, 19); op.act = (amp_activation_kind)act;
+        run_activation(&op);
+        op.dy = amp_tensor1(loss_weights, AMP_F32, 19); op.dx = amp_tensor1(dx, AMP_F32, 19);
+        CHECK_OK(amp_activation_backward(amp, &op));
+        check_gradient("activation", x, dx, 19, run_activation, &op);
+    }
+}
+
+static double run_swiglu(void *arg) {
+    CHECK_OK(amp_swiglu(amp, (amp_swiglu_op *)arg));
+    return scalar(y, 12);
+}
+
+TEST(swiglu_on_one_buffer) {
+    amp_swiglu_op op;
+    memset(&op, 0, sizeof op);
+    fill(x, 24, 13);
+    op.gate = amp_tensor2(x, AMP_F32, 3, 4); op.gate.stride[0] = 8; op.gate.stride[1] = 1;
+    op.up = op.gate; op.up.data = x + 4;
+    op.y = amp_tensor2(y, AMP_F32, 3, 4);
+    run_swiglu(&op);
+    op.dy = amp_tensor2(loss_weights, AMP_F32, 3, 4);
+    op.dgate = op.gate; op.dgate.data = dx;
+    op.dup = op.gate; op.dup.data = dx + 4;
+    CHECK_OK(amp_swiglu_backward(amp, &op));
+    check_gradient("swiglu", x, dx, 24, run_swiglu, &op);
+}
+
+/* ---- losses and embedding */
+
+static float loss;
+
+static double run_cross_entropy(void *arg) {
+    amp_cross_entropy_op op = *(amp_cross_entropy_op *)arg;
+    op.dlogits.data = NULL;
+    CHECK_OK(amp_cross_entropy(amp, &op));
+    return (double)loss;
+}
+
+TEST(cross_entropy) {
+    static const int32_t labels[5] = {3, 0, -100, 2, 1};
+    amp_cross_entropy_op op;
+    memset(&op, 0, sizeof op);
+    fill(x, 25, 14);
+    op.logits = amp_tensor2(x, AMP_F32, 5, 5); op.dlogits = amp_tensor2(dx, AMP_F32, 5, 5);
+    op.labels = labels; op.classes = 4; op.label_smoothing = 0.1f; op.loss = &loss;
+    CHECK_OK(amp_cross_entropy(amp, &op));
+    check_gradient("cross entropy", x, dx, 25, run_cross_entropy, &op);
+}
+
+TEST(cross_entropy_seed_scales_the_gradient_only) {
+    static const int32_t labels[2] = {1, 0};
+    static const float seed = 1024;
+    float plain[6], scaled[6], plain_loss;
+    amp_cross_entropy_op op;
+    memset(&op, 0, sizeof op);
+    fill(x, 6, 15);
+    op.logits = amp_tensor2(x, AMP_F32, 2, 3); op.dlogits = amp_tensor2(plain, AMP_F32, 2, 3);
+    op.labels = labels; op.loss = &loss;
+    CHECK_OK(amp_cross_entropy(amp, &op));
+    plain_loss = loss;
+    op.dlogits.data = scaled; op.seed = &seed;
+    CHECK_OK(amp_cross_entropy(amp, &op));
+    CHECK(loss == plain_loss);
+    for (int i = 0; i < 6; i++) CHECK(fabsf(scaled[i] - 1024 * plain[i]) <= 1e-6f * fabsf(scaled[i]));
+}
+
+static double run_mse(void *arg) {
+    amp_mse_op op = *(amp_mse_op *)arg;
+    op.dx.data = NULL;
+    CHECK_OK(amp_mse(amp, &op));
+    return (double)loss;
+}
+
+TEST(mse) {
+    amp_mse_op op;
+    memset(&op, 0, sizeof op);
+    fill(x, 9, 16); fill(w, 9, 17);
+    op.x = amp_tensor1(x, AMP_F32, 9); op.target = amp_tensor1(w, AMP_F32, 9); op.dx = amp_tensor1(dx, AMP_F32, 9);
+    op.loss = &loss;
+    CHECK_OK(amp_mse(amp, &op));
+    check_gradient("mse", x, dx, 9, run_mse, &op);
+}
+
+static double run_embedding(void *arg) {
+    CHECK_OK(amp_embedding(amp, (amp_embedding_op *)arg));
+    return scalar(y, 24);
+}
+
+TEST(embedding) {
+    static const int32_t ids[6] = {4, 0, 4, 1, 4, 4};
+    amp_param table = make_param("t", w, dw, 5, 4), positions = make_param("p", b, db, 3, 4);
+    amp_embedding_op op;
+    memset(&op, 0, sizeof op);
+    fill(w, 20, 18); fill(b, 12, 19);
+    op.ids = ids; op.table = &table; op.positions = &positions; op.seq = 3;
+    op.y = amp_tensor2(y, AMP_F32, 6, 4);
+    run_embedding(&op);
+    op.dy = amp_tensor2(loss_weights, AMP_F32, 6, 4);
+    CHECK_OK(amp_embedding_backward(amp, &op));
+    check_gradient("embedding table", w, dw, 20, run_embedding, &op);
+    check_gradient("embedding positions", b, db, 12, run_embedding, &op);
+}
+
+/* ---- dropout, add, cast */
+
+TEST(dropout_repeats_its_mask_in_backward) {
+    amp_dropout_op op;
+    int kept = 0;
+    memset(&op, 0, sizeof op);
+    for (int i = 0; i < 4000; i++) x[i] = dy[i] = 1;
+    op.x = amp_tensor1(x, AMP_F32, 4000); op.y = amp_tensor1(y, AMP_F32, 4000); op.p = 0.25f;
+    CHECK_OK(amp_dropout(amp, &op));
+    op.dy = amp_tensor1(dy, AMP_F32, 4000); op.dx = amp_tensor1(dx, AMP_F32, 4000);
+    CHECK_OK(amp_dropout_backward(amp, &op));
+    CHECK(memcmp(y, dx, 4000 * sizeof *y) == 0);
+    for (int i = 0; i < 4000; i++) kept += y[i] != 0;
+    CHECK_MSG(abs(kept - 3000) < 5 * 28, "%d of 4000 kept", kept);      /* five standard deviations */
+    memcpy(dx, y, sizeof dx);
+    CHECK_OK(amp_dropout(amp, &op));
+    CHECK(memcmp(y, dx, 4000 * sizeof *y) != 0);
+}
+
+TEST(add_and_cast) {
+    static uint16_t low[8];
+    amp_tensor a = amp_tensor1(x, AMP_F32, 8), c = amp_tensor1(w, AMP_F32, 8), z = amp_tensor1(y, AMP_F32, 8);
+    amp_tensor l = amp_tensor1(low, AMP_BF16, 8);
+    fill(x, 8, 20); fill(w, 8, 21);
+    CHECK_OK(amp_add(amp, &a, &c, &z));
+    for (int i = 0; i < 8; i++) CHECK(y[i] == x[i] + w[i]);
+    CHECK_OK(amp_cast(amp, &a, &l));
+    for (int i = 0; i < 8; i++) CHECK_EQ(low[i], amp_bf16_from_f32(x[i], 0));
+}
+
+TEST(gemm_is_blas_shaped) {
+    float a[6] = {1, 2, 3, 4, 5, 6}, c[6] = {7, 8, 9, 10, 11, 12}, row[4] = {1, 1, 1, 1}, col[4] = {1, 1, 1, 1};
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 3, 1, a, 3, c, 2, 0, row, 2));
+    CHECK(row[0] == 58 && row[1] == 64 && row[2] == 139 && row[3] == 154);
+    CHECK_OK(amp_gemm(amp, AMP_COL_MAJOR, AMP_TRANS, AMP_TRANS, 2, 2, 3, 1, a, 3, c, 2, 0, col, 2));
+    CHECK(col[0] == 58 && col[1] == 139 && col[2] == 64 && col[3] == 154);
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 3, 1, a, 3, c, 2, 2, row, 2));
+    CHECK(row[0] == 174);
+    CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 3, 1, a, 2, c, 2, 0, row, 2), AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "lda = 2") != NULL);
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 0, 2, 3, 1, NULL, 3, NULL, 2, 0, NULL, 2));
+}
+
+/* ---- refusals leave everything as it was */
+
+TEST(refusals) {
+    amp_param weight = make_param("w", w, dw, 5, 3);
+    amp_linear_op op;
+    memset(&op, 0, sizeof op);
+    CHECK_ERR(amp_linear(NULL, &op), AMP_ERR_NULL);
+    CHECK_ERR(amp_linear(amp, &op), AMP_ERR_NULL);
+    op.weight = &weight;
+    op.x = amp_tensor2(x, AMP_F32, 7, 4); op.y = amp_tensor2(y, AMP_F32, 7, 5);
+    CHECK_ERR(amp_linear(amp, &op), AMP_ERR_SHAPE);
+    CHECK(strstr(amp_last_error(), ".weight is [5, 3] fp32, must be [5, 4]") != NULL);
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_STATE);
+    op.x.dtype = AMP_F64;
+    CHECK_ERR(amp_linear(amp, &op), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_linear_v(amp, &op, AMP_ABI(amp_linear_op) + 8), AMP_ERR_VERSION);
+    {
+        static const int32_t bad[2] = {0, 3};
+        amp_cross_entropy_op ce;
+        amp_desc settings;
+        memset(&ce, 0, sizeof ce);
+        ce.logits = amp_tensor2(x, AMP_F32, 2, 3); ce.labels = bad; ce.loss = &loss;
+        amp_query(amp, &settings);
+        if (settings.backend->host_visible) {
+            CHECK_ERR(amp_cross_entropy(amp, &ce), AMP_ERR_LABEL);
+            CHECK(strstr(amp_last_error(), ".labels[1] = 3") != NULL);
+        } else {                /* a device tells at the next wait, once */
+            CHECK_OK(amp_cross_entropy(amp, &ce));
+            CHECK_ERR(amp_sync(amp), AMP_ERR_LABEL);
+            CHECK_OK(amp_sync(amp));
+        }
+    }
+}
+
+static void run_all(void) {
+    RUN(linear); RUN(gradients_overwrite_then_add); RUN(matmul); RUN(norms); RUN(attention_on_packed_qkv); RUN(softmax);
+    RUN(activations); RUN(swiglu_on_one_buffer); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
+    RUN(mse); RUN(embedding); RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
+}
+
+TEST(every_kernel_went_through_the_table) {
+    CHECK(recording.calls > 500);
+    CHECK(recording.allocs == recording.frees);
+}
+
+TEST(a_failing_kernel_is_reported) {
+    amp_desc desc;
+    amp_tensor a = amp_tensor1(x, AMP_F32, 8);
+    amp_context *other;
+    memset(&desc, 0, sizeof desc);
+    desc.backend = recording_backend();
+    CHECK_OK(amp_open(&other, &desc));
+    recording.fail_at = 1;
+    CHECK_ERR(amp_add(other, &a, &a, &a), AMP_ERR_DEVICE);
+    CHECK_OK(amp_add(other, &a, &a, &a));
+    amp_close(other);
+}
+
+int main(int argc, char **argv) {
+    amp_desc desc;
+    TEST_BEGIN(argc, argv);
+    fill(loss_weights, ROOM, 99);
+    if (amp_open(&amp, NULL) != AMP_OK) { printf("%s\n", amp_last_error()); return 1; }
+    run_all();
+    amp_close(amp);
+    memset(&desc, 0, sizeof desc);
+    desc.backend = recording_backend();
+    if (amp_open(&amp, &desc) != AMP_OK) { printf("%s\n", amp_last_error()); return 1; }
+    run_all();
+    amp_close(amp);
+    RUN(every_kernel_went_through_the_table);
+    RUN(a_failing_kernel_is_reported);
+    return TEST_END();
+}

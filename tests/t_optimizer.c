@@ -1,0 +1,1073 @@
+/* Optimizers and the step: against PyTorch, skips, accumulation, groups, masters, outcomes, save and load.
+ *
+ *     gcc -O2 -fopenmp tests/t_optimizer.c -o t_optimizer -lm -lpthread && ./t_optimizer      (from the project root)
+ *
+ * tests/oracle/optimizer.py writes the golden data. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+#include "golden.h"
+
+enum { TENSORS = 5, ROOM = 400 };
+static const int64_t shapes[TENSORS][2] = {{7, 13}, {33, 0}, {19, 17}, {1, 0}, {30, 5}};
+static const char *const names[TENSORS] = {"a.weight", "a.bias", "b.weight", "b.bias", "c.weight"};
+
+/* Five parameters with their weights and gradients, in any storage dtype. */
+typedef struct model {
+    float w[TENSORS][ROOM], g[TENSORS][ROOM];
+    uint16_t w16[TENSORS][ROOM], g16[TENSORS][ROOM];
+    amp_dtype weight, grad;
+    amp_param p[TENSORS];
+} model;
+
+static int64_t count_of(int i) { return shapes[i][0] * (shapes[i][1] ? shapes[i][1] : 1); }
+
+static amp_tensor view(const void *data, amp_dtype dtype, int i) {
+    return shapes[i][1] ? amp_tensor2(data, dtype, shapes[i][0], shapes[i][1]) : amp_tensor1(data, dtype, shapes[i][0]);
+}
+
+static void model_init(model *m, amp_dtype weight, amp_dtype grad) {
+    int i;
+    memset(m, 0, sizeof *m);
+    m->weight = weight;
+    m->grad = grad;
+    for (i = 0; i < TENSORS; i++) {
+        ampt_uniform(m->w[i], count_of(i), 31, (uint32_t)i, 1, 0);
+        if (weight != AMP_F32) CHECK_OK(amp_convert(m->w16[i], weight, m->w[i], AMP_F32, count_of(i), NULL, NULL));
+        m->p[i].name = names[i];
+        m->p[i].weight = weight == AMP_F32 ? view(m->w[i], weight, i) : view(m->w16[i], weight, i);
+        m->p[i].grad = grad == AMP_F32 ? view(m->g[i], grad, i) : view(m->g16[i], grad, i);
+    }
+}
+
+/* The gradients of a step, times factor; 16-bit ones are rounded, and m->g holds what they then are. */
+static void model_backward(model *m, int step, float factor) {
+    int64_t k;
+    int i;
+    for (i = 0; i < TENSORS; i++) {
+        ampt_uniform(m->g[i], count_of(i), 32, (uint32_t)(16 * step + i), (float)(0.01 * (1 + step % 7)), 0.002f);
+        for (k = 0; k < count_of(i); k++) m->g[i][k] *= factor;
+        if (m->grad != AMP_F32) {
+            CHECK_OK(amp_convert(m->g16[i], m->grad, m->g[i], AMP_F32, count_of(i), NULL, NULL));
+            CHECK_OK(amp_convert(m->g[i], AMP_F32, m->g16[i], m->grad, count_of(i), NULL, NULL));
+        }
+        m->p[i].grad_live = 1;
+    }
+}
+
+static amp_context *open_context(amp_cpu_path path, int threads, amp_level level) {
+    amp_context *amp = NULL;
+    amp_desc d;
+    memset(&d, 0, sizeof d);
+    d.cpu_path = path;
+    d.threads = threads;
+    d.level = level;
+    d.logger.level = AMP_LOG_OFF;
+    CHECK_OK(amp_open(&amp, &d));
+    return amp;
+}
+
+static amp_optimizer_desc adamw(model *m) {
+    amp_optimizer_desc d;
+    memset(&d, 0, sizeof d);
+    d.params = m->p;
+    d.n_params = TENSORS;
+    d.lr = 0.01;
+    d.weight_decay = 0.1;
+    return d;
+}
+
+static amp_optimizer *make(amp_context *amp, const amp_optimizer_desc *d) {
+    amp_optimizer *o = NULL;
+    CHECK_OK(amp_optimizer_create(amp, &o, d));
+    return o;
+}
+
+static amp_scaler *make_scaler(amp_context *amp, float init, int32_t interval) {
+    amp_scaler *s = NULL;
+    amp_scaler_desc d;
+    memset(&d, 0, sizeof d);
+    d.init_scale = init;
+    d.growth_interval = interval;
+    CHECK_OK(amp_scaler_create(amp, &s, &d));
+    return s;
+}
+
+/* ---- Against PyTorch */
+
+typedef struct kase { const char *name; amp_optimizer_kind kind; double lr, beta1, beta2, eps, decay, momentum, dampening, clip; int nesterov, maximize, schedule; } kase;
+static const kase cases[] = {
+    {"adamw", AMP_ADAMW, 1e-3, 0, 0, 0, 0.1, 0, 0, 0.4, 0, 0, 0},
+    {"adamw_betas", AMP_ADAMW, 3e-3, 0.8, 0.95, 1e-6, 0, 0, 0, 0, 0, 0, 0},
+    {"adamw_maximize", AMP_ADAMW, 1e-2, 0, 0, 0, 0.01, 0, 0, 0, 0, 1, 1},
+    {"sgd", AMP_SGD, 0.05, 0, 0, 0, 0.02, 0, 0, 0.5, 0, 0, 0},
+    {"sgd_momentum", AMP_SGD, 0.02, 0, 0, 0, 0, 0.9, 0.1, 0, 0, 0, 1},
+    {"sgd_nesterov", AMP_SGD, 0.01, 0, 0, 0, 0.05, 0.9, 0, 0, 1, 1, 0}};
+enum { CASES = sizeof cases / sizeof cases[0] };
+
+static amp_optimizer_desc case_desc(model *m, const kase *c) {
+    amp_optimizer_desc d = adamw(m);
+    d.kind = c->kind; d.lr = c->lr; d.beta1 = c->beta1; d.beta2 = c->beta2; d.eps = c->eps; d.weight_decay = c->decay;
+    d.momentum = c->momentum; d.dampening = c->dampening; d.clip_norm = c->clip; d.nesterov = c->nesterov; d.maximize = c->maximize;
+    return d;
+}
+
+static double case_rate(const kase *c, int step) { return c->schedule ? c->lr * (0.25 + 0.75 * (step % 8) / 8) : c->lr; }
+
+/* The distance of a tensor from the fp64 result, as a relative norm. */
+static double distance(const float *w, const double *exact, int64_t n) {
+    double off = 0, own = 0;
+    int64_t k;
+    for (k = 0; k < n; k++) {
+        off += ((double)w[k] - exact[k]) * ((double)w[k] - exact[k]);
+        own += exact[k] * exact[k];
+    }
+    return sqrt(off / own);
+}
+
+/* Our distance from the fp64 result may be 1.2 times that of PyTorch's fp32, per tensor; a tensor where PyTorch was
+   lucky may be off by the one rounding to fp32 that every step ends with: sqrt(100) u / 2, as roundings add up like a
+   random walk. */
+static void compare_with_torch(const kase *c, amp_cpu_path path, const ampt_golden *golden) {
+    static model m;
+    amp_context *amp = open_context(path, 2, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    char record[64];
+    double *norms = NULL, u = ldexp(1, -24), worst = 0;
+    int64_t n;
+    int step, i;
+    model_init(&m, AMP_F32, AMP_F32);
+    d = case_desc(&m, c);
+    o = make(amp, &d);
+    snprintf(record, sizeof record, "%s/norms", c->name);
+    if (c->clip > 0) norms = (double *)ampt_golden_read(golden, record, 2, &n);
+    for (step = 0; step < 100; step++) {
+        amp_found found;
+        model_backward(&m, step, 1);
+        CHECK_OK(amp_optimizer_set_lr(o, case_rate(c, step)));
+        CHECK_OK(amp_step(o, NULL));
+        CHECK_OK(amp_set_found(amp_optimizer_set(o), &found));
+        if (norms != NULL) CHECK_MSG(fabs((double)found.norm - norms[step]) <= 1.01 * u * norms[step], "%s step %d: norm %.9g, torch %.9g", c->name, step, (double)found.norm, norms[step]);
+    }
+    for (i = 0; i < TENSORS; i++) {
+        double *exact, off, bound;
+        snprintf(record, sizeof record, "%s/%d", c->name, i);
+        exact = (double *)ampt_golden_read(golden, record, 2, &n);
+        CHECK_EQ(n, count_of(i));
+        snprintf(record, sizeof record, "%s/%d/torch", c->name, i);
+        bound = 1.2 * ampt_golden_number(golden, record);
+        if (bound < 5 * u) bound = 5 * u;
+        off = distance(m.w[i], exact, n);
+        CHECK_MSG(off <= bound, "%s, path %d, %s: off by %.2e, at most %.2e", c->name, (int)path, names[i], off, bound);
+        if (off / bound > worst) worst = off / bound;
+        free(exact);
+    }
+    if (getenv("AMPT_VERBOSE")) printf("%s path %d: worst %.2f of the bound\n", c->name, (int)path, worst);
+    free(norms);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+TEST(hundred_steps_are_as_close_as_torchs) {
+    ampt_golden golden = ampt_golden_open("optimizer.bin");
+    int c, path;
+    for (c = 0; c < CASES; c++)
+        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) compare_with_torch(&cases[c], (amp_cpu_path)path, &golden);
+    free(golden.data);
+}
+
+/* A loss scale that is a power of two changes nothing, whatever way the gradients are unscaled. */
+TEST(scale_does_not_change_the_weights) {
+    static model m[3];
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s[3] = {NULL, NULL, NULL};
+    amp_optimizer *o[3];
+    int k, step;
+    for (k = 0; k < 3; k++) {
+        amp_optimizer_desc d;
+        model_init(&m[k], AMP_F32, AMP_F32);
+        d = adamw(&m[k]);
+        o[k] = make(amp, &d);
+        if (k) s[k] = make_scaler(amp, 1024, 5);
+    }
+    for (step = 0; step < 40; step++) {
+        for (k = 0; k < 3; k++) {
+            model_backward(&m[k], step, amp_scaler_scale(s[k]));
+            if (k == 2) CHECK_OK(amp_scaler_check(s[k], amp_optimizer_set(o[k]), AMP_CHECK_UNSCALE));
+            CHECK_OK(amp_step(o[k], s[k]));
+        }
+        CHECK(memcmp(m[0].w, m[1].w, sizeof m[0].w) == 0);
+        CHECK(memcmp(m[0].w, m[2].w, sizeof m[0].w) == 0);
+    }
+    CHECK(amp_scaler_scale(s[1]) == 1024 * 256);
+    for (k = 0; k < 3; k++) { amp_optimizer_destroy(o[k]); amp_scaler_destroy(s[k]); }
+    amp_close(amp);
+}
+
+/* ---- Storage */
+
+/* Gradients in 16 bits are widened, so they do what the same numbers in fp32 do. */
+TEST(sixteen_bit_gradients_and_masters) {
+    static model a, b;
+    static const amp_dtype kinds[2] = {AMP_F16, AMP_BF16};
+    int kind, grad16, sgd, step, i, path;
+    for (kind = 0; kind < 2; kind++) for (grad16 = 0; grad16 < 2; grad16++) for (sgd = 0; sgd < 2; sgd++)
+    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        amp_context *amp = open_context((amp_cpu_path)path, 1, AMP_LEVEL_O2);
+        amp_optimizer_desc d;
+        amp_optimizer *x, *y;
+        model_init(&a, kinds[kind], grad16 ? kinds[kind] : AMP_F32);
+        model_init(&b, AMP_F32, AMP_F32);
+        for (i = 0; i < TENSORS; i++) CHECK_OK(amp_convert(b.w[i], AMP_F32, a.w16[i], kinds[kind], count_of(i), NULL, NULL));
+        d = adamw(&a);
+        if (sgd) { d.kind = AMP_SGD; d.momentum = 0.9; }
+        x = make(amp, &d);
+        d.params = b.p;
+        y = make(amp, &d);
+        for (step = 0; step < 12; step++) {
+            model_backward(&a, step, 1);
+            model_backward(&b, step, 1);
+            memcpy(b.g, a.g, sizeof a.g);
+            CHECK_OK(amp_step(x, NULL));
+            CHECK_OK(amp_step(y, NULL));
+            for (i = 0; i < TENSORS; i++) {
+                uint16_t rounded[ROOM];
+                CHECK_OK(amp_convert(rounded, kinds[kind], b.w[i], AMP_F32, count_of(i), NULL, NULL));
+                CHECK(memcmp(a.p[i].master, b.w[i], (size_t)count_of(i) * 4) == 0);
+                CHECK(memcmp(a.w16[i], rounded, (size_t)count_of(i) * 2) == 0);
+            }
+        }
+        amp_optimizer_destroy(x);
+        amp_optimizer_destroy(y);
+        CHECK(a.p[0].master == NULL);
+        amp_close(amp);
+    }
+}
+
+/* O3 has no masters: the 16-bit weight is widened, updated and rounded to nearest. */
+TEST(level_o3_updates_sixteen_bit_weights) {
+    static model a, b;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O3);
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    int step, i;
+    model_init(&a, AMP_BF16, AMP_F32);
+    model_init(&b, AMP_F32, AMP_F32);
+    for (i = 0; i < TENSORS; i++) CHECK_OK(amp_convert(b.w[i], AMP_F32, a.w16[i], AMP_BF16, count_of(i), NULL, NULL));
+    d = adamw(&a);
+    x = make(amp, &d);
+    CHECK(a.p[0].master == NULL);
+    d.params = b.p;
+    y = make(amp, &d);
+    for (step = 0; step < 20; step++) {
+        model_backward(&a, step, 1);
+        model_backward(&b, step, 1);
+        CHECK_OK(amp_step(x, NULL));
+        CHECK_OK(amp_step(y, NULL));
+        for (i = 0; i < TENSORS; i++) {     /* b is rounded after each step too */
+            uint16_t rounded[ROOM];
+            CHECK_OK(amp_convert(rounded, AMP_BF16, b.w[i], AMP_F32, count_of(i), NULL, NULL));
+            CHECK(memcmp(a.w16[i], rounded, (size_t)count_of(i) * 2) == 0);
+            CHECK_OK(amp_convert(b.w[i], AMP_F32, rounded, AMP_BF16, count_of(i), NULL, NULL));
+        }
+    }
+    amp_optimizer_destroy(x);
+    amp_optimizer_destroy(y);
+    amp_close(amp);
+}
+
+TEST(refresh_makes_masters_from_weights) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    uint64_t version;
+    float widened;
+    model_init(&m, AMP_BF16, AMP_BF16);
+    d = adamw(&m);
+    o = make(amp, &d);
+    model_backward(&m, 0, 1);
+    CHECK_OK(amp_step(o, NULL));
+    version = m.p[0].version;
+    m.w16[0][3] = amp_bf16_from_f32(3.5f, 0);
+    CHECK_OK(amp_optimizer_refresh(o));
+    widened = 3.5f;
+    CHECK(memcmp((float *)m.p[0].master + 3, &widened, 4) == 0);
+    CHECK(m.p[0].version > version);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+/* ---- Skips */
+
+typedef struct { float w[TENSORS][ROOM]; float arrays[3][TENSORS][ROOM]; int64_t step; double power1, power2; } snapshot;
+static void take(snapshot *s, const model *m, const amp_optimizer *o) {
+    int i, a;
+    memset(s, 0, sizeof *s);
+    for (i = 0; i < TENSORS; i++) {
+        memcpy(s->w[i], m->weight == AMP_F32 ? (const void *)m->w[i] : (const void *)m->w16[i], (size_t)count_of(i) * amp_dtype_size(m->weight));
+        for (a = 0; a < AMPI_ARRAYS; a++) {
+            const void *array = *ampi_row_array(&o->set->rows[i], a);
+            if (array != NULL) memcpy(s->arrays[a][i], array, (size_t)count_of(i) * 4);
+        }
+    }
+    s->step = o->set->found->step;
+    s->power1 = o->set->found->beta1_power;
+    s->power2 = o->set->found->beta2_power;
+}
+
+TEST(a_skip_leaves_everything_bit_for_bit) {
+    static model m;
+    static snapshot before, after;
+    int kind, bad, scaled;
+    for (kind = 0; kind < 2; kind++) for (bad = 0; bad < 3; bad++) for (scaled = 0; scaled < 2; scaled++) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+        amp_optimizer_desc d;
+        amp_optimizer *o;
+        amp_scaler *s = scaled ? make_scaler(amp, 1024, 0) : NULL;
+        amp_outcome out;
+        int step;
+        model_init(&m, kind ? AMP_BF16 : AMP_F32, AMP_F32);
+        d = adamw(&m);
+        if (kind) { d.kind = AMP_SGD; d.momentum = 0.5; }
+        d.outcome_lag = AMP_LAG_NONE;
+        o = make(amp, &d);
+        for (step = 0; step < 3; step++) {
+            model_backward(&m, step, scaled ? 1024.0f : 1.0f);
+            CHECK_OK(amp_step(o, s));
+            CHECK(amp_outcome_next(o, &out) == 1 && out.applied == 1);
+        }
+        take(&before, &m, o);
+        model_backward(&m, step, scaled ? 1024.0f : 1.0f);
+        m.g[3][0] = bad == 0 ? INFINITY : bad == 1 ? -INFINITY : NAN;
+        CHECK_OK(amp_step(o, s));
+        take(&after, &m, o);
+        CHECK(memcmp(&before, &after, sizeof before) == 0);
+        CHECK(m.p[0].grad_live == 0);                                 /* the cycle is over all the same */
+        CHECK(amp_outcome_next(o, &out) == 1);
+        CHECK(out.applied == 0 && out.step == 4 && out.applied_steps == 3 && out.total_skips == 1 && out.consecutive_skips == 1);
+        CHECK(out.first_bad != NULL && strcmp(out.first_bad, "b.bias") == 0);
+        CHECK(out.scale == (scaled ? 1024 : 1) && out.at_floor == 0);
+        if (scaled) CHECK(amp_scaler_scale(s) == 512);
+        model_backward(&m, 4, scaled ? 512.0f : 1.0f);
+        CHECK_OK(amp_step(o, s));
+        CHECK(amp_outcome_next(o, &out) == 1 && out.applied == 1 && out.applied_steps == 4 && out.consecutive_skips == 0 && out.total_skips == 1);
+        CHECK_EQ(o->set->found->step, 4);
+        amp_optimizer_destroy(o);
+        amp_scaler_destroy(s);
+        amp_close(amp);
+    }
+}
+
+/* A skipped step is as if it had never been: the run goes on like one without it. */
+TEST(a_skip_leaves_no_trace) {
+    static model a, b;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    int step;
+    model_init(&a, AMP_F32, AMP_F32);
+    model_init(&b, AMP_F32, AMP_F32);
+    d = adamw(&a);
+    x = make(amp, &d);
+    d.params = b.p;
+    y = make(amp, &d);
+    for (step = 0; step < 10; step++) {
+        model_backward(&a, step, 1);
+        CHECK_OK(amp_step(x, NULL));
+        if (step % 3 == 0) {
+            model_backward(&b, step, 1);
+            b.g[2][5] = NAN;
+            CHECK_OK(amp_step(y, NULL));
+        }
+        model_backward(&b, step, 1);
+        CHECK_OK(amp_step(y, NULL));
+    }
+    CHECK(memcmp(a.w, b.w, sizeof a.w) == 0);
+    amp_optimizer_destroy(x);
+    amp_optimizer_destroy(y);
+    amp_close(amp);
+}
+
+TEST(apply_nonfinite_steps_without_a_scaler_only) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, 1024, 0);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    float before;
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    d.apply_nonfinite = 1;
+    o = make(amp, &d);
+    before = m.w[0][0];
+    model_backward(&m, 0, 1);
+    m.g[3][0] = NAN;
+    CHECK_OK(amp_step(o, s));
+    CHECK(memcmp(&before, &m.w[0][0], 4) == 0);
+    m.p[0].grad_live = m.p[1].grad_live = m.p[2].grad_live = m.p[3].grad_live = m.p[4].grad_live = 1;
+    CHECK_OK(amp_step(o, NULL));
+    CHECK(memcmp(&before, &m.w[0][0], 4) != 0);
+    CHECK(!amp_is_finite_f32(&m.w[3][0]));
+    amp_optimizer_destroy(o);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+/* Two optimizers share a scaler: only the one that overflowed skips, and the scale shrinks once. */
+TEST(only_the_offender_skips) {
+    static model a, b;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, 1024, 0);
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    float wa, wb;
+    model_init(&a, AMP_F32, AMP_F32);
+    model_init(&b, AMP_F32, AMP_F32);
+    d = adamw(&a);
+    x = make(amp, &d);
+    d.params = b.p;
+    y = make(amp, &d);
+    model_backward(&a, 0, 1024);
+    model_backward(&b, 0, 1024);
+    b.g[0][0] = INFINITY;
+    wa = a.w[0][0]; wb = b.w[0][0];
+    CHECK_OK(amp_optimizer_step(y, s));
+    CHECK_OK(amp_optimizer_step(x, s));
+    CHECK_ERR(amp_optimizer_step(x, s), AMP_ERR_STEPPED);
+    CHECK_OK(amp_scaler_update(s));
+    CHECK(memcmp(&wa, &a.w[0][0], 4) != 0 && memcmp(&wb, &b.w[0][0], 4) == 0);
+    CHECK(amp_scaler_scale(s) == 512);
+    amp_optimizer_destroy(x);
+    amp_optimizer_destroy(y);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+/* ---- Accumulation, clipping, groups */
+
+/* Four micro-batches whose gradients were added are one batch of the average; sums of this kind are exact here. */
+TEST(accumulation_is_one_big_batch) {
+    static model a, b;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, 256, 0);
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    int step, micro, i, k;
+    model_init(&a, AMP_F32, AMP_F32);
+    model_init(&b, AMP_F32, AMP_F32);
+    d = adamw(&a);
+    d.clip_norm = 0.3;
+    d.accumulation = 4;
+    x = make(amp, &d);
+    d.params = b.p;
+    d.accumulation = 1;
+    y = make(amp, &d);
+    for (step = 0; step < 6; step++) {
+        model_backward(&b, step, 1);
+        for (micro = 0; micro < 4; micro++) {
+            float before[TENSORS][ROOM];
+            memcpy(before, a.w, sizeof before);
+            for (i = 0; i < TENSORS; i++) {
+                int add = amp_param_accumulate(&a.p[i]);
+                CHECK_EQ(add, micro > 0);
+                for (k = 0; k < count_of(i); k++) a.g[i][k] = (add ? a.g[i][k] : 0) + b.g[i][k] * 256;
+            }
+            CHECK_OK(amp_step(x, s));
+            CHECK_EQ(memcmp(before, a.w, sizeof before) != 0, micro == 3);
+        }
+        CHECK_OK(amp_step(y, NULL));
+        CHECK(memcmp(a.w, b.w, sizeof a.w) == 0);
+    }
+    CHECK_EQ(amp_scaler_device(s)->updates, 6);
+    amp_optimizer_destroy(x);
+    amp_optimizer_destroy(y);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+TEST(clip_each_clips_the_running_sum) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, 64, 0);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_outcome out;
+    double norm = 0, want;
+    int i, k;
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    d.clip_norm = 0.01;
+    d.clip_each = 1;
+    d.accumulation = 2;
+    d.outcome_lag = AMP_LAG_NONE;
+    o = make(amp, &d);
+    model_backward(&m, 3, 64);
+    for (i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) norm += (double)m.g[i][k] * (double)m.g[i][k];
+    norm = sqrt(norm);
+    CHECK(norm / 64 / 2 > 0.02);
+    CHECK_OK(amp_step(o, s));
+    for (want = 0, i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) want += (double)m.g[i][k] * (double)m.g[i][k];
+    CHECK_MSG(fabs(sqrt(want) / 64 / 2 - 0.01) < 2e-6, "the running sum has norm %g", sqrt(want) / 64 / 2);
+    CHECK_EQ(amp_outcome_next(o, &out), 0);
+    CHECK_OK(amp_step(o, s));           /* nothing added: the norm is the clipped one */
+    CHECK_EQ(amp_outcome_next(o, &out), 1);
+    CHECK(out.applied == 1 && fabs((double)out.norm - 0.01) < 2e-6);
+    /* an overflow in the first micro-batch skips the whole step */
+    model_backward(&m, 0, 64);
+    m.g[4][7] = INFINITY;
+    CHECK_OK(amp_step(o, s));
+    CHECK_OK(amp_step(o, s));
+    CHECK_EQ(amp_outcome_next(o, &out), 1);
+    CHECK(out.applied == 0 && strcmp(out.first_bad, "c.weight") == 0 && amp_scaler_scale(s) == 32);
+    amp_optimizer_destroy(o);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+TEST(groups_by_name) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_group groups[4];
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    char pattern[] = "a.*";
+    int i;
+    memset(groups, 0, sizeof groups);
+    groups[0].match = "?.bias"; groups[0].weight_decay = 0.5;
+    groups[1].match = pattern; groups[1].lr_scale = 2;
+    groups[2].match = "b*"; groups[2].lr_scale = (double)AMP_ZERO; groups[2].weight_decay = (double)AMP_ZERO;
+    groups[3].match = "*"; groups[3].lr_scale = 4;
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    d.groups = groups;
+    d.n_groups = 4;
+    o = make(amp, &d);
+    pattern[0] = 'z';                                                 /* patterns are copied */
+    memset(groups, 0xff, sizeof groups);
+    {
+        static const double scale[TENSORS] = {2, 1, 0, 1, 4}, decay[TENSORS] = {0.1, 0.5, 0, 0.5, 0.1};
+        for (i = 0; i < TENSORS; i++) {
+            CHECK_MSG(o->set->rows[i].lr_scale == scale[i], "%s: lr_scale %g", names[i], o->set->rows[i].lr_scale);
+            CHECK_MSG(o->set->rows[i].weight_decay == decay[i], "%s: weight_decay %g", names[i], o->set->rows[i].weight_decay);
+        }
+    }
+    model_backward(&m, 0, 1);
+    {
+        float before[2];
+        before[0] = m.w[2][0]; before[1] = m.w[0][0];
+        CHECK_OK(amp_step(o, NULL));
+        CHECK(memcmp(&before[0], &m.w[2][0], 4) == 0);                /* learning rate 0 */
+        /* the first AdamW step is w (1 - 2 lr decay) - 2 lr sign(g) */
+        CHECK(fabs((double)m.w[0][0] - ((double)before[1] * (1 - 0.02 * 0.1) - (m.g[0][0] > 0 ? 0.02 : -0.02))) < 1e-6);
+    }
+    amp_optimizer_destroy(o);
+    memset(groups, 0, sizeof groups);
+    d.n_groups = 0; d.groups = NULL;
+    o = make(amp, &d);                                                /* decay on matrices only ... */
+    for (i = 0; i < TENSORS; i++) CHECK(o->set->rows[i].weight_decay == (shapes[i][1] ? 0.1 : 0));
+    amp_optimizer_destroy(o);
+    d.decay_vectors = 1;
+    o = make(amp, &d);                                                /* ... unless asked for */
+    for (i = 0; i < TENSORS; i++) CHECK(o->set->rows[i].weight_decay == 0.1);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+TEST(parameters_without_a_gradient_are_passed_over) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    float w0[ROOM], w1[ROOM];
+    uint64_t version;
+    int step;
+    model_init(&m, AMP_F32, AMP_F32);
+    m.p[4].grad.data = NULL;                                          /* frozen */
+    d = adamw(&m);
+    o = make(amp, &d);
+    CHECK_EQ(o->set->n, 4);
+    memcpy(w1, m.w[4], sizeof w1);
+    for (step = 0; step < 6; step++) {
+        model_backward(&m, step, 1);
+        m.g[2][0] = NAN;
+        m.p[2].grad_live = step % 2 == 0 ? 0 : 1;                     /* its NaN does not count in even steps */
+        memcpy(w0, m.w[2], sizeof w0);
+        version = m.p[2].version;
+        CHECK_OK(amp_step(o, NULL));
+        CHECK(memcmp(w0, m.w[2], sizeof w0) == 0);
+        CHECK_EQ(m.p[2].version, version + (step % 2 == 0 ? 0 : 1));
+    }
+    CHECK_EQ(o->set->found->step, 3);
+    CHECK_EQ(o->set->found->skips, 3);
+    CHECK(memcmp(w1, m.w[4], sizeof w1) == 0);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+/* ---- The same bits for any number of threads */
+
+TEST(threads_do_not_change_a_bit) {
+    enum { N = 150001 };
+    static float w[2][N], g[2][N], small[2][3], gs[2][3];
+    static const int threads[2] = {1, 2};
+    float norm[2];
+    int kind, k, step;
+    for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
+        for (k = 0; k < 2; k++) {
+            amp_context *amp = open_context(AMP_CPU_DEFAULT, threads[k], AMP_LEVEL_DEFAULT);
+            amp_param p[2];
+            amp_optimizer_desc d;
+            amp_optimizer *o;
+            memset(p, 0, sizeof p);
+            memset(&d, 0, sizeof d);
+            ampt_uniform(w[k], N, 50, 0, 1, 0);
+            ampt_uniform(small[k], 3, 50, 1, 1, 0);
+            p[0].name = "small"; p[0].weight = amp_tensor1(small[k], AMP_F32, 3); p[0].grad = amp_tensor1(gs[k], AMP_F32, 3);
+            p[1].name = "big"; p[1].weight = amp_tensor1(w[k], AMP_F32, N); p[1].grad = amp_tensor1(g[k], AMP_F32, N);
+            d.params = p; d.n_params = 2; d.kind = (amp_optimizer_kind)kind; d.momentum = kind == AMP_SGD ? 0.9 : 0; d.clip_norm = 1;
+            o = make(amp, &d);
+            for (step = 0; step < 3; step++) {
+                amp_found f;
+                ampt_uniform(g[k], N, 51, (uint32_t)step, 1, 0);
+                ampt_uniform(gs[k], 3, 52, (uint32_t)step, 1, 0);
+                p[0].grad_live = p[1].grad_live = 1;
+                CHECK_OK(amp_step(o, NULL));
+                CHECK_OK(amp_set_found(amp_optimizer_set(o), &f));
+                norm[k] = f.norm;
+            }
+            amp_optimizer_destroy(o);
+            amp_close(amp);
+        }
+        CHECK(memcmp(w[0], w[1], sizeof w[0]) == 0 && memcmp(small[0], small[1], sizeof small[0]) == 0);
+        CHECK(memcmp(&norm[0], &norm[1], 4) == 0);
+    }
+}
+
+/* ---- Outcomes */
+
+TEST(outcomes_come_at_a_fixed_lag) {
+    static model m;
+    static const int lags[4] = {0, AMP_LAG_NONE, 5, 63};
+    int l, step;
+    for (l = 0; l < 4; l++) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+        amp_scaler *s = make_scaler(amp, 4, 0);
+        amp_optimizer_desc d;
+        amp_optimizer *o;
+        amp_outcome out;
+        int lag = lags[l] == AMP_LAG_NONE ? 0 : lags[l] == 0 ? 2 : lags[l], got = 0;
+        model_init(&m, AMP_F32, AMP_F32);
+        d = adamw(&m);
+        d.outcome_lag = lags[l];
+        o = make(amp, &d);
+        CHECK_EQ(amp_outcome_next(o, &out), 0);
+        for (step = 1; step <= 80; step++) {
+            model_backward(&m, step, amp_scaler_scale(s));
+            if (step % 8 == 0 || step > 60) m.g[1][0] = NAN;
+            CHECK_OK(amp_optimizer_set_lr(o, 1e-3 * step));
+            CHECK_OK(amp_step(o, s));
+            while (amp_outcome_next(o, &out)) {
+                got++;
+                CHECK_EQ(out.step, got);
+                CHECK_EQ(out.step, step - lag);
+                CHECK_EQ(out.applied, !(got % 8 == 0 || got > 60));
+                CHECK(out.lr == 1e-3 * got);
+                CHECK_EQ(out.at_floor, got > 16 && out.applied == 0);     /* 4, 2, 1, and then it stays */
+                CHECK(out.first_bad == NULL || strcmp(out.first_bad, "a.bias") == 0);
+            }
+        }
+        CHECK_EQ(got, 80 - lag);
+        CHECK_OK(amp_outcome_flush(o));
+        while (amp_outcome_next(o, &out)) CHECK_EQ(out.step, ++got);
+        CHECK_EQ(got, 80);
+        CHECK(lag == 0 || (out.total_skips == 27 && out.consecutive_skips == 20 && out.applied_steps == 53));
+        amp_optimizer_destroy(o);
+        amp_scaler_destroy(s);
+        amp_close(amp);
+    }
+}
+
+TEST(the_last_64_outcomes_are_kept) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_outcome out;
+    int step, got = 0;
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    o = make(amp, &d);
+    for (step = 0; step < 150; step++) { model_backward(&m, step, 1); CHECK_OK(amp_step(o, NULL)); }
+    CHECK_OK(amp_outcome_flush(o));
+    while (amp_outcome_next(o, &out)) { CHECK_EQ(out.step, 87 + got); got++; }
+    CHECK_EQ(got, 64);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+/* ---- Save and load */
+
+/* A resumed run against one that was not interrupted, with the cut at any micro-batch and outcomes under way. */
+TEST(resume_is_bit_identical) {
+    static model a, b;
+    int cut, variant;
+    for (variant = 0; variant < 4; variant++) for (cut = 1; cut < 14; cut += 2) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2), *again = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+        amp_scaler *s = make_scaler(amp, 1024, 3), *t = make_scaler(again, 2, 9);
+        amp_dtype weight = variant == 1 ? AMP_BF16 : AMP_F32;
+        amp_optimizer_desc d;
+        amp_optimizer *x, *y;
+        amp_state *state = NULL, *decoded = NULL;
+        void *blob;
+        size_t bytes;
+        int call, i, k;
+        model_init(&a, weight, AMP_F32);
+        model_init(&b, weight, AMP_F32);
+        d = adamw(&a);
+        if (variant == 2) { d.kind = AMP_SGD; d.momentum = 0.9; d.dampening = 0.2; }
+        if (variant == 3) d.kind = AMP_SGD;
+        d.accumulation = 3;
+        d.clip_norm = 0.5;
+        x = make(amp, &d);
+        d.params = b.p;
+        y = make(again, &d);
+        for (call = 0; call < 30; call++) {
+            static float fresh[TENSORS][ROOM];
+            if (call == cut) {
+                CHECK_OK(amp_optimizer_set_lr(x, 0.02));
+                CHECK_OK(amp_state_create(&state, NULL));
+                CHECK_OK(amp_optimizer_save(x, state, "opt"));
+                CHECK_OK(amp_scaler_save(s, state, "scaler"));
+                CHECK_OK(amp_state_encode(state, &blob, &bytes));
+                CHECK_OK(amp_state_decode(&decoded, NULL, blob, bytes));
+                memcpy(b.w, a.w, sizeof a.w);
+                memcpy(b.w16, a.w16, sizeof a.w16);
+                CHECK_OK(amp_optimizer_load(y, decoded, "opt"));
+                CHECK_OK(amp_scaler_load(t, decoded, "scaler"));
+                amp_file_free(NULL, blob, bytes);
+                amp_state_destroy(state);
+                amp_state_destroy(decoded);
+            }
+            for (i = 0; i < TENSORS; i++) ampt_uniform(fresh[i], count_of(i), 60, (uint32_t)(16 * call + i), 1, 0.1f);
+            if (call % 11 == 5) fresh[1][2] = INFINITY;
+            for (k = 0; k < 2; k++) {
+                model *m = k ? &b : &a;
+                float scale = amp_scaler_scale(k ? t : s);
+                amp_outcome out[2];
+                int64_t j;
+                if (k && call < cut) continue;
+                for (i = 0; i < TENSORS; i++) {
+                    int add = amp_param_accumulate(&m->p[i]);
+                    for (j = 0; j < count_of(i); j++) m->g[i][j] = (add ? m->g[i][j] : 0) + fresh[i][j] * scale;
+                }
+                CHECK_OK(amp_step(k ? y : x, k ? t : s));
+                memset(out, 0, sizeof out);
+                if (k == 0 && call >= cut) {
+                    /* both deliver the same, also what was under way at the cut */
+                    int first = amp_outcome_next(x, &out[0]);
+                    (void)first;
+                }
+            }
+            if (call < cut) continue;
+            CHECK_MSG(memcmp(a.w, b.w, sizeof a.w) == 0 && memcmp(a.w16, b.w16, sizeof a.w16) == 0, "variant %d, cut %d, call %d", variant, cut, call);
+        }
+        {
+            amp_outcome p, q;
+            CHECK_OK(amp_outcome_flush(x));
+            CHECK_OK(amp_outcome_flush(y));
+            x->delivered = y->delivered = 0;                          /* all records again, from both */
+            while (amp_outcome_next(x, &p)) {
+                CHECK_EQ(amp_outcome_next(y, &q), 1);
+                if (p.step <= cut / 3 - 2) continue;                  /* delivered before the cut: not saved */
+                p.first_bad = q.first_bad = NULL;
+                CHECK_MSG(memcmp(&p, &q, sizeof p) == 0, "variant %d, cut %d, outcome %d", variant, cut, (int)p.step);
+            }
+        }
+        amp_optimizer_destroy(x);
+        amp_optimizer_destroy(y);
+        amp_scaler_destroy(s);
+        amp_scaler_destroy(t);
+        amp_close(amp);
+        amp_close(again);
+    }
+}
+
+TEST(load_refuses_other_parameters_by_name) {
+    static model m;
+    static snapshot before, after;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc d;
+    amp_optimizer *o, *other;
+    amp_state *state = NULL, *sgd = NULL;
+    float one[33] = {0};
+    int64_t steps[9];
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    o = make(amp, &d);
+    model_backward(&m, 0, 1);
+    CHECK_OK(amp_step(o, NULL));
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_create(&sgd, NULL));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_NAME);
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    amp_optimizer_destroy(o);
+    /* another kind, another name, another size, one parameter less */
+    d.kind = AMP_SGD;
+    other = make(amp, &d);
+    CHECK_ERR(amp_optimizer_load(other, state, "o"), AMP_ERR_MISMATCH);
+    amp_optimizer_destroy(other);
+    d.kind = AMP_ADAMW;
+    m.p[2].name = "b.other";
+    other = make(amp, &d);
+    CHECK_ERR(amp_optimizer_load(other, state, "o"), AMP_ERR_MISMATCH);
+    CHECK(strstr(amp_last_error(), "b.other") && strstr(amp_last_error(), "b.weight"));
+    amp_optimizer_destroy(other);
+    m.p[2].name = names[2];
+    m.p[1].weight.shape[0] = m.p[1].grad.shape[0] = 32;
+    other = make(amp, &d);
+    CHECK_ERR(amp_optimizer_load(other, state, "o"), AMP_ERR_MISMATCH);
+    CHECK(strstr(amp_last_error(), "a.bias") && strstr(amp_last_error(), "33"));
+    amp_optimizer_destroy(other);
+    m.p[1].weight.shape[0] = m.p[1].grad.shape[0] = 33;
+    d.n_params = 4;
+    other = make(amp, &d);
+    CHECK_ERR(amp_optimizer_load(other, state, "o"), AMP_ERR_MISMATCH);
+    CHECK(strstr(amp_last_error(), "c.weight"));
+    amp_optimizer_destroy(other);
+    d.n_params = 5;
+    /* damaged records change nothing at all */
+    o = make(amp, &d);
+    take(&before, &m, o);
+    CHECK_OK(amp_state_put(state, "o.v.1", AMP_F32, one, 32));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_MISMATCH);
+    CHECK(strstr(amp_last_error(), "a.bias") != NULL);
+    CHECK_OK(amp_state_put(state, "o.v.1", AMP_F32, one, 33));
+    CHECK_OK(amp_state_get(state, "o.step", AMP_I64, steps, 9));
+    steps[5] = 7;
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 9));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    steps[5] = -1;
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 9));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    take(&after, &m, o);
+    CHECK(memcmp(&before, &after, sizeof before) == 0);
+    steps[5] = 1;
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 9));
+    CHECK_OK(amp_optimizer_load(o, state, "o"));
+    CHECK_EQ(o->set->found->step, 1);
+    CHECK_ERR(amp_optimizer_save(o, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
+    CHECK_ERR(amp_optimizer_load(o, NULL, "o"), AMP_ERR_NULL);
+    amp_optimizer_destroy(o);
+    amp_state_destroy(state);
+    amp_state_destroy(sgd);
+    amp_close(amp);
+}
+
+/* ---- Settings, memory, ranks */
+
+TEST(optimizer_settings_are_checked) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_optimizer_desc good, d;
+    amp_optimizer *o = NULL;
+    amp_group group;
+    model_init(&m, AMP_F32, AMP_F32);
+    good = adamw(&m);
+    memset(&group, 0, sizeof group);
+#define REFUSED(field, value, error) do { d = good; d.field = value; CHECK_ERR(amp_optimizer_create(amp, &o, &d), error); CHECK(o == NULL); } while (0)
+    REFUSED(kind, (amp_optimizer_kind)3, AMP_ERR_RANGE);
+    REFUSED(lr, -2.0, AMP_ERR_RANGE);
+    REFUSED(lr, NAN, AMP_ERR_RANGE);
+    REFUSED(lr, INFINITY, AMP_ERR_RANGE);
+    REFUSED(beta1, 1.0, AMP_ERR_RANGE);
+    REFUSED(beta2, 1.5, AMP_ERR_RANGE);
+    REFUSED(eps, -0.5, AMP_ERR_RANGE);
+    REFUSED(weight_decay, -0.5, AMP_ERR_RANGE);
+    REFUSED(momentum, 1.0, AMP_ERR_RANGE);
+    REFUSED(dampening, -1.0, AMP_ERR_RANGE);
+    REFUSED(clip_norm, -1.0, AMP_ERR_RANGE);
+    REFUSED(accumulation, -1, AMP_ERR_RANGE);
+    REFUSED(outcome_lag, 64, AMP_ERR_RANGE);
+    REFUSED(outcome_lag, -2, AMP_ERR_RANGE);
+    REFUSED(nesterov, 1, AMP_ERR_CONFLICT);
+    REFUSED(n_params, -1, AMP_ERR_RANGE);
+    REFUSED(params, NULL, AMP_ERR_NULL);
+    REFUSED(n_groups, 1, AMP_ERR_NULL);
+    d = good; d.groups = &group; d.n_groups = 1;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_NULL);
+    group.match = "*"; group.lr_scale = -0.5;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_RANGE);
+#undef REFUSED
+    CHECK_ERR(amp_optimizer_create(amp, &o, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_optimizer_create_v(amp, &o, &good, 3), AMP_ERR_VERSION);
+    m.p[4].name = m.p[0].name;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &good), AMP_ERR_NAME);
+    m.p[4].name = NULL;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &good), AMP_ERR_NULL);
+    m.p[4].name = names[4];
+    m.p[4].weight.dtype = m.p[4].grad.dtype = AMP_F64;
+    CHECK_ERR(amp_optimizer_create(amp, &o, &good), AMP_ERR_DTYPE);
+    m.p[4].weight.dtype = m.p[4].grad.dtype = AMP_F32;
+    d = good;
+    d.lr = d.beta1 = d.eps = (double)AMP_ZERO;
+    CHECK_OK(amp_optimizer_create(amp, &o, &d));
+    CHECK_OK(amp_optimizer_query(o, &d));
+    CHECK(d.lr == 0 && d.beta1 == 0 && d.beta2 == 0.999 && d.eps == 0 && d.accumulation == 1 && d.outcome_lag == 2 && d.kind == AMP_ADAMW);
+    CHECK_ERR(amp_optimizer_set_lr(o, -1), AMP_ERR_RANGE);
+    CHECK_ERR(amp_optimizer_set_lr(o, NAN), AMP_ERR_RANGE);
+    CHECK_OK(amp_optimizer_set_lr(o, 0));
+    model_backward(&m, 0, 1);
+    {
+        float before[TENSORS][ROOM];
+        memcpy(before, m.w, sizeof before);
+        CHECK_OK(amp_step(o, NULL));                                  /* 0 is a learning rate: nothing moves */
+        CHECK(memcmp(before, m.w, sizeof before) == 0);
+    }
+    CHECK_ERR(amp_step(NULL, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_optimizer_step(NULL, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_optimizer_refresh(NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_outcome_flush(NULL), AMP_ERR_NULL);
+    CHECK(amp_optimizer_set(NULL) == NULL);
+    amp_optimizer_destroy(o);
+    amp_optimizer_destroy(NULL);
+    amp_close(amp);
+}
+
+/* An allocator whose k-th request fails. */
+typedef struct { int64_t left, live; } meter;
+static void *meter_alloc(void *user, size_t size, size_t align) {
+    meter *m = (meter *)user;
+    void *p = NULL;
+    if (m->left-- == 0) return NULL;
+    if (posix_memalign(&p, align < 8 ? 8 : align, size) != 0) return NULL;
+    m->live++;
+    return p;
+}
+static void meter_free(void *user, void *p, size_t size) { (void)size; ((meter *)user)->live--; free(p); }
+
+TEST(every_failing_allocation_is_survived) {
+    static model m;
+    amp_context *amp = NULL;
+    amp_desc c;
+    meter heap = {1000000, 0};
+    amp_group group;
+    int64_t k, base;
+    int done = 0;
+    memset(&c, 0, sizeof c);
+    memset(&group, 0, sizeof group);
+    c.system.alloc = meter_alloc;
+    c.system.free = meter_free;
+    c.system.user = &heap;
+    c.level = AMP_LEVEL_O2;
+    CHECK_OK(amp_open(&amp, &c));
+    model_init(&m, AMP_BF16, AMP_F32);
+    base = heap.live;
+    for (k = 0; k < 400 && !done; k++) {
+        amp_optimizer *o = NULL;
+        amp_scaler *s = NULL;
+        amp_optimizer_desc d = adamw(&m);
+        amp_state *state = NULL;
+        amp_result r;
+        group.match = "*bias";
+        d.groups = &group;
+        d.n_groups = 1;
+        heap.left = k;
+        r = amp_optimizer_create(amp, &o, &d);
+        if (r == AMP_OK) r = amp_scaler_create(amp, &s, NULL);
+        if (r == AMP_OK) { model_backward(&m, 0, 1); r = amp_step(o, s); }
+        heap.left = 1000000;
+        if (r == AMP_OK) {
+            CHECK_OK(amp_state_create(&state, &c.system));
+            heap.left = k / 4;
+            r = amp_optimizer_save(o, state, "o");
+            if (r == AMP_OK) r = amp_optimizer_load(o, state, "o");
+            heap.left = 1000000;
+            amp_state_destroy(state);
+            done = r == AMP_OK;
+        }
+        CHECK(r == AMP_OK || r == AMP_ERR_MEMORY);
+        amp_optimizer_destroy(o);
+        amp_scaler_destroy(s);
+        CHECK_EQ(heap.live, base + 1 * (heap.live > base));           /* the context may keep one grown table */
+        base = heap.live;
+    }
+    CHECK(done && k > 60);
+    amp_close(amp);
+    CHECK_EQ(heap.live, 0);
+}
+
+/* Two ranks with the same gradients, one of which has none for one parameter: the hook doubles what it is given. */
+static int twice(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    int64_t i;
+    (void)stream;
+    ++*(int *)user;
+    if (op == AMP_REDUCE_SUM && dtype == AMP_F32) for (i = 0; i < count; i++) ((float *)data)[i] *= 2;
+    return 0;
+}
+
+TEST(ranks_average_and_take_part_without_a_gradient) {
+    static model a, b;
+    amp_context *alone = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT), *two = NULL;
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    amp_desc c;
+    int calls = 0, step, k;
+    memset(&c, 0, sizeof c);
+    c.reducer.reduce = twice;
+    c.reducer.user = &calls;
+    c.reducer.world = 2;
+    CHECK_OK(amp_open(&two, &c));
+    model_init(&a, AMP_F32, AMP_F32);
+    model_init(&b, AMP_F32, AMP_F32);
+    d = adamw(&a);
+    d.accumulation = 2;
+    x = make(alone, &d);
+    d.params = b.p;
+    y = make(two, &d);
+    for (step = 0; step < 5; step++) {
+        model_backward(&a, step, 1);
+        model_backward(&b, step, 1);
+        for (k = 0; k < count_of(1); k++) a.g[1][k] = 0;              /* zeros here, no gradient there */
+        b.p[1].grad_live = 0;
+        calls = 0;
+        CHECK_OK(amp_step(x, NULL));
+        CHECK_OK(amp_step(y, NULL));
+        CHECK_EQ(calls, 0);                                           /* once per cycle */
+        CHECK_OK(amp_step(x, NULL));
+        CHECK_OK(amp_step(y, NULL));
+        CHECK_EQ(calls, TENSORS + 1);
+        CHECK(memcmp(a.w, b.w, sizeof a.w) == 0);
+    }
+    amp_optimizer_destroy(x);
+    amp_optimizer_destroy(y);
+    amp_close(alone);
+    amp_close(two);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(hundred_steps_are_as_close_as_torchs);
+    RUN(scale_does_not_change_the_weights);
+    RUN(sixteen_bit_gradients_and_masters);
+    RUN(level_o3_updates_sixteen_bit_weights);
+    RUN(refresh_makes_masters_from_weights);
+    RUN(a_skip_leaves_everything_bit_for_bit);
+    RUN(a_skip_leaves_no_trace);
+    RUN(apply_nonfinite_steps_without_a_scaler_only);
+    RUN(only_the_offender_skips);
+    RUN(accumulation_is_one_big_batch);
+    RUN(clip_each_clips_the_running_sum);
+    RUN(groups_by_name);
+    RUN(parameters_without_a_gradient_are_passed_over);
+    RUN(threads_do_not_change_a_bit);
+    RUN(outcomes_come_at_a_fixed_lag);
+    RUN(the_last_64_outcomes_are_kept);
+    RUN(resume_is_bit_identical);
+    RUN(load_refuses_other_parameters_by_name);
+    RUN(optimizer_settings_are_checked);
+    RUN(every_failing_allocation_is_survived);
+    RUN(ranks_average_and_take_part_without_a_gradient);
+    return TEST_END();
+}

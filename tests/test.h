@@ -1,0 +1,67 @@
+/* test.h - the test harness: TEST(name) { CHECK(condition); }, SKIP("reason"), one closing line.
+ *
+ *     #include "test.h"
+ *     TEST(adds) { CHECK(1 + 1 == 2); CHECK_EQ(1 + 1, 2); }
+ *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(adds); return TEST_END(); }
+ *
+ * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them. */
+#ifndef AMPT_TEST_H
+#define AMPT_TEST_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static struct { int passed, failed, skipped, failures, list; const char *filter, *name, *reason; } ampt;
+
+#define TEST(name) static void test_##name(void)
+#define RUN(name) ampt_run(#name, test_##name)
+#define SKIP(why) do { ampt.reason = (why); return; } while (0)
+
+/* Reports the first failures of a test and goes on. */
+#define CHECK(condition) ampt_check((condition) ? 1 : 0, #condition, __FILE__, __LINE__)
+/* CHECK that also says what is wrong: CHECK_MSG(x == 3, "x = %d", x). */
+#define CHECK_MSG(condition, ...) \
+    do { if (!ampt_check((condition) ? 1 : 0, #condition, __FILE__, __LINE__) && ampt.failures <= 10) { printf("      "); printf(__VA_ARGS__); printf("\n"); } } while (0)
+#define CHECK_EQ(a, b) \
+    do { long long ampt_a = (long long)(a), ampt_b = (long long)(b); \
+         if (!ampt_check(ampt_a == ampt_b, #a " == " #b, __FILE__, __LINE__) && ampt.failures <= 10) printf("      %lld, expected %lld\n", ampt_a, ampt_b); } while (0)
+/* A call that must succeed, or fail with this result; needs amp.h. */
+#define CHECK_OK(call) \
+    do { int ampt_r = (int)(call); if (!ampt_check(ampt_r == 0, #call, __FILE__, __LINE__) && ampt.failures <= 10) printf("      %s\n", amp_last_error()); } while (0)
+#define CHECK_ERR(call, result) \
+    do { int ampt_r = (int)(call); if (!ampt_check(ampt_r == (int)(result), #call " == " #result, __FILE__, __LINE__) && ampt.failures <= 10) \
+         printf("      returned %d\n", ampt_r); } while (0)
+
+static __attribute__((unused)) int ampt_check(int ok, const char *what, const char *file, int line) {
+    if (ok) return 1;
+    if (++ampt.failures <= 10) printf("  %s:%d: %s: failed: %s\n", file, line, ampt.name, what);
+    return 0;
+}
+
+static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void)) {
+    if (ampt.list) { printf("%s\n", name); return; }
+    if (ampt.filter && !strstr(name, ampt.filter)) return;
+    ampt.name = name; ampt.failures = 0; ampt.reason = NULL;
+    test();
+    if (ampt.failures) { ampt.failed++; printf("FAIL %s (%d checks)\n", name, ampt.failures); }
+    else if (ampt.reason) { ampt.skipped++; printf("skip %s: %s\n", name, ampt.reason); }
+    else ampt.passed++;
+    fflush(stdout);
+}
+
+static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--list")) ampt.list = 1;
+        if (!strcmp(argv[i], "--filter") && i + 1 < argc) ampt.filter = argv[++i];
+    }
+}
+#define TEST_BEGIN(argc, argv) ampt_begin(argc, argv)
+#define TEST_END() ampt_end()
+
+static __attribute__((unused)) int ampt_end(void) {
+    if (!ampt.list) printf("%d passed, %d failed, %d skipped\n", ampt.passed, ampt.failed, ampt.skipped);
+    return ampt.failed != 0;
+}
+
+#endif
