@@ -2,9 +2,9 @@
  *
  *     gcc -O2 -fopenmp examples/scaler_only.c -o scaler_only -lm -lpthread && ./scaler_only
  *
- * Fits y = sin(3 x) with a small tanh network written in plain loops whose gradients are rounded to fp16, as a GPU
- * kernel would store them.  The scale starts too high: steps overflow and are skipped until it fits; later it grows
- * again, overflows once in a while, and falls back.  Without a scale most of these gradients would round to zero. */
+ * Fits y = sin(3 x) with a small tanh network written in plain loops, whose gradients are rounded to fp16, as a GPU
+ * kernel would store them: anything above 65504 is infinite, anything below 3e-8 is lost.  The scale starts too high:
+ * steps overflow and are skipped until it fits.  Later it grows, overflows once in a while, and falls back. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include <math.h>

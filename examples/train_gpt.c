@@ -90,7 +90,7 @@ static const option options[] = {
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
     {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
     {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
-     "optimizer steps in all; auto: 600, or what --epochs needs"},
+     "optimizer steps in all; auto: 1200, or what --epochs needs"},
     {"stop-after", INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
      "save and stop after so many steps of this session; go on with --resume"},
     {"epochs", INTEGER, FIELD(epochs), "any", 1, 1 << 30, "any=0", "stop after so many passes over the data"},
@@ -114,7 +114,7 @@ static const option options[] = {
     {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/metrics.jsonl; none: nothing"},
 
     {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"eval-interval", INTEGER, FIELD(eval_interval), "200", 1, HUGE_COUNT, "end=0", "steps between validations"},
+    {"eval-interval", INTEGER, FIELD(eval_interval), "300", 1, HUGE_COUNT, "end=0", "steps between validations"},
     {"eval-batches", INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0", "batches in a validation, at most"},
     {"log-interval", INTEGER, FIELD(log_interval), "10", 1, HUGE_COUNT, NULL, "steps between metrics"},
     {"sample", INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
@@ -128,8 +128,9 @@ static const option options[] = {
 enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 
 /* Not taken over from a checkpoint: they belong to one session. */
-static const char *const session_options[] = {"resume", "init", "threads", "save", "metrics", "out", "compare", "sample",
-                                              "prompt", "temperature", "top-k", "stop-after", "help", NULL};
+static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics",
+                                              "out",    "compare",    "sample",  "prompt", "temperature",
+                                              "top-k",  "stop-after", "help",    NULL};
 
 /* What was given, as text: first the command line, then the checkpoint that is resumed. */
 typedef struct given_texts {
@@ -159,6 +160,12 @@ static amp_result refuse(const char *name, const char *format, ...) {
     return example_fail(AMP_ERR_RANGE, "--%s%s%.60s: %s", name, text ? " " : "", text ? text : "", why);
 }
 
+/* A copy of the last error's text, to be put behind the name of a flag. */
+static const char *because(char why[400]) {
+    snprintf(why, 400, "%.399s", example_error());
+    return why;
+}
+
 /* The number that `text` stands for in "auto=0 none=-1": 1 if it is one of the words. */
 static int word_value(const char *words, const char *text, double *value) {
     size_t length = strlen(text);
@@ -184,16 +191,28 @@ static int word_place(const char *words, const char *text) {
     return -1;
 }
 
+/* "0 to 9 or auto", what an INTEGER or NUMBER may be. */
+static const char *legal_text(const option *o, char *text, size_t size) {
+    int used = snprintf(text, size, "%.10g to %.10g", o->lowest, o->highest);
+    const char *at = o->words;
+    while (at != NULL && *at != 0) {
+        used += snprintf(text + used, size - (size_t)used, " or %.*s", (int)strcspn(at, "="), at);
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return text;
+}
+
 static amp_result parse_number(const option *o, const char *text, double *value) {
-    char *end = NULL;
+    char *end = NULL, legal[128];
     double x;
     if (o->words != NULL && word_value(o->words, text, value)) return AMP_OK;
     errno = 0;
     x = o->type == INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
     if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == INTEGER && errno == ERANGE))
-        return refuse(o->name, "is no %s; allowed is %.9g to %.9g%s%s", o->type == INTEGER ? "whole number" : "number",
-                      o->lowest, o->highest, o->words ? ", or " : "", o->words ? o->words : "");
-    if (x < o->lowest || x > o->highest) return refuse(o->name, "must be %.9g to %.9g", o->lowest, o->highest);
+        return refuse(o->name, "is no %s; allowed is %s", o->type == INTEGER ? "whole number" : "number",
+                      legal_text(o, legal, sizeof legal));
+    if (x < o->lowest || x > o->highest) return refuse(o->name, "must be %s", legal_text(o, legal, sizeof legal));
     *value = x;
     return AMP_OK;
 }
@@ -235,9 +254,11 @@ static int text_distance(const char *a, const char *b) {
 
 static amp_result unknown_flag(const char *flag) {
     const char *closest = NULL;
-    int i, best = 4;
+    int i, best = strlen(flag) > 8 ? 4 : 3;
     for (i = 0; i < N_OPTIONS; i++) {
-        int distance = options[i].type == HEADING ? 99 : text_distance(flag + strspn(flag, "-"), options[i].name);
+        int distance = flag[0] != '-' || options[i].type == HEADING
+                           ? 99
+                           : text_distance(flag + strspn(flag, "-"), options[i].name);
         if (distance < best) { best = distance; closest = options[i].name; }
     }
     return example_fail(AMP_ERR_NAME, "unknown flag %.80s%s%s; --help lists all flags", flag,
@@ -322,15 +343,14 @@ static void print_help(void) {
     printf("train_gpt - trains a GPT-2 in mixed precision with amp.h\n\nusage: train_gpt [--flag value ...]\n");
     for (i = 0; i < N_OPTIONS; i++) {
         const option *o = &options[i];
-        char left[40];
+        char left[40], legal[128];
         if (o->type == HEADING) { printf("\n%s\n", o->name); continue; }
         snprintf(left, sizeof left, "--%s", o->name);
         printf("  %-18s %s\n", left, o->help);
         if (o->type == SWITCH) continue;
         printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
         if (o->type == CHOICE) printf("; one of: %s", o->words);
-        if (o->type == INTEGER || o->type == NUMBER)
-            printf("; %.9g to %.9g%s%s", o->lowest, o->highest, o->words ? " or " : "", o->words ? o->words : "");
+        if (o->type == INTEGER || o->type == NUMBER) printf("; %s", legal_text(o, legal, sizeof legal));
         printf("\n");
     }
     printf("\nCtrl-C saves and stops.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C.\n");
@@ -570,15 +590,12 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     gpt_config config;
     gpt_file file;
     int from_file = *set->init != 0;
+    char why[400];
     amp_result result = AMP_OK;
     memset(&config, 0, sizeof config);
     if (resumed != NULL) TRY(shape_from_state(resumed, &config));
     else if (from_file) {
-        if (gpt_file_open(&file, set->init, set->heads) != AMP_OK) {
-            char why[400];
-            snprintf(why, sizeof why, "%.399s", example_error());
-            return refuse("init", "%s", why);
-        }
+        if (gpt_file_open(&file, set->init, set->heads) != AMP_OK) return refuse("init", "%s", because(why));
         config = file.config;
     } else TRY(shape_from_flags(r, &config));
     if (resumed != NULL || from_file) result = check_shape(r, &config);
@@ -589,6 +606,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     if (result == AMP_OK && config.seq > config.positions)
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
+    if (result == AMP_ERR_MEMORY) result = refuse("model", "%s", because(why));
     if (result == AMP_OK && resumed != NULL) result = gpt_load_state(&r->model, resumed);
     else if (result == AMP_OK && from_file) result = gpt_file_load(&file, &r->model);
     else if (result == AMP_OK) result = gpt_init(&r->model, (uint64_t)set->seed);
@@ -612,7 +630,8 @@ static amp_result open_scaler(run *r) {
     desc.max_scale = (float)set->max_scale;
     desc.tolerance = set->tolerance;
     desc.frozen = (int32_t)set->static_scale;
-    return amp_scaler_create(r->amp, &r->scaler, &desc);
+    if (amp_scaler_create(r->amp, &r->scaler, &desc) == AMP_OK) return AMP_OK;
+    return example_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
 }
 
 static float or_zero(double value) { return value > 0 ? (float)value : AMP_ZERO; }
@@ -644,7 +663,7 @@ static amp_result open_loader(run *r) {
     desc.vocab = (int32_t)r->model.config.vocab;
     if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
     TRY(amp_loader_info_get(r->loader, &info));
-    r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 600;
+    r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 1200;
     by_epochs = set->epochs * info.batches / set->accumulation;
     if (set->epochs > 0 && by_epochs < r->steps) r->steps = by_epochs;
     return AMP_OK;
@@ -654,14 +673,15 @@ static amp_result open_loader(run *r) {
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
     const char *save = *set->save != 0 ? set->save : set->resume;
+    char why[400];
     if (strcmp(save, "none") == 0) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
-    if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return AMP_ERR_OPEN;
+    if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
-    TRY(folder_make(r->metrics_path));
+    if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
     r->metrics = fopen(r->metrics_path, *set->resume != 0 ? "a" : "w");
     return r->metrics != NULL ? AMP_OK : refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
 }
@@ -875,6 +895,7 @@ static amp_result measure_bigrams(run *r) {
     amp_loader_desc desc;
     amp_loader *loader;
     amp_result result;
+    char why[400];
     loader_settings(r, 1, 0, r->split, &desc);
     desc.epochs = 1;
     desc.workers = AMP_NO_WORKERS;
@@ -882,6 +903,7 @@ static amp_result measure_bigrams(run *r) {
     TRY(amp_loader_create(r->amp, &loader, &desc));
     result = collect_pairs(r, loader, 0, &train);
     amp_loader_destroy(loader);
+    if (result == AMP_ERR_LABEL) result = refuse("vocab", "%s", because(why));
     if (result == AMP_OK) result = open_validation(r, &loader);
     if (result == AMP_OK) {
         result = collect_pairs(r, loader, r->set.eval_batches, &text);
@@ -1002,7 +1024,7 @@ static amp_result train(run *r, progress *bar, int quiet) {
         r->step = next;
         r->busy += seconds_now() - began;
         take_outcomes(r);
-        if (show) { show_progress(r, bar, loss, next == r->steps); shown = seconds_now(); }
+        if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = seconds_now(); }
         if (quiet || next == r->steps) continue;
         if (set->save_interval > 0 && next % set->save_interval == 0) TRY(report_save(r, bar));
         if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
@@ -1087,37 +1109,53 @@ static void print_result(const run *r, double loss) {
     printf("  skipped     %lld of %lld steps\n", (long long)r->outcome.total_skips, (long long)r->step);
 }
 
-/* Prints what the model writes; control characters are left out. */
+/* Length of the UTF-8 character at text: 1 to 4, or 0 if there is none, or a control character. */
+static int utf8_length(const char *text) {
+    unsigned char c = (unsigned char)text[0];
+    int n = c >= 0xf0 && c < 0xf5 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1, i;
+    if (c == '\n' || c == '\t' || (c >= 0x20 && c < 0x7f)) return 1;
+    if (n == 1 || c >= 0xf5) return 0;
+    for (i = 1; i < n; i++) if (((unsigned char)text[i] & 0xc0) != 0x80) return 0;
+    return n;
+}
+
+static void print_tokens(const int32_t *tokens, int64_t n, int bytes, FILE *metrics) {
+    char *text = (char *)calloc((size_t)n + 1, 1);
+    int64_t i;
+    for (i = 0; i < n && !bytes; i++) printf("%d ", (int)tokens[i]);
+    if (text != NULL && bytes) {
+        for (i = 0; i < n; i++) text[i] = tokens[i] == 0 ? ' ' : (char)tokens[i];
+        for (i = 0; i < n; i += utf8_length(text + i) > 1 ? utf8_length(text + i) : 1)
+            if (utf8_length(text + i) > 0) printf("%.*s", utf8_length(text + i), text + i);
+            else putchar('?');
+        metrics_begin(metrics, "sample");
+        metrics_text(metrics, "text", text);
+        metrics_end(metrics);
+    }
+    printf("\n");
+    free(text);
+}
+
+/* Prints what the model writes: text, or the numbers of tokens. */
 static amp_result print_sample(run *r) {
     const settings *set = &r->set;
     const char *prompt = *set->prompt != 0 ? set->prompt : "\n";
     int bytes = r->model.config.vocab == 256;
     int64_t n = bytes ? (int64_t)strlen(prompt) : 1, wanted = n + set->sample, i;
     int32_t *tokens = (int32_t *)malloc((size_t)wanted * sizeof *tokens);
-    char *text = (char *)malloc((size_t)wanted + 1);
     sampler how;
-    amp_result result =
-        tokens != NULL && text != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the sample");
-    how.temperature = set->temperature; how.top_k = set->top_k; how.seed = (uint64_t)set->seed;
+    amp_result result = tokens != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the sample");
+    how.temperature = set->temperature;
+    how.top_k = set->top_k;
+    how.seed = (uint64_t)set->seed;
     for (i = 0; i < n && result == AMP_OK; i++)
         tokens[i] = bytes ? (unsigned char)prompt[i] : (int32_t)r->model.config.vocab - 1;
     if (result == AMP_OK) result = gpt_sample(&r->model, &how, tokens, n, wanted);
     if (result == AMP_OK && !stop_requested) {
         printf("\nSample (temperature %g)\n", set->temperature);
-        for (i = 0; i < wanted; i++) {
-            text[i] = bytes ? (char)tokens[i] : ' ';
-            if (!bytes) printf("%d ", (int)tokens[i]);
-            else if (text[i] == '\n' || text[i] == '\t' || (unsigned char)text[i] >= 0x20) putchar(text[i]);
-            if (text[i] == 0) text[i] = ' ';
-        }
-        text[wanted] = 0;
-        printf("\n");
-        metrics_begin(r->metrics, "sample");
-        if (bytes) metrics_text(r->metrics, "text", text);
-        metrics_end(r->metrics);
+        print_tokens(tokens, wanted, bytes, r->metrics);
     }
     free(tokens);
-    free(text);
     return result;
 }
 
@@ -1208,7 +1246,6 @@ static amp_result main_run(run *r) {
     progress bar;
     double loss;
     int64_t start = r->step;
-    TRY(measure_bigrams(r));
     print_machine(r);
     print_run(r);
     metrics_run(r);
@@ -1238,6 +1275,7 @@ int main(int argc, char **argv) {
     stop_install();
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
+    if (result == AMP_OK) result = measure_bigrams(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
     result = main_run(&r);
     metrics = r.metrics;

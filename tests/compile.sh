@@ -34,7 +34,7 @@ printf '#include "amp.h"\nint other(void);\nint other(void) { return amp_version
 check "two files link" "${CC:-gcc}" -std=c99 $strict "$work/one.c" "$work/two.c" -o "$work/linked" -lm -lpthread
 check "two files run" "$work/linked"
 printf '#define AMP_STATIC\n#define AMP_IMPLEMENTATION\n#include "amp.h"\nint other(void);\nint other(void) { return amp_version(); }\n' > "$work/two.c"
-sed 's/^#define AMP_IMPL/#define AMP_STATIC\n&/' "$work/one.c" > "$work/one_static.c"
+sed "s:^#define AMP_IMPLEMENTATION:#define AMP_STATIC\n&:" "$work/one.c" > "$work/one_static.c"
 check "two static copies link" "${CC:-gcc}" -std=c99 $strict "$work/one_static.c" "$work/two.c" -o "$work/linked" -lm -lpthread
 check "two static copies run" "$work/linked"
 

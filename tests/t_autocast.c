@@ -652,7 +652,7 @@ TEST(inference_keeps_nothing_for_a_backward) {
     amp_linear_op op;
     amp_dropout_op drop;
     product p;
-    float y[ROWS * IN];
+    float y[ROWS * IN], dx[ROWS * IN];
     product_fill(&p);
     linear_bind(&op, &weight, &p);
     memset(&drop, 0, sizeof drop);
@@ -669,6 +669,12 @@ TEST(inference_keeps_nothing_for_a_backward) {
     CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_STATE);
     CHECK_OK(amp_dropout(amp, &drop));
     CHECK(memcmp(y, p.x, sizeof y) != 0);
+    drop.dy = drop.x;                               /* the same mask again, also where nothing would be dropped */
+    drop.dx = amp_tensor2(dx, AMP_F32, ROWS, IN);
+    CHECK_OK(amp_autocast_begin(amp, &desc));
+    CHECK_OK(amp_dropout_backward(amp, &drop));
+    end(amp);
+    CHECK(memcmp(y, dx, sizeof y) == 0);
     amp_close(amp);
 }
 
@@ -960,6 +966,30 @@ TEST(host_kernels_get_casts) {
     amp_close(amp);
 }
 
+/* Without the cache every cast is made anew, so a weight that changed is seen although nobody touched it. */
+TEST(host_casts_without_the_cache) {
+    amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
+    float w[2] = {1, 2}, back[2];
+    amp_autocast_desc desc;
+    amp_tensor low;
+    amp_param weight;
+    memset(&weight, 0, sizeof weight);
+    memset(&desc, 0, sizeof desc);
+    desc.disable_cache = 1;
+    weight.name = "w";
+    weight.weight = amp_tensor1(w, AMP_F32, 2);
+    CHECK_OK(amp_param_register(amp, &weight, 1));
+    CHECK_OK(amp_autocast_begin(amp, &desc));
+    CHECK_OK(amp_autocast_cast(amp, &weight, AMP_BF16, &low));
+    w[1] = 5;
+    CHECK_OK(amp_autocast_cast(amp, &weight, AMP_BF16, &low));
+    CHECK_OK(amp_convert(back, AMP_F32, low.data, AMP_BF16, 2, NULL, NULL));
+    CHECK(back[0] == 1 && back[1] == 5);
+    end(amp);
+    amp_param_forget(amp, &weight, 1);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(torch_policy_is_pytorchs);
@@ -988,5 +1018,6 @@ int main(int argc, char **argv) {
     RUN(cache_limit);
     RUN(shared_weights_add_in_fp32);
     RUN(host_kernels_get_casts);
+    RUN(host_casts_without_the_cache);
     return TEST_END();
 }

@@ -519,12 +519,12 @@ static void check_norm_backward(const norm_case *c, int64_t rows, int64_t cols, 
     a.x = mat(&m[0]);
     a.dy = mat(&m[1]);
     a.dx = mat(&m[3]);
-    a.weight_dtype = a.dweight_dtype = wd;
-    a.mean = c->rms ? NULL : mean; a.rstd = rstd; a.add = c->add;
+    a.weight_dtype = a.dweight.dtype = a.dbias.dtype = wd;
+    a.mean = c->rms ? NULL : mean; a.rstd = rstd; a.dweight.add = a.dbias.add = c->add;
     if (c->sum) a.dsum = mat(&m[2]);
     if (c->weight) a.weight = m[4].data;
-    if (c->wanted & 1) a.dweight = dw.data;
-    if (c->wanted & 2) a.dbias = db.data;
+    if (c->wanted & 1) a.dweight.data = dw.data;
+    if (c->wanted & 2) a.dbias.data = db.data;
     out[0] = &m[3]; out[1] = &dw; out[2] = &db;
     RUN_KERNEL(ampi_cpu_norm_backward, &a, path, out, 3);
     for (int64_t i = 0; i < rows; i++) check_norm_dx(c, &a, m, i, path);
@@ -1154,12 +1154,12 @@ static void golden_norm(golden_run *r, ampi_cpu *cpu, amp_dtype d, int rms) {
     amp_k_norm a;
     memset(&a, 0, sizeof a);
     a.rms = rms; a.eps = norm_eps; a.x = mat(&r->x); a.dy = mat(&r->dy);
-    a.weight = r->weight.data; a.bias = rms ? NULL : r->bias.data; a.weight_dtype = a.dweight_dtype = d;
+    a.weight = r->weight.data; a.bias = rms ? NULL : r->bias.data; a.weight_dtype = a.dweight.dtype = a.dbias.dtype = d;
     a.mean = r->mean; a.rstd = r->rstd;
     a.y = mat(golden_output(r, 0, "y", d, G_ROWS, G_COLS));
     a.dx = mat(golden_output(r, 1, "dx", d, G_ROWS, G_COLS));
-    a.dweight = golden_output(r, 2, "dweight", d, 1, G_COLS)->data;
-    if (!rms) a.dbias = golden_output(r, 3, "dbias", d, 1, G_COLS)->data;
+    a.dweight.data = golden_output(r, 2, "dweight", d, 1, G_COLS)->data;
+    if (!rms) a.dbias.data = golden_output(r, 3, "dbias", d, 1, G_COLS)->data;
     CHECK_OK(ampi_cpu_norm(cpu, &a, NULL));
     CHECK_OK(ampi_cpu_norm_backward(cpu, &a, NULL));
 }

@@ -165,6 +165,16 @@ static amp_context *open_context(amp_dtype dtype, amp_policy policy, int threads
     return amp;
 }
 
+static amp_context *open_level(amp_dtype dtype, amp_level level) {
+    amp_context *amp = NULL;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = dtype;
+    desc.level = level;
+    CHECK_OK(amp_open(&amp, &desc));
+    return amp;
+}
+
 /* fp32 numbers of any storage. */
 static void to_float(float *out, const amp_tensor *t) {
     CHECK_OK(amp_convert(out, AMP_F32, t->data, t->dtype, amp_tensor_count(t), NULL, NULL));
@@ -740,35 +750,68 @@ TEST(padding_is_invisible) {
     amp_close(amp);
 }
 
-/* Ten steps on one batch: the loss falls by more than half, in every precision, fp16 with a scaler. */
+/* Ten steps on one batch, with a scaler: the loss falls by more than half. */
+static void check_training(amp_dtype dtype, amp_level level) {
+    amp_context *amp = open_level(dtype, level);
+    ampt_model *m = gpt_open(amp, dtype == AMP_TF32 || level == AMP_LEVEL_O0 ? AMP_F32 : dtype, GPT_ODD);
+    gpt_test *t = (gpt_test *)m;
+    amp_scaler *scaler = NULL;
+    amp_optimizer *optimizer = NULL;
+    amp_optimizer_desc desc;
+    float first = 0;
+    m->prepare(m, 3);
+    memset(&desc, 0, sizeof desc);
+    desc.params = m->params; desc.n_params = m->n_params;
+    desc.lr = 0.02f; desc.clip_norm = 1.0f;
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    CHECK_OK(amp_optimizer_create(amp, &optimizer, &desc));
+    for (int step = 0; step < 10; step++) {
+        *t->scale = *amp_scaler_seed(scaler);
+        m->run(m);
+        CHECK_OK(amp_step(optimizer, scaler));
+        if (step == 0) first = m->loss;
+    }
+    CHECK_MSG(m->loss < 0.5f * first, "%s, level O%d: loss %.3f after %.3f", amp_dtype_name(dtype), (int)level - 1,
+              (double)m->loss, (double)first);
+    amp_optimizer_destroy(optimizer);
+    amp_scaler_destroy(scaler);
+    m->close(m);
+    amp_close(amp);
+}
+
 TEST(training_reduces_the_loss) {
     static const amp_dtype dtypes[4] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
-    for (int d = 0; d < 4; d++) {
-        amp_context *amp = open_context(dtypes[d], AMP_POLICY_DEFAULT, 0, AMP_CPU_DEFAULT);
-        ampt_model *m = gpt_open(amp, dtypes[d] == AMP_TF32 ? AMP_F32 : dtypes[d], GPT_ODD);
-        gpt_test *t = (gpt_test *)m;
-        amp_scaler *scaler = NULL;
-        amp_optimizer *optimizer = NULL;
-        amp_optimizer_desc desc;
-        float first = 0;
-        m->prepare(m, 3);
-        memset(&desc, 0, sizeof desc);
-        desc.params = m->params; desc.n_params = m->n_params;
-        desc.lr = 0.02f; desc.clip_norm = 1.0f;
-        CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
-        CHECK_OK(amp_optimizer_create(amp, &optimizer, &desc));
-        for (int step = 0; step < 10; step++) {
-            *t->scale = *amp_scaler_seed(scaler);
-            m->run(m);
-            CHECK_OK(amp_step(optimizer, scaler));
-            if (step == 0) first = m->loss;
-        }
-        CHECK_MSG(m->loss < 0.5f * first, "%s: loss %.3f after %.3f", amp_dtype_name(dtypes[d]), (double)m->loss, (double)first);
-        amp_optimizer_destroy(optimizer);
-        amp_scaler_destroy(scaler);
-        m->close(m);
+    for (int d = 0; d < 4; d++) check_training(dtypes[d], AMP_LEVEL_O1);
+    for (int d = 2; d < 4; d++) check_training(dtypes[d], AMP_LEVEL_O2);
+    check_training(AMP_BF16, AMP_LEVEL_O0);
+    check_training(AMP_BF16, AMP_LEVEL_O3);
+}
+
+/* What a level stores: O0 and O1 fp32 weights, O2 and O3 16-bit weights but fp32 norms; and O0 in bf16 is fp32. */
+TEST(levels) {
+    static const amp_level levels[4] = {AMP_LEVEL_O0, AMP_LEVEL_O1, AMP_LEVEL_O2, AMP_LEVEL_O3};
+    amp_context *amp;
+    ampt_model *m;
+    float *exact, *o0;
+    int64_t n, k;
+    for (int l = 0; l < 4; l++) {
+        amp = open_level(AMP_BF16, levels[l]);
+        CHECK_EQ(amp_param_dtype(amp, 0), l < 2 ? AMP_F32 : AMP_BF16);
+        CHECK_EQ(amp_param_dtype(amp, 1), l < 3 ? AMP_F32 : AMP_BF16);
         amp_close(amp);
     }
+    amp = open_level(AMP_F32, AMP_LEVEL_O1);
+    m = gpt_open(amp, AMP_F32, GPT_ODD);
+    m->prepare(m, 4); m->run(m);
+    exact = everything(m, &n);
+    m->close(m); amp_close(amp);
+    amp = open_level(AMP_BF16, AMP_LEVEL_O0);
+    m = gpt_open(amp, AMP_F32, GPT_ODD);
+    m->prepare(m, 4); m->run(m);
+    o0 = everything(m, &k);
+    m->close(m); amp_close(amp);
+    CHECK(n == k && memcmp(exact, o0, (size_t)n * sizeof *exact) == 0);
+    free(exact); free(o0);
 }
 
 int main(int argc, char **argv) {
@@ -784,5 +827,6 @@ int main(int argc, char **argv) {
     RUN(backward_adds);
     RUN(padding_is_invisible);
     RUN(training_reduces_the_loss);
+    RUN(levels);
     return TEST_END();
 }

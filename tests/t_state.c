@@ -10,7 +10,11 @@
 static const amp_dtype dtypes[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16, AMP_U8, AMP_U16, AMP_I32, AMP_I64};
 
 /* A system that counts its memory and fails the n-th call of a kind. */
-typedef struct faults { amp_system posix; int64_t live, calls, fail_alloc; int fail_open, fail_write, fail_sync, fail_rename, short_writes; } faults;
+typedef struct faults {
+    amp_system posix;
+    int64_t live, calls, fail_alloc;
+    int fail_open, fail_write, fail_sync, fail_rename, short_writes;
+} faults;
 
 static void *f_alloc(void *user, size_t size, size_t align) {
     faults *f = (faults *)user;
@@ -207,7 +211,9 @@ TEST(every_flipped_bit) {
             amp_result result;
             blob[i] = (uint8_t)(blob[i] ^ 1 << bit);
             result = refused(blob, bytes);
-            CHECK_EQ(result, i < 8 ? AMP_ERR_FORMAT : i >= 8 && i < 12 && !(i == 8 && bit == 0) ? AMP_ERR_NEWER : AMP_ERR_CHECKSUM);
+            CHECK_EQ(result, i < 8                                       ? AMP_ERR_FORMAT
+                             : i >= 8 && i < 12 && !(i == 8 && bit == 0) ? AMP_ERR_NEWER
+                                                                         : AMP_ERR_CHECKSUM);
             blob[i] = (uint8_t)(blob[i] ^ 1 << bit);
         }
     amp_file_free(NULL, data, bytes);
@@ -252,19 +258,51 @@ TEST(garbage) {
     for (round = 0; round < 10000; round++) {
         amp_state *out = NULL;
         memcpy(copy, blob, bytes);
-        if (round % 2) ampi_store_le64(copy + 16 + 8 * (round / 2 % 2), round % 8 < 4 ? UINT64_C(0xffffffffffffffff) >> round % 63 : random_next(&seed));
-        else ampi_store_le64(copy + 40 + random_next(&seed) % 10 * AMPI_STATE_ENTRY + 72, UINT64_C(0xffffffffffffffff) >> random_next(&seed) % 64);
+        if (round % 2)
+            ampi_store_le64(copy + 16 + 8 * (round / 2 % 2),
+                            round % 8 < 4 ? UINT64_C(0xffffffffffffffff) >> round % 63 : random_next(&seed));
+        else
+            ampi_store_le64(copy + 40 + random_next(&seed) % 10 * AMPI_STATE_ENTRY + 72,
+                            UINT64_C(0xffffffffffffffff) >> random_next(&seed) % 64);
         if (round % 3 == 0) copy[40 + random_next(&seed) % directory] = (uint8_t)random_next(&seed);
         ampi_store_le32(copy + 32, ampi_crc_add(&crc, 0, copy + 40, directory));
         ampi_store_le32(copy + 36, ampi_crc_add(&crc, 0, copy, 36));
-        if (amp_state_decode(&out, NULL, copy, bytes) == AMP_OK) amp_state_destroy(out);    /* a key may change, no harm */
+        if (amp_state_decode(&out, NULL, copy, bytes) == AMP_OK) amp_state_destroy(out); /* a key may change, no harm */
     }
-    memcpy(copy, blob, bytes);
-    memcpy(copy + 40 + AMPI_STATE_ENTRY, copy + 40, 64);        /* the same key twice */
-    ampi_store_le32(copy + 32, ampi_crc_add(&crc, 0, copy + 40, directory));
-    ampi_store_le32(copy + 36, ampi_crc_add(&crc, 0, copy, 36));
-    CHECK_EQ(refused(copy, bytes), AMP_ERR_CHECKSUM);
-    CHECK(strstr(amp_last_error(), "twice") != NULL);
+    free(copy);
+    amp_file_free(NULL, data, bytes);
+    amp_state_destroy(state);
+}
+
+/* Blobs whose checksums are right but that no writer makes. */
+TEST(impossible_blobs) {
+    static const char *const what[] = {"twice",      "impossible", "impossible", "impossible",
+                                       "impossible", "impossible", "impossible", "no record"};
+    amp_state *state = made();
+    ampi_crc crc;
+    uint8_t *copy;
+    void *data;
+    size_t bytes, directory = 10 * AMPI_STATE_ENTRY;
+    int kind;
+    ampi_crc_init(&crc, 1);
+    CHECK_OK(amp_state_encode(state, &data, &bytes));
+    copy = (uint8_t *)calloc(bytes + 1, 1);
+    for (kind = 0; kind < 8; kind++) {
+        uint8_t *entry = copy + 40 + AMPI_STATE_ENTRY;
+        memcpy(copy, data, bytes);
+        if (kind == 0) memcpy(entry, copy + 40, 64);                /* a key that is there */
+        if (kind == 1) entry[63] = 1;                               /* something behind the end of the key */
+        if (kind == 2) memset(entry, 'x', 64);                      /* a key without end */
+        if (kind == 3) memset(entry, 0, 64);                        /* no key */
+        if (kind == 4) ampi_store_le32(entry + 64, AMP_TF32);
+        if (kind == 5) ampi_store_le32(entry + 64, 0xffffffffu);
+        if (kind == 6) ampi_store_le64(entry + 72, UINT64_C(1) << 61);      /* times 8 that is 0 */
+        if (kind == 7) ampi_store_le64(copy + 16, bytes + 1);
+        ampi_store_le32(copy + 32, ampi_crc_add(&crc, 0, copy + 40, directory));
+        ampi_store_le32(copy + 36, ampi_crc_add(&crc, 0, copy, 36));
+        CHECK_EQ(refused(copy, bytes + (kind == 7)), AMP_ERR_CHECKSUM);
+        CHECK_MSG(strstr(amp_last_error(), what[kind]) != NULL, "%d: %s", kind, amp_last_error());
+    }
     free(copy);
     amp_file_free(NULL, data, bytes);
     amp_state_destroy(state);
@@ -433,6 +471,7 @@ int main(int argc, char **argv) {
     RUN(every_flipped_bit);
     RUN(every_truncation);
     RUN(garbage);
+    RUN(impossible_blobs);
     RUN(checksum);
     RUN(version_1_is_read);
     RUN(version_1_is_written);

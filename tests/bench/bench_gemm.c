@@ -1,0 +1,253 @@
+/* bench_gemm.c - matrix products against the peak of the same instruction, measured in the same run.
+ *
+ *     cc -std=c99 -D_GNU_SOURCE -O2 -fopenmp -o bench_gemm tests/bench/bench_gemm.c -lm -lpthread
+ *     ./bench_gemm [--threads N] [--rounds N] [--json FILE]
+ *
+ * Each round times the peak loops and every case in turn; a case's figure is the median over the rounds of its rate,
+ * and its ratio is taken to the median peak.  The peak loop keeps 28 sums in registers (14 on AVX2); it is checked
+ * against the clock, which a chain of dependent multiplications (3 cycles each) gives: no core does more than two FMAs
+ * a cycle, and a loop whose sums spill to memory stays far below one. */
+#define AMP_IMPLEMENTATION
+#include "../../amp.h"
+
+#include <stdio.h>
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- Peaks */
+
+#define R14(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
+#define R28(X) R14(X) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) X(27)
+
+#if AMPI_X86
+/* The asm hides that all sums are equal: a compiler that knows keeps only one. */
+#define SUM512(i) __m512 s##i = _mm512_setzero_ps(); __asm__("" : "+v"(s##i));
+#define SUM256(i) __m256 s##i = _mm256_setzero_ps(); __asm__("" : "+x"(s##i));
+#define FMA512(i) s##i = _mm512_fmadd_ps(x, y, s##i);
+#define FMA256(i) s##i = _mm256_fmadd_ps(x, y, s##i);
+#define DOT512(i) s##i = _mm512_dpbf16_ps(s##i, (__m512bh)x, (__m512bh)y);
+#define USE(i) __asm__ volatile("" : : "v"(s##i));
+#define USEX(i) __asm__ volatile("" : : "x"(s##i));
+
+__attribute__((target("avx512f"))) static void peak_avx512(long n) {
+    __m512 x = _mm512_setzero_ps(), y = x;
+    R28(SUM512)
+    for (; n > 0; n--) { R28(FMA512) __asm__ volatile("" : "+v"(x)); }
+    R28(USE)
+}
+__attribute__((target("avx2,fma"))) static void peak_avx2(long n) {
+    __m256 x = _mm256_setzero_ps(), y = x;
+    R14(SUM256)
+    for (; n > 0; n--) { R14(FMA256) __asm__ volatile("" : "+x"(x)); }
+    R14(USEX)
+}
+#if AMPI_GEMM_BF16
+__attribute__((target("avx512f,avx512bf16"))) static void peak_bf16(long n) {
+    __m512 x = _mm512_setzero_ps(), y = x;
+    R28(SUM512)
+    for (; n > 0; n--) { R28(DOT512) __asm__ volatile("" : "+v"(x)); }
+    R28(USE)
+}
+#endif
+static double clock_ghz(void) {
+    double start = now();
+    long i, x = 3;
+    for (i = 0; i < 2000000; i++) __asm__ volatile("imul %0, %0\n\timul %0, %0\n\timul %0, %0\n\timul %0, %0" : "+r"(x));
+    return 2000000 * 4 * 3 / (now() - start) * 1e-9;
+}
+#endif
+
+typedef struct peak_job { void (*loop)(long n); long n; } peak_job;
+static void peak_part(void *arg, int64_t begin, int64_t end, int thread) {
+    peak_job *job = (peak_job *)arg;
+    (void)thread;
+    for (; begin < end; begin++) job->loop(job->n);
+}
+/* GFLOP/s of all threads together */
+static double peak_rate(void (*loop)(long), double flops, int threads) {
+    peak_job job;
+    double start;
+    job.loop = loop;
+    job.n = 300000;
+    start = now();
+    ampi_parallel(threads, threads, 1, peak_part, &job);
+    return flops * (double)job.n * threads / (now() - start) * 1e-9;
+}
+
+/* ---- Cases */
+
+typedef struct bench_case {
+    const char *name;
+    int64_t m, n, k;
+    int trans_a, trans_b;
+    amp_dtype a, b, c, compute;
+    float beta;
+    int packed, pairs, bias_gelu;
+    double bar;                         /* of its peak; 0: none */
+    /* filled in */
+    amp_k_gemm g;
+    double rates[64], median, best;
+} bench_case;
+
+#define S 1024
+#define F AMP_F32
+#define B AMP_BF16
+static bench_case cases[] = {
+    {"fp32 NN 1024^3",                         S, S, S, 0, 0, F, F, F, F, 0, 0, 0, 0, 0.80, {0}, {0}, 0, 0},
+    {"fp32 NT 1024^3",                         S, S, S, 0, 1, F, F, F, F, 0, 0, 0, 0, 0.80, {0}, {0}, 0, 0},
+    {"fp32 NT 1024^3 packed B",                S, S, S, 0, 1, F, F, F, F, 0, 1, 0, 0, 0.80, {0}, {0}, 0, 0},
+    {"fp32 TN 1024^3 beta 1",                  S, S, S, 1, 0, F, F, F, F, 1, 0, 0, 0, 0.80, {0}, {0}, 0, 0},
+    {"fp32 linear 256x3072x768 NT bias gelu",  256, 3072, 768, 0, 1, F, F, F, F, 0, 0, 0, 1, 0, {0}, {0}, 0, 0},
+    {"fp32 dX 256x768x3072 NN",                256, 768, 3072, 0, 0, F, F, F, F, 0, 0, 0, 0, 0, {0}, {0}, 0, 0},
+    {"fp32 dW 3072x768x256 TN beta 1",         3072, 768, 256, 1, 0, F, F, F, F, 1, 0, 0, 0, 0, {0}, {0}, 0, 0},
+    {"bf16 NT 1024^3 from fp32, packed B",     S, S, S, 0, 1, F, F, F, B, 0, 1, 0, 0, 0.85, {0}, {0}, 0, 0},
+    {"bf16 NT 1024^3 from fp32",               S, S, S, 0, 1, F, F, F, B, 0, 0, 0, 0, 0.80, {0}, {0}, 0, 0},
+    {"bf16 NT 1024^3 from bf16, packed B",     S, S, S, 0, 1, B, B, B, B, 0, 1, 0, 0, 0.85, {0}, {0}, 0, 0},
+    {"bf16 linear 256x3072x768 packed, gelu",  256, 3072, 768, 0, 1, B, F, B, B, 0, 1, 0, 1, 0, {0}, {0}, 0, 0},
+    {"bf16 dX 256x768x3072 NN packed B",       256, 768, 3072, 0, 0, B, F, B, B, 0, 1, 0, 0, 0, {0}, {0}, 0, 0},
+    {"bf16 dW 3072x768x256 TN beta 1",         3072, 768, 256, 1, 0, B, B, F, B, 1, 0, 0, 0, 0, {0}, {0}, 0, 0},
+    {"vdpbf16ps NT 1024^3 fp32, packed B",     S, S, S, 0, 1, F, F, F, B, 0, 1, 1, 0, 0.85, {0}, {0}, 0, 0},
+    {"vdpbf16ps NT 1024^3 from fp32",          S, S, S, 0, 1, F, F, F, B, 0, 0, 1, 0, 0.80, {0}, {0}, 0, 0},
+    {"vdpbf16ps dW 3072x768x256 TN beta 1",    3072, 768, 256, 1, 0, B, B, F, B, 1, 0, 1, 0, 0, {0}, {0}, 0, 0},
+};
+enum { CASES = sizeof cases / sizeof *cases };
+#undef S
+#undef F
+#undef B
+
+static void *bench_alloc(void *user, size_t size, size_t align) {
+    void *p = NULL;
+    (void)user;
+    return posix_memalign(&p, align, size) == 0 ? p : NULL;
+}
+static void bench_free(void *user, void *p, size_t size) { (void)user; (void)size; free(p); }
+
+static void *numbers(amp_dtype dtype, int64_t n) {
+    char *p = (char *)bench_alloc(NULL, (size_t)n * 4, 64);
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        float x = (float)(i * 7919 % 1009) / 1009.0f - 0.5f;
+        uint16_t h = amp_bf16_from_f32(x, 0);
+        if (dtype == AMP_F32) memcpy(p + 4 * i, &x, 4);
+        else memcpy(p + 2 * i, &h, 2);
+    }
+    return p;
+}
+
+static const ampi_gemm_vec *table_of(const bench_case *c, const ampi_cpu *cpu) {
+#if AMPI_GEMM_BF16
+    if (c->pairs) return cpu->path >= AMP_CPU_AVX512_BF16 ? &ampi_gemm_kernels_bf16 : NULL;
+#endif
+    return c->pairs ? NULL : ampi_gemm_pick(cpu, c->compute);
+}
+
+static int prepare(bench_case *c, ampi_cpu *cpu) {
+    amp_k_pack pack;
+    void *packed;
+    if (table_of(c, cpu) == NULL) return 0;
+    c->g.m = c->m; c->g.n = c->n; c->g.k = c->k; c->g.batch = 1;
+    c->g.a = numbers(c->a, c->m * c->k); c->g.a_dtype = c->a; c->g.trans_a = c->trans_a; c->g.lda = c->trans_a ? c->m : c->k;
+    c->g.b = numbers(c->b, c->n * c->k); c->g.b_dtype = c->b; c->g.trans_b = c->trans_b; c->g.ldb = c->trans_b ? c->k : c->n;
+    c->g.c = numbers(c->c, c->m * c->n); c->g.c_dtype = c->c; c->g.ldc = c->n;
+    c->g.compute = c->compute; c->g.alpha = 1; c->g.beta = c->beta;
+    if (c->bias_gelu) { c->g.bias = numbers(AMP_F32, c->n); c->g.bias_dtype = AMP_F32; c->g.act = AMP_ACT_GELU; }
+    if (!c->packed) return 1;
+    memset(&pack, 0, sizeof pack);
+    pack.b = c->g.b; pack.b_dtype = c->b; pack.compute = c->compute; pack.trans_b = c->trans_b;
+    pack.k = c->k; pack.n = c->n; pack.ldb = c->g.ldb;
+    packed = bench_alloc(NULL, (size_t)(c->k + 64) * (size_t)(c->n + 64) * 4, 64);
+    c->g.packed_b = packed;
+    return ampi_gemm_pack_with(cpu, table_of(c, cpu), &pack, packed) == AMP_OK;
+}
+
+static double case_rate(const bench_case *c, ampi_cpu *cpu) {
+    double start = now(), flops = 2.0 * (double)c->m * (double)c->n * (double)c->k;
+    if (ampi_gemm_with(cpu, table_of(c, cpu), &c->g) != AMP_OK) exit(1);
+    return flops / (now() - start) * 1e-9;
+}
+
+static int compare(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, compare); return x[n / 2]; }
+
+static void write_json(const char *path, const amp_cpu_info *info, int threads, int rounds, double peak, double peak16) {
+    FILE *f = fopen(path, "w");
+    int i;
+    if (f == NULL) { fprintf(stderr, "cannot write %s\n", path); exit(1); }
+    fprintf(f, "{\"bench\": \"gemm\", \"cpu\": \"%s\", \"compiler\": \"%s\", \"threads\": %d, \"rounds\": %d,\n", info->name, __VERSION__, threads, rounds);
+    fprintf(f, " \"peak_fp32\": %.1f, \"peak_bf16\": %.1f, \"unit\": \"GFLOP/s\", \"cases\": [\n", peak, peak16);
+    for (i = 0; i < CASES; i++) {
+        const char *comma = i + 1 < CASES ? "," : "";
+        fprintf(f, "  {\"name\": \"%s\", \"median\": %.1f, \"best\": %.1f, \"bar\": %.2f}%s\n", cases[i].name, cases[i].median, cases[i].best, cases[i].bar, comma);
+    }
+    fprintf(f, "]}\n");
+    fclose(f);
+}
+
+int main(int argc, char **argv) {
+    amp_machine machine;
+    ampi_cpu cpu;
+    const char *json = NULL;
+    double peaks[64], peaks16[64], peak, peak16 = 0, ghz = 0;
+    int rounds = 15, round, i, failed = 0, vectors = 28;
+    void (*loop)(long) = NULL, (*loop16)(long) = NULL;
+    double lanes = 16;
+    memset(&cpu, 0, sizeof cpu);
+    if (amp_machine_probe(&machine) != AMP_OK) return 1;
+    cpu.host.alloc = bench_alloc;
+    cpu.host.free = bench_free;
+    cpu.threads = machine.cpu.cores;
+    cpu.path = machine.cpu.path;
+    for (i = 1; i + 1 < argc; i += 2) {
+        if (!strcmp(argv[i], "--threads")) cpu.threads = atoi(argv[i + 1]);
+        if (!strcmp(argv[i], "--rounds")) rounds = atoi(argv[i + 1]);
+        if (!strcmp(argv[i], "--path")) cpu.path = (amp_cpu_path)atoi(argv[i + 1]);
+        if (!strcmp(argv[i], "--json")) json = argv[i + 1];
+    }
+    rounds = AMPI_MAX(1, AMPI_MIN(rounds, 63));
+#if AMPI_X86
+    if (cpu.path >= AMP_CPU_AVX512) loop = peak_avx512;
+    else if (cpu.path == AMP_CPU_AVX2) { loop = peak_avx2; lanes = 8; vectors = 14; }
+#if AMPI_GEMM_BF16
+    if (cpu.path >= AMP_CPU_AVX512_BF16) loop16 = peak_bf16;
+#endif
+#endif
+    if (loop == NULL) { printf("skipped: this CPU has no FMA, there is no peak to compare with\n"); return 0; }
+    for (i = 0; i < CASES; i++) if (!prepare(&cases[i], &cpu)) cases[i].g.m = 0;
+    for (round = -1; round < rounds; round++) {             /* round -1 warms up */
+        int at = AMPI_MAX(round, 0);
+        peaks[at] = peak_rate(loop, 2 * lanes * vectors, cpu.threads);
+        peaks16[at] = loop16 ? peak_rate(loop16, 4 * lanes * vectors, cpu.threads) : 0;
+        for (i = 0; i < CASES; i++) if (cases[i].g.m) cases[i].rates[at] = case_rate(&cases[i], &cpu);
+#if AMPI_X86
+        ghz = AMPI_MAX(ghz, clock_ghz());
+#endif
+    }
+    peak = median(peaks, rounds);
+    peak16 = median(peaks16, rounds);
+    printf("%s, %d threads, %d rounds, %.2f GHz\n", machine.cpu.name, cpu.threads, rounds, ghz);
+    printf("peak fp32 FMA    %7.1f GFLOP/s (best %.1f): %.2f FMAs of %d lanes a cycle and thread\n", peak, peaks[rounds - 1],
+           peak / ghz / (2 * lanes) / cpu.threads, (int)lanes);
+    if (peaks[rounds - 1] / ghz / (2 * lanes) / cpu.threads < 0.9) { printf("the peak loop is not credible: its sums spill\n"); failed = 1; }
+    if (loop16) printf("peak vdpbf16ps   %7.1f GFLOP/s (best %.1f)\n", peak16, peaks16[rounds - 1]);
+    for (i = 0; i < CASES; i++) {
+        bench_case *c = &cases[i];
+        /* bf16 is measured by vdpbf16ps where the CPU has it, whatever instruction was chosen */
+        double of = c->compute == AMP_BF16 && loop16 ? peak16 : peak;
+        if (!c->g.m) { printf("%-40s skipped: no instruction\n", c->name); continue; }
+        c->median = median(c->rates, rounds);
+        c->best = c->rates[rounds - 1];
+        printf("%-40s %7.1f GFLOP/s (best %7.1f)  %5.1f%% of the peak", c->name, c->median, c->best, 100 * c->median / of);
+        if (c->bar > 0) printf("  %s (bar %.0f%%)", c->median / of >= c->bar ? "ok" : "BELOW", 100 * c->bar);
+        if (c->bar > 0 && c->median / of < c->bar) failed = 1;
+        printf("\n");
+    }
+    if (json) write_json(json, &machine.cpu, cpu.threads, rounds, peak, peak16);
+    return failed;
+}

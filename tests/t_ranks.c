@@ -1,0 +1,267 @@
+/* t_ranks.c - data-parallel training over the reduction hook, with forked processes and shared memory: an overflow
+ * on one rank skips on all, N ranks give the weights of one with N times the batch, ranks without gradients take
+ * part, shards are disjoint and complete, and a failing hook is an error. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+enum { RANKS = 4, ROOM = 4096, IN = 6, OUT = 5, ROWS = 8, STEPS = 6 };
+
+/* What the ranks share: a barrier, a buffer to reduce in, and what each of them found. */
+typedef struct shared {
+    int arrived, generation, calls_max[RANKS], calls_sum[RANKS], fail;
+    double buffer[RANKS][ROOM];
+    float weights[RANKS][IN * OUT], scale[RANKS];
+    int64_t skipped[RANKS];
+    int32_t samples[RANKS][64];
+    int n_samples[RANKS], errors[RANKS];
+} shared;
+static shared *all;
+
+typedef struct rank_info { int rank, world; } rank_info;
+
+/* Waits until every rank is here; gives up after ten seconds, so that a broken test ends. */
+static int barrier(int world) {
+    const struct timespec pause = {0, 100000};
+    int generation = __atomic_load_n(&all->generation, __ATOMIC_SEQ_CST);
+    if (__atomic_add_fetch(&all->arrived, 1, __ATOMIC_SEQ_CST) == world) {
+        __atomic_store_n(&all->arrived, 0, __ATOMIC_SEQ_CST);
+        __atomic_add_fetch(&all->generation, 1, __ATOMIC_SEQ_CST);
+        return 0;
+    }
+    for (int i = 0; i < 100000; i++) {
+        if (__atomic_load_n(&all->generation, __ATOMIC_SEQ_CST) != generation) return 0;
+        nanosleep(&pause, NULL);
+    }
+    return 1;
+}
+
+static int reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    const rank_info *me = (const rank_info *)user;
+    double *mine = all->buffer[me->rank];
+    (void)stream;
+    if (count > ROOM || (dtype != AMP_F32 && dtype != AMP_F64)) return 1;
+    if (__atomic_load_n(&all->fail, __ATOMIC_SEQ_CST)) return 1;
+    *(op == AMP_REDUCE_MAX ? &all->calls_max[me->rank] : &all->calls_sum[me->rank]) += 1;
+    for (int64_t i = 0; i < count; i++) mine[i] = dtype == AMP_F32 ? (double)((float *)data)[i] : ((double *)data)[i];
+    if (barrier(me->world)) return 1;
+    for (int64_t i = 0; i < count; i++) {
+        double x = all->buffer[0][i];
+        for (int r = 1; r < me->world; r++) {
+            double y = all->buffer[r][i];
+            x = op == AMP_REDUCE_SUM ? x + y : y > x ? y : x;
+        }
+        if (dtype == AMP_F32) ((float *)data)[i] = (float)x; else ((double *)data)[i] = x;
+    }
+    return barrier(me->world);
+}
+
+static float value(int64_t i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
+
+/* Trains on rows [rank * rows, ...) of a fixed problem; `bad_rank` meets an infinity in step 2,
+   `idle_rank` has no gradients at all. */
+static void train(int rank, int world, int rows, int bad_rank, int idle_rank) {
+    rank_info me = {rank, world};
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_scaler *scaler;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_scaler_desc sd;
+    amp_param p;
+    amp_outcome outcome;
+    static float w[IN * OUT], g[IN * OUT], x[RANKS * ROWS * IN], t[RANKS * ROWS * OUT], y[RANKS * ROWS * OUT], loss;
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&p, 0, sizeof p);
+    desc.reducer.reduce = world > 1 ? reduce : NULL;
+    desc.reducer.user = &me;
+    desc.reducer.rank = rank; desc.reducer.world = world;
+    desc.threads = 1;
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int i = 0; i < IN * OUT; i++) w[i] = value(i);
+    p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, OUT, IN); p.grad = amp_tensor2(g, AMP_F32, OUT, IN);
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    od.params = &p; od.n_params = 1; od.lr = 0.05f; od.clip_norm = 0.5f; od.outcome_lag = AMP_LAG_NONE;
+    sd.init_scale = 1024;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
+    for (int step = 0; step < STEPS; step++) {
+        amp_linear_op lin;
+        amp_mse_op mse;
+        memset(&lin, 0, sizeof lin); memset(&mse, 0, sizeof mse);
+        for (int i = 0; i < rows * IN; i++) x[i] = value(1000 * step + (int64_t)rank * rows * IN + i);
+        for (int i = 0; i < rows * OUT; i++) t[i] = value(7000 * step + (int64_t)rank * rows * OUT + i);
+        if (rank == bad_rank && step == 2) x[0] = INFINITY;
+        lin.x = amp_tensor2(x, AMP_F32, rows, IN); lin.y = amp_tensor2(y, AMP_F32, rows, OUT); lin.weight = &p;
+        mse.x = lin.y; mse.dx = lin.y; mse.target = amp_tensor2(t, AMP_F32, rows, OUT);
+        mse.loss = &loss; mse.seed = amp_scaler_seed(scaler);
+        CHECK_OK(amp_linear(amp, &lin));
+        CHECK_OK(amp_mse(amp, &mse));
+        lin.dy = mse.dx;
+        if (rank != idle_rank) CHECK_OK(amp_linear_backward(amp, &lin));
+        CHECK_OK(amp_step(opt, scaler));
+        while (amp_outcome_next(opt, &outcome)) all->skipped[rank] += !outcome.applied;
+    }
+    memcpy(all->weights[rank], w, sizeof w);
+    all->scale[rank] = amp_scaler_scale(scaler);
+    amp_optimizer_destroy(opt);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+/* Runs `body(rank, world)` in `world` processes; failures of a child count here. */
+static void fork_ranks(int world, void (*body)(int rank, int world)) {
+    pid_t children[RANKS];
+    memset(all, 0, sizeof *all);
+    fflush(stdout);
+    for (int r = 0; r < world; r++) {
+        children[r] = fork();
+        if (children[r] == 0) {
+            ampt.failures = 0;
+            body(r, world);
+            all->errors[r] = ampt.failures;
+            fflush(stdout);
+            _exit(0);
+        }
+    }
+    for (int r = 0; r < world; r++) {
+        int status;
+        waitpid(children[r], &status, 0);
+        CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0 && all->errors[r] == 0, "rank %d: %d errors", r, all->errors[r]);
+    }
+}
+
+static void clean_training(int rank, int world) { train(rank, world, ROWS, -1, -1); }
+static void training_with_an_overflow(int rank, int world) { train(rank, world, ROWS, 1, -1); }
+
+static void training_with_an_idle_rank(int rank, int world) { train(rank, world, ROWS, 0, 1); }
+
+/* Sums in another order, so fp32 rounding apart: STEPS updates of relative size u = 2^-24 times the sums' length,
+   amplified by AdamW's normalisation of small gradients. */
+static void check_same_weights(const float *a, const float *b) {
+    double error = 0, size = 0;
+    for (int i = 0; i < IN * OUT; i++) { error += (a[i] - b[i]) * (double)(a[i] - b[i]); size += a[i] * (double)a[i]; }
+    CHECK_MSG(sqrt(error / size) < STEPS * RANKS * ROWS * 6e-8, "relative difference %g", sqrt(error / size));
+}
+
+TEST(ranks_equal_one_process_with_the_whole_batch) {
+    for (int world = 2; world <= RANKS; world += 2) {
+        static float one[IN * OUT];
+        memset(all, 0, sizeof *all);
+        train(0, 1, ROWS * world, -1, -1);
+        memcpy(one, all->weights[0], sizeof one);
+        fork_ranks(world, clean_training);
+        for (int r = 0; r < world; r++) {
+            CHECK(memcmp(all->weights[0], all->weights[r], sizeof all->weights[0]) == 0);
+            check_same_weights(one, all->weights[r]);
+            CHECK_EQ(all->skipped[r], 0);
+            CHECK_EQ(all->calls_sum[r], STEPS);
+            CHECK_EQ(all->calls_max[r], STEPS);
+        }
+    }
+}
+
+TEST(an_overflow_on_one_rank_skips_on_all) {
+    for (int world = 2; world <= RANKS; world += 2) {
+        fork_ranks(world, training_with_an_overflow);
+        for (int r = 0; r < world; r++) {
+            CHECK_EQ(all->skipped[r], 1);
+            CHECK(all->scale[r] == 512);
+            CHECK(memcmp(all->weights[0], all->weights[r], sizeof all->weights[0]) == 0);
+        }
+    }
+}
+
+TEST(ranks_without_gradients_take_part) {
+    fork_ranks(2, training_with_an_idle_rank);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(all->skipped[r], 1);
+        CHECK(all->scale[r] == 512);
+        CHECK_EQ(all->calls_sum[r], all->calls_sum[0]);
+        CHECK(memcmp(all->weights[0], all->weights[r], sizeof all->weights[0]) == 0);
+    }
+    CHECK(all->weights[0][0] != value(0));
+}
+
+/* ---- loaders */
+
+static char data_path[64];
+
+static void read_shard(int rank, int world) {
+    amp_context *amp;
+    amp_loader *loader;
+    amp_loader_desc desc;
+    amp_loader_info info;
+    amp_batch batch;
+    memset(&desc, 0, sizeof desc);
+    CHECK_OK(amp_open(&amp, NULL));
+    desc.path = data_path; desc.format = AMP_TOKENS_BYTES; desc.batch = 3; desc.seq = 4; desc.shuffle = 1; desc.seed = 5;
+    desc.rank = rank; desc.world = world; desc.epochs = 1;
+    CHECK_OK(amp_loader_create(amp, &loader, &desc));
+    CHECK_OK(amp_loader_info_get(loader, &info));
+    for (int64_t i = 0; i < info.batches; i++) {
+        CHECK_OK(amp_loader_next(loader, &batch));
+        for (int64_t j = 0; j < batch.batch; j++) all->samples[rank][all->n_samples[rank]++] = batch.inputs[j * 4] / 4;
+    }
+    CHECK_ERR(amp_loader_next(loader, &batch), AMP_ERR_END);
+    amp_loader_destroy(loader);
+    amp_close(amp);
+}
+
+TEST(shards_are_disjoint_and_complete) {
+    unsigned char bytes[49];                /* 12 samples of 4, and a last target */
+    int fd;
+    for (int i = 0; i < 49; i++) bytes[i] = (unsigned char)i;
+    snprintf(data_path, sizeof data_path, "/tmp/amp_ranks_XXXXXX");
+    fd = mkstemp(data_path);
+    if (fd < 0 || write(fd, bytes, sizeof bytes) != sizeof bytes) SKIP("no temporary folder");
+    close(fd);
+    for (int world = 2; world <= RANKS; world += 2) {
+        int seen[12] = {0}, count = 0;
+        fork_ranks(world, read_shard);
+        for (int r = 0; r < world; r++)
+            for (int i = 0; i < all->n_samples[r]; i++) { seen[all->samples[r][i]]++; count++; }
+        CHECK_EQ(count, 12);
+        for (int i = 0; i < 12; i++) CHECK_EQ(seen[i], 1);
+    }
+    unlink(data_path);
+}
+
+/* ---- a hook that fails */
+
+static int failing_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    (void)user; (void)data; (void)count; (void)dtype; (void)op; (void)stream;
+    return 7;
+}
+
+TEST(a_failing_hook_is_an_error_and_changes_nothing) {
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_param p;
+    float w[2] = {1, 2}, g[2] = {3, 4};
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&p, 0, sizeof p);
+    desc.reducer.reduce = failing_reduce;
+    desc.reducer.world = 2;
+    CHECK_OK(amp_open(&amp, &desc));
+    p.name = "w"; p.weight = amp_tensor1(w, AMP_F32, 2); p.grad = amp_tensor1(g, AMP_F32, 2); p.grad_live = 1;
+    od.params = &p; od.n_params = 1;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    p.grad_live = 1;
+    CHECK_ERR(amp_step(opt, NULL), AMP_ERR_REDUCE);
+    CHECK(w[0] == 1 && w[1] == 2);
+    amp_optimizer_destroy(opt);
+    amp_close(amp);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    all = (shared *)mmap(NULL, sizeof *all, PROT_READ | PROT_WRITE, MAP_SHARED | 0x20 /* MAP_ANONYMOUS */, -1, 0);
+    if (all == MAP_FAILED) { printf("no shared memory\n0 passed, 1 failed, 0 skipped\n"); return 1; }
+    RUN(ranks_equal_one_process_with_the_whole_batch); RUN(an_overflow_on_one_rank_skips_on_all);
+    RUN(ranks_without_gradients_take_part);
+    RUN(shards_are_disjoint_and_complete); RUN(a_failing_hook_is_an_error_and_changes_nothing);
+    return TEST_END();
+}
