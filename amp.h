@@ -50,7 +50,7 @@
        >>autocast    regions, policies, overrides, the cast cache
        >>operators   linear, matmul, gemm, attention, norms, softmax, activations, losses, embedding, dropout
        >>gradients   sets, the loss scaler, optimizers, the step
-       >>data        the token loader
+       >>data        the prefetching loader: token files, .npy arrays, callbacks
 
    AT A GLANCE
 
@@ -73,7 +73,7 @@
                               amp_scaler_set_scale amp_scaler_rescale
        gradients              amp_set_create amp_set_found
        optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
-       data                   amp_loader_create amp_loader_next amp_loader_info_get
+       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load
 
@@ -631,7 +631,7 @@ AMPI_INLINE amp_tensor amp_tensor1(const void *data, amp_dtype dtype, int64_t n)
     t.ndim = 1;
     return t;
 }
-/* Elements of the view; 0 for no tensor; -1 if a dimension is negative or the product overflows. */
+/* Elements of the view; 0 for no tensor (data NULL); -1 if a dimension is negative or the product overflows. */
 AMP_API int64_t amp_tensor_count(const amp_tensor *tensor);
 
 /* A piece of memory that a set, a check or a host's own loop works on. */
@@ -655,11 +655,12 @@ typedef struct amp_param {
     int32_t reserved;
 } amp_param;
 
-/* Which keys a query may see.  A zeroed mask hides nothing. */
+/* Which keys j a query sees.  Query i stands at position i + keys - queries, so that the last ones align; documents
+   and windows go by that position too.  A zeroed mask hides nothing. */
 typedef enum amp_mask_kind {
     AMP_MASK_NONE = 0,
-    AMP_MASK_CAUSAL = 1,            /* key j for query i if j <= i + (keys - queries) */
-    AMP_MASK_WINDOW = 2,            /* causal, and the last `window` keys only; bidirectional: |i - j| < window */
+    AMP_MASK_CAUSAL = 1,            /* j <= position */
+    AMP_MASK_WINDOW = 2,            /* causal, and the last `window` keys only; bidirectional: |position - j| < window */
     AMP_MASK_WINDOW_GLOBAL = 3,     /* as WINDOW, and the first `global` positions see and are seen by all (causally if causal) */
     AMP_MASK_PREFIX = 4,            /* causal, but keys below prefix[b] are seen by all */
     AMP_MASK_ARBITRARY = 5,         /* the tensor `allowed` */
@@ -888,12 +889,12 @@ typedef struct amp_k_tensor {
 
 /* What a check finds and what follows from it, in device memory: one per set. */
 typedef struct amp_k_found {
-    double sum_sq;                  /* of the gradients as they lay in memory, before any multiplication; inf or NaN with them */
+    double sum_sq;                  /* of the gradients before any multiplication; inf or NaN with them */
     float found_inf;                /* 0, or not 0: something was infinite or NaN */
     int32_t first_bad;              /* lowest row with a non-finite element; -1: none */
     float norm;                     /* of the gradients after unscaling and averaging; what clipping compares */
     float clip_coef;                /* min(1, clip / (norm + 1e-6)), 1 without clipping */
-    float multiplier;               /* what is still to be multiplied: fp32(inverse scale * clip / divisor), or the part not yet in memory */
+    float multiplier;               /* fp32(inverse scale * clip / divisor), or what of it is not yet in memory */
     float factor;                   /* what the next pass over the gradients multiplies by */
     int32_t skip;                   /* 1: the optimizer leaves everything as it is */
     int32_t consecutive_skips;
@@ -954,11 +955,11 @@ typedef struct amp_k_scaler {
 enum {
     AMP_GROWTH_REFUSES_INF = 1,     /* a scale that would become infinite stays (torch, keras) */
     AMP_GROWTH_ONE_LATER = 2,       /* growth takes growth_interval + 1 clean updates (flax, deepspeed_fused) */
-    AMP_GROWTH_COUNTS_ON = 4,       /* ... but only the first time: the growing update counts towards the next (deepspeed_fused) */
+    AMP_GROWTH_COUNTS_ON = 4,       /* ... but only the first: the growing update counts on (deepspeed_fused) */
     AMP_WINDOW_MOVES = 8,           /* growth_interval grows and shrinks with the scale (metaseq) */
-    AMP_FLOOR_REFUSES = 16,         /* a scale that would fall below min_scale stays, instead of becoming min_scale (fairseq, metaseq) */
+    AMP_FLOOR_REFUSES = 16,         /* a scale stays rather than fall to min_scale (fairseq, metaseq) */
     AMP_OVERFLOWS_KEPT = 32,        /* growth does not restart the overflow count of the rate rule (fairseq, metaseq) */
-    AMP_SCALE_GUARDED = 64          /* steps are skipped while the scale or its inverse is 0, subnormal or infinite (all but torch) */
+    AMP_SCALE_GUARDED = 64          /* steps skip while scale or inverse is 0, subnormal or inf (all but torch) */
 };
 
 /* A scaler's constants; see amp_scaler_desc for their meaning. */
@@ -980,14 +981,14 @@ typedef struct amp_k_step_rule {
 } amp_k_step_rule;
 
 typedef enum amp_rule_kind {
-    AMP_RULE_BEGIN = 1,             /* clears `found` for a new check, but no counters; factor = fp32(inverse scale / divisor) */
+    AMP_RULE_BEGIN = 1,             /* clears `found`, but no counters; factor = fp32(inverse scale / divisor) */
     AMP_RULE_CHECKED = 2,           /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
-    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step unless it is skipped, writes the outcome */
+    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step or skip, writes the outcome */
     AMP_RULE_UPDATE = 4,            /* the scaler's update */
     AMP_RULE_APPLIED = 5,           /* the gradients in memory have been multiplied by `multiplier`: it becomes 1 */
     AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
     AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
-    AMP_RULE_SET_INTERVAL = 8,      /* the interval becomes that of the rule; value not 0: a tracker at or beyond it restarts */
+    AMP_RULE_SET_INTERVAL = 8,      /* the rule's interval; value not 0: a tracker at or beyond it restarts */
     AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
 } amp_rule_kind;
 
@@ -1056,7 +1057,7 @@ typedef struct amp_backend {
     void (*free_pinned)(void *dev, void *ptr, size_t bytes);
     amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
     amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
-    amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved and device_total only */
+    amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved, pinned and device_total only */
     /* streams and events; stream NULL is the context's own */
     amp_result (*stream_create)(void *dev, void **stream);
     void (*stream_destroy)(void *dev, void *stream);
@@ -1268,7 +1269,7 @@ typedef enum amp_cast_policy {
     AMP_CAST_FP32 = 2,              /* compute and return fp32 */
     AMP_CAST_PROMOTE = 3,           /* the widest of the inputs, at least the region's dtype */
     AMP_CAST_FALLTHROUGH = 4,       /* whatever the inputs are */
-    AMP_CAST_FP32_STORE = 5,        /* compute fp32, return the inputs' dtype (FUSED norms, softmax, losses) */
+    AMP_CAST_FP32_STORE = 5,        /* compute fp32, return the inputs' dtype (FUSED norms and softmax) */
     AMP_CAST_BANNED = 6,            /* refused in a region */
     AMP_CAST_FORCE_I32 = 0x7fffffff
 } amp_cast_policy;
@@ -1327,8 +1328,8 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
 AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
 AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
 /* For the host's own kernels: *out is param's weight in dtype, from the cast cache when it is registered; valid
-   until the weight changes or the outermost region ends.  When the weight has that dtype it is the weight itself.
-   Errors: 101, 104, 301. */
+   until the weight changes or the last open region ends.  When the weight has that dtype it is the weight itself.
+   With the cache disabled it is made anew at each call.  Errors: 101, 104, 106 param is not registered, 301. */
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out);
 
 /* A host's own operator.  *op is its number for the calls above.  Errors: 101, 107 duplicate, 301. */
@@ -1572,7 +1573,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
        amp_optimizer_step    new weights, unless something was infinite or NaN
        amp_scaler_update     new scale, once per iteration
    Nothing waits for the device: what was found, the scale and the counters live there, and small rules (at
-   the end of this section) change them there.                                                         */
+   the end of this section) change them there.  Everything gives the same bits for any number of threads. */
 
 /* ---- Sets.  Works on parameters or on any arrays of the host's; the device table is built once.
 
@@ -1585,8 +1586,9 @@ typedef struct amp_set amp_set;
 /* Either params or ranges.  sharded 1: each rank holds other elements, so gradients are not summed over ranks,
    but norms and flags are combined. */
 typedef struct amp_set_desc {
-    amp_param *params; int64_t n_params;            /* their gradients, where a backward has run; the array must stay */
-    const amp_range *ranges; int64_t n_ranges;      /* copied, always looked at; dtypes F32, F16, BF16, F64; count 0 is allowed */
+    amp_param *params; int64_t n_params;            /* their gradients, where grad_live is set; the array must stay.  A
+                                                       host with an optimizer of its own sets grad_live = 0 after it */
+    const amp_range *ranges; int64_t n_ranges;      /* copied; F32, F16, BF16 or F64; count 0 is allowed */
     int32_t sharded, reserved;
     double clip_norm;               /* largest allowed norm; 0: no clipping */
 } amp_set_desc;
@@ -1607,8 +1609,9 @@ typedef struct amp_found {
 } amp_found;
 /* Waits for the device.  Errors: 101, 501. */
 AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out);
-/* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by, `skip`
-   is 1 when nothing may change.  Never moves. */
+/* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by (one whose
+   gradient buffer is its momentum too folds it into the learning rate), `skip` is 1 when nothing may change.  Never
+   moves. */
 AMP_API const amp_k_found *amp_set_device(const amp_set *set);
 /* Multiplies the gradients by what the last check left to be multiplied: after AMP_CHECK_UNSCALE clipping, after
    AMP_CHECK_READ also the inverse scale and the average.  For hosts with an optimizer of their own.  Errors: 101. */
@@ -1636,7 +1639,7 @@ typedef enum amp_scaler_preset {
 #define AMP_NO_CEILING (-1.0f)      /* max_scale: none, not even the guard */
 #define AMP_NO_INTERVAL (-1)        /* growth_interval: never grow */
 #define AMP_ZERO (-1.0f)            /* an explicit 0 where 0 means the default */
-#define AMP_LAG_NONE (-1)           /* outcome_lag: wait for each step's outcome */
+#define AMP_LAG_NONE (-1)           /* outcome_lag: none, so that amp_outcome_next waits for the step itself */
 
 /*                   init    grow  shrink  interval  floor   ceiling  hysteresis
     DEFAULT          2^16    2     1/2     2000      1       2^126    1
@@ -1698,10 +1701,12 @@ AMP_API float amp_scaler_scale(const amp_scaler *scaler);
 AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale);
 /* Changes growth factor, backoff factor and growth interval; 0 leaves a value.  An interval at or below the
    tracker restarts the count (TORCH: the scale then never grows again, as in PyTorch).  Errors: 102. */
-AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor, int32_t growth_interval);
+AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor,
+                                       int32_t growth_interval);
 
 typedef enum amp_check_mode {
-    AMP_CHECK_UNSCALE = 1,          /* gradients are multiplied by the inverse scale in place (PyTorch's unscale_) */
+    AMP_CHECK_UNSCALE = 1,          /* gradients are unscaled in place (PyTorch's unscale_), and averaged where there is
+                                       something to average; stored also where they are not finite */
     AMP_CHECK_READ = 2,             /* gradients stay as they are; the optimizer multiplies */
     AMP_CHECK_FORCE_I32 = 0x7fffffff
 } amp_check_mode;
@@ -1754,7 +1759,7 @@ typedef struct amp_group {
     .clip_norm         0          0: no clipping; max norm of the whole averaged gradient
     .accumulation      1          micro-batches per step: amp_step steps on every n-th call and averages, so
                                   losses are not divided by hand
-    .outcome_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE                  */
+    .outcome_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE: at once         */
 typedef struct amp_optimizer_desc {
     amp_optimizer_kind kind;
     int32_t accumulation;
@@ -1767,14 +1772,15 @@ typedef struct amp_optimizer_desc {
     int32_t decay_vectors;          /* 1: weight decay on parameters of one dimension too */
     int32_t clip_each;              /* 1: also clip the running sum after every micro-batch; 0: once per step */
     int32_t outcome_lag;
-    int32_t apply_nonfinite;        /* 1: without a scaler, step even with infinite or NaN gradients (as PyTorch does) */
+    int32_t apply_nonfinite;        /* 1: without a scaler, step even with inf or NaN gradients (as PyTorch does) */
     int32_t sharded;                /* as in amp_set_desc */
     int32_t reserved;
 } amp_optimizer_desc;
 /* Allocates fp32 moments, and fp32 masters for 16-bit weights except at level O3, where weights are widened,
    updated and rounded to nearest.  All parameters share one step count: one that gets its first gradient later
    has the others' bias correction.  Errors: 101, 102, 103, 104, 105, 107 duplicate names, 110, 301. */
-AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc, uint64_t abi);
+AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
+                                          uint64_t abi);
 AMPI_INLINE amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     return amp_optimizer_create_v(amp, out, desc, AMP_ABI(amp_optimizer_desc));
 }
@@ -1794,7 +1800,7 @@ AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
    overwrites gradients.  Errors: 101, 106 the set is in use by another scaler, 203, 205, 503. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer.  With accumulation n only every
-   n-th call steps.  Nothing waits for the device (except with AMP_LAG_NONE).  scaler may be NULL. */
+   n-th call steps.  Nothing waits for the device.  scaler may be NULL. */
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 
 /* What became of one step. */
@@ -1802,7 +1808,7 @@ typedef struct amp_outcome {
     int64_t step;                   /* number of the amp_step or amp_optimizer_step that stepped, from 1 */
     int64_t applied_steps;          /* of them applied so far */
     int32_t applied;                /* 0: skipped */
-    int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further: look at data or learning rate */
+    int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further */
     float norm, clip_coef;          /* as in amp_found */
     float scale;                    /* the scale this step's gradients carried */
     double lr;
@@ -1989,19 +1995,20 @@ AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
 AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
     amp_k_scaler *s = rule->scaler;
     amp_k_found *f = rule->found;
+    float old = ampi_is_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
     switch (rule->kind) {
-    case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
-    case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
-    case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
-    case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
-    case AMP_RULE_APPLIED: f->multiplier = 1; break;
-    case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)(ampi_is_set(rule->value) ? rule->value : s->previous_scale)); break;
-    case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
-    case AMP_RULE_SET_INTERVAL:
-        s->growth_interval = rule->scaler_rule.growth_interval;
-        if (ampi_is_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
-        break;
-    default: break;
+        case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
+        case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
+        case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
+        case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
+        case AMP_RULE_APPLIED: f->multiplier = 1; break;
+        case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)old); break;
+        case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
+        case AMP_RULE_SET_INTERVAL:
+            s->growth_interval = rule->scaler_rule.growth_interval;
+            if (ampi_is_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+            break;
+        default: break;
     }
 }
 
@@ -2186,9 +2193,11 @@ AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, c
 
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -3822,16 +3831,18 @@ AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const flo
    by block of k, and its bits depend neither on the number of threads nor on where the cuts are.  In a part:
 
        for each block of rows, for each block of k:    pack the rows of A into words
-           for each panel of columns:                  pack the panel of B, unless gemm_pack did
-               for each tile of rows:                  multiply; in the last block of k, write out
+           for each group of panels of columns:        pack the panels of B, unless gemm_pack did
+               for each band of rows, for each panel, for each tile of rows:
+                                                       multiply; in the last block of k, write out
 
-   A panel of B stays in the first-level cache while the rows of A pass from the second.  Rounding to the compute
+   A panel of B stays in the first-level cache while a band of A passes from the second.  Rounding to the compute
    dtype happens in packing.  Small products skip what does not pay: operands that already are words are used where
    they lie, one thread does the work, scratch memory comes from the stack. */
 
 enum {
     AMPI_GEMM_BLOCK = 256,              /* words of k: a panel of 256 x 32 words is 32 KiB */
-    AMPI_GEMM_TILES = 28,               /* tiles of rows in a block of rows */
+    AMPI_GEMM_BAND = 28,                /* tiles of rows in a band: 392 x 256 words are 392 KiB */
+    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_PANELS = 16,              /* panels in a block of columns, where fp32 sums are kept between blocks of k */
     AMPI_GEMM_LOCAL = 4096              /* words of scratch memory on the stack */
@@ -3972,7 +3983,7 @@ typedef struct ampi_gemm_call {
     ampi_gemm_blocks blocks;
     int64_t panels;                     /* of all columns */
     int64_t cut_m, cut_n;               /* parts along the rows and the columns */
-    int64_t block_rows, block_panels;   /* of a block of C */
+    int64_t block_rows, band_rows, block_panels;        /* of a block of C */
     int use_a, use_b;                   /* 1: where it lies, unpacked */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int64_t at_a, at_b, at_room, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
@@ -4019,14 +4030,14 @@ static void ampi_gemm_fetch(const float *words, int64_t n, int64_t i, int64_t pa
     for (; p < end; p += 16) __builtin_prefetch(p, 0, 2);
 }
 
-/* One panel of B against all tiles of rows, each summed in C itself, in the scratch memory's sums, or in one tile that
+/* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself, in the scratch memory's sums, or in one tile that
    finish then writes out.  next: the packed panel that follows, or NULL. */
-static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, const float *b, int64_t ldb,
-                            const float *next) {
+static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from, int64_t end,
+                            const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
     int64_t width = vec->cols, col = panel * width, cols = AMPI_MIN(g->n - col, width), pitch = call->block_panels * width;
-    int64_t tiles = (s->rows + vec->rows - 1) / vec->rows, tile, from = 0, rows;
+    int64_t tiles = (end - from + vec->rows - 1) / vec->rows, tile, rows;
     float bias[AMPI_GEMM_COLS], *x = s->scratch + call->at_tile;
     float *sums = call->sum_in_c ? NULL : s->scratch + call->at_sums + (panel - s->panel) * width;
     int plain = g->bias == NULL && (g->beta == 0.0f || g->beta == 1.0f);
@@ -4037,7 +4048,7 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     for (tile = 0; tile < tiles; tile++, from += rows) {
         ampi_gemm_tile multiply;
         const float *a = s->a + from * s->lda, *before = s->first || sums == NULL ? NULL : sums + from * pitch;
-        rows = (s->rows - from) / (tiles - tile);
+        rows = (end - from) / (tiles - tile);
         multiply = vec->tiles[rows - 1];
         if (next != NULL) ampi_gemm_fetch(next, s->words * width, tile, tiles);
         if (in_c) {
@@ -4052,25 +4063,39 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     }
 }
 
+/* Panels [p, end) against all bands; panel p at b, the others `stride` words apart.  more: the panel after the last is
+   there too. */
+static void ampi_gemm_bands(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t p, int64_t end, const float *b,
+                            int64_t stride, int64_t ldb, int more) {
+    int64_t row, q;
+    for (row = 0; row < s->rows; row += call->band_rows)
+        for (q = p; q < end; q++) {
+            const float *panel = b + (q - p) * stride, *next = q + 1 < end + more ? panel + stride : NULL;
+            ampi_gemm_panel(call, s, q, row, AMPI_MIN(row + call->band_rows, s->rows), panel, ldb, next);
+        }
+}
+
 /* All panels of a block of C, for one block of k.  B comes from gemm_pack, from where it lies, or is packed here. */
 static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t block) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
     ampi_gemm_operand b = ampi_gemm_operand_b(g, s->item);
-    int64_t k0 = block * call->blocks.size * vec->unit, width = vec->cols, stride = s->words * width, group = AMPI_GEMM_GROUP, p, q;
+    int64_t width = vec->cols, stride = s->words * width, k0 = block * call->blocks.size * vec->unit, p, q, end;
+    const float *ready = g->packed_b == NULL ? NULL :
+        (const float *)g->packed_b + block * call->blocks.size * call->panels * width;
     float *packed = s->scratch + call->at_b;
-    if (g->packed_b != NULL) {
-        const float *from = (const float *)g->packed_b + block * call->blocks.size * call->panels * width;
-        for (p = s->panel; p < s->panel + s->panels; p++)
-            ampi_gemm_panel(call, s, p, from + p * stride, width, p + 1 < call->panels ? from + (p + 1) * stride : NULL);
-        return;
-    }
-    for (p = s->panel; p < s->panel + s->panels; p += group) {
-        int64_t end = AMPI_MIN(p + group, s->panel + s->panels), n = AMPI_MIN(g->n, end * width) - p * width;
-        int64_t whole = call->use_b ? p + n / width : p;        /* panels before `whole` are used where they lie */
-        for (q = p; q < whole; q++) ampi_gemm_panel(call, s, q, (const float *)ampi_gemm_at(&b, k0, q * width), b.ld, NULL);
-        ampi_gemm_pack_columns(vec, &b, k0, s->k, whole * width, n - (whole - p) * width, packed, stride, s->scratch + call->at_room);
-        for (q = whole; q < end; q++) ampi_gemm_panel(call, s, q, packed + (q - whole) * stride, width, NULL);
+    for (p = s->panel; p < s->panel + s->panels; p = end) {
+        end = AMPI_MIN(p + AMPI_GEMM_GROUP, s->panel + s->panels);
+        if (ready != NULL) {
+            ampi_gemm_bands(call, s, p, end, ready + p * stride, stride, width, end < call->panels);
+            continue;
+        }
+        q = call->use_b ? AMPI_MIN(end, g->n / width) : p;      /* panels before q are used where they lie */
+        if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
+        if (q == end) continue;
+        ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packed, stride,
+                               s->scratch + call->at_room);
+        ampi_gemm_bands(call, s, q, end, packed, stride, width, 0);
     }
 }
 
@@ -4151,7 +4176,8 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     int keep;
     call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL;
     keep = !call->sum_in_c && call->blocks.count > 1;
-    call->block_rows = AMPI_MIN(rows, (int64_t)AMPI_GEMM_TILES * vec->rows);
+    call->band_rows = (int64_t)AMPI_GEMM_BAND * vec->rows;
+    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 1 : AMPI_GEMM_BANDS));
     call->block_panels = keep ? AMPI_MIN(panels, (int64_t)AMPI_GEMM_PANELS) : panels;
     /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
     call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4);
@@ -5768,7 +5794,8 @@ static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *
 
 typedef struct ampi_multi_job ampi_multi_job;
 /* Elements [first, first + n) of a row; chunk is their number. */
-typedef void (*ampi_multi_piece)(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk);
+typedef void (*ampi_multi_piece)(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                                 int64_t chunk);
 
 typedef struct ampi_partial { double sum_sq; int64_t bad_row; } ampi_partial;   /* bad_row -1: none */
 
@@ -5847,7 +5874,8 @@ AMPI_PRIVATE double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_
     return sum;
 }
 
-static void ampi_check_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+static void ampi_check_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                             int64_t chunk) {
     void *data = ampi_at_mut(row->grad, row->grad_dtype, first);
     int32_t bad = 0;
     double sum;
@@ -5884,7 +5912,8 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
     return AMP_OK;
 }
 
-static void ampi_scale_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+static void ampi_scale_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                             int64_t chunk) {
     void *data = ampi_at_mut(row->grad, row->grad_dtype, first);
     float room[AMPI_MULTI_BLOCK];
     int64_t i, k;
@@ -5912,26 +5941,34 @@ static amp_result ampi_cpu_scale_ranges(void *dev, const amp_k_scale_ranges *arg
 
 /* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or a 16-bit weight widened. */
 
-typedef struct ampi_weights { float *w; const float *g; float w_room[AMPI_MULTI_BLOCK], g_room[AMPI_MULTI_BLOCK]; } ampi_weights;
+typedef struct ampi_weights {
+    float *w;
+    const float *g;
+    float w_room[AMPI_MULTI_BLOCK], g_room[AMPI_MULTI_BLOCK];
+} ampi_weights;
 
 /* How many elements may be worked on at once. */
 AMPI_PRIVATE int64_t ampi_weights_block(const amp_k_tensor *row) {
     return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
 }
 
-AMPI_PRIVATE void ampi_weights_in(ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
+AMPI_PRIVATE void ampi_weights_in(ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n,
+                                  amp_cpu_path path) {
     x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_room, path);
     if (row->master != NULL) x->w = (float *)row->master + first;
     else if (row->weight_dtype == AMP_F32) x->w = (float *)row->weight + first;
     else ampi_row_in(ampi_at(row->weight, row->weight_dtype, first), row->weight_dtype, n, x->w = x->w_room, path);
 }
 
-AMPI_PRIVATE void ampi_weights_out(const ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
+AMPI_PRIVATE void ampi_weights_out(const ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n,
+                                   amp_cpu_path path) {
+    void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
     if (row->weight_dtype != AMP_F32 || row->master != NULL)
-        ampi_convert_fast(ampi_at_mut(row->weight, row->weight_dtype, first), row->weight_dtype, x->w, AMP_F32, n, path);
+        ampi_convert_fast(weight, row->weight_dtype, x->w, AMP_F32, n, path);
 }
 
-static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                             int64_t chunk) {
     ampi_adamw_step step = ampi_adamw_row((const amp_k_adamw *)job->args, row);
     int64_t i, k, block = ampi_weights_block(row);
     ampi_weights x;
@@ -5952,7 +5989,8 @@ static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *args, void *strea
     return AMP_OK;
 }
 
-static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n, int64_t chunk) {
+static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                           int64_t chunk) {
     ampi_sgd_step step = ampi_sgd_row((const amp_k_sgd *)job->args, row);
     int64_t i, k, block = ampi_weights_block(row);
     ampi_weights x;
@@ -6138,6 +6176,7 @@ struct amp_context {
     uint64_t next_param_id, random_offset, clock;
     ampi_cache_entry *cache; int64_t n_cache, cache_room;
     amp_cache_info cache_info;
+    int regions;                    /* open on all threads; changed atomically */
     ampi_mask_entry *masks; int64_t n_masks, mask_room;
     amp_cache_info mask_info;
     ampi_layer_rule *layers; int64_t n_layers, layer_room;
@@ -6858,6 +6897,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     ampi_regions[ampi_region_count].amp = amp;
     ampi_regions[ampi_region_count].desc = d;
     ampi_region_count++;
+    __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
     return AMP_OK;
 }
 
@@ -6866,6 +6906,7 @@ AMP_API amp_result amp_autocast_end(amp_context *amp) {
     if (ampi_regions[ampi_region_count - 1].amp != amp)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_end", "the innermost region of this thread belongs to another context");
     ampi_region_count--;
+    __atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
     return AMP_OK;
 }
 
@@ -6987,7 +7028,7 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)",
                          op < AMPI_BUILTIN_OPS ? ampi_op_names[op] : amp->ops[op - AMP_OP_USER].name);
     if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || ampi_widest(inputs, n) == AMP_DTYPE_DEFAULT) return AMP_OK;
-    layer_dtype = ampi_layer_dtype(amp, layer);
+    layer_dtype = policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE ? ampi_layer_dtype(amp, layer) : AMP_DTYPE_DEFAULT;
     if (layer_dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
     ampi_apply_policy(policy, layer_dtype != AMP_DTYPE_DEFAULT ? layer_dtype : region->dtype, ampi_widest(inputs, n), out);
     return AMP_OK;
@@ -7077,13 +7118,15 @@ static void ampi_cache_drop(amp_context *amp, uint64_t id) {
         if (amp->cache[i].id == id) ampi_cache_remove(amp, i);
 }
 
-/* Frees the least recently used copies nobody is reading until `more` bytes fit under the limit. */
+/* Frees the least recently used copies nobody is reading until `more` bytes fit under the limit.  Those handed to
+   the host stay while any region is open. */
 static void ampi_cache_make_room(amp_context *amp, int64_t more) {
+    int regions = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
     while (amp->desc.cache_limit > 0 && amp->cache_info.bytes + more > amp->desc.cache_limit) {
         int64_t oldest = -1, i;
         for (i = 0; i < amp->n_cache; i++) {
             const ampi_cache_entry *e = &amp->cache[i];
-            if (e->users == 0 && e->kind != AMPI_PACK_CAST && (oldest < 0 || e->last_use < amp->cache[oldest].last_use)) oldest = i;
+            if (e->users == 0 && (e->kind != AMPI_PACK_CAST || regions == 0) && (oldest < 0 || e->last_use < amp->cache[oldest].last_use)) oldest = i;
         }
         if (oldest < 0) return;
         ampi_cache_remove(amp, oldest);
@@ -7146,7 +7189,8 @@ static amp_result ampi_cache_add(amp_context *amp, const amp_param *p, amp_dtype
     return AMP_OK;
 }
 
-static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+/* refresh 1: the copy is made again, whatever its version. */
+static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int refresh, const void **data) {
     ampi_cache_entry *e;
     int64_t i, bytes;
     for (i = 0; i < amp->n_cache; i++)
@@ -7157,7 +7201,7 @@ static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, am
         AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
     }
     e = &amp->cache[i];
-    if (e->version == p->version) amp->cache_info.hits++;
+    if (e->version == p->version && !refresh) amp->cache_info.hits++;
     else {
         amp_result result = ampi_cache_fill(amp, p, e);
         if (result != AMP_OK) { ampi_cache_remove(amp, i); return result; }
@@ -7170,15 +7214,19 @@ static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, am
     return AMP_OK;
 }
 
+static int ampi_cache_is_off(const amp_context *amp) {
+    const amp_autocast_desc *region = ampi_region_of(amp);
+    return amp->desc.disable_cache || (region && region->disable_cache);
+}
+
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
    or the kernels have no use for one.  ampi_cache_put ends its use. */
 static amp_result ampi_cache_get(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
-    const amp_autocast_desc *region = ampi_region_of(amp);
     amp_result result;
     *data = NULL;
-    if (p->id == 0 || amp->desc.disable_cache || (region && region->disable_cache)) return AMP_OK;
+    if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, data);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, 0, data);
     ampi_unlock(amp);
     return result;
 }
@@ -7200,7 +7248,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, &data);
+    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, ampi_cache_is_off(amp), &data);
     ampi_unlock(amp);
     if (result != AMP_OK) return result;
     ampi_cache_put(amp, data);
@@ -8005,7 +8053,9 @@ struct amp_optimizer {
 
 AMPI_PRIVATE int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
 /* The scaler, or NULL when it does nothing. */
-AMPI_PRIVATE amp_scaler *ampi_enabled(amp_scaler *scaler) { return scaler != NULL && !scaler->desc.disable ? scaler : NULL; }
+AMPI_PRIVATE amp_scaler *ampi_enabled(amp_scaler *scaler) {
+    return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
+}
 
 AMPI_PRIVATE amp_result ampi_wait(const amp_context *amp) {
     void *dev, *stream;
@@ -8051,7 +8101,8 @@ AMPI_PRIVATE amp_result ampi_run_rule(const amp_context *amp, const amp_k_rule *
 }
 
 /* Replaces n texts (NULL allowed) by copies in one block. */
-AMPI_PRIVATE amp_result ampi_copy_texts(const amp_context *amp, const char *function, const char **texts, int64_t n, char **block, int64_t *bytes) {
+AMPI_PRIVATE amp_result ampi_copy_texts(const amp_context *amp, const char *function, const char **texts, int64_t n,
+                                        char **block, int64_t *bytes) {
     int64_t i, at = 0;
     *bytes = 0;
     for (i = 0; i < n; i++) if (texts[i] != NULL) *bytes += (int64_t)strlen(texts[i]) + 1;
@@ -8101,7 +8152,8 @@ AMP_API void amp_set_destroy(amp_set *set) {
 }
 
 /* A set of n rows that are still to be filled. */
-AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp_set **out, int64_t n, int with_params) {
+AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp_set **out, int64_t n,
+                                     int with_params) {
     const amp_system *s = ampi_context_system(amp);
     amp_result r;
     amp_set *set;
@@ -8113,7 +8165,8 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
     r = ampi_alloc(s, function, (void **)&set->rows, n, sizeof *set->rows);
     if (r == AMP_OK) r = ampi_alloc(s, function, (void **)&set->names, n, sizeof *set->names);
     if (r == AMP_OK && with_params) r = ampi_alloc(s, function, (void **)&set->params, n, sizeof *set->params);
-    if (r == AMP_OK) r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->table, n * (int64_t)sizeof *set->table);
+    if (r == AMP_OK)
+        r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->table, n * (int64_t)sizeof *set->table);
     if (r == AMP_OK) r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->found, (int64_t)sizeof *set->found);
     if (r == AMP_OK) return AMP_OK;
     amp_set_destroy(set);
@@ -8146,19 +8199,23 @@ AMPI_PRIVATE amp_result ampi_check_gradient(const char *function, const amp_para
         return ampi_fail(AMP_ERR_DTYPE, function, "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
                          amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
     if (!ampi_is_storage(p->weight.dtype))
-        return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be fp32, fp16 or bf16", p->name, amp_dtype_name(p->weight.dtype));
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be fp32, fp16 or bf16", p->name,
+                         amp_dtype_name(p->weight.dtype));
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param *params, int64_t n, int64_t *with_grad) {
+AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param *params, int64_t n,
+                                          int64_t *with_grad) {
     int64_t i, j;
     *with_grad = 0;
     for (i = 0; i < n; i++) {
-        if (params[i].name == NULL) return ampi_fail(AMP_ERR_NULL, function, "parameter %lld has no name", (long long)i);
+        if (params[i].name == NULL)
+            return ampi_fail(AMP_ERR_NULL, function, "parameter %lld has no name", (long long)i);
         if (params[i].grad.data == NULL) continue;
         AMPI_TRY(ampi_check_gradient(function, &params[i]));
         for (j = 0; j < i; j++)
-            if (strcmp(params[j].name, params[i].name) == 0) return ampi_fail(AMP_ERR_NAME, function, "two parameters are called %s", params[i].name);
+            if (strcmp(params[j].name, params[i].name) == 0)
+                return ampi_fail(AMP_ERR_NAME, function, "two parameters are called %s", params[i].name);
         ++*with_grad;
     }
     return AMP_OK;
@@ -8186,10 +8243,14 @@ AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *rang
     for (i = 0; i < set->n; i++) {
         const amp_range *range = &ranges[i];
         const char *name = range->name ? range->name : "range";
-        if (range->count < 0) return ampi_fail(AMP_ERR_RANGE, "amp_set_create", "%s %lld: count = %lld, must be 0 or more", name, (long long)i, (long long)range->count);
-        if (range->data == NULL && range->count > 0) return ampi_fail(AMP_ERR_NULL, "amp_set_create", "%s %lld: data is NULL", name, (long long)i);
+        if (range->count < 0)
+            return ampi_fail(AMP_ERR_RANGE, "amp_set_create", "%s %lld: count = %lld, must be 0 or more", name,
+                             (long long)i, (long long)range->count);
+        if (range->data == NULL && range->count > 0)
+            return ampi_fail(AMP_ERR_NULL, "amp_set_create", "%s %lld: data is NULL", name, (long long)i);
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
-            return ampi_fail(AMP_ERR_DTYPE, "amp_set_create", "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name, (long long)i, amp_dtype_name(range->dtype));
+            return ampi_fail(AMP_ERR_DTYPE, "amp_set_create", "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
+                             (long long)i, amp_dtype_name(range->dtype));
         set->rows[i].grad = range->data;
         set->rows[i].grad_dtype = range->dtype;
         set->rows[i].count = range->count;
@@ -8209,10 +8270,13 @@ AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_s
     amp_result r;
     AMPI_TRY(ampi_check_abi("amp_set_create", abi, AMP_ABI(amp_set_desc)));
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_create", "amp, out or desc is NULL");
-    if (desc->n_params < 0 || desc->n_ranges < 0) return ampi_fail(AMP_ERR_RANGE, "amp_set_create", ".n_params or .n_ranges is negative");
+    if (amp == NULL || out == NULL || desc == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_set_create", "amp, out or desc is NULL");
+    if (desc->n_params < 0 || desc->n_ranges < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_set_create", ".n_params or .n_ranges is negative");
     if ((desc->params != NULL) == (desc->ranges != NULL))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_create", "give .params or .ranges, %s", desc->params ? "not both" : "neither is there");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_create", "give .params or .ranges, %s",
+                         desc->params ? "not both" : "neither is there");
     AMPI_TRY(ampi_check_clip("amp_set_create", desc->clip_norm));
     n = desc->n_ranges;
     if (desc->params != NULL) AMPI_TRY(ampi_check_params("amp_set_create", desc->params, desc->n_params, &n));
@@ -8226,7 +8290,9 @@ AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_s
     return r;
 }
 
-AMPI_PRIVATE const char *ampi_set_name(const amp_set *set, int64_t row) { return row < 0 || row >= set->n ? NULL : set->names[row]; }
+AMPI_PRIVATE const char *ampi_set_name(const amp_set *set, int64_t row) {
+    return row < 0 || row >= set->n ? NULL : set->names[row];
+}
 
 AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) {
     amp_k_found f;
@@ -8276,18 +8342,21 @@ AMPI_PRIVATE amp_result ampi_set_refresh(amp_set *set) {
         changed |= row->live != (p->grad_live != 0);
         row->live = p->grad_live != 0;
     }
-    return changed ? amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE) : AMP_OK;
+    if (!changed) return AMP_OK;
+    return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
 
-AMPI_PRIVATE amp_result ampi_reduce(const amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op) {
+AMPI_PRIVATE amp_result ampi_reduce(const amp_context *amp, void *data, int64_t count, amp_dtype dtype,
+                                    amp_reduce_op op) {
     const amp_reducer *r = &ampi_settings(amp)->reducer;
     void *dev, *stream;
     int code;
     if (ampi_world(amp) == 1 || count == 0) return AMP_OK;
     ampi_backend(amp, &dev, &stream);
     code = r->reduce(r->user, data, count, dtype, op, stream);
-    return code == 0 ? AMP_OK : ampi_fail(AMP_ERR_REDUCE, "reducer", "%lld x %s, %s: the hook returned %d", (long long)count,
-                                          amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
+    if (code == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%lld x %s, %s: the hook returned %d", (long long)count,
+                     amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
 }
 
 AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
@@ -8304,7 +8373,8 @@ AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
 
 /* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
    clip_each) is a rank's own affair, with its own average. */
-AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last, int apply_nonfinite) {
+AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last,
+                                       int apply_nonfinite) {
     amp_k_rule rule;
     int64_t i;
     AMPI_TRY(ampi_set_refresh(set));
@@ -8337,17 +8407,20 @@ typedef struct ampi_preset {
 #define AMPI_NONE (-1.0f)                       /* AMP_NO_FLOOR, AMP_NO_CEILING */
 
 /* By amp_scaler_preset.  fairseq stops at or below 1e-4, so its floor is the next number above. */
+#define AMPI_DEEPSPEED_FUSED_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON)
+#define AMPI_KERAS_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF)
+#define AMPI_FAIRSEQ_BITS (AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT)
 static const ampi_preset ampi_presets[] = {
     {"default",         65536,        1,              AMPI_POW2_126, 2000, 1, AMP_SCALE_GUARDED},
     {"torch",           65536,        AMPI_NONE,      AMPI_NONE,     2000, 1, AMP_GROWTH_REFUSES_INF},
     {"apex",            65536,        AMPI_NONE,      16777216,      2000, 1, AMP_SCALE_GUARDED},
     {"megatron",        4294967296.f, 1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
     {"deepspeed",       65536,        1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
-    {"deepspeed_fused", 65536,        1,              AMPI_NONE,     1000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON},
-    {"fairseq",         32768,        1.00000005e-4f, AMPI_NONE,     2000, 1, AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT},
-    {"metaseq",         4,            0.03125f,       AMPI_NONE,     256,  1, AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT | AMP_WINDOW_MOVES},
+    {"deepspeed_fused", 65536,        1,              AMPI_NONE,     1000, 1, AMPI_DEEPSPEED_FUSED_BITS},
+    {"fairseq",         32768,        1.00000005e-4f, AMPI_NONE,     2000, 1, AMPI_FAIRSEQ_BITS},
+    {"metaseq",         4,            0.03125f,       AMPI_NONE,     256,  1, AMPI_FAIRSEQ_BITS | AMP_WINDOW_MOVES},
     {"flax",            65536,        AMPI_TINY,      AMPI_FLT_MAX,  2000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER},
-    {"keras",           32768,        1,              AMPI_NONE,     2000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF}
+    {"keras",           32768,        1,              AMPI_NONE,     2000, 1, AMPI_KERAS_BITS}
 };
 enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
@@ -8369,10 +8442,13 @@ AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
 }
 
 AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
-    if (!amp_is_finite_f64(&growth) || !(growth > 1)) return ampi_fail(AMP_ERR_RANGE, function, ".growth_factor = %g, must be above 1 and finite", growth);
-    if (!amp_is_finite_f64(&backoff) || !(backoff > 0 && backoff < 1)) return ampi_fail(AMP_ERR_RANGE, function, ".backoff_factor = %g, must be between 0 and 1", backoff);
+    if (!amp_is_finite_f64(&growth) || !(growth > 1))
+        return ampi_fail(AMP_ERR_RANGE, function, ".growth_factor = %g, must be above 1 and finite", growth);
+    if (!amp_is_finite_f64(&backoff) || !(backoff > 0 && backoff < 1))
+        return ampi_fail(AMP_ERR_RANGE, function, ".backoff_factor = %g, must be between 0 and 1", backoff);
     if (interval < 1 && interval != AMP_NO_INTERVAL)
-        return ampi_fail(AMP_ERR_RANGE, function, ".growth_interval = %d, must be 1 or more, or AMP_NO_INTERVAL", interval);
+        return ampi_fail(AMP_ERR_RANGE, function, ".growth_interval = %d, must be 1 or more, or AMP_NO_INTERVAL",
+                         interval);
     return AMP_OK;
 }
 
@@ -8383,13 +8459,16 @@ AMPI_PRIVATE amp_result ampi_check_scale(const char *function, const char *field
     return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
 }
 
-/* Settings with every default filled in.  torch takes any scale, as PyTorch does; flax's own ceiling is beyond the guard. */
+/* Settings with every default filled in.  torch takes any scale, as PyTorch does; flax's own ceiling is beyond the
+   guard. */
 AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
     int floor = !ampi_is_none(d->min_scale), ceiling = !ampi_is_none(d->max_scale);
     int own = ampi_bits_f32(d->max_scale) == ampi_bits_f32(ampi_presets[d->preset].max_scale);
     AMPI_TRY(ampi_check_factors(function, d->growth_factor, d->backoff_factor, d->growth_interval));
-    if (d->hysteresis < 1) return ampi_fail(AMP_ERR_RANGE, function, ".hysteresis = %d, must be 1 or more", d->hysteresis);
-    if (!amp_is_finite_f64(&d->tolerance) || !(d->tolerance <= 1) || (!(d->tolerance >= 0) && !ampi_is_none((float)d->tolerance)))
+    if (d->hysteresis < 1)
+        return ampi_fail(AMP_ERR_RANGE, function, ".hysteresis = %d, must be 1 or more", d->hysteresis);
+    if (!amp_is_finite_f64(&d->tolerance) || !(d->tolerance <= 1) ||
+        (!(d->tolerance >= 0) && !ampi_is_none((float)d->tolerance)))
         return ampi_fail(AMP_ERR_RANGE, function, ".tolerance = %g, must be 0 to 1, or AMP_ZERO", d->tolerance);
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(function, ".init_scale", d->init_scale));
     if (floor) AMPI_TRY(ampi_check_scale(function, ".min_scale", d->min_scale));
@@ -8437,7 +8516,8 @@ AMP_API amp_result amp_scaler_create_v(amp_context *amp, amp_scaler **out, const
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     if ((int)d.preset < 0 || (int)d.preset >= AMPI_PRESETS)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_create", ".preset = %d, must be 0 (default) to %d", (int)d.preset, AMPI_PRESETS - 1);
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_create", ".preset = %d, must be 0 (default) to %d", (int)d.preset,
+                         AMPI_PRESETS - 1);
     if (ampi_settings(amp)->level == AMP_LEVEL_O0) d.disable = 1;
     ampi_scaler_defaults(&d);
     AMPI_TRY(ampi_check_scaler("amp_scaler_create", &d));
@@ -8497,7 +8577,8 @@ AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor, int32_t growth_interval) {
+AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor, double backoff_factor,
+                                       int32_t growth_interval) {
     amp_scaler_desc d;
     amp_k_rule rule;
     if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_rule", "scaler is NULL");
@@ -8517,7 +8598,8 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
 /* A set serves one scaler between two updates of it. */
 AMPI_PRIVATE amp_result ampi_check_owner(const char *function, const amp_set *set, const amp_scaler *scaler) {
     if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "the set was checked by another scaler; call amp_scaler_update on that one first");
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "the set was checked by another scaler; call amp_scaler_update on that one first");
 }
 
 AMPI_PRIVATE amp_result ampi_refuse_16bit(const char *function, const amp_set *set, const amp_scaler *scaler) {
@@ -8526,7 +8608,8 @@ AMPI_PRIVATE amp_result ampi_refuse_16bit(const char *function, const amp_set *s
     for (i = 0; i < set->n; i++) {
         int live = set->params == NULL || set->params[i]->grad_live;
         if (live && (set->rows[i].grad_dtype == AMP_F16 || set->rows[i].grad_dtype == AMP_BF16))
-            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "%s is %s", set->names[i] ? set->names[i] : "a range", amp_dtype_name(set->rows[i].grad_dtype));
+            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "%s is %s", set->names[i] ? set->names[i] : "a range",
+                             amp_dtype_name(set->rows[i].grad_dtype));
     }
     return AMP_OK;
 }
@@ -8535,10 +8618,13 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
     amp_scaler *enabled = ampi_enabled(scaler);
     if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_check", "scaler or set is NULL");
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ", (int)mode);
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ",
+                         (int)mode);
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
-    if (enabled && set->stage == AMPI_CHECKED) return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
-    if (enabled && set->stage == AMPI_STEPPED) return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
+    if (enabled && set->stage == AMPI_CHECKED)
+        return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
+    if (enabled && set->stage == AMPI_STEPPED)
+        return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_16bit("amp_scaler_check", set, enabled));
     AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1, 0));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
@@ -8549,7 +8635,8 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     amp_k_rule rule;
     if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_update", "scaler is NULL");
     if (!scaler->desc.disable) {
-        if (!scaler->checked) return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
+        if (!scaler->checked)
+            return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
         rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
         AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
     }
@@ -8574,19 +8661,22 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float ol
 /* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
 AMPI_PRIVATE amp_result ampi_key(const char *function, char key[64], const char *prefix, const char *name, int64_t i) {
     if (prefix == NULL) return ampi_fail(AMP_ERR_NULL, function, "prefix is NULL");
-    if (prefix[0] == 0 || strlen(prefix) > 40) return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%s\" must have 1 to 40 bytes", prefix);
+    if (prefix[0] == 0 || strlen(prefix) > 40)
+        return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%s\" must have 1 to 40 bytes", prefix);
     if (i < 0) snprintf(key, 64, "%s.%s", prefix, name);
     else snprintf(key, 64, "%s.%s.%lld", prefix, name, (long long)i);
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype, const void *values, int64_t n) {
+AMPI_PRIVATE amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
+                                 const void *values, int64_t n) {
     char key[64];
     AMPI_TRY(ampi_key("save", key, prefix, name, i));
     return amp_state_put(state, key, dtype, values, n);
 }
 
-AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype, void *values, int64_t n) {
+AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, const char *name, int64_t i,
+                                 amp_dtype dtype, void *values, int64_t n) {
     char key[64];
     AMPI_TRY(ampi_key("load", key, prefix, name, i));
     return amp_state_get(state, key, dtype, values, n);
@@ -8600,17 +8690,18 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     double factors[AMPI_SAVED_FACTORS];
     int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
     int32_t disabled = 1;
+    const amp_scaler_desc *d;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
-    if (scaler->desc.disable) return ampi_put(state, prefix, "disabled", -1, AMP_I32, &disabled, 1);
+    d = &scaler->desc;
+    if (d->disable) return ampi_put(state, prefix, "disabled", -1, AMP_I32, &disabled, 1);
     AMPI_TRY(amp_scaler_get(scaler, &s));
     scales[0] = s.scale; scales[1] = s.previous_scale; scales[2] = s.found_inf;
     counters[0] = s.growth_tracker; counters[1] = s.growth_interval; counters[2] = s.hysteresis_left;
     counters[3] = s.overflows; counters[4] = s.steps; counters[5] = s.at_floor; counters[6] = s.updates;
     counters[7] = s.skips; counters[8] = s.consecutive_skips; counters[9] = scaler->checked;
-    factors[0] = scaler->desc.growth_factor; factors[1] = scaler->desc.backoff_factor; factors[2] = scaler->desc.tolerance;
-    factors[3] = (double)scaler->desc.min_scale; factors[4] = (double)scaler->desc.max_scale;
-    factors[5] = (double)scaler->desc.init_scale;
-    rule[0] = scaler->desc.preset; rule[1] = scaler->desc.growth_interval; rule[2] = scaler->desc.hysteresis;
+    factors[0] = d->growth_factor; factors[1] = d->backoff_factor; factors[2] = d->tolerance;
+    factors[3] = (double)d->min_scale; factors[4] = (double)d->max_scale; factors[5] = (double)d->init_scale;
+    rule[0] = d->preset; rule[1] = d->growth_interval; rule[2] = d->hysteresis;
     AMPI_TRY(ampi_put(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
     AMPI_TRY(ampi_put(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
     AMPI_TRY(ampi_put(state, prefix, "factors", -1, AMP_F64, factors, AMPI_SAVED_FACTORS));
@@ -8618,20 +8709,24 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
 }
 
 /* Saved numbers as a state that the rule can go on from. */
-AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters, amp_k_scaler *s) {
+AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters,
+                                         amp_k_scaler *s) {
     int i;
     for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
         if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || (i < 6 && counters[i] > INT32_MAX))
             return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "counter %d = %lld", i, (long long)counters[i]);
     if (counters[1] == 0 || counters[2] > d->hysteresis)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)counters[1], (long long)counters[2]);
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)counters[1],
+                         (long long)counters[2]);
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_load", "scale", scales[0]));
     memset(s, 0, sizeof *s);
     s->scale = scales[0];
     s->inv_scale = ampi_inverse(s->scale);
     s->previous_scale = scales[1];
     s->found_inf = ampi_is_set(scales[2]) ? 1.0f : 0.0f;
-    s->growth_tracker = (int32_t)counters[0]; s->growth_interval = (int32_t)counters[1]; s->hysteresis_left = (int32_t)counters[2];
+    s->growth_tracker = (int32_t)counters[0];
+    s->growth_interval = (int32_t)counters[1];
+    s->hysteresis_left = (int32_t)counters[2];
     s->overflows = (int32_t)counters[3]; s->steps = (int32_t)counters[4]; s->at_floor = (int32_t)counters[5];
     s->updates = counters[6]; s->skips = counters[7]; s->consecutive_skips = counters[8];
     return AMP_OK;
@@ -8644,9 +8739,11 @@ AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *
     AMPI_TRY(ampi_get(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE));
     if (rule[0] != (int64_t)d->preset)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "saved by preset %s, this scaler has %s",
-                         rule[0] >= 0 && rule[0] < AMPI_PRESETS ? ampi_presets[rule[0]].name : "?", ampi_presets[d->preset].name);
+                         rule[0] >= 0 && rule[0] < AMPI_PRESETS ? ampi_presets[rule[0]].name : "?",
+                         ampi_presets[d->preset].name);
     if (rule[1] < INT32_MIN || rule[1] > INT32_MAX || rule[2] < 1 || rule[2] > INT32_MAX)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)rule[1], (long long)rule[2]);
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)rule[1],
+                         (long long)rule[2]);
     d->growth_factor = factors[0]; d->backoff_factor = factors[1]; d->tolerance = factors[2];
     d->min_scale = (float)factors[3]; d->max_scale = (float)factors[4]; d->init_scale = (float)factors[5];
     d->growth_interval = (int32_t)rule[1]; d->hysteresis = (int32_t)rule[2];
@@ -8702,7 +8799,8 @@ AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d) {
 AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d) {
     const char *function = "amp_optimizer_create";
     int64_t i;
-    if ((int)d->kind < 0 || d->kind > AMP_SGD) return ampi_fail(AMP_ERR_RANGE, function, ".kind = %d, must be AMP_ADAMW or AMP_SGD", (int)d->kind);
+    if ((int)d->kind < 0 || d->kind > AMP_SGD)
+        return ampi_fail(AMP_ERR_RANGE, function, ".kind = %d, must be AMP_ADAMW or AMP_SGD", (int)d->kind);
     AMPI_TRY(ampi_check_number(".lr", d->lr, 1e30));
     AMPI_TRY(ampi_check_number(".beta1", d->beta1, 1));
     AMPI_TRY(ampi_check_number(".beta2", d->beta2, 1));
@@ -8713,13 +8811,18 @@ AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d) {
     AMPI_TRY(ampi_check_clip(function, d->clip_norm));
     if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
-    if (d->accumulation < 1) return ampi_fail(AMP_ERR_RANGE, function, ".accumulation = %d, must be 1 or more", d->accumulation);
+    if (d->accumulation < 1)
+        return ampi_fail(AMP_ERR_RANGE, function, ".accumulation = %d, must be 1 or more", d->accumulation);
     if (d->outcome_lag != AMP_LAG_NONE && (d->outcome_lag < 0 || d->outcome_lag >= AMP_OUTCOMES))
-        return ampi_fail(AMP_ERR_RANGE, function, ".outcome_lag = %d, must be 1 to %d, 0 (2) or AMP_LAG_NONE", d->outcome_lag, AMP_OUTCOMES - 1);
-    if (d->n_params < 0 || d->n_groups < 0) return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
-    if (d->params == NULL || (d->groups == NULL && d->n_groups > 0)) return ampi_fail(AMP_ERR_NULL, function, ".params or .groups is NULL");
+        return ampi_fail(AMP_ERR_RANGE, function, ".outcome_lag = %d, must be 1 to %d, 0 (2) or AMP_LAG_NONE",
+                         d->outcome_lag, AMP_OUTCOMES - 1);
+    if (d->n_params < 0 || d->n_groups < 0)
+        return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
+    if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
+        return ampi_fail(AMP_ERR_NULL, function, ".params or .groups is NULL");
     for (i = 0; i < d->n_groups; i++) {
-        if (d->groups[i].match == NULL) return ampi_fail(AMP_ERR_NULL, function, "group %lld has no pattern", (long long)i);
+        if (d->groups[i].match == NULL)
+            return ampi_fail(AMP_ERR_NULL, function, "group %lld has no pattern", (long long)i);
         AMPI_TRY(ampi_check_number("a group's .lr_scale", ampi_or(d->groups[i].lr_scale, 1), 1e30));
         AMPI_TRY(ampi_check_number("a group's .weight_decay", ampi_or(d->groups[i].weight_decay, 0), 1e30));
     }
@@ -8828,14 +8931,16 @@ AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     return ampi_make_masters(o);
 }
 
-AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc, uint64_t abi) {
+AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
+                                          uint64_t abi) {
     amp_optimizer_desc d;
     amp_optimizer *o;
     amp_result r;
     int64_t rows;
     AMPI_TRY(ampi_check_abi("amp_optimizer_create", abi, AMP_ABI(amp_optimizer_desc)));
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_create", "amp, out or desc is NULL");
+    if (amp == NULL || out == NULL || desc == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_optimizer_create", "amp, out or desc is NULL");
     d = *desc;
     ampi_optimizer_defaults(&d);
     AMPI_TRY(ampi_check_optimizer(&d));
@@ -8872,7 +8977,8 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
-    if (optimizer == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_query", "optimizer or out is NULL");
+    if (optimizer == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_optimizer_query", "optimizer or out is NULL");
     *out = optimizer->desc;
     return AMP_OK;
 }
@@ -8881,7 +8987,8 @@ AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer) { return optimizer 
 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_lr", "optimizer is NULL");
-    if (!amp_is_finite_f64(&lr) || !(lr >= 0)) return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_lr", "lr = %g, must be 0 or more and finite", lr);
+    if (!amp_is_finite_f64(&lr) || !(lr >= 0))
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_lr", "lr = %g, must be 0 or more and finite", lr);
     optimizer->desc.lr = lr;
     return AMP_OK;
 }
@@ -8903,7 +9010,8 @@ AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
     if (o->desc.kind == AMP_ADAMW) {
         memset(&adamw, 0, sizeof adamw);
         adamw.table = o->set->table; adamw.tensors = o->set->n; adamw.found = o->set->found;
-        adamw.beta1 = o->desc.beta1; adamw.beta2 = o->desc.beta2; adamw.eps = o->desc.eps; adamw.maximize = o->desc.maximize;
+        adamw.beta1 = o->desc.beta1; adamw.beta2 = o->desc.beta2; adamw.eps = o->desc.eps;
+        adamw.maximize = o->desc.maximize;
         return backend->adamw(dev, &adamw, stream);
     }
     memset(&sgd, 0, sizeof sgd);
@@ -9013,7 +9121,8 @@ AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
     ampi_outcome_fill(o, &o->outcomes[slot], out);
     o->delivered++;
     if (out->at_floor)
-        ampi_log(o->amp, AMP_LOG_WARNING, 1101, "step %lld overflowed in %s and the loss scale %g cannot shrink further",
+        ampi_log(o->amp, AMP_LOG_WARNING, 1101,
+                 "step %lld overflowed in %s and the loss scale %g cannot shrink further",
                  (long long)out->step, out->first_bad ? out->first_bad : "the gradients", (double)out->scale);
     return 1;
 }
@@ -9037,7 +9146,8 @@ static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
 AMPI_PRIVATE amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     int64_t i;
     int a;
-    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)shape, 2 * o->set->n, sizeof **shape));
+    AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)shape, 2 * o->set->n,
+                        sizeof **shape));
     for (i = 0; i < o->set->n; i++) {
         (*shape)[2 * i] = o->set->rows[i].count;
         for (a = 0; a < AMPI_ARRAYS; a++)
@@ -9081,7 +9191,8 @@ AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *st
     int64_t steps[AMPI_SAVED_STEPS];
     double reals[AMPI_SAVED_REALS];
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
-    steps[0] = o->desc.kind; steps[1] = o->micro; steps[2] = o->attempts; steps[3] = o->delivered; steps[4] = o->flushed;
+    steps[0] = o->desc.kind; steps[1] = o->micro;
+    steps[2] = o->attempts; steps[3] = o->delivered; steps[4] = o->flushed;
     steps[5] = f.step; steps[6] = f.skips; steps[7] = f.consecutive_skips; steps[8] = o->set->n;
     reals[0] = f.beta1_power; reals[1] = f.beta2_power; reals[2] = o->desc.lr;
     AMPI_TRY(ampi_put(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
@@ -9095,7 +9206,8 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
     for (i = 0; i < n; i++) {
         const amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
         double *row = rows + i * AMPI_SAVED_OUTCOME;
-        row[0] = (double)k->number; row[1] = (double)k->step; row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
+        row[0] = (double)k->number; row[1] = (double)k->step;
+        row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
         row[4] = k->lr; row[5] = (double)k->norm; row[6] = (double)k->clip_coef; row[7] = (double)k->scale;
         row[8] = k->applied; row[9] = k->at_floor; row[10] = k->first_bad;
     }
@@ -9103,8 +9215,8 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
 }
 
 /* One array between the device and a record, through `room`. */
-AMPI_PRIVATE amp_result ampi_save_array(const amp_optimizer *o, amp_state *state, const char *prefix, const char *name, int64_t i,
-                                        const void *data, amp_dtype dtype, void *room) {
+AMPI_PRIVATE amp_result ampi_save_array(const amp_optimizer *o, amp_state *state, const char *prefix, const char *name,
+                                        int64_t i, const void *data, amp_dtype dtype, void *room) {
     int64_t n = o->set->rows[i].count;
     if (n > 0) AMPI_TRY(ampi_fetch(o->amp, room, data, (size_t)n * amp_dtype_size(dtype)));
     return ampi_put(state, prefix, name, i, dtype, room, n);
@@ -9122,7 +9234,9 @@ AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *stat
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, row, a)) AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32, room));
+            if (ampi_has_array(o, row, a))
+                AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32,
+                                         room));
         if (o->micro > 0 && o->set->params[i]->grad_live)
             AMPI_TRY(ampi_save_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
     }
@@ -9151,14 +9265,18 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
 AMPI_PRIVATE amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
     int64_t i, at = 0;
     for (i = 0; i < o->set->n; i++) {
-        const char *name = o->set->names[i], *end = at < bytes ? (const char *)memchr(saved + at, '\n', (size_t)(bytes - at)) : NULL;
-        int64_t n = end ? end - (saved + at) : bytes - at;
+        const char *name = o->set->names[i], *end = NULL;
+        int64_t n;
+        if (at < bytes) end = (const char *)memchr(saved + at, '\n', (size_t)(bytes - at));
+        n = end ? end - (saved + at) : AMPI_MAX(bytes - at, 0);
         if (n != (int64_t)strlen(name) || memcmp(saved + at, name, (size_t)n) != 0)
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "parameter %lld is %s, but %.*s was saved", (long long)i, name, (int)AMPI_MIN(n, 100), saved + at);
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "parameter %lld is %s, but %.*s was saved",
+                             (long long)i, name, (int)AMPI_MIN(n, 100), saved + at);
         at += n + 1;
     }
     if (at >= bytes) return AMP_OK;
-    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%.*s was saved too", (int)AMPI_MIN(bytes - at - 1, 100), saved + at);
+    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%.*s was saved too", (int)AMPI_MIN(bytes - at - 1, 100),
+                     saved + at);
 }
 
 AMPI_PRIVATE amp_result ampi_load_names(const amp_optimizer *o, const amp_state *state, const char *prefix) {
@@ -9182,9 +9300,11 @@ AMPI_PRIVATE amp_result ampi_compare_shape(const amp_optimizer *o, const int64_t
     for (i = 0; i < o->set->n; i++) {
         const char *name = o->set->names[i];
         if (saved[2 * i] != shape[2 * i])
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, %lld were saved", name, (long long)shape[2 * i], (long long)saved[2 * i]);
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, %lld were saved", name,
+                             (long long)shape[2 * i], (long long)saved[2 * i]);
         if (saved[2 * i + 1] != shape[2 * i + 1])
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has other moments or another master than were saved (%lld, %lld)", name,
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
+                             "%s has other moments or another master than were saved (%lld, %lld)", name,
                              (long long)shape[2 * i + 1], (long long)saved[2 * i + 1]);
     }
     return AMP_OK;
@@ -9204,67 +9324,84 @@ AMPI_PRIVATE amp_result ampi_load_shape(const amp_optimizer *o, const amp_state 
 }
 
 /* Every record that will be read is there, with its size. */
-AMPI_PRIVATE amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype wanted) {
+AMPI_PRIVATE amp_result ampi_check_array(const amp_optimizer *o, const amp_state *state, const char *prefix,
+                                         const char *name, int64_t i, amp_dtype wanted) {
     char key[64];
     amp_dtype dtype;
     int64_t n;
     AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
     n = amp_state_count(state, key, &dtype);
-    if (n < 0) return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, o->set->names[i]);
+    if (n < 0)
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, o->set->names[i]);
     if (n == o->set->rows[i].count && dtype == wanted) return AMP_OK;
-    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s", o->set->names[i], key, (long long)n,
+    return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s",
+                     o->set->names[i], key, (long long)n,
                      amp_dtype_name(dtype), (long long)o->set->rows[i].count, amp_dtype_name(wanted));
 }
 
 /* Gradients are there for the rows that had one in the middle of a cycle. */
 AMPI_PRIVATE int ampi_has_gradient(const amp_state *state, const char *prefix, int64_t i, int64_t micro) {
     char key[64];
-    return micro > 0 && ampi_key("amp_optimizer_load", key, prefix, "grad", i) == AMP_OK && amp_state_count(state, key, NULL) >= 0;
+    return micro > 0 && ampi_key("amp_optimizer_load", key, prefix, "grad", i) == AMP_OK &&
+        amp_state_count(state, key, NULL) >= 0;
 }
 
-AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro) {
+AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
+                                          int64_t micro) {
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
         const amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, row, a)) AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[a], i, AMP_F32));
-        if (ampi_has_gradient(state, prefix, i, micro)) AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
+            if (ampi_has_array(o, row, a))
+                AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[a], i, AMP_F32));
+        if (ampi_has_gradient(state, prefix, i, micro))
+            AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
     }
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_load_array(amp_optimizer *o, const amp_state *state, const char *prefix, const char *name, int64_t i,
-                                        void *data, amp_dtype dtype, void *room) {
+AMPI_PRIVATE amp_result ampi_load_array(amp_optimizer *o, const amp_state *state, const char *prefix, const char *name,
+                                        int64_t i, void *data, amp_dtype dtype, void *room) {
     int64_t n = o->set->rows[i].count;
     AMPI_TRY(ampi_get(state, prefix, name, i, dtype, room, n));
     return n > 0 ? ampi_send(o->amp, data, room, (size_t)n * amp_dtype_size(dtype)) : AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro, void *room) {
+AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
+                                         void *room) {
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, row, a)) AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32, room));
+            if (ampi_has_array(o, row, a))
+                AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32,
+                                         room));
         o->set->params[i]->grad_live = ampi_has_gradient(state, prefix, i, micro);
-        if (o->set->params[i]->grad_live) AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
+        if (o->set->params[i]->grad_live)
+            AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
     }
     return AMP_OK;
 }
 
 AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int64_t *steps, const double *reals) {
     int64_t i;
-    if (steps[0] != (int64_t)o->desc.kind) return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
+    if (steps[0] != (int64_t)o->desc.kind)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
     if (steps[8] != o->set->n)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%lld parameters were saved, here are %lld", (long long)steps[8], (long long)o->set->n);
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%lld parameters were saved, here are %lld",
+                         (long long)steps[8], (long long)o->set->n);
     for (i = 1; i < AMPI_SAVED_STEPS; i++)
-        if (steps[i] < 0) return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "counter %lld = %lld", (long long)i, (long long)steps[i]);
+        if (steps[i] < 0)
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "counter %lld = %lld", (long long)i,
+                             (long long)steps[i]);
     for (i = 0; i < AMPI_SAVED_REALS; i++)
-        if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0)) return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "setting %lld = %g", (long long)i, reals[i]);
+        if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0))
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "setting %lld = %g", (long long)i, reals[i]);
     if (steps[1] >= o->desc.accumulation)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d", (long long)steps[1], o->desc.accumulation);
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d",
+                         (long long)steps[1], o->desc.accumulation);
     if (steps[3] > steps[2] || steps[4] > steps[2] || steps[5] > steps[2] || steps[5] + steps[6] != steps[2])
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
     return AMP_OK;
@@ -9290,7 +9427,8 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64
     for (i = 0; i < n; i++) {
         amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
         const double *row = rows + i * AMPI_SAVED_OUTCOME;
-        k->number = (int64_t)row[0]; k->step = (int64_t)row[1]; k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
+        k->number = (int64_t)row[0]; k->step = (int64_t)row[1];
+        k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
         k->lr = row[4]; k->norm = (float)row[5]; k->clip_coef = (float)row[6]; k->scale = (float)row[7];
         k->applied = (int32_t)row[8]; k->at_floor = (int32_t)row[9]; k->first_bad = (int32_t)row[10];
     }
@@ -9329,9 +9467,6 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
    Batches carry one number over all epochs: epoch * batches per epoch + index.  Slot number % depth of a ring
    belongs to it.  Workers claim numbers in order, fill the slots in any order, and the consumer takes them in
    order.  Which samples a batch has is a function of its number alone, so a position is one number. */
-
-#include <glob.h>
-#include <signal.h>
 
 enum {
     AMPI_LLMC_HEADER = 1024,
@@ -11137,19 +11272,19 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi pl
 #endif
 }
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 with ln 2 in two parts.  Below log(2^-126) = -87.34 the
-   result is 0, because subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured
-   1.03 ulp.  All four functions: NaN gives NaN. */
+/* exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 with ln 2 in two parts.  Below -87.3 the result is 0,
+   because subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured 1.03 ulp.
+   All four functions: NaN gives NaN. */
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
     static const float c[] = {0.5f, 0.166665763f, 0.0416665524f, 0.00836334564f, 0.00139263924f};
-    /* The patterns of -87.34 (0xc2aeac50) to -inf (0xff800000), moved to the smallest integers. */
-    ampi_vi place = (ampi_vi)((AMPI_V(ampi_vuint))x + 0xbd5153b0u);
-    ampi_vf y = AMPI_V(ampi_bound)(x, -87.3365447f, 89.0f);
+    /* The patterns below -87.3 (0xc2ae999a), to -inf (0xff800000), moved to the smallest integers. */
+    ampi_vi place = (ampi_vi)((AMPI_V(ampi_vuint))x + 0xbd516665u);
+    ampi_vf y = AMPI_V(ampi_bound)(x, -87.3f, 89.0f);
     ampi_vf n = AMPI_V(ampi_round)(y * AMPI_V(ampi_splat)(1.44269504f)), r, p;
     r = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(n, AMPI_V(ampi_splat)(-0.693359375f), y));
     r = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(n, AMPI_V(ampi_splat)(2.12194442e-4f), r));
-    p = AMPI_V(ampi_fma)(r * r, AMPI_V(ampi_polynomial)(c, 5, r), r);
-    return AMPI_V(ampi_scale2)(p + AMPI_V(ampi_splat)(1.0f), n, place, -0x432eac50);
+    p = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(r * r, AMPI_V(ampi_polynomial)(c, 5, r), r));
+    return AMPI_V(ampi_scale2)(p + AMPI_V(ampi_splat)(1.0f), n, place, -0x432e999b);
 }
 
 /* log(x) = k ln 2 + log(1 + f), x = 2^k (1 + f) with 1 + f from sqrt(1/2) to sqrt(2), and with s = f / (2 + f)
@@ -11264,22 +11399,19 @@ static const ampi_gemm_tile AMPI_V(ampi_gemm_tiles)[AMPI_GEMM_ROWS] = {
 
 /* ---- Packing into fp32 words */
 
-/* Rounds fp32 values to a narrower format, in place. */
-AMPI_PRIVATE void AMPI_V(ampi_gemm_round)(float *x, amp_dtype compute, int64_t n) {
+/* fp32 values rounded to bf16, fp16 or tf32; dst may be src. */
+AMPI_PRIVATE void AMPI_V(ampi_gemm_round)(float *dst, const float *src, amp_dtype compute, int64_t n) {
     uint16_t room[AMPI_GEMM_ROOM];
     int64_t i, m;
-    if (compute == AMP_TF32) {
-        AMPI_V(ampi_tf32_from_f32)(x, x, n);
-        return;
-    }
-    for (i = 0; i < n; i += m) {
+    if (compute == AMP_TF32) AMPI_V(ampi_tf32_from_f32)(dst, src, n);
+    else for (i = 0; i < n; i += m) {
         m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_ROOM);
         if (compute == AMP_F16) {
-            AMPI_V(ampi_f16_from_f32)(room, x + i, m);
-            AMPI_V(ampi_f32_from_f16)(x + i, room, m);
+            AMPI_V(ampi_f16_from_f32)(room, src + i, m);
+            AMPI_V(ampi_f32_from_f16)(dst + i, room, m);
         } else {
-            AMPI_V(ampi_bf16_from_f32)(room, x + i, m);
-            AMPI_V(ampi_f32_from_bf16)(x + i, room, m);
+            AMPI_V(ampi_bf16_from_f32)(room, src + i, m);
+            AMPI_V(ampi_f32_from_bf16)(dst + i, room, m);
         }
     }
 }
@@ -11287,10 +11419,11 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_round)(float *x, amp_dtype compute, int64_t n
 AMPI_PRIVATE void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
     if (dtype == AMP_F16) AMPI_V(ampi_f32_from_f16)(dst, src, n);
     else if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(dst, src, n);
-    else memcpy(dst, src, (size_t)n * sizeof *dst);
-    /* tf32 holds every fp16 and bf16 number */
-    if (compute == AMP_F32 || compute == dtype || (compute == AMP_TF32 && dtype != AMP_F32)) return;
-    AMPI_V(ampi_gemm_round)(dst, compute, n);
+    else if (compute == AMP_F32) memcpy(dst, src, (size_t)n * sizeof *dst);
+    else AMPI_V(ampi_gemm_round)(dst, (const float *)src, compute, n);
+    /* a 16-bit source needs no rounding to its own format, and tf32 holds all of both */
+    if (dtype != AMP_F32 && dtype != compute && (compute == AMP_F16 || compute == AMP_BF16))
+        AMPI_V(ampi_gemm_round)(dst, dst, compute, n);
 }
 
 /* n words as one row of several panels. */
@@ -12172,7 +12305,8 @@ typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), 
 typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
 
 /* sum += x^2 for AMPI_W / 2 numbers, which arrive as bits so that no compiler option hides what is not finite. */
-AMPI_PRIVATE inline void AMPI_V(ampi_check_half)(AMPI_V(ampi_vhalf_bits) x, AMPI_V(ampi_vdouble) *sum, AMPI_V(ampi_vhalf_bits) *bad) {
+AMPI_PRIVATE inline void AMPI_V(ampi_check_half)(AMPI_V(ampi_vhalf_bits) x, AMPI_V(ampi_vdouble) *sum,
+                                                 AMPI_V(ampi_vhalf_bits) *bad) {
     AMPI_V(ampi_vdouble) d = __builtin_convertvector((AMPI_V(ampi_vhalf))x, AMPI_V(ampi_vdouble));
     *bad |= (AMPI_V(ampi_vhalf_bits))((x & 0x7f800000) == 0x7f800000);
     *sum += d * d;
@@ -12210,7 +12344,8 @@ AMPI_PRIVATE double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *f
     return total;
 }
 
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf *m, ampi_vf *v, const ampi_adamw_step *s) {
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf *m, ampi_vf *v,
+                                                   const ampi_adamw_step *s) {
     ampi_vf root, rate = AMPI_V(ampi_splat)(-s->rate);
     g = g * s->multiplier;
     *m = AMPI_V(ampi_fma)(g - *m, AMPI_V(ampi_splat)(s->rest1), *m);
@@ -12219,7 +12354,8 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf
     return AMPI_V(ampi_fma)(rate, AMPI_V(ampi_div)(*m, root), w * s->keep);
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s) {
+AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, float *v, int64_t n,
+                                           const ampi_adamw_step *s) {
     int64_t i, rest;
     ampi_vf a, b, x;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -12252,17 +12388,17 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *
 
 AMPI_PRIVATE void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s) {
     int64_t i, rest;
-    ampi_vf a, x;
+    ampi_vf a = {0}, x, *room = m != NULL ? &a : NULL;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         if (m != NULL) a = AMPI_V(ampi_load)(m + i);
-        x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), m != NULL ? &a : NULL, s);
+        x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), room, s);
         AMPI_V(ampi_store)(w + i, x);
         if (m != NULL) AMPI_V(ampi_store)(m + i, a);
     }
     if (i == n) return;
     rest = n - i;
     if (m != NULL) a = AMPI_V(ampi_load_tail)(m + i, rest);
-    x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load_tail)(w + i, rest), AMPI_V(ampi_load_tail)(g + i, rest), m != NULL ? &a : NULL, s);
+    x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load_tail)(w + i, rest), AMPI_V(ampi_load_tail)(g + i, rest), room, s);
     AMPI_V(ampi_store_tail)(w + i, x, rest);
     if (m != NULL) AMPI_V(ampi_store_tail)(m + i, a, rest);
 }

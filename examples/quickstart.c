@@ -6,7 +6,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
-enum { PIXELS = 784, HIDDEN = 256, CLASSES = 10, BATCH = 100, EPOCHS = 4 };
+enum { PIXELS = 784, HIDDEN = 256, CLASSES = 10, BATCH = 100, EPOCHS = 8 };
 #define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", example_error()); exit(1); } } while (0)
 static amp_context *amp;
 static amp_param params[4];

@@ -1269,6 +1269,7 @@ int main(int argc, char **argv) {
     amp_state *resumed = NULL;
     run r;
     FILE *metrics;
+    char data[PATH_MAX];
     amp_result result;
     if (read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
     if (set.help) return print_help(), 0;
@@ -1280,6 +1281,8 @@ int main(int argc, char **argv) {
     result = main_run(&r);
     metrics = r.metrics;
     r.metrics = NULL;
+    snprintf(data, sizeof data, "%s", r.data);
+    set.data = data;                /* the short runs read the same file, as it is now */
     close_run(&r);                  /* before the short runs, so that they have the memory */
     if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested)
         result = compare_precisions(&set, metrics);

@@ -40,14 +40,17 @@ static __attribute__((unused)) uint32_t ampt_word(uint32_t seed, uint32_t stream
 static __attribute__((unused)) void ampt_uniform(float *out, int64_t n, uint32_t seed, uint32_t stream,
                                                 float scale, float shift) {
     for (int64_t i = 0; i < n; i++) {
-        volatile float product = scale * (((float)(ampt_word(seed, stream, i) >> 8) - 8388608.0f) * (1.0f / 8388608.0f));
+        float u = ((float)(ampt_word(seed, stream, i) >> 8) - 8388608.0f) * (1.0f / 8388608.0f);
+        volatile float product = scale * u;
         out[i] = shift + product;       /* volatile: two roundings, never one fused multiply-add */
     }
 }
 
 /* Integers 0..below-1. */
-static __attribute__((unused)) void ampt_integers(int32_t *out, int64_t n, uint32_t seed, uint32_t stream, int32_t below) {
-    for (int64_t i = 0; i < n; i++) out[i] = (int32_t)(((uint64_t)ampt_word(seed, stream, i) * (uint64_t)below) >> 32);
+static __attribute__((unused)) void ampt_integers(int32_t *out, int64_t n, uint32_t seed, uint32_t stream,
+                                                 int32_t below) {
+    for (int64_t i = 0; i < n; i++)
+        out[i] = (int32_t)(((uint64_t)ampt_word(seed, stream, i) * (uint64_t)below) >> 32);
 }
 
 /* ---- Golden files: "AMPTGOLD", record count u32, then {name length u32, name, type u32, count u64, values};
@@ -64,7 +67,10 @@ static __attribute__((unused)) ampt_golden ampt_golden_open(const char *file) {
     g.file = file; g.bytes = 0;
     g.data = (unsigned char *)malloc(1 << 22);
     if (f && g.data) { g.bytes = fread(g.data, 1, 1 << 22, f); fclose(f); }
-    if (g.bytes < 12 || memcmp(g.data, "AMPTGOLD", 8)) { printf("%s: missing or damaged (run from the project root)\n", path); exit(2); }
+    if (g.bytes < 12 || memcmp(g.data, "AMPTGOLD", 8)) {
+        printf("%s: missing or damaged (run from the project root)\n", path);
+        exit(2);
+    }
     return g;
 }
 
@@ -118,7 +124,8 @@ static __attribute__((unused)) int ampt_has_nonfinite(const float *x, int64_t n)
 }
 
 /* 1e30 if something is not finite. */
-static __attribute__((unused)) double ampt_error(const float *got, const float *exact, int64_t n, const ampt_norms *layer) {
+static __attribute__((unused)) double ampt_error(const float *got, const float *exact, int64_t n,
+                                                 const ampt_norms *layer) {
     double off = 0, own = 0, floor_square = layer->square * (double)n / layer->count;
     if (ampt_has_nonfinite(got, n)) return 1e30;
     for (int64_t i = 0; i < n; i++) {

@@ -1,4 +1,4 @@
-/* hf_logits.c - the C side of tests/oracle/hf_roundtrip.py: logits of a GPT-2 checkpoint, and the checkpoint written again.
+/* hf_logits.c - the C side of tests/oracle/hf_roundtrip.py: logits of a GPT-2 checkpoint, and the file written again.
  *
  *     hf_logits MODEL.safetensors BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
  *     hf_logits init:VOCAB,POSITIONS,CHANNELS,HEADS,LAYERS BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
@@ -60,7 +60,8 @@ int main(int argc, char **argv) {
     if (amp_alloc(amp, &ids, n * 4) != AMP_OK) return fail("amp_alloc");
     ampt_integers((int32_t *)ids, n, (uint32_t)atoll(argv[4]), 1000, (int32_t)g.config.vocab);
     if (gpt_forward(&g, (const int32_t *)ids, batch, seq) != AMP_OK || amp_sync(amp) != AMP_OK) return fail("forward");
-    if (amp_file_write_atomic(NULL, argv[5], g.logits, (size_t)(n * g.config.vocab) * 4) != AMP_OK) return fail(argv[5]);
+    if (amp_file_write_atomic(NULL, argv[5], g.logits, (size_t)(n * g.config.vocab) * 4) != AMP_OK)
+        return fail(argv[5]);
     amp_free(amp, ids);
     gpt_destroy(&g);
     amp_close(amp);

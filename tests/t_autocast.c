@@ -34,7 +34,9 @@ static void begin_island(amp_context *amp) {
 static void end(amp_context *amp) { CHECK_OK(amp_autocast_end(amp)); }
 
 /* What linear computes in now with fp32 operands. */
-static amp_dtype linear_now(const amp_context *amp) { return amp_autocast_compute(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32); }
+static amp_dtype linear_now(const amp_context *amp) {
+    return amp_autocast_compute(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+}
 
 static amp_plan decide(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b) {
     amp_dtype inputs[2];
@@ -47,7 +49,11 @@ static amp_plan decide(const amp_context *amp, int32_t op, const char *layer, am
 
 /* ---- The tables */
 
-typedef struct table_case { char device[8], op[24], region[8], result[8]; amp_dtype inputs[2]; int32_t n, differs; } table_case;
+typedef struct table_case {
+    char device[8], op[24], region[8], result[8];
+    amp_dtype inputs[2];
+    int32_t n, differs;
+} table_case;
 
 /* "cuda linear fp32,fp32 bf16 bf16"; 0 at the end. */
 static int table_next(FILE *f, table_case *c) {
@@ -71,7 +77,8 @@ static FILE *table_open(void) {
 
 /* A context with a user's operator of each policy, in the order of user_ops. */
 static const char *const user_ops[5] = {"user_lower", "user_fp32", "user_promote", "user_fallthrough", "user_banned"};
-static const amp_cast_policy user_policies[5] = {AMP_CAST_LOWER, AMP_CAST_FP32, AMP_CAST_PROMOTE, AMP_CAST_FALLTHROUGH, AMP_CAST_BANNED};
+static const amp_cast_policy user_policies[5] = {AMP_CAST_LOWER, AMP_CAST_FP32, AMP_CAST_PROMOTE, AMP_CAST_FALLTHROUGH,
+                                                 AMP_CAST_BANNED};
 
 static amp_context *open_with_user_ops(void) {
     amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
@@ -84,8 +91,9 @@ static amp_context *open_with_user_ops(void) {
 }
 
 static int32_t op_number(const char *name) {
-    static const char *const names[] = {"none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm", "softmax",
-                                        "activation", "swiglu", "cross_entropy", "mse", "embedding", "dropout", "add"};
+    static const char *const names[] = {"none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm",
+                                        "softmax", "activation", "swiglu", "cross_entropy", "mse", "embedding",
+                                        "dropout", "add"};
     for (int32_t i = 0; i < 15; i++) if (strcmp(names[i], name) == 0) return i;
     for (int32_t i = 0; i < 5; i++) if (strcmp(user_ops[i], name) == 0) return AMP_OP_USER + i;
     return -1;
@@ -101,10 +109,11 @@ static void check_case(amp_context *amp, const table_case *c, amp_policy policy,
     if (inside) CHECK_OK(amp_dtype_parse(c->region, &region));
     if (inside) begin(amp, region, policy);
     if (strcmp(expected, "error") == 0) {
-        if (op == AMP_OP_USER + 4 && inside) CHECK_ERR(amp_autocast_decide(amp, op, NULL, c->inputs, c->n, &plan), AMP_ERR_UNSUPPORTED);
+        if (op == AMP_OP_USER + 4 && inside)
+            CHECK_ERR(amp_autocast_decide(amp, op, NULL, c->inputs, c->n, &plan), AMP_ERR_UNSUPPORTED);
     } else {
         CHECK_OK(amp_autocast_decide(amp, op, NULL, c->inputs, c->n, &plan));
-        CHECK_MSG(strcmp(amp_dtype_name(plan.result), expected) == 0, "%s %s %s %s,%s region %s: result %s, PyTorch's is %s",
+        CHECK_MSG(strcmp(amp_dtype_name(plan.result), expected) == 0, "%s %s %s %s,%s in %s: %s, PyTorch has %s",
                   policy == AMP_POLICY_TORCH ? "TORCH" : "FUSED", c->device, c->op, amp_dtype_name(c->inputs[0]),
                   amp_dtype_name(c->inputs[1]), c->region, amp_dtype_name(plan.result), expected);
         CHECK_EQ(plan.rule, inside ? AMP_BY_REGION : AMP_BY_STORAGE);
@@ -378,15 +387,15 @@ TEST(layers_are_overridden_by_pattern) {
     CHECK_OK(amp_layer_override(amp, "blocks.0.*", AMP_F32));
     CHECK_OK(amp_layer_override(amp, "*.head", AMP_F16));
     CHECK_OK(amp_layer_override(amp, "blocks.?.mlp", AMP_TF32));
-    CHECK_EQ(amp_autocast_compute(amp, AMP_OP_LINEAR, "x.head", AMP_F32, AMP_F32), AMP_F32);     /* no region, no rule */
+    CHECK_EQ(amp_autocast_compute(amp, AMP_OP_LINEAR, "x.head", AMP_F32, AMP_F32), AMP_F32);   /* no region */
     CHECK_OK(amp_autocast_begin(amp, NULL));
     CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.0.attn", AMP_F32, AMP_F32).compute, AMP_F32);
     CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.0.attn", AMP_F32, AMP_F32).rule, AMP_BY_LAYER);
     CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.10.attn", AMP_F32, AMP_F32).compute, AMP_BF16);
     CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.10.attn", AMP_F32, AMP_F32).rule, AMP_BY_REGION);
-    CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.0.head", AMP_F32, AMP_F32).compute, AMP_F16);    /* the last match wins */
+    CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.0.head", AMP_F32, AMP_F32).compute, AMP_F16);   /* the last wins */
     CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.0.mlp", AMP_F32, AMP_F32).compute, AMP_TF32);
-    CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.10.mlp", AMP_F32, AMP_F32).compute, AMP_BF16);   /* ? is one character */
+    CHECK_EQ(decide(amp, AMP_OP_LINEAR, "blocks.10.mlp", AMP_F32, AMP_F32).compute, AMP_BF16);  /* ? is one */
     CHECK_EQ(decide(amp, AMP_OP_LINEAR, "head", AMP_F32, AMP_F32).compute, AMP_BF16);
     CHECK_EQ(decide(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32).compute, AMP_BF16);
     CHECK_EQ(decide(amp, AMP_OP_LAYERNORM, "x.head", AMP_F32, AMP_F32).compute, AMP_F32);        /* norms stay fp32 */
@@ -454,7 +463,8 @@ TEST(users_add_operators) {
         CHECK_EQ(op, AMP_OP_USER + i);
     }
     CHECK_OK(amp_autocast_begin(amp, NULL));
-    for (i = 1; i < 100; i++) CHECK_EQ(linear_now(amp) == AMP_BF16 ? decide(amp, AMP_OP_USER + i, NULL, AMP_F32, AMP_F32).compute : 0, i % 2 ? AMP_F32 : AMP_BF16);
+    for (i = 1; i < 100; i++)
+        CHECK_EQ(decide(amp, AMP_OP_USER + i, NULL, AMP_F32, AMP_F32).compute, i % 2 ? AMP_F32 : AMP_BF16);
     end(amp);
     amp_close(amp);
     amp_close(other);
@@ -465,7 +475,9 @@ TEST(users_add_operators) {
 enum { ROWS = 5, IN = 19, OUT = 7 };
 
 /* x [ROWS, IN], w [OUT, IN], dy [ROWS, OUT] as in tests/oracle/autocast.py, everything stored in fp32. */
-typedef struct product { float x[ROWS * IN], w[OUT * IN], dy[ROWS * OUT], y[ROWS * OUT], dx[ROWS * IN], dw[OUT * IN]; } product;
+typedef struct product {
+    float x[ROWS * IN], w[OUT * IN], dy[ROWS * OUT], y[ROWS * OUT], dx[ROWS * IN], dw[OUT * IN];
+} product;
 
 static void product_fill(product *p) {
     memset(p, 0, sizeof *p);
@@ -498,7 +510,8 @@ static void check_computed_in(const ampt_golden *g, amp_dtype dtype, const char 
         if (all[i] == AMP_F16 && dtype == AMP_TF32) continue;
         snprintf(record, sizeof record, "%s/%s", amp_dtype_name(all[i]), what);
         off = off_by(g, record, got, n);
-        CHECK_MSG(all[i] == dtype ? off <= 1e-5 : off > 4e-5, "computed in %s: differs from %s by %.2e", amp_dtype_name(dtype), record, off);
+        CHECK_MSG(all[i] == dtype ? off <= 1e-5 : off > 4e-5, "computed in %s: differs from %s by %.2e",
+                  amp_dtype_name(dtype), record, off);
     }
 }
 
@@ -548,7 +561,7 @@ TEST(backward_obeys_the_plan) {
             check_computed_in(&g, all[d], "dw", p.dw, OUT * IN);
         }
     }
-    CHECK_OK(amp_linear(amp, &op));                 /* outside: the operands' own dtype, also if backward is in a region */
+    CHECK_OK(amp_linear(amp, &op));                 /* outside: the operands' own dtype, wherever backward runs */
     run_backward(amp, &op, 1, AMP_BF16);
     check_computed_in(&g, AMP_F32, "y", p.y, ROWS * OUT);
     check_computed_in(&g, AMP_F32, "dx", p.dx, ROWS * IN);
@@ -581,6 +594,11 @@ TEST(operators_obey_layer_overrides) {
     free(g.data);
 }
 
+/* y = x w^T as a host's sgemm call. */
+static void sgemm(amp_context *amp, product *p) {
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, ROWS, OUT, IN, 1, p->x, IN, p->w, IN, 0, p->y, OUT));
+}
+
 /* matmul, and the BLAS-shaped entry that a host's sgemm becomes. */
 TEST(matrix_products_obey_regions) {
     static const amp_dtype all[4] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
@@ -604,11 +622,11 @@ TEST(matrix_products_obey_regions) {
         check_computed_in(&g, all[d], "dw", p.dw, OUT * IN);
         memset(p.y, 0, sizeof p.y);
         begin(amp, all[d], AMP_POLICY_DEFAULT);
-        CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, ROWS, OUT, IN, 1, p.x, IN, p.w, IN, 0, p.y, OUT));
+        sgemm(amp, &p);
         end(amp);
         check_computed_in(&g, all[d], "y", p.y, ROWS * OUT);
     }
-    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, ROWS, OUT, IN, 1, p.x, IN, p.w, IN, 0, p.y, OUT));
+    sgemm(amp, &p);
     check_computed_in(&g, AMP_F32, "y", p.y, ROWS * OUT);
     amp_close(amp);
     free(g.data);
@@ -704,7 +722,13 @@ static amp_result counting_gemm(void *dev, const amp_k_gemm *args, void *stream)
 }
 
 /* A context with that backend and a registered weight of a linear op. */
-typedef struct cache_test { amp_backend backend; amp_context *amp; amp_param weight; amp_linear_op op; product p; } cache_test;
+typedef struct cache_test {
+    amp_backend backend;
+    amp_context *amp;
+    amp_param weight;
+    amp_linear_op op;
+    product p;
+} cache_test;
 
 static void cache_open(cache_test *t, int disable_cache) {
     amp_desc desc;
@@ -735,7 +759,7 @@ static amp_cache_info cache_info(const amp_context *amp) {
 }
 
 /* The rows of PyTorch's own count of casts: twice in a region 1, inner region 1, an island in between 1, no gradient
-   wanted 1, cache off 0 casts kept.  Where PyTorch casts again (two regions: 2, frozen weight: 2) this cache does not. */
+   wanted 1, cache off none kept.  Where PyTorch casts again (two regions: 2, frozen weight: 2) this cache does not. */
 TEST(cache_counts) {
     ampt_golden g = ampt_golden_open("autocast.bin");
     cache_test t;
@@ -874,7 +898,10 @@ TEST(cache_limit) {
     desc.dtype = AMP_BF16; desc.backend = &backend; desc.cache_limit = 2 * IN * OUT * 2 + 64;
     CHECK_OK(amp_open(&amp, &desc));
     product_fill(&p);
-    for (int i = 0; i < 3; i++) { linear_bind(&ops[i], &weights[i], &p); weights[i].name = names[i]; ops[i].weight = &weights[i]; }
+    for (int i = 0; i < 3; i++) {
+        linear_bind(&ops[i], &weights[i], &p);
+        weights[i].name = names[i];
+    }
     CHECK_OK(amp_param_register(amp, weights, 3));
     memset(&counted, 0, sizeof counted);
     CHECK_OK(amp_autocast_begin(amp, NULL));
@@ -910,7 +937,9 @@ TEST(shared_weights_add_in_fp32) {
     weight.weight = amp_tensor2(&w, AMP_F32, 1, 1);
     weight.grad = amp_tensor2(&dw, AMP_F32, 1, 1);
     op.weight = &weight;
-    op.x = amp_tensor2(&x, AMP_F32, 1, 1); op.y = amp_tensor2(&y, AMP_F32, 1, 1); op.dy = amp_tensor2(&dy, AMP_F32, 1, 1);
+    op.x = amp_tensor2(&x, AMP_F32, 1, 1);
+    op.y = amp_tensor2(&y, AMP_F32, 1, 1);
+    op.dy = amp_tensor2(&dy, AMP_F32, 1, 1);
     CHECK_OK(amp_param_register(amp, &weight, 1));
     CHECK_OK(amp_autocast_begin(amp, NULL));
     CHECK_OK(amp_linear(amp, &op));

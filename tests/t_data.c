@@ -510,8 +510,7 @@ TEST(token_formats) {
             amp_batch b;
             l = opened(&d);
             CHECK_EQ(amp_loader_next(l, &b), d.vocab == 200 ? AMP_OK : AMP_ERR_LABEL);
-            if (d.vocab == 199)
-                CHECK(strstr(amp_last_error(), "token 199 at offset") != NULL && strstr(amp_last_error(), d.path) != NULL);
+            if (d.vocab == 199) CHECK(strstr(amp_last_error(), "token 199 at offset") && strstr(amp_last_error(), d.path));
             amp_loader_destroy(l);
         }
     }
@@ -583,10 +582,10 @@ TEST(several_files) {
 /* Fields of every dtype; sample i holds i in all of them. */
 TEST(arrays) {
     static const struct { const char *descr, *shape; amp_dtype dtype; int size, row; } cases[] = {
-                 {"<f4", "(20, 3)", AMP_F32, 4, 3},    {"<f8", "(20,)", AMP_F64, 8, 1},
-                 {"<f2", "(20, 2, 2)", AMP_F16, 2, 4}, {"|u1", "(20, 5)", AMP_U8, 1, 5},
-                 {"<u2", "(20L, 1L)", AMP_U16, 2, 1},  {"<i4", "(20,2)", AMP_I32, 4, 2},
-                 {"<i8", "( 20 , )", AMP_I64, 8, 1},   {"|b1", "(20,)", AMP_U8, 1, 1}};
+        {"<f4", "(20, 3)", AMP_F32, 4, 3},    {"<f8", "(20,)", AMP_F64, 8, 1},
+        {"<f2", "(20, 2, 2)", AMP_F16, 2, 4}, {"|u1", "(20, 5)", AMP_U8, 1, 5},
+        {"<u2", "(20L, 1L)", AMP_U16, 2, 1},  {"<i4", "(20,2)", AMP_I32, 4, 2},
+        {"<i8", "( 20 , )", AMP_I64, 8, 1},   {"|b1", "(20,)", AMP_U8, 1, 1}};
     const char *paths[8];
     amp_loader_desc d;
     amp_loader_info info;

@@ -189,8 +189,8 @@ static double act(amp_activation_kind kind, double x) {
         default: return x;
     }
 }
-/* Where flush-to-zero is set, an exponential below 2^-126 may be 0. */
-static double flushed(void) { return ldexp(1.0, -126); }
+/* The vector exponential is 0 below exp(-87.3), just above the smallest normal number. */
+static double flushed(void) { return exp(-87.3); }
 
 /* sigmoid: exponential 4 U, sum and quotient 2 U; GELU's argument has 5 roundings; normal: erf 4 U, its argument 2 U */
 static double normal_error(double x) {

@@ -48,8 +48,10 @@ static float *own_result(const ampt_model *m, int64_t i) {
     int64_t n = tensor_count(m, i);
     float *out = (float *)room_for(n * 4);
     const float *grad = i < m->n_params ? (const float *)m->params[i].grad.data : m->logits;
-    if (i < m->n_params && m->is_transposed(m, i)) transpose(out, grad, m->params[i].grad.shape[0], m->params[i].grad.shape[1]);
-    else memcpy(out, grad, (size_t)n * sizeof *out);
+    if (i < m->n_params && m->is_transposed(m, i))
+        transpose(out, grad, m->params[i].grad.shape[0], m->params[i].grad.shape[1]);
+    else
+        memcpy(out, grad, (size_t)n * sizeof *out);
     for (int64_t k = 0; k < n && i < m->n_params; k++) out[k] /= m->scale;      /* a power of two */
     return out;
 }
@@ -107,7 +109,8 @@ static void check_fp32(ampt_model *m, const ampt_golden *golden, const char *nam
     m->run(m);
     measure(m, &golden_results, &e);
     for (int64_t i = 0; i < m->n_params + 2; i++)
-        CHECK_MSG(e.of[i] <= 1e-5, "%s, seed %d, path %d: %s has a relative error of %.2e", name, seed, path, tensor_name(m, i), e.of[i]);
+        CHECK_MSG(e.of[i] <= 1e-5, "%s, seed %d, path %d: %s has a relative error of %.2e", name, seed, path,
+                  tensor_name(m, i), e.of[i]);
     reference_free(&golden_results);
 }
 
@@ -171,6 +174,7 @@ static amp_context *open_level(amp_dtype dtype, amp_level level) {
     memset(&desc, 0, sizeof desc);
     desc.dtype = dtype;
     desc.level = level;
+    desc.threads = 1;
     CHECK_OK(amp_open(&amp, &desc));
     return amp;
 }
@@ -189,7 +193,13 @@ static const char *gpt_layer_of(const char *name, char *room) {
     return room;
 }
 
-typedef struct gpt_test { ampt_model as; gpt model; gpt_config config; int32_t *tokens, *targets; float *scale; } gpt_test;
+typedef struct gpt_test {
+    ampt_model as;
+    gpt model;
+    gpt_config config;
+    int32_t *tokens, *targets;
+    float *scale;
+} gpt_test;
 
 static int gpt_transposed(const ampt_model *m, int64_t i) {
     return i >= 2 && i < m->n_params - 2 && m->params[i].grad.ndim == 2;
@@ -261,7 +271,8 @@ static ampt_model *gpt_open(amp_context *amp, amp_dtype activations, gpt_config 
 }
 
 /* vocabulary, positions, channels, heads, layers, batch, tokens: as in tests/oracle/gpt2.py */
-static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, 0}, GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, 0},
+static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, 0},
+                        GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, 0},
                         GPT_SEEDS = {31, 13, 12, 3, 2, 3, 7, AMP_DTYPE_DEFAULT, 0};
 
 static void gpt_case(const ampt_golden *golden, const char *name, gpt_config config, int path, int seeds) {
@@ -326,7 +337,7 @@ typedef struct encoder {
     encoder_layer layers[ENC_MAX_LAYERS];
     amp_linear_op head;
     amp_cross_entropy_op loss;
-    amp_tensor d_stream, d_branch, d_inner;     /* fp32 [rows, C]: gradients of the stream, of a branch, of what is inside */
+    amp_tensor d_stream, d_branch, d_inner;     /* gradients, fp32 [rows, C]: of the stream, a branch, inside of it */
     int32_t *ids, *labels, *lengths;
     float *scale;
 } encoder;
@@ -517,7 +528,8 @@ static void enc_fill(encoder *e, uint32_t seed) {
         int table = strncmp(p->name, "token", 5) == 0 || strncmp(p->name, "position", 8) == 0;
         int norm_weight = p->weight.ndim == 1 && strstr(p->name, ".weight") != NULL;
         float scale = p->weight.ndim == 2 && !table ? sqrtf(3.0f / (float)p->weight.shape[1]) : 0.25f;
-        ampt_uniform((float *)p->weight.data, amp_tensor_count(&p->weight), seed, (uint32_t)i, scale, norm_weight ? 1.0f : 0.0f);
+        ampt_uniform((float *)p->weight.data, amp_tensor_count(&p->weight), seed, (uint32_t)i, scale,
+                     norm_weight ? 1.0f : 0.0f);
         amp_param_touch(&e->params[i]);
     }
 }
@@ -640,7 +652,7 @@ static float *everything(const ampt_model *m, int64_t *count) {
     return out;
 }
 
-/* Models large enough that every kernel cuts its work, run once; sizes are odd on purpose.  kind 0: GPT-2, 1: encoder. */
+/* Models large enough that every kernel cuts its work, of odd sizes, run once.  kind 0: GPT-2, 1: encoder. */
 static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, 0};
 static const encoder_config ENC_LARGER = {301, 61, 72, 4, 190, 2, 11, 3};
 
@@ -688,7 +700,9 @@ static double distance(const float *a, const float *b, double factor, int64_t n)
 /* Each precision computes what its name says: the distance of the logits to fp32 lies between a quarter of its unit
    roundoff and 30 times that (the model is about 20 roundings deep).  TF32 has fp16's significand in its operands. */
 TEST(precisions_differ) {
-    static const struct { amp_dtype dtype; double unit; } kinds[3] = {{AMP_TF32, 0x1p-11}, {AMP_F16, 0x1p-11}, {AMP_BF16, 0x1p-8}};
+    static const struct { amp_dtype dtype; double unit; } kinds[3] = {
+        {AMP_TF32, 0x1p-11}, {AMP_F16, 0x1p-11}, {AMP_BF16, 0x1p-8}
+    };
     int64_t n = 0, logits = 3 * 67 * 509;
     float *exact = run_once(0, AMP_F32, 0, AMP_CPU_DEFAULT, &n);
     for (int k = 0; k < 3; k++) {
@@ -708,7 +722,8 @@ TEST(backward_adds) {
     float *first, *again, *twice;
     int64_t n, k, at;
     m->prepare(m, 1);
-    for (int64_t i = 0; i < m->n_params; i++) memset(m->params[i].grad.data, 0xff, (size_t)tensor_count(m, i) * 4);    /* NaN */
+    for (int64_t i = 0; i < m->n_params; i++)
+        memset(m->params[i].grad.data, 0xff, (size_t)tensor_count(m, i) * 4);       /* NaN */
     m->run(m);
     first = everything(m, &n);
     CHECK(!ampt_has_nonfinite(first, n));

@@ -608,40 +608,51 @@ TEST(parameters_without_a_gradient_are_passed_over) {
 
 /* ---- The same bits for any number of threads */
 
-TEST(threads_do_not_change_a_bit) {
+/* Two parameters, one of 3 elements and one of several chunks, stepped three times with clipping. */
+typedef struct { float w[150001], g[150001], small[3], small_g[3]; uint16_t w16[150001], g16[150001]; float norm; } big_run;
+static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype dtype) {
     enum { N = 150001 };
-    static float w[2][N], g[2][N], small[2][3], gs[2][3];
-    static const int threads[2] = {1, 2};
-    float norm[2];
-    int kind, k, step;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, threads, AMP_LEVEL_O2);
+    amp_param p[2];
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    int step;
+    memset(p, 0, sizeof p);
+    memset(&d, 0, sizeof d);
+    ampt_uniform(r->w, N, 50, 0, 1, 0);
+    ampt_uniform(r->small, 3, 50, 1, 1, 0);
+    if (dtype != AMP_F32) CHECK_OK(amp_convert(r->w16, dtype, r->w, AMP_F32, N, NULL, NULL));
+    p[0].name = "small"; p[0].weight = amp_tensor1(r->small, AMP_F32, 3); p[0].grad = amp_tensor1(r->small_g, AMP_F32, 3);
+    p[1].name = "big";
+    p[1].weight = amp_tensor1(dtype == AMP_F32 ? (void *)r->w : (void *)r->w16, dtype, N);
+    p[1].grad = amp_tensor1(dtype == AMP_F32 ? (void *)r->g : (void *)r->g16, dtype, N);
+    d.params = p; d.n_params = 2; d.kind = kind; d.momentum = kind == AMP_SGD ? 0.9 : 0; d.clip_norm = 1;
+    o = make(amp, &d);
+    for (step = 0; step < 3; step++) {
+        amp_found f;
+        ampt_uniform(r->g, N, 51, (uint32_t)step, 1, 0);
+        ampt_uniform(r->small_g, 3, 52, (uint32_t)step, 1, 0);
+        if (dtype != AMP_F32) CHECK_OK(amp_convert(r->g16, dtype, r->g, AMP_F32, N, NULL, NULL));
+        p[0].grad_live = p[1].grad_live = 1;
+        CHECK_OK(amp_step(o, NULL));
+        CHECK_OK(amp_set_found(amp_optimizer_set(o), &f));
+        r->norm = f.norm;
+    }
+    if (dtype != AMP_F32) memcpy(r->w, p[1].master, sizeof r->w);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+TEST(threads_do_not_change_a_bit) {
+    static big_run one, two;
+    int kind, dtype;
     for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
-        for (k = 0; k < 2; k++) {
-            amp_context *amp = open_context(AMP_CPU_DEFAULT, threads[k], AMP_LEVEL_DEFAULT);
-            amp_param p[2];
-            amp_optimizer_desc d;
-            amp_optimizer *o;
-            memset(p, 0, sizeof p);
-            memset(&d, 0, sizeof d);
-            ampt_uniform(w[k], N, 50, 0, 1, 0);
-            ampt_uniform(small[k], 3, 50, 1, 1, 0);
-            p[0].name = "small"; p[0].weight = amp_tensor1(small[k], AMP_F32, 3); p[0].grad = amp_tensor1(gs[k], AMP_F32, 3);
-            p[1].name = "big"; p[1].weight = amp_tensor1(w[k], AMP_F32, N); p[1].grad = amp_tensor1(g[k], AMP_F32, N);
-            d.params = p; d.n_params = 2; d.kind = (amp_optimizer_kind)kind; d.momentum = kind == AMP_SGD ? 0.9 : 0; d.clip_norm = 1;
-            o = make(amp, &d);
-            for (step = 0; step < 3; step++) {
-                amp_found f;
-                ampt_uniform(g[k], N, 51, (uint32_t)step, 1, 0);
-                ampt_uniform(gs[k], 3, 52, (uint32_t)step, 1, 0);
-                p[0].grad_live = p[1].grad_live = 1;
-                CHECK_OK(amp_step(o, NULL));
-                CHECK_OK(amp_set_found(amp_optimizer_set(o), &f));
-                norm[k] = f.norm;
-            }
-            amp_optimizer_destroy(o);
-            amp_close(amp);
+        for (dtype = 0; dtype < 3; dtype++) {
+            static const amp_dtype dtypes[3] = {AMP_F32, AMP_F16, AMP_BF16};
+            run_big(&one, 1, (amp_optimizer_kind)kind, dtypes[dtype]);
+            run_big(&two, 2, (amp_optimizer_kind)kind, dtypes[dtype]);
+            CHECK(memcmp(&one, &two, sizeof one) == 0);
         }
-        CHECK(memcmp(w[0], w[1], sizeof w[0]) == 0 && memcmp(small[0], small[1], sizeof small[0]) == 0);
-        CHECK(memcmp(&norm[0], &norm[1], 4) == 0);
     }
 }
 
@@ -689,6 +700,50 @@ TEST(outcomes_come_at_a_fixed_lag) {
     }
 }
 
+typedef struct { int count, id; char text[256]; } heard;
+static void hear(void *user, amp_log_level level, int id, const char *text) {
+    heard *h = (heard *)user;
+    if (level != AMP_LOG_WARNING) return;
+    h->count++;
+    h->id = id;
+    snprintf(h->text, sizeof h->text, "%s", text);
+}
+
+TEST(an_overflow_at_the_floor_is_logged) {
+    static model m;
+    heard h;
+    amp_context *amp = NULL;
+    amp_desc c;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_scaler *s;
+    amp_outcome out;
+    int step;
+    memset(&h, 0, sizeof h);
+    memset(&c, 0, sizeof c);
+    c.logger.write = hear;
+    c.logger.user = &h;
+    CHECK_OK(amp_open(&amp, &c));
+    h.count = 0;
+    s = make_scaler(amp, 2, 0);
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    d.outcome_lag = AMP_LAG_NONE;
+    o = make(amp, &d);
+    for (step = 0; step < 2; step++) {
+        model_backward(&m, step, 1);
+        m.g[2][1] = NAN;
+        CHECK_OK(amp_step(o, s));
+        CHECK_EQ(amp_outcome_next(o, &out), 1);
+        CHECK_EQ(h.count, step);
+        CHECK_EQ(out.at_floor, step);
+    }
+    CHECK(h.id == 1101 && strstr(h.text, "b.weight") != NULL);
+    amp_optimizer_destroy(o);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
 TEST(the_last_64_outcomes_are_kept) {
     static model m;
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
@@ -708,6 +763,19 @@ TEST(the_last_64_outcomes_are_kept) {
 }
 
 /* ---- Save and load */
+
+/* Takes every outcome that is due, and checks that the other optimizer, if any, delivers the same. */
+static int deliver(amp_optimizer *x, amp_optimizer *y) {
+    amp_outcome p, q;
+    int n = 0;
+    for (; amp_outcome_next(x, &p); n++) {
+        if (y == NULL) continue;
+        CHECK_EQ(amp_outcome_next(y, &q), 1);
+        CHECK_MSG(memcmp(&p, &q, sizeof p) == 0, "outcome %d, not %d", (int)q.step, (int)p.step);
+    }
+    if (y != NULL) CHECK_EQ(amp_outcome_next(y, &q), 0);
+    return n;
+}
 
 /* A resumed run against one that was not interrupted, with the cut at any micro-batch and outcomes under way. */
 TEST(resume_is_bit_identical) {
@@ -755,7 +823,6 @@ TEST(resume_is_bit_identical) {
             for (k = 0; k < 2; k++) {
                 model *m = k ? &b : &a;
                 float scale = amp_scaler_scale(k ? t : s);
-                amp_outcome out[2];
                 int64_t j;
                 if (k && call < cut) continue;
                 for (i = 0; i < TENSORS; i++) {
@@ -763,28 +830,14 @@ TEST(resume_is_bit_identical) {
                     for (j = 0; j < count_of(i); j++) m->g[i][j] = (add ? m->g[i][j] : 0) + fresh[i][j] * scale;
                 }
                 CHECK_OK(amp_step(k ? y : x, k ? t : s));
-                memset(out, 0, sizeof out);
-                if (k == 0 && call >= cut) {
-                    /* both deliver the same, also what was under way at the cut */
-                    int first = amp_outcome_next(x, &out[0]);
-                    (void)first;
-                }
             }
+            deliver(x, call >= cut ? y : NULL);
             if (call < cut) continue;
             CHECK_MSG(memcmp(a.w, b.w, sizeof a.w) == 0 && memcmp(a.w16, b.w16, sizeof a.w16) == 0, "variant %d, cut %d, call %d", variant, cut, call);
         }
-        {
-            amp_outcome p, q;
-            CHECK_OK(amp_outcome_flush(x));
-            CHECK_OK(amp_outcome_flush(y));
-            x->delivered = y->delivered = 0;                          /* all records again, from both */
-            while (amp_outcome_next(x, &p)) {
-                CHECK_EQ(amp_outcome_next(y, &q), 1);
-                if (p.step <= cut / 3 - 2) continue;                  /* delivered before the cut: not saved */
-                p.first_bad = q.first_bad = NULL;
-                CHECK_MSG(memcmp(&p, &q, sizeof p) == 0, "variant %d, cut %d, outcome %d", variant, cut, (int)p.step);
-            }
-        }
+        CHECK_OK(amp_outcome_flush(x));
+        CHECK_OK(amp_outcome_flush(y));
+        CHECK_EQ(deliver(x, y), 2);
         amp_optimizer_destroy(x);
         amp_optimizer_destroy(y);
         amp_scaler_destroy(s);
@@ -794,22 +847,44 @@ TEST(resume_is_bit_identical) {
     }
 }
 
+TEST(load_refuses_other_storage) {
+    static model m;
+    amp_context *o2 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2), *o3 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O3);
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    amp_state *state = NULL;
+    model_init(&m, AMP_BF16, AMP_F32);
+    d = adamw(&m);
+    x = make(o2, &d);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(x, state, "o"));
+    amp_optimizer_destroy(x);
+    y = make(o3, &d);
+    CHECK_ERR(amp_optimizer_load(y, state, "o"), AMP_ERR_MISMATCH);   /* masters were saved, there are none here */
+    CHECK(strstr(amp_last_error(), "master") != NULL);
+    amp_optimizer_destroy(y);
+    amp_state_destroy(state);
+    amp_close(o2);
+    amp_close(o3);
+}
+
 TEST(load_refuses_other_parameters_by_name) {
     static model m;
     static snapshot before, after;
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_optimizer_desc d;
     amp_optimizer *o, *other;
-    amp_state *state = NULL, *sgd = NULL;
+    amp_state *state = NULL;
+    amp_scaler *s;
     float one[33] = {0};
-    int64_t steps[9];
+    int64_t steps[8];
+    double reals[3];
     model_init(&m, AMP_F32, AMP_F32);
     d = adamw(&m);
     o = make(amp, &d);
     model_backward(&m, 0, 1);
     CHECK_OK(amp_step(o, NULL));
     CHECK_OK(amp_state_create(&state, NULL));
-    CHECK_OK(amp_state_create(&sgd, NULL));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_NAME);
     CHECK_OK(amp_optimizer_save(o, state, "o"));
     amp_optimizer_destroy(o);
@@ -844,24 +919,37 @@ TEST(load_refuses_other_parameters_by_name) {
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_MISMATCH);
     CHECK(strstr(amp_last_error(), "a.bias") != NULL);
     CHECK_OK(amp_state_put(state, "o.v.1", AMP_F32, one, 33));
-    CHECK_OK(amp_state_get(state, "o.step", AMP_I64, steps, 9));
+    CHECK_OK(amp_state_get(state, "o.step", AMP_I64, steps, 8));
     steps[5] = 7;
-    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 9));
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
     steps[5] = -1;
-    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 9));
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
     take(&after, &m, o);
     CHECK(memcmp(&before, &after, sizeof before) == 0);
     steps[5] = 1;
-    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 9));
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+    s = make_scaler(amp, 4, 0);
+    model_backward(&m, 0, 4);
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_READ));
     CHECK_OK(amp_optimizer_load(o, state, "o"));
     CHECK_EQ(o->set->found->step, 1);
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_READ));      /* a load makes the set ready */
+    amp_scaler_destroy(s);
+    steps[1] = 1;                                                     /* in the middle of a cycle, where there are no cycles */
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_MISMATCH);
+    steps[1] = 0;
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+    CHECK_OK(amp_state_get(state, "o.settings", AMP_F64, reals, 3));
+    reals[2] = NAN;
+    CHECK_OK(amp_state_put(state, "o.settings", AMP_F64, reals, 3));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
     CHECK_ERR(amp_optimizer_save(o, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
     CHECK_ERR(amp_optimizer_load(o, NULL, "o"), AMP_ERR_NULL);
     amp_optimizer_destroy(o);
     amp_state_destroy(state);
-    amp_state_destroy(sgd);
     amp_close(amp);
 }
 
@@ -929,6 +1017,7 @@ TEST(optimizer_settings_are_checked) {
     CHECK_ERR(amp_optimizer_step(NULL, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_optimizer_refresh(NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_outcome_flush(NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_optimizer_query(o, NULL), AMP_ERR_NULL);
     CHECK(amp_optimizer_set(NULL) == NULL);
     amp_optimizer_destroy(o);
     amp_optimizer_destroy(NULL);
@@ -1063,8 +1152,10 @@ int main(int argc, char **argv) {
     RUN(parameters_without_a_gradient_are_passed_over);
     RUN(threads_do_not_change_a_bit);
     RUN(outcomes_come_at_a_fixed_lag);
+    RUN(an_overflow_at_the_floor_is_logged);
     RUN(the_last_64_outcomes_are_kept);
     RUN(resume_is_bit_identical);
+    RUN(load_refuses_other_storage);
     RUN(load_refuses_other_parameters_by_name);
     RUN(optimizer_settings_are_checked);
     RUN(every_failing_allocation_is_survived);

@@ -716,6 +716,10 @@ TEST(set_rule_and_set_scale) {
     CHECK_OK(amp_scaler_set_rule(s, 0, 0, AMP_NO_INTERVAL));
     for (n = 0; n < 50; n++) drive(s, set, &g, 0);
     CHECK(amp_scaler_scale(s) == 4096);
+    CHECK_OK(amp_scaler_set_scale(s, 0.5f));                          /* below the floor: an overflow does not raise it */
+    drive(s, set, &g, 1);
+    CHECK_OK(amp_scaler_get(s, &state));
+    CHECK(state.scale == 0.5f && state.at_floor == 1);
     amp_scaler_destroy(s);
     amp_scaler_destroy(torch);
     amp_set_destroy(set);
@@ -777,6 +781,7 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
     amp_range ranges[4];
     double exact = 0;
     float norms[2] = {0, 0};
+    uint16_t kept;
     rng r = {5};
     int i, k;
     contexts[0] = one; contexts[1] = two;
@@ -805,10 +810,11 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
         CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
         CHECK_OK(amp_set_found(set, &f));
         /* fp64 sums of N terms: N 2^-53 at most, rounded to fp32 (2^-24) */
-        CHECK_MSG(fabs((double)f.norm - want) <= want * (ldexp(1, -24) + 3.0 * N * ldexp(1, -53)), "norm %.9g, must be %.9g", (double)f.norm, want);
+        CHECK_MSG(fabs((double)f.norm - want) <= want * (ldexp(1, -24) + 3.0 * (double)N * ldexp(1, -53)), "norm %.9g, must be %.9g", (double)f.norm, want);
         CHECK(fabs((double)f.clip_coef - 0.25) < 1e-6 && f.found_inf == 0 && f.first_bad == NULL && f.first_bad_index == -1);
         CHECK_OK(amp_scaler_update(s));
         norms[k] = f.norm;
+        kept = c[0];
         b[N - 1] = INFINITY;
         c[0] = 0x7fff;
         CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
@@ -816,11 +822,11 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
         CHECK(f.found_inf == 1 && f.first_bad_index == 2 && strcmp(f.first_bad, "b") == 0);
         CHECK(!amp_is_finite_f32(&f.norm));
         b[N - 1] = -a[N - 1];
-        c[0] = 0;
+        c[0] = kept;
         amp_set_destroy(set);
         amp_scaler_destroy(s);
     }
-    CHECK(bits(norms[0]) == bits(norms[1]) || c[0] == 0);
+    CHECK(bits(norms[0]) == bits(norms[1]));
     amp_close(one);
     amp_close(two);
 }
@@ -855,6 +861,16 @@ TEST(apply_and_rescale) {
         CHECK(fabs((double)g[0] - 1.5) < 2e-6);
     }
     CHECK_ERR(amp_set_apply(NULL), AMP_ERR_NULL);
+    {   /* 16 bits: one multiplication in fp32, one rounding */
+        uint16_t h[3] = {0x6000, 0x7800, 0x0001};                     /* 512, 32768, 2^-24 */
+        amp_set *narrow = range_set(amp, h, 3, AMP_F16);
+        CHECK_OK(amp_scaler_set_scale(s, 1024));
+        CHECK_OK(amp_scaler_check(s, narrow, AMP_CHECK_READ));
+        CHECK_OK(amp_set_apply(narrow));
+        CHECK(h[0] == 0x3800 && h[1] == 0x5000 && h[2] == 0);
+        CHECK_OK(amp_scaler_set_scale(s, 1024));
+        amp_set_destroy(narrow);
+    }
     /* double gradients in double: neither the check nor the multiplication goes through fp32 */
     CHECK_OK(amp_scaler_check(s, wide, AMP_CHECK_UNSCALE));
     CHECK(amp_set_device(wide)->found_inf == 0 && d64[0] == 3e200 / 1024);
@@ -865,11 +881,39 @@ TEST(apply_and_rescale) {
     CHECK_OK(amp_scaler_update(s));
     CHECK_OK(amp_scaler_rescale(s, set, 0));
     CHECK(g[0] == 2048 && g[1] == 4096);
-    CHECK_OK(amp_scaler_rescale(s, set, 4096));
+    CHECK_OK(amp_scaler_check(s, wide, AMP_CHECK_READ));
+    CHECK_OK(amp_scaler_update(s));
+    CHECK_OK(amp_scaler_rescale(s, set, 0));                          /* from 2048 to 4096, not from 1024 */
+    CHECK(g[0] == 4096 && g[1] == 8192);
+    CHECK_OK(amp_scaler_rescale(s, set, 16384));
     CHECK(g[0] == 1024 && g[1] == 2048);
     CHECK_ERR(amp_scaler_rescale(s, set, -1), AMP_ERR_SCALE);
     amp_set_destroy(set);
     amp_set_destroy(wide);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+/* torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1. */
+TEST(clip_coefficient_is_torchs) {
+    static const double clips[4] = {1e-6, 2e-6, 0.5e-6, 1}, want[4] = {0.5, 1, 0.25, 1};
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1, 0);
+    float g = 1e-6f;
+    int i;
+    for (i = 0; i < 4; i++) {
+        amp_range range;
+        amp_set_desc d;
+        amp_set *set = NULL;
+        memset(&range, 0, sizeof range);
+        memset(&d, 0, sizeof d);
+        range.data = &g; range.count = 1; range.dtype = AMP_F32;
+        d.ranges = &range; d.n_ranges = 1; d.clip_norm = clips[i];
+        CHECK_OK(amp_set_create(amp, &set, &d));
+        CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
+        CHECK_MSG(fabs((double)amp_set_device(set)->clip_coef - want[i]) < 1e-6, "%g", (double)amp_set_device(set)->clip_coef);
+        amp_set_destroy(set);
+    }
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -886,6 +930,8 @@ TEST(sets_are_checked) {
     memset(&d, 0, sizeof d);
     CHECK_ERR(amp_set_create(amp, &set, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_CONFLICT);
+    d.ranges = &range; d.n_ranges = -1;
+    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_RANGE);
     d.ranges = &range; d.n_ranges = 1; d.params = &p; d.n_params = 1;
     CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_CONFLICT);
     d.params = NULL; d.n_params = 0;
@@ -1091,6 +1137,7 @@ int main(int argc, char **argv) {
     RUN(disabled_and_frozen);
     RUN(check_finds_the_first_bad_range_and_the_norm);
     RUN(apply_and_rescale);
+    RUN(clip_coefficient_is_torchs);
     RUN(sets_are_checked);
     RUN(save_and_load_at_every_point);
     RUN(load_refuses_what_does_not_fit);

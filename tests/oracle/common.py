@@ -64,7 +64,8 @@ def uniform(seed, stream, shape, scale=1.0, shift=0.0):
 def integers(seed, stream, shape, below):
     """Integers 0..below-1: high half of word * below."""
     n = int(np.prod(shape))
-    return ((words(seed, stream, n).astype(np.uint64) * np.uint64(below)) >> np.uint64(32)).astype(np.int32).reshape(shape)
+    high = (words(seed, stream, n).astype(np.uint64) * np.uint64(below)) >> np.uint64(32)
+    return high.astype(np.int32).reshape(shape)
 
 
 # ---- Golden files: "AMPTGOLD", record count u32, then records {name length u32, name, type u32, count u64, values},
@@ -79,8 +80,8 @@ def encode(records):
     for name, values in records.items():
         values = np.ascontiguousarray(values)
         raw = name.encode()
-        out += [struct.pack("<I", len(raw)), raw, struct.pack("<IQ", _TYPES[values.dtype.newbyteorder("<")], values.size),
-                values.tobytes()]
+        kind = _TYPES[values.dtype.newbyteorder("<")]
+        out += [struct.pack("<I", len(raw)), raw, struct.pack("<IQ", kind, values.size), values.tobytes()]
     return b"".join(out)
 
 
@@ -188,7 +189,8 @@ def run_torch(build, forward, dtype):
     import torch
     module = build()
     scale = LOSS_SCALE if dtype == torch.float16 else 1.0
-    with torch.autocast("cpu", dtype=dtype if dtype != torch.float32 else torch.bfloat16, enabled=dtype != torch.float32):
+    low = dtype != torch.float32
+    with torch.autocast("cpu", dtype=dtype if low else torch.bfloat16, enabled=low):
         logits, loss = forward(module)
     (loss * scale).backward()
     return float(loss.detach()), logits.detach().float().numpy(), {k: g / scale for k, g in gradients(module).items()}
@@ -198,10 +200,10 @@ def gradients(module):
     return {name: p.grad.detach().numpy() for name, p in module.named_parameters()}
 
 
-def model_records(case_name, runs, layer_of, whole, summarise):
-    """Records of one case.  runs: list of (build, forward), one per seed.
-    whole: number of seeds whose exact logits and gradients are stored; summarise: also store, per tensor, the RMS over
-    all seeds of PyTorch's errors in fp32, bf16 and fp16 ("logits" is a tensor of its own layer)."""
+def model_records(case_name, runs, layer_of, whole):
+    """Records of one case.  runs: (build, forward) of each seed.  whole: number of seeds whose exact logits and
+    gradients are stored.  The RMS over all seeds of PyTorch's errors in fp32, bf16 and fp16 is stored per tensor
+    ("logits" is a tensor of its own layer)."""
     import torch
     records, errors = {}, {"fp32": [], "bf16": [], "fp16": []}
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -217,18 +219,16 @@ def model_records(case_name, runs, layer_of, whole, summarise):
             e = relative_errors({"logits": t_logits, **t_grads}, exact, layer_of)
             e["loss"] = abs(t_loss - loss) / abs(loss)
             errors[kind].append(e)
-    if summarise:
-        for kind in kinds:
-            for name, value in rms(errors[kind]).items():
-                records[f"{case_name}/torch/{kind}/{name}"] = np.array([value])
     for kind in kinds:
         r = rms(errors[kind])
+        for name, value in r.items():
+            records[f"{case_name}/torch/{kind}/{name}"] = np.array([value])
         print(f"  {case_name} {kind}: PyTorch's RMS error, largest {max(r.values()):.2e} ({max(r, key=r.get)}), "
               f"logits {r['logits']:.2e}")
     return records
 
 
 def model_bound(name):
-    """Exact results are rounded fp64: another machine may round the last bit the other way.  PyTorch's own errors depend
-    on its kernels for this CPU: they are compared as magnitudes."""
+    """Exact results are rounded fp64: another machine may round the last bit the other way.  PyTorch's own errors
+    depend on its kernels for this CPU: they are compared as magnitudes."""
     return 0.5 if "/torch/" in name else 1e-6

@@ -71,7 +71,9 @@ def fill(parameters, seed):
 
 def layer_of(name):
     parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else "embedding" if parts[0] in ("token", "position") else parts[0]
+    if parts[0] == "layers":
+        return ".".join(parts[:2])
+    return "embedding" if parts[0] in ("token", "position") else parts[0]
 
 
 def case_runs(v, t, c, heads, hidden, layers, classes, batch, seeds):
@@ -100,7 +102,7 @@ def main():
     records = {}
     for name, v, t, c, heads, hidden, layers, classes, batch, seeds, whole in CASES:
         runs = case_runs(v, t, c, heads, hidden, layers, classes, batch, seeds)
-        records.update(common.model_records(name, runs, layer_of, whole, True))
+        records.update(common.model_records(name, runs, layer_of, whole))
     common.write_golden("encoder.bin", records, common.model_bound)
 
 

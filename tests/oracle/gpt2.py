@@ -1,8 +1,8 @@
 """Golden data of the GPT-2 tests: Hugging Face's GPT2LMHeadModel at odd small sizes, dropout 0.
 
-Weights, tokens and targets come from counter-based random numbers that t_model.c makes again (see `weight_streams`),
-so only results are stored: logits, loss and every gradient of an fp64 run, rounded to fp32, and the RMS over the seeds
-of PyTorch's own error in fp32 and under bf16 and fp16 autocast.
+Weights, tokens and targets come from counter-based random numbers that t_model.c makes again (see `fill`),
+so only results are stored: the loss for every seed; logits and every gradient, of an fp64 run and rounded to fp32, for
+the first ones; and the RMS over all seeds of PyTorch's own error in fp32 and under bf16 and fp16 autocast.
 """
 import numpy as np
 import torch
@@ -36,15 +36,17 @@ def fill(parameters, seed):
 def layer_of(name):
     """wte and wpe are one layer, each block is one, the last norm is one; logits are their own."""
     parts = name.split(".")
-    return ".".join(parts[:3]) if "h" in parts else parts[1] if parts[-2:][0] == "ln_f" else \
-        "logits" if name == "logits" else "embedding"
+    if "h" in parts:
+        return ".".join(parts[:3])
+    return parts[0] if name == "logits" else "ln_f" if "ln_f" in parts else "embedding"
 
 
 def case_runs(v, t, c, heads, layers, batch, seeds):
     def run(seed):
         def build():
-            config = GPT2Config(vocab_size=v, n_positions=MAX_POSITIONS, n_embd=c, n_head=heads, n_layer=layers, resid_pdrop=0.0,
-                                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa")
+            config = GPT2Config(vocab_size=v, n_positions=MAX_POSITIONS, n_embd=c, n_head=heads, n_layer=layers,
+                                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+                                attn_implementation="sdpa")
             model = GPT2LMHeadModel(config).train()
             fill(list(model.named_parameters()), seed)
             return model
@@ -64,7 +66,8 @@ def main():
     torch.use_deterministic_algorithms(True)
     records = {}
     for name, v, t, c, heads, layers, batch, seeds, whole in CASES:
-        records.update(common.model_records(name, case_runs(v, t, c, heads, layers, batch, seeds), layer_of, whole, True))
+        runs = case_runs(v, t, c, heads, layers, batch, seeds)
+        records.update(common.model_records(name, runs, layer_of, whole))
     common.write_golden("gpt2.bin", records, common.model_bound)
 
 

@@ -1,0 +1,440 @@
+"""Runs the benchmarks and their peers, alternating, and writes medians, ratios and a verdict per bar as one JSON file.
+
+    python3 tests/bench/run.py [--only gemm,step,loader,masks] [--rounds 3] [--threads 2] [--wait 600]
+    python3 tests/bench/run.py --only curves
+
+`make bench` and `make bench-curves` call it.  Peers come from the environment; one that is absent is skipped:
+
+    PEER_TORCH        a Python with PyTorch: runs tests/bench/peer_torch.py
+    PEER_LLMC         llm.c's train_gpt2, or the folder it lies in: a 124M checkpoint and tokens must lie where it
+                      looks for them.  Built by you; the times of its steps are read from what it prints
+    PEER_BLAS         the same, with its matrix products done by a BLAS
+    PEER_LLMC_LOADER  a program that times llm.c's loader and prints {"event": "loader", "tokens_per_s": ...}
+
+Needs no package beyond Python 3.8's own library.
+"""
+import argparse
+import collections
+import datetime
+import hashlib
+import json
+import os
+import platform
+import pty
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+STEP_RUNS = [("124m", 64), ("124m", 256), ("11m", 64), ("11m", 256)]
+BATCH = 4
+
+
+class Skip(Exception):
+    """Why something was not measured."""
+
+
+def without_paths(text):
+    """Error texts may name folders of this machine; the results must not."""
+    return re.sub(r"(/[\w.+@-]+)+/", "", text)
+
+
+# ---- Running programs
+
+class Machine:
+    """Starts programs with the same threads, one at a time, on a machine that is otherwise quiet."""
+
+    def __init__(self, args):
+        self.args, self.busy, self.commands = args, [], collections.OrderedDict()
+        self.env = dict(os.environ, OMP_NUM_THREADS=str(args.threads), OPENBLAS_NUM_THREADS=str(args.threads))
+
+    def share_busy(self, seconds=0.5):
+        """Share of all cores that somebody else uses."""
+        def read():
+            with open("/proc/stat") as f:
+                values = [int(v) for v in f.readline().split()[1:9]]
+            return sum(values), values[3] + values[4]
+        try:
+            all_0, idle_0 = read()
+            time.sleep(seconds)
+            all_1, idle_1 = read()
+        except OSError:
+            return 0.0
+        return 1 - (idle_1 - idle_0) / max(1, all_1 - all_0)
+
+    def quiet(self):
+        """Waits until less than 6% is in use, at most --wait seconds; what was in use then goes into the results."""
+        end = time.time() + self.args.wait
+        busy = self.share_busy()
+        while busy > 0.06 and time.time() < end:
+            time.sleep(1.5)
+            busy = self.share_busy()
+        self.busy.append(round(busy, 3))
+
+    def run(self, key, shown, command, cwd=ROOT, timeout=1800):
+        """The JSON lines of a program.  shown: its command line as the results name it."""
+        self.commands[key] = shown
+        self.quiet()
+        done = subprocess.run(command, cwd=cwd, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              timeout=timeout)
+        if done.returncode != 0:
+            why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise Skip(without_paths(f"{key} ended with {done.returncode}: {why}"))
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    def own(self, program, *flags):
+        path = os.path.join(ROOT, self.args.bin, program)
+        if not os.path.exists(path):
+            raise Skip(f"{program} is not built")
+        flags = [str(flag) for flag in flags]
+        return self.run(" ".join([program] + flags), " ".join([program] + flags), [path] + flags)
+
+    def torch(self, *flags):
+        python = self.peer("PEER_TORCH")
+        flags = [str(flag) for flag in flags]
+        shown = " ".join(["$PEER_TORCH tests/bench/peer_torch.py"] + flags)
+        return self.run(shown, shown, [python, os.path.join(HERE, "peer_torch.py")] + flags)
+
+    def peer(self, name):
+        value = os.environ.get(name)
+        if not value:
+            raise Skip(f"{name} is not set")
+        if os.path.isdir(value):
+            value = os.path.join(value, "train_gpt2")
+        found = shutil.which(value)
+        if not found:
+            raise Skip(f"{name} names no program")
+        return os.path.abspath(found)
+
+    def llmc_steps(self, name, wanted):
+        """Milliseconds of `wanted` steps of llm.c's program; its first step, which allocates, does not count."""
+        program = self.peer(name)
+        self.commands[name] = f"${name} (OMP_NUM_THREADS={self.args.threads})"
+        self.quiet()
+        reader, writer = pty.openpty()          # a terminal, so that each line comes when it is printed
+        child = subprocess.Popen([program], cwd=os.path.dirname(program), env=self.env, stdout=writer, stderr=writer,
+                                 stdin=subprocess.DEVNULL)
+        os.close(writer)
+        times, last = [], ""
+        try:
+            with os.fdopen(reader, errors="replace") as lines:
+                for line in lines:
+                    match = re.search(r"^step (\d+): train loss .*\(took ([\d.]+) ms\)", line)
+                    if match and int(match.group(1)) > 0:
+                        times.append(float(match.group(2)))
+                    last = line.strip() or last
+                    if len(times) == wanted:
+                        break
+        except OSError:                         # the terminal closes when the program ends
+            pass
+        finally:
+            child.terminate()
+            child.wait()
+        if not times:
+            raise Skip(without_paths(f"{name} printed no step: {last}"))
+        return times
+
+
+# ---- Training steps
+
+class Contestant:
+    """One program in one precision; records holds a record per round."""
+
+    def __init__(self, name, measure):
+        self.name, self.measure, self.records, self.skipped = name, measure, [], None
+
+    def round(self):
+        if self.skipped is not None:
+            return
+        try:
+            self.records.append(self.measure())
+        except (Skip, subprocess.TimeoutExpired) as error:
+            self.skipped = without_paths(str(error))
+        print(f"    {self.name:24s} " + (f"skipped: {self.skipped}" if self.skipped is not None
+                                         else f"{self.records[-1]['median_ms']:9.1f} ms"), flush=True)
+
+    def result(self):
+        if not self.records:
+            return {"skipped": self.skipped}
+        median = statistics.median(r["median_ms"] for r in self.records)
+        out = {"median_ms": round(median, 3), "best_ms": round(min(r["best_ms"] for r in self.records), 3),
+               "rounds_ms": [round(r["median_ms"], 3) for r in self.records],
+               "tokens_per_s": round(statistics.median(r["tokens_per_s"] for r in self.records), 1)}
+        for part in ("forward_ms", "backward_ms", "update_ms"):
+            if part in self.records[0]:
+                out[part] = round(statistics.median(r[part] for r in self.records), 3)
+        return out
+
+
+def step_contestants(machine, model, seq):
+    args = machine.args
+    steps = args.steps or (8 if model == "124m" else 30)
+    shared = ["--model", model, "--batch", BATCH, "--seq", seq, "--threads", args.threads, "--steps", steps]
+
+    def own(precision):
+        return lambda: machine.own("bench_step", *shared, "--warmup", 2, "--precision", precision)[-1]
+
+    def torch(precision, *flags):
+        return lambda: machine.torch("step", *shared, "--warmup", 3, "--precision", precision, *flags)[-1]
+
+    def llmc(name):
+        def measure():
+            times = machine.llmc_steps(name, min(steps, 5))
+            median = statistics.median(times)
+            return {"median_ms": median, "best_ms": min(times), "tokens_per_s": BATCH * seq / median * 1e3}
+        return measure
+
+    out = [Contestant("amp.h fp32", own("fp32")), Contestant("torch eager fp32", torch("fp32")),
+           Contestant("torch compile fp32", torch("fp32", "--compile"))]
+    if (model, seq) == ("124m", 64):            # what llm.c's program is written for
+        out += [Contestant("llm.c", llmc("PEER_LLMC")), Contestant("llm.c with BLAS", llmc("PEER_BLAS"))]
+    out += [Contestant("amp.h bf16", own("bf16")), Contestant("torch eager bf16", torch("bf16")),
+            Contestant("torch compile bf16", torch("bf16", "--compile"))]
+    return out
+
+
+def ratio(contestants, ours, peer):
+    """How many times as fast as the peer: the median of the rounds' ratios, so that a slow hour hurts both."""
+    a = contestants[ours].records
+    b = contestants[peer].records
+    if not a or not b:
+        raise Skip(contestants[ours].skipped or contestants[peer].skipped or "not measured")
+    return statistics.median(y["median_ms"] / x["median_ms"] for x, y in zip(a, b))
+
+
+def step_ratios(contestants):
+    pairs = [("amp.h fp32", name) for name in ("torch eager fp32", "torch compile fp32", "llm.c", "llm.c with BLAS")]
+    pairs += [("amp.h bf16", name) for name in ("torch eager bf16", "torch compile bf16", "amp.h fp32")]
+    out = collections.OrderedDict()
+    for ours, peer in pairs:
+        if peer in contestants:
+            try:
+                out[f"{ours} / {peer}"] = round(ratio(contestants, ours, peer), 3)
+            except Skip as skip:
+                out[f"{ours} / {peer}"] = str(skip)
+    return out
+
+
+def run_steps(machine, runs):
+    out = []
+    for model, seq in runs:
+        contestants = step_contestants(machine, model, seq)
+        for number in range(machine.args.rounds):
+            print(f"step {model}, batch {BATCH}, {seq} tokens, round {number + 1}", flush=True)
+            turn = number % len(contestants)    # another order each round
+            for contestant in contestants[turn:] + contestants[:turn]:
+                contestant.round()
+        out.append({"model": model, "batch": BATCH, "seq": seq,
+                    "programs": collections.OrderedDict((c.name, c.result()) for c in contestants),
+                    "ratios": step_ratios({c.name: c for c in contestants})})
+    return out
+
+
+# ---- The other benchmarks
+
+def run_gemm(machine):
+    program = os.path.join(ROOT, machine.args.bin, "bench_gemm")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "gemm.json")
+        flags = ["--threads", str(machine.args.threads), "--rounds", str(machine.args.gemm_rounds)]
+        machine.commands["bench_gemm"] = " ".join(["bench_gemm"] + flags)
+        machine.quiet()
+        if not os.path.exists(program):
+            raise Skip("bench_gemm is not built")
+        done = subprocess.run([program] + flags + ["--json", path], cwd=ROOT, env=machine.env, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, flush=True)
+        if not os.path.exists(path):
+            raise Skip(without_paths((done.stdout.strip().splitlines() or ["bench_gemm printed nothing"])[-1]))
+        with open(path) as f:
+            return json.load(f)
+
+
+def run_loader(machine):
+    out = {"own": machine.own("bench_loader", "--repeats", machine.args.rounds)}
+    for name, measure in (("torch", lambda: machine.torch("loader")),
+                          ("llm.c", lambda: machine.run("PEER_LLMC_LOADER", "$PEER_LLMC_LOADER",
+                                                        [machine.peer("PEER_LLMC_LOADER")]))):
+        try:
+            out[name] = measure()
+        except (Skip, subprocess.TimeoutExpired) as error:
+            out[name] = [{"skipped": without_paths(str(error))}]
+            print(f"    {name}'s loader skipped: {out[name][0]['skipped']}", flush=True)
+    return out
+
+
+# ---- Bars
+
+def verdict(bar, needs, measure, at_most=False):
+    """One row: what is promised, the limit, what was measured."""
+    row = {"bar": bar, "needs": ("at most " if at_most else "at least ") + f"{needs:g}"}
+    try:
+        value = measure()
+    except Skip as skip:
+        return dict(row, measured=None, verdict="not measured", why=str(skip))
+    good = value <= needs if at_most else value >= needs
+    return dict(row, measured=float(f"{value:.4g}"), verdict="PASS" if good else "FAIL")
+
+
+def gemm_bars(gemm):
+    def share(case):
+        def measure():
+            peak = case.get("peak", gemm["peak_bf16" if "bf16" in case["name"] else "peak_fp32"])
+            if not peak or not case["median"]:
+                raise Skip("this CPU has no such instruction")
+            return case["median"] / peak
+        return measure
+    return [verdict(f"GEMM {case['name']}: share of the peak", case["bar"], share(case))
+            for case in gemm["cases"] if case["bar"] > 0]
+
+
+def step_bars(steps):
+    def of(row, key):
+        def measure():
+            value = row["ratios"].get(key, "not measured")
+            if isinstance(value, str):
+                raise Skip(value)
+            return value
+        return measure
+    out = []
+    for row in steps:
+        name = f"step {row['model']} T={row['seq']}"
+        if (row["model"], row["seq"]) == ("124m", 64):
+            out += [verdict(f"{name}: fp32, times llm.c", 5, of(row, "amp.h fp32 / llm.c")),
+                    verdict(f"{name}: fp32, times llm.c with BLAS", 1.6, of(row, "amp.h fp32 / llm.c with BLAS")),
+                    verdict(f"{name}: bf16, times own fp32", 1.5, of(row, "amp.h bf16 / amp.h fp32"))]
+        out += [verdict(f"{name}: {p}, times torch {mode} (goal 1.5)", 1, of(row, f"amp.h {p} / torch {mode} {p}"))
+                for p in ("fp32", "bf16") for mode in ("eager", "compile")]
+    return out
+
+
+def loader_bars(loader):
+    def of(event, key, pick, **where):
+        rows = [r for r in loader["own"] if r["event"] == event and all(r[k] == v for k, v in where.items())]
+        return lambda: pick(r[key] for r in rows)
+    return [
+        verdict("loader: CPU of next(), microseconds", 20, of("loader_next", "cpu_us_median", max), at_most=True),
+        verdict("loader: allocations per batch", 0, of("loader_next", "allocations_per_batch", max), at_most=True),
+        verdict("loader: tokens/s and worker, in order", 5e8,
+                of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=0, workers=1)),
+        verdict("loader: tokens/s and worker, shuffled", 5e8,
+                of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=1, workers=1)),
+        verdict("loader: closing, ms at worst", 100, of("loader_close", "ms_worst", max), at_most=True),
+    ]
+
+
+def bars(results):
+    """Every bar, also those of parts that were not run."""
+    out = []
+    for part, rows in (("gemm", gemm_bars), ("step", step_bars), ("loader", loader_bars)):
+        if part in results:
+            if "skipped" in results[part]:
+                out.append({"bar": part, "measured": None, "verdict": "not measured", "why": results[part]["skipped"]})
+            else:
+                out += rows(results[part])
+    return out
+
+
+def show_bars(rows):
+    for row in rows:
+        value = "" if row["measured"] is None else f"{row['measured']:g}"
+        print(f"{row['verdict']:12s} {row['bar']:62s} {value:>10s}  {row.get('needs', '')} {row.get('why', '')}".rstrip())
+
+
+# ---- The file
+
+def describe_machine(machine, results):
+    """What the results depend on, and nothing that names this machine."""
+    lines = [line for part in results.values() for line in flatten(part) if "cpu" in line]
+    first = next((line for line in lines if "path" in line), lines[0] if lines else {})
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 ** 30
+    return {"cpu": first.get("cpu", platform.machine()), "cores": len(os.sched_getaffinity(0)),
+            "path": first.get("path", ""), "amx": first.get("amx", 0), "memory_gib": round(memory),
+            "system": platform.system(), "busy_before_runs": {"median": statistics.median(machine.busy or [0]),
+                                                              "worst": max(machine.busy or [0])}}
+
+
+def flatten(part):
+    """All JSON objects in a part of the results."""
+    if isinstance(part, dict):
+        yield part
+        for value in part.values():
+            yield from flatten(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from flatten(value)
+
+
+def versions(results):
+    with open(os.path.join(ROOT, "amp.h"), "rb") as f:
+        out = {"amp.h": "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16], "python": platform.python_version()}
+    for line in (line for part in results.values() for line in flatten(part)):
+        if line.get("who") == "amp.h":
+            out["amp.h version"], out["compiler"] = line["version"], line["compiler"]
+    python = os.environ.get("PEER_TORCH")
+    if python:
+        done = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, text=True)
+        if done.returncode == 0:
+            out["torch"] = done.stdout.strip()
+    for name in ("PEER_LLMC", "PEER_BLAS"):
+        if os.environ.get(name + "_VERSION"):
+            out[name] = os.environ[name + "_VERSION"]
+    return out
+
+
+def short_name(cpu):
+    words = re.sub(r"\([^)]*\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", cpu)
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "cpu"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="gemm,step,loader,masks", help="gemm, step, loader, masks, curves")
+    parser.add_argument("--bin", default="build", help="folder of the bench programs, from the project's root")
+    parser.add_argument("--out", default="tests/bench/results", help="folder for the JSON file")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gemm-rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=0, help="per round; default: 8 of the 124M model, 30 of the 11M one")
+    parser.add_argument("--models", default=",".join(f"{m}:{t}" for m, t in STEP_RUNS), help="model:tokens, ...")
+    parser.add_argument("--wait", type=int, default=0, help="seconds to wait for a quiet machine before each program")
+    args = parser.parse_args()
+    parts = args.only.split(",")
+    runs = [(item.split(":")[0], int(item.split(":")[1])) for item in args.models.split(",")]
+    machine = Machine(args)
+    work = {"gemm": lambda: run_gemm(machine), "step": lambda: run_steps(machine, runs),
+            "loader": lambda: run_loader(machine), "masks": lambda: machine.own("bench_masks", "--threads", args.threads),
+            "curves": lambda: machine.own("bench_curves", "--threads", args.threads)}
+    results = collections.OrderedDict()
+    for part in parts:
+        if part not in work:
+            parser.error(f"--only: {part} is not one of {', '.join(work)}")
+        try:
+            results[part] = work[part]()
+        except Skip as skip:
+            results[part] = {"skipped": str(skip)}
+            print(f"{part} skipped: {skip}", flush=True)
+    rows = bars(results)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    whole = collections.OrderedDict(
+        date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=describe_machine(machine, results), versions=versions(results),
+        settings={"threads": args.threads, "rounds": args.rounds}, commands=list(machine.commands.values()), bars=rows,
+        **results)
+    os.makedirs(os.path.join(ROOT, args.out), exist_ok=True)
+    kind = "curves" if parts == ["curves"] else "cpu"
+    name = f"{kind}-{short_name(whole['machine']['cpu'])}-{now.strftime('%Y-%m-%d')}.json"
+    with open(os.path.join(ROOT, args.out, name), "w") as f:
+        json.dump(whole, f, indent=1)
+        f.write("\n")
+    show_bars(rows)
+    print(f"wrote {os.path.join(args.out, name)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

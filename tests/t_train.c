@@ -1,0 +1,417 @@
+/* t_train.c - the parts of the example trainer: flags, schedules, JSON, safetensors, llm.c and IDX files, bigrams and
+ * sampling.  What the whole program does is in examples.sh, its model in t_model.c. */
+#define main train_gpt_main
+#include "../examples/train_gpt.c"
+#undef main
+#include "test.h"
+
+static amp_context *open_fp32(void) {
+    amp_context *amp = NULL;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_F32;
+    desc.threads = 1;
+    CHECK_OK(amp_open(&amp, &desc));
+    return amp;
+}
+
+static gpt_config odd_config(void) {
+    gpt_config c;
+    memset(&c, 0, sizeof c);
+    c.vocab = 61; c.positions = 7; c.channels = 20; c.heads = 4; c.layers = 2; c.batch = 2; c.seq = 5;
+    return c;
+}
+
+static const char *scratch(const char *name) {
+    static char paths[4][256];
+    static int next;
+    char *path = paths[next++ & 3];
+    snprintf(path, sizeof paths[0], "%s/ampt_train_%ld_%s", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp", (long)getpid(), name);
+    return path;
+}
+
+static void write_file(const char *path, const void *data, size_t bytes) {
+    CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
+}
+
+/* 1 if both models have the same weights, bit for bit. */
+static int same_weights(const gpt *a, const gpt *b) {
+    for (int64_t i = 0; i < a->n_params; i++)
+        if (memcmp(a->params[i].weight.data, b->params[i].weight.data, (size_t)amp_tensor_count(&a->params[i].weight) * 4) != 0) return 0;
+    return 1;
+}
+
+/* ---- Flags */
+
+TEST(defaults_are_legal) {
+    settings set;
+    memset(&set, 0, sizeof set);
+    for (int i = 0; i < N_OPTIONS; i++)
+        if (options[i].type != HEADING) CHECK_MSG(parse_option(i, options[i].initial, &set) == AMP_OK, "%s", example_text);
+    CHECK(set.seq == 128 && set.clip == 1.0 && strcmp(set.precision, "auto") == 0 && set.steps == -1 && set.min_lr == -1);
+}
+
+TEST(bad_values_are_refused_by_name) {
+    static const char *const bad[] = {"x", "", "1x", "nan", "inf", "-5", "1e30", "99999999999999999999", "0x", " "};
+    settings set;
+    for (int i = 0; i < N_OPTIONS; i++) {
+        char flag[64];
+        snprintf(flag, sizeof flag, "--%s", options[i].name);
+        if (options[i].type != INTEGER && options[i].type != NUMBER && options[i].type != CHOICE) continue;
+        for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
+            if (options[i].highest > 1e29 && strcmp(bad[k], "1e30") == 0) continue;
+            if (options[i].highest > 1e20 && bad[k][0] == '9') continue;
+            CHECK_MSG(parse_option(i, bad[k], &set) != AMP_OK, "%s accepts \"%s\"", flag, bad[k]);
+            CHECK(strstr(example_text, flag) != NULL);
+        }
+    }
+}
+
+TEST(words_stand_for_numbers) {
+    settings set;
+    double value = 0;
+    CHECK_OK(parse_option(option_index("min-scale"), "none", &set));
+    CHECK(set.min_scale == -1);
+    CHECK_OK(parse_option(option_index("growth-interval"), "never", &set));
+    CHECK_EQ(set.growth_interval, -1);
+    CHECK(!word_value("preset=0 none=-1", "non", &value) && !word_value("preset=0 none=-1", "set", &value));
+    CHECK_EQ(word_place("a bb c", "bb"), 1);
+    CHECK_EQ(word_place("a bb c", "b"), -1);
+    CHECK_EQ(word_place("a bb c", ""), -1);
+}
+
+TEST(unknown_flags_get_a_suggestion) {
+    unknown_flag("--presicion");
+    CHECK(strstr(example_text, "--precision") != NULL);
+    unknown_flag("--zzzzzzzzzzzz");
+    CHECK(strstr(example_text, "did you mean") == NULL);
+}
+
+/* ---- Schedules, bigrams, sampling */
+
+TEST(schedules) {
+    CHECK(schedule_lr(SCHEDULE_COSINE, 0, 100, 10, 1, 0.1) == 0.1f);
+    CHECK(schedule_lr(SCHEDULE_COSINE, 9, 100, 10, 1, 0.1) == 1.0f);
+    CHECK(schedule_lr(SCHEDULE_COSINE, 10, 100, 10, 1, 0.1) == 1.0f);
+    CHECK(fabs((double)schedule_lr(SCHEDULE_COSINE, 55, 100, 10, 1, 0.1) - 0.55) < 1e-6);
+    CHECK(fabs((double)schedule_lr(SCHEDULE_COSINE, 100, 100, 10, 1, 0.1) - 0.1) < 1e-6);
+    CHECK(fabs((double)schedule_lr(SCHEDULE_COSINE, 1000, 100, 10, 1, 0.1) - 0.1) < 1e-6);
+    CHECK(schedule_lr(SCHEDULE_CONSTANT, 99, 100, 10, 1, 0.1) == 1.0f);
+    CHECK(schedule_lr(SCHEDULE_COSINE, 0, 0, 0, 1, 0.1) == 1.0f);
+}
+
+/* Training pairs ab ab ac ba, text ab ca, of 4 tokens: by hand, p(b|a) = (2 + 2 * 3/8) / (3 + 2), and c was never
+   followed: p(a|c) = p(a) = (1 + 1) / (4 + 4). */
+TEST(bigrams_by_hand) {
+    uint64_t train[] = {1, 1, 2, (uint64_t)1 << 32}, text[] = {1, (uint64_t)2 << 32};
+    pairs counts, held;
+    double entropy = 0;
+    counts.key = train; counts.n = 4;
+    held.key = text; held.n = 2;
+    CHECK_OK(bigram_entropy(&counts, &held, 4, 0, &entropy));
+    CHECK_MSG(fabs(entropy + (log(2.75 / 5) + log(0.25)) / 2) < 1e-12, "%.15g", entropy);
+    CHECK_OK(bigram_entropy(&counts, &counts, 4, 1, &entropy));         /* 3 pairs after a: 2/3, 2/3, 1/3; after b: 1 */
+    CHECK_MSG(fabs(entropy + (2 * log(2.0 / 3) + log(1.0 / 3)) / 4) < 1e-12, "%.15g", entropy);
+}
+
+TEST(sampling) {
+    float logits[4] = {0, 2, 1, -1}, room[4];
+    int64_t counts[4] = {0, 0, 0, 0};
+    sampler s;
+    s.temperature = 0; s.top_k = 0; s.seed = 0;
+    CHECK_EQ(sample_token(&s, logits, room, 4, 0.999), 1);
+    s.temperature = 1; s.top_k = 2;
+    for (int i = 0; i < 1000; i++) counts[sample_token(&s, logits, room, 4, (i + 0.5) / 1000)]++;
+    CHECK(counts[0] == 0 && counts[3] == 0);
+    CHECK_EQ(counts[1], 731);               /* e / (e + 1) = 0.7311 */
+    s.top_k = 0;
+    memset(counts, 0, sizeof counts);
+    for (int i = 0; i < 1000; i++) counts[sample_token(&s, logits, room, 4, (i + 0.5) / 1000)]++;
+    CHECK(counts[0] > 0 && counts[3] > 0 && counts[1] > counts[2]);
+}
+
+/* ---- JSON */
+
+TEST(json_values) {
+    static const char text[] = " { \"a\\n\\u00e9\" : 12 , \"b\": [1, {\"n\": \"}]\"}, -3], \"n\" : \"x\\\"y\", \"m\": 7 }";
+    char value[16];
+    json j = json_open(text, sizeof text - 1);
+    CHECK(json_find(j, "a\n\xc3\xa9", value, sizeof value) && strcmp(value, "12") == 0);
+    CHECK(json_find(j, "n", value, sizeof value) && strcmp(value, "x\"y") == 0);
+    CHECK(json_find(j, "m", value, sizeof value) && strcmp(value, "7") == 0);
+    CHECK(!json_find(j, "z", value, sizeof value));
+    CHECK(!json_find(j, "n", value, 3));
+}
+
+TEST(json_errors_do_not_run_away) {
+    static const char *const bad[] = {"", "{", "{\"", "{\"a", "{\"a\"", "{\"a\":", "{\"a\":[", "{\"a\":1", "{a:1}", "[", "{\"\\u12\":1}", "{\"\\q\":1}", "]"};
+    char value[16];
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) CHECK(!json_find(json_open(bad[i], strlen(bad[i])), "b", value, sizeof value));
+}
+
+/* ---- Model files */
+
+TEST(safetensors_round_trip) {
+    amp_context *amp = open_fp32();
+    gpt_config c = odd_config();
+    const char *path = scratch("model.safetensors");
+    gpt a, b;
+    gpt_file file;
+    CHECK_OK(gpt_create(&a, amp, &c));
+    CHECK_OK(gpt_init(&a, 3));
+    CHECK_OK(gpt_save_safetensors(&a, path, 17));
+    CHECK_OK(gpt_file_open(&file, path, 0));
+    CHECK(file.config.vocab == 61 && file.config.positions == 7 && file.config.channels == 20 && file.config.layers == 2 && file.config.heads == 4);
+    amp_param_forget(amp, a.params, a.n_params);        /* names are unique in a context */
+    CHECK_OK(gpt_create(&b, amp, &c));
+    CHECK_OK(gpt_file_load(&file, &b));
+    CHECK(same_weights(&a, &b));
+    const st_tensor *t = st_find(&file.tensors, "transformer.h.1.attn.c_attn.weight");
+    CHECK(t != NULL && t->ndim == 2 && t->shape[0] == 20 && t->shape[1] == 60);
+    CHECK((t->data - (const unsigned char *)file.data) % 4 == 0);
+    float first, transposed = ((const float *)a.params[2 + GPT_PARTS + 2].weight.data)[20];     /* [out 1, in 0] */
+    memcpy(&first, t->data + 4, 4);                                                             /* [in 0, out 1] */
+    CHECK(first == transposed);
+    gpt_file_close(&file);
+    gpt_destroy(&b);
+    gpt_destroy(&a);
+    remove(path);
+    amp_close(amp);
+}
+
+/* A safetensors file of one tensor "t". */
+static size_t one_tensor(unsigned char *file, const char *entry, const void *data, size_t bytes) {
+    char header[256];
+    size_t n = (size_t)snprintf(header, sizeof header, "{\"t\":%s}", entry);
+    memset(file, 0, 8);
+    file[0] = (unsigned char)n;
+    memcpy(file + 8, header, n);
+    memcpy(file + 8 + n, data, bytes);
+    return 8 + n + bytes;
+}
+
+TEST(safetensors_dtypes) {
+    static const unsigned char halves[] = {0x00, 0x3c, 0x00, 0xc0}, brains[] = {0x80, 0x3f, 0x00, 0xc0};
+    static const char *const names[] = {"F16", "BF16"};
+    for (int k = 0; k < 2; k++) {
+        unsigned char bytes[512];
+        char entry[128];
+        float values[2] = {0, 0};
+        st_file file;
+        snprintf(entry, sizeof entry, "{\"dtype\":\"%s\",\"shape\":[1,2],\"data_offsets\":[0,4]}", names[k]);
+        CHECK_OK(st_open(&file, bytes, one_tensor(bytes, entry, k == 0 ? halves : brains, 4)));
+        CHECK_OK(st_floats(&file.tensors[0], values));
+        CHECK(values[0] == 1 && values[1] == -2);
+        st_close(&file);
+    }
+}
+
+TEST(safetensors_entries_that_lie) {
+    static const char *const bad[] = {
+        "{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}", "{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}",
+        "{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,0]}", "{\"dtype\":\"F32\",\"shape\":[-1],\"data_offsets\":[0,4]}",
+        "{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,4]}", "{\"dtype\":\"X\",\"shape\":[1],\"data_offsets\":[0,4]}",
+        "{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,4]}", "{\"dtype\":\"F32\",\"data_offsets\":[0,4]}",
+        "{\"dtype\":\"F32\",\"shape\":[1]}", "{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0]}", "{}", "[]", "3", "\"x\"",
+        "{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"t\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}",
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        unsigned char bytes[512];
+        st_file file;
+        CHECK_MSG(st_open(&file, bytes, one_tensor(bytes, bad[i], "\0\0\0\0", 4)) != AMP_OK, "accepted: %s", bad[i]);
+    }
+}
+
+/* Every prefix, and random changes of the header: an error, or tensors that lie within the file. */
+TEST(safetensors_fuzz) {
+    amp_context *amp = open_fp32();
+    gpt_config c = odd_config();
+    text_buffer header = {NULL, 0, 0, 0};
+    gpt g;
+    CHECK_OK(gpt_create(&g, amp, &c));
+    CHECK_OK(gpt_header_text(&g, 1, &header));
+    size_t bytes = 8 + header.used + (size_t)g.weights_count * 4;
+    unsigned char *whole = (unsigned char *)malloc(bytes), *copy = (unsigned char *)malloc(bytes);
+    st_file file;
+    int accepted = 0;
+    CHECK_OK(gpt_init(&g, 1));
+    CHECK_OK(gpt_fill_file(&g, &header, whole));
+    for (size_t n = 0; n < bytes; n += n < 8 + header.used ? 1 : 997) CHECK(st_open(&file, whole, n) != AMP_OK);
+    for (uint64_t round = 0; round < 20000; round++) {
+        static const char pieces[] = "{}[]\",:0123456789\\u\xff";
+        uint32_t words[4];
+        amp_philox(1, 0, round, words);
+        memcpy(copy, whole, bytes);
+        for (uint32_t k = 0; k <= words[0] % 4; k++) {
+            amp_philox(2, k, round, words);
+            copy[words[1] % (8 + header.used)] = (unsigned char)pieces[words[2] % (sizeof pieces - 1)];
+        }
+        if (st_open(&file, copy, bytes) != AMP_OK) continue;
+        accepted++;
+        for (int64_t i = 0; i < file.n; i++) {
+            const st_tensor *t = &file.tensors[i];
+            CHECK(t->data >= copy && t->count >= 0 && t->data + t->count <= copy + bytes);
+        }
+        st_close(&file);
+    }
+    CHECK(accepted > 0 && accepted < 20000);
+    free(whole); free(copy); free(header.text);
+    gpt_destroy(&g);
+    amp_close(amp);
+}
+
+static void put_i32(unsigned char *p, int64_t value) {
+    for (int i = 0; i < 4; i++) p[i] = (unsigned char)((uint64_t)value >> (8 * i));
+}
+
+/* An llm.c file of g's weights in its own order, written apart from the reader.  Returns its size. */
+static size_t llmc_file(const gpt *g, int version, int64_t padded, unsigned char *out) {
+    static const int order[GPT_PARTS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
+    const gpt_config *c = &g->config;
+    const int64_t header[] = {20240326, version, c->positions, c->vocab, c->layers, c->heads, c->channels, padded};
+    unsigned char *p = out + 1024;
+    memset(out, 0, 1024);
+    for (int i = 0; i < 8; i++) put_i32(out + 4 * i, header[i]);
+    for (int64_t k = -2; k < GPT_PARTS + 2; k++) {
+        for (int64_t layer = 0; layer < (k < 0 || k >= GPT_PARTS ? 1 : c->layers); layer++) {
+            int64_t i = k < 0 ? k + 2 : k >= GPT_PARTS ? g->n_params - 2 + k - GPT_PARTS : 2 + GPT_PARTS * layer + order[k];
+            int64_t n = amp_tensor_count(&g->params[i].weight), rest = i == 0 ? (padded - c->vocab) * c->channels : 0;
+            for (int64_t e = 0; e < n + rest; e++, p += version == 3 ? 4 : 2) {
+                float x = e < n ? ((const float *)g->params[i].weight.data)[e] : 99.0f;
+                uint16_t low = amp_bf16_from_f32(x, 0);
+                if (version == 3) memcpy(p, &x, 4);
+                else memcpy(p, &low, 2);
+            }
+        }
+    }
+    return (size_t)(p - out);
+}
+
+TEST(llmc_files) {
+    amp_context *amp = open_fp32();
+    gpt_config c = odd_config();
+    gpt a, b;
+    CHECK_OK(gpt_create(&a, amp, &c));
+    CHECK_OK(gpt_init(&a, 5));
+    for (int64_t i = 0; i < a.n_params; i++) {          /* distinct values everywhere, exact in bf16 */
+        float *w = (float *)a.params[i].weight.data;
+        for (int64_t e = 0; e < amp_tensor_count(&a.params[i].weight); e++) w[e] = (float)((i * 131 + e * 7) % 251) / 256;
+    }
+    amp_param_forget(amp, a.params, a.n_params);
+    CHECK_OK(gpt_create(&b, amp, &c));
+    unsigned char *bytes = (unsigned char *)malloc((size_t)a.weights_count * 4 + 8192);
+    const char *path = scratch("llmc.bin");
+    gpt_file file;
+    for (int version = 3; version <= 5; version += 2) {
+        size_t n = llmc_file(&a, version, 64, bytes);
+        write_file(path, bytes, n);
+        CHECK_OK(gpt_init(&b, 6));
+        CHECK_OK(gpt_file_open(&file, path, 0));
+        CHECK(file.config.heads == 4 && file.config.vocab == 61);
+        CHECK_OK(gpt_file_load(&file, &b));
+        CHECK(same_weights(&a, &b));
+        gpt_file_close(&file);
+        write_file(path, bytes, n - 1);
+        CHECK_ERR(gpt_file_open(&file, path, 0), AMP_ERR_TRUNCATED);
+        write_file(path, bytes, 1000);
+        CHECK_ERR(gpt_file_open(&file, path, 0), AMP_ERR_TRUNCATED);
+        for (int field = 1; field < 8; field++) {       /* version, dimensions and padding that make no sense */
+            llmc_file(&a, version, 64, bytes);
+            put_i32(bytes + 4 * field, field == 7 ? 60 : -1);
+            write_file(path, bytes, n);
+            CHECK(gpt_file_open(&file, path, 0) != AMP_OK);
+            put_i32(bytes + 4 * field, 2147483647);
+            write_file(path, bytes, n);
+            if (field != 5) CHECK(gpt_file_open(&file, path, 0) != AMP_OK);
+        }
+    }
+    remove(path);
+    free(bytes);
+    gpt_destroy(&b);
+    gpt_destroy(&a);
+    amp_close(amp);
+}
+
+TEST(untied_output_weights_are_refused) {
+    float wte[4] = {1, 2, 3, 4}, head[4] = {1, 2, 3, 5};
+    st_tensor tensors[2];
+    gpt_file file;
+    memset(&file, 0, sizeof file);
+    memset(tensors, 0, sizeof tensors);
+    snprintf(tensors[0].name, sizeof tensors[0].name, "transformer.wte.weight");
+    snprintf(tensors[1].name, sizeof tensors[1].name, "lm_head.weight");
+    for (int i = 0; i < 2; i++) { tensors[i].dtype = AMP_F32; tensors[i].count = 4; tensors[i].data = (const unsigned char *)(i == 0 ? wte : head); }
+    file.tensors.tensors = tensors;
+    file.tensors.n = 2;
+    CHECK_ERR(gpt_file_check_tied(&file), AMP_ERR_UNSUPPORTED);
+    head[3] = 4;
+    CHECK_OK(gpt_file_check_tied(&file));
+}
+
+TEST(model_limits) {
+    amp_context *amp = open_fp32();
+    gpt_config c = odd_config();
+    gpt g;
+    c.heads = 3;
+    CHECK_ERR(gpt_create(&g, amp, &c), AMP_ERR_SHAPE);
+    c = odd_config(); c.seq = 8;
+    CHECK_ERR(gpt_create(&g, amp, &c), AMP_ERR_SHAPE);
+    c = odd_config(); c.layers = 0;
+    CHECK_ERR(gpt_create(&g, amp, &c), AMP_ERR_RANGE);
+    c = odd_config(); c.channels = 65536; c.layers = 1000;
+    CHECK_ERR(gpt_create(&g, amp, &c), AMP_ERR_MEMORY);
+    c = odd_config();
+    CHECK_OK(gpt_create(&g, amp, &c));
+    CHECK_OK(gpt_bind(&g, 5, 2));
+    CHECK_ERR(gpt_bind(&g, 1, 6), AMP_ERR_RANGE);
+    CHECK_ERR(gpt_bind(&g, 11, 1), AMP_ERR_RANGE);
+    gpt_destroy(&g);
+    amp_close(amp);
+}
+
+/* ---- IDX files */
+
+TEST(idx_files) {
+    static const unsigned char good[] = {0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6};
+    const char *path = scratch("images-idx3-ubyte");
+    unsigned char bad[sizeof good];
+    idx_file file;
+    write_file(path, good, sizeof good);
+    CHECK_OK(idx_open(&file, path));
+    CHECK(file.count == 2 && file.size == 3 && memcmp(file.data, good + 16, 6) == 0);
+    idx_close(&file);
+    for (size_t n = 0; n < sizeof good; n++) {
+        write_file(path, good, n);
+        CHECK(idx_open(&file, path) != AMP_OK);
+    }
+    for (int k = 0; k < 16; k++) {                      /* a header byte of 255: a wrong format, or more than there is */
+        memcpy(bad, good, sizeof good);
+        bad[k] = 255;
+        write_file(path, bad, sizeof bad);
+        CHECK(idx_open(&file, path) != AMP_OK);
+    }
+    remove(path);
+    CHECK_ERR(idx_open(&file, path), AMP_ERR_OPEN);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(defaults_are_legal);
+    RUN(bad_values_are_refused_by_name);
+    RUN(words_stand_for_numbers);
+    RUN(unknown_flags_get_a_suggestion);
+    RUN(schedules);
+    RUN(bigrams_by_hand);
+    RUN(sampling);
+    RUN(json_values);
+    RUN(json_errors_do_not_run_away);
+    RUN(safetensors_round_trip);
+    RUN(safetensors_dtypes);
+    RUN(safetensors_entries_that_lie);
+    RUN(safetensors_fuzz);
+    RUN(llmc_files);
+    RUN(untied_output_weights_are_refused);
+    RUN(model_limits);
+    RUN(idx_files);
+    return TEST_END();
+}
