@@ -71,7 +71,7 @@
                               (each but gemm and the losses with _backward), amp_add amp_cast
        loss scaling           amp_scaler_create amp_scaler_seed amp_scaler_check amp_scaler_update amp_scaler_get
                               amp_scaler_set_scale amp_scaler_rescale
-       gradients              amp_set_create amp_set_found
+       gradients              amp_set_create amp_set_found amp_set_device amp_set_apply
        optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
        data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
@@ -2213,6 +2213,9 @@ AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, c
 #    pragma GCC diagnostic push
 #    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"      /* g++ 12 warns inside its own AVX-512 intrinsics */
 #    pragma GCC diagnostic ignored "-Wuninitialized"
+#    if !defined(__OPTIMIZE__)
+#      pragma GCC diagnostic ignored "-Wsign-conversion"         /* and at -O0, where they are macros */
+#    endif
 #  endif
 #  include <cpuid.h>
 #  include <immintrin.h>
@@ -2684,6 +2687,11 @@ typedef struct ampi_pointwise_vec {
    AMPI_V(name) is name_scalar, name_avx2 or name_avx512, AMPI_W the floats in a vector.  The loops that call
    them, and everything with threads, are ordinary code. */
 
+#if defined(__NVCC__)               /* whose front end does not know the pragma */
+#  define AMPI_UNROLL
+#else
+#  define AMPI_UNROLL _Pragma("GCC unroll 8")
+#endif
 #define AMPI_CAT2(a, b) a##b
 #define AMPI_CAT(a, b) AMPI_CAT2(a, b)
 #define AMPI_V(name) AMPI_CAT(name, AMPI_SUFFIX)
@@ -3933,7 +3941,7 @@ static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 
 /* Columns j0 .. j0 + n of B, k values from k0 on, into panels, `stride` words apart.  room: cols * pitch words. */
 static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t j0,
                                    int64_t n, float *dst, int64_t stride, float *room) {
-    int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words), step = x->along_k ? vec->cols : AMPI_GEMM_ROOM;
+    int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words), step = x->along_k ? vec->cols : (int64_t)AMPI_GEMM_ROOM;
     int64_t j, i;
     for (j = 0; j < n; j += step) {
         float *panel = dst + j / vec->cols * stride;
@@ -4277,7 +4285,7 @@ static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *
 /* Writes n values from j on: a row of C in pieces of GEMM_ROOM columns, or a column, one value in each row of a tile. */
 static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j, int64_t n, const float *sums) {
     const amp_k_gemm *g = call->g;
-    int64_t width = call->vec->cols, most = g->m == 1 ? AMPI_GEMM_ROOM : AMPI_GEMM_ROOM / width, i, done, m;
+    int64_t room = AMPI_GEMM_ROOM, width = call->vec->cols, most = g->m == 1 ? room : room / width, i, done, m;
     float x[AMPI_GEMM_ROOM], bias[AMPI_GEMM_ROOM];
     for (done = 0; done < n; done += m, j += m) {
         int64_t row = g->m == 1 ? 0 : j, col = g->m == 1 ? j : 0;
@@ -8128,13 +8136,13 @@ AMPI_PRIVATE void ampi_set_unlink(amp_set *set) {
 }
 
 AMPI_PRIVATE void ampi_set_enter(amp_set *set, amp_scaler *scaler, ampi_stage stage) {
-    if (scaler != NULL && set->scaler == NULL) {
+    if (set->scaler == NULL) {
         set->scaler = scaler;
         set->next = scaler->sets;
         scaler->sets = set;
     }
     set->stage = stage;
-    if (scaler != NULL) scaler->checked = 1;
+    scaler->checked = 1;
 }
 
 AMP_API void amp_set_destroy(amp_set *set) {
@@ -8660,12 +8668,11 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float ol
 
 /* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
 AMPI_PRIVATE amp_result ampi_key(const char *function, char key[64], const char *prefix, const char *name, int64_t i) {
+    int n;
     if (prefix == NULL) return ampi_fail(AMP_ERR_NULL, function, "prefix is NULL");
-    if (prefix[0] == 0 || strlen(prefix) > 40)
-        return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%s\" must have 1 to 40 bytes", prefix);
-    if (i < 0) snprintf(key, 64, "%s.%s", prefix, name);
-    else snprintf(key, 64, "%s.%s.%lld", prefix, name, (long long)i);
-    return AMP_OK;
+    n = i < 0 ? snprintf(key, 64, "%s.%s", prefix, name) : snprintf(key, 64, "%s.%s.%lld", prefix, name, (long long)i);
+    if (prefix[0] != 0 && strlen(prefix) <= 40 && n < 64) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%s\" must have 1 to 40 bytes", prefix);
 }
 
 AMPI_PRIVATE amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
@@ -8714,10 +8721,11 @@ AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *
     int i;
     for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
         if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || (i < 6 && counters[i] > INT32_MAX))
-            return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "counter %d = %lld", i, (long long)counters[i]);
+            return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved counter %d = %lld is out of range", i,
+                             (long long)counters[i]);
     if (counters[1] == 0 || counters[2] > d->hysteresis)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)counters[1],
-                         (long long)counters[2]);
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved interval %lld or hysteresis %lld is out of range",
+                         (long long)counters[1], (long long)counters[2]);
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_load", "scale", scales[0]));
     memset(s, 0, sizeof *s);
     s->scale = scales[0];
@@ -8742,8 +8750,8 @@ AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *
                          rule[0] >= 0 && rule[0] < AMPI_PRESETS ? ampi_presets[rule[0]].name : "?",
                          ampi_presets[d->preset].name);
     if (rule[1] < INT32_MIN || rule[1] > INT32_MAX || rule[2] < 1 || rule[2] > INT32_MAX)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "interval %lld or hysteresis %lld", (long long)rule[1],
-                         (long long)rule[2]);
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved interval %lld or hysteresis %lld is out of range",
+                         (long long)rule[1], (long long)rule[2]);
     d->growth_factor = factors[0]; d->backoff_factor = factors[1]; d->tolerance = factors[2];
     d->min_scale = (float)factors[3]; d->max_scale = (float)factors[4]; d->init_scale = (float)factors[5];
     d->growth_interval = (int32_t)rule[1]; d->hysteresis = (int32_t)rule[2];
@@ -9053,7 +9061,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     int64_t i;
     if (set->stage != AMPI_CHECKED) {
         AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1, o->desc.apply_nonfinite));
-        ampi_set_enter(set, scaler, AMPI_CHECKED);
+        if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
     }
     AMPI_TRY(ampi_count_step(o, enabled));
     AMPI_TRY(ampi_run_optimizer(o));
@@ -9061,7 +9069,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
         set->params[i]->grad_live = 0;
         if (set->rows[i].live) amp_param_touch(set->params[i]);
     }
-    ampi_set_enter(set, scaler, scaler ? AMPI_STEPPED : AMPI_READY);
+    if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     return AMP_OK;
 }
@@ -9136,7 +9144,7 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
 /* ---- Saving an optimizer.  Records: names, shape, counters, settings, outcomes, and the arrays m.0, v.0, master.0 and
    so on by row; in the middle of a cycle also the gradients grad.0 ... */
 
-#define AMPI_SAVED_STEPS 9
+#define AMPI_SAVED_STEPS 8
 #define AMPI_SAVED_REALS 3
 #define AMPI_SAVED_OUTCOME 11
 
@@ -9193,7 +9201,7 @@ AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *st
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     steps[0] = o->desc.kind; steps[1] = o->micro;
     steps[2] = o->attempts; steps[3] = o->delivered; steps[4] = o->flushed;
-    steps[5] = f.step; steps[6] = f.skips; steps[7] = f.consecutive_skips; steps[8] = o->set->n;
+    steps[5] = f.step; steps[6] = f.skips; steps[7] = f.consecutive_skips;
     reals[0] = f.beta1_power; reals[1] = f.beta2_power; reals[2] = o->desc.lr;
     AMPI_TRY(ampi_put(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
     return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
@@ -9389,20 +9397,18 @@ AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int
     int64_t i;
     if (steps[0] != (int64_t)o->desc.kind)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
-    if (steps[8] != o->set->n)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%lld parameters were saved, here are %lld",
-                         (long long)steps[8], (long long)o->set->n);
     for (i = 1; i < AMPI_SAVED_STEPS; i++)
         if (steps[i] < 0)
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "counter %lld = %lld", (long long)i,
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is negative", (long long)i,
                              (long long)steps[i]);
     for (i = 0; i < AMPI_SAVED_REALS; i++)
-        if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0))
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "setting %lld = %g", (long long)i, reals[i]);
+        if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0) || (i < 2 && reals[i] > 1))
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved setting %lld = %g is out of range",
+                             (long long)i, reals[i]);
     if (steps[1] >= o->desc.accumulation)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d",
                          (long long)steps[1], o->desc.accumulation);
-    if (steps[3] > steps[2] || steps[4] > steps[2] || steps[5] > steps[2] || steps[5] + steps[6] != steps[2])
+    if (steps[3] > steps[2] || steps[4] > steps[2] || steps[5] > steps[2] || steps[6] != steps[2] - steps[5])
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
     return AMP_OK;
 }
@@ -9419,6 +9425,20 @@ AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *step
     o->delivered = steps[3];
     o->flushed = steps[4];
     o->desc.lr = reals[2];
+    return AMP_OK;
+}
+
+/* What becomes an integer is one that fp64 holds. */
+AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n * AMPI_SAVED_OUTCOME; i++) {
+        int64_t column = i % AMPI_SAVED_OUTCOME;
+        double most = column < 4 ? 9007199254740992.0 : 2147483647.0;
+        if (column >= 4 && column < 8) continue;
+        if (!amp_is_finite_f64(&rows[i]) || !(rows[i] >= -1 && rows[i] <= most))
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved outcome: number %lld = %g is out of range",
+                             (long long)column, rows[i]);
+    }
     return AMP_OK;
 }
 
@@ -9451,6 +9471,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     AMPI_TRY(ampi_load_shape(o, state, prefix));
     n = AMPI_MIN(steps[2] - steps[3], AMP_OUTCOMES);
     AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
+    AMPI_TRY(ampi_check_outcomes(outcomes, n));
     AMPI_TRY(ampi_check_arrays(o, state, prefix, steps[1]));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, largest, sizeof(float)));
     r = ampi_wait(o->amp);
@@ -11241,7 +11262,7 @@ AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) { return (ampi_vi)(((
 /* c[0] + c[1] x + ... + c[n - 1] x^(n - 1) */
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) {
     ampi_vf p = AMPI_V(ampi_splat)(c[n - 1]);
-#pragma GCC unroll 8
+    AMPI_UNROLL
     for (int i = n - 2; i >= 0; i--) p = AMPI_V(ampi_fma)(p, x, AMPI_V(ampi_splat)(c[i]));
     return p;
 }
@@ -12304,12 +12325,15 @@ typedef float AMPI_V(ampi_vhalf) __attribute__((vector_size(AMPI_W * 2), may_ali
 typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), may_alias));
 typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
 
-/* sum += x^2 for AMPI_W / 2 numbers, which arrive as bits so that no compiler option hides what is not finite. */
-AMPI_PRIVATE inline void AMPI_V(ampi_check_half)(AMPI_V(ampi_vhalf_bits) x, AMPI_V(ampi_vdouble) *sum,
-                                                 AMPI_V(ampi_vhalf_bits) *bad) {
-    AMPI_V(ampi_vdouble) d = __builtin_convertvector((AMPI_V(ampi_vhalf))x, AMPI_V(ampi_vdouble));
+/* sum += x^2 for AMPI_W / 2 numbers, which are read as bits so that no compiler option hides what is not finite. */
+AMPI_PRIVATE inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) sum, const float *p,
+                                                                 AMPI_V(ampi_vhalf_bits) *bad) {
+    AMPI_V(ampi_vhalf_bits) x;
+    AMPI_V(ampi_vdouble) d;
+    memcpy(&x, p, sizeof x);
+    d = __builtin_convertvector((AMPI_V(ampi_vhalf))x, AMPI_V(ampi_vdouble));
     *bad |= (AMPI_V(ampi_vhalf_bits))((x & 0x7f800000) == 0x7f800000);
-    *sum += d * d;
+    return sum + d * d;
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
@@ -12319,28 +12343,32 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
     if (i < n) AMPI_V(ampi_store_tail)(g + i, AMPI_V(ampi_load_tail)(g + i, n - i) * f, n - i);
 }
 
-/* Four independent sums hide the latency of the addition; they are added at the end in a fixed order. */
+/* Four independent sums hide the latency of the addition; they are added at the end in a fixed order.  The last
+   numbers of a row go through a vector filled up with zeros. */
 AMPI_PRIVATE double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor, int32_t *bad) {
-    const int64_t step = 2 * AMPI_W;
     AMPI_V(ampi_vdouble) s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
-    AMPI_V(ampi_vhalf_bits) seen = {0}, x[4];
+    AMPI_V(ampi_vhalf_bits) seen = {0};
+    float rest[2 * AMPI_W];
+    const float *p = g;
     int32_t any = 0;
     double total = 0;
-    int64_t i, rest;
+    int64_t i;
     int j;
-    for (i = 0; i < n; i += step) {
-        rest = AMPI_MIN(n - i, step);
-        if (rest < step) memset(x, 0, sizeof x);
-        memcpy(x, (const char *)g + 4 * i, rest < step ? (size_t)(4 * rest) : sizeof x);
-        AMPI_V(ampi_check_half)(x[0], &s0, &seen);
-        AMPI_V(ampi_check_half)(x[1], &s1, &seen);
-        AMPI_V(ampi_check_half)(x[2], &s2, &seen);
-        AMPI_V(ampi_check_half)(x[3], &s3, &seen);
-        if (factor != NULL) AMPI_V(ampi_multi_scale)(g + i, rest, *factor);
+    for (i = 0; i < n; i += 2 * AMPI_W, p += 2 * AMPI_W) {
+        if (n - i < 2 * AMPI_W) {
+            memset(rest, 0, sizeof rest);
+            memcpy(rest, (const char *)g + 4 * i, (size_t)(4 * (n - i)));
+            p = rest;
+        }
+        s0 = AMPI_V(ampi_add_square)(s0, p, &seen);
+        s1 = AMPI_V(ampi_add_square)(s1, p + AMPI_W / 2, &seen);
+        s2 = AMPI_V(ampi_add_square)(s2, p + AMPI_W, &seen);
+        s3 = AMPI_V(ampi_add_square)(s3, p + AMPI_W / 2 * 3, &seen);
     }
     s0 = (s0 + s1) + (s2 + s3);
     for (j = 0; j < AMPI_W / 2; j++) { total += s0[j]; any |= seen[j]; }
     if (any) *bad = 1;
+    if (factor != NULL) AMPI_V(ampi_multi_scale)(g, n, *factor);
     return total;
 }
 
