@@ -14,11 +14,13 @@
 
 typedef struct settings {
     const char *data, *format, *out, *save, *resume, *init, *metrics;
+    const char *shuffle, *pin;
     const char *precision, *level, *policy, *activations, *scaler, *preset, *model, *schedule, *prompt;
     int64_t vocab, layers, heads, channels, seq, batch, accumulation, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
+    int64_t workers, prefetch;
     int64_t save_interval, eval_interval, eval_batches, log_interval, sample, top_k, compare, help, stop_after;
-    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, clip, temperature;
+    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, clip, temperature, timeout;
     double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
 } settings;
 
@@ -40,13 +42,19 @@ typedef struct option {
 
 static const option options[] = {
     {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"data", TEXT, FIELD(data), "", 0, 0, NULL, "text or token file; empty: this project's source and README"},
+    {"data", TEXT, FIELD(data), "", 0, 0, NULL,
+     "text or token file, or several by a pattern in quotes: \"data/*.bin\"; empty: this project's source and README"},
     {"format", CHOICE, FIELD(format), "auto", 0, 0, "auto llmc u16 bytes",
      "llm.c tokens, raw 16-bit tokens or bytes; auto: by content"},
     {"vocab", INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
      "number of tokens; auto: 256 for bytes, else 50257"},
     {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
      "part of the data, at its end, kept for validation"},
+    {"shuffle", CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "another order of the sequences in each epoch"},
+    {"workers", INTEGER, FIELD(workers), "2", 0, 64, NULL, "threads that read ahead; 0: read when a batch is wanted"},
+    {"prefetch", INTEGER, FIELD(prefetch), "2", 1, 1024, NULL, "batches that the workers read ahead"},
+    {"pin", CHOICE, FIELD(pin), "on", 0, 0, "on off", "batches in pinned host memory, where the device has it"},
+    {"timeout", NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before it is an error"},
 
     {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"model", CHOICE, FIELD(model), "small", 0, 0, "small d6 gpt2 gpt2-medium gpt2-large gpt2-xl d12 d24 d36 d48",
@@ -130,7 +138,8 @@ enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 /* Not taken over from a checkpoint: they belong to one session. */
 static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
-                                              "top-k",  "stop-after", "help",    NULL};
+                                              "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
+                                              "timeout", NULL};
 
 /* What was given, as text: first the command line, then the checkpoint that is resumed. */
 typedef struct given_texts {
@@ -658,7 +667,11 @@ static amp_result open_loader(run *r) {
     amp_loader_info info;
     int64_t by_epochs;
     loader_settings(r, set->batch, 0, r->split, &desc);
-    desc.shuffle = 1;
+    desc.shuffle = strcmp(set->shuffle, "on") == 0;
+    desc.workers = set->workers > 0 ? (int32_t)set->workers : AMP_NO_WORKERS;
+    desc.prefetch = (int32_t)set->prefetch;
+    desc.disable_pinned = strcmp(set->pin, "off") == 0;
+    desc.timeout_ms = (int32_t)(set->timeout * 1000 + 0.5);
     desc.epochs = set->epochs;
     desc.vocab = (int32_t)r->model.config.vocab;
     if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());

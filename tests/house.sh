@@ -52,6 +52,11 @@ text=$(sed -n 's/^#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
 if head -n 1 amp.h | grep -q "v$text "; then pass; else fail "version" "line 1 does not say v$text"; fi
 if grep -q "^   $text " amp.h; then pass; else fail "change log" "no entry for $text"; fi
 
+# Every result a call may return is provoked by some test.
+for name in $(grep -oE '^    X\(AMP_ERR_[A-Z0-9_]+' amp.h | sed 's/.*(//'); do
+    if grep -q "$name" tests/t_*.c; then pass; else fail "provoked results" "no test provokes $name"; fi
+done
+
 # The only mention of CUDA's compiler is AMPI_HD; no CUDA header.
 if [ "$(grep -c __CUDACC__ amp.h)" -eq 1 ] && ! grep -q 'include <cuda' amp.h; then pass; else fail "CUDA" "amp.h mentions it more than once"; fi
 words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | head -n 3)
@@ -59,6 +64,6 @@ if [ -z "$words" ]; then pass; else fail "unfinished words" "$words"; fi
 
 # Every AMP_ name that tests and examples use exists.
 grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h | sort -u > "$work/known"
-unknown=$(grep -ohE '\bAMP_[A-Z0-9_]+\b' tests/*.[ch] tests/*.sh examples/*.[ch] README.md Makefile | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
+unknown=$(grep -ohE '\bAMP_[A-Z0-9_]+\b' tests/*.[ch] tests/*.sh examples/*.[ch] README.md Makefile | grep -v '_$' | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
 if [ -z "$unknown" ]; then pass; else fail "names amp.h does not know" "$unknown"; fi
 closing

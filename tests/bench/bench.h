@@ -49,7 +49,8 @@ static inline void bench_flags(int argc, char **argv, const bench_flag *flags, i
     for (a = 1; a < argc; a += 2) {
         const bench_flag *found = NULL;
         char *end = NULL;
-        for (i = 0; i < n; i++) if (strncmp(argv[a], "--", 2) == 0 && strcmp(argv[a] + 2, flags[i].name) == 0) found = &flags[i];
+        for (i = 0; i < n && strncmp(argv[a], "--", 2) == 0; i++)
+            if (strcmp(argv[a] + 2, flags[i].name) == 0) found = &flags[i];
         if (found == NULL || a + 1 == argc) bench_usage(argv[0], flags, n);
         if (found->text != NULL) { *found->text = argv[a + 1]; continue; }
         *found->number = strtoll(argv[a + 1], &end, 10);

@@ -20,8 +20,9 @@ static void attention_at(int64_t seq, int64_t threads) {
     amp_context *amp = NULL;
     amp_desc desc;
     amp_attention_op op;
-    float *qkv = (float *)bench_memory((size_t)(seq * 3 * HEADS * DIM) * 4), *d_qkv = (float *)bench_memory((size_t)(seq * 3 * HEADS * DIM) * 4);
-    float *o = (float *)bench_memory((size_t)(seq * HEADS * DIM) * 4), *lse = (float *)bench_memory((size_t)(seq * HEADS) * 4);
+    size_t column = (size_t)(seq * HEADS) * sizeof(float);
+    float *qkv = (float *)bench_memory(column * 3 * DIM), *d_qkv = (float *)bench_memory(column * 3 * DIM);
+    float *o = (float *)bench_memory(column * DIM), *lse = (float *)bench_memory(column);
     double start, forward, backward;
     int64_t i, before;
     memset(&desc, 0, sizeof desc);
@@ -206,7 +207,10 @@ int main(int argc, char **argv) {
     if (WANTED("attention")) for (i = 128; i <= longest; i *= 2) attention_at(i, threads);
     if (WANTED("resume")) for (i = 1; i <= 100000000000; i *= 100) resume_at(amp, i, rounds);
     if (WANTED("tensors")) for (i = 1; i <= most; i *= 10) tensors_at(amp, i, rounds);
-    if (WANTED("threads")) for (i = 1; i <= threads; i++) { step_with(i, "fp32", rounds); step_with(i, "bf16", rounds); }
+    for (i = 1; i <= threads && WANTED("threads"); i++) {
+        step_with(i, "fp32", rounds);
+        step_with(i, "bf16", rounds);
+    }
     amp_close(amp);
     return 0;
 }

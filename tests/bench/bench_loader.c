@@ -64,7 +64,9 @@ static int64_t ready_batches(const amp_loader *loader) {
     bench_need(amp_loader_info_get(loader, &info), "amp_loader_info_get");
     return info.ready;
 }
-static void wait_ready(const amp_loader *loader, int64_t batches) { while (ready_batches(loader) < batches) bench_sleep(2e-5); }
+static void wait_ready(const amp_loader *loader, int64_t batches) {
+    while (ready_batches(loader) < batches) bench_sleep(2e-5);
+}
 
 /* ---- CPU of the consumer in next(), with a batch ready.  The clock's own cost is measured and taken off. */
 
@@ -110,7 +112,7 @@ static void measure_next(amp_context *amp, int64_t batch, int64_t seq, int64_t r
 static void measure_rate(amp_context *amp, int64_t batch, int64_t seq, int shuffle, int workers, double seconds) {
     amp_loader_desc desc = token_desc(batch, seq, shuffle, workers);
     amp_loader *loader = open_loader(amp, &desc);
-    double start = 0, end;
+    double start = 0, end, rate;
     int64_t taken = -8;                     /* the first batches start the workers up */
     do {
         amp_batch got;
@@ -118,13 +120,14 @@ static void measure_rate(amp_context *amp, int64_t batch, int64_t seq, int shuff
         if (++taken == 0) start = seconds_now();
         end = seconds_now();
     } while (taken <= 0 || end - start < seconds);
+    rate = (double)(taken * batch * seq) / (end - start);
     bench_begin("loader_rate", amp);
     metrics_integer(stdout, "batch", batch);
     metrics_integer(stdout, "seq", seq);
     metrics_integer(stdout, "shuffle", shuffle);
     metrics_integer(stdout, "workers", workers);
-    metrics_number(stdout, "tokens_per_s", (double)(taken * batch * seq) / (end - start));
-    metrics_number(stdout, "tokens_per_s_per_worker", (double)(taken * batch * seq) / (end - start) / (workers > 0 ? workers : 1));
+    metrics_number(stdout, "tokens_per_s", rate);
+    metrics_number(stdout, "tokens_per_s_per_worker", workers > 0 ? rate / workers : rate);
     metrics_end(stdout);
     amp_loader_destroy(loader);
 }
@@ -174,7 +177,8 @@ static void measure_close(amp_context *amp, const char *when, int64_t rounds) {
 static void measure_resume(amp_context *amp, int64_t epoch, double part, int64_t rounds) {
     amp_loader_desc desc = token_desc(4, 64, 1, 2);
     amp_loader *loader = open_loader(amp, &desc);
-    double *seek = (double *)bench_memory((size_t)rounds * sizeof *seek), *first = (double *)bench_memory((size_t)rounds * sizeof *first);
+    double *seek = (double *)bench_memory((size_t)rounds * sizeof *seek);
+    double *first = (double *)bench_memory((size_t)rounds * sizeof *first);
     amp_loader_info info;
     int64_t i, index;
     bench_need(amp_loader_info_get(loader, &info), "amp_loader_info_get");

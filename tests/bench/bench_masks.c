@@ -100,8 +100,8 @@ static void with_tensor(bench *b, const amp_mask *mask, int cleared, double *get
 
 static void measure(bench *b, int kind) {
     enum { GET_CACHED, ALL_CACHED, GET_CLEARED, ALL_CLEARED, SOFTMAX, ATTENTION, KINDS };
-    static const char *const names[KINDS] = {"get_cached_us", "softmax_cached_us", "get_cleared_us", "softmax_cleared_us",
-                                             "softmax_described_us", "attention_described_us"};
+    static const char *const names[KINDS] = {"get_cached_us", "softmax_cached_us", "get_cleared_us",
+                                             "softmax_cleared_us", "softmax_described_us", "attention_described_us"};
     amp_mask mask = describe(b, kind);
     double *times[KINDS];
     int64_t i, bytes = 0;
@@ -127,7 +127,8 @@ static void measure(bench *b, int kind) {
     metrics_integer(stdout, "seq", b->seq);
     metrics_integer(stdout, "mask_bytes", bytes);
     for (k = 0; k < KINDS; k++) metrics_number(stdout, names[k], 1e6 * bench_median(times[k], b->rounds));
-    metrics_number(stdout, "cache_saves", 1 - bench_median(times[ALL_CACHED], b->rounds) / bench_median(times[ALL_CLEARED], b->rounds));
+    metrics_number(stdout, "cache_saves",
+                   1 - bench_median(times[ALL_CACHED], b->rounds) / bench_median(times[ALL_CLEARED], b->rounds));
     metrics_end(stdout);
     amp_mask_cache_clear(b->amp);
     for (k = 0; k < KINDS; k++) free(times[k]);

@@ -160,9 +160,10 @@ int main(int argc, char **argv) {
             {"warmup", &r.warmup, NULL, "steps before them"},
             {"path", &r.path, NULL, "amp_cpu_path: 0 best, 1 scalar, 2 AVX2, 3 AVX-512"},
         };
-        bench_flags(argc, argv, flags, (int)(sizeof flags / sizeof *flags));
+        const int n = (int)(sizeof flags / sizeof *flags);
+        bench_flags(argc, argv, flags, n);
         for (i = 0; i < MODELS; i++) if (strcmp(r.model_name, bench_models[i].name) == 0) r.model = &bench_models[i];
-        if (r.model == NULL || r.steps < 1 || r.warmup < 0) bench_usage(argv[0], flags, (int)(sizeof flags / sizeof *flags));
+        if (r.model == NULL || r.steps < 1 || r.warmup < 0) bench_usage(argv[0], flags, n);
     }
     open_context(&r);
     create_model(&r);

@@ -133,8 +133,8 @@ def loader(args):
         file.flush()
         for workers in args.workers:
             start = time.perf_counter()
-            batches = torch.utils.data.DataLoader(Tokens(file.name, args.seq), args.batch, shuffle=True, num_workers=workers,
-                                                  drop_last=True)
+            batches = torch.utils.data.DataLoader(Tokens(file.name, args.seq), args.batch, shuffle=True,
+                                                  num_workers=workers, drop_last=True)
             source = iter(batches)
             next(source)
             first, cpu, taken = time.perf_counter(), time.thread_time(), 0
@@ -145,9 +145,9 @@ def loader(args):
             seconds, cpu = time.perf_counter() - first, time.thread_time() - cpu
             closing = time.perf_counter()
             del source
-            line("loader", batch=args.batch, seq=args.seq, workers=workers, tokens_per_s=taken * args.batch * args.seq / seconds,
-                 cpu_us_per_batch=1e6 * cpu / taken, first_batch_ms=1e3 * (first - start),
-                 close_ms=1e3 * (time.perf_counter() - closing))
+            line("loader", batch=args.batch, seq=args.seq, workers=workers,
+                 tokens_per_s=taken * args.batch * args.seq / seconds, cpu_us_per_batch=1e6 * cpu / taken,
+                 first_batch_ms=1e3 * (first - start), close_ms=1e3 * (time.perf_counter() - closing))
 
 
 def main():

@@ -22,6 +22,7 @@ import os
 import platform
 import pty
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 STEP_RUNS = [("124m", 64), ("124m", 256), ("11m", 64), ("11m", 256)]
 BATCH = 4
+QUIET = 0.06
 
 
 class Skip(Exception):
@@ -50,38 +52,42 @@ class Machine:
     """Starts programs with the same threads, one at a time, on a machine that is otherwise quiet."""
 
     def __init__(self, args):
-        self.args, self.busy, self.commands = args, [], collections.OrderedDict()
+        self.args, self.busy, self.commands, self.line = args, [], collections.OrderedDict(), {}
         self.env = dict(os.environ, OMP_NUM_THREADS=str(args.threads), OPENBLAS_NUM_THREADS=str(args.threads))
 
-    def share_busy(self, seconds=0.5):
-        """Share of all cores that somebody else uses."""
+    def others(self, work):
+        """work(), and the share of all cores that other programs used meanwhile."""
         def read():
-            with open("/proc/stat") as f:
-                values = [int(v) for v in f.readline().split()[1:9]]
-            return sum(values), values[3] + values[4]
-        try:
-            all_0, idle_0 = read()
-            time.sleep(seconds)
-            all_1, idle_1 = read()
-        except OSError:
-            return 0.0
-        return 1 - (idle_1 - idle_0) / max(1, all_1 - all_0)
+            own = resource.getrusage(resource.RUSAGE_CHILDREN)
+            try:
+                with open("/proc/stat") as f:
+                    ticks = [int(v) for v in f.readline().split()[1:9]]
+            except OSError:                     # no Linux: not known
+                ticks = [0] * 8
+            rate = os.sysconf("SC_CLK_TCK")
+            return sum(ticks) / rate, (sum(ticks) - ticks[3] - ticks[4]) / rate - own.ru_utime - own.ru_stime
+        before = read()
+        result = work()
+        after = read()
+        return result, max(0.0, after[1] - before[1]) / max(0.01, after[0] - before[0])
 
-    def quiet(self):
-        """Waits until less than 6% is in use, at most --wait seconds; what was in use then goes into the results."""
+    def quiet(self, work):
+        """work() while other programs use at most 6% of the machine; within --wait seconds it is waited for, and done
+        again.  What they used goes into the results."""
         end = time.time() + self.args.wait
-        busy = self.share_busy()
-        while busy > 0.06 and time.time() < end:
-            time.sleep(1.5)
-            busy = self.share_busy()
-        self.busy.append(round(busy, 3))
+        while True:
+            while self.others(lambda: time.sleep(0.5))[1] > QUIET and time.time() < end:
+                time.sleep(1.5)
+            result, busy = self.others(work)
+            if busy <= QUIET or time.time() >= end:
+                self.busy.append(round(busy, 3))
+                return result
 
     def run(self, key, shown, command, cwd=ROOT, timeout=1800):
         """The JSON lines of a program.  shown: its command line as the results name it."""
         self.commands[key] = shown
-        self.quiet()
-        done = subprocess.run(command, cwd=cwd, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                              timeout=timeout)
+        done = self.quiet(lambda: subprocess.run(command, cwd=cwd, env=self.env, stdout=subprocess.PIPE,
+                                                 stderr=subprocess.PIPE, text=True, timeout=timeout))
         if done.returncode != 0:
             why = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise Skip(without_paths(f"{key} ended with {done.returncode}: {why}"))
@@ -92,7 +98,9 @@ class Machine:
         if not os.path.exists(path):
             raise Skip(f"{program} is not built")
         flags = [str(flag) for flag in flags]
-        return self.run(" ".join([program] + flags), " ".join([program] + flags), [path] + flags)
+        lines = self.run(" ".join([program] + flags), " ".join([program] + flags), [path] + flags)
+        self.line = lines[0]                    # says what CPU, kernels and compiler
+        return lines
 
     def torch(self, *flags):
         python = self.peer("PEER_TORCH")
@@ -115,7 +123,9 @@ class Machine:
         """Milliseconds of `wanted` steps of llm.c's program; its first step, which allocates, does not count."""
         program = self.peer(name)
         self.commands[name] = f"${name} (OMP_NUM_THREADS={self.args.threads})"
-        self.quiet()
+        return self.quiet(lambda: self.llmc_run(name, program, wanted))
+
+    def llmc_run(self, name, program, wanted):
         reader, writer = pty.openpty()          # a terminal, so that each line comes when it is printed
         child = subprocess.Popen([program], cwd=os.path.dirname(program), env=self.env, stdout=writer, stderr=writer,
                                  stdin=subprocess.DEVNULL)
@@ -243,12 +253,13 @@ def run_gemm(machine):
         path = os.path.join(folder, "gemm.json")
         flags = ["--threads", str(machine.args.threads), "--rounds", str(machine.args.gemm_rounds)]
         machine.commands["bench_gemm"] = " ".join(["bench_gemm"] + flags)
-        machine.quiet()
         if not os.path.exists(program):
             raise Skip("bench_gemm is not built")
-        done = subprocess.run([program] + flags + ["--json", path], cwd=ROOT, env=machine.env, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True)
+        done = machine.quiet(lambda: subprocess.run([program] + flags + ["--json", path], cwd=ROOT, env=machine.env,
+                                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         print(done.stdout, flush=True)
+        if "not credible" in done.stdout:
+            raise Skip("the peak loop ran below two FMAs a cycle: other programs, or sums that spill")
         if not os.path.exists(path):
             raise Skip(without_paths((done.stdout.strip().splitlines() or ["bench_gemm printed nothing"])[-1]))
         with open(path) as f:
@@ -287,6 +298,8 @@ def gemm_bars(gemm):
             peak = case.get("peak", gemm["peak_bf16" if "bf16" in case["name"] else "peak_fp32"])
             if not peak or not case["median"]:
                 raise Skip("this CPU has no such instruction")
+            if case["median"] > 1.02 * peak:
+                raise Skip("faster than the peak, which is therefore false")
             return case["median"] / peak
         return measure
     return [verdict(f"GEMM {case['name']}: share of the peak", case["bar"], share(case))
@@ -324,6 +337,8 @@ def loader_bars(loader):
                 of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=0, workers=1)),
         verdict("loader: tokens/s and worker, shuffled", 5e8,
                 of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=1, workers=1)),
+        verdict("loader: tokens/s and worker, shuffled, two workers", 5e8,
+                of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=1, workers=2)),
         verdict("loader: closing, ms at worst", 100, of("loader_close", "ms_worst", max), at_most=True),
     ]
 
@@ -343,39 +358,26 @@ def bars(results):
 def show_bars(rows):
     for row in rows:
         value = "" if row["measured"] is None else f"{row['measured']:g}"
-        print(f"{row['verdict']:12s} {row['bar']:62s} {value:>10s}  {row.get('needs', '')} {row.get('why', '')}".rstrip())
+        limit = f"{row.get('needs', '')} {row.get('why', '')}"
+        print(f"{row['verdict']:12s} {row['bar']:62s} {value:>10s}  {limit}".rstrip())
 
 
 # ---- The file
 
 def describe_machine(machine, results):
     """What the results depend on, and nothing that names this machine."""
-    lines = [line for part in results.values() for line in flatten(part) if "cpu" in line]
-    first = next((line for line in lines if "path" in line), lines[0] if lines else {})
+    first = machine.line or next((part for part in results.values() if "cpu" in part), {})
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 ** 30
     return {"cpu": first.get("cpu", platform.machine()), "cores": len(os.sched_getaffinity(0)),
             "path": first.get("path", ""), "amx": first.get("amx", 0), "memory_gib": round(memory),
-            "system": platform.system(), "busy_before_runs": {"median": statistics.median(machine.busy or [0]),
-                                                              "worst": max(machine.busy or [0])}}
+            "system": platform.system(), "used_by_others": {"median": statistics.median(machine.busy or [0]),
+                                                            "worst": max(machine.busy or [0])}}
 
 
-def flatten(part):
-    """All JSON objects in a part of the results."""
-    if isinstance(part, dict):
-        yield part
-        for value in part.values():
-            yield from flatten(value)
-    elif isinstance(part, list):
-        for value in part:
-            yield from flatten(value)
-
-
-def versions(results):
+def versions(machine):
     with open(os.path.join(ROOT, "amp.h"), "rb") as f:
         out = {"amp.h": "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16], "python": platform.python_version()}
-    for line in (line for part in results.values() for line in flatten(part)):
-        if line.get("who") == "amp.h":
-            out["amp.h version"], out["compiler"] = line["version"], line["compiler"]
+    out["amp.h version"], out["compiler"] = machine.line.get("version"), machine.line.get("compiler")
     python = os.environ.get("PEER_TORCH")
     if python:
         done = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], stdout=subprocess.PIPE,
@@ -401,7 +403,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gemm-rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=0, help="per round; default: 8 of the 124M model, 30 of the 11M one")
+    parser.add_argument("--steps", type=int, default=0, help="per round; default: 8 with 124M parameters, 30 with 11M")
     parser.add_argument("--models", default=",".join(f"{m}:{t}" for m, t in STEP_RUNS), help="model:tokens, ...")
     parser.add_argument("--wait", type=int, default=0, help="seconds to wait for a quiet machine before each program")
     args = parser.parse_args()
@@ -409,7 +411,8 @@ def main():
     runs = [(item.split(":")[0], int(item.split(":")[1])) for item in args.models.split(",")]
     machine = Machine(args)
     work = {"gemm": lambda: run_gemm(machine), "step": lambda: run_steps(machine, runs),
-            "loader": lambda: run_loader(machine), "masks": lambda: machine.own("bench_masks", "--threads", args.threads),
+            "loader": lambda: run_loader(machine),
+            "masks": lambda: machine.own("bench_masks", "--threads", args.threads),
             "curves": lambda: machine.own("bench_curves", "--threads", args.threads)}
     results = collections.OrderedDict()
     for part in parts:
@@ -421,11 +424,14 @@ def main():
             results[part] = {"skipped": str(skip)}
             print(f"{part} skipped: {skip}", flush=True)
     rows = bars(results)
+    worst = max(machine.busy or [0])
+    if worst > QUIET:
+        print(f"Other programs used up to {worst:.0%} of the machine: ratios may be off; --wait waits for quiet.")
     now = datetime.datetime.now(datetime.timezone.utc)
     whole = collections.OrderedDict(
-        date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=describe_machine(machine, results), versions=versions(results),
-        settings={"threads": args.threads, "rounds": args.rounds}, commands=list(machine.commands.values()), bars=rows,
-        **results)
+        date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=describe_machine(machine, results),
+        versions=versions(machine), settings={"threads": args.threads, "rounds": args.rounds},
+        commands=list(machine.commands.values()), bars=rows, **results)
     os.makedirs(os.path.join(ROOT, args.out), exist_ok=True)
     kind = "curves" if parts == ["curves"] else "cpu"
     name = f"{kind}-{short_name(whole['machine']['cpu'])}-{now.strftime('%Y-%m-%d')}.json"

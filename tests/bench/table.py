@@ -68,8 +68,8 @@ def lines(results, name):
     peers = f", PyTorch {v['torch']}" if "torch" in v else ""
     yield (f"{m['cpu']}, {m['cores']} cores, kernels {m['path']}, {results['settings']['threads']} threads, gcc "
            f"{v.get('compiler', '-')}{peers}; {results['date']}; `make bench`, all programs in turn, medians of "
-           f"{results['settings']['rounds']} rounds, [{name}](tests/bench/results/{name}). In brackets: amp.h's speed over "
-           "that program's.")
+           f"{results['settings']['rounds']} rounds, [{name}](tests/bench/results/{name}). In brackets: amp.h's "
+           "speed over that program's.")
     yield ""
     if isinstance(results.get("step"), list):
         for precision in ("fp32", "bf16"):
@@ -93,7 +93,7 @@ def main():
     text = "\n".join(lines(results, os.path.basename(path)))
     if "--print" in sys.argv:
         return print(text)
-    busy = results["machine"]["busy_before_runs"]["median"]
+    busy = results["machine"]["used_by_others"]["median"]
     if busy > BUSY:
         sys.exit(f"{os.path.basename(path)}: other programs used {busy:.0%} of the machine: measure again")
     readme = os.path.join(ROOT, "README.md")
