@@ -23,7 +23,10 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples test test-ci test-exhaustive oracle bench clean
+.PHONY: help run examples test test-ci test-exhaustive oracle bench bench-curves readme install clean
+
+PREFIX  ?= /usr/local
+VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
 
 help:
 	@echo "make run              train a small GPT in mixed precision on this project's own text (about two minutes)"
@@ -32,7 +35,11 @@ help:
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
-	@echo "make bench            time the kernels against this machine's peak"
+	@echo "make bench            time kernels, training steps, loader and masks beside their peers (PEER_TORCH,"
+	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
+	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
+	@echo "make readme           put the newest results into the README's tables"
+	@echo "make install PREFIX=  copy amp.h and amp.pc below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
 
 run: $(BUILD)/train_gpt
@@ -50,7 +57,7 @@ $(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h examples/common.h ex
 $(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h examples/common.h | $(BUILD)
 	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
 
-$(BUILD)/bench_%: tests/bench/bench_%.c amp.h | $(BUILD)
+$(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h examples/common.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
 $(BUILD):
@@ -73,7 +80,20 @@ oracle: examples
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)
-	for b in $^; do $$b || exit 1; done
+	$(PYTHON) tests/bench/run.py
+
+bench-curves: $(BENCHES:%=$(BUILD)/%)
+	$(PYTHON) tests/bench/run.py --only curves
+
+readme:
+	$(PYTHON) tests/bench/table.py
+
+# For pkg-config: gcc program.c $$(pkg-config --cflags --libs amp)
+install:
+	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	cp amp.h $(DESTDIR)$(PREFIX)/include/
+	printf 'prefix=%s\nName: amp\nDescription: mixed-precision training in one header\nVersion: %s\nCflags: -I$${prefix}/include -fopenmp\nLibs: -fopenmp -lm -lpthread\n' \
+	    "$(PREFIX)" "$(VERSION)" > $(DESTDIR)$(PREFIX)/lib/pkgconfig/amp.pc
 
 clean:
 	rm -rf $(BUILD) out

@@ -54,11 +54,12 @@
 
    AT A GLANCE
 
-       open and close         amp_open amp_close amp_query amp_query_machine amp_query_choice amp_set_dtype
+       open and close         amp_cpu amp_open amp_close amp_query amp_query_machine amp_query_choice amp_set_dtype
        memory                 amp_alloc amp_free amp_copy amp_fill amp_sync amp_memory amp_memory_reset_peak
        errors                 amp_last_error amp_result_text amp_result_hint amp_version
        files                  amp_file_write_atomic amp_file_read_all amp_file_free amp_system_default
-       numbers                amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32
+       numbers                amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
+       tensors                amp_tensor1 to amp_tensor4, amp_tensor_count
        precision              amp_machine_probe amp_machine_text amp_choose
        parameters             amp_param_register amp_param_forget amp_param_touch amp_param_accumulate amp_param_dtype
        regions                amp_autocast_begin amp_autocast_end amp_autocast_active
@@ -75,7 +76,8 @@
        optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
        data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
-                              amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load
+                              amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
+                              every created object has _destroy, and _query for its effective settings
 
    BUILD
 
