@@ -76,7 +76,7 @@ test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
 
 oracle: examples
-	for program in number_formats state_v1 kernels scaler optimizer gpt2 encoder autocast hf_roundtrip; do \
+	for program in number_formats state_v1 kernels scaler optimizer tokenizer gpt2 encoder autocast hf_roundtrip; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)

@@ -5,28 +5,87 @@
  *     ./train_gpt --data book.txt --model d6 --steps 2000 --save out/book
  *     ./train_gpt --resume out/book     goes on exactly where it stopped; --help lists every flag
  *
+ * On several processes, each with its own batches and the sum of all gradients:
+ *
+ *     mpicc -DUSE_MPI -O2 -fopenmp examples/train_gpt.c -o train_gpt_mpi -lm -lpthread
+ *     mpirun -np 2 ./train_gpt_mpi --batch 8
+ *
  * Read it from the bottom: main, then train, then train_step, which is the whole of mixed precision. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"
+#include <glob.h>
+#if defined(USE_MPI)
+#include <mpi.h>
+#endif
+
+/* ==== Ranks: the processes that train together ===================================================
+   Without MPI there is one.  Each holds the whole model and reads its own batches; amp_step calls ranks_reduce for
+   every gradient and for the overflow flag, so all make the same update.  Rank 0 writes files and prints. */
+
+static struct { int32_t rank, world; } ranks = {0, 1};
+
+#if defined(USE_MPI)
+/* amp_reducer.reduce in host memory; for a device's memory MPI must know that device. */
+static int ranks_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    const int64_t most = 1 << 28;               /* MPI counts in int */
+    int64_t at, size = dtype == AMP_F64 ? 8 : 4;
+    (void)user; (void)stream;
+    if (dtype != AMP_F32 && dtype != AMP_F64) return 1;
+    for (at = 0; at < count; at += most) {
+        int n = (int)(count - at < most ? count - at : most);
+        if (MPI_Allreduce(MPI_IN_PLACE, (char *)data + at * size, n, dtype == AMP_F64 ? MPI_DOUBLE : MPI_FLOAT,
+                          op == AMP_REDUCE_MAX ? MPI_MAX : MPI_SUM, MPI_COMM_WORLD) != MPI_SUCCESS) return 2;
+    }
+    return 0;
+}
+static void ranks_begin(int *argc, char ***argv) {
+    int rank, world;
+    MPI_Init(argc, argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &world);
+    ranks.rank = rank;
+    ranks.world = world;
+    if (rank > 0 && freopen("/dev/null", "w", stdout) == NULL) MPI_Abort(MPI_COMM_WORLD, 1);
+}
+/* A rank that failed ends the others, which may wait for it. */
+static void ranks_end(int code) {
+    if (code == 0 || code == 130 || ranks.world == 1) MPI_Finalize();
+    else MPI_Abort(MPI_COMM_WORLD, code);
+}
+static void ranks_wait(void) { MPI_Barrier(MPI_COMM_WORLD); }
+#else
+#define ranks_reduce NULL
+static void ranks_begin(int *argc, char ***argv) { (void)argc; (void)argv; }
+static void ranks_end(int code) { (void)code; }
+static void ranks_wait(void) { }
+#endif
+
+/* Combines one number over all ranks. */
+static float ranks_combine(float x, amp_reduce_op op) {
+    int (*reduce)(void *, void *, int64_t, amp_dtype, amp_reduce_op, void *) = ranks_reduce;
+    if (ranks.world > 1 && reduce != NULL) reduce(NULL, &x, 1, AMP_F32, op, NULL);
+    return x;
+}
 
 /* ==== Settings: one table drives parsing, checking and --help ==================================== */
 
 typedef struct settings {
     const char *data, *format, *out, *save, *resume, *init, *metrics;
-    const char *shuffle, *pin;
+    const char *tokenizer, *shuffle, *pin;
     const char *precision, *level, *policy, *activations, *scaler, *preset, *model, *schedule, *prompt;
     int64_t vocab, layers, heads, channels, seq, batch, accumulation, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
     int64_t workers, prefetch;
-    int64_t save_interval, eval_interval, eval_batches, log_interval, sample, top_k, compare, help, stop_after;
+    int64_t save_interval, eval_interval, eval_batches, log_interval, sample, top_k, compare, help, stop_after, profile;
     double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, clip, temperature, timeout;
     double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
 } settings;
 
-typedef enum option_type { HEADING, TEXT, CHOICE, INTEGER, NUMBER, SWITCH } option_type;
+typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH } option_type;
 
-/* words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
+/* PATHS: two of them, kept as "first,second".
+   words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
 typedef struct option {
     const char *name;
     option_type type;
@@ -43,11 +102,13 @@ typedef struct option {
 static const option options[] = {
     {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"data", TEXT, FIELD(data), "", 0, 0, NULL,
-     "text or token file, or several by a pattern in quotes: \"data/*.bin\"; empty: this project's source and README"},
+     "text or token file, or several by a pattern in quotes: \"data/*.bin\"; empty: this project's own text"},
     {"format", CHOICE, FIELD(format), "auto", 0, 0, "auto llmc u16 bytes",
      "llm.c tokens, raw 16-bit tokens or bytes; auto: by content"},
+    {"tokenizer", PATHS, FIELD(tokenizer), "", 0, 0, NULL,
+     "vocab.json merges.txt of GPT-2's kind: text becomes tokens in OUT/tokens.bin, the sample text again"},
     {"vocab", INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
-     "number of tokens; auto: 256 for bytes, else 50257"},
+     "number of tokens; auto: the tokenizer's, 256 for bytes, else 50257"},
     {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
      "part of the data, at its end, kept for validation"},
     {"shuffle", CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "another order of the sequences in each epoch"},
@@ -126,11 +187,13 @@ static const option options[] = {
     {"eval-batches", INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0", "batches in a validation, at most"},
     {"log-interval", INTEGER, FIELD(log_interval), "10", 1, HUGE_COUNT, NULL, "steps between metrics"},
     {"sample", INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
-    {"prompt", TEXT, FIELD(prompt), "", 0, 0, NULL, "what the sample goes on from (models of bytes)"},
+    {"prompt", TEXT, FIELD(prompt), "", 0, 0, NULL,
+     "what the sample goes on from (models of bytes, or with --tokenizer)"},
     {"temperature", NUMBER, FIELD(temperature), "0.8", 0, 100, NULL, "of the sample; 0: always the likeliest token"},
     {"top-k", INTEGER, FIELD(top_k), "all", 1, 1 << 24, "all=0", "sample from the likeliest k tokens"},
     {"compare", INTEGER, FIELD(compare), "auto", 0, HUGE_COUNT, "auto=-1",
      "steps of the short runs in fp32, fp16 and bf16; auto: 50, 0 with --data, --init or --resume"},
+    {"profile", SWITCH, FIELD(profile), "off", 0, 0, NULL, "where the time goes: a table by operator at the end"},
     {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
 enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
@@ -139,13 +202,14 @@ enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
                                               "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
-                                              "timeout", NULL};
+                                              "timeout", "profile",   NULL};
 
 /* What was given, as text: first the command line, then the checkpoint that is resumed. */
 typedef struct given_texts {
     const char *text[N_OPTIONS];
     int on_command_line[N_OPTIONS];
     char *saved;                    /* keeps the checkpoint's texts */
+    char pair[2 * PATH_MAX];        /* keeps the two paths of PATHS */
 } given_texts;
 
 static given_texts given;
@@ -230,7 +294,7 @@ static amp_result parse_option(int i, const char *text, settings *set) {
     const option *o = &options[i];
     void *field = (char *)set + o->field;
     double value = 0;
-    if (o->type == TEXT) memcpy(field, &text, sizeof text);
+    if (o->type == TEXT || o->type == PATHS) memcpy(field, &text, sizeof text);
     if (o->type == CHOICE) {
         if (word_place(o->words, text) < 0) return refuse(o->name, "is not offered; one of: %s", o->words);
         memcpy(field, &text, sizeof text);
@@ -274,7 +338,7 @@ static amp_result unknown_flag(const char *flag) {
                         closest ? ": did you mean --" : "", closest ? closest : "");
 }
 
-/* "--name value", "--name=value" or, for a switch, "--name". */
+/* "--name value", "--name=value", "--name" for a switch, "--name first second" for paths. */
 static amp_result read_command_line(int argc, char **argv) {
     int i;
     for (i = 1; i < argc; i++) {
@@ -293,6 +357,13 @@ static amp_result read_command_line(int argc, char **argv) {
             if (equals != NULL) return example_fail(AMP_ERR_RANGE, "--%s takes no value", options[at].name);
             given.text[at] = "on";
         } else if (equals != NULL) given.text[at] = equals + 1;
+        else if (options[at].type == PATHS) {
+            if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
+                return example_fail(AMP_ERR_RANGE, "--%s: takes two files; --help lists all flags", options[at].name);
+            snprintf(given.pair, sizeof given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
+            given.text[at] = given.pair;
+            i += 2;
+        }
         else if (i + 1 < argc) given.text[at] = argv[++i];
         else return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags", options[at].name);
         given.on_command_line[at] = 1;
@@ -379,6 +450,7 @@ static amp_result check_settings(settings *set) {
 #if !defined(_OPENMP)
     if (set->threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
 #endif
+    if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
     for (i = 0; scaler_options[i] != NULL; i++) {
         if (was_given(scaler_options[i]) && strcmp(set->scaler, "off") == 0)
@@ -410,6 +482,8 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
 
 typedef struct run {
     settings set;
+    tokenizer tokenizer;            /* n 0: none */
+    profile profile;
     char data[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];    /* save "": nothing */
     amp_context *amp;
     amp_choice choice;
@@ -447,7 +521,10 @@ static amp_result open_context(run *r) {
     desc.policy = strcmp(set->policy, "torch") == 0 ? AMP_POLICY_TORCH : AMP_POLICY_FUSED;
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
-    desc.seed = (uint64_t)set->seed;
+    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay the same */
+    desc.reducer.reduce = ranks_reduce;
+    desc.reducer.rank = ranks.rank;
+    desc.reducer.world = ranks.world;
     TRY(amp_machine_probe(&machine));
     if (amp_choose(&machine, desc.dtype, desc.allow_fallback, &r->choice) != AMP_OK)
         return refuse("precision", "%s", amp_last_error());
@@ -497,33 +574,71 @@ static void loader_settings(const run *r, int64_t batch, int64_t first, int64_t 
     desc->first = first;
     desc->last = last;
     desc->seed = (uint64_t)r->set.seed;
+    desc->world = 1;                /* the whole on every rank */
+}
+
+/* Finds out what the data is. */
+static amp_result probe_data(run *r) {
+    amp_loader_desc desc;
+    amp_loader *probe;
+    amp_result result;
+    loader_settings(r, 1, 0, 0, &desc);
+    desc.workers = AMP_NO_WORKERS;
+    if (amp_loader_create(r->amp, &probe, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
+    result = amp_loader_info_get(probe, &r->info);
+    amp_loader_destroy(probe);
+    return result;
+}
+
+/* Opens --tokenizer, and makes a token file of data that is text. */
+static amp_result open_tokenizer(run *r) {
+    const char *comma = strchr(r->set.tokenizer, ',');
+    char vocab[PATH_MAX], tokens[PATH_MAX], why[400];
+    glob_t found;
+    amp_result result = AMP_OK;
+    if (comma == NULL || comma[1] == 0) return refuse("tokenizer", "takes two files, vocab.json and merges.txt");
+    snprintf(vocab, sizeof vocab, "%.*s", (int)(comma - r->set.tokenizer < 4000 ? comma - r->set.tokenizer : 4000),
+             r->set.tokenizer);
+    if (tokenizer_open(&r->tokenizer, vocab, comma + 1) != AMP_OK) return refuse("tokenizer", "%s", because(why));
+    if (r->info.format != AMP_TOKENS_BYTES) return AMP_OK;
+    snprintf(tokens, sizeof tokens, "%.4000s/tokens.bin", r->set.out);
+    if (ranks.rank == 0) {
+        char *file = r->data;
+        int pattern = access(r->data, F_OK) != 0 && glob(r->data, 0, NULL, &found) == 0;
+        result = folder_make(tokens);
+        if (result == AMP_OK)
+            result = tokenizer_encode_files(&r->tokenizer, pattern ? found.gl_pathv : &file,
+                                            pattern ? (int64_t)found.gl_pathc : 1, tokens);
+        if (pattern) globfree(&found);
+        if (result != AMP_OK) return refuse("tokenizer", "%s", because(why));
+    }
+    ranks_wait();
+    memcpy(r->data, tokens, sizeof r->data);
+    r->set.format = "llmc";
+    return probe_data(r);
 }
 
 /* Finds out what the data is, and where the validation part begins. */
 static amp_result open_data(run *r) {
     const settings *set = &r->set;
-    amp_loader_desc desc;
-    amp_loader *probe;
-    int64_t validation;
+    int64_t validation, per_batch = set->batch * set->seq * ranks.world;
     if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
     else {
         snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->out);
         TRY(folder_make(r->data));
-        if (*set->resume == 0 || access(r->data, R_OK) != 0) TRY(write_own_text(r->data));
+        if (ranks.rank == 0 && (*set->resume == 0 || access(r->data, R_OK) != 0)) TRY(write_own_text(r->data));
+        ranks_wait();
     }
-    loader_settings(r, 1, 0, 0, &desc);
-    desc.workers = AMP_NO_WORKERS;
-    if (amp_loader_create(r->amp, &probe, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
-    TRY(amp_loader_info_get(probe, &r->info));
-    amp_loader_destroy(probe);
+    TRY(probe_data(r));
+    if (*set->tokenizer != 0) TRY(open_tokenizer(r));
     validation = (int64_t)(set->validation * (double)r->info.tokens);
     if (validation < set->seq + 1) validation = set->seq + 1;
     r->split = r->info.tokens - validation;
-    if (r->split < set->batch * set->seq + 1)
+    if (r->split < per_batch + 1)
         return refuse("data",
                       "%lld tokens are too few for %lld sequences of %lld tokens, and as long ones to validate: "
                       "use a smaller --batch or --seq",
-                      (long long)r->info.tokens, (long long)set->batch, (long long)set->seq);
+                      (long long)r->info.tokens, (long long)(set->batch * ranks.world), (long long)set->seq);
     return AMP_OK;
 }
 
@@ -550,7 +665,10 @@ static amp_result shape_from_flags(const run *r, gpt_config *c) {
     c->heads = set->heads > 0 ? set->heads : size->heads;
     c->channels = set->channels > 0 ? set->channels : size->channels;
     c->positions = size->positions > set->seq ? size->positions : set->seq;
-    c->vocab = set->vocab > 0 ? set->vocab : r->info.format == AMP_TOKENS_BYTES ? 256 : 50257;
+    c->vocab = set->vocab > 0                       ? set->vocab
+               : r->tokenizer.n > 0                 ? r->tokenizer.n
+               : r->info.format == AMP_TOKENS_BYTES ? 256
+                                                    : 50257;
     if (c->channels % c->heads != 0)
         return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels",
                       (long long)c->heads, (long long)c->channels);
@@ -608,6 +726,9 @@ static amp_result open_model(run *r, const amp_state *resumed) {
         config = file.config;
     } else TRY(shape_from_flags(r, &config));
     if (resumed != NULL || from_file) result = check_shape(r, &config);
+    if (result == AMP_OK && r->tokenizer.n > config.vocab)
+        result = refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,
+                        (long long)config.vocab);
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
@@ -667,6 +788,7 @@ static amp_result open_loader(run *r) {
     amp_loader_info info;
     int64_t by_epochs;
     loader_settings(r, set->batch, 0, r->split, &desc);
+    desc.world = 0;                 /* of the context: each rank its part */
     desc.shuffle = strcmp(set->shuffle, "on") == 0;
     desc.workers = set->workers > 0 ? (int32_t)set->workers : AMP_NO_WORKERS;
     desc.prefetch = (int32_t)set->prefetch;
@@ -687,6 +809,7 @@ static amp_result open_files(run *r) {
     const settings *set = &r->set;
     const char *save = *set->save != 0 ? set->save : set->resume;
     char why[400];
+    if (ranks.rank > 0) return AMP_OK;
     if (strcmp(save, "none") == 0) r->save[0] = 0;
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
@@ -716,6 +839,7 @@ static void close_run(run *r) {
     if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
     gpt_destroy(&r->model);
     if (r->loader != NULL) amp_loader_destroy(r->loader);
+    tokenizer_close(&r->tokenizer);
     amp_close(r->amp);
     memset(r, 0, sizeof *r);
 }
@@ -939,25 +1063,31 @@ static amp_result measure_bigrams(run *r) {
    updates the weights and moves the scale.  loss: its mean over the micro-batches, NULL if it is not wanted. */
 static amp_result train_step(run *r, float lr, float *loss) {
     int64_t micro, n = r->set.accumulation;
-    double sum = 0;
+    double sum = 0, began = seconds_now();
+    profile *p = r->set.profile ? &r->profile : NULL;
+    r->model.profile = p;           /* only here: validation and the sample are not counted */
     TRY(amp_optimizer_set_lr(r->optimizer, lr));
     for (micro = 0; micro < n; micro++) {
         amp_batch batch;
-        TRY(amp_loader_next(r->loader, &batch));
+        TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, &batch));
         TRY(forward_loss(r, &batch, 1));
         TRY(gpt_backward(&r->model));
-        TRY(amp_step(r->optimizer, r->scaler));
+        TIMED(p, r->amp, PROFILE_OPTIMIZER, 0, amp_step(r->optimizer, r->scaler));
         if (loss != NULL) {
             TRY(gpt_loss_read(&r->model, loss));
             sum += (double)*loss;
         }
     }
     if (loss != NULL) *loss = (float)(sum / (double)n);
+    r->model.profile = NULL;
+    r->profile.all += seconds_now() - began;
+    r->profile.steps++;
     return AMP_OK;
 }
 
 static double tokens_per_second(const run *r) {
-    double tokens = (double)(r->step - r->start) * (double)(r->set.batch * r->set.seq * r->set.accumulation);
+    double tokens = (double)(r->step - r->start) * (double)(r->set.batch * r->set.seq * r->set.accumulation) *
+                    ranks.world;
     return r->busy > 0 ? tokens / r->busy : 0;
 }
 
@@ -1013,8 +1143,9 @@ static amp_result report_save(run *r, progress *bar) {
     return AMP_OK;
 }
 
-/* By Ctrl-C, or by --stop-after before the end. */
+/* By Ctrl-C on any rank, or by --stop-after before the end. */
 static int stopped(const run *r) {
+    if (ranks_combine((float)stop_requested, AMP_REDUCE_MAX) > 0) stop_requested = 1;
     return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
 }
 
@@ -1030,8 +1161,10 @@ static amp_result train(run *r, progress *bar, int quiet) {
         double began = seconds_now();
         int log = next % set->log_interval == 0 || next == r->steps, show = log || (bar->terminal && began - shown > 1);
         r->lr[slot] = schedule_lr(kind, r->step, r->steps, set->warmup, set->lr, min_lr);
+        if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step warms up */
         result = train_step(r, r->lr[slot], show ? &loss : NULL);
         if (result != AMP_OK) break;
+        if (log) loss = ranks_combine(loss, AMP_REDUCE_SUM) / (float)ranks.world;
         r->losses[slot] = loss;
         r->have_loss[slot] = log;
         r->step = next;
@@ -1074,7 +1207,7 @@ static void print_run(const run *r) {
     const gpt_config *c = &r->model.config;
     const settings *set = &r->set;
     char a[32], b[32], d[32];
-    int64_t per_step = set->batch * set->seq * set->accumulation;
+    int64_t per_step = set->batch * set->seq * set->accumulation * ranks.world;
     printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
     print_scaler(r);
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
@@ -1083,6 +1216,9 @@ static void print_run(const run *r) {
     printf("  model       GPT-2, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
            (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->vocab,
            grouped(r->model.weights_count, a, sizeof a));
+    if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
+    if (r->tokenizer.n > 0)
+        printf("  tokenizer   %s: %s tokens\n", set->tokenizer, grouped(r->tokenizer.n, a, sizeof a));
     printf("  data        %s: %s tokens, %s to train on, %s to validate\n", r->data,
            grouped(r->info.tokens, a, sizeof a), grouped(r->split, b, sizeof b),
            grouped(r->info.tokens - r->split, d, sizeof d));
@@ -1132,44 +1268,160 @@ static int utf8_length(const char *text) {
     return n;
 }
 
-static void print_tokens(const int32_t *tokens, int64_t n, int bytes, FILE *metrics) {
-    char *text = (char *)calloc((size_t)n + 1, 1);
+static void print_text(const char *text, FILE *metrics) {
     int64_t i;
-    for (i = 0; i < n && !bytes; i++) printf("%d ", (int)tokens[i]);
-    if (text != NULL && bytes) {
-        for (i = 0; i < n; i++) text[i] = tokens[i] == 0 ? ' ' : (char)tokens[i];
-        for (i = 0; i < n; i += utf8_length(text + i) > 1 ? utf8_length(text + i) : 1)
-            if (utf8_length(text + i) > 0) printf("%.*s", utf8_length(text + i), text + i);
-            else putchar('?');
-        metrics_begin(metrics, "sample");
-        metrics_text(metrics, "text", text);
-        metrics_end(metrics);
+    for (i = 0; text[i] != 0; i += utf8_length(text + i) > 1 ? utf8_length(text + i) : 1)
+        if (utf8_length(text + i) > 0) printf("%.*s", utf8_length(text + i), text + i);
+        else putchar('?');
+    metrics_begin(metrics, "sample");
+    metrics_text(metrics, "text", text);
+    metrics_end(metrics);
+}
+
+/* 1: the model's tokens are bytes. */
+static int has_bytes(const run *r) { return r->tokenizer.n == 0 && r->model.config.vocab == 256; }
+
+/* The tokens as text; NULL where they stand for none, or there is no memory.  Zeros become spaces. */
+static char *tokens_text(const run *r, const int32_t *tokens, int64_t n) {
+    int64_t i, k, length, bytes = 0, used = 0;
+    char *text;
+    if (r->tokenizer.n == 0 && !has_bytes(r)) return NULL;
+    for (i = 0; i < n; bytes += length, i++)
+        if (has_bytes(r)) length = 1;
+        else tokenizer_text(&r->tokenizer, tokens[i], &length);
+    text = (char *)malloc((size_t)bytes + 1);
+    for (i = 0; i < n && text != NULL; i++) {
+        char byte = (char)tokens[i];
+        const char *piece = &byte;
+        length = 1;
+        if (!has_bytes(r)) piece = tokenizer_text(&r->tokenizer, tokens[i], &length);
+        for (k = 0; k < length; k++) text[used++] = piece[k] != 0 ? piece[k] : ' ';
     }
-    printf("\n");
-    free(text);
+    if (text != NULL) text[used] = 0;
+    return text;
+}
+
+/* What the sample begins with, in tokens: the prompt, or what stands between texts.  tokens: room for the prompt's
+   bytes, at least 1. */
+static amp_result prompt_tokens(run *r, int32_t *tokens, int64_t *n) {
+    const char *prompt = *r->set.prompt != 0 ? r->set.prompt : "\n";
+    int64_t i, bytes = (int64_t)strlen(prompt);
+    uint16_t *encoded;
+    amp_result result;
+    *n = 1;
+    tokens[0] = (int32_t)r->model.config.vocab - 1;
+    if (has_bytes(r)) for (i = 0, *n = bytes; i < bytes; i++) tokens[i] = (unsigned char)prompt[i];
+    if (r->tokenizer.n == 0) return AMP_OK;
+    if (*r->set.prompt == 0 && r->tokenizer.end_of_text >= 0) { tokens[0] = r->tokenizer.end_of_text; return AMP_OK; }
+    encoded = (uint16_t *)malloc((size_t)bytes * sizeof *encoded);
+    if (encoded == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the prompt");
+    result = tokenizer_encode(&r->tokenizer, prompt, bytes, encoded, n);
+    for (i = 0; i < *n && result == AMP_OK; i++) tokens[i] = encoded[i];
+    free(encoded);
+    return result;
 }
 
 /* Prints what the model writes: text, or the numbers of tokens. */
 static amp_result print_sample(run *r) {
     const settings *set = &r->set;
-    const char *prompt = *set->prompt != 0 ? set->prompt : "\n";
-    int bytes = r->model.config.vocab == 256;
-    int64_t n = bytes ? (int64_t)strlen(prompt) : 1, wanted = n + set->sample, i;
-    int32_t *tokens = (int32_t *)malloc((size_t)wanted * sizeof *tokens);
+    int64_t n = 0, i;
+    int32_t *tokens = (int32_t *)malloc((strlen(set->prompt) + 1 + (size_t)set->sample) * sizeof *tokens);
     sampler how;
-    amp_result result = tokens != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the sample");
+    amp_result result = tokens != NULL ? prompt_tokens(r, tokens, &n)
+                                       : example_fail(AMP_ERR_MEMORY, "no memory for the sample");
     how.temperature = set->temperature;
     how.top_k = set->top_k;
     how.seed = (uint64_t)set->seed;
-    for (i = 0; i < n && result == AMP_OK; i++)
-        tokens[i] = bytes ? (unsigned char)prompt[i] : (int32_t)r->model.config.vocab - 1;
-    if (result == AMP_OK) result = gpt_sample(&r->model, &how, tokens, n, wanted);
+    if (result == AMP_OK) result = gpt_sample(&r->model, &how, tokens, n, n + set->sample);
     if (result == AMP_OK && !stop_requested) {
+        char *text = tokens_text(r, tokens, n + set->sample);
         printf("\nSample (temperature %g)\n", set->temperature);
-        print_tokens(tokens, wanted, bytes, r->metrics);
+        if (text != NULL) print_text(text, r->metrics);
+        else for (i = 0; i < n + set->sample; i++) printf("%d ", (int)tokens[i]);
+        printf("\n");
+        free(text);
     }
     free(tokens);
     return result;
+}
+
+/* ==== Where the time goes ======================================================================== */
+
+/* GFLOP/s of amp_gemm on 1024 x 1024 matrices in the run's precision: the best of five. */
+static amp_result measure_gemm(run *r, double *rate) {
+    enum { SIZE = 1024 };
+    const int64_t bytes = (int64_t)SIZE * SIZE * (int64_t)sizeof(float);
+    void *data = NULL;
+    float *host = (float *)malloc((size_t)bytes * 2);
+    amp_result result = host != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the peak");
+    int i;
+    *rate = 0;
+    if (result == AMP_OK) random_normal(host, 2 * SIZE * SIZE, 1, 1, 1.0f);
+    if (result == AMP_OK) result = amp_alloc(r->amp, &data, 3 * bytes);
+    if (result == AMP_OK) result = amp_copy(r->amp, data, host, 2 * bytes, AMP_COPY_TO_DEVICE);
+    for (i = 0; i < 6 && result == AMP_OK; i++) {       /* the first one warms up */
+        float *a = (float *)data, *b = a + SIZE * SIZE, *c = b + SIZE * SIZE;
+        double began, seconds;
+        amp_sync(r->amp);
+        began = seconds_now();
+        TRY(amp_autocast_begin(r->amp, NULL));
+        result = amp_gemm(r->amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, SIZE, SIZE, SIZE, 1, a, SIZE, b, SIZE, 0,
+                          c, SIZE);
+        TRY(amp_autocast_end(r->amp));
+        if (result == AMP_OK) result = amp_sync(r->amp);
+        seconds = seconds_now() - began;
+        if (i > 0 && 2e-9 * SIZE * SIZE * SIZE / seconds > *rate) *rate = 2e-9 * SIZE * SIZE * SIZE / seconds;
+    }
+    amp_free(r->amp, data);
+    free(host);
+    return result;
+}
+
+/* One row of the table; flops: of one step's forward and backward, 0 for none. */
+static void print_profile_row(const run *r, const char *name, const double seconds[2], const double flops[2],
+                              double peak) {
+    double steps = (double)r->profile.steps, both = seconds[0] + seconds[1], rate;
+    printf("  %-16s %10.3f %10.3f %7.1f%%", name, 1e3 * seconds[0] / steps, 1e3 * seconds[1] / steps,
+           100 * both / r->profile.all);
+    metrics_begin(r->metrics, "profile");
+    metrics_text(r->metrics, "operator", name);
+    metrics_number(r->metrics, "forward_ms", 1e3 * seconds[0] / steps);
+    metrics_number(r->metrics, "backward_ms", 1e3 * seconds[1] / steps);
+    metrics_number(r->metrics, "share", both / r->profile.all);
+    if (flops[0] > 0 && seconds[0] > 0 && seconds[1] > 0) {
+        rate = 1e-9 * (flops[0] + flops[1]) * steps / both;
+        printf(" %10.1f %10.1f %8.1f%%", 1e-9 * flops[0] * steps / seconds[0], 1e-9 * flops[1] * steps / seconds[1],
+               100 * rate / peak);
+        metrics_number(r->metrics, "gflops", rate);
+        metrics_number(r->metrics, "of_gemm", rate / peak);
+    }
+    metrics_end(r->metrics);
+    printf("\n");
+}
+
+static amp_result print_profile(run *r) {
+    static const char *const names[PROFILE_ROWS] = {"loader",  "embedding", "layernorm",     "linear",   "attention",
+                                                    "dropout", "lm_head",   "cross-entropy", "optimizer"};
+    double peak, rest[2] = {0, 0}, none[2] = {0, 0};
+    int row;
+    TRY(measure_gemm(r, &peak));
+    printf("\nProfile: %lld steps of %.3f ms%s\n  %-16s %10s %10s %8s %10s %10s %9s\n", (long long)r->profile.steps,
+           1e3 * r->profile.all / (double)r->profile.steps, r->profile.steps > 1 ? ", the first one left out" : "",
+           "operator", "forward ms", "backward", "of step", "GFLOP/s", "backward", "of gemm");
+    rest[0] = r->profile.all;
+    for (row = 0; row < PROFILE_ROWS; row++) {
+        double flops[2];
+        flops[0] = gpt_flops(&r->model, row) * (double)r->set.accumulation;
+        flops[1] = flops[0] * (row == PROFILE_ATTENTION ? 2.5 : 2);
+        rest[0] -= r->profile.seconds[row][0] + r->profile.seconds[row][1];
+        if (row == PROFILE_DROPOUT && r->set.dropout <= 0) continue;
+        print_profile_row(r, names[row], r->profile.seconds[row], flops, peak);
+    }
+    print_profile_row(r, "the rest", rest, none, peak);
+    printf("  of gemm: share of the %.1f GFLOP/s that amp_gemm reached here on 1024 x 1024 x 1024 in %s (best of 5)\n"
+           "  linear: with bias and GELU; cross-entropy: with its gradient; optimizer: check, clipping and update\n",
+           peak, amp_dtype_name(r->choice.dtype));
+    return AMP_OK;
 }
 
 /* ==== The short runs side by side ================================================================ */
@@ -1193,7 +1445,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     mine.save = mine.metrics = "none";
     mine.resume = "";
     mine.steps = set->compare;
-    mine.epochs = mine.stop_after = 0;
+    mine.epochs = mine.stop_after = mine.profile = 0;
     mine.schedule = "constant";
     mine.warmup = set->compare / 5;
     mine.log_interval = 1;
@@ -1250,7 +1502,9 @@ static amp_result compare_precisions(const settings *set, FILE *metrics) {
 /* ==== main ======================================================================================= */
 
 static int fail(int code) {
+    if (ranks.world > 1) fprintf(stderr, "rank %d: ", (int)ranks.rank);
     fprintf(stderr, "train_gpt: %s\n", example_error());
+    ranks_end(code);
     return code;
 }
 
@@ -1259,14 +1513,17 @@ static amp_result main_run(run *r) {
     progress bar;
     double loss;
     int64_t start = r->step;
+    int stop;
     print_machine(r);
     print_run(r);
     metrics_run(r);
     progress_open(&bar, r->steps);
     bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
     TRY(train(r, &bar, 0));
-    if (r->step > start || stopped(r)) TRY(report_save(r, &bar));
-    if (stopped(r)) {
+    stop = stopped(r);
+    if (r->step > start || stop) TRY(report_save(r, &bar));
+    if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
+    if (stop) {
         printf("stopped at step %lld", (long long)r->step);
         if (r->save[0] != 0) printf("; go on with --resume %s", r->save);
         printf("\n");
@@ -1284,23 +1541,28 @@ int main(int argc, char **argv) {
     FILE *metrics;
     char data[PATH_MAX];
     amp_result result;
+    ranks_begin(&argc, &argv);
     if (read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
-    if (set.help) return print_help(), 0;
+    if (set.help) return print_help(), ranks_end(0), 0;
     stop_install();
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
-    if (result == AMP_OK) result = measure_bigrams(&r);
+    if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
     result = main_run(&r);
     metrics = r.metrics;
     r.metrics = NULL;
     snprintf(data, sizeof data, "%s", r.data);
     set.data = data;                /* the short runs read the same file, as it is now */
+    set.format = r.set.format;
+    if (r.tokenizer.n > 0) set.vocab = r.model.config.vocab;
+    set.tokenizer = "";
     close_run(&r);                  /* before the short runs, so that they have the memory */
     if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested)
         result = compare_precisions(&set, metrics);
     if (metrics != NULL) fclose(metrics);
     free(given.saved);
     if (result != AMP_OK) return fail(1);
+    ranks_end(0);
     return stop_requested ? 130 : 0;
 }

@@ -35,6 +35,38 @@ for precision in fp16 bf16; do
     else fail "$precision resumes" "the resumed run differs: $(tail -n 2 "$work/second.log")"; fi
 done
 
+# How the data is read changes nothing: workers, none, more read ahead, other memory.
+train read_2 --steps 6 --save "$work/read_2"
+train read_0 --steps 6 --save "$work/read_0" --workers 0
+train read_5 --steps 6 --save "$work/read_5" --workers 5 --prefetch 7 --pin off --timeout 30
+train ordered --steps 6 --save "$work/ordered" --shuffle off
+for other in read_0 read_5; do
+    if cmp -s "$work/read_2.safetensors" "$work/$other.safetensors"; then pass; else fail "$other" "differs from two workers: $(tail -n 2 "$work/$other.log")"; fi
+done
+if [ -s "$work/ordered.safetensors" ] && ! cmp -s "$work/read_2.safetensors" "$work/ordered.safetensors"; then pass; else fail "--shuffle off" "the same order as with it"; fi
+
+# Several files by a pattern are one text.
+head -c 9000 "$work/text" > "$work/piece_1"; tail -c +9001 "$work/text" | head -c 9000 > "$work/piece_2"
+train pieces --steps 2 --data "$work/piece_*"
+if grep -q "18,000 tokens" "$work/pieces.log"; then pass; else fail "pattern" "$(tail -n 3 "$work/pieces.log")"; fi
+
+# A tokenizer: text becomes tokens, resumes, and the sample is text again.
+bpe="--tokenizer tests/golden/tokenizer_vocab.json tests/golden/tokenizer_merges.txt"
+train bpe_whole $bpe --steps 8 --save "$work/bpe_whole" --sample 40 --prompt "The loader"
+train bpe_first $bpe --steps 8 --save "$work/bpe_two" --stop-after 3
+train bpe_second --steps 8 --save "$work/bpe_two" --resume "$work/bpe_two"
+if cmp -s "$work/bpe_whole.safetensors" "$work/bpe_two.safetensors"; then pass; else fail "tokenizer resumes" "the resumed run differs: $(tail -n 2 "$work/bpe_second.log")"; fi
+if grep -q "^The loader" "$work/bpe_whole.log" && grep -q "900 tokens: " "$work/bpe_whole.log"; then pass; else fail "tokenizer sample" "$(tail -n 3 "$work/bpe_whole.log")"; fi
+if "$gpt" $small --out "$work/ready" --data "$work/bpe_whole/tokens.bin" $bpe --steps 1 > "$work/ready.log" 2>&1 && [ ! -e "$work/ready/tokens.bin" ]; then pass; else fail "token file with a tokenizer" "$(tail -n 3 "$work/ready.log")"; fi
+
+# The profile names every operator and adds up to the step.
+train profile --steps 8 --profile --dropout 0.1
+missing=
+for row in loader embedding layernorm linear attention dropout lm_head cross-entropy optimizer "the rest"; do grep -q "^  $row " "$work/profile.log" || missing="$missing $row"; done
+sum=$(grep '"profile"' "$work/profile/metrics.jsonl" | sed 's/.*"share": \([^,}]*\).*/\1/' | awk '{s += $1} END {print s}')
+if [ -z "$missing" ] && awk "BEGIN {exit !($sum > 0.999 && $sum < 1.001)}" && grep -q "of gemm: share" "$work/profile.log"; then pass
+else fail "--profile" "no row:$missing; the shares add up to $sum"; fi
+
 # refused TEXT FLAGS...: exit code 2, and the text is said.
 refused() {
     text=$1; shift
@@ -50,6 +82,15 @@ refused "--batch" --batch 0
 refused "--lr" --lr fast
 refused "--steps" --steps
 refused "/nonexistent" --data /nonexistent
+refused "--workers" --workers 65
+refused "--prefetch" --prefetch 0
+refused "--pin" --pin maybe
+refused "--timeout" --timeout 0
+refused "takes two files" --tokenizer one.json
+refused "/nonexistent" --tokenizer /nonexistent tests/golden/tokenizer_merges.txt
+refused "README.md: byte 0" --tokenizer README.md tests/golden/tokenizer_merges.txt
+refused "README.md: line 1" --tokenizer tests/golden/tokenizer_vocab.json README.md
+refused "--tokenizer" --vocab 99 $bpe
 refused "growth" --scaler on --precision fp16 --growth-factor 0.5
 
 # Other data is refused on resume.

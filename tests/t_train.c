@@ -87,6 +87,20 @@ TEST(unknown_flags_get_a_suggestion) {
     CHECK(strstr(example_text, "did you mean") == NULL);
 }
 
+TEST(paths_come_in_pairs) {
+    static char program[] = "train_gpt", flag[] = "--tokenizer", a[] = "v.json", b[] = "m.txt", together[] = "--tokenizer=x,y", steps[] = "--steps";
+    char *both[] = {program, flag, a, b}, *one[] = {program, flag, a}, *next[] = {program, flag, a, steps, b}, *equals[] = {program, together};
+    int at = option_index("tokenizer");
+    CHECK_OK(read_command_line(4, both));
+    CHECK(strcmp(given.text[at], "v.json,m.txt") == 0);
+    CHECK_OK(read_command_line(2, equals));
+    CHECK(strcmp(given.text[at], "x,y") == 0);
+    CHECK(read_command_line(3, one) != AMP_OK && strstr(example_text, "--tokenizer") != NULL);
+    CHECK(read_command_line(5, next) != AMP_OK);
+    memset(&given, 0, sizeof given);
+    example_text[0] = 0;
+}
+
 /* ---- Schedules, bigrams, sampling */
 
 TEST(schedules) {
@@ -143,10 +157,31 @@ TEST(json_values) {
     CHECK(!json_find(j, "n", value, 3));
 }
 
+TEST(json_surrogates) {
+    static const char text[] = "{\"a\": \"\\ud83d\\ude00\", \"b\": \"\\u20ac\"}";
+    static const char *const bad[] = {"{\"a\":\"\\ud83d\"}", "{\"a\":\"\\ude00\"}", "{\"a\":\"\\ud83d\\u0041\"}", "{\"a\":\"\\ud83dx\"}", "{\"a\":\"\\ud83d\\"};
+    char value[16];
+    CHECK(json_find(json_open(text, sizeof text - 1), "a", value, sizeof value) && strcmp(value, "\xf0\x9f\x98\x80") == 0);
+    CHECK(json_find(json_open(text, sizeof text - 1), "b", value, sizeof value) && strcmp(value, "\xe2\x82\xac") == 0);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) CHECK(!json_find(json_open(bad[i], strlen(bad[i])), "a", value, sizeof value));
+}
+
 TEST(json_errors_do_not_run_away) {
     static const char *const bad[] = {"", "{", "{\"", "{\"a", "{\"a\"", "{\"a\":", "{\"a\":[", "{\"a\":1", "{a:1}", "[", "{\"\\u12\":1}", "{\"\\q\":1}", "]"};
     char value[16];
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) CHECK(!json_find(json_open(bad[i], strlen(bad[i])), "b", value, sizeof value));
+}
+
+/* Operators of GPT-2 by hand: 2 layers of 12 C^2 weights, C V output weights, T (T + 1) / 2 pairs of positions. */
+TEST(flops_by_hand) {
+    gpt g;
+    memset(&g, 0, sizeof g);
+    g.config = odd_config();
+    g.rows = 10; g.seq = 5;
+    CHECK(gpt_flops(&g, PROFILE_LINEAR) == 2.0 * 10 * 2 * 12 * 20 * 20);
+    CHECK(gpt_flops(&g, PROFILE_HEAD) == 2.0 * 10 * 20 * 61);
+    CHECK(gpt_flops(&g, PROFILE_ATTENTION) == 2.0 * 2 * (2 * 15) * 20 * 2);
+    CHECK(gpt_flops(&g, PROFILE_LOADER) == 0);
 }
 
 /* ---- Model files */
@@ -400,11 +435,14 @@ int main(int argc, char **argv) {
     RUN(bad_values_are_refused_by_name);
     RUN(words_stand_for_numbers);
     RUN(unknown_flags_get_a_suggestion);
+    RUN(paths_come_in_pairs);
     RUN(schedules);
     RUN(bigrams_by_hand);
     RUN(sampling);
     RUN(json_values);
+    RUN(json_surrogates);
     RUN(json_errors_do_not_run_away);
+    RUN(flops_by_hand);
     RUN(safetensors_round_trip);
     RUN(safetensors_dtypes);
     RUN(safetensors_entries_that_lie);
