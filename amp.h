@@ -546,6 +546,7 @@ typedef enum amp_cpu_path {
     AMP_CPU_AVX2 = 2,               /* with FMA and F16C */
     AMP_CPU_AVX512 = 3,             /* F, BW, DQ, VL */
     AMP_CPU_AVX512_BF16 = 4,
+    AMP_CPU_AMX = 5,                /* AMX-BF16: products of bf16; the rest as AVX-512 */
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
 
@@ -553,7 +554,8 @@ typedef struct amp_cpu_info {
     char name[64];
     int32_t cores;                  /* that this process may use */
     amp_cpu_path path;              /* best path this CPU and system support */
-    int32_t avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16;   /* 0 or 1 */
+    int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
+    int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
     int64_t l1d, l2, l3;            /* bytes per core, core and socket; 0 unknown */
     int64_t memory;                 /* bytes of RAM; 0 unknown */
 } amp_cpu_info;
@@ -2546,7 +2548,7 @@ typedef struct ampi_attention_vec {
 
 /* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words: one fp32 value, or two bf16 values with
    consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs
-   of bf16 with the dot product instruction; the loops around the tables know nothing but their sizes. */
+   of bf16 with the dot product instruction or with AMX; the loops around the tables know nothing but their sizes. */
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
@@ -2558,6 +2560,12 @@ enum {
 #  define AMPI_GEMM_BF16 1
 #else
 #  define AMPI_GEMM_BF16 0
+#endif
+/* AMX needs one, and a system that lets a process ask for it. */
+#if AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#  define AMPI_GEMM_AMX 1
+#else
+#  define AMPI_GEMM_AMX 0
 #endif
 
 /* X(0) X(1) .. once for each row of a tile */
@@ -2576,8 +2584,12 @@ enum {
 #define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
 #define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
 
-/* c (r rows, `cols` columns) = add + a b over k words: a[i * lda + p], b[p * ldb + j]; add NULL counts as 0. */
-typedef void (*ampi_gemm_tile)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+/* A tile of a fixed number of rows. */
+typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                               const float *add, int64_t ldadd, float *c, int64_t ldc);
+
+/* c (`rows` rows, `cols` columns) = add + a b over k words: a[i * lda + p], b[p * ldb + j]; add NULL counts as 0. */
+typedef void (*ampi_gemm_tile)(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                                const float *add, int64_t ldadd, float *c, int64_t ldc);
 
 /* What becomes of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
@@ -2593,7 +2605,11 @@ typedef struct ampi_gemm_out {
 typedef struct ampi_gemm_vec {
     int32_t rows, cols;                 /* of the largest tile */
     int32_t unit;                       /* values of k in one word */
-    const ampi_gemm_tile *tiles;        /* tiles[r - 1] computes r rows */
+    int32_t block;                      /* words of k multiplied at a time */
+    int32_t band;                       /* rows of A that wait in the second-level cache */
+    int32_t spare;                      /* rows of packed A that a tile may read, and ignore, beyond its own */
+    ampi_gemm_tile multiply;
+    void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
     /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled with 0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
     /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the right:
@@ -2997,11 +3013,30 @@ static uint64_t ampi_xgetbv(void) {
     return (uint64_t)high << 32 | low;
 }
 
+/* Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+static int ampi_ask_for_tiles(void) {
+#if AMPI_GEMM_AMX
+    long result;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(158L), "D"(0x1023L), "S"(18L) : "rcx", "r11", "memory");
+    return result == 0;
+#else
+    return 0;
+#endif
+}
+
+/* On cores with AMX, vdpbf16ps has a quarter of the rate of an FMA and does twice its work: there bf16 is multiplied
+   with AMX or with FMA. */
+static amp_cpu_path ampi_path_of(const amp_cpu_info *cpu, int cores_have_amx) {
+    if (cpu->amx_bf16) return AMP_CPU_AMX;
+    if (cpu->avx512_bf16 && !cores_have_amx) return AMP_CPU_AVX512_BF16;
+    return cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
+}
+
 /* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm, 0x60000 tiles). */
 static void ampi_probe_x86(amp_cpu_info *cpu) {
     uint32_t a, b, c, d, brand[12];
     uint64_t saved;
-    int i;
+    int i, amx;
     if (__get_cpuid(0x80000000u, &a, &b, &c, &d) && a >= 0x80000004u) {
         const char *name = (const char *)brand;
         for (i = 0; i < 3; i++)
@@ -3016,8 +3051,10 @@ static void ampi_probe_x86(amp_cpu_info *cpu) {
     cpu->avx2 = cpu->avx2 && (b >> 5 & 1);
     cpu->avx512 = cpu->avx2 && (saved & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
     cpu->avx512_fp16 = cpu->avx512 && (d >> 23 & 1);
-    cpu->amx_bf16 = (saved & 0x60000) == 0x60000 && (d >> 22 & 1) && (d >> 24 & 1);
+    amx = (d >> 22 & 1) && (d >> 24 & 1);
     if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu->avx512_bf16 = cpu->avx512 && (a >> 5 & 1);
+    cpu->amx_bf16 = cpu->avx512_bf16 && amx && (saved & 0x60000) == 0x60000 && ampi_ask_for_tiles();
+    cpu->path = ampi_path_of(cpu, amx);
 }
 #endif
 
@@ -3029,10 +3066,10 @@ static int64_t ampi_sysconf(int name) {
 static void ampi_probe_cpu(amp_cpu_info *cpu) {
     memset(cpu, 0, sizeof *cpu);
     snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
+    cpu->path = AMP_CPU_SCALAR;
 #if AMPI_X86
     ampi_probe_x86(cpu);
 #endif
-    cpu->path = cpu->avx512_bf16 ? AMP_CPU_AVX512_BF16 : cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
 #if defined(_SC_NPROCESSORS_ONLN)
     cpu->cores = (int32_t)ampi_sysconf(_SC_NPROCESSORS_ONLN);
 #endif
@@ -3068,7 +3105,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", cpu->name);
     snprintf(out->kind, sizeof out->kind, "cpu");
-    out->bf16 = cpu->avx512_bf16;
+    out->bf16 = cpu->path >= AMP_CPU_AVX512_BF16;
     out->multiprocessors = cpu->cores;
     out->memory = cpu->memory;
 }
@@ -3087,6 +3124,7 @@ static const char *ampi_cpu_path_name(amp_cpu_path path) {
         case AMP_CPU_AVX2: return "AVX2";
         case AMP_CPU_AVX512: return "AVX-512";
         case AMP_CPU_AVX512_BF16: return "AVX-512 BF16";
+        case AMP_CPU_AMX: return "AMX and AVX-512";
         default: return "best";
     }
 }
@@ -3850,8 +3888,6 @@ AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const flo
    they lie, one thread does the work, scratch memory comes from the stack. */
 
 enum {
-    AMPI_GEMM_BLOCK = 256,              /* words of k: a panel of 256 x 32 words is 32 KiB */
-    AMPI_GEMM_BAND = 28,                /* tiles of rows in a band: 392 x 256 words are 392 KiB */
     AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_PANELS = 16,              /* panels in a block of columns, where fp32 sums are kept between blocks of k */
@@ -3876,27 +3912,12 @@ static int ampi_gemm_is_words(const ampi_gemm_vec *vec, const ampi_gemm_operand 
     return x->dtype == AMP_BF16 && x->along_k && k % 2 == 0 && x->ld % 2 == 0;
 }
 
-/* Cores with AMX run vdpbf16ps at a quarter of the rate of an FMA, which is half its work: there products of rounded
-   operands by FMA are twice as fast.  The answer is found once; threads that race store the same value. */
-static int ampi_cpu_fast_bf16(void) {
-#if AMPI_GEMM_BF16
-    static int cached;
-    int answer = __atomic_load_n(&cached, __ATOMIC_RELAXED);
-    if (answer == 0) {
-        amp_cpu_info info;
-        ampi_probe_cpu(&info);
-        answer = info.avx512_bf16 && !info.amx_bf16 ? 1 : -1;
-        __atomic_store_n(&cached, answer, __ATOMIC_RELAXED);
-    }
-    return answer > 0;
-#else
-    return 0;
-#endif
-}
-
 static const ampi_gemm_vec *ampi_gemm_pick(const ampi_cpu *cpu, amp_dtype compute) {
+#if AMPI_GEMM_AMX
+    if (cpu->path == AMP_CPU_AMX && compute == AMP_BF16) return &ampi_gemm_kernels_amx;
+#endif
 #if AMPI_GEMM_BF16
-    if (cpu->path >= AMP_CPU_AVX512_BF16 && compute == AMP_BF16 && ampi_cpu_fast_bf16()) return &ampi_gemm_kernels_bf16;
+    if (cpu->path == AMP_CPU_AVX512_BF16 && compute == AMP_BF16) return &ampi_gemm_kernels_bf16;
 #endif
     (void)compute;
     return AMPI_PICK(ampi_gemm_kernels, cpu->path);
@@ -3930,7 +3951,7 @@ typedef struct ampi_gemm_blocks {
 static ampi_gemm_blocks ampi_gemm_cut_k(const ampi_gemm_vec *vec, int64_t k) {
     ampi_gemm_blocks b;
     b.words = (k + vec->unit - 1) / vec->unit;
-    b.count = AMPI_MAX((b.words + AMPI_GEMM_BLOCK - 1) / AMPI_GEMM_BLOCK, 1);
+    b.count = AMPI_MAX((b.words + vec->block - 1) / vec->block, 1);
     b.size = (b.words + b.count - 1) / b.count;
     return b;
 }
@@ -4040,6 +4061,13 @@ static void ampi_gemm_fetch(const float *words, int64_t n, int64_t i, int64_t pa
     for (; p < end; p += 16) __builtin_prefetch(p, 0, 2);
 }
 
+/* Asks for the rows of sums that the next tile adds to. */
+static void ampi_gemm_fetch_rows(const float *sums, int64_t ld, int64_t rows, int64_t width) {
+    int64_t i, j;
+    for (i = 0; i < rows; i++)
+        for (j = 0; j < width; j += 16) __builtin_prefetch(sums + i * ld + j, 1, 2);
+}
+
 /* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself, in the scratch memory's sums, or in one tile that
    finish then writes out.  next: the packed panel that follows, or NULL. */
 static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from, int64_t end,
@@ -4056,18 +4084,17 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     ampi_gemm_bias(call, col, cols, bias);
     ampi_gemm_out_at(call, s, col, bias, &out);
     for (tile = 0; tile < tiles; tile++, from += rows) {
-        ampi_gemm_tile multiply;
         const float *a = s->a + from * s->lda, *before = s->first || sums == NULL ? NULL : sums + from * pitch;
         rows = (end - from) / (tiles - tile);
-        multiply = vec->tiles[rows - 1];
         if (next != NULL) ampi_gemm_fetch(next, s->words * width, tile, tiles);
         if (in_c) {
             float *c = (float *)out.c + from * g->ldc;
-            multiply(s->words, a, s->lda, b, ldb, s->first && g->beta == 0.0f ? NULL : c, g->ldc, c, g->ldc);
+            if (tile + 1 < tiles) ampi_gemm_fetch_rows(c + rows * g->ldc, g->ldc, rows, width);
+            vec->multiply(rows, s->words, a, s->lda, b, ldb, s->first && g->beta == 0.0f ? NULL : c, g->ldc, c, g->ldc);
         } else if (sums != NULL && !s->last) {
-            multiply(s->words, a, s->lda, b, ldb, before, pitch, sums + from * pitch, pitch);
+            vec->multiply(rows, s->words, a, s->lda, b, ldb, before, pitch, sums + from * pitch, pitch);
         } else {
-            multiply(s->words, a, s->lda, b, ldb, before, pitch, x, width);
+            vec->multiply(rows, s->words, a, s->lda, b, ldb, before, pitch, x, width);
             vec->finish(&out, x, width, from, rows, cols);
         }
     }
@@ -4139,6 +4166,7 @@ static int64_t ampi_gemm_cut(int64_t n, int64_t grain, int64_t i, int64_t parts)
 static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_gemm_call *call = (const ampi_gemm_call *)arg;
     int64_t part, i, j, parts = call->cut_m * call->cut_n;
+    if (call->vec->begin != NULL) call->vec->begin();
     for (part = begin; part < end; part++) {
         int64_t along_m = part % parts / call->cut_n, along_n = part % call->cut_n;
         int64_t row = ampi_gemm_cut(call->g->m, call->vec->rows, along_m, call->cut_m);
@@ -4157,6 +4185,7 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
                 ampi_gemm_block(call, &s);
             }
     }
+    if (call->vec->end != NULL) call->vec->end();
 }
 
 /* Chooses the parts: the cut of each C with the least time for the busiest thread.  A part of r rows and c columns
@@ -4186,15 +4215,15 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     int keep;
     call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL;
     keep = !call->sum_in_c && call->blocks.count > 1;
-    call->band_rows = (int64_t)AMPI_GEMM_BAND * vec->rows;
+    call->band_rows = vec->band;
     call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 1 : AMPI_GEMM_BANDS));
     call->block_panels = keep ? AMPI_MIN(panels, (int64_t)AMPI_GEMM_PANELS) : panels;
     /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
-    call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4);
+    call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
-    call->at_b = call->at_a + (call->use_a ? 0 : call->block_rows * ampi_gemm_pitch(words));
+    call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
     call->at_room = call->at_b + (g->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
     call->at_sums = call->at_room + width * ampi_gemm_pitch(words);
     call->slot = (call->at_sums + (keep ? call->block_rows * call->block_panels * width : 0) + 15) / 16 * 16;
@@ -6289,7 +6318,7 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     AMPI_TRY(ampi_check_enum("level", (int)d->level, AMP_LEVEL_O3));
     AMPI_TRY(ampi_check_enum("policy", (int)d->policy, AMP_POLICY_TORCH));
     AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
-    AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AVX512_BF16));
+    AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AMX));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
     if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
     if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
@@ -11371,8 +11400,10 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
+#  define AMPI_GEMM_BLOCK 512
 #else
 #  define AMPI_GEMM_ROWS 6              /* 12 of 16 */
+#  define AMPI_GEMM_BLOCK 256
 #endif
 
 /* One word in all lanes; a and b may hold pairs of bf16, so nothing is assumed of their type. */
@@ -11412,13 +11443,17 @@ AMPI_TILE(ampi_tile_, 11) AMPI_TILE(ampi_tile_, 12) AMPI_TILE(ampi_tile_, 13) AM
 #undef AMPI_TILE_TARGET
 #undef AMPI_TILE_PRODUCT
 
-static const ampi_gemm_tile AMPI_V(ampi_gemm_tiles)[AMPI_GEMM_ROWS] = {
-    AMPI_V(ampi_tile_1), AMPI_V(ampi_tile_2), AMPI_V(ampi_tile_3), AMPI_V(ampi_tile_4), AMPI_V(ampi_tile_5), AMPI_V(ampi_tile_6),
+AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                             const float *add, int64_t ldadd, float *c, int64_t ldc) {
+    static const ampi_tile_rows tiles[AMPI_GEMM_ROWS] = {
+        AMPI_V(ampi_tile_1), AMPI_V(ampi_tile_2), AMPI_V(ampi_tile_3), AMPI_V(ampi_tile_4), AMPI_V(ampi_tile_5), AMPI_V(ampi_tile_6),
 #if AMPI_GEMM_ROWS == 14
-    AMPI_V(ampi_tile_7), AMPI_V(ampi_tile_8), AMPI_V(ampi_tile_9), AMPI_V(ampi_tile_10), AMPI_V(ampi_tile_11),
-    AMPI_V(ampi_tile_12), AMPI_V(ampi_tile_13), AMPI_V(ampi_tile_14),
+        AMPI_V(ampi_tile_7), AMPI_V(ampi_tile_8), AMPI_V(ampi_tile_9), AMPI_V(ampi_tile_10), AMPI_V(ampi_tile_11),
+        AMPI_V(ampi_tile_12), AMPI_V(ampi_tile_13), AMPI_V(ampi_tile_14),
 #endif
-};
+    };
+    tiles[rows - 1](k, a, lda, b, ldb, add, ldadd, c, ldc);
+}
 
 /* ---- Packing into fp32 words */
 
@@ -11614,7 +11649,7 @@ AMPI_PRIVATE float AMPI_V(ampi_gemm_dot)(const float *x, const float *row, int64
 }
 
 static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
-    AMPI_GEMM_ROWS, 2 * AMPI_W, 1, AMPI_V(ampi_gemm_tiles), AMPI_V(ampi_gemm_row), AMPI_V(ampi_gemm_weave),
+    AMPI_GEMM_ROWS, 2 * AMPI_W, 1, AMPI_GEMM_BLOCK, 14 * AMPI_GEMM_ROWS, 0, AMPI_V(ampi_gemm_multiply), NULL, NULL, AMPI_V(ampi_gemm_row), AMPI_V(ampi_gemm_weave),
     AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
 };
 
@@ -11634,12 +11669,16 @@ AMPI_TILE(ampi_tile_bf16_, 9)  AMPI_TILE(ampi_tile_bf16_, 10) AMPI_TILE(ampi_til
 AMPI_TILE(ampi_tile_bf16_, 13) AMPI_TILE(ampi_tile_bf16_, 14)
 #undef AMPI_TILE_PRODUCT
 
-static const ampi_gemm_tile ampi_gemm_tiles_bf16[AMPI_GEMM_ROWS] = {
-    AMPI_V(ampi_tile_bf16_1), AMPI_V(ampi_tile_bf16_2), AMPI_V(ampi_tile_bf16_3), AMPI_V(ampi_tile_bf16_4),
-    AMPI_V(ampi_tile_bf16_5), AMPI_V(ampi_tile_bf16_6), AMPI_V(ampi_tile_bf16_7), AMPI_V(ampi_tile_bf16_8),
-    AMPI_V(ampi_tile_bf16_9), AMPI_V(ampi_tile_bf16_10), AMPI_V(ampi_tile_bf16_11), AMPI_V(ampi_tile_bf16_12),
-    AMPI_V(ampi_tile_bf16_13), AMPI_V(ampi_tile_bf16_14),
-};
+AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                          const float *add, int64_t ldadd, float *c, int64_t ldc) {
+    static const ampi_tile_rows tiles[AMPI_GEMM_ROWS] = {
+        AMPI_V(ampi_tile_bf16_1), AMPI_V(ampi_tile_bf16_2), AMPI_V(ampi_tile_bf16_3), AMPI_V(ampi_tile_bf16_4),
+        AMPI_V(ampi_tile_bf16_5), AMPI_V(ampi_tile_bf16_6), AMPI_V(ampi_tile_bf16_7), AMPI_V(ampi_tile_bf16_8),
+        AMPI_V(ampi_tile_bf16_9), AMPI_V(ampi_tile_bf16_10), AMPI_V(ampi_tile_bf16_11), AMPI_V(ampi_tile_bf16_12),
+        AMPI_V(ampi_tile_bf16_13), AMPI_V(ampi_tile_bf16_14),
+    };
+    tiles[rows - 1](k, a, lda, b, ldb, add, ldadd, c, ldc);
+}
 
 /* The first n of 16 or 32 lanes; any n. */
 AMPI_PRIVATE inline __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
@@ -11709,13 +11748,105 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stri
 }
 
 static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
-    AMPI_GEMM_ROWS, 2 * AMPI_W, 2, ampi_gemm_tiles_bf16, ampi_gemm_row_bf16, ampi_gemm_weave_bf16,
+    AMPI_GEMM_ROWS, 2 * AMPI_W, 2, 256, 14 * AMPI_GEMM_ROWS, 0, ampi_gemm_multiply_bf16, NULL, NULL, ampi_gemm_row_bf16, ampi_gemm_weave_bf16,
+    AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
+};
+#undef AMPI_TILE_TARGET
+#endif
+
+/* ---- The same pairs with AMX.  A tile register holds 16 rows of 16 words; tdpbf16ps adds to each sum what 16 words
+   give, the products of the low halves and those of the high halves each summed by itself.  It takes subnormal
+   operands and results as 0. */
+
+#if AMPI_GEMM_AMX && AMPI_PASS == 3
+#define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")))
+
+/* All eight tiles with 16 rows of 64 bytes (palette 1). */
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_amx_begin(void) {
+    static const struct { uint8_t palette, start, zero[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } config = {
+        1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}
+    };
+    _tile_loadconfig(&config);
+}
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_amx_end(void) { _tile_release(); }
+
+/* gcc does not see that a tile load reads memory: what was stored there must be stored before. */
+AMPI_PRIVATE inline void ampi_amx_stored(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+
+/* Tiles 0 to 3 (two of 16 rows, two of 16 columns) += a b over 16 words; one row of tiles unless `both`.  Strides in bytes. */
+AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size_t lda, const float *b, size_t ldb) {
+    _tile_loadd(6, b, ldb);
+    _tile_loadd(4, a, lda);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + 16, ldb);
+    _tile_dpbf16ps(1, 4, 7);
+    if (!both) return;
+    _tile_loadd(5, (const char *)a + 16 * lda, lda);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+/* The last words of k, fewer than 16, filled with zeros. */
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb) {
+    float rest_a[32 * 16], rest_b[16 * 32];
+    int64_t i;
+    memset(rest_a, 0, sizeof rest_a);
+    memset(rest_b, 0, sizeof rest_b);
+    for (i = 0; i < rows; i++) memcpy(rest_a + 16 * i, a + i * lda, (size_t)k * sizeof *a);
+    for (i = 0; i < k; i++) memcpy(rest_b + 32 * i, b + i * ldb, 32 * sizeof *b);
+    ampi_amx_stored(rest_a);
+    ampi_amx_stored(rest_b);
+    ampi_amx_step(rows > 16, rest_a, 64, rest_b, 128);
+}
+
+AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_load(int both, const float *c, size_t ldc) {
+    _tile_loadd(0, c, ldc);
+    _tile_loadd(1, c + 16, ldc);
+    if (!both) return;
+    _tile_loadd(2, (const char *)c + 16 * ldc, ldc);
+    _tile_loadd(3, (const char *)c + 16 * ldc + 64, ldc);
+}
+AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, size_t ldc) {
+    _tile_stored(0, c, ldc);
+    _tile_stored(1, c + 16, ldc);
+    if (!both) return;
+    _tile_stored(2, (char *)c + 16 * ldc, ldc);
+    _tile_stored(3, (char *)c + 16 * ldc + 64, ldc);
+}
+
+/* Rows that do not fill their tiles come from, and go to, a tile of their own. */
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                                          const float *add, int64_t ldadd, float *c, int64_t ldc) {
+    float part[32 * 32];
+    int whole = rows % 16 == 0, both = rows > 16;
+    int64_t i;
+    if (add == NULL) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else if (whole) {
+        ampi_amx_load(both, add, (size_t)ldadd * 4);
+    } else {
+        for (i = 0; i < rows; i++) memcpy(part + 32 * i, add + i * ldadd, 32 * sizeof *add);
+        ampi_amx_stored(part);
+        ampi_amx_load(both, part, 128);
+    }
+    for (; k >= 16; k -= 16, a += 16, b += 16 * ldb) ampi_amx_step(both, a, (size_t)lda * 4, b, (size_t)ldb * 4);
+    if (k > 0) ampi_amx_rest(rows, k, a, lda, b, ldb);
+    ampi_amx_store(both, whole ? c : part, whole ? (size_t)ldc * 4 : 128);
+    for (i = 0; !whole && i < rows; i++) memcpy(c + i * ldc, part + 32 * i, 32 * sizeof *c);
+}
+
+static const ampi_gemm_vec ampi_gemm_kernels_amx = {
+    32, 32, 2, 128, 384, 15, ampi_gemm_multiply_amx, ampi_amx_begin, ampi_amx_end, ampi_gemm_row_bf16, ampi_gemm_weave_bf16,
     AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
 };
 #undef AMPI_TILE_TARGET
 #endif
 
 #undef AMPI_GEMM_ROWS
+#undef AMPI_GEMM_BLOCK
 #undef AMPI_TILE
 #undef AMPI_TILE_ZERO
 #undef AMPI_TILE_STEP

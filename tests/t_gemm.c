@@ -11,10 +11,10 @@
 
 /* ---- The ways to multiply */
 
-typedef struct way { const char *name; amp_cpu_path path; int pairs; } way;
+typedef struct way { const char *name; amp_cpu_path path; int bf16; } way;        /* bf16: has a product of its own for it */
 static const way all_ways[] = {
     {"scalar", AMP_CPU_SCALAR, 0}, {"avx2", AMP_CPU_AVX2, 0}, {"avx512", AMP_CPU_AVX512, 0},
-    {"avx512_bf16", AMP_CPU_AVX512_BF16, 0}, {"avx512_bf16 pairs", AMP_CPU_AVX512_BF16, 1},
+    {"avx512_bf16", AMP_CPU_AVX512_BF16, 1}, {"amx", AMP_CPU_AMX, 1},
 };
 enum { WAYS = sizeof all_ways / sizeof *all_ways };
 static amp_cpu_path best_path;
@@ -43,19 +43,6 @@ static ampi_cpu cpu_of(const way *w, int threads) {
     cpu.threads = threads;
     cpu.path = w->path;
     return cpu;
-}
-
-/* The pairs table is called directly: ampi_cpu_gemm passes it over where the CPU has something faster. */
-static const ampi_gemm_vec *table_of(const way *w, amp_dtype compute) {
-#if AMPI_GEMM_BF16
-    if (w->pairs && compute == AMP_BF16) return &ampi_gemm_kernels_bf16;
-#endif
-    (void)w; (void)compute;
-    return NULL;
-}
-static amp_result multiply(const way *w, ampi_cpu *cpu, const amp_k_gemm *g) {
-    const ampi_gemm_vec *vec = table_of(w, g->compute);
-    return vec != NULL && g->m > 1 && g->n > 1 && g->batch > 0 ? ampi_gemm_with(cpu, vec, g) : ampi_cpu_gemm(cpu, g, NULL);
 }
 
 /* ---- Data */
@@ -247,7 +234,7 @@ static void check_case(const way *w, test_case t) {
     amp_k_pack pack;
     double worst;
     int threads;
-    CHECK_OK(multiply(w, &cpu, &p.g));
+    CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
     worst = worst_excess(&p);
     CHECK_MSG(worst == 0, "%s: error is %.3g of what is allowed", describe(w, &t), worst);
     memcpy(c, p.g.c, bytes);
@@ -255,7 +242,7 @@ static void check_case(const way *w, test_case t) {
     for (threads = 2; threads <= 3; threads++) {
         memcpy(p.g.c, p.c_before, bytes);
         cpu.threads = threads;
-        CHECK_OK(multiply(w, &cpu, &p.g));
+        CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
         CHECK_MSG(memcmp(c, p.g.c, bytes) == 0, "%s: %d threads give other bits", describe(w, &t), threads);
         CHECK_MSG(!p.g.pre || memcmp(pre, p.g.pre, pre_bytes) == 0, "%s: %d threads give another pre", describe(w, &t), threads);
     }
@@ -264,11 +251,10 @@ static void check_case(const way *w, test_case t) {
     pack.b = p.g.b; pack.b_dtype = t.b; pack.compute = t.compute; pack.trans_b = t.trans_b;
     pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb;
     packed = keep((int64_t)AMPI_MAX(ampi_cpu_gemm_pack_size(&cpu, &pack), 1));
-    if (table_of(w, t.compute) != NULL) CHECK_OK(ampi_gemm_pack_with(&cpu, table_of(w, t.compute), &pack, packed));
-    else CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, packed, NULL));
+    CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, packed, NULL));
     p.g.packed_b = packed;
     memcpy(p.g.c, p.c_before, bytes);
-    CHECK_OK(multiply(w, &cpu, &p.g));
+    CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
     CHECK_MSG(memcmp(c, p.g.c, bytes) == 0, "%s: packed B gives other bits", describe(w, &t));
     CHECK_EQ(alloc_live, 0);
     drop();
@@ -279,13 +265,13 @@ static void check_case(const way *w, test_case t) {
 static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
 static const amp_dtype computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
 
-/* Shapes at the edges of tiles (6 and 14 rows, 8, 16 and 32 columns), of groups of panels and of blocks of k. */
+/* Shapes at the edges of tiles (6, 14, 16 and 32 rows, 8, 16 and 32 columns), of groups of panels and of blocks of k. */
 TEST(shapes) {
     static const int64_t shapes[][3] = {
         {0, 5, 5}, {5, 0, 5}, {5, 5, 0}, {1, 1, 1}, {1, 1, 300}, {1, 33, 17}, {33, 1, 17}, {2, 3, 1}, {40, 50, 1},
         {2, 2, 2}, {3, 5, 7}, {6, 8, 4}, {7, 9, 5}, {13, 15, 16}, {14, 16, 31}, {15, 17, 33}, {14, 32, 64}, {28, 64, 8},
         {29, 65, 63}, {31, 31, 31}, {16, 270, 20}, {5, 300, 255}, {17, 40, 256}, {19, 33, 257}, {9, 35, 513}, {12, 37, 1029},
-        {170, 40, 30}, {400, 33, 9}, {70, 130, 300}, {1, 1100, 70}, {1100, 1, 70}, {1, 200, 1500},
+        {170, 40, 30}, {400, 33, 9}, {33, 32, 32}, {64, 64, 1100}, {48, 96, 544}, {70, 130, 300}, {1, 1100, 70}, {1100, 1, 70}, {1, 200, 1500},
     };
     size_t s;
     int w, trans, slack;
@@ -297,7 +283,7 @@ TEST(shapes) {
                     t.trans_a = trans & 1;
                     t.trans_b = trans >> 1;
                     t.slack = slack * 3;
-                    if (all_ways[w].pairs) { t.a = dtypes[s % 3]; t.b = dtypes[(s / 3 + (size_t)trans) % 3]; t.compute = AMP_BF16; }
+                    if (all_ways[w].bf16) { t.a = dtypes[s % 3]; t.b = dtypes[(s / 3 + (size_t)trans) % 3]; t.compute = AMP_BF16; }
                     check_case(&all_ways[w], t);
                 }
 }
@@ -333,7 +319,7 @@ TEST(epilogues) {
                 t.c = dtypes[c];
                 t.slack = c;
                 t.trans_b = act & 1;
-                if (all_ways[w].pairs) t.compute = AMP_BF16;
+                if (all_ways[w].bf16) t.compute = AMP_BF16;
                 check_case(&all_ways[w], t);
             }
 }
@@ -350,7 +336,7 @@ TEST(batches) {
             t.slack = trans;
             t.beta = trans == 2 ? 1 : 0;
             t.c = dtypes[s % 3];
-            if (all_ways[w].pairs) t.compute = AMP_BF16;
+            if (all_ways[w].bf16) t.compute = AMP_BF16;
             check_case(&all_ways[w], t);
         }
 }
@@ -390,7 +376,7 @@ TEST(large) {
             t.trans_a = s;
             t.trans_b = kind;
             p = make(t);
-            CHECK_OK(multiply(&all_ways[w], &cpu, &p.g));
+            CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
             for (x = 0; x < 3000; x++) {
                 int64_t i = (int64_t)((uniform() + 1) / 2 * (double)t.m), j = (int64_t)((uniform() + 1) / 2 * (double)t.n);
                 double sum, magnitude, n = (double)t.k * 0x1p-24, error;
@@ -417,7 +403,7 @@ TEST(special_values) {
             for (x = 0; x < t.n * t.k; x++) put((void *)(uintptr_t)p.g.b, AMP_F32, x, 1);
             put((void *)(uintptr_t)p.g.a, AMP_F32, 2 * t.k + 49, (double)NAN);
             put((void *)(uintptr_t)p.g.b, AMP_F32, 7, (double)INFINITY);
-            CHECK_OK(multiply(&all_ways[w], &cpu, &p.g));
+            CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
             for (x = 0; x < t.m * t.n; x++) {
                 double got = get(p.g.c, AMP_F32, x);
                 if (x / t.n == 2) CHECK(got != got);
@@ -455,7 +441,7 @@ TEST(out_of_memory) {
             ampi_cpu cpu = cpu_of(&all_ways[w], 2);
             problem p = make(t);
             alloc_fails = 1;
-            CHECK_ERR(multiply(&all_ways[w], &cpu, &p.g), AMP_ERR_MEMORY);
+            CHECK_ERR(ampi_cpu_gemm(&cpu, &p.g, NULL), AMP_ERR_MEMORY);
             alloc_fails = 0;
             CHECK(memcmp(p.g.c, p.c_before, (size_t)p.c_count * 4) == 0);
             CHECK(strstr(amp_last_error(), "scratch") != NULL);
