@@ -655,6 +655,7 @@ typedef struct amp_param {
     void *master;                   /* fp32 master weights, where an optimizer keeps them; else NULL */
     uint64_t id;                    /* from amp_param_register; 0: never cached */
     uint64_t version;               /* of the weight's value */
+    uint64_t used[2];               /* 1 + the version that a forward, a backward call last multiplied by */
     int32_t grad_live;              /* 0: the next backward overwrites grad; 1: it adds */
     int32_t reserved;
 } amp_param;
@@ -771,6 +772,7 @@ typedef struct amp_k_gemm {
 typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
     const void *b; amp_dtype b_dtype, compute;
     int32_t trans_b;
+    int32_t repeated;               /* 0: this is the first product with this b since it changed */
     int64_t k, n, ldb;
     int64_t *new_inf;               /* as in amp_k_cast */
 } amp_k_pack;
@@ -1229,7 +1231,7 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm);
 typedef struct amp_cache_info {
     int64_t entries, bytes, limit;  /* limit 0: none */
     int64_t hits, misses, evictions;
-    int64_t new_inf;                /* cast cache: finite weights that became infinite by a cast */
+    int64_t new_inf;                /* cast cache: finite weights that became infinite in a copy */
 } amp_cache_info;
 
 /* A mask of the cache, read-only and shared. */
@@ -4458,9 +4460,11 @@ static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, c
     return AMP_OK;
 }
 
+/* A product packs what it needs of B as it goes.  To do so ahead pays only for products to come: writing the packed B
+   and reading it again costs memory traffic that a single product does not repay. */
 static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
     ampi_gemm_packing p = ampi_gemm_packing_of(ampi_gemm_pick((const ampi_cpu *)dev, args->compute), args);
-    return (size_t)(p.blocks.words * p.panels * p.vec->cols) * sizeof(float);
+    return args->repeated ? (size_t)(p.blocks.words * p.panels * p.vec->cols) * sizeof(float) : 0;
 }
 
 static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *packed, void *stream) {
@@ -7204,10 +7208,11 @@ static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cac
     return amp->backend->cast(amp->dev, &cast, amp->desc.stream);
 }
 
-static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind) {
+static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated) {
     amp_k_pack pack;
     if (kind == AMPI_PACK_CAST) return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(dtype);
     ampi_pack_args(p, dtype, kind, NULL, &pack);
+    pack.repeated = repeated;
     return (int64_t)amp->backend->gemm_pack_size(amp->dev, &pack);
 }
 
@@ -7228,19 +7233,19 @@ static amp_result ampi_cache_add(amp_context *amp, const amp_param *p, amp_dtype
     return AMP_OK;
 }
 
-/* refresh 1: the copy is made again, whatever its version. */
-static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int refresh, const void **data) {
+/* refresh 1: the copy is made again, whatever its version.  repeated: as in amp_k_pack. */
+static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh, const void **data) {
     ampi_cache_entry *e;
     int64_t i, bytes;
+    int fresh;
     for (i = 0; i < amp->n_cache; i++)
         if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
-    if (i == amp->n_cache) {
-        bytes = ampi_cache_bytes(amp, p, dtype, kind);
-        if (bytes == 0) return AMP_OK;
-        AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
-    }
+    fresh = i < amp->n_cache && amp->cache[i].version == p->version && !refresh;
+    bytes = fresh ? amp->cache[i].bytes : ampi_cache_bytes(amp, p, dtype, kind, repeated);
+    if (bytes == 0) return AMP_OK;
+    if (i == amp->n_cache) AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
     e = &amp->cache[i];
-    if (e->version == p->version && !refresh) amp->cache_info.hits++;
+    if (fresh) amp->cache_info.hits++;
     else {
         amp_result result = ampi_cache_fill(amp, p, e);
         if (result != AMP_OK) { ampi_cache_remove(amp, i); return result; }
@@ -7260,12 +7265,14 @@ static int ampi_cache_is_off(const amp_context *amp) {
 
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
    or the kernels have no use for one.  ampi_cache_put ends its use. */
-static amp_result ampi_cache_get(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+    uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     amp_result result;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, 0, data);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now, 0, data);
+    *used = now;
     ampi_unlock(amp);
     return result;
 }
@@ -7287,7 +7294,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, ampi_cache_is_off(amp), &data);
+    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data);
     ampi_unlock(amp);
     if (result != AMP_OK) return result;
     ampi_cache_put(amp, data);

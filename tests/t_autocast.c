@@ -796,6 +796,35 @@ TEST(cache_counts) {
     free(g.data);
 }
 
+/* The CPU's own kernels cast while they multiply: a copy is made when a weight is used again before it changes. */
+TEST(cpu_packs_for_the_second_use) {
+    cache_test t;
+    float first[ROWS * OUT];
+    int i;
+    cache_open(&t, 0);
+    t.backend = *amp_cpu();
+    CHECK_OK(amp_autocast_begin(t.amp, NULL));
+    for (i = 0; i < 4; i++) {
+        use(&t);
+        if (i == 0) memcpy(first, t.p.y, sizeof first);
+        CHECK(memcmp(first, t.p.y, sizeof first) == 0);
+        CHECK_EQ(cache_info(t.amp).entries, i > 0);
+        CHECK_EQ(cache_info(t.amp).misses, i > 0);
+        CHECK_EQ(cache_info(t.amp).hits, i > 1 ? i - 1 : 0);
+    }
+    CHECK_OK(amp_linear_backward(t.amp, &t.op));
+    CHECK_EQ(cache_info(t.amp).entries, 1);
+    CHECK_OK(amp_linear_backward(t.amp, &t.op));
+    CHECK_EQ(cache_info(t.amp).entries, 2);
+    amp_param_touch(&t.weight);
+    use(&t);                                        /* the first use of the new value */
+    CHECK_EQ(cache_info(t.amp).misses, 2);
+    use(&t);
+    CHECK_EQ(cache_info(t.amp).misses, 3);
+    end(t.amp);
+    cache_close(&t);
+}
+
 /* dtype is part of the key: PyTorch returns the outer region's copy here. */
 TEST(cache_knows_dtypes_and_uses) {
     ampt_golden g = ampt_golden_open("autocast.bin");
@@ -1041,6 +1070,7 @@ int main(int argc, char **argv) {
     RUN(pointwise_operators_stay_fp32);
     RUN(inference_keeps_nothing_for_a_backward);
     RUN(cache_counts);
+    RUN(cpu_packs_for_the_second_use);
     RUN(cache_knows_dtypes_and_uses);
     RUN(cache_follows_the_weight);
     RUN(cache_can_be_off);

@@ -249,7 +249,7 @@ static void check_case(const way *w, test_case t) {
     if (t.batch == 0) { drop(); return; }       /* no B to pack */
     memset(&pack, 0, sizeof pack);
     pack.b = p.g.b; pack.b_dtype = t.b; pack.compute = t.compute; pack.trans_b = t.trans_b;
-    pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb;
+    pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb; pack.repeated = 1;
     packed = keep((int64_t)AMPI_MAX(ampi_cpu_gemm_pack_size(&cpu, &pack), 1));
     CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, packed, NULL));
     p.g.packed_b = packed;
@@ -353,7 +353,7 @@ TEST(shared_b) {
         p = make(t);
         p.g.stride_b = 0;
         memset(&pack, 0, sizeof pack);
-        pack.b = p.g.b; pack.b_dtype = pack.compute = AMP_F32; pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb;
+        pack.b = p.g.b; pack.b_dtype = pack.compute = AMP_F32; pack.k = t.k; pack.n = t.n; pack.ldb = p.g.ldb; pack.repeated = 1;
         p.g.packed_b = keep((int64_t)ampi_cpu_gemm_pack_size(&cpu, &pack));
         CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, (void *)(uintptr_t)p.g.packed_b, NULL));
         CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
@@ -426,7 +426,7 @@ TEST(pack_counts_new_inf) {
             memset(&pack, 0, sizeof pack);
             b[3] = 65520.0f; b[1000] = -1e9f; b[k * n - 1] = 1e30f; b[17] = 65519.0f; b[500] = (float)INFINITY;
             pack.b = b; pack.b_dtype = AMP_F32; pack.compute = AMP_F16; pack.trans_b = trans;
-            pack.k = k; pack.n = n; pack.ldb = trans ? k : n; pack.new_inf = &found;
+            pack.k = k; pack.n = n; pack.ldb = trans ? k : n; pack.new_inf = &found; pack.repeated = 1;
             CHECK_OK(ampi_cpu_gemm_pack(&cpu, &pack, keep((int64_t)ampi_cpu_gemm_pack_size(&cpu, &pack)), NULL));
             CHECK_EQ(found, 8);
             drop();
