@@ -4017,6 +4017,7 @@ typedef struct ampi_gemm_call {
     int64_t panels;                     /* of all columns */
     int64_t cut_m, cut_n;               /* parts along the rows and the columns */
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
+    int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: where it lies, unpacked */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int64_t at_a, at_b, at_room, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
@@ -4076,7 +4077,7 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
                             const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
-    int64_t width = vec->cols, col = panel * width, cols = AMPI_MIN(g->n - col, width), pitch = call->block_panels * width;
+    int64_t width = vec->cols, col = panel * width, cols = AMPI_MIN(g->n - col, width), pitch = call->pitch;
     int64_t tiles = (end - from + vec->rows - 1) / vec->rows, tile, rows;
     float bias[AMPI_GEMM_COLS], *x = s->scratch + call->at_tile;
     float *sums = call->sum_in_c ? NULL : s->scratch + call->at_sums + (panel - s->panel) * width;
@@ -4191,7 +4192,7 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
 }
 
 /* Chooses the parts: the cut of each C with the least time for the busiest thread.  A part of r rows and c columns
-   takes r c / 64 cycles for each k, and packing about r / 4 + c / 2. */
+   takes r c / 64 cycles for each k, and packing about 5 r / 8 + c / 2. */
 static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
     int64_t rows = call->vec->rows, cols = call->vec->cols, tiles = (call->g->m + rows - 1) / rows, least = INT64_MAX, m, n;
     call->cut_m = call->cut_n = 1;
@@ -4199,7 +4200,7 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
         for (n = 1; n <= AMPI_MIN(threads / m, call->panels); n++) {
             int64_t r = (tiles + m - 1) / m * rows, c = (call->panels + n - 1) / n * cols;
             int64_t rounds = (call->g->batch * m * n + threads - 1) / threads;
-            int64_t cost = rounds * (r * c + 16 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
+            int64_t cost = rounds * (r * c + 40 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
             if (cost >= least) continue;
             least = cost;
             call->cut_m = m;
@@ -4220,6 +4221,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->band_rows = vec->band;
     call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 1 : AMPI_GEMM_BANDS));
     call->block_panels = keep ? AMPI_MIN(panels, (int64_t)AMPI_GEMM_PANELS) : panels;
+    call->pitch = ampi_gemm_pitch(call->block_panels * width);
     /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
     call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
@@ -4228,7 +4230,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
     call->at_room = call->at_b + (g->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
     call->at_sums = call->at_room + width * ampi_gemm_pitch(words);
-    call->slot = (call->at_sums + (keep ? call->block_rows * call->block_panels * width : 0) + 15) / 16 * 16;
+    call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
 static amp_result ampi_gemm_small(ampi_gemm_call *call) {
@@ -11421,7 +11423,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 }
 
 #define AMPI_TILE_ZERO(i)  ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f};
-#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(a + i * lda); \
+#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(at[i / 3] + i % 3 * lda); \
                            sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
 #define AMPI_TILE_ADD(i)   sum##i##_0 += AMPI_V(ampi_load)(add + i * ldadd); \
                            sum##i##_1 += AMPI_V(ampi_load)(add + i * ldadd + AMPI_W);
@@ -11430,8 +11432,10 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #define AMPI_TILE(name, r) \
     AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, \
                                                        const float *add, int64_t ldadd, float *c, int64_t ldc) { \
+        /* three rows to a pointer: fourteen addresses do not fit into the registers */ \
+        const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
         AMPI_ROWS_##r(AMPI_TILE_ZERO) \
-        for (; k > 0; k--, a++, b += ldb) { \
+        for (; k > 0; k--, b += ldb, at[0]++, at[1]++, at[2]++, at[3]++, at[4]++) { \
             ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = AMPI_V(ampi_load)(b + AMPI_W); \
             AMPI_ROWS_##r(AMPI_TILE_STEP) \
         } \

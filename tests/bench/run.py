@@ -2,8 +2,9 @@
 
     python3 tests/bench/run.py [--only gemm,step,loader,masks] [--rounds 3] [--threads 2] [--wait 600]
     python3 tests/bench/run.py --only curves
+    python3 tests/bench/run.py --only accuracy
 
-`make bench` and `make bench-curves` call it.  Peers come from the environment; one that is absent is skipped:
+`make bench`, `make bench-curves` and `make accuracy` call it.  Peers come from the environment; one that is absent is skipped:
 
     PEER_TORCH        a Python with PyTorch: runs tests/bench/peer_torch.py
     PEER_LLMC         llm.c's train_gpt2, or the folder it lies in: a 124M checkpoint and tokens must lie where it
@@ -263,7 +264,29 @@ def run_gemm(machine):
         if not os.path.exists(path):
             raise Skip(without_paths((done.stdout.strip().splitlines() or ["bench_gemm printed nothing"])[-1]))
         with open(path) as f:
-            return json.load(f)
+            out = json.load(f)
+    try:
+        out["torch"] = machine.torch("gemm", "--threads", machine.args.threads, "--rounds", machine.args.gemm_rounds)
+    except (Skip, subprocess.TimeoutExpired) as error:
+        out["torch"] = [{"skipped": without_paths(str(error))}]
+    return out
+
+
+def run_accuracy(machine):
+    """What the tests measured against PyTorch's results: per figure the mean, the worst and the bound."""
+    found = collections.OrderedDict()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "figures")
+        for program in ("t_model", "t_kernels", "t_optimizer"):
+            machine.commands[program] = f"AMPT_FIGURES=FILE {program}"
+            subprocess.run([os.path.join(ROOT, machine.args.bin, program)], cwd=ROOT, check=True,
+                           stdout=subprocess.DEVNULL, env=dict(machine.env, AMPT_FIGURES=path))
+        with open(path) as f:
+            for line in map(json.loads, f):
+                found.setdefault(line["figure"], []).append(line)
+    return [{"figure": name, "bound": rows[0]["bound"], "count": len(rows),
+             "mean": float(f"{statistics.mean(r['value'] for r in rows):.3g}"),
+             "worst": float(f"{max(r['value'] for r in rows):.3g}")} for name, rows in found.items()]
 
 
 def run_loader(machine):
@@ -295,7 +318,7 @@ def verdict(bar, needs, measure, at_most=False):
 def gemm_bars(gemm):
     def share(case):
         def measure():
-            peak = case.get("peak", gemm["peak_bf16" if "bf16" in case["name"] else "peak_fp32"])
+            peak = case["peak"]
             if not peak or not case["median"]:
                 raise Skip("this CPU has no such instruction")
             if case["median"] > 1.02 * peak:
@@ -397,7 +420,7 @@ def short_name(cpu):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="gemm,step,loader,masks", help="gemm, step, loader, masks, curves")
+    parser.add_argument("--only", default="gemm,step,loader,masks", help="gemm, step, loader, masks, curves, accuracy")
     parser.add_argument("--bin", default="build", help="folder of the bench programs, from the project's root")
     parser.add_argument("--out", default="tests/bench/results", help="folder for the JSON file")
     parser.add_argument("--rounds", type=int, default=3)
@@ -412,6 +435,7 @@ def main():
     machine = Machine(args)
     work = {"gemm": lambda: run_gemm(machine), "step": lambda: run_steps(machine, runs),
             "loader": lambda: run_loader(machine),
+            "accuracy": lambda: run_accuracy(machine),
             "masks": lambda: machine.own("bench_masks", "--threads", args.threads),
             "curves": lambda: machine.own("bench_curves", "--threads", args.threads)}
     results = collections.OrderedDict()
@@ -433,7 +457,7 @@ def main():
         versions=versions(machine), settings={"threads": args.threads, "rounds": args.rounds},
         commands=list(machine.commands.values()), bars=rows, **results)
     os.makedirs(os.path.join(ROOT, args.out), exist_ok=True)
-    kind = "curves" if parts == ["curves"] else "cpu"
+    kind = parts[0] if parts in (["curves"], ["accuracy"]) else "cpu"
     name = f"{kind}-{short_name(whole['machine']['cpu'])}-{now.strftime('%Y-%m-%d')}.json"
     with open(os.path.join(ROOT, args.out, name), "w") as f:
         json.dump(whole, f, indent=1)

@@ -1,4 +1,4 @@
-"""Writes README.md's speed tables from the newest results of run.py, between the markers
+"""Writes README.md's tables of speed and accuracy from the newest results of run.py, between the markers
 
     <!-- bench:begin -->
     <!-- bench:end -->
@@ -19,13 +19,13 @@ MODELS = {"124m": "GPT-2 124M", "30m": "30M", "11m": "11M bytes"}
 BUSY = 0.06
 
 
-def newest():
+def newest(kind):
     found = []
-    for path in glob.glob(os.path.join(HERE, "results", "cpu-*.json")):
+    for path in glob.glob(os.path.join(HERE, "results", kind + "-*.json")):
         with open(path) as f:
             found.append((json.load(f)["date"], path))
     if not found:
-        sys.exit("no results in tests/bench/results: run make bench")
+        sys.exit(f"no {kind} results in tests/bench/results: run make bench and make accuracy")
     return max(found)[1]
 
 
