@@ -68,7 +68,7 @@ FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    tests/house.sh tests/docs.sh tests/examples.sh
+	    tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
 
 test-ci:
 	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh
