@@ -387,11 +387,19 @@ def show_bars(rows):
 
 # ---- The file
 
+def cpu_name():
+    try:
+        with open("/proc/cpuinfo") as f:
+            return re.search(r"^model name\s*: (.*)$", f.read(), re.M).group(1)
+    except (OSError, AttributeError):           # no Linux, or another processor
+        return platform.machine()
+
+
 def describe_machine(machine, results):
     """What the results depend on, and nothing that names this machine."""
     first = machine.line or next((part for part in results.values() if "cpu" in part), {})
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 ** 30
-    return {"cpu": first.get("cpu", platform.machine()), "cores": len(os.sched_getaffinity(0)),
+    return {"cpu": first.get("cpu", cpu_name()), "cores": len(os.sched_getaffinity(0)),
             "path": first.get("path", ""), "amx": first.get("amx", 0), "memory_gib": round(memory),
             "system": platform.system(), "used_by_others": {"median": statistics.median(machine.busy or [0]),
                                                             "worst": max(machine.busy or [0])}}
