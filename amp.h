@@ -9622,19 +9622,33 @@ AMPI_PRIVATE void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, i
         order->keys[round] = ampi_epoch_random(seed, epoch, (uint64_t)round);
 }
 
-AMPI_PRIVATE int64_t ampi_order_at(const ampi_order *order, int64_t i) {
+AMPI_PRIVATE inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
     uint64_t low_mask = (UINT64_C(1) << order->low_bits) - 1, high_mask = (UINT64_C(1) << order->high_bits) - 1;
-    uint64_t x = (uint64_t)i;
-    do {
-        uint64_t low = x & low_mask, high = x >> order->low_bits;
-        int round;
-        for (round = 0; round < AMPI_ORDER_ROUNDS; round += 2) {
-            high = (high ^ (ampi_mix64(low + order->keys[round]) >> 32)) & high_mask;
-            low = (low ^ (ampi_mix64(high + order->keys[round + 1]) >> 32)) & low_mask;
+    uint64_t low = x & low_mask, high = x >> order->low_bits;
+    int round;
+    for (round = 0; round < AMPI_ORDER_ROUNDS; round += 2) {
+        high = (high ^ (ampi_mix64(low + order->keys[round]) >> 32)) & high_mask;
+        low = (low ^ (ampi_mix64(high + order->keys[round + 1]) >> 32)) & low_mask;
+    }
+    return high << order->low_bits | low;
+}
+
+/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They walk abreast and without branches: one alone
+   would wait for its multiplications. */
+AMPI_PRIVATE void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
+    uint64_t x[AMPI_PIECES];
+    int64_t walking[AMPI_PIECES], i, k;
+    for (i = 0; i < n; i++) { x[i] = (uint64_t)(place + i); walking[i] = i; }
+    while (n > 0) {
+        for (i = k = 0; i < n; i++) {
+            int64_t at = walking[i];
+            x[at] = ampi_order_step(order, x[at]);
+            out[at] = (int64_t)x[at];
+            walking[k] = at;
+            k += x[at] >= order->n;
         }
-        x = high << order->low_bits | low;
-    } while (x >= order->n);
-    return (int64_t)x;
+        n = k;
+    }
 }
 
 /* ---- Types */
@@ -9993,7 +10007,7 @@ static amp_result ampi_file_name(amp_loader *l, int64_t i, const char *path) {
 typedef struct ampi_path { struct ampi_path *next; const char *rest; int64_t bytes; } ampi_path;
 typedef struct ampi_search {
     const amp_system *system;
-    ampi_path *todo, *at;
+    ampi_path *ahead, *at;
     amp_result result;
     char part[PATH_MAX];            /* of the pattern: what comes behind `at` */
 } ampi_search;
@@ -10011,8 +10025,8 @@ static int ampi_search_add(ampi_search *s, const char *name) {
     p = (ampi_path *)memory;
     p->bytes = bytes;
     p->rest = rest;
-    p->next = s->todo;
-    s->todo = p;
+    p->next = s->ahead;
+    s->ahead = p;
     snprintf(ampi_path_text(p), (size_t)bytes - sizeof *p, "%s%s%.*s", ampi_path_text(s->at), name, (int)(rest - end), end);
     return 0;
 }
@@ -10055,8 +10069,8 @@ static amp_result ampi_files_by_pattern(amp_loader *l) {
     s.system = &l->system;
     s.at = root;
     result = ampi_search_step(&s);
-    while ((p = s.todo) != NULL) {
-        s.todo = p->next;
+    while ((p = s.ahead) != NULL) {
+        s.ahead = p->next;
         s.at = p;
         if (result == AMP_OK && *p->rest == 0 && ampi_path_exists(&l->system, ampi_path_text(p))) {
             p->next = found;
@@ -10221,10 +10235,6 @@ static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start
     *n = rest / world + (rank < rest % world);
 }
 
-static int64_t ampi_worker_sample(const ampi_worker *w, int64_t place) {
-    return w->loader->desc.shuffle ? ampi_order_at(&w->order, place) : place;
-}
-
 /* Where the cache has bytes of a file; NULL: it has not. */
 static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t at = f->cache_at + offset, block;
@@ -10309,26 +10319,54 @@ AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t ampi_token(const uin
     return wide > UINT32_MAX ? UINT32_MAX : (uint32_t)wide;
 }
 
-/* One sample: seq inputs, and as targets the same one further.  Returns the largest token. */
-AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t
-ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets) {
-    uint32_t token = ampi_token(raw, dtype, 0), largest = token;
+typedef uint16_t ampi_u16x8 __attribute__((vector_size(16)));
+typedef int32_t ampi_i32x8 __attribute__((vector_size(32)));
+
+/* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it did. */
+static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit,
+                                 uint32_t *bad) {
+    ampi_u16x8 last, over = {0}, in, out;
+    ampi_i32x8 wide;
     int64_t i;
-    for (i = 0; i < seq; i++) {
+    for (i = 0; i < 8; i++) last[i] = (uint16_t)AMPI_MIN(limit - 1, 65535u);
+    for (i = 0; i + 8 <= seq; i += 8) {
+        memcpy(&in, raw + 2 * i, sizeof in);
+        memcpy(&out, raw + 2 * i + 2, sizeof out);
+        over |= (ampi_u16x8)(out > last);
+        wide = __builtin_convertvector(in, ampi_i32x8);
+        memcpy(inputs + i, &wide, sizeof wide);
+        wide = __builtin_convertvector(out, ampi_i32x8);
+        memcpy(targets + i, &wide, sizeof wide);
+    }
+    for (seq = 0; seq < 8; seq++) *bad |= over[seq];
+    return i;
+}
+
+/* One sample: seq inputs, and as targets the same one further.  Whether a token is not below the limit. */
+AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t
+ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit) {
+    uint32_t token = ampi_token(raw, dtype, 0), bad = token >= limit;
+    int64_t i = 0;
+    if (dtype == AMP_U16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__) {
+        i = ampi_token_eights(raw, seq, inputs, targets, limit, &bad);
+        token = ampi_token(raw, dtype, i);
+    }
+    for (; i < seq; i++) {
         inputs[i] = (int32_t)token;
         token = ampi_token(raw, dtype, i + 1);
         targets[i] = (int32_t)token;
-        largest = AMPI_MAX(largest, token);
+        bad |= token >= limit;
     }
-    return largest;
+    return bad;
 }
 
-static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets) {
+static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *in, int32_t *out,
+                               uint32_t limit) {
     switch (dtype) {
-        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, inputs, targets);
-        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, inputs, targets);
-        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, inputs, targets);
-        default:      return ampi_token_row_as(AMP_I64, raw, seq, inputs, targets);
+        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, in, out, limit);
+        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, in, out, limit);
+        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, in, out, limit);
+        default:      return ampi_token_row_as(AMP_I64, raw, seq, in, out, limit);
     }
 }
 
@@ -10360,9 +10398,10 @@ static int64_t ampi_read_run(const amp_loader *l, int64_t wanted, int64_t size) 
 static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *array, int64_t place, int64_t n,
                                 ampi_piece *pieces) {
     const amp_loader *l = w->loader;
-    int64_t count, at;
+    int64_t samples[AMPI_PIECES], count, at;
+    if (l->desc.shuffle) ampi_order_at(&w->order, place, AMPI_MIN(n, AMPI_PIECES), samples);
     for (count = 0; count < AMPI_PIECES && n > 0; count++) {
-        int64_t sample = ampi_worker_sample(w, place);
+        int64_t sample = l->desc.shuffle ? samples[count] : place;
         const ampi_data_file *f = array != NULL ? array : ampi_file_of_sample(l, sample);
         ampi_piece *p = pieces + count;
         p->file = f;
@@ -10387,7 +10426,7 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     const uint8_t *raw;
     AMPI_TRY(ampi_worker_get(w, f, p->offset, p->samples * f->stride + f->overlap, &raw));
     for (i = 0; i < p->samples; i++, raw += f->stride, inputs += seq, targets += seq)
-        if (ampi_token_row(f->dtype, raw, seq, inputs, targets) >= limit)
+        if (ampi_token_row(f->dtype, raw, seq, inputs, targets, limit))
             return ampi_bad_token(f, raw, p->offset + i * f->stride, limit);
     return AMP_OK;
 }
@@ -10432,7 +10471,9 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
         int32_t k;
         int failed;
         if (__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) return AMPI_CANCELLED;
-        what.sample = l->desc.first + ampi_worker_sample(w, start + i);
+        what.sample = start + i;
+        if (l->desc.shuffle) ampi_order_at(&w->order, start + i, 1, &what.sample);
+        what.sample += l->desc.first;
         what.random = ampi_epoch_random(l->desc.seed, epoch, (uint64_t)what.sample + AMPI_ORDER_ROUNDS);
         error[0] = 0;
         for (k = 0; k < l->source.n_fields; k++) fields[k] = slot->data + l->field_offset[k] + i * l->field_bytes[k];

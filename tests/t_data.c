@@ -98,6 +98,12 @@ static int take(amp_loader *l, int batches, int64_t *ids, int room) {
 
 /* ---- Order */
 
+static int64_t order_at(const ampi_order *order, int64_t place) {
+    int64_t sample;
+    ampi_order_at(order, place, 1, &sample);
+    return sample;
+}
+
 TEST(order_is_a_bijection) {
     static const int64_t sizes[] = {255, 256, 257, 1000, 4095, 4096, 4097, 65537};
     static uint8_t seen[65537];
@@ -112,9 +118,12 @@ TEST(order_is_a_bijection) {
             ampi_order_init(&order, size, (uint64_t)(n * 31), epoch);
             memset(seen, 0, sizeof seen);
             for (i = 0; i < size; i++) {
-                int64_t x = ampi_order_at(&order, i);
+                int64_t abreast[AMPI_PIECES], x = order_at(&order, i), n = AMPI_MIN(size - i, AMPI_PIECES), k;
                 CHECK(x >= 0 && x < size);
                 if (x >= 0 && x < size) twice += seen[x]++;
+                if (i % AMPI_PIECES != 0) continue;
+                ampi_order_at(&order, i, n, abreast);
+                for (k = 0; k < n; k++) CHECK_EQ(abreast[k], order_at(&order, i + k));
             }
             CHECK_EQ(twice, 0);
         }
@@ -124,7 +133,7 @@ TEST(order_is_a_bijection) {
         int64_t size = k ? INT64_MAX : ((int64_t)1 << 40) + 12345;
         ampi_order_init(&order, size, 1, 2);
         for (i = 0; i < 1000; i++)
-            CHECK(ampi_order_at(&order, size - 1 - i) >= 0 && ampi_order_at(&order, size - 1 - i) < size);
+            CHECK(order_at(&order, size - 1 - i) >= 0 && order_at(&order, size - 1 - i) < size);
     }
 }
 
@@ -136,9 +145,9 @@ TEST(order_is_random) {
     for (epoch = 0; epoch < 20000; epoch++) {
         ampi_order order;
         ampi_order_init(&order, 10, 42, epoch);
-        counts[ampi_order_at(&order, 3)]++;
+        counts[order_at(&order, 3)]++;
         ampi_order_init(&order, 100, 42, epoch);
-        pairs[(ampi_order_at(&order, 51) - ampi_order_at(&order, 50) + 100) % 100]++;
+        pairs[(order_at(&order, 51) - order_at(&order, 50) + 100) % 100]++;
     }
     for (i = 0; i < 10; i++) one += (counts[i] - 2000.0) * (counts[i] - 2000.0) / 2000.0;
     CHECK_MSG(one < 27.9, "chi squared %g", one);
@@ -153,7 +162,7 @@ TEST(order_never_changes) {
     ampi_order order;
     int i;
     ampi_order_init(&order, 1000, 1234, 5);
-    for (i = 0; i < 10; i++) CHECK_EQ(ampi_order_at(&order, i), expected[i]);
+    for (i = 0; i < 10; i++) CHECK_EQ(order_at(&order, i), expected[i]);
     CHECK_EQ(ampi_epoch_random(1234, 5, 8), UINT64_C(0x6eb156e60e8bf2a8));
 }
 
