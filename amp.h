@@ -10048,7 +10048,13 @@ static amp_result ampi_search_step(ampi_search *s) {
     const char *folder = ampi_path_text(s->at), *rest = s->at->rest;
     int error;
     snprintf(s->part, sizeof s->part, "%.*s", (int)strcspn(rest, "/"), rest);
-    if (strpbrk(s->part, "*?[") == NULL) { (void)ampi_search_add(s, s->part); return s->result; }
+    if (strpbrk(s->part, "*?[") == NULL) {
+        ampi_path *p = ampi_search_add(s, s->part) ? NULL : s->ahead;
+        if (p == NULL || *p->rest != 0 || ampi_path_exists(s->system, ampi_path_text(p))) return s->result;
+        s->ahead = p->next;
+        ampi_free(s->system, p, p->bytes, 1);
+        return AMP_OK;
+    }
     if (folder[0] == 0) folder = ".";
     error = s->system->file_list(s->system->user, folder, ampi_search_name, s);
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
@@ -10072,13 +10078,13 @@ static amp_result ampi_files_by_pattern(amp_loader *l) {
     while ((p = s.ahead) != NULL) {
         s.ahead = p->next;
         s.at = p;
-        if (result == AMP_OK && *p->rest == 0 && ampi_path_exists(&l->system, ampi_path_text(p))) {
+        if (result == AMP_OK && *p->rest == 0) {
             p->next = found;
             found = p;
             n++;
             continue;
         }
-        if (result == AMP_OK && *p->rest != 0) result = ampi_search_step(&s);
+        if (result == AMP_OK) result = ampi_search_step(&s);
         ampi_free(&l->system, p, p->bytes, 1);
     }
     if (result == AMP_OK && n == 0)
@@ -10399,7 +10405,7 @@ static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *arra
                                 ampi_piece *pieces) {
     const amp_loader *l = w->loader;
     int64_t samples[AMPI_PIECES], count, at;
-    if (l->desc.shuffle) ampi_order_at(&w->order, place, AMPI_MIN(n, AMPI_PIECES), samples);
+    if (l->desc.shuffle) ampi_order_at(&w->order, place, AMPI_MIN(n, (int64_t)AMPI_PIECES), samples);
     for (count = 0; count < AMPI_PIECES && n > 0; count++) {
         int64_t sample = l->desc.shuffle ? samples[count] : place;
         const ampi_data_file *f = array != NULL ? array : ampi_file_of_sample(l, sample);

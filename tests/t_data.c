@@ -5,6 +5,18 @@
 #include "test.h"
 #include <dirent.h>
 
+/* Whether times mean anything in this build. */
+#if defined(__has_feature)
+#  if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#    define SANITIZED 1
+#  endif
+#endif
+#if defined(SANITIZED) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__OPTIMIZE__)
+#  define SLOW_BUILD 1
+#else
+#  define SLOW_BUILD 0
+#endif
+
 enum { SEQ = 7, N_TOKENS = 60 * SEQ + 1 + 3 };      /* 60 samples and a rest */
 
 static char folder[64];
@@ -588,6 +600,99 @@ TEST(several_files) {
     CHECK_ERR(amp_loader_create(amp, &l, &d), AMP_ERR_FORMAT);
 }
 
+/* Which files a pattern names, as the first token of each. */
+static void check_pattern(const char *pattern, const char *expected) {
+    amp_loader_desc d = token_desc(in_folder(pattern));
+    amp_loader *l = NULL;
+    amp_batch b;
+    char got[64];
+    int n = 0;
+    d.batch = 1;
+    d.seq = 1;
+    d.epochs = 1;
+    if (amp_loader_create(amp, &l, &d) != AMP_OK) {
+        CHECK_MSG(expected[0] == 0 && strstr(amp_last_error(), "no file matches") != NULL, "%s", amp_last_error());
+        return;
+    }
+    while (n < 60 && amp_loader_next(l, &b) == AMP_OK) got[n++] = (char)b.inputs[0];
+    got[n] = 0;
+    CHECK_MSG(strcmp(got, expected) == 0, "%s: \"%s\", must be \"%s\"", pattern, got, expected);
+    amp_loader_destroy(l);
+}
+
+TEST(patterns) {
+    static const char *const names[] = {"p1/ab.tok", "p1/ac.tok", "p1/b.tok", "p1/.ad.tok", "p2/ab.tok", "p2/Z.tok",
+                                        "p10/ab.tok", "p2/a]b", "p2/aXb"};
+    int i;
+    CHECK(mkdir(in_folder("p1"), 0777) == 0 && mkdir(in_folder("p2"), 0777) == 0 && mkdir(in_folder("p10"), 0777) == 0);
+    for (i = 0; i < 9; i++) write_u16(names[i], 'a' + i, 2);
+    check_pattern("p1/*.tok", "abc");               /* none that begins with a dot */
+    check_pattern("p1/.*.tok", "d");
+    check_pattern("p1/a?.tok", "ab");
+    check_pattern("p?/ab.tok", "ae");
+    check_pattern("p*/ab.tok", "age");              /* p1/ p10/ p2/: by bytes */
+    check_pattern("p*//*b.tok", "acge");
+    check_pattern("p[2-9]/[A-Z]*", "f");
+    check_pattern("p2/[!aZ]*", "");
+    check_pattern("p2/[!Z]*.tok", "e");
+    check_pattern("p2/a[]x]b", "h");
+    check_pattern("p2/a[X-Y]b", "i");
+    check_pattern("p1/ab.tok/*", "");               /* a file is no folder */
+    check_pattern("none/*", "");
+    check_pattern("p*/none.tok", "");
+    check_pattern("*/*Z*", "f");
+    for (i = 0; i < 9; i++) remove(in_folder(names[i]));
+    for (i = 0; i < 3; i++) rmdir(in_folder(i == 0 ? "p1" : i == 1 ? "p2" : "p10"));
+}
+
+/* Files that no disk has: names, sizes and contents all come through the system's table. */
+static int memory_list(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg) {
+    int stopped;
+    (void)user;
+    if (strcmp(folder, "mem/") != 0) return -ENOENT;
+    stopped = each(arg, "b7");
+    if (stopped == 0) stopped = each(arg, "none");
+    return stopped != 0 ? stopped : each(arg, "a3");
+}
+static int memory_open(void *user, const char *path, int for_writing, intptr_t *file) {
+    (void)user;
+    if (for_writing || strncmp(path, "mem/", 4) != 0 || path[5] < '0' || path[5] > '9' || path[6] != 0) return -ENOENT;
+    *file = path[5];
+    return 0;
+}
+static int64_t memory_size(void *user, intptr_t file) { (void)user; (void)file; return 16 * SEQ; }
+static int64_t memory_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
+    int64_t n = AMPI_MIN((int64_t)bytes, 16 * SEQ - offset);
+    (void)user;
+    if (n > 0) memset(buffer, (int)file, (size_t)n);
+    return AMPI_MAX(n, 0);
+}
+static int memory_close(void *user, intptr_t file) { (void)user; (void)file; return 0; }
+
+TEST(patterns_of_the_system) {
+    amp_desc c;
+    amp_context *a = NULL;
+    amp_loader_desc d = token_desc("mem/*");
+    amp_loader *l = NULL;
+    amp_loader_info info;
+    amp_batch b;
+    memset(&c, 0, sizeof c);
+    c.system.file_list = memory_list; c.system.file_open = memory_open; c.system.file_size = memory_size;
+    c.system.file_read = memory_read; c.system.file_close = memory_close;
+    CHECK_OK(amp_open(&a, &c));
+    d.format = AMP_TOKENS_BYTES;
+    CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_OPEN);          /* a name that cannot be opened */
+    CHECK(strstr(amp_last_error(), "mem/none") != NULL);
+    d.path = "mem/??";
+    CHECK_OK(amp_loader_create(a, &l, &d));
+    CHECK_OK(amp_loader_info_get(l, &info));
+    CHECK_EQ(info.n_files, 2);
+    CHECK_OK(amp_loader_next(l, &b));
+    CHECK_EQ(b.inputs[0], '3');
+    amp_loader_destroy(l);
+    amp_close(a);
+}
+
 /* Fields of every dtype; sample i holds i in all of them. */
 TEST(arrays) {
     static const struct { const char *descr, *shape; amp_dtype dtype; int size, row; } cases[] = {
@@ -964,7 +1069,7 @@ typedef struct faults {
     amp_system posix;
     pthread_mutex_t lock;
     pthread_cond_t go;
-    int64_t live, allocs, fail_alloc;
+    int64_t live, allocs, fail_alloc, reads;
     int threads, fail_thread, fail_open, fail_size, fail_list, lists;
     int64_t fail_from;              /* reads at this offset and beyond give fail_error; -1: none */
     int fail_error, shorten, interrupt, block, blocked;
@@ -1015,6 +1120,7 @@ static int64_t f_read(void *user, intptr_t file, void *buffer, size_t bytes, int
     faults *f = (faults *)user;
     int64_t result = 0;
     pthread_mutex_lock(&f->lock);
+    f->reads++;
     f_hang(f, offset);
     if (f->interrupt && ++f->interrupt % 3 == 0) result = -EINTR;
     else if (f->fail_error && offset + (int64_t)bytes > f->fail_from) result = -f->fail_error;
@@ -1154,7 +1260,15 @@ TEST(failing_reads) {
     { amp_loader_desc d = token_desc(in_folder("tokens.u16")); amp_loader *l;
       CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_OPEN);
       CHECK(strstr(amp_last_error(), "ulimit") != NULL);
-      f.fail_open = 0; f.fail_size = 1;
+      f.fail_open = 0; f.fail_list = EACCES; f.lists = 0;
+      d.path = in_folder("shard_*.u16");
+      CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_OPEN);
+      CHECK(f.lists == 1 && strstr(amp_last_error(), folder) != NULL && strstr(amp_last_error(), "Permission") != NULL);
+      f.fail_list = ENOENT;
+      CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_OPEN);
+      CHECK(strstr(amp_last_error(), "no file matches") != NULL);
+      f.fail_list = 0; f.fail_size = 1;
+      d.path = in_folder("tokens.u16");
       CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_READ);
       f.fail_size = 0; }
     amp_close(a);
@@ -1220,15 +1334,17 @@ TEST(failing_memory) {
     amp_context *a = faulty(&f);
     const char *arrays[2];
     int kind;
-    for (kind = 0; kind < 3; kind++) {
+    for (kind = 0; kind < 4; kind++) {
         amp_loader_desc d = token_desc(in_folder(paths[0]));
         amp_loader *l;
         int64_t n, live = f.live;
+        int told = 0;
         d.batch = 1;
         arrays[0] = in_folder("a0.npy");
         arrays[1] = in_folder("a1.npy");
         if (kind == 1) { d.path = NULL; d.arrays = arrays; d.n_arrays = 2; d.seq = 0; d.format = AMP_TOKENS_DEFAULT; }
         if (kind == 2) d.workers = 3;
+        if (kind == 3) d.shuffle = 1;
         for (n = 1; n < 100; n++) {
             amp_result r;
             amp_batch b;
@@ -1242,10 +1358,12 @@ TEST(failing_memory) {
                 break;
             }
             CHECK_EQ(r, AMP_ERR_MEMORY);
+            told += strstr(amp_last_error(), ".cache_mb = 1024") != NULL;
             CHECK(l == NULL);
             if (n > 3) CHECK(f.live <= live + 4096);     /* the context may have grown its own tables */
         }
         CHECK(n > 8 && n < 100);
+        CHECK_EQ(told, kind == 3);
     }
     amp_close(a);
     CHECK_EQ(f.live, 0);
@@ -1276,17 +1394,21 @@ TEST(nothing_allocated_per_batch) {
     faults f;
     amp_context *a = faulty(&f);
     int w;
-    for (w = -1; w < 3; w += 3) {
+    for (w = 0; w < 4; w++) {
         amp_loader_desc d = token_desc(in_folder("tokens.u16"));
         amp_loader *l = NULL;
         amp_batch b;
         int64_t before;
         int i;
-        d.workers = w; d.shuffle = 1;
+        d.workers = w < 2 ? AMP_NO_WORKERS : 2;
+        d.shuffle = w % 2;
+        f.threads = 0;
         CHECK_OK(amp_loader_create(a, &l, &d));
         before = f.allocs;
         for (i = 0; i < 500; i++) CHECK_OK(amp_loader_next(l, &b));
         CHECK_EQ(f.allocs, before);
+        CHECK_EQ(b.epoch, 33);
+        CHECK_EQ(f.threads, w < 2 ? 0 : 2);         /* the same workers through all epochs */
         amp_loader_destroy(l);
     }
     amp_close(a);
@@ -1305,7 +1427,8 @@ static int count_entries(const char *path) {
 /* Closes in every state of the queue: at once, while workers start, with the ring full, in the middle, after the
    end, after an error; leaves no thread and no file. */
 TEST(open_and_close) {
-    int fds = count_entries("/proc/self/fd"), tasks = count_entries("/proc/self/task"), i, k;
+    int fds = count_entries("/proc/self/fd"), tasks = count_entries("/proc/self/task"), late = 0, i, k;
+    int64_t begin;
     for (i = 0; i < 210; i++) {
         amp_loader_desc d = token_desc(in_folder("tokens.u16"));
         amp_loader *l;
@@ -1319,13 +1442,68 @@ TEST(open_and_close) {
         for (k = 0; k < i % 6 * 3; k++) (void)amp_loader_next(l, &b);
         if (i % 10 == 9) wait_ms(2);
         if (i % 11 == 10) CHECK_OK(amp_loader_seek(l, 0, 3));
+        begin = ampi_posix_clock(NULL);
         amp_loader_destroy(l);
+        late += ampi_posix_clock(NULL) - begin > 100000000;
     }
+    CHECK_MSG(late < 105, "%d of 210 closes took more than 100 ms", late);     /* half, on a busy machine */
     if (fds < 0) SKIP("no /proc");
     CHECK_EQ(count_entries("/proc/self/fd"), fds);
     for (i = 0; i < 100 && count_entries("/proc/self/task") > tasks; i++)
         wait_ms(5); /* a joined thread may still be listed */
     CHECK_EQ(count_entries("/proc/self/task"), tasks);
+}
+
+/* A read that never returned in time: the loader times out, is destroyed within 100 ms all the same, and the worker
+   that was left behind frees the rest when its read returns.  With the machine's own threads. */
+static struct { pthread_mutex_t lock; pthread_cond_t go; int hang; } hung = {PTHREAD_MUTEX_INITIALIZER,
+                                                                             PTHREAD_COND_INITIALIZER, 0};
+static void set_hung(int hang) {
+    pthread_mutex_lock(&hung.lock);
+    hung.hang = hang;
+    pthread_cond_broadcast(&hung.go);
+    pthread_mutex_unlock(&hung.lock);
+}
+static int64_t hung_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
+    (void)user;
+    pthread_mutex_lock(&hung.lock);
+    while (hung.hang) pthread_cond_wait(&hung.go, &hung.lock);
+    pthread_mutex_unlock(&hung.lock);
+    return ampi_posix_read(NULL, file, buffer, bytes, offset);
+}
+
+TEST(destroy_after_timeout) {
+    int tasks = count_entries("/proc/self/task"), fds = count_entries("/proc/self/fd"), round, i;
+    int64_t best = INT64_MAX, begin;
+    for (round = 0; round < 3; round++) {
+        amp_desc c;
+        amp_context *a = NULL;
+        amp_loader_desc d = token_desc(in_folder("tokens.u16"));
+        amp_loader *l = NULL;
+        amp_batch b;
+        memset(&c, 0, sizeof c);
+        c.system.file_read = hung_read;
+        c.threads = 1;
+        CHECK_OK(amp_open(&a, &c));
+        d.timeout_ms = 20;
+        d.workers = 1 + round;
+        d.prefetch = 1;
+        CHECK_OK(amp_loader_create(a, &l, &d));
+        CHECK_OK(amp_loader_next(l, &b));
+        set_hung(1);
+        for (i = 0; i < 5 && amp_loader_next(l, &b) == AMP_OK; i++) {}
+        CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TIMEOUT);
+        begin = ampi_posix_clock(NULL);
+        amp_loader_destroy(l);
+        best = AMPI_MIN(best, ampi_posix_clock(NULL) - begin);
+        amp_close(a);
+        CHECK(tasks < 0 || count_entries("/proc/self/task") > tasks);
+        set_hung(0);
+        for (i = 0; i < 400 && count_entries("/proc/self/task") > tasks; i++) wait_ms(5);
+        CHECK_EQ(count_entries("/proc/self/task"), tasks);
+        CHECK_EQ(count_entries("/proc/self/fd"), fds);
+    }
+    CHECK_MSG(best < 100000000, "%g ms", 1e-6 * (double)best);
 }
 
 static int wait_until_ready(const amp_loader *l, int n) {
@@ -1612,6 +1790,8 @@ int main(int argc, char **argv) {
     RUN(token_formats);
     RUN(impossible_tokens);
     RUN(several_files);
+    RUN(patterns);
+    RUN(patterns_of_the_system);
     RUN(arrays);
     RUN(bad_arrays);
     RUN(callback);
@@ -1626,6 +1806,7 @@ int main(int argc, char **argv) {
     RUN(failing_threads);
     RUN(nothing_allocated_per_batch);
     RUN(open_and_close);
+    RUN(destroy_after_timeout);
     RUN(close_while_blocked);
     RUN(device_copies);
     RUN(ranks_of_the_context);
