@@ -2117,9 +2117,9 @@ typedef struct amp_loader amp_loader;
 
 /* One of path, arrays and source.
    path: token files.  A sample is `seq` tokens, and the same one further as targets; samples start every seq
-   tokens of a file and end in it.  A path with * ? or [] that is no file itself is a pattern, of every part of the
-   path; the files are taken in the order of their names' bytes, and each stays open: one that is replaced by renaming
-   is read on, one that shrinks is an error where the data ends.
+   tokens of a file and end in it.  A path with * ? or [] in any part that is no file itself is a pattern; the files
+   are taken in the order of their bytes, and each stays open: one that another is renamed over is still read, one
+   that is cut short is an error where it ends.
    arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with the same first dimension; sample i is row i of each.
     .format     by content
     .first      0          first token used, counted over all files; first sample of arrays and source
@@ -10752,15 +10752,17 @@ static void ampi_loader_file_memory(amp_loader *l) {
 
 static amp_result ampi_loader_cache(amp_loader *l) {
     void *memory;
+    size_t bytes;
     int64_t i;
     if (l->cache_bytes == 0) return AMP_OK;
+    AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->cache_bytes, 1, &bytes));
     for (i = 0; i < l->n_workers; i++) {
         AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->n_files, sizeof(ampi_seen)));
         l->workers[i].seen = (ampi_seen *)memory;
     }
     AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->cache_bytes / AMPI_CACHE_BLOCK, 1));
     l->cache_blocks = (uint8_t *)memory;
-    l->cache = (uint8_t *)l->system.alloc(l->system.user, (size_t)l->cache_bytes, 4096);    /* touched when used */
+    l->cache = (uint8_t *)l->system.alloc(l->system.user, bytes, 4096);         /* touched when used */
     if (l->cache != NULL) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "%lld bytes for file contents; lower .cache_mb = %d",
                      (long long)l->cache_bytes, l->desc.cache_mb);
