@@ -2648,6 +2648,7 @@ typedef struct ampi_gemm_out {
     amp_activation_kind act;
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
     void *c; amp_dtype c_dtype; int64_t ldc;
+    int past_cache;                     /* 1: c is fp32 in whole cache lines, and is written to memory directly */
 } ampi_gemm_out;
 
 typedef struct ampi_gemm_vec {
@@ -3938,7 +3939,7 @@ AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const flo
 enum {
     AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
-    AMPI_GEMM_PANELS = 16,              /* panels in a block of columns, where fp32 sums are kept between blocks of k */
+    AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C, where fp32 sums are kept between blocks of k */
     AMPI_GEMM_LOCAL = 4096              /* words of scratch memory on the stack */
 };
 
@@ -4066,6 +4067,7 @@ typedef struct ampi_gemm_call {
     int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: where it lies, unpacked */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
+    int past_cache;                     /* 1: C is written past the caches */
     int64_t at_a, at_b, at_room, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
     float *scratch;
 } ampi_gemm_call;
@@ -4094,6 +4096,7 @@ static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s
     out->c = ampi_at_mut(g->c, g->c_dtype, s->item * g->stride_c + s->row * g->ldc + j);
     out->c_dtype = g->c_dtype;
     out->ldc = g->ldc;
+    out->past_cache = call->past_cache && g->n - j >= call->vec->cols;
 }
 
 /* Bias of n columns from j on, as fp32, and 0 up to the width of a panel. */
@@ -4117,8 +4120,9 @@ static void ampi_gemm_fetch_rows(const float *sums, int64_t ld, int64_t rows, in
         for (j = 0; j < width; j += 16) __builtin_prefetch(sums + i * ld + j, 1, 2);
 }
 
-/* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself, in the scratch memory's sums, or in one tile that
-   finish then writes out.  next: the packed panel that follows, or NULL. */
+/* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself,
+   in the scratch memory's sums, or in one tile that finish then writes out.  next: the packed panel that follows, or
+   NULL. */
 static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from, int64_t end,
                             const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
@@ -4235,6 +4239,7 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
             }
     }
     if (call->vec->end != NULL) call->vec->end();
+    if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores have no order of their own */
 }
 
 /* Chooses the parts: the cut of each C with the least time for the busiest thread.  A part of r rows and c columns
@@ -4254,6 +4259,15 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
         }
 }
 
+/* Whether C, as the gradient of a weight often is, is far larger than what it is made of, and written once: then the
+   caches need not fetch it first, nor keep it. */
+static int ampi_gemm_past_cache(const ampi_gemm_call *call) {
+    const amp_k_gemm *g = call->g;
+    int once = call->blocks.count == 1 && g->beta == 0.0f && g->c_dtype == AMP_F32;
+    int lines = (uintptr_t)g->c % 64 == 0 && g->ldc % 16 == 0 && (g->batch == 1 || g->stride_c % 16 == 0);
+    return once && lines && call->k < AMPI_MIN(g->m, g->n) && g->m * g->n >= 1 << 20;
+}
+
 /* Block sizes, what is packed, and where in the scratch memory. */
 static void ampi_gemm_plan(ampi_gemm_call *call) {
     const amp_k_gemm *g = call->g;
@@ -4262,11 +4276,12 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
     int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m), panels = (call->panels + call->cut_n - 1) / call->cut_n;
     int keep;
-    call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL;
+    call->past_cache = ampi_gemm_past_cache(call);
+    call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL && !call->past_cache;
     keep = !call->sum_in_c && call->blocks.count > 1;
     call->band_rows = vec->band;
-    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 1 : AMPI_GEMM_BANDS));
-    call->block_panels = keep ? AMPI_MIN(panels, (int64_t)AMPI_GEMM_PANELS) : panels;
+    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : AMPI_GEMM_BANDS));
+    call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
     /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
     call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
@@ -11176,6 +11191,15 @@ typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
 
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
 AMPI_PRIVATE inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
+AMPI_PRIVATE inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {        /* p: at a multiple of a vector's size */
+#if AMPI_X86 && AMPI_PASS == 3
+    _mm512_stream_ps(p, (__m512)v);
+#elif AMPI_X86 && AMPI_PASS == 2
+    _mm256_stream_ps(p, (__m256)v);
+#else
+    AMPI_V(ampi_store)(p, v);
+#endif
+}
 
 /* ---- Numbers: bulk conversions, with the bits of the scalar functions of section 2. */
 
@@ -11890,7 +11914,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, a
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols) {
-    int64_t i;
+    int64_t i, j;
     if (out->alpha != 1.0f || out->bias != NULL)
         for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_scale)(x + i * ld, out->alpha, out->bias, ld);
     if (out->pre != NULL)
@@ -11898,7 +11922,11 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, i
     if (out->act != AMP_ACT_NONE) out->activation(out->act, x, x, rows * ld);
     if (out->beta != 0.0f)
         for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_add_c)(x + i * ld, out->beta, out->c, out->c_dtype, (row + i) * out->ldc, cols);
-    for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_write)(out->c, out->c_dtype, (row + i) * out->ldc, x + i * ld, cols);
+    for (i = 0; i < rows; i++) {
+        float *c = (float *)out->c + (row + i) * out->ldc;
+        if (!out->past_cache) AMPI_V(ampi_gemm_write)(out->c, out->c_dtype, (row + i) * out->ldc, x + i * ld, cols);
+        else for (j = 0; j < cols; j += AMPI_W) AMPI_V(ampi_store_past_cache)(c + j, AMPI_V(ampi_load)(x + i * ld + j));
+    }
 }
 
 /* ---- Matrix times vector */
