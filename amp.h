@@ -10430,8 +10430,8 @@ static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *arra
         p->file = f;
         p->offset = f->first_byte + (sample - f->first_sample) * f->stride;
         p->samples = ampi_read_run(l, AMPI_MIN(n, f->first_sample + f->samples - sample), f->stride);
-        for (at = 0; at < f->stride && p->offset + at < f->cached; at += 64)
-            __builtin_prefetch(l->cache + f->cache_at + p->offset + at);
+        for (at = p->offset / 64 * 64; at < AMPI_MIN(p->offset + f->stride + f->overlap, f->cached); at += 64)
+            __builtin_prefetch(l->cache + f->cache_at + at);
         place += p->samples;
         n -= p->samples;
     }
