@@ -77,6 +77,19 @@ def number(value):
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def bar_rows(bars):
+    """One row per bar, the products of one instruction with the same bar together."""
+    groups = {}
+    for row in bars:
+        words = row["bar"].split(": share")[0].split()
+        group = f"{' '.join(words[:2])}, share of the peak" if words[0] == "GEMM" else row["bar"]
+        groups.setdefault((group, row.get("needs", "")), []).append((" ".join(words[2:]), row))
+    for (group, needs), rows in groups.items():
+        each = [number(row["measured"]) + (f" ({what})" if group.startswith("GEMM") else "") for what, row in rows]
+        met = sum(row["verdict"] == "PASS" for _, row in rows)
+        yield [group, ", ".join(each), needs, rows[0][1]["verdict"] if len(rows) == 1 else f"{met} of {len(rows)}"]
+
+
 def lines(results, name, accuracy, accuracy_name):
     m, v = results["machine"], results["versions"]
     peers = f", PyTorch {v['torch']}" if "torch" in v else ""
@@ -89,8 +102,7 @@ def lines(results, name, accuracy, accuracy_name):
         yield from step_table(results["step"])
     other = [row for row in results["bars"] if not row["bar"].startswith("step ")]
     if other:
-        yield from table(["GEMM and loader", "measured", "bar", ""],
-                         [[row["bar"], number(row["measured"]), row.get("needs", ""), row["verdict"]] for row in other])
+        yield from table(["GEMM and loader", "measured", "bar", ""], bar_rows(other))
         yield ""
     passed = sum(row["verdict"] == "PASS" for row in results["bars"])
     yield f"{passed} of {len(results['bars'])} bars are met, those of the training steps included."
