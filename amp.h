@@ -764,7 +764,7 @@ typedef enum amp_activation_kind {
    wider) with one rounding to the output's dtype, and come out the same for any number of threads.
    "add" fields: 1 = add to what is there, 0 = overwrite. */
 
-typedef struct amp_k_cast {         /* dst[i] = src[i] */
+typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes; or U16 to I32, which ignores `how` */
     void *dst; const void *src;
     amp_dtype dst_dtype, src_dtype;
     int64_t n;
@@ -2222,7 +2222,10 @@ typedef struct amp_loader_desc {
 } amp_loader_desc;
 #define AMP_NO_WORKERS (-1)
 
-/* Device memory, read-only, valid until the next call on the loader. */
+/* Device memory, read-only, valid until the next call on the loader: that is, for work queued on the context's stream
+   before it.  A device of its own gets batches on a stream of their own, into two slots, while the one before is in use;
+   amp_loader_next then waits for nothing but the workers, and the context's stream for the copy.  Tokens below 65536, by
+   .vocab or by the files' width, cross the bus in 16 bits and are widened there. */
 typedef struct amp_batch {
     const int32_t *inputs, *targets;    /* [batch, seq]: fields 0 and 1, each NULL unless it is I32 */
     const void *fields[AMP_MAX_FIELDS]; /* [batch, count] each */
@@ -5308,6 +5311,10 @@ static void ampi_cast_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_cast_job *job = (const ampi_cast_job *)arg;
     const amp_k_cast *a = job->args;
     amp_convert_desc how = a->how;
+    if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32) {
+        for (; begin < end; begin++) ampi_put32(a->dst, begin, ampi_get16(a->src, begin));
+        return;
+    }
     how.offset += (uint64_t)begin;
     ampi_convert(ampi_at_mut(a->dst, a->dst_dtype, begin), a->dst_dtype, ampi_at(a->src, a->src_dtype, begin),
                  a->src_dtype, end - begin, &how, job->new_inf ? &job->new_inf[thread] : NULL, job->cpu->path);
@@ -9972,6 +9979,7 @@ struct amp_loader {
     int64_t end;                    /* number of the batch at which the last epoch is over */
     uint64_t hash;
     /* buffers */
+    int narrow;                     /* 1: slots hold tokens in 16 bits, device slots in 32, all at twice the offset */
     int64_t depth, ring_bytes, slot_bytes, scratch_bytes;
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
     ampi_slot *slots;
@@ -9982,7 +9990,8 @@ struct amp_loader {
     /* a device that the host cannot see: two device slots, filled by turns on a stream of their own */
     const amp_backend *backend;
     void *dev, *stream, *copy_stream, *used[2];     /* used: events, all work queued before the last calls of next */
-    char *device;
+    char *device;                   /* and behind the two slots, where tokens arrive in 16 bits */
+    const char *padding;            /* in the ring: the targets of a batch that is all padding */
     int64_t deliveries;             /* since creation: device slot deliveries & 1 is the current one */
     int64_t issued;                 /* number of the first batch whose copy was not begun */
     /* the queue, under the lock */
@@ -10579,8 +10588,8 @@ typedef uint16_t ampi_u16x8 __attribute__((vector_size(16)));
 typedef int32_t ampi_i32x8 __attribute__((vector_size(32)));
 
 /* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it did. */
-static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit,
-                                 uint32_t *bad) {
+static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
+                                 uint32_t limit, uint32_t *bad) {
     ampi_u16x8 last, over = {0}, in, out;
     ampi_i32x8 wide;
     int64_t i;
@@ -10589,40 +10598,52 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, int32_t *input
         memcpy(&in, raw + 2 * i, sizeof in);
         memcpy(&out, raw + 2 * i + 2, sizeof out);
         over |= (ampi_u16x8)(out > last);
+        if (narrow) {
+            memcpy(inputs + 2 * i, &in, sizeof in);
+            memcpy(targets + 2 * i, &out, sizeof out);
+            continue;
+        }
         wide = __builtin_convertvector(in, ampi_i32x8);
-        memcpy(inputs + i, &wide, sizeof wide);
+        memcpy(inputs + 4 * i, &wide, sizeof wide);
         wide = __builtin_convertvector(out, ampi_i32x8);
-        memcpy(targets + i, &wide, sizeof wide);
+        memcpy(targets + 4 * i, &wide, sizeof wide);
     }
     for (seq = 0; seq < 8; seq++) *bad |= over[seq];
     return i;
 }
 
-/* One sample: seq inputs, and as targets the same one further.  Whether a token is not below the limit. */
+/* One sample: seq inputs, and as targets the same one further, in int32 or, narrow, in uint16.  Whether a token is not
+   below the limit. */
 AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t
-ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit) {
-    uint32_t token = ampi_token(raw, dtype, 0), bad = token >= limit;
+ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
+                  uint32_t limit) {
+    uint32_t token = ampi_token(raw, dtype, 0), next, bad = token >= limit;
     int64_t i = 0;
     if (dtype == AMP_U16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__) {
-        i = ampi_token_eights(raw, seq, inputs, targets, limit, &bad);
+        i = ampi_token_eights(raw, seq, inputs, targets, narrow, limit, &bad);
         token = ampi_token(raw, dtype, i);
     }
-    for (; i < seq; i++) {
-        inputs[i] = (int32_t)token;
-        token = ampi_token(raw, dtype, i + 1);
-        targets[i] = (int32_t)token;
-        bad |= token >= limit;
+    for (; i < seq; i++, token = next) {
+        next = ampi_token(raw, dtype, i + 1);
+        bad |= next >= limit;
+        if (narrow) {
+            ampi_put16(inputs, i, (uint16_t)token);
+            ampi_put16(targets, i, (uint16_t)next);
+        } else {
+            ampi_put32(inputs, i, token);
+            ampi_put32(targets, i, next);
+        }
     }
     return bad;
 }
 
-static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *in, int32_t *out,
+static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *in, char *out, int narrow,
                                uint32_t limit) {
     switch (dtype) {
-        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, in, out, limit);
-        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, in, out, limit);
-        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, in, out, limit);
-        default:      return ampi_token_row_as(AMP_I64, raw, seq, in, out, limit);
+        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, in, out, narrow, limit);
+        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, in, out, narrow, limit);
+        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, in, out, narrow, limit);
+        default:      return ampi_token_row_as(AMP_I64, raw, seq, in, out, narrow, limit);
     }
 }
 
@@ -10676,13 +10697,13 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     const amp_loader *l = w->loader;
     const ampi_data_file *f = p->file;
     uint32_t limit = l->desc.vocab > 0 ? (uint32_t)l->desc.vocab : (uint32_t)1 << 31;
-    int64_t seq = l->desc.seq, i;
-    int32_t *inputs = (int32_t *)(void *)(slot->data + l->field_offset[0]) + row * seq;
-    int32_t *targets = (int32_t *)(void *)(slot->data + l->field_offset[1]) + row * seq;
+    int64_t size = l->field_bytes[0], i;
+    char *inputs = slot->data + l->field_offset[0] + row * size;
+    char *targets = slot->data + l->field_offset[1] + row * size;
     const uint8_t *raw;
     AMPI_TRY(ampi_worker_get(w, f, p->offset, p->samples * f->stride + f->overlap, &raw));
-    for (i = 0; i < p->samples; i++, raw += f->stride, inputs += seq, targets += seq)
-        if (ampi_token_row(f->dtype, raw, seq, inputs, targets, limit))
+    for (i = 0; i < p->samples; i++, raw += f->stride, inputs += size, targets += size)
+        if (ampi_token_row(f->dtype, raw, l->desc.seq, inputs, targets, l->narrow, limit))
             return ampi_bad_token(f, raw, p->offset + i * f->stride, limit);
     return AMP_OK;
 }
@@ -10743,12 +10764,12 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
     return AMP_OK;
 }
 
-/* Fills what the batch lacks of its full size. */
+/* Fills what the batch lacks of its full size; narrow targets get theirs on the device. */
 static void ampi_fill_padding(const amp_loader *l, int64_t n, ampi_slot *slot) {
     int64_t i, missing = l->desc.batch - n, k;
     for (i = 0; i < l->source.n_fields && missing > 0; i++) {
         char *from = slot->data + l->field_offset[i] + n * l->field_bytes[i];
-        if (l->kind == AMPI_FROM_TOKENS && i == 1)
+        if (l->kind == AMPI_FROM_TOKENS && i == 1 && !l->narrow)
             for (k = 0; k < missing * l->desc.seq; k++) ((int32_t *)(void *)from)[k] = -100;
         else memset(from, 0, (size_t)(missing * l->field_bytes[i]));
     }
@@ -10967,20 +10988,32 @@ static void ampi_loader_stop(amp_loader *l) {
 
 /* ---- Buffers */
 
+/* Whether every token fits into 16 bits, and has a way to go in them. */
+static int ampi_loader_narrow(const amp_loader *l) {
+    int64_t i;
+    if (l->kind != AMPI_FROM_TOKENS || l->backend->host_visible) return 0;
+    if (l->desc.vocab > 0 && l->desc.vocab <= 65536) return 1;
+    for (i = 0; i < l->n_files && (l->files[i].dtype == AMP_U8 || l->files[i].dtype == AMP_U16); i++) {}
+    return i == l->n_files;
+}
+
+/* Narrow slots with padding have one more behind them, which is large enough for a batch of targets in 32 bits. */
 static amp_result ampi_loader_layout(amp_loader *l) {
     int32_t i;
     size_t bytes;
+    l->narrow = ampi_loader_narrow(l);
     for (i = 0; i < l->source.n_fields; i++) {
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->source.fields[i].count,
-                            amp_dtype_size(l->source.fields[i].dtype), &bytes));
+                            l->narrow ? 2 : amp_dtype_size(l->source.fields[i].dtype), &bytes));
         l->field_bytes[i] = (int64_t)bytes;
         l->field_offset[i] = l->slot_bytes;
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
-        if ((int64_t)bytes > PTRDIFF_MAX - AMPI_SLOT_ALIGN - l->slot_bytes)
+        if ((int64_t)bytes > PTRDIFF_MAX / 8 - AMPI_SLOT_ALIGN - l->slot_bytes)
             return ampi_fail(AMP_ERR_SIZE, ampi_loader_create_name, "a batch");
         l->slot_bytes = (l->slot_bytes + (int64_t)bytes + AMPI_SLOT_ALIGN - 1) / AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN;
     }
-    AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->depth, (size_t)l->slot_bytes, &bytes));
+    AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->depth + (l->narrow && l->desc.last_batch == AMP_LAST_PAD),
+                        (size_t)l->slot_bytes, &bytes));
     l->ring_bytes = (int64_t)bytes;
     return AMP_OK;
 }
@@ -11025,8 +11058,12 @@ static amp_result ampi_loader_device_buffers(amp_loader *l) {
     if (l->desc.disable_pinned) AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->ring_bytes, 1));
     else AMPI_TRY(b->alloc_pinned(l->dev, &memory, (size_t)l->ring_bytes));
     l->ring = (char *)memory;
-    AMPI_TRY(amp_alloc(l->amp, &memory, 2 * l->slot_bytes));
+    AMPI_TRY(amp_alloc(l->amp, &memory, (l->narrow ? 5 : 2) * l->slot_bytes));
     l->device = (char *)memory;
+    if (l->narrow && l->desc.last_batch == AMP_LAST_PAD) {
+        l->padding = l->ring + l->depth * l->slot_bytes;
+        for (i = 0; i < l->slot_bytes / 4; i++) ((int32_t *)(void *)(l->ring + l->depth * l->slot_bytes))[i] = -100;
+    }
     AMPI_TRY(b->stream_create(l->dev, &l->copy_stream));
     for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i]));
     for (i = 0; i < l->depth; i++) AMPI_TRY(b->event_create(l->dev, &l->slots[i].copied));
@@ -11208,27 +11245,53 @@ static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
     return result;
 }
 
+static char *ampi_device_slot(const amp_loader *l, int64_t turn) {
+    return l->device + (turn & 1) * (l->narrow + 1) * l->slot_bytes;
+}
+
+/* What has arrived in 16 bits goes into a device slot, and the targets of the padding with it. */
+static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, const char *from) {
+    char *targets = to + 2 * l->field_offset[1];
+    int64_t start, valid, missing;
+    amp_k_cast cast;
+    memset(&cast, 0, sizeof cast);
+    cast.dst = to;
+    cast.src = from;
+    cast.dst_dtype = AMP_I32;
+    cast.src_dtype = AMP_U16;
+    cast.n = l->slot_bytes / 2;
+    AMPI_TRY(l->backend->cast(l->dev, &cast, l->copy_stream));
+    ampi_loader_slice(l, number % l->batches, &start, &valid);
+    missing = (l->desc.batch - valid) * 2 * l->field_bytes[1];
+    if (l->padding == NULL || missing == 0) return AMP_OK;
+    return l->backend->copy(l->dev, targets + valid * 2 * l->field_bytes[1], l->padding, (size_t)missing,
+                            AMP_COPY_TO_DEVICE, l->copy_stream);
+}
+
 /* Begins the copy of a batch that is READY into the device slot of its turn, once the work that was queued up to
    `after` has let go of that slot. */
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
-    char *to = l->device + ((l->deliveries + number - l->consumed) & 1) * l->slot_bytes;
+    char *to = ampi_device_slot(l, l->deliveries + number - l->consumed);
+    char *arrival = l->narrow ? l->device + 4 * l->slot_bytes : to;
     if (after != NULL) AMPI_TRY(b->event_wait(l->dev, after, l->copy_stream));
-    AMPI_TRY(b->copy(l->dev, to, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
+    AMPI_TRY(b->copy(l->dev, arrival, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
+    if (l->narrow) AMPI_TRY(ampi_device_widen(l, number, to, arrival));
     AMPI_TRY(b->event_record(l->dev, slot->copied, l->copy_stream));
     l->issued = number + 1;
     return AMP_OK;
 }
 
-/* Gives the slots whose copy is done back to the workers, and waits only for the one that batch `number` needs. */
+/* Gives the slots whose copy is done back to the workers, and waits only for the one that batch `number` needs, if the
+   host is that far ahead of the device. */
 static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
-        int32_t done = l->released + l->depth <= number;
-        if (done) AMPI_TRY(l->backend->event_sync(l->dev, copied));
-        else AMPI_TRY(l->backend->event_done(l->dev, copied, &done));
-        if (!done) return AMP_OK;
+        int32_t done = 0;
+        AMPI_TRY(l->backend->event_done(l->dev, copied, &done));
+        if (!done && l->released + l->depth > number) return AMP_OK;
+        if (!done) AMPI_TRY(l->backend->event_sync(l->dev, copied));
         pthread_mutex_lock(&l->lock);
         ampi_queue_release(l, l->released + 1);
         pthread_mutex_unlock(&l->lock);
@@ -11253,7 +11316,7 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
         AMPI_TRY(ampi_device_copy(l, number, l->deliveries > 0 ? l->used[!turn] : NULL));
     }
     AMPI_TRY(b->event_wait(l->dev, copied, l->stream));
-    *data = l->device + turn * l->slot_bytes;
+    *data = ampi_device_slot(l, turn);
     pthread_mutex_lock(&l->lock);
     next_ready = number + 1 < l->claimed && ampi_slot_of(l, number + 1)->state == AMPI_SLOT_READY;
     pthread_mutex_unlock(&l->lock);
@@ -11282,7 +11345,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     out->seq = l->source.fields[0].count;
     out->epoch = number / l->batches;
     out->index = number % l->batches;
-    for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + l->field_offset[i];
+    for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + (l->narrow + 1) * l->field_offset[i];
     if (l->source.fields[0].dtype == AMP_I32) out->inputs = (const int32_t *)out->fields[0];
     if (l->source.fields[1].dtype == AMP_I32) out->targets = (const int32_t *)out->fields[1];
     return AMP_OK;
