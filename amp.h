@@ -127,6 +127,7 @@
        found_inf       some gradient was infinite or NaN: the step is skipped and the scale shrinks
        growth interval clean steps after which the scale grows
        master weights  the fp32 weights an optimizer updates when the model's own are 16-bit
+       remainder       the 16 bits that make a bf16 weight an fp32 master
        region          the code between amp_autocast_begin and amp_autocast_end, per thread
        island          a region with .disable, inside another
        epilogue        what is done to a matrix product while it is still in registers: bias, activation
