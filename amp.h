@@ -74,6 +74,7 @@
                               amp_scaler_set_scale amp_scaler_rescale
        gradients              amp_set_create amp_set_found amp_set_device amp_set_apply
        optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
+                              amp_optimizer_bytes
        data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
@@ -126,6 +127,7 @@
        found_inf       some gradient was infinite or NaN: the step is skipped and the scale shrinks
        growth interval clean steps after which the scale grows
        master weights  the fp32 weights an optimizer updates when the model's own are 16-bit
+       remainder       the 16 bits that make a bf16 weight an fp32 master
        region          the code between amp_autocast_begin and amp_autocast_end, per thread
        island          a region with .disable, inside another
        epilogue        what is done to a matrix product while it is still in registers: bias, activation
@@ -441,6 +443,19 @@ AMPI_HD uint16_t amp_bf16_stochastic(float x, uint32_t random, int saturate) {
     if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
     return (uint16_t)((bits + (random >> 16)) >> 16);
 }
+/* A number as a bf16 number and the 16 bits it lacks, and back: every fp32 number but a signalling NaN, which becomes
+   quiet, comes back bit for bit.  The bf16 number is the nearest; ties go away from zero, because with ties to even two
+   numbers would have the same two halves. */
+AMPI_HD uint16_t amp_bf16_split(float x, uint16_t *rest) {
+    uint32_t bits = ampi_bits_f32(x);
+    *rest = (uint16_t)bits;
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x8000u) >> 16);
+}
+AMPI_HD float amp_f32_join(uint16_t bf16, uint16_t rest) {
+    uint32_t rounded_up = (bf16 & 0x7fffu) - 1u < 0x7f80u ? (uint32_t)rest >> 15 : 0;      /* not in 0 and NaN */
+    return ampi_f32_of_bits((bf16 - rounded_up) << 16 | rest);
+}
 AMPI_HD uint8_t amp_e4m3_stochastic(float x, uint32_t random, int saturate) {
     return ampi_to_e4m3(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
 }
@@ -658,7 +673,7 @@ typedef struct amp_param {
     const char *name;               /* as in "blocks.0.attn.weight": layer overrides match it */
     amp_tensor weight;
     amp_tensor grad;
-    void *master;                   /* fp32 master weights, where an optimizer keeps them; else NULL */
+    void *master;                   /* fp32 master weights, where an optimizer keeps such; else NULL */
     uint64_t id;                    /* from amp_param_register; 0: never cached */
     uint64_t version;               /* of the weight's value */
     uint64_t used[2];               /* 1 + the version that a forward, a backward call last multiplied by */
@@ -750,7 +765,7 @@ typedef enum amp_activation_kind {
    wider) with one rounding to the output's dtype, and come out the same for any number of threads.
    "add" fields: 1 = add to what is there, 0 = overwrite. */
 
-typedef struct amp_k_cast {         /* dst[i] = src[i] */
+typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes; or U16 to I32, which ignores `how` */
     void *dst; const void *src;
     amp_dtype dst_dtype, src_dtype;
     int64_t n;
@@ -889,10 +904,23 @@ typedef struct amp_k_add {          /* y = alpha a + beta b; b NULL: y = alpha a
     float alpha, beta;
 } amp_k_add;
 
+/* What a 16-bit weight loses by rounding, and where it is kept.  The figures are bytes per parameter. */
+typedef enum amp_master_kind {
+    AMP_MASTER_DEFAULT = 0,         /* F32; at level O3 NONE */
+    AMP_MASTER_F32 = 1,             /* 4: an fp32 master, rounded to the weight in the same pass */
+    AMP_MASTER_REMAINDER = 2,       /* 2: bf16 weights only; weight and remainder are the master, by amp_bf16_split: bit
+                                       for bit that of F32.  The weight differs in exact ties, away from zero here */
+    AMP_MASTER_NONE = 3,            /* 0: rounded to nearest; an update below half a step of the weight is lost */
+    AMP_MASTER_STOCHASTIC = 4,      /* 0: rounded stochastically; such updates count on average */
+    AMP_MASTER_FORCE_I32 = 0x7fffffff
+} amp_master_kind;
+
 /* The rows of a multi-tensor call.  The table lies in device memory and is built once. */
 typedef struct amp_k_tensor {
-    void *weight, *grad, *master, *m, *v;       /* those a call does not use are NULL; m and v are fp32 */
+    void *weight, *grad, *master, *m, *v;       /* those a call does not use are NULL; master: fp32, or u16 remainders */
     amp_dtype weight_dtype, grad_dtype;
+    amp_dtype moment_dtype;         /* of m and v: BF16, else fp32 */
+    amp_master_kind master_kind;    /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
     int64_t count;
     double lr_scale, weight_decay;
     int32_t live;                   /* 0: has no gradient in this step, is passed over */
@@ -930,17 +958,20 @@ typedef struct amp_k_check {        /* finite check and sum of squares; grad *= 
     amp_k_found *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-typedef struct amp_k_adamw {        /* by ampi_adamw_row of section 10; a row with master writes both weights */
+/* By ampi_adamw_row and ampi_sgd_row of section 10.  A row with master writes both weights in one pass. */
+typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_found *found;
     double beta1, beta2, eps;
+    uint64_t seed;                  /* of stochastic rounding */
     int32_t maximize, reserved;
 } amp_k_adamw;
 
-typedef struct amp_k_sgd {          /* by ampi_sgd_row of section 10 */
+typedef struct amp_k_sgd {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_found *found;
     double momentum, dampening;
+    uint64_t seed;
     int32_t nesterov, maximize;
 } amp_k_sgd;
 
@@ -1169,7 +1200,7 @@ typedef struct amp_reducer {
     .backend          amp_cpu()                    a backend's table
     .device           0                            device index
     .threads          all cores of the process     1 to 1024 (OpenMP builds; otherwise 1)
-    .seed             0                            of dropout and stochastic rounding
+    .seed             0                            of dropout
     .cpu_path         best                         what this CPU has                                     */
 typedef struct amp_desc {
     amp_dtype dtype;
@@ -1760,6 +1791,8 @@ typedef struct amp_group {
     const char *match;              /* pattern with * and ? */
     double lr_scale;                /* 0: 1; AMP_ZERO: 0 */
     double weight_decay;            /* 0: the optimizer's; AMP_ZERO: none; else this, also on vectors */
+    amp_master_kind master;         /* DEFAULT: the optimizer's; fp32 weights have none */
+    amp_dtype moments;              /* DEFAULT: the optimizer's */
 } amp_group;
 
 /*  .lr                1e-3       finite, 0 or more by amp_optimizer_set_lr; AMP_ZERO
@@ -1771,7 +1804,12 @@ typedef struct amp_group {
     .clip_norm         0          0: no clipping; max norm of the whole averaged gradient
     .accumulation      1          micro-batches per step: amp_step steps on every n-th call and averages, so
                                   losses are not divided by hand
-    .outcome_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE: at once         */
+    .outcome_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE: at once
+    .master            F32        of 16-bit weights; see amp_master_kind.  At level O3 NONE, or STOCHASTIC
+    .moments           F32        or BF16, rounded stochastically: to nearest, a second moment with beta2 above
+                                  0.996 would never shrink again, as v beta2 rounds back to v
+    .seed              0          of stochastic rounding; ranks with the same weights need the same.  The number of
+                                  an element is a function of seed, step applied, parameter and element         */
 typedef struct amp_optimizer_desc {
     amp_optimizer_kind kind;
     int32_t accumulation;
@@ -1786,11 +1824,14 @@ typedef struct amp_optimizer_desc {
     int32_t outcome_lag;
     int32_t apply_nonfinite;        /* 1: without a scaler, step even with inf or NaN gradients (as PyTorch does) */
     int32_t sharded;                /* as in amp_set_desc */
+    amp_master_kind master;
+    amp_dtype moments;
     int32_t reserved;
+    uint64_t seed;
 } amp_optimizer_desc;
-/* Allocates fp32 moments, and fp32 masters for 16-bit weights except at level O3, where weights are widened,
-   updated and rounded to nearest.  All parameters share one step count: one that gets its first gradient later
-   has the others' bias correction.  Errors: 101, 102, 103, 104, 105, 107 duplicate names, 110, 301. */
+/* Allocates moments and masters, by default in fp32.  All parameters share one step count: one that gets its first
+   gradient later has the others' bias correction.
+   Errors: 101, 102, 103, 104, 105, 107 duplicate names, 110 a storage policy that does not fit, 301. */
 AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
                                           uint64_t abi);
 AMPI_INLINE amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
@@ -1805,6 +1846,13 @@ AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
 /* The masters are made again from the weights (after a host loaded weights), and cached casts of them are dropped. */
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
+/* What storage costs: bytes per parameter, averaged over all that have a gradient. */
+typedef struct amp_parameter_bytes {
+    int64_t parameters;
+    double weight, gradient, master, moments;
+    double total;                   /* their sum */
+} amp_parameter_bytes;
+AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out);
 
 /* One optimizer step, without touching the scale: checks first if amp_scaler_check was not called.  Gradients are
    averaged by `accumulation` (times ranks) and clipped.  Skips when something was infinite or NaN; moments, weights
@@ -1833,9 +1881,11 @@ typedef struct amp_outcome {
 AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out);
 AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
 
-/* Moments, masters, step count, learning rate, accumulation position (with the gradients, in the middle of a cycle),
-   counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
-   Weights are the host's to save.  Load is all or nothing.  Errors: 101, 102, 107, 408 with the parameter's name. */
+/* Moments, masters, step count, learning rate, seed, accumulation position (with the gradients, in the middle of a
+   cycle), counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
+   Weights are the host's to save, and to load first.  Remainders are saved as the fp32 masters they stand for, so each
+   kind loads into the other; loading remainders writes the bf16 weights, which are one with them.  bf16 moments load
+   into fp32 ones too.  Load is all or nothing.  Errors: 101, 102, 107, 408 with the parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 
@@ -2024,11 +2074,24 @@ AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
     }
 }
 
+/* ---- Stochastic rounding in an optimizer.  Element i of a row takes the word amp_random_u32(s, i), s the seed of the
+   row and step.  The weight takes the word, of which bf16 uses the upper half; bf16 moments both take the lower half,
+   each unbiased by itself.  The step counts those applied, so a skipped one leaves no trace here either. */
+AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
+    uint32_t words[4];
+    amp_philox(seed, (uint64_t)step, (uint64_t)row, words);
+    return words[0] | (uint64_t)words[1] << 32;
+}
+AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
+
 /* What every element of a row needs, in fp32; computed in fp64 from the device's own counters.
 
    AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 - beta2) g^2;
    w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
-typedef struct ampi_adamw_step { float multiplier, beta2, rest1, rest2, keep, rate, correction, eps; } ampi_adamw_step;
+typedef struct ampi_adamw_step {
+    float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
+    uint64_t seed;                  /* of ampi_row_seed */
+} ampi_adamw_step;
 AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
     const amp_k_found *f = args->found;
     ampi_adamw_step s;
@@ -2041,12 +2104,17 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.rate = (float)(lr / (1.0 - f->beta1_power));
     s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
     s.eps = (float)args->eps;
+    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
     return s;
 }
 
 /* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
    b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
-typedef struct ampi_sgd_step { float multiplier, decay, momentum, rest, rate; int32_t nesterov; } ampi_sgd_step;
+typedef struct ampi_sgd_step {
+    float multiplier, decay, momentum, rest, rate;
+    int32_t nesterov;
+    uint64_t seed;
+} ampi_sgd_step;
 AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
     const amp_k_found *f = args->found;
     int first = f->step == 1;
@@ -2057,6 +2125,7 @@ AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *ro
     s.rest = first ? 1.0f : (float)(1.0 - args->dampening);
     s.rate = (float)(f->lr * row->lr_scale);
     s.nesterov = args->nesterov;
+    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
     return s;
 }
 /* ==== 11 >>data =====================================================================================
@@ -2154,7 +2223,10 @@ typedef struct amp_loader_desc {
 } amp_loader_desc;
 #define AMP_NO_WORKERS (-1)
 
-/* Device memory, read-only, valid until the next call on the loader. */
+/* Device memory, read-only, valid until the next call on the loader: that is, for work queued on the context's stream
+   before it.  A device of its own gets batches on a stream of their own, into two slots, while the one before is in use;
+   amp_loader_next then waits for nothing but the workers, and the context's stream for the copy.  Tokens below 65536, by
+   .vocab or by the files' width, cross the bus in 16 bits and are widened there. */
 typedef struct amp_batch {
     const int32_t *inputs, *targets;    /* [batch, seq]: fields 0 and 1, each NULL unless it is I32 */
     const void *fields[AMP_MAX_FIELDS]; /* [batch, count] each */
@@ -2692,8 +2764,11 @@ typedef struct ampi_numbers_vec {
     void (*tf32_from_f32)(void *dst, const void *src, int64_t n);
     /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
     void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
-    /* random[i] is the random word of element i, as in amp_bf16_stochastic. */
-    void (*bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random);
+    /* random[i] << shift is the random word of element i, as in amp_bf16_stochastic. */
+    void (*bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random, int shift);
+    /* amp_bf16_split and amp_f32_join */
+    void (*bf16_split)(void *bf16, void *rest, const void *src, int64_t n);
+    void (*f32_join)(void *dst, const void *bf16, const void *rest, int64_t n);
     /* How many 16-bit or 32-bit elements have every bit of `mask`. */
     int64_t (*count16)(const void *src, int64_t n, uint32_t mask);
     int64_t (*count32)(const void *src, int64_t n, uint32_t mask);
@@ -2979,7 +3054,7 @@ AMPI_PRIVATE void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, i
     uint8_t *bytes = (uint8_t *)dst;
     int64_t i;
     switch (dtype) {
-        case AMP_BF16: AMPI_PICK(ampi_numbers_kernels, path)->bf16_stochastic(dst, src, n, random); break;
+        case AMP_BF16: AMPI_PICK(ampi_numbers_kernels, path)->bf16_stochastic(dst, src, n, random, 0); break;
         case AMP_F16:
             for (i = 0; i < n; i++)
                 ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i]));
@@ -5237,6 +5312,10 @@ static void ampi_cast_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_cast_job *job = (const ampi_cast_job *)arg;
     const amp_k_cast *a = job->args;
     amp_convert_desc how = a->how;
+    if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32) {
+        for (; begin < end; begin++) ampi_put32(a->dst, begin, ampi_get16(a->src, begin));
+        return;
+    }
     how.offset += (uint64_t)begin;
     ampi_convert(ampi_at_mut(a->dst, a->dst_dtype, begin), a->dst_dtype, ampi_at(a->src, a->src_dtype, begin),
                  a->src_dtype, end - begin, &how, job->new_inf ? &job->new_inf[thread] : NULL, job->cpu->path);
@@ -6045,45 +6124,72 @@ static amp_result ampi_cpu_scale_ranges(void *dev, const amp_k_scale_ranges *arg
     return AMP_OK;
 }
 
-/* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or a 16-bit weight widened. */
+/* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or joined with its remainder, or a
+   16-bit weight widened.  What is not fp32 is worked on in rooms. */
 
-typedef struct ampi_weights {
-    float *w;
+typedef struct ampi_update {
+    float *w, *m, *v;               /* m and v NULL where a row has none */
     const float *g;
-    float w_room[AMPI_MULTI_BLOCK], g_room[AMPI_MULTI_BLOCK];
-} ampi_weights;
+    float w_room[AMPI_MULTI_BLOCK], g_room[AMPI_MULTI_BLOCK], m_room[AMPI_MULTI_BLOCK], v_room[AMPI_MULTI_BLOCK];
+} ampi_update;
 
+AMPI_PRIVATE int ampi_has_remainder(const amp_k_tensor *row) {
+    return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
+}
 /* How many elements may be worked on at once. */
-AMPI_PRIVATE int64_t ampi_weights_block(const amp_k_tensor *row) {
-    return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
+AMPI_PRIVATE int64_t ampi_update_block(const amp_k_tensor *row) {
+    return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 && row->moment_dtype != AMP_BF16
+               ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
 }
 
-AMPI_PRIVATE void ampi_weights_in(ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n,
-                                  amp_cpu_path path) {
-    x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_room, path);
-    if (row->master != NULL) x->w = (float *)row->master + first;
-    else if (row->weight_dtype == AMP_F32) x->w = (float *)row->weight + first;
-    else ampi_row_in(ampi_at(row->weight, row->weight_dtype, first), row->weight_dtype, n, x->w = x->w_room, path);
-}
-
-AMPI_PRIVATE void ampi_weights_out(const ampi_weights *x, const amp_k_tensor *row, int64_t first, int64_t n,
+AMPI_PRIVATE float *ampi_moment_in(const amp_k_tensor *row, void *moment, int64_t first, int64_t n, float *room,
                                    amp_cpu_path path) {
+    if (moment == NULL) return NULL;
+    if (row->moment_dtype != AMP_BF16) return (float *)moment + first;
+    ampi_convert_fast(room, AMP_F32, ampi_at(moment, AMP_BF16, first), AMP_BF16, n, path);
+    return room;
+}
+
+AMPI_PRIVATE void ampi_update_in(ampi_update *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
+    const void *weight = ampi_at(row->weight, row->weight_dtype, first);
+    x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_room, path);
+    x->m = ampi_moment_in(row, row->m, first, n, x->m_room, path);
+    x->v = ampi_moment_in(row, row->v, first, n, x->v_room, path);
+    x->w = x->w_room;
+    if (ampi_has_remainder(row))
+        AMPI_PICK(ampi_numbers_kernels, path)->f32_join(x->w, weight, (uint16_t *)row->master + first, n);
+    else if (row->master != NULL) x->w = (float *)row->master + first;
+    else if (row->weight_dtype == AMP_F32) x->w = (float *)row->weight + first;
+    else ampi_row_in(weight, row->weight_dtype, n, x->w_room, path);
+}
+
+AMPI_PRIVATE void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint64_t seed, int64_t first, int64_t n,
+                                  amp_cpu_path path) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     void *weight = ampi_at_mut(row->weight, row->weight_dtype, first);
-    if (row->weight_dtype != AMP_F32 || row->master != NULL)
+    int stochastic = row->master == NULL && row->master_kind == AMP_MASTER_STOCHASTIC && row->weight_dtype != AMP_F32;
+    int rounded = row->moment_dtype == AMP_BF16;
+    uint32_t random[AMPI_MULTI_BLOCK];
+    if (stochastic || rounded) vec->random(random, n, seed, (uint64_t)first);
+    if (stochastic) ampi_stochastic(weight, row->weight_dtype, x->w, n, random, path);
+    else if (ampi_has_remainder(row)) vec->bf16_split(weight, (uint16_t *)row->master + first, x->w, n);
+    else if (row->weight_dtype != AMP_F32 || row->master != NULL)
         ampi_convert_fast(weight, row->weight_dtype, x->w, AMP_F32, n, path);
+    if (rounded && x->m != NULL) vec->bf16_stochastic(ampi_at_mut(row->m, AMP_BF16, first), x->m, n, random, 16);
+    if (rounded && x->v != NULL) vec->bf16_stochastic(ampi_at_mut(row->v, AMP_BF16, first), x->v, n, random, 16);
 }
 
 static void ampi_adamw_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                              int64_t chunk) {
     ampi_adamw_step step = ampi_adamw_row((const amp_k_adamw *)job->args, row);
-    int64_t i, k, block = ampi_weights_block(row);
-    ampi_weights x;
+    int64_t i, k, block = ampi_update_block(row);
+    ampi_update x;
     (void)chunk;
     for (i = first; i < first + n; i += k) {
         k = AMPI_MIN(first + n - i, block);
-        ampi_weights_in(&x, row, i, k, job->path);
-        job->vec->adamw(x.w, x.g, (float *)row->m + i, (float *)row->v + i, k, &step);
-        ampi_weights_out(&x, row, i, k, job->path);
+        ampi_update_in(&x, row, i, k, job->path);
+        job->vec->adamw(x.w, x.g, x.m, x.v, k, &step);
+        ampi_update_out(&x, row, step.seed, i, k, job->path);
     }
 }
 
@@ -6098,14 +6204,14 @@ static amp_result ampi_cpu_adamw(void *dev, const amp_k_adamw *args, void *strea
 static void ampi_sgd_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                            int64_t chunk) {
     ampi_sgd_step step = ampi_sgd_row((const amp_k_sgd *)job->args, row);
-    int64_t i, k, block = ampi_weights_block(row);
-    ampi_weights x;
+    int64_t i, k, block = ampi_update_block(row);
+    ampi_update x;
     (void)chunk;
     for (i = first; i < first + n; i += k) {
         k = AMPI_MIN(first + n - i, block);
-        ampi_weights_in(&x, row, i, k, job->path);
-        job->vec->sgd(x.w, x.g, row->m ? (float *)row->m + i : NULL, k, &step);
-        ampi_weights_out(&x, row, i, k, job->path);
+        ampi_update_in(&x, row, i, k, job->path);
+        job->vec->sgd(x.w, x.g, x.m, k, &step);
+        ampi_update_out(&x, row, step.seed, i, k, job->path);
     }
 }
 
@@ -8896,7 +9002,7 @@ AMPI_PRIVATE amp_result ampi_check_number(const char *field, double value, doubl
     return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_create", "%s = %g, must be from 0 to below %g", field, value, limit);
 }
 
-AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d) {
+AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
     if (d->kind == AMP_OPTIMIZER_DEFAULT) d->kind = AMP_ADAMW;
     d->lr = ampi_or(d->lr, 1e-3);
     d->beta1 = ampi_or(d->beta1, 0.9);
@@ -8904,9 +9010,27 @@ AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d) {
     d->eps = ampi_or(d->eps, 1e-8);
     if (d->accumulation == 0) d->accumulation = 1;
     if (d->outcome_lag == 0) d->outcome_lag = 2;
+    if (d->master == AMP_MASTER_DEFAULT) d->master = level == AMP_LEVEL_O3 ? AMP_MASTER_NONE : AMP_MASTER_F32;
+    if (d->moments == AMP_DTYPE_DEFAULT) d->moments = AMP_F32;
 }
 
-AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d) {
+/* Whether a master and moments of this kind can be; level O3 is the one without masters. */
+AMPI_PRIVATE amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level level, const char *of,
+                                           amp_master_kind master, amp_dtype moments) {
+    const char *function = "amp_optimizer_create";
+    if ((int)master < 0 || master > AMP_MASTER_STOCHASTIC)
+        return ampi_fail(AMP_ERR_RANGE, function, "%s.master = %d, must be an amp_master_kind", of, (int)master);
+    if (level == AMP_LEVEL_O3 && (master == AMP_MASTER_F32 || master == AMP_MASTER_REMAINDER))
+        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.master asks for masters, and level O3 has none: open the context "
+                         "at level O2", of);
+    if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16)
+        return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32 or bf16", of, amp_dtype_name(moments));
+    if (moments == AMP_BF16 && d->kind == AMP_SGD && !(d->momentum > 0))
+        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is given, and SGD without .momentum has none", of);
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level level) {
     const char *function = "amp_optimizer_create";
     int64_t i;
     if ((int)d->kind < 0 || d->kind > AMP_SGD)
@@ -8935,8 +9059,9 @@ AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d) {
             return ampi_fail(AMP_ERR_NULL, function, "group %lld has no pattern", (long long)i);
         AMPI_TRY(ampi_check_number("a group's .lr_scale", ampi_or(d->groups[i].lr_scale, 1), 1e30));
         AMPI_TRY(ampi_check_number("a group's .weight_decay", ampi_or(d->groups[i].weight_decay, 0), 1e30));
+        AMPI_TRY(ampi_check_storage(d, level, "a group's ", d->groups[i].master, d->groups[i].moments));
     }
-    return AMP_OK;
+    return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
 AMPI_PRIVATE amp_result ampi_copy_groups(amp_optimizer *o) {
@@ -8954,48 +9079,74 @@ AMPI_PRIVATE amp_result ampi_copy_groups(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* Learning rate and decay of each row. */
+/* Learning rate, decay and storage of each row. */
 AMPI_PRIVATE void ampi_apply_groups(amp_optimizer *o) {
     int64_t i, g;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
+        const amp_group *group;
         row->lr_scale = 1;
         row->weight_decay = o->set->params[i]->weight.ndim >= 2 || o->desc.decay_vectors ? o->desc.weight_decay : 0;
+        row->master_kind = o->desc.master;
+        row->moment_dtype = o->desc.moments;
         for (g = 0; g < o->desc.n_groups && !ampi_match(o->groups[g].match, o->set->names[i]); g++) {}
-        if (g == o->desc.n_groups) continue;
-        row->lr_scale = ampi_or(o->groups[g].lr_scale, 1);
-        row->weight_decay = ampi_or(o->groups[g].weight_decay, row->weight_decay);
+        if (g < o->desc.n_groups) {
+            group = &o->groups[g];
+            row->lr_scale = ampi_or(group->lr_scale, 1);
+            row->weight_decay = ampi_or(group->weight_decay, row->weight_decay);
+            if (group->master != AMP_MASTER_DEFAULT) row->master_kind = group->master;
+            if (group->moments != AMP_DTYPE_DEFAULT) row->moment_dtype = group->moments;
+        }
+        if (row->weight_dtype == AMP_F32) row->master_kind = AMP_MASTER_NONE;
     }
 }
 
-/* The three fp32 arrays a row may have. */
+/* Remainders go with bf16 weights, and what is asked of 16-bit weights needs at least one. */
+AMPI_PRIVATE amp_result ampi_check_weights(const amp_optimizer *o) {
+    int64_t i, narrow = 0;
+    for (i = 0; i < o->set->n; i++) {
+        narrow += o->set->rows[i].weight_dtype != AMP_F32;
+        if (o->set->rows[i].master_kind == AMP_MASTER_REMAINDER && o->set->rows[i].weight_dtype != AMP_BF16)
+            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s: .master = AMP_MASTER_REMAINDER needs a bf16 "
+                             "weight, this one is %s", o->set->names[i], amp_dtype_name(o->set->rows[i].weight_dtype));
+    }
+    if (narrow > 0 || (o->desc.master != AMP_MASTER_REMAINDER && o->desc.master != AMP_MASTER_STOCHASTIC)) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".master = %s is for 16-bit weights, and all are fp32: "
+                     "levels O2 and O3 keep them in 16 bits",
+                     o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
+}
+
+/* The three arrays a row may have, and bytes per element of each. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3 };
 
 AMPI_PRIVATE int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
-    if (which == AMPI_MASTER) return row->weight_dtype != AMP_F32 && ampi_settings(o->amp)->level != AMP_LEVEL_O3;
+    if (which == AMPI_MASTER) return row->master_kind == AMP_MASTER_F32 || row->master_kind == AMP_MASTER_REMAINDER;
     return o->desc.kind == AMP_ADAMW || (which == AMPI_M && o->desc.momentum > 0);
 }
-
 AMPI_PRIVATE void **ampi_row_array(amp_k_tensor *row, int which) {
     return which == AMPI_M ? &row->m : which == AMPI_V2 ? &row->v : &row->master;
+}
+AMPI_PRIVATE int64_t ampi_array_size(const amp_k_tensor *row, int which) {
+    return which == AMPI_MASTER ? row->master_kind == AMP_MASTER_REMAINDER ? 2 : 4 : row->moment_dtype == AMP_BF16 ? 2 : 4;
 }
 
 /* One block for the arrays of all rows, zeroed, each array at a multiple of 256 bytes. */
 AMPI_PRIVATE amp_result ampi_optimizer_memory(amp_optimizer *o) {
     int64_t i, bytes = 0, at = 0;
-    int a;
-    for (i = 0; i < o->set->n; i++)
-        for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, &o->set->rows[i], a)) bytes += (o->set->rows[i].count + 63) / 64 * 256;
-    AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->memory, bytes));
-    AMPI_TRY(amp_fill(o->amp, o->memory, 0, bytes));
-    for (i = 0; i < o->set->n; i++)
-        for (a = 0; a < AMPI_ARRAYS; a++) {
-            if (!ampi_has_array(o, &o->set->rows[i], a)) continue;
-            *ampi_row_array(&o->set->rows[i], a) = (char *)o->memory + at;
-            at += (o->set->rows[i].count + 63) / 64 * 256;
-        }
-    return AMP_OK;
+    int a, pass;
+    for (pass = 0; pass < 2; pass++) {
+        if (pass == 1) AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, &o->memory, bytes));
+        for (i = 0; i < o->set->n; i++)
+            for (a = 0; a < AMPI_ARRAYS; a++) {
+                amp_k_tensor *row = &o->set->rows[i];
+                int64_t size = (row->count * ampi_array_size(row, a) + 255) / 256 * 256;
+                if (!ampi_has_array(o, row, a)) continue;
+                if (pass == 0) bytes += size;
+                else *ampi_row_array(row, a) = (char *)o->memory + at;
+                at += pass * size;
+            }
+    }
+    return amp_fill(o->amp, o->memory, 0, bytes);
 }
 
 AMPI_PRIVATE amp_result ampi_make_masters(amp_optimizer *o) {
@@ -9005,8 +9156,12 @@ AMPI_PRIVATE amp_result ampi_make_masters(amp_optimizer *o) {
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         amp_k_cast args;
-        o->set->params[i]->master = row->master;
+        o->set->params[i]->master = ampi_has_remainder(row) ? NULL : row->master;
         if (row->master == NULL || row->count == 0) continue;
+        if (ampi_has_remainder(row)) {          /* the weight is the master */
+            AMPI_TRY(amp_fill(o->amp, row->master, 0, row->count * 2));
+            continue;
+        }
         memset(&args, 0, sizeof args);
         args.dst = row->master;
         args.src = row->weight;
@@ -9035,6 +9190,7 @@ AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
+    AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_outcome_memory(o));
     AMPI_TRY(ampi_set_finish(o->set, o->desc.clip_norm, o->desc.sharded, o->desc.accumulation));
@@ -9052,8 +9208,8 @@ AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out,
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_optimizer_create", "amp, out or desc is NULL");
     d = *desc;
-    ampi_optimizer_defaults(&d);
-    AMPI_TRY(ampi_check_optimizer(&d));
+    ampi_optimizer_defaults(&d, ampi_settings(amp)->level);
+    AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
     AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_optimizer_create", (void **)&o, 1, sizeof *o));
     o->amp = amp;
@@ -9110,6 +9266,30 @@ AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer) {
     return ampi_make_masters(optimizer);
 }
 
+AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out) {
+    int64_t i, n = 0, weight = 0, gradient = 0, arrays[AMPI_ARRAYS] = {0, 0, 0};
+    double parameters;
+    int a;
+    if (optimizer == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_optimizer_bytes", "optimizer or out is NULL");
+    for (i = 0; i < optimizer->set->n; i++) {
+        const amp_k_tensor *row = &optimizer->set->rows[i];
+        n += row->count;
+        weight += row->count * (int64_t)amp_dtype_size(row->weight_dtype);
+        gradient += row->count * (int64_t)amp_dtype_size(row->grad_dtype);
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (ampi_has_array(optimizer, row, a)) arrays[a] += row->count * ampi_array_size(row, a);
+    }
+    parameters = (double)AMPI_MAX(n, 1);
+    out->parameters = n;
+    out->weight = (double)weight / parameters;
+    out->gradient = (double)gradient / parameters;
+    out->master = (double)arrays[AMPI_MASTER] / parameters;
+    out->moments = (double)(arrays[AMPI_M] + arrays[AMPI_V2]) / parameters;
+    out->total = (double)(weight + gradient + arrays[AMPI_M] + arrays[AMPI_V2] + arrays[AMPI_MASTER]) / parameters;
+    return AMP_OK;
+}
+
 /* ---- The step */
 
 AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
@@ -9121,12 +9301,12 @@ AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
         memset(&adamw, 0, sizeof adamw);
         adamw.table = o->set->table; adamw.tensors = o->set->n; adamw.found = o->set->found;
         adamw.beta1 = o->desc.beta1; adamw.beta2 = o->desc.beta2; adamw.eps = o->desc.eps;
-        adamw.maximize = o->desc.maximize;
+        adamw.maximize = o->desc.maximize; adamw.seed = o->desc.seed;
         return backend->adamw(dev, &adamw, stream);
     }
     memset(&sgd, 0, sizeof sgd);
     sgd.table = o->set->table; sgd.tensors = o->set->n; sgd.found = o->set->found;
-    sgd.momentum = o->desc.momentum; sgd.dampening = o->desc.dampening;
+    sgd.momentum = o->desc.momentum; sgd.dampening = o->desc.dampening; sgd.seed = o->desc.seed;
     sgd.nesterov = o->desc.nesterov; sgd.maximize = o->desc.maximize;
     return backend->sgd(dev, &sgd, stream);
 }
@@ -9243,8 +9423,9 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
     return ampi_wait(optimizer->amp);
 }
 
-/* ---- Saving an optimizer.  Records: names, shape, counters, settings, outcomes, and the arrays m.0, v.0, master.0 and
-   so on by row; in the middle of a cycle also the gradients grad.0 ... */
+/* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0, master.0
+   and so on by row; in the middle of a cycle also the gradients grad.0 ...  Masters are fp32 in a record, however they
+   are kept. */
 
 #define AMPI_SAVED_STEPS 8
 #define AMPI_SAVED_REALS 3
@@ -9298,14 +9479,16 @@ AMPI_PRIVATE amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state,
 
 AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
     amp_k_found f;
-    int64_t steps[AMPI_SAVED_STEPS];
+    int64_t steps[AMPI_SAVED_STEPS], seed;
     double reals[AMPI_SAVED_REALS];
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     steps[0] = o->desc.kind; steps[1] = o->micro;
     steps[2] = o->attempts; steps[3] = o->delivered; steps[4] = o->flushed;
     steps[5] = f.step; steps[6] = f.skips; steps[7] = f.consecutive_skips;
     reals[0] = f.beta1_power; reals[1] = f.beta2_power; reals[2] = o->desc.lr;
+    seed = (int64_t)o->desc.seed;
     AMPI_TRY(ampi_put(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    AMPI_TRY(ampi_put(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
 }
 
@@ -9324,6 +9507,11 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
     return ampi_put(state, prefix, "outcomes", -1, AMP_F64, rows, n * AMPI_SAVED_OUTCOME);
 }
 
+/* The dtype of an array of a row in a record. */
+AMPI_PRIVATE amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
+    return which != AMPI_MASTER && row->moment_dtype == AMP_BF16 ? AMP_BF16 : AMP_F32;
+}
+
 /* One array between the device and a record, through `room`. */
 AMPI_PRIVATE amp_result ampi_save_array(const amp_optimizer *o, amp_state *state, const char *prefix, const char *name,
                                         int64_t i, const void *data, amp_dtype dtype, void *room) {
@@ -9332,9 +9520,25 @@ AMPI_PRIVATE amp_result ampi_save_array(const amp_optimizer *o, amp_state *state
     return ampi_put(state, prefix, name, i, dtype, room, n);
 }
 
-AMPI_PRIVATE int64_t ampi_largest_row(const amp_set *set) {
+/* A weight and its remainder as an fp32 record, through `room` for twice as many numbers. */
+AMPI_PRIVATE amp_result ampi_save_remainder(const amp_optimizer *o, amp_state *state, const char *prefix, int64_t i,
+                                            float *room) {
+    const amp_k_tensor *row = &o->set->rows[i];
+    uint16_t *weight = (uint16_t *)(room + row->count), *rest = weight + row->count;
+    size_t bytes = (size_t)row->count * 2;
+    if (row->count > 0) {
+        AMPI_TRY(ampi_fetch(o->amp, weight, row->weight, bytes));
+        AMPI_TRY(ampi_fetch(o->amp, rest, row->master, bytes));
+    }
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->f32_join(room, weight, rest, row->count);
+    return ampi_put(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, room, row->count);
+}
+
+/* Bytes that the largest row needs on its way. */
+AMPI_PRIVATE int64_t ampi_row_room(const amp_set *set) {
     int64_t i, largest = 0;
-    for (i = 0; i < set->n; i++) largest = AMPI_MAX(largest, set->rows[i].count);
+    for (i = 0; i < set->n; i++)
+        largest = AMPI_MAX(largest, set->rows[i].count * (ampi_has_remainder(&set->rows[i]) ? 8 : 4));
     return largest;
 }
 
@@ -9344,9 +9548,11 @@ AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *stat
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, row, a))
-                AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32,
-                                         room));
+            if (a == AMPI_MASTER && ampi_has_remainder(row))
+                AMPI_TRY(ampi_save_remainder(o, state, prefix, i, (float *)room));
+            else if (ampi_has_array(o, row, a))
+                AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
+                                         ampi_saved_dtype(row, a), room));
         if (o->micro > 0 && o->set->params[i]->grad_live)
             AMPI_TRY(ampi_save_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
     }
@@ -9356,18 +9562,18 @@ AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *stat
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     const amp_optimizer *o = optimizer;
     const amp_system *s;
-    int64_t largest;
+    int64_t bytes;
     amp_result r;
     void *room;
     if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
     s = ampi_context_system(o->amp);
-    largest = ampi_largest_row(o->set);
+    bytes = ampi_row_room(o->set);
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, largest, sizeof(float)));
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, bytes, 1));
     r = ampi_save_arrays(o, state, prefix, room);
-    ampi_free(s, room, largest, sizeof(float));
+    ampi_free(s, room, bytes, 1);
     return r;
 }
 
@@ -9443,17 +9649,19 @@ AMPI_PRIVATE amp_result ampi_check_array(const amp_optimizer *o, const amp_state
     n = amp_state_count(state, key, &dtype);
     if (n < 0)
         return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, o->set->names[i]);
-    if (n == o->set->rows[i].count && dtype == wanted) return AMP_OK;
+    if (n == o->set->rows[i].count && (dtype == wanted || (wanted == AMP_F32 && dtype == AMP_BF16))) return AMP_OK;
     return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s",
                      o->set->names[i], key, (long long)n,
                      amp_dtype_name(dtype), (long long)o->set->rows[i].count, amp_dtype_name(wanted));
 }
 
+AMPI_PRIVATE int ampi_has_record(const amp_state *state, const char *prefix, const char *name, int64_t i) {
+    char key[64];
+    return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK && amp_state_count(state, key, NULL) >= 0;
+}
 /* Gradients are there for the rows that had one in the middle of a cycle. */
 AMPI_PRIVATE int ampi_has_gradient(const amp_state *state, const char *prefix, int64_t i, int64_t micro) {
-    char key[64];
-    return micro > 0 && ampi_key("amp_optimizer_load", key, prefix, "grad", i) == AMP_OK &&
-        amp_state_count(state, key, NULL) >= 0;
+    return micro > 0 && ampi_has_record(state, prefix, "grad", i);
 }
 
 AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
@@ -9464,18 +9672,46 @@ AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_stat
         const amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, row, a))
-                AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[a], i, AMP_F32));
+                AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[a], i, ampi_saved_dtype(row, a)));
         if (ampi_has_gradient(state, prefix, i, micro))
             AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
     }
     return AMP_OK;
 }
 
+/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the room, and each number
+   is read before it is written over. */
+AMPI_PRIVATE amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
+                                    amp_dtype dtype, void *room, int64_t n) {
+    char key[64];
+    amp_dtype saved;
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
+    if (dtype != AMP_F32 || amp_state_count(state, key, &saved) != n || saved != AMP_BF16)
+        return amp_state_get(state, key, dtype, room, n);
+    AMPI_TRY(amp_state_get(state, key, AMP_BF16, (char *)room + 2 * n, n));
+    ampi_convert_fast(room, AMP_F32, (char *)room + 2 * n, AMP_BF16, n, ampi_cpu_best_path());
+    return AMP_OK;
+}
+
 AMPI_PRIVATE amp_result ampi_load_array(amp_optimizer *o, const amp_state *state, const char *prefix, const char *name,
                                         int64_t i, void *data, amp_dtype dtype, void *room) {
     int64_t n = o->set->rows[i].count;
-    AMPI_TRY(ampi_get(state, prefix, name, i, dtype, room, n));
+    AMPI_TRY(ampi_get_as(state, prefix, name, i, dtype, room, n));
     return n > 0 ? ampi_send(o->amp, data, room, (size_t)n * amp_dtype_size(dtype)) : AMP_OK;
+}
+
+/* An fp32 record as a weight and its remainder. */
+AMPI_PRIVATE amp_result ampi_load_remainder(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t i,
+                                            float *room) {
+    const amp_k_tensor *row = &o->set->rows[i];
+    uint16_t *weight = (uint16_t *)(room + row->count), *rest = weight + row->count;
+    size_t bytes = (size_t)row->count * 2;
+    AMPI_TRY(ampi_get_as(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, room, row->count));
+    if (row->count == 0) return AMP_OK;
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(weight, rest, room, row->count);
+    AMPI_TRY(ampi_send(o->amp, row->weight, weight, bytes));
+    amp_param_touch(o->set->params[i]);
+    return ampi_send(o->amp, row->master, rest, bytes);
 }
 
 AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
@@ -9485,9 +9721,11 @@ AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *stat
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
-            if (ampi_has_array(o, row, a))
-                AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a), AMP_F32,
-                                         room));
+            if (a == AMPI_MASTER && ampi_has_remainder(row))
+                AMPI_TRY(ampi_load_remainder(o, state, prefix, i, (float *)room));
+            else if (ampi_has_array(o, row, a))
+                AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
+                                         ampi_saved_dtype(row, a), room));
         o->set->params[i]->grad_live = ampi_has_gradient(state, prefix, i, micro);
         if (o->set->params[i]->grad_live)
             AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
@@ -9559,13 +9797,14 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
     amp_optimizer *o = optimizer;
     const amp_system *s;
-    int64_t steps[AMPI_SAVED_STEPS], n, largest;
+    int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed;
     double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
     amp_result r;
     void *room;
     if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_load", "optimizer or state is NULL");
     s = ampi_context_system(o->amp);
-    largest = ampi_largest_row(o->set);
+    bytes = ampi_row_room(o->set);
+    seed = (int64_t)o->desc.seed;
     AMPI_TRY(ampi_get(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
     AMPI_TRY(ampi_get(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS));
     AMPI_TRY(ampi_load_names(o, state, prefix));
@@ -9575,12 +9814,14 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
     AMPI_TRY(ampi_check_outcomes(outcomes, n));
     AMPI_TRY(ampi_check_arrays(o, state, prefix, steps[1]));
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, largest, sizeof(float)));
+    if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, bytes, 1));
     r = ampi_wait(o->amp);
     if (r == AMP_OK) r = ampi_load_arrays(o, state, prefix, steps[1], room);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
     if (r == AMP_OK) ampi_load_outcomes(o, outcomes, n);
-    ampi_free(s, room, largest, sizeof(float));
+    if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
+    ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
     return r;
 }
@@ -9739,6 +9980,7 @@ struct amp_loader {
     int64_t end;                    /* number of the batch at which the last epoch is over */
     uint64_t hash;
     /* buffers */
+    int narrow;                     /* 1: slots hold tokens in 16 bits, device slots in 32, all at twice the offset */
     int64_t depth, ring_bytes, slot_bytes, scratch_bytes;
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
     ampi_slot *slots;
@@ -9749,7 +9991,8 @@ struct amp_loader {
     /* a device that the host cannot see: two device slots, filled by turns on a stream of their own */
     const amp_backend *backend;
     void *dev, *stream, *copy_stream, *used[2];     /* used: events, all work queued before the last calls of next */
-    char *device;
+    char *device;                   /* and behind the two slots, where tokens arrive in 16 bits */
+    const char *padding;            /* in the ring: the targets of a batch that is all padding */
     int64_t deliveries;             /* since creation: device slot deliveries & 1 is the current one */
     int64_t issued;                 /* number of the first batch whose copy was not begun */
     /* the queue, under the lock */
@@ -10346,8 +10589,8 @@ typedef uint16_t ampi_u16x8 __attribute__((vector_size(16)));
 typedef int32_t ampi_i32x8 __attribute__((vector_size(32)));
 
 /* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it did. */
-static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit,
-                                 uint32_t *bad) {
+static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
+                                 uint32_t limit, uint32_t *bad) {
     ampi_u16x8 last, over = {0}, in, out;
     ampi_i32x8 wide;
     int64_t i;
@@ -10356,40 +10599,52 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, int32_t *input
         memcpy(&in, raw + 2 * i, sizeof in);
         memcpy(&out, raw + 2 * i + 2, sizeof out);
         over |= (ampi_u16x8)(out > last);
+        if (narrow) {
+            memcpy(inputs + 2 * i, &in, sizeof in);
+            memcpy(targets + 2 * i, &out, sizeof out);
+            continue;
+        }
         wide = __builtin_convertvector(in, ampi_i32x8);
-        memcpy(inputs + i, &wide, sizeof wide);
+        memcpy(inputs + 4 * i, &wide, sizeof wide);
         wide = __builtin_convertvector(out, ampi_i32x8);
-        memcpy(targets + i, &wide, sizeof wide);
+        memcpy(targets + 4 * i, &wide, sizeof wide);
     }
     for (seq = 0; seq < 8; seq++) *bad |= over[seq];
     return i;
 }
 
-/* One sample: seq inputs, and as targets the same one further.  Whether a token is not below the limit. */
+/* One sample: seq inputs, and as targets the same one further, in int32 or, narrow, in uint16.  Whether a token is not
+   below the limit. */
 AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t
-ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit) {
-    uint32_t token = ampi_token(raw, dtype, 0), bad = token >= limit;
+ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
+                  uint32_t limit) {
+    uint32_t token = ampi_token(raw, dtype, 0), next, bad = token >= limit;
     int64_t i = 0;
     if (dtype == AMP_U16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__) {
-        i = ampi_token_eights(raw, seq, inputs, targets, limit, &bad);
+        i = ampi_token_eights(raw, seq, inputs, targets, narrow, limit, &bad);
         token = ampi_token(raw, dtype, i);
     }
-    for (; i < seq; i++) {
-        inputs[i] = (int32_t)token;
-        token = ampi_token(raw, dtype, i + 1);
-        targets[i] = (int32_t)token;
-        bad |= token >= limit;
+    for (; i < seq; i++, token = next) {
+        next = ampi_token(raw, dtype, i + 1);
+        bad |= next >= limit;
+        if (narrow) {
+            ampi_put16(inputs, i, (uint16_t)token);
+            ampi_put16(targets, i, (uint16_t)next);
+        } else {
+            ampi_put32(inputs, i, token);
+            ampi_put32(targets, i, next);
+        }
     }
     return bad;
 }
 
-static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *in, int32_t *out,
+static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *in, char *out, int narrow,
                                uint32_t limit) {
     switch (dtype) {
-        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, in, out, limit);
-        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, in, out, limit);
-        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, in, out, limit);
-        default:      return ampi_token_row_as(AMP_I64, raw, seq, in, out, limit);
+        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, in, out, narrow, limit);
+        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, in, out, narrow, limit);
+        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, in, out, narrow, limit);
+        default:      return ampi_token_row_as(AMP_I64, raw, seq, in, out, narrow, limit);
     }
 }
 
@@ -10443,13 +10698,13 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     const amp_loader *l = w->loader;
     const ampi_data_file *f = p->file;
     uint32_t limit = l->desc.vocab > 0 ? (uint32_t)l->desc.vocab : (uint32_t)1 << 31;
-    int64_t seq = l->desc.seq, i;
-    int32_t *inputs = (int32_t *)(void *)(slot->data + l->field_offset[0]) + row * seq;
-    int32_t *targets = (int32_t *)(void *)(slot->data + l->field_offset[1]) + row * seq;
+    int64_t size = l->field_bytes[0], i;
+    char *inputs = slot->data + l->field_offset[0] + row * size;
+    char *targets = slot->data + l->field_offset[1] + row * size;
     const uint8_t *raw;
     AMPI_TRY(ampi_worker_get(w, f, p->offset, p->samples * f->stride + f->overlap, &raw));
-    for (i = 0; i < p->samples; i++, raw += f->stride, inputs += seq, targets += seq)
-        if (ampi_token_row(f->dtype, raw, seq, inputs, targets, limit))
+    for (i = 0; i < p->samples; i++, raw += f->stride, inputs += size, targets += size)
+        if (ampi_token_row(f->dtype, raw, l->desc.seq, inputs, targets, l->narrow, limit))
             return ampi_bad_token(f, raw, p->offset + i * f->stride, limit);
     return AMP_OK;
 }
@@ -10510,12 +10765,12 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
     return AMP_OK;
 }
 
-/* Fills what the batch lacks of its full size. */
+/* Fills what the batch lacks of its full size; narrow targets get theirs on the device. */
 static void ampi_fill_padding(const amp_loader *l, int64_t n, ampi_slot *slot) {
     int64_t i, missing = l->desc.batch - n, k;
     for (i = 0; i < l->source.n_fields && missing > 0; i++) {
         char *from = slot->data + l->field_offset[i] + n * l->field_bytes[i];
-        if (l->kind == AMPI_FROM_TOKENS && i == 1)
+        if (l->kind == AMPI_FROM_TOKENS && i == 1 && !l->narrow)
             for (k = 0; k < missing * l->desc.seq; k++) ((int32_t *)(void *)from)[k] = -100;
         else memset(from, 0, (size_t)(missing * l->field_bytes[i]));
     }
@@ -10734,20 +10989,32 @@ static void ampi_loader_stop(amp_loader *l) {
 
 /* ---- Buffers */
 
+/* Whether every token fits into 16 bits, and has a way to go in them. */
+static int ampi_loader_narrow(const amp_loader *l) {
+    int64_t i;
+    if (l->kind != AMPI_FROM_TOKENS || l->backend->host_visible) return 0;
+    if (l->desc.vocab > 0 && l->desc.vocab <= 65536) return 1;
+    for (i = 0; i < l->n_files && (l->files[i].dtype == AMP_U8 || l->files[i].dtype == AMP_U16); i++) {}
+    return i == l->n_files;
+}
+
+/* Narrow slots with padding have one more behind them, which is large enough for a batch of targets in 32 bits. */
 static amp_result ampi_loader_layout(amp_loader *l) {
     int32_t i;
     size_t bytes;
+    l->narrow = ampi_loader_narrow(l);
     for (i = 0; i < l->source.n_fields; i++) {
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->source.fields[i].count,
-                            amp_dtype_size(l->source.fields[i].dtype), &bytes));
+                            l->narrow ? 2 : amp_dtype_size(l->source.fields[i].dtype), &bytes));
         l->field_bytes[i] = (int64_t)bytes;
         l->field_offset[i] = l->slot_bytes;
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
-        if ((int64_t)bytes > PTRDIFF_MAX - AMPI_SLOT_ALIGN - l->slot_bytes)
+        if ((int64_t)bytes > PTRDIFF_MAX / 8 - AMPI_SLOT_ALIGN - l->slot_bytes)
             return ampi_fail(AMP_ERR_SIZE, ampi_loader_create_name, "a batch");
         l->slot_bytes = (l->slot_bytes + (int64_t)bytes + AMPI_SLOT_ALIGN - 1) / AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN;
     }
-    AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->depth, (size_t)l->slot_bytes, &bytes));
+    AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->depth + (l->narrow && l->desc.last_batch == AMP_LAST_PAD),
+                        (size_t)l->slot_bytes, &bytes));
     l->ring_bytes = (int64_t)bytes;
     return AMP_OK;
 }
@@ -10792,8 +11059,12 @@ static amp_result ampi_loader_device_buffers(amp_loader *l) {
     if (l->desc.disable_pinned) AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->ring_bytes, 1));
     else AMPI_TRY(b->alloc_pinned(l->dev, &memory, (size_t)l->ring_bytes));
     l->ring = (char *)memory;
-    AMPI_TRY(amp_alloc(l->amp, &memory, 2 * l->slot_bytes));
+    AMPI_TRY(amp_alloc(l->amp, &memory, (l->narrow ? 5 : 2) * l->slot_bytes));
     l->device = (char *)memory;
+    if (l->narrow && l->desc.last_batch == AMP_LAST_PAD) {
+        l->padding = l->ring + l->depth * l->slot_bytes;
+        for (i = 0; i < l->slot_bytes / 4; i++) ((int32_t *)(void *)(l->ring + l->depth * l->slot_bytes))[i] = -100;
+    }
     AMPI_TRY(b->stream_create(l->dev, &l->copy_stream));
     for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i]));
     for (i = 0; i < l->depth; i++) AMPI_TRY(b->event_create(l->dev, &l->slots[i].copied));
@@ -10975,27 +11246,53 @@ static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
     return result;
 }
 
+static char *ampi_device_slot(const amp_loader *l, int64_t turn) {
+    return l->device + (turn & 1) * (l->narrow + 1) * l->slot_bytes;
+}
+
+/* What has arrived in 16 bits goes into a device slot, and the targets of the padding with it. */
+static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, const char *from) {
+    char *targets = to + 2 * l->field_offset[1];
+    int64_t start, valid, missing;
+    amp_k_cast cast;
+    memset(&cast, 0, sizeof cast);
+    cast.dst = to;
+    cast.src = from;
+    cast.dst_dtype = AMP_I32;
+    cast.src_dtype = AMP_U16;
+    cast.n = l->slot_bytes / 2;
+    AMPI_TRY(l->backend->cast(l->dev, &cast, l->copy_stream));
+    ampi_loader_slice(l, number % l->batches, &start, &valid);
+    missing = (l->desc.batch - valid) * 2 * l->field_bytes[1];
+    if (l->padding == NULL || missing == 0) return AMP_OK;
+    return l->backend->copy(l->dev, targets + valid * 2 * l->field_bytes[1], l->padding, (size_t)missing,
+                            AMP_COPY_TO_DEVICE, l->copy_stream);
+}
+
 /* Begins the copy of a batch that is READY into the device slot of its turn, once the work that was queued up to
    `after` has let go of that slot. */
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
-    char *to = l->device + ((l->deliveries + number - l->consumed) & 1) * l->slot_bytes;
+    char *to = ampi_device_slot(l, l->deliveries + number - l->consumed);
+    char *arrival = l->narrow ? l->device + 4 * l->slot_bytes : to;
     if (after != NULL) AMPI_TRY(b->event_wait(l->dev, after, l->copy_stream));
-    AMPI_TRY(b->copy(l->dev, to, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
+    AMPI_TRY(b->copy(l->dev, arrival, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
+    if (l->narrow) AMPI_TRY(ampi_device_widen(l, number, to, arrival));
     AMPI_TRY(b->event_record(l->dev, slot->copied, l->copy_stream));
     l->issued = number + 1;
     return AMP_OK;
 }
 
-/* Gives the slots whose copy is done back to the workers, and waits only for the one that batch `number` needs. */
+/* Gives the slots whose copy is done back to the workers, and waits only for the one that batch `number` needs, if the
+   host is that far ahead of the device. */
 static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
-        int32_t done = l->released + l->depth <= number;
-        if (done) AMPI_TRY(l->backend->event_sync(l->dev, copied));
-        else AMPI_TRY(l->backend->event_done(l->dev, copied, &done));
-        if (!done) return AMP_OK;
+        int32_t done = 0;
+        AMPI_TRY(l->backend->event_done(l->dev, copied, &done));
+        if (!done && l->released + l->depth > number) return AMP_OK;
+        if (!done) AMPI_TRY(l->backend->event_sync(l->dev, copied));
         pthread_mutex_lock(&l->lock);
         ampi_queue_release(l, l->released + 1);
         pthread_mutex_unlock(&l->lock);
@@ -11020,7 +11317,7 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
         AMPI_TRY(ampi_device_copy(l, number, l->deliveries > 0 ? l->used[!turn] : NULL));
     }
     AMPI_TRY(b->event_wait(l->dev, copied, l->stream));
-    *data = l->device + turn * l->slot_bytes;
+    *data = ampi_device_slot(l, turn);
     pthread_mutex_lock(&l->lock);
     next_ready = number + 1 < l->claimed && ampi_slot_of(l, number + 1)->state == AMPI_SLOT_READY;
     pthread_mutex_unlock(&l->lock);
@@ -11049,7 +11346,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     out->seq = l->source.fields[0].count;
     out->epoch = number / l->batches;
     out->index = number % l->batches;
-    for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + l->field_offset[i];
+    for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + (l->narrow + 1) * l->field_offset[i];
     if (l->source.fields[0].dtype == AMP_I32) out->inputs = (const int32_t *)out->fields[0];
     if (l->source.fields[1].dtype == AMP_I32) out->targets = (const int32_t *)out->fields[1];
     return AMP_OK;
@@ -11263,13 +11560,39 @@ AMPI_PRIVATE void AMPI_V(ampi_bf16_from_f32)(void *dst, const void *src, int64_t
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
 
-AMPI_PRIVATE void AMPI_V(ampi_bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random) {
+AMPI_PRIVATE void AMPI_V(ampi_bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random,
+                                               int shift) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
-        ampi_vu add = AMPI_V(ampi_load32)(random, i) >> 16;
+        ampi_vu add = AMPI_V(ampi_load32)(random, i) << shift >> 16;
         AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(AMPI_V(ampi_load32)(src, i), add));
     }
-    for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i]));
+    for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i] << shift));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_bf16_split)(void *bf16, void *rest, const void *src, int64_t n) {
+    uint16_t low;
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vu x = AMPI_V(ampi_load32)(src, i), zero = {0};
+        AMPI_V(ampi_store16)(bf16, i, AMPI_V(ampi_bf16_round)(x, zero + 0x8000u));
+        AMPI_V(ampi_store16)(rest, i, x & 0xffffu);
+    }
+    for (; i < n; i++) {
+        ampi_put16(bf16, i, amp_bf16_split(ampi_f32_of_bits(ampi_get32(src, i)), &low));
+        ampi_put16(rest, i, low);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_f32_join)(void *dst, const void *bf16, const void *rest, int64_t n) {
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vu x = AMPI_V(ampi_load16)(bf16, i), low = AMPI_V(ampi_load16)(rest, i);
+        ampi_vi magnitude = (ampi_vi)(x & 0x7fffu);
+        ampi_vu rounded_up = (low >> 15) & (ampi_vu)(magnitude > 0) & (ampi_vu)(magnitude <= 0x7f80);
+        AMPI_V(ampi_store32)(dst, i, (x - rounded_up) << 16 | low);
+    }
+    for (; i < n; i++) ampi_put32(dst, i, ampi_bits_f32(amp_f32_join(ampi_get16(bf16, i), ampi_get16(rest, i))));
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_f32_from_bf16)(void *dst, const void *src, int64_t n) {
@@ -11439,8 +11762,8 @@ AMPI_PRIVATE void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, u
 
 static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
     AMPI_V(ampi_f32_from_f16), AMPI_V(ampi_f16_from_f32), AMPI_V(ampi_f32_from_bf16), AMPI_V(ampi_bf16_from_f32),
-    AMPI_V(ampi_tf32_from_f32), AMPI_V(ampi_clamp), AMPI_V(ampi_bf16_stochastic), AMPI_V(ampi_count16),
-    AMPI_V(ampi_count32), AMPI_V(ampi_random),
+    AMPI_V(ampi_tf32_from_f32), AMPI_V(ampi_clamp), AMPI_V(ampi_bf16_stochastic), AMPI_V(ampi_bf16_split),
+    AMPI_V(ampi_f32_join), AMPI_V(ampi_count16), AMPI_V(ampi_count32), AMPI_V(ampi_random),
 };
 #undef ampi_vu
 

@@ -73,7 +73,7 @@ static float ranks_combine(float x, amp_reduce_op op) {
 
 typedef struct settings {
     const char *data, *format, *out, *save, *resume, *init, *metrics;
-    const char *tokenizer, *shuffle, *pin;
+    const char *tokenizer, *shuffle, *pin, *masters, *moments;
     const char *precision, *level, *policy, *activations, *scaler, *preset, *model, *schedule, *prompt;
     int64_t vocab, layers, heads, channels, seq, batch, accumulation, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
@@ -172,6 +172,9 @@ static const option options[] = {
     {"beta1", NUMBER, FIELD(beta1), "0.9", 0, 0.999999, NULL, "decay of the first moment"},
     {"beta2", NUMBER, FIELD(beta2), "0.99", 0, 0.999999, NULL, "decay of the second moment"},
     {"eps", NUMBER, FIELD(eps), "1e-8", 0, 1, NULL, "added to the denominator"},
+    {"masters", CHOICE, FIELD(masters), "auto", 0, 0, "auto fp32 remainder none stochastic",
+     "what 16-bit weights (O2, O3) lose by rounding: kept in 4 bytes, in 2 (bf16), lost, or random on average right"},
+    {"moments", CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16", "storage of the optimizer's two moments"},
     {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
     {"seed", INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
 
@@ -780,7 +783,11 @@ static amp_result open_optimizer(run *r) {
     desc.weight_decay = (float)set->weight_decay;
     desc.clip_norm = (float)set->clip;
     desc.accumulation = (int32_t)set->accumulation;
-    return amp_optimizer_create(r->amp, &r->optimizer, &desc);
+    desc.master = (amp_master_kind)word_place(options[option_index("masters")].words, set->masters);
+    desc.moments = strcmp(set->moments, "bf16") == 0 ? AMP_BF16 : AMP_F32;
+    desc.seed = (uint64_t)set->seed;
+    if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
+    return example_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
 }
 
 static amp_result open_loader(run *r) {
@@ -1207,6 +1214,7 @@ static void print_run(const run *r) {
                                          "O2: 16-bit weights with fp32 masters", "O3: 16-bit weights, no masters"};
     const gpt_config *c = &r->model.config;
     const settings *set = &r->set;
+    amp_parameter_bytes bytes;
     char a[32], b[32], d[32];
     int64_t per_step = set->batch * set->seq * set->accumulation * ranks.world;
     printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
@@ -1214,6 +1222,9 @@ static void print_run(const run *r) {
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
     printf("  storage     weights %s, activations %s, residual stream and gradients fp32\n",
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    if (amp_optimizer_bytes(r->optimizer, &bytes) == AMP_OK)
+        printf("  parameters  %.4g bytes each: weight %.4g, gradient %.4g, master %.4g, moments %.4g\n", bytes.total,
+               bytes.weight, bytes.gradient, bytes.master, bytes.moments);
     printf("  model       GPT-2, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
            (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->vocab,
            grouped(r->model.weights_count, a, sizeof a));
@@ -1465,6 +1476,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     mine.steps = set->compare;
     mine.epochs = mine.stop_after = mine.profile = 0;
     mine.schedule = "constant";
+    mine.masters = "auto";          /* what fits each precision */
     mine.warmup = set->compare / 5;
     mine.log_interval = 1;
     memset(out, 0, sizeof *out);

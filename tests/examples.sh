@@ -35,6 +35,19 @@ for precision in fp16 bf16; do
     else fail "$precision resumes" "the resumed run differs: $(tail -n 2 "$work/second.log")"; fi
 done
 
+# The same with less storage: remainders, stochastic rounding and bf16 moments resume bit for bit; masters change over.
+for masters in remainder stochastic; do
+    storage="--precision bf16 --level O2 --masters $masters --moments bf16"
+    train whole --steps 8 $storage --save "$work/whole_$masters"
+    train first --steps 8 $storage --save "$work/two_$masters" --stop-after 3
+    train second --steps 8 --save "$work/two_$masters" --resume "$work/two_$masters" --threads 1
+    if [ -s "$work/whole_$masters.safetensors" ] && cmp -s "$work/whole_$masters.safetensors" "$work/two_$masters.safetensors"; then pass
+    else fail "$masters resumes" "the resumed run differs: $(tail -n 2 "$work/second.log")"; fi
+done
+if grep -q "bytes each: weight 2.*master 0.*moments 4" "$work/whole.log"; then pass; else fail "bytes per parameter" "$(grep "bytes each" "$work/whole.log")"; fi
+train change --steps 6 --precision bf16 --level O2 --masters fp32 --save "$work/change" --stop-after 3
+if train changed --steps 6 --save "$work/change" --resume "$work/change" --masters remainder; then pass; else fail "masters change over" "$(tail -n 2 "$work/changed.log")"; fi
+
 # How the data is read changes nothing: workers, none, more read ahead, other memory.
 train read_2 --steps 6 --save "$work/read_2"
 train read_0 --steps 6 --save "$work/read_0" --workers 0
@@ -91,6 +104,10 @@ refused "/nonexistent" --tokenizer /nonexistent tests/golden/tokenizer_merges.tx
 refused "README.md: byte 0" --tokenizer README.md tests/golden/tokenizer_merges.txt
 refused "README.md: line 1" --tokenizer tests/golden/tokenizer_vocab.json README.md
 refused "--tokenizer" --vocab 99 $bpe
+refused "levels O2 and O3" --masters remainder --level O1
+refused "has none" --masters fp32 --level O3 --precision bf16
+refused "needs a bf16 weight" --masters remainder --level O2 --precision fp16
+refused "--moments" --moments fp16
 refused "growth" --scaler on --precision fp16 --growth-factor 0.5
 
 # Other data is refused on resume.

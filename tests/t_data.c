@@ -1484,10 +1484,11 @@ TEST(cached_file_changes) {
     CHECK_EQ(f.live, 0);
 }
 
-/* Every value of 16 bits at every place of a row, and each limit's neighbours. */
+/* Every value of 16 bits at every place of a row, and each limit's neighbours; rows of int32 and of uint16. */
 TEST(rows_of_16_bit_tokens) {
     uint8_t raw[2 * 40];
     int32_t in[39], out[39];
+    uint16_t in16[39], out16[39];
     uint32_t vocab;
     int seq, at, i;
     for (seq = 1; seq < 40; seq++)
@@ -1500,11 +1501,12 @@ TEST(rows_of_16_bit_tokens) {
                     if (token > 65535) continue;
                     raw[2 * at] = (uint8_t)token;
                     raw[2 * at + 1] = (uint8_t)(token >> 8);
-                    CHECK_EQ(ampi_token_row(AMP_U16, raw, seq, in, out, vocab) != 0, over);
-                    CHECK_EQ(ampi_token_row(AMP_U16, raw, seq, in, out, (uint32_t)1 << 31), 0);
+                    CHECK_EQ(ampi_token_row(AMP_U16, raw, seq, (char *)in, (char *)out, 0, vocab) != 0, over);
+                    CHECK_EQ(ampi_token_row(AMP_U16, raw, seq, (char *)in16, (char *)out16, 1, vocab) != 0, over);
+                    CHECK_EQ(ampi_token_row(AMP_U16, raw, seq, (char *)in, (char *)out, 0, (uint32_t)1 << 31), 0);
                     for (i = 0; i <= seq; i++) {
-                        if (i < seq) CHECK_EQ(in[i], i == at ? (int32_t)token : 0);
-                        if (i > 0) CHECK_EQ(out[i - 1], i == at ? (int32_t)token : 0);
+                        if (i < seq) CHECK(in[i] == (i == at ? (int32_t)token : 0) && in16[i] == in[i]);
+                        if (i > 0) CHECK(out[i - 1] == (i == at ? (int32_t)token : 0) && out16[i - 1] == out[i - 1]);
                     }
                 }
             }
@@ -1874,18 +1876,26 @@ typedef struct lazy_op {
     int kind;
     void *dst;
     const void *src;
-    size_t bytes;
+    size_t bytes;                   /* OP_WIDEN: elements */
     lazy_event *event;
     int64_t number;
 } lazy_op;
 typedef struct lazy_stream { lazy_op ops[4096]; int begin, end; } lazy_stream;
-enum { OP_COPY, OP_RECORD, OP_WAIT };
+enum { OP_COPY, OP_RECORD, OP_WAIT, OP_WIDEN };
 
-static struct { amp_backend table; lazy_stream compute, copies; uint32_t seed; int eager, pinned, fail_copy; } lazy;
+static struct {
+    amp_backend table;
+    lazy_stream compute, copies;
+    uint32_t seed;
+    int eager, pinned, fail_copy, fail_cast, syncs;
+    size_t sent;                    /* bytes to the device */
+    char calls[4096];               /* one letter per call on the copy stream: c copy, w widen, R record, W wait */
+} lazy;
 
 static void lazy_step(lazy_stream *s) {
     lazy_op op = s->ops[s->begin++];
     if (op.kind == OP_COPY) memcpy(op.dst, op.src, op.bytes);
+    for (size_t i = 0; i < op.bytes && op.kind == OP_WIDEN; i++) ((int32_t *)op.dst)[i] = ((const uint16_t *)op.src)[i];
     if (op.kind == OP_RECORD) op.event->done = op.number;
     if (op.kind == OP_WAIT) while (op.event->done < op.number) lazy_step(op.event->stream);
 }
@@ -1893,10 +1903,15 @@ static void lazy_drain(lazy_stream *s) {
     while (s->begin < s->end) lazy_step(s);
     s->begin = s->end = 0;
 }
-/* Sometimes the device gets on by itself. */
+/* Sometimes the device gets on by itself; with eager 3 at once. */
 static void lazy_progress(void) {
     lazy_stream *s;
     int steps;
+    if (lazy.eager == 3) {
+        lazy_drain(&lazy.compute);
+        lazy_drain(&lazy.copies);
+        return;
+    }
     lazy.seed = lazy.seed * 1664525u + 1013904223u;
     s = lazy.seed >> 30 & 1 ? &lazy.compute : &lazy.copies;
     steps = lazy.eager == 2 ? 1000 : lazy.eager == 1 ? (int)(lazy.seed >> 20) % 4 : 0;
@@ -1906,13 +1921,23 @@ static void lazy_push(void *stream, int kind, void *dst, const void *src, size_t
                       int64_t number) {
     lazy_stream *s = stream ? (lazy_stream *)stream : &lazy.compute;
     lazy_op *op = &s->ops[s->end++];
+    size_t calls = strlen(lazy.calls);
+    if (s == &lazy.copies && calls + 1 < sizeof lazy.calls) lazy.calls[calls] = "cRWw"[kind];
     op->kind = kind; op->dst = dst; op->src = src; op->bytes = bytes; op->event = event; op->number = number;
     lazy_progress();
 }
 static amp_result lazy_copy(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream) {
-    (void)dev; (void)kind;
+    (void)dev;
     if (lazy.fail_copy > 0 && --lazy.fail_copy == 0) return AMP_ERR_DEVICE;
+    lazy.sent += kind == AMP_COPY_TO_DEVICE ? bytes : 0;
     lazy_push(stream, OP_COPY, dst, src, bytes, NULL, 0);
+    return AMP_OK;
+}
+static amp_result lazy_cast(void *dev, const amp_k_cast *args, void *stream) {
+    (void)dev;
+    if (lazy.fail_cast > 0 && --lazy.fail_cast == 0) return AMP_ERR_DEVICE;
+    CHECK(args->src_dtype == AMP_U16 && args->dst_dtype == AMP_I32);
+    lazy_push(stream, OP_WIDEN, args->dst, args->src, (size_t)args->n, NULL, 0);
     return AMP_OK;
 }
 static amp_result lazy_alloc_pinned(void *dev, void **ptr, size_t bytes) {
@@ -1926,6 +1951,7 @@ static amp_result lazy_stream_create(void *dev, void **stream) { (void)dev; *str
 static void lazy_stream_destroy(void *dev, void *stream) { (void)dev; lazy_drain((lazy_stream *)stream); }
 static amp_result lazy_stream_sync(void *dev, void *stream) {
     (void)dev;
+    lazy.syncs++;
     lazy_drain(stream ? (lazy_stream *)stream : &lazy.compute);
     return AMP_OK;
 }
@@ -1957,6 +1983,7 @@ static amp_result lazy_event_done(void *dev, void *event, int32_t *done) {
 static amp_result lazy_event_sync(void *dev, void *event) {
     lazy_event *e = (lazy_event *)event;
     (void)dev;
+    lazy.syncs++;
     while (e->done < e->recorded) lazy_step(e->stream);
     return AMP_OK;
 }
@@ -1968,6 +1995,7 @@ static amp_context *lazy_open(int eager) {
     lazy.table = *amp_cpu();
     lazy.table.host_visible = 0;
     lazy.table.copy = lazy_copy;
+    lazy.table.cast = lazy_cast;
     lazy.table.alloc_pinned = lazy_alloc_pinned; lazy.table.free_pinned = lazy_free_pinned;
     lazy.table.stream_create = lazy_stream_create;
     lazy.table.stream_destroy = lazy_stream_destroy;
@@ -1987,11 +2015,11 @@ static amp_context *lazy_open(int eager) {
 }
 
 /* What the caller's kernels see, when they run at last, is the batch they were queued for. */
-static void check_device(int eager, int workers, int prefetch, int disable_pinned) {
+static void check_device(const amp_loader_desc *desc, int eager, int workers, int prefetch, int disable_pinned) {
     enum { BATCHES = 64 };
     static int32_t seen[BATCHES][2][4 * SEQ];
     static int64_t expected[BATCHES * 5];
-    amp_loader_desc d = token_desc(in_folder("tokens.u16"));
+    amp_loader_desc d = *desc;
     amp_context *a = lazy_open(eager);
     amp_loader *l;
     int i, j, k;
@@ -2007,7 +2035,8 @@ static void check_device(int eager, int workers, int prefetch, int disable_pinne
         if (i == 20) CHECK_OK(amp_loader_seek(l, 3, 3));
         if (i == 21) CHECK_OK(amp_loader_seek(l, 1, 6));
         if (i == 30) lazy.fail_copy = 1 + workers % 2;
-        while (amp_loader_next(l, &b) == AMP_ERR_DEVICE) CHECK(i >= 30 && i <= 32);
+        if (i == 31) lazy.fail_cast = 1;
+        while (amp_loader_next(l, &b) == AMP_ERR_DEVICE) CHECK(i >= 30 && i <= 33);
         CHECK(b.valid == 4 && b.batch == 4 && (i == 20 || b.epoch * 15 + b.index == i));
         lazy_push(NULL, OP_COPY, seen[i][0], b.inputs, sizeof seen[i][0], NULL, 0);
         lazy_push(NULL, OP_COPY, seen[i][1], b.targets, sizeof seen[i][1], NULL, 0);
@@ -2017,6 +2046,7 @@ static void check_device(int eager, int workers, int prefetch, int disable_pinne
     amp_loader_destroy(l);
     amp_close(a);
     CHECK_EQ(lazy.pinned, 0);
+    CHECK_EQ(strchr(lazy.calls, 'w') != NULL, desc->format == AMP_TOKENS_U16 || desc->vocab == 65536);
     for (i = 0; i < BATCHES; i++)
         for (j = 0; j < 4; j++)
             for (k = 0; k < SEQ; k++) {
@@ -2027,13 +2057,78 @@ static void check_device(int eager, int workers, int prefetch, int disable_pinne
 }
 
 TEST(device_copies) {
-    int eager, workers;
+    static int32_t tokens[N_TOKENS];
+    char shape[16];
+    amp_loader_desc narrow = token_desc(in_folder("tokens.u16")), wide;
+    int eager, workers, i;
+    for (i = 0; i < N_TOKENS; i++) tokens[i] = i;
+    snprintf(shape, sizeof shape, "(%d,)", (int)N_TOKENS);
+    wide = token_desc(write_npy("device.npy", "<i4", shape, tokens, sizeof tokens));
+    wide.format = AMP_TOKENS_NPY;
     for (eager = 0; eager < 3; eager++)
         for (workers = -1; workers < 4; workers++) {
             if (workers == 0) continue;
-            check_device(eager, workers, 1, 0);
-            check_device(eager, workers, 4, 1);
+            check_device(&narrow, eager, workers, 1, 0);
+            check_device(&narrow, eager, workers, 4, 1);
+            wide.vocab = workers == 2 ? 65536 : 65537;
+            check_device(&wide, eager, workers, 2, 0);
         }
+}
+
+/* The kernel that widens them, as the CPU has it. */
+TEST(cast_of_tokens) {
+    static uint16_t tokens[65537];
+    static int32_t wide[65537];
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    amp_k_cast cast;
+    int32_t i;
+    for (i = 0; i < 65536; i++) tokens[i + 1] = (uint16_t)i;
+    memset(&cast, 0, sizeof cast);
+    cast.dst = wide; cast.src = tokens + 1;
+    cast.dst_dtype = AMP_I32; cast.src_dtype = AMP_U16;
+    cast.n = 65536;
+    wide[65536] = -5;
+    CHECK_OK(backend->cast(dev, &cast, stream));
+    for (i = 0; i < 65536; i++) CHECK(wide[i] == i);
+    CHECK_EQ(wide[65536], -5);
+}
+
+/* A device that keeps up: no call of the host waits; each batch is one wait for its slot, one copy in 16 bits, one
+   widening and one event; the padding's targets take a copy more. */
+TEST(device_calls) {
+    amp_loader_desc d = token_desc(in_folder("tokens.u16"));
+    amp_context *a = lazy_open(3);
+    amp_loader *l = NULL;
+    char expected[256] = "cwR";
+    int64_t ids[2 * 9];
+    int i, wide;
+    for (wide = 0; wide < 2; wide++) {
+        size_t bytes = wide ? 4 : 2;
+        d = token_desc(wide ? in_folder("device.npy") : in_folder("tokens.u16"));
+        d.format = wide ? AMP_TOKENS_NPY : AMP_TOKENS_U16;
+        d.batch = 8;
+        d.last_batch = AMP_LAST_PAD;
+        CHECK_OK(amp_loader_create(a, &l, &d));
+        memset(lazy.calls, 0, sizeof lazy.calls);
+        lazy.syncs = 0;
+        lazy.sent = 0;
+        for (i = 0; i < 16; i++) {
+            amp_batch b;
+            CHECK_OK(amp_loader_next(l, &b));
+            CHECK_EQ(b.valid, i % 8 == 7 ? 4 : 8);
+            check_rows(&b, ids);
+            CHECK_EQ(ids[0], i % 8 * 8);
+        }
+        CHECK_EQ(lazy.syncs, 0);
+        strcpy(expected, wide ? "cR" : "cwR");
+        for (i = 1; i < 16; i++) strcat(expected, wide ? "WcR" : i % 8 == 7 ? "WcwcR" : "WcwR");
+        CHECK_MSG(strcmp(lazy.calls, expected) == 0, "%s, not %s", lazy.calls, expected);
+        CHECK_EQ(lazy.sent, 16 * 2 * ((8 * SEQ * bytes + 255) / 256 * 256) + (wide ? 0 : 2 * 4 * SEQ * 4));
+        amp_loader_destroy(l);
+    }
+    amp_close(a);
+    CHECK_EQ(lazy.pinned, 0);
 }
 
 /* world 0 takes rank and world from the context's reducer. */
@@ -2128,6 +2223,8 @@ int main(int argc, char **argv) {
     RUN(destroy_after_timeout);
     RUN(close_while_blocked);
     RUN(device_copies);
+    RUN(cast_of_tokens);
+    RUN(device_calls);
     RUN(ranks_of_the_context);
     amp_close(amp);
     remove_folder();

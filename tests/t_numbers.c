@@ -337,6 +337,44 @@ TEST(narrow_golden) {
 }
 
 /* fp64 to every format, one rounding: golden cases at, and just beside, midpoints. */
+/* 1 if x is split and joined right: the halves are x, the upper one is x rounded (to the nearest, ties away), a NaN is
+   one in both and only becomes quiet. */
+static int ampt_split_right(uint32_t x, uint16_t bf16, uint16_t rest, uint32_t back) {
+    uint32_t magnitude = x & 0x7fffffff, quiet = magnitude > 0x7f800000 ? 0x400000 : 0;
+    uint16_t even = amp_bf16_from_f32(ampi_f32_of_bits(x), 0);
+    int tie = (x & 0xffff) == 0x8000 && quiet == 0;
+    return back == (x | quiet) && rest == (uint16_t)x && bf16 == (tie ? (uint16_t)((x >> 16) + 1) : even);
+}
+
+/* Every upper half with the lower halves at the edges, or with all of them; odd lengths take the scalar ends too. */
+TEST(split_and_join) {
+    static const uint32_t edges[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xffff, 0x1234, 0xc0de};
+    static uint32_t in[PIECE + 5], back[PIECE + 5];
+    static uint16_t bf16[PIECE + 5], rest[PIECE + 5];
+    uint32_t pieces = (ampt_full ? 1u << 31 : 8u * 32768) / (PIECE / 2), piece, i;
+    amp_cpu_path path;
+    int wrong = 0;
+    for EACH_PATH(path) {
+        const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
+        for (piece = 0; piece < pieces; piece++) {
+            for (i = 0; i < PIECE + 5; i++) {
+                uint32_t at = piece * PIECE + i;
+                in[i] = ampt_full ? at : at << 16 | edges[at >> 16 & 7];
+            }
+            vec->bf16_split(bf16, rest, in, PIECE + 5);
+            vec->f32_join(back, bf16, rest, PIECE + 5);
+            for (i = 0; i < PIECE + 5; i++) {
+                uint16_t low, high = amp_bf16_split(ampi_f32_of_bits(in[i]), &low);
+                wrong += !ampt_split_right(in[i], bf16[i], rest[i], back[i]) || high != bf16[i] || low != rest[i] ||
+                    ampi_bits_f32(amp_f32_join(high, low)) != back[i];
+            }
+        }
+    }
+    CHECK_MSG(wrong == 0, "%d wrong", wrong);
+    /* a weight that was set to 0 beside a remainder that stayed is still small */
+    CHECK(ampi_bits_f32(amp_f32_join(0, 0x9000)) == 0x9000 && ampi_bits_f32(amp_f32_join(0x8000, 0xffff)) == 0x8000ffff);
+}
+
 TEST(f64_golden) {
     static const amp_dtype columns[6] = {AMP_F16, AMP_BF16, AMP_E4M3, AMP_E5M2, AMP_F32, AMP_TF32};
     unsigned long long x, want;
@@ -734,6 +772,7 @@ int main(int argc, char **argv) {
     RUN(widen_paths);
     RUN(round_trip);
     RUN(narrow_golden);
+    RUN(split_and_join);
     RUN(f64_golden);
     RUN(pairs);
     RUN(in_place);

@@ -298,6 +298,482 @@ TEST(refresh_makes_masters_from_weights) {
     amp_close(amp);
 }
 
+/* ---- Storage policies */
+
+/* What a 16-bit weight's rounded master must be: to nearest, ties away from zero. */
+static uint16_t nearest_away(uint32_t bits) {
+    uint16_t even = amp_bf16_from_f32(ampi_f32_of_bits(bits), 0);
+    return (uint16_t)((bits & 0xffff) == 0x8000 && (bits & 0x7fffffff) < 0x7f800000 ? (bits >> 16) + 1 : even);
+}
+
+/* The master of element k of row i, put together from weight and remainder. */
+static uint32_t joined(const model *m, const amp_optimizer *o, int i, int64_t k) {
+    return ampi_bits_f32(amp_f32_join(m->w16[i][k], ((const uint16_t *)o->set->rows[i].master)[k]));
+}
+
+/* Masters as remainders beside fp32 masters over 200 steps with overflows, skips and gradients of every size.  With
+   `nonfinite` nothing is skipped, so that infinities and NaN go through the remainders too. */
+static void compare_remainders(int sgd, amp_cpu_path path, int nonfinite) {
+    static model a, b;
+    amp_context *amp = open_context(path, 2, AMP_LEVEL_O2);
+    amp_scaler *s = nonfinite ? NULL : make_scaler(amp, 1024, 7), *t = nonfinite ? NULL : make_scaler(amp, 1024, 7);
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    int step, i, skips = 0;
+    int64_t k, bad = 0;
+    model_init(&a, AMP_BF16, AMP_BF16);
+    model_init(&b, AMP_BF16, AMP_BF16);
+    d = adamw(&a);
+    d.apply_nonfinite = nonfinite;
+    if (sgd) { d.kind = AMP_SGD; d.momentum = 0.9; d.lr = 0.25; }
+    x = make(amp, &d);
+    d.params = b.p;
+    d.master = AMP_MASTER_REMAINDER;
+    y = make(amp, &d);
+    CHECK(b.p[0].master == NULL && a.p[0].master != NULL);
+    for (step = 0; step < 200; step++) {
+        float size = step % 13 == 5 ? 1e30f : step % 17 == 3 ? 1e-30f : 1;
+        model_backward(&a, step, nonfinite ? size : size * amp_scaler_scale(s));
+        if (step % 19 == 7 || nonfinite * step == 150) a.g16[2][step % 50] = step % 2 ? 0x7f80 : 0x7fc0;
+        memcpy(b.g16, a.g16, sizeof a.g16);
+        for (i = 0; i < TENSORS; i++) b.p[i].grad_live = 1;
+        CHECK_OK(amp_step(x, s));
+        CHECK_OK(amp_step(y, t));
+        for (i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) {
+            uint32_t bits = ampi_bits_f32(((const float *)a.p[i].master)[k]);
+            bad += (bits & 0x7f800000) == 0x7f800000;
+            CHECK_MSG(joined(&b, y, i, k) == bits, "step %d, %s %d: %08x, master %08x", step, names[i], (int)k, (unsigned)joined(&b, y, i, k), (unsigned)bits);
+            CHECK_MSG(b.w16[i][k] == nearest_away(bits), "step %d, %s %d: %04x of %08x", step, names[i], (int)k, b.w16[i][k], (unsigned)bits);
+        }
+        CHECK(memcmp(x->set->rows[1].m, y->set->rows[1].m, 33 * 4) == 0);
+    }
+    skips = (int)x->set->found->skips;
+    CHECK_MSG((skips > 5) == !nonfinite && y->set->found->skips == skips, "%d skips", skips);
+    CHECK_MSG((bad > 0) == nonfinite, "%d numbers that are not finite", (int)bad);
+    amp_optimizer_destroy(x);
+    amp_optimizer_destroy(y);
+    amp_scaler_destroy(s);
+    amp_scaler_destroy(t);
+    amp_close(amp);
+}
+
+TEST(remainders_are_fp32_masters_bit_for_bit) {
+    int sgd, path;
+    for (sgd = 0; sgd < 2; sgd++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        compare_remainders(sgd, (amp_cpu_path)path, 0);
+        compare_remainders(sgd, (amp_cpu_path)path, 1);
+    }
+}
+
+/* One row of `n` weights that SGD moves by exactly `update` in every step, in 16 bits. */
+enum { WALKERS = 4000 };
+static uint16_t walk_w[2][WALKERS], walk_g[2][WALKERS];
+static amp_param walk_p[2];
+static amp_optimizer *make_walk(amp_context *amp, amp_dtype dtype, amp_master_kind master, float update, uint64_t seed) {
+    amp_optimizer_desc d;
+    int64_t k;
+    int i;
+    memset(walk_p, 0, sizeof walk_p);
+    memset(&d, 0, sizeof d);
+    for (i = 0; i < 2; i++) {
+        for (k = 0; k < WALKERS; k++) {
+            walk_w[i][k] = dtype == AMP_BF16 ? amp_bf16_from_f32(1, 0) : amp_f16_from_f32(1, 0);
+            walk_g[i][k] = dtype == AMP_BF16 ? amp_bf16_from_f32(-update, 0) : amp_f16_from_f32(-update, 0);
+        }
+        walk_p[i].name = i ? "two" : "one";
+        walk_p[i].weight = amp_tensor1(walk_w[i], dtype, WALKERS);
+        walk_p[i].grad = amp_tensor1(walk_g[i], dtype, WALKERS);
+    }
+    d.params = walk_p; d.n_params = 2; d.kind = AMP_SGD; d.lr = 1; d.master = master; d.seed = seed;
+    return make(amp, &d);
+}
+
+static void walk_step(amp_optimizer *o) {
+    walk_p[0].grad_live = walk_p[1].grad_live = 1;
+    CHECK_OK(amp_step(o, NULL));
+}
+
+static double walk_mean(amp_dtype dtype) {
+    double sum = 0;
+    int64_t k;
+    for (k = 0; k < WALKERS; k++)
+        sum += (double)(dtype == AMP_BF16 ? amp_f32_from_bf16(walk_w[0][k]) : amp_f32_from_f16(walk_w[0][k]));
+    return sum / WALKERS;
+}
+
+/* A rounding between neighbours u apart has a variance of at most u^2 / 4, so after `steps` of them the mean of n
+   weights is off by more than 5 sqrt(steps / n) u / 2 once in two million seeds; the seed is fixed.  Rounded to nearest,
+   weights stay where they are. */
+TEST(stochastic_rounding_is_unbiased_where_nearest_stalls) {
+    static const amp_dtype dtypes[2] = {AMP_BF16, AMP_F16};
+    int kind, path, step;
+    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_O2);
+        float unit = ldexpf(1, kind ? -10 : -7), update = unit * 0.09375f;    /* 3 / 32 of a step; exact in both */
+        amp_optimizer *o = make_walk(amp, dtypes[kind], AMP_MASTER_NONE, update, 0);
+        double bound, off, want;
+        for (step = 1; step <= 64; step++) walk_step(o);
+        CHECK(walk_mean(dtypes[kind]) == 1);
+        amp_optimizer_destroy(o);
+        o = make_walk(amp, dtypes[kind], AMP_MASTER_STOCHASTIC, update, 5);
+        for (step = 1; step <= 64; step++) {
+            walk_step(o);
+            want = 1 + step * (double)update;
+            bound = 5 * sqrt((double)step / WALKERS) * (double)unit / 2;
+            off = walk_mean(dtypes[kind]) - want;
+            CHECK_MSG(fabs(off) <= bound, "step %d: mean off by %.3g, at most %.3g", step, off, bound);
+        }
+        CHECK(walk_mean(dtypes[kind]) > 1 + 5 * (double)unit);
+        amp_optimizer_destroy(o);
+        amp_close(amp);
+    }
+}
+
+/* Every element takes the word that amp.h says, of its seed, step, row and place; a skipped step takes none. */
+TEST(stochastic_rounding_takes_the_words_it_says) {
+    static const amp_dtype dtypes[2] = {AMP_BF16, AMP_F16};
+    static uint16_t expected[2][WALKERS];
+    int kind, path, step, i;
+    int64_t k;
+    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_O2);
+        float update = ldexpf(0.09375f, kind ? -10 : -7);
+        uint16_t good;
+        amp_optimizer *o = make_walk(amp, dtypes[kind], AMP_MASTER_STOCHASTIC, update, 77);
+        memcpy(expected, walk_w, sizeof expected);
+        for (step = 1; step <= 3; step++) {
+            good = walk_g[1][WALKERS - 1];
+            walk_g[1][WALKERS - 1] = 0x7fff;
+            walk_step(o);                                             /* skipped */
+            CHECK(memcmp(expected, walk_w, sizeof expected) == 0);
+            walk_g[1][WALKERS - 1] = good;
+            walk_step(o);
+            for (i = 0; i < 2; i++) for (k = 0; k < WALKERS; k++) {
+                uint32_t word = amp_random_u32(ampi_row_seed(77, step, i), (uint64_t)k);
+                float w = kind ? amp_f32_from_f16(expected[i][k]) : amp_f32_from_bf16(expected[i][k]);
+                expected[i][k] = kind ? amp_f16_stochastic(w + update, word, 0) : amp_bf16_stochastic(w + update, word, 0);
+            }
+            CHECK(memcmp(expected, walk_w, sizeof expected) == 0);
+        }
+        CHECK(memcmp(walk_w[0], walk_w[1], sizeof walk_w[0]) != 0);
+        amp_optimizer_destroy(o);
+        amp_close(amp);
+    }
+}
+
+/* bf16 moments beside fp32 ones: gradients for 100 steps, then none for 300.  Rounding a moment x to one of two bf16
+   neighbours, at most x / 128 apart, has a variance of at most (x / 256)^2 and no bias, and a step later counts beta
+   times.  So the variances s^2 of the error follow s^2 = beta^2 s^2 + (x / 256)^2; x itself is off by 5 s at most, which
+   stays below x / 2 here.  What is checked is the mean of error / s over n elements, at most 5 / sqrt(n), and the mean
+   of its square, at most 1 by more than 5 sqrt(2 / n).  The 1.5^2 pays for the error of x. */
+typedef struct { double variance[WALKERS]; } spread;
+static void follow_moments(spread *s, const float *exact, const uint16_t *rounded, double beta, int step, const char *name) {
+    double sum = 0, squares = 0, n = 0;
+    int64_t k;
+    for (k = 0; k < WALKERS; k++) {
+        double x = (double)exact[k], off = (double)amp_f32_from_bf16(rounded[k]) - x;
+        s->variance[k] = beta * beta * s->variance[k] + 1.5 * 1.5 * x * x / 65536;
+        sum += off / sqrt(s->variance[k]);
+        squares += off * off / s->variance[k];
+        n++;
+    }
+    CHECK_MSG(fabs(sum / n) <= 5 / sqrt(n), "%s, step %d: bias %.3g, at most %.3g", name, step, sum / n, 5 / sqrt(n));
+    CHECK_MSG(squares / n <= 1 + 5 * sqrt(2 / n), "%s, step %d: %.3g times the variance", name, step, squares / n);
+}
+
+static void compare_moments(amp_cpu_path path, int sgd) {
+    static spread m, v;
+    static float w[2][WALKERS], g[WALKERS];
+    amp_context *amp = open_context(path, 2, AMP_LEVEL_DEFAULT);
+    amp_optimizer *o[2];
+    amp_param p[2];
+    amp_optimizer_desc d;
+    int step, i;
+    memset(&m, 0, sizeof m);
+    memset(&v, 0, sizeof v);
+    memset(w, 0, sizeof w);
+    for (i = 0; i < 2; i++) {
+        memset(&p[i], 0, sizeof p[i]);
+        memset(&d, 0, sizeof d);
+        p[i].name = "p";
+        p[i].weight = amp_tensor1(w[i], AMP_F32, WALKERS);
+        p[i].grad = amp_tensor1(g, AMP_F32, WALKERS);
+        d.params = &p[i]; d.n_params = 1; d.moments = i ? AMP_BF16 : AMP_F32; d.beta2 = 0.999;
+        if (sgd) { d.kind = AMP_SGD; d.momentum = 0.9; }
+        o[i] = make(amp, &d);
+    }
+    for (step = 0; step < 400; step++) {
+        ampt_uniform(g, WALKERS, 70, (uint32_t)step, step < 100 ? 0.5f : 0, step < 100 ? 1.0f : 0);
+        p[0].grad_live = p[1].grad_live = 1;
+        CHECK_OK(amp_step(o[0], NULL));
+        CHECK_OK(amp_step(o[1], NULL));
+        for (i = 0; i < WALKERS && step == 0; i++) {                  /* until now they are the same but for the rounding */
+            uint32_t word = amp_random_u32(ampi_row_seed(0, 1, 0), (uint64_t)i) << 16;
+            CHECK(((const uint16_t *)o[1]->set->rows[0].m)[i] == amp_bf16_stochastic(((const float *)o[0]->set->rows[0].m)[i], word, 0));
+            CHECK(sgd || ((const uint16_t *)o[1]->set->rows[0].v)[i] == ampi_moment_round(((const float *)o[0]->set->rows[0].v)[i], word >> 16));
+        }
+        if (step < 150) follow_moments(&m, (const float *)o[0]->set->rows[0].m, (const uint16_t *)o[1]->set->rows[0].m, 0.9, step, "m");
+        if (!sgd) follow_moments(&v, (const float *)o[0]->set->rows[0].v, (const uint16_t *)o[1]->set->rows[0].v, 0.999, step, "v");
+    }
+    for (i = 0; i < 2; i++) amp_optimizer_destroy(o[i]);
+    amp_close(amp);
+}
+
+TEST(bf16_moments_follow_fp32_ones) {
+    int path;
+    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        compare_moments((amp_cpu_path)path, 0);
+        compare_moments((amp_cpu_path)path, 1);
+    }
+}
+
+/* fp32 masters and remainders load into each other, ties included, and go on with the same bits. */
+TEST(masters_and_remainders_load_into_each_other) {
+    static model a, b;
+    int back;
+    for (back = 0; back < 2; back++) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+        amp_state *state = NULL;
+        amp_optimizer_desc d;
+        amp_optimizer *x, *y;
+        float master[91];
+        int step, i;
+        int64_t k;
+        model_init(&a, AMP_BF16, AMP_F32);
+        model_init(&b, AMP_BF16, AMP_F32);
+        d = adamw(&a);
+        d.master = back ? AMP_MASTER_REMAINDER : AMP_MASTER_F32;
+        x = make(amp, &d);
+        d.params = b.p;
+        d.master = back ? AMP_MASTER_F32 : AMP_MASTER_REMAINDER;
+        y = make(amp, &d);
+        for (step = 0; step < 20; step++) {
+            if (step == 9) {
+                CHECK_OK(amp_state_create(&state, NULL));
+                CHECK_OK(amp_optimizer_save(x, state, "o"));
+                CHECK_OK(amp_state_get(state, "o.master.0", AMP_F32, master, 91));
+                for (k = 0; k < 91; k++) master[k] = ampi_f32_of_bits((ampi_bits_f32(master[k]) & 0xffff0000u) | 0x8000u);   /* ties, even and odd */
+                CHECK_OK(amp_state_put(state, "o.master.0", AMP_F32, master, 91));
+                memcpy(b.w16, a.w16, sizeof a.w16);
+                CHECK_OK(amp_optimizer_load(x, state, "o"));
+                CHECK_OK(amp_optimizer_load(y, state, "o"));
+                amp_state_destroy(state);
+            }
+            model_backward(&a, step, 1);
+            model_backward(&b, step, 1);
+            if (step != 9) { CHECK_OK(amp_step(x, NULL)); CHECK_OK(amp_step(y, NULL)); }
+            if (step < 9) continue;
+            for (i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) {
+                uint32_t own = back ? joined(&a, x, i, k) : ampi_bits_f32(((const float *)a.p[i].master)[k]);
+                uint32_t other = back ? ampi_bits_f32(((const float *)b.p[i].master)[k]) : joined(&b, y, i, k);
+                CHECK(own == other);
+                if (step == 9 && i == 0) CHECK(memcmp(&own, &master[k], 4) == 0);
+            }
+        }
+        amp_optimizer_destroy(x);
+        amp_optimizer_destroy(y);
+        amp_close(amp);
+    }
+}
+
+/* bf16 moments are fp32 ones too, but not the other way round. */
+TEST(moments_load_where_that_is_exact) {
+    static model a, b;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O3);
+    amp_state *state = NULL;
+    amp_optimizer_desc d;
+    amp_optimizer *x, *y;
+    int64_t k;
+    model_init(&a, AMP_BF16, AMP_F32);
+    model_init(&b, AMP_BF16, AMP_F32);
+    d = adamw(&a);
+    d.moments = AMP_BF16;
+    d.master = AMP_MASTER_STOCHASTIC;
+    x = make(amp, &d);
+    d.params = b.p;
+    d.moments = AMP_F32;
+    d.master = AMP_MASTER_NONE;
+    y = make(amp, &d);
+    model_backward(&a, 0, 1);
+    CHECK_OK(amp_step(x, NULL));
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(x, state, "o"));
+    CHECK_OK(amp_optimizer_load(y, state, "o"));
+    for (k = 0; k < count_of(2); k++) {
+        float m = amp_f32_from_bf16(((const uint16_t *)x->set->rows[2].m)[k]), v = amp_f32_from_bf16(((const uint16_t *)x->set->rows[2].v)[k]);
+        CHECK(memcmp((const float *)y->set->rows[2].m + k, &m, 4) == 0 && memcmp((const float *)y->set->rows[2].v + k, &v, 4) == 0);
+        CHECK(amp_is_finite_f32(&m) && m != 0);
+    }
+    CHECK_OK(amp_optimizer_save(y, state, "o"));
+    CHECK_ERR(amp_optimizer_load(x, state, "o"), AMP_ERR_MISMATCH);
+    CHECK(strstr(amp_last_error(), "a.weight") != NULL && strstr(amp_last_error(), "bf16") != NULL);
+    amp_state_destroy(state);
+    amp_optimizer_destroy(x);
+    amp_optimizer_destroy(y);
+    amp_close(amp);
+}
+
+/* A state from before there were seeds: the optimizer keeps its own. */
+TEST(a_state_without_a_seed_loads) {
+    static model m;
+    static uint8_t values[8 * ROOM];
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+    amp_state *state = NULL, *old = NULL;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    const char *key;
+    int64_t i, n, copied = 0;
+    int64_t wrong = 0;
+    model_init(&m, AMP_BF16, AMP_F32);
+    d = adamw(&m);
+    d.seed = 3;
+    o = make(amp, &d);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_create(&old, NULL));
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    for (i = 0; (key = amp_state_key(state, i)) != NULL; i++) {
+        amp_dtype dtype = AMP_DTYPE_DEFAULT;
+        n = amp_state_count(state, key, &dtype);
+        CHECK_OK(amp_state_get(state, key, dtype, values, n));
+        if (strcmp(key, "o.seed") == 0) { CHECK(n == 1 && dtype == AMP_I64 && values[0] == 3); continue; }
+        CHECK_OK(amp_state_put(old, key, dtype, values, n));
+        copied++;
+    }
+    CHECK_EQ(copied, i - 1);
+    amp_optimizer_destroy(o);
+    d.seed = 4;
+    o = make(amp, &d);
+    CHECK_OK(amp_optimizer_load(o, old, "o"));
+    CHECK_OK(amp_optimizer_query(o, &d));
+    CHECK_EQ(d.seed, 4);
+    CHECK_OK(amp_optimizer_load(o, state, "o"));
+    CHECK_OK(amp_optimizer_query(o, &d));
+    CHECK_EQ(d.seed, 3);
+    CHECK_OK(amp_state_put(state, "o.seed", AMP_U8, &wrong, 1));
+    CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_MISMATCH);
+    amp_state_destroy(state);
+    amp_state_destroy(old);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+/* After a host loaded weights: masters are the weights, and nothing of the old ones is left. */
+TEST(refresh_clears_remainders) {
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    int i;
+    int64_t k;
+    model_init(&m, AMP_BF16, AMP_BF16);
+    d = adamw(&m);
+    d.master = AMP_MASTER_REMAINDER;
+    o = make(amp, &d);
+    model_backward(&m, 0, 1);
+    CHECK_OK(amp_step(o, NULL));
+    CHECK(joined(&m, o, 0, 0) != (uint32_t)m.w16[0][0] << 16);
+    for (k = 0; k < count_of(0); k++) m.w16[0][k] = 0;
+    CHECK_OK(amp_optimizer_refresh(o));
+    for (i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) CHECK(joined(&m, o, i, k) == (uint32_t)m.w16[i][k] << 16);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+TEST(bytes_per_parameter) {
+    static const struct { amp_dtype weight, grad; amp_optimizer_kind kind; amp_master_kind master; amp_dtype moments; double bytes[5]; } rows[] = {
+        {AMP_F32, AMP_F32, AMP_ADAMW, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT, {4, 4, 0, 8, 16}},
+        {AMP_F32, AMP_F32, AMP_ADAMW, AMP_MASTER_DEFAULT, AMP_BF16, {4, 4, 0, 4, 12}},
+        {AMP_BF16, AMP_BF16, AMP_ADAMW, AMP_MASTER_F32, AMP_F32, {2, 2, 4, 8, 16}},
+        {AMP_BF16, AMP_F32, AMP_ADAMW, AMP_MASTER_DEFAULT, AMP_F32, {2, 4, 4, 8, 18}},
+        {AMP_BF16, AMP_BF16, AMP_ADAMW, AMP_MASTER_REMAINDER, AMP_F32, {2, 2, 2, 8, 14}},
+        {AMP_BF16, AMP_BF16, AMP_ADAMW, AMP_MASTER_REMAINDER, AMP_BF16, {2, 2, 2, 4, 10}},
+        {AMP_BF16, AMP_BF16, AMP_ADAMW, AMP_MASTER_STOCHASTIC, AMP_F32, {2, 2, 0, 8, 12}},
+        {AMP_F16, AMP_F16, AMP_ADAMW, AMP_MASTER_STOCHASTIC, AMP_BF16, {2, 2, 0, 4, 8}},
+        {AMP_BF16, AMP_BF16, AMP_SGD, AMP_MASTER_F32, AMP_BF16, {2, 2, 4, 2, 10}}};
+    static model m;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+    amp_group group;
+    amp_parameter_bytes bytes;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    int64_t before, all = 0;
+    size_t r;
+    int i;
+    for (i = 0; i < TENSORS; i++) all += count_of(i);
+    for (r = 0; r < sizeof rows / sizeof *rows; r++) {
+        const double *want = rows[r].bytes;
+        amp_memory_info info;
+        model_init(&m, rows[r].weight, rows[r].grad);
+        d = adamw(&m);
+        d.kind = rows[r].kind; d.master = rows[r].master; d.moments = rows[r].moments;
+        d.momentum = rows[r].kind == AMP_SGD ? 0.9 : 0;
+        CHECK_OK(amp_memory(amp, &info));
+        before = info.optimizer;
+        o = make(amp, &d);
+        CHECK_OK(amp_optimizer_bytes(o, &bytes));
+        CHECK_EQ(bytes.parameters, all);
+        CHECK(bytes.weight == want[0] && bytes.gradient == want[1] && bytes.master == want[2] && bytes.moments == want[3] && bytes.total == want[4]);
+        CHECK_OK(amp_memory(amp, &info));                             /* three arrays per row at multiples of 256 bytes, table and counters */
+        CHECK((double)(info.optimizer - before) >= (want[2] + want[3]) * (double)all);
+        CHECK((double)(info.optimizer - before) <= (want[2] + want[3]) * (double)all + 3 * TENSORS * 256 + 16384);
+        amp_optimizer_destroy(o);
+    }
+    model_init(&m, AMP_BF16, AMP_BF16);                               /* a group has its own */
+    d = adamw(&m);
+    memset(&group, 0, sizeof group);
+    group.match = "b.*"; group.master = AMP_MASTER_STOCHASTIC; group.moments = AMP_BF16;
+    d.groups = &group; d.n_groups = 1; d.master = AMP_MASTER_REMAINDER;
+    o = make(amp, &d);
+    CHECK(o->set->rows[2].master == NULL && o->set->rows[2].moment_dtype == AMP_BF16 && o->set->rows[3].master == NULL);
+    CHECK(o->set->rows[0].master != NULL && o->set->rows[0].moment_dtype == AMP_F32);
+    CHECK_OK(amp_optimizer_bytes(o, &bytes));
+    CHECK(bytes.master == 2.0 * (double)(all - count_of(2) - count_of(3)) / (double)all);
+    CHECK_ERR(amp_optimizer_bytes(o, NULL), AMP_ERR_NULL);
+    model_backward(&m, 0, 1);
+    CHECK_OK(amp_step(o, NULL));
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+TEST(storage_that_cannot_be_is_refused) {
+    static model m;
+    amp_context *o2 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2), *o3 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O3);
+    amp_optimizer_desc good, d;
+    amp_optimizer *o = NULL;
+    amp_group group;
+    memset(&group, 0, sizeof group);
+    group.match = "nothing";
+#define REFUSED(context, change, error, text) do { d = good; change; CHECK_ERR(amp_optimizer_create(context, &o, &d), error); \
+        CHECK(o == NULL && strstr(amp_last_error(), text) != NULL); } while (0)
+    model_init(&m, AMP_F32, AMP_F32);
+    good = adamw(&m);
+    REFUSED(o2, d.master = AMP_MASTER_REMAINDER, AMP_ERR_CONFLICT, "AMP_MASTER_REMAINDER");
+    REFUSED(o2, d.master = AMP_MASTER_STOCHASTIC, AMP_ERR_CONFLICT, "fp32");
+    REFUSED(o2, d.master = (amp_master_kind)5, AMP_ERR_RANGE, ".master");
+    REFUSED(o2, d.moments = AMP_F16, AMP_ERR_DTYPE, "fp16");
+    REFUSED(o2, (d.moments = AMP_BF16, d.kind = AMP_SGD), AMP_ERR_CONFLICT, "momentum");
+    REFUSED(o2, (group.moments = AMP_F64, d.groups = &group, d.n_groups = 1), AMP_ERR_DTYPE, "a group's .moments");
+    group.moments = AMP_DTYPE_DEFAULT;
+    model_init(&m, AMP_F16, AMP_F32);
+    good = adamw(&m);
+    REFUSED(o2, d.master = AMP_MASTER_REMAINDER, AMP_ERR_CONFLICT, "a.weight");
+    model_init(&m, AMP_BF16, AMP_F32);
+    good = adamw(&m);
+    REFUSED(o3, d.master = AMP_MASTER_F32, AMP_ERR_CONFLICT, "O2");
+    REFUSED(o3, d.master = AMP_MASTER_REMAINDER, AMP_ERR_CONFLICT, "O2");
+    REFUSED(o3, (group.master = AMP_MASTER_F32, d.groups = &group, d.n_groups = 1), AMP_ERR_CONFLICT, "a group's .master");
+#undef REFUSED
+    d = good;
+    CHECK_OK(amp_optimizer_create(o3, &o, &d));
+    CHECK_OK(amp_optimizer_query(o, &d));
+    CHECK(d.master == AMP_MASTER_NONE && d.moments == AMP_F32);
+    amp_optimizer_destroy(o);
+    CHECK_OK(amp_optimizer_create(o3, &o, &d));                       /* effective settings make the same again */
+    amp_optimizer_destroy(o);
+    amp_close(o2);
+    amp_close(o3);
+}
+
 /* ---- Skips */
 
 typedef struct { float w[TENSORS][ROOM]; float arrays[3][TENSORS][ROOM]; int64_t step; double power1, power2; } snapshot;
@@ -307,8 +783,9 @@ static void take(snapshot *s, const model *m, const amp_optimizer *o) {
     for (i = 0; i < TENSORS; i++) {
         memcpy(s->w[i], m->weight == AMP_F32 ? (const void *)m->w[i] : (const void *)m->w16[i], (size_t)count_of(i) * amp_dtype_size(m->weight));
         for (a = 0; a < AMPI_ARRAYS; a++) {
-            const void *array = *ampi_row_array(&o->set->rows[i], a);
-            if (array != NULL) memcpy(s->arrays[a][i], array, (size_t)count_of(i) * 4);
+            amp_k_tensor *row = &o->set->rows[i];
+            const void *array = *ampi_row_array(row, a);
+            if (array != NULL) memcpy(s->arrays[a][i], array, (size_t)(count_of(i) * ampi_array_size(row, a)));
         }
     }
     s->step = o->set->found->step;
@@ -609,7 +1086,7 @@ TEST(parameters_without_a_gradient_are_passed_over) {
 
 /* Two parameters, one of 3 elements and one of several chunks, stepped three times with clipping. */
 typedef struct { float w[150001], g[150001], small[3], small_g[3]; uint16_t w16[150001], g16[150001]; float norm; } big_run;
-static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype dtype) {
+static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype dtype, amp_master_kind master, amp_dtype moments) {
     enum { N = 150001 };
     amp_context *amp = open_context(AMP_CPU_DEFAULT, threads, AMP_LEVEL_O2);
     amp_param p[2];
@@ -626,6 +1103,7 @@ static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype 
     p[1].weight = amp_tensor1(dtype == AMP_F32 ? (void *)r->w : (void *)r->w16, dtype, N);
     p[1].grad = amp_tensor1(dtype == AMP_F32 ? (void *)r->g : (void *)r->g16, dtype, N);
     d.params = p; d.n_params = 2; d.kind = kind; d.momentum = kind == AMP_SGD ? 0.9 : 0; d.clip_norm = 1;
+    d.master = master; d.moments = moments;
     o = make(amp, &d);
     for (step = 0; step < 3; step++) {
         amp_found f;
@@ -637,7 +1115,7 @@ static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype 
         CHECK_OK(amp_set_found(amp_optimizer_set(o), &f));
         r->norm = f.norm;
     }
-    if (dtype != AMP_F32) memcpy(r->w, p[1].master, sizeof r->w);
+    if (p[1].master != NULL) memcpy(r->w, p[1].master, sizeof r->w);
     amp_optimizer_destroy(o);
     amp_close(amp);
 }
@@ -648,8 +1126,14 @@ TEST(threads_do_not_change_a_bit) {
     for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
         for (dtype = 0; dtype < 3; dtype++) {
             static const amp_dtype dtypes[3] = {AMP_F32, AMP_F16, AMP_BF16};
-            run_big(&one, 1, (amp_optimizer_kind)kind, dtypes[dtype]);
-            run_big(&two, 2, (amp_optimizer_kind)kind, dtypes[dtype]);
+            run_big(&one, 1, (amp_optimizer_kind)kind, dtypes[dtype], AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT);
+            run_big(&two, 2, (amp_optimizer_kind)kind, dtypes[dtype], AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT);
+            CHECK(memcmp(&one, &two, sizeof one) == 0);
+        }
+        for (dtype = 0; dtype < 2; dtype++) {
+            amp_master_kind master = dtype ? AMP_MASTER_REMAINDER : AMP_MASTER_STOCHASTIC;
+            run_big(&one, 1, (amp_optimizer_kind)kind, AMP_BF16, master, AMP_BF16);
+            run_big(&two, 2, (amp_optimizer_kind)kind, AMP_BF16, master, AMP_BF16);
             CHECK(memcmp(&one, &two, sizeof one) == 0);
         }
     }
@@ -780,10 +1264,10 @@ static int deliver(amp_optimizer *x, amp_optimizer *y) {
 TEST(resume_is_bit_identical) {
     static model a, b;
     int cut, variant;
-    for (variant = 0; variant < 4; variant++) for (cut = 1; cut < 14; cut += 2) {
+    for (variant = 0; variant < 7; variant++) for (cut = 1; cut < 14; cut += 2) {
         amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2), *again = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
         amp_scaler *s = make_scaler(amp, 1024, 3), *t = make_scaler(again, 2, 9);
-        amp_dtype weight = variant == 1 ? AMP_BF16 : AMP_F32;
+        amp_dtype weight = variant == 1 || variant > 3 ? AMP_BF16 : AMP_F32;
         amp_optimizer_desc d;
         amp_optimizer *x, *y;
         amp_state *state = NULL, *decoded = NULL;
@@ -795,10 +1279,14 @@ TEST(resume_is_bit_identical) {
         d = adamw(&a);
         if (variant == 2) { d.kind = AMP_SGD; d.momentum = 0.9; d.dampening = 0.2; }
         if (variant == 3) d.kind = AMP_SGD;
+        if (variant == 6) { d.kind = AMP_SGD; d.momentum = 0.9; }
+        if (variant > 3) { d.master = variant == 5 ? AMP_MASTER_STOCHASTIC : AMP_MASTER_REMAINDER; d.seed = 7; }
+        if (variant > 4) d.moments = AMP_BF16;
         d.accumulation = 3;
         d.clip_norm = 0.5;
         x = make(amp, &d);
         d.params = b.p;
+        d.seed = 8;                                                   /* the load brings the seed */
         y = make(again, &d);
         for (call = 0; call < 30; call++) {
             static float fresh[TENSORS][ROOM];
@@ -1141,6 +1629,16 @@ int main(int argc, char **argv) {
     RUN(sixteen_bit_gradients_and_masters);
     RUN(level_o3_updates_sixteen_bit_weights);
     RUN(refresh_makes_masters_from_weights);
+    RUN(remainders_are_fp32_masters_bit_for_bit);
+    RUN(stochastic_rounding_is_unbiased_where_nearest_stalls);
+    RUN(stochastic_rounding_takes_the_words_it_says);
+    RUN(bf16_moments_follow_fp32_ones);
+    RUN(masters_and_remainders_load_into_each_other);
+    RUN(moments_load_where_that_is_exact);
+    RUN(a_state_without_a_seed_loads);
+    RUN(refresh_clears_remainders);
+    RUN(bytes_per_parameter);
+    RUN(storage_that_cannot_be_is_refused);
     RUN(a_skip_leaves_everything_bit_for_bit);
     RUN(a_skip_leaves_no_trace);
     RUN(apply_nonfinite_steps_without_a_scaler_only);
