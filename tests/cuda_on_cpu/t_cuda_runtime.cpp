@@ -43,7 +43,7 @@ struct side {
         memset(&desc, 0, sizeof desc);
         desc.device = device;
         desc.threads = 1;
-        desc.cpu_path = AMP_CPU_SCALAR;
+        desc.cpu_path = ampi_cpu_best_path();
         desc.stream = stream;
         if (b->open(&dev, &host, &desc) != AMP_OK) dev = NULL;
     }
@@ -539,7 +539,11 @@ static void update_both(int kind, int rows, int variant, int skip) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+#define NEEDS_FMA() \
+    if (ampi_cpu_best_path() < AMP_CPU_AVX2) SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with")
+
 TEST(adamw_bits) {
+    NEEDS_FMA();
     coc_reset();
     update_both(0, 22, 0, 0);
     update_both(0, 1, 1, 0);
@@ -548,6 +552,7 @@ TEST(adamw_bits) {
     update_both(0, 500, 0, 0);
 }
 TEST(sgd_bits) {
+    NEEDS_FMA();
     coc_reset();
     for (int variant = 0; variant < 8; variant++) update_both(1, 13, variant, 0);
     update_both(2, 22, 0, 0);
@@ -898,7 +903,7 @@ struct session {
     void *dev = NULL, *a = NULL, *table = NULL, *pinned = NULL, *stream = NULL, *event = NULL, *second = NULL, *graph = NULL;
     const amp_backend *b = amp_cuda();
 
-    amp_result kernels() {
+    amp_result kernels(int captured) {
         amp_k_found *f = (amp_k_found *)a;
         const amp_k_tensor *t = (const amp_k_tensor *)table;
         amp_k_check check = {t, 1, NULL, f};
@@ -918,7 +923,7 @@ struct session {
         rule.step_rule.divisor = 1;
         AMPI_TRY(b->cast(dev, &cast, NULL));
         AMPI_TRY(b->rule(dev, &rule, NULL));
-        AMPI_TRY(b->check(dev, &check, NULL));
+        if (!captured) AMPI_TRY(b->check(dev, &check, NULL));
         AMPI_TRY(b->scale_ranges(dev, &scale, NULL));
         return b->adamw(dev, &adamw, NULL);
     }
@@ -939,16 +944,16 @@ struct session {
         AMPI_TRY(b->event_create(dev, &event));
         AMPI_TRY(b->event_create(dev, &second));
         AMPI_TRY(b->event_record(dev, event, NULL));
-        AMPI_TRY(kernels());
+        AMPI_TRY(kernels(0));
         AMPI_TRY(b->event_record(dev, second, NULL));
         AMPI_TRY(b->event_wait(dev, second, stream));
         AMPI_TRY(b->copy(dev, pinned, a, 256, AMP_COPY_TO_HOST, stream));
-        AMPI_TRY(b->stream_sync(dev, stream));
         AMPI_TRY(b->event_sync(dev, second));
+        AMPI_TRY(b->stream_sync(dev, stream));
         AMPI_TRY(b->event_done(dev, second, &done));
         AMPI_TRY(b->event_elapsed(dev, event, second, &seconds));
         AMPI_TRY(b->graph_begin(dev, NULL));
-        amp_result captured = kernels(), ended = b->graph_end(dev, NULL, &graph);
+        amp_result captured = kernels(1), ended = b->graph_end(dev, NULL, &graph);
         AMPI_TRY(captured);
         AMPI_TRY(ended);
         AMPI_TRY(b->graph_launch(dev, graph, NULL));
@@ -988,27 +993,26 @@ TEST(every_call_may_fail) {
         "cudaGraphLaunch", "cudaStreamSynchronize"};
     coc_reset();
     for (const char *function : functions) {
-        int n, failed = 0;
-        for (n = 1; n < 60; n++) {
-            amp_result result;
-            coc_fail(function, n, cudaErrorUnknown);
+        bool restores = strcmp(function, "cudaSetDevice") == 0;     /* every second call makes the thread's own GPU current */
+        int n = 0, failed = 0, pending = 0;
+        while (!pending && n < 80) {
+            coc_fail(function, ++n, cudaErrorUnknown);
             {
                 session s;
                 last_text.clear();
-                result = s.run();
-                if (coc_fail_pending()) {
-                    coc_fail_clear();
+                amp_result result = s.run();
+                if (coc_fail_pending() || (restores && result == AMP_OK)) {     /* later, among what cannot fail */
                     CHECK_MSG(result == AMP_OK, "%s: %s", function, last_text.c_str());
-                    break;
+                } else {
+                    failed++;
+                    CHECK_MSG(result == AMP_ERR_DEVICE, "call %d of %s failed: result %d", n, function, (int)result);
+                    CHECK_MSG(last_text.find("cudaErrorUnknown") != std::string::npos && last_text.find(function) != std::string::npos,
+                              "call %d of %s: %s", n, function, last_text.c_str());
                 }
-                failed++;
-                CHECK_MSG(result == AMP_ERR_DEVICE, "call %d of %s failed: result %d", n, function, (int)result);
-                CHECK_MSG(last_text.find("cudaErrorUnknown") != std::string::npos && last_text.find(function) != std::string::npos,
-                          "call %d of %s: %s", n, function, last_text.c_str());
             }
+            pending = coc_fail_pending();
             nothing_left(function, n);
         }
-        nothing_left(function, n);
         CHECK_MSG(failed > 0, "%s is never called", function);
     }
 }
@@ -1163,6 +1167,7 @@ struct training {
 };
 
 TEST(steady_step) {
+    NEEDS_FMA();
     training runs[2];
     std::vector<amp_outcome> outcomes[2];
     std::vector<bytes> weights[2];

@@ -1,0 +1,47 @@
+# rules.mk - the CUDA backend on the CPU: amp_cuda.cu compiled by g++ against tests/cuda_on_cpu, without a toolkit.
+#
+# CUDA_TESTS names the programs to run: t_harness (the harness itself), t_cuda_* (amp_cuda.cu on it), each also under
+# AddressSanitizer and UndefinedBehaviorSanitizer (asan_*), and once over the toolkit's declarations where they are
+# found (toolkit_*).  Without g++ it names cuda_skipped.sh, which says why.
+
+CXX        ?= g++
+COC        := tests/cuda_on_cpu
+CXXWARN    := -std=c++17 -Wall -Wextra -Wshadow -Wconversion -Wno-unknown-pragmas
+COC_FLAGS  := -O1 -g $(OMP) -I. -I$(COC) -I$(COC)/include
+COC_ASAN   := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+COC_LIBS   := -ldl -lm -lpthread
+CUDA_HOME  ?= /usr/local/cuda
+COC_REAL   := -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
+
+COC_HEADERS := $(wildcard $(COC)/*.h $(COC)/include/*.h) tests/test.h
+HAVE_CXX    := $(shell $(CXX) --version >/dev/null 2>&1 && echo 1)
+HAVE_ASAN   := $(shell echo 'int main(void){return 0;}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev/null 2>/dev/null && echo 1)
+HAVE_CUDA_H := $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h)
+CUDA_NAMES  := t_harness $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
+
+ifeq ($(HAVE_CXX),1)
+CUDA_TESTS := $(CUDA_NAMES:%=$(BUILD)/%) $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) \
+              $(if $(HAVE_CUDA_H),$(CUDA_NAMES:%=$(BUILD)/toolkit_%))
+else
+CUDA_TESTS := $(COC)/cuda_skipped.sh
+endif
+
+# Three builds of the same sources, by prefix: plain, asan_, toolkit_.
+define coc_build
+$(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -c $$< -o $$@
+$(BUILD)/$(1)amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -x c++ -c $$< -o $$@
+$(BUILD)/$(1)t_harness: $(COC)/t_harness.cpp $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS)
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
+$(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)amp_cuda.o $(BUILD)/amp_implementation.o \
+                      $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS) amp.h
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
+endef
+$(eval $(call coc_build,,))
+$(eval $(call coc_build,asan_,$(COC_ASAN)))
+$(eval $(call coc_build,toolkit_,$(COC_REAL)))
+.SECONDARY: $(foreach p,$(BUILD)/ $(BUILD)/asan_ $(BUILD)/toolkit_,$(p)coc_engine.o $(p)coc_runtime.o $(p)amp_cuda.o)
+
+$(BUILD)/amp_implementation.o: amp.h | $(BUILD)
+	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) $(OMP) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
