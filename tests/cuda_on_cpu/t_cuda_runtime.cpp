@@ -1,12 +1,14 @@
 /* t_cuda_runtime.cpp - the CUDA backend's runtime and multi-tensor kernels, on the model GPU, against the CPU backend. */
-#define AMP_IMPLEMENTATION
-#include "amp.h"
-#include "coc.h"
-#include "../test.h"
-#include <string>
-#include <vector>
+#include "test_cuda.h"
+#include <stdlib.h>
 
-extern "C" const amp_backend *amp_cuda(void);
+#define TRY(call) do { amp_result tried = (call); if (tried != AMP_OK) return tried; } while (0)
+
+/* The CPU's instruction set; it needs a fused multiply-add to give the GPU's bits. */
+static amp_cpu_path cpu_path() {
+    amp_machine machine;
+    return amp_machine_probe(&machine) == AMP_OK ? machine.cpu.path : AMP_CPU_SCALAR;
+}
 
 /* ---- One open device, without a context around it */
 
@@ -43,7 +45,7 @@ struct side {
         memset(&desc, 0, sizeof desc);
         desc.device = device;
         desc.threads = 1;
-        desc.cpu_path = ampi_cpu_best_path();
+        desc.cpu_path = cpu_path();
         desc.stream = stream;
         if (b->open(&dev, &host, &desc) != AMP_OK) dev = NULL;
     }
@@ -540,7 +542,7 @@ static void update_both(int kind, int rows, int variant, int skip) {
 }
 
 #define NEEDS_FMA() \
-    if (ampi_cpu_best_path() < AMP_CPU_AVX2) SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with")
+    if (cpu_path() < AMP_CPU_AVX2) SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with")
 
 TEST(adamw_bits) {
     NEEDS_FMA();
@@ -921,10 +923,10 @@ struct session {
         rule.kind = AMP_RULE_BEGIN;
         rule.found = f;
         rule.step_rule.divisor = 1;
-        AMPI_TRY(b->cast(dev, &cast, NULL));
-        AMPI_TRY(b->rule(dev, &rule, NULL));
-        if (!captured) AMPI_TRY(b->check(dev, &check, NULL));
-        AMPI_TRY(b->scale_ranges(dev, &scale, NULL));
+        TRY(b->cast(dev, &cast, NULL));
+        TRY(b->rule(dev, &rule, NULL));
+        if (!captured) TRY(b->check(dev, &check, NULL));
+        TRY(b->scale_ranges(dev, &scale, NULL));
         return b->adamw(dev, &adamw, NULL);
     }
     amp_result run() {
@@ -934,29 +936,29 @@ struct session {
         double seconds;
         memset(&desc, 0, sizeof desc);
         desc.device = 1;
-        AMPI_TRY(b->open(&dev, &host, &desc));
-        AMPI_TRY(b->alloc(dev, &a, 65536));
-        AMPI_TRY(b->alloc(dev, &table, sizeof(amp_k_tensor)));
-        AMPI_TRY(b->fill(dev, a, 0, 65536, NULL));
-        AMPI_TRY(b->fill(dev, table, 0, sizeof(amp_k_tensor), NULL));
-        AMPI_TRY(b->alloc_pinned(dev, &pinned, 256));
-        AMPI_TRY(b->stream_create(dev, &stream));
-        AMPI_TRY(b->event_create(dev, &event));
-        AMPI_TRY(b->event_create(dev, &second));
-        AMPI_TRY(b->event_record(dev, event, NULL));
-        AMPI_TRY(kernels(0));
-        AMPI_TRY(b->event_record(dev, second, NULL));
-        AMPI_TRY(b->event_wait(dev, second, stream));
-        AMPI_TRY(b->copy(dev, pinned, a, 256, AMP_COPY_TO_HOST, stream));
-        AMPI_TRY(b->event_sync(dev, second));
-        AMPI_TRY(b->stream_sync(dev, stream));
-        AMPI_TRY(b->event_done(dev, second, &done));
-        AMPI_TRY(b->event_elapsed(dev, event, second, &seconds));
-        AMPI_TRY(b->graph_begin(dev, NULL));
+        TRY(b->open(&dev, &host, &desc));
+        TRY(b->alloc(dev, &a, 65536));
+        TRY(b->alloc(dev, &table, sizeof(amp_k_tensor)));
+        TRY(b->fill(dev, a, 0, 65536, NULL));
+        TRY(b->fill(dev, table, 0, sizeof(amp_k_tensor), NULL));
+        TRY(b->alloc_pinned(dev, &pinned, 256));
+        TRY(b->stream_create(dev, &stream));
+        TRY(b->event_create(dev, &event));
+        TRY(b->event_create(dev, &second));
+        TRY(b->event_record(dev, event, NULL));
+        TRY(kernels(0));
+        TRY(b->event_record(dev, second, NULL));
+        TRY(b->event_wait(dev, second, stream));
+        TRY(b->copy(dev, pinned, a, 256, AMP_COPY_TO_HOST, stream));
+        TRY(b->event_sync(dev, second));
+        TRY(b->stream_sync(dev, stream));
+        TRY(b->event_done(dev, second, &done));
+        TRY(b->event_elapsed(dev, event, second, &seconds));
+        TRY(b->graph_begin(dev, NULL));
         amp_result captured = kernels(1), ended = b->graph_end(dev, NULL, &graph);
-        AMPI_TRY(captured);
-        AMPI_TRY(ended);
-        AMPI_TRY(b->graph_launch(dev, graph, NULL));
+        TRY(captured);
+        TRY(ended);
+        TRY(b->graph_launch(dev, graph, NULL));
         return b->stream_sync(dev, NULL);
     }
     ~session() {
