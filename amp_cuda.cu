@@ -3259,18 +3259,120 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
                        ampc_position_rows<1>, ampc_grid(d, ampc_blocks(positions * a.dy.cols / v, 128), 8), 128, 0, stream, a,
                        positions, labels);
 }
-/* ==== Table ========================================================================================= */
+/* ==== Matrix products ===============================================================================
+   Any layout, dtype and epilogue on the fp32 units: operands are rounded to the compute dtype on their way into shared
+   memory, a block computes 64 x 64 of c in tiles of 16 along k, a thread 4 x 4 of them.  Every sum is one chain of
+   fused multiply-adds along k, so its bits depend on nothing else.                                      */
 
-/* Matrix products come from cuBLASLt, in a part of this file that is built on the ones above. */
-amp_result ampc_gemm(void *device, const amp_k_gemm *, void *) {
-    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm", "comes with cuBLASLt, which is not in this file yet");
+enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 4 };
+
+__device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
+    if (dtype == AMP_F16) return ampc_float(((const ampc_f16 *)p)[i]);
+    return dtype == AMP_BF16 ? ampc_float(((const ampc_bf16 *)p)[i]) : ((const float *)p)[i];
 }
+__device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_t i, float x) {
+    if (dtype == AMP_F16) ampc_put((ampc_f16 *)p + i, x);
+    else if (dtype == AMP_BF16) ampc_put((ampc_bf16 *)p + i, x);
+    else ((float *)p)[i] = x;
+}
+__device__ __forceinline__ float ampc_rounded(float x, amp_dtype compute) {
+    switch (compute) {
+        case AMP_F16: return ampc_f16_value(ampc_f16_bits(x));
+        case AMP_BF16: return amp_f32_from_bf16(ampc_bf16_bits(x));
+        case AMP_TF32: return amp_tf32_from_f32(x, 0);
+        default: return x;
+    }
+}
+
+/* One operand: element (i, j), i along m or n and j along k, at data[i * outer + j * inner]. */
+struct ampc_operand {
+    const void *data;
+    amp_dtype dtype, compute;
+    int64_t outer, inner, count;    /* count: of i */
+};
+
+/* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours. */
+__device__ __forceinline__ void ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
+                                                float (*tile)[AMPC_GEMM_TILE + 4]) {
+    for (unsigned e = threadIdx.x; e < AMPC_GEMM_TILE * AMPC_GEMM_DEPTH; e += 256) {
+        unsigned i = x.inner == 1 ? e / AMPC_GEMM_DEPTH : e % AMPC_GEMM_TILE;
+        unsigned j = x.inner == 1 ? e % AMPC_GEMM_DEPTH : e / AMPC_GEMM_TILE;
+        bool inside = i0 + i < x.count && j0 + j < k;
+        tile[j][i] = inside ? ampc_rounded(ampc_stored(x.data, x.dtype, offset + (i0 + i) * x.outer + (j0 + j) * x.inner),
+                                           x.compute) : 0.0f;
+    }
+}
+
+/* pre = alpha sum + bias; c = act(pre) + beta c. */
+__device__ __forceinline__ void ampc_gemm_finish(const amp_k_gemm &g, int64_t item, int64_t row, int64_t col, float sum) {
+    int64_t at = item * g.stride_c + row * g.ldc + col;
+    float x[1][1] = {{ampc_mul(g.alpha, sum)}}, y[1][1];
+    if (g.bias != NULL) x[0][0] = ampc_add(x[0][0], ampc_stored(g.bias, g.bias_dtype, col));
+    if (g.pre != NULL) ampc_put_stored(g.pre, g.pre_dtype, row * g.ld_pre + col, x[0][0]);
+    y[0][0] = x[0][0];
+    if (g.act != AMP_ACT_NONE) ampc_act{g.act}.run<1>(x, y, 0);
+    if (ampi_is_set(g.beta)) y[0][0] = ampc_fma(g.beta, ampc_stored(g.c, g.c_dtype, at), y[0][0]);
+    ampc_put_stored(g.c, g.c_dtype, at, y[0][0]);
+}
+
+__global__ void __launch_bounds__(256, AMPC_GEMM_PER_SM)
+ampc_gemm_kernel(amp_k_gemm g, ampc_operand a, ampc_operand b, int64_t rows, int64_t columns) {
+    AMPC_SHARED(float, a_tile, AMPC_GEMM_DEPTH * (AMPC_GEMM_TILE + 4));
+    AMPC_SHARED(float, b_tile, AMPC_GEMM_DEPTH * (AMPC_GEMM_TILE + 4));
+    float (*as)[AMPC_GEMM_TILE + 4] = (float (*)[AMPC_GEMM_TILE + 4])a_tile;
+    float (*bs)[AMPC_GEMM_TILE + 4] = (float (*)[AMPC_GEMM_TILE + 4])b_tile;
+    unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    for (int64_t tile = blockIdx.x; tile < rows * columns * g.batch; tile += gridDim.x) {
+        int64_t item = tile / (rows * columns), i0 = tile / columns % rows * AMPC_GEMM_TILE, j0 = tile % columns * AMPC_GEMM_TILE;
+        float sum[4][4] = {};
+        for (int64_t k = 0; k < g.k; k += AMPC_GEMM_DEPTH) {
+            ampc_gemm_fetch(a, item * g.stride_a, i0, k, g.k, as);
+            ampc_gemm_fetch(b, item * g.stride_b, j0, k, g.k, bs);
+            __syncthreads();
+            for (int d = 0; d < AMPC_GEMM_DEPTH; d++) {
+                AMPC_UNROLL
+                for (int i = 0; i < 4; i++) {
+                    AMPC_UNROLL
+                    for (int j = 0; j < 4; j++) sum[i][j] = ampc_fma(as[d][4 * y + i], bs[d][4 * x + j], sum[i][j]);
+                }
+            }
+            __syncthreads();
+        }
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            AMPC_UNROLL
+            for (int j = 0; j < 4; j++) {
+                int64_t row = i0 + 4 * y + i, col = j0 + 4 * x + j;
+                if (row < g.m && col < g.n) ampc_gemm_finish(g, item, row, col, sum[i][j]);
+            }
+        }
+    }
+}
+
+/* alpha 0 reads neither a nor b, as in BLAS. */
+amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    amp_k_gemm g = *args;
+    int64_t rows = ampc_blocks(g.m, AMPC_GEMM_TILE), columns = ampc_blocks(g.n, AMPC_GEMM_TILE);
+    ampc_operand a = {g.a, g.a_dtype, g.compute, g.trans_a ? 1 : g.lda, g.trans_a ? g.lda : 1, g.m};
+    ampc_operand b = {g.b, g.b_dtype, g.compute, g.trans_b ? g.ldb : 1, g.trans_b ? 1 : g.ldb, g.n};
+    if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_usable(dev, "gemm");
+    if (!ampi_is_set(g.alpha)) g.k = 0;
+    return ampc_launch(dev, "gemm", ampc_gemm_kernel, ampc_grid(dev, rows * columns * g.batch, AMPC_GEMM_PER_SM), 256, 0,
+                       stream, g, a, b, rows, columns);
+}
+
+/* Matrices are used as they lie. */
 size_t ampc_gemm_pack_size(void *, const amp_k_pack *) { return 0; }
 amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
     return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm_pack", "matrices are used as they lie on this device");
 }
+
+/* ==== Table ========================================================================================= */
+
 amp_result ampc_attention(void *device, const amp_k_attention *, void *) {
-    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "attention", "comes with cuBLASLt, which is not in this file yet");
+    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "attention",
+                       "not part of this backend yet: use a product, amp_softmax and a product");
 }
 
 const amp_backend ampc_backend = {

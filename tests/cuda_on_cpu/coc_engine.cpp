@@ -29,7 +29,8 @@ enum {
     STATIC_SITES = 64,
     STATIC_ROOM = COC_SHARED_DEFAULT + STATIC_SITES * 2 * RED_ZONE,
     DYNAMIC_ROOM = COC_SHARED_MOST + RED_ZONE,
-    CANARY = 0xCB
+    CANARY = 0xCB,
+    PARALLEL_FROM = 2048        /* threads of a grid; below it waking an OpenMP thread costs more than it saves */
 };
 
 __thread coc_thread *coc_current;
@@ -65,14 +66,15 @@ struct shared_site { const void *key; size_t offset, bytes; };
 struct worker {
     std::vector<coc_thread> block_threads;
     std::vector<coc_warp> warps;
-    std::vector<unsigned> order, position;
+    std::vector<unsigned> order, position;      /* of the threads; position is the inverse */
+    coc_order order_kind = COC_RANDOM;
     std::vector<unsigned char *> stacks;
     std::vector<int> free_stacks;
     std::deque<coc_meeting> meetings;
     coc_meeting *free_meetings = nullptr;
     unsigned char *static_shared, *dynamic_shared;
     std::vector<shared_site> sites;
-    size_t static_bytes = 0, static_end = 0;
+    size_t static_bytes = 0, static_end = 0, dynamic_bytes = 0;
     unsigned char *signal_stack = nullptr;
     void *main_pointer = nullptr, *main_fake = nullptr;
     const void *main_bottom = nullptr;
@@ -99,6 +101,8 @@ static unsigned char *map_room(size_t bytes) {
 worker::worker() {
     static_shared = map_room(STATIC_ROOM);
     dynamic_shared = map_room(DYNAMIC_ROOM + RED_ZONE) + RED_ZONE;
+    coc_poison(static_shared, STATIC_ROOM);
+    coc_poison(dynamic_shared, DYNAMIC_ROOM);
 #if !COC_ASAN
     stack_t stack = {};
     signal_stack = map_room(64 << 10);
@@ -344,8 +348,10 @@ static coc_meeting *open_meeting(coc_warp *warp, unsigned mask, size_t bytes, co
 const coc_slots *coc_exchange(unsigned mask, const void *value, size_t bytes, const char *name) {
     coc_thread *me = coc_current;
     coc_warp *warp = me->warp;
-    if (!(mask >> me->lane & 1)) coc_trap(cudaErrorLaunchFailure, "%s: lane %u is not in its mask %08x", name, me->lane, mask);
-    if (bytes > COC_SLOT) coc_trap(cudaErrorLaunchFailure, "%s: a lane can give %d bytes, not %zu", name, COC_SLOT, bytes);
+    if (!(mask >> me->lane & 1))
+        coc_trap(cudaErrorLaunchFailure, "%s: lane %u is not in its mask %08x", name, me->lane, mask);
+    if (bytes > COC_SLOT)
+        coc_trap(cudaErrorLaunchFailure, "%s: a lane can give %d bytes, not %zu", name, COC_SLOT, bytes);
     drop_meeting(me);
     coc_meeting *m = open_meeting(warp, mask, bytes, name);
     if (bytes) memcpy(m->slots.slot[me->lane], value, bytes);
@@ -386,12 +392,17 @@ void *coc_static_shared(const void *site, size_t bytes) {
 
 static void prepare_shared(worker *w, size_t dynamic) {
     w->sites.clear();
+    coc_poison(w->static_shared, w->static_end);
     w->static_bytes = w->static_end = 0;
-    coc_poison(w->static_shared, STATIC_ROOM);
-    coc_unpoison(w->dynamic_shared, DYNAMIC_ROOM);
+    if (w->dynamic_bytes != dynamic) {
+        coc_poison(w->dynamic_shared, w->dynamic_bytes);
+        coc_unpoison(w->dynamic_shared, dynamic);
+        w->dynamic_bytes = dynamic;
+    }
     memset(w->dynamic_shared, 0xFF, dynamic);
+#if !COC_ASAN
     memset(w->dynamic_shared + dynamic, CANARY, RED_ZONE);
-    coc_poison(w->dynamic_shared + dynamic, DYNAMIC_ROOM - dynamic);
+#endif
 }
 
 static int zone_is_whole(const unsigned char *p, size_t bytes) {
@@ -402,18 +413,15 @@ static int zone_is_whole(const unsigned char *p, size_t bytes) {
 
 /* Without AddressSanitizer, which sees an overrun when it happens, at least writes are seen here. */
 static void check_shared(worker *w, const block_state *b) {
-#if !COC_ASAN
+    if (COC_ASAN) return;
     int whole = zone_is_whole(w->dynamic_shared + b->what->shared, RED_ZONE);
     for (const shared_site &s : w->sites)
         whole = whole && zone_is_whole(w->static_shared + s.offset + s.bytes, RED_ZONE) &&
                 zone_is_whole(w->static_shared + s.offset - RED_ZONE / 2, RED_ZONE / 2);
     if (whole) return;
-    coc_fault("kernel %s, block (%u,%u,%u): wrote beyond its shared memory (%zu dynamic bytes)", b->what->name, b->index.x,
-              b->index.y, b->index.z, b->what->shared);
+    coc_fault("kernel %s, block (%u,%u,%u): wrote beyond its shared memory (%zu dynamic bytes)", b->what->name,
+              b->index.x, b->index.y, b->index.z, b->what->shared);
     w->failed = cudaErrorIllegalAddress;
-#else
-    (void)w, (void)b;
-#endif
 }
 
 /* ---- cp.async */
@@ -490,6 +498,7 @@ static uint64_t next_random(uint64_t *state) {
     return *state;
 }
 
+/* 0 to n - 1 as the order in force says; salt makes blocks differ. */
 static void make_order(std::vector<unsigned> *order, unsigned n, uint64_t salt) {
     order->resize(n);
     for (unsigned i = 0; i < n; i++) (*order)[i] = coc_current_order == COC_REVERSE ? n - 1 - i : i;
@@ -499,9 +508,29 @@ static void make_order(std::vector<unsigned> *order, unsigned n, uint64_t salt) 
     for (unsigned i = n - 1; i > 0; i--) std::swap((*order)[i], (*order)[next_random(&state) % (i + 1)]);
 }
 
+static void prepare_order(worker *w, unsigned n, unsigned block) {
+    if (w->order.size() == n && w->order_kind == coc_current_order && coc_current_order != COC_RANDOM) return;
+    w->order_kind = coc_current_order;
+    make_order(&w->order, n, block);
+    w->position.resize(n);
+    for (unsigned i = 0; i < n; i++) w->position[w->order[i]] = i;
+}
+
+static void prepare_thread(coc_thread *t, uint3 index, unsigned lane, coc_warp *warp) {
+    t->index = index;
+    t->lane = lane;
+    t->warp = warp;
+    t->held = nullptr;
+    t->wait = nullptr;
+    t->state = t->copy_group = t->line = 0;
+    t->stack = -1;
+    t->fake_stack = nullptr;
+    t->copies.clear();
+}
+
 static void prepare_block(worker *w, block_state *b, const coc_grid *what, unsigned index) {
     const dim3 &grid = what->grid, &block = what->block;
-    unsigned n = block.x * block.y * block.z;
+    unsigned n = block.x * block.y * block.z, i = 0;
     b->index = {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
     b->dim = block;
     b->grid = grid;
@@ -511,24 +540,13 @@ static void prepare_block(worker *w, block_state *b, const coc_grid *what, unsig
     if (w->block_threads.size() < n) w->block_threads.resize(n);
     w->warps.assign((n + 31) / 32, coc_warp{~0u, nullptr});
     if (n % 32) w->warps.back().alive = (1u << n % 32) - 1;
-    make_order(&w->order, n, index);
-    w->position.resize(n);
-    for (unsigned i = 0; i < n; i++) w->position[w->order[i]] = i;
+    prepare_order(w, n, index);
     b->threads = w->block_threads.data();
     b->order = w->order.data();
     b->position = w->position.data();
-    for (unsigned i = 0; i < n; i++) {
-        coc_thread *t = &b->threads[i];
-        t->index = {i % block.x, i / block.x % block.y, i / block.x / block.y};
-        t->lane = i % 32;
-        t->warp = &w->warps[i / 32];
-        t->held = nullptr;
-        t->wait = nullptr;
-        t->state = t->copy_group = t->line = 0;
-        t->stack = -1;
-        t->fake_stack = nullptr;
-        t->copies.clear();
-    }
+    for (unsigned z = 0; z < block.z; z++)
+        for (unsigned y = 0; y < block.y; y++)
+            for (unsigned x = 0; x < block.x; x++, i++) prepare_thread(&b->threads[i], {x, y, z}, i % 32, &w->warps[i / 32]);
     prepare_shared(w, what->shared);
 }
 
@@ -569,11 +587,12 @@ static void run_block(worker *w, const coc_grid *what, unsigned index) {
 cudaError_t coc_run_grid(const coc_grid *what) {
     static thread_local std::unique_ptr<worker> keep;
     unsigned blocks = what->grid.x * what->grid.y * what->grid.z;
+    uint64_t threads = (uint64_t)blocks * what->block.x * what->block.y * what->block.z;
     std::vector<unsigned> order;
     cudaError_t result = cudaSuccess;
     make_order(&order, blocks, ~(uint64_t)0);
 #if defined(_OPENMP)
-#  pragma omp parallel if (blocks > 1)
+#  pragma omp parallel if (blocks > 1 && threads >= PARALLEL_FROM)
 #endif
     {
         if (!keep) keep.reset(new worker);

@@ -37,9 +37,10 @@ struct allocation {
 
 struct capture;
 typedef std::vector<int> node_list;
+typedef std::shared_ptr<CUstream_st> stream_ref;
 
 /* A point in a stream's work: everything up to its sequence number. */
-struct point { std::shared_ptr<CUstream_st> stream; uint64_t sequence; };
+struct point { stream_ref stream; uint64_t sequence; };
 
 struct operation {
     std::function<cudaError_t()> run;
@@ -53,7 +54,7 @@ struct device_state {
     bool exposed = false;
     std::map<uintptr_t, allocation> live;       /* by data */
     std::map<uintptr_t, size_t> freed;          /* region -> bytes */
-    std::shared_ptr<CUstream_st> legacy;
+    stream_ref legacy;
     cudaError_t sticky = cudaSuccess;
     std::map<const void *, int> shared_limit;   /* kernel -> cudaFuncAttributeMaxDynamicSharedMemorySize */
 };
@@ -113,8 +114,8 @@ struct model_state {
     int hidden = 1, pointer_check = 1, patience = 1;
     coc_schedule schedule = COC_LATE;
     std::map<void *, pinned_memory> pinned;
-    std::map<CUstream_st *, std::shared_ptr<CUstream_st>> streams;
-    std::vector<std::shared_ptr<CUstream_st>> retired;          /* destroyed with work left */
+    std::map<CUstream_st *, stream_ref> streams;
+    std::vector<stream_ref> retired;          /* destroyed with work left */
     std::map<CUevent_st *, std::shared_ptr<CUevent_st>> events;
     std::map<CUgraph_st *, std::shared_ptr<CUgraph_st>> graphs;
     std::map<CUgraphExec_st *, std::shared_ptr<CUgraphExec_st>> execs;
@@ -398,8 +399,8 @@ std::string coc_describe(const void *address) {
     int index = device_of(address);
     const allocation *a = index < 0 ? nullptr : allocation_of(address, 0);
     if (a != nullptr)
-        snprintf(text, sizeof text, "%p, byte %td of %zu bytes of device %d", address, (const unsigned char *)address - a->data,
-                 a->size, index);
+        snprintf(text, sizeof text, "%p, byte %td of %zu bytes of device %d", address,
+                 (const unsigned char *)address - a->data, a->size, index);
     else if (index >= 0)
         snprintf(text, sizeof text, "%p, %s memory of device %d", address,
                  was_freed(device(index), address) ? "released" : "never allocated", index);
@@ -436,9 +437,9 @@ void *coc_sparse_alloc(size_t bytes) {
 
 namespace {
 
-void run_up_to(const std::shared_ptr<CUstream_st> &stream, uint64_t sequence);
+void run_up_to(const stream_ref &stream, uint64_t sequence);
 
-void run_front(const std::shared_ptr<CUstream_st> &stream) {
+void run_front(const stream_ref &stream) {
     operation op = std::move(stream->queue.front());
     for (const point &p : op.after) run_up_to(p.stream, p.sequence);
     device_state &d = device(op.device);
@@ -450,12 +451,12 @@ void run_front(const std::shared_ptr<CUstream_st> &stream) {
     stream->done++;
 }
 
-void run_up_to(const std::shared_ptr<CUstream_st> &stream, uint64_t sequence) {
+void run_up_to(const stream_ref &stream, uint64_t sequence) {
     while (stream->done < sequence && !stream->queue.empty()) run_front(stream);
 }
 
-std::vector<std::shared_ptr<CUstream_st>> all_streams(int index) {
-    std::vector<std::shared_ptr<CUstream_st>> streams = {device(index).legacy};
+std::vector<stream_ref> all_streams(int index) {
+    std::vector<stream_ref> streams = {device(index).legacy};
     for (auto &entry : model().streams)
         if (entry.second->device == index) streams.push_back(entry.second);
     for (auto &stream : model().retired)
@@ -482,17 +483,17 @@ void run_others(const CUstream_st *stream) {
 }
 
 /* The host waits for a stream's work up to a point. */
-void wait_until(const std::shared_ptr<CUstream_st> &stream, uint64_t sequence) {
+void wait_until(const stream_ref &stream, uint64_t sequence) {
     if (stream->done >= sequence) return;
     if (model().schedule == COC_OTHERS_FIRST) run_others(stream.get());
     run_up_to(stream, sequence);
 }
 
 void wait_for_device(int index) {
-    std::vector<std::shared_ptr<CUstream_st>> streams = all_streams(index);
+    std::vector<stream_ref> streams = all_streams(index);
     std::reverse(streams.begin(), streams.end());
     for (auto &stream : streams) run_up_to(stream, stream->queued);
-    std::vector<std::shared_ptr<CUstream_st>> left;
+    std::vector<stream_ref> left;
     for (auto &stream : model().retired)
         if (!stream->queue.empty()) left.push_back(stream);
     model().retired = left;
@@ -565,17 +566,17 @@ struct api_call {
 
 /* ---- Putting work into streams */
 
-std::shared_ptr<CUstream_st> stream_of(cudaStream_t handle) {
+stream_ref stream_of(cudaStream_t handle) {
     if (handle == nullptr || handle == cudaStreamLegacy) return device(current_device).legacy;
     auto found = model().streams.find(handle);
     return found == model().streams.end() ? nullptr : found->second;
 }
 
 /* A legacy stream's work comes after that of all blocking streams, and theirs after its. */
-void add_legacy_order(const std::shared_ptr<CUstream_st> &stream, std::vector<point> *after) {
+void add_legacy_order(const stream_ref &stream, std::vector<point> *after) {
     if (stream->flags & cudaStreamNonBlocking) return;
     if (!stream->legacy) {
-        const std::shared_ptr<CUstream_st> &legacy = device(stream->device).legacy;
+        const stream_ref &legacy = device(stream->device).legacy;
         after->push_back({legacy, legacy->queued});
         return;
     }
@@ -583,7 +584,7 @@ void add_legacy_order(const std::shared_ptr<CUstream_st> &stream, std::vector<po
         if (!other->legacy && !(other->flags & cudaStreamNonBlocking)) after->push_back({other, other->queued});
 }
 
-cudaError_t add_node(const std::shared_ptr<CUstream_st> &stream, std::function<cudaError_t()> run, const std::string &kernel) {
+cudaError_t add_node(const stream_ref &stream, std::function<cudaError_t()> run, const std::string &kernel) {
     capture &c = *stream->capturing;
     if (c.invalid) return cudaErrorStreamCaptureInvalidated;
     c.graph->nodes.push_back({run, stream->capture_last, stream->device, kernel});
@@ -592,7 +593,7 @@ cudaError_t add_node(const std::shared_ptr<CUstream_st> &stream, std::function<c
 }
 
 /* Puts an operation into a stream, or into the graph that is captured from it. */
-cudaError_t put(const std::shared_ptr<CUstream_st> &stream, std::function<cudaError_t()> run,
+cudaError_t put(const stream_ref &stream, std::function<cudaError_t()> run,
                 std::vector<point> after = {}, const std::string &kernel = "") {
     if (stream->capturing) return add_node(stream, run, kernel);
     if (stream->legacy)
@@ -625,7 +626,7 @@ bool pointer_is_usable(const void *p, int index) {
     return (const char *)p <= (const char *)after->first + after->second.size;
 }
 
-cudaError_t check_launch(coc_call *work, dim3 grid, dim3 block, size_t shared, const std::shared_ptr<CUstream_st> &stream,
+cudaError_t check_launch(coc_call *work, dim3 grid, dim3 block, size_t shared, const stream_ref &stream,
                          size_t *shared_most, const char *name) {
     if (!stream || stream->device != current_device) return cudaErrorInvalidResourceHandle;
     uint64_t threads = (uint64_t)block.x * block.y * block.z, blocks = (uint64_t)grid.x * grid.y * grid.z;
@@ -668,7 +669,7 @@ cudaError_t coc_launch(coc_call *work, dim3 grid, dim3 block, size_t shared, cud
     api_call call("cudaLaunchKernel", 0);
     if (call.error != cudaSuccess) return call.error;
     model().counts.launches++;
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     std::string name = coc_function_name(work->kernel());
     size_t shared_most = 0;
     cudaError_t error = check_launch(work, grid, block, shared, stream, &shared_most, name.c_str());
@@ -764,7 +765,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     const model_state &m = model();
     if (index < 0 || index >= m.device_count) return call.done(cudaErrorInvalidDevice);
     switch ((int)attribute) {
-        case cudaDevAttrMaxThreadsPerBlock: case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: *value = 1024; break;
+        case cudaDevAttrMaxThreadsPerBlock:
+        case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: *value = 1024; break;
         case cudaDevAttrMaxBlockDimZ: *value = 64; break;
         case cudaDevAttrMaxGridDimX: *value = 0x7fffffff; break;
         case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *value = 65535; break;
@@ -885,7 +887,7 @@ cudaError_t cudaFree(void *pointer) {
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t handle) {
     COC_CALL(FREES);
     if (pointer == nullptr) return cudaSuccess;
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     allocation *a = allocation_at(pointer, __func__);
     if (a == nullptr || stream->capturing) return call.done(cudaErrorInvalidValue);
@@ -986,7 +988,7 @@ cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, enum cudaMemcpy
     cudaError_t error = check_copy(dst, src, count, kind, &to, &from);
     if (error != cudaSuccess || count == 0) return call.done(error);
     model().counts.copies++;
-    const std::shared_ptr<CUstream_st> &legacy = device(current_device).legacy;
+    const stream_ref &legacy = device(current_device).legacy;
     error = put(legacy, copier(dst, src, count));
     if (error != cudaSuccess) return call.done(error);
     if (to == PLACE_DEVICE && from == PLACE_DEVICE) return cudaSuccess;     /* the host does not wait for these */
@@ -998,20 +1000,21 @@ cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, enum cudaMemcpy
 cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t count, enum cudaMemcpyKind kind, cudaStream_t handle) {
     COC_CALL(0);
     place to, from;
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     cudaError_t error = check_copy(dst, src, count, kind, &to, &from);
     if (error != cudaSuccess || count == 0) return call.done(error);
     model().counts.copies++;
     error = put(stream, copier(dst, src, count));
-    if (error != cudaSuccess || stream->capturing || (to != PLACE_PAGEABLE && from != PLACE_PAGEABLE)) return call.done(error);
+    bool pageable = to == PLACE_PAGEABLE || from == PLACE_PAGEABLE;
+    if (error != cudaSuccess || stream->capturing || !pageable) return call.done(error);
     call.synchronises();
     wait_until(stream, stream->queued);
     return call.waited();
 }
 
 namespace {
-cudaError_t put_fill(const std::shared_ptr<CUstream_st> &stream, void *pointer, int value, size_t count) {
+cudaError_t put_fill(const stream_ref &stream, void *pointer, int value, size_t count) {
     if (!stream) return cudaErrorInvalidResourceHandle;
     place where = place_of(pointer, count);
     if (where != PLACE_DEVICE && where != PLACE_PINNED) return count || pointer ? cudaErrorInvalidValue : cudaSuccess;
@@ -1055,7 +1058,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 namespace {
 cudaError_t make_stream(cudaStream_t *handle, unsigned flags) {
     if (handle == nullptr || (flags & ~(unsigned)cudaStreamNonBlocking)) return cudaErrorInvalidValue;
-    std::shared_ptr<CUstream_st> stream = std::make_shared<CUstream_st>();
+    stream_ref stream = std::make_shared<CUstream_st>();
     stream->device = current_device;
     stream->flags = flags;
     (void)device(current_device);
@@ -1082,7 +1085,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned int flag
 
 cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned int *flags) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     *flags = stream->flags;
     return cudaSuccess;
@@ -1098,7 +1101,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 /* The call returns at once; work that is left runs when something waits for it. */
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream || stream->legacy) return call.done(cudaErrorInvalidResourceHandle);
     if (!stream->queue.empty()) model().retired.push_back(stream);
     if (stream->capturing) stream->capturing->invalid = true;
@@ -1108,7 +1111,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     COC_CALL(SYNCHRONISES);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     if (stream->capturing) {
         stream->capturing->invalid = true;
@@ -1120,7 +1123,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     if (stream->capturing) {
         stream->capturing->invalid = true;
@@ -1133,7 +1136,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned int) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     auto found = model().events.find(event);
     if (!stream || found == model().events.end()) return call.done(cudaErrorInvalidResourceHandle);
     std::shared_ptr<event_record> record = found->second->last;
@@ -1154,7 +1157,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void *user) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     return call.done(put(stream, [=] {
         hide_all();
@@ -1194,7 +1197,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t handle) {
 
 cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(stream_handle);
+    stream_ref stream = stream_of(stream_handle);
     auto found = model().events.find(handle);
     if (!stream || found == model().events.end()) return call.done(cudaErrorInvalidResourceHandle);
     if (found->second->device != stream->device) return call.done(cudaErrorInvalidResourceHandle);
@@ -1207,7 +1210,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
     }
     record->at = {stream, stream->queued + 1};
     found->second->last = record;
-    std::weak_ptr<event_record> weak = record;  /* the record holds the stream, so the stream must not hold the record */
+    std::weak_ptr<event_record> weak = record;  /* it holds the stream, so the stream must not hold it */
     return call.done(put(stream, [weak] {
         if (std::shared_ptr<event_record> r = weak.lock()) r->time = seconds();
         return cudaSuccess;
@@ -1254,7 +1257,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMode mode) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     if (stream->legacy) return call.done(cudaErrorStreamCaptureUnsupported);
     if (stream->capturing) return call.done(cudaErrorIllegalState);
@@ -1281,7 +1284,7 @@ void mark_before(const CUgraph_st &graph, int node, std::vector<char> *marked) {
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
     COC_CALL(0);
     *graph = nullptr;
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     std::shared_ptr<capture> c = stream->capturing;
     if (!c) return call.done(cudaErrorIllegalState);
@@ -1311,7 +1314,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph) {
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureStatus *status) {
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     *status = !stream->capturing ? cudaStreamCaptureStatusNone
               : stream->capturing->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
@@ -1325,10 +1328,11 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCapture
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                      cudaGraph_t *, const cudaGraphNode_t **, size_t *) {
 #else
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id) {
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id) {
 #endif
     COC_CALL(0);
-    std::shared_ptr<CUstream_st> stream = stream_of(handle);
+    stream_ref stream = stream_of(handle);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     *status = !stream->capturing ? cudaStreamCaptureStatusNone
               : stream->capturing->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
@@ -1379,7 +1383,7 @@ cudaError_t run_graph(const CUgraph_st &graph) {
 cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) {
     COC_CALL(0);
     auto found = model().execs.find(handle);
-    std::shared_ptr<CUstream_st> stream = stream_of(stream_handle);
+    stream_ref stream = stream_of(stream_handle);
     if (found == model().execs.end()) return call.done(cudaErrorInvalidValue);
     if (!stream) return call.done(cudaErrorInvalidResourceHandle);
     model().counts.graph_launches++;

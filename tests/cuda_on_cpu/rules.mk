@@ -2,7 +2,8 @@
 #
 # CUDA_TESTS names the programs to run: t_harness (the harness itself), t_cuda_* (amp_cuda.cu on it), each also under
 # AddressSanitizer and UndefinedBehaviorSanitizer (asan_*), and once over the toolkit's declarations where they are
-# found (toolkit_*).  Without g++ it names cuda_skipped.sh, which says why.
+# found (toolkit_*); the harness also with the fibers of other CPUs than x86-64 (ucontext_*); nvcc.sh compiles
+# amp_cuda.cu for a GPU.  Without g++ it names cuda_skipped.sh, which says why.
 
 CXX        ?= g++
 COC        := tests/cuda_on_cpu
@@ -15,18 +16,18 @@ COC_REAL   := -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
 
 COC_HEADERS := $(wildcard $(COC)/*.h $(COC)/include/*.h) tests/test.h
 HAVE_CXX    := $(shell $(CXX) --version >/dev/null 2>&1 && echo 1)
-HAVE_ASAN   := $(shell echo 'int main(void){return 0;}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev/null 2>/dev/null && echo 1)
+HAVE_ASAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev/null 2>/dev/null && echo 1)
 HAVE_CUDA_H := $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h)
 CUDA_NAMES  := t_harness $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
 
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS := $(CUDA_NAMES:%=$(BUILD)/%) $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) \
-              $(if $(HAVE_CUDA_H),$(CUDA_NAMES:%=$(BUILD)/toolkit_%))
+              $(if $(HAVE_CUDA_H),$(CUDA_NAMES:%=$(BUILD)/toolkit_%)) $(BUILD)/ucontext_t_harness $(COC)/nvcc.sh
 else
 CUDA_TESTS := $(COC)/cuda_skipped.sh
 endif
 
-# Three builds of the same sources, by prefix: plain, asan_, toolkit_.
+# Four builds of the same sources, by prefix.
 define coc_build
 $(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -c $$< -o $$@
@@ -41,7 +42,8 @@ endef
 $(eval $(call coc_build,,))
 $(eval $(call coc_build,asan_,$(COC_ASAN)))
 $(eval $(call coc_build,toolkit_,$(COC_REAL)))
-.SECONDARY: $(foreach p,$(BUILD)/ $(BUILD)/asan_ $(BUILD)/toolkit_,$(p)coc_engine.o $(p)coc_runtime.o $(p)amp_cuda.o)
+$(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
+.SECONDARY: $(foreach p,coc_engine.o coc_runtime.o amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
 
 $(BUILD)/amp_implementation.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) $(OMP) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@

@@ -1,4 +1,4 @@
-/* t_cuda_runtime.cpp - the CUDA backend's runtime and multi-tensor kernels, on the model GPU, against the CPU backend. */
+/* t_cuda_runtime.cpp - the CUDA backend's runtime, casts, multi-tensor kernels and products, on the model GPU. */
 #include "test_cuda.h"
 #include <stdlib.h>
 
@@ -551,7 +551,7 @@ TEST(adamw_bits) {
     update_both(0, 1, 1, 0);
     update_both(0, 0, 0, 0);
     update_both(0, 11, 0, 1);
-    update_both(0, 500, 0, 0);
+    update_both(0, 100, 0, 0);
 }
 TEST(sgd_bits) {
     NEEDS_FMA();
@@ -618,7 +618,7 @@ TEST(checks) {
         for (int bad = 0; bad < 3; bad++) check_both(30, multiply, bad);
     check_both(0, 0, 0);
     check_both(1, 1, 0);
-    check_both(300, 0, 1);
+    check_both(100, 0, 1);
 }
 
 /* Rules run on the device leave the same bits as on the host. */
@@ -731,6 +731,105 @@ TEST(column_sums) {
         amp_k_column_sum k;
         memset(&k, 0, sizeof k);
         CHECK_EQ(cuda.b->column_sum(cuda.dev, &k, NULL), AMP_OK);      /* no columns */
+    }
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* ---- Matrix products, against sums in fp64 of the rounded operands */
+
+static double activated(amp_activation_kind act, double x) {
+    if (act == AMP_ACT_GELU) return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+    if (act == AMP_ACT_GELU_ERF) return 0.5 * x * (1 + erf(x / sqrt(2.0)));
+    return act == AMP_ACT_RELU && x < 0 ? 0 : x;
+}
+
+struct product {
+    int64_t m, n, k, batch;
+    int trans_a, trans_b;
+    amp_dtype a, b, c, compute;
+    float alpha, beta;
+    int bias, pre;
+    amp_activation_kind act;
+};
+
+static std::vector<float> widened(const bytes &x, amp_dtype dtype, amp_dtype through) {
+    size_t n = x.size() / amp_dtype_size(dtype);
+    std::vector<float> out(n);
+    bytes narrow(n * 4);
+    amp_convert(out.data(), AMP_F32, x.data(), dtype, (int64_t)n, NULL, NULL);
+    if (through == AMP_F32) return out;
+    amp_convert(narrow.data(), through, out.data(), AMP_F32, (int64_t)n, NULL, NULL);
+    amp_convert(out.data(), AMP_F32, narrow.data(), through == AMP_TF32 ? AMP_F32 : through, (int64_t)n, NULL, NULL);
+    return out;
+}
+
+static void product_one(const product &p) {
+    side cuda(amp_cuda());
+    int64_t lda = (p.trans_a ? p.m : p.k) + 3, ldb = (p.trans_b ? p.k : p.n) + 1, ldc = p.n + 2;
+    int64_t na = (p.trans_a ? p.k : p.m) * lda, nb = (p.trans_b ? p.n : p.k) * ldb, nc = p.m * ldc;
+    bytes a = numbers(p.a, na * p.batch), b = numbers(p.b, nb * p.batch), c = numbers(p.c, nc * p.batch);
+    bytes bias = numbers(AMP_F32, p.n);
+    std::vector<float> wa = widened(a, p.a, p.compute), wb = widened(b, p.b, p.compute), wc = widened(c, p.c, AMP_F32);
+    std::vector<float> wbias = widened(bias, AMP_F32, AMP_F32), pre((size_t)(p.m * p.n), 0.0f), got;
+    amp_k_gemm g;
+    memset(&g, 0, sizeof g);
+    g.m = p.m; g.n = p.n; g.k = p.k; g.batch = p.batch;
+    g.a = cuda.up(a); g.b = cuda.up(b); g.c = cuda.up(c);
+    g.a_dtype = p.a; g.b_dtype = p.b; g.c_dtype = p.c; g.compute = p.compute;
+    g.trans_a = p.trans_a; g.trans_b = p.trans_b;
+    g.lda = lda; g.ldb = ldb; g.ldc = ldc;
+    g.stride_a = na; g.stride_b = nb; g.stride_c = nc;
+    g.alpha = p.alpha; g.beta = p.beta;
+    if (p.bias) { g.bias = cuda.up(bias); g.bias_dtype = AMP_F32; }
+    if (p.pre) { g.pre = cuda.up(pre); g.pre_dtype = AMP_F32; g.ld_pre = p.n; }
+    g.act = p.act;
+    CHECK_EQ(cuda.b->gemm(cuda.dev, &g, NULL), AMP_OK);
+    cuda.down(&c, g.c);
+    if (p.pre) cuda.down(&pre, g.pre);
+    got = widened(c, p.c, AMP_F32);
+    for (int64_t item = 0; item < p.batch; item++)
+        for (int64_t i = 0; i < p.m; i++)
+            for (int64_t j = 0; j < ldc; j++) {
+                double sum = 0, size = 0, want, bound;
+                size_t at = (size_t)(item * nc + i * ldc + j);
+                if (j >= p.n) {                 /* what lies between the rows stays */
+                    CHECK(got[at] == wc[at]);
+                    continue;
+                }
+                for (int64_t k = 0; k < p.k; k++) {
+                    double x = (double)wa[(size_t)(item * na + (p.trans_a ? k * lda + i : i * lda + k))];
+                    double y = (double)wb[(size_t)(item * nb + (p.trans_b ? j * ldb + k : k * ldb + j))];
+                    sum += x * y;
+                    size += fabs(x * y);
+                }
+                sum *= (double)p.alpha;
+                size = size * fabs((double)p.alpha) + (p.bias ? fabs((double)wbias[(size_t)j]) : 0);
+                if (p.bias) sum += (double)wbias[(size_t)j];
+                bound = (double)(p.k + 3) * ldexp(1.01, -24) * size;
+                if (p.pre) CHECK(fabs((double)pre[(size_t)(i * p.n + j)] - sum) <= bound);
+                /* the activations' slopes are at most 1.13; they are computed to 2^-20 of their argument */
+                want = activated(p.act, sum);
+                bound = 1.13 * bound + (p.act ? ldexp(fabs(sum), -20) : 0);
+                if (p.beta != 0.0f) {
+                    want += (double)p.beta * (double)wc[at];
+                    bound += ldexp(fabs(want) + fabs((double)wc[at]), -23);
+                }
+                bound += unit_of(p.c) * (fabs(want) + bound) + ldexp(1, -25);
+                CHECK_MSG(fabs((double)got[at] - want) <= bound, "%lld x %lld x %lld at %lld, %lld: %g, expected %g +- %g", (long long)p.m,
+                          (long long)p.n, (long long)p.k, (long long)i, (long long)j, (double)got[at], want, bound);
+            }
+}
+
+TEST(products) {
+    coc_reset();
+    static const amp_dtype storage[] = {AMP_F32, AMP_F16, AMP_BF16}, computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+    static const amp_activation_kind acts[] = {AMP_ACT_NONE, AMP_ACT_GELU, AMP_ACT_GELU_ERF, AMP_ACT_RELU};
+    for (int i = 0; i < 24; i++) {
+        product p = {1 + i * 7 % 70, 1 + i * 29 % 80, i * 13 % 40, i % 5 == 4 ? 3 : 1, i & 1, i >> 1 & 1,
+                     storage[i % 3], storage[i / 3 % 3], storage[i / 2 % 3], computes[i % 4],
+                     i % 7 == 3 ? 0.0f : 0.5f, i % 3 == 1 ? 1.0f : 0.0f, i % 4 > 1, 0, acts[i / 2 % 4]};
+        p.pre = p.batch == 1 && i % 3 == 0;
+        product_one(p);
     }
     CHECK_EQ(coc_faults(), 0);
 }
@@ -852,6 +951,11 @@ TEST(graph_replays) {
             CHECK_EQ(x.b->adamw(x.dev, &a, stream), AMP_OK);
             CHECK_EQ(x.b->graph_end(x.dev, stream, &graph), AMP_OK);
             CHECK(graph != NULL);
+            coc_reset_counts();
+            CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);       /* the graph keeps its scratch memory: this takes more */
+            CHECK_EQ(coc_calls("cudaMalloc"), 1);
+            CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);
+            CHECK_EQ(coc_calls("cudaMalloc"), 1);
         }
         for (int i = 0; i < 3; i++) {
             if (graphed) CHECK_EQ(x.b->graph_launch(x.dev, graph, stream), AMP_OK);
@@ -908,7 +1012,7 @@ struct session {
     amp_result kernels(int captured) {
         amp_k_found *f = (amp_k_found *)a;
         const amp_k_tensor *t = (const amp_k_tensor *)table;
-        amp_k_check check = {t, 1, NULL, f};
+        amp_k_column_sum sum = {{(char *)a + 16384, AMP_F32, 0, 300, 8, 8}, (char *)a + 4096, AMP_F32, 0};
         amp_k_adamw adamw = {t, 1, f, 0.9, 0.999, 1e-8, 0, 0};
         amp_k_scale_ranges scale = {t, 1, &f->factor};
         amp_k_cast cast;
@@ -925,7 +1029,7 @@ struct session {
         rule.step_rule.divisor = 1;
         TRY(b->cast(dev, &cast, NULL));
         TRY(b->rule(dev, &rule, NULL));
-        if (!captured) TRY(b->check(dev, &check, NULL));
+        if (!captured) TRY(b->column_sum(dev, &sum, NULL));
         TRY(b->scale_ranges(dev, &scale, NULL));
         return b->adamw(dev, &adamw, NULL);
     }
@@ -997,8 +1101,9 @@ TEST(every_call_may_fail) {
     for (const char *function : functions) {
         bool restores = strcmp(function, "cudaSetDevice") == 0;     /* every second call makes the thread's own GPU current */
         int n = 0, failed = 0, pending = 0;
-        while (!pending && n < 80) {
-            coc_fail(function, ++n, cudaErrorUnknown);
+        while (!pending && n < 200) {
+            n += n < 10 ? 1 : 7;                /* those that every call makes: a sample of the later ones */
+            coc_fail(function, n, cudaErrorUnknown);
             {
                 session s;
                 last_text.clear();
@@ -1079,6 +1184,9 @@ TEST(sticky_error) {
 
 /* A kernel that really goes wrong: the fault shows at the next wait. */
 TEST(kernel_fault) {
+#if defined(__SANITIZE_ADDRESS__)
+    SKIP("AddressSanitizer ends the program at the read beyond the end");
+#endif
     coc_reset();
     {
         side x(amp_cuda());
@@ -1227,7 +1335,7 @@ TEST(refused_by_name) {
     amp_k_attention a;
     memset(&a, 0, sizeof a);
     CHECK_EQ(x.b->attention(x.dev, &a, NULL), AMP_ERR_UNSUPPORTED);
-    CHECK(last_text.find("cuBLASLt") != std::string::npos);
+    CHECK(last_text.find("amp_softmax") != std::string::npos);
     CHECK_EQ(x.b->attention_backward(x.dev, &a, NULL), AMP_ERR_UNSUPPORTED);
     CHECK_EQ(coc_faults(), 0);
 }
@@ -1250,6 +1358,7 @@ int main(int argc, char **argv) {
     RUN(checks);
     RUN(rules);
     RUN(column_sums);
+    RUN(products);
     RUN(beyond_31_bits);
     RUN(orders);
     RUN(grids);

@@ -43,7 +43,10 @@ static inline int coc_faults() { return 0; }
 static inline std::string coc_take_faults() { return ""; }
 static inline void coc_reset() {}
 static inline void coc_check_red_zones() {}
-static inline void *coc_sparse_alloc(size_t bytes) { void *p = NULL; return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL; }
+static inline void *coc_sparse_alloc(size_t bytes) {
+    void *p = NULL;
+    return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+}
 #else
 enum { CUDA_IS_MODEL = 1 };
 #endif
@@ -56,9 +59,9 @@ static inline void cuda_test_end() {
     CHECK_MSG(faults.empty(), "%s", faults.c_str());
 #if !defined(CUDA_ON_GPU)
     coc_alive left = coc_living();
-    CHECK_MSG(left.allocations == 0 && left.pinned == 0 && left.streams == 0 && left.events == 0 && left.graphs == 0 &&
-              left.graph_execs == 0, "left: %ld allocations, %ld pinned, %ld streams, %ld events, %ld graphs, %ld executable",
-              left.allocations, left.pinned, left.streams, left.events, left.graphs, left.graph_execs);
+    long sum = left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs;
+    CHECK_MSG(sum == 0, "left: %ld allocations, %ld pinned, %ld streams, %ld events, %ld + %ld graphs", left.allocations,
+              left.pinned, left.streams, left.events, left.graphs, left.graph_execs);
 #endif
     coc_reset();
 }
@@ -277,15 +280,16 @@ struct cuda_compare {
         if (end > expected.size() || end > actual.size()) return end;
         int64_t wrong = 0, first = -1;
         for (int64_t i = 0; i < n; i++) {
-            double a = cuda_value(&actual[offset], dtype, (size_t)i), e = cuda_value(&expected[offset], dtype, (size_t)i);
+            double a = cuda_value(&actual[offset], dtype, (size_t)i);
+            double e = cuda_value(&expected[offset], dtype, (size_t)i);
             bool same = a == e || (a != a && e != e);
             if (same || fabs(a - e) <= bound(i, e)) continue;
             if (wrong++ == 0) first = i;
         }
         double a = first < 0 ? 0 : cuda_value(&actual[offset], dtype, (size_t)first);
         double e = first < 0 ? 0 : cuda_value(&expected[offset], dtype, (size_t)first);
-        CHECK_MSG(wrong == 0, "%s: %lld of %lld beyond their bound, first %lld: %.9g, the CPU has %.9g, bound %.3g", what,
-                  (long long)wrong, (long long)n, (long long)first, a, e, first < 0 ? 0 : bound(first, e));
+        CHECK_MSG(wrong == 0, "%s: %lld of %lld beyond their bound, first %lld: %.9g, the CPU has %.9g, bound %.3g",
+                  what, (long long)wrong, (long long)n, (long long)first, a, e, first < 0 ? 0 : bound(first, e));
         return end;
     }
 };

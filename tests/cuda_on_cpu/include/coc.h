@@ -38,7 +38,7 @@ void coc_check_red_zones();                     /* of all living allocations, no
 struct coc_counts {
     long calls;                 /* of any function of the runtime */
     long launches;
-    long synchronising;         /* calls that wait for the GPU, or may: ...Synchronize, cudaMemcpy, cudaFree, pageable copies */
+    long synchronising;         /* calls that wait for the GPU, or may: also cudaMemcpy, cudaFree, pageable copies */
     long allocations, frees;    /* of device or pinned memory, by any function */
     long copies, fills, graph_launches;
     long switches;              /* of fibers */

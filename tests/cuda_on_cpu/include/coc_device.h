@@ -174,7 +174,8 @@ template <class T, class F> static inline T coc_atomic(T *address, F change) {
         memcpy(&value, &old, sizeof value);
         T changed = change(value);
         memcpy(&next, &changed, sizeof next);
-    } while (!__atomic_compare_exchange_n((bits *)(void *)address, &old, next, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+    } while (!__atomic_compare_exchange_n((bits *)(void *)address, &old, next, false, __ATOMIC_SEQ_CST,
+                                          __ATOMIC_RELAXED));
     return value;
 }
 #define COC_ATOMIC(name, type, expression) \
@@ -216,7 +217,8 @@ static inline unsigned short atomicCAS(unsigned short *address, unsigned short c
 
 template <class T> static inline void coc_aligned(const T *p, const char *name) {
     if ((uintptr_t)p & (alignof(T) - 1))
-        coc_trap(cudaErrorMisalignedAddress, "%s of %zu bytes at %p, which is not aligned", name, sizeof(T), (const void *)p);
+        coc_trap(cudaErrorMisalignedAddress, "%s of %zu bytes at %p, which is not aligned", name, sizeof(T),
+                 (const void *)p);
 }
 #define COC_LOAD(name) \
     template <class T> static inline T name(const T *p) { coc_aligned(p, #name); return *p; }
@@ -351,7 +353,8 @@ cudaError_t coc_launch(coc_call *call, dim3 grid, dim3 block, size_t shared, cud
 template <class... P>
 static inline cudaError_t cudaLaunchKernel(void (*kernel)(P...), dim3 grid, dim3 block, void **args, size_t shared = 0,
                                            cudaStream_t stream = 0) {
-    return coc_launch(new coc_typed_call<P...>(kernel, args, std::index_sequence_for<P...>()), grid, block, shared, stream);
+    coc_call *call = new coc_typed_call<P...>(kernel, args, std::index_sequence_for<P...>());
+    return coc_launch(call, grid, block, shared, stream);
 }
 template <class... P>
 static inline cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), enum cudaFuncAttribute attribute, int value) {
@@ -362,8 +365,8 @@ static inline cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attri
     return cudaFuncGetAttributes(attributes, (const void *)kernel);
 }
 template <class... P>
-static inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void (*kernel)(P...), int block_size,
-                                                                        size_t shared) {
+static inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void (*kernel)(P...),
+                                                                        int block_size, size_t shared) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, (const void *)kernel, block_size, shared);
 }
 template <class T> static inline cudaError_t cudaMalloc(T **pointer, size_t size) {

@@ -1,8 +1,8 @@
 /* cuda_runtime.h - CUDA on the CPU: one .cu file, compiled by g++, runs without a toolkit and without a GPU.
  *
- *     nvcc -std=c++17 -arch=sm_90 -c amp_cuda.cu                                       for the GPU
- *     g++ -std=c++17 -x c++ -I tests/cuda_on_cpu/include -c amp_cuda.cu                for the CPU, own declarations
- *     g++ ... -DCOC_TOOLKIT -I $CUDA_HOME/include ...                                  for the CPU, the toolkit's declarations
+ *     nvcc -std=c++17 -arch=sm_90 -c amp_cuda.cu                            for the GPU
+ *     g++ -std=c++17 -x c++ -I tests/cuda_on_cpu/include -c amp_cuda.cu     for the CPU, with declarations of our own
+ *     g++ ... -DCOC_TOOLKIT -I $CUDA_HOME/include ...                       for the CPU, with the toolkit's
  *
  * What the source agrees to:
  *   - It includes <cuda_runtime.h> and "amp.h", nothing else of CUDA.
