@@ -23,7 +23,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples test test-ci test-exhaustive oracle bench bench-curves readme install clean
+.PHONY: help run examples test test-ci test-exhaustive oracle bench bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -38,6 +38,7 @@ help:
 	@echo "make bench            time kernels, training steps, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
+	@echo "make accuracy         the tests' errors beside PyTorch's own, into tests/bench/results/"
 	@echo "make readme           put the newest results into the README's tables"
 	@echo "make install PREFIX=  copy amp.h and amp.pc below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
@@ -47,17 +48,17 @@ run: $(BUILD)/train_gpt
 
 examples: $(EXAMPLES:%=$(BUILD)/%)
 
-$(BUILD)/%: examples/%.c examples/common.h amp.h | $(BUILD)
+$(BUILD)/%: examples/%.c examples/common.h examples/peak.h amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
-$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h examples/common.h examples/train_gpt.c | $(BUILD)
+$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h examples/common.h examples/peak.h examples/train_gpt.c | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
 # The same tests under the flags that fold isnan and set flush-to-zero.
-$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h examples/common.h | $(BUILD)
+$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h examples/common.h examples/peak.h | $(BUILD)
 	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
 
-$(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h examples/common.h | $(BUILD)
+$(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h examples/common.h examples/peak.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
 $(BUILD):
@@ -67,7 +68,7 @@ FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    tests/house.sh tests/docs.sh tests/examples.sh
+	    tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
 
 test-ci:
 	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh
@@ -84,6 +85,9 @@ bench: $(BENCHES:%=$(BUILD)/%)
 
 bench-curves: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py --only curves
+
+accuracy: $(BUILD)/t_model $(BUILD)/t_kernels $(BUILD)/t_optimizer
+	$(PYTHON) tests/bench/run.py --only accuracy
 
 readme:
 	$(PYTHON) tests/bench/table.py

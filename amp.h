@@ -256,7 +256,9 @@ typedef struct amp_logger {
 
 /* Everything the library asks of the machine goes through this table.  A NULL member means the POSIX
    default, so a host replaces only what it wants.  File calls return 0 (or a byte count) or -errno.
-   alloc and free come both or neither: size 0 is never asked for, align is a power of two up to 4096. */
+   alloc and free come both or neither: size 0 is never asked for, align is a power of two up to 4096.
+   thread_start, thread_join and thread_detach come all or none: each thread that was started is joined or, when a
+   call of this table never returns in it, detached. */
 typedef struct amp_system {
     void *user;
     void *(*alloc)(void *user, size_t size, size_t align);
@@ -269,8 +271,12 @@ typedef struct amp_system {
     int (*file_close)(void *user, intptr_t file);
     int (*file_rename)(void *user, const char *from, const char *to);
     int (*file_remove)(void *user, const char *path);
+    /* Calls each(arg, name) for the names in a folder, in any order, until that returns other than 0; returns what
+       it returned, or -errno. */
+    int (*file_list)(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg);
     int (*thread_start)(void *user, void **thread, void (*run)(void *arg), void *arg);
     int (*thread_join)(void *user, void *thread);
+    int (*thread_detach)(void *user, void *thread);
     int64_t (*clock_ns)(void *user);        /* monotonic */
 } amp_system;
 
@@ -2111,8 +2117,9 @@ typedef struct amp_loader amp_loader;
 
 /* One of path, arrays and source.
    path: token files.  A sample is `seq` tokens, and the same one further as targets; samples start every seq
-   tokens of a file and end in it.  A path with * ? or [] that is no file itself is a pattern; the files are
-   taken in the order of their bytes, and each stays open.
+   tokens of a file and end in it.  A path with * ? or [] in any part that is no file itself is a pattern; the files
+   are taken in the order of their bytes, and each stays open: one that another is renamed over is still read, one
+   that is cut short is an error where it ends.
    arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with the same first dimension; sample i is row i of each.
     .format     by content
     .first      0          first token used, counted over all files; first sample of arrays and source
@@ -2122,7 +2129,9 @@ typedef struct amp_loader amp_loader;
     .workers    2          1 to 64 threads; AMP_NO_WORKERS: read in amp_loader_next
     .prefetch   2          batches read ahead: 1 to 1024
     .timeout_ms 60000      how long amp_loader_next waits for a worker
-    .vocab      unchecked  tokens must be below                                                         */
+    .vocab      unchecked  tokens must be below
+    .cache_mb   1024       shuffled samples of less than 8 KiB: file contents are kept in this many MiB of memory as
+                           they are first touched, since a read for each would be slow; beyond them there is one  */
 typedef struct amp_loader_desc {
     const char *path;
     const char *const *arrays;
@@ -2141,7 +2150,7 @@ typedef struct amp_loader_desc {
     int32_t rank, world;            /* of this process; world 0: those of the context's reducer */
     int32_t vocab;
     int32_t disable_pinned;         /* 1: ordinary host memory, where the device has pinned */
-    int32_t reserved;
+    int32_t cache_mb;
 } amp_loader_desc;
 #define AMP_NO_WORKERS (-1)
 
@@ -2158,8 +2167,8 @@ typedef struct amp_batch {
    301, 302, 401, 402, 404, 405; 102 also when there is less than one batch. */
 AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
-/* Returns within 100 ms whatever the workers do: one that the operating system holds in a read is left behind,
-   and frees what it uses, through the context's system table, when the read returns. */
+/* Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
+   behind, and frees what it uses, through the context's system table, when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the loader stands where it stood: the next call tries the same batch again.
    Errors: 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
@@ -2197,9 +2206,10 @@ AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, c
 #if defined(AMP_IMPLEMENTATION) && !defined(AMP_IMPLEMENTATION_INCLUDED)
 #define AMP_IMPLEMENTATION_INCLUDED
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <glob.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -2343,11 +2353,33 @@ static int ampi_posix_close(void *user, intptr_t file) { (void)user; return clos
 static int ampi_posix_rename(void *user, const char *from, const char *to) { (void)user; return rename(from, to) != 0 ? -errno : 0; }
 static int ampi_posix_remove(void *user, const char *path) { (void)user; return unlink(path) != 0 ? -errno : 0; }
 
-typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; } ampi_posix_thread;
+static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg) {
+    DIR *dir = opendir(folder);
+    struct dirent *entry;
+    int result = 0;
+    (void)user;
+    if (dir == NULL) return -errno;
+    while (result == 0) {
+        errno = 0;
+        entry = readdir(dir);
+        if (entry == NULL) { result = -errno; break; }
+        result = each(arg, entry->d_name);
+    }
+    closedir(dir);
+    return result;
+}
+
+typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
+
+/* The thread and whoever joins or detaches it both hold its record; the later one frees it. */
+static void ampi_posix_thread_release(ampi_posix_thread *t) {
+    if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
+}
 
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
     t->run(t->arg);
+    ampi_posix_thread_release(t);
     return NULL;
 }
 
@@ -2358,6 +2390,7 @@ static int ampi_posix_thread_start(void *user, void **thread, void (*run)(void *
     if (t == NULL) return -ENOMEM;
     t->run = run;
     t->arg = arg;
+    t->holders = 2;
     error = pthread_create(&t->handle, NULL, ampi_posix_thread_main, t);
     if (error != 0) { free(t); return -error; }
     *thread = t;
@@ -2368,7 +2401,15 @@ static int ampi_posix_thread_join(void *user, void *thread) {
     ampi_posix_thread *t = (ampi_posix_thread *)thread;
     int error = pthread_join(t->handle, NULL);
     (void)user;
-    free(t);
+    ampi_posix_thread_release(t);
+    return -error;
+}
+
+static int ampi_posix_thread_detach(void *user, void *thread) {
+    ampi_posix_thread *t = (ampi_posix_thread *)thread;
+    int error = pthread_detach(t->handle);
+    (void)user;
+    ampi_posix_thread_release(t);
     return -error;
 }
 
@@ -2386,7 +2427,8 @@ AMP_API void amp_system_default(amp_system *out) {
     out->file_write = ampi_posix_write;        out->file_size = ampi_posix_size;
     out->file_sync = ampi_posix_sync;          out->file_close = ampi_posix_close;
     out->file_rename = ampi_posix_rename;      out->file_remove = ampi_posix_remove;
-    out->thread_start = ampi_posix_thread_start; out->thread_join = ampi_posix_thread_join;
+    out->file_list = ampi_posix_list;          out->thread_start = ampi_posix_thread_start;
+    out->thread_join = ampi_posix_thread_join; out->thread_detach = ampi_posix_thread_detach;
     out->clock_ns = ampi_posix_clock;
 }
 
@@ -2405,7 +2447,11 @@ AMPI_PRIVATE amp_system ampi_system(const amp_system *system) {
     if (system->file_close)   s.file_close = system->file_close;
     if (system->file_rename)  s.file_rename = system->file_rename;
     if (system->file_remove)  s.file_remove = system->file_remove;
-    if (system->thread_start) { s.thread_start = system->thread_start; s.thread_join = system->thread_join; }
+    if (system->file_list)    s.file_list = system->file_list;
+    if (system->thread_start) {
+        s.thread_start = system->thread_start; s.thread_join = system->thread_join;
+        s.thread_detach = system->thread_detach;
+    }
     if (system->clock_ns)     s.clock_ns = system->clock_ns;
     return s;
 }
@@ -2602,6 +2648,7 @@ typedef struct ampi_gemm_out {
     amp_activation_kind act;
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
     void *c; amp_dtype c_dtype; int64_t ldc;
+    int past_cache;                     /* 1: c is fp32 in whole cache lines, and is written to memory directly */
 } ampi_gemm_out;
 
 typedef struct ampi_gemm_vec {
@@ -3892,7 +3939,7 @@ AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const flo
 enum {
     AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
-    AMPI_GEMM_PANELS = 16,              /* panels in a block of columns, where fp32 sums are kept between blocks of k */
+    AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C, where fp32 sums are kept between blocks of k */
     AMPI_GEMM_LOCAL = 4096              /* words of scratch memory on the stack */
 };
 
@@ -4017,8 +4064,10 @@ typedef struct ampi_gemm_call {
     int64_t panels;                     /* of all columns */
     int64_t cut_m, cut_n;               /* parts along the rows and the columns */
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
+    int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: where it lies, unpacked */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
+    int past_cache;                     /* 1: C is written past the caches */
     int64_t at_a, at_b, at_room, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
     float *scratch;
 } ampi_gemm_call;
@@ -4047,6 +4096,7 @@ static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s
     out->c = ampi_at_mut(g->c, g->c_dtype, s->item * g->stride_c + s->row * g->ldc + j);
     out->c_dtype = g->c_dtype;
     out->ldc = g->ldc;
+    out->past_cache = call->past_cache && g->n - j >= call->vec->cols;
 }
 
 /* Bias of n columns from j on, as fp32, and 0 up to the width of a panel. */
@@ -4070,13 +4120,14 @@ static void ampi_gemm_fetch_rows(const float *sums, int64_t ld, int64_t rows, in
         for (j = 0; j < width; j += 16) __builtin_prefetch(sums + i * ld + j, 1, 2);
 }
 
-/* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself, in the scratch memory's sums, or in one tile that
-   finish then writes out.  next: the packed panel that follows, or NULL. */
+/* One panel of B against a band of rows, from row `from` to `end` of the block, tile by tile, each summed in C itself,
+   in the scratch memory's sums, or in one tile that finish then writes out.  next: the packed panel that follows, or
+   NULL. */
 static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from, int64_t end,
                             const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
-    int64_t width = vec->cols, col = panel * width, cols = AMPI_MIN(g->n - col, width), pitch = call->block_panels * width;
+    int64_t width = vec->cols, col = panel * width, cols = AMPI_MIN(g->n - col, width), pitch = call->pitch;
     int64_t tiles = (end - from + vec->rows - 1) / vec->rows, tile, rows;
     float bias[AMPI_GEMM_COLS], *x = s->scratch + call->at_tile;
     float *sums = call->sum_in_c ? NULL : s->scratch + call->at_sums + (panel - s->panel) * width;
@@ -4188,10 +4239,11 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
             }
     }
     if (call->vec->end != NULL) call->vec->end();
+    if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores have no order of their own */
 }
 
 /* Chooses the parts: the cut of each C with the least time for the busiest thread.  A part of r rows and c columns
-   takes r c / 64 cycles for each k, and packing about r / 4 + c / 2. */
+   takes r c / 64 cycles for each k, and packing about 5 r / 8 + c / 2. */
 static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
     int64_t rows = call->vec->rows, cols = call->vec->cols, tiles = (call->g->m + rows - 1) / rows, least = INT64_MAX, m, n;
     call->cut_m = call->cut_n = 1;
@@ -4199,12 +4251,21 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
         for (n = 1; n <= AMPI_MIN(threads / m, call->panels); n++) {
             int64_t r = (tiles + m - 1) / m * rows, c = (call->panels + n - 1) / n * cols;
             int64_t rounds = (call->g->batch * m * n + threads - 1) / threads;
-            int64_t cost = rounds * (r * c + 16 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
+            int64_t cost = rounds * (r * c + 40 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
             if (cost >= least) continue;
             least = cost;
             call->cut_m = m;
             call->cut_n = n;
         }
+}
+
+/* Whether C, as the gradient of a weight often is, is far larger than what it is made of, and written once: then the
+   caches need not fetch it first, nor keep it. */
+static int ampi_gemm_past_cache(const ampi_gemm_call *call) {
+    const amp_k_gemm *g = call->g;
+    int once = call->blocks.count == 1 && g->beta == 0.0f && g->c_dtype == AMP_F32;
+    int lines = (uintptr_t)g->c % 64 == 0 && g->ldc % 16 == 0 && (g->batch == 1 || g->stride_c % 16 == 0);
+    return once && lines && call->k < AMPI_MIN(g->m, g->n) && g->m * g->n >= 1 << 20;
 }
 
 /* Block sizes, what is packed, and where in the scratch memory. */
@@ -4215,11 +4276,13 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
     int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m), panels = (call->panels + call->cut_n - 1) / call->cut_n;
     int keep;
-    call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL;
+    call->past_cache = ampi_gemm_past_cache(call);
+    call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL && !call->past_cache;
     keep = !call->sum_in_c && call->blocks.count > 1;
     call->band_rows = vec->band;
-    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 1 : AMPI_GEMM_BANDS));
-    call->block_panels = keep ? AMPI_MIN(panels, (int64_t)AMPI_GEMM_PANELS) : panels;
+    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : AMPI_GEMM_BANDS));
+    call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
+    call->pitch = ampi_gemm_pitch(call->block_panels * width);
     /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
     call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
@@ -4228,7 +4291,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
     call->at_room = call->at_b + (g->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
     call->at_sums = call->at_room + width * ampi_gemm_pitch(words);
-    call->slot = (call->at_sums + (keep ? call->block_rows * call->block_panels * width : 0) + 15) / 16 * 16;
+    call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
 static amp_result ampi_gemm_small(ampi_gemm_call *call) {
@@ -6331,7 +6394,8 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     if (d->cpu_path > ampi_cpu_best_path())
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
     if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free come both or neither");
-    if ((s->thread_start == NULL) != (s->thread_join == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start and .thread_join come both or neither");
+    if ((s->thread_start == NULL) != (s->thread_join == NULL) || (s->thread_start == NULL) != (s->thread_detach == NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start, .thread_join and .thread_detach come all or none");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank, d->reducer.world);
     if (d->reducer.world > 1 && d->reducer.reduce == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
@@ -9532,6 +9596,10 @@ enum {
     AMPI_NPY_HEADER = 4096,         /* longest header that is read */
     AMPI_NPY_DIMS = 32,
     AMPI_READ_BYTES = 1 << 18,      /* neighbouring samples are read together up to this */
+    AMPI_CACHE_MB = 1024,
+    AMPI_CACHE_BLOCK = 1 << 16,
+    AMPI_CACHED_SAMPLE = 8192,      /* longer samples are worth a read each */
+    AMPI_PIECES = 32,               /* reads that are planned ahead */
     AMPI_HASH_BLOCK = 4096, AMPI_HASH_BLOCKS = 16,
     AMPI_ORDER_ROUNDS = 8,
     AMPI_CLOSE_MS = 30,             /* how long destroy waits before it leaves a worker behind */
@@ -9571,19 +9639,33 @@ AMPI_PRIVATE void ampi_order_init(ampi_order *order, int64_t n, uint64_t seed, i
         order->keys[round] = ampi_epoch_random(seed, epoch, (uint64_t)round);
 }
 
-AMPI_PRIVATE int64_t ampi_order_at(const ampi_order *order, int64_t i) {
+AMPI_PRIVATE inline __attribute__((always_inline)) uint64_t ampi_order_step(const ampi_order *order, uint64_t x) {
     uint64_t low_mask = (UINT64_C(1) << order->low_bits) - 1, high_mask = (UINT64_C(1) << order->high_bits) - 1;
-    uint64_t x = (uint64_t)i;
-    do {
-        uint64_t low = x & low_mask, high = x >> order->low_bits;
-        int round;
-        for (round = 0; round < AMPI_ORDER_ROUNDS; round += 2) {
-            high = (high ^ (ampi_mix64(low + order->keys[round]) >> 32)) & high_mask;
-            low = (low ^ (ampi_mix64(high + order->keys[round + 1]) >> 32)) & low_mask;
+    uint64_t low = x & low_mask, high = x >> order->low_bits;
+    int round;
+    for (round = 0; round < AMPI_ORDER_ROUNDS; round += 2) {
+        high = (high ^ (ampi_mix64(low + order->keys[round]) >> 32)) & high_mask;
+        low = (low ^ (ampi_mix64(high + order->keys[round + 1]) >> 32)) & low_mask;
+    }
+    return high << order->low_bits | low;
+}
+
+/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They walk abreast and without branches: one alone
+   would wait for its multiplications. */
+AMPI_PRIVATE void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
+    uint64_t x[AMPI_PIECES];
+    int64_t walking[AMPI_PIECES], i, k;
+    for (i = 0; i < n; i++) { x[i] = (uint64_t)(place + i); walking[i] = i; }
+    while (n > 0) {
+        for (i = k = 0; i < n; i++) {
+            int64_t at = walking[i];
+            x[at] = ampi_order_step(order, x[at]);
+            out[at] = (int64_t)x[at];
+            walking[k] = at;
+            k += x[at] >= order->n;
         }
-        x = high << order->low_bits | low;
-    } while (x >= order->n);
-    return (int64_t)x;
+        n = k;
+    }
 }
 
 /* ---- Types */
@@ -9599,8 +9681,9 @@ typedef struct ampi_data_file {
     amp_token_format format;
     amp_dtype dtype;
     int64_t count, row;             /* elements of the first dimension, values in each */
-    int64_t first_token;            /* used of this file */
     int64_t first_sample, samples;  /* of the loader, that lie in it */
+    int64_t first_byte, stride, overlap;    /* sample i: stride + overlap bytes at first_byte + i * stride */
+    int64_t cache_at, cached;       /* its first `cached` bytes have a place there in the cache */
 } ampi_data_file;
 
 typedef enum ampi_slot_state {
@@ -9617,9 +9700,18 @@ typedef struct ampi_slot {
     void *copied;                   /* event: its copy to the device is done */
 } ampi_slot;
 
+enum { AMPI_BLOCK_ABSENT, AMPI_BLOCK_LOADING, AMPI_BLOCK_LOADED };
+
 /* Where a worker is: the closing thread turns READING into ABANDONED, and then the worker touches nothing but
-   itself and the loader's shell. */
+   itself, the loader's files and cache, and its shell. */
 enum { AMPI_WORKER_BUSY, AMPI_WORKER_READING, AMPI_WORKER_ABANDONED };
+
+/* How long a file was when a worker last looked, and in which of its fills that was: what the cache holds of a file
+   is handed out only while the file holds it too. */
+typedef struct ampi_seen { int64_t fill, bytes; } ampi_seen;
+
+/* Bytes that are read at once: neighbouring samples. */
+typedef struct ampi_piece { const ampi_data_file *file; int64_t offset, samples; } ampi_piece;
 
 typedef struct ampi_worker {
     struct amp_loader *loader;
@@ -9628,6 +9720,8 @@ typedef struct ampi_worker {
     int phase;                      /* atomic */
     int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
     uint8_t *scratch;
+    int64_t fills;                  /* begun */
+    ampi_seen *seen;                /* of each file, when there is a cache */
     ampi_order order;
     int64_t order_epoch;            /* that `order` is of; -1: none */
 } ampi_worker;
@@ -9649,6 +9743,9 @@ struct amp_loader {
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
     ampi_slot *slots;
     char *ring;
+    uint8_t *cache;                 /* of file contents: blocks, each filled once, by the worker that first wants it */
+    uint8_t *cache_blocks;          /* atomic: their states */
+    int64_t cache_bytes;
     /* a device that the host cannot see: two device slots, filled by turns on a stream of their own */
     const amp_backend *backend;
     void *dev, *stream, *copy_stream, *used[2];     /* used: events, all work queued before the last calls of next */
@@ -9923,36 +10020,103 @@ static amp_result ampi_file_name(amp_loader *l, int64_t i, const char *path) {
     return AMP_OK;
 }
 
+/* A path that matches the beginning of a pattern, its text behind it, and the rest of the pattern. */
+typedef struct ampi_path { struct ampi_path *next; const char *rest; int64_t bytes; } ampi_path;
+typedef struct ampi_search {
+    const amp_system *system;
+    ampi_path *ahead, *at;
+    amp_result result;
+    char part[PATH_MAX];            /* of the pattern: what comes behind `at` */
+} ampi_search;
+
+static char *ampi_path_text(ampi_path *p) { return (char *)(p + 1); }
+
+/* Adds the path that continues `at` with a name, and with the slashes that follow in the pattern. */
+static int ampi_search_add(ampi_search *s, const char *name) {
+    const char *end = s->at->rest + strcspn(s->at->rest, "/"), *rest = end + strspn(end, "/");
+    int64_t bytes = (int64_t)(sizeof(ampi_path) + strlen(ampi_path_text(s->at)) + strlen(name)) + (rest - end) + 1;
+    void *memory;
+    ampi_path *p;
+    s->result = ampi_alloc(s->system, ampi_loader_create_name, &memory, bytes, 1);
+    if (s->result != AMP_OK) return 1;
+    p = (ampi_path *)memory;
+    p->bytes = bytes;
+    p->rest = rest;
+    p->next = s->ahead;
+    s->ahead = p;
+    snprintf(ampi_path_text(p), (size_t)bytes - sizeof *p, "%s%s%.*s", ampi_path_text(s->at), name, (int)(rest - end), end);
+    return 0;
+}
+
+static int ampi_search_name(void *search, const char *name) {
+    ampi_search *s = (ampi_search *)search;
+    return fnmatch(s->part, name, FNM_PERIOD) == 0 && ampi_search_add(s, name);
+}
+
+static int ampi_path_exists(const amp_system *s, const char *path) {
+    intptr_t handle;
+    int error = s->file_open(s->user, path, 0, &handle);
+    if (error == 0) s->file_close(s->user, handle);
+    return error != -ENOENT && error != -ENOTDIR;
+}
+
+/* Goes on from `at` by one part of the pattern. */
+static amp_result ampi_search_step(ampi_search *s) {
+    const char *folder = ampi_path_text(s->at), *rest = s->at->rest;
+    int error;
+    snprintf(s->part, sizeof s->part, "%.*s", (int)strcspn(rest, "/"), rest);
+    if (strpbrk(s->part, "*?[") == NULL) {
+        ampi_path *p = ampi_search_add(s, s->part) ? NULL : s->ahead;
+        if (p == NULL || *p->rest != 0 || ampi_path_exists(s->system, ampi_path_text(p))) return s->result;
+        s->ahead = p->next;
+        ampi_free(s->system, p, p->bytes, 1);
+        return AMP_OK;
+    }
+    if (folder[0] == 0) folder = ".";
+    error = s->system->file_list(s->system->user, folder, ampi_search_name, s);
+    if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
+    return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "the names in %s: %s", folder, strerror(-error));
+}
+
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 /* The matches of a pattern, sorted by bytes: the same order for every rank, whatever its locale. */
 static amp_result ampi_files_by_pattern(amp_loader *l) {
-    amp_result result = AMP_OK;
-    glob_t found;
-    size_t i;
-    int error;
-    memset(&found, 0, sizeof found);
-    error = glob(l->desc.path, GLOB_NOSORT, NULL, &found);
-    if (error != 0) {
-        globfree(&found);
-        return error == GLOB_NOSPACE
-                   ? ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "for the files of %s", l->desc.path)
-                   : ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: no file matches", l->desc.path);
+    ampi_search s;
+    ampi_path root[2], *found = NULL, *p;
+    amp_result result;
+    int64_t n = 0, i;
+    memset(&s, 0, sizeof s);
+    memset(root, 0, sizeof root);
+    root->rest = l->desc.path;
+    s.system = &l->system;
+    s.at = root;
+    result = ampi_search_step(&s);
+    while ((p = s.ahead) != NULL) {
+        s.ahead = p->next;
+        s.at = p;
+        if (result == AMP_OK && *p->rest == 0) {
+            p->next = found;
+            found = p;
+            n++;
+            continue;
+        }
+        if (result == AMP_OK) result = ampi_search_step(&s);
+        ampi_free(&l->system, p, p->bytes, 1);
     }
-    qsort(found.gl_pathv, found.gl_pathc, sizeof *found.gl_pathv, ampi_compare_paths);
-    result = ampi_files_reserve(l, (int64_t)found.gl_pathc);
-    for (i = 0; i < found.gl_pathc && result == AMP_OK; i++) result = ampi_file_name(l, (int64_t)i, found.gl_pathv[i]);
-    globfree(&found);
+    if (result == AMP_OK && n == 0)
+        result = ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: no file matches", l->desc.path);
+    if (result == AMP_OK) result = ampi_files_reserve(l, n);
+    for (p = found, i = 0; p != NULL && result == AMP_OK; p = p->next) l->names[i++] = ampi_path_text(p);
+    if (result == AMP_OK) qsort(l->names, (size_t)n, sizeof *l->names, ampi_compare_paths);
+    for (i = 0; i < n && result == AMP_OK; i++) result = ampi_file_name(l, i, l->names[i]);
+    while ((p = found) != NULL) { found = p->next; ampi_free(&l->system, p, p->bytes, 1); }
     return result;
 }
 
 /* A name with wildcards under which there is no file. */
 static int ampi_is_pattern(const amp_loader *l) {
-    intptr_t handle;
-    if (strpbrk(l->desc.path, "*?[") == NULL) return 0;
-    if (l->system.file_open(l->system.user, l->desc.path, 0, &handle) != 0) return 1;
-    l->system.file_close(l->system.user, handle);
-    return 0;
+    return strpbrk(l->desc.path, "*?[") != NULL && !ampi_path_exists(&l->system, l->desc.path);
 }
 
 static amp_result ampi_files_find(amp_loader *l) {
@@ -9995,7 +10159,9 @@ static amp_result ampi_loader_count_tokens(amp_loader *l) {
     for (i = 0; i < l->n_files; i++) {
         ampi_data_file *f = l->files + i;
         int64_t first = AMPI_MAX(l->desc.first - at, 0), last = AMPI_MIN(l->desc.last - at, f->count);
-        f->first_token = first;
+        f->overlap = (int64_t)amp_dtype_size(f->dtype);
+        f->first_byte = f->start + first * f->overlap;
+        f->stride = l->desc.seq * f->overlap;
         f->first_sample = l->samples;
         f->samples = last > first ? (last - first - 1) / l->desc.seq : 0;
         l->samples += f->samples;
@@ -10010,7 +10176,7 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
     int64_t i;
     l->source.n_fields = (int32_t)l->n_files;
     for (i = 0; i < l->n_files; i++) {
-        const ampi_data_file *f = l->files + i;
+        ampi_data_file *f = l->files + i;
         if (f->count != l->files[0].count)
             return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, "%s has %lld rows, %s has %lld", l->files[0].path,
                              (long long)l->files[0].count, f->path, (long long)f->count);
@@ -10019,6 +10185,12 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
     }
     AMPI_TRY(ampi_loader_bounds(l, l->files[0].count, "rows"));
     l->samples = l->desc.last - l->desc.first;
+    for (i = 0; i < l->n_files; i++) {
+        ampi_data_file *f = l->files + i;
+        f->samples = l->samples;
+        f->stride = f->row * (int64_t)amp_dtype_size(f->dtype);
+        f->first_byte = f->start + l->desc.first * f->stride;
+    }
     return AMP_OK;
 }
 
@@ -10086,21 +10258,56 @@ static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start
     *n = rest / world + (rank < rest % world);
 }
 
-static int64_t ampi_worker_sample(const ampi_worker *w, int64_t place) {
-    return w->loader->desc.shuffle ? ampi_order_at(&w->order, place) : place;
+/* Where the cache has bytes of a file; NULL: it has not. */
+static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
+    int64_t at = f->cache_at + offset, block;
+    if (offset + bytes > f->cached) return NULL;
+    for (block = at / AMPI_CACHE_BLOCK; block * AMPI_CACHE_BLOCK < at + bytes; block++)
+        if (__atomic_load_n(l->cache_blocks + block, __ATOMIC_ACQUIRE) != AMPI_BLOCK_LOADED) return NULL;
+    return l->cache + at;
 }
 
-/* Reads bytes of file number `file` into the worker's scratch memory. */
-static amp_result ampi_worker_read(ampi_worker *w, int64_t file, int64_t offset, int64_t bytes) {
+/* Reads the blocks that hold these bytes.  One that another worker is reading, or that cannot be read, is passed
+   over: then the bytes are not found, and are read for themselves. */
+static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
+    int64_t from = offset / AMPI_CACHE_BLOCK * AMPI_CACHE_BLOCK;
+    for (; from < offset + bytes && from < f->cached; from += AMPI_CACHE_BLOCK) {
+        uint8_t *state = l->cache_blocks + (f->cache_at + from) / AMPI_CACHE_BLOCK, expected = AMPI_BLOCK_ABSENT;
+        int64_t n = AMPI_MIN(f->bytes - from, (int64_t)AMPI_CACHE_BLOCK), got;
+        if (!__atomic_compare_exchange_n(state, &expected, AMPI_BLOCK_LOADING, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+            continue;
+        got = ampi_read_fully(&l->system, f->handle, l->cache + f->cache_at + from, n, from);
+        __atomic_store_n(state, got == n ? AMPI_BLOCK_LOADED : AMPI_BLOCK_ABSENT, __ATOMIC_RELEASE);
+    }
+}
+
+/* What may hang: *data = the bytes, in the cache or in the worker's scratch memory.  Returns how many there are, or
+   -errno. */
+static int64_t ampi_worker_fetch(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
+                                 const uint8_t **data) {
     const amp_loader *l = w->loader;
-    const ampi_data_file *f = l->files + file;
+    if (offset + bytes <= f->cached) {
+        int64_t size = l->system.file_size(l->system.user, f->handle);
+        if (size < offset + bytes) return size < 0 ? size : AMPI_MAX(size - offset, 0);
+        w->seen[f - l->files].fill = w->fills;
+        w->seen[f - l->files].bytes = size;
+        ampi_cache_load(l, f, offset, bytes);
+        *data = ampi_cache_find(l, f, offset, bytes);
+        if (*data != NULL) return bytes;
+    }
+    *data = w->scratch;
+    return ampi_read_fully(&l->system, f->handle, w->scratch, bytes, offset);
+}
+
+static amp_result ampi_worker_read(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
+                                   const uint8_t **data) {
+    const amp_loader *l = w->loader;
     int expected = AMPI_WORKER_READING;
     int64_t got = 0;
-    __atomic_store_n(&w->file, file, __ATOMIC_RELAXED);
+    __atomic_store_n(&w->file, f - l->files, __ATOMIC_RELAXED);
     __atomic_store_n(&w->offset, offset, __ATOMIC_RELAXED);
     __atomic_store_n(&w->phase, AMPI_WORKER_READING, __ATOMIC_SEQ_CST);
-    if (!__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST))
-        got = ampi_read_fully(&l->system, f->handle, w->scratch, bytes, offset);
+    if (!__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) got = ampi_worker_fetch(w, f, offset, bytes, data);
     w->abandoned =
         !__atomic_compare_exchange_n(&w->phase, &expected, AMPI_WORKER_BUSY, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     if (w->abandoned || __atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) return AMPI_CANCELLED;
@@ -10110,6 +10317,19 @@ static amp_result ampi_worker_read(ampi_worker *w, int64_t file, int64_t offset,
                          strerror((int)-got), (long long)offset);
     return ampi_fail(AMP_ERR_TRUNCATED, "amp_loader_next", "worker %d: %s ended at offset %lld, it had %lld bytes",
                      w->id, f->path, (long long)(offset + got), (long long)f->bytes);
+}
+
+/* *data = bytes of a file, valid until the next call. */
+static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
+                                  const uint8_t **data) {
+    const amp_loader *l = w->loader;
+    if (offset + bytes <= f->cached) {
+        const ampi_seen *seen = w->seen + (f - l->files);
+        *data = ampi_cache_find(l, f, offset, bytes);
+        if (*data != NULL && seen->fill == w->fills && offset + bytes <= seen->bytes)
+            return __atomic_load_n(&l->cancel, __ATOMIC_RELAXED) ? AMPI_CANCELLED : AMP_OK;
+    }
+    return ampi_worker_read(w, f, offset, bytes, data);
 }
 
 /* Token i as a number; what is negative or beyond 32 bits comes out as the largest. */
@@ -10122,26 +10342,54 @@ AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t ampi_token(const uin
     return wide > UINT32_MAX ? UINT32_MAX : (uint32_t)wide;
 }
 
-/* One sample: seq inputs, and as targets the same one further.  Returns the largest token. */
-AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t
-ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets) {
-    uint32_t token = ampi_token(raw, dtype, 0), largest = token;
+typedef uint16_t ampi_u16x8 __attribute__((vector_size(16)));
+typedef int32_t ampi_i32x8 __attribute__((vector_size(32)));
+
+/* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it did. */
+static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit,
+                                 uint32_t *bad) {
+    ampi_u16x8 last, over = {0}, in, out;
+    ampi_i32x8 wide;
     int64_t i;
-    for (i = 0; i < seq; i++) {
+    for (i = 0; i < 8; i++) last[i] = (uint16_t)AMPI_MIN(limit - 1, 65535u);
+    for (i = 0; i + 8 <= seq; i += 8) {
+        memcpy(&in, raw + 2 * i, sizeof in);
+        memcpy(&out, raw + 2 * i + 2, sizeof out);
+        over |= (ampi_u16x8)(out > last);
+        wide = __builtin_convertvector(in, ampi_i32x8);
+        memcpy(inputs + i, &wide, sizeof wide);
+        wide = __builtin_convertvector(out, ampi_i32x8);
+        memcpy(targets + i, &wide, sizeof wide);
+    }
+    for (seq = 0; seq < 8; seq++) *bad |= over[seq];
+    return i;
+}
+
+/* One sample: seq inputs, and as targets the same one further.  Whether a token is not below the limit. */
+AMPI_PRIVATE inline __attribute__((always_inline)) uint32_t
+ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets, uint32_t limit) {
+    uint32_t token = ampi_token(raw, dtype, 0), bad = token >= limit;
+    int64_t i = 0;
+    if (dtype == AMP_U16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__) {
+        i = ampi_token_eights(raw, seq, inputs, targets, limit, &bad);
+        token = ampi_token(raw, dtype, i);
+    }
+    for (; i < seq; i++) {
         inputs[i] = (int32_t)token;
         token = ampi_token(raw, dtype, i + 1);
         targets[i] = (int32_t)token;
-        largest = AMPI_MAX(largest, token);
+        bad |= token >= limit;
     }
-    return largest;
+    return bad;
 }
 
-static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *inputs, int32_t *targets) {
+static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq, int32_t *in, int32_t *out,
+                               uint32_t limit) {
     switch (dtype) {
-        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, inputs, targets);
-        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, inputs, targets);
-        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, inputs, targets);
-        default:      return ampi_token_row_as(AMP_I64, raw, seq, inputs, targets);
+        case AMP_U8:  return ampi_token_row_as(AMP_U8, raw, seq, in, out, limit);
+        case AMP_U16: return ampi_token_row_as(AMP_U16, raw, seq, in, out, limit);
+        case AMP_I32: return ampi_token_row_as(AMP_I32, raw, seq, in, out, limit);
+        default:      return ampi_token_row_as(AMP_I64, raw, seq, in, out, limit);
     }
 }
 
@@ -10168,42 +10416,66 @@ static int64_t ampi_read_run(const amp_loader *l, int64_t wanted, int64_t size) 
     return l->desc.shuffle ? 1 : AMPI_MIN(wanted, AMPI_MAX(AMPI_READ_BYTES / size, 1));
 }
 
-static amp_result ampi_fill_tokens(ampi_worker *w, int64_t start, int64_t n, ampi_slot *slot) {
+/* Finds out where n samples lie, from a place on, in this array or, if NULL, in the token files: as many as go into
+   AMPI_PIECES pieces, whose number it returns.  What they need from the cache is on its way when they are used. */
+static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *array, int64_t place, int64_t n,
+                                ampi_piece *pieces) {
     const amp_loader *l = w->loader;
-    uint32_t limit = l->desc.vocab > 0 ? (uint32_t)l->desc.vocab : (uint32_t)1 << 31;
-    int64_t seq = l->desc.seq, i, j, run;
-    for (i = 0; i < n; i += run) {
-        int64_t sample = ampi_worker_sample(w, start + i);
-        const ampi_data_file *f = ampi_file_of_sample(l, sample);
-        int64_t size = (int64_t)amp_dtype_size(f->dtype), place = sample - f->first_sample;
-        int64_t offset = f->start + (f->first_token + place * seq) * size;
-        run = ampi_read_run(l, AMPI_MIN(n - i, f->samples - place), seq * size);
-        AMPI_TRY(ampi_worker_read(w, f - l->files, offset, (run * seq + 1) * size));
-        for (j = 0; j < run; j++) {
-            const uint8_t *raw = w->scratch + j * seq * size;
-            int32_t *inputs = (int32_t *)(void *)(slot->data + l->field_offset[0]) + (i + j) * seq;
-            int32_t *targets = (int32_t *)(void *)(slot->data + l->field_offset[1]) + (i + j) * seq;
-            if (ampi_token_row(f->dtype, raw, seq, inputs, targets) >= limit)
-                return ampi_bad_token(f, raw, offset + j * seq * size, limit);
-        }
+    int64_t samples[AMPI_PIECES], count, at;
+    if (l->desc.shuffle) ampi_order_at(&w->order, place, AMPI_MIN(n, (int64_t)AMPI_PIECES), samples);
+    for (count = 0; count < AMPI_PIECES && n > 0; count++) {
+        int64_t sample = l->desc.shuffle ? samples[count] : place;
+        const ampi_data_file *f = array != NULL ? array : ampi_file_of_sample(l, sample);
+        ampi_piece *p = pieces + count;
+        p->file = f;
+        p->offset = f->first_byte + (sample - f->first_sample) * f->stride;
+        p->samples = ampi_read_run(l, AMPI_MIN(n, f->first_sample + f->samples - sample), f->stride);
+        for (at = p->offset / 64 * 64; at < AMPI_MIN(p->offset + f->stride + f->overlap, f->cached); at += 64)
+            __builtin_prefetch(l->cache + f->cache_at + at);
+        place += p->samples;
+        n -= p->samples;
     }
+    return count;
+}
+
+/* Fills rows of a batch from sample `row` on with tokens. */
+static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int64_t row, ampi_slot *slot) {
+    const amp_loader *l = w->loader;
+    const ampi_data_file *f = p->file;
+    uint32_t limit = l->desc.vocab > 0 ? (uint32_t)l->desc.vocab : (uint32_t)1 << 31;
+    int64_t seq = l->desc.seq, i;
+    int32_t *inputs = (int32_t *)(void *)(slot->data + l->field_offset[0]) + row * seq;
+    int32_t *targets = (int32_t *)(void *)(slot->data + l->field_offset[1]) + row * seq;
+    const uint8_t *raw;
+    AMPI_TRY(ampi_worker_get(w, f, p->offset, p->samples * f->stride + f->overlap, &raw));
+    for (i = 0; i < p->samples; i++, raw += f->stride, inputs += seq, targets += seq)
+        if (ampi_token_row(f->dtype, raw, seq, inputs, targets, limit))
+            return ampi_bad_token(f, raw, p->offset + i * f->stride, limit);
     return AMP_OK;
 }
 
-static amp_result ampi_fill_arrays(ampi_worker *w, int64_t start, int64_t n, ampi_slot *slot) {
+static amp_result ampi_fill_array_rows(ampi_worker *w, const ampi_piece *p, int64_t row, ampi_slot *slot) {
     const amp_loader *l = w->loader;
-    int64_t i, file, run;
-    for (file = 0; file < l->n_files; file++) {
-        const ampi_data_file *f = l->files + file;
-        int64_t size = l->field_bytes[file];
-        for (i = 0; i < n; i += run) {
-            int64_t row = l->desc.first + ampi_worker_sample(w, start + i);
-            run = ampi_read_run(l, n - i, size);
-            AMPI_TRY(ampi_worker_read(w, file, f->start + row * size, run * size));
-            ampi_copy_le((uint8_t *)slot->data + l->field_offset[file] + i * size, w->scratch, (size_t)(run * size),
-                         amp_dtype_size(f->dtype));
+    int64_t file = p->file - l->files, bytes = p->samples * p->file->stride;
+    const uint8_t *raw;
+    AMPI_TRY(ampi_worker_get(w, p->file, p->offset, bytes, &raw));
+    ampi_copy_le((uint8_t *)slot->data + l->field_offset[file] + row * p->file->stride, raw, (size_t)bytes,
+                 amp_dtype_size(p->file->dtype));
+    return AMP_OK;
+}
+
+/* Samples from token files, or from each array. */
+static amp_result ampi_fill_from_files(ampi_worker *w, int64_t start, int64_t n, ampi_slot *slot) {
+    const amp_loader *l = w->loader;
+    int tokens = l->kind == AMPI_FROM_TOKENS;
+    ampi_piece pieces[AMPI_PIECES], *p;
+    int64_t file, row, count;
+    for (file = 0; file < (tokens ? 1 : l->n_files); file++)
+        for (row = 0; row < n;) {
+            count = ampi_worker_plan(w, tokens ? NULL : l->files + file, start + row, n - row, pieces);
+            for (p = pieces; p < pieces + count; row += p->samples, p++)
+                AMPI_TRY(tokens ? ampi_fill_token_rows(w, p, row, slot) : ampi_fill_array_rows(w, p, row, slot));
         }
-    }
     return AMP_OK;
 }
 
@@ -10222,7 +10494,9 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
         int32_t k;
         int failed;
         if (__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) return AMPI_CANCELLED;
-        what.sample = l->desc.first + ampi_worker_sample(w, start + i);
+        what.sample = start + i;
+        if (l->desc.shuffle) ampi_order_at(&w->order, start + i, 1, &what.sample);
+        what.sample += l->desc.first;
         what.random = ampi_epoch_random(l->desc.seed, epoch, (uint64_t)what.sample + AMPI_ORDER_ROUNDS);
         error[0] = 0;
         for (k = 0; k < l->source.n_fields; k++) fields[k] = slot->data + l->field_offset[k] + i * l->field_bytes[k];
@@ -10255,9 +10529,9 @@ static amp_result ampi_worker_fill(ampi_worker *w, int64_t number, ampi_slot *sl
         ampi_order_init(&w->order, l->samples, l->desc.seed, epoch);
         w->order_epoch = epoch;
     }
-    AMPI_TRY(l->kind == AMPI_FROM_TOKENS   ? ampi_fill_tokens(w, start, n, slot)
-             : l->kind == AMPI_FROM_ARRAYS ? ampi_fill_arrays(w, start, n, slot)
-                                           : ampi_fill_callback(w, epoch, start, n, slot));
+    w->fills++;
+    AMPI_TRY(l->kind == AMPI_FROM_CALLBACK ? ampi_fill_callback(w, epoch, start, n, slot)
+                                           : ampi_fill_from_files(w, start, n, slot));
     if (l->desc.last_batch == AMP_LAST_PAD) ampi_fill_padding(l, n, slot);
     return AMP_OK;
 }
@@ -10363,7 +10637,12 @@ static void ampi_loader_free(amp_loader *l) {
     }
     ampi_free(&s, l->files, l->n_files, sizeof(ampi_data_file));
     ampi_free(&s, l->names, l->n_files, sizeof(char *));
-    for (i = 0; i < l->n_workers; i++) ampi_free(&s, l->workers[i].scratch, l->scratch_bytes, 1);
+    for (i = 0; i < l->n_workers; i++) {
+        ampi_free(&s, l->workers[i].scratch, l->scratch_bytes, 1);
+        ampi_free(&s, l->workers[i].seen, l->n_files, sizeof(ampi_seen));
+    }
+    if (l->cache != NULL) s.free(s.user, l->cache, (size_t)l->cache_bytes);
+    ampi_free(&s, l->cache_blocks, l->cache_bytes / AMPI_CACHE_BLOCK, 1);
     ampi_free(&s, l->workers, l->n_workers, sizeof(ampi_worker));
     ampi_free(&s, l->slots, l->depth, sizeof(ampi_slot));
     if (l->desc.path != NULL) ampi_free(&s, (void *)(uintptr_t)l->desc.path, (int64_t)strlen(l->desc.path) + 1, 1);
@@ -10441,15 +10720,16 @@ static void ampi_loader_stop(amp_loader *l) {
             if (!w->started || w->exited) continue;
             if (late && __atomic_compare_exchange_n(&w->phase, &expected, AMPI_WORKER_ABANDONED, 0, __ATOMIC_SEQ_CST,
                                                     __ATOMIC_SEQ_CST)) {
-                w->started = 0;
                 l->holders++;
-            } else inside++;
+            } else if (__atomic_load_n(&w->phase, __ATOMIC_SEQ_CST) != AMPI_WORKER_ABANDONED) inside++;
         }
         if (inside > 0) (void)ampi_queue_wait(l, late ? ampi_posix_clock(NULL) + 1000000 : deadline);
     } while (inside > 0);
     pthread_mutex_unlock(&l->lock);
-    for (i = 0; i < l->n_workers; i++)
-        if (l->workers[i].started) l->system.thread_join(l->system.user, l->workers[i].thread);
+    for (i = 0; i < l->n_workers; i++) {
+        if (l->workers[i].exited) l->system.thread_join(l->system.user, l->workers[i].thread);
+        else if (l->workers[i].started) l->system.thread_detach(l->system.user, l->workers[i].thread);
+    }
 }
 
 /* ---- Buffers */
@@ -10472,15 +10752,37 @@ static amp_result ampi_loader_layout(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Scratch memory of a worker: the longest read. */
-static void ampi_loader_scratch_size(amp_loader *l) {
-    int64_t i, n = l->desc.batch, size;
+/* Scratch memory of a worker: the longest read.  And which files have a place in the cache. */
+static void ampi_loader_file_memory(amp_loader *l) {
+    int64_t limit = (int64_t)l->desc.cache_mb << 20, i;
     for (i = 0; i < l->n_files; i++) {
-        int64_t element = (int64_t)amp_dtype_size(l->files[i].dtype);
-        size = l->kind == AMPI_FROM_TOKENS ? l->desc.seq * element : l->field_bytes[i];
-        size = ampi_read_run(l, n, size) * size + element;
-        l->scratch_bytes = AMPI_MAX(l->scratch_bytes, size);
+        ampi_data_file *f = l->files + i;
+        int64_t blocks = (f->bytes + AMPI_CACHE_BLOCK - 1) / AMPI_CACHE_BLOCK;
+        l->scratch_bytes =
+            AMPI_MAX(l->scratch_bytes, ampi_read_run(l, l->desc.batch, f->stride) * f->stride + f->overlap);
+        if (!l->desc.shuffle || f->stride >= AMPI_CACHED_SAMPLE) continue;
+        f->cache_at = l->cache_bytes;
+        f->cached = AMPI_MIN(blocks * AMPI_CACHE_BLOCK, limit - l->cache_bytes);
+        l->cache_bytes += f->cached;
     }
+}
+
+static amp_result ampi_loader_cache(amp_loader *l) {
+    void *memory;
+    size_t bytes;
+    int64_t i;
+    if (l->cache_bytes == 0) return AMP_OK;
+    AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->cache_bytes, 1, &bytes));
+    for (i = 0; i < l->n_workers; i++) {
+        AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->n_files, sizeof(ampi_seen)));
+        l->workers[i].seen = (ampi_seen *)memory;
+    }
+    AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->cache_bytes / AMPI_CACHE_BLOCK, 1));
+    l->cache_blocks = (uint8_t *)memory;
+    l->cache = (uint8_t *)l->system.alloc(l->system.user, bytes, 4096);         /* touched when used */
+    if (l->cache != NULL) return AMP_OK;
+    return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "%lld bytes for file contents; lower .cache_mb = %d",
+                     (long long)l->cache_bytes, l->desc.cache_mb);
 }
 
 static amp_result ampi_loader_device_buffers(amp_loader *l) {
@@ -10502,7 +10804,7 @@ static amp_result ampi_loader_buffers(amp_loader *l) {
     void *memory;
     int64_t i;
     AMPI_TRY(ampi_loader_layout(l));
-    ampi_loader_scratch_size(l);
+    ampi_loader_file_memory(l);
     AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->depth, sizeof(ampi_slot)));
     l->slots = (ampi_slot *)memory;
     AMPI_TRY(
@@ -10516,6 +10818,7 @@ static amp_result ampi_loader_buffers(amp_loader *l) {
         AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->scratch_bytes, 1));
         l->workers[i].scratch = (uint8_t *)memory;
     }
+    AMPI_TRY(ampi_loader_cache(l));
     if (l->backend->host_visible) {
         AMPI_TRY(amp_alloc(l->amp, &memory, l->ring_bytes));
         l->ring = (char *)memory;
@@ -10584,6 +10887,7 @@ static amp_result ampi_loader_check_desc(const amp_loader_desc *d) {
     AMPI_TRY(ampi_loader_range("timeout_ms", d->timeout_ms, 0, INT32_MAX));
     AMPI_TRY(ampi_loader_range("vocab", d->vocab, 0, INT32_MAX));
     AMPI_TRY(ampi_loader_range("disable_pinned", d->disable_pinned, 0, 1));
+    AMPI_TRY(ampi_loader_range("cache_mb", d->cache_mb, 0, INT32_MAX));
     AMPI_TRY(ampi_loader_range("world", d->world, 0, INT32_MAX));
     return ampi_loader_range("rank", d->rank, 0, AMPI_MAX(d->world, 1) - 1);
 }
@@ -10595,6 +10899,7 @@ static void ampi_loader_defaults(amp_loader *l) {
     if (d->workers == 0) d->workers = 2;
     if (d->prefetch == 0) d->prefetch = 2;
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
+    if (d->cache_mb == 0) d->cache_mb = AMPI_CACHE_MB;
     if (d->world == 0) { d->world = AMPI_MAX(ranks->world, 1); d->rank = ranks->rank; }
     /* one more than is read ahead: the batch in use, or on its way to the device */
     l->depth = (d->workers == AMP_NO_WORKERS ? 1 : (int64_t)d->prefetch) +
@@ -10886,6 +11191,15 @@ typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
 
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load)(const float *p) { ampi_vf v; memcpy(&v, p, sizeof v); return v; }
 AMPI_PRIVATE inline void AMPI_V(ampi_store)(float *p, ampi_vf v) { memcpy(p, &v, sizeof v); }
+AMPI_PRIVATE inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {        /* p: at a multiple of a vector's size */
+#if AMPI_X86 && AMPI_PASS == 3
+    _mm512_stream_ps(p, (__m512)v);
+#elif AMPI_X86 && AMPI_PASS == 2
+    _mm256_stream_ps(p, (__m256)v);
+#else
+    AMPI_V(ampi_store)(p, v);
+#endif
+}
 
 /* ---- Numbers: bulk conversions, with the bits of the scalar functions of section 2. */
 
@@ -11421,7 +11735,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 }
 
 #define AMPI_TILE_ZERO(i)  ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f};
-#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(a + i * lda); \
+#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(at[i / 3] + i % 3 * lda); \
                            sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
 #define AMPI_TILE_ADD(i)   sum##i##_0 += AMPI_V(ampi_load)(add + i * ldadd); \
                            sum##i##_1 += AMPI_V(ampi_load)(add + i * ldadd + AMPI_W);
@@ -11430,8 +11744,10 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #define AMPI_TILE(name, r) \
     AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, \
                                                        const float *add, int64_t ldadd, float *c, int64_t ldc) { \
+        /* three rows to a pointer: fourteen addresses do not fit into the registers */ \
+        const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
         AMPI_ROWS_##r(AMPI_TILE_ZERO) \
-        for (; k > 0; k--, a++, b += ldb) { \
+        for (; k > 0; k--, b += ldb, at[0]++, at[1]++, at[2]++, at[3]++, at[4]++) { \
             ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = AMPI_V(ampi_load)(b + AMPI_W); \
             AMPI_ROWS_##r(AMPI_TILE_STEP) \
         } \
@@ -11598,7 +11914,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, a
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols) {
-    int64_t i;
+    int64_t i, j;
     if (out->alpha != 1.0f || out->bias != NULL)
         for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_scale)(x + i * ld, out->alpha, out->bias, ld);
     if (out->pre != NULL)
@@ -11606,7 +11922,11 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, i
     if (out->act != AMP_ACT_NONE) out->activation(out->act, x, x, rows * ld);
     if (out->beta != 0.0f)
         for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_add_c)(x + i * ld, out->beta, out->c, out->c_dtype, (row + i) * out->ldc, cols);
-    for (i = 0; i < rows; i++) AMPI_V(ampi_gemm_write)(out->c, out->c_dtype, (row + i) * out->ldc, x + i * ld, cols);
+    for (i = 0; i < rows; i++) {
+        float *c = (float *)out->c + (row + i) * out->ldc;
+        if (!out->past_cache) AMPI_V(ampi_gemm_write)(out->c, out->c_dtype, (row + i) * out->ldc, x + i * ld, cols);
+        else for (j = 0; j < cols; j += AMPI_W) AMPI_V(ampi_store_past_cache)(c + j, AMPI_V(ampi_load)(x + i * ld + j));
+    }
 }
 
 /* ---- Matrix times vector */

@@ -64,7 +64,7 @@ train profile --steps 8 --profile --dropout 0.1
 missing=
 for row in loader embedding layernorm linear attention dropout lm_head cross-entropy optimizer "the rest"; do grep -q "^  $row " "$work/profile.log" || missing="$missing $row"; done
 sum=$(grep '"profile"' "$work/profile/metrics.jsonl" | sed 's/.*"share": \([^,}]*\).*/\1/' | awk '{s += $1} END {print s}')
-if [ -z "$missing" ] && awk "BEGIN {exit !($sum > 0.999 && $sum < 1.001)}" && grep -q "of gemm: share" "$work/profile.log"; then pass
+if [ -z "$missing" ] && awk "BEGIN {exit !($sum > 0.999 && $sum < 1.001)}" && grep -q "of peak: share" "$work/profile.log"; then pass
 else fail "--profile" "no row:$missing; the shares add up to $sum"; fi
 
 # refused TEXT FLAGS...: exit code 2, and the text is said.

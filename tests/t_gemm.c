@@ -388,6 +388,39 @@ TEST(large) {
         }
 }
 
+/* A C far larger than A and B, in whole cache lines, is written past the caches: the same bits as one that is not
+   aligned, for one thread and for three, with a panel that is not whole and with nothing written between its rows. */
+TEST(past_the_caches) {
+    enum { M = 1024, N = 1044, K = 5, LD = 1056 };
+    int w, kind, shift, threads;
+    for (w = 0; w < ways(); w++)
+        for (kind = 0; kind < 2; kind++) {
+            test_case t = plain(M, N, K);
+            float *aligned = (float *)keep(4 * M * LD), *other = (float *)keep(4 * M * LD);
+            problem p;
+            t.compute = kind ? AMP_BF16 : AMP_F32;
+            t.trans_a = 1;
+            t.slack = LD - N;
+            p = make(t);
+            p.g.ldc = LD;
+            aligned += (64 - (uintptr_t)aligned % 64) % 64 / sizeof *aligned;
+            other += (64 - (uintptr_t)other % 64) % 64 / sizeof *other + 1;
+            for (threads = 1; threads <= 3; threads += 2) {
+                ampi_cpu cpu = cpu_of(&all_ways[w], threads);
+                int64_t i;
+                for (shift = 0; shift < 2; shift++) {
+                    float *c = shift ? other : aligned;
+                    for (i = 0; i < M * LD - shift; i++) c[i] = (float)GAP;
+                    p.g.c = c;
+                    CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
+                }
+                CHECK(memcmp(aligned, other, 4 * (M * LD - 1)) == 0);
+                for (i = 0; i < M; i++) CHECK(aligned[i * LD + N] == (float)GAP && aligned[i * LD + N - 1] != (float)GAP);
+            }
+            drop();
+        }
+}
+
 /* Infinite and NaN operands come through where they belong, and only there. */
 TEST(special_values) {
     int w, compute;
@@ -525,6 +558,7 @@ int main(int argc, char **argv) {
     RUN(batches);
     RUN(shared_b);
     RUN(large);
+    RUN(past_the_caches);
     RUN(special_values);
     RUN(pack_counts_new_inf);
     RUN(out_of_memory);

@@ -1296,6 +1296,8 @@ TEST(golden_16bit) {
                              names[i]);
                     theirs = ampt_golden_number(&file, name);
                     CHECK_MSG(ours <= 1.2 * theirs, "%s: %.3g, PyTorch %.3g, path %d", name, ours, theirs, path);
+                    snprintf(name, sizeof name, "norms, losses, activations, %s", amp_dtype_name(storages[k]));
+                    if (theirs > 0) ampt_figure(name, ours / theirs, 1.2);
                 }
             }
     free(file.data);

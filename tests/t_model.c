@@ -12,6 +12,7 @@ static const float LOSS_SCALE = 1024.0f;            /* of fp16, as in tests/orac
 /* ---- What both models look like to the tests */
 
 typedef struct ampt_model {
+    const char *title;
     amp_context *amp;
     amp_param *params;
     int64_t n_params;
@@ -105,12 +106,16 @@ static void measure(const ampt_model *m, const ampt_reference *r, ampt_errors *o
 static void check_fp32(ampt_model *m, const ampt_golden *golden, const char *name, int seed, int path) {
     ampt_reference golden_results = reference_of_golden(m, golden, name, seed);
     ampt_errors e;
+    char title[64];
     m->prepare(m, (uint32_t)seed);
     m->run(m);
     measure(m, &golden_results, &e);
-    for (int64_t i = 0; i < m->n_params + 2; i++)
+    for (int64_t i = 0; i < m->n_params + 2; i++) {
         CHECK_MSG(e.of[i] <= 1e-5, "%s, seed %d, path %d: %s has a relative error of %.2e", name, seed, path,
                   tensor_name(m, i), e.of[i]);
+        snprintf(title, sizeof title, "%s, fp32", m->title);
+        ampt_figure(title, e.of[i], 1e-5);
+    }
     reference_free(&golden_results);
 }
 
@@ -141,6 +146,8 @@ static void check_16bit(ampt_model *m, ampt_model *fp32, const ampt_golden *gold
         snprintf(record, sizeof record, "seeds/torch/%s/%s", kind, tensor_name(m, i));
         ratio = sqrt(square[i] / SEEDS) / ampt_golden_number(golden, record);
         CHECK_MSG(ratio <= 1.2, "path %d: %s has %.3f times PyTorch's RMS error", path, record, ratio);
+        snprintf(record, sizeof record, "%s, %s", m->title, kind);
+        ampt_figure(record, ratio, 1.2);
     }
 }
 
@@ -265,7 +272,7 @@ static ampt_model *gpt_open(amp_context *amp, amp_dtype activations, gpt_config 
     *t->scale = m->scale = activations == AMP_F16 ? LOSS_SCALE : 1.0f;
     m->amp = amp; m->params = t->model.params; m->n_params = t->model.n_params;
     m->logits = (float *)room_for(n * config.vocab * 4); m->n_logits = n * config.vocab;
-    m->layer_of = gpt_layer_of; m->is_transposed = gpt_transposed;
+    m->title = "GPT-2"; m->layer_of = gpt_layer_of; m->is_transposed = gpt_transposed;
     m->prepare = gpt_prepare; m->run = gpt_run; m->close = gpt_close;
     return m;
 }
@@ -587,7 +594,7 @@ static ampt_model *enc_open(amp_context *amp, encoder_config config) {
     *e->scale = m->scale = region.dtype == AMP_F16 ? LOSS_SCALE : 1.0f;
     m->amp = amp; m->params = e->params; m->n_params = e->n_params;
     m->logits = (float *)room_for(e->rows * config.classes * 4); m->n_logits = e->rows * config.classes;
-    m->layer_of = enc_layer_of; m->is_transposed = enc_transposed;
+    m->title = "encoder"; m->layer_of = enc_layer_of; m->is_transposed = enc_transposed;
     m->prepare = enc_prepare; m->run = enc_run; m->close = enc_close;
     return m;
 }

@@ -10,7 +10,7 @@ enum { ROOM = 4096 };
 static amp_context *amp;
 static float loss_weights[ROOM];        /* the scalar whose gradient is checked: sum of weights times output */
 
-static float noise(int i) { return (float)((unsigned)(i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
+static float noise(int i) { return (float)(((unsigned)i * 2654435761u) >> 8) / 8388608.0f - 1.0f; }
 static void fill(float *x, int n, int seed) { for (int i = 0; i < n; i++) x[i] = noise(i + 977 * seed); }
 
 static double scalar(const float *y, int n) {
@@ -387,10 +387,10 @@ TEST(refusals) {
     {
         static const int32_t bad[2] = {0, 3};
         amp_cross_entropy_op ce;
-        amp_desc settings;
+        amp_desc settings = {0};
         memset(&ce, 0, sizeof ce);
         ce.logits = amp_tensor2(x, AMP_F32, 2, 3); ce.labels = bad; ce.loss = &loss;
-        amp_query(amp, &settings);
+        CHECK_OK(amp_query(amp, &settings));
         if (settings.backend->host_visible) {
             CHECK_ERR(amp_cross_entropy(amp, &ce), AMP_ERR_LABEL);
             CHECK(strstr(amp_last_error(), ".labels[1] = 3") != NULL);

@@ -4,7 +4,8 @@
  *     TEST(adds) { CHECK(1 + 1 == 2); CHECK_EQ(1 + 1, 2); }
  *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(adds); return TEST_END(); }
  *
- * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them. */
+ * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them.  With AMPT_FIGURES=FILE the
+ * measured errors are added to FILE as JSON lines. */
 #ifndef AMPT_TEST_H
 #define AMPT_TEST_H
 
@@ -37,6 +38,15 @@ static __attribute__((unused)) int ampt_check(int ok, const char *what, const ch
     if (ok) return 1;
     if (++ampt.failures <= 10) printf("  %s:%d: %s: failed: %s\n", file, line, ampt.name, what);
     return 0;
+}
+
+/* A measured error and what it may be at most, for whoever collects them. */
+static __attribute__((unused)) void ampt_figure(const char *name, double value, double bound) {
+    const char *path = getenv("AMPT_FIGURES");
+    FILE *file = path ? fopen(path, "a") : NULL;
+    if (file == NULL) return;
+    fprintf(file, "{\"figure\": \"%s\", \"value\": %.4g, \"bound\": %.4g}\n", name, value, bound);
+    fclose(file);
 }
 
 static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void)) {

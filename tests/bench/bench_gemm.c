@@ -4,11 +4,11 @@
  *     ./bench_gemm [--threads N] [--rounds N] [--json FILE]
  *
  * Each round times the peak loops and every case in turn; a case's figure is the median over the rounds of its rate,
- * and its ratio is taken to the median peak.  The peak loop keeps 28 sums in registers (14 on AVX2); it is checked
- * against the clock, which a chain of dependent multiplications (3 cycles each) gives: no core does more than two FMAs
- * a cycle, and a loop whose sums spill to memory stays far below one. */
+ * and its ratio is taken to the median peak (examples/peak.h) of the instruction it uses.  The FMA peak is checked
+ * against the clock: no core does more than two FMAs a cycle, and a loop whose sums spill stays far below one. */
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
+#include "../../examples/peak.h"
 
 #include <stdio.h>
 
@@ -18,41 +18,9 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- Peaks */
-
-#define R14(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
-#define R28(X) R14(X) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) X(27)
+/* ---- The clock, which bounds the peak: a chain of multiplications takes 3 cycles each */
 
 #if AMPI_X86
-/* The asm hides that all sums are equal: a compiler that knows keeps only one. */
-#define SUM512(i) __m512 s##i = _mm512_setzero_ps(); __asm__("" : "+v"(s##i));
-#define SUM256(i) __m256 s##i = _mm256_setzero_ps(); __asm__("" : "+x"(s##i));
-#define FMA512(i) s##i = _mm512_fmadd_ps(x, y, s##i);
-#define FMA256(i) s##i = _mm256_fmadd_ps(x, y, s##i);
-#define DOT512(i) s##i = _mm512_dpbf16_ps(s##i, (__m512bh)x, (__m512bh)y);
-#define USE(i) __asm__ volatile("" : : "v"(s##i));
-#define USEX(i) __asm__ volatile("" : : "x"(s##i));
-
-__attribute__((target("avx512f"))) static void peak_avx512(long n) {
-    __m512 x = _mm512_setzero_ps(), y = x;
-    R28(SUM512)
-    for (; n > 0; n--) { R28(FMA512) __asm__ volatile("" : "+v"(x)); }
-    R28(USE)
-}
-__attribute__((target("avx2,fma"))) static void peak_avx2(long n) {
-    __m256 x = _mm256_setzero_ps(), y = x;
-    R14(SUM256)
-    for (; n > 0; n--) { R14(FMA256) __asm__ volatile("" : "+x"(x)); }
-    R14(USEX)
-}
-#if AMPI_GEMM_BF16
-__attribute__((target("avx512f,avx512bf16"))) static void peak_bf16(long n) {
-    __m512 x = _mm512_setzero_ps(), y = x;
-    R28(SUM512)
-    for (; n > 0; n--) { R28(DOT512) __asm__ volatile("" : "+v"(x)); }
-    R28(USE)
-}
-#endif
 static double clock_ghz(void) {
     double start = now();
     long i, x = 3;
@@ -60,23 +28,6 @@ static double clock_ghz(void) {
     return 2000000 * 4 * 3 / (now() - start) * 1e-9;
 }
 #endif
-
-typedef struct peak_job { void (*loop)(long n); long n; } peak_job;
-static void peak_part(void *arg, int64_t begin, int64_t end, int thread) {
-    peak_job *job = (peak_job *)arg;
-    (void)thread;
-    for (; begin < end; begin++) job->loop(job->n);
-}
-/* GFLOP/s of all threads together */
-static double peak_rate(void (*loop)(long), double flops, int threads) {
-    peak_job job;
-    double start;
-    job.loop = loop;
-    job.n = 300000;
-    start = now();
-    ampi_parallel(threads, threads, 1, peak_part, &job);
-    return flops * (double)job.n * threads / (now() - start) * 1e-9;
-}
 
 /* ---- Cases */
 
@@ -110,7 +61,7 @@ static bench_case cases[] = {
     {"bf16 linear 256x3072x768 packed, gelu",  256, 3072, 768, 0, 1, B, F, B, B, 0, 1, 0, 1, 0, {0}, {0}, 0, 0},
     {"bf16 dX 256x768x3072 NN packed B",       256, 768, 3072, 0, 0, B, F, B, B, 0, 1, 0, 0, 0, {0}, {0}, 0, 0},
     {"bf16 dW 3072x768x256 TN beta 1",         3072, 768, 256, 1, 0, B, B, F, B, 1, 0, 0, 0, 0, {0}, {0}, 0, 0},
-    {"vdpbf16ps NT 1024^3 fp32, packed B",     S, S, S, 0, 1, F, F, F, B, 0, 1, 1, 0, 0.85, {0}, {0}, 0, 0},
+    {"vdpbf16ps NT 1024^3 from fp32, packed B", S, S, S, 0, 1, F, F, F, B, 0, 1, 1, 0, 0.85, {0}, {0}, 0, 0},
     {"vdpbf16ps NT 1024^3 from fp32",          S, S, S, 0, 1, F, F, F, B, 0, 0, 1, 0, 0.80, {0}, {0}, 0, 0},
     {"vdpbf16ps dW 3072x768x256 TN beta 1",    3072, 768, 256, 1, 0, B, B, F, B, 1, 0, 1, 0, 0, {0}, {0}, 0, 0},
 };
@@ -149,7 +100,7 @@ static void *numbers(amp_dtype dtype, int64_t n) {
 
 static const ampi_gemm_vec *table_of(const bench_case *c, const ampi_cpu *cpu) {
 #if AMPI_GEMM_BF16
-    if (c->pairs) return cpu->path >= AMP_CPU_AVX512_BF16 ? &ampi_gemm_kernels_bf16 : NULL;
+    if (c->pairs) return cpu->path == AMP_CPU_AMX ? &ampi_gemm_kernels_bf16 : NULL;
 #endif
     return c->pairs ? NULL : ampi_gemm_pick(cpu, c->compute);
 }
@@ -191,15 +142,23 @@ static int compare(const void *a, const void *b) {
 }
 static double median(double *x, int n) { qsort(x, (size_t)n, sizeof *x, compare); return x[n / 2]; }
 
-static void write_json(const char *path, const amp_cpu_info *info, int threads, int rounds, double peak, double peak16) {
+/* The median rates of the instructions, GFLOP/s; 0: not here. */
+typedef struct peak_set { double fma, dot, amx; } peak_set;
+static double peak_of(const bench_case *c, const peak_set *p) {
+    if (c->compute != AMP_BF16) return p->fma;
+    if (c->pairs || p->amx == 0) return p->dot > 0 ? p->dot : p->fma;
+    return p->amx;
+}
+
+static void write_json(const char *path, const amp_cpu_info *info, int threads, int rounds, const peak_set *peaks) {
     FILE *f = fopen(path, "w");
     int i;
     if (f == NULL) { fprintf(stderr, "cannot write %s\n", path); exit(1); }
     fprintf(f, "{\"bench\": \"gemm\", \"cpu\": \"%s\", \"compiler\": \"%s\", \"threads\": %d, \"rounds\": %d,\n", info->name, __VERSION__, threads, rounds);
-    fprintf(f, " \"peak_fp32\": %.1f, \"peak_bf16\": %.1f, \"unit\": \"GFLOP/s\", \"cases\": [\n", peak, peak16);
+    fprintf(f, " \"peak_fma\": %.1f, \"peak_vdpbf16ps\": %.1f, \"peak_amx\": %.1f, \"unit\": \"GFLOP/s\", \"cases\": [\n", peaks->fma, peaks->dot, peaks->amx);
     for (i = 0; i < CASES; i++) {
         const char *comma = i + 1 < CASES ? "," : "";
-        fprintf(f, "  {\"name\": \"%s\", \"median\": %.1f, \"best\": %.1f, \"bar\": %.2f}%s\n", cases[i].name, cases[i].median, cases[i].best, cases[i].bar, comma);
+        fprintf(f, "  {\"name\": \"%s\", \"median\": %.1f, \"best\": %.1f, \"peak\": %.1f, \"bar\": %.2f}%s\n", cases[i].name, cases[i].median, cases[i].best, peak_of(&cases[i], peaks), cases[i].bar, comma);
     }
     fprintf(f, "]}\n");
     fclose(f);
@@ -209,10 +168,11 @@ int main(int argc, char **argv) {
     amp_machine machine;
     ampi_cpu cpu;
     const char *json = NULL;
-    double peaks[64], peaks16[64], peak, peak16 = 0, ghz = 0;
-    int rounds = 15, round, i, failed = 0, vectors = 28;
-    void (*loop)(long) = NULL, (*loop16)(long) = NULL;
-    double lanes = 16;
+    double fma[64], dot[64], amx[64], ghz = 0;
+    peak_set peaks;
+    int rounds = 15, round, i, failed = 0;
+    peak_loop loop, loop16, loop_amx;
+    double lanes;
     memset(&cpu, 0, sizeof cpu);
     if (amp_machine_probe(&machine) != AMP_OK) return 1;
     cpu.host.alloc = bench_alloc;
@@ -226,35 +186,34 @@ int main(int argc, char **argv) {
         if (!strcmp(argv[i], "--json")) json = argv[i + 1];
     }
     rounds = AMPI_MAX(1, AMPI_MIN(rounds, 63));
-#if AMPI_X86
-    if (cpu.path >= AMP_CPU_AVX512) loop = peak_avx512;
-    else if (cpu.path == AMP_CPU_AVX2) { loop = peak_avx2; lanes = 8; vectors = 14; }
-#if AMPI_GEMM_BF16
-    if (cpu.path >= AMP_CPU_AVX512_BF16) loop16 = peak_bf16;
-#endif
-#endif
-    if (loop == NULL) { printf("skipped: this CPU has no FMA, there is no peak to compare with\n"); return 0; }
+    loop = peak_of_path(cpu.path, AMP_F32);
+    loop16 = peak_of_path(cpu.path >= AMP_CPU_AVX512_BF16 ? AMP_CPU_AVX512_BF16 : AMP_CPU_SCALAR, AMP_BF16);
+    loop_amx = peak_of_path(cpu.path == AMP_CPU_AMX ? AMP_CPU_AMX : AMP_CPU_SCALAR, AMP_BF16);
+    lanes = cpu.path >= AMP_CPU_AVX512 ? 16 : 8;
+    if (loop.loop == NULL) { printf("skipped: this CPU has no FMA, there is no peak to compare with\n"); return 0; }
     for (i = 0; i < CASES; i++) if (!prepare(&cases[i], &cpu)) cases[i].g.m = 0;
     for (round = -1; round < rounds; round++) {             /* round -1 warms up */
         int at = AMPI_MAX(round, 0);
-        peaks[at] = peak_rate(loop, 2 * lanes * vectors, cpu.threads);
-        peaks16[at] = loop16 ? peak_rate(loop16, 4 * lanes * vectors, cpu.threads) : 0;
+        fma[at] = peak_rate(loop, cpu.threads);
+        dot[at] = peak_rate(loop16, cpu.threads);
+        amx[at] = peak_rate(loop_amx, cpu.threads);
         for (i = 0; i < CASES; i++) if (cases[i].g.m) cases[i].rates[at] = case_rate(&cases[i], &cpu);
 #if AMPI_X86
         ghz = AMPI_MAX(ghz, clock_ghz());
 #endif
     }
-    peak = median(peaks, rounds);
-    peak16 = median(peaks16, rounds);
+    peaks.fma = median(fma, rounds);
+    peaks.dot = median(dot, rounds);
+    peaks.amx = median(amx, rounds);
     printf("%s, %d threads, %d rounds, %.2f GHz\n", machine.cpu.name, cpu.threads, rounds, ghz);
-    printf("peak fp32 FMA    %7.1f GFLOP/s (best %.1f): %.2f FMAs of %d lanes a cycle and thread\n", peak, peaks[rounds - 1],
-           peak / ghz / (2 * lanes) / cpu.threads, (int)lanes);
-    if (peaks[rounds - 1] / ghz / (2 * lanes) / cpu.threads < 0.9) { printf("the peak loop is not credible: its sums spill\n"); failed = 1; }
-    if (loop16) printf("peak vdpbf16ps   %7.1f GFLOP/s (best %.1f)\n", peak16, peaks16[rounds - 1]);
+    printf("peak fp32 FMA    %7.1f GFLOP/s (best %.1f): %.2f FMAs of %d lanes a cycle and thread\n", peaks.fma, fma[rounds - 1],
+           peaks.fma / ghz / (2 * lanes) / cpu.threads, (int)lanes);
+    if (fma[rounds - 1] / ghz / (2 * lanes) / cpu.threads < 0.9) { printf("the peak loop is not credible: its sums spill\n"); failed = 1; }
+    if (loop16.loop) printf("peak vdpbf16ps   %7.1f GFLOP/s (best %.1f)\n", peaks.dot, dot[rounds - 1]);
+    if (loop_amx.loop) printf("peak tdpbf16ps   %7.1f GFLOP/s (best %.1f)\n", peaks.amx, amx[rounds - 1]);
     for (i = 0; i < CASES; i++) {
         bench_case *c = &cases[i];
-        /* bf16 is measured by vdpbf16ps where the CPU has it, whatever instruction was chosen */
-        double of = c->compute == AMP_BF16 && loop16 ? peak16 : peak;
+        double of = peak_of(c, &peaks);
         if (!c->g.m) { printf("%-40s skipped: no instruction\n", c->name); continue; }
         c->median = median(c->rates, rounds);
         c->best = c->rates[rounds - 1];
@@ -263,6 +222,6 @@ int main(int argc, char **argv) {
         if (c->bar > 0 && c->median / of < c->bar) failed = 1;
         printf("\n");
     }
-    if (json) write_json(json, &machine.cpu, cpu.threads, rounds, peak, peak16);
+    if (json) write_json(json, &machine.cpu, cpu.threads, rounds, &peaks);
     return failed;
 }

@@ -10,22 +10,27 @@
 #include "bench.h"
 
 static char token_path[PATH_MAX];
+static amp_token_format token_format;
 static bench_counts counts;
 
 static void remove_file(void) { if (token_path[0] != 0) unlink(token_path); }
 
-static void make_file(int64_t tokens) {
+/* Random tokens, raw or behind llm.c's header. */
+static void make_file(int64_t tokens, amp_token_format format) {
     enum { PIECE = 1 << 20 };
     const char *folder = getenv("TMPDIR");
     uint16_t *piece = (uint16_t *)bench_memory(PIECE * sizeof *piece);
     uint64_t state = 3;
+    int32_t head[256] = {20240520, 1};
     FILE *file;
     int fd;
     snprintf(token_path, sizeof token_path, "%.4000s/amp_bench_XXXXXX", folder != NULL ? folder : "/tmp");
     fd = mkstemp(token_path);
     file = fd >= 0 ? fdopen(fd, "wb") : NULL;
     if (file == NULL) { fprintf(stderr, "%s: %s\n", token_path, strerror(errno)); exit(1); }
-    atexit(remove_file);
+    token_format = format;
+    head[2] = (int32_t)tokens;
+    if (format == AMP_TOKENS_LLMC && fwrite(head, sizeof head, 1, file) != 1) { perror(token_path); exit(1); }
     while (tokens > 0) {
         int64_t n = tokens < PIECE ? tokens : PIECE, i;
         for (i = 0; i < n; i++) {
@@ -43,7 +48,7 @@ static amp_loader_desc token_desc(int64_t batch, int64_t seq, int shuffle, int w
     amp_loader_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.path = token_path;
-    desc.format = AMP_TOKENS_U16;
+    desc.format = token_format;
     desc.batch = batch;
     desc.seq = seq;
     desc.shuffle = shuffle;
@@ -125,6 +130,7 @@ static void measure_rate(amp_context *amp, int64_t batch, int64_t seq, int shuff
     metrics_integer(stdout, "batch", batch);
     metrics_integer(stdout, "seq", seq);
     metrics_integer(stdout, "shuffle", shuffle);
+    metrics_text(stdout, "format", token_format == AMP_TOKENS_LLMC ? "llm.c" : "u16");
     metrics_integer(stdout, "workers", workers);
     metrics_number(stdout, "tokens_per_s", rate);
     metrics_number(stdout, "tokens_per_s_per_worker", workers > 0 ? rate / workers : rate);
@@ -207,7 +213,8 @@ static void measure_resume(amp_context *amp, int64_t epoch, double part, int64_t
 }
 
 int main(int argc, char **argv) {
-    int64_t tokens = (int64_t)1 << 25, seconds = 2, rounds = 2000, repeats = 1, i;
+    int64_t tokens = (int64_t)1 << 25, seconds = 2, rounds = 2000, repeats = 1, i, seq;
+    int shuffle;
     amp_context *amp = NULL;
     amp_desc desc;
     const bench_flag flags[] = {
@@ -223,10 +230,17 @@ int main(int argc, char **argv) {
     amp_system_default(&posix_files);
     desc.system.file_read = held_read;
     bench_need(amp_open(&amp, &desc), "amp_open");
-    make_file(tokens);
+    atexit(remove_file);
+    make_file(tokens, AMP_TOKENS_LLMC);
+    for (seq = 64; seq <= 128; seq *= 2)
+        for (shuffle = 0; shuffle < 2; shuffle++) measure_rate(amp, 32768 / seq, seq, shuffle, 1, (double)seconds);
+    remove_file();
+    make_file(tokens, AMP_TOKENS_U16);
     measure_next(amp, 4, 64, rounds);
     measure_next(amp, 32, 1024, rounds);
     for (i = 0; i < repeats; i++) {
+        for (seq = 64; seq <= 128; seq *= 2)
+            for (shuffle = 0; shuffle < 2; shuffle++) measure_rate(amp, 32768 / seq, seq, shuffle, 1, (double)seconds);
         measure_rate(amp, 32, 1024, 0, 1, (double)seconds);
         measure_rate(amp, 32, 1024, 1, 1, (double)seconds);
         measure_rate(amp, 32, 1024, 1, 2, (double)seconds);

@@ -1,6 +1,7 @@
-"""The same training step and the same loading in PyTorch, for bench_step.c and bench_loader.c to be compared with.
+"""The same training step and the same loading in PyTorch, for bench_step.c, bench_gemm.c and bench_loader.c to be compared with.
 
     python tests/bench/peer_torch.py step --model 124m --batch 4 --seq 64 --precision bf16 --compile --threads 2
+    python tests/bench/peer_torch.py gemm --threads 2
     python tests/bench/peer_torch.py loader --workers 2
 
 The model is GPT-2 as nanoGPT writes it: fused causal attention, tied weights, vocabulary padded to 50304, no dropout;
@@ -113,6 +114,22 @@ def step(args):
          **{name: statistics.median(values) for name, values in parts.items()})
 
 
+def gemm(args):
+    """The cases of bench_gemm.c that PyTorch has: four calls after one that is not timed, the median over rounds."""
+    for name, dtype, transposed in (("fp32 NN 1024^3", torch.float32, False), ("fp32 NT 1024^3", torch.float32, True),
+                                    ("bf16 NT 1024^3 from bf16, packed B", torch.bfloat16, True)):
+        a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
+        b = b.t() if transposed else b
+        rates = []
+        for _ in range(args.rounds + 1):
+            a @ b
+            start = time.perf_counter()
+            for _ in range(4):
+                a @ b
+            rates.append(4 * 2 * 1024 ** 3 / (time.perf_counter() - start) * 1e-9)
+        line("gemm", case=name, gflops=statistics.median(rates[1:]))
+
+
 class Tokens(torch.utils.data.Dataset):
     """Inputs and targets from a memory-mapped token file, as nanoGPT's get_batch takes them."""
 
@@ -162,6 +179,9 @@ def main():
     s.add_argument("--threads", type=int, default=2)
     s.add_argument("--steps", type=int, default=10)
     s.add_argument("--warmup", type=int, default=3)
+    g = commands.add_parser("gemm")
+    g.add_argument("--threads", type=int, default=2)
+    g.add_argument("--rounds", type=int, default=15)
     r = commands.add_parser("loader")
     r.add_argument("--tokens", type=int, default=1 << 25)
     r.add_argument("--batch", type=int, default=32)
@@ -171,7 +191,7 @@ def main():
     r.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    {"step": step, "loader": loader}[args.command](args)
+    {"step": step, "gemm": gemm, "loader": loader}[args.command](args)
 
 
 if __name__ == "__main__":

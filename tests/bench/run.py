@@ -2,8 +2,9 @@
 
     python3 tests/bench/run.py [--only gemm,step,loader,masks] [--rounds 3] [--threads 2] [--wait 600]
     python3 tests/bench/run.py --only curves
+    python3 tests/bench/run.py --only accuracy
 
-`make bench` and `make bench-curves` call it.  Peers come from the environment; one that is absent is skipped:
+`make bench`, `make bench-curves` and `make accuracy` call it.  Peers come from the environment; one that is absent is skipped:
 
     PEER_TORCH        a Python with PyTorch: runs tests/bench/peer_torch.py
     PEER_LLMC         llm.c's train_gpt2, or the folder it lies in: a 124M checkpoint and tokens must lie where it
@@ -263,7 +264,29 @@ def run_gemm(machine):
         if not os.path.exists(path):
             raise Skip(without_paths((done.stdout.strip().splitlines() or ["bench_gemm printed nothing"])[-1]))
         with open(path) as f:
-            return json.load(f)
+            out = json.load(f)
+    try:
+        out["torch"] = machine.torch("gemm", "--threads", machine.args.threads, "--rounds", machine.args.gemm_rounds)
+    except (Skip, subprocess.TimeoutExpired) as error:
+        out["torch"] = [{"skipped": without_paths(str(error))}]
+    return out
+
+
+def run_accuracy(machine):
+    """What the tests measured against PyTorch's results: per figure the mean, the worst and the bound."""
+    found = collections.OrderedDict()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "figures")
+        for program in ("t_model", "t_kernels", "t_optimizer"):
+            machine.commands[program] = f"AMPT_FIGURES=FILE {program}"
+            subprocess.run([os.path.join(ROOT, machine.args.bin, program)], cwd=ROOT, check=True,
+                           stdout=subprocess.DEVNULL, env=dict(machine.env, AMPT_FIGURES=path))
+        with open(path) as f:
+            for line in map(json.loads, f):
+                found.setdefault(line["figure"], []).append(line)
+    return [{"figure": name, "bound": rows[0]["bound"], "count": len(rows),
+             "mean": float(f"{statistics.mean(r['value'] for r in rows):.3g}"),
+             "worst": float(f"{max(r['value'] for r in rows):.3g}")} for name, rows in found.items()]
 
 
 def run_loader(machine):
@@ -295,7 +318,7 @@ def verdict(bar, needs, measure, at_most=False):
 def gemm_bars(gemm):
     def share(case):
         def measure():
-            peak = case.get("peak", gemm["peak_bf16" if "bf16" in case["name"] else "peak_fp32"])
+            peak = case["peak"]
             if not peak or not case["median"]:
                 raise Skip("this CPU has no such instruction")
             if case["median"] > 1.02 * peak:
@@ -333,12 +356,12 @@ def loader_bars(loader):
     return [
         verdict("loader: CPU of next(), microseconds", 20, of("loader_next", "cpu_us_median", max), at_most=True),
         verdict("loader: allocations per batch", 0, of("loader_next", "allocations_per_batch", max), at_most=True),
-        verdict("loader: tokens/s and worker, in order", 5e8,
-                of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=0, workers=1)),
-        verdict("loader: tokens/s and worker, shuffled", 5e8,
-                of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=1, workers=1)),
+        verdict("loader: tokens/s and worker, in order, slowest format", 5e8,
+                of("loader_rate", "tokens_per_s_per_worker", min, shuffle=0, workers=1)),
+        verdict("loader: tokens/s and worker, shuffled, slowest format", 5e8,
+                of("loader_rate", "tokens_per_s_per_worker", min, shuffle=1, workers=1)),
         verdict("loader: tokens/s and worker, shuffled, two workers", 5e8,
-                of("loader_rate", "tokens_per_s_per_worker", statistics.median, shuffle=1, workers=2)),
+                of("loader_rate", "tokens_per_s_per_worker", min, shuffle=1, workers=2)),
         verdict("loader: closing, ms at worst", 100, of("loader_close", "ms_worst", max), at_most=True),
     ]
 
@@ -364,11 +387,19 @@ def show_bars(rows):
 
 # ---- The file
 
+def cpu_name():
+    try:
+        with open("/proc/cpuinfo") as f:
+            return re.search(r"^model name\s*: (.*)$", f.read(), re.M).group(1)
+    except (OSError, AttributeError):           # no Linux, or another processor
+        return platform.machine()
+
+
 def describe_machine(machine, results):
     """What the results depend on, and nothing that names this machine."""
     first = machine.line or next((part for part in results.values() if "cpu" in part), {})
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 ** 30
-    return {"cpu": first.get("cpu", platform.machine()), "cores": len(os.sched_getaffinity(0)),
+    return {"cpu": first.get("cpu", cpu_name()), "cores": len(os.sched_getaffinity(0)),
             "path": first.get("path", ""), "amx": first.get("amx", 0), "memory_gib": round(memory),
             "system": platform.system(), "used_by_others": {"median": statistics.median(machine.busy or [0]),
                                                             "worst": max(machine.busy or [0])}}
@@ -395,9 +426,22 @@ def short_name(cpu):
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "cpu"
 
 
+def put_into(path, results, commands):
+    """The parts of an earlier file of the same day, with those measured now in their place."""
+    with open(path) as f:
+        whole = json.load(f)
+    parts = collections.OrderedDict((k, whole[k]) for k in ("gemm", "step", "loader", "masks") if k in whole)
+    if isinstance(results.get("step"), list) and isinstance(parts.get("step"), list):
+        now = {(row["model"], row["seq"]): row for row in results["step"]}
+        old = [now.pop((row["model"], row["seq"]), row) for row in parts["step"]]
+        results["step"] = old + list(now.values())
+    parts.update(results)
+    return parts, whole["commands"] + [c for c in commands if c not in whole["commands"]]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="gemm,step,loader,masks", help="gemm, step, loader, masks, curves")
+    parser.add_argument("--only", default="gemm,step,loader,masks", help="gemm, step, loader, masks, curves, accuracy")
     parser.add_argument("--bin", default="build", help="folder of the bench programs, from the project's root")
     parser.add_argument("--out", default="tests/bench/results", help="folder for the JSON file")
     parser.add_argument("--rounds", type=int, default=3)
@@ -406,12 +450,15 @@ def main():
     parser.add_argument("--steps", type=int, default=0, help="per round; default: 8 with 124M parameters, 30 with 11M")
     parser.add_argument("--models", default=",".join(f"{m}:{t}" for m, t in STEP_RUNS), help="model:tokens, ...")
     parser.add_argument("--wait", type=int, default=0, help="seconds to wait for a quiet machine before each program")
+    parser.add_argument("--again", action="store_true", help="put what is measured now into today's file, in place of "
+                        "the same parts and models there")
     args = parser.parse_args()
     parts = args.only.split(",")
     runs = [(item.split(":")[0], int(item.split(":")[1])) for item in args.models.split(",")]
     machine = Machine(args)
     work = {"gemm": lambda: run_gemm(machine), "step": lambda: run_steps(machine, runs),
             "loader": lambda: run_loader(machine),
+            "accuracy": lambda: run_accuracy(machine),
             "masks": lambda: machine.own("bench_masks", "--threads", args.threads),
             "curves": lambda: machine.own("bench_curves", "--threads", args.threads)}
     results = collections.OrderedDict()
@@ -423,19 +470,22 @@ def main():
         except Skip as skip:
             results[part] = {"skipped": str(skip)}
             print(f"{part} skipped: {skip}", flush=True)
-    rows = bars(results)
     worst = max(machine.busy or [0])
     if worst > QUIET:
         print(f"Other programs used up to {worst:.0%} of the machine: ratios may be off; --wait waits for quiet.")
     now = datetime.datetime.now(datetime.timezone.utc)
-    whole = collections.OrderedDict(
-        date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=describe_machine(machine, results),
-        versions=versions(machine), settings={"threads": args.threads, "rounds": args.rounds},
-        commands=list(machine.commands.values()), bars=rows, **results)
+    about = describe_machine(machine, results)
     os.makedirs(os.path.join(ROOT, args.out), exist_ok=True)
-    kind = "curves" if parts == ["curves"] else "cpu"
-    name = f"{kind}-{short_name(whole['machine']['cpu'])}-{now.strftime('%Y-%m-%d')}.json"
-    with open(os.path.join(ROOT, args.out, name), "w") as f:
+    kind = parts[0] if parts in (["curves"], ["accuracy"]) else "cpu"
+    name = f"{kind}-{short_name(about['cpu'])}-{now.strftime('%Y-%m-%d')}.json"
+    path, commands = os.path.join(ROOT, args.out, name), list(machine.commands.values())
+    if args.again:
+        results, commands = put_into(path, results, commands)
+    rows = bars(results)
+    whole = collections.OrderedDict(
+        date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=about, versions=versions(machine),
+        settings={"threads": args.threads, "rounds": args.rounds}, commands=commands, bars=rows, **results)
+    with open(path, "w") as f:
         json.dump(whole, f, indent=1)
         f.write("\n")
     show_bars(rows)

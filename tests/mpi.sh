@@ -1,0 +1,29 @@
+#!/bin/sh
+# mpi.sh - train_gpt on two processes with MPI trains what one process with the double batch trains, and an overflow
+# skips the step on both.
+. tests/lib.sh
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+if ! have mpicc || ! have mpirun; then skip "train_gpt with MPI" "mpicc or mpirun not found"; closing; exit; fi
+cat README.md amp.h | head -c 100000 > "$work/text"
+flags="--layers 2 --heads 2 --channels 32 --seq 32 --threads 1 --sample 0 --compare 0 --eval-batches 2 --log-interval 1 --data $work/text"
+check "builds with mpicc" mpicc -DUSE_MPI -O1 -fopenmp examples/train_gpt.c -o "$work/train_gpt_mpi" -lm -lpthread
+[ -x "$work/train_gpt_mpi" ] || { closing; exit; }
+
+# two NAME FLAGS...: two processes.
+two() { name=$1; shift; mpirun -np 2 "$work/train_gpt_mpi" $flags --out "$work/$name" "$@" > "$work/$name.log" 2>&1; }
+losses() { grep '"event": "step"' "$work/$1/metrics.jsonl" | sed 's/.*"loss": *\([^,}]*\).*/\1/'; }
+
+if ! two both --steps 8 --batch 4 --precision fp32; then
+    skip "train_gpt with MPI" "mpirun does not start two processes here: $(tail -n 2 "$work/both.log")"; closing; exit
+fi
+"$work/train_gpt_mpi" $flags --out "$work/one" --steps 8 --batch 8 --precision fp32 > "$work/one.log" 2>&1
+losses both > "$work/both.losses"; losses one > "$work/one.losses"
+# fp32 sums in another order: 2^-24 relative for each of some thousand additions is far below 1e-4
+if [ "$(wc -l < "$work/both.losses")" -ge 8 ] && paste "$work/both.losses" "$work/one.losses" |
+        awk '{d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4 * $2) bad = 1} END {exit bad}'; then pass
+else fail "two processes train as one with the double batch" "$(paste "$work/both.losses" "$work/one.losses" | head -n 9)"; fi
+
+two overflow --steps 6 --batch 4 --precision fp16 --init-scale 1e30
+if [ "$(grep -c "Result" "$work/overflow.log")" -eq 1 ] && grep -q "skipped *6 of 6" "$work/overflow.log"; then pass
+else fail "an overflow skips on both" "$(tail -n 5 "$work/overflow.log")"; fi
+closing
