@@ -28,7 +28,7 @@
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
-   multi-tensor kernels; row operators; pointwise operators; losses; table. */
+   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; table. */
 
 #include <cuda_runtime.h>
 #include <pthread.h>
@@ -2030,19 +2030,21 @@ __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_pla
 /* The sums of a thread's columns; the shared ones lie as [2, E, lanes]. */
 template <int V, int E> struct ampc_column_sums {
     enum { own = E < (int)AMPC_SHARED_SUMS ? E : 1 };
-    float dweight[own], dbias[own], *shared;
+    float dweight[own], dbias[own], *const shared;
     const ampc_place<V, E> &place;
-    __device__ ampc_column_sums(const ampc_place<V, E> &where, float *memory) : shared(memory), place(where) {
+    const bool wanted;
+    __device__ __forceinline__ ampc_column_sums(const ampc_place<V, E> &where, float *memory, bool want)
+        : shared(memory), place(where), wanted(want) {
         AMPC_UNROLL
         for (int k = 0; k < own; k++) dweight[k] = dbias[k] = 0.0f;
         AMPC_NO_UNROLL
-        for (int k = 0; k < (own == E || !shared ? 0 : 2 * E); k++) shared[k * place.lanes + place.lane] = 0.0f;
+        for (int k = 0; k < (own == E || !wanted ? 0 : 2 * E); k++) shared[k * place.lanes + place.lane] = 0.0f;
     }
     __device__ __forceinline__ void add(int k, float dy, float h) {
         if constexpr (own == E) {
             dweight[k % own] = ampc_fma(dy, h, dweight[k % own]);
             dbias[k % own] += dy;
-        } else if (shared) {
+        } else if (wanted) {
             float *w = shared + k * place.lanes + place.lane, *b = w + E * place.lanes;
             *w = ampc_fma(dy, h, *w);
             *b += dy;
@@ -2071,49 +2073,53 @@ template <int V, int E> struct ampc_column_sums {
     }
 };
 
+/* The sums over a chunk: of g and g h to means, of the columns' gradients to sums. */
+template <int V, int E>
+__device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t start, int left,
+                                               float mean, float rstd, const uint4 *x, const uint4 *dy,
+                                               ampc_column_sums<V, E> &sums, float (&means)[2]) {
+    AMPC_UNROLL
+    for (int p = 0; p < E / V; p++) {
+        float h[V], g[V];
+        ampc_norm_pair<V>(x[p], a.x.dtype, dy[p], a.dy.dtype, mean, rstd, h, g);
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) sums.add(p * V + i, g[i], h[i]);
+        ampc_norm_weigh<V>(a, start, place.at(p), left, g);
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) {
+            means[0] += g[i];
+            means[1] = ampc_fma(g[i], h[i], means[1]);
+        }
+    }
+}
+
 /* partials NULL: dx alone. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t chunks, float *partials) {
     AMPC_SHARED(float, room, 128);
     AMPC_DYNAMIC(memory);
     const ampc_place<V, E> place(lanes);
-    ampc_column_sums<V, E> sums(place, partials ? (float *)(void *)memory : NULL);
+    ampc_column_sums<V, E> sums(place, (float *)(void *)memory, partials != NULL);
     int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float mean = a.rms || cols == 0 ? 0.0f : a.mean[row], rstd = cols == 0 ? 0.0f : a.rstd[row], means[2] = {0.0f, 0.0f};
         uint4 x[E / V], dy[E / V];
-        for (c = 0; c < chunks; c++) {
-            int64_t start = place.start(c);
-            int left = place.left(c, cols);
+        auto fetch = [&](int64_t start, int left) {
             ampc_chunk_read(place, ampc_row(a.x, row, start), a.x.dtype, left, x);
             ampc_chunk_read(place, ampc_row(a.dy, row, start), a.dy.dtype, left, dy);
-            AMPC_UNROLL
-            for (int p = 0; p < E / V; p++) {
-                float h[V], g[V];
-                ampc_norm_pair<V>(x[p], a.x.dtype, dy[p], a.dy.dtype, mean, rstd, h, g);
-                AMPC_UNROLL
-                for (int i = 0; i < V; i++) sums.add(p * V + i, g[i], h[i]);
-                ampc_norm_weigh<V>(a, start, place.at(p), left, g);
-                AMPC_UNROLL
-                for (int i = 0; i < V; i++) {
-                    means[0] += g[i];
-                    means[1] = ampc_fma(g[i], h[i], means[1]);
-                }
-            }
+        };
+        for (c = 0; c < chunks; c++) {
+            fetch(place.start(c), place.left(c, cols));
+            ampc_norm_look(a, place, place.start(c), place.left(c, cols), mean, rstd, x, dy, sums, means);
         }
         ampc_over_group<ampc_plus>(means, lanes, room + 64 * turn);
         turn ^= 1;
         means[0] = a.rms ? 0.0f : means[0] / (float)a.x.cols;
         means[1] = means[1] / (float)a.x.cols;
         for (c = chunks - 1; c >= 0; c--) {
-            int64_t start = place.start(c);
-            int left = place.left(c, cols);
-            if (c != chunks - 1) {
-                ampc_chunk_read(place, ampc_row(a.x, row, start), a.x.dtype, left, x);
-                ampc_chunk_read(place, ampc_row(a.dy, row, start), a.dy.dtype, left, dy);
-            }
-            ampc_norm_dx(a, place, row, start, left, mean, rstd, means, x, dy);
+            if (c != chunks - 1) fetch(place.start(c), place.left(c, cols));
+            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy);
         }
     }
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
@@ -2338,10 +2344,13 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chu
         int64_t row = first + place.group, cols = row < rows ? a.keys : 0, c;
         float sum[1] = {0.0f}, value[V], slope[V];
         uint4 y[E / V], dy[E / V];
+        auto fetch = [&](int64_t chunk) {
+            int64_t start = row * a.keys + place.start(chunk);
+            ampc_chunk_read(place, ampc_at((const void *)a.y, a.y_dtype, start), a.y_dtype, place.left(chunk, cols), y);
+            ampc_chunk_read(place, ampc_at(a.dy, a.y_dtype, start), a.y_dtype, place.left(chunk, cols), dy);
+        };
         for (c = 0; c < chunks; c++) {
-            int64_t start = row * a.keys + place.start(c);
-            ampc_chunk_read(place, ampc_at((const void *)a.y, a.y_dtype, start), a.y_dtype, place.left(c, cols), y);
-            ampc_chunk_read(place, ampc_at(a.dy, a.y_dtype, start), a.y_dtype, place.left(c, cols), dy);
+            fetch(c);
             AMPC_UNROLL
             for (int p = 0; p < E / V; p++) {
                 ampc_widen<V>(y[p], a.y_dtype, value);
@@ -2353,12 +2362,7 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chu
         ampc_over_group<ampc_plus>(sum, lanes, room + 32 * turn);
         turn ^= 1;
         for (c = chunks - 1; c >= 0; c--) {
-            int64_t start = row * a.keys + place.start(c);
-            int left = place.left(c, cols);
-            if (c != chunks - 1) {
-                ampc_chunk_read(place, ampc_at((const void *)a.y, a.y_dtype, start), a.y_dtype, left, y);
-                ampc_chunk_read(place, ampc_at(a.dy, a.y_dtype, start), a.y_dtype, left, dy);
-            }
+            if (c != chunks - 1) fetch(c);
             AMPC_UNROLL
             for (int p = 0; p < E / V; p++) {
                 ampc_widen<V>(y[p], a.y_dtype, value);
@@ -2366,8 +2370,8 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chu
                 AMPC_UNROLL
                 for (int i = 0; i < V; i++)
                     slope[i] = value[i] == 0.0f ? 0.0f : ampc_mul(ampc_mul(value[i], slope[i] - sum[0]), a.scale);
-                ampc_piece_write<V>(ampc_at(a.dx, a.x_dtype, start), a.x_dtype, place.at(p), left,
-                                    ampc_narrow<V>(slope, a.x_dtype));
+                ampc_piece_write<V>(ampc_at(a.dx, a.x_dtype, row * a.keys + place.start(c)), a.x_dtype, place.at(p),
+                                    place.left(c, cols), ampc_narrow<V>(slope, a.x_dtype));
             }
         }
     }
@@ -2743,7 +2747,7 @@ template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const
     else *loss = counted > 0 ? (float)(total / (double)counted) : ampi_f32_of_bits(0x7fc00000u);
 }
 
-/* ---- Cross-entropy.  A block reads a row once, keeps it in shared memory where it fits (`keep`), with a running maximum
+/* ---- Cross-entropy.  A block reads a row once, keeps it in shared memory where it fits (KEEP), with a running maximum
    and sum of exponentials, and writes the gradient from there.  A thread finds its own pieces again, so that the row
    needs no barrier, and dlogits may be the logits. */
 
@@ -2778,13 +2782,14 @@ struct ampc_running {
 struct ampc_logit_row {
     const void *from;
     void *to;                       /* NULL: no gradient */
-    unsigned char *kept;            /* NULL: the row is read again */
+    unsigned char *kept;            /* in shared memory, with KEEP; else the row is read again */
     int64_t label;
     float max, sum;
 };
 
 /* The first pass, with four reads under way. */
-template <int V> __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
+template <int V, bool KEEP>
+__device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
     enum { U = V == 1 ? 2 : 4 };
     const int64_t classes = a.classes, step = (int64_t)blockDim.x * V;
     const amp_dtype dtype = a.logits.dtype;
@@ -2798,7 +2803,7 @@ template <int V> __device__ __forceinline__ ampc_running ampc_logits_scan(const 
             int64_t left = classes - at - u * step;
             float x[V];
             if (left <= 0) continue;
-            if (r.kept) ampc_piece_put<V>(ampc_at(r.kept, dtype, at + u * step), dtype, raw[u]);
+            if (KEEP) ampc_piece_put<V>(ampc_at(r.kept, dtype, at + u * step), dtype, raw[u]);
             ampc_logits_look<V>(raw[u], dtype, left < V ? (int)left : V, x);
             found.add<V>(x, left < V ? (int)left : V, a.smoothing > 0.0f);
         }
@@ -2808,7 +2813,7 @@ template <int V> __device__ __forceinline__ ampc_running ampc_logits_scan(const 
 
 /* dlogits = scale (e / sum - smoothing / classes), and 1 - smoothing less in the column of the label; 0 beyond the
    classes, and in rows that are ignored (label -1). */
-template <int V>
+template <int V, bool KEEP>
 __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale) {
     const double even = (double)a.smoothing / (double)a.classes;
     const float share = (float)((double)scale * -even), at_label = (float)(-even - (1.0 - (double)a.smoothing));
@@ -2818,8 +2823,8 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
         int label = r.label >= at && r.label - at < V ? (int)(r.label - at) : -1;
         float g[V] = {};
         if (left > 0) {
-            const void *from = r.kept ? ampc_at((const void *)r.kept, a.logits.dtype, at) : ampc_at(r.from, a.logits.dtype, at);
-            ampc_logits_look<V>(ampc_piece_get<V>(from, a.logits.dtype), a.logits.dtype, V, g);
+            const void *from = KEEP ? (const void *)r.kept : r.from;
+            ampc_logits_look<V>(ampc_piece_get<V>(ampc_at(from, a.logits.dtype, at), a.logits.dtype), a.logits.dtype, V, g);
         }
         AMPC_UNROLL
         for (int i = 0; i < V; i++) {
@@ -2832,9 +2837,9 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
 }
 
 /* In a row with NaN, with +inf or with nothing but -inf some x - max is NaN, and so are loss and gradient. */
-template <int V> __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r,
-                                                                         float *room) {
-    ampc_running found = ampc_logits_scan<V>(a, r);
+template <int V, bool KEEP>
+__device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r, float *room) {
+    ampc_running found = ampc_logits_scan<V, KEEP>(a, r);
     float at_label = 0.0f, loss;
     if (threadIdx.x == 0) {
         float one[1];
@@ -2853,18 +2858,22 @@ template <int V> __device__ __forceinline__ float ampc_cross_entropy_row(const a
     return loss;
 }
 
-template <int V> __global__ void __launch_bounds__(512, 2)
-ampc_cross_entropy_rows(amp_k_cross_entropy a, const ampc_labels *labels, float *losses, int keep) {
+template <int V, bool KEEP> __global__ void __launch_bounds__(512, 2)
+ampc_cross_entropy_rows(amp_k_cross_entropy a, const ampc_labels *labels, float *losses) {
     AMPC_SHARED(float, room, 32);
     AMPC_DYNAMIC(memory);
     if (labels->bad) return;
     for (int64_t row = blockIdx.x; row < a.logits.rows; row += gridDim.x) {
-        ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, keep ? memory : NULL,
+        ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, memory,
                             a.labels[row] == a.ignore_index ? -1 : a.labels[row], 0.0f, 1.0f};
-        float loss = r.label < 0 ? 0.0f : ampc_cross_entropy_row<V>(a, r, room);
-        if (r.to) ampc_logits_gradient<V>(a, r, labels->scale);
+        float loss = r.label < 0 ? 0.0f : ampc_cross_entropy_row<V, KEEP>(a, r, room);
+        if (r.to) ampc_logits_gradient<V, KEEP>(a, r, labels->scale);
         if (threadIdx.x == 0) losses[row] = loss;
     }
+}
+
+template <bool KEEP> void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, const ampc_labels *, float *) {
+    return v == 8 ? ampc_cross_entropy_rows<8, KEEP> : v == 4 ? ampc_cross_entropy_rows<4, KEEP> : ampc_cross_entropy_rows<1, KEEP>;
 }
 
 amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
@@ -2875,7 +2884,7 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     int64_t rows = a.logits.rows, bytes = ampc_blocks(a.classes * ampc_dtype_size(a.logits.dtype), 16) * 16;
     int v = ampc_width(ampc_width(8, a.logits), a.dlogits);
     int64_t threads = ampc_blocks(ampc_blocks(a.logits.cols, v * 4), 32) * 32;
-    int keep = a.dlogits.data != NULL && bytes <= (int64_t)d->shared_limit - 1024;
+    bool keep = a.dlogits.data != NULL && bytes <= (int64_t)d->shared_limit - 1024;
     size_t shared = keep ? (size_t)bytes : 0;
     AMPC_TRY(scratch.get(256 + (size_t)rows * sizeof(float), name));
     ampc_labels *labels = (ampc_labels *)scratch.data;
@@ -2885,9 +2894,8 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     while (per_sm > 1 && (size_t)per_sm * (shared + 2048) > d->shared_limit) per_sm--;
     AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index, a.sum,
                          (double)a.factor, a.seed, labels, a.bad_label));
-    AMPC_TRY(ampc_launch(d, name, v == 8 ? ampc_cross_entropy_rows<8> : v == 4 ? ampc_cross_entropy_rows<4> :
-                         ampc_cross_entropy_rows<1>, ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a, labels,
-                         losses, keep));
+    AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
+                         ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a, labels, losses));
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, rows, labels, 0, a.sum, a.loss);
 }
 
