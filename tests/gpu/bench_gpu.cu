@@ -25,7 +25,7 @@ typedef std::function<void(int)> launch;        /* once, on operands `set` */
 /* rows x channels: activations; vocabulary: columns of the logits, classes of them in use; scores: heads x tokens^2 */
 struct shapes { int64_t rows, channels, hidden, vocabulary, classes, logit_rows, heads, tokens, layers; };
 const shapes gpt2 = {65536, 768, 3072, 50304, 50257, 16384, 96, 1024, 12};
-const shapes tiny = {24, 64, 256, 512, 500, 12, 2, 32, 2};
+const shapes tiny = {64, 64, 256, 512, 500, 12, 2, 32, 2};
 
 struct settings { shapes s; int rounds; double ms; bool small; std::string only; };
 settings given;
