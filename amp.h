@@ -750,7 +750,8 @@ typedef enum amp_activation_kind {
    wider) with one rounding to the output's dtype, and come out the same for any number of threads.
    "add" fields: 1 = add to what is there, 0 = overwrite. */
 
-typedef struct amp_k_cast {         /* dst[i] = src[i] */
+/* dst[i] = src[i].  U16 to I32 too where the host cannot see the device. */
+typedef struct amp_k_cast {
     void *dst; const void *src;
     amp_dtype dst_dtype, src_dtype;
     int64_t n;
@@ -1044,6 +1045,15 @@ typedef struct amp_host {
     void (*free)(void *user, void *ptr, size_t size);
 } amp_host;
 
+/* The host's own allocator of device memory; all zero: the backend's.  What it hands out may be used at once by work
+   in `stream` (NULL: the legacy default stream); what comes back may still be in use by work queued there.  alloc
+   returns NULL where there is no memory left. */
+typedef struct amp_device_memory {
+    void *user;
+    void *(*alloc)(void *user, size_t bytes, int32_t device, void *stream);
+    void (*free)(void *user, void *ptr, size_t bytes, int32_t device, void *stream);
+} amp_device_memory;
+
 typedef struct amp_backend_desc {
     int32_t device;                 /* index */
     int32_t threads;                /* CPU: threads a kernel may use */
@@ -1051,6 +1061,7 @@ typedef struct amp_backend_desc {
     int32_t reserved;
     void *stream;                   /* the host's own stream, or NULL */
     void *blas;                     /* the host's own BLAS handle, or NULL */
+    amp_device_memory memory;
 } amp_backend_desc;
 
 /* `dev` is what open returned.  All calls but those named sync or wait return before the device is done.
@@ -1188,6 +1199,7 @@ typedef struct amp_desc {
     int32_t reserved;
     void *stream;                   /* the host's own stream; NULL: the backend's */
     void *blas;                     /* the host's own BLAS handle */
+    amp_device_memory memory;       /* the host's own allocator on the device; not for amp_cpu(), see .system */
     amp_logger logger;
     amp_system system;
     amp_reducer reducer;
@@ -1352,6 +1364,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
    AMP_DTYPE_DEFAULT takes the pattern back.  Errors: 101, 104, 108, 301. */
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
 
+/* Waits for the device, where the host cannot read its counters. */
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out);
 /* Frees every cached cast. */
 AMP_API void amp_cast_cache_clear(amp_context *amp);
@@ -2037,7 +2050,7 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.beta2 = (float)args->beta2;
     s.rest1 = (float)(1.0 - args->beta1);
     s.rest2 = (float)(1.0 - args->beta2);
-    s.keep = (float)(1.0 - lr * row->weight_decay);
+    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* not one fused operation */
     s.rate = (float)(lr / (1.0 - f->beta1_power));
     s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
     s.eps = (float)args->eps;
@@ -6288,7 +6301,8 @@ struct amp_context {
     ampi_layer_rule *layers; int64_t n_layers, layer_room;
     ampi_user_op *ops; int64_t n_ops, op_room;
     amp_cast_policy override_policy[AMPI_BUILTIN_OPS];
-    int32_t *bad_row;               /* device memory: what a kernel found out of range, for devices the host cannot read */
+    int32_t *bad_row;               /* device memory, for devices the host cannot read: what a kernel found out of range;
+                                       8 bytes further the casts' new infinities (int64_t) */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
 };
 
@@ -6394,6 +6408,7 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     if (d->cpu_path > ampi_cpu_best_path())
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
     if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free come both or neither");
+    if ((d->memory.alloc == NULL) != (d->memory.free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory.alloc and .memory.free come both or neither");
     if ((s->thread_start == NULL) != (s->thread_join == NULL) || (s->thread_start == NULL) != (s->thread_detach == NULL))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start, .thread_join and .thread_detach come all or none");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
@@ -6428,6 +6443,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.cpu_path = amp->desc.cpu_path;
     b.stream = amp->desc.stream;
     b.blas = amp->desc.blas;
+    b.memory = amp->desc.memory;
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
     AMPI_TRY(amp_choose(&amp->machine, amp->desc.dtype, amp->desc.allow_fallback, &amp->choice));
@@ -6436,8 +6452,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
     if (amp->backend->host_visible) return AMP_OK;
-    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, sizeof *amp->bad_row));
-    return amp->backend->fill(amp->dev, amp->bad_row, 0, sizeof *amp->bad_row, amp->desc.stream);
+    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, 16));
+    return amp->backend->fill(amp->dev, amp->bad_row, 0, 16, amp->desc.stream);
 }
 
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi) {
@@ -6480,7 +6496,7 @@ AMP_API void amp_close(amp_context *amp) {
         amp_mask_cache_clear(amp);
         for (i = 0; i < amp->block_room; i++)
             if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
-        if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, sizeof *amp->bad_row);
+        if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, 16);
         amp->backend->close(amp->dev);
     }
     ampi_free(&system, amp->blocks, amp->block_room, sizeof *amp->blocks);
@@ -7255,7 +7271,7 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
 
 /* Fills the entry's memory from the weight. */
 static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
-    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : NULL;
+    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : (int64_t *)(void *)(amp->bad_row + 2);
     amp_k_pack pack;
     amp_k_cast cast;
     if (e->kind != AMPI_PACK_CAST) {
@@ -7374,7 +7390,9 @@ AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *o
     *out = amp->cache_info;
     out->limit = amp->desc.cache_limit;
     ampi_unlock(amp);
-    return AMP_OK;
+    if (amp->bad_row == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, amp->bad_row + 2, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
+    return amp->backend->stream_sync(amp->dev, amp->desc.stream);
 }
 
 AMP_API void amp_cast_cache_clear(amp_context *amp) {
@@ -9741,6 +9759,7 @@ struct amp_loader {
     /* buffers */
     int64_t depth, ring_bytes, slot_bytes, scratch_bytes;
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
+    int narrow;                     /* 1: tokens lie in the ring and travel as 16 bits, and the device widens them */
     ampi_slot *slots;
     char *ring;
     uint8_t *cache;                 /* of file contents: blocks, each filled once, by the worker that first wants it */
@@ -10393,6 +10412,20 @@ static uint32_t ampi_token_row(amp_dtype dtype, const uint8_t *raw, int64_t seq,
     }
 }
 
+/* The same in 16 bits. */
+static uint32_t ampi_token_row_narrow(amp_dtype dtype, const uint8_t *raw, int64_t seq, uint16_t *in, uint16_t *out,
+                                      uint32_t limit) {
+    uint32_t token = ampi_token(raw, dtype, 0), bad = token >= limit;
+    int64_t i;
+    for (i = 0; i < seq; i++) {
+        in[i] = (uint16_t)token;
+        token = ampi_token(raw, dtype, i + 1);
+        out[i] = (uint16_t)token;
+        bad |= token >= limit;
+    }
+    return bad;
+}
+
 static amp_result ampi_bad_token(const ampi_data_file *f, const uint8_t *raw, int64_t offset, uint32_t limit) {
     int64_t size = (int64_t)amp_dtype_size(f->dtype), i = 0, value;
     while (ampi_token(raw, f->dtype, i) < limit) i++;
@@ -10444,13 +10477,15 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     const ampi_data_file *f = p->file;
     uint32_t limit = l->desc.vocab > 0 ? (uint32_t)l->desc.vocab : (uint32_t)1 << 31;
     int64_t seq = l->desc.seq, i;
-    int32_t *inputs = (int32_t *)(void *)(slot->data + l->field_offset[0]) + row * seq;
-    int32_t *targets = (int32_t *)(void *)(slot->data + l->field_offset[1]) + row * seq;
     const uint8_t *raw;
     AMPI_TRY(ampi_worker_get(w, f, p->offset, p->samples * f->stride + f->overlap, &raw));
-    for (i = 0; i < p->samples; i++, raw += f->stride, inputs += seq, targets += seq)
-        if (ampi_token_row(f->dtype, raw, seq, inputs, targets, limit))
+    for (i = 0; i < p->samples; i++, raw += f->stride, row++) {
+        void *in = slot->data + l->field_offset[0] + row * l->field_bytes[0];
+        void *out = slot->data + l->field_offset[1] + row * l->field_bytes[1];
+        if (l->narrow ? ampi_token_row_narrow(f->dtype, raw, seq, (uint16_t *)in, (uint16_t *)out, limit)
+                      : ampi_token_row(f->dtype, raw, seq, (int32_t *)in, (int32_t *)out, limit))
             return ampi_bad_token(f, raw, p->offset + i * f->stride, limit);
+    }
     return AMP_OK;
 }
 
@@ -10734,12 +10769,21 @@ static void ampi_loader_stop(amp_loader *l) {
 
 /* ---- Buffers */
 
+/* Tokens of at most 16 bits, on their way to a device, unless padding needs -100 among them. */
+static int ampi_loader_is_narrow(const amp_loader *l) {
+    int64_t i;
+    if (l->backend->host_visible || l->kind != AMPI_FROM_TOKENS || l->desc.last_batch == AMP_LAST_PAD) return 0;
+    for (i = 0; i < l->n_files && amp_dtype_size(l->files[i].dtype) <= 2; i++) {}
+    return i == l->n_files;
+}
+
 static amp_result ampi_loader_layout(amp_loader *l) {
     int32_t i;
     size_t bytes;
+    l->narrow = ampi_loader_is_narrow(l);
     for (i = 0; i < l->source.n_fields; i++) {
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->source.fields[i].count,
-                            amp_dtype_size(l->source.fields[i].dtype), &bytes));
+                            l->narrow ? 2 : amp_dtype_size(l->source.fields[i].dtype), &bytes));
         l->field_bytes[i] = (int64_t)bytes;
         l->field_offset[i] = l->slot_bytes;
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
@@ -10785,6 +10829,9 @@ static amp_result ampi_loader_cache(amp_loader *l) {
                      (long long)l->cache_bytes, l->desc.cache_mb);
 }
 
+/* Bytes of a device slot: the batch, behind it the 16-bit tokens that it is widened from. */
+static int64_t ampi_device_slot(const amp_loader *l) { return l->narrow ? 3 * l->slot_bytes : l->slot_bytes; }
+
 static amp_result ampi_loader_device_buffers(amp_loader *l) {
     const amp_backend *b = l->backend;
     void *memory = NULL;
@@ -10792,7 +10839,7 @@ static amp_result ampi_loader_device_buffers(amp_loader *l) {
     if (l->desc.disable_pinned) AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->ring_bytes, 1));
     else AMPI_TRY(b->alloc_pinned(l->dev, &memory, (size_t)l->ring_bytes));
     l->ring = (char *)memory;
-    AMPI_TRY(amp_alloc(l->amp, &memory, 2 * l->slot_bytes));
+    AMPI_TRY(amp_alloc(l->amp, &memory, 2 * ampi_device_slot(l)));
     l->device = (char *)memory;
     AMPI_TRY(b->stream_create(l->dev, &l->copy_stream));
     for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i]));
@@ -10980,9 +11027,18 @@ static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
-    char *to = l->device + ((l->deliveries + number - l->consumed) & 1) * l->slot_bytes;
+    char *wide = l->device + ((l->deliveries + number - l->consumed) & 1) * ampi_device_slot(l);
+    char *to = l->narrow ? wide + 2 * l->slot_bytes : wide;
     if (after != NULL) AMPI_TRY(b->event_wait(l->dev, after, l->copy_stream));
     AMPI_TRY(b->copy(l->dev, to, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
+    if (l->narrow) {
+        amp_k_cast cast;
+        memset(&cast, 0, sizeof cast);
+        cast.dst = wide; cast.dst_dtype = AMP_I32;
+        cast.src = to; cast.src_dtype = AMP_U16;
+        cast.n = l->slot_bytes / 2;
+        AMPI_TRY(b->cast(l->dev, &cast, l->copy_stream));
+    }
     AMPI_TRY(b->event_record(l->dev, slot->copied, l->copy_stream));
     l->issued = number + 1;
     return AMP_OK;
@@ -11020,7 +11076,7 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
         AMPI_TRY(ampi_device_copy(l, number, l->deliveries > 0 ? l->used[!turn] : NULL));
     }
     AMPI_TRY(b->event_wait(l->dev, copied, l->stream));
-    *data = l->device + turn * l->slot_bytes;
+    *data = l->device + turn * ampi_device_slot(l);
     pthread_mutex_lock(&l->lock);
     next_ready = number + 1 < l->claimed && ampi_slot_of(l, number + 1)->state == AMPI_SLOT_READY;
     pthread_mutex_unlock(&l->lock);
@@ -11049,7 +11105,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     out->seq = l->source.fields[0].count;
     out->epoch = number / l->batches;
     out->index = number % l->batches;
-    for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + l->field_offset[i];
+    for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + l->field_offset[i] * (l->narrow ? 2 : 1);
     if (l->source.fields[0].dtype == AMP_I32) out->inputs = (const int32_t *)out->fields[0];
     if (l->source.fields[1].dtype == AMP_I32) out->targets = (const int32_t *)out->fields[1];
     return AMP_OK;

@@ -1640,6 +1640,10 @@ int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t co
     return v;
 }
 int ampc_width(int v, const amp_mat &m) { return ampc_width(v, m.data, m.dtype, m.rows > 1 ? m.ld : 0, m.cols); }
+/* The same for what all rows share, such as a norm's weight: V of 8 takes fp32 too, as two pieces. */
+int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
+    return v == 8 && dtype == AMP_F32 && ampc_aligned(p) ? v : ampc_width(v, p, dtype);
+}
 
 template <int V> __device__ __forceinline__ uint4 ampc_piece_get(const void *p, amp_dtype dtype) {
     uint4 raw = {0, 0, 0, 0};
@@ -1715,19 +1719,35 @@ template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, am
     return raw;
 }
 
+/* The V numbers at `at` of what all rows share. */
+template <int V> __device__ __forceinline__ void ampc_shared_read(const void *p, amp_dtype dtype, int64_t at, float *x) {
+    if constexpr (V == 8) {
+        if (dtype == AMP_F32) {
+            uint4 low = ampc_piece_get<4>(ampc_at(p, dtype, at), dtype), high = ampc_piece_get<4>(ampc_at(p, dtype, at + 4), dtype);
+            ampc_widen<4>(low, AMP_F32, x);
+            ampc_widen<4>(high, AMP_F32, x + 4);
+            return;
+        }
+    }
+    ampc_widen<V>(ampc_piece_get<V>(ampc_at(p, dtype, at), dtype), dtype, x);
+}
+
 __device__ __forceinline__ void *ampc_row(const amp_mat &m, int64_t row, int64_t col = 0) {
     return ampc_at(m.data, m.dtype, row * m.ld + col);
+}
+
+/* x += a piece. */
+template <int V> __device__ __forceinline__ void ampc_piece_add(const uint4 &raw, amp_dtype dtype, float *x) {
+    float other[V];
+    ampc_widen<V>(raw, dtype, other);
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++) x[i] += other[i];
 }
 
 /* Adds a piece of sums to what lies there (add 1), or overwrites it. */
 template <int V, class I> __device__ __forceinline__ void ampc_piece_sum(void *row, amp_dtype dtype, I at, I end, float *sum,
                                                                          int add) {
-    float old[V];
-    if (add) {
-        ampc_widen<V>(ampc_piece_read<V>(row, dtype, at, end), dtype, old);
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) sum[i] += old[i];
-    }
+    if (add) ampc_piece_add<V>(ampc_piece_read<V>(row, dtype, at, end), dtype, sum);
     ampc_piece_write<V>(row, dtype, at, end, ampc_narrow<V>(sum, dtype));
 }
 
@@ -1753,24 +1773,20 @@ __device__ __forceinline__ float ampc_reciprocal(float x) {
     return 1.0f / x;
 #endif
 }
-/* exp(x - max) for x <= max, relative error 2^-22 + 2^-22 |x - max|: small where the result is not. */
-__device__ __forceinline__ float ampc_exp_below(float x, float max) { return ampc_exp2((x - max) * AMPC_LOG2_E); }
-/* exp(x) for x <= 0, relative error below 2^-21: the exponent's rounding error is put back.  NaN gives 0. */
-__device__ __forceinline__ float ampc_exp(float x) {
-    float y = fmaxf(x, -128.0f), power = ampc_mul(y, AMPC_LOG2_E), rest = ampc_fma(y, AMPC_LOG2_E, -power);
-    float e = ampc_exp2(power);
-    return ampc_fma(ampc_mul(e, 0.693147182f), rest, e);
-}
+/* exp(x), relative error 2^-22 + 1.25 |x| 2^-24; of exp(x - max), x <= max, it is small where the result is not. */
+__device__ __forceinline__ float ampc_exp(float x) { return ampc_exp2(ampc_mul(x, AMPC_LOG2_E)); }
+__device__ __forceinline__ float ampc_exp_below(float x, float max) { return ampc_exp(x - max); }
 
 /* ==== Rows ==========================================================================================
    A group of `lanes` threads, whole warps, works on a row.  Thread i holds E of its elements: the pieces i, i + lanes,
    i + 2 lanes, ...  A row longer than lanes E is worked on in chunks, which later passes read again; passes go to and
    fro, so that the chunk at the turn is still held.                                                        */
 
-enum { AMPC_ROW_THREADS = 512 };    /* of a block, at most: 128 registers for each */
-#define AMPC_ROW_BOUNDS __launch_bounds__(AMPC_ROW_THREADS, 1)
-/* Short rows, one warp and 8 elements a thread, need more threads under way: 64 registers. */
-#define AMPC_SHORT_ROW_BOUNDS __launch_bounds__(V > 1 && E == 8 ? 256 : AMPC_ROW_THREADS, V > 1 && E == 8 ? 4 : 1)
+/* Threads of a block at most, and their registers: 64, so that a multiprocessor holds 1024 threads; 128 for those with 32
+   elements, and for those that also keep sums. */
+enum { AMPC_ROW_THREADS = 512 };
+#define AMPC_ROW_BOUNDS __launch_bounds__(AMPC_ROW_THREADS, E < 32 ? 2 : 1)
+#define AMPC_SUM_BOUNDS __launch_bounds__(AMPC_ROW_THREADS, 1)
 
 template <int V, int E> struct ampc_shape { enum { v = V, e = E }; };
 struct ampc_row_plan {
@@ -1781,7 +1797,7 @@ struct ampc_row_plan {
 
 /* One warp for a row that it can hold; else 16 or 24 elements a thread, whichever leaves fewer without work, and 32 for
    rows that would not fit otherwise. */
-ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols) {
+ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
     const int *e = choices[v == 8 ? 2 : v == 4];
     ampc_row_plan p;
@@ -1796,7 +1812,7 @@ ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_
     p.lanes = (int)(lanes[best] < AMPC_ROW_THREADS ? lanes[best] : (int64_t)AMPC_ROW_THREADS);
     p.chunks = ampc_blocks(cols, (int64_t)p.lanes * p.e);
     p.block = p.lanes * (p.lanes < 256 ? 256 / p.lanes : 1);
-    p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes), p.block > 256 ? 1 : v > 1 && p.e == 8 ? 4 : 2);
+    p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes), (p.e == 32 || sums ? 1 : 2) * AMPC_ROW_THREADS / p.block);
     return p;
 }
 
@@ -1871,92 +1887,112 @@ __device__ __forceinline__ void ampc_chunk_read(const ampc_place<V, E> &place, c
 
 /* ---- LayerNorm and RMSNorm, forward */
 
-/* A chunk of the row to normalise, in fp32.  The sum with the residual is rounded to storage before it is used,
-   because that is what backward reads; `first` forms and stores it, later passes read it. */
-template <int V, int E>
-__device__ __forceinline__ void ampc_norm_fetch(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row, int64_t start,
-                                                int left, bool first, float *s) {
-    const bool stored = a.residual.data && a.sum.data, add = a.residual.data && (first || !stored);
-    const amp_mat &from = stored && !first ? a.sum : a.x;
-    uint4 x[E / V], residual[E / V];
-    ampc_chunk_read(place, ampc_row(from, row, start), from.dtype, left, x);
-    if (add) ampc_chunk_read(place, ampc_row(a.residual, row, start), a.residual.dtype, left, residual);
-    AMPC_UNROLL
-    for (int p = 0; p < E / V; p++) {
-        float r[V];
-        ampc_widen<V>(x[p], from.dtype, s + p * V);
-        if (!add) continue;
-        ampc_widen<V>(residual[p], a.residual.dtype, r);
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) s[p * V + i] += r[i];
-        if (!stored) continue;
-        uint4 sum = ampc_narrow<V>(s + p * V, a.sum.dtype);
-        ampc_piece_write<V>(ampc_row(a.sum, row, start), a.sum.dtype, place.at(p), left, sum);
-        ampc_widen<V>(sum, a.sum.dtype, s + p * V);
+/* A chunk of the row to normalise.  The sum with the residual is rounded to storage before it is used, because that is
+   what backward reads; the first pass forms and stores it, later passes read it.  A sum that is not stored is formed
+   whenever it is used. */
+template <int V, int E> struct ampc_norm_chunk {
+    const amp_k_norm &a;
+    const ampc_place<V, E> &place;
+    const bool add, stored;
+    int64_t row, start;
+    int left;
+    uint4 raw[E / V];
+    __device__ __forceinline__ ampc_norm_chunk(const amp_k_norm &args, const ampc_place<V, E> &where)
+        : a(args), place(where), add(args.residual.data != NULL), stored(add && args.sum.data != NULL) {}
+    __device__ __forceinline__ void fetch(int64_t of_row, int64_t chunk, int64_t cols, bool first) {
+        const amp_mat &from = stored && !first ? a.sum : a.x;
+        row = of_row;
+        start = place.start(chunk);
+        left = place.left(chunk, cols);
+        ampc_chunk_read(place, ampc_row(from, row, start), from.dtype, left, raw);
+        if (stored && first) store_sum();
     }
-}
-
-template <int V, int E>
-__device__ __forceinline__ void ampc_norm_write(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row, int64_t start,
-                                                int left, float mean, float rstd, const float *s) {
-    const void *from_weight = ampc_at(a.weight, a.weight_dtype, start), *from_bias = ampc_at(a.bias, a.weight_dtype, start);
-    AMPC_UNROLL
-    for (int p = 0; p < E / V; p++) {
-        int at = place.at(p);
-        float weight[V], bias[V], y[V];
-        if (at >= left) continue;
-        if (a.weight) ampc_widen<V>(ampc_piece_read<V>(from_weight, a.weight_dtype, at, left), a.weight_dtype, weight);
-        if (a.bias) ampc_widen<V>(ampc_piece_read<V>(from_bias, a.weight_dtype, at, left), a.weight_dtype, bias);
+    __device__ __forceinline__ void store_sum() {
+        uint4 residual[E / V];
+        ampc_chunk_read(place, ampc_row(a.residual, row, start), a.residual.dtype, left, residual);
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) {
-            y[i] = ampc_mul(s[p * V + i] - mean, rstd);
-            if (a.weight && a.bias) y[i] = ampc_fma(y[i], weight[i], bias[i]);
-            else if (a.weight) y[i] = ampc_mul(y[i], weight[i]);
-            else if (a.bias) y[i] = ampc_add(y[i], bias[i]);
-        }
-        ampc_piece_write<V>(ampc_row(a.y, row, start), a.y.dtype, at, left, ampc_narrow<V>(y, a.y.dtype));
-    }
-}
-
-/* sum + the squares of the distances from `centre`; what lies beyond the row counts nothing. */
-template <int V, int E>
-__device__ __forceinline__ float ampc_norm_squares(const ampc_place<V, E> &place, int left, float centre, const float *s,
-                                                   float sum) {
-    AMPC_UNROLL
-    for (int p = 0; p < E / V; p++) {
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) {
-            float d = s[p * V + i] - centre;
-            if (place.at(p) < left) sum = ampc_fma(d, d, sum);
+        for (int p = 0; p < E / V; p++) {
+            float s[V];
+            ampc_widen<V>(raw[p], a.x.dtype, s);
+            ampc_piece_add<V>(residual[p], a.residual.dtype, s);
+            raw[p] = ampc_narrow<V>(s, a.sum.dtype);
+            ampc_piece_write<V>(ampc_row(a.sum, row, start), a.sum.dtype, place.at(p), left, raw[p]);
         }
     }
-    return sum;
-}
+    /* Piece p in fp32; 0 beyond the row. */
+    __device__ __forceinline__ void get(int p, float *s) const {
+        ampc_widen<V>(raw[p], stored ? a.sum.dtype : a.x.dtype, s);
+        if (!add || stored) return;
+        uint4 residual = ampc_piece_read<V>(ampc_row(a.residual, row, start), a.residual.dtype, place.at(p), left);
+        ampc_piece_add<V>(residual, a.residual.dtype, s);
+    }
+    __device__ __forceinline__ float sum(float total) const {
+        AMPC_UNROLL
+        for (int p = 0; p < E / V; p++) {
+            float s[V];
+            get(p, s);
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) total += s[i];
+        }
+        return total;
+    }
+    /* total + the squares of the distances from `centre`. */
+    __device__ __forceinline__ float squares(float total, float centre) const {
+        AMPC_UNROLL
+        for (int p = 0; p < E / V; p++) {
+            float s[V];
+            if (place.at(p) >= left) continue;
+            get(p, s);
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) total = ampc_fma(s[i] - centre, s[i] - centre, total);
+        }
+        return total;
+    }
+    __device__ __forceinline__ void write(float mean, float rstd) const {
+        AMPC_UNROLL
+        for (int p = 0; p < E / V; p++) {
+            int at = place.at(p);
+            float y[V], weight[V], bias[V];
+            if (at >= left) continue;
+            if (a.weight) ampc_shared_read<V>(a.weight, a.weight_dtype, start + at, weight);
+            if (a.bias) ampc_shared_read<V>(a.bias, a.weight_dtype, start + at, bias);
+            get(p, y);
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) {
+                y[i] = ampc_mul(y[i] - mean, rstd);
+                if (a.weight && a.bias) y[i] = ampc_fma(y[i], weight[i], bias[i]);
+                else if (a.weight) y[i] = ampc_mul(y[i], weight[i]);
+                else if (a.bias) y[i] = ampc_add(y[i], bias[i]);
+            }
+            ampc_piece_write<V>(ampc_row(a.y, row, start), a.y.dtype, at, left, ampc_narrow<V>(y, a.y.dtype));
+        }
+    }
+};
 
-template <int V, int E> __global__ void AMPC_SHORT_ROW_BOUNDS ampc_norm_rows(amp_k_norm a, int lanes, int64_t chunks) {
+template <int V, int E> __global__ void AMPC_ROW_BOUNDS ampc_norm_rows(amp_k_norm a, int lanes, int64_t chunks) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
+    ampc_norm_chunk<V, E> chunk(a, place);
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
-        float s[E], sum[1] = {0.0f}, squares[1] = {0.0f}, mean = 0.0f, rstd;
+        float sum[1] = {0.0f}, squares[1] = {0.0f}, mean = 0.0f, rstd;
         for (c = 0; c < chunks; c++) {
-            ampc_norm_fetch(a, place, row, place.start(c), place.left(c, cols), true, s);
-            AMPC_UNROLL
-            for (int k = 0; k < E; k++) sum[0] += s[k];
+            chunk.fetch(row, c, cols, true);
+            if (!a.rms) sum[0] = chunk.sum(sum[0]);
         }
         if (!a.rms) {
             ampc_over_group<ampc_plus>(sum, lanes, room);
             mean = sum[0] / (float)a.x.cols;
         }
         for (c = chunks - 1; c >= 0; c--) {
-            if (c != chunks - 1) ampc_norm_fetch(a, place, row, place.start(c), place.left(c, cols), false, s);
-            squares[0] = ampc_norm_squares(place, place.left(c, cols), mean, s, squares[0]);
+            if (c != chunks - 1) chunk.fetch(row, c, cols, false);
+            squares[0] = chunk.squares(squares[0], mean);
         }
         ampc_over_group<ampc_plus>(squares, lanes, room + 32);
         rstd = rsqrtf(squares[0] / (float)a.x.cols + a.eps);
         for (c = 0; c < chunks; c++) {
-            if (c != 0) ampc_norm_fetch(a, place, row, place.start(c), place.left(c, cols), false, s);
-            ampc_norm_write(a, place, row, place.start(c), place.left(c, cols), mean, rstd, s);
+            if (c != 0) chunk.fetch(row, c, cols, false);
+            chunk.write(mean, rstd);
         }
         if (place.lane != 0 || cols == 0) continue;
         if (a.mean && !a.rms) a.mean[row] = mean;
@@ -1969,7 +2005,7 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     amp_k_norm a = *args;
     int v = ampc_width(ampc_width(ampc_width(ampc_width(8, a.x), a.y), a.residual), a.sum);
     if (a.rms) a.bias = NULL;
-    v = ampc_width(ampc_width(v, a.weight, a.weight_dtype), a.bias, a.weight_dtype);
+    v = ampc_width_shared(ampc_width_shared(v, a.weight, a.weight_dtype), a.bias, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
@@ -1996,33 +2032,29 @@ template <int V> __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_r
 }
 
 /* g = dy weight */
-template <int V>
-__device__ __forceinline__ void ampc_norm_weigh(const amp_k_norm &a, int64_t start, int at, int left, float *g) {
+template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_norm &a, int64_t at, float *g) {
     float weight[V];
     if (!a.weight) return;
-    ampc_widen<V>(ampc_piece_read<V>(ampc_at(a.weight, a.weight_dtype, start), a.weight_dtype, at, left), a.weight_dtype, weight);
+    ampc_shared_read<V>(a.weight, a.weight_dtype, at, weight);
     AMPC_UNROLL
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
+/* dx for a chunk; dsum has been read before the means were known. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row, int64_t start,
                                              int left, float mean, float rstd, const float *means, const uint4 *x,
-                                             const uint4 *dy) {
+                                             const uint4 *dy, const uint4 *dsum) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) {
         int at = place.at(p);
-        float h[V], g[V], dsum[V];
+        float h[V], g[V];
         if (at >= left) continue;
         ampc_norm_pair<V>(x[p], a.x.dtype, dy[p], a.dy.dtype, mean, rstd, h, g);
-        ampc_norm_weigh<V>(a, start, at, left, g);
-        if (a.dsum.data)
-            ampc_widen<V>(ampc_piece_read<V>(ampc_row(a.dsum, row, start), a.dsum.dtype, at, left), a.dsum.dtype, dsum);
+        ampc_norm_weigh<V>(a, start + at, g);
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) {
-            g[i] = ampc_fma(-h[i], means[1], g[i] - means[0]);
-            g[i] = a.dsum.data ? ampc_fma(rstd, g[i], dsum[i]) : ampc_mul(g[i], rstd);
-        }
+        for (int i = 0; i < V; i++) g[i] = ampc_mul(ampc_fma(-h[i], means[1], g[i] - means[0]), rstd);
+        if (a.dsum.data) ampc_piece_add<V>(dsum[p], a.dsum.dtype, g);
         ampc_piece_write<V>(ampc_row(a.dx, row, start), a.dx.dtype, at, left, ampc_narrow<V>(g, a.dx.dtype));
     }
 }
@@ -2084,7 +2116,8 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
         ampc_norm_pair<V>(x[p], a.x.dtype, dy[p], a.dy.dtype, mean, rstd, h, g);
         AMPC_UNROLL
         for (int i = 0; i < V; i++) sums.add(p * V + i, g[i], h[i]);
-        ampc_norm_weigh<V>(a, start, place.at(p), left, g);
+        if (place.at(p) >= left) continue;
+        ampc_norm_weigh<V>(a, start + place.at(p), g);
         AMPC_UNROLL
         for (int i = 0; i < V; i++) {
             means[0] += g[i];
@@ -2094,7 +2127,7 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
 }
 
 /* partials NULL: dx alone. */
-template <int V, int E> __global__ void AMPC_ROW_BOUNDS
+template <int V, int E> __global__ void AMPC_SUM_BOUNDS
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t chunks, float *partials) {
     AMPC_SHARED(float, room, 128);
     AMPC_DYNAMIC(memory);
@@ -2104,10 +2137,11 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t chunks, float *partials
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float mean = a.rms || cols == 0 ? 0.0f : a.mean[row], rstd = cols == 0 ? 0.0f : a.rstd[row], means[2] = {0.0f, 0.0f};
-        uint4 x[E / V], dy[E / V];
+        uint4 x[E / V], dy[E / V], dsum[E / V];
         auto fetch = [&](int64_t start, int left) {
             ampc_chunk_read(place, ampc_row(a.x, row, start), a.x.dtype, left, x);
             ampc_chunk_read(place, ampc_row(a.dy, row, start), a.dy.dtype, left, dy);
+            if (a.dsum.data) ampc_chunk_read(place, ampc_row(a.dsum, row, start), a.dsum.dtype, left, dsum);
         };
         for (c = 0; c < chunks; c++) {
             fetch(place.start(c), place.left(c, cols));
@@ -2119,7 +2153,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t chunks, float *partials
         means[1] = means[1] / (float)a.x.cols;
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(place.start(c), place.left(c, cols));
-            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy);
+            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy, dsum);
         }
     }
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
@@ -2178,10 +2212,10 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     ampc_scratch scratch(d, stream);
     int v = ampc_width(ampc_width(ampc_width(ampc_width(8, a.x), a.dy), a.dsum), a.dx);
     if (a.rms) a.dbias.data = NULL;
-    v = ampc_width(v, a.weight, a.weight_dtype);
-    ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
+    v = ampc_width_shared(v, a.weight, a.weight_dtype);
+    ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols, true);
     bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1;
-    unsigned blocks = plan.grid = ampc_grid(d, ampc_blocks(a.x.rows, plan.block / plan.lanes), plan.block > 256 ? 1 : 2);
+    unsigned blocks = plan.grid;
     size_t shared = sums && !wide ? (size_t)plan.lanes * (size_t)plan.e * 2 * sizeof(float) : 0;
     if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
     float *partials = (float *)scratch.data;
@@ -2299,7 +2333,7 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
 }
 
 /* A row without a seen key has only -inf, and gives zeros; NaN and +inf make a row NaN. */
-template <int V, int E> __global__ void AMPC_SHORT_ROW_BOUNDS
+template <int V, int E> __global__ void AMPC_ROW_BOUNDS
 ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chunks) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
@@ -2335,7 +2369,7 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chunks) {
 }
 
 /* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is. */
-template <int V, int E> __global__ void AMPC_SHORT_ROW_BOUNDS
+template <int V, int E> __global__ void AMPC_ROW_BOUNDS
 ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chunks) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
@@ -2494,24 +2528,20 @@ template <class Op, class Map> amp_result ampc_map_run(void *dev, const char *na
 
 /* ---- Activations */
 
-/* 1 / (1 + exp(-x)) from exp(-|x|): e / (1 + e) below 0 and 1 / (1 + e) from 0 on. */
-__device__ __forceinline__ float ampc_sigmoid(float x) {
-    float e = ampc_exp(-fabsf(x));
-    return ampc_mul(x < 0.0f ? e : 1.0f, ampc_reciprocal(1.0f + e));
-}
+/* 1 / (1 + exp(-x)); below -88 the exponential is infinite and the result 0. */
+__device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(1.0f + ampc_exp(-x)); }
 
 /* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
-   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is cut at 10^4, where the sigmoid is long 0 or 1. */
+   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A. */
 #define AMPC_GELU_A 1.5957691216057308f
 #define AMPC_GELU_B 0.07135481282740843f
 
-__device__ __forceinline__ float ampc_gelu_square(float x) { return fminf(ampc_mul(x, x), 1.0e4f); }
 __device__ __forceinline__ float ampc_gelu(float x) {
-    return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_gelu_square(x), AMPC_GELU_A))));
+    return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_mul(x, x), AMPC_GELU_A))));
 }
-/* s + x s (1 - s) (A + 3 B x^2) */
+/* s + x s (1 - s) (A + 3 B x^2).  x^2 is cut at 10^4, where s is long 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {
-    float square = ampc_gelu_square(x), s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
+    float square = fminf(ampc_mul(x, x), 1.0e4f), s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
     float inner = ampc_fma(3.0f * AMPC_GELU_B, square, AMPC_GELU_A);
     return ampc_fma(ampc_mul(x, inner), ampc_mul(s, 1.0f - s), s);
 }
@@ -2717,12 +2747,19 @@ __global__ void __launch_bounds__(1024) ampc_labels_scan(const int32_t *values, 
                                                          int32_t ignore, int sum, double factor, const float *seed,
                                                          ampc_labels *out, int32_t *report) {
     AMPC_SHARED(int64_t, room, 32);
+    enum { U = 8 };                 /* reads under way */
     int64_t counted = 0, first = n;
-    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
-        int32_t value = values[i];
-        if (may_ignore && value == ignore) continue;
-        counted++;
-        if ((value < 0 || value >= limit) && i < first) first = i;
+    for (int64_t i = threadIdx.x; i < n; i += U * blockDim.x) {
+        int32_t value[U];
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) value[u] = i + u * blockDim.x < n ? values[i + u * blockDim.x] : 0;
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            int64_t at = i + u * blockDim.x;
+            if (at >= n || (may_ignore && value[u] == ignore)) continue;
+            counted++;
+            if ((value[u] < 0 || value[u] >= limit) && at < first) first = at;
+        }
     }
     counted = ampc_block_sum(counted, room);
     first = -ampc_block_max(-first, room);

@@ -1879,13 +1879,14 @@ typedef struct lazy_op {
     int64_t number;
 } lazy_op;
 typedef struct lazy_stream { lazy_op ops[4096]; int begin, end; } lazy_stream;
-enum { OP_COPY, OP_RECORD, OP_WAIT };
+enum { OP_COPY, OP_WIDEN, OP_RECORD, OP_WAIT };
 
 static struct { amp_backend table; lazy_stream compute, copies; uint32_t seed; int eager, pinned, fail_copy; } lazy;
 
 static void lazy_step(lazy_stream *s) {
     lazy_op op = s->ops[s->begin++];
     if (op.kind == OP_COPY) memcpy(op.dst, op.src, op.bytes);
+    for (size_t i = 0; op.kind == OP_WIDEN && i < op.bytes; i++) ((int32_t *)op.dst)[i] = ((const uint16_t *)op.src)[i];
     if (op.kind == OP_RECORD) op.event->done = op.number;
     if (op.kind == OP_WAIT) while (op.event->done < op.number) lazy_step(op.event->stream);
 }
@@ -1913,6 +1914,12 @@ static amp_result lazy_copy(void *dev, void *dst, const void *src, size_t bytes,
     (void)dev; (void)kind;
     if (lazy.fail_copy > 0 && --lazy.fail_copy == 0) return AMP_ERR_DEVICE;
     lazy_push(stream, OP_COPY, dst, src, bytes, NULL, 0);
+    return AMP_OK;
+}
+static amp_result lazy_cast(void *dev, const amp_k_cast *a, void *stream) {
+    (void)dev;
+    CHECK(a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32);
+    lazy_push(stream, OP_WIDEN, a->dst, a->src, (size_t)a->n, NULL, 0);
     return AMP_OK;
 }
 static amp_result lazy_alloc_pinned(void *dev, void **ptr, size_t bytes) {
@@ -1968,6 +1975,7 @@ static amp_context *lazy_open(int eager) {
     lazy.table = *amp_cpu();
     lazy.table.host_visible = 0;
     lazy.table.copy = lazy_copy;
+    lazy.table.cast = lazy_cast;
     lazy.table.alloc_pinned = lazy_alloc_pinned; lazy.table.free_pinned = lazy_free_pinned;
     lazy.table.stream_create = lazy_stream_create;
     lazy.table.stream_destroy = lazy_stream_destroy;

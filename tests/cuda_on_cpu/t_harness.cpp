@@ -447,6 +447,7 @@ __global__ void k_copy_async(float *out, const float *in, int wait) {
     unsigned other = 63 - t;
     out[t] = stage[4 * other];
     out[64 + t] = stage[256 + 4 * other];
+    __syncthreads();            /* before any thread lets its own copies land */
     coc_copy_wait(0);
 }
 HARNESS_TEST(async_copies_land_late) {
@@ -635,7 +636,7 @@ HARNESS_TEST(copies_are_checked) {
         {pinned, a.data, 51, cudaMemcpyDeviceToHost, bad},
         {pinned, a.data, 50, cudaMemcpyDefault, good},
         {a.data, nullptr, 4, cudaMemcpyHostToDevice, bad},
-        {a.data, host, 4, (cudaMemcpyKind)9, cudaErrorInvalidMemcpyDirection},
+        {a.data, host, 4, (cudaMemcpyKind)7, cudaErrorInvalidMemcpyDirection},
     };
     for (auto &c : cases) {
         CHECK_EQ(cudaMemcpy(c.dst, c.src, c.n, c.kind), c.expected);
