@@ -31,11 +31,11 @@ endif
 define coc_build
 $(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -c $$< -o $$@
-$(BUILD)/$(1)amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
+$(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -x c++ -c $$< -o $$@
 $(BUILD)/$(1)t_harness: $(COC)/t_harness.cpp $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
-$(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)amp_cuda.o $(BUILD)/amp_implementation.o \
+$(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/amp_implementation.o \
                       $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS) amp.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 endef
@@ -43,7 +43,7 @@ $(eval $(call coc_build,,))
 $(eval $(call coc_build,asan_,$(COC_ASAN)))
 $(eval $(call coc_build,toolkit_,$(COC_REAL)))
 $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
-.SECONDARY: $(foreach p,coc_engine.o coc_runtime.o amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
+.SECONDARY: $(foreach p,coc_engine.o coc_runtime.o model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
 
 $(BUILD)/amp_implementation.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) $(OMP) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@

@@ -136,8 +136,9 @@ TEST(open_and_describe) {
         CHECK(cuda.dev != NULL);
         CHECK_EQ(cuda.b->describe(cuda.dev, &d), AMP_OK);
         CHECK(strcmp(d.kind, "cuda") == 0 && d.name[0] != 0);
-        CHECK(d.cc_major == 9 && d.cc_minor == 0 && d.fp16 && d.bf16 && d.tf32 && d.fp8);
-        CHECK(d.multiprocessors == 4 && d.memory > 0 && d.index == 0);
+        if (CUDA_IS_MODEL) CHECK(d.cc_major == 9 && d.cc_minor == 0 && d.fp16 && d.bf16 && d.tf32 && d.fp8);
+        if (CUDA_IS_MODEL) CHECK_EQ(d.multiprocessors, 4);
+        CHECK(d.cc_major >= 7 && d.multiprocessors > 0 && d.memory > 0 && d.index == 0);
         CHECK_EQ(cuda.b->memory(cuda.dev, &info), AMP_OK);
         CHECK(info.reserved == 0 && info.device_total == d.memory);
         CHECK(!cuda.b->host_visible && cuda.b->abi == AMP_ABI(amp_backend));
@@ -154,7 +155,10 @@ TEST(open_and_describe) {
 
 /* Contexts on both devices at once; the thread's current device stays what it was. */
 TEST(several_contexts) {
+    int devices = 0;
     coc_reset();
+    CHECK_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
+    if (devices < 2) SKIP("needs two GPUs");
     CHECK_EQ(cudaSetDevice(0), cudaSuccess);
     {
         side a(amp_cuda(), 0), b(amp_cuda(), 1), c(amp_cuda(), 1);
@@ -189,9 +193,9 @@ TEST(host_stream) {
         CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
         cuda.down(&y, p);
         CHECK(x == y);
-        CHECK_EQ(coc_living().streams, 1);
+        if (CUDA_IS_MODEL) CHECK_EQ(coc_living().streams, 1);
     }
-    CHECK_EQ(coc_living().streams, 1);
+    if (CUDA_IS_MODEL) CHECK_EQ(coc_living().streams, 1);
     CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
     CHECK_EQ(coc_faults(), 0);
 }
@@ -596,7 +600,7 @@ static void check_both(int rows, int multiply, int bad) {
         amp_k_check k = {on, rows, multiply ? &f->factor : NULL, f};
         if (s) coc_reset_counts();
         CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
-        if (s) CHECK(coc_count().launches <= 2);
+        if (s && CUDA_IS_MODEL) CHECK(coc_count().launches <= 2);
         found[s] = x.one<amp_k_found>(f);
         bring_rows(&x, table, &results[s]);
     }
@@ -957,9 +961,9 @@ TEST(graph_replays) {
             CHECK(graph != NULL);
             coc_reset_counts();
             CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);       /* the graph keeps its scratch memory: this takes more */
-            CHECK_EQ(coc_calls("cudaMalloc"), 1);
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_calls("cudaMalloc"), 1);
             CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);
-            CHECK_EQ(coc_calls("cudaMalloc"), 1);
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_calls("cudaMalloc"), 1);
         }
         for (int i = 0; i < 3; i++) {
             if (graphed) CHECK_EQ(x.b->graph_launch(x.dev, graph, stream), AMP_OK);
@@ -976,7 +980,7 @@ TEST(graph_replays) {
             coc_reset_counts();
             x.b->graph_destroy(x.dev, graph);
             CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);       /* now the graph's scratch memory is free */
-            CHECK_EQ(coc_calls("cudaMalloc"), 0);
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_calls("cudaMalloc"), 0);
         }
         x.b->stream_destroy(x.dev, stream);
     }
@@ -1191,6 +1195,7 @@ TEST(kernel_fault) {
 #if defined(__SANITIZE_ADDRESS__)
     SKIP("AddressSanitizer ends the program at the read beyond the end");
 #endif
+    if (!CUDA_IS_MODEL) SKIP("a fault on a GPU is for compute-sanitizer to find");
     coc_reset();
     {
         side x(amp_cuda());
@@ -1293,7 +1298,7 @@ TEST(steady_step) {
         for (int i = 0; i < 12; i++) {
             amp_outcome o;
             if (i == 3) coc_reset_counts();
-            if (i == 8 && r) {                  /* the five clean steps 3 to 7 */
+            if (CUDA_IS_MODEL && i == 8 && r) {             /* the five clean steps 3 to 7 */
                 coc_counts c = coc_count();
                 CHECK_MSG(c.synchronising == 0, "%s", coc_synchronising_calls().c_str());
                 CHECK_EQ(c.allocations, 0);

@@ -1,4 +1,5 @@
-/* test_cuda.h - tests of amp_cuda.cu, on the model GPU of coc.h or (built with -DCUDA_ON_GPU) on a real one.
+/* test_cuda.h - tests of amp_cuda.cu, on the model GPU of coc.h or (with the coc.h of
+ * tests/gpu/on_gpu) on a real one.
  *
  *     CUDA_TEST(cast_rounds) {
  *         cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
@@ -16,11 +17,7 @@
 #ifndef AMPT_TEST_CUDA_H
 #define AMPT_TEST_CUDA_H
 
-#if defined(CUDA_ON_GPU)
-#  include <cuda_runtime_api.h>
-#else
-#  include "coc.h"
-#endif
+#include "coc.h"
 #include <functional>
 #include <math.h>
 #include <sys/mman.h>
@@ -31,38 +28,16 @@
 
 extern "C" const amp_backend *amp_cuda(void);
 
-#if defined(CUDA_ON_GPU)        /* what only the model can do */
-enum { CUDA_IS_MODEL = 0 };
-static inline std::string coc_every_order(const std::function<void(std::string *)> &run) {
-    std::string once, twice;
-    run(&once);
-    run(&twice);
-    return once == twice ? "" : "two runs differ";
-}
-static inline int coc_faults() { return 0; }
-static inline std::string coc_take_faults() { return ""; }
-static inline void coc_reset() {}
-static inline void coc_check_red_zones() {}
-static inline void *coc_sparse_alloc(size_t bytes) {
-    void *p = NULL;
-    return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
-}
-#else
-enum { CUDA_IS_MODEL = 1 };
-#endif
-
 /* ---- Tests that leave nothing behind */
 
 static inline void cuda_test_end() {
     coc_check_red_zones();
     std::string faults = coc_take_faults();
     CHECK_MSG(faults.empty(), "%s", faults.c_str());
-#if !defined(CUDA_ON_GPU)
     coc_alive left = coc_living();
     long sum = left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs;
     CHECK_MSG(sum == 0, "left: %ld allocations, %ld pinned, %ld streams, %ld events, %ld + %ld graphs", left.allocations,
               left.pinned, left.streams, left.events, left.graphs, left.graph_execs);
-#endif
     coc_reset();
 }
 #define CUDA_TEST(name) \

@@ -113,7 +113,7 @@ struct gpu {
         std::string stored(noise_bytes(), 0);
         if (noise == NULL) need(b->alloc(dev, &noise, noise_bytes()) == AMP_OK, "memory");
         if (filled == dtype) return;
-        for (size_t i = 0; i < n; i++) values[i] = 2 * amp_random_uniform(7, i) - 1;
+        for (size_t i = 0; i < n; i++) values[i] = 2.0f * amp_random_uniform(7, i) - 1.0f;
         need(amp_convert(&stored[0], dtype, values.data(), AMP_F32, (int64_t)n, NULL, NULL) == AMP_OK, "random numbers");
         need(b->copy(dev, noise, stored.data(), stored.size(), AMP_COPY_TO_DEVICE, NULL) == AMP_OK, "a copy");
         sync();

@@ -6,6 +6,8 @@
 #include <functional>
 #include <string>
 
+enum { CUDA_IS_MODEL = 1 };
+
 /* ---- Orders.  The threads of a block start and continue in this order; blocks are taken in it too. */
 enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_ORDERS = 3 };
 void coc_set_order(coc_order order, uint64_t seed = 1);
