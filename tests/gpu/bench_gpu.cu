@@ -152,7 +152,7 @@ double milliseconds(const launch &run, int count, int sets) {
     need(cudaEventRecord(g.to, g.stream), "an event");
     need(cudaEventSynchronize(g.to), "the launches");
     need(cudaEventElapsedTime(&ms, g.from, g.to), "an event");
-    return ms / count;
+    return (double)ms / count;
 }
 
 /* Times a case and prints its line; the operands are given back. */
