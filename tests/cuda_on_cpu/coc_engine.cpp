@@ -291,7 +291,7 @@ static void release_barrier(block_state *b) {
 unsigned coc_barrier(int value, const char *name, int line) {
     block_state *b = current_block();
     unsigned generation = b->generation;
-    if (b->arrived && (b->barrier_line != line || strcmp(b->barrier, name) != 0))
+    if (b->arrived && (b->barrier_line != line || (b->barrier != name && strcmp(b->barrier, name) != 0)))
         coc_trap(cudaErrorLaunchFailure, "divergent barrier: %s in line %d meets %s in line %d", name, line, b->barrier,
                  b->barrier_line);
     b->barrier = name;
@@ -324,7 +324,7 @@ static coc_meeting *open_meeting(coc_warp *warp, unsigned mask, size_t bytes, co
     coc_meeting *m = warp->open;
     while (m != nullptr && m->mask != mask) m = m->next;
     if (m != nullptr) {
-        if (strcmp(m->name, name) != 0 || m->bytes != bytes)
+        if ((m->name != name && strcmp(m->name, name) != 0) || m->bytes != bytes)
             coc_trap(cudaErrorLaunchFailure, "lanes of a warp meet in different operations: %s and %s", name, m->name);
         return m;
     }
