@@ -71,4 +71,5 @@ gpu-programs: $(GPU_PROGRAMS:%=$(GPU_BIN)/%)
 gpu:
 	@[ "$(REHEARSE)" = 1 ] || sh tests/gpu/find.sh gpu >/dev/null || \
 	    { echo "make gpu: no GPU here (nvidia-smi shows none); make gpu REHEARSE=1 runs it on the model GPU"; exit 1; }
-	$(PYTHON) tests/gpu/run.py --bin $(GPU_BIN) --jobs $(GPU_JOBS) $(if $(filter 1,$(REHEARSE)),--rehearse)
+	$(MAKE) -j$(GPU_JOBS) gpu-programs
+	$(PYTHON) tests/gpu/run.py --bin $(GPU_BIN) $(if $(filter 1,$(REHEARSE)),--rehearse)

@@ -155,6 +155,8 @@ TEST(ex2_approx) { check_approximation(EX2, "ex2.approx", ldexp(1, -22)); }
 TEST(rcp_approx) { check_approximation(RCP, "rcp.approx", ldexp(1, -23)); }
 
 int main(int argc, char **argv) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < 1) return puts("t_models: no GPU"), 1;
     TEST_BEGIN(argc, argv);
     quick = getenv("GPU_MODEL") != NULL && !strcmp(getenv("GPU_MODEL"), "1");
     RUN(fp32_to_narrower);
