@@ -158,9 +158,13 @@ double milliseconds(const launch &run, int count, int sets) {
 /* Times a case and prints its line; the operands are given back. */
 void report(const char *name, double bytes, int sets, const launch &run) {
     std::vector<double> rounds;
-    double first = milliseconds(run, sets, sets);       /* also the warm-up */
-    int count = given.small ? 2 : std::max(sets, std::min(2000, (int)(given.ms / std::max(first, 1e-3)) + 1));
-    if (!given.small) (void)milliseconds(run, count, sets);
+    (void)milliseconds(run, sets, sets);                /* loads the code, takes scratch memory */
+    int count = sets;
+    if (!given.small) {
+        double first = milliseconds(run, 2 * sets, sets);
+        count = std::max(sets, std::min(2000, (int)(given.ms / std::max(first, 1e-3)) + 1));
+        (void)milliseconds(run, count, sets);
+    }
     for (int i = 0; i < given.rounds; i++) rounds.push_back(milliseconds(run, count, sets));
     std::sort(rounds.begin(), rounds.end());
     printf("{\"event\": \"case\", \"case\": \"%s\", \"bytes\": %.0f, \"ms\": %.6f, \"best_ms\": %.6f, \"worst_ms\": %.6f, "

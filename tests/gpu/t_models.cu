@@ -1,7 +1,7 @@
 /* t_models.cu - what the CUDA backend and its model on the CPU take from the hardware, over all inputs.
  *
- * Conversions: the GPU's casts against amp.h's on the CPU, which the model uses, for every fp32 pattern to fp16, bf16,
- * TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors against fp64 on the GPU.
+ * Conversions: the GPU's casts against amp.h's on the CPU, which the model uses, for every fp32 pattern to fp16, bf16
+ * (one by one and in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors against fp64 on the GPU.
  * With GPU_MODEL=1 in the environment, for the model GPU, a sample of the patterns. */
 #include <cuda_runtime.h>
 #include <math.h>
@@ -47,6 +47,12 @@ struct side {
         a.dst = dst, a.src = src, a.dst_dtype = to, a.src_dtype = from, a.n = n;
         CHECK(b->cast(dev, &a, NULL) == AMP_OK);
     }
+    /* The same through the kernels that round two numbers at a time: dst = 1 src. */
+    void add(void *dst, amp_dtype to, const void *src, int64_t n) {
+        amp_k_add a = {};
+        a.y = dst, a.a = src, a.y_dtype = to, a.a_dtype = AMP_F32, a.n = n, a.alpha = 1;
+        CHECK(b->add(dev, &a, NULL) == AMP_OK);
+    }
     void copy(void *dst, const void *src, size_t bytes, amp_copy_kind kind) {
         CHECK(b->copy(dev, dst, src, bytes, kind, NULL) == AMP_OK && b->stream_sync(dev, NULL) == AMP_OK);
     }
@@ -73,6 +79,18 @@ struct comparison {
         while (mine[at] == theirs[at]) at++;
         CHECK_MSG(0, "%s to %s: pattern %zu of %lld", amp_dtype_name(from), amp_dtype_name(to), at / size, (long long)n);
     }
+    /* What compare() just found right, against the pairs' bits: those of NaN are free. */
+    void compare_pairs(amp_dtype to, int64_t n) {
+        const uint16_t *a = (const uint16_t *)mine.data(), *b = (const uint16_t *)theirs.data();
+        uint16_t infinity = to == AMP_F16 ? 0x7c00 : 0x7f80;
+        int64_t wrong = 0;
+        gpu.add(result, to, source, n);
+        gpu.copy(theirs.data(), result, (size_t)n * 2, AMP_COPY_TO_HOST);
+#pragma omp parallel for reduction(+ : wrong)
+        for (int64_t i = 0; i < n; i++)
+            wrong += a[i] != b[i] && ((a[i] & 0x7fff) <= infinity || (b[i] & 0x7fff) <= infinity);
+        CHECK_MSG(wrong == 0, "fp32 to %s in pairs: %lld of %lld", amp_dtype_name(to), (long long)wrong, (long long)n);
+    }
 };
 
 static const amp_dtype narrow[] = {AMP_F16, AMP_BF16, AMP_TF32, AMP_E4M3, AMP_E5M2};
@@ -86,7 +104,10 @@ TEST(fp32_to_narrower) {
 #pragma omp parallel for
         for (int64_t i = 0; i < n; i++) patterns[(size_t)i] = (uint32_t)((first + (uint64_t)i) * step);
         c.upload(patterns.data(), (size_t)n * 4);
-        for (amp_dtype to : narrow) c.compare(to, AMP_F32, patterns.data(), n);
+        for (amp_dtype to : narrow) {
+            c.compare(to, AMP_F32, patterns.data(), n);
+            if (to == AMP_F16 || to == AMP_BF16) c.compare_pairs(to, n);
+        }
     }
 }
 
