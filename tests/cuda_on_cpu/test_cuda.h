@@ -121,7 +121,7 @@ struct cuda_side {
         return (T *)put(host.data(), host.size() * sizeof(T), offset);
     }
     void set(void *mine, const void *host, size_t bytes) {
-        if (gpu) CHECK(cudaMemcpy(mine, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+        if (gpu) CHECK(cudaMemcpy(mine, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess && cudaStreamSynchronize(0) == cudaSuccess);
         else memcpy(mine, host, bytes);
     }
     void read(void *host, const void *mine, size_t bytes) {

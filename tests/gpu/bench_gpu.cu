@@ -241,6 +241,15 @@ void casts() {
     cast_case("cast bf16 to fp32", AMP_F32, AMP_BF16);
     cast_case("cast fp32 to e4m3", AMP_E4M3, AMP_F32);
 }
+/* Token ids come as u16. */
+void widening() {
+    int64_t n = given.s.rows * given.s.channels;
+    kernel_case<amp_k_cast>("widen ids", 6.0 * (double)n, g.b->cast, [=] {
+        amp_k_cast a = {};
+        a.n = n, a.src_dtype = AMP_U16, a.dst_dtype = AMP_I32, a.src = g.random(AMP_BF16, n), a.dst = g.room(4 * n);
+        return a;
+    });
+}
 
 /* ---- Multi-tensor kernels over the parameters of GPT-2 */
 
@@ -301,6 +310,24 @@ void check_case(const char *name, amp_dtype grad, bool multiply) {
     });
 }
 
+void clip_case(const char *name) {
+    if (!wanted(name)) return;
+    std::vector<amp_k_scale_ranges> sets;
+    std::vector<parameter_table> tables;
+    std::vector<int> turn((size_t)sets_for(8 * parameters()));
+    for (size_t i = 0; i < turn.size(); i++) {
+        amp_k_scale_ranges a = {};
+        tables.push_back(put_parameters({AMP_F32, AMP_F32, false, false, false}));
+        a.table = tables[i].rows, a.tensors = tables[i].count;
+        sets.push_back(a);
+    }
+    report(name, 8 * parameters(), (int)sets.size(), [&](int set) {
+        amp_k_scale_ranges a = sets[(size_t)set];
+        a.factor = tables[(size_t)set].factors + (turn[(size_t)set]++ & 1);
+        need(g.b->scale_ranges(g.dev, &a, NULL) == AMP_OK, name);
+    });
+}
+
 void adamw_case(const char *name, optimizer_layout layout, double bytes_each) {
     kernel_case<amp_k_adamw>(name, bytes_each * parameters(), g.b->adamw, [=] {
         amp_k_adamw a = {};
@@ -316,6 +343,7 @@ void optimizers() {
     check_case("unscale bf16", AMP_BF16, true);
     check_case("norm fp32", AMP_F32, false);
     check_case("norm bf16", AMP_BF16, false);
+    clip_case("clip fp32");
     adamw_case("AdamW fp32", {AMP_F32, AMP_F32, false, true, true}, 28);
     adamw_case("AdamW bf16, fp32 masters", {AMP_BF16, AMP_BF16, true, true, true}, 28);
     kernel_case<amp_k_sgd>("SGD fp32, momentum", 20 * parameters(), g.b->sgd, [] {
@@ -524,6 +552,7 @@ int main(int argc, char **argv) {
     copy_case("copy 4 GB", given.small ? 1 << 17 : (int64_t)4 << 30);
     read_case("read 0.5 GB", given.small ? 1 << 16 : 500 << 20, d.multiprocessors);
     casts();
+    widening();
     optimizers();
     norms();
     softmaxes();

@@ -119,6 +119,13 @@ def casts(b):
     cast("cast bf16 to fp32", FP32, BF16, 6)
     cast("cast fp32 to e4m3", torch.float8_e4m3fn, FP32, 5)
 
+    def widen(_):
+        def one():
+            x = torch.randint(0, 50000, (n,), device=b.device).to(torch.uint16)
+            return lambda: x.to(torch.int32)
+        return one
+    b.case("widen ids", n * 6 / 1e6, "x.to(int32)", widen, compiled=False)
+
 
 def parameter_sizes(s):
     c = s.channels
@@ -148,6 +155,17 @@ def optimizers(b):
             return lambda: torch.stack(torch._foreach_norm(grads)).norm()
         return lambda _: one
 
+    def clip(_):
+        def one():
+            grads = [b.random(n, dtype=FP32) for n in sizes]
+            factors = [torch.full((), f, device=b.device) for f in (2.0, 0.5)]
+
+            def call():
+                factors.reverse()
+                torch._foreach_mul_(grads, factors[0])
+            return call
+        return one
+
     def optimizer(make, copy):
         def one():
             params = [torch.nn.Parameter(b.random(n, dtype=FP32)) for n in sizes]
@@ -172,6 +190,7 @@ def optimizers(b):
     b.case("unscale bf16", 4 * millions, text, unscale(BF16), compiled=False)
     b.case("norm fp32", 4 * millions, "stack(_foreach_norm(g)).norm()", norm(FP32), compiled=False)
     b.case("norm bf16", 2 * millions, "stack(_foreach_norm(g)).norm()", norm(BF16), compiled=False)
+    b.case("clip fp32", 8 * millions, "_foreach_mul_", clip, compiled=False)
     b.case("AdamW fp32", 28 * millions, "AdamW(fused=True)", optimizer(adamw, False), compiled=False)
     b.case("AdamW bf16, fp32 masters", 28 * millions, "AdamW(fused=True), _foreach_copy_ to bf16", optimizer(adamw, True),
            compiled=False)

@@ -8,7 +8,7 @@
 .PHONY: backend cuda gpu gpu-programs gpu-table
 
 NVCC_FLAGS := -O2 -std=c++17 -I. -Werror all-warnings
-GPU_JOBS   ?= 4
+GPU_JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
 
 backend:
 	@sh tests/gpu/find.sh backend
