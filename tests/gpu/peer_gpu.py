@@ -133,68 +133,62 @@ def parameter_sizes(s):
             [c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c] * s.layers + [c, c])
 
 
-def optimizers(b):
+def gradients(b):
+    """Unscaling, norm and clipping of the gradients of all parameters; factors 2 and 0.5 in turn, as in bench_gpu.cu."""
     sizes = parameter_sizes(b.s)
     millions = sum(sizes) / 1e6
 
-    def unscale(dtype):
+    def case(name, text, dtype, bytes_each, work):
         def one():
-            grads = [b.random(n, dtype=dtype) for n in sizes]
-            found = torch.zeros(1, device=b.device)
-            factors = [torch.full((1,), f, device=b.device) for f in (2.0, 0.5)]
-
-            def call():
-                factors.reverse()
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factors[0])
-            return call
-        return lambda _: one
-
-    def norm(dtype):
-        def one():
-            grads = [b.random(n, dtype=dtype) for n in sizes]
-            return lambda: torch.stack(torch._foreach_norm(grads)).norm()
-        return lambda _: one
-
-    def clip(_):
-        def one():
-            grads = [b.random(n, dtype=FP32) for n in sizes]
+            grads, found = [b.random(n, dtype=dtype) for n in sizes], torch.zeros(1, device=b.device)
             factors = [torch.full((), f, device=b.device) for f in (2.0, 0.5)]
 
             def call():
                 factors.reverse()
-                torch._foreach_mul_(grads, factors[0])
+                work(grads, found, factors[0])
             return call
-        return one
+        b.case(name, bytes_each * millions, text, lambda _: one, compiled=False)
 
-    def optimizer(make, copy):
+    def unscale(grads, found, factor):
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+
+    def norm(grads, *_):
+        torch.stack(torch._foreach_norm(grads)).norm()
+
+    def clip(grads, _, factor):
+        torch._foreach_mul_(grads, factor)
+    case("unscale fp32", "_amp_foreach_non_finite_check_and_unscale_", FP32, 8, unscale)
+    case("unscale bf16", "_amp_foreach_non_finite_check_and_unscale_", BF16, 4, unscale)
+    case("norm fp32", "stack(_foreach_norm(g)).norm()", FP32, 4, norm)
+    case("norm bf16", "stack(_foreach_norm(g)).norm()", BF16, 2, norm)
+    case("clip fp32", "_foreach_mul_", FP32, 8, clip)
+
+
+def optimizers(b):
+    sizes = parameter_sizes(b.s)
+
+    def case(name, text, bytes_each, optimizer, copy):
         def one():
             params = [torch.nn.Parameter(b.random(n, dtype=FP32)) for n in sizes]
             for p in params:
                 p.grad = b.random(p.numel(), dtype=FP32)
-            low, opt = [p.detach().to(BF16) for p in params], make(params)
+            low, opt = [p.detach().to(BF16) for p in params], optimizer(params)
 
             def call():
                 opt.step()
                 if copy:
                     torch._foreach_copy_(low, [p.detach() for p in params])
             return call
-        return lambda _: one
+        b.case(name, bytes_each * sum(sizes) / 1e6, text, lambda _: one, compiled=False)
 
     def adamw(params):
         return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
     def sgd(params):
         return torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True)
-    text = "_amp_foreach_non_finite_check_and_unscale_"
-    b.case("unscale fp32", 8 * millions, text, unscale(FP32), compiled=False)
-    b.case("unscale bf16", 4 * millions, text, unscale(BF16), compiled=False)
-    b.case("norm fp32", 4 * millions, "stack(_foreach_norm(g)).norm()", norm(FP32), compiled=False)
-    b.case("norm bf16", 2 * millions, "stack(_foreach_norm(g)).norm()", norm(BF16), compiled=False)
-    b.case("clip fp32", 8 * millions, "_foreach_mul_", clip, compiled=False)
-    b.case("AdamW fp32", 28 * millions, "AdamW(fused=True)", optimizer(adamw, False), compiled=False)
-    b.case("AdamW bf16, fp32 masters", 28 * millions, "AdamW(fused=True), _foreach_copy_ to bf16", optimizer(adamw, True),
-           compiled=False)
-    b.case("SGD fp32, momentum", 20 * millions, "SGD(fused=True)", optimizer(sgd, False), compiled=False)
+    case("AdamW fp32", "AdamW(fused=True)", 28, adamw, False)
+    case("AdamW bf16, fp32 masters", "AdamW(fused=True), _foreach_copy_ to bf16", 28, adamw, True)
+    case("SGD fp32, momentum", "SGD(fused=True)", 20, sgd, False)
 
 
 def norms(b):
@@ -227,28 +221,41 @@ def norms(b):
                 return gradient(function_(x, w, c), wanted, b.random(rows, cols))
             return one
         return make
+    b.case("layernorm", 4 * size, "F.layer_norm", forward(layer))
+    b.case("rmsnorm", 4 * size, "F.rms_norm", forward(rms))
+    b.case("layernorm backward", 6 * size, "autograd.grad of F.layer_norm", backward(layer))
+    b.case("rmsnorm backward", 6 * size, "autograd.grad of F.rms_norm", backward(rms))
+
+
+def residual_norms(b):
+    rows, cols = b.s.rows, b.s.channels
+    size = rows * cols / 1e6
 
     def both(x, r, w, c):
         total = x + r
         return total, F.layer_norm(total, (cols,), w, c)
 
-    def residual(with_gradient):
-        def make(compiler):
-            function = compiler(both)
+    def operands(grad):
+        shapes = ((rows, cols), (rows, cols), (cols,), (cols,))
+        return [b.random(*shape, grad=grad) for shape in shapes]
 
-            def one():
-                x, r, w, c = (b.random(*shape, grad=with_gradient) for shape in ((rows, cols), (rows, cols), (cols,), (cols,)))
-                if not with_gradient:
-                    return lambda: function(x, r, w, c)
-                return gradient(function(x, r, w, c), (x, w, c), (b.random(rows, cols), b.random(rows, cols)))
-            return one
-        return make
-    b.case("layernorm", 4 * size, "F.layer_norm", forward(layer))
-    b.case("rmsnorm", 4 * size, "F.rms_norm", forward(rms))
-    b.case("residual + layernorm", 8 * size, "x + r, F.layer_norm", residual(False))
-    b.case("layernorm backward", 6 * size, "autograd.grad of F.layer_norm", backward(layer))
-    b.case("rmsnorm backward", 6 * size, "autograd.grad of F.rms_norm", backward(rms))
-    b.case("residual + layernorm backward", 8 * size, "autograd.grad of F.layer_norm(x + r)", residual(True))
+    def forward(compiler):
+        function = compiler(both)
+
+        def one():
+            values = operands(False)
+            return lambda: function(*values)
+        return one
+
+    def backward(compiler):
+        function = compiler(both)
+
+        def one():
+            x, r, w, c = operands(True)
+            return gradient(function(x, r, w, c), (x, w, c), (b.random(rows, cols), b.random(rows, cols)))
+        return one
+    b.case("residual + layernorm", 8 * size, "x + r, F.layer_norm", forward)
+    b.case("residual + layernorm backward", 8 * size, "autograd.grad of F.layer_norm(x + r)", backward)
 
 
 def softmaxes(b):
@@ -280,7 +287,8 @@ def softmaxes(b):
             return lambda: function(dy, y)
         return one
     b.case("softmax", 4 * size, "torch.softmax", forward(plain, lambda x: torch.softmax(x, -1)))
-    b.case("softmax, causal", 3 * size, "softmax(masked_fill)", forward(causal, lambda x: torch.softmax(x.masked_fill(hidden, -math.inf), -1)))
+    b.case("softmax, causal", 3 * size, "softmax(masked_fill)",
+           forward(causal, lambda x: torch.softmax(x.masked_fill(hidden, -math.inf), -1)))
     b.case("softmax backward", 6 * size, "_softmax_backward_data", backward)
     b.case("softmax backward, causal", 4 * size, "_softmax_backward_data", backward)
 
@@ -309,7 +317,8 @@ def pointwise(b):
             return gradient(function(gate, up), (gate, up), b.random(*gated))
         return one
     operator("GELU", "F.gelu(tanh)", lambda x: F.gelu(x, approximate="tanh"), 1, 4, wide)
-    operator("GELU backward", "aten.gelu_backward(tanh)", lambda dy, x: aten.gelu_backward(dy, x, approximate="tanh"), 2, 6, wide)
+    operator("GELU backward", "aten.gelu_backward(tanh)",
+             lambda dy, x: aten.gelu_backward(dy, x, approximate="tanh"), 2, 6, wide)
     operator("SiLU", "F.silu", F.silu, 1, 4, wide)
     operator("ReLU", "F.relu", F.relu, 1, 4, wide)
     operator("SwiGLU", "F.silu(gate) * up", swiglu, 2, 6, gated)
@@ -340,6 +349,15 @@ def losses(b):
             return lambda: torch.autograd.grad(function(x, target), x)
         return one
 
+    narrow = b.s.rows * b.s.channels / 1e6
+    b.case("cross-entropy bf16", 4 * rows * cols / 1e6, "F.cross_entropy and autograd.grad", cross_entropy(BF16))
+    b.case("cross-entropy fp32", 8 * rows * cols / 1e6, "F.cross_entropy and autograd.grad", cross_entropy(FP32))
+    b.case("mean squared error", 6 * narrow, "F.mse_loss and autograd.grad", mse)
+
+
+def embeddings(b):
+    narrow = b.s.rows * b.s.channels / 1e6
+
     def embedding(compiler):
         function = compiler(lambda ids, table, positions: F.embedding(ids, table) + positions)
 
@@ -354,10 +372,6 @@ def losses(b):
             ids, dy = b.ids(b.s.rows, limit), b.random(b.s.rows, b.s.channels)
             return lambda: aten.embedding_dense_backward(dy, ids, b.s.vocabulary, -1, False)
         return lambda _: one
-    narrow = b.s.rows * b.s.channels / 1e6
-    b.case("cross-entropy bf16", 4 * rows * cols / 1e6, "F.cross_entropy and autograd.grad", cross_entropy(BF16))
-    b.case("cross-entropy fp32", 8 * rows * cols / 1e6, "F.cross_entropy and autograd.grad", cross_entropy(FP32))
-    b.case("mean squared error", 6 * narrow, "F.mse_loss and autograd.grad", mse)
     b.case("embedding", 4 * narrow, "F.embedding + positions", embedding)
     text = "aten.embedding_dense_backward"
     b.case("embedding backward", 2 * narrow, text, embedding_backward(b.s.classes), compiled=False)
@@ -379,7 +393,7 @@ def main():
     bench = Bench(args)
     line("versions", torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
          device=torch.cuda.get_device_name(0) if bench.cuda else "model")
-    for part in (casts, optimizers, norms, softmaxes, pointwise, losses):
+    for part in (casts, gradients, optimizers, norms, residual_norms, softmaxes, pointwise, losses, embeddings):
         part(bench)
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -96,13 +97,13 @@ class Runner:
         return ["--rounds", str(a.rounds), "--ms", str(a.ms)] + (["--tiny"] if a.rehearse else [])
 
     def bench(self):
-        return self.lines(" ".join(["bench_gpu"] + self.flags()), [os.path.join(self.bin, "bench_gpu")] + self.flags(), 150)
+        return self.lines(shlex.join(["bench_gpu"] + self.flags()), [os.path.join(self.bin, "bench_gpu")] + self.flags(), 150)
 
     def peers(self):
         python = os.environ.get("PEER_TORCH") or sys.executable
         flags = self.flags() + ["--seconds", str(self.args.seconds), "--compile", self.args.compile]
         flags += ["--device", "cpu"] if self.args.rehearse else []
-        return self.lines(" ".join(["$PEER_TORCH tests/gpu/peer_gpu.py"] + flags),
+        return self.lines("$PEER_TORCH tests/gpu/peer_gpu.py " + shlex.join(flags),
                           [python, os.path.join(HERE, "peer_gpu.py")] + flags, self.args.seconds + 120)
 
 
@@ -225,42 +226,45 @@ def arguments():
     return args
 
 
-def main():
-    args = arguments()
-    runner, parts, runs, peers, tests, why = Runner(args), args.only.split(","), [], [], None, []
+def measure(runner):
+    """The tests' counts or None, the runs of our programs, PyTorch's lines, and what was skipped."""
+    parts, runs, peers, why = runner.args.only.split(","), [], [], []
+    tests = runner.tests() if "tests" in parts else None
 
-    def attempt(work, part):
+    def attempt(part, work):
         try:
             return work() if part in parts else []
         except Skip as skip:
             why.append(str(skip))
             runner.say(f"skipped: {skip}")
             return []
-    if "tests" in parts:
-        tests = runner.tests()
-    for work, part, into in ((runner.bench, "bench", runs), (runner.peers, "peers", peers), (runner.bench, "bench", runs)):
-        found = attempt(work, part)
-        into.extend([found] if into is runs and found else found)
+    runs.append(attempt("bench", runner.bench))
+    peers = attempt("peers", runner.peers)
+    runs.append(attempt("bench", runner.bench))
+    return tests, runs, peers, "; ".join(why)
+
+
+def main():
+    args = arguments()
+    runner, now = Runner(args), datetime.datetime.now(datetime.timezone.utc)
+    tests, runs, peers, why = measure(runner)
     rows = merge(runs, peers)
     shares(rows)
     device = next((r for run in runs for r in run if r["event"] == "device"), {"name": "no result"})
-    peer = next((r for r in peers if r["event"] == "versions"), {})
+    rated = bars(rows, tests, why)
     if args.rehearse:
-        device["name"] = "model"
-    now = datetime.datetime.now(datetime.timezone.utc)
-    rated = bars(rows, tests, "; ".join(why))
-    if args.rehearse:
-        rated = unsaid(rated)
+        device["name"], rated = "model", unsaid(rated)
     whole = collections.OrderedDict(
         date=now.strftime("%Y-%m-%d %H:%M UTC"), device={k: v for k, v in device.items() if k != "event"},
-        versions=versions(device, peer), settings={"rounds": args.rounds, "ms": args.ms}, commands=runner.commands,
-        seconds=round(time.time() - runner.began), copy_gb_per_s=copy_rate(rows), bars=rated, tests=tests, cases=rows)
-    folder = "build/rehearsal" if args.rehearse else "tests/bench/results"
-    path = os.path.join(folder, f"gpu-{short_name(device['name'])}-{now.strftime('%Y-%m-%d')}.json")
+        versions=versions(device, next((r for r in peers if r["event"] == "versions"), {})),
+        settings={"rounds": args.rounds, "ms": args.ms}, commands=runner.commands, seconds=round(time.time() - runner.began),
+        copy_gb_per_s=copy_rate(rows), bars=rated, tests=tests, cases=rows)
     show(rows, rated, f"{device['name']}, {now.strftime('%Y-%m-%d')}, copies {copy_rate(rows):.4g} GB/s"
          + ("; a rehearsal, no number says anything" if args.rehearse else ""))
-    if not rows and not args.rehearse:
+    if not rows:
         return print("nothing was timed, nothing is written") or 1
+    folder = "build/rehearsal" if args.rehearse else "tests/bench/results"
+    path = os.path.join(folder, f"gpu-{short_name(device['name'])}-{now.strftime('%Y-%m-%d')}.json")
     os.makedirs(os.path.join(ROOT, folder), exist_ok=True)
     with open(os.path.join(ROOT, path), "w") as f:
         json.dump(whole, f, indent=1)
