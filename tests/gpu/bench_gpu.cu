@@ -204,7 +204,8 @@ void copy_case(const char *name, int64_t bytes) {
         to.push_back(g.room(bytes / 2));
     }
     report(name, (double)bytes, sets, [&](int set) {
-        need(cudaMemcpyAsync(to[(size_t)set], from[(size_t)set], (size_t)bytes / 2, cudaMemcpyDeviceToDevice, g.stream), "a copy");
+        size_t i = (size_t)set;
+        need(cudaMemcpyAsync(to[i], from[i], (size_t)bytes / 2, cudaMemcpyDeviceToDevice, g.stream), "a copy");
     });
 }
 

@@ -21,7 +21,8 @@ find_nvcc() {
 }
 find_release() { nvcc=$(find_nvcc) && "$nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 find_archs() {
-    nvcc=$(find_nvcc) && "$nvcc" --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p' | sort -n | awk '$1 >= 70' | tr '\n' ' '
+    nvcc=$(find_nvcc) || return 1
+    "$nvcc" --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p' | sort -n | awk '$1 >= 70' | tr '\n' ' '
 }
 find_gpu() {
     have nvidia-smi || return 1

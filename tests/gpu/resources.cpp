@@ -113,6 +113,13 @@ static void read_attributes(const elf &e, const Elf64_Shdr &info, const std::vec
     }
 }
 
+/* The kernel that the section PREFIX<kernel> belongs to, or NULL. */
+static kernel *kernel_behind(const char *prefix, const std::string &section, kernels *all) {
+    size_t n = strlen(prefix);
+    kernels::iterator found = section.compare(0, n, prefix) ? all->end() : all->find(section.substr(n));
+    return found == all->end() ? NULL : &found->second;
+}
+
 static bool read_kernels(const elf &e, kernels *out) {
     Elf64_Ehdr head;
     std::vector<Elf64_Shdr> sections;
@@ -132,11 +139,10 @@ static bool read_kernels(const elf &e, kernels *out) {
         }
     }
     for (size_t i = 0; i < sections.size(); i++) {
-        const std::string &name = names[i];
-        if (name.compare(0, 6, ".text.") == 0 && all.count(name.substr(6))) count_instructions(e, sections[i], &all[name.substr(6)]);
-        if (name.compare(0, 11, ".nv.shared.") == 0 && all.count(name.substr(11)) && sections[i].sh_size >= SHARED_RESERVED)
-            all[name.substr(11)].shared = (unsigned)sections[i].sh_size - SHARED_RESERVED;
-        if (name == ".nv.info") read_attributes(e, sections[i], symbols, &all);
+        kernel *code = kernel_behind(".text.", names[i], &all), *shared = kernel_behind(".nv.shared.", names[i], &all);
+        if (code) count_instructions(e, sections[i], code);
+        if (shared && sections[i].sh_size >= SHARED_RESERVED) shared->shared = (unsigned)sections[i].sh_size - SHARED_RESERVED;
+        if (names[i] == ".nv.info") read_attributes(e, sections[i], symbols, &all);
     }
     for (const auto &k : all) (*out)[short_name(k.first)] = k.second;
     return all.size() == out->size() ? true : fail("two kernels have the same short name");
@@ -164,8 +170,8 @@ static void compare_table(const kernels &all, const std::string &text) {
     for (const std::string &line : table_lines(text)) {
         kernel k = kernel();
         int at = 0;
-        if (sscanf(line.c_str(), "%u %u %u %u %u %n", &k.registers, &k.stack, &k.shared, &k.loads, &k.stores, &at) == 5 && at)
-            known[line.substr((size_t)at)] = k;
+        int found = sscanf(line.c_str(), "%u %u %u %u %u %n", &k.registers, &k.stack, &k.shared, &k.loads, &k.stores, &at);
+        if (found == 5 && at) known[line.substr((size_t)at)] = k;
     }
     for (const auto &k : known)
         if (!all.count(k.first)) printf("kernels %s: in the table, but no such kernel\n", k.first.c_str());
@@ -176,8 +182,8 @@ static void compare_table(const kernels &all, const std::string &text) {
         if (now.registers > then.registers) printf("registers %s: %u, were %u\n", name, now.registers, then.registers);
         if (now.shared > then.shared) printf("shared %s: %u bytes, were %u\n", name, now.shared, then.shared);
         if (now.loads < then.loads || now.stores < then.stores)
-            printf("accesses %s: %u loads and %u stores of 16 bytes, were %u and %u\n", name, now.loads, now.stores, then.loads,
-                   then.stores);
+            printf("accesses %s: %u loads and %u stores of 16 bytes, were %u and %u\n", name, now.loads, now.stores,
+                   then.loads, then.stores);
     }
 }
 
@@ -212,7 +218,8 @@ int main(int argc, char **argv) {
     if (!read_file(argv[2], &table) || !read_file(argv[3], &wide)) return 1;
     for (const auto &k : all)
         if (k.second.local || k.second.stack)
-            printf("spills %s: %u instructions on local memory, %u bytes of stack\n", k.first.c_str(), k.second.local, k.second.stack);
+            printf("spills %s: %u instructions on local memory, %u bytes of stack\n", k.first.c_str(), k.second.local,
+                   k.second.stack);
     compare_table(all, table);
     compare_wide(all, wide);
     return 0;

@@ -8,7 +8,8 @@ limit=25
 sanitize() {
     timeout "$limit" compute-sanitizer --tool "$1" --error-exitcode 9 "$bin/$2" --filter "$3" > "$work/log" 2>&1
     status=$?
-    if grep -q 'Device not supported\|not supported on this' "$work/log"; then skip "$1 $2 $3" "compute-sanitizer does not support this device"
+    if grep -q 'Device not supported\|not supported on this' "$work/log"; then
+        skip "$1 $2 $3" "compute-sanitizer does not support this device"
     elif [ "$status" -eq 124 ]; then skip "$1 $2 $3" "not done in $limit seconds"
     elif [ "$status" -ne 0 ]; then fail "$1 $2 $3" "$(grep -v '^skip' "$work/log" | tail -n 8)"
     elif ! grep -q '^[1-9][0-9]* passed' "$work/log"; then fail "$1 $2 $3" "ran no test"

@@ -1,7 +1,8 @@
 /* t_models.cu - what the CUDA backend and its model on the CPU take from the hardware, over all inputs.
  *
  * Conversions: the GPU's casts against amp.h's on the CPU, which the model uses, for every fp32 pattern to fp16, bf16
- * (one by one and in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors against fp64 on the GPU.
+ * (one by one and in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors
+ * against fp64 on the GPU.
  * With GPU_MODEL=1 in the environment, for the model GPU, a sample of the patterns. */
 #include <cuda_runtime.h>
 #include <math.h>
