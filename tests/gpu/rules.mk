@@ -21,7 +21,7 @@ $(BUILD)/amp_cuda.o: amp_cuda.cu amp.h | $(BUILD)
 	nvcc=$$(sh tests/gpu/find.sh nvcc) && codes= && \
 	for arch in $${CUDA_ARCHS:-$$(sh tests/gpu/find.sh archs)}; do \
 	    codes="$$codes -gencode arch=compute_$$arch,code=sm_$$arch"; done && \
-	"$$nvcc" $(NVCC_FLAGS) --threads $(GPU_JOBS) $$codes -gencode arch=compute_$$arch,code=compute_$$arch -c $< -o $@
+	"$$nvcc" $(NVCC_FLAGS) -Xfatbin=-compress-all --threads $(GPU_JOBS) $$codes -gencode arch=compute_$$arch,code=compute_$$arch -c $< -o $@
 
 gpu-table:
 	sh tests/cuda_on_cpu/nvcc.sh --table
