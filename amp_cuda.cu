@@ -1824,9 +1824,11 @@ __device__ __forceinline__ float ampc_exp_below(float x, float max) { return amp
    fro, so that the chunk at the turn is still held.                                                        */
 
 /* Threads of a block at most, and their registers: 64 where the row is one chunk, so that a multiprocessor holds 1024
-   threads; 128 for other rows; 144 for those that also keep sums, whose block fills a multiprocessor. */
-enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 448 };
+   threads; 128 for other rows.  Those that also keep sums have one block on a multiprocessor, and 168 registers while
+   the sums lie there. */
+enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384 };
 __host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
+__host__ __device__ constexpr int ampc_threads(int e, bool sums) { return sums && e < 32 ? AMPC_SUM_THREADS : AMPC_ROW_THREADS; }
 #define AMPC_ROW_BOUNDS(light) __launch_bounds__(AMPC_ROW_THREADS, (light) && ampc_one_chunk(V, E) ? 2 : 1)
 
 template <int V, int E> struct ampc_shape { enum { v = V, e = E }; };
@@ -1840,13 +1842,14 @@ struct ampc_row_plan {
    fit otherwise. */
 ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
-    const int *e = choices[v == 8 ? 2 : v == 4], threads = sums ? AMPC_SUM_THREADS : AMPC_ROW_THREADS;
+    const int *e = choices[v == 8 ? 2 : v == 4];
     ampc_row_plan p;
     int64_t lanes[4];
-    int i, best = 0;
+    int i, best = 0, threads;
     for (i = 0; i < 4; i++) lanes[i] = cols > 0 ? ampc_blocks(cols, 32 * e[i]) * 32 : 32;
     for (i = 1; i < 4; i++)
-        if (i < 3 ? lanes[i] < lanes[best] : lanes[best] > threads) best = i;
+        if (i < 3 ? lanes[i] < lanes[best] : lanes[best] > ampc_threads(e[best], sums)) best = i;
+    threads = ampc_threads(e[best], sums);
     p.v = v;
     p.e = e[best];
     p.lanes = lanes[best] < threads ? (int)lanes[best] : threads;
@@ -2120,7 +2123,7 @@ template <int V, int E> struct ampc_column_sums {
     float dweight[own], dbias[own], *const shared;
     const ampc_place<V, E> &place;
     const bool wanted;
-    static __host__ __device__ int stride(int lanes) { return own == E ? lanes : (int)AMPC_SUM_THREADS; }
+    static __host__ __device__ int stride(int lanes) { return own == E ? lanes : (int)AMPC_ROW_THREADS; }
     __device__ __forceinline__ ampc_column_sums(const ampc_place<V, E> &where, float *memory, bool want)
         : shared(memory + where.lane), place(where), wanted(want) {
         AMPC_UNROLL
@@ -2183,7 +2186,7 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
 }
 
 /* partials NULL: dx alone. */
-template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
+template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, float *partials) {
     AMPC_SHARED(float, room, 128);
     AMPC_DYNAMIC(memory);
