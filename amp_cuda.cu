@@ -12,6 +12,7 @@
        d.backend = amp_cuda();
        d.device = 0;                    index of the GPU; several contexts may be open, on one GPU or on several
        d.stream = my_stream;            a cudaStream_t, or NULL: the context makes its own
+       d.memory = my_memory;            alloc and free of the host's own, or zeros: cudaMalloc and cudaFree
        amp_open(&amp, &d);
 
    What holds for every entry of the table:
@@ -70,6 +71,7 @@ struct ampc_device {
     cudaStream_t stream;            /* the context's own */
     int owns_stream;
     void *blas;                     /* the host's cuBLAS handle, or NULL */
+    amp_device_memory memory;       /* the host's own allocator, or zeros */
     cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU */
     pthread_mutex_t lock;           /* for everything below */
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
@@ -541,6 +543,27 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     return ampc_foreign_capture(id);
 }
 
+/* The stream whose work an owner's memory is used by. */
+cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner) {
+    if (owner == NULL || ampc_is_foreign(owner)) return dev->stream;
+    for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
+        if (graph == owner) return graph->stream;
+    return (cudaStream_t)const_cast<void *>(owner);
+}
+
+/* Memory from CUDA or from the host's own allocator, and back. */
+cudaError_t ampc_memory_get(ampc_device *dev, const void *owner, void **data, size_t bytes) {
+    if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
+    *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, ampc_stream_of(dev, owner));
+    return *data != NULL ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+void ampc_memory_put(ampc_device *dev, ampc_block *block) {
+    if (dev->memory.alloc == NULL) (void)cudaFree(block->data);
+    else dev->memory.free(dev->memory.user, block->data, block->bytes, dev->index, ampc_stream_of(dev, block->owner));
+    dev->reserved -= (int64_t)block->bytes;
+    dev->host.free(dev->host.user, block, sizeof *block);
+}
+
 /* Gives idle blocks back to CUDA: those that no graph holds, or all of them. */
 void ampc_trim(ampc_device *dev, bool all) {
     ampc_relaxed relaxed;
@@ -553,36 +576,34 @@ void ampc_trim(ampc_device *dev, bool all) {
             for (ampc_graph *g = dev->graphs; g != NULL && !held; g = g->next) held = block->owner == g;
             if (held && !all) { link = &block->next; continue; }
             *link = block->next;
-            (void)cudaFree(block->data);
-            dev->reserved -= (int64_t)block->bytes;
-            dev->host.free(dev->host.user, block, sizeof *block);
+            ampc_memory_put(dev, block);
         }
     }
     (void)cudaGetLastError();
 }
 
-/* A new block from CUDA. */
-amp_result ampc_block_new(ampc_device *dev, size_t bytes, const char *call, ampc_block **out) {
+/* A new block. */
+amp_result ampc_block_new(ampc_device *dev, const void *owner, size_t bytes, const char *call, ampc_block **out) {
     ampc_relaxed relaxed;
     char hint[192];
-    void *data = NULL;
-    cudaError_t error = cudaMalloc(&data, bytes);
+    ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
+    if (block == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's own list");
+    cudaError_t error = ampc_memory_get(dev, owner, &block->data, bytes);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
         ampc_trim(dev, false);
-        error = cudaMalloc(&data, bytes);
+        error = ampc_memory_get(dev, owner, &block->data, bytes);
     }
-    snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
-             (long long)dev->allocated, (long long)dev->reserved);
-    AMPC_TRY(ampc_check(dev, error, "cudaMalloc", error == cudaErrorMemoryAllocation ? hint : NULL));
-    *out = (ampc_block *)dev->host.alloc(dev->host.user, sizeof **out, sizeof(void *));
-    if (*out == NULL) {
-        (void)cudaFree(data);
-        return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's own list");
+    if (error != cudaSuccess) {
+        dev->host.free(dev->host.user, block, sizeof *block);
+        snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
+                 (long long)dev->allocated, (long long)dev->reserved);
+        return ampc_check(dev, error, dev->memory.alloc == NULL ? "cudaMalloc" : "the host's own alloc",
+                          error == cudaErrorMemoryAllocation ? hint : NULL);
     }
-    (*out)->data = data;
-    (*out)->bytes = bytes;
+    block->bytes = bytes;
     dev->reserved += (int64_t)bytes;
+    *out = block;
     return AMP_OK;
 }
 
@@ -593,7 +614,7 @@ amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const ch
     while (*link != NULL && (*link)->owner != owner && (*link)->owner != NULL) link = &(*link)->next;
     block = *link;
     if (block != NULL) *link = block->next;
-    else AMPC_TRY(ampc_block_new(dev, size, call, &block));
+    else AMPC_TRY(ampc_block_new(dev, owner, size, call, &block));
     block->owner = owner;
     bucket = ampc_busy_bucket(dev, block->data);
     block->next = *bucket;
@@ -671,22 +692,24 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     return AMP_OK;
 }
 
-void ampc_close(void *device) {
-    ampc_device *dev = (ampc_device *)device;
-    amp_host host = dev->host;
-    if (dev->owns_stream) {
-        ampc_current current(dev);
-        (void)cudaStreamSynchronize(dev->stream);
-        (void)cudaStreamDestroy(dev->stream);
-    }
+/* Everything that was handed out comes back, and all of it goes to CUDA. */
+void ampc_drop_memory(ampc_device *dev) {
     while (dev->graphs != NULL) ampc_graph_destroy(dev, dev->graphs);
     for (int i = 0; i < AMPC_BUCKETS; i++)
         while (dev->busy[i] != NULL) ampc_give(dev, dev->busy[i]->data);
-    if (dev->reserved > 0) {
+    ampc_trim(dev, true);
+}
+
+void ampc_close(void *device) {
+    ampc_device *dev = (ampc_device *)device;
+    amp_host host = dev->host;
+    if (dev->owns_stream || dev->reserved > 0 || dev->graphs != NULL) {
         ampc_current current(dev);
-        ampc_trim(dev, true);
+        if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
+        ampc_drop_memory(dev);
+        if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
+        (void)cudaGetLastError();
     }
-    (void)cudaGetLastError();
     pthread_mutex_destroy(&dev->lock);
     host.free(host.user, dev, sizeof *dev);
 }
@@ -702,6 +725,7 @@ amp_result ampc_open(void **out, const amp_host *host, const amp_backend_desc *d
     dev->index = desc->device;
     dev->stream = (cudaStream_t)desc->stream;
     dev->blas = desc->blas;
+    dev->memory = desc->memory;
     result = ampc_open_device(dev, desc);
     if (result == AMP_OK) *out = dev;
     else ampc_close(dev);
@@ -1663,13 +1687,21 @@ template <int V> __device__ __forceinline__ void ampc_piece_put(void *p, amp_dty
     else *(uint16_t *)p = (uint16_t)raw.x;
 }
 
+/* Where element `at` of a row of storage lies.  I: int within a chunk, so that a thread keeps 32-bit distances. */
+template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
+    return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
+}
+template <class I> __device__ __forceinline__ void *ampc_within(void *row, amp_dtype dtype, I at) {
+    return (char *)row + at * (dtype == AMP_F32 ? 4 : 2);
+}
+
 /* The piece at `at` of a row that ends at `end`, a multiple of V; beyond it 0 (reads) or nothing (writes). */
 template <int V, class I> __device__ __forceinline__ uint4 ampc_piece_read(const void *row, amp_dtype dtype, I at, I end) {
-    return at < end ? ampc_piece_get<V>(ampc_at(row, dtype, at), dtype) : uint4{0, 0, 0, 0};
+    return at < end ? ampc_piece_get<V>(ampc_within(row, dtype, at), dtype) : uint4{0, 0, 0, 0};
 }
 template <int V, class I> __device__ __forceinline__ void ampc_piece_write(void *row, amp_dtype dtype, I at, I end,
                                                                            const uint4 &raw) {
-    if (at < end) ampc_piece_put<V>(ampc_at(row, dtype, at), dtype, raw);
+    if (at < end) ampc_piece_put<V>(ampc_within(row, dtype, at), dtype, raw);
 }
 
 /* Two numbers rounded to 16 bits, the first in the low half.  NaN stays NaN, with any payload. */
@@ -1720,20 +1752,21 @@ template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, am
 }
 
 /* The V numbers at `at` of what all rows share. */
-template <int V> __device__ __forceinline__ void ampc_shared_read(const void *p, amp_dtype dtype, int64_t at, float *x) {
+template <int V> __device__ __forceinline__ void ampc_shared_read(const void *p, amp_dtype dtype, int at, float *x) {
+    const void *from = ampc_within(p, dtype, at);
     if constexpr (V == 8) {
         if (dtype == AMP_F32) {
-            uint4 low = ampc_piece_get<4>(ampc_at(p, dtype, at), dtype), high = ampc_piece_get<4>(ampc_at(p, dtype, at + 4), dtype);
+            uint4 low = ampc_piece_get<4>(from, dtype), high = ampc_piece_get<4>(ampc_within(from, dtype, 4), dtype);
             ampc_widen<4>(low, AMP_F32, x);
             ampc_widen<4>(high, AMP_F32, x + 4);
             return;
         }
     }
-    ampc_widen<V>(ampc_piece_get<V>(ampc_at(p, dtype, at), dtype), dtype, x);
+    ampc_widen<V>(ampc_piece_get<V>(from, dtype), dtype, x);
 }
 
 __device__ __forceinline__ void *ampc_row(const amp_mat &m, int64_t row, int64_t col = 0) {
-    return ampc_at(m.data, m.dtype, row * m.ld + col);
+    return ampc_within(m.data, m.dtype, row * m.ld + col);
 }
 
 /* x += a piece. */
@@ -1742,6 +1775,14 @@ template <int V> __device__ __forceinline__ void ampc_piece_add(const uint4 &raw
     ampc_widen<V>(raw, dtype, other);
     AMPC_UNROLL
     for (int i = 0; i < V; i++) x[i] += other[i];
+}
+
+__device__ __forceinline__ void ampc_prefetch(const void *p) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
+#else
+    (void)p;
+#endif
 }
 
 /* Adds a piece of sums to what lies there (add 1), or overwrites it. */
@@ -1782,11 +1823,13 @@ __device__ __forceinline__ float ampc_exp_below(float x, float max) { return amp
    i + 2 lanes, ...  A row longer than lanes E is worked on in chunks, which later passes read again; passes go to and
    fro, so that the chunk at the turn is still held.                                                        */
 
-/* Threads of a block at most, and their registers: 64, so that a multiprocessor holds 1024 threads; 128 for those with 32
-   elements, and for those that also keep sums. */
-enum { AMPC_ROW_THREADS = 512 };
-#define AMPC_ROW_BOUNDS __launch_bounds__(AMPC_ROW_THREADS, E < 32 ? 2 : 1)
-#define AMPC_SUM_BOUNDS __launch_bounds__(AMPC_ROW_THREADS, 1)
+/* Threads of a block at most, and their registers: 64 where the row is one chunk, so that a multiprocessor holds 1024
+   threads; 128 for other rows.  Those that also keep sums have one block on a multiprocessor, and 168 registers while
+   the sums lie there. */
+enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384 };
+__host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
+__host__ __device__ constexpr int ampc_threads(int e, bool sums) { return sums && e < 32 ? AMPC_SUM_THREADS : AMPC_ROW_THREADS; }
+#define AMPC_ROW_BOUNDS(light) __launch_bounds__(AMPC_ROW_THREADS, (light) && ampc_one_chunk(V, E) ? 2 : 1)
 
 template <int V, int E> struct ampc_shape { enum { v = V, e = E }; };
 struct ampc_row_plan {
@@ -1795,24 +1838,25 @@ struct ampc_row_plan {
     int64_t chunks;
 };
 
-/* One warp for a row that it can hold; else 16 or 24 elements a thread, whichever leaves fewer without work, and 32 for
-   rows that would not fit otherwise. */
+/* As few warps for a row as 8, 16 or 24 elements a thread allow, and of these as few elements; 32 for rows that would not
+   fit otherwise. */
 ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
     const int *e = choices[v == 8 ? 2 : v == 4];
     ampc_row_plan p;
     int64_t lanes[4];
-    int i, best = 0;
+    int i, best = 0, threads;
     for (i = 0; i < 4; i++) lanes[i] = cols > 0 ? ampc_blocks(cols, 32 * e[i]) * 32 : 32;
-    while (best < 2 && lanes[best] > 32) best++;
-    if (lanes[best] > 32 && lanes[1] * e[1] < lanes[2] * e[2]) best = 1;
-    while (best < 3 && lanes[best] > AMPC_ROW_THREADS) best++;
+    for (i = 1; i < 4; i++)
+        if (i < 3 ? lanes[i] < lanes[best] : lanes[best] > ampc_threads(e[best], sums)) best = i;
+    threads = ampc_threads(e[best], sums);
     p.v = v;
     p.e = e[best];
-    p.lanes = (int)(lanes[best] < AMPC_ROW_THREADS ? lanes[best] : (int64_t)AMPC_ROW_THREADS);
+    p.lanes = lanes[best] < threads ? (int)lanes[best] : threads;
     p.chunks = ampc_blocks(cols, (int64_t)p.lanes * p.e);
-    p.block = p.lanes * (p.lanes < 256 ? 256 / p.lanes : 1);
-    p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes), (p.e == 32 || sums ? 1 : 2) * AMPC_ROW_THREADS / p.block);
+    p.block = p.lanes * (sums ? threads / p.lanes : p.lanes < 256 ? 256 / p.lanes : 1);
+    p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes),
+                       sums ? 1 : (ampc_one_chunk(v, p.e) ? 2 : 1) * threads / p.block);
     return p;
 }
 
@@ -1839,10 +1883,12 @@ template <int V, int E> struct ampc_place {
         groups = (int)blockDim.x / lanes;
     }
     __device__ int at(int piece) const { return (piece * lanes + lane) * V; }
-    __device__ int64_t start(int64_t chunk) const { return chunk * (lanes * E); }
+    __device__ int64_t start(int64_t chunk) const { return ampc_one_chunk(V, E) ? 0 : chunk * (lanes * E); }
+    __device__ static int64_t chunks(int64_t planned) { return ampc_one_chunk(V, E) ? 1 : planned; }
     /* How many of the chunk's elements lie below end. */
     __device__ int left(int64_t chunk, int64_t end) const {
         int64_t n = end - start(chunk);
+        if (ampc_one_chunk(V, E)) return (int)end;
         return n < 0 ? 0 : n < lanes * E ? (int)n : lanes * E;
     }
 };
@@ -1885,20 +1931,27 @@ __device__ __forceinline__ void ampc_chunk_read(const ampc_place<V, E> &place, c
     for (int p = 0; p < E / V; p++) raw[p] = ampc_piece_read<V>(from, dtype, place.at(p), left);
 }
 
+/* Has a chunk fetched into the L2 cache for a later read: a thread's part is at most the 128 bytes that it asks for. */
+template <int V, int E>
+__device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place, const void *from, amp_dtype dtype, int left) {
+    static_assert(E * 4 <= 128, "a thread's part of a chunk");
+    if (place.lane * 128 < left * (dtype == AMP_F32 ? 4 : 2)) ampc_prefetch((const char *)from + place.lane * 128);
+}
+
 /* ---- LayerNorm and RMSNorm, forward */
 
 /* A chunk of the row to normalise.  The sum with the residual is rounded to storage before it is used, because that is
-   what backward reads; the first pass forms and stores it, later passes read it.  A sum that is not stored is formed
-   whenever it is used. */
-template <int V, int E> struct ampc_norm_chunk {
+   what backward reads; the first pass forms and stores it, later passes read it.  A sum that is not stored (FRESH) is
+   formed whenever it is used. */
+template <int V, int E, bool FRESH> struct ampc_norm_chunk {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
-    const bool add, stored;
+    const bool stored;
     int64_t row, start;
     int left;
     uint4 raw[E / V];
     __device__ __forceinline__ ampc_norm_chunk(const amp_k_norm &args, const ampc_place<V, E> &where)
-        : a(args), place(where), add(args.residual.data != NULL), stored(add && args.sum.data != NULL) {}
+        : a(args), place(where), stored(!FRESH && args.residual.data != NULL) {}
     __device__ __forceinline__ void fetch(int64_t of_row, int64_t chunk, int64_t cols, bool first) {
         const amp_mat &from = stored && !first ? a.sum : a.x;
         row = of_row;
@@ -1922,7 +1975,7 @@ template <int V, int E> struct ampc_norm_chunk {
     /* Piece p in fp32; 0 beyond the row. */
     __device__ __forceinline__ void get(int p, float *s) const {
         ampc_widen<V>(raw[p], stored ? a.sum.dtype : a.x.dtype, s);
-        if (!add || stored) return;
+        if (!FRESH) return;
         uint4 residual = ampc_piece_read<V>(ampc_row(a.residual, row, start), a.residual.dtype, place.at(p), left);
         ampc_piece_add<V>(residual, a.residual.dtype, s);
     }
@@ -1954,8 +2007,8 @@ template <int V, int E> struct ampc_norm_chunk {
             int at = place.at(p);
             float y[V], weight[V], bias[V];
             if (at >= left) continue;
-            if (a.weight) ampc_shared_read<V>(a.weight, a.weight_dtype, start + at, weight);
-            if (a.bias) ampc_shared_read<V>(a.bias, a.weight_dtype, start + at, bias);
+            if (a.weight) ampc_shared_read<V>(ampc_within(a.weight, a.weight_dtype, start), a.weight_dtype, at, weight);
+            if (a.bias) ampc_shared_read<V>(ampc_within(a.bias, a.weight_dtype, start), a.weight_dtype, at, bias);
             get(p, y);
             AMPC_UNROLL
             for (int i = 0; i < V; i++) {
@@ -1969,10 +2022,13 @@ template <int V, int E> struct ampc_norm_chunk {
     }
 };
 
-template <int V, int E> __global__ void AMPC_ROW_BOUNDS ampc_norm_rows(amp_k_norm a, int lanes, int64_t chunks) {
+/* share: 1 / cols. */
+template <int V, int E, bool FRESH> __global__ void AMPC_ROW_BOUNDS(!FRESH)
+ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
-    ampc_norm_chunk<V, E> chunk(a, place);
+    const int64_t chunks = place.chunks(planned);
+    ampc_norm_chunk<V, E, FRESH> chunk(a, place);
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float sum[1] = {0.0f}, squares[1] = {0.0f}, mean = 0.0f, rstd;
@@ -1982,14 +2038,14 @@ template <int V, int E> __global__ void AMPC_ROW_BOUNDS ampc_norm_rows(amp_k_nor
         }
         if (!a.rms) {
             ampc_over_group<ampc_plus>(sum, lanes, room);
-            mean = sum[0] / (float)a.x.cols;
+            mean = ampc_mul(sum[0], share);
         }
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) chunk.fetch(row, c, cols, false);
             squares[0] = chunk.squares(squares[0], mean);
         }
         ampc_over_group<ampc_plus>(squares, lanes, room + 32);
-        rstd = rsqrtf(squares[0] / (float)a.x.cols + a.eps);
+        rstd = rsqrtf(ampc_fma(squares[0], share, a.eps));
         for (c = 0; c < chunks; c++) {
             if (c != 0) chunk.fetch(row, c, cols, false);
             chunk.write(mean, rstd);
@@ -2009,8 +2065,9 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
-        return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm", ampc_norm_rows<S::v, S::e>, plan.grid,
-                           (unsigned)plan.block, 0, stream, a, plan.lanes, plan.chunks);
+        return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm", a.residual.data && !a.sum.data ?
+                           ampc_norm_rows<S::v, S::e, true> : ampc_norm_rows<S::v, S::e, false>, plan.grid, (unsigned)plan.block,
+                           0, stream, a, plan.lanes, plan.chunks, 1.0f / (float)a.x.cols);
     });
 }
 
@@ -2032,52 +2089,54 @@ template <int V> __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_r
 }
 
 /* g = dy weight */
-template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_norm &a, int64_t at, float *g) {
+template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_norm &a, int64_t start, int at, float *g) {
     float weight[V];
     if (!a.weight) return;
-    ampc_shared_read<V>(a.weight, a.weight_dtype, at, weight);
+    ampc_shared_read<V>(ampc_within(a.weight, a.weight_dtype, start), a.weight_dtype, at, weight);
     AMPC_UNROLL
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* dx for a chunk; dsum has been read before the means were known. */
+/* dx for a chunk. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row, int64_t start,
                                              int left, float mean, float rstd, const float *means, const uint4 *x,
-                                             const uint4 *dy, const uint4 *dsum) {
+                                             const uint4 *dy) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) {
         int at = place.at(p);
         float h[V], g[V];
         if (at >= left) continue;
         ampc_norm_pair<V>(x[p], a.x.dtype, dy[p], a.dy.dtype, mean, rstd, h, g);
-        ampc_norm_weigh<V>(a, start + at, g);
+        ampc_norm_weigh<V>(a, start, at, g);
         AMPC_UNROLL
         for (int i = 0; i < V; i++) g[i] = ampc_mul(ampc_fma(-h[i], means[1], g[i] - means[0]), rstd);
-        if (a.dsum.data) ampc_piece_add<V>(dsum[p], a.dsum.dtype, g);
+        if (a.dsum.data)
+            ampc_piece_add<V>(ampc_piece_read<V>(ampc_row(a.dsum, row, start), a.dsum.dtype, at, left), a.dsum.dtype, g);
         ampc_piece_write<V>(ampc_row(a.dx, row, start), a.dx.dtype, at, left, ampc_narrow<V>(g, a.dx.dtype));
     }
 }
 
-/* The sums of a thread's columns; the shared ones lie as [2, E, lanes]. */
+/* The sums of a thread's columns, in its registers or in shared memory.  There they lie as [2, E, stride]. */
 template <int V, int E> struct ampc_column_sums {
     enum { own = E < (int)AMPC_SHARED_SUMS ? E : 1 };
     float dweight[own], dbias[own], *const shared;
     const ampc_place<V, E> &place;
     const bool wanted;
+    static __host__ __device__ int stride(int lanes) { return own == E ? lanes : (int)AMPC_ROW_THREADS; }
     __device__ __forceinline__ ampc_column_sums(const ampc_place<V, E> &where, float *memory, bool want)
-        : shared(memory), place(where), wanted(want) {
+        : shared(memory + where.lane), place(where), wanted(want) {
         AMPC_UNROLL
         for (int k = 0; k < own; k++) dweight[k] = dbias[k] = 0.0f;
         AMPC_NO_UNROLL
-        for (int k = 0; k < (own == E || !wanted ? 0 : 2 * E); k++) shared[k * place.lanes + place.lane] = 0.0f;
+        for (int k = 0; k < (own == E || !wanted ? 0 : 2 * E); k++) shared[k * stride(place.lanes)] = 0.0f;
     }
     __device__ __forceinline__ void add(int k, float dy, float h) {
         if constexpr (own == E) {
             dweight[k % own] = ampc_fma(dy, h, dweight[k % own]);
             dbias[k % own] += dy;
         } else if (wanted) {
-            float *w = shared + k * place.lanes + place.lane, *b = w + E * place.lanes;
+            float *w = shared + k * stride(0), *b = w + E * stride(0);
             *w = ampc_fma(dy, h, *w);
             *b += dy;
         }
@@ -2086,7 +2145,7 @@ template <int V, int E> struct ampc_column_sums {
     __device__ __forceinline__ void gather(bool first) {
         AMPC_UNROLL
         for (int k = 0; k < own && own == E; k++) {
-            float *w = shared + k * place.lanes + place.lane, *b = w + E * place.lanes;
+            float *w = shared + k * place.lanes, *b = w + E * place.lanes;
             *w = first ? dweight[k] : *w + dweight[k];
             *b = first ? dbias[k] : *b + dbias[k];
         }
@@ -2100,7 +2159,7 @@ template <int V, int E> struct ampc_column_sums {
         AMPC_NO_UNROLL
         for (int k = 0; k < (place.group == 0 ? 2 * E : 0); k++) {
             int j = place.at(k % E / V) + k % V;
-            if (j < cols) partial[(k >= E ? cols : 0) + j] = shared[k * place.lanes + place.lane];
+            if (j < cols) partial[(k >= E ? cols : 0) + j] = shared[k * stride(place.lanes)];
         }
     }
 };
@@ -2117,7 +2176,7 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
         AMPC_UNROLL
         for (int i = 0; i < V; i++) sums.add(p * V + i, g[i], h[i]);
         if (place.at(p) >= left) continue;
-        ampc_norm_weigh<V>(a, start + place.at(p), g);
+        ampc_norm_weigh<V>(a, start, place.at(p), g);
         AMPC_UNROLL
         for (int i = 0; i < V; i++) {
             means[0] += g[i];
@@ -2127,21 +2186,22 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
 }
 
 /* partials NULL: dx alone. */
-template <int V, int E> __global__ void AMPC_SUM_BOUNDS
-ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t chunks, float *partials) {
+template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
+ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, float *partials) {
     AMPC_SHARED(float, room, 128);
     AMPC_DYNAMIC(memory);
     const ampc_place<V, E> place(lanes);
+    const int64_t chunks = place.chunks(planned);
     ampc_column_sums<V, E> sums(place, (float *)(void *)memory, partials != NULL);
     int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float mean = a.rms || cols == 0 ? 0.0f : a.mean[row], rstd = cols == 0 ? 0.0f : a.rstd[row], means[2] = {0.0f, 0.0f};
-        uint4 x[E / V], dy[E / V], dsum[E / V];
+        uint4 x[E / V], dy[E / V];
         auto fetch = [&](int64_t start, int left) {
+            if (a.dsum.data) ampc_chunk_expect(place, ampc_row(a.dsum, row, start), a.dsum.dtype, left);
             ampc_chunk_read(place, ampc_row(a.x, row, start), a.x.dtype, left, x);
             ampc_chunk_read(place, ampc_row(a.dy, row, start), a.dy.dtype, left, dy);
-            if (a.dsum.data) ampc_chunk_read(place, ampc_row(a.dsum, row, start), a.dsum.dtype, left, dsum);
         };
         for (c = 0; c < chunks; c++) {
             fetch(place.start(c), place.left(c, cols));
@@ -2149,11 +2209,11 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t chunks, float *partials
         }
         ampc_over_group<ampc_plus>(means, lanes, room + 64 * turn);
         turn ^= 1;
-        means[0] = a.rms ? 0.0f : means[0] / (float)a.x.cols;
-        means[1] = means[1] / (float)a.x.cols;
+        means[0] = a.rms ? 0.0f : ampc_mul(means[0], share);
+        means[1] = ampc_mul(means[1], share);
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(place.start(c), place.left(c, cols));
-            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy, dsum);
+            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy);
         }
     }
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
@@ -2216,13 +2276,14 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols, true);
     bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1;
     unsigned blocks = plan.grid;
-    size_t shared = sums && !wide ? (size_t)plan.lanes * (size_t)plan.e * 2 * sizeof(float) : 0;
     if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
     float *partials = (float *)scratch.data;
     AMPC_TRY(ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
-        return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, plan.grid, (unsigned)plan.block, shared, stream,
-                           a, plan.lanes, plan.chunks, wide ? NULL : partials);
+        size_t shared = (size_t)ampc_column_sums<S::v, S::e>::stride(plan.lanes) * 2 * S::e * sizeof(float);
+        return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, plan.grid, (unsigned)plan.block,
+                           sums && !wide ? shared : 0, stream, a, plan.lanes, plan.chunks, 1.0f / (float)a.x.cols,
+                           wide ? NULL : partials);
     }));
     if (!sums) return AMP_OK;
     if (wide)
@@ -2333,10 +2394,11 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
 }
 
 /* A row without a seen key has only -inf, and gives zeros; NaN and +inf make a row NaN. */
-template <int V, int E> __global__ void AMPC_ROW_BOUNDS
-ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chunks) {
+template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
+ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
+    const int64_t chunks = place.chunks(planned);
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
         bool live = first + place.group < rows;
         int64_t row = live ? first + place.group : rows - 1, c;
@@ -2369,10 +2431,11 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chunks) {
 }
 
 /* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is. */
-template <int V, int E> __global__ void AMPC_ROW_BOUNDS
-ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t chunks) {
+template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
+ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
+    const int64_t chunks = place.chunks(planned);
     int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < rows ? a.keys : 0, c;

@@ -253,8 +253,10 @@ static std::string waiting() {
 
 [[noreturn]] static void deadlock() {
     const block_state *b = current_block();
+    char who[512];              /* no string: nothing on this stack is destroyed */
+    snprintf(who, sizeof who, "%s", waiting().c_str());
     coc_trap(cudaErrorLaunchTimeout, "deadlock: %u of %u threads have returned, no other can go on: %s", b->n - b->live,
-             b->n, waiting().c_str());
+             b->n, who);
 }
 
 /* ---- Scheduling */

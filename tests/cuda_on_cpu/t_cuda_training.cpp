@@ -584,6 +584,59 @@ static void several_at_once() {
 }
 CUDA_TEST(two_devices) { several_at_once(); }
 
+/* The host's stream and device memory: every block is its own, comes with the stream that uses it, and goes back. */
+static long pool_blocks, pool_wrong;
+static void *pool_alloc(void *user, size_t bytes, int32_t device, void *stream) {
+    void *p = NULL;
+    int current = -1;
+    pool_wrong += stream != user || device != 1 || cudaGetDevice(&current) != cudaSuccess || current != 1;
+    pool_blocks++;
+    return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+}
+static void pool_free(void *user, void *ptr, size_t, int32_t device, void *stream) {
+    pool_wrong += stream != user || device != 1;
+    pool_blocks--;
+    CHECK(cudaFree(ptr) == cudaSuccess);
+}
+CUDA_TEST(stream_and_memory_of_the_host) {
+    std::string weights[2];
+    for (int own = 0; own < 2; own++) {
+        cudaStream_t stream = NULL;
+        amp_desc d = settings(amp_cuda(), AMP_LEVEL_O2);
+        std::vector<amp_outcome> outcomes;
+        d.device = 1;
+        CHECK(cudaSetDevice(1) == cudaSuccess && cudaStreamCreate(&stream) == cudaSuccess && cudaSetDevice(0) == cudaSuccess);
+        if (own) {
+            d.stream = d.memory.user = stream;
+            d.memory.alloc = pool_alloc;
+            d.memory.free = pool_free;
+        }
+        pool_blocks = pool_wrong = 0;
+        {
+            network gpu;
+            CHECK_OK(gpu.open(d, AMP_NO_WORKERS));
+            CHECK_EQ(pool_blocks > 10, own);
+            CHECK_EQ(pool_blocks == coc_living().allocations, own);
+            for (int i = 0; i < 3; i++) {
+                CHECK_OK(gpu.forward_backward());
+                CHECK_OK(gpu.step(&outcomes));
+            }
+            if (own) CHECK(cudaStreamSynchronize(stream) == cudaSuccess);       /* all work is there */
+            weights[own] = gpu.weights();
+        }
+        CHECK(pool_blocks == 0 && pool_wrong == 0);
+        CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+    }
+    CHECK(weights[0] == weights[1]);
+}
+CUDA_TEST(memory_of_the_host_is_a_pair) {
+    amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+    amp_context *amp = NULL;
+    d.memory.alloc = pool_alloc;
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), ".memory.free") != NULL);
+}
+
 /* ---- Failures */
 
 struct run_result {
@@ -623,6 +676,13 @@ static void nothing_left(const char *function, int n) {
     coc_reset();
 }
 
+/* Sanitizers are slow: with them fewer calls fail. */
+#if defined(__SANITIZE_ADDRESS__)
+enum { FAILURE_STEP = 4 };
+#else
+enum { FAILURE_STEP = 1 };
+#endif
+
 /* One multiprocessor, for small grids, while it lives. */
 struct small_machine {
     small_machine() { coc_set_devices(1, (size_t)1 << 28, 1); }
@@ -640,7 +700,7 @@ CUDA_TEST(every_call_may_fail) {
     small_machine machine;
     for (const char *function : failing) {
         int calls = 0, pending = 0;
-        for (int n = 1; !pending && n < 2000; n += n < 6 ? 1 : 19) {
+        for (int n = 1; !pending && n < 2000; n += n < 6 ? FAILURE_STEP : 19 * FAILURE_STEP) {
             coc_fail(function, n, cudaErrorUnknown);
             run_result r = small_run();
             pending = coc_fail_pending();
@@ -660,7 +720,7 @@ CUDA_TEST(every_call_may_fail) {
 CUDA_TEST(lost_device) {
     small_machine machine;
     for (const char *function : {"cudaMalloc", "cudaMemcpyAsync", "cudaEventRecord", "cudaLaunchKernel", "cudaStreamSynchronize"})
-        for (int n = 3; n < 60; n += 19) {
+        for (int n = 3; n < 60; n += 19 * FAILURE_STEP) {
             host_logs = 0;
             coc_fail(function, n, cudaErrorIllegalAddress, 1);
             run_result r = small_run();
@@ -689,7 +749,7 @@ CUDA_TEST(out_of_memory) {
         nothing_left("cudaMalloc", n);
         if (pending) break;
     }
-    for (long n = 1; n < 2000; n += n < 10 ? 1 : 13) {
+    for (long n = 1; n < 2000; n += n < 10 ? FAILURE_STEP : 13 * FAILURE_STEP) {
         host_fail_alloc = n;
         run_result r = small_run();
         bool pending = host_fail_alloc > 0;
@@ -708,6 +768,8 @@ int main(int argc, char **argv) {
     RUN(every_order);
     RUN(steady_step_does_not_wait);
     RUN(two_devices);
+    RUN(stream_and_memory_of_the_host);
+    RUN(memory_of_the_host_is_a_pair);
     RUN(every_call_may_fail);
     RUN(lost_device);
     RUN(out_of_memory);
