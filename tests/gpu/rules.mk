@@ -34,8 +34,7 @@ GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h tests/test.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal
-GPU_CXX  := $(CXX) $(CXXWARN) $(COC_FLAGS) -Itests/gpu/on_gpu
-GPU_CXX  := $(subst -I$(COC)/include,,$(GPU_CXX)) -I$(COC)/include
+GPU_CXX  := $(CXX) $(CXXWARN) -Itests/gpu/on_gpu $(COC_FLAGS)
 GPU_CU   := $(GPU_CXX) -x c++
 GPU_CUDA := $(BUILD)/model_amp_cuda.o
 GPU_REST := $(BUILD)/coc_engine.o $(BUILD)/coc_runtime.o

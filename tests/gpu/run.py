@@ -217,7 +217,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ms", type=float, default=20, help="milliseconds of one round")
     parser.add_argument("--seconds", type=float, default=180, help="PyTorch's; what they leave no time for is skipped")
-    parser.add_argument("--test-seconds", type=float, default=150, help="after which the tests are ended, and have failed")
+    parser.add_argument("--test-seconds", type=float, default=180, help="after which the tests are ended, and have failed")
     parser.add_argument("--compile", default="all", help="which cases PyTorch also compiles: those whose name holds it")
     parser.add_argument("--only", default="tests,bench,peers")
     args = parser.parse_args()
