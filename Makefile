@@ -32,7 +32,7 @@ help:
 	@echo "make run              train a small GPT in mixed precision on this project's own text (about two minutes)"
 	@echo "make examples         build every example into $(BUILD)/"
 	@echo "make test             build and run the tests (no network, no Python)"
-	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
+	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards, amp_cuda.cu by nvcc"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
 	@echo "make bench            time kernels, training steps, loader and masks beside their peers (PEER_TORCH,"
@@ -66,12 +66,15 @@ $(BUILD):
 
 FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
 
-test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) examples
-	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
+# The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI.
+include tests/cuda_on_cpu/rules.mk
 
-test-ci:
-	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh
+test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) examples
+	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
+
+test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
+	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
 
 test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
