@@ -69,18 +69,16 @@ $(BUILD):
 
 FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
 
-test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) examples
-	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
-
-# The CUDA backend on the model GPU, and on GPUs.
-ifndef COC
+# The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk
-endif
 include tests/gpu/rules.mk
 
-test-ci:
-	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh
+test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) examples
+	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
+
+test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
+	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
 
 test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
