@@ -62,12 +62,8 @@ $(GPU_BIN)/t_cuda%.o: $(COC)/t_cuda%.cpp $(GPU_HEADERS) | $(GPU_BIN)
 $(GPU_BIN)/%.o: tests/gpu/%.cu $(GPU_HEADERS) | $(GPU_BIN)
 	$(GPU_CU) -c $< -o $@
 
-$(GPU_PROGRAMS:%=$(GPU_BIN)/%): %: %.o $(GPU_CUDA) $(GPU_REST) $(GPU_BIN)/amp.o
+$(GPU_PROGRAMS:%=$(GPU_BIN)/%): %: %.o $(GPU_CUDA) $(GPU_REST) $(BUILD)/amp_implementation.o
 	$(GPU_CXX) $^ -o $@ $(GPU_LIBS)
-
-# With all threads: the CPU computes what the GPU is compared with.
-$(GPU_BIN)/amp.o: amp.h | $(GPU_BIN)
-	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) $(OMP) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
 
 gpu-programs: $(GPU_PROGRAMS:%=$(GPU_BIN)/%)
 
