@@ -28,7 +28,7 @@ BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
 
-help:
+help: backend
 	@echo "make run              train a small GPT in mixed precision on this project's own text (about two minutes)"
 	@echo "make examples         build every example into $(BUILD)/"
 	@echo "make test             build and run the tests (no network, no Python)"
@@ -40,10 +40,13 @@ help:
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make accuracy         the tests' errors beside PyTorch's own, into tests/bench/results/"
 	@echo "make readme           put the newest results into the README's tables"
+	@echo "make cuda             the CUDA backend for every GPU that nvcc knows: $(BUILD)/amp_cuda.o"
+	@echo "make gpu              tests and timings on the GPU at hand, beside PyTorch; REHEARSE=1: on the model GPU"
+	@echo "make gpu-table        what the CUDA kernels need, into tests/gpu/resources.txt"
 	@echo "make install PREFIX=  copy amp.h and amp.pc below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
 
-run: $(BUILD)/train_gpt
+run: backend $(BUILD)/train_gpt
 	$(BUILD)/train_gpt
 
 examples: $(EXAMPLES:%=$(BUILD)/%)
@@ -66,12 +69,16 @@ $(BUILD):
 
 FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
 
-test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) examples
-	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
+# The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
+include tests/cuda_on_cpu/rules.mk
+include tests/gpu/rules.mk
 
-test-ci:
-	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh
+test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) examples
+	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
+
+test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
+	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
 
 test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full

@@ -1075,6 +1075,15 @@ typedef struct amp_host {
     void (*free)(void *user, void *ptr, size_t size);
 } amp_host;
 
+/* The host's own allocator of device memory; all zero: the backend's.  What it hands out may be used at once by work
+   in `stream` (NULL: the legacy default stream); what comes back may still be in use by work queued there.  alloc
+   returns NULL where there is no memory left. */
+typedef struct amp_device_memory {
+    void *user;
+    void *(*alloc)(void *user, size_t bytes, int32_t device, void *stream);
+    void (*free)(void *user, void *ptr, size_t bytes, int32_t device, void *stream);
+} amp_device_memory;
+
 typedef struct amp_backend_desc {
     int32_t device;                 /* index */
     int32_t threads;                /* CPU: threads a kernel may use */
@@ -1082,6 +1091,7 @@ typedef struct amp_backend_desc {
     int32_t reserved;
     void *stream;                   /* the host's own stream, or NULL */
     void *blas;                     /* the host's own BLAS handle, or NULL */
+    amp_device_memory memory;
 } amp_backend_desc;
 
 /* `dev` is what open returned.  All calls but those named sync or wait return before the device is done.
@@ -1219,6 +1229,7 @@ typedef struct amp_desc {
     int32_t reserved;
     void *stream;                   /* the host's own stream; NULL: the backend's */
     void *blas;                     /* the host's own BLAS handle */
+    amp_device_memory memory;       /* the host's own allocator on the device; not for amp_cpu(), see .system */
     amp_logger logger;
     amp_system system;
     amp_reducer reducer;
@@ -1383,6 +1394,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
    AMP_DTYPE_DEFAULT takes the pattern back.  Errors: 101, 104, 108, 301. */
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype);
 
+/* Waits for the device, where the host cannot read its counters. */
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out);
 /* Frees every cached cast. */
 AMP_API void amp_cast_cache_clear(amp_context *amp);
@@ -2100,7 +2112,7 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.beta2 = (float)args->beta2;
     s.rest1 = (float)(1.0 - args->beta1);
     s.rest2 = (float)(1.0 - args->beta2);
-    s.keep = (float)(1.0 - lr * row->weight_decay);
+    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* not one fused operation */
     s.rate = (float)(lr / (1.0 - f->beta1_power));
     s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
     s.eps = (float)args->eps;
@@ -6394,7 +6406,8 @@ struct amp_context {
     ampi_layer_rule *layers; int64_t n_layers, layer_room;
     ampi_user_op *ops; int64_t n_ops, op_room;
     amp_cast_policy override_policy[AMPI_BUILTIN_OPS];
-    int32_t *bad_row;               /* device memory: what a kernel found out of range, for devices the host cannot read */
+    int32_t *bad_row;               /* device memory, for devices the host cannot read: what a kernel found out of range;
+                                       8 bytes further the casts' new infinities (int64_t) */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
 };
 
@@ -6500,6 +6513,7 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     if (d->cpu_path > ampi_cpu_best_path())
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
     if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free come both or neither");
+    if ((d->memory.alloc == NULL) != (d->memory.free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory.alloc and .memory.free come both or neither");
     if ((s->thread_start == NULL) != (s->thread_join == NULL) || (s->thread_start == NULL) != (s->thread_detach == NULL))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start, .thread_join and .thread_detach come all or none");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
@@ -6534,6 +6548,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.cpu_path = amp->desc.cpu_path;
     b.stream = amp->desc.stream;
     b.blas = amp->desc.blas;
+    b.memory = amp->desc.memory;
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
     AMPI_TRY(amp_choose(&amp->machine, amp->desc.dtype, amp->desc.allow_fallback, &amp->choice));
@@ -6542,8 +6557,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
     if (amp->backend->host_visible) return AMP_OK;
-    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, sizeof *amp->bad_row));
-    return amp->backend->fill(amp->dev, amp->bad_row, 0, sizeof *amp->bad_row, amp->desc.stream);
+    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, 16));
+    return amp->backend->fill(amp->dev, amp->bad_row, 0, 16, amp->desc.stream);
 }
 
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi) {
@@ -6586,7 +6601,7 @@ AMP_API void amp_close(amp_context *amp) {
         amp_mask_cache_clear(amp);
         for (i = 0; i < amp->block_room; i++)
             if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
-        if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, sizeof *amp->bad_row);
+        if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, 16);
         amp->backend->close(amp->dev);
     }
     ampi_free(&system, amp->blocks, amp->block_room, sizeof *amp->blocks);
@@ -7361,7 +7376,7 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
 
 /* Fills the entry's memory from the weight. */
 static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
-    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : NULL;
+    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : (int64_t *)(void *)(amp->bad_row + 2);
     amp_k_pack pack;
     amp_k_cast cast;
     if (e->kind != AMPI_PACK_CAST) {
@@ -7480,7 +7495,9 @@ AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *o
     *out = amp->cache_info;
     out->limit = amp->desc.cache_limit;
     ampi_unlock(amp);
-    return AMP_OK;
+    if (amp->bad_row == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, amp->bad_row + 2, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
+    return amp->backend->stream_sync(amp->dev, amp->desc.stream);
 }
 
 AMP_API void amp_cast_cache_clear(amp_context *amp) {

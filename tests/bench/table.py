@@ -1,12 +1,15 @@
-"""Writes README.md's tables of speed and accuracy from the newest results of run.py, between the markers
+"""Writes README.md's tables of speed and accuracy from the newest results of run.py, and its table of a GPU from those of
+tests/gpu/run.py, between the markers
 
-    <!-- bench:begin -->
-    <!-- bench:end -->
+    <!-- bench:begin -->                   <!-- gpu:begin -->
+    <!-- bench:end -->                     <!-- gpu:end -->
 
-    python3 tests/bench/table.py [--print] [results.json]
+    python3 tests/bench/table.py [--print] [--only bench,gpu] [results.json]
 
-`make readme` calls it.  Results of a machine on which something else was running are refused.
+`make readme` calls it.  Results of a machine on which something else was running are refused.  Where there are no results
+of a GPU, its table is left empty.
 """
+import argparse
 import glob
 import json
 import os
@@ -14,7 +17,6 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 MODELS = {"124m": "GPT-2 124M", "30m": "30M", "11m": "11M bytes"}
 BUSY = 0.06
 
@@ -24,9 +26,9 @@ def newest(kind):
     for path in glob.glob(os.path.join(HERE, "results", kind + "-*.json")):
         with open(path) as f:
             found.append((json.load(f)["date"], path))
-    if not found:
+    if not found and kind != "gpu":
         sys.exit(f"no {kind} results in tests/bench/results: run make bench and make accuracy")
-    return max(found)[1]
+    return max(found)[1] if found else None
 
 
 def table(head, rows):
@@ -114,26 +116,86 @@ def lines(results, name, accuracy, accuracy_name):
     yield from accuracy_table(accuracy["accuracy"])
 
 
-def main():
-    arguments = [a for a in sys.argv[1:] if a != "--print"]
-    path, errors = arguments[0] if arguments else newest("cpu"), newest("accuracy")
+def gpu_lines(results, name):
+    """A line per case; behind PyTorch's modes how many times as fast amp.h is."""
+    def cell(row, mode):
+        peer = row.get("peers", {}).get(mode, {})
+        return f"{peer['ms']:.3f} ({peer['ratio']:.2f}x)" if "ratio" in peer else ""
+
+    def line(case, row):
+        own = [v["verdict"] for v in results["bars"] if v["bar"].startswith(case + ":")]
+        return [case, f"{row['ms']:.3f}", f"{row['share']:.0%}" if row.get("share") else "-", cell(row, "eager"),
+                cell(row, "compile"), next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")]
+
+    d, v, t = results["device"], results["versions"], results["tests"] or {"passed": 0, "failed": 0, "skipped": 0}
+    copy = results["copy_gb_per_s"]
+    yield (f"{d['name']}, driver CUDA {v['driver']}, nvcc {v['nvcc']}, PyTorch {v.get('torch') or '-'}; {results['date']}; "
+           f"`make gpu`, [{name}](tests/bench/results/{name}): medians of {results['settings']['rounds']} rounds over "
+           f"operands that the L2 cache does not hold. {t['passed']} tests passed on it, {t['failed']} failed, "
+           f"{t['skipped']} were skipped. Copies run at {copy:,.0f} GB/s, read and written; \"of copy\" is a kernel's "
+           "share of that. In brackets: amp.h's speed over PyTorch's.")
+    yield ""
+    yield from table(["kernel", "ms", "of copy", "PyTorch eager, ms", "PyTorch compiled, ms", "bars"],
+                     [line(case, row) for case, row in results["cases"].items() if not case.startswith(("copy", "read"))])
+    yield ""
+    for word, text in (("FAIL", "Below their bar"), ("not measured", "Not measured")):
+        bars = [f"{b['bar']} ({b['measured']:g}, {b['needs']})" if b["measured"] is not None else b["bar"]
+                for b in results["bars"] if b["verdict"] == word]
+        if bars:
+            yield f"{text}: {'; '.join(bars)}."
+            yield ""
+
+
+def bench_text(path, trial):
+    errors = newest("accuracy")
     with open(path) as f:
         results = json.load(f)
     with open(errors) as f:
         accuracy = json.load(f)
-    text = "\n".join(lines(results, os.path.basename(path), accuracy, os.path.basename(errors))).rstrip()
-    if "--print" in sys.argv:
-        return print(text)
     busy = results["machine"]["used_by_others"]["median"]
-    if busy > BUSY:
+    if busy > BUSY and not trial:
         sys.exit(f"{os.path.basename(path)}: other programs used {busy:.0%} of the machine: measure again")
+    return "\n".join(lines(results, os.path.basename(path), accuracy, os.path.basename(errors))).rstrip()
+
+
+def gpu_text(path, trial):
+    if path is None:
+        return ""
+    with open(path) as f:
+        results = json.load(f)
+    if results["device"]["name"] == "model" and not trial:
+        sys.exit(f"{os.path.basename(path)} is a rehearsal on the model GPU")
+    return "\n".join(gpu_lines(results, os.path.basename(path))).rstrip()
+
+
+def put(text, name, value):
+    """text with `value` between the markers of `name`."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"README.md needs one {begin} and one {end}")
+    return text.split(begin)[0] + begin + "\n" + (value + "\n" if value else "") + end + text.split(end)[1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", help="to stdout, not into README.md")
+    parser.add_argument("--only", default="bench,gpu")
+    parser.add_argument("results", nargs="?", help="a file; default: the newest of its kind")
+    args = parser.parse_args()
+    tables = {"bench": ("cpu", bench_text), "gpu": ("gpu", gpu_text)}
+    texts = {}
+    for name in args.only.split(","):
+        kind, text_of = tables[name]
+        texts[name] = text_of(args.results or newest(kind), args.print)
+    if args.print:
+        return print("\n\n".join(texts.values()))
     readme = os.path.join(ROOT, "README.md")
     with open(readme) as f:
-        old = f.read()
-    if old.count(BEGIN) != 1 or old.count(END) != 1:
-        sys.exit(f"README.md needs one {BEGIN} and one {END}")
+        text = f.read()
+    for name, value in texts.items():
+        text = put(text, name, value)
     with open(readme, "w") as f:
-        f.write(old.split(BEGIN)[0] + BEGIN + "\n" + text + "\n" + END + old.split(END)[1])
+        f.write(text)
 
 
 if __name__ == "__main__":

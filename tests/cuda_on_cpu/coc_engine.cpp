@@ -1,0 +1,642 @@
+/* coc_engine.cpp - runs the threads of a block as fibers on one OS thread, and the blocks over OpenMP's threads.
+ *
+ * A fiber has a stack of its own and switches by hand (x86-64: six registers and the stack pointer; elsewhere
+ * ucontext).  A thread that returns without ever having waited leaves its stack to the next one, so a kernel without
+ * barriers runs as a plain loop.  Fibers never change their OS thread. */
+#include "coc_internal.h"
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#if defined(_OPENMP)
+#  include <omp.h>
+#endif
+#if !defined(__x86_64__)
+#  define COC_UCONTEXT
+#endif
+#if defined(COC_UCONTEXT)
+#  include <ucontext.h>
+#endif
+
+enum {
+    STACK_BYTES = 128 << 10,
+    GUARD_BYTES = 4096,
+    LEFT_BYTES = 8 << 10,       /* at a stack's top: frames that were left without returning */
+    RED_ZONE = 128,             /* between pieces of shared memory */
+    STATIC_SITES = 64,
+    STATIC_ROOM = COC_SHARED_DEFAULT + STATIC_SITES * 2 * RED_ZONE,
+    DYNAMIC_ROOM = COC_SHARED_MOST + RED_ZONE,
+    CANARY = 0xCB,
+    PARALLEL_FROM = 2048        /* threads of a grid; below it waking an OpenMP thread costs more than it saves */
+};
+
+__thread coc_thread *coc_current;
+__thread coc_block *coc_current_block;
+coc_order coc_current_order;
+uint64_t coc_order_seed = 1;
+long coc_switches;
+
+struct coc_meeting {
+    coc_slots slots;
+    unsigned mask, arrived, holders;
+    volatile unsigned complete;
+    const char *name;
+    size_t bytes;
+    coc_meeting *next;          /* among the warp's open ones, or the free ones */
+};
+
+/* A block as it runs. */
+struct block_state : coc_block {
+    coc_thread *threads;
+    unsigned n, live, arrived;
+    volatile unsigned generation;
+    const char *barrier;
+    int barrier_line;
+    unsigned votes[2];          /* of this and the last generation */
+    const unsigned *order, *position;
+    const coc_grid *what;
+};
+
+struct shared_site { const void *key; size_t offset, bytes; };
+
+/* What an OS thread keeps between blocks. */
+struct worker {
+    std::vector<coc_thread> block_threads;
+    std::vector<coc_warp> warps;
+    std::vector<unsigned> order, position;      /* of the threads; position is the inverse */
+    coc_order order_kind = COC_RANDOM;
+    std::vector<unsigned char *> stacks;
+    std::vector<int> free_stacks;
+    std::deque<coc_meeting> meetings;
+    coc_meeting *free_meetings = nullptr;
+    unsigned char *static_shared, *dynamic_shared;
+    std::vector<shared_site> sites;
+    size_t static_bytes = 0, static_end = 0, dynamic_bytes = 0;
+    unsigned char *signal_stack = nullptr;
+    void *main_pointer = nullptr, *main_fake = nullptr;
+    const void *main_bottom = nullptr;
+    size_t main_size = 0;
+    jmp_buf escape;             /* out of a kernel, from the signal handler */
+    volatile int in_kernel = 0;
+    cudaError_t failed = cudaSuccess;
+    long switches = 0;
+#if defined(COC_UCONTEXT)
+    std::deque<ucontext_t> contexts;
+    ucontext_t main_context;
+#endif
+    worker();
+    ~worker();
+};
+static __thread worker *here;
+
+static unsigned char *map_room(size_t bytes) {
+    void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) { fprintf(stderr, "coc: no memory for %zu bytes\n", bytes); abort(); }
+    return (unsigned char *)p;
+}
+
+worker::worker() {
+    static_shared = map_room(STATIC_ROOM);
+    dynamic_shared = map_room(DYNAMIC_ROOM + RED_ZONE) + RED_ZONE;
+    coc_poison(static_shared, STATIC_ROOM);
+    coc_poison(dynamic_shared, DYNAMIC_ROOM);
+#if !COC_ASAN
+    stack_t stack = {};
+    signal_stack = map_room(64 << 10);
+    stack.ss_sp = signal_stack;
+    stack.ss_size = 64 << 10;
+    sigaltstack(&stack, nullptr);
+#endif
+}
+
+worker::~worker() {
+    for (unsigned char *stack : stacks) {
+        coc_unpoison(stack, STACK_BYTES);
+        munmap(stack - GUARD_BYTES, STACK_BYTES + GUARD_BYTES);
+    }
+    coc_unpoison(static_shared, STATIC_ROOM);
+    coc_unpoison(dynamic_shared, DYNAMIC_ROOM);
+    munmap(static_shared, STATIC_ROOM);
+    munmap(dynamic_shared - RED_ZONE, DYNAMIC_ROOM + RED_ZONE);
+    if (signal_stack) {
+        stack_t stack = {};
+        stack.ss_flags = SS_DISABLE;
+        sigaltstack(&stack, nullptr);
+        munmap(signal_stack, 64 << 10);
+    }
+}
+
+/* ---- Switching */
+
+static void fiber_main();
+
+#if defined(COC_UCONTEXT)
+static void switch_context(void **from, void *to) { swapcontext((ucontext_t *)*from, (ucontext_t *)to); }
+static void *new_context(worker *w, int stack) {
+    ucontext_t *context = &w->contexts[(size_t)stack];
+    getcontext(context);
+    context->uc_stack.ss_sp = w->stacks[(size_t)stack];
+    context->uc_stack.ss_size = STACK_BYTES;
+    context->uc_link = nullptr;
+    makecontext(context, fiber_main, 0);
+    return context;
+}
+#else
+extern "C" void coc_switch_context(void **from, void *to);
+__asm__(".text\n"
+        ".globl coc_switch_context\n"
+        ".type coc_switch_context,@function\n"
+        "coc_switch_context:\n"
+        " pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+        " movq %rsp,(%rdi)\n movq %rsi,%rsp\n"
+        " popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n"
+        ".size coc_switch_context,.-coc_switch_context\n");
+static void switch_context(void **from, void *to) { coc_switch_context(from, to); }
+/* Tops of stacks are staggered, so that 256 of them do not fall into the same lines of the L1 cache. */
+static void *new_context(worker *w, int stack) {
+    void **top = (void **)(w->stacks[(size_t)stack] + STACK_BYTES - (size_t)(stack % 61) * 64);
+    *--top = nullptr;
+    *--top = (void *)fiber_main;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    return top;
+}
+#endif
+
+static int take_stack(worker *w) {
+    if (w->free_stacks.empty()) {
+        unsigned char *p = map_room(STACK_BYTES + GUARD_BYTES);
+        mprotect(p, GUARD_BYTES, PROT_NONE);
+        w->stacks.push_back(p + GUARD_BYTES);
+#if defined(COC_UCONTEXT)
+        w->contexts.emplace_back();
+#endif
+        return (int)w->stacks.size() - 1;
+    }
+    int stack = w->free_stacks.back();
+    w->free_stacks.pop_back();
+    coc_unpoison(w->stacks[(size_t)stack] + STACK_BYTES - LEFT_BYTES, LEFT_BYTES);
+    return stack;
+}
+
+/* Leaves the running context for thread t; fake NULL: it will not come back. */
+static void enter(worker *w, void **from, void **fake, coc_thread *t) {
+    if (t->state == 0) {
+        t->state = 1;
+        t->stack = take_stack(w);
+        t->stack_pointer = new_context(w, t->stack);
+    }
+    coc_current = t;
+    w->switches++;
+#if COC_ASAN
+    __sanitizer_start_switch_fiber(fake, w->stacks[(size_t)t->stack], STACK_BYTES);
+#endif
+    switch_context(from, t->stack_pointer);
+#if COC_ASAN
+    __sanitizer_finish_switch_fiber(fake ? *fake : nullptr, nullptr, nullptr);
+#endif
+    (void)fake;
+}
+
+static void leave_to_main(worker *w, coc_thread *me) {
+#if COC_ASAN
+    __sanitizer_start_switch_fiber(nullptr, w->main_bottom, w->main_size);
+#endif
+    switch_context(&me->stack_pointer, w->main_pointer);
+}
+
+/* ---- Faults of a kernel */
+
+static block_state *current_block() { return static_cast<block_state *>(coc_current_block); }
+
+static std::string place(const coc_thread *t) {
+    const block_state *b = current_block();
+    char text[512];
+    snprintf(text, sizeof text, "kernel %s, block (%u,%u,%u), thread (%u,%u,%u)", b->what->name, b->index.x, b->index.y,
+             b->index.z, t->index.x, t->index.y, t->index.z);
+    return text;
+}
+
+void coc_trap(cudaError_t error, const char *format, ...) {
+    char text[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    coc_fault("%s: %s", place(coc_current).c_str(), text);
+    here->failed = error;
+    leave_to_main(here, coc_current);
+    abort();
+}
+
+/* Who waits where, each place once. */
+static std::string waiting() {
+    const block_state *b = current_block();
+    std::string text;
+    std::vector<std::string> seen;
+    for (unsigned i = 0; i < b->n; i++) {
+        const coc_thread *t = &b->threads[i];
+        char entry[160];
+        if (t->state == 2 || t->wait == nullptr) continue;
+        if (t->line) snprintf(entry, sizeof entry, "%s (line %d)", t->where, t->line);
+        else snprintf(entry, sizeof entry, "%s (mask %08x)", t->where, t->held ? t->held->mask : 0u);
+        bool known = false;
+        for (const std::string &s : seen) known = known || s == entry;
+        if (known || seen.size() >= 4) continue;
+        seen.push_back(entry);
+        text += (text.empty() ? "thread " : "; thread ") + std::to_string(i) + " in " + entry;
+    }
+    return text;
+}
+
+[[noreturn]] static void deadlock() {
+    const block_state *b = current_block();
+    char who[512];              /* no string: nothing on this stack is destroyed */
+    snprintf(who, sizeof who, "%s", waiting().c_str());
+    coc_trap(cudaErrorLaunchTimeout, "deadlock: %u of %u threads have returned, no other can go on: %s", b->n - b->live,
+             b->n, who);
+}
+
+/* ---- Scheduling */
+
+static coc_thread *next_runnable(const coc_thread *me) {
+    const block_state *b = current_block();
+    unsigned i = b->position[me - b->threads];
+    for (unsigned k = 0; k < b->n; k++) {
+        if (++i == b->n) i = 0;
+        coc_thread *t = &b->threads[b->order[i]];
+        if (t->state != 2 && (t->wait == nullptr || *t->wait != t->wait_value)) return t;
+    }
+    return nullptr;
+}
+
+static void wait_for(const volatile unsigned *flag, unsigned value, const char *where, int line) {
+    coc_thread *me = coc_current;
+    me->wait = flag;
+    me->wait_value = value;
+    me->where = where;
+    me->line = line;
+    coc_thread *next = next_runnable(me);
+    if (next == nullptr) deadlock();
+    enter(here, &me->stack_pointer, &me->fake_stack, next);
+    me->wait = nullptr;
+}
+
+static void release_barrier(block_state *b) {
+    b->arrived = 0;
+    b->generation = b->generation + 1;
+    b->votes[b->generation & 1] = 0;
+}
+
+unsigned coc_barrier(int value, const char *name, int line) {
+    block_state *b = current_block();
+    unsigned generation = b->generation;
+    if (b->arrived && (b->barrier_line != line || (b->barrier != name && strcmp(b->barrier, name) != 0)))
+        coc_trap(cudaErrorLaunchFailure, "divergent barrier: %s in line %d meets %s in line %d", name, line, b->barrier,
+                 b->barrier_line);
+    b->barrier = name;
+    b->barrier_line = line;
+    b->votes[generation & 1] += value != 0;
+    if (++b->arrived == b->live) release_barrier(b);
+    else wait_for(&b->generation, generation, name, line);
+    return b->votes[generation & 1];
+}
+
+/* ---- Warps */
+
+static void drop_meeting(coc_thread *t) {
+    coc_meeting *m = t->held;
+    t->held = nullptr;
+    if (m == nullptr || --m->holders) return;
+    m->next = here->free_meetings;
+    here->free_meetings = m;
+}
+
+static void close_meeting(coc_warp *warp, coc_meeting *m) {
+    coc_meeting **link = &warp->open;
+    while (*link != m) link = &(*link)->next;
+    *link = m->next;
+    m->slots.lanes = m->arrived;
+    m->complete = 1;
+}
+
+static coc_meeting *open_meeting(coc_warp *warp, unsigned mask, size_t bytes, const char *name) {
+    coc_meeting *m = warp->open;
+    while (m != nullptr && m->mask != mask) m = m->next;
+    if (m != nullptr) {
+        if ((m->name != name && strcmp(m->name, name) != 0) || m->bytes != bytes)
+            coc_trap(cudaErrorLaunchFailure, "lanes of a warp meet in different operations: %s and %s", name, m->name);
+        return m;
+    }
+    m = here->free_meetings;
+    if (m == nullptr) {
+        here->meetings.emplace_back();
+        m = &here->meetings.back();
+    } else {
+        here->free_meetings = m->next;
+    }
+    m->mask = mask;
+    m->arrived = m->holders = 0;
+    m->complete = 0;
+    m->name = name;
+    m->bytes = bytes;
+    m->next = warp->open;
+    warp->open = m;
+    return m;
+}
+
+const coc_slots *coc_exchange(unsigned mask, const void *value, size_t bytes, const char *name) {
+    coc_thread *me = coc_current;
+    coc_warp *warp = me->warp;
+    if (!(mask >> me->lane & 1))
+        coc_trap(cudaErrorLaunchFailure, "%s: lane %u is not in its mask %08x", name, me->lane, mask);
+    if (bytes > COC_SLOT)
+        coc_trap(cudaErrorLaunchFailure, "%s: a lane can give %d bytes, not %zu", name, COC_SLOT, bytes);
+    drop_meeting(me);
+    coc_meeting *m = open_meeting(warp, mask, bytes, name);
+    if (bytes) memcpy(m->slots.slot[me->lane], value, bytes);
+    m->arrived |= 1u << me->lane;
+    m->holders++;
+    me->held = m;
+    if (m->arrived == (mask & warp->alive)) close_meeting(warp, m);
+    else wait_for(&m->complete, 0, name, 0);
+    return &m->slots;
+}
+
+/* ---- Shared memory */
+
+unsigned char *coc_dynamic_shared() { return here->dynamic_shared; }
+
+void *coc_static_shared(const void *site, size_t bytes) {
+    worker *w = here;
+    for (const shared_site &s : w->sites)
+        if (s.key == site) return w->static_shared + s.offset;
+    size_t offset = (w->static_end + RED_ZONE + RED_ZONE - 1) / RED_ZONE * RED_ZONE;
+    const coc_grid *what = current_block()->what;
+    w->static_bytes += (bytes + 15) / 16 * 16;
+    if (w->static_bytes > COC_SHARED_DEFAULT || w->sites.size() == STATIC_SITES - 1)
+        coc_trap(cudaErrorLaunchOutOfResources, "%zu bytes of static shared memory, at most 49152", w->static_bytes);
+    if (w->static_bytes + what->shared > what->shared_most)
+        coc_trap(cudaErrorLaunchOutOfResources, "%zu bytes of static and %zu of dynamic shared memory, at most %zu",
+                 w->static_bytes, what->shared, what->shared_most);
+    w->sites.push_back({site, offset, bytes});
+    coc_unpoison(w->static_shared + offset, bytes);
+    memset(w->static_shared + offset, 0xFF, bytes);
+#if !COC_ASAN
+    memset(w->static_shared + w->static_end, CANARY, offset - w->static_end);
+    memset(w->static_shared + offset + bytes, CANARY, RED_ZONE);
+#endif
+    w->static_end = offset + bytes;
+    return w->static_shared + offset;
+}
+
+static void prepare_shared(worker *w, size_t dynamic) {
+    w->sites.clear();
+    coc_poison(w->static_shared, w->static_end);
+    w->static_bytes = w->static_end = 0;
+    if (w->dynamic_bytes != dynamic) {
+        coc_poison(w->dynamic_shared, w->dynamic_bytes);
+        coc_unpoison(w->dynamic_shared, dynamic);
+        w->dynamic_bytes = dynamic;
+    }
+    memset(w->dynamic_shared, 0xFF, dynamic);
+#if !COC_ASAN
+    memset(w->dynamic_shared + dynamic, CANARY, RED_ZONE);
+#endif
+}
+
+static int zone_is_whole(const unsigned char *p, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++)
+        if (p[i] != CANARY) return 0;
+    return 1;
+}
+
+/* Without AddressSanitizer, which sees an overrun when it happens, at least writes are seen here. */
+static void check_shared(worker *w, const block_state *b) {
+    if (COC_ASAN) return;
+    int whole = zone_is_whole(w->dynamic_shared + b->what->shared, RED_ZONE);
+    for (const shared_site &s : w->sites)
+        whole = whole && zone_is_whole(w->static_shared + s.offset + s.bytes, RED_ZONE) &&
+                zone_is_whole(w->static_shared + s.offset - RED_ZONE / 2, RED_ZONE / 2);
+    if (whole) return;
+    coc_fault("kernel %s, block (%u,%u,%u): wrote beyond its shared memory (%zu dynamic bytes)", b->what->name,
+              b->index.x, b->index.y, b->index.z, b->what->shared);
+    w->failed = cudaErrorIllegalAddress;
+}
+
+/* ---- cp.async */
+
+void coc_copy_async(void *shared, const void *global, size_t bytes) {
+    if ((bytes != 4 && bytes != 8 && bytes != 16) || (((uintptr_t)shared | (uintptr_t)global) & (bytes - 1)))
+        coc_trap(cudaErrorMisalignedAddress, "cp.async of %zu bytes from %p to %p", bytes, global, shared);
+    memset(shared, 0xFF, bytes);
+    coc_current->copies.push_back({shared, global, bytes, coc_current->copy_group});
+}
+
+void coc_copy_commit() { coc_current->copy_group++; }
+
+void coc_copy_wait(int groups_left) {
+    std::vector<coc_pending_copy> &copies = coc_current->copies;
+    size_t kept = 0;
+    for (const coc_pending_copy &c : copies) {
+        if (c.group < coc_current->copy_group - groups_left) memcpy(c.dst, c.src, c.bytes);
+        else copies[kept++] = c;
+    }
+    copies.resize(kept);
+}
+
+/* ---- Threads and blocks */
+
+/* A thread returned: those who wait for it need not any more. */
+static void finish_thread(coc_thread *me) {
+    block_state *b = current_block();
+    if (!me->copies.empty()) coc_trap(cudaErrorLaunchFailure, "returned before its cp.async were waited for");
+    drop_meeting(me);
+    me->state = 2;
+    me->warp->alive &= ~(1u << me->lane);
+    for (coc_meeting *m = me->warp->open, *next; m != nullptr; m = next) {
+        next = m->next;
+        if (m->arrived == (m->mask & me->warp->alive)) close_meeting(me->warp, m);
+    }
+    if (--b->live && b->arrived == b->live) release_barrier(b);
+}
+
+static void fiber_main() {
+    worker *w = here;
+#if COC_ASAN
+    const void *bottom;
+    size_t size;
+    __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
+    if (w->main_bottom == nullptr) w->main_bottom = bottom, w->main_size = size;
+#endif
+    for (;;) {
+        coc_thread *me = coc_current;
+        current_block()->what->call->run();
+        finish_thread(me);
+        if (current_block()->live == 0) {
+            w->free_stacks.push_back(me->stack);
+            leave_to_main(w, me);
+        }
+        coc_thread *next = next_runnable(me);
+        if (next == nullptr) deadlock();
+        if (next->state == 0) {                 /* it goes on upon this stack */
+            next->state = 1;
+            next->stack = me->stack;
+            next->stack_pointer = me->stack_pointer;
+            coc_current = next;
+            continue;
+        }
+        w->free_stacks.push_back(me->stack);
+        enter(w, &me->stack_pointer, nullptr, next);
+    }
+}
+
+static uint64_t next_random(uint64_t *state) {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return *state;
+}
+
+/* 0 to n - 1 as the order in force says; salt makes blocks differ. */
+static void make_order(std::vector<unsigned> *order, unsigned n, uint64_t salt) {
+    order->resize(n);
+    for (unsigned i = 0; i < n; i++) (*order)[i] = coc_current_order == COC_REVERSE ? n - 1 - i : i;
+    if (coc_current_order != COC_RANDOM) return;
+    uint64_t state = (coc_order_seed + 1) * 0x9E3779B97F4A7C15u ^ (salt + 1) * 0xD1B54A32D192ED03u;
+    if (state == 0) state = 1;
+    for (unsigned i = n - 1; i > 0; i--) std::swap((*order)[i], (*order)[next_random(&state) % (i + 1)]);
+}
+
+static void prepare_order(worker *w, unsigned n, unsigned block) {
+    if (w->order.size() == n && w->order_kind == coc_current_order && coc_current_order != COC_RANDOM) return;
+    w->order_kind = coc_current_order;
+    make_order(&w->order, n, block);
+    w->position.resize(n);
+    for (unsigned i = 0; i < n; i++) w->position[w->order[i]] = i;
+}
+
+static void prepare_thread(coc_thread *t, uint3 index, unsigned lane, coc_warp *warp) {
+    t->index = index;
+    t->lane = lane;
+    t->warp = warp;
+    t->held = nullptr;
+    t->wait = nullptr;
+    t->state = t->copy_group = t->line = 0;
+    t->stack = -1;
+    t->fake_stack = nullptr;
+    t->copies.clear();
+}
+
+static void prepare_block(worker *w, block_state *b, const coc_grid *what, unsigned index) {
+    const dim3 &grid = what->grid, &block = what->block;
+    unsigned n = block.x * block.y * block.z, i = 0;
+    b->index = {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
+    b->dim = block;
+    b->grid = grid;
+    b->what = what;
+    b->n = b->live = n;
+    b->arrived = b->generation = b->votes[0] = b->votes[1] = 0;
+    if (w->block_threads.size() < n) w->block_threads.resize(n);
+    w->warps.assign((n + 31) / 32, coc_warp{~0u, nullptr});
+    if (n % 32) w->warps.back().alive = (1u << n % 32) - 1;
+    prepare_order(w, n, index);
+    b->threads = w->block_threads.data();
+    b->order = w->order.data();
+    b->position = w->position.data();
+    for (unsigned z = 0; z < block.z; z++)
+        for (unsigned y = 0; y < block.y; y++)
+            for (unsigned x = 0; x < block.x; x++, i++) prepare_thread(&b->threads[i], {x, y, z}, i % 32, &w->warps[i / 32]);
+    prepare_shared(w, what->shared);
+}
+
+/* After a fault the fibers are left as they are: their stacks and meetings are free again. */
+static void abandon_block(worker *w) {
+    w->free_stacks.clear();
+    for (size_t i = 0; i < w->stacks.size(); i++) {
+        coc_unpoison(w->stacks[i], STACK_BYTES);
+        w->free_stacks.push_back((int)i);
+    }
+    w->free_meetings = nullptr;
+    for (coc_meeting &m : w->meetings) {
+        m.next = w->free_meetings;
+        w->free_meetings = &m;
+    }
+}
+
+static void run_block(worker *w, const coc_grid *what, unsigned index) {
+    block_state b;
+    prepare_block(w, &b, what, index);
+    coc_current_block = &b;
+    w->in_kernel = 1;
+#if defined(COC_UCONTEXT)
+    w->main_pointer = &w->main_context;
+#endif
+#if COC_ASAN
+    enter(w, &w->main_pointer, &w->main_fake, &b.threads[b.order[0]]);
+#else
+    if (setjmp(w->escape) == 0) enter(w, &w->main_pointer, &w->main_fake, &b.threads[b.order[0]]);
+#endif
+    w->in_kernel = 0;
+    if (w->failed == cudaSuccess) check_shared(w, &b);
+    else abandon_block(w);
+    coc_current = nullptr;
+    coc_current_block = nullptr;
+}
+
+cudaError_t coc_run_grid(const coc_grid *what) {
+    static thread_local std::unique_ptr<worker> keep;
+    unsigned blocks = what->grid.x * what->grid.y * what->grid.z;
+    uint64_t threads = (uint64_t)blocks * what->block.x * what->block.y * what->block.z;
+    std::vector<unsigned> order;
+    cudaError_t result = cudaSuccess;
+    make_order(&order, blocks, ~(uint64_t)0);
+#if defined(_OPENMP)
+#  pragma omp parallel if (blocks > 1 && threads >= PARALLEL_FROM)
+#endif
+    {
+        if (!keep) keep.reset(new worker);
+        here = keep.get();
+        here->failed = cudaSuccess;
+        here->switches = 0;
+#if defined(_OPENMP)
+#  pragma omp for schedule(dynamic, 1)
+#endif
+        for (unsigned i = 0; i < blocks; i++) {
+            if (__atomic_load_n(&result, __ATOMIC_RELAXED) != cudaSuccess) continue;
+            run_block(here, what, order[i]);
+            if (here->failed != cudaSuccess) __atomic_store_n(&result, here->failed, __ATOMIC_RELAXED);
+        }
+        __atomic_fetch_add(&coc_switches, here->switches, __ATOMIC_RELAXED);
+    }
+    return result;
+}
+
+/* ---- Illegal addresses.  In a kernel: the kernel ends with a sticky error (AddressSanitizer reports for itself).
+   On the host: device memory was touched; that is a fault, and the access then goes on. */
+
+static struct sigaction earlier_segv, earlier_bus;
+
+static void on_signal(int number, siginfo_t *info, void *) {
+    worker *w = here;
+    if (w != nullptr && w->in_kernel && !COC_ASAN) {
+        coc_fault("%s: illegal address: %s", place(coc_current).c_str(), coc_describe(info->si_addr).c_str());
+        w->failed = cudaErrorIllegalAddress;
+        longjmp(w->escape, 1);
+    }
+    if ((w == nullptr || !w->in_kernel) && coc_host_touched(info->si_addr)) return;
+    sigaction(number, number == SIGSEGV ? &earlier_segv : &earlier_bus, nullptr);
+}
+
+void coc_install_handler() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        struct sigaction action = {};
+        action.sa_sigaction = on_signal;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+        sigaction(SIGSEGV, &action, &earlier_segv);
+        sigaction(SIGBUS, &action, &earlier_bus);
+    });
+}

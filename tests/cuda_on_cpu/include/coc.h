@@ -1,0 +1,74 @@
+/* coc.h - what tests set and ask of the model GPU. */
+#ifndef COC_H
+#define COC_H
+
+#include "cuda_runtime.h"
+#include <functional>
+#include <string>
+
+enum { CUDA_IS_MODEL = 1 };
+
+/* ---- Orders.  The threads of a block start and continue in this order; blocks are taken in it too. */
+enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_ORDERS = 3 };
+void coc_set_order(coc_order order, uint64_t seed = 1);
+
+/* ---- When work in streams runs; all three are legal.
+   LATE: when something waits for it, and no more than that needs.  EAGER: at the call.
+   OTHERS_FIRST: as LATE, but everything else that may run at that moment runs before. */
+enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
+void coc_set_schedule(coc_schedule schedule);
+/* cudaEventQuery and cudaStreamQuery say "not ready" this often (default 1) before unfinished work runs. */
+void coc_set_patience(int queries);
+
+/* ---- The machine: how many GPUs (default 2), their memory in bytes (default 1 GiB), their multiprocessors
+   (default 4: small, so that persistent grids loop), compute capability (default 90).  Only while nothing lives. */
+void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = 90);
+/* 1 (default): device memory cannot be touched outside kernels and copies; a touch is a fault and then goes on. */
+void coc_set_hidden(int hidden);
+/* A pointer argument of a kernel must point to device memory, pinned memory or be NULL (default 1). */
+void coc_set_pointer_check(int check);
+
+/* ---- Faults: what is wrong in any case.  A divergent barrier, a deadlock, an overrun red zone, host access to device
+   memory, memory used after its release, an error of the kernel's own.  Kernel faults end the kernel with a sticky
+   error.  Each test ends with coc_faults() == 0, or takes the fault it provoked. */
+int coc_faults();
+std::string coc_fault_text();                   /* all since the last take, one a line */
+std::string coc_take_faults();                  /* the texts; forgets them */
+void coc_check_red_zones();                     /* of all living allocations, now */
+
+/* ---- Counts since coc_reset_counts. */
+struct coc_counts {
+    long calls;                 /* of any function of the runtime */
+    long launches;
+    long synchronising;         /* calls that wait for the GPU, or may: also cudaMemcpy, cudaFree, pageable copies */
+    long allocations, frees;    /* of device or pinned memory, by any function */
+    long copies, fills, graph_launches;
+    long switches;              /* of fibers */
+};
+coc_counts coc_count();
+long coc_calls(const char *function);           /* calls of one function by its name, "cudaMalloc" */
+long coc_kernel_launches(const char *part);     /* launches of kernels whose name holds this, run by graphs or not */
+std::string coc_synchronising_calls();          /* their names with counts, for messages */
+void coc_reset_counts();
+
+/* ---- Failures.  The n-th call (1: the next) of a function (NULL: of any that can fail) returns `error` and does
+   nothing; with sticky the device is lost and every later call returns the error until cudaDeviceReset. */
+void coc_fail(const char *function, int n, cudaError_t error, int sticky = 0);
+int coc_fail_pending();                         /* 1: it has not happened yet */
+void coc_fail_clear();
+
+/* ---- What lives: for leak checks. */
+struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs; size_t bytes; };
+coc_alive coc_living();
+/* Forgets everything, faults and counts too: all devices as new.  Nothing of the runtime may be in use. */
+void coc_reset();
+
+/* Device memory of any size that takes host memory only where it is touched; zeros, without poison.  For addresses
+   beyond 2^31 elements.  NULL where the address space is limited. */
+void *coc_sparse_alloc(size_t bytes);
+
+/* ---- Every order.  run() does the work and leaves its results in host memory that `results` appends to a string of
+   bytes; they must be the same for all orders and schedules.  Returns "" or what differed. */
+std::string coc_every_order(const std::function<void(std::string *results)> &run);
+
+#endif

@@ -1,0 +1,63 @@
+#!/bin/sh
+# nvcc.sh - amp_cuda.cu for a GPU: it compiles without a warning, and its kernels for sm_90 need no more registers and
+# shared memory than tests/gpu/resources.txt says, spill nothing, and access memory 16 bytes at a time where
+# tests/gpu/wide.txt says so.  CUDA_ARCHS: further architectures to compile for ("80 100", "all").
+#
+# `nvcc.sh --table` writes resources.txt again.
+. tests/lib.sh
+build=${BUILD:-build}
+object=$build/amp_cuda_sm90.o
+table=tests/gpu/resources.txt
+topics="kernels registers shared accesses spills wide"
+nvcc=$(sh tests/gpu/find.sh nvcc)
+release=$(sh tests/gpu/find.sh release)
+
+# compile ARCH OBJECT
+compile() {
+    "$nvcc" -O2 -std=c++17 -I. -gencode "arch=compute_$1,code=sm_$1" --no-compress -Werror all-warnings \
+        -c amp_cuda.cu -o "$2"
+}
+# Compiling takes a minute: what is there and newer than the sources is used again.
+compile_sm90() {
+    if [ -e "$object" ] && [ -z "$(find amp.h amp_cuda.cu -newer "$object")" ]; then return; fi
+    mkdir -p "$build"
+    compile 90 "$work/amp_cuda.o" && mv "$work/amp_cuda.o" "$object"
+}
+reader() {
+    "${CXX:-g++}" -std=c++17 -O1 -Wall -Wextra -Wshadow -Wconversion tests/gpu/resources.cpp -o "$work/resources"
+}
+write_table() {
+    {
+        echo "# resources.txt - what each kernel of amp_cuda.cu needs on sm_90; made by \`make gpu-table\`."
+        echo "# Columns: registers, bytes of stack, bytes of static shared memory, loads and stores of 16 bytes."
+        echo "# nvcc $release"
+        "$work/resources" "$object"
+    } > "$work/table" && cp "$work/table" "$table"
+}
+
+if [ -z "$nvcc" ]; then
+    skip "amp_cuda.cu for a GPU, registers, spills, shared memory, 16-byte accesses" "no nvcc"
+elif [ "$1" = --table ]; then
+    compile_sm90 && reader && write_table
+    exit
+else
+    check "sm_90" compile_sm90
+    check "tests/gpu/resources.cpp" reader
+    if [ -e "$object" ] && [ -x "$work/resources" ]; then
+        "$work/resources" "$object" "$table" tests/gpu/wide.txt > "$work/found" || fail "machine code" "cannot be read"
+        for topic in $topics; do
+            wrong=$(grep "^$topic " "$work/found" | head -n 8)
+            made=$(sed -n 's/^# nvcc //p' "$table")
+            case $topic in registers|shared|accesses) same=$made ;; *) same=$release ;; esac
+            if [ "$same" != "$release" ]; then skip "$topic" "the table is of nvcc $made, here is $release"
+            elif [ -z "$wrong" ]; then pass
+            else fail "$topic" "$wrong"; fi
+        done
+    fi
+    archs=$CUDA_ARCHS
+    [ "$archs" = all ] && archs=$(sh tests/gpu/find.sh archs)
+    for arch in $archs; do
+        check "sm_$arch" compile "$arch" "$work/amp_cuda.o"
+    done
+fi
+closing

@@ -1,0 +1,914 @@
+/* t_cuda_operators.cpp - the bandwidth-bound operators of the CUDA backend against the CPU backend: norms, softmax,
+ * activations, losses, embeddings, dropout, addition.
+ *
+ * Where both sides do the same roundings the bits must be equal.  Elsewhere the bound follows from the operations:
+ * u = 2^-24 for each rounding, the GPU's documented errors of ex2, rcp and rsqrt (2^-22, 2^-23, 2^-22), and
+ * (n - 1) u per sum of n terms; each bound is computed from the inputs at hand.  The CPU may have no fused
+ * multiplication and addition, which rounds once more. */
+#include "test_cuda.h"
+
+static const double u = 1.0 / 16777216;
+static const double exp_error = 8 * u;          /* of exp on both sides, relative: 2^-22 and 1.03 ulp; 1.25 |x| u beside it */
+static const double inf = HUGE_VAL;
+
+typedef std::vector<double> doubles;
+
+static doubles values_of(const std::string &data, amp_dtype dtype, size_t offset = 0, int64_t n = -1) {
+    doubles out(n < 0 ? (data.size() - offset) / amp_dtype_size(dtype) : (size_t)n);
+    for (size_t i = 0; i < out.size(); i++) out[i] = cuda_value(data.data() + offset, dtype, i);
+    return out;
+}
+
+/* n numbers of a dtype, with some zeros and large ones among them. */
+static std::string data_of(int64_t n, uint64_t seed, amp_dtype dtype, float size = 2) {
+    std::vector<float> x = cuda_random(n, seed, -size, size);
+    for (size_t i = 0; i < x.size(); i++) {
+        uint32_t word = amp_random_u32(seed + 1000, i);
+        if (word % 61 == 0) x[i] = 0;
+        if (word % 67 == 1) x[i] *= 8;
+    }
+    return cuda_stored(x, dtype);
+}
+
+/* Storage of up to four operands. */
+struct dtypes { amp_dtype a, b, c, d; };
+static const dtypes mixes[] = {
+    {AMP_F32, AMP_F32, AMP_F32, AMP_F32}, {AMP_F16, AMP_F16, AMP_F16, AMP_F16}, {AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16},
+    {AMP_BF16, AMP_F32, AMP_F32, AMP_BF16}, {AMP_F32, AMP_BF16, AMP_F16, AMP_F32}, {AMP_F16, AMP_BF16, AMP_F16, AMP_F32},
+};
+
+/* The table of shapes, and rows that need each number of elements a thread, and more than a block holds. */
+static const cuda_shape long_rows[] = {
+    {2, 760, 0, 0, "24 a thread"},      {2, 5120, 0, 0, "several warps"},   {2, 8400, 0, 0, "32 of fp32 a thread"},
+    {2, 13000, 0, 0, "32 a thread"},    {2, 16640, 0, 0, "two chunks"},     {30, 400, 0, 0, "16 a thread"},
+    {3, 9001, 0, 0, "three odd chunks"},
+};
+static std::vector<cuda_shape> shapes(bool wide) {
+    std::vector<cuda_shape> all(cuda_shapes, cuda_shapes + sizeof cuda_shapes / sizeof *cuda_shapes);
+    if (wide) all.insert(all.end(), long_rows, long_rows + sizeof long_rows / sizeof *long_rows);
+    return all;
+}
+/* Every shape with every mix of dtypes; the long ones with three that differ in the width of their pieces or of a norm's
+   weight. */
+static void each(bool wide, const std::function<void(const cuda_shape &, const dtypes &)> &run) {
+    for (const cuda_shape &shape : shapes(wide))
+        for (size_t i = 0; i < sizeof mixes / sizeof *mixes; i++)
+            if (shape.count() < 5000 || i == 0 || i == 2 || i == 5) run(shape, mixes[i]);
+}
+/* The far shape.  The model never uses an address twice, and has 256 GiB of them until it starts anew. */
+static void far_away(const std::function<void(const cuda_shape &, const dtypes &)> &run) {
+    CHECK(coc_faults() == 0);
+    coc_reset();
+    run(cuda_far_shape, mixes[2]);
+}
+
+static void *put_at(cuda_side &s, const std::string &data, const cuda_shape &shape, amp_dtype dtype) {
+    return s.put(data.data(), data.size(), (size_t)shape.offset * amp_dtype_size(dtype));
+}
+static void *room_at(cuda_side &s, int64_t n, const cuda_shape &shape, amp_dtype dtype) {
+    return s.room((size_t)n * amp_dtype_size(dtype), (size_t)shape.offset * amp_dtype_size(dtype));
+}
+/* cuda_side's put_matrix and get_matrix, with one copy for all rows unless they lie far apart. */
+static amp_mat mat_at(cuda_side &s, const std::string *data, const cuda_shape &shape, amp_dtype dtype) {
+    size_t size = amp_dtype_size(dtype), row = (size_t)shape.cols * size, ld = (size_t)shape.ld() * size;
+    if (shape.rows == 0 || ld > CUDA_SPARSE_FROM)
+        return s.put_matrix(data ? data->data() : NULL, dtype, shape.rows, shape.cols, shape.ld(), (size_t)shape.offset * size);
+    std::string all((size_t)(shape.rows - 1) * ld + row, '\xff');
+    for (size_t i = 0; data && i < (size_t)shape.rows; i++) all.replace(i * ld, row, *data, i * row, row);
+    return amp_mat{put_at(s, all, shape, dtype), dtype, 0, shape.rows, shape.cols, shape.ld()};
+}
+static void get_mat(cuda_side &s, std::string *out, const amp_mat &m) {
+    size_t size = amp_dtype_size(m.dtype), row = (size_t)m.cols * size, ld = (size_t)m.ld * size;
+    std::string all, between;
+    if (m.rows == 0 || ld > CUDA_SPARSE_FROM) {
+        s.get_matrix(out, m);
+        return;
+    }
+    s.get(&all, m.data, (size_t)(m.rows - 1) * ld + row);
+    for (size_t at = 0; at < all.size(); at += ld) {
+        out->append(all, at, row);
+        between.append(all, at + row, at + ld < all.size() ? ld - row : 0);
+    }
+    CHECK_MSG(between == std::string(between.size(), '\xff'), "written between the rows of a matrix");
+}
+static void ok(amp_result result) { CHECK_MSG(result == AMP_OK, "%s", cuda_error_text()); }
+
+/* ---- Addition, dropout, activations: contiguous */
+
+CUDA_TEST(add) {
+    each(false, [](const cuda_shape &shape, const dtypes &t) {
+        int64_t n = shape.count();
+        std::string a = data_of(n, 1, t.a), b = data_of(n, 2, t.b);
+        doubles in = values_of(b, t.b);
+        for (int both = 0; both < 2; both++)
+            cuda_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_add k = {put_at(s, a, shape, t.a), both ? put_at(s, b, shape, t.b) : NULL, NULL, t.a, t.b, t.c, n, 0.7f, -1.3f};
+                k.y = room_at(s, n, shape, t.c);
+                ok(s.backend->add(s.dev, &k, NULL));
+                s.get(out, k.y, (size_t)n * amp_dtype_size(t.c));
+            }).check_within(0, t.c, n, [&](int64_t i, double y) {
+                return both ? 1.3 * u * fabs(in[(size_t)i]) + cuda_spacing(AMP_F32, y) + cuda_spacing(t.c, y) : 0;
+            }, shape.name);
+    });
+}
+
+CUDA_TEST(dropout) {
+    const struct { float p; uint64_t seed, offset; } cases[] = {
+        {0.1f, 1, 0}, {0.5f, 99, 1}, {0.9f, 7, ((uint64_t)1 << 34) + 2}, {0.3f, 7, 3}, {0, 1, 0}, {1e-9f, 3, 4}
+    };
+    each(false, [&](const cuda_shape &shape, const dtypes &t) {
+        int64_t n = shape.count();
+        std::string x = data_of(n, 3, t.a);
+        for (const auto &c : cases)
+            cuda_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset};
+                ok(s.backend->dropout(s.dev, &k, NULL));
+                s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+            }).check_same_bits();
+    });
+}
+
+static double sigmoid(double x) { return x < 0 ? exp(x) / (1 + exp(x)) : 1 / (1 + exp(-x)); }
+/* Relative, of 1 / (1 + exp(-x)) on both sides: exp (and `off` |x| u of an argument that itself was rounded) as far as
+   it moves the sum, then the sum and the quotient. */
+static double sigmoid_error(double x, double off = 0) {
+    return u * (6 + (1 - sigmoid(x)) * (8 + (1.25 + off) * fabs(x)));
+}
+static double gelu_argument(double x) { return x * (1.5957691216057308 + 0.07135481282740843 * x * x); }
+
+/* How far two results may be apart before they are rounded to storage. */
+static double activation_bound(amp_activation_kind kind, double x, double y) {
+    switch (kind) {
+        case AMP_ACT_GELU: return fabs(y) * (sigmoid_error(gelu_argument(x), 8) + 2 * u) + 1e-37 * fabs(x);
+        case AMP_ACT_SILU: return fabs(y) * (sigmoid_error(x) + 2 * u) + 1e-37 * fabs(x);
+        case AMP_ACT_GELU_ERF: return fabs(x) * 6 * u;          /* erf: 2 ulp and 1.16 ulp, halved; one sum each */
+        case AMP_ACT_TANH: return fabs(y) * 8 * u;              /* 2 ulp each */
+        default: return 0;
+    }
+}
+static double slope_bound(amp_activation_kind kind, double x) {
+    double s, inner, y = tanh(x), density = 0.3989422804014327 * exp(-x * x / 2);
+    switch (kind) {
+        case AMP_ACT_GELU:
+            s = sigmoid(gelu_argument(x));
+            inner = fabs(x) * (1.5957691216057308 + 0.21406443848222529 * x * x);
+            return (sigmoid_error(gelu_argument(x), 8) * (1 + inner + inner * s) + 8 * u * (1 + inner)) * s + 1e-37 * (1 + inner);
+        case AMP_ACT_SILU:
+            s = sigmoid(x);
+            return (sigmoid_error(x) * (1 + fabs(x) + fabs(x) * s) + 8 * u * (1 + fabs(x))) * s + 1e-37 * (1 + fabs(x));
+        case AMP_ACT_GELU_ERF: return 8 * u + fabs(x) * density * (exp_error + (4 + 2 * x * x) * u);
+        case AMP_ACT_TANH: return 16 * u * y * y + 2 * u;
+        default: return 0;
+    }
+}
+
+CUDA_TEST(activation) {
+    each(false, [](const cuda_shape &shape, const dtypes &t) {
+        int64_t n = shape.count();
+        std::string x = data_of(n, 4, t.a, 4);
+        doubles in = values_of(x, t.a);
+        for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++) {
+            amp_activation_kind act = (amp_activation_kind)kind;
+            cuda_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL};
+                ok(s.backend->activation(s.dev, &k, NULL));
+                s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+            }).check_within(0, t.b, n, [&](int64_t i, double y) {
+                double bound = activation_bound(act, in[(size_t)i], y);
+                return bound > 0 ? bound + cuda_spacing(t.b, y) : 0;
+            }, shape.name);
+        }
+    });
+}
+
+CUDA_TEST(activation_backward) {
+    each(false, [](const cuda_shape &shape, const dtypes &t) {
+        int64_t n = shape.count();
+        std::string x = data_of(n, 5, t.a, 3), y = cuda_stored(cuda_random(n, 6), t.b), dy = data_of(n, 7, t.b);
+        doubles in = values_of(x, t.a), slopes = values_of(dy, t.b);
+        for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU + 1; kind++) {       /* the last: tanh from y */
+            int from_y = kind > AMP_ACT_RELU;
+            amp_activation_kind act = from_y ? AMP_ACT_TANH : (amp_activation_kind)kind;
+            cuda_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL};
+                k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, shape, t.a);       /* dx may be dy */
+                if (from_y) k.y = put_at(s, y, shape, t.b);
+                ok(s.backend->activation_backward(s.dev, &k, NULL));
+                s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+            }).check_within(0, t.a, n, [&](int64_t i, double e) {
+                size_t j = (size_t)i;
+                double bound = (from_y ? 2 * u : slope_bound(act, in[j])) * fabs(slopes[j]);
+                return bound > 0 ? bound + 2 * u * fabs(e) + cuda_spacing(t.a, e) : 0;
+            }, shape.name);
+        }
+    });
+}
+
+/* What is not finite goes through as on the CPU. */
+CUDA_TEST(activation_of_infinities) {
+    std::vector<float> x = {(float)inf, (float)-inf, NAN, -0.0f, 1e30f, -1e30f, 88, -88, 104, -104, 1e-40f};
+    for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++)
+        for (int backward = 0; backward < 2; backward++)
+            cuda_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_activation k = {(amp_activation_kind)kind, AMP_F32, AMP_F32, (int64_t)x.size(), s.put(x), NULL, NULL, NULL};
+                k.y = k.dx = s.room(4 * x.size());
+                k.dy = s.put(std::vector<float>(x.size(), 1.0f));
+                if (backward) k.y = NULL;
+                ok((backward ? s.backend->activation_backward : s.backend->activation)(s.dev, &k, NULL));
+                s.get(out, backward ? k.dx : k.y, 4 * x.size());
+            }).check_within(0, AMP_F32, (int64_t)x.size(), [&](int64_t, double e) { return fabs(e) * 32 * u + 1e-35; });
+}
+
+/* ---- SwiGLU: rows with gaps */
+
+static void swiglu(const cuda_shape &shape, const dtypes &t) {
+    int64_t n = shape.count();
+    std::string gate = data_of(n, 8, t.a, 4), up = data_of(n, 9, t.b);
+    doubles g = values_of(gate, t.a);
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_swiglu k = {};
+        k.gate = mat_at(s, &gate, shape, t.a);
+        k.up = mat_at(s, &up, shape, t.b);
+        k.y = mat_at(s, NULL, shape, t.c);
+        ok(s.backend->swiglu(s.dev, &k, NULL));
+        get_mat(s, out, k.y);
+    }).check_within(0, t.c, n, [&](int64_t i, double y) {
+        return fabs(y) * (sigmoid_error(g[(size_t)i]) + 4 * u) + 1e-36 + cuda_spacing(t.c, y);
+    }, shape.name);
+}
+
+CUDA_TEST(swiglu) {
+    each(false, swiglu);
+    far_away(swiglu);
+}
+
+static void swiglu_back(const cuda_shape &shape, const dtypes &t) {
+    int64_t n = shape.count();
+    std::string gate = data_of(n, 10, t.a, 4), up = data_of(n, 11, t.b), dy = data_of(n, 12, t.c);
+    doubles g = values_of(gate, t.a), v = values_of(up, t.b), d = values_of(dy, t.c);
+    cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_swiglu k = {};
+        k.gate = mat_at(s, &gate, shape, t.a);
+        k.up = mat_at(s, &up, shape, t.b);
+        k.dy = mat_at(s, &dy, shape, t.c);
+        k.dgate = mat_at(s, NULL, shape, t.d);
+        k.dup = mat_at(s, NULL, shape, t.a);
+        ok(s.backend->swiglu_backward(s.dev, &k, NULL));
+        get_mat(s, out, k.dgate);
+        get_mat(s, out, k.dup);
+    });
+    size_t next = c.check_within(0, t.d, n, [&](int64_t i, double e) {
+        size_t j = (size_t)i;
+        return fabs(d[j] * v[j]) * (slope_bound(AMP_ACT_SILU, g[j]) + 1e-35) + 4 * u * fabs(e) + cuda_spacing(t.d, e);
+    }, shape.name);
+    c.check_within(next, t.a, n, [&](int64_t i, double e) {
+        return fabs(e) * (sigmoid_error(g[(size_t)i]) + 4 * u) + 1e-36 + cuda_spacing(t.a, e);
+    }, shape.name);
+}
+
+CUDA_TEST(swiglu_backward) {
+    each(false, swiglu_back);
+    far_away(swiglu_back);
+}
+
+/* ---- Norms */
+
+/* A row of `n` values with mean and 1 / standard deviation, and how far two computations of them may be apart. */
+struct row_facts { double mean, rstd, mean_error, rstd_error; };
+static row_facts facts_of(const double *x, int64_t n, int rms, double eps) {
+    row_facts f = {0, 0, 0, 0};
+    double magnitude = 0, variance = 0, error;
+    for (int64_t i = 0; i < n; i++) {
+        f.mean += x[i] / (double)n;
+        magnitude += fabs(x[i]);
+    }
+    if (rms) f.mean = 0;
+    else f.mean_error = cuda_sum_bound(n, magnitude) / (double)n + 4 * u * fabs(f.mean);
+    for (int64_t i = 0; i < n; i++) variance += (x[i] - f.mean) * (x[i] - f.mean) / (double)n;
+    error = cuda_sum_bound(n + 6, variance) + 2 * f.mean_error * f.mean_error;
+    f.rstd = 1 / sqrt(variance + eps);
+    f.rstd_error = f.rstd * (error / (variance + eps) + 10 * u);
+    return f;
+}
+
+/* What a norm call is given; parts: 1 weight, 2 bias, 4 residual, 8 sum. */
+struct norm_case { int rms, parts; };
+static const norm_case norm_cases[] = {{0, 3}, {1, 1}, {0, 0}, {0, 15}, {1, 13}, {0, 5}, {0, 2}};
+
+static void norm_forward(const cuda_shape &shape, const dtypes &t, const norm_case &c) {
+    int64_t n = shape.count(), rows = shape.rows, cols = shape.cols;
+    std::string x = data_of(n, 20, t.a), residual = data_of(n, 21, t.b), weight = data_of(cols, 22, t.d), bias = data_of(cols, 23, t.d);
+    doubles w = values_of(weight, t.d), b = values_of(bias, t.d);
+    int stored = (c.parts & 12) == 12;
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_norm k = {};
+        k.rms = c.rms;
+        k.eps = 1e-5f;
+        k.x = mat_at(s, &x, shape, t.a);
+        if (c.parts & 4) k.residual = mat_at(s, &residual, shape, t.b);
+        if (stored) k.sum = t.a == t.b ? k.residual : mat_at(s, NULL, shape, t.a);      /* sum may be residual */
+        k.y = mat_at(s, NULL, shape, t.c);
+        if (c.parts & 1) k.weight = s.put(weight.data(), weight.size());
+        if (c.parts & 2) k.bias = s.put(bias.data(), bias.size());
+        k.weight_dtype = t.d;
+        k.mean = c.rms ? NULL : (float *)s.room((size_t)rows * 4);
+        k.rstd = (float *)s.room((size_t)rows * 4);
+        ok(s.backend->norm(s.dev, &k, NULL));
+        if (stored) get_mat(s, out, k.sum);
+        if (!c.rms) s.get(out, k.mean, (size_t)rows * 4);
+        s.get(out, k.rstd, (size_t)rows * 4);
+        get_mat(s, out, k.y);
+    });
+    doubles in = values_of(x, t.a), r = values_of(residual, t.b);
+    for (size_t i = 0; i < in.size() && (c.parts & 4); i++) in[i] = (double)((float)in[i] + (float)r[i]);
+    if (stored) in = values_of(both.expected, t.a, 0, n);
+    std::vector<row_facts> facts;
+    for (int64_t i = 0; i < rows; i++) facts.push_back(facts_of(&in[(size_t)(i * cols)], cols, c.rms, 1e-5f));
+    size_t at = stored ? both.check_within(0, t.a, n, [](int64_t, double) { return 0; }, "sum") : 0;
+    if (!c.rms) at = both.check_within(at, AMP_F32, rows, [&](int64_t i, double) { return facts[(size_t)i].mean_error; }, "mean");
+    at = both.check_within(at, AMP_F32, rows, [&](int64_t i, double) { return facts[(size_t)i].rstd_error; }, "rstd");
+    both.check_within(at, t.c, n, [&](int64_t i, double y) {
+        const row_facts &f = facts[(size_t)(i / cols)];
+        double far = fabs(in[(size_t)i] - f.mean), scale = c.parts & 1 ? fabs(w[(size_t)(i % cols)]) : 1;
+        double shift = c.parts & 2 && !c.rms ? fabs(b[(size_t)(i % cols)]) : 0;
+        double bound = scale * (f.rstd * (f.mean_error + 2 * u * far) + far * f.rstd_error);
+        return bound + 6 * u * (far * f.rstd * scale + shift) + cuda_spacing(t.c, y);
+    }, shape.name);
+}
+
+CUDA_TEST(norm) {
+    each(true, [](const cuda_shape &shape, const dtypes &t) {
+        for (const norm_case &c : norm_cases)
+            if (shape.count() < 1000 || c.parts == 15 || c.parts == 13) norm_forward(shape, t, c);
+    });
+    far_away([](const cuda_shape &shape, const dtypes &t) { norm_forward(shape, t, norm_cases[3]); });
+}
+
+/* parts: 1 weight, 2 gradients of weight and bias, 4 dsum, 8 they are added to what is there */
+static const norm_case norm_back_cases[] = {{0, 3}, {1, 3}, {0, 15}, {1, 7}, {0, 4}, {0, 2}, {1, 10}};
+
+static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case &c) {
+    int64_t n = shape.count(), rows = shape.rows, cols = shape.cols;
+    std::string x = data_of(n, 24, t.a), dy = data_of(n, 25, t.b), dsum = data_of(n, 26, t.c), weight = data_of(cols, 27, t.d);
+    std::string old = data_of(cols, 28, t.d);
+    doubles in = values_of(x, t.a), d = values_of(dy, t.b), ds = values_of(dsum, t.c), w = values_of(weight, t.d), before = values_of(old, t.d);
+    std::vector<float> mean, rstd;
+    for (int64_t i = 0; i < rows; i++) {
+        row_facts f = facts_of(&in[(size_t)(i * cols)], cols, c.rms, 1e-5f);
+        mean.push_back((float)f.mean);
+        rstd.push_back((float)f.rstd);
+    }
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_norm k = {};
+        k.rms = c.rms;
+        k.x = mat_at(s, &x, shape, t.a);
+        k.dy = mat_at(s, &dy, shape, t.b);
+        if (c.parts & 4) k.dsum = mat_at(s, &dsum, shape, t.c);
+        k.dx = c.parts & 4 ? k.dsum : mat_at(s, NULL, shape, t.c);      /* dsum may be dx */
+        if (c.parts & 1) k.weight = s.put(weight.data(), weight.size());
+        k.weight_dtype = t.d;
+        k.mean = c.rms ? NULL : s.put(mean);
+        k.rstd = s.put(rstd);
+        if (c.parts & 2) k.dweight.data = s.put(old.data(), old.size());
+        if (c.parts & 2) k.dbias.data = s.put(old.data(), old.size());
+        k.dweight.dtype = k.dbias.dtype = t.d;
+        k.dweight.add = k.dbias.add = (c.parts & 8) != 0;
+        ok(s.backend->norm_backward(s.dev, &k, NULL));
+        get_mat(s, out, k.dx);
+        if (c.parts & 2) s.get(out, k.dweight.data, old.size());
+        if (c.parts & 2) s.get(out, k.dbias.data, old.size());
+    });
+    doubles g_sum((size_t)rows), gh_sum((size_t)rows), w_sum((size_t)cols), b_sum((size_t)cols);
+    auto h_of = [&](size_t i) { return (in[i] - (c.rms ? 0 : mean[i / (size_t)cols])) * rstd[i / (size_t)cols]; };
+    auto g_of = [&](size_t i) { return d[i] * (c.parts & 1 ? w[i % (size_t)cols] : 1); };
+    for (size_t i = 0; i < in.size(); i++) {
+        g_sum[i / (size_t)cols] += fabs(g_of(i)) / (double)cols;
+        gh_sum[i / (size_t)cols] += fabs(g_of(i) * h_of(i)) / (double)cols;
+        w_sum[i % (size_t)cols] += fabs(d[i] * h_of(i));
+        b_sum[i % (size_t)cols] += fabs(d[i]);
+    }
+    size_t at = both.check_within(0, t.c, n, [&](int64_t j, double e) {
+        size_t i = (size_t)j, row = i / (size_t)cols;
+        double h = fabs(h_of(i)), g = fabs(g_of(i)), gm = c.rms ? 0 : g_sum[row], ghm = gh_sum[row];
+        double bound = cuda_sum_bound(cols + 4, gm) + h * cuda_sum_bound(cols + 4, ghm) + 4 * u * (g + gm + h * ghm);
+        return rstd[row] * bound + (c.parts & 4 ? 2 * u * (fabs(ds[i]) + fabs(e)) : 0) + cuda_spacing(t.c, e);
+    }, shape.name);
+    for (int k = 0; k < 2 && (c.parts & 2); k++)
+        at = both.check_within(at, t.d, cols, [&](int64_t j, double e) {
+            double sum = k ? b_sum[(size_t)j] : w_sum[(size_t)j], was = c.parts & 8 ? fabs(before[(size_t)j]) : 0;
+            if (k && c.rms) return 0.0;         /* RMSNorm has no bias: its gradient is left alone */
+            return cuda_sum_bound(rows + 2, sum) + 2 * u * (was + sum) + cuda_spacing(t.d, e);
+        }, k ? "dbias" : "dweight");
+}
+
+CUDA_TEST(norm_backward) {
+    each(true, [](const cuda_shape &shape, const dtypes &t) {
+        for (const norm_case &c : norm_back_cases)
+            if (shape.count() < 1000 || c.parts == 15 || (c.parts == 3 && c.rms)) norm_back(shape, t, c);
+    });
+    far_away([](const cuda_shape &shape, const dtypes &t) { norm_back(shape, t, norm_back_cases[2]); });
+}
+
+/* ---- Softmax */
+
+/* Masks of a table of cases; `set` fills in what a kind needs. */
+struct mask_case { amp_mask_kind kind; int bidirectional; int64_t window, global; int extras; const char *name; };
+enum { LENGTHS = 1, DOCUMENTS = 2 };
+static const mask_case mask_cases[] = {
+    {AMP_MASK_NONE, 0, 0, 0, 0, "none"},                            {AMP_MASK_NONE, 0, 0, 0, LENGTHS, "lengths"},
+    {AMP_MASK_CAUSAL, 0, 0, 0, 0, "causal"},                        {AMP_MASK_CAUSAL, 0, 0, 0, LENGTHS | DOCUMENTS, "causal, all"},
+    {AMP_MASK_WINDOW, 0, 3, 0, 0, "window"},                        {AMP_MASK_WINDOW, 1, 5, 0, LENGTHS, "window both ways"},
+    {AMP_MASK_WINDOW, 0, INT64_MAX, 0, 0, "endless window"},        {AMP_MASK_WINDOW_GLOBAL, 0, 2, 3, DOCUMENTS, "global"},
+    {AMP_MASK_WINDOW_GLOBAL, 1, 4, 2, 0, "global both ways"},       {AMP_MASK_PREFIX, 0, 0, 0, LENGTHS, "prefix"},
+    {AMP_MASK_ARBITRARY, 0, 0, 0, 0, "arbitrary"},                  {AMP_MASK_ARBITRARY, 0, 0, 0, LENGTHS | DOCUMENTS, "arbitrary, all"},
+    {AMP_MASK_NONE, 0, 0, 0, DOCUMENTS, "documents"},
+};
+struct softmax_shape { int64_t batch, heads, queries, keys; };
+
+static void put_mask(cuda_side &s, const mask_case &c, const softmax_shape &f, amp_mask *m) {
+    std::vector<int32_t> prefix, lengths, documents;
+    std::vector<uint8_t> allowed;
+    m->kind = c.kind;
+    m->bidirectional = c.bidirectional;
+    m->window = c.window;
+    m->global = c.global;
+    for (int64_t b = 0; b < f.batch; b++) {
+        prefix.push_back((int32_t)(f.keys / 2 + b));
+        lengths.push_back((int32_t)(f.keys - 1 - 2 * b));
+        for (int64_t j = 0; j < f.keys; j++) documents.push_back((int32_t)(j / 5 + b));
+    }
+    for (int64_t i = 0; i < f.batch * f.heads * f.queries * f.keys; i++)
+        allowed.push_back(i / f.keys % 4 != 1 && amp_random_u32(5, (uint64_t)i) % 3 != 0);
+    if (c.kind == AMP_MASK_PREFIX) m->prefix = s.put(prefix);
+    if (c.extras & LENGTHS) m->lengths = s.put(lengths);
+    if (c.extras & DOCUMENTS) m->documents = s.put(documents);
+    if (c.kind != AMP_MASK_ARBITRARY) return;
+    m->allowed = s.put(allowed, 1);
+    m->allowed_head_stride = f.queries * f.keys;
+    m->allowed_batch_stride = f.heads * f.queries * f.keys;
+}
+
+/* The bound of y = exp(s - max) / sum is relative: the exponential's own, and what the sum inherits of all. */
+static void softmax_check(const cuda_compare &both, const doubles &x, double scale, int64_t keys, amp_dtype dtype, const char *name) {
+    doubles relative(x.size());
+    for (size_t row = 0; row * (size_t)keys < x.size(); row++) {
+        double max = -inf, sum = 0, inherited = 0;
+        doubles y = values_of(both.expected, dtype, row * (size_t)keys * amp_dtype_size(dtype), keys);
+        for (size_t j = 0; j < (size_t)keys; j++)
+            if (y[j] > 0) max = fmax(max, scale * x[row * (size_t)keys + j]);
+        for (size_t j = 0; j < (size_t)keys; j++) {
+            double below = max - scale * x[row * (size_t)keys + j];
+            relative[row * (size_t)keys + j] = exp_error + 4 * u * fabs(below);
+            if (y[j] <= 0) continue;
+            sum += exp(-below);
+            inherited += exp(-below) * (exp_error + 4 * u * fabs(below));
+        }
+        for (size_t j = 0; j < (size_t)keys; j++) relative[row * (size_t)keys + j] += inherited / sum + cuda_sum_bound(keys, 1) + 8 * u;
+    }
+    both.check_within(0, dtype, (int64_t)x.size(), [&](int64_t i, double y) {
+        return y == 0 ? 1e-37 + (dtype == AMP_F16 ? ldexp(1, -25) : 0) : y * relative[(size_t)i] + cuda_spacing(dtype, y);
+    }, name);
+}
+
+static void softmax_forward(const softmax_shape &f, const dtypes &t, const mask_case &c, size_t offset) {
+    int64_t n = f.batch * f.heads * f.queries * f.keys;
+    std::string x = data_of(n, 30, t.a, 6);
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_softmax k = {};
+        k.batch = f.batch; k.heads = f.heads; k.queries = f.queries; k.keys = f.keys;
+        k.x = s.put(x.data(), x.size(), offset * amp_dtype_size(t.a));
+        k.y = t.a == t.b ? const_cast<void *>(k.x) : s.room((size_t)n * amp_dtype_size(t.b), offset * amp_dtype_size(t.b));
+        k.x_dtype = t.a;
+        k.y_dtype = t.b;
+        k.scale = 0.37f;
+        put_mask(s, c, f, &k.mask);
+        ok(s.backend->softmax(s.dev, &k, NULL));
+        s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+    });
+    softmax_check(both, values_of(x, t.a), 0.37f, f.keys, t.b, c.name);
+}
+
+CUDA_TEST(softmax) {
+    for (const mask_case &c : mask_cases)
+        for (const dtypes &t : mixes)
+            for (const softmax_shape &f : {softmax_shape{2, 2, 7, 19}, {1, 2, 5, 40}, {2, 1, 9, 6}, {1, 1, 1, 1}})
+                softmax_forward(f, t, c, 0);
+}
+CUDA_TEST(softmax_shapes) {
+    each(true, [](const cuda_shape &shape, const dtypes &t) {
+        if (shape.pad == 0) softmax_forward({1, 1, shape.rows, shape.cols}, t, mask_cases[shape.rows % 2 ? 0 : 2], (size_t)shape.offset);
+    });
+}
+
+/* Rows with NaN or +inf become NaN as far as the mask lets them see; hidden ones do not matter; rows of -inf are zeros. */
+CUDA_TEST(softmax_of_infinities) {
+    const float bad[] = {NAN, (float)inf, (float)-inf};
+    for (float value : bad)
+        for (int64_t at : {0, 3, 15})
+            for (int all = 0; all < 2; all++) {
+                std::vector<float> x = cuda_random(16 * 16, 31, -2, 2);
+                for (size_t i = 0; i < 16; i++)
+                    for (size_t j = 0; j < 16; j++)
+                        if (all || j == (size_t)at) x[i * 16 + j] = value;
+                cuda_on_both([&](cuda_side &s, std::string *out) {
+                    amp_k_softmax k = {};
+                    k.batch = k.heads = 1; k.queries = k.keys = 16;
+                    k.x = s.put(x);
+                    k.y = s.room(1024);
+                    k.x_dtype = k.y_dtype = AMP_F32;
+                    k.scale = 1;
+                    k.mask.kind = AMP_MASK_CAUSAL;
+                    ok(s.backend->softmax(s.dev, &k, NULL));
+                    s.get(out, k.y, 1024);
+                }).check_within(0, AMP_F32, 256, [](int64_t, double y) { return y * 64 * u; });
+            }
+}
+
+static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, size_t offset) {
+    int64_t n = rows * keys;
+    std::vector<float> p = cuda_random(n, 32, 0, 2 / (float)keys);
+    std::vector<float> slopes = cuda_random(n, 33);
+    for (size_t i = 0; i < p.size(); i += 5) {
+        p[i] = 0;
+        if (i % 2) slopes[i] = (float)inf;      /* a probability of 0 contributes 0 */
+    }
+    std::string y = cuda_stored(p, t.b), dy = cuda_stored(slopes, t.b);
+    doubles yv = values_of(y, t.b), d = values_of(dy, t.b), sums((size_t)rows), magnitudes((size_t)rows);
+    for (size_t i = 0; i < yv.size(); i++) {
+        if (yv[i] == 0) continue;
+        sums[i / (size_t)keys] += yv[i] * d[i];
+        magnitudes[i / (size_t)keys] += fabs(yv[i] * d[i]);
+    }
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_softmax k = {};
+        k.batch = rows; k.heads = 1; k.queries = 1; k.keys = keys;
+        k.y = s.put(y.data(), y.size(), offset * amp_dtype_size(t.b));
+        k.dy = s.put(dy.data(), dy.size(), offset * amp_dtype_size(t.b));
+        k.dx = t.a == t.b ? const_cast<void *>(k.dy) : s.room((size_t)n * amp_dtype_size(t.a), offset * amp_dtype_size(t.a));
+        k.x_dtype = t.a;
+        k.y_dtype = t.b;
+        k.scale = 0.37f;
+        ok(s.backend->softmax_backward(s.dev, &k, NULL));
+        s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+    }).check_within(0, t.a, n, [&](int64_t j, double e) {
+        size_t i = (size_t)j, row = i / (size_t)keys;
+        if (yv[i] == 0) return 0.0;
+        double bound = cuda_sum_bound(keys + 1, magnitudes[row]) + 2 * u * (fabs(d[i]) + fabs(sums[row]));
+        return 0.37 * yv[i] * bound + 6 * u * fabs(e) + cuda_spacing(t.a, e);
+    });
+}
+
+CUDA_TEST(softmax_backward) {
+    each(true, [](const cuda_shape &shape, const dtypes &t) {
+        if (shape.pad == 0) softmax_back(shape.rows, shape.cols, t, (size_t)shape.offset);
+    });
+}
+
+/* ---- Cross-entropy */
+
+struct loss_case { int sum; float smoothing; int seeded, in_place, losses, gradient; int64_t padding; };
+static const loss_case loss_cases[] = {
+    {0, 0, 1, 1, 1, 1, 0}, {1, 0.1f, 0, 0, 0, 1, 2}, {0, 0.3f, 1, 1, 1, 1, 1}, {1, 0, 1, 0, 1, 0, 0}, {0, 1, 0, 0, 0, 1, 0},
+};
+
+/* Row by row: its probabilities, its loss, and how far two computations may be apart. */
+struct logit_facts { doubles p, p_error; double loss, loss_error; };
+static logit_facts logits_of(const double *x, int64_t classes, int64_t label, double smoothing) {
+    logit_facts f;
+    double max = -inf, sum = 0, inherited = 0, mean = 0, magnitude = 0, relative, log_sum;
+    for (int64_t j = 0; j < classes; j++) max = fmax(max, x[j]);
+    for (int64_t j = 0; j < classes; j++) {
+        double e = exp(x[j] - max), error = exp_error + 4 * u * (max - x[j]);
+        sum += e;
+        inherited += e * error;
+        mean += x[j] / (double)classes;
+        magnitude += fabs(x[j]);
+        f.p.push_back(e);
+        f.p_error.push_back(e * error);
+    }
+    relative = inherited / sum + cuda_sum_bound(classes + 8, 1) + 8 * u;
+    for (size_t j = 0; j < f.p.size(); j++) {
+        f.p[j] /= sum;
+        f.p_error[j] = f.p_error[j] / sum + f.p[j] * relative + 1e-37;
+    }
+    log_sum = log(sum);
+    f.loss = (1 - smoothing) * (log_sum + max - x[label]) + smoothing * (log_sum + max - mean);
+    f.loss_error = relative + 8 * u * (fabs(log_sum) + fabs(max) + fabs(x[label]) + smoothing * fabs(mean));
+    f.loss_error += smoothing * cuda_sum_bound(classes + 2, magnitude) / (double)classes;
+    return f;
+}
+
+static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_case &c) {
+    int64_t n = shape.count(), rows = shape.rows, cols = shape.cols, classes = cols > c.padding ? cols - c.padding : cols, counted = 0;
+    amp_dtype dt = c.in_place ? t.a : t.b;
+    std::string x = data_of(n, 40, t.a, 5);
+    doubles in = values_of(x, t.a);
+    std::vector<int32_t> labels;
+    std::vector<float> seed(1, 1024);
+    for (int64_t i = 0; i < rows; i++) {
+        labels.push_back(i % 4 == 2 ? -7 : (int32_t)(amp_random_u32(41, (uint64_t)i) % (uint64_t)classes));
+        counted += labels.back() != -7;
+    }
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_cross_entropy k = {};
+        k.logits = mat_at(s, &x, shape, t.a);
+        if (c.gradient) k.dlogits = c.in_place ? k.logits : mat_at(s, NULL, shape, dt);
+        k.classes = classes;
+        k.labels = s.put(labels);
+        k.ignore_index = -7;
+        k.sum = c.sum;
+        k.smoothing = c.smoothing;
+        k.factor = 0.5f;
+        k.seed = c.seeded ? s.put(seed) : NULL;
+        k.loss = (float *)s.room(4);
+        k.losses = c.losses ? (float *)s.room((size_t)rows * 4) : NULL;
+        k.bad_label = s.put(std::vector<int32_t>(1, 0));
+        ok(s.backend->cross_entropy(s.dev, &k, NULL));
+        s.get(out, k.bad_label, 4);
+        s.get(out, k.loss, 4);
+        if (c.losses) s.get(out, k.losses, (size_t)rows * 4);
+        if (c.gradient) get_mat(s, out, k.dlogits);
+    });
+    double scale = 0.5 * (c.seeded ? 1024 : 1) / (c.sum || counted < 1 ? 1 : (double)counted), total = 0, total_error = 0;
+    std::vector<logit_facts> facts((size_t)rows);
+    for (size_t i = 0; i < (size_t)rows; i++) {
+        if (labels[i] == -7) continue;
+        facts[i] = logits_of(&in[i * (size_t)cols], classes, labels[i], c.smoothing);
+        total += fabs(facts[i].loss);
+        total_error += facts[i].loss_error;
+    }
+    double share = c.sum || counted < 1 ? 1 : (double)counted;
+    size_t at = both.check_within(0, AMP_I32, 1, [](int64_t, double) { return 0; }, "bad_label");
+    at = both.check_within(at, AMP_F32, 1, [&](int64_t, double) { return (total_error + 4 * u * total) / share; }, "loss");
+    if (c.losses) at = both.check_within(at, AMP_F32, rows, [&](int64_t i, double) { return facts[(size_t)i].loss_error; }, "losses");
+    if (c.gradient)
+        both.check_within(at, dt, n, [&](int64_t i, double e) {
+            size_t row = (size_t)(i / cols), j = (size_t)(i % cols);
+            if (labels[row] == -7 || (int64_t)j >= classes) return 0.0;
+            double one = (int64_t)j == labels[row] ? 1 : 0;
+            return scale * (facts[row].p_error[j] + 4 * u * (facts[row].p[j] + c.smoothing / (double)classes + one)) + cuda_spacing(dt, e);
+        }, shape.name);
+}
+
+CUDA_TEST(cross_entropy) {
+    each(false, [](const cuda_shape &shape, const dtypes &t) {
+        for (const loss_case &c : loss_cases)
+            if (shape.count() < 500 || c.sum == 0) cross_entropy(shape, t, c);
+    });
+    far_away([](const cuda_shape &shape, const dtypes &t) { cross_entropy(shape, t, loss_cases[2]); });
+}
+
+/* Rows beyond shared memory are read twice. */
+CUDA_TEST(cross_entropy_long_rows) {
+    cross_entropy({2, 60000, 0, 0, "beyond shared memory"}, mixes[0], loss_cases[0]);
+    cross_entropy({2, 50304, 0, 0, "a vocabulary"}, mixes[2], loss_cases[2]);
+}
+
+/* A label out of range: the first is reported, an earlier report stays, nothing else is written. */
+CUDA_TEST(cross_entropy_bad_label) {
+    std::string x = data_of(60, 42, AMP_F32);
+    for (int32_t wrong : {12, -1, 1 << 30})
+        cuda_on_both([&](cuda_side &s, std::string *out) {
+            amp_k_cross_entropy k = {};
+            k.logits = s.put_matrix(x.data(), AMP_F32, 5, 12, 12);
+            k.dlogits = k.logits;
+            k.classes = 12;
+            k.labels = s.put(std::vector<int32_t>{1, 11, wrong, 12, 3});
+            k.ignore_index = -100;
+            k.factor = 1;
+            k.loss = (float *)s.room(4);
+            k.bad_label = s.put(std::vector<int32_t>(1, 0));
+            ok(s.backend->cross_entropy(s.dev, &k, NULL));
+            s.get(out, k.bad_label, 4);
+            s.get(out, k.loss, 4);
+            get_mat(s, out, k.dlogits);
+            CHECK_EQ(*(const int32_t *)out->data(), 3);
+        }).check_same_bits();
+}
+
+/* What is not finite, and rows of nothing but -inf, give NaN as on the CPU, and only in their row. */
+CUDA_TEST(cross_entropy_of_infinities) {
+    const float bad[] = {NAN, (float)inf, (float)-inf};
+    for (float value : bad)
+        for (int all = 0; all < 2; all++) {
+            std::vector<float> x = cuda_random(3 * 40, 43, -2, 2);
+            for (size_t j = 0; j < 40; j++)
+                if (all || j == 17) x[40 + j] = value;
+            cuda_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_cross_entropy k = {};
+                k.logits = s.put_matrix(x.data(), AMP_F32, 3, 40, 40);
+                k.dlogits = s.put_matrix(NULL, AMP_F32, 3, 40, 40);
+                k.classes = 40;
+                k.labels = s.put(std::vector<int32_t>{1, 2, 3});
+                k.ignore_index = -100;
+                k.factor = 1;
+                k.loss = (float *)s.room(4);
+                k.losses = (float *)s.room(12);
+                k.bad_label = s.put(std::vector<int32_t>(1, 0));
+                ok(s.backend->cross_entropy(s.dev, &k, NULL));
+                s.get(out, k.loss, 4);
+                s.get(out, k.losses, 12);
+                get_mat(s, out, k.dlogits);
+            }).check_within(0, AMP_F32, 124, [](int64_t, double e) { return 64 * u * (1 + fabs(e)); });
+        }
+}
+
+/* ---- Mean squared error */
+
+static void mse(int64_t n, const cuda_shape &shape, const dtypes &t, int sum) {
+    std::string x = data_of(n, 50, t.a), target = data_of(n, 51, t.b);
+    doubles a = values_of(x, t.a), b = values_of(target, t.b);
+    double total = 0, share = sum || n < 1 ? 1 : (double)n;
+    for (size_t i = 0; i < a.size(); i++) total += (a[i] - b[i]) * (a[i] - b[i]);
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_mse k = {};
+        k.x = put_at(s, x, shape, t.a); k.x_dtype = t.a;
+        k.target = put_at(s, target, shape, t.b); k.target_dtype = t.b;
+        k.dx = room_at(s, n, shape, t.a);
+        k.n = n;
+        k.sum = sum;
+        k.factor = 0.25f;
+        k.seed = sum ? s.put(std::vector<float>(1, 512)) : NULL;
+        k.loss = (float *)s.room(4);
+        ok(s.backend->mse(s.dev, &k, NULL));
+        s.get(out, k.loss, 4);
+        s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+    });
+    /* fp32 within 512 terms on the CPU and within 8 on the GPU, fp64 beyond */
+    size_t at = both.check_within(0, AMP_F32, 1, [&](int64_t, double e) {
+        return (cuda_sum_bound(512, total) + 6 * u * total) / share + cuda_spacing(AMP_F32, e);
+    }, "loss");
+    both.check_within(at, t.a, n, [](int64_t, double) { return 0; }, "dx");
+}
+
+CUDA_TEST(mse) {
+    each(false, [](const cuda_shape &shape, const dtypes &t) {
+        for (int sum = 0; sum < 2; sum++) mse(shape.count(), shape, t, sum);
+    });
+    mse(70001, cuda_shapes[0], mixes[2], 0);    /* three stretches */
+}
+
+/* ---- Embedding */
+
+static std::vector<int32_t> ids_of(int64_t n, int64_t vocabulary, int hot) {
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = amp_random_u32(60, (uint64_t)i);
+        ids.push_back(hot == 2 || (hot && word % 3) ? (int32_t)(vocabulary / 2) : (int32_t)(amp_random_u32(61, (uint64_t)i) % (uint64_t)vocabulary));
+    }
+    return ids;
+}
+
+static void embedding_forward(const cuda_shape &shape, const dtypes &t, int with_positions) {
+    const int64_t vocabulary = 11, seq = 4;
+    cuda_shape table = {vocabulary, shape.cols, shape.pad, shape.offset, ""}, places = {seq, shape.cols, shape.pad, 0, ""};
+    std::string rows = data_of(vocabulary * shape.cols, 62, t.a), positions = data_of(seq * shape.cols, 63, t.b);
+    std::vector<int32_t> ids = ids_of(shape.rows, vocabulary, 0);
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_embedding k = {};
+        k.ids = s.put(ids);
+        k.n = shape.rows;
+        k.seq = seq;
+        k.table = mat_at(s, &rows, table, t.a);
+        if (with_positions) k.positions = mat_at(s, &positions, places, t.b);
+        k.y = mat_at(s, NULL, shape, t.c);
+        k.bad_id = s.put(std::vector<int32_t>(1, 0));
+        ok(s.backend->embedding(s.dev, &k, NULL));
+        get_mat(s, out, k.y);
+        s.get(out, k.bad_id, 4);
+    }).check_same_bits();
+}
+
+CUDA_TEST(embedding) {
+    each(false, [](const cuda_shape &shape, const dtypes &t) {
+        for (int with_positions = 0; with_positions < 2; with_positions++) embedding_forward(shape, t, with_positions);
+    });
+}
+
+/* The rows with an id out of range are left alone, the others written; the first is reported, and stays reported. */
+CUDA_TEST(embedding_bad_id) {
+    std::vector<float> table = cuda_random(5 * 8, 64);
+    cuda_side s(amp_cuda());
+    amp_k_embedding k = {};
+    std::string y;
+    k.ids = s.put(std::vector<int32_t>{4, 0, -1, 2, 5});
+    k.n = k.seq = 5;
+    k.table = s.put_matrix(table.data(), AMP_F32, 5, 8, 8);
+    k.y = s.put_matrix(NULL, AMP_F32, 5, 8, 8);
+    k.bad_id = s.put(std::vector<int32_t>(1, 0));
+    ok(s.backend->embedding(s.dev, &k, NULL));
+    s.get(&y, k.bad_id, 4);
+    get_mat(s, &y, k.y);
+    CHECK_EQ(*(const int32_t *)y.data(), 3);
+    for (size_t i = 0; i < 40; i++) {
+        size_t id = (size_t[]){4, 0, 9, 2, 9}[i / 8];
+        if (id < 9) CHECK(memcmp(&y[4 + 4 * i], &table[id * 8 + i % 8], 4) == 0);
+        else CHECK(memcmp(&y[4 + 4 * i], "\xff\xff\xff\xff", 4) == 0);
+    }
+    k.ids = s.put(std::vector<int32_t>{1, 1, 1, 1, 1});
+    ok(s.backend->embedding(s.dev, &k, NULL));
+    y.clear();
+    s.get(&y, k.bad_id, 4);
+    CHECK_EQ(*(const int32_t *)y.data(), 3);
+}
+
+struct embedding_case { int64_t n, cols, vocabulary, seq; int hot, add, parts; };       /* parts: 1 table, 2 positions */
+static const embedding_case embedding_cases[] = {
+    {1, 8, 3, 1, 0, 0, 3},      {0, 8, 3, 1, 0, 0, 3},      {37, 7, 5, 10, 0, 1, 3},        {130, 40, 300, 65, 0, 0, 3},
+    {700, 264, 70, 100, 1, 1, 3}, {1500, 8, 70000, 1500, 1, 0, 1}, {2600, 8, 4, 7, 2, 1, 3}, {5000, 8, 2000, 512, 1, 0, 3},
+    {33, 16, 5, 10, 0, 0, 2},   {6000, 4, 3, 100, 2, 0, 1},
+};
+
+static void embedding_back(const embedding_case &c, const dtypes &t, int64_t pad, int64_t offset) {
+    const int64_t places = c.seq + 3;           /* rows beyond seq have no gradient */
+    cuda_shape dense = {c.n, c.cols, pad, offset, ""}, table = {c.vocabulary, c.cols, pad, offset, ""}, spots = {places, c.cols, pad, 0, ""};
+    std::string dy = data_of(c.n * c.cols, 65, t.a), old_table = data_of(c.vocabulary * c.cols, 66, t.b), old_places = data_of(places * c.cols, 67, t.c);
+    std::vector<int32_t> ids = ids_of(c.n, c.vocabulary, c.hot);
+    doubles d = values_of(dy, t.a), sums[2] = {doubles((size_t)(c.vocabulary * c.cols)), doubles((size_t)(places * c.cols))};
+    std::vector<int64_t> counts[2] = {std::vector<int64_t>((size_t)c.vocabulary), std::vector<int64_t>((size_t)places)};
+    for (size_t i = 0; i < (size_t)c.n; i++) {
+        size_t to[2] = {(size_t)ids[i], i % (size_t)c.seq};
+        for (int k = 0; k < 2; k++) {
+            counts[k][to[k]]++;
+            for (size_t j = 0; j < (size_t)c.cols; j++) sums[k][to[k] * (size_t)c.cols + j] += fabs(d[i * (size_t)c.cols + j]);
+        }
+    }
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_embedding k = {};
+        k.ids = s.put(ids);
+        k.n = c.n;
+        k.seq = c.seq;
+        k.dy = mat_at(s, &dy, dense, t.a);
+        if (c.parts & 1) k.dtable = mat_at(s, &old_table, table, t.b);
+        if (c.parts & 2) k.dpositions = mat_at(s, &old_places, spots, t.c);
+        k.add_table = k.add_positions = c.add;
+        k.bad_id = s.put(std::vector<int32_t>(1, 0));
+        ok(s.backend->embedding_backward(s.dev, &k, NULL));
+        if (c.parts & 1) get_mat(s, out, k.dtable);
+        if (c.parts & 2) get_mat(s, out, k.dpositions);
+    });
+    size_t at = 0;
+    for (int k = 0; k < 2; k++) {
+        if (!(c.parts & (k + 1))) continue;
+        amp_dtype dtype = k ? t.c : t.b;
+        doubles old = values_of(k ? old_places : old_table, dtype);
+        at = both.check_within(at, dtype, (k ? places : c.vocabulary) * c.cols, [&](int64_t i, double e) {
+            int64_t count = counts[k][(size_t)(i / c.cols)];
+            double sum = sums[k][(size_t)i], was = c.add ? fabs(old[(size_t)i]) : 0;
+            if (count == 0) return 0.0;
+            return cuda_sum_bound(count, sum) + (c.add ? 2 * u * (sum + was) : 0) + (count > 1 || c.add ? cuda_spacing(dtype, e) : 0);
+        }, k ? "dpositions" : "dtable");
+    }
+}
+
+CUDA_TEST(embedding_backward) {
+    for (const embedding_case &c : embedding_cases)
+        for (const dtypes &t : mixes)
+            if (c.n < 200 || t.a == AMP_BF16) embedding_back(c, t, c.n % 2 ? 0 : 8, 0);
+    embedding_back(embedding_cases[3], mixes[2], 3, 1);
+}
+
+/* An id out of range: nothing but the report is written. */
+CUDA_TEST(embedding_backward_bad_id) {
+    std::string dy = data_of(5 * 8, 68, AMP_F32), old = data_of(4 * 8, 69, AMP_F32);
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_embedding k = {};
+        k.ids = s.put(std::vector<int32_t>{3, 0, 2, 4, -1});
+        k.n = k.seq = 5;
+        k.dy = s.put_matrix(dy.data(), AMP_F32, 5, 8, 8);
+        k.dtable = s.put_matrix(old.data(), AMP_F32, 4, 8, 8);
+        k.dpositions = s.put_matrix(old.data(), AMP_F32, 4, 8, 8);
+        k.bad_id = s.put(std::vector<int32_t>(1, 0));
+        ok(s.backend->embedding_backward(s.dev, &k, NULL));
+        get_mat(s, out, k.dtable);
+        get_mat(s, out, k.dpositions);
+        s.get(out, k.bad_id, 4);
+    }).check_same_bits();
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(add);
+    RUN(dropout);
+    RUN(activation);
+    RUN(activation_backward);
+    RUN(activation_of_infinities);
+    RUN(swiglu);
+    RUN(swiglu_backward);
+    RUN(norm);
+    RUN(norm_backward);
+    RUN(softmax);
+    RUN(softmax_shapes);
+    RUN(softmax_of_infinities);
+    RUN(softmax_backward);
+    RUN(cross_entropy);
+    RUN(cross_entropy_long_rows);
+    RUN(cross_entropy_bad_label);
+    RUN(cross_entropy_of_infinities);
+    RUN(mse);
+    RUN(embedding);
+    RUN(embedding_bad_id);
+    RUN(embedding_backward);
+    RUN(embedding_backward_bad_id);
+    return TEST_END();
+}

@@ -1,0 +1,1383 @@
+/* t_cuda_runtime.cpp - the CUDA backend's runtime, casts, multi-tensor kernels and products, on the model GPU. */
+#include "test_cuda.h"
+#include <stdlib.h>
+
+#define TRY(call) do { amp_result tried = (call); if (tried != AMP_OK) return tried; } while (0)
+
+/* The CPU's instruction set; it needs a fused multiply-add to give the GPU's bits. */
+static amp_cpu_path cpu_path() {
+    amp_machine machine;
+    return amp_machine_probe(&machine) == AMP_OK ? machine.cpu.path : AMP_CPU_SCALAR;
+}
+
+/* ---- One open device, without a context around it */
+
+static std::string last_text;
+static long host_blocks;        /* of host memory that the backend holds */
+static int host_logs, host_fail_alloc;
+
+static amp_result host_fail(void *, amp_result result, const char *text) {
+    last_text = text;
+    return result;
+}
+static void host_log(void *, amp_log_level, int, const char *) { host_logs++; }
+static void *host_alloc(void *, size_t size, size_t align) {
+    void *p = NULL;
+    if (host_fail_alloc > 0 && --host_fail_alloc == 0) return NULL;
+    if (posix_memalign(&p, align < sizeof p ? sizeof p : align, size) != 0) return NULL;
+    host_blocks++;
+    return p;
+}
+static void host_free(void *, void *p, size_t) {
+    host_blocks--;
+    free(p);
+}
+
+struct side {
+    const amp_backend *b;
+    void *dev = NULL;
+    std::vector<void *> owned;
+    std::vector<size_t> sizes;
+
+    explicit side(const amp_backend *backend, int device = 0, void *stream = NULL) : b(backend) {
+        const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        amp_backend_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.device = device;
+        desc.threads = 1;
+        desc.cpu_path = cpu_path();
+        desc.stream = stream;
+        if (b->open(&dev, &host, &desc) != AMP_OK) dev = NULL;
+    }
+    ~side() {
+        if (dev == NULL) return;
+        for (size_t i = 0; i < owned.size(); i++) b->free(dev, owned[i], sizes[i]);
+        b->close(dev);
+    }
+    /* A copy of these bytes in device memory, `offset` bytes from an aligned address, with room behind. */
+    void *up(const void *data, size_t bytes, size_t offset = 0) {
+        void *p = NULL;
+        CHECK_EQ(b->alloc(dev, &p, bytes + offset + 1), AMP_OK);
+        if (p == NULL) return NULL;
+        owned.push_back(p);
+        sizes.push_back(bytes + offset + 1);
+        if (bytes > 0) CHECK_EQ(b->copy(dev, (char *)p + offset, data, bytes, AMP_COPY_TO_DEVICE, NULL), AMP_OK);
+        return (char *)p + offset;
+    }
+    template <class T> T *up(const std::vector<T> &data, size_t offset = 0) {
+        return (T *)up(data.data(), data.size() * sizeof(T), offset);
+    }
+    template <class T> void down(std::vector<T> *data, const void *p) {
+        if (data->empty()) return;
+        CHECK_EQ(b->copy(dev, data->data(), p, data->size() * sizeof(T), AMP_COPY_TO_HOST, NULL), AMP_OK);
+        CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+    }
+    template <class T> T one(const void *p) {
+        std::vector<T> value(1);
+        down(&value, p);
+        return value[0];
+    }
+};
+
+static uint64_t random_state = 1;
+static uint32_t random_word() { return amp_random_u32(77, random_state++); }
+static float random_unit() { return (float)(random_word() >> 8) * (1.0f / 16777216); }
+
+typedef std::vector<uint8_t> bytes;
+
+static const char *name_of(amp_dtype d) { return amp_dtype_name(d); }
+
+/* n finite numbers of a dtype: mostly within 2^-6..2^6, with zeros, subnormals and large ones among them. */
+static bytes numbers(amp_dtype dtype, int64_t n, float scale = 1) {
+    std::vector<float> x((size_t)n);
+    bytes out((size_t)n * amp_dtype_size(dtype));
+    for (float &v : x) {
+        int kind = (int)(random_word() % 64);
+        v = ldexpf(2 * random_unit() - 1, (int)(random_word() % 13) - 6) * scale;
+        if (kind == 0) v = 0;
+        if (kind == 1) v = ldexpf(v, -100);
+        if (kind == 2) v = ldexpf(v, 8);
+    }
+    amp_convert(out.data(), dtype, x.data(), AMP_F32, n, NULL, NULL);
+    return out;
+}
+
+static bytes any_bits(amp_dtype dtype, int64_t n) {
+    bytes out((size_t)n * amp_dtype_size(dtype));
+    for (uint8_t &byte : out) byte = (uint8_t)random_word();
+    /* a uniform pattern is rarely near the narrow formats' limits: aim half of the wide ones there */
+    for (int64_t i = 0; i < n && (dtype == AMP_F32 || dtype == AMP_TF32); i += 2) {
+        uint32_t bits = (random_word() & 0x807fffffu) | (100 + random_word() % 60) << 23;
+        if (i % 16 == 0) bits = (bits & 0x80000000u) | (0x477fe000u + (random_word() % 5 << 11));   /* fp16's largest */
+        if (i % 16 == 2) bits = (bits & 0x80000000u) | (0x43e00000u + (random_word() % 5 << 18));   /* e4m3's */
+        if (i % 16 == 4) bits = (bits & 0x80000000u) | (0x47600000u + (random_word() % 5 << 19));   /* e5m2's */
+        if (i % 16 == 6) bits |= 0x7f800000u;                                                       /* inf and NaN */
+        memcpy(&out[(size_t)i * 4], &bits, 4);
+    }
+    for (int64_t i = 0; i < n && dtype == AMP_F64; i += 2) {
+        uint64_t bits = (uint64_t)(random_word() & 0x800fffffu) << 32 | random_word();
+        bits |= (uint64_t)(1023 - 30 + random_word() % 60) << 52;
+        memcpy(&out[(size_t)i * 8], &bits, 8);
+    }
+    return out;
+}
+
+static const int64_t lengths[] = {0, 1, 7, 8, 15, 16, 33, 255, 2049, 5003};
+
+/* ---- Opening */
+
+TEST(open_and_describe) {
+    coc_reset();
+    {
+        side cuda(amp_cuda());
+        amp_device d;
+        amp_memory_info info;
+        memset(&info, 0, sizeof info);
+        CHECK(cuda.dev != NULL);
+        CHECK_EQ(cuda.b->describe(cuda.dev, &d), AMP_OK);
+        CHECK(strcmp(d.kind, "cuda") == 0 && d.name[0] != 0);
+        if (CUDA_IS_MODEL) CHECK(d.cc_major == 9 && d.cc_minor == 0 && d.fp16 && d.bf16 && d.tf32 && d.fp8);
+        if (CUDA_IS_MODEL) CHECK_EQ(d.multiprocessors, 4);
+        CHECK(d.cc_major >= 7 && d.multiprocessors > 0 && d.memory > 0 && d.index == 0);
+        CHECK_EQ(cuda.b->memory(cuda.dev, &info), AMP_OK);
+        CHECK(info.reserved == 0 && info.device_total == d.memory);
+        CHECK(!cuda.b->host_visible && cuda.b->abi == AMP_ABI(amp_backend));
+    }
+    {
+        side wrong(amp_cuda(), 7);
+        CHECK(wrong.dev == NULL && last_text.find(".device = 7") != std::string::npos);
+    }
+    coc_alive alive = coc_living();
+    CHECK(alive.allocations + alive.pinned + alive.streams + alive.events == 0);
+    CHECK_EQ(host_blocks, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* Contexts on both devices at once; the thread's current device stays what it was. */
+TEST(several_contexts) {
+    int devices = 0;
+    coc_reset();
+    CHECK_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
+    if (devices < 2) SKIP("needs two GPUs");
+    CHECK_EQ(cudaSetDevice(0), cudaSuccess);
+    {
+        side a(amp_cuda(), 0), b(amp_cuda(), 1), c(amp_cuda(), 1);
+        std::vector<float> x(1000, 1.5f), y(1000);
+        float *on_a = a.up(x), *on_b = b.up(x), *on_c = c.up(x);
+        amp_device d;
+        int current = -1;
+        CHECK_EQ(b.b->describe(b.dev, &d), AMP_OK);
+        CHECK_EQ(d.index, 1);
+        CHECK(on_a && on_b && on_c && on_b != on_c);
+        cudaPointerAttributes where;
+        CHECK_EQ(cudaPointerGetAttributes(&where, on_b), cudaSuccess);
+        CHECK_EQ(where.device, 1);
+        b.down(&y, on_b);
+        CHECK(y == x);
+        CHECK_EQ(cudaGetDevice(&current), cudaSuccess);
+        CHECK_EQ(current, 0);
+    }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* The host's own stream is used and not destroyed. */
+TEST(host_stream) {
+    coc_reset();
+    cudaStream_t stream = NULL;
+    CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    {
+        side cuda(amp_cuda(), 0, stream);
+        std::vector<float> x(100, 2.0f), y(100);
+        float *p = cuda.up(x);
+        CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        cuda.down(&y, p);
+        CHECK(x == y);
+        if (CUDA_IS_MODEL) CHECK_EQ(coc_living().streams, 1);
+    }
+    if (CUDA_IS_MODEL) CHECK_EQ(coc_living().streams, 1);
+    CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* ---- Memory */
+
+TEST(arena) {
+    coc_reset();
+    {
+        side cuda(amp_cuda());
+        amp_memory_info info;
+        void *a = NULL, *b = NULL, *c = NULL, *pinned = NULL;
+        memset(&info, 0, sizeof info);
+        coc_reset_counts();
+        CHECK_EQ(cuda.b->alloc(cuda.dev, &a, 1000), AMP_OK);
+        CHECK_EQ(cuda.b->alloc(cuda.dev, &b, 5 << 20), AMP_OK);
+        CHECK(((uintptr_t)a & 255) == 0 && ((uintptr_t)b & 255) == 0);
+        CHECK_EQ(coc_calls("cudaMalloc"), 2);
+        cuda.b->memory(cuda.dev, &info);
+        CHECK(info.allocated >= 1000 + (5 << 20) && info.allocated <= (int64_t)((1000 + (5 << 20)) * 1.125) + 512);
+        CHECK_EQ(info.reserved, info.allocated);
+        cuda.b->free(cuda.dev, b, 5 << 20);
+        CHECK_EQ(cuda.b->alloc(cuda.dev, &c, (5 << 20) - 100), AMP_OK);     /* the same class: used again */
+        CHECK(c == b);
+        CHECK_EQ(coc_calls("cudaMalloc"), 2);
+        CHECK_EQ(coc_calls("cudaFree"), 0);
+        CHECK_EQ(cuda.b->alloc_pinned(cuda.dev, &pinned, 4096), AMP_OK);
+        cuda.b->memory(cuda.dev, &info);
+        CHECK_EQ(info.pinned, 4096);
+        cuda.b->free_pinned(cuda.dev, pinned, 4096);
+        cuda.b->free(cuda.dev, a, 1000);
+        cuda.b->free(cuda.dev, c, (5 << 20) - 100);
+        cuda.b->memory(cuda.dev, &info);
+        CHECK(info.allocated == 0 && info.reserved > (5 << 20) && info.pinned == 0);
+    }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* When the GPU is full, idle blocks of other sizes are given back; when that does not help, the text says the sizes. */
+TEST(arena_full) {
+    coc_reset();
+    coc_set_devices(1, 64 << 20);
+    {
+        side cuda(amp_cuda());
+        void *a = NULL, *b = NULL;
+        CHECK_EQ(cuda.b->alloc(cuda.dev, &a, 40 << 20), AMP_OK);
+        CHECK_EQ(cuda.b->alloc(cuda.dev, &b, 48 << 20), AMP_ERR_MEMORY);
+        CHECK(b == NULL && last_text.find("cudaErrorMemoryAllocation") != std::string::npos);
+        CHECK(last_text.find("cudaMalloc") != std::string::npos && last_text.find("smaller batch") != std::string::npos);
+        cuda.b->free(cuda.dev, a, 40 << 20);
+        CHECK_EQ(cuda.b->alloc(cuda.dev, &b, 48 << 20), AMP_OK);
+        CHECK_EQ(coc_living().allocations, 1);
+        cuda.b->free(cuda.dev, b, 48 << 20);
+    }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+    coc_reset();
+    coc_set_devices(2);
+}
+
+/* ---- Streams and events */
+
+TEST(streams_and_events) {
+    coc_reset();
+    {
+        side cuda(amp_cuda());
+        const amp_backend *b = cuda.b;
+        void *stream = NULL, *from = NULL, *to = NULL, *pinned = NULL;
+        std::vector<int32_t> x(5000, 7);
+        int32_t done = -1;
+        double seconds = -1;
+        CHECK_EQ(b->stream_create(cuda.dev, &stream), AMP_OK);
+        CHECK_EQ(b->event_create(cuda.dev, &from), AMP_OK);
+        CHECK_EQ(b->event_create(cuda.dev, &to), AMP_OK);
+        CHECK_EQ(b->alloc_pinned(cuda.dev, &pinned, x.size() * 4), AMP_OK);
+        int32_t *p = cuda.up(x);
+        /* fill on one stream, copy on the other after the event: the copy sees the fill */
+        CHECK_EQ(b->event_record(cuda.dev, from, NULL), AMP_OK);
+        CHECK_EQ(b->fill(cuda.dev, p, 1, x.size() * 4, NULL), AMP_OK);
+        CHECK_EQ(b->event_record(cuda.dev, to, NULL), AMP_OK);
+        CHECK_EQ(b->event_wait(cuda.dev, to, stream), AMP_OK);
+        CHECK_EQ(b->copy(cuda.dev, pinned, p, x.size() * 4, AMP_COPY_TO_HOST, stream), AMP_OK);
+        CHECK_EQ(b->stream_sync(cuda.dev, stream), AMP_OK);
+        CHECK_EQ(*(int32_t *)pinned, 0x01010101);
+        CHECK_EQ(((int32_t *)pinned)[4999], 0x01010101);
+        CHECK_EQ(b->event_sync(cuda.dev, to), AMP_OK);
+        CHECK_EQ(b->event_done(cuda.dev, to, &done), AMP_OK);
+        CHECK_EQ(done, 1);
+        CHECK_EQ(b->event_elapsed(cuda.dev, from, to, &seconds), AMP_OK);
+        CHECK(seconds >= 0);
+        b->event_destroy(cuda.dev, from);
+        b->event_destroy(cuda.dev, to);
+        b->stream_destroy(cuda.dev, stream);
+        b->free_pinned(cuda.dev, pinned, x.size() * 4);
+    }
+    coc_alive alive = coc_living();
+    CHECK(alive.allocations + alive.pinned + alive.streams + alive.events == 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* ---- Casts */
+
+static const amp_dtype floats[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16, AMP_TF32, AMP_E4M3, AMP_E5M2};
+enum { FLOATS = 7 };
+
+static void cast_both(side *cuda, side *cpu, amp_dtype from, amp_dtype to, int64_t n, const amp_convert_desc *how,
+                      size_t from_offset, size_t to_offset) {
+    bytes x = any_bits(from, n), y((size_t)n * amp_dtype_size(to), 0xa5), expected = y;
+    side *sides[2] = {cpu, cuda};
+    int64_t counts[2] = {0, 0};
+    for (int s = 0; s < 2; s++) {
+        int64_t start = 5;
+        amp_k_cast k;
+        memset(&k, 0, sizeof k);
+        k.src = sides[s]->up(x, from_offset);
+        k.dst = sides[s]->up(y, to_offset);
+        k.src_dtype = from;
+        k.dst_dtype = to;
+        k.n = n;
+        k.how = *how;
+        k.new_inf = (int64_t *)sides[s]->up(&start, sizeof start);
+        CHECK_EQ(sides[s]->b->cast(sides[s]->dev, &k, NULL), AMP_OK);
+        sides[s]->down(s ? &y : &expected, k.dst);
+        counts[s] = sides[s]->one<int64_t>(k.new_inf);
+        if (s == 0) y.assign(y.size(), 0xa5);
+    }
+    CHECK_MSG(y == expected, "%s to %s, n = %lld, saturate %d, rounding %d, offsets %d %d", name_of(from), name_of(to),
+              (long long)n, how->saturate, (int)how->rounding, (int)from_offset, (int)to_offset);
+    CHECK_MSG(counts[0] == counts[1], "%s to %s: %lld new infinities, expected %lld", name_of(from), name_of(to),
+              (long long)counts[1], (long long)counts[0]);
+}
+
+TEST(casts) {
+    coc_reset();
+    for (int f = 0; f < FLOATS; f++)
+        for (int t = 0; t < FLOATS; t++) {
+            side cuda(amp_cuda()), cpu(amp_cpu());
+            for (int saturate = 0; saturate < 2; saturate++)
+                for (int64_t n : lengths) {
+                    amp_convert_desc how;
+                    memset(&how, 0, sizeof how);
+                    how.saturate = saturate;
+                    size_t odd = n % 3 == 0 ? amp_dtype_size(floats[f]) : 0, odd_to = n % 4 == 3 ? amp_dtype_size(floats[t]) : 0;
+                    cast_both(&cuda, &cpu, floats[f], floats[t], n, &how, odd, odd_to);
+                }
+        }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+TEST(casts_stochastic) {
+    coc_reset();
+    for (int f = 0; f < FLOATS; f++)
+        for (int t = 2; t < FLOATS; t++) {
+            side cuda(amp_cuda()), cpu(amp_cpu());
+            if (floats[t] == AMP_TF32) continue;
+            for (int64_t n : lengths) {
+                amp_convert_desc how = {AMP_ROUND_STOCHASTIC, (int32_t)(n & 1), 42, (uint64_t)n * 3 + 1};
+                cast_both(&cuda, &cpu, floats[f], floats[t], n, &how, 0, n % 2 ? amp_dtype_size(floats[t]) : 0);
+            }
+        }
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* Every 61st fp32 pattern to fp8 and fp16: the ways that are not amp.h's own functions. */
+TEST(casts_many_patterns) {
+    coc_reset();
+    const int64_t n = 1 << 20;
+    const amp_dtype to[] = {AMP_E4M3, AMP_E5M2, AMP_F16};
+    for (int part = 0; part < 4; part++) {
+        std::vector<uint32_t> x((size_t)n);
+        for (int64_t i = 0; i < n; i++) x[(size_t)i] = (uint32_t)part * 0x40000000u + (uint32_t)i * 1021u;
+        for (amp_dtype t : to) {
+            side cuda(amp_cuda());
+            bytes y((size_t)n * amp_dtype_size(t)), expected = y;
+            amp_k_cast k;
+            memset(&k, 0, sizeof k);
+            k.src = cuda.up(x);
+            k.dst = cuda.up(y);
+            k.src_dtype = AMP_F32;
+            k.dst_dtype = t;
+            k.n = n;
+            amp_convert(expected.data(), t, x.data(), AMP_F32, n, NULL, NULL);
+            CHECK_EQ(cuda.b->cast(cuda.dev, &k, NULL), AMP_OK);
+            cuda.down(&y, k.dst);
+            CHECK_MSG(y == expected, "fp32 to %s, part %d", name_of(t), part);
+        }
+    }
+    CHECK_EQ(coc_faults(), 0);
+}
+
+TEST(casts_ids_and_refusals) {
+    coc_reset();
+    side cuda(amp_cuda());
+    std::vector<uint16_t> ids(5001);
+    std::vector<int32_t> wide(5001, -1);
+    amp_k_cast k;
+    for (size_t i = 0; i < ids.size(); i++) ids[i] = (uint16_t)(i * 40503u);
+    memset(&k, 0, sizeof k);
+    k.src = cuda.up(ids);
+    k.dst = cuda.up(wide);
+    k.src_dtype = AMP_U16;
+    k.dst_dtype = AMP_I32;
+    k.n = 5001;
+    CHECK_EQ(cuda.b->cast(cuda.dev, &k, NULL), AMP_OK);
+    cuda.down(&wide, k.dst);
+    for (size_t i = 0; i < ids.size(); i++)
+        if (wide[i] != ids[i]) CHECK_EQ(wide[i], ids[i]);
+    k.dst_dtype = AMP_I64;
+    CHECK_EQ(cuda.b->cast(cuda.dev, &k, NULL), AMP_ERR_DTYPE);
+    k.dst_dtype = AMP_F32;
+    CHECK_EQ(cuda.b->cast(cuda.dev, &k, NULL), AMP_ERR_DTYPE);
+    k.src_dtype = AMP_F32;
+    k.how.rounding = AMP_ROUND_STOCHASTIC;
+    CHECK_EQ(cuda.b->cast(cuda.dev, &k, NULL), AMP_ERR_DTYPE);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* ---- Multi-tensor kernels */
+
+struct row_spec { amp_dtype weight, grad; int64_t count; int master, live; size_t odd; };    /* odd: elements off 16 bytes */
+
+static std::vector<row_spec> many_rows(int n) {
+    static const amp_dtype storage[] = {AMP_F32, AMP_F16, AMP_BF16};
+    static const int64_t counts[] = {1, 8191, 0, 8192, 8193, 77, 3, 20000, 256, 1000, 16};
+    std::vector<row_spec> rows;
+    for (int i = 0; i < n; i++) {
+        row_spec r;
+        r.weight = storage[i % 3];
+        r.grad = i % 4 == 0 ? AMP_F32 : storage[(i + i / 3) % 3];
+        r.count = i > 40 ? counts[i % 11] % 50 : counts[i % 11];
+        r.master = i % 5 < 2;
+        r.live = i % 7 != 3;
+        r.odd = i % 6 == 5 ? 1 : 0;
+        rows.push_back(r);
+    }
+    return rows;
+}
+
+/* The arrays of a table, once in host memory and then on each side. */
+struct row_data { bytes weight, grad, master, m, v; };
+
+static std::vector<row_data> fill_rows(const std::vector<row_spec> &specs, float grad_scale) {
+    std::vector<row_data> out;
+    for (const row_spec &s : specs) {
+        row_data d;
+        d.weight = numbers(s.weight, s.count);
+        d.grad = numbers(s.grad, s.count, grad_scale);
+        d.master = numbers(AMP_F32, s.count);
+        d.m = numbers(AMP_F32, s.count, 0.1f);
+        d.v = numbers(AMP_F32, s.count, 0.1f);
+        for (int64_t i = 0; i < s.count; i++) d.v[(size_t)i * 4 + 3] &= 0x7f;
+        out.push_back(d);
+    }
+    return out;
+}
+
+static std::vector<amp_k_tensor> table_of(side *s, const std::vector<row_spec> &specs, const std::vector<row_data> &data,
+                                          int moments) {
+    std::vector<amp_k_tensor> table;
+    for (size_t i = 0; i < specs.size(); i++) {
+        const row_spec &r = specs[i];
+        amp_k_tensor t;
+        memset(&t, 0, sizeof t);
+        t.weight = s->up(data[i].weight, r.odd * amp_dtype_size(r.weight));
+        t.grad = s->up(data[i].grad, r.odd * amp_dtype_size(r.grad));
+        t.master = r.master ? s->up(data[i].master, r.odd * 4) : NULL;
+        t.m = moments > 0 ? s->up(data[i].m, r.odd * 4) : NULL;
+        t.v = moments > 1 ? s->up(data[i].v) : NULL;
+        t.weight_dtype = r.weight;
+        t.grad_dtype = r.grad;
+        t.count = r.count;
+        t.lr_scale = i % 3 == 1 ? 0.5 : 1.0;
+        t.weight_decay = i % 2 ? 0.1 : 0.0;
+        t.live = r.live;
+        table.push_back(t);
+    }
+    return table;
+}
+
+static void bring_rows(side *s, const std::vector<amp_k_tensor> &table, std::vector<row_data> *data) {
+    for (size_t i = 0; i < table.size(); i++) {
+        s->down(&(*data)[i].weight, table[i].weight);
+        s->down(&(*data)[i].grad, table[i].grad);
+        if (table[i].master) s->down(&(*data)[i].master, table[i].master);
+        if (table[i].m) s->down(&(*data)[i].m, table[i].m);
+        if (table[i].v) s->down(&(*data)[i].v, table[i].v);
+    }
+}
+
+static void compare_rows(const std::vector<row_spec> &specs, const std::vector<row_data> &got, const std::vector<row_data> &want) {
+    for (size_t i = 0; i < specs.size(); i++) {
+        const char *w = name_of(specs[i].weight), *g = name_of(specs[i].grad);
+        CHECK_MSG(got[i].weight == want[i].weight, "weight of row %zu: %s, gradient %s, %lld", i, w, g, (long long)specs[i].count);
+        CHECK_MSG(got[i].master == want[i].master, "master of row %zu", i);
+        CHECK_MSG(got[i].m == want[i].m, "m of row %zu", i);
+        CHECK_MSG(got[i].v == want[i].v, "v of row %zu", i);
+        CHECK_MSG(got[i].grad == want[i].grad, "gradient of row %zu: %s, %lld", i, g, (long long)specs[i].count);
+    }
+}
+
+static amp_k_found a_found() {
+    amp_k_found f;
+    memset(&f, 0, sizeof f);
+    f.first_bad = -1;
+    f.multiplier = 0.37f;
+    f.factor = 0.125f + 0.001f;
+    f.lr = 1e-3;
+    f.step = 3;
+    f.beta1_power = 0.9 * 0.9 * 0.9;
+    f.beta2_power = 0.999 * 0.999 * 0.999;
+    return f;
+}
+
+/* kind 0: AdamW, 1: SGD with momentum, 2: plain SGD, 3: scale_ranges */
+static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n, const amp_k_found *found, int variant) {
+    if (kind == 0) {
+        amp_k_adamw a = {table, n, found, 0.9, 0.999, 1e-8, variant & 1, 0};
+        return s->b->adamw(s->dev, &a, NULL);
+    }
+    if (kind == 3) {
+        amp_k_scale_ranges a = {table, n, &found->factor};
+        return s->b->scale_ranges(s->dev, &a, NULL);
+    }
+    amp_k_sgd a = {table, n, found, kind == 1 ? 0.9 : 0.0, variant & 2 ? 0.1 : 0.0, variant & 1, variant >> 2 & 1};
+    return s->b->sgd(s->dev, &a, NULL);
+}
+
+static void update_both(int kind, int rows, int variant, int skip) {
+    static const int moments[] = {2, 1, 0, 0};
+    std::vector<row_spec> specs = many_rows(rows);
+    std::vector<row_data> before = fill_rows(specs, 0.5f), results[2] = {before, before};
+    amp_k_found found = a_found();
+    found.skip = skip;
+    if (variant == 3) found.step = 1;
+    for (int s = 0; s < 2; s++) {
+        side x(s ? amp_cuda() : amp_cpu());
+        std::vector<amp_k_tensor> table = table_of(&x, specs, before, moments[kind]);
+        amp_k_tensor *on = x.up(table);
+        amp_k_found *f = (amp_k_found *)x.up(&found, sizeof found);
+        CHECK_EQ(update(&x, kind, on, rows, f, variant), AMP_OK);
+        bring_rows(&x, table, &results[s]);
+    }
+    compare_rows(specs, results[1], results[0]);
+    if (skip) compare_rows(specs, results[1], before);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+#define NEEDS_FMA() \
+    if (cpu_path() < AMP_CPU_AVX2) SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with")
+
+TEST(adamw_bits) {
+    NEEDS_FMA();
+    coc_reset();
+    update_both(0, 22, 0, 0);
+    update_both(0, 1, 1, 0);
+    update_both(0, 0, 0, 0);
+    update_both(0, 11, 0, 1);
+    update_both(0, 100, 0, 0);
+}
+TEST(sgd_bits) {
+    NEEDS_FMA();
+    coc_reset();
+    for (int variant = 0; variant < 8; variant++) update_both(1, 13, variant, 0);
+    update_both(2, 22, 0, 0);
+    update_both(2, 22, 4, 1);
+}
+TEST(scale_bits) {
+    coc_reset();
+    update_both(3, 33, 0, 0);
+}
+
+/* bad 0: all finite; 1: NaN and inf in some rows; 2: also elements whose squares are beyond fp32. */
+static void check_both(int rows, int multiply, int bad) {
+    std::vector<row_spec> specs = many_rows(rows);
+    for (size_t i = 0; i < specs.size(); i++)
+        if (i % 5 == 4) specs[i].grad = AMP_F64;
+    std::vector<row_data> before = fill_rows(specs, 1.0f), results[2] = {before, before};
+    amp_k_found found[2];
+    int64_t total = 0, first = -1;
+    for (size_t i = 0; i < specs.size(); i++) {
+        size_t size = amp_dtype_size(specs[i].grad);
+        if (specs[i].live) total += specs[i].count;
+        if (bad == 2 && specs[i].grad == AMP_F32 && specs[i].count > 0) {
+            float large = 1e30f;
+            memcpy(&before[i].grad[0], &large, 4);
+        }
+        if (bad != 1 || i % 4 != 2 || specs[i].count == 0) continue;
+        memset(&before[i].grad[before[i].grad.size() - size], 0x7f, size);      /* 0x7f7f is finite in bf16 and fp32 */
+        if (specs[i].grad == AMP_F32 || specs[i].grad == AMP_BF16) before[i].grad[before[i].grad.size() - 2] = 0x80;
+        if (specs[i].live && first < 0) first = (int64_t)i;
+    }
+    results[0] = results[1] = before;
+    for (int s = 0; s < 2; s++) {
+        side x(s ? amp_cuda() : amp_cpu());
+        std::vector<amp_k_tensor> table = table_of(&x, specs, before, 0);
+        amp_k_tensor *on = x.up(table);
+        amp_k_found start = a_found();
+        start.sum_sq = 1.0;
+        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start);
+        amp_k_check k = {on, rows, multiply ? &f->factor : NULL, f};
+        if (s) coc_reset_counts();
+        CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
+        if (s && CUDA_IS_MODEL) CHECK(coc_count().launches <= 2);
+        found[s] = x.one<amp_k_found>(f);
+        bring_rows(&x, table, &results[s]);
+    }
+    if (bad == 1) for (int s = 0; s < 2; s++) found[s].sum_sq = 0;      /* inf or NaN: which of them is not promised */
+    if (bad == 1) CHECK(first >= 0);
+    CHECK_EQ(found[0].first_bad, first);
+    CHECK_EQ(found[1].first_bad, first);
+    CHECK(found[0].found_inf == found[1].found_inf && (found[1].found_inf != 0) == (first >= 0));
+    /* n roundings of 2^-53 each, in either order */
+    CHECK_MSG(fabs(found[1].sum_sq - found[0].sum_sq) <= 2 * ldexp((double)total + 2, -53) * found[0].sum_sq,
+              "sums of squares %.17g and %.17g", found[1].sum_sq, found[0].sum_sq);
+    if (bad != 1) compare_rows(specs, results[1], results[0]);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+TEST(checks) {
+    coc_reset();
+    for (int multiply = 0; multiply < 2; multiply++)
+        for (int bad = 0; bad < 3; bad++) check_both(30, multiply, bad);
+    check_both(0, 0, 0);
+    check_both(1, 1, 0);
+    check_both(100, 0, 1);
+}
+
+/* Rules run on the device leave the same bits as on the host. */
+TEST(rules) {
+    coc_reset();
+    side cuda(amp_cuda());
+    amp_k_scaler scaler;
+    amp_k_found found = a_found();
+    std::vector<amp_k_outcome> ring(AMP_OUTCOMES);
+    memset(&scaler, 0, sizeof scaler);
+    memset((void *)ring.data(), 0, ring.size() * sizeof ring[0]);
+    scaler.scale = 65536;
+    scaler.inv_scale = 1.0f / 65536;
+    scaler.growth_interval = 3;
+    found.beta1_power = found.beta2_power = 1;
+    found.step = 0;
+    amp_k_scaler *d_scaler = (amp_k_scaler *)cuda.up(&scaler, sizeof scaler);
+    amp_k_found *d_found = (amp_k_found *)cuda.up(&found, sizeof found);
+    amp_k_outcome *d_ring = cuda.up(ring);
+    for (int step = 0; step < 12; step++)
+        for (int kind = AMP_RULE_BEGIN; kind <= AMP_RULE_UPDATE; kind++) {
+            amp_k_rule r;
+            memset(&r, 0, sizeof r);
+            r.kind = (amp_rule_kind)kind;
+            r.scaler_rule.growth_factor = 2;
+            r.scaler_rule.backoff_factor = 0.5;
+            r.scaler_rule.min_scale = 1;
+            r.scaler_rule.max_scale = INFINITY;
+            r.scaler_rule.growth_interval = 3;
+            r.scaler_rule.hysteresis = 1;
+            r.step_rule.divisor = 3;
+            r.step_rule.beta1 = 0.9;
+            r.step_rule.beta2 = 0.95;
+            r.step_rule.lr = 1e-3 * (step + 1);
+            r.step_rule.clip_norm = 1;
+            if (kind == AMP_RULE_CHECKED) {     /* what a check would have found */
+                found.sum_sq = 1e9 * (step + 0.3);
+                found.found_inf = step % 5 == 2;
+                CHECK_EQ(cuda.b->copy(cuda.dev, d_found, &found, sizeof found, AMP_COPY_TO_DEVICE, NULL), AMP_OK);
+            }
+            r.scaler = d_scaler;
+            r.found = d_found;
+            r.outcomes = d_ring;
+            CHECK_EQ(cuda.b->rule(cuda.dev, &r, NULL), AMP_OK);
+            r.scaler = &scaler;
+            r.found = &found;
+            r.outcomes = ring.data();
+            ampi_rule_run(&r);
+            amp_k_found f = cuda.one<amp_k_found>(d_found);
+            amp_k_scaler s = cuda.one<amp_k_scaler>(d_scaler);
+            CHECK(memcmp(&f, &found, sizeof f) == 0);
+            CHECK(memcmp(&s, &scaler, sizeof s) == 0);
+        }
+    std::vector<amp_k_outcome> got(AMP_OUTCOMES);
+    cuda.down(&got, d_ring);
+    CHECK(memcmp(got.data(), ring.data(), got.size() * sizeof got[0]) == 0);
+    CHECK(found.skips == 2 && found.step == 10);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* ---- Column sums.  The chain of fp32 additions into one sum: the rows of a warp, the warps, the runs, the runs' warps. */
+
+static double unit_of(amp_dtype dtype) { return dtype == AMP_F16 ? ldexp(1, -11) : dtype == AMP_BF16 ? ldexp(1, -8) : ldexp(1, -24); }
+
+static void column_sum_one(side *cuda, int64_t rows, int64_t cols, int64_t ld, amp_dtype from, amp_dtype to, int add) {
+    bytes x = numbers(from, rows * ld + 1), out = numbers(to, cols);
+    std::vector<float> wide((size_t)(rows * ld + 1)), old((size_t)cols), got((size_t)cols);
+    size_t odd = rows % 2 ? amp_dtype_size(from) : 0;
+    amp_k_column_sum k;
+    int64_t runs = rows < 256 ? 1 : (rows + 255) / 256 > 256 ? 256 : (rows + 255) / 256, run = (rows + runs - 1) / runs;
+    double chain = (double)((run + 7) / 8 + 8 + (runs + 7) / 8 + 8 + 1);
+    memset(&k, 0, sizeof k);
+    k.x.data = cuda->up(x, odd);
+    k.x.dtype = from;
+    k.x.rows = rows;
+    k.x.cols = cols;
+    k.x.ld = ld;
+    k.out = cuda->up(out);
+    k.out_dtype = to;
+    k.add = add;
+    amp_convert(wide.data(), AMP_F32, x.data(), from, rows * ld + 1, NULL, NULL);
+    amp_convert(old.data(), AMP_F32, out.data(), to, cols, NULL, NULL);
+    CHECK_EQ(cuda->b->column_sum(cuda->dev, &k, NULL), AMP_OK);
+    cuda->down(&out, k.out);
+    amp_convert(got.data(), AMP_F32, out.data(), to, cols, NULL, NULL);
+    for (int64_t j = 0; j < cols; j++) {
+        double sum = add ? (double)old[(size_t)j] : 0, size = fabs(sum);
+        for (int64_t i = 0; i < rows; i++) {
+            sum += (double)wide[(size_t)(i * ld + j)];
+            size += fabs((double)wide[(size_t)(i * ld + j)]);
+        }
+        double bound = chain * ldexp(1, -24) * 1.01 * size;
+        bound += unit_of(to) * (fabs(sum) + bound) + ldexp(1, -25);
+        CHECK_MSG(fabs((double)got[(size_t)j] - sum) <= bound, "%lld x %lld, %s to %s, column %lld: %g, expected %g +- %g",
+                  (long long)rows, (long long)cols, name_of(from), name_of(to), (long long)j, (double)got[(size_t)j], sum, bound);
+    }
+}
+
+TEST(column_sums) {
+    coc_reset();
+    static const amp_dtype storage[] = {AMP_F32, AMP_F16, AMP_BF16};
+    static const int64_t shapes[][3] = {{0, 5, 5}, {1, 1, 1}, {1, 300, 304}, {700, 1, 1}, {257, 264, 264}, {300, 37, 40}, {5, 513, 513}};
+    for (int f = 0; f < 3; f++)
+        for (int t = 0; t < 3; t++) {
+            side cuda(amp_cuda());
+            for (auto &s : shapes) column_sum_one(&cuda, s[0], s[1], s[2], storage[f], storage[t], (f + t) % 2);
+        }
+    {
+        side cuda(amp_cuda());
+        amp_k_column_sum k;
+        memset(&k, 0, sizeof k);
+        CHECK_EQ(cuda.b->column_sum(cuda.dev, &k, NULL), AMP_OK);      /* no columns */
+    }
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* ---- Matrix products, against sums in fp64 of the rounded operands */
+
+static double activated(amp_activation_kind act, double x) {
+    if (act == AMP_ACT_GELU) return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+    if (act == AMP_ACT_GELU_ERF) return 0.5 * x * (1 + erf(x / sqrt(2.0)));
+    return act == AMP_ACT_RELU && x < 0 ? 0 : x;
+}
+
+struct product {
+    int64_t m, n, k, batch;
+    int trans_a, trans_b;
+    amp_dtype a, b, c, compute;
+    float alpha, beta;
+    int bias, pre;
+    amp_activation_kind act;
+};
+
+static std::vector<float> widened(const bytes &x, amp_dtype dtype, amp_dtype through) {
+    size_t n = x.size() / amp_dtype_size(dtype);
+    std::vector<float> out(n);
+    bytes narrow(n * 4);
+    amp_convert(out.data(), AMP_F32, x.data(), dtype, (int64_t)n, NULL, NULL);
+    if (through == AMP_F32) return out;
+    amp_convert(narrow.data(), through, out.data(), AMP_F32, (int64_t)n, NULL, NULL);
+    amp_convert(out.data(), AMP_F32, narrow.data(), through == AMP_TF32 ? AMP_F32 : through, (int64_t)n, NULL, NULL);
+    return out;
+}
+
+static void product_one(const product &p) {
+    side cuda(amp_cuda());
+    int64_t lda = (p.trans_a ? p.m : p.k) + 3, ldb = (p.trans_b ? p.k : p.n) + 1, ldc = p.n + 2;
+    int64_t na = (p.trans_a ? p.k : p.m) * lda, nb = (p.trans_b ? p.n : p.k) * ldb, nc = p.m * ldc;
+    bytes a = numbers(p.a, na * p.batch), b = numbers(p.b, nb * p.batch), c = numbers(p.c, nc * p.batch);
+    bytes bias = numbers(AMP_F32, p.n);
+    std::vector<float> wa = widened(a, p.a, p.compute), wb = widened(b, p.b, p.compute), wc = widened(c, p.c, AMP_F32);
+    std::vector<float> wbias = widened(bias, AMP_F32, AMP_F32), pre((size_t)(p.m * p.n), 0.0f), got;
+    amp_k_gemm g;
+    memset(&g, 0, sizeof g);
+    g.m = p.m; g.n = p.n; g.k = p.k; g.batch = p.batch;
+    g.a = cuda.up(a); g.b = cuda.up(b); g.c = cuda.up(c);
+    g.a_dtype = p.a; g.b_dtype = p.b; g.c_dtype = p.c; g.compute = p.compute;
+    g.trans_a = p.trans_a; g.trans_b = p.trans_b;
+    g.lda = lda; g.ldb = ldb; g.ldc = ldc;
+    g.stride_a = na; g.stride_b = nb; g.stride_c = nc;
+    g.alpha = p.alpha; g.beta = p.beta;
+    if (p.bias) { g.bias = cuda.up(bias); g.bias_dtype = AMP_F32; }
+    if (p.pre) { g.pre = cuda.up(pre); g.pre_dtype = AMP_F32; g.ld_pre = p.n; }
+    g.act = p.act;
+    CHECK_EQ(cuda.b->gemm(cuda.dev, &g, NULL), AMP_OK);
+    cuda.down(&c, g.c);
+    if (p.pre) cuda.down(&pre, g.pre);
+    got = widened(c, p.c, AMP_F32);
+    for (int64_t item = 0; item < p.batch; item++)
+        for (int64_t i = 0; i < p.m; i++)
+            for (int64_t j = 0; j < ldc; j++) {
+                double sum = 0, size = 0, want, bound;
+                size_t at = (size_t)(item * nc + i * ldc + j);
+                if (j >= p.n) {                 /* what lies between the rows stays */
+                    CHECK(got[at] == wc[at]);
+                    continue;
+                }
+                for (int64_t k = 0; k < p.k; k++) {
+                    double x = (double)wa[(size_t)(item * na + (p.trans_a ? k * lda + i : i * lda + k))];
+                    double y = (double)wb[(size_t)(item * nb + (p.trans_b ? j * ldb + k : k * ldb + j))];
+                    sum += x * y;
+                    size += fabs(x * y);
+                }
+                sum *= (double)p.alpha;
+                size = size * fabs((double)p.alpha) + (p.bias ? fabs((double)wbias[(size_t)j]) : 0);
+                if (p.bias) sum += (double)wbias[(size_t)j];
+                bound = (double)(p.k + 3) * ldexp(1.01, -24) * size;
+                if (p.pre) CHECK(fabs((double)pre[(size_t)(i * p.n + j)] - sum) <= bound);
+                /* the activations' slopes are at most 1.13; they are computed to 2^-20 of their argument */
+                want = activated(p.act, sum);
+                bound = 1.13 * bound + (p.act ? ldexp(fabs(sum), -20) : 0);
+                if (p.beta != 0.0f) {
+                    want += (double)p.beta * (double)wc[at];
+                    bound += ldexp(fabs(want) + fabs((double)wc[at]), -23);
+                }
+                bound += unit_of(p.c) * (fabs(want) + bound) + ldexp(1, -25);
+                if (p.c == AMP_F16 && fabs(want) > 65520 - bound) {             /* beyond fp16, or next to that */
+                    CHECK(fabs((double)got[at]) > 65520 - 2 * bound && (want > 0) == (got[at] > 0));
+                    continue;
+                }
+                CHECK_MSG(fabs((double)got[at] - want) <= bound, "%lld x %lld x %lld at %lld, %lld: %g, expected %g +- %g", (long long)p.m,
+                          (long long)p.n, (long long)p.k, (long long)i, (long long)j, (double)got[at], want, bound);
+            }
+}
+
+TEST(products) {
+    coc_reset();
+    static const amp_dtype storage[] = {AMP_F32, AMP_F16, AMP_BF16}, computes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+    static const amp_activation_kind acts[] = {AMP_ACT_NONE, AMP_ACT_GELU, AMP_ACT_GELU_ERF, AMP_ACT_RELU};
+    for (int i = 0; i < 24; i++) {
+        product p = {1 + i * 7 % 70, 1 + i * 29 % 80, i * 13 % 40, i % 5 == 4 ? 3 : 1, i & 1, i >> 1 & 1,
+                     storage[i % 3], storage[i / 3 % 3], storage[i / 2 % 3], computes[i % 4],
+                     i % 7 == 3 ? 0.0f : 0.5f, i % 3 == 1 ? 1.0f : 0.0f, i % 4 > 1, 0, acts[i / 2 % 4]};
+        p.pre = p.batch == 1 && i % 3 == 0;
+        product_one(p);
+    }
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* Rows further apart than 2^31 elements. */
+TEST(beyond_31_bits) {
+    coc_reset();
+    side cuda(amp_cuda());
+    const int64_t far = ((int64_t)1 << 31) + 8;
+    uint16_t *x = (uint16_t *)coc_sparse_alloc((size_t)(2 * far + 64) * 2);
+    if (x == NULL) SKIP("no address space for 8 GiB");
+    std::vector<uint16_t> ones(16, 0x3f80);
+    std::vector<float> out(16, 0.0f);
+    amp_k_column_sum k;
+    for (int64_t row = 0; row < 3; row++)
+        CHECK_EQ(cuda.b->copy(cuda.dev, x + row * far, ones.data(), 32, AMP_COPY_TO_DEVICE, NULL), AMP_OK);
+    memset(&k, 0, sizeof k);
+    k.x.data = x;
+    k.x.dtype = AMP_BF16;
+    k.x.rows = 3;
+    k.x.cols = 16;
+    k.x.ld = far;
+    k.out = cuda.up(out);
+    k.out_dtype = AMP_F32;
+    CHECK_EQ(cuda.b->column_sum(cuda.dev, &k, NULL), AMP_OK);
+    cuda.down(&out, k.out);
+    for (float v : out) CHECK(v == 3.0f);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* ---- Order: the same bits whatever thread, block and stream comes first */
+
+TEST(orders) {
+    coc_reset();
+    std::vector<row_spec> specs = many_rows(25);
+    std::vector<row_data> before = fill_rows(specs, 0.5f);
+    bytes matrix = numbers(AMP_BF16, 600 * 72);
+    std::string differs = coc_every_order([&](std::string *results) {
+        side x(amp_cuda());
+        std::vector<row_data> after = before;
+        std::vector<amp_k_tensor> table = table_of(&x, specs, before, 2);
+        amp_k_tensor *on = x.up(table);
+        amp_k_found start = a_found();
+        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start);
+        amp_k_check k = {on, 25, &f->factor, f};
+        std::vector<float> sums(72);
+        amp_k_column_sum c;
+        memset(&c, 0, sizeof c);
+        c.x.data = x.up(matrix);
+        c.x.dtype = AMP_BF16;
+        c.x.rows = 600;
+        c.x.cols = c.x.ld = 72;
+        c.out = x.up(sums);
+        c.out_dtype = AMP_F32;
+        CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
+        CHECK_EQ(update(&x, 0, on, 25, f, 0), AMP_OK);
+        CHECK_EQ(x.b->column_sum(x.dev, &c, NULL), AMP_OK);
+        bring_rows(&x, table, &after);
+        x.down(&sums, c.out);
+        start = x.one<amp_k_found>(f);
+        results->append((const char *)&start, sizeof start);
+        results->append((const char *)sums.data(), sums.size() * 4);
+        for (row_data &d : after) {
+            results->append((const char *)d.weight.data(), d.weight.size());
+            results->append((const char *)d.m.data(), d.m.size());
+        }
+    });
+    CHECK_MSG(differs.empty(), "%s", differs.c_str());
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* The number of multiprocessors, and with it the grid, changes nothing either. */
+TEST(grids) {
+    std::vector<row_spec> specs = many_rows(25);
+    std::vector<row_data> before = fill_rows(specs, 0.5f);
+    amp_k_found found[2];
+    for (int i = 0; i < 2; i++) {
+        coc_reset();
+        coc_set_devices(1, (size_t)1 << 30, i ? 132 : 1);
+        side x(amp_cuda());
+        std::vector<amp_k_tensor> table = table_of(&x, specs, before, 2);
+        amp_k_tensor *on = x.up(table);
+        amp_k_found start = a_found();
+        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start);
+        amp_k_check k = {on, 25, NULL, f};
+        CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
+        CHECK_EQ(update(&x, 0, on, 25, f, 0), AMP_OK);
+        found[i] = x.one<amp_k_found>(f);
+    }
+    CHECK(memcmp(&found[0], &found[1], sizeof found[0]) == 0);
+    CHECK_EQ(coc_faults(), 0);
+    coc_reset();
+    coc_set_devices(2);
+}
+
+/* ---- Graphs */
+
+/* check + AdamW as a graph, launched three times with the same arguments, against three eager calls; between the
+   launches eager work of the same size runs, and must not get the graph's scratch memory. */
+TEST(graph_replays) {
+    coc_reset();
+    std::vector<row_spec> specs = many_rows(12);
+    std::vector<row_data> before = fill_rows(specs, 0.5f), results[2] = {before, before};
+    amp_k_found found[2];
+    for (int graphed = 0; graphed < 2; graphed++) {
+        side x(amp_cuda());
+        std::vector<amp_k_tensor> table = table_of(&x, specs, before, 2);
+        amp_k_tensor *on = x.up(table);
+        amp_k_found start = a_found();
+        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start), *other = (amp_k_found *)x.up(&start, sizeof start);
+        void *graph = NULL, *stream = NULL;
+        CHECK_EQ(x.b->stream_create(x.dev, &stream), AMP_OK);
+        CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
+        amp_k_check k = {on, 12, NULL, f}, k2 = {on, 12, NULL, other};
+        amp_k_adamw a = {on, 12, f, 0.9, 0.999, 1e-8, 0, 0};
+        if (graphed) {
+            CHECK_EQ(x.b->graph_begin(x.dev, stream), AMP_OK);
+            CHECK_EQ(x.b->check(x.dev, &k, stream), AMP_OK);
+            CHECK_EQ(x.b->adamw(x.dev, &a, stream), AMP_OK);
+            CHECK_EQ(x.b->graph_end(x.dev, stream, &graph), AMP_OK);
+            CHECK(graph != NULL);
+            coc_reset_counts();
+            CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);       /* the graph keeps its scratch memory: this takes more */
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_calls("cudaMalloc"), 1);
+            CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_calls("cudaMalloc"), 1);
+        }
+        for (int i = 0; i < 3; i++) {
+            if (graphed) CHECK_EQ(x.b->graph_launch(x.dev, graph, stream), AMP_OK);
+            else {
+                CHECK_EQ(x.b->check(x.dev, &k, stream), AMP_OK);
+                CHECK_EQ(x.b->adamw(x.dev, &a, stream), AMP_OK);
+            }
+            CHECK_EQ(x.b->check(x.dev, &k2, NULL), AMP_OK);
+            CHECK_EQ(x.b->stream_sync(x.dev, stream), AMP_OK);
+        }
+        found[graphed] = x.one<amp_k_found>(f);
+        bring_rows(&x, table, &results[graphed]);
+        if (graphed) {
+            coc_reset_counts();
+            x.b->graph_destroy(x.dev, graph);
+            CHECK_EQ(x.b->check(x.dev, &k2, stream), AMP_OK);       /* now the graph's scratch memory is free */
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_calls("cudaMalloc"), 0);
+        }
+        x.b->stream_destroy(x.dev, stream);
+    }
+    CHECK(memcmp(&found[0], &found[1], sizeof found[0]) == 0);
+    compare_rows(specs, results[1], results[0]);
+    CHECK_EQ(coc_living().graph_execs, 0);
+    CHECK_EQ(coc_living().graphs, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+TEST(graph_misuse) {
+    coc_reset();
+    {
+        side x(amp_cuda());
+        void *graph = NULL;
+        CHECK_EQ(x.b->graph_end(x.dev, NULL, &graph), AMP_ERR_STATE);
+        CHECK_EQ(x.b->graph_begin(x.dev, NULL), AMP_OK);
+        CHECK_EQ(x.b->graph_begin(x.dev, NULL), AMP_ERR_DEVICE);
+        CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_ERR_DEVICE);        /* a wait cannot be captured */
+        CHECK(last_text.find("cudaStreamSynchronize") != std::string::npos);
+        CHECK_EQ(x.b->graph_end(x.dev, NULL, &graph), AMP_ERR_DEVICE);
+        CHECK(graph == NULL);
+        CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);                /* the stream works on */
+    }
+    CHECK_EQ(coc_living().graphs, 0);
+    CHECK_EQ(host_blocks, 0);
+    (void)coc_take_faults();
+}
+
+/* ---- Failures */
+
+/* Everything the runtime can do, once; stops at the first failure and cleans up. */
+struct session {
+    void *dev = NULL, *a = NULL, *table = NULL, *pinned = NULL, *stream = NULL, *event = NULL, *second = NULL, *graph = NULL;
+    const amp_backend *b = amp_cuda();
+
+    amp_result kernels(int captured) {
+        amp_k_found *f = (amp_k_found *)a;
+        const amp_k_tensor *t = (const amp_k_tensor *)table;
+        amp_k_column_sum sum = {{(char *)a + 16384, AMP_F32, 0, 300, 8, 8}, (char *)a + 4096, AMP_F32, 0};
+        amp_k_adamw adamw = {t, 1, f, 0.9, 0.999, 1e-8, 0, 0};
+        amp_k_scale_ranges scale = {t, 1, &f->factor};
+        amp_k_cast cast;
+        amp_k_rule rule;
+        memset(&rule, 0, sizeof rule);
+        memset(&cast, 0, sizeof cast);
+        cast.dst = (char *)a + 4096;
+        cast.src = (char *)a + 8192;
+        cast.dst_dtype = AMP_BF16;
+        cast.src_dtype = AMP_F32;
+        cast.n = 100;
+        rule.kind = AMP_RULE_BEGIN;
+        rule.found = f;
+        rule.step_rule.divisor = 1;
+        TRY(b->cast(dev, &cast, NULL));
+        TRY(b->rule(dev, &rule, NULL));
+        if (!captured) TRY(b->column_sum(dev, &sum, NULL));
+        TRY(b->scale_ranges(dev, &scale, NULL));
+        return b->adamw(dev, &adamw, NULL);
+    }
+    amp_result run() {
+        const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        amp_backend_desc desc;
+        int32_t done;
+        double seconds;
+        memset(&desc, 0, sizeof desc);
+        desc.device = 1;
+        TRY(b->open(&dev, &host, &desc));
+        TRY(b->alloc(dev, &a, 65536));
+        TRY(b->alloc(dev, &table, sizeof(amp_k_tensor)));
+        TRY(b->fill(dev, a, 0, 65536, NULL));
+        TRY(b->fill(dev, table, 0, sizeof(amp_k_tensor), NULL));
+        TRY(b->alloc_pinned(dev, &pinned, 256));
+        TRY(b->stream_create(dev, &stream));
+        TRY(b->event_create(dev, &event));
+        TRY(b->event_create(dev, &second));
+        TRY(b->event_record(dev, event, NULL));
+        TRY(kernels(0));
+        TRY(b->event_record(dev, second, NULL));
+        TRY(b->event_wait(dev, second, stream));
+        TRY(b->copy(dev, pinned, a, 256, AMP_COPY_TO_HOST, stream));
+        TRY(b->event_sync(dev, second));
+        TRY(b->stream_sync(dev, stream));
+        TRY(b->event_done(dev, second, &done));
+        TRY(b->event_elapsed(dev, event, second, &seconds));
+        TRY(b->graph_begin(dev, NULL));
+        amp_result captured = kernels(1), ended = b->graph_end(dev, NULL, &graph);
+        TRY(captured);
+        TRY(ended);
+        TRY(b->graph_launch(dev, graph, NULL));
+        return b->stream_sync(dev, NULL);
+    }
+    ~session() {
+        if (dev == NULL) return;
+        b->graph_destroy(dev, graph);
+        b->event_destroy(dev, event);
+        b->event_destroy(dev, second);
+        b->stream_destroy(dev, stream);
+        b->free_pinned(dev, pinned, 256);
+        b->free(dev, table, sizeof(amp_k_tensor));
+        b->free(dev, a, 65536);
+        b->close(dev);
+    }
+};
+
+static void nothing_left(const char *function, int n) {
+    coc_alive alive = coc_living();
+    CHECK_MSG(alive.allocations + alive.pinned + alive.streams + alive.events + alive.graphs + alive.graph_execs == 0,
+              "after call %d of %s: %ld blocks, %ld pinned, %ld streams, %ld events, %ld graphs, %ld executable", n, function,
+              alive.allocations, alive.pinned, alive.streams, alive.events, alive.graphs, alive.graph_execs);
+    CHECK_MSG(host_blocks == 0, "after call %d of %s: %ld blocks of host memory", n, function, host_blocks);
+    CHECK_MSG(coc_faults() == 0, "%s", coc_fault_text().c_str());
+    host_blocks = 0;
+    coc_fail_clear();
+    coc_reset();
+}
+
+TEST(every_call_may_fail) {
+    static const char *const functions[] = {
+        "cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetDeviceProperties", "cudaFuncGetAttributes",
+        "cudaStreamCreateWithFlags", "cudaMalloc", "cudaHostAlloc", "cudaMemcpyAsync", "cudaMemsetAsync",
+        "cudaEventCreateWithFlags", "cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery", "cudaEventSynchronize",
+        "cudaEventElapsedTime", "cudaLaunchKernel", "cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate",
+        "cudaGraphLaunch", "cudaStreamSynchronize"};
+    coc_reset();
+    for (const char *function : functions) {
+        bool restores = strcmp(function, "cudaSetDevice") == 0;     /* every second call makes the thread's own GPU current */
+        int n = 0, failed = 0, pending = 0;
+        while (!pending && n < 200) {
+            n += n < 10 ? 1 : 7;                /* those that every call makes: a sample of the later ones */
+            coc_fail(function, n, cudaErrorUnknown);
+            {
+                session s;
+                last_text.clear();
+                amp_result result = s.run();
+                if (coc_fail_pending() || (restores && result == AMP_OK)) {     /* later, among what cannot fail */
+                    CHECK_MSG(result == AMP_OK, "%s: %s", function, last_text.c_str());
+                } else {
+                    failed++;
+                    CHECK_MSG(result == AMP_ERR_DEVICE, "call %d of %s failed: result %d", n, function, (int)result);
+                    CHECK_MSG(last_text.find("cudaErrorUnknown") != std::string::npos && last_text.find(function) != std::string::npos,
+                              "call %d of %s: %s", n, function, last_text.c_str());
+                }
+            }
+            pending = coc_fail_pending();
+            nothing_left(function, n);
+        }
+        CHECK_MSG(failed > 0, "%s is never called", function);
+    }
+}
+
+TEST(host_memory_may_fail) {
+    coc_reset();
+    for (int n = 1; n < 40; n++) {
+        amp_result result;
+        host_fail_alloc = n;
+        {
+            session s;
+            result = s.run();
+        }
+        if (host_fail_alloc > 0) {
+            host_fail_alloc = 0;
+            CHECK_EQ(result, AMP_OK);
+            CHECK(n > 3);
+            nothing_left("host_alloc", n);
+            return;
+        }
+        CHECK_EQ(result, AMP_ERR_MEMORY);
+        nothing_left("host_alloc", n);
+    }
+    CHECK(0);
+}
+
+/* An error that lasts is reported with its name and logged once; then every call fails, and says why. */
+TEST(sticky_error) {
+    coc_reset();
+    host_logs = 0;
+    {
+        side x(amp_cuda());
+        std::vector<float> v(64, 1.0f);
+        float *p = x.up(v);
+        void *ptr = NULL;
+        amp_k_cast k;
+        memset(&k, 0, sizeof k);
+        k.dst = p;
+        k.src = p;
+        k.dst_dtype = AMP_TF32;
+        k.src_dtype = AMP_F32;
+        k.n = 64;
+        coc_fail("cudaStreamSynchronize", 1, cudaErrorIllegalAddress, 1);
+        CHECK_EQ(x.b->cast(x.dev, &k, NULL), AMP_OK);
+        CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_ERR_DEVICE);
+        CHECK(last_text.find("cudaErrorIllegalAddress") != std::string::npos);
+        CHECK(last_text.find("cudaStreamSynchronize") != std::string::npos);
+        CHECK_EQ(host_logs, 1);
+        coc_reset_counts();
+        CHECK_EQ(x.b->cast(x.dev, &k, NULL), AMP_ERR_DEVICE);
+        CHECK(last_text.find("failed before with cudaErrorIllegalAddress") != std::string::npos);
+        CHECK_EQ(x.b->alloc(x.dev, &ptr, 100000), AMP_ERR_DEVICE);
+        CHECK_EQ(x.b->copy(x.dev, v.data(), p, 256, AMP_COPY_TO_HOST, NULL), AMP_ERR_DEVICE);
+        CHECK_EQ(x.b->graph_begin(x.dev, NULL), AMP_ERR_DEVICE);
+        CHECK_EQ(host_logs, 1);
+        CHECK_EQ(coc_count().calls, 0);         /* CUDA is left alone */
+    }
+    CHECK_EQ(host_blocks, 0);
+    coc_fail_clear();
+    coc_reset();
+}
+
+/* A kernel that really goes wrong: the fault shows at the next wait. */
+TEST(kernel_fault) {
+#if defined(__SANITIZE_ADDRESS__)
+    SKIP("AddressSanitizer ends the program at the read beyond the end");
+#endif
+    if (!CUDA_IS_MODEL) SKIP("a fault on a GPU is for compute-sanitizer to find");
+    coc_reset();
+    {
+        side x(amp_cuda());
+        std::vector<float> v(64, 1.0f);
+        float *p = x.up(v), *q = x.up(v);
+        amp_k_cast k;
+        amp_result first;
+        memset(&k, 0, sizeof k);
+        k.dst = p;
+        k.src = q;
+        k.dst_dtype = AMP_BF16;
+        k.src_dtype = AMP_F32;
+        k.n = 64 + 4096;                        /* runs past the end */
+        first = x.b->cast(x.dev, &k, NULL);
+        if (first == AMP_OK) first = x.b->stream_sync(x.dev, NULL);
+        (void)first;
+        coc_check_red_zones();
+        CHECK(coc_faults() > 0);
+        (void)coc_take_faults();
+    }
+    coc_reset();
+}
+
+/* ---- The step through amp.h: no wait, no allocation, the CPU backend's bits */
+
+struct training {
+    amp_context *amp = NULL;
+    amp_optimizer *optimizer = NULL;
+    amp_scaler *scaler = NULL;
+    std::vector<amp_param> params;
+    std::vector<void *> memory;
+    std::vector<bytes> grads;
+
+    void *device(const bytes &data) {
+        void *p = NULL;
+        CHECK_OK(amp_alloc(amp, &p, (int64_t)data.size()));
+        CHECK_OK(amp_copy(amp, p, data.data(), (int64_t)data.size(), AMP_COPY_TO_DEVICE));
+        memory.push_back(p);
+        return p;
+    }
+    void open(const amp_backend *backend) {
+        static const int64_t counts[] = {700, 8200, 3, 16384};
+        static const amp_dtype weights[] = {AMP_F32, AMP_F16, AMP_F16, AMP_F32}, gradients[] = {AMP_F32, AMP_F16, AMP_F32, AMP_F32};
+        static const char *const names[] = {"a", "b", "c", "d"};
+        amp_desc d;
+        amp_scaler_desc s;
+        amp_optimizer_desc o;
+        memset(&d, 0, sizeof d);
+        d.backend = backend;
+        d.dtype = AMP_F16;
+        d.threads = 1;
+        d.allow_fallback = 1;
+        CHECK_OK(amp_open(&amp, &d));
+        params.resize(4);
+        random_state = 99;
+        for (int i = 0; i < 4; i++) {
+            memset(&params[(size_t)i], 0, sizeof params[0]);
+            params[(size_t)i].name = names[i];
+            params[(size_t)i].weight = amp_tensor1(device(numbers(weights[i], counts[i])), weights[i], counts[i]);
+            grads.push_back(numbers(gradients[i], counts[i], 0.01f));
+            params[(size_t)i].grad = amp_tensor1(device(grads.back()), gradients[i], counts[i]);
+        }
+        CHECK_OK(amp_param_register(amp, params.data(), 4));
+        memset(&s, 0, sizeof s);
+        s.init_scale = 1024;
+        s.growth_interval = 3;
+        CHECK_OK(amp_scaler_create(amp, &scaler, &s));
+        memset(&o, 0, sizeof o);
+        o.params = params.data();
+        o.n_params = 4;
+        o.lr = 1e-2;
+        CHECK_OK(amp_optimizer_create(amp, &optimizer, &o));
+        CHECK_OK(amp_sync(amp));
+    }
+    void step(int poison) {
+        float infinite = INFINITY;
+        if (poison) CHECK_OK(amp_copy(amp, (char *)params[3].grad.data + 400, &infinite, 4, AMP_COPY_TO_DEVICE));
+        else CHECK_OK(amp_fill(amp, (char *)params[3].grad.data + 400, 0, 4));
+        for (amp_param &p : params) p.grad_live = 1;
+        CHECK_OK(amp_step(optimizer, scaler));
+    }
+    void close() {
+        amp_optimizer_destroy(optimizer);
+        amp_scaler_destroy(scaler);
+        for (void *p : memory) amp_free(amp, p);
+        amp_close(amp);
+    }
+};
+
+TEST(steady_step) {
+    NEEDS_FMA();
+    training runs[2];
+    std::vector<amp_outcome> outcomes[2];
+    std::vector<bytes> weights[2];
+    coc_reset();
+    coc_set_patience(0);
+    for (int r = 0; r < 2; r++) {
+        training &t = runs[r];
+        t.open(r ? amp_cuda() : amp_cpu());
+        for (int i = 0; i < 12; i++) {
+            amp_outcome o;
+            if (i == 3) coc_reset_counts();
+            if (CUDA_IS_MODEL && i == 8 && r) {             /* the five clean steps 3 to 7 */
+                coc_counts c = coc_count();
+                CHECK_MSG(c.synchronising == 0, "%s", coc_synchronising_calls().c_str());
+                CHECK_EQ(c.allocations, 0);
+                CHECK_EQ(c.frees, 0);
+                CHECK_EQ(c.launches, 5 * 8);    /* begin, 2 of the check, checked, stepped, 2 of AdamW, update */
+                CHECK_EQ(c.copies, 5);          /* outcomes */
+            }
+            t.step(i == 9);
+            while (amp_outcome_next(t.optimizer, &o)) outcomes[r].push_back(o);
+        }
+        CHECK_EQ((int)outcomes[r].size(), 10);  /* the last two are not due */
+        CHECK_OK(amp_outcome_flush(t.optimizer));
+        for (amp_outcome o; amp_outcome_next(t.optimizer, &o);) outcomes[r].push_back(o);
+        for (amp_param &p : t.params) {
+            bytes w((size_t)amp_tensor_count(&p.weight) * amp_dtype_size(p.weight.dtype));
+            CHECK_OK(amp_copy(t.amp, w.data(), p.weight.data, (int64_t)w.size(), AMP_COPY_TO_HOST));
+            CHECK_OK(amp_sync(t.amp));
+            weights[r].push_back(w);
+        }
+    }
+    CHECK(outcomes[0].size() == 12 && outcomes[1].size() == 12);
+    for (size_t i = 0; i < outcomes[0].size() && i < outcomes[1].size(); i++) {
+        const amp_outcome &a = outcomes[0][i], &b = outcomes[1][i];
+        CHECK(a.step == b.step && a.applied == b.applied && a.scale == b.scale && a.lr == b.lr);
+        CHECK(a.total_skips == b.total_skips && a.applied_steps == b.applied_steps);
+        CHECK((a.first_bad == NULL) == (b.first_bad == NULL) && (a.first_bad == NULL || strcmp(a.first_bad, b.first_bad) == 0));
+        if (a.applied) CHECK(fabsf(a.norm - b.norm) <= ldexpf(a.norm, -23));
+        CHECK_EQ(a.applied, i != 9);
+    }
+    for (int i = 0; i < 4; i++) CHECK_MSG(weights[0][(size_t)i] == weights[1][(size_t)i], "parameter %d", i);
+    for (training &t : runs) t.close();
+    coc_alive alive = coc_living();
+    CHECK(alive.allocations + alive.pinned + alive.streams + alive.events == 0);
+    CHECK_MSG(coc_faults() == 0, "%s", coc_fault_text().c_str());
+    coc_set_patience(1);
+    coc_reset();
+}
+
+/* What is not here yet says so. */
+TEST(refused_by_name) {
+    coc_reset();
+    side x(amp_cuda());
+    amp_k_attention a;
+    memset(&a, 0, sizeof a);
+    CHECK_EQ(x.b->attention(x.dev, &a, NULL), AMP_ERR_UNSUPPORTED);
+    CHECK(last_text.find("amp_softmax") != std::string::npos);
+    CHECK_EQ(x.b->attention_backward(x.dev, &a, NULL), AMP_ERR_UNSUPPORTED);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(open_and_describe);
+    RUN(several_contexts);
+    RUN(host_stream);
+    RUN(arena);
+    RUN(arena_full);
+    RUN(streams_and_events);
+    RUN(casts);
+    RUN(casts_stochastic);
+    RUN(casts_many_patterns);
+    RUN(casts_ids_and_refusals);
+    RUN(adamw_bits);
+    RUN(sgd_bits);
+    RUN(scale_bits);
+    RUN(checks);
+    RUN(rules);
+    RUN(column_sums);
+    RUN(products);
+    RUN(beyond_31_bits);
+    RUN(orders);
+    RUN(grids);
+    RUN(graph_replays);
+    RUN(graph_misuse);
+    RUN(every_call_may_fail);
+    RUN(host_memory_may_fail);
+    RUN(sticky_error);
+    RUN(kernel_fault);
+    RUN(steady_step);
+    RUN(refused_by_name);
+    return TEST_END();
+}

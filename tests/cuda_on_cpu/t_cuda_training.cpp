@@ -1,0 +1,789 @@
+/* t_cuda_training.cpp - whole training steps through amp.h on the CUDA backend, on the model GPU: the CPU backend's
+ * numbers within computed bounds, the same bits under every order of threads, blocks and streams, no wait and no
+ * allocation in a steady step, and a clean end wherever a call of CUDA's fails.
+ *
+ * The network: embedding, LayerNorm, linear with GELU, linear, cross-entropy; fp16 with a loss scale; AdamW. */
+#include "test_cuda.h"
+#include <unistd.h>
+
+#define TRY(call) do { amp_result tried = (call); if (tried != AMP_OK) return tried; } while (0)
+
+typedef std::vector<double> doubles;
+
+enum { VOCAB = 37, CHANNELS = 40, HIDDEN = 72, BATCH = 3, SEQ = 8, ROWS = BATCH * SEQ, SAMPLES = 60 };
+enum { TABLE, NORM_WEIGHT, NORM_BIAS, HIDDEN_WEIGHT, HIDDEN_BIAS, HEAD_WEIGHT, PARAMS };
+
+/* ---- The host's side: memory that is counted, texts that are kept */
+
+static long host_blocks, host_fail_alloc;
+static int host_logs;
+
+static void *counted_alloc(void *, size_t size, size_t align) {
+    void *p = NULL;
+    long left = __atomic_load_n(&host_fail_alloc, __ATOMIC_RELAXED);
+    if (left > 0 && __atomic_sub_fetch(&host_fail_alloc, 1, __ATOMIC_RELAXED) == 0) return NULL;
+    if (posix_memalign(&p, align < sizeof p ? sizeof p : align, size) != 0) return NULL;
+    __atomic_add_fetch(&host_blocks, 1, __ATOMIC_RELAXED);
+    return p;
+}
+static void counted_free(void *, void *p, size_t) {
+    if (p != NULL) __atomic_sub_fetch(&host_blocks, 1, __ATOMIC_RELAXED);
+    free(p);
+}
+static void count_log(void *, amp_log_level level, int, const char *) { host_logs += level == AMP_LOG_ERROR; }
+
+static amp_desc settings(const amp_backend *backend, amp_level level) {
+    amp_desc d = {};
+    d.backend = backend;
+    d.level = level;
+    d.dtype = AMP_F16;
+    d.allow_fallback = 1;
+    d.threads = 1;
+    d.system.alloc = counted_alloc;
+    d.system.free = counted_free;
+    d.logger.write = count_log;
+    return d;
+}
+
+/* SAMPLES sequences of 16-bit tokens; each follows the one before by a rule that can be learnt. */
+static const char *token_file() {
+    static char path[256];
+    uint16_t tokens[SAMPLES * SEQ + 1];
+    if (path[0] != 0) return path;
+    snprintf(path, sizeof path, "%s/amp_cuda_tokens_%ld", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp", (long)getpid());
+    for (uint32_t i = 0, token = 1; i < SAMPLES * SEQ + 1; i++) {
+        token = i % 7 == 0 ? amp_random_u32(5, i) % VOCAB : (token * 5 + 3) % VOCAB;
+        tokens[i] = (uint16_t)token;
+    }
+    CHECK_OK(amp_file_write_atomic(NULL, path, tokens, sizeof tokens));
+    return path;
+}
+
+/* ---- The network */
+
+struct network {
+    amp_context *amp = NULL;
+    amp_loader *loader = NULL;
+    amp_optimizer *optimizer = NULL;
+    amp_scaler *scaler = NULL;
+    amp_param params[PARAMS];
+    std::vector<void *> memory;
+    amp_batch batch;
+    amp_embedding_op embedding;
+    amp_norm_op norm;
+    amp_linear_op hidden, head;
+    amp_cross_entropy_op loss;
+
+    network() { memset((void *)params, 0, sizeof params); }
+    network(const network &) = delete;
+    network &operator=(const network &) = delete;
+    ~network() {
+        amp_optimizer_destroy(optimizer);
+        amp_scaler_destroy(scaler);
+        amp_loader_destroy(loader);
+        for (void *p : memory) amp_free(amp, p);
+        amp_close(amp);
+    }
+
+    amp_result room(void **p, int64_t bytes) {
+        TRY(amp_alloc(amp, p, bytes));
+        memory.push_back(*p);
+        return AMP_OK;
+    }
+    amp_result tensor(amp_tensor *t, amp_dtype dtype, int64_t rows, int64_t cols) {
+        void *p;
+        TRY(room(&p, rows * cols * (int64_t)amp_dtype_size(dtype)));
+        *t = cols == 1 ? amp_tensor1(p, dtype, rows) : amp_tensor2(p, dtype, rows, cols);
+        return AMP_OK;
+    }
+    amp_result parameter(int index, const char *name, int64_t rows, int64_t cols, float low, float high) {
+        amp_param *p = &params[index];
+        amp_dtype dtype = amp_param_dtype(amp, index == NORM_WEIGHT || index == NORM_BIAS);
+        std::string values = cuda_stored(cuda_random(rows * cols, (uint64_t)index + 1, low, high), dtype);
+        p->name = name;
+        TRY(tensor(&p->weight, dtype, rows, cols));
+        TRY(tensor(&p->grad, index == HEAD_WEIGHT ? dtype : AMP_F32, rows, cols));
+        TRY(amp_copy(amp, p->weight.data, values.data(), (int64_t)values.size(), AMP_COPY_TO_DEVICE));
+        return amp_sync(amp);
+    }
+    amp_result parameters() {
+        TRY(parameter(TABLE, "table", VOCAB, CHANNELS, -1, 1));
+        TRY(parameter(NORM_WEIGHT, "norm.weight", CHANNELS, 1, 0.5f, 1.5f));
+        TRY(parameter(NORM_BIAS, "norm.bias", CHANNELS, 1, -0.1f, 0.1f));
+        TRY(parameter(HIDDEN_WEIGHT, "hidden.weight", HIDDEN, CHANNELS, -0.2f, 0.2f));
+        TRY(parameter(HIDDEN_BIAS, "hidden.bias", HIDDEN, 1, -0.1f, 0.1f));
+        TRY(parameter(HEAD_WEIGHT, "head.weight", VOCAB, HIDDEN, -0.2f, 0.2f));
+        return amp_param_register(amp, params, PARAMS);
+    }
+    amp_result activations() {
+        void *p;
+        memset((void *)&embedding, 0, sizeof embedding);
+        memset((void *)&norm, 0, sizeof norm);
+        memset((void *)&hidden, 0, sizeof hidden);
+        memset((void *)&head, 0, sizeof head);
+        memset((void *)&loss, 0, sizeof loss);
+        TRY(tensor(&embedding.y, AMP_F16, ROWS, CHANNELS));
+        TRY(tensor(&norm.y, AMP_F16, ROWS, CHANNELS));
+        TRY(tensor(&hidden.pre, AMP_F16, ROWS, HIDDEN));
+        TRY(tensor(&hidden.y, AMP_F16, ROWS, HIDDEN));
+        TRY(tensor(&head.y, AMP_F16, ROWS, VOCAB));
+        TRY(tensor(&loss.dlogits, AMP_F16, ROWS, VOCAB));
+        TRY(tensor(&head.dx, AMP_F16, ROWS, HIDDEN));
+        TRY(tensor(&hidden.dx, AMP_F16, ROWS, CHANNELS));
+        TRY(tensor(&norm.dx, AMP_F16, ROWS, CHANNELS));
+        TRY(room(&p, ROWS * 4));
+        norm.mean = (float *)p;
+        TRY(room(&p, ROWS * 4));
+        norm.rstd = (float *)p;
+        TRY(room(&p, 4));
+        loss.loss = (float *)p;
+        embedding.table = &params[TABLE];
+        norm.x = embedding.y, norm.weight = &params[NORM_WEIGHT], norm.bias = &params[NORM_BIAS];
+        hidden.x = norm.y, hidden.weight = &params[HIDDEN_WEIGHT], hidden.bias = &params[HIDDEN_BIAS], hidden.act = AMP_ACT_GELU;
+        head.x = hidden.y, head.weight = &params[HEAD_WEIGHT];
+        loss.logits = head.y;
+        head.dy = loss.dlogits, hidden.dy = head.dx, norm.dy = hidden.dx, embedding.dy = norm.dx;
+        return AMP_OK;
+    }
+    amp_result open(const amp_desc &desc, int workers) {
+        amp_loader_desc l = {};
+        amp_scaler_desc s = {};
+        amp_optimizer_desc o = {};
+        TRY(amp_open(&amp, &desc));
+        TRY(parameters());
+        TRY(activations());
+        l.path = token_file();
+        l.format = AMP_TOKENS_U16;
+        l.batch = BATCH;
+        l.seq = SEQ;
+        l.shuffle = 1;
+        l.workers = workers;
+        TRY(amp_loader_create(amp, &loader, &l));
+        s.init_scale = 1024;
+        s.growth_interval = 3;
+        TRY(amp_scaler_create(amp, &scaler, &s));
+        o.params = params;
+        o.n_params = PARAMS;
+        o.lr = 1e-2;
+        o.weight_decay = 0.01;
+        o.clip_norm = 1;
+        TRY(amp_optimizer_create(amp, &optimizer, &o));
+        return amp_sync(amp);
+    }
+    amp_result forward_backward() {
+        amp_autocast_desc region = {};
+        TRY(amp_loader_next(loader, &batch));
+        embedding.ids = batch.inputs;
+        loss.labels = batch.targets;
+        loss.seed = amp_scaler_seed(scaler);
+        TRY(amp_autocast_begin(amp, &region));
+        amp_result result = forward();
+        amp_result ended = amp_autocast_end(amp);
+        TRY(result);
+        TRY(ended);
+        TRY(amp_linear_backward(amp, &head));
+        TRY(amp_linear_backward(amp, &hidden));
+        TRY(amp_layernorm_backward(amp, &norm));
+        return amp_embedding_backward(amp, &embedding);
+    }
+    amp_result forward() {
+        TRY(amp_embedding(amp, &embedding));
+        TRY(amp_layernorm(amp, &norm));
+        TRY(amp_linear(amp, &hidden));
+        TRY(amp_linear(amp, &head));
+        return amp_cross_entropy(amp, &loss);
+    }
+    amp_result step(std::vector<amp_outcome> *outcomes) {
+        TRY(amp_step(optimizer, scaler));
+        for (amp_outcome o; amp_outcome_next(optimizer, &o);) outcomes->push_back(o);
+        return AMP_OK;
+    }
+
+    /* What lies in device memory. */
+    std::string bytes(const void *p, size_t size) {
+        std::string out(size, 0);
+        CHECK_OK(amp_copy(amp, &out[0], p, (int64_t)size, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        return out;
+    }
+    std::string bytes(const amp_tensor &t) { return bytes(t.data, (size_t)amp_tensor_count(&t) * amp_dtype_size(t.dtype)); }
+    doubles values(const void *p, amp_dtype dtype, int64_t n) {
+        std::string raw = bytes(p, (size_t)n * amp_dtype_size(dtype));
+        doubles out((size_t)n);
+        for (size_t i = 0; i < out.size(); i++) out[i] = cuda_value(raw.data(), dtype, i);
+        return out;
+    }
+    doubles values(const amp_tensor &t) { return values(t.data, t.dtype, amp_tensor_count(&t)); }
+    /* A weight as a product in fp16 reads it. */
+    doubles rounded(const amp_tensor &t) {
+        doubles out = values(t);
+        for (double &x : out) x = amp_f32_from_f16(amp_f16_from_f32((float)x, 0));
+        return out;
+    }
+    std::string weights() {
+        std::string all;
+        for (const amp_param &p : params) {
+            all += bytes(p.weight);
+            if (p.master) all += bytes(p.master, (size_t)amp_tensor_count(&p.weight) * 4);
+        }
+        return all;
+    }
+};
+
+/* ---- How far the GPU may be from the CPU.  Both start a step from the same weights; from there on every operation
+   passes on what its inputs may differ by, adds its own roundings (u = 2^-24 each, sums as in cuda_sum_bound; the
+   GPU's exponential is within 16 u), and its result may round to a neighbouring number of its storage. */
+
+static const double u = 1.0 / 16777216;
+
+struct uncertain {
+    doubles value, off;                         /* the CPU's values; |the GPU's - the CPU's| at most */
+    size_t cols;
+    double v(size_t i, size_t j) const { return value[i * cols + j]; }
+    double o(size_t i, size_t j) const { return off.empty() ? 0 : off[i * cols + j]; }
+};
+
+/* off: before the rounding to storage. */
+static void stored(uncertain *x, amp_dtype dtype) {
+    for (size_t i = 0; i < x->off.size(); i++) x->off[i] += cuda_spacing(dtype, fabs(x->value[i]) + x->off[i]);
+}
+
+/* The differences of sum over k of a(i, k) b(k, j), n terms: those of the factors, and of the order of the sum. */
+template <class A, class B> static double sum_off(size_t n, double added, A a, B b) {
+    double passed = 0, magnitude = fabs(added);
+    for (size_t k = 0; k < n; k++) {
+        std::pair<double, double> x = a(k), y = b(k);           /* value, off */
+        passed += fabs(x.first) * y.second + x.second * (fabs(y.first) + y.second);
+        magnitude += (fabs(x.first) + x.second) * (fabs(y.first) + y.second);
+    }
+    return passed + cuda_sum_bound((int64_t)n + 2, magnitude);
+}
+static std::pair<double, double> at(const uncertain &x, size_t i, size_t j) { return {x.v(i, j), x.o(i, j)}; }
+static std::pair<double, double> sure(double x) { return {x, 0}; }
+
+static double sigmoid(double x) { return x < 0 ? exp(x) / (1 + exp(x)) : 1 / (1 + exp(-x)); }
+
+/* gelu(x) = x s(t), t = x (c + d x^2), s the logistic function; its slope is s (1 + x (1 - s) t'), between -0.13 and
+   1.13, and changes by at most 0.8 |dx| (at 0).  s has an error of 26 u on the two sides together. */
+static double gelu_argument(double x) { return x * (1.5957691216057308 + 0.07135481282740843 * x * x); }
+static double slope_of(double x) {
+    double s = sigmoid(gelu_argument(x));
+    return s * (1 + x * (1 - s) * (1.5957691216057308 + 0.21406443848222529 * x * x));
+}
+static double slope_error(double x) {
+    double s = sigmoid(gelu_argument(x)), inner = fabs(x) * (1.5957691216057308 + 0.21406443848222529 * x * x);
+    return 26 * u * s * (1 + inner) + 8 * u * (s + inner * s) + 1e-37 * (1 + inner);
+}
+
+struct expectation {
+    network *cpu;
+    uncertain embedded, normal, pre, hidden, logits, dlogits, dpre, dnormal, dembedded;
+    doubles loss, rstd_off, xhat, xhat_off, table_off, norm_weight_off, norm_bias_off, hidden_weight_off, hidden_bias_off, head_off;
+
+    explicit expectation(network *n) : cpu(n) {
+        forward();
+        backward();
+    }
+    void get(uncertain *x, const amp_tensor &t) {
+        x->value = cpu->values(t);
+        x->off.assign(x->value.size(), 0.0);
+        x->cols = (size_t)t.shape[1];
+    }
+    void forward() {
+        doubles w1 = cpu->rounded(cpu->params[HIDDEN_WEIGHT].weight), b1 = cpu->values(cpu->params[HIDDEN_BIAS].weight);
+        doubles w2 = cpu->rounded(cpu->params[HEAD_WEIGHT].weight);
+        get(&embedded, cpu->embedding.y);               /* both round the same numbers once */
+        get(&normal, cpu->norm.y);
+        normalise();
+        get(&pre, cpu->hidden.pre);
+        get(&hidden, cpu->hidden.y);
+        for (size_t i = 0; i < ROWS; i++)
+            for (size_t j = 0; j < HIDDEN; j++) {
+                double off = sum_off(CHANNELS, b1[j], [&](size_t k) { return at(normal, i, k); },
+                                     [&](size_t k) { return sure(w1[j * CHANNELS + k]); });
+                pre.off[i * HIDDEN + j] = off;
+                hidden.off[i * HIDDEN + j] = 1.13 * off + 28 * u * fabs(hidden.v(i, j)) + 1e-37;
+            }
+        stored(&pre, AMP_F16);
+        stored(&hidden, AMP_F16);
+        get(&logits, cpu->head.y);
+        for (size_t i = 0; i < ROWS; i++)
+            for (size_t j = 0; j < VOCAB; j++)
+                logits.off[i * VOCAB + j] = sum_off(HIDDEN, 0, [&](size_t k) { return at(hidden, i, k); },
+                                                    [&](size_t k) { return sure(w2[j * HIDDEN + k]); });
+        stored(&logits, AMP_F16);
+        losses();
+    }
+    /* mean and rstd: two sums of the row each; y = (x - mean) rstd weight + bias. */
+    void normalise() {
+        doubles w = cpu->values(cpu->params[NORM_WEIGHT].weight), b = cpu->values(cpu->params[NORM_BIAS].weight);
+        doubles mean = cpu->values(cpu->norm.mean, AMP_F32, ROWS), rstd = cpu->values(cpu->norm.rstd, AMP_F32, ROWS);
+        for (size_t i = 0; i < ROWS; i++) {
+            double size = 0, mean_off, variance = 0, relative;
+            for (size_t j = 0; j < CHANNELS; j++) {
+                size += fabs(embedded.v(i, j));
+                variance += pow(embedded.v(i, j) - mean[i], 2) / CHANNELS;
+            }
+            mean_off = cuda_sum_bound(CHANNELS, size) / CHANNELS + 4 * u * fabs(mean[i]);
+            relative = (cuda_sum_bound(CHANNELS + 6, variance) + 2 * mean_off * mean_off) / (variance + 1e-5) + 10 * u;
+            rstd_off.push_back(relative * rstd[i]);
+            for (size_t j = 0; j < CHANNELS; j++) {
+                double far = fabs(embedded.v(i, j) - mean[i]), off = rstd[i] * (mean_off + 2 * u * far) + far * rstd_off[i];
+                xhat.push_back((embedded.v(i, j) - mean[i]) * rstd[i]);
+                xhat_off.push_back(off);
+                normal.off[i * CHANNELS + j] = fabs(w[j]) * off + 6 * u * (far * rstd[i] * fabs(w[j]) + fabs(b[j]));
+            }
+        }
+        stored(&normal, AMP_F16);
+    }
+    /* A row's probabilities move by at most a factor exp(2 e) where its logits move by e, its loss by 2 e. */
+    void losses() {
+        doubles labels = cpu->values(cpu->batch.targets, AMP_I32, ROWS);
+        double scale = (double)amp_scaler_scale(cpu->scaler) / ROWS, loss_off = 0, size = 0;
+        get(&dlogits, cpu->loss.dlogits);
+        for (size_t i = 0; i < ROWS; i++) {
+            double max = -HUGE_VAL, sum = 0, e = 0, inherited = 0, relative, label = logits.v(i, (size_t)labels[i]);
+            for (size_t j = 0; j < VOCAB; j++) max = fmax(max, logits.v(i, j)), e = fmax(e, logits.o(i, j));
+            for (size_t j = 0; j < VOCAB; j++) {
+                double p = exp(logits.v(i, j) - max);
+                sum += p;
+                inherited += p * (16 * u + 4 * u * (max - logits.v(i, j)));
+            }
+            relative = inherited / sum + cuda_sum_bound(VOCAB + 8, 1) + 8 * u;
+            loss_off += 2 * e + relative + 8 * u * (fabs(log(sum)) + fabs(max) + fabs(label));
+            size += fabs(log(sum) + max - label);
+            for (size_t j = 0; j < VOCAB; j++) {
+                double p = exp(logits.v(i, j) - max) / sum, own = 16 * u + 4 * u * (max - logits.v(i, j));
+                double one = (double)j == labels[i] ? 1 : 0;
+                dlogits.off[i * VOCAB + j] = scale * (p * (exp(2 * e) - 1 + (own + relative) * exp(2 * e)) + 4 * u * (p + one) + 1e-37);
+            }
+        }
+        loss.push_back((loss_off + cuda_sum_bound(ROWS + 2, size)) / ROWS);
+        stored(&dlogits, AMP_F16);
+    }
+    void gradient(doubles *out, int param, size_t rows, size_t cols, const std::function<double(size_t, size_t)> &off) {
+        const amp_tensor &t = cpu->params[param].grad;
+        doubles value = cpu->values(t);
+        for (size_t i = 0; i < rows; i++)
+            for (size_t j = 0; j < cols; j++) {
+                double d = off(i, j);
+                out->push_back(d + cuda_spacing(t.dtype, fabs(value[i * cols + j]) + d));
+            }
+    }
+    void backward() {
+        doubles w1 = cpu->rounded(cpu->params[HIDDEN_WEIGHT].weight), w2 = cpu->rounded(cpu->params[HEAD_WEIGHT].weight);
+        gradient(&head_off, HEAD_WEIGHT, VOCAB, HIDDEN, [&](size_t i, size_t j) {
+            return sum_off(ROWS, 0, [&](size_t k) { return at(dlogits, k, i); }, [&](size_t k) { return at(hidden, k, j); });
+        });
+        get(&dpre, cpu->hidden.dy);                     /* overwritten: the gradient before the activation */
+        for (size_t i = 0; i < ROWS; i++)
+            for (size_t j = 0; j < HIDDEN; j++) {
+                double x = pre.v(i, j), e = pre.o(i, j), slope = slope_of(x), d = 0, off;
+                for (size_t k = 0; k < VOCAB; k++) d += dlogits.v(i, k) * w2[k * HIDDEN + j];
+                off = sum_off(VOCAB, 0, [&](size_t k) { return at(dlogits, i, k); }, [&](size_t k) { return sure(w2[k * HIDDEN + j]); });
+                off += cuda_spacing(AMP_F16, fabs(d) + off);
+                d = fabs(d) + off;                      /* the CPU's own, rounded, is not kept */
+                dpre.off[i * HIDDEN + j] = (fabs(slope) + 0.8 * e) * off + d * (0.8 * e + slope_error(x)) + 2 * u * d;
+            }
+        stored(&dpre, AMP_F16);
+        gradient(&hidden_weight_off, HIDDEN_WEIGHT, HIDDEN, CHANNELS, [&](size_t i, size_t j) {
+            return sum_off(ROWS, 0, [&](size_t k) { return at(dpre, k, i); }, [&](size_t k) { return at(normal, k, j); });
+        });
+        gradient(&hidden_bias_off, HIDDEN_BIAS, HIDDEN, 1, [&](size_t i, size_t) {
+            return sum_off(ROWS, 0, [&](size_t k) { return at(dpre, k, i); }, [&](size_t) { return sure(1); });
+        });
+        get(&dnormal, cpu->hidden.dx);
+        for (size_t i = 0; i < ROWS; i++)
+            for (size_t j = 0; j < CHANNELS; j++)
+                dnormal.off[i * CHANNELS + j] = sum_off(HIDDEN, 0, [&](size_t k) { return at(dpre, i, k); },
+                                                        [&](size_t k) { return sure(w1[k * CHANNELS + j]); });
+        stored(&dnormal, AMP_F16);
+        normalise_backward();
+    }
+    /* dx = rstd (g - mean(g) - h mean(g h)), g = weight dy, h = the normalised x. */
+    void normalise_backward() {
+        doubles w = cpu->values(cpu->params[NORM_WEIGHT].weight), rstd = cpu->values(cpu->norm.rstd, AMP_F32, ROWS);
+        doubles ids = cpu->values(cpu->batch.inputs, AMP_I32, ROWS);
+        auto h = [&](size_t i, size_t j) { return std::pair<double, double>(xhat[i * CHANNELS + j], xhat_off[i * CHANNELS + j]); };
+        get(&dembedded, cpu->norm.dx);
+        for (size_t i = 0; i < ROWS; i++) {
+            auto g = [&](size_t j) { return std::pair<double, double>(w[j] * dnormal.v(i, j), fabs(w[j]) * (dnormal.o(i, j) + 2 * u * fabs(dnormal.v(i, j)))); };
+            double mean = 0, product = 0, mean_off = sum_off(CHANNELS, 0, g, [](size_t) { return sure(1); }) / CHANNELS;
+            double product_off = sum_off(CHANNELS + 0, 0, g, [&](size_t j) { return h(i, j); }) / CHANNELS;
+            for (size_t j = 0; j < CHANNELS; j++) mean += g(j).first / CHANNELS, product += g(j).first * xhat[i * CHANNELS + j] / CHANNELS;
+            for (size_t j = 0; j < CHANNELS; j++) {
+                double hj = fabs(h(i, j).first), size = fabs(g(j).first) + fabs(mean) + hj * fabs(product);
+                double off = g(j).second + mean_off + hj * product_off + h(i, j).second * (fabs(product) + product_off) + 8 * u * size;
+                dembedded.off[i * CHANNELS + j] = rstd[i] * off + rstd_off[i] * (fabs(dembedded.v(i, j)) / rstd[i] + off);
+            }
+        }
+        stored(&dembedded, AMP_F16);
+        gradient(&norm_weight_off, NORM_WEIGHT, CHANNELS, 1, [&](size_t j, size_t) {
+            return sum_off(ROWS, 0, [&](size_t k) { return at(dnormal, k, j); }, [&](size_t k) { return h(k, j); });
+        });
+        gradient(&norm_bias_off, NORM_BIAS, CHANNELS, 1, [&](size_t j, size_t) {
+            return sum_off(ROWS, 0, [&](size_t k) { return at(dnormal, k, j); }, [](size_t) { return sure(1); });
+        });
+        gradient(&table_off, TABLE, VOCAB, CHANNELS, [&](size_t i, size_t j) {
+            return sum_off(ROWS, 0, [&](size_t k) { return at(dembedded, k, j); }, [&](size_t k) { return sure(ids[k] == (double)i); });
+        });
+    }
+};
+
+static void check_near(const char *what, int step, const doubles &gpu, const doubles &cpu, const doubles &off) {
+    double worst = 0;
+    CHECK(gpu.size() == cpu.size() && gpu.size() == off.size());
+    for (size_t i = 0; i < gpu.size() && i < off.size(); i++) {
+        double d = fabs(gpu[i] - cpu[i]);
+        CHECK_MSG(d <= off[i], "%s, step %d, element %zu: %.9g, the CPU has %.9g, bound %.3g", what, step, i, gpu[i], cpu[i], off[i]);
+        if (off[i] > 0) worst = fmax(worst, d / off[i]);
+    }
+    ampt_figure(what, worst, 1);
+}
+
+static void compare_step(network *cpu, network *gpu, int step) {
+    expectation e(cpu);
+    const struct { const char *name; int param; const doubles *off; } gradients[] = {
+        {"table.grad", TABLE, &e.table_off}, {"norm.weight.grad", NORM_WEIGHT, &e.norm_weight_off},
+        {"norm.bias.grad", NORM_BIAS, &e.norm_bias_off}, {"hidden.weight.grad", HIDDEN_WEIGHT, &e.hidden_weight_off},
+        {"hidden.bias.grad", HIDDEN_BIAS, &e.hidden_bias_off}, {"head.weight.grad", HEAD_WEIGHT, &e.head_off}};
+    CHECK(cpu->bytes(cpu->batch.inputs, ROWS * 4) == gpu->bytes(gpu->batch.inputs, ROWS * 4));
+    CHECK(cpu->bytes(cpu->batch.targets, ROWS * 4) == gpu->bytes(gpu->batch.targets, ROWS * 4));
+    check_near("embedding", step, gpu->values(gpu->embedding.y), e.embedded.value, e.embedded.off);
+    check_near("norm", step, gpu->values(gpu->norm.y), e.normal.value, e.normal.off);
+    check_near("hidden", step, gpu->values(gpu->hidden.y), e.hidden.value, e.hidden.off);
+    check_near("logits", step, gpu->values(gpu->head.y), e.logits.value, e.logits.off);
+    check_near("loss", step, gpu->values(gpu->loss.loss, AMP_F32, 1), cpu->values(cpu->loss.loss, AMP_F32, 1), e.loss);
+    check_near("dlogits", step, gpu->values(gpu->loss.dlogits), e.dlogits.value, e.dlogits.off);
+    check_near("norm.dx", step, gpu->values(gpu->norm.dx), e.dembedded.value, e.dembedded.off);
+    for (const auto &g : gradients)
+        check_near(g.name, step, gpu->values(gpu->params[g.param].grad), cpu->values(cpu->params[g.param].grad), *g.off);
+}
+
+/* ---- Tests */
+
+static int cpu_has_fma() {
+    amp_machine machine;
+    return amp_machine_probe(&machine) == AMP_OK && machine.cpu.path >= AMP_CPU_AVX2;
+}
+
+static void compare_outcomes(const std::vector<amp_outcome> &cpu, const std::vector<amp_outcome> &gpu) {
+    CHECK_EQ(gpu.size(), cpu.size());
+    for (size_t i = 0; i < gpu.size() && i < cpu.size(); i++) {
+        const amp_outcome &a = cpu[i], &b = gpu[i];
+        CHECK(a.step == b.step && a.applied == b.applied && a.scale == b.scale && a.lr == b.lr && a.total_skips == b.total_skips);
+        CHECK((a.first_bad == NULL) == (b.first_bad == NULL) && (a.first_bad == NULL || strcmp(a.first_bad, b.first_bad) == 0));
+        /* sums in fp64, rounded once; the coefficient is a quotient of it */
+        if (a.applied) CHECK(fabsf(a.norm - b.norm) <= ldexpf(a.norm, -23) && fabsf(a.clip_coef - b.clip_coef) <= ldexpf(a.clip_coef, -22));
+    }
+}
+
+/* The GPU gets the CPU's gradients before each step, so that the next one starts from the same weights. */
+static void same_numbers(amp_level level) {
+    network cpu, gpu;
+    std::vector<amp_outcome> outcomes[2];
+    double first = 0, last = 0;
+    CHECK_OK(cpu.open(settings(amp_cpu(), level), AMP_NO_WORKERS));
+    CHECK_OK(gpu.open(settings(amp_cuda(), level), AMP_NO_WORKERS));
+    for (int i = 0; i < 8; i++) {
+        CHECK_OK(cpu.forward_backward());
+        CHECK_OK(gpu.forward_backward());
+        compare_step(&cpu, &gpu, i);
+        last = cpu.values(cpu.loss.loss, AMP_F32, 1)[0];
+        if (i == 0) first = last;
+        for (int p = 0; p < PARAMS; p++) {
+            std::string grad = cpu.bytes(cpu.params[p].grad);
+            float bad = INFINITY;
+            if (p == NORM_BIAS && i == 5) {
+                memcpy(&grad[8], &bad, 4);
+                CHECK_OK(amp_copy(cpu.amp, cpu.params[p].grad.data, grad.data(), (int64_t)grad.size(), AMP_COPY_TO_DEVICE));
+            }
+            CHECK_OK(amp_copy(gpu.amp, gpu.params[p].grad.data, grad.data(), (int64_t)grad.size(), AMP_COPY_TO_DEVICE));
+            CHECK_OK(amp_sync(gpu.amp));
+        }
+        CHECK_OK(cpu.step(&outcomes[0]));
+        CHECK_OK(gpu.step(&outcomes[1]));
+        CHECK_MSG(cpu.weights() == gpu.weights(), "weights after step %d", i);
+    }
+    CHECK_OK(amp_outcome_flush(cpu.optimizer));
+    CHECK_OK(amp_outcome_flush(gpu.optimizer));
+    for (amp_outcome o; amp_outcome_next(cpu.optimizer, &o);) outcomes[0].push_back(o);
+    for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) outcomes[1].push_back(o);
+    compare_outcomes(outcomes[0], outcomes[1]);
+    CHECK(outcomes[1].size() == 8 && !outcomes[1][5].applied && strcmp(outcomes[1][5].first_bad, "norm.bias") == 0);
+    CHECK_MSG(last < first - 0.2, "the loss went from %g to %g", first, last);
+}
+CUDA_TEST(same_numbers_as_the_cpu) {
+    if (!cpu_has_fma()) SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with");
+    same_numbers(AMP_LEVEL_O1);
+    same_numbers(AMP_LEVEL_O2);
+}
+
+/* Six steps, one of them with an overflow; the GPU runs late, early, and other streams first. */
+CUDA_TEST(every_order) {
+    std::string differs = coc_every_order([](std::string *results) {
+        network gpu;
+        std::vector<amp_outcome> outcomes;
+        CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), 2));
+        for (int i = 0; i < 6; i++) {
+            CHECK_OK(gpu.forward_backward());
+            results->append(gpu.bytes(gpu.loss.loss, 4));
+            if (i == 3) CHECK_OK(amp_fill(gpu.amp, gpu.params[HEAD_WEIGHT].grad.data, 0x7e, 2));
+            CHECK_OK(gpu.step(&outcomes));
+        }
+        results->append(gpu.weights());
+        for (const amp_outcome &o : outcomes) {
+            results->append((const char *)&o.norm, sizeof o.norm);
+            results->append((const char *)&o.scale, sizeof o.scale);
+        }
+    });
+    CHECK_MSG(differs.empty(), "%s", differs.c_str());
+}
+
+/* With a GPU that keeps up, whole steps with data, loss and outcomes neither wait nor allocate. */
+CUDA_TEST(steady_step_does_not_wait) {
+    for (amp_level level : {AMP_LEVEL_O1, AMP_LEVEL_O2}) {
+        network gpu;
+        std::vector<amp_outcome> outcomes;
+        CHECK_OK(gpu.open(settings(amp_cuda(), level), AMP_NO_WORKERS));
+        coc_set_patience(0);
+        for (int i = 0; i < 12; i++) {
+            if (i == 4) coc_reset_counts();
+            CHECK_OK(gpu.forward_backward());
+            CHECK_OK(gpu.step(&outcomes));
+        }
+        coc_set_patience(1);
+        if (!CUDA_IS_MODEL) continue;
+        coc_counts c = coc_count();
+        CHECK_MSG(c.synchronising == 0, "%s", coc_synchronising_calls().c_str());
+        CHECK_EQ(c.allocations, 0);
+        CHECK_EQ(c.frees, 0);
+        CHECK_EQ(c.copies, 2 * 8);              /* a batch and an outcome */
+        CHECK_EQ(outcomes.size(), 10);
+    }
+}
+
+/* Two GPUs and the CPU at once, from one thread each. */
+static void several_at_once() {
+    std::string weights[2];
+    network gpus[2];
+    std::vector<amp_outcome> outcomes[2];
+    int current = -1;
+    for (int i = 0; i < 2; i++) {
+        amp_desc d = settings(amp_cuda(), AMP_LEVEL_O2);
+        d.device = i;
+        CHECK_OK(gpus[i].open(d, 1));
+    }
+    for (int step = 0; step < 4; step++)
+        for (int i = 0; i < 2; i++) {
+            CHECK_OK(gpus[i].forward_backward());
+            CHECK_OK(gpus[i].step(&outcomes[i]));
+        }
+    for (int i = 0; i < 2; i++) weights[i] = gpus[i].weights();
+    CHECK(weights[0] == weights[1]);
+    CHECK(cudaGetDevice(&current) == cudaSuccess && current == 0);
+}
+static int gpus_here() {
+    int n = 0;
+    return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
+}
+CUDA_TEST(two_devices) {
+    if (gpus_here() < 2) SKIP("needs two GPUs");
+    several_at_once();
+}
+
+/* The host's stream and device memory: every block is its own, comes with the stream that uses it, and goes back. */
+static long pool_blocks, pool_wrong;
+static int pool_device;         /* the second GPU, or the only one */
+static void *pool_alloc(void *user, size_t bytes, int32_t device, void *stream) {
+    void *p = NULL;
+    int current = -1;
+    pool_wrong += stream != user || device != pool_device || cudaGetDevice(&current) != cudaSuccess ||
+                  current != pool_device;
+    pool_blocks++;
+    return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+}
+static void pool_free(void *user, void *ptr, size_t, int32_t device, void *stream) {
+    pool_wrong += stream != user || device != pool_device;
+    pool_blocks--;
+    CHECK(cudaFree(ptr) == cudaSuccess);
+}
+CUDA_TEST(stream_and_memory_of_the_host) {
+    std::string weights[2];
+    pool_device = gpus_here() > 1;
+    for (int own = 0; own < 2; own++) {
+        cudaStream_t stream = NULL;
+        amp_desc d = settings(amp_cuda(), AMP_LEVEL_O2);
+        std::vector<amp_outcome> outcomes;
+        d.device = pool_device;
+        CHECK(cudaSetDevice(pool_device) == cudaSuccess && cudaStreamCreate(&stream) == cudaSuccess && cudaSetDevice(0) == cudaSuccess);
+        if (own) {
+            d.stream = d.memory.user = stream;
+            d.memory.alloc = pool_alloc;
+            d.memory.free = pool_free;
+        }
+        pool_blocks = pool_wrong = 0;
+        {
+            network gpu;
+            CHECK_OK(gpu.open(d, AMP_NO_WORKERS));
+            CHECK_EQ(pool_blocks > 10, own);
+            if (CUDA_IS_MODEL) CHECK_EQ(pool_blocks == coc_living().allocations, own);
+            for (int i = 0; i < 3; i++) {
+                CHECK_OK(gpu.forward_backward());
+                CHECK_OK(gpu.step(&outcomes));
+            }
+            if (own) CHECK(cudaStreamSynchronize(stream) == cudaSuccess);       /* all work is there */
+            weights[own] = gpu.weights();
+        }
+        CHECK(pool_blocks == 0 && pool_wrong == 0);
+        CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+    }
+    CHECK(weights[0] == weights[1]);
+}
+CUDA_TEST(memory_of_the_host_is_a_pair) {
+    amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+    amp_context *amp = NULL;
+    d.memory.alloc = pool_alloc;
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
+    CHECK(strstr(amp_last_error(), ".memory.free") != NULL);
+}
+
+/* ---- Failures */
+
+struct run_result {
+    amp_result result;
+    std::string text;
+    size_t outcomes;
+    int later_failed, closing;          /* closing: what is to fail had not failed when the run was over */
+};
+
+/* Opens, takes three steps, and closes. */
+static run_result small_run() {
+    run_result r = {AMP_OK, "", 0, 0, 0};
+    network gpu;
+    std::vector<amp_outcome> outcomes;
+    r.result = gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS);
+    for (int i = 0; i < 3 && r.result == AMP_OK; i++) {
+        r.result = gpu.forward_backward();
+        if (r.result == AMP_OK) r.result = gpu.step(&outcomes);
+    }
+    if (r.result == AMP_OK) r.result = amp_sync(gpu.amp);
+    if (r.result != AMP_OK) r.text = amp_last_error();
+    r.outcomes = outcomes.size();
+    r.closing = coc_fail_pending();
+    if (gpu.amp != NULL && !gpu.memory.empty()) r.later_failed = amp_fill(gpu.amp, gpu.memory[0], 0, 1) != AMP_OK;
+    return r;
+}
+
+static void nothing_left(const char *function, int n) {
+    coc_alive left = coc_living();
+    CHECK_MSG(left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs == 0,
+              "after call %d of %s: %ld blocks, %ld pinned, %ld streams, %ld events", n, function, left.allocations,
+              left.pinned, left.streams, left.events);
+    CHECK_MSG(host_blocks == 0, "after call %d of %s: %ld blocks of host memory", n, function, host_blocks);
+    CHECK_MSG(coc_faults() == 0, "%s", coc_fault_text().c_str());
+    host_blocks = 0;
+    coc_fail_clear();
+    coc_reset();
+}
+
+/* Sanitizers are slow: with them fewer calls fail. */
+#if defined(__SANITIZE_ADDRESS__)
+enum { FAILURE_STEP = 4 };
+#else
+enum { FAILURE_STEP = 1 };
+#endif
+
+/* One multiprocessor, for small grids, while it lives. */
+struct small_machine {
+    small_machine() { coc_set_devices(1, (size_t)1 << 28, 1); }
+    ~small_machine() { coc_set_devices(2); }
+};
+
+static const char *const failing[] = {
+    "cudaGetDeviceCount", "cudaGetDevice", "cudaGetDeviceProperties", "cudaFuncGetAttributes", "cudaStreamCreateWithFlags",
+    "cudaMalloc", "cudaHostAlloc", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventCreateWithFlags", "cudaEventRecord",
+    "cudaStreamWaitEvent", "cudaEventQuery", "cudaEventSynchronize", "cudaLaunchKernel", "cudaStreamSynchronize"};
+
+/* Every call of every function, failing once: the error comes back with its name and the call's (amp_outcome_next says
+   no more than that there is no outcome), and nothing is lost. */
+CUDA_TEST(every_call_may_fail) {
+    small_machine machine;
+    for (const char *function : failing) {
+        int calls = 0, pending = 0;
+        for (int n = 1; !pending && n < 2000; n += n < 6 ? FAILURE_STEP : 19 * FAILURE_STEP) {
+            coc_fail(function, n, cudaErrorUnknown);
+            run_result r = small_run();
+            pending = coc_fail_pending();
+            calls += !pending;
+            if (r.result == AMP_OK)
+                CHECK_MSG(r.closing || r.outcomes == 0, "call %d of %s failed unnoticed", n, function);
+            else
+                CHECK_MSG(r.result == AMP_ERR_DEVICE && r.text.find("cudaErrorUnknown") != std::string::npos &&
+                          r.text.find(function) != std::string::npos, "call %d of %s: result %d, %s", n, function, (int)r.result, r.text.c_str());
+            nothing_left(function, n);
+        }
+        CHECK_MSG(calls > 0, "%s is never called", function);
+    }
+}
+
+/* The device is lost at some call: named once, and from then on every call says so; host memory comes back. */
+CUDA_TEST(lost_device) {
+    small_machine machine;
+    for (const char *function : {"cudaMalloc", "cudaMemcpyAsync", "cudaEventRecord", "cudaLaunchKernel", "cudaStreamSynchronize"})
+        for (int n = 3; n < 60; n += 19 * FAILURE_STEP) {
+            host_logs = 0;
+            coc_fail(function, n, cudaErrorIllegalAddress, 1);
+            run_result r = small_run();
+            if (!coc_fail_pending() && !r.closing) {
+                CHECK_MSG(r.result == AMP_ERR_DEVICE && r.later_failed, "call %d of %s", n, function);
+                CHECK_MSG(r.text.find("cudaErrorIllegalAddress") != std::string::npos, "call %d of %s: %s", n, function, r.text.c_str());
+                CHECK_MSG(host_logs == 1, "call %d of %s: logged %d times", n, function, host_logs);
+                CHECK_MSG(host_blocks == 0, "after call %d of %s: %ld blocks of host memory", n, function, host_blocks);
+            }
+            host_blocks = 0;
+            (void)coc_take_faults();
+            coc_fail_clear();
+            coc_reset();
+        }
+}
+
+/* The GPU's memory and the host's run out. */
+CUDA_TEST(out_of_memory) {
+    small_machine machine;
+    int failed = 0;
+    for (int n = 1; n < 100; n += 3) {
+        coc_fail("cudaMalloc", n, cudaErrorMemoryAllocation);
+        run_result r = small_run();         /* the arena tries once more, which here succeeds */
+        CHECK_MSG(r.result == AMP_OK, "%s", r.text.c_str());
+        int pending = coc_fail_pending();
+        nothing_left("cudaMalloc", n);
+        if (pending) break;
+    }
+    for (long n = 1; n < 2000; n += n < 10 ? FAILURE_STEP : 13 * FAILURE_STEP) {
+        host_fail_alloc = n;
+        run_result r = small_run();
+        bool pending = host_fail_alloc > 0;
+        host_fail_alloc = 0;
+        CHECK_MSG(r.result == (pending ? AMP_OK : AMP_ERR_MEMORY), "allocation %ld: result %d, %s", n, (int)r.result, r.text.c_str());
+        nothing_left("alloc", (int)n);
+        if (pending) break;
+        failed++;
+    }
+    CHECK(failed > 10);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(same_numbers_as_the_cpu);
+    RUN(every_order);
+    RUN(steady_step_does_not_wait);
+    RUN(two_devices);
+    RUN(stream_and_memory_of_the_host);
+    RUN(memory_of_the_host_is_a_pair);
+    RUN(every_call_may_fail);
+    RUN(lost_device);
+    RUN(out_of_memory);
+    unlink(token_file());
+    return TEST_END();
+}

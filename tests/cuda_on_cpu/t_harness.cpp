@@ -1,0 +1,1286 @@
+/* t_harness.cpp - the harness keeps what it promises: kernels written for it, right ones and broken ones. */
+#include "coc.h"
+#include "amp.h"
+#include "../test.h"
+#include <math.h>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+enum { UNDER_ASAN = 1 };
+#else
+enum { UNDER_ASAN = 0 };
+#endif
+
+namespace {
+
+template <class T> struct same { typedef T type; };
+template <class... P>
+cudaError_t launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                   typename same<P>::type... args) {
+    void *pointers[sizeof...(P) + 1] = {(void *)&args...};
+    return cudaLaunchKernel(kernel, grid, block, pointers, shared, stream);
+}
+
+/* n values of device memory, released at the end. */
+template <class T> struct array {
+    T *data = nullptr;
+    size_t n;
+    explicit array(size_t count) : n(count) { CHECK_EQ(cudaMalloc(&data, n * sizeof(T)), cudaSuccess); }
+    explicit array(const std::vector<T> &host) : array(host.size()) {
+        CHECK_EQ(cudaMemcpy(data, host.data(), n * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
+    }
+    array(const array &) = delete;
+    ~array() { cudaFree(data); }
+    std::vector<T> get() const {
+        std::vector<T> host(n);
+        CHECK_EQ(cudaMemcpy(host.data(), data, n * sizeof(T), cudaMemcpyDeviceToHost), cudaSuccess);
+        return host;
+    }
+    void zero() { CHECK_EQ(cudaMemset(data, 0, n * sizeof(T)), cudaSuccess); }
+};
+template <class T> void append(std::string *out, const std::vector<T> &v) {
+    out->append((const char *)v.data(), v.size() * sizeof(T));
+}
+
+cudaStream_t new_stream() {
+    cudaStream_t s = nullptr;
+    CHECK_EQ(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), cudaSuccess);
+    return s;
+}
+cudaEvent_t new_event(unsigned flags = cudaEventDisableTiming) {
+    cudaEvent_t e = nullptr;
+    CHECK_EQ(cudaEventCreateWithFlags(&e, flags), cudaSuccess);
+    return e;
+}
+bool has(const std::string &text, const char *part) { return text.find(part) != std::string::npos; }
+/* One fault with this in its text has been seen, and is taken. */
+bool took_fault(const char *part) {
+    std::string text = coc_take_faults();
+    if (!has(text, part)) printf("      faults: '%s'\n", text.c_str());
+    return has(text, part);
+}
+
+void begin() {
+    coc_reset();
+    coc_set_order(COC_FORWARD);
+    coc_set_schedule(COC_LATE);
+    coc_set_patience(1);
+}
+void end() {
+    coc_check_red_zones();
+    std::string faults = coc_take_faults();
+    CHECK_MSG(faults.empty(), "%s", faults.c_str());
+    coc_alive left = coc_living();
+    CHECK_EQ(left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs, 0);
+    CHECK_EQ(left.bytes, 0);
+}
+#define HARNESS_TEST(name) \
+    void body_##name(); \
+    TEST(name) { begin(); body_##name(); end(); } \
+    void body_##name()
+
+/* ---- Order of threads and blocks */
+
+__global__ void k_sequence(int *out, int *next) {
+    int block = (int)(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
+    int thread = (int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z));
+    int threads = (int)(blockDim.x * blockDim.y * blockDim.z);
+    out[block * threads + thread] = atomicAdd(&next[block], 1);
+}
+HARNESS_TEST(orders) {
+    array<int> out(6 * 40), next(6);
+    std::vector<int> results[COC_ORDERS];
+    for (int order = 0; order < COC_ORDERS; order++) {
+        coc_set_order((coc_order)order);
+        next.zero();
+        CHECK_EQ(launch(k_sequence, dim3(1, 2, 3), dim3(5, 4, 2), 0, 0, out.data, next.data), cudaSuccess);
+        results[order] = out.get();
+        for (int n : next.get()) CHECK_EQ(n, 40);
+    }
+    int moved = 0;
+    for (int i = 0; i < 6 * 40; i++) {
+        CHECK_EQ(results[COC_FORWARD][(size_t)i], i % 40);
+        CHECK_EQ(results[COC_REVERSE][(size_t)i], 39 - i % 40);
+        moved += results[COC_RANDOM][(size_t)i] != i % 40;
+    }
+    CHECK(moved > 120);
+}
+
+/* ---- Barriers: a reduction that is right, and without one of its barriers */
+
+__global__ void k_block_sum(float *out, const float *x, int missing) {
+    COC_SHARED(float, part, 256);
+    unsigned t = threadIdx.x;
+    part[t] = x[blockIdx.x * blockDim.x + t];
+    if (!missing) __syncthreads();
+    for (unsigned step = blockDim.x / 2; step > 0; step /= 2) {
+        if (t < step) part[t] += part[t + step];
+        __syncthreads();
+    }
+    if (t == 0) out[blockIdx.x] = part[0];
+}
+HARNESS_TEST(missing_barrier_shows) {
+    std::vector<float> host(8 * 256);
+    for (size_t i = 0; i < host.size(); i++) host[i] = amp_random_uniform(1, i);
+    array<float> x(host), out(8);
+    for (int missing = 0; missing < 2; missing++) {
+        std::string difference = coc_every_order([&](std::string *results) {
+            CHECK_EQ(launch(k_block_sum, 8, 256, 0, 0, out.data, x.data, missing), cudaSuccess);
+            append(results, out.get());
+        });
+        if (missing) CHECK(!difference.empty());
+        else CHECK_MSG(difference.empty(), "%s", difference.c_str());
+    }
+    launch(k_block_sum, 8, 256, 0, 0, out.data, x.data, 0);
+    double sum = 0;
+    for (int i = 0; i < 256; i++) sum += host[(size_t)i];
+    CHECK(fabs(out.get()[0] - sum) < 256 * 256 * ldexp(1, -24));
+}
+
+__global__ void k_barrier_votes(int *out) {
+    int t = (int)threadIdx.x;
+    int count = __syncthreads_count(t % 3 == 0);
+    int either = __syncthreads_or(t == 77), none = __syncthreads_or(0);
+    int all = __syncthreads_and(1), most = __syncthreads_and(t != 5);
+    if (t == 99) out[0] = count, out[1] = either, out[2] = none, out[3] = all, out[4] = most;
+}
+HARNESS_TEST(barriers_vote) {
+    array<int> out(5);
+    CHECK_EQ(launch(k_barrier_votes, 1, 100, 0, 0, out.data), cudaSuccess);
+    std::vector<int> r = out.get();
+    CHECK(r[0] == 34 && r[1] != 0 && r[2] == 0 && r[3] != 0 && r[4] == 0);
+}
+
+/* Threads that return count as arrived. */
+__global__ void k_early_return(int *out) {
+    if (threadIdx.x >= 40) return;
+    int alone = __syncthreads_count(1);
+    unsigned votes = __ballot_sync(~0u, 1);
+    int absent = __shfl_sync(~0u, (int)threadIdx.x, 31);
+    if (threadIdx.x == 39) out[0] = alone, out[1] = (int)votes, out[2] = absent;
+}
+HARNESS_TEST(returned_threads) {
+    array<int> out(3);
+    std::string difference = coc_every_order([&](std::string *results) {
+        CHECK_EQ(launch(k_early_return, 1, 70, 0, 0, out.data), cudaSuccess);
+        append(results, out.get());
+    });
+    CHECK_MSG(difference.empty(), "%s", difference.c_str());
+    CHECK_EQ(out.get()[0], 40);
+    CHECK_EQ(out.get()[1], 0xff);       /* lanes 0 to 7 of the second warp are left */
+    CHECK_EQ(out.get()[2], -1);         /* what a lane that is gone gave is undefined: 0xFF bytes */
+}
+
+/* ---- Broken synchronisation is found and ends the kernel with an error that lasts */
+
+__global__ void k_divergent_lines(int *out) {
+    if (threadIdx.x < 16) __syncthreads();
+    else __syncthreads();
+    out[threadIdx.x] = 1;
+}
+__global__ void k_divergent_count(int *out) {
+    __syncthreads();
+    if (threadIdx.x == 3)
+        while (out) __syncwarp(1u << 3 | 1u << 4);
+    __syncthreads();
+}
+__global__ void k_deadlock(int *out) {
+    if (threadIdx.x % 2) __syncthreads();
+    else out[threadIdx.x] = __shfl_sync(~0u, 1, 0);
+}
+__global__ void k_not_in_mask(int *out) { out[threadIdx.x] = (int)__ballot_sync(0xfffffffeu, 1); }
+__global__ void k_other_operation(int *out) {
+    if (threadIdx.x == 7) out[7] = (int)__ballot_sync(~0u, 1);
+    else out[threadIdx.x] = __shfl_sync(~0u, 1, 0);
+}
+__global__ void k_trap(int *out) {
+    out[threadIdx.x] = 1;
+    __syncthreads();
+    if (threadIdx.x == 9) __trap();
+}
+void check_broken(void (*kernel)(int *), const char *text, cudaError_t error) {
+    for (int order = 0; order < COC_ORDERS; order++) {
+        int *out = nullptr;
+        coc_set_order((coc_order)order);
+        CHECK_EQ(cudaMalloc(&out, 4096), cudaSuccess);
+        CHECK_EQ(launch(kernel, 3, 64, 0, 0, out), cudaSuccess);
+        CHECK_EQ(cudaDeviceSynchronize(), error);
+        CHECK(took_fault(text));
+        CHECK_EQ(cudaGetLastError(), error);            /* it lasts */
+        CHECK_EQ(launch(kernel, 3, 64, 0, 0, out), error);
+        CHECK_EQ(cudaFree(out), error);
+        CHECK_EQ(cudaDeviceReset(), cudaSuccess);
+        CHECK_EQ(cudaGetLastError(), cudaSuccess);
+    }
+}
+HARNESS_TEST(broken_synchronisation) {
+    check_broken(k_divergent_lines, "divergent barrier", cudaErrorLaunchFailure);
+    check_broken(k_divergent_count, "deadlock", cudaErrorLaunchTimeout);
+    check_broken(k_deadlock, "deadlock", cudaErrorLaunchTimeout);
+    check_broken(k_not_in_mask, "lane 0 is not in its mask", cudaErrorLaunchFailure);
+    check_broken(k_other_operation, "meet in different operations", cudaErrorLaunchFailure);
+    check_broken(k_trap, "__trap", cudaErrorLaunchFailure);
+    array<int> out(64);                                 /* and all is well afterwards */
+    CHECK_EQ(launch(k_sequence, 1, 64, 0, 0, out.data, out.data), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+}
+HARNESS_TEST(fault_texts_name_kernel_and_thread) {
+    array<int> out(64);
+    launch(k_trap, 1, 64, 0, 0, out.data);
+    cudaDeviceSynchronize();
+    std::string text = coc_take_faults();
+    CHECK_MSG(has(text, "kernel k_trap, block (0,0,0), thread (9,0,0)"), "%s", text.c_str());
+    cudaDeviceReset();
+}
+
+/* ---- Warps */
+
+enum { WARP_OPS = 4 };
+__global__ void k_shuffles(int *out, int width) {
+    int lane = (int)threadIdx.x % 32, value = 1000 + (int)threadIdx.x;
+    int *mine = out + (blockIdx.x * blockDim.x + threadIdx.x) * WARP_OPS;
+    mine[0] = __shfl_sync(~0u, value, lane * 7 + 3, width);
+    mine[1] = __shfl_up_sync(~0u, value, 3, width);
+    mine[2] = __shfl_down_sync(~0u, value, 5, width);
+    mine[3] = (int)__shfl_xor_sync(~0u, (long long)value, 6, width);
+}
+HARNESS_TEST(shuffles) {
+    for (int width = 1; width <= 32; width *= 2) {
+        array<int> out(2 * 64 * WARP_OPS);
+        std::string difference = coc_every_order([&](std::string *results) {
+            CHECK_EQ(launch(k_shuffles, 2, 64, 0, 0, out.data, width), cudaSuccess);
+            append(results, out.get());
+        });
+        CHECK_MSG(difference.empty(), "%s", difference.c_str());
+        std::vector<int> r = out.get();
+        for (int t = 0; t < 64; t++) {
+            int lane = t % 32, first = lane / width * width, base = 1000 + t - lane, own = 1000 + t;
+            const int *mine = &r[(size_t)(64 + t) * WARP_OPS];
+            CHECK_EQ(mine[0], base + first + (lane * 7 + 3) % width);
+            CHECK_EQ(mine[1], lane - first < 3 ? own : own - 3);
+            CHECK_EQ(mine[2], lane - first + 5 >= width ? own : own + 5);
+            CHECK_EQ(mine[3], (lane ^ 6) / width > lane / width ? own : base + (lane ^ 6));
+        }
+    }
+}
+
+__global__ void k_votes(unsigned *out) {
+    unsigned lane = threadIdx.x % 32;
+    unsigned odd = __ballot_sync(~0u, lane & 1), same = __match_any_sync(~0u, lane / 4);
+    int any = __any_sync(~0u, lane == 9), all = __all_sync(~0u, lane < 32), not_all = __all_sync(~0u, lane != 9);
+    unsigned sum = __reduce_add_sync(~0u, lane), low = __reduce_min_sync(~0u, lane + 3);
+    unsigned high = __reduce_max_sync(~0u, lane);
+    int least = __reduce_min_sync(~0u, -(int)lane);
+    if (lane != 13) return;
+    out[0] = odd, out[1] = same, out[2] = (unsigned)any, out[3] = (unsigned)all, out[4] = (unsigned)not_all;
+    out[5] = sum, out[6] = low, out[7] = high, out[8] = (unsigned)least;
+}
+HARNESS_TEST(votes) {
+    array<unsigned> out(9);
+    launch(k_votes, 1, 32, 0, 0, out.data);
+    std::vector<unsigned> r = out.get();
+    CHECK_EQ(r[0], 0xaaaaaaaau);
+    CHECK_EQ(r[1], 0xf000u);
+    CHECK(r[2] && r[3] && !r[4]);
+    CHECK(r[5] == 496 && r[6] == 3 && r[7] == 31 && (int)r[8] == -31);
+}
+
+/* The lower half goes through several exchanges while the upper half still holds the result of the first. */
+__global__ void k_halves(int *out) {
+    unsigned lane = threadIdx.x, mine = lane < 16 ? 0xffffu : 0xffff0000u;
+    int first = __shfl_xor_sync(~0u, (int)lane, 1), sum = 0;
+    for (int i = 0; i < (lane < 16 ? 5 : 2); i++) sum += __shfl_xor_sync(mine, (int)lane * 10 + i, 3);
+    if (lane < 2) sum += (int)__popc(__ballot_sync(3u, 1));
+    int last = __shfl_sync(~0u, sum, (int)(31 - lane));
+    out[lane] = first * 1000000 + last;
+}
+HARNESS_TEST(parts_of_a_warp) {
+    array<int> out(32);
+    std::string difference = coc_every_order([&](std::string *results) {
+        CHECK_EQ(launch(k_halves, 1, 32, 0, 0, out.data), cudaSuccess);
+        append(results, out.get());
+    });
+    CHECK_MSG(difference.empty(), "%s", difference.c_str());
+    std::vector<int> r = out.get(), sums(32);
+    for (int lane = 0; lane < 32; lane++) {
+        int n = lane < 16 ? 5 : 2;
+        sums[(size_t)lane] = n * (lane ^ 3) * 10 + n * (n - 1) / 2 + (lane < 2 ? 2 : 0);
+    }
+    for (int lane = 0; lane < 32; lane++) CHECK_EQ(r[(size_t)lane], (lane ^ 1) * 1000000 + sums[(size_t)(31 - lane)]);
+}
+
+/* ---- Atomics, from blocks that run in parallel */
+
+__global__ void k_atomics(int *i, unsigned *u, unsigned long long *l, float *f, double *d, int n) {
+    int x = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    atomicAdd(i, 1);
+    atomicAdd(u, 2u);
+    atomicAdd(l, 1ull << 33);
+    atomicAdd(f, 1.0f);
+    atomicAdd(d, 0.5);
+    atomicMax(i + 1, x);
+    atomicMin(i + 2, -x);
+    atomicOr(u + 1, 1u << (x % 32));
+    atomicAnd(u + 2, ~(1u << (x % 16)));
+    atomicXor(u + 3, (unsigned)x);
+    if (atomicInc(u + 4, (unsigned)n - 1) == (unsigned)n - 1) atomicExch(i + 3, 1);
+    for (int old = i[4], seen; ; old = seen)            /* a maximum of pairs by compare and swap */
+        if ((seen = atomicCAS(i + 4, old, old < x ? x : old)) == old) break;
+    atomicMax(l + 1, (unsigned long long)x << 20);
+    atomicSub(i + 5, 3);
+}
+HARNESS_TEST(atomics) {
+    const int n = 64 * 96;
+    array<int> i(6);
+    array<unsigned> u(5);
+    array<unsigned long long> l(2);
+    array<float> f(1);
+    array<double> d(1);
+    i.zero(), u.zero(), l.zero(), f.zero(), d.zero();
+    CHECK_EQ(cudaMemset(u.data + 2, 0xFF, 4), cudaSuccess);
+    CHECK_EQ(launch(k_atomics, 64, 96, 0, 0, i.data, u.data, l.data, f.data, d.data, n), cudaSuccess);
+    std::vector<int> ri = i.get();
+    std::vector<unsigned> ru = u.get();
+    CHECK(ri[0] == n && ri[1] == n - 1 && ri[2] == 1 - n && ri[3] == 1 && ri[4] == n - 1 && ri[5] == -3 * n);
+    CHECK(ru[0] == 2u * n && ru[1] == ~0u && ru[2] == 0xffff0000u && ru[3] == 0 && ru[4] == 0);
+    CHECK(l.get()[0] == (unsigned long long)n << 33 && l.get()[1] == (unsigned long long)(n - 1) << 20);
+    CHECK(f.get()[0] == (float)n && d.get()[0] == n / 2.0);
+}
+
+/* The last block to finish sees what all others wrote. */
+__global__ void k_last_block(int *out, int *parts, unsigned *done) {
+    COC_SHARED(int, last, 1);
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = (int)blockIdx.x + 1;
+        __threadfence();
+        last[0] = atomicAdd(done, 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last[0] || threadIdx.x) return;
+    int sum = 0;
+    for (unsigned b = 0; b < gridDim.x; b++) sum += parts[b];
+    out[0] = sum;
+}
+HARNESS_TEST(last_block) {
+    array<int> out(1), parts(50);
+    array<unsigned> done(1);
+    std::string difference = coc_every_order([&](std::string *results) {
+        done.zero();
+        CHECK_EQ(launch(k_last_block, 50, 32, 0, 0, out.data, parts.data, done.data), cudaSuccess);
+        append(results, out.get());
+    });
+    CHECK_MSG(difference.empty(), "%s", difference.c_str());
+    CHECK_EQ(out.get()[0], 50 * 51 / 2);
+}
+
+/* ---- Shared memory */
+
+template <int N> __global__ void k_shared(unsigned *out, int words) {
+    COC_SHARED(unsigned, fixed, N);
+    COC_SHARED(unsigned short, small, 3);
+    unsigned *dynamic = (unsigned *)coc_dynamic_shared(), poison = 1;
+    for (int i = 0; i < N; i++) poison = poison && fixed[i] == ~0u;
+    for (int i = 0; i < words; i++) poison = poison && dynamic[i] == ~0u;
+    poison = poison && small[2] == 0xffff && sizeof fixed == 4 * N;
+    poison = poison && ((uintptr_t)dynamic & 127) == 0 && ((uintptr_t)fixed & 15) == 0;
+    __syncthreads();
+    fixed[threadIdx.x] = dynamic[threadIdx.x] = threadIdx.x;
+    small[threadIdx.x % 3] = 5;
+    __syncthreads();
+    unsigned other = blockDim.x - 1 - threadIdx.x;
+    out[blockIdx.x * blockDim.x + threadIdx.x] = poison && fixed[other] == other && dynamic[other] == other;
+}
+HARNESS_TEST(shared_memory_is_poisoned) {
+    array<unsigned> out(7 * 32);
+    for (int kernel = 0; kernel < 2; kernel++) {
+        CHECK_EQ(launch(kernel ? k_shared<32> : k_shared<100>, 7, 32, 40 * 4, 0, out.data, 40), cudaSuccess);
+        for (unsigned good : out.get()) CHECK_EQ(good, 1);
+    }
+}
+
+__global__ void k_shared_overrun(int at) {
+    volatile float *dynamic = (volatile float *)coc_dynamic_shared();
+    dynamic[at] = 1;
+}
+__global__ void k_static_overrun(int at) {
+    COC_SHARED(float, fixed, 8);
+    COC_SHARED(float, next, 8);
+    volatile float *p = fixed;          /* through a pointer, so that it is not the array's bounds that are seen */
+    next[0] = 1;
+    p[at] = 1;
+}
+__global__ void k_too_much_static(int) {
+    COC_SHARED(float, a, 8 * 1024);
+    COC_SHARED(float, b, 8 * 1024);
+    a[0] = b[0] = 1;
+}
+HARNESS_TEST(shared_memory_overrun) {
+    CHECK_EQ(launch(k_shared_overrun, 1, 1, 64, 0, 15), cudaSuccess);
+    CHECK_EQ(launch(k_static_overrun, 1, 1, 0, 0, 7), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_EQ(launch(k_too_much_static, 1, 1, 0, 0, 0), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaErrorLaunchOutOfResources);
+    CHECK(took_fault("static shared memory"));
+    cudaDeviceReset();
+    if (UNDER_ASAN) return;             /* seen when it happens: sanitizer_reports */
+    for (int fixed = 0; fixed < 2; fixed++) {
+        CHECK_EQ(launch(fixed ? k_static_overrun : k_shared_overrun, 1, 1, 64, 0, fixed ? 8 : 16), cudaSuccess);
+        CHECK_EQ(cudaDeviceSynchronize(), cudaErrorIllegalAddress);
+        CHECK(took_fault("beyond its shared memory"));
+        cudaDeviceReset();
+    }
+}
+
+/* ---- cp.async */
+
+__global__ void k_copy_async(float *out, const float *in, int wait) {
+    float *stage = (float *)coc_dynamic_shared();
+    unsigned t = threadIdx.x;
+    coc_copy_async(stage + 4 * t, in + 4 * t, 16);
+    coc_copy_commit();
+    coc_copy_async(stage + 256 + 4 * t, in + 256 + 4 * t, 16);
+    coc_copy_commit();
+    coc_copy_wait(wait);
+    __syncthreads();
+    unsigned other = 63 - t;
+    out[t] = stage[4 * other];
+    out[64 + t] = stage[256 + 4 * other];
+    __syncthreads();            /* before any thread lets its own copies land */
+    coc_copy_wait(0);
+}
+HARNESS_TEST(async_copies_land_late) {
+    std::vector<float> host(512);
+    for (size_t i = 0; i < host.size(); i++) host[i] = (float)i;
+    array<float> in(host), out(128);
+    for (int wait = 0; wait < 3; wait++) {
+        CHECK_EQ(launch(k_copy_async, 1, 64, 2048, 0, out.data, in.data, wait), cudaSuccess);
+        std::vector<float> r = out.get();
+        int missing = 0;
+        for (size_t i = 0; i < 128; i++) {
+            if (isnan(r[i])) missing++;
+            else CHECK_EQ(r[i], (i < 64 ? 4 * (63 - i) : 256 + 4 * (127 - i)));
+        }
+        CHECK_EQ(missing, wait * 64);
+    }
+}
+
+/* ---- Vectors, hints, numbers */
+
+__global__ void k_vectors(float4 *out, const float4 *in) {
+    float4 v = __ldcs(&in[threadIdx.x]);
+    __stcs(&out[threadIdx.x], make_float4(v.w, v.z, v.y, v.x));
+}
+__global__ void k_misaligned(uint4 *out, const char *in) { out[0] = __ldg((const uint4 *)(in + 4)); }
+HARNESS_TEST(vectors) {
+    CHECK(sizeof(float4) == 16 && alignof(float4) == 16 && alignof(uint2) == 8 && alignof(float2) == 8);
+    CHECK(sizeof(float3) == 12 && alignof(float3) == 4 && sizeof(ushort4) == 8 && alignof(uchar4) == 4);
+    array<float4> in(std::vector<float4>(5, make_float4(1, 2, 3, 4))), out(5);
+    CHECK_EQ(launch(k_vectors, 1, 5, 0, 0, out.data, in.data), cudaSuccess);
+    for (float4 v : out.get()) CHECK(v.x == 4 && v.y == 3 && v.z == 2 && v.w == 1);
+    CHECK_EQ(launch(k_misaligned, 1, 1, 0, 0, (uint4 *)out.data, (const char *)in.data), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaErrorMisalignedAddress);
+    CHECK(took_fault("__ldg of 16 bytes"));
+    cudaDeviceReset();
+}
+HARNESS_TEST(numbers) {
+    CHECK_EQ(__brev(1u), 0x80000000u);
+    CHECK_EQ(__byte_perm(0x33221100u, 0x77665544u, 0x7531), 0x77553311u);
+    CHECK_EQ(__byte_perm(0x00000080u, 0, 0x8888), 0xffffffffu);
+    CHECK_EQ(__funnelshift_r(0x11111111u, 0x22222222u, 4), 0x21111111u);
+    CHECK_EQ(__funnelshift_l(0x80000000u, 1u, 1), 3u);
+    CHECK_EQ(__umulhi(0x80000000u, 6u), 3u);
+    CHECK_EQ(__umul64hi(1ull << 63, 6), 3);
+    CHECK(__clz(0) == 32 && __clz(1) == 31 && __ffs(8) == 4 && __ffs(0) == 0 && __popcll(~0ull) == 64);
+    CHECK_EQ(__float_as_uint(-2.0f), 0xc0000000u);
+    CHECK(__uint_as_float(0x3f800000u) == 1 && rsqrtf(4.0f) == 0.5f && __saturatef(-1) == 0 && __saturatef(NAN) == 0);
+    CHECK(min(3, -4) == -4 && max(2.0f, 5.0f) == 5 && min(7u, 9u) == 7 && max(1LL << 40, 3LL) == 1LL << 40);
+    CHECK(__float2int_rn(2.5f) == 2 && __float2int_rn(3.5f) == 4 && __float2int_rz(-2.9f) == -2);
+}
+
+/* amp.h's conversions in device code: every fp16, bf16 and fp8 pattern there and back, and rounding. */
+__global__ void k_conversions(unsigned *wrong) {
+    uint32_t bits = blockIdx.x * blockDim.x + threadIdx.x;
+    float h = amp_f32_from_f16((uint16_t)bits), b = amp_f32_from_bf16((uint16_t)bits);
+    float e4 = amp_f32_from_e4m3((uint8_t)bits), e5 = amp_f32_from_e5m2((uint8_t)bits);
+    if (h == h && amp_f16_from_f32(h, 0) != bits) atomicAdd(&wrong[0], 1u);
+    if (b == b && amp_bf16_from_f32(b, 0) != bits) atomicAdd(&wrong[1], 1u);
+    if (e4 == e4 && amp_e4m3_from_f32(e4, 0) != (bits & 255)) atomicAdd(&wrong[2], 1u);
+    if (e5 == e5 && amp_e5m2_from_f32(e5, 0) != (bits & 255)) atomicAdd(&wrong[3], 1u);
+    uint16_t even = amp_bf16_from_f32(ampi_f32_of_bits(bits << 16 | 0x8000u), 0);   /* a tie goes to the even one */
+    if (b == b && (bits & 0x7f80) != 0x7f80 && even != (uint16_t)(bits + (bits & 1))) atomicAdd(&wrong[4], 1u);
+}
+HARNESS_TEST(conversions) {
+    array<unsigned> wrong(5);
+    wrong.zero();
+    CHECK_EQ(launch(k_conversions, 128, 512, 0, 0, wrong.data), cudaSuccess);
+    for (unsigned n : wrong.get()) CHECK_EQ(n, 0);
+}
+
+/* ---- Launches */
+
+__global__ void k_nothing(int) {}
+HARNESS_TEST(launch_checks) {
+    const cudaError_t bad = cudaErrorInvalidConfiguration;
+    struct { dim3 grid, block; size_t shared; cudaError_t expected; } cases[] = {
+        {1, 1024, 0, cudaSuccess},      {1, 1025, 0, bad},              {0, 32, 0, bad},
+        {1, 0, 0, bad},                 {1, dim3(32, 32, 2), 0, bad},   {1, dim3(1, 1, 65), 0, bad},
+        {dim3(1, 65536), 1, 0, bad},    {dim3(1, 1, 65536), 1, 0, bad}, {dim3(0x80000000u), 1, 0, bad},
+        {1, 1, 48 * 1024, cudaSuccess}, {1, 1, 48 * 1024 + 1, cudaErrorInvalidValue},
+    };
+    for (auto &c : cases) {
+        CHECK_EQ(launch(k_nothing, c.grid, c.block, c.shared, 0, 0), c.expected);
+        CHECK_EQ(cudaGetLastError(), c.expected);
+        CHECK_EQ(cudaGetLastError(), cudaSuccess);
+    }
+    const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    CHECK_EQ(cudaFuncSetAttribute(k_nothing, most, 227 * 1024 + 1), cudaErrorInvalidValue);
+    CHECK_EQ(cudaFuncSetAttribute(k_nothing, most, 227 * 1024), cudaSuccess);
+    CHECK_EQ(launch(k_nothing, 1, 1, 227 * 1024, 0, 0), cudaSuccess);
+    CHECK_EQ(launch(k_nothing, 1, 1, 227 * 1024 + 1, 0, 0), cudaErrorInvalidValue);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    int blocks = 0;
+    CHECK_EQ(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, k_nothing, 256, 40 * 1024), cudaSuccess);
+    CHECK_EQ(blocks, 5);
+    CHECK_EQ(cudaDeviceReset(), cudaSuccess);
+    CHECK_EQ(launch(k_nothing, 1, 1, 48 * 1024 + 1, 0, 0), cudaErrorInvalidValue);
+}
+
+/* Arguments are converted to the kernel's types and copied at the call. */
+struct pair_of { int a; float b; };
+__global__ void k_arguments(double *out, long long wide, float narrow, pair_of both, const int *p) {
+    out[0] = (double)wide, out[1] = narrow, out[2] = both.a, out[3] = both.b, out[4] = p == nullptr;
+}
+HARNESS_TEST(arguments_are_copied) {
+    array<double> out(5);
+    cudaStream_t s = new_stream();
+    long long wide = 1LL << 40;
+    pair_of both = {7, 2.5f};
+    CHECK_EQ(launch(k_arguments, 1, 1, 0, s, out.data, wide, 3, both, nullptr), cudaSuccess);
+    wide = 0, both.a = 0;
+    CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+    std::vector<double> r = out.get();
+    CHECK(r[0] == (double)(1LL << 40) && r[1] == 3 && r[2] == 7 && r[3] == 2.5 && r[4] == 1);
+    cudaStreamDestroy(s);
+}
+
+/* ---- Memory */
+
+__global__ void k_write(unsigned char *p, long long at, int value) {
+    ((volatile unsigned char *)p)[at] = (unsigned char)value;
+}
+__global__ void k_write_through(unsigned char **p, int value) { ((volatile unsigned char *)*p)[0] = (unsigned char)value; }
+HARNESS_TEST(fresh_memory_is_poisoned) {
+    array<unsigned> a(1000);
+    for (unsigned v : a.get()) CHECK_EQ(v, ~0u);
+    unsigned *pinned = nullptr;
+    CHECK_EQ(cudaHostAlloc(&pinned, 400, cudaHostAllocDefault), cudaSuccess);
+    for (int i = 0; i < 100; i++) CHECK_EQ(pinned[i], ~0u);
+    CHECK_EQ(cudaFreeHost(pinned), cudaSuccess);
+    void *none = &a;
+    CHECK_EQ(cudaMalloc(&none, 0), cudaSuccess);
+    CHECK(none == nullptr && cudaFree(nullptr) == cudaSuccess);
+    CHECK_EQ((uintptr_t)a.data & 255, 0);
+}
+HARNESS_TEST(red_zones) {
+    if (UNDER_ASAN) SKIP("AddressSanitizer sees the overrun itself: sanitizer_reports");
+    for (long long at : {-1LL, 100LL, 300LL}) {
+        array<unsigned char> a(100);
+        CHECK_EQ(launch(k_write, 1, 1, 0, 0, a.data, at, 0), cudaSuccess);
+        CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        CHECK(took_fault("kernel k_write: device memory overrun at byte"));
+        coc_check_red_zones();
+        CHECK_EQ(coc_faults(), 0);          /* one overrun, one fault */
+    }
+    unsigned char *pinned = nullptr;
+    CHECK_EQ(cudaHostAlloc(&pinned, 100, 0), cudaSuccess);
+    pinned[100] = 0;
+    CHECK_EQ(cudaFreeHost(pinned), cudaSuccess);
+    CHECK(took_fault("pinned memory of 100 bytes overrun"));
+}
+HARNESS_TEST(released_memory) {
+    unsigned char *a = nullptr;
+    CHECK_EQ(cudaMalloc(&a, 100), cudaSuccess);
+    CHECK_EQ(cudaFree(a + 1), cudaErrorInvalidValue);
+    CHECK_EQ(cudaFree(a), cudaSuccess);
+    CHECK_EQ(cudaFree(a), cudaErrorInvalidValue);
+    CHECK(took_fault("released twice"));
+    char host[4] = {};
+    CHECK_EQ(cudaFree(host), cudaErrorInvalidValue);
+    CHECK_EQ(coc_faults(), 0);
+    CHECK_EQ(cudaMemcpy(a, host, 4, cudaMemcpyHostToDevice), cudaErrorInvalidValue);
+    if (UNDER_ASAN) return;
+    CHECK_EQ(launch(k_write, 1, 1, 0, 0, a, 0, 1), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaErrorIllegalAddress);
+    CHECK(took_fault("released memory"));
+    CHECK_EQ(cudaDeviceReset(), cudaSuccess);
+}
+HARNESS_TEST(copies_are_checked) {
+    array<char> a(100), b(100);
+    char host[200] = {};
+    char *pinned = nullptr;
+    CHECK_EQ(cudaMallocHost(&pinned, 50), cudaSuccess);
+    const cudaError_t good = cudaSuccess, bad = cudaErrorInvalidValue;
+    struct { void *dst; const void *src; size_t n; cudaMemcpyKind kind; cudaError_t expected; } cases[] = {
+        {a.data, host, 100, cudaMemcpyHostToDevice, good},
+        {a.data, host, 101, cudaMemcpyHostToDevice, bad},
+        {a.data + 50, host, 51, cudaMemcpyHostToDevice, bad},
+        {a.data + 100, host, 0, cudaMemcpyHostToDevice, good},
+        {host, a.data, 101, cudaMemcpyDefault, bad},
+        {host, a.data, 100, cudaMemcpyHostToDevice, bad},
+        {a.data, host, 4, cudaMemcpyDeviceToHost, bad},
+        {a.data, host, 4, cudaMemcpyHostToHost, bad},
+        {b.data, a.data, 100, cudaMemcpyDeviceToDevice, good},
+        {b.data, a.data, 100, cudaMemcpyHostToDevice, bad},
+        {pinned, a.data, 51, cudaMemcpyDeviceToHost, bad},
+        {pinned, a.data, 50, cudaMemcpyDefault, good},
+        {a.data, nullptr, 4, cudaMemcpyHostToDevice, bad},
+        {a.data, host, 4, (cudaMemcpyKind)7, cudaErrorInvalidMemcpyDirection},
+    };
+    for (auto &c : cases) {
+        CHECK_EQ(cudaMemcpy(c.dst, c.src, c.n, c.kind), c.expected);
+        CHECK_EQ(cudaMemcpyAsync(c.dst, c.src, c.n, c.kind, 0), c.expected);
+    }
+    CHECK_EQ(cudaMemset(a.data, 0, 101), cudaErrorInvalidValue);
+    CHECK_EQ(cudaMemset(host, 0, 4), cudaErrorInvalidValue);
+    CHECK_EQ(cudaFreeHost(pinned), cudaSuccess);
+}
+HARNESS_TEST(pointer_attributes) {
+    array<char> a(100);
+    char host[4], *pinned = nullptr;
+    cudaPointerAttributes p;
+    CHECK_EQ(cudaMallocHost(&pinned, 50), cudaSuccess);
+    CHECK_EQ(cudaPointerGetAttributes(&p, a.data + 7), cudaSuccess);
+    CHECK(p.type == cudaMemoryTypeDevice && p.device == 0);
+    CHECK_EQ(cudaPointerGetAttributes(&p, pinned + 7), cudaSuccess);
+    CHECK(p.type == cudaMemoryTypeHost && p.hostPointer == pinned + 7);
+    CHECK_EQ(cudaPointerGetAttributes(&p, host), cudaSuccess);
+    CHECK(p.type == cudaMemoryTypeUnregistered && !p.devicePointer);
+    cudaFreeHost(pinned);
+}
+
+__attribute__((noinline)) unsigned char touch(volatile unsigned char *p) { p[0] = 3; return p[0]; }
+HARNESS_TEST(host_access_is_seen) {
+    array<unsigned char> a(10000);
+    CHECK_EQ(touch(a.data + 5000), 3);
+    CHECK(took_fault("the host touches device memory"));
+    a.zero();
+    CHECK_EQ(touch(a.data), 3);                 /* hidden again by the call */
+    CHECK(took_fault("byte 0 of 10000"));
+    coc_set_hidden(0);
+    CHECK_EQ(touch(a.data), 3);
+    CHECK_EQ(coc_faults(), 0);
+    coc_set_hidden(1);
+}
+HARNESS_TEST(host_pointers_are_seen) {
+    unsigned char host[8] = {}, *pinned = nullptr;
+    CHECK_EQ(cudaMallocHost(&pinned, 8), cudaSuccess);
+    CHECK_EQ(launch(k_write, 1, 1, 0, 0, pinned, 7, 5), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_EQ(pinned[7], 5);
+    cudaFreeHost(pinned);
+    CHECK_EQ(launch(k_write, 1, 1, 0, 0, host, 0, 1), cudaErrorIllegalAddress);
+    CHECK(took_fault("is not memory of device 0"));
+    cudaDeviceReset();
+}
+HARNESS_TEST(null_is_an_illegal_address) {
+    if (UNDER_ASAN) SKIP("AddressSanitizer ends the program");
+    CHECK_EQ(launch(k_write, 40, 64, 0, 0, nullptr, 8, 1), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaErrorIllegalAddress);
+    CHECK(took_fault("illegal address"));
+    cudaDeviceReset();
+    array<unsigned char> a(1);
+    CHECK_EQ(launch(k_write, 40, 64, 0, 0, a.data, 0, 1), cudaSuccess);
+    CHECK_EQ(a.get()[0], 1);
+}
+HARNESS_TEST(memory_has_an_end) {
+    coc_set_devices(1, 1 << 20);
+    size_t left = 0, total = 0;
+    void *a = nullptr, *b = nullptr;
+    CHECK_EQ(cudaMalloc(&a, 1 << 19), cudaSuccess);
+    CHECK_EQ(cudaMalloc(&b, (1 << 19) + 1), cudaErrorMemoryAllocation);
+    CHECK_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
+    CHECK(b == nullptr && cudaMemGetInfo(&left, &total) == cudaSuccess && left == 1 << 19 && total == 1 << 20);
+    CHECK_EQ(cudaFree(a), cudaSuccess);
+    CHECK_EQ(cudaMalloc(&b, 1 << 20), cudaSuccess);
+    CHECK_EQ(cudaFree(b), cudaSuccess);
+    coc_set_devices(2);
+}
+HARNESS_TEST(far_addresses) {
+    size_t bytes = ((size_t)1 << 35) + 10;
+    unsigned char *far = (unsigned char *)coc_sparse_alloc(bytes), last = 0;
+    CHECK(far != nullptr);
+    CHECK_EQ(launch(k_write, 1, 1, 0, 0, far, (long long)bytes - 1, 77), cudaSuccess);
+    CHECK_EQ(cudaMemcpy(&last, far + bytes - 1, 1, cudaMemcpyDeviceToHost), cudaSuccess);
+    CHECK_EQ(last, 77);
+    CHECK_EQ(cudaFree(far), cudaSuccess);
+}
+
+/* ---- Streams: work runs late, so what is not waited for is missing */
+
+__global__ void k_add(int *p, int n) { atomicAdd(p, n); }
+__global__ void k_copy(int *out, const int *in) { *out = *in; }
+
+HARNESS_TEST(work_is_deferred) {
+    array<int> a(1);
+    int *pinned = nullptr;
+    cudaStream_t s = new_stream();
+    CHECK_EQ(cudaMallocHost(&pinned, 8), cudaSuccess);
+    pinned[0] = 1, pinned[1] = 0;
+    CHECK_EQ(cudaMemcpyAsync(a.data, pinned, 4, cudaMemcpyHostToDevice, s), cudaSuccess);
+    CHECK_EQ(launch(k_add, 1, 1, 0, s, a.data, 10), cudaSuccess);
+    CHECK_EQ(cudaMemcpyAsync(pinned + 1, a.data, 4, cudaMemcpyDeviceToHost, s), cudaSuccess);
+    pinned[0] = 5;                              /* the copy has not read it yet */
+    CHECK_EQ(pinned[1], 0);
+    CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+    CHECK_EQ(pinned[1], 15);
+    coc_set_schedule(COC_EAGER);
+    CHECK_EQ(launch(k_add, 1, 1, 0, s, a.data, 10), cudaSuccess);
+    CHECK_EQ(cudaMemcpyAsync(pinned + 1, a.data, 4, cudaMemcpyDeviceToHost, s), cudaSuccess);
+    CHECK_EQ(pinned[1], 25);
+    cudaFreeHost(pinned);
+    cudaStreamDestroy(s);
+}
+
+/* A producer and a consumer in two streams. */
+int pass_on(bool waits, coc_schedule schedule) {
+    array<int> a(1), b(1);
+    cudaStream_t producer = new_stream(), consumer = new_stream();
+    cudaEvent_t ready = new_event();
+    a.zero(), b.zero();
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    coc_set_schedule(schedule);
+    launch(k_add, 1, 1, 0, producer, a.data, 7);
+    cudaEventRecord(ready, producer);
+    if (waits) CHECK_EQ(cudaStreamWaitEvent(consumer, ready, 0), cudaSuccess);
+    launch(k_copy, 1, 1, 0, consumer, b.data, a.data);
+    launch(k_add, 1, 1, 0, producer, a.data, 100);      /* after the record: not waited for */
+    CHECK_EQ(cudaStreamSynchronize(consumer), cudaSuccess);
+    int seen = b.get()[0];
+    cudaDeviceSynchronize();
+    CHECK_EQ(a.get()[0], 107);
+    cudaEventDestroy(ready);
+    cudaStreamDestroy(producer);
+    cudaStreamDestroy(consumer);
+    return seen;
+}
+HARNESS_TEST(missing_wait_shows) {
+    CHECK_EQ(pass_on(true, COC_LATE), 7);
+    CHECK_EQ(pass_on(true, COC_EAGER), 7);
+    CHECK_EQ(pass_on(false, COC_LATE), 0);
+    CHECK_EQ(pass_on(false, COC_OTHERS_FIRST), 107);
+    CHECK_EQ(pass_on(false, COC_EAGER), 7);             /* which is why EAGER alone proves nothing */
+}
+
+/* A buffer written again while another stream may still read it. */
+int overwrite(bool waits, coc_schedule schedule) {
+    array<int> a(1), b(1);
+    cudaStream_t reader = new_stream(), writer = new_stream();
+    cudaEvent_t read = new_event();
+    a.zero();
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    coc_set_schedule(schedule);
+    launch(k_copy, 1, 1, 0, reader, b.data, a.data);
+    cudaEventRecord(read, reader);
+    if (waits) cudaStreamWaitEvent(writer, read, 0);
+    launch(k_add, 1, 1, 0, writer, a.data, 50);
+    cudaStreamSynchronize(reader);
+    int seen = b.get()[0];
+    cudaDeviceSynchronize();
+    cudaEventDestroy(read);
+    cudaStreamDestroy(reader);
+    cudaStreamDestroy(writer);
+    return seen;
+}
+HARNESS_TEST(overwriting_shows) {
+    CHECK_EQ(overwrite(true, COC_LATE), 0);
+    CHECK_EQ(overwrite(true, COC_OTHERS_FIRST), 0);
+    CHECK_EQ(overwrite(false, COC_LATE), 0);
+    CHECK_EQ(overwrite(false, COC_OTHERS_FIRST), 50);
+}
+
+HARNESS_TEST(legacy_stream) {
+    array<int> a(1), b(1);
+    cudaStream_t blocking = nullptr, free_running = new_stream();
+    CHECK_EQ(cudaStreamCreate(&blocking), cudaSuccess);
+    a.zero(), b.zero();
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    launch(k_add, 1, 1, 0, blocking, a.data, 1);
+    launch(k_add, 1, 1, 0, free_running, b.data, 1);
+    launch(k_add, 1, 1, 0, 0, a.data, 10);              /* after `blocking`, not after `free_running` */
+    CHECK_EQ(cudaStreamSynchronize(0), cudaSuccess);
+    CHECK_EQ(a.get()[0], 11);
+    CHECK_EQ(b.get()[0], 0);
+    CHECK_EQ(cudaStreamSynchronize(free_running), cudaSuccess);
+    CHECK_EQ(b.get()[0], 1);
+    CHECK_EQ(cudaMemset(a.data, 0, 4), cudaSuccess);
+    launch(k_add, 1, 1, 0, blocking, a.data, 1);        /* after the legacy stream */
+    CHECK_EQ(cudaStreamSynchronize(blocking), cudaSuccess);
+    CHECK_EQ(a.get()[0], 1);
+    cudaStreamDestroy(blocking);
+    cudaStreamDestroy(free_running);
+}
+
+HARNESS_TEST(destroyed_streams_finish) {
+    array<int> a(1);
+    cudaStream_t s = new_stream();
+    cudaEvent_t e = new_event();
+    a.zero();
+    cudaDeviceSynchronize();
+    launch(k_add, 1, 1, 0, s, a.data, 3);
+    cudaEventRecord(e, s);
+    CHECK_EQ(cudaStreamDestroy(s), cudaSuccess);
+    CHECK_EQ(launch(k_add, 1, 1, 0, s, a.data, 3), cudaErrorInvalidResourceHandle);
+    CHECK_EQ(a.get()[0], 0);
+    CHECK_EQ(cudaEventSynchronize(e), cudaSuccess);
+    CHECK_EQ(a.get()[0], 3);
+    cudaEventDestroy(e);
+}
+
+HARNESS_TEST(stream_ordered_memory) {
+    int *a = nullptr;
+    cudaStream_t s = new_stream();
+    CHECK_EQ(cudaMallocAsync(&a, 400, s), cudaSuccess);
+    CHECK_EQ(cudaMemsetAsync(a, 0, 400, s), cudaSuccess);
+    launch(k_add, 1, 1, 0, s, a, 3);
+    CHECK_EQ(cudaFreeAsync(a, s), cudaSuccess);
+    CHECK_EQ(cudaFreeAsync(a, s), cudaErrorInvalidValue);
+    CHECK(took_fault("released twice"));
+    CHECK_EQ(coc_living().allocations, 1);
+    CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+    CHECK_EQ(coc_living().allocations, 0);
+    cudaStreamDestroy(s);
+}
+
+/* Freed on one stream while another still copies into it. */
+HARNESS_TEST(released_under_a_copy) {
+    char *a = nullptr, *pinned = nullptr;
+    cudaStream_t s = new_stream(), t = new_stream();
+    cudaMallocHost(&pinned, 64);
+    CHECK_EQ(cudaMallocAsync(&a, 64, s), cudaSuccess);
+    CHECK_EQ(cudaMemcpyAsync(a, pinned, 64, cudaMemcpyHostToDevice, t), cudaSuccess);
+    CHECK_EQ(cudaFreeAsync(a, s), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(t), cudaErrorIllegalAddress);
+    CHECK(took_fault("a copy runs after its memory was released"));
+    CHECK_EQ(cudaDeviceReset(), cudaSuccess);
+    CHECK_EQ(cudaFreeHost(pinned), cudaSuccess);
+}
+
+void count_up(void *user) { ++*(int *)user; }
+HARNESS_TEST(host_functions) {
+    cudaStream_t s = new_stream();
+    int called = 0;
+    CHECK_EQ(cudaLaunchHostFunc(s, count_up, &called), cudaSuccess);
+    CHECK_EQ(called, 0);
+    CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+    CHECK_EQ(called, 1);
+    cudaStreamDestroy(s);
+}
+
+/* ---- Events */
+
+HARNESS_TEST(events) {
+    array<int> a(1);
+    cudaStream_t s = new_stream();
+    cudaEvent_t first = new_event(cudaEventDefault), last = new_event(cudaEventDefault), plain = new_event();
+    float ms = -1;
+    CHECK_EQ(cudaEventQuery(first), cudaSuccess);       /* never recorded */
+    CHECK_EQ(cudaStreamWaitEvent(s, first, 0), cudaSuccess);
+    CHECK_EQ(cudaEventElapsedTime(&ms, first, last), cudaErrorInvalidResourceHandle);
+    cudaEventRecord(first, s);
+    for (int i = 0; i < 3; i++) launch(k_add, 20, 64, 0, s, a.data, 1);
+    cudaEventRecord(last, s);
+    cudaEventRecord(plain, s);
+    CHECK_EQ(cudaEventElapsedTime(&ms, first, last), cudaErrorNotReady);
+    CHECK_EQ(cudaEventQuery(last), cudaErrorNotReady);
+    CHECK_EQ(cudaEventQuery(last), cudaSuccess);        /* patience: the second time it is done */
+    CHECK_EQ(cudaEventQuery(first), cudaSuccess);
+    CHECK_EQ(cudaEventElapsedTime(&ms, first, last), cudaSuccess);
+    CHECK(ms > 0 && ms < 10000);
+    CHECK_EQ(cudaStreamQuery(s), cudaErrorNotReady);
+    CHECK_EQ(cudaStreamQuery(s), cudaSuccess);
+    CHECK_EQ(cudaEventElapsedTime(&ms, first, plain), cudaErrorInvalidResourceHandle);
+    coc_set_patience(0);
+    cudaEventRecord(last, s);
+    CHECK_EQ(cudaEventQuery(last), cudaSuccess);
+    for (cudaEvent_t e : {first, last, plain}) CHECK_EQ(cudaEventDestroy(e), cudaSuccess);
+    CHECK_EQ(cudaEventRecord(first, s), cudaErrorInvalidResourceHandle);
+    cudaStreamDestroy(s);
+}
+
+/* ---- Graphs */
+
+HARNESS_TEST(graphs_repeat_with_their_arguments) {
+    array<int> a(2);
+    int *pinned = nullptr;
+    cudaStream_t s = new_stream();
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    cudaStreamCaptureStatus status;
+    size_t nodes = 0;
+    cudaMallocHost(&pinned, 8);
+    pinned[0] = 4;
+    a.zero();
+    cudaDeviceSynchronize();
+    CHECK_EQ(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    CHECK(cudaStreamIsCapturing(s, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive);
+    int amount = 3;
+    CHECK_EQ(launch(k_add, 1, 1, 0, s, a.data, amount), cudaSuccess);
+    amount = 1000;
+    CHECK_EQ(cudaMemcpyAsync(a.data + 1, pinned, 4, cudaMemcpyHostToDevice, s), cudaSuccess);
+    CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaSuccess);
+    CHECK(cudaGraphGetNodes(graph, nullptr, &nodes) == cudaSuccess && nodes == 2);
+    CHECK_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    cudaStreamSynchronize(s);
+    CHECK_EQ(a.get()[0], 0);                    /* capturing runs nothing */
+    for (int i = 1; i <= 3; i++) {
+        pinned[0] = 10 * i;                     /* memory is read anew, arguments are not */
+        CHECK_EQ(cudaGraphLaunch(exec, s), cudaSuccess);
+        CHECK_EQ(a.get()[0], 3 * (i - 1));
+        cudaStreamSynchronize(s);
+        CHECK(a.get()[0] == 3 * i && a.get()[1] == 10 * i);
+    }
+    CHECK_EQ(coc_kernel_launches("k_add"), 3);
+    CHECK_EQ(cudaGraphLaunch(exec, s), cudaSuccess);
+    CHECK_EQ(cudaGraphExecDestroy(exec), cudaSuccess);      /* what was launched still runs */
+    cudaStreamSynchronize(s);
+    CHECK_EQ(a.get()[0], 12);
+    CHECK_EQ(cudaGraphLaunch(exec, s), cudaErrorInvalidValue);
+    cudaFreeHost(pinned);
+    cudaStreamDestroy(s);
+}
+
+/* A fork into a second stream and back; without the way back the capture is refused. */
+HARNESS_TEST(captures_fork_and_join) {
+    array<int> a(2);
+    cudaStream_t s = new_stream(), t = new_stream();
+    cudaEvent_t fork = new_event(), join = new_event();
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    for (int joins = 0; joins < 2; joins++) {
+        a.zero();
+        cudaDeviceSynchronize();
+        CHECK_EQ(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal), cudaSuccess);
+        launch(k_add, 1, 1, 0, s, a.data, 1);
+        CHECK_EQ(cudaEventRecord(fork, s), cudaSuccess);
+        CHECK_EQ(cudaStreamWaitEvent(t, fork, 0), cudaSuccess);
+        launch(k_copy, 1, 1, 0, t, a.data + 1, a.data);
+        CHECK_EQ(cudaEventRecord(join, t), cudaSuccess);
+        CHECK_EQ(cudaStreamEndCapture(t, &graph), cudaErrorStreamCaptureUnmatched);
+        if (joins) {                            /* that ended the capture: once more */
+            CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+            CHECK_EQ(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal), cudaSuccess);
+            launch(k_add, 1, 1, 0, s, a.data, 1);
+            cudaEventRecord(fork, s);
+            cudaStreamWaitEvent(t, fork, 0);
+            launch(k_copy, 1, 1, 0, t, a.data + 1, a.data);
+            cudaEventRecord(join, t);
+            CHECK_EQ(cudaEventQuery(join), cudaErrorStreamCaptureUnsupported);
+            CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+            CHECK_EQ(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal), cudaSuccess);
+            launch(k_add, 1, 1, 0, s, a.data, 1);
+            cudaEventRecord(fork, s);
+            cudaStreamWaitEvent(t, fork, 0);
+            launch(k_copy, 1, 1, 0, t, a.data + 1, a.data);
+            cudaEventRecord(join, t);
+            CHECK_EQ(cudaStreamWaitEvent(s, join, 0), cudaSuccess);
+            launch(k_add, 1, 1, 0, s, a.data, 20);
+            CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaSuccess);
+        } else {
+            CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureInvalidated);
+            CHECK_EQ(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal), cudaSuccess);
+            cudaEventRecord(fork, s);
+            cudaStreamWaitEvent(t, fork, 0);
+            launch(k_add, 1, 1, 0, t, a.data, 1);
+            CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaErrorStreamCaptureUnjoined);
+        }
+    }
+    CHECK_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphLaunch(exec, t), cudaSuccess);
+    cudaStreamSynchronize(t);
+    CHECK(a.get()[0] == 21 && a.get()[1] == 1);
+    cudaGraphExecDestroy(exec), cudaGraphDestroy(graph);
+    cudaEventDestroy(fork), cudaEventDestroy(join);
+    cudaStreamDestroy(s), cudaStreamDestroy(t);
+    for (int i = 0; i < 4; i++) cudaGetLastError();
+}
+
+/* What waits or allocates is refused during a capture, and ends it. */
+HARNESS_TEST(captures_refuse) {
+    cudaStream_t s = new_stream(), other = new_stream(), blocking = nullptr;
+    cudaEvent_t outside = new_event();
+    cudaGraph_t graph = nullptr;
+    array<int> a(1);
+    cudaStreamCreate(&blocking);
+    cudaEventRecord(outside, other);
+    for (int what = 0; what < 8; what++) {
+        cudaStream_t mine = what == 7 ? blocking : s;
+        void *p = nullptr;
+        cudaError_t error = cudaSuccess, expected = cudaErrorStreamCaptureUnsupported;
+        CHECK_EQ(cudaStreamBeginCapture(mine, cudaStreamCaptureModeGlobal), cudaSuccess);
+        switch (what) {
+            case 0: error = cudaStreamSynchronize(s); break;
+            case 1: error = cudaDeviceSynchronize(); break;
+            case 2: error = cudaMalloc(&p, 4); break;
+            case 3: error = cudaHostAlloc(&p, 4, 0); break;
+            case 4: error = cudaStreamQuery(s); break;
+            case 5: error = cudaFree(a.data); break;
+            case 6: error = cudaStreamWaitEvent(s, outside, 0), expected = cudaErrorStreamCaptureIsolation; break;
+            default: error = launch(k_add, 1, 1, 0, 0, a.data, 1), expected = cudaErrorStreamCaptureImplicit; break;
+        }
+        CHECK_EQ(error, expected);
+        CHECK_EQ(launch(k_add, 1, 1, 0, mine, a.data, 1), cudaErrorStreamCaptureInvalidated);
+        CHECK_EQ(cudaStreamEndCapture(mine, &graph), cudaErrorStreamCaptureInvalidated);
+        CHECK(graph == nullptr);
+    }
+    CHECK_EQ(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeRelaxed), cudaErrorStreamCaptureUnsupported);
+    CHECK_EQ(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal), cudaSuccess);
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    void *p = nullptr;
+    CHECK_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    CHECK_EQ(cudaMalloc(&p, 4), cudaSuccess);           /* allowed to this thread now */
+    CHECK_EQ(cudaFree(p), cudaSuccess);
+    CHECK_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    unsigned long long id = 0, later = 0;
+    cudaStreamCaptureStatus status;
+    CHECK_EQ(cudaStreamGetCaptureInfo(s, &status, &id), cudaSuccess);
+    CHECK(status == cudaStreamCaptureStatusActive && id != 0);
+    CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaSuccess);
+    cudaGraphDestroy(graph);
+    cudaStreamBeginCapture(s, cudaStreamCaptureModeRelaxed);
+    CHECK(cudaStreamGetCaptureInfo(s, &status, &later) == cudaSuccess && later != id);
+    CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaSuccess);
+    cudaGraphDestroy(graph);
+    cudaEventDestroy(outside);
+    for (cudaStream_t each : {s, other, blocking}) cudaStreamDestroy(each);
+    cudaGetLastError();
+}
+
+/* ---- Counts and failures */
+
+HARNESS_TEST(counts) {
+    array<int> a(4);
+    char pageable[16] = {};
+    int *pinned = nullptr;
+    cudaStream_t s = new_stream();
+    cudaMallocHost(&pinned, 16);
+    cudaDeviceSynchronize();
+    coc_reset_counts();
+    for (int i = 0; i < 3; i++) launch(k_add, 2, 32, 0, s, a.data, 1);
+    cudaMemsetAsync(a.data, 0, 4, s);
+    cudaMemcpyAsync(pinned, a.data, 16, cudaMemcpyDeviceToHost, s);
+    coc_counts c = coc_count();
+    CHECK(c.launches == 3 && c.fills == 1 && c.copies == 1 && c.calls == 5);
+    CHECK(c.synchronising == 0 && c.allocations == 0);
+    CHECK_EQ(coc_kernel_launches("k_add"), 3);
+    cudaMemcpyAsync(pageable, a.data, 16, cudaMemcpyDeviceToHost, s);       /* may wait: it counts */
+    cudaStreamSynchronize(s);
+    CHECK_EQ(coc_count().synchronising, 2);
+    CHECK(has(coc_synchronising_calls(), "cudaMemcpyAsync 1"));
+    CHECK(has(coc_synchronising_calls(), "cudaStreamSynchronize 1"));
+    CHECK(coc_calls("cudaMemcpyAsync") == 2 && coc_calls("cudaMalloc") == 0);
+    cudaFreeHost(pinned);
+    CHECK_EQ(coc_count().frees, 1);
+    cudaStreamDestroy(s);
+}
+
+HARNESS_TEST(failures_on_demand) {
+    void *p = nullptr;
+    int device = -1;
+    coc_fail("cudaMalloc", 2, cudaErrorMemoryAllocation);
+    CHECK_EQ(cudaMalloc(&p, 4), cudaSuccess);
+    CHECK_EQ(cudaFree(p), cudaSuccess);
+    CHECK(coc_fail_pending());
+    CHECK_EQ(cudaMalloc(&p, 4), cudaErrorMemoryAllocation);
+    CHECK(!coc_fail_pending() && cudaGetLastError() == cudaErrorMemoryAllocation);
+    CHECK_EQ(coc_living().allocations, 0);
+    coc_fail(nullptr, 1, cudaErrorUnknown);
+    CHECK_EQ(cudaGetDevice(&device), cudaErrorUnknown);
+    CHECK_EQ(cudaGetDevice(&device), cudaSuccess);
+    cudaGetLastError();
+    coc_fail("cudaLaunchKernel", 1, cudaErrorECCUncorrectable, 1);
+    CHECK_EQ(launch(k_nothing, 1, 1, 0, 0, 0), cudaErrorECCUncorrectable);
+    CHECK_EQ(cudaMalloc(&p, 4), cudaErrorECCUncorrectable);
+    CHECK_EQ(cudaGetLastError(), cudaErrorECCUncorrectable);
+    CHECK_EQ(cudaGetLastError(), cudaErrorECCUncorrectable);
+    CHECK_EQ(cudaSetDevice(1), cudaSuccess);            /* the other device is well */
+    CHECK_EQ(cudaMalloc(&p, 4), cudaSuccess);
+    CHECK_EQ(cudaFree(p), cudaSuccess);
+    cudaSetDevice(0);
+    CHECK_EQ(cudaDeviceReset(), cudaSuccess);
+    CHECK_EQ(cudaMalloc(&p, 4), cudaSuccess);
+    CHECK_EQ(cudaFree(p), cudaSuccess);
+    CHECK(!strcmp(cudaGetErrorName(cudaErrorIllegalAddress), "cudaErrorIllegalAddress"));
+    CHECK(!strcmp(cudaGetErrorString(cudaErrorMemoryAllocation), "out of memory"));
+}
+
+/* ---- Devices and host threads */
+
+HARNESS_TEST(devices) {
+    int count = 0, value = 0;
+    cudaDeviceProp prop;
+    CHECK(cudaGetDeviceCount(&count) == cudaSuccess && count == 2);
+    CHECK_EQ(cudaSetDevice(2), cudaErrorInvalidDevice);
+    CHECK(cudaGetDeviceProperties(&prop, 1) == cudaSuccess && prop.major == 9 && prop.multiProcessorCount == 4);
+    CHECK(!strcmp(prop.name, "model") && prop.sharedMemPerBlockOptin == 227 * 1024);
+    CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess && value == 4);
+    array<unsigned char> a(16);
+    cudaStream_t s = new_stream();
+    cudaEvent_t e = new_event();
+    cudaSetDevice(1);
+    cudaStream_t t = new_stream();
+    unsigned char *b = nullptr;
+    CHECK_EQ(cudaMalloc(&b, 16), cudaSuccess);
+    CHECK_EQ(launch(k_write, 1, 1, 0, s, a.data, 0, 1), cudaErrorInvalidResourceHandle);   /* a stream of device 0 */
+    CHECK_EQ(cudaEventRecord(e, t), cudaErrorInvalidResourceHandle);
+    CHECK_EQ(cudaMemcpy(b, a.data, 16, cudaMemcpyDeviceToDevice), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_EQ(launch(k_write, 1, 1, 0, t, b, 0, 1), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(t), cudaSuccess);
+    CHECK_EQ(cudaFree(b), cudaSuccess);
+    CHECK_EQ(launch(k_write, 1, 1, 0, t, a.data, 0, 1), cudaErrorIllegalAddress);           /* memory of device 0 */
+    CHECK(took_fault("is not memory of device 1"));
+    CHECK_EQ(cudaDeviceReset(), cudaSuccess);
+    cudaSetDevice(0);
+    CHECK_EQ(launch(k_write, 1, 1, 0, s, a.data, 0, 9), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+    CHECK_EQ(a.get()[0], 9);
+    cudaEventDestroy(e);
+    cudaStreamDestroy(s);
+    coc_set_devices(0);
+    CHECK(cudaGetDeviceCount(&count) == cudaErrorNoDevice && count == 0);
+    coc_set_devices(2);
+}
+HARNESS_TEST(other_devices_are_out_of_reach) {
+    if (UNDER_ASAN) SKIP("AddressSanitizer ends the program");
+    array<unsigned char> a(16);
+    cudaSetDevice(1);
+    unsigned char **table = nullptr;
+    CHECK_EQ(cudaMalloc(&table, sizeof *table), cudaSuccess);
+    CHECK_EQ(cudaMemcpy(table, &a.data, sizeof a.data, cudaMemcpyHostToDevice), cudaSuccess);
+    CHECK_EQ(launch(k_write_through, 1, 1, 0, 0, table, 1), cudaSuccess);      /* device 0's memory, behind a pointer */
+    CHECK_EQ(cudaDeviceSynchronize(), cudaErrorIllegalAddress);
+    CHECK(took_fault("bytes of device 0"));
+    cudaDeviceReset();
+    cudaSetDevice(0);
+}
+HARNESS_TEST(host_threads) {
+    std::vector<std::thread> threads;
+    array<int> sum(1);
+    sum.zero();
+    cudaDeviceSynchronize();
+    for (int t = 0; t < 3; t++)
+        threads.emplace_back([&, t] {
+            cudaStream_t s = nullptr;
+            int device = -1;
+            if (cudaGetDevice(&device) != cudaSuccess || device != 0) return;
+            if (cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) != cudaSuccess) return;
+            for (int i = 0; i < 20; i++) {
+                launch(k_add, 3, 32, 0, s, sum.data, t + 1);
+                cudaStreamSynchronize(s);
+            }
+            cudaStreamDestroy(s);
+        });
+    for (std::thread &t : threads) t.join();
+    CHECK_EQ(sum.get()[0], 20 * 96 * 6);
+}
+
+/* ---- What AddressSanitizer and UndefinedBehaviorSanitizer report: each in a program of its own */
+
+void crash(const std::string &what) {
+    begin();
+    unsigned char *a = nullptr;
+    cudaMalloc(&a, 100);
+    if (what == "dynamic shared memory") launch(k_shared_overrun, 1, 1, 64, 0, 16);
+    if (what == "static shared memory") launch(k_static_overrun, 1, 1, 0, 0, 8);
+    if (what == "beyond device memory") launch(k_write, 1, 1, 0, 0, a, 100, 1);
+    if (what == "before device memory") launch(k_write, 1, 1, 0, 0, a, -1, 1);
+    if (what == "released memory") cudaFree(a), launch(k_write, 1, 1, 0, 0, a, 0, 1);
+    cudaDeviceSynchronize();
+}
+std::string output_of(const char *what) {
+    int ends[2];
+    std::string text;
+    char buffer[4096];
+    fflush(stdout);
+    if (pipe(ends) != 0) return "";
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], 1), dup2(ends[1], 2), close(ends[0]);
+        execl("/proc/self/exe", "t_harness", "--crash", what, (char *)nullptr);
+        _exit(127);
+    }
+    close(ends[1]);
+    for (ssize_t n; (n = read(ends[0], buffer, sizeof buffer)) > 0;) text.append(buffer, (size_t)n);
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? "" : text;
+}
+HARNESS_TEST(sanitizer_reports) {
+    if (!UNDER_ASAN) SKIP("not built with AddressSanitizer");
+    CHECK_EQ(output_of("nothing").size(), 0);
+    for (const char *what : {"dynamic shared memory", "static shared memory", "beyond device memory",
+                             "before device memory", "released memory"}) {
+        std::string text = output_of(what);
+        CHECK_MSG(has(text, "AddressSanitizer: use-after-poison"), "%s: '%.300s'", what, text.c_str());
+    }
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    if (argc == 3 && !strcmp(argv[1], "--crash")) return crash(argv[2]), 0;
+    TEST_BEGIN(argc, argv);
+    RUN(orders);
+    RUN(missing_barrier_shows);
+    RUN(barriers_vote);
+    RUN(returned_threads);
+    RUN(broken_synchronisation);
+    RUN(fault_texts_name_kernel_and_thread);
+    RUN(shuffles);
+    RUN(votes);
+    RUN(parts_of_a_warp);
+    RUN(atomics);
+    RUN(last_block);
+    RUN(shared_memory_is_poisoned);
+    RUN(shared_memory_overrun);
+    RUN(async_copies_land_late);
+    RUN(vectors);
+    RUN(numbers);
+    RUN(conversions);
+    RUN(launch_checks);
+    RUN(arguments_are_copied);
+    RUN(fresh_memory_is_poisoned);
+    RUN(red_zones);
+    RUN(released_memory);
+    RUN(copies_are_checked);
+    RUN(pointer_attributes);
+    RUN(host_access_is_seen);
+    RUN(host_pointers_are_seen);
+    RUN(null_is_an_illegal_address);
+    RUN(memory_has_an_end);
+    RUN(far_addresses);
+    RUN(work_is_deferred);
+    RUN(missing_wait_shows);
+    RUN(overwriting_shows);
+    RUN(legacy_stream);
+    RUN(destroyed_streams_finish);
+    RUN(stream_ordered_memory);
+    RUN(released_under_a_copy);
+    RUN(host_functions);
+    RUN(events);
+    RUN(graphs_repeat_with_their_arguments);
+    RUN(captures_fork_and_join);
+    RUN(captures_refuse);
+    RUN(counts);
+    RUN(failures_on_demand);
+    RUN(devices);
+    RUN(other_devices_are_out_of_reach);
+    RUN(host_threads);
+    RUN(sanitizer_reports);
+    return TEST_END();
+}

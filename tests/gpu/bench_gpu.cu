@@ -1,0 +1,564 @@
+/* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, and plain copies.
+ *
+ *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT]
+ *
+ * Prints one JSON object per line: first the device, then per case the bytes that must move (each operand read once,
+ * each result written once) and the median time of a launch.  A round is as many launches as fill --ms, between two
+ * events; launches go round several sets of operands, so that nothing is found in the L2 cache.  The shapes are those of
+ * GPT-2 124M with 64 sequences of 1024 tokens.  --tiny: the smallest sizes that take the same path, for the model GPU.
+ * peer_gpu.py times the same cases in PyTorch, under the same names. */
+#include <cuda_runtime.h>
+#include <algorithm>
+#include <functional>
+#include <math.h>
+#include <stdlib.h>
+#include <string>
+#include <vector>
+#include "amp.h"
+
+extern "C" const amp_backend *amp_cuda(void);
+
+namespace {
+
+typedef std::function<void(int)> launch;        /* once, on operands `set` */
+
+/* rows x channels: activations; vocabulary: columns of the logits, classes of them in use; scores: heads x tokens^2 */
+struct shapes { int64_t rows, channels, hidden, vocabulary, classes, logit_rows, heads, tokens, layers; };
+const shapes gpt2 = {65536, 768, 3072, 50304, 50257, 16384, 96, 1024, 12};
+const shapes tiny = {64, 64, 256, 512, 500, 12, 2, 32, 2};
+
+struct settings { shapes s; int rounds; double ms; bool small; std::string only; };
+settings given;
+
+void need(bool ok, const char *what) {
+    if (ok) return;
+    fprintf(stderr, "bench_gpu: %s: %s\n", what, cudaGetErrorString(cudaGetLastError()));
+    exit(1);
+}
+void need(cudaError_t error, const char *what) {
+    if (error != cudaSuccess) fprintf(stderr, "bench_gpu: %s\n", cudaGetErrorString(error));
+    need(error == cudaSuccess, what);
+}
+
+/* ---- The device under test */
+
+amp_result host_fail(void *, amp_result result, const char *text) {
+    fprintf(stderr, "bench_gpu: %s\n", text);
+    return result;
+}
+void host_log(void *, amp_log_level, int, const char *text) { fprintf(stderr, "bench_gpu: %s\n", text); }
+void *host_alloc(void *, size_t size, size_t) { return malloc(size); }
+void host_free(void *, void *p, size_t) { free(p); }
+
+struct gpu {
+    const amp_backend *b = amp_cuda();
+    void *dev = NULL;
+    cudaStream_t stream = NULL;
+    cudaEvent_t from = NULL, to = NULL;
+    size_t l2 = 0;
+    std::vector<std::pair<void *, size_t> > owned;      /* by the case under way */
+    void *noise = NULL;                                 /* random bytes that operands are filled from */
+
+    void open() {
+        static const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        amp_backend_desc d = {};
+        need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+        need(cudaEventCreateWithFlags(&from, cudaEventDefault), "an event");
+        need(cudaEventCreateWithFlags(&to, cudaEventDefault), "an event");
+        d.stream = stream;
+        need(b->open(&dev, &host, &d) == AMP_OK, "amp_cuda");
+    }
+    void close() {
+        release();
+        if (noise) b->free(dev, noise, noise_bytes());
+        b->close(dev);
+        need(cudaEventDestroy(from), "an event");
+        need(cudaEventDestroy(to), "an event");
+        need(cudaStreamDestroy(stream), "a stream");
+    }
+    void sync() { need(b->stream_sync(dev, NULL) == AMP_OK, "waiting for the GPU"); }
+    void *room(int64_t bytes) {
+        void *p = NULL;
+        need(b->alloc(dev, &p, (size_t)bytes) == AMP_OK, "memory");
+        owned.push_back(std::make_pair(p, (size_t)bytes));
+        return p;
+    }
+    void release() {
+        sync();
+        for (const auto &piece : owned) b->free(dev, piece.first, piece.second);
+        owned.clear();
+    }
+    template <class T> T *put(const std::vector<T> &values) {
+        T *p = (T *)room((int64_t)(values.size() * sizeof(T)));
+        need(b->copy(dev, p, values.data(), values.size() * sizeof(T), AMP_COPY_TO_DEVICE, NULL) == AMP_OK, "a copy");
+        sync();
+        return p;
+    }
+    static size_t noise_bytes() { return given.small ? 1 << 16 : 1 << 26; }
+
+    /* n random numbers in [-1, 1): a block of them, again and again. */
+    void *random(amp_dtype dtype, int64_t n) {
+        size_t bytes = (size_t)n * amp_dtype_size(dtype), block = noise_bytes(), done = 0;
+        char *p = (char *)room((int64_t)bytes);
+        fill_noise(dtype);
+        for (; done < bytes; done += block)
+            need(b->copy(dev, p + done, noise, std::min(block, bytes - done), AMP_COPY_ON_DEVICE, NULL) == AMP_OK, "a copy");
+        sync();
+        return p;
+    }
+    void fill_noise(amp_dtype dtype) {
+        static amp_dtype filled = AMP_U8;
+        size_t n = noise_bytes() / amp_dtype_size(dtype);
+        std::vector<float> values(n);
+        std::string stored(noise_bytes(), 0);
+        if (noise == NULL) need(b->alloc(dev, &noise, noise_bytes()) == AMP_OK, "memory");
+        if (filled == dtype) return;
+        for (size_t i = 0; i < n; i++) values[i] = 2.0f * amp_random_uniform(7, i) - 1.0f;
+        need(amp_convert(&stored[0], dtype, values.data(), AMP_F32, (int64_t)n, NULL, NULL) == AMP_OK, "random numbers");
+        need(b->copy(dev, noise, stored.data(), stored.size(), AMP_COPY_TO_DEVICE, NULL) == AMP_OK, "a copy");
+        sync();
+        filled = dtype;
+    }
+    /* 0, 1, ... limit - 1 in random order, with repetitions. */
+    int32_t *ids(int64_t n, int64_t limit, uint64_t seed) {
+        std::vector<int32_t> values((size_t)n);
+        for (size_t i = 0; i < values.size(); i++) values[i] = (int32_t)(amp_random_u32(seed, i) % (uint64_t)limit);
+        return put(values);
+    }
+    amp_mat matrix(int64_t rows, int64_t cols, amp_dtype dtype = AMP_BF16) {
+        amp_mat m = {random(dtype, rows * cols), dtype, 0, rows, cols, cols};
+        return m;
+    }
+    amp_mat result(int64_t rows, int64_t cols, amp_dtype dtype = AMP_BF16) {
+        amp_mat m = {room(rows * cols * (int64_t)amp_dtype_size(dtype)), dtype, 0, rows, cols, cols};
+        return m;
+    }
+};
+gpu g;
+
+/* ---- Timing */
+
+bool wanted(const std::string &name) { return name.find(given.only) != std::string::npos; }
+
+/* So many sets that a launch finds nothing of its operands in the L2 cache: four times its size lie between. */
+int sets_for(double bytes) {
+    return given.small ? 2 : std::max(2, std::min(16, (int)(4 * (double)g.l2 / bytes) + 1));
+}
+
+double milliseconds(const launch &run, int count, int sets) {
+    float ms = 0;
+    need(cudaEventRecord(g.from, g.stream), "an event");
+    for (int i = 0; i < count; i++) run(i % sets);
+    need(cudaEventRecord(g.to, g.stream), "an event");
+    need(cudaEventSynchronize(g.to), "the launches");
+    need(cudaEventElapsedTime(&ms, g.from, g.to), "an event");
+    return (double)ms / count;
+}
+
+/* Times a case and prints its line; the operands are given back. */
+void report(const char *name, double bytes, int sets, const launch &run) {
+    std::vector<double> rounds;
+    (void)milliseconds(run, sets, sets);                /* loads the code, takes scratch memory */
+    int count = sets;
+    if (!given.small) {
+        double first = milliseconds(run, 2 * sets, sets);
+        count = std::max(sets, std::min(2000, (int)(given.ms / std::max(first, 1e-3)) + 1));
+        (void)milliseconds(run, count, sets);
+    }
+    for (int i = 0; i < given.rounds; i++) rounds.push_back(milliseconds(run, count, sets));
+    std::sort(rounds.begin(), rounds.end());
+    printf("{\"event\": \"case\", \"case\": \"%s\", \"bytes\": %.0f, \"ms\": %.6f, \"best_ms\": %.6f, \"worst_ms\": %.6f, "
+           "\"launches\": %d, \"sets\": %d}\n", name, bytes, rounds[rounds.size() / 2], rounds.front(), rounds.back(),
+           count * given.rounds, sets);
+    fflush(stdout);
+    g.release();
+}
+
+/* A case whose operands are arguments of one kernel: make() puts a set of them on the GPU. */
+template <class A>
+void kernel_case(const char *name, double bytes, amp_result (*kernel)(void *, const A *, void *), const std::function<A()> &make) {
+    std::vector<A> sets;
+    if (!wanted(name)) return;
+    for (int i = 0; i < sets_for(bytes); i++) sets.push_back(make());
+    report(name, bytes, (int)sets.size(), [&](int set) { need(kernel(g.dev, &sets[(size_t)set], NULL) == AMP_OK, name); });
+}
+
+/* ---- Copies: what everything else is measured by */
+
+/* Reads everything; `out` is written only if the sum has a value that it does not have. */
+__global__ void __launch_bounds__(256) read_kernel(const uint4 *p, int64_t n, uint32_t *out) {
+    uint32_t sum = 0;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        uint4 x = p[i];
+        sum |= x.x & x.y & x.z & x.w;
+    }
+    if (sum == 0x12345678u) *out = sum;
+}
+
+void copy_case(const char *name, int64_t bytes) {
+    if (!wanted(name)) return;
+    int sets = sets_for((double)bytes);
+    std::vector<void *> from, to;
+    for (int i = 0; i < sets; i++) {
+        from.push_back(g.random(AMP_F32, bytes / 8));
+        to.push_back(g.room(bytes / 2));
+    }
+    report(name, (double)bytes, sets, [&](int set) {
+        size_t i = (size_t)set;
+        need(cudaMemcpyAsync(to[i], from[i], (size_t)bytes / 2, cudaMemcpyDeviceToDevice, g.stream), "a copy");
+    });
+}
+
+void read_case(const char *name, int64_t bytes, int multiprocessors) {
+    if (!wanted(name)) return;
+    int sets = sets_for((double)bytes);
+    std::vector<const uint4 *> from;
+    uint32_t *out = (uint32_t *)g.room(4);
+    for (int i = 0; i < sets; i++) from.push_back((const uint4 *)g.random(AMP_F32, bytes / 4));
+    report(name, (double)bytes, sets, [&](int set) {
+        int64_t n = bytes / 16;
+        void *args[] = {(void *)&from[(size_t)set], (void *)&n, (void *)&out};
+        need(cudaLaunchKernel(read_kernel, dim3((unsigned)multiprocessors * 8), dim3(256), args, 0, g.stream), "a read");
+    });
+}
+
+/* ---- Casts */
+
+void cast_case(const char *name, amp_dtype to, amp_dtype from) {
+    int64_t n = given.s.rows * given.s.channels;
+    double bytes = (double)n * (double)(amp_dtype_size(to) + amp_dtype_size(from));
+    kernel_case<amp_k_cast>(name, bytes, g.b->cast, [=] {
+        amp_k_cast a = {};
+        a.n = n, a.src_dtype = from, a.dst_dtype = to;
+        a.src = g.random(from, n);
+        a.dst = g.room(n * (int64_t)amp_dtype_size(to));
+        return a;
+    });
+}
+
+void casts() {
+    cast_case("cast fp32 to bf16", AMP_BF16, AMP_F32);
+    cast_case("cast fp32 to fp16", AMP_F16, AMP_F32);
+    cast_case("cast bf16 to fp32", AMP_F32, AMP_BF16);
+    cast_case("cast fp32 to e4m3", AMP_E4M3, AMP_F32);
+}
+/* Token ids come as u16. */
+void widening() {
+    int64_t n = given.s.rows * given.s.channels;
+    kernel_case<amp_k_cast>("widen ids", 6.0 * (double)n, g.b->cast, [=] {
+        amp_k_cast a = {};
+        a.n = n, a.src_dtype = AMP_U16, a.dst_dtype = AMP_I32, a.src = g.random(AMP_BF16, n), a.dst = g.room(4 * n);
+        return a;
+    });
+}
+
+/* ---- Multi-tensor kernels over the parameters of GPT-2 */
+
+std::vector<int64_t> parameter_sizes() {
+    int64_t c = given.s.channels;
+    std::vector<int64_t> n = {given.s.vocabulary * c, given.s.tokens * c};
+    for (int64_t i = 0; i < given.s.layers; i++)
+        for (int64_t size : {c, c, 3 * c * c, 3 * c, c * c, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c}) n.push_back(size);
+    n.push_back(c);
+    n.push_back(c);
+    return n;
+}
+double parameters() {
+    double sum = 0;
+    for (int64_t n : parameter_sizes()) sum += (double)n;
+    return sum;
+}
+
+struct optimizer_layout { amp_dtype weight, grad; bool master, m, v; };
+
+struct parameter_table { const amp_k_tensor *rows; int64_t count; amp_k_found *found; float *factors; };
+parameter_table put_parameters(const optimizer_layout &layout) {
+    std::vector<amp_k_tensor> rows;
+    std::vector<amp_k_found> found(1, amp_k_found());
+    for (int64_t n : parameter_sizes()) {
+        amp_k_tensor t = {};
+        t.weight_dtype = layout.weight, t.grad_dtype = layout.grad, t.count = n, t.live = 1, t.lr_scale = 1;
+        t.grad = g.random(layout.grad, n);
+        if (layout.m) t.weight = g.random(layout.weight, n), t.m = g.random(AMP_F32, n);
+        if (layout.master) t.master = g.random(AMP_F32, n);
+        if (layout.v) t.v = g.room(4 * n), need(g.b->fill(g.dev, t.v, 0, (size_t)(4 * n), NULL) == AMP_OK, "zeros");
+        rows.push_back(t);
+    }
+    found[0].multiplier = found[0].factor = found[0].clip_coef = 1;
+    found[0].attempts = found[0].step = 1, found[0].first_bad = -1;
+    found[0].beta1_power = 0.9, found[0].beta2_power = 0.999, found[0].lr = 1e-4;
+    parameter_table p = {g.put(rows), (int64_t)rows.size(), g.put(found), g.put(std::vector<float>{2.0f, 0.5f})};
+    return p;
+}
+
+/* factors 2 and 0.5 in turn: the gradients stay as large as they are */
+void check_case(const char *name, amp_dtype grad, bool multiply) {
+    if (!wanted(name)) return;
+    double bytes = parameters() * (double)amp_dtype_size(grad) * (multiply ? 2 : 1);
+    std::vector<amp_k_check> sets;
+    std::vector<parameter_table> tables;
+    std::vector<int> turn((size_t)sets_for(bytes));
+    for (size_t i = 0; i < turn.size(); i++) {
+        amp_k_check a = {};
+        tables.push_back(put_parameters({AMP_F32, grad, false, false, false}));
+        a.table = tables[i].rows, a.tensors = tables[i].count, a.found = tables[i].found;
+        sets.push_back(a);
+    }
+    report(name, bytes, (int)sets.size(), [&](int set) {
+        amp_k_check a = sets[(size_t)set];
+        if (multiply) a.multiply = tables[(size_t)set].factors + (turn[(size_t)set]++ & 1);
+        need(g.b->check(g.dev, &a, NULL) == AMP_OK, name);
+    });
+}
+
+void clip_case(const char *name) {
+    if (!wanted(name)) return;
+    std::vector<amp_k_scale_ranges> sets;
+    std::vector<parameter_table> tables;
+    std::vector<int> turn((size_t)sets_for(8 * parameters()));
+    for (size_t i = 0; i < turn.size(); i++) {
+        amp_k_scale_ranges a = {};
+        tables.push_back(put_parameters({AMP_F32, AMP_F32, false, false, false}));
+        a.table = tables[i].rows, a.tensors = tables[i].count;
+        sets.push_back(a);
+    }
+    report(name, 8 * parameters(), (int)sets.size(), [&](int set) {
+        amp_k_scale_ranges a = sets[(size_t)set];
+        a.factor = tables[(size_t)set].factors + (turn[(size_t)set]++ & 1);
+        need(g.b->scale_ranges(g.dev, &a, NULL) == AMP_OK, name);
+    });
+}
+
+void adamw_case(const char *name, optimizer_layout layout, double bytes_each) {
+    kernel_case<amp_k_adamw>(name, bytes_each * parameters(), g.b->adamw, [=] {
+        amp_k_adamw a = {};
+        parameter_table p = put_parameters(layout);
+        a.table = p.rows, a.tensors = p.count, a.found = p.found;
+        a.beta1 = 0.9, a.beta2 = 0.999, a.eps = 1e-8;
+        return a;
+    });
+}
+
+void optimizers() {
+    check_case("unscale fp32", AMP_F32, true);
+    check_case("unscale bf16", AMP_BF16, true);
+    check_case("norm fp32", AMP_F32, false);
+    check_case("norm bf16", AMP_BF16, false);
+    clip_case("clip fp32");
+    adamw_case("AdamW fp32", {AMP_F32, AMP_F32, false, true, true}, 28);
+    adamw_case("AdamW bf16, fp32 masters", {AMP_BF16, AMP_BF16, true, true, true}, 28);
+    kernel_case<amp_k_sgd>("SGD fp32, momentum", 20 * parameters(), g.b->sgd, [] {
+        amp_k_sgd a = {};
+        parameter_table p = put_parameters({AMP_F32, AMP_F32, false, true, false});
+        a.table = p.rows, a.tensors = p.count, a.found = p.found, a.momentum = 0.9;
+        return a;
+    });
+}
+
+/* ---- Normalisation */
+
+amp_k_norm norm_operands(bool rms, bool residual) {
+    int64_t rows = given.s.rows, cols = given.s.channels;
+    amp_k_norm a = {};
+    a.rms = rms, a.eps = 1e-5f, a.weight_dtype = AMP_F32;
+    a.x = g.matrix(rows, cols), a.y = g.result(rows, cols);
+    if (residual) a.residual = g.matrix(rows, cols), a.sum = g.result(rows, cols);
+    a.weight = g.random(AMP_F32, cols);
+    if (!rms) a.bias = g.random(AMP_F32, cols);
+    a.mean = rms ? NULL : (float *)g.random(AMP_F32, rows);
+    a.rstd = (float *)g.random(AMP_F32, rows);
+    return a;
+}
+amp_k_norm norm_gradient_operands(bool rms, bool residual) {
+    int64_t rows = given.s.rows, cols = given.s.channels;
+    amp_k_norm a = norm_operands(rms, false);
+    a.dy = g.matrix(rows, cols), a.dx = g.result(rows, cols);
+    if (residual) a.dsum = g.matrix(rows, cols);
+    a.dweight.data = g.room(4 * cols), a.dweight.dtype = AMP_F32;
+    if (!rms) a.dbias.data = g.room(4 * cols), a.dbias.dtype = AMP_F32;
+    return a;
+}
+
+void norms() {
+    double rows = (double)given.s.rows, n = rows * (double)given.s.channels;
+    auto forward = [](bool rms, bool residual) { return [=] { return norm_operands(rms, residual); }; };
+    auto backward = [](bool rms, bool residual) { return [=] { return norm_gradient_operands(rms, residual); }; };
+    kernel_case<amp_k_norm>("layernorm", 4 * n + 8 * rows, g.b->norm, forward(false, false));
+    kernel_case<amp_k_norm>("rmsnorm", 4 * n + 4 * rows, g.b->norm, forward(true, false));
+    kernel_case<amp_k_norm>("residual + layernorm", 8 * n + 8 * rows, g.b->norm, forward(false, true));
+    kernel_case<amp_k_norm>("layernorm backward", 6 * n + 8 * rows, g.b->norm_backward, backward(false, false));
+    kernel_case<amp_k_norm>("rmsnorm backward", 6 * n + 4 * rows, g.b->norm_backward, backward(true, false));
+    kernel_case<amp_k_norm>("residual + layernorm backward", 8 * n + 8 * rows, g.b->norm_backward, backward(false, true));
+}
+
+/* ---- Softmax of attention scores.  Under a causal mask only half of what comes in must be read. */
+
+void softmax_case(const char *name, bool causal, bool backward) {
+    int64_t heads = given.s.heads, tokens = given.s.tokens, n = heads * tokens * tokens;
+    double read = causal ? 0.5 + 0.5 / (double)tokens : 1, bytes = (double)n * (2 + (backward ? 4 : 2) * read);
+    kernel_case<amp_k_softmax>(name, bytes, backward ? g.b->softmax_backward : g.b->softmax, [=] {
+        amp_k_softmax a = {};
+        a.batch = 1, a.heads = heads, a.queries = a.keys = tokens, a.scale = 0.125f;
+        a.x_dtype = a.y_dtype = AMP_BF16;
+        if (causal) a.mask.kind = AMP_MASK_CAUSAL;
+        if (!backward) a.x = g.random(AMP_BF16, n), a.y = g.room(2 * n);
+        if (backward) a.y = g.random(AMP_BF16, n), a.dy = g.random(AMP_BF16, n), a.dx = g.room(2 * n);
+        return a;
+    });
+}
+
+void softmaxes() {
+    softmax_case("softmax", false, false);
+    softmax_case("softmax, causal", true, false);
+    softmax_case("softmax backward", false, true);
+    softmax_case("softmax backward, causal", true, true);
+}
+
+/* ---- Pointwise operators */
+
+void activation_case(const char *name, amp_activation_kind act, bool backward) {
+    int64_t n = given.s.rows * given.s.hidden;
+    auto kernel = backward ? g.b->activation_backward : g.b->activation;
+    kernel_case<amp_k_activation>(name, (double)n * (backward ? 6 : 4), kernel, [=] {
+        amp_k_activation a = {};
+        a.act = act, a.x_dtype = a.y_dtype = AMP_BF16, a.n = n, a.x = g.random(AMP_BF16, n);
+        if (backward) a.dy = g.random(AMP_BF16, n), a.dx = g.room(2 * n);
+        else a.y = g.room(2 * n);
+        return a;
+    });
+}
+
+void swiglu_case(const char *name, bool backward) {
+    int64_t rows = given.s.rows, cols = given.s.hidden * 2 / 3;
+    auto kernel = backward ? g.b->swiglu_backward : g.b->swiglu;
+    kernel_case<amp_k_swiglu>(name, (double)(rows * cols) * (backward ? 10 : 6), kernel, [=] {
+        amp_k_swiglu a = {};
+        a.gate = g.matrix(rows, cols), a.up = g.matrix(rows, cols);
+        if (!backward) a.y = g.result(rows, cols);
+        if (backward) a.dy = g.matrix(rows, cols), a.dgate = g.result(rows, cols), a.dup = g.result(rows, cols);
+        return a;
+    });
+}
+
+void pointwise() {
+    int64_t n = given.s.rows * given.s.channels;
+    activation_case("GELU", AMP_ACT_GELU, false);
+    activation_case("GELU backward", AMP_ACT_GELU, true);
+    activation_case("SiLU", AMP_ACT_SILU, false);
+    activation_case("ReLU", AMP_ACT_RELU, false);
+    swiglu_case("SwiGLU", false);
+    swiglu_case("SwiGLU backward", true);
+    kernel_case<amp_k_dropout>("dropout", 4.0 * (double)n, g.b->dropout, [=] {
+        amp_k_dropout a = {};
+        a.x_dtype = a.y_dtype = AMP_BF16, a.n = n, a.p = 0.1f, a.seed = 1;
+        a.x = g.random(AMP_BF16, n), a.y = g.room(2 * n);
+        return a;
+    });
+    kernel_case<amp_k_add>("residual add", 6.0 * (double)n, g.b->add, [=] {
+        amp_k_add a = {};
+        a.a_dtype = a.b_dtype = a.y_dtype = AMP_BF16, a.n = n, a.alpha = a.beta = 1;
+        a.a = g.random(AMP_BF16, n), a.b = g.random(AMP_BF16, n), a.y = g.room(2 * n);
+        return a;
+    });
+    kernel_case<amp_k_column_sum>("bias gradient", 2.0 * (double)n, g.b->column_sum, [=] {
+        amp_k_column_sum a = {};
+        a.x = g.matrix(given.s.rows, given.s.channels), a.out = g.room(4 * given.s.channels), a.out_dtype = AMP_F32;
+        return a;
+    });
+}
+
+/* ---- Losses and embeddings */
+
+void cross_entropy_case(const char *name, amp_dtype dtype) {
+    int64_t rows = given.s.logit_rows, cols = given.s.vocabulary;
+    double bytes = 2.0 * (double)(rows * cols) * (double)amp_dtype_size(dtype);
+    kernel_case<amp_k_cross_entropy>(name, bytes, g.b->cross_entropy, [=] {
+        amp_k_cross_entropy a = {};
+        a.logits = g.matrix(rows, cols, dtype), a.dlogits = a.logits, a.classes = given.s.classes;
+        a.labels = g.ids(rows, given.s.classes, 3), a.ignore_index = -100, a.factor = 1;
+        a.losses = (float *)g.room(4 * rows), a.loss = (float *)g.room(4), a.bad_label = g.put(std::vector<int32_t>(1));
+        return a;
+    });
+}
+
+/* Gradients of the table are added to what is there, as with weights shared with the classifier: only rows that an id
+   names are read and written, classes (1 - exp(-rows / classes)) of them on average. */
+void embedding_case(const char *name, bool backward, bool one_id) {
+    int64_t rows = given.s.rows, cols = given.s.channels;
+    double classes = (double)given.s.classes, named = one_id ? 1 : classes * -expm1(-(double)rows / classes);
+    double bytes = (double)cols * (backward ? 2 * (double)rows + 8 * named : 4 * (double)rows);
+    auto kernel = backward ? g.b->embedding_backward : g.b->embedding;
+    kernel_case<amp_k_embedding>(name, bytes, kernel, [=] {
+        amp_k_embedding a = {};
+        a.n = rows, a.seq = given.s.tokens, a.bad_id = g.put(std::vector<int32_t>(1));
+        a.ids = g.ids(rows, one_id ? 1 : given.s.classes, 5);
+        if (!backward) a.table = g.matrix(given.s.vocabulary, cols), a.positions = g.matrix(given.s.tokens, cols);
+        if (!backward) a.y = g.result(rows, cols);
+        if (backward) a.dy = g.matrix(rows, cols), a.dtable = g.matrix(given.s.vocabulary, cols, AMP_F32), a.add_table = 1;
+        return a;
+    });
+}
+
+void losses() {
+    int64_t n = given.s.rows * given.s.channels;
+    cross_entropy_case("cross-entropy bf16", AMP_BF16);
+    cross_entropy_case("cross-entropy fp32", AMP_F32);
+    kernel_case<amp_k_mse>("mean squared error", 6.0 * (double)n, g.b->mse, [=] {
+        amp_k_mse a = {};
+        a.x_dtype = a.target_dtype = AMP_BF16, a.n = n, a.factor = 1, a.loss = (float *)g.room(4);
+        a.x = g.random(AMP_BF16, n), a.target = g.random(AMP_BF16, n), a.dx = g.room(2 * n);
+        return a;
+    });
+    embedding_case("embedding", false, false);
+    embedding_case("embedding backward", true, false);
+    embedding_case("embedding backward, one id", true, true);
+}
+
+/* ---- Main */
+
+void describe(const amp_device &d) {
+    cudaDeviceProp prop;
+    int driver = 0, runtime = 0;
+    need(cudaGetDeviceProperties(&prop, 0), "the device");
+    need(cudaDriverGetVersion(&driver), "the driver");
+    need(cudaRuntimeGetVersion(&runtime), "the runtime");
+    g.l2 = (size_t)prop.l2CacheSize;
+    printf("{\"event\": \"device\", \"name\": \"%s\", \"cc\": \"%d.%d\", \"multiprocessors\": %d, \"l2_bytes\": %zu, "
+           "\"memory_bytes\": %lld, \"driver\": \"%d.%d\", \"runtime\": \"%d.%d\", \"rounds\": %d, \"ms\": %g}\n",
+           d.name, d.cc_major, d.cc_minor, d.multiprocessors, g.l2, (long long)d.memory, driver / 1000, driver % 1000 / 10,
+           runtime / 1000, runtime % 1000 / 10, given.rounds, given.ms);
+}
+
+void options(int argc, char **argv) {
+    given.s = gpt2, given.rounds = 9, given.ms = 20, given.small = false;
+    for (int i = 1; i < argc; i++) {
+        bool more = i + 1 < argc;
+        if (!strcmp(argv[i], "--tiny")) given.small = true, given.s = tiny;
+        else if (!strcmp(argv[i], "--rounds") && more) given.rounds = std::max(1, atoi(argv[++i]));
+        else if (!strcmp(argv[i], "--ms") && more) given.ms = atof(argv[++i]);
+        else if (!strcmp(argv[i], "--only") && more) given.only = argv[++i];
+        else fprintf(stderr, "bench_gpu: %s is not known\n", argv[i]), exit(2);
+    }
+}
+
+} /* namespace */
+
+int main(int argc, char **argv) {
+    amp_device d;
+    options(argc, argv);
+    g.open();
+    need(g.b->describe(g.dev, &d) == AMP_OK, "the device");
+    describe(d);
+    copy_case("copy 0.4 GB", given.small ? 1 << 16 : 400 << 20);
+    copy_case("copy 4 GB", given.small ? 1 << 17 : (int64_t)4 << 30);
+    read_case("read 0.5 GB", given.small ? 1 << 16 : 500 << 20, d.multiprocessors);
+    casts();
+    widening();
+    optimizers();
+    norms();
+    softmaxes();
+    pointwise();
+    losses();
+    g.close();
+    return 0;
+}

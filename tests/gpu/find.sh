@@ -1,0 +1,45 @@
+#!/bin/sh
+# find.sh WHAT - what CUDA has here.  Prints, or prints nothing and fails:
+#   nvcc      the compiler: $NVCC if that is set, else of $CUDA_HOME, PATH, pkg-config or /usr/local/cuda
+#   release   its release: 13.0
+#   archs     the architectures it can build from Volta on: 75 80 ... 121
+#   gpu       the first GPU: "NVIDIA H200, 9.0"
+#   backend   one line that says which backend a program can use here, and why; never fails
+have() { command -v "$1" >/dev/null 2>&1; }
+
+find_nvcc() {
+    if [ -n "$NVCC" ]; then command -v "$NVCC"; return; fi
+    if [ -n "$CUDA_HOME" ] && [ -x "$CUDA_HOME/bin/nvcc" ]; then echo "$CUDA_HOME/bin/nvcc"; return; fi
+    if have nvcc; then command -v nvcc; return; fi
+    if have pkg-config; then        # the toolkit's packages bring cuda-13.0.pc or cudart-13.0.pc
+        for name in $(pkg-config --list-all 2>/dev/null | awk '$1 ~ /^cuda(rt)?(-[0-9.]+)?$/ {print $1}' | sort -r); do
+            root=$(pkg-config --variable=cudaroot "$name")
+            if [ -x "$root/bin/nvcc" ]; then echo "$root/bin/nvcc"; return; fi
+        done
+    fi
+    [ -x /usr/local/cuda/bin/nvcc ] && echo /usr/local/cuda/bin/nvcc
+}
+find_release() { nvcc=$(find_nvcc) && "$nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
+find_archs() {
+    nvcc=$(find_nvcc) || return 1
+    "$nvcc" --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p' | sort -n | awk '$1 >= 70' | tr '\n' ' '
+}
+find_gpu() {
+    have nvidia-smi || return 1
+    gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+    case $gpu in *", "[0-9]*.[0-9]*) echo "$gpu" ;; *) return 1 ;; esac
+}
+find_backend() {
+    gpu=$(find_gpu) && gpu="$(echo "$gpu" | sed 's/, \(.*\)/ (compute capability \1)/')"
+    if ! find_nvcc >/dev/null; then
+        echo "backend: CPU; no nvcc (CUDA_HOME, PATH, pkg-config), so the CUDA backend is not built${gpu:+ for the $gpu}"
+    elif [ -z "$gpu" ]; then
+        echo "backend: CPU; no GPU here. nvcc $(find_release) builds the CUDA backend: make cuda"
+    else
+        echo "backend: CUDA on $gpu, nvcc $(find_release): make cuda, make gpu"
+    fi
+}
+case $1 in
+    nvcc|release|archs|gpu|backend) "find_$1" ;;
+    *) echo "find.sh: nvcc, release, archs, gpu or backend" >&2; exit 2 ;;
+esac

@@ -1,0 +1,85 @@
+/* coc.h - what tests/cuda_on_cpu/include/coc.h declares, on a real GPU: the tests of the CUDA backend include this one
+ * when they are built for a device.
+ *
+ * A GPU has one order of its own, so coc_every_order runs twice and asks for the same bits.  Faults, red zones and leaks
+ * are compute-sanitizer's.  What only the model can do (to fail a call, to count calls, to have other numbers of
+ * multiprocessors) ends the test that asks for it: it counts as skipped, with the reason. */
+#ifndef COC_ON_GPU_H
+#define COC_ON_GPU_H
+
+#include <cuda_runtime.h>
+#include <functional>
+#include <stdint.h>
+#include <stdio.h>
+#include <string>
+#include "../../test.h"
+
+enum { CUDA_IS_MODEL = 0 };
+enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_ORDERS = 3 };
+enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
+struct coc_counts { long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, switches; };
+struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs; size_t bytes; };
+
+/* ---- Tests that need the model are left where they ask for it. */
+
+struct coc_model_only { const char *what; };
+[[noreturn]] static inline void coc_needs_model(const char *what) { throw coc_model_only{what}; }
+
+static void (*coc_test)();
+static inline void coc_guarded() {
+    try { coc_test(); } catch (const coc_model_only &needed) { ampt.reason = needed.what; }
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+}
+static inline void coc_run(const char *name, void (*test)()) {
+    coc_test = test;
+    ampt_run(name, coc_guarded);
+}
+#undef RUN
+#define RUN(name) coc_run(#name, test_##name)
+
+/* ---- What a GPU decides itself */
+
+static inline void coc_set_order(coc_order, uint64_t = 1) {}
+static inline void coc_set_schedule(coc_schedule) {}
+static inline void coc_set_patience(int) {}
+static inline void coc_set_hidden(int) {}
+static inline void coc_set_pointer_check(int) {}
+static inline int coc_faults() { return 0; }
+static inline std::string coc_fault_text() { return ""; }
+static inline std::string coc_take_faults() { return ""; }
+static inline void coc_check_red_zones() {}
+static inline void coc_reset_counts() {}
+static inline coc_alive coc_living() { return coc_alive(); }
+static inline void coc_fail_clear() {}
+static inline void coc_reset() {}
+
+static inline std::string coc_every_order(const std::function<void(std::string *)> &run) {
+    std::string once, twice;
+    run(&once);
+    run(&twice);
+    return once == twice ? "" : "two runs on the GPU differ";
+}
+#if defined(COC_CUDA_RUNTIME_H)         /* a rehearsal: the model GPU's memory is small, and it has this function */
+void *coc_sparse_alloc(size_t bytes);
+#else
+static inline void *coc_sparse_alloc(size_t bytes) {
+    void *p = NULL;
+    if (cudaMalloc(&p, bytes) != cudaSuccess) {
+        (void)cudaGetLastError();
+        coc_needs_model("the GPU has not enough memory");
+    }
+    return cudaMemset(p, 0, bytes) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess ? p : NULL;
+}
+#endif
+
+/* ---- What only the model can do */
+
+static inline void coc_set_devices(int, size_t = 0, int = 0, int = 0) { coc_needs_model("other GPUs than the one here"); }
+static inline coc_counts coc_count() { coc_needs_model("counts of calls"); }
+static inline long coc_calls(const char *) { coc_needs_model("counts of calls"); }
+static inline long coc_kernel_launches(const char *) { coc_needs_model("counts of launches"); }
+static inline std::string coc_synchronising_calls() { coc_needs_model("counts of calls"); }
+static inline void coc_fail(const char *, int, cudaError_t, int = 0) { coc_needs_model("calls that fail"); }
+static inline int coc_fail_pending() { coc_needs_model("calls that fail"); }
+
+#endif

@@ -1,0 +1,74 @@
+# rules.mk - amp_cuda.cu for GPUs; included by the Makefile after tests/cuda_on_cpu/rules.mk.
+#
+#   make cuda               build/amp_cuda.o, one object for every architecture that nvcc knows (CUDA_ARCHS: fewer)
+#   make gpu                tests and timings on the GPU at hand, beside PyTorch (PEER_TORCH); REHEARSE=1: the same
+#                           programs on the model GPU, in the smallest sizes
+#   make gpu-table          what the kernels need of sm_90 into tests/gpu/resources.txt
+#   make backend            which backend a program can use here
+.PHONY: backend cuda gpu gpu-programs gpu-table
+
+NVCC_FLAGS := -O2 -std=c++17 -I. -Werror all-warnings
+GPU_JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
+
+backend:
+	@sh tests/gpu/find.sh backend
+
+cuda: $(BUILD)/amp_cuda.o
+
+# The machine code of each architecture, and PTX of the last for those to come.
+$(BUILD)/amp_cuda.o: amp_cuda.cu amp.h | $(BUILD)
+	@sh tests/gpu/find.sh backend
+	nvcc=$$(sh tests/gpu/find.sh nvcc) && codes= && \
+	for arch in $${CUDA_ARCHS:-$$(sh tests/gpu/find.sh archs)}; do \
+	    codes="$$codes -gencode arch=compute_$$arch,code=sm_$$arch"; done && \
+	"$$nvcc" $(NVCC_FLAGS) -Xfatbin=-compress-all --threads $(GPU_JOBS) $$codes -gencode arch=compute_$$arch,code=compute_$$arch -c $< -o $@
+
+gpu-table:
+	sh tests/cuda_on_cpu/nvcc.sh --table
+
+# ---- The tests and timings, for the GPU at hand or for the model.  GPU_CXX compiles host code, GPU_CU device code.
+GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
+GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
+GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
+GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h tests/test.h
+
+ifeq ($(REHEARSE),1)
+GPU_BIN  := $(BUILD)/rehearsal
+GPU_CXX  := $(CXX) $(CXXWARN) -Itests/gpu/on_gpu $(COC_FLAGS)
+GPU_CU   := $(GPU_CXX) -x c++
+GPU_CUDA := $(BUILD)/model_amp_cuda.o
+GPU_REST := $(BUILD)/coc_engine.o $(BUILD)/coc_runtime.o
+GPU_LIBS := $(COC_LIBS)
+else
+GPU_BIN  := $(BUILD)/gpu
+GPU_ARCH  = $(shell sh tests/gpu/find.sh gpu | sed 's/.*, //; s/[.]//')
+GPU_NVCC  = $(shell sh tests/gpu/find.sh nvcc) -std=c++17 -O2 $(GPU_INCLUDE) $(if $(OMP),-Xcompiler $(OMP))
+GPU_CXX   = $(GPU_NVCC)
+GPU_CU    = $(GPU_NVCC) -gencode arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH)
+GPU_CUDA := $(BUILD)/gpu/amp_cuda.o
+GPU_REST :=
+GPU_LIBS := -lm -lpthread
+endif
+
+$(GPU_BIN):
+	mkdir -p $@
+
+$(BUILD)/gpu/amp_cuda.o: amp_cuda.cu amp.h | $(GPU_BIN)
+	$(GPU_CU) -Werror all-warnings -lineinfo -c $< -o $@
+
+$(GPU_BIN)/t_cuda%.o: $(COC)/t_cuda%.cpp $(GPU_HEADERS) | $(GPU_BIN)
+	$(GPU_CXX) -c $< -o $@
+
+$(GPU_BIN)/%.o: tests/gpu/%.cu $(GPU_HEADERS) | $(GPU_BIN)
+	$(GPU_CU) -c $< -o $@
+
+$(GPU_PROGRAMS:%=$(GPU_BIN)/%): %: %.o $(GPU_CUDA) $(GPU_REST) $(BUILD)/amp_implementation.o
+	$(GPU_CXX) $^ -o $@ $(GPU_LIBS)
+
+gpu-programs: $(GPU_PROGRAMS:%=$(GPU_BIN)/%)
+
+gpu:
+	@[ "$(REHEARSE)" = 1 ] || sh tests/gpu/find.sh gpu >/dev/null || \
+	    { echo "make gpu: no GPU here (nvidia-smi shows none); make gpu REHEARSE=1 runs it on the model GPU"; exit 1; }
+	$(MAKE) -j$(GPU_JOBS) gpu-programs
+	$(PYTHON) tests/gpu/run.py --bin $(GPU_BIN) $(if $(filter 1,$(REHEARSE)),--rehearse)

@@ -1,0 +1,196 @@
+/* t_models.cu - what the CUDA backend and its model on the CPU take from the hardware, over all inputs.
+ *
+ * Conversions: the GPU's casts against amp.h's on the CPU, which the model uses, for every fp32 pattern to fp16, bf16
+ * (one by one and in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors
+ * against fp64 on the GPU.
+ * With GPU_MODEL=1 in the environment, for the model GPU, a sample of the patterns. */
+#include <cuda_runtime.h>
+#include <math.h>
+#include <string>
+#include <vector>
+#include "amp.h"
+#include "../test.h"
+
+extern "C" const amp_backend *amp_cuda(void);
+
+static int quick;
+
+/* ---- The GPU */
+
+static amp_result host_fail(void *, amp_result result, const char *text) { printf("  %s\n", text); return result; }
+static void host_log(void *, amp_log_level, int, const char *) {}
+static void *host_alloc(void *, size_t size, size_t align) {
+    void *p = NULL;
+    return posix_memalign(&p, align < sizeof p ? sizeof p : align, size) == 0 ? p : NULL;
+}
+static void host_free(void *, void *p, size_t) { free(p); }
+
+struct device {
+    const amp_backend *b = amp_cuda();
+    void *dev = NULL;
+    device() {
+        static const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        amp_backend_desc d = {};
+        CHECK(b->open(&dev, &host, &d) == AMP_OK);
+    }
+    ~device() { if (dev) b->close(dev); }
+    device(const device &) = delete;
+    device &operator=(const device &) = delete;
+    void *room(size_t bytes) {
+        void *p = NULL;
+        CHECK(b->alloc(dev, &p, bytes) == AMP_OK);
+        return p;
+    }
+    void cast(void *dst, amp_dtype to, const void *src, amp_dtype from, int64_t n) {
+        amp_k_cast a = {};
+        a.dst = dst, a.src = src, a.dst_dtype = to, a.src_dtype = from, a.n = n;
+        CHECK(b->cast(dev, &a, NULL) == AMP_OK);
+    }
+    /* The same through the kernels that round two numbers at a time: dst = 1 src. */
+    void add(void *dst, amp_dtype to, const void *src, int64_t n) {
+        amp_k_add a = {};
+        a.y = dst, a.a = src, a.y_dtype = to, a.a_dtype = AMP_F32, a.n = n, a.alpha = 1;
+        CHECK(b->add(dev, &a, NULL) == AMP_OK);
+    }
+    void copy(void *dst, const void *src, size_t bytes, amp_copy_kind kind) {
+        CHECK(b->copy(dev, dst, src, bytes, kind, NULL) == AMP_OK && b->stream_sync(dev, NULL) == AMP_OK);
+    }
+};
+
+/* ---- Conversions */
+
+/* Casts n patterns of `from` on both sides and compares the bits. */
+struct comparison {
+    device gpu;
+    size_t most;
+    void *source, *result;
+    std::vector<unsigned char> mine, theirs;
+    explicit comparison(size_t n) : most(4 * n), source(gpu.room(most)), result(gpu.room(most)), mine(most), theirs(most) {}
+    ~comparison() { gpu.b->free(gpu.dev, source, most), gpu.b->free(gpu.dev, result, most); }
+    void upload(const void *patterns, size_t bytes) { gpu.copy(source, patterns, bytes, AMP_COPY_TO_DEVICE); }
+    void compare(amp_dtype to, amp_dtype from, const void *patterns, int64_t n) {
+        size_t size = amp_dtype_size(to), bytes = (size_t)n * size;
+        gpu.cast(result, to, source, from, n);
+        gpu.copy(theirs.data(), result, bytes, AMP_COPY_TO_HOST);
+        cast_here(to, from, patterns, n);
+        if (memcmp(mine.data(), theirs.data(), bytes) == 0) return;
+        size_t at = 0;
+        while (mine[at] == theirs[at]) at++;
+        CHECK_MSG(0, "%s to %s: pattern %zu of %lld", amp_dtype_name(from), amp_dtype_name(to), at / size, (long long)n);
+    }
+    /* mine = patterns, cast by all threads of the CPU. */
+    void cast_here(amp_dtype to, amp_dtype from, const void *patterns, int64_t n) {
+        const int64_t piece = 1 << 16;
+        size_t wide = amp_dtype_size(from), size = amp_dtype_size(to);
+#pragma omp parallel for
+        for (int64_t i = 0; i < n; i += piece)
+            (void)amp_convert(mine.data() + (size_t)i * size, to, (const char *)patterns + (size_t)i * wide, from,
+                              n - i < piece ? n - i : piece, NULL, NULL);
+    }
+    /* What compare() just found right, against the pairs' bits: those of NaN are free. */
+    void compare_pairs(amp_dtype to, int64_t n) {
+        const uint16_t *a = (const uint16_t *)mine.data(), *b = (const uint16_t *)theirs.data();
+        uint16_t infinity = to == AMP_F16 ? 0x7c00 : 0x7f80;
+        int64_t wrong = 0;
+        gpu.add(result, to, source, n);
+        gpu.copy(theirs.data(), result, (size_t)n * 2, AMP_COPY_TO_HOST);
+#pragma omp parallel for reduction(+ : wrong)
+        for (int64_t i = 0; i < n; i++)
+            wrong += a[i] != b[i] && ((a[i] & 0x7fff) <= infinity || (b[i] & 0x7fff) <= infinity);
+        CHECK_MSG(wrong == 0, "fp32 to %s in pairs: %lld of %lld", amp_dtype_name(to), (long long)wrong, (long long)n);
+    }
+};
+
+static const amp_dtype narrow[] = {AMP_F16, AMP_BF16, AMP_TF32, AMP_E4M3, AMP_E5M2};
+
+TEST(fp32_to_narrower) {
+    const uint64_t all = (uint64_t)1 << 32, step = quick ? 4099 : 1, count = all / step, piece = quick ? 1 << 18 : 1 << 26;
+    comparison c(piece);
+    std::vector<uint32_t> patterns(piece);
+    for (uint64_t first = 0; first < count && !ampt.failures; first += piece) {
+        int64_t n = (int64_t)(count - first < piece ? count - first : piece);
+#pragma omp parallel for
+        for (int64_t i = 0; i < n; i++) patterns[(size_t)i] = (uint32_t)((first + (uint64_t)i) * step);
+        c.upload(patterns.data(), (size_t)n * 4);
+        for (amp_dtype to : narrow) {
+            c.compare(to, AMP_F32, patterns.data(), n);
+            if (to == AMP_F16 || to == AMP_BF16) c.compare_pairs(to, n);
+        }
+    }
+}
+
+TEST(narrower_to_fp32) {
+    for (amp_dtype from : narrow) {
+        if (from == AMP_TF32) continue;         /* its patterns are fp32's */
+        size_t size = amp_dtype_size(from);
+        int64_t n = size == 1 ? 1 << 8 : 1 << 16;
+        std::vector<unsigned char> patterns((size_t)n * size);
+        for (int64_t i = 0; i < n; i++) memcpy(&patterns[(size_t)i * size], &i, size);  /* little-endian */
+        comparison c((size_t)n);
+        c.upload(patterns.data(), patterns.size());
+        c.compare(AMP_F32, from, patterns.data(), n);
+    }
+}
+
+/* ---- 2^x and 1/x as the kernels take them from the hardware */
+
+enum function { EX2, RCP };
+
+__device__ __forceinline__ float approximate(function f, float x) {
+#if defined(__CUDA_ARCH__)
+    float y;
+    if (f == EX2) asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    else asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return f == EX2 ? (x < -126.0f ? 0.0f : exp2f(x)) : 1.0f / x;
+#endif
+}
+
+/* The largest relative error, as the bits of a float, over the patterns first, first + step, ... whose result is a normal
+   number; wrong: how many results below 2^-126 are neither 0 nor right. */
+__global__ void __launch_bounds__(256) error_kernel(function f, uint32_t step, uint64_t count, unsigned *worst, unsigned *wrong) {
+    for (uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (uint64_t)gridDim.x * blockDim.x) {
+        float x = ampi_f32_of_bits((uint32_t)i * step);
+        double right = f == EX2 ? exp2((double)x) : 1 / (double)x, size = fabs(right), off;
+        float y = approximate(f, x);
+        uint32_t magnitude = ampi_bits_f32(x) & 0x7fffffffu;
+        if (magnitude >= 0x7f800000u || (f == RCP && magnitude < 0x00800000u) || size > 3.4028234e38) continue;
+        off = fabs((double)y - right);
+        if (size >= 1.1754943508222875e-38) atomicMax(worst, ampi_bits_f32((float)(off / size)));
+        else if (y != 0.0f && off > 1.4012984643248171e-45) atomicAdd(wrong, 1u);
+    }
+}
+
+static void check_approximation(function f, const char *name, double bound) {
+    const uint32_t step = quick ? 65537 * 3 : 1;
+    uint64_t count = ((uint64_t)1 << 32) / step;
+    unsigned *found = NULL, host[2] = {0, 0};
+    unsigned *wrong;
+    CHECK(cudaMalloc((void **)&found, sizeof host) == cudaSuccess);
+    CHECK(cudaMemcpy(found, host, sizeof host, cudaMemcpyHostToDevice) == cudaSuccess);
+    wrong = found + 1;
+    void *args[] = {&f, (void *)&step, &count, &found, &wrong};
+    CHECK(cudaLaunchKernel(error_kernel, dim3(quick ? 4 : 4096), dim3(256), args, 0, (cudaStream_t)0) == cudaSuccess);
+    CHECK(cudaMemcpy(host, found, sizeof host, cudaMemcpyDeviceToHost) == cudaSuccess);
+    CHECK(cudaFree(found) == cudaSuccess);
+    float worst = ampi_f32_of_bits(host[0]);
+    ampt_figure(name, (double)worst, bound);
+    CHECK_MSG((double)worst <= bound, "%s: relative error 2^%.2f", name, log2((double)worst));
+    CHECK_EQ(host[1], 0);
+}
+
+TEST(ex2_approx) { check_approximation(EX2, "ex2.approx", ldexp(1, -22)); }
+TEST(rcp_approx) { check_approximation(RCP, "rcp.approx", ldexp(1, -23)); }
+
+int main(int argc, char **argv) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < 1) return puts("t_models: no GPU"), 1;
+    TEST_BEGIN(argc, argv);
+    quick = getenv("GPU_MODEL") != NULL && !strcmp(getenv("GPU_MODEL"), "1");
+    RUN(fp32_to_narrower);
+    RUN(narrower_to_fp32);
+    RUN(ex2_approx);
+    RUN(rcp_approx);
+    return TEST_END();
+}
