@@ -1496,6 +1496,118 @@ __device__ __forceinline__ void ampc_update_row(const amp_k_tensor &row, int64_t
     }
 }
 
+/* ---- Rows whose storage takes more than a conversion: remainders, stochastic rounding, bf16 moments.  Dtypes are known
+   at run time only, which keeps this out of the plain rows' registers. */
+
+__device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
+    return row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC && row.moment_dtype != AMP_BF16;
+}
+
+/* Up to 8 16-bit patterns. */
+__device__ inline void ampc_load_bits(const uint16_t *p, uint32_t (&x)[AMPC_LANES], int n) {
+    if (n >= AMPC_LANES && ampc_aligned(p)) {
+        uint4 raw = ampc_get16<AMPC_ONCE>(p);
+        AMPC_UNROLL
+        for (int i = 0; i < AMPC_LANES; i++) x[i] = ampc_word(raw, i / 2) >> (i % 2 * 16) & 0xffffu;
+        return;
+    }
+    AMPC_UNROLL
+    for (int i = 0; i < AMPC_LANES; i++) x[i] = i < n ? p[i] : 0;
+}
+__device__ inline void ampc_store_bits(uint16_t *p, const uint32_t (&x)[AMPC_LANES], int n) {
+    if (n >= AMPC_LANES && ampc_aligned(p)) {
+        uint4 raw = {x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16};
+        ampc_put16<AMPC_ONCE>(p, raw);
+        return;
+    }
+    AMPC_UNROLL
+    for (int i = 0; i < AMPC_LANES; i++)
+        if (i < n) p[i] = (uint16_t)x[i];
+}
+
+/* Up to 8 numbers from element i on. */
+template <class T> __device__ __forceinline__ void ampc_load_some(const T *p, float (&x)[AMPC_LANES], int n) {
+    if (n >= AMPC_LANES && ampc_aligned(p)) ampc_load<AMPC_ONCE>(p, x);
+    else ampc_load_upto(p, x, n, 0.0f);
+}
+template <class T> __device__ __forceinline__ void ampc_store_some(T *p, const float (&x)[AMPC_LANES], int n) {
+    if (n >= AMPC_LANES && ampc_aligned(p)) ampc_store<AMPC_ONCE>(p, x);
+    else ampc_store_upto(p, x, n);
+}
+__device__ inline void ampc_load_as(const void *p, amp_dtype dtype, int64_t i, float (&x)[AMPC_LANES], int n) {
+    if (dtype == AMP_F16) ampc_load_some((const ampc_f16 *)p + i, x, n);
+    else if (dtype == AMP_BF16) ampc_load_some((const ampc_bf16 *)p + i, x, n);
+    else ampc_load_some((const float *)p + i, x, n);
+}
+__device__ inline void ampc_store_as(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES], int n) {
+    if (dtype == AMP_F16) ampc_store_some((ampc_f16 *)p + i, x, n);
+    else if (dtype == AMP_BF16) ampc_store_some((ampc_bf16 *)p + i, x, n);
+    else ampc_store_some((float *)p + i, x, n);
+}
+
+__device__ inline void ampc_load_weights(const amp_k_tensor &row, int64_t i, float (&w)[AMPC_LANES], int n) {
+    uint32_t high[AMPC_LANES], rest[AMPC_LANES];
+    if (row.master_kind != AMP_MASTER_REMAINDER) {
+        ampc_load_as(row.master != NULL ? row.master : row.weight, row.master != NULL ? AMP_F32 : row.weight_dtype, i, w, n);
+        return;
+    }
+    ampc_load_bits((const uint16_t *)row.weight + i, high, n);
+    ampc_load_bits((const uint16_t *)row.master + i, rest, n);
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) w[j] = amp_f32_join((uint16_t)high[j], (uint16_t)rest[j]);
+}
+__device__ inline void ampc_store_weights(const amp_k_tensor &row, int64_t i, const float (&w)[AMPC_LANES],
+                                          const uint32_t (&random)[AMPC_LANES], int n) {
+    uint32_t high[AMPC_LANES], rest[AMPC_LANES];
+    if (row.master_kind != AMP_MASTER_REMAINDER && row.master_kind != AMP_MASTER_STOCHASTIC) {
+        if (row.master != NULL) ampc_store_as(row.master, AMP_F32, i, w, n);
+        ampc_store_as(row.weight, row.weight_dtype, i, w, n);
+        return;
+    }
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) {
+        uint16_t remainder = 0;
+        high[j] = row.master_kind == AMP_MASTER_REMAINDER ? amp_bf16_split(w[j], &remainder)
+                  : row.weight_dtype == AMP_BF16 ? amp_bf16_stochastic(w[j], random[j], 0)
+                                                 : amp_f16_stochastic(w[j], random[j], 0);
+        rest[j] = remainder;
+    }
+    ampc_store_bits((uint16_t *)row.weight + i, high, n);
+    if (row.master_kind == AMP_MASTER_REMAINDER) ampc_store_bits((uint16_t *)row.master + i, rest, n);
+}
+__device__ inline void ampc_store_moments(void *p, amp_dtype dtype, int64_t i, const float (&x)[AMPC_LANES],
+                                          const uint32_t (&random)[AMPC_LANES], int n) {
+    uint32_t bits[AMPC_LANES];
+    if (dtype != AMP_BF16) {
+        ampc_store_as(p, AMP_F32, i, x, n);
+        return;
+    }
+    AMPC_UNROLL
+    for (int j = 0; j < AMPC_LANES; j++) bits[j] = ampi_moment_round(x[j], random[j]);
+    ampc_store_bits((uint16_t *)p + i, bits, n);
+}
+
+template <bool SECOND, class UPDATE>
+__device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int64_t first, int n, uint64_t seed, UPDATE update) {
+    AMPC_NO_UNROLL
+    for (int at = (int)threadIdx.x * AMPC_LANES; at < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
+        int64_t i = first + at;
+        float w[AMPC_LANES], g[AMPC_LANES], m[AMPC_LANES] = {}, v[AMPC_LANES] = {};
+        uint32_t random[AMPC_LANES];
+        amp_philox(seed, 0, (uint64_t)i / 4, random);
+        amp_philox(seed, 0, (uint64_t)i / 4 + 1, random + 4);
+        ampc_load_as(row.grad, row.grad_dtype, i, g, n - at);
+        ampc_load_weights(row, i, w, n - at);
+        if (row.m != NULL) ampc_load_as(row.m, row.moment_dtype, i, m, n - at);
+        if (SECOND) ampc_load_as(row.v, row.moment_dtype, i, v, n - at);
+        AMPC_UNROLL
+        for (int j = 0; j < AMPC_LANES; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
+        ampc_store_weights(row, i, w, random, n - at);
+        if (row.m != NULL) ampc_store_moments(row.m, row.moment_dtype, i, m, random, n - at);
+        if (SECOND) ampc_store_moments(row.v, row.moment_dtype, i, v, random, n - at);
+    }
+}
+
 __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
     return ampi_adamw_row(args, row);
 }
@@ -1511,9 +1623,9 @@ ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found 
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
         const ampi_adamw_step s = steps[number];
-        ampc_update_row<true>(row, first, n, [&](float w, float g, float *m, float *v) {
-            return ampc_adamw_one(w, g, m, v, s);
-        });
+        auto update = [&](float w, float g, float *m, float *v) { return ampc_adamw_one(w, g, m, v, s); };
+        if (ampc_is_plain(row)) ampc_update_row<true>(row, first, n, update);
+        else ampc_update_stored<true>(row, first, n, s.seed, update);
     });
 }
 
@@ -1523,9 +1635,9 @@ ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found *f
     ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
         const ampi_sgd_step s = steps[number];
         bool momentum = row.m != NULL;
-        ampc_update_row<false>(row, first, n, [&](float w, float g, float *m, float *) {
-            return ampc_sgd_one(w, g, m, s, momentum);
-        });
+        auto update = [&](float w, float g, float *m, float *) { return ampc_sgd_one(w, g, m, s, momentum); };
+        if (ampc_is_plain(row)) ampc_update_row<false>(row, first, n, update);
+        else ampc_update_stored<false>(row, first, n, s.seed, update);
     });
 }
 

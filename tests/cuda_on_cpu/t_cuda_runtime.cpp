@@ -417,7 +417,8 @@ TEST(casts_ids_and_refusals) {
 
 /* ---- Multi-tensor kernels */
 
-struct row_spec { amp_dtype weight, grad; int64_t count; int master, live; size_t odd; };    /* odd: elements off 16 bytes */
+/* odd: elements off 16 bytes */
+struct row_spec { amp_dtype weight, grad; int64_t count; int master, live; size_t odd; amp_master_kind kind; amp_dtype moments; };
 
 static std::vector<row_spec> many_rows(int n) {
     static const amp_dtype storage[] = {AMP_F32, AMP_F16, AMP_BF16};
@@ -431,7 +432,22 @@ static std::vector<row_spec> many_rows(int n) {
         r.master = i % 5 < 2;
         r.live = i % 7 != 3;
         r.odd = i % 6 == 5 ? 1 : 0;
+        r.kind = AMP_MASTER_DEFAULT;
+        r.moments = AMP_F32;
         rows.push_back(r);
+    }
+    return rows;
+}
+
+/* The same with every way to store masters and moments in turn. */
+static std::vector<row_spec> stored_rows(int n) {
+    std::vector<row_spec> rows = many_rows(n);
+    for (int i = 0; i < n; i++) {
+        row_spec &r = rows[(size_t)i];
+        r.moments = i % 2 ? AMP_BF16 : AMP_F32;
+        r.kind = r.weight == AMP_F32 ? AMP_MASTER_NONE : i / 3 % 4 == 0 ? AMP_MASTER_F32 : i / 3 % 4 == 1 ? AMP_MASTER_NONE
+                 : i / 3 % 4 == 2 || r.weight == AMP_F16 ? AMP_MASTER_STOCHASTIC : AMP_MASTER_REMAINDER;
+        r.master = r.kind == AMP_MASTER_F32 || r.kind == AMP_MASTER_REMAINDER;
     }
     return rows;
 }
@@ -446,9 +462,9 @@ static std::vector<row_data> fill_rows(const std::vector<row_spec> &specs, float
         d.weight = numbers(s.weight, s.count);
         d.grad = numbers(s.grad, s.count, grad_scale);
         d.master = numbers(AMP_F32, s.count);
-        d.m = numbers(AMP_F32, s.count, 0.1f);
-        d.v = numbers(AMP_F32, s.count, 0.1f);
-        for (int64_t i = 0; i < s.count; i++) d.v[(size_t)i * 4 + 3] &= 0x7f;
+        d.m = numbers(s.moments, s.count, 0.1f);
+        d.v = numbers(s.moments, s.count, 0.1f);
+        for (size_t i = amp_dtype_size(s.moments); i <= d.v.size(); i += amp_dtype_size(s.moments)) d.v[i - 1] &= 0x7f;
         out.push_back(d);
     }
     return out;
@@ -463,11 +479,13 @@ static std::vector<amp_k_tensor> table_of(side *s, const std::vector<row_spec> &
         memset(&t, 0, sizeof t);
         t.weight = s->up(data[i].weight, r.odd * amp_dtype_size(r.weight));
         t.grad = s->up(data[i].grad, r.odd * amp_dtype_size(r.grad));
-        t.master = r.master ? s->up(data[i].master, r.odd * 4) : NULL;
-        t.m = moments > 0 ? s->up(data[i].m, r.odd * 4) : NULL;
+        t.master = r.master ? s->up(data[i].master, r.odd * 4) : NULL;          /* twice what remainders need */
+        t.m = moments > 0 ? s->up(data[i].m, r.odd * amp_dtype_size(r.moments)) : NULL;
         t.v = moments > 1 ? s->up(data[i].v) : NULL;
         t.weight_dtype = r.weight;
         t.grad_dtype = r.grad;
+        t.moment_dtype = r.moments;
+        t.master_kind = r.kind;
         t.count = r.count;
         t.lr_scale = i % 3 == 1 ? 0.5 : 1.0;
         t.weight_decay = i % 2 ? 0.1 : 0.0;
@@ -514,20 +532,20 @@ static amp_k_found a_found() {
 /* kind 0: AdamW, 1: SGD with momentum, 2: plain SGD, 3: scale_ranges */
 static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n, const amp_k_found *found, int variant) {
     if (kind == 0) {
-        amp_k_adamw a = {table, n, found, 0.9, 0.999, 1e-8, variant & 1, 0};
+        amp_k_adamw a = {table, n, found, 0.9, 0.999, 1e-8, 7, variant & 1, 0};
         return s->b->adamw(s->dev, &a, NULL);
     }
     if (kind == 3) {
         amp_k_scale_ranges a = {table, n, &found->factor};
         return s->b->scale_ranges(s->dev, &a, NULL);
     }
-    amp_k_sgd a = {table, n, found, kind == 1 ? 0.9 : 0.0, variant & 2 ? 0.1 : 0.0, variant & 1, variant >> 2 & 1};
+    amp_k_sgd a = {table, n, found, kind == 1 ? 0.9 : 0.0, variant & 2 ? 0.1 : 0.0, 7, variant & 1, variant >> 2 & 1};
     return s->b->sgd(s->dev, &a, NULL);
 }
 
-static void update_both(int kind, int rows, int variant, int skip) {
+static void update_both(int kind, int variant, int skip, const std::vector<row_spec> &specs) {
     static const int moments[] = {2, 1, 0, 0};
-    std::vector<row_spec> specs = many_rows(rows);
+    int rows = (int)specs.size();
     std::vector<row_data> before = fill_rows(specs, 0.5f), results[2] = {before, before};
     amp_k_found found = a_found();
     found.skip = skip;
@@ -551,22 +569,31 @@ static void update_both(int kind, int rows, int variant, int skip) {
 TEST(adamw_bits) {
     NEEDS_FMA();
     coc_reset();
-    update_both(0, 22, 0, 0);
-    update_both(0, 1, 1, 0);
-    update_both(0, 0, 0, 0);
-    update_both(0, 11, 0, 1);
-    update_both(0, 100, 0, 0);
+    update_both(0, 0, 0, many_rows(22));
+    update_both(0, 1, 0, many_rows(1));
+    update_both(0, 0, 0, many_rows(0));
+    update_both(0, 0, 1, many_rows(11));
+    update_both(0, 0, 0, many_rows(100));
 }
 TEST(sgd_bits) {
     NEEDS_FMA();
     coc_reset();
-    for (int variant = 0; variant < 8; variant++) update_both(1, 13, variant, 0);
-    update_both(2, 22, 0, 0);
-    update_both(2, 22, 4, 1);
+    for (int variant = 0; variant < 8; variant++) update_both(1, variant, 0, many_rows(13));
+    update_both(2, 0, 0, many_rows(22));
+    update_both(2, 4, 1, many_rows(22));
+}
+TEST(storage_bits) {
+    NEEDS_FMA();
+    coc_reset();
+    update_both(0, 0, 0, stored_rows(66));
+    update_both(0, 1, 0, stored_rows(30));
+    update_both(0, 0, 1, stored_rows(24));
+    for (int variant = 0; variant < 4; variant++) update_both(1, variant, 0, stored_rows(24));
+    update_both(2, 0, 0, stored_rows(24));
 }
 TEST(scale_bits) {
     coc_reset();
-    update_both(3, 33, 0, 0);
+    update_both(3, 0, 0, many_rows(33));
 }
 
 /* bad 0: all finite; 1: NaN and inf in some rows; 2: also elements whose squares are beyond fp32. */
@@ -952,7 +979,7 @@ TEST(graph_replays) {
         CHECK_EQ(x.b->stream_create(x.dev, &stream), AMP_OK);
         CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
         amp_k_check k = {on, 12, NULL, f}, k2 = {on, 12, NULL, other};
-        amp_k_adamw a = {on, 12, f, 0.9, 0.999, 1e-8, 0, 0};
+        amp_k_adamw a = {on, 12, f, 0.9, 0.999, 1e-8, 0, 0, 0};
         if (graphed) {
             CHECK_EQ(x.b->graph_begin(x.dev, stream), AMP_OK);
             CHECK_EQ(x.b->check(x.dev, &k, stream), AMP_OK);
@@ -1021,7 +1048,7 @@ struct session {
         amp_k_found *f = (amp_k_found *)a;
         const amp_k_tensor *t = (const amp_k_tensor *)table;
         amp_k_column_sum sum = {{(char *)a + 16384, AMP_F32, 0, 300, 8, 8}, (char *)a + 4096, AMP_F32, 0};
-        amp_k_adamw adamw = {t, 1, f, 0.9, 0.999, 1e-8, 0, 0};
+        amp_k_adamw adamw = {t, 1, f, 0.9, 0.999, 1e-8, 0, 0, 0};
         amp_k_scale_ranges scale = {t, 1, &f->factor};
         amp_k_cast cast;
         amp_k_rule rule;
@@ -1363,6 +1390,8 @@ int main(int argc, char **argv) {
     RUN(casts_ids_and_refusals);
     RUN(adamw_bits);
     RUN(sgd_bits);
+    RUN(storage_bits);
+    RUN(storage_bits);
     RUN(scale_bits);
     RUN(checks);
     RUN(rules);
