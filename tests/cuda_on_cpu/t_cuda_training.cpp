@@ -231,22 +231,17 @@ struct network {
 };
 
 /* ---- How far the GPU may be from the CPU.  Both start a step from the same weights; from there on every operation
-   passes on what its inputs may differ by, adds its own roundings (u = 2^-24 each, sums as in cuda_sum_bound; the
-   GPU's exponential is within 16 u), and its result may round to a neighbouring number of its storage. */
+   passes on what its inputs differ by, adds its own roundings (u = 2^-24 each, sums as in cuda_sum_bound; the GPU's
+   exponential is within 16 u), and its result may round to a neighbouring number of its storage. */
 
 static const double u = 1.0 / 16777216;
 
 struct uncertain {
-    doubles value, off;                         /* the CPU's values; |the GPU's - the CPU's| at most */
+    doubles value, off;     /* the CPU's values; |the GPU's - the CPU's|: before the check the bound, then the difference */
     size_t cols;
     double v(size_t i, size_t j) const { return value[i * cols + j]; }
     double o(size_t i, size_t j) const { return off.empty() ? 0 : off[i * cols + j]; }
 };
-
-/* off: before the rounding to storage. */
-static void stored(uncertain *x, amp_dtype dtype) {
-    for (size_t i = 0; i < x->off.size(); i++) x->off[i] += cuda_spacing(dtype, fabs(x->value[i]) + x->off[i]);
-}
 
 /* The differences of sum over k of a(i, k) b(k, j), n terms: those of the factors, and of the order of the sum. */
 template <class A, class B> static double sum_off(size_t n, double added, A a, B b) {
@@ -276,14 +271,31 @@ static double slope_error(double x) {
 }
 
 struct expectation {
-    network *cpu;
+    network *cpu, *gpu;
+    int step;
     uncertain embedded, normal, pre, hidden, logits, dlogits, dpre, dnormal, dembedded;
-    doubles loss, rstd_off, xhat, xhat_off, table_off, norm_weight_off, norm_bias_off, hidden_weight_off, hidden_bias_off, head_off;
+    doubles rstd, rstd_off, xhat, xhat_off;
 
-    explicit expectation(network *n) : cpu(n) {
+    expectation(network *c, network *g, int number) : cpu(c), gpu(g), step(number) {
+        CHECK(cpu->bytes(cpu->batch.inputs, ROWS * 4) == gpu->bytes(gpu->batch.inputs, ROWS * 4));
+        CHECK(cpu->bytes(cpu->batch.targets, ROWS * 4) == gpu->bytes(gpu->batch.targets, ROWS * 4));
         forward();
         backward();
     }
+    /* off: bounds before the rounding to storage, from now on the differences. */
+    void settle(const char *what, uncertain *x, const doubles &theirs, amp_dtype dtype) {
+        double worst = 0;
+        CHECK(theirs.size() == x->value.size() && theirs.size() == x->off.size());
+        for (size_t i = 0; i < theirs.size() && i < x->off.size(); i++) {
+            double d = fabs(theirs[i] - x->value[i]), bound = x->off[i];
+            if (bound > 0) bound += cuda_spacing(dtype, fabs(x->value[i]) + bound);
+            CHECK_MSG(d <= bound, "%s, step %d, element %zu: %.9g, the CPU has %.9g, bound %.3g", what, step, i, theirs[i], x->value[i], bound);
+            if (bound > 0) worst = fmax(worst, d / bound);
+            x->off[i] = d;
+        }
+        ampt_figure(what, worst, 1);
+    }
+    void settle(const char *what, uncertain *x, const amp_tensor &theirs) { settle(what, x, gpu->values(theirs), theirs.dtype); }
     void get(uncertain *x, const amp_tensor &t) {
         x->value = cpu->values(t);
         x->off.assign(x->value.size(), 0.0);
@@ -292,7 +304,8 @@ struct expectation {
     void forward() {
         doubles w1 = cpu->rounded(cpu->params[HIDDEN_WEIGHT].weight), b1 = cpu->values(cpu->params[HIDDEN_BIAS].weight);
         doubles w2 = cpu->rounded(cpu->params[HEAD_WEIGHT].weight);
-        get(&embedded, cpu->embedding.y);               /* both round the same numbers once */
+        get(&embedded, cpu->embedding.y);
+        settle("embedding", &embedded, gpu->embedding.y);      /* both round the same numbers once */
         get(&normal, cpu->norm.y);
         normalise();
         get(&pre, cpu->hidden.pre);
@@ -304,20 +317,22 @@ struct expectation {
                 pre.off[i * HIDDEN + j] = off;
                 hidden.off[i * HIDDEN + j] = 1.13 * off + 28 * u * fabs(hidden.v(i, j)) + 1e-37;
             }
-        stored(&pre, AMP_F16);
-        stored(&hidden, AMP_F16);
+        settle("hidden.pre", &pre, gpu->hidden.pre);
+        settle("hidden", &hidden, gpu->hidden.y);
         get(&logits, cpu->head.y);
         for (size_t i = 0; i < ROWS; i++)
             for (size_t j = 0; j < VOCAB; j++)
                 logits.off[i * VOCAB + j] = sum_off(HIDDEN, 0, [&](size_t k) { return at(hidden, i, k); },
                                                     [&](size_t k) { return sure(w2[j * HIDDEN + k]); });
-        stored(&logits, AMP_F16);
+        settle("logits", &logits, gpu->head.y);
         losses();
     }
     /* mean and rstd: two sums of the row each; y = (x - mean) rstd weight + bias. */
     void normalise() {
         doubles w = cpu->values(cpu->params[NORM_WEIGHT].weight), b = cpu->values(cpu->params[NORM_BIAS].weight);
-        doubles mean = cpu->values(cpu->norm.mean, AMP_F32, ROWS), rstd = cpu->values(cpu->norm.rstd, AMP_F32, ROWS);
+        doubles mean = cpu->values(cpu->norm.mean, AMP_F32, ROWS), their_mean = gpu->values(gpu->norm.mean, AMP_F32, ROWS);
+        doubles their_rstd = gpu->values(gpu->norm.rstd, AMP_F32, ROWS);
+        rstd = cpu->values(cpu->norm.rstd, AMP_F32, ROWS);
         for (size_t i = 0; i < ROWS; i++) {
             double size = 0, mean_off, variance = 0, relative;
             for (size_t j = 0; j < CHANNELS; j++) {
@@ -326,7 +341,9 @@ struct expectation {
             }
             mean_off = cuda_sum_bound(CHANNELS, size) / CHANNELS + 4 * u * fabs(mean[i]);
             relative = (cuda_sum_bound(CHANNELS + 6, variance) + 2 * mean_off * mean_off) / (variance + 1e-5) + 10 * u;
-            rstd_off.push_back(relative * rstd[i]);
+            rstd_off.push_back(fabs(rstd[i] - their_rstd[i]));
+            CHECK(fabs(mean[i] - their_mean[i]) <= mean_off && rstd_off[i] <= relative * rstd[i]);
+            mean_off = fabs(mean[i] - their_mean[i]);
             for (size_t j = 0; j < CHANNELS; j++) {
                 double far = fabs(embedded.v(i, j) - mean[i]), off = rstd[i] * (mean_off + 2 * u * far) + far * rstd_off[i];
                 xhat.push_back((embedded.v(i, j) - mean[i]) * rstd[i]);
@@ -334,7 +351,7 @@ struct expectation {
                 normal.off[i * CHANNELS + j] = fabs(w[j]) * off + 6 * u * (far * rstd[i] * fabs(w[j]) + fabs(b[j]));
             }
         }
-        stored(&normal, AMP_F16);
+        settle("norm", &normal, gpu->norm.y);
     }
     /* A row's probabilities move by at most a factor exp(2 e) where its logits move by e, its loss by 2 e. */
     void losses() {
@@ -358,21 +375,19 @@ struct expectation {
                 dlogits.off[i * VOCAB + j] = scale * (p * (exp(2 * e) - 1 + (own + relative) * exp(2 * e)) + 4 * u * (p + one) + 1e-37);
             }
         }
-        loss.push_back((loss_off + cuda_sum_bound(ROWS + 2, size)) / ROWS);
-        stored(&dlogits, AMP_F16);
+        uncertain mean = {cpu->values(cpu->loss.loss, AMP_F32, 1), {(loss_off + cuda_sum_bound(ROWS + 2, size)) / ROWS}, 1};
+        settle("loss", &mean, gpu->values(gpu->loss.loss, AMP_F32, 1), AMP_F32);
+        settle("dlogits", &dlogits, gpu->loss.dlogits);
     }
-    void gradient(doubles *out, int param, size_t rows, size_t cols, const std::function<double(size_t, size_t)> &off) {
+    void gradient(int param, const std::function<double(size_t, size_t)> &off) {
         const amp_tensor &t = cpu->params[param].grad;
-        doubles value = cpu->values(t);
-        for (size_t i = 0; i < rows; i++)
-            for (size_t j = 0; j < cols; j++) {
-                double d = off(i, j);
-                out->push_back(d + cuda_spacing(t.dtype, fabs(value[i * cols + j]) + d));
-            }
+        uncertain x = {cpu->values(t), doubles(), (size_t)(t.ndim == 2 ? t.shape[1] : 1)};
+        for (size_t i = 0; i < x.value.size(); i++) x.off.push_back(off(i / x.cols, i % x.cols));
+        settle(cpu->params[param].name, &x, gpu->params[param].grad);
     }
     void backward() {
         doubles w1 = cpu->rounded(cpu->params[HIDDEN_WEIGHT].weight), w2 = cpu->rounded(cpu->params[HEAD_WEIGHT].weight);
-        gradient(&head_off, HEAD_WEIGHT, VOCAB, HIDDEN, [&](size_t i, size_t j) {
+        gradient(HEAD_WEIGHT, [&](size_t i, size_t j) {
             return sum_off(ROWS, 0, [&](size_t k) { return at(dlogits, k, i); }, [&](size_t k) { return at(hidden, k, j); });
         });
         get(&dpre, cpu->hidden.dy);                     /* overwritten: the gradient before the activation */
@@ -385,11 +400,11 @@ struct expectation {
                 d = fabs(d) + off;                      /* the CPU's own, rounded, is not kept */
                 dpre.off[i * HIDDEN + j] = (fabs(slope) + 0.8 * e) * off + d * (0.8 * e + slope_error(x)) + 2 * u * d;
             }
-        stored(&dpre, AMP_F16);
-        gradient(&hidden_weight_off, HIDDEN_WEIGHT, HIDDEN, CHANNELS, [&](size_t i, size_t j) {
+        settle("hidden.dpre", &dpre, gpu->hidden.dy);
+        gradient(HIDDEN_WEIGHT, [&](size_t i, size_t j) {
             return sum_off(ROWS, 0, [&](size_t k) { return at(dpre, k, i); }, [&](size_t k) { return at(normal, k, j); });
         });
-        gradient(&hidden_bias_off, HIDDEN_BIAS, HIDDEN, 1, [&](size_t i, size_t) {
+        gradient(HIDDEN_BIAS, [&](size_t i, size_t) {
             return sum_off(ROWS, 0, [&](size_t k) { return at(dpre, k, i); }, [&](size_t) { return sure(1); });
         });
         get(&dnormal, cpu->hidden.dx);
@@ -397,19 +412,19 @@ struct expectation {
             for (size_t j = 0; j < CHANNELS; j++)
                 dnormal.off[i * CHANNELS + j] = sum_off(HIDDEN, 0, [&](size_t k) { return at(dpre, i, k); },
                                                         [&](size_t k) { return sure(w1[k * CHANNELS + j]); });
-        stored(&dnormal, AMP_F16);
+        settle("hidden.dx", &dnormal, gpu->hidden.dx);
         normalise_backward();
     }
     /* dx = rstd (g - mean(g) - h mean(g h)), g = weight dy, h = the normalised x. */
     void normalise_backward() {
-        doubles w = cpu->values(cpu->params[NORM_WEIGHT].weight), rstd = cpu->values(cpu->norm.rstd, AMP_F32, ROWS);
+        doubles w = cpu->values(cpu->params[NORM_WEIGHT].weight);
         doubles ids = cpu->values(cpu->batch.inputs, AMP_I32, ROWS);
         auto h = [&](size_t i, size_t j) { return std::pair<double, double>(xhat[i * CHANNELS + j], xhat_off[i * CHANNELS + j]); };
         get(&dembedded, cpu->norm.dx);
         for (size_t i = 0; i < ROWS; i++) {
             auto g = [&](size_t j) { return std::pair<double, double>(w[j] * dnormal.v(i, j), fabs(w[j]) * (dnormal.o(i, j) + 2 * u * fabs(dnormal.v(i, j)))); };
             double mean = 0, product = 0, mean_off = sum_off(CHANNELS, 0, g, [](size_t) { return sure(1); }) / CHANNELS;
-            double product_off = sum_off(CHANNELS + 0, 0, g, [&](size_t j) { return h(i, j); }) / CHANNELS;
+            double product_off = sum_off(CHANNELS, 0, g, [&](size_t j) { return h(i, j); }) / CHANNELS;
             for (size_t j = 0; j < CHANNELS; j++) mean += g(j).first / CHANNELS, product += g(j).first * xhat[i * CHANNELS + j] / CHANNELS;
             for (size_t j = 0; j < CHANNELS; j++) {
                 double hj = fabs(h(i, j).first), size = fabs(g(j).first) + fabs(mean) + hj * fabs(product);
@@ -417,48 +432,18 @@ struct expectation {
                 dembedded.off[i * CHANNELS + j] = rstd[i] * off + rstd_off[i] * (fabs(dembedded.v(i, j)) / rstd[i] + off);
             }
         }
-        stored(&dembedded, AMP_F16);
-        gradient(&norm_weight_off, NORM_WEIGHT, CHANNELS, 1, [&](size_t j, size_t) {
+        settle("norm.dx", &dembedded, gpu->norm.dx);
+        gradient(NORM_WEIGHT, [&](size_t j, size_t) {
             return sum_off(ROWS, 0, [&](size_t k) { return at(dnormal, k, j); }, [&](size_t k) { return h(k, j); });
         });
-        gradient(&norm_bias_off, NORM_BIAS, CHANNELS, 1, [&](size_t j, size_t) {
+        gradient(NORM_BIAS, [&](size_t j, size_t) {
             return sum_off(ROWS, 0, [&](size_t k) { return at(dnormal, k, j); }, [](size_t) { return sure(1); });
         });
-        gradient(&table_off, TABLE, VOCAB, CHANNELS, [&](size_t i, size_t j) {
+        gradient(TABLE, [&](size_t i, size_t j) {
             return sum_off(ROWS, 0, [&](size_t k) { return at(dembedded, k, j); }, [&](size_t k) { return sure(ids[k] == (double)i); });
         });
     }
 };
-
-static void check_near(const char *what, int step, const doubles &gpu, const doubles &cpu, const doubles &off) {
-    double worst = 0;
-    CHECK(gpu.size() == cpu.size() && gpu.size() == off.size());
-    for (size_t i = 0; i < gpu.size() && i < off.size(); i++) {
-        double d = fabs(gpu[i] - cpu[i]);
-        CHECK_MSG(d <= off[i], "%s, step %d, element %zu: %.9g, the CPU has %.9g, bound %.3g", what, step, i, gpu[i], cpu[i], off[i]);
-        if (off[i] > 0) worst = fmax(worst, d / off[i]);
-    }
-    ampt_figure(what, worst, 1);
-}
-
-static void compare_step(network *cpu, network *gpu, int step) {
-    expectation e(cpu);
-    const struct { const char *name; int param; const doubles *off; } gradients[] = {
-        {"table.grad", TABLE, &e.table_off}, {"norm.weight.grad", NORM_WEIGHT, &e.norm_weight_off},
-        {"norm.bias.grad", NORM_BIAS, &e.norm_bias_off}, {"hidden.weight.grad", HIDDEN_WEIGHT, &e.hidden_weight_off},
-        {"hidden.bias.grad", HIDDEN_BIAS, &e.hidden_bias_off}, {"head.weight.grad", HEAD_WEIGHT, &e.head_off}};
-    CHECK(cpu->bytes(cpu->batch.inputs, ROWS * 4) == gpu->bytes(gpu->batch.inputs, ROWS * 4));
-    CHECK(cpu->bytes(cpu->batch.targets, ROWS * 4) == gpu->bytes(gpu->batch.targets, ROWS * 4));
-    check_near("embedding", step, gpu->values(gpu->embedding.y), e.embedded.value, e.embedded.off);
-    check_near("norm", step, gpu->values(gpu->norm.y), e.normal.value, e.normal.off);
-    check_near("hidden", step, gpu->values(gpu->hidden.y), e.hidden.value, e.hidden.off);
-    check_near("logits", step, gpu->values(gpu->head.y), e.logits.value, e.logits.off);
-    check_near("loss", step, gpu->values(gpu->loss.loss, AMP_F32, 1), cpu->values(cpu->loss.loss, AMP_F32, 1), e.loss);
-    check_near("dlogits", step, gpu->values(gpu->loss.dlogits), e.dlogits.value, e.dlogits.off);
-    check_near("norm.dx", step, gpu->values(gpu->norm.dx), e.dembedded.value, e.dembedded.off);
-    for (const auto &g : gradients)
-        check_near(g.name, step, gpu->values(gpu->params[g.param].grad), cpu->values(cpu->params[g.param].grad), *g.off);
-}
 
 /* ---- Tests */
 
@@ -488,7 +473,7 @@ static void same_numbers(amp_level level) {
     for (int i = 0; i < 8; i++) {
         CHECK_OK(cpu.forward_backward());
         CHECK_OK(gpu.forward_backward());
-        compare_step(&cpu, &gpu, i);
+        expectation(&cpu, &gpu, i);
         last = cpu.values(cpu.loss.loss, AMP_F32, 1)[0];
         if (i == 0) first = last;
         for (int p = 0; p < PARAMS; p++) {
@@ -542,10 +527,10 @@ CUDA_TEST(every_order) {
 
 /* With a GPU that keeps up, whole steps with data, loss and outcomes neither wait nor allocate. */
 CUDA_TEST(steady_step_does_not_wait) {
-    for (amp_level level : {AMP_LEVEL_O1, AMP_LEVEL_O2}) {
+    for (int workers : {AMP_NO_WORKERS, 2}) {
         network gpu;
         std::vector<amp_outcome> outcomes;
-        CHECK_OK(gpu.open(settings(amp_cuda(), level), AMP_NO_WORKERS));
+        CHECK_OK(gpu.open(settings(amp_cuda(), workers == 2 ? AMP_LEVEL_O1 : AMP_LEVEL_O2), workers));
         coc_set_patience(0);
         for (int i = 0; i < 12; i++) {
             if (i == 4) coc_reset_counts();
@@ -558,13 +543,13 @@ CUDA_TEST(steady_step_does_not_wait) {
         CHECK_MSG(c.synchronising == 0, "%s", coc_synchronising_calls().c_str());
         CHECK_EQ(c.allocations, 0);
         CHECK_EQ(c.frees, 0);
-        CHECK_EQ(c.copies, 2 * 8);              /* a batch and an outcome */
+        if (workers < 0) CHECK_EQ(c.copies, 2 * 8);         /* a batch and an outcome; with workers one may be ahead */
         CHECK_EQ(outcomes.size(), 10);
     }
 }
 
-/* Two GPUs and the CPU at once, from one thread each. */
-static void several_at_once() {
+/* Contexts on two GPUs, taking turns. */
+CUDA_TEST(two_devices) {
     std::string weights[2];
     network gpus[2];
     std::vector<amp_outcome> outcomes[2];
@@ -583,6 +568,7 @@ static void several_at_once() {
     CHECK(weights[0] == weights[1]);
     CHECK(cudaGetDevice(&current) == cudaSuccess && current == 0);
 }
+<<<<<<< HEAD
 static int gpus_here() {
     int n = 0;
     return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
@@ -591,6 +577,8 @@ CUDA_TEST(two_devices) {
     if (gpus_here() < 2) SKIP("needs two GPUs");
     several_at_once();
 }
+=======
+>>>>>>> cuda
 
 /* The host's stream and device memory: every block is its own, comes with the stream that uses it, and goes back. */
 static long pool_blocks, pool_wrong;
