@@ -548,8 +548,14 @@ CUDA_TEST(steady_step_does_not_wait) {
     }
 }
 
+static int gpus_here() {
+    int n = 0;
+    return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
+}
+
 /* Contexts on two GPUs, taking turns. */
 CUDA_TEST(two_devices) {
+    if (gpus_here() < 2) SKIP("needs two GPUs");
     std::string weights[2];
     network gpus[2];
     std::vector<amp_outcome> outcomes[2];
@@ -568,17 +574,6 @@ CUDA_TEST(two_devices) {
     CHECK(weights[0] == weights[1]);
     CHECK(cudaGetDevice(&current) == cudaSuccess && current == 0);
 }
-<<<<<<< HEAD
-static int gpus_here() {
-    int n = 0;
-    return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
-}
-CUDA_TEST(two_devices) {
-    if (gpus_here() < 2) SKIP("needs two GPUs");
-    several_at_once();
-}
-=======
->>>>>>> cuda
 
 /* The host's stream and device memory: every block is its own, comes with the stream that uses it, and goes back. */
 static long pool_blocks, pool_wrong;
