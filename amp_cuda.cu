@@ -1236,7 +1236,7 @@ amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
    takes the chunks b, b + grid, b + 2 grid and so on.  A warp finds a chunk's row by summing up the chunks of 32 rows
    at a time; since chunks come in rising order, it goes through the table once.                          */
 
-enum { AMPC_CHUNK = 8192, AMPC_MULTI_THREADS = 256, AMPC_MULTI_PER_SM = 4, AMPC_ADAMW_PER_SM = 3,
+enum { AMPC_CHUNK = 8192, AMPC_MULTI_THREADS = 256, AMPC_MULTI_PER_SM = 4, AMPC_OPTIMIZER_PER_SM = 3,
        AMPC_CHECK_BLOCKS = 512 };
 
 struct ampc_cursor {
@@ -1309,14 +1309,21 @@ __device__ __forceinline__ void ampc_scale_lanes(float (&x)[AMPC_LANES], float f
 /* n elements at p by the whole block; write 0: read only. */
 template <bool SUM, class T>
 __device__ __forceinline__ void ampc_check_piece(T *p, int n, float factor, int write, double *sum, int *bad) {
+    const int deep = 4 / (int)sizeof(T);            /* loads on their way: 32 bytes a thread, for any T */
     int i, whole = ampc_aligned(p) ? n / AMPC_LANES : 0;
-    float x[AMPC_LANES];
-    for (i = (int)threadIdx.x; i < whole; i += AMPC_MULTI_THREADS) {
-        ampc_load(p + i * AMPC_LANES, x);
-        if (SUM) ampc_check_lanes(x, sum, bad);
-        if (!write) continue;
-        ampc_scale_lanes(x, factor);
-        ampc_store(p + i * AMPC_LANES, x);
+    for (i = (int)threadIdx.x; i < whole; i += deep * AMPC_MULTI_THREADS) {
+        float x[deep][AMPC_LANES];
+        AMPC_UNROLL
+        for (int d = 0; d < deep; d++)
+            if (i + d * AMPC_MULTI_THREADS < whole) ampc_load(p + (i + d * AMPC_MULTI_THREADS) * AMPC_LANES, x[d]);
+        AMPC_UNROLL
+        for (int d = 0; d < deep; d++) {
+            if (i + d * AMPC_MULTI_THREADS >= whole) continue;
+            if (SUM) ampc_check_lanes(x[d], sum, bad);
+            if (!write) continue;
+            ampc_scale_lanes(x[d], factor);
+            ampc_store(p + (i + d * AMPC_MULTI_THREADS) * AMPC_LANES, x[d]);
+        }
     }
     for (i = whole * AMPC_LANES + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
         float one = ampc_float(p[i]);
@@ -1618,7 +1625,7 @@ template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_step
     if (row < args.tensors) steps[row] = ampc_row_step(&args, &args.table[row]);
 }
 
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_ADAMW_PER_SM)
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
 ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found *found, const ampi_adamw_step *steps) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
@@ -1629,7 +1636,7 @@ ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found 
     });
 }
 
-__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
 ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found *found, const ampi_sgd_step *steps) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
@@ -1642,23 +1649,23 @@ ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found *f
 }
 
 template <class A, class S>
-amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream, int per_sm,
+amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
                          void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_found *, const S *)) {
     ampc_scratch steps(dev, stream);
     if (a->tensors <= 0) return ampc_usable(dev, name);
     AMPC_TRY(steps.get((size_t)a->tensors * sizeof(S), name));
     AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream, *a,
                          (S *)steps.data));
-    return ampc_launch(dev, name, kernel, (unsigned)(dev->multiprocessors * per_sm), AMPC_MULTI_THREADS, 0, stream, a->table,
-                       a->tensors, a->found, (const S *)steps.data);
+    return ampc_launch(dev, name, kernel, (unsigned)(dev->multiprocessors * AMPC_OPTIMIZER_PER_SM), AMPC_MULTI_THREADS, 0, stream,
+                       a->table, a->tensors, a->found, (const S *)steps.data);
 }
 
 amp_result ampc_adamw(void *device, const amp_k_adamw *a, void *stream) {
-    return ampc_optimize((ampc_device *)device, "amp_step (AdamW)", a, stream, AMPC_ADAMW_PER_SM, ampc_adamw_kernel);
+    return ampc_optimize((ampc_device *)device, "amp_step (AdamW)", a, stream, ampc_adamw_kernel);
 }
 
 amp_result ampc_sgd(void *device, const amp_k_sgd *a, void *stream) {
-    return ampc_optimize((ampc_device *)device, "amp_step (SGD)", a, stream, AMPC_MULTI_PER_SM, ampc_sgd_kernel);
+    return ampc_optimize((ampc_device *)device, "amp_step (SGD)", a, stream, ampc_sgd_kernel);
 }
 
 /* ---- Rules: amp.h's own arithmetic, on one thread */

@@ -1391,7 +1391,6 @@ int main(int argc, char **argv) {
     RUN(adamw_bits);
     RUN(sgd_bits);
     RUN(storage_bits);
-    RUN(storage_bits);
     RUN(scale_bits);
     RUN(checks);
     RUN(rules);
