@@ -43,7 +43,7 @@ help: backend
 	@echo "make cuda             the CUDA backend for every GPU that nvcc knows: $(BUILD)/amp_cuda.o"
 	@echo "make gpu              tests and timings on the GPU at hand, beside PyTorch; REHEARSE=1: on the model GPU"
 	@echo "make gpu-table        what the CUDA kernels need, into tests/gpu/resources.txt"
-	@echo "make install PREFIX=  copy amp.h and amp.pc below PREFIX (default /usr/local)"
+	@echo "make install PREFIX=  copy amp.h, amp_cuda.cu and amp.pc below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
 
 run: backend $(BUILD)/train_gpt
@@ -102,7 +102,7 @@ readme:
 # For pkg-config: gcc program.c $$(pkg-config --cflags --libs amp)
 install:
 	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
-	cp amp.h $(DESTDIR)$(PREFIX)/include/
+	cp amp.h amp_cuda.cu $(DESTDIR)$(PREFIX)/include/
 	printf 'prefix=%s\nName: amp\nDescription: mixed-precision training in one header\nVersion: %s\nCflags: -I$${prefix}/include -fopenmp\nLibs: -fopenmp -lm -lpthread\n' \
 	    "$(PREFIX)" "$(VERSION)" > $(DESTDIR)$(PREFIX)/lib/pkgconfig/amp.pc
 

@@ -80,14 +80,18 @@ def number(value):
 
 
 def bar_rows(bars):
-    """One row per bar, the products of one instruction with the same bar together."""
+    """One row per subject with the same bar: the products of one instruction, the loader's rates."""
     groups = {}
     for row in bars:
-        words = row["bar"].split(": share")[0].split()
-        group = f"{' '.join(words[:2])}, share of the peak" if words[0] == "GEMM" else row["bar"]
-        groups.setdefault((group, row.get("needs", "")), []).append((" ".join(words[2:]), row))
+        group, _, what = row["bar"].partition(", ")
+        if row["bar"].startswith("GEMM"):
+            words = row["bar"].split(": share")[0].split()
+            group, what = f"{' '.join(words[:2])}, share of the peak", " ".join(words[2:])
+        elif "tokens/s" not in group:
+            group, what = row["bar"], ""
+        groups.setdefault((group, row.get("needs", "")), []).append((what, row))
     for (group, needs), rows in groups.items():
-        each = [number(row["measured"]) + (f" ({what})" if group.startswith("GEMM") else "") for what, row in rows]
+        each = [number(row["measured"]) + (f" ({what})" if what else "") for what, row in rows]
         met = sum(row["verdict"] == "PASS" for _, row in rows)
         yield [group, ", ".join(each), needs, rows[0][1]["verdict"] if len(rows) == 1 else f"{met} of {len(rows)}"]
 
