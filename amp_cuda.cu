@@ -1893,8 +1893,9 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or the largest over the threads of a group, in every thread.  room: 32 N floats of shared memory; the call
-   before must have had another room.  All threads of the block call it. */
+/* Sums or the largest over the threads of a group, in every thread.  room: 64 N floats of shared memory, of which the
+   calls take one half and the other in turn, so that none writes what others may still be reading.  All threads of the
+   block call it. */
 struct ampc_plus {
     static __device__ __forceinline__ float none() { return 0.0f; }
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }
@@ -1910,10 +1911,12 @@ template <class Op, int N> __device__ __forceinline__ void ampc_over_warp(float 
         for (int i = 0; i < N; i++) x[i] = Op::of(x[i], __shfl_xor_sync(0xffffffffu, x[i], step));
     }
 }
-template <class Op, int N> __device__ __forceinline__ void ampc_over_group(float (&x)[N], int lanes, float *room) {
+template <class Op, int N> __device__ __forceinline__ void ampc_over_group(float (&x)[N], int lanes, float *room, int &turn) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = lanes / 32, first = warp / warps * warps;
     ampc_over_warp<Op>(x);
     if (warps == 1) return;
+    room += 32 * N * turn;
+    turn ^= 1;
     AMPC_UNROLL
     for (int i = 0; i < N; i++)
         if (lane == 0) room[32 * i + warp] = x[i];
@@ -2029,6 +2032,7 @@ ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     ampc_norm_chunk<V, E, FRESH> chunk(a, place);
+    int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float sum[1] = {0.0f}, squares[1] = {0.0f}, mean = 0.0f, rstd;
@@ -2037,14 +2041,14 @@ ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
             if (!a.rms) sum[0] = chunk.sum(sum[0]);
         }
         if (!a.rms) {
-            ampc_over_group<ampc_plus>(sum, lanes, room);
+            ampc_over_group<ampc_plus>(sum, lanes, room, turn);
             mean = ampc_mul(sum[0], share);
         }
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) chunk.fetch(row, c, cols, false);
             squares[0] = chunk.squares(squares[0], mean);
         }
-        ampc_over_group<ampc_plus>(squares, lanes, room + 32);
+        ampc_over_group<ampc_plus>(squares, lanes, room, turn);
         rstd = rsqrtf(ampc_fma(squares[0], share, a.eps));
         for (c = 0; c < chunks; c++) {
             if (c != 0) chunk.fetch(row, c, cols, false);
@@ -2207,8 +2211,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, f
             fetch(place.start(c), place.left(c, cols));
             ampc_norm_look(a, place, place.start(c), place.left(c, cols), mean, rstd, x, dy, sums, means);
         }
-        ampc_over_group<ampc_plus>(means, lanes, room + 64 * turn);
-        turn ^= 1;
+        ampc_over_group<ampc_plus>(means, lanes, room, turn);
         means[0] = a.rms ? 0.0f : ampc_mul(means[0], share);
         means[1] = ampc_mul(means[1], share);
         for (c = chunks - 1; c >= 0; c--) {
@@ -2399,6 +2402,7 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
+    int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
         bool live = first + place.group < rows;
         int64_t row = live ? first + place.group : rows - 1, c;
@@ -2409,14 +2413,14 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
             AMPC_UNROLL
             for (int k = 0; k < E; k++) max[0] = fmaxf(max[0], s[k]);
         }
-        ampc_over_group<ampc_max>(max, lanes, room);
+        ampc_over_group<ampc_max>(max, lanes, room, turn);
         shift = ampi_bits_f32(max[0]) == 0xff800000u ? 0.0f : max[0];
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) ampc_scores_fetch(a, place, sight, row, c, s);
             AMPC_UNROLL
             for (int k = 0; k < E; k++) sum[0] += s[k] = ampc_exp_below(s[k], shift);
         }
-        ampc_over_group<ampc_plus>(sum, lanes, room + 32);
+        ampc_over_group<ampc_plus>(sum, lanes, room, turn);
         sum[0] = sum[0] == 0.0f ? 0.0f : 1.0f / sum[0];
         for (c = 0; c < chunks; c++) {
             if (c != 0) {
@@ -2456,8 +2460,7 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t pla
                 for (int i = 0; i < V; i++) sum[0] = ampc_fma(value[i], value[i] == 0.0f ? 0.0f : slope[i], sum[0]);
             }
         }
-        ampc_over_group<ampc_plus>(sum, lanes, room + 32 * turn);
-        turn ^= 1;
+        ampc_over_group<ampc_plus>(sum, lanes, room, turn);
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(c);
             AMPC_UNROLL
@@ -2833,7 +2836,7 @@ __global__ void __launch_bounds__(1024) ampc_labels_scan(const int32_t *values, 
     if (out->bad) ampc_report(report, first);
 }
 
-/* loss = the sum of n values, or their mean over `counted` (NULL: n), which is NaN over none.  One block. */
+/* loss = the sum of n values, or their mean over what `labels` counted (NULL: `counted`), NaN over none.  One block. */
 template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels,
                                                                            int64_t counted, int sum, float *loss) {
     AMPC_SHARED(double, room, 32);
@@ -2843,8 +2846,7 @@ template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const
     total = ampc_block_sum(total, room);
     if (threadIdx.x != 0) return;
     if (labels) counted = labels->counted;
-    if (sum) *loss = (float)total;
-    else *loss = counted > 0 ? (float)(total / (double)counted) : ampi_f32_of_bits(0x7fc00000u);
+    *loss = (float)(sum ? total : total / (double)counted);         /* 0 / 0 is NaN */
 }
 
 /* ---- Cross-entropy.  A block reads a row once, keeps it in shared memory where it fits (KEEP), with a running maximum
@@ -2949,7 +2951,6 @@ __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entrop
     r.max = ampc_block_max(found.max, room);
     found.rescale(r.max);
     r.sum = ampc_block_sum(found.sum, room);
-    if (ampi_bits_f32(r.max) == 0xff800000u) r.sum = ampi_f32_of_bits(0x7fc00000u);
     loss = logf(r.sum) + (r.max - at_label);
     if (a.smoothing > 0.0f) {
         float mean = ampc_block_sum(found.total, room) / (float)a.classes;
