@@ -1824,11 +1824,13 @@ __device__ __forceinline__ float ampc_exp_below(float x, float max) { return amp
    fro, so that the chunk at the turn is still held.                                                        */
 
 /* Threads of a block at most, and their registers: 64 where the row is one chunk, so that a multiprocessor holds 1024
-   threads; 128 for other rows.  Those that also keep sums have one block on a multiprocessor, and 168 registers while
-   the sums lie there. */
-enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384 };
+   threads; 128 for other rows.  Those that also sum columns have one block on a multiprocessor, and 168 registers while
+   the sums lie there; of AMPC_SHARED_SUMS elements a thread they lie in shared memory, and the block has one group. */
+enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384, AMPC_SHARED_SUMS = 32 };
 __host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
-__host__ __device__ constexpr int ampc_threads(int e, bool sums) { return sums && e < 32 ? AMPC_SUM_THREADS : AMPC_ROW_THREADS; }
+__host__ __device__ constexpr int ampc_threads(int e, bool sums) {
+    return sums && e < AMPC_SHARED_SUMS ? AMPC_SUM_THREADS : AMPC_ROW_THREADS;
+}
 #define AMPC_ROW_BOUNDS(light) __launch_bounds__(AMPC_ROW_THREADS, (light) && ampc_one_chunk(V, E) ? 2 : 1)
 
 template <int V, int E> struct ampc_shape { enum { v = V, e = E }; };
@@ -1854,7 +1856,7 @@ ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_
     p.e = e[best];
     p.lanes = lanes[best] < threads ? (int)lanes[best] : threads;
     p.chunks = ampc_blocks(cols, (int64_t)p.lanes * p.e);
-    p.block = p.lanes * (sums ? threads / p.lanes : p.lanes < 256 ? 256 / p.lanes : 1);
+    p.block = p.lanes * (sums ? (p.e < AMPC_SHARED_SUMS ? threads / p.lanes : 1) : p.lanes < 256 ? 256 / p.lanes : 1);
     p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes),
                        sums ? 1 : (ampc_one_chunk(v, p.e) ? 2 : 1) * threads / p.block);
     return p;
@@ -2077,11 +2079,8 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm, backward.  With g = dy weight, h = (x - mean) rstd and means over the row:
    dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy.
-   A thread keeps its columns from row to row and sums dweight and dbias for them, in registers, or in shared memory
-   where it has 32 columns.  Each block writes one partial sum, and a second kernel adds the partial sums up in order.
+   A thread keeps its columns from row to row and sums dweight and dbias for them.  Each block writes one partial sum, and a second kernel adds the partial sums up in order.
    These sums alone depend on the size of the grid, and so on the GPU. */
-
-enum { AMPC_SHARED_SUMS = 32 };     /* E from which on the sums lie in shared memory */
 
 template <int V> __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_dtype, const uint4 &dy_raw,
                                                                 amp_dtype dy_dtype, float mean, float rstd, float *h,

@@ -41,7 +41,7 @@ static const dtypes mixes[] = {
 static const cuda_shape long_rows[] = {
     {2, 760, 0, 0, "24 a thread"},      {2, 5120, 0, 0, "several warps"},   {2, 8400, 0, 0, "32 of fp32 a thread"},
     {9, 13000, 0, 0, "32 a thread"},    {2, 16640, 0, 0, "two chunks"},     {30, 400, 0, 0, "16 a thread"},
-    {3, 9001, 0, 0, "three odd chunks"},
+    {3, 9001, 0, 0, "three odd chunks"}, {9, 6400, 0, 0, "shared sums of fp32"},
 };
 static std::vector<cuda_shape> shapes(bool wide) {
     std::vector<cuda_shape> all(cuda_shapes, cuda_shapes + sizeof cuda_shapes / sizeof *cuda_shapes);
@@ -335,7 +335,8 @@ static const norm_case norm_cases[] = {{0, 3}, {1, 1}, {0, 0}, {0, 15}, {1, 13},
 
 static void norm_forward(const cuda_shape &shape, const dtypes &t, const norm_case &c) {
     int64_t n = shape.count(), rows = shape.rows, cols = shape.cols;
-    std::string x = data_of(n, 20, t.a), residual = data_of(n, 21, t.b), weight = data_of(cols, 22, t.d), bias = data_of(cols, 23, t.d);
+    std::string x = data_of(n, 20, t.a), residual = data_of(n, 21, t.b);
+    std::string weight = data_of(cols, 22, t.d), bias = data_of(cols, 23, t.d);
     doubles w = values_of(weight, t.d), b = values_of(bias, t.d);
     int stored = (c.parts & 12) == 12;
     amp_dtype sum_type = t.a == t.b ? t.b : t.c;
@@ -390,7 +391,8 @@ static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case 
     int64_t n = shape.count(), rows = shape.rows, cols = shape.cols;
     std::string x = data_of(n, 24, t.a), dy = data_of(n, 25, t.b), dsum = data_of(n, 26, t.c), weight = data_of(cols, 27, t.d);
     std::string old = data_of(cols, 28, t.d);
-    doubles in = values_of(x, t.a), d = values_of(dy, t.b), ds = values_of(dsum, t.c), w = values_of(weight, t.d), before = values_of(old, t.d);
+    doubles in = values_of(x, t.a), d = values_of(dy, t.b), ds = values_of(dsum, t.c);
+    doubles w = values_of(weight, t.d), before = values_of(old, t.d);
     std::vector<float> mean, rstd;
     for (int64_t i = 0; i < rows; i++) {
         row_facts f = facts_of(&in[(size_t)(i * cols)], cols, c.rms, 1e-5f);
@@ -641,7 +643,8 @@ static logit_facts logits_of(const double *x, int64_t classes, int64_t label, do
 }
 
 static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_case &c) {
-    int64_t n = shape.count(), rows = shape.rows, cols = shape.cols, classes = cols > c.padding ? cols - c.padding : cols, counted = 0;
+    int64_t n = shape.count(), rows = shape.rows, cols = shape.cols, counted = 0;
+    int64_t classes = cols > c.padding ? cols - c.padding : cols;
     amp_dtype dt = c.in_place ? t.a : t.b;
     std::string x = data_of(n, 40, t.a, 5);
     doubles in = values_of(x, t.a);
@@ -817,7 +820,8 @@ static std::vector<int32_t> ids_of(int64_t n, int64_t vocabulary, int hot) {
     std::vector<int32_t> ids;
     for (int64_t i = 0; i < n; i++) {
         uint32_t word = amp_random_u32(60, (uint64_t)i);
-        ids.push_back(hot == 2 || (hot && word % 3) ? (int32_t)(vocabulary / 2) : (int32_t)(amp_random_u32(61, (uint64_t)i) % (uint64_t)vocabulary));
+        int64_t any = (int64_t)(amp_random_u32(61, (uint64_t)i) % (uint64_t)vocabulary);
+        ids.push_back((int32_t)(hot == 2 || (hot && word % 3) ? vocabulary / 2 : any));
     }
     return ids;
 }
@@ -884,8 +888,10 @@ static const embedding_case embedding_cases[] = {
 
 static void embedding_back(const embedding_case &c, const dtypes &t, int64_t pad, int64_t offset) {
     const int64_t places = c.seq + 3;           /* rows beyond seq have no gradient */
-    cuda_shape dense = {c.n, c.cols, pad, offset, ""}, table = {c.vocabulary, c.cols, pad, offset, ""}, spots = {places, c.cols, pad, 0, ""};
-    std::string dy = data_of(c.n * c.cols, 65, t.a), old_table = data_of(c.vocabulary * c.cols, 66, t.b), old_places = data_of(places * c.cols, 67, t.c);
+    cuda_shape dense = {c.n, c.cols, pad, offset, ""}, table = {c.vocabulary, c.cols, pad, offset, ""};
+    cuda_shape spots = {places, c.cols, pad, 0, ""};
+    std::string dy = data_of(c.n * c.cols, 65, t.a), old_table = data_of(c.vocabulary * c.cols, 66, t.b);
+    std::string old_places = data_of(places * c.cols, 67, t.c);
     std::vector<int32_t> ids = ids_of(c.n, c.vocabulary, c.hot);
     doubles d = values_of(dy, t.a), sums[2] = {doubles((size_t)(c.vocabulary * c.cols)), doubles((size_t)(places * c.cols))};
     std::vector<int64_t> counts[2] = {std::vector<int64_t>((size_t)c.vocabulary), std::vector<int64_t>((size_t)places)};
