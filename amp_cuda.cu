@@ -1943,11 +1943,13 @@ __device__ __forceinline__ float ampc_exp_below(float x, float max) { return amp
    fro, so that the chunk at the turn is still held.                                                        */
 
 /* Threads of a block at most, and their registers: 64 where the row is one chunk, so that a multiprocessor holds 1024
-   threads; 128 for other rows.  Those that also keep sums have one block on a multiprocessor, and 168 registers while
-   the sums lie there. */
-enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384 };
+   threads; 128 for other rows.  Those that also sum columns have one block on a multiprocessor, and 168 registers while
+   the sums lie there; of AMPC_SHARED_SUMS elements a thread they lie in shared memory, and the block has one group. */
+enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384, AMPC_SHARED_SUMS = 32 };
 __host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
-__host__ __device__ constexpr int ampc_threads(int e, bool sums) { return sums && e < 32 ? AMPC_SUM_THREADS : AMPC_ROW_THREADS; }
+__host__ __device__ constexpr int ampc_threads(int e, bool sums) {
+    return sums && e < AMPC_SHARED_SUMS ? AMPC_SUM_THREADS : AMPC_ROW_THREADS;
+}
 #define AMPC_ROW_BOUNDS(light) __launch_bounds__(AMPC_ROW_THREADS, (light) && ampc_one_chunk(V, E) ? 2 : 1)
 
 template <int V, int E> struct ampc_shape { enum { v = V, e = E }; };
@@ -1973,7 +1975,7 @@ ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_
     p.e = e[best];
     p.lanes = lanes[best] < threads ? (int)lanes[best] : threads;
     p.chunks = ampc_blocks(cols, (int64_t)p.lanes * p.e);
-    p.block = p.lanes * (sums ? threads / p.lanes : p.lanes < 256 ? 256 / p.lanes : 1);
+    p.block = p.lanes * (sums ? (p.e < AMPC_SHARED_SUMS ? threads / p.lanes : 1) : p.lanes < 256 ? 256 / p.lanes : 1);
     p.grid = ampc_grid(dev, ampc_blocks(rows, p.block / p.lanes),
                        sums ? 1 : (ampc_one_chunk(v, p.e) ? 2 : 1) * threads / p.block);
     return p;
@@ -2012,8 +2014,9 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or the largest over the threads of a group, in every thread.  room: 32 N floats of shared memory; the call
-   before must have had another room.  All threads of the block call it. */
+/* Sums or the largest over the threads of a group, in every thread.  room: 64 N floats of shared memory, of which the
+   calls take one half and the other in turn, so that none writes what others may still be reading.  All threads of the
+   block call it. */
 struct ampc_plus {
     static __device__ __forceinline__ float none() { return 0.0f; }
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }
@@ -2029,10 +2032,12 @@ template <class Op, int N> __device__ __forceinline__ void ampc_over_warp(float 
         for (int i = 0; i < N; i++) x[i] = Op::of(x[i], __shfl_xor_sync(0xffffffffu, x[i], step));
     }
 }
-template <class Op, int N> __device__ __forceinline__ void ampc_over_group(float (&x)[N], int lanes, float *room) {
+template <class Op, int N> __device__ __forceinline__ void ampc_over_group(float (&x)[N], int lanes, float *room, int &turn) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = lanes / 32, first = warp / warps * warps;
     ampc_over_warp<Op>(x);
     if (warps == 1) return;
+    room += 32 * N * turn;
+    turn ^= 1;
     AMPC_UNROLL
     for (int i = 0; i < N; i++)
         if (lane == 0) room[32 * i + warp] = x[i];
@@ -2148,6 +2153,7 @@ ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     ampc_norm_chunk<V, E, FRESH> chunk(a, place);
+    int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float sum[1] = {0.0f}, squares[1] = {0.0f}, mean = 0.0f, rstd;
@@ -2156,14 +2162,14 @@ ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
             if (!a.rms) sum[0] = chunk.sum(sum[0]);
         }
         if (!a.rms) {
-            ampc_over_group<ampc_plus>(sum, lanes, room);
+            ampc_over_group<ampc_plus>(sum, lanes, room, turn);
             mean = ampc_mul(sum[0], share);
         }
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) chunk.fetch(row, c, cols, false);
             squares[0] = chunk.squares(squares[0], mean);
         }
-        ampc_over_group<ampc_plus>(squares, lanes, room + 32);
+        ampc_over_group<ampc_plus>(squares, lanes, room, turn);
         rstd = rsqrtf(ampc_fma(squares[0], share, a.eps));
         for (c = 0; c < chunks; c++) {
             if (c != 0) chunk.fetch(row, c, cols, false);
@@ -2192,11 +2198,8 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm, backward.  With g = dy weight, h = (x - mean) rstd and means over the row:
    dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy.
-   A thread keeps its columns from row to row and sums dweight and dbias for them, in registers, or in shared memory
-   where it has 32 columns.  Each block writes one partial sum, and a second kernel adds the partial sums up in order.
+   A thread keeps its columns from row to row and sums dweight and dbias for them.  Each block writes one partial sum, and a second kernel adds the partial sums up in order.
    These sums alone depend on the size of the grid, and so on the GPU. */
-
-enum { AMPC_SHARED_SUMS = 32 };     /* E from which on the sums lie in shared memory */
 
 template <int V> __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_dtype, const uint4 &dy_raw,
                                                                 amp_dtype dy_dtype, float mean, float rstd, float *h,
@@ -2326,8 +2329,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, f
             fetch(place.start(c), place.left(c, cols));
             ampc_norm_look(a, place, place.start(c), place.left(c, cols), mean, rstd, x, dy, sums, means);
         }
-        ampc_over_group<ampc_plus>(means, lanes, room + 64 * turn);
-        turn ^= 1;
+        ampc_over_group<ampc_plus>(means, lanes, room, turn);
         means[0] = a.rms ? 0.0f : ampc_mul(means[0], share);
         means[1] = ampc_mul(means[1], share);
         for (c = chunks - 1; c >= 0; c--) {
@@ -2518,6 +2520,7 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     AMPC_SHARED(float, room, 64);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
+    int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
         bool live = first + place.group < rows;
         int64_t row = live ? first + place.group : rows - 1, c;
@@ -2528,14 +2531,14 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
             AMPC_UNROLL
             for (int k = 0; k < E; k++) max[0] = fmaxf(max[0], s[k]);
         }
-        ampc_over_group<ampc_max>(max, lanes, room);
+        ampc_over_group<ampc_max>(max, lanes, room, turn);
         shift = ampi_bits_f32(max[0]) == 0xff800000u ? 0.0f : max[0];
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) ampc_scores_fetch(a, place, sight, row, c, s);
             AMPC_UNROLL
             for (int k = 0; k < E; k++) sum[0] += s[k] = ampc_exp_below(s[k], shift);
         }
-        ampc_over_group<ampc_plus>(sum, lanes, room + 32);
+        ampc_over_group<ampc_plus>(sum, lanes, room, turn);
         sum[0] = sum[0] == 0.0f ? 0.0f : 1.0f / sum[0];
         for (c = 0; c < chunks; c++) {
             if (c != 0) {
@@ -2575,8 +2578,7 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t pla
                 for (int i = 0; i < V; i++) sum[0] = ampc_fma(value[i], value[i] == 0.0f ? 0.0f : slope[i], sum[0]);
             }
         }
-        ampc_over_group<ampc_plus>(sum, lanes, room + 32 * turn);
-        turn ^= 1;
+        ampc_over_group<ampc_plus>(sum, lanes, room, turn);
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(c);
             AMPC_UNROLL
@@ -2952,7 +2954,7 @@ __global__ void __launch_bounds__(1024) ampc_labels_scan(const int32_t *values, 
     if (out->bad) ampc_report(report, first);
 }
 
-/* loss = the sum of n values, or their mean over `counted` (NULL: n), which is NaN over none.  One block. */
+/* loss = the sum of n values, or their mean over what `labels` counted (NULL: `counted`), NaN over none.  One block. */
 template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels,
                                                                            int64_t counted, int sum, float *loss) {
     AMPC_SHARED(double, room, 32);
@@ -2962,8 +2964,7 @@ template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const
     total = ampc_block_sum(total, room);
     if (threadIdx.x != 0) return;
     if (labels) counted = labels->counted;
-    if (sum) *loss = (float)total;
-    else *loss = counted > 0 ? (float)(total / (double)counted) : ampi_f32_of_bits(0x7fc00000u);
+    *loss = (float)(sum ? total : total / (double)counted);         /* 0 / 0 is NaN */
 }
 
 /* ---- Cross-entropy.  A block reads a row once, keeps it in shared memory where it fits (KEEP), with a running maximum
@@ -3068,7 +3069,6 @@ __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entrop
     r.max = ampc_block_max(found.max, room);
     found.rescale(r.max);
     r.sum = ampc_block_sum(found.sum, room);
-    if (ampi_bits_f32(r.max) == 0xff800000u) r.sum = ampi_f32_of_bits(0x7fc00000u);
     loss = logf(r.sum) + (r.max - at_label);
     if (a.smoothing > 0.0f) {
         float mean = ampc_block_sum(found.total, room) / (float)a.classes;

@@ -40,8 +40,8 @@ static const dtypes mixes[] = {
 /* The table of shapes, and rows that need each number of elements a thread, and more than a block holds. */
 static const cuda_shape long_rows[] = {
     {2, 760, 0, 0, "24 a thread"},      {2, 5120, 0, 0, "several warps"},   {2, 8400, 0, 0, "32 of fp32 a thread"},
-    {2, 13000, 0, 0, "32 a thread"},    {2, 16640, 0, 0, "two chunks"},     {30, 400, 0, 0, "16 a thread"},
-    {3, 9001, 0, 0, "three odd chunks"},
+    {9, 13000, 0, 0, "32 a thread"},    {2, 16640, 0, 0, "two chunks"},     {30, 400, 0, 0, "16 a thread"},
+    {3, 9001, 0, 0, "three odd chunks"}, {9, 6400, 0, 0, "shared sums of fp32"},
 };
 static std::vector<cuda_shape> shapes(bool wide) {
     std::vector<cuda_shape> all(cuda_shapes, cuda_shapes + sizeof cuda_shapes / sizeof *cuda_shapes);
@@ -61,6 +61,21 @@ static void far_away(const std::function<void(const cuda_shape &, const dtypes &
     coc_reset();
     run(cuda_far_shape, mixes[2]);
 }
+
+/* While it lives the model has one GPU of so many multiprocessors. */
+struct multiprocessors {
+    explicit multiprocessors(int count) { set(1, count); }
+    ~multiprocessors() { set(2, 4); }
+    static void set(int devices, int count) {
+        CHECK(coc_faults() == 0);
+        coc_reset();
+#if !defined(CUDA_ON_GPU)
+        coc_set_devices(devices, (size_t)1 << 30, count);
+#else
+        (void)devices, (void)count;
+#endif
+    }
+};
 
 static void *put_at(cuda_side &s, const std::string &data, const cuda_shape &shape, amp_dtype dtype) {
     return s.put(data.data(), data.size(), (size_t)shape.offset * amp_dtype_size(dtype));
@@ -95,37 +110,62 @@ static void ok(amp_result result) { CHECK_MSG(result == AMP_OK, "%s", cuda_error
 
 /* ---- Addition, dropout, activations: contiguous */
 
-CUDA_TEST(add) {
-    each(false, [](const cuda_shape &shape, const dtypes &t) {
-        int64_t n = shape.count();
-        std::string a = data_of(n, 1, t.a), b = data_of(n, 2, t.b);
-        doubles in = values_of(b, t.b);
-        for (int both = 0; both < 2; both++)
-            cuda_on_both([&](cuda_side &s, std::string *out) {
-                amp_k_add k = {put_at(s, a, shape, t.a), both ? put_at(s, b, shape, t.b) : NULL, NULL, t.a, t.b, t.c, n, 0.7f, -1.3f};
-                k.y = room_at(s, n, shape, t.c);
-                ok(s.backend->add(s.dev, &k, NULL));
-                s.get(out, k.y, (size_t)n * amp_dtype_size(t.c));
-            }).check_within(0, t.c, n, [&](int64_t i, double y) {
-                return both ? 1.3 * u * fabs(in[(size_t)i]) + cuda_spacing(AMP_F32, y) + cuda_spacing(t.c, y) : 0;
-            }, shape.name);
+/* More than all threads of one multiprocessor read ahead at once. */
+static const cuda_shape many_pieces = {1, 45001, 0, 0, "many pieces"};
+static void each_and_many(const std::function<void(const cuda_shape &, const dtypes &)> &run) {
+    each(false, run);
+    multiprocessors one(1);
+    run(many_pieces, mixes[2]);
+}
+
+static void add(const cuda_shape &shape, const dtypes &t) {
+    int64_t n = shape.count();
+    std::string a = data_of(n, 1, t.a), b = data_of(n, 2, t.b);
+    doubles in = values_of(b, t.b);
+    for (int both = 0; both < 2; both++)
+        cuda_on_both([&](cuda_side &s, std::string *out) {
+            amp_k_add k = {put_at(s, a, shape, t.a), both ? put_at(s, b, shape, t.b) : NULL, NULL, t.a, t.b, t.c, n, 0.7f, -1.3f};
+            k.y = room_at(s, n, shape, t.c);
+            ok(s.backend->add(s.dev, &k, NULL));
+            s.get(out, k.y, (size_t)n * amp_dtype_size(t.c));
+        }).check_within(0, t.c, n, [&](int64_t i, double y) {
+            return both ? 1.3 * u * fabs(in[(size_t)i]) + cuda_spacing(AMP_F32, y) + cuda_spacing(t.c, y) : 0;
+        }, shape.name);
+}
+CUDA_TEST(add) { each_and_many(add); }
+
+struct drop_case { float p; uint64_t seed, offset; };
+
+static std::string dropout(const cuda_shape &shape, const dtypes &t, const drop_case &c) {
+    int64_t n = shape.count();
+    std::string x = data_of(n, 3, t.a);
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset};
+        ok(s.backend->dropout(s.dev, &k, NULL));
+        s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
     });
+    both.check_same_bits();
+    return both.actual;
 }
 
 CUDA_TEST(dropout) {
-    const struct { float p; uint64_t seed, offset; } cases[] = {
+    const drop_case cases[] = {
         {0.1f, 1, 0}, {0.5f, 99, 1}, {0.9f, 7, ((uint64_t)1 << 34) + 2}, {0.3f, 7, 3}, {0, 1, 0}, {1e-9f, 3, 4}
     };
-    each(false, [&](const cuda_shape &shape, const dtypes &t) {
-        int64_t n = shape.count();
-        std::string x = data_of(n, 3, t.a);
-        for (const auto &c : cases)
-            cuda_on_both([&](cuda_side &s, std::string *out) {
-                amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset};
-                ok(s.backend->dropout(s.dev, &k, NULL));
-                s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
-            }).check_same_bits();
+    each_and_many([&](const cuda_shape &shape, const dtypes &t) {
+        for (const drop_case &c : cases) dropout(shape, t, c);
     });
+}
+
+/* An element whose number is p stays; p one step above drops it. */
+CUDA_TEST(dropout_at_its_bound) {
+    const cuda_shape shape = {1, 24, 0, 0, ""};
+    for (size_t i = 0; i < 24; i += 5) {
+        float number = amp_random_uniform(17, i);
+        double kept = cuda_value(&dropout(shape, mixes[0], {number, 17, 0})[4 * i], AMP_F32, 0);
+        double dropped = cuda_value(&dropout(shape, mixes[0], {number + 1.0f / 16777216, 17, 0})[4 * i], AMP_F32, 0);
+        CHECK(kept != 0 && dropped == 0);
+    }
 }
 
 static double sigmoid(double x) { return x < 0 ? exp(x) / (1 + exp(x)) : 1 / (1 + exp(-x)); }
@@ -162,47 +202,45 @@ static double slope_bound(amp_activation_kind kind, double x) {
     }
 }
 
-CUDA_TEST(activation) {
-    each(false, [](const cuda_shape &shape, const dtypes &t) {
-        int64_t n = shape.count();
-        std::string x = data_of(n, 4, t.a, 4);
-        doubles in = values_of(x, t.a);
-        for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++) {
-            amp_activation_kind act = (amp_activation_kind)kind;
-            cuda_on_both([&](cuda_side &s, std::string *out) {
-                amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL};
-                ok(s.backend->activation(s.dev, &k, NULL));
-                s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
-            }).check_within(0, t.b, n, [&](int64_t i, double y) {
-                double bound = activation_bound(act, in[(size_t)i], y);
-                return bound > 0 ? bound + cuda_spacing(t.b, y) : 0;
-            }, shape.name);
-        }
-    });
+static void activation(const cuda_shape &shape, const dtypes &t) {
+    int64_t n = shape.count();
+    std::string x = data_of(n, 4, t.a, 4);
+    doubles in = values_of(x, t.a);
+    for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++) {
+        amp_activation_kind act = (amp_activation_kind)kind;
+        cuda_on_both([&](cuda_side &s, std::string *out) {
+            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL};
+            ok(s.backend->activation(s.dev, &k, NULL));
+            s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+        }).check_within(0, t.b, n, [&](int64_t i, double y) {
+            double bound = activation_bound(act, in[(size_t)i], y);
+            return bound > 0 ? bound + cuda_spacing(t.b, y) : 0;
+        }, shape.name);
+    }
 }
+CUDA_TEST(activation) { each_and_many(activation); }
 
-CUDA_TEST(activation_backward) {
-    each(false, [](const cuda_shape &shape, const dtypes &t) {
-        int64_t n = shape.count();
-        std::string x = data_of(n, 5, t.a, 3), y = cuda_stored(cuda_random(n, 6), t.b), dy = data_of(n, 7, t.b);
-        doubles in = values_of(x, t.a), slopes = values_of(dy, t.b);
-        for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU + 1; kind++) {       /* the last: tanh from y */
-            int from_y = kind > AMP_ACT_RELU;
-            amp_activation_kind act = from_y ? AMP_ACT_TANH : (amp_activation_kind)kind;
-            cuda_on_both([&](cuda_side &s, std::string *out) {
-                amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL};
-                k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, shape, t.a);       /* dx may be dy */
-                if (from_y) k.y = put_at(s, y, shape, t.b);
-                ok(s.backend->activation_backward(s.dev, &k, NULL));
-                s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
-            }).check_within(0, t.a, n, [&](int64_t i, double e) {
-                size_t j = (size_t)i;
-                double bound = (from_y ? 2 * u : slope_bound(act, in[j])) * fabs(slopes[j]);
-                return bound > 0 ? bound + 2 * u * fabs(e) + cuda_spacing(t.a, e) : 0;
-            }, shape.name);
-        }
-    });
+static void activation_back(const cuda_shape &shape, const dtypes &t) {
+    int64_t n = shape.count();
+    std::string x = data_of(n, 5, t.a, 3), y = cuda_stored(cuda_random(n, 6), t.b), dy = data_of(n, 7, t.b);
+    doubles in = values_of(x, t.a), slopes = values_of(dy, t.b);
+    for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU + 1; kind++) {       /* the last: tanh from y */
+        int from_y = kind > AMP_ACT_RELU;
+        amp_activation_kind act = from_y ? AMP_ACT_TANH : (amp_activation_kind)kind;
+        cuda_on_both([&](cuda_side &s, std::string *out) {
+            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL};
+            k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, shape, t.a);       /* dx may be dy */
+            if (from_y) k.y = put_at(s, y, shape, t.b);
+            ok(s.backend->activation_backward(s.dev, &k, NULL));
+            s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+        }).check_within(0, t.a, n, [&](int64_t i, double e) {
+            size_t j = (size_t)i;
+            double bound = (from_y ? 2 * u : slope_bound(act, in[j])) * fabs(slopes[j]);
+            return bound > 0 ? bound + 2 * u * fabs(e) + cuda_spacing(t.a, e) : 0;
+        }, shape.name);
+    }
 }
+CUDA_TEST(activation_backward) { each_and_many(activation_back); }
 
 /* What is not finite goes through as on the CPU. */
 CUDA_TEST(activation_of_infinities) {
@@ -297,16 +335,18 @@ static const norm_case norm_cases[] = {{0, 3}, {1, 1}, {0, 0}, {0, 15}, {1, 13},
 
 static void norm_forward(const cuda_shape &shape, const dtypes &t, const norm_case &c) {
     int64_t n = shape.count(), rows = shape.rows, cols = shape.cols;
-    std::string x = data_of(n, 20, t.a), residual = data_of(n, 21, t.b), weight = data_of(cols, 22, t.d), bias = data_of(cols, 23, t.d);
+    std::string x = data_of(n, 20, t.a), residual = data_of(n, 21, t.b);
+    std::string weight = data_of(cols, 22, t.d), bias = data_of(cols, 23, t.d);
     doubles w = values_of(weight, t.d), b = values_of(bias, t.d);
     int stored = (c.parts & 12) == 12;
+    amp_dtype sum_type = t.a == t.b ? t.b : t.c;
     cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
         amp_k_norm k = {};
         k.rms = c.rms;
         k.eps = 1e-5f;
         k.x = mat_at(s, &x, shape, t.a);
         if (c.parts & 4) k.residual = mat_at(s, &residual, shape, t.b);
-        if (stored) k.sum = t.a == t.b ? k.residual : mat_at(s, NULL, shape, t.a);      /* sum may be residual */
+        if (stored) k.sum = sum_type == t.b ? k.residual : mat_at(s, NULL, shape, sum_type);    /* sum may be residual */
         k.y = mat_at(s, NULL, shape, t.c);
         if (c.parts & 1) k.weight = s.put(weight.data(), weight.size());
         if (c.parts & 2) k.bias = s.put(bias.data(), bias.size());
@@ -321,10 +361,10 @@ static void norm_forward(const cuda_shape &shape, const dtypes &t, const norm_ca
     });
     doubles in = values_of(x, t.a), r = values_of(residual, t.b);
     for (size_t i = 0; i < in.size() && (c.parts & 4); i++) in[i] = (double)((float)in[i] + (float)r[i]);
-    if (stored) in = values_of(both.expected, t.a, 0, n);
+    if (stored) in = values_of(both.expected, sum_type, 0, n);
     std::vector<row_facts> facts;
     for (int64_t i = 0; i < rows; i++) facts.push_back(facts_of(&in[(size_t)(i * cols)], cols, c.rms, 1e-5f));
-    size_t at = stored ? both.check_within(0, t.a, n, [](int64_t, double) { return 0; }, "sum") : 0;
+    size_t at = stored ? both.check_within(0, sum_type, n, [](int64_t, double) { return 0; }, "sum") : 0;
     if (!c.rms) at = both.check_within(at, AMP_F32, rows, [&](int64_t i, double) { return facts[(size_t)i].mean_error; }, "mean");
     at = both.check_within(at, AMP_F32, rows, [&](int64_t i, double) { return facts[(size_t)i].rstd_error; }, "rstd");
     both.check_within(at, t.c, n, [&](int64_t i, double y) {
@@ -339,7 +379,7 @@ static void norm_forward(const cuda_shape &shape, const dtypes &t, const norm_ca
 CUDA_TEST(norm) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
         for (const norm_case &c : norm_cases)
-            if (shape.count() < 1000 || c.parts == 15 || c.parts == 13) norm_forward(shape, t, c);
+            if (shape.count() < 1000 || c.parts == 15 || (c.parts == 13 && shape.count() < 5000)) norm_forward(shape, t, c);
     });
     far_away([](const cuda_shape &shape, const dtypes &t) { norm_forward(shape, t, norm_cases[3]); });
 }
@@ -351,7 +391,8 @@ static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case 
     int64_t n = shape.count(), rows = shape.rows, cols = shape.cols;
     std::string x = data_of(n, 24, t.a), dy = data_of(n, 25, t.b), dsum = data_of(n, 26, t.c), weight = data_of(cols, 27, t.d);
     std::string old = data_of(cols, 28, t.d);
-    doubles in = values_of(x, t.a), d = values_of(dy, t.b), ds = values_of(dsum, t.c), w = values_of(weight, t.d), before = values_of(old, t.d);
+    doubles in = values_of(x, t.a), d = values_of(dy, t.b), ds = values_of(dsum, t.c);
+    doubles w = values_of(weight, t.d), before = values_of(old, t.d);
     std::vector<float> mean, rstd;
     for (int64_t i = 0; i < rows; i++) {
         row_facts f = facts_of(&in[(size_t)(i * cols)], cols, c.rms, 1e-5f);
@@ -404,9 +445,11 @@ static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case 
 CUDA_TEST(norm_backward) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
         for (const norm_case &c : norm_back_cases)
-            if (shape.count() < 1000 || c.parts == 15 || (c.parts == 3 && c.rms)) norm_back(shape, t, c);
+            if (shape.count() < 1000 || c.parts == 15 || (c.parts == 7 && shape.count() < 5000)) norm_back(shape, t, c);
     });
     far_away([](const cuda_shape &shape, const dtypes &t) { norm_back(shape, t, norm_back_cases[2]); });
+    multiprocessors many(40);   /* so many partial sums that each warp of the last kernel has one */
+    norm_back({500, 24, 0, 0, "many blocks"}, mixes[2], norm_back_cases[2]);
 }
 
 /* ---- Softmax */
@@ -418,7 +461,8 @@ static const mask_case mask_cases[] = {
     {AMP_MASK_NONE, 0, 0, 0, 0, "none"},                            {AMP_MASK_NONE, 0, 0, 0, LENGTHS, "lengths"},
     {AMP_MASK_CAUSAL, 0, 0, 0, 0, "causal"},                        {AMP_MASK_CAUSAL, 0, 0, 0, LENGTHS | DOCUMENTS, "causal, all"},
     {AMP_MASK_WINDOW, 0, 3, 0, 0, "window"},                        {AMP_MASK_WINDOW, 1, 5, 0, LENGTHS, "window both ways"},
-    {AMP_MASK_WINDOW, 0, INT64_MAX, 0, 0, "endless window"},        {AMP_MASK_WINDOW_GLOBAL, 0, 2, 3, DOCUMENTS, "global"},
+    {AMP_MASK_WINDOW, 0, INT64_MAX, 0, 0, "endless window"},        {AMP_MASK_WINDOW, 1, INT64_MAX, 0, 0, "endless both ways"},
+    {AMP_MASK_WINDOW_GLOBAL, 0, 2, 3, DOCUMENTS, "global"},
     {AMP_MASK_WINDOW_GLOBAL, 1, 4, 2, 0, "global both ways"},       {AMP_MASK_PREFIX, 0, 0, 0, LENGTHS, "prefix"},
     {AMP_MASK_ARBITRARY, 0, 0, 0, 0, "arbitrary"},                  {AMP_MASK_ARBITRARY, 0, 0, 0, LENGTHS | DOCUMENTS, "arbitrary, all"},
     {AMP_MASK_NONE, 0, 0, 0, DOCUMENTS, "documents"},
@@ -599,15 +643,17 @@ static logit_facts logits_of(const double *x, int64_t classes, int64_t label, do
 }
 
 static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_case &c) {
-    int64_t n = shape.count(), rows = shape.rows, cols = shape.cols, classes = cols > c.padding ? cols - c.padding : cols, counted = 0;
+    int64_t n = shape.count(), rows = shape.rows, cols = shape.cols, counted = 0;
+    int64_t classes = cols > c.padding ? cols - c.padding : cols;
     amp_dtype dt = c.in_place ? t.a : t.b;
     std::string x = data_of(n, 40, t.a, 5);
     doubles in = values_of(x, t.a);
     std::vector<int32_t> labels;
     std::vector<float> seed(1, 1024);
+    int32_t ignore = classes > 5 ? 3 : -7;      /* a class, or none */
     for (int64_t i = 0; i < rows; i++) {
-        labels.push_back(i % 4 == 2 ? -7 : (int32_t)(amp_random_u32(41, (uint64_t)i) % (uint64_t)classes));
-        counted += labels.back() != -7;
+        labels.push_back(i % 4 == 2 ? ignore : (int32_t)(amp_random_u32(41, (uint64_t)i) % (uint64_t)classes));
+        counted += labels.back() != ignore;
     }
     cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
         amp_k_cross_entropy k = {};
@@ -615,7 +661,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
         if (c.gradient) k.dlogits = c.in_place ? k.logits : mat_at(s, NULL, shape, dt);
         k.classes = classes;
         k.labels = s.put(labels);
-        k.ignore_index = -7;
+        k.ignore_index = ignore;
         k.sum = c.sum;
         k.smoothing = c.smoothing;
         k.factor = 0.5f;
@@ -632,7 +678,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
     double scale = 0.5 * (c.seeded ? 1024 : 1) / (c.sum || counted < 1 ? 1 : (double)counted), total = 0, total_error = 0;
     std::vector<logit_facts> facts((size_t)rows);
     for (size_t i = 0; i < (size_t)rows; i++) {
-        if (labels[i] == -7) continue;
+        if (labels[i] == ignore) continue;
         facts[i] = logits_of(&in[i * (size_t)cols], classes, labels[i], c.smoothing);
         total += fabs(facts[i].loss);
         total_error += facts[i].loss_error;
@@ -644,7 +690,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
     if (c.gradient)
         both.check_within(at, dt, n, [&](int64_t i, double e) {
             size_t row = (size_t)(i / cols), j = (size_t)(i % cols);
-            if (labels[row] == -7 || (int64_t)j >= classes) return 0.0;
+            if (labels[row] == ignore || (int64_t)j >= classes) return 0.0;
             double one = (int64_t)j == labels[row] ? 1 : 0;
             return scale * (facts[row].p_error[j] + 4 * u * (facts[row].p[j] + c.smoothing / (double)classes + one)) + cuda_spacing(dt, e);
         }, shape.name);
@@ -684,6 +730,26 @@ CUDA_TEST(cross_entropy_bad_label) {
             get_mat(s, out, k.dlogits);
             CHECK_EQ(*(const int32_t *)out->data(), 3);
         }).check_same_bits();
+}
+
+/* Many rows, of which one thread looks at several that are wrong. */
+CUDA_TEST(cross_entropy_first_bad_label) {
+    std::vector<float> x = cuda_random(2100 * 3, 44);
+    std::vector<int32_t> labels(2100, 1);
+    for (size_t row : {700, 1724, 1030, 2054}) labels[row] = 3;
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_cross_entropy k = {};
+        k.logits = s.put_matrix(x.data(), AMP_F32, 1, 6300, 6300);
+        k.logits.rows = 2100;
+        k.logits.cols = k.logits.ld = k.classes = 3;
+        k.labels = s.put(labels);
+        k.ignore_index = -100;
+        k.loss = (float *)s.room(4);
+        k.bad_label = s.put(std::vector<int32_t>(1, 0));
+        ok(s.backend->cross_entropy(s.dev, &k, NULL));
+        s.get(out, k.bad_label, 4);
+        CHECK_EQ(*(const int32_t *)out->data(), 701);
+    }).check_same_bits();
 }
 
 /* What is not finite, and rows of nothing but -inf, give NaN as on the CPU, and only in their row. */
@@ -754,7 +820,8 @@ static std::vector<int32_t> ids_of(int64_t n, int64_t vocabulary, int hot) {
     std::vector<int32_t> ids;
     for (int64_t i = 0; i < n; i++) {
         uint32_t word = amp_random_u32(60, (uint64_t)i);
-        ids.push_back(hot == 2 || (hot && word % 3) ? (int32_t)(vocabulary / 2) : (int32_t)(amp_random_u32(61, (uint64_t)i) % (uint64_t)vocabulary));
+        int64_t any = (int64_t)(amp_random_u32(61, (uint64_t)i) % (uint64_t)vocabulary);
+        ids.push_back((int32_t)(hot == 2 || (hot && word % 3) ? vocabulary / 2 : any));
     }
     return ids;
 }
@@ -821,8 +888,10 @@ static const embedding_case embedding_cases[] = {
 
 static void embedding_back(const embedding_case &c, const dtypes &t, int64_t pad, int64_t offset) {
     const int64_t places = c.seq + 3;           /* rows beyond seq have no gradient */
-    cuda_shape dense = {c.n, c.cols, pad, offset, ""}, table = {c.vocabulary, c.cols, pad, offset, ""}, spots = {places, c.cols, pad, 0, ""};
-    std::string dy = data_of(c.n * c.cols, 65, t.a), old_table = data_of(c.vocabulary * c.cols, 66, t.b), old_places = data_of(places * c.cols, 67, t.c);
+    cuda_shape dense = {c.n, c.cols, pad, offset, ""}, table = {c.vocabulary, c.cols, pad, offset, ""};
+    cuda_shape spots = {places, c.cols, pad, 0, ""};
+    std::string dy = data_of(c.n * c.cols, 65, t.a), old_table = data_of(c.vocabulary * c.cols, 66, t.b);
+    std::string old_places = data_of(places * c.cols, 67, t.c);
     std::vector<int32_t> ids = ids_of(c.n, c.vocabulary, c.hot);
     doubles d = values_of(dy, t.a), sums[2] = {doubles((size_t)(c.vocabulary * c.cols)), doubles((size_t)(places * c.cols))};
     std::vector<int64_t> counts[2] = {std::vector<int64_t>((size_t)c.vocabulary), std::vector<int64_t>((size_t)places)};
@@ -890,6 +959,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(add);
     RUN(dropout);
+    RUN(dropout_at_its_bound);
     RUN(activation);
     RUN(activation_backward);
     RUN(activation_of_infinities);
@@ -904,6 +974,7 @@ int main(int argc, char **argv) {
     RUN(cross_entropy);
     RUN(cross_entropy_long_rows);
     RUN(cross_entropy_bad_label);
+    RUN(cross_entropy_first_bad_label);
     RUN(cross_entropy_of_infinities);
     RUN(mse);
     RUN(embedding);
