@@ -2198,8 +2198,8 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm, backward.  With g = dy weight, h = (x - mean) rstd and means over the row:
    dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy.
-   A thread keeps its columns from row to row and sums dweight and dbias for them.  Each block writes one partial sum, and a second kernel adds the partial sums up in order.
-   These sums alone depend on the size of the grid, and so on the GPU. */
+   A thread keeps its columns from row to row and sums dweight and dbias for them.  Each block writes one partial sum, and
+   a second kernel adds the partial sums up in order.  These sums alone depend on the size of the grid, and so on the GPU. */
 
 template <int V> __device__ __forceinline__ void ampc_norm_pair(const uint4 &x_raw, amp_dtype x_dtype, const uint4 &dy_raw,
                                                                 amp_dtype dy_dtype, float mean, float rstd, float *h,
@@ -2219,7 +2219,7 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* dx for a chunk. */
+/* dx for a chunk */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row, int64_t start,
                                              int left, float mean, float rstd, const float *means, const uint4 *x,
