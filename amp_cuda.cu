@@ -24,7 +24,8 @@
    - A failure names the CUDA error and the call.  After an error that CUDA does not recover from (an illegal address,
      for example) every call fails, with a text that says so; close the context and start the process again.
    - Kernels compute in fp32 (sums in fp32 or wider), round once to storage, use 64-bit indices and give the same bits
-     every time: no floating-point atomics, and no result depends on the size of the grid.
+     every time on one kind of GPU: no floating-point atomics.  The norms' gradients of weight and bias are summed by
+     block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
