@@ -261,13 +261,26 @@ static std::string waiting() {
 
 /* ---- Scheduling */
 
+static int can_run(const coc_thread *t) { return t->state != 2 && (t->wait == nullptr || *t->wait != t->wait_value); }
+
+static coc_thread *next_of_warp(const coc_thread *me) {
+    const block_state *b = current_block();
+    unsigned thread = (unsigned)(me - b->threads), first = thread - me->lane;
+    for (unsigned k = 1; k <= 32; k++) {
+        unsigned i = first + (me->lane + k) % 32;
+        if (i < b->n && can_run(&b->threads[i])) return &b->threads[i];
+    }
+    return nullptr;
+}
+
 static coc_thread *next_runnable(const coc_thread *me) {
     const block_state *b = current_block();
     unsigned i = b->position[me - b->threads];
+    coc_thread *of_warp = coc_current_order == COC_AHEAD ? next_of_warp(me) : nullptr;
+    if (of_warp != nullptr) return of_warp;
     for (unsigned k = 0; k < b->n; k++) {
         if (++i == b->n) i = 0;
-        coc_thread *t = &b->threads[b->order[i]];
-        if (t->state != 2 && (t->wait == nullptr || *t->wait != t->wait_value)) return t;
+        if (can_run(&b->threads[b->order[i]])) return &b->threads[b->order[i]];
     }
     return nullptr;
 }

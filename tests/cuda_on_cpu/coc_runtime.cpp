@@ -1565,6 +1565,7 @@ std::string coc_every_order(const std::function<void(std::string *results)> &run
         {COC_REVERSE, 1, COC_EAGER, "reverse, eager"},
         {COC_RANDOM, 1, COC_OTHERS_FIRST, "random, other streams first"},
         {COC_RANDOM, 2, COC_LATE, "random again"},
+        {COC_AHEAD, 1, COC_LATE, "one warp ahead"},
     };
     coc_schedule before = model().schedule;
     coc_order order_before = coc_current_order;

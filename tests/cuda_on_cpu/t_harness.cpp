@@ -121,6 +121,34 @@ __global__ void k_block_sum(float *out, const float *x, int missing) {
     }
     if (t == 0) out[blockIdx.x] = part[0];
 }
+/* Sums of rows; with a barrier missing, a warp that is quick writes the next row's part before a slow one has read. */
+__global__ void k_row_sums(float *out, const float *x, int rows, int missing) {
+    COC_SHARED(float, part, 2);
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int row = 0; row < rows; row++) {
+        float sum = x[row * 64 + (int)threadIdx.x];
+        for (unsigned step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, (int)step);
+        if (lane == 0) part[warp] = sum;
+        __syncthreads();
+        sum = part[0] + part[1];
+        for (unsigned step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, (int)step);
+        if (lane == 0) out[row * 2 + (int)warp] = sum;
+        if (!missing) __syncthreads();
+    }
+}
+HARNESS_TEST(quick_warp_shows) {
+    std::vector<float> host(8 * 64);
+    for (size_t i = 0; i < host.size(); i++) host[i] = amp_random_uniform(1, i);
+    array<float> x(host), out(16);
+    for (int missing = 0; missing < 2; missing++) {
+        std::string difference = coc_every_order([&](std::string *results) {
+            CHECK_EQ(launch(k_row_sums, 1, 64, 0, 0, out.data, x.data, 8, missing), cudaSuccess);
+            append(results, out.get());
+        });
+        CHECK_MSG(missing == !difference.empty(), "%s", difference.c_str());
+        if (missing) CHECK_MSG(has(difference, "one warp ahead"), "%s", difference.c_str());
+    }
+}
 HARNESS_TEST(missing_barrier_shows) {
     std::vector<float> host(8 * 256);
     for (size_t i = 0; i < host.size(); i++) host[i] = amp_random_uniform(1, i);
@@ -1237,6 +1265,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(orders);
     RUN(missing_barrier_shows);
+    RUN(quick_warp_shows);
     RUN(barriers_vote);
     RUN(returned_threads);
     RUN(broken_synchronisation);

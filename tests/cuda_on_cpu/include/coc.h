@@ -8,8 +8,9 @@
 
 enum { CUDA_IS_MODEL = 1 };
 
-/* ---- Orders.  The threads of a block start and continue in this order; blocks are taken in it too. */
-enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_ORDERS = 3 };
+/* ---- Orders.  The threads of a block start and continue in this order; blocks are taken in it too.
+   AHEAD: forward, but a warp goes on until all its threads wait for the block, as if the others were slow. */
+enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_AHEAD = 3, COC_ORDERS = 4 };
 void coc_set_order(coc_order order, uint64_t seed = 1);
 
 /* ---- When work in streams runs; all three are legal.

@@ -15,7 +15,7 @@
 #include "../../test.h"
 
 enum { CUDA_IS_MODEL = 0 };
-enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_ORDERS = 3 };
+enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_AHEAD = 3, COC_ORDERS = 4 };
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 struct coc_counts { long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, switches; };
 struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs; size_t bytes; };
