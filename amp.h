@@ -1163,6 +1163,8 @@ typedef struct amp_backend {
 
 /* The CPU backend's table. */
 AMP_API const amp_backend *amp_cpu(void);
+/* The CUDA backend's table: from amp_cuda.cu, which nvcc compiles and the program links. */
+extern const amp_backend *amp_cuda(void);
 
 /* ---- The context */
 

@@ -7,7 +7,6 @@
 
    and name it when the context is opened:
 
-       extern const amp_backend *amp_cuda(void);
        amp_desc d = {0};
        d.backend = amp_cuda();
        d.device = 0;                    index of the GPU; several contexts may be open, on one GPU or on several
@@ -95,12 +94,7 @@ bool ampc_is_sticky(cudaError_t error) {
 }
 
 amp_result ampc_result_of(cudaError_t error) {
-    switch (error) {
-        case cudaErrorMemoryAllocation: return AMP_ERR_MEMORY;
-        case cudaErrorNoDevice: case cudaErrorInsufficientDriver: case cudaErrorNoKernelImageForDevice:
-            return AMP_ERR_BACKEND;
-        default: return AMP_ERR_DEVICE;
-    }
+    return error == cudaErrorMemoryAllocation ? AMP_ERR_MEMORY : AMP_ERR_DEVICE;
 }
 
 /* What to do about an error that the call itself has no advice for. */
@@ -3624,5 +3618,4 @@ const amp_backend ampc_backend = {
 } /* namespace */
 
 /* The CUDA backend's table: amp_desc.backend = amp_cuda(). */
-extern "C" const amp_backend *amp_cuda(void);
 extern "C" const amp_backend *amp_cuda(void) { return &ampc_backend; }

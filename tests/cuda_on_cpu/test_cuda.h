@@ -26,7 +26,6 @@
 #include "amp.h"
 #include "../test.h"
 
-extern "C" const amp_backend *amp_cuda(void);
 
 /* ---- Tests that leave nothing behind */
 

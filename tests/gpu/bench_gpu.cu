@@ -16,7 +16,6 @@
 #include <vector>
 #include "amp.h"
 
-extern "C" const amp_backend *amp_cuda(void);
 
 namespace {
 

@@ -11,7 +11,6 @@
 #include "amp.h"
 #include "../test.h"
 
-extern "C" const amp_backend *amp_cuda(void);
 
 static int quick;
 
