@@ -1860,9 +1860,9 @@ AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
 /* The masters are made again from the weights (after a host loaded weights), and cached casts of them are dropped. */
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
-/* What storage costs: bytes per parameter, averaged over all that have a gradient. */
+/* What storage costs: bytes per parameter, averaged over all that have a gradient.  Errors: 101. */
 typedef struct amp_parameter_bytes {
-    int64_t parameters;
+    int64_t parameters;             /* elements of all of them */
     double weight, gradient, master, moments;
     double total;                   /* their sum */
 } amp_parameter_bytes;
@@ -6516,6 +6516,8 @@ static amp_result ampi_check_desc(const amp_desc *d) {
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU has at most %s", ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(ampi_cpu_best_path()));
     if ((s->alloc == NULL) != (s->free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.alloc and .system.free come both or neither");
     if ((d->memory.alloc == NULL) != (d->memory.free == NULL)) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory.alloc and .memory.free come both or neither");
+    if (d->memory.alloc != NULL && (d->backend == NULL || d->backend == amp_cpu()))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".memory is for a device's memory, and amp_cpu() has none: set .system");
     if ((s->thread_start == NULL) != (s->thread_join == NULL) || (s->thread_start == NULL) != (s->thread_detach == NULL))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".system.thread_start, .thread_join and .thread_detach come all or none");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
@@ -11081,8 +11083,9 @@ static amp_result ampi_loader_device_buffers(amp_loader *l) {
     AMPI_TRY(amp_alloc(l->amp, &memory, (l->narrow ? 5 : 2) * l->slot_bytes));
     l->device = (char *)memory;
     if (l->narrow && l->desc.last_batch == AMP_LAST_PAD) {
-        l->padding = l->ring + l->depth * l->slot_bytes;
-        for (i = 0; i < l->slot_bytes / 4; i++) ((int32_t *)(void *)(l->ring + l->depth * l->slot_bytes))[i] = -100;
+        int32_t *padding = (int32_t *)(void *)(l->ring + l->depth * l->slot_bytes);
+        for (i = 0; i < l->slot_bytes / 4; i++) padding[i] = -100;
+        l->padding = (const char *)padding;
     }
     AMPI_TRY(b->stream_create(l->dev, &l->copy_stream));
     for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i]));

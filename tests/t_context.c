@@ -159,6 +159,14 @@ TEST(switching_the_dtype) {
     amp_close(amp);
 }
 
+static void *device_alloc(void *user, size_t bytes, int32_t device, void *stream) {
+    (void)user; (void)bytes; (void)device; (void)stream;
+    return NULL;
+}
+static void device_free(void *user, void *ptr, size_t bytes, int32_t device, void *stream) {
+    (void)user; (void)ptr; (void)bytes; (void)device; (void)stream;
+}
+
 TEST(settings_out_of_range) {
     amp_context *amp;
     amp_backend other = *amp_cpu();
@@ -176,6 +184,12 @@ TEST(settings_out_of_range) {
         memset(&d, 0, sizeof d);
         d.system.free = ampi_posix_free;
         CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
+        memset(&d, 0, sizeof d);
+        d.memory.alloc = device_alloc;
+        CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
+        d.memory.free = device_free;
+        CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
+        CHECK(says("set .system"));
         memset(&d, 0, sizeof d);
         d.reducer.world = 2;
         CHECK_ERR(amp_open(&amp, &d), AMP_ERR_NULL);
