@@ -843,17 +843,21 @@ typedef struct amp_k_softmax {
     const void *dy; void *dx;       /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
 } amp_k_softmax;
 
-typedef struct amp_k_activation {   /* y = act(x); dx = dy act'(x), tanh's from y if given.  y may be x, dx may be dy */
+/* y = act(x + bias); dx = dy act'(x + bias), tanh's from y if given.  y may be x, dx may be dy. */
+typedef struct amp_k_activation {
     amp_activation_kind act;
     amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
     int64_t n;
     const void *x; void *y;
     const void *dy; void *dx;
+    const void *bias; amp_dtype bias_dtype;     /* [cols], added to every row; NULL: none */
+    int64_t cols;                   /* divides n; used with a bias only */
 } amp_k_activation;
 
-typedef struct amp_k_swiglu {       /* y = silu(gate) up */
+typedef struct amp_k_swiglu {       /* y = silu(gate + gate_bias) (up + up_bias) */
     amp_mat gate, up, y;
     amp_mat dy, dgate, dup;
+    const void *gate_bias, *up_bias; amp_dtype gate_bias_dtype, up_bias_dtype;      /* [cols]; either may be NULL */
 } amp_k_swiglu;
 
 /* loss = sum or mean over the rows whose label is not ignore_index of
@@ -1511,11 +1515,12 @@ AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, 
 AMPI_INLINE amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return amp_softmax_v(amp, op, AMP_ABI(amp_softmax_op)); }
 AMPI_INLINE amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return amp_softmax_backward_v(amp, op, AMP_ABI(amp_softmax_op)); }
 
-/* y = act(x), any shape, contiguous.  y may be x for RELU and TANH only if a backward follows (they need y or
-   the sign of it); the others read x again. */
+/* y = act(x + bias), any shape, contiguous.  If a backward follows, y may be x for TANH, and for RELU without a
+   bias (they need y or the sign of it); the others read x again.  Errors: 101, 102, 103, 105 (such a y). */
 typedef struct amp_activation_op {
     const char *layer;
     amp_tensor x, y;
+    amp_param *bias;                /* [the last dimension of x]; may be NULL */
     amp_activation_kind act;
     int32_t reserved;
     amp_plan plan;
@@ -1526,10 +1531,12 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
 AMPI_INLINE amp_result amp_activation(amp_context *amp, amp_activation_op *op) { return amp_activation_v(amp, op, AMP_ABI(amp_activation_op)); }
 AMPI_INLINE amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) { return amp_activation_backward_v(amp, op, AMP_ABI(amp_activation_op)); }
 
-/* y = silu(gate) * up.  gate, up, y [rows, cols]; gate and up may be halves of one [rows, 2 cols] buffer. */
+/* y = silu(gate + gate_bias) * (up + up_bias).  gate, up, y [rows, cols]; gate and up may be halves of one
+   [rows, 2 cols] buffer. */
 typedef struct amp_swiglu_op {
     const char *layer;
     amp_tensor gate, up, y;
+    amp_param *gate_bias, *up_bias; /* [cols]; each may be NULL */
     amp_plan plan;
     amp_tensor dy, dgate, dup;
 } amp_swiglu_op;
@@ -5355,25 +5362,43 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
+/* x + bias[col..], in `room`; without a bias x itself. */
+AMPI_PRIVATE const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
+                                          float *room, amp_cpu_path path) {
+    float bias_room[AMPI_TILE];
+    const float *b;
+    if (bias == NULL) return x;
+    b = ampi_row_in(ampi_at(bias, dtype, col), dtype, n, bias_room, path);
+    for (int64_t i = 0; i < n; i++) room[i] = x[i] + b[i];
+    return room;
+}
+
 static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
     float x_room[AMPI_TILE], y_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->y, a->y_dtype, at);
         const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_room, job->cpu->path);
         float *y = ampi_row_out(to, a->y_dtype, y_room);
+        x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
         job->vec->activation(a->act, x, y, n);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
 }
 
+/* With a bias over rows of cols, else over one long row. */
+AMPI_PRIVATE void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
+    int64_t cols = a->bias != NULL ? a->cols : a->n;
+    ampi_run_tiles(job, cols > 0 ? a->n / cols : 0, cols, task);
+}
+
 static amp_result ampi_cpu_activation(void *dev, const amp_k_activation *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     (void)stream;
-    ampi_run_tiles(&job, 1, args->n, ampi_activation_task);
+    ampi_run_activation(&job, args, ampi_activation_task);
     return AMP_OK;
 }
 
@@ -5386,11 +5411,12 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
     float x_room[AMPI_TILE], dy_room[AMPI_TILE], dx_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->dx, a->x_dtype, at);
         const float *x = ampi_row_in(ampi_at(from_y ? a->y : a->x, dtype, at), dtype, n, x_room, job->cpu->path);
         const float *dy = ampi_row_in(ampi_at(a->dy, a->y_dtype, at), a->y_dtype, n, dy_room, job->cpu->path);
         float *dx = ampi_row_out(to, a->x_dtype, dx_room);
+        if (!from_y) x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
         if (from_y) job->vec->tanh_backward(x, dy, dx, n);
         else job->vec->activation_backward(a->act, x, dy, dx, n);
         ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
@@ -5400,7 +5426,7 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
 static amp_result ampi_cpu_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     (void)stream;
-    ampi_run_tiles(&job, 1, args->n, ampi_activation_backward_task);
+    ampi_run_activation(&job, args, ampi_activation_backward_task);
     return AMP_OK;
 }
 
@@ -5416,6 +5442,8 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
         const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_room, path);
         const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_room, path);
         float *y = ampi_row_out(to, a->y.dtype, y_room);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
         job->vec->swiglu(gate, up, y, n);
         ampi_row_done(to, a->y.dtype, n, y, path);
     }
@@ -5424,7 +5452,8 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
 static amp_result ampi_cpu_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     int64_t rows = args->gate.rows, cols = args->gate.cols;
-    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->y);
+    int dense = args->gate_bias == NULL && args->up_bias == NULL && ampi_mat_dense(&args->gate) &&
+                ampi_mat_dense(&args->up) && ampi_mat_dense(&args->y);
     (void)stream;
     ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_task);
     return AMP_OK;
@@ -5444,6 +5473,8 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
         const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, col), a->dy.dtype, n, dy_room, path);
         float *dgate = ampi_row_out(to_gate, a->dgate.dtype, dgate_room);
         float *dup = ampi_row_out(to_up, a->dup.dtype, dup_room);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
         job->vec->swiglu_backward(gate, up, dy, dgate, dup, n);
         ampi_row_done(to_gate, a->dgate.dtype, n, dgate, path);
         ampi_row_done(to_up, a->dup.dtype, n, dup, path);
@@ -5453,8 +5484,9 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
 static amp_result ampi_cpu_swiglu_backward(void *dev, const amp_k_swiglu *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     int64_t rows = args->gate.rows, cols = args->gate.cols;
-    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->dy) &&
-                ampi_mat_dense(&args->dgate) && ampi_mat_dense(&args->dup);
+    int dense = args->gate_bias == NULL && args->up_bias == NULL && ampi_mat_dense(&args->gate) &&
+                ampi_mat_dense(&args->up) && ampi_mat_dense(&args->dy) && ampi_mat_dense(&args->dgate) &&
+                ampi_mat_dense(&args->dup);
     (void)stream;
     ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_backward_task);
     return AMP_OK;
@@ -7628,7 +7660,8 @@ static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op,
     return AMP_OK;
 }
 
-static amp_result ampi_linear_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
+/* The gradient of what was added to every row. */
+static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
     s.x = *dy;
@@ -7664,7 +7697,7 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
     if (op->act != AMP_ACT_NONE) AMPI_TRY(ampi_linear_activation_backward(amp, f, op, &dy));
     if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy));
-    if (ampi_wants_grad(op->bias)) AMPI_TRY(ampi_linear_dbias(amp, op->bias, &dy));
+    if (ampi_wants_grad(op->bias)) AMPI_TRY(ampi_dbias(amp, op->bias, &dy));
     return dx.data ? ampi_linear_dx(amp, op, &dy, &dx) : AMP_OK;
 }
 
@@ -7980,6 +8013,10 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
     k->n = amp_tensor_count(&op->x);
     k->x = op->x.data; k->x_dtype = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
+    if (op->bias == NULL) return AMP_OK;
+    k->cols = op->x.shape[op->x.ndim - 1];
+    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, 0));
+    k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
     return AMP_OK;
 }
 
@@ -7997,19 +8034,35 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
 AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
     const char *f = "amp_activation_backward";
     amp_k_activation k;
+    amp_mat dx;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, k.x_dtype));
+    if (k.bias != NULL && k.x == k.y && k.act != AMP_ACT_TANH)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads with a .bias: give .y its own memory");
     k.dy = op->dy.data;
     k.dx = op->dx.data;
-    return amp->backend->activation_backward(amp->dev, &k, amp->desc.stream);
+    AMPI_TRY(amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
+    if (!ampi_wants_grad(op->bias)) return AMP_OK;
+    memset(&dx, 0, sizeof dx);
+    dx.data = k.dx; dx.dtype = k.x_dtype;
+    dx.rows = k.n / k.cols; dx.cols = dx.ld = k.cols;
+    return ampi_dbias(amp, op->bias, &dx);
 }
 
 static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
     memset(k, 0, sizeof *k);
     AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
     AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
+    if (op->gate_bias) {
+        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, 0));
+        k->gate_bias = op->gate_bias->weight.data; k->gate_bias_dtype = op->gate_bias->weight.dtype;
+    }
+    if (op->up_bias) {
+        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, 0));
+        k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
+    }
     return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
 }
 
@@ -8032,7 +8085,9 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
     AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
-    return amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
+    AMPI_TRY(amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream));
+    if (ampi_wants_grad(op->gate_bias)) AMPI_TRY(ampi_dbias(amp, op->gate_bias, &k.dgate));
+    return ampi_wants_grad(op->up_bias) ? ampi_dbias(amp, op->up_bias, &k.dup) : AMP_OK;
 }
 
 /* ---- Losses */
