@@ -572,4 +572,285 @@ static inline std::string blas_run(cublasLtHandle_t handle, const blas_case &c) 
     return status == CUBLAS_STATUS_SUCCESS ? blas_check(x, b) : cublasLtGetStatusName(status);
 }
 
+/* ---- What is no product that runs or is refused.  holds() says "" or what was found instead. */
+
+struct blas_fact {
+    const char *rule, *source;
+    std::string (*holds)(cublasLtHandle_t handle);
+    bool needed;                                /* what amp_cuda.cu relies on; else what it is prepared for */
+};
+
+/* A product with its buffers, descriptors and the heuristic's results. */
+struct blas_asked {
+    blas_product x;
+    blas_buffers b;
+    blas_objects o;
+    cublasLtMatmulHeuristicResult_t found[BLAS_CANDIDATES];
+    int count = 0;
+    blas_status s;
+    blas_asked(cublasLtHandle_t handle, const blas_product &product) : x(product) {
+        if (!blas_make(x, &b)) s << CUBLAS_STATUS_ALLOC_FAILED;
+        blas_describe(x, b, &o, &s);
+        s << cublasLtMatmulAlgoGetHeuristic(handle, o.desc, o.layout[0], o.layout[1], o.layout[2], o.layout[3], o.preference,
+                                            BLAS_CANDIDATES, found, &count);
+    }
+    cublasStatus_t multiply(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t *algo, cudaStream_t stream) const {
+        return cublasLtMatmul(handle, o.desc, &x.alpha, b.device(x, BLAS_A), o.layout[0], b.device(x, BLAS_B), o.layout[1],
+                              &x.beta, b.device(x, BLAS_C), o.layout[2], b.device(x, BLAS_D), o.layout[3], algo,
+                              b.device(x, BLAS_WORKSPACE), x.workspace_given, stream);
+    }
+    cublasStatus_t check(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t *algo, cublasLtMatmulHeuristicResult_t *result) const {
+        return cublasLtMatmulAlgoCheck(handle, o.desc, o.layout[0], o.layout[1], o.layout[2], o.layout[3], algo, result);
+    }
+    std::vector<unsigned char> result() const {
+        std::vector<unsigned char> bytes(b.host[BLAS_D].size());
+        if (cudaMemcpy(bytes.data(), b.base[BLAS_D] + x.offset[BLAS_D], bytes.size(), cudaMemcpyDeviceToHost) != cudaSuccess)
+            bytes.clear();
+        return bytes;
+    }
+};
+
+static inline std::string blas_expect(cublasStatus_t found, cublasStatus_t wanted, const char *what) {
+    if (found == wanted) return "";
+    return std::string(what) + ": " + cublasLtGetStatusName(found);
+}
+
+static inline std::string blas_attribute_sizes(cublasLtHandle_t) {
+    cublasLtMatmulDescOpaque_t desc;
+    cublasLtMatrixLayoutOpaque_t layout;
+    cublasLtMatmulPreferenceOpaque_t preference;
+    int64_t value = 0;
+    blas_status made;
+    made << cublasLtMatmulDescInit(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    made << cublasLtMatrixLayoutInit(&layout, CUDA_R_32F, 8, 8, 8);
+    made << cublasLtMatmulPreferenceInit(&preference);
+    if (made.first != CUBLAS_STATUS_SUCCESS) return "a descriptor in the caller's memory cannot be made";
+    cublasStatus_t all[] = {
+        cublasLtMatmulDescSetAttribute(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &value, 8),
+        cublasLtMatmulDescSetAttribute(&desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &value, 4),
+        cublasLtMatmulDescSetAttribute(&desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, NULL, 8),
+        cublasLtMatmulDescSetAttribute(&desc, (cublasLtMatmulDescAttributes_t)9, &value, 4),
+        cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &value, 4),
+        cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &value, 8),
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &value, 4),
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &value, 8),
+    };
+    for (cublasStatus_t status : all)
+        if (status != CUBLAS_STATUS_INVALID_VALUE) return blas_expect(status, CUBLAS_STATUS_INVALID_VALUE, "set");
+    return "";
+}
+
+static inline std::string blas_defaults(cublasLtHandle_t) {
+    cublasLtMatmulPreferenceOpaque_t p;
+    cublasLtMatmulDescOpaque_t d;
+    uint64_t workspace = 1;
+    uint32_t align = 0, schemes = 0, epilogue = 0;
+    int32_t bias_type = 0;
+    int64_t aux_ld = 1;
+    blas_status s;
+    s << cublasLtMatmulPreferenceInit(&p);
+    s << cublasLtMatmulDescInit(&d, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    s << cublasLtMatmulPreferenceGetAttribute(&p, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, 8, NULL);
+    s << cublasLtMatmulPreferenceGetAttribute(&p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align, 4, NULL);
+    s << cublasLtMatmulPreferenceGetAttribute(&p, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, 4, NULL);
+    s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, 4, NULL);
+    s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type, 4, NULL);
+    s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &aux_ld, 8, NULL);
+    bool same = workspace == 0 && align == 256 && schemes == 7 && epilogue == 1 && bias_type == -1 && aux_ld == 0;
+    return s.first == CUBLAS_STATUS_SUCCESS && same ? "" : "other defaults";
+}
+
+static inline std::string blas_no_count(cublasLtHandle_t handle) {
+    blas_asked a(handle, blas_product());
+    int count = 0;
+    return blas_expect(cublasLtMatmulAlgoGetHeuristic(handle, a.o.desc, a.o.layout[0], a.o.layout[1], a.o.layout[2], a.o.layout[3],
+                                                      a.o.preference, 0, a.found, &count),
+                       CUBLAS_STATUS_INVALID_VALUE, "a count of 0");
+}
+
+static inline std::string blas_default_workspace(cublasLtHandle_t handle) {
+    blas_product x;
+    x.k = 4096, x.workspace = 0;
+    blas_asked a(handle, x);
+    for (int i = 0; i < a.count; i++)
+        if (a.found[i].workspaceSize != 0) return "a result needs workspace";
+    return a.count ? "" : "no result";
+}
+
+static inline std::string blas_check_repeats(cublasLtHandle_t handle) {
+    blas_asked a(handle, blas_product());
+    for (int i = 0; i < a.count; i++) {
+        cublasLtMatmulHeuristicResult_t r;
+        unsigned char blob[sizeof(cublasLtMatmulAlgo_t)];
+        cublasLtMatmulAlgo_t restored;
+        memcpy(blob, &a.found[i].algo, sizeof blob);
+        memcpy(&restored, blob, sizeof blob);
+        memset(&r, 0, sizeof r);
+        cublasStatus_t status = a.check(handle, &restored, &r);
+        if (status != CUBLAS_STATUS_SUCCESS) return blas_expect(status, CUBLAS_STATUS_SUCCESS, "AlgoCheck");
+        if (r.workspaceSize != a.found[i].workspaceSize) return "another workspace than the heuristic's";
+    }
+    return a.count ? "" : "no result";
+}
+
+static inline std::string blas_check_refuses(cublasLtHandle_t handle) {
+    blas_product x;
+    blas_types(&x, CUDA_R_32F, CUDA_R_32F);
+    blas_asked a(handle, blas_product()), other(handle, x);
+    cublasLtMatmulHeuristicResult_t r;
+    cublasLtMatmulAlgo_t nothing;
+    memset(&nothing, 0, sizeof nothing);
+    if (!a.count || !other.count) return "no result";
+    if (a.check(handle, &other.found[0].algo, &r) == CUBLAS_STATUS_SUCCESS) return "the algorithm of other types";
+    return a.check(handle, &nothing, &r) == CUBLAS_STATUS_SUCCESS ? "64 bytes of 0" : "";
+}
+
+/* Each result of the heuristic, for sizes that are no multiples of anything: with ones, every element is k. */
+static inline std::string blas_ones(cublasLtHandle_t handle) {
+    static const int sizes[][3] = {{40, 24, 48}, {64, 64, 1000}, {33, 17, 77}, {128, 8, 4100}, {200, 120, 515}};
+    for (const int *size : sizes)
+        for (int type = 0; type < 2; type++) {
+            blas_product x;
+            x.m = size[0], x.n = size[1], x.k = size[2], x.value = 1, x.trans[0] = CUBLAS_OP_T;
+            blas_types(&x, type ? CUDA_R_32F : CUDA_R_16BF, CUDA_R_32F);
+            blas_asked a(handle, x);
+            for (int i = 0; i < a.count; i++) {
+                if (a.multiply(handle, &a.found[i].algo, 0) != CUBLAS_STATUS_SUCCESS) return "a result of the heuristic is refused";
+                std::vector<unsigned char> d = a.result();
+                for (int64_t e = 0; e < (int64_t)x.m * x.n; e++)
+                    if (blas_load(d.data(), CUDA_R_32F, e) != (float)x.k)
+                        return "result " + std::to_string(i) + " for k = " + std::to_string(x.k) + " gives " +
+                               std::to_string(blas_load(d.data(), CUDA_R_32F, e));
+            }
+            if (!a.count) return "no result";
+        }
+    return "";
+}
+
+static inline std::string blas_same_bits(cublasLtHandle_t handle) {
+    blas_product x;
+    x.k = 4096, x.m = 128, x.n = 64;
+    blas_types(&x, CUDA_R_16BF, CUDA_R_32F);
+    blas_asked a(handle, x);
+    for (int i = 0; i < a.count; i++) {
+        std::vector<unsigned char> d[2];
+        for (std::vector<unsigned char> &result : d) {
+            if (a.multiply(handle, &a.found[i].algo, 0) != CUBLAS_STATUS_SUCCESS) return "refused";
+            result = a.result();
+        }
+        if (d[0] != d[1]) return "result " + std::to_string(i) + " of the heuristic gives other bits the second time";
+    }
+    return a.count ? "" : "no result";
+}
+
+static inline std::string blas_graph(cublasLtHandle_t handle) {
+    blas_product x;
+    x.beta = 1;
+    blas_types(&x, CUDA_R_16BF, CUDA_R_32F);
+    blas_asked a(handle, x), eager(handle, x);
+    cudaStream_t stream = NULL;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    if (!a.count || cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return "no result";
+    std::string found;
+    cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+    if (a.multiply(handle, &a.found[0].algo, stream) != CUBLAS_STATUS_SUCCESS) found = "it cannot be captured";
+    if (cudaStreamEndCapture(stream, &graph) != cudaSuccess || cudaGraphInstantiate(&exec, graph, 0) != cudaSuccess) found = "no graph";
+    for (int i = 0; i < 2 && found.empty(); i++) {
+        if (cudaGraphLaunch(exec, stream) != cudaSuccess) found = "no launch";
+        if (eager.multiply(handle, &eager.found[0].algo, stream) != CUBLAS_STATUS_SUCCESS) found = "refused";
+    }
+    if (cudaStreamSynchronize(stream) != cudaSuccess) found = "an error of the device";
+    if (found.empty() && a.result() != eager.result()) found = "other bits than eager";
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+    return found;
+}
+
+/* What a product with B = 1 (k = 1) makes of A: its m values, fp32. */
+static inline std::vector<float> blas_image(cublasLtHandle_t handle, blas_product x, const std::vector<float> &in) {
+    std::vector<float> out(in.size(), NAN), ones(1, 1.0f);
+    x.m = (int)in.size(), x.n = x.k = 1;
+    blas_types(&x, CUDA_R_32F, CUDA_R_32F);
+    blas_asked a(handle, x);
+    if (!a.count || cudaMemcpy(a.b.base[BLAS_A], in.data(), 4 * in.size(), cudaMemcpyHostToDevice) != cudaSuccess ||
+        cudaMemcpy(a.b.base[BLAS_B], ones.data(), 4, cudaMemcpyHostToDevice) != cudaSuccess ||
+        a.multiply(handle, &a.found[0].algo, 0) != CUBLAS_STATUS_SUCCESS)
+        return out;
+    std::vector<unsigned char> d = a.result();
+    if (d.size() == 4 * out.size()) memcpy(out.data(), d.data(), d.size());
+    return out;
+}
+
+static inline std::string blas_gelu_form(cublasLtHandle_t handle) {
+    std::vector<float> in(512);
+    double from_tanh = 0, from_erf = 0;
+    for (size_t i = 0; i < in.size(); i++) in[i] = -4.0f + (float)i / 64;
+    blas_product x;
+    x.epilogue = CUBLASLT_EPILOGUE_GELU;
+    std::vector<float> out = blas_image(handle, x, in);
+    for (size_t i = 0; i < in.size(); i++) {
+        double v = (double)in[i], y = (double)out[i];
+        from_tanh += fabs(y - blas_gelu(v));
+        from_erf += fabs(y - 0.5 * v * (1 + erf(v * sqrt(0.5))));
+    }
+    return from_tanh < 0.25 * from_erf ? "" : from_erf < 0.25 * from_tanh ? "it is the erf form" : "it is neither form";
+}
+
+/* 1 + 2^-11 lies between two TF32 numbers, 1 + 3 2^-12 above their middle. */
+static inline std::string blas_tf32_rounding(cublasLtHandle_t handle) {
+    blas_product x;
+    x.compute = CUBLAS_COMPUTE_32F_FAST_TF32;
+    std::vector<float> in = {1 + ldexpf(1, -11), 1 + 3 * ldexpf(1, -12), 1 + ldexpf(1, -12), 1}, out;
+    in.resize(64, 1.0f);
+    out = blas_image(handle, x, in);
+    float up = 1 + ldexpf(1, -10);
+    if (out[0] == up && out[1] == up && out[2] == 1) return "";
+    if (out[0] == 1 && out[1] == up && out[2] == 1) return "to nearest, ties to even";
+    if (out[0] == 1 && out[1] == 1 && out[2] == 1) return "cut off";
+    return out[0] == in[0] ? "not rounded" : "otherwise";
+}
+
+static inline std::string blas_relu_nan(cublasLtHandle_t handle) {
+    blas_product x;
+    x.epilogue = CUBLASLT_EPILOGUE_RELU;
+    std::vector<float> out = blas_image(handle, x, std::vector<float>(64, NAN));
+    return out[0] == 0 ? "" : out[0] != out[0] ? "it is NaN" : "it is neither 0 nor NaN";
+}
+
+static inline std::string blas_nothing_destroyed(cublasLtHandle_t) {
+    blas_status s;
+    s << cublasLtMatmulDescDestroy(NULL);
+    s << cublasLtMatrixLayoutDestroy(NULL);
+    s << cublasLtMatmulPreferenceDestroy(NULL);
+    if (s.first != CUBLAS_STATUS_SUCCESS) return "a descriptor of NULL";
+    return cublasLtDestroy(NULL) == CUBLAS_STATUS_SUCCESS ? "a handle of NULL is taken" : "";
+}
+
+static inline std::string blas_no_handle(cublasLtHandle_t handle) {
+    blas_asked a(handle, blas_product());
+    int count = 0;
+    return blas_expect(cublasLtMatmulAlgoGetHeuristic(NULL, a.o.desc, a.o.layout[0], a.o.layout[1], a.o.layout[2], a.o.layout[3],
+                                                      a.o.preference, 1, a.found, &count),
+                       CUBLAS_STATUS_NOT_INITIALIZED, "no handle");
+}
+
+static const blas_fact blas_facts[] = {
+    {"an attribute of another size, or unknown, is refused", "[H] SetAttribute, [R]", blas_attribute_sizes, true},
+    {"defaults: no workspace, 256-byte alignment, all reductions, no bias type", "[H], [R]", blas_defaults, true},
+    {"asking for no algorithm is refused", "[H] AlgoGetHeuristic", blas_no_count, false},
+    {"without workspace no result needs any", "[H] MAX_WORKSPACE_BYTES", blas_default_workspace, true},
+    {"an algorithm restored from its bytes is accepted, with the same workspace", "[H] cublasLtMatmulAlgo_t", blas_check_repeats, true},
+    {"an algorithm for other types, or none, is refused", "[H] AlgoCheck", blas_check_refuses, false},
+    {"each result of the heuristic sums all of k", "cuBLASLt dropped k's tail: facebookexperimental/triton#2767", blas_ones, false},
+    {"an algorithm gives the same bits again", "[M]", blas_same_bits, true},
+    {"a captured product repeats, with the bits of an eager one", "[M] stream", blas_graph, true},
+    {"GELU is the tanh form", "[M] cublasLtEpilogue_t, note", blas_gelu_form, true},
+    {"TF32 rounds to nearest, ties away from zero", "stated nowhere", blas_tf32_rounding, false},
+    {"RELU of NaN is 0", "[H] max(x, 0)", blas_relu_nan, false},
+    {"destroying NULL: no error for descriptors, one for a handle", "[R]", blas_nothing_destroyed, false},
+    {"a call without a handle is refused", "[H] NOT_INITIALIZED", blas_no_handle, false},
+};
+
 #endif
