@@ -94,6 +94,9 @@ TEST(candidates) {
     CHECK_EQ(cublasLtMatmulAlgoCapGetAttribute(&a.found[0].algo, CUBLASLT_ALGO_CAP_MIN_ALIGNMENT_A_BYTES, &align, 4, NULL),
              CUBLAS_STATUS_SUCCESS);
     CHECK_EQ(align, 2);
+    blas_set(&a.s, a.o.preference, CUBLASLT_MATMUL_PREF_SEARCH_MODE, (uint32_t)CUBLASLT_SEARCH_LIMITED_BY_ALGO_ID);
+    CHECK_EQ(cublasLtMatmulAlgoGetHeuristic(lib.handle, a.o.desc, a.o.layout[0], a.o.layout[1], a.o.layout[2], a.o.layout[3],
+                                            a.o.preference, 1, a.found, &a.count), CUBLAS_STATUS_NOT_SUPPORTED);
 }
 
 /* ---- In a stream's order */
@@ -261,6 +264,10 @@ TEST(failures_on_demand) {
     cublasLtMatrixLayout_t layout = NULL;
     CHECK_EQ(cublasLtMatrixLayoutCreate(&layout, CUDA_R_32F, 1, 1, 1), CUBLAS_STATUS_ALLOC_FAILED);
     CHECK(layout == NULL);
+    CHECK_EQ(cublasLtMatrixLayoutCreate(&layout, CUDA_R_32F, 1, 1, 1), CUBLAS_STATUS_SUCCESS);
+    coc_fail_blas(NULL, 1, CUBLAS_STATUS_INTERNAL_ERROR);
+    CHECK(cublasLtMatrixLayoutDestroy(layout) == CUBLAS_STATUS_SUCCESS && coc_fail_blas_pending());
+    coc_fail_blas(NULL, 0, 0);
     CHECK(!strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED), "CUBLAS_STATUS_NOT_SUPPORTED"));
     CHECK(!strcmp(cublasLtGetStatusString(CUBLAS_STATUS_ALLOC_FAILED), "the resource allocation failed"));
 }

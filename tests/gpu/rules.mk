@@ -13,6 +13,7 @@ GPU_JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
 backend:
 	@sh tests/gpu/find.sh backend
 
+# Programs link it with -lcublasLt -lcudart.
 cuda: $(BUILD)/amp_cuda.o
 
 # The machine code of each architecture, and PTX of the last for those to come.
