@@ -303,7 +303,8 @@ cublasStatus_t check_aux(const problem &p) {
 cublasStatus_t check_epilogue(const problem &p) {
     const matmul_desc &d = p.desc;
     if (!is_epilogue(d.epilogue)) return CUBLAS_STATUS_INVALID_VALUE;
-    /* [M] ReLU, dReLU, GELU, dGELU and bias epilogues are not supported when D is in row order. */
+    /* [M] note: ReLU, dReLU, GELU, dGELU and bias epilogues are not supported when D is in row order; the newest manual says
+       so of those that combine an activation with a bias. */
     if (d.epilogue != CUBLASLT_EPILOGUE_DEFAULT && p.of[D].order == CUBLASLT_ORDER_ROW) return CUBLAS_STATUS_NOT_SUPPORTED;
     /* [M] the table's column of bias types: that of D, for bf16 and fp16 inputs also where D is fp32. */
     if ((has_bias(d.epilogue) || has_bias_gradient(d.epilogue)) && d.bias_type != -1 && d.bias_type != (int32_t)p.of[D].type)
@@ -666,7 +667,8 @@ cublasStatus_t check_pointers(const execution &e, size_t workspace_bytes) {
     return needed != 0 && e.workspace == nullptr ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_SUCCESS;
 }
 
-/* [C] a context is tied to the device that was current; a cublasHandle_t may stand for it. */
+/* [C] a context is tied to the device that was current, which must be current at each call (a note on cublasLtHandle_t, since
+   12.8, drops this; the stricter is kept); a cublasHandle_t may stand for it. */
 cublasStatus_t check_handle(cublasLtHandle_t handle, const char *function) {
     if (state().handles.count(handle) == 0) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (handle->device == coc_device_now()) return CUBLAS_STATUS_SUCCESS;
