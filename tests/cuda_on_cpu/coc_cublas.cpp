@@ -916,7 +916,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
         coc_lose_device(e.device, cudaErrorIllegalAddress);
         return CUBLAS_STATUS_EXECUTION_FAILED;
     }
-    cudaError_t error = coc_enqueue(kinds[e.id].name, stream, [e] { return execute(e); });
+    cudaError_t error = coc_enqueue(kinds[e.id].name, stream, {workspace, workspace_of(e.p, e.id)}, [e] { return execute(e); });
     return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 

@@ -227,6 +227,34 @@ TEST(workspace_is_overwritten) {
     }
 }
 
+/* Two streams may use one workspace only one after the other. */
+TEST(shared_workspace) {
+    for (int ordered = 0; ordered < 3; ordered++) {
+        library lib;
+        blas_product x;
+        cudaStream_t s = new_stream(), t = new_stream(), between = new_stream();
+        cudaEvent_t first = NULL, second = NULL;
+        CHECK(cudaEventCreate(&first) == cudaSuccess && cudaEventCreate(&second) == cudaSuccess);
+        {
+            blas_asked a(lib.handle, x), b(lib.handle, x);
+            cudaFree(b.b.base[BLAS_WORKSPACE]);
+            b.b.base[BLAS_WORKSPACE] = a.b.base[BLAS_WORKSPACE];
+            CHECK_EQ(a.multiply(lib.handle, &a.found[1].algo, s), CUBLAS_STATUS_SUCCESS);
+            CHECK_EQ(cudaEventRecord(first, s), cudaSuccess);
+            CHECK(cudaStreamWaitEvent(between, first) == cudaSuccess && cudaEventRecord(second, between) == cudaSuccess);
+            if (ordered == 1) CHECK_EQ(cudaStreamWaitEvent(t, second), cudaSuccess);
+            if (ordered == 2) CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+            CHECK_EQ(b.multiply(lib.handle, &b.found[1].algo, t), CUBLAS_STATUS_SUCCESS);
+            if (ordered == 0) CHECK(took_fault("its scratch memory is in use in another stream"));
+            CHECK_EQ(b.multiply(lib.handle, &b.found[0].algo, s), CUBLAS_STATUS_SUCCESS);  /* needs none */
+            CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+            b.b.base[BLAS_WORKSPACE] = NULL;
+        }
+        cudaEventDestroy(first), cudaEventDestroy(second);
+        cudaStreamDestroy(s), cudaStreamDestroy(t), cudaStreamDestroy(between);
+    }
+}
+
 /* ---- Counts, failures, knobs */
 
 TEST(counts) {
@@ -370,6 +398,7 @@ int main(int argc, char **argv) {
     RUN(released_memory);
     RUN(outputs_over_inputs);
     RUN(workspace_is_overwritten);
+    RUN(shared_workspace);
     RUN(counts);
     RUN(failures_on_demand);
     RUN(a_wrong_algorithm);
