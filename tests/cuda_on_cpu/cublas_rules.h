@@ -25,6 +25,7 @@ struct blas_product {
     cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
     cudaDataType scale = CUDA_R_32F;
     cublasOperation_t trans[3] = {CUBLAS_OP_N, CUBLAS_OP_N, CUBLAS_OP_N};
+    cublasFillMode_t fill = CUBLAS_FILL_MODE_FULL;
     cublasLtOrder_t order[4] = {CUBLASLT_ORDER_COL, CUBLASLT_ORDER_COL, CUBLASLT_ORDER_COL, CUBLASLT_ORDER_COL};
     int64_t ld_more[4] = {};                    /* elements beyond the least ld */
     int64_t stride_more[4] = {};                /* elements beyond what the matrices take */
@@ -222,6 +223,7 @@ static inline void blas_describe(const blas_product &x, const blas_buffers &b, b
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_TRANSA, (int32_t)x.trans[0]);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_TRANSB, (int32_t)x.trans[1]);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_TRANSC, (int32_t)x.trans[2]);
+    blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_FILL_MODE, (int32_t)x.fill);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_POINTER_MODE, (int32_t)x.pointer_mode);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, (uint32_t)x.epilogue);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, x.bias_type);
@@ -446,6 +448,7 @@ static const blas_case blas_cases[] = {
     {"B transposed", "[H] TRANSB", true, [](blas_product *x) { x->trans[1] = CUBLAS_OP_T; }},
     {"both transposed", "[H]", true, [](blas_product *x) { x->trans[0] = x->trans[1] = CUBLAS_OP_T; }},
     {"C transposed is refused", "[H] TRANSC", false, [](blas_product *x) { x->trans[2] = CUBLAS_OP_T; }},
+    {"a triangle of bf16 is refused", "[M] FILL_MODE", false, [](blas_product *x) { x->fill = CUBLAS_FILL_MODE_LOWER; }},
     {"odd sizes", "[H] MIN_ALIGNMENT", true, [](blas_product *x) { x->m = 33, x->n = 19, x->k = 65; }},
     {"odd sizes, A transposed", "[H]", true, [](blas_product *x) { x->m = 33, x->n = 19, x->k = 65, x->trans[0] = CUBLAS_OP_T; }},
     {"one row", "[H]", true, [](blas_product *x) { x->m = 1; }},
@@ -472,6 +475,8 @@ static const blas_case blas_cases[] = {
             int64_t columns = i ? x->n : x->k;
             x->ld_more[i] = 2 * x->m, x->stride_more[i] = x->m - columns * 3 * x->m;
         } }},
+    {"a batch into one D is refused", "stated nowhere", false, [](blas_product *x) {
+        x->batch = 3, x->stride_more[2] = x->stride_more[3] = -x->m * x->n; }},
     {"different batch counts are refused", "[M] the same batch size", false, [](blas_product *x) {
         x->batch = 3, x->c_batch = 2, x->in_place = false; }},
     /* alpha, beta, C */
@@ -548,6 +553,8 @@ static const blas_case blas_cases[] = {
         x->epilogue = CUBLASLT_EPILOGUE_BGRADB, x->batch = 2; }},
     {"bias gradients of a batch in one place are refused", "stated nowhere", false, [](blas_product *x) {
         x->epilogue = CUBLASLT_EPILOGUE_BGRADB, x->batch = 2, x->no_strides = true; }},
+    {"an epilogue of no name is refused", "[H] cublasLtEpilogue_t", false, [](blas_product *x) {
+        x->epilogue = (cublasLtEpilogue_t)3; }},
     {"BIAS where D is in row order is refused", "[M] note", false, [](blas_product *x) {
         blas_rows(x), x->epilogue = CUBLASLT_EPILOGUE_BIAS; }},
     {"GELU_AUX_BIAS where D is in row order is refused", "[M] note", false, [](blas_product *x) {
