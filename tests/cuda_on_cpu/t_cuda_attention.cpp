@@ -156,6 +156,15 @@ struct problem {
     int64_t count(int t) const { return shape.batch * where.views[t].rows * shape.heads * shape.dim; }
     int64_t rows() const { return shape.batch * shape.heads * shape.queries; }
     size_t size() const { return amp_dtype_size(type.storage); }
+    size_t at(int t, int64_t b, int64_t h, int64_t i) const {
+        return (size_t)(((b * where.views[t].rows + i) * shape.heads + h) * shape.dim);
+    }
+    /* Makes a row of an operand `value`; poison: NaN, inf or -inf. */
+    void set(int t, int64_t b, int64_t h, int64_t i, float value) {
+        for (int64_t d = 0; d < shape.dim; d++)
+            in[t].replace((at(t, b, h, i) + (size_t)d) * size(), size(), cuda_stored({value}, type.storage));
+    }
+    void poison(int t, int64_t b, int64_t h, int64_t i, int64_t which) { set(t, b, h, i, which % 3 == 0 ? NAN : which % 3 == 1 ? HUGE_VALF : -HUGE_VALF); }
     /* Runs both directions and appends o, dq, dk, dv and lse. */
     void run(cuda_side &s, std::string *out) const;
 };
@@ -248,7 +257,6 @@ struct exact {
             default: return f;
         }
     }
-    size_t at(int t, int64_t b, int64_t h, int64_t i) const { return (size_t)(((b * p.where.views[t].rows + i) * s.heads + h) * s.dim); }
     double stored(double x, double error) const { return error + unit(p.type.storage) * (fabs(x) + error) + tiny(p.type.storage); }
     double dot(const double *x, const double *y, double *magnitude) const {
         double sum = *magnitude = 0;
@@ -263,11 +271,11 @@ void exact::row(int64_t b, int64_t h, int64_t i) {
     double max = -HUGE_VAL, sum = 0, worst = 0, reach = 0, magnitude, tiles = (double)(s.keys / 64 + 1), n = (double)s.keys;
     std::vector<int64_t> keys;
     doubles score, e, back;
-    size_t q = at(Q, b, h, i);
+    size_t q = p.at(Q, b, h, i);
     for (int64_t j = 0; j < s.keys; j++) {
         if (!p.mask.sees(b, h, i, j)) continue;
         keys.push_back(j);
-        score.push_back(p.scale * dot(&in[Q][q], &in[K][at(K, b, h, j)], &magnitude));
+        score.push_back(p.scale * dot(&in[Q][q], &in[K][p.at(K, b, h, j)], &magnitude));
         e.push_back((double)(s.dim + 1) * u * fabs(p.scale) * magnitude);
         max = fmax(max, score.back());
         reach = fmax(reach, fabs(score.back()) + e.back());
@@ -284,7 +292,7 @@ void exact::row(int64_t b, int64_t h, int64_t i) {
     for (size_t k = 0; k < keys.size(); k++) {
         double probability = score[k] /= sum, error = (1 + e[k]) * (1 + worst) * (1 + narrow) * (1 + (n + tiles + 4) * u) - 1;
         back[k] = expm1(back[k] + lse_error + 4 * u * (2 * reach + log(n) + 3));
-        for (size_t d = 0, v = at(V, b, h, keys[k]); d < (size_t)s.dim; d++) {
+        for (size_t d = 0, v = p.at(V, b, h, keys[k]); d < (size_t)s.dim; d++) {
             value[O][q + d] += probability * in[V][v + d];
             bound[O][q + d] += fabs(in[V][v + d]) * (probability * error + small);
         }
@@ -294,13 +302,13 @@ void exact::row(int64_t b, int64_t h, int64_t i) {
 }
 
 void exact::slopes(int64_t b, int64_t h, int64_t i, const doubles &probability, const doubles &error, const std::vector<int64_t> &keys) {
-    size_t q = at(Q, b, h, i);
+    size_t q = p.at(Q, b, h, i);
     const double *d_o = &in[D_O][q];
     double magnitude, n = (double)(s.queries > s.keys ? s.queries : s.keys) + 4, scale = p.scale;
     double delta = dot(d_o, &value[O][q], &magnitude), delta_error = (double)s.dim * u * magnitude;
     for (size_t d = 0; d < (size_t)s.dim; d++) delta_error += fabs(d_o[d]) * bound[O][q + d] * (1 + (double)s.dim * u);
     for (size_t k = 0; k < keys.size(); k++) {
-        size_t key = at(K, b, h, keys[k]);
+        size_t key = p.at(K, b, h, keys[k]);
         double pk = probability[k], dp = dot(d_o, &in[V][key], &magnitude), ds = pk * (dp - delta);
         double ds_error = (double)s.dim * u * magnitude + delta_error, p_error = pk * error[k];
         ds_error = (pk + p_error) * (ds_error + 2 * u * (fabs(dp - delta) + ds_error)) + p_error * fabs(dp - delta);
@@ -338,7 +346,7 @@ static void check_problem(const problem &p) {
 
 static const attention_shape small_shapes[] = {
     {1, 1, 1, 1, 1, DENSE},     {2, 3, 1, 70, 5, GAPS},     {1, 2, 70, 1, 32, DENSE},   {2, 2, 33, 33, 16, PACKED},
-    {2, 1, 20, 41, 7, GAPS},    {3, 2, 41, 20, 9, GAPS},
+    {2, 1, 20, 41, 7, GAPS},    {5, 3, 21, 10, 9, GAPS},
 };
 static const attention_shape large_shapes[] = {
     {1, 1, 65, 65, 64, PACKED}, {1, 2, 67, 131, 80, GAPS},  {1, 1, 130, 66, 128, DENSE}, {1, 1, 20, 30, 150, GAPS},
@@ -366,6 +374,92 @@ CUDA_TEST(empty) {
         for (size_t m = 0; m < 2; m++) check_problem(problem(shape, mask_cases[m], all_numbers[m], 500));
 }
 
+/* What nobody sees, and queries that see nothing, may hold anything. */
+CUDA_TEST(hidden_infinities) {
+    const attention_shape shapes[] = {{2, 2, 20, 41, 9, GAPS}, {2, 1, 70, 67, 70, DENSE}};
+    for (const attention_shape &shape : shapes)
+        for (size_t m = 1; m < masks; m++) {
+            problem p(shape, mask_cases[m], all_numbers[m % types], 700 + m);
+            if (shape.dim > 20 && !p.mask.kind.padding) continue;
+            for (int64_t b = 0; b < shape.batch; b++)
+                for (int64_t h = 0; h < shape.heads; h++) {
+                    std::vector<bool> seen((size_t)shape.keys);
+                    for (int64_t i = 0; i < shape.queries; i++) {
+                        bool any = false;
+                        for (int64_t j = 0; j < shape.keys; j++)
+                            if (p.mask.sees(b, h, i, j)) any = seen[(size_t)j] = true;
+                        if (!any) p.poison(Q, b, h, i, i), p.poison(D_O, b, h, i, i + 1);
+                    }
+                    for (int64_t j = 0; j < shape.keys; j++)
+                        if (!seen[(size_t)j]) p.poison(K, b, h, j, j), p.poison(V, b, h, j, j + 1);
+                }
+            check_problem(p);
+        }
+}
+
+/* A key that is not finite spoils what the CPU backend says: the rows that see it. */
+CUDA_TEST(seen_infinities) {
+    for (int t : {Q, K, V, D_O})
+        for (int kind = 0; kind < 3; kind++)
+            for (size_t m = 0; m < 2; m++) {
+                problem p({1, 1, 30, 30, 8, DENSE}, mask_cases[m], all_numbers[kind], 800);
+                p.poison(t, 0, 0, 21, kind);
+                check_problem(p);
+            }
+}
+
+/* A weight that underflows to 0 makes NaN of an infinity where nothing is hidden, and nothing where a mask hides. */
+CUDA_TEST(weights_of_zero) {
+    for (size_t m = 0; m < 2; m++) {
+        problem p({1, 1, 30, 30, 8, DENSE}, mask_cases[m], all_numbers[0], 810);
+        for (int64_t i = 0; i < 30; i++) p.set(Q, 0, 0, i, 20), p.set(K, 0, 0, i, i == 7 ? -20.0f : 0);
+        p.set(V, 0, 0, 7, HUGE_VALF);
+        cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) { p.run(s, out); });
+        for (size_t i = 0; i < 30 * 8; i++) {
+            double mine = cuda_value(c.actual.data(), AMP_F32, i), cpu = cuda_value(c.expected.data(), AMP_F32, i);
+            CHECK((mine != mine) == (cpu != cpu) && (cpu != cpu) == (m == 0));
+        }
+    }
+}
+
+/* Rounding the operands first changes no bit: that is what computing in a dtype means. */
+CUDA_TEST(operands_are_rounded) {
+    for (amp_dtype compute : {AMP_TF32, AMP_F16, AMP_BF16}) {
+        problem p({1, 1, 33, 40, 12, DENSE}, mask_cases[1], {AMP_F32, compute}, 820), first = p;
+        exact e(p);
+        for (int t : {Q, K, V, D_O}) {
+            first.in[t] = cuda_stored(std::vector<float>(e.in[t].begin(), e.in[t].end()), AMP_F32);
+            CHECK(first.in[t] != p.in[t]);
+        }
+        cuda_side s(amp_cuda());
+        std::string raw, rounded;
+        p.run(s, &raw);
+        first.run(s, &rounded);
+        CHECK(raw == rounded);
+    }
+}
+
+/* With every value 1, o is the sum of the rounded weights over that of the exact ones: 1 to fp32 accuracy, visibly not
+   1 in bf16; with every do 1, dv is a sum of rounded probabilities: each key's, here of one query, is a bf16 number. */
+CUDA_TEST(weights_are_rounded) {
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        problem p({1, 1, 1, 70, 8, DENSE}, mask_cases[0], {AMP_F32, bf16 ? AMP_BF16 : AMP_F32}, 830);
+        for (int64_t j = 0; j < 70; j++) p.set(V, 0, 0, j, 1);
+        p.set(D_O, 0, 0, 0, 1);
+        cuda_side s(amp_cuda());
+        std::string out;
+        double rest = 0;
+        p.run(s, &out);
+        double off = fabs(cuda_value(out.data(), AMP_F32, 0) - 1);
+        CHECK_MSG(bf16 ? off > 80 * u && off <= 1.0 / 256 + 80 * u : off <= 80 * u, "%g", off);
+        for (size_t j = 0; j < 70; j++) {
+            float dv = (float)cuda_value(out.data(), AMP_F32, 8 + 8 + 70 * 8 + 8 * j);
+            rest += fabs(dv - amp_f32_from_bf16(amp_bf16_from_f32(dv, 0)));
+        }
+        CHECK_MSG((rest == 0) == (bf16 == 1), "%g", rest);
+    }
+}
+
 /* Positions lie 2^30 elements apart.  The model never uses an address twice, and has 256 GiB of them until it starts anew. */
 CUDA_TEST(far_away) {
     for (size_t m = 0; m < 2; m++) {
@@ -380,6 +474,11 @@ int main(int argc, char **argv) {
     RUN(several_tiles);
     RUN(every_dtype);
     RUN(empty);
+    RUN(hidden_infinities);
+    RUN(seen_infinities);
+    RUN(weights_of_zero);
+    RUN(operands_are_rounded);
+    RUN(weights_are_rounded);
     RUN(far_away);
     return TEST_END();
 }
