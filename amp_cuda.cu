@@ -2459,21 +2459,29 @@ __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* Whether key start + at is seen; first, low and high are the span's, counted from `start`. */
-__device__ __forceinline__ bool ampc_seen(const ampc_sight &sight, int64_t start, int at, int first, int low, int high) {
-    if (at >= first && (at < low || at >= high)) return false;
-    if (sight.documents && sight.documents[start + at] != sight.document) return false;
-    return !sight.allowed || sight.allowed[start + at] != 0;
+/* Whether key `at` is within a span, all counted from the same key; whether documents and tensor let the query see a key. */
+__device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) { return at < first || (at >= low && at < high); }
+__device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t key) {
+    bool see = true;
+    if (sight.documents) see = sight.documents[key] == sight.document;
+    if (sight.allowed) see &= sight.allowed[key] != 0;
+    return see;
 }
 
 /* ---- Softmax over masked rows */
 
-/* -inf for the hidden ones among the scores of a piece; first, low and high count from the chunk's first element. */
+/* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high, float *s) {
+    const float hidden = ampi_f32_of_bits(0xff800000u);
+    int end = first > high ? first : high;
     AMPC_UNROLL
     for (int i = 0; i < V; i++)
-        if (!ampc_seen(sight, start, at + i, first, low, high)) s[i] = ampi_f32_of_bits(0xff800000u);
+        if (!ampc_in_span(at + i, first, low, high)) s[i] = hidden;
+    if (!sight.documents && !sight.allowed) return;
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++)
+        if (at + i < end && !ampc_lets_see(sight, start + at + i)) s[i] = hidden;
 }
 
 template <int V, int E>
@@ -3519,15 +3527,22 @@ typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared 
    Returns whether this thread met an infinity or NaN. */
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
                                                 ampc_strip *tile) {
+    const bool rows = x.inner == 1;
+    const int t = (int)threadIdx.x, i = rows ? t / AMPC_GEMM_DEPTH : t % AMPC_GEMM_TILE, di = rows ? 16 : 0;
+    const int j = rows ? t % AMPC_GEMM_DEPTH : t / AMPC_GEMM_TILE, dj = rows ? 0 : 4;
+    const int64_t from = offset + (i0 + i) * x.outer + (j0 + j) * x.inner, step = rows ? 16 * x.outer : 4 * x.inner;
+    const int i_left = (int)ampc_clamp(x.count - i0 - i, 0, AMPC_GEMM_TILE), j_left = (int)ampc_clamp(k - j0 - j, 0, AMPC_GEMM_TILE);
+    uint4 raw[4];
     bool wild = false;
-    for (unsigned e = threadIdx.x; e < AMPC_GEMM_TILE * AMPC_GEMM_DEPTH; e += 256) {
-        unsigned i = x.inner == 1 ? e / AMPC_GEMM_DEPTH : e % AMPC_GEMM_TILE;
-        unsigned j = x.inner == 1 ? e % AMPC_GEMM_DEPTH : e / AMPC_GEMM_TILE;
-        bool inside = i0 + i < x.count && j0 + j < k;
-        float value = inside ? ampc_rounded(ampc_stored(x.data, x.dtype, offset + (i0 + i) * x.outer + (j0 + j) * x.inner),
-                                            x.compute) : 0.0f;
-        tile[j][i] = value;
-        wild = wild || !ampc_finite(value);
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++)
+        raw[n] = ampc_piece_read<1>(ampc_within(x.data, x.dtype, from + n * step), x.dtype, 0, n * di < i_left && n * dj < j_left ? 1 : 0);
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) {
+        float value[1];
+        ampc_widen<1>(raw[n], x.dtype, value);
+        tile[j + n * dj][i + n * di] = ampc_rounded(value[0], x.compute);
+        wild = wild || !ampc_finite(value[0]);
     }
     return wild;
 }
@@ -3700,8 +3715,11 @@ template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(con
         int low = (int)ampc_clamp(s.span.low - key, 0, AMPC_GEMM_TILE);
         int high = (int)ampc_clamp(s.span.high - key, 0, AMPC_GEMM_TILE);
         AMPC_UNROLL
-        for (int k = 0; k < 4; k++)
-            if (ampc_seen(s, key, (KEYS ? y : x) + k, first, low, high)) seen |= 1u << (KEYS ? 4 * k + q : 4 * q + k);
+        for (int k = 0; k < 4; k++) {
+            int at = (KEYS ? y : x) + k;
+            bool see = ampc_in_span(at, first, low, high) && ampc_lets_see(s, key + at);
+            seen |= (see ? 1u : 0u) << (KEYS ? 4 * k + q : 4 * q + k);
+        }
     }
     return seen;
 }
