@@ -3494,7 +3494,7 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
    memory, a block computes 64 x 64 of c in tiles of 16 along k, a thread 4 x 4 of them.  Every sum is one chain of
    fused multiply-adds along k, so its bits depend on nothing else.                                      */
 
-enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 4 };
+enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
 
 __device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
     if (dtype == AMP_F16) return ampc_float(((const ampc_f16 *)p)[i]);
@@ -3523,6 +3523,21 @@ struct ampc_operand {
 
 typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, with room against bank conflicts */
 
+/* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0.  They are on their way together. */
+__device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di, int j_left,
+                                               int dj, float (&value)[4]) {
+    const bool exact = x.compute == AMP_F32 || x.compute == x.dtype || (x.compute == AMP_TF32 && x.dtype != AMP_F32);
+    uint4 raw[4];
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++)
+        raw[n] = ampc_piece_read<1>(ampc_within(x.data, x.dtype, from + n * step), x.dtype, 0, n * di < i_left && n * dj < j_left ? 1 : 0);
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) ampc_widen<1>(raw[n], x.dtype, value + n);
+    if (exact) return;
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) value[n] = ampc_rounded(value[n], x.compute);
+}
+
 /* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
    Returns whether this thread met an infinity or NaN. */
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
@@ -3532,17 +3547,13 @@ __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t o
     const int j = rows ? t % AMPC_GEMM_DEPTH : t / AMPC_GEMM_TILE, dj = rows ? 0 : 4;
     const int64_t from = offset + (i0 + i) * x.outer + (j0 + j) * x.inner, step = rows ? 16 * x.outer : 4 * x.inner;
     const int i_left = (int)ampc_clamp(x.count - i0 - i, 0, AMPC_GEMM_TILE), j_left = (int)ampc_clamp(k - j0 - j, 0, AMPC_GEMM_TILE);
-    uint4 raw[4];
+    float value[4];
     bool wild = false;
-    AMPC_UNROLL
-    for (int n = 0; n < 4; n++)
-        raw[n] = ampc_piece_read<1>(ampc_within(x.data, x.dtype, from + n * step), x.dtype, 0, n * di < i_left && n * dj < j_left ? 1 : 0);
+    ampc_gemm_read(x, from, step, i_left, di, j_left, dj, value);
     AMPC_UNROLL
     for (int n = 0; n < 4; n++) {
-        float value[1];
-        ampc_widen<1>(raw[n], x.dtype, value);
-        tile[j + n * dj][i + n * di] = ampc_rounded(value[0], x.compute);
-        wild = wild || !ampc_finite(value[0]);
+        tile[j + n * dj][i + n * di] = value[n];
+        wild |= !ampc_finite(value[n]);
     }
     return wild;
 }
@@ -3641,16 +3652,6 @@ enum { AMPC_ATTENTION_PER_SM = 2 };
 /* What a block works on: rows from i0 and columns from c0 on of a head. */
 struct ampc_attention_item { int64_t b, h, i0, c0; };
 
-/* `groups` of 64 N columns; heads vary fastest, so that the tiles of one place, which cost the same, run together. */
-template <int N>
-__device__ __forceinline__ ampc_attention_item ampc_attention_item_of(const amp_k_attention &a, int64_t item, int64_t groups,
-                                                                      int64_t tiles, bool last_first) {
-    int64_t heads = a.batch * a.heads, place = item / heads, head = item - place * heads, tile = place / groups;
-    ampc_attention_item i = {head / a.heads, head % a.heads, 0, (place - tile * groups) * AMPC_GEMM_TILE * N};
-    i.i0 = (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE;
-    return i;
-}
-
 /* Where a head of a tensor starts. */
 __device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
     return i.b * stride[0] + i.h * stride[2];
@@ -3671,14 +3672,29 @@ struct ampc_attention_room {
     ampc_strip weights[AMPC_GEMM_TILE];         /* of [other row][owned row] */
     ampc_sight sights[AMPC_GEMM_TILE];          /* of the queries at hand */
     float lse[AMPC_GEMM_TILE], delta[AMPC_GEMM_TILE];
+    ampc_attention_item item;
+    ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
 };
+
+/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that the tiles of one place, which cost the
+   same, run together.  It lies in shared memory to leave the registers to sums. */
+template <int N>
+__device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups, int64_t tiles,
+                                                     bool last_first, ampc_attention_room *room) {
+    int64_t heads = a.batch * a.heads, place = number / heads, head = number - place * heads, tile = place / groups;
+    if (threadIdx.x == 0)
+        room->item = ampc_attention_item{head / a.heads, head % a.heads, (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE,
+                                         (place - tile * groups) * AMPC_GEMM_TILE * N};
+    __syncthreads();
+}
 
 /* The queries from `query` on; those beyond the last see nothing.  Backward: lse is +inf where nothing is seen, so that
    every probability is 0. */
-__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, const ampc_attention_item &item, int64_t query,
-                                                    const float *delta, ampc_attention_room *room) {
-    int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
+__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float *delta,
+                                                    ampc_attention_room *room) {
+    const ampc_attention_item &item = room->item;
     if (threadIdx.x < AMPC_GEMM_TILE) {
+        int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
         ampc_sight blind = {{0, INT64_MAX, 0}, 0, NULL, 0, NULL};
         bool live = q < a.queries;
         room->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
@@ -3691,16 +3707,15 @@ __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, co
     __syncthreads();
 }
 
-/* The keys that the open queries may see: those below `first`, and those in [low, high). */
-__device__ __forceinline__ ampc_span ampc_attention_reach(const ampc_attention_room *room) {
-    ampc_span all = {0, INT64_MAX, 0};
-    for (int i = 0; i < AMPC_GEMM_TILE; i++) {
-        const ampc_span &s = room->sights[i].span;
-        all.first = all.first > s.first ? all.first : s.first;
-        all.low = all.low < s.low ? all.low : s.low;
-        all.high = all.high > s.high ? all.high : s.high;
+/* Says what the open queries reach. */
+__device__ __forceinline__ void ampc_attention_reach(ampc_attention_room *room) {
+    if (threadIdx.x < 32) {
+        const ampc_span &s = room->sights[threadIdx.x].span, &t = room->sights[threadIdx.x + 32].span;
+        int64_t first = ampc_warp_max(s.first > t.first ? s.first : t.first);
+        int64_t low = ampc_warp_max(-(s.low < t.low ? s.low : t.low)), high = ampc_warp_max(s.high > t.high ? s.high : t.high);
+        if (threadIdx.x == 0) room->reach = ampc_span{first, -low, high};
     }
-    return all;
+    __syncthreads();
 }
 
 /* Bit 4 i + j: whether this thread's owned row i and other row j see each other.  The keys at hand start at `key`.
@@ -3722,6 +3737,13 @@ template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(con
         }
     }
     return seen;
+}
+
+/* sum[i][j] = row i0 + 4 y + i of x times row j0 + 4 x + j of y */
+__device__ __forceinline__ void ampc_attention_sum(const amp_k_attention &a, const ampc_operand &own, int64_t i0,
+                                                   const ampc_operand &other, int64_t j0, ampc_attention_room *room,
+                                                   float (&sum)[4][4]) {
+    ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, room->tiles[0], room->tiles[1], sum);
 }
 
 /* Hands this thread's weights to the block, rounded to the compute dtype. */
@@ -3813,27 +3835,27 @@ template <int N> __global__ void __launch_bounds__(256, AMPC_ATTENTION_PER_SM)
 ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
     AMPC_SHARED(ampc_attention_room, room, 1);
     const bool masked = ampc_mask_hides(a.mask);
+    const ampc_attention_item &item = room->item;
+    const ampc_span &reach = room->reach;
     for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
-        const ampc_attention_item item = ampc_attention_item_of<N>(a, number, groups, tiles, true);
-        const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
-        const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
-        const ampc_operand v = ampc_head_columns(a, item, a.v, a.v_stride);
         const float lowest = ampi_f32_of_bits(0xff800000u);
         ampc_row_softmax running = {{lowest, lowest, lowest, lowest}, {0.0f, 0.0f, 0.0f, 0.0f}};
         float sum[N][4][4] = {};
-        ampc_attention_open(a, item, item.i0, NULL, room);
-        const ampc_span reach = ampc_attention_reach(room);
+        ampc_attention_begin<N>(a, number, groups, tiles, true, room);
+        ampc_attention_open(a, item.i0, NULL, room);
+        ampc_attention_reach(room);
         for (int64_t key = 0; key < reach.first || key < reach.high; key += AMPC_GEMM_TILE) {
             float s[4][4], rescale[4];
             if (key >= reach.first && key + AMPC_GEMM_TILE <= reach.low) continue;
             unsigned seen = ampc_attention_look<false>(room, key);
             if (!__syncthreads_or(seen != 0)) continue;
-            ampc_gemm_sum(q, 0, item.i0, k, 0, key, a.dim, room->tiles[0], room->tiles[1], s);
+            ampc_attention_sum(a, ampc_head_rows(a, item, a.q, a.q_stride, a.queries), item.i0,
+                               ampc_head_rows(a, item, a.k, a.k_stride, a.keys), key, room, s);
             running.add(s, seen, a.scale, rescale);
             AMPC_UNROLL
             for (int e = 0; e < 16 * N; e++) sum[e / 16][e / 4 % 4][e % 4] = ampc_mul(sum[e / 16][e / 4 % 4][e % 4], rescale[e / 4 % 4]);
             ampc_attention_hand(s, a.compute, room);
-            ampc_attention_add<N>(v, key, a.keys, masked, room, sum);
+            ampc_attention_add<N>(ampc_head_columns(a, item, a.v, a.v_stride), key, a.keys, masked, room, sum);
         }
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -3884,26 +3906,27 @@ template <int N, bool KEYS> __global__ void __launch_bounds__(256, KEYS && N > 1
 ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t tiles, int64_t groups) {
     AMPC_SHARED(ampc_attention_room, room, 1);
     const bool masked = ampc_mask_hides(a.mask);
+    const ampc_attention_item &item = room->item;
+    const ampc_span &reach = room->reach;
     for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
-        const ampc_attention_item item = ampc_attention_item_of<N>(a, number, groups, tiles, !KEYS);
-        const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
-        const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
-        const ampc_operand v = ampc_head_rows(a, item, a.v, a.v_stride, a.keys);
-        const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
         float first[N][4][4] = {}, second[KEYS ? N : 1][4][4] = {};         /* dq; or dk and dv */
-        ampc_span reach = {a.queries, 0, 0};
+        ampc_attention_begin<N>(a, number, groups, tiles, !KEYS, room);
         if (!KEYS) {
-            ampc_attention_open(a, item, item.i0, delta, room);
-            reach = ampc_attention_reach(room);
+            ampc_attention_open(a, item.i0, delta, room);
+            ampc_attention_reach(room);
         }
-        for (int64_t other = 0; other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
+        for (int64_t other = 0; KEYS ? other < a.queries : other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
+            const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
+            const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
+            const ampc_operand v = ampc_head_rows(a, item, a.v, a.v_stride, a.keys);
+            const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
             float s[4][4], dp[4][4];
-            if (other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
-            if (KEYS) ampc_attention_open(a, item, other, delta, room);
+            if (!KEYS && other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
+            if (KEYS) ampc_attention_open(a, other, delta, room);
             unsigned seen = ampc_attention_look<KEYS>(room, KEYS ? item.i0 : other);
             if (!__syncthreads_or(seen != 0)) continue;
-            ampc_gemm_sum(KEYS ? k : q, 0, item.i0, KEYS ? q : k, 0, other, a.dim, room->tiles[0], room->tiles[1], s);
-            ampc_gemm_sum(KEYS ? v : d_o, 0, item.i0, KEYS ? d_o : v, 0, other, a.dim, room->tiles[0], room->tiles[1], dp);
+            ampc_attention_sum(a, KEYS ? k : q, item.i0, KEYS ? q : k, other, room, s);
+            ampc_attention_sum(a, KEYS ? v : d_o, item.i0, KEYS ? d_o : v, other, room, dp);
             ampc_attention_slopes<KEYS>(s, dp, seen, a.scale, room);
             if constexpr (KEYS) {
                 ampc_attention_hand(s, a.compute, room);

@@ -159,12 +159,15 @@ struct problem {
     size_t at(int t, int64_t b, int64_t h, int64_t i) const {
         return (size_t)(((b * where.views[t].rows + i) * shape.heads + h) * shape.dim);
     }
-    /* Makes a row of an operand `value`; poison: NaN, inf or -inf. */
+    /* Makes a row of an operand `value`; poison: to what is not finite, or not in fp16. */
     void set(int t, int64_t b, int64_t h, int64_t i, float value) {
         for (int64_t d = 0; d < shape.dim; d++)
             in[t].replace((at(t, b, h, i) + (size_t)d) * size(), size(), cuda_stored({value}, type.storage));
     }
-    void poison(int t, int64_t b, int64_t h, int64_t i, int64_t which) { set(t, b, h, i, which % 3 == 0 ? NAN : which % 3 == 1 ? HUGE_VALF : -HUGE_VALF); }
+    void poison(int t, int64_t b, int64_t h, int64_t i, int64_t which) {
+        const float bad[] = {NAN, HUGE_VALF, -HUGE_VALF, 1e30f};
+        set(t, b, h, i, bad[which % 4]);
+    }
     /* Runs both directions and appends o, dq, dk, dv and lse. */
     void run(cuda_side &s, std::string *out) const;
 };
@@ -375,26 +378,30 @@ CUDA_TEST(empty) {
 }
 
 /* What nobody sees, and queries that see nothing, may hold anything. */
+static void poison_hidden(problem &p) {
+    for (int64_t b = 0; b < p.shape.batch; b++)
+        for (int64_t h = 0; h < p.shape.heads; h++) {
+            std::vector<bool> seen((size_t)p.shape.keys);
+            for (int64_t i = 0; i < p.shape.queries; i++) {
+                bool any = false;
+                for (int64_t j = 0; j < p.shape.keys; j++)
+                    if (p.mask.sees(b, h, i, j)) any = seen[(size_t)j] = true;
+                if (!any) p.poison(Q, b, h, i, i), p.poison(D_O, b, h, i, i + 1);
+            }
+            for (int64_t j = 0; j < p.shape.keys; j++)
+                if (!seen[(size_t)j]) p.poison(K, b, h, j, j), p.poison(V, b, h, j, j + 1);
+        }
+}
 CUDA_TEST(hidden_infinities) {
     const attention_shape shapes[] = {{2, 2, 20, 41, 9, GAPS}, {2, 1, 70, 67, 70, DENSE}};
     for (const attention_shape &shape : shapes)
-        for (size_t m = 1; m < masks; m++) {
-            problem p(shape, mask_cases[m], all_numbers[m % types], 700 + m);
-            if (shape.dim > 20 && !p.mask.kind.padding) continue;
-            for (int64_t b = 0; b < shape.batch; b++)
-                for (int64_t h = 0; h < shape.heads; h++) {
-                    std::vector<bool> seen((size_t)shape.keys);
-                    for (int64_t i = 0; i < shape.queries; i++) {
-                        bool any = false;
-                        for (int64_t j = 0; j < shape.keys; j++)
-                            if (p.mask.sees(b, h, i, j)) any = seen[(size_t)j] = true;
-                        if (!any) p.poison(Q, b, h, i, i), p.poison(D_O, b, h, i, i + 1);
-                    }
-                    for (int64_t j = 0; j < shape.keys; j++)
-                        if (!seen[(size_t)j]) p.poison(K, b, h, j, j), p.poison(V, b, h, j, j + 1);
-                }
-            check_problem(p);
-        }
+        for (size_t m = 1; m < masks; m++)
+            for (const numbers &type : {all_numbers[m % types], {AMP_F32, AMP_F16}}) {
+                problem p(shape, mask_cases[m], type, 700 + m);
+                if (shape.dim > 20 && !p.mask.kind.padding) continue;
+                poison_hidden(p);
+                check_problem(p);
+            }
 }
 
 /* A key that is not finite spoils what the CPU backend says: the rows that see it. */
