@@ -63,6 +63,7 @@
        precision              amp_machine_probe amp_machine_text amp_choose
        parameters             amp_param_register amp_param_forget amp_param_touch amp_param_accumulate amp_param_dtype
        regions                amp_autocast_begin amp_autocast_end amp_autocast_active
+       recomputing            amp_recompute_begin amp_recompute_end
        decisions              amp_autocast_decide amp_autocast_compute amp_autocast_result amp_autocast_cast
        policies               amp_operator_register amp_operator_override amp_layer_override
        cast cache             amp_cast_cache_info amp_cast_cache_clear
@@ -131,6 +132,7 @@
        region          the code between amp_autocast_begin and amp_autocast_end, per thread
        island          a region with .disable, inside another
        epilogue        what is done to a matrix product while it is still in registers: bias, activation
+       recomputing     a block's forward once more before its backward, instead of keeping its activations
        packed weight   a copy of a matrix in the order and dtype in which the kernel reads it
 
    ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
@@ -843,17 +845,21 @@ typedef struct amp_k_softmax {
     const void *dy; void *dx;       /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
 } amp_k_softmax;
 
-typedef struct amp_k_activation {   /* y = act(x); dx = dy act'(x), tanh's from y if given.  y may be x, dx may be dy */
+/* y = act(x + bias); dx = dy act'(x + bias), tanh's from y if given.  y may be x, dx may be dy. */
+typedef struct amp_k_activation {
     amp_activation_kind act;
     amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
     int64_t n;
     const void *x; void *y;
     const void *dy; void *dx;
+    const void *bias; amp_dtype bias_dtype;     /* [cols], added to every row; NULL: none */
+    int64_t cols;                   /* divides n; used with a bias only */
 } amp_k_activation;
 
-typedef struct amp_k_swiglu {       /* y = silu(gate) up */
+typedef struct amp_k_swiglu {       /* y = silu(gate + gate_bias) (up + up_bias) */
     amp_mat gate, up, y;
     amp_mat dy, dgate, dup;
+    const void *gate_bias, *up_bias; amp_dtype gate_bias_dtype, up_bias_dtype;      /* [cols]; either may be NULL */
 } amp_k_swiglu;
 
 /* loss = sum or mean over the rows whose label is not ignore_index of
@@ -1340,13 +1346,14 @@ typedef enum amp_rule {
     AMP_BY_FORCE_I32 = 0x7fffffff
 } amp_rule;
 
-/* Filled by forward, read by backward; a zeroed plan is "forward has not run". */
+/* Filled by forward, read by backward and when recomputing; a zeroed plan is "forward has not run". */
 typedef struct amp_plan {
     amp_dtype compute;              /* operands are rounded to this; sums are fp32 */
     amp_dtype result;               /* what PyTorch would return */
     amp_rule rule;
     amp_mode mode;
     uint64_t random_seed, random_offset;    /* of dropout */
+    uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
 /*  .dtype            the context's dtype          F32, TF32, F16, BF16
@@ -1374,9 +1381,24 @@ AMP_API amp_result amp_autocast_end(amp_context *amp);
    effective settings (may be NULL). */
 AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out);
 
+/* Recomputing (activation checkpointing, Chen et al. 2016): keep a block's input, let blocks share the memory of their
+   activations, and in backward run each block's forward once more before its backward:
+
+       amp_recompute_begin(amp); block_forward(b); amp_recompute_end(amp); block_backward(b);
+
+   In between, the forwards that this thread calls obey the plans in their op structs, in whatever region they are: the
+   same compute dtype, mode and random numbers, of which no new ones are taken.  From the same inputs they write the same
+   bits, so the gradients are those of a run that kept everything.  Outputs that no backward reads need not be written
+   again: the block's last linear may be left out.  The pair nests with itself and with regions, 32 deep in all.
+   Errors: 101, 106 nested too deep, none is open, or the innermost is a region or another context's.  Operators in
+   between: 106 forward has not run, ran in inference mode, or a parameter's version has moved since (the optimizer
+   stepped).  amp_gemm and amp_autocast_decide have no record: 106 unless their region is opened again in between. */
+AMP_API amp_result amp_recompute_begin(amp_context *amp);
+AMP_API amp_result amp_recompute_end(amp_context *amp);
+
 /* What an operator with inputs of these dtypes would do now.  layer: name for overrides, may be NULL; n >= 0
-   inputs; integer and fp64 inputs are ignored as in PyTorch, and stay what they are.  Errors: 107 no such
-   operator, 108 banned. */
+   inputs; integer and fp64 inputs are ignored as in PyTorch, and stay what they are.  Errors: 106 recomputing
+   outside a region, 107 no such operator, 108 banned. */
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
                                        const amp_dtype *inputs, int32_t n, amp_plan *out);
 /* The two halves of that, for one or two inputs: the dtype to compute in, and the dtype to allocate the output
@@ -1410,7 +1432,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
    All return 101 for a missing pointer, 103 for shapes, 104 for dtypes, 301 without scratch memory, and
-   backward 106 when forward has not run.                                                               */
+   backward 106 when forward has not run; for forwards that run again see amp_recompute_begin.          */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out].
    act NONE, GELU, GELU_ERF or RELU; with GELU and a backward to come, pre [rows, out] keeps what went into act. */
@@ -1511,11 +1533,12 @@ AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, 
 AMPI_INLINE amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return amp_softmax_v(amp, op, AMP_ABI(amp_softmax_op)); }
 AMPI_INLINE amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return amp_softmax_backward_v(amp, op, AMP_ABI(amp_softmax_op)); }
 
-/* y = act(x), any shape, contiguous.  y may be x for RELU and TANH only if a backward follows (they need y or
-   the sign of it); the others read x again. */
+/* y = act(x + bias), any shape, contiguous.  If a backward follows, y may be x for TANH, and for RELU without a
+   bias (they need y or the sign of it); the others read x again.  Errors: 101, 102, 103, 105 (such a y). */
 typedef struct amp_activation_op {
     const char *layer;
     amp_tensor x, y;
+    amp_param *bias;                /* [the last dimension of x]; may be NULL */
     amp_activation_kind act;
     int32_t reserved;
     amp_plan plan;
@@ -1526,10 +1549,12 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
 AMPI_INLINE amp_result amp_activation(amp_context *amp, amp_activation_op *op) { return amp_activation_v(amp, op, AMP_ABI(amp_activation_op)); }
 AMPI_INLINE amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) { return amp_activation_backward_v(amp, op, AMP_ABI(amp_activation_op)); }
 
-/* y = silu(gate) * up.  gate, up, y [rows, cols]; gate and up may be halves of one [rows, 2 cols] buffer. */
+/* y = silu(gate + gate_bias) * (up + up_bias).  gate, up, y [rows, cols]; gate and up may be halves of one
+   [rows, 2 cols] buffer. */
 typedef struct amp_swiglu_op {
     const char *layer;
     amp_tensor gate, up, y;
+    amp_param *gate_bias, *up_bias; /* [cols]; each may be NULL */
     amp_plan plan;
     amp_tensor dy, dgate, dup;
 } amp_swiglu_op;
@@ -5355,25 +5380,43 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
+/* x + bias[col..], in `room`; without a bias x itself. */
+AMPI_PRIVATE const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
+                                          float *room, amp_cpu_path path) {
+    float bias_room[AMPI_TILE];
+    const float *b;
+    if (bias == NULL) return x;
+    b = ampi_row_in(ampi_at(bias, dtype, col), dtype, n, bias_room, path);
+    for (int64_t i = 0; i < n; i++) room[i] = x[i] + b[i];
+    return room;
+}
+
 static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
     float x_room[AMPI_TILE], y_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->y, a->y_dtype, at);
         const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_room, job->cpu->path);
         float *y = ampi_row_out(to, a->y_dtype, y_room);
+        x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
         job->vec->activation(a->act, x, y, n);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
 }
 
+/* With a bias over rows of cols, else over one long row. */
+AMPI_PRIVATE void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
+    int64_t cols = a->bias != NULL ? a->cols : a->n;
+    ampi_run_tiles(job, cols > 0 ? a->n / cols : 0, cols, task);
+}
+
 static amp_result ampi_cpu_activation(void *dev, const amp_k_activation *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     (void)stream;
-    ampi_run_tiles(&job, 1, args->n, ampi_activation_task);
+    ampi_run_activation(&job, args, ampi_activation_task);
     return AMP_OK;
 }
 
@@ -5386,11 +5429,12 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
     float x_room[AMPI_TILE], dy_room[AMPI_TILE], dx_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->dx, a->x_dtype, at);
         const float *x = ampi_row_in(ampi_at(from_y ? a->y : a->x, dtype, at), dtype, n, x_room, job->cpu->path);
         const float *dy = ampi_row_in(ampi_at(a->dy, a->y_dtype, at), a->y_dtype, n, dy_room, job->cpu->path);
         float *dx = ampi_row_out(to, a->x_dtype, dx_room);
+        if (!from_y) x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
         if (from_y) job->vec->tanh_backward(x, dy, dx, n);
         else job->vec->activation_backward(a->act, x, dy, dx, n);
         ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
@@ -5400,7 +5444,7 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
 static amp_result ampi_cpu_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     (void)stream;
-    ampi_run_tiles(&job, 1, args->n, ampi_activation_backward_task);
+    ampi_run_activation(&job, args, ampi_activation_backward_task);
     return AMP_OK;
 }
 
@@ -5416,6 +5460,8 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
         const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_room, path);
         const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_room, path);
         float *y = ampi_row_out(to, a->y.dtype, y_room);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
         job->vec->swiglu(gate, up, y, n);
         ampi_row_done(to, a->y.dtype, n, y, path);
     }
@@ -5424,7 +5470,8 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
 static amp_result ampi_cpu_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     int64_t rows = args->gate.rows, cols = args->gate.cols;
-    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->y);
+    int dense = args->gate_bias == NULL && args->up_bias == NULL && ampi_mat_dense(&args->gate) &&
+                ampi_mat_dense(&args->up) && ampi_mat_dense(&args->y);
     (void)stream;
     ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_task);
     return AMP_OK;
@@ -5444,6 +5491,8 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
         const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, col), a->dy.dtype, n, dy_room, path);
         float *dgate = ampi_row_out(to_gate, a->dgate.dtype, dgate_room);
         float *dup = ampi_row_out(to_up, a->dup.dtype, dup_room);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
         job->vec->swiglu_backward(gate, up, dy, dgate, dup, n);
         ampi_row_done(to_gate, a->dgate.dtype, n, dgate, path);
         ampi_row_done(to_up, a->dup.dtype, n, dup, path);
@@ -5453,8 +5502,9 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
 static amp_result ampi_cpu_swiglu_backward(void *dev, const amp_k_swiglu *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     int64_t rows = args->gate.rows, cols = args->gate.cols;
-    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->dy) &&
-                ampi_mat_dense(&args->dgate) && ampi_mat_dense(&args->dup);
+    int dense = args->gate_bias == NULL && args->up_bias == NULL && ampi_mat_dense(&args->gate) &&
+                ampi_mat_dense(&args->up) && ampi_mat_dense(&args->dy) && ampi_mat_dense(&args->dgate) &&
+                ampi_mat_dense(&args->dup);
     (void)stream;
     ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_backward_task);
     return AMP_OK;
@@ -7091,18 +7141,55 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) { ampi_mask_remove_kind(amp,
 
 enum { AMPI_REGION_DEPTH = 32 };
 
-typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; } ampi_region;
+/* recompute 1: opened by amp_recompute_begin; desc is then that of the region around it. */
+typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
 /* The stack of regions of this thread. */
 static AMPI_THREAD_LOCAL ampi_region ampi_regions[AMPI_REGION_DEPTH];
 static AMPI_THREAD_LOCAL int ampi_region_count;
 
-/* The innermost region of this context, or NULL. */
-static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
+/* The innermost entry of this context, or NULL; its settings. */
+static const ampi_region *ampi_region_top(const amp_context *amp) {
     int i = ampi_region_count;
     while (--i >= 0)
-        if (ampi_regions[i].amp == amp) return &ampi_regions[i].desc;
+        if (ampi_regions[i].amp == amp) return &ampi_regions[i];
     return NULL;
+}
+static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
+    const ampi_region *top = ampi_region_top(amp);
+    return top ? &top->desc : NULL;
+}
+
+static int ampi_is_recomputing(const amp_context *amp) {
+    int i = ampi_region_count;
+    while (--i >= 0)
+        if (ampi_regions[i].amp == amp && ampi_regions[i].recompute) return 1;
+    return 0;
+}
+
+static amp_result ampi_region_check_depth(const char *function) {
+    if (ampi_region_count < AMPI_REGION_DEPTH) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, which is the limit; is an amp_autocast_end or amp_recompute_end missing", AMPI_REGION_DEPTH);
+}
+
+static void ampi_region_push(amp_context *amp, const amp_autocast_desc *desc, int recompute) {
+    ampi_region *region = &ampi_regions[ampi_region_count++];
+    region->amp = amp;
+    region->desc = *desc;
+    region->recompute = recompute;
+    __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+}
+
+static amp_result ampi_region_pop(amp_context *amp, const char *function, int recompute) {
+    const ampi_region *top;
+    if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
+    top = &ampi_regions[ampi_region_count - 1];
+    if (top->amp != amp) return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
+    if (top->recompute != recompute)
+        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first", top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
+    ampi_region_count--;
+    __atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi) {
@@ -7111,8 +7198,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     amp_choice choice;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_begin", "amp is NULL");
     AMPI_TRY(ampi_check_abi("amp_autocast_begin", abi, AMP_ABI(amp_autocast_desc)));
-    if (ampi_region_count == AMPI_REGION_DEPTH)
-        return ampi_fail(AMP_ERR_STATE, "amp_autocast_begin", "%d regions are open on this thread, which is the limit; is an amp_autocast_end missing", AMPI_REGION_DEPTH);
+    AMPI_TRY(ampi_region_check_depth("amp_autocast_begin"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
@@ -7126,21 +7212,28 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
         AMPI_TRY(amp_choose(&amp->machine, d.dtype, amp->desc.allow_fallback, &choice));
         d.dtype = choice.dtype;
     }
-    ampi_regions[ampi_region_count].amp = amp;
-    ampi_regions[ampi_region_count].desc = d;
-    ampi_region_count++;
-    __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+    ampi_region_push(amp, &d, 0);
     return AMP_OK;
 }
 
-AMP_API amp_result amp_autocast_end(amp_context *amp) {
-    if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_end", "no region is open on this thread");
-    if (ampi_regions[ampi_region_count - 1].amp != amp)
-        return ampi_fail(AMP_ERR_STATE, "amp_autocast_end", "the innermost region of this thread belongs to another context");
-    ampi_region_count--;
-    __atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
+
+AMP_API amp_result amp_recompute_begin(amp_context *amp) {
+    amp_autocast_desc outside;
+    const amp_autocast_desc *around;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recompute_begin", "amp is NULL");
+    AMPI_TRY(ampi_region_check_depth("amp_recompute_begin"));
+    memset(&outside, 0, sizeof outside);
+    outside.dtype = amp->desc.dtype;
+    outside.policy = amp->desc.policy;
+    outside.mode = amp->desc.mode;
+    outside.disable = 1;
+    around = ampi_region_of(amp);
+    ampi_region_push(amp, around ? around : &outside, 1);
     return AMP_OK;
 }
+
+AMP_API amp_result amp_recompute_end(amp_context *amp) { return ampi_region_pop(amp, "amp_recompute_end", 1); }
 
 AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out) {
     const amp_autocast_desc *d = amp ? ampi_region_of(amp) : NULL;
@@ -7174,6 +7267,10 @@ static const char *const ampi_op_names[AMPI_BUILTIN_OPS] = {
     "none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm", "softmax", "activation", "swiglu",
     "cross_entropy", "mse", "embedding", "dropout", "add"
 };
+
+static const char *ampi_op_name(const amp_context *amp, int32_t op) {
+    return op < AMPI_BUILTIN_OPS ? ampi_op_names[op] : amp->ops[op - AMP_OP_USER].name;
+}
 
 static int ampi_op_exists(const amp_context *amp, int32_t op) {
     return (op > AMP_OP_NONE && op < AMPI_BUILTIN_OPS) || (op >= AMP_OP_USER && op - AMP_OP_USER < amp->n_ops);
@@ -7243,13 +7340,17 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
 /* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
                                        const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    const ampi_region *top;
     const amp_autocast_desc *region;
     amp_cast_policy policy;
     amp_dtype layer_dtype;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
+    top = ampi_region_top(amp);
+    if (top != NULL && top->recompute)
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open the region it ran in again around it", ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
-    region = ampi_region_of(amp);
+    region = top ? &top->desc : NULL;
     out->mode = region ? region->mode : amp->desc.mode;
     out->compute = out->result = ampi_promoted(inputs, n);
     out->rule = AMP_BY_STORAGE;
@@ -7257,8 +7358,7 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
     if (amp->desc.level == AMP_LEVEL_O0) { out->rule = AMP_BY_LEVEL; return AMP_OK; }
     policy = ampi_policy_of(amp, op, region->policy, &out->rule);
     if (policy == AMP_CAST_BANNED)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)",
-                         op < AMPI_BUILTIN_OPS ? ampi_op_names[op] : amp->ops[op - AMP_OP_USER].name);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
     if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || ampi_widest(inputs, n) == AMP_DTYPE_DEFAULT) return AMP_OK;
     layer_dtype = policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE ? ampi_layer_dtype(amp, layer) : AMP_DTYPE_DEFAULT;
     if (layer_dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
@@ -7453,14 +7553,15 @@ static int ampi_cache_is_off(const amp_context *amp) {
 }
 
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
-   or the kernels have no use for one.  ampi_cache_put ends its use. */
+   or the kernels have no use for one.  Recomputing is no repeated use: it is the last one, and there to save memory.
+   ampi_cache_put ends its use. */
 static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     amp_result result;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now, 0, data);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data);
     *used = now;
     ampi_unlock(amp);
     return result;
@@ -7523,10 +7624,33 @@ static amp_result ampi_op_begin(const char *function, const amp_context *amp, co
     return ampi_check_abi(function, abi, ours);
 }
 
-static amp_result ampi_backward_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, const amp_plan *plan) {
-    AMPI_TRY(ampi_op_begin(function, amp, op, abi, ours));
+/* What backward and a forward that runs again obey. */
+static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     if (plan->compute == AMP_DTYPE_DEFAULT) return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
     if (plan->mode == AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, which keeps nothing for a backward");
+    return AMP_OK;
+}
+
+static amp_result ampi_backward_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, const amp_plan *plan) {
+    AMPI_TRY(ampi_op_begin(function, amp, op, abi, ours));
+    return ampi_check_plan(function, plan);
+}
+
+/* Versions only grow, so their sum moves when one of them does. */
+static uint64_t ampi_versions(const amp_param *a, const amp_param *b) { return (a ? a->version : 0) + (b ? b->version : 0); }
+
+/* The plan of a forward: decided now, or when recomputing the recorded one. */
+static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer, amp_dtype a, amp_dtype b,
+                                    uint64_t version, const amp_plan *recorded, amp_plan *plan) {
+    if (!ampi_is_recomputing(amp)) {
+        AMPI_TRY(ampi_decide2(amp, op, layer, a, b, plan));
+        plan->version = version;
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_check_plan(function, recorded));
+    if (recorded->version != version)
+        return ampi_fail(AMP_ERR_STATE, function, "a parameter of %s has changed since its forward; recompute before the optimizer steps", layer ? layer : ampi_op_name(amp, op));
+    *plan = *recorded;
     return AMP_OK;
 }
 
@@ -7582,7 +7706,7 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype, ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
     g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
     g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
@@ -7628,7 +7752,8 @@ static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op,
     return AMP_OK;
 }
 
-static amp_result ampi_linear_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
+/* The gradient of what was added to every row. */
+static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
     s.x = *dy;
@@ -7664,7 +7789,7 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
     if (op->act != AMP_ACT_NONE) AMPI_TRY(ampi_linear_activation_backward(amp, f, op, &dy));
     if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy));
-    if (ampi_wants_grad(op->bias)) AMPI_TRY(ampi_linear_dbias(amp, op->bias, &dy));
+    if (ampi_wants_grad(op->bias)) AMPI_TRY(ampi_dbias(amp, op->bias, &dy));
     return dx.data ? ampi_linear_dx(amp, op, &dy, &dx) : AMP_OK;
 }
 
@@ -7715,7 +7840,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(amp, f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute));
     op->plan = plan;
     return AMP_OK;
@@ -7827,7 +7952,7 @@ AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint6
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_attention", amp, op, abi, AMP_ABI(amp_attention_op)));
     AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
     k.compute = plan.compute;
     AMPI_TRY(amp->backend->attention(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
@@ -7880,7 +8005,8 @@ static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
-    AMPI_TRY(ampi_decide2(amp, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT,
+                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
     AMPI_TRY(amp->backend->norm(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -7942,7 +8068,7 @@ AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t 
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, abi, AMP_ABI(amp_softmax_op)));
     AMPI_TRY(ampi_softmax_args("amp_softmax", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_softmax", AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     AMPI_TRY(amp->backend->softmax(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -7980,6 +8106,10 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
     k->n = amp_tensor_count(&op->x);
     k->x = op->x.data; k->x_dtype = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
+    if (op->bias == NULL) return AMP_OK;
+    k->cols = op->x.shape[op->x.ndim - 1];
+    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, 0));
+    k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
     return AMP_OK;
 }
 
@@ -7988,7 +8118,7 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op)));
     AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_activation", AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     AMPI_TRY(amp->backend->activation(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -7997,19 +8127,35 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
 AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
     const char *f = "amp_activation_backward";
     amp_k_activation k;
+    amp_mat dx;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, k.x_dtype));
+    if (k.bias != NULL && k.x == k.y && k.act != AMP_ACT_TANH)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads with a .bias: give .y its own memory");
     k.dy = op->dy.data;
     k.dx = op->dx.data;
-    return amp->backend->activation_backward(amp->dev, &k, amp->desc.stream);
+    AMPI_TRY(amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
+    if (!ampi_wants_grad(op->bias)) return AMP_OK;
+    memset(&dx, 0, sizeof dx);
+    dx.data = k.dx; dx.dtype = k.x_dtype;
+    dx.rows = k.n / k.cols; dx.cols = dx.ld = k.cols;
+    return ampi_dbias(amp, op->bias, &dx);
 }
 
 static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
     memset(k, 0, sizeof *k);
     AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
     AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
+    if (op->gate_bias) {
+        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, 0));
+        k->gate_bias = op->gate_bias->weight.data; k->gate_bias_dtype = op->gate_bias->weight.dtype;
+    }
+    if (op->up_bias) {
+        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, 0));
+        k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
+    }
     return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
 }
 
@@ -8018,7 +8164,7 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op)));
     AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_swiglu", AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, 0, &op->plan, &plan));
     AMPI_TRY(amp->backend->swiglu(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -8032,7 +8178,9 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
     AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
-    return amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
+    AMPI_TRY(amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream));
+    if (ampi_wants_grad(op->gate_bias)) AMPI_TRY(ampi_dbias(amp, op->gate_bias, &k.dgate));
+    return ampi_wants_grad(op->up_bias) ? ampi_dbias(amp, op->up_bias, &k.dup) : AMP_OK;
 }
 
 /* ---- Losses */
@@ -8051,7 +8199,7 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
     if (!(op->label_smoothing >= 0 && op->label_smoothing <= 1)) return ampi_fail(AMP_ERR_RANGE, f, ".label_smoothing = %g, must be 0 to 1", (double)op->label_smoothing);
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_CROSS_ENTROPY, op->layer, k.logits.dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_CROSS_ENTROPY, op->layer, k.logits.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     k.classes = op->classes ? op->classes : k.logits.cols;
     k.labels = op->labels;
     k.ignore_index = op->ignore_index ? op->ignore_index : -100;
@@ -8081,7 +8229,7 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, op->x.dtype));
     if (op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".loss is NULL");
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, 0, &op->plan, &plan));
     k.x = op->x.data; k.x_dtype = op->x.dtype;
     k.target = op->target.data; k.target_dtype = op->target.dtype;
     k.dx = op->dx.data;
@@ -8121,7 +8269,7 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->table, op->positions), &op->plan, &plan));
     k.bad_id = ampi_bad_row(amp, &bad);
     AMPI_TRY(amp->backend->embedding(amp->dev, &k, amp->desc.stream));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
@@ -8169,6 +8317,15 @@ static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dr
     return amp->backend->dropout(amp->dev, &k, amp->desc.stream);
 }
 
+/* Takes the next n random numbers, none in inference. */
+static void ampi_dropout_numbers(amp_context *amp, int64_t n, amp_plan *plan) {
+    plan->random_seed = amp->desc.seed;
+    ampi_lock(amp);
+    plan->random_offset = amp->random_offset;
+    if (plan->mode != AMP_MODE_INFERENCE) amp->random_offset += (uint64_t)n;
+    ampi_unlock(amp);
+}
+
 AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
     const char *f = "amp_dropout";
     int64_t n;
@@ -8177,12 +8334,8 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
     if (!(op->p >= 0 && op->p < 1)) return ampi_fail(AMP_ERR_RANGE, f, ".p = %g, must be 0 to less than 1", (double)op->p);
     n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, &plan));
-    plan.random_seed = amp->desc.seed;
-    ampi_lock(amp);
-    plan.random_offset = amp->random_offset;
-    if (op->p > 0 && plan.mode != AMP_MODE_INFERENCE) amp->random_offset += (uint64_t)n;
-    ampi_unlock(amp);
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
+    if (!ampi_is_recomputing(amp)) ampi_dropout_numbers(amp, op->p > 0 ? n : 0, &plan);
     AMPI_TRY(ampi_dropout_run(amp, f, op, &plan, &op->x, &op->y, "y"));
     op->plan = plan;
     return AMP_OK;

@@ -2631,15 +2631,17 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
    of each input a thread reads ahead.                                                                       */
 
 template <int I, int O> struct ampc_map {
-    enum { inputs = I, outputs = O };
+    enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };       /* blocks per multiprocessor: many operands need registers */
     amp_mat in[I], out[O];
     int64_t cols, pieces, total;    /* elements and pieces of a row, pieces in all */
 };
 
-amp_mat ampc_flat(const void *data, amp_dtype dtype, int64_t n) {
-    amp_mat m = {const_cast<void *>(data), dtype, 0, 1, n, n};
+/* ld 0: rows that are all the same. */
+amp_mat ampc_matrix(const void *data, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
+    amp_mat m = {const_cast<void *>(data), dtype, 0, rows, cols, ld};
     return m;
 }
+amp_mat ampc_flat(const void *data, amp_dtype dtype, int64_t n) { return ampc_matrix(data, dtype, 1, n, n); }
 
 /* i / d and i % d, without a 64-bit division where the numbers are small. */
 __device__ __forceinline__ int64_t ampc_divide(int64_t i, int64_t d, int64_t *rest) {
@@ -2668,7 +2670,7 @@ __device__ __forceinline__ void ampc_map_write(const Map &m, const Op &op, int64
 }
 
 /* A row's last elements, if fewer than V, are done one by one. */
-template <int V, class Op, class Map> __global__ void __launch_bounds__(256, 4) ampc_map_kernel(Map m, Op op) {
+template <int V, class Op, class Map> __global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op) {
     enum { U = Op::ahead };
     int64_t step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < m.total; i += U * step) {
@@ -2710,7 +2712,7 @@ template <class Op, class Map> amp_result ampc_map_run(void *dev, const char *na
     m.pieces = ampc_blocks(m.cols, v);
     m.total = dense ? m.pieces : rows * m.pieces;
     return ampc_launch(d, name, v == 8 ? ampc_map_kernel<8, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
-                       ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), 4), 256, 0, stream, m, op);
+                       ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), Map::per_sm), 256, 0, stream, m, op);
 }
 
 /* ---- Activations */
@@ -2784,16 +2786,49 @@ struct ampc_act_back {
     }
 };
 
+/* op over N inputs, to the first B of which the B inputs after them are added: biases. */
+template <class Op, int N, int B> struct ampc_biased {
+    enum { ahead = (Op::ahead + 1) / 2 };
+    Op op;
+    template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t index) const {
+        float sum[N][V];
+        AMPC_UNROLL
+        for (int k = 0; k < N; k++) {
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) sum[k][i] = k < B ? ampc_add(in[k][i], in[N + (k < B ? k : 0)][i]) : in[k][i];
+        }
+        op.template run<V>(sum, out, index);
+    }
+};
+
 amp_result ampc_activation(void *dev, const amp_k_activation *args, void *stream) {
+    ampc_act op = {args->act};
+    if (args->bias != NULL) {
+        int64_t rows = args->cols > 0 ? args->n / args->cols : 0;
+        ampc_map<2, 1> m;
+        m.in[0] = ampc_matrix(args->x, args->x_dtype, rows, args->cols, args->cols);
+        m.in[1] = ampc_matrix(args->bias, args->bias_dtype, rows, args->cols, 0);
+        m.out[0] = ampc_matrix(args->y, args->y_dtype, rows, args->cols, args->cols);
+        return ampc_map_run(dev, "amp_activation", m, ampc_biased<ampc_act, 1, 1>{op}, stream);
+    }
     ampc_map<1, 1> m;
     m.in[0] = ampc_flat(args->x, args->x_dtype, args->n);
     m.out[0] = ampc_flat(args->y, args->y_dtype, args->n);
-    return ampc_map_run(dev, "amp_activation", m, ampc_act{args->act}, stream);
+    return ampc_map_run(dev, "amp_activation", m, op, stream);
 }
 
 /* The slope of tanh is taken from y where it is given: x may have been overwritten. */
 amp_result ampc_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     int from_y = args->act == AMP_ACT_TANH && args->y != NULL;
+    if (args->bias != NULL && !from_y) {
+        int64_t rows = args->cols > 0 ? args->n / args->cols : 0;
+        ampc_map<3, 1> m;
+        m.in[0] = ampc_matrix(args->x, args->x_dtype, rows, args->cols, args->cols);
+        m.in[1] = ampc_matrix(args->dy, args->y_dtype, rows, args->cols, args->cols);
+        m.in[2] = ampc_matrix(args->bias, args->bias_dtype, rows, args->cols, 0);
+        m.out[0] = ampc_matrix(args->dx, args->x_dtype, rows, args->cols, args->cols);
+        return ampc_map_run(dev, "amp_activation_backward", m, ampc_biased<ampc_act_back, 2, 1>{{args->act, 0}}, stream);
+    }
     ampc_map<2, 1> m;
     m.in[0] = from_y ? ampc_flat(args->y, args->y_dtype, args->n) : ampc_flat(args->x, args->x_dtype, args->n);
     m.in[1] = ampc_flat(args->dy, args->y_dtype, args->n);
@@ -2825,6 +2860,16 @@ struct ampc_glu_back {
 };
 
 amp_result ampc_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
+    int64_t rows = args->gate.rows, cols = args->gate.cols;
+    if (args->gate_bias != NULL || args->up_bias != NULL) {
+        ampc_map<4, 1> m;
+        m.in[0] = args->gate;
+        m.in[1] = args->up;
+        m.in[2] = ampc_matrix(args->gate_bias, args->gate_bias_dtype, rows, cols, 0);
+        m.in[3] = ampc_matrix(args->up_bias, args->up_bias_dtype, rows, cols, 0);
+        m.out[0] = args->y;
+        return ampc_map_run(dev, "amp_swiglu", m, ampc_biased<ampc_glu, 2, 2>(), stream);
+    }
     ampc_map<2, 1> m;
     m.in[0] = args->gate;
     m.in[1] = args->up;
@@ -2833,6 +2878,18 @@ amp_result ampc_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
 }
 
 amp_result ampc_swiglu_backward(void *dev, const amp_k_swiglu *args, void *stream) {
+    int64_t rows = args->gate.rows, cols = args->gate.cols;
+    if (args->gate_bias != NULL || args->up_bias != NULL) {
+        ampc_map<5, 2> m;
+        m.in[0] = args->gate;
+        m.in[1] = args->up;
+        m.in[2] = args->dy;
+        m.in[3] = ampc_matrix(args->gate_bias, args->gate_bias_dtype, rows, cols, 0);
+        m.in[4] = ampc_matrix(args->up_bias, args->up_bias_dtype, rows, cols, 0);
+        m.out[0] = args->dgate;
+        m.out[1] = args->dup;
+        return ampc_map_run(dev, "amp_swiglu_backward", m, ampc_biased<ampc_glu_back, 3, 2>(), stream);
+    }
     ampc_map<3, 2> m;
     m.in[0] = args->gate;
     m.in[1] = args->up;
