@@ -39,7 +39,7 @@ $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
 $(BUILD)/$(1)t_harness: $(COC)/t_harness.cpp $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 $(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/amp_implementation.o \
-                      $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS) amp.h
+                      $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS) amp.h examples/common.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 endef
 $(eval $(call coc_build,,))

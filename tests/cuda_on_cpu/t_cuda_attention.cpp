@@ -241,7 +241,8 @@ struct exact {
         : p(problem_), s(p.shape), narrow(p.type.compute == AMP_F32 ? 0 : unit(p.type.compute)), small(tiny(p.type.compute)),
           lse_bound((size_t)p.rows()) {
         for (int t = 0; t < TENSORS; t++) {
-            for (size_t i = 0; i < (size_t)p.count(t) && !p.in[t].empty(); i++) in[t].push_back(rounded(cuda_value(p.in[t].data(), p.type.storage, i)));
+            for (size_t i = 0; i < (size_t)p.count(t) && !p.in[t].empty(); i++)
+                in[t].push_back(rounded(cuda_value(p.in[t].data(), p.type.storage, i)));
             value[t].resize((size_t)p.count(t));
             bound[t].resize((size_t)p.count(t));
         }
@@ -415,6 +416,15 @@ CUDA_TEST(seen_infinities) {
             }
 }
 
+/* Scores of -inf only: a row like one that sees nothing. */
+CUDA_TEST(lowest_scores) {
+    for (size_t m = 0; m < 2; m++) {
+        problem p({1, 1, 12, 12, 8, DENSE}, mask_cases[m], all_numbers[m], 805);
+        for (int64_t i = 0; i < 12; i++) p.set(Q, 0, 0, i, 1), p.set(K, 0, 0, i, -HUGE_VALF);
+        check_problem(p);
+    }
+}
+
 /* A weight that underflows to 0 makes NaN of an infinity where nothing is hidden, and nothing where a mask hides. */
 CUDA_TEST(weights_of_zero) {
     for (size_t m = 0; m < 2; m++) {
@@ -483,6 +493,7 @@ int main(int argc, char **argv) {
     RUN(empty);
     RUN(hidden_infinities);
     RUN(seen_infinities);
+    RUN(lowest_scores);
     RUN(weights_of_zero);
     RUN(operands_are_rounded);
     RUN(weights_are_rounded);
