@@ -29,7 +29,7 @@
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
-   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; table. */
+   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; attention; table. */
 
 #include <cuda_runtime.h>
 #include <pthread.h>
@@ -2411,9 +2411,9 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
                        a.dbias, partials, (int64_t)blocks, a.x.cols);
 }
 
-/* ---- Softmax over masked rows */
+/* ---- Masks: what a query sees */
 
-/* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
+/* Which keys by kind and length: key j if j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
 
 __device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -2439,7 +2439,6 @@ __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* What a row of softmax sees. */
 struct ampc_sight {
     ampc_span span;
     int64_t end;                    /* no key from here on is seen */
@@ -2448,34 +2447,34 @@ struct ampc_sight {
     const uint8_t *allowed;         /* of the query; NULL: all */
 };
 
-__device__ inline ampc_sight ampc_sight_of(const amp_k_softmax &a, int64_t row) {
-    int64_t head = row / a.queries, query = row - head * a.queries, b = head / a.heads, h = head - b * a.heads;
-    int64_t position = query + a.keys - a.queries;
+__device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int64_t h, int64_t query, int64_t queries,
+                                           int64_t keys) {
+    int64_t position = query + keys - queries;
     ampc_sight s;
-    s.span = ampc_mask_span(a.mask, b, position, a.keys);
+    s.span = ampc_mask_span(mask, b, position, keys);
     s.end = s.span.first > s.span.high ? s.span.first : s.span.high;
-    s.documents = a.mask.documents ? a.mask.documents + b * a.keys : NULL;
+    s.documents = mask.documents ? mask.documents + b * keys : NULL;
     s.document = s.documents && position >= 0 ? s.documents[position] : 0;
-    s.allowed = a.mask.kind == AMP_MASK_ARBITRARY ? a.mask.allowed + b * a.mask.allowed_batch_stride +
-                                                    h * a.mask.allowed_head_stride + query * a.keys : NULL;
+    s.allowed = mask.kind == AMP_MASK_ARBITRARY ? mask.allowed + b * mask.allowed_batch_stride +
+                                                  h * mask.allowed_head_stride + query * keys : NULL;
     return s;
 }
 
-/* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's first element. */
+/* Whether key start + at is seen; first, low and high are the span's, counted from `start`. */
+__device__ __forceinline__ bool ampc_seen(const ampc_sight &sight, int64_t start, int at, int first, int low, int high) {
+    if (at >= first && (at < low || at >= high)) return false;
+    if (sight.documents && sight.documents[start + at] != sight.document) return false;
+    return !sight.allowed || sight.allowed[start + at] != 0;
+}
+
+/* ---- Softmax over masked rows */
+
+/* -inf for the hidden ones among the scores of a piece; first, low and high count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high, float *s) {
-    const float hidden = ampi_f32_of_bits(0xff800000u);
-    int end = first > high ? first : high;
     AMPC_UNROLL
     for (int i = 0; i < V; i++)
-        if (at + i >= first && (at + i < low || at + i >= high)) s[i] = hidden;
-    if (!sight.documents && !sight.allowed) return;
-    AMPC_UNROLL
-    for (int i = 0; i < V; i++) {
-        if (at + i >= end) continue;
-        if (sight.documents && sight.documents[start + at + i] != sight.document) s[i] = hidden;
-        if (sight.allowed && !sight.allowed[start + at + i]) s[i] = hidden;
-    }
+        if (!ampc_seen(sight, start, at + i, first, low, high)) s[i] = ampi_f32_of_bits(0xff800000u);
 }
 
 template <int V, int E>
@@ -2520,7 +2519,8 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
         bool live = first + place.group < rows;
         int64_t row = live ? first + place.group : rows - 1, c;
-        const ampc_sight sight = ampc_sight_of(a, row);
+        int64_t head = row / a.queries, b = head / a.heads;
+        const ampc_sight sight = ampc_sight_of(a.mask, b, head - b * a.heads, row - head * a.queries, a.queries, a.keys);
         float s[E], max[1] = {ampi_f32_of_bits(0xff800000u)}, sum[1] = {0.0f}, shift;
         for (c = 0; c < chunks; c++) {
             ampc_scores_fetch(a, place, sight, row, c, s);
@@ -3514,15 +3514,52 @@ struct ampc_operand {
     int64_t outer, inner, count;    /* count: of i */
 };
 
-/* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours. */
-__device__ __forceinline__ void ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
-                                                float (*tile)[AMPC_GEMM_TILE + 4]) {
+typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, with room against bank conflicts */
+
+/* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
+   Returns whether this thread met an infinity or NaN. */
+__device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
+                                                ampc_strip *tile) {
+    bool wild = false;
     for (unsigned e = threadIdx.x; e < AMPC_GEMM_TILE * AMPC_GEMM_DEPTH; e += 256) {
         unsigned i = x.inner == 1 ? e / AMPC_GEMM_DEPTH : e % AMPC_GEMM_TILE;
         unsigned j = x.inner == 1 ? e % AMPC_GEMM_DEPTH : e / AMPC_GEMM_TILE;
         bool inside = i0 + i < x.count && j0 + j < k;
-        tile[j][i] = inside ? ampc_rounded(ampc_stored(x.data, x.dtype, offset + (i0 + i) * x.outer + (j0 + j) * x.inner),
-                                           x.compute) : 0.0f;
+        float value = inside ? ampc_rounded(ampc_stored(x.data, x.dtype, offset + (i0 + i) * x.outer + (j0 + j) * x.inner),
+                                            x.compute) : 0.0f;
+        tile[j][i] = value;
+        wild = wild || !ampc_finite(value);
+    }
+    return wild;
+}
+
+/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: those of a, of which a 0 makes nothing of infinities. */
+template <bool WEIGHTS>
+__device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_strip *b, float (&sum)[4][4]) {
+    unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    for (int d = 0; d < AMPC_GEMM_DEPTH; d++) {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            float factor = a[d][4 * y + i];
+            AMPC_UNROLL
+            for (int j = 0; j < 4; j++)
+                if (!WEIGHTS || factor != 0.0f) sum[i][j] = ampc_fma(factor, b[d][4 * x + j], sum[i][j]);
+        }
+    }
+}
+
+/* sum[i][j] = row i0 + 4 y + i of a times row j0 + 4 x + j of b.  The tiles may be used again at once. */
+__device__ __forceinline__ void ampc_gemm_sum(const ampc_operand &a, int64_t a_offset, int64_t i0, const ampc_operand &b,
+                                              int64_t b_offset, int64_t j0, int64_t depth, ampc_strip *as, ampc_strip *bs,
+                                              float (&sum)[4][4]) {
+    AMPC_UNROLL
+    for (int i = 0; i < 16; i++) sum[i / 4][i % 4] = 0.0f;
+    for (int64_t k = 0; k < depth; k += AMPC_GEMM_DEPTH) {
+        ampc_gemm_fetch(a, a_offset, i0, k, depth, as);
+        ampc_gemm_fetch(b, b_offset, j0, k, depth, bs);
+        __syncthreads();
+        ampc_gemm_add<false>(as, bs, sum);
+        __syncthreads();
     }
 }
 
@@ -3540,27 +3577,13 @@ __device__ __forceinline__ void ampc_gemm_finish(const amp_k_gemm &g, int64_t it
 
 __global__ void __launch_bounds__(256, AMPC_GEMM_PER_SM)
 ampc_gemm_kernel(amp_k_gemm g, ampc_operand a, ampc_operand b, int64_t rows, int64_t columns) {
-    AMPC_SHARED(float, a_tile, AMPC_GEMM_DEPTH * (AMPC_GEMM_TILE + 4));
-    AMPC_SHARED(float, b_tile, AMPC_GEMM_DEPTH * (AMPC_GEMM_TILE + 4));
-    float (*as)[AMPC_GEMM_TILE + 4] = (float (*)[AMPC_GEMM_TILE + 4])a_tile;
-    float (*bs)[AMPC_GEMM_TILE + 4] = (float (*)[AMPC_GEMM_TILE + 4])b_tile;
+    AMPC_SHARED(ampc_strip, a_tile, AMPC_GEMM_DEPTH);
+    AMPC_SHARED(ampc_strip, b_tile, AMPC_GEMM_DEPTH);
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
     for (int64_t tile = blockIdx.x; tile < rows * columns * g.batch; tile += gridDim.x) {
         int64_t item = tile / (rows * columns), i0 = tile / columns % rows * AMPC_GEMM_TILE, j0 = tile % columns * AMPC_GEMM_TILE;
-        float sum[4][4] = {};
-        for (int64_t k = 0; k < g.k; k += AMPC_GEMM_DEPTH) {
-            ampc_gemm_fetch(a, item * g.stride_a, i0, k, g.k, as);
-            ampc_gemm_fetch(b, item * g.stride_b, j0, k, g.k, bs);
-            __syncthreads();
-            for (int d = 0; d < AMPC_GEMM_DEPTH; d++) {
-                AMPC_UNROLL
-                for (int i = 0; i < 4; i++) {
-                    AMPC_UNROLL
-                    for (int j = 0; j < 4; j++) sum[i][j] = ampc_fma(as[d][4 * y + i], bs[d][4 * x + j], sum[i][j]);
-                }
-            }
-            __syncthreads();
-        }
+        float sum[4][4];
+        ampc_gemm_sum(a, item * g.stride_a, i0, b, item * g.stride_b, j0, g.k, a_tile, b_tile, sum);
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
             AMPC_UNROLL
@@ -4344,18 +4367,343 @@ amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void 
     });
 }
 
+/* ==== Attention =====================================================================================
+   Any shape, mask, dtype and head dimension on the fp32 units, after Dao et al. 2022 and with the semantics of the CPU
+   backend: operands and probabilities are rounded to the compute dtype, products and sums are fp32.  A block owns 64
+   rows (queries, or keys in the pass for dk and dv) and walks in order over the tiles of 64 on the other side of which
+   it sees something, so nothing depends on the order of blocks.  It sums 64 or 128 columns of its results at once, and
+   computes the scores again for further ones.
+   Thread (x, y) of 16 x 16 holds 4 x 4 of every tile: owned rows 4 y to 4 y + 3, others 4 x to 4 x + 3.            */
+
+enum { AMPC_ATTENTION_PER_SM = 2 };
+
+/* What a block works on: rows from i0 and columns from c0 on of a head. */
+struct ampc_attention_item { int64_t b, h, i0, c0; };
+
+/* `groups` of 64 N columns; heads vary fastest, so that the tiles of one place, which cost the same, run together. */
+template <int N>
+__device__ __forceinline__ ampc_attention_item ampc_attention_item_of(const amp_k_attention &a, int64_t item, int64_t groups,
+                                                                      int64_t tiles, bool last_first) {
+    int64_t heads = a.batch * a.heads, place = item / heads, head = item - place * heads, tile = place / groups;
+    ampc_attention_item i = {head / a.heads, head % a.heads, 0, (place - tile * groups) * AMPC_GEMM_TILE * N};
+    i.i0 = (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE;
+    return i;
+}
+
+/* Where a head of a tensor starts. */
+__device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
+    return i.b * stride[0] + i.h * stride[2];
+}
+/* A head as an operand: its rows, to be multiplied over the columns; or its columns from c0 on, over the rows. */
+__device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i, const void *data,
+                                                       const int64_t (&stride)[3], int64_t rows) {
+    return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride)), a.dtype, a.compute, stride[1], 1, rows};
+}
+__device__ __forceinline__ ampc_operand ampc_head_columns(const amp_k_attention &a, const ampc_attention_item &i,
+                                                          const void *data, const int64_t (&stride)[3]) {
+    return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride) + i.c0), a.dtype, a.compute, 1, stride[1], a.dim - i.c0};
+}
+
+/* Shared memory of a block.  Each product uses it again at once. */
+struct ampc_attention_room {
+    ampc_strip tiles[2][AMPC_GEMM_DEPTH];
+    ampc_strip weights[AMPC_GEMM_TILE];         /* of [other row][owned row] */
+    ampc_sight sights[AMPC_GEMM_TILE];          /* of the queries at hand */
+    float lse[AMPC_GEMM_TILE], delta[AMPC_GEMM_TILE];
+};
+
+/* The queries from `query` on; those beyond the last see nothing.  Backward: lse is +inf where nothing is seen, so that
+   every probability is 0. */
+__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, const ampc_attention_item &item, int64_t query,
+                                                    const float *delta, ampc_attention_room *room) {
+    int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
+    if (threadIdx.x < AMPC_GEMM_TILE) {
+        ampc_sight blind = {{0, INT64_MAX, 0}, 0, NULL, 0, NULL};
+        bool live = q < a.queries;
+        room->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
+        if (delta != NULL) {
+            float lse = live ? a.lse[row] : 0.0f;
+            room->lse[threadIdx.x] = ampi_bits_f32(lse) == 0xff800000u ? -lse : lse;
+            room->delta[threadIdx.x] = live ? delta[row] : 0.0f;
+        }
+    }
+    __syncthreads();
+}
+
+/* The keys that the open queries may see: those below `first`, and those in [low, high). */
+__device__ __forceinline__ ampc_span ampc_attention_reach(const ampc_attention_room *room) {
+    ampc_span all = {0, INT64_MAX, 0};
+    for (int i = 0; i < AMPC_GEMM_TILE; i++) {
+        const ampc_span &s = room->sights[i].span;
+        all.first = all.first > s.first ? all.first : s.first;
+        all.low = all.low < s.low ? all.low : s.low;
+        all.high = all.high > s.high ? all.high : s.high;
+    }
+    return all;
+}
+
+/* Bit 4 i + j: whether this thread's owned row i and other row j see each other.  The keys at hand start at `key`.
+   KEYS: they are the owned rows. */
+template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_room *room, int64_t key) {
+    int x = 4 * (int)(threadIdx.x % 16), y = 4 * (int)(threadIdx.x / 16);
+    unsigned seen = 0;
+    AMPC_UNROLL
+    for (int q = 0; q < 4; q++) {
+        const ampc_sight &s = room->sights[(KEYS ? x : y) + q];
+        int first = (int)ampc_clamp(s.span.first - key, 0, AMPC_GEMM_TILE);
+        int low = (int)ampc_clamp(s.span.low - key, 0, AMPC_GEMM_TILE);
+        int high = (int)ampc_clamp(s.span.high - key, 0, AMPC_GEMM_TILE);
+        AMPC_UNROLL
+        for (int k = 0; k < 4; k++)
+            if (ampc_seen(s, key, (KEYS ? y : x) + k, first, low, high)) seen |= 1u << (KEYS ? 4 * k + q : 4 * q + k);
+    }
+    return seen;
+}
+
+/* Hands this thread's weights to the block, rounded to the compute dtype. */
+__device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_dtype compute, ampc_attention_room *room) {
+    unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    AMPC_UNROLL
+    for (int j = 0; j < 4; j++) {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) room->weights[4 * x + j][4 * y + i] = ampc_rounded(w[i][j], compute);
+    }
+}
+
+/* sum += the weights times rows [begin, begin + 64), of `rows`, of z.  Under a mask a weight of 0 makes nothing of the
+   infinities and NaN that hidden rows may hold. */
+template <int N>
+__device__ __forceinline__ void ampc_attention_add(const ampc_operand &z, int64_t begin, int64_t rows, bool masked,
+                                                   ampc_attention_room *room, float (&sum)[N][4][4]) {
+    for (int d = 0; d < AMPC_GEMM_TILE && begin + d < rows; d += AMPC_GEMM_DEPTH) {
+        bool wild = false;
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++)
+            wild |= ampc_gemm_fetch(z, 0, n * AMPC_GEMM_TILE, begin + d, rows, room->tiles[n]);
+        bool careful = __syncthreads_or(wild && masked);
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++) {
+            if (careful) ampc_gemm_add<true>(room->weights + d, room->tiles[n], sum[n]);
+            else ampc_gemm_add<false>(room->weights + d, room->tiles[n], sum[n]);
+        }
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ bool ampc_mask_hides(const amp_mask &mask) {
+    return mask.kind != AMP_MASK_NONE || mask.lengths != NULL || mask.documents != NULL;
+}
+
+/* Rounds factor[i] * sum into a head of a tensor of `rows` rows. */
+template <int N>
+__device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, const ampc_attention_item &item, void *data,
+                                                     const int64_t (&stride)[3], int64_t rows, const float (&sum)[N][4][4],
+                                                     const float (&factor)[4]) {
+    unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    AMPC_UNROLL
+    for (int e = 0; e < 16 * N; e++) {
+        int n = e / 16, i = e / 4 % 4, j = e % 4;
+        int64_t row = item.i0 + 4 * y + i, column = item.c0 + n * AMPC_GEMM_TILE + 4 * x + j;
+        if (row < rows && column < a.dim)
+            ampc_put_stored(data, a.dtype, ampc_head_at(item, stride) + row * stride[1] + column, ampc_mul(sum[n][i][j], factor[i]));
+    }
+}
+
+/* ---- Forward: m = max(m, scores), p = exp(score - m), sum = sum rescale + all p, o = o rescale + p v, where rescale =
+   exp(old m - m): the running softmax of Milakov and Gimelshein 2018. */
+
+/* The running softmax of a thread's four rows.  The maximum is that of the row, the sum that of the thread's keys. */
+struct ampc_row_softmax {
+    float max[4], sum[4];
+    /* Scores become weights; hidden ones 0. */
+    __device__ __forceinline__ void add(float (&s)[4][4], unsigned seen, float scale, float (&rescale)[4]) {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            float top = max[i], shift;
+            AMPC_UNROLL
+            for (int j = 0; j < 4; j++) {
+                s[i][j] = seen >> (4 * i + j) & 1 ? ampc_mul(s[i][j], scale) : ampi_f32_of_bits(0xff800000u);
+                top = fmaxf(top, s[i][j]);
+            }
+            AMPC_UNROLL
+            for (int step = 8; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+            shift = ampi_bits_f32(top) == 0xff800000u ? 0.0f : top;
+            rescale[i] = ampc_exp_below(max[i], shift);
+            sum[i] = ampc_mul(sum[i], rescale[i]);
+            AMPC_UNROLL
+            for (int j = 0; j < 4; j++) sum[i] += s[i][j] = ampc_exp_below(s[i][j], shift);
+            max[i] = top;
+        }
+    }
+    /* Row i's log-sum-exp, and 1 / sum in its place; -inf and 0 where nothing was seen. */
+    __device__ __forceinline__ float finish(int i) {
+        float total = sum[i];
+        AMPC_UNROLL
+        for (int step = 8; step > 0; step >>= 1) total += __shfl_xor_sync(0xffffffffu, total, step);
+        sum[i] = total == 0.0f ? 0.0f : ampc_div(1.0f, total);
+        return total == 0.0f ? ampi_f32_of_bits(0xff800000u) : max[i] + logf(total);
+    }
+};
+
+template <int N> __global__ void __launch_bounds__(256, AMPC_ATTENTION_PER_SM)
+ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
+    AMPC_SHARED(ampc_attention_room, room, 1);
+    const bool masked = ampc_mask_hides(a.mask);
+    for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
+        const ampc_attention_item item = ampc_attention_item_of<N>(a, number, groups, tiles, true);
+        const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
+        const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
+        const ampc_operand v = ampc_head_columns(a, item, a.v, a.v_stride);
+        const float lowest = ampi_f32_of_bits(0xff800000u);
+        ampc_row_softmax running = {{lowest, lowest, lowest, lowest}, {0.0f, 0.0f, 0.0f, 0.0f}};
+        float sum[N][4][4] = {};
+        ampc_attention_open(a, item, item.i0, NULL, room);
+        const ampc_span reach = ampc_attention_reach(room);
+        for (int64_t key = 0; key < reach.first || key < reach.high; key += AMPC_GEMM_TILE) {
+            float s[4][4], rescale[4];
+            if (key >= reach.first && key + AMPC_GEMM_TILE <= reach.low) continue;
+            unsigned seen = ampc_attention_look<false>(room, key);
+            if (!__syncthreads_or(seen != 0)) continue;
+            ampc_gemm_sum(q, 0, item.i0, k, 0, key, a.dim, room->tiles[0], room->tiles[1], s);
+            running.add(s, seen, a.scale, rescale);
+            AMPC_UNROLL
+            for (int e = 0; e < 16 * N; e++) sum[e / 16][e / 4 % 4][e % 4] = ampc_mul(sum[e / 16][e / 4 % 4][e % 4], rescale[e / 4 % 4]);
+            ampc_attention_hand(s, a.compute, room);
+            ampc_attention_add<N>(v, key, a.keys, masked, room, sum);
+        }
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            int64_t row = item.i0 + 4 * (threadIdx.x / 16) + i;
+            float lse = running.finish(i);
+            if (threadIdx.x % 16 == 0 && row < a.queries && item.c0 == 0 && a.lse != NULL)
+                a.lse[(item.b * a.heads + item.h) * a.queries + row] = lse;
+        }
+        ampc_attention_store<N>(a, item, a.o, a.o_stride, a.queries, sum, running.sum);
+        __syncthreads();
+    }
+}
+
+/* ---- Backward, with s the scaled scores: p = exp(s - lse), dp = do v^T, delta = sum over d of do o, ds = p (dp - delta);
+   dq = scale ds k, dk = scale ds^T q, dv = p^T do.  One kernel owns queries and sums dq, or owns keys and sums dk and dv. */
+
+/* delta[batch, heads, queries]: a warp for each row. */
+__global__ void __launch_bounds__(256) ampc_attention_delta_kernel(amp_k_attention a, float *delta) {
+    int64_t rows = a.batch * a.heads * a.queries;
+    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
+        int64_t head = row / a.queries, query = row - head * a.queries;
+        const ampc_attention_item item = {head / a.heads, head % a.heads, 0, 0};
+        int64_t o = ampc_head_at(item, a.o_stride) + query * a.o_stride[1];
+        int64_t d_o = ampc_head_at(item, a.do_stride) + query * a.do_stride[1];
+        float sum = 0.0f;
+        for (int64_t d = threadIdx.x % 32; d < a.dim; d += 32)
+            sum = ampc_fma(ampc_rounded(ampc_stored(a.d_o, a.dtype, d_o + d), a.compute), ampc_stored(a.o, a.dtype, o + d), sum);
+        sum = ampc_warp_sum(sum);
+        if (threadIdx.x % 32 == 0) delta[row] = sum;
+    }
+}
+
+/* Scores become p, and dp becomes ds; hidden ones 0. */
+template <bool KEYS>
+__device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&dp)[4][4], unsigned seen, float scale,
+                                                      const ampc_attention_room *room) {
+    AMPC_UNROLL
+    for (int e = 0; e < 16; e++) {
+        int i = e / 4, j = e % 4, q = KEYS ? 4 * (int)(threadIdx.x % 16) + j : 4 * (int)(threadIdx.x / 16) + i;
+        float p = ampc_exp_below(ampc_mul(s[i][j], scale), room->lse[q]);
+        bool see = seen >> e & 1;
+        s[i][j] = see ? p : 0.0f;
+        dp[i][j] = see ? ampc_mul(p, dp[i][j] - room->delta[q]) : 0.0f;
+    }
+}
+
+template <int N, bool KEYS> __global__ void __launch_bounds__(256, KEYS && N > 1 ? 1 : AMPC_ATTENTION_PER_SM)
+ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t tiles, int64_t groups) {
+    AMPC_SHARED(ampc_attention_room, room, 1);
+    const bool masked = ampc_mask_hides(a.mask);
+    for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
+        const ampc_attention_item item = ampc_attention_item_of<N>(a, number, groups, tiles, !KEYS);
+        const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
+        const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
+        const ampc_operand v = ampc_head_rows(a, item, a.v, a.v_stride, a.keys);
+        const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
+        float first[N][4][4] = {}, second[KEYS ? N : 1][4][4] = {};         /* dq; or dk and dv */
+        ampc_span reach = {a.queries, 0, 0};
+        if (!KEYS) {
+            ampc_attention_open(a, item, item.i0, delta, room);
+            reach = ampc_attention_reach(room);
+        }
+        for (int64_t other = 0; other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
+            float s[4][4], dp[4][4];
+            if (other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
+            if (KEYS) ampc_attention_open(a, item, other, delta, room);
+            unsigned seen = ampc_attention_look<KEYS>(room, KEYS ? item.i0 : other);
+            if (!__syncthreads_or(seen != 0)) continue;
+            ampc_gemm_sum(KEYS ? k : q, 0, item.i0, KEYS ? q : k, 0, other, a.dim, room->tiles[0], room->tiles[1], s);
+            ampc_gemm_sum(KEYS ? v : d_o, 0, item.i0, KEYS ? d_o : v, 0, other, a.dim, room->tiles[0], room->tiles[1], dp);
+            ampc_attention_slopes<KEYS>(s, dp, seen, a.scale, room);
+            if constexpr (KEYS) {
+                ampc_attention_hand(s, a.compute, room);
+                ampc_attention_add<N>(ampc_head_columns(a, item, a.d_o, a.do_stride), other, a.queries, masked, room, second);
+            }
+            ampc_attention_hand(dp, a.compute, room);
+            ampc_attention_add<N>(KEYS ? ampc_head_columns(a, item, a.q, a.q_stride) : ampc_head_columns(a, item, a.k, a.k_stride),
+                                  other, KEYS ? a.queries : a.keys, masked, room, first);
+        }
+        const float scales[4] = {a.scale, a.scale, a.scale, a.scale}, ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+        if constexpr (KEYS) {
+            ampc_attention_store<N>(a, item, a.dk, a.dk_stride, a.keys, first, scales);
+            ampc_attention_store<N>(a, item, a.dv, a.dv_stride, a.keys, second, ones);
+        } else ampc_attention_store<N>(a, item, a.dq, a.dq_stride, a.queries, first, scales);
+        __syncthreads();
+    }
+}
+
+/* Calls run(tiles, groups, grid) for `rows` owned rows: tiles of them, groups of `width` columns. */
+template <class F> amp_result ampc_attention_launch(ampc_device *dev, const amp_k_attention *a, int64_t rows, int64_t width, F run) {
+    int64_t tiles = ampc_blocks(rows, AMPC_GEMM_TILE), groups = a->dim > 0 ? ampc_blocks(a->dim, width) : 1;
+    return run(tiles, groups, ampc_grid(dev, a->batch * a->heads * tiles * groups, AMPC_ATTENTION_PER_SM));
+}
+
+template <int N> amp_result ampc_attention_as(ampc_device *dev, const amp_k_attention *a, void *stream) {
+    return ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
+        return ampc_launch(dev, "amp_attention", ampc_attention_kernel<N>, grid, 256, 0, stream, *a, tiles, groups);
+    });
+}
+
+template <int N> amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *a, const float *delta, void *stream) {
+    const char *name = "amp_attention_backward";
+    amp_result result = ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
+        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, false>, grid, 256, 0, stream, *a, delta, tiles, groups);
+    });
+    if (result != AMP_OK) return result;
+    return ampc_attention_launch(dev, a, a->keys, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
+        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, true>, grid, 256, 0, stream, *a, delta, tiles, groups);
+    });
+}
+
+amp_result ampc_attention_delta(ampc_device *dev, const amp_k_attention *a, float *delta, void *stream) {
+    return ampc_launch(dev, "amp_attention_backward", ampc_attention_delta_kernel,
+                       ampc_grid(dev, ampc_blocks(a->batch * a->heads * a->queries, 8), 8), 256, 0, stream, *a, delta);
+}
+
+amp_result ampc_attention(void *device, const amp_k_attention *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    if (ampc_flash_serves(dev, *a)) return ampc_flash_forward(dev, *a, stream);
+    return a->dim <= AMPC_GEMM_TILE ? ampc_attention_as<1>(dev, a, stream) : ampc_attention_as<2>(dev, a, stream);
+}
+
+amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    int64_t rows = a->batch * a->heads * a->queries;
+    ampc_scratch delta(dev, stream);
+    if (ampc_flash_serves(dev, *a)) return ampc_flash_backward(dev, *a, stream);
+    if (rows > 0) AMPC_TRY(delta.get((size_t)rows * sizeof(float), "amp_attention_backward"));
+    AMPC_TRY(ampc_attention_delta(dev, a, (float *)delta.data, stream));
+    return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float *)delta.data, stream)
+                                    : ampc_attention_gradients_as<2>(dev, a, (const float *)delta.data, stream);
+}
+
 /* ==== Table ========================================================================================= */
-
-amp_result ampc_attention(void *device, const amp_k_attention *args, void *stream) {
-    if (ampc_flash_serves((ampc_device *)device, *args)) return ampc_flash_forward((ampc_device *)device, *args, stream);
-    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "attention",
-                       "not part of this backend yet: use a product, amp_softmax and a product");
-}
-
-amp_result ampc_attention_backward(void *device, const amp_k_attention *args, void *stream) {
-    if (ampc_flash_serves((ampc_device *)device, *args)) return ampc_flash_backward((ampc_device *)device, *args, stream);
-    return ampc_attention(device, args, stream);
-}
 
 const amp_backend ampc_backend = {
     AMP_ABI(amp_backend), "cuda",
