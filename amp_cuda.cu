@@ -1909,6 +1909,7 @@ template <int V, class I> __device__ __forceinline__ void ampc_piece_sum(void *r
 /* ---- Exponentials.  Hardware: 2^x and 1/x with relative errors below 2^-22 and 2^-23, results below 2^-126 are 0. */
 
 #define AMPC_LOG2_E 1.44269504f
+#define AMPC_LN_2 0.693147181f
 
 __device__ __forceinline__ float ampc_exp2(float x) {
 #if defined(__CUDA_ARCH__)
@@ -3696,6 +3697,759 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
     return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm_pack", "matrices are used as they lie on this device");
 }
 
+/* ==== Tensor cores ==================================================================================
+   Products of 16-bit numbers summed in fp32, and what feeds them; from compute capability 8.0 on.  How a fragment lies
+   over the lanes of a warp: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#  define AMPC_TENSOR_CORES 1
+#else
+#  define AMPC_TENSOR_CORES 0
+#endif
+
+#if AMPC_TENSOR_CORES
+
+__device__ __forceinline__ uint32_t ampc_shared_address(const void *p) {
+#if defined(__CUDA_ARCH__)
+    return (uint32_t)__cvta_generic_to_shared(p);
+#else
+    return (uint32_t)(uintptr_t)p;
+#endif
+}
+
+/* c += a b: a is 16 x 16, b 16 x 8, each a fragment. */
+template <bool BF16>
+__device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(__CUDA_ARCH__)
+    if (BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#elif !defined(__CUDACC__)
+    coc_mma_m16n8k16(c, a, b, BF16);
+#endif
+}
+
+/* Four 8 x 8 matrices from shared memory; lane 8 i + j names row j of matrix i. */
+__device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], const void *row) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+#elif !defined(__CUDACC__)
+    coc_ldmatrix_x4(r, row, false);
+#endif
+}
+__device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], const void *row) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+#elif !defined(__CUDACC__)
+    coc_ldmatrix_x4(r, row, true);
+#endif
+}
+
+/* Starts to copy 16 bytes into shared memory, or 16 zeros where `there` is false (then `from` is not read); they may be
+   read after ampc_copy_wait and a barrier.  A group is what was started since the commit before. */
+__device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(ampc_shared_address(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_async(shared, from, 16, there ? 16 : 0);
+#endif
+}
+__device__ __forceinline__ void ampc_copy_commit() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_commit();
+#endif
+}
+/* Waits for all groups but the last LEFT. */
+template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_wait(LEFT);
+#endif
+}
+
+/* ---- Tiles: rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same piece of 8
+   neighbouring rows over all banks, so that neither copies nor ldmatrix wait for each other. */
+
+template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
+    return row * 2 * D + ((piece ^ (row & 7)) << 4);
+}
+
+enum { AMPC_TILE_THREADS = 128 };   /* of a block that fetches tiles */
+
+/* Starts to copy ROWS rows, `stride` bytes apart; rows from `count` on become 0. */
+template <int D, int ROWS>
+__device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int count) {
+    const int pieces = D / 8, step = AMPC_TILE_THREADS / pieces;
+    int piece = (int)threadIdx.x % pieces, row = (int)threadIdx.x / pieces;
+    const char *p = (const char *)from + row * stride + piece * 16;
+    static_assert(step % 8 == 0 && ROWS % step == 0, "every pass has the same exclusive-or");
+    AMPC_UNROLL
+    for (int i = 0; i < ROWS; i += step, p += step * stride)
+        ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
+}
+
+/* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
+template <int D, bool BF16, int M, int N>
+__device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsigned char *a, const unsigned char *b) {
+    int lane = (int)threadIdx.x % 32;
+    int a_at = ampc_tile_at<D>(lane % 16, lane / 16), b_at = ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.0f;
+    }
+    AMPC_UNROLL
+    for (int k = 0; k < D / 16; k++) {
+        uint32_t x[M][4];
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) ampc_matrix_load(x[m], a + (a_at ^ k << 5) + m * 32 * D);
+        AMPC_UNROLL
+        for (int n = 0; n < N; n += 2) {
+            uint32_t y[4];
+            ampc_matrix_load(y, b + (b_at ^ k << 5) + n * 16 * D);
+            AMPC_UNROLL
+            for (int m = 0; m < M; m++) {
+                ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
+                ampc_mma<BF16>(c[m][n + 1], x[m], {y[2], y[3]});
+            }
+        }
+    }
+}
+
+/* c += w b: w are 16 M x 8 N weights where ampc_tile_scores left them, rounded to 16 bits; b are 8 N rows of D numbers. */
+template <int D, bool BF16, int M, int N>
+__device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4], const unsigned char *b) {
+    const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
+    int lane = (int)threadIdx.x % 32, b_at = ampc_tile_at<D>(lane % 16, lane / 16);
+    AMPC_UNROLL
+    for (int k = 0; k < N; k += 2) {
+        uint32_t x[M][4];
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++)
+                x[m][i] = ampc_pair(w[m][k + i / 2][2 * (i % 2)], w[m][k + i / 2][2 * (i % 2) + 1], dtype);
+        }
+        AMPC_UNROLL
+        for (int n = 0; n < D / 8; n += 2) {
+            uint32_t y[4];
+            ampc_matrix_load_transposed(y, b + (b_at ^ n << 4) + k * 16 * D);
+            AMPC_UNROLL
+            for (int m = 0; m < M; m++) {
+                ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
+                ampc_mma<BF16>(c[m][n + 1], x[m], {y[2], y[3]});
+            }
+        }
+    }
+}
+
+/* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them; the warp's part of a tile,
+   `room`, is used on the way. */
+template <int D, bool BF16, int M>
+__device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2], unsigned char *room,
+                                                void *to, int64_t stride, int count) {
+    const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
+    const int pieces = D / 8, step = 32 / pieces;
+    int lane = (int)threadIdx.x % 32, piece = lane % pieces, row = lane / pieces;
+    __syncwarp();
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < D / 8; n++) {
+            AMPC_UNROLL
+            for (int h = 0; h < 2; h++)
+                *(uint32_t *)(room + ampc_tile_at<D>(16 * m + 8 * h + lane / 4, n) + lane % 4 * 4) =
+                    ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]), dtype);
+        }
+    }
+    __syncwarp();
+    char *p = (char *)to + row * stride + piece * 16;
+    AMPC_UNROLL
+    for (int i = 0; i < 16 * M; i += step, p += step * stride)
+        if (row + i < count) ampc_put16<AMPC_KEEP>(p, ampc_get16<AMPC_KEEP>(room + ampc_tile_at<D>(row + i, piece)));
+}
+
+#endif /* AMPC_TENSOR_CORES */
+
+/* ==== Attention on tensor cores =====================================================================
+   After Dao 2023, FlashAttention-2.  A block of four warps owns rows of one head: 128 queries or keys, 64 in the backward
+   pass of D = 128.  The other side comes in tiles of 64 rows, fetched into one half of a double buffer while the other is
+   worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole are not tested number
+   by number.  A warp keeps what it sums up, and the weights between two products, in registers.
+
+   Backward is two passes, so that every sum is one thread's and its order is fixed, without atomic operations and without
+   an fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again and dq.
+   That is 7 products where one pass, which adds up dq over blocks, takes 5; in return no weight goes through memory. */
+
+enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
+enum {
+    AMPC_FLASH_TILE = 64,
+    AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
+    AMPC_FLASH_FAR = 1 << 29        /* beyond any distance between a query and a key */
+};
+__host__ __device__ constexpr int ampc_flash_own(int d, ampc_flash_pass pass) { return d == 64 || pass == AMPC_FORWARD ? 128 : 64; }
+__host__ __device__ constexpr int ampc_flash_blocks(int d, ampc_flash_pass pass) { return d == 64 && pass != AMPC_TO_KEYS ? 3 : 2; }
+__host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
+    return (size_t)(ampc_flash_own(d, pass) * (pass == AMPC_FORWARD ? 1 : 2) + 4 * AMPC_FLASH_TILE) * 2 * (size_t)d
+         + (pass == AMPC_TO_KEYS ? 2 * AMPC_FLASH_TILE * sizeof(float2) : 0);
+}
+
+/* A head, and which rows of it a block owns. */
+struct ampc_flash_place { int64_t b, h; int tile; };
+
+/* One operand; strides in bytes. */
+struct ampc_flash_operand {
+    char *data;
+    int64_t batch, row, head;
+    __device__ char *at(const ampc_flash_place &p, int64_t i) const { return data + p.b * batch + i * row + p.h * head; }
+};
+
+/* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v, others
+   q, do, out dk, dv.  Blocks are numbered so that `together` heads come one after the other, whose operands fit the L2
+   cache, and of these the tiles that see most first: the last queries, the first keys. */
+struct ampc_flash_call {
+    int64_t heads, all_heads;       /* of a sequence, of the batch */
+    int queries, keys, together, tiles;
+    float scale, factor;            /* of the scores, with log2(e); of the first result */
+    bool bf16, hides;
+    amp_mask mask;
+    ampc_flash_operand own[2], others[2], out[2];
+    float *lse;
+    const float2 *stats;            /* backward: lse, in powers of 2, and delta of every query */
+    int64_t padded;                 /* queries of a head there */
+};
+
+/* Which keys query i sees: low(i) <= j < high(i), both growing with i, of the query's own document. */
+struct ampc_band {
+    int queries, length, floor, above, below, start, offset;
+    const int32_t *documents;       /* of the keys; NULL: one document */
+    __device__ int low(int i) const { return min(length, max(i - below, 0)); }
+    __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
+    __device__ bool sees(int i, int j) const {
+        if (j < low(i) || j >= high(i)) return false;
+        return documents == NULL || documents[j] == documents[min(i, queries - 1) + offset];
+    }
+};
+
+__device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
+    const amp_mask &mask = a.mask;
+    int offset = a.keys - a.queries, window = (int)min(mask.window, (int64_t)AMPC_FLASH_FAR);
+    ampc_band s;
+    s.queries = a.queries;
+    s.offset = offset;
+    s.length = mask.lengths ? max(0, min(mask.lengths[b], a.keys)) : a.keys;
+    s.floor = mask.kind == AMP_MASK_NONE ? a.keys : mask.kind == AMP_MASK_PREFIX ? max(mask.prefix[b], 0) : 0;
+    s.above = mask.kind == AMP_MASK_WINDOW && mask.bidirectional ? offset + window : offset + 1;
+    s.below = mask.kind == AMP_MASK_WINDOW ? window - 1 - offset : AMPC_FLASH_FAR;
+    s.documents = mask.documents ? mask.documents + b * a.keys : NULL;
+    s.start = s.documents ? -offset : 0;        /* queries before the first key have no document */
+    return s;
+}
+
+#if AMPC_TENSOR_CORES
+
+/* The least and the largest document number of the keys [from, to), by all lanes of a warp. */
+__device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int to, int &least, int &most) {
+    least = INT32_MAX;
+    most = INT32_MIN;
+    for (int j = max(from, 0) + (int)threadIdx.x % 32; j < to; j += 32) {
+        least = min(least, s.documents[j]);
+        most = max(most, s.documents[j]);
+    }
+    least = __reduce_min_sync(0xffffffffu, least);
+    most = __reduce_max_sync(0xffffffffu, most);
+}
+
+enum { AMPC_HIDDEN, AMPC_PARTLY, AMPC_OPEN };
+
+/* What the queries [i0, i1) see of the keys [j0, j1): nothing, some, or all. */
+__device__ __forceinline__ int ampc_band_tile(const ampc_band &s, int i0, int i1, int j0, int j1) {
+    int i_least, i_most, j_least, j_most;
+    i1 = min(i1, s.queries);
+    if (i0 >= i1 || j0 >= s.high(i1 - 1) || j1 <= s.low(i0)) return AMPC_HIDDEN;
+    bool open = j0 >= s.low(i1 - 1) && j1 <= s.high(i0);
+    if (s.documents != NULL) {
+        ampc_band_documents(s, i0 + s.offset, i1 + s.offset, i_least, i_most);
+        ampc_band_documents(s, j0, min(j1, s.length), j_least, j_most);
+        if (i_most < j_least || j_most < i_least) return AMPC_HIDDEN;
+        open = open && min(i_least, j_least) == max(i_most, j_most);
+    }
+    return open ? AMPC_OPEN : AMPC_PARTLY;
+}
+
+/* The rows [own, own + count) of a block, keys or queries, against the tiles of the other side. */
+template <bool KEYS> struct ampc_sweep {
+    ampc_band band;
+    int own, count, end;
+    __device__ __forceinline__ int state(int first, int n, int other) const {
+        return KEYS ? ampc_band_tile(band, other, other + AMPC_FLASH_TILE, first, first + n)
+                    : ampc_band_tile(band, first, first + n, other, other + AMPC_FLASH_TILE);
+    }
+    /* The next tile from `other` on that is not hidden; end or beyond: none. */
+    __device__ __forceinline__ int next(int other) const {
+        while (other < end && state(own, count, other) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
+        return other;
+    }
+    /* The first one; sets end. */
+    __device__ __forceinline__ int begin() {
+        int first;
+        if (KEYS) {
+            first = own < band.floor ? band.start : own - band.above + 1;
+            end = own < band.length ? min(band.queries, own + count + band.below) : 0;
+        } else {
+            first = band.low(own);
+            end = band.high(min(own + count, band.queries) - 1);
+        }
+        return next(max(first, 0) / AMPC_FLASH_TILE * AMPC_FLASH_TILE);
+    }
+    __device__ __forceinline__ bool sees(int mine, int other) const {
+        return KEYS ? band.sees(other, mine) : band.sees(mine, other);
+    }
+    /* Hidden ones among the scores of rows from `mine` on and columns from `other` on become `value`. */
+    template <int M, int N>
+    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float value) const {
+        int lane = (int)threadIdx.x % 32;
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) {
+            AMPC_UNROLL
+            for (int n = 0; n < N; n++) {
+                AMPC_UNROLL
+                for (int i = 0; i < 4; i++)
+                    if (!sees(mine + 16 * m + i / 2 * 8 + lane / 4, other + 8 * n + lane % 4 * 2 + i % 2)) x[m][n][i] = value;
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
+    int64_t block = blockIdx.x, first = block / ((int64_t)a.together * a.tiles) * a.together;
+    int64_t within = block - first * a.tiles, count = min((int64_t)a.together, a.all_heads - first);
+    int64_t head = first + within % count;
+    int tile = (int)(within / count);
+    return ampc_flash_place{head / a.heads, head % a.heads, last_first ? a.tiles - 1 - tile : tile};
+}
+
+/* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
+template <int D, int ROWS>
+__device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2], const ampc_flash_place &p,
+                                                 int i, int rows) {
+    ampc_tile_fetch<D, ROWS>(tiles, x[0].at(p, i), x[0].row, rows - i);
+    ampc_tile_fetch<D, ROWS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, rows - i);
+}
+
+/* ---- A weight of 0 wins over an infinity or NaN that it is multiplied with, which a hidden key or query may hold.  The
+   tensor cores do not know that: where a NaN comes out under a mask, a warp computes its rows again, one by one. */
+
+/* A lane's D / 32 numbers of a row. */
+template <int D, bool BF16> struct ampc_flash_part {
+    float x[D / 32];
+    __device__ __forceinline__ ampc_flash_part() {
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) x[i] = 0.0f;
+    }
+    __device__ __forceinline__ explicit ampc_flash_part(const char *row) {
+        const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) x[i] = BF16 ? amp_f32_from_bf16(p[i]) : ampc_half_value(p[i]);
+    }
+    __device__ __forceinline__ float dot(const ampc_flash_part &y) const {
+        float sum = 0.0f;
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) sum = ampc_fma(x[i], y.x[i], sum);
+        return ampc_warp_sum(sum);
+    }
+    __device__ __forceinline__ void add(float weight, const ampc_flash_part &y) {
+        weight = ampc_rounded(weight, BF16 ? AMP_BF16 : AMP_F16);
+        if (weight == 0.0f) return;
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) x[i] = ampc_fma(weight, y.x[i], x[i]);
+    }
+    __device__ __forceinline__ void write(char *row, float factor) const {
+        uint16_t *p = (uint16_t *)row + threadIdx.x % 32 * (D / 32);
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) p[i] = BF16 ? ampc_bf16_bits(x[i] * factor) : ampc_f16_bits(x[i] * factor);
+    }
+};
+
+/* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
+template <ampc_flash_pass PASS, int D, bool BF16>
+__device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
+                                                 const ampc_flash_place &p, int mine, const float2 *stats) {
+    typedef ampc_flash_part<D, BF16> part;
+    const part x(a.own[0].at(p, mine)), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine));
+    part first, second;
+    AMPC_NO_UNROLL
+    for (int other = 0; other < (PASS == AMPC_TO_KEYS ? a.queries : a.keys); other++) {
+        if (!sweep.sees(mine, other)) continue;
+        const part u(a.others[0].at(p, other)), w(a.others[1].at(p, other));
+        float2 stat = stats[PASS == AMPC_TO_KEYS ? other : 0];
+        float weight = ampc_exp2(ampc_fma(x.dot(u), a.scale, -stat.x));
+        if (PASS == AMPC_FORWARD) first.add(weight, w);
+        else first.add(ampc_mul(weight, y.dot(w) - stat.y), u);
+        if (PASS == AMPC_TO_KEYS) second.add(weight, w);
+    }
+    first.write(a.out[0].at(p, mine), PASS == AMPC_FORWARD ? stats->y : a.factor);
+    if (PASS == AMPC_TO_KEYS) second.write(a.out[1].at(p, mine), 1.0f);
+}
+
+template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float (&x)[M][N][4]) {
+    bool nan = false;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) nan = nan || x[m][n][i] != x[m][n][i];
+        }
+    }
+    return __any_sync(0xffffffffu, nan) != 0;
+}
+
+/* ---- Forward */
+
+/* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
+   2018).  `max` are maxima of scaled scores, in powers of 2; a row that saw nothing yet has -inf, and its weights are 0. */
+template <int D, int M, int N>
+__device__ __forceinline__ void ampc_flash_soften(float (&s)[M][N][4], float scale, float (&max)[M][2], float (&sum)[M][2],
+                                                  float (&o)[M][D / 8][4]) {
+    float factor[M][2];
+    bool grown = false;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int h = 0; h < 2; h++) {
+            float top = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]), total = 0.0f, shift;
+            AMPC_UNROLL
+            for (int n = 1; n < N; n++) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            top = fmaxf(max[m][h], ampc_mul(top, scale));
+            shift = ampi_bits_f32(top) == 0xff800000u ? 0.0f : top;
+            factor[m][h] = ampc_exp2(max[m][h] - shift);
+            AMPC_UNROLL
+            for (int n = 0; n < N; n++) {
+                AMPC_UNROLL
+                for (int i = 2 * h; i < 2 * h + 2; i++)
+                    total = ampc_add(total, s[m][n][i] = ampc_exp2(ampc_fma(s[m][n][i], scale, -shift)));
+            }
+            sum[m][h] = ampc_fma(sum[m][h], factor[m][h], total);
+            grown = grown || factor[m][h] != 1.0f;
+            max[m][h] = top;
+        }
+    }
+    if (!__any_sync(0xffffffffu, grown)) return;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < D / 8; n++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) o[m][n][i] = ampc_mul(o[m][n][i], factor[m][i / 2]);
+        }
+    }
+}
+
+/* Sums become what o is multiplied by, and `max` the shift of the exponents; the log-sum-exp of rows below `left` goes to
+   lse, if there is one. */
+template <int M> __device__ __forceinline__ void ampc_flash_finish(float (&max)[M][2], float (&sum)[M][2], float *lse, int left) {
+    int lane = (int)threadIdx.x % 32;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int h = 0; h < 2; h++) {
+            int row = 16 * m + 8 * h + lane / 4;
+            float total = sum[m][h];
+            total += __shfl_xor_sync(0xffffffffu, total, 1);
+            total += __shfl_xor_sync(0xffffffffu, total, 2);
+            if (total == 0.0f) max[m][h] = 0.0f;
+            sum[m][h] = total == 0.0f ? 0.0f : 1.0f / total;
+            if (lse != NULL && lane % 4 == 0 && row < left)
+                lse[row] = total == 0.0f ? ampi_f32_of_bits(0xff800000u) : ampc_fma(max[m][h], AMPC_LN_2, logf(total));
+        }
+    }
+}
+
+/* What each row's weights are computed from, for ampc_flash_again. */
+template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *room, const float (&shift)[M][2], const float (&inverse)[M][2]) {
+    int lane = (int)threadIdx.x % 32;
+    __syncwarp();
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++)
+        if (lane % 4 == 0) room[8 * i + lane / 4] = float2{shift[i / 2][i % 2], inverse[i / 2][i % 2]};
+    __syncwarp();
+}
+
+#endif /* AMPC_TENSOR_CORES */
+
+template <int D, bool BF16>
+__global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_FORWARD)) ampc_flash_rows(ampc_flash_call a) {
+#if AMPC_TENSOR_CORES
+    const int R = 128, M = 2, N = AMPC_FLASH_TILE / 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    const float lowest = ampi_f32_of_bits(0xff800000u);
+    AMPC_DYNAMIC(shared);
+    const ampc_flash_place p = ampc_flash_here(a, true);
+    ampc_sweep<false> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
+    unsigned char *mine = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *others = shared + R * 2 * D;
+    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = a.queries - own, j = sweep.begin(), turn = 0;
+    float o[M][D / 8][4] = {}, max[M][2] = {{lowest, lowest}, {lowest, lowest}}, sum[M][2] = {};
+    ampc_tile_fetch<D, R>(shared, a.own[0].at(p, sweep.own), a.own[0].row, a.queries - sweep.own);
+    if (j < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, p, j, a.keys);
+    ampc_copy_commit();
+    while (j < sweep.end) {
+        int following = sweep.next(j + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, j);
+        const unsigned char *k = others + turn * side, *v = k + side / 2;
+        turn ^= 1;
+        ampc_copy_wait<0>();
+        __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
+        if (following < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + turn * side, a.others, p, following, a.keys);
+        ampc_copy_commit();
+        if (state != AMPC_HIDDEN) {
+            float s[M][N][4];
+            ampc_tile_scores<D, BF16>(s, mine, k);
+            if (state == AMPC_PARTLY) sweep.hide(own, j, s, lowest);
+            ampc_flash_soften<D>(s, a.scale, max, sum, o);
+            ampc_tile_weigh<D, BF16>(o, s, v);
+        }
+        j = following;
+    }
+    ampc_copy_wait<0>();
+    __syncthreads();
+    if (left <= 0) return;
+    ampc_flash_finish(max, sum, a.lse ? a.lse + (p.b * a.heads + p.h) * a.queries + own : NULL, left);
+    ampc_tile_write<D, BF16>(o, sum, mine, a.out[0].at(p, own), a.out[0].row, left);
+    if (!a.hides || !ampc_has_nan(o)) return;
+    ampc_flash_note((float2 *)mine, max, sum);
+    for (int i = 0; i < min(left, 16 * M); i++)
+        ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, p, own + i, (const float2 *)mine + i);
+#endif
+}
+
+/* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse), ds = p (do v^T - delta), delta = the
+   sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
+
+/* lse and delta of all queries.  Those that see nothing, and those that fill up a head's rows, get lse = infinity, which
+   makes their p and ds 0.  A row is D / 8 threads'. */
+template <int D>
+__global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_flash_operand o, ampc_flash_operand d_o, float2 *stats) {
+    const int pieces = D / 8;
+    const amp_dtype dtype = a.bf16 ? AMP_BF16 : AMP_F16;
+    int64_t rows = a.all_heads * a.padded;
+    for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / pieces; row < rows; row += (int64_t)gridDim.x * (256 / pieces)) {
+        int64_t head = row / a.padded, i = row - head * a.padded;
+        const ampc_flash_place p = {head / a.heads, head % a.heads, 0};
+        int piece = (int)threadIdx.x % pieces;
+        float x[8] = {}, y[8] = {}, sum = 0.0f, lse = ampi_f32_of_bits(0xff800000u);
+        if (i < a.queries) {
+            ampc_widen<8>(ampc_get16<AMPC_KEEP>(o.at(p, i) + 16 * piece), dtype, x);
+            ampc_widen<8>(ampc_get16<AMPC_KEEP>(d_o.at(p, i) + 16 * piece), dtype, y);
+            lse = a.lse[head * a.queries + i];
+        }
+        AMPC_UNROLL
+        for (int e = 0; e < 8; e++) sum = ampc_fma(x[e], y[e], sum);
+        AMPC_UNROLL
+        for (int step = pieces / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (ampi_bits_f32(lse) == 0xff800000u) lse = ampi_f32_of_bits(0x7f800000u);
+        if (piece == 0) stats[row] = float2{ampc_mul(lse, AMPC_LOG2_E), sum};
+    }
+}
+
+#if AMPC_TENSOR_CORES
+
+/* Scores and do v^T become p and ds.  of: lse and delta of a thread's own queries; of_columns: those of the columns, where
+   the queries are the columns. */
+template <bool KEYS, int M, int N>
+__device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&ds)[M][N][4], float scale, const float2 (&of)[M][2],
+                                                  const float2 *of_columns) {
+    AMPC_UNROLL
+    for (int n = 0; n < N; n++) {
+        float4 pair = {0, 0, 0, 0};
+        if (KEYS) pair = *(const float4 *)(of_columns + 8 * n + threadIdx.x % 4 * 2);
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) {
+                float lse = !KEYS ? of[m][i / 2].x : i % 2 ? pair.z : pair.x;
+                float delta = !KEYS ? of[m][i / 2].y : i % 2 ? pair.w : pair.y;
+                s[m][n][i] = ampc_exp2(ampc_fma(s[m][n][i], scale, -lse));
+                ds[m][n][i] = ampc_mul(s[m][n][i], ds[m][n][i] - delta);
+            }
+        }
+    }
+}
+
+/* lse and delta of a thread's rows, of `left`. */
+template <int M> __device__ __forceinline__ void ampc_flash_recall(const float2 *stats, int left, float2 (&of)[M][2]) {
+    int row = (int)threadIdx.x % 32 / 4;
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++, row += 8) {
+        of[i / 2][i % 2] = float2{ampi_f32_of_bits(0x7f800000u), 0.0f};
+        if (row < left) of[i / 2][i % 2] = stats[row];
+    }
+}
+
+#endif /* AMPC_TENSOR_CORES */
+
+template <ampc_flash_pass PASS, int D, bool BF16>
+__global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS)) ampc_flash_gradient_rows(ampc_flash_call a) {
+#if AMPC_TENSOR_CORES
+    const bool KEYS = PASS == AMPC_TO_KEYS;
+    const int R = ampc_flash_own(D, PASS), M = R / 64, N = D == 64 ? 4 : 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    AMPC_DYNAMIC(shared);
+    const ampc_flash_place p = ampc_flash_here(a, !KEYS);
+    ampc_sweep<KEYS> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
+    unsigned char *x = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *y = x + R * 2 * D, *others = shared + 2 * R * 2 * D;
+    const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
+    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = rows - own, at = sweep.begin(), turn = 0;
+    const float2 *stats = a.stats + (p.b * a.heads + p.h) * a.padded;
+    float2 *stats_room = (float2 *)(others + 2 * side), of[M][2];
+    float first[M][D / 8][4] = {}, second[M][D / 8][4] = {}, factor[M][2], one[M][2];
+    auto fetch = [&](int from, int to) {
+        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, p, from, columns);
+        if (KEYS && threadIdx.x < AMPC_FLASH_TILE / 2)
+            ampc_copy_async(stats_room + to * AMPC_FLASH_TILE + 2 * threadIdx.x, stats + from + 2 * threadIdx.x, true);
+    };
+    ampc_flash_fetch<D, R>(shared, a.own, p, sweep.own, rows);
+    if (at < sweep.end) fetch(at, 0);
+    ampc_copy_commit();
+    if (!KEYS) ampc_flash_recall(stats + own, left, of);
+    while (at < sweep.end) {
+        int following = sweep.next(at + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, at);
+        const unsigned char *u = others + turn * side, *w = u + side / 2;
+        const float2 *of_columns = stats_room + turn * AMPC_FLASH_TILE;
+        turn ^= 1;
+        ampc_copy_wait<0>();
+        __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
+        if (following < sweep.end) fetch(following, turn);
+        ampc_copy_commit();
+        AMPC_NO_UNROLL
+        for (int c = 0; c < AMPC_FLASH_TILE && state != AMPC_HIDDEN; c += 8 * N) {
+            float s[M][N][4], ds[M][N][4];
+            ampc_tile_scores<D, BF16>(s, x, u + c * 2 * D);
+            ampc_tile_scores<D, BF16>(ds, y, w + c * 2 * D);
+            ampc_flash_slopes<KEYS>(s, ds, a.scale, of, of_columns + c);
+            if (state == AMPC_PARTLY) {
+                sweep.hide(own, at + c, s, 0.0f);
+                sweep.hide(own, at + c, ds, 0.0f);
+            }
+            if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w + c * 2 * D);
+            ampc_tile_weigh<D, BF16>(first, ds, u + c * 2 * D);
+        }
+        at = following;
+    }
+    ampc_copy_wait<0>();
+    __syncthreads();
+    if (left <= 0) return;
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor, one[i / 2][i % 2] = 1.0f;
+    ampc_tile_write<D, BF16>(first, factor, x, a.out[0].at(p, own), a.out[0].row, left);
+    if (KEYS) ampc_tile_write<D, BF16>(second, one, y, a.out[1].at(p, own), a.out[1].row, left);
+    if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
+    __syncwarp();
+    for (int i = own; i < own + min(left, 16 * M); i++)
+        ampc_flash_again<PASS, D, BF16>(a, sweep, p, i, KEYS ? stats : stats + i);
+#endif
+}
+
+/* ---- Launches */
+
+ampc_flash_operand ampc_flash_operand_of(const void *data, const int64_t (&stride)[3]) {
+    return ampc_flash_operand{(char *)const_cast<void *>(data), 2 * stride[0], 2 * stride[1], 2 * stride[2]};
+}
+
+bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
+    return ampc_aligned(data, 2 * (stride[0] | stride[1] | stride[2]));
+}
+
+/* Whether the tensor cores do an attention. */
+bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
+    bool kind = a.mask.kind == AMP_MASK_NONE || a.mask.kind == AMP_MASK_CAUSAL || a.mask.kind == AMP_MASK_WINDOW ||
+                a.mask.kind == AMP_MASK_PREFIX;
+    if (dev->cc < 80 || !kind || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
+    if ((a.dim != 64 && a.dim != 128) || dev->shared_limit < ampc_flash_shared((int)a.dim, AMPC_TO_KEYS)) return false;
+    if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is looked for before scaling */
+    if (a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST || a.keys > AMPC_FLASH_LONGEST) return false;
+    if (a.batch * a.heads > INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64)) return false;
+    return ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) && ampc_flash_aligned(a.v, a.v_stride) &&
+           ampc_flash_aligned(a.o, a.o_stride) && ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&
+           ampc_flash_aligned(a.dk, a.dk_stride) && ampc_flash_aligned(a.dv, a.dv_stride);
+}
+
+ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pass) {
+    const int64_t cache = 32 << 20, rows = pass == AMPC_TO_KEYS ? a.queries : a.keys;
+    ampc_flash_call c = {};
+    ampc_flash_operand q = ampc_flash_operand_of(a.q, a.q_stride), d_o = ampc_flash_operand_of(a.d_o, a.do_stride);
+    ampc_flash_operand k = ampc_flash_operand_of(a.k, a.k_stride), v = ampc_flash_operand_of(a.v, a.v_stride);
+    c.heads = a.heads;
+    c.all_heads = a.batch * a.heads;
+    c.queries = (int)a.queries;
+    c.keys = (int)a.keys;
+    c.together = (int)(cache / (rows * a.dim * 4) + 1);
+    c.tiles = (int)ampc_blocks(pass == AMPC_TO_KEYS ? a.keys : a.queries, ampc_flash_own((int)a.dim, pass));
+    c.scale = a.scale * AMPC_LOG2_E;
+    c.factor = a.scale;
+    c.bf16 = a.dtype == AMP_BF16;
+    c.mask = a.mask;
+    c.hides = a.mask.kind != AMP_MASK_NONE || a.mask.lengths != NULL || a.mask.documents != NULL;
+    c.own[0] = pass == AMPC_TO_KEYS ? k : q;
+    c.own[1] = pass == AMPC_TO_KEYS ? v : d_o;
+    c.others[0] = pass == AMPC_TO_KEYS ? q : k;
+    c.others[1] = pass == AMPC_TO_KEYS ? d_o : v;
+    c.out[0] = pass == AMPC_FORWARD ? ampc_flash_operand_of(a.o, a.o_stride)
+             : pass == AMPC_TO_QUERIES ? ampc_flash_operand_of(a.dq, a.dq_stride) : ampc_flash_operand_of(a.dk, a.dk_stride);
+    c.out[1] = ampc_flash_operand_of(a.dv, a.dv_stride);
+    c.lse = a.lse;
+    c.padded = ampc_blocks(a.queries, AMPC_FLASH_TILE) * AMPC_FLASH_TILE;
+    return c;
+}
+
+template <int D, bool BF16> struct ampc_flash_kind { enum { d = D, bf16 = BF16 }; };
+template <class F> amp_result ampc_flash_pick(const amp_k_attention &a, F run) {
+    if (a.dim == 64) return a.dtype == AMP_BF16 ? run(ampc_flash_kind<64, true>()) : run(ampc_flash_kind<64, false>());
+    return a.dtype == AMP_BF16 ? run(ampc_flash_kind<128, true>()) : run(ampc_flash_kind<128, false>());
+}
+
+amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *stream) {
+    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD);
+    return ampc_flash_pick(a, [&](auto kind) {
+        typedef decltype(kind) K;
+        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>, (unsigned)(call.all_heads * call.tiles),
+                           AMPC_TILE_THREADS, ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
+    });
+}
+
+template <ampc_flash_pass PASS, int D, bool BF16>
+amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void *stream, const float2 *stats) {
+    ampc_flash_call call = ampc_flash_prepare(a, PASS);
+    call.stats = stats;
+    return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, BF16>,
+                       (unsigned)(call.all_heads * call.tiles), AMPC_TILE_THREADS, ampc_flash_shared(D, PASS), stream, call);
+}
+
+amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void *stream) {
+    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_TO_QUERIES);
+    int64_t rows = call.all_heads * call.padded;
+    ampc_scratch room(dev, stream);
+    AMPC_TRY(room.get((size_t)rows * sizeof(float2), "amp_attention_backward"));
+    return ampc_flash_pick(a, [&](auto kind) {
+        typedef decltype(kind) K;
+        float2 *stats = (float2 *)room.data;
+        AMPC_TRY(ampc_launch(dev, "amp_attention_backward", ampc_flash_delta<K::d>, ampc_grid(dev, ampc_blocks(rows * K::d, 2048), 8),
+                             256, 0, stream, call, ampc_flash_operand_of(a.o, a.o_stride), call.own[1], stats));
+        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, stats)));
+        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::bf16>(dev, a, stream, stats);
+    });
+}
+
 /* ==== Attention =====================================================================================
    Any shape, mask, dtype and head dimension on the fp32 units, after Dao et al. 2022 and with the semantics of the CPU
    backend: operands and probabilities are rounded to the compute dtype, products and sums are fp32.  A block owns 64
@@ -4032,6 +4786,7 @@ amp_result ampc_attention_delta(ampc_device *dev, const amp_k_attention *a, floa
 
 amp_result ampc_attention(void *device, const amp_k_attention *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
+    if (ampc_flash_serves(dev, *a)) return ampc_flash_forward(dev, *a, stream);
     return a->dim <= AMPC_GEMM_TILE ? ampc_attention_as<1>(dev, a, stream) : ampc_attention_as<2>(dev, a, stream);
 }
 
@@ -4039,6 +4794,7 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void 
     ampc_device *dev = (ampc_device *)device;
     int64_t rows = a->batch * a->heads * a->queries;
     ampc_scratch delta(dev, stream);
+    if (ampc_flash_serves(dev, *a)) return ampc_flash_backward(dev, *a, stream);
     if (rows > 0) AMPC_TRY(delta.get((size_t)rows * sizeof(float), "amp_attention_backward"));
     AMPC_TRY(ampc_attention_delta(dev, a, (float *)delta.data, stream));
     return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float *)delta.data, stream)

@@ -485,6 +485,28 @@ CUDA_TEST(far_away) {
     }
 }
 
+/* ---- The tensor cores' kernels: every mask they know, lengths around the sizes of their tiles, all rows of a tile. */
+
+static const attention_shape flash_shapes[] = {
+    {1, 1, 1, 1, 64, DENSE}, {1, 2, 63, 63, 128, PACKED}, {2, 1, 64, 64, 64, PACKED}, {1, 1, 65, 65, 128, PACKED},
+    {2, 1, 130, 130, 64, PACKED}, {1, 1, 70, 200, 64, DENSE}, {1, 1, 200, 70, 128, DENSE},
+};
+static const size_t flash_masks[] = {0, 1, 2, 3, 4, 5, 6, 9, 10};
+
+CUDA_TEST(tensor_cores) {
+    uint64_t turn = 0;
+    for (const attention_shape &shape : flash_shapes)
+        for (size_t m : flash_masks) {
+            if (shape.queries > 100 && (m + turn) % 2) continue;
+            turn++;
+            long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_flash") : 0;
+            problem p(shape, mask_cases[m], all_numbers[1 + turn % 2], 900 + turn);
+            p.scale = fabsf(p.scale);
+            check_problem(p);
+            if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash") - before, 5 * 4);
+        }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(every_shape_and_mask);
@@ -498,5 +520,6 @@ int main(int argc, char **argv) {
     RUN(operands_are_rounded);
     RUN(weights_are_rounded);
     RUN(far_away);
+    RUN(tensor_cores);
     return TEST_END();
 }
