@@ -49,5 +49,10 @@ $(eval $(call coc_build,toolkit_,$(COC_REAL)))
 $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
 .SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
 
+# train_gpt on the model GPU, for train_gpt.sh.
+$(BUILD)/model_train_gpt: examples/train_gpt.c examples/common.h examples/peak.h amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
+	$(CC) $(WARN) -O1 -g $(OMP) -DUSE_CUDA -c $< -o $@.o
+	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
+
 $(BUILD)/amp_implementation.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
