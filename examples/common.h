@@ -831,7 +831,8 @@ static inline amp_result gpt_allocate(gpt *g) {
     have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
     if (have > 0 && need > have)
         return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
-                            "use a smaller model, batch or sequence", need * 1e-9, have * 1e-9);
+                            "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9,
+                            g->config.recompute ? "" : ", or recompute");
     TRY(amp_alloc(g->amp, &g->weights, weights.used));
     TRY(amp_alloc(g->amp, &g->grads, grads.used));
     TRY(amp_alloc(g->amp, &g->memory, memory.used));

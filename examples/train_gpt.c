@@ -148,8 +148,6 @@ static const option options[] = {
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"graph", SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
-    {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
-     "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
 
     {"Loss scaler", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "auto: with fp16"},
@@ -170,6 +168,8 @@ static const option options[] = {
     {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
     {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
+    {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
+     "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
     {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
      "optimizer steps in all; auto: 1200, or what --epochs needs"},
     {"stop-after", INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
@@ -214,10 +214,10 @@ static const option options[] = {
 enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 
 /* Not taken over from a checkpoint: they belong to one session. */
-static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics",
+static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics", "recompute",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
                                               "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
-                                              "timeout", "profile",   "recompute", "device", "graph", NULL};
+                                              "timeout", "profile", "device", "graph", NULL};
 
 /* What was given, as text: first the command line, then the checkpoint that is resumed. */
 typedef struct given_texts {
