@@ -773,9 +773,12 @@ typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes;
     int64_t *new_inf;               /* + finite inputs that became non-finite; NULL: not counted */
 } amp_k_cast;
 
+/* The gradient of a parameter: where it goes; data NULL: not wanted. */
+typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
+
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
-   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32.  beta 0 never reads c;
-   k 0 leaves act(bias) + beta c. */
+   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
+   dtype first.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the sums: batch 1. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
@@ -786,8 +789,11 @@ typedef struct amp_k_gemm {
     float alpha, beta;
     const void *bias; amp_dtype bias_dtype;     /* [n], added to every row; NULL: none */
     amp_activation_kind act;        /* NONE, GELU, GELU_ERF or RELU */
-    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here (batch 1) */
+    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here */
     const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
+    int32_t backward, reserved;     /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
+    amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
+    amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
 } amp_k_gemm;
 
 typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
@@ -817,9 +823,6 @@ typedef struct amp_k_attention {
     const void *d_o; void *dq, *dk, *dv;
     int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
 } amp_k_attention;
-
-/* The gradient of a parameter: where it goes; data NULL: not wanted. */
-typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
 
 /* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
 typedef struct amp_k_norm {
@@ -4535,9 +4538,7 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
 }
 
 /* alpha 0 reads neither a nor b, as in BLAS. */
-static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
-    ampi_cpu *cpu = (ampi_cpu *)dev;
-    (void)stream;
+static amp_result ampi_cpu_product(ampi_cpu *cpu, const amp_k_gemm *args) {
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
     if (args->m == 1 || args->n == 1) return ampi_gemv(cpu, args);
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
@@ -6297,6 +6298,83 @@ static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, vo
     (void)dev; (void)stream;
     memset(dst, byte, bytes);
     return AMP_OK;
+}
+
+/* ---- GEMM with what may come with it: the other kernels in turn */
+
+/* c = act'(pre) * product + beta c: the product in fp32, then row by row. */
+static amp_result ampi_cpu_gemm_backward(ampi_cpu *cpu, const amp_k_gemm *args) {
+    size_t bytes = (size_t)(args->m * args->n + args->n) * sizeof(float);
+    float *product = (float *)ampi_cpu_scratch(cpu, bytes), *pre;
+    amp_k_gemm g = *args;
+    amp_k_activation slope;
+    amp_k_add sum;
+    amp_result result;
+    int64_t i;
+    if (product == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    pre = product + args->m * args->n;
+    g.c = product; g.c_dtype = AMP_F32; g.ldc = g.n; g.beta = 0;
+    g.pre = NULL; g.bias = NULL; g.act = AMP_ACT_NONE;
+    result = ampi_cpu_product(cpu, &g);
+    memset(&slope, 0, sizeof slope);
+    slope.act = args->act; slope.n = args->n;
+    slope.x_dtype = slope.y_dtype = AMP_F32;
+    memset(&sum, 0, sizeof sum);
+    sum.a_dtype = AMP_F32; sum.b_dtype = sum.y_dtype = args->c_dtype;
+    sum.n = args->n; sum.alpha = 1; sum.beta = args->beta;
+    for (i = 0; i < args->m && result == AMP_OK; i++) {
+        float *row = product + i * args->n;
+        ampi_convert_fast(pre, AMP_F32, ampi_at(args->pre, args->pre_dtype, i * args->ld_pre), args->pre_dtype, args->n, cpu->path);
+        slope.x = pre; slope.dy = row; slope.dx = row;
+        (void)ampi_cpu_activation_backward(cpu, &slope, NULL);
+        sum.a = row;
+        sum.y = ampi_at_mut(args->c, args->c_dtype, i * args->ldc);
+        sum.b = args->beta == 0.0f ? NULL : sum.y;
+        result = ampi_cpu_add(cpu, &sum, NULL);
+    }
+    ampi_cpu_release(cpu, product, bytes);
+    return result;
+}
+
+static amp_result ampi_cpu_column_sum_of(ampi_cpu *cpu, const void *data, amp_dtype dtype, int64_t rows, int64_t cols,
+                                         int64_t ld, const amp_k_gradient *out) {
+    amp_k_column_sum s;
+    s.x.data = ampi_at_mut((void *)(uintptr_t)data, dtype, 0);
+    s.x.dtype = dtype; s.x.reserved = 0;
+    s.x.rows = rows; s.x.cols = cols; s.x.ld = ld;
+    s.out = out->data; s.out_dtype = out->dtype; s.add = out->add;
+    return ampi_cpu_column_sum(cpu, &s, NULL);
+}
+
+/* Row sums of op(a): the columns of a where it is stored transposed, otherwise a times ones. */
+static amp_result ampi_cpu_row_sum(ampi_cpu *cpu, const amp_k_gemm *args) {
+    size_t bytes = (size_t)AMPI_MAX(args->k, 1) * sizeof(float);
+    amp_k_gemm g;
+    amp_result result;
+    float *ones;
+    int64_t i;
+    if (args->trans_a) return ampi_cpu_column_sum_of(cpu, args->a, args->a_dtype, args->k, args->m, args->lda, &args->row_sum);
+    ones = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (ones == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    for (i = 0; i < args->k; i++) ones[i] = 1.0f;
+    memset(&g, 0, sizeof g);
+    g.m = args->m; g.n = 1; g.k = args->k; g.batch = 1;
+    g.a = args->a; g.a_dtype = args->a_dtype; g.lda = args->lda;
+    g.b = ones; g.b_dtype = AMP_F32; g.ldb = 1;
+    g.c = args->row_sum.data; g.c_dtype = args->row_sum.dtype; g.ldc = 1;
+    g.alpha = 1; g.beta = args->row_sum.add ? 1.0f : 0.0f; g.compute = AMP_F32;
+    result = ampi_cpu_product(cpu, &g);
+    ampi_cpu_release(cpu, ones, bytes);
+    return result;
+}
+
+static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    (void)stream;
+    AMPI_TRY(args->backward ? ampi_cpu_gemm_backward(cpu, args) : ampi_cpu_product(cpu, args));
+    if (args->column_sum.data != NULL)
+        AMPI_TRY(ampi_cpu_column_sum_of(cpu, args->c, args->c_dtype, args->m, args->n, args->ldc, &args->column_sum));
+    return args->row_sum.data != NULL ? ampi_cpu_row_sum(cpu, args) : AMP_OK;
 }
 
 static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {

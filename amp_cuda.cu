@@ -31,6 +31,7 @@
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
    casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; table. */
 
+#include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -58,7 +59,18 @@ namespace {
 struct ampc_block;
 struct ampc_graph;
 
-enum { AMPC_BUCKETS = 1024, AMPC_CLASSES = 512 };
+enum { AMPC_BUCKETS = 1024, AMPC_CLASSES = 512, AMPC_PLANS = 256 };
+
+struct ampc_plan;
+
+/* cuBLASLt, and what is known about the products that it was asked for. */
+struct ampc_blas {
+    cublasLtHandle_t handle;
+    int owned;                      /* 0: the host's own */
+    size_t workspace;               /* bytes that a product may use */
+    pthread_mutex_t lock;           /* for everything below, and for plans while they are used */
+    ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys */
+};
 
 /* One open context's GPU. */
 struct ampc_device {
@@ -70,7 +82,7 @@ struct ampc_device {
     size_t shared_limit;            /* bytes of shared memory that a block may ask for */
     cudaStream_t stream;            /* the context's own */
     int owns_stream;
-    void *blas;                     /* the host's cuBLAS handle, or NULL */
+    ampc_blas blas;
     amp_device_memory memory;       /* the host's own allocator, or zeros */
     cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU */
     pthread_mutex_t lock;           /* for everything below */
@@ -480,7 +492,8 @@ struct ampc_graph {
 
 struct ampc_locked {
     pthread_mutex_t *lock;
-    explicit ampc_locked(ampc_device *dev) : lock(&dev->lock) { pthread_mutex_lock(lock); }
+    explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
+    explicit ampc_locked(ampc_device *dev) : ampc_locked(&dev->lock) {}
     ~ampc_locked() { pthread_mutex_unlock(lock); }
     ampc_locked(const ampc_locked &) = delete;
     ampc_locked &operator=(const ampc_locked &) = delete;
@@ -654,6 +667,8 @@ ampc_scratch::~ampc_scratch() {
 
 amp_result ampc_check_image(ampc_device *dev);      /* whether this build's machine code runs on the GPU */
 void ampc_graph_destroy(void *device, void *graph);
+amp_result ampc_blas_open(ampc_device *dev);
+void ampc_blas_close(ampc_device *dev);
 
 amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     cudaDeviceProp prop;
@@ -680,6 +695,7 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     dev->info.multiprocessors = prop.multiProcessorCount;
     dev->info.memory = (int64_t)prop.totalGlobalMem;
     AMPC_TRY(ampc_check_image(dev));
+    AMPC_TRY(ampc_blas_open(dev));
     if (desc->stream != NULL) return AMP_OK;
     AMPC_TRY(ampc_check(dev, cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking),
                         "cudaStreamCreateWithFlags", NULL));
@@ -698,13 +714,15 @@ void ampc_drop_memory(ampc_device *dev) {
 void ampc_close(void *device) {
     ampc_device *dev = (ampc_device *)device;
     amp_host host = dev->host;
-    if (dev->owns_stream || dev->reserved > 0 || dev->graphs != NULL) {
+    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL) {
         ampc_current current(dev);
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
+        ampc_blas_close(dev);
         ampc_drop_memory(dev);
         if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
         (void)cudaGetLastError();
     }
+    pthread_mutex_destroy(&dev->blas.lock);
     pthread_mutex_destroy(&dev->lock);
     host.free(host.user, dev, sizeof *dev);
 }
@@ -716,10 +734,11 @@ amp_result ampc_open(void **out, const amp_host *host, const amp_backend_desc *d
     if (dev == NULL) return host->fail(host->user, AMP_ERR_MEMORY, "amp_cuda: amp_open: no host memory for the device");
     memset((void *)dev, 0, sizeof *dev);
     pthread_mutex_init(&dev->lock, NULL);
+    pthread_mutex_init(&dev->blas.lock, NULL);
     dev->host = *host;
     dev->index = desc->device;
     dev->stream = (cudaStream_t)desc->stream;
-    dev->blas = desc->blas;
+    dev->blas.handle = (cublasLtHandle_t)desc->blas;        /* cuBLAS: any cublasHandle_t is one of cuBLASLt too */
     dev->memory = desc->memory;
     result = ampc_open_device(dev, desc);
     if (result == AMP_OK) *out = dev;
@@ -3571,17 +3590,489 @@ ampc_gemm_kernel(amp_k_gemm g, ampc_operand a, ampc_operand b, int64_t rows, int
     }
 }
 
-/* alpha 0 reads neither a nor b, as in BLAS. */
-amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
-    ampc_device *dev = (ampc_device *)device;
-    amp_k_gemm g = *args;
+amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) {
     int64_t rows = ampc_blocks(g.m, AMPC_GEMM_TILE), columns = ampc_blocks(g.n, AMPC_GEMM_TILE);
     ampc_operand a = {g.a, g.a_dtype, g.compute, g.trans_a ? 1 : g.lda, g.trans_a ? g.lda : 1, g.m};
     ampc_operand b = {g.b, g.b_dtype, g.compute, g.trans_b ? g.ldb : 1, g.trans_b ? 1 : g.ldb, g.n};
-    if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_usable(dev, "gemm");
-    if (!ampi_is_set(g.alpha)) g.k = 0;
     return ampc_launch(dev, "gemm", ampc_gemm_kernel, ampc_grid(dev, rows * columns * g.batch, AMPC_GEMM_PER_SM), 256, 0,
                        stream, g, a, b, rows, columns);
+}
+
+/* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, sums */
+
+struct ampc_same {
+    enum { ahead = 4 };
+    template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t) const {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) out[0][i] = in[0][i];
+    }
+};
+
+/* x in another dtype, in scratch memory: as it lies where its elements fill their memory, else row after row. */
+amp_result ampc_gemm_cast(ampc_device *dev, ampc_scratch &room, const void **x, amp_dtype *from, amp_dtype to, int64_t rows,
+                          int64_t cols, int64_t *ld, int64_t batch, int64_t *stride, void *stream) {
+    int64_t items = *stride == 0 ? 1 : batch, count = items * rows * cols;
+    amp_k_cast all = {};
+    if (*from == to) return AMP_OK;
+    AMPC_TRY(room.get((size_t)(count * ampc_dtype_size(to)), "gemm"));
+    if ((items - 1) * *stride + (rows - 1) * *ld + cols == count) {
+        all.dst = room.data, all.dst_dtype = to, all.src = *x, all.src_dtype = *from, all.n = count;
+        AMPC_TRY(ampc_cast(dev, &all, stream));
+    } else {
+        for (int64_t i = 0; i < items; i++) {
+            ampc_map<1, 1> m;
+            m.in[0] = amp_mat{const_cast<void *>(ampc_at(*x, *from, i * *stride)), *from, 0, rows, cols, *ld};
+            m.out[0] = amp_mat{ampc_at(room.data, to, i * rows * cols), to, 0, rows, cols, cols};
+            AMPC_TRY(ampc_map_run(dev, "gemm", m, ampc_same(), stream));
+        }
+        *ld = cols;
+        *stride = items == 1 ? 0 : rows * cols;
+    }
+    *x = room.data;
+    *from = to;
+    return AMP_OK;
+}
+
+/* in: the product, bias or what went into act, c as it was; out: c, what goes into act. */
+template <int O> struct ampc_finish {
+    enum { ahead = 2 };
+    amp_activation_kind act;
+    int backward;
+    float beta;
+    template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t at) const {
+        float x[2][V], y[1][V];
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) {
+            x[0][i] = backward ? in[1][i] : in[0][i] + in[1][i];
+            x[1][i] = in[0][i];
+        }
+        if (backward) ampc_act_back{act, 0}.run<V>(x, y, at);
+        else ampc_act{act}.run<V>(x, y, at);
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) {
+            out[0][i] = ampi_is_set(beta) ? ampc_fma(beta, in[2][i], y[0][i]) : y[0][i];
+            if (O == 2) out[1][i] = x[0][i];
+        }
+    }
+};
+
+template <int O> amp_result ampc_gemm_finish_as(ampc_device *dev, const amp_k_gemm &g, const amp_mat &product, void *stream) {
+    const amp_mat none = {NULL, AMP_F32, 0, g.m, g.n, g.n};
+    amp_mat c = {g.c, g.c_dtype, 0, g.m, g.n, g.ldc}, pre = {g.pre, g.pre_dtype, 0, g.m, g.n, g.ld_pre};
+    ampc_map<3, O> m;
+    m.in[0] = product;
+    m.in[1] = g.backward ? pre : amp_mat{const_cast<void *>(g.bias), g.bias_dtype, 0, g.m, g.n, 0};
+    m.in[2] = ampi_is_set(g.beta) ? c : none;
+    m.out[0] = c;
+    if (O == 2) m.out[O - 1] = pre;
+    return ampc_map_run(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);
+}
+
+/* A warp to a row. */
+template <class X, class O> __global__ void __launch_bounds__(256)
+ampc_row_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, O *out, int add) {
+    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
+        float sum = 0;
+        for (int64_t i = threadIdx.x % 32; i < cols; i += 32) sum += ampc_float(x[row * ld + i]);
+        sum = ampc_warp_sum(sum);
+        if (threadIdx.x % 32 == 0) ampc_put_sum(out + row, sum, add);
+    }
+}
+
+amp_result ampc_sum_columns(ampc_device *dev, const amp_mat &x, const amp_k_gradient &out, void *stream) {
+    amp_k_column_sum s = {x, out.data, out.dtype, out.add};
+    return out.data == NULL ? AMP_OK : ampc_column_sum(dev, &s, stream);
+}
+
+/* The sums that no epilogue made. */
+amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
+    const amp_k_gradient &out = g.row_sum;
+    void *a = const_cast<void *>(g.a);
+    AMPC_TRY(ampc_sum_columns(dev, amp_mat{g.c, g.c_dtype, 0, g.m, g.n, g.ldc}, g.column_sum, stream));
+    if (g.trans_a) return ampc_sum_columns(dev, amp_mat{a, g.a_dtype, 0, g.k, g.m, g.lda}, out, stream);
+    if (out.data == NULL) return AMP_OK;
+    return ampc_storage(dev, "gemm", g.a_dtype, [&](auto x) {
+        return ampc_storage(dev, "gemm", out.dtype, [&](auto o) {
+            typedef typename decltype(x)::type X;
+            typedef typename decltype(o)::type O;
+            return ampc_launch(dev, "gemm", ampc_row_sum_kernel<X, O>, ampc_grid(dev, ampc_blocks(g.m, 8), 8), 256, 0, stream,
+                               (const X *)a, g.m, g.k, g.lda, (O *)out.data, (int)out.add);
+        });
+    });
+}
+
+/* ---- cuBLASLt.  It thinks in columns, where a row-major matrix is its own transpose: c^T = op(b)^T op(a)^T, so that
+   its A is b, its B is a, its rows are our columns, and a vector along its rows is a bias. */
+
+/* What a plan depends on; compared byte by byte, so there is no padding. */
+struct ampc_plan_key {
+    int64_t m, n, k, batch, lda, ldb, ldc, ld_aux, stride_a, stride_b, stride_c;
+    int32_t compute, c_dtype, trans_a, trans_b, epilogue;
+    int32_t adds;                   /* 1: beta is not 0 */
+    uint8_t align[8];               /* of a, b, c, bias, aux: log2 of their alignment, 8 at most */
+};
+static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
+
+struct ampc_plan {
+    ampc_plan_key key;
+    ampc_plan *next;
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t a, b, c; /* of a, b and c in our terms */
+    cublasLtMatmulAlgo_t algo;
+    size_t workspace;               /* bytes */
+    int refused;                    /* cuBLASLt has no algorithm for it */
+};
+
+const char *ampc_blas_hint(cublasStatus_t status) {
+    switch (status) {
+        case CUBLAS_STATUS_NOT_INITIALIZED: return "the driver may be older than cuBLAS, or GPU memory used up";
+        case CUBLAS_STATUS_ALLOC_FAILED: return "free memory on the GPU or use a smaller batch";
+        case CUBLAS_STATUS_ARCH_MISMATCH: return "this GPU lacks what the dtype needs: choose another";
+        default: return "CUBLASLT_LOG_LEVEL=2 makes cuBLASLt say more";
+    }
+}
+
+/* AMP_OK, or a failure that names the call, its shape (g may be NULL), the status and what to do. */
+amp_result ampc_blas_check(ampc_device *dev, cublasStatus_t status, const char *call, const amp_k_gemm *g) {
+    char text[512], shape[160] = "";
+    cudaError_t error;
+    if (status == CUBLAS_STATUS_SUCCESS) return AMP_OK;
+    error = cudaGetLastError();
+    if (ampc_is_sticky(error)) return ampc_check(dev, error, call, NULL);
+    if (g != NULL)
+        snprintf(shape, sizeof shape, " for c[%lld, %lld] of k = %lld, batch %lld, %s%s times %s%s in %s into %s",
+                 (long long)g->m, (long long)g->n, (long long)g->k, (long long)g->batch, amp_dtype_name(g->a_dtype),
+                 g->trans_a ? "^T" : "", amp_dtype_name(g->b_dtype), g->trans_b ? "^T" : "", amp_dtype_name(g->compute),
+                 amp_dtype_name(g->c_dtype));
+    snprintf(text, sizeof text, "amp_cuda: %s%s on device %d: %s; %s", call, shape, dev->index, cublasLtGetStatusName(status),
+             ampc_blas_hint(status));
+    return dev->host.fail(dev->host.user, status == CUBLAS_STATUS_ALLOC_FAILED ? AMP_ERR_MEMORY : AMP_ERR_DEVICE, text);
+}
+
+amp_result ampc_blas_open(ampc_device *dev) {
+    dev->blas.workspace = (size_t)(dev->cc >= 90 ? 32 : 4) << 20;
+    if (dev->blas.handle != NULL) return AMP_OK;
+    AMPC_TRY(ampc_blas_check(dev, cublasLtCreate(&dev->blas.handle), "cublasLtCreate", NULL));
+    dev->blas.owned = 1;
+    return AMP_OK;
+}
+
+void ampc_plan_free(ampc_device *dev, ampc_plan *plan) {
+    if (plan->product) (void)cublasLtMatmulDescDestroy(plan->product);
+    if (plan->a) (void)cublasLtMatrixLayoutDestroy(plan->a);
+    if (plan->b) (void)cublasLtMatrixLayoutDestroy(plan->b);
+    if (plan->c) (void)cublasLtMatrixLayoutDestroy(plan->c);
+    dev->host.free(dev->host.user, plan, sizeof *plan);
+}
+
+void ampc_blas_close(ampc_device *dev) {
+    for (int i = 0; i < AMPC_PLANS; i++)
+        while (dev->blas.plans[i] != NULL) {
+            ampc_plan *plan = dev->blas.plans[i];
+            dev->blas.plans[i] = plan->next;
+            ampc_plan_free(dev, plan);
+        }
+    if (dev->blas.owned) (void)cublasLtDestroy(dev->blas.handle);
+}
+
+cudaDataType ampc_blas_type(amp_dtype dtype) {
+    return dtype == AMP_F16 ? CUDA_R_16F : dtype == AMP_BF16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+/* What operands are stored in for a compute dtype. */
+amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
+
+int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
+    return __builtin_ctzll((uint64_t)(uintptr_t)p | (uint64_t)stride_bytes | 256);
+}
+
+/* Whether an epilogue can sum into this gradient: it overwrites numbers of c's dtype, and what is to be added or
+   rounded otherwise must come as fp32. */
+bool ampc_epilogue_sums(const amp_k_gemm &g, const amp_k_gradient &sum) {
+    return g.c_dtype == AMP_F32 || (sum.dtype == g.c_dtype && !sum.add);
+}
+
+/* The epilogue of cuBLASLt that does all that g asks for, or -1.  Its activations read beta c too, know GELU's tanh form
+   only, in an approximation that is good enough for 16 bits, and keep of RELU's input no more than signs; aux must be
+   like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
+int ampc_gemm_epilogue(const amp_k_gemm &g) {
+    amp_dtype in = ampc_operand_dtype(g.compute);
+    bool column = g.column_sum.data != NULL, row = g.row_sum.data != NULL, plain = g.act == AMP_ACT_NONE && g.pre == NULL;
+    bool aux = g.pre_dtype == g.c_dtype && g.ld_pre % 8 == 0 && ampc_aligned(g.pre);
+    if (g.c_dtype != AMP_F32 && g.c_dtype != in) return -1;
+    if (plain && g.bias == NULL && !column && !row) return CUBLASLT_EPILOGUE_DEFAULT;
+    if (g.batch != 1) return -1;
+    if (row) return plain && g.bias == NULL && !column && ampc_epilogue_sums(g, g.row_sum) ? CUBLASLT_EPILOGUE_BGRADB : -1;
+    if (column && !(g.backward && ampc_epilogue_sums(g, g.column_sum))) return -1;
+    if (plain) return CUBLASLT_EPILOGUE_BIAS;
+    if (ampi_is_set(g.beta) || (g.pre != NULL && !aux)) return -1;
+    if (g.act == AMP_ACT_RELU && g.pre == NULL) return g.bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+    if (g.act != AMP_ACT_GELU || g.c_dtype == AMP_F32) return -1;
+    if (g.backward) return column ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
+    if (g.pre == NULL) return g.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+}
+
+/* Where an epilogue reads a bias or leaves sums: NULL if it does neither. */
+const amp_k_gradient *ampc_epilogue_sum(const amp_k_gemm &g) {
+    return g.row_sum.data ? &g.row_sum : g.column_sum.data ? &g.column_sum : NULL;
+}
+
+ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
+    ampc_plan_key key;
+    int64_t size = ampc_dtype_size(ampc_operand_dtype(g.compute));
+    memset(&key, 0, sizeof key);
+    key.m = g.m, key.n = g.n, key.k = g.k, key.batch = g.batch;
+    key.lda = g.lda, key.ldb = g.ldb, key.ldc = g.ldc, key.ld_aux = g.pre ? g.ld_pre : 0;
+    key.stride_a = g.stride_a, key.stride_b = g.stride_b, key.stride_c = g.stride_c;
+    key.compute = g.compute, key.c_dtype = g.c_dtype, key.trans_a = g.trans_a, key.trans_b = g.trans_b;
+    key.epilogue = epilogue, key.adds = ampi_is_set(g.beta);
+    key.align[0] = (uint8_t)ampc_align_class(g.a, g.stride_a * size);
+    key.align[1] = (uint8_t)ampc_align_class(g.b, g.stride_b * size);
+    key.align[2] = (uint8_t)ampc_align_class(g.c, g.stride_c * ampc_dtype_size(g.c_dtype));
+    key.align[3] = (uint8_t)ampc_align_class(g.bias);
+    key.align[4] = (uint8_t)ampc_align_class(g.pre);
+    return key;
+}
+
+ampc_plan **ampc_plan_slot(ampc_device *dev, const ampc_plan_key &key) {
+    uint64_t words[sizeof key / 8], hash = 0;
+    memcpy(words, &key, sizeof key);
+    for (uint64_t word : words) hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
+    return &dev->blas.plans[hash % AMPC_PLANS];
+}
+
+/* The addresses that the description of a product holds; the heuristic looks at their alignment. */
+cublasStatus_t ampc_plan_point(ampc_plan *plan, const amp_k_gemm &g) {
+    const void *pointer = g.bias;
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    if (pointer != NULL)
+        status = cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer, sizeof pointer);
+    pointer = g.pre;
+    if (pointer != NULL && status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &pointer,
+                                                sizeof pointer);
+    return status;
+}
+
+cublasStatus_t ampc_plan_describe_product(ampc_plan *plan, const amp_k_gemm &g) {
+    cublasComputeType_t compute = g.compute == AMP_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    cublasOperation_t of_b = g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, of_a = g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint32_t epilogue = (uint32_t)plan->key.epilogue;
+    int64_t ld = g.ld_pre;
+    cublasStatus_t status = cublasLtMatmulDescCreate(&plan->product, compute, CUDA_R_32F);
+    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void *value, size_t size) {
+        if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulDescSetAttribute(plan->product, attribute, value, size);
+    };
+    set(CUBLASLT_MATMUL_DESC_TRANSA, &of_b, sizeof of_b);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, &of_a, sizeof of_a);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue);
+    if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &ld, sizeof ld);
+    return status == CUBLAS_STATUS_SUCCESS ? ampc_plan_point(plan, g) : status;
+}
+
+/* A row-major matrix of rows x cols, as cuBLASLt sees it. */
+cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld,
+                                         int64_t batch, int64_t stride) {
+    int32_t items = (int32_t)batch;
+    cublasStatus_t status = cublasLtMatrixLayoutCreate(out, ampc_blas_type(dtype), (uint64_t)cols, (uint64_t)rows, ld);
+    if (items == 1 || status != CUBLAS_STATUS_SUCCESS) return status;
+    status = cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &items, sizeof items);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+    return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+}
+
+/* Asks for algorithms.  Split sums must not be kept in c's dtype, where they would be rounded. */
+cublasStatus_t ampc_plan_ask(ampc_device *dev, ampc_plan *plan, int most, cublasLtMatmulHeuristicResult_t *found, int *n) {
+    cublasLtMatmulPreference_t wish = NULL;
+    uint64_t workspace = dev->blas.workspace;
+    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align[3];
+    cublasStatus_t status = cublasLtMatmulPreferenceCreate(&wish);
+    auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const void *value, size_t size) {
+        if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulPreferenceSetAttribute(wish, attribute, value, size);
+    };
+    for (int i = 0; i < 3; i++) align[i] = 1u << plan->key.align[i];
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align[1], sizeof align[1]);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align[0], sizeof align[0]);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align[2], sizeof align[2]);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align[2], sizeof align[2]);
+    *n = 0;
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmulAlgoGetHeuristic(dev->blas.handle, plan->product, plan->b, plan->a, plan->c, plan->c, wish,
+                                                most, found, n);
+    if (wish != NULL) (void)cublasLtMatmulPreferenceDestroy(wish);
+    return status;
+}
+
+/* Whether a status says that cuBLASLt cannot do this product, which something else then does. */
+bool ampc_blas_declines(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH;
+}
+
+amp_result ampc_plan_make(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
+    amp_dtype in = ampc_operand_dtype(g.compute);
+    cublasLtMatmulHeuristicResult_t found[1];
+    int n = 0;
+    cublasStatus_t status;
+    AMPC_TRY(ampc_blas_check(dev, ampc_plan_describe_product(plan, g), "describing a product to cublasLt", &g));
+    status = ampc_plan_describe_matrix(&plan->a, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = ampc_plan_describe_matrix(&plan->b, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = ampc_plan_describe_matrix(&plan->c, g.c_dtype, g.m, g.n, g.ldc, g.batch, g.stride_c);
+    AMPC_TRY(ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g));
+    status = ampc_plan_ask(dev, plan, 1, found, &n);
+    plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found[0].state != status));
+    if (plan->refused) return AMP_OK;
+    AMPC_TRY(ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g));
+    plan->algo = found[0].algo;
+    plan->workspace = found[0].workspaceSize;
+    return AMP_OK;
+}
+
+/* The plan of a product with this epilogue.  Called with the lock of the plans held. */
+amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan **out) {
+    ampc_plan_key key = ampc_plan_key_of(g, epilogue);
+    ampc_plan **slot = ampc_plan_slot(dev, key), *plan = *slot;
+    amp_result result;
+    while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
+    *out = plan;
+    if (plan != NULL) return AMP_OK;
+    plan = (ampc_plan *)dev->host.alloc(dev->host.user, sizeof *plan, sizeof(void *));
+    if (plan == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, "gemm", "no host memory for its plan");
+    memset((void *)plan, 0, sizeof *plan);
+    plan->key = key;
+    result = ampc_plan_make(dev, g, plan);
+    if (result != AMP_OK) {
+        ampc_plan_free(dev, plan);
+        return result;
+    }
+    plan->next = *slot;
+    *slot = *out = plan;
+    return AMP_OK;
+}
+
+/* *done 0: cuBLASLt declines after all. */
+amp_result ampc_plan_run(ampc_device *dev, ampc_plan *plan, const amp_k_gemm &g, void *stream, bool *done) {
+    ampc_scratch workspace(dev, stream);
+    cublasStatus_t status;
+    *done = false;
+    if (plan->workspace > 0) AMPC_TRY(workspace.get(dev->blas.workspace, "gemm"));
+    status = ampc_plan_point(plan, g);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmul(dev->blas.handle, plan->product, &g.alpha, g.b, plan->b, g.a, plan->a, &g.beta, g.c, plan->c,
+                                g.c, plan->c, &plan->algo, workspace.data, workspace.data ? dev->blas.workspace : 0,
+                                ampc_stream(dev, stream));
+    plan->refused = ampc_blas_declines(status);
+    if (plan->refused) return AMP_OK;
+    *done = status == CUBLAS_STATUS_SUCCESS;
+    return ampc_blas_check(dev, status, "cublasLtMatmul", &g);
+}
+
+/* The product with its epilogue, if cuBLASLt has both.  The bias comes in c's dtype; sums that are to be added or
+   converted stop over in scratch memory. */
+amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *stream, bool *done) {
+    int epilogue = ampc_gemm_epilogue(args);
+    const amp_k_gradient *sum = ampc_epilogue_sum(args);
+    int64_t count = args.row_sum.data ? args.m : args.n, none = 0, ld = args.n;
+    bool apart = sum != NULL && (sum->add || sum->dtype != args.c_dtype);
+    ampc_scratch room(dev, stream);
+    amp_k_gemm g = args;
+    ampc_plan *plan;
+    *done = false;
+    if (epilogue < 0) return AMP_OK;
+    if (g.bias != NULL)
+        AMPC_TRY(ampc_gemm_cast(dev, room, &g.bias, &g.bias_dtype, g.c_dtype, 1, g.n, &ld, 1, &none, stream));
+    if (apart) AMPC_TRY(room.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
+    if (sum != NULL) g.bias = apart ? room.data : sum->data;
+    {
+        ampc_locked locked(&dev->blas.lock);
+        AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
+        if (plan->refused) return AMP_OK;
+        AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
+    }
+    if (!*done || !apart) return AMP_OK;
+    amp_k_add add = {room.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
+    return ampc_add(dev, &add, stream);
+}
+
+/* ---- One call.  The first of these that can:
+       the product with all that is asked for, in cuBLASLt;
+       the same but for sums over rows or columns, which kernels above make;
+       the plain product in cuBLASLt, in fp32 (in c itself if it can be), and our own epilogue;
+       the kernel of the fp32 units. */
+
+/* The plain product in fp32, and then everything else. */
+amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library, bool *done) {
+    bool in_c = g.c_dtype == AMP_F32 && !ampi_is_set(g.beta);
+    ampc_scratch room(dev, stream);
+    amp_k_gemm p = g;
+    *done = false;
+    p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0;
+    p.c_dtype = AMP_F32;
+    if (!in_c) {
+        AMPC_TRY(room.get((size_t)(g.batch * g.m * g.n) * sizeof(float), "gemm"));
+        p.c = room.data, p.ldc = g.n, p.stride_c = g.m * g.n;
+    }
+    if (library) {
+        AMPC_TRY(ampc_gemm_library(dev, p, stream, done));
+        if (!*done) return AMP_OK;
+    } else AMPC_TRY(ampc_gemm_units(dev, p, stream));
+    *done = true;
+    for (int64_t i = 0; i < g.batch; i++) {
+        amp_mat product = {ampc_at(p.c, AMP_F32, i * p.stride_c), AMP_F32, 0, g.m, g.n, p.ldc};
+        amp_k_gemm item = g;
+        item.c = ampc_at(g.c, g.c_dtype, i * g.stride_c);
+        AMPC_TRY(g.pre && !g.backward ? ampc_gemm_finish_as<2>(dev, item, product, stream)
+                                      : ampc_gemm_finish_as<1>(dev, item, product, stream));
+    }
+    return AMP_OK;
+}
+
+/* What cuBLASLt takes at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
+bool ampc_gemm_for_library(const amp_k_gemm &g) {
+    int64_t most = g.m;
+    for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
+    return most <= INT32_MAX && g.k > 0 && ampi_is_set(g.alpha);
+}
+
+/* Distances that nothing is reached by become what a packed matrix has. */
+void ampc_gemm_tidy(amp_k_gemm *g) {
+    if ((g->trans_a ? g->k : g->m) == 1) g->lda = g->trans_a ? g->m : g->k;
+    if ((g->trans_b ? g->n : g->k) == 1) g->ldb = g->trans_b ? g->k : g->n;
+    if (g->m == 1) g->ldc = g->ld_pre = g->n;
+    if (g->batch == 1) g->stride_a = g->stride_b = g->stride_c = 0;
+    if (g->backward) g->bias = NULL;
+    if (g->act == AMP_ACT_NONE && g->backward) g->backward = 0, g->pre = NULL;
+    if (!ampi_is_set(g->alpha)) g->k = 0;
+}
+
+amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    amp_k_gemm g = *args, bare;
+    amp_dtype in = ampc_operand_dtype(g.compute);
+    ampc_scratch a(dev, stream), b(dev, stream);
+    bool library, done = false;
+    AMPC_ENTER(dev, "gemm");
+    ampc_gemm_tidy(&g);
+    if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
+    library = ampc_gemm_for_library(g);
+    if (library) {
+        AMPC_TRY(ampc_gemm_cast(dev, a, &g.a, &g.a_dtype, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, &g.lda, g.batch,
+                                &g.stride_a, stream));
+        AMPC_TRY(ampc_gemm_cast(dev, b, &g.b, &g.b_dtype, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, &g.ldb, g.batch,
+                                &g.stride_b, stream));
+        AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
+        if (done) return AMP_OK;
+    }
+    bare = g;
+    bare.column_sum.data = bare.row_sum.data = NULL;
+    if (library && ampc_epilogue_sum(g) != NULL) AMPC_TRY(ampc_gemm_library(dev, bare, stream, &done));
+    if (library && !done && ampc_gemm_epilogue(bare) != CUBLASLT_EPILOGUE_DEFAULT)
+        AMPC_TRY(ampc_gemm_staged(dev, bare, stream, true, &done));
+    if (!done) AMPC_TRY(g.backward ? ampc_gemm_staged(dev, bare, stream, false, &done) : ampc_gemm_units(dev, bare, stream));
+    return ampc_gemm_sums(dev, g, stream);
 }
 
 /* Matrices are used as they lie. */
