@@ -1422,9 +1422,12 @@ typedef struct amp_linear_op {
     amp_tensor x, y, pre;
     amp_param *weight, *bias;       /* bias may be NULL */
     amp_activation_kind act;
-    int32_t reserved;
+    int32_t dy_before_act;          /* 1: dy is the gradient before act already */
     amp_plan plan;
     amp_tensor dy, dx;              /* with act, backward overwrites dy with the gradient before act */
+    amp_activation_kind x_act;      /* as act: x = x_act(x_pre), and backward writes the gradient of x_pre to dx */
+    int32_t reserved;
+    amp_tensor x_pre;               /* like dx; RELU can do without */
 } amp_linear_op;
 AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
 AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
@@ -7638,6 +7641,11 @@ static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->back
 
 /* ---- Linear */
 
+static amp_result ampi_linear_check_act(const char *function, const char *field, amp_activation_kind act) {
+    if (act == AMP_ACT_NONE || act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF || act == AMP_ACT_RELU) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, ".%s = %d, must be NONE, GELU, GELU_ERF or RELU", field, (int)act);
+}
+
 static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op, amp_mat *x, amp_mat *y) {
     if (op->weight == NULL) return ampi_fail(AMP_ERR_NULL, function, ".weight is NULL");
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
@@ -7646,8 +7654,27 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, 0));
     if (x->rows != y->rows)
         return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows, (long long)y->rows);
-    if (op->act != AMP_ACT_NONE && op->act != AMP_ACT_GELU && op->act != AMP_ACT_GELU_ERF && op->act != AMP_ACT_RELU)
-        return ampi_fail(AMP_ERR_RANGE, function, ".act = %d, must be NONE, GELU, GELU_ERF or RELU", (int)op->act);
+    AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
+    return ampi_linear_check_act(function, "x_act", op->x_act);
+}
+
+/* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
+   ends its use. */
+static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held) {
+    amp_k_pack pack;
+    *held = NULL;
+    g->b = w->weight.data;
+    g->b_dtype = w->weight.dtype;
+    if (g->compute == AMP_F32) return AMP_OK;
+    ampi_pack_args(w, g->compute, kind, NULL, &pack);
+    pack.repeated = 1;
+    if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held));
+        g->packed_b = *held;
+    } else if (g->compute != AMP_TF32 && g->compute != g->b_dtype) {
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held));
+        if (*held != NULL) { g->b = *held; g->b_dtype = g->compute; }
+    }
     return AMP_OK;
 }
 
@@ -7657,6 +7684,7 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     amp_k_gemm g;
     amp_plan plan;
     amp_result result;
+    const void *held;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
@@ -7664,35 +7692,48 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     memset(&g, 0, sizeof g);
     g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
     g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
-    g.b = op->weight->weight.data; g.b_dtype = op->weight->weight.dtype; g.ldb = x.cols; g.trans_b = 1;
+    g.ldb = x.cols; g.trans_b = 1;
     g.c = y.data; g.c_dtype = y.dtype; g.ldc = y.ld;
     g.alpha = 1; g.compute = plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
     if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
-    if (plan.compute != AMP_F32) AMPI_TRY(ampi_cache_get(amp, op->weight, plan.compute, AMPI_PACK_FORWARD, &g.packed_b));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held));
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
-    ampi_cache_put(amp, g.packed_b);
+    ampi_cache_put(amp, held);
     if (result == AMP_OK) op->plan = plan;
     return result;
 }
 
-/* dy becomes the gradient before the activation. */
-static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy) {
-    const amp_tensor *in = op->act == AMP_ACT_RELU && op->pre.data == NULL ? &op->y : &op->pre;     /* relu(x) > 0 where x > 0 */
+/* d, the gradient after an activation, becomes the gradient before it. */
+static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, amp_activation_kind act, const amp_tensor *in,
+                                                  const char *in_name, const amp_tensor *d, const char *d_name) {
     amp_k_activation a;
-    if (in->data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".pre has no data; backward through GELU needs what forward writes there");
-    if (!ampi_is_contiguous(in) || !ampi_is_contiguous(&op->dy)) return ampi_fail(AMP_ERR_SHAPE, f, ".dy and .pre must be contiguous with an activation");
+    if (!ampi_is_contiguous(in) || !ampi_is_contiguous(d))
+        return ampi_fail(AMP_ERR_SHAPE, f, ".%s and .%s must be contiguous with an activation", d_name, in_name);
     memset(&a, 0, sizeof a);
-    a.act = op->act;
-    a.n = dy->rows * dy->cols;
+    a.act = act;
+    a.n = amp_tensor_count(d);
     a.x = in->data; a.x_dtype = in->dtype;
-    a.dy = dy->data; a.y_dtype = dy->dtype;
-    a.dx = dy->data;
-    if (a.x_dtype != a.y_dtype) return ampi_fail(AMP_ERR_DTYPE, f, ".dy is %s, must have the dtype of .pre (%s)", amp_dtype_name(a.y_dtype), amp_dtype_name(a.x_dtype));
+    a.dy = d->data; a.y_dtype = d->dtype;
+    a.dx = d->data;
     return amp->backend->activation_backward(amp->dev, &a, amp->desc.stream);
 }
 
-static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op, const amp_mat *x, const amp_mat *dy) {
+/* What an activation's backward reads: what went into it; RELU does with what came out, because relu(x) > 0 where x > 0. */
+static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const amp_tensor *pre, const char *name, const amp_tensor *y,
+                                   const amp_tensor *d, const char *d_name, const amp_tensor **in) {
+    *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
+    if ((*in)->data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs what went into it", name);
+    if ((*in)->dtype == d->dtype) return AMP_OK;
+    return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
+}
+
+/* Whether products take sums and activations along: on a device that saves passes over memory.  The CPU is as fast
+   without, and keeps its bits. */
+static int ampi_linear_fuses(const amp_context *amp) { return !amp->backend->host_visible; }
+
+/* bias: takes its gradient along; NULL: none. */
+static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, amp_param *bias) {
     amp_param *w = op->weight;
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
@@ -7701,8 +7742,10 @@ static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op,
     g.b = x->data; g.b_dtype = x->dtype; g.ldb = x->ld;
     g.c = w->grad.data; g.c_dtype = w->grad.dtype; g.ldc = x->cols;
     g.alpha = 1; g.beta = w->grad_live ? 1.0f : 0.0f; g.compute = op->plan.compute;
+    if (bias != NULL) { g.row_sum.data = bias->grad.data; g.row_sum.dtype = bias->grad.dtype; g.row_sum.add = bias->grad_live; }
     AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
     w->grad_live = 1;
+    if (bias != NULL) bias->grad_live = 1;
     return AMP_OK;
 }
 
@@ -7718,32 +7761,51 @@ static amp_result ampi_linear_dbias(amp_context *amp, amp_param *bias, const amp
     return AMP_OK;
 }
 
-static amp_result ampi_linear_dx(amp_context *amp, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx) {
+/* pre: what went into x_act, NULL: there is none. */
+static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx, const amp_tensor *pre) {
     amp_k_gemm g;
+    amp_mat at;
     amp_result result;
+    const void *held;
     memset(&g, 0, sizeof g);
     g.m = dx->rows; g.n = dx->cols; g.k = dy->cols; g.batch = 1;
     g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld;
-    g.b = op->weight->weight.data; g.b_dtype = op->weight->weight.dtype; g.ldb = dx->cols;
+    g.ldb = dx->cols;
     g.c = dx->data; g.c_dtype = dx->dtype; g.ldc = dx->ld;
     g.alpha = 1; g.compute = op->plan.compute;
-    if (g.compute != AMP_F32) AMPI_TRY(ampi_cache_get(amp, op->weight, g.compute, AMPI_PACK_BACKWARD, &g.packed_b));
+    if (pre != NULL && ampi_linear_fuses(amp)) {
+        AMPI_TRY(ampi_rows(f, "x_pre", pre, &at));
+        g.backward = 1; g.act = op->x_act;
+        g.pre = at.data; g.pre_dtype = at.dtype; g.ld_pre = at.ld;
+    }
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held));
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
-    ampi_cache_put(amp, g.packed_b);
-    return result;
+    ampi_cache_put(amp, held);
+    if (result != AMP_OK || pre == NULL || g.backward) return result;
+    return ampi_linear_activation_backward(amp, f, op->x_act, pre, "x_pre", &op->dx, "dx");
 }
 
 AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
     const char *f = "amp_linear_backward";
-    amp_mat x, y, dy, dx;
+    const amp_tensor *pre = NULL, *x_pre = NULL;
+    amp_mat x, y, dy, dx, same;
+    amp_param *along;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
-    if (op->act != AMP_ACT_NONE) AMPI_TRY(ampi_linear_activation_backward(amp, f, op, &dy));
-    if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy));
-    if (ampi_wants_grad(op->bias)) AMPI_TRY(ampi_linear_dbias(amp, op->bias, &dy));
-    return dx.data ? ampi_linear_dx(amp, op, &dy, &dx) : AMP_OK;
+    if (dx.data && op->x_act != AMP_ACT_NONE) {
+        AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &x_pre));
+        AMPI_TRY(ampi_rows_like(f, "x_pre", x_pre, "x", &x, &same));
+    }
+    if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
+        AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &pre));
+        AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, pre, "pre", &op->dy, "dy"));
+    }
+    along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
+    if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy, along));
+    if (ampi_wants_grad(op->bias) && along == NULL) AMPI_TRY(ampi_linear_dbias(amp, op->bias, &dy));
+    return dx.data ? ampi_linear_dx(amp, f, op, &dy, &dx, x_pre) : AMP_OK;
 }
 
 /* ---- Batched matmul */
