@@ -37,7 +37,7 @@ GPU_BIN  := $(BUILD)/rehearsal
 GPU_CXX  := $(CXX) $(CXXWARN) -Itests/gpu/on_gpu $(COC_FLAGS)
 GPU_CU   := $(GPU_CXX) -x c++
 GPU_CUDA := $(BUILD)/model_amp_cuda.o
-GPU_REST := $(BUILD)/coc_engine.o $(BUILD)/coc_runtime.o
+GPU_REST := $(COC_PARTS:%=$(BUILD)/%)
 GPU_LIBS := $(COC_LIBS)
 else
 GPU_BIN  := $(BUILD)/gpu
@@ -47,7 +47,7 @@ GPU_CXX   = $(GPU_NVCC)
 GPU_CU    = $(GPU_NVCC) -gencode arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH)
 GPU_CUDA := $(BUILD)/gpu/amp_cuda.o
 GPU_REST :=
-GPU_LIBS := -lm -lpthread
+GPU_LIBS := -lcublasLt -lm -lpthread
 endif
 
 $(GPU_BIN):
