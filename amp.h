@@ -1091,7 +1091,7 @@ typedef struct amp_backend_desc {
     int32_t device;                 /* index */
     int32_t threads;                /* CPU: threads a kernel may use */
     amp_cpu_path cpu_path;
-    int32_t reserved;
+    int32_t autotune;               /* 1: the first product of a shape tries which way is the fastest */
     void *stream;                   /* the host's own stream, or NULL */
     void *blas;                     /* the host's own BLAS handle, or NULL */
     amp_device_memory memory;
@@ -1134,6 +1134,10 @@ typedef struct amp_backend {
     amp_result (*telemetry)(void *dev, amp_telemetry *out);
     void (*range_push)(void *dev, const char *name);
     void (*range_pop)(void *dev);
+    /* What autotuning found.  save: the bytes it takes, 0 for nothing new since load; copied to buffer if size is enough.
+       load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
+    size_t (*plans_save)(void *dev, void *buffer, size_t size);
+    amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
     /* kernels */
     amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
@@ -1207,6 +1211,13 @@ typedef struct amp_reducer {
     int32_t rank, world;            /* world 0 means 1 */
 } amp_reducer;
 
+typedef enum amp_autotune {
+    AMP_AUTOTUNE_DEFAULT = 0,       /* off */
+    AMP_AUTOTUNE_OFF = 1,
+    AMP_AUTOTUNE_ON = 2,
+    AMP_AUTOTUNE_FORCE_I32 = 0x7fffffff
+} amp_autotune;
+
 /*  .field            default                      legal
     .dtype            auto: see amp_choose          F32, TF32, F16, BF16
     .level            O1                           O0 to O3
@@ -1216,7 +1227,12 @@ typedef struct amp_reducer {
     .device           0                            device index
     .threads          all cores of the process     1 to 1024 (OpenMP builds; otherwise 1)
     .seed             0                            of dropout
-    .cpu_path         best                         what this CPU has                                     */
+    .cpu_path         best                         what this CPU has
+    .autotune         OFF                          OFF, ON: a device times its ways to the first product of each shape
+                                                   (not while a graph is captured); amp_cpu() has no use for it
+    .autotune_file    NULL: none                   what was found: read by amp_open, written by amp_close if there is more.
+                                                   One that is missing, damaged or of another device or library is no
+                                                   error: a warning says so                              */
 typedef struct amp_desc {
     amp_dtype dtype;
     amp_level level;
@@ -1231,7 +1247,8 @@ typedef struct amp_desc {
     int32_t threads;
     uint64_t seed;
     amp_cpu_path cpu_path;
-    int32_t reserved;
+    amp_autotune autotune;
+    const char *autotune_file;
     void *stream;                   /* the host's own stream; NULL: the backend's */
     void *blas;                     /* the host's own BLAS handle */
     amp_device_memory memory;       /* the host's own allocator on the device; not for amp_cpu(), see .system */
@@ -6418,7 +6435,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
     NULL, NULL, NULL, NULL,
-    NULL, NULL, NULL,
+    NULL, NULL, NULL, NULL, NULL,
     ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
     ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
@@ -6588,6 +6605,7 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     AMPI_TRY(ampi_check_enum("policy", (int)d->policy, AMP_POLICY_TORCH));
     AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
     AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AMX));
+    AMPI_TRY(ampi_check_enum("autotune", (int)d->autotune, AMP_AUTOTUNE_ON));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
     if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
     if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
@@ -6615,6 +6633,7 @@ static void ampi_fill_defaults(amp_desc *d) {
     if (d->level == 0) d->level = AMP_LEVEL_O1;
     if (d->policy == 0) d->policy = AMP_POLICY_FUSED;
     if (d->mode == 0) d->mode = AMP_MODE_TRAINING;
+    if (d->autotune == 0) d->autotune = AMP_AUTOTUNE_OFF;
     if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
     if (d->backend == NULL) d->backend = amp_cpu();
     if (d->cpu_path == 0) d->cpu_path = cpu.path;
@@ -6623,6 +6642,73 @@ static void ampi_fill_defaults(amp_desc *d) {
     d->threads = 1;
 #endif
     if (d->reducer.world == 0) d->reducer.world = 1;
+}
+
+/* The file of tuned plans holds one record, the backend's bytes. */
+#define AMPI_PLANS_KEY "plans"
+
+static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
+    int64_t bytes = amp_state_count(state, AMPI_PLANS_KEY, &dtype);
+    void *data;
+    amp_result result;
+    if (bytes <= 0 || dtype != AMP_U8) return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans", amp->desc.autotune_file);
+    AMPI_TRY(ampi_alloc(&amp->system, "amp_open", &data, bytes, 1));
+    result = amp_state_get(state, AMPI_PLANS_KEY, AMP_U8, data, bytes);
+    if (result == AMP_OK) result = amp->backend->plans_load(amp->dev, data, (size_t)bytes);
+    ampi_free(&amp->system, data, bytes, 1);
+    return result;
+}
+
+/* Nothing about this file may stop a training. */
+static void ampi_plans_read(amp_context *amp) {
+    amp_state *state;
+    amp_result result;
+    if (amp->desc.autotune_file == NULL || amp->backend->plans_load == NULL) return;
+    result = amp_state_load(&state, &amp->system, amp->desc.autotune_file);
+    if (result == AMP_ERR_OPEN) return;        /* not yet written */
+    if (result == AMP_OK) {
+        result = ampi_plans_parse(amp, state);
+        amp_state_destroy(state);
+    }
+    if (result != AMP_OK) ampi_log(amp, AMP_LOG_WARNING, 1002, "autotune_file ignored: %s", amp_last_error());
+}
+
+static amp_result ampi_plans_save(const amp_context *amp, void *data, size_t bytes) {
+    amp_state *state;
+    amp_result result;
+    AMPI_TRY(amp_state_create(&state, &amp->system));
+    (void)amp->backend->plans_save(amp->dev, data, bytes);
+    result = amp_state_put(state, AMPI_PLANS_KEY, AMP_U8, data, (int64_t)bytes);
+    if (result == AMP_OK) result = amp_state_save(state, amp->desc.autotune_file);
+    amp_state_destroy(state);
+    return result;
+}
+
+static void ampi_plans_write(const amp_context *amp) {
+    int asked = amp->desc.autotune_file != NULL && amp->backend->plans_save != NULL;
+    size_t bytes = asked ? amp->backend->plans_save(amp->dev, NULL, 0) : 0;
+    amp_result result;
+    void *data;
+    if (bytes == 0) return;
+    result = ampi_alloc(&amp->system, "amp_close", &data, (int64_t)bytes, 1);
+    if (result == AMP_OK) {
+        result = ampi_plans_save(amp, data, bytes);
+        ampi_free(&amp->system, data, (int64_t)bytes, 1);
+    }
+    if (result != AMP_OK) ampi_log(amp, AMP_LOG_WARNING, 1003, "autotune_file not written: %s", amp_last_error());
+}
+
+/* The context's own copy of a path. */
+static amp_result ampi_own_path(const amp_system *system, const char **path) {
+    void *copy;
+    size_t bytes;
+    if (*path == NULL) return AMP_OK;
+    bytes = strlen(*path) + 1;
+    AMPI_TRY(ampi_alloc(system, "amp_open", &copy, (int64_t)bytes, 1));
+    memcpy(copy, *path, bytes);
+    *path = (const char *)copy;
+    return AMP_OK;
 }
 
 static amp_result ampi_open_device(amp_context *amp) {
@@ -6634,6 +6720,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.stream = amp->desc.stream;
     b.blas = amp->desc.blas;
     b.memory = amp->desc.memory;
+    b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
     AMPI_TRY(amp_choose(&amp->machine, amp->desc.dtype, amp->desc.allow_fallback, &amp->choice));
@@ -6641,6 +6728,7 @@ static amp_result ampi_open_device(amp_context *amp) {
         AMPI_TRY(ampi_chosen(&amp->choice, AMP_F32, 0, 0, "level O0 computes in fp32"));
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
+    ampi_plans_read(amp);
     if (amp->backend->host_visible) return AMP_OK;
     AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, 16));
     return amp->backend->fill(amp->dev, amp->bad_row, 0, 16, amp->desc.stream);
@@ -6670,7 +6758,9 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->host.free = ampi_host_free;
     pthread_mutex_init(&amp->lock, NULL);
     ampi_probe_cpu(&amp->machine.cpu);
-    result = ampi_open_device(amp);
+    result = ampi_own_path(&system, &amp->desc.autotune_file);
+    if (result != AMP_OK) amp->desc.autotune_file = NULL;
+    else result = ampi_open_device(amp);
     if (result != AMP_OK) { amp_close(amp); return result; }
     *out = amp;
     return AMP_OK;
@@ -6682,6 +6772,7 @@ AMP_API void amp_close(amp_context *amp) {
     if (amp == NULL) return;
     system = amp->system;
     if (amp->dev != NULL) {
+        ampi_plans_write(amp);
         amp_cast_cache_clear(amp);
         amp_mask_cache_clear(amp);
         for (i = 0; i < amp->block_room; i++)
@@ -6689,6 +6780,7 @@ AMP_API void amp_close(amp_context *amp) {
         if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, 16);
         amp->backend->close(amp->dev);
     }
+    if (amp->desc.autotune_file) ampi_free(&system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
     ampi_free(&system, amp->blocks, amp->block_room, sizeof *amp->blocks);
     ampi_free(&system, amp->params, amp->param_room, sizeof *amp->params);
     ampi_free(&system, amp->cache, amp->cache_room, sizeof *amp->cache);

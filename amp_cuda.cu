@@ -68,8 +68,11 @@ struct ampc_blas {
     cublasLtHandle_t handle;
     int owned;                      /* 0: the host's own */
     size_t workspace;               /* bytes that a product may use */
-    pthread_mutex_t lock;           /* for everything below, and for plans while they are used */
+    int autotune;
+    int64_t cache;                  /* bytes of the GPU's second-level cache */
+    pthread_mutex_t lock;           /* recursive; for everything below, and for plans while they are used */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys */
+    int found;                      /* 1: tuned plans that plans_load did not bring */
 };
 
 /* One open context's GPU. */
@@ -684,6 +687,7 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     dev->cc = 10 * prop.major + prop.minor;
     dev->multiprocessors = prop.multiProcessorCount;
     dev->shared_limit = prop.sharedMemPerBlockOptin;
+    dev->blas.cache = prop.l2CacheSize;
     snprintf(dev->info.name, sizeof dev->info.name, "%.127s", prop.name);
     snprintf(dev->info.kind, sizeof dev->info.kind, "cuda");
     dev->info.index = dev->index;
@@ -729,17 +733,22 @@ void ampc_close(void *device) {
 
 amp_result ampc_open(void **out, const amp_host *host, const amp_backend_desc *desc) {
     ampc_device *dev = (ampc_device *)host->alloc(host->user, sizeof *dev, 64);
+    pthread_mutexattr_t recursive;
     amp_result result;
     *out = NULL;
     if (dev == NULL) return host->fail(host->user, AMP_ERR_MEMORY, "amp_cuda: amp_open: no host memory for the device");
     memset((void *)dev, 0, sizeof *dev);
     pthread_mutex_init(&dev->lock, NULL);
-    pthread_mutex_init(&dev->blas.lock, NULL);
+    pthread_mutexattr_init(&recursive);
+    pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&dev->blas.lock, &recursive);
+    pthread_mutexattr_destroy(&recursive);
     dev->host = *host;
     dev->index = desc->device;
     dev->stream = (cudaStream_t)desc->stream;
     dev->blas.handle = (cublasLtHandle_t)desc->blas;        /* cuBLAS: any cublasHandle_t is one of cuBLASLt too */
     dev->memory = desc->memory;
+    dev->blas.autotune = desc->autotune;
     result = ampc_open_device(dev, desc);
     if (result == AMP_OK) *out = dev;
     else ampc_close(dev);
@@ -3506,6 +3515,7 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
    fused multiply-adds along k, so its bits depend on nothing else.                                      */
 
 enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 4 };
+enum { AMPC_LOG_REFUSED = 5001, AMPC_LOG_WRONG = 5002, AMPC_LOG_TUNED = 5003, AMPC_LOG_PLANS = 5004 };     /* ids */
 
 __device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
     if (dtype == AMP_F16) return ampc_float(((const ampc_f16 *)p)[i]);
@@ -3720,7 +3730,9 @@ struct ampc_plan {
     cublasLtMatrixLayout_t a, b, c; /* of a, b and c in our terms */
     cublasLtMatmulAlgo_t algo;
     size_t workspace;               /* bytes */
-    int refused;                    /* cuBLASLt has no algorithm for it */
+    int refused;                    /* 1: cuBLASLt has no algorithm for it */
+    int tuned;                      /* 1: algo and apart were measured */
+    int apart;                      /* 1: the plain product and kernels of ours are faster */
 };
 
 const char *ampc_blas_hint(cublasStatus_t status) {
@@ -3907,49 +3919,86 @@ cublasStatus_t ampc_plan_ask(ampc_device *dev, ampc_plan *plan, int most, cublas
 
 /* Whether a status says that cuBLASLt cannot do this product, which something else then does. */
 bool ampc_blas_declines(cublasStatus_t status) {
-    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH;
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH || status == CUBLAS_STATUS_INVALID_VALUE;
 }
 
-amp_result ampc_plan_make(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
+amp_result ampc_plan_describe(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     amp_dtype in = ampc_operand_dtype(g.compute);
-    cublasLtMatmulHeuristicResult_t found[1];
-    int n = 0;
-    cublasStatus_t status;
-    AMPC_TRY(ampc_blas_check(dev, ampc_plan_describe_product(plan, g), "describing a product to cublasLt", &g));
+    cublasStatus_t status = ampc_plan_describe_product(plan, g);
+    AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
     status = ampc_plan_describe_matrix(&plan->a, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = ampc_plan_describe_matrix(&plan->b, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = ampc_plan_describe_matrix(&plan->c, g.c_dtype, g.m, g.n, g.ldc, g.batch, g.stride_c);
-    AMPC_TRY(ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g));
-    status = ampc_plan_ask(dev, plan, 1, found, &n);
-    plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found[0].state != status));
-    if (plan->refused) return AMP_OK;
-    AMPC_TRY(ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g));
-    plan->algo = found[0].algo;
-    plan->workspace = found[0].workspaceSize;
+    return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
+}
+
+/* Takes the algorithm that a file brought, if it can still run, or else the first of the heuristic. */
+amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
+    cublasLtMatmulHeuristicResult_t found;
+    cublasStatus_t status;
+    int n = 0;
+    memset(&found, 0, sizeof found);
+    if (plan->tuned) {
+        status = cublasLtMatmulAlgoCheck(dev->blas.handle, plan->product, plan->b, plan->a, plan->c, plan->c, &plan->algo, &found);
+        plan->workspace = found.workspaceSize;
+        if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->blas.workspace) return AMP_OK;
+        plan->tuned = plan->apart = 0;
+    }
+    status = ampc_plan_ask(dev, plan, 1, &found, &n);
+    plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
+    if (plan->refused) {
+        char text[200];
+        snprintf(text, sizeof text, "amp_cuda: cuBLASLt has no algorithm for c[%lld, %lld] of k = %lld in %s with epilogue %d",
+                 (long long)g.m, (long long)g.n, (long long)g.k, amp_dtype_name(g.compute), (int)plan->key.epilogue);
+        dev->host.log(dev->host.user, AMP_LOG_INFO, AMPC_LOG_REFUSED, text);
+        return AMP_OK;
+    }
+    plan->algo = found.algo;
+    plan->workspace = found.workspaceSize;
+    return ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g);
+}
+
+ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
+    ampc_plan *plan = *ampc_plan_slot(dev, key);
+    while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
+    return plan;
+}
+
+amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan **out) {
+    ampc_plan *plan = (ampc_plan *)dev->host.alloc(dev->host.user, sizeof *plan, sizeof(void *));
+    if (plan == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, "gemm", "no host memory for its plan");
+    memset((void *)plan, 0, sizeof *plan);
+    plan->key = key;
+    *out = plan;
     return AMP_OK;
+}
+
+void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
+    ampc_plan **slot = ampc_plan_slot(dev, plan->key);
+    plan->next = *slot;
+    *slot = plan;
 }
 
 /* The plan of a product with this epilogue.  Called with the lock of the plans held. */
 amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan **out) {
     ampc_plan_key key = ampc_plan_key_of(g, epilogue);
-    ampc_plan **slot = ampc_plan_slot(dev, key), *plan = *slot;
+    ampc_plan *plan = ampc_plan_find(dev, key), *old = plan;
     amp_result result;
-    while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
     *out = plan;
-    if (plan != NULL) return AMP_OK;
-    plan = (ampc_plan *)dev->host.alloc(dev->host.user, sizeof *plan, sizeof(void *));
-    if (plan == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, "gemm", "no host memory for its plan");
-    memset((void *)plan, 0, sizeof *plan);
-    plan->key = key;
-    result = ampc_plan_make(dev, g, plan);
+    if (plan != NULL && plan->product != NULL) return AMP_OK;
+    ampc_relaxed relaxed;
+    AMPC_TRY(ampc_plan_new(dev, key, &plan));
+    if (old != NULL) plan->tuned = 1, plan->algo = old->algo, plan->apart = old->apart;      /* from a file */
+    result = ampc_plan_describe(dev, g, plan);
+    if (result == AMP_OK) result = ampc_plan_choose(dev, g, plan);
     if (result != AMP_OK) {
         ampc_plan_free(dev, plan);
         return result;
     }
-    plan->next = *slot;
-    *slot = *out = plan;
+    ampc_plan_keep(dev, plan);      /* ahead of the one from the file */
+    *out = plan;
     return AMP_OK;
 }
 
@@ -3970,26 +4019,40 @@ amp_result ampc_plan_run(ampc_device *dev, ampc_plan *plan, const amp_k_gemm &g,
     return ampc_blas_check(dev, status, "cublasLtMatmul", &g);
 }
 
-/* The product with its epilogue, if cuBLASLt has both.  The bias comes in c's dtype; sums that are to be added or
-   converted stop over in scratch memory. */
+void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream);
+
+bool ampc_is_captured(const ampc_device *dev, void *stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    return cudaStreamGetCaptureInfo(ampc_stream(dev, stream), &status, &id) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+}
+
+/* The product with its epilogue, if cuBLASLt has both.  Vectors must be 16-byte aligned and in c's dtype; others, and sums
+   that are to be added, go through scratch memory. */
 amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *stream, bool *done) {
     int epilogue = ampc_gemm_epilogue(args);
     const amp_k_gradient *sum = ampc_epilogue_sum(args);
-    int64_t count = args.row_sum.data ? args.m : args.n, none = 0, ld = args.n;
-    bool apart = sum != NULL && (sum->add || sum->dtype != args.c_dtype);
+    int64_t count = args.row_sum.data ? args.m : args.n;
+    bool apart = sum != NULL && (sum->add || sum->dtype != args.c_dtype || !ampc_aligned(sum->data));
     ampc_scratch room(dev, stream);
     amp_k_gemm g = args;
     ampc_plan *plan;
     *done = false;
     if (epilogue < 0) return AMP_OK;
-    if (g.bias != NULL)
-        AMPC_TRY(ampc_gemm_cast(dev, room, &g.bias, &g.bias_dtype, g.c_dtype, 1, g.n, &ld, 1, &none, stream));
+    if (g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) {
+        amp_k_cast cast = {};
+        AMPC_TRY(room.get((size_t)(g.n * ampc_dtype_size(g.c_dtype)), "gemm"));
+        cast.dst = room.data, cast.dst_dtype = g.c_dtype, cast.src = g.bias, cast.src_dtype = g.bias_dtype, cast.n = g.n;
+        AMPC_TRY(ampc_cast(dev, &cast, stream));
+        g.bias = room.data;
+    }
     if (apart) AMPC_TRY(room.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
     if (sum != NULL) g.bias = apart ? room.data : sum->data;
     {
         ampc_locked locked(&dev->blas.lock);
         AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
-        if (plan->refused) return AMP_OK;
+        if (dev->blas.autotune && !plan->tuned && !plan->refused && !ampc_is_captured(dev, stream)) ampc_tune(dev, args, plan, stream);
+        if (plan->refused || plan->apart) return AMP_OK;
         AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
     }
     if (!*done || !apart) return AMP_OK;
@@ -4048,9 +4111,21 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
     if (!ampi_is_set(g->alpha)) g->k = 0;
 }
 
+/* All but the first. */
+amp_result ampc_gemm_in_parts(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library) {
+    amp_k_gemm bare = g;
+    bool done = false;
+    bare.column_sum.data = bare.row_sum.data = NULL;
+    if (library && ampc_epilogue_sum(g) != NULL) AMPC_TRY(ampc_gemm_library(dev, bare, stream, &done));
+    if (library && !done && ampc_gemm_epilogue(bare) != CUBLASLT_EPILOGUE_DEFAULT)
+        AMPC_TRY(ampc_gemm_staged(dev, bare, stream, true, &done));
+    if (!done) AMPC_TRY(g.backward ? ampc_gemm_staged(dev, bare, stream, false, &done) : ampc_gemm_units(dev, bare, stream));
+    return ampc_gemm_sums(dev, g, stream);
+}
+
 amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     ampc_device *dev = (ampc_device *)device;
-    amp_k_gemm g = *args, bare;
+    amp_k_gemm g = *args;
     amp_dtype in = ampc_operand_dtype(g.compute);
     ampc_scratch a(dev, stream), b(dev, stream);
     bool library, done = false;
@@ -4064,15 +4139,361 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
         AMPC_TRY(ampc_gemm_cast(dev, b, &g.b, &g.b_dtype, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, &g.ldb, g.batch,
                                 &g.stride_b, stream));
         AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
-        if (done) return AMP_OK;
     }
-    bare = g;
-    bare.column_sum.data = bare.row_sum.data = NULL;
-    if (library && ampc_epilogue_sum(g) != NULL) AMPC_TRY(ampc_gemm_library(dev, bare, stream, &done));
-    if (library && !done && ampc_gemm_epilogue(bare) != CUBLASLT_EPILOGUE_DEFAULT)
-        AMPC_TRY(ampc_gemm_staged(dev, bare, stream, true, &done));
-    if (!done) AMPC_TRY(g.backward ? ampc_gemm_staged(dev, bare, stream, false, &done) : ampc_gemm_units(dev, bare, stream));
-    return ampc_gemm_sums(dev, g, stream);
+    return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, library);
+}
+
+/* ---- Autotuning: on memory of its own, in the caller's stream, each algorithm that cuBLASLt names is held to the
+   fp32 units' result and timed, and so is the way through parts.  Operands are small whole numbers, so that any order of
+   summation must give the same bits; all ones first, where a product that lost some of k shows at once. */
+
+enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_WARM = 3, AMPC_TUNE_RUNS = 11, AMPC_TUNE_SETS = 16 };
+
+/* The buffers of a product, `sets` times, so that the cache does not hold what the next run reads; the last set is of
+   the results that are right. */
+struct ampc_tuning {
+    ampc_device *dev;
+    void *stream;
+    amp_k_gemm g;                   /* the caller's */
+    ampc_plan *plan;
+    size_t a, b, c, pre, vector, sum, bytes;    /* of one set: where each begins, and how much it is */
+    int sets;
+    ampc_scratch room;
+    cudaEvent_t from, to;
+    ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s) : dev(d), stream(s), g(args), plan(p), bytes(0),
+        room(d, s), from(NULL), to(NULL) {}
+    ~ampc_tuning() {
+        if (from) (void)cudaEventDestroy(from);
+        if (to) (void)cudaEventDestroy(to);
+    }
+    /* The start of a buffer that is as aligned as p. */
+    size_t place(const void *p, int64_t elements, amp_dtype dtype) {
+        size_t at = bytes + ((uintptr_t)p & 255);
+        if (p != NULL) bytes = (at + (size_t)(elements * ampc_dtype_size(dtype)) + 255) & ~(size_t)255;
+        return at;
+    }
+};
+
+int64_t ampc_extent(int64_t rows, int64_t cols, int64_t ld, int64_t batch, int64_t stride) {
+    return (batch - 1) * stride + (rows - 1) * ld + cols;
+}
+int64_t ampc_extent_a(const amp_k_gemm &g) {
+    return ampc_extent(g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
+}
+int64_t ampc_extent_b(const amp_k_gemm &g) {
+    return ampc_extent(g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
+}
+int64_t ampc_extent_c(const amp_k_gemm &g) { return ampc_extent(g.m, g.n, g.ldc, g.batch, g.stride_c); }
+int64_t ampc_extent_pre(const amp_k_gemm &g) { return ampc_extent(g.m, g.n, g.ld_pre, 1, 0); }
+
+amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones);
+
+amp_result ampc_tune_open(ampc_tuning *t) {
+    const amp_k_gemm &g = t->g;
+    const amp_k_gradient *sum = ampc_epilogue_sum(g);
+    int64_t sets;
+    t->a = t->place(g.a, ampc_extent_a(g), g.a_dtype);
+    t->b = t->place(g.b, ampc_extent_b(g), g.b_dtype);
+    t->c = t->place(g.c, ampc_extent_c(g), g.c_dtype);
+    t->pre = t->place(g.pre, g.pre ? ampc_extent_pre(g) : 0, g.pre_dtype);
+    t->vector = t->place(g.bias, g.n, g.bias_dtype);
+    t->sum = t->place(sum ? sum->data : NULL, g.row_sum.data ? g.m : g.n, AMP_F32);
+    sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
+    t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
+    AMPC_TRY(t->room.get(t->bytes * (size_t)t->sets, "autotune"));
+    for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
+    AMPC_TRY(ampc_check(t->dev, cudaEventCreateWithFlags(&t->from, cudaEventDefault), "cudaEventCreateWithFlags", NULL));
+    return ampc_check(t->dev, cudaEventCreateWithFlags(&t->to, cudaEventDefault), "cudaEventCreateWithFlags", NULL);
+}
+
+/* The product on set i. */
+amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i) {
+    amp_k_gemm g = t->g;
+    char *set = (char *)t->room.data + (size_t)i * t->bytes;
+    g.a = set + t->a, g.b = set + t->b, g.c = set + t->c;
+    if (g.pre) g.pre = set + t->pre;
+    if (g.bias) g.bias = set + t->vector;
+    if (g.row_sum.data) g.row_sum.data = set + t->sum;
+    if (g.column_sum.data) g.column_sum.data = set + t->sum;
+    return g;
+}
+
+/* Whole numbers from -2 to 2, or ones. */
+__global__ void __launch_bounds__(256) ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        uint32_t hash = ((uint32_t)i ^ seed) * 0x9e3779b9u;
+        hash = (hash ^ hash >> 15) * 0x85ebca6bu;
+        ampc_put_stored(p, dtype, i, ones ? 1.0f : (float)((int)((hash >> 16) % 5) - 2));
+    }
+}
+
+/* How many numbers of two matrices are further apart than `share` of their size. */
+__global__ void __launch_bounds__(256)
+ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsigned long long *wrong) {
+    AMPC_SHARED(int, room, 32);
+    int found = 0;
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i < total; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t col, row = ampc_divide(i, x.cols, &col);
+        float u = ampc_stored(x.data, x.dtype, row * x.ld + col), v = ampc_stored(y.data, y.dtype, row * y.ld + col);
+        float far = share * (1.0f + fabsf(v));
+        found += !(u == v || (u != u && v != v) || fabsf(u - v) <= far);
+    }
+    ampc_count(wrong, found, room);
+}
+
+amp_result ampc_tune_fill(const ampc_tuning *t, const void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
+    if (p == NULL) return AMP_OK;
+    return ampc_launch(t->dev, "autotune", ampc_tune_fill_kernel, ampc_grid(t->dev, ampc_blocks(n, 256), 8), 256, 0, t->stream,
+                       const_cast<void *>(p), dtype, n, ones, seed);
+}
+
+/* Inputs of a set; c is 0, so that beta changes nothing. */
+amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
+    amp_k_gemm g = ampc_tune_set(t, i);
+    AMPC_TRY(ampc_fill(t->dev, g.c, 0, (size_t)(ampc_extent_c(g) * ampc_dtype_size(g.c_dtype)), t->stream));
+    AMPC_TRY(ampc_tune_fill(t, g.a, g.a_dtype, ampc_extent_a(g), ones, 1));
+    AMPC_TRY(ampc_tune_fill(t, g.b, g.b_dtype, ampc_extent_b(g), ones, 2));
+    AMPC_TRY(ampc_tune_fill(t, g.bias, g.bias_dtype, g.n, ones, 3));
+    if (g.pre) AMPC_TRY(ampc_tune_fill(t, g.pre, g.pre_dtype, ampc_extent_pre(g), ones, 4));
+    return AMP_OK;
+}
+
+amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs do not depend on those before */
+    g.row_sum.add = g.column_sum.add = 0;
+    return g;
+}
+
+/* Adds to *wrong what differs between the outputs of sets i and j.  GELU is an approximation in cuBLASLt. */
+amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsigned long long *wrong) {
+    amp_k_gemm x = ampc_tune_set(t, i), y = ampc_tune_set(t, j);
+    const amp_k_gradient *xs = ampc_epilogue_sum(x), *ys = ampc_epilogue_sum(y);
+    float share = x.act == AMP_ACT_GELU ? 0.03125f : x.k > 1 << 21 ? 0.001f : 0.0f;
+    auto compare = [&](const void *p, const void *q, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
+        amp_mat u = {const_cast<void *>(p), dtype, 0, rows, cols, ld}, v = u;
+        v.data = const_cast<void *>(q);
+        return ampc_launch(t->dev, "autotune", ampc_tune_compare_kernel, ampc_grid(t->dev, ampc_blocks(rows * cols, 256), 8), 256,
+                           0, t->stream, u, v, rows * cols, share, wrong);
+    };
+    for (int64_t item = 0; item < x.batch; item++)
+        AMPC_TRY(compare(ampc_at(x.c, x.c_dtype, item * x.stride_c), ampc_at(y.c, y.c_dtype, item * y.stride_c), x.c_dtype, x.m,
+                         x.n, x.ldc));
+    if (x.pre && !x.backward) AMPC_TRY(compare(x.pre, y.pre, x.pre_dtype, x.m, x.n, x.ld_pre));
+    if (xs && (ones || xs == &x.row_sum)) AMPC_TRY(compare(xs->data, ys->data, xs->dtype, 1, x.row_sum.data ? x.m : x.n, x.m));
+    return AMP_OK;
+}
+
+/* *right: whether the plan's result is, on ones and on other numbers. */
+amp_result ampc_tune_verify(const ampc_tuning *t, bool *right) {
+    ampc_scratch count(t->dev, t->stream);
+    unsigned long long wrong = 0;
+    int last = t->sets - 1;
+    *right = false;
+    AMPC_TRY(count.get(sizeof wrong, "autotune"));
+    AMPC_TRY(ampc_fill(t->dev, count.data, 0, sizeof wrong, t->stream));
+    for (int ones = 1; ones >= 0; ones--) {
+        bool done = false;
+        AMPC_TRY(ampc_tune_inputs(t, 0, ones));
+        AMPC_TRY(ampc_tune_inputs(t, last, ones));
+        AMPC_TRY(ampc_gemm_library(t->dev, ampc_tune_alone(ampc_tune_set(t, 0)), t->stream, &done));
+        if (!done) return AMP_OK;
+        AMPC_TRY(ampc_gemm_in_parts(t->dev, ampc_tune_alone(ampc_tune_set(t, last)), t->stream, false));
+        AMPC_TRY(ampc_tune_compare(t, 0, last, ones, (unsigned long long *)count.data));
+    }
+    AMPC_TRY(ampc_copy(t->dev, &wrong, count.data, sizeof wrong, AMP_COPY_TO_HOST, t->stream));
+    AMPC_TRY(ampc_stream_sync(t->dev, t->stream));
+    *right = wrong == 0;
+    return AMP_OK;
+}
+
+/* The median time of the product, through cuBLASLt's epilogue or through parts. */
+amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
+    double times[AMPC_TUNE_RUNS];
+    for (int i = -AMPC_TUNE_WARM; i < AMPC_TUNE_RUNS; i++) {
+        amp_k_gemm g = ampc_tune_set(t, (i + AMPC_TUNE_WARM) % (t->sets - 1));
+        double one = 0;
+        bool done = false;
+        int at = i;
+        AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
+        AMPC_TRY(parts ? ampc_gemm_in_parts(t->dev, g, t->stream, true) : ampc_gemm_library(t->dev, g, t->stream, &done));
+        AMPC_TRY(ampc_event_record(t->dev, t->to, t->stream));
+        AMPC_TRY(ampc_event_sync(t->dev, t->to));
+        AMPC_TRY(ampc_event_elapsed(t->dev, t->from, t->to, &one));
+        if (i < 0) continue;
+        for (; at > 0 && times[at - 1] > one; at--) times[at] = times[at - 1];
+        times[at] = one;
+    }
+    *seconds = times[AMPC_TUNE_RUNS / 2];
+    return AMP_OK;
+}
+
+void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char *what) {
+    const amp_k_gemm &g = t->g;
+    char text[256];
+    snprintf(text, sizeof text, "amp_cuda: autotune: c[%lld, %lld] of k = %lld in %s, epilogue %d: %s", (long long)g.m,
+             (long long)g.n, (long long)g.k, amp_dtype_name(g.compute), (int)t->plan->key.epilogue, what);
+    t->dev->host.log(t->dev->host.user, level, id, text);
+}
+
+/* What must be faster than the first by this share to be preferred to it. */
+#define AMPC_TUNE_GAIN 0.98
+
+/* Tries algorithm i of n: *best and *least become its number and time if it is right and fast enough. */
+amp_result ampc_tune_algorithm(ampc_tuning *t, const cublasLtMatmulHeuristicResult_t *found, int i, int *best, double *least) {
+    double seconds = 0;
+    bool right = false;
+    char what[96];
+    if (found[i].state != CUBLAS_STATUS_SUCCESS || found[i].workspaceSize > t->dev->blas.workspace) return AMP_OK;
+    t->plan->algo = found[i].algo;
+    t->plan->workspace = found[i].workspaceSize;
+    t->plan->refused = 0;
+    AMPC_TRY(ampc_tune_verify(t, &right));
+    if (!right) {
+        snprintf(what, sizeof what, "algorithm %d of cuBLASLt is wrong, and not used", i);
+        ampc_tune_log(t, AMP_LOG_WARNING, AMPC_LOG_WRONG, what);
+        return AMP_OK;
+    }
+    AMPC_TRY(ampc_tune_time(t, false, &seconds));
+    if (*best >= 0 && seconds >= *least * (*best == 0 ? AMPC_TUNE_GAIN : 1)) return AMP_OK;
+    *best = i;
+    *least = seconds;
+    return AMP_OK;
+}
+
+/* Leaves the plan with what was best; refused if no algorithm is right. */
+amp_result ampc_tune_plan(ampc_tuning *t) {
+    cublasLtMatmulHeuristicResult_t found[AMPC_TUNE_ALGORITHMS];
+    ampc_plan *plan = t->plan;
+    double least = 0, parts = 0;
+    int n = 0, best = -1;
+    char what[96];
+    AMPC_TRY(ampc_tune_open(t));
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, AMPC_TUNE_ALGORITHMS, found, &n),
+                             "cublasLtMatmulAlgoGetHeuristic", &t->g));
+    for (int i = 0; i < n; i++) AMPC_TRY(ampc_tune_algorithm(t, found, i, &best, &least));
+    plan->refused = best < 0;
+    if (best < 0) return AMP_OK;
+    plan->algo = found[best].algo;
+    plan->workspace = found[best].workspaceSize;
+    if (plan->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
+        AMPC_TRY(ampc_tune_time(t, true, &parts));
+        plan->apart = parts < least * AMPC_TUNE_GAIN;
+    }
+    snprintf(what, sizeof what, "algorithm %d of %d, %.2f us%s", best, n, 1e6 * least, plan->apart ? "; in parts faster" : "");
+    ampc_tune_log(t, AMP_LOG_INFO, AMPC_LOG_TUNED, what);
+    return AMP_OK;
+}
+
+/* Where memory does not suffice, or anything else fails, the heuristic's choice stays.  What was taken goes back to CUDA:
+   it may be much. */
+void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
+    ampc_plan before = *plan;
+    amp_result result;
+    plan->tuned = 1;
+    {
+        ampc_tuning t(dev, g, plan, stream);
+        result = ampc_tune_plan(&t);
+        if (result != AMP_OK) {
+            plan->algo = before.algo, plan->workspace = before.workspace;
+            plan->refused = plan->apart = 0;
+            ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "the heuristic's choice stays: measuring failed");
+        }
+    }
+    if (result == AMP_OK) dev->blas.found = 1;
+    ampc_locked locked(dev);
+    ampc_trim(dev, false);
+}
+
+/* ---- Plans in a file: of one device and library, in memory's own format */
+
+enum { AMPC_PLANS_FORMAT = 1 };
+
+struct ampc_plans_head {
+    char device[128];
+    uint64_t format, library, entry, multiprocessors, count;
+};
+struct ampc_plans_entry {
+    ampc_plan_key key;
+    cublasLtMatmulAlgo_t algo;
+    int64_t apart;
+};
+
+ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
+    ampc_plans_head head;
+    memset(&head, 0, sizeof head);
+    memcpy(head.device, dev->info.name, sizeof dev->info.name < sizeof head.device ? sizeof dev->info.name : sizeof head.device);
+    head.format = AMPC_PLANS_FORMAT;
+    head.library = cublasLtGetVersion();
+    head.entry = sizeof(ampc_plans_entry);
+    head.multiprocessors = (uint64_t)dev->multiprocessors;
+    return head;
+}
+
+/* Calls each(plan) for what was measured and is in use, or came from a file and was not asked for. */
+template <class F> void ampc_for_tuned(ampc_device *dev, F each) {
+    for (ampc_plan *first : dev->blas.plans)
+        for (ampc_plan *plan = first; plan != NULL; plan = plan->next)
+            if (plan->tuned && !plan->refused && ampc_plan_find(dev, plan->key) == plan) each(plan);
+}
+
+size_t ampc_plans_save(void *device, void *buffer, size_t size) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_plans_head head = ampc_plans_head_of(dev);
+    char *at = (char *)buffer + sizeof head;
+    ampc_locked locked(&dev->blas.lock);
+    size_t bytes;
+    if (!dev->blas.found) return 0;
+    ampc_for_tuned(dev, [&](ampc_plan *) { head.count++; });
+    bytes = sizeof head + head.count * sizeof(ampc_plans_entry);
+    if (size < bytes) return bytes;
+    memcpy(buffer, &head, sizeof head);
+    ampc_for_tuned(dev, [&](ampc_plan *plan) {
+        ampc_plans_entry entry = {plan->key, plan->algo, plan->apart};
+        memcpy(at, &entry, sizeof entry);
+        at += sizeof entry;
+    });
+    return bytes;
+}
+
+/* NULL, or why these bytes are of no use here. */
+const char *ampc_plans_foreign(const ampc_device *dev, const ampc_plans_head &head, size_t size) {
+    ampc_plans_head own = ampc_plans_head_of(dev);
+    if (head.format != own.format || head.entry != own.entry) return "their format is another version's";
+    if (head.library != own.library) return "they are of another version of cuBLASLt";
+    if (memcmp(head.device, own.device, sizeof own.device) != 0 || head.multiprocessors != own.multiprocessors)
+        return "they are of another kind of GPU";
+    return head.count != (size - sizeof head) / sizeof(ampc_plans_entry) ? "their number does not fit the file" : NULL;
+}
+
+amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_plans_head head;
+    const char *why = "the file ends early";
+    char text[160];
+    memset(&head, 0, sizeof head);
+    if (size >= sizeof head) {
+        memcpy(&head, buffer, sizeof head);
+        why = ampc_plans_foreign(dev, head, size);
+    }
+    if (why != NULL) {
+        snprintf(text, sizeof text, "amp_cuda: tuned plans ignored: %s", why);
+        dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_PLANS, text);
+        return AMP_OK;
+    }
+    ampc_locked locked(&dev->blas.lock);
+    for (uint64_t i = 0; i < head.count; i++) {
+        ampc_plans_entry entry;
+        ampc_plan *plan;
+        memcpy((void *)&entry, (const char *)buffer + sizeof head + i * sizeof entry, sizeof entry);
+        if (ampc_plan_find(dev, entry.key) != NULL) continue;
+        AMPC_TRY(ampc_plan_new(dev, entry.key, &plan));
+        plan->algo = entry.algo;
+        plan->apart = entry.apart != 0;
+        plan->tuned = 1;
+        ampc_plan_keep(dev, plan);
+    }
+    return AMP_OK;
 }
 
 /* Matrices are used as they lie. */
@@ -4097,7 +4518,7 @@ const amp_backend ampc_backend = {
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
     ampc_event_done, ampc_event_sync, ampc_event_elapsed,
     ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
-    NULL, NULL, NULL,
+    NULL, NULL, NULL, ampc_plans_save, ampc_plans_load,
     ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
     ampc_attention, ampc_attention, ampc_norm, ampc_norm_backward,
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,
