@@ -317,7 +317,8 @@ cublasStatus_t make_problem(cublasLtMatmulDesc_t desc, const cublasLtMatrixLayou
     if (d == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     p->desc = *d;
     for (int i = A; i <= D; i++) {
-        const layout *l = opened(layouts[i]);
+        /* [M] "If Cdesc is omitted, this function assumes it to be equal to Ddesc." */
+        const layout *l = opened(layouts[i == C && layouts[C] == nullptr ? D : i]);
         if (l == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
         p->of[i] = *l;
     }

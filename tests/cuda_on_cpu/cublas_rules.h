@@ -15,7 +15,7 @@
 #include <cublasLt.h>
 #include "../test.h"
 
-enum { BLAS_A, BLAS_B, BLAS_C, BLAS_D, BLAS_BIAS, BLAS_AUX, BLAS_WORKSPACE, BLAS_BUFFERS };
+enum { BLAS_A, BLAS_B, BLAS_C, BLAS_D, BLAS_BIAS, BLAS_AUX, BLAS_WORKSPACE, BLAS_BUFFERS, BLAS_CANDIDATES = 16 };
 
 /* ---- A product; what a case changes of it is all that a case is. */
 
@@ -36,17 +36,21 @@ struct blas_product {
     bool nan_c = false;                         /* C holds NaN */
     cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     int32_t bias_type = -1, aux_type = -1;
-    int64_t aux_ld_more = 0;                    /* beyond the least that is divisible by 8 (a mask's: 128) */
     int64_t aux_stride_more = 0, bias_stride_more = 0;
     bool no_strides = false;                    /* of bias and aux: 0 */
     size_t offset[BLAS_BUFFERS] = {};           /* bytes behind a 256-byte aligned address */
     bool null[BLAS_BUFFERS] = {};
     size_t workspace = 1 << 20, workspace_given = 1 << 20;
-    uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_MASK;
+    uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;     /* not that of D, which the bounds have no room for */
+    int64_t aux_ld = -1, c_ld = -1;             /* as they are if not -1 */
+    int c_batch = -1;
+    bool no_c_layout = false;
     bool claims_256 = false;                    /* the heuristic is not told the true alignments */
     bool late_pointers = false;                 /* bias and aux are set after the heuristic was asked */
     int candidate = 0;                          /* which of the heuristic's results runs; -1: algo NULL */
-    float *fp8_scale = NULL;
+    bool short_workspace = false;               /* one byte less than that of the first result that needs one */
+    bool fp8_scale = false;
+    bool no_alpha = false;
     float value = 0;                            /* not 0: every element of A and B */
 };
 
@@ -80,6 +84,7 @@ static inline blas_place blas_place_of(const blas_product &x, int which) {
     p.ld = (column ? p.rows : p.cols) + x.ld_more[which];
     p.stride = (column ? p.cols : p.rows) * p.ld + x.stride_more[which];
     if (which == BLAS_A && x.repeat_a) p.stride = 0;
+    if (which == BLAS_C && x.c_ld >= 0) p.ld = x.c_ld;
     return p;
 }
 static inline int64_t blas_at(const blas_product &x, int which, int64_t item, int64_t i, int64_t j) {
@@ -87,8 +92,9 @@ static inline int64_t blas_at(const blas_product &x, int which, int64_t item, in
     return item * p.stride + (x.order[which] == CUBLASLT_ORDER_ROW ? i * p.ld + j : j * p.ld + i);
 }
 static inline int64_t blas_aux_ld(const blas_product &x) {
+    if (x.aux_ld >= 0) return x.aux_ld;
     int64_t unit = blas_uses_mask(x) ? 128 : 8;
-    return (x.m + unit - 1) / unit * unit + x.aux_ld_more;
+    return (x.m + unit - 1) / unit * unit;
 }
 static inline int64_t blas_aux_stride(const blas_product &x) {
     return x.no_strides ? 0 : blas_aux_ld(x) * x.n + x.aux_stride_more;
@@ -115,9 +121,13 @@ struct blas_buffers {
     }
 };
 
+enum { BLAS_SLACK = 1 << 16 };      /* what a call that should have been refused may touch */
+
 static inline size_t blas_bytes(const blas_product &x, int which) {
-    if (which <= BLAS_D) return (size_t)((x.batch * blas_place_of(x, which).stride + blas_place_of(x, which).ld *
-                                          (x.repeat_a ? x.k + x.m : 0))) * blas_size(x.type[which]);
+    if (which <= BLAS_D) {
+        blas_place p = blas_place_of(x, which);
+        return (size_t)(p.rows && p.cols ? blas_at(x, which, x.batch - 1, p.rows - 1, p.cols - 1) + 1 : 0) * blas_size(x.type[which]);
+    }
     if (which == BLAS_BIAS) return (size_t)(x.batch * (blas_bias_length(x) + x.bias_stride_more)) * blas_size(x.type[BLAS_D]);
     if (which == BLAS_AUX) {
         size_t elements = (size_t)(x.batch * (blas_aux_ld(x) * x.n + x.aux_stride_more));
@@ -128,6 +138,7 @@ static inline size_t blas_bytes(const blas_product &x, int which) {
 
 static inline void blas_fill_matrix(const blas_product &x, int which, std::vector<unsigned char> *host) {
     blas_place p = blas_place_of(x, which);
+    if (which == BLAS_C && x.c_ld == 0) p.cols = 1;
     for (int64_t item = 0; item < (p.stride ? x.batch : 1); item++)
         for (int64_t i = 0; i < p.rows; i++)
             for (int64_t j = 0; j < p.cols; j++) {
@@ -150,7 +161,7 @@ static inline bool blas_make(const blas_product &x, blas_buffers *b) {
                 blas_store(b->host[i].data(), x.type[BLAS_D], e, 8 * amp_random_uniform(22, (uint64_t)e) - 4);
         if (i == BLAS_AUX && blas_uses_mask(x))
             for (size_t e = 0; e < b->host[i].size(); e++) b->host[i][e] = (unsigned char)amp_random_u32(23, e);
-        if (cudaMalloc((void **)&b->base[i], b->host[i].size() + x.offset[i] + 1) != cudaSuccess) return false;
+        if (cudaMalloc((void **)&b->base[i], b->host[i].size() + x.offset[i] + BLAS_SLACK) != cudaSuccess) return false;
         if (cudaMemcpy(b->base[i] + x.offset[i], b->host[i].data(), b->host[i].size(), cudaMemcpyHostToDevice) != cudaSuccess)
             return false;
     }
@@ -213,7 +224,7 @@ static inline void blas_describe(const blas_product &x, const blas_buffers &b, b
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, (uint32_t)x.epilogue);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, x.bias_type);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, x.aux_type);
-    blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, (void *)x.fp8_scale);
+    if (x.fp8_scale) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, (void *)b.scalars);
     if (blas_uses_aux(x)) blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, blas_aux_ld(x));
     if (x.batch > 1) {
         blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, blas_aux_stride(x));
@@ -224,7 +235,7 @@ static inline void blas_describe(const blas_product &x, const blas_buffers &b, b
         blas_place p = blas_place_of(x, i);
         *s << cublasLtMatrixLayoutCreate(&o->layout[i], x.type[i], (uint64_t)p.rows, (uint64_t)p.cols, p.ld);
         blas_set(s, o->layout[i], CUBLASLT_MATRIX_LAYOUT_ORDER, (int32_t)x.order[i]);
-        blas_set(s, o->layout[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (int32_t)x.batch);
+        blas_set(s, o->layout[i], CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (int32_t)(i == BLAS_C && x.c_batch >= 0 ? x.c_batch : x.batch));
         blas_set(s, o->layout[i], CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, p.stride);
     }
     *s << cublasLtMatmulPreferenceCreate(&o->preference);
@@ -237,25 +248,30 @@ static inline void blas_describe(const blas_product &x, const blas_buffers &b, b
 }
 
 /* Everything up to the product in the stream: the first status that is no success. */
-static inline cublasStatus_t blas_call_product(cublasLtHandle_t handle, const blas_product &x, blas_buffers *b) {
+static inline cublasStatus_t blas_call_product(cublasLtHandle_t handle, const blas_product &x, blas_buffers *b,
+                                               cudaStream_t stream = 0) {
     blas_objects o;
     blas_status s;
-    cublasLtMatmulHeuristicResult_t found[16];
-    int count = 0;
+    cublasLtMatmulHeuristicResult_t found[BLAS_CANDIDATES];
+    int count = 0, pick = x.candidate;
+    size_t given = x.workspace_given;
     blas_describe(x, *b, &o, &s);
+    cublasLtMatrixLayout_t c_layout = x.no_c_layout ? NULL : o.layout[2];
     if (s.first != CUBLAS_STATUS_SUCCESS) return s.first;
-    if (x.candidate >= 0) {
-        s << cublasLtMatmulAlgoGetHeuristic(handle, o.desc, o.layout[0], o.layout[1], o.layout[2], o.layout[3], o.preference,
-                                            x.candidate + 1, found, &count);
-        if (s.first != CUBLAS_STATUS_SUCCESS || count <= x.candidate) return s.first ? s.first : CUBLAS_STATUS_NOT_SUPPORTED;
+    if (pick >= 0) {
+        s << cublasLtMatmulAlgoGetHeuristic(handle, o.desc, o.layout[0], o.layout[1], c_layout, o.layout[3], o.preference,
+                                            BLAS_CANDIDATES, found, &count);
+        while (x.short_workspace && pick < count && found[pick].workspaceSize == 0) pick++;
+        if (s.first == CUBLAS_STATUS_SUCCESS && pick >= count) s << CUBLAS_STATUS_NOT_SUPPORTED;
+        if (s.first != CUBLAS_STATUS_SUCCESS) return s.first;
+        if (x.short_workspace) given = found[pick].workspaceSize - 1;
     }
     if (x.late_pointers) blas_describe_epilogue(x, *b, &o, &s);
     const void *alpha = &x.alpha, *beta = &x.beta;
     if (x.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE) alpha = b->scalars, beta = b->scalars + 1;
-    s << cublasLtMatmul(handle, o.desc, alpha, b->device(x, BLAS_A), o.layout[0], b->device(x, BLAS_B), o.layout[1], beta,
-                        b->device(x, BLAS_C), o.layout[2], b->device(x, BLAS_D), o.layout[3],
-                        x.candidate >= 0 ? &found[x.candidate].algo : NULL, b->device(x, BLAS_WORKSPACE), x.workspace_given,
-                        (cudaStream_t)0);
+    s << cublasLtMatmul(handle, o.desc, x.no_alpha ? NULL : alpha, b->device(x, BLAS_A), o.layout[0], b->device(x, BLAS_B),
+                        o.layout[1], beta, b->device(x, BLAS_C), c_layout, b->device(x, BLAS_D), o.layout[3],
+                        pick >= 0 ? &found[pick].algo : NULL, b->device(x, BLAS_WORKSPACE), given, stream);
     return s.first;
 }
 
@@ -271,14 +287,13 @@ static inline double blas_gelu_slope(double v) {
 struct blas_value { double v, off; };
 
 /* alpha AB + beta C + bias.  Each of k products and sums in fp32 rounds by 2^-24 of at most the sum of magnitudes, in any
-   order; so do the three operations after them. */
+   order; so do the three operations after them.  TF32 operands are off by 2^-10 at most, cut off or rounded. */
 static inline blas_value blas_linear(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i, int64_t j) {
     double sum = 0, size = 0;
-    bool tf32 = x.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+    double operand = x.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? ldexp(1, -10) : 0;
     for (int64_t q = 0; q < x.k; q++) {
         float u = blas_load(b.host[BLAS_A].data(), x.type[BLAS_A], blas_at(x, BLAS_A, item, x.trans[0] ? q : i, x.trans[0] ? i : q));
         float w = blas_load(b.host[BLAS_B].data(), x.type[BLAS_B], blas_at(x, BLAS_B, item, x.trans[1] ? j : q, x.trans[1] ? q : j));
-        if (tf32) u = amp_tf32_from_f32(u, 0), w = amp_tf32_from_f32(w, 0);
         sum += (double)u * (double)w, size += fabs((double)u * (double)w);
     }
     sum *= (double)x.alpha, size *= fabs((double)x.alpha);
@@ -288,8 +303,9 @@ static inline blas_value blas_linear(const blas_product &x, const blas_buffers &
         rest = (double)x.beta * (double)blas_load(b.host[from].data(), x.type[BLAS_C], blas_at(x, from, item, i, j));
     }
     double bias = blas_has(x, 4) ? (double)blas_load(b.host[BLAS_BIAS].data(), x.type[BLAS_D], item * blas_bias_stride(x) + i) : 0;
+    double off = size * operand * (2 + operand);
     size += fabs(rest) + fabs(bias);
-    return {sum + rest + bias, (x.k + 4) * ldexp(1, -24) * size * (1 + ldexp(1, -10))};
+    return {sum + rest + bias, off + (x.k + 4) * ldexp(1, -24) * size * (1 + ldexp(1, -8))};
 }
 
 /* Rounding to the type of D: half a unit in the last place, at least of the smallest normal number. */
@@ -370,20 +386,178 @@ static inline std::string blas_check(const blas_product &x, const blas_buffers &
     return "";
 }
 
-/* ---- The table */
+/* ---- The table.  Each line changes a product of 40 x 24 over k = 48 in bf16; what it does not say stays. */
 
 struct blas_case {
     const char *rule, *source;
-    bool runs;                                  /* else: is refused */
+    bool runs;                                  /* and is right; else: is refused */
     void (*change)(blas_product *x);
+    bool alone = false;                         /* a GPU may fault on it: it runs in a process of its own */
 };
 
+static inline void blas_types(blas_product *x, cudaDataType in, cudaDataType out) {
+    x->type[0] = x->type[1] = in, x->type[2] = x->type[3] = out;
+}
+static inline void blas_rows(blas_product *x) {
+    for (cublasLtOrder_t &o : x->order) o = CUBLASLT_ORDER_ROW;
+}
+
 static const blas_case blas_cases[] = {
-    {"bf16 in, bf16 out", "[M] types", true, [](blas_product *) {}},
-    {"fp16 in, fp16 out", "[M] types", true, [](blas_product *x) { for (cudaDataType &t : x->type) t = CUDA_R_16F; }},
-    {"bf16 in, fp32 out", "[M] types", true, [](blas_product *x) { x->type[2] = x->type[3] = CUDA_R_32F; }},
-    {"fp32", "[M] types", true, [](blas_product *x) { for (cudaDataType &t : x->type) t = CUDA_R_32F; }},
+    /* types */
+    {"bf16 x bf16 to bf16", "[M] types", true, [](blas_product *) {}},
+    {"fp16 x fp16 to fp16", "[M] types", true, [](blas_product *x) { blas_types(x, CUDA_R_16F, CUDA_R_16F); }},
+    {"bf16 x bf16 to fp32", "[M] types", true, [](blas_product *x) { blas_types(x, CUDA_R_16BF, CUDA_R_32F); }},
+    {"fp16 x fp16 to fp32", "[M] types", true, [](blas_product *x) { blas_types(x, CUDA_R_16F, CUDA_R_32F); }},
+    {"fp32", "[M] types", true, [](blas_product *x) { blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
+    {"TF32", "[M] types", true, [](blas_product *x) {
+        blas_types(x, CUDA_R_32F, CUDA_R_32F), x->compute = CUBLAS_COMPUTE_32F_FAST_TF32; }},
+    {"bf16 x fp16 is refused", "[M] types", false, [](blas_product *x) { x->type[1] = CUDA_R_16F; }},
+    {"bf16 to fp16 is refused", "[M] types", false, [](blas_product *x) { x->type[2] = x->type[3] = CUDA_R_16F; }},
+    {"fp32 to bf16 is refused", "[M] types", false, [](blas_product *x) { blas_types(x, CUDA_R_32F, CUDA_R_16BF); }},
+    {"FAST_TF32 of bf16 is refused", "[M] types", false, [](blas_product *x) { x->compute = CUBLAS_COMPUTE_32F_FAST_TF32; }},
+    {"C fp32 and D bf16 is refused", "[M] C and D have the same type", false, [](blas_product *x) {
+        x->type[2] = CUDA_R_32F, x->in_place = false; }},
+    {"a scale type of bf16 is refused", "[M] types", false, [](blas_product *x) { x->scale = CUDA_R_16BF; }},
+    {"a scale for A that is not fp8 is refused", "[H] A_SCALE_POINTER", false, [](blas_product *x) { x->fp8_scale = true; }},
+    /* shapes and layouts */
+    {"A transposed", "[H] TRANSA", true, [](blas_product *x) { x->trans[0] = CUBLAS_OP_T; }},
+    {"B transposed", "[H] TRANSB", true, [](blas_product *x) { x->trans[1] = CUBLAS_OP_T; }},
+    {"both transposed", "[H]", true, [](blas_product *x) { x->trans[0] = x->trans[1] = CUBLAS_OP_T; }},
+    {"C transposed is refused", "[H] TRANSC", false, [](blas_product *x) { x->trans[2] = CUBLAS_OP_T; }},
+    {"odd sizes", "[H] MIN_ALIGNMENT", true, [](blas_product *x) { x->m = 33, x->n = 19, x->k = 65; }},
+    {"odd sizes, A transposed", "[H]", true, [](blas_product *x) { x->m = 33, x->n = 19, x->k = 65, x->trans[0] = CUBLAS_OP_T; }},
+    {"one row", "[H]", true, [](blas_product *x) { x->m = 1; }},
+    {"one column", "[H]", true, [](blas_product *x) { x->n = 1; }},
+    {"k = 1", "[H]", true, [](blas_product *x) { x->k = 1; }},
+    {"long k", "[H]", true, [](blas_product *x) { x->k = 2048; }},
+    {"larger leading dimensions", "[H] LD", true, [](blas_product *x) { for (int64_t &more : x->ld_more) more = 8; }},
+    {"an ld below the rows is refused", "[H] LD", false, [](blas_product *x) { x->ld_more[BLAS_A] = -8; }},
+    {"k that differs between A and B is refused", "[H] INVALID_VALUE", false, [](blas_product *x) { x->b_rows_more = 8; }},
+    {"k = 0 is refused", "[TE] checks k > 0; stated nowhere", false, [](blas_product *x) { x->k = 0; }},
+    {"m = 0 is refused", "[TE] returns before; stated nowhere", false, [](blas_product *x) { x->m = 0; }},
+    {"all in row order", "[H] ORDER", true, blas_rows},
+    {"row order, transposed, larger ld", "[H] ORDER", true, [](blas_product *x) {
+        blas_rows(x), x->trans[0] = x->trans[1] = CUBLAS_OP_T;
+        for (int64_t &more : x->ld_more) more = 8; }},
+    {"A in row order", "[H] ORDER", true, [](blas_product *x) { x->order[0] = CUBLASLT_ORDER_ROW; }},
+    {"C and D in different orders is refused", "[M] the same memory order", false, [](blas_product *x) {
+        x->order[2] = CUBLASLT_ORDER_ROW, x->in_place = false; }},
+    {"strided batch", "[H] BATCH_COUNT", true, [](blas_product *x) { x->batch = 3; }},
+    {"strided batch, A repeated", "[H] STRIDED_BATCH_OFFSET", true, [](blas_product *x) { x->batch = 3, x->repeat_a = true; }},
+    {"strided batch between the columns of a wider matrix", "[H] STRIDED_BATCH_OFFSET", true, [](blas_product *x) {
+        x->batch = 3;
+        for (int i : {0, 2, 3}) {               /* item b takes rows b m ... of a matrix of 3 m rows */
+            int64_t columns = i ? x->n : x->k;
+            x->ld_more[i] = 2 * x->m, x->stride_more[i] = x->m - columns * 3 * x->m;
+        } }},
+    {"different batch counts are refused", "[M] the same batch size", false, [](blas_product *x) {
+        x->batch = 3, x->c_batch = 2, x->in_place = false; }},
+    /* alpha, beta, C */
+    {"alpha 0.5, beta 1, in place", "[M]", true, [](blas_product *x) { x->alpha = 0.5f, x->beta = 1; }},
+    {"beta -2, C apart", "[M]", true, [](blas_product *x) { x->beta = -2, x->in_place = false; }},
+    {"C with an ld of its own", "[M]", true, [](blas_product *x) { x->beta = 1, x->in_place = false, x->ld_more[2] = 16; }},
+    {"C of ld 0 is one column repeated", "[M]", true, [](blas_product *x) { x->beta = 1, x->in_place = false, x->c_ld = 0; }},
+    {"no layout of C: that of D", "[M]", true, [](blas_product *x) { x->beta = 1, x->no_c_layout = true; }},
+    {"in place with another ld is refused", "[M] Cdesc == Ddesc", false, [](blas_product *x) { x->beta = 1, x->c_ld = 48; }},
+    {"beta 0 does not read C", "cublas<t>gemm() in the manual", true, [](blas_product *x) { x->nan_c = true; }},
+    {"beta 0 does not read C, fp32", "cublas<t>gemm() in the manual", true, [](blas_product *x) {
+        x->nan_c = true, blas_types(x, CUDA_R_16BF, CUDA_R_32F); }},
+    {"alpha and beta on the device", "[H] POINTER_MODE", true, [](blas_product *x) {
+        x->alpha = 0.5f, x->beta = 1, x->pointer_mode = CUBLASLT_POINTER_MODE_DEVICE; }},
+    {"beta 0 on the device does not read C", "cublas<t>gemm() in the manual", true, [](blas_product *x) {
+        x->nan_c = true, x->pointer_mode = CUBLASLT_POINTER_MODE_DEVICE; }},
+    {"no alpha is refused", "[M] unexpectedly NULL", false, [](blas_product *x) { x->no_alpha = true; }},
+    {"no A is refused", "[M] unexpectedly NULL", false, [](blas_product *x) { x->null[BLAS_A] = true; }, true},
+    {"no D is refused", "[M] unexpectedly NULL", false, [](blas_product *x) { x->null[BLAS_D] = true, x->in_place = false; }, true},
+    {"no C, though beta is 0, is refused", "stated nowhere", false, [](blas_product *x) { x->null[BLAS_C] = true; }, true},
+    /* epilogues */
+    {"BIAS", "[H] epilogues", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BIAS; }},
+    {"BIAS, fp16", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BIAS, blas_types(x, CUDA_R_16F, CUDA_R_16F); }},
+    {"BIAS, bf16 to fp32: an fp32 bias", "[M] types", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->bias_type = CUDA_R_32F, blas_types(x, CUDA_R_16BF, CUDA_R_32F); }},
+    {"BIAS, TF32, A transposed", "[M] types", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->trans[0] = CUBLAS_OP_T, x->compute = CUBLAS_COMPUTE_32F_FAST_TF32;
+        blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
+    {"BIAS and beta 1", "[M]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->beta = 1; }},
+    {"BIAS per item of a batch", "[H] BIAS_BATCH_STRIDE", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->batch = 2; }},
+    {"a BIAS of fp32 for a D of bf16 is refused", "[M] types", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->bias_type = CUDA_R_32F; }},
+    {"BIAS without a pointer is refused", "[M] unexpectedly NULL", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->null[BLAS_BIAS] = true; }, true},
+    {"RELU", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_RELU; }},
+    {"RELU_BIAS", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_RELU_BIAS; }},
+    {"RELU_AUX", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_RELU_AUX; }},
+    {"RELU_AUX_BIAS", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_RELU_AUX_BIAS; }},
+    {"DRELU", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_DRELU; }},
+    {"DRELU_BGRAD", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_DRELU_BGRAD; }},
+    {"GELU", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_GELU; }},
+    {"GELU_BIAS", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_GELU_BIAS; }},
+    {"GELU_AUX", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX; }},
+    {"GELU_AUX_BIAS", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS; }},
+    {"GELU_AUX_BIAS, A transposed", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->trans[0] = CUBLAS_OP_T; }},
+    {"GELU_AUX_BIAS, fp16", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, blas_types(x, CUDA_R_16F, CUDA_R_16F); }},
+    {"GELU_AUX_BIAS, fp32", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
+    {"GELU_AUX_BIAS, TF32, A transposed", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->trans[0] = CUBLAS_OP_T, x->compute = CUBLAS_COMPUTE_32F_FAST_TF32;
+        blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
+    {"DGELU", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_DGELU; }},
+    {"DGELU, fp32", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_DGELU, blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
+    {"DGELU_BGRAD", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_DGELU_BGRAD; }},
+    {"DGELU_BGRAD, fp16", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_DGELU_BGRAD, blas_types(x, CUDA_R_16F, CUDA_R_16F); }},
+    {"DGELU_BGRAD, fp32", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_DGELU_BGRAD, blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
+    {"BGRADA", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BGRADA; }},
+    {"BGRADB", "[H]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BGRADB; }},
+    {"BGRADA, B transposed, to fp32 with beta 1", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BGRADA, x->trans[1] = CUBLAS_OP_T, x->beta = 1, blas_types(x, CUDA_R_16BF, CUDA_R_32F); }},
+    {"BGRADB, B transposed, to fp32 with beta 1", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BGRADB, x->trans[1] = CUBLAS_OP_T, x->beta = 1, blas_types(x, CUDA_R_16BF, CUDA_R_32F); }},
+    {"BGRADB, B transposed, fp32", "[H]", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BGRADB, x->trans[1] = CUBLAS_OP_T, blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
+    {"GELU_AUX_BIAS with batch strides", "[H] EPILOGUE_AUX_BATCH_STRIDE", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->batch = 2; }},
+    {"BIAS where D is in row order is refused", "[M] note", false, [](blas_product *x) {
+        blas_rows(x), x->epilogue = CUBLASLT_EPILOGUE_BIAS; }},
+    {"GELU_AUX_BIAS where D is in row order is refused", "[M] note", false, [](blas_product *x) {
+        blas_rows(x), x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS; }},
+    {"an aux ld not divisible by 8 is refused", "[H] EPILOGUE_AUX_LD", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->aux_ld = 44; }},
+    {"an aux ld below D's rows is refused", "[H] EPILOGUE_AUX_LD", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->aux_ld = 32; }},
+    {"an aux matrix without its ld is refused", "[H] EPILOGUE_AUX_POINTER", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_DGELU, x->aux_ld = 0; }},
+    {"a mask's ld not divisible by 128 is refused", "[H] EPILOGUE_AUX_LD", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_RELU_AUX, x->aux_ld = 64; }},
+    {"an aux stride not divisible by 8 is refused", "[H] EPILOGUE_AUX_BATCH_STRIDE", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->batch = 2, x->aux_stride_more = 4; }},
+    {"an aux type that is not D's is refused", "[H] EPILOGUE_AUX_DATA_TYPE", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->aux_type = CUDA_R_32F; }},
+    /* alignment and workspace */
+    {"pointers aligned to 2 bytes, as the heuristic is told", "[H] MIN_ALIGNMENT", true, [](blas_product *x) {
+        for (int i = 0; i < 4; i++) x->offset[i] = 2; }},
+    {"pointers aligned to 4 bytes, fp32", "[H] MIN_ALIGNMENT", true, [](blas_product *x) {
+        blas_types(x, CUDA_R_32F, CUDA_R_32F);
+        for (int i = 0; i < 4; i++) x->offset[i] = 4; }},
+    {"a pointer less aligned than the heuristic was told is refused", "[H] AlgoCheck: \"will fail\"", false, [](blas_product *x) {
+        x->claims_256 = true, x->offset[BLAS_A] = 2; }, true},
+    {"a bias aligned to 8 bytes is refused", "[MN]; stated nowhere", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->offset[BLAS_BIAS] = 8; }, true},
+    {"an aux matrix aligned to 8 bytes is refused", "stated nowhere", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->offset[BLAS_AUX] = 8; }, true},
+    {"a bias set after the heuristic was asked, less aligned, is refused", "[H] BIAS_POINTER", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->offset[BLAS_BIAS] = 2, x->late_pointers = true; }, true},
+    {"no workspace", "[H] MAX_WORKSPACE_BYTES", true, [](blas_product *x) {
+        x->workspace = x->workspace_given = 0, x->null[BLAS_WORKSPACE] = true; }},
+    {"algo NULL", "[M] algo", true, [](blas_product *x) { x->candidate = -1; }},
+    {"a workspace aligned to 128 bytes is refused", "[M] workspace", false, [](blas_product *x) { x->offset[BLAS_WORKSPACE] = 128; }},
+    {"a workspace that is too small is refused", "[H] INVALID_VALUE", false, [](blas_product *x) {
+        x->k = 4096, x->short_workspace = true; }},
 };
+enum { BLAS_CASES = sizeof blas_cases / sizeof blas_cases[0] };
 
 /* Runs a case: "" if it is as the table says, else what was found. */
 static inline std::string blas_run(cublasLtHandle_t handle, const blas_case &c) {
@@ -397,5 +571,286 @@ static inline std::string blas_run(cublasLtHandle_t handle, const blas_case &c) 
     if (!c.runs) return status == CUBLAS_STATUS_SUCCESS ? "it runs" : "";
     return status == CUBLAS_STATUS_SUCCESS ? blas_check(x, b) : cublasLtGetStatusName(status);
 }
+
+/* ---- What is no product that runs or is refused.  holds() says "" or what was found instead. */
+
+struct blas_fact {
+    const char *rule, *source;
+    std::string (*holds)(cublasLtHandle_t handle);
+    bool needed;                                /* what amp_cuda.cu relies on; else what it is prepared for */
+};
+
+/* A product with its buffers, descriptors and the heuristic's results. */
+struct blas_asked {
+    blas_product x;
+    blas_buffers b;
+    blas_objects o;
+    cublasLtMatmulHeuristicResult_t found[BLAS_CANDIDATES];
+    int count = 0;
+    blas_status s;
+    blas_asked(cublasLtHandle_t handle, const blas_product &product) : x(product) {
+        if (!blas_make(x, &b)) s << CUBLAS_STATUS_ALLOC_FAILED;
+        blas_describe(x, b, &o, &s);
+        s << cublasLtMatmulAlgoGetHeuristic(handle, o.desc, o.layout[0], o.layout[1], o.layout[2], o.layout[3], o.preference,
+                                            BLAS_CANDIDATES, found, &count);
+    }
+    cublasStatus_t multiply(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t *algo, cudaStream_t stream) const {
+        return cublasLtMatmul(handle, o.desc, &x.alpha, b.device(x, BLAS_A), o.layout[0], b.device(x, BLAS_B), o.layout[1],
+                              &x.beta, b.device(x, BLAS_C), o.layout[2], b.device(x, BLAS_D), o.layout[3], algo,
+                              b.device(x, BLAS_WORKSPACE), x.workspace_given, stream);
+    }
+    cublasStatus_t check(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t *algo, cublasLtMatmulHeuristicResult_t *result) const {
+        return cublasLtMatmulAlgoCheck(handle, o.desc, o.layout[0], o.layout[1], o.layout[2], o.layout[3], algo, result);
+    }
+    std::vector<unsigned char> result() const {
+        std::vector<unsigned char> bytes(b.host[BLAS_D].size());
+        if (cudaMemcpy(bytes.data(), b.base[BLAS_D] + x.offset[BLAS_D], bytes.size(), cudaMemcpyDeviceToHost) != cudaSuccess)
+            bytes.clear();
+        return bytes;
+    }
+};
+
+static inline std::string blas_expect(cublasStatus_t found, cublasStatus_t wanted, const char *what) {
+    if (found == wanted) return "";
+    return std::string(what) + ": " + cublasLtGetStatusName(found);
+}
+
+static inline std::string blas_attribute_sizes(cublasLtHandle_t) {
+    cublasLtMatmulDescOpaque_t desc;
+    cublasLtMatrixLayoutOpaque_t layout;
+    cublasLtMatmulPreferenceOpaque_t preference;
+    int64_t value = 0;
+    blas_status made;
+    made << cublasLtMatmulDescInit(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    made << cublasLtMatrixLayoutInit(&layout, CUDA_R_32F, 8, 8, 8);
+    made << cublasLtMatmulPreferenceInit(&preference);
+    if (made.first != CUBLAS_STATUS_SUCCESS) return "a descriptor in the caller's memory cannot be made";
+    cublasStatus_t all[] = {
+        cublasLtMatmulDescSetAttribute(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &value, 8),
+        cublasLtMatmulDescSetAttribute(&desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &value, 4),
+        cublasLtMatmulDescSetAttribute(&desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, NULL, 8),
+        cublasLtMatmulDescSetAttribute(&desc, (cublasLtMatmulDescAttributes_t)9, &value, 4),
+        cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &value, 4),
+        cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &value, 8),
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &value, 4),
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &value, 8),
+    };
+    for (cublasStatus_t status : all)
+        if (status != CUBLAS_STATUS_INVALID_VALUE) return blas_expect(status, CUBLAS_STATUS_INVALID_VALUE, "set");
+    return "";
+}
+
+static inline std::string blas_defaults(cublasLtHandle_t) {
+    cublasLtMatmulPreferenceOpaque_t p;
+    cublasLtMatmulDescOpaque_t d;
+    uint64_t workspace = 1;
+    uint32_t align = 0, schemes = 0, epilogue = 0;
+    int32_t bias_type = 0;
+    int64_t aux_ld = 1;
+    blas_status s;
+    s << cublasLtMatmulPreferenceInit(&p);
+    s << cublasLtMatmulDescInit(&d, CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    s << cublasLtMatmulPreferenceGetAttribute(&p, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, 8, NULL);
+    s << cublasLtMatmulPreferenceGetAttribute(&p, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align, 4, NULL);
+    s << cublasLtMatmulPreferenceGetAttribute(&p, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, 4, NULL);
+    s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, 4, NULL);
+    s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type, 4, NULL);
+    s << cublasLtMatmulDescGetAttribute(&d, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &aux_ld, 8, NULL);
+    bool same = workspace == 0 && align == 256 && schemes == 7 && epilogue == 1 && bias_type == -1 && aux_ld == 0;
+    return s.first == CUBLAS_STATUS_SUCCESS && same ? "" : "other defaults";
+}
+
+static inline std::string blas_no_count(cublasLtHandle_t handle) {
+    blas_asked a(handle, blas_product());
+    int count = 0;
+    return blas_expect(cublasLtMatmulAlgoGetHeuristic(handle, a.o.desc, a.o.layout[0], a.o.layout[1], a.o.layout[2], a.o.layout[3],
+                                                      a.o.preference, 0, a.found, &count),
+                       CUBLAS_STATUS_INVALID_VALUE, "a count of 0");
+}
+
+static inline std::string blas_default_workspace(cublasLtHandle_t handle) {
+    blas_product x;
+    x.k = 4096, x.workspace = 0;
+    blas_asked a(handle, x);
+    for (int i = 0; i < a.count; i++)
+        if (a.found[i].workspaceSize != 0) return "a result needs workspace";
+    return a.count ? "" : "no result";
+}
+
+static inline std::string blas_check_repeats(cublasLtHandle_t handle) {
+    blas_asked a(handle, blas_product());
+    for (int i = 0; i < a.count; i++) {
+        cublasLtMatmulHeuristicResult_t r;
+        unsigned char blob[sizeof(cublasLtMatmulAlgo_t)];
+        cublasLtMatmulAlgo_t restored;
+        memcpy(blob, &a.found[i].algo, sizeof blob);
+        memcpy(&restored, blob, sizeof blob);
+        memset(&r, 0, sizeof r);
+        cublasStatus_t status = a.check(handle, &restored, &r);
+        if (status != CUBLAS_STATUS_SUCCESS) return blas_expect(status, CUBLAS_STATUS_SUCCESS, "AlgoCheck");
+        if (r.workspaceSize != a.found[i].workspaceSize) return "another workspace than the heuristic's";
+    }
+    return a.count ? "" : "no result";
+}
+
+static inline std::string blas_check_refuses(cublasLtHandle_t handle) {
+    blas_product x;
+    blas_types(&x, CUDA_R_32F, CUDA_R_32F);
+    blas_asked a(handle, blas_product()), other(handle, x);
+    cublasLtMatmulHeuristicResult_t r;
+    cublasLtMatmulAlgo_t nothing;
+    memset(&nothing, 0, sizeof nothing);
+    if (!a.count || !other.count) return "no result";
+    if (a.check(handle, &other.found[0].algo, &r) == CUBLAS_STATUS_SUCCESS) return "the algorithm of other types";
+    return a.check(handle, &nothing, &r) == CUBLAS_STATUS_SUCCESS ? "64 bytes of 0" : "";
+}
+
+/* Each result of the heuristic, for sizes that are no multiples of anything: with ones, every element is k. */
+static inline std::string blas_ones(cublasLtHandle_t handle) {
+    static const int sizes[][3] = {{40, 24, 48}, {64, 64, 1000}, {33, 17, 77}, {128, 8, 4100}, {200, 120, 515}};
+    for (const int *size : sizes)
+        for (int type = 0; type < 2; type++) {
+            blas_product x;
+            x.m = size[0], x.n = size[1], x.k = size[2], x.value = 1, x.trans[0] = CUBLAS_OP_T;
+            blas_types(&x, type ? CUDA_R_32F : CUDA_R_16BF, CUDA_R_32F);
+            blas_asked a(handle, x);
+            for (int i = 0; i < a.count; i++) {
+                if (a.multiply(handle, &a.found[i].algo, 0) != CUBLAS_STATUS_SUCCESS) return "a result of the heuristic is refused";
+                std::vector<unsigned char> d = a.result();
+                for (int64_t e = 0; e < (int64_t)x.m * x.n; e++)
+                    if (blas_load(d.data(), CUDA_R_32F, e) != (float)x.k)
+                        return "result " + std::to_string(i) + " for k = " + std::to_string(x.k) + " gives " +
+                               std::to_string(blas_load(d.data(), CUDA_R_32F, e));
+            }
+            if (!a.count) return "no result";
+        }
+    return "";
+}
+
+static inline std::string blas_same_bits(cublasLtHandle_t handle) {
+    blas_product x;
+    x.k = 4096, x.m = 128, x.n = 64;
+    blas_types(&x, CUDA_R_16BF, CUDA_R_32F);
+    blas_asked a(handle, x);
+    for (int i = 0; i < a.count; i++) {
+        std::vector<unsigned char> d[2];
+        for (std::vector<unsigned char> &result : d) {
+            if (a.multiply(handle, &a.found[i].algo, 0) != CUBLAS_STATUS_SUCCESS) return "refused";
+            result = a.result();
+        }
+        if (d[0] != d[1]) return "result " + std::to_string(i) + " of the heuristic gives other bits the second time";
+    }
+    return a.count ? "" : "no result";
+}
+
+static inline std::string blas_graph(cublasLtHandle_t handle) {
+    blas_product x;
+    x.beta = 1;
+    blas_types(&x, CUDA_R_16BF, CUDA_R_32F);
+    blas_asked a(handle, x), eager(handle, x);
+    cudaStream_t stream = NULL;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    if (!a.count || cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return "no result";
+    std::string found;
+    cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+    if (a.multiply(handle, &a.found[0].algo, stream) != CUBLAS_STATUS_SUCCESS) found = "it cannot be captured";
+    if (cudaStreamEndCapture(stream, &graph) != cudaSuccess || cudaGraphInstantiate(&exec, graph, 0) != cudaSuccess) found = "no graph";
+    for (int i = 0; i < 2 && found.empty(); i++) {
+        if (cudaGraphLaunch(exec, stream) != cudaSuccess) found = "no launch";
+        if (eager.multiply(handle, &eager.found[0].algo, stream) != CUBLAS_STATUS_SUCCESS) found = "refused";
+    }
+    if (cudaStreamSynchronize(stream) != cudaSuccess) found = "an error of the device";
+    if (found.empty() && a.result() != eager.result()) found = "other bits than eager";
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaStreamDestroy(stream);
+    return found;
+}
+
+/* What a product with B = 1 (k = 1) makes of A: its m values, fp32. */
+static inline std::vector<float> blas_image(cublasLtHandle_t handle, blas_product x, const std::vector<float> &in) {
+    std::vector<float> out(in.size(), NAN), ones(1, 1.0f);
+    x.m = (int)in.size(), x.n = x.k = 1;
+    blas_types(&x, CUDA_R_32F, CUDA_R_32F);
+    blas_asked a(handle, x);
+    if (!a.count || cudaMemcpy(a.b.base[BLAS_A], in.data(), 4 * in.size(), cudaMemcpyHostToDevice) != cudaSuccess ||
+        cudaMemcpy(a.b.base[BLAS_B], ones.data(), 4, cudaMemcpyHostToDevice) != cudaSuccess ||
+        a.multiply(handle, &a.found[0].algo, 0) != CUBLAS_STATUS_SUCCESS)
+        return out;
+    std::vector<unsigned char> d = a.result();
+    if (d.size() == 4 * out.size()) memcpy(out.data(), d.data(), d.size());
+    return out;
+}
+
+static inline std::string blas_gelu_form(cublasLtHandle_t handle) {
+    std::vector<float> in(512);
+    double from_tanh = 0, from_erf = 0;
+    for (size_t i = 0; i < in.size(); i++) in[i] = -4.0f + (float)i / 64;
+    blas_product x;
+    x.epilogue = CUBLASLT_EPILOGUE_GELU;
+    std::vector<float> out = blas_image(handle, x, in);
+    for (size_t i = 0; i < in.size(); i++) {
+        double v = (double)in[i], y = (double)out[i];
+        from_tanh += fabs(y - blas_gelu(v));
+        from_erf += fabs(y - 0.5 * v * (1 + erf(v * sqrt(0.5))));
+    }
+    return from_tanh < 0.25 * from_erf ? "" : from_erf < 0.25 * from_tanh ? "it is the erf form" : "it is neither form";
+}
+
+/* 1 + 2^-11 lies between two TF32 numbers, 1 + 3 2^-12 above their middle. */
+static inline std::string blas_tf32_rounding(cublasLtHandle_t handle) {
+    blas_product x;
+    x.compute = CUBLAS_COMPUTE_32F_FAST_TF32;
+    std::vector<float> in = {1 + ldexpf(1, -11), 1 + 3 * ldexpf(1, -12), 1 + ldexpf(1, -12), 1}, out;
+    in.resize(64, 1.0f);
+    out = blas_image(handle, x, in);
+    float up = 1 + ldexpf(1, -10);
+    if (out[0] == up && out[1] == up && out[2] == 1) return "";
+    if (out[0] == 1 && out[1] == up && out[2] == 1) return "to nearest, ties to even";
+    if (out[0] == 1 && out[1] == 1 && out[2] == 1) return "cut off";
+    return out[0] == in[0] ? "not rounded" : "otherwise";
+}
+
+static inline std::string blas_relu_nan(cublasLtHandle_t handle) {
+    blas_product x;
+    x.epilogue = CUBLASLT_EPILOGUE_RELU;
+    std::vector<float> out = blas_image(handle, x, std::vector<float>(64, NAN));
+    return out[0] == 0 ? "" : out[0] != out[0] ? "it is NaN" : "it is neither 0 nor NaN";
+}
+
+static inline std::string blas_nothing_destroyed(cublasLtHandle_t) {
+    blas_status s;
+    s << cublasLtMatmulDescDestroy(NULL);
+    s << cublasLtMatrixLayoutDestroy(NULL);
+    s << cublasLtMatmulPreferenceDestroy(NULL);
+    if (s.first != CUBLAS_STATUS_SUCCESS) return "a descriptor of NULL";
+    return cublasLtDestroy(NULL) == CUBLAS_STATUS_SUCCESS ? "a handle of NULL is taken" : "";
+}
+
+static inline std::string blas_no_handle(cublasLtHandle_t handle) {
+    blas_asked a(handle, blas_product());
+    int count = 0;
+    return blas_expect(cublasLtMatmulAlgoGetHeuristic(NULL, a.o.desc, a.o.layout[0], a.o.layout[1], a.o.layout[2], a.o.layout[3],
+                                                      a.o.preference, 1, a.found, &count),
+                       CUBLAS_STATUS_NOT_INITIALIZED, "no handle");
+}
+
+static const blas_fact blas_facts[] = {
+    {"an attribute of another size, or unknown, is refused", "[H] SetAttribute, [R]", blas_attribute_sizes, true},
+    {"defaults: no workspace, 256-byte alignment, all reductions, no bias type", "[H], [R]", blas_defaults, true},
+    {"asking for no algorithm is refused", "[H] AlgoGetHeuristic", blas_no_count, false},
+    {"without workspace no result needs any", "[H] MAX_WORKSPACE_BYTES", blas_default_workspace, true},
+    {"an algorithm restored from its bytes is accepted, with the same workspace", "[H] cublasLtMatmulAlgo_t", blas_check_repeats, true},
+    {"an algorithm for other types, or none, is refused", "[H] AlgoCheck", blas_check_refuses, false},
+    {"each result of the heuristic sums all of k", "cuBLASLt dropped k's tail: facebookexperimental/triton#2767", blas_ones, false},
+    {"an algorithm gives the same bits again", "[M]", blas_same_bits, true},
+    {"a captured product repeats, with the bits of an eager one", "[M] stream", blas_graph, true},
+    {"GELU is the tanh form", "[M] cublasLtEpilogue_t, note", blas_gelu_form, true},
+    {"TF32 rounds to nearest, ties away from zero", "stated nowhere", blas_tf32_rounding, false},
+    {"RELU of NaN is 0", "[H] max(x, 0)", blas_relu_nan, false},
+    {"destroying NULL: no error for descriptors, one for a handle", "[R]", blas_nothing_destroyed, false},
+    {"a call without a handle is refused", "[H] NOT_INITIALIZED", blas_no_handle, false},
+};
 
 #endif
