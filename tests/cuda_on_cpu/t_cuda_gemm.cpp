@@ -3,6 +3,7 @@
 #include "test_cuda.h"
 #include <cublasLt.h>
 #include <thread>
+#include <unistd.h>
 
 /* ---- One product; what is 0 is not asked for */
 
@@ -305,7 +306,7 @@ static amp_result run_once(const gemm_case &x, std::string *out) {
     return result;
 }
 
-/* What is refused is done by something else, with the same bits here, where all sums are small whole numbers. */
+/* What is refused is done by something else. */
 CUDA_TEST(refused_products) {
     const amp_dtype h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
     static const gemm_case cases[] = {
@@ -314,7 +315,6 @@ CUDA_TEST(refused_products) {
     };
     for (const gemm_case &x : cases)
         for (int status : {(int)CUBLAS_STATUS_NOT_SUPPORTED, (int)CUBLAS_STATUS_INVALID_VALUE}) {
-            gemm_case far = x;
             gemm_bounds bounds(x);
             std::string right, out;
             CHECK_EQ(run_once(x, &right), AMP_OK);
@@ -326,10 +326,379 @@ CUDA_TEST(refused_products) {
                 coc_fail_blas(NULL, 0, 0);
                 cuda_compare both = {right, out, ""};
                 both.check_within(0, x.c, x.m * x.n, [&](int64_t i, double value) {
-                    return 2 * bounds.c[(size_t)i] + cuda_spacing(far.c, value);
+                    return bounds.c[(size_t)i] + cuda_spacing(x.c, fabs(value) + bounds.c[(size_t)i]);
                 }, x.name);
             }
         }
+}
+
+/* ---- Plans */
+
+static const gemm_case &layer() {
+    static const gemm_case x = {"a layer", 16, 24, 40, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16, 1, 0, AMP_BF16};
+    return x;
+}
+
+/* The first call describes a product; the second makes, asks for and allocates nothing. */
+CUDA_TEST(plans_are_made_once) {
+    const gemm_case &x = layer();
+    cuda_side gpu(amp_cuda());
+    gemm_arguments args(gpu, x);
+    amp_k_gemm other = args.g;
+    auto counts = [&](amp_k_gemm &g) {
+        CHECK(gpu.backend->gemm(gpu.dev, &g, NULL) == AMP_OK);
+        coc_counts c = coc_count();
+        coc_reset_counts();
+        return c;
+    };
+    coc_reset_counts();
+    coc_counts first = counts(args.g), second = counts(args.g);
+    CHECK(first.blas_objects > 0 && first.blas_heuristics == 1 && first.blas_matmuls == 1);
+    CHECK(second.blas_objects == 0 && second.blas_heuristics == 0 && second.blas_matmuls == 1);
+    CHECK(second.allocations == 0 && second.synchronising == 0 && second.copies == 0);
+    other.alpha = 3;                /* alpha is no part of it, and beta only if it is 0 */
+    CHECK_EQ(counts(other).blas_heuristics, 0);
+    other.n = 8;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+    other.bias = (const char *)other.bias + 16;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+    other.beta = 1;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+    other.beta = 2;
+    CHECK_EQ(counts(other).blas_heuristics, 0);
+    other.a = (const char *)other.a + 2, other.m = 8;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+}
+
+/* Threads share plans and the device. */
+CUDA_TEST(several_threads) {
+    cuda_side gpu(amp_cuda());
+    std::vector<gemm_arguments> all;
+    std::vector<std::string> right(4);
+    std::vector<std::thread> threads;
+    std::vector<amp_result> results(4, AMP_OK);
+    std::vector<void *> streams(4);
+    for (size_t i = 0; i < 4; i++) {
+        gemm_case x = layer();
+        x.m = 8 * (int64_t)(1 + i);
+        CHECK_EQ(run_once(x, &right[i]), AMP_OK);
+        all.emplace_back(gpu, x);
+        CHECK_OK(gpu.backend->stream_create(gpu.dev, &streams[i]));
+    }
+    for (size_t i = 0; i < 4; i++)
+        threads.emplace_back([&, i] {
+            for (int round = 0; round < 8; round++)
+                if (gpu.backend->gemm(gpu.dev, &all[i].g, streams[i]) != AMP_OK) results[i] = AMP_ERR_DEVICE;
+            if (gpu.backend->stream_sync(gpu.dev, streams[i]) != AMP_OK) results[i] = AMP_ERR_DEVICE;
+        });
+    for (std::thread &t : threads) t.join();
+    for (size_t i = 0; i < 4; i++) {
+        std::string out;
+        all[i].get(gpu, &out);
+        CHECK(results[i] == AMP_OK && out == right[i]);
+        gpu.backend->stream_destroy(gpu.dev, streams[i]);
+    }
+}
+
+/* The host's own handle serves, and stays. */
+CUDA_TEST(the_hosts_handle) {
+    cublasLtHandle_t handle = NULL;
+    amp_desc d = {};
+    CHECK(cudaSetDevice(0) == cudaSuccess && cublasLtCreate(&handle) == CUBLAS_STATUS_SUCCESS);
+    long made = coc_calls("cublasLtCreate");
+    d.blas = handle;
+    amp_context *amp = cuda_context(&d);
+    void *x = NULL;
+    CHECK_OK(amp_alloc(amp, &x, 3 * 64 * 4));
+    float *a = (float *)x;
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 8, 8, 8, 1, a, 8, a + 64, 8, 0, a + 128, 8));
+    amp_free(amp, x);
+    amp_close(amp);
+    CHECK_EQ(coc_calls("cublasLtCreate"), made);
+    CHECK(cublasLtDestroy(handle) == CUBLAS_STATUS_SUCCESS);
+}
+
+/* In a captured stream a product is planned, but not measured. */
+CUDA_TEST(captured) {
+    amp_backend_desc d = {};
+    void *dev = NULL, *graph = NULL;
+    const amp_backend *b = amp_cuda();
+    std::string right, out;
+    d.autotune = 1;
+    CHECK_EQ(run_once(layer(), &right), AMP_OK);
+    CHECK_EQ(b->open(&dev, cuda_host(), &d), AMP_OK);
+    {
+        cuda_side memory(b);
+        gemm_arguments args(memory, layer());
+        memory.sync();
+        coc_reset_counts();
+        CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+        CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+        CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+        CHECK(coc_count().blas_heuristics == 1 && coc_count().blas_matmuls == 1);
+        CHECK_EQ(b->graph_launch(dev, graph, NULL), AMP_OK);
+        CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+        args.get(memory, &out);
+        CHECK(out == right);
+        b->graph_destroy(dev, graph);
+        CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+        CHECK(coc_count().blas_heuristics > 1);         /* now it is */
+        CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+    }
+    b->close(dev);
+}
+
+/* ---- Failures: each call of cuBLASLt in turn.  The text names it, nothing is half done, the next try succeeds. */
+
+/* Whether the call happened. */
+static bool failing_call(const gemm_case &x, const std::string &right, const char *call, int n) {
+    std::string before, after;
+    cuda_side gpu(amp_cuda());
+    gemm_arguments args(gpu, x);
+    args.get(gpu, &before);
+    coc_fail_blas(call, n, CUBLAS_STATUS_INTERNAL_ERROR);
+    amp_result result = gpu.backend->gemm(gpu.dev, &args.g, NULL);
+    bool happened = !coc_fail_blas_pending();
+    coc_fail_blas(NULL, 0, 0);
+    if (!happened) return false;
+    const char *text = cuda_error_text();
+    CHECK_EQ(result, AMP_ERR_DEVICE);
+    CHECK_MSG(strstr(text, "cublasLt") && strstr(text, "CUBLAS_STATUS_INTERNAL_ERROR") && strstr(text, "c[16, 24] of k = 40"), "%s", text);
+    args.get(gpu, &after);
+    CHECK(after == before);
+    CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+    after.clear();
+    args.get(gpu, &after);
+    CHECK_MSG(after == right, "after failure %d of %s", n, call);
+    return true;
+}
+
+CUDA_TEST(failing_calls) {
+    gemm_case x = layer();
+    std::string right, after;
+    CHECK_EQ(run_once(x, &right), AMP_OK);
+    for (const char *call : {"cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute", "cublasLtMatrixLayoutCreate",
+                             "cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceSetAttribute",
+                             "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"}) {
+        int n = 1;
+        while (n < 30 && failing_call(x, right, call, n)) n++;
+        CHECK_MSG(n > 1 && n < 30, "%s, call %d", call, n);
+    }
+    coc_fail_blas("cublasLtCreate", 1, CUBLAS_STATUS_NOT_INITIALIZED);
+    amp_context *amp = NULL;
+    amp_desc d = {};
+    d.backend = amp_cuda();
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_DEVICE);
+    CHECK_MSG(strstr(amp_last_error(), "cublasLtCreate") && strstr(amp_last_error(), "CUBLAS_STATUS_NOT_INITIALIZED"), "%s", amp_last_error());
+    coc_fail_blas("cublasLtMatmul", 1, CUBLAS_STATUS_ALLOC_FAILED);
+    CHECK_EQ(run_once(x, &after), AMP_ERR_MEMORY);
+}
+
+/* ---- Autotuning */
+
+struct tuning {
+    std::string log, file;
+    amp_context *amp = NULL;
+    float *memory = NULL;
+
+    static void write(void *user, amp_log_level, int id, const char *text) {
+        ((tuning *)user)->log += std::to_string(id) + " " + text + "\n";
+    }
+    explicit tuning(const std::string &path, amp_autotune autotune = AMP_AUTOTUNE_ON) : file(path) {
+        amp_desc d = {};
+        d.autotune = autotune;
+        d.autotune_file = path.empty() ? NULL : file.c_str();
+        d.logger.write = write, d.logger.user = this, d.logger.level = AMP_LOG_INFO;
+        amp = cuda_context(&d);
+        CHECK_OK(amp_alloc(amp, (void **)&memory, 4096 * 4));
+        CHECK_OK(amp_fill(amp, memory, 0, 4096 * 4));
+    }
+    ~tuning() { close(); }
+    tuning(const tuning &) = delete;
+    void close() {
+        if (amp) amp_free(amp, memory), amp_close(amp);
+        amp = NULL;
+    }
+    /* c[16, 8] of ones, k = 40; returns whether it is k everywhere. */
+    bool product() {
+        std::vector<float> ones(960, 1.0f), c(128);
+        float *a = memory, *b = memory + 640, *out = memory + 2048;
+        CHECK_OK(amp_copy(amp, a, ones.data(), 960 * 4, AMP_COPY_TO_DEVICE));
+        CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 16, 8, 40, 1, a, 40, b, 8, 0, out, 8));
+        CHECK_OK(amp_copy(amp, c.data(), out, 128 * 4, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        for (float v : c)
+            if (v != 40) return false;
+        return true;
+    }
+    bool logged(const char *text) const { return log.find(text) != std::string::npos; }
+};
+
+CUDA_TEST(autotune_takes_the_fastest) {
+    coc_set_modelled_clock(1);
+    {
+        tuning t("");
+        CHECK(t.product());
+        CHECK_MSG(t.logged("algorithm 0 of 4, 10.00 us"), "%s", t.log.c_str());
+    }
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    tuning t("");
+    CHECK(t.product());
+    CHECK_MSG(t.logged("algorithm 2 of 4, 5.00 us"), "%s", t.log.c_str());
+    coc_reset_counts();
+    CHECK(t.product());
+    CHECK(coc_count().blas_heuristics == 0 && coc_count().blas_matmuls == 1);
+    t.close();
+    coc_set_blas_time(COC_BLAS_NARROW, 9.9);            /* too little to leave the first */
+    tuning same("");
+    CHECK(same.product());
+    CHECK_MSG(same.logged("algorithm 0 of 4"), "%s", same.log.c_str());
+}
+
+/* An algorithm that loses the end of k is not used, even if the heuristic names it first. */
+CUDA_TEST(autotune_finds_wrong_algorithms) {
+    coc_set_modelled_clock(1);
+    coc_set_blas_wrong(COC_BLAS_WIDE);
+    {
+        tuning t("", AMP_AUTOTUNE_OFF);
+        CHECK(!t.product());        /* the model is wrong indeed */
+    }
+    tuning t("");
+    CHECK(t.product());
+    CHECK_MSG(t.logged("5002 amp_cuda: autotune: c[16, 8] of k = 40 in fp32, epilogue 1: algorithm 0 of cuBLASLt is wrong"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("algorithm 1 of 4, 12.00 us"), "%s", t.log.c_str());
+}
+
+/* An epilogue that takes longer than a kernel of ours is left to that. */
+CUDA_TEST(autotune_times_epilogues) {
+    const gemm_case gelu = {"gelu", 16, 24, 32, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16, 1, 0, AMP_BF16, AMP_ACT_GELU, AMP_BF16};
+    const gemm_case weight = {"weight", 24, 32, 16, 1, 1, 0, AMP_BF16, AMP_BF16, AMP_F32, AMP_BF16, 1, 1, AMP_DTYPE_DEFAULT, AMP_ACT_NONE,
+                              AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, AMP_F32, 1};
+    const gemm_case *cases[] = {&gelu, &weight};
+    coc_set_modelled_clock(1);
+    for (double more : {0.0, 50.0})
+        for (const gemm_case *x : cases) {
+            amp_backend_desc d = {};
+            void *dev = NULL;
+            std::string right, out;
+            coc_set_blas_epilogue_time(more);
+            CHECK_EQ(run_once(*x, &right), AMP_OK);
+            d.autotune = 1;
+            CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+            {
+                cuda_side memory(amp_cuda());
+                gemm_arguments args(memory, *x);
+                memory.sync();
+                CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
+                CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+                args.get(memory, &out);
+                cuda_compare both = {right, out, ""};
+                gemm_bounds bounds(*x);
+                both.check_within(0, x->c, x->m * x->n, [&](int64_t i, double value) {
+                    return bounds.c[(size_t)i] + cuda_spacing(x->c, fabs(value) + bounds.c[(size_t)i]);
+                }, x->name);
+                long launches = coc_count().launches;
+                CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
+                CHECK_EQ(coc_count().launches - launches, more > 0 || x == &weight);     /* one adds the sums to what is there */
+                CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+            }
+            amp_cuda()->close(dev);
+        }
+}
+
+/* Memory that does not suffice for measuring leaves the heuristic's choice; so does any call of CUDA that fails. */
+CUDA_TEST(autotune_that_fails) {
+    coc_set_modelled_clock(1);
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    for (const char *call : {"cudaMalloc", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventElapsedTime"})
+        for (int n = 1; n < 30; n += 4) {
+            tuning t("");
+            coc_fail(call, n, cudaErrorMemoryAllocation);
+            bool right = t.product();
+            bool happened = !coc_fail_pending();
+            coc_fail_clear();
+            CHECK_MSG(right, "%s, call %d", call, n);
+            if (!happened) break;
+        }
+}
+
+/* ---- The file */
+
+static std::string plans_path() {
+    char name[] = "/tmp/amp_plans_XXXXXX";
+    int file = mkstemp(name);
+    if (file >= 0) close(file);
+    remove(name);
+    return name;
+}
+
+CUDA_TEST(autotune_file) {
+    std::string path = plans_path();
+    coc_set_modelled_clock(1);
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    {
+        tuning t(path);
+        CHECK(t.product());
+    }
+    coc_set_blas_time(COC_BLAS_NARROW, 50);             /* what it says is believed, not measured again */
+    for (amp_autotune autotune : {AMP_AUTOTUNE_ON, AMP_AUTOTUNE_OFF}) {
+        tuning t(path, autotune);
+        coc_reset_counts();
+        CHECK(t.product());
+        CHECK(coc_count().blas_heuristics == 0 && coc_calls("cublasLtMatmulAlgoCheck") == 1);
+        CHECK_MSG(t.log.empty(), "%s", t.log.c_str());
+    }
+    coc_set_blas_version(130200);
+    {
+        tuning t(path, AMP_AUTOTUNE_OFF);
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of another version of cuBLASLt"), "%s", t.log.c_str());
+        CHECK(t.product());
+        CHECK(coc_count().blas_heuristics > 0);
+    }
+    coc_set_blas_version(130100);
+    tuning t(path, AMP_AUTOTUNE_OFF);
+    CHECK_MSG(t.log.empty(), "nothing new was found, so nothing was written: %s", t.log.c_str());
+    t.close();
+    remove(path.c_str());
+}
+
+/* A damaged file, one that ends early, one of something else: a warning, and training goes on; saved over. */
+CUDA_TEST(autotune_file_damaged) {
+    std::string path = plans_path();
+    coc_set_modelled_clock(1);
+    { tuning t(path); CHECK(t.product()); }
+    void *data = NULL;
+    size_t bytes = 0;
+    CHECK_OK(amp_file_read_all(NULL, path.c_str(), &data, &bytes));
+    for (size_t at : {(size_t)0, bytes / 2, bytes - 9, bytes}) {
+        std::string copy((char *)data, at == bytes ? bytes - 40 : bytes);
+        if (at < bytes) copy[at] = (char)(copy[at] ^ 0x20);
+        CHECK_OK(amp_file_write_atomic(NULL, path.c_str(), copy.data(), copy.size()));
+        {
+            tuning t(path);
+            CHECK_MSG(t.logged("1002 autotune_file ignored"), "byte %zu: %s", at, t.log.c_str());
+            CHECK(t.product());
+        }
+        tuning again(path);
+        CHECK_MSG(again.log.empty(), "%s", again.log.c_str());
+    }
+    amp_file_free(NULL, data, bytes);
+    remove(path.c_str());
+    amp_state *state = NULL;
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_put(state, "plans", AMP_U8, "short", 5));
+    CHECK_OK(amp_state_save(state, path.c_str()));
+    amp_state_destroy(state);
+    {
+        tuning t(path);
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: the file ends early"), "%s", t.log.c_str());
+    }
+    remove(path.c_str());
+    tuning t("/no such folder/plans");
+    CHECK(t.product() && !t.logged("1002"));
+    amp_free(t.amp, t.memory), amp_close(t.amp);
+    t.amp = NULL;
+    CHECK_MSG(t.logged("1003 autotune_file not written"), "%s", t.log.c_str());
 }
 
 int main(int argc, char **argv) {
@@ -340,5 +709,16 @@ int main(int argc, char **argv) {
     RUN(epilogues_of_the_library);
     RUN(epilogues_of_our_own);
     RUN(refused_products);
+    RUN(plans_are_made_once);
+    RUN(several_threads);
+    RUN(the_hosts_handle);
+    RUN(captured);
+    RUN(failing_calls);
+    RUN(autotune_takes_the_fastest);
+    RUN(autotune_finds_wrong_algorithms);
+    RUN(autotune_times_epilogues);
+    RUN(autotune_that_fails);
+    RUN(autotune_file);
+    RUN(autotune_file_damaged);
     return TEST_END();
 }
