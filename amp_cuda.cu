@@ -3,7 +3,7 @@
    Build and link it beside the program; nothing of it is included:
 
        nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_70 and later)
-       cc -c train.c && nvcc train.o amp_cuda.o -o train
+       cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
    and name it when the context is opened:
 
@@ -11,6 +11,8 @@
        d.backend = amp_cuda();
        d.device = 0;                    index of the GPU; several contexts may be open, on one GPU or on several
        d.stream = my_stream;            a cudaStream_t, or NULL: the context makes its own
+       d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU, or NULL: likewise
+       d.autotune = AMP_AUTOTUNE_ON;    measure cuBLASLt's algorithms at the first product of each shape
        d.memory = my_memory;            alloc and free of the host's own, or zeros: cudaMalloc and cudaFree
        amp_open(&amp, &d);
 
@@ -25,6 +27,9 @@
    - Kernels compute in fp32 (sums in fp32 or wider), round once to storage, use 64-bit indices and give the same bits
      every time on one kind of GPU: no floating-point atomics.  The norms' gradients of weight and bias are summed by
      block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
+   - Products are cuBLASLt's, with what surrounds them in its epilogues where it can; the rest falls to kernels here.
+     Split sums are kept in fp32 and added in order, so that one plan gives the same bits every time; autotuning may
+     choose another plan.  Biases are rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
@@ -2713,12 +2718,12 @@ template <int V, class Op, class Map> __global__ void __launch_bounds__(256, 4) 
     }
 }
 
-/* Runs op over the shape of the first output. */
-template <class Op, class Map> amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
+/* Runs op over the shape of the first output.  W: the widest piece that its operands allow. */
+template <int W = 8, class Op, class Map> amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
     ampc_device *d = (ampc_device *)dev;
     int64_t rows = m.out[0].rows, cols = m.out[0].cols;
     bool dense = true;
-    int v = 8, k;
+    int v = W, k;
     auto look = [&](const amp_mat &a) {
         if (a.data == NULL) return;
         dense = dense && (a.ld == cols || rows <= 1);
@@ -2729,7 +2734,7 @@ template <class Op, class Map> amp_result ampc_map_run(void *dev, const char *na
     m.cols = dense ? rows * cols : cols;
     m.pieces = ampc_blocks(m.cols, v);
     m.total = dense ? m.pieces : rows * m.pieces;
-    return ampc_launch(d, name, v == 8 ? ampc_map_kernel<8, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
+    return ampc_launch(d, name, v == 8 ? ampc_map_kernel<W, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
                        ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), 4), 256, 0, stream, m, op);
 }
 
@@ -3510,6 +3515,8 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
                        positions, labels);
 }
 /* ==== Matrix products ===============================================================================
+   Through cuBLASLt, by plans that are made once for each shape; further down.  First what remains to us.
+
    Any layout, dtype and epilogue on the fp32 units: operands are rounded to the compute dtype on their way into shared
    memory, a block computes 64 x 64 of c in tiles of 16 along k, a thread 4 x 4 of them.  Every sum is one chain of
    fused multiply-adds along k, so its bits depend on nothing else.                                      */
@@ -3675,7 +3682,7 @@ template <int O> amp_result ampc_gemm_finish_as(ampc_device *dev, const amp_k_ge
     m.in[2] = ampi_is_set(g.beta) ? c : none;
     m.out[0] = c;
     if (O == 2) m.out[O - 1] = pre;
-    return ampc_map_run(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);
+    return ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);       /* the product is fp32 */
 }
 
 /* A warp to a row. */
