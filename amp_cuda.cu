@@ -4291,26 +4291,48 @@ amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsig
     return AMP_OK;
 }
 
-/* *right: whether the plan's result is, on ones and on other numbers. */
-amp_result ampc_tune_verify(const ampc_tuning *t, bool *right) {
+/* The algorithms that cuBLASLt names for a plan. */
+struct ampc_candidates {
+    cublasLtMatmulHeuristicResult_t found[AMPC_TUNE_ALGORITHMS];
+    int count;
+    bool right[AMPC_TUNE_ALGORITHMS];
+};
+
+void ampc_tune_take(ampc_plan *plan, const cublasLtMatmulHeuristicResult_t &found) {
+    plan->algo = found.algo;
+    plan->workspace = found.workspaceSize;
+    plan->refused = 0;
+}
+
+/* Strikes the algorithm that the plan has if its result is not that in the last set. */
+amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     ampc_scratch count(t->dev, t->stream);
     unsigned long long wrong = 0;
-    int last = t->sets - 1;
-    *right = false;
+    bool done = false;
     AMPC_TRY(count.get(sizeof wrong, "autotune"));
     AMPC_TRY(ampc_fill(t->dev, count.data, 0, sizeof wrong, t->stream));
-    for (int ones = 1; ones >= 0; ones--) {
-        bool done = false;
-        AMPC_TRY(ampc_tune_inputs(t, 0, ones));
-        AMPC_TRY(ampc_tune_inputs(t, last, ones));
-        AMPC_TRY(ampc_gemm_library(t->dev, ampc_tune_alone(ampc_tune_set(t, 0)), t->stream, &done));
-        if (!done) return AMP_OK;
-        AMPC_TRY(ampc_gemm_in_parts(t->dev, ampc_tune_alone(ampc_tune_set(t, last)), t->stream, false));
-        AMPC_TRY(ampc_tune_compare(t, 0, last, ones, (unsigned long long *)count.data));
-    }
+    AMPC_TRY(ampc_tune_inputs(t, 0, ones));
+    AMPC_TRY(ampc_gemm_library(t->dev, ampc_tune_alone(ampc_tune_set(t, 0)), t->stream, &done));
+    AMPC_TRY(ampc_tune_compare(t, 0, t->sets - 1, ones, (unsigned long long *)count.data));
     AMPC_TRY(ampc_copy(t->dev, &wrong, count.data, sizeof wrong, AMP_COPY_TO_HOST, t->stream));
     AMPC_TRY(ampc_stream_sync(t->dev, t->stream));
-    *right = wrong == 0;
+    *right = *right && done && wrong == 0;
+    return AMP_OK;
+}
+
+/* Finds out which algorithms are right, on ones and on other numbers. */
+amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
+    for (int i = 0; i < all->count; i++)
+        all->right[i] = all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->blas.workspace;
+    for (int ones = 1; ones >= 0; ones--) {
+        AMPC_TRY(ampc_tune_inputs(t, t->sets - 1, ones));
+        AMPC_TRY(ampc_gemm_in_parts(t->dev, ampc_tune_alone(ampc_tune_set(t, t->sets - 1)), t->stream, false));
+        for (int i = 0; i < all->count; i++) {
+            if (!all->right[i]) continue;
+            ampc_tune_take(t->plan, all->found[i]);
+            AMPC_TRY(ampc_tune_verify(t, ones, &all->right[i]));
+        }
+    }
     return AMP_OK;
 }
 
@@ -4346,48 +4368,47 @@ void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char
 /* What must be faster than the first by this share to be preferred to it. */
 #define AMPC_TUNE_GAIN 0.98
 
-/* Tries algorithm i of n: *best and *least become its number and time if it is right and fast enough. */
-amp_result ampc_tune_algorithm(ampc_tuning *t, const cublasLtMatmulHeuristicResult_t *found, int i, int *best, double *least) {
-    double seconds = 0;
-    bool right = false;
+/* Times those that are right: *best is the number of the fastest, or 0 where that gains little; -1: none is right. */
+amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int *best, double *least) {
     char what[96];
-    if (found[i].state != CUBLAS_STATUS_SUCCESS || found[i].workspaceSize > t->dev->blas.workspace) return AMP_OK;
-    t->plan->algo = found[i].algo;
-    t->plan->workspace = found[i].workspaceSize;
-    t->plan->refused = 0;
-    AMPC_TRY(ampc_tune_verify(t, &right));
-    if (!right) {
-        snprintf(what, sizeof what, "algorithm %d of cuBLASLt is wrong, and not used", i);
-        ampc_tune_log(t, AMP_LOG_WARNING, AMPC_LOG_WRONG, what);
-        return AMP_OK;
+    *best = -1;
+    for (int i = 0; i < all.count; i++) {
+        double seconds = 0;
+        if (!all.right[i]) {
+            snprintf(what, sizeof what, "algorithm %d of cuBLASLt is wrong, and not used", i);
+            ampc_tune_log(t, AMP_LOG_WARNING, AMPC_LOG_WRONG, what);
+            continue;
+        }
+        ampc_tune_take(t->plan, all.found[i]);
+        AMPC_TRY(ampc_tune_time(t, false, &seconds));
+        if (*best >= 0 && seconds >= *least * (*best == 0 ? AMPC_TUNE_GAIN : 1)) continue;
+        *best = i;
+        *least = seconds;
     }
-    AMPC_TRY(ampc_tune_time(t, false, &seconds));
-    if (*best >= 0 && seconds >= *least * (*best == 0 ? AMPC_TUNE_GAIN : 1)) return AMP_OK;
-    *best = i;
-    *least = seconds;
     return AMP_OK;
 }
 
 /* Leaves the plan with what was best; refused if no algorithm is right. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
-    cublasLtMatmulHeuristicResult_t found[AMPC_TUNE_ALGORITHMS];
+    ampc_candidates all;
     ampc_plan *plan = t->plan;
     double least = 0, parts = 0;
-    int n = 0, best = -1;
+    int best = -1;
     char what[96];
     AMPC_TRY(ampc_tune_open(t));
-    AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, AMPC_TUNE_ALGORITHMS, found, &n),
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
                              "cublasLtMatmulAlgoGetHeuristic", &t->g));
-    for (int i = 0; i < n; i++) AMPC_TRY(ampc_tune_algorithm(t, found, i, &best, &least));
+    AMPC_TRY(ampc_tune_check(t, &all));
+    AMPC_TRY(ampc_tune_algorithms(t, all, &best, &least));
     plan->refused = best < 0;
     if (best < 0) return AMP_OK;
-    plan->algo = found[best].algo;
-    plan->workspace = found[best].workspaceSize;
+    ampc_tune_take(plan, all.found[best]);
     if (plan->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
         AMPC_TRY(ampc_tune_time(t, true, &parts));
         plan->apart = parts < least * AMPC_TUNE_GAIN;
     }
-    snprintf(what, sizeof what, "algorithm %d of %d, %.2f us%s", best, n, 1e6 * least, plan->apart ? "; in parts faster" : "");
+    snprintf(what, sizeof what, "algorithm %d of %d, %.2f us%s", best, all.count, 1e6 * least,
+             plan->apart ? "; in parts faster" : "");
     ampc_tune_log(t, AMP_LOG_INFO, AMPC_LOG_TUNED, what);
     return AMP_OK;
 }

@@ -448,6 +448,40 @@ CUDA_TEST(captured) {
     b->close(dev);
 }
 
+/* A registered weight in another dtype is cast once for all products, forward and backward, until it changes. */
+CUDA_TEST(weights_are_cast_once) {
+    amp_desc d = {};
+    d.dtype = AMP_BF16;
+    amp_context *amp = cuda_context(&d);
+    void *memory[6];
+    amp_param w = {};
+    amp_linear_op op = {};
+    for (void *&p : memory) {
+        CHECK_OK(amp_alloc(amp, &p, 32 * 32 * 4));
+        CHECK_OK(amp_fill(amp, p, 0, 32 * 32 * 4));
+    }
+    w.name = "w", w.weight = amp_tensor2(memory[0], AMP_F32, 24, 16), w.grad = amp_tensor2(memory[1], AMP_F32, 24, 16);
+    CHECK_OK(amp_param_register(amp, &w, 1));
+    op.weight = &w, op.x = amp_tensor2(memory[2], AMP_BF16, 32, 16), op.y = amp_tensor2(memory[3], AMP_BF16, 32, 24);
+    op.dy = amp_tensor2(memory[4], AMP_BF16, 32, 24), op.dx = amp_tensor2(memory[5], AMP_BF16, 32, 16);
+    auto step = [&] {
+        CHECK_OK(amp_autocast_begin(amp, NULL));
+        CHECK_OK(amp_linear(amp, &op));
+        CHECK_OK(amp_autocast_end(amp));
+        CHECK_OK(amp_linear_backward(amp, &op));
+    };
+    coc_reset_counts();
+    step();
+    step();
+    CHECK(coc_kernel_launches("ampc_cast_kernel") == 1 && coc_count().blas_matmuls == 6);
+    amp_param_touch(&w);
+    step();
+    CHECK_EQ(coc_kernel_launches("ampc_cast_kernel"), 2);
+    amp_param_forget(amp, &w, 1);
+    for (void *p : memory) amp_free(amp, p);
+    amp_close(amp);
+}
+
 /* ---- Failures: each call of cuBLASLt in turn.  The text names it, nothing is half done, the next try succeeds. */
 
 /* Whether the call happened. */
@@ -622,6 +656,44 @@ CUDA_TEST(autotune_that_fails) {
         }
 }
 
+/* Whatever is chosen is right: this one runs on a GPU too. */
+CUDA_TEST(autotune_is_right) {
+    const amp_dtype h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    static const gemm_case cases[] = {
+        {"linear", 64, 96, 80, 1, 0, 1, h, h, h, h, 1, 0, h},
+        {"gelu", 64, 96, 80, 1, 0, 1, h, h, h, h, 1, 0, h, AMP_ACT_GELU, h},
+        {"gelu backward", 64, 96, 80, 1, 0, 0, h, h, h, h, 1, 0, no, AMP_ACT_GELU, h, 1},
+        {"weight gradient", 64, 96, 80, 1, 1, 0, h, h, AMP_F32, h, 1, 1, no, AMP_ACT_NONE, no, 0, no, AMP_F32, 1},
+        {"a batch in fp32", 33, 17, 50, 3, 0, 0, AMP_F32, AMP_F32, AMP_F32, AMP_F32},
+    };
+    amp_backend_desc d = {};
+    void *dev = NULL, *again = NULL;
+    d.autotune = 1;
+    CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+    CHECK_EQ(amp_cuda()->open(&again, cuda_host(), &d), AMP_OK);
+    for (const gemm_case &x : cases) {
+        gemm_bounds bounds(x);
+        cuda_compare both;
+        cuda_side cpu(amp_cpu()), gpu(amp_cuda());
+        gemm_arguments there(cpu, x), here(gpu, x);
+        gpu.sync();
+        CHECK_EQ(amp_cpu()->gemm(cpu.dev, &there.g, NULL), AMP_OK);
+        CHECK_EQ(amp_cuda()->gemm(dev, &here.g, NULL), AMP_OK);
+        CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+        there.get(cpu, &both.expected);
+        here.get(gpu, &both.actual);
+        both.check_within(0, x.c, x.batch * x.m * x.n, [&](int64_t i, double value) {
+            return bounds.c[(size_t)i] + cuda_spacing(x.c, fabs(value) + bounds.c[(size_t)i]);
+        }, x.name);
+    }
+    std::string plans(amp_cuda()->plans_save(dev, NULL, 0), 0), same;
+    CHECK(plans.size() > 0 && amp_cuda()->plans_save(dev, &plans[0], plans.size()) == plans.size());
+    CHECK_EQ(amp_cuda()->plans_load(again, plans.data(), plans.size()), AMP_OK);
+    CHECK_EQ(amp_cuda()->plans_save(again, NULL, 0), 0);
+    amp_cuda()->close(dev);
+    amp_cuda()->close(again);
+}
+
 /* ---- The file */
 
 static std::string plans_path() {
@@ -713,11 +785,13 @@ int main(int argc, char **argv) {
     RUN(several_threads);
     RUN(the_hosts_handle);
     RUN(captured);
+    RUN(weights_are_cast_once);
     RUN(failing_calls);
     RUN(autotune_takes_the_fastest);
     RUN(autotune_finds_wrong_algorithms);
     RUN(autotune_times_epilogues);
     RUN(autotune_that_fails);
+    RUN(autotune_is_right);
     RUN(autotune_file);
     RUN(autotune_file_damaged);
     return TEST_END();
