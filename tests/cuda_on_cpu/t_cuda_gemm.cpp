@@ -660,11 +660,11 @@ CUDA_TEST(autotune_that_fails) {
 CUDA_TEST(autotune_is_right) {
     const amp_dtype h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
     static const gemm_case cases[] = {
-        {"linear", 64, 96, 80, 1, 0, 1, h, h, h, h, 1, 0, h},
-        {"gelu", 64, 96, 80, 1, 0, 1, h, h, h, h, 1, 0, h, AMP_ACT_GELU, h},
-        {"gelu backward", 64, 96, 80, 1, 0, 0, h, h, h, h, 1, 0, no, AMP_ACT_GELU, h, 1},
-        {"weight gradient", 64, 96, 80, 1, 1, 0, h, h, AMP_F32, h, 1, 1, no, AMP_ACT_NONE, no, 0, no, AMP_F32, 1},
-        {"a batch in fp32", 33, 17, 50, 3, 0, 0, AMP_F32, AMP_F32, AMP_F32, AMP_F32},
+        {"linear", 24, 40, 32, 1, 0, 1, h, h, h, h, 1, 0, h},
+        {"gelu", 24, 40, 32, 1, 0, 1, h, h, h, h, 1, 0, h, AMP_ACT_GELU, h},
+        {"gelu backward", 24, 40, 32, 1, 0, 0, h, h, h, h, 1, 0, no, AMP_ACT_GELU, h, 1},
+        {"weight gradient", 24, 40, 32, 1, 1, 0, h, h, AMP_F32, h, 1, 1, no, AMP_ACT_NONE, no, 0, no, AMP_F32, 1},
+        {"a batch in fp32", 9, 17, 20, 3, 0, 0, AMP_F32, AMP_F32, AMP_F32, AMP_F32},
     };
     amp_backend_desc d = {};
     void *dev = NULL, *again = NULL;
