@@ -129,6 +129,8 @@ struct model_state {
     cudaError_t fail_error = cudaSuccess;
     std::mutex fault_lock;
     std::vector<std::string> faults;
+    int modelled_clock = 0;
+    double clock = 0;
 };
 
 model_state &model() {
@@ -153,6 +155,7 @@ device_state &device(int index) {
 }
 
 double seconds() {
+    if (model().modelled_clock) return model().clock;
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -659,6 +662,7 @@ cudaError_t run_kernel(const coc_grid &grid, int index) {
     char when[512];
     snprintf(when, sizeof when, "kernel %s", grid.name);
     check_device(device(index), when);
+    coc_pass_time(5e-6);
     return error;
 }
 
@@ -1444,6 +1448,35 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
     return cudaSuccess;
 }
 
+/* ---- For a library above the runtime */
+
+coc_library_call::coc_library_call(const char *function, bool synchronises) {
+    model().lock.lock();
+    model().calls[function]++;
+    if (!synchronises) return;
+    model().counts.synchronising++;
+    model().synchronising[function]++;
+}
+coc_library_call::~coc_library_call() {
+    hide_all();
+    model().lock.unlock();
+}
+coc_counts *coc_counts_now() { return &model().counts; }
+int coc_device_now() { return current_device; }
+cudaError_t coc_device_error(int index) { return device(index).sticky; }
+cudaError_t coc_lose_device(int index, cudaError_t error) { return device(index).sticky = error; }
+int coc_usable(const void *p, size_t bytes, int index) {
+    return (device_of(p) == index && allocation_of(p, bytes)) || place_of(p, bytes) == PLACE_PINNED;
+}
+void coc_expose(int index) { expose_only(index); }
+void coc_wait_for_device(int index) { wait_for_device(index); }
+cudaError_t coc_enqueue(const char *name, cudaStream_t handle, std::function<cudaError_t()> run) {
+    stream_ref stream = stream_of(handle);
+    if (!stream || stream->device != current_device) return cudaErrorInvalidResourceHandle;
+    return put(stream, run, {}, name);
+}
+void coc_pass_time(double passed) { model().clock += passed; }
+
 /* ---- What tests set and ask */
 
 void coc_set_order(coc_order order, uint64_t seed) {
@@ -1456,6 +1489,7 @@ void coc_set_schedule(coc_schedule schedule) {
     model().schedule = schedule;
 }
 
+void coc_set_modelled_clock(int modelled) { model().modelled_clock = modelled; }
 void coc_set_patience(int queries) { model().patience = queries; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
@@ -1533,6 +1567,7 @@ coc_alive coc_living() {
     alive.events = (long)m.events.size();
     alive.graphs = (long)m.graphs.size();
     alive.graph_execs = (long)m.execs.size();
+    alive.blas_objects = coc_blas_living();
     return alive;
 }
 
@@ -1551,7 +1586,9 @@ void coc_reset() {
     m.devices.clear();
     for (auto &entry : m.pinned) free(entry.first);
     m.pinned.clear();
-    m.fail_in = 0;
+    m.fail_in = m.modelled_clock = 0;
+    m.clock = 0;
+    coc_blas_reset();
     current_device = 0;
     last_error = cudaSuccess;
     thread_mode = cudaStreamCaptureModeGlobal;

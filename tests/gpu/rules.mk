@@ -30,14 +30,14 @@ gpu-table:
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
-GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h tests/test.h
+GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/cublas_rules.h tests/test.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal
 GPU_CXX  := $(CXX) $(CXXWARN) -Itests/gpu/on_gpu $(COC_FLAGS)
 GPU_CU   := $(GPU_CXX) -x c++
 GPU_CUDA := $(BUILD)/model_amp_cuda.o
-GPU_REST := $(BUILD)/coc_engine.o $(BUILD)/coc_runtime.o
+GPU_REST := $(COC_PARTS:%=$(BUILD)/%)
 GPU_LIBS := $(COC_LIBS)
 else
 GPU_BIN  := $(BUILD)/gpu
@@ -47,7 +47,7 @@ GPU_CXX   = $(GPU_NVCC)
 GPU_CU    = $(GPU_NVCC) -gencode arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH)
 GPU_CUDA := $(BUILD)/gpu/amp_cuda.o
 GPU_REST :=
-GPU_LIBS := -lm -lpthread
+GPU_LIBS := -lcublasLt -lm -lpthread
 endif
 
 $(GPU_BIN):

@@ -74,7 +74,7 @@ class Runner:
         shown = " ".join(["sh tests/run.sh"] + programs + ["sanitize.sh"])
         self.commands.append(shown)
         self.say(shown)
-        last, text = "", []
+        last, text, rules = "", [], []
         child = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                  start_new_session=True)
         watch = threading.Timer(self.args.test_seconds, lambda: os.killpg(child.pid, signal.SIGKILL))
@@ -84,13 +84,17 @@ class Runner:
             last = text_line.strip() or last
             if text_line.startswith(("FAIL", "skip")):
                 text.append(without_paths(text_line.strip()))
+            if text_line.startswith(("confirmed: ", "struck: ")):
+                rules.append(text_line.strip())
         child.wait()
         watch.cancel()
         counts = re.match(r"(\d+) passed, (\d+) failed, (\d+) skipped$", last) if child.returncode >= 0 else None
         if counts is None:
             text.append(f"FAIL the tests did not come to their end in {self.args.test_seconds:g} s")
         passed, failed, skipped = (int(n) for n in counts.groups()) if counts else (0, 1, 0)
-        return {"programs": programs, "passed": passed, "failed": failed, "skipped": skipped, "not_passed": text}
+        return {"programs": programs, "passed": passed, "failed": failed, "skipped": skipped, "not_passed": text,
+                "rules_confirmed": sum(rule.startswith("confirmed") for rule in rules),
+                "rules_struck": [rule for rule in rules if rule.startswith("struck")]}
 
     def flags(self):
         a = self.args
@@ -116,11 +120,15 @@ def merge(runs, peers):
         for record in run:
             if record["event"] == "case":
                 row = rows.setdefault(record["case"], {"bytes": record["bytes"], "runs_ms": []})
+                row["operations"] = record.get("operations", 0)
                 row["runs_ms"].append(round(record["ms"], 6))
     for row in rows.values():
         row["ms"] = round(statistics.median(row["runs_ms"]), 6)
         row["spread"] = round(max(row["runs_ms"]) / min(row["runs_ms"]) - 1, 4) if min(row["runs_ms"]) > 0 else None
         row["gb_per_s"] = float(f"{row['bytes'] / row['ms'] * 1e-6:.4g}") if row["ms"] > 0 else None
+        operations = row.pop("operations")
+        if operations and row["ms"] > 0:
+            row["tflop_per_s"] = float(f"{operations / row['ms'] * 1e-9:.4g}")
     for record in peers:
         if record["event"] == "peer" and record["case"] in rows:
             kept = {k: record[k] for k in ("call", "ms", "skipped") if k in record}
@@ -182,7 +190,7 @@ def show(rows, verdicts, title):
         if v["verdict"] != "PASS" and v.get("why") != "a rehearsal":
             print(f"{v['verdict']}: {v['bar']}, {v['needs']}" +
                   (f": {v['measured']:g}" if v["measured"] is not None else f" ({v.get('why') or 'no result'})"))
-    print(f"\n{title}\n{'case':32s} {'ms':>9s} {'GB/s':>7s} {'of copy':>8s} {'eager':>7s} {'compiled':>9s}  bars")
+    print(f"\n{title}\n{'case':32s} {'ms':>9s} {'GB/s':>7s} {'of copy':>8s} {'TFLOP/s':>8s} {'eager':>7s} {'compiled':>9s}  bars")
     for name, row in rows.items():
         peers = row.get("peers", {})
         ratios = [cell(peers.get(mode, {}).get("ratio"), ".2f") + ("x" if peers.get(mode, {}).get("ratio") else "")
@@ -190,7 +198,7 @@ def show(rows, verdicts, title):
         own = [v["verdict"] for v in verdicts if v["bar"].startswith(name + ":")]
         worst = next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")
         print(f"{name:32s} {cell(row['ms'], '.4f'):>9s} {cell(row['gb_per_s'], '.4g'):>7s} {cell(row['share'], '.1%'):>8s} "
-              f"{ratios[0]:>7s} {ratios[1]:>9s}  {worst}")
+              f"{cell(row.get('tflop_per_s'), '.4g'):>8s} {ratios[0]:>7s} {ratios[1]:>9s}  {worst}")
     met = sum(v["verdict"] == "PASS" for v in verdicts)
     rehearsal = any(v.get("why") == "a rehearsal" for v in verdicts)
     print("eager, compiled: how many times as fast as PyTorch's.  " +
