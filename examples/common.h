@@ -761,6 +761,9 @@ static inline void gpt_bind_block(gpt *g, int64_t layer) {
     b->c_fc.pre = gpt_matrix(g, b->fc_in, 4 * g->config.channels);
     b->c_fc.dy = gpt_matrix(g, g->d_fc, 4 * g->config.channels);
     gpt_bind_linear(g, &b->mlp_proj, p + 10, b->fc_out, g->branch, g->d_fc);
+    b->mlp_proj.x_act = AMP_ACT_GELU;       /* its backward goes through it, so that c_fc's does not */
+    b->mlp_proj.x_pre = b->c_fc.pre;
+    b->c_fc.dy_before_act = 1;
     b->mlp_proj.dy = d_branch;
     gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
 }

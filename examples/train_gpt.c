@@ -78,7 +78,7 @@ static float ranks_combine(float x, amp_reduce_op op) {
 typedef struct settings {
     const char *data, *format, *out, *save, *resume, *init, *metrics;
     const char *tokenizer, *shuffle, *pin, *masters, *moments;
-    const char *precision, *level, *policy, *activations, *scaler, *preset, *model, *schedule, *prompt;
+    const char *precision, *level, *policy, *activations, *scaler, *preset, *model, *schedule, *prompt, *autotune;
     int64_t vocab, layers, heads, channels, seq, batch, accumulation, steps, epochs, warmup, seed;
     int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
     int64_t workers, prefetch;
@@ -89,9 +89,9 @@ typedef struct settings {
     double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
 } settings;
 
-typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH } option_type;
+typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH, SWITCH_TEXT } option_type;
 
-/* PATHS: two of them, kept as "first,second".
+/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".
    words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
 typedef struct option {
     const char *name;
@@ -148,6 +148,8 @@ static const option options[] = {
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"graph", SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
+    {"autotune", SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
+     "a GPU times its ways to each product once; --autotune=FILE keeps what it found (the CPU has no use for it)"},
 
     {"Loss scaler", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "auto: with fp16"},
@@ -217,7 +219,7 @@ enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics", "recompute",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
                                               "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
-                                              "timeout", "profile", "device", "graph", NULL};
+                                              "timeout", "profile", "device", "graph",   "autotune", NULL};
 
 /* What was given, as text: first the command line, then the checkpoint that is resumed. */
 typedef struct given_texts {
@@ -309,7 +311,7 @@ static amp_result parse_option(int i, const char *text, settings *set) {
     const option *o = &options[i];
     void *field = (char *)set + o->field;
     double value = 0;
-    if (o->type == TEXT || o->type == PATHS) memcpy(field, &text, sizeof text);
+    if (o->type == TEXT || o->type == PATHS || o->type == SWITCH_TEXT) memcpy(field, &text, sizeof text);
     if (o->type == CHOICE) {
         if (word_place(o->words, text) < 0) return refuse(o->name, "is not offered; one of: %s", o->words);
         memcpy(field, &text, sizeof text);
@@ -353,7 +355,7 @@ static amp_result unknown_flag(const char *flag) {
                         closest ? ": did you mean --" : "", closest ? closest : "");
 }
 
-/* "--name value", "--name=value", "--name" for a switch, "--name first second" for paths. */
+/* "--name value", "--name=value", "--name" for switches, "--name first second" for paths. */
 static amp_result read_command_line(int argc, char **argv) {
     int i;
     for (i = 1; i < argc; i++) {
@@ -368,7 +370,7 @@ static amp_result read_command_line(int argc, char **argv) {
         }
         if (strcmp(argv[i], "-h") == 0) at = option_index("help");
         if (at < 0) return unknown_flag(argv[i]);
-        if (options[at].type == SWITCH) {
+        if (options[at].type == SWITCH || (options[at].type == SWITCH_TEXT && equals == NULL)) {
             if (equals != NULL) return example_fail(AMP_ERR_RANGE, "--%s takes no value", options[at].name);
             given.text[at] = "on";
         } else if (equals != NULL) given.text[at] = equals + 1;
@@ -541,6 +543,8 @@ static amp_result open_context(run *r) {
     desc.policy = strcmp(set->policy, "torch") == 0 ? AMP_POLICY_TORCH : AMP_POLICY_FUSED;
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
+    desc.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+    if (desc.autotune == AMP_AUTOTUNE_ON && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay the same */
     desc.reducer.reduce = ranks_reduce;
     desc.reducer.rank = ranks.rank;

@@ -354,8 +354,10 @@ struct expectation {
             for (size_t j = 0; j < HIDDEN; j++) {
                 double off = sum_off(CHANNELS, b1[j], [&](size_t k) { return at(normal, i, k); },
                                      [&](size_t k) { return sure(w1[j * CHANNELS + k]); });
+                off += ldexp(fabs(b1[j]), -11);         /* a bias is rounded to the product's storage first */
                 pre.off[i * HIDDEN + j] = off;
-                hidden.off[i * HIDDEN + j] = 1.13 * off + 28 * u * fabs(hidden.v(i, j)) + 1e-37;
+                /* the hardware's tanh, in a product's epilogue, is within 2^-11 */
+                hidden.off[i * HIDDEN + j] = 1.13 * off + 28 * u * fabs(hidden.v(i, j)) + ldexp(fabs(pre.v(i, j)), -12) + 1e-37;
             }
         settle("hidden.pre", &pre, gpu->hidden.pre);
         settle("hidden", &hidden, gpu->hidden.y);

@@ -120,11 +120,15 @@ def merge(runs, peers):
         for record in run:
             if record["event"] == "case":
                 row = rows.setdefault(record["case"], {"bytes": record["bytes"], "runs_ms": []})
+                row["operations"] = record.get("operations", 0)
                 row["runs_ms"].append(round(record["ms"], 6))
     for row in rows.values():
         row["ms"] = round(statistics.median(row["runs_ms"]), 6)
         row["spread"] = round(max(row["runs_ms"]) / min(row["runs_ms"]) - 1, 4) if min(row["runs_ms"]) > 0 else None
         row["gb_per_s"] = float(f"{row['bytes'] / row['ms'] * 1e-6:.4g}") if row["ms"] > 0 else None
+        operations = row.pop("operations")
+        if operations and row["ms"] > 0:
+            row["tflop_per_s"] = float(f"{operations / row['ms'] * 1e-9:.4g}")
     for record in peers:
         if record["event"] == "peer" and record["case"] in rows:
             kept = {k: record[k] for k in ("call", "ms", "skipped") if k in record}
@@ -186,7 +190,7 @@ def show(rows, verdicts, title):
         if v["verdict"] != "PASS" and v.get("why") != "a rehearsal":
             print(f"{v['verdict']}: {v['bar']}, {v['needs']}" +
                   (f": {v['measured']:g}" if v["measured"] is not None else f" ({v.get('why') or 'no result'})"))
-    print(f"\n{title}\n{'case':32s} {'ms':>9s} {'GB/s':>7s} {'of copy':>8s} {'eager':>7s} {'compiled':>9s}  bars")
+    print(f"\n{title}\n{'case':32s} {'ms':>9s} {'GB/s':>7s} {'of copy':>8s} {'TFLOP/s':>8s} {'eager':>7s} {'compiled':>9s}  bars")
     for name, row in rows.items():
         peers = row.get("peers", {})
         ratios = [cell(peers.get(mode, {}).get("ratio"), ".2f") + ("x" if peers.get(mode, {}).get("ratio") else "")
@@ -194,7 +198,7 @@ def show(rows, verdicts, title):
         own = [v["verdict"] for v in verdicts if v["bar"].startswith(name + ":")]
         worst = next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")
         print(f"{name:32s} {cell(row['ms'], '.4f'):>9s} {cell(row['gb_per_s'], '.4g'):>7s} {cell(row['share'], '.1%'):>8s} "
-              f"{ratios[0]:>7s} {ratios[1]:>9s}  {worst}")
+              f"{cell(row.get('tflop_per_s'), '.4g'):>8s} {ratios[0]:>7s} {ratios[1]:>9s}  {worst}")
     met = sum(v["verdict"] == "PASS" for v in verdicts)
     rehearsal = any(v.get("why") == "a rehearsal" for v in verdicts)
     print("eager, compiled: how many times as fast as PyTorch's.  " +
