@@ -76,6 +76,7 @@
        gradients              amp_set_create amp_set_found amp_set_device amp_set_apply
        optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
                               amp_optimizer_bytes
+       graphs                 amp_graph_begin amp_graph_end amp_graph_launch
        data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
@@ -212,6 +213,7 @@ extern "C" {
     X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update before the next amp_scaler_check") \
     X(AMP_ERR_STEPPED,     205, "already stepped since the last update", "call amp_scaler_update after each step") \
     X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded",             "call amp_scaler_check for at least one set before the update") \
+    X(AMP_ERR_GRAPH,       207, "a captured graph is out of date",       "capture the step again") \
     X(AMP_ERR_MEMORY,      301, "out of memory",                         "use a smaller batch, or give the context a larger allocator") \
     X(AMP_ERR_THREAD,      302, "a thread could not be started",         "raise the thread limit or use fewer workers") \
     X(AMP_ERR_OPEN,        401, "a file could not be opened",            "check path and permissions") \
@@ -901,6 +903,7 @@ typedef struct amp_k_dropout {      /* y = kept ? x / (1 - p) : 0; element i is 
     int64_t n;
     float p;
     uint64_t seed, offset;
+    const uint64_t *base;           /* device; added to offset; NULL: 0 */
 } amp_k_dropout;
 
 typedef struct amp_k_add {          /* y = alpha a + beta b; b NULL: y = alpha a */
@@ -1023,7 +1026,7 @@ typedef struct amp_k_scaler_rule {
 /* One step's constants, as the rules need them. */
 typedef struct amp_k_step_rule {
     double divisor;                 /* micro-batches times ranks: gradients are averaged by it */
-    double beta1, beta2, lr;
+    double beta1, beta2, lr;        /* lr below 0: found->lr is in force */
     double clip_norm;               /* 0: none */
     int32_t unscaled;               /* 1: the check multiplied the gradients in memory by `factor` */
     int32_t apply_nonfinite;        /* 1: never skip */
@@ -1038,6 +1041,7 @@ typedef enum amp_rule_kind {
     AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
     AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
     AMP_RULE_SET_INTERVAL = 8,      /* the rule's interval; value not 0: a tracker at or beyond it restarts */
+    AMP_RULE_LAUNCH = 9,            /* before a captured step: found->lr = lr, *random = random_offset; either may be NULL */
     AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
 } amp_rule_kind;
 
@@ -1048,6 +1052,8 @@ typedef struct amp_k_rule {
     amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
     amp_k_found *found;             /* device */
     amp_k_outcome *outcomes;        /* device; the ring */
+    uint64_t *random;               /* device */
+    uint64_t random_offset;
     amp_k_scaler_rule scaler_rule;  /* by value */
     amp_k_step_rule step_rule;      /* by value */
 } amp_k_rule;
@@ -1353,6 +1359,7 @@ typedef struct amp_plan {
     amp_rule rule;
     amp_mode mode;
     uint64_t random_seed, random_offset;    /* of dropout */
+    int32_t captured, reserved;     /* 1: the offset counts from where a launch of the graph begins */
     uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
@@ -1534,7 +1541,7 @@ AMPI_INLINE amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { retur
 AMPI_INLINE amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return amp_softmax_backward_v(amp, op, AMP_ABI(amp_softmax_op)); }
 
 /* y = act(x + bias), any shape, contiguous.  If a backward follows, y may be x for TANH, and for RELU without a
-   bias (they need y or the sign of it); the others read x again.  Errors: 101, 102, 103, 105 (such a y). */
+   bias (they need y or the sign of it); the others read x again.  Errors: 102, 110 (such a y). */
 typedef struct amp_activation_op {
     const char *layer;
     amp_tensor x, y;
@@ -1920,6 +1927,28 @@ typedef struct amp_outcome {
 AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out);
 AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
 
+/* A captured graph (CUDA graphs): what is called between begin and end is not done but recorded, and each launch does
+   all of it at the cost of one call.  A whole training step can be captured, dynamic loss scaling included:
+
+       step once as usual;                         (buffers, masks and plans exist from then on)
+       amp_graph_begin(amp); forward; backward; amp_step; amp_graph_end(amp, &graph);
+       then each step: amp_loader_next; amp_copy of the batch into the buffers that were captured;
+                       amp_optimizer_set_lr; amp_graph_launch(graph); amp_outcome_next;
+
+   The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
+   read from device memory.  In between nothing may wait for the device, and accumulation cycles must be whole.  While a
+   graph lives, copies in the cast and mask caches stay.  What is built into it and cannot change: the dtype, overrides,
+   an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes; launching after such a
+   change is error 207.  Destroy graphs before the optimizers they step, and before the context.
+   Errors: 101; begin: 106 one is being captured, 108 the backend has no graphs (the CPU's has none), 301, 501; end: 106
+   nothing is captured, or a cycle is not whole, 501 with what could not be captured; launch: 106, 207, 501.  After a
+   failed end nothing was done and nothing changed. */
+typedef struct amp_graph amp_graph;
+AMP_API amp_result amp_graph_begin(amp_context *amp);
+AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
+AMP_API amp_result amp_graph_launch(amp_graph *graph);
+AMP_API void amp_graph_destroy(amp_graph *graph);
+
 /* Moments, masters, step count, learning rate, seed, accumulation position (with the gradients, in the middle of a
    cycle), counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
    Weights are the host's to save, and to load first.  Remainders are saved as the fp32 masters they stand for, so each
@@ -2003,7 +2032,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     const amp_k_scaler_rule *r = &rule->scaler_rule;
     amp_k_outcome *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
     f->attempts++;
-    f->lr = rule->step_rule.lr;
+    if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
     if (f->skip) {
         f->skips++;
         f->consecutive_skips++;
@@ -2108,6 +2137,10 @@ AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
         case AMP_RULE_SET_INTERVAL:
             s->growth_interval = rule->scaler_rule.growth_interval;
             if (ampi_is_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+            break;
+        case AMP_RULE_LAUNCH:
+            if (f) f->lr = rule->step_rule.lr;
+            if (rule->random) *rule->random = rule->random_offset;
             break;
         default: break;
     }
@@ -5515,6 +5548,7 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_dropout *a = (const amp_k_dropout *)job->args;
     uint32_t threshold = (uint32_t)ceil((double)a->p * 16777216.0);
+    uint64_t offset = a->offset + (a->base != NULL ? *a->base : 0);
     float scale = 1.0f / (1.0f - a->p), x_room[AMPI_TILE], y_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
@@ -5529,7 +5563,7 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
         }
         x = ampi_row_in(from, a->x_dtype, n, x_room, job->cpu->path);
         y = ampi_row_out(to, a->y_dtype, y_room);
-        job->vec->dropout(x, y, n, threshold, scale, a->seed, a->offset + (uint64_t)at);
+        job->vec->dropout(x, y, n, threshold, scale, a->seed, offset + (uint64_t)at);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
 }
@@ -6436,6 +6470,13 @@ typedef struct ampi_mask_entry {
     int64_t bytes;
 } ampi_mask_entry;
 
+/* Numbers in device memory. */
+typedef struct ampi_cells {
+    int32_t bad_row, reserved;      /* 1 + a row where a kernel found something out of range; 0: none */
+    int64_t new_inf;                /* of the cast cache */
+    uint64_t random;                /* where the random numbers of the graph launched last begin */
+} ampi_cells;
+
 struct amp_context {
     amp_desc desc;                  /* effective */
     amp_system system;
@@ -6458,8 +6499,11 @@ struct amp_context {
     ampi_layer_rule *layers; int64_t n_layers, layer_room;
     ampi_user_op *ops; int64_t n_ops, op_room;
     amp_cast_policy override_policy[AMPI_BUILTIN_OPS];
-    int32_t *bad_row;               /* device memory, for devices the host cannot read: what a kernel found out of range;
-                                       8 bytes further the casts' new infinities (int64_t) */
+    ampi_cells *cells;              /* device memory; NULL where the host sees it anyway and there are no graphs */
+    amp_graph *capture;             /* being captured, else NULL */
+    int graphs;                     /* that live: the caches keep what they refer to */
+    uint64_t settings_version;      /* moves with everything that is built into a graph */
+    uint64_t capture_random;        /* random_offset when the capture began */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
 };
 
@@ -6469,6 +6513,43 @@ AMPI_PRIVATE const amp_backend *ampi_backend(const amp_context *amp, void **dev,
     *dev = amp->dev;
     *stream = amp->desc.stream;
     return amp->backend;
+}
+AMPI_PRIVATE amp_result ampi_may_wait(const amp_context *amp) {
+    if (amp->capture == NULL) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "a call since then waits for the device, which only records: move it behind amp_graph_end");
+}
+/* Something changed that captured graphs have built in. */
+AMPI_PRIVATE void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
+AMPI_PRIVATE uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
+/* The graph that is being captured, or NULL. */
+AMPI_PRIVATE amp_graph *ampi_capture(const amp_context *amp) { return amp->capture; }
+AMPI_PRIVATE void ampi_capture_begin(amp_context *amp, amp_graph *graph) {
+    amp->capture = graph;
+    amp->graphs++;
+    amp->capture_random = amp->random_offset;
+}
+/* Returns how many random numbers the captured work takes; they are not used up. */
+AMPI_PRIVATE uint64_t ampi_capture_end(amp_context *amp) {
+    uint64_t taken = amp->random_offset - amp->capture_random;
+    amp->random_offset = amp->capture_random;
+    amp->capture = NULL;
+    return taken;
+}
+AMPI_PRIVATE void ampi_graph_left(amp_context *amp) { amp->graphs--; }
+/* Where a graph reads its first random offset, and what that is now. */
+AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
+    *offset = amp->random_offset;
+    return &amp->cells->random;
+}
+AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
+/* 1: some registered parameter has a gradient that no step has used; clear 1: no more. */
+AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
+    int64_t i, live = 0;
+    for (i = 0; i < amp->n_params; i++) {
+        live += amp->params[i]->grad_live != 0;
+        if (clear) amp->params[i]->grad_live = 0;
+    }
+    return live > 0;
 }
 AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
 AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
@@ -6610,9 +6691,9 @@ static amp_result ampi_open_device(amp_context *amp) {
         AMPI_TRY(ampi_chosen(&amp->choice, AMP_F32, 0, 0, "level O0 computes in fp32"));
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
-    if (amp->backend->host_visible) return AMP_OK;
-    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, 16));
-    return amp->backend->fill(amp->dev, amp->bad_row, 0, 16, amp->desc.stream);
+    if (amp->backend->host_visible && amp->backend->graph_begin == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->cells, sizeof *amp->cells));
+    return amp->backend->fill(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
 }
 
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi) {
@@ -6655,7 +6736,7 @@ AMP_API void amp_close(amp_context *amp) {
         amp_mask_cache_clear(amp);
         for (i = 0; i < amp->block_room; i++)
             if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
-        if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, 16);
+        if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
         amp->backend->close(amp->dev);
     }
     ampi_free(&system, amp->blocks, amp->block_room, sizeof *amp->blocks);
@@ -6697,6 +6778,7 @@ AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     if (choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice.reason);
     amp->choice = choice;
     amp->desc.dtype = choice.dtype;
+    ampi_settings_changed(amp);
     amp_cast_cache_clear(amp);
     return AMP_OK;
 }
@@ -6797,10 +6879,11 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes
 AMP_API amp_result amp_sync(amp_context *amp) {
     int32_t bad = 0;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_sync", "amp is NULL");
-    if (amp->bad_row) AMPI_TRY(amp->backend->copy(amp->dev, &bad, amp->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
+    AMPI_TRY(ampi_may_wait(amp));
+    if (!amp->backend->host_visible) AMPI_TRY(amp->backend->copy(amp->dev, &bad, &amp->cells->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
     AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
     if (bad == 0) return AMP_OK;
-    AMPI_TRY(amp->backend->fill(amp->dev, amp->bad_row, 0, sizeof bad, amp->desc.stream));
+    AMPI_TRY(amp->backend->fill(amp->dev, &amp->cells->bad_row, 0, sizeof bad, amp->desc.stream));
     return ampi_fail(AMP_ERR_LABEL, "amp_sync", "an operator since the last wait met a label or id out of range in row %d", bad - 1);
 }
 
@@ -6883,6 +6966,7 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
         ampi_cache_drop(amp, p->id);
         p->id = 0;
     }
+    ampi_settings_changed(amp);
     amp->n_params = kept;
     ampi_unlock(amp);
 }
@@ -7028,7 +7112,7 @@ static void ampi_mask_remove(amp_context *amp, int64_t i) {
 }
 
 static void ampi_mask_make_room(amp_context *amp, int64_t more) {
-    while (amp->desc.mask_limit > 0 && amp->mask_info.bytes + more > amp->desc.mask_limit) {
+    while (amp->graphs == 0 && amp->desc.mask_limit > 0 && amp->mask_info.bytes + more > amp->desc.mask_limit) {
         int64_t oldest = -1, i;
         for (i = 0; i < amp->n_masks; i++)
             if (amp->masks[i].users == 0 && (oldest < 0 || amp->masks[i].last_use < amp->masks[oldest].last_use)) oldest = i;
@@ -7042,6 +7126,7 @@ static void ampi_mask_make_room(amp_context *amp, int64_t more) {
 static amp_result ampi_mask_add(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, ampi_mask_entry *e) {
     size_t bytes = 0;
     amp_result result;
+    AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(ampi_bytes("amp_mask_get", batch * queries, (size_t)keys * amp_dtype_size(dtype), &bytes));
     AMPI_TRY(ampi_grow(amp, "amp_mask_get", (void **)&amp->masks, amp->n_masks, &amp->mask_room, sizeof *amp->masks));
     ampi_mask_make_room(amp, (int64_t)bytes);
@@ -7130,7 +7215,7 @@ static void ampi_mask_remove_kind(amp_context *amp, amp_mask_kind kind, int any)
     if (amp == NULL) return;
     ampi_lock(amp);
     for (i = amp->n_masks - 1; i >= 0; i--)
-        if (amp->masks[i].users == 0 && (any || amp->masks[i].kind == kind)) ampi_mask_remove(amp, i);
+        if (amp->graphs == 0 && amp->masks[i].users == 0 && (any || amp->masks[i].kind == kind)) ampi_mask_remove(amp, i);
     ampi_unlock(amp);
 }
 
@@ -7410,6 +7495,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is no built-in operator", op);
     if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = policy;
+    ampi_settings_changed(amp);
     return AMP_OK;
 }
 
@@ -7430,6 +7516,7 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
         snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
         amp->layers[amp->n_layers++].dtype = choice.dtype;
     }
+    ampi_settings_changed(amp);
     ampi_unlock(amp);
     return result;
 }
@@ -7437,7 +7524,10 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
 /* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.
    Everything here runs with the context's lock held, the making included, so that a copy is made once. */
 
+/* A graph that lives may use the memory: then it stays, out of date. */
 static void ampi_cache_remove(amp_context *amp, int64_t i) {
+    amp->cache[i].version = UINT64_MAX;
+    if (amp->graphs > 0) return;
     ampi_free_locked(amp, amp->cache[i].data);
     amp->cache_info.entries--;
     amp->cache_info.bytes -= amp->cache[i].bytes;
@@ -7454,7 +7544,7 @@ static void ampi_cache_drop(amp_context *amp, uint64_t id) {
    the host stay while any region is open. */
 static void ampi_cache_make_room(amp_context *amp, int64_t more) {
     int regions = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
-    while (amp->desc.cache_limit > 0 && amp->cache_info.bytes + more > amp->desc.cache_limit) {
+    while (amp->graphs == 0 && amp->desc.cache_limit > 0 && amp->cache_info.bytes + more > amp->desc.cache_limit) {
         int64_t oldest = -1, i;
         for (i = 0; i < amp->n_cache; i++) {
             const ampi_cache_entry *e = &amp->cache[i];
@@ -7480,7 +7570,7 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
 
 /* Fills the entry's memory from the weight. */
 static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
-    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : (int64_t *)(void *)(amp->bad_row + 2);
+    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : &amp->cells->new_inf;
     amp_k_pack pack;
     amp_k_cast cast;
     if (e->kind != AMPI_PACK_CAST) {
@@ -7600,8 +7690,9 @@ AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *o
     *out = amp->cache_info;
     out->limit = amp->desc.cache_limit;
     ampi_unlock(amp);
-    if (amp->bad_row == NULL) return AMP_OK;
-    AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, amp->bad_row + 2, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
+    if (amp->backend->host_visible) return AMP_OK;
+    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, &amp->cells->new_inf, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
     return amp->backend->stream_sync(amp->dev, amp->desc.stream);
 }
 
@@ -7680,7 +7771,7 @@ static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.dat
 static const char *ampi_layer_name(const char *layer, const amp_param *p) { return layer ? layer : p ? p->name : NULL; }
 
 /* What a kernel found out of range: read back at once where the host can, otherwise at the next wait. */
-static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->backend->host_visible ? here : amp->bad_row; }
+static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->backend->host_visible ? here : &amp->cells->bad_row; }
 
 /* ---- Linear */
 
@@ -7706,7 +7797,8 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype, ampi_versions(op->weight, op->bias), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype,
+                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
     g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
     g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
@@ -8269,7 +8361,8 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->table, op->positions), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT,
+                               ampi_versions(op->table, op->positions), &op->plan, &plan));
     k.bad_id = ampi_bad_row(amp, &bad);
     AMPI_TRY(amp->backend->embedding(amp->dev, &k, amp->desc.stream));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
@@ -8314,6 +8407,7 @@ static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dr
     k.p = plan->mode == AMP_MODE_INFERENCE ? 0 : op->p;
     k.seed = plan->random_seed;
     k.offset = plan->random_offset;
+    k.base = plan->captured ? &amp->cells->random : NULL;
     return amp->backend->dropout(amp->dev, &k, amp->desc.stream);
 }
 
@@ -8321,7 +8415,8 @@ static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dr
 static void ampi_dropout_numbers(amp_context *amp, int64_t n, amp_plan *plan) {
     plan->random_seed = amp->desc.seed;
     ampi_lock(amp);
-    plan->random_offset = amp->random_offset;
+    plan->random_offset = amp->random_offset - (amp->capture ? amp->capture_random : 0);
+    plan->captured = amp->capture != NULL;
     if (plan->mode != AMP_MODE_INFERENCE) amp->random_offset += (uint64_t)n;
     ampi_unlock(amp);
 }
@@ -8449,6 +8544,7 @@ AMPI_PRIVATE amp_scaler *ampi_enabled(amp_scaler *scaler) {
 
 AMPI_PRIVATE amp_result ampi_wait(const amp_context *amp) {
     void *dev, *stream;
+    AMPI_TRY(ampi_may_wait(amp));
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     return backend->stream_sync(dev, stream);
 }
@@ -8456,12 +8552,14 @@ AMPI_PRIVATE amp_result ampi_wait(const amp_context *amp) {
 AMPI_PRIVATE amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src, size_t bytes) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(backend->copy(dev, dst, src, bytes, AMP_COPY_TO_HOST, stream));
     return backend->stream_sync(dev, stream);
 }
 
 /* Waits too, because src may be on the stack. */
 AMPI_PRIVATE amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
+    AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp_copy(amp, dst, src, (int64_t)bytes, AMP_COPY_TO_DEVICE));
     return ampi_wait(amp);
 }
@@ -8531,6 +8629,7 @@ AMP_API void amp_set_destroy(amp_set *set) {
     const amp_system *s;
     if (set == NULL) return;
     s = ampi_context_system(set->amp);
+    ampi_settings_changed(set->amp);
     ampi_set_unlink(set);
     amp_free(set->amp, set->table);
     amp_free(set->amp, set->found);
@@ -8930,6 +9029,7 @@ AMPI_PRIVATE void ampi_scaler_release_sets(amp_scaler *scaler) {
 
 AMP_API void amp_scaler_destroy(amp_scaler *scaler) {
     if (scaler == NULL) return;
+    ampi_settings_changed(scaler->amp);
     ampi_scaler_release_sets(scaler);
     amp_free(scaler->amp, scaler->device);
     ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
@@ -8979,6 +9079,7 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     AMPI_TRY(ampi_check_factors("amp_scaler_set_rule", d.growth_factor, d.backoff_factor, d.growth_interval));
     scaler->desc = d;
     scaler->rule = ampi_scaler_rule(&d);
+    ampi_settings_changed(scaler->amp);
     if (growth_interval == 0) return AMP_OK;
     rule = ampi_rule(AMP_RULE_SET_INTERVAL, scaler, NULL);
     rule.value = d.preset == AMP_SCALER_TORCH ? 0.0f : 1.0f;
@@ -9161,6 +9262,7 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     scaler->checked = counters[9] != 0;
     scaler->desc = d;
     scaler->rule = ampi_scaler_rule(&d);
+    ampi_settings_changed(scaler->amp);
     return AMP_OK;
 }
 
@@ -9404,6 +9506,7 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
     s = ampi_context_system(o->amp);
     backend = ampi_backend(o->amp, &dev, &stream);
     ampi_wait(o->amp);
+    ampi_settings_changed(o->amp);
     for (i = 0; i < AMP_OUTCOMES; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
     for (i = 0; o->set != NULL && i < o->set->n; i++) if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
     if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_OUTCOMES * sizeof *o->outcomes);
@@ -9464,6 +9567,29 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     return AMP_OK;
 }
 
+/* ---- Graphs: what a launch has to do on the host beside launching */
+
+struct amp_graph {
+    amp_context *amp;
+    void *exec;                     /* the backend's; NULL while capturing */
+    uint64_t settings_version;
+    uint64_t random;                /* random numbers that a launch takes */
+    amp_optimizer **optimizers; int64_t n, room;    /* that it steps, each once */
+};
+
+/* Records an optimizer whose cycle begins in the graph that is being captured. */
+AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
+    amp_graph *graph = ampi_capture(o->amp);
+    int64_t i;
+    if (graph == NULL || o->micro > 0) return AMP_OK;
+    for (i = 0; i < graph->n; i++)
+        if (graph->optimizers[i] == o)
+            return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "an optimizer steps twice: a graph holds one step of each");
+    AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->room, sizeof(void *)));
+    graph->optimizers[graph->n++] = o;
+    return AMP_OK;
+}
+
 /* ---- The step */
 
 AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
@@ -9485,21 +9611,31 @@ AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return backend->sgd(dev, &sgd, stream);
 }
 
-/* Counts the step on the device and sends its outcome on the way to the host; scaler is enabled or NULL. */
-AMPI_PRIVATE amp_result ampi_count_step(amp_optimizer *o, const amp_scaler *scaler) {
-    void *dev, *stream;
-    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
-    int64_t slot = o->attempts % AMP_OUTCOMES;
+/* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH wrote. */
+AMPI_PRIVATE amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.outcomes = o->ring;
     rule.step_rule.beta1 = o->desc.beta1;
     rule.step_rule.beta2 = o->desc.beta2;
-    rule.step_rule.lr = o->desc.lr;
-    AMPI_TRY(backend->rule(dev, &rule, stream));
+    rule.step_rule.lr = ampi_capture(o->amp) ? -1 : o->desc.lr;
+    return ampi_run_rule(o->amp, &rule);
+}
+
+/* Sends the step's outcome on the way to the host. */
+AMPI_PRIVATE amp_result ampi_send_outcome(amp_optimizer *o) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    int64_t slot = o->attempts % AMP_OUTCOMES;
     AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
     o->attempts++;
     return AMP_OK;
+}
+
+/* The weights have other values now. */
+AMPI_PRIVATE void ampi_touch_weights(const amp_set *set) {
+    int64_t i;
+    for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_touch(set->params[i]);
 }
 
 /* The stages that amp_optimizer_step and amp_step can start from. */
@@ -9520,11 +9656,10 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
     }
     AMPI_TRY(ampi_count_step(o, enabled));
+    if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_outcome(o));
     AMPI_TRY(ampi_run_optimizer(o));
-    for (i = 0; i < set->n; i++) {
-        set->params[i]->grad_live = 0;
-        if (set->rows[i].live) amp_param_touch(set->params[i]);
-    }
+    ampi_touch_weights(set);
+    for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     return AMP_OK;
@@ -9532,6 +9667,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
 
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_optimizer_step", optimizer, scaler));
+    AMPI_TRY(ampi_graph_note(optimizer));
     return ampi_step(optimizer, scaler);
 }
 
@@ -9544,6 +9680,7 @@ AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) 
 
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_step", optimizer, scaler));
+    AMPI_TRY(ampi_graph_note(optimizer));
     if (optimizer->micro + 1 < optimizer->desc.accumulation) {
         AMPI_TRY(ampi_clip_running(optimizer, scaler));
         optimizer->micro++;
@@ -9595,6 +9732,117 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_outcome_flush", "optimizer is NULL");
     optimizer->flushed = optimizer->attempts;
     return ampi_wait(optimizer->amp);
+}
+
+/* ---- Capturing and launching */
+
+AMP_API void amp_graph_destroy(amp_graph *graph) {
+    amp_context *amp;
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (graph == NULL) return;
+    amp = graph->amp;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (graph->exec != NULL) backend->graph_destroy(dev, graph->exec);
+    ampi_free(ampi_context_system(amp), graph->optimizers, graph->room, sizeof(void *));
+    ampi_free(ampi_context_system(amp), graph, 1, sizeof *graph);
+    ampi_graph_left(amp);
+}
+
+AMP_API amp_result amp_graph_begin(amp_context *amp) {
+    const char *f = "amp_graph_begin";
+    void *dev, *stream;
+    const amp_backend *backend;
+    amp_graph *graph;
+    amp_result result;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp is NULL");
+    backend = ampi_backend(amp, &dev, &stream);
+    if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
+    if (backend->graph_begin == NULL)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step as it is", backend->name);
+    if (ampi_live_gradients(amp, 0)) return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&graph, 1, sizeof *graph));
+    graph->amp = amp;
+    amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
+    ampi_capture_begin(amp, graph);
+    result = backend->graph_begin(dev, stream);
+    if (result == AMP_OK) return AMP_OK;
+    ampi_capture_end(amp);
+    amp_graph_destroy(graph);
+    return result;
+}
+
+/* Every cycle that was begun must have ended with its step and update. */
+AMPI_PRIVATE amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
+    int64_t i;
+    int open = ampi_live_gradients(graph->amp, 0);
+    for (i = 0; i < graph->n; i++) open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
+    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps") : AMP_OK;
+}
+
+/* What the calls of a failed capture left on the host. */
+AMPI_PRIVATE void ampi_graph_undo(const amp_graph *graph) {
+    int64_t i;
+    ampi_live_gradients(graph->amp, 1);
+    for (i = 0; i < graph->n; i++) {
+        graph->optimizers[i]->micro = 0;
+        ampi_set_unlink(graph->optimizers[i]->set);
+    }
+}
+
+AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
+    const char *f = "amp_graph_end";
+    void *dev, *stream;
+    const amp_backend *backend;
+    amp_graph *graph;
+    amp_result result;
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp or out is NULL");
+    backend = ampi_backend(amp, &dev, &stream);
+    graph = ampi_capture(amp);
+    if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
+    graph->random = ampi_capture_end(amp);
+    graph->settings_version = ampi_settings_version(amp);
+    result = backend->graph_end(dev, stream, &graph->exec);
+    if (result == AMP_OK) result = ampi_graph_check(graph, f);
+    if (result == AMP_OK) *out = graph;
+    else {
+        ampi_graph_undo(graph);
+        amp_graph_destroy(graph);
+    }
+    return result;
+}
+
+/* The numbers that change from launch to launch go to the device by value. */
+AMPI_PRIVATE amp_result ampi_graph_numbers(const amp_graph *graph) {
+    int64_t i;
+    for (i = 0; i < AMPI_MAX(graph->n, (int64_t)1); i++) {
+        amp_k_rule rule = ampi_rule(AMP_RULE_LAUNCH, NULL, i < graph->n ? graph->optimizers[i]->set : NULL);
+        if (i < graph->n) rule.step_rule.lr = graph->optimizers[i]->desc.lr;
+        if (i == 0) rule.random = ampi_random_cell(graph->amp, &rule.random_offset);
+        AMPI_TRY(ampi_run_rule(graph->amp, &rule));
+    }
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_graph_launch(amp_graph *graph) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    int64_t i;
+    if (graph == NULL) return ampi_fail(AMP_ERR_NULL, "amp_graph_launch", "graph is NULL");
+    backend = ampi_backend(graph->amp, &dev, &stream);
+    AMPI_TRY(ampi_may_wait(graph->amp));
+    if (graph->settings_version != ampi_settings_version(graph->amp))
+        return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch", "precision, overrides or settings changed since it was captured");
+    AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
+    AMPI_TRY(ampi_graph_numbers(graph));
+    AMPI_TRY(backend->graph_launch(dev, graph->exec, stream));
+    ampi_random_advance(graph->amp, graph->random);
+    for (i = 0; i < graph->n; i++) {
+        ampi_touch_weights(graph->optimizers[i]->set);
+        AMPI_TRY(ampi_send_outcome(graph->optimizers[i]));
+    }
+    return AMP_OK;
 }
 
 /* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0, master.0
@@ -9997,6 +10245,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
     ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
+    ampi_settings_changed(o->amp);
     return r;
 }
 

@@ -2913,8 +2913,9 @@ struct ampc_drop {
     uint32_t threshold;
     float scale;
     uint64_t seed, offset;
+    const uint64_t *base;
     template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t index) const {
-        uint64_t first = offset + (uint64_t)index;
+        uint64_t first = offset + (base != NULL ? *base : 0) + (uint64_t)index;
         int shift = (int)(first % 4), blocks = V / 4 + 1;
         uint32_t words[(V / 4 + 1) * 4 + 3] = {};
         AMPC_UNROLL
@@ -2940,7 +2941,7 @@ amp_result ampc_dropout(void *dev, const amp_k_dropout *args, void *stream) {
     m.in[0] = ampc_flat(args->x, args->x_dtype, args->n);
     m.out[0] = ampc_flat(args->y, args->y_dtype, args->n);
     if (threshold == 0) return ampc_map_run(dev, "amp_dropout", m, ampc_unchanged(), stream);
-    ampc_drop op = {threshold, 1.0f / (1.0f - args->p), args->seed, args->offset};
+    ampc_drop op = {threshold, 1.0f / (1.0f - args->p), args->seed, args->offset, args->base};
     return ampc_map_run(dev, "amp_dropout", m, op, stream);
 }
 

@@ -140,7 +140,7 @@ static std::string dropout(const cuda_shape &shape, const dtypes &t, const drop_
     int64_t n = shape.count();
     std::string x = data_of(n, 3, t.a);
     cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
-        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset};
+        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset, NULL};
         ok(s.backend->dropout(s.dev, &k, NULL));
         s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
     });

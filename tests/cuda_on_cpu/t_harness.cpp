@@ -73,7 +73,7 @@ void end() {
     std::string faults = coc_take_faults();
     CHECK_MSG(faults.empty(), "%s", faults.c_str());
     coc_alive left = coc_living();
-    CHECK_EQ(left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs, 0);
+    CHECK_EQ(left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs + left.blas_objects, 0);
     CHECK_EQ(left.bytes, 0);
 }
 #define HARNESS_TEST(name) \
