@@ -178,7 +178,7 @@ static inline void metrics_end(FILE *file) {
 
 /* Where the time of a training step goes.  pass 0: forward, 1: backward. */
 enum { PROFILE_LOADER, PROFILE_EMBEDDING, PROFILE_NORM, PROFILE_LINEAR, PROFILE_ATTENTION, PROFILE_DROPOUT,
-       PROFILE_HEAD, PROFILE_LOSS, PROFILE_OPTIMIZER, PROFILE_ROWS };
+       PROFILE_HEAD, PROFILE_LOSS, PROFILE_RECOMPUTE, PROFILE_OPTIMIZER, PROFILE_ROWS };
 typedef struct profile {
     double seconds[PROFILE_ROWS][2], all;
     int64_t steps;
@@ -519,6 +519,7 @@ typedef struct gpt_config {
     int64_t batch, seq;             /* the most that forward will be called with; seq at most positions */
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
     float dropout;                  /* on the embedding and on both residual branches; 0: none */
+    int32_t recompute;              /* 1: all blocks share the memory of one block's activations; see gpt_recompute */
 } gpt_config;
 
 /* One block: ops that keep their tensors, so that forward and backward are nothing but calls. */
@@ -553,7 +554,7 @@ typedef struct gpt {
     float *d_stream, *d_branch;     /* gradients; d_branch is d_stream unless there is dropout */
     void *d_norm, *d_heads, *d_qkv, *d_fc;
     int64_t batch, seq, rows;       /* what the ops are bound to */
-    profile *profile;               /* NULL: nothing is timed */
+    struct profile *profile;        /* NULL: nothing is timed */
 } gpt;
 
 /* The parameters of a block in units of channels: weights [rows C, cols C], vectors cols 0. */
@@ -625,10 +626,13 @@ static inline void gpt_place_activations(gpt *g, arena *a) {
     amp_dtype type = c->activations;
     for (layer = 0; layer < c->layers; layer++) {
         gpt_block *b = &g->blocks[layer];
+        if (layer > 0 && c->recompute) *b = b[-1];
+        b->end = arena_floats(a, rows * C);
+        if (layer > 0 && c->recompute) continue;        /* of its own it has only what the next block starts from */
         b->norm_1 = arena_take(a, rows * C, type);   b->qkv = arena_take(a, rows * 3 * C, type);
         b->heads = arena_take(a, rows * C, type);    b->norm_2 = arena_take(a, rows * C, type);
         b->fc_in = arena_take(a, rows * 4 * C, type); b->fc_out = arena_take(a, rows * 4 * C, type);
-        b->middle = arena_floats(a, rows * C);       b->end = arena_floats(a, rows * C);
+        b->middle = arena_floats(a, rows * C);
         b->mean_1 = arena_floats(a, rows);           b->rstd_1 = arena_floats(a, rows);
         b->mean_2 = arena_floats(a, rows);           b->rstd_2 = arena_floats(a, rows);
         b->lse = arena_floats(a, rows * c->heads);
@@ -966,6 +970,33 @@ static inline amp_result gpt_loss_read(gpt *g, float *out) {
     return amp_sync(g->amp);
 }
 
+/* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to it
+   a second time, and what the last linear adds is not needed. */
+static inline amp_result gpt_recompute(gpt *g, const gpt_block *block) {
+    gpt_block b = *block;
+    if (b.ln_1.sum.data != NULL) {
+        b.ln_1.x = b.ln_1.sum;
+        memset(&b.ln_1.residual, 0, sizeof b.ln_1.residual);
+        memset(&b.ln_1.sum, 0, sizeof b.ln_1.sum);
+    }
+    TRY(amp_layernorm(g->amp, &b.ln_1));
+    TRY(amp_linear(g->amp, &b.c_attn));
+    TRY(amp_attention(g->amp, &b.attention));
+    TRY(amp_linear(g->amp, &b.attn_proj));
+    if (g->config.dropout > 0) TRY(amp_dropout(g->amp, &b.attn_drop));
+    TRY(amp_layernorm(g->amp, &b.ln_2));
+    return amp_linear(g->amp, &b.c_fc);
+}
+
+/* The activations of a block whose memory another one's have taken since. */
+static inline amp_result gpt_recompute_block(gpt *g, int64_t layer) {
+    amp_result result;
+    TRY(amp_recompute_begin(g->amp));
+    result = gpt_recompute(g, &g->blocks[layer]);
+    TRY(amp_recompute_end(g->amp));
+    return result;
+}
+
 /* After gpt_forward and gpt_loss with backward: all gradients. */
 static inline amp_result gpt_backward(gpt *g) {
     amp_context *amp = g->amp;
@@ -976,6 +1007,8 @@ static inline amp_result gpt_backward(gpt *g) {
     TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &g->ln_f));
     for (layer = g->config.layers - 1; layer >= 0; layer--) {
         gpt_block *b = &g->blocks[layer];
+        if (g->config.recompute && layer < g->config.layers - 1)        /* the last block's are still there */
+            TIMED(p, amp, PROFILE_RECOMPUTE, 1, gpt_recompute_block(g, layer));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->mlp_drop));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->mlp_proj));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->c_fc));

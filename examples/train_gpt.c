@@ -79,6 +79,7 @@ typedef struct settings {
     int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
     int64_t workers, prefetch;
     int64_t save_interval, eval_interval, eval_batches, log_interval, sample, top_k, compare, help, stop_after, profile;
+    int64_t recompute;
     double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, clip, temperature, timeout;
     double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
 } settings;
@@ -141,6 +142,8 @@ static const option options[] = {
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"autotune", SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
      "a GPU times its ways to each product once; --autotune=FILE keeps what it found (the CPU has no use for it)"},
+    {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
+     "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
 
     {"Loss scaler", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "auto: with fp16"},
@@ -208,7 +211,7 @@ enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
                                               "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
-                                              "timeout", "profile",   "autotune", NULL};
+                                              "timeout", "profile",   "autotune", "recompute", NULL};
 
 /* What was given, as text: first the command line, then the checkpoint that is resumed. */
 typedef struct given_texts {
@@ -740,6 +743,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
+    config.recompute = (int32_t)set->recompute;
     if (result == AMP_OK) result = activation_dtype(r, &config.activations);
     if (result == AMP_OK && config.seq > config.positions)
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
@@ -1226,6 +1230,8 @@ static void print_run(const run *r) {
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
     printf("  storage     weights %s, activations %s, residual stream and gradients fp32\n",
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  activations %.1f MiB with logits and gradients%s\n", (double)r->model.memory_bytes / 1048576,
+           c->recompute ? ": one block's, and each block runs again in backward" : "");
     if (amp_optimizer_bytes(r->optimizer, &bytes) == AMP_OK)
         printf("  parameters  %.4g bytes each: weight %.4g, gradient %.4g, master %.4g, moments %.4g\n", bytes.total,
                bytes.weight, bytes.gradient, bytes.master, bytes.moments);
@@ -1255,6 +1261,7 @@ static void metrics_run(const run *r) {
     metrics_text(r->metrics, "level", r->set.level);
     metrics_integer(r->metrics, "scaler", r->scaler != NULL);
     metrics_integer(r->metrics, "parameters", r->model.weights_count);
+    metrics_integer(r->metrics, "activation_bytes", r->model.memory_bytes);
     metrics_text(r->metrics, "data", r->data);
     metrics_integer(r->metrics, "tokens", r->info.tokens);
     metrics_integer(r->metrics, "step", r->start);
@@ -1431,7 +1438,7 @@ static void print_profile_row(const run *r, const char *name, const double secon
 
 static amp_result print_profile(run *r) {
     static const char *const names[PROFILE_ROWS] = {"loader",  "embedding", "layernorm",     "linear",   "attention",
-                                                    "dropout", "lm_head",   "cross-entropy", "optimizer"};
+                                                    "dropout", "lm_head",   "cross-entropy", "recompute", "optimizer"};
     double peak, gemm, rest[2] = {0, 0}, none[2] = {0, 0};
     peak_loop loop;
     int row;
@@ -1446,7 +1453,7 @@ static amp_result print_profile(run *r) {
         flops[0] = gpt_flops(&r->model, row) * (double)r->set.accumulation;
         flops[1] = flops[0] * (row == PROFILE_ATTENTION ? 2.5 : 2);
         rest[0] -= r->profile.seconds[row][0] + r->profile.seconds[row][1];
-        if (row == PROFILE_DROPOUT && r->set.dropout <= 0) continue;
+        if ((row == PROFILE_DROPOUT && r->set.dropout <= 0) || (row == PROFILE_RECOMPUTE && !r->set.recompute)) continue;
         print_profile_row(r, names[row], r->profile.seconds[row], flops, peak);
     }
     print_profile_row(r, "the rest", rest, none, peak);
