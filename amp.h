@@ -10031,6 +10031,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     backend = ampi_backend(amp, &dev, &stream);
     graph = ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
+    amp_cast_cache_clear(amp);      /* what was recorded is not done yet */
     graph->random = ampi_capture_end(amp);
     graph->settings_version = ampi_settings_version(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
