@@ -113,7 +113,7 @@ struct gemm_bounds {
 
 private:
     void element(const gemm_case &x, const gemm_numbers &in, int64_t i, int64_t j) {
-        const float *a = &in.a[(size_t)(i / x.m * x.m * x.k)], *b = &in.b[(size_t)(i / x.m * x.k * x.n)];
+        const float *a = in.a.data() + i / x.m * x.m * x.k, *b = in.b.data() + i / x.m * x.k * x.n;
         int64_t r = i % x.m;
         size_t at = (size_t)(i * x.n + j);
         double sum = 0, size = 0, off;
