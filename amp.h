@@ -7995,7 +7995,8 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype, ampi_versions(op->weight, op->bias), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype,
+                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
     g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
     g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
@@ -8592,7 +8593,8 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->table, op->positions), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT,
+                               ampi_versions(op->table, op->positions), &op->plan, &plan));
     k.bad_id = ampi_bad_row(amp, &bad);
     AMPI_TRY(amp->backend->embedding(amp->dev, &k, amp->desc.stream));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);

@@ -4642,6 +4642,8 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
    Products of 16-bit numbers summed in fp32, and what feeds them; from compute capability 8.0 on.  How a fragment lies
    over the lanes of a warp: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
 
+enum { AMPC_TILE_THREADS = 128 };   /* of a block that works on tiles */
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #  define AMPC_TENSOR_CORES 1
 #else
@@ -4650,12 +4652,25 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
 
 #if AMPC_TENSOR_CORES
 
-__device__ __forceinline__ uint32_t ampc_shared_address(const void *p) {
-#if defined(__CUDA_ARCH__)
-    return (uint32_t)__cvta_generic_to_shared(p);
+/* An address in shared memory. */
+#if defined(__CUDACC__)
+typedef uint32_t ampc_address;
 #else
-    return (uint32_t)(uintptr_t)p;
+typedef uintptr_t ampc_address;
 #endif
+__device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
+#if defined(__CUDA_ARCH__)
+    return (uint32_t)__cvta_generic_to_shared(shared);
+#else
+    return (ampc_address)(uintptr_t)shared;
+#endif
+}
+/* A number of which the compiler knows nothing, so that it does not keep in registers what a loop computes from it. */
+__device__ __forceinline__ unsigned ampc_afresh(unsigned x) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
 }
 
 /* c += a b: a is 16 x 16, b 16 x 8, each a fragment. */
@@ -4676,20 +4691,20 @@ __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], 
 }
 
 /* Four 8 x 8 matrices from shared memory; lane 8 i + j names row j of matrix i. */
-__device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], const void *row) {
+__device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
 #elif !defined(__CUDACC__)
-    coc_ldmatrix_x4(r, row, false);
+    coc_ldmatrix_x4(r, (const void *)row, false);
 #endif
 }
-__device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], const void *row) {
+__device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
 #elif !defined(__CUDACC__)
-    coc_ldmatrix_x4(r, row, true);
+    coc_ldmatrix_x4(r, (const void *)row, true);
 #endif
 }
 
@@ -4698,7 +4713,7 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], co
 __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(ampc_shared_address(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
+                 :: "r"(ampc_address_of(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
 #elif !defined(__CUDACC__)
     coc_copy_async(shared, from, 16, there ? 16 : 0);
 #endif
@@ -4725,14 +4740,14 @@ template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
 template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
     return row * 2 * D + ((piece ^ (row & 7)) << 4);
 }
-
-enum { AMPC_TILE_THREADS = 128 };   /* of a block that fetches tiles */
+/* From the address of an even piece of a row in a tile that starts at a multiple of 128 to that of another: `by` pieces on. */
+__device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) { return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128; }
 
 /* Starts to copy ROWS rows, `stride` bytes apart; rows from `count` on become 0. */
 template <int D, int ROWS>
 __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int count) {
     const int pieces = D / 8, step = AMPC_TILE_THREADS / pieces;
-    int piece = (int)threadIdx.x % pieces, row = (int)threadIdx.x / pieces;
+    int thread = (int)ampc_afresh(threadIdx.x), piece = thread % pieces, row = thread / pieces;
     const char *p = (const char *)from + row * stride + piece * 16;
     static_assert(step % 8 == 0 && ROWS % step == 0, "every pass has the same exclusive-or");
     AMPC_UNROLL
@@ -4743,8 +4758,9 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
 /* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsigned char *a, const unsigned char *b) {
-    int lane = (int)threadIdx.x % 32;
-    int a_at = ampc_tile_at<D>(lane % 16, lane / 16), b_at = ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    int lane = (int)ampc_afresh(threadIdx.x) % 32;
+    ampc_address a_at = ampc_address_of(a + ampc_tile_at<D>(lane % 16, lane / 16));
+    ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2));
     AMPC_UNROLL
     for (int m = 0; m < M; m++) {
         AMPC_UNROLL
@@ -4754,11 +4770,11 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsi
     for (int k = 0; k < D / 16; k++) {
         uint32_t x[M][4];
         AMPC_UNROLL
-        for (int m = 0; m < M; m++) ampc_matrix_load(x[m], a + (a_at ^ k << 5) + m * 32 * D);
+        for (int m = 0; m < M; m++) ampc_matrix_load(x[m], ampc_tile_on(a_at, 2 * k) + m * 32 * D);
         AMPC_UNROLL
         for (int n = 0; n < N; n += 2) {
             uint32_t y[4];
-            ampc_matrix_load(y, b + (b_at ^ k << 5) + n * 16 * D);
+            ampc_matrix_load(y, ampc_tile_on(b_at, 2 * k) + n * 16 * D);
             AMPC_UNROLL
             for (int m = 0; m < M; m++) {
                 ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
@@ -4772,7 +4788,8 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsi
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4], const unsigned char *b) {
     const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
-    int lane = (int)threadIdx.x % 32, b_at = ampc_tile_at<D>(lane % 16, lane / 16);
+    int lane = (int)ampc_afresh(threadIdx.x) % 32;
+    ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 16, lane / 16));
     AMPC_UNROLL
     for (int k = 0; k < N; k += 2) {
         uint32_t x[M][4];
@@ -4785,7 +4802,7 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
         AMPC_UNROLL
         for (int n = 0; n < D / 8; n += 2) {
             uint32_t y[4];
-            ampc_matrix_load_transposed(y, b + (b_at ^ n << 4) + k * 16 * D);
+            ampc_matrix_load_transposed(y, ampc_tile_on(b_at, n) + k * 16 * D);
             AMPC_UNROLL
             for (int m = 0; m < M; m++) {
                 ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
@@ -4837,17 +4854,18 @@ enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
     AMPC_FLASH_TILE = 64,
     AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
-    AMPC_FLASH_FAR = 1 << 29        /* beyond any distance between a query and a key */
+    AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
+    AMPC_SWEEP_BYTES = 128          /* at the end of a block's shared memory: its ampc_sweep */
 };
 __host__ __device__ constexpr int ampc_flash_own(int d, ampc_flash_pass pass) { return d == 64 || pass == AMPC_FORWARD ? 128 : 64; }
 __host__ __device__ constexpr int ampc_flash_blocks(int d, ampc_flash_pass pass) { return d == 64 && pass != AMPC_TO_KEYS ? 3 : 2; }
 __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
     return (size_t)(ampc_flash_own(d, pass) * (pass == AMPC_FORWARD ? 1 : 2) + 4 * AMPC_FLASH_TILE) * 2 * (size_t)d
-         + (pass == AMPC_TO_KEYS ? 2 * AMPC_FLASH_TILE * sizeof(float2) : 0);
+         + (pass == AMPC_FORWARD ? 0 : 128 * sizeof(float2)) + AMPC_SWEEP_BYTES;
 }
 
 /* A head, and which rows of it a block owns. */
-struct ampc_flash_place { int64_t b, h; int tile; };
+struct ampc_flash_place { int b, h, tile; };
 
 /* One operand; strides in bytes. */
 struct ampc_flash_operand {
@@ -4868,7 +4886,7 @@ struct ampc_flash_call {
     ampc_flash_operand own[2], others[2], out[2];
     float *lse;
     const float2 *stats;            /* backward: lse, in powers of 2, and delta of every query */
-    int64_t padded;                 /* queries of a head there */
+    int64_t padded;                 /* queries of a head there, filled up to a multiple of 128 */
 };
 
 /* Which keys query i sees: low(i) <= j < high(i), both growing with i, of the query's own document. */
@@ -4877,13 +4895,14 @@ struct ampc_band {
     const int32_t *documents;       /* of the keys; NULL: one document */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
+    /* Of the key at, or of the query that stands at, a position; beyond them any. */
+    __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
     __device__ bool sees(int i, int j) const {
-        if (j < low(i) || j >= high(i)) return false;
-        return documents == NULL || documents[j] == documents[min(i, queries - 1) + offset];
+        return j >= low(i) && j < high(i) && (documents == NULL || document(j) == document(i + offset));
     }
 };
 
-__device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
+__device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, int b) {
     const amp_mask &mask = a.mask;
     int offset = a.keys - a.queries, window = (int)min(mask.window, (int64_t)AMPC_FLASH_FAR);
     ampc_band s;
@@ -4893,7 +4912,7 @@ __device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
     s.floor = mask.kind == AMP_MASK_NONE ? a.keys : mask.kind == AMP_MASK_PREFIX ? max(mask.prefix[b], 0) : 0;
     s.above = mask.kind == AMP_MASK_WINDOW && mask.bidirectional ? offset + window : offset + 1;
     s.below = mask.kind == AMP_MASK_WINDOW ? window - 1 - offset : AMPC_FLASH_FAR;
-    s.documents = mask.documents ? mask.documents + b * a.keys : NULL;
+    s.documents = mask.documents ? mask.documents + (int64_t)b * a.keys : NULL;
     s.start = s.documents ? -offset : 0;        /* queries before the first key have no document */
     return s;
 }
@@ -4904,6 +4923,7 @@ __device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
 __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int to, int &least, int &most) {
     least = INT32_MAX;
     most = INT32_MIN;
+    AMPC_NO_UNROLL
     for (int j = max(from, 0) + (int)threadIdx.x % 32; j < to; j += 32) {
         least = min(least, s.documents[j]);
         most = max(most, s.documents[j]);
@@ -4929,22 +4949,25 @@ __device__ __forceinline__ int ampc_band_tile(const ampc_band &s, int i0, int i1
     return open ? AMPC_OPEN : AMPC_PARTLY;
 }
 
-/* The rows [own, own + count) of a block, keys or queries, against the tiles of the other side. */
+__device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
+    int64_t block = blockIdx.x, first = block / ((int64_t)a.together * a.tiles) * a.together;
+    int64_t within = block - first * a.tiles, count = min((int64_t)a.together, a.all_heads - first);
+    int64_t head = first + within % count;
+    int tile = (int)(within / count);
+    return ampc_flash_place{(int)(head / a.heads), (int)(head % a.heads), last_first ? a.tiles - 1 - tile : tile};
+}
+
+/* What a block owns, the rows [own, own + count) of keys or queries, and where it goes over the other side.  It lies in
+   shared memory, because the loop has no register to spare for it. */
 template <bool KEYS> struct ampc_sweep {
+    ampc_flash_place place;
     ampc_band band;
-    int own, count, end;
-    __device__ __forceinline__ int state(int first, int n, int other) const {
-        return KEYS ? ampc_band_tile(band, other, other + AMPC_FLASH_TILE, first, first + n)
-                    : ampc_band_tile(band, first, first + n, other, other + AMPC_FLASH_TILE);
-    }
-    /* The next tile from `other` on that is not hidden; end or beyond: none. */
-    __device__ __forceinline__ int next(int other) const {
-        while (other < end && state(own, count, other) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
-        return other;
-    }
-    /* The first one; sets end. */
-    __device__ __forceinline__ int begin() {
-        int first;
+    int own, count, first, end;
+    __device__ __forceinline__ void open(const ampc_flash_call &a, int rows) {
+        place = ampc_flash_here(a, !KEYS);
+        band = ampc_band_of(a, place.b);
+        own = place.tile * rows;
+        count = rows;
         if (KEYS) {
             first = own < band.floor ? band.start : own - band.above + 1;
             end = own < band.length ? min(band.queries, own + count + band.below) : 0;
@@ -4952,34 +4975,49 @@ template <bool KEYS> struct ampc_sweep {
             first = band.low(own);
             end = band.high(min(own + count, band.queries) - 1);
         }
-        return next(max(first, 0) / AMPC_FLASH_TILE * AMPC_FLASH_TILE);
+        first = max(first, 0) / AMPC_FLASH_TILE * AMPC_FLASH_TILE;
+    }
+    __device__ __forceinline__ int state(int from, int rows, int other, int columns) const {
+        return KEYS ? ampc_band_tile(band, other, other + columns, from, from + rows)
+                    : ampc_band_tile(band, from, from + rows, other, other + columns);
+    }
+    /* The next tile from `other` on that is not hidden; end or beyond: none. */
+    __device__ __forceinline__ int next(int other) const {
+        while (other < end && state(own, count, other, AMPC_FLASH_TILE) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
+        return other;
     }
     __device__ __forceinline__ bool sees(int mine, int other) const {
         return KEYS ? band.sees(other, mine) : band.sees(mine, other);
     }
-    /* Hidden ones among the scores of rows from `mine` on and columns from `other` on become `value`. */
+    /* Hidden ones among rows from `mine` on and columns from `other` on become `value`, in x and in y. */
     template <int M, int N>
-    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float value) const {
+    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4], float value) const {
         int lane = (int)threadIdx.x % 32;
+        mine += lane / 4;
+        other += lane % 4 * 2;
         AMPC_UNROLL
-        for (int m = 0; m < M; m++) {
+        for (int k = 0; k < 4 * M * N; k++) {           /* along keys: a query's bounds are needed once */
+            int r = KEYS ? k % (2 * M) : k / (2 * N), c = KEYS ? k / (2 * M) : k % (2 * N);
+            int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column, i = KEYS ? column : row;
+            if (j >= band.low(i) && j < band.high(i)) continue;
+            x[r / 2][c / 2][r % 2 * 2 + c % 2] = y[r / 2][c / 2][r % 2 * 2 + c % 2] = value;
+        }
+        if (band.documents == NULL) return;
+        AMPC_UNROLL
+        for (int c = 0; c < 2 * N; c++) {
+            int document = band.document(other + c / 2 * 8 + c % 2 + (KEYS ? band.offset : 0));
             AMPC_UNROLL
-            for (int n = 0; n < N; n++) {
-                AMPC_UNROLL
-                for (int i = 0; i < 4; i++)
-                    if (!sees(mine + 16 * m + i / 2 * 8 + lane / 4, other + 8 * n + lane % 4 * 2 + i % 2)) x[m][n][i] = value;
-            }
+            for (int r = 0; r < 2 * M; r++)
+                if (band.document(mine + 8 * r + (KEYS ? 0 : band.offset)) != document)
+                    x[r / 2][c / 2][r % 2 * 2 + c % 2] = y[r / 2][c / 2][r % 2 * 2 + c % 2] = value;
         }
     }
 };
 
-__device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
-    int64_t block = blockIdx.x, first = block / ((int64_t)a.together * a.tiles) * a.together;
-    int64_t within = block - first * a.tiles, count = min((int64_t)a.together, a.all_heads - first);
-    int64_t head = first + within % count;
-    int tile = (int)(within / count);
-    return ampc_flash_place{head / a.heads, head % a.heads, last_first ? a.tiles - 1 - tile : tile};
-}
+/* The first of a warp's rows among its block's. */
+template <int M> __device__ __forceinline__ int ampc_warp_row() { return (int)ampc_afresh(threadIdx.x) / 32 * 16 * M; }
+
+static_assert(sizeof(ampc_sweep<true>) <= AMPC_SWEEP_BYTES, "it fits");
 
 /* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
 template <int D, int ROWS>
@@ -5026,7 +5064,8 @@ template <int D, bool BF16> struct ampc_flash_part {
 /* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
 template <ampc_flash_pass PASS, int D, bool BF16>
 __device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
-                                                 const ampc_flash_place &p, int mine, const float2 *stats) {
+                                                 int mine, const float2 *stats) {
+    const ampc_flash_place &p = sweep.place;
     typedef ampc_flash_part<D, BF16> part;
     const part x(a.own[0].at(p, mine)), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine));
     part first, second;
@@ -5130,48 +5169,62 @@ template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *room, c
     __syncwarp();
 }
 
+/* Writes the warp's rows of o, and their log-sum-exp. */
+template <int D, bool BF16, int M>
+__device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep, unsigned char *room,
+                                               const float (&o)[M][D / 8][4], float (&max)[M][2], float (&sum)[M][2]) {
+    int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = a.queries - own;
+    int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
+    float2 *notes = (float2 *)(room + mine * 2 * D);
+    if (left <= 0) return;
+    ampc_flash_finish(max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
+    ampc_tile_write<D, BF16>(o, sum, room + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    if (!a.hides || !ampc_has_nan(o)) return;
+    ampc_flash_note(notes, max, sum);
+    for (int i = 0; i < min(left, 16 * M); i++) ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
+}
+
 #endif /* AMPC_TENSOR_CORES */
 
 template <int D, bool BF16>
 __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_FORWARD)) ampc_flash_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
-    const int R = 128, M = 2, N = AMPC_FLASH_TILE / 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    const int R = 128, M = 2, N = 4, side = 2 * AMPC_FLASH_TILE * 2 * D;
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
-    const ampc_flash_place p = ampc_flash_here(a, true);
-    ampc_sweep<false> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
-    unsigned char *mine = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *others = shared + R * 2 * D;
-    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = a.queries - own, j = sweep.begin(), turn = 0;
+    ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD) - AMPC_SWEEP_BYTES);
+    if (threadIdx.x == 0) sweep->open(a, R);
+    __syncthreads();
+    unsigned char *others = shared + R * 2 * D;
     float o[M][D / 8][4] = {}, max[M][2] = {{lowest, lowest}, {lowest, lowest}}, sum[M][2] = {};
-    ampc_tile_fetch<D, R>(shared, a.own[0].at(p, sweep.own), a.own[0].row, a.queries - sweep.own);
-    if (j < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, p, j, a.keys);
+    ampc_tile_fetch<D, R>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.queries - sweep->own);
+    int j = sweep->next(sweep->first), turn = 0;
+    if (j < sweep->end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, sweep->place, j, a.keys);
     ampc_copy_commit();
-    while (j < sweep.end) {
-        int following = sweep.next(j + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, j);
-        const unsigned char *k = others + turn * side, *v = k + side / 2;
-        turn ^= 1;
+    while (j < sweep->end) {
+        int following = sweep->next(j + AMPC_FLASH_TILE);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
-        if (following < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + turn * side, a.others, p, following, a.keys);
+        if (following < sweep->end)
+            ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + (turn ^ 1) * side, a.others, sweep->place, following, a.keys);
         ampc_copy_commit();
-        if (state != AMPC_HIDDEN) {
+        AMPC_NO_UNROLL
+        for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
+            int mine = ampc_warp_row<M>(), state = sweep->state(sweep->own + mine, 16 * M, j + c, 8 * N);
+            const unsigned char *k = others + turn * side + c * 2 * D;
             float s[M][N][4];
-            ampc_tile_scores<D, BF16>(s, mine, k);
-            if (state == AMPC_PARTLY) sweep.hide(own, j, s, lowest);
+            if (state == AMPC_HIDDEN) continue;
+            ampc_tile_scores<D, BF16>(s, shared + mine * 2 * D, k);
+            if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, j + c, s, s, lowest);
             ampc_flash_soften<D>(s, a.scale, max, sum, o);
-            ampc_tile_weigh<D, BF16>(o, s, v);
+            ampc_tile_weigh<D, BF16>(o, s, k + side / 2);
         }
+        turn ^= 1;
         j = following;
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    if (left <= 0) return;
-    ampc_flash_finish(max, sum, a.lse ? a.lse + (p.b * a.heads + p.h) * a.queries + own : NULL, left);
-    ampc_tile_write<D, BF16>(o, sum, mine, a.out[0].at(p, own), a.out[0].row, left);
-    if (!a.hides || !ampc_has_nan(o)) return;
-    ampc_flash_note((float2 *)mine, max, sum);
-    for (int i = 0; i < min(left, 16 * M); i++)
-        ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, p, own + i, (const float2 *)mine + i);
+    ampc_flash_put<D, BF16, M>(a, *sweep, shared, o, max, sum);
 #endif
 }
 
@@ -5187,7 +5240,7 @@ __global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_
     int64_t rows = a.all_heads * a.padded;
     for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / pieces; row < rows; row += (int64_t)gridDim.x * (256 / pieces)) {
         int64_t head = row / a.padded, i = row - head * a.padded;
-        const ampc_flash_place p = {head / a.heads, head % a.heads, 0};
+        const ampc_flash_place p = {(int)(head / a.heads), (int)(head % a.heads), 0};
         int piece = (int)threadIdx.x % pieces;
         float x[8] = {}, y[8] = {}, sum = 0.0f, lse = ampi_f32_of_bits(0xff800000u);
         if (i < a.queries) {
@@ -5206,36 +5259,54 @@ __global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_
 
 #if AMPC_TENSOR_CORES
 
-/* Scores and do v^T become p and ds.  of: lse and delta of a thread's own queries; of_columns: those of the columns, where
-   the queries are the columns. */
+/* lse and delta of a head's queries. */
+__device__ __forceinline__ const float2 *ampc_flash_stats(const ampc_flash_call &a, const ampc_flash_place &p) {
+    return a.stats + ((int64_t)p.b * a.heads + p.h) * a.padded;
+}
+
+/* Starts to copy lse and delta of n queries. */
+__device__ __forceinline__ void ampc_flash_fetch_stats(float2 *room, const float2 *stats, int n) {
+    int i = 2 * (int)threadIdx.x;
+    if (i < n) ampc_copy_async(room + i, stats + i, true);
+}
+
+/* Scores and do v^T become p and ds; stats: of the columns if those are the queries, else of the warp's rows. */
 template <bool KEYS, int M, int N>
-__device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&ds)[M][N][4], float scale, const float2 (&of)[M][2],
-                                                  const float2 *of_columns) {
+__device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&ds)[M][N][4], float scale, const float2 *stats) {
+    int lane = (int)threadIdx.x % 32;
     AMPC_UNROLL
-    for (int n = 0; n < N; n++) {
-        float4 pair = {0, 0, 0, 0};
-        if (KEYS) pair = *(const float4 *)(of_columns + 8 * n + threadIdx.x % 4 * 2);
+    for (int k = 0; k < 2 * (KEYS ? N : M); k++) {
+        float2 stat = stats[KEYS ? k / 2 * 8 + lane % 4 * 2 + k % 2 : 8 * k + lane / 4];
         AMPC_UNROLL
-        for (int m = 0; m < M; m++) {
-            AMPC_UNROLL
-            for (int i = 0; i < 4; i++) {
-                float lse = !KEYS ? of[m][i / 2].x : i % 2 ? pair.z : pair.x;
-                float delta = !KEYS ? of[m][i / 2].y : i % 2 ? pair.w : pair.y;
-                s[m][n][i] = ampc_exp2(ampc_fma(s[m][n][i], scale, -lse));
-                ds[m][n][i] = ampc_mul(s[m][n][i], ds[m][n][i] - delta);
-            }
+        for (int l = 0; l < 2 * (KEYS ? M : N); l++) {
+            int r = KEYS ? l : k, c = KEYS ? k : l, i = r % 2 * 2 + c % 2;
+            float p = ampc_exp2(ampc_fma(s[r / 2][c / 2][i], scale, -stat.x));
+            s[r / 2][c / 2][i] = p;
+            ds[r / 2][c / 2][i] = ampc_mul(p, ds[r / 2][c / 2][i] - stat.y);
         }
     }
 }
 
-/* lse and delta of a thread's rows, of `left`. */
-template <int M> __device__ __forceinline__ void ampc_flash_recall(const float2 *stats, int left, float2 (&of)[M][2]) {
-    int row = (int)threadIdx.x % 32 / 4;
+/* Writes the warp's rows of the results, of `rows`. */
+template <ampc_flash_pass PASS, int D, bool BF16, int M>
+__device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
+                                                        unsigned char *room, int rows, const float (&first)[M][D / 8][4],
+                                                        const float (&second)[M][D / 8][4]) {
+    const bool KEYS = PASS == AMPC_TO_KEYS;
+    int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = rows - own;
+    const float2 *stats = ampc_flash_stats(a, sweep.place);
+    float factor[M][2];
+    if (left <= 0) return;
     AMPC_UNROLL
-    for (int i = 0; i < 2 * M; i++, row += 8) {
-        of[i / 2][i % 2] = float2{ampi_f32_of_bits(0x7f800000u), 0.0f};
-        if (row < left) of[i / 2][i % 2] = stats[row];
-    }
+    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor;
+    ampc_tile_write<D, BF16>(first, factor, room + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
+    if (KEYS) ampc_tile_write<D, BF16>(second, factor, room + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row, left);
+    if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
+    __syncwarp();
+    for (int i = own; i < own + min(left, 16 * M); i++)
+        ampc_flash_again<PASS, D, BF16>(a, sweep, i, KEYS ? stats : stats + i);
 }
 
 #endif /* AMPC_TENSOR_CORES */
@@ -5244,60 +5315,50 @@ template <ampc_flash_pass PASS, int D, bool BF16>
 __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS)) ampc_flash_gradient_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
     const bool KEYS = PASS == AMPC_TO_KEYS;
-    const int R = ampc_flash_own(D, PASS), M = R / 64, N = D == 64 ? 4 : 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    const int R = ampc_flash_own(D, PASS), M = R / 64, N = 4, side = 2 * AMPC_FLASH_TILE * 2 * D;
     AMPC_DYNAMIC(shared);
-    const ampc_flash_place p = ampc_flash_here(a, !KEYS);
-    ampc_sweep<KEYS> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
-    unsigned char *x = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *y = x + R * 2 * D, *others = shared + 2 * R * 2 * D;
+    ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS) - AMPC_SWEEP_BYTES);
+    if (threadIdx.x == 0) sweep->open(a, R);
+    __syncthreads();
+    unsigned char *others = shared + 2 * R * 2 * D;
+    float2 *stats_room = (float2 *)(others + 2 * side);         /* of the tiles' queries, or of the own ones */
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
-    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = rows - own, at = sweep.begin(), turn = 0;
-    const float2 *stats = a.stats + (p.b * a.heads + p.h) * a.padded;
-    float2 *stats_room = (float2 *)(others + 2 * side), of[M][2];
-    float first[M][D / 8][4] = {}, second[M][D / 8][4] = {}, factor[M][2], one[M][2];
+    float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
-        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, p, from, columns);
-        if (KEYS && threadIdx.x < AMPC_FLASH_TILE / 2)
-            ampc_copy_async(stats_room + to * AMPC_FLASH_TILE + 2 * threadIdx.x, stats + from + 2 * threadIdx.x, true);
+        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, sweep->place, from, columns);
+        if (KEYS) ampc_flash_fetch_stats(stats_room + to * AMPC_FLASH_TILE, ampc_flash_stats(a, sweep->place) + from, AMPC_FLASH_TILE);
     };
-    ampc_flash_fetch<D, R>(shared, a.own, p, sweep.own, rows);
-    if (at < sweep.end) fetch(at, 0);
+    ampc_flash_fetch<D, R>(shared, a.own, sweep->place, sweep->own, rows);
+    if (!KEYS) ampc_flash_fetch_stats(stats_room, ampc_flash_stats(a, sweep->place) + sweep->own, R);
+    int at = sweep->next(sweep->first), turn = 0;
+    if (at < sweep->end) fetch(at, 0);
     ampc_copy_commit();
-    if (!KEYS) ampc_flash_recall(stats + own, left, of);
-    while (at < sweep.end) {
-        int following = sweep.next(at + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, at);
-        const unsigned char *u = others + turn * side, *w = u + side / 2;
-        const float2 *of_columns = stats_room + turn * AMPC_FLASH_TILE;
-        turn ^= 1;
+    while (at < sweep->end) {
+        int following = sweep->next(at + AMPC_FLASH_TILE);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
-        if (following < sweep.end) fetch(following, turn);
+        if (following < sweep->end) fetch(following, turn ^ 1);
         ampc_copy_commit();
         AMPC_NO_UNROLL
-        for (int c = 0; c < AMPC_FLASH_TILE && state != AMPC_HIDDEN; c += 8 * N) {
+        for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
+            int mine = ampc_warp_row<M>(), state = sweep->state(sweep->own + mine, 16 * M, at + c, 8 * N);
+            const unsigned char *x = shared + mine * 2 * D, *u = others + turn * side + c * 2 * D, *w = u + side / 2;
             float s[M][N][4], ds[M][N][4];
-            ampc_tile_scores<D, BF16>(s, x, u + c * 2 * D);
-            ampc_tile_scores<D, BF16>(ds, y, w + c * 2 * D);
-            ampc_flash_slopes<KEYS>(s, ds, a.scale, of, of_columns + c);
-            if (state == AMPC_PARTLY) {
-                sweep.hide(own, at + c, s, 0.0f);
-                sweep.hide(own, at + c, ds, 0.0f);
-            }
-            if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w + c * 2 * D);
-            ampc_tile_weigh<D, BF16>(first, ds, u + c * 2 * D);
+            if (state == AMPC_HIDDEN) continue;
+            ampc_tile_scores<D, BF16>(s, x, u);
+            __syncwarp();                       /* or the compiler loads for both products at once, and spills */
+            ampc_tile_scores<D, BF16>(ds, x + R * 2 * D, w);
+            ampc_flash_slopes<KEYS>(s, ds, a.scale, stats_room + (KEYS ? turn * AMPC_FLASH_TILE + c : mine));
+            if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, at + c, s, ds, 0.0f);
+            if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w);
+            ampc_tile_weigh<D, BF16>(first, ds, u);
         }
+        turn ^= 1;
         at = following;
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    if (left <= 0) return;
-    AMPC_UNROLL
-    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor, one[i / 2][i % 2] = 1.0f;
-    ampc_tile_write<D, BF16>(first, factor, x, a.out[0].at(p, own), a.out[0].row, left);
-    if (KEYS) ampc_tile_write<D, BF16>(second, one, y, a.out[1].at(p, own), a.out[1].row, left);
-    if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
-    __syncwarp();
-    for (int i = own; i < own + min(left, 16 * M); i++)
-        ampc_flash_again<PASS, D, BF16>(a, sweep, p, i, KEYS ? stats : stats + i);
+    ampc_flash_put_gradient<PASS, D, BF16, M>(a, *sweep, shared, rows, first, second);
 #endif
 }
 
@@ -5349,7 +5410,7 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
              : pass == AMPC_TO_QUERIES ? ampc_flash_operand_of(a.dq, a.dq_stride) : ampc_flash_operand_of(a.dk, a.dk_stride);
     c.out[1] = ampc_flash_operand_of(a.dv, a.dv_stride);
     c.lse = a.lse;
-    c.padded = ampc_blocks(a.queries, AMPC_FLASH_TILE) * AMPC_FLASH_TILE;
+    c.padded = ampc_blocks(a.queries, 128) * 128;
     return c;
 }
 
