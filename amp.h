@@ -782,7 +782,8 @@ typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_
 
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
    a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
-   dtype first.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the sums: batch 1. */
+   dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
+   sums: batch 1. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
