@@ -10038,6 +10038,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     graph->random = ampi_capture_end(amp);
     graph->settings_version = ampi_settings_version(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
+    amp_cast_cache_clear(amp);      /* what was to be cast has only been recorded */
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
     if (result == AMP_OK) *out = graph;
     else {
