@@ -350,7 +350,7 @@ AMPI_HD double ampi_f64_of_bits(uint64_t bits) { double x; memcpy(&x, &bits, siz
    and bias db.  Returns the pattern with an unbounded exponent, so a result above the format's largest finite
    pattern is an overflow.  Stochastic: up if fraction + random / 2^32 >= 1, the fraction cut to 32 bits. */
 AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, int mode, uint32_t random) {
-    uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, half;
+    uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, middle;
     int e = (int)(bits >> sm), shift = sm - dm;
     if (e > 0) m |= (uint64_t)1 << sm;
     else e = 1;
@@ -360,10 +360,10 @@ AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, 
     if (shift == 0) return ((uint64_t)(e - 1) << dm) + m;
     q = m >> shift;
     rest = m & (((uint64_t)1 << shift) - 1);
-    half = (uint64_t)1 << (shift - 1);
+    middle = (uint64_t)1 << (shift - 1);
     if (mode == AMPI_STOCHASTIC) q += ((rest << (64 - shift) >> 32) + random) >> 32;
-    else if (mode == AMPI_AWAY) q += rest >= half;
-    else q += rest > half || (rest == half && (q & 1) != 0);
+    else if (mode == AMPI_AWAY) q += rest >= middle;
+    else q += rest > middle || (rest == middle && (q & 1) != 0);
     return ((uint64_t)(e - 1) << dm) + q;
 }
 
@@ -10034,7 +10034,6 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     backend = ampi_backend(amp, &dev, &stream);
     graph = ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
-    amp_cast_cache_clear(amp);      /* what was recorded is not done yet */
     graph->random = ampi_capture_end(amp);
     graph->settings_version = ampi_settings_version(amp);
     result = backend->graph_end(dev, stream, &graph->exec);

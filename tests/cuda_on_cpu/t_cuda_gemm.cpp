@@ -218,6 +218,21 @@ CUDA_TEST(shapes) {
     }
 }
 
+/* How far apart the rows of a matrix of one row are, and the items of a batch of one, is nobody's business. */
+CUDA_TEST(distances_without_use) {
+    gemm_case x = {"one row", 1, 24, 40, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16};
+    cuda_compare c;
+    for (std::string *out : {&c.expected, &c.actual}) {
+        cuda_side gpu(amp_cuda());
+        gemm_arguments args(gpu, x);
+        if (out == &c.actual) args.g.lda = args.g.ldc = 1, args.g.stride_a = args.g.stride_c = -7;
+        CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+        if (CUDA_IS_MODEL) CHECK_EQ(coc_count().blas_matmuls, out == &c.expected ? 1 : 2);
+        args.get(gpu, out);
+    }
+    c.check_same_bits();
+}
+
 /* What no product is in: k of 0, alpha of 0; and nothing at all. */
 CUDA_TEST(nothing_to_multiply) {
     const amp_dtype f = AMP_F32, h = AMP_BF16;
@@ -546,7 +561,9 @@ static bool failing_call(const gemm_case &x, const std::string &right, const cha
     CHECK_MSG(strstr(text, "cublasLt") && strstr(text, "CUBLAS_STATUS_INTERNAL_ERROR") && strstr(text, "c[16, 24] of k = 40"), "%s", text);
     args.get(gpu, &after);
     CHECK(after == before);
+    long products = coc_count().blas_matmuls;
     CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+    CHECK_EQ(coc_count().blas_matmuls - products, 1);
     after.clear();
     args.get(gpu, &after);
     CHECK_MSG(after == right, "after failure %d of %s", n, call);
@@ -823,6 +840,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(layouts_and_dtypes);
     RUN(shapes);
+    RUN(distances_without_use);
     RUN(nothing_to_multiply);
     RUN(epilogues_of_the_library);
     RUN(epilogues_of_our_own);
