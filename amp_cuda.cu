@@ -29,7 +29,7 @@
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
-   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; table. */
+   casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; attention; table. */
 
 #include <cuda_runtime.h>
 #include <pthread.h>
@@ -1909,6 +1909,7 @@ template <int V, class I> __device__ __forceinline__ void ampc_piece_sum(void *r
 /* ---- Exponentials.  Hardware: 2^x and 1/x with relative errors below 2^-22 and 2^-23, results below 2^-126 are 0. */
 
 #define AMPC_LOG2_E 1.44269504f
+#define AMPC_LN_2 0.693147181f
 
 __device__ __forceinline__ float ampc_exp2(float x) {
 #if defined(__CUDA_ARCH__)
@@ -2410,9 +2411,9 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
                        a.dbias, partials, (int64_t)blocks, a.x.cols);
 }
 
-/* ---- Softmax over masked rows */
+/* ---- Masks: what a query sees */
 
-/* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
+/* Which keys by kind and length: key j if j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
 
 __device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -2438,7 +2439,6 @@ __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* What a row of softmax sees. */
 struct ampc_sight {
     ampc_span span;
     int64_t end;                    /* no key from here on is seen */
@@ -2447,18 +2447,29 @@ struct ampc_sight {
     const uint8_t *allowed;         /* of the query; NULL: all */
 };
 
-__device__ inline ampc_sight ampc_sight_of(const amp_k_softmax &a, int64_t row) {
-    int64_t head = row / a.queries, query = row - head * a.queries, b = head / a.heads, h = head - b * a.heads;
-    int64_t position = query + a.keys - a.queries;
+__device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int64_t h, int64_t query, int64_t queries,
+                                           int64_t keys) {
+    int64_t position = query + keys - queries;
     ampc_sight s;
-    s.span = ampc_mask_span(a.mask, b, position, a.keys);
+    s.span = ampc_mask_span(mask, b, position, keys);
     s.end = s.span.first > s.span.high ? s.span.first : s.span.high;
-    s.documents = a.mask.documents ? a.mask.documents + b * a.keys : NULL;
+    s.documents = mask.documents ? mask.documents + b * keys : NULL;
     s.document = s.documents && position >= 0 ? s.documents[position] : 0;
-    s.allowed = a.mask.kind == AMP_MASK_ARBITRARY ? a.mask.allowed + b * a.mask.allowed_batch_stride +
-                                                    h * a.mask.allowed_head_stride + query * a.keys : NULL;
+    s.allowed = mask.kind == AMP_MASK_ARBITRARY ? mask.allowed + b * mask.allowed_batch_stride +
+                                                  h * mask.allowed_head_stride + query * keys : NULL;
     return s;
 }
+
+/* Whether key `at` is within a span, all counted from the same key; whether documents and tensor let the query see a key. */
+__device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) { return at < first || (at >= low && at < high); }
+__device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t key) {
+    bool see = true;
+    if (sight.documents) see = sight.documents[key] == sight.document;
+    if (sight.allowed) see &= sight.allowed[key] != 0;
+    return see;
+}
+
+/* ---- Softmax over masked rows */
 
 /* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's first element. */
 template <int V>
@@ -2467,14 +2478,11 @@ __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start
     int end = first > high ? first : high;
     AMPC_UNROLL
     for (int i = 0; i < V; i++)
-        if (at + i >= first && (at + i < low || at + i >= high)) s[i] = hidden;
+        if (!ampc_in_span(at + i, first, low, high)) s[i] = hidden;
     if (!sight.documents && !sight.allowed) return;
     AMPC_UNROLL
-    for (int i = 0; i < V; i++) {
-        if (at + i >= end) continue;
-        if (sight.documents && sight.documents[start + at + i] != sight.document) s[i] = hidden;
-        if (sight.allowed && !sight.allowed[start + at + i]) s[i] = hidden;
-    }
+    for (int i = 0; i < V; i++)
+        if (at + i < end && !ampc_lets_see(sight, start + at + i)) s[i] = hidden;
 }
 
 template <int V, int E>
@@ -2519,7 +2527,8 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
         bool live = first + place.group < rows;
         int64_t row = live ? first + place.group : rows - 1, c;
-        const ampc_sight sight = ampc_sight_of(a, row);
+        int64_t head = row / a.queries, b = head / a.heads;
+        const ampc_sight sight = ampc_sight_of(a.mask, b, head - b * a.heads, row - head * a.queries, a.queries, a.keys);
         float s[E], max[1] = {ampi_f32_of_bits(0xff800000u)}, sum[1] = {0.0f}, shift;
         for (c = 0; c < chunks; c++) {
             ampc_scores_fetch(a, place, sight, row, c, s);
@@ -3544,7 +3553,7 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
    memory, a block computes 64 x 64 of c in tiles of 16 along k, a thread 4 x 4 of them.  Every sum is one chain of
    fused multiply-adds along k, so its bits depend on nothing else.                                      */
 
-enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 4 };
+enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
 
 __device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
     if (dtype == AMP_F16) return ampc_float(((const ampc_f16 *)p)[i]);
@@ -3571,15 +3580,70 @@ struct ampc_operand {
     int64_t outer, inner, count;    /* count: of i */
 };
 
-/* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours. */
-__device__ __forceinline__ void ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
-                                                float (*tile)[AMPC_GEMM_TILE + 4]) {
-    for (unsigned e = threadIdx.x; e < AMPC_GEMM_TILE * AMPC_GEMM_DEPTH; e += 256) {
-        unsigned i = x.inner == 1 ? e / AMPC_GEMM_DEPTH : e % AMPC_GEMM_TILE;
-        unsigned j = x.inner == 1 ? e % AMPC_GEMM_DEPTH : e / AMPC_GEMM_TILE;
-        bool inside = i0 + i < x.count && j0 + j < k;
-        tile[j][i] = inside ? ampc_rounded(ampc_stored(x.data, x.dtype, offset + (i0 + i) * x.outer + (j0 + j) * x.inner),
-                                           x.compute) : 0.0f;
+typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, with room against bank conflicts */
+
+/* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0.  They are on their way together. */
+__device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di, int j_left,
+                                               int dj, float (&value)[4]) {
+    const bool exact = x.compute == AMP_F32 || x.compute == x.dtype || (x.compute == AMP_TF32 && x.dtype != AMP_F32);
+    uint4 raw[4];
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++)
+        raw[n] = ampc_piece_read<1>(ampc_within(x.data, x.dtype, from + n * step), x.dtype, 0, n * di < i_left && n * dj < j_left ? 1 : 0);
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) ampc_widen<1>(raw[n], x.dtype, value + n);
+    if (exact) return;
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) value[n] = ampc_rounded(value[n], x.compute);
+}
+
+/* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
+   Returns whether this thread met an infinity or NaN. */
+__device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
+                                                ampc_strip *tile) {
+    const bool rows = x.inner == 1;
+    const int t = (int)threadIdx.x, i = rows ? t / AMPC_GEMM_DEPTH : t % AMPC_GEMM_TILE, di = rows ? 16 : 0;
+    const int j = rows ? t % AMPC_GEMM_DEPTH : t / AMPC_GEMM_TILE, dj = rows ? 0 : 4;
+    const int64_t from = offset + (i0 + i) * x.outer + (j0 + j) * x.inner, step = rows ? 16 * x.outer : 4 * x.inner;
+    const int i_left = (int)ampc_clamp(x.count - i0 - i, 0, AMPC_GEMM_TILE), j_left = (int)ampc_clamp(k - j0 - j, 0, AMPC_GEMM_TILE);
+    float value[4];
+    bool wild = false;
+    ampc_gemm_read(x, from, step, i_left, di, j_left, dj, value);
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) {
+        tile[j + n * dj][i + n * di] = value[n];
+        wild |= !ampc_finite(value[n]);
+    }
+    return wild;
+}
+
+/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: those of a, of which a 0 makes nothing of infinities. */
+template <bool WEIGHTS>
+__device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_strip *b, float (&sum)[4][4]) {
+    unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    for (int d = 0; d < AMPC_GEMM_DEPTH; d++) {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            float factor = a[d][4 * y + i];
+            AMPC_UNROLL
+            for (int j = 0; j < 4; j++)
+                if (!WEIGHTS || factor != 0.0f) sum[i][j] = ampc_fma(factor, b[d][4 * x + j], sum[i][j]);
+        }
+    }
+}
+
+/* sum[i][j] = row i0 + 4 y + i of a times row j0 + 4 x + j of b.  The tiles may be used again at once. */
+__device__ __forceinline__ void ampc_gemm_sum(const ampc_operand &a, int64_t a_offset, int64_t i0, const ampc_operand &b,
+                                              int64_t b_offset, int64_t j0, int64_t depth, ampc_strip *as, ampc_strip *bs,
+                                              float (&sum)[4][4]) {
+    AMPC_UNROLL
+    for (int i = 0; i < 16; i++) sum[i / 4][i % 4] = 0.0f;
+    for (int64_t k = 0; k < depth; k += AMPC_GEMM_DEPTH) {
+        ampc_gemm_fetch(a, a_offset, i0, k, depth, as);
+        ampc_gemm_fetch(b, b_offset, j0, k, depth, bs);
+        __syncthreads();
+        ampc_gemm_add<false>(as, bs, sum);
+        __syncthreads();
     }
 }
 
@@ -3597,27 +3661,13 @@ __device__ __forceinline__ void ampc_gemm_finish(const amp_k_gemm &g, int64_t it
 
 __global__ void __launch_bounds__(256, AMPC_GEMM_PER_SM)
 ampc_gemm_kernel(amp_k_gemm g, ampc_operand a, ampc_operand b, int64_t rows, int64_t columns) {
-    AMPC_SHARED(float, a_tile, AMPC_GEMM_DEPTH * (AMPC_GEMM_TILE + 4));
-    AMPC_SHARED(float, b_tile, AMPC_GEMM_DEPTH * (AMPC_GEMM_TILE + 4));
-    float (*as)[AMPC_GEMM_TILE + 4] = (float (*)[AMPC_GEMM_TILE + 4])a_tile;
-    float (*bs)[AMPC_GEMM_TILE + 4] = (float (*)[AMPC_GEMM_TILE + 4])b_tile;
+    AMPC_SHARED(ampc_strip, a_tile, AMPC_GEMM_DEPTH);
+    AMPC_SHARED(ampc_strip, b_tile, AMPC_GEMM_DEPTH);
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
     for (int64_t tile = blockIdx.x; tile < rows * columns * g.batch; tile += gridDim.x) {
         int64_t item = tile / (rows * columns), i0 = tile / columns % rows * AMPC_GEMM_TILE, j0 = tile % columns * AMPC_GEMM_TILE;
-        float sum[4][4] = {};
-        for (int64_t k = 0; k < g.k; k += AMPC_GEMM_DEPTH) {
-            ampc_gemm_fetch(a, item * g.stride_a, i0, k, g.k, as);
-            ampc_gemm_fetch(b, item * g.stride_b, j0, k, g.k, bs);
-            __syncthreads();
-            for (int d = 0; d < AMPC_GEMM_DEPTH; d++) {
-                AMPC_UNROLL
-                for (int i = 0; i < 4; i++) {
-                    AMPC_UNROLL
-                    for (int j = 0; j < 4; j++) sum[i][j] = ampc_fma(as[d][4 * y + i], bs[d][4 * x + j], sum[i][j]);
-                }
-            }
-            __syncthreads();
-        }
+        float sum[4][4];
+        ampc_gemm_sum(a, item * g.stride_a, i0, b, item * g.stride_b, j0, g.k, a_tile, b_tile, sum);
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
             AMPC_UNROLL
@@ -3648,12 +3698,1111 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
     return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "gemm_pack", "matrices are used as they lie on this device");
 }
 
-/* ==== Table ========================================================================================= */
+/* ==== Tensor cores ==================================================================================
+   Products of 16-bit numbers summed in fp32, and what feeds them; from compute capability 8.0 on.  How a fragment lies
+   over the lanes of a warp: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
 
-amp_result ampc_attention(void *device, const amp_k_attention *, void *) {
-    return ampc_refuse((ampc_device *)device, AMP_ERR_UNSUPPORTED, "attention",
-                       "not part of this backend yet: use a product, amp_softmax and a product");
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#  define AMPC_TENSOR_CORES 1
+#else
+#  define AMPC_TENSOR_CORES 0
+#endif
+
+#if AMPC_TENSOR_CORES
+
+__device__ __forceinline__ uint32_t ampc_shared_address(const void *p) {
+#if defined(__CUDA_ARCH__)
+    return (uint32_t)__cvta_generic_to_shared(p);
+#else
+    return (uint32_t)(uintptr_t)p;
+#endif
 }
+
+/* c += a b: a is 16 x 16, b 16 x 8, each a fragment. */
+template <bool BF16>
+__device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(__CUDA_ARCH__)
+    if (BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#elif !defined(__CUDACC__)
+    coc_mma_m16n8k16(c, a, b, BF16);
+#endif
+}
+
+/* Four 8 x 8 matrices from shared memory; lane 8 i + j names row j of matrix i. */
+__device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], const void *row) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+#elif !defined(__CUDACC__)
+    coc_ldmatrix_x4(r, row, false);
+#endif
+}
+__device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], const void *row) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+#elif !defined(__CUDACC__)
+    coc_ldmatrix_x4(r, row, true);
+#endif
+}
+
+/* Starts to copy 16 bytes into shared memory, or 16 zeros where `there` is false (then `from` is not read); they may be
+   read after ampc_copy_wait and a barrier.  A group is what was started since the commit before. */
+__device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(ampc_shared_address(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_async(shared, from, 16, there ? 16 : 0);
+#endif
+}
+__device__ __forceinline__ void ampc_copy_commit() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_commit();
+#endif
+}
+/* Waits for all groups but the last LEFT. */
+template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_wait(LEFT);
+#endif
+}
+
+/* ---- Tiles: rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same piece of 8
+   neighbouring rows over all banks, so that neither copies nor ldmatrix wait for each other. */
+
+template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
+    return row * 2 * D + ((piece ^ (row & 7)) << 4);
+}
+
+enum { AMPC_TILE_THREADS = 128 };   /* of a block that fetches tiles */
+
+/* Starts to copy ROWS rows, `stride` bytes apart; rows from `count` on become 0. */
+template <int D, int ROWS>
+__device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int count) {
+    const int pieces = D / 8, step = AMPC_TILE_THREADS / pieces;
+    int piece = (int)threadIdx.x % pieces, row = (int)threadIdx.x / pieces;
+    const char *p = (const char *)from + row * stride + piece * 16;
+    static_assert(step % 8 == 0 && ROWS % step == 0, "every pass has the same exclusive-or");
+    AMPC_UNROLL
+    for (int i = 0; i < ROWS; i += step, p += step * stride)
+        ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
+}
+
+/* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
+template <int D, bool BF16, int M, int N>
+__device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsigned char *a, const unsigned char *b) {
+    int lane = (int)threadIdx.x % 32;
+    int a_at = ampc_tile_at<D>(lane % 16, lane / 16), b_at = ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.0f;
+    }
+    AMPC_UNROLL
+    for (int k = 0; k < D / 16; k++) {
+        uint32_t x[M][4];
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) ampc_matrix_load(x[m], a + (a_at ^ k << 5) + m * 32 * D);
+        AMPC_UNROLL
+        for (int n = 0; n < N; n += 2) {
+            uint32_t y[4];
+            ampc_matrix_load(y, b + (b_at ^ k << 5) + n * 16 * D);
+            AMPC_UNROLL
+            for (int m = 0; m < M; m++) {
+                ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
+                ampc_mma<BF16>(c[m][n + 1], x[m], {y[2], y[3]});
+            }
+        }
+    }
+}
+
+/* c += w b: w are 16 M x 8 N weights where ampc_tile_scores left them, rounded to 16 bits; b are 8 N rows of D numbers. */
+template <int D, bool BF16, int M, int N>
+__device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4], const unsigned char *b) {
+    const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
+    int lane = (int)threadIdx.x % 32, b_at = ampc_tile_at<D>(lane % 16, lane / 16);
+    AMPC_UNROLL
+    for (int k = 0; k < N; k += 2) {
+        uint32_t x[M][4];
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++)
+                x[m][i] = ampc_pair(w[m][k + i / 2][2 * (i % 2)], w[m][k + i / 2][2 * (i % 2) + 1], dtype);
+        }
+        AMPC_UNROLL
+        for (int n = 0; n < D / 8; n += 2) {
+            uint32_t y[4];
+            ampc_matrix_load_transposed(y, b + (b_at ^ n << 4) + k * 16 * D);
+            AMPC_UNROLL
+            for (int m = 0; m < M; m++) {
+                ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
+                ampc_mma<BF16>(c[m][n + 1], x[m], {y[2], y[3]});
+            }
+        }
+    }
+}
+
+/* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them; the warp's part of a tile,
+   `room`, is used on the way. */
+template <int D, bool BF16, int M>
+__device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2], unsigned char *room,
+                                                void *to, int64_t stride, int count) {
+    const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
+    const int pieces = D / 8, step = 32 / pieces;
+    int lane = (int)threadIdx.x % 32, piece = lane % pieces, row = lane / pieces;
+    __syncwarp();
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < D / 8; n++) {
+            AMPC_UNROLL
+            for (int h = 0; h < 2; h++)
+                *(uint32_t *)(room + ampc_tile_at<D>(16 * m + 8 * h + lane / 4, n) + lane % 4 * 4) =
+                    ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]), dtype);
+        }
+    }
+    __syncwarp();
+    char *p = (char *)to + row * stride + piece * 16;
+    AMPC_UNROLL
+    for (int i = 0; i < 16 * M; i += step, p += step * stride)
+        if (row + i < count) ampc_put16<AMPC_KEEP>(p, ampc_get16<AMPC_KEEP>(room + ampc_tile_at<D>(row + i, piece)));
+}
+
+#endif /* AMPC_TENSOR_CORES */
+
+/* ==== Attention on tensor cores =====================================================================
+   After Dao 2023, FlashAttention-2.  A block of four warps owns rows of one head: 128 queries or keys, 64 in the backward
+   pass of D = 128.  The other side comes in tiles of 64 rows, fetched into one half of a double buffer while the other is
+   worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole are not tested number
+   by number.  A warp keeps what it sums up, and the weights between two products, in registers.
+
+   Backward is two passes, so that every sum is one thread's and its order is fixed, without atomic operations and without
+   an fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again and dq.
+   That is 7 products where one pass, which adds up dq over blocks, takes 5; in return no weight goes through memory. */
+
+enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
+enum {
+    AMPC_FLASH_TILE = 64,
+    AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
+    AMPC_FLASH_FAR = 1 << 29        /* beyond any distance between a query and a key */
+};
+__host__ __device__ constexpr int ampc_flash_own(int d, ampc_flash_pass pass) { return d == 64 || pass == AMPC_FORWARD ? 128 : 64; }
+__host__ __device__ constexpr int ampc_flash_blocks(int d, ampc_flash_pass pass) { return d == 64 && pass != AMPC_TO_KEYS ? 3 : 2; }
+__host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
+    return (size_t)(ampc_flash_own(d, pass) * (pass == AMPC_FORWARD ? 1 : 2) + 4 * AMPC_FLASH_TILE) * 2 * (size_t)d
+         + (pass == AMPC_TO_KEYS ? 2 * AMPC_FLASH_TILE * sizeof(float2) : 0);
+}
+
+/* A head, and which rows of it a block owns. */
+struct ampc_flash_place { int64_t b, h; int tile; };
+
+/* One operand; strides in bytes. */
+struct ampc_flash_operand {
+    char *data;
+    int64_t batch, row, head;
+    __device__ char *at(const ampc_flash_place &p, int64_t i) const { return data + p.b * batch + i * row + p.h * head; }
+};
+
+/* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v, others
+   q, do, out dk, dv.  Blocks are numbered so that `together` heads come one after the other, whose operands fit the L2
+   cache, and of these the tiles that see most first: the last queries, the first keys. */
+struct ampc_flash_call {
+    int64_t heads, all_heads;       /* of a sequence, of the batch */
+    int queries, keys, together, tiles;
+    float scale, factor;            /* of the scores, with log2(e); of the first result */
+    bool bf16, hides;
+    amp_mask mask;
+    ampc_flash_operand own[2], others[2], out[2];
+    float *lse;
+    const float2 *stats;            /* backward: lse, in powers of 2, and delta of every query */
+    int64_t padded;                 /* queries of a head there */
+};
+
+/* Which keys query i sees: low(i) <= j < high(i), both growing with i, of the query's own document. */
+struct ampc_band {
+    int queries, length, floor, above, below, start, offset;
+    const int32_t *documents;       /* of the keys; NULL: one document */
+    __device__ int low(int i) const { return min(length, max(i - below, 0)); }
+    __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
+    __device__ bool sees(int i, int j) const {
+        if (j < low(i) || j >= high(i)) return false;
+        return documents == NULL || documents[j] == documents[min(i, queries - 1) + offset];
+    }
+};
+
+__device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
+    const amp_mask &mask = a.mask;
+    int offset = a.keys - a.queries, window = (int)min(mask.window, (int64_t)AMPC_FLASH_FAR);
+    ampc_band s;
+    s.queries = a.queries;
+    s.offset = offset;
+    s.length = mask.lengths ? max(0, min(mask.lengths[b], a.keys)) : a.keys;
+    s.floor = mask.kind == AMP_MASK_NONE ? a.keys : mask.kind == AMP_MASK_PREFIX ? max(mask.prefix[b], 0) : 0;
+    s.above = mask.kind == AMP_MASK_WINDOW && mask.bidirectional ? offset + window : offset + 1;
+    s.below = mask.kind == AMP_MASK_WINDOW ? window - 1 - offset : AMPC_FLASH_FAR;
+    s.documents = mask.documents ? mask.documents + b * a.keys : NULL;
+    s.start = s.documents ? -offset : 0;        /* queries before the first key have no document */
+    return s;
+}
+
+#if AMPC_TENSOR_CORES
+
+/* The least and the largest document number of the keys [from, to), by all lanes of a warp. */
+__device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int to, int &least, int &most) {
+    least = INT32_MAX;
+    most = INT32_MIN;
+    for (int j = max(from, 0) + (int)threadIdx.x % 32; j < to; j += 32) {
+        least = min(least, s.documents[j]);
+        most = max(most, s.documents[j]);
+    }
+    least = __reduce_min_sync(0xffffffffu, least);
+    most = __reduce_max_sync(0xffffffffu, most);
+}
+
+enum { AMPC_HIDDEN, AMPC_PARTLY, AMPC_OPEN };
+
+/* What the queries [i0, i1) see of the keys [j0, j1): nothing, some, or all. */
+__device__ __forceinline__ int ampc_band_tile(const ampc_band &s, int i0, int i1, int j0, int j1) {
+    int i_least, i_most, j_least, j_most;
+    i1 = min(i1, s.queries);
+    if (i0 >= i1 || j0 >= s.high(i1 - 1) || j1 <= s.low(i0)) return AMPC_HIDDEN;
+    bool open = j0 >= s.low(i1 - 1) && j1 <= s.high(i0);
+    if (s.documents != NULL) {
+        ampc_band_documents(s, i0 + s.offset, i1 + s.offset, i_least, i_most);
+        ampc_band_documents(s, j0, min(j1, s.length), j_least, j_most);
+        if (i_most < j_least || j_most < i_least) return AMPC_HIDDEN;
+        open = open && min(i_least, j_least) == max(i_most, j_most);
+    }
+    return open ? AMPC_OPEN : AMPC_PARTLY;
+}
+
+/* The rows [own, own + count) of a block, keys or queries, against the tiles of the other side. */
+template <bool KEYS> struct ampc_sweep {
+    ampc_band band;
+    int own, count, end;
+    __device__ __forceinline__ int state(int first, int n, int other) const {
+        return KEYS ? ampc_band_tile(band, other, other + AMPC_FLASH_TILE, first, first + n)
+                    : ampc_band_tile(band, first, first + n, other, other + AMPC_FLASH_TILE);
+    }
+    /* The next tile from `other` on that is not hidden; end or beyond: none. */
+    __device__ __forceinline__ int next(int other) const {
+        while (other < end && state(own, count, other) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
+        return other;
+    }
+    /* The first one; sets end. */
+    __device__ __forceinline__ int begin() {
+        int first;
+        if (KEYS) {
+            first = own < band.floor ? band.start : own - band.above + 1;
+            end = own < band.length ? min(band.queries, own + count + band.below) : 0;
+        } else {
+            first = band.low(own);
+            end = band.high(min(own + count, band.queries) - 1);
+        }
+        return next(max(first, 0) / AMPC_FLASH_TILE * AMPC_FLASH_TILE);
+    }
+    __device__ __forceinline__ bool sees(int mine, int other) const {
+        return KEYS ? band.sees(other, mine) : band.sees(mine, other);
+    }
+    /* Hidden ones among the scores of rows from `mine` on and columns from `other` on become `value`. */
+    template <int M, int N>
+    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float value) const {
+        int lane = (int)threadIdx.x % 32;
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) {
+            AMPC_UNROLL
+            for (int n = 0; n < N; n++) {
+                AMPC_UNROLL
+                for (int i = 0; i < 4; i++)
+                    if (!sees(mine + 16 * m + i / 2 * 8 + lane / 4, other + 8 * n + lane % 4 * 2 + i % 2)) x[m][n][i] = value;
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
+    int64_t block = blockIdx.x, first = block / ((int64_t)a.together * a.tiles) * a.together;
+    int64_t within = block - first * a.tiles, count = min((int64_t)a.together, a.all_heads - first);
+    int64_t head = first + within % count;
+    int tile = (int)(within / count);
+    return ampc_flash_place{head / a.heads, head % a.heads, last_first ? a.tiles - 1 - tile : tile};
+}
+
+/* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
+template <int D, int ROWS>
+__device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2], const ampc_flash_place &p,
+                                                 int i, int rows) {
+    ampc_tile_fetch<D, ROWS>(tiles, x[0].at(p, i), x[0].row, rows - i);
+    ampc_tile_fetch<D, ROWS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, rows - i);
+}
+
+/* ---- A weight of 0 wins over an infinity or NaN that it is multiplied with, which a hidden key or query may hold.  The
+   tensor cores do not know that: where a NaN comes out under a mask, a warp computes its rows again, one by one. */
+
+/* A lane's D / 32 numbers of a row. */
+template <int D, bool BF16> struct ampc_flash_part {
+    float x[D / 32];
+    __device__ __forceinline__ ampc_flash_part() {
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) x[i] = 0.0f;
+    }
+    __device__ __forceinline__ explicit ampc_flash_part(const char *row) {
+        const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) x[i] = BF16 ? amp_f32_from_bf16(p[i]) : ampc_half_value(p[i]);
+    }
+    __device__ __forceinline__ float dot(const ampc_flash_part &y) const {
+        float sum = 0.0f;
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) sum = ampc_fma(x[i], y.x[i], sum);
+        return ampc_warp_sum(sum);
+    }
+    __device__ __forceinline__ void add(float weight, const ampc_flash_part &y) {
+        weight = ampc_rounded(weight, BF16 ? AMP_BF16 : AMP_F16);
+        if (weight == 0.0f) return;
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) x[i] = ampc_fma(weight, y.x[i], x[i]);
+    }
+    __device__ __forceinline__ void write(char *row, float factor) const {
+        uint16_t *p = (uint16_t *)row + threadIdx.x % 32 * (D / 32);
+        AMPC_UNROLL
+        for (int i = 0; i < D / 32; i++) p[i] = BF16 ? ampc_bf16_bits(x[i] * factor) : ampc_f16_bits(x[i] * factor);
+    }
+};
+
+/* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
+template <ampc_flash_pass PASS, int D, bool BF16>
+__device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
+                                                 const ampc_flash_place &p, int mine, const float2 *stats) {
+    typedef ampc_flash_part<D, BF16> part;
+    const part x(a.own[0].at(p, mine)), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine));
+    part first, second;
+    AMPC_NO_UNROLL
+    for (int other = 0; other < (PASS == AMPC_TO_KEYS ? a.queries : a.keys); other++) {
+        if (!sweep.sees(mine, other)) continue;
+        const part u(a.others[0].at(p, other)), w(a.others[1].at(p, other));
+        float2 stat = stats[PASS == AMPC_TO_KEYS ? other : 0];
+        float weight = ampc_exp2(ampc_fma(x.dot(u), a.scale, -stat.x));
+        if (PASS == AMPC_FORWARD) first.add(weight, w);
+        else first.add(ampc_mul(weight, y.dot(w) - stat.y), u);
+        if (PASS == AMPC_TO_KEYS) second.add(weight, w);
+    }
+    first.write(a.out[0].at(p, mine), PASS == AMPC_FORWARD ? stats->y : a.factor);
+    if (PASS == AMPC_TO_KEYS) second.write(a.out[1].at(p, mine), 1.0f);
+}
+
+template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float (&x)[M][N][4]) {
+    bool nan = false;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) nan = nan || x[m][n][i] != x[m][n][i];
+        }
+    }
+    return __any_sync(0xffffffffu, nan) != 0;
+}
+
+/* ---- Forward */
+
+/* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
+   2018).  `max` are maxima of scaled scores, in powers of 2; a row that saw nothing yet has -inf, and its weights are 0. */
+template <int D, int M, int N>
+__device__ __forceinline__ void ampc_flash_soften(float (&s)[M][N][4], float scale, float (&max)[M][2], float (&sum)[M][2],
+                                                  float (&o)[M][D / 8][4]) {
+    float factor[M][2];
+    bool grown = false;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int h = 0; h < 2; h++) {
+            float top = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]), total = 0.0f, shift;
+            AMPC_UNROLL
+            for (int n = 1; n < N; n++) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            top = fmaxf(max[m][h], ampc_mul(top, scale));
+            shift = ampi_bits_f32(top) == 0xff800000u ? 0.0f : top;
+            factor[m][h] = ampc_exp2(max[m][h] - shift);
+            AMPC_UNROLL
+            for (int n = 0; n < N; n++) {
+                AMPC_UNROLL
+                for (int i = 2 * h; i < 2 * h + 2; i++)
+                    total = ampc_add(total, s[m][n][i] = ampc_exp2(ampc_fma(s[m][n][i], scale, -shift)));
+            }
+            sum[m][h] = ampc_fma(sum[m][h], factor[m][h], total);
+            grown = grown || factor[m][h] != 1.0f;
+            max[m][h] = top;
+        }
+    }
+    if (!__any_sync(0xffffffffu, grown)) return;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int n = 0; n < D / 8; n++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) o[m][n][i] = ampc_mul(o[m][n][i], factor[m][i / 2]);
+        }
+    }
+}
+
+/* Sums become what o is multiplied by, and `max` the shift of the exponents; the log-sum-exp of rows below `left` goes to
+   lse, if there is one. */
+template <int M> __device__ __forceinline__ void ampc_flash_finish(float (&max)[M][2], float (&sum)[M][2], float *lse, int left) {
+    int lane = (int)threadIdx.x % 32;
+    AMPC_UNROLL
+    for (int m = 0; m < M; m++) {
+        AMPC_UNROLL
+        for (int h = 0; h < 2; h++) {
+            int row = 16 * m + 8 * h + lane / 4;
+            float total = sum[m][h];
+            total += __shfl_xor_sync(0xffffffffu, total, 1);
+            total += __shfl_xor_sync(0xffffffffu, total, 2);
+            if (total == 0.0f) max[m][h] = 0.0f;
+            sum[m][h] = total == 0.0f ? 0.0f : 1.0f / total;
+            if (lse != NULL && lane % 4 == 0 && row < left)
+                lse[row] = total == 0.0f ? ampi_f32_of_bits(0xff800000u) : ampc_fma(max[m][h], AMPC_LN_2, logf(total));
+        }
+    }
+}
+
+/* What each row's weights are computed from, for ampc_flash_again. */
+template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *room, const float (&shift)[M][2], const float (&inverse)[M][2]) {
+    int lane = (int)threadIdx.x % 32;
+    __syncwarp();
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++)
+        if (lane % 4 == 0) room[8 * i + lane / 4] = float2{shift[i / 2][i % 2], inverse[i / 2][i % 2]};
+    __syncwarp();
+}
+
+#endif /* AMPC_TENSOR_CORES */
+
+template <int D, bool BF16>
+__global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_FORWARD)) ampc_flash_rows(ampc_flash_call a) {
+#if AMPC_TENSOR_CORES
+    const int R = 128, M = 2, N = AMPC_FLASH_TILE / 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    const float lowest = ampi_f32_of_bits(0xff800000u);
+    AMPC_DYNAMIC(shared);
+    const ampc_flash_place p = ampc_flash_here(a, true);
+    ampc_sweep<false> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
+    unsigned char *mine = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *others = shared + R * 2 * D;
+    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = a.queries - own, j = sweep.begin(), turn = 0;
+    float o[M][D / 8][4] = {}, max[M][2] = {{lowest, lowest}, {lowest, lowest}}, sum[M][2] = {};
+    ampc_tile_fetch<D, R>(shared, a.own[0].at(p, sweep.own), a.own[0].row, a.queries - sweep.own);
+    if (j < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, p, j, a.keys);
+    ampc_copy_commit();
+    while (j < sweep.end) {
+        int following = sweep.next(j + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, j);
+        const unsigned char *k = others + turn * side, *v = k + side / 2;
+        turn ^= 1;
+        ampc_copy_wait<0>();
+        __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
+        if (following < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + turn * side, a.others, p, following, a.keys);
+        ampc_copy_commit();
+        if (state != AMPC_HIDDEN) {
+            float s[M][N][4];
+            ampc_tile_scores<D, BF16>(s, mine, k);
+            if (state == AMPC_PARTLY) sweep.hide(own, j, s, lowest);
+            ampc_flash_soften<D>(s, a.scale, max, sum, o);
+            ampc_tile_weigh<D, BF16>(o, s, v);
+        }
+        j = following;
+    }
+    ampc_copy_wait<0>();
+    __syncthreads();
+    if (left <= 0) return;
+    ampc_flash_finish(max, sum, a.lse ? a.lse + (p.b * a.heads + p.h) * a.queries + own : NULL, left);
+    ampc_tile_write<D, BF16>(o, sum, mine, a.out[0].at(p, own), a.out[0].row, left);
+    if (!a.hides || !ampc_has_nan(o)) return;
+    ampc_flash_note((float2 *)mine, max, sum);
+    for (int i = 0; i < min(left, 16 * M); i++)
+        ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, p, own + i, (const float2 *)mine + i);
+#endif
+}
+
+/* ---- Backward.  With s the raw scores and lse in powers of 2: p = 2^(scale s - lse), ds = p (do v^T - delta), delta = the
+   sum of do o over a row; dv = p^T do, dk = factor ds^T q, dq = factor ds k. */
+
+/* lse and delta of all queries.  Those that see nothing, and those that fill up a head's rows, get lse = infinity, which
+   makes their p and ds 0.  A row is D / 8 threads'. */
+template <int D>
+__global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_flash_operand o, ampc_flash_operand d_o, float2 *stats) {
+    const int pieces = D / 8;
+    const amp_dtype dtype = a.bf16 ? AMP_BF16 : AMP_F16;
+    int64_t rows = a.all_heads * a.padded;
+    for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / pieces; row < rows; row += (int64_t)gridDim.x * (256 / pieces)) {
+        int64_t head = row / a.padded, i = row - head * a.padded;
+        const ampc_flash_place p = {head / a.heads, head % a.heads, 0};
+        int piece = (int)threadIdx.x % pieces;
+        float x[8] = {}, y[8] = {}, sum = 0.0f, lse = ampi_f32_of_bits(0xff800000u);
+        if (i < a.queries) {
+            ampc_widen<8>(ampc_get16<AMPC_KEEP>(o.at(p, i) + 16 * piece), dtype, x);
+            ampc_widen<8>(ampc_get16<AMPC_KEEP>(d_o.at(p, i) + 16 * piece), dtype, y);
+            lse = a.lse[head * a.queries + i];
+        }
+        AMPC_UNROLL
+        for (int e = 0; e < 8; e++) sum = ampc_fma(x[e], y[e], sum);
+        AMPC_UNROLL
+        for (int step = pieces / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (ampi_bits_f32(lse) == 0xff800000u) lse = ampi_f32_of_bits(0x7f800000u);
+        if (piece == 0) stats[row] = float2{ampc_mul(lse, AMPC_LOG2_E), sum};
+    }
+}
+
+#if AMPC_TENSOR_CORES
+
+/* Scores and do v^T become p and ds.  of: lse and delta of a thread's own queries; of_columns: those of the columns, where
+   the queries are the columns. */
+template <bool KEYS, int M, int N>
+__device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&ds)[M][N][4], float scale, const float2 (&of)[M][2],
+                                                  const float2 *of_columns) {
+    AMPC_UNROLL
+    for (int n = 0; n < N; n++) {
+        float4 pair = {0, 0, 0, 0};
+        if (KEYS) pair = *(const float4 *)(of_columns + 8 * n + threadIdx.x % 4 * 2);
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) {
+                float lse = !KEYS ? of[m][i / 2].x : i % 2 ? pair.z : pair.x;
+                float delta = !KEYS ? of[m][i / 2].y : i % 2 ? pair.w : pair.y;
+                s[m][n][i] = ampc_exp2(ampc_fma(s[m][n][i], scale, -lse));
+                ds[m][n][i] = ampc_mul(s[m][n][i], ds[m][n][i] - delta);
+            }
+        }
+    }
+}
+
+/* lse and delta of a thread's rows, of `left`. */
+template <int M> __device__ __forceinline__ void ampc_flash_recall(const float2 *stats, int left, float2 (&of)[M][2]) {
+    int row = (int)threadIdx.x % 32 / 4;
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++, row += 8) {
+        of[i / 2][i % 2] = float2{ampi_f32_of_bits(0x7f800000u), 0.0f};
+        if (row < left) of[i / 2][i % 2] = stats[row];
+    }
+}
+
+#endif /* AMPC_TENSOR_CORES */
+
+template <ampc_flash_pass PASS, int D, bool BF16>
+__global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS)) ampc_flash_gradient_rows(ampc_flash_call a) {
+#if AMPC_TENSOR_CORES
+    const bool KEYS = PASS == AMPC_TO_KEYS;
+    const int R = ampc_flash_own(D, PASS), M = R / 64, N = D == 64 ? 4 : 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    AMPC_DYNAMIC(shared);
+    const ampc_flash_place p = ampc_flash_here(a, !KEYS);
+    ampc_sweep<KEYS> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
+    unsigned char *x = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *y = x + R * 2 * D, *others = shared + 2 * R * 2 * D;
+    const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
+    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = rows - own, at = sweep.begin(), turn = 0;
+    const float2 *stats = a.stats + (p.b * a.heads + p.h) * a.padded;
+    float2 *stats_room = (float2 *)(others + 2 * side), of[M][2];
+    float first[M][D / 8][4] = {}, second[M][D / 8][4] = {}, factor[M][2], one[M][2];
+    auto fetch = [&](int from, int to) {
+        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, p, from, columns);
+        if (KEYS && threadIdx.x < AMPC_FLASH_TILE / 2)
+            ampc_copy_async(stats_room + to * AMPC_FLASH_TILE + 2 * threadIdx.x, stats + from + 2 * threadIdx.x, true);
+    };
+    ampc_flash_fetch<D, R>(shared, a.own, p, sweep.own, rows);
+    if (at < sweep.end) fetch(at, 0);
+    ampc_copy_commit();
+    if (!KEYS) ampc_flash_recall(stats + own, left, of);
+    while (at < sweep.end) {
+        int following = sweep.next(at + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, at);
+        const unsigned char *u = others + turn * side, *w = u + side / 2;
+        const float2 *of_columns = stats_room + turn * AMPC_FLASH_TILE;
+        turn ^= 1;
+        ampc_copy_wait<0>();
+        __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
+        if (following < sweep.end) fetch(following, turn);
+        ampc_copy_commit();
+        AMPC_NO_UNROLL
+        for (int c = 0; c < AMPC_FLASH_TILE && state != AMPC_HIDDEN; c += 8 * N) {
+            float s[M][N][4], ds[M][N][4];
+            ampc_tile_scores<D, BF16>(s, x, u + c * 2 * D);
+            ampc_tile_scores<D, BF16>(ds, y, w + c * 2 * D);
+            ampc_flash_slopes<KEYS>(s, ds, a.scale, of, of_columns + c);
+            if (state == AMPC_PARTLY) {
+                sweep.hide(own, at + c, s, 0.0f);
+                sweep.hide(own, at + c, ds, 0.0f);
+            }
+            if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w + c * 2 * D);
+            ampc_tile_weigh<D, BF16>(first, ds, u + c * 2 * D);
+        }
+        at = following;
+    }
+    ampc_copy_wait<0>();
+    __syncthreads();
+    if (left <= 0) return;
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor, one[i / 2][i % 2] = 1.0f;
+    ampc_tile_write<D, BF16>(first, factor, x, a.out[0].at(p, own), a.out[0].row, left);
+    if (KEYS) ampc_tile_write<D, BF16>(second, one, y, a.out[1].at(p, own), a.out[1].row, left);
+    if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
+    __syncwarp();
+    for (int i = own; i < own + min(left, 16 * M); i++)
+        ampc_flash_again<PASS, D, BF16>(a, sweep, p, i, KEYS ? stats : stats + i);
+#endif
+}
+
+/* ---- Launches */
+
+ampc_flash_operand ampc_flash_operand_of(const void *data, const int64_t (&stride)[3]) {
+    return ampc_flash_operand{(char *)const_cast<void *>(data), 2 * stride[0], 2 * stride[1], 2 * stride[2]};
+}
+
+bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
+    return ampc_aligned(data, 2 * (stride[0] | stride[1] | stride[2]));
+}
+
+/* Whether the tensor cores do an attention. */
+bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
+    bool kind = a.mask.kind == AMP_MASK_NONE || a.mask.kind == AMP_MASK_CAUSAL || a.mask.kind == AMP_MASK_WINDOW ||
+                a.mask.kind == AMP_MASK_PREFIX;
+    if (dev->cc < 80 || !kind || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
+    if ((a.dim != 64 && a.dim != 128) || dev->shared_limit < ampc_flash_shared((int)a.dim, AMPC_TO_KEYS)) return false;
+    if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is looked for before scaling */
+    if (a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST || a.keys > AMPC_FLASH_LONGEST) return false;
+    if (a.batch * a.heads > INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64)) return false;
+    return ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) && ampc_flash_aligned(a.v, a.v_stride) &&
+           ampc_flash_aligned(a.o, a.o_stride) && ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&
+           ampc_flash_aligned(a.dk, a.dk_stride) && ampc_flash_aligned(a.dv, a.dv_stride);
+}
+
+ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pass) {
+    const int64_t cache = 32 << 20, rows = pass == AMPC_TO_KEYS ? a.queries : a.keys;
+    ampc_flash_call c = {};
+    ampc_flash_operand q = ampc_flash_operand_of(a.q, a.q_stride), d_o = ampc_flash_operand_of(a.d_o, a.do_stride);
+    ampc_flash_operand k = ampc_flash_operand_of(a.k, a.k_stride), v = ampc_flash_operand_of(a.v, a.v_stride);
+    c.heads = a.heads;
+    c.all_heads = a.batch * a.heads;
+    c.queries = (int)a.queries;
+    c.keys = (int)a.keys;
+    c.together = (int)(cache / (rows * a.dim * 4) + 1);
+    c.tiles = (int)ampc_blocks(pass == AMPC_TO_KEYS ? a.keys : a.queries, ampc_flash_own((int)a.dim, pass));
+    c.scale = a.scale * AMPC_LOG2_E;
+    c.factor = a.scale;
+    c.bf16 = a.dtype == AMP_BF16;
+    c.mask = a.mask;
+    c.hides = a.mask.kind != AMP_MASK_NONE || a.mask.lengths != NULL || a.mask.documents != NULL;
+    c.own[0] = pass == AMPC_TO_KEYS ? k : q;
+    c.own[1] = pass == AMPC_TO_KEYS ? v : d_o;
+    c.others[0] = pass == AMPC_TO_KEYS ? q : k;
+    c.others[1] = pass == AMPC_TO_KEYS ? d_o : v;
+    c.out[0] = pass == AMPC_FORWARD ? ampc_flash_operand_of(a.o, a.o_stride)
+             : pass == AMPC_TO_QUERIES ? ampc_flash_operand_of(a.dq, a.dq_stride) : ampc_flash_operand_of(a.dk, a.dk_stride);
+    c.out[1] = ampc_flash_operand_of(a.dv, a.dv_stride);
+    c.lse = a.lse;
+    c.padded = ampc_blocks(a.queries, AMPC_FLASH_TILE) * AMPC_FLASH_TILE;
+    return c;
+}
+
+template <int D, bool BF16> struct ampc_flash_kind { enum { d = D, bf16 = BF16 }; };
+template <class F> amp_result ampc_flash_pick(const amp_k_attention &a, F run) {
+    if (a.dim == 64) return a.dtype == AMP_BF16 ? run(ampc_flash_kind<64, true>()) : run(ampc_flash_kind<64, false>());
+    return a.dtype == AMP_BF16 ? run(ampc_flash_kind<128, true>()) : run(ampc_flash_kind<128, false>());
+}
+
+amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *stream) {
+    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD);
+    return ampc_flash_pick(a, [&](auto kind) {
+        typedef decltype(kind) K;
+        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>, (unsigned)(call.all_heads * call.tiles),
+                           AMPC_TILE_THREADS, ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
+    });
+}
+
+template <ampc_flash_pass PASS, int D, bool BF16>
+amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void *stream, const float2 *stats) {
+    ampc_flash_call call = ampc_flash_prepare(a, PASS);
+    call.stats = stats;
+    return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, BF16>,
+                       (unsigned)(call.all_heads * call.tiles), AMPC_TILE_THREADS, ampc_flash_shared(D, PASS), stream, call);
+}
+
+amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void *stream) {
+    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_TO_QUERIES);
+    int64_t rows = call.all_heads * call.padded;
+    ampc_scratch room(dev, stream);
+    AMPC_TRY(room.get((size_t)rows * sizeof(float2), "amp_attention_backward"));
+    return ampc_flash_pick(a, [&](auto kind) {
+        typedef decltype(kind) K;
+        float2 *stats = (float2 *)room.data;
+        AMPC_TRY(ampc_launch(dev, "amp_attention_backward", ampc_flash_delta<K::d>, ampc_grid(dev, ampc_blocks(rows * K::d, 2048), 8),
+                             256, 0, stream, call, ampc_flash_operand_of(a.o, a.o_stride), call.own[1], stats));
+        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, stats)));
+        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::bf16>(dev, a, stream, stats);
+    });
+}
+
+/* ==== Attention =====================================================================================
+   Any shape, mask, dtype and head dimension on the fp32 units, after Dao et al. 2022 and with the semantics of the CPU
+   backend: operands and probabilities are rounded to the compute dtype, products and sums are fp32.  A block owns 64
+   rows (queries, or keys in the pass for dk and dv) and walks in order over the tiles of 64 on the other side of which
+   it sees something, so nothing depends on the order of blocks.  It sums 64 or 128 columns of its results at once, and
+   computes the scores again for further ones.
+   Thread (x, y) of 16 x 16 holds 4 x 4 of every tile: owned rows 4 y to 4 y + 3, others 4 x to 4 x + 3.            */
+
+enum { AMPC_ATTENTION_PER_SM = 2 };
+
+/* What a block works on: rows from i0 and columns from c0 on of a head. */
+struct ampc_attention_item { int64_t b, h, i0, c0; };
+
+/* Where a head of a tensor starts. */
+__device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
+    return i.b * stride[0] + i.h * stride[2];
+}
+/* A head as an operand: its rows, to be multiplied over the columns; or its columns from c0 on, over the rows. */
+__device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i, const void *data,
+                                                       const int64_t (&stride)[3], int64_t rows) {
+    return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride)), a.dtype, a.compute, stride[1], 1, rows};
+}
+__device__ __forceinline__ ampc_operand ampc_head_columns(const amp_k_attention &a, const ampc_attention_item &i,
+                                                          const void *data, const int64_t (&stride)[3]) {
+    return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride) + i.c0), a.dtype, a.compute, 1, stride[1], a.dim - i.c0};
+}
+
+/* Shared memory of a block.  Each product uses it again at once. */
+struct ampc_attention_room {
+    ampc_strip tiles[2][AMPC_GEMM_DEPTH];
+    ampc_strip weights[AMPC_GEMM_TILE];         /* of [other row][owned row] */
+    ampc_sight sights[AMPC_GEMM_TILE];          /* of the queries at hand */
+    float lse[AMPC_GEMM_TILE], delta[AMPC_GEMM_TILE];
+    ampc_attention_item item;
+    ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
+};
+
+/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that the tiles of one place, which cost the
+   same, run together.  It lies in shared memory to leave the registers to sums. */
+template <int N>
+__device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups, int64_t tiles,
+                                                     bool last_first, ampc_attention_room *room) {
+    int64_t heads = a.batch * a.heads, place = number / heads, head = number - place * heads, tile = place / groups;
+    if (threadIdx.x == 0)
+        room->item = ampc_attention_item{head / a.heads, head % a.heads, (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE,
+                                         (place - tile * groups) * AMPC_GEMM_TILE * N};
+    __syncthreads();
+}
+
+/* The queries from `query` on; those beyond the last see nothing.  Backward: lse is +inf where nothing is seen, so that
+   every probability is 0. */
+__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float *delta,
+                                                    ampc_attention_room *room) {
+    const ampc_attention_item &item = room->item;
+    if (threadIdx.x < AMPC_GEMM_TILE) {
+        int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
+        ampc_sight blind = {{0, INT64_MAX, 0}, 0, NULL, 0, NULL};
+        bool live = q < a.queries;
+        room->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
+        if (delta != NULL) {
+            float lse = live ? a.lse[row] : 0.0f;
+            room->lse[threadIdx.x] = ampi_bits_f32(lse) == 0xff800000u ? -lse : lse;
+            room->delta[threadIdx.x] = live ? delta[row] : 0.0f;
+        }
+    }
+    __syncthreads();
+}
+
+/* Says what the open queries reach. */
+__device__ __forceinline__ void ampc_attention_reach(ampc_attention_room *room) {
+    if (threadIdx.x < 32) {
+        const ampc_span &s = room->sights[threadIdx.x].span, &t = room->sights[threadIdx.x + 32].span;
+        int64_t first = ampc_warp_max(s.first > t.first ? s.first : t.first);
+        int64_t low = ampc_warp_max(-(s.low < t.low ? s.low : t.low)), high = ampc_warp_max(s.high > t.high ? s.high : t.high);
+        if (threadIdx.x == 0) room->reach = ampc_span{first, -low, high};
+    }
+    __syncthreads();
+}
+
+/* Bit 4 i + j: whether this thread's owned row i and other row j see each other.  The keys at hand start at `key`.
+   KEYS: they are the owned rows. */
+template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_room *room, int64_t key) {
+    int x = 4 * (int)(threadIdx.x % 16), y = 4 * (int)(threadIdx.x / 16);
+    unsigned seen = 0;
+    AMPC_UNROLL
+    for (int q = 0; q < 4; q++) {
+        const ampc_sight &s = room->sights[(KEYS ? x : y) + q];
+        int first = (int)ampc_clamp(s.span.first - key, 0, AMPC_GEMM_TILE);
+        int low = (int)ampc_clamp(s.span.low - key, 0, AMPC_GEMM_TILE);
+        int high = (int)ampc_clamp(s.span.high - key, 0, AMPC_GEMM_TILE);
+        AMPC_UNROLL
+        for (int k = 0; k < 4; k++) {
+            int at = (KEYS ? y : x) + k;
+            bool see = ampc_in_span(at, first, low, high) && ampc_lets_see(s, key + at);
+            seen |= (see ? 1u : 0u) << (KEYS ? 4 * k + q : 4 * q + k);
+        }
+    }
+    return seen;
+}
+
+/* sum[i][j] = row i0 + 4 y + i of x times row j0 + 4 x + j of y */
+__device__ __forceinline__ void ampc_attention_sum(const amp_k_attention &a, const ampc_operand &own, int64_t i0,
+                                                   const ampc_operand &other, int64_t j0, ampc_attention_room *room,
+                                                   float (&sum)[4][4]) {
+    ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, room->tiles[0], room->tiles[1], sum);
+}
+
+/* Hands this thread's weights to the block, rounded to the compute dtype. */
+__device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_dtype compute, ampc_attention_room *room) {
+    unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    AMPC_UNROLL
+    for (int j = 0; j < 4; j++) {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) room->weights[4 * x + j][4 * y + i] = ampc_rounded(w[i][j], compute);
+    }
+}
+
+/* sum += the weights times rows [begin, begin + 64), of `rows`, of z.  Under a mask a weight of 0 makes nothing of the
+   infinities and NaN that hidden rows may hold. */
+template <int N>
+__device__ __forceinline__ void ampc_attention_add(const ampc_operand &z, int64_t begin, int64_t rows, bool masked,
+                                                   ampc_attention_room *room, float (&sum)[N][4][4]) {
+    for (int d = 0; d < AMPC_GEMM_TILE && begin + d < rows; d += AMPC_GEMM_DEPTH) {
+        bool wild = false;
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++)
+            wild |= ampc_gemm_fetch(z, 0, n * AMPC_GEMM_TILE, begin + d, rows, room->tiles[n]);
+        bool careful = __syncthreads_or(wild && masked);
+        AMPC_UNROLL
+        for (int n = 0; n < N; n++) {
+            if (careful) ampc_gemm_add<true>(room->weights + d, room->tiles[n], sum[n]);
+            else ampc_gemm_add<false>(room->weights + d, room->tiles[n], sum[n]);
+        }
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ bool ampc_mask_hides(const amp_mask &mask) {
+    return mask.kind != AMP_MASK_NONE || mask.lengths != NULL || mask.documents != NULL;
+}
+
+/* Rounds factor[i] * sum into a head of a tensor of `rows` rows. */
+template <int N>
+__device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, const ampc_attention_item &item, void *data,
+                                                     const int64_t (&stride)[3], int64_t rows, const float (&sum)[N][4][4],
+                                                     const float (&factor)[4]) {
+    unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    AMPC_UNROLL
+    for (int e = 0; e < 16 * N; e++) {
+        int n = e / 16, i = e / 4 % 4, j = e % 4;
+        int64_t row = item.i0 + 4 * y + i, column = item.c0 + n * AMPC_GEMM_TILE + 4 * x + j;
+        if (row < rows && column < a.dim)
+            ampc_put_stored(data, a.dtype, ampc_head_at(item, stride) + row * stride[1] + column, ampc_mul(sum[n][i][j], factor[i]));
+    }
+}
+
+/* ---- Forward: m = max(m, scores), p = exp(score - m), sum = sum rescale + all p, o = o rescale + p v, where rescale =
+   exp(old m - m): the running softmax of Milakov and Gimelshein 2018. */
+
+/* The running softmax of a thread's four rows.  The maximum is that of the row, the sum that of the thread's keys. */
+struct ampc_row_softmax {
+    float max[4], sum[4];
+    /* Scores become weights; hidden ones 0. */
+    __device__ __forceinline__ void add(float (&s)[4][4], unsigned seen, float scale, float (&rescale)[4]) {
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            float top = max[i], shift;
+            AMPC_UNROLL
+            for (int j = 0; j < 4; j++) {
+                s[i][j] = seen >> (4 * i + j) & 1 ? ampc_mul(s[i][j], scale) : ampi_f32_of_bits(0xff800000u);
+                top = fmaxf(top, s[i][j]);
+            }
+            AMPC_UNROLL
+            for (int step = 8; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+            shift = ampi_bits_f32(top) == 0xff800000u ? 0.0f : top;
+            rescale[i] = ampc_exp_below(max[i], shift);
+            sum[i] = ampc_mul(sum[i], rescale[i]);
+            AMPC_UNROLL
+            for (int j = 0; j < 4; j++) sum[i] += s[i][j] = ampc_exp_below(s[i][j], shift);
+            max[i] = top;
+        }
+    }
+    /* Row i's log-sum-exp, and 1 / sum in its place; -inf and 0 where nothing was seen. */
+    __device__ __forceinline__ float finish(int i) {
+        float total = sum[i];
+        AMPC_UNROLL
+        for (int step = 8; step > 0; step >>= 1) total += __shfl_xor_sync(0xffffffffu, total, step);
+        sum[i] = total == 0.0f ? 0.0f : ampc_div(1.0f, total);
+        return total == 0.0f ? ampi_f32_of_bits(0xff800000u) : max[i] + logf(total);
+    }
+};
+
+template <int N> __global__ void __launch_bounds__(256, AMPC_ATTENTION_PER_SM)
+ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
+    AMPC_SHARED(ampc_attention_room, room, 1);
+    const bool masked = ampc_mask_hides(a.mask);
+    const ampc_attention_item &item = room->item;
+    const ampc_span &reach = room->reach;
+    for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
+        const float lowest = ampi_f32_of_bits(0xff800000u);
+        ampc_row_softmax running = {{lowest, lowest, lowest, lowest}, {0.0f, 0.0f, 0.0f, 0.0f}};
+        float sum[N][4][4] = {};
+        ampc_attention_begin<N>(a, number, groups, tiles, true, room);
+        ampc_attention_open(a, item.i0, NULL, room);
+        ampc_attention_reach(room);
+        for (int64_t key = 0; key < reach.first || key < reach.high; key += AMPC_GEMM_TILE) {
+            float s[4][4], rescale[4];
+            if (key >= reach.first && key + AMPC_GEMM_TILE <= reach.low) continue;
+            unsigned seen = ampc_attention_look<false>(room, key);
+            if (!__syncthreads_or(seen != 0)) continue;
+            ampc_attention_sum(a, ampc_head_rows(a, item, a.q, a.q_stride, a.queries), item.i0,
+                               ampc_head_rows(a, item, a.k, a.k_stride, a.keys), key, room, s);
+            running.add(s, seen, a.scale, rescale);
+            AMPC_UNROLL
+            for (int e = 0; e < 16 * N; e++) sum[e / 16][e / 4 % 4][e % 4] = ampc_mul(sum[e / 16][e / 4 % 4][e % 4], rescale[e / 4 % 4]);
+            ampc_attention_hand(s, a.compute, room);
+            ampc_attention_add<N>(ampc_head_columns(a, item, a.v, a.v_stride), key, a.keys, masked, room, sum);
+        }
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            int64_t row = item.i0 + 4 * (threadIdx.x / 16) + i;
+            float lse = running.finish(i);
+            if (threadIdx.x % 16 == 0 && row < a.queries && item.c0 == 0 && a.lse != NULL)
+                a.lse[(item.b * a.heads + item.h) * a.queries + row] = lse;
+        }
+        ampc_attention_store<N>(a, item, a.o, a.o_stride, a.queries, sum, running.sum);
+        __syncthreads();
+    }
+}
+
+/* ---- Backward, with s the scaled scores: p = exp(s - lse), dp = do v^T, delta = sum over d of do o, ds = p (dp - delta);
+   dq = scale ds k, dk = scale ds^T q, dv = p^T do.  One kernel owns queries and sums dq, or owns keys and sums dk and dv. */
+
+/* delta[batch, heads, queries]: a warp for each row. */
+__global__ void __launch_bounds__(256) ampc_attention_delta_kernel(amp_k_attention a, float *delta) {
+    int64_t rows = a.batch * a.heads * a.queries;
+    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
+        int64_t head = row / a.queries, query = row - head * a.queries;
+        const ampc_attention_item item = {head / a.heads, head % a.heads, 0, 0};
+        int64_t o = ampc_head_at(item, a.o_stride) + query * a.o_stride[1];
+        int64_t d_o = ampc_head_at(item, a.do_stride) + query * a.do_stride[1];
+        float sum = 0.0f;
+        for (int64_t d = threadIdx.x % 32; d < a.dim; d += 32)
+            sum = ampc_fma(ampc_rounded(ampc_stored(a.d_o, a.dtype, d_o + d), a.compute), ampc_stored(a.o, a.dtype, o + d), sum);
+        sum = ampc_warp_sum(sum);
+        if (threadIdx.x % 32 == 0) delta[row] = sum;
+    }
+}
+
+/* Scores become p, and dp becomes ds; hidden ones 0. */
+template <bool KEYS>
+__device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&dp)[4][4], unsigned seen, float scale,
+                                                      const ampc_attention_room *room) {
+    AMPC_UNROLL
+    for (int e = 0; e < 16; e++) {
+        int i = e / 4, j = e % 4, q = KEYS ? 4 * (int)(threadIdx.x % 16) + j : 4 * (int)(threadIdx.x / 16) + i;
+        float p = ampc_exp_below(ampc_mul(s[i][j], scale), room->lse[q]);
+        bool see = seen >> e & 1;
+        s[i][j] = see ? p : 0.0f;
+        dp[i][j] = see ? ampc_mul(p, dp[i][j] - room->delta[q]) : 0.0f;
+    }
+}
+
+template <int N, bool KEYS> __global__ void __launch_bounds__(256, KEYS && N > 1 ? 1 : AMPC_ATTENTION_PER_SM)
+ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t tiles, int64_t groups) {
+    AMPC_SHARED(ampc_attention_room, room, 1);
+    const bool masked = ampc_mask_hides(a.mask);
+    const ampc_attention_item &item = room->item;
+    const ampc_span &reach = room->reach;
+    for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
+        float first[N][4][4] = {}, second[KEYS ? N : 1][4][4] = {};         /* dq; or dk and dv */
+        ampc_attention_begin<N>(a, number, groups, tiles, !KEYS, room);
+        if (!KEYS) {
+            ampc_attention_open(a, item.i0, delta, room);
+            ampc_attention_reach(room);
+        }
+        for (int64_t other = 0; KEYS ? other < a.queries : other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
+            const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
+            const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
+            const ampc_operand v = ampc_head_rows(a, item, a.v, a.v_stride, a.keys);
+            const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
+            float s[4][4], dp[4][4];
+            if (!KEYS && other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
+            if (KEYS) ampc_attention_open(a, other, delta, room);
+            unsigned seen = ampc_attention_look<KEYS>(room, KEYS ? item.i0 : other);
+            if (!__syncthreads_or(seen != 0)) continue;
+            ampc_attention_sum(a, KEYS ? k : q, item.i0, KEYS ? q : k, other, room, s);
+            ampc_attention_sum(a, KEYS ? v : d_o, item.i0, KEYS ? d_o : v, other, room, dp);
+            ampc_attention_slopes<KEYS>(s, dp, seen, a.scale, room);
+            if constexpr (KEYS) {
+                ampc_attention_hand(s, a.compute, room);
+                ampc_attention_add<N>(ampc_head_columns(a, item, a.d_o, a.do_stride), other, a.queries, masked, room, second);
+            }
+            ampc_attention_hand(dp, a.compute, room);
+            ampc_attention_add<N>(KEYS ? ampc_head_columns(a, item, a.q, a.q_stride) : ampc_head_columns(a, item, a.k, a.k_stride),
+                                  other, KEYS ? a.queries : a.keys, masked, room, first);
+        }
+        const float scales[4] = {a.scale, a.scale, a.scale, a.scale}, ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+        if constexpr (KEYS) {
+            ampc_attention_store<N>(a, item, a.dk, a.dk_stride, a.keys, first, scales);
+            ampc_attention_store<N>(a, item, a.dv, a.dv_stride, a.keys, second, ones);
+        } else ampc_attention_store<N>(a, item, a.dq, a.dq_stride, a.queries, first, scales);
+        __syncthreads();
+    }
+}
+
+/* Calls run(tiles, groups, grid) for `rows` owned rows: tiles of them, groups of `width` columns. */
+template <class F> amp_result ampc_attention_launch(ampc_device *dev, const amp_k_attention *a, int64_t rows, int64_t width, F run) {
+    int64_t tiles = ampc_blocks(rows, AMPC_GEMM_TILE), groups = a->dim > 0 ? ampc_blocks(a->dim, width) : 1;
+    return run(tiles, groups, ampc_grid(dev, a->batch * a->heads * tiles * groups, AMPC_ATTENTION_PER_SM));
+}
+
+template <int N> amp_result ampc_attention_as(ampc_device *dev, const amp_k_attention *a, void *stream) {
+    return ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
+        return ampc_launch(dev, "amp_attention", ampc_attention_kernel<N>, grid, 256, 0, stream, *a, tiles, groups);
+    });
+}
+
+template <int N> amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *a, const float *delta, void *stream) {
+    const char *name = "amp_attention_backward";
+    amp_result result = ampc_attention_launch(dev, a, a->queries, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
+        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, false>, grid, 256, 0, stream, *a, delta, tiles, groups);
+    });
+    if (result != AMP_OK) return result;
+    return ampc_attention_launch(dev, a, a->keys, N * AMPC_GEMM_TILE, [&](int64_t tiles, int64_t groups, unsigned grid) {
+        return ampc_launch(dev, name, ampc_attention_gradient_kernel<N, true>, grid, 256, 0, stream, *a, delta, tiles, groups);
+    });
+}
+
+amp_result ampc_attention_delta(ampc_device *dev, const amp_k_attention *a, float *delta, void *stream) {
+    return ampc_launch(dev, "amp_attention_backward", ampc_attention_delta_kernel,
+                       ampc_grid(dev, ampc_blocks(a->batch * a->heads * a->queries, 8), 8), 256, 0, stream, *a, delta);
+}
+
+amp_result ampc_attention(void *device, const amp_k_attention *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    if (ampc_flash_serves(dev, *a)) return ampc_flash_forward(dev, *a, stream);
+    return a->dim <= AMPC_GEMM_TILE ? ampc_attention_as<1>(dev, a, stream) : ampc_attention_as<2>(dev, a, stream);
+}
+
+amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    int64_t rows = a->batch * a->heads * a->queries;
+    ampc_scratch delta(dev, stream);
+    if (ampc_flash_serves(dev, *a)) return ampc_flash_backward(dev, *a, stream);
+    if (rows > 0) AMPC_TRY(delta.get((size_t)rows * sizeof(float), "amp_attention_backward"));
+    AMPC_TRY(ampc_attention_delta(dev, a, (float *)delta.data, stream));
+    return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float *)delta.data, stream)
+                                    : ampc_attention_gradients_as<2>(dev, a, (const float *)delta.data, stream);
+}
+
+/* ==== Table ========================================================================================= */
 
 const amp_backend ampc_backend = {
     AMP_ABI(amp_backend), "cuda",
@@ -3666,7 +4815,7 @@ const amp_backend ampc_backend = {
     ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
     NULL, NULL, NULL,
     ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
-    ampc_attention, ampc_attention, ampc_norm, ampc_norm_backward,
+    ampc_attention, ampc_attention_backward, ampc_norm, ampc_norm_backward,
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,
     ampc_swiglu, ampc_swiglu_backward, ampc_cross_entropy, ampc_mse,
     ampc_embedding, ampc_embedding_backward, ampc_dropout, ampc_add,

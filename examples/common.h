@@ -554,7 +554,7 @@ typedef struct gpt {
     float *d_stream, *d_branch;     /* gradients; d_branch is d_stream unless there is dropout */
     void *d_norm, *d_heads, *d_qkv, *d_fc;
     int64_t batch, seq, rows;       /* what the ops are bound to */
-    profile *profile;               /* NULL: nothing is timed */
+    struct profile *profile;        /* NULL: nothing is timed */
 } gpt;
 
 /* The parameters of a block in units of channels: weights [rows C, cols C], vectors cols 0. */

@@ -441,11 +441,11 @@ static void check_shared(worker *w, const block_state *b) {
 
 /* ---- cp.async */
 
-void coc_copy_async(void *shared, const void *global, size_t bytes) {
-    if ((bytes != 4 && bytes != 8 && bytes != 16) || (((uintptr_t)shared | (uintptr_t)global) & (bytes - 1)))
-        coc_trap(cudaErrorMisalignedAddress, "cp.async of %zu bytes from %p to %p", bytes, global, shared);
+void coc_copy_async(void *shared, const void *global, size_t bytes, size_t from) {
+    if ((bytes != 4 && bytes != 8 && bytes != 16) || (((uintptr_t)shared | (uintptr_t)global) & (bytes - 1)) || from > bytes)
+        coc_trap(cudaErrorMisalignedAddress, "cp.async of %zu of %zu bytes from %p to %p", from, bytes, global, shared);
     memset(shared, 0xFF, bytes);
-    coc_current->copies.push_back({shared, global, bytes, coc_current->copy_group});
+    coc_current->copies.push_back({shared, global, bytes, from, coc_current->copy_group});
 }
 
 void coc_copy_commit() { coc_current->copy_group++; }
@@ -454,10 +454,58 @@ void coc_copy_wait(int groups_left) {
     std::vector<coc_pending_copy> &copies = coc_current->copies;
     size_t kept = 0;
     for (const coc_pending_copy &c : copies) {
-        if (c.group < coc_current->copy_group - groups_left) memcpy(c.dst, c.src, c.bytes);
-        else copies[kept++] = c;
+        if (c.group >= coc_current->copy_group - groups_left) {
+            copies[kept++] = c;
+            continue;
+        }
+        if (c.from) memcpy(c.dst, c.src, c.from);
+        memset((char *)c.dst + c.from, 0, c.bytes - c.from);
     }
     copies.resize(kept);
+}
+
+/* ---- Tensor cores */
+
+static float half_value(uint32_t bits, bool bf16) {
+    float x;
+    bits &= 0xffff;
+    uint32_t wide = bf16 ? bits << 16 : (bits & 0x8000) << 16 | (bits & 0x7fff) << 13;
+    if (!bf16 && (bits & 0x7c00) == 0x7c00) wide |= 0x7f800000;
+    memcpy(&x, &wide, 4);
+    return bf16 || (bits & 0x7c00) == 0x7c00 ? x : x * 0x1p112f;
+}
+
+/* Products of two 16-bit numbers are exact in fp32; they are added in the order of k. */
+void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16) {
+    struct { float a[4][2], b[2][2]; } mine;
+    for (int e = 0; e < 2; e++) {
+        for (int i = 0; i < 4; i++) mine.a[i][e] = half_value(a[i] >> 16 * e, bf16);
+        for (int i = 0; i < 2; i++) mine.b[i][e] = half_value(b[i] >> 16 * e, bf16);
+    }
+    const coc_slots *s = coc_exchange(~0u, &mine, sizeof mine, "mma.m16n8k16");
+    if (s->lanes != ~0u) coc_trap(cudaErrorLaunchFailure, "mma.m16n8k16 without all lanes of the warp");
+    unsigned g = coc_current->lane / 4, t = coc_current->lane % 4;
+    for (unsigned k = 0; k < 16; k++) {
+        unsigned of = k % 8 / 2, e = k % 2, upper = k / 8;      /* of which lane among four, which half, which register */
+        decltype(mine) left, right[2];
+        memcpy(&left, s->slot[4 * g + of], sizeof left);
+        for (unsigned n = 0; n < 2; n++) memcpy(&right[n], s->slot[4 * (2 * t + n) + of], sizeof left);
+        for (unsigned i = 0; i < 4; i++) c[i] += left.a[2 * upper + i / 2][e] * right[i % 2].b[upper][e];
+    }
+}
+
+void coc_ldmatrix_x4(uint32_t *r, const void *row, bool transposed) {
+    if ((uintptr_t)row & 15) coc_trap(cudaErrorMisalignedAddress, "ldmatrix of a row at %p", row);
+    const coc_slots *s = coc_exchange(~0u, &row, sizeof row, transposed ? "ldmatrix.x4.trans" : "ldmatrix.x4");
+    unsigned g = coc_current->lane / 4, t = coc_current->lane % 4;
+    for (unsigned i = 0; i < 4; i++) {
+        uint16_t pair[2];
+        for (unsigned e = 0; e < 2; e++) {
+            const uint16_t *from = coc_lane_value<const uint16_t *>(s, 8 * i + (transposed ? 2 * t + e : g));
+            memcpy(&pair[e], from + (transposed ? g : 2 * t + e), 2);
+        }
+        r[i] = pair[0] | (uint32_t)pair[1] << 16;
+    }
 }
 
 /* ---- Threads and blocks */

@@ -27,6 +27,30 @@ extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;
 void coc_install_handler();
 
+/* ---- For a library above the runtime (coc_cublas.cpp). */
+
+/* One call of the library: counted, holding the runtime's lock; device memory is hidden at its end. */
+struct coc_library_call {
+    explicit coc_library_call(const char *function, bool synchronises = false);
+    ~coc_library_call();
+};
+coc_counts *coc_counts_now();
+int coc_device_now();
+cudaError_t coc_device_error(int device);       /* what lasts */
+cudaError_t coc_lose_device(int device, cudaError_t error);
+/* 1: these bytes lie inside one living allocation of the device, or in pinned memory. */
+int coc_usable(const void *p, size_t bytes, int device);
+void coc_expose(int device);
+void coc_wait_for_device(int device);
+/* Puts work of this name into a stream of the current device, or into the graph that is captured from it.  Its scratch
+   memory must not be that of work in another stream that does not come before it: a fault. */
+struct coc_scratch { const void *data; size_t bytes; };
+cudaError_t coc_enqueue(const char *name, cudaStream_t stream, coc_scratch scratch, std::function<cudaError_t()> run);
+/* Work took this long, in seconds of the modelled clock. */
+void coc_pass_time(double seconds);
+void coc_blas_reset();
+long coc_blas_living();
+
 #if defined(__SANITIZE_ADDRESS__)
 #  include <sanitizer/asan_interface.h>
 #  include <sanitizer/common_interface_defs.h>

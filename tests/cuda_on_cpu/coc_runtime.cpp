@@ -68,6 +68,7 @@ struct event_record {                           /* one cudaEventRecord */
 };
 
 struct pinned_memory { size_t size; unsigned char *region; };
+struct scratch_use { coc_scratch memory; point at; };
 
 } // namespace
 
@@ -116,6 +117,7 @@ struct model_state {
     std::map<void *, pinned_memory> pinned;
     std::map<CUstream_st *, stream_ref> streams;
     std::vector<stream_ref> retired;          /* destroyed with work left */
+    std::vector<scratch_use> scratch;           /* of work that has not run */
     std::map<CUevent_st *, std::shared_ptr<CUevent_st>> events;
     std::map<CUgraph_st *, std::shared_ptr<CUgraph_st>> graphs;
     std::map<CUgraphExec_st *, std::shared_ptr<CUgraphExec_st>> execs;
@@ -129,6 +131,8 @@ struct model_state {
     cudaError_t fail_error = cudaSuccess;
     std::mutex fault_lock;
     std::vector<std::string> faults;
+    int modelled_clock = 0;
+    double clock = 0;
 };
 
 model_state &model() {
@@ -153,6 +157,7 @@ device_state &device(int index) {
 }
 
 double seconds() {
+    if (model().modelled_clock) return model().clock;
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -659,6 +664,7 @@ cudaError_t run_kernel(const coc_grid &grid, int index) {
     char when[512];
     snprintf(when, sizeof when, "kernel %s", grid.name);
     check_device(device(index), when);
+    coc_pass_time(5e-6);
     return error;
 }
 
@@ -818,6 +824,7 @@ cudaError_t cudaDeviceReset(void) {
         it = it->second->device == index ? m.events.erase(it) : std::next(it);
     drop_device_memory(device(index));
     device(index) = device_state();
+    m.scratch.clear();
     m.retired.clear();
     m.captures.clear();
     last_error = cudaSuccess;
@@ -1444,6 +1451,71 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
     return cudaSuccess;
 }
 
+/* ---- For a library above the runtime */
+
+coc_library_call::coc_library_call(const char *function, bool synchronises) {
+    model().lock.lock();
+    model().calls[function]++;
+    if (!synchronises) return;
+    model().counts.synchronising++;
+    model().synchronising[function]++;
+}
+coc_library_call::~coc_library_call() {
+    hide_all();
+    model().lock.unlock();
+}
+coc_counts *coc_counts_now() { return &model().counts; }
+int coc_device_now() { return current_device; }
+cudaError_t coc_device_error(int index) { return device(index).sticky; }
+cudaError_t coc_lose_device(int index, cudaError_t error) { return device(index).sticky = error; }
+int coc_usable(const void *p, size_t bytes, int index) {
+    return (device_of(p) == index && allocation_of(p, bytes)) || place_of(p, bytes) == PLACE_PINNED;
+}
+void coc_expose(int index) { expose_only(index); }
+void coc_wait_for_device(int index) { wait_for_device(index); }
+
+namespace {
+
+/* Whether what stands in a stream up to a sequence number waits for a point. */
+bool comes_after(const point &late, const point &early) {
+    if (early.stream->done >= early.sequence) return true;
+    if (late.stream == early.stream) return late.sequence >= early.sequence;
+    uint64_t sequence = late.stream->done;
+    for (const operation &op : late.stream->queue) {
+        if (sequence++ >= late.sequence) break;
+        for (const point &p : op.after)
+            if (comes_after(p, early)) return true;
+    }
+    return false;
+}
+
+void take_scratch(const char *name, const stream_ref &stream, coc_scratch memory) {
+    std::vector<scratch_use> left;
+    point now = {stream, stream->queued};
+    const char *from = (const char *)memory.data, *to = from + memory.bytes;
+    for (const scratch_use &use : model().scratch) {
+        const char *data = (const char *)use.memory.data;
+        if (use.at.stream->done >= use.at.sequence) continue;
+        left.push_back(use);
+        if (data < to && from < data + use.memory.bytes && !comes_after(now, use.at))
+            coc_fault("%s: its scratch memory is in use in another stream: %s", name, coc_describe(memory.data).c_str());
+    }
+    left.push_back({memory, now});
+    model().scratch = left;
+}
+
+} // namespace
+
+cudaError_t coc_enqueue(const char *name, cudaStream_t handle, coc_scratch scratch, std::function<cudaError_t()> run) {
+    stream_ref stream = stream_of(handle);
+    if (!stream || stream->device != current_device) return cudaErrorInvalidResourceHandle;
+    bool captured = stream->capturing != nullptr;
+    cudaError_t error = put(stream, run, {}, name);
+    if (error == cudaSuccess && scratch.bytes != 0 && !captured) take_scratch(name, stream, scratch);
+    return error;
+}
+void coc_pass_time(double passed) { model().clock += passed; }
+
 /* ---- What tests set and ask */
 
 void coc_set_order(coc_order order, uint64_t seed) {
@@ -1456,6 +1528,7 @@ void coc_set_schedule(coc_schedule schedule) {
     model().schedule = schedule;
 }
 
+void coc_set_modelled_clock(int modelled) { model().modelled_clock = modelled; }
 void coc_set_patience(int queries) { model().patience = queries; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
@@ -1533,6 +1606,7 @@ coc_alive coc_living() {
     alive.events = (long)m.events.size();
     alive.graphs = (long)m.graphs.size();
     alive.graph_execs = (long)m.execs.size();
+    alive.blas_objects = coc_blas_living();
     return alive;
 }
 
@@ -1541,6 +1615,7 @@ void coc_reset() {
     model_state &m = model();
     for (size_t i = 0; i < m.devices.size(); i++)
         for (auto &stream : all_streams((int)i)) stream->queue.clear();
+    m.scratch.clear();
     m.streams.clear();
     m.retired.clear();
     m.events.clear();
@@ -1551,7 +1626,9 @@ void coc_reset() {
     m.devices.clear();
     for (auto &entry : m.pinned) free(entry.first);
     m.pinned.clear();
-    m.fail_in = 0;
+    m.fail_in = m.modelled_clock = 0;
+    m.clock = 0;
+    coc_blas_reset();
     current_device = 0;
     last_error = cudaSuccess;
     thread_mode = cudaStreamCaptureModeGlobal;

@@ -1,7 +1,7 @@
 # rules.mk - the CUDA backend on the CPU: amp_cuda.cu compiled by g++ against tests/cuda_on_cpu, without a toolkit.
 #
-# CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cuda_* (amp_cuda.cu on it), and nvcc.sh,
-# which compiles amp_cuda.cu for a GPU and reads its machine code.
+# CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cublas (its cuBLASLt), t_cuda_*
+# (amp_cuda.cu on it), and nvcc.sh, which compiles amp_cuda.cu for a GPU and reads its machine code.
 # CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*), and over the
 # toolkit's own declarations where they are found (toolkit_*); the harness with the fibers of other CPUs than x86-64
 # (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
@@ -15,11 +15,12 @@ COC_LIBS   := -ldl -lm -lpthread
 CUDA_HOME  ?= /usr/local/cuda
 COC_REAL   := -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
 
+COC_PARTS   := coc_engine.o coc_runtime.o coc_cublas.o
 COC_HEADERS := $(wildcard $(COC)/*.h $(COC)/include/*.h) tests/test.h
 HAVE_CXX    := $(shell $(CXX) --version >/dev/null 2>&1 && echo 1)
 HAVE_ASAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev/null 2>/dev/null && echo 1)
-HAVE_CUDA_H := $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h)
-CUDA_NAMES  := t_harness $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
+HAVE_CUDA_H := $(and $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
+CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
 
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%)
@@ -36,17 +37,17 @@ $(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -c $$< -o $$@
 $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -x c++ -c $$< -o $$@
-$(BUILD)/$(1)t_harness: $(COC)/t_harness.cpp $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS)
+$(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 $(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/amp_implementation.o \
-                      $(BUILD)/$(1)coc_engine.o $(BUILD)/$(1)coc_runtime.o $(COC_HEADERS) amp.h
+                      $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h examples/common.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 endef
 $(eval $(call coc_build,,))
 $(eval $(call coc_build,asan_,$(COC_ASAN)))
 $(eval $(call coc_build,toolkit_,$(COC_REAL)))
 $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
-.SECONDARY: $(foreach p,coc_engine.o coc_runtime.o model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
+.SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
 
 $(BUILD)/amp_implementation.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@

@@ -1364,18 +1364,6 @@ TEST(steady_step) {
     coc_reset();
 }
 
-/* What is not here yet says so. */
-TEST(refused_by_name) {
-    coc_reset();
-    side x(amp_cuda());
-    amp_k_attention a;
-    memset(&a, 0, sizeof a);
-    CHECK_EQ(x.b->attention(x.dev, &a, NULL), AMP_ERR_UNSUPPORTED);
-    CHECK(last_text.find("amp_softmax") != std::string::npos);
-    CHECK_EQ(x.b->attention_backward(x.dev, &a, NULL), AMP_ERR_UNSUPPORTED);
-    CHECK_EQ(coc_faults(), 0);
-}
-
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(open_and_describe);
@@ -1406,6 +1394,5 @@ int main(int argc, char **argv) {
     RUN(sticky_error);
     RUN(kernel_fault);
     RUN(steady_step);
-    RUN(refused_by_name);
     return TEST_END();
 }

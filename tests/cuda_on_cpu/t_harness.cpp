@@ -73,7 +73,7 @@ void end() {
     std::string faults = coc_take_faults();
     CHECK_MSG(faults.empty(), "%s", faults.c_str());
     coc_alive left = coc_living();
-    CHECK_EQ(left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs, 0);
+    CHECK_EQ(left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs + left.blas_objects, 0);
     CHECK_EQ(left.bytes, 0);
 }
 #define HARNESS_TEST(name) \
@@ -466,9 +466,9 @@ HARNESS_TEST(shared_memory_overrun) {
 __global__ void k_copy_async(float *out, const float *in, int wait) {
     float *stage = (float *)coc_dynamic_shared();
     unsigned t = threadIdx.x;
-    coc_copy_async(stage + 4 * t, in + 4 * t, 16);
+    coc_copy_async(stage + 4 * t, in + 4 * t, 16, 16);
     coc_copy_commit();
-    coc_copy_async(stage + 256 + 4 * t, in + 256 + 4 * t, 16);
+    coc_copy_async(stage + 256 + 4 * t, in + 256 + 4 * t, 16, 16);
     coc_copy_commit();
     coc_copy_wait(wait);
     __syncthreads();

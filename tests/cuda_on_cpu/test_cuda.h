@@ -34,9 +34,9 @@ static inline void cuda_test_end() {
     std::string faults = coc_take_faults();
     CHECK_MSG(faults.empty(), "%s", faults.c_str());
     coc_alive left = coc_living();
-    long sum = left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs;
-    CHECK_MSG(sum == 0, "left: %ld allocations, %ld pinned, %ld streams, %ld events, %ld + %ld graphs", left.allocations,
-              left.pinned, left.streams, left.events, left.graphs, left.graph_execs);
+    long sum = left.allocations + left.pinned + left.streams + left.events + left.graphs + left.graph_execs + left.blas_objects;
+    CHECK_MSG(sum == 0, "left: %ld allocations, %ld pinned, %ld streams, %ld events, %ld + %ld graphs, %ld of cuBLASLt",
+              left.allocations, left.pinned, left.streams, left.events, left.graphs, left.graph_execs, left.blas_objects);
     coc_reset();
 }
 #define CUDA_TEST(name) \

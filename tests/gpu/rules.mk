@@ -13,6 +13,7 @@ GPU_JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
 backend:
 	@sh tests/gpu/find.sh backend
 
+# Programs link it with -lcublasLt -lcudart.
 cuda: $(BUILD)/amp_cuda.o
 
 # The machine code of each architecture, and PTX of the last for those to come.
@@ -30,14 +31,14 @@ gpu-table:
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
-GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h tests/test.h
+GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/cublas_rules.h tests/test.h examples/common.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal
 GPU_CXX  := $(CXX) $(CXXWARN) -Itests/gpu/on_gpu $(COC_FLAGS)
 GPU_CU   := $(GPU_CXX) -x c++
 GPU_CUDA := $(BUILD)/model_amp_cuda.o
-GPU_REST := $(BUILD)/coc_engine.o $(BUILD)/coc_runtime.o
+GPU_REST := $(COC_PARTS:%=$(BUILD)/%)
 GPU_LIBS := $(COC_LIBS)
 else
 GPU_BIN  := $(BUILD)/gpu
@@ -47,7 +48,7 @@ GPU_CXX   = $(GPU_NVCC)
 GPU_CU    = $(GPU_NVCC) -gencode arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH)
 GPU_CUDA := $(BUILD)/gpu/amp_cuda.o
 GPU_REST :=
-GPU_LIBS := -lm -lpthread
+GPU_LIBS := -lcublasLt -lm -lpthread
 endif
 
 $(GPU_BIN):

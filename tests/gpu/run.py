@@ -74,7 +74,7 @@ class Runner:
         shown = " ".join(["sh tests/run.sh"] + programs + ["sanitize.sh"])
         self.commands.append(shown)
         self.say(shown)
-        last, text = "", []
+        last, text, rules = "", [], []
         child = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                  start_new_session=True)
         watch = threading.Timer(self.args.test_seconds, lambda: os.killpg(child.pid, signal.SIGKILL))
@@ -84,13 +84,17 @@ class Runner:
             last = text_line.strip() or last
             if text_line.startswith(("FAIL", "skip")):
                 text.append(without_paths(text_line.strip()))
+            if text_line.startswith(("confirmed: ", "struck: ")):
+                rules.append(text_line.strip())
         child.wait()
         watch.cancel()
         counts = re.match(r"(\d+) passed, (\d+) failed, (\d+) skipped$", last) if child.returncode >= 0 else None
         if counts is None:
             text.append(f"FAIL the tests did not come to their end in {self.args.test_seconds:g} s")
         passed, failed, skipped = (int(n) for n in counts.groups()) if counts else (0, 1, 0)
-        return {"programs": programs, "passed": passed, "failed": failed, "skipped": skipped, "not_passed": text}
+        return {"programs": programs, "passed": passed, "failed": failed, "skipped": skipped, "not_passed": text,
+                "rules_confirmed": sum(rule.startswith("confirmed") for rule in rules),
+                "rules_struck": [rule for rule in rules if rule.startswith("struck")]}
 
     def flags(self):
         a = self.args

@@ -2,15 +2,15 @@
  *
  * Conversions: the GPU's casts against amp.h's on the CPU, which the model uses, for every fp32 pattern to fp16, bf16
  * (one by one and in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors
- * against fp64 on the GPU.
+ * against fp64 on the GPU.  cuBLASLt: each line of cublas_rules.h is confirmed or struck.
  * With GPU_MODEL=1 in the environment, for the model GPU, a sample of the patterns. */
 #include <cuda_runtime.h>
 #include <math.h>
 #include <string>
 #include <vector>
 #include "amp.h"
+#include "cublas_rules.h"
 #include "../test.h"
-
 
 static int quick;
 
@@ -182,8 +182,56 @@ static void check_approximation(function f, const char *name, double bound) {
 TEST(ex2_approx) { check_approximation(EX2, "ex2.approx", ldexp(1, -22)); }
 TEST(rcp_approx) { check_approximation(RCP, "rcp.approx", ldexp(1, -23)); }
 
+/* ---- cuBLASLt.  A rule that is struck tells what the model has to learn; what runs must be right, and what amp_cuda.cu
+   relies on must hold. */
+
+static const char *program;
+
+/* Case `index` in this process. */
+static std::string run_case(int index) {
+    cublasLtHandle_t handle = NULL;
+    if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) return "no handle";
+    std::string found = blas_run(handle, blas_cases[index]);
+    cublasLtDestroy(handle);
+    return found;
+}
+
+/* In a process of its own: one that faults leaves the others a working GPU. */
+static std::string run_alone(int index) {
+    std::string command = "'" + std::string(program) + "' --rule " + std::to_string(index), found;
+    FILE *child = popen(command.c_str(), "r");
+    char text[256];
+    if (child == NULL) return "it cannot be run";
+    while (fgets(text, sizeof text, child)) found += text;
+    if (pclose(child) != 0) return "it ends its process";
+    return found;
+}
+
+static void report(const char *rule, const char *source, const std::string &found, bool failed) {
+    printf("%s: cuBLASLt: %s (%s)%s%s\n", found.empty() ? "confirmed" : "struck", rule, source, found.empty() ? "" : ": ", found.c_str());
+    CHECK_MSG(!failed && (!quick || found.empty()), "%s: %s", rule, found.c_str());
+}
+
+TEST(cublas_rules) {
+    cublasLtHandle_t handle = NULL;
+    CHECK(cublasLtCreate(&handle) == CUBLAS_STATUS_SUCCESS);
+    printf("cuBLASLt %zu\n", cublasLtGetVersion());
+    for (int i = 0; i < BLAS_CASES; i++) {
+        const blas_case &c = blas_cases[i];
+        std::string found = c.alone ? run_alone(i) : blas_run(handle, c);
+        report(c.rule, c.source, found, c.runs && !found.empty() && found.compare(0, 7, "CUBLAS_") != 0);
+    }
+    for (const blas_fact &f : blas_facts) {
+        std::string found = f.holds(handle);
+        report(f.rule, f.source, found, f.needed && !found.empty());
+    }
+    CHECK(cublasLtDestroy(handle) == CUBLAS_STATUS_SUCCESS);
+}
+
 int main(int argc, char **argv) {
     int devices = 0;
+    program = argv[0];
+    if (argc == 3 && !strcmp(argv[1], "--rule")) return fputs(run_case(atoi(argv[2])).c_str(), stdout) < 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < 1) return puts("t_models: no GPU"), 1;
     TEST_BEGIN(argc, argv);
     quick = getenv("GPU_MODEL") != NULL && !strcmp(getenv("GPU_MODEL"), "1");
@@ -191,5 +239,6 @@ int main(int argc, char **argv) {
     RUN(narrower_to_fp32);
     RUN(ex2_approx);
     RUN(rcp_approx);
+    RUN(cublas_rules);
     return TEST_END();
 }

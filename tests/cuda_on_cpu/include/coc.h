@@ -45,6 +45,7 @@ struct coc_counts {
     long allocations, frees;    /* of device or pinned memory, by any function */
     long copies, fills, graph_launches;
     long switches;              /* of fibers */
+    long blas_objects, blas_heuristics, blas_matmuls;   /* handles and descriptors made, algorithms asked for, products */
 };
 coc_counts coc_count();
 long coc_calls(const char *function);           /* calls of one function by its name, "cudaMalloc" */
@@ -58,8 +59,31 @@ void coc_fail(const char *function, int n, cudaError_t error, int sticky = 0);
 int coc_fail_pending();                         /* 1: it has not happened yet */
 void coc_fail_clear();
 
+/* ---- Time.  0 (default): events carry the time of day.  1: of a clock that only work moves: a kernel by 5 us, a matrix
+   product by what its algorithm takes. */
+void coc_set_modelled_clock(int modelled);
+
+/* ---- cuBLASLt (coc_cublas.cpp).  The n-th call (1: the next) of one of its functions (NULL: of any) returns this
+   cublasStatus_t and does nothing; those that destroy never fail. */
+void coc_fail_blas(const char *function, int n, int status);
+int coc_fail_blas_pending();
+/* The algorithms that the heuristic offers, in its order, and what they need:
+     0 WIDE       16-byte aligned matrices
+     1 SPLIT      the same, and workspace: K in two parts, partial sums in fp32
+     2 ROUNDED    the same, partial sums in D's type
+     3 NARROW     4-byte aligned matrices
+     4 SCALAR     nothing */
+enum coc_blas_algorithm { COC_BLAS_WIDE, COC_BLAS_SPLIT, COC_BLAS_ROUNDED, COC_BLAS_NARROW, COC_BLAS_SCALAR, COC_BLAS_ALGORITHMS };
+/* What a product takes by the modelled clock in microseconds (default 10, 12, 13, 15, 30), and more with an epilogue. */
+void coc_set_blas_time(coc_blas_algorithm algorithm, double microseconds);
+void coc_set_blas_epilogue_time(double microseconds);
+/* This algorithm leaves out the last K mod 32 terms, as split-K of real libraries did (COC_BLAS_ALGORITHMS: none does). */
+void coc_set_blas_wrong(coc_blas_algorithm algorithm);
+/* cublasLtGetVersion (default 130100): algorithms of another version are refused. */
+void coc_set_blas_version(size_t version);
+
 /* ---- What lives: for leak checks. */
-struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs; size_t bytes; };
+struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs, blas_objects; size_t bytes; };
 coc_alive coc_living();
 /* Forgets everything, faults and counts too: all devices as new.  Nothing of the runtime may be in use. */
 void coc_reset();

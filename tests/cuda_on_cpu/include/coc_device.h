@@ -18,7 +18,7 @@ struct coc_warp {
     unsigned alive;             /* lanes that exist and have not returned */
     coc_meeting *open;          /* meetings that still wait for lanes */
 };
-struct coc_pending_copy { void *dst; const void *src; size_t bytes; int group; };
+struct coc_pending_copy { void *dst; const void *src; size_t bytes, from; int group; };
 
 struct coc_thread {             /* one CUDA thread */
     uint3 index;
@@ -77,7 +77,7 @@ void *coc_static_shared(const void *site, size_t bytes);
 
 /* ---- Warp operations: the lanes of `mask` that have not returned meet, and see each other's values. */
 
-enum { COC_SLOT = 32 };         /* bytes a lane can give */
+enum { COC_SLOT = 48 };         /* bytes a lane can give */
 struct coc_slots {
     unsigned lanes;             /* who took part */
     alignas(16) unsigned char slot[32][COC_SLOT];
@@ -231,9 +231,20 @@ COC_STORE(__stcs) COC_STORE(__stcg) COC_STORE(__stwb) COC_STORE(__stwt)
 
 /* ---- cp.async: the bytes are NaN until the group has been waited for, as late as legal. */
 
-void coc_copy_async(void *shared, const void *global, size_t bytes);    /* 4, 8 or 16 */
+/* bytes: 4, 8 or 16, of which the first `from` are read and the others become 0. */
+void coc_copy_async(void *shared, const void *global, size_t bytes, size_t from);
 void coc_copy_commit();
 void coc_copy_wait(int groups_left);
+
+/* ---- Tensor cores: fragments lie over the lanes of a warp as the PTX ISA draws them ("Matrix Fragments for
+   mma.m16n8k16 with floating point type", "ldmatrix").  With g = lane / 4, t = lane % 4, and low and high half of a
+   register as .0 and .1:
+       a (16 x 16)  a0.e = A[g][2t + e]   a1.e = A[g + 8][2t + e]   a2.e = A[g][2t + 8 + e]   a3.e = A[g + 8][2t + 8 + e]
+       b (16 x 8)   b0.e = B[2t + e][g]   b1.e = B[2t + 8 + e][g]
+       c (16 x 8)   c0, c1 = C[g][2t, 2t + 1]   c2, c3 = C[g + 8][2t, 2t + 1]
+   ldmatrix.x4: lane 8 i + j names row j of the 8 x 8 matrix i; r[i].e = M[g][2t + e], transposed M[2t + e][g]. */
+void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16);      /* c += a b, sums in fp32 */
+void coc_ldmatrix_x4(uint32_t *r, const void *row, bool transposed);
 
 /* ---- Numbers */
 

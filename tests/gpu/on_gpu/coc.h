@@ -17,8 +17,11 @@
 enum { CUDA_IS_MODEL = 0 };
 enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_AHEAD = 3, COC_ORDERS = 4 };
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
-struct coc_counts { long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, switches; };
-struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs; size_t bytes; };
+struct coc_counts {
+    long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, switches;
+    long blas_objects, blas_heuristics, blas_matmuls;
+};
+struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs, blas_objects; size_t bytes; };
 
 /* ---- Tests that need the model are left where they ask for it. */
 
@@ -81,5 +84,13 @@ static inline long coc_kernel_launches(const char *) { coc_needs_model("counts o
 static inline std::string coc_synchronising_calls() { coc_needs_model("counts of calls"); }
 static inline void coc_fail(const char *, int, cudaError_t, int = 0) { coc_needs_model("calls that fail"); }
 static inline int coc_fail_pending() { coc_needs_model("calls that fail"); }
+static inline void coc_set_modelled_clock(int) { coc_needs_model("a modelled clock"); }
+static inline void coc_fail_blas(const char *, int, int) { coc_needs_model("calls that fail"); }
+static inline int coc_fail_blas_pending() { coc_needs_model("calls that fail"); }
+enum coc_blas_algorithm { COC_BLAS_WIDE, COC_BLAS_SPLIT, COC_BLAS_ROUNDED, COC_BLAS_NARROW, COC_BLAS_SCALAR, COC_BLAS_ALGORITHMS };
+static inline void coc_set_blas_time(coc_blas_algorithm, double) { coc_needs_model("times of algorithms"); }
+static inline void coc_set_blas_epilogue_time(double) { coc_needs_model("times of algorithms"); }
+static inline void coc_set_blas_wrong(coc_blas_algorithm) { coc_needs_model("a wrong algorithm"); }
+static inline void coc_set_blas_version(size_t) { coc_needs_model("another version of cuBLASLt"); }
 
 #endif
