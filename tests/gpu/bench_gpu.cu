@@ -1,12 +1,12 @@
 /* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, and plain copies.
  *
- *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT]
+ *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT] [--describe]
  *
  * Prints one JSON object per line: first the device, then per case the bytes that must move (each operand read once,
  * each result written once) and the median time of a launch.  A round is as many launches as fill --ms, between two
  * events; launches go round several sets of operands, so that nothing is found in the L2 cache.  The shapes are those of
  * GPT-2 124M with 64 sequences of 1024 tokens.  --tiny: the smallest sizes that take the same path, for the model GPU.
- * A case that fails has a line with the reason, and the next one is tried; the program then ends with 1.
+ * --describe: only the device's line.  A case that fails has a line with the reason, and the next one is tried; the program then ends with 1.
  * peer_gpu.py times the same cases in PyTorch, under the same names. */
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -28,7 +28,7 @@ struct shapes { int64_t rows, channels, hidden, vocabulary, classes, logit_rows,
 const shapes gpt2 = {65536, 768, 3072, 50304, 50257, 16384, 96, 1024, 12};
 const shapes tiny = {64, 64, 256, 512, 500, 12, 2, 32, 2};
 
-struct settings { shapes s; int rounds; double ms; bool small; std::string only; };
+struct settings { shapes s; int rounds; double ms; bool small, describe; std::string only; };
 settings given;
 
 /* What ends a case.  host_fail keeps the backend's own words. */
@@ -637,10 +637,11 @@ void describe(const amp_device &d) {
 }
 
 void options(int argc, char **argv) {
-    given.s = gpt2, given.rounds = 9, given.ms = 20, given.small = false;
+    given.s = gpt2, given.rounds = 9, given.ms = 20, given.small = given.describe = false;
     for (int i = 1; i < argc; i++) {
         bool more = i + 1 < argc;
         if (!strcmp(argv[i], "--tiny")) given.small = true, given.s = tiny;
+        else if (!strcmp(argv[i], "--describe")) given.describe = true;
         else if (!strcmp(argv[i], "--rounds") && more) given.rounds = std::max(1, atoi(argv[++i]));
         else if (!strcmp(argv[i], "--ms") && more) given.ms = atof(argv[++i]);
         else if (!strcmp(argv[i], "--only") && more) given.only = argv[++i];
@@ -680,7 +681,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "bench_gpu: %s\n", f.why.c_str());
         return 1;
     }
-    every_case(d.multiprocessors);
+    if (!given.describe) every_case(d.multiprocessors);
     g.close();
     return failed;
 }
