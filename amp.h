@@ -777,9 +777,12 @@ typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes;
     int64_t *new_inf;               /* + finite inputs that became non-finite; NULL: not counted */
 } amp_k_cast;
 
+/* The gradient of a parameter: where it goes; data NULL: not wanted. */
+typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
+
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
-   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32.  beta 0 never reads c;
-   k 0 leaves act(bias) + beta c. */
+   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
+   dtype first.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the sums: batch 1. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
@@ -790,8 +793,11 @@ typedef struct amp_k_gemm {
     float alpha, beta;
     const void *bias; amp_dtype bias_dtype;     /* [n], added to every row; NULL: none */
     amp_activation_kind act;        /* NONE, GELU, GELU_ERF or RELU */
-    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here (batch 1) */
+    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here */
     const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
+    int32_t backward, reserved;     /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
+    amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
+    amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
 } amp_k_gemm;
 
 typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
@@ -821,9 +827,6 @@ typedef struct amp_k_attention {
     const void *d_o; void *dq, *dk, *dv;
     int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
 } amp_k_attention;
-
-/* The gradient of a parameter: where it goes; data NULL: not wanted. */
-typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
 
 /* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
 typedef struct amp_k_norm {
@@ -1100,7 +1103,7 @@ typedef struct amp_backend_desc {
     int32_t device;                 /* index */
     int32_t threads;                /* CPU: threads a kernel may use */
     amp_cpu_path cpu_path;
-    int32_t reserved;
+    int32_t autotune;               /* 1: the first product of a shape tries which way is the fastest */
     void *stream;                   /* the host's own stream, or NULL */
     void *blas;                     /* the host's own BLAS handle, or NULL */
     amp_device_memory memory;
@@ -1143,6 +1146,10 @@ typedef struct amp_backend {
     amp_result (*telemetry)(void *dev, amp_telemetry *out);
     void (*range_push)(void *dev, const char *name);
     void (*range_pop)(void *dev);
+    /* What autotuning found.  save: the bytes it takes, 0 for nothing new since load; copied to buffer if size is enough.
+       load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
+    size_t (*plans_save)(void *dev, void *buffer, size_t size);
+    amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
     /* kernels */
     amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
@@ -1216,6 +1223,13 @@ typedef struct amp_reducer {
     int32_t rank, world;            /* world 0 means 1 */
 } amp_reducer;
 
+typedef enum amp_autotune {
+    AMP_AUTOTUNE_DEFAULT = 0,       /* off */
+    AMP_AUTOTUNE_OFF = 1,
+    AMP_AUTOTUNE_ON = 2,
+    AMP_AUTOTUNE_FORCE_I32 = 0x7fffffff
+} amp_autotune;
+
 /*  .field            default                      legal
     .dtype            auto: see amp_choose          F32, TF32, F16, BF16
     .level            O1                           O0 to O3
@@ -1225,7 +1239,12 @@ typedef struct amp_reducer {
     .device           0                            device index
     .threads          all cores of the process     1 to 1024 (OpenMP builds; otherwise 1)
     .seed             0                            of dropout
-    .cpu_path         best                         what this CPU has                                     */
+    .cpu_path         best                         what this CPU has
+    .autotune         OFF                          OFF, ON: a device times its ways to the first product of each shape
+                                                   (not while a graph is captured); amp_cpu() has no use for it
+    .autotune_file    NULL: none                   what was found: read by amp_open, written by amp_close if there is more.
+                                                   One that is missing, damaged or of another device or library is no
+                                                   error: a warning says so                              */
 typedef struct amp_desc {
     amp_dtype dtype;
     amp_level level;
@@ -1240,7 +1259,8 @@ typedef struct amp_desc {
     int32_t threads;
     uint64_t seed;
     amp_cpu_path cpu_path;
-    int32_t reserved;
+    amp_autotune autotune;
+    const char *autotune_file;
     void *stream;                   /* the host's own stream; NULL: the backend's */
     void *blas;                     /* the host's own BLAS handle */
     amp_device_memory memory;       /* the host's own allocator on the device; not for amp_cpu(), see .system */
@@ -1448,9 +1468,12 @@ typedef struct amp_linear_op {
     amp_tensor x, y, pre;
     amp_param *weight, *bias;       /* bias may be NULL */
     amp_activation_kind act;
-    int32_t reserved;
+    int32_t dy_before_act;          /* 1: dy is the gradient before act already */
     amp_plan plan;
     amp_tensor dy, dx;              /* with act, backward overwrites dy with the gradient before act */
+    amp_activation_kind x_act;      /* as act: x = x_act(x_pre), and backward writes the gradient of x_pre to dx */
+    int32_t reserved;
+    amp_tensor x_pre;               /* like dx; RELU can do without */
 } amp_linear_op;
 AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
 AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
@@ -4593,9 +4616,7 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
 }
 
 /* alpha 0 reads neither a nor b, as in BLAS. */
-static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
-    ampi_cpu *cpu = (ampi_cpu *)dev;
-    (void)stream;
+static amp_result ampi_cpu_product(ampi_cpu *cpu, const amp_k_gemm *args) {
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
     if (args->m == 1 || args->n == 1) return ampi_gemv(cpu, args);
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
@@ -6383,6 +6404,83 @@ static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, vo
     return AMP_OK;
 }
 
+/* ---- GEMM with what may come with it: the other kernels in turn */
+
+/* c = act'(pre) * product + beta c: the product in fp32, then row by row. */
+static amp_result ampi_cpu_gemm_backward(ampi_cpu *cpu, const amp_k_gemm *args) {
+    size_t bytes = (size_t)(args->m * args->n + args->n) * sizeof(float);
+    float *product = (float *)ampi_cpu_scratch(cpu, bytes), *pre;
+    amp_k_gemm g = *args;
+    amp_k_activation slope;
+    amp_k_add sum;
+    amp_result result;
+    int64_t i;
+    if (product == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    pre = product + args->m * args->n;
+    g.c = product; g.c_dtype = AMP_F32; g.ldc = g.n; g.beta = 0;
+    g.pre = NULL; g.bias = NULL; g.act = AMP_ACT_NONE;
+    result = ampi_cpu_product(cpu, &g);
+    memset(&slope, 0, sizeof slope);
+    slope.act = args->act; slope.n = args->n;
+    slope.x_dtype = slope.y_dtype = AMP_F32;
+    memset(&sum, 0, sizeof sum);
+    sum.a_dtype = AMP_F32; sum.b_dtype = sum.y_dtype = args->c_dtype;
+    sum.n = args->n; sum.alpha = 1; sum.beta = args->beta;
+    for (i = 0; i < args->m && result == AMP_OK; i++) {
+        float *row = product + i * args->n;
+        ampi_convert_fast(pre, AMP_F32, ampi_at(args->pre, args->pre_dtype, i * args->ld_pre), args->pre_dtype, args->n, cpu->path);
+        slope.x = pre; slope.dy = row; slope.dx = row;
+        (void)ampi_cpu_activation_backward(cpu, &slope, NULL);
+        sum.a = row;
+        sum.y = ampi_at_mut(args->c, args->c_dtype, i * args->ldc);
+        sum.b = args->beta == 0.0f ? NULL : sum.y;
+        result = ampi_cpu_add(cpu, &sum, NULL);
+    }
+    ampi_cpu_release(cpu, product, bytes);
+    return result;
+}
+
+static amp_result ampi_cpu_column_sum_of(ampi_cpu *cpu, const void *data, amp_dtype dtype, int64_t rows, int64_t cols,
+                                         int64_t ld, const amp_k_gradient *out) {
+    amp_k_column_sum s;
+    s.x.data = ampi_at_mut((void *)(uintptr_t)data, dtype, 0);
+    s.x.dtype = dtype; s.x.reserved = 0;
+    s.x.rows = rows; s.x.cols = cols; s.x.ld = ld;
+    s.out = out->data; s.out_dtype = out->dtype; s.add = out->add;
+    return ampi_cpu_column_sum(cpu, &s, NULL);
+}
+
+/* Row sums of op(a): the columns of a where it is stored transposed, otherwise a times ones. */
+static amp_result ampi_cpu_row_sum(ampi_cpu *cpu, const amp_k_gemm *args) {
+    size_t bytes = (size_t)AMPI_MAX(args->k, 1) * sizeof(float);
+    amp_k_gemm g;
+    amp_result result;
+    float *ones;
+    int64_t i;
+    if (args->trans_a) return ampi_cpu_column_sum_of(cpu, args->a, args->a_dtype, args->k, args->m, args->lda, &args->row_sum);
+    ones = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (ones == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    for (i = 0; i < args->k; i++) ones[i] = 1.0f;
+    memset(&g, 0, sizeof g);
+    g.m = args->m; g.n = 1; g.k = args->k; g.batch = 1;
+    g.a = args->a; g.a_dtype = args->a_dtype; g.lda = args->lda;
+    g.b = ones; g.b_dtype = AMP_F32; g.ldb = 1;
+    g.c = args->row_sum.data; g.c_dtype = args->row_sum.dtype; g.ldc = 1;
+    g.alpha = 1; g.beta = args->row_sum.add ? 1.0f : 0.0f; g.compute = AMP_F32;
+    result = ampi_cpu_product(cpu, &g);
+    ampi_cpu_release(cpu, ones, bytes);
+    return result;
+}
+
+static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    (void)stream;
+    AMPI_TRY(args->backward ? ampi_cpu_gemm_backward(cpu, args) : ampi_cpu_product(cpu, args));
+    if (args->column_sum.data != NULL)
+        AMPI_TRY(ampi_cpu_column_sum_of(cpu, args->c, args->c_dtype, args->m, args->n, args->ldc, &args->column_sum));
+    return args->row_sum.data != NULL ? ampi_cpu_row_sum(cpu, args) : AMP_OK;
+}
+
 static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     amp_cpu_info info;
     (void)dev;
@@ -6421,7 +6519,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
     NULL, NULL, NULL, NULL,
-    NULL, NULL, NULL,
+    NULL, NULL, NULL, NULL, NULL,
     ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
     ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
@@ -6638,6 +6736,7 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     AMPI_TRY(ampi_check_enum("policy", (int)d->policy, AMP_POLICY_TORCH));
     AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
     AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AMX));
+    AMPI_TRY(ampi_check_enum("autotune", (int)d->autotune, AMP_AUTOTUNE_ON));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
     if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
     if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
@@ -6665,6 +6764,7 @@ static void ampi_fill_defaults(amp_desc *d) {
     if (d->level == 0) d->level = AMP_LEVEL_O1;
     if (d->policy == 0) d->policy = AMP_POLICY_FUSED;
     if (d->mode == 0) d->mode = AMP_MODE_TRAINING;
+    if (d->autotune == 0) d->autotune = AMP_AUTOTUNE_OFF;
     if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
     if (d->backend == NULL) d->backend = amp_cpu();
     if (d->cpu_path == 0) d->cpu_path = cpu.path;
@@ -6673,6 +6773,73 @@ static void ampi_fill_defaults(amp_desc *d) {
     d->threads = 1;
 #endif
     if (d->reducer.world == 0) d->reducer.world = 1;
+}
+
+/* The file of tuned plans holds one record, the backend's bytes. */
+#define AMPI_PLANS_KEY "plans"
+
+static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
+    int64_t bytes = amp_state_count(state, AMPI_PLANS_KEY, &dtype);
+    void *data;
+    amp_result result;
+    if (bytes <= 0 || dtype != AMP_U8) return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans", amp->desc.autotune_file);
+    AMPI_TRY(ampi_alloc(&amp->system, "amp_open", &data, bytes, 1));
+    result = amp_state_get(state, AMPI_PLANS_KEY, AMP_U8, data, bytes);
+    if (result == AMP_OK) result = amp->backend->plans_load(amp->dev, data, (size_t)bytes);
+    ampi_free(&amp->system, data, bytes, 1);
+    return result;
+}
+
+/* Nothing about this file may stop a training. */
+static void ampi_plans_read(amp_context *amp) {
+    amp_state *state;
+    amp_result result;
+    if (amp->desc.autotune_file == NULL || amp->backend->plans_load == NULL) return;
+    result = amp_state_load(&state, &amp->system, amp->desc.autotune_file);
+    if (result == AMP_ERR_OPEN) return;        /* not yet written */
+    if (result == AMP_OK) {
+        result = ampi_plans_parse(amp, state);
+        amp_state_destroy(state);
+    }
+    if (result != AMP_OK) ampi_log(amp, AMP_LOG_WARNING, 1002, "autotune_file ignored: %s", amp_last_error());
+}
+
+static amp_result ampi_plans_save(const amp_context *amp, void *data, size_t bytes) {
+    amp_state *state;
+    amp_result result;
+    AMPI_TRY(amp_state_create(&state, &amp->system));
+    (void)amp->backend->plans_save(amp->dev, data, bytes);
+    result = amp_state_put(state, AMPI_PLANS_KEY, AMP_U8, data, (int64_t)bytes);
+    if (result == AMP_OK) result = amp_state_save(state, amp->desc.autotune_file);
+    amp_state_destroy(state);
+    return result;
+}
+
+static void ampi_plans_write(const amp_context *amp) {
+    int asked = amp->desc.autotune_file != NULL && amp->backend->plans_save != NULL;
+    size_t bytes = asked ? amp->backend->plans_save(amp->dev, NULL, 0) : 0;
+    amp_result result;
+    void *data;
+    if (bytes == 0) return;
+    result = ampi_alloc(&amp->system, "amp_close", &data, (int64_t)bytes, 1);
+    if (result == AMP_OK) {
+        result = ampi_plans_save(amp, data, bytes);
+        ampi_free(&amp->system, data, (int64_t)bytes, 1);
+    }
+    if (result != AMP_OK) ampi_log(amp, AMP_LOG_WARNING, 1003, "autotune_file not written: %s", amp_last_error());
+}
+
+/* The context's own copy of a path. */
+static amp_result ampi_own_path(const amp_system *system, const char **path) {
+    void *copy;
+    size_t bytes;
+    if (*path == NULL) return AMP_OK;
+    bytes = strlen(*path) + 1;
+    AMPI_TRY(ampi_alloc(system, "amp_open", &copy, (int64_t)bytes, 1));
+    memcpy(copy, *path, bytes);
+    *path = (const char *)copy;
+    return AMP_OK;
 }
 
 static amp_result ampi_open_device(amp_context *amp) {
@@ -6684,6 +6851,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.stream = amp->desc.stream;
     b.blas = amp->desc.blas;
     b.memory = amp->desc.memory;
+    b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
     AMPI_TRY(amp_choose(&amp->machine, amp->desc.dtype, amp->desc.allow_fallback, &amp->choice));
@@ -6691,6 +6859,7 @@ static amp_result ampi_open_device(amp_context *amp) {
         AMPI_TRY(ampi_chosen(&amp->choice, AMP_F32, 0, 0, "level O0 computes in fp32"));
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
+    ampi_plans_read(amp);
     if (amp->backend->host_visible && amp->backend->graph_begin == NULL) return AMP_OK;
     AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->cells, sizeof *amp->cells));
     return amp->backend->fill(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
@@ -6720,7 +6889,9 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->host.free = ampi_host_free;
     pthread_mutex_init(&amp->lock, NULL);
     ampi_probe_cpu(&amp->machine.cpu);
-    result = ampi_open_device(amp);
+    result = ampi_own_path(&system, &amp->desc.autotune_file);
+    if (result != AMP_OK) amp->desc.autotune_file = NULL;
+    else result = ampi_open_device(amp);
     if (result != AMP_OK) { amp_close(amp); return result; }
     *out = amp;
     return AMP_OK;
@@ -6732,6 +6903,7 @@ AMP_API void amp_close(amp_context *amp) {
     if (amp == NULL) return;
     system = amp->system;
     if (amp->dev != NULL) {
+        ampi_plans_write(amp);
         amp_cast_cache_clear(amp);
         amp_mask_cache_clear(amp);
         for (i = 0; i < amp->block_room; i++)
@@ -6739,6 +6911,7 @@ AMP_API void amp_close(amp_context *amp) {
         if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
         amp->backend->close(amp->dev);
     }
+    if (amp->desc.autotune_file) ampi_free(&system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
     ampi_free(&system, amp->blocks, amp->block_room, sizeof *amp->blocks);
     ampi_free(&system, amp->params, amp->param_room, sizeof *amp->params);
     ampi_free(&system, amp->cache, amp->cache_room, sizeof *amp->cache);
@@ -7775,6 +7948,11 @@ static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->back
 
 /* ---- Linear */
 
+static amp_result ampi_linear_check_act(const char *function, const char *field, amp_activation_kind act) {
+    if (act == AMP_ACT_NONE || act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF || act == AMP_ACT_RELU) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, ".%s = %d, must be NONE, GELU, GELU_ERF or RELU", field, (int)act);
+}
+
 static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op, amp_mat *x, amp_mat *y) {
     if (op->weight == NULL) return ampi_fail(AMP_ERR_NULL, function, ".weight is NULL");
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
@@ -7783,8 +7961,27 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, 0));
     if (x->rows != y->rows)
         return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows, (long long)y->rows);
-    if (op->act != AMP_ACT_NONE && op->act != AMP_ACT_GELU && op->act != AMP_ACT_GELU_ERF && op->act != AMP_ACT_RELU)
-        return ampi_fail(AMP_ERR_RANGE, function, ".act = %d, must be NONE, GELU, GELU_ERF or RELU", (int)op->act);
+    AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
+    return ampi_linear_check_act(function, "x_act", op->x_act);
+}
+
+/* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
+   ends its use. */
+static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held) {
+    amp_k_pack pack;
+    *held = NULL;
+    g->b = w->weight.data;
+    g->b_dtype = w->weight.dtype;
+    if (g->compute == AMP_F32) return AMP_OK;
+    ampi_pack_args(w, g->compute, kind, NULL, &pack);
+    pack.repeated = 1;
+    if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held));
+        g->packed_b = *held;
+    } else if (g->compute != AMP_TF32 && g->compute != g->b_dtype) {
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held));
+        if (*held != NULL) { g->b = *held; g->b_dtype = g->compute; }
+    }
     return AMP_OK;
 }
 
@@ -7794,42 +7991,57 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     amp_k_gemm g;
     amp_plan plan;
     amp_result result;
+    const void *held;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype, ampi_versions(op->weight, op->bias), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype,
+                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
     g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
     g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
-    g.b = op->weight->weight.data; g.b_dtype = op->weight->weight.dtype; g.ldb = x.cols; g.trans_b = 1;
+    g.ldb = x.cols; g.trans_b = 1;
     g.c = y.data; g.c_dtype = y.dtype; g.ldc = y.ld;
     g.alpha = 1; g.compute = plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
     if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
-    if (plan.compute != AMP_F32) AMPI_TRY(ampi_cache_get(amp, op->weight, plan.compute, AMPI_PACK_FORWARD, &g.packed_b));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held));
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
-    ampi_cache_put(amp, g.packed_b);
+    ampi_cache_put(amp, held);
     if (result == AMP_OK) op->plan = plan;
     return result;
 }
 
-/* dy becomes the gradient before the activation. */
-static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy) {
-    const amp_tensor *in = op->act == AMP_ACT_RELU && op->pre.data == NULL ? &op->y : &op->pre;     /* relu(x) > 0 where x > 0 */
+/* d, the gradient after an activation, becomes the gradient before it. */
+static amp_result ampi_linear_activation_backward(amp_context *amp, const char *f, amp_activation_kind act, const amp_tensor *in,
+                                                  const char *in_name, const amp_tensor *d, const char *d_name) {
     amp_k_activation a;
-    if (in->data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".pre has no data; backward through GELU needs what forward writes there");
-    if (!ampi_is_contiguous(in) || !ampi_is_contiguous(&op->dy)) return ampi_fail(AMP_ERR_SHAPE, f, ".dy and .pre must be contiguous with an activation");
+    if (!ampi_is_contiguous(in) || !ampi_is_contiguous(d))
+        return ampi_fail(AMP_ERR_SHAPE, f, ".%s and .%s must be contiguous with an activation", d_name, in_name);
     memset(&a, 0, sizeof a);
-    a.act = op->act;
-    a.n = dy->rows * dy->cols;
+    a.act = act;
+    a.n = amp_tensor_count(d);
     a.x = in->data; a.x_dtype = in->dtype;
-    a.dy = dy->data; a.y_dtype = dy->dtype;
-    a.dx = dy->data;
-    if (a.x_dtype != a.y_dtype) return ampi_fail(AMP_ERR_DTYPE, f, ".dy is %s, must have the dtype of .pre (%s)", amp_dtype_name(a.y_dtype), amp_dtype_name(a.x_dtype));
+    a.dy = d->data; a.y_dtype = d->dtype;
+    a.dx = d->data;
     return amp->backend->activation_backward(amp->dev, &a, amp->desc.stream);
 }
 
-static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op, const amp_mat *x, const amp_mat *dy) {
+/* What an activation's backward reads: what went into it; RELU does with what came out, because relu(x) > 0 where x > 0. */
+static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const amp_tensor *pre, const char *name, const amp_tensor *y,
+                                   const amp_tensor *d, const char *d_name, const amp_tensor **in) {
+    *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
+    if ((*in)->data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs what went into it", name);
+    if ((*in)->dtype == d->dtype) return AMP_OK;
+    return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
+}
+
+/* Whether products take sums and activations along: on a device that saves passes over memory.  The CPU is as fast
+   without, and keeps its bits. */
+static int ampi_linear_fuses(const amp_context *amp) { return !amp->backend->host_visible; }
+
+/* bias: takes its gradient along; NULL: none. */
+static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, amp_param *bias) {
     amp_param *w = op->weight;
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
@@ -7838,8 +8050,10 @@ static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op,
     g.b = x->data; g.b_dtype = x->dtype; g.ldb = x->ld;
     g.c = w->grad.data; g.c_dtype = w->grad.dtype; g.ldc = x->cols;
     g.alpha = 1; g.beta = w->grad_live ? 1.0f : 0.0f; g.compute = op->plan.compute;
+    if (bias != NULL) { g.row_sum.data = bias->grad.data; g.row_sum.dtype = bias->grad.dtype; g.row_sum.add = bias->grad_live; }
     AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
     w->grad_live = 1;
+    if (bias != NULL) bias->grad_live = 1;
     return AMP_OK;
 }
 
@@ -7856,32 +8070,51 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *d
     return AMP_OK;
 }
 
-static amp_result ampi_linear_dx(amp_context *amp, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx) {
+/* pre: what went into x_act, NULL: there is none. */
+static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx, const amp_tensor *pre) {
     amp_k_gemm g;
+    amp_mat at;
     amp_result result;
+    const void *held;
     memset(&g, 0, sizeof g);
     g.m = dx->rows; g.n = dx->cols; g.k = dy->cols; g.batch = 1;
     g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld;
-    g.b = op->weight->weight.data; g.b_dtype = op->weight->weight.dtype; g.ldb = dx->cols;
+    g.ldb = dx->cols;
     g.c = dx->data; g.c_dtype = dx->dtype; g.ldc = dx->ld;
     g.alpha = 1; g.compute = op->plan.compute;
-    if (g.compute != AMP_F32) AMPI_TRY(ampi_cache_get(amp, op->weight, g.compute, AMPI_PACK_BACKWARD, &g.packed_b));
+    if (pre != NULL && ampi_linear_fuses(amp)) {
+        AMPI_TRY(ampi_rows(f, "x_pre", pre, &at));
+        g.backward = 1; g.act = op->x_act;
+        g.pre = at.data; g.pre_dtype = at.dtype; g.ld_pre = at.ld;
+    }
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held));
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
-    ampi_cache_put(amp, g.packed_b);
-    return result;
+    ampi_cache_put(amp, held);
+    if (result != AMP_OK || pre == NULL || g.backward) return result;
+    return ampi_linear_activation_backward(amp, f, op->x_act, pre, "x_pre", &op->dx, "dx");
 }
 
 AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
     const char *f = "amp_linear_backward";
-    amp_mat x, y, dy, dx;
+    const amp_tensor *pre = NULL, *x_pre = NULL;
+    amp_mat x, y, dy, dx, same;
+    amp_param *along;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
-    if (op->act != AMP_ACT_NONE) AMPI_TRY(ampi_linear_activation_backward(amp, f, op, &dy));
-    if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy));
-    if (ampi_wants_grad(op->bias)) AMPI_TRY(ampi_dbias(amp, op->bias, &dy));
-    return dx.data ? ampi_linear_dx(amp, op, &dy, &dx) : AMP_OK;
+    if (dx.data && op->x_act != AMP_ACT_NONE) {
+        AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &x_pre));
+        AMPI_TRY(ampi_rows_like(f, "x_pre", x_pre, "x", &x, &same));
+    }
+    if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
+        AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &pre));
+        AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, pre, "pre", &op->dy, "dy"));
+    }
+    along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
+    if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy, along));
+    if (ampi_wants_grad(op->bias) && along == NULL) AMPI_TRY(ampi_dbias(amp, op->bias, &dy));
+    return dx.data ? ampi_linear_dx(amp, f, op, &dy, &dx, x_pre) : AMP_OK;
 }
 
 /* ---- Batched matmul */
@@ -8360,7 +8593,8 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
-    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->table, op->positions), &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT,
+                               ampi_versions(op->table, op->positions), &op->plan, &plan));
     k.bad_id = ampi_bad_row(amp, &bad);
     AMPI_TRY(amp->backend->embedding(amp->dev, &k, amp->desc.stream));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);

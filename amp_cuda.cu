@@ -3,7 +3,7 @@
    Build and link it beside the program; nothing of it is included:
 
        nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_70 and later)
-       cc -c train.c && nvcc train.o amp_cuda.o -o train
+       cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
    and name it when the context is opened:
 
@@ -11,6 +11,8 @@
        d.backend = amp_cuda();
        d.device = 0;                    index of the GPU; several contexts may be open, on one GPU or on several
        d.stream = my_stream;            a cudaStream_t, or NULL: the context makes its own
+       d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU, or NULL: likewise
+       d.autotune = AMP_AUTOTUNE_ON;    measure cuBLASLt's algorithms at the first product of each shape
        d.memory = my_memory;            alloc and free of the host's own, or zeros: cudaMalloc and cudaFree
        amp_open(&amp, &d);
 
@@ -25,12 +27,16 @@
    - Kernels compute in fp32 (sums in fp32 or wider), round once to storage, use 64-bit indices and give the same bits
      every time on one kind of GPU: no floating-point atomics.  The norms' gradients of weight and bias are summed by
      block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
+   - Products are cuBLASLt's, with what surrounds them in its epilogues where it can; the rest falls to kernels here.
+     Split sums are kept in fp32 and added in order, so that one plan gives the same bits every time; autotuning may
+     choose another plan.  Biases are rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
    casts, multi-tensor kernels and column sums; row operators; pointwise operators; losses; products; attention; table. */
 
+#include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -58,7 +64,21 @@ namespace {
 struct ampc_block;
 struct ampc_graph;
 
-enum { AMPC_BUCKETS = 1024, AMPC_CLASSES = 512 };
+enum { AMPC_BUCKETS = 1024, AMPC_CLASSES = 512, AMPC_PLANS = 256 };
+
+struct ampc_plan;
+
+/* cuBLASLt, and what is known about the products that it was asked for. */
+struct ampc_blas {
+    cublasLtHandle_t handle;
+    int owned;                      /* 0: the host's own */
+    size_t workspace;               /* bytes that a product may use */
+    int autotune;
+    int64_t cache;                  /* bytes of the GPU's second-level cache */
+    pthread_mutex_t lock;           /* recursive; for everything below, and for plans while they are used */
+    ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys */
+    int found;                      /* 1: tuned plans that plans_load did not bring */
+};
 
 /* One open context's GPU. */
 struct ampc_device {
@@ -70,7 +90,7 @@ struct ampc_device {
     size_t shared_limit;            /* bytes of shared memory that a block may ask for */
     cudaStream_t stream;            /* the context's own */
     int owns_stream;
-    void *blas;                     /* the host's cuBLAS handle, or NULL */
+    ampc_blas blas;
     amp_device_memory memory;       /* the host's own allocator, or zeros */
     cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU */
     pthread_mutex_t lock;           /* for everything below */
@@ -480,7 +500,8 @@ struct ampc_graph {
 
 struct ampc_locked {
     pthread_mutex_t *lock;
-    explicit ampc_locked(ampc_device *dev) : lock(&dev->lock) { pthread_mutex_lock(lock); }
+    explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
+    explicit ampc_locked(ampc_device *dev) : ampc_locked(&dev->lock) {}
     ~ampc_locked() { pthread_mutex_unlock(lock); }
     ampc_locked(const ampc_locked &) = delete;
     ampc_locked &operator=(const ampc_locked &) = delete;
@@ -654,6 +675,8 @@ ampc_scratch::~ampc_scratch() {
 
 amp_result ampc_check_image(ampc_device *dev);      /* whether this build's machine code runs on the GPU */
 void ampc_graph_destroy(void *device, void *graph);
+amp_result ampc_blas_open(ampc_device *dev);
+void ampc_blas_close(ampc_device *dev);
 
 amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     cudaDeviceProp prop;
@@ -669,6 +692,7 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     dev->cc = 10 * prop.major + prop.minor;
     dev->multiprocessors = prop.multiProcessorCount;
     dev->shared_limit = prop.sharedMemPerBlockOptin;
+    dev->blas.cache = prop.l2CacheSize;
     snprintf(dev->info.name, sizeof dev->info.name, "%.127s", prop.name);
     snprintf(dev->info.kind, sizeof dev->info.kind, "cuda");
     dev->info.index = dev->index;
@@ -680,6 +704,7 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     dev->info.multiprocessors = prop.multiProcessorCount;
     dev->info.memory = (int64_t)prop.totalGlobalMem;
     AMPC_TRY(ampc_check_image(dev));
+    AMPC_TRY(ampc_blas_open(dev));
     if (desc->stream != NULL) return AMP_OK;
     AMPC_TRY(ampc_check(dev, cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking),
                         "cudaStreamCreateWithFlags", NULL));
@@ -698,29 +723,37 @@ void ampc_drop_memory(ampc_device *dev) {
 void ampc_close(void *device) {
     ampc_device *dev = (ampc_device *)device;
     amp_host host = dev->host;
-    if (dev->owns_stream || dev->reserved > 0 || dev->graphs != NULL) {
+    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL) {
         ampc_current current(dev);
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
+        ampc_blas_close(dev);
         ampc_drop_memory(dev);
         if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
         (void)cudaGetLastError();
     }
+    pthread_mutex_destroy(&dev->blas.lock);
     pthread_mutex_destroy(&dev->lock);
     host.free(host.user, dev, sizeof *dev);
 }
 
 amp_result ampc_open(void **out, const amp_host *host, const amp_backend_desc *desc) {
     ampc_device *dev = (ampc_device *)host->alloc(host->user, sizeof *dev, 64);
+    pthread_mutexattr_t recursive;
     amp_result result;
     *out = NULL;
     if (dev == NULL) return host->fail(host->user, AMP_ERR_MEMORY, "amp_cuda: amp_open: no host memory for the device");
     memset((void *)dev, 0, sizeof *dev);
     pthread_mutex_init(&dev->lock, NULL);
+    pthread_mutexattr_init(&recursive);
+    pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&dev->blas.lock, &recursive);
+    pthread_mutexattr_destroy(&recursive);
     dev->host = *host;
     dev->index = desc->device;
     dev->stream = (cudaStream_t)desc->stream;
-    dev->blas = desc->blas;
+    dev->blas.handle = (cublasLtHandle_t)desc->blas;        /* cuBLAS: any cublasHandle_t is one of cuBLASLt too */
     dev->memory = desc->memory;
+    dev->blas.autotune = desc->autotune;
     result = ampc_open_device(dev, desc);
     if (result == AMP_OK) *out = dev;
     else ampc_close(dev);
@@ -2696,12 +2729,12 @@ template <int V, class Op, class Map> __global__ void __launch_bounds__(256, Map
     }
 }
 
-/* Runs op over the shape of the first output. */
-template <class Op, class Map> amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
+/* Runs op over the shape of the first output.  W: the widest piece that its operands allow. */
+template <int W = 8, class Op, class Map> amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
     ampc_device *d = (ampc_device *)dev;
     int64_t rows = m.out[0].rows, cols = m.out[0].cols;
     bool dense = true;
-    int v = 8, k;
+    int v = W, k;
     auto look = [&](const amp_mat &a) {
         if (a.data == NULL) return;
         dense = dense && (a.ld == cols || rows <= 1);
@@ -2712,7 +2745,7 @@ template <class Op, class Map> amp_result ampc_map_run(void *dev, const char *na
     m.cols = dense ? rows * cols : cols;
     m.pieces = ampc_blocks(m.cols, v);
     m.total = dense ? m.pieces : rows * m.pieces;
-    return ampc_launch(d, name, v == 8 ? ampc_map_kernel<8, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
+    return ampc_launch(d, name, v == 8 ? ampc_map_kernel<W, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
                        ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), Map::per_sm), 256, 0, stream, m, op);
 }
 
@@ -3549,11 +3582,14 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
                        positions, labels);
 }
 /* ==== Matrix products ===============================================================================
+   Through cuBLASLt, by plans that are made once for each shape; further down.  First what remains to us.
+
    Any layout, dtype and epilogue on the fp32 units: operands are rounded to the compute dtype on their way into shared
    memory, a block computes 64 x 64 of c in tiles of 16 along k, a thread 4 x 4 of them.  Every sum is one chain of
    fused multiply-adds along k, so its bits depend on nothing else.                                      */
 
 enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
+enum { AMPC_LOG_REFUSED = 5001, AMPC_LOG_WRONG = 5002, AMPC_LOG_TUNED = 5003, AMPC_LOG_PLANS = 5004 };     /* ids */
 
 __device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
     if (dtype == AMP_F16) return ampc_float(((const ampc_f16 *)p)[i]);
@@ -3679,17 +3715,921 @@ ampc_gemm_kernel(amp_k_gemm g, ampc_operand a, ampc_operand b, int64_t rows, int
     }
 }
 
-/* alpha 0 reads neither a nor b, as in BLAS. */
-amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
-    ampc_device *dev = (ampc_device *)device;
-    amp_k_gemm g = *args;
+amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) {
     int64_t rows = ampc_blocks(g.m, AMPC_GEMM_TILE), columns = ampc_blocks(g.n, AMPC_GEMM_TILE);
     ampc_operand a = {g.a, g.a_dtype, g.compute, g.trans_a ? 1 : g.lda, g.trans_a ? g.lda : 1, g.m};
     ampc_operand b = {g.b, g.b_dtype, g.compute, g.trans_b ? g.ldb : 1, g.trans_b ? 1 : g.ldb, g.n};
-    if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_usable(dev, "gemm");
-    if (!ampi_is_set(g.alpha)) g.k = 0;
     return ampc_launch(dev, "gemm", ampc_gemm_kernel, ampc_grid(dev, rows * columns * g.batch, AMPC_GEMM_PER_SM), 256, 0,
                        stream, g, a, b, rows, columns);
+}
+
+/* ---- Around a product: operands in the compute dtype, epilogues that cuBLASLt lacks, sums */
+
+struct ampc_same {
+    enum { ahead = 4 };
+    template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t) const {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) out[0][i] = in[0][i];
+    }
+};
+
+/* x in another dtype, in scratch memory: as it lies where its elements fill their memory, else row after row. */
+amp_result ampc_gemm_cast(ampc_device *dev, ampc_scratch &room, const void **x, amp_dtype *from, amp_dtype to, int64_t rows,
+                          int64_t cols, int64_t *ld, int64_t batch, int64_t *stride, void *stream) {
+    int64_t items = *stride == 0 ? 1 : batch, count = items * rows * cols;
+    amp_k_cast all = {};
+    if (*from == to) return AMP_OK;
+    AMPC_TRY(room.get((size_t)(count * ampc_dtype_size(to)), "gemm"));
+    if ((items - 1) * *stride + (rows - 1) * *ld + cols == count) {
+        all.dst = room.data, all.dst_dtype = to, all.src = *x, all.src_dtype = *from, all.n = count;
+        AMPC_TRY(ampc_cast(dev, &all, stream));
+    } else {
+        for (int64_t i = 0; i < items; i++) {
+            ampc_map<1, 1> m;
+            m.in[0] = amp_mat{const_cast<void *>(ampc_at(*x, *from, i * *stride)), *from, 0, rows, cols, *ld};
+            m.out[0] = amp_mat{ampc_at(room.data, to, i * rows * cols), to, 0, rows, cols, cols};
+            AMPC_TRY(ampc_map_run(dev, "gemm", m, ampc_same(), stream));
+        }
+        *ld = cols;
+        *stride = items == 1 ? 0 : rows * cols;
+    }
+    *x = room.data;
+    *from = to;
+    return AMP_OK;
+}
+
+/* in: the product, bias or what went into act, c as it was; out: c, what goes into act. */
+template <int O> struct ampc_finish {
+    enum { ahead = 2 };
+    amp_activation_kind act;
+    int backward;
+    float beta;
+    template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t at) const {
+        float x[2][V], y[1][V];
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) {
+            x[0][i] = backward ? in[1][i] : in[0][i] + in[1][i];
+            x[1][i] = in[0][i];
+        }
+        if (backward) ampc_act_back{act, 0}.run<V>(x, y, at);
+        else ampc_act{act}.run<V>(x, y, at);
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) {
+            out[0][i] = ampi_is_set(beta) ? ampc_fma(beta, in[2][i], y[0][i]) : y[0][i];
+            if (O == 2) out[1][i] = x[0][i];
+        }
+    }
+};
+
+template <int O> amp_result ampc_gemm_finish_as(ampc_device *dev, const amp_k_gemm &g, const amp_mat &product, void *stream) {
+    const amp_mat none = {NULL, AMP_F32, 0, g.m, g.n, g.n};
+    amp_mat c = {g.c, g.c_dtype, 0, g.m, g.n, g.ldc}, pre = {g.pre, g.pre_dtype, 0, g.m, g.n, g.ld_pre};
+    ampc_map<3, O> m;
+    m.in[0] = product;
+    m.in[1] = g.backward ? pre : amp_mat{const_cast<void *>(g.bias), g.bias_dtype, 0, g.m, g.n, 0};
+    m.in[2] = ampi_is_set(g.beta) ? c : none;
+    m.out[0] = c;
+    if (O == 2) m.out[O - 1] = pre;
+    return ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);       /* the product is fp32 */
+}
+
+/* A warp to a row. */
+template <class X, class O> __global__ void __launch_bounds__(256)
+ampc_row_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, O *out, int add) {
+    for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
+        float sum = 0;
+        for (int64_t i = threadIdx.x % 32; i < cols; i += 32) sum += ampc_float(x[row * ld + i]);
+        sum = ampc_warp_sum(sum);
+        if (threadIdx.x % 32 == 0) ampc_put_sum(out + row, sum, add);
+    }
+}
+
+amp_result ampc_sum_columns(ampc_device *dev, const amp_mat &x, const amp_k_gradient &out, void *stream) {
+    amp_k_column_sum s = {x, out.data, out.dtype, out.add};
+    return out.data == NULL ? AMP_OK : ampc_column_sum(dev, &s, stream);
+}
+
+/* The sums that no epilogue made. */
+amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
+    const amp_k_gradient &out = g.row_sum;
+    void *a = const_cast<void *>(g.a);
+    AMPC_TRY(ampc_sum_columns(dev, amp_mat{g.c, g.c_dtype, 0, g.m, g.n, g.ldc}, g.column_sum, stream));
+    if (g.trans_a) return ampc_sum_columns(dev, amp_mat{a, g.a_dtype, 0, g.k, g.m, g.lda}, out, stream);
+    if (out.data == NULL) return AMP_OK;
+    return ampc_storage(dev, "gemm", g.a_dtype, [&](auto x) {
+        return ampc_storage(dev, "gemm", out.dtype, [&](auto o) {
+            typedef typename decltype(x)::type X;
+            typedef typename decltype(o)::type O;
+            return ampc_launch(dev, "gemm", ampc_row_sum_kernel<X, O>, ampc_grid(dev, ampc_blocks(g.m, 8), 8), 256, 0, stream,
+                               (const X *)a, g.m, g.k, g.lda, (O *)out.data, (int)out.add);
+        });
+    });
+}
+
+/* ---- cuBLASLt.  It thinks in columns, where a row-major matrix is its own transpose: c^T = op(b)^T op(a)^T, so that
+   its A is b, its B is a, its rows are our columns, and a vector along its rows is a bias. */
+
+/* What a plan depends on; compared byte by byte, so there is no padding. */
+struct ampc_plan_key {
+    int64_t m, n, k, batch, lda, ldb, ldc, ld_aux, stride_a, stride_b, stride_c;
+    int32_t compute, c_dtype, trans_a, trans_b, epilogue;
+    int32_t adds;                   /* 1: beta is not 0 */
+    uint8_t align[8];               /* of a, b, c, bias, aux: log2 of their alignment, 8 at most */
+};
+static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
+
+struct ampc_plan {
+    ampc_plan_key key;
+    ampc_plan *next;
+    cublasLtMatmulDesc_t product;
+    cublasLtMatrixLayout_t a, b, c; /* of a, b and c in our terms */
+    cublasLtMatmulAlgo_t algo;
+    size_t workspace;               /* bytes */
+    int refused;                    /* 1: cuBLASLt has no algorithm for it */
+    int tuned;                      /* 1: algo and apart were measured */
+    int apart;                      /* 1: the plain product and kernels of ours are faster */
+};
+
+const char *ampc_blas_hint(cublasStatus_t status) {
+    switch (status) {
+        case CUBLAS_STATUS_NOT_INITIALIZED: return "the driver may be older than cuBLAS, or GPU memory used up";
+        case CUBLAS_STATUS_ALLOC_FAILED: return "free memory on the GPU or use a smaller batch";
+        case CUBLAS_STATUS_ARCH_MISMATCH: return "this GPU lacks what the dtype needs: choose another";
+        default: return "CUBLASLT_LOG_LEVEL=2 makes cuBLASLt say more";
+    }
+}
+
+/* AMP_OK, or a failure that names the call, its shape (g may be NULL), the status and what to do. */
+amp_result ampc_blas_check(ampc_device *dev, cublasStatus_t status, const char *call, const amp_k_gemm *g) {
+    char text[512], shape[160] = "";
+    cudaError_t error;
+    if (status == CUBLAS_STATUS_SUCCESS) return AMP_OK;
+    error = cudaGetLastError();
+    if (ampc_is_sticky(error)) return ampc_check(dev, error, call, NULL);
+    if (g != NULL)
+        snprintf(shape, sizeof shape, " for c[%lld, %lld] of k = %lld, batch %lld, %s%s times %s%s in %s into %s",
+                 (long long)g->m, (long long)g->n, (long long)g->k, (long long)g->batch, amp_dtype_name(g->a_dtype),
+                 g->trans_a ? "^T" : "", amp_dtype_name(g->b_dtype), g->trans_b ? "^T" : "", amp_dtype_name(g->compute),
+                 amp_dtype_name(g->c_dtype));
+    snprintf(text, sizeof text, "amp_cuda: %s%s on device %d: %s; %s", call, shape, dev->index, cublasLtGetStatusName(status),
+             ampc_blas_hint(status));
+    return dev->host.fail(dev->host.user, status == CUBLAS_STATUS_ALLOC_FAILED ? AMP_ERR_MEMORY : AMP_ERR_DEVICE, text);
+}
+
+amp_result ampc_blas_open(ampc_device *dev) {
+    dev->blas.workspace = (size_t)(dev->cc >= 90 ? 32 : 4) << 20;
+    if (dev->blas.handle != NULL) return AMP_OK;
+    AMPC_TRY(ampc_blas_check(dev, cublasLtCreate(&dev->blas.handle), "cublasLtCreate", NULL));
+    dev->blas.owned = 1;
+    return AMP_OK;
+}
+
+void ampc_plan_free(ampc_device *dev, ampc_plan *plan) {
+    if (plan->product) (void)cublasLtMatmulDescDestroy(plan->product);
+    if (plan->a) (void)cublasLtMatrixLayoutDestroy(plan->a);
+    if (plan->b) (void)cublasLtMatrixLayoutDestroy(plan->b);
+    if (plan->c) (void)cublasLtMatrixLayoutDestroy(plan->c);
+    dev->host.free(dev->host.user, plan, sizeof *plan);
+}
+
+void ampc_blas_close(ampc_device *dev) {
+    for (int i = 0; i < AMPC_PLANS; i++)
+        while (dev->blas.plans[i] != NULL) {
+            ampc_plan *plan = dev->blas.plans[i];
+            dev->blas.plans[i] = plan->next;
+            ampc_plan_free(dev, plan);
+        }
+    if (dev->blas.owned) (void)cublasLtDestroy(dev->blas.handle);
+}
+
+cudaDataType ampc_blas_type(amp_dtype dtype) {
+    return dtype == AMP_F16 ? CUDA_R_16F : dtype == AMP_BF16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+/* What operands are stored in for a compute dtype. */
+amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
+
+int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
+    return __builtin_ctzll((uint64_t)(uintptr_t)p | (uint64_t)stride_bytes | 256);
+}
+
+/* Whether an epilogue can sum into this gradient: it overwrites numbers of c's dtype, and what is to be added or
+   rounded otherwise must come as fp32. */
+bool ampc_epilogue_sums(const amp_k_gemm &g, const amp_k_gradient &sum) {
+    return g.c_dtype == AMP_F32 || (sum.dtype == g.c_dtype && !sum.add);
+}
+
+/* The epilogue of cuBLASLt that does all that g asks for, or -1.  Its activations read beta c too, know GELU's tanh form
+   only, in an approximation that is good enough for 16 bits, and keep of RELU's input no more than signs; aux must be
+   like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
+int ampc_gemm_epilogue(const amp_k_gemm &g) {
+    amp_dtype in = ampc_operand_dtype(g.compute);
+    bool column = g.column_sum.data != NULL, row = g.row_sum.data != NULL, plain = g.act == AMP_ACT_NONE && g.pre == NULL;
+    bool aux = g.pre_dtype == g.c_dtype && g.ld_pre % 8 == 0 && ampc_aligned(g.pre);
+    if (g.c_dtype != AMP_F32 && g.c_dtype != in) return -1;
+    if (plain && g.bias == NULL && !column && !row) return CUBLASLT_EPILOGUE_DEFAULT;
+    if (g.batch != 1) return -1;
+    if (row) return plain && g.bias == NULL && !column && ampc_epilogue_sums(g, g.row_sum) ? CUBLASLT_EPILOGUE_BGRADB : -1;
+    if (column && !(g.backward && ampc_epilogue_sums(g, g.column_sum))) return -1;
+    if (plain) return CUBLASLT_EPILOGUE_BIAS;
+    if (ampi_is_set(g.beta) || (g.pre != NULL && !aux)) return -1;
+    if (g.act == AMP_ACT_RELU && g.pre == NULL) return g.bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+    if (g.act != AMP_ACT_GELU || g.c_dtype == AMP_F32) return -1;
+    if (g.backward) return column ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
+    if (g.pre == NULL) return g.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+}
+
+/* Where an epilogue reads a bias or leaves sums: NULL if it does neither. */
+const amp_k_gradient *ampc_epilogue_sum(const amp_k_gemm &g) {
+    return g.row_sum.data ? &g.row_sum : g.column_sum.data ? &g.column_sum : NULL;
+}
+
+ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
+    ampc_plan_key key;
+    int64_t size = ampc_dtype_size(ampc_operand_dtype(g.compute));
+    memset(&key, 0, sizeof key);
+    key.m = g.m, key.n = g.n, key.k = g.k, key.batch = g.batch;
+    key.lda = g.lda, key.ldb = g.ldb, key.ldc = g.ldc, key.ld_aux = g.pre ? g.ld_pre : 0;
+    key.stride_a = g.stride_a, key.stride_b = g.stride_b, key.stride_c = g.stride_c;
+    key.compute = g.compute, key.c_dtype = g.c_dtype, key.trans_a = g.trans_a, key.trans_b = g.trans_b;
+    key.epilogue = epilogue, key.adds = ampi_is_set(g.beta);
+    key.align[0] = (uint8_t)ampc_align_class(g.a, g.stride_a * size);
+    key.align[1] = (uint8_t)ampc_align_class(g.b, g.stride_b * size);
+    key.align[2] = (uint8_t)ampc_align_class(g.c, g.stride_c * ampc_dtype_size(g.c_dtype));
+    key.align[3] = (uint8_t)ampc_align_class(g.bias);
+    key.align[4] = (uint8_t)ampc_align_class(g.pre);
+    return key;
+}
+
+ampc_plan **ampc_plan_slot(ampc_device *dev, const ampc_plan_key &key) {
+    uint64_t words[sizeof key / 8], hash = 0;
+    memcpy(words, &key, sizeof key);
+    for (uint64_t word : words) hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
+    return &dev->blas.plans[hash % AMPC_PLANS];
+}
+
+/* The addresses that the description of a product holds; the heuristic looks at their alignment. */
+cublasStatus_t ampc_plan_point(ampc_plan *plan, const amp_k_gemm &g) {
+    const void *pointer = g.bias;
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    if (pointer != NULL)
+        status = cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer, sizeof pointer);
+    pointer = g.pre;
+    if (pointer != NULL && status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &pointer,
+                                                sizeof pointer);
+    return status;
+}
+
+cublasStatus_t ampc_plan_describe_product(ampc_plan *plan, const amp_k_gemm &g) {
+    cublasComputeType_t compute = g.compute == AMP_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    cublasOperation_t of_b = g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, of_a = g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint32_t epilogue = (uint32_t)plan->key.epilogue;
+    int64_t ld = g.ld_pre;
+    cublasStatus_t status = cublasLtMatmulDescCreate(&plan->product, compute, CUDA_R_32F);
+    auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void *value, size_t size) {
+        if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulDescSetAttribute(plan->product, attribute, value, size);
+    };
+    set(CUBLASLT_MATMUL_DESC_TRANSA, &of_b, sizeof of_b);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, &of_a, sizeof of_a);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue);
+    if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &ld, sizeof ld);
+    return status == CUBLAS_STATUS_SUCCESS ? ampc_plan_point(plan, g) : status;
+}
+
+/* A row-major matrix of rows x cols, as cuBLASLt sees it. */
+cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld,
+                                         int64_t batch, int64_t stride) {
+    int32_t items = (int32_t)batch;
+    cublasStatus_t status = cublasLtMatrixLayoutCreate(out, ampc_blas_type(dtype), (uint64_t)cols, (uint64_t)rows, ld);
+    if (items == 1 || status != CUBLAS_STATUS_SUCCESS) return status;
+    status = cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &items, sizeof items);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+    return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+}
+
+/* Asks for algorithms.  Split sums must not be kept in c's dtype, where they would be rounded. */
+cublasStatus_t ampc_plan_ask(ampc_device *dev, ampc_plan *plan, int most, cublasLtMatmulHeuristicResult_t *found, int *n) {
+    cublasLtMatmulPreference_t wish = NULL;
+    uint64_t workspace = dev->blas.workspace;
+    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align[3];
+    cublasStatus_t status = cublasLtMatmulPreferenceCreate(&wish);
+    auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const void *value, size_t size) {
+        if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulPreferenceSetAttribute(wish, attribute, value, size);
+    };
+    for (int i = 0; i < 3; i++) align[i] = 1u << plan->key.align[i];
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace);
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align[1], sizeof align[1]);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align[0], sizeof align[0]);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align[2], sizeof align[2]);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align[2], sizeof align[2]);
+    *n = 0;
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmulAlgoGetHeuristic(dev->blas.handle, plan->product, plan->b, plan->a, plan->c, plan->c, wish,
+                                                most, found, n);
+    if (wish != NULL) (void)cublasLtMatmulPreferenceDestroy(wish);
+    return status;
+}
+
+/* Whether a status says that cuBLASLt cannot do this product, which something else then does. */
+bool ampc_blas_declines(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH || status == CUBLAS_STATUS_INVALID_VALUE;
+}
+
+amp_result ampc_plan_describe(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
+    amp_dtype in = ampc_operand_dtype(g.compute);
+    cublasStatus_t status = ampc_plan_describe_product(plan, g);
+    AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
+    status = ampc_plan_describe_matrix(&plan->a, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = ampc_plan_describe_matrix(&plan->b, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = ampc_plan_describe_matrix(&plan->c, g.c_dtype, g.m, g.n, g.ldc, g.batch, g.stride_c);
+    return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
+}
+
+/* Takes the algorithm that a file brought, if it can still run, or else the first of the heuristic. */
+amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
+    cublasLtMatmulHeuristicResult_t found;
+    cublasStatus_t status;
+    int n = 0;
+    memset(&found, 0, sizeof found);
+    if (plan->tuned) {
+        status = cublasLtMatmulAlgoCheck(dev->blas.handle, plan->product, plan->b, plan->a, plan->c, plan->c, &plan->algo, &found);
+        plan->workspace = found.workspaceSize;
+        if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->blas.workspace) return AMP_OK;
+        plan->tuned = plan->apart = 0;
+    }
+    status = ampc_plan_ask(dev, plan, 1, &found, &n);
+    plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
+    if (plan->refused) {
+        char text[200];
+        snprintf(text, sizeof text, "amp_cuda: cuBLASLt has no algorithm for c[%lld, %lld] of k = %lld in %s with epilogue %d",
+                 (long long)g.m, (long long)g.n, (long long)g.k, amp_dtype_name(g.compute), (int)plan->key.epilogue);
+        dev->host.log(dev->host.user, AMP_LOG_INFO, AMPC_LOG_REFUSED, text);
+        return AMP_OK;
+    }
+    plan->algo = found.algo;
+    plan->workspace = found.workspaceSize;
+    return ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g);
+}
+
+ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
+    ampc_plan *plan = *ampc_plan_slot(dev, key);
+    while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
+    return plan;
+}
+
+amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan **out) {
+    ampc_plan *plan = (ampc_plan *)dev->host.alloc(dev->host.user, sizeof *plan, sizeof(void *));
+    if (plan == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, "gemm", "no host memory for its plan");
+    memset((void *)plan, 0, sizeof *plan);
+    plan->key = key;
+    *out = plan;
+    return AMP_OK;
+}
+
+void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
+    ampc_plan **slot = ampc_plan_slot(dev, plan->key);
+    plan->next = *slot;
+    *slot = plan;
+}
+
+/* The plan of a product with this epilogue.  Called with the lock of the plans held. */
+amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan **out) {
+    ampc_plan_key key = ampc_plan_key_of(g, epilogue);
+    ampc_plan *plan = ampc_plan_find(dev, key), *old = plan;
+    amp_result result;
+    *out = plan;
+    if (plan != NULL && plan->product != NULL) return AMP_OK;
+    ampc_relaxed relaxed;
+    AMPC_TRY(ampc_plan_new(dev, key, &plan));
+    if (old != NULL) plan->tuned = 1, plan->algo = old->algo, plan->apart = old->apart;      /* from a file */
+    result = ampc_plan_describe(dev, g, plan);
+    if (result == AMP_OK) result = ampc_plan_choose(dev, g, plan);
+    if (result != AMP_OK) {
+        ampc_plan_free(dev, plan);
+        return result;
+    }
+    ampc_plan_keep(dev, plan);      /* ahead of the one from the file */
+    *out = plan;
+    return AMP_OK;
+}
+
+/* *done 0: cuBLASLt declines after all. */
+amp_result ampc_plan_run(ampc_device *dev, ampc_plan *plan, const amp_k_gemm &g, void *stream, bool *done) {
+    ampc_scratch workspace(dev, stream);
+    cublasStatus_t status;
+    *done = false;
+    if (plan->workspace > 0) AMPC_TRY(workspace.get(dev->blas.workspace, "gemm"));
+    status = ampc_plan_point(plan, g);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasLtMatmul(dev->blas.handle, plan->product, &g.alpha, g.b, plan->b, g.a, plan->a, &g.beta, g.c, plan->c,
+                                g.c, plan->c, &plan->algo, workspace.data, workspace.data ? dev->blas.workspace : 0,
+                                ampc_stream(dev, stream));
+    plan->refused = ampc_blas_declines(status);
+    if (plan->refused) return AMP_OK;
+    *done = status == CUBLAS_STATUS_SUCCESS;
+    return ampc_blas_check(dev, status, "cublasLtMatmul", &g);
+}
+
+void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream);
+
+bool ampc_is_captured(const ampc_device *dev, void *stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    return cudaStreamGetCaptureInfo(ampc_stream(dev, stream), &status, &id) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+}
+
+/* The product with its epilogue, if cuBLASLt has both.  Vectors must be 16-byte aligned and in c's dtype; others, and sums
+   that are to be added, go through scratch memory. */
+amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *stream, bool *done) {
+    int epilogue = ampc_gemm_epilogue(args);
+    const amp_k_gradient *sum = ampc_epilogue_sum(args);
+    int64_t count = args.row_sum.data ? args.m : args.n;
+    bool apart = sum != NULL && (sum->add || sum->dtype != args.c_dtype || !ampc_aligned(sum->data));
+    ampc_scratch room(dev, stream);
+    amp_k_gemm g = args;
+    ampc_plan *plan;
+    *done = false;
+    if (epilogue < 0) return AMP_OK;
+    if (g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) {
+        amp_k_cast cast = {};
+        AMPC_TRY(room.get((size_t)(g.n * ampc_dtype_size(g.c_dtype)), "gemm"));
+        cast.dst = room.data, cast.dst_dtype = g.c_dtype, cast.src = g.bias, cast.src_dtype = g.bias_dtype, cast.n = g.n;
+        AMPC_TRY(ampc_cast(dev, &cast, stream));
+        g.bias = room.data;
+    }
+    if (apart) AMPC_TRY(room.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
+    if (sum != NULL) g.bias = apart ? room.data : sum->data;
+    {
+        ampc_locked locked(&dev->blas.lock);
+        AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
+        if (dev->blas.autotune && !plan->tuned && !plan->refused && !ampc_is_captured(dev, stream)) ampc_tune(dev, args, plan, stream);
+        if (plan->refused || plan->apart) return AMP_OK;
+        AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
+    }
+    if (!*done || !apart) return AMP_OK;
+    amp_k_add add = {room.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
+    return ampc_add(dev, &add, stream);
+}
+
+/* ---- One call.  The first of these that can:
+       the product with all that is asked for, in cuBLASLt;
+       the same but for sums over rows or columns, which kernels above make;
+       the plain product in cuBLASLt, in fp32 (in c itself if it can be), and our own epilogue;
+       the kernel of the fp32 units. */
+
+/* The plain product in fp32, and then everything else. */
+amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library, bool *done) {
+    bool in_c = g.c_dtype == AMP_F32 && !ampi_is_set(g.beta);
+    ampc_scratch room(dev, stream);
+    amp_k_gemm p = g;
+    *done = false;
+    p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0;
+    p.c_dtype = AMP_F32;
+    if (!in_c) {
+        AMPC_TRY(room.get((size_t)(g.batch * g.m * g.n) * sizeof(float), "gemm"));
+        p.c = room.data, p.ldc = g.n, p.stride_c = g.m * g.n;
+    }
+    if (library) {
+        AMPC_TRY(ampc_gemm_library(dev, p, stream, done));
+        if (!*done) return AMP_OK;
+    } else AMPC_TRY(ampc_gemm_units(dev, p, stream));
+    *done = true;
+    for (int64_t i = 0; i < g.batch; i++) {
+        amp_mat product = {ampc_at(p.c, AMP_F32, i * p.stride_c), AMP_F32, 0, g.m, g.n, p.ldc};
+        amp_k_gemm item = g;
+        item.c = ampc_at(g.c, g.c_dtype, i * g.stride_c);
+        AMPC_TRY(g.pre && !g.backward ? ampc_gemm_finish_as<2>(dev, item, product, stream)
+                                      : ampc_gemm_finish_as<1>(dev, item, product, stream));
+    }
+    return AMP_OK;
+}
+
+/* What cuBLASLt takes at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
+bool ampc_gemm_for_library(const amp_k_gemm &g) {
+    int64_t most = g.m;
+    for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
+    return most <= INT32_MAX && g.k > 0 && ampi_is_set(g.alpha);
+}
+
+/* Distances that nothing is reached by become what a packed matrix has. */
+void ampc_gemm_tidy(amp_k_gemm *g) {
+    if ((g->trans_a ? g->k : g->m) == 1) g->lda = g->trans_a ? g->m : g->k;
+    if ((g->trans_b ? g->n : g->k) == 1) g->ldb = g->trans_b ? g->k : g->n;
+    if (g->m == 1) g->ldc = g->ld_pre = g->n;
+    if (g->batch == 1) g->stride_a = g->stride_b = g->stride_c = 0;
+    if (g->backward) g->bias = NULL;
+    if (g->act == AMP_ACT_NONE && g->backward) g->backward = 0, g->pre = NULL;
+    if (!ampi_is_set(g->alpha)) g->k = 0;
+}
+
+/* All but the first. */
+amp_result ampc_gemm_in_parts(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library) {
+    amp_k_gemm bare = g;
+    bool done = false;
+    bare.column_sum.data = bare.row_sum.data = NULL;
+    if (library && ampc_epilogue_sum(g) != NULL) AMPC_TRY(ampc_gemm_library(dev, bare, stream, &done));
+    if (library && !done && ampc_gemm_epilogue(bare) != CUBLASLT_EPILOGUE_DEFAULT)
+        AMPC_TRY(ampc_gemm_staged(dev, bare, stream, true, &done));
+    if (!done) AMPC_TRY(g.backward ? ampc_gemm_staged(dev, bare, stream, false, &done) : ampc_gemm_units(dev, bare, stream));
+    return ampc_gemm_sums(dev, g, stream);
+}
+
+amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    amp_k_gemm g = *args;
+    amp_dtype in = ampc_operand_dtype(g.compute);
+    ampc_scratch a(dev, stream), b(dev, stream);
+    bool library, done = false;
+    AMPC_ENTER(dev, "gemm");
+    ampc_gemm_tidy(&g);
+    if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
+    library = ampc_gemm_for_library(g);
+    if (library) {
+        AMPC_TRY(ampc_gemm_cast(dev, a, &g.a, &g.a_dtype, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, &g.lda, g.batch,
+                                &g.stride_a, stream));
+        AMPC_TRY(ampc_gemm_cast(dev, b, &g.b, &g.b_dtype, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, &g.ldb, g.batch,
+                                &g.stride_b, stream));
+        AMPC_TRY(ampc_gemm_library(dev, g, stream, &done));
+    }
+    return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, library);
+}
+
+/* ---- Autotuning: on memory of its own, in the caller's stream, each algorithm that cuBLASLt names is held to the
+   fp32 units' result and timed, and so is the way through parts.  Operands are small whole numbers, so that any order of
+   summation must give the same bits; all ones first, where a product that lost some of k shows at once. */
+
+enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_WARM = 3, AMPC_TUNE_RUNS = 11, AMPC_TUNE_SETS = 16 };
+
+/* The buffers of a product, `sets` times, so that the cache does not hold what the next run reads; the last set is of
+   the results that are right. */
+struct ampc_tuning {
+    ampc_device *dev;
+    void *stream;
+    amp_k_gemm g;                   /* the caller's */
+    ampc_plan *plan;
+    size_t a, b, c, pre, vector, sum, bytes;    /* of one set: where each begins, and how much it is */
+    int sets;
+    ampc_scratch room;
+    cudaEvent_t from, to;
+    ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s) : dev(d), stream(s), g(args), plan(p), bytes(0),
+        room(d, s), from(NULL), to(NULL) {}
+    ~ampc_tuning() {
+        if (from) (void)cudaEventDestroy(from);
+        if (to) (void)cudaEventDestroy(to);
+    }
+    /* The start of a buffer that is as aligned as p. */
+    size_t place(const void *p, int64_t elements, amp_dtype dtype) {
+        size_t at = bytes + ((uintptr_t)p & 255);
+        if (p != NULL) bytes = (at + (size_t)(elements * ampc_dtype_size(dtype)) + 255) & ~(size_t)255;
+        return at;
+    }
+};
+
+int64_t ampc_extent(int64_t rows, int64_t cols, int64_t ld, int64_t batch, int64_t stride) {
+    return (batch - 1) * stride + (rows - 1) * ld + cols;
+}
+int64_t ampc_extent_a(const amp_k_gemm &g) {
+    return ampc_extent(g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
+}
+int64_t ampc_extent_b(const amp_k_gemm &g) {
+    return ampc_extent(g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
+}
+int64_t ampc_extent_c(const amp_k_gemm &g) { return ampc_extent(g.m, g.n, g.ldc, g.batch, g.stride_c); }
+int64_t ampc_extent_pre(const amp_k_gemm &g) { return ampc_extent(g.m, g.n, g.ld_pre, 1, 0); }
+
+amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones);
+
+amp_result ampc_tune_open(ampc_tuning *t) {
+    const amp_k_gemm &g = t->g;
+    const amp_k_gradient *sum = ampc_epilogue_sum(g);
+    int64_t sets;
+    t->a = t->place(g.a, ampc_extent_a(g), g.a_dtype);
+    t->b = t->place(g.b, ampc_extent_b(g), g.b_dtype);
+    t->c = t->place(g.c, ampc_extent_c(g), g.c_dtype);
+    t->pre = t->place(g.pre, g.pre ? ampc_extent_pre(g) : 0, g.pre_dtype);
+    t->vector = t->place(g.bias, g.n, g.bias_dtype);
+    t->sum = t->place(sum ? sum->data : NULL, g.row_sum.data ? g.m : g.n, AMP_F32);
+    sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
+    t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
+    AMPC_TRY(t->room.get(t->bytes * (size_t)t->sets, "autotune"));
+    for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
+    AMPC_TRY(ampc_check(t->dev, cudaEventCreateWithFlags(&t->from, cudaEventDefault), "cudaEventCreateWithFlags", NULL));
+    return ampc_check(t->dev, cudaEventCreateWithFlags(&t->to, cudaEventDefault), "cudaEventCreateWithFlags", NULL);
+}
+
+/* The product on set i. */
+amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i) {
+    amp_k_gemm g = t->g;
+    char *set = (char *)t->room.data + (size_t)i * t->bytes;
+    g.a = set + t->a, g.b = set + t->b, g.c = set + t->c;
+    if (g.pre) g.pre = set + t->pre;
+    if (g.bias) g.bias = set + t->vector;
+    if (g.row_sum.data) g.row_sum.data = set + t->sum;
+    if (g.column_sum.data) g.column_sum.data = set + t->sum;
+    return g;
+}
+
+/* Whole numbers from -2 to 2, or ones. */
+__global__ void __launch_bounds__(256) ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+        uint32_t hash = ((uint32_t)i ^ seed) * 0x9e3779b9u;
+        hash = (hash ^ hash >> 15) * 0x85ebca6bu;
+        ampc_put_stored(p, dtype, i, ones ? 1.0f : (float)((int)((hash >> 16) % 5) - 2));
+    }
+}
+
+/* How many numbers of two matrices are further apart than `share` of their size. */
+__global__ void __launch_bounds__(256)
+ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsigned long long *wrong) {
+    AMPC_SHARED(int, room, 32);
+    int found = 0;
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i < total; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t col, row = ampc_divide(i, x.cols, &col);
+        float u = ampc_stored(x.data, x.dtype, row * x.ld + col), v = ampc_stored(y.data, y.dtype, row * y.ld + col);
+        float far = share * (1.0f + fabsf(v));
+        found += !(u == v || (u != u && v != v) || fabsf(u - v) <= far);
+    }
+    ampc_count(wrong, found, room);
+}
+
+amp_result ampc_tune_fill(const ampc_tuning *t, const void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
+    if (p == NULL) return AMP_OK;
+    return ampc_launch(t->dev, "autotune", ampc_tune_fill_kernel, ampc_grid(t->dev, ampc_blocks(n, 256), 8), 256, 0, t->stream,
+                       const_cast<void *>(p), dtype, n, ones, seed);
+}
+
+/* Inputs of a set; c is 0, so that beta changes nothing. */
+amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
+    amp_k_gemm g = ampc_tune_set(t, i);
+    AMPC_TRY(ampc_fill(t->dev, g.c, 0, (size_t)(ampc_extent_c(g) * ampc_dtype_size(g.c_dtype)), t->stream));
+    AMPC_TRY(ampc_tune_fill(t, g.a, g.a_dtype, ampc_extent_a(g), ones, 1));
+    AMPC_TRY(ampc_tune_fill(t, g.b, g.b_dtype, ampc_extent_b(g), ones, 2));
+    AMPC_TRY(ampc_tune_fill(t, g.bias, g.bias_dtype, g.n, ones, 3));
+    if (g.pre) AMPC_TRY(ampc_tune_fill(t, g.pre, g.pre_dtype, ampc_extent_pre(g), ones, 4));
+    return AMP_OK;
+}
+
+amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs do not depend on those before */
+    g.row_sum.add = g.column_sum.add = 0;
+    return g;
+}
+
+/* Adds to *wrong what differs between the outputs of sets i and j.  GELU is an approximation in cuBLASLt. */
+amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsigned long long *wrong) {
+    amp_k_gemm x = ampc_tune_set(t, i), y = ampc_tune_set(t, j);
+    const amp_k_gradient *xs = ampc_epilogue_sum(x), *ys = ampc_epilogue_sum(y);
+    float share = x.act == AMP_ACT_GELU ? 0.03125f : x.k > 1 << 21 ? 0.001f : 0.0f;
+    auto compare = [&](const void *p, const void *q, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
+        amp_mat u = {const_cast<void *>(p), dtype, 0, rows, cols, ld}, v = u;
+        v.data = const_cast<void *>(q);
+        return ampc_launch(t->dev, "autotune", ampc_tune_compare_kernel, ampc_grid(t->dev, ampc_blocks(rows * cols, 256), 8), 256,
+                           0, t->stream, u, v, rows * cols, share, wrong);
+    };
+    for (int64_t item = 0; item < x.batch; item++)
+        AMPC_TRY(compare(ampc_at(x.c, x.c_dtype, item * x.stride_c), ampc_at(y.c, y.c_dtype, item * y.stride_c), x.c_dtype, x.m,
+                         x.n, x.ldc));
+    if (x.pre && !x.backward) AMPC_TRY(compare(x.pre, y.pre, x.pre_dtype, x.m, x.n, x.ld_pre));
+    if (xs && (ones || xs == &x.row_sum)) AMPC_TRY(compare(xs->data, ys->data, xs->dtype, 1, x.row_sum.data ? x.m : x.n, x.m));
+    return AMP_OK;
+}
+
+/* The algorithms that cuBLASLt names for a plan. */
+struct ampc_candidates {
+    cublasLtMatmulHeuristicResult_t found[AMPC_TUNE_ALGORITHMS];
+    int count;
+    bool right[AMPC_TUNE_ALGORITHMS];
+};
+
+void ampc_tune_take(ampc_plan *plan, const cublasLtMatmulHeuristicResult_t &found) {
+    plan->algo = found.algo;
+    plan->workspace = found.workspaceSize;
+    plan->refused = 0;
+}
+
+/* Strikes the algorithm that the plan has if its result is not that in the last set. */
+amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
+    ampc_scratch count(t->dev, t->stream);
+    unsigned long long wrong = 0;
+    bool done = false;
+    AMPC_TRY(count.get(sizeof wrong, "autotune"));
+    AMPC_TRY(ampc_fill(t->dev, count.data, 0, sizeof wrong, t->stream));
+    AMPC_TRY(ampc_tune_inputs(t, 0, ones));
+    AMPC_TRY(ampc_gemm_library(t->dev, ampc_tune_alone(ampc_tune_set(t, 0)), t->stream, &done));
+    AMPC_TRY(ampc_tune_compare(t, 0, t->sets - 1, ones, (unsigned long long *)count.data));
+    AMPC_TRY(ampc_copy(t->dev, &wrong, count.data, sizeof wrong, AMP_COPY_TO_HOST, t->stream));
+    AMPC_TRY(ampc_stream_sync(t->dev, t->stream));
+    *right = *right && done && wrong == 0;
+    return AMP_OK;
+}
+
+/* Finds out which algorithms are right, on ones and on other numbers. */
+amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
+    for (int i = 0; i < all->count; i++)
+        all->right[i] = all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->blas.workspace;
+    for (int ones = 1; ones >= 0; ones--) {
+        AMPC_TRY(ampc_tune_inputs(t, t->sets - 1, ones));
+        AMPC_TRY(ampc_gemm_in_parts(t->dev, ampc_tune_alone(ampc_tune_set(t, t->sets - 1)), t->stream, false));
+        for (int i = 0; i < all->count; i++) {
+            if (!all->right[i]) continue;
+            ampc_tune_take(t->plan, all->found[i]);
+            AMPC_TRY(ampc_tune_verify(t, ones, &all->right[i]));
+        }
+    }
+    return AMP_OK;
+}
+
+/* The median time of the product, through cuBLASLt's epilogue or through parts. */
+amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
+    double times[AMPC_TUNE_RUNS];
+    for (int i = -AMPC_TUNE_WARM; i < AMPC_TUNE_RUNS; i++) {
+        amp_k_gemm g = ampc_tune_set(t, (i + AMPC_TUNE_WARM) % (t->sets - 1));
+        double one = 0;
+        bool done = false;
+        int at = i;
+        AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
+        AMPC_TRY(parts ? ampc_gemm_in_parts(t->dev, g, t->stream, true) : ampc_gemm_library(t->dev, g, t->stream, &done));
+        AMPC_TRY(ampc_event_record(t->dev, t->to, t->stream));
+        AMPC_TRY(ampc_event_sync(t->dev, t->to));
+        AMPC_TRY(ampc_event_elapsed(t->dev, t->from, t->to, &one));
+        if (i < 0) continue;
+        for (; at > 0 && times[at - 1] > one; at--) times[at] = times[at - 1];
+        times[at] = one;
+    }
+    *seconds = times[AMPC_TUNE_RUNS / 2];
+    return AMP_OK;
+}
+
+void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char *what) {
+    const amp_k_gemm &g = t->g;
+    char text[256];
+    snprintf(text, sizeof text, "amp_cuda: autotune: c[%lld, %lld] of k = %lld in %s, epilogue %d: %s", (long long)g.m,
+             (long long)g.n, (long long)g.k, amp_dtype_name(g.compute), (int)t->plan->key.epilogue, what);
+    t->dev->host.log(t->dev->host.user, level, id, text);
+}
+
+/* What must be faster than the first by this share to be preferred to it. */
+#define AMPC_TUNE_GAIN 0.98
+
+/* Times those that are right: *best is the number of the fastest, or 0 where that gains little; -1: none is right. */
+amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int *best, double *least) {
+    char what[96];
+    *best = -1;
+    for (int i = 0; i < all.count; i++) {
+        double seconds = 0;
+        if (!all.right[i]) {
+            snprintf(what, sizeof what, "algorithm %d of cuBLASLt is wrong, and not used", i);
+            ampc_tune_log(t, AMP_LOG_WARNING, AMPC_LOG_WRONG, what);
+            continue;
+        }
+        ampc_tune_take(t->plan, all.found[i]);
+        AMPC_TRY(ampc_tune_time(t, false, &seconds));
+        if (*best >= 0 && seconds >= *least * (*best == 0 ? AMPC_TUNE_GAIN : 1)) continue;
+        *best = i;
+        *least = seconds;
+    }
+    return AMP_OK;
+}
+
+/* Leaves the plan with what was best; refused if no algorithm is right. */
+amp_result ampc_tune_plan(ampc_tuning *t) {
+    ampc_candidates all;
+    ampc_plan *plan = t->plan;
+    double least = 0, parts = 0;
+    int best = -1;
+    char what[96];
+    AMPC_TRY(ampc_tune_open(t));
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
+                             "cublasLtMatmulAlgoGetHeuristic", &t->g));
+    AMPC_TRY(ampc_tune_check(t, &all));
+    AMPC_TRY(ampc_tune_algorithms(t, all, &best, &least));
+    plan->refused = best < 0;
+    if (best < 0) return AMP_OK;
+    ampc_tune_take(plan, all.found[best]);
+    if (plan->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
+        AMPC_TRY(ampc_tune_time(t, true, &parts));
+        plan->apart = parts < least * AMPC_TUNE_GAIN;
+    }
+    snprintf(what, sizeof what, "algorithm %d of %d, %.2f us%s", best, all.count, 1e6 * least,
+             plan->apart ? "; in parts faster" : "");
+    ampc_tune_log(t, AMP_LOG_INFO, AMPC_LOG_TUNED, what);
+    return AMP_OK;
+}
+
+/* Where memory does not suffice, or anything else fails, the heuristic's choice stays.  What was taken goes back to CUDA:
+   it may be much. */
+void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
+    ampc_plan before = *plan;
+    amp_result result;
+    plan->tuned = 1;
+    {
+        ampc_tuning t(dev, g, plan, stream);
+        result = ampc_tune_plan(&t);
+        if (result != AMP_OK) {
+            plan->algo = before.algo, plan->workspace = before.workspace;
+            plan->refused = plan->apart = 0;
+            ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "the heuristic's choice stays: measuring failed");
+        }
+    }
+    if (result == AMP_OK) dev->blas.found = 1;
+    ampc_locked locked(dev);
+    ampc_trim(dev, false);
+}
+
+/* ---- Plans in a file: of one device and library, in memory's own format */
+
+enum { AMPC_PLANS_FORMAT = 1 };
+
+struct ampc_plans_head {
+    char device[128];
+    uint64_t format, library, entry, multiprocessors, count;
+};
+struct ampc_plans_entry {
+    ampc_plan_key key;
+    cublasLtMatmulAlgo_t algo;
+    int64_t apart;
+};
+
+ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
+    ampc_plans_head head;
+    memset(&head, 0, sizeof head);
+    memcpy(head.device, dev->info.name, sizeof dev->info.name < sizeof head.device ? sizeof dev->info.name : sizeof head.device);
+    head.format = AMPC_PLANS_FORMAT;
+    head.library = cublasLtGetVersion();
+    head.entry = sizeof(ampc_plans_entry);
+    head.multiprocessors = (uint64_t)dev->multiprocessors;
+    return head;
+}
+
+/* Calls each(plan) for what was measured and is in use, or came from a file and was not asked for. */
+template <class F> void ampc_for_tuned(ampc_device *dev, F each) {
+    for (ampc_plan *first : dev->blas.plans)
+        for (ampc_plan *plan = first; plan != NULL; plan = plan->next)
+            if (plan->tuned && !plan->refused && ampc_plan_find(dev, plan->key) == plan) each(plan);
+}
+
+size_t ampc_plans_save(void *device, void *buffer, size_t size) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_plans_head head = ampc_plans_head_of(dev);
+    char *at = (char *)buffer + sizeof head;
+    ampc_locked locked(&dev->blas.lock);
+    size_t bytes;
+    if (!dev->blas.found) return 0;
+    ampc_for_tuned(dev, [&](ampc_plan *) { head.count++; });
+    bytes = sizeof head + head.count * sizeof(ampc_plans_entry);
+    if (size < bytes) return bytes;
+    memcpy(buffer, &head, sizeof head);
+    ampc_for_tuned(dev, [&](ampc_plan *plan) {
+        ampc_plans_entry entry = {plan->key, plan->algo, plan->apart};
+        memcpy(at, &entry, sizeof entry);
+        at += sizeof entry;
+    });
+    return bytes;
+}
+
+/* NULL, or why these bytes are of no use here. */
+const char *ampc_plans_foreign(const ampc_device *dev, const ampc_plans_head &head, size_t size) {
+    ampc_plans_head own = ampc_plans_head_of(dev);
+    if (head.format != own.format || head.entry != own.entry) return "their format is another version's";
+    if (head.library != own.library) return "they are of another version of cuBLASLt";
+    if (memcmp(head.device, own.device, sizeof own.device) != 0 || head.multiprocessors != own.multiprocessors)
+        return "they are of another kind of GPU";
+    return head.count != (size - sizeof head) / sizeof(ampc_plans_entry) ? "their number does not fit the file" : NULL;
+}
+
+amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
+    ampc_device *dev = (ampc_device *)device;
+    ampc_plans_head head;
+    const char *why = "the file ends early";
+    char text[160];
+    memset(&head, 0, sizeof head);
+    if (size >= sizeof head) {
+        memcpy(&head, buffer, sizeof head);
+        why = ampc_plans_foreign(dev, head, size);
+    }
+    if (why != NULL) {
+        snprintf(text, sizeof text, "amp_cuda: tuned plans ignored: %s", why);
+        dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_PLANS, text);
+        return AMP_OK;
+    }
+    ampc_locked locked(&dev->blas.lock);
+    for (uint64_t i = 0; i < head.count; i++) {
+        ampc_plans_entry entry;
+        ampc_plan *plan;
+        memcpy((void *)&entry, (const char *)buffer + sizeof head + i * sizeof entry, sizeof entry);
+        if (ampc_plan_find(dev, entry.key) != NULL) continue;
+        AMPC_TRY(ampc_plan_new(dev, entry.key, &plan));
+        plan->algo = entry.algo;
+        plan->apart = entry.apart != 0;
+        plan->tuned = 1;
+        ampc_plan_keep(dev, plan);
+    }
+    return AMP_OK;
 }
 
 /* Matrices are used as they lie. */
@@ -3702,6 +4642,8 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
    Products of 16-bit numbers summed in fp32, and what feeds them; from compute capability 8.0 on.  How a fragment lies
    over the lanes of a warp: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
 
+enum { AMPC_TILE_THREADS = 128 };   /* of a block that works on tiles */
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #  define AMPC_TENSOR_CORES 1
 #else
@@ -3710,12 +4652,25 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
 
 #if AMPC_TENSOR_CORES
 
-__device__ __forceinline__ uint32_t ampc_shared_address(const void *p) {
-#if defined(__CUDA_ARCH__)
-    return (uint32_t)__cvta_generic_to_shared(p);
+/* An address in shared memory. */
+#if defined(__CUDACC__)
+typedef uint32_t ampc_address;
 #else
-    return (uint32_t)(uintptr_t)p;
+typedef uintptr_t ampc_address;
 #endif
+__device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
+#if defined(__CUDA_ARCH__)
+    return (uint32_t)__cvta_generic_to_shared(shared);
+#else
+    return (ampc_address)(uintptr_t)shared;
+#endif
+}
+/* A number of which the compiler knows nothing, so that it does not keep in registers what a loop computes from it. */
+__device__ __forceinline__ unsigned ampc_afresh(unsigned x) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
 }
 
 /* c += a b: a is 16 x 16, b 16 x 8, each a fragment. */
@@ -3736,20 +4691,20 @@ __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], 
 }
 
 /* Four 8 x 8 matrices from shared memory; lane 8 i + j names row j of matrix i. */
-__device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], const void *row) {
+__device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
 #elif !defined(__CUDACC__)
-    coc_ldmatrix_x4(r, row, false);
+    coc_ldmatrix_x4(r, (const void *)row, false);
 #endif
 }
-__device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], const void *row) {
+__device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(ampc_shared_address(row)));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
 #elif !defined(__CUDACC__)
-    coc_ldmatrix_x4(r, row, true);
+    coc_ldmatrix_x4(r, (const void *)row, true);
 #endif
 }
 
@@ -3758,7 +4713,7 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], co
 __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(ampc_shared_address(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
+                 :: "r"(ampc_address_of(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
 #elif !defined(__CUDACC__)
     coc_copy_async(shared, from, 16, there ? 16 : 0);
 #endif
@@ -3785,14 +4740,14 @@ template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
 template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
     return row * 2 * D + ((piece ^ (row & 7)) << 4);
 }
-
-enum { AMPC_TILE_THREADS = 128 };   /* of a block that fetches tiles */
+/* From the address of an even piece of a row in a tile that starts at a multiple of 128 to that of another: `by` pieces on. */
+__device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) { return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128; }
 
 /* Starts to copy ROWS rows, `stride` bytes apart; rows from `count` on become 0. */
 template <int D, int ROWS>
 __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int count) {
     const int pieces = D / 8, step = AMPC_TILE_THREADS / pieces;
-    int piece = (int)threadIdx.x % pieces, row = (int)threadIdx.x / pieces;
+    int thread = (int)ampc_afresh(threadIdx.x), piece = thread % pieces, row = thread / pieces;
     const char *p = (const char *)from + row * stride + piece * 16;
     static_assert(step % 8 == 0 && ROWS % step == 0, "every pass has the same exclusive-or");
     AMPC_UNROLL
@@ -3803,8 +4758,9 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
 /* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsigned char *a, const unsigned char *b) {
-    int lane = (int)threadIdx.x % 32;
-    int a_at = ampc_tile_at<D>(lane % 16, lane / 16), b_at = ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    int lane = (int)ampc_afresh(threadIdx.x) % 32;
+    ampc_address a_at = ampc_address_of(a + ampc_tile_at<D>(lane % 16, lane / 16));
+    ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2));
     AMPC_UNROLL
     for (int m = 0; m < M; m++) {
         AMPC_UNROLL
@@ -3814,11 +4770,11 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsi
     for (int k = 0; k < D / 16; k++) {
         uint32_t x[M][4];
         AMPC_UNROLL
-        for (int m = 0; m < M; m++) ampc_matrix_load(x[m], a + (a_at ^ k << 5) + m * 32 * D);
+        for (int m = 0; m < M; m++) ampc_matrix_load(x[m], ampc_tile_on(a_at, 2 * k) + m * 32 * D);
         AMPC_UNROLL
         for (int n = 0; n < N; n += 2) {
             uint32_t y[4];
-            ampc_matrix_load(y, b + (b_at ^ k << 5) + n * 16 * D);
+            ampc_matrix_load(y, ampc_tile_on(b_at, 2 * k) + n * 16 * D);
             AMPC_UNROLL
             for (int m = 0; m < M; m++) {
                 ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
@@ -3832,7 +4788,8 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsi
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4], const unsigned char *b) {
     const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
-    int lane = (int)threadIdx.x % 32, b_at = ampc_tile_at<D>(lane % 16, lane / 16);
+    int lane = (int)ampc_afresh(threadIdx.x) % 32;
+    ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 16, lane / 16));
     AMPC_UNROLL
     for (int k = 0; k < N; k += 2) {
         uint32_t x[M][4];
@@ -3845,7 +4802,7 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
         AMPC_UNROLL
         for (int n = 0; n < D / 8; n += 2) {
             uint32_t y[4];
-            ampc_matrix_load_transposed(y, b + (b_at ^ n << 4) + k * 16 * D);
+            ampc_matrix_load_transposed(y, ampc_tile_on(b_at, n) + k * 16 * D);
             AMPC_UNROLL
             for (int m = 0; m < M; m++) {
                 ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
@@ -3897,17 +4854,18 @@ enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
     AMPC_FLASH_TILE = 64,
     AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
-    AMPC_FLASH_FAR = 1 << 29        /* beyond any distance between a query and a key */
+    AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
+    AMPC_SWEEP_BYTES = 128          /* at the end of a block's shared memory: its ampc_sweep */
 };
 __host__ __device__ constexpr int ampc_flash_own(int d, ampc_flash_pass pass) { return d == 64 || pass == AMPC_FORWARD ? 128 : 64; }
 __host__ __device__ constexpr int ampc_flash_blocks(int d, ampc_flash_pass pass) { return d == 64 && pass != AMPC_TO_KEYS ? 3 : 2; }
 __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
     return (size_t)(ampc_flash_own(d, pass) * (pass == AMPC_FORWARD ? 1 : 2) + 4 * AMPC_FLASH_TILE) * 2 * (size_t)d
-         + (pass == AMPC_TO_KEYS ? 2 * AMPC_FLASH_TILE * sizeof(float2) : 0);
+         + (pass == AMPC_FORWARD ? 0 : 128 * sizeof(float2)) + AMPC_SWEEP_BYTES;
 }
 
 /* A head, and which rows of it a block owns. */
-struct ampc_flash_place { int64_t b, h; int tile; };
+struct ampc_flash_place { int b, h, tile; };
 
 /* One operand; strides in bytes. */
 struct ampc_flash_operand {
@@ -3928,7 +4886,7 @@ struct ampc_flash_call {
     ampc_flash_operand own[2], others[2], out[2];
     float *lse;
     const float2 *stats;            /* backward: lse, in powers of 2, and delta of every query */
-    int64_t padded;                 /* queries of a head there */
+    int64_t padded;                 /* queries of a head there, filled up to a multiple of 128 */
 };
 
 /* Which keys query i sees: low(i) <= j < high(i), both growing with i, of the query's own document. */
@@ -3937,13 +4895,14 @@ struct ampc_band {
     const int32_t *documents;       /* of the keys; NULL: one document */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
+    /* Of the key at, or of the query that stands at, a position; beyond them any. */
+    __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
     __device__ bool sees(int i, int j) const {
-        if (j < low(i) || j >= high(i)) return false;
-        return documents == NULL || documents[j] == documents[min(i, queries - 1) + offset];
+        return j >= low(i) && j < high(i) && (documents == NULL || document(j) == document(i + offset));
     }
 };
 
-__device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
+__device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, int b) {
     const amp_mask &mask = a.mask;
     int offset = a.keys - a.queries, window = (int)min(mask.window, (int64_t)AMPC_FLASH_FAR);
     ampc_band s;
@@ -3953,7 +4912,7 @@ __device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
     s.floor = mask.kind == AMP_MASK_NONE ? a.keys : mask.kind == AMP_MASK_PREFIX ? max(mask.prefix[b], 0) : 0;
     s.above = mask.kind == AMP_MASK_WINDOW && mask.bidirectional ? offset + window : offset + 1;
     s.below = mask.kind == AMP_MASK_WINDOW ? window - 1 - offset : AMPC_FLASH_FAR;
-    s.documents = mask.documents ? mask.documents + b * a.keys : NULL;
+    s.documents = mask.documents ? mask.documents + (int64_t)b * a.keys : NULL;
     s.start = s.documents ? -offset : 0;        /* queries before the first key have no document */
     return s;
 }
@@ -3964,6 +4923,7 @@ __device__ inline ampc_band ampc_band_of(const ampc_flash_call &a, int64_t b) {
 __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int to, int &least, int &most) {
     least = INT32_MAX;
     most = INT32_MIN;
+    AMPC_NO_UNROLL
     for (int j = max(from, 0) + (int)threadIdx.x % 32; j < to; j += 32) {
         least = min(least, s.documents[j]);
         most = max(most, s.documents[j]);
@@ -3989,22 +4949,25 @@ __device__ __forceinline__ int ampc_band_tile(const ampc_band &s, int i0, int i1
     return open ? AMPC_OPEN : AMPC_PARTLY;
 }
 
-/* The rows [own, own + count) of a block, keys or queries, against the tiles of the other side. */
+__device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
+    int64_t block = blockIdx.x, first = block / ((int64_t)a.together * a.tiles) * a.together;
+    int64_t within = block - first * a.tiles, count = min((int64_t)a.together, a.all_heads - first);
+    int64_t head = first + within % count;
+    int tile = (int)(within / count);
+    return ampc_flash_place{(int)(head / a.heads), (int)(head % a.heads), last_first ? a.tiles - 1 - tile : tile};
+}
+
+/* What a block owns, the rows [own, own + count) of keys or queries, and where it goes over the other side.  It lies in
+   shared memory, because the loop has no register to spare for it. */
 template <bool KEYS> struct ampc_sweep {
+    ampc_flash_place place;
     ampc_band band;
-    int own, count, end;
-    __device__ __forceinline__ int state(int first, int n, int other) const {
-        return KEYS ? ampc_band_tile(band, other, other + AMPC_FLASH_TILE, first, first + n)
-                    : ampc_band_tile(band, first, first + n, other, other + AMPC_FLASH_TILE);
-    }
-    /* The next tile from `other` on that is not hidden; end or beyond: none. */
-    __device__ __forceinline__ int next(int other) const {
-        while (other < end && state(own, count, other) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
-        return other;
-    }
-    /* The first one; sets end. */
-    __device__ __forceinline__ int begin() {
-        int first;
+    int own, count, first, end;
+    __device__ __forceinline__ void open(const ampc_flash_call &a, int rows) {
+        place = ampc_flash_here(a, !KEYS);
+        band = ampc_band_of(a, place.b);
+        own = place.tile * rows;
+        count = rows;
         if (KEYS) {
             first = own < band.floor ? band.start : own - band.above + 1;
             end = own < band.length ? min(band.queries, own + count + band.below) : 0;
@@ -4012,34 +4975,49 @@ template <bool KEYS> struct ampc_sweep {
             first = band.low(own);
             end = band.high(min(own + count, band.queries) - 1);
         }
-        return next(max(first, 0) / AMPC_FLASH_TILE * AMPC_FLASH_TILE);
+        first = max(first, 0) / AMPC_FLASH_TILE * AMPC_FLASH_TILE;
+    }
+    __device__ __forceinline__ int state(int from, int rows, int other, int columns) const {
+        return KEYS ? ampc_band_tile(band, other, other + columns, from, from + rows)
+                    : ampc_band_tile(band, from, from + rows, other, other + columns);
+    }
+    /* The next tile from `other` on that is not hidden; end or beyond: none. */
+    __device__ __forceinline__ int next(int other) const {
+        while (other < end && state(own, count, other, AMPC_FLASH_TILE) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
+        return other;
     }
     __device__ __forceinline__ bool sees(int mine, int other) const {
         return KEYS ? band.sees(other, mine) : band.sees(mine, other);
     }
-    /* Hidden ones among the scores of rows from `mine` on and columns from `other` on become `value`. */
+    /* Hidden ones among rows from `mine` on and columns from `other` on become `value`, in x and in y. */
     template <int M, int N>
-    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float value) const {
+    __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4], float value) const {
         int lane = (int)threadIdx.x % 32;
+        mine += lane / 4;
+        other += lane % 4 * 2;
         AMPC_UNROLL
-        for (int m = 0; m < M; m++) {
+        for (int k = 0; k < 4 * M * N; k++) {           /* along keys: a query's bounds are needed once */
+            int r = KEYS ? k % (2 * M) : k / (2 * N), c = KEYS ? k / (2 * M) : k % (2 * N);
+            int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column, i = KEYS ? column : row;
+            if (j >= band.low(i) && j < band.high(i)) continue;
+            x[r / 2][c / 2][r % 2 * 2 + c % 2] = y[r / 2][c / 2][r % 2 * 2 + c % 2] = value;
+        }
+        if (band.documents == NULL) return;
+        AMPC_UNROLL
+        for (int c = 0; c < 2 * N; c++) {
+            int document = band.document(other + c / 2 * 8 + c % 2 + (KEYS ? band.offset : 0));
             AMPC_UNROLL
-            for (int n = 0; n < N; n++) {
-                AMPC_UNROLL
-                for (int i = 0; i < 4; i++)
-                    if (!sees(mine + 16 * m + i / 2 * 8 + lane / 4, other + 8 * n + lane % 4 * 2 + i % 2)) x[m][n][i] = value;
-            }
+            for (int r = 0; r < 2 * M; r++)
+                if (band.document(mine + 8 * r + (KEYS ? 0 : band.offset)) != document)
+                    x[r / 2][c / 2][r % 2 * 2 + c % 2] = y[r / 2][c / 2][r % 2 * 2 + c % 2] = value;
         }
     }
 };
 
-__device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
-    int64_t block = blockIdx.x, first = block / ((int64_t)a.together * a.tiles) * a.together;
-    int64_t within = block - first * a.tiles, count = min((int64_t)a.together, a.all_heads - first);
-    int64_t head = first + within % count;
-    int tile = (int)(within / count);
-    return ampc_flash_place{head / a.heads, head % a.heads, last_first ? a.tiles - 1 - tile : tile};
-}
+/* The first of a warp's rows among its block's. */
+template <int M> __device__ __forceinline__ int ampc_warp_row() { return (int)ampc_afresh(threadIdx.x) / 32 * 16 * M; }
+
+static_assert(sizeof(ampc_sweep<true>) <= AMPC_SWEEP_BYTES, "it fits");
 
 /* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
 template <int D, int ROWS>
@@ -4086,7 +5064,8 @@ template <int D, bool BF16> struct ampc_flash_part {
 /* The row `mine` of the results; stats of queries, in TO_KEYS of the others, else of this one. */
 template <ampc_flash_pass PASS, int D, bool BF16>
 __device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
-                                                 const ampc_flash_place &p, int mine, const float2 *stats) {
+                                                 int mine, const float2 *stats) {
+    const ampc_flash_place &p = sweep.place;
     typedef ampc_flash_part<D, BF16> part;
     const part x(a.own[0].at(p, mine)), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine));
     part first, second;
@@ -4190,48 +5169,62 @@ template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *room, c
     __syncwarp();
 }
 
+/* Writes the warp's rows of o, and their log-sum-exp. */
+template <int D, bool BF16, int M>
+__device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep, unsigned char *room,
+                                               const float (&o)[M][D / 8][4], float (&max)[M][2], float (&sum)[M][2]) {
+    int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = a.queries - own;
+    int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
+    float2 *notes = (float2 *)(room + mine * 2 * D);
+    if (left <= 0) return;
+    ampc_flash_finish(max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
+    ampc_tile_write<D, BF16>(o, sum, room + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    if (!a.hides || !ampc_has_nan(o)) return;
+    ampc_flash_note(notes, max, sum);
+    for (int i = 0; i < min(left, 16 * M); i++) ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
+}
+
 #endif /* AMPC_TENSOR_CORES */
 
 template <int D, bool BF16>
 __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_FORWARD)) ampc_flash_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
-    const int R = 128, M = 2, N = AMPC_FLASH_TILE / 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    const int R = 128, M = 2, N = 4, side = 2 * AMPC_FLASH_TILE * 2 * D;
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
-    const ampc_flash_place p = ampc_flash_here(a, true);
-    ampc_sweep<false> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
-    unsigned char *mine = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *others = shared + R * 2 * D;
-    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = a.queries - own, j = sweep.begin(), turn = 0;
+    ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD) - AMPC_SWEEP_BYTES);
+    if (threadIdx.x == 0) sweep->open(a, R);
+    __syncthreads();
+    unsigned char *others = shared + R * 2 * D;
     float o[M][D / 8][4] = {}, max[M][2] = {{lowest, lowest}, {lowest, lowest}}, sum[M][2] = {};
-    ampc_tile_fetch<D, R>(shared, a.own[0].at(p, sweep.own), a.own[0].row, a.queries - sweep.own);
-    if (j < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, p, j, a.keys);
+    ampc_tile_fetch<D, R>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.queries - sweep->own);
+    int j = sweep->next(sweep->first), turn = 0;
+    if (j < sweep->end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, sweep->place, j, a.keys);
     ampc_copy_commit();
-    while (j < sweep.end) {
-        int following = sweep.next(j + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, j);
-        const unsigned char *k = others + turn * side, *v = k + side / 2;
-        turn ^= 1;
+    while (j < sweep->end) {
+        int following = sweep->next(j + AMPC_FLASH_TILE);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
-        if (following < sweep.end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + turn * side, a.others, p, following, a.keys);
+        if (following < sweep->end)
+            ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + (turn ^ 1) * side, a.others, sweep->place, following, a.keys);
         ampc_copy_commit();
-        if (state != AMPC_HIDDEN) {
+        AMPC_NO_UNROLL
+        for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
+            int mine = ampc_warp_row<M>(), state = sweep->state(sweep->own + mine, 16 * M, j + c, 8 * N);
+            const unsigned char *k = others + turn * side + c * 2 * D;
             float s[M][N][4];
-            ampc_tile_scores<D, BF16>(s, mine, k);
-            if (state == AMPC_PARTLY) sweep.hide(own, j, s, lowest);
+            if (state == AMPC_HIDDEN) continue;
+            ampc_tile_scores<D, BF16>(s, shared + mine * 2 * D, k);
+            if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, j + c, s, s, lowest);
             ampc_flash_soften<D>(s, a.scale, max, sum, o);
-            ampc_tile_weigh<D, BF16>(o, s, v);
+            ampc_tile_weigh<D, BF16>(o, s, k + side / 2);
         }
+        turn ^= 1;
         j = following;
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    if (left <= 0) return;
-    ampc_flash_finish(max, sum, a.lse ? a.lse + (p.b * a.heads + p.h) * a.queries + own : NULL, left);
-    ampc_tile_write<D, BF16>(o, sum, mine, a.out[0].at(p, own), a.out[0].row, left);
-    if (!a.hides || !ampc_has_nan(o)) return;
-    ampc_flash_note((float2 *)mine, max, sum);
-    for (int i = 0; i < min(left, 16 * M); i++)
-        ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, p, own + i, (const float2 *)mine + i);
+    ampc_flash_put<D, BF16, M>(a, *sweep, shared, o, max, sum);
 #endif
 }
 
@@ -4247,7 +5240,7 @@ __global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_
     int64_t rows = a.all_heads * a.padded;
     for (int64_t row = ((int64_t)blockIdx.x * 256 + threadIdx.x) / pieces; row < rows; row += (int64_t)gridDim.x * (256 / pieces)) {
         int64_t head = row / a.padded, i = row - head * a.padded;
-        const ampc_flash_place p = {head / a.heads, head % a.heads, 0};
+        const ampc_flash_place p = {(int)(head / a.heads), (int)(head % a.heads), 0};
         int piece = (int)threadIdx.x % pieces;
         float x[8] = {}, y[8] = {}, sum = 0.0f, lse = ampi_f32_of_bits(0xff800000u);
         if (i < a.queries) {
@@ -4266,36 +5259,54 @@ __global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_
 
 #if AMPC_TENSOR_CORES
 
-/* Scores and do v^T become p and ds.  of: lse and delta of a thread's own queries; of_columns: those of the columns, where
-   the queries are the columns. */
+/* lse and delta of a head's queries. */
+__device__ __forceinline__ const float2 *ampc_flash_stats(const ampc_flash_call &a, const ampc_flash_place &p) {
+    return a.stats + ((int64_t)p.b * a.heads + p.h) * a.padded;
+}
+
+/* Starts to copy lse and delta of n queries. */
+__device__ __forceinline__ void ampc_flash_fetch_stats(float2 *room, const float2 *stats, int n) {
+    int i = 2 * (int)threadIdx.x;
+    if (i < n) ampc_copy_async(room + i, stats + i, true);
+}
+
+/* Scores and do v^T become p and ds; stats: of the columns if those are the queries, else of the warp's rows. */
 template <bool KEYS, int M, int N>
-__device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&ds)[M][N][4], float scale, const float2 (&of)[M][2],
-                                                  const float2 *of_columns) {
+__device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&ds)[M][N][4], float scale, const float2 *stats) {
+    int lane = (int)threadIdx.x % 32;
     AMPC_UNROLL
-    for (int n = 0; n < N; n++) {
-        float4 pair = {0, 0, 0, 0};
-        if (KEYS) pair = *(const float4 *)(of_columns + 8 * n + threadIdx.x % 4 * 2);
+    for (int k = 0; k < 2 * (KEYS ? N : M); k++) {
+        float2 stat = stats[KEYS ? k / 2 * 8 + lane % 4 * 2 + k % 2 : 8 * k + lane / 4];
         AMPC_UNROLL
-        for (int m = 0; m < M; m++) {
-            AMPC_UNROLL
-            for (int i = 0; i < 4; i++) {
-                float lse = !KEYS ? of[m][i / 2].x : i % 2 ? pair.z : pair.x;
-                float delta = !KEYS ? of[m][i / 2].y : i % 2 ? pair.w : pair.y;
-                s[m][n][i] = ampc_exp2(ampc_fma(s[m][n][i], scale, -lse));
-                ds[m][n][i] = ampc_mul(s[m][n][i], ds[m][n][i] - delta);
-            }
+        for (int l = 0; l < 2 * (KEYS ? M : N); l++) {
+            int r = KEYS ? l : k, c = KEYS ? k : l, i = r % 2 * 2 + c % 2;
+            float p = ampc_exp2(ampc_fma(s[r / 2][c / 2][i], scale, -stat.x));
+            s[r / 2][c / 2][i] = p;
+            ds[r / 2][c / 2][i] = ampc_mul(p, ds[r / 2][c / 2][i] - stat.y);
         }
     }
 }
 
-/* lse and delta of a thread's rows, of `left`. */
-template <int M> __device__ __forceinline__ void ampc_flash_recall(const float2 *stats, int left, float2 (&of)[M][2]) {
-    int row = (int)threadIdx.x % 32 / 4;
+/* Writes the warp's rows of the results, of `rows`. */
+template <ampc_flash_pass PASS, int D, bool BF16, int M>
+__device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
+                                                        unsigned char *room, int rows, const float (&first)[M][D / 8][4],
+                                                        const float (&second)[M][D / 8][4]) {
+    const bool KEYS = PASS == AMPC_TO_KEYS;
+    int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = rows - own;
+    const float2 *stats = ampc_flash_stats(a, sweep.place);
+    float factor[M][2];
+    if (left <= 0) return;
     AMPC_UNROLL
-    for (int i = 0; i < 2 * M; i++, row += 8) {
-        of[i / 2][i % 2] = float2{ampi_f32_of_bits(0x7f800000u), 0.0f};
-        if (row < left) of[i / 2][i % 2] = stats[row];
-    }
+    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor;
+    ampc_tile_write<D, BF16>(first, factor, room + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
+    if (KEYS) ampc_tile_write<D, BF16>(second, factor, room + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row, left);
+    if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
+    __syncwarp();
+    for (int i = own; i < own + min(left, 16 * M); i++)
+        ampc_flash_again<PASS, D, BF16>(a, sweep, i, KEYS ? stats : stats + i);
 }
 
 #endif /* AMPC_TENSOR_CORES */
@@ -4304,60 +5315,50 @@ template <ampc_flash_pass PASS, int D, bool BF16>
 __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS)) ampc_flash_gradient_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
     const bool KEYS = PASS == AMPC_TO_KEYS;
-    const int R = ampc_flash_own(D, PASS), M = R / 64, N = D == 64 ? 4 : 8, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    const int R = ampc_flash_own(D, PASS), M = R / 64, N = 4, side = 2 * AMPC_FLASH_TILE * 2 * D;
     AMPC_DYNAMIC(shared);
-    const ampc_flash_place p = ampc_flash_here(a, !KEYS);
-    ampc_sweep<KEYS> sweep = {ampc_band_of(a, p.b), R * p.tile, R, 0};
-    unsigned char *x = shared + (int)threadIdx.x / 32 * 16 * M * 2 * D, *y = x + R * 2 * D, *others = shared + 2 * R * 2 * D;
+    ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS) - AMPC_SWEEP_BYTES);
+    if (threadIdx.x == 0) sweep->open(a, R);
+    __syncthreads();
+    unsigned char *others = shared + 2 * R * 2 * D;
+    float2 *stats_room = (float2 *)(others + 2 * side);         /* of the tiles' queries, or of the own ones */
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
-    int own = sweep.own + (int)threadIdx.x / 32 * 16 * M, left = rows - own, at = sweep.begin(), turn = 0;
-    const float2 *stats = a.stats + (p.b * a.heads + p.h) * a.padded;
-    float2 *stats_room = (float2 *)(others + 2 * side), of[M][2];
-    float first[M][D / 8][4] = {}, second[M][D / 8][4] = {}, factor[M][2], one[M][2];
+    float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
-        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, p, from, columns);
-        if (KEYS && threadIdx.x < AMPC_FLASH_TILE / 2)
-            ampc_copy_async(stats_room + to * AMPC_FLASH_TILE + 2 * threadIdx.x, stats + from + 2 * threadIdx.x, true);
+        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, sweep->place, from, columns);
+        if (KEYS) ampc_flash_fetch_stats(stats_room + to * AMPC_FLASH_TILE, ampc_flash_stats(a, sweep->place) + from, AMPC_FLASH_TILE);
     };
-    ampc_flash_fetch<D, R>(shared, a.own, p, sweep.own, rows);
-    if (at < sweep.end) fetch(at, 0);
+    ampc_flash_fetch<D, R>(shared, a.own, sweep->place, sweep->own, rows);
+    if (!KEYS) ampc_flash_fetch_stats(stats_room, ampc_flash_stats(a, sweep->place) + sweep->own, R);
+    int at = sweep->next(sweep->first), turn = 0;
+    if (at < sweep->end) fetch(at, 0);
     ampc_copy_commit();
-    if (!KEYS) ampc_flash_recall(stats + own, left, of);
-    while (at < sweep.end) {
-        int following = sweep.next(at + AMPC_FLASH_TILE), state = sweep.state(own, 16 * M, at);
-        const unsigned char *u = others + turn * side, *w = u + side / 2;
-        const float2 *of_columns = stats_room + turn * AMPC_FLASH_TILE;
-        turn ^= 1;
+    while (at < sweep->end) {
+        int following = sweep->next(at + AMPC_FLASH_TILE);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
-        if (following < sweep.end) fetch(following, turn);
+        if (following < sweep->end) fetch(following, turn ^ 1);
         ampc_copy_commit();
         AMPC_NO_UNROLL
-        for (int c = 0; c < AMPC_FLASH_TILE && state != AMPC_HIDDEN; c += 8 * N) {
+        for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
+            int mine = ampc_warp_row<M>(), state = sweep->state(sweep->own + mine, 16 * M, at + c, 8 * N);
+            const unsigned char *x = shared + mine * 2 * D, *u = others + turn * side + c * 2 * D, *w = u + side / 2;
             float s[M][N][4], ds[M][N][4];
-            ampc_tile_scores<D, BF16>(s, x, u + c * 2 * D);
-            ampc_tile_scores<D, BF16>(ds, y, w + c * 2 * D);
-            ampc_flash_slopes<KEYS>(s, ds, a.scale, of, of_columns + c);
-            if (state == AMPC_PARTLY) {
-                sweep.hide(own, at + c, s, 0.0f);
-                sweep.hide(own, at + c, ds, 0.0f);
-            }
-            if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w + c * 2 * D);
-            ampc_tile_weigh<D, BF16>(first, ds, u + c * 2 * D);
+            if (state == AMPC_HIDDEN) continue;
+            ampc_tile_scores<D, BF16>(s, x, u);
+            __syncwarp();                       /* or the compiler loads for both products at once, and spills */
+            ampc_tile_scores<D, BF16>(ds, x + R * 2 * D, w);
+            ampc_flash_slopes<KEYS>(s, ds, a.scale, stats_room + (KEYS ? turn * AMPC_FLASH_TILE + c : mine));
+            if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, at + c, s, ds, 0.0f);
+            if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w);
+            ampc_tile_weigh<D, BF16>(first, ds, u);
         }
+        turn ^= 1;
         at = following;
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    if (left <= 0) return;
-    AMPC_UNROLL
-    for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor, one[i / 2][i % 2] = 1.0f;
-    ampc_tile_write<D, BF16>(first, factor, x, a.out[0].at(p, own), a.out[0].row, left);
-    if (KEYS) ampc_tile_write<D, BF16>(second, one, y, a.out[1].at(p, own), a.out[1].row, left);
-    if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
-    __syncwarp();
-    for (int i = own; i < own + min(left, 16 * M); i++)
-        ampc_flash_again<PASS, D, BF16>(a, sweep, p, i, KEYS ? stats : stats + i);
+    ampc_flash_put_gradient<PASS, D, BF16, M>(a, *sweep, shared, rows, first, second);
 #endif
 }
 
@@ -4409,7 +5410,7 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
              : pass == AMPC_TO_QUERIES ? ampc_flash_operand_of(a.dq, a.dq_stride) : ampc_flash_operand_of(a.dk, a.dk_stride);
     c.out[1] = ampc_flash_operand_of(a.dv, a.dv_stride);
     c.lse = a.lse;
-    c.padded = ampc_blocks(a.queries, AMPC_FLASH_TILE) * AMPC_FLASH_TILE;
+    c.padded = ampc_blocks(a.queries, 128) * 128;
     return c;
 }
 
@@ -4813,7 +5814,7 @@ const amp_backend ampc_backend = {
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
     ampc_event_done, ampc_event_sync, ampc_event_elapsed,
     ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
-    NULL, NULL, NULL,
+    NULL, NULL, NULL, ampc_plans_save, ampc_plans_load,
     ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
     ampc_attention, ampc_attention_backward, ampc_norm, ampc_norm_backward,
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,

@@ -1,6 +1,6 @@
 /* common.h - what the examples share: a GPT-2 on amp.h's operators, its files, and the furniture of a training program.
  *
- *     1 errors, time, signals        4 JSON and safetensors       7 sampling
+ *     1 errors, time, device         4 JSON and safetensors       7 sampling
  *     2 progress, metrics, profile   5 the GPT-2 model            8 pictures in IDX files (MNIST)
  *     3 learning-rate schedules      6 model files                9 the tokenizer of GPT-2
  *
@@ -21,7 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ==== 1 Errors, time, signals ==================================================================== */
+/* ==== 1 Errors, time, signals, device ============================================================ */
 
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define TRY(call) do { amp_result try_result = (call); if (try_result != AMP_OK) return try_result; } while (0)
@@ -74,6 +74,30 @@ static inline amp_result folder_make(const char *path) {
         part[i] = '/';
     }
     return AMP_OK;
+}
+
+/* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU, where this build and this machine have
+   one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
+static inline amp_result device_open(amp_context **amp, amp_desc *desc, const char *device) {
+    int any = strcmp(device, "auto") == 0;
+    char *end = NULL;
+    long index = 0;
+    if (strncmp(device, "cuda:", 5) == 0) index = strtol(device + 5, &end, 10);
+    if (end != NULL ? end == device + 5 || *end != 0 || index < 0 || index > INT_MAX
+                    : !any && strcmp(device, "cuda") != 0 && strcmp(device, "cpu") != 0)
+        return example_fail(AMP_ERR_NAME, "must be auto, cpu, cuda or cuda:1 and so on");
+    if (strcmp(device, "cpu") == 0) return amp_open(amp, desc);
+#if defined(USE_CUDA)
+    desc->backend = amp_cuda();
+    desc->device = (int32_t)index;
+    if (amp_open(amp, desc) == AMP_OK) return AMP_OK;
+    if (!any) return example_fail(AMP_ERR_DEVICE, "%s", amp_last_error());
+    fprintf(stderr, "on the CPU, because no GPU can be used: %s\n", amp_last_error());
+    desc->backend = NULL;
+#else
+    if (!any) return example_fail(AMP_ERR_NAME, "this build has only the CPU: compile with -DUSE_CUDA, link amp_cuda.o");
+#endif
+    return amp_open(amp, desc);
 }
 
 /* ==== 2 Progress line, metrics, profile ========================================================== */
@@ -737,6 +761,9 @@ static inline void gpt_bind_block(gpt *g, int64_t layer) {
     b->c_fc.pre = gpt_matrix(g, b->fc_in, 4 * g->config.channels);
     b->c_fc.dy = gpt_matrix(g, g->d_fc, 4 * g->config.channels);
     gpt_bind_linear(g, &b->mlp_proj, p + 10, b->fc_out, g->branch, g->d_fc);
+    b->mlp_proj.x_act = AMP_ACT_GELU;       /* its backward goes through it, so that c_fc's does not */
+    b->mlp_proj.x_pre = b->c_fc.pre;
+    b->c_fc.dy_before_act = 1;
     b->mlp_proj.dy = d_branch;
     gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
 }
@@ -807,7 +834,8 @@ static inline amp_result gpt_allocate(gpt *g) {
     have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
     if (have > 0 && need > have)
         return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
-                            "use a smaller model, batch or sequence", need * 1e-9, have * 1e-9);
+                            "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9,
+                            g->config.recompute ? "" : ", or recompute");
     TRY(amp_alloc(g->amp, &g->weights, weights.used));
     TRY(amp_alloc(g->amp, &g->grads, grads.used));
     TRY(amp_alloc(g->amp, &g->memory, memory.used));

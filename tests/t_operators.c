@@ -76,6 +76,79 @@ static void linear_case(amp_activation_kind act) {
 }
 TEST(linear) { linear_case(AMP_ACT_NONE); linear_case(AMP_ACT_GELU); linear_case(AMP_ACT_GELU_ERF); }
 
+/* Two layers: the second one's backward goes through the first one's activation, in its own pass. */
+typedef struct two_layers { amp_linear_op first, second; } two_layers;
+static float hidden_w[ROOM], hidden_b[ROOM], hidden[ROOM], hidden_dw[ROOM], hidden_db[ROOM], dhidden[ROOM];
+
+static double run_two_layers(void *arg) {
+    two_layers *both = (two_layers *)arg;
+    CHECK_OK(amp_linear(amp, &both->first));
+    return run_linear(&both->second);
+}
+
+static void two_layers_case(amp_activation_kind act, int with_pre) {
+    amp_param w1 = make_param("w1", hidden_w, hidden_dw, 6, 3), b1 = make_param("b1", hidden_b, hidden_db, 6, 0);
+    amp_param w2 = make_param("w2", w, dw, 5, 6), b2 = make_param("b2", b, db, 5, 0);
+    amp_desc settings = {0};
+    float apart[42];
+    two_layers both;
+    fill(x, 21, 1); fill(hidden_w, 18, 2); fill(hidden_b, 6, 3); fill(w, 30, 4); fill(b, 5, 5);
+    memset(&both, 0, sizeof both);
+    both.first.x = amp_tensor2(x, AMP_F32, 7, 3);
+    both.first.y = both.second.x = amp_tensor2(hidden, AMP_F32, 7, 6);
+    if (with_pre) both.first.pre = both.second.x_pre = amp_tensor2(pre, AMP_F32, 7, 6);
+    both.first.weight = &w1; both.first.bias = &b1; both.first.act = both.second.x_act = act;
+    both.second.y = amp_tensor2(y, AMP_F32, 7, 5);
+    both.second.weight = &w2; both.second.bias = &b2;
+    run_two_layers(&both);
+    memcpy(dy, loss_weights, sizeof dy);
+    both.second.dy = amp_tensor2(dy, AMP_F32, 7, 5);
+    both.second.dx = both.first.dy = amp_tensor2(dhidden, AMP_F32, 7, 6);
+    both.first.dx = amp_tensor2(dx, AMP_F32, 7, 3);
+    CHECK_OK(amp_linear_backward(amp, &both.second));
+    both.first.dy_before_act = 1;
+    CHECK_OK(amp_linear_backward(amp, &both.first));
+    check_gradient("two layers dx", x, dx, 21, run_two_layers, &both);
+    check_gradient("two layers dw1", hidden_w, hidden_dw, 18, run_two_layers, &both);
+    check_gradient("two layers db1", hidden_b, hidden_db, 6, run_two_layers, &both);
+    check_gradient("two layers dw2", w, dw, 30, run_two_layers, &both);
+    check_gradient("two layers db2", b, db, 5, run_two_layers, &both);
+    memcpy(apart, dhidden, sizeof apart);
+    both.second.x_act = AMP_ACT_NONE;
+    both.first.dy_before_act = 0;
+    CHECK_OK(amp_linear_backward(amp, &both.second));
+    CHECK_OK(amp_linear_backward(amp, &both.first));        /* leaves in dhidden what the one pass gave */
+    CHECK_OK(amp_query(amp, &settings));
+    for (int i = 0; i < 42; i++) CHECK(fabsf(apart[i] - dhidden[i]) <= 4e-6f * (1 + fabsf(dhidden[i])));
+    if (settings.backend->host_visible) CHECK(memcmp(apart, dhidden, sizeof apart) == 0);   /* on the CPU the same bits */
+}
+TEST(linear_through_activations) {
+    two_layers_case(AMP_ACT_GELU, 1); two_layers_case(AMP_ACT_GELU_ERF, 1); two_layers_case(AMP_ACT_RELU, 1); two_layers_case(AMP_ACT_RELU, 0);
+}
+
+/* The fields are checked before anything is computed. */
+TEST(linear_refuses_half_an_activation) {
+    amp_param weight = make_param("w", w, dw, 5, 3);
+    amp_linear_op op;
+    memset(&op, 0, sizeof op);
+    fill(x, 21, 1); fill(w, 15, 2);
+    op.x = amp_tensor2(x, AMP_F32, 7, 3); op.y = amp_tensor2(y, AMP_F32, 7, 5);
+    op.weight = &weight;
+    CHECK_OK(amp_linear(amp, &op));
+    op.dy = amp_tensor2(loss_weights, AMP_F32, 7, 5); op.dx = amp_tensor2(dx, AMP_F32, 7, 3);
+    op.x_act = AMP_ACT_TANH;
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), ".x_act = 3, must be NONE, GELU, GELU_ERF or RELU") != NULL);
+    op.x_act = AMP_ACT_GELU;
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_NULL);
+    CHECK(strstr(amp_last_error(), ".x_pre has no data") != NULL);
+    op.x_pre = amp_tensor2(pre, AMP_F32, 7, 4);
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_SHAPE);
+    op.x_pre = amp_tensor2(pre, AMP_BF16, 7, 3);
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_DTYPE);
+    CHECK(weight.grad_live == 0);
+}
+
 TEST(gradients_overwrite_then_add) {
     amp_param weight = make_param("w", w, dw, 5, 3);
     amp_linear_op op;
@@ -456,7 +529,7 @@ TEST(refusals) {
 }
 
 static void run_all(void) {
-    RUN(linear); RUN(gradients_overwrite_then_add); RUN(matmul); RUN(norms); RUN(attention_on_packed_qkv); RUN(softmax);
+    RUN(linear); RUN(linear_through_activations); RUN(linear_refuses_half_an_activation); RUN(gradients_overwrite_then_add); RUN(matmul); RUN(norms); RUN(attention_on_packed_qkv); RUN(softmax);
     RUN(activations); RUN(activations_with_bias); RUN(swiglu_on_one_buffer); RUN(swiglu_with_biases); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
     RUN(mse); RUN(embedding); RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
 }

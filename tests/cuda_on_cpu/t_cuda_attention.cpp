@@ -507,6 +507,22 @@ CUDA_TEST(tensor_cores) {
         }
 }
 
+/* What nobody sees may hold anything; what only some see spoils just their rows: with NaN and infinities in keys, values
+   and queries, hidden from some of a tile, the same numbers are NaN as on the CPU. */
+CUDA_TEST(tensor_cores_and_infinities) {
+    for (size_t m : {(size_t)1, (size_t)4, (size_t)10})
+        for (int t : {Q, K, V, D_O}) {
+            problem p({1, 1, 70, 70, 64, PACKED}, mask_cases[m], all_numbers[1 + m % 2], 951);
+            p.scale = 0.125f;
+            p.poison(t, 0, 0, 40, (int64_t)m + t);
+            check_problem(p);
+        }
+    problem none({1, 1, 66, 66, 128, DENSE}, mask_cases[0], all_numbers[2], 952);
+    none.scale = 0.1f;
+    for (int t : {Q, K, V}) none.poison(t, 0, 0, 30 + t, t);
+    check_problem(none);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(every_shape_and_mask);
@@ -521,5 +537,6 @@ int main(int argc, char **argv) {
     RUN(weights_are_rounded);
     RUN(far_away);
     RUN(tensor_cores);
+    RUN(tensor_cores_and_infinities);
     return TEST_END();
 }

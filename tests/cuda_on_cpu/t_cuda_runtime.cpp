@@ -837,10 +837,12 @@ static void product_one(const product &p) {
                 size = size * fabs((double)p.alpha) + (p.bias ? fabs((double)wbias[(size_t)j]) : 0);
                 if (p.bias) sum += (double)wbias[(size_t)j];
                 bound = (double)(p.k + 3) * ldexp(1.01, -24) * size;
+                if (p.bias && p.c != AMP_F32) bound += unit_of(p.c) * fabs((double)wbias[(size_t)j]);   /* in c's dtype first */
                 if (p.pre) CHECK(fabs((double)pre[(size_t)(i * p.n + j)] - sum) <= bound);
-                /* the activations' slopes are at most 1.13; they are computed to 2^-20 of their argument */
+                /* the activations' slopes are at most 1.13; they are computed to 2^-20 of their argument, or from the
+                   hardware's tanh, which is within 2^-11 */
                 want = activated(p.act, sum);
-                bound = 1.13 * bound + (p.act ? ldexp(fabs(sum), -20) : 0);
+                bound = 1.13 * bound + (p.act ? ldexp(fabs(sum), p.act == AMP_ACT_GELU && p.c != AMP_F32 ? -12 : -20) : 0);
                 if (p.beta != 0.0f) {
                     want += (double)p.beta * (double)wc[at];
                     bound += ldexp(fabs(want) + fabs((double)wc[at]), -23);

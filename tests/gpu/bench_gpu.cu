@@ -1,6 +1,6 @@
-/* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, and plain copies.
+/* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, matrix products, and plain copies.
  *
- *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT] [--describe]
+ *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT] [--autotune] [--describe]
  *
  * Prints one JSON object per line: first the device, then per case the bytes that must move (each operand read once,
  * each result written once) and the median time of a launch.  A round is as many launches as fill --ms, between two
@@ -28,7 +28,7 @@ struct shapes { int64_t rows, channels, hidden, vocabulary, classes, logit_rows,
 const shapes gpt2 = {65536, 768, 3072, 50304, 50257, 16384, 96, 1024, 12};
 const shapes tiny = {64, 64, 256, 512, 500, 12, 2, 32, 2};
 
-struct settings { shapes s; int rounds; double ms; bool small, describe; std::string only; };
+struct settings { shapes s; int rounds; double ms; bool small, autotune, describe; std::string only; };
 settings given;
 
 /* What ends a case.  host_fail keeps the backend's own words. */
@@ -71,6 +71,7 @@ struct gpu {
         need(cudaEventCreateWithFlags(&from, cudaEventDefault), "an event");
         need(cudaEventCreateWithFlags(&to, cudaEventDefault), "an event");
         d.stream = stream;
+        d.autotune = given.autotune;
         need(b->open(&dev, &host, &d) == AMP_OK, "amp_cuda");
     }
     void close() {
@@ -173,8 +174,8 @@ double milliseconds(const launch &run, int count, int sets) {
     return (double)ms / count;
 }
 
-/* Times a case and prints its line; the operands are given back. */
-void report(const char *name, double bytes, int sets, const launch &run) {
+/* Times a case and prints its line; the operands are given back.  operations: of a matrix product. */
+void report(const char *name, double bytes, int sets, const launch &run, double operations = 0) {
     std::vector<double> rounds;
     (void)milliseconds(run, sets, sets);                /* loads the code, takes scratch memory */
     int count = sets;
@@ -186,20 +187,22 @@ void report(const char *name, double bytes, int sets, const launch &run) {
     for (int i = 0; i < given.rounds; i++) rounds.push_back(milliseconds(run, count, sets));
     std::sort(rounds.begin(), rounds.end());
     printf("{\"event\": \"case\", \"case\": \"%s\", \"bytes\": %.0f, \"ms\": %.6f, \"best_ms\": %.6f, \"worst_ms\": %.6f, "
-           "\"launches\": %d, \"sets\": %d}\n", name, bytes, rounds[rounds.size() / 2], rounds.front(), rounds.back(),
-           count * given.rounds, sets);
+           "\"launches\": %d, \"sets\": %d, \"operations\": %.0f}\n", name, bytes, rounds[rounds.size() / 2], rounds.front(),
+           rounds.back(), count * given.rounds, sets, operations);
     fflush(stdout);
     g.release();
 }
 
 /* A case whose operands are arguments of one kernel: make() puts a set of them on the GPU. */
 template <class A>
-void kernel_case(const char *name, double bytes, amp_result (*kernel)(void *, const A *, void *), const std::function<A()> &make) {
+void kernel_case(const char *name, double bytes, amp_result (*kernel)(void *, const A *, void *), const std::function<A()> &make,
+                 double operations = 0) {
     if (!wanted(name)) return;
     attempt(name, [&] {
         std::vector<A> sets;
         for (int i = 0; i < sets_for(bytes); i++) sets.push_back(make());
-        report(name, bytes, (int)sets.size(), [&](int set) { need(kernel(g.dev, &sets[(size_t)set], NULL) == AMP_OK, name); });
+        auto run = [&](int set) { need(kernel(g.dev, &sets[(size_t)set], NULL) == AMP_OK, name); };
+        report(name, bytes, (int)sets.size(), run, operations);
     });
 }
 
@@ -621,6 +624,55 @@ void losses() {
     embedding_gradient_case("embedding backward, added", true, false);
 }
 
+/* ---- Matrix products: those of GPT-2's blocks and classifier, and some others.  2 m n k operations each. */
+
+enum product_kind { PLAIN, BIAS, BIAS_GELU, GELU_BACKWARD, WEIGHT_GRADIENT };
+
+/* c[m, n] of op(a) op(b); WEIGHT_GRADIENT adds to fp32, with the bias's gradient beside it. */
+void product_case(const char *name, amp_dtype dtype, int64_t m, int64_t n, int64_t k, const char *layout, product_kind kind = PLAIN) {
+    amp_dtype compute = dtype, c_dtype = kind == WEIGHT_GRADIENT || dtype == AMP_TF32 ? AMP_F32 : dtype;
+    if (dtype == AMP_TF32) dtype = AMP_F32;
+    double size = (double)amp_dtype_size(dtype), out = (double)amp_dtype_size(c_dtype), results = kind >= BIAS_GELU ? 2 : 1;
+    double bytes = size * (double)((m + n) * k) + results * out * (double)(m * n);
+    kernel_case<amp_k_gemm>(name, bytes, g.b->gemm, [=] {
+        amp_k_gemm a = {};
+        a.m = m, a.n = n, a.k = k, a.batch = 1, a.alpha = 1, a.compute = compute;
+        a.trans_a = layout[0] == 'T', a.trans_b = layout[1] == 'T';
+        a.lda = a.trans_a ? m : k, a.ldb = a.trans_b ? k : n, a.ldc = n;
+        a.a = g.random(dtype, m * k), a.b = g.random(dtype, k * n), a.c = g.random(c_dtype, m * n);
+        a.a_dtype = a.b_dtype = dtype, a.c_dtype = c_dtype;
+        if (kind == BIAS || kind == BIAS_GELU) a.bias = g.random(c_dtype, n), a.bias_dtype = c_dtype;
+        if (kind == BIAS_GELU || kind == GELU_BACKWARD)
+            a.act = AMP_ACT_GELU, a.pre = g.random(c_dtype, m * n), a.pre_dtype = c_dtype, a.ld_pre = n;
+        a.backward = kind == GELU_BACKWARD;
+        if (kind == WEIGHT_GRADIENT) a.beta = 1, a.row_sum = amp_k_gradient{g.random(AMP_F32, m), AMP_F32, 1};
+        return a;
+    }, 2.0 * (double)m * (double)n * (double)k);
+}
+
+void products() {
+    int64_t rows = given.s.rows, c = given.s.channels, h = given.s.hidden, square = given.small ? 64 : 8192;
+    static const struct { const char *name; amp_dtype dtype; } types[] = {
+        {"bf16", AMP_BF16}, {"fp16", AMP_F16}, {"tf32", AMP_TF32}, {"fp32", AMP_F32}};
+    for (const auto &t : types) {
+        std::string p = std::string("product ") + t.name;
+        int64_t few = t.dtype == AMP_F32 ? rows / 4 : rows;         /* the slow ones on fewer rows */
+        product_case((p + ", linear").c_str(), t.dtype, few, h, c, "NT", BIAS);
+        product_case((p + ", NN").c_str(), t.dtype, few, c, h, "NN");
+        product_case((p + ", TN").c_str(), t.dtype, h, c, few, "TN");
+        product_case((p + ", linear GELU").c_str(), t.dtype, few, h, c, "NT", BIAS_GELU);
+    }
+    product_case("product bf16, qkv", AMP_BF16, rows, 3 * c, c, "NT", BIAS);
+    product_case("product bf16, projection", AMP_BF16, rows, c, c, "NT", BIAS);
+    product_case("product bf16, MLP projection", AMP_BF16, rows, c, h, "NT", BIAS);
+    product_case("product bf16, classifier", AMP_BF16, given.s.logit_rows, given.s.vocabulary, c, "NT");
+    product_case("product bf16, GELU backward", AMP_BF16, rows, h, c, "NN", GELU_BACKWARD);
+    product_case("product bf16, weight gradient", AMP_BF16, h, c, rows, "TN", WEIGHT_GRADIENT);
+    product_case("product bf16, square", AMP_BF16, square, square, square, "NN");
+    product_case("product bf16, few rows", AMP_BF16, given.s.tokens, h, c, "NT", BIAS);
+    product_case("product bf16, odd sizes", AMP_BF16, given.s.tokens * 2 + 1, h + 3, c + 1, "NT");
+}
+
 /* ---- Main */
 
 void describe(const amp_device &d) {
@@ -637,11 +689,12 @@ void describe(const amp_device &d) {
 }
 
 void options(int argc, char **argv) {
-    given.s = gpt2, given.rounds = 9, given.ms = 20, given.small = given.describe = false;
+    given.s = gpt2, given.rounds = 9, given.ms = 20, given.small = given.autotune = given.describe = false;
     for (int i = 1; i < argc; i++) {
         bool more = i + 1 < argc;
         if (!strcmp(argv[i], "--tiny")) given.small = true, given.s = tiny;
         else if (!strcmp(argv[i], "--describe")) given.describe = true;
+        else if (!strcmp(argv[i], "--autotune")) given.autotune = true;
         else if (!strcmp(argv[i], "--rounds") && more) given.rounds = std::max(1, atoi(argv[++i]));
         else if (!strcmp(argv[i], "--ms") && more) given.ms = atof(argv[++i]);
         else if (!strcmp(argv[i], "--only") && more) given.only = argv[++i];
@@ -666,6 +719,7 @@ void every_case(int multiprocessors) {
     attempt("softmaxes", softmaxes);
     attempt("pointwise", pointwise);
     attempt("losses", losses);
+    attempt("products", products);
 }
 
 } /* namespace */

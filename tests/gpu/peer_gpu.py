@@ -461,6 +461,54 @@ def embeddings(b):
     b.case("embedding backward, added", 2 * narrow, "table.add_(embedding_dense_backward)", added)
 
 
+def products(b):
+    """Shapes and names as in bench_gpu.cu.  A weight's gradient is added to an fp32 one there, and stays in bf16 here."""
+    s, rows = b.s, b.s.rows
+    c, h, square = s.channels, s.hidden, 64 if b.args.tiny else 8192
+
+    def case(name, text, dtype, m, n, k, function, operands, compiled=True):
+        def make(compiler):
+            function_ = compiler(function)
+
+            def one():
+                values = [b.random(*shape, dtype=dtype) for shape in operands]
+                return lambda: function_(*values)
+            return one
+        b.case(name, dtype.itemsize * (m * k + k * n + m * n) / 1e6, text, make, compiled)
+
+    def linear(name, dtype, m, n, k, bias=True):
+        if bias:
+            case(name, "F.linear", dtype, m, n, k, F.linear, ((m, k), (n, k), (n,)))
+        else:
+            case(name, "F.linear", dtype, m, n, k, F.linear, ((m, k), (n, k)))
+
+    def gelu(x, w, bias):
+        pre = F.linear(x, w, bias)
+        return pre, F.gelu(pre, approximate="tanh")
+
+    for name, dtype in (("bf16", BF16), ("fp16", FP16), ("tf32", FP32), ("fp32", FP32)):
+        few, p = rows // 4 if name == "fp32" else rows, f"product {name}, "
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        linear(p + "linear", dtype, few, h, c)
+        case(p + "NN", "x @ w", dtype, few, c, h, torch.matmul, ((few, h), (h, c)))
+        case(p + "TN", "x.t() @ y", dtype, h, c, few, lambda x, y: x.t() @ y, ((few, h), (few, c)))
+        case(p + "linear GELU", "F.gelu(F.linear)", dtype, few, h, c, gelu, ((few, c), (h, c), (h,)))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    p = "product bf16, "
+    linear(p + "qkv", BF16, rows, 3 * c, c)
+    case(p + "projection", "torch.addmm", BF16, rows, c, c, lambda x, w, bias: torch.addmm(bias, x, w.t()),
+         ((rows, c), (c, c), (c,)))
+    linear(p + "MLP projection", BF16, rows, c, h)
+    linear(p + "classifier", BF16, s.logit_rows, s.vocabulary, c, False)
+    case(p + "GELU backward", "gelu_backward(dy @ w, x)", BF16, rows, h, c,
+         lambda dy, w, x: aten.gelu_backward(dy @ w, x, approximate="tanh"), ((rows, c), (c, h), (rows, h)))
+    case(p + "weight gradient", "dy.t() @ x, dy.sum(0)", BF16, h, c, rows, lambda dy, x: (dy.t() @ x, dy.sum(0)),
+         ((rows, h), (rows, c)))
+    case(p + "square", "x @ w", BF16, square, square, square, torch.matmul, ((square, square), (square, square)))
+    linear(p + "few rows", BF16, s.tokens, h, c)
+    linear(p + "odd sizes", BF16, 2 * s.tokens + 1, h + 3, c + 1, False)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -478,7 +526,7 @@ def main():
     line("versions", torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
          device=torch.cuda.get_device_name(0) if bench.cuda else "model")
     for bench.mode in ("eager", "compile"):
-        for part in (losses, norms, softmaxes, pointwise, embeddings, casts, gradients, optimizers):
+        for part in (losses, norms, softmaxes, pointwise, products, embeddings, casts, gradients, optimizers):
             part(bench)
 
 

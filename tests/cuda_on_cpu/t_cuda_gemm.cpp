@@ -1,0 +1,798 @@
+/* t_cuda_gemm.cpp - matrix products of amp_cuda.cu: every layout, dtype and epilogue beside the CPU backend; which way each
+ * of them goes; plans that are made once; autotuning and its file; calls of cuBLASLt that fail. */
+#include "test_cuda.h"
+#include <cublasLt.h>
+#include <thread>
+#include <unistd.h>
+
+/* ---- One product; what is 0 is not asked for */
+
+struct gemm_case {
+    const char *name;
+    int64_t m, n, k, batch = 1;
+    int trans_a = 0, trans_b = 0;
+    amp_dtype a = AMP_F32, b = AMP_F32, c = AMP_F32, compute = AMP_F32;
+    float alpha = 1, beta = 0;
+    amp_dtype bias = AMP_DTYPE_DEFAULT;
+    amp_activation_kind act = AMP_ACT_NONE;
+    amp_dtype pre = AMP_DTYPE_DEFAULT;
+    int backward = 0;
+    amp_dtype column_sum = AMP_DTYPE_DEFAULT, row_sum = AMP_DTYPE_DEFAULT;
+    int add = 0;
+    int64_t pad_a = 0, pad_b = 0, pad_c = 0, pad_pre = 0;       /* elements between rows */
+    int64_t offset = 0;             /* elements that the starts are behind aligned addresses */
+    int matmuls = 0, launches = 0;  /* calls of cublasLtMatmul and launches of kernels; launches -1: not counted */
+};
+
+static int64_t rows_a(const gemm_case &x) { return x.trans_a ? x.k : x.m; }
+static int64_t cols_a(const gemm_case &x) { return x.trans_a ? x.m : x.k; }
+static int64_t rows_b(const gemm_case &x) { return x.trans_b ? x.n : x.k; }
+static int64_t cols_b(const gemm_case &x) { return x.trans_b ? x.k : x.n; }
+
+/* What goes in: fp32 numbers, rounded to storage. */
+struct gemm_numbers {
+    std::vector<float> a, b, c, bias, pre, column, row;
+    explicit gemm_numbers(const gemm_case &x)
+        : a(cuda_random(x.batch * x.m * x.k, 1)), b(cuda_random(x.batch * x.k * x.n, 2)), c(cuda_random(x.batch * x.m * x.n, 3)),
+          bias(cuda_random(x.n, 4)), pre(cuda_random(x.m * x.n, 5, -4, 4)), column(cuda_random(x.n, 6)), row(cuda_random(x.m, 7)) {}
+};
+
+static size_t offset_of(const gemm_case &x, amp_dtype dtype) { return (size_t)x.offset * amp_dtype_size(dtype); }
+
+/* A batch of matrices, one below the other. */
+static amp_mat put_batch(cuda_side &s, const gemm_case &x, const std::vector<float> &values, amp_dtype dtype, int64_t rows, int64_t cols,
+                         int64_t pad) {
+    return s.put_matrix(cuda_stored(values, dtype).data(), dtype, x.batch * rows, cols, cols + pad, offset_of(x, dtype));
+}
+static void *put_vector(cuda_side &s, const gemm_case &x, const std::vector<float> &values, amp_dtype dtype) {
+    std::string stored = cuda_stored(values, dtype);
+    return s.put(stored.data(), stored.size(), offset_of(x, dtype));
+}
+
+/* The arguments, on one side.  out: c, pre, sums. */
+struct gemm_arguments {
+    amp_k_gemm g;
+    amp_mat a, b, c, pre;
+    gemm_arguments(cuda_side &s, const gemm_case &x) {
+        gemm_numbers in(x);
+        memset(&g, 0, sizeof g);
+        memset(&pre, 0, sizeof pre);
+        a = put_batch(s, x, in.a, x.a, rows_a(x), cols_a(x), x.pad_a);
+        b = put_batch(s, x, in.b, x.b, rows_b(x), cols_b(x), x.pad_b);
+        c = put_batch(s, x, in.c, x.c, x.m, x.n, x.pad_c);
+        g.m = x.m, g.n = x.n, g.k = x.k, g.batch = x.batch;
+        g.a = a.data, g.b = b.data, g.c = c.data;
+        g.a_dtype = x.a, g.b_dtype = x.b, g.c_dtype = x.c, g.compute = x.compute;
+        g.trans_a = x.trans_a, g.trans_b = x.trans_b;
+        g.lda = a.ld, g.ldb = b.ld, g.ldc = c.ld;
+        g.stride_a = rows_a(x) * a.ld, g.stride_b = rows_b(x) * b.ld, g.stride_c = x.m * c.ld;
+        g.alpha = x.alpha, g.beta = x.beta, g.act = x.act, g.backward = x.backward;
+        if (x.bias) g.bias = put_vector(s, x, in.bias, x.bias), g.bias_dtype = x.bias;
+        if (x.pre) {
+            pre = s.put_matrix(x.backward ? cuda_stored(in.pre, x.pre).data() : NULL, x.pre, x.m, x.n, x.n + x.pad_pre, offset_of(x, x.pre));
+            g.pre = pre.data, g.pre_dtype = x.pre, g.ld_pre = pre.ld;
+        }
+        if (x.column_sum) g.column_sum = {put_vector(s, x, in.column, x.column_sum), x.column_sum, x.add};
+        if (x.row_sum) g.row_sum = {put_vector(s, x, in.row, x.row_sum), x.row_sum, x.add};
+    }
+    void get(cuda_side &s, std::string *out) {
+        s.get_matrix(out, c);
+        if (g.pre) s.get_matrix(out, pre);
+        if (g.column_sum.data) s.get(out, g.column_sum.data, (size_t)g.n * amp_dtype_size(g.column_sum.dtype));
+        if (g.row_sum.data) s.get(out, g.row_sum.data, (size_t)g.m * amp_dtype_size(g.row_sum.dtype));
+    }
+};
+
+/* ---- How far two backends may be apart */
+
+static double rounded(float x, amp_dtype dtype) {
+    if (dtype == AMP_F16) return amp_f32_from_f16(amp_f16_from_f32(x, 0));
+    if (dtype == AMP_BF16) return amp_f32_from_bf16(amp_bf16_from_f32(x, 0));
+    return dtype == AMP_TF32 ? amp_tf32_from_f32(x, 0) : x;
+}
+
+/* Each element of c and pre before its rounding: sums of k + 3 terms in another order; a bias that is rounded to c's
+   dtype first.  Activations' slopes are at most 1.13, and change by at most 0.8 a unit; exponentials are within 16 units,
+   the tanh of a product's epilogue, which only 16-bit results see, within 2^-11 (and GELU's slope 2^-10 (1 + |x|)). */
+struct gemm_bounds {
+    std::vector<double> c, pre, column, row;
+    gemm_bounds(const gemm_case &x) : c((size_t)(x.batch * x.m * x.n)), pre((size_t)(x.m * x.n)), column((size_t)x.n), row((size_t)x.m) {
+        gemm_numbers in(x);
+        for (int64_t i = 0; i < x.batch * x.m; i++)
+            for (int64_t j = 0; j < x.n; j++) element(x, in, i, j);
+        for (int64_t i = 0; i < x.m && x.row_sum; i++) {
+            double size = fabs((double)in.row[(size_t)i]), off = 0;
+            for (int64_t p = 0; p < x.k; p++) {
+                float v = in.a[(size_t)(x.trans_a ? p * x.m + i : i * x.k + p)];
+                size += fabs((double)v);
+                if (x.compute != x.a) off += fabs(rounded(v, x.compute) - (double)v);
+            }
+            row[(size_t)i] = off + cuda_sum_bound(x.k + 2, size);
+        }
+    }
+
+private:
+    void element(const gemm_case &x, const gemm_numbers &in, int64_t i, int64_t j) {
+        const float *a = &in.a[(size_t)(i / x.m * x.m * x.k)], *b = &in.b[(size_t)(i / x.m * x.k * x.n)];
+        int64_t r = i % x.m;
+        size_t at = (size_t)(i * x.n + j);
+        double sum = 0, size = 0, off;
+        for (int64_t p = 0; p < x.k; p++) {
+            double u = rounded(a[x.trans_a ? p * x.m + r : r * x.k + p], x.compute);
+            double v = rounded(b[x.trans_b ? j * x.k + p : p * x.n + j], x.compute);
+            sum += u * v, size += fabs(u * v);
+        }
+        sum *= (double)x.alpha, size *= fabs((double)x.alpha);
+        double bias = x.bias && !x.backward ? (double)in.bias[(size_t)j] : 0, units = ldexp(28, -24);
+        off = cuda_sum_bound(x.k + 3, size + fabs(bias)) + ldexp(1, -126);
+        if (x.c != AMP_F32) off += cuda_spacing(x.c, bias) / 2;
+        sum += bias;
+        bool library = x.act == AMP_ACT_GELU && x.c != AMP_F32;
+        if (x.backward) {
+            double g = (double)in.pre[at];
+            off = 1.13 * off + fabs(sum) * (1 + fabs(g)) * (library ? ldexp(1, -10) : units);
+            sum *= 1.13;
+        } else {
+            pre[(size_t)(at % pre.size())] = off;
+            if (x.act != AMP_ACT_NONE) off = 1.13 * off + fabs(sum) * (library ? ldexp(1, -12) : units);
+        }
+        if (x.beta != 0) off += ldexp(fabs(sum) + 2 * fabs((double)x.beta), -23);
+        c[at] = off;
+        size = fabs(sum) + fabs((double)x.beta) + off;
+        column[(size_t)j] += off + cuda_spacing(x.c, size) + cuda_sum_bound(x.m + 2, size);
+    }
+};
+
+static void check_case(const gemm_case &x) {
+    gemm_bounds bounds(x);
+    coc_counts before = {}, after = {};
+    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+        gemm_arguments args(s, x);
+        if (CUDA_IS_MODEL && s.gpu) before = coc_count();
+        CHECK(s.backend->gemm(s.dev, &args.g, NULL) == AMP_OK);
+        if (CUDA_IS_MODEL && s.gpu) after = coc_count();
+        args.get(s, out);
+    });
+    auto within = [&](const std::vector<double> &off, amp_dtype dtype) {
+        return [&off, dtype](int64_t i, double value) {
+            return off[(size_t)i] + cuda_spacing(dtype, fabs(value) + off[(size_t)i]);
+        };
+    };
+    int failures = ampt.failures;
+    size_t at = both.check_within(0, x.c, (int64_t)bounds.c.size(), within(bounds.c, x.c), "c");
+    if (x.pre) at = both.check_within(at, x.pre, x.m * x.n, within(bounds.pre, x.pre), "pre");
+    if (x.column_sum) at = both.check_within(at, x.column_sum, x.n, within(bounds.column, x.column_sum), "column_sum");
+    if (x.row_sum) at = both.check_within(at, x.row_sum, x.m, within(bounds.row, x.row_sum), "row_sum");
+    CHECK_EQ(at, both.expected.size());
+    if (CUDA_IS_MODEL && x.launches >= 0) {
+        CHECK_EQ(after.blas_matmuls - before.blas_matmuls, x.matmuls);
+        CHECK_EQ(after.launches - before.launches, x.launches);
+    }
+    if (ampt.failures > failures) printf("      in %s\n", x.name);
+}
+
+/* ---- Every combination of dtypes and layouts */
+
+CUDA_TEST(layouts_and_dtypes) {
+    static const struct { amp_dtype a, b, c, compute; int matmuls, launches; } types[] = {
+        {AMP_F32, AMP_F32, AMP_F32, AMP_F32, 1, 0},    {AMP_F32, AMP_F32, AMP_F32, AMP_TF32, 1, 0},
+        {AMP_F16, AMP_F16, AMP_F16, AMP_F16, 1, 0},    {AMP_F16, AMP_F16, AMP_F32, AMP_F16, 1, 0},
+        {AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16, 1, 0},{AMP_BF16, AMP_BF16, AMP_F32, AMP_BF16, 1, 0},
+        {AMP_F32, AMP_F32, AMP_F32, AMP_BF16, 1, 2},   {AMP_BF16, AMP_F32, AMP_BF16, AMP_BF16, 1, 1},
+        {AMP_F32, AMP_F16, AMP_F32, AMP_F32, 1, 1},    {AMP_F32, AMP_F32, AMP_F16, AMP_F32, 1, 1},
+        {AMP_F16, AMP_BF16, AMP_F32, AMP_TF32, 1, 2},  {AMP_BF16, AMP_BF16, AMP_F16, AMP_BF16, 1, 1},
+    };
+    int turn = 0;
+    for (const auto &t : types)
+        for (int layout = 0; layout < 4; layout++, turn++) {
+            static const int64_t sizes[][3] = {{24, 40, 16}, {9, 33, 17}, {64, 8, 72}, {5, 7, 130}};
+            const int64_t *size = sizes[turn % 4];
+            gemm_case x = {"layouts_and_dtypes", size[0], size[1], size[2], 1, layout & 1, layout >> 1};
+            x.a = t.a, x.b = t.b, x.c = t.c, x.compute = t.compute, x.alpha = 0.5f, x.beta = turn % 3 == 1 ? 1.0f : 0.0f;
+            x.matmuls = t.matmuls, x.launches = t.launches;
+            check_case(x);
+        }
+}
+
+/* ---- Shapes, paddings and alignments */
+
+CUDA_TEST(shapes) {
+    const amp_dtype f = AMP_F32, h = AMP_BF16;
+    gemm_case cases[] = {
+        {"one row", 1, 40, 24, 1, 0, 1, h, h, h, h, 1},         {"one column", 40, 1, 24, 1, 0, 0, h, h, h, h, 1},
+        {"one element", 1, 1, 1, 1, 0, 0, f, f, f, f, 1},       {"k of one", 8, 8, 1, 1, 1, 0, h, h, f, h, 1},
+        {"padded rows", 16, 24, 32, 1, 0, 0, h, h, h, h, 1},    {"rows apart by odd numbers", 16, 24, 32, 1, 0, 1, h, h, h, h, 1},
+        {"odd starts", 16, 24, 32, 1, 0, 0, h, h, h, h, 1},     {"odd starts, fp32", 16, 24, 32, 1, 1, 0, f, f, f, f, 1},
+        {"a batch", 16, 8, 24, 3, 0, 0, h, h, h, h, 1},         {"an odd batch", 5, 7, 9, 4, 1, 1, f, f, f, f, 2, 1},
+        {"a batch that is cast", 8, 8, 16, 3, 0, 0, f, h, h, h, 1},     {"a padded batch that is cast", 8, 8, 16, 3, 0, 0, f, h, h, h, 1},
+    };
+    cases[4].pad_a = cases[4].pad_b = cases[4].pad_c = 8;
+    cases[5].pad_a = 3, cases[5].pad_b = 1, cases[5].pad_c = 5;
+    cases[6].offset = cases[7].offset = 1;
+    cases[11].pad_a = 4;
+    for (gemm_case &x : cases) {
+        x.matmuls = 1;
+        x.launches = &x < &cases[10] ? 0 : x.pad_a ? 3 : 1;
+        check_case(x);
+        if (x.batch == 1) x.beta = 0.5f, check_case(x);
+    }
+}
+
+/* What no product is in: k of 0, alpha of 0; and nothing at all. */
+CUDA_TEST(nothing_to_multiply) {
+    const amp_dtype f = AMP_F32, h = AMP_BF16;
+    gemm_case cases[] = {
+        {"k of 0", 9, 12, 0, 1, 0, 0, h, h, h, h, 1, 1, f, AMP_ACT_RELU},     {"alpha of 0", 9, 12, 5, 1, 0, 0, f, f, f, f, 0, 0.5f},
+        {"no rows", 0, 12, 5, 1, 0, 0, f, f, f, f, 1},          {"no columns", 9, 0, 5, 1, 1, 0, f, f, f, f, 1},
+        {"k of 0, backward", 9, 12, 0, 1, 0, 0, h, h, h, h, 1, 1, AMP_DTYPE_DEFAULT, AMP_ACT_GELU, h, 1},
+    };
+    for (gemm_case &x : cases) {
+        x.launches = x.m == 0 || x.n == 0 ? 0 : x.backward ? 2 : 1;
+        check_case(x);
+    }
+    cases[2].column_sum = cases[3].row_sum = f;
+    cases[2].launches = cases[3].launches = 1;
+    check_case(cases[2]);
+    check_case(cases[3]);
+}
+
+/* ---- Epilogues */
+
+CUDA_TEST(epilogues_of_the_library) {
+    const amp_dtype f = AMP_F32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    const amp_activation_kind gelu = AMP_ACT_GELU, relu = AMP_ACT_RELU, none = AMP_ACT_NONE;
+    gemm_case cases[] = {
+        /* name, m, n, k, batch, ta, tb, a, b, c, compute, alpha, beta, bias, act, pre, backward, columns, rows */
+        {"bias", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h},
+        {"bias, added to c", 16, 24, 32, 1, 0, 1, h, h, f, h, 1, 1, f},
+        {"fp32 bias for bf16", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, f},
+        {"relu", 16, 24, 32, 1, 0, 1, f, f, f, f, 1, 0, no, relu},
+        {"bias and relu", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, relu},
+        {"gelu", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, no, gelu},
+        {"bias and gelu", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, gelu},
+        {"gelu with its input", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, no, gelu, h},
+        {"bias and gelu with its input", 16, 24, 32, 1, 0, 1, AMP_F16, AMP_F16, AMP_F16, AMP_F16, 1, 0, AMP_F16, gelu, AMP_F16},
+        {"gelu backward", 16, 24, 32, 1, 0, 0, h, h, h, h, 1, 0, no, gelu, h, 1},
+        {"gelu backward with a bias gradient", 16, 24, 32, 1, 0, 0, h, h, h, h, 1, 0, no, gelu, h, 1, h},
+        {"weight and bias gradient", 24, 32, 16, 1, 1, 0, h, h, f, h, 1, 0, no, none, no, 0, no, f},
+        {"weight and bias gradient, added", 24, 32, 16, 1, 1, 0, h, h, f, h, 1, 1, no, none, no, 0, no, f, 1},
+        {"bias gradient to 16 bits", 24, 32, 16, 1, 1, 0, h, h, f, h, 1, 0, no, none, no, 0, no, h},
+        {"sums of rows as they lie", 24, 32, 16, 1, 0, 0, h, h, f, h, 1, 0, no, none, no, 0, no, f},
+    };
+    for (gemm_case &x : cases) {
+        x.matmuls = 1;
+        x.launches = (x.bias && x.bias != x.c) || x.add || (x.row_sum && x.row_sum != x.c) ? 1 : 0;
+        check_case(x);
+    }
+}
+
+CUDA_TEST(epilogues_of_our_own) {
+    const amp_dtype f = AMP_F32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    const amp_activation_kind gelu = AMP_ACT_GELU, erf = AMP_ACT_GELU_ERF, relu = AMP_ACT_RELU, none = AMP_ACT_NONE;
+    gemm_case cases[] = {
+        {"gelu's exact form", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, f, erf, h},
+        {"gelu in fp32", 16, 24, 32, 1, 0, 1, f, f, f, f, 1, 0, f, gelu, f},
+        {"gelu, added to c", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0.5f, h, gelu, h},
+        {"relu with its input", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, relu, h},
+        {"its input in another dtype", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, gelu, f},
+        {"its input in rows that do not fit", 16, 23, 32, 1, 0, 1, h, h, h, h, 1, 0, h, gelu, h},
+        {"relu backward", 16, 24, 32, 1, 0, 0, h, h, h, h, 1, 0, no, relu, h, 1},
+        {"gelu backward in fp32", 16, 24, 32, 1, 0, 0, f, f, f, f, 1, 0, no, gelu, f, 1},
+        {"gelu backward, added to c", 16, 24, 32, 1, 0, 0, h, h, h, h, 1, 1, no, gelu, h, 1},
+        {"backward through the exact form", 16, 24, 32, 1, 0, 0, h, h, f, h, 1, 0, no, erf, h, 1},
+        {"bias that is not aligned", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, none},
+        {"fp16 out of bf16", 16, 24, 32, 1, 0, 1, h, h, AMP_F16, h, 1, 0.5f, f, gelu},
+        {"backward with fp32 bias gradient", 16, 24, 32, 1, 0, 0, h, h, h, h, 1, 0, no, gelu, h, 1, f, no, 1},
+        {"sums of columns alone", 16, 24, 32, 1, 0, 0, h, h, h, h, 1, 0, no, none, no, 0, f},
+        {"both sums", 24, 32, 16, 1, 1, 0, h, h, f, h, 1, 1, no, none, no, 0, f, f, 1},
+        {"both sums, rows as they lie", 24, 32, 16, 1, 0, 0, h, h, h, h, 1, 0, no, none, no, 0, h, h},
+    };
+    cases[5].launches = 1;
+    cases[10].offset = 1;           /* copied */
+    for (gemm_case &x : cases) {
+        x.matmuls = 1;
+        x.launches = x.offset ? 0 : x.column_sum && x.row_sum ? 2 : 1;
+        check_case(x);
+    }
+}
+
+/* ---- Without the library: it refuses what it is asked first, second, ... */
+
+static amp_result run_once(const gemm_case &x, std::string *out) {
+    cuda_side gpu(amp_cuda());
+    gemm_arguments args(gpu, x);
+    amp_result result = gpu.backend->gemm(gpu.dev, &args.g, NULL);
+    args.get(gpu, out);
+    return result;
+}
+
+/* What is refused is done by something else. */
+CUDA_TEST(refused_products) {
+    const amp_dtype h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    static const gemm_case cases[] = {
+        {"forward", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, h, AMP_ACT_RELU}, {"sums", 16, 24, 32, 1, 1, 0, h, h, AMP_F32, h, 1, 0, no, AMP_ACT_NONE, no, 0, no, AMP_F32},
+        {"backward", 16, 24, 32, 1, 0, 0, h, h, h, h, 1, 0, no, AMP_ACT_RELU, h, 1, h},
+    };
+    for (const gemm_case &x : cases)
+        for (int status : {(int)CUBLAS_STATUS_NOT_SUPPORTED, (int)CUBLAS_STATUS_INVALID_VALUE}) {
+            gemm_bounds bounds(x);
+            std::string right, out;
+            CHECK_EQ(run_once(x, &right), AMP_OK);
+            for (int n = 1; n < 4; n++) {
+                out.clear();
+                coc_fail_blas("cublasLtMatmul", n == 3 ? 1 : n, status);
+                if (n == 3) coc_fail_blas("cublasLtMatmulAlgoGetHeuristic", 1, status);
+                CHECK_EQ(run_once(x, &out), AMP_OK);
+                coc_fail_blas(NULL, 0, 0);
+                cuda_compare both = {right, out, ""};
+                both.check_within(0, x.c, x.m * x.n, [&](int64_t i, double value) {
+                    return bounds.c[(size_t)i] + cuda_spacing(x.c, fabs(value) + bounds.c[(size_t)i]);
+                }, x.name);
+            }
+        }
+}
+
+/* ---- Plans */
+
+static const gemm_case &layer() {
+    static const gemm_case x = {"a layer", 16, 24, 40, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16, 1, 0, AMP_BF16};
+    return x;
+}
+
+/* The first call describes a product; the second makes, asks for and allocates nothing. */
+CUDA_TEST(plans_are_made_once) {
+    const gemm_case &x = layer();
+    cuda_side gpu(amp_cuda());
+    gemm_arguments args(gpu, x);
+    amp_k_gemm other = args.g;
+    auto counts = [&](amp_k_gemm &g) {
+        CHECK(gpu.backend->gemm(gpu.dev, &g, NULL) == AMP_OK);
+        coc_counts c = coc_count();
+        coc_reset_counts();
+        return c;
+    };
+    coc_reset_counts();
+    coc_counts first = counts(args.g), second = counts(args.g);
+    CHECK(first.blas_objects > 0 && first.blas_heuristics == 1 && first.blas_matmuls == 1);
+    CHECK(second.blas_objects == 0 && second.blas_heuristics == 0 && second.blas_matmuls == 1);
+    CHECK(second.allocations == 0 && second.synchronising == 0 && second.copies == 0);
+    other.alpha = 3;                /* alpha is no part of it, and beta only if it is 0 */
+    CHECK_EQ(counts(other).blas_heuristics, 0);
+    other.n = 8;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+    other.bias = (const char *)other.bias + 16;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+    other.beta = 1;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+    other.beta = 2;
+    CHECK_EQ(counts(other).blas_heuristics, 0);
+    other.a = (const char *)other.a + 2, other.m = 8;
+    CHECK_EQ(counts(other).blas_heuristics, 1);
+}
+
+/* Threads share plans and the device. */
+CUDA_TEST(several_threads) {
+    cuda_side gpu(amp_cuda());
+    std::vector<gemm_arguments> all;
+    std::vector<std::string> right(4);
+    std::vector<std::thread> threads;
+    std::vector<amp_result> results(4, AMP_OK);
+    std::vector<void *> streams(4);
+    for (size_t i = 0; i < 4; i++) {
+        gemm_case x = layer();
+        x.m = 8 * (int64_t)(1 + i);
+        CHECK_EQ(run_once(x, &right[i]), AMP_OK);
+        all.emplace_back(gpu, x);
+        CHECK_OK(gpu.backend->stream_create(gpu.dev, &streams[i]));
+    }
+    for (size_t i = 0; i < 4; i++)
+        threads.emplace_back([&, i] {
+            for (int round = 0; round < 8; round++)
+                if (gpu.backend->gemm(gpu.dev, &all[i].g, streams[i]) != AMP_OK) results[i] = AMP_ERR_DEVICE;
+            if (gpu.backend->stream_sync(gpu.dev, streams[i]) != AMP_OK) results[i] = AMP_ERR_DEVICE;
+        });
+    for (std::thread &t : threads) t.join();
+    for (size_t i = 0; i < 4; i++) {
+        std::string out;
+        all[i].get(gpu, &out);
+        CHECK(results[i] == AMP_OK && out == right[i]);
+        gpu.backend->stream_destroy(gpu.dev, streams[i]);
+    }
+}
+
+/* The host's own handle serves, and stays. */
+CUDA_TEST(the_hosts_handle) {
+    cublasLtHandle_t handle = NULL;
+    amp_desc d = {};
+    CHECK(cudaSetDevice(0) == cudaSuccess && cublasLtCreate(&handle) == CUBLAS_STATUS_SUCCESS);
+    long made = coc_calls("cublasLtCreate");
+    d.blas = handle;
+    amp_context *amp = cuda_context(&d);
+    void *x = NULL;
+    CHECK_OK(amp_alloc(amp, &x, 3 * 64 * 4));
+    float *a = (float *)x;
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 8, 8, 8, 1, a, 8, a + 64, 8, 0, a + 128, 8));
+    amp_free(amp, x);
+    amp_close(amp);
+    CHECK_EQ(coc_calls("cublasLtCreate"), made);
+    CHECK(cublasLtDestroy(handle) == CUBLAS_STATUS_SUCCESS);
+}
+
+/* In a captured stream a product is planned, but not measured. */
+CUDA_TEST(captured) {
+    amp_backend_desc d = {};
+    void *dev = NULL, *graph = NULL;
+    const amp_backend *b = amp_cuda();
+    std::string right, out;
+    d.autotune = 1;
+    CHECK_EQ(run_once(layer(), &right), AMP_OK);
+    CHECK_EQ(b->open(&dev, cuda_host(), &d), AMP_OK);
+    {
+        cuda_side memory(b);
+        gemm_arguments args(memory, layer());
+        memory.sync();
+        coc_reset_counts();
+        CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+        CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+        CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+        CHECK(coc_count().blas_heuristics == 1 && coc_count().blas_matmuls == 1);
+        CHECK_EQ(b->graph_launch(dev, graph, NULL), AMP_OK);
+        CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+        args.get(memory, &out);
+        CHECK(out == right);
+        b->graph_destroy(dev, graph);
+        CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+        CHECK(coc_count().blas_heuristics > 1);         /* now it is */
+        CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+    }
+    b->close(dev);
+}
+
+/* A registered weight in another dtype is cast once for all products, forward and backward, until it changes. */
+CUDA_TEST(weights_are_cast_once) {
+    amp_desc d = {};
+    d.dtype = AMP_BF16;
+    amp_context *amp = cuda_context(&d);
+    void *memory[6];
+    amp_param w = {};
+    amp_linear_op op = {};
+    for (void *&p : memory) {
+        CHECK_OK(amp_alloc(amp, &p, 32 * 32 * 4));
+        CHECK_OK(amp_fill(amp, p, 0, 32 * 32 * 4));
+    }
+    w.name = "w", w.weight = amp_tensor2(memory[0], AMP_F32, 24, 16), w.grad = amp_tensor2(memory[1], AMP_F32, 24, 16);
+    CHECK_OK(amp_param_register(amp, &w, 1));
+    op.weight = &w, op.x = amp_tensor2(memory[2], AMP_BF16, 32, 16), op.y = amp_tensor2(memory[3], AMP_BF16, 32, 24);
+    op.dy = amp_tensor2(memory[4], AMP_BF16, 32, 24), op.dx = amp_tensor2(memory[5], AMP_BF16, 32, 16);
+    auto step = [&] {
+        CHECK_OK(amp_autocast_begin(amp, NULL));
+        CHECK_OK(amp_linear(amp, &op));
+        CHECK_OK(amp_autocast_end(amp));
+        CHECK_OK(amp_linear_backward(amp, &op));
+    };
+    coc_reset_counts();
+    step();
+    step();
+    CHECK(coc_kernel_launches("ampc_cast_kernel") == 1 && coc_count().blas_matmuls == 6);
+    amp_param_touch(&w);
+    step();
+    CHECK_EQ(coc_kernel_launches("ampc_cast_kernel"), 2);
+    amp_param_forget(amp, &w, 1);
+    for (void *p : memory) amp_free(amp, p);
+    amp_close(amp);
+}
+
+/* ---- Failures: each call of cuBLASLt in turn.  The text names it, nothing is half done, the next try succeeds. */
+
+/* Whether the call happened. */
+static bool failing_call(const gemm_case &x, const std::string &right, const char *call, int n) {
+    std::string before, after;
+    cuda_side gpu(amp_cuda());
+    gemm_arguments args(gpu, x);
+    args.get(gpu, &before);
+    coc_fail_blas(call, n, CUBLAS_STATUS_INTERNAL_ERROR);
+    amp_result result = gpu.backend->gemm(gpu.dev, &args.g, NULL);
+    bool happened = !coc_fail_blas_pending();
+    coc_fail_blas(NULL, 0, 0);
+    if (!happened) return false;
+    const char *text = cuda_error_text();
+    CHECK_EQ(result, AMP_ERR_DEVICE);
+    CHECK_MSG(strstr(text, "cublasLt") && strstr(text, "CUBLAS_STATUS_INTERNAL_ERROR") && strstr(text, "c[16, 24] of k = 40"), "%s", text);
+    args.get(gpu, &after);
+    CHECK(after == before);
+    CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+    after.clear();
+    args.get(gpu, &after);
+    CHECK_MSG(after == right, "after failure %d of %s", n, call);
+    return true;
+}
+
+CUDA_TEST(failing_calls) {
+    gemm_case x = layer();
+    std::string right, after;
+    CHECK_EQ(run_once(x, &right), AMP_OK);
+    for (const char *call : {"cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute", "cublasLtMatrixLayoutCreate",
+                             "cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceSetAttribute",
+                             "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"}) {
+        int n = 1;
+        while (n < 30 && failing_call(x, right, call, n)) n++;
+        CHECK_MSG(n > 1 && n < 30, "%s, call %d", call, n);
+    }
+    coc_fail_blas("cublasLtCreate", 1, CUBLAS_STATUS_NOT_INITIALIZED);
+    amp_context *amp = NULL;
+    amp_desc d = {};
+    d.backend = amp_cuda();
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_DEVICE);
+    CHECK_MSG(strstr(amp_last_error(), "cublasLtCreate") && strstr(amp_last_error(), "CUBLAS_STATUS_NOT_INITIALIZED"), "%s", amp_last_error());
+    coc_fail_blas("cublasLtMatmul", 1, CUBLAS_STATUS_ALLOC_FAILED);
+    CHECK_EQ(run_once(x, &after), AMP_ERR_MEMORY);
+}
+
+/* ---- Autotuning */
+
+struct tuning {
+    std::string log, file;
+    amp_context *amp = NULL;
+    float *memory = NULL;
+
+    static void write(void *user, amp_log_level, int id, const char *text) {
+        ((tuning *)user)->log += std::to_string(id) + " " + text + "\n";
+    }
+    explicit tuning(const std::string &path, amp_autotune autotune = AMP_AUTOTUNE_ON) : file(path) {
+        amp_desc d = {};
+        d.autotune = autotune;
+        d.autotune_file = path.empty() ? NULL : file.c_str();
+        d.logger.write = write, d.logger.user = this, d.logger.level = AMP_LOG_INFO;
+        amp = cuda_context(&d);
+        CHECK_OK(amp_alloc(amp, (void **)&memory, 4096 * 4));
+        CHECK_OK(amp_fill(amp, memory, 0, 4096 * 4));
+    }
+    ~tuning() { close(); }
+    tuning(const tuning &) = delete;
+    void close() {
+        if (amp) amp_free(amp, memory), amp_close(amp);
+        amp = NULL;
+    }
+    /* c[16, 8] of ones, k = 40; returns whether it is k everywhere. */
+    bool product() {
+        std::vector<float> ones(960, 1.0f), c(128);
+        float *a = memory, *b = memory + 640, *out = memory + 2048;
+        CHECK_OK(amp_copy(amp, a, ones.data(), 960 * 4, AMP_COPY_TO_DEVICE));
+        CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 16, 8, 40, 1, a, 40, b, 8, 0, out, 8));
+        CHECK_OK(amp_copy(amp, c.data(), out, 128 * 4, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        for (float v : c)
+            if (v != 40) return false;
+        return true;
+    }
+    bool logged(const char *text) const { return log.find(text) != std::string::npos; }
+};
+
+CUDA_TEST(autotune_takes_the_fastest) {
+    coc_set_modelled_clock(1);
+    {
+        tuning t("");
+        CHECK(t.product());
+        CHECK_MSG(t.logged("algorithm 0 of 4, 10.00 us"), "%s", t.log.c_str());
+    }
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    tuning t("");
+    CHECK(t.product());
+    CHECK_MSG(t.logged("algorithm 2 of 4, 5.00 us"), "%s", t.log.c_str());
+    coc_reset_counts();
+    CHECK(t.product());
+    CHECK(coc_count().blas_heuristics == 0 && coc_count().blas_matmuls == 1);
+    t.close();
+    coc_set_blas_time(COC_BLAS_NARROW, 9.9);            /* too little to leave the first */
+    tuning same("");
+    CHECK(same.product());
+    CHECK_MSG(same.logged("algorithm 0 of 4"), "%s", same.log.c_str());
+}
+
+/* An algorithm that loses the end of k is not used, even if the heuristic names it first. */
+CUDA_TEST(autotune_finds_wrong_algorithms) {
+    coc_set_modelled_clock(1);
+    coc_set_blas_wrong(COC_BLAS_WIDE);
+    {
+        tuning t("", AMP_AUTOTUNE_OFF);
+        CHECK(!t.product());        /* the model is wrong indeed */
+    }
+    tuning t("");
+    CHECK(t.product());
+    CHECK_MSG(t.logged("5002 amp_cuda: autotune: c[16, 8] of k = 40 in fp32, epilogue 1: algorithm 0 of cuBLASLt is wrong"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("algorithm 1 of 4, 12.00 us"), "%s", t.log.c_str());
+}
+
+/* An epilogue that takes longer than a kernel of ours is left to that. */
+CUDA_TEST(autotune_times_epilogues) {
+    const gemm_case gelu = {"gelu", 16, 24, 32, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16, 1, 0, AMP_BF16, AMP_ACT_GELU, AMP_BF16};
+    const gemm_case weight = {"weight", 24, 32, 16, 1, 1, 0, AMP_BF16, AMP_BF16, AMP_F32, AMP_BF16, 1, 1, AMP_DTYPE_DEFAULT, AMP_ACT_NONE,
+                              AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, AMP_F32, 1};
+    const gemm_case *cases[] = {&gelu, &weight};
+    coc_set_modelled_clock(1);
+    for (double more : {0.0, 50.0})
+        for (const gemm_case *x : cases) {
+            amp_backend_desc d = {};
+            void *dev = NULL;
+            std::string right, out;
+            coc_set_blas_epilogue_time(more);
+            CHECK_EQ(run_once(*x, &right), AMP_OK);
+            d.autotune = 1;
+            CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+            {
+                cuda_side memory(amp_cuda());
+                gemm_arguments args(memory, *x);
+                memory.sync();
+                CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
+                CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+                args.get(memory, &out);
+                cuda_compare both = {right, out, ""};
+                gemm_bounds bounds(*x);
+                both.check_within(0, x->c, x->m * x->n, [&](int64_t i, double value) {
+                    return bounds.c[(size_t)i] + cuda_spacing(x->c, fabs(value) + bounds.c[(size_t)i]);
+                }, x->name);
+                long launches = coc_count().launches;
+                CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
+                CHECK_EQ(coc_count().launches - launches, more > 0 || x == &weight);     /* one adds the sums to what is there */
+                CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+            }
+            amp_cuda()->close(dev);
+        }
+}
+
+/* Memory that does not suffice for measuring leaves the heuristic's choice; so does any call of CUDA that fails. */
+CUDA_TEST(autotune_that_fails) {
+    coc_set_modelled_clock(1);
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    for (const char *call : {"cudaMalloc", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventElapsedTime"})
+        for (int n = 1; n < 30; n += 4) {
+            tuning t("");
+            coc_fail(call, n, cudaErrorMemoryAllocation);
+            bool right = t.product();
+            bool happened = !coc_fail_pending();
+            coc_fail_clear();
+            CHECK_MSG(right, "%s, call %d", call, n);
+            if (!happened) break;
+        }
+}
+
+/* Whatever is chosen is right: this one runs on a GPU too. */
+CUDA_TEST(autotune_is_right) {
+    const amp_dtype h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    static const gemm_case cases[] = {
+        {"linear", 24, 40, 32, 1, 0, 1, h, h, h, h, 1, 0, h},
+        {"gelu", 24, 40, 32, 1, 0, 1, h, h, h, h, 1, 0, h, AMP_ACT_GELU, h},
+        {"gelu backward", 24, 40, 32, 1, 0, 0, h, h, h, h, 1, 0, no, AMP_ACT_GELU, h, 1},
+        {"weight gradient", 24, 40, 32, 1, 1, 0, h, h, AMP_F32, h, 1, 1, no, AMP_ACT_NONE, no, 0, no, AMP_F32, 1},
+        {"a batch in fp32", 9, 17, 20, 3, 0, 0, AMP_F32, AMP_F32, AMP_F32, AMP_F32},
+    };
+    amp_backend_desc d = {};
+    void *dev = NULL, *again = NULL;
+    d.autotune = 1;
+    CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+    CHECK_EQ(amp_cuda()->open(&again, cuda_host(), &d), AMP_OK);
+    for (const gemm_case &x : cases) {
+        gemm_bounds bounds(x);
+        cuda_compare both;
+        cuda_side cpu(amp_cpu()), gpu(amp_cuda());
+        gemm_arguments there(cpu, x), here(gpu, x);
+        gpu.sync();
+        CHECK_EQ(amp_cpu()->gemm(cpu.dev, &there.g, NULL), AMP_OK);
+        CHECK_EQ(amp_cuda()->gemm(dev, &here.g, NULL), AMP_OK);
+        CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+        there.get(cpu, &both.expected);
+        here.get(gpu, &both.actual);
+        both.check_within(0, x.c, x.batch * x.m * x.n, [&](int64_t i, double value) {
+            return bounds.c[(size_t)i] + cuda_spacing(x.c, fabs(value) + bounds.c[(size_t)i]);
+        }, x.name);
+    }
+    std::string plans(amp_cuda()->plans_save(dev, NULL, 0), 0), same;
+    CHECK(plans.size() > 0 && amp_cuda()->plans_save(dev, &plans[0], plans.size()) == plans.size());
+    CHECK_EQ(amp_cuda()->plans_load(again, plans.data(), plans.size()), AMP_OK);
+    CHECK_EQ(amp_cuda()->plans_save(again, NULL, 0), 0);
+    amp_cuda()->close(dev);
+    amp_cuda()->close(again);
+}
+
+/* ---- The file */
+
+static std::string plans_path() {
+    char name[] = "/tmp/amp_plans_XXXXXX";
+    int file = mkstemp(name);
+    if (file >= 0) close(file);
+    remove(name);
+    return name;
+}
+
+CUDA_TEST(autotune_file) {
+    std::string path = plans_path();
+    coc_set_modelled_clock(1);
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    {
+        tuning t(path);
+        CHECK(t.product());
+    }
+    coc_set_blas_time(COC_BLAS_NARROW, 50);             /* what it says is believed, not measured again */
+    for (amp_autotune autotune : {AMP_AUTOTUNE_ON, AMP_AUTOTUNE_OFF}) {
+        tuning t(path, autotune);
+        coc_reset_counts();
+        CHECK(t.product());
+        CHECK(coc_count().blas_heuristics == 0 && coc_calls("cublasLtMatmulAlgoCheck") == 1);
+        CHECK_MSG(t.log.empty(), "%s", t.log.c_str());
+    }
+    coc_set_blas_version(130200);
+    {
+        tuning t(path, AMP_AUTOTUNE_OFF);
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of another version of cuBLASLt"), "%s", t.log.c_str());
+        CHECK(t.product());
+        CHECK(coc_count().blas_heuristics > 0);
+    }
+    coc_set_blas_version(130100);
+    tuning t(path, AMP_AUTOTUNE_OFF);
+    CHECK_MSG(t.log.empty(), "nothing new was found, so nothing was written: %s", t.log.c_str());
+    t.close();
+    remove(path.c_str());
+}
+
+/* A damaged file, one that ends early, one of something else: a warning, and training goes on; saved over. */
+CUDA_TEST(autotune_file_damaged) {
+    std::string path = plans_path();
+    coc_set_modelled_clock(1);
+    { tuning t(path); CHECK(t.product()); }
+    void *data = NULL;
+    size_t bytes = 0;
+    CHECK_OK(amp_file_read_all(NULL, path.c_str(), &data, &bytes));
+    for (size_t at : {(size_t)0, bytes / 2, bytes - 9, bytes}) {
+        std::string copy((char *)data, at == bytes ? bytes - 40 : bytes);
+        if (at < bytes) copy[at] = (char)(copy[at] ^ 0x20);
+        CHECK_OK(amp_file_write_atomic(NULL, path.c_str(), copy.data(), copy.size()));
+        {
+            tuning t(path);
+            CHECK_MSG(t.logged("1002 autotune_file ignored"), "byte %zu: %s", at, t.log.c_str());
+            CHECK(t.product());
+        }
+        tuning again(path);
+        CHECK_MSG(again.log.empty(), "%s", again.log.c_str());
+    }
+    amp_file_free(NULL, data, bytes);
+    remove(path.c_str());
+    amp_state *state = NULL;
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_put(state, "plans", AMP_U8, "short", 5));
+    CHECK_OK(amp_state_save(state, path.c_str()));
+    amp_state_destroy(state);
+    {
+        tuning t(path);
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: the file ends early"), "%s", t.log.c_str());
+    }
+    remove(path.c_str());
+    tuning t("/no such folder/plans");
+    CHECK(t.product() && !t.logged("1002"));
+    amp_free(t.amp, t.memory), amp_close(t.amp);
+    t.amp = NULL;
+    CHECK_MSG(t.logged("1003 autotune_file not written"), "%s", t.log.c_str());
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(layouts_and_dtypes);
+    RUN(shapes);
+    RUN(nothing_to_multiply);
+    RUN(epilogues_of_the_library);
+    RUN(epilogues_of_our_own);
+    RUN(refused_products);
+    RUN(plans_are_made_once);
+    RUN(several_threads);
+    RUN(the_hosts_handle);
+    RUN(captured);
+    RUN(weights_are_cast_once);
+    RUN(failing_calls);
+    RUN(autotune_takes_the_fastest);
+    RUN(autotune_finds_wrong_algorithms);
+    RUN(autotune_times_epilogues);
+    RUN(autotune_that_fails);
+    RUN(autotune_is_right);
+    RUN(autotune_file);
+    RUN(autotune_file_damaged);
+    return TEST_END();
+}
