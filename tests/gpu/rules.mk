@@ -30,7 +30,7 @@ gpu-table:
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
-GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/cublas_rules.h tests/test.h
+GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal
