@@ -426,6 +426,45 @@ def products(b):
     linear(p + "odd sizes", BF16, 2 * s.tokens + 1, h + 3, c + 1, False)
 
 
+def attentions(b):
+    """Shapes and names as in bench_gpu.cu.  The modes are the backends of scaled_dot_product_attention, one at a time."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def operands(batch, tokens, heads, dim, grad):
+        qkv = b.random(batch, tokens, 3, heads, dim)
+        return [qkv[:, :, i].transpose(1, 2).requires_grad_(grad) for i in range(3)]
+
+    def case(name, batch, tokens, heads, dim, backward):
+        if b.args.only not in name:
+            return
+        text = "F.scaled_dot_product_attention(is_causal=True)"
+        for mode, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            def one():
+                values = operands(batch, tokens, heads, dim, backward)
+                if not backward:
+                    return lambda: F.scaled_dot_product_attention(*values, is_causal=True)
+                out = F.scaled_dot_product_attention(*values, is_causal=True)
+                return gradient(out, values, torch.randn_like(out))
+            try:
+                with sdpa_kernel(backend):
+                    calls = [one() for _ in range(b.sets((16 if backward else 8) * batch * tokens * heads * dim / 1e6))]
+                    line("peer", case=name, mode=mode, call=text, **b.measure(calls))
+                    del calls
+            except Exception as error:                      # a backend that this PyTorch or this device lacks
+                line("peer", case=name, mode=mode, call=text, skipped=str(error).strip().splitlines()[0][:200])
+            if b.cuda:
+                torch.cuda.empty_cache()
+
+    total, channels = (128, 128) if b.args.tiny else (16384, 2048)
+    for backward in (False, True):
+        name = "attention backward " if backward else "attention "
+        for dim in (64, 128):
+            for tokens in (1024, 4096):
+                length = tokens // 32 if b.args.tiny else tokens
+                case(f"{name}D={dim} T={tokens}", total // length, length, channels // dim, dim, backward)
+        case(name + "GPT-2", b.s.rows // b.s.tokens, b.s.tokens, b.s.channels // 64, 64, backward)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -442,7 +481,7 @@ def main():
     line("versions", torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
          device=torch.cuda.get_device_name(0) if bench.cuda else "model")
     for part in (casts, gradients, optimizers, norms, residual_norms, softmaxes, pointwise, losses, embeddings,
-                 products):
+                 products, attentions):
         part(bench)
 
 
