@@ -1,4 +1,4 @@
-/* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, matrix products, and plain copies.
+/* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, matrix products, attention, and plain copies.
  *
  *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT] [--autotune] [--describe]
  *
@@ -673,6 +673,46 @@ void products() {
     product_case("product bf16, odd sizes", AMP_BF16, given.s.tokens * 2 + 1, h + 3, c + 1, "NT");
 }
 
+/* ---- Attention: causal, bf16, q, k and v as parts of one array.  4 T^2 / 2 D operations a head, backward 2.5 times as many. */
+
+void attention_case(const char *name, int64_t batch, int64_t tokens, int64_t heads, int64_t dim, bool backward) {
+    double n = (double)(batch * tokens * heads * dim), operations = 2 * n * (double)tokens * (backward ? 2.5 : 1);
+    kernel_case<amp_k_attention>(name, n * (backward ? 16 : 8), backward ? g.b->attention_backward : g.b->attention, [=] {
+        amp_k_attention a = {};
+        int64_t width = heads * dim, packed[3] = {tokens * 3 * width, 3 * width, dim}, dense[3] = {tokens * width, width, dim};
+        auto put = [](int64_t (&to)[3], const int64_t (&from)[3]) { std::copy(from, from + 3, to); };
+        auto part = [=](const void *whole, int64_t i) { return (char *)whole + 2 * i * width; };
+        void *qkv = g.random(AMP_BF16, 3 * batch * tokens * width);
+        a.batch = batch, a.heads = heads, a.queries = a.keys = tokens, a.dim = dim;
+        a.dtype = a.compute = AMP_BF16, a.scale = 1 / sqrtf((float)dim), a.mask.kind = AMP_MASK_CAUSAL;
+        a.q = part(qkv, 0), a.k = part(qkv, 1), a.v = part(qkv, 2), a.o = g.room(2 * batch * tokens * width);
+        put(a.q_stride, packed), put(a.k_stride, packed), put(a.v_stride, packed), put(a.o_stride, dense);
+        a.lse = (float *)g.room(4 * batch * heads * tokens);
+        if (!backward) return a;
+        need(g.b->attention(g.dev, &a, NULL) == AMP_OK, "the forward pass");
+        void *dqkv = g.room(6 * batch * tokens * width);
+        a.d_o = g.random(AMP_BF16, batch * tokens * width), put(a.do_stride, dense);
+        a.dq = part(dqkv, 0), a.dk = part(dqkv, 1), a.dv = part(dqkv, 2);
+        put(a.dq_stride, packed), put(a.dk_stride, packed), put(a.dv_stride, packed);
+        return a;
+    }, operations);
+}
+
+/* 16384 tokens of 2048 channels, and GPT-2's. */
+void attentions() {
+    int64_t all = given.small ? 128 : 16384, channels = given.small ? 128 : 2048, gpt2_heads = given.s.channels / 64;
+    for (int backward = 0; backward < 2; backward++) {
+        std::string name = backward ? "attention backward " : "attention ";
+        for (int64_t dim : {64, 128})
+            for (int64_t tokens : {1024, 4096}) {
+                std::string full = name + "D=" + std::to_string(dim) + " T=" + std::to_string(tokens);
+                int64_t length = given.small ? tokens / 32 : tokens;
+                attention_case(full.c_str(), all / length, length, channels / dim, dim, backward != 0);
+            }
+        attention_case((name + "GPT-2").c_str(), given.s.rows / given.s.tokens, given.s.tokens, gpt2_heads, 64, backward != 0);
+    }
+}
+
 /* ---- Main */
 
 void describe(const amp_device &d) {
@@ -720,6 +760,7 @@ void every_case(int multiprocessors) {
     attempt("pointwise", pointwise);
     attempt("losses", losses);
     attempt("products", products);
+    attempt("attention", attentions);
 }
 
 } /* namespace */

@@ -509,6 +509,37 @@ def products(b):
     linear(p + "odd sizes", BF16, 2 * s.tokens + 1, h + 3, c + 1, False)
 
 
+def attentions(b):
+    """Shapes and names as in bench_gpu.cu.  The modes are the backends of scaled_dot_product_attention, one at a time."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def operands(batch, tokens, heads, dim, grad):
+        qkv = b.random(batch, tokens, 3, heads, dim)
+        return [qkv[:, :, i].transpose(1, 2).requires_grad_(grad) for i in range(3)]
+
+    def case(name, batch, tokens, heads, dim, backward, mode, backend):
+        def one():
+            values = operands(batch, tokens, heads, dim, backward)
+
+            def attend():
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(*values, is_causal=True)
+            if not backward:
+                return attend
+            out = attend()
+            return gradient(out, values, torch.randn_like(out))
+        megabytes = (16 if backward else 8) * batch * tokens * heads * dim / 1e6
+        b.case(name, megabytes, "F.scaled_dot_product_attention(is_causal=True)", lambda _: one, variant=mode)
+
+    total, channels = (128, 128) if b.args.tiny else (16384, 2048)
+    shapes = [(f"D={dim} T={tokens}", tokens // 32 if b.args.tiny else tokens, dim) for dim in (64, 128) for tokens in (1024, 4096)]
+    for mode, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        for name, backward in (("attention ", False), ("attention backward ", True)):
+            for shape, length, dim in shapes:
+                case(name + shape, total // length, length, channels // dim, dim, backward, mode, backend)
+            case(name + "GPT-2", b.s.rows // b.s.tokens, b.s.tokens, b.s.channels // 64, 64, backward, mode, backend)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -526,7 +557,8 @@ def main():
     line("versions", torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
          device=torch.cuda.get_device_name(0) if bench.cuda else "model")
     for bench.mode in ("eager", "compile"):
-        for part in (losses, norms, softmaxes, pointwise, products, embeddings, casts, gradients, optimizers):
+        for part in (losses, norms, softmaxes, pointwise, products, attentions, embeddings, casts,
+                     gradients, optimizers):
             part(bench)
 
 

@@ -34,7 +34,8 @@ GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
 GPU_PARTS    := $(or $(PART),tests kernels)
 GPU_NEEDED    = bench_gpu $(if $(filter tests,$(GPU_PARTS)),$(GPU_TESTS)) $(if $(filter step,$(GPU_PARTS)),train_gpt)
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
-GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/cublas_rules.h tests/test.h examples/common.h
+GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
+                examples/common.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal

@@ -37,6 +37,11 @@ BARS = [("cast", 0.92), ("unscale", 0.90), ("norm ", 0.90), ("AdamW", 0.90),
         ("layernorm backward", 0.80), ("rmsnorm backward", 0.80), ("residual + layernorm backward", 0.80),
         ("layernorm", 0.90), ("rmsnorm", 0.90), ("residual + layernorm", 0.90), ("softmax", 0.88), ("GELU", 0.90),
         ("SwiGLU", 0.90), ("cross-entropy bf16", 0.85)]
+# What attention must reach, in TFLOP/s of 4 T^2 D a head, half of them under a causal mask, 2.5 times as many backward.
+# PyTorch's flash and cuDNN backends are timed beside it, in place of eager and compiled.
+TFLOPS = {"attention D=64 T=1024": 230, "attention D=64 T=4096": 285, "attention backward D=64 T=1024": 180,
+          "attention backward D=64 T=4096": 240}
+BACKENDS = ("flash", "cudnn")
 SAME = 1.02         # a ratio of two times may be this far from 1 without either being the slower
 # Seconds: of tests and kernels together, of a part alone, and what the tests and compute-sanitizer leave to the kernels.
 BOTH, ALONE, KERNELS, SANITIZERS = 475, 575, 190, 45
@@ -239,7 +244,9 @@ def bars(rows, why):
         share = next((share for start, share in BARS if name.startswith(start)), None)
         if share is not None:
             out.append(verdict(f"{name}: share of the copy rate", f"at least {share:g}", row.get("share"), why, share))
-        if name.startswith(("copy", "read")):
+        if name in TFLOPS:
+            out.append(verdict(f"{name}: TFLOP/s", f"at least {TFLOPS[name]}", row.get("tflop_per_s"), why, TFLOPS[name]))
+        if name.startswith(("copy", "read", "attention")):
             continue
         for mode, peer in row.get("peers", {"eager": {"skipped": why or "no PyTorch"}}).items():
             if peer.get("skipped") != "one kernel as it is":
@@ -282,12 +289,12 @@ def show_kernels(rows, verdicts, copy):
     for name, row in rows.items():
         peers = row.get("peers", {})
         ratios = [cell(peers.get(mode, {}).get("ratio"), ".2f") + ("x" if peers.get(mode, {}).get("ratio") else "")
-                  for mode in ("eager", "compile")]
+                  for mode in (BACKENDS if name.startswith("attention") else ("eager", "compile"))]
         own = [v["verdict"] for v in verdicts if v["bar"].startswith(name + ":")]
         worst = next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")
         print(f"{name:38s} {cell(row['ms'], '.4f'):>9s} {cell(row['gb_per_s'], '.4g'):>7s} {cell(row['share'], '.1%'):>8s} "
               f"{cell(row.get('tflop_per_s'), '.4g'):>8s} {ratios[0]:>7s} {ratios[1]:>9s}  {worst}")
-    print("eager, compiled: how many times as fast as PyTorch's.")
+    print("eager, compiled (attention: flash, cuDNN): how many times as fast as PyTorch's.")
 
 
 def versions(device, torch):
