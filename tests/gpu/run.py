@@ -49,7 +49,7 @@ BOTH, ALONE, KERNELS, SANITIZERS = 475, 575, 190, 45
 
 def without_paths(text):
     """Error texts may name folders of this machine; the results must not."""
-    return re.sub(r"(/[\w.+@-]+)+/", "", text)
+    return re.sub(r"(?<![\w.])(/[\w.+@-]+)+/", "", text)
 
 
 class Runner:

@@ -23,10 +23,10 @@ FORMULA = "(6 N + 12 L C T) tokens/s / dense bf16 rate"
 RATES = [("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989.4), ("H200", 989.4), ("GH200", 989.4), ("B200", 2250), ("B300", 2250),
          ("A100", 311.9), ("A40", 149.7), ("A10", 125), ("L40S", 362), ("L4", 121), ("RTX 4090", 165.2), ("RTX 3090", 71)]
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "seq": 1024, "batch": 64, "few": 4}
-TINY = {"layers": 2, "heads": 2, "channels": 64, "vocab": 512, "seq": 32, "batch": 4, "few": 2}
+TINY = {"layers": 2, "heads": 2, "channels": 64, "vocab": 512, "seq": 16, "batch": 2, "few": 1}
 SEQUENCE = 1.9e9    # bytes of GPU memory that a sequence may take in fp32: its logits alone are four times 206 MB
 LAG = 2             # train_gpt writes a step's record when the outcome is there, so many steps later
-CURVE = 100         # steps of the loss curves
+CURVE, FEW = 100, 8 # steps of the loss curves; of everything in a rehearsal
 Row = collections.namedtuple("Row", "name precision batch steps flags")
 
 
@@ -43,7 +43,7 @@ def our_rows(model, rehearse):
     batch, few = model["batch"], model["few"]
 
     def row(name, precision, steps, *flags, size=batch):
-        return Row(name, precision, size, 16 if rehearse else steps, list(flags))
+        return Row(name, precision, size, FEW if rehearse else steps, list(flags))
     first = [row("bf16", "bf16", 50, "tuned"), row("bf16, graph", "bf16", 50, "tuned", "--graph"),
              row("curve", "bf16", CURVE, "tuned", "--log-interval", "1")]
     rest = [row(f"bf16, B={few}", "bf16", 200, "tuned", size=few), row(f"bf16, B={few}, graph", "bf16", 200, "tuned", "--graph", size=few),
@@ -56,7 +56,7 @@ def our_rows(model, rehearse):
 def peer_runs(model, rehearse):
     b, few = model["batch"], model["few"]
     if rehearse:
-        return [f"bf16:compile:{b}:16:profile", f"bf16:eager:{b}:16", f"bf16:eager:{few}:16"], [f"fp32:eager:{b}:16"]
+        return [f"bf16:compile:{b}:{FEW}:profile", f"bf16:eager:{b}:{FEW}", f"bf16:eager:{few}:{FEW}"], [f"fp32:eager:{b}:{FEW}"]
     return ([f"bf16:compile:{b}:{CURVE}:profile", f"bf16:eager:{b}:30", f"bf16:eager:{few}:60"],
             [f"fp16:eager:{b}:30", f"tf32:eager:{b}:24", f"fp32:eager:{b}:9", f"fp16:compile:{b}:40", f"fp32:compile:{b}:12",
              f"tf32:compile:{b}:30", f"bf16:compile:{few}:60"])
@@ -293,8 +293,8 @@ def measure(runner, device):
     watch = Watch()
     trainer = Trainer(runner, model, folder, watch)
     whole = {"model": model, "formula": FORMULA, "rows": collections.OrderedDict(), "torch": None, "profile": {}}
-    steps = 16 if rehearse else CURVE
-    write_tokens(trainer.tokens, (steps * model["batch"] + 2) * model["seq"] + 2, model["vocab"] - 47)
+    sequences = (CURVE + 5) * model["batch"]            # the profile takes some steps more
+    write_tokens(trainer.tokens, (sequences + 2) * model["seq"], model["vocab"] - 47)
     first, rest = our_rows(model, rehearse)
     first_runs, rest_runs = peer_runs(model, rehearse)
     theirs, done = {}, []
