@@ -478,9 +478,9 @@ def products(b):
 
     def linear(name, dtype, m, n, k, bias=True):
         if bias:
-            case(name, "F.linear", dtype, m, n, k, F.linear, ((m, k), (n, k), (n,)))
+            case(name, "F.linear", dtype, m, n, k, F.linear, ((m, k), (n, k), (n,)), compiled=False)
         else:
-            case(name, "F.linear", dtype, m, n, k, F.linear, ((m, k), (n, k)))
+            case(name, "F.linear", dtype, m, n, k, F.linear, ((m, k), (n, k)), compiled=False)
 
     def gelu(x, w, bias):
         pre = F.linear(x, w, bias)
@@ -490,21 +490,22 @@ def products(b):
         few, p = rows // 4 if name == "fp32" else rows, f"product {name}, "
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         linear(p + "linear", dtype, few, h, c)
-        case(p + "NN", "x @ w", dtype, few, c, h, torch.matmul, ((few, h), (h, c)))
-        case(p + "TN", "x.t() @ y", dtype, h, c, few, lambda x, y: x.t() @ y, ((few, h), (few, c)))
+        case(p + "NN", "x @ w", dtype, few, c, h, torch.matmul, ((few, h), (h, c)), compiled=False)
+        case(p + "TN", "x.t() @ y", dtype, h, c, few, lambda x, y: x.t() @ y, ((few, h), (few, c)), compiled=False)
         case(p + "linear GELU", "F.gelu(F.linear)", dtype, few, h, c, gelu, ((few, c), (h, c), (h,)))
     torch.backends.cuda.matmul.allow_tf32 = False
     p = "product bf16, "
     linear(p + "qkv", BF16, rows, 3 * c, c)
     case(p + "projection", "torch.addmm", BF16, rows, c, c, lambda x, w, bias: torch.addmm(bias, x, w.t()),
-         ((rows, c), (c, c), (c,)))
+         ((rows, c), (c, c), (c,)), compiled=False)
     linear(p + "MLP projection", BF16, rows, c, h)
     linear(p + "classifier", BF16, s.logit_rows, s.vocabulary, c, False)
     case(p + "GELU backward", "gelu_backward(dy @ w, x)", BF16, rows, h, c,
          lambda dy, w, x: aten.gelu_backward(dy @ w, x, approximate="tanh"), ((rows, c), (c, h), (rows, h)))
     case(p + "weight gradient", "dy.t() @ x, dy.sum(0)", BF16, h, c, rows, lambda dy, x: (dy.t() @ x, dy.sum(0)),
          ((rows, h), (rows, c)))
-    case(p + "square", "x @ w", BF16, square, square, square, torch.matmul, ((square, square), (square, square)))
+    case(p + "square", "x @ w", BF16, square, square, square, torch.matmul, ((square, square), (square, square)),
+         compiled=False)
     linear(p + "few rows", BF16, s.tokens, h, c)
     linear(p + "odd sizes", BF16, 2 * s.tokens + 1, h + 3, c + 1, False)
 

@@ -12,6 +12,7 @@ below build/, and no number in it says anything.
 """
 import argparse
 import collections
+import concurrent.futures
 import datetime
 import hashlib
 import json
@@ -45,6 +46,7 @@ BACKENDS = ("flash", "cudnn")
 SAME = 1.02         # a ratio of two times may be this far from 1 without either being the slower
 # Seconds: of tests and kernels together, of a part alone, and what the tests and compute-sanitizer leave to the kernels.
 BOTH, ALONE, KERNELS, SANITIZERS = 475, 575, 190, 45
+AT_ONCE = 3         # test programs: each has far more to do on the CPU, which computes what is right, than on the GPU
 
 
 def without_paths(text):
@@ -58,7 +60,8 @@ class Runner:
         self.end = self.began + (args.seconds or (BOTH if len(args.parts) > 1 else ALONE))
         self.root, self.bin = ROOT, os.path.join(ROOT, args.bin)
         self.python = os.environ.get("PEER_TORCH") or sys.executable
-        self.env = dict(os.environ, GPU_BIN=args.bin, GPU_MODEL="1" if args.rehearse else "0")
+        self.env = dict(os.environ, GPU_BIN=args.bin, GPU_MODEL="1" if args.rehearse else "0",
+                        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")     # its largest steps leave no room for gaps
 
     def left(self):
         return self.end - time.time()
@@ -117,40 +120,41 @@ class Runner:
 
     # ---- The tests
 
+    def program(self, program, seconds):
+        """Runs a test program and shows what it printed: the counts of its closing line, and the lines."""
+        with tempfile.TemporaryFile("w+") as out:
+            child = subprocess.Popen(["sh", "tests/run.sh", program], cwd=ROOT, env=self.env, stdout=out,
+                                     stderr=subprocess.STDOUT, start_new_session=True)
+            status = self.wait(child, seconds)
+            out.seek(0)
+            lines = out.read().splitlines()
+        if status is None:
+            lines += [f"FAIL {os.path.basename(program)}: did not come to its end in {seconds:.0f} s", "0 passed, 1 failed, 0 skipped"]
+        self.say("\n    ".join(lines[:-1]))
+        return [int(n) for n in re.findall(r"(\d+) (?:passed|failed|skipped)", lines[-1])], [without_paths(x.strip()) for x in lines]
+
     def programs(self, programs, seconds):
-        """Runs test programs, as they print themselves: the counts of the closing line, None where it did not come, what
-        failed or was skipped, and the rules of cuBLASLt that were confirmed or struck."""
-        last, text, rules = "", [], []
-        child = subprocess.Popen(["sh", "tests/run.sh"] + programs, cwd=ROOT, env=self.env, stdout=subprocess.PIPE,
-                                 stderr=subprocess.STDOUT, text=True, start_new_session=True)
-        watch = threading.Timer(max(1, seconds), lambda: os.killpg(child.pid, signal.SIGKILL))
-        watch.start()
-        for text_line in child.stdout:
-            print("    " + text_line, end="", flush=True)
-            last = text_line.strip() or last
-            if text_line.startswith(("FAIL", "skip")):
-                text.append(without_paths(text_line.strip()))
-            if text_line.startswith(("confirmed: ", "struck: ")):
-                rules.append(text_line.strip())
-        child.wait()
-        watch.cancel()
-        counts = re.match(r"(\d+) passed, (\d+) failed, (\d+) skipped$", last) if child.returncode >= 0 else None
-        return [int(n) for n in counts.groups()] if counts else None, text, rules
+        """Runs several at a time: the sums of their counts, what failed or was skipped, and cuBLASLt's and the tensor cores'
+        rules that were confirmed or struck."""
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            end = time.time() + seconds
+            found = list(pool.map(lambda program: self.program(program, end - time.time()), programs))
+        lines = [text for _, text in found for text in text]
+        return ([sum(counts[i] for counts, _ in found) for i in range(3)],
+                [text for text in lines if text.startswith(("FAIL", "skip"))],
+                [text for text in lines if text.startswith(("confirmed: ", "struck: "))])
 
     def tests(self):
         """The tests, then compute-sanitizer in a time of its own, which ends without a failure."""
         names = sorted(name for name in os.listdir(self.bin) if name.startswith("t_") and "." not in name)
-        seconds = self.left() - SANITIZERS - (KERNELS if "kernels" in self.args.parts else 5)
+        spare = KERNELS if "kernels" in self.args.parts else 5
         self.shown(" ".join(["sh tests/run.sh"] + names))
-        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names], seconds)
-        if counts is None:
-            text.append(f"FAIL the tests did not come to their end in {seconds:.0f} s")
-        passed, failed, skipped = counts or (0, 1, 0)
-        left = self.left() - (KERNELS if "kernels" in self.args.parts else 5)
-        self.env["SANITIZE_SECONDS"] = str(int(max(0, left)))
+        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names],
+                                            self.left() - SANITIZERS - spare)
+        self.env["SANITIZE_SECONDS"] = str(int(max(0, self.left() - spare)))
         self.shown("sh tests/run.sh sanitize.sh")
-        more, found, _ = self.programs(["tests/gpu/sanitize.sh"], left + 20)
-        passed, failed, skipped = (a + b for a, b in zip((passed, failed, skipped), more or (0, 0, 1)))
+        more, found, _ = self.programs(["tests/gpu/sanitize.sh"], self.left() - spare + 20)
+        passed, failed, skipped = (a + b for a, b in zip(counts, more))
         return {"programs": names + ["sanitize.sh"], "passed": passed, "failed": failed, "skipped": skipped,
                 "not_passed": text + found, "rules_confirmed": sum(rule.startswith("confirmed") for rule in rules),
                 "rules_struck": [rule for rule in rules if rule.startswith("struck")]}

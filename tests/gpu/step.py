@@ -25,7 +25,7 @@ RATES = [("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989.4), ("H200", 989.4)
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "seq": 1024, "batch": 64, "few": 4}
 TINY = {"layers": 2, "heads": 2, "channels": 64, "vocab": 512, "seq": 16, "batch": 2, "few": 1}
 SEQUENCE = 1.9e9    # bytes of GPU memory that a sequence may take in fp32: its logits alone are four times 206 MB
-LAG = 2             # train_gpt writes a step's record when the outcome is there, so many steps later
+LAG = 2             # train_gpt writes a step's record when its outcome is there, so many steps later
 CURVE, FEW = 100, 8 # steps of the loss curves; of everything in a rehearsal
 Row = collections.namedtuple("Row", "name precision batch steps flags")
 
