@@ -56,6 +56,7 @@
 
        open and close         amp_cpu amp_open amp_close amp_query amp_query_machine amp_query_choice amp_set_dtype
        memory                 amp_alloc amp_free amp_copy amp_fill amp_sync amp_memory amp_memory_reset_peak
+                              amp_event_record amp_event_wait
        errors                 amp_last_error amp_result_text amp_result_hint amp_version
        files                  amp_file_write_atomic amp_file_read_all amp_file_free amp_system_default
        numbers                amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
@@ -1290,6 +1291,11 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes);
 /* Waits until everything queued on the context's stream is done. */
 AMP_API amp_result amp_sync(amp_context *amp);
+/* The context's stream and the host's others, by events of the host's own (a cudaEvent_t): record marks what is queued so
+   far, and wait makes what is queued from now on wait for the event.  Neither waits for the device.  On the CPU, where
+   calls return when they are done, both do nothing.  Errors: 101, 501. */
+AMP_API amp_result amp_event_record(amp_context *amp, void *event);
+AMP_API amp_result amp_event_wait(amp_context *amp, void *event);
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out);
 AMP_API void amp_memory_reset_peak(amp_context *amp);
 
@@ -7060,6 +7066,16 @@ AMP_API amp_result amp_sync(amp_context *amp) {
     return ampi_fail(AMP_ERR_LABEL, "amp_sync", "an operator since the last wait met a label or id out of range in row %d", bad - 1);
 }
 
+AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
+    if (amp == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_event_record", "amp or event is NULL");
+    return amp->backend->host_visible ? AMP_OK : amp->backend->event_record(amp->dev, event, amp->desc.stream);
+}
+
+AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
+    if (amp == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_event_wait", "amp or event is NULL");
+    return amp->backend->host_visible ? AMP_OK : amp->backend->event_wait(amp->dev, event, amp->desc.stream);
+}
+
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
     if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
     memset(out, 0, sizeof *out);
@@ -10036,6 +10052,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     graph->random = ampi_capture_end(amp);
     graph->settings_version = ampi_settings_version(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
+    amp_cast_cache_clear(amp);      /* what was to be cast has only been recorded */
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
     if (result == AMP_OK) *out = graph;
     else {
@@ -11926,13 +11943,13 @@ static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, con
 }
 
 /* Begins the copy of a batch that is READY into the device slot of its turn, once the work that was queued up to
-   `after` has let go of that slot. */
+   `after` has let go of that slot; the first time that is whatever used this memory before. */
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
     char *to = ampi_device_slot(l, l->deliveries + number - l->consumed);
     char *arrival = l->narrow ? l->device + 4 * l->slot_bytes : to;
-    if (after != NULL) AMPI_TRY(b->event_wait(l->dev, after, l->copy_stream));
+    AMPI_TRY(b->event_wait(l->dev, after, l->copy_stream));
     AMPI_TRY(b->copy(l->dev, arrival, slot->data, (size_t)l->slot_bytes, AMP_COPY_TO_DEVICE, l->copy_stream));
     if (l->narrow) AMPI_TRY(ampi_device_widen(l, number, to, arrival));
     AMPI_TRY(b->event_record(l->dev, slot->copied, l->copy_stream));
@@ -11970,7 +11987,7 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
         result = ampi_queue_await(l, number);
         pthread_mutex_unlock(&l->lock);
         AMPI_TRY(result);
-        AMPI_TRY(ampi_device_copy(l, number, l->deliveries > 0 ? l->used[!turn] : NULL));
+        AMPI_TRY(ampi_device_copy(l, number, l->used[l->deliveries > 0 ? !turn : turn]));
     }
     AMPI_TRY(b->event_wait(l->dev, copied, l->stream));
     *data = ampi_device_slot(l, turn);

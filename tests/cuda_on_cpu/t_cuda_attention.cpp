@@ -279,7 +279,7 @@ void exact::row(int64_t b, int64_t h, int64_t i) {
     for (int64_t j = 0; j < s.keys; j++) {
         if (!p.mask.sees(b, h, i, j)) continue;
         keys.push_back(j);
-        score.push_back(p.scale * dot(&in[Q][q], &in[K][p.at(K, b, h, j)], &magnitude));
+        score.push_back(p.scale * dot(in[Q].data() + q, in[K].data() + p.at(K, b, h, j), &magnitude));
         e.push_back((double)(s.dim + 1) * u * fabs(p.scale) * magnitude);
         max = fmax(max, score.back());
         reach = fmax(reach, fabs(score.back()) + e.back());
@@ -307,13 +307,13 @@ void exact::row(int64_t b, int64_t h, int64_t i) {
 
 void exact::slopes(int64_t b, int64_t h, int64_t i, const doubles &probability, const doubles &error, const std::vector<int64_t> &keys) {
     size_t q = p.at(Q, b, h, i);
-    const double *d_o = &in[D_O][q];
+    const double *d_o = in[D_O].data() + q;
     double magnitude, n = (double)(s.queries > s.keys ? s.queries : s.keys) + 4, scale = p.scale;
-    double delta = dot(d_o, &value[O][q], &magnitude), delta_error = (double)s.dim * u * magnitude;
+    double delta = dot(d_o, value[O].data() + q, &magnitude), delta_error = (double)s.dim * u * magnitude;
     for (size_t d = 0; d < (size_t)s.dim; d++) delta_error += fabs(d_o[d]) * bound[O][q + d] * (1 + (double)s.dim * u);
     for (size_t k = 0; k < keys.size(); k++) {
         size_t key = p.at(K, b, h, keys[k]);
-        double pk = probability[k], dp = dot(d_o, &in[V][key], &magnitude), ds = pk * (dp - delta);
+        double pk = probability[k], dp = dot(d_o, in[V].data() + key, &magnitude), ds = pk * (dp - delta);
         double ds_error = (double)s.dim * u * magnitude + delta_error, p_error = pk * error[k];
         ds_error = (pk + p_error) * (ds_error + 2 * u * (fabs(dp - delta) + ds_error)) + p_error * fabs(dp - delta);
         ds_error += (narrow + n * u) * (fabs(ds) + ds_error) + small;

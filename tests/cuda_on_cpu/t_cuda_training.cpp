@@ -639,6 +639,77 @@ CUDA_TEST(late_step_waits_for_two_before) {
     CHECK(std::set<double>(losses.begin(), losses.end()).size() == losses.size());
 }
 
+/* Work that is still queued when its memory is freed keeps it to itself: a new loader's first batch comes after it. */
+CUDA_TEST(first_batch_waits_for_its_memory) {
+    std::string differs = coc_every_order([](std::string *results) {
+        amp_context *amp = cuda_context();
+        amp_loader *loader = NULL;
+        amp_loader_desc l = {};
+        amp_batch batch;
+        void *block, *kept;
+        std::vector<unsigned char> seen;
+        CHECK_OK(amp_alloc(amp, &kept, 16384));
+        for (int64_t bytes = 512; bytes <= 16384; bytes += 512) {       /* of whatever size the loader's is */
+            CHECK_OK(amp_alloc(amp, &block, bytes));
+            CHECK_OK(amp_fill(amp, block, 7, bytes));
+            CHECK_OK(amp_copy(amp, kept, block, bytes, AMP_COPY_ON_DEVICE));
+            amp_free(amp, block);
+        }
+        l.path = token_file();
+        l.format = AMP_TOKENS_U16;
+        l.batch = 4;
+        l.seq = SEQ;
+        l.workers = AMP_NO_WORKERS;
+        CHECK_OK(amp_loader_create(amp, &loader, &l));
+        CHECK_OK(amp_loader_next(loader, &batch));
+        results->resize(4 * SEQ * 4);
+        CHECK_OK(amp_copy(amp, &(*results)[0], batch.inputs, (int64_t)results->size(), AMP_COPY_TO_HOST));
+        seen.resize(16384);
+        CHECK_OK(amp_copy(amp, seen.data(), kept, 16384, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        CHECK(seen == std::vector<unsigned char>(16384, 7));
+        for (size_t i = 0; i < results->size(); i += 4) CHECK((*results)[i] < VOCAB && (*results)[i + 1] == 0);
+        amp_loader_destroy(loader);
+        amp_free(amp, kept);
+        amp_close(amp);
+    });
+    CHECK_MSG(differs.empty(), "%s", differs.c_str());
+}
+
+/* Another stream of the host's reads what amp.h's writes, and the other way round. */
+CUDA_TEST(events_of_the_host) {
+    std::string differs = coc_every_order([](std::string *results) {
+        amp_context *amp = cuda_context();
+        cudaStream_t other;
+        cudaEvent_t event;
+        void *a, *b;
+        CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking) == cudaSuccess);
+        CHECK(cudaEventCreateWithFlags(&event, cudaEventDefault) == cudaSuccess);
+        CHECK_OK(amp_alloc(amp, &a, 4096));
+        CHECK_OK(amp_alloc(amp, &b, 4096));
+        CHECK_OK(amp_fill(amp, b, 0, 4096));
+        CHECK_OK(amp_fill(amp, a, 3, 4096));
+        CHECK_OK(amp_event_record(amp, event));
+        CHECK(cudaStreamWaitEvent(other, event, 0) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(b, a, 4096, cudaMemcpyDeviceToDevice, other) == cudaSuccess);
+        CHECK(cudaEventRecord(event, other) == cudaSuccess);
+        CHECK_OK(amp_event_wait(amp, event));
+        CHECK_OK(amp_fill(amp, a, 4, 4096));
+        results->resize(4096);
+        CHECK_OK(amp_copy(amp, &(*results)[0], b, 4096, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(amp));
+        CHECK(*results == std::string(4096, 3));
+        CHECK_ERR(amp_event_record(amp, NULL), AMP_ERR_NULL);
+        CHECK_ERR(amp_event_wait(NULL, event), AMP_ERR_NULL);
+        amp_free(amp, a);
+        amp_free(amp, b);
+        CHECK(cudaStreamSynchronize(other) == cudaSuccess && cudaStreamDestroy(other) == cudaSuccess);
+        CHECK(cudaEventDestroy(event) == cudaSuccess);
+        amp_close(amp);
+    });
+    CHECK_MSG(differs.empty(), "%s", differs.c_str());
+}
+
 static int gpus_here() {
     int n = 0;
     return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
@@ -1047,6 +1118,8 @@ int main(int argc, char **argv) {
     RUN(recomputing_has_the_same_bits);
     RUN(steady_step_does_not_wait);
     RUN(late_step_waits_for_two_before);
+    RUN(first_batch_waits_for_its_memory);
+    RUN(events_of_the_host);
     RUN(two_devices);
     RUN(stream_and_memory_of_the_host);
     RUN(memory_of_the_host_is_a_pair);

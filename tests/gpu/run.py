@@ -270,18 +270,18 @@ def cell(value, form):
     return "-" if value is None else format(value, form)
 
 
-def show(whole):
-    """What misses its bar, then a table per part."""
-    verdicts = whole["bars"]
+def show(whole, parts):
+    """What misses its bar, then the tables, of the parts that were run."""
+    verdicts = [v for v in whole["bars"] if v["part"] in parts]
     rehearsal = any(v.get("why") == "a rehearsal" for v in verdicts)
     for v in verdicts:
         if v["verdict"] != "PASS" and v.get("why") != "a rehearsal":
             print(f"{v['verdict']}: {v['bar']}, {v['needs']}" +
                   (f": {v['measured']:g}" if v["measured"] is not None else f" ({v.get('why') or 'no result'})"))
     print(f"\n{whole['device']['name']}, {whole['date']}" + ("; a rehearsal, no number says anything" if rehearsal else ""))
-    if whole.get("cases"):
+    if "kernels" in parts and whole["cases"]:
         show_kernels(whole["cases"], verdicts, whole["copy_gb_per_s"])
-    if whole.get("step"):
+    if "step" in parts and whole["step"]:
         step.show(whole["step"])
     met = sum(v["verdict"] == "PASS" for v in verdicts)
     print("A rehearsal measures no bar." if rehearsal else f"{met} of {len(verdicts)} bars are met.")
@@ -391,7 +391,7 @@ def main():
     whole["bars"] = [dict(bar, part=part) for part in PARTS for bar in fresh.get(part) or kept[part] or missing[part]]
     if args.rehearse:
         whole["bars"] = unsaid(whole["bars"])
-    show(whole)
+    show(whole, args.parts)
     if device["name"] == "no result" or args.only:
         return print("nothing is written") or (0 if args.only else 1)
     os.makedirs(os.path.dirname(path), exist_ok=True)
