@@ -1188,11 +1188,14 @@ static double tokens_per_second(const run *r) {
     return r->busy > 0 ? tokens / r->busy : 0;
 }
 
-/* Outcomes arrive two steps late, in order, one for each step; with them a step's metrics are complete. */
+/* Outcomes arrive two steps late, in order, one for each step; with them a step's metrics are complete.  Here a program
+   waits for a GPU that is behind, which is part of the time that its steps take. */
 static void take_outcomes(run *r) {
     amp_outcome o;
-    while (amp_outcome_next(r->optimizer, &o)) {
+    double began = seconds_now();
+    for (; amp_outcome_next(r->optimizer, &o); began = seconds_now()) {
         int64_t step = r->start + ++r->outcomes;
+        r->busy += seconds_now() - began;
         r->outcome = o;
         if (!r->have_loss[step % 64] && o.applied) continue;
         metrics_begin(r->metrics, "step");

@@ -130,6 +130,29 @@ def lines(results, name, accuracy, accuracy_name):
     yield from accuracy_table(accuracy["accuracy"])
 
 
+def gpu_step_lines(step):
+    """Whole training steps: a line per row and program."""
+    def cells(name, program, row):
+        return [name, program, f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.1%}" if row.get("mfu") else "",
+                f"{row['peak_mib']:,.0f}" if row.get("peak_mib") else "", f"{row['ratio']:.2f}x" if row.get("ratio") else ""]
+
+    m, rows = step["model"], []
+    for name, row in step["rows"].items():
+        every = [("amp.h", row)] + [("PyTorch " + mode, peer) for mode, peer in row.get("peers", {}).items()]
+        rows += [cells(name, program, one) for program, one in every if one.get("tokens_per_s")]
+    yield (f"GPT-2 of {step.get('parameters', 0) / 1e6:.0f}M parameters, B={m['batch']}, T={m['seq']}, `make gpu PART=step`; "
+           f"MFU = {step['formula']}, {step.get('dense_bf16_tflop_per_s') or '-'} TFLOP/s.")
+    yield ""
+    yield from table(["step", "program", "tokens/s", "MFU", "peak MiB", "amp.h is"], rows)
+    yield ""
+    if step.get("curves"):
+        c = step["curves"]
+        yield (f"Losses over {len(c['amp.h'])} steps from the same weights on the same tokens: amp.h {c['amp.h'][0]:.4f} to "
+               f"{c['amp.h'][-1]:.4f}, PyTorch {c['torch'][0]:.4f} to {c['torch'][-1]:.4f}, at most "
+               f"{c['largest_difference']:.2g} apart.")
+        yield ""
+
+
 def gpu_lines(results, name):
     """A line per case; behind PyTorch's modes how many times as fast amp.h is."""
     def cell(row, mode):
@@ -142,6 +165,10 @@ def gpu_lines(results, name):
                 cell(row, "compile"), next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")]
 
     d, v, t = results["device"], results["versions"], results["tests"] or {"passed": 0, "failed": 0, "skipped": 0}
+    if results.get("step"):
+        yield from gpu_step_lines(results["step"])
+    if not results["cases"]:
+        return
     copy = results["copy_gb_per_s"]
     yield (f"{d['name']}, driver CUDA {v['driver']}, nvcc {v['nvcc']}, PyTorch {v.get('torch') or '-'}; {results['date']}; "
            f"`make gpu`, [{name}](tests/bench/results/{name}): medians of {results['settings']['rounds']} rounds over "

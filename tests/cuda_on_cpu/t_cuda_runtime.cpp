@@ -1076,7 +1076,7 @@ struct session {
         int32_t done;
         double seconds;
         memset(&desc, 0, sizeof desc);
-        desc.device = 1;
+        desc.device = CUDA_IS_MODEL;        /* the second GPU, where there is one for certain */
         TRY(b->open(&dev, &host, &desc));
         TRY(b->alloc(dev, &a, 65536));
         TRY(b->alloc(dev, &table, sizeof(amp_k_tensor)));

@@ -1,6 +1,17 @@
 /* t_harness.cpp - the harness keeps what it promises: kernels written for it, right ones and broken ones. */
 #include "coc.h"
 #include "amp.h"
+
+static inline void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16) {
+    coc_mma_m16n8k16(c, a, b, bf16);
+}
+static inline void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) { coc_ldmatrix_x4(r, row, transposed); }
+static inline void fragment_copy(void *shared, const void *from, int bytes) {
+    coc_copy_async(shared, from, 16, (size_t)bytes);
+    coc_copy_commit();
+    coc_copy_wait(0);
+}
+#include "fragments.h"
 #include "../test.h"
 #include <math.h>
 #include <sys/wait.h>
@@ -494,96 +505,23 @@ HARNESS_TEST(async_copies_land_late) {
     }
 }
 
-__global__ void k_copy_zeros(float *out, const float *in) {
-    float *stage = (float *)coc_dynamic_shared();
-    coc_copy_async(stage + 4 * threadIdx.x, threadIdx.x < 6 ? in + 4 * threadIdx.x : nullptr, 16, threadIdx.x < 6 ? 16 - 2 * threadIdx.x : 0);
-    coc_copy_commit();
-    coc_copy_wait(0);
-    __syncthreads();
-    for (unsigned i = 0; i < 4; i++) out[4 * threadIdx.x + i] = stage[4 * (7 - threadIdx.x) + i];
-}
-HARNESS_TEST(async_copies_fill_with_zeros) {
-    array<float> in(std::vector<float>(24, 1.0f)), out(32);
-    CHECK_EQ(launch(k_copy_zeros, 1, 8, 512, 0, out.data, in.data), cudaSuccess);
-    std::vector<float> r = out.get();
-    for (unsigned t = 0; t < 8; t++)
-        for (unsigned i = 0; i < 4; i++) {
-            unsigned there = t < 6 ? 16 - 2 * t : 0;
-            CHECK_EQ(r[4 * (7 - t) + i], (4 * i + 4 <= there ? 1.0f : 0.0f));
-        }
-}
+/* ---- Tensor cores */
 
-/* ---- Tensor cores: every place of a fragment, by the tables of the PTX ISA written as elements -> (lane, register, half) */
-
-struct fragment_place { unsigned lane, at, half; };
-static fragment_place place_in_a(unsigned row, unsigned k) { return {row % 8 * 4 + k % 8 / 2, k / 8 * 2 + row / 8, k % 2}; }
-static fragment_place place_in_b(unsigned k, unsigned n) { return {n * 4 + k % 8 / 2, k / 8, k % 2}; }
-static fragment_place place_in_c(unsigned row, unsigned n) { return {row % 8 * 4 + n / 2, row / 8 * 2 + n % 2, 0}; }
-
-__global__ void k_mma(float *c, const uint32_t *a, const uint32_t *b, int bf16) {
-    coc_mma_m16n8k16(c + 4 * threadIdx.x, a + 4 * threadIdx.x, b + 2 * threadIdx.x, bf16 != 0);
-}
-HARNESS_TEST(tensor_core_products) {
-    for (int bf16 = 0; bf16 < 2; bf16++) {
-        float left[16][16], right[16][8], sum[16][8];
-        std::vector<uint32_t> a(128), b(64);
-        std::vector<float> c(128);
-        auto stored = [&](float x) -> uint32_t { return bf16 ? amp_bf16_from_f32(x, 0) : amp_f16_from_f32(x, 0); };
-        auto put = [&](std::vector<uint32_t> &to, unsigned registers, fragment_place p, float x) {
-            to[p.lane * registers + p.at] |= stored(x) << 16 * p.half;
-        };
-        for (unsigned i = 0; i < 16; i++)
-            for (unsigned k = 0; k < 16; k++) put(a, 4, place_in_a(i, k), left[i][k] = (float)((int)(i * 16 + k) % 29 - 14) / 8);
-        for (unsigned k = 0; k < 16; k++)
-            for (unsigned n = 0; n < 8; n++) put(b, 2, place_in_b(k, n), right[k][n] = (float)((int)(k * 8 + n) % 23 - 11) / 4);
-        for (unsigned i = 0; i < 16; i++)
-            for (unsigned n = 0; n < 8; n++) {
-                c[place_in_c(i, n).lane * 4 + place_in_c(i, n).at] = sum[i][n] = (float)(i * 8 + n);
-                for (unsigned k = 0; k < 16; k++) sum[i][n] += left[i][k] * right[k][n];
-            }
-        array<uint32_t> da(a), db(b);
-        array<float> dc(c);
-        CHECK_EQ(launch(k_mma, 1, 32, 0, 0, dc.data, da.data, db.data, bf16), cudaSuccess);
-        c = dc.get();
-        for (unsigned i = 0; i < 16; i++)
-            for (unsigned n = 0; n < 8; n++) CHECK_EQ(c[place_in_c(i, n).lane * 4 + place_in_c(i, n).at], sum[i][n]);
+HARNESS_TEST(tensor_core_fragments) {
+    for (bool bf16 : {false, true}) {
+        CHECK_MSG(fragment_products(bf16).empty(), "%s", fragment_products(bf16).c_str());
+        CHECK_MSG(fragment_numbers(bf16).empty(), "%s", fragment_numbers(bf16).c_str());
+        CHECK(fragment_error(bf16) <= 16.0 / (1 << 24));    /* 16 additions, each rounded */
     }
+    for (bool transposed : {false, true}) CHECK_MSG(fragment_loads(transposed).empty(), "%s", fragment_loads(transposed).c_str());
+    CHECK_MSG(fragment_copies().empty(), "%s", fragment_copies().c_str());
 }
-/* Every fp16 and bf16 number, subnormal ones, infinities and NaN too, times 1: row g of a is all of one number at k = 0. */
-__global__ void k_mma_numbers(unsigned *wrong, int bf16) {
-    uint32_t lane = threadIdx.x, mine = blockIdx.x * 8 + lane / 4, a[4] = {lane % 4 ? 0 : mine, 0, 0, 0}, b[2] = {0, 0};
-    float c[4] = {0, 0, 0, 0}, x = bf16 ? amp_f32_from_bf16((uint16_t)mine) : amp_f32_from_f16((uint16_t)mine);
-    b[0] = lane % 4 ? 0 : bf16 ? 0x3f80 : 0x3c00;           /* B[0][n] = 1 */
-    coc_mma_m16n8k16(c, a, b, bf16 != 0);
-    for (unsigned i = 0; i < 4; i++) {
-        float right = i < 2 ? x : 0.0f;
-        if (!(c[i] == right || (c[i] != c[i] && right != right))) atomicAdd(wrong, 1u);
-    }
+__global__ void k_ldmatrix_unaligned(uint32_t *out) {
+    coc_ldmatrix_x4(out + 4 * threadIdx.x, coc_dynamic_shared() + 16 * threadIdx.x + 8, false);
 }
-HARNESS_TEST(tensor_core_numbers) {
-    array<unsigned> wrong(1);
-    wrong.zero();
-    for (int bf16 = 0; bf16 < 2; bf16++) CHECK_EQ(launch(k_mma_numbers, 8192, 32, 0, 0, wrong.data, bf16), cudaSuccess);
-    CHECK_EQ(wrong.get()[0], 0);
-}
-__global__ void k_ldmatrix(uint32_t *out, int transposed, int at) {
-    uint16_t *tile = (uint16_t *)coc_dynamic_shared();
-    for (unsigned i = threadIdx.x; i < 512; i += 32) tile[i] = (uint16_t)i;
-    __syncwarp();
-    coc_ldmatrix_x4(out + 4 * threadIdx.x, (char *)(tile + (threadIdx.x * 5 % 32) * 16) + at, transposed != 0);
-}
-HARNESS_TEST(matrices_are_loaded) {
+HARNESS_TEST(unaligned_matrices) {
     array<uint32_t> out(128);
-    for (int transposed = 0; transposed < 2; transposed++) {
-        CHECK_EQ(launch(k_ldmatrix, 1, 32, 1024, 0, out.data, transposed, 0), cudaSuccess);
-        std::vector<uint32_t> r = out.get();
-        for (unsigned lane = 0; lane < 32; lane++)
-            for (unsigned e = 0; e < 8; e++) {
-                unsigned row = transposed ? lane % 4 * 2 + e % 2 : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + e % 2;
-                CHECK_EQ(r[4 * lane + e / 2] >> 16 * (e % 2) & 0xffff, (8 * (e / 2) + row) * 5 % 32 * 16 + column);
-            }
-    }
-    CHECK_EQ(launch(k_ldmatrix, 1, 32, 1024, 0, out.data, 0, 8), cudaSuccess);
+    CHECK_EQ(launch(k_ldmatrix_unaligned, 1, 32, 1024, 0, out.data), cudaSuccess);
     CHECK_EQ(cudaDeviceSynchronize(), cudaErrorMisalignedAddress);
     CHECK(took_fault("ldmatrix of a row"));
     cudaDeviceReset();
@@ -1398,10 +1336,8 @@ int main(int argc, char **argv) {
     RUN(shared_memory_is_poisoned);
     RUN(shared_memory_overrun);
     RUN(async_copies_land_late);
-    RUN(async_copies_fill_with_zeros);
-    RUN(tensor_core_products);
-    RUN(tensor_core_numbers);
-    RUN(matrices_are_loaded);
+    RUN(tensor_core_fragments);
+    RUN(unaligned_matrices);
     RUN(missing_copy_wait_shows);
     RUN(vectors);
     RUN(numbers);

@@ -2,15 +2,57 @@
  *
  * Conversions: the GPU's casts against amp.h's on the CPU, which the model uses, for every fp32 pattern to fp16, bf16
  * (one by one and in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors
- * against fp64 on the GPU.  cuBLASLt: each line of cublas_rules.h is confirmed or struck.
+ * against fp64 on the GPU.  Tensor cores: the fragments of mma, ldmatrix and cp.async.
+ * cuBLASLt: each line of cublas_rules.h is confirmed or struck.
  * With GPU_MODEL=1 in the environment, for the model GPU, a sample of the patterns. */
 #include <cuda_runtime.h>
 #include <math.h>
 #include <string>
 #include <vector>
-#include "amp.h"
+#include "amp_cuda.cu"           /* its functions themselves are measured: this program is not linked with it */
 #include "cublas_rules.h"
 #include "../test.h"
+
+/* ---- The instructions of the tensor cores, from compute capability 8.0 on, or their models */
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+static __device__ void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16) {
+    if (bf16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+static __device__ void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) {
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+    if (transposed)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+static __device__ void fragment_copy(void *shared, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+#elif defined(__CUDACC__)
+static __device__ void fragment_mma(float (&)[4], const uint32_t (&)[4], const uint32_t (&)[2], bool) {}
+static __device__ void fragment_load(uint32_t (&)[4], const void *, bool) {}
+static __device__ void fragment_copy(void *, const void *, int) {}
+#else
+static void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16) { coc_mma_m16n8k16(c, a, b, bf16); }
+static void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) { coc_ldmatrix_x4(r, row, transposed); }
+static void fragment_copy(void *shared, const void *from, int bytes) {
+    coc_copy_async(shared, from, 16, (size_t)bytes);
+    coc_copy_commit();
+    coc_copy_wait(0);
+}
+#endif
+#include "fragments.h"
 
 static int quick;
 
@@ -135,24 +177,13 @@ TEST(narrower_to_fp32) {
 
 enum function { EX2, RCP };
 
-__device__ __forceinline__ float approximate(function f, float x) {
-#if defined(__CUDA_ARCH__)
-    float y;
-    if (f == EX2) asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    else asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return f == EX2 ? (x < -126.0f ? 0.0f : exp2f(x)) : 1.0f / x;
-#endif
-}
-
 /* The largest relative error, as the bits of a float, over the patterns first, first + step, ... whose result is a normal
    number; wrong: how many results below 2^-126 are neither 0 nor right. */
 __global__ void __launch_bounds__(256) error_kernel(function f, uint32_t step, uint64_t count, unsigned *worst, unsigned *wrong) {
     for (uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (uint64_t)gridDim.x * blockDim.x) {
         float x = ampi_f32_of_bits((uint32_t)i * step);
         double right = f == EX2 ? exp2((double)x) : 1 / (double)x, size = fabs(right), off;
-        float y = approximate(f, x);
+        float y = f == EX2 ? ampc_exp2(x) : ampc_reciprocal(x);
         uint32_t magnitude = ampi_bits_f32(x) & 0x7fffffffu;
         if (magnitude >= 0x7f800000u || (f == RCP && magnitude < 0x00800000u) || size > 3.4028234e38) continue;
         off = fabs((double)y - right);
@@ -181,6 +212,30 @@ static void check_approximation(function f, const char *name, double bound) {
 
 TEST(ex2_approx) { check_approximation(EX2, "ex2.approx", ldexp(1, -22)); }
 TEST(rcp_approx) { check_approximation(RCP, "rcp.approx", ldexp(1, -23)); }
+
+/* ---- Tensor cores */
+
+static void fragment_report(const char *what, const char *source, const std::string &found) {
+    printf("%s: tensor cores: %s (PTX ISA, %s)%s%s\n", found.empty() ? "confirmed" : "struck", what, source, found.empty() ? "" : ": ",
+           found.c_str());
+    CHECK_MSG(found.empty(), "%s: %s", what, found.c_str());
+}
+TEST(tensor_cores) {
+    const char *mma = "Matrix Fragments for mma.m16n8k16";
+    cudaDeviceProp prop;
+    CHECK(cudaGetDeviceProperties(&prop, 0) == cudaSuccess);
+    if (prop.major < 8) SKIP("mma.m16n8k16 needs compute capability 8.0");
+    for (bool bf16 : {false, true}) {
+        fragment_report(bf16 ? "bf16 products" : "fp16 products", mma, fragment_products(bf16));
+        fragment_report(bf16 ? "every bf16 number" : "every fp16 number", mma, fragment_numbers(bf16));
+        double error = fragment_error(bf16), bound = 17 * ldexp(1, -23);    /* 16 additions, each cut off */
+        ampt_figure(bf16 ? "mma bf16, over magnitudes" : "mma fp16, over magnitudes", error, bound);
+        CHECK_MSG(error <= bound, "%g", error);
+    }
+    fragment_report("ldmatrix", "ldmatrix", fragment_loads(false));
+    fragment_report("ldmatrix.trans", "ldmatrix", fragment_loads(true));
+    fragment_report("cp.async with zeros", "cp.async", fragment_copies());
+}
 
 /* ---- cuBLASLt.  A rule that is struck tells what the model has to learn; what runs must be right, and what amp_cuda.cu
    relies on must hold. */
@@ -239,6 +294,7 @@ int main(int argc, char **argv) {
     RUN(narrower_to_fp32);
     RUN(ex2_approx);
     RUN(rcp_approx);
+    RUN(tensor_cores);
     RUN(cublas_rules);
     return TEST_END();
 }
