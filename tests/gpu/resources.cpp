@@ -79,7 +79,10 @@ static std::string short_name(const std::string &symbol) {
     free(text);
     for (size_t i; (i = name.find(space)) != std::string::npos;) name.erase(i, space.size());
     for (size_t i; (i = name.find("> >")) != std::string::npos;) name.erase(i + 1, 1);
-    name = name.substr(0, name.find('('));
+    size_t end = 0;
+    for (int depth = 0; end < name.size() && (name[end] != '(' || depth > 0); end++)    /* arguments may hold casts */
+        depth += (name[end] == '<') - (name[end] == '>');
+    name = name.substr(0, end);
     return name.compare(0, 5, "void ") ? name : name.substr(5);
 }
 
