@@ -1,6 +1,7 @@
 # amp.h - `make help` names every target.
 #
 #   CC=clang            another compiler          OPENMP=0     build without OpenMP
+#   CUDA=0              examples for the CPU alone, where there is a GPU
 #   PYTHON=path         for `make oracle` and the peers of `make bench`
 
 CC      ?= gcc
@@ -35,7 +36,7 @@ help: backend
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
-	@echo "make bench            time kernels, training steps, loader and masks beside their peers (PEER_TORCH,"
+	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make accuracy         the tests' errors beside PyTorch's own, into tests/bench/results/"
@@ -51,8 +52,16 @@ run: backend $(BUILD)/train_gpt
 
 examples: $(EXAMPLES:%=$(BUILD)/%)
 
+# With the CUDA backend where there are nvcc and a GPU.
+CUDA ?= $(shell sh tests/gpu/find.sh usable)
+ifeq ($(CUDA),1)
+$(BUILD)/%: examples/%.c examples/common.h examples/peak.h amp.h $(BUILD)/gpu/amp_cuda.o | $(BUILD)
+	$(CC) $(WARN) $(CFLAGS) $(OMP) -DUSE_CUDA -c $< -o $@.o
+	$$(sh tests/gpu/find.sh nvcc) $(OMP:%=-Xcompiler %) $@.o $(BUILD)/gpu/amp_cuda.o -o $@ -lcublasLt $(LIBS)
+else
 $(BUILD)/%: examples/%.c examples/common.h examples/peak.h amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
+endif
 
 $(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h examples/common.h examples/peak.h examples/train_gpt.c | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
@@ -73,7 +82,7 @@ FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
 include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk
 
-test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) examples
+test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
 	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/mpi.sh
 

@@ -63,6 +63,7 @@
        precision              amp_machine_probe amp_machine_text amp_choose
        parameters             amp_param_register amp_param_forget amp_param_touch amp_param_accumulate amp_param_dtype
        regions                amp_autocast_begin amp_autocast_end amp_autocast_active
+       recomputing            amp_recompute_begin amp_recompute_end
        decisions              amp_autocast_decide amp_autocast_compute amp_autocast_result amp_autocast_cast
        policies               amp_operator_register amp_operator_override amp_layer_override
        cast cache             amp_cast_cache_info amp_cast_cache_clear
@@ -75,6 +76,7 @@
        gradients              amp_set_create amp_set_found amp_set_device amp_set_apply
        optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
                               amp_optimizer_bytes
+       graphs                 amp_graph_begin amp_graph_end amp_graph_launch
        data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
@@ -131,6 +133,7 @@
        region          the code between amp_autocast_begin and amp_autocast_end, per thread
        island          a region with .disable, inside another
        epilogue        what is done to a matrix product while it is still in registers: bias, activation
+       recomputing     a block's forward once more before its backward, instead of keeping its activations
        packed weight   a copy of a matrix in the order and dtype in which the kernel reads it
 
    ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
@@ -210,6 +213,7 @@ extern "C" {
     X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update before the next amp_scaler_check") \
     X(AMP_ERR_STEPPED,     205, "already stepped since the last update", "call amp_scaler_update after each step") \
     X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded",             "call amp_scaler_check for at least one set before the update") \
+    X(AMP_ERR_GRAPH,       207, "a captured graph is out of date",       "capture the step again") \
     X(AMP_ERR_MEMORY,      301, "out of memory",                         "use a smaller batch, or give the context a larger allocator") \
     X(AMP_ERR_THREAD,      302, "a thread could not be started",         "raise the thread limit or use fewer workers") \
     X(AMP_ERR_OPEN,        401, "a file could not be opened",            "check path and permissions") \
@@ -846,17 +850,21 @@ typedef struct amp_k_softmax {
     const void *dy; void *dx;       /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
 } amp_k_softmax;
 
-typedef struct amp_k_activation {   /* y = act(x); dx = dy act'(x), tanh's from y if given.  y may be x, dx may be dy */
+/* y = act(x + bias); dx = dy act'(x + bias), tanh's from y if given.  y may be x, dx may be dy. */
+typedef struct amp_k_activation {
     amp_activation_kind act;
     amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
     int64_t n;
     const void *x; void *y;
     const void *dy; void *dx;
+    const void *bias; amp_dtype bias_dtype;     /* [cols], added to every row; NULL: none */
+    int64_t cols;                   /* divides n; used with a bias only */
 } amp_k_activation;
 
-typedef struct amp_k_swiglu {       /* y = silu(gate) up */
+typedef struct amp_k_swiglu {       /* y = silu(gate + gate_bias) (up + up_bias) */
     amp_mat gate, up, y;
     amp_mat dy, dgate, dup;
+    const void *gate_bias, *up_bias; amp_dtype gate_bias_dtype, up_bias_dtype;      /* [cols]; either may be NULL */
 } amp_k_swiglu;
 
 /* loss = sum or mean over the rows whose label is not ignore_index of
@@ -898,6 +906,7 @@ typedef struct amp_k_dropout {      /* y = kept ? x / (1 - p) : 0; element i is 
     int64_t n;
     float p;
     uint64_t seed, offset;
+    const uint64_t *base;           /* device; added to offset; NULL: 0 */
 } amp_k_dropout;
 
 typedef struct amp_k_add {          /* y = alpha a + beta b; b NULL: y = alpha a */
@@ -1020,7 +1029,7 @@ typedef struct amp_k_scaler_rule {
 /* One step's constants, as the rules need them. */
 typedef struct amp_k_step_rule {
     double divisor;                 /* micro-batches times ranks: gradients are averaged by it */
-    double beta1, beta2, lr;
+    double beta1, beta2, lr;        /* lr below 0: found->lr is in force */
     double clip_norm;               /* 0: none */
     int32_t unscaled;               /* 1: the check multiplied the gradients in memory by `factor` */
     int32_t apply_nonfinite;        /* 1: never skip */
@@ -1035,6 +1044,7 @@ typedef enum amp_rule_kind {
     AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
     AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
     AMP_RULE_SET_INTERVAL = 8,      /* the rule's interval; value not 0: a tracker at or beyond it restarts */
+    AMP_RULE_LAUNCH = 9,            /* before a captured step: found->lr = lr, *random = random_offset; either may be NULL */
     AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
 } amp_rule_kind;
 
@@ -1045,6 +1055,8 @@ typedef struct amp_k_rule {
     amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
     amp_k_found *found;             /* device */
     amp_k_outcome *outcomes;        /* device; the ring */
+    uint64_t *random;               /* device */
+    uint64_t random_offset;
     amp_k_scaler_rule scaler_rule;  /* by value */
     amp_k_step_rule step_rule;      /* by value */
 } amp_k_rule;
@@ -1360,13 +1372,15 @@ typedef enum amp_rule {
     AMP_BY_FORCE_I32 = 0x7fffffff
 } amp_rule;
 
-/* Filled by forward, read by backward; a zeroed plan is "forward has not run". */
+/* Filled by forward, read by backward and when recomputing; a zeroed plan is "forward has not run". */
 typedef struct amp_plan {
     amp_dtype compute;              /* operands are rounded to this; sums are fp32 */
     amp_dtype result;               /* what PyTorch would return */
     amp_rule rule;
     amp_mode mode;
     uint64_t random_seed, random_offset;    /* of dropout */
+    int32_t captured, reserved;     /* 1: the offset counts from where a launch of the graph begins */
+    uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
 /*  .dtype            the context's dtype          F32, TF32, F16, BF16
@@ -1394,9 +1408,24 @@ AMP_API amp_result amp_autocast_end(amp_context *amp);
    effective settings (may be NULL). */
 AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out);
 
+/* Recomputing (activation checkpointing, Chen et al. 2016): keep a block's input, let blocks share the memory of their
+   activations, and in backward run each block's forward once more before its backward:
+
+       amp_recompute_begin(amp); block_forward(b); amp_recompute_end(amp); block_backward(b);
+
+   In between, the forwards that this thread calls obey the plans in their op structs, in whatever region they are: the
+   same compute dtype, mode and random numbers, of which no new ones are taken.  From the same inputs they write the same
+   bits, so the gradients are those of a run that kept everything.  Outputs that no backward reads need not be written
+   again: the block's last linear may be left out.  The pair nests with itself and with regions, 32 deep in all.
+   Errors: 101, 106 nested too deep, none is open, or the innermost is a region or another context's.  Operators in
+   between: 106 forward has not run, ran in inference mode, or a parameter's version has moved since (the optimizer
+   stepped).  amp_gemm and amp_autocast_decide have no record: 106 unless their region is opened again in between. */
+AMP_API amp_result amp_recompute_begin(amp_context *amp);
+AMP_API amp_result amp_recompute_end(amp_context *amp);
+
 /* What an operator with inputs of these dtypes would do now.  layer: name for overrides, may be NULL; n >= 0
-   inputs; integer and fp64 inputs are ignored as in PyTorch, and stay what they are.  Errors: 107 no such
-   operator, 108 banned. */
+   inputs; integer and fp64 inputs are ignored as in PyTorch, and stay what they are.  Errors: 106 recomputing
+   outside a region, 107 no such operator, 108 banned. */
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
                                        const amp_dtype *inputs, int32_t n, amp_plan *out);
 /* The two halves of that, for one or two inputs: the dtype to compute in, and the dtype to allocate the output
@@ -1430,7 +1459,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
    All return 101 for a missing pointer, 103 for shapes, 104 for dtypes, 301 without scratch memory, and
-   backward 106 when forward has not run.                                                               */
+   backward 106 when forward has not run; for forwards that run again see amp_recompute_begin.          */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out].
    act NONE, GELU, GELU_ERF or RELU; with GELU and a backward to come, pre [rows, out] keeps what went into act. */
@@ -1534,11 +1563,12 @@ AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, 
 AMPI_INLINE amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return amp_softmax_v(amp, op, AMP_ABI(amp_softmax_op)); }
 AMPI_INLINE amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return amp_softmax_backward_v(amp, op, AMP_ABI(amp_softmax_op)); }
 
-/* y = act(x), any shape, contiguous.  y may be x for RELU and TANH only if a backward follows (they need y or
-   the sign of it); the others read x again. */
+/* y = act(x + bias), any shape, contiguous.  If a backward follows, y may be x for TANH, and for RELU without a
+   bias (they need y or the sign of it); the others read x again.  Errors: 102, 110 (such a y). */
 typedef struct amp_activation_op {
     const char *layer;
     amp_tensor x, y;
+    amp_param *bias;                /* [the last dimension of x]; may be NULL */
     amp_activation_kind act;
     int32_t reserved;
     amp_plan plan;
@@ -1549,10 +1579,12 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
 AMPI_INLINE amp_result amp_activation(amp_context *amp, amp_activation_op *op) { return amp_activation_v(amp, op, AMP_ABI(amp_activation_op)); }
 AMPI_INLINE amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) { return amp_activation_backward_v(amp, op, AMP_ABI(amp_activation_op)); }
 
-/* y = silu(gate) * up.  gate, up, y [rows, cols]; gate and up may be halves of one [rows, 2 cols] buffer. */
+/* y = silu(gate + gate_bias) * (up + up_bias).  gate, up, y [rows, cols]; gate and up may be halves of one
+   [rows, 2 cols] buffer. */
 typedef struct amp_swiglu_op {
     const char *layer;
     amp_tensor gate, up, y;
+    amp_param *gate_bias, *up_bias; /* [cols]; each may be NULL */
     amp_plan plan;
     amp_tensor dy, dgate, dup;
 } amp_swiglu_op;
@@ -1918,6 +1950,28 @@ typedef struct amp_outcome {
 AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out);
 AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
 
+/* A captured graph (CUDA graphs): what is called between begin and end is not done but recorded, and each launch does
+   all of it at the cost of one call.  A whole training step can be captured, dynamic loss scaling included:
+
+       step once as usual;                         (buffers, masks and plans exist from then on)
+       amp_graph_begin(amp); forward; backward; amp_step; amp_graph_end(amp, &graph);
+       then each step: amp_loader_next; amp_copy of the batch into the buffers that were captured;
+                       amp_optimizer_set_lr; amp_graph_launch(graph); amp_outcome_next;
+
+   The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
+   read from device memory.  In between nothing may wait for the device, and accumulation cycles must be whole.  While a
+   graph lives, copies in the cast and mask caches stay.  What is built into it and cannot change: the dtype, overrides,
+   an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes; launching after such a
+   change is error 207.  Destroy graphs before the optimizers they step, and before the context.
+   Errors: 101; begin: 106 one is being captured, 108 the backend has no graphs (the CPU's has none), 301, 501; end: 106
+   nothing is captured, or a cycle is not whole, 501 with what could not be captured; launch: 106, 207, 501.  After a
+   failed end nothing was done and nothing changed. */
+typedef struct amp_graph amp_graph;
+AMP_API amp_result amp_graph_begin(amp_context *amp);
+AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
+AMP_API amp_result amp_graph_launch(amp_graph *graph);
+AMP_API void amp_graph_destroy(amp_graph *graph);
+
 /* Moments, masters, step count, learning rate, seed, accumulation position (with the gradients, in the middle of a
    cycle), counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
    Weights are the host's to save, and to load first.  Remainders are saved as the fp32 masters they stand for, so each
@@ -2001,7 +2055,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     const amp_k_scaler_rule *r = &rule->scaler_rule;
     amp_k_outcome *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
     f->attempts++;
-    f->lr = rule->step_rule.lr;
+    if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
     if (f->skip) {
         f->skips++;
         f->consecutive_skips++;
@@ -2106,6 +2160,10 @@ AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
         case AMP_RULE_SET_INTERVAL:
             s->growth_interval = rule->scaler_rule.growth_interval;
             if (ampi_is_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+            break;
+        case AMP_RULE_LAUNCH:
+            if (f) f->lr = rule->step_rule.lr;
+            if (rule->random) *rule->random = rule->random_offset;
             break;
         default: break;
     }
@@ -5376,25 +5434,43 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
+/* x + bias[col..], in `room`; without a bias x itself. */
+AMPI_PRIVATE const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
+                                          float *room, amp_cpu_path path) {
+    float bias_room[AMPI_TILE];
+    const float *b;
+    if (bias == NULL) return x;
+    b = ampi_row_in(ampi_at(bias, dtype, col), dtype, n, bias_room, path);
+    for (int64_t i = 0; i < n; i++) room[i] = x[i] + b[i];
+    return room;
+}
+
 static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
     float x_room[AMPI_TILE], y_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->y, a->y_dtype, at);
         const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_room, job->cpu->path);
         float *y = ampi_row_out(to, a->y_dtype, y_room);
+        x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
         job->vec->activation(a->act, x, y, n);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
 }
 
+/* With a bias over rows of cols, else over one long row. */
+AMPI_PRIVATE void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
+    int64_t cols = a->bias != NULL ? a->cols : a->n;
+    ampi_run_tiles(job, cols > 0 ? a->n / cols : 0, cols, task);
+}
+
 static amp_result ampi_cpu_activation(void *dev, const amp_k_activation *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     (void)stream;
-    ampi_run_tiles(&job, 1, args->n, ampi_activation_task);
+    ampi_run_activation(&job, args, ampi_activation_task);
     return AMP_OK;
 }
 
@@ -5407,11 +5483,12 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
     float x_room[AMPI_TILE], dy_room[AMPI_TILE], dx_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
-        int64_t row, at, n = ampi_tile(job, i, &row, &at);
+        int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->dx, a->x_dtype, at);
         const float *x = ampi_row_in(ampi_at(from_y ? a->y : a->x, dtype, at), dtype, n, x_room, job->cpu->path);
         const float *dy = ampi_row_in(ampi_at(a->dy, a->y_dtype, at), a->y_dtype, n, dy_room, job->cpu->path);
         float *dx = ampi_row_out(to, a->x_dtype, dx_room);
+        if (!from_y) x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
         if (from_y) job->vec->tanh_backward(x, dy, dx, n);
         else job->vec->activation_backward(a->act, x, dy, dx, n);
         ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
@@ -5421,7 +5498,7 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
 static amp_result ampi_cpu_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     (void)stream;
-    ampi_run_tiles(&job, 1, args->n, ampi_activation_backward_task);
+    ampi_run_activation(&job, args, ampi_activation_backward_task);
     return AMP_OK;
 }
 
@@ -5437,6 +5514,8 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
         const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_room, path);
         const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_room, path);
         float *y = ampi_row_out(to, a->y.dtype, y_room);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
         job->vec->swiglu(gate, up, y, n);
         ampi_row_done(to, a->y.dtype, n, y, path);
     }
@@ -5445,7 +5524,8 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
 static amp_result ampi_cpu_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     int64_t rows = args->gate.rows, cols = args->gate.cols;
-    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->y);
+    int dense = args->gate_bias == NULL && args->up_bias == NULL && ampi_mat_dense(&args->gate) &&
+                ampi_mat_dense(&args->up) && ampi_mat_dense(&args->y);
     (void)stream;
     ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_task);
     return AMP_OK;
@@ -5465,6 +5545,8 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
         const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, col), a->dy.dtype, n, dy_room, path);
         float *dgate = ampi_row_out(to_gate, a->dgate.dtype, dgate_room);
         float *dup = ampi_row_out(to_up, a->dup.dtype, dup_room);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
         job->vec->swiglu_backward(gate, up, dy, dgate, dup, n);
         ampi_row_done(to_gate, a->dgate.dtype, n, dgate, path);
         ampi_row_done(to_up, a->dup.dtype, n, dup, path);
@@ -5474,8 +5556,9 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
 static amp_result ampi_cpu_swiglu_backward(void *dev, const amp_k_swiglu *args, void *stream) {
     ampi_pointwise_job job = ampi_job(dev, args);
     int64_t rows = args->gate.rows, cols = args->gate.cols;
-    int dense = ampi_mat_dense(&args->gate) && ampi_mat_dense(&args->up) && ampi_mat_dense(&args->dy) &&
-                ampi_mat_dense(&args->dgate) && ampi_mat_dense(&args->dup);
+    int dense = args->gate_bias == NULL && args->up_bias == NULL && ampi_mat_dense(&args->gate) &&
+                ampi_mat_dense(&args->up) && ampi_mat_dense(&args->dy) && ampi_mat_dense(&args->dgate) &&
+                ampi_mat_dense(&args->dup);
     (void)stream;
     ampi_run_tiles(&job, dense ? 1 : rows, dense ? rows * cols : cols, ampi_swiglu_backward_task);
     return AMP_OK;
@@ -5486,6 +5569,7 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_dropout *a = (const amp_k_dropout *)job->args;
     uint32_t threshold = (uint32_t)ceil((double)a->p * 16777216.0);
+    uint64_t offset = a->offset + (a->base != NULL ? *a->base : 0);
     float scale = 1.0f / (1.0f - a->p), x_room[AMPI_TILE], y_room[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
@@ -5500,7 +5584,7 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
         }
         x = ampi_row_in(from, a->x_dtype, n, x_room, job->cpu->path);
         y = ampi_row_out(to, a->y_dtype, y_room);
-        job->vec->dropout(x, y, n, threshold, scale, a->seed, a->offset + (uint64_t)at);
+        job->vec->dropout(x, y, n, threshold, scale, a->seed, offset + (uint64_t)at);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
 }
@@ -6484,6 +6568,13 @@ typedef struct ampi_mask_entry {
     int64_t bytes;
 } ampi_mask_entry;
 
+/* Numbers in device memory. */
+typedef struct ampi_cells {
+    int32_t bad_row, reserved;      /* 1 + a row where a kernel found something out of range; 0: none */
+    int64_t new_inf;                /* of the cast cache */
+    uint64_t random;                /* where the random numbers of the graph launched last begin */
+} ampi_cells;
+
 struct amp_context {
     amp_desc desc;                  /* effective */
     amp_system system;
@@ -6506,8 +6597,11 @@ struct amp_context {
     ampi_layer_rule *layers; int64_t n_layers, layer_room;
     ampi_user_op *ops; int64_t n_ops, op_room;
     amp_cast_policy override_policy[AMPI_BUILTIN_OPS];
-    int32_t *bad_row;               /* device memory, for devices the host cannot read: what a kernel found out of range;
-                                       8 bytes further the casts' new infinities (int64_t) */
+    ampi_cells *cells;              /* device memory; NULL where the host sees it anyway and there are no graphs */
+    amp_graph *capture;             /* being captured, else NULL */
+    int graphs;                     /* that live: the caches keep what they refer to */
+    uint64_t settings_version;      /* moves with everything that is built into a graph */
+    uint64_t capture_random;        /* random_offset when the capture began */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
 };
 
@@ -6517,6 +6611,43 @@ AMPI_PRIVATE const amp_backend *ampi_backend(const amp_context *amp, void **dev,
     *dev = amp->dev;
     *stream = amp->desc.stream;
     return amp->backend;
+}
+AMPI_PRIVATE amp_result ampi_may_wait(const amp_context *amp) {
+    if (amp->capture == NULL) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "a call since then waits for the device, which only records: move it behind amp_graph_end");
+}
+/* Something changed that captured graphs have built in. */
+AMPI_PRIVATE void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
+AMPI_PRIVATE uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
+/* The graph that is being captured, or NULL. */
+AMPI_PRIVATE amp_graph *ampi_capture(const amp_context *amp) { return amp->capture; }
+AMPI_PRIVATE void ampi_capture_begin(amp_context *amp, amp_graph *graph) {
+    amp->capture = graph;
+    amp->graphs++;
+    amp->capture_random = amp->random_offset;
+}
+/* Returns how many random numbers the captured work takes; they are not used up. */
+AMPI_PRIVATE uint64_t ampi_capture_end(amp_context *amp) {
+    uint64_t taken = amp->random_offset - amp->capture_random;
+    amp->random_offset = amp->capture_random;
+    amp->capture = NULL;
+    return taken;
+}
+AMPI_PRIVATE void ampi_graph_left(amp_context *amp) { amp->graphs--; }
+/* Where a graph reads its first random offset, and what that is now. */
+AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
+    *offset = amp->random_offset;
+    return &amp->cells->random;
+}
+AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
+/* 1: some registered parameter has a gradient that no step has used; clear 1: no more. */
+AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
+    int64_t i, live = 0;
+    for (i = 0; i < amp->n_params; i++) {
+        live += amp->params[i]->grad_live != 0;
+        if (clear) amp->params[i]->grad_live = 0;
+    }
+    return live > 0;
 }
 AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
 AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
@@ -6729,9 +6860,9 @@ static amp_result ampi_open_device(amp_context *amp) {
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
     ampi_plans_read(amp);
-    if (amp->backend->host_visible) return AMP_OK;
-    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->bad_row, 16));
-    return amp->backend->fill(amp->dev, amp->bad_row, 0, 16, amp->desc.stream);
+    if (amp->backend->host_visible && amp->backend->graph_begin == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->cells, sizeof *amp->cells));
+    return amp->backend->fill(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
 }
 
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi) {
@@ -6777,7 +6908,7 @@ AMP_API void amp_close(amp_context *amp) {
         amp_mask_cache_clear(amp);
         for (i = 0; i < amp->block_room; i++)
             if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
-        if (amp->bad_row) amp->backend->free(amp->dev, amp->bad_row, 16);
+        if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
         amp->backend->close(amp->dev);
     }
     if (amp->desc.autotune_file) ampi_free(&system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
@@ -6820,6 +6951,7 @@ AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     if (choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice.reason);
     amp->choice = choice;
     amp->desc.dtype = choice.dtype;
+    ampi_settings_changed(amp);
     amp_cast_cache_clear(amp);
     return AMP_OK;
 }
@@ -6920,10 +7052,11 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes
 AMP_API amp_result amp_sync(amp_context *amp) {
     int32_t bad = 0;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_sync", "amp is NULL");
-    if (amp->bad_row) AMPI_TRY(amp->backend->copy(amp->dev, &bad, amp->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
+    AMPI_TRY(ampi_may_wait(amp));
+    if (!amp->backend->host_visible) AMPI_TRY(amp->backend->copy(amp->dev, &bad, &amp->cells->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
     AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
     if (bad == 0) return AMP_OK;
-    AMPI_TRY(amp->backend->fill(amp->dev, amp->bad_row, 0, sizeof bad, amp->desc.stream));
+    AMPI_TRY(amp->backend->fill(amp->dev, &amp->cells->bad_row, 0, sizeof bad, amp->desc.stream));
     return ampi_fail(AMP_ERR_LABEL, "amp_sync", "an operator since the last wait met a label or id out of range in row %d", bad - 1);
 }
 
@@ -7006,6 +7139,7 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
         ampi_cache_drop(amp, p->id);
         p->id = 0;
     }
+    ampi_settings_changed(amp);
     amp->n_params = kept;
     ampi_unlock(amp);
 }
@@ -7151,7 +7285,7 @@ static void ampi_mask_remove(amp_context *amp, int64_t i) {
 }
 
 static void ampi_mask_make_room(amp_context *amp, int64_t more) {
-    while (amp->desc.mask_limit > 0 && amp->mask_info.bytes + more > amp->desc.mask_limit) {
+    while (amp->graphs == 0 && amp->desc.mask_limit > 0 && amp->mask_info.bytes + more > amp->desc.mask_limit) {
         int64_t oldest = -1, i;
         for (i = 0; i < amp->n_masks; i++)
             if (amp->masks[i].users == 0 && (oldest < 0 || amp->masks[i].last_use < amp->masks[oldest].last_use)) oldest = i;
@@ -7165,6 +7299,7 @@ static void ampi_mask_make_room(amp_context *amp, int64_t more) {
 static amp_result ampi_mask_add(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, ampi_mask_entry *e) {
     size_t bytes = 0;
     amp_result result;
+    AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(ampi_bytes("amp_mask_get", batch * queries, (size_t)keys * amp_dtype_size(dtype), &bytes));
     AMPI_TRY(ampi_grow(amp, "amp_mask_get", (void **)&amp->masks, amp->n_masks, &amp->mask_room, sizeof *amp->masks));
     ampi_mask_make_room(amp, (int64_t)bytes);
@@ -7253,7 +7388,7 @@ static void ampi_mask_remove_kind(amp_context *amp, amp_mask_kind kind, int any)
     if (amp == NULL) return;
     ampi_lock(amp);
     for (i = amp->n_masks - 1; i >= 0; i--)
-        if (amp->masks[i].users == 0 && (any || amp->masks[i].kind == kind)) ampi_mask_remove(amp, i);
+        if (amp->graphs == 0 && amp->masks[i].users == 0 && (any || amp->masks[i].kind == kind)) ampi_mask_remove(amp, i);
     ampi_unlock(amp);
 }
 
@@ -7264,18 +7399,55 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) { ampi_mask_remove_kind(amp,
 
 enum { AMPI_REGION_DEPTH = 32 };
 
-typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; } ampi_region;
+/* recompute 1: opened by amp_recompute_begin; desc is then that of the region around it. */
+typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
 /* The stack of regions of this thread. */
 static AMPI_THREAD_LOCAL ampi_region ampi_regions[AMPI_REGION_DEPTH];
 static AMPI_THREAD_LOCAL int ampi_region_count;
 
-/* The innermost region of this context, or NULL. */
-static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
+/* The innermost entry of this context, or NULL; its settings. */
+static const ampi_region *ampi_region_top(const amp_context *amp) {
     int i = ampi_region_count;
     while (--i >= 0)
-        if (ampi_regions[i].amp == amp) return &ampi_regions[i].desc;
+        if (ampi_regions[i].amp == amp) return &ampi_regions[i];
     return NULL;
+}
+static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
+    const ampi_region *top = ampi_region_top(amp);
+    return top ? &top->desc : NULL;
+}
+
+static int ampi_is_recomputing(const amp_context *amp) {
+    int i = ampi_region_count;
+    while (--i >= 0)
+        if (ampi_regions[i].amp == amp && ampi_regions[i].recompute) return 1;
+    return 0;
+}
+
+static amp_result ampi_region_check_depth(const char *function) {
+    if (ampi_region_count < AMPI_REGION_DEPTH) return AMP_OK;
+    return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, which is the limit; is an amp_autocast_end or amp_recompute_end missing", AMPI_REGION_DEPTH);
+}
+
+static void ampi_region_push(amp_context *amp, const amp_autocast_desc *desc, int recompute) {
+    ampi_region *region = &ampi_regions[ampi_region_count++];
+    region->amp = amp;
+    region->desc = *desc;
+    region->recompute = recompute;
+    __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+}
+
+static amp_result ampi_region_pop(amp_context *amp, const char *function, int recompute) {
+    const ampi_region *top;
+    if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
+    top = &ampi_regions[ampi_region_count - 1];
+    if (top->amp != amp) return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
+    if (top->recompute != recompute)
+        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first", top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
+    ampi_region_count--;
+    __atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi) {
@@ -7284,8 +7456,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     amp_choice choice;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_begin", "amp is NULL");
     AMPI_TRY(ampi_check_abi("amp_autocast_begin", abi, AMP_ABI(amp_autocast_desc)));
-    if (ampi_region_count == AMPI_REGION_DEPTH)
-        return ampi_fail(AMP_ERR_STATE, "amp_autocast_begin", "%d regions are open on this thread, which is the limit; is an amp_autocast_end missing", AMPI_REGION_DEPTH);
+    AMPI_TRY(ampi_region_check_depth("amp_autocast_begin"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
@@ -7299,21 +7470,28 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
         AMPI_TRY(amp_choose(&amp->machine, d.dtype, amp->desc.allow_fallback, &choice));
         d.dtype = choice.dtype;
     }
-    ampi_regions[ampi_region_count].amp = amp;
-    ampi_regions[ampi_region_count].desc = d;
-    ampi_region_count++;
-    __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+    ampi_region_push(amp, &d, 0);
     return AMP_OK;
 }
 
-AMP_API amp_result amp_autocast_end(amp_context *amp) {
-    if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_end", "no region is open on this thread");
-    if (ampi_regions[ampi_region_count - 1].amp != amp)
-        return ampi_fail(AMP_ERR_STATE, "amp_autocast_end", "the innermost region of this thread belongs to another context");
-    ampi_region_count--;
-    __atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
+
+AMP_API amp_result amp_recompute_begin(amp_context *amp) {
+    amp_autocast_desc outside;
+    const amp_autocast_desc *around;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recompute_begin", "amp is NULL");
+    AMPI_TRY(ampi_region_check_depth("amp_recompute_begin"));
+    memset(&outside, 0, sizeof outside);
+    outside.dtype = amp->desc.dtype;
+    outside.policy = amp->desc.policy;
+    outside.mode = amp->desc.mode;
+    outside.disable = 1;
+    around = ampi_region_of(amp);
+    ampi_region_push(amp, around ? around : &outside, 1);
     return AMP_OK;
 }
+
+AMP_API amp_result amp_recompute_end(amp_context *amp) { return ampi_region_pop(amp, "amp_recompute_end", 1); }
 
 AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *out) {
     const amp_autocast_desc *d = amp ? ampi_region_of(amp) : NULL;
@@ -7347,6 +7525,10 @@ static const char *const ampi_op_names[AMPI_BUILTIN_OPS] = {
     "none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm", "softmax", "activation", "swiglu",
     "cross_entropy", "mse", "embedding", "dropout", "add"
 };
+
+static const char *ampi_op_name(const amp_context *amp, int32_t op) {
+    return op < AMPI_BUILTIN_OPS ? ampi_op_names[op] : amp->ops[op - AMP_OP_USER].name;
+}
 
 static int ampi_op_exists(const amp_context *amp, int32_t op) {
     return (op > AMP_OP_NONE && op < AMPI_BUILTIN_OPS) || (op >= AMP_OP_USER && op - AMP_OP_USER < amp->n_ops);
@@ -7416,13 +7598,17 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
 /* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
                                        const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    const ampi_region *top;
     const amp_autocast_desc *region;
     amp_cast_policy policy;
     amp_dtype layer_dtype;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
+    top = ampi_region_top(amp);
+    if (top != NULL && top->recompute)
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open the region it ran in again around it", ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
-    region = ampi_region_of(amp);
+    region = top ? &top->desc : NULL;
     out->mode = region ? region->mode : amp->desc.mode;
     out->compute = out->result = ampi_promoted(inputs, n);
     out->rule = AMP_BY_STORAGE;
@@ -7430,8 +7616,7 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
     if (amp->desc.level == AMP_LEVEL_O0) { out->rule = AMP_BY_LEVEL; return AMP_OK; }
     policy = ampi_policy_of(amp, op, region->policy, &out->rule);
     if (policy == AMP_CAST_BANNED)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)",
-                         op < AMPI_BUILTIN_OPS ? ampi_op_names[op] : amp->ops[op - AMP_OP_USER].name);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
     if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || ampi_widest(inputs, n) == AMP_DTYPE_DEFAULT) return AMP_OK;
     layer_dtype = policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE ? ampi_layer_dtype(amp, layer) : AMP_DTYPE_DEFAULT;
     if (layer_dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
@@ -7483,6 +7668,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is no built-in operator", op);
     if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = policy;
+    ampi_settings_changed(amp);
     return AMP_OK;
 }
 
@@ -7503,6 +7689,7 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
         snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
         amp->layers[amp->n_layers++].dtype = choice.dtype;
     }
+    ampi_settings_changed(amp);
     ampi_unlock(amp);
     return result;
 }
@@ -7510,7 +7697,10 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
 /* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.
    Everything here runs with the context's lock held, the making included, so that a copy is made once. */
 
+/* A graph that lives may use the memory: then it stays, out of date. */
 static void ampi_cache_remove(amp_context *amp, int64_t i) {
+    amp->cache[i].version = UINT64_MAX;
+    if (amp->graphs > 0) return;
     ampi_free_locked(amp, amp->cache[i].data);
     amp->cache_info.entries--;
     amp->cache_info.bytes -= amp->cache[i].bytes;
@@ -7527,7 +7717,7 @@ static void ampi_cache_drop(amp_context *amp, uint64_t id) {
    the host stay while any region is open. */
 static void ampi_cache_make_room(amp_context *amp, int64_t more) {
     int regions = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
-    while (amp->desc.cache_limit > 0 && amp->cache_info.bytes + more > amp->desc.cache_limit) {
+    while (amp->graphs == 0 && amp->desc.cache_limit > 0 && amp->cache_info.bytes + more > amp->desc.cache_limit) {
         int64_t oldest = -1, i;
         for (i = 0; i < amp->n_cache; i++) {
             const ampi_cache_entry *e = &amp->cache[i];
@@ -7553,7 +7743,7 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
 
 /* Fills the entry's memory from the weight. */
 static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
-    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : (int64_t *)(void *)(amp->bad_row + 2);
+    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : &amp->cells->new_inf;
     amp_k_pack pack;
     amp_k_cast cast;
     if (e->kind != AMPI_PACK_CAST) {
@@ -7626,14 +7816,15 @@ static int ampi_cache_is_off(const amp_context *amp) {
 }
 
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
-   or the kernels have no use for one.  ampi_cache_put ends its use. */
+   or the kernels have no use for one.  Recomputing is no repeated use: it is the last one, and there to save memory.
+   ampi_cache_put ends its use. */
 static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     amp_result result;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now, 0, data);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data);
     *used = now;
     ampi_unlock(amp);
     return result;
@@ -7672,8 +7863,9 @@ AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *o
     *out = amp->cache_info;
     out->limit = amp->desc.cache_limit;
     ampi_unlock(amp);
-    if (amp->bad_row == NULL) return AMP_OK;
-    AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, amp->bad_row + 2, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
+    if (amp->backend->host_visible) return AMP_OK;
+    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, &amp->cells->new_inf, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
     return amp->backend->stream_sync(amp->dev, amp->desc.stream);
 }
 
@@ -7696,10 +7888,33 @@ static amp_result ampi_op_begin(const char *function, const amp_context *amp, co
     return ampi_check_abi(function, abi, ours);
 }
 
-static amp_result ampi_backward_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, const amp_plan *plan) {
-    AMPI_TRY(ampi_op_begin(function, amp, op, abi, ours));
+/* What backward and a forward that runs again obey. */
+static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     if (plan->compute == AMP_DTYPE_DEFAULT) return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
     if (plan->mode == AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_STATE, function, "its forward ran in inference mode, which keeps nothing for a backward");
+    return AMP_OK;
+}
+
+static amp_result ampi_backward_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, const amp_plan *plan) {
+    AMPI_TRY(ampi_op_begin(function, amp, op, abi, ours));
+    return ampi_check_plan(function, plan);
+}
+
+/* Versions only grow, so their sum moves when one of them does. */
+static uint64_t ampi_versions(const amp_param *a, const amp_param *b) { return (a ? a->version : 0) + (b ? b->version : 0); }
+
+/* The plan of a forward: decided now, or when recomputing the recorded one. */
+static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer, amp_dtype a, amp_dtype b,
+                                    uint64_t version, const amp_plan *recorded, amp_plan *plan) {
+    if (!ampi_is_recomputing(amp)) {
+        AMPI_TRY(ampi_decide2(amp, op, layer, a, b, plan));
+        plan->version = version;
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_check_plan(function, recorded));
+    if (recorded->version != version)
+        return ampi_fail(AMP_ERR_STATE, function, "a parameter of %s has changed since its forward; recompute before the optimizer steps", layer ? layer : ampi_op_name(amp, op));
+    *plan = *recorded;
     return AMP_OK;
 }
 
@@ -7729,7 +7944,7 @@ static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.dat
 static const char *ampi_layer_name(const char *layer, const amp_param *p) { return layer ? layer : p ? p->name : NULL; }
 
 /* What a kernel found out of range: read back at once where the host can, otherwise at the next wait. */
-static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->backend->host_visible ? here : amp->bad_row; }
+static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->backend->host_visible ? here : &amp->cells->bad_row; }
 
 /* ---- Linear */
 
@@ -7780,7 +7995,8 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype,
+                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
     g.m = y.rows; g.n = y.cols; g.k = x.cols; g.batch = 1;
     g.a = x.data; g.a_dtype = x.dtype; g.lda = x.ld;
@@ -7841,7 +8057,8 @@ static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op,
     return AMP_OK;
 }
 
-static amp_result ampi_linear_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
+/* The gradient of what was added to every row. */
+static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
     s.x = *dy;
@@ -7896,7 +8113,7 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
     }
     along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
     if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy, along));
-    if (ampi_wants_grad(op->bias) && along == NULL) AMPI_TRY(ampi_linear_dbias(amp, op->bias, &dy));
+    if (ampi_wants_grad(op->bias) && along == NULL) AMPI_TRY(ampi_dbias(amp, op->bias, &dy));
     return dx.data ? ampi_linear_dx(amp, f, op, &dy, &dx, x_pre) : AMP_OK;
 }
 
@@ -7947,7 +8164,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(amp, f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute));
     op->plan = plan;
     return AMP_OK;
@@ -8059,7 +8276,7 @@ AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint6
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_attention", amp, op, abi, AMP_ABI(amp_attention_op)));
     AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
     k.compute = plan.compute;
     AMPI_TRY(amp->backend->attention(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
@@ -8112,7 +8329,8 @@ static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
-    AMPI_TRY(ampi_decide2(amp, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT,
+                               ampi_versions(op->weight, op->bias), &op->plan, &plan));
     AMPI_TRY(amp->backend->norm(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -8174,7 +8392,7 @@ AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t 
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, abi, AMP_ABI(amp_softmax_op)));
     AMPI_TRY(ampi_softmax_args("amp_softmax", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_softmax", AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     AMPI_TRY(amp->backend->softmax(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -8212,6 +8430,10 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
     k->n = amp_tensor_count(&op->x);
     k->x = op->x.data; k->x_dtype = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
+    if (op->bias == NULL) return AMP_OK;
+    k->cols = op->x.shape[op->x.ndim - 1];
+    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, 0));
+    k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
     return AMP_OK;
 }
 
@@ -8220,7 +8442,7 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op)));
     AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_activation", AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     AMPI_TRY(amp->backend->activation(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -8229,19 +8451,35 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
 AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
     const char *f = "amp_activation_backward";
     amp_k_activation k;
+    amp_mat dx;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, k.x_dtype));
+    if (k.bias != NULL && k.x == k.y && k.act != AMP_ACT_TANH)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads with a .bias: give .y its own memory");
     k.dy = op->dy.data;
     k.dx = op->dx.data;
-    return amp->backend->activation_backward(amp->dev, &k, amp->desc.stream);
+    AMPI_TRY(amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
+    if (!ampi_wants_grad(op->bias)) return AMP_OK;
+    memset(&dx, 0, sizeof dx);
+    dx.data = k.dx; dx.dtype = k.x_dtype;
+    dx.rows = k.n / k.cols; dx.cols = dx.ld = k.cols;
+    return ampi_dbias(amp, op->bias, &dx);
 }
 
 static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
     memset(k, 0, sizeof *k);
     AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
     AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
+    if (op->gate_bias) {
+        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, 0));
+        k->gate_bias = op->gate_bias->weight.data; k->gate_bias_dtype = op->gate_bias->weight.dtype;
+    }
+    if (op->up_bias) {
+        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, 0));
+        k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
+    }
     return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
 }
 
@@ -8250,7 +8488,7 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op)));
     AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_swiglu", AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, 0, &op->plan, &plan));
     AMPI_TRY(amp->backend->swiglu(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -8264,7 +8502,9 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
     AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
-    return amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
+    AMPI_TRY(amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream));
+    if (ampi_wants_grad(op->gate_bias)) AMPI_TRY(ampi_dbias(amp, op->gate_bias, &k.dgate));
+    return ampi_wants_grad(op->up_bias) ? ampi_dbias(amp, op->up_bias, &k.dup) : AMP_OK;
 }
 
 /* ---- Losses */
@@ -8283,7 +8523,7 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
     if (!(op->label_smoothing >= 0 && op->label_smoothing <= 1)) return ampi_fail(AMP_ERR_RANGE, f, ".label_smoothing = %g, must be 0 to 1", (double)op->label_smoothing);
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_CROSS_ENTROPY, op->layer, k.logits.dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_CROSS_ENTROPY, op->layer, k.logits.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     k.classes = op->classes ? op->classes : k.logits.cols;
     k.labels = op->labels;
     k.ignore_index = op->ignore_index ? op->ignore_index : -100;
@@ -8313,7 +8553,7 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, op->x.dtype));
     if (op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".loss is NULL");
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, 0, &op->plan, &plan));
     k.x = op->x.data; k.x_dtype = op->x.dtype;
     k.target = op->target.data; k.target_dtype = op->target.dtype;
     k.dx = op->dx.data;
@@ -8353,7 +8593,8 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT,
+                               ampi_versions(op->table, op->positions), &op->plan, &plan));
     k.bad_id = ampi_bad_row(amp, &bad);
     AMPI_TRY(amp->backend->embedding(amp->dev, &k, amp->desc.stream));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
@@ -8398,7 +8639,18 @@ static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dr
     k.p = plan->mode == AMP_MODE_INFERENCE ? 0 : op->p;
     k.seed = plan->random_seed;
     k.offset = plan->random_offset;
+    k.base = plan->captured ? &amp->cells->random : NULL;
     return amp->backend->dropout(amp->dev, &k, amp->desc.stream);
+}
+
+/* Takes the next n random numbers, none in inference. */
+static void ampi_dropout_numbers(amp_context *amp, int64_t n, amp_plan *plan) {
+    plan->random_seed = amp->desc.seed;
+    ampi_lock(amp);
+    plan->random_offset = amp->random_offset - (amp->capture ? amp->capture_random : 0);
+    plan->captured = amp->capture != NULL;
+    if (plan->mode != AMP_MODE_INFERENCE) amp->random_offset += (uint64_t)n;
+    ampi_unlock(amp);
 }
 
 AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
@@ -8409,12 +8661,8 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
     if (!(op->p >= 0 && op->p < 1)) return ampi_fail(AMP_ERR_RANGE, f, ".p = %g, must be 0 to less than 1", (double)op->p);
     n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_decide2(amp, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, &plan));
-    plan.random_seed = amp->desc.seed;
-    ampi_lock(amp);
-    plan.random_offset = amp->random_offset;
-    if (op->p > 0 && plan.mode != AMP_MODE_INFERENCE) amp->random_offset += (uint64_t)n;
-    ampi_unlock(amp);
+    AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
+    if (!ampi_is_recomputing(amp)) ampi_dropout_numbers(amp, op->p > 0 ? n : 0, &plan);
     AMPI_TRY(ampi_dropout_run(amp, f, op, &plan, &op->x, &op->y, "y"));
     op->plan = plan;
     return AMP_OK;
@@ -8528,6 +8776,7 @@ AMPI_PRIVATE amp_scaler *ampi_enabled(amp_scaler *scaler) {
 
 AMPI_PRIVATE amp_result ampi_wait(const amp_context *amp) {
     void *dev, *stream;
+    AMPI_TRY(ampi_may_wait(amp));
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     return backend->stream_sync(dev, stream);
 }
@@ -8535,12 +8784,14 @@ AMPI_PRIVATE amp_result ampi_wait(const amp_context *amp) {
 AMPI_PRIVATE amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src, size_t bytes) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(backend->copy(dev, dst, src, bytes, AMP_COPY_TO_HOST, stream));
     return backend->stream_sync(dev, stream);
 }
 
 /* Waits too, because src may be on the stack. */
 AMPI_PRIVATE amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
+    AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp_copy(amp, dst, src, (int64_t)bytes, AMP_COPY_TO_DEVICE));
     return ampi_wait(amp);
 }
@@ -8610,6 +8861,7 @@ AMP_API void amp_set_destroy(amp_set *set) {
     const amp_system *s;
     if (set == NULL) return;
     s = ampi_context_system(set->amp);
+    ampi_settings_changed(set->amp);
     ampi_set_unlink(set);
     amp_free(set->amp, set->table);
     amp_free(set->amp, set->found);
@@ -9009,6 +9261,7 @@ AMPI_PRIVATE void ampi_scaler_release_sets(amp_scaler *scaler) {
 
 AMP_API void amp_scaler_destroy(amp_scaler *scaler) {
     if (scaler == NULL) return;
+    ampi_settings_changed(scaler->amp);
     ampi_scaler_release_sets(scaler);
     amp_free(scaler->amp, scaler->device);
     ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
@@ -9058,6 +9311,7 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     AMPI_TRY(ampi_check_factors("amp_scaler_set_rule", d.growth_factor, d.backoff_factor, d.growth_interval));
     scaler->desc = d;
     scaler->rule = ampi_scaler_rule(&d);
+    ampi_settings_changed(scaler->amp);
     if (growth_interval == 0) return AMP_OK;
     rule = ampi_rule(AMP_RULE_SET_INTERVAL, scaler, NULL);
     rule.value = d.preset == AMP_SCALER_TORCH ? 0.0f : 1.0f;
@@ -9240,6 +9494,7 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     scaler->checked = counters[9] != 0;
     scaler->desc = d;
     scaler->rule = ampi_scaler_rule(&d);
+    ampi_settings_changed(scaler->amp);
     return AMP_OK;
 }
 
@@ -9483,6 +9738,7 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
     s = ampi_context_system(o->amp);
     backend = ampi_backend(o->amp, &dev, &stream);
     ampi_wait(o->amp);
+    ampi_settings_changed(o->amp);
     for (i = 0; i < AMP_OUTCOMES; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
     for (i = 0; o->set != NULL && i < o->set->n; i++) if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
     if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_OUTCOMES * sizeof *o->outcomes);
@@ -9543,6 +9799,29 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     return AMP_OK;
 }
 
+/* ---- Graphs: what a launch has to do on the host beside launching */
+
+struct amp_graph {
+    amp_context *amp;
+    void *exec;                     /* the backend's; NULL while capturing */
+    uint64_t settings_version;
+    uint64_t random;                /* random numbers that a launch takes */
+    amp_optimizer **optimizers; int64_t n, room;    /* that it steps, each once */
+};
+
+/* Records an optimizer whose cycle begins in the graph that is being captured. */
+AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
+    amp_graph *graph = ampi_capture(o->amp);
+    int64_t i;
+    if (graph == NULL || o->micro > 0) return AMP_OK;
+    for (i = 0; i < graph->n; i++)
+        if (graph->optimizers[i] == o)
+            return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "an optimizer steps twice: a graph holds one step of each");
+    AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->room, sizeof(void *)));
+    graph->optimizers[graph->n++] = o;
+    return AMP_OK;
+}
+
 /* ---- The step */
 
 AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
@@ -9564,21 +9843,31 @@ AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return backend->sgd(dev, &sgd, stream);
 }
 
-/* Counts the step on the device and sends its outcome on the way to the host; scaler is enabled or NULL. */
-AMPI_PRIVATE amp_result ampi_count_step(amp_optimizer *o, const amp_scaler *scaler) {
-    void *dev, *stream;
-    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
-    int64_t slot = o->attempts % AMP_OUTCOMES;
+/* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH wrote. */
+AMPI_PRIVATE amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.outcomes = o->ring;
     rule.step_rule.beta1 = o->desc.beta1;
     rule.step_rule.beta2 = o->desc.beta2;
-    rule.step_rule.lr = o->desc.lr;
-    AMPI_TRY(backend->rule(dev, &rule, stream));
+    rule.step_rule.lr = ampi_capture(o->amp) ? -1 : o->desc.lr;
+    return ampi_run_rule(o->amp, &rule);
+}
+
+/* Sends the step's outcome on the way to the host. */
+AMPI_PRIVATE amp_result ampi_send_outcome(amp_optimizer *o) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    int64_t slot = o->attempts % AMP_OUTCOMES;
     AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
     o->attempts++;
     return AMP_OK;
+}
+
+/* The weights have other values now. */
+AMPI_PRIVATE void ampi_touch_weights(const amp_set *set) {
+    int64_t i;
+    for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_touch(set->params[i]);
 }
 
 /* The stages that amp_optimizer_step and amp_step can start from. */
@@ -9599,11 +9888,10 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
     }
     AMPI_TRY(ampi_count_step(o, enabled));
+    if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_outcome(o));
     AMPI_TRY(ampi_run_optimizer(o));
-    for (i = 0; i < set->n; i++) {
-        set->params[i]->grad_live = 0;
-        if (set->rows[i].live) amp_param_touch(set->params[i]);
-    }
+    ampi_touch_weights(set);
+    for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     return AMP_OK;
@@ -9611,6 +9899,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
 
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_optimizer_step", optimizer, scaler));
+    AMPI_TRY(ampi_graph_note(optimizer));
     return ampi_step(optimizer, scaler);
 }
 
@@ -9623,6 +9912,7 @@ AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) 
 
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_step", optimizer, scaler));
+    AMPI_TRY(ampi_graph_note(optimizer));
     if (optimizer->micro + 1 < optimizer->desc.accumulation) {
         AMPI_TRY(ampi_clip_running(optimizer, scaler));
         optimizer->micro++;
@@ -9674,6 +9964,118 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_outcome_flush", "optimizer is NULL");
     optimizer->flushed = optimizer->attempts;
     return ampi_wait(optimizer->amp);
+}
+
+/* ---- Capturing and launching */
+
+AMP_API void amp_graph_destroy(amp_graph *graph) {
+    amp_context *amp;
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (graph == NULL) return;
+    amp = graph->amp;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (graph->exec != NULL) backend->graph_destroy(dev, graph->exec);
+    ampi_free(ampi_context_system(amp), graph->optimizers, graph->room, sizeof(void *));
+    ampi_free(ampi_context_system(amp), graph, 1, sizeof *graph);
+    ampi_graph_left(amp);
+}
+
+AMP_API amp_result amp_graph_begin(amp_context *amp) {
+    const char *f = "amp_graph_begin";
+    void *dev, *stream;
+    const amp_backend *backend;
+    amp_graph *graph;
+    amp_result result;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp is NULL");
+    backend = ampi_backend(amp, &dev, &stream);
+    if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
+    if (backend->graph_begin == NULL)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step as it is", backend->name);
+    if (ampi_live_gradients(amp, 0)) return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&graph, 1, sizeof *graph));
+    graph->amp = amp;
+    amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
+    ampi_capture_begin(amp, graph);
+    result = backend->graph_begin(dev, stream);
+    if (result == AMP_OK) return AMP_OK;
+    ampi_capture_end(amp);
+    amp_graph_destroy(graph);
+    return result;
+}
+
+/* Every cycle that was begun must have ended with its step and update. */
+AMPI_PRIVATE amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
+    int64_t i;
+    int open = ampi_live_gradients(graph->amp, 0);
+    for (i = 0; i < graph->n; i++) open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
+    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps") : AMP_OK;
+}
+
+/* What the calls of a failed capture left on the host. */
+AMPI_PRIVATE void ampi_graph_undo(const amp_graph *graph) {
+    int64_t i;
+    ampi_live_gradients(graph->amp, 1);
+    for (i = 0; i < graph->n; i++) {
+        graph->optimizers[i]->micro = 0;
+        ampi_set_unlink(graph->optimizers[i]->set);
+    }
+}
+
+AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
+    const char *f = "amp_graph_end";
+    void *dev, *stream;
+    const amp_backend *backend;
+    amp_graph *graph;
+    amp_result result;
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp or out is NULL");
+    backend = ampi_backend(amp, &dev, &stream);
+    graph = ampi_capture(amp);
+    if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
+    graph->random = ampi_capture_end(amp);
+    graph->settings_version = ampi_settings_version(amp);
+    result = backend->graph_end(dev, stream, &graph->exec);
+    amp_cast_cache_clear(amp);      /* what was to be cast has only been recorded */
+    if (result == AMP_OK) result = ampi_graph_check(graph, f);
+    if (result == AMP_OK) *out = graph;
+    else {
+        ampi_graph_undo(graph);
+        amp_graph_destroy(graph);
+    }
+    return result;
+}
+
+/* The numbers that change from launch to launch go to the device by value. */
+AMPI_PRIVATE amp_result ampi_graph_numbers(const amp_graph *graph) {
+    int64_t i;
+    for (i = 0; i < AMPI_MAX(graph->n, (int64_t)1); i++) {
+        amp_k_rule rule = ampi_rule(AMP_RULE_LAUNCH, NULL, i < graph->n ? graph->optimizers[i]->set : NULL);
+        if (i < graph->n) rule.step_rule.lr = graph->optimizers[i]->desc.lr;
+        if (i == 0) rule.random = ampi_random_cell(graph->amp, &rule.random_offset);
+        AMPI_TRY(ampi_run_rule(graph->amp, &rule));
+    }
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_graph_launch(amp_graph *graph) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    int64_t i;
+    if (graph == NULL) return ampi_fail(AMP_ERR_NULL, "amp_graph_launch", "graph is NULL");
+    backend = ampi_backend(graph->amp, &dev, &stream);
+    AMPI_TRY(ampi_may_wait(graph->amp));
+    if (graph->settings_version != ampi_settings_version(graph->amp))
+        return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch", "precision, overrides or settings changed since it was captured");
+    AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
+    AMPI_TRY(ampi_graph_numbers(graph));
+    AMPI_TRY(backend->graph_launch(dev, graph->exec, stream));
+    ampi_random_advance(graph->amp, graph->random);
+    for (i = 0; i < graph->n; i++) {
+        ampi_touch_weights(graph->optimizers[i]->set);
+        AMPI_TRY(ampi_send_outcome(graph->optimizers[i]));
+    }
+    return AMP_OK;
 }
 
 /* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0, master.0
@@ -10076,6 +10478,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
     ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
+    ampi_settings_changed(o->amp);
     return r;
 }
 

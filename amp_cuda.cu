@@ -2493,21 +2493,29 @@ __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* Whether key start + at is seen; first, low and high are the span's, counted from `start`. */
-__device__ __forceinline__ bool ampc_seen(const ampc_sight &sight, int64_t start, int at, int first, int low, int high) {
-    if (at >= first && (at < low || at >= high)) return false;
-    if (sight.documents && sight.documents[start + at] != sight.document) return false;
-    return !sight.allowed || sight.allowed[start + at] != 0;
+/* Whether key `at` is within a span, all counted from the same key; whether documents and tensor let the query see a key. */
+__device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) { return at < first || (at >= low && at < high); }
+__device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t key) {
+    bool see = true;
+    if (sight.documents) see = sight.documents[key] == sight.document;
+    if (sight.allowed) see &= sight.allowed[key] != 0;
+    return see;
 }
 
 /* ---- Softmax over masked rows */
 
-/* -inf for the hidden ones among the scores of a piece; first, low and high count from the chunk's first element. */
+/* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high, float *s) {
+    const float hidden = ampi_f32_of_bits(0xff800000u);
+    int end = first > high ? first : high;
     AMPC_UNROLL
     for (int i = 0; i < V; i++)
-        if (!ampc_seen(sight, start, at + i, first, low, high)) s[i] = ampi_f32_of_bits(0xff800000u);
+        if (!ampc_in_span(at + i, first, low, high)) s[i] = hidden;
+    if (!sight.documents && !sight.allowed) return;
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++)
+        if (at + i < end && !ampc_lets_see(sight, start + at + i)) s[i] = hidden;
 }
 
 template <int V, int E>
@@ -2657,15 +2665,17 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
    of each input a thread reads ahead.                                                                       */
 
 template <int I, int O> struct ampc_map {
-    enum { inputs = I, outputs = O };
+    enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };       /* blocks per multiprocessor: many operands need registers */
     amp_mat in[I], out[O];
     int64_t cols, pieces, total;    /* elements and pieces of a row, pieces in all */
 };
 
-amp_mat ampc_flat(const void *data, amp_dtype dtype, int64_t n) {
-    amp_mat m = {const_cast<void *>(data), dtype, 0, 1, n, n};
+/* ld 0: rows that are all the same. */
+amp_mat ampc_matrix(const void *data, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
+    amp_mat m = {const_cast<void *>(data), dtype, 0, rows, cols, ld};
     return m;
 }
+amp_mat ampc_flat(const void *data, amp_dtype dtype, int64_t n) { return ampc_matrix(data, dtype, 1, n, n); }
 
 /* i / d and i % d, without a 64-bit division where the numbers are small. */
 __device__ __forceinline__ int64_t ampc_divide(int64_t i, int64_t d, int64_t *rest) {
@@ -2694,7 +2704,7 @@ __device__ __forceinline__ void ampc_map_write(const Map &m, const Op &op, int64
 }
 
 /* A row's last elements, if fewer than V, are done one by one. */
-template <int V, class Op, class Map> __global__ void __launch_bounds__(256, 4) ampc_map_kernel(Map m, Op op) {
+template <int V, class Op, class Map> __global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op) {
     enum { U = Op::ahead };
     int64_t step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < m.total; i += U * step) {
@@ -2736,7 +2746,7 @@ template <int W = 8, class Op, class Map> amp_result ampc_map_run(void *dev, con
     m.pieces = ampc_blocks(m.cols, v);
     m.total = dense ? m.pieces : rows * m.pieces;
     return ampc_launch(d, name, v == 8 ? ampc_map_kernel<W, Op, Map> : v == 4 ? ampc_map_kernel<4, Op, Map> :
-                       ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), 4), 256, 0, stream, m, op);
+                       ampc_map_kernel<1, Op, Map>, ampc_grid(d, ampc_blocks(m.total, 256), Map::per_sm), 256, 0, stream, m, op);
 }
 
 /* ---- Activations */
@@ -2810,16 +2820,49 @@ struct ampc_act_back {
     }
 };
 
+/* op over N inputs, to the first B of which the B inputs after them are added: biases. */
+template <class Op, int N, int B> struct ampc_biased {
+    enum { ahead = (Op::ahead + 1) / 2 };
+    Op op;
+    template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t index) const {
+        float sum[N][V];
+        AMPC_UNROLL
+        for (int k = 0; k < N; k++) {
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) sum[k][i] = k < B ? ampc_add(in[k][i], in[N + (k < B ? k : 0)][i]) : in[k][i];
+        }
+        op.template run<V>(sum, out, index);
+    }
+};
+
 amp_result ampc_activation(void *dev, const amp_k_activation *args, void *stream) {
+    ampc_act op = {args->act};
+    if (args->bias != NULL) {
+        int64_t rows = args->cols > 0 ? args->n / args->cols : 0;
+        ampc_map<2, 1> m;
+        m.in[0] = ampc_matrix(args->x, args->x_dtype, rows, args->cols, args->cols);
+        m.in[1] = ampc_matrix(args->bias, args->bias_dtype, rows, args->cols, 0);
+        m.out[0] = ampc_matrix(args->y, args->y_dtype, rows, args->cols, args->cols);
+        return ampc_map_run(dev, "amp_activation", m, ampc_biased<ampc_act, 1, 1>{op}, stream);
+    }
     ampc_map<1, 1> m;
     m.in[0] = ampc_flat(args->x, args->x_dtype, args->n);
     m.out[0] = ampc_flat(args->y, args->y_dtype, args->n);
-    return ampc_map_run(dev, "amp_activation", m, ampc_act{args->act}, stream);
+    return ampc_map_run(dev, "amp_activation", m, op, stream);
 }
 
 /* The slope of tanh is taken from y where it is given: x may have been overwritten. */
 amp_result ampc_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     int from_y = args->act == AMP_ACT_TANH && args->y != NULL;
+    if (args->bias != NULL && !from_y) {
+        int64_t rows = args->cols > 0 ? args->n / args->cols : 0;
+        ampc_map<3, 1> m;
+        m.in[0] = ampc_matrix(args->x, args->x_dtype, rows, args->cols, args->cols);
+        m.in[1] = ampc_matrix(args->dy, args->y_dtype, rows, args->cols, args->cols);
+        m.in[2] = ampc_matrix(args->bias, args->bias_dtype, rows, args->cols, 0);
+        m.out[0] = ampc_matrix(args->dx, args->x_dtype, rows, args->cols, args->cols);
+        return ampc_map_run(dev, "amp_activation_backward", m, ampc_biased<ampc_act_back, 2, 1>{{args->act, 0}}, stream);
+    }
     ampc_map<2, 1> m;
     m.in[0] = from_y ? ampc_flat(args->y, args->y_dtype, args->n) : ampc_flat(args->x, args->x_dtype, args->n);
     m.in[1] = ampc_flat(args->dy, args->y_dtype, args->n);
@@ -2851,6 +2894,16 @@ struct ampc_glu_back {
 };
 
 amp_result ampc_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
+    int64_t rows = args->gate.rows, cols = args->gate.cols;
+    if (args->gate_bias != NULL || args->up_bias != NULL) {
+        ampc_map<4, 1> m;
+        m.in[0] = args->gate;
+        m.in[1] = args->up;
+        m.in[2] = ampc_matrix(args->gate_bias, args->gate_bias_dtype, rows, cols, 0);
+        m.in[3] = ampc_matrix(args->up_bias, args->up_bias_dtype, rows, cols, 0);
+        m.out[0] = args->y;
+        return ampc_map_run(dev, "amp_swiglu", m, ampc_biased<ampc_glu, 2, 2>(), stream);
+    }
     ampc_map<2, 1> m;
     m.in[0] = args->gate;
     m.in[1] = args->up;
@@ -2859,6 +2912,18 @@ amp_result ampc_swiglu(void *dev, const amp_k_swiglu *args, void *stream) {
 }
 
 amp_result ampc_swiglu_backward(void *dev, const amp_k_swiglu *args, void *stream) {
+    int64_t rows = args->gate.rows, cols = args->gate.cols;
+    if (args->gate_bias != NULL || args->up_bias != NULL) {
+        ampc_map<5, 2> m;
+        m.in[0] = args->gate;
+        m.in[1] = args->up;
+        m.in[2] = args->dy;
+        m.in[3] = ampc_matrix(args->gate_bias, args->gate_bias_dtype, rows, cols, 0);
+        m.in[4] = ampc_matrix(args->up_bias, args->up_bias_dtype, rows, cols, 0);
+        m.out[0] = args->dgate;
+        m.out[1] = args->dup;
+        return ampc_map_run(dev, "amp_swiglu_backward", m, ampc_biased<ampc_glu_back, 3, 2>(), stream);
+    }
     ampc_map<3, 2> m;
     m.in[0] = args->gate;
     m.in[1] = args->up;
@@ -2881,8 +2946,9 @@ struct ampc_drop {
     uint32_t threshold;
     float scale;
     uint64_t seed, offset;
+    const uint64_t *base;
     template <int V> __device__ __forceinline__ void run(const float (*in)[V], float (*out)[V], int64_t index) const {
-        uint64_t first = offset + (uint64_t)index;
+        uint64_t first = offset + (base != NULL ? *base : 0) + (uint64_t)index;
         int shift = (int)(first % 4), blocks = V / 4 + 1;
         uint32_t words[(V / 4 + 1) * 4 + 3] = {};
         AMPC_UNROLL
@@ -2908,7 +2974,7 @@ amp_result ampc_dropout(void *dev, const amp_k_dropout *args, void *stream) {
     m.in[0] = ampc_flat(args->x, args->x_dtype, args->n);
     m.out[0] = ampc_flat(args->y, args->y_dtype, args->n);
     if (threshold == 0) return ampc_map_run(dev, "amp_dropout", m, ampc_unchanged(), stream);
-    ampc_drop op = {threshold, 1.0f / (1.0f - args->p), args->seed, args->offset};
+    ampc_drop op = {threshold, 1.0f / (1.0f - args->p), args->seed, args->offset, args->base};
     return ampc_map_run(dev, "amp_dropout", m, op, stream);
 }
 
@@ -3522,7 +3588,7 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
    memory, a block computes 64 x 64 of c in tiles of 16 along k, a thread 4 x 4 of them.  Every sum is one chain of
    fused multiply-adds along k, so its bits depend on nothing else.                                      */
 
-enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 4 };
+enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
 enum { AMPC_LOG_REFUSED = 5001, AMPC_LOG_WRONG = 5002, AMPC_LOG_TUNED = 5003, AMPC_LOG_PLANS = 5004 };     /* ids */
 
 __device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
@@ -3552,19 +3618,37 @@ struct ampc_operand {
 
 typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, with room against bank conflicts */
 
+/* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0.  They are on their way together. */
+__device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di, int j_left,
+                                               int dj, float (&value)[4]) {
+    const bool exact = x.compute == AMP_F32 || x.compute == x.dtype || (x.compute == AMP_TF32 && x.dtype != AMP_F32);
+    uint4 raw[4];
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++)
+        raw[n] = ampc_piece_read<1>(ampc_within(x.data, x.dtype, from + n * step), x.dtype, 0, n * di < i_left && n * dj < j_left ? 1 : 0);
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) ampc_widen<1>(raw[n], x.dtype, value + n);
+    if (exact) return;
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) value[n] = ampc_rounded(value[n], x.compute);
+}
+
 /* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
    Returns whether this thread met an infinity or NaN. */
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0, int64_t k,
                                                 ampc_strip *tile) {
+    const bool rows = x.inner == 1;
+    const int t = (int)threadIdx.x, i = rows ? t / AMPC_GEMM_DEPTH : t % AMPC_GEMM_TILE, di = rows ? 16 : 0;
+    const int j = rows ? t % AMPC_GEMM_DEPTH : t / AMPC_GEMM_TILE, dj = rows ? 0 : 4;
+    const int64_t from = offset + (i0 + i) * x.outer + (j0 + j) * x.inner, step = rows ? 16 * x.outer : 4 * x.inner;
+    const int i_left = (int)ampc_clamp(x.count - i0 - i, 0, AMPC_GEMM_TILE), j_left = (int)ampc_clamp(k - j0 - j, 0, AMPC_GEMM_TILE);
+    float value[4];
     bool wild = false;
-    for (unsigned e = threadIdx.x; e < AMPC_GEMM_TILE * AMPC_GEMM_DEPTH; e += 256) {
-        unsigned i = x.inner == 1 ? e / AMPC_GEMM_DEPTH : e % AMPC_GEMM_TILE;
-        unsigned j = x.inner == 1 ? e % AMPC_GEMM_DEPTH : e / AMPC_GEMM_TILE;
-        bool inside = i0 + i < x.count && j0 + j < k;
-        float value = inside ? ampc_rounded(ampc_stored(x.data, x.dtype, offset + (i0 + i) * x.outer + (j0 + j) * x.inner),
-                                            x.compute) : 0.0f;
-        tile[j][i] = value;
-        wild = wild || !ampc_finite(value);
+    ampc_gemm_read(x, from, step, i_left, di, j_left, dj, value);
+    AMPC_UNROLL
+    for (int n = 0; n < 4; n++) {
+        tile[j + n * dj][i + n * di] = value[n];
+        wild |= !ampc_finite(value[n]);
     }
     return wild;
 }
@@ -5398,16 +5482,6 @@ enum { AMPC_ATTENTION_PER_SM = 2 };
 /* What a block works on: rows from i0 and columns from c0 on of a head. */
 struct ampc_attention_item { int64_t b, h, i0, c0; };
 
-/* `groups` of 64 N columns; heads vary fastest, so that the tiles of one place, which cost the same, run together. */
-template <int N>
-__device__ __forceinline__ ampc_attention_item ampc_attention_item_of(const amp_k_attention &a, int64_t item, int64_t groups,
-                                                                      int64_t tiles, bool last_first) {
-    int64_t heads = a.batch * a.heads, place = item / heads, head = item - place * heads, tile = place / groups;
-    ampc_attention_item i = {head / a.heads, head % a.heads, 0, (place - tile * groups) * AMPC_GEMM_TILE * N};
-    i.i0 = (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE;
-    return i;
-}
-
 /* Where a head of a tensor starts. */
 __device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
     return i.b * stride[0] + i.h * stride[2];
@@ -5428,14 +5502,29 @@ struct ampc_attention_room {
     ampc_strip weights[AMPC_GEMM_TILE];         /* of [other row][owned row] */
     ampc_sight sights[AMPC_GEMM_TILE];          /* of the queries at hand */
     float lse[AMPC_GEMM_TILE], delta[AMPC_GEMM_TILE];
+    ampc_attention_item item;
+    ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
 };
+
+/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that the tiles of one place, which cost the
+   same, run together.  It lies in shared memory to leave the registers to sums. */
+template <int N>
+__device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups, int64_t tiles,
+                                                     bool last_first, ampc_attention_room *room) {
+    int64_t heads = a.batch * a.heads, place = number / heads, head = number - place * heads, tile = place / groups;
+    if (threadIdx.x == 0)
+        room->item = ampc_attention_item{head / a.heads, head % a.heads, (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE,
+                                         (place - tile * groups) * AMPC_GEMM_TILE * N};
+    __syncthreads();
+}
 
 /* The queries from `query` on; those beyond the last see nothing.  Backward: lse is +inf where nothing is seen, so that
    every probability is 0. */
-__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, const ampc_attention_item &item, int64_t query,
-                                                    const float *delta, ampc_attention_room *room) {
-    int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
+__device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float *delta,
+                                                    ampc_attention_room *room) {
+    const ampc_attention_item &item = room->item;
     if (threadIdx.x < AMPC_GEMM_TILE) {
+        int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
         ampc_sight blind = {{0, INT64_MAX, 0}, 0, NULL, 0, NULL};
         bool live = q < a.queries;
         room->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
@@ -5448,16 +5537,15 @@ __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, co
     __syncthreads();
 }
 
-/* The keys that the open queries may see: those below `first`, and those in [low, high). */
-__device__ __forceinline__ ampc_span ampc_attention_reach(const ampc_attention_room *room) {
-    ampc_span all = {0, INT64_MAX, 0};
-    for (int i = 0; i < AMPC_GEMM_TILE; i++) {
-        const ampc_span &s = room->sights[i].span;
-        all.first = all.first > s.first ? all.first : s.first;
-        all.low = all.low < s.low ? all.low : s.low;
-        all.high = all.high > s.high ? all.high : s.high;
+/* Says what the open queries reach. */
+__device__ __forceinline__ void ampc_attention_reach(ampc_attention_room *room) {
+    if (threadIdx.x < 32) {
+        const ampc_span &s = room->sights[threadIdx.x].span, &t = room->sights[threadIdx.x + 32].span;
+        int64_t first = ampc_warp_max(s.first > t.first ? s.first : t.first);
+        int64_t low = ampc_warp_max(-(s.low < t.low ? s.low : t.low)), high = ampc_warp_max(s.high > t.high ? s.high : t.high);
+        if (threadIdx.x == 0) room->reach = ampc_span{first, -low, high};
     }
-    return all;
+    __syncthreads();
 }
 
 /* Bit 4 i + j: whether this thread's owned row i and other row j see each other.  The keys at hand start at `key`.
@@ -5472,10 +5560,20 @@ template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(con
         int low = (int)ampc_clamp(s.span.low - key, 0, AMPC_GEMM_TILE);
         int high = (int)ampc_clamp(s.span.high - key, 0, AMPC_GEMM_TILE);
         AMPC_UNROLL
-        for (int k = 0; k < 4; k++)
-            if (ampc_seen(s, key, (KEYS ? y : x) + k, first, low, high)) seen |= 1u << (KEYS ? 4 * k + q : 4 * q + k);
+        for (int k = 0; k < 4; k++) {
+            int at = (KEYS ? y : x) + k;
+            bool see = ampc_in_span(at, first, low, high) && ampc_lets_see(s, key + at);
+            seen |= (see ? 1u : 0u) << (KEYS ? 4 * k + q : 4 * q + k);
+        }
     }
     return seen;
+}
+
+/* sum[i][j] = row i0 + 4 y + i of x times row j0 + 4 x + j of y */
+__device__ __forceinline__ void ampc_attention_sum(const amp_k_attention &a, const ampc_operand &own, int64_t i0,
+                                                   const ampc_operand &other, int64_t j0, ampc_attention_room *room,
+                                                   float (&sum)[4][4]) {
+    ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, room->tiles[0], room->tiles[1], sum);
 }
 
 /* Hands this thread's weights to the block, rounded to the compute dtype. */
@@ -5567,27 +5665,27 @@ template <int N> __global__ void __launch_bounds__(256, AMPC_ATTENTION_PER_SM)
 ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
     AMPC_SHARED(ampc_attention_room, room, 1);
     const bool masked = ampc_mask_hides(a.mask);
+    const ampc_attention_item &item = room->item;
+    const ampc_span &reach = room->reach;
     for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
-        const ampc_attention_item item = ampc_attention_item_of<N>(a, number, groups, tiles, true);
-        const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
-        const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
-        const ampc_operand v = ampc_head_columns(a, item, a.v, a.v_stride);
         const float lowest = ampi_f32_of_bits(0xff800000u);
         ampc_row_softmax running = {{lowest, lowest, lowest, lowest}, {0.0f, 0.0f, 0.0f, 0.0f}};
         float sum[N][4][4] = {};
-        ampc_attention_open(a, item, item.i0, NULL, room);
-        const ampc_span reach = ampc_attention_reach(room);
+        ampc_attention_begin<N>(a, number, groups, tiles, true, room);
+        ampc_attention_open(a, item.i0, NULL, room);
+        ampc_attention_reach(room);
         for (int64_t key = 0; key < reach.first || key < reach.high; key += AMPC_GEMM_TILE) {
             float s[4][4], rescale[4];
             if (key >= reach.first && key + AMPC_GEMM_TILE <= reach.low) continue;
             unsigned seen = ampc_attention_look<false>(room, key);
             if (!__syncthreads_or(seen != 0)) continue;
-            ampc_gemm_sum(q, 0, item.i0, k, 0, key, a.dim, room->tiles[0], room->tiles[1], s);
+            ampc_attention_sum(a, ampc_head_rows(a, item, a.q, a.q_stride, a.queries), item.i0,
+                               ampc_head_rows(a, item, a.k, a.k_stride, a.keys), key, room, s);
             running.add(s, seen, a.scale, rescale);
             AMPC_UNROLL
             for (int e = 0; e < 16 * N; e++) sum[e / 16][e / 4 % 4][e % 4] = ampc_mul(sum[e / 16][e / 4 % 4][e % 4], rescale[e / 4 % 4]);
             ampc_attention_hand(s, a.compute, room);
-            ampc_attention_add<N>(v, key, a.keys, masked, room, sum);
+            ampc_attention_add<N>(ampc_head_columns(a, item, a.v, a.v_stride), key, a.keys, masked, room, sum);
         }
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -5638,26 +5736,27 @@ template <int N, bool KEYS> __global__ void __launch_bounds__(256, KEYS && N > 1
 ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t tiles, int64_t groups) {
     AMPC_SHARED(ampc_attention_room, room, 1);
     const bool masked = ampc_mask_hides(a.mask);
+    const ampc_attention_item &item = room->item;
+    const ampc_span &reach = room->reach;
     for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
-        const ampc_attention_item item = ampc_attention_item_of<N>(a, number, groups, tiles, !KEYS);
-        const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
-        const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
-        const ampc_operand v = ampc_head_rows(a, item, a.v, a.v_stride, a.keys);
-        const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
         float first[N][4][4] = {}, second[KEYS ? N : 1][4][4] = {};         /* dq; or dk and dv */
-        ampc_span reach = {a.queries, 0, 0};
+        ampc_attention_begin<N>(a, number, groups, tiles, !KEYS, room);
         if (!KEYS) {
-            ampc_attention_open(a, item, item.i0, delta, room);
-            reach = ampc_attention_reach(room);
+            ampc_attention_open(a, item.i0, delta, room);
+            ampc_attention_reach(room);
         }
-        for (int64_t other = 0; other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
+        for (int64_t other = 0; KEYS ? other < a.queries : other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
+            const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
+            const ampc_operand k = ampc_head_rows(a, item, a.k, a.k_stride, a.keys);
+            const ampc_operand v = ampc_head_rows(a, item, a.v, a.v_stride, a.keys);
+            const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
             float s[4][4], dp[4][4];
-            if (other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
-            if (KEYS) ampc_attention_open(a, item, other, delta, room);
+            if (!KEYS && other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
+            if (KEYS) ampc_attention_open(a, other, delta, room);
             unsigned seen = ampc_attention_look<KEYS>(room, KEYS ? item.i0 : other);
             if (!__syncthreads_or(seen != 0)) continue;
-            ampc_gemm_sum(KEYS ? k : q, 0, item.i0, KEYS ? q : k, 0, other, a.dim, room->tiles[0], room->tiles[1], s);
-            ampc_gemm_sum(KEYS ? v : d_o, 0, item.i0, KEYS ? d_o : v, 0, other, a.dim, room->tiles[0], room->tiles[1], dp);
+            ampc_attention_sum(a, KEYS ? k : q, item.i0, KEYS ? q : k, other, room, s);
+            ampc_attention_sum(a, KEYS ? v : d_o, item.i0, KEYS ? d_o : v, other, room, dp);
             ampc_attention_slopes<KEYS>(s, dp, seen, a.scale, room);
             if constexpr (KEYS) {
                 ampc_attention_hand(s, a.compute, room);

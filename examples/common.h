@@ -1,6 +1,6 @@
 /* common.h - what the examples share: a GPT-2 on amp.h's operators, its files, and the furniture of a training program.
  *
- *     1 errors, time, signals        4 JSON and safetensors       7 sampling
+ *     1 errors, time, device         4 JSON and safetensors       7 sampling
  *     2 progress, metrics, profile   5 the GPT-2 model            8 pictures in IDX files (MNIST)
  *     3 learning-rate schedules      6 model files                9 the tokenizer of GPT-2
  *
@@ -21,7 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ==== 1 Errors, time, signals ==================================================================== */
+/* ==== 1 Errors, time, signals, device ============================================================ */
 
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define TRY(call) do { amp_result try_result = (call); if (try_result != AMP_OK) return try_result; } while (0)
@@ -74,6 +74,30 @@ static inline amp_result folder_make(const char *path) {
         part[i] = '/';
     }
     return AMP_OK;
+}
+
+/* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU, where this build and this machine have
+   one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
+static inline amp_result device_open(amp_context **amp, amp_desc *desc, const char *device) {
+    int any = strcmp(device, "auto") == 0;
+    char *end = NULL;
+    long index = 0;
+    if (strncmp(device, "cuda:", 5) == 0) index = strtol(device + 5, &end, 10);
+    if (end != NULL ? end == device + 5 || *end != 0 || index < 0 || index > INT_MAX
+                    : !any && strcmp(device, "cuda") != 0 && strcmp(device, "cpu") != 0)
+        return example_fail(AMP_ERR_NAME, "must be auto, cpu, cuda or cuda:1 and so on");
+    if (strcmp(device, "cpu") == 0) return amp_open(amp, desc);
+#if defined(USE_CUDA)
+    desc->backend = amp_cuda();
+    desc->device = (int32_t)index;
+    if (amp_open(amp, desc) == AMP_OK) return AMP_OK;
+    if (!any) return example_fail(AMP_ERR_DEVICE, "%s", amp_last_error());
+    fprintf(stderr, "on the CPU, because no GPU can be used: %s\n", amp_last_error());
+    desc->backend = NULL;
+#else
+    if (!any) return example_fail(AMP_ERR_NAME, "this build has only the CPU: compile with -DUSE_CUDA, link amp_cuda.o");
+#endif
+    return amp_open(amp, desc);
 }
 
 /* ==== 2 Progress line, metrics, profile ========================================================== */
@@ -178,7 +202,7 @@ static inline void metrics_end(FILE *file) {
 
 /* Where the time of a training step goes.  pass 0: forward, 1: backward. */
 enum { PROFILE_LOADER, PROFILE_EMBEDDING, PROFILE_NORM, PROFILE_LINEAR, PROFILE_ATTENTION, PROFILE_DROPOUT,
-       PROFILE_HEAD, PROFILE_LOSS, PROFILE_OPTIMIZER, PROFILE_ROWS };
+       PROFILE_HEAD, PROFILE_LOSS, PROFILE_RECOMPUTE, PROFILE_OPTIMIZER, PROFILE_ROWS };
 typedef struct profile {
     double seconds[PROFILE_ROWS][2], all;
     int64_t steps;
@@ -519,6 +543,7 @@ typedef struct gpt_config {
     int64_t batch, seq;             /* the most that forward will be called with; seq at most positions */
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
     float dropout;                  /* on the embedding and on both residual branches; 0: none */
+    int32_t recompute;              /* 1: all blocks share the memory of one block's activations; see gpt_recompute */
 } gpt_config;
 
 /* One block: ops that keep their tensors, so that forward and backward are nothing but calls. */
@@ -553,7 +578,7 @@ typedef struct gpt {
     float *d_stream, *d_branch;     /* gradients; d_branch is d_stream unless there is dropout */
     void *d_norm, *d_heads, *d_qkv, *d_fc;
     int64_t batch, seq, rows;       /* what the ops are bound to */
-    profile *profile;               /* NULL: nothing is timed */
+    struct profile *profile;        /* NULL: nothing is timed */
 } gpt;
 
 /* The parameters of a block in units of channels: weights [rows C, cols C], vectors cols 0. */
@@ -625,10 +650,13 @@ static inline void gpt_place_activations(gpt *g, arena *a) {
     amp_dtype type = c->activations;
     for (layer = 0; layer < c->layers; layer++) {
         gpt_block *b = &g->blocks[layer];
+        if (layer > 0 && c->recompute) *b = b[-1];
+        b->end = arena_floats(a, rows * C);
+        if (layer > 0 && c->recompute) continue;        /* of its own it has only what the next block starts from */
         b->norm_1 = arena_take(a, rows * C, type);   b->qkv = arena_take(a, rows * 3 * C, type);
         b->heads = arena_take(a, rows * C, type);    b->norm_2 = arena_take(a, rows * C, type);
         b->fc_in = arena_take(a, rows * 4 * C, type); b->fc_out = arena_take(a, rows * 4 * C, type);
-        b->middle = arena_floats(a, rows * C);       b->end = arena_floats(a, rows * C);
+        b->middle = arena_floats(a, rows * C);
         b->mean_1 = arena_floats(a, rows);           b->rstd_1 = arena_floats(a, rows);
         b->mean_2 = arena_floats(a, rows);           b->rstd_2 = arena_floats(a, rows);
         b->lse = arena_floats(a, rows * c->heads);
@@ -806,7 +834,8 @@ static inline amp_result gpt_allocate(gpt *g) {
     have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
     if (have > 0 && need > have)
         return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
-                            "use a smaller model, batch or sequence", need * 1e-9, have * 1e-9);
+                            "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9,
+                            g->config.recompute ? "" : ", or recompute");
     TRY(amp_alloc(g->amp, &g->weights, weights.used));
     TRY(amp_alloc(g->amp, &g->grads, grads.used));
     TRY(amp_alloc(g->amp, &g->memory, memory.used));
@@ -966,6 +995,33 @@ static inline amp_result gpt_loss_read(gpt *g, float *out) {
     return amp_sync(g->amp);
 }
 
+/* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to it
+   a second time, and what the last linear adds is not needed. */
+static inline amp_result gpt_recompute(gpt *g, const gpt_block *block) {
+    gpt_block b = *block;
+    if (b.ln_1.sum.data != NULL) {
+        b.ln_1.x = b.ln_1.sum;
+        memset(&b.ln_1.residual, 0, sizeof b.ln_1.residual);
+        memset(&b.ln_1.sum, 0, sizeof b.ln_1.sum);
+    }
+    TRY(amp_layernorm(g->amp, &b.ln_1));
+    TRY(amp_linear(g->amp, &b.c_attn));
+    TRY(amp_attention(g->amp, &b.attention));
+    TRY(amp_linear(g->amp, &b.attn_proj));
+    if (g->config.dropout > 0) TRY(amp_dropout(g->amp, &b.attn_drop));
+    TRY(amp_layernorm(g->amp, &b.ln_2));
+    return amp_linear(g->amp, &b.c_fc);
+}
+
+/* The activations of a block whose memory another one's have taken since. */
+static inline amp_result gpt_recompute_block(gpt *g, int64_t layer) {
+    amp_result result;
+    TRY(amp_recompute_begin(g->amp));
+    result = gpt_recompute(g, &g->blocks[layer]);
+    TRY(amp_recompute_end(g->amp));
+    return result;
+}
+
 /* After gpt_forward and gpt_loss with backward: all gradients. */
 static inline amp_result gpt_backward(gpt *g) {
     amp_context *amp = g->amp;
@@ -976,6 +1032,8 @@ static inline amp_result gpt_backward(gpt *g) {
     TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &g->ln_f));
     for (layer = g->config.layers - 1; layer >= 0; layer--) {
         gpt_block *b = &g->blocks[layer];
+        if (g->config.recompute && layer < g->config.layers - 1)        /* the last block's are still there */
+            TIMED(p, amp, PROFILE_RECOMPUTE, 1, gpt_recompute_block(g, layer));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->mlp_drop));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->mlp_proj));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->c_fc));

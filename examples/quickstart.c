@@ -2,6 +2,7 @@
  *
  *     gcc -O2 -fopenmp examples/quickstart.c -o quickstart -lm -lpthread && ./quickstart [folder of the IDX files]
  *
+ * Built with -DUSE_CUDA and amp_cuda.o it runs on the GPU: everything but the reports lies in the device's memory.
  * The files are those of Debian's package dataset-fashion-mnist; without them it learns synthetic pictures. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
@@ -13,20 +14,29 @@ static amp_param params[4];
 static amp_linear_op first, second;     /* hidden = relu(x W1^T + b1), logits = hidden W2^T + b2 */
 static amp_cross_entropy_op loss;
 
-static float *zeros(int64_t n) {
+/* Device memory for n values of 4 bytes: a copy of host memory, or zeros. */
+static void *on_device(const void *host, int64_t n) {
     void *p;
-    CHECK(amp_alloc(amp, &p, n * (int64_t)sizeof(float)));
-    CHECK(amp_fill(amp, p, 0, n * (int64_t)sizeof(float)));
-    return (float *)p;
+    CHECK(amp_alloc(amp, &p, 4 * n));
+    CHECK(host ? amp_copy(amp, p, host, 4 * n, AMP_COPY_TO_DEVICE) : amp_fill(amp, p, 0, 4 * n));
+    CHECK(amp_sync(amp));
+    return p;
+}
+static float *zeros(int64_t n) { return (float *)on_device(NULL, n); }
+static void to_host(void *host, const void *device, int64_t n) {
+    CHECK(amp_copy(amp, host, device, 4 * n, AMP_COPY_TO_HOST));
+    CHECK(amp_sync(amp));
 }
 
 /* A parameter and its gradient: a matrix, or a vector if cols is 0. */
 static void make_param(amp_param *p, const char *name, int64_t rows, int64_t cols) {
+    static float start[HIDDEN * PIXELS];
     int64_t n = cols > 0 ? rows * cols : rows;
+    memset(start, 0, sizeof start);
+    if (cols > 0) random_normal(start, n, 1, (uint64_t)cols, (float)sqrt(2.0 / (double)cols));
     p->name = name;
-    p->weight = cols > 0 ? amp_tensor2(zeros(n), AMP_F32, rows, cols) : amp_tensor1(zeros(n), AMP_F32, n);
+    p->weight = cols > 0 ? amp_tensor2(on_device(start, n), AMP_F32, rows, cols) : amp_tensor1(on_device(start, n), AMP_F32, n);
     p->grad = cols > 0 ? amp_tensor2(zeros(n), AMP_F32, rows, cols) : amp_tensor1(zeros(n), AMP_F32, n);
-    if (cols > 0) random_normal((float *)p->weight.data, n, 1, (uint64_t)cols, (float)sqrt(2.0 / (double)cols));
 }
 
 /* Buffers for a batch, and the ops that connect them. */
@@ -43,8 +53,17 @@ static void make_network(void) {
     loss.loss = zeros(1);
 }
 
+/* Pictures and labels in device memory. */
+typedef struct device_pictures { float *x; int32_t *y; } device_pictures;
+static device_pictures upload(const pictures *p) {
+    device_pictures d;
+    d.x = (float *)on_device(p->x, p->n * PIXELS);
+    d.y = (int32_t *)on_device(p->y, p->n);
+    return d;
+}
+
 /* The loss of pictures i to i + BATCH; with training the logits become their gradient. */
-static void forward(const pictures *data, int64_t i, int training, const float *seed) {
+static void forward(const device_pictures *data, int64_t i, int training, const float *seed) {
     first.x = amp_tensor2(data->x + i * PIXELS, AMP_F32, BATCH, PIXELS);
     loss.labels = data->y + i;
     loss.seed = seed;
@@ -57,12 +76,13 @@ static void forward(const pictures *data, int64_t i, int training, const float *
     CHECK(amp_autocast_end(amp));
 }
 
-static double accuracy(const pictures *data) {
+static double accuracy(const pictures *data, const device_pictures *there) {
     int64_t right = 0, n = data->n / BATCH * BATCH;
+    float logits[BATCH * CLASSES];
     for (int64_t i = 0; i < n; i += BATCH) {
-        forward(data, i, 0, NULL);
-        for (int row = 0; row < BATCH; row++)
-            right += largest_of((float *)second.y.data + row * CLASSES, CLASSES) == data->y[i + row];
+        forward(there, i, 0, NULL);
+        to_host(logits, second.y.data, BATCH * CLASSES);
+        for (int row = 0; row < BATCH; row++) right += largest_of(logits + row * CLASSES, CLASSES) == data->y[i + row];
     }
     return (double)right / (double)n;
 }
@@ -72,28 +92,32 @@ int main(int argc, char **argv) {
     pictures train, test;
     amp_scaler *scaler; amp_scaler_desc scaler_desc = {0};
     amp_optimizer *adamw; amp_optimizer_desc desc = {0};
-    amp_choice choice;
+    amp_choice choice; amp_desc settings = {0};
+    device_pictures train_there, test_there;
+    float value;
     if (pictures_read(&train, folder, "train") != AMP_OK || pictures_read(&test, folder, "t10k") != AMP_OK) {
         printf("%s\nlearning SYNTHETIC pictures instead\n", example_error());
         CHECK(pictures_synthetic(&train, 20000, PIXELS, CLASSES, 1));
         CHECK(pictures_synthetic(&test, 5000, PIXELS, CLASSES, 2));
     }
-    CHECK(amp_open(&amp, NULL));
+    CHECK(device_open(&amp, &settings, "auto"));
     CHECK(amp_query_choice(amp, &choice));
     printf("%s: %s\n", amp_dtype_name(choice.dtype), choice.reason);
     make_network();
+    train_there = upload(&train); test_there = upload(&test);
     scaler_desc.disable = !choice.scaler;           /* only fp16 needs one */
     desc.params = params; desc.n_params = 4; desc.lr = 1e-3f; desc.weight_decay = 0.01f;
     CHECK(amp_scaler_create(amp, &scaler, &scaler_desc));
     CHECK(amp_optimizer_create(amp, &adamw, &desc));
     for (int epoch = 1; epoch <= EPOCHS; epoch++) {
         for (int64_t i = 0; i + BATCH <= train.n; i += BATCH) {
-            forward(&train, i, 1, amp_scaler_seed(scaler));
+            forward(&train_there, i, 1, amp_scaler_seed(scaler));
             CHECK(amp_linear_backward(amp, &second));
             CHECK(amp_linear_backward(amp, &first));
             CHECK(amp_step(adamw, scaler));         /* check, AdamW, new scale */
         }
-        printf("epoch %d: loss %.4f, test accuracy %.2f%%\n", epoch, (double)*loss.loss, 100 * accuracy(&test));
+        to_host(&value, loss.loss, 1);
+        printf("epoch %d: loss %.4f, test accuracy %.2f%%\n", epoch, (double)value, 100 * accuracy(&test, &test_there));
     }
     return 0;
 }

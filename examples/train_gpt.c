@@ -5,6 +5,10 @@
  *     ./train_gpt --data book.txt --model d6 --steps 2000 --save out/book
  *     ./train_gpt --resume out/book     goes on exactly where it stopped; --help lists every flag
  *
+ * On an NVIDIA GPU, with the backend compiled by nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu:
+ *
+ *     gcc -DUSE_CUDA -O2 -fopenmp -c examples/train_gpt.c && nvcc -Xcompiler -fopenmp train_gpt.o amp_cuda.o -o train_gpt -lcublasLt
+ *
  * On several processes, each with its own batches and the sum of all gradients:
  *
  *     mpicc -DUSE_MPI -O2 -fopenmp examples/train_gpt.c -o train_gpt_mpi -lm -lpthread
@@ -79,6 +83,8 @@ typedef struct settings {
     int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
     int64_t workers, prefetch;
     int64_t save_interval, eval_interval, eval_batches, log_interval, sample, top_k, compare, help, stop_after, profile;
+    const char *device;
+    int64_t recompute, graph;
     double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, clip, temperature, timeout;
     double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
 } settings;
@@ -138,7 +144,10 @@ static const option options[] = {
      "their storage; auto: what autocast returns"},
     {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
      "take the nearest precision if this machine lacks the wanted one"},
+    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"graph", SWITCH, FIELD(graph), "off", 0, 0, NULL, "capture the step in a CUDA graph and launch that"},
     {"autotune", SWITCH_TEXT, FIELD(autotune), "off", 0, 0, NULL,
      "a GPU times its ways to each product once; --autotune=FILE keeps what it found (the CPU has no use for it)"},
 
@@ -161,6 +170,8 @@ static const option options[] = {
     {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
     {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
+    {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
+     "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
     {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
      "optimizer steps in all; auto: 1200, or what --epochs needs"},
     {"stop-after", INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
@@ -205,10 +216,10 @@ static const option options[] = {
 enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 
 /* Not taken over from a checkpoint: they belong to one session. */
-static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics",
+static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics", "recompute",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
                                               "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
-                                              "timeout", "profile",   "autotune", NULL};
+                                              "timeout", "profile", "device", "graph",   "autotune", NULL};
 
 /* What was given, as text: first the command line, then the checkpoint that is resumed. */
 typedef struct given_texts {
@@ -456,6 +467,7 @@ static amp_result check_settings(settings *set) {
 #if !defined(_OPENMP)
     if (set->threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
 #endif
+    if (set->graph && set->profile) return refuse("graph", "contradicts --profile, which times every operator by itself");
     if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
     for (i = 0; scaler_options[i] != NULL; i++) {
@@ -500,6 +512,9 @@ typedef struct run {
     gpt model;
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
+    amp_graph *graph;               /* of a whole step; NULL: not captured */
+    float *micro_losses;            /* device: of a step's micro-batches */
+    int32_t *micro_tokens;          /* device, with --graph: their inputs and targets; else NULL */
     FILE *metrics;
     int64_t start, step, steps;     /* start: where this session began */
     float losses[64];               /* of the last steps, by step % 64 */
@@ -519,8 +534,9 @@ static amp_dtype setting_dtype(const char *name) {
 
 static amp_result open_context(run *r) {
     const settings *set = &r->set;
-    amp_machine machine;
     amp_desc desc;
+    char why[400];
+    amp_result result;
     memset(&desc, 0, sizeof desc);
     desc.dtype = setting_dtype(set->precision);
     desc.level = (amp_level)(AMP_LEVEL_O0 + word_place("O0 O1 O2 O3", set->level));
@@ -533,10 +549,12 @@ static amp_result open_context(run *r) {
     desc.reducer.reduce = ranks_reduce;
     desc.reducer.rank = ranks.rank;
     desc.reducer.world = ranks.world;
-    TRY(amp_machine_probe(&machine));
-    if (amp_choose(&machine, desc.dtype, desc.allow_fallback, &r->choice) != AMP_OK)
-        return refuse("precision", "%s", amp_last_error());
-    TRY(amp_open(&r->amp, &desc));
+    result = device_open(&r->amp, &desc, set->device);
+    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
+    if (result == AMP_ERR_UNSUPPORTED) return refuse("precision", "%s", because(why));
+    TRY(result);
+    TRY(amp_query(r->amp, &desc));
+    if (set->graph && desc.backend->graph_begin == NULL) return refuse("graph", "the %s backend has none", desc.backend->name);
     TRY(amp_query_choice(r->amp, &r->choice));
     r->level = desc.level;
     return AMP_OK;
@@ -740,6 +758,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
+    config.recompute = (int32_t)set->recompute;
     if (result == AMP_OK) result = activation_dtype(r, &config.activations);
     if (result == AMP_OK && config.seq > config.positions)
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
@@ -816,6 +835,18 @@ static amp_result open_loader(run *r) {
     return AMP_OK;
 }
 
+/* What a step keeps on the device beside the model. */
+static amp_result open_step(run *r) {
+    int64_t n = r->set.accumulation;
+    void *memory;
+    TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof(float)));
+    r->micro_losses = (float *)memory;
+    if (!r->set.graph) return AMP_OK;
+    TRY(amp_alloc(r->amp, &memory, n * 2 * r->set.batch * r->set.seq * (int64_t)sizeof(int32_t)));
+    r->micro_tokens = (int32_t *)memory;
+    return AMP_OK;
+}
+
 /* Files that a run writes, found out before it starts rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
@@ -847,6 +878,9 @@ static amp_result load_state(run *r, const amp_state *state) {
 
 static void close_run(run *r) {
     if (r->metrics != NULL) fclose(r->metrics);
+    amp_graph_destroy(r->graph);
+    amp_free(r->amp, r->micro_losses);
+    amp_free(r->amp, r->micro_tokens);
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
     if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
     gpt_destroy(&r->model);
@@ -866,6 +900,7 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     TRY(open_scaler(r));
     TRY(open_optimizer(r));
     TRY(open_loader(r));
+    TRY(open_step(r));
     if (resumed != NULL) TRY(load_state(r, resumed));
     r->start = r->step;
     return AMP_OK;
@@ -1071,26 +1106,76 @@ static amp_result measure_bigrams(run *r) {
 
 /* ==== Training =================================================================================== */
 
-/* One optimizer step: forward in a region, backward from the loss scale, and amp_step, which checks, clips,
-   updates the weights and moves the scale.  loss: its mean over the micro-batches, NULL if it is not wanted. */
-static amp_result train_step(run *r, float lr, float *loss) {
+/* One micro-batch: forward in a region, backward from the loss scale, and amp_step, which with the last one of a step
+   checks, clips, updates the weights and moves the scale. */
+static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
+    profile *p = r->model.profile;
+    TRY(forward_loss(r, batch, 1));
+    TRY(gpt_backward(&r->model));
+    TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
+    TIMED(p, r->amp, PROFILE_OPTIMIZER, 0, amp_step(r->optimizer, r->scaler));
+    return AMP_OK;
+}
+
+/* The next batch; with --graph a copy of it where the graph looks for it. */
+static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
+    profile *p = r->model.profile;
+    int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
+    int32_t *tokens = r->micro_tokens + 2 * n * micro;
+    TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, batch));
+    if (r->micro_tokens == NULL) return AMP_OK;
+    TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
+    TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
+    batch->inputs = tokens;
+    batch->targets = tokens + n;
+    return AMP_OK;
+}
+
+/* The first step of a session runs as it is, so that everything a graph needs is there; the second is captured. */
+static amp_result graph_step(run *r) {
     int64_t micro, n = r->set.accumulation;
-    double sum = 0, began = seconds_now();
-    profile *p = r->set.profile ? &r->profile : NULL;
-    r->model.profile = p;           /* only here: validation and the sample are not counted */
-    TRY(amp_optimizer_set_lr(r->optimizer, lr));
-    for (micro = 0; micro < n; micro++) {
-        amp_batch batch;
-        TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, &batch));
-        TRY(forward_loss(r, &batch, 1));
-        TRY(gpt_backward(&r->model));
-        TIMED(p, r->amp, PROFILE_OPTIMIZER, 0, amp_step(r->optimizer, r->scaler));
-        if (loss != NULL) {
-            TRY(gpt_loss_read(&r->model, loss));
-            sum += (double)*loss;
+    amp_batch batch;
+    for (micro = 0; micro < n; micro++) TRY(next_batch(r, micro, &batch));
+    if (r->graph == NULL) {
+        TRY(amp_graph_begin(r->amp));
+        for (micro = 0; micro < n; micro++) {
+            batch.inputs = r->micro_tokens + 2 * micro * r->set.batch * r->set.seq;
+            batch.targets = batch.inputs + r->set.batch * r->set.seq;
+            TRY(micro_step(r, micro, &batch));
         }
+        TRY(amp_graph_end(r->amp, &r->graph));
     }
-    if (loss != NULL) *loss = (float)(sum / (double)n);
+    return amp_graph_launch(r->graph);
+}
+
+/* The mean over a step's micro-batches.  Waits for the device. */
+static amp_result read_loss(run *r, float *loss) {
+    int64_t micro, n = r->set.accumulation;
+    float *all = (float *)malloc((size_t)n * sizeof *all);
+    double sum = 0;
+    amp_result result = all != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the losses");
+    if (result == AMP_OK) result = amp_copy(r->amp, all, r->micro_losses, n * (int64_t)sizeof *all, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp_sync(r->amp);
+    for (micro = 0; micro < n && result == AMP_OK; micro++) sum += (double)all[micro];
+    *loss = (float)(sum / (double)n);
+    free(all);
+    return result;
+}
+
+/* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted. */
+static amp_result train_step(run *r, float lr, float *loss) {
+    int64_t micro;
+    double began = seconds_now();
+    amp_batch batch;
+    TRY(amp_optimizer_set_lr(r->optimizer, lr));
+    r->model.profile = r->set.profile ? &r->profile : NULL;     /* only here: validation and the sample are not counted */
+    if (r->set.graph && r->step > r->start) TRY(graph_step(r));
+    else
+        for (micro = 0; micro < r->set.accumulation; micro++) {
+            TRY(next_batch(r, micro, &batch));
+            TRY(micro_step(r, micro, &batch));
+        }
+    if (loss != NULL) TRY(read_loss(r, loss));
     r->model.profile = NULL;
     r->profile.all += seconds_now() - began;
     r->profile.steps++;
@@ -1226,6 +1311,8 @@ static void print_run(const run *r) {
     printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
     printf("  storage     weights %s, activations %s, residual stream and gradients fp32\n",
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  activations %.1f MiB with logits and gradients%s\n", (double)r->model.memory_bytes / 1048576,
+           c->recompute ? ": one block's, and each block runs again in backward" : "");
     if (amp_optimizer_bytes(r->optimizer, &bytes) == AMP_OK)
         printf("  parameters  %.4g bytes each: weight %.4g, gradient %.4g, master %.4g, moments %.4g\n", bytes.total,
                bytes.weight, bytes.gradient, bytes.master, bytes.moments);
@@ -1255,6 +1342,7 @@ static void metrics_run(const run *r) {
     metrics_text(r->metrics, "level", r->set.level);
     metrics_integer(r->metrics, "scaler", r->scaler != NULL);
     metrics_integer(r->metrics, "parameters", r->model.weights_count);
+    metrics_integer(r->metrics, "activation_bytes", r->model.memory_bytes);
     metrics_text(r->metrics, "data", r->data);
     metrics_integer(r->metrics, "tokens", r->info.tokens);
     metrics_integer(r->metrics, "step", r->start);
@@ -1431,7 +1519,7 @@ static void print_profile_row(const run *r, const char *name, const double secon
 
 static amp_result print_profile(run *r) {
     static const char *const names[PROFILE_ROWS] = {"loader",  "embedding", "layernorm",     "linear",   "attention",
-                                                    "dropout", "lm_head",   "cross-entropy", "optimizer"};
+                                                    "dropout", "lm_head",   "cross-entropy", "recompute", "optimizer"};
     double peak, gemm, rest[2] = {0, 0}, none[2] = {0, 0};
     peak_loop loop;
     int row;
@@ -1446,7 +1534,7 @@ static amp_result print_profile(run *r) {
         flops[0] = gpt_flops(&r->model, row) * (double)r->set.accumulation;
         flops[1] = flops[0] * (row == PROFILE_ATTENTION ? 2.5 : 2);
         rest[0] -= r->profile.seconds[row][0] + r->profile.seconds[row][1];
-        if (row == PROFILE_DROPOUT && r->set.dropout <= 0) continue;
+        if ((row == PROFILE_DROPOUT && r->set.dropout <= 0) || (row == PROFILE_RECOMPUTE && !r->set.recompute)) continue;
         print_profile_row(r, names[row], r->profile.seconds[row], flops, peak);
     }
     print_profile_row(r, "the rest", rest, none, peak);

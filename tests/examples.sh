@@ -73,12 +73,30 @@ if grep -q "^The loader" "$work/bpe_whole.log" && grep -q "900 tokens: " "$work/
 if "$gpt" $small --out "$work/ready" --data "$work/bpe_whole/tokens.bin" $bpe --steps 1 > "$work/ready.log" 2>&1 && [ ! -e "$work/ready/tokens.bin" ]; then pass; else fail "token file with a tokenizer" "$(tail -n 3 "$work/ready.log")"; fi
 
 # The profile names every operator and adds up to the step.
-train profile --steps 8 --profile --dropout 0.1
+train profile --steps 8 --profile --dropout 0.1 --recompute
 missing=
-for row in loader embedding layernorm linear attention dropout lm_head cross-entropy optimizer "the rest"; do grep -q "^  $row " "$work/profile.log" || missing="$missing $row"; done
+for row in loader embedding layernorm linear attention dropout lm_head cross-entropy recompute optimizer "the rest"; do grep -q "^  $row " "$work/profile.log" || missing="$missing $row"; done
 sum=$(grep '"profile"' "$work/profile/metrics.jsonl" | sed 's/.*"share": \([^,}]*\).*/\1/' | awk '{s += $1} END {print s}')
 if [ -z "$missing" ] && awk "BEGIN {exit !($sum > 0.999 && $sum < 1.001)}" && grep -q "of peak: share" "$work/profile.log"; then pass
 else fail "--profile" "no row:$missing; the shares add up to $sum"; fi
+
+# Recomputing: the same weights and losses, byte for byte, in less memory, and resumed without it.
+for precision in fp16 bf16; do
+    deep="--layers 4 --steps 6 --precision $precision --dropout 0.1 --accumulation 2"
+    train kept $deep --save "$work/kept_$precision"
+    train again $deep --save "$work/again_$precision" --recompute
+    train again_first $deep --save "$work/again_second_$precision" --recompute --stop-after 3
+    train again_second $deep --save "$work/again_second_$precision" --resume "$work/again_second_$precision"
+    for run in kept again; do grep '"event": "step"' "$work/$run/metrics.jsonl" | sed 's/.*"loss": *\([^,}]*\).*/\1/' > "$work/$run.losses"; done
+    for other in again again_second; do
+        if cmp -s "$work/kept_$precision.safetensors" "$work/${other}_$precision.safetensors"; then pass; else fail "--recompute in $precision" "$other has other weights: $(tail -n 2 "$work/$other.log")"; fi
+    done
+    if [ -s "$work/kept.losses" ] && cmp -s "$work/kept.losses" "$work/again.losses"; then pass; else fail "--recompute in $precision" "other losses"; fi
+    bytes() { sed -n 's/.*"activation_bytes": *\([0-9]*\).*/\1/p' "$work/$1/metrics.jsonl"; }
+    most() { sed -n 's/^  memory *\([0-9.]*\) MiB at most.*/\1/p' "$work/$1.log"; }
+    if [ "$(bytes again)" -lt "$(bytes kept)" ] && awk "BEGIN {exit !($(most again) < $(most kept))}"; then pass
+    else fail "--recompute in $precision" "memory: $(most again) MiB, $(most kept) without"; fi
+done
 
 # refused TEXT FLAGS...: exit code 2, and the text is said.
 refused() {

@@ -397,6 +397,47 @@ TEST(swiglu) {
                                  (amp_cpu_path)path);
 }
 
+/* A bias gives the bits of a sum that was made before: forward and backward of every kind, and of SwiGLU. */
+static void check_biased(int64_t rows, int64_t cols, amp_dtype bias_dtype, amp_cpu_path path) {
+    matrix x = make(AMP_F32, rows, cols, 0), up = make(AMP_F32, rows, cols, 0), bias = make(bias_dtype, 1, cols, 0);
+    matrix sum = make(AMP_F32, rows, cols, 0), dy = make(AMP_F32, rows, cols, 0);
+    matrix out[3], expected[3];
+    ampi_cpu cpu = device(path, 2);
+    amp_k_swiglu s;
+    for (int i = 0; i < 3; i++) { out[i] = make(AMP_F32, rows, cols, 0); expected[i] = make(AMP_F32, rows, cols, 0); }
+    fill(&x, 5, 0, 4, 0); fill(&up, 5, 1, 4, 0); fill(&bias, 5, 2, 4, 0); fill(&dy, 5, 3, 4, 0);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < cols; j++)
+            ((float *)(void *)sum.data)[i * cols + j] = (float)get(&x, i, j) + (float)get(&bias, 0, j);
+    for (int kind = AMP_ACT_GELU; kind <= AMP_ACT_RELU; kind++) {
+        amp_k_activation a = activation_args((amp_activation_kind)kind, &sum, &expected[0], &dy, &expected[1]);
+        CHECK_OK(ampi_cpu_activation(&cpu, &a, NULL));
+        CHECK_OK(ampi_cpu_activation_backward(&cpu, &a, NULL));
+        a.x = x.data; a.y = out[0].data; a.dx = out[1].data;
+        a.bias = bias.data; a.bias_dtype = bias_dtype; a.cols = cols;
+        CHECK_OK(ampi_cpu_activation(&cpu, &a, NULL));
+        CHECK_OK(ampi_cpu_activation_backward(&cpu, &a, NULL));
+        CHECK(same_bytes(&out[0], &expected[0]) && same_bytes(&out[1], &expected[1]));
+    }
+    memset(&s, 0, sizeof s);
+    s.gate = mat(&sum); s.up = mat(&sum); s.y = mat(&expected[0]);
+    s.dy = mat(&dy); s.dgate = mat(&expected[1]); s.dup = mat(&expected[2]);
+    CHECK_OK(ampi_cpu_swiglu(&cpu, &s, NULL));
+    CHECK_OK(ampi_cpu_swiglu_backward(&cpu, &s, NULL));
+    s.gate = s.up = mat(&x); s.y = mat(&out[0]); s.dgate = mat(&out[1]); s.dup = mat(&out[2]);
+    s.gate_bias = s.up_bias = bias.data; s.gate_bias_dtype = s.up_bias_dtype = bias_dtype;
+    CHECK_OK(ampi_cpu_swiglu(&cpu, &s, NULL));
+    CHECK_OK(ampi_cpu_swiglu_backward(&cpu, &s, NULL));
+    for (int i = 0; i < 3; i++) { CHECK(same_bytes(&out[i], &expected[i])); drop(&out[i]); drop(&expected[i]); }
+    drop(&x); drop(&up); drop(&bias); drop(&sum); drop(&dy);
+}
+
+TEST(activation_biases) {
+    for (int path = 1; path <= paths(); path++)
+        for (int i = 0; i < SHAPES - 1; i++)
+            for (int d = 0; d < STORAGES; d++) check_biased(shapes[i].rows, shapes[i].cols, storages[d], (amp_cpu_path)path);
+}
+
 /* ---- LayerNorm and RMSNorm */
 
 typedef struct norm_case { int rms, weight, bias, residual, sum, add, wanted; } norm_case;
@@ -1309,7 +1350,7 @@ int main(int argc, char **argv) {
     RUN(activation_rows);
     RUN(activation_special_values);
     RUN(activation_in_place);
-    RUN(swiglu);
+    RUN(swiglu); RUN(activation_biases);
     RUN(norm_forward);
     RUN(norm_backward);
     RUN(norm_in_place_and_special_rows);

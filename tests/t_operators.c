@@ -288,6 +288,11 @@ static double run_activation(void *arg) {
     return scalar(y, 19);
 }
 
+static double run_activation_4x5(void *arg) {
+    CHECK_OK(amp_activation(amp, (amp_activation_op *)arg));
+    return scalar(y, 20);
+}
+
 TEST(activations) {
     for (int act = AMP_ACT_GELU; act <= AMP_ACT_RELU; act++) {
         amp_activation_op op;
@@ -299,6 +304,30 @@ TEST(activations) {
         op.dy = amp_tensor1(loss_weights, AMP_F32, 19); op.dx = amp_tensor1(dx, AMP_F32, 19);
         CHECK_OK(amp_activation_backward(amp, &op));
         check_gradient("activation", x, dx, 19, run_activation, &op);
+    }
+}
+
+TEST(activations_with_bias) {
+    for (int act = AMP_ACT_GELU; act <= AMP_ACT_RELU; act++) {
+        amp_param bias = make_param("bias", b, db, 5, 0);
+        amp_activation_op op;
+        memset(&op, 0, sizeof op);
+        fill(x, 20, 12);
+        fill(b, 5, 14);
+        op.x = amp_tensor2(x, AMP_F32, 4, 5); op.y = amp_tensor2(y, AMP_F32, 4, 5); op.act = (amp_activation_kind)act;
+        op.bias = &bias;
+        CHECK_OK(amp_activation(amp, &op));
+        op.dy = amp_tensor2(loss_weights, AMP_F32, 4, 5); op.dx = amp_tensor2(dx, AMP_F32, 4, 5);
+        CHECK_OK(amp_activation_backward(amp, &op));
+        CHECK(bias.grad_live == 1);
+        for (int j = 0; j < 5; j++) CHECK(fabs((double)db[j] - (double)(dx[j] + dx[5 + j] + dx[10 + j] + dx[15 + j])) < 1e-6);
+        op.y = amp_tensor2(y, AMP_F32, 4, 5);
+        check_gradient("activation with bias", x, dx, 20, run_activation_4x5, &op);
+        check_gradient("activation's bias", b, db, 5, run_activation_4x5, &op);
+        op.y = op.x;
+        if (act != AMP_ACT_TANH) CHECK_ERR(amp_activation_backward(amp, &op), AMP_ERR_CONFLICT);
+        bias.weight.shape[0] = 4;
+        CHECK_ERR(amp_activation(amp, &op), AMP_ERR_SHAPE);
     }
 }
 
@@ -320,6 +349,30 @@ TEST(swiglu_on_one_buffer) {
     op.dup = op.gate; op.dup.data = dx + 4;
     CHECK_OK(amp_swiglu_backward(amp, &op));
     check_gradient("swiglu", x, dx, 24, run_swiglu, &op);
+}
+
+/* Both biases, and each alone: without the other nothing else changes. */
+TEST(swiglu_with_biases) {
+    for (int which = 1; which <= 3; which++) {
+        amp_param gate_bias = make_param("gate", b, db, 4, 0), up_bias = make_param("up", b + 4, db + 4, 4, 0);
+        amp_swiglu_op op;
+        memset(&op, 0, sizeof op);
+        fill(x, 24, 13);
+        fill(b, 8, 15);
+        op.gate = amp_tensor2(x, AMP_F32, 3, 4); op.up = amp_tensor2(x + 12, AMP_F32, 3, 4); op.y = amp_tensor2(y, AMP_F32, 3, 4);
+        if (which & 1) op.gate_bias = &gate_bias;
+        if (which & 2) op.up_bias = &up_bias;
+        run_swiglu(&op);
+        op.dy = amp_tensor2(loss_weights, AMP_F32, 3, 4);
+        op.dgate = amp_tensor2(dx, AMP_F32, 3, 4); op.dup = amp_tensor2(dx + 12, AMP_F32, 3, 4);
+        CHECK_OK(amp_swiglu_backward(amp, &op));
+        check_gradient("swiglu with biases", x, dx, 24, run_swiglu, &op);
+        CHECK(gate_bias.grad_live == (which & 1) && up_bias.grad_live == which >> 1);
+        if (which & 1) check_gradient("gate_bias", b, db, 4, run_swiglu, &op);
+        if (which & 2) check_gradient("up_bias", b + 4, db + 4, 4, run_swiglu, &op);
+        gate_bias.weight.shape[0] = up_bias.weight.shape[0] = 3;
+        CHECK_ERR(amp_swiglu(amp, &op), AMP_ERR_SHAPE);
+    }
 }
 
 /* ---- losses and embedding */
@@ -477,7 +530,7 @@ TEST(refusals) {
 
 static void run_all(void) {
     RUN(linear); RUN(linear_through_activations); RUN(linear_refuses_half_an_activation); RUN(gradients_overwrite_then_add); RUN(matmul); RUN(norms); RUN(attention_on_packed_qkv); RUN(softmax);
-    RUN(activations); RUN(swiglu_on_one_buffer); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
+    RUN(activations); RUN(activations_with_bias); RUN(swiglu_on_one_buffer); RUN(swiglu_with_biases); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
     RUN(mse); RUN(embedding); RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
 }
 

@@ -1,7 +1,7 @@
 /* bench_step.c - a whole training step of GPT-2: forward, loss, backward, AdamW without clipping.
  *
  *     cc -O2 -fopenmp tests/bench/bench_step.c -o bench_step -lm -lpthread
- *     ./bench_step --model 124m --batch 4 --seq 64 --precision bf16 --threads 2 --steps 10 --warmup 2
+ *     ./bench_step --model 124m --batch 4 --seq 64 --precision bf16 --threads 2 --steps 10 --warmup 2 --recompute 0
  *
  * Weights and tokens are random.  As in nanoGPT and llm.c the vocabulary of the 124M model is padded from 50257 to
  * 50304, so that every program of the comparison multiplies the same matrices.  The line it prints has the medians of
@@ -20,7 +20,7 @@ enum { MODELS = sizeof bench_models / sizeof *bench_models, BATCHES = 8 };
 
 typedef struct run {
     const bench_model *model;
-    int64_t batch, seq, threads, steps, warmup, path;
+    int64_t batch, seq, threads, steps, warmup, path, recompute;
     const char *model_name, *precision;
     amp_context *amp;
     gpt gpt;
@@ -71,6 +71,7 @@ static void create_model(run *r) {
     config.channels = r->model->channels; config.heads = r->model->heads;
     config.layers = r->model->layers;     config.batch = r->batch;
     config.seq = r->seq;                  config.activations = dtype == AMP_TF32 ? AMP_F32 : dtype;
+    config.recompute = (int32_t)r->recompute;
     bench_need(gpt_create(&r->gpt, r->amp, &config), "gpt_create");
     set_weights(r);
     od.params = r->gpt.params; od.n_params = r->gpt.n_params;
@@ -128,6 +129,7 @@ static void report(run *r, times *t, float loss) {
     metrics_integer(stdout, "seq", r->seq);
     metrics_text(stdout, "precision", r->precision);
     metrics_integer(stdout, "emulated", choice.emulated);
+    metrics_integer(stdout, "recompute", r->recompute);
     metrics_integer(stdout, "steps", r->steps);
     metrics_integer(stdout, "warmup", r->warmup);
     for (part = 0; part < PARTS; part++) metrics_number(stdout, names[part], 1e3 * bench_median(t->of[part], r->steps));
@@ -135,6 +137,7 @@ static void report(run *r, times *t, float loss) {
     metrics_number(stdout, "p75_ms", 1e3 * bench_quantile(t->of[STEP], r->steps, 0.75));
     metrics_number(stdout, "tokens_per_s", (double)(r->batch * r->seq) / median);
     metrics_integer(stdout, "memory_bytes", memory.peak);
+    metrics_integer(stdout, "activation_bytes", r->gpt.memory_bytes);
     metrics_number(stdout, "loss", (double)loss);
     metrics_end(stdout);
 }
@@ -158,6 +161,7 @@ int main(int argc, char **argv) {
             {"threads", &r.threads, NULL, "threads; 0: all cores"},
             {"steps", &r.steps, NULL, "steps that count"},
             {"warmup", &r.warmup, NULL, "steps before them"},
+            {"recompute", &r.recompute, NULL, "1: one block's activations, each block's forward again in backward"},
             {"path", &r.path, NULL, "amp_cpu_path: 0 best, 1 scalar, 2 AVX2, 3 AVX-512"},
         };
         const int n = (int)(sizeof flags / sizeof *flags);

@@ -1,6 +1,6 @@
 """Runs the benchmarks and their peers, alternating, and writes medians, ratios and a verdict per bar as one JSON file.
 
-    python3 tests/bench/run.py [--only gemm,step,loader,masks] [--rounds 3] [--threads 2] [--wait 600]
+    python3 tests/bench/run.py [--only gemm,step,loader,masks,recompute] [--rounds 3] [--threads 2] [--wait 600]
     python3 tests/bench/run.py --only curves
     python3 tests/bench/run.py --only accuracy
 
@@ -34,6 +34,7 @@ import time
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 STEP_RUNS = [("124m", 64), ("124m", 256), ("11m", 64), ("11m", 256)]
+RECOMPUTE_RUNS = [("11m", 256), ("11m", 1024)]
 BATCH = 4
 QUIET = 0.06
 
@@ -246,6 +247,34 @@ def run_steps(machine, runs):
     return out
 
 
+# ---- Recomputing
+
+def run_recompute(machine):
+    """Peak memory and time of a step with all activations kept and with one block's, in turn."""
+    out = []
+    for model, seq in RECOMPUTE_RUNS:
+        def way(recompute):
+            flags = ["--model", model, "--batch", BATCH, "--seq", seq, "--threads", machine.args.threads, "--steps",
+                     machine.args.steps or 8, "--warmup", 2, "--precision", "bf16", "--recompute", recompute]
+            return lambda: machine.own("bench_step", *flags)[-1]
+        ways = {"kept": Contestant("kept", way(0)), "recomputed": Contestant("recomputed", way(1))}
+        for number in range(machine.args.rounds):
+            print(f"recompute {model}, batch {BATCH}, {seq} tokens, round {number + 1}", flush=True)
+            for contestant in list(ways.values())[::1 if number % 2 else -1]:
+                contestant.round()
+        row = collections.OrderedDict(model=model, batch=BATCH, seq=seq, precision="bf16")
+        for name, contestant in ways.items():
+            row[name] = contestant.result()
+            for key in ("memory_bytes", "activation_bytes", "loss"):
+                row[name].update({key: r[key] for r in contestant.records[-1:]})
+        if row["kept"].get("loss") != row["recomputed"].get("loss"):
+            raise Skip("the losses differ: recomputing is wrong")
+        row["time"] = round(1 / ratio(ways, "recomputed", "kept"), 3)
+        row["memory"] = round(row["recomputed"]["memory_bytes"] / row["kept"]["memory_bytes"], 3)
+        out.append(row)
+    return out
+
+
 # ---- The other benchmarks
 
 def run_gemm(machine):
@@ -430,7 +459,7 @@ def put_into(path, results, commands):
     """The parts of an earlier file of the same day, with those measured now in their place."""
     with open(path) as f:
         whole = json.load(f)
-    parts = collections.OrderedDict((k, whole[k]) for k in ("gemm", "step", "loader", "masks") if k in whole)
+    parts = collections.OrderedDict((k, whole[k]) for k in ("gemm", "step", "loader", "masks", "recompute") if k in whole)
     if isinstance(results.get("step"), list) and isinstance(parts.get("step"), list):
         now = {(row["model"], row["seq"]): row for row in results["step"]}
         old = [now.pop((row["model"], row["seq"]), row) for row in parts["step"]]
@@ -441,7 +470,8 @@ def put_into(path, results, commands):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="gemm,step,loader,masks", help="gemm, step, loader, masks, curves, accuracy")
+    parser.add_argument("--only", default="gemm,step,loader,masks,recompute",
+                        help="gemm, step, loader, masks, recompute, curves, accuracy")
     parser.add_argument("--bin", default="build", help="folder of the bench programs, from the project's root")
     parser.add_argument("--out", default="tests/bench/results", help="folder for the JSON file")
     parser.add_argument("--rounds", type=int, default=3)
@@ -459,6 +489,7 @@ def main():
     work = {"gemm": lambda: run_gemm(machine), "step": lambda: run_steps(machine, runs),
             "loader": lambda: run_loader(machine),
             "accuracy": lambda: run_accuracy(machine),
+            "recompute": lambda: run_recompute(machine),
             "masks": lambda: machine.own("bench_masks", "--threads", args.threads),
             "curves": lambda: machine.own("bench_curves", "--threads", args.threads)}
     results = collections.OrderedDict()

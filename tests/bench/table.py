@@ -62,6 +62,15 @@ def step_table(steps):
     yield ""
 
 
+def recompute_text(rows):
+    if not isinstance(rows, list):
+        return ""
+    return " Recomputing: " + "; ".join(
+        f"{MODELS.get(row['model'], row['model'])}, T={row['seq']}, {row['precision']}: "
+        f"{row['recomputed']['memory_bytes'] / 2 ** 20:,.0f} of {row['kept']['memory_bytes'] / 2 ** 20:,.0f} MiB, "
+        f"{row['time']:.2f}x the time" for row in rows) + "."
+
+
 def accuracy_table(rows):
     """Mean and worst error of the tests' figures: a line per subject, a column per precision."""
     found = {}
@@ -111,7 +120,8 @@ def lines(results, name, accuracy, accuracy_name):
         yield from table(["GEMM and loader", "measured", "bar", ""], bar_rows(other))
         yield ""
     passed = sum(row["verdict"] == "PASS" for row in results["bars"])
-    yield f"{passed} of {len(results['bars'])} bars are met, those of the training steps included."
+    yield (f"{passed} of {len(results['bars'])} bars are met, those of the training steps included."
+           + recompute_text(results.get("recompute")))
     yield ""
     yield ("The tests' errors over PyTorch's own on the same data, both against fp64 (RMS over 16 seeds; at most 1.2 is "
            f"allowed; fp32 models: relative, at most 1e-5); `make accuracy`, [{accuracy_name}]"

@@ -92,18 +92,21 @@ blas_state &state() {
     return *s;
 }
 
+enum { SYNCHRONISES = 1, NEVER_FAILS = 2 };
+
 /* A call: coc_library_call, and the failure that a test has ordered. */
 struct blas_call {
     coc_library_call call;
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    blas_call(const char *function, bool synchronises) : call(function, synchronises) {
+    blas_call(const char *function, unsigned traits) : call(function, traits & SYNCHRONISES) {
         blas_state &s = state();
+        if (traits & NEVER_FAILS) return;
         if (s.fail_in > 0 && (s.fail_function.empty() || s.fail_function == function) && --s.fail_in == 0)
             status = (cublasStatus_t)s.fail_status;
     }
 };
-#define BLAS_CALL(synchronises) \
-    blas_call call(__func__, synchronises); \
+#define BLAS_CALL(traits) \
+    blas_call call(__func__, traits); \
     if (call.status != CUBLAS_STATUS_SUCCESS) return call.status
 
 template <class T> T *opened(void *object, uint32_t magic) {
@@ -300,7 +303,8 @@ cublasStatus_t check_aux(const problem &p) {
 cublasStatus_t check_epilogue(const problem &p) {
     const matmul_desc &d = p.desc;
     if (!is_epilogue(d.epilogue)) return CUBLAS_STATUS_INVALID_VALUE;
-    /* [M] ReLU, dReLU, GELU, dGELU and bias epilogues are not supported when D is in row order. */
+    /* [M] note: ReLU, dReLU, GELU, dGELU and bias epilogues are not supported when D is in row order; the newest manual says
+       so of those that combine an activation with a bias. */
     if (d.epilogue != CUBLASLT_EPILOGUE_DEFAULT && p.of[D].order == CUBLASLT_ORDER_ROW) return CUBLAS_STATUS_NOT_SUPPORTED;
     /* [M] the table's column of bias types: that of D, for bf16 and fp16 inputs also where D is fp32. */
     if ((has_bias(d.epilogue) || has_bias_gradient(d.epilogue)) && d.bias_type != -1 && d.bias_type != (int32_t)p.of[D].type)
@@ -663,7 +667,8 @@ cublasStatus_t check_pointers(const execution &e, size_t workspace_bytes) {
     return needed != 0 && e.workspace == nullptr ? CUBLAS_STATUS_INVALID_VALUE : CUBLAS_STATUS_SUCCESS;
 }
 
-/* [C] a context is tied to the device that was current; a cublasHandle_t may stand for it. */
+/* [C] a context is tied to the device that was current, which must be current at each call (a note on cublasLtHandle_t, since
+   12.8, drops this; the stricter is kept); a cublasHandle_t may stand for it. */
 cublasStatus_t check_handle(cublasLtHandle_t handle, const char *function) {
     if (state().handles.count(handle) == 0) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (handle->device == coc_device_now()) return CUBLAS_STATUS_SUCCESS;
@@ -724,25 +729,25 @@ size_t cublasLtGetVersion(void) { return state().version; }
 size_t cublasLtGetCudartVersion(void) { return 13000; }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return create_handle(handle);
 }
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
-    BLAS_CALL(true);
+    BLAS_CALL(SYNCHRONISES | NEVER_FAILS);
     return destroy_handle(handle);
 }
 cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return create_handle((cublasLtContext **)handle);
 }
 cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
-    BLAS_CALL(true);
+    BLAS_CALL(SYNCHRONISES | NEVER_FAILS);
     return destroy_handle((cublasLtContext *)handle);
 }
 
 cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t l, size_t size, cudaDataType type, uint64_t rows,
                                                  uint64_t cols, int64_t ld) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     if (l == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     if (size < sizeof *l) return CUBLAS_STATUS_ALLOC_FAILED;
     init_object(l, sizeof *l, new_layout(type, rows, cols, ld));
@@ -750,74 +755,74 @@ cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t l, size_
 }
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *l, cudaDataType type, uint64_t rows, uint64_t cols,
                                           int64_t ld) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return create_object(l, new_layout(type, rows, cols, ld));
 }
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) {
-    BLAS_CALL(false);
+    BLAS_CALL(NEVER_FAILS);
     return destroy_object(l, __func__);
 }
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t id,
                                                 const void *value, size_t bytes) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return set_field(opened(l), find_attribute(layout_attributes, id), value, bytes);
 }
 cublasStatus_t cublasLtMatrixLayoutGetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t id, void *value,
                                                 size_t bytes, size_t *written) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return get_field(opened(l), find_attribute(layout_attributes, id), value, bytes, written);
 }
 
 cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t d, size_t size, cublasComputeType_t compute,
                                                cudaDataType scale) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     if (d == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     if (size < sizeof *d) return CUBLAS_STATUS_ALLOC_FAILED;
     init_object(d, sizeof *d, new_desc(compute, scale));
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t compute, cudaDataType scale) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return create_object(d, new_desc(compute, scale));
 }
 cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
-    BLAS_CALL(false);
+    BLAS_CALL(NEVER_FAILS);
     return destroy_object(d, __func__);
 }
 cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t id, const void *value,
                                               size_t bytes) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return set_field(opened(d), find_attribute(desc_attributes, id), value, bytes);
 }
 cublasStatus_t cublasLtMatmulDescGetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t id, void *value,
                                               size_t bytes, size_t *written) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return get_field(opened(d), find_attribute(desc_attributes, id), value, bytes, written);
 }
 
 cublasStatus_t cublasLtMatmulPreferenceInit_internal(cublasLtMatmulPreference_t p, size_t size) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     if (p == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     if (size < sizeof *p) return CUBLAS_STATUS_ALLOC_FAILED;
     init_object(p, sizeof *p, new_preference());
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *p) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return create_object(p, new_preference());
 }
 cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) {
-    BLAS_CALL(false);
+    BLAS_CALL(NEVER_FAILS);
     return destroy_object(p, __func__);
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t id,
                                                     const void *value, size_t bytes) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return set_field(opened<preference>(p, PREFERENCE), find_attribute(preference_attributes, id), value, bytes);
 }
 cublasStatus_t cublasLtMatmulPreferenceGetAttribute(cublasLtMatmulPreference_t p, cublasLtMatmulPreferenceAttributes_t id,
                                                     void *value, size_t bytes, size_t *written) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     return get_field(opened<preference>(p, PREFERENCE), find_attribute(preference_attributes, id), value, bytes, written);
 }
 
@@ -827,7 +832,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
                                               cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
                                               cublasLtMatmulPreference_t want, int requested,
                                               cublasLtMatmulHeuristicResult_t results[], int *returned) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     coc_counts_now()->blas_heuristics++;
     const preference *wanted = opened<preference>(want, PREFERENCE);
     const cublasLtMatrixLayout_t layouts[4] = {a, b, c, d};
@@ -847,7 +852,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
 cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
                                        cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
                                        const cublasLtMatmulAlgo_t *algo, cublasLtMatmulHeuristicResult_t *result) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     const cublasLtMatrixLayout_t layouts[4] = {a, b, c, d};
     problem p;
     int id = 0;
@@ -864,7 +869,7 @@ cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDe
 
 cublasStatus_t cublasLtMatmulAlgoCapGetAttribute(const cublasLtMatmulAlgo_t *algo, cublasLtMatmulAlgoCapAttributes_t id,
                                                  void *value, size_t bytes, size_t *written) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     const algorithm *a = opened<algorithm>((void *)algo, ALGORITHM);
     if (a == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     uint32_t found = kinds[a->id].scheme;
@@ -876,7 +881,7 @@ cublasStatus_t cublasLtMatmulAlgoCapGetAttribute(const cublasLtMatmulAlgo_t *alg
 
 cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *algo, cublasLtMatmulAlgoConfigAttributes_t id,
                                                     void *value, size_t bytes, size_t *written) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     const algorithm *a = opened<algorithm>((void *)algo, ALGORITHM);
     if (a == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     int32_t found = a->id;
@@ -891,7 +896,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *algo, void *workspace,
                               size_t workspace_bytes, cudaStream_t stream) {
-    BLAS_CALL(false);
+    BLAS_CALL(0);
     coc_counts_now()->blas_matmuls++;
     const cublasLtMatrixLayout_t layouts[4] = {a_layout, b_layout, c_layout, d_layout};
     execution e = {};
@@ -911,7 +916,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
         coc_lose_device(e.device, cudaErrorIllegalAddress);
         return CUBLAS_STATUS_EXECUTION_FAILED;
     }
-    cudaError_t error = coc_enqueue(kinds[e.id].name, stream, [e] { return execute(e); });
+    cudaError_t error = coc_enqueue(kinds[e.id].name, stream, {workspace, workspace_of(e.p, e.id)}, [e] { return execute(e); });
     return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 

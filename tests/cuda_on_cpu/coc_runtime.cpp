@@ -68,6 +68,7 @@ struct event_record {                           /* one cudaEventRecord */
 };
 
 struct pinned_memory { size_t size; unsigned char *region; };
+struct scratch_use { coc_scratch memory; point at; };
 
 } // namespace
 
@@ -116,6 +117,7 @@ struct model_state {
     std::map<void *, pinned_memory> pinned;
     std::map<CUstream_st *, stream_ref> streams;
     std::vector<stream_ref> retired;          /* destroyed with work left */
+    std::vector<scratch_use> scratch;           /* of work that has not run */
     std::map<CUevent_st *, std::shared_ptr<CUevent_st>> events;
     std::map<CUgraph_st *, std::shared_ptr<CUgraph_st>> graphs;
     std::map<CUgraphExec_st *, std::shared_ptr<CUgraphExec_st>> execs;
@@ -822,6 +824,7 @@ cudaError_t cudaDeviceReset(void) {
         it = it->second->device == index ? m.events.erase(it) : std::next(it);
     drop_device_memory(device(index));
     device(index) = device_state();
+    m.scratch.clear();
     m.retired.clear();
     m.captures.clear();
     last_error = cudaSuccess;
@@ -1470,10 +1473,46 @@ int coc_usable(const void *p, size_t bytes, int index) {
 }
 void coc_expose(int index) { expose_only(index); }
 void coc_wait_for_device(int index) { wait_for_device(index); }
-cudaError_t coc_enqueue(const char *name, cudaStream_t handle, std::function<cudaError_t()> run) {
+
+namespace {
+
+/* Whether what stands in a stream up to a sequence number waits for a point. */
+bool comes_after(const point &late, const point &early) {
+    if (early.stream->done >= early.sequence) return true;
+    if (late.stream == early.stream) return late.sequence >= early.sequence;
+    uint64_t sequence = late.stream->done;
+    for (const operation &op : late.stream->queue) {
+        if (sequence++ >= late.sequence) break;
+        for (const point &p : op.after)
+            if (comes_after(p, early)) return true;
+    }
+    return false;
+}
+
+void take_scratch(const char *name, const stream_ref &stream, coc_scratch memory) {
+    std::vector<scratch_use> left;
+    point now = {stream, stream->queued};
+    const char *from = (const char *)memory.data, *to = from + memory.bytes;
+    for (const scratch_use &use : model().scratch) {
+        const char *data = (const char *)use.memory.data;
+        if (use.at.stream->done >= use.at.sequence) continue;
+        left.push_back(use);
+        if (data < to && from < data + use.memory.bytes && !comes_after(now, use.at))
+            coc_fault("%s: its scratch memory is in use in another stream: %s", name, coc_describe(memory.data).c_str());
+    }
+    left.push_back({memory, now});
+    model().scratch = left;
+}
+
+} // namespace
+
+cudaError_t coc_enqueue(const char *name, cudaStream_t handle, coc_scratch scratch, std::function<cudaError_t()> run) {
     stream_ref stream = stream_of(handle);
     if (!stream || stream->device != current_device) return cudaErrorInvalidResourceHandle;
-    return put(stream, run, {}, name);
+    bool captured = stream->capturing != nullptr;
+    cudaError_t error = put(stream, run, {}, name);
+    if (error == cudaSuccess && scratch.bytes != 0 && !captured) take_scratch(name, stream, scratch);
+    return error;
 }
 void coc_pass_time(double passed) { model().clock += passed; }
 
@@ -1576,6 +1615,7 @@ void coc_reset() {
     model_state &m = model();
     for (size_t i = 0; i < m.devices.size(); i++)
         for (auto &stream : all_streams((int)i)) stream->queue.clear();
+    m.scratch.clear();
     m.streams.clear();
     m.retired.clear();
     m.events.clear();

@@ -25,6 +25,7 @@ struct blas_product {
     cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
     cudaDataType scale = CUDA_R_32F;
     cublasOperation_t trans[3] = {CUBLAS_OP_N, CUBLAS_OP_N, CUBLAS_OP_N};
+    cublasFillMode_t fill = CUBLAS_FILL_MODE_FULL;
     cublasLtOrder_t order[4] = {CUBLASLT_ORDER_COL, CUBLASLT_ORDER_COL, CUBLASLT_ORDER_COL, CUBLASLT_ORDER_COL};
     int64_t ld_more[4] = {};                    /* elements beyond the least ld */
     int64_t stride_more[4] = {};                /* elements beyond what the matrices take */
@@ -36,7 +37,7 @@ struct blas_product {
     bool nan_c = false;                         /* C holds NaN */
     cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     int32_t bias_type = -1, aux_type = -1;
-    int64_t aux_stride_more = 0, bias_stride_more = 0;
+    int64_t aux_stride_more = 0;
     bool no_strides = false;                    /* of bias and aux: 0 */
     size_t offset[BLAS_BUFFERS] = {};           /* bytes behind a 256-byte aligned address */
     bool null[BLAS_BUFFERS] = {};
@@ -100,7 +101,9 @@ static inline int64_t blas_aux_stride(const blas_product &x) {
     return x.no_strides ? 0 : blas_aux_ld(x) * x.n + x.aux_stride_more;
 }
 static inline int64_t blas_bias_length(const blas_product &x) { return blas_has(x, 512) ? x.n : x.m; }
-static inline int64_t blas_bias_stride(const blas_product &x) { return x.no_strides ? 0 : blas_bias_length(x) + x.bias_stride_more; }
+static inline int64_t blas_bias_stride(const blas_product &x) {
+    return x.no_strides ? 0 : blas_bias_length(x);
+}
 
 /* ---- Buffers: host copies, and the same on the device, with 0xFF wherever no element lies */
 
@@ -128,7 +131,7 @@ static inline size_t blas_bytes(const blas_product &x, int which) {
         blas_place p = blas_place_of(x, which);
         return (size_t)(p.rows && p.cols ? blas_at(x, which, x.batch - 1, p.rows - 1, p.cols - 1) + 1 : 0) * blas_size(x.type[which]);
     }
-    if (which == BLAS_BIAS) return (size_t)(x.batch * (blas_bias_length(x) + x.bias_stride_more)) * blas_size(x.type[BLAS_D]);
+    if (which == BLAS_BIAS) return (size_t)(x.batch * blas_bias_length(x)) * blas_size(x.type[BLAS_D]);
     if (which == BLAS_AUX) {
         size_t elements = (size_t)(x.batch * (blas_aux_ld(x) * x.n + x.aux_stride_more));
         return blas_uses_mask(x) ? (elements + 7) / 8 : elements * blas_size(x.type[BLAS_D]);
@@ -220,6 +223,7 @@ static inline void blas_describe(const blas_product &x, const blas_buffers &b, b
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_TRANSA, (int32_t)x.trans[0]);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_TRANSB, (int32_t)x.trans[1]);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_TRANSC, (int32_t)x.trans[2]);
+    blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_FILL_MODE, (int32_t)x.fill);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_POINTER_MODE, (int32_t)x.pointer_mode);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, (uint32_t)x.epilogue);
     blas_set(s, o->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, x.bias_type);
@@ -286,8 +290,9 @@ static inline double blas_gelu_slope(double v) {
 /* A value and the largest error of a computation of it. */
 struct blas_value { double v, off; };
 
-/* alpha AB + beta C + bias.  Each of k products and sums in fp32 rounds by 2^-24 of at most the sum of magnitudes, in any
-   order; so do the three operations after them.  TF32 operands are off by 2^-10 at most, cut off or rounded. */
+/* alpha AB + beta C + bias.  Each of k products and sums in fp32 is off by 2^-24 of at most the sum of magnitudes, in any
+   order, or by 2^-23 in tensor cores, which cut off (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021); so are
+   the three operations after them.  TF32 operands are off by 2^-10 at most, cut off or rounded. */
 static inline blas_value blas_linear(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i, int64_t j) {
     double sum = 0, size = 0;
     double operand = x.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? ldexp(1, -10) : 0;
@@ -305,7 +310,8 @@ static inline blas_value blas_linear(const blas_product &x, const blas_buffers &
     double bias = blas_has(x, 4) ? (double)blas_load(b.host[BLAS_BIAS].data(), x.type[BLAS_D], item * blas_bias_stride(x) + i) : 0;
     double off = size * operand * (2 + operand);
     size += fabs(rest) + fabs(bias);
-    return {sum + rest + bias, off + (x.k + 4) * ldexp(1, -24) * size * (1 + ldexp(1, -8))};
+    double unit = x.type[BLAS_A] == CUDA_R_32F && operand == 0 ? ldexp(1, -24) : ldexp(1, -23);
+    return {sum + rest + bias, off + (x.k + 4) * unit * size * (1 + ldexp(1, -8))};
 }
 
 /* Rounding to the type of D: half a unit in the last place, at least of the smallest normal number. */
@@ -314,7 +320,7 @@ static inline double blas_rounding(cudaDataType t, double v) {
     return t == CUDA_R_16F ? ldexp(fabs(v), -11) + ldexp(1, -25) : ldexp(fabs(v), -8) + ldexp(1, -134);
 }
 
-/* The hardware's tanh is within 2^-11 (PTX ISA, tanh.approx.f32); GELU's slope is at most 1.13, its slope's 0.8. */
+/* The hardware's tanh is within 2^-11 (PTX ISA, tanh.approx.f32), and GELU's slope at most 1.13. */
 static inline blas_value blas_activated(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i, int64_t j,
                                         blas_value in) {
     const unsigned char *aux = b.host[BLAS_AUX].data();
@@ -324,66 +330,84 @@ static inline blas_value blas_activated(const blas_product &x, const blas_buffer
     if (blas_has(x, 8)) return {aux[at / 8] >> (at % 8) & 1 ? in.v : 0, in.off};
     if (blas_has(x, 64)) {
         double g = (double)blas_load(aux, x.type[BLAS_D], at), slope = blas_gelu_slope(g);
-        return {in.v * slope, 1.13 * in.off + fabs(in.v) * ldexp(1 + fabs(g), -10)};
+        double of_tanh = 0.5 + fabs(g) * 0.7978845608028654 * (1 + 3 * 0.044715 * g * g);   /* d slope / d tanh, at most */
+        return {in.v * slope, 1.13 * in.off + (fabs(in.v) + in.off) * ldexp(of_tanh + 1, -11)};
     }
     return in;
 }
 
+/* "" or what is wrong. */
+static inline std::string blas_compare(const char *what, int64_t i, int64_t j, double found, double right, double room) {
+    char text[256];
+    if (fabs(found - right) <= room) return "";
+    snprintf(text, sizeof text, "%s(%lld, %lld) is %.9g, not %.9g within %.3g", what, (long long)i, (long long)j, found, right, room);
+    return text;
+}
+
+typedef std::vector<unsigned char> blas_bytes_of;
+
+/* The element of the aux matrix that forward writes: what goes into the activation, or its sign. */
+static inline std::string blas_check_aux(const blas_product &x, const blas_bytes_of &aux, int64_t item, int64_t i, int64_t j,
+                                         blas_value before) {
+    int64_t at = item * blas_aux_stride(x) + j * blas_aux_ld(x) + i;
+    cudaDataType t = x.type[BLAS_D];
+    if (blas_uses_mask(x))
+        return blas_compare("mask", i, j, aux[(size_t)(at / 8)] >> (at % 8) & 1, before.v > 0, fabs(before.v) <= before.off);
+    return blas_compare("aux", i, j, (double)blas_load(aux.data(), t, at), before.v, before.off + blas_rounding(t, fabs(before.v) + before.off));
+}
+
+/* What BGRADA or BGRADB must give: sums over k. */
+static inline blas_value blas_input_sum(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i) {
+    int which = blas_has(x, 256) ? BLAS_A : BLAS_B;
+    bool swapped = which == BLAS_A ? x.trans[0] != CUBLAS_OP_N : x.trans[1] == CUBLAS_OP_N;
+    double sum = 0, size = 0;
+    for (int64_t q = 0; q < x.k; q++) {
+        double v = (double)blas_load(b.host[which].data(), x.type[which], blas_at(x, which, item, swapped ? q : i, swapped ? i : q));
+        sum += v, size += fabs(v);
+    }
+    return {sum, (x.k + 1) * ldexp(size, x.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? -10 : -24)};
+}
+
+/* The bias gradient; row_sums: of D, summed from its values before or after their rounding. */
+static inline std::string blas_check_gradient(const blas_product &x, const blas_buffers &b, const blas_bytes_of &bias,
+                                              const std::vector<blas_value> &row_sums) {
+    std::string wrong;
+    cudaDataType t = x.type[BLAS_D];
+    for (int64_t item = 0; item < x.batch; item++)
+        for (int64_t i = 0; i < blas_bias_length(x) && wrong.empty(); i++) {
+            blas_value right = blas_has(x, 16) ? row_sums[(size_t)(item * x.m + i)] : blas_input_sum(x, b, item, i);
+            double found = (double)blas_load(bias.data(), t, item * blas_bias_stride(x) + i);
+            wrong = blas_compare("bias gradient", i, item, found, right.v, right.off + blas_rounding(t, fabs(right.v) + right.off));
+        }
+    return wrong;
+}
+
 /* "" or what is wrong with what the device holds; b.host is what it held before. */
 static inline std::string blas_check(const blas_product &x, const blas_buffers &b) {
-    std::vector<unsigned char> now[BLAS_BUFFERS];
-    std::vector<double> gradient((size_t)(x.batch * x.m), 0), gradient_off = gradient;
-    char text[256];
+    blas_bytes_of now[BLAS_BUFFERS], expected = b.host[BLAS_D];     /* with what was found at D's elements */
+    std::vector<blas_value> row_sums((size_t)(x.batch * x.m), blas_value{0, 0});
+    cudaDataType t = x.type[BLAS_D];
     for (int i : {(int)BLAS_D, (int)BLAS_BIAS, (int)BLAS_AUX}) {
         now[i] = b.host[i];
         if (cudaMemcpy(now[i].data(), b.base[i] + x.offset[i], now[i].size(), cudaMemcpyDeviceToHost) != cudaSuccess) return "copy";
     }
-    cudaDataType t = x.type[BLAS_D];
-    std::vector<unsigned char> expected = b.host[BLAS_D];       /* with what was found at D's elements */
     for (int64_t item = 0; item < x.batch; item++)
         for (int64_t j = 0; j < x.n; j++)
             for (int64_t i = 0; i < x.m; i++) {
                 blas_value before = blas_linear(x, b, item, i, j), right = blas_activated(x, b, item, i, j, before);
-                int64_t at = blas_at(x, BLAS_D, item, i, j), aux_at = item * blas_aux_stride(x) + j * blas_aux_ld(x) + i;
-                double found = (double)blas_load(now[BLAS_D].data(), t, at);
-                double bound = right.off + blas_rounding(t, fabs(right.v) + right.off);
-                gradient[(size_t)(item * x.m + i)] += right.v;
-                gradient_off[(size_t)(item * x.m + i)] += bound + (double)x.n * ldexp(fabs(right.v) + bound, -24);
-                blas_store(expected.data(), t, at, (float)found);
-                if (!(fabs(found - right.v) <= bound)) {
-                    snprintf(text, sizeof text, "D(%d, %d) of item %d is %.9g, not %.9g within %.3g", (int)i, (int)j, (int)item,
-                             found, right.v, bound);
-                    return text;
-                }
-                if (!blas_uses_aux(x) || blas_reads_aux(x)) continue;
-                double kept = blas_uses_mask(x) ? now[BLAS_AUX][(size_t)(aux_at / 8)] >> (aux_at % 8) & 1
-                                                : (double)blas_load(now[BLAS_AUX].data(), t, aux_at);
-                double wanted = blas_uses_mask(x) ? before.v > 0 : before.v;
-                double room = blas_uses_mask(x) ? fabs(before.v) <= before.off : before.off + blas_rounding(t, fabs(before.v));
-                if (!(fabs(kept - wanted) <= room)) {
-                    snprintf(text, sizeof text, "aux(%d, %d) is %.9g, not %.9g within %.3g", (int)i, (int)j, kept, wanted, room);
-                    return text;
-                }
+                int64_t at = blas_at(x, BLAS_D, item, i, j);
+                float found = blas_load(now[BLAS_D].data(), t, at);
+                double room = right.off + blas_rounding(t, fabs(right.v) + right.off);
+                blas_value &sum = row_sums[(size_t)(item * x.m + i)];
+                sum.v += right.v, sum.off += room + (double)x.n * ldexp(fabs(right.v) + room, -24);
+                blas_store(expected.data(), t, at, found);
+                std::string wrong = blas_compare("D", i, j, (double)found, right.v, room);
+                if (wrong.empty() && blas_uses_aux(x) && !blas_reads_aux(x))
+                    wrong = blas_check_aux(x, now[BLAS_AUX], item, i, j, before);
+                if (!wrong.empty()) return wrong;
             }
-    if (memcmp(expected.data(), now[BLAS_D].data(), expected.size()) != 0) return "bytes between D's columns changed";
-    for (int64_t item = 0; item < x.batch && blas_writes_bias(x); item++)
-        for (int64_t i = 0; i < blas_bias_length(x); i++) {
-            double right = 0, size = 0, off = 0;
-            int which = blas_has(x, 256) ? BLAS_A : BLAS_B;
-            bool swapped = which == BLAS_A ? x.trans[0] != CUBLAS_OP_N : x.trans[1] == CUBLAS_OP_N;
-            for (int64_t q = 0; q < x.k && !blas_has(x, 16); q++) {
-                double v = (double)blas_load(b.host[which].data(), x.type[which], blas_at(x, which, item, swapped ? q : i, swapped ? i : q));
-                right += v, size += fabs(v);
-            }
-            off = (x.k + 1) * ldexp(size, -24);
-            if (blas_has(x, 16)) right = gradient[(size_t)(item * x.m + i)], off = gradient_off[(size_t)(item * x.m + i)];
-            double found = (double)blas_load(now[BLAS_BIAS].data(), t, item * blas_bias_stride(x) + i);
-            if (!(fabs(found - right) <= off + blas_rounding(t, fabs(right) + off))) {
-                snprintf(text, sizeof text, "bias gradient %d is %.9g, not %.9g within %.3g", (int)i, found, right, off);
-                return text;
-            }
-        }
-    return "";
+    if (expected != now[BLAS_D]) return "bytes between D's columns changed";
+    return blas_writes_bias(x) ? blas_check_gradient(x, b, now[BLAS_BIAS], row_sums) : "";
 }
 
 /* ---- The table.  Each line changes a product of 40 x 24 over k = 48 in bf16; what it does not say stays. */
@@ -424,6 +448,7 @@ static const blas_case blas_cases[] = {
     {"B transposed", "[H] TRANSB", true, [](blas_product *x) { x->trans[1] = CUBLAS_OP_T; }},
     {"both transposed", "[H]", true, [](blas_product *x) { x->trans[0] = x->trans[1] = CUBLAS_OP_T; }},
     {"C transposed is refused", "[H] TRANSC", false, [](blas_product *x) { x->trans[2] = CUBLAS_OP_T; }},
+    {"a triangle of bf16 is refused", "[M] FILL_MODE", false, [](blas_product *x) { x->fill = CUBLAS_FILL_MODE_LOWER; }},
     {"odd sizes", "[H] MIN_ALIGNMENT", true, [](blas_product *x) { x->m = 33, x->n = 19, x->k = 65; }},
     {"odd sizes, A transposed", "[H]", true, [](blas_product *x) { x->m = 33, x->n = 19, x->k = 65, x->trans[0] = CUBLAS_OP_T; }},
     {"one row", "[H]", true, [](blas_product *x) { x->m = 1; }},
@@ -450,6 +475,8 @@ static const blas_case blas_cases[] = {
             int64_t columns = i ? x->n : x->k;
             x->ld_more[i] = 2 * x->m, x->stride_more[i] = x->m - columns * 3 * x->m;
         } }},
+    {"a batch into one D is refused", "stated nowhere", false, [](blas_product *x) {
+        x->batch = 3, x->stride_more[2] = x->stride_more[3] = -x->m * x->n; }},
     {"different batch counts are refused", "[M] the same batch size", false, [](blas_product *x) {
         x->batch = 3, x->c_batch = 2, x->in_place = false; }},
     /* alpha, beta, C */
@@ -480,6 +507,8 @@ static const blas_case blas_cases[] = {
         blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
     {"BIAS and beta 1", "[M]", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->beta = 1; }},
     {"BIAS per item of a batch", "[H] BIAS_BATCH_STRIDE", true, [](blas_product *x) { x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->batch = 2; }},
+    {"one BIAS for a batch: stride 0", "[H] BIAS_BATCH_STRIDE", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->batch = 2, x->no_strides = true; }},
     {"a BIAS of fp32 for a D of bf16 is refused", "[M] types", false, [](blas_product *x) {
         x->epilogue = CUBLASLT_EPILOGUE_BIAS, x->bias_type = CUDA_R_32F; }},
     {"BIAS without a pointer is refused", "[M] unexpectedly NULL", false, [](blas_product *x) {
@@ -520,6 +549,12 @@ static const blas_case blas_cases[] = {
         x->epilogue = CUBLASLT_EPILOGUE_BGRADB, x->trans[1] = CUBLAS_OP_T, blas_types(x, CUDA_R_32F, CUDA_R_32F); }},
     {"GELU_AUX_BIAS with batch strides", "[H] EPILOGUE_AUX_BATCH_STRIDE", true, [](blas_product *x) {
         x->epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS, x->batch = 2; }},
+    {"BGRADB of a batch", "[H] BIAS_BATCH_STRIDE", true, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BGRADB, x->batch = 2; }},
+    {"bias gradients of a batch in one place are refused", "stated nowhere", false, [](blas_product *x) {
+        x->epilogue = CUBLASLT_EPILOGUE_BGRADB, x->batch = 2, x->no_strides = true; }},
+    {"an epilogue of no name is refused", "[H] cublasLtEpilogue_t", false, [](blas_product *x) {
+        x->epilogue = (cublasLtEpilogue_t)3; }},
     {"BIAS where D is in row order is refused", "[M] note", false, [](blas_product *x) {
         blas_rows(x), x->epilogue = CUBLASLT_EPILOGUE_BIAS; }},
     {"GELU_AUX_BIAS where D is in row order is refused", "[M] note", false, [](blas_product *x) {

@@ -1,8 +1,8 @@
 # rules.mk - the CUDA backend on the CPU: amp_cuda.cu compiled by g++ against tests/cuda_on_cpu, without a toolkit.
 #
 # CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cublas (its cuBLASLt), t_cuda_*
-# (amp_cuda.cu on it), and nvcc.sh,
-# which compiles amp_cuda.cu for a GPU and reads its machine code.
+# (amp_cuda.cu on it), train_gpt.sh, for which CUDA_NEEDS are built, and nvcc.sh, which compiles amp_cuda.cu for a GPU and
+# reads its machine code.
 # CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*), and over the
 # toolkit's own declarations where they are found (toolkit_*); the harness with the fibers of other CPUs than x86-64
 # (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
@@ -20,11 +20,12 @@ COC_PARTS   := coc_engine.o coc_runtime.o coc_cublas.o
 COC_HEADERS := $(wildcard $(COC)/*.h $(COC)/include/*.h) tests/test.h
 HAVE_CXX    := $(shell $(CXX) --version >/dev/null 2>&1 && echo 1)
 HAVE_ASAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev/null 2>/dev/null && echo 1)
-HAVE_CUDA_H := $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h)
+HAVE_CUDA_H := $(and $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
 CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
 
 ifeq ($(HAVE_CXX),1)
-CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%)
+CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/train_gpt.sh
+CUDA_NEEDS    := $(BUILD)/model_train_gpt
 CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_NAMES:%=$(BUILD)/toolkit_%)) \
                  $(BUILD)/ucontext_t_harness
 else
@@ -41,7 +42,7 @@ $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
 $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 $(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/amp_implementation.o \
-                      $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h
+                      $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h examples/common.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 endef
 $(eval $(call coc_build,,))
@@ -49,6 +50,11 @@ $(eval $(call coc_build,asan_,$(COC_ASAN)))
 $(eval $(call coc_build,toolkit_,$(COC_REAL)))
 $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
 .SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
+
+# train_gpt on the model GPU, for train_gpt.sh.
+$(BUILD)/model_train_gpt: examples/train_gpt.c examples/common.h examples/peak.h amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
+	$(CC) $(WARN) -O1 -g $(OMP) -DUSE_CUDA -c $< -o $@.o
+	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
 
 $(BUILD)/amp_implementation.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@

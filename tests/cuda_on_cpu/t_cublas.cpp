@@ -94,6 +94,9 @@ TEST(candidates) {
     CHECK_EQ(cublasLtMatmulAlgoCapGetAttribute(&a.found[0].algo, CUBLASLT_ALGO_CAP_MIN_ALIGNMENT_A_BYTES, &align, 4, NULL),
              CUBLAS_STATUS_SUCCESS);
     CHECK_EQ(align, 2);
+    blas_set(&a.s, a.o.preference, CUBLASLT_MATMUL_PREF_SEARCH_MODE, (uint32_t)CUBLASLT_SEARCH_LIMITED_BY_ALGO_ID);
+    CHECK_EQ(cublasLtMatmulAlgoGetHeuristic(lib.handle, a.o.desc, a.o.layout[0], a.o.layout[1], a.o.layout[2], a.o.layout[3],
+                                            a.o.preference, 1, a.found, &a.count), CUBLAS_STATUS_NOT_SUPPORTED);
 }
 
 /* ---- In a stream's order */
@@ -224,6 +227,34 @@ TEST(workspace_is_overwritten) {
     }
 }
 
+/* Two streams may use one workspace only one after the other. */
+TEST(shared_workspace) {
+    for (int ordered = 0; ordered < 3; ordered++) {
+        library lib;
+        blas_product x;
+        cudaStream_t s = new_stream(), t = new_stream(), between = new_stream();
+        cudaEvent_t first = NULL, second = NULL;
+        CHECK(cudaEventCreate(&first) == cudaSuccess && cudaEventCreate(&second) == cudaSuccess);
+        {
+            blas_asked a(lib.handle, x), b(lib.handle, x);
+            cudaFree(b.b.base[BLAS_WORKSPACE]);
+            b.b.base[BLAS_WORKSPACE] = a.b.base[BLAS_WORKSPACE];
+            CHECK_EQ(a.multiply(lib.handle, &a.found[1].algo, s), CUBLAS_STATUS_SUCCESS);
+            CHECK_EQ(cudaEventRecord(first, s), cudaSuccess);
+            CHECK(cudaStreamWaitEvent(between, first) == cudaSuccess && cudaEventRecord(second, between) == cudaSuccess);
+            if (ordered == 1) CHECK_EQ(cudaStreamWaitEvent(t, second), cudaSuccess);
+            if (ordered == 2) CHECK_EQ(cudaStreamSynchronize(s), cudaSuccess);
+            CHECK_EQ(b.multiply(lib.handle, &b.found[1].algo, t), CUBLAS_STATUS_SUCCESS);
+            if (ordered == 0) CHECK(took_fault("its scratch memory is in use in another stream"));
+            CHECK_EQ(b.multiply(lib.handle, &b.found[0].algo, s), CUBLAS_STATUS_SUCCESS);  /* needs none */
+            CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+            b.b.base[BLAS_WORKSPACE] = NULL;
+        }
+        cudaEventDestroy(first), cudaEventDestroy(second);
+        cudaStreamDestroy(s), cudaStreamDestroy(t), cudaStreamDestroy(between);
+    }
+}
+
 /* ---- Counts, failures, knobs */
 
 TEST(counts) {
@@ -261,6 +292,10 @@ TEST(failures_on_demand) {
     cublasLtMatrixLayout_t layout = NULL;
     CHECK_EQ(cublasLtMatrixLayoutCreate(&layout, CUDA_R_32F, 1, 1, 1), CUBLAS_STATUS_ALLOC_FAILED);
     CHECK(layout == NULL);
+    CHECK_EQ(cublasLtMatrixLayoutCreate(&layout, CUDA_R_32F, 1, 1, 1), CUBLAS_STATUS_SUCCESS);
+    coc_fail_blas(NULL, 1, CUBLAS_STATUS_INTERNAL_ERROR);
+    CHECK(cublasLtMatrixLayoutDestroy(layout) == CUBLAS_STATUS_SUCCESS && coc_fail_blas_pending());
+    coc_fail_blas(NULL, 0, 0);
     CHECK(!strcmp(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED), "CUBLAS_STATUS_NOT_SUPPORTED"));
     CHECK(!strcmp(cublasLtGetStatusString(CUBLAS_STATUS_ALLOC_FAILED), "the resource allocation failed"));
 }
@@ -363,6 +398,7 @@ int main(int argc, char **argv) {
     RUN(released_memory);
     RUN(outputs_over_inputs);
     RUN(workspace_is_overwritten);
+    RUN(shared_workspace);
     RUN(counts);
     RUN(failures_on_demand);
     RUN(a_wrong_algorithm);

@@ -159,12 +159,15 @@ struct problem {
     size_t at(int t, int64_t b, int64_t h, int64_t i) const {
         return (size_t)(((b * where.views[t].rows + i) * shape.heads + h) * shape.dim);
     }
-    /* Makes a row of an operand `value`; poison: NaN, inf or -inf. */
+    /* Makes a row of an operand `value`; poison: to what is not finite, or not in fp16. */
     void set(int t, int64_t b, int64_t h, int64_t i, float value) {
         for (int64_t d = 0; d < shape.dim; d++)
             in[t].replace((at(t, b, h, i) + (size_t)d) * size(), size(), cuda_stored({value}, type.storage));
     }
-    void poison(int t, int64_t b, int64_t h, int64_t i, int64_t which) { set(t, b, h, i, which % 3 == 0 ? NAN : which % 3 == 1 ? HUGE_VALF : -HUGE_VALF); }
+    void poison(int t, int64_t b, int64_t h, int64_t i, int64_t which) {
+        const float bad[] = {NAN, HUGE_VALF, -HUGE_VALF, 1e30f};
+        set(t, b, h, i, bad[which % 4]);
+    }
     /* Runs both directions and appends o, dq, dk, dv and lse. */
     void run(cuda_side &s, std::string *out) const;
 };
@@ -238,7 +241,8 @@ struct exact {
         : p(problem_), s(p.shape), narrow(p.type.compute == AMP_F32 ? 0 : unit(p.type.compute)), small(tiny(p.type.compute)),
           lse_bound((size_t)p.rows()) {
         for (int t = 0; t < TENSORS; t++) {
-            for (size_t i = 0; i < (size_t)p.count(t) && !p.in[t].empty(); i++) in[t].push_back(rounded(cuda_value(p.in[t].data(), p.type.storage, i)));
+            for (size_t i = 0; i < (size_t)p.count(t) && !p.in[t].empty(); i++)
+                in[t].push_back(rounded(cuda_value(p.in[t].data(), p.type.storage, i)));
             value[t].resize((size_t)p.count(t));
             bound[t].resize((size_t)p.count(t));
         }
@@ -275,7 +279,7 @@ void exact::row(int64_t b, int64_t h, int64_t i) {
     for (int64_t j = 0; j < s.keys; j++) {
         if (!p.mask.sees(b, h, i, j)) continue;
         keys.push_back(j);
-        score.push_back(p.scale * dot(&in[Q][q], &in[K][p.at(K, b, h, j)], &magnitude));
+        score.push_back(p.scale * dot(in[Q].data() + q, in[K].data() + p.at(K, b, h, j), &magnitude));
         e.push_back((double)(s.dim + 1) * u * fabs(p.scale) * magnitude);
         max = fmax(max, score.back());
         reach = fmax(reach, fabs(score.back()) + e.back());
@@ -303,13 +307,13 @@ void exact::row(int64_t b, int64_t h, int64_t i) {
 
 void exact::slopes(int64_t b, int64_t h, int64_t i, const doubles &probability, const doubles &error, const std::vector<int64_t> &keys) {
     size_t q = p.at(Q, b, h, i);
-    const double *d_o = &in[D_O][q];
+    const double *d_o = in[D_O].data() + q;
     double magnitude, n = (double)(s.queries > s.keys ? s.queries : s.keys) + 4, scale = p.scale;
-    double delta = dot(d_o, &value[O][q], &magnitude), delta_error = (double)s.dim * u * magnitude;
+    double delta = dot(d_o, value[O].data() + q, &magnitude), delta_error = (double)s.dim * u * magnitude;
     for (size_t d = 0; d < (size_t)s.dim; d++) delta_error += fabs(d_o[d]) * bound[O][q + d] * (1 + (double)s.dim * u);
     for (size_t k = 0; k < keys.size(); k++) {
         size_t key = p.at(K, b, h, keys[k]);
-        double pk = probability[k], dp = dot(d_o, &in[V][key], &magnitude), ds = pk * (dp - delta);
+        double pk = probability[k], dp = dot(d_o, in[V].data() + key, &magnitude), ds = pk * (dp - delta);
         double ds_error = (double)s.dim * u * magnitude + delta_error, p_error = pk * error[k];
         ds_error = (pk + p_error) * (ds_error + 2 * u * (fabs(dp - delta) + ds_error)) + p_error * fabs(dp - delta);
         ds_error += (narrow + n * u) * (fabs(ds) + ds_error) + small;
@@ -375,26 +379,30 @@ CUDA_TEST(empty) {
 }
 
 /* What nobody sees, and queries that see nothing, may hold anything. */
+static void poison_hidden(problem &p) {
+    for (int64_t b = 0; b < p.shape.batch; b++)
+        for (int64_t h = 0; h < p.shape.heads; h++) {
+            std::vector<bool> seen((size_t)p.shape.keys);
+            for (int64_t i = 0; i < p.shape.queries; i++) {
+                bool any = false;
+                for (int64_t j = 0; j < p.shape.keys; j++)
+                    if (p.mask.sees(b, h, i, j)) any = seen[(size_t)j] = true;
+                if (!any) p.poison(Q, b, h, i, i), p.poison(D_O, b, h, i, i + 1);
+            }
+            for (int64_t j = 0; j < p.shape.keys; j++)
+                if (!seen[(size_t)j]) p.poison(K, b, h, j, j), p.poison(V, b, h, j, j + 1);
+        }
+}
 CUDA_TEST(hidden_infinities) {
     const attention_shape shapes[] = {{2, 2, 20, 41, 9, GAPS}, {2, 1, 70, 67, 70, DENSE}};
     for (const attention_shape &shape : shapes)
-        for (size_t m = 1; m < masks; m++) {
-            problem p(shape, mask_cases[m], all_numbers[m % types], 700 + m);
-            if (shape.dim > 20 && !p.mask.kind.padding) continue;
-            for (int64_t b = 0; b < shape.batch; b++)
-                for (int64_t h = 0; h < shape.heads; h++) {
-                    std::vector<bool> seen((size_t)shape.keys);
-                    for (int64_t i = 0; i < shape.queries; i++) {
-                        bool any = false;
-                        for (int64_t j = 0; j < shape.keys; j++)
-                            if (p.mask.sees(b, h, i, j)) any = seen[(size_t)j] = true;
-                        if (!any) p.poison(Q, b, h, i, i), p.poison(D_O, b, h, i, i + 1);
-                    }
-                    for (int64_t j = 0; j < shape.keys; j++)
-                        if (!seen[(size_t)j]) p.poison(K, b, h, j, j), p.poison(V, b, h, j, j + 1);
-                }
-            check_problem(p);
-        }
+        for (size_t m = 1; m < masks; m++)
+            for (const numbers &type : {all_numbers[m % types], {AMP_F32, AMP_F16}}) {
+                problem p(shape, mask_cases[m], type, 700 + m);
+                if (shape.dim > 20 && !p.mask.kind.padding) continue;
+                poison_hidden(p);
+                check_problem(p);
+            }
 }
 
 /* A key that is not finite spoils what the CPU backend says: the rows that see it. */
@@ -406,6 +414,15 @@ CUDA_TEST(seen_infinities) {
                 p.poison(t, 0, 0, 21, kind);
                 check_problem(p);
             }
+}
+
+/* Scores of -inf only: a row like one that sees nothing. */
+CUDA_TEST(lowest_scores) {
+    for (size_t m = 0; m < 2; m++) {
+        problem p({1, 1, 12, 12, 8, DENSE}, mask_cases[m], all_numbers[m], 805);
+        for (int64_t i = 0; i < 12; i++) p.set(Q, 0, 0, i, 1), p.set(K, 0, 0, i, -HUGE_VALF);
+        check_problem(p);
+    }
 }
 
 /* A weight that underflows to 0 makes NaN of an infinity where nothing is hidden, and nothing where a mask hides. */
@@ -521,6 +538,7 @@ int main(int argc, char **argv) {
     RUN(empty);
     RUN(hidden_infinities);
     RUN(seen_infinities);
+    RUN(lowest_scores);
     RUN(weights_of_zero);
     RUN(operands_are_rounded);
     RUN(weights_are_rounded);

@@ -140,7 +140,7 @@ static std::string dropout(const cuda_shape &shape, const dtypes &t, const drop_
     int64_t n = shape.count();
     std::string x = data_of(n, 3, t.a);
     cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
-        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset};
+        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset, NULL};
         ok(s.backend->dropout(s.dev, &k, NULL));
         s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
     });
@@ -209,7 +209,7 @@ static void activation(const cuda_shape &shape, const dtypes &t) {
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++) {
         amp_activation_kind act = (amp_activation_kind)kind;
         cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL};
+            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL, NULL, AMP_F32, 0};
             ok(s.backend->activation(s.dev, &k, NULL));
             s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
         }).check_within(0, t.b, n, [&](int64_t i, double y) {
@@ -228,7 +228,7 @@ static void activation_back(const cuda_shape &shape, const dtypes &t) {
         int from_y = kind > AMP_ACT_RELU;
         amp_activation_kind act = from_y ? AMP_ACT_TANH : (amp_activation_kind)kind;
         cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL};
+            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL, NULL, AMP_F32, 0};
             k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, shape, t.a);       /* dx may be dy */
             if (from_y) k.y = put_at(s, y, shape, t.b);
             ok(s.backend->activation_backward(s.dev, &k, NULL));
@@ -242,13 +242,42 @@ static void activation_back(const cuda_shape &shape, const dtypes &t) {
 }
 CUDA_TEST(activation_backward) { each_and_many(activation_back); }
 
+/* The sum with the bias is rounded to fp32 once on both sides; the bounds are those of the sum. */
+static void activation_biased(const cuda_shape &shape, const dtypes &t) {
+    int64_t n = shape.count();
+    std::string x = data_of(n, 4, t.a, 4), bias = data_of(shape.cols, 17, t.c, 2), dy = data_of(n, 7, t.b);
+    doubles in = values_of(x, t.a), added = values_of(bias, t.c), slopes = values_of(dy, t.b);
+    for (int64_t i = 0; i < n; i++) in[(size_t)i] = (double)((float)in[(size_t)i] + (float)added[(size_t)(i % shape.cols)]);
+    for (int kind = AMP_ACT_GELU; kind <= AMP_ACT_RELU; kind++) {
+        amp_activation_kind act = (amp_activation_kind)kind;
+        cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
+            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b),
+                                  put_at(s, dy, shape, t.b), room_at(s, n, shape, t.a), put_at(s, bias, shape, t.c), t.c, shape.cols};
+            ok(s.backend->activation(s.dev, &k, NULL));
+            s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+            k.y = NULL;
+            ok(s.backend->activation_backward(s.dev, &k, NULL));
+            s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+        });
+        size_t next = c.check_within(0, t.b, n, [&](int64_t i, double y) {
+            double bound = activation_bound(act, in[(size_t)i], y);
+            return bound > 0 ? bound + cuda_spacing(t.b, y) : 0;
+        }, shape.name);
+        c.check_within(next, t.a, n, [&](int64_t i, double e) {
+            double bound = slope_bound(act, in[(size_t)i]) * fabs(slopes[(size_t)i]);
+            return bound > 0 ? bound + 2 * u * fabs(e) + cuda_spacing(t.a, e) : 0;
+        }, shape.name);
+    }
+}
+CUDA_TEST(activation_with_bias) { each(false, activation_biased); }
+
 /* What is not finite goes through as on the CPU. */
 CUDA_TEST(activation_of_infinities) {
     std::vector<float> x = {(float)inf, (float)-inf, NAN, -0.0f, 1e30f, -1e30f, 88, -88, 104, -104, 1e-40f};
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++)
         for (int backward = 0; backward < 2; backward++)
             cuda_on_both([&](cuda_side &s, std::string *out) {
-                amp_k_activation k = {(amp_activation_kind)kind, AMP_F32, AMP_F32, (int64_t)x.size(), s.put(x), NULL, NULL, NULL};
+                amp_k_activation k = {(amp_activation_kind)kind, AMP_F32, AMP_F32, (int64_t)x.size(), s.put(x), NULL, NULL, NULL, NULL, AMP_F32, 0};
                 k.y = k.dx = s.room(4 * x.size());
                 k.dy = s.put(std::vector<float>(x.size(), 1.0f));
                 if (backward) k.y = NULL;
@@ -279,6 +308,38 @@ CUDA_TEST(swiglu) {
     each(false, swiglu);
     far_away(swiglu);
 }
+
+/* Biases give the bits of sums that were made before. */
+static void swiglu_biased(const cuda_shape &shape, const dtypes &t) {
+    int64_t n = shape.count();
+    std::string gate = data_of(n, 8, t.a, 4), bias = data_of(shape.cols, 18, t.c, 2), dy = data_of(n, 12, t.b);
+    doubles g = values_of(gate, t.a), b = values_of(bias, t.c);
+    std::vector<float> added((size_t)n);
+    for (size_t i = 0; i < (size_t)n; i++) added[i] = (float)g[i] + (float)b[i % (size_t)shape.cols];
+    std::string sum = cuda_stored(added, AMP_F32), sums[2];
+    for (int biased = 0; biased < 2; biased++)
+        for (int up_too = 0; up_too < 2; up_too++) {
+            cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_swiglu k = {};
+                k.gate = biased ? mat_at(s, &gate, shape, t.a) : mat_at(s, &sum, shape, AMP_F32);
+                k.up = up_too ? k.gate : mat_at(s, &dy, shape, t.b);
+                k.y = mat_at(s, NULL, shape, t.b);
+                k.dy = mat_at(s, &dy, shape, t.b);
+                k.dgate = mat_at(s, NULL, shape, t.d);
+                k.dup = mat_at(s, NULL, shape, t.d);
+                if (biased) k.gate_bias = put_at(s, bias, shape, t.c), k.gate_bias_dtype = t.c;
+                if (biased && up_too) k.up_bias = k.gate_bias, k.up_bias_dtype = t.c;
+                ok(s.backend->swiglu(s.dev, &k, NULL));
+                ok(s.backend->swiglu_backward(s.dev, &k, NULL));
+                get_mat(s, out, k.y);
+                get_mat(s, out, k.dgate);
+                get_mat(s, out, k.dup);
+            });
+            if (biased == 0) sums[up_too] = c.actual;
+            else CHECK(c.actual == sums[up_too]);
+        }
+}
+CUDA_TEST(swiglu_with_biases) { each(false, swiglu_biased); }
 
 static void swiglu_back(const cuda_shape &shape, const dtypes &t) {
     int64_t n = shape.count();
@@ -961,10 +1022,10 @@ int main(int argc, char **argv) {
     RUN(dropout);
     RUN(dropout_at_its_bound);
     RUN(activation);
-    RUN(activation_backward);
+    RUN(activation_backward); RUN(activation_with_bias);
     RUN(activation_of_infinities);
     RUN(swiglu);
-    RUN(swiglu_backward);
+    RUN(swiglu_backward); RUN(swiglu_with_biases);
     RUN(norm);
     RUN(norm_backward);
     RUN(softmax);

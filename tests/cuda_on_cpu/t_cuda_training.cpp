@@ -69,6 +69,9 @@ struct network {
     amp_param params[PARAMS];
     std::vector<void *> memory;
     amp_batch batch;
+    int accumulation = 1;
+    void *inputs = NULL, *targets = NULL;       /* where batches are copied to for a graph */
+    amp_dropout_op dropout;
     amp_embedding_op embedding;
     amp_norm_op norm;
     amp_linear_op hidden, head;
@@ -122,6 +125,7 @@ struct network {
         memset((void *)&hidden, 0, sizeof hidden);
         memset((void *)&head, 0, sizeof head);
         memset((void *)&loss, 0, sizeof loss);
+        memset((void *)&dropout, 0, sizeof dropout);
         TRY(tensor(&embedding.y, AMP_F16, ROWS, CHANNELS));
         TRY(tensor(&norm.y, AMP_F16, ROWS, CHANNELS));
         TRY(tensor(&hidden.pre, AMP_F16, ROWS, HIDDEN));
@@ -167,21 +171,45 @@ struct network {
         o.lr = 1e-2;
         o.weight_decay = 0.01;
         o.clip_norm = 1;
+        o.accumulation = accumulation;
         TRY(amp_optimizer_create(amp, &optimizer, &o));
         return amp_sync(amp);
     }
+    bool recompute = false;             /* LayerNorm and the hidden layer run again, over what was overwritten meanwhile */
+
     amp_result forward_backward() {
-        amp_autocast_desc region = {};
         TRY(amp_loader_next(loader, &batch));
         embedding.ids = batch.inputs;
         loss.labels = batch.targets;
+        return compute();
+    }
+    /* Drops between the linears, in place, and takes batches from where a graph finds them. */
+    amp_result for_graphs(float p) {
+        dropout.x = dropout.y = hidden.y;
+        dropout.dy = dropout.dx = head.dx;
+        dropout.p = p;
+        TRY(room(&inputs, ROWS * 4));
+        TRY(room(&targets, ROWS * 4));
+        embedding.ids = (const int32_t *)inputs;
+        loss.labels = (const int32_t *)targets;
+        return AMP_OK;
+    }
+    amp_result next_copied() {
+        TRY(amp_loader_next(loader, &batch));
+        TRY(amp_copy(amp, inputs, batch.inputs, ROWS * 4, AMP_COPY_ON_DEVICE));
+        return amp_copy(amp, targets, batch.targets, ROWS * 4, AMP_COPY_ON_DEVICE);
+    }
+    amp_result compute() {
+        amp_autocast_desc region = {};
         loss.seed = amp_scaler_seed(scaler);
         TRY(amp_autocast_begin(amp, &region));
         amp_result result = forward();
         amp_result ended = amp_autocast_end(amp);
         TRY(result);
         TRY(ended);
+        if (recompute) TRY(forward_again());
         TRY(amp_linear_backward(amp, &head));
+        if (dropout.p > 0) TRY(amp_dropout_backward(amp, &dropout));
         TRY(amp_linear_backward(amp, &hidden));
         TRY(amp_layernorm_backward(amp, &norm));
         return amp_embedding_backward(amp, &embedding);
@@ -190,8 +218,20 @@ struct network {
         TRY(amp_embedding(amp, &embedding));
         TRY(amp_layernorm(amp, &norm));
         TRY(amp_linear(amp, &hidden));
+        if (dropout.p > 0) TRY(amp_dropout(amp, &dropout));
         TRY(amp_linear(amp, &head));
         return amp_cross_entropy(amp, &loss);
+    }
+    amp_result forward_again() {
+        for (const amp_tensor *t : {&norm.y, &hidden.pre, &hidden.y})
+            TRY(amp_fill(amp, t->data, 0xff, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype)));
+        TRY(amp_fill(amp, norm.mean, 0xff, ROWS * 4));
+        TRY(amp_fill(amp, norm.rstd, 0xff, ROWS * 4));
+        TRY(amp_recompute_begin(amp));
+        amp_result result = amp_layernorm(amp, &norm);
+        if (result == AMP_OK) result = amp_linear(amp, &hidden);
+        TRY(amp_recompute_end(amp));
+        return result;
     }
     amp_result step(std::vector<amp_outcome> *outcomes) {
         TRY(amp_step(optimizer, scaler));
@@ -527,6 +567,26 @@ CUDA_TEST(every_order) {
     CHECK_MSG(differs.empty(), "%s", differs.c_str());
 }
 
+CUDA_TEST(recomputing_has_the_same_bits) {
+    for (amp_level level : {AMP_LEVEL_O1, AMP_LEVEL_O2}) {
+        std::string results[2];
+        for (int again = 0; again < 2; again++) {
+            network gpu;
+            std::vector<amp_outcome> outcomes;
+            CHECK_OK(gpu.open(settings(amp_cuda(), level), AMP_NO_WORKERS));
+            gpu.recompute = again;
+            for (int i = 0; i < 4; i++) {
+                CHECK_OK(gpu.forward_backward());
+                results[again] += gpu.bytes(gpu.loss.loss, 4);
+                for (const amp_param &p : gpu.params) results[again] += gpu.bytes(p.grad);
+                CHECK_OK(gpu.step(&outcomes));
+            }
+            results[again] += gpu.weights();
+        }
+        CHECK(results[0] == results[1]);
+    }
+}
+
 /* With a GPU that keeps up, whole steps with data, loss and outcomes neither wait nor allocate. */
 CUDA_TEST(steady_step_does_not_wait) {
     for (int workers : {AMP_NO_WORKERS, 2}) {
@@ -758,14 +818,211 @@ CUDA_TEST(out_of_memory) {
     CHECK(failed > 3);
 }
 
+/* ---- Graphs */
+
+enum { GRAPH_STEPS = 20, GRAPH_BAD_STEP = 9 };
+
+/* Twenty steps with another learning rate each, dropout, an infinite weight in the tenth, and growths of the scale every
+   three clean steps, while two threads read ahead.  captured: from the second step on by launching. */
+static std::string graph_run(amp_level level, int accumulation, bool captured, int steps = GRAPH_STEPS) {
+    network gpu;
+    std::string result;
+    std::vector<amp_outcome> outcomes;
+    amp_graph *graph = NULL;
+    uint16_t good = 0x3c00, bad = 0x7c00;
+    float good_wide = 1, bad_wide = INFINITY;
+    gpu.accumulation = accumulation;
+    CHECK_OK(gpu.open(settings(amp_cuda(), level), 2));
+    CHECK_OK(gpu.for_graphs(0.25f));
+    const amp_tensor &head = gpu.params[HEAD_WEIGHT].weight;
+    bool narrow = head.dtype == AMP_F16;
+    auto micro_batches = [&] {
+        for (int i = 0; i < accumulation; i++) {
+            CHECK_OK(gpu.compute());
+            CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+        }
+    };
+    for (int i = 0; i < steps; i++) {
+        CHECK_OK(amp_optimizer_set_lr(gpu.optimizer, 1e-2 / (1 + i)));
+        if (i == GRAPH_BAD_STEP || i == GRAPH_BAD_STEP + 1) {
+            bool poison = i == GRAPH_BAD_STEP;
+            const void *value = narrow ? (const void *)(poison ? &bad : &good) : (const void *)(poison ? &bad_wide : &good_wide);
+            CHECK_OK(amp_copy(gpu.amp, head.data, value, narrow ? 2 : 4, AMP_COPY_TO_DEVICE));
+            CHECK_OK(amp_sync(gpu.amp));
+            amp_param_touch(&gpu.params[HEAD_WEIGHT]);
+        }
+        CHECK_OK(gpu.next_copied());        /* the micro-batches of a step are the same here */
+        if (captured && i == 1) {
+            CHECK_OK(amp_graph_begin(gpu.amp));
+            micro_batches();
+            CHECK_OK(amp_graph_end(gpu.amp, &graph));
+        }
+        if (graph != NULL) CHECK_OK(amp_graph_launch(graph));
+        else micro_batches();
+        for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) outcomes.push_back(o);
+        result += gpu.bytes(gpu.loss.loss, 4);
+    }
+    CHECK_OK(amp_outcome_flush(gpu.optimizer));
+    for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) outcomes.push_back(o);
+    int skipped = 0, grown = 0;
+    CHECK_EQ(outcomes.size(), steps);
+    for (size_t i = 0; i < outcomes.size(); i++) {
+        const amp_outcome &o = outcomes[i];
+        skipped += !o.applied;
+        grown += i > 0 && o.scale > outcomes[i - 1].scale;
+        CHECK(o.step == (int64_t)i + 1);
+        CHECK(fabs(o.lr - 1e-2 / (double)(i + 1)) == 0);
+        result.append((const char *)&o.norm, sizeof o.norm).append((const char *)&o.scale, sizeof o.scale);
+    }
+    if (steps == GRAPH_STEPS) CHECK(skipped == 1 && !outcomes[GRAPH_BAD_STEP].applied && grown >= 3);
+    result += gpu.weights();
+    amp_state *state = NULL;
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_random_save(gpu.amp, state, "r"));
+    int64_t random[2] = {0, 0};
+    CHECK_OK(amp_state_get(state, "r.random", AMP_I64, random, 2));
+    CHECK_EQ(random[1], (int64_t)steps * accumulation * ROWS * HIDDEN);
+    amp_state_destroy(state);
+    amp_graph_destroy(graph);
+    return result;
+}
+
+/* A launched graph leaves the bits of the calls that were captured, in every order of threads too. */
+CUDA_TEST(graph_is_the_step) {
+    small_machine machine;
+    for (amp_level level : {AMP_LEVEL_O1, AMP_LEVEL_O2}) {
+        int accumulation = level == AMP_LEVEL_O1 ? 1 : 2;
+        std::string expected = graph_run(level, accumulation, false);
+        CHECK_MSG(graph_run(level, accumulation, true) == expected, "level %d: other bits than without a graph", (int)level);
+    }
+    std::string differs = coc_every_order([](std::string *results) { *results = graph_run(AMP_LEVEL_O1, 1, true, 5); });
+    CHECK_MSG(differs.empty(), "%s", differs.c_str());
+}
+
+/* A launch waits for nothing, allocates nothing, and is a handful of calls. */
+CUDA_TEST(graph_launch_is_cheap) {
+    network gpu;
+    amp_graph *graph = NULL;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), 2));
+    CHECK_OK(gpu.for_graphs(0.25f));
+    coc_set_patience(0);
+    for (int i = 0; i < 12; i++) {
+        CHECK_OK(gpu.next_copied());
+        if (i == 1) CHECK_OK(amp_graph_begin(gpu.amp));
+        if (i <= 1) {
+            CHECK_OK(gpu.compute());
+            CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+        }
+        if (i == 1) CHECK_OK(amp_graph_end(gpu.amp, &graph));
+        if (i >= 1) CHECK_OK(amp_graph_launch(graph));
+        for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) {}
+        if (i == 3) coc_reset_counts();
+    }
+    coc_set_patience(1);
+    if (CUDA_IS_MODEL) {
+        coc_counts c = coc_count();
+        CHECK_MSG(c.synchronising == 0, "%s", coc_synchronising_calls().c_str());
+        CHECK_EQ(c.allocations, 0);
+        CHECK_EQ(c.graph_launches, 8);
+        CHECK(c.launches <= 8 * 2);         /* the numbers' rule, and the tokens' widening */
+    }
+    amp_graph_destroy(graph);
+}
+
+static bool says(const char *text) { return strstr(amp_last_error(), text) != NULL; }
+
+/* What a graph refuses, by name; and after a failed capture training goes on as if there had been none. */
+CUDA_TEST(graph_refusals) {
+    network gpu, plain;
+    amp_graph *graph = NULL;
+    std::vector<amp_outcome> outcomes;
+    auto step = [&](network *n) {
+        CHECK_OK(n->compute());
+        CHECK_OK(amp_step(n->optimizer, n->scaler));
+    };
+    for (network *n : {&gpu, &plain}) {
+        CHECK_OK(n->open(settings(amp_cuda(), AMP_LEVEL_O1), 0));
+        CHECK_OK(n->for_graphs(0.25f));
+        CHECK_OK(n->next_copied());
+        step(n);
+    }
+    CHECK_ERR(amp_graph_begin(NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
+    CHECK_ERR(amp_graph_end(gpu.amp, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_graph_launch(NULL), AMP_ERR_NULL);
+    amp_graph_destroy(NULL);
+
+    CHECK_OK(amp_graph_begin(gpu.amp));                         /* waits */
+    CHECK_ERR(amp_graph_begin(gpu.amp), AMP_ERR_STATE);
+    CHECK_ERR(amp_sync(gpu.amp), AMP_ERR_STATE);
+    CHECK(says("amp_graph_end"));
+    amp_k_scaler scaler;
+    CHECK_ERR(amp_scaler_get(gpu.scaler, &scaler), AMP_ERR_STATE);
+    step(&gpu);
+    CHECK_ERR(amp_outcome_flush(gpu.optimizer), AMP_ERR_STATE);
+    CHECK_OK(gpu.compute());                                    /* a backward without its step */
+    CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
+    CHECK(graph == NULL && says("whole steps"));
+
+    CHECK_OK(amp_graph_begin(gpu.amp));                         /* two steps */
+    step(&gpu);
+    CHECK_OK(gpu.compute());
+    CHECK_ERR(amp_step(gpu.optimizer, gpu.scaler), AMP_ERR_STATE);
+    CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
+
+    CHECK_OK(gpu.compute());                                    /* in the middle of a cycle */
+    CHECK_ERR(amp_graph_begin(gpu.amp), AMP_ERR_STATE);
+    CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+    step(&plain);
+
+    CHECK_OK(amp_graph_begin(gpu.amp));                         /* a call of CUDA's fails */
+    step(&gpu);
+    coc_fail("cudaGraphInstantiate", 1, cudaErrorMemoryAllocation);
+    if (CUDA_IS_MODEL) CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_MEMORY);
+    else CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    amp_graph_destroy(graph);
+    coc_fail_clear();
+    step(&gpu);
+    step(&plain);
+    CHECK(gpu.weights() == plain.weights());
+
+    CHECK_OK(amp_graph_begin(gpu.amp));                         /* a switch of precision */
+    step(&gpu);
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    CHECK_OK(amp_graph_launch(graph));
+    CHECK_OK(amp_set_dtype(gpu.amp, AMP_F32));
+    CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+    CHECK(says("capture"));
+    amp_graph_destroy(graph);
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    step(&gpu);
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    CHECK_OK(amp_graph_launch(graph));
+    CHECK_OK(amp_scaler_set_rule(gpu.scaler, 4, 0, 0));
+    CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+    amp_graph_destroy(graph);
+    step(&gpu);
+    CHECK_OK(amp_sync(gpu.amp));
+
+    amp_context *cpu = NULL;
+    CHECK_OK(amp_open(&cpu, NULL));
+    CHECK_ERR(amp_graph_begin(cpu), AMP_ERR_UNSUPPORTED);
+    CHECK(says("cpu"));
+    amp_close(cpu);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(same_numbers_as_the_cpu);
     RUN(every_order);
+    RUN(recomputing_has_the_same_bits);
     RUN(steady_step_does_not_wait);
     RUN(two_devices);
     RUN(stream_and_memory_of_the_host);
     RUN(memory_of_the_host_is_a_pair);
+    RUN(graph_is_the_step);
+    RUN(graph_launch_is_cheap);
+    RUN(graph_refusals);
     RUN(every_call_may_fail);
     RUN(lost_device);
     RUN(out_of_memory);

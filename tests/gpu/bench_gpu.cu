@@ -418,7 +418,7 @@ void softmaxes() {
 
 /* ---- Pointwise operators */
 
-void activation_case(const char *name, amp_activation_kind act, bool backward) {
+void activation_case(const char *name, amp_activation_kind act, bool backward, bool bias = false) {
     int64_t n = given.s.rows * given.s.hidden;
     auto kernel = backward ? g.b->activation_backward : g.b->activation;
     kernel_case<amp_k_activation>(name, (double)n * (backward ? 6 : 4), kernel, [=] {
@@ -426,6 +426,7 @@ void activation_case(const char *name, amp_activation_kind act, bool backward) {
         a.act = act, a.x_dtype = a.y_dtype = AMP_BF16, a.n = n, a.x = g.random(AMP_BF16, n);
         if (backward) a.dy = g.random(AMP_BF16, n), a.dx = g.room(2 * n);
         else a.y = g.room(2 * n);
+        a.cols = given.s.hidden, a.bias_dtype = AMP_BF16, a.bias = bias ? g.random(AMP_BF16, a.cols) : NULL;
         return a;
     });
 }
@@ -445,6 +446,7 @@ void swiglu_case(const char *name, bool backward) {
 void pointwise() {
     int64_t n = given.s.rows * given.s.channels;
     activation_case("GELU", AMP_ACT_GELU, false);
+    activation_case("GELU + bias", AMP_ACT_GELU, false, true);
     activation_case("GELU backward", AMP_ACT_GELU, true);
     activation_case("SiLU", AMP_ACT_SILU, false);
     activation_case("ReLU", AMP_ACT_RELU, false);

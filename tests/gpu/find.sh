@@ -4,6 +4,7 @@
 #   release   its release: 13.0
 #   archs     the architectures it can build from Volta on: 75 80 ... 121
 #   gpu       the first GPU: "NVIDIA H200, 9.0"
+#   usable    1 if there are a compiler and a GPU, else 0; never fails
 #   backend   one line that says which backend a program can use here, and why; never fails
 have() { command -v "$1" >/dev/null 2>&1; }
 
@@ -29,6 +30,7 @@ find_gpu() {
     gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
     case $gpu in *", "[0-9]*.[0-9]*) echo "$gpu" ;; *) return 1 ;; esac
 }
+find_usable() { if find_nvcc >/dev/null && find_gpu >/dev/null; then echo 1; else echo 0; fi; }
 find_backend() {
     gpu=$(find_gpu) && gpu="$(echo "$gpu" | sed 's/, \(.*\)/ (compute capability \1)/')"
     if ! find_nvcc >/dev/null; then
@@ -36,10 +38,10 @@ find_backend() {
     elif [ -z "$gpu" ]; then
         echo "backend: CPU; no GPU here. nvcc $(find_release) builds the CUDA backend: make cuda"
     else
-        echo "backend: CUDA on $gpu, nvcc $(find_release): make cuda, make gpu"
+        echo "backend: CUDA on $gpu, nvcc $(find_release)"
     fi
 }
 case $1 in
-    nvcc|release|archs|gpu|backend) "find_$1" ;;
-    *) echo "find.sh: nvcc, release, archs, gpu or backend" >&2; exit 2 ;;
+    nvcc|release|archs|gpu|usable|backend) "find_$1" ;;
+    *) echo "find.sh: nvcc, release, archs, gpu, usable or backend" >&2; exit 2 ;;
 esac

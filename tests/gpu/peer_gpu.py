@@ -317,6 +317,14 @@ def pointwise(b):
             return gradient(function(gate, up), (gate, up), b.random(*gated))
         return one
     operator("GELU", "F.gelu(tanh)", lambda x: F.gelu(x, approximate="tanh"), 1, 4, wide)
+    def biased_gelu(compiler):
+        function = compiler(lambda x, bias: F.gelu(x + bias, approximate="tanh"))
+
+        def one():
+            x, bias = b.random(*wide), b.random(b.s.hidden)
+            return lambda: function(x, bias)
+        return one
+    b.case("GELU + bias", 4 * math.prod(wide) / 1e6, "F.gelu(x + bias, tanh)", biased_gelu)
     operator("GELU backward", "aten.gelu_backward(tanh)",
              lambda dy, x: aten.gelu_backward(dy, x, approximate="tanh"), 2, 6, wide)
     operator("SiLU", "F.silu", F.silu, 1, 4, wide)

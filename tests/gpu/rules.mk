@@ -13,6 +13,7 @@ GPU_JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
 backend:
 	@sh tests/gpu/find.sh backend
 
+# Programs link it with -lcublasLt -lcudart.
 cuda: $(BUILD)/amp_cuda.o
 
 # The machine code of each architecture, and PTX of the last for those to come.
@@ -30,7 +31,8 @@ gpu-table:
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
-GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h
+GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
+                examples/common.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal

@@ -63,8 +63,8 @@ void coc_fail_clear();
    product by what its algorithm takes. */
 void coc_set_modelled_clock(int modelled);
 
-/* ---- cuBLASLt (coc_cublas.cpp).  The n-th call (1: the next) of a function of its (NULL: of any) returns this
-   cublasStatus_t and does nothing. */
+/* ---- cuBLASLt (coc_cublas.cpp).  The n-th call (1: the next) of one of its functions (NULL: of any) returns this
+   cublasStatus_t and does nothing; those that destroy never fail. */
 void coc_fail_blas(const char *function, int n, int status);
 int coc_fail_blas_pending();
 /* The algorithms that the heuristic offers, in its order, and what they need:

@@ -1,0 +1,48 @@
+#!/bin/sh
+# train_gpt.sh - train_gpt on the model GPU: every precision, a captured graph and recomputing leave the bits of the plain
+# run, checkpoints change between GPU and CPU, and what cannot be is refused by name.
+. tests/lib.sh
+gpt="$PWD/build/model_train_gpt"
+small="--layers 2 --heads 2 --channels 32 --batch 2 --seq 16 --compare 0 --sample 0 --eval-batches 1 --log-interval 1 --data $work/text"
+head -c 20000 README.md > "$work/text"
+
+train() { name=$1; shift; "$gpt" $small --out "$work/$name" --save "$work/$name" "$@" > "$work/$name.log" 2>&1; }
+same() { # NAME A B: two runs' weights, byte for byte
+    if [ -s "$work/$2.safetensors" ] && cmp -s "$work/$2.safetensors" "$work/$3.safetensors"; then pass
+    else fail "$1" "$(tail -n 2 "$work/$2.log" "$work/$3.log")"; fi
+}
+losses() { grep '"event": "step"' "$work/$1/metrics.jsonl" | sed 's/.*"loss": \([^,}]*\).*/\1/'; }
+
+# An evaluation comes between captured steps; dropout takes other random numbers in each; fp16 scales the loss.
+for precision in fp32 fp16 bf16; do
+    flags="--device cuda --precision $precision --steps 6 --eval-interval 4 --dropout 0.1 --accumulation 2"
+    train plain $flags
+    train graph $flags --graph
+    same "$precision with a graph" plain graph
+done
+train recompute $flags --graph --recompute
+same "recomputing in a graph" plain recompute
+train O2 --device cuda --precision bf16 --level O2 --steps 4
+train O2_graph --device cuda --precision bf16 --level O2 --steps 4 --graph
+same "level O2 with a graph" O2 O2_graph
+
+# One run in three parts on two devices is nearer to the CPU's run than that one is to itself in bf16.
+train cpu --device cpu --precision fp32 --steps 6
+train bf16 --device cpu --precision bf16 --steps 6
+train parts --device cpu --precision fp32 --steps 6 --stop-after 2
+train parts --device cuda --steps 6 --stop-after 2 --resume "$work/parts"
+train parts --device cpu --steps 6 --resume "$work/parts"
+for run in cpu bf16 parts; do losses $run > "$work/$run.losses"; done
+if paste "$work/cpu.losses" "$work/bf16.losses" "$work/parts.losses" |
+    awk 'function off(x) {return x < $1 ? $1 - x : x - $1} {own += off($2); other += off($3)} END {exit !(NR == 6 && other < own)}'; then pass
+else fail "checkpoints change between devices" "$(tail -n 1 "$work/parts.log") $(paste "$work/cpu.losses" "$work/parts.losses")"; fi
+
+refused() { # FLAGS TEXT
+    if train refused $1; then fail "$1" "not refused"
+    elif grep -q -e "$2" "$work/refused.log"; then pass; else fail "$1" "$(tail -n 1 "$work/refused.log")"; fi
+}
+refused "--device cuda:7" "device cuda:7"
+refused "--device cuda:x" "auto, cpu, cuda"
+refused "--device cpu --graph" "the cpu backend has none"
+refused "--device cuda --graph --profile" "contradicts --profile"
+closing
