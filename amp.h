@@ -782,7 +782,8 @@ typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_
 
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
    a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
-   dtype first.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the sums: batch 1. */
+   dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
+   sums: batch 1. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
@@ -10033,6 +10034,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     backend = ampi_backend(amp, &dev, &stream);
     graph = ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
+    amp_cast_cache_clear(amp);      /* what was recorded is not done yet */
     graph->random = ampi_capture_end(amp);
     graph->settings_version = ampi_settings_version(amp);
     result = backend->graph_end(dev, stream, &graph->exec);

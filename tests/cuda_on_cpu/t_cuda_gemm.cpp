@@ -113,7 +113,7 @@ struct gemm_bounds {
 
 private:
     void element(const gemm_case &x, const gemm_numbers &in, int64_t i, int64_t j) {
-        const float *a = &in.a[(size_t)(i / x.m * x.m * x.k)], *b = &in.b[(size_t)(i / x.m * x.k * x.n)];
+        const float *a = in.a.data() + i / x.m * x.m * x.k, *b = in.b.data() + i / x.m * x.k * x.n;
         int64_t r = i % x.m;
         size_t at = (size_t)(i * x.n + j);
         double sum = 0, size = 0, off;
@@ -446,6 +446,52 @@ CUDA_TEST(captured) {
         CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
     }
     b->close(dev);
+}
+
+/* An algorithm that needs workspace gets 32 MiB on sm_90 and 4 MiB below, in the stream's own memory or the graph's. */
+CUDA_TEST(workspace) {
+    for (int capability : {90, 80}) {
+        amp_backend_desc d = {};
+        amp_memory_info info = {};
+        void *dev = NULL, *graph = NULL;
+        const amp_backend *b = amp_cuda();
+        gemm_case x = layer();
+        int64_t mib = capability == 90 ? 32 : 4, before;
+        coc_reset();
+        coc_set_devices(1, (size_t)1 << 30, 4, capability);
+        coc_set_modelled_clock(1);
+        coc_set_blas_time(COC_BLAS_SPLIT, 1);
+        d.autotune = 1;
+        CHECK_EQ(b->open(&dev, cuda_host(), &d), AMP_OK);
+        {
+            cuda_side cpu(amp_cpu()), memory(b);
+            gemm_arguments there(cpu, x), args(memory, x);
+            gemm_bounds bounds(x);
+            cuda_compare both;
+            memory.sync();
+            CHECK_EQ(amp_cpu()->gemm(cpu.dev, &there.g, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->memory(dev, &info), AMP_OK);
+            before = info.reserved >> 20;
+            CHECK(before >= mib && before < 2 * mib);
+            CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+            CHECK_EQ(b->memory(dev, &info), AMP_OK);
+            CHECK_EQ(info.reserved >> 20, before + mib);
+            CHECK(b->graph_launch(dev, graph, NULL) == AMP_OK && b->gemm(dev, &args.g, NULL) == AMP_OK);
+            CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+            there.get(cpu, &both.expected);
+            args.get(memory, &both.actual);
+            both.check_within(0, x.c, x.m * x.n, [&](int64_t i, double value) {
+                return bounds.c[(size_t)i] + cuda_spacing(x.c, fabs(value) + bounds.c[(size_t)i]);
+            });
+            b->graph_destroy(dev, graph);
+        }
+        b->close(dev);
+    }
 }
 
 /* A registered weight in another dtype is cast once for all products, forward and backward, until it changes. */
@@ -785,6 +831,7 @@ int main(int argc, char **argv) {
     RUN(several_threads);
     RUN(the_hosts_handle);
     RUN(captured);
+    RUN(workspace);
     RUN(weights_are_cast_once);
     RUN(failing_calls);
     RUN(autotune_takes_the_fastest);
