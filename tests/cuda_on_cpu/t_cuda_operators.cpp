@@ -69,11 +69,7 @@ struct multiprocessors {
     static void set(int devices, int count) {
         CHECK(coc_faults() == 0);
         coc_reset();
-#if !defined(CUDA_ON_GPU)
-        coc_set_devices(devices, (size_t)1 << 30, count);
-#else
-        (void)devices, (void)count;
-#endif
+        if (CUDA_IS_MODEL) coc_set_devices(devices, (size_t)1 << 30, count);
     }
 };
 

@@ -4,6 +4,8 @@
  *
  * The network: embedding, LayerNorm, linear with GELU, linear, cross-entropy; fp16 with a loss scale; AdamW. */
 #include "test_cuda.h"
+#include <algorithm>
+#include <set>
 #include <unistd.h>
 
 #define TRY(call) do { amp_result tried = (call); if (tried != AMP_OK) return tried; } while (0)
@@ -610,6 +612,33 @@ CUDA_TEST(steady_step_does_not_wait) {
     }
 }
 
+/* With a GPU that is late a step waits once, for the outcome of two steps before, and makes nothing newer run: the loss in
+   device memory stays that step's. */
+CUDA_TEST(late_step_waits_for_two_before) {
+    if (!CUDA_IS_MODEL) SKIP("a GPU runs its work when it likes");
+    std::vector<double> losses;
+    for (int late = 0; late < 2; late++) {
+        network gpu;
+        std::vector<amp_outcome> outcomes;
+        CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS));
+        coc_set_schedule(COC_LATE);
+        coc_set_hidden(!late);
+        for (size_t i = 0; i < 10; i++) {
+            coc_reset_counts();
+            CHECK_OK(gpu.forward_backward());
+            if (!late) losses.push_back(gpu.values(gpu.loss.loss, AMP_F32, 1)[0]);
+            CHECK_OK(gpu.step(&outcomes));
+            if (!late || i < 4) continue;
+            CHECK_MSG(coc_count().synchronising <= 1, "%s", coc_synchronising_calls().c_str());
+            CHECK_EQ(outcomes.size(), i - 1);
+            CHECK_MSG((double)*gpu.loss.loss == losses[i - 2], "step %zu of %zu has run", (size_t)(std::find(losses.begin(),
+                      losses.end(), (double)*gpu.loss.loss) - losses.begin()), i);
+        }
+        coc_set_hidden(1);
+    }
+    CHECK(std::set<double>(losses.begin(), losses.end()).size() == losses.size());
+}
+
 static int gpus_here() {
     int n = 0;
     return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
@@ -1017,6 +1046,7 @@ int main(int argc, char **argv) {
     RUN(every_order);
     RUN(recomputing_has_the_same_bits);
     RUN(steady_step_does_not_wait);
+    RUN(late_step_waits_for_two_before);
     RUN(two_devices);
     RUN(stream_and_memory_of_the_host);
     RUN(memory_of_the_host_is_a_pair);

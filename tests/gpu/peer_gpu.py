@@ -2,9 +2,9 @@
 
     python tests/gpu/peer_gpu.py [--device cuda] [--rounds 9] [--ms 20] [--seconds 180] [--compile all] [--tiny]
 
-Prints JSON lines: first the versions, then per case and mode the median time.  Launches go round several sets of operands,
-as in bench_gpu.cu.  --compile: "all", "none" or a text that cases' names hold; what --seconds leave no time for is printed
-as skipped.  run.py calls it.
+Prints JSON lines: first the versions, then per case and mode the median time: first everything eager, then compiled, the
+cases first in which that is the stronger.  Launches go round several sets of operands, as in bench_gpu.cu.  --compile:
+"all", "none" or a text that cases' names hold; what --seconds leave no time for is printed as skipped.  run.py calls it.
 """
 import argparse
 import json
@@ -35,7 +35,7 @@ class Skip(Exception):
 
 class Bench:
     def __init__(self, args):
-        self.args, self.device, self.end = args, args.device, time.time() + args.seconds
+        self.args, self.device, self.end, self.mode = args, args.device, time.time() + args.seconds, "eager"
         self.s = argparse.Namespace(**(TINY if args.tiny else GPT2))
         self.cuda = self.device == "cuda"
         self.l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 1 << 26) if self.cuda else 0
@@ -72,31 +72,30 @@ class Bench:
         rounds = sorted(self.milliseconds(calls, count) for _ in range(self.args.rounds))
         return {"ms": statistics.median(rounds), "best_ms": rounds[0], "worst_ms": rounds[-1], "sets": sets}
 
-    def case(self, name, megabytes, text, make, compiled=True):
-        """make(compile): a function that makes one set of operands and returns what a launch calls.  compile turns a
-        Python function into the one to call: by torch.compile, or as it is."""
-        if self.args.only not in name:
+    def case(self, name, megabytes, text, make, compiled=True, variant=None):
+        """make(compiler): a function that makes one set of operands and returns what a launch calls.  compiler turns a
+        Python function into the one to call: by torch.compile, or as it is.  variant: another eager way, by its name."""
+        compiling = self.mode == "compile"
+        if self.args.only not in name or (variant and compiling):
             return
-        wish = self.args.compile
-        for mode in ("eager", "compile"):
-            try:
-                if mode == "compile" and compiled is False:
-                    raise Skip("one kernel as it is")
-                if mode == "compile" and wish != "all" and wish not in name:
-                    raise Skip("not asked for")
-                if mode == "compile" and time.time() > self.end:
-                    raise Skip("no time left")
-                if mode == "compile":
-                    torch._dynamo.reset()
-                one = make(torch.compile if mode == "compile" else lambda function: function)
-                calls = [one() for _ in range(self.sets(megabytes))]
-                line("peer", case=name, mode=mode, call=text, **self.measure(calls))
-                del calls, one
-            except Exception as error:                      # whatever a version of PyTorch lacks is left out
-                why = str(error).strip().splitlines() or [type(error).__name__]
-                line("peer", case=name, mode=mode, call=text, skipped=why[0][:200])
-            if self.cuda:
-                torch.cuda.empty_cache()
+        try:
+            if compiling and compiled is False:
+                raise Skip("one kernel as it is")
+            if compiling and self.args.compile != "all" and self.args.compile not in name:
+                raise Skip("not asked for")
+            if time.time() > self.end:
+                raise Skip("no time left")
+            if compiling:
+                torch._dynamo.reset()
+            one = make(torch.compile if compiling else lambda function: function)
+            calls = [one() for _ in range(self.sets(megabytes))]
+            line("peer", case=name, mode=variant or self.mode, call=text, **self.measure(calls))
+            del calls, one
+        except Exception as error:                          # whatever a version of PyTorch lacks is left out
+            why = str(error).strip().splitlines() or [type(error).__name__]
+            line("peer", case=name, mode=variant or self.mode, call=text, skipped=why[0][:200])
+        if self.cuda:
+            torch.cuda.empty_cache()
 
 
 def gradient(outputs, inputs, seeds):
@@ -106,6 +105,16 @@ def gradient(outputs, inputs, seeds):
 
 def casts(b):
     n = b.s.rows * b.s.channels
+
+    def stochastic(compiler):
+        def rounded(x):
+            return ((x.view(torch.int32) + torch.randint_like(x, 1 << 16, dtype=torch.int32)) & -65536).view(FP32).to(BF16)
+        function = compiler(rounded)
+
+        def one():
+            x = b.random(n, dtype=FP32)
+            return lambda: function(x)
+        return one
 
     def cast(name, to, source, size):
         def make(_):
@@ -118,6 +127,7 @@ def casts(b):
     cast("cast fp32 to fp16", FP16, FP32, 6)
     cast("cast bf16 to fp32", FP32, BF16, 6)
     cast("cast fp32 to e4m3", torch.float8_e4m3fn, FP32, 5)
+    b.case("cast fp32 to bf16, stochastic", n * 6 / 1e6, "(x.view(int32) + randint(2^16)) & -2^16", stochastic)
 
     def widen(_):
         def one():
@@ -157,43 +167,83 @@ def gradients(b):
 
     def clip(grads, _, factor):
         torch._foreach_mul_(grads, factor)
-    case("unscale fp32", "_amp_foreach_non_finite_check_and_unscale_", FP32, 8, unscale)
-    case("unscale bf16", "_amp_foreach_non_finite_check_and_unscale_", BF16, 4, unscale)
-    case("norm fp32", "stack(_foreach_norm(g)).norm()", FP32, 4, norm)
-    case("norm bf16", "stack(_foreach_norm(g)).norm()", BF16, 2, norm)
+    for name, dtype, size in (("fp32", FP32, 4), ("bf16", BF16, 2), ("fp16", FP16, 2)):
+        case("unscale " + name, "_amp_foreach_non_finite_check_and_unscale_", dtype, 2 * size, unscale)
+        case("norm " + name, "stack(_foreach_norm(g)).norm()", dtype, size, norm)
     case("clip fp32", "_foreach_mul_", FP32, 8, clip)
+    clip_grad_norm(b)
+    scaler_update(b)
+
+
+def parameters_of(b, dtype):
+    params = [torch.nn.Parameter(b.random(n, dtype=dtype)) for n in parameter_sizes(b.s)]
+    for p in params:
+        p.grad = b.random(p.numel(), dtype=dtype)
+    return params
+
+
+def clip_grad_norm(b):
+    def one():
+        params = parameters_of(b, FP32)
+        return lambda: torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+    b.case("clip_grad_norm fp32", 12 * sum(parameter_sizes(b.s)) / 1e6, "clip_grad_norm_(foreach=True)", lambda _: one,
+           compiled=False)
+
+
+def scaler_update(b):
+    def one():
+        scale, found = torch.full((), 65536.0, device=b.device), torch.zeros((), device=b.device)
+        tracker = torch.zeros((), dtype=torch.int32, device=b.device)
+        return lambda: torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)
+    b.case("scaler update", 1e-4, "_amp_update_scale_", lambda _: one, compiled=False)
 
 
 def optimizers(b):
-    sizes = parameter_sizes(b.s)
+    """fp32 weights by PyTorch's AdamW in all its ways.  What it lacks, 16-bit weights that lose nothing or little, costs its
+    users fp32 weights and a copy."""
+    millions = sum(parameter_sizes(b.s)) / 1e6
 
-    def case(name, text, bytes_each, optimizer, copy):
+    def case(name, text, bytes_each, optimizer, dtype=FP32, copy=None, variant=None):
         def one():
-            params = [torch.nn.Parameter(b.random(n, dtype=FP32)) for n in sizes]
-            for p in params:
-                p.grad = b.random(p.numel(), dtype=FP32)
-            low, opt = [p.detach().to(BF16) for p in params], optimizer(params)
+            params = parameters_of(b, dtype)
+            low, opt = [p.detach().to(copy) for p in params] if copy else [], optimizer(params)
 
             def call():
                 opt.step()
                 if copy:
                     torch._foreach_copy_(low, [p.detach() for p in params])
             return call
-        b.case(name, bytes_each * sum(sizes) / 1e6, text, lambda _: one, compiled=False)
+        b.case(name, bytes_each * millions, text, lambda _: one, compiled=False, variant=variant)
 
-    def adamw(params):
-        return torch.optim.AdamW(params, lr=1e-4, fused=True)
+    def adamw(**how):
+        return lambda params: torch.optim.AdamW(params, lr=1e-4, **how)
 
-    def sgd(params):
-        return torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True)
-    case("AdamW fp32", "AdamW(fused=True)", 28, adamw, False)
-    case("AdamW bf16, fp32 masters", "AdamW(fused=True), _foreach_copy_ to bf16", 28, adamw, True)
-    case("SGD fp32, momentum", "SGD(fused=True)", 20, sgd, False)
+    def scaled(params):
+        """As GradScaler.step calls the fused optimizer."""
+        opt = torch.optim.AdamW(params, lr=1e-4, fused=True)
+        opt.grad_scale, opt.found_inf = torch.ones((), device=b.device), torch.zeros((), device=b.device)
+        return opt
+    case("AdamW fp32", "AdamW(fused=True)", 28, adamw(fused=True))
+    case("AdamW fp32", "AdamW(fused=True) with grad_scale and found_inf", 28, scaled, variant="scaled")
+    case("AdamW fp32", "AdamW(foreach=True)", 28, adamw(foreach=True), variant="foreach")
+    if b.cuda:
+        case("AdamW fp32", "AdamW(fused=True, capturable=True)", 28, adamw(fused=True, capturable=True), variant="capturable")
+    for name, low in (("bf16, fp32 masters", BF16), ("fp16, fp32 masters", FP16), ("bf16, remainders", BF16),
+                      ("bf16, stochastic", BF16), ("bf16, masters, bf16 moments", BF16)):
+        case("AdamW " + name, "AdamW(fused=True), _foreach_copy_ to 16 bits", 28, adamw(fused=True), copy=low)
+    case("AdamW bf16, bf16 moments", "AdamW(fused=True)", 14, adamw(fused=True), dtype=BF16)
+    case("SGD fp32, momentum", "SGD(fused=True)", 20, lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True))
 
 
 def norms(b):
-    rows, cols = b.s.rows, b.s.channels
-    size = rows * cols / 1e6
+    rows, cols, wide = b.s.rows, b.s.channels, 256 if b.args.tiny else 4096
+    norms_of(b, rows, cols, BF16, "")
+    norms_of(b, rows * cols // wide, wide, BF16, ", wide")
+    norms_of(b, rows, cols, FP32, ", fp32", only=("layernorm", "layernorm backward"))
+
+
+def norms_of(b, rows, cols, dtype, suffix, only=()):
+    size = rows * cols * dtype.itemsize / 1e6
 
     def layer(x, w, c):
         return F.layer_norm(x, (cols,), w, c)
@@ -206,7 +256,7 @@ def norms(b):
             function_ = compiler(function)
 
             def one():
-                x, w, c = b.random(rows, cols), b.random(cols), b.random(cols)
+                x, w, c = (b.random(*shape, dtype=dtype) for shape in ((rows, cols), (cols,), (cols,)))
                 return lambda: function_(x, w, c)
             return one
         return make
@@ -216,28 +266,30 @@ def norms(b):
             function_ = compiler(function)
 
             def one():
-                x, w, c = (b.random(*shape, grad=True) for shape in ((rows, cols), (cols,), (cols,)))
+                x, w, c = (b.random(*shape, dtype=dtype, grad=True) for shape in ((rows, cols), (cols,), (cols,)))
                 wanted = (x, w) if function is rms else (x, w, c)
-                return gradient(function_(x, w, c), wanted, b.random(rows, cols))
+                return gradient(function_(x, w, c), wanted, b.random(rows, cols, dtype=dtype))
             return one
         return make
-    b.case("layernorm", 4 * size, "F.layer_norm", forward(layer))
-    b.case("rmsnorm", 4 * size, "F.rms_norm", forward(rms))
-    b.case("layernorm backward", 6 * size, "autograd.grad of F.layer_norm", backward(layer))
-    b.case("rmsnorm backward", 6 * size, "autograd.grad of F.rms_norm", backward(rms))
+
+    def case(name, operands, text, make):
+        if not only or name in only:
+            b.case(name + suffix, operands * size, text, make)
+    case("layernorm", 2, "F.layer_norm", forward(layer))
+    case("rmsnorm", 2, "F.rms_norm", forward(rms))
+    case("layernorm backward", 3, "autograd.grad of F.layer_norm", backward(layer))
+    case("rmsnorm backward", 3, "autograd.grad of F.rms_norm", backward(rms))
+    residual_norms(b, rows, cols, dtype, case)
 
 
-def residual_norms(b):
-    rows, cols = b.s.rows, b.s.channels
-    size = rows * cols / 1e6
-
+def residual_norms(b, rows, cols, dtype, case):
     def both(x, r, w, c):
         total = x + r
         return total, F.layer_norm(total, (cols,), w, c)
 
     def operands(grad):
         shapes = ((rows, cols), (rows, cols), (cols,), (cols,))
-        return [b.random(*shape, grad=grad) for shape in shapes]
+        return [b.random(*shape, dtype=dtype, grad=grad) for shape in shapes]
 
     def forward(compiler):
         function = compiler(both)
@@ -252,15 +304,22 @@ def residual_norms(b):
 
         def one():
             x, r, w, c = operands(True)
-            return gradient(function(x, r, w, c), (x, w, c), (b.random(rows, cols), b.random(rows, cols)))
+            seeds = [b.random(rows, cols, dtype=dtype) for _ in range(2)]
+            return gradient(function(x, r, w, c), (x, w, c), seeds)
         return one
-    b.case("residual + layernorm", 8 * size, "x + r, F.layer_norm", forward)
-    b.case("residual + layernorm backward", 8 * size, "autograd.grad of F.layer_norm(x + r)", backward)
+    case("residual + layernorm", 4, "x + r, F.layer_norm", forward)
+    case("residual + layernorm backward", 4, "autograd.grad of F.layer_norm(x + r)", backward)
 
 
 def softmaxes(b):
-    heads, tokens = b.s.heads, b.s.tokens
-    size = heads * tokens * tokens / 1e6
+    heads, tokens, many = b.s.heads, b.s.tokens, 64 if b.args.tiny else 4096
+    softmaxes_of(b, heads, tokens, BF16, "")
+    softmaxes_of(b, max(1, heads * tokens * tokens // many ** 2), many, BF16, ", many keys")
+    softmaxes_of(b, heads, tokens, FP32, ", fp32", only=("softmax",))
+
+
+def softmaxes_of(b, heads, tokens, dtype, suffix, only=()):
+    size = heads * tokens * tokens * dtype.itemsize / 1e6
     hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=b.device).triu(1)
 
     def plain(x):
@@ -274,32 +333,36 @@ def softmaxes(b):
             function_ = compiler(function) if compiler is torch.compile else as_is
 
             def one():
-                x = b.random(heads, tokens, tokens)
+                x = b.random(heads, tokens, tokens, dtype=dtype)
                 return lambda: function_(x)
             return one
         return make
 
     def backward(compiler):
-        function = compiler(lambda dy, y: aten._softmax_backward_data(dy, y, -1, BF16))
+        function = compiler(lambda dy, y: aten._softmax_backward_data(dy, y, -1, dtype))
 
         def one():
-            dy, y = b.random(heads, tokens, tokens), b.random(heads, tokens, tokens)
+            dy, y = (b.random(heads, tokens, tokens, dtype=dtype) for _ in range(2))
             return lambda: function(dy, y)
         return one
-    b.case("softmax", 4 * size, "torch.softmax", forward(plain, lambda x: torch.softmax(x, -1)))
-    b.case("softmax, causal", 3 * size, "softmax(masked_fill)",
-           forward(causal, lambda x: torch.softmax(x.masked_fill(hidden, -math.inf), -1)))
-    b.case("softmax backward", 6 * size, "_softmax_backward_data", backward)
-    b.case("softmax backward, causal", 4 * size, "_softmax_backward_data", backward)
+
+    def case(name, operands, text, make):
+        if not only or name in only:
+            b.case(name + suffix, operands * size, text, make)
+    case("softmax", 2, "torch.softmax", forward(plain, lambda x: torch.softmax(x, -1)))
+    case("softmax, causal", 1.5, "softmax(masked_fill)",
+         forward(causal, lambda x: torch.softmax(x.masked_fill(hidden, -math.inf), -1)))
+    case("softmax backward", 3, "_softmax_backward_data", backward)
+    case("softmax backward, causal", 2, "_softmax_backward_data", backward)
 
 
 def pointwise(b):
-    def operator(name, text, function, operands, bytes_each, shape):
+    def operator(name, text, function, operands, bytes_each, shape, dtype=BF16):
         def make(compiler):
             function_ = compiler(function)
 
             def one():
-                values = [b.random(*shape) for _ in range(operands)]
+                values = [b.random(*shape, dtype=dtype) for _ in range(operands)]
                 return lambda: function_(*values)
             return one
         b.case(name, bytes_each * math.prod(shape) / 1e6, text, make)
@@ -316,7 +379,7 @@ def pointwise(b):
             gate, up = b.random(*gated, grad=True), b.random(*gated, grad=True)
             return gradient(function(gate, up), (gate, up), b.random(*gated))
         return one
-    operator("GELU", "F.gelu(tanh)", lambda x: F.gelu(x, approximate="tanh"), 1, 4, wide)
+
     def biased_gelu(compiler):
         function = compiler(lambda x, bias: F.gelu(x + bias, approximate="tanh"))
 
@@ -324,6 +387,8 @@ def pointwise(b):
             x, bias = b.random(*wide), b.random(b.s.hidden)
             return lambda: function(x, bias)
         return one
+    operator("GELU", "F.gelu(tanh)", lambda x: F.gelu(x, approximate="tanh"), 1, 4, wide)
+    operator("GELU, fp32", "F.gelu(tanh)", lambda x: F.gelu(x, approximate="tanh"), 1, 8, wide, FP32)
     b.case("GELU + bias", 4 * math.prod(wide) / 1e6, "F.gelu(x + bias, tanh)", biased_gelu)
     operator("GELU backward", "aten.gelu_backward(tanh)",
              lambda dy, x: aten.gelu_backward(dy, x, approximate="tanh"), 2, 6, wide)
@@ -380,10 +445,20 @@ def embeddings(b):
             ids, dy = b.ids(b.s.rows, limit), b.random(b.s.rows, b.s.channels)
             return lambda: aten.embedding_dense_backward(dy, ids, b.s.vocabulary, -1, False)
         return lambda _: one
+
+    def added(compiler):
+        function = compiler(lambda table, dy, ids: table.add_(aten.embedding_dense_backward(dy, ids, b.s.vocabulary, -1, False)))
+
+        def one():
+            ids, dy = b.ids(b.s.rows, b.s.classes), b.random(b.s.rows, b.s.channels)
+            table = b.random(b.s.vocabulary, b.s.channels, dtype=FP32)
+            return lambda: function(table, dy, ids)
+        return one
     b.case("embedding", 4 * narrow, "F.embedding + positions", embedding)
     text = "aten.embedding_dense_backward"
     b.case("embedding backward", 2 * narrow, text, embedding_backward(b.s.classes), compiled=False)
     b.case("embedding backward, one id", 2 * narrow, text, embedding_backward(1), compiled=False)
+    b.case("embedding backward, added", 2 * narrow, "table.add_(embedding_dense_backward)", added)
 
 
 def products(b):
@@ -442,35 +517,27 @@ def attentions(b):
         qkv = b.random(batch, tokens, 3, heads, dim)
         return [qkv[:, :, i].transpose(1, 2).requires_grad_(grad) for i in range(3)]
 
-    def case(name, batch, tokens, heads, dim, backward):
-        if b.args.only not in name:
-            return
-        text = "F.scaled_dot_product_attention(is_causal=True)"
-        for mode, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-            def one():
-                values = operands(batch, tokens, heads, dim, backward)
-                if not backward:
-                    return lambda: F.scaled_dot_product_attention(*values, is_causal=True)
-                out = F.scaled_dot_product_attention(*values, is_causal=True)
-                return gradient(out, values, torch.randn_like(out))
-            try:
+    def case(name, batch, tokens, heads, dim, backward, mode, backend):
+        def one():
+            values = operands(batch, tokens, heads, dim, backward)
+
+            def attend():
                 with sdpa_kernel(backend):
-                    calls = [one() for _ in range(b.sets((16 if backward else 8) * batch * tokens * heads * dim / 1e6))]
-                    line("peer", case=name, mode=mode, call=text, **b.measure(calls))
-                    del calls
-            except Exception as error:                      # a backend that this PyTorch or this device lacks
-                line("peer", case=name, mode=mode, call=text, skipped=str(error).strip().splitlines()[0][:200])
-            if b.cuda:
-                torch.cuda.empty_cache()
+                    return F.scaled_dot_product_attention(*values, is_causal=True)
+            if not backward:
+                return attend
+            out = attend()
+            return gradient(out, values, torch.randn_like(out))
+        megabytes = (16 if backward else 8) * batch * tokens * heads * dim / 1e6
+        b.case(name, megabytes, "F.scaled_dot_product_attention(is_causal=True)", lambda _: one, variant=mode)
 
     total, channels = (128, 128) if b.args.tiny else (16384, 2048)
-    for backward in (False, True):
-        name = "attention backward " if backward else "attention "
-        for dim in (64, 128):
-            for tokens in (1024, 4096):
-                length = tokens // 32 if b.args.tiny else tokens
-                case(f"{name}D={dim} T={tokens}", total // length, length, channels // dim, dim, backward)
-        case(name + "GPT-2", b.s.rows // b.s.tokens, b.s.tokens, b.s.channels // 64, 64, backward)
+    shapes = [(f"D={dim} T={tokens}", tokens // 32 if b.args.tiny else tokens, dim) for dim in (64, 128) for tokens in (1024, 4096)]
+    for mode, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        for name, backward in (("attention ", False), ("attention backward ", True)):
+            for shape, length, dim in shapes:
+                case(name + shape, total // length, length, channels // dim, dim, backward, mode, backend)
+            case(name + "GPT-2", b.s.rows // b.s.tokens, b.s.tokens, b.s.channels // 64, 64, backward, mode, backend)
 
 
 def main():
@@ -478,19 +545,21 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ms", type=float, default=20)
-    parser.add_argument("--seconds", type=float, default=180, help="after which nothing more is compiled")
+    parser.add_argument("--seconds", type=float, default=180, help="after which nothing more is timed")
     parser.add_argument("--compile", default="all")
     parser.add_argument("--only", default="")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(1)
-    torch._functorch.config.donated_buffer = False      # one forward pass serves many backward passes
+    if hasattr(torch._functorch.config, "donated_buffer"):
+        torch._functorch.config.donated_buffer = False      # one forward pass serves many backward passes
     bench = Bench(args)
     line("versions", torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
          device=torch.cuda.get_device_name(0) if bench.cuda else "model")
-    for part in (casts, gradients, optimizers, norms, residual_norms, softmaxes, pointwise, losses, embeddings,
-                 products, attentions):
-        part(bench)
+    for bench.mode in ("eager", "compile"):
+        for part in (losses, norms, softmaxes, pointwise, products, attentions, embeddings, casts,
+                     gradients, optimizers):
+            part(bench)
 
 
 if __name__ == "__main__":

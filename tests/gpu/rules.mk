@@ -1,8 +1,9 @@
 # rules.mk - amp_cuda.cu for GPUs; included by the Makefile after tests/cuda_on_cpu/rules.mk.
 #
 #   make cuda               build/amp_cuda.o, one object for every architecture that nvcc knows (CUDA_ARCHS: fewer)
-#   make gpu                tests and timings on the GPU at hand, beside PyTorch (PEER_TORCH); REHEARSE=1: the same
-#                           programs on the model GPU, in the smallest sizes
+#   make gpu                tests and timings of the kernels on the GPU at hand, beside PyTorch (PEER_TORCH)
+#   make gpu PART=tests     one part alone: tests, kernels or step, which trains GPT-2 beside PyTorch
+#   make gpu REHEARSE=1     the same programs on the model GPU, in the smallest sizes
 #   make gpu-table          what the kernels need of sm_90 into tests/gpu/resources.txt
 #   make backend            which backend a program can use here
 .PHONY: backend cuda gpu gpu-programs gpu-table
@@ -30,6 +31,8 @@ gpu-table:
 # ---- The tests and timings, for the GPU at hand or for the model.  GPU_CXX compiles host code, GPU_CU device code.
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
+GPU_PARTS    := $(or $(PART),tests kernels)
+GPU_NEEDED    = bench_gpu $(if $(filter tests,$(GPU_PARTS)),$(GPU_TESTS)) $(if $(filter step,$(GPU_PARTS)),train_gpt)
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
 GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
                 examples/common.h
@@ -61,16 +64,27 @@ $(BUILD)/gpu/amp_cuda.o: amp_cuda.cu amp.h | $(GPU_BIN)
 $(GPU_BIN)/t_cuda%.o: $(COC)/t_cuda%.cpp $(GPU_HEADERS) | $(GPU_BIN)
 	$(GPU_CXX) -c $< -o $@
 
+$(GPU_BIN)/t_models.o: amp_cuda.cu
 $(GPU_BIN)/%.o: tests/gpu/%.cu $(GPU_HEADERS) | $(GPU_BIN)
 	$(GPU_CU) -c $< -o $@
 
-$(GPU_PROGRAMS:%=$(GPU_BIN)/%): %: %.o $(GPU_CUDA) $(GPU_REST) $(BUILD)/amp_implementation.o
+$(GPU_BIN)/t_models: %: %.o $(GPU_REST) $(BUILD)/amp_implementation.o
 	$(GPU_CXX) $^ -o $@ $(GPU_LIBS)
+$(patsubst %,$(GPU_BIN)/%,$(filter-out t_models,$(GPU_PROGRAMS))): %: %.o $(GPU_CUDA) $(GPU_REST) $(BUILD)/amp_implementation.o
+	$(GPU_CXX) $^ -o $@ $(GPU_LIBS)
+
+# The example as its head builds it, with the backend compiled above.
+$(GPU_BIN)/train_gpt: examples/train_gpt.c examples/common.h examples/peak.h amp.h $(GPU_CUDA) $(GPU_REST)
+	$(CC) $(WARN) $(CFLAGS) $(OMP) -DUSE_CUDA -c $< -o $@.o
+	$(GPU_CXX) $@.o $(GPU_CUDA) $(GPU_REST) -o $@ $(GPU_LIBS)
 
 gpu-programs: $(GPU_PROGRAMS:%=$(GPU_BIN)/%)
 
+# The deadline of run.py counts from here, so that building belongs to it.
 gpu:
 	@[ "$(REHEARSE)" = 1 ] || sh tests/gpu/find.sh gpu >/dev/null || \
 	    { echo "make gpu: no GPU here (nvidia-smi shows none); make gpu REHEARSE=1 runs it on the model GPU"; exit 1; }
-	$(MAKE) -j$(GPU_JOBS) gpu-programs
-	$(PYTHON) tests/gpu/run.py --bin $(GPU_BIN) $(if $(filter 1,$(REHEARSE)),--rehearse)
+	@[ "$(REHEARSE)" = 1 ] || sh tests/gpu/find.sh nvcc >/dev/null || \
+	    { echo "make gpu: no nvcc to build for this GPU with; set NVCC or CUDA_HOME"; exit 1; }
+	began=$$(date +%s) && $(MAKE) -j$(GPU_JOBS) $(GPU_NEEDED:%=$(GPU_BIN)/%) && \
+	    $(PYTHON) tests/gpu/run.py --parts "$(GPU_PARTS)" --bin $(GPU_BIN) --began $$began $(if $(filter 1,$(REHEARSE)),--rehearse)

@@ -1,11 +1,14 @@
 """Tests the CUDA backend on the GPU, times it beside PyTorch and writes medians and a verdict per bar as one JSON file.
 
-    python3 tests/gpu/run.py [--bin build/gpu] [--rounds 9] [--ms 20] [--seconds 180] [--only bench]
+    python3 tests/gpu/run.py [--parts tests,kernels] [--bin build/gpu] [--rounds 9] [--ms 20]
     python3 tests/gpu/run.py --bin build/rehearsal --rehearse
 
-`make gpu` calls it.  PEER_TORCH names the Python that has PyTorch; without it this one is tried.  The backend is timed
-before and after its peers, so that the spread of its own times is known.  --rehearse: programs built for the model GPU,
-the smallest sizes, PyTorch on CPU tensors; the file then lies below build/, and no number in it says anything.
+`make gpu` calls it.  Three parts: the tests, the kernels, and whole training steps (step).  Each can be run alone; a day's
+parts on one GPU share a file, in which a part replaces what it wrote before.  PEER_TORCH names the Python that has
+PyTorch; without it this one is tried.  The backend is timed before and after its peers, so that the spread of its own
+times is known.  One deadline holds for everything, building included: what it leaves no time for is said to be not
+measured.  --rehearse: programs built for the model GPU, the smallest sizes, PyTorch on CPU tensors; the file then lies
+below build/, and no number in it says anything.
 """
 import argparse
 import collections
@@ -20,11 +23,15 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
+import step
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
+PARTS = ("tests", "kernels", "step")
 # What a kernel must reach of the measured rate of copies: the first word or words of the cases' names.
 BARS = [("cast", 0.92), ("unscale", 0.90), ("norm ", 0.90), ("AdamW", 0.90),
         ("layernorm backward", 0.80), ("rmsnorm backward", 0.80), ("residual + layernorm backward", 0.80),
@@ -36,53 +43,87 @@ TFLOPS = {"attention D=64 T=1024": 230, "attention D=64 T=4096": 285, "attention
           "attention backward D=64 T=4096": 240}
 BACKENDS = ("flash", "cudnn")
 SAME = 1.02         # a ratio of two times may be this far from 1 without either being the slower
-
-
-class Skip(Exception):
-    """Why something was not measured."""
+# Seconds: of tests and kernels together, of a part alone, and what the tests and compute-sanitizer leave to the kernels.
+BOTH, ALONE, KERNELS, SANITIZERS = 475, 575, 190, 45
 
 
 def without_paths(text):
     """Error texts may name folders of this machine; the results must not."""
-    return re.sub(r"(/[\w.+@-]+)+/", "", text)
+    return re.sub(r"(?<![\w.])(/[\w.+@-]+)+/", "", text)
 
 
 class Runner:
     def __init__(self, args):
-        self.args, self.commands, self.began = args, [], time.time()
-        self.bin = os.path.join(ROOT, args.bin)
+        self.args, self.commands, self.why, self.began = args, [], [], args.began or time.time()
+        self.end = self.began + (args.seconds or (BOTH if len(args.parts) > 1 else ALONE))
+        self.root, self.bin = ROOT, os.path.join(ROOT, args.bin)
+        self.python = os.environ.get("PEER_TORCH") or sys.executable
         self.env = dict(os.environ, GPU_BIN=args.bin, GPU_MODEL="1" if args.rehearse else "0")
+
+    def left(self):
+        return self.end - time.time()
 
     def say(self, text):
         print(f"[{time.time() - self.began:5.0f} s] {text}", flush=True)
 
-    def lines(self, shown, command, timeout):
-        """The JSON lines of a program.  shown: its command line as the results name it."""
-        if shown not in self.commands:
-            self.commands.append(shown)
-        self.say(shown)
+    def skip(self, why):
+        """Says and keeps why something was not measured, or not wholly."""
+        self.why.append(without_paths(why))
+        self.say(f"skipped: {self.why[-1]}")
+
+    def shown(self, command):
+        if command not in self.commands:
+            self.commands.append(command)
+        self.say(command)
+
+    def wait(self, child, seconds):
+        """The exit status, or None where the time was not enough; then nothing of the program is left."""
         try:
-            done = subprocess.run(command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                  timeout=timeout)
-        except (subprocess.TimeoutExpired, OSError) as error:
-            raise Skip(without_paths(f"{shown}: {error}"))
-        found = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
-        if done.returncode != 0 or not found:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Skip(without_paths(f"{shown} ended with {done.returncode}: {last}"))
+            return child.wait(max(1, seconds))
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+    def lines(self, shown, command, seconds, meanwhile=None):
+        """The JSON lines that a program printed, also of one that did not come to its end.  shown: its command line as
+        the results name it.  meanwhile: called with each line as it comes."""
+        self.shown(shown)
+        found = []
+
+        def read(stream):
+            for text in stream:
+                if text.startswith("{") and text.endswith("}\n"):
+                    found.append(json.loads(text))
+                    if meanwhile:
+                        meanwhile(found[-1])
+        with tempfile.TemporaryFile("w+") as errors:
+            try:
+                child = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=errors, text=True,
+                                         start_new_session=True)
+            except OSError as error:
+                return self.skip(f"{shown}: {error}") or found
+            reader = threading.Thread(target=read, args=(child.stdout,), daemon=True)
+            reader.start()
+            status = self.wait(child, seconds)
+            reader.join(5)
+            errors.seek(0)
+            last = ([text.strip() for text in errors if text.strip()] or ["no message"])[-1]
+        failed = [f"{record['case']}: {record['why']}" for record in found if record["event"] == "failed"]
+        if status is None:
+            self.skip(f"{shown}: stopped after {max(1, seconds):.0f} s")
+        elif status != 0 or not found:
+            self.skip(f"{shown} ended with {status}: {'; '.join(failed) or last}")
         return found
 
-    def tests(self):
-        """The tests on the device, as they print themselves; the counts of the closing line."""
-        programs = sorted(name for name in os.listdir(self.bin) if name.startswith("t_") and "." not in name)
-        command = ["sh", "tests/run.sh"] + [os.path.join(self.args.bin, name) for name in programs] + ["tests/gpu/sanitize.sh"]
-        shown = " ".join(["sh tests/run.sh"] + programs + ["sanitize.sh"])
-        self.commands.append(shown)
-        self.say(shown)
+    # ---- The tests
+
+    def programs(self, programs, seconds):
+        """Runs test programs, as they print themselves: the counts of the closing line, None where it did not come, what
+        failed or was skipped, and the rules of cuBLASLt that were confirmed or struck."""
         last, text, rules = "", [], []
-        child = subprocess.Popen(command, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                 start_new_session=True)
-        watch = threading.Timer(self.args.test_seconds, lambda: os.killpg(child.pid, signal.SIGKILL))
+        child = subprocess.Popen(["sh", "tests/run.sh"] + programs, cwd=ROOT, env=self.env, stdout=subprocess.PIPE,
+                                 stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        watch = threading.Timer(max(1, seconds), lambda: os.killpg(child.pid, signal.SIGKILL))
         watch.start()
         for text_line in child.stdout:
             print("    " + text_line, end="", flush=True)
@@ -94,26 +135,55 @@ class Runner:
         child.wait()
         watch.cancel()
         counts = re.match(r"(\d+) passed, (\d+) failed, (\d+) skipped$", last) if child.returncode >= 0 else None
+        return [int(n) for n in counts.groups()] if counts else None, text, rules
+
+    def tests(self):
+        """The tests, then compute-sanitizer in a time of its own, which ends without a failure."""
+        names = sorted(name for name in os.listdir(self.bin) if name.startswith("t_") and "." not in name)
+        seconds = self.left() - SANITIZERS - (KERNELS if "kernels" in self.args.parts else 5)
+        self.shown(" ".join(["sh tests/run.sh"] + names))
+        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names], seconds)
         if counts is None:
-            text.append(f"FAIL the tests did not come to their end in {self.args.test_seconds:g} s")
-        passed, failed, skipped = (int(n) for n in counts.groups()) if counts else (0, 1, 0)
-        return {"programs": programs, "passed": passed, "failed": failed, "skipped": skipped, "not_passed": text,
-                "rules_confirmed": sum(rule.startswith("confirmed") for rule in rules),
+            text.append(f"FAIL the tests did not come to their end in {seconds:.0f} s")
+        passed, failed, skipped = counts or (0, 1, 0)
+        left = self.left() - (KERNELS if "kernels" in self.args.parts else 5)
+        self.env["SANITIZE_SECONDS"] = str(int(max(0, left)))
+        self.shown("sh tests/run.sh sanitize.sh")
+        more, found, _ = self.programs(["tests/gpu/sanitize.sh"], left + 20)
+        passed, failed, skipped = (a + b for a, b in zip((passed, failed, skipped), more or (0, 0, 1)))
+        return {"programs": names + ["sanitize.sh"], "passed": passed, "failed": failed, "skipped": skipped,
+                "not_passed": text + found, "rules_confirmed": sum(rule.startswith("confirmed") for rule in rules),
                 "rules_struck": [rule for rule in rules if rule.startswith("struck")]}
+
+    # ---- The kernels
 
     def flags(self):
         a = self.args
-        return ["--rounds", str(a.rounds), "--ms", str(a.ms)] + (["--tiny"] if a.rehearse else [])
+        return ["--rounds", str(a.rounds), "--ms", str(a.ms)] + (["--tiny"] if a.rehearse else []) + (
+            ["--only", a.only] if a.only else [])
 
     def bench(self):
-        return self.lines(shlex.join(["bench_gpu"] + self.flags()), [os.path.join(self.bin, "bench_gpu")] + self.flags(), 150)
+        return self.lines(shlex.join(["bench_gpu"] + self.flags()), [os.path.join(self.bin, "bench_gpu")] + self.flags(),
+                          self.left())
 
-    def peers(self):
-        python = os.environ.get("PEER_TORCH") or sys.executable
-        flags = self.flags() + ["--seconds", str(self.args.seconds), "--compile", self.args.compile]
+    def peers(self, seconds):
+        flags = self.flags() + ["--seconds", f"{seconds:.0f}", "--compile", self.args.compile]
         flags += ["--device", "cpu"] if self.args.rehearse else []
         return self.lines("$PEER_TORCH tests/gpu/peer_gpu.py " + shlex.join(flags),
-                          [python, os.path.join(HERE, "peer_gpu.py")] + flags, self.args.seconds + 120)
+                          [self.python, os.path.join(HERE, "peer_gpu.py")] + flags, seconds + 15)
+
+    def kernels(self):
+        """Our times, PyTorch's in what time is left, our times again."""
+        began = time.time()
+        first = self.bench()
+        took = 1.1 * (time.time() - began)
+        peers = self.peers(max(1, self.left() - took - 20))
+        second = []
+        if self.left() > took or self.args.rehearse:
+            second = self.bench()
+        else:
+            self.skip("bench_gpu a second time: no time left")
+        return [first, second], peers
 
 
 # ---- What was measured, case by case
@@ -161,10 +231,15 @@ def verdict(bar, needs, measured, why="", at_least=0.0):
     return {"bar": bar, "needs": needs, "measured": measured, "verdict": "PASS" if measured >= at_least else "FAIL"}
 
 
-def bars(rows, tests, why):
-    """Every bar, also of what was not measured: shares of the copy rate, and no peer faster."""
-    out = [{"bar": "tests on the GPU", "needs": "none fails", "measured": tests["failed"] if tests else None,
-            "verdict": "not measured" if tests is None else "FAIL" if tests["failed"] else "PASS"}]
+def test_bars(tests):
+    failed = tests["failed"] if tests else None
+    return [{"bar": "tests on the GPU", "needs": "none fails", "measured": failed,
+             "verdict": "not measured" if tests is None else "FAIL" if failed else "PASS"}]
+
+
+def bars(rows, why):
+    """Every bar of the kernels, also of what was not measured: shares of the copy rate, and no peer faster."""
+    out = []
     for name, row in rows.items():
         share = next((share for start, share in BARS if name.startswith(start)), None)
         if share is not None:
@@ -191,35 +266,45 @@ def cell(value, form):
     return "-" if value is None else format(value, form)
 
 
-def show(rows, verdicts, title):
-    """What misses its bar, then one table."""
+def show(whole):
+    """What misses its bar, then a table per part."""
+    verdicts = whole["bars"]
+    rehearsal = any(v.get("why") == "a rehearsal" for v in verdicts)
     for v in verdicts:
         if v["verdict"] != "PASS" and v.get("why") != "a rehearsal":
             print(f"{v['verdict']}: {v['bar']}, {v['needs']}" +
                   (f": {v['measured']:g}" if v["measured"] is not None else f" ({v.get('why') or 'no result'})"))
-    print(f"\n{title}\n{'case':32s} {'ms':>9s} {'GB/s':>7s} {'of copy':>8s} {'TFLOP/s':>8s} {'eager':>7s} {'compiled':>9s}  bars")
+    print(f"\n{whole['device']['name']}, {whole['date']}" + ("; a rehearsal, no number says anything" if rehearsal else ""))
+    if whole.get("cases"):
+        show_kernels(whole["cases"], verdicts, whole["copy_gb_per_s"])
+    if whole.get("step"):
+        step.show(whole["step"])
+    met = sum(v["verdict"] == "PASS" for v in verdicts)
+    print("A rehearsal measures no bar." if rehearsal else f"{met} of {len(verdicts)} bars are met.")
+
+
+def show_kernels(rows, verdicts, copy):
+    print(f"\ncopies {copy:.4g} GB/s\n{'case':38s} {'ms':>9s} {'GB/s':>7s} {'of copy':>8s} {'TFLOP/s':>8s} {'eager':>7s} "
+          f"{'compiled':>9s}  bars")
     for name, row in rows.items():
         peers = row.get("peers", {})
         ratios = [cell(peers.get(mode, {}).get("ratio"), ".2f") + ("x" if peers.get(mode, {}).get("ratio") else "")
                   for mode in (BACKENDS if name.startswith("attention") else ("eager", "compile"))]
         own = [v["verdict"] for v in verdicts if v["bar"].startswith(name + ":")]
         worst = next((word for word in ("FAIL", "not measured", "PASS") if word in own), "")
-        print(f"{name:32s} {cell(row['ms'], '.4f'):>9s} {cell(row['gb_per_s'], '.4g'):>7s} {cell(row['share'], '.1%'):>8s} "
+        print(f"{name:38s} {cell(row['ms'], '.4f'):>9s} {cell(row['gb_per_s'], '.4g'):>7s} {cell(row['share'], '.1%'):>8s} "
               f"{cell(row.get('tflop_per_s'), '.4g'):>8s} {ratios[0]:>7s} {ratios[1]:>9s}  {worst}")
-    met = sum(v["verdict"] == "PASS" for v in verdicts)
-    rehearsal = any(v.get("why") == "a rehearsal" for v in verdicts)
-    print("eager, compiled (attention: flash, cuDNN): how many times as fast as PyTorch's.  " +
-          ("A rehearsal measures no bar." if rehearsal else f"{met} of {len(verdicts)} bars are met."))
+    print("eager, compiled (attention: flash, cuDNN): how many times as fast as PyTorch's.")
 
 
-def versions(device, peer):
+def versions(device, torch):
     out = collections.OrderedDict()
     for name in ("amp.h", "amp_cuda.cu"):
         with open(os.path.join(ROOT, name), "rb") as f:
             out[name] = "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16]
     out["nvcc"] = subprocess.run(["sh", "tests/gpu/find.sh", "release"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
     out["driver"], out["runtime"] = device.get("driver"), device.get("runtime")
-    out["torch"], out["python"] = peer.get("torch"), platform.python_version()
+    out["torch"], out["python"] = torch, platform.python_version()
     return out
 
 
@@ -227,67 +312,90 @@ def short_name(name):
     return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-") or "gpu"
 
 
+def describe(runner):
+    """The device, from bench_gpu, which every part builds."""
+    found = runner.lines("bench_gpu --describe", [os.path.join(runner.bin, "bench_gpu"), "--describe"], 60)
+    device = next((r for r in found if r["event"] == "device"), {"name": "no result"})
+    return dict({k: v for k, v in device.items() if k not in ("event", "rounds", "ms")},
+                **({"name": "model"} if runner.args.rehearse else {}))
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="tests,kernels", help="some of tests, kernels, step")
     parser.add_argument("--bin", default="build/gpu", help="folder of the programs, from the project's root")
     parser.add_argument("--rehearse", action="store_true", help="they are built for the model GPU")
+    parser.add_argument("--began", type=float, default=0, help="when building began, in seconds since 1970")
+    parser.add_argument("--seconds", type=float, default=0, help=f"for everything; default {BOTH}, a part alone {ALONE}")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ms", type=float, default=20, help="milliseconds of one round")
-    parser.add_argument("--seconds", type=float, default=180, help="PyTorch's; what they leave no time for is skipped")
-    parser.add_argument("--test-seconds", type=float, default=180, help="after which the tests are ended, and have failed")
     parser.add_argument("--compile", default="all", help="which cases PyTorch also compiles: those whose name holds it")
-    parser.add_argument("--only", default="tests,bench,peers")
+    parser.add_argument("--only", default="", help="kernels: those cases whose name holds it, into no file")
     args = parser.parse_args()
+    args.parts = args.parts.replace(" ", ",").split(",")
+    if not set(args.parts) <= set(PARTS):
+        parser.error(f"the parts are {', '.join(PARTS)}")
     if args.rehearse:
-        args.rounds, args.compile = min(args.rounds, 2), "residual +" if args.compile == "all" else args.compile
+        args.rounds, args.compile = min(args.rounds, 2), "rmsnorm backward, wide" if args.compile == "all" else args.compile
+        args.seconds = args.seconds or 1800
     return args
 
 
-def measure(runner):
-    """The tests' counts or None, the runs of our programs, PyTorch's lines, and what was skipped."""
-    parts, runs, peers, why = runner.args.only.split(","), [], [], []
-    tests = runner.tests() if "tests" in parts else None
-
-    def attempt(part, work):
-        try:
-            return work() if part in parts else []
-        except Skip as skip:
-            why.append(str(skip))
-            runner.say(f"skipped: {skip}")
-            return []
-    runs.append(attempt("bench", runner.bench))
-    peers = attempt("peers", runner.peers)
-    runs.append(attempt("bench", runner.bench))
-    return tests, runs, peers, "; ".join(why)
+def measure(runner, whole):
+    """Runs the parts that were asked for; what they find replaces what the file has of them."""
+    fresh, torch = {}, None
+    for part in [p for p in PARTS if p in runner.args.parts]:
+        runner.commands, runner.why, began = [], [], time.time()
+        if part == "tests":
+            whole["tests"] = runner.tests()
+            fresh[part] = test_bars(whole["tests"])
+        elif part == "kernels":
+            runs, peers = runner.kernels()
+            whole["cases"] = merge(runs, peers)
+            shares(whole["cases"])
+            whole["copy_gb_per_s"] = copy_rate(whole["cases"])
+            whole["settings"] = {"rounds": runner.args.rounds, "ms": runner.args.ms}
+            torch = next((r["torch"] for r in peers if r["event"] == "versions"), torch)
+            fresh[part] = bars(whole["cases"], "; ".join(runner.why))
+        else:
+            whole["step"] = step.measure(runner, whole["device"])
+            torch = whole["step"].get("torch") or torch
+            fresh[part] = step.bars(whole["step"], verdict)
+        whole["parts"][part] = {"seconds": round(time.time() - began), "commands": runner.commands, "left_out": runner.why,
+                                "versions": versions(whole["device"], torch)}
+    return fresh, torch
 
 
 def main():
     args = arguments()
     runner, now = Runner(args), datetime.datetime.now(datetime.timezone.utc)
-    tests, runs, peers, why = measure(runner)
-    rows = merge(runs, peers)
-    shares(rows)
-    device = next((r for run in runs for r in run if r["event"] == "device"), {"name": "no result"})
-    rated = bars(rows, tests, why)
-    if args.rehearse:
-        device["name"], rated = "model", unsaid(rated)
-    whole = collections.OrderedDict(
-        date=now.strftime("%Y-%m-%d %H:%M UTC"), device={k: v for k, v in device.items() if k != "event"},
-        versions=versions(device, next((r for r in peers if r["event"] == "versions"), {})),
-        settings={"rounds": args.rounds, "ms": args.ms}, commands=runner.commands, seconds=round(time.time() - runner.began),
-        copy_gb_per_s=copy_rate(rows), bars=rated, tests=tests, cases=rows)
-    show(rows, rated, f"{device['name']}, {now.strftime('%Y-%m-%d')}, copies {copy_rate(rows):.4g} GB/s"
-         + ("; a rehearsal, no number says anything" if args.rehearse else ""))
-    if not rows:
-        return print("nothing was timed, nothing is written") or 1
+    device = describe(runner)
     folder = "build/rehearsal" if args.rehearse else "tests/bench/results"
-    path = os.path.join(folder, f"gpu-{short_name(device['name'])}-{now.strftime('%Y-%m-%d')}.json")
-    os.makedirs(os.path.join(ROOT, folder), exist_ok=True)
-    with open(os.path.join(ROOT, path), "w") as f:
+    path = os.path.join(ROOT, folder, f"gpu-{short_name(device['name'])}-{now.strftime('%Y-%m-%d')}.json")
+    whole = {}
+    if os.path.exists(path):
+        with open(path) as f:
+            whole = json.load(f)
+    old = whole.get("bars", [])
+    whole.update(date=now.strftime("%Y-%m-%d %H:%M UTC"), device=device)
+    for name, empty in (("tests", None), ("cases", {}), ("copy_gb_per_s", 0), ("settings", {}), ("step", None), ("parts", {})):
+        whole.setdefault(name, empty)
+    fresh, torch = measure(runner, whole)
+    whole["versions"] = versions(device, torch or whole.get("versions", {}).get("torch"))
+    kept = {part: [bar for bar in old if bar.get("part") == part] for part in PARTS}
+    missing = {"tests": test_bars(None), "kernels": [], "step": step.bars({}, verdict)}
+    whole["bars"] = [dict(bar, part=part) for part in PARTS for bar in fresh.get(part) or kept[part] or missing[part]]
+    if args.rehearse:
+        whole["bars"] = unsaid(whole["bars"])
+    show(whole)
+    if device["name"] == "no result" or args.only:
+        return print("nothing is written") or (0 if args.only else 1)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as f:
         json.dump(whole, f, indent=1)
         f.write("\n")
-    print(f"wrote {path}, {whole['seconds']} s in all")
-    return 1 if tests and tests["failed"] else 0
+    print(f"wrote {os.path.relpath(path, ROOT)}, {time.time() - runner.began:.0f} s in all")
+    return 1 if "tests" in args.parts and whole["tests"]["failed"] else 0
 
 
 if __name__ == "__main__":
