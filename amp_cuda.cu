@@ -19,7 +19,8 @@
    - Kernels, copies and fills go to the stream and return at once.  Only stream_sync and event_sync wait; copies from
      and to pageable memory may.  A step allocates nothing once its sizes have been seen.
    - Memory comes from an arena that keeps what is freed.  A freed block is used again on the same stream at once, in
-     stream order.  Scratch memory taken while a stream is captured belongs to that graph until it is destroyed.
+     stream order.  Scratch memory taken while a stream is captured, by amp_graph_begin or by the host itself, belongs
+     to that graph until it is destroyed.
    - A failure names the CUDA error and the call.  After an error that CUDA does not recover from (an illegal address,
      for example) every call fails, with a text that says so; close the context and start the process again.
    - Kernels compute in fp32 (sums in fp32 or wider), round once to storage, use 64-bit indices and give the same bits
@@ -34,6 +35,7 @@
 #include <cuda_runtime.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include "amp.h"
 
 /* Loops of constant length that are unrolled, and those that must not be.
@@ -57,6 +59,7 @@ namespace {
 
 struct ampc_block;
 struct ampc_graph;
+struct ampc_capture;
 
 enum { AMPC_BUCKETS = 1024, AMPC_CLASSES = 512 };
 
@@ -77,6 +80,7 @@ struct ampc_device {
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
     ampc_block *idle[AMPC_CLASSES]; /* blocks to be used again, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
+    ampc_capture *captures;         /* the host's own that use scratch memory */
     int64_t allocated, reserved, peak, pinned;      /* bytes: handed out (rounded up), taken from CUDA, most handed out */
 };
 
@@ -173,6 +177,15 @@ struct ampc_current {
 
 template <class T> struct ampc_identity { typedef T type; };
 
+/* Lets a kernel have all the dynamic shared memory that its own leaves: without that the two together get 48 KiB.  The
+   setting belongs to the function, whose other users may be about to launch it, so it is the same for all of them. */
+amp_result ampc_allow_shared(ampc_device *dev, const void *kernel) {
+    cudaFuncAttributes own;
+    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes", NULL));
+    return ampc_check(dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                (int)(dev->shared_limit - own.sharedSizeBytes)), "cudaFuncSetAttribute", NULL);
+}
+
 /* Starts a kernel; name: the call that it serves.  Arguments are converted to the kernel's own parameter types, so that
    an int cannot be read as an int64_t.  stream NULL: the context's own.  An empty grid starts nothing. */
 template <class... P>
@@ -183,9 +196,7 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     char call[96];
     AMPC_ENTER(dev, name);
     if (grid == 0) return AMP_OK;
-    if (shared > 48 * 1024)
-        error = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (error != cudaSuccess) return ampc_check(dev, error, "cudaFuncSetAttribute", "the rows are too long for this GPU");
+    if (shared > 32 * 1024) AMPC_TRY(ampc_allow_shared(dev, (const void *)kernel));
     error = cudaLaunchKernel(kernel, dim3(grid), dim3(block), pointers, shared, stream ? (cudaStream_t)stream : dev->stream);
     if (error == cudaSuccess) return AMP_OK;
     snprintf(call, sizeof call, "cudaLaunchKernel for %s", name);
@@ -281,6 +292,13 @@ __device__ __forceinline__ void ampc_put(ampc_bf16 *to, float x) { to->bits = am
 __device__ __forceinline__ float ampc_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
+__device__ __forceinline__ double ampc_mul(double a, double b) {
+#if defined(__CUDA_ARCH__)
+    return __dmul_rn(a, b);
 #else
     return a * b;
 #endif
@@ -478,6 +496,15 @@ struct ampc_graph {
     ampc_graph *next;
 };
 
+/* A capture of the host's own.  The arena holds it, and a user object of CUDA's as long as the graph or what was
+   instantiated from it lives, which may be longer than the context does. */
+struct ampc_capture {
+    unsigned long long id;
+    int holders;
+    ampc_capture *next;
+};
+
+/* No function of the host's is called while it is locked: they may call back. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(ampc_device *dev) : lock(&dev->lock) { pthread_mutex_lock(lock); }
@@ -519,101 +546,184 @@ ampc_block **ampc_busy_bucket(ampc_device *dev, const void *data) {
     return &dev->busy[((uintptr_t)data >> 9) % AMPC_BUCKETS];
 }
 
-/* A tag that no stream or graph has: those are pointers to at least 2-byte aligned things. */
-const void *ampc_foreign_capture(unsigned long long id) { return (const void *)(uintptr_t)(id * 2 + 1); }
-bool ampc_is_foreign(const void *owner) { return ((uintptr_t)owner & 1) != 0 && owner != (const void *)cudaStreamLegacy; }
+/* Idle blocks of one owner become another's. */
+void ampc_hand_over(ampc_device *dev, const void *from, const void *to) {
+    for (int i = 0; i < AMPC_CLASSES; i++)
+        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next)
+            if (block->owner == from) block->owner = to;
+}
 
-/* Who scratch memory used on a stream belongs to: the stream, or the graph that it is being captured into. */
+void ampc_capture_release(void *held) {
+    ampc_capture *capture = (ampc_capture *)held;
+    if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
+}
+
+/* Nothing touches the memory of captures whose graphs are gone; all: forgets the others too. */
+void ampc_captures_end(ampc_device *dev, bool all) {
+    for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
+        if (!all && __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1) { link = &capture->next; continue; }
+        *link = capture->next;
+        ampc_hand_over(dev, capture, NULL);
+        ampc_capture_release(capture);
+    }
+}
+
+/* The capture with this id, a new one where there is none; NULL: no host memory.  If CUDA makes no user object it is
+   held until the context is closed. */
+ampc_capture *ampc_capture_of(ampc_device *dev, unsigned long long id, cudaGraph_t graph) {
+    cudaUserObject_t object;
+    ampc_capture *capture = dev->captures;
+    while (capture != NULL && capture->id != id) capture = capture->next;
+    if (capture != NULL) return capture;
+    capture = (ampc_capture *)malloc(sizeof *capture);
+    if (capture == NULL) return NULL;
+    capture->id = id;
+    capture->holders = 2;
+    capture->next = dev->captures;
+    dev->captures = capture;
+    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) == cudaSuccess &&
+        cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
+        (void)cudaUserObjectRelease(object, 1);
+    (void)cudaGetLastError();
+    return capture;
+}
+
+cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph) {
+#if CUDART_VERSION >= 13000
+    return cudaStreamGetCaptureInfo(stream, status, id, graph);
+#else
+    return cudaStreamGetCaptureInfo_v2(stream, status, id, graph);
+#endif
+}
+
+/* Who scratch memory used on a stream belongs to: the stream, or the graph that it is being captured into.  NULL: no
+   host memory. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
-    ampc_graph *graph;
-    if (cudaStreamGetCaptureInfo(stream, &status, &id) != cudaSuccess) {
+    cudaGraph_t captured = NULL;
+    ampc_locked locked(dev);
+    if (ampc_capture_info(stream, &status, &id, &captured) != cudaSuccess) {
         (void)cudaGetLastError();
         return stream;
     }
     if (status != cudaStreamCaptureStatusActive) return stream;
-    for (graph = dev->graphs; graph != NULL; graph = graph->next)
+    for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
         if (graph->capturing && graph->stream == stream) return graph;
-    return ampc_foreign_capture(id);
+    return ampc_capture_of(dev, id, captured);
 }
 
-/* The stream whose work an owner's memory is used by. */
-cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner) {
-    if (owner == NULL || ampc_is_foreign(owner)) return dev->stream;
+/* The stream whose work an owner's memory is used by; held: a graph may use it at any time. */
+cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
+    *held = true;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
         if (graph == owner) return graph->stream;
-    return (cudaStream_t)const_cast<void *>(owner);
+    for (ampc_capture *capture = dev->captures; capture != NULL; capture = capture->next)
+        if (capture == owner) return dev->stream;
+    *held = false;
+    return owner == NULL ? dev->stream : (cudaStream_t)const_cast<void *>(owner);
 }
 
-/* Memory from CUDA or from the host's own allocator, and back. */
-cudaError_t ampc_memory_get(ampc_device *dev, const void *owner, void **data, size_t bytes) {
+/* Memory from CUDA or from the host's own allocator. */
+cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
     if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
-    *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, ampc_stream_of(dev, owner));
+    *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, stream);
     return *data != NULL ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-void ampc_memory_put(ampc_device *dev, ampc_block *block) {
-    if (dev->memory.alloc == NULL) (void)cudaFree(block->data);
-    else dev->memory.free(dev->memory.user, block->data, block->bytes, dev->index, ampc_stream_of(dev, block->owner));
-    dev->reserved -= (int64_t)block->bytes;
-    dev->host.free(dev->host.user, block, sizeof *block);
-}
 
-/* Gives idle blocks back to CUDA: those that no graph holds, or all of them. */
-void ampc_trim(ampc_device *dev, bool all) {
-    ampc_relaxed relaxed;
-    int i;
-    for (i = 0; i < AMPC_CLASSES; i++) {
+/* Takes idle blocks out of the arena, those that no graph holds or all of them, with the streams that they go to. */
+ampc_block *ampc_unused(ampc_device *dev, bool all) {
+    ampc_block *unused = NULL;
+    ampc_locked locked(dev);
+    for (int i = 0; i < AMPC_CLASSES; i++) {
         ampc_block **link = &dev->idle[i];
         while (*link != NULL) {
             ampc_block *block = *link;
-            bool held = ampc_is_foreign(block->owner);
-            for (ampc_graph *g = dev->graphs; g != NULL && !held; g = g->next) held = block->owner == g;
+            bool held;
+            cudaStream_t stream = ampc_stream_of(dev, block->owner, &held);
             if (held && !all) { link = &block->next; continue; }
             *link = block->next;
-            ampc_memory_put(dev, block);
+            block->owner = stream;
+            block->next = unused;
+            unused = block;
+            dev->reserved -= (int64_t)block->bytes;
         }
+    }
+    return unused;
+}
+
+/* Gives these blocks back to CUDA, or to the host's own allocator. */
+void ampc_trim(ampc_device *dev, bool all) {
+    ampc_relaxed relaxed;
+    for (ampc_block *block = ampc_unused(dev, all), *next; block != NULL; block = next) {
+        next = block->next;
+        if (dev->memory.alloc == NULL) (void)cudaFree(block->data);
+        else dev->memory.free(dev->memory.user, block->data, block->bytes, dev->index, const_cast<void *>(block->owner));
+        dev->host.free(dev->host.user, block, sizeof *block);
     }
     (void)cudaGetLastError();
 }
 
-/* A new block. */
-amp_result ampc_block_new(ampc_device *dev, const void *owner, size_t bytes, const char *call, ampc_block **out) {
-    ampc_relaxed relaxed;
+amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, const char *call) {
     char hint[192];
+    long long allocated, reserved;
+    {
+        ampc_locked locked(dev);
+        allocated = dev->allocated;
+        reserved = dev->reserved;
+    }
+    snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
+             allocated, reserved);
+    return ampc_check(dev, error, dev->memory.alloc == NULL ? "cudaMalloc" : "the host's own alloc",
+                      error == cudaErrorMemoryAllocation ? hint : NULL);
+}
+
+/* A new block; stream: of its first use. */
+amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
+    ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
     if (block == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's own list");
-    cudaError_t error = ampc_memory_get(dev, owner, &block->data, bytes);
+    cudaError_t error = ampc_memory_get(dev, stream, &block->data, bytes);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
         ampc_trim(dev, false);
-        error = ampc_memory_get(dev, owner, &block->data, bytes);
+        error = ampc_memory_get(dev, stream, &block->data, bytes);
     }
     if (error != cudaSuccess) {
         dev->host.free(dev->host.user, block, sizeof *block);
-        snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
-                 (long long)dev->allocated, (long long)dev->reserved);
-        return ampc_check(dev, error, dev->memory.alloc == NULL ? "cudaMalloc" : "the host's own alloc",
-                          error == cudaErrorMemoryAllocation ? hint : NULL);
+        return ampc_no_memory(dev, error, bytes, call);
     }
     block->bytes = bytes;
-    dev->reserved += (int64_t)bytes;
     *out = block;
     return AMP_OK;
 }
 
-/* Memory for `owner` (NULL only where nothing is in flight).  Called with the lock held and the device current. */
-amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
-    size_t size = ampc_class_bytes(bytes);
-    ampc_block **link = &dev->idle[ampc_class(size)], **bucket, *block;
+/* An idle block of this class that `owner` may use at once, or NULL; stream: the owner's. */
+ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStream_t *stream) {
+    bool held;
+    ampc_locked locked(dev);
+    ampc_captures_end(dev, false);
+    ampc_block **link = &dev->idle[ampc_class(size)], *block;
     while (*link != NULL && (*link)->owner != owner && (*link)->owner != NULL) link = &(*link)->next;
     block = *link;
     if (block != NULL) *link = block->next;
-    else AMPC_TRY(ampc_block_new(dev, owner, size, call, &block));
+    *stream = ampc_stream_of(dev, owner, &held);
+    return block;
+}
+
+/* Memory for `owner`.  Called with the device current. */
+amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
+    size_t size = ampc_class_bytes(bytes);
+    cudaStream_t stream;
+    ampc_block **bucket, *block = ampc_idle(dev, owner, size, &stream);
+    bool made = block == NULL;
+    if (made) AMPC_TRY(ampc_block_new(dev, stream, size, call, &block));
+    ampc_locked locked(dev);
     block->owner = owner;
     bucket = ampc_busy_bucket(dev, block->data);
     block->next = *bucket;
     *bucket = block;
+    if (made) dev->reserved += (int64_t)size;
     dev->allocated += (int64_t)size;
     if (dev->allocated > dev->peak) dev->peak = dev->allocated;
     *data = block->data;
@@ -631,17 +741,11 @@ void ampc_give(ampc_device *dev, const void *data) {
     dev->allocated -= (int64_t)block->bytes;
 }
 
-/* Idle blocks of one owner become another's. */
-void ampc_hand_over(ampc_device *dev, const void *from, const void *to) {
-    for (int i = 0; i < AMPC_CLASSES; i++)
-        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next)
-            if (block->owner == from) block->owner = to;
-}
-
 amp_result ampc_scratch::get(size_t bytes, const char *kernel) {
     AMPC_ENTER(dev, kernel);
-    ampc_locked locked(dev);
-    return ampc_take(dev, ampc_owner_of(dev, stream), bytes, kernel, &data);
+    const void *owner = ampc_owner_of(dev, stream);
+    if (owner == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, kernel, "no host memory for the capture");
+    return ampc_take(dev, owner, bytes, kernel, &data);
 }
 
 ampc_scratch::~ampc_scratch() {
@@ -692,13 +796,14 @@ void ampc_drop_memory(ampc_device *dev) {
     while (dev->graphs != NULL) ampc_graph_destroy(dev, dev->graphs);
     for (int i = 0; i < AMPC_BUCKETS; i++)
         while (dev->busy[i] != NULL) ampc_give(dev, dev->busy[i]->data);
+    ampc_captures_end(dev, true);
     ampc_trim(dev, true);
 }
 
 void ampc_close(void *device) {
     ampc_device *dev = (ampc_device *)device;
     amp_host host = dev->host;
-    if (dev->owns_stream || dev->reserved > 0 || dev->graphs != NULL) {
+    if (dev->owns_stream || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL) {
         ampc_current current(dev);
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
         ampc_drop_memory(dev);
@@ -738,7 +843,6 @@ amp_result ampc_alloc(void *device, void **ptr, size_t bytes) {
     ampc_device *dev = (ampc_device *)device;
     *ptr = NULL;
     AMPC_ENTER(dev, "amp_alloc");
-    ampc_locked locked(dev);
     return ampc_take(dev, dev->stream, bytes, "amp_alloc", ptr);
 }
 
@@ -824,6 +928,8 @@ void ampc_stream_destroy(void *device, void *stream) {
     (void)cudaGetLastError();
     ampc_locked locked(dev);
     ampc_hand_over(dev, stream, NULL);
+    for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
+        if (graph->stream == stream) graph->stream = dev->stream;
 }
 
 amp_result ampc_stream_sync(void *device, void *stream) {
@@ -932,20 +1038,25 @@ ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     return graph;
 }
 
-/* Its scratch memory goes to the stream that it ran on last. */
+/* Takes it out of the list; its scratch memory goes to the stream that it ran on last. */
+void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
+    ampc_graph **link = &dev->graphs;
+    ampc_locked locked(dev);
+    while (*link != NULL && *link != graph) link = &(*link)->next;
+    if (*link != NULL) *link = graph->next;
+    ampc_hand_over(dev, graph, graph->stream);
+}
+
 void ampc_graph_destroy(void *device, void *made) {
     ampc_device *dev = (ampc_device *)device;
-    ampc_graph *graph = (ampc_graph *)made, **link;
+    ampc_graph *graph = (ampc_graph *)made;
     if (graph == NULL) return;
     if (graph->exec != NULL) {
         ampc_current current(dev);
         (void)cudaGraphExecDestroy(graph->exec);
         (void)cudaGetLastError();
     }
-    ampc_locked locked(dev);
-    for (link = &dev->graphs; *link != NULL && *link != graph;) link = &(*link)->next;
-    if (*link != NULL) *link = graph->next;
-    ampc_hand_over(dev, graph, graph->stream);
+    ampc_graph_forget(dev, graph);
     dev->host.free(dev->host.user, graph, sizeof *graph);
 }
 
@@ -1610,8 +1721,11 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int6
     }
 }
 
+/* nvcc would make one fused operation of 1 - lr decay, which rounds once where the CPU rounds twice. */
 __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
-    return ampi_adamw_row(args, row);
+    ampi_adamw_step s = ampi_adamw_row(args, row);
+    s.keep = (float)(1.0 - ampc_mul(ampc_mul(args->found->lr, row->lr_scale), row->weight_decay));
+    return s;
 }
 __device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) { return ampi_sgd_row(args, row); }
 
@@ -1762,7 +1876,6 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
         });
     });
 }
-
 
 /* ==== Pieces ========================================================================================
    V neighbouring elements of a row, whose dtype is known at run time: 8 of 16 bits, or 4 of any storage dtype where
@@ -2240,7 +2353,7 @@ template <int V, int E> struct ampc_column_sums {
     float dweight[own], dbias[own], *const shared;
     const ampc_place<V, E> &place;
     const bool wanted;
-    static __host__ __device__ int stride(int lanes) { return own == E ? lanes : (int)AMPC_ROW_THREADS; }
+    static __device__ int stride(int lanes) { return own == E ? lanes : (int)AMPC_ROW_THREADS; }
     __device__ __forceinline__ ampc_column_sums(const ampc_place<V, E> &where, float *memory, bool want)
         : shared(memory + where.lane), place(where), wanted(want) {
         AMPC_UNROLL
@@ -2280,6 +2393,11 @@ template <int V, int E> struct ampc_column_sums {
         }
     }
 };
+
+/* Bytes of shared memory for them. */
+size_t ampc_column_room(const ampc_row_plan &p) {
+    return (size_t)(p.e < AMPC_SHARED_SUMS ? p.lanes : (int)AMPC_ROW_THREADS) * 2 * (size_t)p.e * sizeof(float);
+}
 
 /* The sums over a chunk: of g and g h to means, of the columns' gradients to sums. */
 template <int V, int E>
@@ -2335,7 +2453,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, f
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Partial sums of dweight and dbias where a row does not fit into a block: block i of `blocks` adds up the rows
+/* Partial sums of dweight and dbias where a row or its sums do not fit into a block: block i of `blocks` adds up the rows
    i, i + blocks, ... for a strip of columns. */
 template <int V> __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
     int64_t block = blockIdx.x % blocks, cols = a.x.cols, at = (blockIdx.x / blocks * blockDim.x + threadIdx.x) * V;
@@ -2390,13 +2508,13 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     if (a.rms) a.dbias.data = NULL;
     v = ampc_width_shared(v, a.weight, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols, true);
-    bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1;
+    size_t shared = ampc_column_room(plan);
+    bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1 || shared + 1024 > d->shared_limit;
     unsigned blocks = plan.grid;
     if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
     float *partials = (float *)scratch.data;
     AMPC_TRY(ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
-        size_t shared = (size_t)ampc_column_sums<S::v, S::e>::stride(plan.lanes) * 2 * S::e * sizeof(float);
         return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, plan.grid, (unsigned)plan.block,
                            sums && !wide ? shared : 0, stream, a, plan.lanes, plan.chunks, 1.0f / (float)a.x.cols,
                            wide ? NULL : partials);
