@@ -3139,29 +3139,24 @@ template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const
 }
 
 /* ---- Cross-entropy.  A block reads a row once, keeps it in shared memory where it fits (KEEP), with a running maximum
-   and sum of exponentials, and writes the gradient from there.  A thread finds its own pieces again, so that the row
-   needs no barrier, and dlogits may be the logits. */
-
-template <int V> __device__ __forceinline__ void ampc_logits_look(const uint4 &raw, amp_dtype dtype, int left, float *x) {
-    ampc_widen<V>(raw, dtype, x);
-    AMPC_UNROLL
-    for (int i = 0; i < V; i++)
-        if (i >= left) x[i] = ampi_f32_of_bits(0xff800000u);
-}
+   and sum of exponentials, and writes the gradient from there.  A thread finds its own pieces again, so dlogits may be
+   the logits.  Rows of any length and distance have pieces that are aligned; what lies before and behind them are the
+   row's edges, element by element. */
 
 /* exp(x - max) summed over what a thread has seen, relative to the largest of it. */
 struct ampc_running {
     float max, sum, total;          /* total: of the logits themselves */
-    template <int V> __device__ __forceinline__ void add(const float *x, int left, bool smooth) {
-        float larger = max;
+    template <int V> __device__ __forceinline__ void add(const float (&x)[V], bool smooth) {
+        float larger = max, shift;
         AMPC_UNROLL
         for (int i = 0; i < V; i++) larger = fmaxf(larger, x[i]);
         rescale(larger);
+        shift = ampi_bits_f32(max) == 0xff800000u ? 0.0f : max;
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) sum += ampc_exp_below(x[i], ampi_bits_f32(max) == 0xff800000u ? 0.0f : max);
+        for (int i = 0; i < V; i++) sum += ampc_exp_below(x[i], shift);
+        if (!smooth) return;
         AMPC_UNROLL
-        for (int i = 0; i < V; i++)
-            if (smooth && i < left) total += x[i];
+        for (int i = 0; i < V; i++) total += x[i];
     }
     __device__ __forceinline__ void rescale(float larger) {
         if (larger != max) sum = ampc_mul(sum, ampc_exp_below(max, larger));
@@ -3169,78 +3164,118 @@ struct ampc_running {
     }
 };
 
+__device__ __forceinline__ float ampc_logit(const void *row, amp_dtype dtype, int64_t at) {
+    float x[1];
+    ampc_widen<1>(ampc_piece_get<1>(ampc_within(row, dtype, at), dtype), dtype, x);
+    return x[0];
+}
+__device__ __forceinline__ void ampc_logit_put(void *row, amp_dtype dtype, int64_t at, float x) {
+    ampc_piece_put<1>(ampc_within(row, dtype, at), dtype, ampc_narrow<1>(&x, dtype));
+}
+
 /* What a block knows of its row. */
 struct ampc_logit_row {
     const void *from;
     void *to;                       /* NULL: no gradient */
-    unsigned char *kept;            /* in shared memory, with KEEP; else the row is read again */
-    int64_t label;
-    float max, sum;
+    unsigned char *kept;            /* the pieces in shared memory, with KEEP; else the row is read again */
+    int64_t label, head, edge;      /* label -1: ignored; the pieces of V lie in [head, edge) */
+    float at_label, max, sum;
+    /* Element k of the edges, those before `head` first. */
+    __device__ __forceinline__ int64_t outside(int64_t k) const { return k < head ? k : edge + k - head; }
 };
 
-/* The first pass, with four reads under way. */
+template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const amp_k_cross_entropy &a, int64_t row,
+                                                                          unsigned char *memory) {
+    ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, memory, a.labels[row],
+                        0, 0, 0.0f, 0.0f, 1.0f};
+    if (r.label == a.ignore_index) r.label = -1;
+    else r.at_label = ampc_logit(r.from, a.logits.dtype, r.label);
+    r.head = (int)((0 - (uintptr_t)r.from / (a.logits.dtype == AMP_F32 ? 4 : 2)) % V);
+    if (r.head > a.classes) r.head = a.classes;
+    r.edge = r.head + (a.classes - r.head) / V * V;
+    return r;
+}
+
+/* The first pass. */
 template <int V, bool KEEP>
 __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
-    enum { U = V == 1 ? 2 : 4 };
-    const int64_t classes = a.classes, step = (int64_t)blockDim.x * V;
+    enum { U = V == 1 ? 16 : 4 };   /* reads under way */
+    const int64_t step = (int64_t)blockDim.x * V, outside = r.head + a.classes - r.edge;
     const amp_dtype dtype = a.logits.dtype;
+    const bool smooth = a.smoothing > 0.0f;
     ampc_running found = {ampi_f32_of_bits(0xff800000u), 0.0f, 0.0f};
-    for (int64_t at = (int64_t)threadIdx.x * V; at < classes; at += U * step) {
+    for (int64_t at = r.head + (int64_t)threadIdx.x * V; at < r.edge; at += U * step) {
         uint4 raw[U];
         AMPC_UNROLL
-        for (int u = 0; u < U; u++) raw[u] = ampc_piece_read<V>(r.from, dtype, at + u * step, classes);
+        for (int u = 0; u < U; u++) raw[u] = ampc_piece_read<V>(r.from, dtype, at + u * step, r.edge);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
-            int64_t left = classes - at - u * step;
             float x[V];
-            if (left <= 0) continue;
-            if (KEEP) ampc_piece_put<V>(ampc_at(r.kept, dtype, at + u * step), dtype, raw[u]);
-            ampc_logits_look<V>(raw[u], dtype, left < V ? (int)left : V, x);
-            found.add<V>(x, left < V ? (int)left : V, a.smoothing > 0.0f);
+            if (at + u * step >= r.edge) break;
+            if (KEEP) ampc_piece_put<V>(ampc_within(r.kept, dtype, at - r.head + u * step), dtype, raw[u]);
+            ampc_widen<V>(raw[u], dtype, x);
+            found.add(x, smooth);
         }
+    }
+    for (int64_t k = threadIdx.x; k < outside; k += blockDim.x) {
+        float x[1] = {ampc_logit(r.from, dtype, r.outside(k))};
+        found.add(x, smooth);
     }
     return found;
 }
 
 /* dlogits = scale (e / sum - smoothing / classes), and 1 - smoothing less in the column of the label; 0 beyond the
-   classes, and in rows that are ignored (label -1). */
+   classes, and in rows that are ignored.  share = -scale smoothing / classes; less: what the label's column has beside
+   e / sum.  The column is written again when the whole row is there. */
 template <int V, bool KEEP>
-__device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale) {
-    const double even = (double)a.smoothing / (double)a.classes;
-    const float share = (float)((double)scale * -even), at_label = (float)(-even - (1.0 - (double)a.smoothing));
+__device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale,
+                                                     float share, float less) {
+    enum { U = KEEP ? 1 : V == 1 ? 16 : 4 };
+    const int64_t step = (int64_t)blockDim.x * V, outside = r.head + a.dlogits.cols - r.edge;
+    const amp_dtype dtype = a.logits.dtype, to_dtype = a.dlogits.dtype;
+    const void *from = KEEP ? (const void *)r.kept : ampc_within(r.from, dtype, r.head);
     const float slope = scale / r.sum;
-    for (int64_t at = (int64_t)threadIdx.x * V; at < a.dlogits.cols; at += (int64_t)blockDim.x * V) {
-        int left = r.label < 0 || a.classes < at ? 0 : a.classes - at < V ? (int)(a.classes - at) : V;
-        int label = r.label >= at && r.label - at < V ? (int)(r.label - at) : -1;
-        float g[V] = {};
-        if (left > 0) {
-            const void *from = KEEP ? (const void *)r.kept : r.from;
-            ampc_logits_look<V>(ampc_piece_get<V>(ampc_at(from, a.logits.dtype, at), a.logits.dtype), a.logits.dtype, V, g);
-        }
+    const int64_t size = r.edge - r.head;
+    for (int64_t at = (int64_t)threadIdx.x * V; at < size; at += U * step) {
+        uint4 raw[U];
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) {
-            float e = left > i ? ampc_exp_below(g[i], r.max) : 0.0f;
-            g[i] = left > i ? ampc_fma(e, slope, share) : 0.0f;
-            if (i == label) g[i] = ampc_mul(scale, e / r.sum + at_label);
+        for (int u = 0; u < U; u++) raw[u] = ampc_piece_read<V>(from, dtype, at + u * step, size);
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            float g[V];
+            if (at + u * step >= size) break;
+            ampc_widen<V>(raw[u], dtype, g);
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) g[i] = ampc_fma(ampc_exp_below(g[i], r.max), slope, share);
+            ampc_piece_put<V>(ampc_within(r.to, to_dtype, r.head + at + u * step), to_dtype, ampc_narrow<V>(g, to_dtype));
         }
-        ampc_piece_put<V>(ampc_at(r.to, a.dlogits.dtype, at), a.dlogits.dtype, ampc_narrow<V>(g, a.dlogits.dtype));
     }
+    for (int64_t k = threadIdx.x; k < outside; k += blockDim.x) {
+        int64_t at = r.outside(k);
+        float g = 0.0f;
+        if (at < a.classes) g = ampc_fma(ampc_exp_below(ampc_logit(r.from, dtype, at), r.max), slope, share);
+        ampc_logit_put(r.to, to_dtype, at, g);
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    ampc_logit_put(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
+}
+template <int V> __device__ __forceinline__ void ampc_logits_clear(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
+    int64_t at, outside = r.head + a.dlogits.cols - r.edge;
+    for (at = r.head + (int64_t)threadIdx.x * V; at < r.edge; at += (int64_t)blockDim.x * V)
+        ampc_piece_put<V>(ampc_within(r.to, a.dlogits.dtype, at), a.dlogits.dtype, uint4{0, 0, 0, 0});
+    for (at = threadIdx.x; at < outside; at += blockDim.x) ampc_logit_put(r.to, a.dlogits.dtype, r.outside(at), 0.0f);
 }
 
 /* In a row with NaN, with +inf or with nothing but -inf some x - max is NaN, and so are loss and gradient. */
 template <int V, bool KEEP>
 __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r, float *room) {
     ampc_running found = ampc_logits_scan<V, KEEP>(a, r);
-    float at_label = 0.0f, loss;
-    if (threadIdx.x == 0) {
-        float one[1];
-        ampc_widen<1>(ampc_piece_get<1>(ampc_at(r.from, a.logits.dtype, r.label), a.logits.dtype), a.logits.dtype, one);
-        at_label = one[0];
-    }
+    float loss;
     r.max = ampc_block_max(found.max, room);
     found.rescale(r.max);
     r.sum = ampc_block_sum(found.sum, room);
-    loss = logf(r.sum) + (r.max - at_label);
+    loss = logf(r.sum) + (r.max - r.at_label);
     if (a.smoothing > 0.0f) {
         float mean = ampc_block_sum(found.total, room) / (float)a.classes;
         loss = (1.0f - a.smoothing) * loss + a.smoothing * (logf(r.sum) + (r.max - mean));
@@ -3248,22 +3283,35 @@ __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entrop
     return loss;
 }
 
+/* even: smoothing / classes. */
 template <int V, bool KEEP> __global__ void __launch_bounds__(512, 2)
-ampc_cross_entropy_rows(amp_k_cross_entropy a, const ampc_labels *labels, float *losses) {
+ampc_cross_entropy_rows(amp_k_cross_entropy a, double even, const ampc_labels *labels, float *losses) {
     AMPC_SHARED(float, room, 32);
     AMPC_DYNAMIC(memory);
     if (labels->bad) return;
+    const float scale = labels->scale, share = (float)((double)scale * -even);
+    const float less = (float)(-even - (1.0 - (double)a.smoothing));
     for (int64_t row = blockIdx.x; row < a.logits.rows; row += gridDim.x) {
-        ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, memory,
-                            a.labels[row] == a.ignore_index ? -1 : a.labels[row], 0.0f, 1.0f};
+        ampc_logit_row r = ampc_logits_of<V>(a, row, memory);
         float loss = r.label < 0 ? 0.0f : ampc_cross_entropy_row<V, KEEP>(a, r, room);
-        if (r.to) ampc_logits_gradient<V, KEEP>(a, r, labels->scale);
+        if (r.to && r.label < 0) ampc_logits_clear<V>(a, r);
+        else if (r.to) ampc_logits_gradient<V, KEEP>(a, r, scale, share, less);
         if (threadIdx.x == 0) losses[row] = loss;
     }
 }
 
-template <bool KEEP> void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, const ampc_labels *, float *) {
+template <bool KEEP> void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, double, const ampc_labels *, float *) {
     return v == 8 ? ampc_cross_entropy_rows<8, KEEP> : v == 4 ? ampc_cross_entropy_rows<4, KEEP> : ampc_cross_entropy_rows<1, KEEP>;
+}
+
+/* The widest pieces that are aligned in both matrices at the same columns of every row. */
+int ampc_logits_width(const amp_mat &x, const amp_mat &dx) {
+    int v = x.dtype == AMP_F32 || (dx.data && dx.dtype == AMP_F32) ? 4 : 8;
+    int64_t apart = (int64_t)((uintptr_t)x.data / (uint64_t)ampc_dtype_size(x.dtype) -
+                              (uintptr_t)dx.data / (uint64_t)ampc_dtype_size(dx.dtype));
+    if (!dx.data) return v;
+    while (v > 1 && (apart % v != 0 || (x.rows > 1 && (x.ld - dx.ld) % v != 0))) v = v == 8 ? 4 : 1;
+    return v;
 }
 
 amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
@@ -3272,7 +3320,7 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     ampc_scratch scratch(d, stream);
     amp_k_cross_entropy a = *args;
     int64_t rows = a.logits.rows, bytes = ampc_blocks(a.classes * ampc_dtype_size(a.logits.dtype), 16) * 16;
-    int v = ampc_width(ampc_width(8, a.logits), a.dlogits);
+    int v = ampc_logits_width(a.logits, a.dlogits);
     int64_t threads = ampc_blocks(ampc_blocks(a.logits.cols, v * 4), 32) * 32;
     bool keep = a.dlogits.data != NULL && bytes <= (int64_t)d->shared_limit - 1024;
     size_t shared = keep ? (size_t)bytes : 0;
@@ -3285,7 +3333,8 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index, a.sum,
                          (double)a.factor, a.seed, labels, a.bad_label));
     AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
-                         ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a, labels, losses));
+                         ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a,
+                         (double)a.smoothing / (double)a.classes, labels, losses));
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, rows, labels, 0, a.sum, a.loss);
 }
 

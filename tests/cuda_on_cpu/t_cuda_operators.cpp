@@ -711,6 +711,7 @@ static logit_facts logits_of(const double *x, int64_t classes, int64_t label, do
 }
 
 static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_case &c) {
+    const cuda_shape to = {shape.rows, shape.cols, shape.rows == 3 ? shape.pad + 1 : shape.pad, shape.offset, ""};
     int64_t n = shape.count(), rows = shape.rows, cols = shape.cols, counted = 0;
     int64_t classes = cols > c.padding ? cols - c.padding : cols;
     amp_dtype dt = c.in_place ? t.a : t.b;
@@ -726,7 +727,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
     cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
         amp_k_cross_entropy k = {};
         k.logits = mat_at(s, &x, shape, t.a);
-        if (c.gradient) k.dlogits = c.in_place ? k.logits : mat_at(s, NULL, shape, dt);
+        if (c.gradient) k.dlogits = c.in_place ? k.logits : mat_at(s, NULL, to, dt);
         k.classes = classes;
         k.labels = s.put(labels);
         k.ignore_index = ignore;
@@ -776,6 +777,8 @@ CUDA_TEST(cross_entropy) {
 CUDA_TEST(cross_entropy_long_rows) {
     cross_entropy({2, 60000, 0, 0, "beyond shared memory"}, mixes[0], loss_cases[0]);
     cross_entropy({2, 50304, 0, 0, "a vocabulary"}, mixes[2], loss_cases[2]);
+    cross_entropy({3, 50257, 0, 0, "an odd vocabulary"}, mixes[2], loss_cases[0]);
+    cross_entropy({2, 60001, 0, 1, "odd and read twice"}, mixes[0], loss_cases[2]);
     cross_entropy({1, 12288, 0, 0, "48 KiB of fp32"}, mixes[0], loss_cases[0]);
     cross_entropy({1, 24576, 0, 0, "48 KiB of bf16"}, mixes[2], loss_cases[0]);
 }
