@@ -21,7 +21,8 @@
    - Kernels, copies and fills go to the stream and return at once.  Only stream_sync and event_sync wait; copies from
      and to pageable memory may.  A step allocates nothing once its sizes have been seen.
    - Memory comes from an arena that keeps what is freed.  A freed block is used again on the same stream at once, in
-     stream order.  Scratch memory taken while a stream is captured belongs to that graph until it is destroyed.
+     stream order.  Scratch memory taken while a stream is captured, by amp_graph_begin or by the host itself, belongs
+     to that graph until it is destroyed.
    - A failure names the CUDA error and the call.  After an error that CUDA does not recover from (an illegal address,
      for example) every call fails, with a text that says so; close the context and start the process again.
    - Kernels compute in fp32 (sums in fp32 or wider), round once to storage, use 64-bit indices and give the same bits
@@ -40,6 +41,7 @@
 #include <cuda_runtime.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include "amp.h"
 
 /* Loops of constant length that are unrolled, and those that must not be.
@@ -63,6 +65,7 @@ namespace {
 
 struct ampc_block;
 struct ampc_graph;
+struct ampc_capture;
 
 enum { AMPC_BUCKETS = 1024, AMPC_CLASSES = 512, AMPC_PLANS = 256 };
 
@@ -97,6 +100,7 @@ struct ampc_device {
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
     ampc_block *idle[AMPC_CLASSES]; /* blocks to be used again, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
+    ampc_capture *captures;         /* the host's own that use scratch memory */
     int64_t allocated, reserved, peak, pinned;      /* bytes: handed out (rounded up), taken from CUDA, most handed out */
 };
 
@@ -193,6 +197,15 @@ struct ampc_current {
 
 template <class T> struct ampc_identity { typedef T type; };
 
+/* Lets a kernel have all the dynamic shared memory that its own leaves: without that the two together get 48 KiB.  The
+   setting belongs to the function, whose other users may be about to launch it, so it is the same for all of them. */
+amp_result ampc_allow_shared(ampc_device *dev, const void *kernel) {
+    cudaFuncAttributes own;
+    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes", NULL));
+    return ampc_check(dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                (int)(dev->shared_limit - own.sharedSizeBytes)), "cudaFuncSetAttribute", NULL);
+}
+
 /* Starts a kernel; name: the call that it serves.  Arguments are converted to the kernel's own parameter types, so that
    an int cannot be read as an int64_t.  stream NULL: the context's own.  An empty grid starts nothing. */
 template <class... P>
@@ -203,9 +216,7 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     char call[96];
     AMPC_ENTER(dev, name);
     if (grid == 0) return AMP_OK;
-    if (shared > 48 * 1024)
-        error = cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (error != cudaSuccess) return ampc_check(dev, error, "cudaFuncSetAttribute", "the rows are too long for this GPU");
+    if (shared > 32 * 1024) AMPC_TRY(ampc_allow_shared(dev, (const void *)kernel));
     error = cudaLaunchKernel(kernel, dim3(grid), dim3(block), pointers, shared, stream ? (cudaStream_t)stream : dev->stream);
     if (error == cudaSuccess) return AMP_OK;
     snprintf(call, sizeof call, "cudaLaunchKernel for %s", name);
@@ -301,6 +312,13 @@ __device__ __forceinline__ void ampc_put(ampc_bf16 *to, float x) { to->bits = am
 __device__ __forceinline__ float ampc_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
+__device__ __forceinline__ double ampc_mul(double a, double b) {
+#if defined(__CUDA_ARCH__)
+    return __dmul_rn(a, b);
 #else
     return a * b;
 #endif
@@ -498,6 +516,15 @@ struct ampc_graph {
     ampc_graph *next;
 };
 
+/* A capture of the host's own.  The arena holds it, and a user object of CUDA's as long as the graph or what was
+   instantiated from it lives, which may be longer than the context does. */
+struct ampc_capture {
+    unsigned long long id;
+    int holders;
+    ampc_capture *next;
+};
+
+/* No function of the host's is called while it is locked: they may call back. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
@@ -540,101 +567,184 @@ ampc_block **ampc_busy_bucket(ampc_device *dev, const void *data) {
     return &dev->busy[((uintptr_t)data >> 9) % AMPC_BUCKETS];
 }
 
-/* A tag that no stream or graph has: those are pointers to at least 2-byte aligned things. */
-const void *ampc_foreign_capture(unsigned long long id) { return (const void *)(uintptr_t)(id * 2 + 1); }
-bool ampc_is_foreign(const void *owner) { return ((uintptr_t)owner & 1) != 0 && owner != (const void *)cudaStreamLegacy; }
+/* Idle blocks of one owner become another's. */
+void ampc_hand_over(ampc_device *dev, const void *from, const void *to) {
+    for (int i = 0; i < AMPC_CLASSES; i++)
+        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next)
+            if (block->owner == from) block->owner = to;
+}
 
-/* Who scratch memory used on a stream belongs to: the stream, or the graph that it is being captured into. */
+void ampc_capture_release(void *held) {
+    ampc_capture *capture = (ampc_capture *)held;
+    if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
+}
+
+/* Nothing touches the memory of captures whose graphs are gone; all: forgets the others too. */
+void ampc_captures_end(ampc_device *dev, bool all) {
+    for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
+        if (!all && __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1) { link = &capture->next; continue; }
+        *link = capture->next;
+        ampc_hand_over(dev, capture, NULL);
+        ampc_capture_release(capture);
+    }
+}
+
+/* The capture with this id, a new one where there is none; NULL: no host memory.  If CUDA makes no user object it is
+   held until the context is closed. */
+ampc_capture *ampc_capture_of(ampc_device *dev, unsigned long long id, cudaGraph_t graph) {
+    cudaUserObject_t object;
+    ampc_capture *capture = dev->captures;
+    while (capture != NULL && capture->id != id) capture = capture->next;
+    if (capture != NULL) return capture;
+    capture = (ampc_capture *)malloc(sizeof *capture);
+    if (capture == NULL) return NULL;
+    capture->id = id;
+    capture->holders = 2;
+    capture->next = dev->captures;
+    dev->captures = capture;
+    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) == cudaSuccess &&
+        cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
+        (void)cudaUserObjectRelease(object, 1);
+    (void)cudaGetLastError();
+    return capture;
+}
+
+cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph) {
+#if CUDART_VERSION >= 13000
+    return cudaStreamGetCaptureInfo(stream, status, id, graph);
+#else
+    return cudaStreamGetCaptureInfo_v2(stream, status, id, graph);
+#endif
+}
+
+/* Who scratch memory used on a stream belongs to: the stream, or the graph that it is being captured into.  NULL: no
+   host memory. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
-    ampc_graph *graph;
-    if (cudaStreamGetCaptureInfo(stream, &status, &id) != cudaSuccess) {
+    cudaGraph_t captured = NULL;
+    ampc_locked locked(dev);
+    if (ampc_capture_info(stream, &status, &id, &captured) != cudaSuccess) {
         (void)cudaGetLastError();
         return stream;
     }
     if (status != cudaStreamCaptureStatusActive) return stream;
-    for (graph = dev->graphs; graph != NULL; graph = graph->next)
+    for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
         if (graph->capturing && graph->stream == stream) return graph;
-    return ampc_foreign_capture(id);
+    return ampc_capture_of(dev, id, captured);
 }
 
-/* The stream whose work an owner's memory is used by. */
-cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner) {
-    if (owner == NULL || ampc_is_foreign(owner)) return dev->stream;
+/* The stream whose work an owner's memory is used by; held: a graph may use it at any time. */
+cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
+    *held = true;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
         if (graph == owner) return graph->stream;
-    return (cudaStream_t)const_cast<void *>(owner);
+    for (ampc_capture *capture = dev->captures; capture != NULL; capture = capture->next)
+        if (capture == owner) return dev->stream;
+    *held = false;
+    return owner == NULL ? dev->stream : (cudaStream_t)const_cast<void *>(owner);
 }
 
-/* Memory from CUDA or from the host's own allocator, and back. */
-cudaError_t ampc_memory_get(ampc_device *dev, const void *owner, void **data, size_t bytes) {
+/* Memory from CUDA or from the host's own allocator. */
+cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
     if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
-    *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, ampc_stream_of(dev, owner));
+    *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, stream);
     return *data != NULL ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-void ampc_memory_put(ampc_device *dev, ampc_block *block) {
-    if (dev->memory.alloc == NULL) (void)cudaFree(block->data);
-    else dev->memory.free(dev->memory.user, block->data, block->bytes, dev->index, ampc_stream_of(dev, block->owner));
-    dev->reserved -= (int64_t)block->bytes;
-    dev->host.free(dev->host.user, block, sizeof *block);
-}
 
-/* Gives idle blocks back to CUDA: those that no graph holds, or all of them. */
-void ampc_trim(ampc_device *dev, bool all) {
-    ampc_relaxed relaxed;
-    int i;
-    for (i = 0; i < AMPC_CLASSES; i++) {
+/* Takes idle blocks out of the arena, those that no graph holds or all of them, with the streams that they go to. */
+ampc_block *ampc_unused(ampc_device *dev, bool all) {
+    ampc_block *unused = NULL;
+    ampc_locked locked(dev);
+    for (int i = 0; i < AMPC_CLASSES; i++) {
         ampc_block **link = &dev->idle[i];
         while (*link != NULL) {
             ampc_block *block = *link;
-            bool held = ampc_is_foreign(block->owner);
-            for (ampc_graph *g = dev->graphs; g != NULL && !held; g = g->next) held = block->owner == g;
+            bool held;
+            cudaStream_t stream = ampc_stream_of(dev, block->owner, &held);
             if (held && !all) { link = &block->next; continue; }
             *link = block->next;
-            ampc_memory_put(dev, block);
+            block->owner = stream;
+            block->next = unused;
+            unused = block;
+            dev->reserved -= (int64_t)block->bytes;
         }
+    }
+    return unused;
+}
+
+/* Gives these blocks back to CUDA, or to the host's own allocator. */
+void ampc_trim(ampc_device *dev, bool all) {
+    ampc_relaxed relaxed;
+    for (ampc_block *block = ampc_unused(dev, all), *next; block != NULL; block = next) {
+        next = block->next;
+        if (dev->memory.alloc == NULL) (void)cudaFree(block->data);
+        else dev->memory.free(dev->memory.user, block->data, block->bytes, dev->index, const_cast<void *>(block->owner));
+        dev->host.free(dev->host.user, block, sizeof *block);
     }
     (void)cudaGetLastError();
 }
 
-/* A new block. */
-amp_result ampc_block_new(ampc_device *dev, const void *owner, size_t bytes, const char *call, ampc_block **out) {
-    ampc_relaxed relaxed;
+amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, const char *call) {
     char hint[192];
+    long long allocated, reserved;
+    {
+        ampc_locked locked(dev);
+        allocated = dev->allocated;
+        reserved = dev->reserved;
+    }
+    snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
+             allocated, reserved);
+    return ampc_check(dev, error, dev->memory.alloc == NULL ? "cudaMalloc" : "the host's own alloc",
+                      error == cudaErrorMemoryAllocation ? hint : NULL);
+}
+
+/* A new block; stream: of its first use. */
+amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
+    ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
     if (block == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's own list");
-    cudaError_t error = ampc_memory_get(dev, owner, &block->data, bytes);
+    cudaError_t error = ampc_memory_get(dev, stream, &block->data, bytes);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
         ampc_trim(dev, false);
-        error = ampc_memory_get(dev, owner, &block->data, bytes);
+        error = ampc_memory_get(dev, stream, &block->data, bytes);
     }
     if (error != cudaSuccess) {
         dev->host.free(dev->host.user, block, sizeof *block);
-        snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
-                 (long long)dev->allocated, (long long)dev->reserved);
-        return ampc_check(dev, error, dev->memory.alloc == NULL ? "cudaMalloc" : "the host's own alloc",
-                          error == cudaErrorMemoryAllocation ? hint : NULL);
+        return ampc_no_memory(dev, error, bytes, call);
     }
     block->bytes = bytes;
-    dev->reserved += (int64_t)bytes;
     *out = block;
     return AMP_OK;
 }
 
-/* Memory for `owner` (NULL only where nothing is in flight).  Called with the lock held and the device current. */
-amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
-    size_t size = ampc_class_bytes(bytes);
-    ampc_block **link = &dev->idle[ampc_class(size)], **bucket, *block;
+/* An idle block of this class that `owner` may use at once, or NULL; stream: the owner's. */
+ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStream_t *stream) {
+    bool held;
+    ampc_locked locked(dev);
+    ampc_captures_end(dev, false);
+    ampc_block **link = &dev->idle[ampc_class(size)], *block;
     while (*link != NULL && (*link)->owner != owner && (*link)->owner != NULL) link = &(*link)->next;
     block = *link;
     if (block != NULL) *link = block->next;
-    else AMPC_TRY(ampc_block_new(dev, owner, size, call, &block));
+    *stream = ampc_stream_of(dev, owner, &held);
+    return block;
+}
+
+/* Memory for `owner`.  Called with the device current. */
+amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
+    size_t size = ampc_class_bytes(bytes);
+    cudaStream_t stream;
+    ampc_block **bucket, *block = ampc_idle(dev, owner, size, &stream);
+    bool made = block == NULL;
+    if (made) AMPC_TRY(ampc_block_new(dev, stream, size, call, &block));
+    ampc_locked locked(dev);
     block->owner = owner;
     bucket = ampc_busy_bucket(dev, block->data);
     block->next = *bucket;
     *bucket = block;
+    if (made) dev->reserved += (int64_t)size;
     dev->allocated += (int64_t)size;
     if (dev->allocated > dev->peak) dev->peak = dev->allocated;
     *data = block->data;
@@ -652,17 +762,11 @@ void ampc_give(ampc_device *dev, const void *data) {
     dev->allocated -= (int64_t)block->bytes;
 }
 
-/* Idle blocks of one owner become another's. */
-void ampc_hand_over(ampc_device *dev, const void *from, const void *to) {
-    for (int i = 0; i < AMPC_CLASSES; i++)
-        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next)
-            if (block->owner == from) block->owner = to;
-}
-
 amp_result ampc_scratch::get(size_t bytes, const char *kernel) {
     AMPC_ENTER(dev, kernel);
-    ampc_locked locked(dev);
-    return ampc_take(dev, ampc_owner_of(dev, stream), bytes, kernel, &data);
+    const void *owner = ampc_owner_of(dev, stream);
+    if (owner == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, kernel, "no host memory for the capture");
+    return ampc_take(dev, owner, bytes, kernel, &data);
 }
 
 ampc_scratch::~ampc_scratch() {
@@ -717,13 +821,14 @@ void ampc_drop_memory(ampc_device *dev) {
     while (dev->graphs != NULL) ampc_graph_destroy(dev, dev->graphs);
     for (int i = 0; i < AMPC_BUCKETS; i++)
         while (dev->busy[i] != NULL) ampc_give(dev, dev->busy[i]->data);
+    ampc_captures_end(dev, true);
     ampc_trim(dev, true);
 }
 
 void ampc_close(void *device) {
     ampc_device *dev = (ampc_device *)device;
     amp_host host = dev->host;
-    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL) {
+    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL) {
         ampc_current current(dev);
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
         ampc_blas_close(dev);
@@ -771,7 +876,6 @@ amp_result ampc_alloc(void *device, void **ptr, size_t bytes) {
     ampc_device *dev = (ampc_device *)device;
     *ptr = NULL;
     AMPC_ENTER(dev, "amp_alloc");
-    ampc_locked locked(dev);
     return ampc_take(dev, dev->stream, bytes, "amp_alloc", ptr);
 }
 
@@ -857,6 +961,8 @@ void ampc_stream_destroy(void *device, void *stream) {
     (void)cudaGetLastError();
     ampc_locked locked(dev);
     ampc_hand_over(dev, stream, NULL);
+    for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
+        if (graph->stream == stream) graph->stream = dev->stream;
 }
 
 amp_result ampc_stream_sync(void *device, void *stream) {
@@ -965,20 +1071,25 @@ ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     return graph;
 }
 
-/* Its scratch memory goes to the stream that it ran on last. */
+/* Takes it out of the list; its scratch memory goes to the stream that it ran on last. */
+void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
+    ampc_graph **link = &dev->graphs;
+    ampc_locked locked(dev);
+    while (*link != NULL && *link != graph) link = &(*link)->next;
+    if (*link != NULL) *link = graph->next;
+    ampc_hand_over(dev, graph, graph->stream);
+}
+
 void ampc_graph_destroy(void *device, void *made) {
     ampc_device *dev = (ampc_device *)device;
-    ampc_graph *graph = (ampc_graph *)made, **link;
+    ampc_graph *graph = (ampc_graph *)made;
     if (graph == NULL) return;
     if (graph->exec != NULL) {
         ampc_current current(dev);
         (void)cudaGraphExecDestroy(graph->exec);
         (void)cudaGetLastError();
     }
-    ampc_locked locked(dev);
-    for (link = &dev->graphs; *link != NULL && *link != graph;) link = &(*link)->next;
-    if (*link != NULL) *link = graph->next;
-    ampc_hand_over(dev, graph, graph->stream);
+    ampc_graph_forget(dev, graph);
     dev->host.free(dev->host.user, graph, sizeof *graph);
 }
 
@@ -1643,8 +1754,11 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, int6
     }
 }
 
+/* nvcc would make one fused operation of 1 - lr decay, which rounds once where the CPU rounds twice. */
 __device__ inline ampi_adamw_step ampc_row_step(const amp_k_adamw *args, const amp_k_tensor *row) {
-    return ampi_adamw_row(args, row);
+    ampi_adamw_step s = ampi_adamw_row(args, row);
+    s.keep = (float)(1.0 - ampc_mul(ampc_mul(args->found->lr, row->lr_scale), row->weight_decay));
+    return s;
 }
 __device__ inline ampi_sgd_step ampc_row_step(const amp_k_sgd *args, const amp_k_tensor *row) { return ampi_sgd_row(args, row); }
 
@@ -1795,7 +1909,6 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
         });
     });
 }
-
 
 /* ==== Pieces ========================================================================================
    V neighbouring elements of a row, whose dtype is known at run time: 8 of 16 bits, or 4 of any storage dtype where
@@ -2274,7 +2387,7 @@ template <int V, int E> struct ampc_column_sums {
     float dweight[own], dbias[own], *const shared;
     const ampc_place<V, E> &place;
     const bool wanted;
-    static __host__ __device__ int stride(int lanes) { return own == E ? lanes : (int)AMPC_ROW_THREADS; }
+    static __device__ int stride(int lanes) { return own == E ? lanes : (int)AMPC_ROW_THREADS; }
     __device__ __forceinline__ ampc_column_sums(const ampc_place<V, E> &where, float *memory, bool want)
         : shared(memory + where.lane), place(where), wanted(want) {
         AMPC_UNROLL
@@ -2314,6 +2427,11 @@ template <int V, int E> struct ampc_column_sums {
         }
     }
 };
+
+/* Bytes of shared memory for them. */
+size_t ampc_column_room(const ampc_row_plan &p) {
+    return (size_t)(p.e < AMPC_SHARED_SUMS ? p.lanes : (int)AMPC_ROW_THREADS) * 2 * (size_t)p.e * sizeof(float);
+}
 
 /* The sums over a chunk: of g and g h to means, of the columns' gradients to sums. */
 template <int V, int E>
@@ -2369,7 +2487,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, f
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Partial sums of dweight and dbias where a row does not fit into a block: block i of `blocks` adds up the rows
+/* Partial sums of dweight and dbias where a row or its sums do not fit into a block: block i of `blocks` adds up the rows
    i, i + blocks, ... for a strip of columns. */
 template <int V> __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
     int64_t block = blockIdx.x % blocks, cols = a.x.cols, at = (blockIdx.x / blocks * blockDim.x + threadIdx.x) * V;
@@ -2424,13 +2542,13 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     if (a.rms) a.dbias.data = NULL;
     v = ampc_width_shared(v, a.weight, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols, true);
-    bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1;
+    size_t shared = ampc_column_room(plan);
+    bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1 || shared + 1024 > d->shared_limit;
     unsigned blocks = plan.grid;
     if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
     float *partials = (float *)scratch.data;
     AMPC_TRY(ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
-        size_t shared = (size_t)ampc_column_sums<S::v, S::e>::stride(plan.lanes) * 2 * S::e * sizeof(float);
         return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, plan.grid, (unsigned)plan.block,
                            sums && !wide ? shared : 0, stream, a, plan.lanes, plan.chunks, 1.0f / (float)a.x.cols,
                            wide ? NULL : partials);
@@ -3063,29 +3181,24 @@ template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const
 }
 
 /* ---- Cross-entropy.  A block reads a row once, keeps it in shared memory where it fits (KEEP), with a running maximum
-   and sum of exponentials, and writes the gradient from there.  A thread finds its own pieces again, so that the row
-   needs no barrier, and dlogits may be the logits. */
-
-template <int V> __device__ __forceinline__ void ampc_logits_look(const uint4 &raw, amp_dtype dtype, int left, float *x) {
-    ampc_widen<V>(raw, dtype, x);
-    AMPC_UNROLL
-    for (int i = 0; i < V; i++)
-        if (i >= left) x[i] = ampi_f32_of_bits(0xff800000u);
-}
+   and sum of exponentials, and writes the gradient from there.  A thread finds its own pieces again, so dlogits may be
+   the logits.  Rows of any length and distance have pieces that are aligned; what lies before and behind them are the
+   row's edges, element by element. */
 
 /* exp(x - max) summed over what a thread has seen, relative to the largest of it. */
 struct ampc_running {
     float max, sum, total;          /* total: of the logits themselves */
-    template <int V> __device__ __forceinline__ void add(const float *x, int left, bool smooth) {
-        float larger = max;
+    template <int V> __device__ __forceinline__ void add(const float (&x)[V], bool smooth) {
+        float larger = max, shift;
         AMPC_UNROLL
         for (int i = 0; i < V; i++) larger = fmaxf(larger, x[i]);
         rescale(larger);
+        shift = ampi_bits_f32(max) == 0xff800000u ? 0.0f : max;
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) sum += ampc_exp_below(x[i], ampi_bits_f32(max) == 0xff800000u ? 0.0f : max);
+        for (int i = 0; i < V; i++) sum += ampc_exp_below(x[i], shift);
+        if (!smooth) return;
         AMPC_UNROLL
-        for (int i = 0; i < V; i++)
-            if (smooth && i < left) total += x[i];
+        for (int i = 0; i < V; i++) total += x[i];
     }
     __device__ __forceinline__ void rescale(float larger) {
         if (larger != max) sum = ampc_mul(sum, ampc_exp_below(max, larger));
@@ -3093,78 +3206,118 @@ struct ampc_running {
     }
 };
 
+__device__ __forceinline__ float ampc_logit(const void *row, amp_dtype dtype, int64_t at) {
+    float x[1];
+    ampc_widen<1>(ampc_piece_get<1>(ampc_within(row, dtype, at), dtype), dtype, x);
+    return x[0];
+}
+__device__ __forceinline__ void ampc_logit_put(void *row, amp_dtype dtype, int64_t at, float x) {
+    ampc_piece_put<1>(ampc_within(row, dtype, at), dtype, ampc_narrow<1>(&x, dtype));
+}
+
 /* What a block knows of its row. */
 struct ampc_logit_row {
     const void *from;
     void *to;                       /* NULL: no gradient */
-    unsigned char *kept;            /* in shared memory, with KEEP; else the row is read again */
-    int64_t label;
-    float max, sum;
+    unsigned char *kept;            /* the pieces in shared memory, with KEEP; else the row is read again */
+    int64_t label, head, edge;      /* label -1: ignored; the pieces of V lie in [head, edge) */
+    float at_label, max, sum;
+    /* Element k of the edges, those before `head` first. */
+    __device__ __forceinline__ int64_t outside(int64_t k) const { return k < head ? k : edge + k - head; }
 };
 
-/* The first pass, with four reads under way. */
+template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const amp_k_cross_entropy &a, int64_t row,
+                                                                          unsigned char *memory) {
+    ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, memory, a.labels[row],
+                        0, 0, 0.0f, 0.0f, 1.0f};
+    if (r.label == a.ignore_index) r.label = -1;
+    else r.at_label = ampc_logit(r.from, a.logits.dtype, r.label);
+    r.head = (int)((0 - (uintptr_t)r.from / (a.logits.dtype == AMP_F32 ? 4 : 2)) % V);
+    if (r.head > a.classes) r.head = a.classes;
+    r.edge = r.head + (a.classes - r.head) / V * V;
+    return r;
+}
+
+/* The first pass. */
 template <int V, bool KEEP>
 __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
-    enum { U = V == 1 ? 2 : 4 };
-    const int64_t classes = a.classes, step = (int64_t)blockDim.x * V;
+    enum { U = V == 1 ? 16 : 4 };   /* reads under way */
+    const int64_t step = (int64_t)blockDim.x * V, outside = r.head + a.classes - r.edge;
     const amp_dtype dtype = a.logits.dtype;
+    const bool smooth = a.smoothing > 0.0f;
     ampc_running found = {ampi_f32_of_bits(0xff800000u), 0.0f, 0.0f};
-    for (int64_t at = (int64_t)threadIdx.x * V; at < classes; at += U * step) {
+    for (int64_t at = r.head + (int64_t)threadIdx.x * V; at < r.edge; at += U * step) {
         uint4 raw[U];
         AMPC_UNROLL
-        for (int u = 0; u < U; u++) raw[u] = ampc_piece_read<V>(r.from, dtype, at + u * step, classes);
+        for (int u = 0; u < U; u++) raw[u] = ampc_piece_read<V>(r.from, dtype, at + u * step, r.edge);
         AMPC_UNROLL
         for (int u = 0; u < U; u++) {
-            int64_t left = classes - at - u * step;
             float x[V];
-            if (left <= 0) continue;
-            if (KEEP) ampc_piece_put<V>(ampc_at(r.kept, dtype, at + u * step), dtype, raw[u]);
-            ampc_logits_look<V>(raw[u], dtype, left < V ? (int)left : V, x);
-            found.add<V>(x, left < V ? (int)left : V, a.smoothing > 0.0f);
+            if (at + u * step >= r.edge) break;
+            if (KEEP) ampc_piece_put<V>(ampc_within(r.kept, dtype, at - r.head + u * step), dtype, raw[u]);
+            ampc_widen<V>(raw[u], dtype, x);
+            found.add(x, smooth);
         }
+    }
+    for (int64_t k = threadIdx.x; k < outside; k += blockDim.x) {
+        float x[1] = {ampc_logit(r.from, dtype, r.outside(k))};
+        found.add(x, smooth);
     }
     return found;
 }
 
 /* dlogits = scale (e / sum - smoothing / classes), and 1 - smoothing less in the column of the label; 0 beyond the
-   classes, and in rows that are ignored (label -1). */
+   classes, and in rows that are ignored.  share = -scale smoothing / classes; less: what the label's column has beside
+   e / sum.  The column is written again when the whole row is there. */
 template <int V, bool KEEP>
-__device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale) {
-    const double even = (double)a.smoothing / (double)a.classes;
-    const float share = (float)((double)scale * -even), at_label = (float)(-even - (1.0 - (double)a.smoothing));
+__device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale,
+                                                     float share, float less) {
+    enum { U = KEEP ? 1 : V == 1 ? 16 : 4 };
+    const int64_t step = (int64_t)blockDim.x * V, outside = r.head + a.dlogits.cols - r.edge;
+    const amp_dtype dtype = a.logits.dtype, to_dtype = a.dlogits.dtype;
+    const void *from = KEEP ? (const void *)r.kept : ampc_within(r.from, dtype, r.head);
     const float slope = scale / r.sum;
-    for (int64_t at = (int64_t)threadIdx.x * V; at < a.dlogits.cols; at += (int64_t)blockDim.x * V) {
-        int left = r.label < 0 || a.classes < at ? 0 : a.classes - at < V ? (int)(a.classes - at) : V;
-        int label = r.label >= at && r.label - at < V ? (int)(r.label - at) : -1;
-        float g[V] = {};
-        if (left > 0) {
-            const void *from = KEEP ? (const void *)r.kept : r.from;
-            ampc_logits_look<V>(ampc_piece_get<V>(ampc_at(from, a.logits.dtype, at), a.logits.dtype), a.logits.dtype, V, g);
-        }
+    const int64_t size = r.edge - r.head;
+    for (int64_t at = (int64_t)threadIdx.x * V; at < size; at += U * step) {
+        uint4 raw[U];
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) {
-            float e = left > i ? ampc_exp_below(g[i], r.max) : 0.0f;
-            g[i] = left > i ? ampc_fma(e, slope, share) : 0.0f;
-            if (i == label) g[i] = ampc_mul(scale, e / r.sum + at_label);
+        for (int u = 0; u < U; u++) raw[u] = ampc_piece_read<V>(from, dtype, at + u * step, size);
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            float g[V];
+            if (at + u * step >= size) break;
+            ampc_widen<V>(raw[u], dtype, g);
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) g[i] = ampc_fma(ampc_exp_below(g[i], r.max), slope, share);
+            ampc_piece_put<V>(ampc_within(r.to, to_dtype, r.head + at + u * step), to_dtype, ampc_narrow<V>(g, to_dtype));
         }
-        ampc_piece_put<V>(ampc_at(r.to, a.dlogits.dtype, at), a.dlogits.dtype, ampc_narrow<V>(g, a.dlogits.dtype));
     }
+    for (int64_t k = threadIdx.x; k < outside; k += blockDim.x) {
+        int64_t at = r.outside(k);
+        float g = 0.0f;
+        if (at < a.classes) g = ampc_fma(ampc_exp_below(ampc_logit(r.from, dtype, at), r.max), slope, share);
+        ampc_logit_put(r.to, to_dtype, at, g);
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    ampc_logit_put(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
+}
+template <int V> __device__ __forceinline__ void ampc_logits_clear(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
+    int64_t at, outside = r.head + a.dlogits.cols - r.edge;
+    for (at = r.head + (int64_t)threadIdx.x * V; at < r.edge; at += (int64_t)blockDim.x * V)
+        ampc_piece_put<V>(ampc_within(r.to, a.dlogits.dtype, at), a.dlogits.dtype, uint4{0, 0, 0, 0});
+    for (at = threadIdx.x; at < outside; at += blockDim.x) ampc_logit_put(r.to, a.dlogits.dtype, r.outside(at), 0.0f);
 }
 
 /* In a row with NaN, with +inf or with nothing but -inf some x - max is NaN, and so are loss and gradient. */
 template <int V, bool KEEP>
 __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r, float *room) {
     ampc_running found = ampc_logits_scan<V, KEEP>(a, r);
-    float at_label = 0.0f, loss;
-    if (threadIdx.x == 0) {
-        float one[1];
-        ampc_widen<1>(ampc_piece_get<1>(ampc_at(r.from, a.logits.dtype, r.label), a.logits.dtype), a.logits.dtype, one);
-        at_label = one[0];
-    }
+    float loss;
     r.max = ampc_block_max(found.max, room);
     found.rescale(r.max);
     r.sum = ampc_block_sum(found.sum, room);
-    loss = logf(r.sum) + (r.max - at_label);
+    loss = logf(r.sum) + (r.max - r.at_label);
     if (a.smoothing > 0.0f) {
         float mean = ampc_block_sum(found.total, room) / (float)a.classes;
         loss = (1.0f - a.smoothing) * loss + a.smoothing * (logf(r.sum) + (r.max - mean));
@@ -3172,22 +3325,35 @@ __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entrop
     return loss;
 }
 
+/* even: smoothing / classes. */
 template <int V, bool KEEP> __global__ void __launch_bounds__(512, 2)
-ampc_cross_entropy_rows(amp_k_cross_entropy a, const ampc_labels *labels, float *losses) {
+ampc_cross_entropy_rows(amp_k_cross_entropy a, double even, const ampc_labels *labels, float *losses) {
     AMPC_SHARED(float, room, 32);
     AMPC_DYNAMIC(memory);
     if (labels->bad) return;
+    const float scale = labels->scale, share = (float)((double)scale * -even);
+    const float less = (float)(-even - (1.0 - (double)a.smoothing));
     for (int64_t row = blockIdx.x; row < a.logits.rows; row += gridDim.x) {
-        ampc_logit_row r = {ampc_row(a.logits, row), a.dlogits.data ? ampc_row(a.dlogits, row) : NULL, memory,
-                            a.labels[row] == a.ignore_index ? -1 : a.labels[row], 0.0f, 1.0f};
+        ampc_logit_row r = ampc_logits_of<V>(a, row, memory);
         float loss = r.label < 0 ? 0.0f : ampc_cross_entropy_row<V, KEEP>(a, r, room);
-        if (r.to) ampc_logits_gradient<V, KEEP>(a, r, labels->scale);
+        if (r.to && r.label < 0) ampc_logits_clear<V>(a, r);
+        else if (r.to) ampc_logits_gradient<V, KEEP>(a, r, scale, share, less);
         if (threadIdx.x == 0) losses[row] = loss;
     }
 }
 
-template <bool KEEP> void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, const ampc_labels *, float *) {
+template <bool KEEP> void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, double, const ampc_labels *, float *) {
     return v == 8 ? ampc_cross_entropy_rows<8, KEEP> : v == 4 ? ampc_cross_entropy_rows<4, KEEP> : ampc_cross_entropy_rows<1, KEEP>;
+}
+
+/* The widest pieces that are aligned in both matrices at the same columns of every row. */
+int ampc_logits_width(const amp_mat &x, const amp_mat &dx) {
+    int v = x.dtype == AMP_F32 || (dx.data && dx.dtype == AMP_F32) ? 4 : 8;
+    int64_t apart = (int64_t)((uintptr_t)x.data / (uint64_t)ampc_dtype_size(x.dtype) -
+                              (uintptr_t)dx.data / (uint64_t)ampc_dtype_size(dx.dtype));
+    if (!dx.data) return v;
+    while (v > 1 && (apart % v != 0 || (x.rows > 1 && (x.ld - dx.ld) % v != 0))) v = v == 8 ? 4 : 1;
+    return v;
 }
 
 amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
@@ -3196,7 +3362,7 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     ampc_scratch scratch(d, stream);
     amp_k_cross_entropy a = *args;
     int64_t rows = a.logits.rows, bytes = ampc_blocks(a.classes * ampc_dtype_size(a.logits.dtype), 16) * 16;
-    int v = ampc_width(ampc_width(8, a.logits), a.dlogits);
+    int v = ampc_logits_width(a.logits, a.dlogits);
     int64_t threads = ampc_blocks(ampc_blocks(a.logits.cols, v * 4), 32) * 32;
     bool keep = a.dlogits.data != NULL && bytes <= (int64_t)d->shared_limit - 1024;
     size_t shared = keep ? (size_t)bytes : 0;
@@ -3209,7 +3375,8 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index, a.sum,
                          (double)a.factor, a.seed, labels, a.bad_label));
     AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
-                         ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a, labels, losses));
+                         ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a,
+                         (double)a.smoothing / (double)a.classes, labels, losses));
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, rows, labels, 0, a.sum, a.loss);
 }
 

@@ -93,7 +93,15 @@ struct CUgraphNode_st {
     int device;
     std::string kernel;                         /* its name, if it is one */
 };
-struct CUgraph_st { std::vector<CUgraphNode_st> nodes; };
+struct CUuserObject_st {
+    void *ptr;
+    cudaHostFn_t destroy;
+    ~CUuserObject_st() { destroy(ptr); }
+};
+struct CUgraph_st {
+    std::vector<CUgraphNode_st> nodes;
+    std::vector<std::shared_ptr<CUuserObject_st>> objects;
+};
 struct CUgraphExec_st { std::shared_ptr<CUgraph_st> graph; };
 
 namespace {
@@ -120,6 +128,7 @@ struct model_state {
     std::vector<scratch_use> scratch;           /* of work that has not run */
     std::map<CUevent_st *, std::shared_ptr<CUevent_st>> events;
     std::map<CUgraph_st *, std::shared_ptr<CUgraph_st>> graphs;
+    std::map<CUuserObject_st *, std::shared_ptr<CUuserObject_st>> objects;      /* that no graph holds yet */
     std::map<CUgraphExec_st *, std::shared_ptr<CUgraphExec_st>> execs;
     std::vector<std::shared_ptr<capture>> captures;
     unsigned long long next_capture = 1;
@@ -622,6 +631,14 @@ cudaError_t put(const stream_ref &stream, std::function<cudaError_t()> run,
 
 namespace {
 
+/* Shared memory that a block may ask for (CUDA C++ Programming Guide, technical specifications per compute capability),
+   less the system's kilobyte from 80 on. */
+size_t shared_optin() {
+    int c = model().capability;
+    int kilobytes = c < 75 ? 96 : c == 75 ? 64 : c == 86 || c == 89 || c >= 120 ? 99 : c < 90 ? 163 : 227;
+    return (size_t)kilobytes * 1024;
+}
+
 bool pointer_is_usable(const void *p, int index) {
     if (p == nullptr || !model().pointer_check) return true;
     if (device_of(p) == index) return true;
@@ -642,7 +659,7 @@ cudaError_t check_launch(coc_call *work, dim3 grid, dim3 block, size_t shared, c
     auto limit = d.shared_limit.find(work->kernel());
     size_t dynamic_most = limit == d.shared_limit.end() ? (size_t)COC_SHARED_DEFAULT : (size_t)limit->second;
     if (shared > dynamic_most) return cudaErrorInvalidValue;
-    *shared_most = dynamic_most > COC_SHARED_DEFAULT ? COC_SHARED_MOST : COC_SHARED_DEFAULT;
+    *shared_most = dynamic_most > COC_SHARED_DEFAULT ? shared_optin() : (size_t)COC_SHARED_DEFAULT;
     if (blocks > (uint64_t)1 << 26) {
         coc_fault("kernel %s: %llu blocks are more than a CPU can run", name, (unsigned long long)blocks);
         return cudaErrorInvalidConfiguration;
@@ -760,7 +777,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int index) {
     prop->maxThreadsPerMultiProcessor = 2048;
     prop->maxBlocksPerMultiProcessor = 32;
     prop->sharedMemPerMultiprocessor = 228 * 1024;
-    prop->sharedMemPerBlockOptin = COC_SHARED_MOST;
+    prop->sharedMemPerBlockOptin = shared_optin();
     prop->reservedSharedMemPerBlock = 1024;
     prop->pciBusID = index + 1;
     return cudaSuccess;
@@ -777,7 +794,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         case cudaDevAttrMaxGridDimX: *value = 0x7fffffff; break;
         case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: *value = 65535; break;
         case cudaDevAttrMaxSharedMemoryPerBlock: *value = COC_SHARED_DEFAULT; break;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = COC_SHARED_MOST; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)shared_optin(); break;
         case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 228 * 1024; break;
         case cudaDevAttrTotalConstantMemory: case cudaDevAttrMaxRegistersPerBlock:
         case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
@@ -1328,15 +1345,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureSta
     return cudaSuccess;
 }
 
-#if defined(COC_TOOLKIT) && CUDART_VERSION >= 13000
+#if !defined(COC_TOOLKIT)
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *, const cudaGraphNode_t **, const cudaGraphEdgeData **, size_t *) {
-#elif defined(COC_TOOLKIT)
+                                     cudaGraph_t *graph) {
+#elif CUDART_VERSION >= 13000
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *, const cudaGraphNode_t **, size_t *) {
+                                     cudaGraph_t *graph, const cudaGraphNode_t **, const cudaGraphEdgeData **, size_t *) {
 #else
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status,
-                                     unsigned long long *id) {
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id,
+                                        cudaGraph_t *graph, const cudaGraphNode_t **, size_t *) {
 #endif
     COC_CALL(0);
     stream_ref stream = stream_of(handle);
@@ -1344,6 +1361,34 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCapture
     *status = !stream->capturing ? cudaStreamCaptureStatusNone
               : stream->capturing->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
     if (id != nullptr && stream->capturing) *id = stream->capturing->id;
+    if (graph != nullptr && stream->capturing) *graph = stream->capturing->graph.get();
+    return cudaSuccess;
+}
+
+/* One reference each; a graph's copies, instantiated or running, share it. */
+cudaError_t cudaUserObjectCreate(cudaUserObject_t *handle, void *ptr, cudaHostFn_t destroy, unsigned int references,
+                                 unsigned int flags) {
+    COC_CALL(0);
+    if (references != 1 || flags != cudaUserObjectNoDestructorSync) return call.done(cudaErrorInvalidValue);
+    std::shared_ptr<CUuserObject_st> object(new CUuserObject_st{ptr, destroy});
+    model().objects[object.get()] = object;
+    *handle = object.get();
+    return cudaSuccess;
+}
+cudaError_t cudaUserObjectRelease(cudaUserObject_t handle, unsigned int) {
+    COC_CALL(0);
+    return call.done(model().objects.erase(handle) ? cudaSuccess : cudaErrorInvalidValue);
+}
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t handle, cudaUserObject_t object, unsigned int, unsigned int flags) {
+    COC_CALL(0);
+    auto found = model().objects.find(object);
+    std::shared_ptr<CUgraph_st> graph;
+    for (auto &c : model().captures)
+        if (c->graph.get() == handle) graph = c->graph;
+    if (model().graphs.count(handle)) graph = model().graphs[handle];
+    if (found == model().objects.end() || !graph || flags != cudaGraphUserObjectMove) return call.done(cudaErrorInvalidValue);
+    graph->objects.push_back(found->second);
+    model().objects.erase(found);
     return cudaSuccess;
 }
 
@@ -1426,8 +1471,12 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t *nodes, size_t
 cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute attribute, int value) {
     COC_CALL(0);
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-    if (value < 0 || value > COC_SHARED_MOST) return call.done(cudaErrorInvalidValue);
-    device(current_device).shared_limit[function] = value;
+    if (value < 0 || (size_t)value > shared_optin()) return call.done(cudaErrorInvalidValue);
+    int &limit = device(current_device).shared_limit[function];
+    if (value < limit)
+        coc_fault("cudaFuncSetAttribute: %s may now have %d bytes of shared memory and had %d, which another thread may be "
+                  "about to ask for", coc_function_name(function).c_str(), value, limit);
+    limit = value;
     return cudaSuccess;
 }
 
@@ -1447,7 +1496,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
     COC_CALL(0);
     if (block_size <= 0 || block_size > 1024) return call.done(cudaErrorInvalidValue);
     size_t by_threads = 2048 / ((size_t)(block_size + 31) / 32 * 32), by_shared = (size_t)228 * 1024 / (shared + 1024);
-    *blocks = shared > COC_SHARED_MOST ? 0 : (int)std::min<size_t>(32, std::min(by_threads, by_shared));
+    *blocks = shared > shared_optin() ? 0 : (int)std::min<size_t>(32, std::min(by_threads, by_shared));
     return cudaSuccess;
 }
 

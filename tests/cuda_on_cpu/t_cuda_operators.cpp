@@ -62,14 +62,14 @@ static void far_away(const std::function<void(const cuda_shape &, const dtypes &
     run(cuda_far_shape, mixes[2]);
 }
 
-/* While it lives the model has one GPU of so many multiprocessors. */
+/* While it lives the model has one GPU of so many multiprocessors and this compute capability. */
 struct multiprocessors {
-    explicit multiprocessors(int count) { set(1, count); }
-    ~multiprocessors() { set(2, 4); }
-    static void set(int devices, int count) {
+    explicit multiprocessors(int count, int capability = 90) { set(1, count, capability); }
+    ~multiprocessors() { set(2, 4, 90); }
+    static void set(int devices, int count, int capability) {
         CHECK(coc_faults() == 0);
         coc_reset();
-        if (CUDA_IS_MODEL) coc_set_devices(devices, (size_t)1 << 30, count);
+        if (CUDA_IS_MODEL) coc_set_devices(devices, (size_t)1 << 30, count, capability);
     }
 };
 
@@ -509,6 +509,17 @@ CUDA_TEST(norm_backward) {
     norm_back({500, 24, 0, 0, "many blocks"}, mixes[2], norm_back_cases[2]);
 }
 
+/* Dynamic shared memory of just 48 KiB, beside the kernel's own; and sums that only large GPUs can hold there. */
+CUDA_TEST(norm_backward_shared_memory) {
+    for (int mix : {0, 2}) norm_back({2, 6144, 0, 0, "48 KiB"}, mixes[mix], norm_back_cases[2]);
+    for (int capability : {75, 86, 80}) {
+        multiprocessors smaller(4, capability);
+        norm_back({9, 13000, 0, 0, "sums of 128 KiB"}, mixes[2], norm_back_cases[2]);
+    }
+    multiprocessors smaller(4, 75);
+    norm_back({2, 9208, 0, 0, "sums of 72 KiB"}, mixes[2], norm_back_cases[2]);
+}
+
 /* ---- Softmax */
 
 /* Masks of a table of cases; `set` fills in what a kind needs. */
@@ -700,6 +711,7 @@ static logit_facts logits_of(const double *x, int64_t classes, int64_t label, do
 }
 
 static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_case &c) {
+    const cuda_shape to = {shape.rows, shape.cols, shape.rows == 3 ? shape.pad + 1 : shape.pad, shape.offset, ""};
     int64_t n = shape.count(), rows = shape.rows, cols = shape.cols, counted = 0;
     int64_t classes = cols > c.padding ? cols - c.padding : cols;
     amp_dtype dt = c.in_place ? t.a : t.b;
@@ -715,7 +727,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
     cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
         amp_k_cross_entropy k = {};
         k.logits = mat_at(s, &x, shape, t.a);
-        if (c.gradient) k.dlogits = c.in_place ? k.logits : mat_at(s, NULL, shape, dt);
+        if (c.gradient) k.dlogits = c.in_place ? k.logits : mat_at(s, NULL, to, dt);
         k.classes = classes;
         k.labels = s.put(labels);
         k.ignore_index = ignore;
@@ -765,6 +777,10 @@ CUDA_TEST(cross_entropy) {
 CUDA_TEST(cross_entropy_long_rows) {
     cross_entropy({2, 60000, 0, 0, "beyond shared memory"}, mixes[0], loss_cases[0]);
     cross_entropy({2, 50304, 0, 0, "a vocabulary"}, mixes[2], loss_cases[2]);
+    cross_entropy({3, 50257, 0, 0, "an odd vocabulary"}, mixes[2], loss_cases[0]);
+    cross_entropy({2, 60001, 0, 1, "odd and read twice"}, mixes[0], loss_cases[2]);
+    cross_entropy({1, 12288, 0, 0, "48 KiB of fp32"}, mixes[0], loss_cases[0]);
+    cross_entropy({1, 24576, 0, 0, "48 KiB of bf16"}, mixes[2], loss_cases[0]);
 }
 
 /* A label out of range: the first is reported, an earlier report stays, nothing else is written. */
@@ -1023,7 +1039,7 @@ int main(int argc, char **argv) {
     RUN(swiglu);
     RUN(swiglu_backward); RUN(swiglu_with_biases);
     RUN(norm);
-    RUN(norm_backward);
+    RUN(norm_backward); RUN(norm_backward_shared_memory);
     RUN(softmax);
     RUN(softmax_shapes);
     RUN(softmax_of_infinities);

@@ -39,7 +39,8 @@ struct side {
     std::vector<void *> owned;
     std::vector<size_t> sizes;
 
-    explicit side(const amp_backend *backend, int device = 0, void *stream = NULL) : b(backend) {
+    explicit side(const amp_backend *backend, int device = 0, void *stream = NULL, const amp_device_memory *memory = NULL)
+        : b(backend) {
         const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
         amp_backend_desc desc;
         memset(&desc, 0, sizeof desc);
@@ -47,6 +48,7 @@ struct side {
         desc.threads = 1;
         desc.cpu_path = cpu_path();
         desc.stream = stream;
+        if (memory) desc.memory = *memory;
         if (b->open(&dev, &host, &desc) != AMP_OK) dev = NULL;
     }
     ~side() {
@@ -255,6 +257,58 @@ TEST(arena_full) {
     CHECK_EQ(coc_faults(), 0);
     coc_reset();
     coc_set_devices(2);
+}
+
+/* The host's functions may ask the context that calls them: for its list of blocks, its allocator, its logger. */
+static const amp_backend *asked;
+static void *asked_device;
+static int answers;
+static void ask() {
+    amp_memory_info info;
+    memset(&info, 0, sizeof info);
+    if (asked_device != NULL && asked->memory(asked_device, &info) == AMP_OK) answers++;
+}
+static void *asking_alloc(void *user, size_t size, size_t align) { return ask(), host_alloc(user, size, align); }
+static void asking_free(void *user, void *p, size_t size) { ask(), host_free(user, p, size); }
+static void asking_log(void *, amp_log_level, int, const char *) { ask(); }
+static void *asking_memory(void *, size_t size, int, void *) {
+    void *p = NULL;
+    ask();
+    return cudaMalloc(&p, size) == cudaSuccess ? p : NULL;
+}
+static void asking_release(void *, void *p, size_t, int, void *) { ask(), (void)cudaFree(p); }
+
+TEST(callbacks) {
+    coc_reset();
+    const amp_host host = {NULL, host_fail, asking_log, asking_alloc, asking_free};
+    amp_backend_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.memory.alloc = asking_memory;
+    desc.memory.free = asking_release;
+    asked = amp_cuda();
+    void *dev = NULL, *graph = NULL, *p = NULL;
+    CHECK_EQ(asked->open(&dev, &host, &desc), AMP_OK);
+    asked_device = dev;
+    answers = 0;
+    CHECK_EQ(asked->alloc(dev, &p, 1000), AMP_OK);
+    asked->free(dev, p, 1000);
+    CHECK_EQ(answers, 2);
+    CHECK_EQ(asked->graph_begin(dev, NULL), AMP_OK);
+    CHECK_EQ(asked->graph_end(dev, NULL, &graph), AMP_OK);
+    asked->graph_destroy(dev, graph);
+    CHECK_EQ(answers, 4);
+    if (CUDA_IS_MODEL) {                /* what is reported within an allocation */
+        desc.memory.alloc = NULL;
+        coc_fail("cudaGetDevice", 1, cudaErrorIllegalAddress, 1);
+        CHECK_EQ(asked->alloc(dev, &p, 100000), AMP_ERR_DEVICE);
+        CHECK_EQ(answers, 5);
+    }
+    asked_device = NULL;
+    asked->close(dev);
+    CHECK_EQ(host_blocks, 0);
+    coc_fail_clear();
+    (void)coc_take_faults();
+    coc_reset();
 }
 
 /* ---- Streams and events */
@@ -574,6 +628,43 @@ TEST(adamw_bits) {
     update_both(0, 0, 0, many_rows(0));
     update_both(0, 0, 1, many_rows(11));
     update_both(0, 0, 0, many_rows(100));
+}
+/* 1 - lr decay where rounding the product or not decides between two fp32 numbers. */
+TEST(adamw_decay_rounds_twice) {
+    coc_reset();
+    amp_k_found found = a_found();
+    double decay = 0;
+    found.lr = 0.7;
+    for (int k = 1; k < 20000 && decay == 0; k += 2) {
+        double tie = 0.25 + ldexp(k, -26), at = (1 - tie) / found.lr;    /* halfway between fp32 numbers */
+        for (double d : {at, nextafter(at, 2), nextafter(at, 0)}) {
+            volatile double product = found.lr * d;
+            if ((float)(1.0 - product) != (float)fma(-found.lr, d, 1.0)) decay = d;
+        }
+    }
+    CHECK(decay > 0);
+    float w[2];
+    for (int s = 0; s < 2; s++) {
+        side x(s ? amp_cuda() : amp_cpu());
+        std::vector<float> zero(8, 0.0f), one(8, 1.0f);
+        amp_k_tensor row;
+        memset(&row, 0, sizeof row);
+        row.weight = x.up(one);
+        row.grad = x.up(zero);
+        row.m = x.up(zero);
+        row.v = x.up(zero);
+        row.count = 8;
+        row.lr_scale = 1;
+        row.weight_decay = decay;
+        row.live = 1;
+        const amp_k_tensor *table = (const amp_k_tensor *)x.up(&row, sizeof row);
+        amp_k_found *f = (amp_k_found *)x.up(&found, sizeof found);
+        CHECK_EQ(update(&x, 0, table, 1, f, 0), AMP_OK);
+        w[s] = x.one<float>(row.weight);
+    }
+    volatile double product = found.lr * decay;
+    CHECK(w[0] == w[1] && w[1] == (float)(1.0 - product));
+    CHECK_EQ(coc_faults(), 0);
 }
 TEST(sgd_bits) {
     NEEDS_FMA();
@@ -1020,6 +1111,88 @@ TEST(graph_replays) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* The host captures calls itself, again and again: each graph keeps its scratch memory while it lives and no longer. */
+TEST(host_captures) {
+    coc_reset();
+    std::vector<row_spec> specs = many_rows(5);
+    std::vector<row_data> before = fill_rows(specs, 0.5f);
+    amp_k_found start = a_found(), eager;
+    cudaGraphExec_t execs[5] = {};
+    cudaStream_t stream = NULL;
+    CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    {
+        side x(amp_cuda());
+        std::vector<amp_k_tensor> table = table_of(&x, specs, before, 0);
+        amp_k_check k = {x.up(table), 5, NULL, (amp_k_found *)x.up(&start, sizeof start)};
+        amp_memory_info info[5];
+        CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
+        eager = x.one<amp_k_found>(k.found);
+        for (int i = 0; i < 5; i++) {
+            cudaGraph_t graph = NULL;
+            CHECK_EQ(x.b->copy(x.dev, k.found, &start, sizeof start, AMP_COPY_TO_DEVICE, NULL), AMP_OK);
+            CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
+            if (i > 1) CHECK_EQ(cudaGraphExecDestroy(execs[i - 2]), cudaSuccess);       /* two live at a time */
+            CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            CHECK_EQ(x.b->check(x.dev, &k, stream), AMP_OK);
+            CHECK_EQ(x.b->check(x.dev, &k, stream), AMP_OK);
+            CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+            CHECK_EQ(cudaGraphInstantiate(&execs[i], graph, 0), cudaSuccess);
+            CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+            memset(&info[i], 0, sizeof info[i]);
+            x.b->memory(x.dev, &info[i]);
+            CHECK_EQ(x.b->copy(x.dev, k.found, &start, sizeof start, AMP_COPY_TO_DEVICE, stream), AMP_OK);
+            CHECK_EQ(cudaGraphLaunch(execs[i], stream), cudaSuccess);
+            CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+            CHECK(x.one<amp_k_found>(k.found).sum_sq == 2 * eager.sum_sq);
+        }
+        CHECK_EQ(info[1].reserved - info[0].reserved, 512 * 16);       /* the first lives: more memory */
+        if (CUDA_IS_MODEL) CHECK_EQ(info[4].reserved, info[1].reserved);
+    }
+    for (int i = 3; i < 5; i++) CHECK_EQ(cudaGraphExecDestroy(execs[i]), cudaSuccess);      /* after their memory */
+    CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* Memory of a graph whose stream is gone is given back on the context's stream. */
+static std::vector<void *> given_back;
+static void *plain_memory(void *, size_t size, int, void *) {
+    void *p = NULL;
+    return cudaMalloc(&p, size) == cudaSuccess ? p : NULL;
+}
+static void noted_release(void *, void *p, size_t, int, void *stream) {
+    given_back.push_back(stream);
+    (void)cudaFree(p);
+}
+TEST(graph_outlives_its_stream) {
+    coc_reset();
+    std::vector<row_spec> specs = many_rows(3);
+    std::vector<row_data> before = fill_rows(specs, 0.5f);
+    amp_k_found start = a_found();
+    amp_device_memory memory;
+    memset(&memory, 0, sizeof memory);
+    memory.alloc = plain_memory;
+    memory.free = noted_release;
+    given_back.clear();
+    void *stream = NULL, *graph = NULL;
+    {
+        side x(amp_cuda(), 0, NULL, &memory);
+        std::vector<amp_k_tensor> table = table_of(&x, specs, before, 0);
+        amp_k_check k = {x.up(table), 3, NULL, (amp_k_found *)x.up(&start, sizeof start)};
+        CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
+        CHECK_EQ(x.b->stream_create(x.dev, &stream), AMP_OK);
+        CHECK_EQ(x.b->graph_begin(x.dev, stream), AMP_OK);
+        CHECK_EQ(x.b->check(x.dev, &k, stream), AMP_OK);
+        CHECK_EQ(x.b->graph_end(x.dev, stream, &graph), AMP_OK);
+        CHECK_EQ(x.b->graph_launch(x.dev, graph, stream), AMP_OK);
+        x.b->stream_destroy(x.dev, stream);
+        x.b->graph_destroy(x.dev, graph);
+    }
+    CHECK(given_back.size() > 3);
+    for (void *s : given_back) CHECK(s != stream && s == given_back[0]);
+    CHECK_EQ(coc_faults(), 0);
+}
+
 TEST(graph_misuse) {
     coc_reset();
     {
@@ -1373,12 +1546,14 @@ int main(int argc, char **argv) {
     RUN(host_stream);
     RUN(arena);
     RUN(arena_full);
+    RUN(callbacks);
     RUN(streams_and_events);
     RUN(casts);
     RUN(casts_stochastic);
     RUN(casts_many_patterns);
     RUN(casts_ids_and_refusals);
     RUN(adamw_bits);
+    RUN(adamw_decay_rounds_twice);
     RUN(sgd_bits);
     RUN(storage_bits);
     RUN(scale_bits);
@@ -1390,6 +1565,8 @@ int main(int argc, char **argv) {
     RUN(orders);
     RUN(grids);
     RUN(graph_replays);
+    RUN(host_captures);
+    RUN(graph_outlives_its_stream);
     RUN(graph_misuse);
     RUN(every_call_may_fail);
     RUN(host_memory_may_fail);

@@ -626,6 +626,8 @@ HARNESS_TEST(launch_checks) {
     CHECK_EQ(launch(k_nothing, 1, 1, 227 * 1024, 0, 0), cudaSuccess);
     CHECK_EQ(launch(k_nothing, 1, 1, 227 * 1024 + 1, 0, 0), cudaErrorInvalidValue);
     CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_EQ(cudaFuncSetAttribute(k_nothing, most, 100 * 1024), cudaSuccess);       /* less, while others may launch it */
+    CHECK(coc_take_faults().find("another thread") != std::string::npos);
     int blocks = 0;
     CHECK_EQ(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, k_nothing, 256, 40 * 1024), cudaSuccess);
     CHECK_EQ(blocks, 5);
