@@ -5056,6 +5056,8 @@ struct ampc_flash_call {
     int64_t padded;                 /* queries of a head there, filled up to a multiple of 128 */
 };
 
+#if AMPC_TENSOR_CORES
+
 /* Which keys query i sees: low(i) <= j < high(i), both growing with i, of the query's own document. */
 struct ampc_band {
     int queries, length, floor, above, below, start, offset;
@@ -5088,8 +5090,6 @@ __device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, int 
     s.start = s.documents ? -offset : 0;        /* queries before the first key have no document */
     return s;
 }
-
-#if AMPC_TENSOR_CORES
 
 /* The least and the largest document number at n positions, by all lanes of a warp. */
 __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int n, int &least, int &most) {
