@@ -351,7 +351,7 @@ AMPI_HD double ampi_f64_of_bits(uint64_t bits) { double x; memcpy(&x, &bits, siz
    and bias db.  Returns the pattern with an unbounded exponent, so a result above the format's largest finite
    pattern is an overflow.  Stochastic: up if fraction + random / 2^32 >= 1, the fraction cut to 32 bits. */
 AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, int mode, uint32_t random) {
-    uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, half;
+    uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, middle;
     int e = (int)(bits >> sm), shift = sm - dm;
     if (e > 0) m |= (uint64_t)1 << sm;
     else e = 1;
@@ -361,10 +361,10 @@ AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, 
     if (shift == 0) return ((uint64_t)(e - 1) << dm) + m;
     q = m >> shift;
     rest = m & (((uint64_t)1 << shift) - 1);
-    half = (uint64_t)1 << (shift - 1);
+    middle = (uint64_t)1 << (shift - 1);
     if (mode == AMPI_STOCHASTIC) q += ((rest << (64 - shift) >> 32) + random) >> 32;
-    else if (mode == AMPI_AWAY) q += rest >= half;
-    else q += rest > half || (rest == half && (q & 1) != 0);
+    else if (mode == AMPI_AWAY) q += rest >= middle;
+    else q += rest > middle || (rest == middle && (q & 1) != 0);
     return ((uint64_t)(e - 1) << dm) + q;
 }
 
@@ -783,7 +783,8 @@ typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_
 
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
    a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
-   dtype first.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the sums: batch 1. */
+   dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
+   sums: batch 1. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;

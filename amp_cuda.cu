@@ -4855,7 +4855,7 @@ enum {
     AMPC_FLASH_TILE = 64,
     AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
     AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
-    AMPC_SWEEP_BYTES = 128          /* at the end of a block's shared memory: its ampc_sweep */
+    AMPC_SWEEP_BYTES = 256          /* at the end of a block's shared memory: its ampc_sweep */
 };
 __host__ __device__ constexpr int ampc_flash_own(int d, ampc_flash_pass pass) { return d == 64 || pass == AMPC_FORWARD ? 128 : 64; }
 __host__ __device__ constexpr int ampc_flash_blocks(int d, ampc_flash_pass pass) { return d == 64 && pass != AMPC_TO_KEYS ? 3 : 2; }
@@ -4895,6 +4895,11 @@ struct ampc_band {
     const int32_t *documents;       /* of the keys; NULL: one document */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
+    /* The first query whose high, or whose low, lies beyond key j; FAR: none. */
+    __device__ int sees_beyond(int j) const {
+        return j >= length ? (int)AMPC_FLASH_FAR : max(start, floor > j ? 0 : max(j - above + 1, 0));
+    }
+    __device__ int hides_up_to(int j) const { return j >= length ? (int)AMPC_FLASH_FAR : max(j + below + 1, 0); }
     /* Of the key at, or of the query that stands at, a position; beyond them any. */
     __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
     __device__ bool sees(int i, int j) const {
@@ -4919,14 +4924,15 @@ __device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, int 
 
 #if AMPC_TENSOR_CORES
 
-/* The least and the largest document number of the keys [from, to), by all lanes of a warp. */
-__device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int to, int &least, int &most) {
+/* The least and the largest document number at n positions, by all lanes of a warp. */
+__device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int n, int &least, int &most) {
     least = INT32_MAX;
     most = INT32_MIN;
     AMPC_NO_UNROLL
-    for (int j = max(from, 0) + (int)threadIdx.x % 32; j < to; j += 32) {
-        least = min(least, s.documents[j]);
-        most = max(most, s.documents[j]);
+    for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
+        int document = s.document(from + i);
+        least = min(least, document);
+        most = max(most, document);
     }
     least = __reduce_min_sync(0xffffffffu, least);
     most = __reduce_max_sync(0xffffffffu, most);
@@ -4934,19 +4940,15 @@ __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from
 
 enum { AMPC_HIDDEN, AMPC_PARTLY, AMPC_OPEN };
 
-/* What the queries [i0, i1) see of the keys [j0, j1): nothing, some, or all. */
-__device__ __forceinline__ int ampc_band_tile(const ampc_band &s, int i0, int i1, int j0, int j1) {
-    int i_least, i_most, j_least, j_most;
-    i1 = min(i1, s.queries);
-    if (i0 >= i1 || j0 >= s.high(i1 - 1) || j1 <= s.low(i0)) return AMPC_HIDDEN;
-    bool open = j0 >= s.low(i1 - 1) && j1 <= s.high(i0);
-    if (s.documents != NULL) {
-        ampc_band_documents(s, i0 + s.offset, i1 + s.offset, i_least, i_most);
-        ampc_band_documents(s, j0, min(j1, s.length), j_least, j_most);
-        if (i_most < j_least || j_most < i_least) return AMPC_HIDDEN;
-        open = open && min(i_least, j_least) == max(i_most, j_most);
-    }
-    return open ? AMPC_OPEN : AMPC_PARTLY;
+/* Of the other side, some of [some_from, some_to) is seen by some row, and all of [all_from, all_to) by all rows. */
+struct ampc_reach { int some_from, some_to, all_from, all_to; };
+
+/* That of the queries or keys [from, to). */
+__device__ __forceinline__ ampc_reach ampc_reach_of(const ampc_band &s, bool keys, int from, int to) {
+    if (keys) return ampc_reach{s.sees_beyond(from), s.hides_up_to(to - 1), s.sees_beyond(to - 1), s.hides_up_to(from)};
+    to = min(to, s.queries);
+    if (from >= to) return ampc_reach{0, 0, 0, 0};
+    return ampc_reach{s.low(from), s.high(to - 1), s.low(to - 1), s.high(from)};
 }
 
 __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
@@ -4957,33 +4959,45 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
     return ampc_flash_place{(int)(head / a.heads), (int)(head % a.heads), last_first ? a.tiles - 1 - tile : tile};
 }
 
-/* What a block owns, the rows [own, own + count) of keys or queries, and where it goes over the other side.  It lies in
-   shared memory, because the loop has no register to spare for it. */
+/* What a block owns, rows from `own` on of queries or keys, and where it goes over the other side.  It lies in shared
+   memory, because the loop has no register to spare for it. */
 template <bool KEYS> struct ampc_sweep {
+    ampc_reach warps[4];
     ampc_flash_place place;
     ampc_band band;
-    int own, count, first, end;
-    __device__ __forceinline__ void open(const ampc_flash_call &a, int rows) {
-        place = ampc_flash_here(a, !KEYS);
-        band = ampc_band_of(a, place.b);
-        own = place.tile * rows;
-        count = rows;
-        if (KEYS) {
-            first = own < band.floor ? band.start : own - band.above + 1;
-            end = own < band.length ? min(band.queries, own + count + band.below) : 0;
-        } else {
-            first = band.low(own);
-            end = band.high(min(own + count, band.queries) - 1);
-        }
-        first = max(first, 0) / AMPC_FLASH_TILE * AMPC_FLASH_TILE;
+    int own, rows, first, end;      /* first, end: of the other side */
+    /* By one thread of each warp. */
+    __device__ __forceinline__ void open(const ampc_flash_call &a, int block_rows) {
+        const int warp = (int)threadIdx.x / 32;
+        const ampc_flash_place here = ampc_flash_here(a, !KEYS);
+        const ampc_band seen = ampc_band_of(a, here.b);
+        int from = here.tile * block_rows, each = block_rows / 4;
+        warps[warp] = ampc_reach_of(seen, KEYS, from + warp * each, from + (warp + 1) * each);
+        if (warp != 0) return;
+        const ampc_reach whole = ampc_reach_of(seen, KEYS, from, from + block_rows);
+        place = here;
+        band = seen;
+        own = from;
+        rows = block_rows;
+        first = whole.some_from / AMPC_FLASH_TILE * AMPC_FLASH_TILE;
+        end = min(whole.some_to, KEYS ? a.queries : a.keys);
     }
-    __device__ __forceinline__ int state(int from, int rows, int other, int columns) const {
-        return KEYS ? ampc_band_tile(band, other, other + columns, from, from + rows)
-                    : ampc_band_tile(band, from, from + rows, other, other + columns);
+    /* What the rows [from, from + n), whose reach is r, and the columns [other, other + columns) have in common. */
+    __device__ __forceinline__ int state(const ampc_reach &r, int from, int n, int other, int columns) const {
+        int to = other + columns, least[2], most[2];
+        if (other >= r.some_to || to <= r.some_from) return AMPC_HIDDEN;
+        bool open = other >= r.all_from && to <= r.all_to;
+        if (band.documents == NULL) return open ? AMPC_OPEN : AMPC_PARTLY;
+        ampc_band_documents(band, from + (KEYS ? 0 : band.offset), n, least[0], most[0]);
+        ampc_band_documents(band, other + (KEYS ? band.offset : 0), columns, least[1], most[1]);
+        if (most[0] < least[1] || most[1] < least[0]) return AMPC_HIDDEN;
+        return open && min(least[0], least[1]) == max(most[0], most[1]) ? AMPC_OPEN : AMPC_PARTLY;
     }
     /* The next tile from `other` on that is not hidden; end or beyond: none. */
     __device__ __forceinline__ int next(int other) const {
-        while (other < end && state(own, count, other, AMPC_FLASH_TILE) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
+        const ampc_reach all = {0, end, 0, end};
+        if (band.documents == NULL) return other;
+        while (other < end && state(all, own, rows, other, AMPC_FLASH_TILE) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
         return other;
     }
     __device__ __forceinline__ bool sees(int mine, int other) const {
@@ -4999,8 +5013,9 @@ template <bool KEYS> struct ampc_sweep {
         for (int k = 0; k < 4 * M * N; k++) {           /* along keys: a query's bounds are needed once */
             int r = KEYS ? k % (2 * M) : k / (2 * N), c = KEYS ? k / (2 * M) : k % (2 * N);
             int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column, i = KEYS ? column : row;
-            if (j >= band.low(i) && j < band.high(i)) continue;
-            x[r / 2][c / 2][r % 2 * 2 + c % 2] = y[r / 2][c / 2][r % 2 * 2 + c % 2] = value;
+            bool hidden = (j < band.low(i)) | (j >= band.high(i));
+            x[r / 2][c / 2][r % 2 * 2 + c % 2] = hidden ? value : x[r / 2][c / 2][r % 2 * 2 + c % 2];
+            y[r / 2][c / 2][r % 2 * 2 + c % 2] = hidden ? value : y[r / 2][c / 2][r % 2 * 2 + c % 2];
         }
         if (band.documents == NULL) return;
         AMPC_UNROLL
@@ -5193,7 +5208,7 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_F
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
     ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD) - AMPC_SWEEP_BYTES);
-    if (threadIdx.x == 0) sweep->open(a, R);
+    if (threadIdx.x % 32 == 0) sweep->open(a, R);
     __syncthreads();
     unsigned char *others = shared + R * 2 * D;
     float o[M][D / 8][4] = {}, max[M][2] = {{lowest, lowest}, {lowest, lowest}}, sum[M][2] = {};
@@ -5210,7 +5225,8 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_F
         ampc_copy_commit();
         AMPC_NO_UNROLL
         for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
-            int mine = ampc_warp_row<M>(), state = sweep->state(sweep->own + mine, 16 * M, j + c, 8 * N);
+            int mine = ampc_warp_row<M>();
+            int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, j + c, 8 * N);
             const unsigned char *k = others + turn * side + c * 2 * D;
             float s[M][N][4];
             if (state == AMPC_HIDDEN) continue;
@@ -5318,7 +5334,7 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS))
     const int R = ampc_flash_own(D, PASS), M = R / 64, N = 4, side = 2 * AMPC_FLASH_TILE * 2 * D;
     AMPC_DYNAMIC(shared);
     ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS) - AMPC_SWEEP_BYTES);
-    if (threadIdx.x == 0) sweep->open(a, R);
+    if (threadIdx.x % 32 == 0) sweep->open(a, R);
     __syncthreads();
     unsigned char *others = shared + 2 * R * 2 * D;
     float2 *stats_room = (float2 *)(others + 2 * side);         /* of the tiles' queries, or of the own ones */
@@ -5341,7 +5357,8 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS))
         ampc_copy_commit();
         AMPC_NO_UNROLL
         for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
-            int mine = ampc_warp_row<M>(), state = sweep->state(sweep->own + mine, 16 * M, at + c, 8 * N);
+            int mine = ampc_warp_row<M>();
+            int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, at + c, 8 * N);
             const unsigned char *x = shared + mine * 2 * D, *u = others + turn * side + c * 2 * D, *w = u + side / 2;
             float s[M][N][4], ds[M][N][4];
             if (state == AMPC_HIDDEN) continue;
@@ -5379,7 +5396,7 @@ bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
     if (dev->cc < 80 || !kind || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
     if ((a.dim != 64 && a.dim != 128) || dev->shared_limit < ampc_flash_shared((int)a.dim, AMPC_TO_KEYS)) return false;
     if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is looked for before scaling */
-    if (a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST || a.keys > AMPC_FLASH_LONGEST) return false;
+    if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST || a.keys > AMPC_FLASH_LONGEST) return false;
     if (a.batch * a.heads > INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64)) return false;
     return ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) && ampc_flash_aligned(a.v, a.v_stride) &&
            ampc_flash_aligned(a.o, a.o_stride) && ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&

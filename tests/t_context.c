@@ -177,6 +177,7 @@ TEST(settings_out_of_range) {
     REFUSED(level, (amp_level)9, AMP_ERR_RANGE);
     REFUSED(policy, (amp_policy)3, AMP_ERR_RANGE);
     REFUSED(mode, (amp_mode)3, AMP_ERR_RANGE);
+    REFUSED(autotune, (amp_autotune)3, AMP_ERR_RANGE);
     REFUSED(cache_limit, -1, AMP_ERR_RANGE);
     REFUSED(reducer.rank, 1, AMP_ERR_RANGE);
     {
@@ -255,6 +256,7 @@ TEST(opening_survives_every_failing_allocation) {
     for (int64_t n = 1; n < 50; n++) {
         amp_desc desc = heap_desc();
         amp_context *amp;
+        desc.autotune_file = "plans";
         heap.fail_at = n;
         if (amp_open(&amp, &desc) == AMP_OK) { amp_close(amp); CHECK_EQ(heap.live, 0); CHECK(n > 1); return; }
         CHECK(says("AMP0301"));
@@ -385,6 +387,26 @@ static void *worker(void *arg) {
     return NULL;
 }
 
+/* The CPU has nothing to tune; a path is the context's own copy. */
+TEST(autotune_on_the_cpu) {
+    char path[] = "/no such folder/plans";
+    amp_desc d, now;
+    amp_context *amp;
+    memset(&d, 0, sizeof d);
+    d.autotune = AMP_AUTOTUNE_ON;
+    d.autotune_file = path;
+    CHECK_OK(amp_open(&amp, &d));
+    path[1] = 'N';
+    CHECK_OK(amp_query(amp, &now));
+    CHECK(now.autotune == AMP_AUTOTUNE_ON && strcmp(now.autotune_file, "/no such folder/plans") == 0);
+    amp_close(amp);
+    memset(&d, 0, sizeof d);
+    CHECK_OK(amp_open(&amp, &d));
+    CHECK_OK(amp_query(amp, &now));
+    CHECK(now.autotune == AMP_AUTOTUNE_OFF && now.autotune_file == NULL);
+    amp_close(amp);
+}
+
 TEST(several_threads_share_a_context) {
     amp_context *amp = open_with(NULL);
     pthread_t threads[4];
@@ -399,7 +421,7 @@ int main(int argc, char **argv) {
     RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(choice_refuses_or_falls_back_by_name);
     RUN(machine_is_described); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned); RUN(opening_survives_every_failing_allocation);
-    RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(patterns); RUN(files);
+    RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(patterns); RUN(files); RUN(autotune_on_the_cpu);
     RUN(several_threads_share_a_context);
     return TEST_END();
 }

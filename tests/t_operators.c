@@ -529,7 +529,8 @@ TEST(refusals) {
 }
 
 static void run_all(void) {
-    RUN(linear); RUN(linear_through_activations); RUN(linear_refuses_half_an_activation); RUN(gradients_overwrite_then_add); RUN(matmul); RUN(norms); RUN(attention_on_packed_qkv); RUN(softmax);
+    RUN(linear); RUN(linear_through_activations); RUN(linear_refuses_half_an_activation); RUN(gradients_overwrite_then_add); RUN(matmul);
+    RUN(norms); RUN(attention_on_packed_qkv); RUN(softmax);
     RUN(activations); RUN(activations_with_bias); RUN(swiglu_on_one_buffer); RUN(swiglu_with_biases); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
     RUN(mse); RUN(embedding); RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
 }

@@ -517,6 +517,13 @@ CUDA_TEST(tensor_cores_and_infinities) {
             p.poison(t, 0, 0, 40, (int64_t)m + t);
             check_problem(p);
         }
+    for (int bf16 = 0; bf16 < 2; bf16++) {                  /* weights that underflow to 0 */
+        problem p({1, 1, 66, 66, 64, DENSE}, mask_cases[1], all_numbers[1 + bf16], 953);
+        p.scale = 1;
+        for (int64_t i = 0; i < 66; i++) p.set(Q, 0, 0, i, 3), p.set(K, 0, 0, i, i == 7 ? -3.0f : 0);
+        for (int t : {V, K}) p.poison(t, 0, 0, 7, t == V ? 1 : 2);
+        check_problem(p);
+    }
     problem none({1, 1, 66, 66, 128, DENSE}, mask_cases[0], all_numbers[2], 952);
     none.scale = 0.1f;
     for (int t : {Q, K, V}) none.poison(t, 0, 0, 30 + t, t);

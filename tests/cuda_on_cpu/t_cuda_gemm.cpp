@@ -113,7 +113,7 @@ struct gemm_bounds {
 
 private:
     void element(const gemm_case &x, const gemm_numbers &in, int64_t i, int64_t j) {
-        const float *a = &in.a[(size_t)(i / x.m * x.m * x.k)], *b = &in.b[(size_t)(i / x.m * x.k * x.n)];
+        const float *a = in.a.data() + i / x.m * x.m * x.k, *b = in.b.data() + i / x.m * x.k * x.n;
         int64_t r = i % x.m;
         size_t at = (size_t)(i * x.n + j);
         double sum = 0, size = 0, off;
@@ -216,6 +216,21 @@ CUDA_TEST(shapes) {
         check_case(x);
         if (x.batch == 1) x.beta = 0.5f, check_case(x);
     }
+}
+
+/* How far apart the rows of a matrix of one row are, and the items of a batch of one, is nobody's business. */
+CUDA_TEST(distances_without_use) {
+    gemm_case x = {"one row", 1, 24, 40, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16};
+    cuda_compare c;
+    for (std::string *out : {&c.expected, &c.actual}) {
+        cuda_side gpu(amp_cuda());
+        gemm_arguments args(gpu, x);
+        if (out == &c.actual) args.g.lda = args.g.ldc = 1, args.g.stride_a = args.g.stride_c = -7;
+        CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+        if (CUDA_IS_MODEL) CHECK_EQ(coc_count().blas_matmuls, out == &c.expected ? 1 : 2);
+        args.get(gpu, out);
+    }
+    c.check_same_bits();
 }
 
 /* What no product is in: k of 0, alpha of 0; and nothing at all. */
@@ -448,6 +463,52 @@ CUDA_TEST(captured) {
     b->close(dev);
 }
 
+/* An algorithm that needs workspace gets 32 MiB on sm_90 and 4 MiB below, in the stream's own memory or the graph's. */
+CUDA_TEST(workspace) {
+    for (int capability : {90, 80}) {
+        amp_backend_desc d = {};
+        amp_memory_info info = {};
+        void *dev = NULL, *graph = NULL;
+        const amp_backend *b = amp_cuda();
+        gemm_case x = layer();
+        int64_t mib = capability == 90 ? 32 : 4, before;
+        coc_reset();
+        coc_set_devices(1, (size_t)1 << 30, 4, capability);
+        coc_set_modelled_clock(1);
+        coc_set_blas_time(COC_BLAS_SPLIT, 1);
+        d.autotune = 1;
+        CHECK_EQ(b->open(&dev, cuda_host(), &d), AMP_OK);
+        {
+            cuda_side cpu(amp_cpu()), memory(b);
+            gemm_arguments there(cpu, x), args(memory, x);
+            gemm_bounds bounds(x);
+            cuda_compare both;
+            memory.sync();
+            CHECK_EQ(amp_cpu()->gemm(cpu.dev, &there.g, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->memory(dev, &info), AMP_OK);
+            before = info.reserved >> 20;
+            CHECK(before >= mib && before < 2 * mib);
+            CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+            CHECK_EQ(b->memory(dev, &info), AMP_OK);
+            CHECK_EQ(info.reserved >> 20, before + mib);
+            CHECK(b->graph_launch(dev, graph, NULL) == AMP_OK && b->gemm(dev, &args.g, NULL) == AMP_OK);
+            CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+            there.get(cpu, &both.expected);
+            args.get(memory, &both.actual);
+            both.check_within(0, x.c, x.m * x.n, [&](int64_t i, double value) {
+                return bounds.c[(size_t)i] + cuda_spacing(x.c, fabs(value) + bounds.c[(size_t)i]);
+            });
+            b->graph_destroy(dev, graph);
+        }
+        b->close(dev);
+    }
+}
+
 /* A registered weight in another dtype is cast once for all products, forward and backward, until it changes. */
 CUDA_TEST(weights_are_cast_once) {
     amp_desc d = {};
@@ -500,7 +561,9 @@ static bool failing_call(const gemm_case &x, const std::string &right, const cha
     CHECK_MSG(strstr(text, "cublasLt") && strstr(text, "CUBLAS_STATUS_INTERNAL_ERROR") && strstr(text, "c[16, 24] of k = 40"), "%s", text);
     args.get(gpu, &after);
     CHECK(after == before);
+    long products = coc_count().blas_matmuls;
     CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+    CHECK_EQ(coc_count().blas_matmuls - products, 1);
     after.clear();
     args.get(gpu, &after);
     CHECK_MSG(after == right, "after failure %d of %s", n, call);
@@ -777,6 +840,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(layouts_and_dtypes);
     RUN(shapes);
+    RUN(distances_without_use);
     RUN(nothing_to_multiply);
     RUN(epilogues_of_the_library);
     RUN(epilogues_of_our_own);
@@ -785,6 +849,7 @@ int main(int argc, char **argv) {
     RUN(several_threads);
     RUN(the_hosts_handle);
     RUN(captured);
+    RUN(workspace);
     RUN(weights_are_cast_once);
     RUN(failing_calls);
     RUN(autotune_takes_the_fastest);

@@ -6,8 +6,8 @@ static inline void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uin
     coc_mma_m16n8k16(c, a, b, bf16);
 }
 static inline void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) { coc_ldmatrix_x4(r, row, transposed); }
-static inline void fragment_copy(void *shared, const void *from, int bytes) {
-    coc_copy_async(shared, from, 16, (size_t)bytes);
+static inline void fragment_copy(void *shared, const void *from, bool there) {
+    coc_copy_async(shared, from, 16, there ? 16 : 0);
     coc_copy_commit();
     coc_copy_wait(0);
 }

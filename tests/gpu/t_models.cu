@@ -13,44 +13,26 @@
 #include "cublas_rules.h"
 #include "../test.h"
 
-/* ---- The instructions of the tensor cores, from compute capability 8.0 on, or their models */
+/* ---- What feeds the tensor cores, for fragments.h */
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#if AMPC_TENSOR_CORES
 static __device__ void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16) {
-    if (bf16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    if (bf16) ampc_mma<true>(c, a, b);
+    else ampc_mma<false>(c, a, b);
 }
 static __device__ void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) {
-    uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
-    if (transposed)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+    if (transposed) ampc_matrix_load_transposed(r, ampc_address_of(row));
+    else ampc_matrix_load(r, ampc_address_of(row));
 }
-static __device__ void fragment_copy(void *shared, const void *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(from), "r"(bytes) : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+static __device__ void fragment_copy(void *shared, const void *from, bool there) {
+    ampc_copy_async(shared, from, there);
+    ampc_copy_commit();
+    ampc_copy_wait<0>();
 }
-#elif defined(__CUDACC__)
+#else
 static __device__ void fragment_mma(float (&)[4], const uint32_t (&)[4], const uint32_t (&)[2], bool) {}
 static __device__ void fragment_load(uint32_t (&)[4], const void *, bool) {}
-static __device__ void fragment_copy(void *, const void *, int) {}
-#else
-static void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16) { coc_mma_m16n8k16(c, a, b, bf16); }
-static void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) { coc_ldmatrix_x4(r, row, transposed); }
-static void fragment_copy(void *shared, const void *from, int bytes) {
-    coc_copy_async(shared, from, 16, (size_t)bytes);
-    coc_copy_commit();
-    coc_copy_wait(0);
-}
+static __device__ void fragment_copy(void *, const void *, bool) {}
 #endif
 #include "fragments.h"
 
