@@ -6,7 +6,8 @@
  * each result written once) and the median time of a launch.  A round is as many launches as fill --ms, between two
  * events; launches go round several sets of operands, so that nothing is found in the L2 cache.  The shapes are those of
  * GPT-2 124M with 64 sequences of 1024 tokens.  --tiny: the smallest sizes that take the same path, for the model GPU.
- * --describe: only the device's line.  A case that fails has a line with the reason, and the next one is tried; the program then ends with 1.
+ * --describe: only the device's line.  A case that fails has a line with the reason, and the next one is tried; the
+ * program then ends with 1.  host_us: what the call of a launch costs the CPU, with the GPU idle before.
  * peer_gpu.py times the same cases in PyTorch, under the same names. */
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string>
+#include <time.h>
 #include <vector>
 #include "amp.h"
 
@@ -174,6 +176,17 @@ double milliseconds(const launch &run, int count, int sets) {
     return (double)ms / count;
 }
 
+/* Microseconds of the CPU for a launch, of so few that the stream's queue has room for them. */
+double host_microseconds(const launch &run, int sets) {
+    timespec from, to;
+    g.sync();
+    clock_gettime(CLOCK_MONOTONIC, &from);
+    for (int i = 0; i < sets; i++) run(i);
+    clock_gettime(CLOCK_MONOTONIC, &to);
+    g.sync();
+    return (1e6 * (double)(to.tv_sec - from.tv_sec) + 1e-3 * (double)(to.tv_nsec - from.tv_nsec)) / sets;
+}
+
 /* Times a case and prints its line; the operands are given back.  operations: of a matrix product. */
 void report(const char *name, double bytes, int sets, const launch &run, double operations = 0) {
     std::vector<double> rounds;
@@ -184,11 +197,12 @@ void report(const char *name, double bytes, int sets, const launch &run, double 
         count = std::max(sets, std::min(2000, (int)(given.ms / std::max(first, 1e-3)) + 1));
         (void)milliseconds(run, count, sets);
     }
+    double host = host_microseconds(run, sets);
     for (int i = 0; i < given.rounds; i++) rounds.push_back(milliseconds(run, count, sets));
     std::sort(rounds.begin(), rounds.end());
     printf("{\"event\": \"case\", \"case\": \"%s\", \"bytes\": %.0f, \"ms\": %.6f, \"best_ms\": %.6f, \"worst_ms\": %.6f, "
-           "\"launches\": %d, \"sets\": %d, \"operations\": %.0f}\n", name, bytes, rounds[rounds.size() / 2], rounds.front(),
-           rounds.back(), count * given.rounds, sets, operations);
+           "\"launches\": %d, \"sets\": %d, \"operations\": %.0f, \"host_us\": %.2f}\n", name, bytes, rounds[rounds.size() / 2], rounds.front(),
+           rounds.back(), count * given.rounds, sets, operations, host);
     fflush(stdout);
     g.release();
 }

@@ -533,7 +533,8 @@ def attentions(b):
         b.case(name, megabytes, "F.scaled_dot_product_attention(is_causal=True)", lambda _: one, variant=mode)
 
     total, channels = (128, 128) if b.args.tiny else (16384, 2048)
-    shapes = [(f"D={dim} T={tokens}", tokens // 32 if b.args.tiny else tokens, dim) for dim in (64, 128) for tokens in (1024, 4096)]
+    shapes = [(f"D={dim} T={tokens}", tokens // 32 if b.args.tiny else tokens, dim)
+              for dim in (64, 128) for tokens in (1024, 4096)]
     for mode, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         for name, backward in (("attention ", False), ("attention backward ", True)):
             for shape, length, dim in shapes:

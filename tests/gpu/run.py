@@ -44,8 +44,9 @@ TFLOPS = {"attention D=64 T=1024": 230, "attention D=64 T=4096": 285, "attention
           "attention backward D=64 T=4096": 240}
 BACKENDS = ("flash", "cudnn")
 SAME = 1.02         # a ratio of two times may be this far from 1 without either being the slower
-# Seconds: of tests and kernels together, of a part alone, and what the tests and compute-sanitizer leave to the kernels.
-BOTH, ALONE, KERNELS, SANITIZERS = 475, 575, 190, 45
+# Seconds: of tests and kernels together, and of a part alone; what the tests leave to the kernels and to compute-sanitizer,
+# and what they get even where building took so long that this is not left.
+BOTH, ALONE, KERNELS, SANITIZERS, LEAST = 475, 575, 190, 45, 120
 AT_ONCE = 3         # test programs: each has far more to do on the CPU, which computes what is right, than on the GPU
 
 
@@ -129,9 +130,11 @@ class Runner:
             out.seek(0)
             lines = out.read().splitlines()
         if status is None:
-            lines += [f"FAIL {os.path.basename(program)}: did not come to its end in {seconds:.0f} s", "0 passed, 1 failed, 0 skipped"]
+            lines += [f"FAIL {os.path.basename(program)}: did not come to its end in {seconds:.0f} s",
+                      "0 passed, 1 failed, 0 skipped"]
         self.say("\n    ".join(lines[:-1]))
-        return [int(n) for n in re.findall(r"(\d+) (?:passed|failed|skipped)", lines[-1])], [without_paths(x.strip()) for x in lines]
+        counts = [int(n) for n in re.findall(r"(\d+) (?:passed|failed|skipped)", lines[-1])]
+        return counts, [without_paths(text.strip()) for text in lines]
 
     def programs(self, programs, seconds):
         """Runs several at a time: the sums of their counts, what failed or was skipped, and cuBLASLt's and the tensor cores'
@@ -148,9 +151,9 @@ class Runner:
         """The tests, then compute-sanitizer in a time of its own, which ends without a failure."""
         names = sorted(name for name in os.listdir(self.bin) if name.startswith("t_") and "." not in name)
         spare = KERNELS if "kernels" in self.args.parts else 5
+        seconds = max(self.left() - SANITIZERS - spare, min(LEAST, self.left() - 60))
         self.shown(" ".join(["sh tests/run.sh"] + names))
-        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names],
-                                            self.left() - SANITIZERS - spare)
+        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names], seconds)
         self.env["SANITIZE_SECONDS"] = str(int(max(0, self.left() - spare)))
         self.shown("sh tests/run.sh sanitize.sh")
         more, found, _ = self.programs(["tests/gpu/sanitize.sh"], self.left() - spare + 20)
@@ -199,7 +202,7 @@ def merge(runs, peers):
         for record in run:
             if record["event"] == "case":
                 row = rows.setdefault(record["case"], {"bytes": record["bytes"], "runs_ms": []})
-                row["operations"] = record.get("operations", 0)
+                row["operations"], row["host_us"] = record.get("operations", 0), record["host_us"]
                 row["runs_ms"].append(round(record["ms"], 6))
     for row in rows.values():
         row["ms"] = round(statistics.median(row["runs_ms"]), 6)
@@ -306,7 +309,8 @@ def versions(device, torch):
     for name in ("amp.h", "amp_cuda.cu"):
         with open(os.path.join(ROOT, name), "rb") as f:
             out[name] = "sha256 " + hashlib.sha256(f.read()).hexdigest()[:16]
-    out["nvcc"] = subprocess.run(["sh", "tests/gpu/find.sh", "release"], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout.strip()
+    nvcc = subprocess.run(["sh", "tests/gpu/find.sh", "release"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    out["nvcc"] = nvcc.stdout.strip()
     out["driver"], out["runtime"] = device.get("driver"), device.get("runtime")
     out["torch"], out["python"] = torch, platform.python_version()
     return out

@@ -20,8 +20,8 @@ import time
 
 FORMULA = "(6 N + 12 L C T) tokens/s / dense bf16 rate"
 # Dense bf16 TFLOP/s of the data sheets, by what a device's name holds; the first that fits.
-RATES = [("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989.4), ("H200", 989.4), ("GH200", 989.4), ("B200", 2250), ("B300", 2250),
-         ("A100", 311.9), ("A40", 149.7), ("A10", 125), ("L40S", 362), ("L4", 121), ("RTX 4090", 165.2), ("RTX 3090", 71)]
+RATES = [("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989.4), ("H200", 989.4), ("GH200", 989.4), ("B200", 2250),
+         ("B300", 2250), ("A100", 311.9), ("A40", 149.7), ("A10", 125), ("L40S", 362), ("L4", 121), ("RTX 4090", 165.2), ("RTX 3090", 71)]
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "seq": 1024, "batch": 64, "few": 4}
 TINY = {"layers": 2, "heads": 2, "channels": 64, "vocab": 512, "seq": 16, "batch": 2, "few": 1}
 SEQUENCE = 1.9e9    # bytes of GPU memory that a sequence may take in fp32: its logits alone are four times 206 MB
@@ -46,7 +46,8 @@ def our_rows(model, rehearse):
         return Row(name, precision, size, FEW if rehearse else steps, list(flags))
     first = [row("bf16", "bf16", 50, "tuned"), row("bf16, graph", "bf16", 50, "tuned", "--graph"),
              row("curve", "bf16", CURVE, "tuned", "--log-interval", "1")]
-    rest = [row(f"bf16, B={few}", "bf16", 200, "tuned", size=few), row(f"bf16, B={few}, graph", "bf16", 200, "tuned", "--graph", size=few),
+    rest = [row(f"bf16, B={few}", "bf16", 200, "tuned", size=few),
+            row(f"bf16, B={few}, graph", "bf16", 200, "tuned", "--graph", size=few),
             row("fp32", "fp32", 15, "tuned"), row("fp16", "fp16", 50, "tuned"), row("tf32", "tf32", 30, "tuned"),
             row("profile", "bf16", 10, "tuned", "--profile"), row("bf16, recompute", "bf16", 30, "tuned", "--recompute"),
             row("bf16, not tuned", "bf16", 30)]
@@ -152,8 +153,8 @@ class Trainer:
             text = f.read()
         if status != 0:
             last = (text.strip().splitlines() or ["no message"])[-1]
-            self.runner.skip(f"{shown}: " + (f"stopped after {seconds:.0f} s" if status is None else f"ended with {status}: {last}"))
-            return None
+            why = f"stopped after {seconds:.0f} s" if status is None else f"ended with {status}: {last}"
+            return self.runner.skip(f"{shown}: {why}")
         with open(path) as f:
             return [json.loads(record) for record in f], text, times
 
@@ -271,7 +272,7 @@ def curves(ours, theirs):
 
 def utilisation(whole, device):
     """MFU of every row, ours and theirs."""
-    peak = next((tflops for name, tflops in RATES if name in device["name"]), None)
+    peak = next((tflops for name, tflops in RATES if re.search(rf"\b{name}\b", device["name"])), None)
     parameters = next((row["parameters"] for row in whole["rows"].values() if row.get("parameters")), None)
     if parameters is None:
         return
@@ -381,18 +382,20 @@ def show(whole):
     m = whole["model"]
     print(f"\nGPT-2, {m['layers']} layers, {m['channels']} channels, B={m['batch']} T={m['seq']}; MFU = {whole['formula']}, "
           f"{cell(whole.get('dense_bf16_tflop_per_s'), 'g')} TFLOP/s")
-    print(f"{'row':24s} {'program':14s} {'tokens/s':>10s} {'step ms':>9s} {'MFU':>6s} {'peak MiB':>9s} {'GPU busy':>8s} {'amp.h is':>8s}")
+    print(f"{'row':24s} {'program':14s} {'tokens/s':>10s} {'step ms':>9s} {'MFU':>6s} {'peak MiB':>9s} {'GPU busy':>8s} "
+          f"{'amp.h is':>8s}")
     for name, row in whole["rows"].items():
         lines = [("amp.h", row)] + [("torch " + mode, one) for mode, one in row.get("peers", {}).items()]
         for program, one in lines:
+            times = f"{one['ratio']:.2f}x" if one.get("ratio") else ""
             print(f"{name:24s} {program:14s} {cell(one.get('tokens_per_s'), ',.0f'):>10s} {cell(one.get('step_ms'), '.2f'):>9s} "
                   f"{cell(one.get('mfu'), '.1%'):>6s} {cell(one.get('peak_mib'), ',.0f'):>9s} "
-                  f"{cell(one.get('utilization'), '.0%'):>8s} {cell(one.get('ratio'), '.2f') + 'x' if one.get('ratio') else '':>8s}"
+                  f"{cell(one.get('utilization'), '.0%'):>8s} {times:>8s}"
                   + (f"  {one['skipped']}" if one.get("skipped") else ""))
     if whole.get("curves"):
         c = whole["curves"]
-        print(f"losses over {len(c['amp.h'])} steps: amp.h {c['amp.h'][0]:.4f} to {c['amp.h'][-1]:.4f}, torch {c['torch'][0]:.4f} to "
-              f"{c['torch'][-1]:.4f}; at most {c['largest_difference']:.2g} apart, {c['mean_difference']:.2g} on average")
+        print(f"losses over {len(c['amp.h'])} steps: amp.h {c['amp.h'][0]:.4f} to {c['amp.h'][-1]:.4f}, torch "
+              f"{c['torch'][0]:.4f} to {c['torch'][-1]:.4f}; at most {c['largest_difference']:.2g} apart, {c['mean_difference']:.2g} on average")
     for title, rows in whole["profile"].items():
         if rows:
             print(f"\nwhere the time goes, {title}, ms per step")
