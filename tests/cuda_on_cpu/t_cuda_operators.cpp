@@ -1062,6 +1062,63 @@ CUDA_TEST(embedding_backward_bad_id) {
     }).check_same_bits();
 }
 
+/* ---- The number of multiprocessors, and with it the grid, changes no bit of these */
+
+static void on_a_grid(cuda_side &s, std::string *out) {
+    const int64_t rows = 300, cols = 40, n = rows * cols;
+    const cuda_shape shape = {rows, cols, 0, 0, ""};
+    std::string x = data_of(n, 80, AMP_BF16), y = data_of(n, 81, AMP_BF16);
+    amp_k_cross_entropy ce = {};
+    ce.logits = mat_at(s, &x, shape, AMP_BF16);
+    ce.dlogits = mat_at(s, NULL, shape, AMP_BF16);
+    ce.classes = cols;
+    ce.labels = s.put(ids_of(rows, cols, 0));
+    ce.ignore_index = -100;
+    ce.factor = 1;
+    ce.loss = (float *)s.room(4);
+    ce.bad_label = s.put(std::vector<int32_t>(1, 0));
+    ok(s.backend->cross_entropy(s.dev, &ce, NULL));
+    amp_k_mse mse = {};
+    mse.x = ce.logits.data; mse.x_dtype = mse.target_dtype = AMP_BF16;
+    mse.target = s.put(y.data(), y.size());
+    mse.n = n;
+    mse.factor = 1;
+    mse.loss = (float *)s.room(4);
+    ok(s.backend->mse(s.dev, &mse, NULL));
+    amp_k_softmax sm = {};
+    sm.batch = sm.heads = 1; sm.queries = rows; sm.keys = cols;
+    sm.x = ce.logits.data;
+    sm.y = s.room((size_t)n * 2);
+    sm.x_dtype = sm.y_dtype = AMP_BF16;
+    sm.scale = 1;
+    ok(s.backend->softmax(s.dev, &sm, NULL));
+    amp_k_column_sum sum = {ce.logits, s.room((size_t)cols * 4), AMP_F32, 0};
+    ok(s.backend->column_sum(s.dev, &sum, NULL));
+    amp_k_embedding e = {};
+    e.ids = s.put(ids_of(rows, 7, 1));
+    e.n = e.seq = rows;
+    e.dy = ce.logits;
+    e.dtable = s.put_matrix(NULL, AMP_F32, 7, cols, cols);
+    e.bad_id = ce.bad_label;
+    ok(s.backend->embedding_backward(s.dev, &e, NULL));
+    s.get(out, ce.loss, 4);
+    get_mat(s, out, ce.dlogits);
+    s.get(out, mse.loss, 4);
+    s.get(out, sm.y, (size_t)n * 2);
+    s.get(out, sum.out, (size_t)cols * 4);
+    get_mat(s, out, e.dtable);
+}
+
+CUDA_TEST(grids) {
+    std::string results[2];
+    for (int i = 0; i < 2; i++) {
+        multiprocessors some(i ? 132 : 1);
+        cuda_side s(amp_cuda());
+        on_a_grid(s, &results[i]);
+    }
+    CHECK(results[0] == results[1] && !results[0].empty());
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(add);
@@ -1089,5 +1146,6 @@ int main(int argc, char **argv) {
     RUN(embedding_bad_id);
     RUN(embedding_backward);
     RUN(embedding_backward_bad_id);
+    RUN(grids);
     return TEST_END();
 }
