@@ -388,6 +388,25 @@ template <ampc_reuse R> __device__ __forceinline__ void ampc_put16(void *p, uint
 #endif
 }
 
+/* Pieces of 16, 8, 4 or 2 bytes. */
+template <ampc_reuse R, int BYTES> __device__ __forceinline__ uint4 ampc_get_piece(const void *p) {
+    uint4 raw = {0, 0, 0, 0};
+    if constexpr (BYTES == 16) raw = ampc_get16<R>(p);
+    else if constexpr (BYTES == 8) {
+        uint2 half = *(const uint2 *)p;
+        raw.x = half.x;
+        raw.y = half.y;
+    } else if constexpr (BYTES == 4) raw.x = *(const uint32_t *)p;
+    else raw.x = *(const uint16_t *)p;
+    return raw;
+}
+template <ampc_reuse R, int BYTES> __device__ __forceinline__ void ampc_put_piece(void *p, const uint4 &raw) {
+    if constexpr (BYTES == 16) ampc_put16<R>(p, raw);
+    else if constexpr (BYTES == 8) *(uint2 *)p = uint2{raw.x, raw.y};
+    else if constexpr (BYTES == 4) *(uint32_t *)p = raw.x;
+    else *(uint16_t *)p = (uint16_t)raw.x;
+}
+
 __device__ __forceinline__ uint32_t ampc_word(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 __device__ __forceinline__ void ampc_set_word(uint4 &x, int i, uint32_t word) {
     if (i == 0) x.x = word;
@@ -396,51 +415,71 @@ __device__ __forceinline__ void ampc_set_word(uint4 &x, int i, uint32_t word) {
     else x.w = word;
 }
 
-/* Elements of one 16-byte piece. */
-__device__ __forceinline__ void ampc_unpack(const uint4 &raw, float *x, const float *) {
-    AMPC_UNROLL
-    for (int i = 0; i < 4; i++) x[i] = ampi_f32_of_bits(ampc_word(raw, i));
+/* Two numbers rounded to 16 bits, the first in the low half.  NaN stays NaN, with any payload. */
+__device__ __forceinline__ uint32_t ampc_pair(float low, float high, amp_dtype dtype) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint32_t pair;
+    if (dtype == AMP_F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    if (dtype == AMP_F16) return ampc_f16_bits(low) | (uint32_t)ampc_f16_bits(high) << 16;
+    return ampc_bf16_bits(low) | (uint32_t)ampc_bf16_bits(high) << 16;
+#endif
 }
-template <class T> __device__ __forceinline__ void ampc_unpack(const uint4 &raw, float *x, const T *) {
-    AMPC_UNROLL
-    for (int i = 0; i < 4; i++) {
-        T low = {(uint16_t)ampc_word(raw, i)}, high = {(uint16_t)(ampc_word(raw, i) >> 16)};
-        x[2 * i] = ampc_float(low);
-        x[2 * i + 1] = ampc_float(high);
+__device__ __forceinline__ float ampc_half_value(uint16_t half) {
+#if defined(__CUDA_ARCH__)
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+#else
+    return amp_f32_from_f16(half);
+#endif
+}
+
+template <int V> __device__ __forceinline__ void ampc_widen(const uint4 &raw, amp_dtype dtype, float *x) {
+    if (V < 8 && dtype == AMP_F32) {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) x[i] = ampi_f32_of_bits(ampc_word(raw, i & 3));
+    } else if (dtype == AMP_F16) {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) x[i] = ampc_half_value((uint16_t)(ampc_word(raw, i / 2) >> 16 * (i & 1)));
+    } else {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++)
+            x[i] = ampi_f32_of_bits(i & 1 ? ampc_word(raw, i / 2) & 0xffff0000u : ampc_word(raw, i / 2) << 16);
     }
 }
-__device__ __forceinline__ uint4 ampc_pack(const float *x, const float *) {
+template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, amp_dtype dtype) {
     uint4 raw = {0, 0, 0, 0};
-    AMPC_UNROLL
-    for (int i = 0; i < 4; i++) ampc_set_word(raw, i, ampi_bits_f32(x[i]));
-    return raw;
-}
-template <class T> __device__ __forceinline__ uint4 ampc_pack(const float *x, const T *) {
-    uint4 raw = {0, 0, 0, 0};
-    AMPC_UNROLL
-    for (int i = 0; i < 4; i++) {
-        T low, high;
-        ampc_put(&low, x[2 * i]);
-        ampc_put(&high, x[2 * i + 1]);
-        ampc_set_word(raw, i, (uint32_t)low.bits | (uint32_t)high.bits << 16);
+    if (V < 8 && dtype == AMP_F32) {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) ampc_set_word(raw, i & 3, ampi_bits_f32(x[i]));
+    } else {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i += 2) ampc_set_word(raw, i / 2, ampc_pair(x[i], V > 1 ? x[i + 1] : 0.0f, dtype));
     }
     return raw;
 }
 
+__host__ __device__ constexpr amp_dtype ampc_dtype_of(const float *) { return AMP_F32; }
+__host__ __device__ constexpr amp_dtype ampc_dtype_of(const ampc_f16 *) { return AMP_F16; }
+__host__ __device__ constexpr amp_dtype ampc_dtype_of(const ampc_bf16 *) { return AMP_BF16; }
+
+/* A piece of N elements, or pieces of 16 bytes. */
 template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ void ampc_load(const T *p, float (&x)[N]) {
-    const int width = 16 / (int)sizeof(T);
-    static_assert(N % width == 0, "whole 16-byte pieces");
+    const int width = N * (int)sizeof(T) < 16 ? N : 16 / (int)sizeof(T);
     uint4 raw[N / width];
     AMPC_UNROLL
-    for (int i = 0; i < N / width; i++) raw[i] = ampc_get16<R>(p + i * width);
+    for (int i = 0; i < N / width; i++) raw[i] = ampc_get_piece<R, width * (int)sizeof(T)>(p + i * width);
     AMPC_UNROLL
-    for (int i = 0; i < N / width; i++) ampc_unpack(raw[i], x + i * width, p);
+    for (int i = 0; i < N / width; i++) ampc_widen<width>(raw[i], ampc_dtype_of(p), x + i * width);
 }
 template <ampc_reuse R = AMPC_KEEP, class T, int N> __device__ __forceinline__ void ampc_store(T *p, const float (&x)[N]) {
-    const int width = 16 / (int)sizeof(T);
-    static_assert(N % width == 0, "whole 16-byte pieces");
+    const int width = N * (int)sizeof(T) < 16 ? N : 16 / (int)sizeof(T);
     AMPC_UNROLL
-    for (int i = 0; i < N / width; i++) ampc_put16<R>(p + i * width, ampc_pack(x + i * width, p));
+    for (int i = 0; i < N / width; i++)
+        ampc_put_piece<R, width * (int)sizeof(T)>(p + i * width, ampc_narrow<width>(x + i * width, ampc_dtype_of(p)));
 }
 
 /* The first n of N elements, one by one; those beyond are `fill` (loads) or left alone (stores). */
@@ -1122,7 +1161,7 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
 
 /* ==== Casts =========================================================================================
    Through the fp32 pattern, as amp.h's bulk conversion, and straight from fp64, because two roundings are not one.
-   A thread takes 16 bytes or more of the narrower side at a time.                                        */
+   A thread takes pieces of 16 bytes of the wider side.                                                    */
 
 struct ampc_tf32 { uint32_t bits; };
 struct ampc_e4m3 { uint8_t bits; };
@@ -1211,23 +1250,15 @@ __device__ __forceinline__ int ampc_beyond(ampc_tf32 x) { return (x.bits & 0x7f8
 __device__ __forceinline__ int ampc_beyond(ampc_e4m3 x) { return (x.bits & 0x7f) == 0x7f; }
 __device__ __forceinline__ int ampc_beyond(ampc_e5m2 x) { return (x.bits & 0x7c) == 0x7c; }
 
-/* Whole 16-byte pieces of an array, in the elements' own type. */
+/* A piece of an array in the elements' own type. */
 template <class T, int N> __device__ __forceinline__ void ampc_fetch(const T *p, T (&x)[N]) {
-    const int width = 16 / (int)sizeof(T);
-    AMPC_UNROLL
-    for (int i = 0; i < N / width; i++) {
-        uint4 raw = ampc_get16<AMPC_ONCE>(p + i * width);
-        memcpy(&x[i * width], &raw, 16);
-    }
+    uint4 raw = ampc_get_piece<AMPC_ONCE, N * (int)sizeof(T)>(p);
+    memcpy(x, &raw, sizeof x);
 }
 template <class T, int N> __device__ __forceinline__ void ampc_leave(T *p, const T (&x)[N]) {
-    const int width = 16 / (int)sizeof(T);
-    AMPC_UNROLL
-    for (int i = 0; i < N / width; i++) {
-        uint4 raw;
-        memcpy(&raw, &x[i * width], 16);
-        ampc_put16<AMPC_KEEP>(p + i * width, raw);
-    }
+    uint4 raw = {0, 0, 0, 0};
+    memcpy(&raw, x, sizeof x);
+    ampc_put_piece<AMPC_KEEP, N * (int)sizeof(T)>(p, raw);
 }
 
 /* new_inf is a 64-bit count; integer atomics come out the same in any order. */
@@ -1236,25 +1267,38 @@ __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, 
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
-template <class D, class S> __global__ void __launch_bounds__(256)
+/* Elements of a piece, 16 bytes of the wider side, so that a warp writes whole sectors; and pieces under way. */
+template <class D, class S> struct ampc_cast_shape {
+    enum { wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S), least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S) };
+    enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
+};
+
+template <class D, class S> __global__ void __launch_bounds__(256, (ampc_cast_shape<D, S>::per_sm))
 ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, unsigned long long *new_inf) {
-    const int width = sizeof(D) == 1 || sizeof(S) == 1 ? 16 : 8;
+    enum { W = ampc_cast_shape<D, S>::width, U = ampc_cast_shape<D, S>::pieces };
     AMPC_SHARED(int, room, 32);
-    int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    int64_t pieces = aligned ? n / width : 0, i;
+    int64_t at = (int64_t)blockIdx.x * blockDim.x * U + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x * U;
+    int64_t pieces = aligned ? n / W : 0, i;
     int found = 0;
     for (i = at; i < pieces; i += step) {
-        S x[width];
-        D y[width];
-        ampc_fetch(src + i * width, x);
+        S x[U][W];
         AMPC_UNROLL
-        for (int j = 0; j < width; j++) {
-            y[j] = ampc_convert<D>(x[j], saturate);
-            if (new_inf != NULL) found += ampc_beyond(y[j]) - ampc_beyond(x[j]);
+        for (int u = 0; u < U; u++)
+            if (i + u * 256 < pieces) ampc_fetch(src + (i + u * 256) * W, x[u]);
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            D y[W];
+            if (i + u * 256 >= pieces) continue;
+            AMPC_UNROLL
+            for (int j = 0; j < W; j++) {
+                y[j] = ampc_convert<D>(x[u][j], saturate);
+                if (new_inf != NULL) found += ampc_beyond(y[j]) - ampc_beyond(x[u][j]);
+            }
+            ampc_leave(dst + (i + u * 256) * W, y);
         }
-        ampc_leave(dst + i * width, y);
     }
-    for (i = pieces * width + at; i < n; i += step) {
+    at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (i = pieces * W + at; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         S x = src[i];
         D y = ampc_convert<D>(x, saturate);
         if (new_inf != NULL) found += ampc_beyond(y) - ampc_beyond(x);
@@ -1309,17 +1353,23 @@ ampc_cast_stochastic_kernel(void *dst, amp_dtype to, const void *src, amp_dtype 
 }
 
 /* Token ids travel as u16 and are used as i32. */
-__global__ void __launch_bounds__(256) ampc_widen_ids_kernel(int32_t *dst, const uint16_t *src, int64_t n) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    for (; i < n; i += (int64_t)gridDim.x * blockDim.x) dst[i] = src[i];
+__global__ void __launch_bounds__(256) ampc_widen_ids_kernel(int32_t *dst, const uint16_t *src, int64_t n, int aligned) {
+    int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x, i;
+    int64_t pieces = aligned ? n / 4 : 0;
+    for (i = at; i < pieces; i += step) {
+        uint2 raw = ((const uint2 *)src)[i];
+        uint4 wide = {raw.x & 0xffffu, raw.x >> 16, raw.y & 0xffffu, raw.y >> 16};
+        ampc_put16<AMPC_KEEP>(dst + 4 * i, wide);
+    }
+    for (i = 4 * pieces + at; i < n; i += step) dst[i] = src[i];
 }
 
 enum { AMPC_CAST_PER_SM = 8 };
 
 template <class D, class S> amp_result ampc_cast_as(ampc_device *dev, const amp_k_cast *a, void *stream) {
-    const int width = sizeof(D) == 1 || sizeof(S) == 1 ? 16 : 8;
+    const int width = ampc_cast_shape<D, S>::width * ampc_cast_shape<D, S>::pieces;
     int saturate = a->how.saturate != 0, aligned = ampc_aligned(a->dst) && ampc_aligned(a->src);
-    unsigned grid = ampc_grid(dev, ampc_blocks(a->n, 256 * (aligned ? width : 1)), AMPC_CAST_PER_SM);
+    unsigned grid = ampc_grid(dev, ampc_blocks(a->n, 256 * (aligned ? width : 1)), ampc_cast_shape<D, S>::per_sm);
     return ampc_launch(dev, "amp_cast", ampc_cast_kernel<D, S>, grid, 256, 0, stream, (D *)a->dst, (const S *)a->src, a->n,
                        saturate, aligned, saturate ? NULL : (unsigned long long *)a->new_inf);
 }
@@ -1352,7 +1402,8 @@ amp_result ampc_cast(void *device, const amp_k_cast *a, void *stream) {
     if (a->n <= 0) return ampc_usable(dev, "amp_cast");
     if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32)
         return ampc_launch(dev, "amp_cast", ampc_widen_ids_kernel, ampc_grid(dev, ampc_blocks(a->n, 256), AMPC_CAST_PER_SM),
-                           256, 0, stream, (int32_t *)a->dst, (const uint16_t *)a->src, a->n);
+                           256, 0, stream, (int32_t *)a->dst, (const uint16_t *)a->src, a->n,
+                           ampc_aligned(a->dst) && ((uintptr_t)a->src & 7) == 0);
     if (a->how.rounding == AMP_ROUND_STOCHASTIC) return ampc_cast_stochastic(dev, a, stream);
     if (a->src_dtype == a->dst_dtype && a->dst_dtype != AMP_TF32 && !a->how.saturate)
         return a->dst == a->src ? ampc_usable(dev, "amp_cast")
@@ -1433,38 +1484,40 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
-/* Squares, and what is not finite, of 8 numbers. */
-__device__ __forceinline__ void ampc_check_lanes(const float (&x)[AMPC_LANES], double *sum, int *bad) {
+/* Squares, and what is not finite, of 4 or 8 numbers. */
+template <int N> __device__ __forceinline__ void ampc_check_lanes(const float (&x)[N], double *sum, int *bad) {
+    double squares = 0;
     AMPC_UNROLL
-    for (int i = 0; i < AMPC_LANES; i++) *bad |= !ampc_finite(x[i]);
-    *sum += ((ampc_square(x[0]) + ampc_square(x[1])) + (ampc_square(x[2]) + ampc_square(x[3]))) +
-            ((ampc_square(x[4]) + ampc_square(x[5])) + (ampc_square(x[6]) + ampc_square(x[7])));
-}
-__device__ __forceinline__ void ampc_scale_lanes(float (&x)[AMPC_LANES], float factor) {
+    for (int i = 0; i < N; i++) *bad |= !ampc_finite(x[i]);
     AMPC_UNROLL
-    for (int i = 0; i < AMPC_LANES; i++) x[i] = ampc_mul(x[i], factor);
+    for (int i = 0; i < N; i += 4)
+        squares += (ampc_square(x[i]) + ampc_square(x[i + 1])) + (ampc_square(x[i + 2]) + ampc_square(x[i + 3]));
+    *sum += squares;
 }
 
 /* n elements at p by the whole block; write 0: read only. */
 template <bool SUM, class T>
 __device__ __forceinline__ void ampc_check_piece(T *p, int n, float factor, int write, double *sum, int *bad) {
-    const int deep = 4 / (int)sizeof(T);            /* loads on their way: 32 bytes a thread, for any T */
-    int i, whole = ampc_aligned(p) ? n / AMPC_LANES : 0;
-    for (i = (int)threadIdx.x; i < whole; i += deep * AMPC_MULTI_THREADS) {
-        float x[deep][AMPC_LANES];
+    enum { W = 16 / (int)sizeof(T), U = 4 };        /* elements of a piece, pieces on their way */
+    int i, whole = ampc_aligned(p) ? n / W : 0;
+    for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
+        uint4 raw[U];
         AMPC_UNROLL
-        for (int d = 0; d < deep; d++)
-            if (i + d * AMPC_MULTI_THREADS < whole) ampc_load(p + (i + d * AMPC_MULTI_THREADS) * AMPC_LANES, x[d]);
+        for (int u = 0; u < U; u++)
+            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
         AMPC_UNROLL
-        for (int d = 0; d < deep; d++) {
-            if (i + d * AMPC_MULTI_THREADS >= whole) continue;
-            if (SUM) ampc_check_lanes(x[d], sum, bad);
+        for (int u = 0; u < U; u++) {
+            float x[W];
+            if (i + u * AMPC_MULTI_THREADS >= whole) continue;
+            ampc_widen<W>(raw[u], ampc_dtype_of(p), x);
+            if (SUM) ampc_check_lanes(x, sum, bad);
             if (!write) continue;
-            ampc_scale_lanes(x[d], factor);
-            ampc_store(p + (i + d * AMPC_MULTI_THREADS) * AMPC_LANES, x[d]);
+            AMPC_UNROLL
+            for (int k = 0; k < W; k++) x[k] = ampc_mul(x[k], factor);
+            ampc_put16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W, ampc_narrow<W>(x, ampc_dtype_of(p)));
         }
     }
-    for (i = whole * AMPC_LANES + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+    for (i = whole * W + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
         float one = ampc_float(p[i]);
         if (SUM) {
             *bad |= !ampc_finite(one);
@@ -1597,25 +1650,26 @@ template <class W, class G> __device__ __forceinline__ ampc_row_piece<W, G> ampc
 /* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v). */
 template <bool SECOND, class W, class G, class UPDATE>
 __device__ __forceinline__ void ampc_update_piece(const ampc_row_piece<W, G> &p, int n, UPDATE update) {
-    int whole = p.aligned ? n / AMPC_LANES : 0, i;
+    enum { L = 4 };                 /* elements of a piece: 16 bytes of fp32, so that a warp writes whole sectors */
+    int whole = p.aligned ? n / L : 0, i;
     AMPC_NO_UNROLL
     for (i = (int)threadIdx.x; i < whole; i += AMPC_MULTI_THREADS) {
-        int at = i * AMPC_LANES;
-        float w[AMPC_LANES], g[AMPC_LANES], m[AMPC_LANES] = {}, v[AMPC_LANES] = {};
+        int at = i * L;
+        float w[L], g[L], m[L] = {}, v[L] = {};
         ampc_load<AMPC_ONCE>(p.g + at, g);
         if (p.w != NULL) ampc_load<AMPC_ONCE>(p.w + at, w);
         else ampc_load<AMPC_ONCE>(p.low + at, w);
         if (p.m != NULL) ampc_load<AMPC_ONCE>(p.m + at, m);
         if (SECOND) ampc_load<AMPC_ONCE>(p.v + at, v);
         AMPC_UNROLL
-        for (int j = 0; j < AMPC_LANES; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
+        for (int j = 0; j < L; j++) w[j] = update(w[j], g[j], &m[j], &v[j]);
         if (p.w != NULL) ampc_store<AMPC_ONCE>(p.w + at, w);
         if (p.m != NULL) ampc_store<AMPC_ONCE>(p.m + at, m);
         if (SECOND) ampc_store<AMPC_ONCE>(p.v + at, v);
         if (p.low != NULL) ampc_store(p.low + at, w);
     }
     AMPC_NO_UNROLL
-    for (i = whole * AMPC_LANES + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+    for (i = whole * L + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
         float w = p.w != NULL ? p.w[i] : ampc_float(p.low[i]), m = p.m != NULL ? p.m[i] : 0.0f, v = SECOND ? p.v[i] : 0.0f;
         w = update(w, ampc_float(p.g[i]), &m, &v);
         if (p.w != NULL) p.w[i] = w;
@@ -1930,21 +1984,12 @@ int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
 }
 
 template <int V> __device__ __forceinline__ uint4 ampc_piece_get(const void *p, amp_dtype dtype) {
-    uint4 raw = {0, 0, 0, 0};
-    if (V == 8 || (V == 4 && dtype == AMP_F32)) return ampc_get16<AMPC_KEEP>(p);
-    if (V == 4) {
-        uint2 half = *(const uint2 *)p;
-        raw.x = half.x;
-        raw.y = half.y;
-    } else if (dtype == AMP_F32) raw.x = *(const uint32_t *)p;
-    else raw.x = *(const uint16_t *)p;
-    return raw;
+    if (V < 8 && dtype == AMP_F32) return ampc_get_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p);
+    return ampc_get_piece<AMPC_KEEP, 2 * V>(p);
 }
 template <int V> __device__ __forceinline__ void ampc_piece_put(void *p, amp_dtype dtype, const uint4 &raw) {
-    if (V == 8 || (V == 4 && dtype == AMP_F32)) ampc_put16<AMPC_KEEP>(p, raw);
-    else if (V == 4) *(uint2 *)p = uint2{raw.x, raw.y};
-    else if (dtype == AMP_F32) *(uint32_t *)p = raw.x;
-    else *(uint16_t *)p = (uint16_t)raw.x;
+    if (V < 8 && dtype == AMP_F32) ampc_put_piece<AMPC_KEEP, V < 8 ? 4 * V : 16>(p, raw);
+    else ampc_put_piece<AMPC_KEEP, 2 * V>(p, raw);
 }
 
 /* Where element `at` of a row of storage lies.  I: int within a chunk, so that a thread keeps 32-bit distances. */
@@ -1962,53 +2007,6 @@ template <int V, class I> __device__ __forceinline__ uint4 ampc_piece_read(const
 template <int V, class I> __device__ __forceinline__ void ampc_piece_write(void *row, amp_dtype dtype, I at, I end,
                                                                            const uint4 &raw) {
     if (at < end) ampc_piece_put<V>(ampc_within(row, dtype, at), dtype, raw);
-}
-
-/* Two numbers rounded to 16 bits, the first in the low half.  NaN stays NaN, with any payload. */
-__device__ __forceinline__ uint32_t ampc_pair(float low, float high, amp_dtype dtype) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t pair;
-    if (dtype == AMP_F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    if (dtype == AMP_F16) return ampc_f16_bits(low) | (uint32_t)ampc_f16_bits(high) << 16;
-    return ampc_bf16_bits(low) | (uint32_t)ampc_bf16_bits(high) << 16;
-#endif
-}
-__device__ __forceinline__ float ampc_half_value(uint16_t half) {
-#if defined(__CUDA_ARCH__)
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
-    return x;
-#else
-    return amp_f32_from_f16(half);
-#endif
-}
-
-template <int V> __device__ __forceinline__ void ampc_widen(const uint4 &raw, amp_dtype dtype, float *x) {
-    if (V < 8 && dtype == AMP_F32) {
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) x[i] = ampi_f32_of_bits(ampc_word(raw, i & 3));
-    } else if (dtype == AMP_F16) {
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) x[i] = ampc_half_value((uint16_t)(ampc_word(raw, i / 2) >> 16 * (i & 1)));
-    } else {
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++)
-            x[i] = ampi_f32_of_bits(i & 1 ? ampc_word(raw, i / 2) & 0xffff0000u : ampc_word(raw, i / 2) << 16);
-    }
-}
-template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, amp_dtype dtype) {
-    uint4 raw = {0, 0, 0, 0};
-    if (V < 8 && dtype == AMP_F32) {
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) ampc_set_word(raw, i & 3, ampi_bits_f32(x[i]));
-    } else {
-        AMPC_UNROLL
-        for (int i = 0; i < V; i += 2) ampc_set_word(raw, i / 2, ampc_pair(x[i], V > 1 ? x[i + 1] : 0.0f, dtype));
-    }
-    return raw;
 }
 
 /* The V numbers at `at` of what all rows share. */
@@ -2174,8 +2172,9 @@ template <class Op, int N> __device__ __forceinline__ void ampc_over_warp(float 
         for (int i = 0; i < N; i++) x[i] = Op::of(x[i], __shfl_xor_sync(0xffffffffu, x[i], step));
     }
 }
-template <class Op, int N> __device__ __forceinline__ void ampc_over_group(float (&x)[N], int lanes, float *room, int &turn) {
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = lanes / 32, first = warp / warps * warps;
+template <class Op, int N, class Place>
+__device__ __forceinline__ void ampc_over_group(float (&x)[N], const Place &place, float *room, int &turn) {
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = place.lanes / 32, first = place.group * warps;
     ampc_over_warp<Op>(x);
     if (warps == 1) return;
     room += 32 * N * turn;
@@ -2184,8 +2183,14 @@ template <class Op, int N> __device__ __forceinline__ void ampc_over_group(float
     for (int i = 0; i < N; i++)
         if (lane == 0) room[32 * i + warp] = x[i];
     __syncthreads();
+    room += first;
+    if (warps == 2) {
+        AMPC_UNROLL
+        for (int i = 0; i < N; i++) x[i] = Op::of(room[32 * i], room[32 * i + 1]);
+        return;
+    }
     AMPC_UNROLL
-    for (int i = 0; i < N; i++) x[i] = lane < warps ? room[32 * i + first + lane] : Op::none();
+    for (int i = 0; i < N; i++) x[i] = lane < warps ? room[32 * i + lane] : Op::none();
     ampc_over_warp<Op>(x);
 }
 
@@ -2195,6 +2200,20 @@ __device__ __forceinline__ void ampc_chunk_read(const ampc_place<V, E> &place, c
                                                 uint4 (&raw)[E / V]) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) raw[p] = ampc_piece_read<V>(from, dtype, place.at(p), left);
+}
+
+/* A chunk in fp32.  The dtype is asked for once, since both ways of a short branch would be gone through. */
+template <int V, int P> __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtype dtype, float *x) {
+    if (V < 8 && dtype == AMP_F32) {
+        AMPC_UNROLL
+        for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], AMP_F32, x + p * V);
+    } else if (dtype == AMP_F16) {
+        AMPC_UNROLL
+        for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], AMP_F16, x + p * V);
+    } else {
+        AMPC_UNROLL
+        for (int p = 0; p < P; p++) ampc_widen<V>(raw[p], AMP_BF16, x + p * V);
+    }
 }
 
 /* Has a chunk fetched into the L2 cache for a later read: a thread's part is at most the 128 bytes that it asks for. */
@@ -2304,14 +2323,14 @@ ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
             if (!a.rms) sum[0] = chunk.sum(sum[0]);
         }
         if (!a.rms) {
-            ampc_over_group<ampc_plus>(sum, lanes, room, turn);
+            ampc_over_group<ampc_plus>(sum, place, room, turn);
             mean = ampc_mul(sum[0], share);
         }
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) chunk.fetch(row, c, cols, false);
             squares[0] = chunk.squares(squares[0], mean);
         }
-        ampc_over_group<ampc_plus>(squares, lanes, room, turn);
+        ampc_over_group<ampc_plus>(squares, place, room, turn);
         rstd = rsqrtf(ampc_fma(squares[0], share, a.eps));
         for (c = 0; c < chunks; c++) {
             if (c != 0) chunk.fetch(row, c, cols, false);
@@ -2476,7 +2495,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, f
             fetch(place.start(c), place.left(c, cols));
             ampc_norm_look(a, place, place.start(c), place.left(c, cols), mean, rstd, x, dy, sums, means);
         }
-        ampc_over_group<ampc_plus>(means, lanes, room, turn);
+        ampc_over_group<ampc_plus>(means, place, room, turn);
         means[0] = a.rms ? 0.0f : ampc_mul(means[0], share);
         means[1] = ampc_mul(means[1], share);
         for (c = chunks - 1; c >= 0; c--) {
@@ -2622,11 +2641,26 @@ __device__ __forceinline__ bool ampc_lets_see(const ampc_sight &sight, int64_t k
 
 /* ---- Softmax over masked rows */
 
+/* What the query of a row sees; most masks need little of it. */
+__device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, int64_t row) {
+    const amp_mask &m = a.mask;
+    if (m.kind == AMP_MASK_NONE && !m.lengths && !m.documents) return ampc_sight{{a.keys, 0, 0}, a.keys, NULL, 0, NULL};
+    int64_t head = row / a.queries, query = row - head * a.queries;
+    if (m.kind == AMP_MASK_CAUSAL && !m.lengths && !m.documents) {
+        int64_t end = query + a.keys - a.queries + 1;
+        end = end < 0 ? 0 : end;
+        return ampc_sight{{end, 0, 0}, end, NULL, 0, NULL};
+    }
+    int64_t b = head / a.heads;
+    return ampc_sight_of(m, b, head - b * a.heads, query, a.queries, a.keys);
+}
+
 /* -inf for the hidden ones among the scores of a piece; first, low, high and end count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high, float *s) {
     const float hidden = ampi_f32_of_bits(0xff800000u);
     int end = first > high ? first : high;
+    if (at + V <= first && !sight.documents && !sight.allowed) return;
     AMPC_UNROLL
     for (int i = 0; i < V; i++)
         if (!ampc_in_span(at + i, first, low, high)) s[i] = hidden;
@@ -2643,14 +2677,12 @@ __device__ __forceinline__ void ampc_scores_fetch(const amp_k_softmax &a, const 
     int high = place.left(chunk, sight.span.high);
     int64_t start = place.start(chunk);
     uint4 x[E / V];
-    ampc_chunk_read(place, ampc_at(a.x, a.x_dtype, row * a.keys + start), a.x_dtype, place.left(chunk, sight.end), x);
+    ampc_chunk_read(place, ampc_within(a.x, a.x_dtype, row * a.keys + start), a.x_dtype, place.left(chunk, sight.end), x);
+    ampc_chunk_widen<V>(x, a.x_dtype, s);
     AMPC_UNROLL
-    for (int p = 0; p < E / V; p++) {
-        ampc_widen<V>(x[p], a.x_dtype, s + p * V);
-        AMPC_UNROLL
-        for (int i = 0; i < V; i++) s[p * V + i] = ampc_mul(s[p * V + i], a.scale);
-        ampc_hide<V>(sight, start, place.at(p), first, low, high, s + p * V);
-    }
+    for (int k = 0; k < E; k++) s[k] = ampc_mul(s[k], a.scale);
+    AMPC_UNROLL
+    for (int p = 0; p < E / V; p++) ampc_hide<V>(sight, start, place.at(p), first, low, high, s + p * V);
 }
 
 /* Writes a chunk of a softmax row, cols elements of it: zeros from `end` on. */
@@ -2663,8 +2695,12 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
         float y[V];
         if (at >= cols) continue;
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) y[i] = at + i < end ? e[p * V + i] * inverse : 0.0f;
-        ampc_piece_write<V>(to, dtype, at, cols, ampc_narrow<V>(y, dtype));
+        for (int i = 0; i < V; i++) y[i] = e[p * V + i] * inverse;
+        if (at + V > end) {
+            AMPC_UNROLL
+            for (int i = 0; i < V; i++) y[i] = at + i < end ? y[i] : 0.0f;
+        }
+        ampc_piece_put<V>(ampc_within(to, dtype, at), dtype, ampc_narrow<V>(y, dtype));
     }
 }
 
@@ -2678,22 +2714,21 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
         bool live = first + place.group < rows;
         int64_t row = live ? first + place.group : rows - 1, c;
-        int64_t head = row / a.queries, b = head / a.heads;
-        const ampc_sight sight = ampc_sight_of(a.mask, b, head - b * a.heads, row - head * a.queries, a.queries, a.keys);
+        const ampc_sight sight = ampc_row_sight(a, row);
         float s[E], max[1] = {ampi_f32_of_bits(0xff800000u)}, sum[1] = {0.0f}, shift;
         for (c = 0; c < chunks; c++) {
             ampc_scores_fetch(a, place, sight, row, c, s);
             AMPC_UNROLL
             for (int k = 0; k < E; k++) max[0] = fmaxf(max[0], s[k]);
         }
-        ampc_over_group<ampc_max>(max, lanes, room, turn);
+        ampc_over_group<ampc_max>(max, place, room, turn);
         shift = ampi_bits_f32(max[0]) == 0xff800000u ? 0.0f : max[0];
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) ampc_scores_fetch(a, place, sight, row, c, s);
             AMPC_UNROLL
             for (int k = 0; k < E; k++) sum[0] += s[k] = ampc_exp_below(s[k], shift);
         }
-        ampc_over_group<ampc_plus>(sum, lanes, room, turn);
+        ampc_over_group<ampc_plus>(sum, place, room, turn);
         sum[0] = sum[0] == 0.0f ? 0.0f : 1.0f / sum[0];
         for (c = 0; c < chunks; c++) {
             if (c != 0) {
@@ -2701,13 +2736,24 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
                 AMPC_UNROLL
                 for (int k = 0; k < E; k++) s[k] = ampc_exp_below(s[k], shift);
             }
-            ampc_softmax_write(place, ampc_at(a.y, a.y_dtype, row * a.keys + place.start(c)), a.y_dtype,
+            ampc_softmax_write(place, ampc_within(a.y, a.y_dtype, row * a.keys + place.start(c)), a.y_dtype,
                                live ? place.left(c, a.keys) : 0, place.left(c, sight.end), sum[0], s);
         }
     }
 }
 
-/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is. */
+template <int V> __device__ __forceinline__ void ampc_softmax_slopes(const uint4 &y, const uint4 &dy, const amp_k_softmax &a,
+                                                                     float sum, float *slope) {
+    float value[V];
+    ampc_widen<V>(y, a.y_dtype, value);
+    ampc_widen<V>(dy, a.y_dtype, slope);
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++)
+        slope[i] = value[i] == 0.0f ? 0.0f : ampc_mul(ampc_mul(value[i], slope[i] - sum), a.scale);
+}
+
+/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is, and what the mask hides is
+   not read. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
     AMPC_SHARED(float, room, 64);
@@ -2715,13 +2761,13 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t pla
     const int64_t chunks = place.chunks(planned);
     int turn = 0;
     for (int64_t first = (int64_t)blockIdx.x * place.groups; first < rows; first += (int64_t)gridDim.x * place.groups) {
-        int64_t row = first + place.group, cols = row < rows ? a.keys : 0, c;
+        int64_t row = first + place.group, cols = row < rows ? a.keys : 0, end = cols ? ampc_row_sight(a, row).end : 0, c;
         float sum[1] = {0.0f}, value[V], slope[V];
         uint4 y[E / V], dy[E / V];
         auto fetch = [&](int64_t chunk) {
             int64_t start = row * a.keys + place.start(chunk);
-            ampc_chunk_read(place, ampc_at((const void *)a.y, a.y_dtype, start), a.y_dtype, place.left(chunk, cols), y);
-            ampc_chunk_read(place, ampc_at(a.dy, a.y_dtype, start), a.y_dtype, place.left(chunk, cols), dy);
+            ampc_chunk_read(place, ampc_within((const void *)a.y, a.y_dtype, start), a.y_dtype, place.left(chunk, end), y);
+            ampc_chunk_read(place, ampc_within(a.dy, a.y_dtype, start), a.y_dtype, place.left(chunk, end), dy);
         };
         for (c = 0; c < chunks; c++) {
             fetch(c);
@@ -2733,18 +2779,18 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t pla
                 for (int i = 0; i < V; i++) sum[0] = ampc_fma(value[i], value[i] == 0.0f ? 0.0f : slope[i], sum[0]);
             }
         }
-        ampc_over_group<ampc_plus>(sum, lanes, room, turn);
+        ampc_over_group<ampc_plus>(sum, place, room, turn);
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(c);
+            int left = place.left(c, cols), seen = place.left(c, end);
+            void *to = ampc_within(a.dx, a.x_dtype, row * a.keys + place.start(c));
             AMPC_UNROLL
             for (int p = 0; p < E / V; p++) {
-                ampc_widen<V>(y[p], a.y_dtype, value);
-                ampc_widen<V>(dy[p], a.y_dtype, slope);
+                if (place.at(p) >= left) continue;
                 AMPC_UNROLL
-                for (int i = 0; i < V; i++)
-                    slope[i] = value[i] == 0.0f ? 0.0f : ampc_mul(ampc_mul(value[i], slope[i] - sum[0]), a.scale);
-                ampc_piece_write<V>(ampc_at(a.dx, a.x_dtype, row * a.keys + place.start(c)), a.x_dtype, place.at(p),
-                                    place.left(c, cols), ampc_narrow<V>(slope, a.x_dtype));
+                for (int i = 0; i < V; i++) slope[i] = 0.0f;
+                if (place.at(p) < seen) ampc_softmax_slopes<V>(y[p], dy[p], a, sum[0], slope);
+                ampc_piece_put<V>(ampc_within(to, a.x_dtype, place.at(p)), a.x_dtype, ampc_narrow<V>(slope, a.x_dtype));
             }
         }
     }

@@ -670,6 +670,40 @@ static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, size_t off
     });
 }
 
+/* What a mask hides is not read, but for the rest of a piece of 8: y and dy there are NaN.  The CPU's answer comes from
+   zeros. */
+static void softmax_back_masked(const softmax_shape &f, const mask_case &c, amp_dtype t) {
+    int64_t n = f.batch * f.heads * f.queries * f.keys;
+    std::vector<float> p = cuda_random(n, 34, 0, 2 / (float)f.keys), slopes = cuda_random(n, 35), hidden[2] = {p, slopes};
+    for (int64_t i = 0; i < n; i++) {
+        int64_t query = i / f.keys % f.queries, key = i % f.keys;
+        if (key <= query + f.keys - f.queries) continue;
+        p[(size_t)i] = slopes[(size_t)i] = 0;
+        hidden[0][(size_t)i] = hidden[1][(size_t)i] = key / 8 * 8 > query + f.keys - f.queries ? NAN : 0.0f;
+    }
+    std::string y[2] = {cuda_stored(p, t), cuda_stored(hidden[0], t)}, dy[2] = {cuda_stored(slopes, t), cuda_stored(hidden[1], t)};
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_softmax k = {};
+        k.batch = f.batch; k.heads = f.heads; k.queries = f.queries; k.keys = f.keys;
+        k.y = s.put(y[s.gpu].data(), y[s.gpu].size());
+        k.dy = s.put(dy[s.gpu].data(), dy[s.gpu].size());
+        k.dx = s.room((size_t)n * amp_dtype_size(t));
+        k.x_dtype = k.y_dtype = t;
+        k.scale = 0.5f;
+        put_mask(s, c, f, &k.mask);
+        ok(s.backend->softmax_backward(s.dev, &k, NULL));
+        s.get(out, k.dx, (size_t)n * amp_dtype_size(t));
+    }).check_within(0, t, n, [&](int64_t, double e) {       /* of sums of keys terms, each below 2 / keys */
+        return 2 / (double)f.keys * (cuda_sum_bound(f.keys + 1, 2) + 8 * u) + cuda_spacing(t, e);
+    }, c.name);
+}
+
+CUDA_TEST(softmax_backward_masked) {
+    for (amp_dtype t : {AMP_F32, AMP_BF16})
+        for (const softmax_shape &f : {softmax_shape{2, 2, 7, 19}, {1, 1, 40, 40}, {1, 3, 9, 6}, {1, 1, 5, 520}, {1, 1, 2, 9000}})
+            softmax_back_masked(f, mask_cases[2], t);
+}
+
 CUDA_TEST(softmax_backward) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
         if (shape.pad == 0) softmax_back(shape.rows, shape.cols, t, (size_t)shape.offset);
@@ -1028,6 +1062,63 @@ CUDA_TEST(embedding_backward_bad_id) {
     }).check_same_bits();
 }
 
+/* ---- The number of multiprocessors, and with it the grid, changes no bit of these */
+
+static void on_a_grid(cuda_side &s, std::string *out) {
+    const int64_t rows = 300, cols = 40, n = rows * cols;
+    const cuda_shape shape = {rows, cols, 0, 0, ""};
+    std::string x = data_of(n, 80, AMP_BF16), y = data_of(n, 81, AMP_BF16);
+    amp_k_cross_entropy ce = {};
+    ce.logits = mat_at(s, &x, shape, AMP_BF16);
+    ce.dlogits = mat_at(s, NULL, shape, AMP_BF16);
+    ce.classes = cols;
+    ce.labels = s.put(ids_of(rows, cols, 0));
+    ce.ignore_index = -100;
+    ce.factor = 1;
+    ce.loss = (float *)s.room(4);
+    ce.bad_label = s.put(std::vector<int32_t>(1, 0));
+    ok(s.backend->cross_entropy(s.dev, &ce, NULL));
+    amp_k_mse mse = {};
+    mse.x = ce.logits.data; mse.x_dtype = mse.target_dtype = AMP_BF16;
+    mse.target = s.put(y.data(), y.size());
+    mse.n = n;
+    mse.factor = 1;
+    mse.loss = (float *)s.room(4);
+    ok(s.backend->mse(s.dev, &mse, NULL));
+    amp_k_softmax sm = {};
+    sm.batch = sm.heads = 1; sm.queries = rows; sm.keys = cols;
+    sm.x = ce.logits.data;
+    sm.y = s.room((size_t)n * 2);
+    sm.x_dtype = sm.y_dtype = AMP_BF16;
+    sm.scale = 1;
+    ok(s.backend->softmax(s.dev, &sm, NULL));
+    amp_k_column_sum sum = {ce.logits, s.room((size_t)cols * 4), AMP_F32, 0};
+    ok(s.backend->column_sum(s.dev, &sum, NULL));
+    amp_k_embedding e = {};
+    e.ids = s.put(ids_of(rows, 7, 1));
+    e.n = e.seq = rows;
+    e.dy = ce.logits;
+    e.dtable = s.put_matrix(NULL, AMP_F32, 7, cols, cols);
+    e.bad_id = ce.bad_label;
+    ok(s.backend->embedding_backward(s.dev, &e, NULL));
+    s.get(out, ce.loss, 4);
+    get_mat(s, out, ce.dlogits);
+    s.get(out, mse.loss, 4);
+    s.get(out, sm.y, (size_t)n * 2);
+    s.get(out, sum.out, (size_t)cols * 4);
+    get_mat(s, out, e.dtable);
+}
+
+CUDA_TEST(grids) {
+    std::string results[2];
+    for (int i = 0; i < 2; i++) {
+        multiprocessors some(i ? 132 : 1);
+        cuda_side s(amp_cuda());
+        on_a_grid(s, &results[i]);
+    }
+    CHECK(results[0] == results[1] && !results[0].empty());
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(add);
@@ -1043,6 +1134,7 @@ int main(int argc, char **argv) {
     RUN(softmax);
     RUN(softmax_shapes);
     RUN(softmax_of_infinities);
+    RUN(softmax_backward_masked);
     RUN(softmax_backward);
     RUN(cross_entropy);
     RUN(cross_entropy_long_rows);
@@ -1054,5 +1146,6 @@ int main(int argc, char **argv) {
     RUN(embedding_bad_id);
     RUN(embedding_backward);
     RUN(embedding_backward_bad_id);
+    RUN(grids);
     return TEST_END();
 }
