@@ -2202,7 +2202,7 @@ AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tens
     s.beta2 = (float)args->beta2;
     s.rest1 = (float)(1.0 - args->beta1);
     s.rest2 = (float)(1.0 - args->beta2);
-    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* not one fused operation */
+    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* two roundings; nvcc fuses them, and its kernel makes `keep` again */
     s.rate = (float)(lr / (1.0 - f->beta1_power));
     s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
     s.eps = (float)args->eps;
