@@ -4,7 +4,8 @@
  *
  * Fits y = sin(3 x) with a small tanh network written in plain loops, whose gradients are rounded to fp16, as a GPU
  * kernel would store them: anything above 65504 is infinite, anything below 3e-8 is lost.  The scale starts too high:
- * steps overflow and are skipped until it fits.  Later it grows, overflows once in a while, and falls back. */
+ * steps overflow and are skipped until it fits.  Later it grows, overflows once in a while, and falls back.  Built with
+ * -DUSE_CUDA and amp_cuda.o, scaler and checked gradients live on the GPU, as they would beside kernels of your own there. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include <math.h>
@@ -54,15 +55,20 @@ int main(void) {
     amp_scaler *scaler;
     amp_set *set;
     amp_scaler_desc desc = {0};
-    amp_range range = {"gradient", gradient, WEIGHTS, AMP_F32};         /* any number of your own arrays */
+    amp_range range = {"gradient", NULL, WEIGHTS, AMP_F32};             /* any number of your own arrays */
     amp_set_desc ranges = {0};
+    amp_desc settings = {0};
     int skipped = 0;
 
     desc.init_scale = 16777216;             /* 2^24: much too high */
     desc.growth_interval = 200;             /* clean steps until it doubles; the default is 2000 */
     ranges.ranges = &range;
     ranges.n_ranges = 1;
-    CHECK(amp_open(&amp, NULL));
+#if defined(USE_CUDA)
+    settings.backend = amp_cuda();
+#endif
+    CHECK(amp_open(&amp, &settings));
+    CHECK(amp_alloc(amp, &range.data, (int64_t)sizeof gradient));       /* in the memory that the backend works on */
     CHECK(amp_scaler_create(amp, &scaler, &desc));
     CHECK(amp_set_create(amp, &set, &ranges));
     for (int i = 0; i < WEIGHTS; i++) w[i] = 2 * amp_random_uniform(1, (uint64_t)i) - 1;
@@ -71,8 +77,10 @@ int main(void) {
     for (int i = 1; i <= STEPS; i++) {
         float scale = amp_scaler_scale(scaler), error = forward_backward(scale);
         amp_found found;
+        CHECK(amp_copy(amp, range.data, gradient, (int64_t)sizeof gradient, AMP_COPY_TO_DEVICE));
         CHECK(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE)); /* divides by the scale, looks for inf and NaN */
-        CHECK(amp_set_found(set, &found));
+        CHECK(amp_copy(amp, gradient, range.data, (int64_t)sizeof gradient, AMP_COPY_TO_HOST));
+        CHECK(amp_set_found(set, &found));                      /* waits for all of it */
         if (!found.found_inf) step(0.02f);
         CHECK(amp_scaler_update(scaler));                               /* halves, counts, or doubles */
         skipped += found.found_inf;
@@ -85,6 +93,7 @@ int main(void) {
     }
     amp_set_destroy(set);
     amp_scaler_destroy(scaler);
+    amp_free(amp, range.data);
     amp_close(amp);
     return 0;
 }

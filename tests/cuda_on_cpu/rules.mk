@@ -1,7 +1,7 @@
 # rules.mk - the CUDA backend on the CPU: amp_cuda.cu compiled by g++ against tests/cuda_on_cpu, without a toolkit.
 #
 # CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cublas (its cuBLASLt), t_cuda_*
-# (amp_cuda.cu on it), train_gpt.sh, for which CUDA_NEEDS are built, and nvcc.sh, which compiles amp_cuda.cu for a GPU and
+# (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, and nvcc.sh, which compiles amp_cuda.cu for a GPU and
 # reads its machine code.
 # CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*), and over the
 # toolkit's own declarations where they are found (toolkit_*); the harness with the fibers of other CPUs than x86-64
@@ -24,8 +24,8 @@ HAVE_CUDA_H := $(and $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h),$(wildc
 CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
 
 ifeq ($(HAVE_CXX),1)
-CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/train_gpt.sh
-CUDA_NEEDS    := $(BUILD)/model_train_gpt
+CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh
+CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%)
 CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_NAMES:%=$(BUILD)/toolkit_%)) \
                  $(BUILD)/ucontext_t_harness
 else
@@ -51,8 +51,8 @@ $(eval $(call coc_build,toolkit_,$(COC_REAL)))
 $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
 .SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
 
-# train_gpt on the model GPU, for train_gpt.sh.
-$(BUILD)/model_train_gpt: examples/train_gpt.c examples/common.h examples/peak.h amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
+# The examples on the model GPU, for examples.sh.
+$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c examples/common.h examples/peak.h amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
 	$(CC) $(WARN) -O1 -g $(OMP) -DUSE_CUDA -c $< -o $@.o
 	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
 

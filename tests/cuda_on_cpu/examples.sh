@@ -1,6 +1,6 @@
 #!/bin/sh
-# train_gpt.sh - train_gpt on the model GPU: every precision, a captured graph and recomputing leave the bits of the plain
-# run, checkpoints change between GPU and CPU, and what cannot be is refused by name.
+# examples.sh - the examples on the model GPU.  scaler_only as on the CPU; train_gpt in every precision: a captured graph and
+# recomputing leave the bits of the plain run, checkpoints change between GPU and CPU, and refusals name what is wrong.
 . tests/lib.sh
 gpt="$PWD/build/model_train_gpt"
 small="--layers 2 --heads 2 --channels 32 --batch 2 --seq 16 --compare 0 --sample 0 --eval-batches 1 --log-interval 1 --data $work/text"
@@ -36,6 +36,9 @@ for run in cpu bf16 parts; do losses $run > "$work/$run.losses"; done
 if paste "$work/cpu.losses" "$work/bf16.losses" "$work/parts.losses" |
     awk 'function off(x) {return x < $1 ? $1 - x : x - $1} {own += off($2); other += off($3)} END {exit !(NR == 6 && other < own)}'; then pass
 else fail "checkpoints change between devices" "$(tail -n 1 "$work/parts.log") $(paste "$work/cpu.losses" "$work/parts.losses")"; fi
+
+build/scaler_only > "$work/cpu.txt" && build/model_scaler_only > "$work/cuda.txt"
+if [ -s "$work/cuda.txt" ] && cmp -s "$work/cpu.txt" "$work/cuda.txt"; then pass; else fail "scaler_only" "$(tail -n 2 "$work/cuda.txt")"; fi
 
 refused() { # FLAGS TEXT
     if train refused $1; then fail "$1" "not refused"
