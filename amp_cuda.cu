@@ -4750,7 +4750,6 @@ void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *str
         }
     }
     if (result == AMP_OK) dev->blas.found = 1;
-    ampc_locked locked(dev);
     ampc_trim(dev, false);
 }
 
