@@ -3,8 +3,8 @@
 # CUDA_TESTS names the programs of `make test`: t_harness (the harness itself), t_cublas (its cuBLASLt), t_cuda_*
 # (amp_cuda.cu on it), examples.sh, for which CUDA_NEEDS are built, and nvcc.sh, which compiles amp_cuda.cu for a GPU and
 # reads its machine code.
-# CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*), and over the
-# toolkit's own declarations where they are found (toolkit_*); the harness with the fibers of other CPUs than x86-64
+# CUDA_TESTS_CI, of `make test-ci`: the same under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); those that
+# touch every declaration over the toolkit's own, where they are found (toolkit_*); the harness with the fibers of other CPUs than x86-64
 # (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
 
 CXX        ?= g++
@@ -23,10 +23,12 @@ HAVE_ASAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev
 HAVE_CUDA_H := $(and $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
 CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
 
+CUDA_REAL   := $(filter %_harness %_cublas %_runtime,$(CUDA_NAMES))
+
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh
 CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%)
-CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_NAMES:%=$(BUILD)/toolkit_%)) \
+CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_REAL:%=$(BUILD)/toolkit_%)) \
                  $(BUILD)/ucontext_t_harness
 else
 CUDA_TESTS    := $(COC)/cuda_skipped.sh
