@@ -3464,10 +3464,14 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, rows, labels, 0, a.sum, a.loss);
 }
 
-/* ---- Mean squared error.  A block adds up a stretch of fixed length in fp64, so that the partial sums depend on the
-   number of elements alone. */
+/* ---- Mean squared error.  A block adds up a stretch in fp64, whose length, and with it the partial sums, depends on
+   the number of elements alone: from 2 million on there are at least 512 stretches, enough for any GPU. */
 
-enum { AMPC_MSE_STRETCH = 32768 };
+__host__ __device__ inline int64_t ampc_mse_stretch(int64_t n) {
+    int64_t stretch = 4096;
+    while (stretch < 32768 && n / stretch >= 1024) stretch *= 2;
+    return stretch;
+}
 
 template <int V> __device__ __forceinline__ double ampc_mse_piece(const amp_k_mse &a, int64_t at, float scale) {
     float x[V], target[V], sum = 0.0f;
@@ -3486,9 +3490,9 @@ template <int V> __device__ __forceinline__ double ampc_mse_piece(const amp_k_ms
 template <int V> __global__ void __launch_bounds__(256, 4) ampc_mse_stretches(amp_k_mse a, double divisor, double *partials) {
     AMPC_SHARED(double, room, 32);
     float scale = (float)(2.0 * (double)a.factor * (a.seed ? (double)*a.seed : 1.0) / divisor);
-    int64_t stretches = ampc_blocks(a.n, AMPC_MSE_STRETCH);
+    const int64_t length = ampc_mse_stretch(a.n), stretches = ampc_blocks(a.n, length);
     for (int64_t stretch = blockIdx.x; stretch < stretches; stretch += gridDim.x) {
-        int64_t begin = stretch * AMPC_MSE_STRETCH, end = begin + AMPC_MSE_STRETCH < a.n ? begin + AMPC_MSE_STRETCH : a.n;
+        int64_t begin = stretch * length, end = begin + length < a.n ? begin + length : a.n;
         double sum = 0.0;
         for (int64_t at = begin + (int64_t)threadIdx.x * V; at < end; at += (int64_t)blockDim.x * V) {
             if (at + V <= end) sum += ampc_mse_piece<V>(a, at, scale);
@@ -3503,7 +3507,7 @@ template <int V> __global__ void __launch_bounds__(256, 4) ampc_mse_stretches(am
 amp_result ampc_mse(void *dev, const amp_k_mse *args, void *stream) {
     ampc_device *d = (ampc_device *)dev;
     ampc_scratch scratch(d, stream);
-    int64_t stretches = ampc_blocks(args->n, AMPC_MSE_STRETCH);
+    int64_t stretches = ampc_blocks(args->n, ampc_mse_stretch(args->n));
     int v = ampc_width(ampc_width(8, args->x, args->x_dtype), args->target, args->target_dtype);
     v = ampc_width(v, args->dx, args->x_dtype);
     AMPC_TRY(scratch.get(256 + (size_t)stretches * sizeof(double), "amp_mse"));
