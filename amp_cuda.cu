@@ -2225,97 +2225,131 @@ __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place,
 
 /* ---- LayerNorm and RMSNorm, forward */
 
-/* A chunk of the row to normalise.  The sum with the residual is rounded to storage before it is used, because that is
-   what backward reads; the first pass forms and stores it, later passes read it.  A sum that is not stored (FRESH) is
-   formed whenever it is used. */
-template <int V, int E, bool FRESH> struct ampc_norm_chunk {
+/* Weight and bias: y = h weight + bias, with 1 and -0 for what is not there, which change no h.  In rows of one chunk a
+   thread has the same columns in each: where shared memory has room (KEEP), a block holds them there in fp32, in the
+   order in which a warp reads 16 bytes each; else they are read anew for each row. */
+template <int V, int E, bool KEEP> struct ampc_norm_affine {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
-    const bool stored;
+    uint4 *const room;              /* [2, E / 4, lanes] */
+    __device__ __forceinline__ ampc_norm_affine(const amp_k_norm &args, const ampc_place<V, E> &where, void *memory)
+        : a(args), place(where), room((uint4 *)memory) {
+        if constexpr (KEEP) fill();
+    }
+    __device__ __forceinline__ void fill() {
+        AMPC_NO_UNROLL
+        for (int p = place.group; p < E / V; p += place.groups) {
+            float weight[V], bias[V];
+            if (place.at(p) >= a.x.cols) continue;
+            read(0, place.at(p), weight, bias);
+            AMPC_UNROLL
+            for (int i = 0; i < V; i += 4) {
+                *slot(0, p * V + i) = ampc_narrow<4>(weight + i, AMP_F32);
+                *slot(1, p * V + i) = ampc_narrow<4>(bias + i, AMP_F32);
+            }
+        }
+        __syncthreads();
+    }
+    /* Element k of a thread's part of the weight (array 0) or the bias (1), and the three behind it. */
+    __device__ __forceinline__ uint4 *slot(int array, int k) const {
+        return room + (array * (E / 4) + k / 4) * place.lanes + place.lane;
+    }
+    __device__ __forceinline__ void read(int64_t start, int at, float *weight, float *bias) const {
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) weight[i] = 1.0f, bias[i] = -0.0f;
+        if (a.weight) ampc_shared_read<V>(ampc_within(a.weight, a.weight_dtype, start), a.weight_dtype, at, weight);
+        if (a.bias) ampc_shared_read<V>(ampc_within(a.bias, a.weight_dtype, start), a.weight_dtype, at, bias);
+    }
+    /* For piece p of the chunk at `start`. */
+    __device__ __forceinline__ void get(int64_t start, int p, float *weight, float *bias) const {
+        if constexpr (!KEEP) read(start, place.at(p), weight, bias);
+        else {
+            AMPC_UNROLL
+            for (int i = 0; i < V; i += 4) {
+                ampc_widen<4>(*slot(0, p * V + i), AMP_F32, weight + i);
+                ampc_widen<4>(*slot(1, p * V + i), AMP_F32, bias + i);
+            }
+        }
+    }
+};
+
+/* A chunk of the row to normalise, in fp32.  A sum with the residual that is stored is rounded to storage before it is
+   used, because that is what backward reads; the first pass forms and stores it, later passes read it. */
+template <int V, int E> struct ampc_norm_chunk {
+    const amp_k_norm &a;
+    const ampc_place<V, E> &place;
     int64_t row, start;
     int left;
-    uint4 raw[E / V];
-    __device__ __forceinline__ ampc_norm_chunk(const amp_k_norm &args, const ampc_place<V, E> &where)
-        : a(args), place(where), stored(!FRESH && args.residual.data != NULL) {}
+    float s[E];
+    __device__ __forceinline__ ampc_norm_chunk(const amp_k_norm &args, const ampc_place<V, E> &where) : a(args), place(where) {}
     __device__ __forceinline__ void fetch(int64_t of_row, int64_t chunk, int64_t cols, bool first) {
-        const amp_mat &from = stored && !first ? a.sum : a.x;
+        const bool add = a.residual.data && (first || !a.sum.data);
+        const amp_mat &from = a.residual.data && !add ? a.sum : a.x;
+        uint4 raw[E / V], residual[E / V];
         row = of_row;
         start = place.start(chunk);
         left = place.left(chunk, cols);
         ampc_chunk_read(place, ampc_row(from, row, start), from.dtype, left, raw);
-        if (stored && first) store_sum();
+        if (add) ampc_chunk_read(place, ampc_row(a.residual, row, start), a.residual.dtype, left, residual);
+        ampc_chunk_widen<V>(raw, from.dtype, s);
+        if (!add) return;
+        AMPC_UNROLL
+        for (int p = 0; p < E / V; p++) ampc_piece_add<V>(residual[p], a.residual.dtype, s + p * V);
+        if (first && a.sum.data) store_sum();
     }
     __device__ __forceinline__ void store_sum() {
-        uint4 residual[E / V];
-        ampc_chunk_read(place, ampc_row(a.residual, row, start), a.residual.dtype, left, residual);
+        void *to = ampc_row(a.sum, row, start);
         AMPC_UNROLL
         for (int p = 0; p < E / V; p++) {
-            float s[V];
-            ampc_widen<V>(raw[p], a.x.dtype, s);
-            ampc_piece_add<V>(residual[p], a.residual.dtype, s);
-            raw[p] = ampc_narrow<V>(s, a.sum.dtype);
-            ampc_piece_write<V>(ampc_row(a.sum, row, start), a.sum.dtype, place.at(p), left, raw[p]);
+            uint4 sum = ampc_narrow<V>(s + p * V, a.sum.dtype);
+            ampc_piece_write<V>(to, a.sum.dtype, place.at(p), left, sum);
+            ampc_widen<V>(sum, a.sum.dtype, s + p * V);
         }
     }
-    /* Piece p in fp32; 0 beyond the row. */
-    __device__ __forceinline__ void get(int p, float *s) const {
-        ampc_widen<V>(raw[p], stored ? a.sum.dtype : a.x.dtype, s);
-        if (!FRESH) return;
-        uint4 residual = ampc_piece_read<V>(ampc_row(a.residual, row, start), a.residual.dtype, place.at(p), left);
-        ampc_piece_add<V>(residual, a.residual.dtype, s);
-    }
+    /* What lies beyond the row is 0. */
     __device__ __forceinline__ float sum(float total) const {
         AMPC_UNROLL
-        for (int p = 0; p < E / V; p++) {
-            float s[V];
-            get(p, s);
-            AMPC_UNROLL
-            for (int i = 0; i < V; i++) total += s[i];
-        }
+        for (int k = 0; k < E; k++) total += s[k];
         return total;
     }
     /* total + the squares of the distances from `centre`. */
     __device__ __forceinline__ float squares(float total, float centre) const {
         AMPC_UNROLL
         for (int p = 0; p < E / V; p++) {
-            float s[V];
             if (place.at(p) >= left) continue;
-            get(p, s);
             AMPC_UNROLL
-            for (int i = 0; i < V; i++) total = ampc_fma(s[i] - centre, s[i] - centre, total);
+            for (int k = p * V; k < p * V + V; k++) total = ampc_fma(s[k] - centre, s[k] - centre, total);
         }
         return total;
     }
-    __device__ __forceinline__ void write(float mean, float rstd) const {
+    template <class Affine> __device__ __forceinline__ void write(const Affine &affine, float mean, float rstd) const {
+        void *to = ampc_row(a.y, row, start);
         AMPC_UNROLL
         for (int p = 0; p < E / V; p++) {
-            int at = place.at(p);
             float y[V], weight[V], bias[V];
-            if (at >= left) continue;
-            if (a.weight) ampc_shared_read<V>(ampc_within(a.weight, a.weight_dtype, start), a.weight_dtype, at, weight);
-            if (a.bias) ampc_shared_read<V>(ampc_within(a.bias, a.weight_dtype, start), a.weight_dtype, at, bias);
-            get(p, y);
+            if (place.at(p) >= left) continue;
+            affine.get(start, p, weight, bias);
             AMPC_UNROLL
-            for (int i = 0; i < V; i++) {
-                y[i] = ampc_mul(y[i] - mean, rstd);
-                if (a.weight && a.bias) y[i] = ampc_fma(y[i], weight[i], bias[i]);
-                else if (a.weight) y[i] = ampc_mul(y[i], weight[i]);
-                else if (a.bias) y[i] = ampc_add(y[i], bias[i]);
-            }
-            ampc_piece_write<V>(ampc_row(a.y, row, start), a.y.dtype, at, left, ampc_narrow<V>(y, a.y.dtype));
+            for (int i = 0; i < V; i++) y[i] = ampc_fma(ampc_mul(s[p * V + i] - mean, rstd), weight[i], bias[i]);
+            ampc_piece_write<V>(to, a.y.dtype, place.at(p), left, ampc_narrow<V>(y, a.y.dtype));
         }
     }
 };
 
 /* share: 1 / cols. */
-template <int V, int E, bool FRESH> __global__ void AMPC_ROW_BOUNDS(!FRESH)
+template <int V, int E, bool KEEP> __global__ void AMPC_ROW_BOUNDS(KEEP)
 ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
     AMPC_SHARED(float, room, 64);
+    AMPC_DYNAMIC(memory);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
-    ampc_norm_chunk<V, E, FRESH> chunk(a, place);
+    const int64_t begin = (int64_t)blockIdx.x * place.groups;
+    if (begin + place.group < a.x.rows)
+        ampc_chunk_expect(place, ampc_row(a.x, begin + place.group), a.x.dtype, place.left(0, a.x.cols));
+    const ampc_norm_affine<V, E, KEEP> affine(a, place, memory);
+    ampc_norm_chunk<V, E> chunk(a, place);
     int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
+    for (int64_t first = begin; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float sum[1] = {0.0f}, squares[1] = {0.0f}, mean = 0.0f, rstd;
         for (c = 0; c < chunks; c++) {
@@ -2334,7 +2368,7 @@ ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
         rstd = rsqrtf(ampc_fma(squares[0], share, a.eps));
         for (c = 0; c < chunks; c++) {
             if (c != 0) chunk.fetch(row, c, cols, false);
-            chunk.write(mean, rstd);
+            chunk.write(affine, mean, rstd);
         }
         if (place.lane != 0 || cols == 0) continue;
         if (a.mean && !a.rms) a.mean[row] = mean;
@@ -2349,11 +2383,15 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     if (a.rms) a.bias = NULL;
     v = ampc_width_shared(ampc_width_shared(v, a.weight, a.weight_dtype), a.bias, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
+    size_t kept = (size_t)plan.lanes * 2 * (size_t)plan.e * sizeof(float);
+    size_t per_sm = (size_t)(2 * ampc_threads(plan.e, false) / plan.block);
+    bool keep = ampc_one_chunk(plan.v, plan.e) && per_sm * (kept + 2048) <= d->shared_limit;
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
-        return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm", a.residual.data && !a.sum.data ?
-                           ampc_norm_rows<S::v, S::e, true> : ampc_norm_rows<S::v, S::e, false>, plan.grid, (unsigned)plan.block,
-                           0, stream, a, plan.lanes, plan.chunks, 1.0f / (float)a.x.cols);
+        return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm",
+                           keep ? ampc_norm_rows<S::v, S::e, ampc_one_chunk(S::v, S::e)> : ampc_norm_rows<S::v, S::e, false>,
+                           plan.grid, (unsigned)plan.block, keep ? kept : 0, stream, a, plan.lanes, plan.chunks,
+                           1.0f / (float)a.x.cols);
     });
 }
 
@@ -3426,10 +3464,14 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     return ampc_launch(d, name, ampc_loss_total<float>, 1, 1024, 0, stream, losses, rows, labels, 0, a.sum, a.loss);
 }
 
-/* ---- Mean squared error.  A block adds up a stretch of fixed length in fp64, so that the partial sums depend on the
-   number of elements alone. */
+/* ---- Mean squared error.  A block adds up a stretch in fp64, whose length, and with it the partial sums, depends on
+   the number of elements alone: from 2 million on there are at least 512 stretches, enough for any GPU. */
 
-enum { AMPC_MSE_STRETCH = 32768 };
+__host__ __device__ inline int64_t ampc_mse_stretch(int64_t n) {
+    int64_t stretch = 4096;
+    while (stretch < 32768 && n / stretch >= 1024) stretch *= 2;
+    return stretch;
+}
 
 template <int V> __device__ __forceinline__ double ampc_mse_piece(const amp_k_mse &a, int64_t at, float scale) {
     float x[V], target[V], sum = 0.0f;
@@ -3448,9 +3490,9 @@ template <int V> __device__ __forceinline__ double ampc_mse_piece(const amp_k_ms
 template <int V> __global__ void __launch_bounds__(256, 4) ampc_mse_stretches(amp_k_mse a, double divisor, double *partials) {
     AMPC_SHARED(double, room, 32);
     float scale = (float)(2.0 * (double)a.factor * (a.seed ? (double)*a.seed : 1.0) / divisor);
-    int64_t stretches = ampc_blocks(a.n, AMPC_MSE_STRETCH);
+    const int64_t length = ampc_mse_stretch(a.n), stretches = ampc_blocks(a.n, length);
     for (int64_t stretch = blockIdx.x; stretch < stretches; stretch += gridDim.x) {
-        int64_t begin = stretch * AMPC_MSE_STRETCH, end = begin + AMPC_MSE_STRETCH < a.n ? begin + AMPC_MSE_STRETCH : a.n;
+        int64_t begin = stretch * length, end = begin + length < a.n ? begin + length : a.n;
         double sum = 0.0;
         for (int64_t at = begin + (int64_t)threadIdx.x * V; at < end; at += (int64_t)blockDim.x * V) {
             if (at + V <= end) sum += ampc_mse_piece<V>(a, at, scale);
@@ -3465,7 +3507,7 @@ template <int V> __global__ void __launch_bounds__(256, 4) ampc_mse_stretches(am
 amp_result ampc_mse(void *dev, const amp_k_mse *args, void *stream) {
     ampc_device *d = (ampc_device *)dev;
     ampc_scratch scratch(d, stream);
-    int64_t stretches = ampc_blocks(args->n, AMPC_MSE_STRETCH);
+    int64_t stretches = ampc_blocks(args->n, ampc_mse_stretch(args->n));
     int v = ampc_width(ampc_width(8, args->x, args->x_dtype), args->target, args->target_dtype);
     v = ampc_width(v, args->dx, args->x_dtype);
     AMPC_TRY(scratch.get(256 + (size_t)stretches * sizeof(double), "amp_mse"));
