@@ -1571,6 +1571,7 @@ void coc_set_order(coc_order order, uint64_t seed) {
     coc_current_order = order;
     coc_order_seed = seed;
 }
+void coc_set_last_blocks(unsigned blocks) { coc_last_blocks = blocks; }
 
 void coc_set_schedule(coc_schedule schedule) {
     std::lock_guard<std::recursive_mutex> guard(model().lock);

@@ -73,11 +73,39 @@ struct multiprocessors {
     }
 };
 
-static void *put_at(cuda_side &s, const std::string &data, const cuda_shape &shape, amp_dtype dtype) {
-    return s.put(data.data(), data.size(), (size_t)shape.offset * amp_dtype_size(dtype));
+/* While it lives only the last blocks of a launch run, and a grid has as many as its work needs. */
+struct last_blocks : multiprocessors {
+    explicit last_blocks(int count = 1 << 23, unsigned blocks = 24) : multiprocessors(count) { coc_set_last_blocks(blocks); }
+    ~last_blocks() { coc_set_last_blocks(0); }
+};
+/* The ends of long arrays. */
+static void far_ends(const std::function<void(const cuda_shape &, const dtypes &)> &run) {
+    for (const cuda_shape &shape : cuda_far_ends) {
+        last_blocks last;
+        run(shape, mixes[2]);
+    }
 }
+static cuda_compare compare_at(const cuda_shape &shape, const cuda_work &work) {
+    return shape.before ? cuda_once_on_both(work) : cuda_on_both(work);
+}
+
+/* The elements before the shape's own are the GPU's alone; kernels are given all of them. */
+static int64_t before_of(const cuda_side &s, const cuda_shape &shape) { return s.gpu ? shape.before : 0; }
+static int64_t count_of(const cuda_side &s, const cuda_shape &shape) { return before_of(s, shape) + shape.count(); }
 static void *room_at(cuda_side &s, int64_t n, const cuda_shape &shape, amp_dtype dtype) {
-    return s.room((size_t)n * amp_dtype_size(dtype), (size_t)shape.offset * amp_dtype_size(dtype));
+    size_t size = amp_dtype_size(dtype);
+    return s.room((size_t)(before_of(s, shape) + n) * size, (size_t)shape.offset * size);
+}
+static void *put_at(cuda_side &s, const std::string &data, const cuda_shape &shape, amp_dtype dtype) {
+    size_t size = amp_dtype_size(dtype), before = (size_t)before_of(s, shape) * size;
+    if (before == 0) return s.put(data.data(), data.size(), (size_t)shape.offset * size);
+    char *all = (char *)room_at(s, (int64_t)(data.size() / size), shape, dtype);
+    if (all) s.set(all + before, data.data(), data.size());
+    return all;
+}
+static void get_at(cuda_side &s, std::string *out, const void *all, const cuda_shape &shape, amp_dtype dtype) {
+    size_t size = amp_dtype_size(dtype);
+    s.get(out, (const char *)all + (size_t)before_of(s, shape) * size, (size_t)shape.count() * size);
 }
 /* cuda_side's put_matrix and get_matrix, with one copy for all rows unless they lie far apart. */
 static amp_mat mat_at(cuda_side &s, const std::string *data, const cuda_shape &shape, amp_dtype dtype) {
@@ -110,8 +138,11 @@ static void ok(amp_result result) { CHECK_MSG(result == AMP_OK, "%s", cuda_error
 static const cuda_shape many_pieces = {1, 45001, 0, 0, "many pieces"};
 static void each_and_many(const std::function<void(const cuda_shape &, const dtypes &)> &run) {
     each(false, run);
-    multiprocessors one(1);
-    run(many_pieces, mixes[2]);
+    {
+        multiprocessors one(1);
+        run(many_pieces, mixes[2]);
+    }
+    far_ends(run);
 }
 
 static void add(const cuda_shape &shape, const dtypes &t) {
@@ -119,11 +150,12 @@ static void add(const cuda_shape &shape, const dtypes &t) {
     std::string a = data_of(n, 1, t.a), b = data_of(n, 2, t.b);
     doubles in = values_of(b, t.b);
     for (int both = 0; both < 2; both++)
-        cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_add k = {put_at(s, a, shape, t.a), both ? put_at(s, b, shape, t.b) : NULL, NULL, t.a, t.b, t.c, n, 0.7f, -1.3f};
+        compare_at(shape, [&](cuda_side &s, std::string *out) {
+            amp_k_add k = {put_at(s, a, shape, t.a), both ? put_at(s, b, shape, t.b) : NULL, NULL, t.a, t.b, t.c, 0, 0.7f, -1.3f};
+            k.n = count_of(s, shape);
             k.y = room_at(s, n, shape, t.c);
             ok(s.backend->add(s.dev, &k, NULL));
-            s.get(out, k.y, (size_t)n * amp_dtype_size(t.c));
+            get_at(s, out, k.y, shape, t.c);
         }).check_within(0, t.c, n, [&](int64_t i, double y) {
             return both ? 1.3 * u * fabs(in[(size_t)i]) + cuda_spacing(AMP_F32, y) + cuda_spacing(t.c, y) : 0;
         }, shape.name);
@@ -135,10 +167,11 @@ struct drop_case { float p; uint64_t seed, offset; };
 static std::string dropout(const cuda_shape &shape, const dtypes &t, const drop_case &c) {
     int64_t n = shape.count();
     std::string x = data_of(n, 3, t.a);
-    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
-        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset, NULL};
+    cuda_compare both = compare_at(shape, [&](cuda_side &s, std::string *out) {
+        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, count_of(s, shape), c.p, c.seed, c.offset, NULL};
+        if (!s.gpu) k.offset += (uint64_t)shape.before;
         ok(s.backend->dropout(s.dev, &k, NULL));
-        s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+        get_at(s, out, k.y, shape, t.b);
     });
     both.check_same_bits();
     return both.actual;
@@ -204,10 +237,11 @@ static void activation(const cuda_shape &shape, const dtypes &t) {
     doubles in = values_of(x, t.a);
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++) {
         amp_activation_kind act = (amp_activation_kind)kind;
-        cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL, NULL, AMP_F32, 0};
+        compare_at(shape, [&](cuda_side &s, std::string *out) {
+            amp_k_activation k = {act, t.a, t.b, 0, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL, NULL, AMP_F32, 0};
+            k.n = count_of(s, shape);
             ok(s.backend->activation(s.dev, &k, NULL));
-            s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+            get_at(s, out, k.y, shape, t.b);
         }).check_within(0, t.b, n, [&](int64_t i, double y) {
             double bound = activation_bound(act, in[(size_t)i], y);
             return bound > 0 ? bound + cuda_spacing(t.b, y) : 0;
@@ -223,12 +257,13 @@ static void activation_back(const cuda_shape &shape, const dtypes &t) {
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU + 1; kind++) {       /* the last: tanh from y */
         int from_y = kind > AMP_ACT_RELU;
         amp_activation_kind act = from_y ? AMP_ACT_TANH : (amp_activation_kind)kind;
-        cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL, NULL, AMP_F32, 0};
+        compare_at(shape, [&](cuda_side &s, std::string *out) {
+            amp_k_activation k = {act, t.a, t.b, 0, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL, NULL, AMP_F32, 0};
+            k.n = count_of(s, shape);
             k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, shape, t.a);       /* dx may be dy */
             if (from_y) k.y = put_at(s, y, shape, t.b);
             ok(s.backend->activation_backward(s.dev, &k, NULL));
-            s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+            get_at(s, out, k.dx, shape, t.a);
         }).check_within(0, t.a, n, [&](int64_t i, double e) {
             size_t j = (size_t)i;
             double bound = (from_y ? 2 * u : slope_bound(act, in[j])) * fabs(slopes[j]);
@@ -246,14 +281,15 @@ static void activation_biased(const cuda_shape &shape, const dtypes &t) {
     for (int64_t i = 0; i < n; i++) in[(size_t)i] = (double)((float)in[(size_t)i] + (float)added[(size_t)(i % shape.cols)]);
     for (int kind = AMP_ACT_GELU; kind <= AMP_ACT_RELU; kind++) {
         amp_activation_kind act = (amp_activation_kind)kind;
-        cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b),
-                                  put_at(s, dy, shape, t.b), room_at(s, n, shape, t.a), put_at(s, bias, shape, t.c), t.c, shape.cols};
+        cuda_compare c = compare_at(shape, [&](cuda_side &s, std::string *out) {
+            const void *added_here = s.put(bias.data(), bias.size(), (size_t)shape.offset * amp_dtype_size(t.c));
+            amp_k_activation k = {act, t.a, t.b, count_of(s, shape), put_at(s, x, shape, t.a), room_at(s, n, shape, t.b),
+                                  put_at(s, dy, shape, t.b), room_at(s, n, shape, t.a), added_here, t.c, shape.cols};
             ok(s.backend->activation(s.dev, &k, NULL));
-            s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+            get_at(s, out, k.y, shape, t.b);
             k.y = NULL;
             ok(s.backend->activation_backward(s.dev, &k, NULL));
-            s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+            get_at(s, out, k.dx, shape, t.a);
         });
         size_t next = c.check_within(0, t.b, n, [&](int64_t i, double y) {
             double bound = activation_bound(act, in[(size_t)i], y);
@@ -265,7 +301,10 @@ static void activation_biased(const cuda_shape &shape, const dtypes &t) {
         }, shape.name);
     }
 }
-CUDA_TEST(activation_with_bias) { each(false, activation_biased); }
+CUDA_TEST(activation_with_bias) {
+    each(false, activation_biased);
+    far_ends(activation_biased);
+}
 
 /* What is not finite goes through as on the CPU. */
 CUDA_TEST(activation_of_infinities) {
@@ -888,24 +927,25 @@ CUDA_TEST(cross_entropy_of_infinities) {
 
 /* ---- Mean squared error */
 
-static void mse(int64_t n, const cuda_shape &shape, const dtypes &t, int sum) {
+static void mse(const cuda_shape &shape, const dtypes &t, int sum) {
+    int64_t n = shape.count();
     std::string x = data_of(n, 50, t.a), target = data_of(n, 51, t.b);
     doubles a = values_of(x, t.a), b = values_of(target, t.b);
     double total = 0, share = sum || n < 1 ? 1 : (double)n;
     for (size_t i = 0; i < a.size(); i++) total += (a[i] - b[i]) * (a[i] - b[i]);
-    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+    cuda_compare both = compare_at(shape, [&](cuda_side &s, std::string *out) {
         amp_k_mse k = {};
         k.x = put_at(s, x, shape, t.a); k.x_dtype = t.a;
         k.target = put_at(s, target, shape, t.b); k.target_dtype = t.b;
         k.dx = room_at(s, n, shape, t.a);
-        k.n = n;
+        k.n = count_of(s, shape);
         k.sum = sum;
         k.factor = 0.25f;
         k.seed = sum ? s.put(std::vector<float>(1, 512)) : NULL;
         k.loss = (float *)s.room(4);
         ok(s.backend->mse(s.dev, &k, NULL));
         s.get(out, k.loss, 4);
-        s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+        get_at(s, out, k.dx, shape, t.a);
     });
     /* fp32 within 512 terms on the CPU and within 8 on the GPU, fp64 beyond */
     size_t at = both.check_within(0, AMP_F32, 1, [&](int64_t, double e) {
@@ -916,9 +956,10 @@ static void mse(int64_t n, const cuda_shape &shape, const dtypes &t, int sum) {
 
 CUDA_TEST(mse) {
     each(false, [](const cuda_shape &shape, const dtypes &t) {
-        for (int sum = 0; sum < 2; sum++) mse(shape.count(), shape, t, sum);
+        for (int sum = 0; sum < 2; sum++) mse(shape, t, sum);
     });
-    mse(70001, cuda_shapes[0], mixes[2], 0);    /* three stretches */
+    mse({1, 70001, 0, 0, "three stretches"}, mixes[2], 0);
+    far_ends([](const cuda_shape &shape, const dtypes &t) { mse(shape, t, 1); });
 }
 
 /* ---- Embedding */
@@ -957,6 +998,7 @@ CUDA_TEST(embedding) {
     each(false, [](const cuda_shape &shape, const dtypes &t) {
         for (int with_positions = 0; with_positions < 2; with_positions++) embedding_forward(shape, t, with_positions);
     });
+    far_away([](const cuda_shape &shape, const dtypes &t) { embedding_forward(shape, t, 1); });
 }
 
 /* The rows with an id out of range are left alone, the others written; the first is reported, and stays reported. */
@@ -1042,6 +1084,7 @@ CUDA_TEST(embedding_backward) {
         for (const dtypes &t : mixes)
             if (c.n < 200 || t.a == AMP_BF16) embedding_back(c, t, c.n % 2 ? 0 : 8, 0);
     embedding_back(embedding_cases[3], mixes[2], 3, 1);
+    far_away([](const cuda_shape &shape, const dtypes &t) { embedding_back({3, shape.cols, 3, 2, 0, 1, 3}, t, shape.pad, 0); });
 }
 
 /* An id out of range: nothing but the report is written. */
