@@ -621,20 +621,22 @@ static void softmax_check(const cuda_compare &both, const doubles &x, double sca
     }, name);
 }
 
-static void softmax_forward(const softmax_shape &f, const dtypes &t, const mask_case &c, size_t offset) {
+/* before: batches that only the GPU has, ahead of the others. */
+static void softmax_forward(const softmax_shape &f, const dtypes &t, const mask_case &c, int64_t offset, int64_t before = 0) {
     int64_t n = f.batch * f.heads * f.queries * f.keys;
+    const cuda_shape flat = {1, n, 0, offset, c.name, before * f.heads * f.queries * f.keys};
     std::string x = data_of(n, 30, t.a, 6);
-    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+    cuda_compare both = compare_at(flat, [&](cuda_side &s, std::string *out) {
         amp_k_softmax k = {};
-        k.batch = f.batch; k.heads = f.heads; k.queries = f.queries; k.keys = f.keys;
-        k.x = s.put(x.data(), x.size(), offset * amp_dtype_size(t.a));
-        k.y = t.a == t.b ? const_cast<void *>(k.x) : s.room((size_t)n * amp_dtype_size(t.b), offset * amp_dtype_size(t.b));
+        k.batch = f.batch + (s.gpu ? before : 0); k.heads = f.heads; k.queries = f.queries; k.keys = f.keys;
+        k.x = put_at(s, x, flat, t.a);
+        k.y = t.a == t.b ? const_cast<void *>(k.x) : room_at(s, n, flat, t.b);
         k.x_dtype = t.a;
         k.y_dtype = t.b;
         k.scale = 0.37f;
         put_mask(s, c, f, &k.mask);
         ok(s.backend->softmax(s.dev, &k, NULL));
-        s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+        get_at(s, out, k.y, flat, t.b);
     });
     softmax_check(both, values_of(x, t.a), 0.37f, f.keys, t.b, c.name);
 }
@@ -647,8 +649,10 @@ CUDA_TEST(softmax) {
 }
 CUDA_TEST(softmax_shapes) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
-        if (shape.pad == 0) softmax_forward({1, 1, shape.rows, shape.cols}, t, mask_cases[shape.rows % 2 ? 0 : 2], (size_t)shape.offset);
+        if (shape.pad == 0) softmax_forward({1, 1, shape.rows, shape.cols}, t, mask_cases[shape.rows % 2 ? 0 : 2], shape.offset);
     });
+    last_blocks last;
+    softmax_forward({1, 2, 4, 512}, mixes[2], mask_cases[2], 0, (int64_t)1 << 20);
 }
 
 /* Rows with NaN or +inf become NaN as far as the mask lets them see; hidden ones do not matter; rows of -inf are zeros. */
@@ -675,8 +679,9 @@ CUDA_TEST(softmax_of_infinities) {
             }
 }
 
-static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, size_t offset) {
+static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, int64_t offset, int64_t before = 0) {
     int64_t n = rows * keys;
+    const cuda_shape flat = {1, n, 0, offset, "", before * keys};
     std::vector<float> p = cuda_random(n, 32, 0, 2 / (float)keys);
     std::vector<float> slopes = cuda_random(n, 33);
     for (size_t i = 0; i < p.size(); i += 5) {
@@ -690,17 +695,17 @@ static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, size_t off
         sums[i / (size_t)keys] += yv[i] * d[i];
         magnitudes[i / (size_t)keys] += fabs(yv[i] * d[i]);
     }
-    cuda_on_both([&](cuda_side &s, std::string *out) {
+    compare_at(flat, [&](cuda_side &s, std::string *out) {
         amp_k_softmax k = {};
-        k.batch = rows; k.heads = 1; k.queries = 1; k.keys = keys;
-        k.y = s.put(y.data(), y.size(), offset * amp_dtype_size(t.b));
-        k.dy = s.put(dy.data(), dy.size(), offset * amp_dtype_size(t.b));
-        k.dx = t.a == t.b ? const_cast<void *>(k.dy) : s.room((size_t)n * amp_dtype_size(t.a), offset * amp_dtype_size(t.a));
+        k.batch = rows + (s.gpu ? before : 0); k.heads = 1; k.queries = 1; k.keys = keys;
+        k.y = put_at(s, y, flat, t.b);
+        k.dy = put_at(s, dy, flat, t.b);
+        k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, flat, t.a);
         k.x_dtype = t.a;
         k.y_dtype = t.b;
         k.scale = 0.37f;
         ok(s.backend->softmax_backward(s.dev, &k, NULL));
-        s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+        get_at(s, out, k.dx, flat, t.a);
     }).check_within(0, t.a, n, [&](int64_t j, double e) {
         size_t i = (size_t)j, row = i / (size_t)keys;
         if (yv[i] == 0) return 0.0;
@@ -745,8 +750,10 @@ CUDA_TEST(softmax_backward_masked) {
 
 CUDA_TEST(softmax_backward) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
-        if (shape.pad == 0) softmax_back(shape.rows, shape.cols, t, (size_t)shape.offset);
+        if (shape.pad == 0) softmax_back(shape.rows, shape.cols, t, shape.offset);
     });
+    last_blocks last;
+    softmax_back(5, 512, mixes[2], 0, (int64_t)1 << 23);
 }
 
 /* ---- Cross-entropy */
@@ -1105,6 +1112,176 @@ CUDA_TEST(embedding_backward_bad_id) {
     }).check_same_bits();
 }
 
+/* ---- Casts and multi-tensor kernels, which t_cuda_runtime compares, at the end of long arrays */
+
+static std::string any_bits(int64_t n, uint64_t seed, amp_dtype dtype) {
+    std::string bits((size_t)n * amp_dtype_size(dtype), 0);
+    for (size_t i = 0; i < bits.size(); i++) bits[i] = (char)(amp_random_u32(seed, i) >> 24);
+    return bits;
+}
+
+static void cast(const cuda_shape &shape, amp_dtype from, amp_dtype to, amp_rounding rounding) {
+    std::string x = any_bits(shape.count(), 70, from);
+    cuda_compare c = compare_at(shape, [&](cuda_side &s, std::string *out) {
+        amp_k_cast k = {};
+        k.dst = room_at(s, shape.count(), shape, to);
+        k.src = put_at(s, x, shape, from);
+        k.dst_dtype = to; k.src_dtype = from;
+        k.n = count_of(s, shape);
+        k.how.rounding = rounding;
+        k.how.seed = 42;
+        k.how.offset = (uint64_t)(3 + shape.before - before_of(s, shape));
+        k.new_inf = s.put(std::vector<int64_t>(1, 5));
+        ok(s.backend->cast(s.dev, &k, NULL));
+        get_at(s, out, k.dst, shape, to);
+        s.get(out, k.new_inf, 8);
+    });
+    CHECK_MSG(c.actual == c.expected, "%s to %s, rounding %d, %s", amp_dtype_name(from), amp_dtype_name(to), (int)rounding, shape.name);
+}
+
+CUDA_TEST(casts_far_away) {
+    const amp_dtype floats[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16, AMP_TF32, AMP_E4M3, AMP_E5M2};
+    for (amp_dtype from : floats)
+        for (amp_dtype to : floats) {
+            last_blocks last;
+            if (from != to) cast(cuda_far_ends[from == AMP_BF16 || to == AMP_F16], from, to, AMP_ROUND_DEFAULT);
+        }
+    for (const cuda_shape &shape : cuda_far_ends) {
+        last_blocks last;
+        cast(shape, AMP_F32, AMP_BF16, AMP_ROUND_STOCHASTIC);
+        cast(shape, AMP_BF16, AMP_E4M3, AMP_ROUND_STOCHASTIC);
+        last_blocks fourths(shape.offset ? 1 << 23 : (1 << 19) + 1);     /* aligned ids are taken four at a time */
+        cast(shape, AMP_U16, AMP_I32, AMP_ROUND_DEFAULT);
+    }
+}
+
+static amp_k_found a_found() {
+    amp_k_found f = {};
+    f.first_bad = -1;
+    f.multiplier = 0.37f;
+    f.factor = 0.126f;
+    f.lr = 1e-3;
+    f.step = 3;
+    f.beta1_power = 0.9 * 0.9 * 0.9;
+    f.beta2_power = 0.999 * 0.999 * 0.999;
+    return f;
+}
+
+/* 512 blocks share all chunks of 8192 elements; the last of them gets this end.  The others leave partial results of
+   `left` bytes: 0 adds nothing to the sum, and as the number of a row 0x7f.. is beyond all. */
+static void check_far(amp_dtype dtype, int64_t offset, int bad) {
+    const cuda_shape shape = {5, 1024, 0, offset, "", ((int64_t)1 << 32) + 511 * 8192};
+    std::string g = data_of(shape.count(), 71, dtype);
+    double squares = 0;
+    last_blocks last(4, 1);
+    for (double x : values_of(g, dtype)) squares += x * x;
+    if (bad) g.replace(4000 * amp_dtype_size(dtype), amp_dtype_size(dtype), cuda_stored(std::vector<float>(1, (float)inf), dtype));
+    cuda_compare c = cuda_once_on_both([&](cuda_side &s, std::string *out) {
+        std::vector<amp_k_tensor> rows(2);
+        rows[1].grad = put_at(s, g, shape, dtype);
+        rows[1].grad_dtype = dtype;
+        rows[1].count = count_of(s, shape);
+        rows[1].live = 1;
+        amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+        amp_k_check k = {s.put(rows), 2, &found->factor, found};
+        ok(s.backend->check(s.dev, &k, NULL));
+        get_at(s, out, rows[1].grad, shape, dtype);
+        if (bad) s.get(out, &found->found_inf, 4), s.get(out, &found->first_bad, 4);
+        else s.get(out, &found->sum_sq, 8);
+    }, bad ? 0x7f : 0);
+    size_t at = c.check_within(0, dtype, shape.count(), [](int64_t, double) { return 0; }, "gradient");
+    if (bad) CHECK(c.actual.substr(at) == c.expected.substr(at));
+    else c.check_within(at, AMP_F64, 1, [&](int64_t, double) { return squares * (double)shape.count() * ldexp(1, -24); }, "sum_sq");
+}
+CUDA_TEST(check_far_away) {
+    for (int bad = 0; bad < 2; bad++) {
+        check_far(AMP_BF16, bad, bad);
+        check_far(AMP_F32, 1 - bad, bad);
+    }
+}
+
+/* A grid with a block for each chunk of the far ends. */
+static int one_chunk_each(int per_sm) { return (int)((cuda_far_ends[0].before / 8192 + per_sm) / per_sm); }
+
+CUDA_TEST(scale_far_away) {
+    for (const cuda_shape &shape : cuda_far_ends)
+        for (amp_dtype dtype : {AMP_F32, AMP_BF16, AMP_F64}) {
+            last_blocks last(one_chunk_each(4), 8);
+            std::string g = data_of(shape.count(), 72, dtype);
+            cuda_once_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_tensor row = {};
+                row.grad = put_at(s, g, shape, dtype);
+                row.grad_dtype = dtype;
+                row.count = count_of(s, shape);
+                row.live = 1;
+                amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+                amp_k_scale_ranges k = {s.put(std::vector<amp_k_tensor>(1, row)), 1, &found->factor};
+                ok(s.backend->scale_ranges(s.dev, &k, NULL));
+                get_at(s, out, row.grad, shape, dtype);
+            }).check_same_bits();
+        }
+}
+
+/* What storing STOCHASTIC makes of fp32 weights, by their numbers in the tensor. */
+static std::string rounded_by_number(const std::string &w, uint64_t seed, int64_t before) {
+    std::string out(w.size() / 2, 0);
+    for (size_t i = 0; i < w.size() / 4; i++) {
+        uint16_t bits = amp_bf16_stochastic((float)cuda_value(w.data(), AMP_F32, i), amp_random_u32(seed, (uint64_t)before + i), 0);
+        memcpy(&out[2 * i], &bits, 2);
+    }
+    return out;
+}
+
+/* The CPU's random words would be those of its own few elements: it leaves fp32, which the test rounds. */
+static void optimizer_far(const cuda_shape &shape, int adamw, amp_master_kind kind, amp_cpu_path path) {
+    int64_t n = shape.count();
+    std::string w = data_of(n, 73, AMP_BF16), g = data_of(n, 74, AMP_BF16), rest = any_bits(n, 75, AMP_U16);
+    std::string m = data_of(n, 76, AMP_F32), v = cuda_stored(cuda_random(n, 77, 0, 1), AMP_F32), wide;
+    for (double x : values_of(w, AMP_BF16)) wide += cuda_stored(std::vector<float>(1, (float)x), AMP_F32);
+    last_blocks last(one_chunk_each(3), 8);
+    cuda_once_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+        bool stand_in = kind == AMP_MASTER_STOCHASTIC && !s.gpu;
+        amp_k_tensor row = {};
+        row.weight = put_at(s, w, shape, AMP_BF16);
+        row.grad = put_at(s, g, shape, AMP_BF16);
+        row.m = put_at(s, m, shape, AMP_F32);
+        if (adamw) row.v = put_at(s, v, shape, AMP_F32);
+        if (kind == AMP_MASTER_F32 || stand_in) row.master = put_at(s, wide, shape, AMP_F32);
+        if (kind == AMP_MASTER_REMAINDER) row.master = put_at(s, rest, shape, AMP_U16);
+        row.weight_dtype = row.grad_dtype = AMP_BF16;
+        row.moment_dtype = AMP_F32;
+        row.master_kind = stand_in ? AMP_MASTER_F32 : kind;
+        row.count = count_of(s, shape);
+        row.lr_scale = row.live = 1;
+        row.weight_decay = 0.1;
+        const amp_k_tensor *table = s.put(std::vector<amp_k_tensor>(1, row));
+        amp_k_adamw a = {table, 1, found, 0.9, 0.999, 1e-8, 7, 0, 0};
+        amp_k_sgd b = {table, 1, found, 0.9, 0.1, 7, 0, 0};
+        ok(adamw ? s.backend->adamw(s.dev, &a, NULL) : s.backend->sgd(s.dev, &b, NULL));
+        get_at(s, out, row.m, shape, AMP_F32);
+        if (adamw) get_at(s, out, row.v, shape, AMP_F32);
+        if (kind == AMP_MASTER_REMAINDER) get_at(s, out, row.master, shape, AMP_U16);
+        if (kind == AMP_MASTER_F32) get_at(s, out, row.master, shape, AMP_F32);
+        if (stand_in) {
+            std::string updated;
+            get_at(s, &updated, row.master, shape, AMP_F32);
+            *out += rounded_by_number(updated, ampi_row_seed(7, a_found().step, 0), shape.before);
+        } else {
+            get_at(s, out, row.weight, shape, AMP_BF16);
+        }
+    }, 0, path).check_same_bits();
+}
+CUDA_TEST(optimizers_far_away) {
+    amp_machine machine;
+    if (amp_machine_probe(&machine) != AMP_OK || machine.cpu.path < AMP_CPU_AVX2)
+        SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with");
+    for (const cuda_shape &shape : cuda_far_ends)
+        for (int adamw = 0; adamw < 2; adamw++)
+            for (amp_master_kind kind : {AMP_MASTER_F32, AMP_MASTER_REMAINDER, AMP_MASTER_STOCHASTIC})
+                optimizer_far(shape, adamw, kind, machine.cpu.path);
+}
+
 /* ---- The number of multiprocessors, and with it the grid, changes no bit of these */
 
 static void on_a_grid(cuda_side &s, std::string *out) {
@@ -1189,6 +1366,9 @@ int main(int argc, char **argv) {
     RUN(embedding_bad_id);
     RUN(embedding_backward);
     RUN(embedding_backward_bad_id);
+    RUN(casts_far_away); RUN(check_far_away);
+    RUN(scale_far_away);
+    RUN(optimizers_far_away);
     RUN(grids);
     return TEST_END();
 }

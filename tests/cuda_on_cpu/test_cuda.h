@@ -81,9 +81,11 @@ struct cuda_side {
     struct piece { unsigned char *base; size_t offset, bytes; bool sparse; };
     std::vector<piece> pieces;
 
-    explicit cuda_side(const amp_backend *b, const amp_device_memory *memory = NULL) : backend(b), gpu(b == amp_cuda()) {
+    explicit cuda_side(const amp_backend *b, const amp_device_memory *memory = NULL, amp_cpu_path path = AMP_CPU_DEFAULT)
+        : backend(b), gpu(b == amp_cuda()) {
         amp_backend_desc d = {};
         d.threads = 1;
+        d.cpu_path = path;
         if (memory) d.memory = *memory;
         CHECK(backend->open(&dev, cuda_host(), &d) == AMP_OK);
     }
@@ -294,10 +296,10 @@ static inline void cuda_filled_free(void *, void *p, size_t, int32_t, void *) { 
 
 /* For the ends of long arrays: in one order, because orders are compared elsewhere.  `left` is what blocks that do not
    run leave in the kernels' own memory. */
-static inline cuda_compare cuda_once_on_both(const cuda_work &work, int left = 0) {
+static inline cuda_compare cuda_once_on_both(const cuda_work &work, int left = 0, amp_cpu_path path = AMP_CPU_DEFAULT) {
     const amp_device_memory memory = {&left, cuda_filled_alloc, cuda_filled_free};
     cuda_compare c;
-    cuda_side cpu(amp_cpu()), gpu(amp_cuda(), &memory);
+    cuda_side cpu(amp_cpu(), NULL, path), gpu(amp_cuda(), &memory);
     work(cpu, &c.expected);
     work(gpu, &c.actual);
     return c;
