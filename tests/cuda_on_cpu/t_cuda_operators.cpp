@@ -1091,7 +1091,7 @@ CUDA_TEST(embedding_backward) {
         for (const dtypes &t : mixes)
             if (c.n < 200 || t.a == AMP_BF16) embedding_back(c, t, c.n % 2 ? 0 : 8, 0);
     embedding_back(embedding_cases[3], mixes[2], 3, 1);
-    far_away([](const cuda_shape &shape, const dtypes &t) { embedding_back({3, shape.cols, 3, 2, 0, 1, 3}, t, shape.pad, 0); });
+    far_away([](const cuda_shape &shape, const dtypes &t) { embedding_back({3, shape.cols, 3, 3, 0, 1, 3}, t, shape.pad, 0); });
 }
 
 /* An id out of range: nothing but the report is written. */
