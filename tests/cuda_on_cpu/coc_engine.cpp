@@ -37,6 +37,7 @@ __thread coc_thread *coc_current;
 __thread coc_block *coc_current_block;
 coc_order coc_current_order;
 uint64_t coc_order_seed = 1;
+unsigned coc_last_blocks;
 long coc_switches;
 
 struct coc_meeting {
@@ -649,7 +650,8 @@ static void run_block(worker *w, const coc_grid *what, unsigned index) {
 
 cudaError_t coc_run_grid(const coc_grid *what) {
     static thread_local std::unique_ptr<worker> keep;
-    unsigned blocks = what->grid.x * what->grid.y * what->grid.z;
+    unsigned all = what->grid.x * what->grid.y * what->grid.z;
+    unsigned blocks = coc_last_blocks != 0 && coc_last_blocks < all ? coc_last_blocks : all;
     uint64_t threads = (uint64_t)blocks * what->block.x * what->block.y * what->block.z;
     std::vector<unsigned> order;
     cudaError_t result = cudaSuccess;
@@ -667,7 +669,7 @@ cudaError_t coc_run_grid(const coc_grid *what) {
 #endif
         for (unsigned i = 0; i < blocks; i++) {
             if (__atomic_load_n(&result, __ATOMIC_RELAXED) != cudaSuccess) continue;
-            run_block(here, what, order[i]);
+            run_block(here, what, all - blocks + order[i]);
             if (here->failed != cudaSuccess) __atomic_store_n(&result, here->failed, __ATOMIC_RELAXED);
         }
         __atomic_fetch_add(&coc_switches, here->switches, __ATOMIC_RELAXED);

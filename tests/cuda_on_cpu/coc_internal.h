@@ -25,6 +25,7 @@ std::string coc_function_name(const void *function);
 extern long coc_switches;
 extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;
+extern unsigned coc_last_blocks;
 void coc_install_handler();
 
 /* ---- For a library above the runtime (coc_cublas.cpp). */

@@ -53,7 +53,7 @@ struct device_state {
     size_t top = 0, used = 0;
     bool exposed = false;
     std::map<uintptr_t, allocation> live;       /* by data */
-    std::map<uintptr_t, size_t> freed;          /* region -> bytes */
+    std::map<uintptr_t, allocation> freed;      /* by region */
     stream_ref legacy;
     cudaError_t sticky = cudaSuccess;
     std::map<const void *, int> shared_limit;   /* kernel -> cudaFuncAttributeMaxDynamicSharedMemorySize */
@@ -381,9 +381,9 @@ void give_back_memory(int index, void *data) {
     expose(d);
     check_allocation(a, "at its release");
     d.live.erase(found);
-    d.freed[(uintptr_t)a.region] = a.region_bytes;
+    d.freed[(uintptr_t)a.region] = a;
     if (!a.sparse) d.used -= a.size;
-    coc_poison(a.region, a.sparse ? (size_t)RED_ZONE : a.region_bytes);
+    if (!a.sparse) coc_poison(a.region, a.region_bytes);
     madvise(a.region, a.region_bytes, MADV_DONTNEED);
     mprotect(a.region, a.region_bytes, PROT_NONE);
 }
@@ -392,12 +392,20 @@ bool was_freed(const device_state &d, const void *p) {
     auto after = d.freed.upper_bound((uintptr_t)p);
     if (after == d.freed.begin()) return false;
     --after;
-    return (uintptr_t)p < after->first + after->second;
+    return (uintptr_t)p < after->first + after->second.region_bytes;
+}
+
+/* Of sparse memory only the red zones: the rest was never poisoned, and what AddressSanitizer keeps of it is large. */
+void unpoison_allocation(const allocation &a) {
+    unsigned char *end = a.data + a.size, *region_end = a.region + a.region_bytes;
+    coc_unpoison(a.region, a.sparse ? (size_t)RED_ZONE : a.region_bytes);
+    coc_unpoison(end, (size_t)(region_end - end));
 }
 
 void drop_device_memory(device_state &d) {
     if (!d.arena) return;
-    coc_unpoison(d.arena, d.top);
+    for (auto &entry : d.live) unpoison_allocation(entry.second);
+    for (auto &entry : d.freed) unpoison_allocation(entry.second);
     munmap(d.arena, ARENA);
     d.arena = nullptr;
     d.top = d.used = 0;
@@ -1571,6 +1579,7 @@ void coc_set_order(coc_order order, uint64_t seed) {
     coc_current_order = order;
     coc_order_seed = seed;
 }
+void coc_set_last_blocks(unsigned blocks) { coc_last_blocks = blocks; }
 
 void coc_set_schedule(coc_schedule schedule) {
     std::lock_guard<std::recursive_mutex> guard(model().lock);

@@ -73,11 +73,39 @@ struct multiprocessors {
     }
 };
 
-static void *put_at(cuda_side &s, const std::string &data, const cuda_shape &shape, amp_dtype dtype) {
-    return s.put(data.data(), data.size(), (size_t)shape.offset * amp_dtype_size(dtype));
+/* While it lives only the last blocks of a launch run, and a grid has as many as its work needs. */
+struct last_blocks : multiprocessors {
+    explicit last_blocks(int count = 1 << 23, unsigned blocks = 24) : multiprocessors(count) { coc_set_last_blocks(blocks); }
+    ~last_blocks() { coc_set_last_blocks(0); }
+};
+/* The ends of long arrays. */
+static void far_ends(const std::function<void(const cuda_shape &, const dtypes &)> &run) {
+    for (const cuda_shape &shape : cuda_far_ends) {
+        last_blocks last;
+        run(shape, mixes[2]);
+    }
 }
+static cuda_compare compare_at(const cuda_shape &shape, const cuda_work &work) {
+    return shape.before ? cuda_once_on_both(work) : cuda_on_both(work);
+}
+
+/* The elements before the shape's own are the GPU's alone; kernels are given all of them. */
+static int64_t before_of(const cuda_side &s, const cuda_shape &shape) { return s.gpu ? shape.before : 0; }
+static int64_t count_of(const cuda_side &s, const cuda_shape &shape) { return before_of(s, shape) + shape.count(); }
 static void *room_at(cuda_side &s, int64_t n, const cuda_shape &shape, amp_dtype dtype) {
-    return s.room((size_t)n * amp_dtype_size(dtype), (size_t)shape.offset * amp_dtype_size(dtype));
+    size_t size = amp_dtype_size(dtype);
+    return s.room((size_t)(before_of(s, shape) + n) * size, (size_t)shape.offset * size);
+}
+static void *put_at(cuda_side &s, const std::string &data, const cuda_shape &shape, amp_dtype dtype) {
+    size_t size = amp_dtype_size(dtype), before = (size_t)before_of(s, shape) * size;
+    if (before == 0) return s.put(data.data(), data.size(), (size_t)shape.offset * size);
+    char *all = (char *)room_at(s, (int64_t)(data.size() / size), shape, dtype);
+    if (all) s.set(all + before, data.data(), data.size());
+    return all;
+}
+static void get_at(cuda_side &s, std::string *out, const void *all, const cuda_shape &shape, amp_dtype dtype) {
+    size_t size = amp_dtype_size(dtype);
+    s.get(out, (const char *)all + (size_t)before_of(s, shape) * size, (size_t)shape.count() * size);
 }
 /* cuda_side's put_matrix and get_matrix, with one copy for all rows unless they lie far apart. */
 static amp_mat mat_at(cuda_side &s, const std::string *data, const cuda_shape &shape, amp_dtype dtype) {
@@ -110,8 +138,11 @@ static void ok(amp_result result) { CHECK_MSG(result == AMP_OK, "%s", cuda_error
 static const cuda_shape many_pieces = {1, 45001, 0, 0, "many pieces"};
 static void each_and_many(const std::function<void(const cuda_shape &, const dtypes &)> &run) {
     each(false, run);
-    multiprocessors one(1);
-    run(many_pieces, mixes[2]);
+    {
+        multiprocessors one(1);
+        run(many_pieces, mixes[2]);
+    }
+    far_ends(run);
 }
 
 static void add(const cuda_shape &shape, const dtypes &t) {
@@ -119,11 +150,12 @@ static void add(const cuda_shape &shape, const dtypes &t) {
     std::string a = data_of(n, 1, t.a), b = data_of(n, 2, t.b);
     doubles in = values_of(b, t.b);
     for (int both = 0; both < 2; both++)
-        cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_add k = {put_at(s, a, shape, t.a), both ? put_at(s, b, shape, t.b) : NULL, NULL, t.a, t.b, t.c, n, 0.7f, -1.3f};
+        compare_at(shape, [&](cuda_side &s, std::string *out) {
+            amp_k_add k = {put_at(s, a, shape, t.a), both ? put_at(s, b, shape, t.b) : NULL, NULL, t.a, t.b, t.c, 0, 0.7f, -1.3f};
+            k.n = count_of(s, shape);
             k.y = room_at(s, n, shape, t.c);
             ok(s.backend->add(s.dev, &k, NULL));
-            s.get(out, k.y, (size_t)n * amp_dtype_size(t.c));
+            get_at(s, out, k.y, shape, t.c);
         }).check_within(0, t.c, n, [&](int64_t i, double y) {
             return both ? 1.3 * u * fabs(in[(size_t)i]) + cuda_spacing(AMP_F32, y) + cuda_spacing(t.c, y) : 0;
         }, shape.name);
@@ -135,10 +167,11 @@ struct drop_case { float p; uint64_t seed, offset; };
 static std::string dropout(const cuda_shape &shape, const dtypes &t, const drop_case &c) {
     int64_t n = shape.count();
     std::string x = data_of(n, 3, t.a);
-    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
-        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, n, c.p, c.seed, c.offset, NULL};
+    cuda_compare both = compare_at(shape, [&](cuda_side &s, std::string *out) {
+        amp_k_dropout k = {put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), t.a, t.b, count_of(s, shape), c.p, c.seed, c.offset, NULL};
+        if (!s.gpu) k.offset += (uint64_t)shape.before;
         ok(s.backend->dropout(s.dev, &k, NULL));
-        s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+        get_at(s, out, k.y, shape, t.b);
     });
     both.check_same_bits();
     return both.actual;
@@ -204,10 +237,11 @@ static void activation(const cuda_shape &shape, const dtypes &t) {
     doubles in = values_of(x, t.a);
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++) {
         amp_activation_kind act = (amp_activation_kind)kind;
-        cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL, NULL, AMP_F32, 0};
+        compare_at(shape, [&](cuda_side &s, std::string *out) {
+            amp_k_activation k = {act, t.a, t.b, 0, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL, NULL, AMP_F32, 0};
+            k.n = count_of(s, shape);
             ok(s.backend->activation(s.dev, &k, NULL));
-            s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+            get_at(s, out, k.y, shape, t.b);
         }).check_within(0, t.b, n, [&](int64_t i, double y) {
             double bound = activation_bound(act, in[(size_t)i], y);
             return bound > 0 ? bound + cuda_spacing(t.b, y) : 0;
@@ -223,12 +257,13 @@ static void activation_back(const cuda_shape &shape, const dtypes &t) {
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU + 1; kind++) {       /* the last: tanh from y */
         int from_y = kind > AMP_ACT_RELU;
         amp_activation_kind act = from_y ? AMP_ACT_TANH : (amp_activation_kind)kind;
-        cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL, NULL, AMP_F32, 0};
+        compare_at(shape, [&](cuda_side &s, std::string *out) {
+            amp_k_activation k = {act, t.a, t.b, 0, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL, NULL, AMP_F32, 0};
+            k.n = count_of(s, shape);
             k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, shape, t.a);       /* dx may be dy */
             if (from_y) k.y = put_at(s, y, shape, t.b);
             ok(s.backend->activation_backward(s.dev, &k, NULL));
-            s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+            get_at(s, out, k.dx, shape, t.a);
         }).check_within(0, t.a, n, [&](int64_t i, double e) {
             size_t j = (size_t)i;
             double bound = (from_y ? 2 * u : slope_bound(act, in[j])) * fabs(slopes[j]);
@@ -246,14 +281,15 @@ static void activation_biased(const cuda_shape &shape, const dtypes &t) {
     for (int64_t i = 0; i < n; i++) in[(size_t)i] = (double)((float)in[(size_t)i] + (float)added[(size_t)(i % shape.cols)]);
     for (int kind = AMP_ACT_GELU; kind <= AMP_ACT_RELU; kind++) {
         amp_activation_kind act = (amp_activation_kind)kind;
-        cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, n, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b),
-                                  put_at(s, dy, shape, t.b), room_at(s, n, shape, t.a), put_at(s, bias, shape, t.c), t.c, shape.cols};
+        cuda_compare c = compare_at(shape, [&](cuda_side &s, std::string *out) {
+            const void *added_here = s.put(bias.data(), bias.size(), (size_t)shape.offset * amp_dtype_size(t.c));
+            amp_k_activation k = {act, t.a, t.b, count_of(s, shape), put_at(s, x, shape, t.a), room_at(s, n, shape, t.b),
+                                  put_at(s, dy, shape, t.b), room_at(s, n, shape, t.a), added_here, t.c, shape.cols};
             ok(s.backend->activation(s.dev, &k, NULL));
-            s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+            get_at(s, out, k.y, shape, t.b);
             k.y = NULL;
             ok(s.backend->activation_backward(s.dev, &k, NULL));
-            s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+            get_at(s, out, k.dx, shape, t.a);
         });
         size_t next = c.check_within(0, t.b, n, [&](int64_t i, double y) {
             double bound = activation_bound(act, in[(size_t)i], y);
@@ -265,7 +301,10 @@ static void activation_biased(const cuda_shape &shape, const dtypes &t) {
         }, shape.name);
     }
 }
-CUDA_TEST(activation_with_bias) { each(false, activation_biased); }
+CUDA_TEST(activation_with_bias) {
+    each(false, activation_biased);
+    far_ends(activation_biased);
+}
 
 /* What is not finite goes through as on the CPU. */
 CUDA_TEST(activation_of_infinities) {
@@ -582,20 +621,22 @@ static void softmax_check(const cuda_compare &both, const doubles &x, double sca
     }, name);
 }
 
-static void softmax_forward(const softmax_shape &f, const dtypes &t, const mask_case &c, size_t offset) {
+/* before: batches that only the GPU has, ahead of the others. */
+static void softmax_forward(const softmax_shape &f, const dtypes &t, const mask_case &c, int64_t offset, int64_t before = 0) {
     int64_t n = f.batch * f.heads * f.queries * f.keys;
+    const cuda_shape flat = {1, n, 0, offset, c.name, before * f.heads * f.queries * f.keys};
     std::string x = data_of(n, 30, t.a, 6);
-    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+    cuda_compare both = compare_at(flat, [&](cuda_side &s, std::string *out) {
         amp_k_softmax k = {};
-        k.batch = f.batch; k.heads = f.heads; k.queries = f.queries; k.keys = f.keys;
-        k.x = s.put(x.data(), x.size(), offset * amp_dtype_size(t.a));
-        k.y = t.a == t.b ? const_cast<void *>(k.x) : s.room((size_t)n * amp_dtype_size(t.b), offset * amp_dtype_size(t.b));
+        k.batch = f.batch + (s.gpu ? before : 0); k.heads = f.heads; k.queries = f.queries; k.keys = f.keys;
+        k.x = put_at(s, x, flat, t.a);
+        k.y = t.a == t.b ? const_cast<void *>(k.x) : room_at(s, n, flat, t.b);
         k.x_dtype = t.a;
         k.y_dtype = t.b;
         k.scale = 0.37f;
         put_mask(s, c, f, &k.mask);
         ok(s.backend->softmax(s.dev, &k, NULL));
-        s.get(out, k.y, (size_t)n * amp_dtype_size(t.b));
+        get_at(s, out, k.y, flat, t.b);
     });
     softmax_check(both, values_of(x, t.a), 0.37f, f.keys, t.b, c.name);
 }
@@ -608,7 +649,7 @@ CUDA_TEST(softmax) {
 }
 CUDA_TEST(softmax_shapes) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
-        if (shape.pad == 0) softmax_forward({1, 1, shape.rows, shape.cols}, t, mask_cases[shape.rows % 2 ? 0 : 2], (size_t)shape.offset);
+        if (shape.pad == 0) softmax_forward({1, 1, shape.rows, shape.cols}, t, mask_cases[shape.rows % 2 ? 0 : 2], shape.offset);
     });
 }
 
@@ -636,8 +677,9 @@ CUDA_TEST(softmax_of_infinities) {
             }
 }
 
-static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, size_t offset) {
+static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, int64_t offset, int64_t before = 0) {
     int64_t n = rows * keys;
+    const cuda_shape flat = {1, n, 0, offset, "", before * keys};
     std::vector<float> p = cuda_random(n, 32, 0, 2 / (float)keys);
     std::vector<float> slopes = cuda_random(n, 33);
     for (size_t i = 0; i < p.size(); i += 5) {
@@ -651,17 +693,17 @@ static void softmax_back(int64_t rows, int64_t keys, const dtypes &t, size_t off
         sums[i / (size_t)keys] += yv[i] * d[i];
         magnitudes[i / (size_t)keys] += fabs(yv[i] * d[i]);
     }
-    cuda_on_both([&](cuda_side &s, std::string *out) {
+    compare_at(flat, [&](cuda_side &s, std::string *out) {
         amp_k_softmax k = {};
-        k.batch = rows; k.heads = 1; k.queries = 1; k.keys = keys;
-        k.y = s.put(y.data(), y.size(), offset * amp_dtype_size(t.b));
-        k.dy = s.put(dy.data(), dy.size(), offset * amp_dtype_size(t.b));
-        k.dx = t.a == t.b ? const_cast<void *>(k.dy) : s.room((size_t)n * amp_dtype_size(t.a), offset * amp_dtype_size(t.a));
+        k.batch = rows + (s.gpu ? before : 0); k.heads = 1; k.queries = 1; k.keys = keys;
+        k.y = put_at(s, y, flat, t.b);
+        k.dy = put_at(s, dy, flat, t.b);
+        k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, flat, t.a);
         k.x_dtype = t.a;
         k.y_dtype = t.b;
         k.scale = 0.37f;
         ok(s.backend->softmax_backward(s.dev, &k, NULL));
-        s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+        get_at(s, out, k.dx, flat, t.a);
     }).check_within(0, t.a, n, [&](int64_t j, double e) {
         size_t i = (size_t)j, row = i / (size_t)keys;
         if (yv[i] == 0) return 0.0;
@@ -706,8 +748,14 @@ CUDA_TEST(softmax_backward_masked) {
 
 CUDA_TEST(softmax_backward) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
-        if (shape.pad == 0) softmax_back(shape.rows, shape.cols, t, (size_t)shape.offset);
+        if (shape.pad == 0) softmax_back(shape.rows, shape.cols, t, shape.offset);
     });
+}
+
+CUDA_TEST(softmax_far_away) {
+    last_blocks last;
+    softmax_forward({1, 2, 4, 512}, mixes[2], mask_cases[2], 0, (int64_t)1 << 20);
+    softmax_back(5, 512, mixes[2], 0, (int64_t)1 << 23);
 }
 
 /* ---- Cross-entropy */
@@ -888,24 +936,25 @@ CUDA_TEST(cross_entropy_of_infinities) {
 
 /* ---- Mean squared error */
 
-static void mse(int64_t n, const cuda_shape &shape, const dtypes &t, int sum) {
+static void mse(const cuda_shape &shape, const dtypes &t, int sum) {
+    int64_t n = shape.count();
     std::string x = data_of(n, 50, t.a), target = data_of(n, 51, t.b);
     doubles a = values_of(x, t.a), b = values_of(target, t.b);
     double total = 0, share = sum || n < 1 ? 1 : (double)n;
     for (size_t i = 0; i < a.size(); i++) total += (a[i] - b[i]) * (a[i] - b[i]);
-    cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
+    cuda_compare both = compare_at(shape, [&](cuda_side &s, std::string *out) {
         amp_k_mse k = {};
         k.x = put_at(s, x, shape, t.a); k.x_dtype = t.a;
         k.target = put_at(s, target, shape, t.b); k.target_dtype = t.b;
         k.dx = room_at(s, n, shape, t.a);
-        k.n = n;
+        k.n = count_of(s, shape);
         k.sum = sum;
         k.factor = 0.25f;
         k.seed = sum ? s.put(std::vector<float>(1, 512)) : NULL;
         k.loss = (float *)s.room(4);
         ok(s.backend->mse(s.dev, &k, NULL));
         s.get(out, k.loss, 4);
-        s.get(out, k.dx, (size_t)n * amp_dtype_size(t.a));
+        get_at(s, out, k.dx, shape, t.a);
     });
     /* fp32 within 512 terms on the CPU and within 8 on the GPU, fp64 beyond */
     size_t at = both.check_within(0, AMP_F32, 1, [&](int64_t, double e) {
@@ -916,9 +965,10 @@ static void mse(int64_t n, const cuda_shape &shape, const dtypes &t, int sum) {
 
 CUDA_TEST(mse) {
     each(false, [](const cuda_shape &shape, const dtypes &t) {
-        for (int sum = 0; sum < 2; sum++) mse(shape.count(), shape, t, sum);
+        for (int sum = 0; sum < 2; sum++) mse(shape, t, sum);
     });
-    mse(70001, cuda_shapes[0], mixes[2], 0);    /* three stretches */
+    mse({1, 70001, 0, 0, "three stretches"}, mixes[2], 0);
+    far_ends([](const cuda_shape &shape, const dtypes &t) { mse(shape, t, 1); });
 }
 
 /* ---- Embedding */
@@ -957,6 +1007,7 @@ CUDA_TEST(embedding) {
     each(false, [](const cuda_shape &shape, const dtypes &t) {
         for (int with_positions = 0; with_positions < 2; with_positions++) embedding_forward(shape, t, with_positions);
     });
+    far_away([](const cuda_shape &shape, const dtypes &t) { embedding_forward(shape, t, 1); });
 }
 
 /* The rows with an id out of range are left alone, the others written; the first is reported, and stays reported. */
@@ -1042,6 +1093,7 @@ CUDA_TEST(embedding_backward) {
         for (const dtypes &t : mixes)
             if (c.n < 200 || t.a == AMP_BF16) embedding_back(c, t, c.n % 2 ? 0 : 8, 0);
     embedding_back(embedding_cases[3], mixes[2], 3, 1);
+    far_away([](const cuda_shape &shape, const dtypes &t) { embedding_back({3, shape.cols, 3, 3, 0, 1, 3}, t, shape.pad, 0); });
 }
 
 /* An id out of range: nothing but the report is written. */
@@ -1060,6 +1112,176 @@ CUDA_TEST(embedding_backward_bad_id) {
         get_mat(s, out, k.dpositions);
         s.get(out, k.bad_id, 4);
     }).check_same_bits();
+}
+
+/* ---- Casts and multi-tensor kernels, which t_cuda_runtime compares, at the end of long arrays */
+
+static std::string any_bits(int64_t n, uint64_t seed, amp_dtype dtype) {
+    std::string bits((size_t)n * amp_dtype_size(dtype), 0);
+    for (size_t i = 0; i < bits.size(); i++) bits[i] = (char)(amp_random_u32(seed, i) >> 24);
+    return bits;
+}
+
+static void cast(const cuda_shape &shape, amp_dtype from, amp_dtype to, amp_rounding rounding) {
+    std::string x = any_bits(shape.count(), 70, from);
+    cuda_compare c = compare_at(shape, [&](cuda_side &s, std::string *out) {
+        amp_k_cast k = {};
+        k.dst = room_at(s, shape.count(), shape, to);
+        k.src = put_at(s, x, shape, from);
+        k.dst_dtype = to; k.src_dtype = from;
+        k.n = count_of(s, shape);
+        k.how.rounding = rounding;
+        k.how.seed = 42;
+        k.how.offset = (uint64_t)(3 + shape.before - before_of(s, shape));
+        k.new_inf = s.put(std::vector<int64_t>(1, 5));
+        ok(s.backend->cast(s.dev, &k, NULL));
+        get_at(s, out, k.dst, shape, to);
+        s.get(out, k.new_inf, 8);
+    });
+    CHECK_MSG(c.actual == c.expected, "%s to %s, rounding %d, %s", amp_dtype_name(from), amp_dtype_name(to), (int)rounding, shape.name);
+}
+
+CUDA_TEST(casts_far_away) {
+    const amp_dtype floats[] = {AMP_F32, AMP_F64, AMP_F16, AMP_BF16, AMP_TF32, AMP_E4M3, AMP_E5M2};
+    for (amp_dtype from : floats)
+        for (amp_dtype to : floats) {
+            last_blocks last;
+            if (from != to) cast(cuda_far_ends[from == AMP_BF16 || to == AMP_F16], from, to, AMP_ROUND_DEFAULT);
+        }
+    for (const cuda_shape &shape : cuda_far_ends) {
+        last_blocks last;
+        cast(shape, AMP_F32, AMP_BF16, AMP_ROUND_STOCHASTIC);
+        cast(shape, AMP_BF16, AMP_E4M3, AMP_ROUND_STOCHASTIC);
+        last_blocks fourths(shape.offset ? 1 << 23 : (1 << 19) + 1);     /* aligned ids are taken four at a time */
+        cast(shape, AMP_U16, AMP_I32, AMP_ROUND_DEFAULT);
+    }
+}
+
+static amp_k_found a_found() {
+    amp_k_found f = {};
+    f.first_bad = -1;
+    f.multiplier = 0.37f;
+    f.factor = 0.126f;
+    f.lr = 1e-3;
+    f.step = 3;
+    f.beta1_power = 0.9 * 0.9 * 0.9;
+    f.beta2_power = 0.999 * 0.999 * 0.999;
+    return f;
+}
+
+/* 512 blocks share all chunks of 8192 elements; the last of them gets this end.  The others leave partial results of
+   `left` bytes: 0 adds nothing to the sum, and as the number of a row 0x7f.. is beyond all. */
+static void check_far(amp_dtype dtype, int64_t offset, int bad) {
+    const cuda_shape shape = {5, 1024, 0, offset, "", ((int64_t)1 << 32) + 511 * 8192};
+    std::string g = data_of(shape.count(), 71, dtype);
+    double squares = 0;
+    last_blocks last(4, 1);
+    for (double x : values_of(g, dtype)) squares += x * x;
+    if (bad) g.replace(4000 * amp_dtype_size(dtype), amp_dtype_size(dtype), cuda_stored(std::vector<float>(1, (float)inf), dtype));
+    cuda_compare c = cuda_once_on_both([&](cuda_side &s, std::string *out) {
+        std::vector<amp_k_tensor> rows(2);
+        rows[1].grad = put_at(s, g, shape, dtype);
+        rows[1].grad_dtype = dtype;
+        rows[1].count = count_of(s, shape);
+        rows[1].live = 1;
+        amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+        amp_k_check k = {s.put(rows), 2, &found->factor, found};
+        ok(s.backend->check(s.dev, &k, NULL));
+        get_at(s, out, rows[1].grad, shape, dtype);
+        if (bad) s.get(out, &found->found_inf, 4), s.get(out, &found->first_bad, 4);
+        else s.get(out, &found->sum_sq, 8);
+    }, bad ? 0x7f : 0);
+    size_t at = c.check_within(0, dtype, shape.count(), [](int64_t, double) { return 0; }, "gradient");
+    if (bad) CHECK(c.actual.substr(at) == c.expected.substr(at));
+    else c.check_within(at, AMP_F64, 1, [&](int64_t, double) { return squares * (double)shape.count() * ldexp(1, -24); }, "sum_sq");
+}
+CUDA_TEST(check_far_away) {
+    for (int bad = 0; bad < 2; bad++) {
+        check_far(AMP_BF16, bad, bad);
+        check_far(AMP_F32, 1 - bad, bad);
+    }
+}
+
+/* A grid with a block for each chunk of the far ends. */
+static int one_chunk_each(int per_sm) { return (int)((cuda_far_ends[0].before / 8192 + per_sm) / per_sm); }
+
+CUDA_TEST(scale_far_away) {
+    for (const cuda_shape &shape : cuda_far_ends)
+        for (amp_dtype dtype : {AMP_F32, AMP_BF16, AMP_F64}) {
+            last_blocks last(one_chunk_each(4), 8);
+            std::string g = data_of(shape.count(), 72, dtype);
+            cuda_once_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_tensor row = {};
+                row.grad = put_at(s, g, shape, dtype);
+                row.grad_dtype = dtype;
+                row.count = count_of(s, shape);
+                row.live = 1;
+                amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+                amp_k_scale_ranges k = {s.put(std::vector<amp_k_tensor>(1, row)), 1, &found->factor};
+                ok(s.backend->scale_ranges(s.dev, &k, NULL));
+                get_at(s, out, row.grad, shape, dtype);
+            }).check_same_bits();
+        }
+}
+
+/* What storing STOCHASTIC makes of fp32 weights, by their numbers in the tensor. */
+static std::string rounded_by_number(const std::string &w, uint64_t seed, int64_t before) {
+    std::string out(w.size() / 2, 0);
+    for (size_t i = 0; i < w.size() / 4; i++) {
+        uint16_t bits = amp_bf16_stochastic((float)cuda_value(w.data(), AMP_F32, i), amp_random_u32(seed, (uint64_t)before + i), 0);
+        memcpy(&out[2 * i], &bits, 2);
+    }
+    return out;
+}
+
+/* The CPU's random words would be those of its own few elements: it leaves fp32, which the test rounds. */
+static void optimizer_far(const cuda_shape &shape, int adamw, amp_master_kind kind, amp_cpu_path path) {
+    int64_t n = shape.count();
+    std::string w = data_of(n, 73, AMP_BF16), g = data_of(n, 74, AMP_BF16), rest = any_bits(n, 75, AMP_U16);
+    std::string m = data_of(n, 76, AMP_F32), v = cuda_stored(cuda_random(n, 77, 0, 1), AMP_F32), wide;
+    for (double x : values_of(w, AMP_BF16)) wide += cuda_stored(std::vector<float>(1, (float)x), AMP_F32);
+    last_blocks last(one_chunk_each(3), 8);
+    cuda_once_on_both([&](cuda_side &s, std::string *out) {
+        amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+        bool stand_in = kind == AMP_MASTER_STOCHASTIC && !s.gpu;
+        amp_k_tensor row = {};
+        row.weight = put_at(s, w, shape, AMP_BF16);
+        row.grad = put_at(s, g, shape, AMP_BF16);
+        row.m = put_at(s, m, shape, AMP_F32);
+        if (adamw) row.v = put_at(s, v, shape, AMP_F32);
+        if (kind == AMP_MASTER_F32 || stand_in) row.master = put_at(s, wide, shape, AMP_F32);
+        if (kind == AMP_MASTER_REMAINDER) row.master = put_at(s, rest, shape, AMP_U16);
+        row.weight_dtype = row.grad_dtype = AMP_BF16;
+        row.moment_dtype = AMP_F32;
+        row.master_kind = stand_in ? AMP_MASTER_F32 : kind;
+        row.count = count_of(s, shape);
+        row.lr_scale = row.live = 1;
+        row.weight_decay = 0.1;
+        const amp_k_tensor *table = s.put(std::vector<amp_k_tensor>(1, row));
+        amp_k_adamw a = {table, 1, found, 0.9, 0.999, 1e-8, 7, 0, 0};
+        amp_k_sgd b = {table, 1, found, 0.9, 0.1, 7, 0, 0};
+        ok(adamw ? s.backend->adamw(s.dev, &a, NULL) : s.backend->sgd(s.dev, &b, NULL));
+        get_at(s, out, row.m, shape, AMP_F32);
+        if (adamw) get_at(s, out, row.v, shape, AMP_F32);
+        if (kind == AMP_MASTER_REMAINDER) get_at(s, out, row.master, shape, AMP_U16);
+        if (kind == AMP_MASTER_F32) get_at(s, out, row.master, shape, AMP_F32);
+        if (stand_in) {
+            std::string updated;
+            get_at(s, &updated, row.master, shape, AMP_F32);
+            *out += rounded_by_number(updated, ampi_row_seed(7, a_found().step, 0), shape.before);
+        } else {
+            get_at(s, out, row.weight, shape, AMP_BF16);
+        }
+    }, 0, path).check_same_bits();
+}
+CUDA_TEST(optimizers_far_away) {
+    amp_machine machine;
+    if (amp_machine_probe(&machine) != AMP_OK || machine.cpu.path < AMP_CPU_AVX2)
+        SKIP("the CPU has no fused multiply-add, as the GPU does, to compare with");
+    for (const cuda_shape &shape : cuda_far_ends)
+        for (int adamw = 0; adamw < 2; adamw++)
+            for (amp_master_kind kind : {AMP_MASTER_F32, AMP_MASTER_REMAINDER, AMP_MASTER_STOCHASTIC})
+                optimizer_far(shape, adamw, kind, machine.cpu.path);
 }
 
 /* ---- The number of multiprocessors, and with it the grid, changes no bit of these */
@@ -1135,7 +1357,7 @@ int main(int argc, char **argv) {
     RUN(softmax_shapes);
     RUN(softmax_of_infinities);
     RUN(softmax_backward_masked);
-    RUN(softmax_backward);
+    RUN(softmax_backward); RUN(softmax_far_away);
     RUN(cross_entropy);
     RUN(cross_entropy_long_rows);
     RUN(cross_entropy_bad_label);
@@ -1146,6 +1368,9 @@ int main(int argc, char **argv) {
     RUN(embedding_bad_id);
     RUN(embedding_backward);
     RUN(embedding_backward_bad_id);
+    RUN(casts_far_away); RUN(check_far_away);
+    RUN(scale_far_away);
+    RUN(optimizers_far_away);
     RUN(grids);
     return TEST_END();
 }

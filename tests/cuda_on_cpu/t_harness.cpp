@@ -805,6 +805,21 @@ HARNESS_TEST(far_addresses) {
     CHECK_EQ(cudaFree(far), cudaSuccess);
 }
 
+__global__ void k_mark_block(int *marks) { marks[blockIdx.x] = 1; }
+HARNESS_TEST(last_blocks) {
+    std::vector<int> marks(10);
+    int *on = nullptr;
+    CHECK_EQ(cudaMalloc(&on, 40), cudaSuccess);
+    for (unsigned last : {3u, 10u, 99u, 0u}) {
+        coc_set_last_blocks(last);
+        CHECK_EQ(cudaMemset(on, 0, 40), cudaSuccess);
+        CHECK_EQ(launch(k_mark_block, 10, 1, 0, 0, on), cudaSuccess);
+        CHECK_EQ(cudaMemcpy(marks.data(), on, 40, cudaMemcpyDeviceToHost), cudaSuccess);
+        for (unsigned i = 0; i < 10; i++) CHECK_EQ(marks[i], i >= (last == 3 ? 7u : 0u));
+    }
+    CHECK_EQ(cudaFree(on), cudaSuccess);
+}
+
 /* ---- Streams: work runs late, so what is not waited for is missing */
 
 __global__ void k_add(int *p, int n) { atomicAdd(p, n); }
@@ -1356,6 +1371,7 @@ int main(int argc, char **argv) {
     RUN(null_is_an_illegal_address);
     RUN(memory_has_an_end);
     RUN(far_addresses);
+    RUN(last_blocks);
     RUN(work_is_deferred);
     RUN(missing_wait_shows);
     RUN(overwriting_shows);

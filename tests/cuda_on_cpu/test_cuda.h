@@ -81,9 +81,12 @@ struct cuda_side {
     struct piece { unsigned char *base; size_t offset, bytes; bool sparse; };
     std::vector<piece> pieces;
 
-    explicit cuda_side(const amp_backend *b) : backend(b), gpu(b == amp_cuda()) {
+    explicit cuda_side(const amp_backend *b, const amp_device_memory *memory = NULL, amp_cpu_path path = AMP_CPU_DEFAULT)
+        : backend(b), gpu(b == amp_cuda()) {
         amp_backend_desc d = {};
         d.threads = 1;
+        d.cpu_path = path;
+        if (memory) d.memory = *memory;
         CHECK(backend->open(&dev, cuda_host(), &d) == AMP_OK);
     }
     cuda_side(const cuda_side &) = delete;
@@ -282,6 +285,26 @@ static inline cuda_compare cuda_on_both(const cuda_work &work) {
     return c;
 }
 
+/* Memory for the kernels of a GPU, of which each byte is the one that user points to. */
+static inline void *cuda_filled_alloc(void *user, size_t bytes, int32_t, void *) {
+    void *p = NULL;
+    if (cudaMalloc(&p, bytes) != cudaSuccess) return NULL;
+    CHECK(cudaMemset(p, *(const int *)user, bytes) == cudaSuccess && cudaStreamSynchronize(0) == cudaSuccess);
+    return p;
+}
+static inline void cuda_filled_free(void *, void *p, size_t, int32_t, void *) { CHECK(cudaFree(p) == cudaSuccess); }
+
+/* For the ends of long arrays: in one order, because orders are compared elsewhere.  `left` is what blocks that do not
+   run leave in the kernels' own memory. */
+static inline cuda_compare cuda_once_on_both(const cuda_work &work, int left = 0, amp_cpu_path path = AMP_CPU_DEFAULT) {
+    const amp_device_memory memory = {&left, cuda_filled_alloc, cuda_filled_free};
+    cuda_compare c;
+    cuda_side cpu(amp_cpu(), NULL, path), gpu(amp_cuda(), &memory);
+    work(cpu, &c.expected);
+    work(gpu, &c.actual);
+    return c;
+}
+
 /* ---- The table of shapes: every kernel over rows x cols (or their product) elements goes through all of them. */
 
 struct cuda_shape {
@@ -289,6 +312,7 @@ struct cuda_shape {
     int64_t pad;                /* elements between rows */
     int64_t offset;             /* elements that the start is behind an aligned address */
     const char *name;
+    int64_t before = 0;         /* elements ahead of these in the GPU's memory, zeros: for kernels that take no ld */
     int64_t ld() const { return cols + pad; }
     int64_t count() const { return rows * cols; }
 };
@@ -302,5 +326,9 @@ static const cuda_shape cuda_shapes[] = {
 };
 /* Element (2, 0) lies 2^31 + 2 pad elements behind (0, 0).  Memory is sparse, so only for kernels that take ld. */
 static const cuda_shape cuda_far_shape = {3, 40, ((int64_t)1 << 30) + 8 - 40, 0, "beyond 2^31 elements"};
+/* The last elements of more than 2^32, so that both signed and unsigned indices of 32 bits would be others. */
+static const cuda_shape cuda_far_ends[] = {
+    {5, 1024, 0, 0, "beyond 2^32 elements", (int64_t)1 << 32}, {5, 1024, 0, 1, "beyond 2^32, unaligned", (int64_t)1 << 32},
+};
 
 #endif

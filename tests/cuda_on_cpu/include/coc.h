@@ -12,6 +12,9 @@ enum { CUDA_IS_MODEL = 1 };
    AHEAD: forward, but a warp goes on until all its threads wait for the block, as if the others were slow. */
 enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_AHEAD = 3, COC_ORDERS = 4 };
 void coc_set_order(coc_order order, uint64_t seed = 1);
+/* Of each launch only the last so many blocks run (0, the default: all): for the end of arrays that are too long to go
+   through.  A test of a kernel with a persistent grid gives the GPU so many multiprocessors that each block has one turn. */
+void coc_set_last_blocks(unsigned blocks);
 
 /* ---- When work in streams runs; all three are legal.
    LATE: when something waits for it, and no more than that needs.  EAGER: at the call.
