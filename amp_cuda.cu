@@ -1267,13 +1267,24 @@ __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, 
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
+/* Blocks of 256 threads that a multiprocessor holds: it has room for 2048 threads, from 8.6 on for 1536 but for 9.0 and 10.x,
+   at 7.5 for 1024 (CUDA Programming Guide, technical specifications per compute capability). */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+enum { AMPC_RESIDENT = 4 };
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9 && __CUDA_ARCH__ / 100 != 10
+enum { AMPC_RESIDENT = 6 };
+#else
+enum { AMPC_RESIDENT = 8 };
+#endif
+
 /* Elements of a piece, 16 bytes of the wider side, so that a warp writes whole sectors; and pieces under way. */
 template <class D, class S> struct ampc_cast_shape {
     enum { wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S), least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S) };
     enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
 };
 
-template <class D, class S> __global__ void __launch_bounds__(256, (ampc_cast_shape<D, S>::per_sm))
+template <class D, class S> __global__ void
+__launch_bounds__(256, (ampc_cast_shape<D, S>::per_sm < AMPC_RESIDENT ? ampc_cast_shape<D, S>::per_sm : AMPC_RESIDENT))
 ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, unsigned long long *new_inf) {
     enum { W = ampc_cast_shape<D, S>::width, U = ampc_cast_shape<D, S>::pieces };
     AMPC_SHARED(int, room, 32);
