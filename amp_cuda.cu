@@ -4812,7 +4812,7 @@ enum { AMPC_PLANS_FORMAT = 1 };
 
 struct ampc_plans_head {
     char device[128];
-    uint64_t format, library, entry, multiprocessors, count;
+    uint64_t format, cublas, entry, multiprocessors, count;
 };
 struct ampc_plans_entry {
     ampc_plan_key key;
@@ -4825,7 +4825,7 @@ ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
     memset(&head, 0, sizeof head);
     memcpy(head.device, dev->info.name, sizeof dev->info.name < sizeof head.device ? sizeof dev->info.name : sizeof head.device);
     head.format = AMPC_PLANS_FORMAT;
-    head.library = cublasLtGetVersion();
+    head.cublas = cublasLtGetVersion();
     head.entry = sizeof(ampc_plans_entry);
     head.multiprocessors = (uint64_t)dev->multiprocessors;
     return head;
@@ -4861,7 +4861,7 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
 const char *ampc_plans_foreign(const ampc_device *dev, const ampc_plans_head &head, size_t size) {
     ampc_plans_head own = ampc_plans_head_of(dev);
     if (head.format != own.format || head.entry != own.entry) return "their format is another version's";
-    if (head.library != own.library) return "they are of another version of cuBLASLt";
+    if (head.cublas != own.cublas) return "they are of another version of cuBLASLt";
     if (memcmp(head.device, own.device, sizeof own.device) != 0 || head.multiprocessors != own.multiprocessors)
         return "they are of another kind of GPU";
     return head.count != (size - sizeof head) / sizeof(ampc_plans_entry) ? "their number does not fit the file" : NULL;
