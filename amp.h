@@ -8459,7 +8459,7 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op)));
     AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
-    AMPI_TRY(ampi_plan_forward(amp, "amp_activation", AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_activation", AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->bias, NULL), &op->plan, &plan));
     AMPI_TRY(amp->backend->activation(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
@@ -8478,7 +8478,7 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
     k.dy = op->dy.data;
     k.dx = op->dx.data;
     AMPI_TRY(amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
-    if (!ampi_wants_grad(op->bias)) return AMP_OK;
+    if (!ampi_wants_grad(op->bias) || k.cols == 0) return AMP_OK;
     memset(&dx, 0, sizeof dx);
     dx.data = k.dx; dx.dtype = k.x_dtype;
     dx.rows = k.n / k.cols; dx.cols = dx.ld = k.cols;
@@ -8505,7 +8505,7 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op)));
     AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
-    AMPI_TRY(ampi_plan_forward(amp, "amp_swiglu", AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, 0, &op->plan, &plan));
+    AMPI_TRY(ampi_plan_forward(amp, "amp_swiglu", AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, ampi_versions(op->gate_bias, op->up_bias), &op->plan, &plan));
     AMPI_TRY(amp->backend->swiglu(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;

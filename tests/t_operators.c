@@ -324,6 +324,10 @@ TEST(activations_with_bias) {
         op.y = amp_tensor2(y, AMP_F32, 4, 5);
         check_gradient("activation with bias", x, dx, 20, run_activation_4x5, &op);
         check_gradient("activation's bias", b, db, 5, run_activation_4x5, &op);
+        amp_param_touch(&bias);             /* recomputing wants the bias of the forward */
+        CHECK_OK(amp_recompute_begin(amp));
+        CHECK_ERR(amp_activation(amp, &op), AMP_ERR_STATE);
+        CHECK_OK(amp_recompute_end(amp));
         op.y = op.x;
         if (act != AMP_ACT_TANH) CHECK_ERR(amp_activation_backward(amp, &op), AMP_ERR_CONFLICT);
         bias.weight.shape[0] = 4;
@@ -370,6 +374,10 @@ TEST(swiglu_with_biases) {
         CHECK(gate_bias.grad_live == (which & 1) && up_bias.grad_live == which >> 1);
         if (which & 1) check_gradient("gate_bias", b, db, 4, run_swiglu, &op);
         if (which & 2) check_gradient("up_bias", b + 4, db + 4, 4, run_swiglu, &op);
+        amp_param_touch(which & 1 ? &gate_bias : &up_bias);
+        CHECK_OK(amp_recompute_begin(amp));
+        CHECK_ERR(amp_swiglu(amp, &op), AMP_ERR_STATE);
+        CHECK_OK(amp_recompute_end(amp));
         gate_bias.weight.shape[0] = up_bias.weight.shape[0] = 3;
         CHECK_ERR(amp_swiglu(amp, &op), AMP_ERR_SHAPE);
     }
