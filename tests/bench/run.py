@@ -455,8 +455,8 @@ def short_name(cpu):
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") or "cpu"
 
 
-def put_into(path, results, commands):
-    """The parts of an earlier file of the same day, with those measured now in their place."""
+def put_into(path, results, commands, used):
+    """The parts of an earlier file of the same day, with those measured now in their place; and what programs it names."""
     with open(path) as f:
         whole = json.load(f)
     parts = collections.OrderedDict((k, whole[k]) for k in ("gemm", "step", "loader", "masks", "recompute") if k in whole)
@@ -465,7 +465,7 @@ def put_into(path, results, commands):
         old = [now.pop((row["model"], row["seq"]), row) for row in parts["step"]]
         results["step"] = old + list(now.values())
     parts.update(results)
-    return parts, whole["commands"] + [c for c in commands if c not in whole["commands"]]
+    return parts, whole["commands"] + [c for c in commands if c not in whole["commands"]], {**whole["versions"], **used}
 
 
 def main():
@@ -509,12 +509,12 @@ def main():
     os.makedirs(os.path.join(ROOT, args.out), exist_ok=True)
     kind = parts[0] if parts in (["curves"], ["accuracy"]) else "cpu"
     name = f"{kind}-{short_name(about['cpu'])}-{now.strftime('%Y-%m-%d')}.json"
-    path, commands = os.path.join(ROOT, args.out, name), list(machine.commands.values())
+    path, commands, used = os.path.join(ROOT, args.out, name), list(machine.commands.values()), versions(machine)
     if args.again:
-        results, commands = put_into(path, results, commands)
+        results, commands, used = put_into(path, results, commands, used)
     rows = bars(results)
     whole = collections.OrderedDict(
-        date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=about, versions=versions(machine),
+        date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=about, versions=used,
         settings={"threads": args.threads, "rounds": args.rounds}, commands=commands, bars=rows, **results)
     with open(path, "w") as f:
         json.dump(whole, f, indent=1)
