@@ -13531,18 +13531,6 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
 
 /* ---- Advice */
 
-/* Adds to a text as snprintf does it; *at counts on beyond size. */
-AMPI_PRIVATE void ampi_add_text(char *text, size_t size, size_t *at, const char *format, ...) AMPI_PRINTF(4, 5);
-AMPI_PRIVATE void ampi_add_text(char *text, size_t size, size_t *at, const char *format, ...) {
-    size_t used = AMPI_MIN(*at, size);
-    va_list args;
-    int n;
-    va_start(args, format);
-    n = vsnprintf(text ? text + used : NULL, size - used, format, args);
-    va_end(args);
-    *at += n > 0 ? (size_t)n : 0;
-}
-
 /* What is in force now, as settings. */
 static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
                               amp_settings *s) {
@@ -13558,12 +13546,13 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     s->fallback = d->fallback;
     s->allow_tf32 = d->allow_tf32;
     s->autotune = d->autotune;
+    s->debug = d->logger.level == AMP_LOG_DEBUG;
     if (scaler != NULL) s->scaler = scaler->desc;
     s->scaler.disable = 0;
-    if (optimizer != NULL) {
-        s->clip_norm = optimizer->desc.clip_norm;
-        s->accumulation = optimizer->desc.accumulation;
-    }
+    if (optimizer == NULL) return;
+    s->clip_norm = optimizer->desc.clip_norm;
+    s->accumulation = optimizer->desc.accumulation;
+    s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
 }
 
 /* What a decision is made from. */
@@ -13754,31 +13743,34 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
 }
 
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
     const amp_settings *s;
     char batch[24] = "unknown";
-    size_t at = 0;
-    if (size > 0 && text != NULL) text[0] = 0;
     if (advice == NULL) return 0;
     s = &advice->settings;
     if (advice->batch > 0) snprintf(batch, sizeof batch, "%lld", (long long)advice->batch);
-    ampi_add_text(text, size, &at, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
-    ampi_add_text(text, size, &at, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
-    ampi_add_text(text, size, &at, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
-    ampi_add_text(text, size, &at, "batch    %-8s %s\n", batch, advice->batch_reason);
-    ampi_add_text(text, size, &at, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
-    return at;
+    ampi_print(&sheet, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
+    ampi_print(&sheet, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
+    ampi_print(&sheet, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
+    ampi_print(&sheet, "batch    %-8s %s\n", batch, advice->batch_reason);
+    ampi_print(&sheet, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
+    return sheet.used;
 }
 
 AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+    const amp_scaler_desc *rule;
     amp_settings s;
     if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
     ampi_settings_now(amp, scaler, optimizer, &s);
     s.dtype = advice->settings.dtype;
     s.allow_tf32 = advice->settings.allow_tf32;
     s.memory_efficient = advice->settings.memory_efficient;
-    s.scaler.growth_factor = advice->settings.scaler.growth_factor;
-    s.scaler.backoff_factor = advice->settings.scaler.backoff_factor;
-    s.scaler.growth_interval = advice->settings.scaler.growth_interval;
+    s.use_scaler = advice->settings.use_scaler;
+    rule = &advice->settings.scaler;            /* left at 0 by advice without a scaler */
+    if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
+    if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
+    if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
+    if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
     if (advice->settings.level != s.level)
         ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
@@ -14172,19 +14164,18 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
 }
 
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
-    size_t at = 0;
+    ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
-    if (size > 0 && text != NULL) text[0] = 0;
     if (report == NULL) return 0;
-    ampi_add_text(text, size, &at, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
+    ampi_print(&sheet, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
     for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
         const amp_tune_row *row = &report->rows[i];
-        ampi_add_text(text, size, &at, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
-        if (row->verdict == AMP_VERDICT_FAILED) ampi_add_text(text, size, &at, "%12s %12s %8s %10s", "-", "-", "-", "-");
-        else ampi_add_text(text, size, &at, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
-        ampi_add_text(text, size, &at, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+        ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
+        if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
+        else ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
+        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
     }
-    return at;
+    return sheet.used;
 }
 
 /* ---- Recover */
