@@ -819,7 +819,7 @@ TEST(trouble) {
             CHECK_EQ(r.trouble, expected[kind]);
             CHECK_EQ(r.action, action == AMP_NAN_DEFAULT ? (int)AMP_NAN_SKIP : action);
             CHECK_EQ(r.outcome.applied, kind == 0 || kind == 2);
-            CHECK_EQ(logs_of(1202), 1);
+            CHECK_EQ(logs_of(1212), 1);
             CHECK(json_is(disk_line(disk_lines() - 1), "trouble", names[kind]));
             CHECK((json_at(disk_line(disk_lines() - 1), "first_bad") != NULL) == (kind != 0));
             training_end(&t);
@@ -840,7 +840,7 @@ TEST(memory_warning) {
         asked.total = i / 5 % 2 ? memory.reserved : memory.reserved * 2;
         training_grad(&t, 1);
         CHECK_OK(training_info(&t, 1, 1));
-        CHECK_EQ(logs_of(1201), (i / 5 + 1) / 2);
+        CHECK_EQ(logs_of(1211), (i / 5 + 1) / 2);
     }
     training_end(&t);
 }
@@ -1004,7 +1004,7 @@ TEST(disk_that_stays_full) {
         CHECK_ERR(amp_monitor_write(t.monitor, line), AMP_ERR_WRITE);
     }
     CHECK(strstr(amp_last_error(), "240004 bytes are kept, 2 lines were lost") != NULL);
-    CHECK_EQ(logs_of(1203), 1);
+    CHECK_EQ(logs_of(1213), 1);
     CHECK_ERR(amp_monitor_flush(t.monitor), AMP_ERR_WRITE);
     for (i = 0; i < 5; i++) {                           /* training goes on; each step says it once */
         int before = sys.writes;
@@ -1254,7 +1254,7 @@ TEST(sync_and_close) {
     CHECK_EQ(disk_lines(), 4);
     sys.fail_close = -EIO;
     training_end(&t);
-    CHECK(logged.id == 1204 && logged.count == 1);
+    CHECK(logged.id == 1214 && logged.count == 1);
 }
 
 int main(int argc, char **argv) {
