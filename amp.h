@@ -514,6 +514,44 @@ AMPI_HD int amp_is_finite_f64(const double *x) { return (ampi_bits_f64(*x) >> 52
 AMPI_HD int amp_is_finite_f16(uint16_t x)      { return (x & 0x7c00) != 0x7c00; }
 AMPI_HD int amp_is_finite_bf16(uint16_t x)     { return (x & 0x7f80) != 0x7f80; }
 
+/* ---- How numbers fit a format: where, among the magnitudes of finite fp32 (wide 0) or fp64 (wide 1) numbers, rounding to
+   fp16, bf16, E4M3 or E5M2 to nearest even changes kind.  A number x is counted at i where |x|, as an integer, is above
+   limit[i]; rounding is monotone, so the differences of these counts are those of the kinds. */
+enum { AMPI_FIT_ZERO = 0,           /* above: x is not 0 ... */
+       AMPI_FIT_KEPT = 1,           /* ... nor does it become 0 ... */
+       AMPI_FIT_NORMAL = 2,         /* ... nor subnormal; */
+       AMPI_FIT_LAST = 3,           /* it comes into the last binade ... */
+       AMPI_FIT_OVER = 4,           /* ... or beyond the largest number; */
+       AMPI_FIT_INFINITE = 5,       /* it is infinite ... */
+       AMPI_FIT_NAN = 6,            /* ... or NaN */
+       AMPI_FIT_LIMITS = 7 };
+typedef struct ampi_fit { uint64_t limit[AMPI_FIT_LIMITS]; } ampi_fit;
+
+/* The largest finite magnitude that rounds to at most `pattern`, by bisection. */
+AMPI_HD uint64_t ampi_fit_limit(int wide, int dm, int db, uint32_t largest, uint32_t pattern) {
+    uint64_t low = 0, high = (wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23) - 1;
+    while (low < high) {
+        uint64_t middle = low + (high - low + 1) / 2;
+        if (ampi_narrow(middle, wide, dm, db, largest, 0, AMPI_EVEN, 0) <= pattern) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+AMPI_HD ampi_fit ampi_fit_of(int wide, amp_dtype format) {
+    int dm = format == AMP_F16 ? 10 : format == AMP_BF16 ? 7 : format == AMP_E4M3 ? 3 : 2;
+    int db = format == AMP_BF16 ? 127 : format == AMP_E4M3 ? 7 : 15;
+    uint32_t largest = format == AMP_F16 ? 0x7bff : format == AMP_BF16 ? 0x7f7f : format == AMP_E4M3 ? 0x7e : 0x7b;
+    ampi_fit f;
+    f.limit[AMPI_FIT_ZERO] = 0;
+    f.limit[AMPI_FIT_KEPT] = ampi_fit_limit(wide, dm, db, largest, 0);
+    f.limit[AMPI_FIT_NORMAL] = ampi_fit_limit(wide, dm, db, largest, ((uint32_t)1 << dm) - 1);
+    f.limit[AMPI_FIT_LAST] = ampi_fit_limit(wide, dm, db, largest, (largest >> dm << dm) - 1);
+    f.limit[AMPI_FIT_OVER] = ampi_fit_limit(wide, dm, db, largest, largest);
+    f.limit[AMPI_FIT_NAN] = wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23;
+    f.limit[AMPI_FIT_INFINITE] = f.limit[AMPI_FIT_NAN] - 1;
+    return f;
+}
+
 /* ---- Random numbers that are a function of (seed, position), so any element can be computed anywhere, in any order.
    Philox4x32-10 (Salmon et al. 2011): four words from key = seed and counter = {block, stream}, low words first. */
 AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]) {
@@ -1004,6 +1042,40 @@ typedef struct amp_k_scale_ranges { /* data *= *factor, in fp32 (fp64 in fp64), 
     const float *factor;
 } amp_k_scale_ranges;
 
+/* How the values of a row fit a format. */
+typedef struct amp_k_inspected {
+    int64_t nan, infinite;          /* as they are */
+    int64_t nonzero;                /* NaN and infinite ones too */
+    int64_t underflow, subnormal;   /* not 0, and become 0, become subnormal, ... */
+    int64_t overflow, saturated;    /* ... finite, and become infinite (E4M3: NaN), come into the last binade */
+    float largest;                  /* largest finite magnitude, in fp32 to nearest (fp64 beyond it: fp32's largest); 0: none */
+    int32_t reserved;
+} amp_k_inspected;
+/* What nearest even to `dtype` would do to the values; nothing is changed.  Integer tests on bits: exact. */
+typedef struct amp_k_inspect {
+    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype (F32, F16, BF16 or F64), count, live */
+    amp_dtype dtype;                /* F16, BF16, E4M3 or E5M2 */
+    int32_t reserved;
+    amp_k_inspected *out;           /* one per row, overwritten; zeros where a row is not live */
+} amp_k_inspect;
+
+/* From the counts above each limit of ampi_fit to those of each kind; and one piece of a row added to another. */
+AMPI_HD void ampi_fit_count(const int64_t above[AMPI_FIT_LIMITS], amp_k_inspected *out) {
+    out->nan = above[AMPI_FIT_NAN];
+    out->infinite = above[AMPI_FIT_INFINITE] - above[AMPI_FIT_NAN];
+    out->nonzero = above[AMPI_FIT_ZERO];
+    out->underflow = above[AMPI_FIT_ZERO] - above[AMPI_FIT_KEPT];
+    out->subnormal = above[AMPI_FIT_KEPT] - above[AMPI_FIT_NORMAL];
+    out->saturated = above[AMPI_FIT_LAST] - above[AMPI_FIT_OVER];
+    out->overflow = above[AMPI_FIT_OVER] - above[AMPI_FIT_INFINITE];
+}
+AMPI_HD void ampi_fit_add(amp_k_inspected *sum, const amp_k_inspected *piece) {
+    sum->nan += piece->nan; sum->infinite += piece->infinite; sum->nonzero += piece->nonzero;
+    sum->underflow += piece->underflow; sum->subnormal += piece->subnormal;
+    sum->overflow += piece->overflow; sum->saturated += piece->saturated;
+    if (ampi_bits_f32(piece->largest) > ampi_bits_f32(sum->largest)) sum->largest = piece->largest;
+}
+
 /* The loss scaler as it lives in device memory; section 10 has the rules.  found_inf is the "any of the sets
    since the last update"; the counters serve the rate rule, hysteresis and reports. */
 typedef struct amp_k_scaler {
@@ -1079,6 +1151,17 @@ typedef enum amp_copy_kind {
     AMP_COPY_FORCE_I32 = 0x7fffffff
 } amp_copy_kind;
 
+/* Where memory lies. */
+typedef enum amp_place {
+    AMP_PLACE_UNKNOWN = 0,
+    AMP_PLACE_HOST = 1,             /* pageable memory of the host */
+    AMP_PLACE_PINNED = 2,           /* host memory that the device can read */
+    AMP_PLACE_DEVICE = 3,
+    AMP_PLACE_OTHER_DEVICE = 4,
+    AMP_PLACE_MANAGED = 5,          /* moves between host and device by itself */
+    AMP_PLACE_FORCE_I32 = 0x7fffffff
+} amp_place;
+
 typedef struct amp_memory_info {
     int64_t allocated;              /* bytes handed out now: the caller's, the caches', the optimizers' */
     int64_t reserved;               /* bytes taken from the system, the kernels' scratch included */
@@ -1137,6 +1220,7 @@ typedef struct amp_backend {
     void (*free_pinned)(void *dev, void *ptr, size_t bytes);
     amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
     amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
+    amp_result (*place)(void *dev, const void *ptr, amp_place *out);
     amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved, pinned and device_total only */
     /* streams and events; stream NULL is the context's own */
     amp_result (*stream_create)(void *dev, void **stream);
@@ -1189,6 +1273,7 @@ typedef struct amp_backend {
     amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
     amp_result (*sgd)(void *dev, const amp_k_sgd *args, void *stream);
     amp_result (*scale_ranges)(void *dev, const amp_k_scale_ranges *args, void *stream);
+    amp_result (*inspect)(void *dev, const amp_k_inspect *args, void *stream);
     amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
 } amp_backend;
 
@@ -3419,6 +3504,8 @@ typedef struct ampi_multi_vec {
     void (*scale)(float *g, int64_t n, float factor);
     void (*adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s);
     void (*sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s);     /* m may be NULL */
+    /* above[i] += magnitudes above limit[i], *largest: the greatest finite one, as bits; n below 2^31 */
+    void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
 
 /* ---- Vector kernels of section 2.  Pointers need no alignment; dst may be src where the sizes agree. */
@@ -6683,6 +6770,8 @@ struct ampi_multi_job {
     const void *args;
     const float *factor;            /* NULL: do not multiply */
     ampi_partial *partials;
+    const ampi_fit *fit;            /* of fp32 and fp64 */
+    amp_k_inspected *inspected;     /* of each chunk */
 };
 
 AMPI_PRIVATE int64_t ampi_row_chunks(const amp_k_tensor *row) {
@@ -6811,6 +6900,64 @@ static amp_result ampi_cpu_scale_ranges(void *dev, const amp_k_scale_ranges *arg
     job.factor = args->factor;
     if (ampi_bits_f32(*args->factor) != 0x3f800000u)
         ampi_multi_run((ampi_cpu *)dev, &job, args->table, args->tensors, ampi_scale_piece, args);
+    return AMP_OK;
+}
+
+/* ---- Inspect */
+
+AMPI_PRIVATE float ampi_inspect_f64(const void *data, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS]) {
+    uint64_t bits, largest = 0;
+    int64_t i;
+    int k;
+    for (i = 0; i < n; i++) {
+        memcpy(&bits, (const char *)data + 8 * i, 8);
+        bits &= ~(uint64_t)0 >> 1;
+        for (k = 0; k < AMPI_FIT_LIMITS; k++) above[k] += bits > fit->limit[k];
+        if (bits <= fit->limit[AMPI_FIT_INFINITE] && bits > largest) largest = bits;
+    }
+    return ampi_f32_of_bits(ampi_to_f32(largest, 1));
+}
+
+static void ampi_inspect_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                               int64_t chunk) {
+    const void *data = ampi_at(row->grad, row->grad_dtype, first);
+    amp_k_inspected *out = &job->inspected[chunk];
+    int64_t above[AMPI_FIT_LIMITS] = {0}, i, k;
+    float room[AMPI_MULTI_BLOCK];
+    uint32_t largest = 0;
+    memset(out, 0, sizeof *out);
+    if (row->grad_dtype == AMP_F64) out->largest = ampi_inspect_f64(data, n, &job->fit[1], above);
+    else {
+        for (i = 0; i < n; i += k) {
+            k = row->grad_dtype == AMP_F32 ? n : AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
+            job->vec->inspect(ampi_row_in(ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, room, job->path), k,
+                              job->fit, above, &largest);
+        }
+        out->largest = ampi_f32_of_bits(largest);
+    }
+    ampi_fit_count(above, out);
+}
+
+static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t chunks = ampi_multi_chunks(args->table, args->tensors), chunk = 0, end, r;
+    size_t bytes = (size_t)chunks * sizeof(amp_k_inspected);
+    ampi_fit fit[2];
+    ampi_multi_job job;
+    (void)stream;
+    memset(&job, 0, sizeof job);
+    fit[0] = ampi_fit_of(0, args->dtype);
+    fit[1] = ampi_fit_of(1, args->dtype);
+    job.fit = fit;
+    job.inspected = (amp_k_inspected *)ampi_cpu_scratch(cpu, bytes);
+    if (job.inspected == NULL) return ampi_cpu_no_scratch("amp_numerics_step", bytes);
+    ampi_multi_run(cpu, &job, args->table, args->tensors, ampi_inspect_piece, args);
+    for (r = 0; r < args->tensors; r++) {
+        memset(&args->out[r], 0, sizeof *args->out);
+        for (end = chunk + ampi_row_chunks(&args->table[r]); chunk < end; chunk++)
+            ampi_fit_add(&args->out[r], &job.inspected[chunk]);
+    }
+    ampi_cpu_release(cpu, job.inspected, bytes);
     return AMP_OK;
 }
 
@@ -6975,6 +7122,12 @@ static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, vo
     return AMP_OK;
 }
 
+static amp_result ampi_cpu_place(void *dev, const void *ptr, amp_place *out) {
+    (void)dev;
+    *out = ptr != NULL ? AMP_PLACE_HOST : AMP_PLACE_UNKNOWN;
+    return AMP_OK;
+}
+
 /* ---- GEMM with what may come with it: the other kernels in turn */
 
 /* c = act'(pre) * product + beta c: the product in fp32, then row by row. */
@@ -7085,7 +7238,7 @@ static const amp_backend ampi_cpu_backend = {
     AMP_ABI(amp_backend), "cpu",
     ampi_cpu_open, ampi_cpu_close, ampi_cpu_describe,
     1, 0,
-    ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_copy, ampi_cpu_fill, ampi_cpu_memory,
+    ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_copy, ampi_cpu_fill, ampi_cpu_place, ampi_cpu_memory,
     ampi_cpu_stream_create, ampi_cpu_stream_destroy, ampi_cpu_stream_sync,
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
@@ -7096,7 +7249,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
     ampi_cpu_swiglu, ampi_cpu_swiglu_backward, ampi_cpu_cross_entropy, ampi_cpu_mse,
     ampi_cpu_embedding, ampi_cpu_embedding_backward, ampi_cpu_dropout, ampi_cpu_add,
-    ampi_cpu_check, ampi_cpu_adamw, ampi_cpu_sgd, ampi_cpu_scale_ranges, ampi_cpu_rule
+    ampi_cpu_check, ampi_cpu_adamw, ampi_cpu_sgd, ampi_cpu_scale_ranges, ampi_cpu_inspect, ampi_cpu_rule
 };
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
@@ -14474,8 +14627,53 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int
     if (m != NULL) AMPI_V(ampi_store_tail)(m + i, a, rest);
 }
 
+/* Counts of AMPI_W numbers at a time, each lane's own; comparisons give -1. */
+typedef struct AMPI_V(ampi_inspect_sums) { ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest; } AMPI_V(ampi_inspect_sums);
+
+AMPI_PRIVATE inline void AMPI_V(ampi_inspect_one)(AMPI_V(ampi_inspect_sums) *s, ampi_vi x) {
+    ampi_vi finite, greater;
+    x &= 0x7fffffff;
+    s->above[0] -= (ampi_vi)(x > s->limit[0]);
+    s->above[1] -= (ampi_vi)(x > s->limit[1]);
+    s->above[2] -= (ampi_vi)(x > s->limit[2]);
+    s->above[3] -= (ampi_vi)(x > s->limit[3]);
+    s->above[4] -= (ampi_vi)(x > s->limit[4]);
+    finite = (ampi_vi)(x <= s->limit[AMPI_FIT_INFINITE]);
+    s->above[5] += finite + 1;
+    s->above[6] -= (ampi_vi)(x > s->limit[6]);
+    x &= finite;
+    greater = (ampi_vi)(x > s->largest);
+    s->largest = (x & greater) | (s->largest & ~greater);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit *fit,
+                                             int64_t above[AMPI_FIT_LIMITS], uint32_t *largest) {
+    AMPI_V(ampi_inspect_sums) s;
+    ampi_vi bits;
+    float rest[AMPI_W];
+    int64_t i;
+    int j, k;
+    memset(&s, 0, sizeof s);
+    for (k = 0; k < AMPI_FIT_LIMITS; k++) s.limit[k] += (int32_t)fit->limit[k];
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        memcpy(&bits, x + i, sizeof bits);
+        AMPI_V(ampi_inspect_one)(&s, bits);
+    }
+    if (i < n) {                    /* zeros count nowhere */
+        memset(rest, 0, sizeof rest);
+        memcpy(rest, x + i, (size_t)(n - i) * sizeof *x);
+        memcpy(&bits, rest, sizeof bits);
+        AMPI_V(ampi_inspect_one)(&s, bits);
+    }
+    for (j = 0; j < AMPI_W; j++) {
+        for (k = 0; k < AMPI_FIT_LIMITS; k++) above[k] += s.above[k][j];
+        if ((uint32_t)s.largest[j] > *largest) *largest = (uint32_t)s.largest[j];
+    }
+}
+
 static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
-    AMPI_V(ampi_multi_check), AMPI_V(ampi_multi_scale), AMPI_V(ampi_multi_adamw), AMPI_V(ampi_multi_sgd)
+    AMPI_V(ampi_multi_check), AMPI_V(ampi_multi_scale), AMPI_V(ampi_multi_adamw), AMPI_V(ampi_multi_sgd),
+    AMPI_V(ampi_multi_inspect)
 };
 
 #endif /* AMPI_PASS */
