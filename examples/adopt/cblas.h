@@ -5,7 +5,7 @@
  *
  * Operands are rounded to AMP_DTYPE, products and sums are fp32, and so is C.  The variable is read once, at the first
  * product: fp32, tf32, bf16, fp16 or auto; unset or empty it means auto, the best of this machine (see amp_choose), which
- * is never fp16 on a CPU.  fp16 makes infinity of operands beyond 65504.  AMP_VERBOSE=1 says what was chosen, and why.
+ * is never fp16 on a CPU.  fp16 makes infinity of operands beyond 65504.  CBLAS_VERBOSE=1 says what was chosen, and why.
  *
  * Everything else of CBLAS comes from the cblas.h that the program had before, found behind this one in the include path,
  * and from its library.  Where there is no such header, or with -DAMP_CBLAS_ALONE, there is only cblas_sgemm: other calls do
@@ -76,7 +76,7 @@ static void amp_cblas_say(const char *before, const char *name, const char *why,
 }
 
 static void amp_cblas_open(void) {
-    const char *name = getenv("AMP_DTYPE"), *verbose = getenv("AMP_VERBOSE");
+    const char *name = getenv("AMP_DTYPE"), *verbose = getenv("CBLAS_VERBOSE");
     amp_desc desc;
     amp_choice choice;
     memset(&desc, 0, sizeof desc);
