@@ -14027,7 +14027,652 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 
 /* ---- Advice */
 
+/* What is in force now, as settings. */
+static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
+                              amp_settings *s) {
+    const amp_desc *d = ampi_settings(amp);
+    memset(s, 0, sizeof *s);
+    s->disable = d->disable;
+    s->dtype = d->dtype;
+    s->level = d->level;
+    s->policy = d->policy;
+    s->mode = d->mode;
+    s->memory_efficient = d->memory_efficient;
+    s->disable_cache = d->disable_cache;
+    s->fallback = d->fallback;
+    s->allow_tf32 = d->allow_tf32;
+    s->autotune = d->autotune;
+    s->debug = d->logger.level == AMP_LOG_DEBUG;
+    if (scaler != NULL) s->scaler = scaler->desc;
+    s->scaler.disable = 0;
+    if (optimizer == NULL) return;
+    s->clip_norm = optimizer->desc.clip_norm;
+    s->accumulation = optimizer->desc.accumulation;
+    s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
+}
+
+/* What a decision is made from. */
+typedef struct ampi_facts {
+    const amp_advise_desc *desc;
+    const amp_device *device;
+    amp_choice automatic;           /* amp_choose's */
+    amp_memory_info memory;
+    amp_k_scaler scaler;            /* updates 0: no history in fp16 */
+    int is_short;                   /* 1: the step that ran took more than 90% of the memory */
+} ampi_facts;
+
+/* The row of a candidate that failed, or NULL. */
+static const amp_verify_row *ampi_failed_row(const amp_verify_report *report, amp_dtype dtype) {
+    int64_t i;
+    for (i = 0; report != NULL && i < report->n_rows; i++)
+        if (report->rows[i].dtype == dtype && report->rows[i].verdict != AMP_VERDICT_PASS) return &report->rows[i];
+    return NULL;
+}
+
+static const char *ampi_verdict_name(amp_verdict verdict) {
+    switch (verdict) {
+        case AMP_VERDICT_PASS: return "pass";
+        case AMP_VERDICT_INACCURATE: return "inaccurate";
+        case AMP_VERDICT_NONFINITE: return "not finite";
+        case AMP_VERDICT_FAILED: return "failed";
+        default: return "?";
+    }
+}
+
+/* Why a dtype is not to be used, in `why`; 0: it may be. */
+static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
+    const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
+    if (row != NULL) {
+        const char *where = row->first_bad[0] ? row->first_bad : row->worst_gradient[0] ? row->worst_gradient : row->worst_output;
+        snprintf(why, size, "%s: verified %s%s%.40s", amp_dtype_name(dtype), ampi_verdict_name(row->verdict),
+                 where[0] ? " in " : "", where);
+        return 1;
+    }
+    if (dtype != AMP_F16 || !f->scaler.at_floor) return 0;
+    snprintf(why, size, "fp16: gradients overflow at the lowest scale %g", (double)f->scaler.scale);
+    return 1;
+}
+
+static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
+    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
+}
+
+/* The automatic choice, or what comes after it: the 16-bit formats first, the wider range before the finer step. */
+static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
+    static const amp_dtype order[] = {AMP_BF16, AMP_F16, AMP_TF32, AMP_F32};
+    char why[100] = "", first[100] = "";
+    int i;
+    out->settings.dtype = f->automatic.dtype;
+    if (!ampi_speaks_against(f, f->automatic.dtype, first, sizeof first)) {
+        snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s", f->automatic.reason);
+        return;
+    }
+    for (i = 0; i < 4; i++)
+        if (order[i] != f->automatic.dtype && ampi_device_has(f->device, order[i]) &&
+            (order[i] == AMP_F32 || !ampi_speaks_against(f, order[i], why, sizeof why))) break;
+    out->settings.dtype = order[AMPI_MIN(i, 3)];
+    snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s; so %s", first, amp_dtype_name(out->settings.dtype));
+}
+
+#define AMPI_GIB(bytes) ((double)(bytes) / 1073741824.0)
+
+/* peak(b) = fixed + b each: what belongs to the parameters does not grow with the batch, all else in proportion. */
+static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
+    amp_parameter_bytes bytes;
+    double fixed, each, usable = 0.9 * (double)f->memory.device_total;
+    char *reason = out->batch_reason;
+    size_t size = sizeof out->batch_reason;
+    if (f->desc->batch == 0 || f->desc->optimizer == NULL) {
+        snprintf(reason, size, "not known before a step has run: it takes .batch and .optimizer");
+        return;
+    }
+    (void)amp_optimizer_bytes(f->desc->optimizer, &bytes);
+    fixed = bytes.total * (double)bytes.parameters + (double)f->memory.cast_cache;
+    each = ((double)f->memory.peak - fixed) / (double)f->desc->batch;
+    if (f->memory.device_total <= 0) {
+        snprintf(reason, size, "the device does not tell how much memory it has");
+        return;
+    }
+    f->is_short = (double)f->memory.peak > usable;
+    if (!(each > 0)) {
+        snprintf(reason, size, "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not amp_alloc's",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(fixed));
+        return;
+    }
+    out->batch = usable > fixed ? (int64_t)((usable - fixed) / each) : 0;
+    snprintf(reason, size, "peak %.3g GiB at batch %lld is %.3g GiB fixed and %.3g GiB a sample; 90%% of %.3g GiB hold %lld",
+             AMPI_GIB(f->memory.peak), (long long)f->desc->batch, AMPI_GIB(fixed), AMPI_GIB(each),
+             AMPI_GIB(f->memory.device_total), (long long)out->batch);
+}
+
+/* O2 halves weights, gradients and casts; that pays when they are what does not fit. */
+static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
+    int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
+    out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
+    out->settings.memory_efficient = f->is_short;
+    if (!f->is_short)
+        snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, and casts where they pay; %s",
+                 out->batch > 0 ? "memory is not short" : "nothing says that memory is short");
+    else
+        snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s", low ? "O2" : "O1",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(f->memory.device_total),
+                 low ? "16-bit weights with masters, no kept casts" : "no kept casts");
+}
+
+static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
+    char why[100] = "";
+    out->settings.allow_tf32 = f->device->tf32 && !ampi_speaks_against(f, AMP_TF32, why, sizeof why);
+    snprintf(out->tf32_reason, sizeof out->tf32_reason, "%s",
+             out->settings.allow_tf32 ? "on: what stays in fp32 is multiplied by tf32 instructions, with 10 bits of mantissa" :
+             f->device->tf32 ? why : "off: the device has no tf32 instructions");
+    out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+}
+
+/* From the scaler's own history.  Growth alone costs a skip per growth interval, so more than one step in a hundred means
+   that something else is wrong: hysteresis that takes several skips for one reduction, an interval that is too short, or a
+   scale that hangs just below the overflow. */
+static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
+    amp_scaler_desc *d = &out->settings.scaler;
+    const amp_k_scaler *s = &f->scaler;
+    char *reason = out->scaler_reason;
+    size_t size = sizeof out->scaler_reason;
+    double init = (double)d->init_scale, rate = s->updates > 0 ? (double)s->skips / (double)s->updates : 0;
+    out->settings.use_scaler = AMP_SCALER_USE_AUTO;
+    if (out->settings.dtype != AMP_F16) {
+        snprintf(reason, size, "%s has fp32's range and needs none", amp_dtype_name(out->settings.dtype));
+    } else if (s->updates == 0) {
+        snprintf(reason, size, "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
+    } else if (!(rate > 0.01) && !(s->scale < d->init_scale)) {
+        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: as it is", (long long)s->skips, (long long)s->updates, (double)s->scale);
+    } else if (!(rate > 0.01)) {
+        d->init_scale = s->scale;
+        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale, (long long)s->skips);
+    } else {
+        const char *cure = "backoff 0.25, and begin at a quarter of it";
+        if (s->scale < d->init_scale) d->init_scale = s->scale;
+        if (d->hysteresis > 1) {
+            d->hysteresis = 1;
+            cure = "hysteresis 1, so that one skip shrinks it";
+        } else if (d->growth_interval > 0 && d->growth_interval < 2000) {
+            d->growth_interval = 2000;
+            cure = "growth interval 2000";
+        } else {
+            d->backoff_factor = AMPI_MIN(d->backoff_factor, 0.25);
+            d->init_scale = AMPI_MAX(s->scale / 4, ampi_is_none(d->min_scale) ? 1.1754944e-38f : d->min_scale);
+        }
+        snprintf(reason, size, "%lld of %lld steps skipped, over 1%%, scale %g: %s", (long long)s->skips, (long long)s->updates,
+                 (double)s->scale, cure);
+    }
+}
+
+static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_desc *desc, ampi_facts *f) {
+    memset(f, 0, sizeof *f);
+    f->desc = desc;
+    f->device = &amp->machine.device;
+    AMPI_TRY(amp_choose(&amp->machine, AMP_DTYPE_DEFAULT, 0, &f->automatic));
+    AMPI_TRY(amp_memory(amp, &f->memory));
+    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->dtype != AMP_F16) return AMP_OK;
+    return amp_scaler_get(desc->scaler, &f->scaler);
+}
+
+AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
+    static const amp_advise_desc none = {0, NULL, NULL, NULL};
+    amp_advice advice;
+    ampi_facts f;
+    AMPI_TRY(ampi_check_abi("amp_advise", abi, AMP_ABI(amp_advise_desc)));
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
+    if (desc == NULL) desc = &none;
+    if (desc->batch < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
+    if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+    AMPI_TRY(ampi_gather_facts(amp, desc, &f));
+    memset(&advice, 0, sizeof advice);
+    ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
+    ampi_advise_dtype(&f, &advice);
+    ampi_advise_batch(&f, &advice);
+    ampi_advise_level(&f, &advice);
+    ampi_advise_tf32(&f, &advice);
+    ampi_advise_scaler(&f, &advice);
+    *out = advice;
+    return AMP_OK;
+}
+
+AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
+    const amp_settings *s;
+    char batch[24] = "unknown";
+    if (advice == NULL) return 0;
+    s = &advice->settings;
+    if (advice->batch > 0) snprintf(batch, sizeof batch, "%lld", (long long)advice->batch);
+    ampi_print(&sheet, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
+    ampi_print(&sheet, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
+    ampi_print(&sheet, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
+    ampi_print(&sheet, "batch    %-8s %s\n", batch, advice->batch_reason);
+    ampi_print(&sheet, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
+    return sheet.used;
+}
+
+AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+    const amp_scaler_desc *rule;
+    amp_settings s;
+    if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    ampi_settings_now(amp, scaler, optimizer, &s);
+    s.dtype = advice->settings.dtype;
+    s.allow_tf32 = advice->settings.allow_tf32;
+    s.memory_efficient = advice->settings.memory_efficient;
+    s.use_scaler = advice->settings.use_scaler;
+    rule = &advice->settings.scaler;            /* left at 0 by advice without a scaler */
+    if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
+    if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
+    if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
+    if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
+    AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
+    if (advice->settings.level != s.level)
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
+                 (int)s.level - (int)AMP_LEVEL_O0);
+    return AMP_OK;
+}
+
 /* ---- Tune */
+
+enum {
+    AMPI_TUNE_DTYPES = 4,
+    AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
+    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+};
+
+typedef struct ampi_candidate {
+    amp_dtype dtype;
+    amp_verdict verdict;
+    char reason[120];
+    int dropped;                    /* 1: failed; not tried with larger batches */
+    amp_tune_row *row;              /* of the batch at hand; NULL: not tried */
+    int64_t *times;                 /* nanoseconds of its steps with it */
+} ampi_candidate;
+
+typedef struct ampi_tune {
+    amp_context *amp;
+    amp_tune_desc desc;             /* effective */
+    amp_tune_report *out;
+    ampi_candidate candidates[AMPI_TUNE_DTYPES];
+    int n;
+    int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
+    uint64_t key;                   /* of the results in the file */
+    amp_state *state;               /* what the file holds, or NULL */
+    int foreign;                    /* 1: the file is something else, and stays */
+} ampi_tune;
+
+/* What a function of the host's means by its number, in words. */
+static void ampi_host_said(const char *what, int code, char *text, size_t size) {
+    const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
+    char id[16];
+    snprintf(id, sizeof id, "AMP%04d ", code);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
+                  strcmp(said, "unknown result") ? said : "");
+}
+
+static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
+    int64_t i, j;
+    if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
+    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    for (i = 0; i < d->n_dtypes; i++) {
+        amp_dtype t = d->dtypes[i];
+        if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
+            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(t));
+        for (j = 0; j < i; j++)
+            if (d->dtypes[j] == t) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d) {
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step is NULL");
+    AMPI_TRY(ampi_check_tune_dtypes(d));
+    if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
+    if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+    if (d->iterations < 0 || d->iterations > 1000)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
+    if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
+    if (d->file != NULL && d->file[0] == 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
+    AMPI_TRY(ampi_may_wait(amp));
+    if (ampi_settings(amp)->disable)
+        return ampi_fail(AMP_ERR_STATE, "amp_tune", "the context is disabled, so all precisions would be one: call amp_set_enabled first");
+    return AMP_OK;
+}
+
+static void ampi_tune_fill(ampi_tune *t) {
+    static const amp_dtype all[AMPI_TUNE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+    amp_tune_desc *d = &t->desc;
+    int i;
+    if (d->batch == 0) d->batch = 1;
+    if (d->max_batch == 0 || d->prepare == NULL) d->max_batch = d->batch;
+    if (d->iterations == 0) d->iterations = 10;
+    if (d->warmup == 0) d->warmup = 3;
+    if (d->model == NULL) d->model = "";
+    for (i = 0; i < (d->n_dtypes > 0 ? (int)d->n_dtypes : AMPI_TUNE_DTYPES); i++) {
+        ampi_candidate *c = &t->candidates[t->n];
+        c->dtype = d->n_dtypes > 0 ? d->dtypes[i] : all[i];
+        c->verdict = AMP_VERDICT_PASS;
+        t->n += d->n_dtypes > 0 || ampi_device_has(&t->amp->machine.device, c->dtype);
+    }
+}
+
+/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key stands for all that the results depend on */
+
+static uint64_t ampi_tune_hash(const ampi_tune *t) {
+    const amp_desc *s = ampi_settings(t->amp);
+    const amp_tune_desc *d = &t->desc;
+    char machine[1024];
+    int64_t numbers[] = {AMP_VERSION, s->level, s->policy, s->mode, s->allow_tf32, s->memory_efficient, s->disable_cache, s->threads,
+                         s->cpu_path, s->autotune, d->batch, d->max_batch, d->iterations, d->warmup, d->verify != NULL};
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    size_t i;
+    int k;
+    amp_machine_text(&t->amp->machine, machine, sizeof machine);
+    hash = ampi_hash_bytes(hash, machine, (int64_t)strlen(machine) + 1);
+    hash = ampi_hash_bytes(hash, d->model, (int64_t)strlen(d->model) + 1);
+    for (i = 0; i < sizeof numbers / sizeof numbers[0]; i++) hash = ampi_hash_number(hash, numbers[i]);
+    for (k = 0; k < t->n; k++) hash = ampi_hash_number(hash, t->candidates[k].dtype);
+    return d->verify ? ampi_hash_number(hash, (int64_t)ampi_bits_f64(d->verify->allowance)) : hash;
+}
+
+static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64]) {
+    snprintf(key, 64, "tune.%016llx.%s", (unsigned long long)t->key, name);
+}
+
+/* A row from its numbers; 0: they cannot be one. */
+static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
+    int i;
+    for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
+    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    memset(row, 0, sizeof *row);
+    row->dtype = (amp_dtype)(int)x[0];
+    row->verdict = (amp_verdict)(int)x[1];
+    row->batch = (int64_t)x[2];
+    row->peak = (int64_t)x[3];
+    row->seconds = x[4];
+    row->rate = x[5];
+    row->speedup = x[6];
+    memcpy(row->reason, text, sizeof row->reason - 1);
+    return 1;
+}
+
+/* 1: the report came from the file. */
+static int ampi_tune_known(ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
+    int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
+    ampi_tune_record(t, "rows", key);
+    ampi_tune_record(t, "text", text_key);
+    n = amp_state_count(t->state, key, NULL);
+    if (n < 0) return 0;                        /* another model, machine or desc */
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+        n /= AMPI_TUNE_NUMBERS;
+        if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
+            amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
+            for (i = 0; i < n && ampi_tune_decode(numbers + i * AMPI_TUNE_NUMBERS, text + i * size, &t->out->rows[i]); i++) {}
+            if (i == n) { t->out->n_rows = n; return 1; }
+        }
+    }
+    memset(t->out, 0, sizeof *t->out);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds rows that cannot be", t->desc.file);
+    return 0;
+}
+
+static int ampi_tune_read(ampi_tune *t) {
+    amp_result result;
+    if (t->desc.file == NULL) return 0;
+    t->key = ampi_tune_hash(t);
+    result = amp_state_load(&t->state, ampi_context_system(t->amp), t->desc.file);
+    if (result == AMP_OK) return ampi_tune_known(t);
+    t->foreign = result == AMP_ERR_FORMAT;
+    if (result != AMP_ERR_OPEN)                 /* not yet written */
+        ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s", t->foreign ? ", and the file left alone" : "", amp_last_error());
+    return 0;
+}
+
+static amp_result ampi_tune_put(const ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
+    int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
+    for (i = 0; i < t->out->n_rows; i++) {
+        const amp_tune_row *row = &t->out->rows[i];
+        double *x = numbers + i * AMPI_TUNE_NUMBERS;
+        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
+        memcpy(text + i * size, row->reason, (size_t)size);
+    }
+    ampi_tune_record(t, "rows", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_F64, numbers, i * AMPI_TUNE_NUMBERS));
+    ampi_tune_record(t, "text", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_U8, text, i * size));
+    return amp_state_save(t->state, t->desc.file);
+}
+
+/* Beside the results of others that the file holds. */
+static amp_result ampi_tune_write(ampi_tune *t) {
+    amp_result result = AMP_OK;
+    char why[200];
+    if (t->desc.file == NULL || t->foreign || t->out->n_rows == 0) return AMP_OK;
+    if (t->state == NULL) result = amp_state_create(&t->state, ampi_context_system(t->amp));
+    if (result == AMP_OK) result = ampi_tune_put(t);
+    if (result == AMP_OK) return AMP_OK;
+    snprintf(why, sizeof why, "%.199s", amp_last_error());
+    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are there, but not in %.100s: %s", t->desc.file, why);
+}
+
+/* ---- Timing */
+
+static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
+    c->dropped = 1;
+    c->row->verdict = AMP_VERDICT_FAILED;
+    ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
+}
+
+/* `n` steps with nothing queued behind them; times may be NULL. */
+static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
+    const amp_system *s = ampi_context_system(t->amp);
+    int64_t begun;
+    int i, code = 0;
+    for (i = 0; i < n && code == 0; i++) {
+        begun = s->clock_ns(s->user);
+        code = t->desc.step(t->desc.user, t->amp);
+        if (code == 0) code = (int)amp_sync(t->amp);
+        if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
+    }
+    return code;
+}
+
+/* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
+static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
+    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    amp_memory_info memory;
+    amp_choice choice;
+    code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
+    if (code == 0) code = (int)amp_set_dtype(t->amp, c->dtype);
+    if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
+    code = ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL);
+    amp_memory_reset_peak(t->amp);
+    if (code == 0) code = ampi_tune_steps(t, n, c->times + done);
+    if (code == 0) code = (int)amp_memory(t->amp, &memory);
+    if (code == 0) { c->row->peak = AMPI_MAX(c->row->peak, memory.peak); return; }
+    ampi_tune_failed(c, "step", code);
+    (void)amp_cleanup(t->amp, NULL);
+}
+
+/* The middle one, or the mean of the two in the middle; sorts. */
+static double ampi_median_ns(int64_t *times, int n) {
+    int i, j;
+    for (i = 1; i < n; i++) {
+        int64_t x = times[i];
+        for (j = i; j > 0 && times[j - 1] > x; j--) times[j] = times[j - 1];
+        times[j] = x;
+    }
+    return 0.5 * ((double)times[(n - 1) / 2] + (double)times[n / 2]);
+}
+
+static void ampi_tune_finish_rows(ampi_tune *t) {
+    double full = 0;
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        if (c->row == NULL || c->row->verdict == AMP_VERDICT_FAILED) continue;
+        c->row->seconds = 1e-9 * ampi_median_ns(c->times, t->desc.iterations);
+        if (c->row->seconds > 0) c->row->rate = (double)c->row->batch / c->row->seconds;
+        if (c->dtype == AMP_F32) full = c->row->seconds;
+    }
+    for (k = 0; k < t->n; k++)
+        if (t->candidates[k].row != NULL && t->candidates[k].row->seconds > 0)
+            t->candidates[k].row->speedup = full / t->candidates[k].row->seconds;
+}
+
+/* Rows for the candidates that are still in it. */
+static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        c->row = c->dropped ? NULL : &t->out->rows[t->out->n_rows++];
+        if (c->row == NULL) continue;
+        memset(c->row, 0, sizeof *c->row);
+        c->row->dtype = c->dtype;
+        c->row->batch = batch;
+        c->row->verdict = c->verdict;
+        memcpy(c->row->reason, c->reason, sizeof c->reason);
+        c->dropped = c->verdict == AMP_VERDICT_FAILED;
+    }
+}
+
+static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
+    int done, k;
+    ampi_tune_open_rows(t, batch);
+    for (done = 0; done < t->desc.iterations; done += AMPI_TUNE_TURN)
+        for (k = 0; k < t->n; k++)
+            if (t->candidates[k].row != NULL && !t->candidates[k].dropped) ampi_tune_turn(t, &t->candidates[k], done);
+    ampi_tune_finish_rows(t);
+}
+
+static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
+    int code = t->desc.prepare && t->prepared != batch ? t->desc.prepare(t->desc.user, t->amp, batch) : 0;
+    t->prepared = code == 0 ? batch : 0;
+    return code;
+}
+
+/* Verdicts hold for every batch size. */
+static amp_result ampi_tune_verify(ampi_tune *t) {
+    amp_verify_desc v;
+    amp_verify_report report;
+    amp_dtype dtypes[AMPI_TUNE_DTYPES];
+    int64_t i;
+    int k;
+    if (t->desc.verify == NULL) return AMP_OK;
+    v = *t->desc.verify;
+    v.dtypes = dtypes;
+    v.n_dtypes = 0;
+    for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
+    if (v.n_dtypes == 0) return AMP_OK;
+    memset(&report, 0, sizeof report);
+    AMPI_TRY(amp_verify(t->amp, &v, &report));
+    for (i = 0; i < report.n_rows; i++)
+        for (k = 0; k < t->n; k++) {
+            if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
+            t->candidates[k].verdict = report.rows[i].verdict;
+            snprintf(t->candidates[k].reason, sizeof t->candidates[k].reason, "%.119s", report.rows[i].advice);
+        }
+    return AMP_OK;
+}
+
+static int ampi_tune_left(const ampi_tune *t) {
+    int k, left = 0;
+    for (k = 0; k < t->n; k++) left += !t->candidates[k].dropped;
+    return left;
+}
+
+static amp_result ampi_tune_run(ampi_tune *t) {
+    int64_t batch = t->desc.batch;
+    int k, code;
+    while (ampi_tune_left(t) > 0 && t->out->n_rows + ampi_tune_left(t) <= AMP_TUNE_ROWS) {
+        code = ampi_tune_prepare(t, batch);
+        if (code != 0) {
+            ampi_tune_open_rows(t, batch);
+            for (k = 0; k < t->n; k++) if (t->candidates[k].row != NULL) ampi_tune_failed(&t->candidates[k], "prepare", code);
+            break;
+        }
+        if (batch == t->desc.batch) AMPI_TRY(ampi_tune_verify(t));
+        ampi_tune_batch(t, batch);
+        if (batch > t->desc.max_batch / 2) break;
+        batch *= 2;
+    }
+    return AMP_OK;
+}
+
+/* The highest rate; the first row of those with the same. */
+static void ampi_tune_pick(amp_tune_report *out) {
+    int64_t i;
+    out->best = -1;
+    for (i = 0; i < out->n_rows; i++)
+        if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
+}
+
+static amp_result ampi_tune_time(ampi_tune *t) {
+    amp_dtype before = ampi_settings(t->amp)->dtype;
+    int64_t *times;
+    amp_result result, restored;
+    int k;
+    AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
+    for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
+    result = ampi_tune_run(t);
+    restored = amp_set_dtype(t->amp, before);
+    ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
+    return result != AMP_OK ? result : restored;
+}
+
+AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) {
+    amp_result result = AMP_OK;
+    amp_tune_report report;
+    char why[200];
+    ampi_tune t;
+    int code;
+    AMPI_TRY(ampi_check_abi("amp_tune", abi, AMP_ABI(amp_tune_desc)));
+    if (amp == NULL || desc == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
+    AMPI_TRY(ampi_check_tune(amp, desc));
+    memset(&t, 0, sizeof t);
+    t.amp = amp;
+    t.desc = *desc;
+    t.out = &report;
+    memset(&report, 0, sizeof report);
+    ampi_tune_fill(&t);
+    report.from_file = ampi_tune_read(&t);
+    if (!report.from_file) result = ampi_tune_time(&t);
+    ampi_tune_pick(&report);
+    if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);
+    amp_state_destroy(t.state);
+    if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
+    *out = report;
+    code = ampi_tune_prepare(&t, out->best >= 0 ? out->rows[out->best].batch : t.desc.batch);
+    if (code == 0 || out->best < 0) return result;
+    ampi_host_said("prepare", code, why, sizeof why);
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
+}
+
+AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
+    int64_t i;
+    if (report == NULL) return 0;
+    ampi_print(&sheet, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
+    for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
+        const amp_tune_row *row = &report->rows[i];
+        ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
+        if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
+        else ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
+        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+    }
+    return sheet.used;
+}
 
 /* ---- Recover */
 
