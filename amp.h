@@ -51,12 +51,15 @@
        >>operators   linear, matmul, gemm, attention, norms, softmax, activations, losses, embedding, dropout
        >>gradients   sets, the loss scaler, optimizers, the step
        >>data        the prefetching loader: token files, .npy arrays, callbacks
+       >>watch       settings, status, records of steps and epochs, how values fit a format
+       >>care        verify, gradient check, advice, tuning, recovery
 
    AT A GLANCE
 
        open and close         amp_cpu amp_open amp_close amp_query amp_query_machine amp_query_choice amp_set_dtype
+                              amp_set_enabled
        memory                 amp_alloc amp_free amp_copy amp_fill amp_sync amp_memory amp_memory_reset_peak
-                              amp_event_record amp_event_wait
+                              amp_cleanup amp_event_record amp_event_wait
        errors                 amp_last_error amp_result_text amp_result_hint amp_version
        files                  amp_file_write_atomic amp_file_read_all amp_file_free amp_system_default
        numbers                amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
@@ -75,13 +78,19 @@
        loss scaling           amp_scaler_create amp_scaler_seed amp_scaler_check amp_scaler_update amp_scaler_get
                               amp_scaler_set_scale amp_scaler_rescale
        gradients              amp_set_create amp_set_found amp_set_device amp_set_apply
-       optimizers             amp_optimizer_create amp_optimizer_set_lr amp_optimizer_step amp_step amp_outcome_next
-                              amp_optimizer_bytes
+       optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_outcome_next amp_optimizer_bytes
+                              amp_optimizer_set_lr amp_optimizer_set_clip amp_optimizer_set_accumulation
        graphs                 amp_graph_begin amp_graph_end amp_graph_launch
        data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
                               every created object has _destroy, and _query for its effective settings
+       settings               amp_settings_set amp_settings_read_file amp_settings_read_env amp_settings_fill
+                              amp_settings_apply amp_settings_text
+       watching               amp_status_get amp_monitor_create amp_monitor_phase amp_monitor_step amp_monitor_next
+                              amp_monitor_epoch amp_numerics_create amp_numerics_step amp_range_push
+       care                   amp_verify amp_verify_placement amp_gradcheck amp_advise amp_apply amp_tune
+                              amp_recovery_create amp_recovery_step amp_recovery_memory
 
    BUILD
 
@@ -270,7 +279,8 @@ typedef struct amp_system {
     void *user;
     void *(*alloc)(void *user, size_t size, size_t align);
     void (*free)(void *user, void *ptr, size_t size);
-    int (*file_open)(void *user, const char *path, int for_writing, intptr_t *file);
+    int (*file_open)(void *user, const char *path, int for_writing, intptr_t *file);    /* 0: to read; 1: a new or
+                                                       emptied file to write; 2: what is there, or a new file, to read and write */
     int64_t (*file_read)(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset);
     int64_t (*file_write)(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset);
     int64_t (*file_size)(void *user, intptr_t file);
@@ -1241,6 +1251,8 @@ typedef enum amp_autotune {
     .device           0                            device index
     .threads          all cores of the process     1 to 1024 (OpenMP builds; otherwise 1)
     .seed             0                            of dropout
+    .fallback         none                         F32, TF32, F16, BF16: replaces a dtype the device lacks, instead of an
+                                                   error or the nearest; operators overridden to AMP_CAST_FP32 compute in it
     .cpu_path         best                         what this CPU has
     .autotune         OFF                          OFF, ON: a device times its ways to the first product of each shape
                                                    (not while a graph is captured); amp_cpu() has no use for it
@@ -1254,6 +1266,10 @@ typedef struct amp_desc {
     amp_mode mode;
     int32_t allow_fallback;         /* 1: a dtype the device lacks is replaced, with a logged reason; 0: refused */
     int32_t disable_cache;          /* 1: no cast cache */
+    int32_t disable;                /* 1: regions compute in their operands' dtypes until amp_set_enabled */
+    int32_t allow_tf32;             /* 1: products that would be computed in F32 are computed in TF32 */
+    int32_t memory_efficient;       /* 1: the cast cache is emptied when the last region closes; hosts ask for it, to recompute */
+    amp_dtype fallback;
     int64_t cache_limit;            /* bytes of the cast cache; 0: no limit */
     int64_t mask_limit;             /* bytes of the mask cache; 0: no limit */
     const amp_backend *backend;
@@ -1283,6 +1299,9 @@ AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out);
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out);
 /* Changes the compute dtype of regions that begin from now on; drops the cast cache.  Errors: 104, 108. */
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
+/* Off: regions that begin from now on compute in their operands' dtypes, as islands do; on: in the context's dtype again.
+   Everything else goes on: the scaler scales, caches stay.  Errors: 101. */
+AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled);
 
 /* Device memory, 64-byte aligned (256 on CUDA).  *ptr is NULL for 0 bytes.  Errors: 102, 301. */
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes);
@@ -1299,6 +1318,9 @@ AMP_API amp_result amp_event_record(amp_context *amp, void *event);
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event);
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out);
 AMP_API void amp_memory_reset_peak(amp_context *amp);
+/* Gives back what can be made again: cached casts and masks nobody holds, scratch kept for later.  Waits.  *freed: bytes
+   (may be NULL).  Errors: 101, 106 while a graph is captured, 501. */
+AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed);
 
 /* Makes parameters known: gives each an id, so that its casts are cached.  The array must stay where it is
    until amp_param_forget or amp_close.  Names must be unique in a context.  Errors: 101, 103, 104, 107, 301. */
@@ -1920,6 +1942,10 @@ AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optim
 AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer);
 /* From the next step on.  0 is a learning rate.  Errors: 102 negative or not finite. */
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
+/* The largest allowed norm from the next check on; 0: none.  Errors: 101, 102. */
+AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm);
+/* Micro-batches per step, from a new cycle on: what the one begun has accumulated is dropped.  Errors: 101, 102. */
+AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
 /* The masters are made again from the weights (after a host loaded weights), and cached casts of them are dropped. */
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
 /* What storage costs: bytes per parameter, averaged over all that have a gradient.  Errors: 101. */
@@ -2370,6 +2396,544 @@ AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *o
    Errors of save: 102, 301; of load: 107, 408, 410. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
+
+/* ==== 12 >>watch ====================================================================================
+   Settings that reach every part, what the library is doing, records of each step and epoch, and what the
+   numbers in the tensors look like.                                                                     */
+
+/* ---- Settings: one struct for everything below, from a program, a file or the environment */
+
+typedef enum amp_scaler_use {
+    AMP_SCALER_USE_DEFAULT = 0,     /* AUTO */
+    AMP_SCALER_USE_AUTO = 1,        /* for fp16 alone */
+    AMP_SCALER_USE_ON = 2, AMP_SCALER_USE_OFF = 3,
+    AMP_SCALER_USE_FORCE_I32 = 0x7fffffff
+} amp_scaler_use;
+
+/* What to do about trouble: see amp_trouble. */
+typedef enum amp_nan_action {
+    AMP_NAN_DEFAULT = 0,            /* SKIP */
+    AMP_NAN_REPORT = 1,             /* a warning; without a scaler the step is applied all the same, as in PyTorch */
+    AMP_NAN_SKIP = 2,               /* a warning; the step is skipped */
+    AMP_NAN_STOP = 3,               /* as SKIP, and the record asks the host to stop */
+    AMP_NAN_RECOVER = 4,            /* as SKIP, and the record asks the host to call amp_recovery_step */
+    AMP_NAN_FORCE_I32 = 0x7fffffff
+} amp_nan_action;
+
+#define AMP_INTERVAL_OFF (-1)       /* an interval: never */
+
+/* The words in quotes are the key in files, and in capitals behind AMP_ the environment variable.  Words are those of
+   the enums without their prefix, in either case; switches are true, false, on, off, yes, no, 1, 0; "default" takes any
+   key back to its default.  An interval is a number of steps, or "off".
+
+    "enabled"            .disable           true       false: regions compute in their operands' dtypes
+    "dtype"              .dtype             auto       fp32, tf32, fp16, bf16
+    "level"              .level             O1         O0 to O3
+    "policy"             .policy            fused      fused, torch
+    "mode"               .mode              training   training, inference
+    "memory_efficient"   .memory_efficient  false      the cast cache is emptied when the last region closes, and models
+                                                       that can recompute do (examples/train_gpt.c)
+    "cache"              .disable_cache     true       the cast cache
+    "fallback"           .fallback          none       see amp_desc.fallback
+    "tf32"               .allow_tf32        false      products left in fp32 are computed in TF32
+    "autotune"           .autotune          off        off, on
+    "scaler"             .use_scaler        auto       auto (fp16 alone), on, off
+    "scaler_preset"      .scaler.preset     default    the names of amp_scaler_preset
+    "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
+                         .scaler            the preset's; a floor, ceiling or growth interval may be "none"
+    "clip_norm"          .clip_norm         none       above 0, finite
+    "accumulation"       .accumulation      1          1 to 1000000 micro-batches per step
+    "log_interval"       .log_interval      100        steps between step records
+    "memory_interval"    .memory_interval   100        steps between memory queries
+    "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
+    "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
+    "memory_warning"     .memory_warning    0.9        share of the device's memory, 0 to 1, that is worth a warning
+    "nan_action"         .nan_action        skip       report, skip, stop, recover
+    "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
+    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
+    "debug"              .debug             false      the log tells each operator's decision, once                      */
+typedef struct amp_settings {
+    int32_t disable;
+    amp_dtype dtype;
+    amp_level level;
+    amp_policy policy;
+    amp_mode mode;
+    int32_t memory_efficient, disable_cache;
+    amp_dtype fallback;
+    int32_t allow_tf32;
+    amp_autotune autotune;
+    amp_scaler_use use_scaler;
+    amp_nan_action nan_action;
+    amp_scaler_desc scaler;         /* .disable stays 0: see use_scaler */
+    double clip_norm;
+    int32_t accumulation, max_skips;
+    int32_t max_retries;            /* 0: the default; AMP_NO_RETRIES: none */
+    int32_t debug;
+    int64_t log_interval, memory_interval, cleanup_interval, numerics_interval;     /* 0: the default; AMP_INTERVAL_OFF */
+    double memory_warning;          /* 0: the default; 1: never */
+} amp_settings;
+#define AMP_NO_RETRIES (-1)
+
+/* Sets one by its key.  On failure nothing changes.  Errors: 101, 107 no such key (the text names the nearest), 102 a
+   value out of range or no value of this key. */
+AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value);
+/* Lines "key = value"; # begins a comment, blank lines are allowed, a key may stand only once.  All or nothing.
+   name stands in error texts, which say line and key.  Errors: as above, and 404 a line that is neither, 110 twice. */
+AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes);
+/* The same from a file.  Errors: also 301, 401, 402. */
+AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_system *system, const char *path);
+/* From the environment: AMP_DTYPE=bf16 and its kin; nothing else in the library reads it.  All or nothing.
+   Errors: as amp_settings_set; 107 for a variable AMP_... that is no key. */
+AMP_API amp_result amp_settings_read_env(amp_settings *settings);
+/* Settings that contradict each other.  Errors: 102, 110 with both keys. */
+AMP_API amp_result amp_settings_check(const amp_settings *settings);
+/* Every effective setting as a file that amp_settings_read_text takes, as snprintf does it. */
+AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
+
+/* What a context's other parts are to be created with: fields of the descs that are settings are overwritten, the rest
+   stays.  Each pointer may be NULL.  scaler->disable becomes 1 where no scaler is wanted; for "auto" that takes the
+   context's dtype, so pass amp when it is open, and NULL before.  Errors: 101, 102, 105, 110. */
+typedef struct amp_monitor_desc amp_monitor_desc;
+AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
+                                       amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor,
+                                       uint64_t abi);
+AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
+                                         amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor) {
+    return amp_settings_fill_v(settings, amp, desc, scaler, optimizer, monitor, AMP_ABI(amp_settings));
+}
+/* The same between two steps of a running training: dtype, enabled, mode, caches, fallback, tf32, clipping,
+   accumulation, the scaler's rule, intervals and actions change; a level, policy or scaler preset other than that in
+   force is refused, and then nothing has changed.  scaler, optimizer and monitor may be NULL.  Captured graphs are out
+   of date afterwards.  Errors: 101, 102, 105, 108 the device lacks the dtype, 110 what cannot change. */
+typedef struct amp_monitor amp_monitor;
+AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi);
+AMPI_INLINE amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                          amp_optimizer *optimizer, amp_monitor *monitor) {
+    return amp_settings_apply_v(settings, amp, scaler, optimizer, monitor, AMP_ABI(amp_settings));
+}
+
+/* ---- Status: everything at a glance */
+
+typedef struct amp_status {
+    int32_t version, enabled;       /* AMP_VERSION of the implementation */
+    char backend[16];
+    amp_machine machine;            /* with the device and what it supports */
+    amp_choice choice;              /* the compute dtype in force, and why */
+    amp_level level;
+    amp_policy policy;
+    amp_mode mode;
+    int32_t memory_efficient, allow_tf32;
+    int32_t has_scaler;             /* 0: no scaler, or a disabled one; the next fields are then 1 and 0 */
+    float scale;
+    int32_t growth_tracker, growth_interval, at_floor;
+    int64_t updates, skips, consecutive_skips;
+    amp_cache_info cast_cache, mask_cache;
+    amp_memory_info memory;
+    double memory_share;            /* of the device's memory in use; -1 unknown */
+    int32_t memory_warned, reserved;/* 1: the share has reached the warning threshold */
+    amp_telemetry telemetry;
+} amp_status;
+/* memory_warning: as in amp_settings.  scaler may be NULL.  Waits for the device.  Errors: 101, 102, 106 while a graph is
+   captured, 501. */
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out);
+/* As a table and as one JSON object; fields that cannot be had say "not here" (JSON: null).  As snprintf does it. */
+AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size);
+AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size);
+
+/* Names a stretch of work for a profiler (NVTX ranges, where amp_cuda.cu was built with -DAMP_NVTX); ranges nest.
+   Without a profiler nothing happens. */
+AMP_API void amp_range_push(amp_context *amp, const char *name);
+AMP_API void amp_range_pop(amp_context *amp);
+
+/* ---- Monitor: records of steps and epochs, one JSON object per line
+
+       for each step:
+           amp_monitor_phase(monitor, AMP_PHASE_DATA);      amp_loader_next ...
+           amp_monitor_phase(monitor, AMP_PHASE_FORWARD);   ...
+           amp_monitor_phase(monitor, AMP_PHASE_BACKWARD);  ...
+           amp_monitor_phase(monitor, AMP_PHASE_OPTIMIZER); amp_step ...
+           amp_monitor_step(monitor, &info);
+           while (amp_monitor_next(monitor, &record)) ...;      in place of amp_outcome_next
+       at an epoch's end: amp_monitor_epoch(monitor, &epoch);                                                          */
+
+typedef enum amp_phase {
+    AMP_PHASE_OTHER = 0, AMP_PHASE_DATA = 1, AMP_PHASE_FORWARD = 2, AMP_PHASE_BACKWARD = 3, AMP_PHASE_OPTIMIZER = 4,
+    AMP_PHASES = 5,
+    AMP_PHASE_FORCE_I32 = 0x7fffffff
+} amp_phase;
+
+/* What is wrong with a step.  An overflow that a scaler answers is not trouble. */
+typedef enum amp_trouble {
+    AMP_TROUBLE_NONE = 0,
+    AMP_TROUBLE_LOSS = 1,           /* the loss is infinite or NaN */
+    AMP_TROUBLE_GRADIENTS = 2,      /* gradients are, and there is no scaler whose scale could shrink */
+    AMP_TROUBLE_FLOOR = 3,          /* they are, and the scale is at its floor */
+    AMP_TROUBLE_SKIPS = 4,          /* max_skips steps in a row were skipped */
+    AMP_TROUBLE_FORCE_I32 = 0x7fffffff
+} amp_trouble;
+
+/*  .path              none         JSON lines go here
+    .append            0            1: behind what is there (a torn last line is closed first); 0: a new file
+    .log_interval      100          steps between step records in the file; those with trouble or a skip are always written
+    .memory_interval   100          steps between memory queries; the device is asked at no other time
+    .cleanup_interval  off          steps between calls of amp_cleanup
+    .memory_warning    0.9          as in amp_settings; said once per crossing
+    .nan_action        SKIP
+    .max_skips         25                                                                                             */
+struct amp_monitor_desc {
+    const char *path;
+    int32_t append, max_skips;
+    amp_optimizer *optimizer;       /* its outcomes are taken from here; required */
+    amp_scaler *scaler;             /* may be NULL */
+    int64_t log_interval, memory_interval, cleanup_interval;
+    double memory_warning;
+    amp_nan_action nan_action;
+    int32_t reserved;
+};
+/* Destroy it before its optimizer.  Errors: 101, 102, 105, 301, 401, 402, 403. */
+AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
+    return amp_monitor_create_v(amp, out, desc, AMP_ABI(amp_monitor_desc));
+}
+/* Writes what is still to be written; errors are logged. */
+AMP_API void amp_monitor_destroy(amp_monitor *monitor);
+AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out);
+
+/* The phase that begins now ends the one before; times are the device's own where it has events.  Also a profiler's
+   range.  Errors: 101, 102, 501. */
+AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase);
+
+typedef struct amp_step_info {
+    double loss;
+    int32_t no_loss;                /* 1: the loss was not read in this step */
+    int32_t reserved;
+    int64_t tokens;                 /* or samples, of all micro-batches of the step; for the rate */
+} amp_step_info;
+/* Ends a step, after amp_step stepped.  Errors: 101, 501; 403 when lines could not be written: they are kept (up to 256 KiB)
+   and written as soon as that works again; training may go on. */
+AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
+
+typedef struct amp_step_record {
+    amp_outcome outcome;
+    int64_t epoch;                  /* from 0 */
+    double loss;                    /* NaN: not read */
+    int64_t tokens;
+    double tokens_per_second, seconds, phase_seconds[AMP_PHASES];
+    amp_dtype dtype;                /* AMP_F32 while disabled */
+    amp_trouble trouble;
+    amp_nan_action action;          /* what is to be done about it; DEFAULT: nothing */
+    int32_t has_memory;             /* 1: memory was queried in this step */
+    amp_memory_info memory;
+} amp_step_record;
+/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  Read it before the epoch
+   ends; 64 are kept. */
+AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
+/* Makes the records of all steps due, and waits. */
+AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
+/* A line of the host's own: one JSON object without line ends.  Errors: 101, 102 it is none, 403 as above. */
+AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
+
+/* One epoch, or the mean of several. */
+typedef struct amp_epoch_record {
+    int64_t epoch;                  /* its number; in a mean: how many */
+    int64_t steps, skipped;
+    double loss;                    /* mean of those read; NaN: none was */
+    double seconds, phase_seconds[AMP_PHASES], tokens_per_second;
+    int64_t peak;                   /* bytes, most in the epoch */
+    amp_dtype dtype;                /* of most of its steps */
+    int32_t mixed;                  /* 1: fp16, bf16 or tf32 */
+} amp_epoch_record;
+/* Ends an epoch: waits for its steps, writes its record and starts the peak of memory anew.  Records not yet taken stay.
+   Errors: 101, 106 it has no steps, 403, 501. */
+AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out);
+/* Mixed-precision epochs beside full-precision ones: means of loss, time and rate, the greater peak.  epoch 0: there was
+   none of that kind, and the ratios are 0. */
+typedef struct amp_epoch_summary {
+    amp_epoch_record mixed, full;
+    double speedup;                 /* seconds of full over mixed, per step */
+    double memory_ratio;            /* peak of mixed over full */
+    double loss_difference;         /* mixed - full */
+} amp_epoch_summary;
+AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out);
+AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size);
+
+/* ---- Numerics: how the values of each tensor fit a format */
+
+typedef enum amp_remedy {
+    AMP_REMEDY_NONE = 0,
+    AMP_REMEDY_LOWER_SCALE = 1,     /* scaled gradients overflow and would fit */
+    AMP_REMEDY_RAISE_SCALE = 2,     /* scaled gradients underflow, and there is room above */
+    AMP_REMEDY_LAYER_FP32 = 3,      /* few tensors do not fit whatever the scale: amp_layer_override for these */
+    AMP_REMEDY_BF16 = 4,            /* many do not: a format with a wider range */
+    AMP_REMEDY_LOOK = 5,            /* NaN that no precision causes: data, learning rate, a division in the model */
+    AMP_REMEDY_FORCE_I32 = 0x7fffffff
+} amp_remedy;
+
+typedef struct amp_numerics_row {
+    const char *name;
+    int32_t gradient;               /* 1: of the gradient, as it lies in memory (scaled); 0: of the weight */
+    float largest;                  /* largest finite magnitude; 0 if there is none */
+    int64_t count, infinite, nan;
+    double underflow;               /* share of values that are not 0 and become 0 in the format ... */
+    double subnormal;               /* ... or subnormal, which has fewer digits */
+    double overflow;                /* share that becomes infinite, or is */
+    double saturation;              /* share in the format's last binade: one doubling away from that */
+} amp_numerics_row;
+
+typedef struct amp_numerics_report {
+    int64_t step;                   /* calls so far */
+    int32_t due;                    /* 0: the interval has not come; the rest is that of the last time */
+    amp_remedy remedy;
+    const amp_numerics_row *rows; int64_t n_rows;       /* the object's; gradients first */
+    const char *first_bad;          /* first tensor with an infinity or NaN, or NULL */
+    const char *worst;              /* the tensor the remedy is about, or NULL */
+    float wanted_scale;             /* LOWER_SCALE, RAISE_SCALE: a power of two */
+    char text[240];                 /* the remedy and its reason in words */
+} amp_numerics_report;
+
+/*  .dtype      the context's; F16 for F32 and TF32     F16, BF16, E4M3, E5M2: the format that values are held against
+    .interval   100                                     calls                                                          */
+typedef struct amp_numerics_desc {
+    amp_param *params; int64_t n_params;                /* weights and live gradients; the array must stay */
+    const amp_range *ranges; int64_t n_ranges;          /* and any others, such as activations; copied */
+    amp_scaler *scaler;                                 /* whose scale the gradients carry; may be NULL */
+    amp_dtype dtype;
+    int32_t reserved;
+    int64_t interval;
+} amp_numerics_desc;
+typedef struct amp_numerics amp_numerics;
+/* Errors: 101, 102, 104, 105, 301. */
+AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_numerics_create(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc) {
+    return amp_numerics_create_v(amp, out, desc, AMP_ABI(amp_numerics_desc));
+}
+AMP_API void amp_numerics_destroy(amp_numerics *numerics);
+/* Between backward and step.  At its interval it reads every tensor once and waits; otherwise it only counts.
+   Errors: 101, 106 while a graph is captured, 501. */
+AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report *out);
+AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, size_t size);
+
+/* ==== 13 >>care =====================================================================================
+   Does mixed precision work here, which is best, and what to do when it goes wrong.                    */
+
+/* ---- Verify: a step of the host's in fp32 and in each candidate, on the same batch */
+
+/* Forward and backward of one batch, always the same; 0, or an amp_result, or any number of the host's for failure.  Regions
+   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names. */
+typedef int (*amp_step_function)(void *user, amp_context *amp);
+
+/*  .dtypes        TF32, F16 and BF16 as far as the device has them
+    .allowance     16         an error passes up to this many times the error that rounding the weights once to the
+                              candidate makes in fp32: what a computation in this precision cannot do better than    */
+typedef struct amp_verify_desc {
+    amp_step_function step;
+    void *user;
+    amp_param *params; int64_t n_params;                /* restored; gradients are compared where they are live */
+    const amp_range *outputs; int64_t n_outputs;        /* compared too: logits, the loss; F32, F16, BF16 or F64 */
+    amp_optimizer *optimizer;                           /* restored; may be NULL, as may the scaler, which F16 takes */
+    amp_scaler *scaler;
+    const amp_dtype *dtypes; int64_t n_dtypes;          /* at most AMP_VERIFY_ROWS */
+    double allowance;
+} amp_verify_desc;
+enum { AMP_VERIFY_ROWS = 8 };
+
+typedef enum amp_verdict {
+    AMP_VERDICT_PASS = 1, AMP_VERDICT_INACCURATE = 2, AMP_VERDICT_NONFINITE = 3, AMP_VERDICT_FAILED = 4,    /* the step itself */
+    AMP_VERDICT_FORCE_I32 = 0x7fffffff
+} amp_verdict;
+
+/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, the norm of a gradient being at least its
+   layer's (name up to the last dot). */
+typedef struct amp_verify_row {
+    amp_dtype dtype;
+    amp_verdict verdict;
+    double output_error, output_bound;      /* of the worst output, by error over bound */
+    double gradient_error, gradient_bound;  /* of the worst gradient */
+    char worst_output[64], worst_gradient[64];
+    char first_bad[64];                     /* first tensor with an infinity or NaN; "" if none */
+    double seconds;                         /* of the step */
+    char advice[160];
+} amp_verify_row;
+typedef struct amp_verify_report {
+    int64_t n_rows;
+    amp_verify_row rows[AMP_VERIFY_ROWS];
+} amp_verify_report;
+/* Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are what they were.  A candidate that fails
+   is a row, not an error.  Errors: 101, 102, 104, 105, 106 while a graph is captured, 301; 102 too when the step is not finite
+   or fails in fp32 already: the text names the first bad tensor. */
+AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi);
+AMPI_INLINE amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
+    return amp_verify_v(amp, desc, out, AMP_ABI(amp_verify_desc));
+}
+AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size);
+
+/* Does memory lie where the context's kernels can use it?  Errors: 101, 103 a range without data, 501 with the first name
+   that does not, and where it lies. */
+AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n);
+
+/* Finite differences for an operator of the host's own, under autocast: for random directions d of each input,
+   (L(x + h d) - L(x - h d)) / 2h is held against gradient . d, L = sum(outputs * weights) with weights random, and given to
+   backward as the outputs' gradients.  The bound is computed: rounding of the compute dtype over h, and what halving h shows
+   of the truncation. */
+typedef struct amp_gradcheck_desc {
+    amp_step_function forward, backward;    /* inside and outside of a region, as in training */
+    void *user;
+    const amp_range *inputs, *input_grads; int64_t n_inputs;        /* F32; same order and counts */
+    const amp_range *outputs, *output_grads; int64_t n_outputs;     /* F32, F16 or BF16 */
+    amp_dtype dtype;                        /* of the region; the context's */
+    int32_t directions;                     /* per input; 0: 8 */
+    uint64_t seed;
+} amp_gradcheck_desc;
+typedef struct amp_gradcheck_report {
+    int32_t passed, reserved;
+    double error, bound;                    /* of the worst, by error over bound; absolute */
+    double expected, found;                 /* by differences, by backward */
+    char worst[64];                         /* its input */
+} amp_gradcheck_report;
+/* Errors: 101, 102, 103, 104, 105, 301; what the host's functions return. */
+AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi);
+AMPI_INLINE amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
+    return amp_gradcheck_v(amp, desc, out, AMP_ABI(amp_gradcheck_desc));
+}
+
+/* ---- Advice */
+
+/*  All may stay 0: then advice is about the machine alone.  */
+typedef struct amp_advise_desc {
+    int64_t batch;                          /* of a step that has run already, for the headroom */
+    const amp_optimizer *optimizer;
+    const amp_scaler *scaler;
+    const amp_verify_report *verified;      /* what failed there is not advised */
+} amp_advise_desc;
+typedef struct amp_advice {
+    amp_settings settings;                  /* as advised: dtype, level, allow_tf32, autotune, use_scaler, scaler, memory_efficient */
+    int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
+    char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160];
+} amp_advice;
+/* desc may be NULL.  Errors: 101, 105, 501. */
+AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
+AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
+    return amp_advise_v(amp, desc, out, AMP_ABI(amp_advise_desc));
+}
+AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size);
+/* Applies what can change while training runs, as amp_settings_apply does; the level stays, and a log line says that it takes
+   a new context where another was advised.  Errors: as there. */
+AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer);
+
+/* ---- Tune: the host's step over precisions and batch sizes, timed and verified */
+
+/* Makes the model ready for a batch size, freeing that of the one before; 0, AMP_ERR_MEMORY when it does not fit, or
+   another amp_result. */
+typedef int (*amp_prepare_function)(void *user, amp_context *amp, int64_t batch);
+
+/*  .dtypes       F32 and what the device has of TF32, F16 and BF16
+    .batch        1        the first batch size; doubled up to .max_batch, or until memory ends
+    .max_batch    .batch
+    .iterations   10       timed, after .warmup
+    .warmup       3
+    .file         none     where results are kept: read when it holds this machine, model and desc, written otherwise
+    .model        ""       names the model there                                                                       */
+typedef struct amp_tune_desc {
+    amp_step_function step;
+    amp_prepare_function prepare;           /* NULL: only .batch is tried */
+    void *user;
+    const amp_dtype *dtypes; int64_t n_dtypes;
+    int64_t batch, max_batch;
+    int32_t iterations, warmup;
+    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right */
+    const char *file, *model;
+} amp_tune_desc;
+enum { AMP_TUNE_ROWS = 64 };
+typedef struct amp_tune_row {
+    amp_dtype dtype;
+    amp_verdict verdict;                    /* PASS, too, where verify is NULL; FAILED: reason says why */
+    int64_t batch, peak;                    /* bytes */
+    double seconds;                         /* of a step, median */
+    double rate;                            /* samples per second */
+    double speedup;                         /* over F32 at the same batch; 0 without one */
+    char reason[120];
+} amp_tune_row;
+typedef struct amp_tune_report {
+    int64_t n_rows, best;                   /* index; -1: none */
+    int32_t from_file, reserved;            /* 1: nothing was timed */
+    amp_tune_row rows[AMP_TUNE_ROWS];
+} amp_tune_report;
+/* Precisions alternate, so that a machine's changing speed meets all alike.  Afterwards the context's dtype is what it was;
+   `prepare` was last called with the best batch.  A row that fails is no error.
+   Errors: 101, 102, 105, 106, 301; 403 the results are there, but the file could not be written. */
+AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
+AMPI_INLINE amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
+    return amp_tune_v(amp, desc, out, AMP_ABI(amp_tune_desc));
+}
+AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
+
+/* ---- Recover: snapshots in memory, and what to do in trouble
+
+       while (amp_monitor_next(monitor, &record)) {
+           amp_recovery_step(recovery, &record, &event);
+           if (event.action == AMP_RECOVERY_STOP) ...
+       }
+       ... and when a call returned 301:  amp_recovery_memory(recovery, &event), and do what event.action says. */
+
+typedef enum amp_recovery_action {
+    AMP_RECOVERY_NONE = 0,
+    AMP_RECOVERY_RESTORED = 1,      /* the snapshot of event.step is in place, in event.dtype: go on from there */
+    AMP_RECOVERY_RETRY = 2,         /* memory was freed: the same step again */
+    AMP_RECOVERY_HALVE_BATCH = 3,   /* halve the micro-batch; accumulation has been doubled already, the cycle begins anew */
+    AMP_RECOVERY_STOP = 4,          /* retries are spent, or the policy said so: the last good snapshot is in place */
+    AMP_RECOVERY_FORCE_I32 = 0x7fffffff
+} amp_recovery_action;
+
+/* What a recovery does about the cause, beside restoring. */
+typedef enum amp_recovery_cure {
+    AMP_CURE_NONE = 0,              /* the same once more */
+    AMP_CURE_LAYERS = 1,            /* the layer of the first bad tensor computes in fp32 from now on */
+    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32 */
+    AMP_CURE_FORCE_I32 = 0x7fffffff
+} amp_recovery_cure;
+
+typedef struct amp_recovery_event {
+    amp_recovery_action action;     /* what is about to be done; a policy may change action and cure */
+    amp_recovery_cure cure;
+    amp_trouble trouble;
+    amp_dtype dtype;                /* in force afterwards */
+    int64_t step;                   /* of the snapshot: applied steps */
+    int32_t retries, left;
+    char layer[64];                 /* LAYERS: the pattern for amp_layer_override */
+    char text[200];                 /* what happened and what was done */
+} amp_recovery_event;
+
+/*  .interval      100       applied steps between snapshots; the first one is taken at creation
+    .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
+    .policy        NULL      decides: gets the event as planned, and may change action and cure
+    .save, .load   NULL      what the host wants restored too, into and from records of its own                        */
+typedef struct amp_recovery_desc {
+    amp_param *params; int64_t n_params;    /* weights; the array must stay */
+    amp_optimizer *optimizer;
+    amp_scaler *scaler;
+    amp_loader *loader;                     /* NULL: data go on as they come */
+    int64_t interval;
+    int32_t max_retries, reserved;
+    void (*policy)(void *user, amp_recovery_event *event);
+    int (*save)(void *user, amp_state *state);
+    int (*load)(void *user, const amp_state *state);
+    void *user;
+} amp_recovery_desc;
+typedef struct amp_recovery amp_recovery;
+/* Errors: 101, 102, 105, 301, 501. */
+AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
+    return amp_recovery_create_v(amp, out, desc, AMP_ABI(amp_recovery_desc));
+}
+AMP_API void amp_recovery_destroy(amp_recovery *recovery);
+/* For every record: good ones lead to snapshots, ones with trouble to recovery.  A snapshot that does not fit into memory
+   keeps the one before, with a warning.  Errors: 101, 106, 501. */
+AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
+/* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
+   micro-batch (HALVE_BATCH) as often as it takes, or what the policy says.  What the cycle had accumulated is dropped.
+   Errors: 101, 501. */
+AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event);
 #ifdef __cplusplus
 }
 #endif
@@ -12145,6 +12709,28 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
                          (long long)saved[0], (long long)saved[1], (long long)l->batches);
     return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load");
 }
+
+/* ==== 12 >>watch: implementation ==================================================================== */
+
+/* ---- Settings */
+
+/* ---- Status */
+
+/* ---- Monitor */
+
+/* ---- Numerics */
+
+/* ==== 13 >>care: implementation ===================================================================== */
+
+/* ---- Verify */
+
+/* ---- Gradient check */
+
+/* ---- Advice */
+
+/* ---- Tune */
+
+/* ---- Recover */
 
 #if AMPI_X86 && !defined(__clang__)
 #  pragma GCC diagnostic pop

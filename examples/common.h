@@ -1,7 +1,7 @@
 /* common.h - what the examples share: a GPT-2 and a BERT on amp.h's operators, their files, and the furniture of a
  * training program.
  *
- *     1 errors, time, device         5 the GPT-2 model                 9 the tokenizer of GPT-2
+ *     1 errors, flags, device        5 the GPT-2 model                 9 the tokenizer of GPT-2
  *     2 progress, metrics, profile   6 model files                    10 the encoder (BERT)
  *     3 learning-rate schedules      7 sampling                       11 the tokenizer of BERT
  *     4 JSON and safetensors         8 pictures in IDX files (MNIST)
@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ==== 1 Errors, time, signals, device ============================================================ */
+/* ==== 1 Errors, flags, time, signals, device ===================================================== */
 
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define TRY(call) do { amp_result try_result = (call); if (try_result != AMP_OK) return try_result; } while (0)
@@ -42,6 +42,221 @@ static inline amp_result example_fail(amp_result result, const char *format, ...
 
 /* Why the last call failed. */
 static inline const char *example_error(void) { return example_text[0] != 0 ? example_text : amp_last_error(); }
+
+/* ---- Flags: one table of a program drives parsing, checking and --help */
+
+typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH, SWITCH_TEXT } option_type;
+
+/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".
+   words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
+typedef struct option {
+    const char *name;
+    option_type type;
+    size_t field;                   /* in settings: const char *, int64_t or double */
+    const char *initial;
+    double lowest, highest;
+    const char *words, *help;
+} option;
+
+/* The flags of this program.  A program defines it with its table, its name and what --help says; text is what was
+   given, first on the command line, then by what the program takes flags from. */
+enum { MOST_OPTIONS = 128 };
+typedef struct program_flags {
+    const char *program, *summary;
+    const option *options;
+    int n;
+    const char *ending;             /* of --help */
+    const char *text[MOST_OPTIONS];
+    int on_command_line[MOST_OPTIONS];
+    char pair[2 * PATH_MAX];        /* keeps the two paths of PATHS */
+} program_flags;
+static program_flags given;
+
+static inline int option_index(const char *name) {
+    int i;
+    for (i = 0; i < given.n; i++) if (given.options[i].type != HEADING && strcmp(given.options[i].name, name) == 0) return i;
+    return -1;
+}
+static inline int was_given(const char *name) { return given.on_command_line[option_index(name)]; }
+
+/* Sets the error text "--name value: why". */
+static inline amp_result refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline amp_result refuse(const char *name, const char *format, ...) {
+    char why[400];
+    const char *text = given.text[option_index(name)];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    return example_fail(AMP_ERR_RANGE, "--%s%s%.60s: %s", name, text ? " " : "", text ? text : "", why);
+}
+
+/* A copy of the last error's text, to be put behind the name of a flag. */
+static inline const char *because(char why[400]) {
+    snprintf(why, 400, "%.399s", example_error());
+    return why;
+}
+
+/* The number that `text` stands for in "auto=0 none=-1": 1 if it is one of the words. */
+static inline int word_value(const char *words, const char *text, double *value) {
+    size_t length = strlen(text);
+    const char *at = words;
+    while (at != NULL && *at != 0) {
+        if (strncmp(at, text, length) == 0 && at[length] == '=') { *value = atof(at + length + 1); return 1; }
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return 0;
+}
+
+/* Place of `text` in a list "a b c"; -1 if it is not there. */
+static inline int word_place(const char *words, const char *text) {
+    size_t length = strlen(text);
+    int place;
+    for (place = 0; words != NULL; place++) {
+        if (strncmp(words, text, length) == 0 && (words[length] == ' ' || words[length] == 0) && length > 0)
+            return place;
+        words = strchr(words, ' ');
+        if (words != NULL) words++;
+    }
+    return -1;
+}
+
+/* "0 to 9 or auto", what an INTEGER or NUMBER may be. */
+static inline const char *legal_text(const option *o, char *text, size_t size) {
+    int used = snprintf(text, size, "%.10g to %.10g", o->lowest, o->highest);
+    const char *at = o->words;
+    while (at != NULL && *at != 0) {
+        used += snprintf(text + used, size - (size_t)used, " or %.*s", (int)strcspn(at, "="), at);
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return text;
+}
+
+static inline amp_result parse_number(const option *o, const char *text, double *value) {
+    char *end = NULL, legal[128];
+    double x;
+    if (o->words != NULL && word_value(o->words, text, value)) return AMP_OK;
+    errno = 0;
+    x = o->type == INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
+    if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == INTEGER && errno == ERANGE))
+        return refuse(o->name, "is no %s; allowed is %s", o->type == INTEGER ? "whole number" : "number",
+                      legal_text(o, legal, sizeof legal));
+    if (x < o->lowest || x > o->highest) return refuse(o->name, "must be %s", legal_text(o, legal, sizeof legal));
+    *value = x;
+    return AMP_OK;
+}
+
+static inline amp_result parse_option(int i, const char *text, void *set) {
+    const option *o = &given.options[i];
+    void *field = (char *)set + o->field;
+    double value = 0;
+    if (o->type == TEXT || o->type == PATHS || o->type == SWITCH_TEXT) memcpy(field, &text, sizeof text);
+    if (o->type == CHOICE) {
+        if (word_place(o->words, text) < 0) return refuse(o->name, "is not offered; one of: %s", o->words);
+        memcpy(field, &text, sizeof text);
+    }
+    if (o->type == SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
+    if (o->type == INTEGER || o->type == NUMBER) {
+        TRY(parse_number(o, text, &value));
+        if (o->type == INTEGER) *(int64_t *)field = (int64_t)value;
+        else *(double *)field = value;
+    }
+    return AMP_OK;
+}
+
+/* Letters that must be changed, added or dropped to come from a to b (Levenshtein). */
+static inline int text_distance(const char *a, const char *b) {
+    int row[64], i, j, n = (int)strlen(b);
+    if (n > 60) return 99;
+    for (j = 0; j <= n; j++) row[j] = j;
+    for (i = 1; a[i - 1] != 0; i++) {
+        int before = row[0];
+        row[0] = i;
+        for (j = 1; j <= n; j++) {
+            int change = before + (a[i - 1] != b[j - 1]), least = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
+            before = row[j];
+            row[j] = change < least ? change : least;
+        }
+    }
+    return row[n];
+}
+
+static inline amp_result unknown_flag(const char *flag) {
+    const char *closest = NULL;
+    int i, best = strlen(flag) > 8 ? 4 : 3;
+    for (i = 0; i < given.n; i++) {
+        int distance = flag[0] != '-' || given.options[i].type == HEADING
+                           ? 99
+                           : text_distance(flag + strspn(flag, "-"), given.options[i].name);
+        if (distance < best) { best = distance; closest = given.options[i].name; }
+    }
+    return example_fail(AMP_ERR_NAME, "unknown flag %.80s%s%s; --help lists all flags", flag,
+                        closest ? ": did you mean --" : "", closest ? closest : "");
+}
+
+/* "--name value", "--name=value", "--name" for switches, "--name first second" for paths. */
+static inline amp_result read_command_line(int argc, char **argv) {
+    int i;
+    for (i = 1; i < argc; i++) {
+        char name[64];
+        const char *equals = strchr(argv[i], '=');
+        size_t length = equals != NULL ? (size_t)(equals - argv[i]) : strlen(argv[i]);
+        int at = -1;
+        if (strncmp(argv[i], "--", 2) == 0 && length < sizeof name) {
+            memcpy(name, argv[i] + 2, length - 2);
+            name[length - 2] = 0;
+            at = option_index(name);
+        }
+        if (strcmp(argv[i], "-h") == 0) at = option_index("help");
+        if (at < 0) return unknown_flag(argv[i]);
+        if (given.options[at].type == SWITCH || (given.options[at].type == SWITCH_TEXT && equals == NULL)) {
+            if (equals != NULL) return example_fail(AMP_ERR_RANGE, "--%s takes no value", given.options[at].name);
+            given.text[at] = "on";
+        } else if (equals != NULL) given.text[at] = equals + 1;
+        else if (given.options[at].type == PATHS) {
+            if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
+                return example_fail(AMP_ERR_RANGE, "--%s: takes two files; --help lists all flags", given.options[at].name);
+            snprintf(given.pair, sizeof given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
+            given.text[at] = given.pair;
+            i += 2;
+        }
+        else if (i + 1 < argc) given.text[at] = argv[++i];
+        else return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags", given.options[at].name);
+        given.on_command_line[at] = 1;
+    }
+    return AMP_OK;
+}
+
+/* All flags into the program's settings: what was given, or else the defaults. */
+static inline amp_result parse_options(void *set) {
+    int i;
+    for (i = 0; i < given.n; i++)
+        if (given.options[i].type != HEADING)
+            TRY(parse_option(i, given.text[i] != NULL ? given.text[i] : given.options[i].initial, set));
+    return AMP_OK;
+}
+
+static inline void print_help(void) {
+    int i;
+    printf("%s - %s\n\nusage: %s [--flag value ...]\n", given.program, given.summary, given.program);
+    for (i = 0; i < given.n; i++) {
+        const option *o = &given.options[i];
+        char left[40], legal[128];
+        if (o->type == HEADING) { printf("\n%s\n", o->name); continue; }
+        snprintf(left, sizeof left, "--%s", o->name);
+        printf("  %-18s %s\n", left, o->help);
+        if (o->type == SWITCH) continue;
+        printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
+        if (o->type == CHOICE) printf("; one of: %s", o->words);
+        if (o->type == INTEGER || o->type == NUMBER) printf("; %s", legal_text(o, legal, sizeof legal));
+        printf("\n");
+    }
+    printf("\n%s\n", given.ending);
+}
+
+/* ---- Time, signals, folders, device */
 
 static inline double seconds_now(void) {
     struct timespec t;
