@@ -441,17 +441,19 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
 
 /* ==== 3 Learning-rate schedules ================================================================== */
 
-typedef enum schedule_kind { SCHEDULE_COSINE = 0, SCHEDULE_CONSTANT = 1 } schedule_kind;
+typedef enum schedule_kind { SCHEDULE_COSINE = 0, SCHEDULE_CONSTANT = 1, SCHEDULE_LINEAR = 2 } schedule_kind;
 
-/* Rises linearly to lr over `warmup` steps, then stays, or falls to min_lr along half a cosine (Loshchilov &
-   Hutter 2017, without restarts).  step counts from 0. */
+/* Rises linearly to lr over `warmup` steps, then stays, or falls to min_lr: along half a cosine (Loshchilov &
+   Hutter 2017, without restarts), or linearly, as BERT is fine-tuned.  step counts from 0. */
 static inline float schedule_lr(schedule_kind kind, int64_t step, int64_t steps, int64_t warmup, double lr,
                                 double min_lr) {
-    double done;
+    double done, left;
     if (step < warmup) return (float)(lr * (double)(step + 1) / (double)warmup);
     if (kind == SCHEDULE_CONSTANT || steps <= warmup) return (float)lr;
     done = (double)(step - warmup) / (double)(steps - warmup);
-    return (float)(min_lr + 0.5 * (lr - min_lr) * (1 + cos(3.14159265358979323846 * (done < 1 ? done : 1))));
+    if (done > 1) done = 1;
+    left = kind == SCHEDULE_LINEAR ? 1 - done : 0.5 * (1 + cos(3.14159265358979323846 * done));
+    return (float)(min_lr + (lr - min_lr) * left);
 }
 
 /* ==== 4 JSON and safetensors ===================================================================== */
@@ -3148,6 +3150,40 @@ static inline amp_result encoder_save(encoder *e, const char *path) {
     }
     if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
     free(values); free(header.text); free(file);
+    return result;
+}
+
+/* The config.json that transformers' from_pretrained wants beside model.safetensors.  names: of the n labels, n 0: none. */
+static inline amp_result encoder_save_config(const encoder *e, const char *path, const char *const *names, int64_t n) {
+    static const char *const classes[] = {"Bert", "Roberta", "Electra", "Longformer"};
+    const encoder_config *c = &e->config;
+    const encoder_kind *kind = &encoder_kinds[c->family];
+    text_buffer b = {NULL, 0, 0, 0};
+    amp_result result;
+    int64_t i, k;
+    text_add(&b, "{\n  \"architectures\": [\"%sForSequenceClassification\"],\n  \"model_type\": \"%s\",\n", classes[c->family], kind->name);
+    text_add(&b, "  \"hidden_act\": \"gelu\",\n  \"layer_norm_eps\": %g,\n  \"pad_token_id\": %d,\n", (double)c->eps, kind->first > 0);
+    text_add(&b, "  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n  \"type_vocab_size\": %lld,\n", (long long)c->vocab,
+             (long long)c->positions, (long long)c->types);
+    text_add(&b, "  \"hidden_size\": %lld,\n  \"num_hidden_layers\": %lld,\n  \"num_attention_heads\": %lld,\n", (long long)c->hidden,
+             (long long)c->layers, (long long)c->heads);
+    text_add(&b, "  \"intermediate_size\": %lld,\n  \"embedding_size\": %lld,\n", (long long)c->intermediate, (long long)c->embedding);
+    if (c->family == ENCODER_LONGFORMER) text_add(&b, "  \"attention_window\": %lld,\n", (long long)c->window * 2);
+    text_add(&b, "  \"id2label\": {");
+    for (i = 0; i < c->classes; i++) {
+        text_add(&b, "%s\"%lld\": \"", i > 0 ? ", " : "", (long long)i);
+        if (i >= n) text_add(&b, "LABEL_%lld", (long long)i);
+        for (k = 0; i < n && names[i][k] != 0; k++) {
+            unsigned char x = (unsigned char)names[i][k];
+            if (x < 0x20) text_add(&b, "\\u%04x", x);
+            else text_add(&b, "%s%c", x == '"' || x == '\\' ? "\\" : "", x);
+        }
+        text_add(&b, "\"");
+    }
+    text_add(&b, "}\n}\n");
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path)
+                      : amp_file_write_atomic(NULL, path, b.text, b.used);
+    free(b.text);
     return result;
 }
 
