@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples test test-ci test-exhaustive oracle bench bench-curves accuracy adopt readme install clean
+.PHONY: help run examples test test-ci test-exhaustive oracle bench bench-curves accuracy adopt plot readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -40,6 +40,7 @@ help: backend
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make adopt            a plain fp32 program before and after adopting amp.h: time and loss in each precision"
+	@echo "make plot             draw runs of train_gpt (RUNS=files; else those in out/): loss, scale, tokens/s, memory"
 	@echo "make accuracy         the tests' errors beside PyTorch's own, into tests/bench/results/"
 	@echo "make readme           put the newest results into the README's tables"
 	@echo "make cuda             the CUDA backend for every GPU that nvcc knows: $(BUILD)/amp_cuda.o"
@@ -86,7 +87,7 @@ include tests/gpu/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/adopt.sh tests/mpi.sh
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/adopt.sh tests/sweep.sh tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
 	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
@@ -107,6 +108,10 @@ bench-curves: $(BENCHES:%=$(BUILD)/%)
 # What adopting amp.h gains a plain fp32 program: examples/adopt/before.c beside after.c.
 adopt:
 	CC="$(CC)" sh examples/adopt/measure.sh
+
+# RUNS="out/a/metrics.jsonl ...": these runs; else all below out/.
+plot:
+	MAKE="$(MAKE)" sh examples/plot/plot.sh $(RUNS)
 
 accuracy: $(BUILD)/t_model $(BUILD)/t_kernels $(BUILD)/t_optimizer
 	$(PYTHON) tests/bench/run.py --only accuracy

@@ -43,6 +43,7 @@ says() {
 says "no dtype" "AMP_DTYPE=fp7: computing in fp32: .*must be one of" env AMP_DTYPE=fp7 "$work/host" fp32
 says "a dtype not to compute in" "AMP_DTYPE=fp8_e4m3: computing in fp32" env AMP_DTYPE=fp8_e4m3 "$work/host" fp32
 says "an empty one is none" "computes in" env AMP_DTYPE= CBLAS_VERBOSE=1 "$work/host" bad
+says "four threads" "224 products" env AMP_DTYPE=fp32 "$work/host" threads
 says "bad arguments" "lda = 1, must be at least 2" "$work/host" bad
 
 # Without memory each product is computed all the same: none at all, and none for scratch.
