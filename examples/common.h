@@ -1,8 +1,10 @@
-/* common.h - what the examples share: a GPT-2 on amp.h's operators, its files, and the furniture of a training program.
+/* common.h - what the examples share: a GPT-2 and a BERT on amp.h's operators, their files, and the furniture of a
+ * training program.
  *
- *     1 errors, flags, device        4 JSON and safetensors       7 sampling
- *     2 progress, metrics, profile   5 the GPT-2 model            8 pictures in IDX files (MNIST)
- *     3 learning-rate schedules      6 model files                9 the tokenizer of GPT-2
+ *     1 errors, flags, device        5 the GPT-2 model                 9 the tokenizer of GPT-2
+ *     2 progress, metrics, profile   6 model files                    10 the encoder (BERT)
+ *     3 learning-rate schedules      7 sampling                       11 the tokenizer of BERT
+ *     4 JSON and safetensors         8 pictures in IDX files (MNIST)
  *
  * Nothing to compile: an example defines AMP_IMPLEMENTATION, includes amp.h and then this file. */
 #ifndef EXAMPLES_COMMON_H
@@ -850,13 +852,37 @@ static inline void gpt_describe(gpt *g) {
     gpt_add_param(g, "transformer.", -1, "ln_f.bias", C, 0);
 }
 
-static inline void gpt_place_params(gpt *g, arena *weights, arena *grads) {
+static inline void params_place(amp_param *params, int64_t n, arena *weights, arena *grads) {
     int64_t i;
-    for (i = 0; i < g->n_params; i++) {
-        amp_param *p = &g->params[i];
+    for (i = 0; i < n; i++) {
+        amp_param *p = &params[i];
         p->weight.data = arena_take(weights, shape_count(&p->weight), p->weight.dtype);
         p->grad.data = arena_take(grads, shape_count(&p->grad), p->grad.dtype);
     }
+}
+
+/* Allocates what was counted, and starts the arenas anew in it. */
+static inline amp_result arenas_allocate(amp_context *amp, arena *weights, arena *grads, arena *memory,
+                                         const char *advice) {
+    arena *all[3];
+    amp_machine machine;
+    double need, have;
+    int i;
+    memset(&machine, 0, sizeof machine);
+    TRY(amp_query_machine(amp, &machine));
+    need = (double)weights->used + 3.0 * (double)grads->used + (double)memory->used;   /* AdamW keeps two moments */
+    have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
+    if (have > 0 && need > have)
+        return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
+                            "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9, advice);
+    all[0] = weights; all[1] = grads; all[2] = memory;
+    for (i = 0; i < 3; i++) {
+        void *base = NULL;
+        TRY(amp_alloc(amp, &base, all[i]->used));
+        all[i]->base = (char *)base;
+        all[i]->used = 0;
+    }
+    return AMP_OK;
 }
 
 static inline void gpt_place_activations(gpt *g, arena *a) {
@@ -1038,25 +1064,14 @@ static inline amp_result gpt_check_config(const gpt_config *c) {
 
 static inline amp_result gpt_allocate(gpt *g) {
     arena weights = {NULL, 0}, grads = {NULL, 0}, memory = {NULL, 0};
-    amp_machine machine;
-    double need, have;
-    memset(&machine, 0, sizeof machine);
-    gpt_place_params(g, &weights, &grads);
+    amp_result result;
+    params_place(g->params, g->n_params, &weights, &grads);
     gpt_place_activations(g, &memory);
     g->weights_bytes = weights.used; g->grads_bytes = grads.used; g->memory_bytes = memory.used;
-    TRY(amp_query_machine(g->amp, &machine));
-    need = (double)weights.used + 3.0 * (double)grads.used + (double)memory.used;      /* AdamW keeps two moments */
-    have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
-    if (have > 0 && need > have)
-        return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
-                            "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9,
-                            g->config.recompute ? "" : ", or recompute");
-    TRY(amp_alloc(g->amp, &g->weights, weights.used));
-    TRY(amp_alloc(g->amp, &g->grads, grads.used));
-    TRY(amp_alloc(g->amp, &g->memory, memory.used));
-    weights.base = (char *)g->weights; grads.base = (char *)g->grads; memory.base = (char *)g->memory;
-    weights.used = grads.used = memory.used = 0;
-    gpt_place_params(g, &weights, &grads);
+    result = arenas_allocate(g->amp, &weights, &grads, &memory, g->config.recompute ? "" : ", or recompute");
+    g->weights = weights.base; g->grads = grads.base; g->memory = memory.base;
+    TRY(result);
+    params_place(g->params, g->n_params, &weights, &grads);
     gpt_place_activations(g, &memory);
     return amp_param_register(g->amp, g->params, g->n_params);
 }
@@ -1084,30 +1099,32 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
     return result;
 }
 
-/* Sets the weight of parameter i from fp32 on the host, or reads it. */
-static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
-    amp_tensor *w = &g->params[i].weight;
+/* Sets a parameter's weight from fp32 on the host, or reads it. */
+static inline amp_result param_set(amp_context *amp, amp_param *param, const float *values) {
+    amp_tensor *w = &param->weight;
     int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
     void *room = malloc((size_t)bytes);
     amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
     if (result == AMP_OK) result = amp_convert(room, w->dtype, values, AMP_F32, count, NULL, NULL);
-    if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
-    if (result == AMP_OK) result = amp_sync(g->amp);
+    if (result == AMP_OK) result = amp_copy(amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) result = amp_sync(amp);
     free(room);
-    amp_param_touch(&g->params[i]);
+    amp_param_touch(param);
     return result;
 }
-static inline amp_result gpt_get(gpt *g, int64_t i, float *values) {
-    amp_tensor *w = &g->params[i].weight;
+static inline amp_result param_get(amp_context *amp, const amp_param *param, float *values) {
+    const amp_tensor *w = &param->weight;
     int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
     void *room = malloc((size_t)bytes);
     amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
-    if (result == AMP_OK) result = amp_copy(g->amp, room, w->data, bytes, AMP_COPY_TO_HOST);
-    if (result == AMP_OK) result = amp_sync(g->amp);
+    if (result == AMP_OK) result = amp_copy(amp, room, w->data, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp_sync(amp);
     if (result == AMP_OK) result = amp_convert(values, AMP_F32, room, w->dtype, count, NULL, NULL);
     free(room);
     return result;
 }
+static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) { return param_set(g->amp, &g->params[i], values); }
+static inline amp_result gpt_get(gpt *g, int64_t i, float *values) { return param_get(g->amp, &g->params[i], values); }
 
 /* Independent standard normal numbers: Box & Muller 1958, from counter-based words, so reproducible. */
 static inline void random_normal(float *out, int64_t n, uint64_t seed, uint64_t stream, float deviation) {
@@ -1299,20 +1316,25 @@ static inline const st_tensor *gpt_file_find(const gpt_file *file, const char *n
     return t != NULL ? t : st_find(&file->tensors, name + strlen("transformer."));
 }
 
-/* The number of heads stands in no shape: our metadata, a config.json beside the file, or GPT-2's 64 channels each. */
-static inline int64_t gpt_file_heads(const gpt_file *file, const char *path) {
-    char text[32] = "", beside[PATH_MAX];
+/* What stands in no shape: a value of the file's metadata, or of a config.json beside it.  1 if found. */
+static inline int model_file_text(const st_file *tensors, const char *path, const char *key, char *text, size_t size) {
+    char beside[PATH_MAX];
     const char *slash = strrchr(path, '/');
     void *config;
     size_t bytes;
-    if (file->tensors.metadata.at != NULL && json_find(file->tensors.metadata, "n_head", text, sizeof text))
-        return atoll(text);
+    int found;
+    if (tensors->metadata.at != NULL && json_find(tensors->metadata, key, text, size)) return 1;
     snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash - path) + 1 : 0, path);
-    if (access(beside, R_OK) == 0 && amp_file_read_all(NULL, beside, &config, &bytes) == AMP_OK) {
-        int found = json_find(json_open(config, bytes), "n_head", text, sizeof text);
-        amp_file_free(NULL, config, bytes);
-        if (found) return atoll(text);
-    }
+    if (access(beside, R_OK) != 0 || amp_file_read_all(NULL, beside, &config, &bytes) != AMP_OK) return 0;
+    found = json_find(json_open(config, bytes), key, text, size);
+    amp_file_free(NULL, config, bytes);
+    return found;
+}
+
+/* The number of heads: if nothing says it, GPT-2's 64 channels each. */
+static inline int64_t gpt_file_heads(const gpt_file *file, const char *path) {
+    char text[32] = "";
+    if (model_file_text(&file->tensors, path, "n_head", text, sizeof text)) return atoll(text);
     return file->config.channels % 64 == 0 ? file->config.channels / 64 : 0;
 }
 
@@ -1481,6 +1503,20 @@ static inline void text_add(text_buffer *b, const char *format, ...) {
     b->used += n;
 }
 
+/* An entry of a safetensors header: fp32 [rows, cols] or, with cols 0, [rows]; *offset moves on. */
+static inline void st_add_entry(text_buffer *b, const char *name, int64_t rows, int64_t cols, int64_t *offset) {
+    int64_t end = *offset + rows * (cols > 0 ? cols : 1) * 4;
+    text_add(b, ",\"%s\":{\"dtype\":\"F32\",\"shape\":[%lld", name, (long long)rows);
+    if (cols > 0) text_add(b, ",%lld", (long long)cols);
+    text_add(b, "],\"data_offsets\":[%lld,%lld]}", (long long)*offset, (long long)end);
+    *offset = end;
+}
+static inline amp_result st_end_header(text_buffer *b) {
+    text_add(b, "}");
+    while (!b->failed && b->used % 8 != 0) text_add(b, " ");        /* the data starts aligned */
+    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for the file's header") : AMP_OK;
+}
+
 static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer *b) {
     const gpt_config *c = &g->config;
     int64_t i, offset = 0;
@@ -1491,17 +1527,10 @@ static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer
     text_add(b, "\"vocab_size\":\"%lld\"}", (long long)c->vocab);
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
-        int64_t end = offset + amp_tensor_count(w) * 4;
-        text_add(b, ",\"%s\":{\"dtype\":\"F32\",\"shape\":[", g->params[i].name);
-        if (w->ndim == 1) text_add(b, "%lld", (long long)w->shape[0]);
-        else if (gpt_is_conv1d(g, i)) text_add(b, "%lld,%lld", (long long)w->shape[1], (long long)w->shape[0]);
-        else text_add(b, "%lld,%lld", (long long)w->shape[0], (long long)w->shape[1]);
-        text_add(b, "],\"data_offsets\":[%lld,%lld]}", (long long)offset, (long long)end);
-        offset = end;
+        int conv1d = gpt_is_conv1d(g, i);
+        st_add_entry(b, g->params[i].name, w->shape[conv1d ? 1 : 0], w->ndim == 1 ? 0 : w->shape[conv1d ? 0 : 1], &offset);
     }
-    text_add(b, "}");
-    while (!b->failed && b->used % 8 != 0) text_add(b, " ");        /* the data starts aligned */
-    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for the file's header") : AMP_OK;
+    return st_end_header(b);
 }
 
 /* Stores fp32 numbers little-endian, wherever this runs. */
@@ -1515,13 +1544,19 @@ static inline void floats_to_bytes(unsigned char *out, const float *in, int64_t 
     }
 }
 
-static inline amp_result gpt_fill_file(gpt *g, const text_buffer *header, unsigned char *file) {
-    int64_t i, largest = 0, count;
-    unsigned char *out = file + 8 + header->used;
-    float *values, *room;
-    amp_result result = AMP_OK;
+/* Puts a header at the beginning of a file; returns where the data goes. */
+static inline unsigned char *st_put_header(const text_buffer *header, unsigned char *file) {
+    int i;
     for (i = 0; i < 8; i++) file[i] = (unsigned char)((uint64_t)header->used >> (8 * i));
     memcpy(file + 8, header->text, header->used);
+    return file + 8 + header->used;
+}
+
+static inline amp_result gpt_fill_file(gpt *g, const text_buffer *header, unsigned char *file) {
+    int64_t i, largest = 0, count;
+    unsigned char *out = st_put_header(header, file);
+    float *values, *room;
+    amp_result result = AMP_OK;
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
     if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
@@ -2296,6 +2331,823 @@ static inline amp_result tokenizer_encode_files(tokenizer *t, char *const *paths
         result = amp_file_write_atomic(NULL, out, file, 1024 + 2 * (size_t)used);
     }
     free(file);
+    return result;
+}
+
+/* ==== 10 The encoder (BERT) ======================================================================
+   As Hugging Face's ...ForSequenceClassification of BERT, RoBERTa / XLM-R, ELECTRA and Longformer: word, position and
+   token-type embeddings, LayerNorm, post-norm layers with GELU (erf), padding hidden by lengths, and a head of two linear
+   layers over the first token.  Queries, keys and values are one linear layer, whose weights the file has in three
+   pieces.  The stream between the layers is fp32; what lies inside of a layer is stored in `activations`.
+   Dropout acts on embeddings, branches and the head's inner layer, not on attention's probabilities. */
+
+typedef enum encoder_family {
+    ENCODER_BERT = 0,
+    ENCODER_ROBERTA = 1,            /* and XLM-R */
+    ENCODER_ELECTRA = 2,            /* the embeddings may be narrower than the layers */
+    ENCODER_LONGFORMER = 3          /* keys in a window; the first token sees all and is seen by all */
+} encoder_family;
+
+/* first: the position of the first token.  The rows before it are in the file, and no token reads them.
+   dense and out: the head's layers.  dense's activation is tanh but in ELECTRA. */
+typedef struct encoder_kind { const char *name, *prefix, *dense, *out; int64_t first; amp_activation_kind act; } encoder_kind;
+static const encoder_kind encoder_kinds[] = {
+    {"bert", "bert.", "bert.pooler.dense", "classifier", 0, AMP_ACT_TANH},
+    {"roberta", "roberta.", "classifier.dense", "classifier.out_proj", 2, AMP_ACT_TANH},
+    {"electra", "electra.", "classifier.dense", "classifier.out_proj", 0, AMP_ACT_GELU_ERF},
+    {"longformer", "longformer.", "classifier.dense", "classifier.out_proj", 2, AMP_ACT_TANH},
+};
+enum { ENCODER_KINDS = 4 };
+
+typedef struct encoder_config {
+    encoder_family family;
+    int64_t vocab, positions, types, layers, heads, hidden, intermediate, classes;
+    int64_t embedding;              /* width of the embeddings; 0: hidden */
+    int64_t window;                 /* Longformer: keys seen on each side, half of Hugging Face's attention_window */
+    int64_t batch, seq;             /* the most that forward will be called with */
+    amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
+    float dropout;                  /* 0: none */
+    float eps;                      /* of LayerNorm; 0: 1e-12 */
+} encoder_config;
+
+/* A batch in device memory: ids [batch, seq], lengths [batch] tokens that are no padding; types NULL: all 0. */
+typedef struct encoder_input {
+    const int32_t *ids, *types, *lengths;
+    int64_t batch, seq;
+} encoder_input;
+
+typedef struct encoder_layer {
+    amp_linear_op qkv, proj, fc, fc_out;
+    amp_attention_op attention;
+    amp_norm_op norm_1, norm_2;
+    amp_dropout_op drop_1, drop_2;
+    amp_linear_op q_global, kv_global;          /* Longformer: of the first token's attention */
+    amp_attention_op attention_global;
+    void *qkv_out, *heads, *fc_pre, *fc_act;    /* [rows, 3C], [rows, C], [rows, I] before and after GELU */
+    void *q_global_out, *kv_global_out;         /* [batch, C], [rows, 2C] */
+    float *sum_1, *middle, *sum_2, *end;        /* before and after each norm: [rows, C] */
+    float *mean_1, *rstd_1, *mean_2, *rstd_2, *lse, *lse_global;
+} encoder_layer;
+
+typedef struct encoder {
+    encoder_config config;
+    amp_context *amp;
+    amp_param *params;              /* in the order of encoder_describe */
+    int64_t n_params, weights_count;
+    char (*names)[80];
+    void *weights, *grads, *memory;
+    int64_t weights_bytes, grads_bytes, memory_bytes;
+    encoder_layer *layers;
+    amp_embedding_op words, types;
+    amp_norm_op norm;
+    amp_dropout_op embedding_drop, head_drop;
+    amp_linear_op project, dense, out;          /* project: of embeddings narrower than the layers */
+    amp_activation_op act;
+    amp_cross_entropy_op loss;
+    int32_t *no_types;              /* zeros [rows] */
+    float *sum, *narrow, *start, *mean, *rstd;  /* embeddings before their norm, after it, and projected */
+    void *branch, *dense_out, *pooled, *logits; /* [rows, C], [batch, C] twice, [batch, classes] */
+    float *loss_value;
+    float *d_stream, *d_branch, *d_inner, *d_drop;      /* [rows, C]; forward keeps its embeddings in the first two */
+    void *d_heads, *d_qkv, *d_fc, *d_pooled, *d_dense, *d_q_global, *d_kv_global;
+    int64_t batch, seq, rows;       /* what the ops are bound to */
+    struct profile *profile;        /* NULL: nothing is timed */
+} encoder;
+
+static inline int encoder_is_narrow(const encoder_config *c) { return c->embedding != c->hidden; }
+
+/* A weight [rows, cols], or a vector if cols is 0.  prefix "": the name stands for itself. */
+static inline void encoder_add_param(encoder *e, const char *prefix, int64_t layer, const char *name, int64_t rows,
+                                     int64_t cols) {
+    amp_param *p = &e->params[e->n_params];
+    amp_dtype dtype = amp_param_dtype(e->amp, strstr(name, "LayerNorm") != NULL);
+    if (layer < 0) snprintf(e->names[e->n_params], sizeof *e->names, "%s%s", prefix, name);
+    else snprintf(e->names[e->n_params], sizeof *e->names, "%sencoder.layer.%lld.%s", prefix, (long long)layer, name);
+    p->name = e->names[e->n_params++];
+    p->weight = cols > 0 ? amp_tensor2(NULL, dtype, rows, cols) : amp_tensor1(NULL, dtype, rows);
+    p->grad = cols > 0 ? amp_tensor2(NULL, AMP_F32, rows, cols) : amp_tensor1(NULL, AMP_F32, rows);
+    e->weights_count += shape_count(&p->weight);
+}
+
+/* <name>.weight [rows, cols] and <name>.bias [rows]. */
+static inline void encoder_add_pair(encoder *e, const char *prefix, int64_t layer, const char *name, int64_t rows,
+                                    int64_t cols) {
+    char text[80];
+    snprintf(text, sizeof text, "%s.weight", name);
+    encoder_add_param(e, prefix, layer, text, rows, cols);
+    snprintf(text, sizeof text, "%s.bias", name);
+    encoder_add_param(e, prefix, layer, text, rows, 0);
+}
+
+enum { ENCODER_EMBEDDINGS = 5, ENCODER_HEAD = 4 };      /* parameters of both */
+
+/* Parameters of a layer. */
+static inline int64_t encoder_layer_params(const encoder_config *c) {
+    return c->family == ENCODER_LONGFORMER ? 16 : 12;
+}
+
+static inline void encoder_describe(encoder *e) {
+    const encoder_config *c = &e->config;
+    const encoder_kind *kind = &encoder_kinds[c->family];
+    const char *prefix = kind->prefix;
+    int64_t layer, C = c->hidden;
+    encoder_add_param(e, prefix, -1, "embeddings.word_embeddings.weight", c->vocab, c->embedding);
+    encoder_add_param(e, prefix, -1, "embeddings.position_embeddings.weight", c->positions - kind->first, c->embedding);
+    encoder_add_param(e, prefix, -1, "embeddings.token_type_embeddings.weight", c->types, c->embedding);
+    encoder_add_pair(e, prefix, -1, "embeddings.LayerNorm", c->embedding, 0);
+    if (encoder_is_narrow(c)) encoder_add_pair(e, prefix, -1, "embeddings_project", C, c->embedding);
+    for (layer = 0; layer < c->layers; layer++) {
+        encoder_add_pair(e, prefix, layer, "attention.self.qkv", 3 * C, C);
+        if (c->family == ENCODER_LONGFORMER) {
+            encoder_add_pair(e, prefix, layer, "attention.self.query_global", C, C);
+            encoder_add_pair(e, prefix, layer, "attention.self.kv_global", 2 * C, C);
+        }
+        encoder_add_pair(e, prefix, layer, "attention.output.dense", C, C);
+        encoder_add_pair(e, prefix, layer, "attention.output.LayerNorm", C, 0);
+        encoder_add_pair(e, prefix, layer, "intermediate.dense", c->intermediate, C);
+        encoder_add_pair(e, prefix, layer, "output.dense", C, c->intermediate);
+        encoder_add_pair(e, prefix, layer, "output.LayerNorm", C, 0);
+    }
+    encoder_add_pair(e, "", -1, kind->dense, C, C);
+    encoder_add_pair(e, "", -1, kind->out, c->classes, C);
+}
+
+static inline void encoder_place_layer(encoder *e, encoder_layer *l, arena *a) {
+    const encoder_config *c = &e->config;
+    int64_t rows = c->batch * c->seq, C = c->hidden;
+    amp_dtype type = c->activations;
+    l->qkv_out = arena_take(a, rows * 3 * C, type); l->heads = arena_take(a, rows * C, type);
+    l->fc_pre = arena_take(a, rows * c->intermediate, type); l->fc_act = arena_take(a, rows * c->intermediate, type);
+    l->sum_1 = arena_floats(a, rows * C);           l->middle = arena_floats(a, rows * C);
+    l->sum_2 = arena_floats(a, rows * C);           l->end = arena_floats(a, rows * C);
+    l->mean_1 = arena_floats(a, rows);              l->rstd_1 = arena_floats(a, rows);
+    l->mean_2 = arena_floats(a, rows);              l->rstd_2 = arena_floats(a, rows);
+    l->lse = arena_floats(a, rows * c->heads);
+    if (c->family != ENCODER_LONGFORMER) return;
+    l->q_global_out = arena_take(a, c->batch * C, type);
+    l->kv_global_out = arena_take(a, rows * 2 * C, type);
+    l->lse_global = arena_floats(a, c->batch * c->heads);
+}
+
+static inline void encoder_place(encoder *e, arena *a) {
+    const encoder_config *c = &e->config;
+    int64_t rows = c->batch * c->seq, C = c->hidden, E = c->embedding, widest = C > E ? C : E, layer;
+    amp_dtype type = c->activations;
+    for (layer = 0; layer < c->layers; layer++) encoder_place_layer(e, &e->layers[layer], a);
+    e->no_types = (int32_t *)arena_take(a, rows, AMP_I32);
+    e->sum = arena_floats(a, rows * E);
+    e->narrow = e->start = arena_floats(a, rows * E);
+    if (encoder_is_narrow(c)) e->start = arena_floats(a, rows * C);
+    e->mean = arena_floats(a, rows);
+    e->rstd = arena_floats(a, rows);
+    e->branch = arena_take(a, rows * C, type);
+    e->dense_out = arena_take(a, c->batch * C, type);
+    e->pooled = arena_take(a, c->batch * C, type);
+    e->logits = arena_take(a, c->batch * c->classes, type);
+    e->loss_value = arena_floats(a, 1);
+    e->d_stream = arena_floats(a, rows * widest);
+    e->d_branch = arena_floats(a, rows * widest);
+    e->d_inner = arena_floats(a, rows * C);
+    e->d_drop = c->dropout > 0 ? arena_floats(a, rows * C) : e->d_branch;
+    e->d_heads = arena_take(a, rows * C, type);
+    e->d_qkv = arena_take(a, rows * 3 * C, type);
+    e->d_fc = arena_take(a, rows * c->intermediate, type);
+    e->d_pooled = arena_take(a, c->batch * C, type);
+    e->d_dense = arena_take(a, c->batch * C, type);
+    if (c->family != ENCODER_LONGFORMER) return;
+    e->d_q_global = arena_take(a, c->batch * C, type);
+    e->d_kv_global = arena_take(a, rows * 2 * C, type);
+}
+
+/* ---- Binding: every op gets its tensors */
+
+static inline amp_tensor encoder_matrix(const encoder *e, void *data, int64_t cols) {
+    return amp_tensor2(data, e->config.activations, e->rows, cols);
+}
+static inline amp_tensor encoder_stream(const encoder *e, float *data) {
+    return amp_tensor2(data, AMP_F32, e->rows, e->config.hidden);
+}
+/* The first token of each sequence: [batch, C] of [batch, seq, C]. */
+static inline amp_tensor encoder_first(const encoder *e, float *data) {
+    amp_tensor t = amp_tensor2(data, AMP_F32, e->batch, e->config.hidden);
+    t.stride[0] = e->seq * e->config.hidden;
+    t.stride[1] = 1;
+    return t;
+}
+/* Part `part` of `parts` packed in [batch, seq, parts, heads, dim]; tokens: of each sequence that the view has. */
+static inline amp_tensor encoder_part(const encoder *e, void *data, int64_t part, int64_t parts, int64_t tokens) {
+    int64_t C = e->config.hidden, dim = C / e->config.heads;
+    amp_dtype type = e->config.activations;
+    amp_tensor t = amp_tensor4((char *)data + part * C * (int64_t)amp_dtype_size(type), type, e->batch, tokens,
+                               e->config.heads, dim);
+    t.stride[0] = e->seq * parts * C; t.stride[1] = parts * C; t.stride[2] = dim; t.stride[3] = 1;
+    return t;
+}
+
+static inline void encoder_bind_linear(amp_linear_op *op, amp_param *weight, amp_tensor x, amp_tensor y, amp_tensor dx,
+                                       amp_tensor dy) {
+    memset(op, 0, sizeof *op);
+    op->weight = weight; op->bias = weight + 1;
+    op->x = x; op->y = y; op->dx = dx; op->dy = dy;
+}
+
+/* y = LayerNorm(sum), sum = x + residual. */
+static inline void encoder_bind_norm(const encoder *e, amp_norm_op *op, amp_param *weight, amp_tensor x, float *residual,
+                                     float *sum, float *y, float *mean, float *rstd) {
+    int64_t cols = weight->weight.shape[0];
+    memset(op, 0, sizeof *op);
+    op->weight = weight; op->bias = weight + 1;
+    op->eps = e->config.eps;
+    op->x = x;
+    op->residual = amp_tensor2(residual, AMP_F32, e->rows, cols);
+    op->sum = amp_tensor2(sum, AMP_F32, e->rows, cols);
+    op->y = amp_tensor2(y, AMP_F32, e->rows, cols);
+    op->mean = mean; op->rstd = rstd;
+    op->dy = amp_tensor2(e->d_stream, AMP_F32, e->rows, cols);
+    op->dx = amp_tensor2(e->d_branch, AMP_F32, e->rows, cols);
+}
+
+/* In place. */
+static inline void encoder_bind_dropout(const encoder *e, amp_dropout_op *op, amp_tensor data, amp_tensor dy,
+                                        amp_tensor dx) {
+    memset(op, 0, sizeof *op);
+    op->x = op->y = data;
+    op->dy = dy; op->dx = dx;
+    op->p = e->config.dropout;
+}
+
+static inline void encoder_bind_attention(encoder *e, encoder_layer *l) {
+    amp_attention_op *op = &l->attention;
+    memset(op, 0, sizeof *op);
+    op->q = encoder_part(e, l->qkv_out, 0, 3, e->seq); op->dq = encoder_part(e, e->d_qkv, 0, 3, e->seq);
+    op->k = encoder_part(e, l->qkv_out, 1, 3, e->seq); op->dk = encoder_part(e, e->d_qkv, 1, 3, e->seq);
+    op->v = encoder_part(e, l->qkv_out, 2, 3, e->seq); op->dv = encoder_part(e, e->d_qkv, 2, 3, e->seq);
+    op->o = encoder_part(e, l->heads, 0, 1, e->seq);   op->d_o = encoder_part(e, e->d_heads, 0, 1, e->seq);
+    op->lse = l->lse;
+    if (e->config.family != ENCODER_LONGFORMER) return;
+    op->mask.kind = AMP_MASK_WINDOW_GLOBAL;
+    op->mask.bidirectional = 1;
+    op->mask.window = e->config.window + 1;     /* a key counts itself: |i - j| < window + 1 */
+    op->mask.global = 1;
+}
+
+/* Longformer's first token has its own projections, to see all tokens by; its output takes the place of the one above. */
+static inline void encoder_bind_global(encoder *e, encoder_layer *l, amp_param *p, float *before) {
+    amp_attention_op *op = &l->attention_global;
+    int64_t C = e->config.hidden, dim = C / e->config.heads;
+    amp_dtype type = e->config.activations;
+    encoder_bind_linear(&l->q_global, p, encoder_first(e, before), amp_tensor2(l->q_global_out, type, e->batch, C),
+                        encoder_first(e, e->d_inner), amp_tensor2(e->d_q_global, type, e->batch, C));
+    encoder_bind_linear(&l->kv_global, p + 2, encoder_stream(e, before), encoder_matrix(e, l->kv_global_out, 2 * C),
+                        encoder_stream(e, e->d_inner), encoder_matrix(e, e->d_kv_global, 2 * C));
+    memset(op, 0, sizeof *op);
+    op->q = amp_tensor4(l->q_global_out, type, e->batch, 1, e->config.heads, dim);
+    op->dq = amp_tensor4(e->d_q_global, type, e->batch, 1, e->config.heads, dim);
+    op->k = encoder_part(e, l->kv_global_out, 0, 2, e->seq); op->dk = encoder_part(e, e->d_kv_global, 0, 2, e->seq);
+    op->v = encoder_part(e, l->kv_global_out, 1, 2, e->seq); op->dv = encoder_part(e, e->d_kv_global, 1, 2, e->seq);
+    op->o = encoder_part(e, l->heads, 0, 1, 1);              op->d_o = encoder_part(e, e->d_heads, 0, 1, 1);
+    op->lse = l->lse_global;
+}
+
+static inline void encoder_bind_layer(encoder *e, int64_t layer) {
+    encoder_layer *l = &e->layers[layer];
+    const encoder_config *c = &e->config;
+    int64_t C = c->hidden, I = c->intermediate;
+    amp_param *p = e->params + ENCODER_EMBEDDINGS + 2 * encoder_is_narrow(c) + encoder_layer_params(c) * layer;
+    float *before = layer > 0 ? l[-1].end : e->start;
+    amp_tensor branch = encoder_matrix(e, e->branch, C), d_branch = encoder_stream(e, e->d_branch),
+               d_drop = encoder_stream(e, e->d_drop), d_fc = encoder_matrix(e, e->d_fc, I);
+    encoder_bind_linear(&l->qkv, p, encoder_stream(e, before), encoder_matrix(e, l->qkv_out, 3 * C),
+                        encoder_stream(e, e->d_inner), encoder_matrix(e, e->d_qkv, 3 * C));
+    encoder_bind_attention(e, l);
+    if (c->family == ENCODER_LONGFORMER) { encoder_bind_global(e, l, p + 2, before); p += 4; }
+    encoder_bind_linear(&l->proj, p + 2, encoder_matrix(e, l->heads, C), branch, encoder_matrix(e, e->d_heads, C), d_drop);
+    encoder_bind_dropout(e, &l->drop_1, branch, d_branch, d_drop);
+    encoder_bind_norm(e, &l->norm_1, p + 4, branch, before, l->sum_1, l->middle, l->mean_1, l->rstd_1);
+    encoder_bind_linear(&l->fc, p + 6, encoder_stream(e, l->middle), encoder_matrix(e, l->fc_act, I),
+                        encoder_stream(e, e->d_inner), d_fc);
+    l->fc.act = AMP_ACT_GELU_ERF;
+    l->fc.pre = encoder_matrix(e, l->fc_pre, I);
+    l->fc.dy_before_act = 1;                    /* fc_out's backward goes through the activation */
+    encoder_bind_linear(&l->fc_out, p + 8, l->fc.y, branch, d_fc, d_drop);
+    l->fc_out.x_act = AMP_ACT_GELU_ERF;
+    l->fc_out.x_pre = l->fc.pre;
+    encoder_bind_dropout(e, &l->drop_2, branch, d_branch, d_drop);
+    encoder_bind_norm(e, &l->norm_2, p + 10, branch, l->middle, l->sum_2, l->end, l->mean_2, l->rstd_2);
+}
+
+/* Words with positions and types are added up by the norm. */
+static inline void encoder_bind_embedding(encoder *e) {
+    int64_t E = e->config.embedding;
+    amp_tensor words = amp_tensor2(e->d_stream, AMP_F32, e->rows, E), types = amp_tensor2(e->d_branch, AMP_F32, e->rows, E);
+    memset(&e->words, 0, sizeof e->words);
+    memset(&e->types, 0, sizeof e->types);
+    e->words.table = e->params; e->words.positions = e->params + 1; e->words.seq = e->seq; e->words.y = words;
+    e->types.table = e->params + 2; e->types.y = types;
+    encoder_bind_norm(e, &e->norm, e->params + 3, words, e->d_branch, e->sum, e->narrow, e->mean, e->rstd);
+    e->words.dy = e->types.dy = e->norm.dx;
+    encoder_bind_dropout(e, &e->embedding_drop, e->norm.y, e->norm.dy, e->norm.dy);
+    if (!encoder_is_narrow(&e->config)) return;
+    encoder_bind_linear(&e->project, e->params + ENCODER_EMBEDDINGS, e->norm.y, encoder_stream(e, e->start), e->norm.dx,
+                        encoder_stream(e, e->d_stream));
+    e->norm.dy = e->norm.dx;                    /* from project to the embeddings the two change places */
+    e->norm.dx = words;
+    e->words.dy = e->types.dy = words;
+    encoder_bind_dropout(e, &e->embedding_drop, e->norm.y, e->norm.dy, e->norm.dy);
+}
+
+static inline void encoder_bind_head(encoder *e) {
+    const encoder_config *c = &e->config;
+    amp_param *p = e->params + e->n_params - ENCODER_HEAD;
+    amp_tensor inner = amp_tensor2(e->dense_out, c->activations, e->batch, c->hidden), pooled = inner, d_inner = inner,
+               d_pooled = inner, logits = amp_tensor2(e->logits, c->activations, e->batch, c->classes);
+    pooled.data = e->pooled; d_inner.data = e->d_dense; d_pooled.data = e->d_pooled;
+    encoder_bind_linear(&e->dense, p, encoder_first(e, c->layers > 0 ? e->layers[c->layers - 1].end : e->start), inner,
+                        encoder_first(e, e->d_stream), d_inner);
+    memset(&e->act, 0, sizeof e->act);
+    e->act.x = inner; e->act.y = pooled; e->act.dy = d_pooled; e->act.dx = d_inner;
+    e->act.act = encoder_kinds[c->family].act;
+    encoder_bind_dropout(e, &e->head_drop, pooled, d_pooled, d_pooled);
+    encoder_bind_linear(&e->out, p + 2, pooled, logits, d_pooled, logits);  /* the loss leaves its gradient in the logits */
+}
+
+/* Sets every op for a batch.  Errors: 102 more than the model was created for. */
+static inline amp_result encoder_bind(encoder *e, int64_t batch, int64_t seq) {
+    const encoder_config *c = &e->config;
+    int64_t layer;
+    if (batch < 1 || seq < 1 || batch > c->batch || batch * seq > c->batch * c->seq ||
+        seq > c->positions - encoder_kinds[c->family].first)
+        return example_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
+                            (long long)batch, (long long)seq, (long long)c->batch, (long long)c->seq);
+    if (batch == e->batch && seq == e->seq) return AMP_OK;
+    e->batch = batch; e->seq = seq; e->rows = batch * seq;
+    encoder_bind_embedding(e);
+    for (layer = 0; layer < c->layers; layer++) encoder_bind_layer(e, layer);
+    encoder_bind_head(e);
+    return AMP_OK;
+}
+
+/* Stores activations in another dtype from now on, of at most the size that the model was created with. */
+static inline amp_result encoder_store(encoder *e, amp_dtype activations) {
+    arena memory;
+    memory.base = (char *)e->memory;
+    memory.used = 0;
+    e->config.activations = activations;
+    e->batch = e->seq = 0;
+    encoder_place(e, &memory);
+    if (memory.used > e->memory_bytes) return example_fail(AMP_ERR_SIZE, "activations in %s need more memory than the "
+                                                           "model has", amp_dtype_name(activations));
+    return amp_fill(e->amp, e->no_types, 0, e->config.batch * e->config.seq * (int64_t)sizeof *e->no_types);
+}
+
+static inline void encoder_destroy(encoder *e) {
+    if (e->amp != NULL) {
+        amp_param_forget(e->amp, e->params, e->n_params);
+        amp_free(e->amp, e->weights);
+        amp_free(e->amp, e->grads);
+        amp_free(e->amp, e->memory);
+    }
+    free(e->params); free(e->names); free(e->layers);
+    memset(e, 0, sizeof *e);
+}
+
+static inline amp_result encoder_check_config(const encoder_config *c) {
+    const int64_t most = (int64_t)1 << 31, first = encoder_kinds[c->family].first;
+    if (c->vocab < 1 || c->positions <= first || c->types < 1 || c->layers < 1 || c->heads < 1 || c->hidden < 1 ||
+        c->intermediate < 1 || c->classes < 1 || c->embedding < 0 || c->batch < 1 || c->seq < 1 || c->vocab > most ||
+        c->positions > most || c->types > 1 << 20 || c->layers > 10000 || c->hidden > 1 << 20 || c->classes > 1 << 20 ||
+        c->intermediate > 1 << 22 || c->embedding > 1 << 20 || c->batch > most / c->seq || c->window < 0)
+        return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
+    if (c->hidden % c->heads != 0)
+        return example_fail(AMP_ERR_SHAPE, "%lld heads do not divide %lld channels", (long long)c->heads,
+                            (long long)c->hidden);
+    if (c->embedding != 0 && c->embedding != c->hidden && c->family != ENCODER_ELECTRA)
+        return example_fail(AMP_ERR_SHAPE, "only ELECTRA has embeddings of another width than its layers");
+    if (c->seq > c->positions - first)
+        return example_fail(AMP_ERR_SHAPE, "sequences of %lld tokens, but the model has only %lld positions",
+                            (long long)c->seq, (long long)(c->positions - first));
+    return AMP_OK;
+}
+
+static inline amp_result encoder_allocate(encoder *e) {
+    arena weights = {NULL, 0}, grads = {NULL, 0}, memory = {NULL, 0};
+    amp_result result;
+    params_place(e->params, e->n_params, &weights, &grads);
+    encoder_place(e, &memory);
+    e->weights_bytes = weights.used; e->grads_bytes = grads.used; e->memory_bytes = memory.used;
+    result = arenas_allocate(e->amp, &weights, &grads, &memory, "");
+    e->weights = weights.base; e->grads = grads.base; e->memory = memory.base;
+    TRY(result);
+    params_place(e->params, e->n_params, &weights, &grads);
+    TRY(encoder_store(e, e->config.activations));
+    return amp_param_register(e->amp, e->params, e->n_params);
+}
+
+/* Allocates a model.  Its weights are not set yet: see encoder_init and encoder_file_load. */
+static inline amp_result encoder_create(encoder *e, amp_context *amp, const encoder_config *config) {
+    amp_result result;
+    size_t n = (size_t)(ENCODER_EMBEDDINGS + 2 + ENCODER_HEAD + 16 * config->layers);
+    memset(e, 0, sizeof *e);
+    TRY(encoder_check_config(config));
+    e->config = *config;
+    if (e->config.activations == AMP_DTYPE_DEFAULT) e->config.activations = AMP_F32;
+    if (e->config.embedding == 0) e->config.embedding = config->hidden;
+    if (!(e->config.eps > 0)) e->config.eps = 1e-12f;
+    e->amp = amp;
+    e->params = (amp_param *)calloc(n, sizeof *e->params);
+    e->names = (char (*)[80])calloc(n, sizeof *e->names);
+    e->layers = (encoder_layer *)calloc((size_t)config->layers, sizeof *e->layers);
+    if (e->params == NULL || e->names == NULL || e->layers == NULL)
+        result = example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
+    else {
+        encoder_describe(e);
+        result = encoder_allocate(e);
+        if (result == AMP_OK) result = encoder_bind(e, config->batch, config->seq);
+    }
+    if (result != AMP_OK) encoder_destroy(e);
+    return result;
+}
+
+/* BERT's initialisation of one parameter: normal with deviation 0.02, biases 0, LayerNorm weights 1.  room: as many
+   floats as it has elements. */
+static inline amp_result encoder_init_param(encoder *e, int64_t i, uint64_t seed, float *room) {
+    const amp_param *p = &e->params[i];
+    int64_t k, count = amp_tensor_count(&p->weight);
+    int norm = strstr(p->name, "LayerNorm.weight") != NULL;
+    if (p->weight.ndim == 2) random_normal(room, count, seed, (uint64_t)i + 1, 0.02f);
+    else for (k = 0; k < count; k++) room[k] = norm ? 1.0f : 0.0f;
+    return param_set(e->amp, &e->params[i], room);
+}
+
+/* Room for the elements of the largest parameter, with the rows that a file has before them; the caller frees it. */
+static inline float *encoder_room(const encoder *e) {
+    int64_t i, count, largest = 0;
+    float *room;
+    for (i = 0; i < e->n_params; i++) if ((count = amp_tensor_count(&e->params[i].weight)) > largest) largest = count;
+    largest += encoder_kinds[e->config.family].first * e->config.embedding;
+    room = (float *)malloc((size_t)largest * sizeof *room);
+    if (room == NULL) example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
+    return room;
+}
+
+static inline amp_result encoder_init(encoder *e, uint64_t seed) {
+    float *room = encoder_room(e);
+    amp_result result = room != NULL ? AMP_OK : AMP_ERR_MEMORY;
+    int64_t i;
+    for (i = 0; i < e->n_params && result == AMP_OK; i++) result = encoder_init_param(e, i, seed, room);
+    free(room);
+    return result;
+}
+
+/* ---- Forward and backward */
+
+static inline amp_result encoder_embed(encoder *e, const encoder_input *in) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    e->words.ids = in->ids;
+    e->types.ids = in->types != NULL ? in->types : e->no_types;
+    TIMED(p, amp, PROFILE_EMBEDDING, 0, amp_embedding(amp, &e->words));
+    TIMED(p, amp, PROFILE_EMBEDDING, 0, amp_embedding(amp, &e->types));
+    TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &e->norm));
+    if (e->config.dropout > 0) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &e->embedding_drop));
+    if (encoder_is_narrow(&e->config)) TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &e->project));
+    return AMP_OK;
+}
+
+static inline amp_result encoder_forward_layer(encoder *e, encoder_layer *l, const int32_t *lengths) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int drop = e->config.dropout > 0;
+    l->attention.mask.lengths = l->attention_global.mask.lengths = lengths;
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->qkv));
+    TIMED(p, amp, PROFILE_ATTENTION, 0, amp_attention(amp, &l->attention));
+    if (e->config.family == ENCODER_LONGFORMER) {
+        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->q_global));
+        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->kv_global));
+        TIMED(p, amp, PROFILE_ATTENTION, 0, amp_attention(amp, &l->attention_global));
+    }
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->proj));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &l->drop_1));
+    TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &l->norm_1));
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->fc));
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->fc_out));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &l->drop_2));
+    TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &l->norm_2));
+    return AMP_OK;
+}
+
+/* Logits [batch, classes], in e->logits. */
+static inline amp_result encoder_forward(encoder *e, const encoder_input *in) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int64_t layer;
+    TRY(encoder_bind(e, in->batch, in->seq));
+    TRY(encoder_embed(e, in));
+    for (layer = 0; layer < e->config.layers; layer++) TRY(encoder_forward_layer(e, &e->layers[layer], in->lengths));
+    TIMED(p, amp, PROFILE_HEAD, 0, amp_linear(amp, &e->dense));
+    TIMED(p, amp, PROFILE_HEAD, 0, amp_activation(amp, &e->act));
+    if (e->config.dropout > 0) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &e->head_drop));
+    TIMED(p, amp, PROFILE_HEAD, 0, amp_linear(amp, &e->out));
+    return AMP_OK;
+}
+
+/* The mean loss against labels [batch], in e->loss_value; with backward the logits become their gradient, starting from
+   *seed (see amp_scaler_seed; NULL: 1). */
+static inline amp_result encoder_loss(encoder *e, const int32_t *labels, int backward, const float *seed) {
+    amp_cross_entropy_op *op = &e->loss;
+    memset(op, 0, sizeof *op);
+    op->logits = e->out.y;
+    if (backward) op->dlogits = e->out.y;
+    op->labels = labels;
+    op->seed = seed;
+    op->loss = e->loss_value;
+    TIMED(e->profile, e->amp, PROFILE_LOSS, 0, amp_cross_entropy(e->amp, op));
+    return AMP_OK;
+}
+
+/* The loss on the host.  Waits for the device. */
+static inline amp_result encoder_loss_read(encoder *e, float *out) {
+    TRY(amp_copy(e->amp, out, e->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(e->amp);
+}
+
+/* d_stream = d_branch or d_stream, plus d_inner. */
+static inline amp_result encoder_add_inner(encoder *e, float *to) {
+    amp_tensor a = encoder_stream(e, to), b = encoder_stream(e, e->d_inner), y = encoder_stream(e, e->d_stream);
+    return amp_add(e->amp, &a, &b, &y);
+}
+
+/* What the first token's output gave, which leaves nothing for the windowed attention's output in its place. */
+static inline amp_result encoder_backward_global(encoder *e, encoder_layer *l) {
+    int64_t C = e->config.hidden, size = (int64_t)amp_dtype_size(e->config.activations), b;
+    TIMED(e->profile, e->amp, PROFILE_ATTENTION, 1, amp_attention_backward(e->amp, &l->attention_global));
+    for (b = 0; b < e->batch; b++) TRY(amp_fill(e->amp, (char *)e->d_heads + b * e->seq * C * size, 0, C * size));
+    return AMP_OK;
+}
+
+/* Adds what goes through the first token's projections to d_stream. */
+static inline amp_result encoder_backward_projections(encoder *e, encoder_layer *l) {
+    profile *p = e->profile;
+    TIMED(p, e->amp, PROFILE_LINEAR, 1, amp_linear_backward(e->amp, &l->kv_global));
+    TRY(encoder_add_inner(e, e->d_stream));
+    TRY(amp_fill(e->amp, e->d_inner, 0, e->rows * e->config.hidden * (int64_t)sizeof(float)));
+    TIMED(p, e->amp, PROFILE_LINEAR, 1, amp_linear_backward(e->amp, &l->q_global));
+    return encoder_add_inner(e, e->d_stream);
+}
+
+/* d_stream comes in as the gradient of a layer's output and leaves as that of its input. */
+static inline amp_result encoder_backward_layer(encoder *e, encoder_layer *l) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int drop = e->config.dropout > 0, global = e->config.family == ENCODER_LONGFORMER;
+    TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &l->norm_2));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &l->drop_2));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->fc_out));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->fc));
+    TIMED(p, amp, PROFILE_NORM, 1, encoder_add_inner(e, e->d_branch));
+    TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &l->norm_1));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &l->drop_1));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->proj));
+    if (global) TRY(encoder_backward_global(e, l));
+    TIMED(p, amp, PROFILE_ATTENTION, 1, amp_attention_backward(amp, &l->attention));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->qkv));
+    TIMED(p, amp, PROFILE_NORM, 1, encoder_add_inner(e, e->d_branch));
+    return global ? encoder_backward_projections(e, l) : AMP_OK;
+}
+
+/* After encoder_forward and encoder_loss with backward: all gradients. */
+static inline amp_result encoder_backward(encoder *e) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int drop = e->config.dropout > 0;
+    int64_t layer;
+    TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &e->out));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &e->head_drop));
+    TIMED(p, amp, PROFILE_HEAD, 1, amp_activation_backward(amp, &e->act));
+    TRY(amp_fill(amp, e->d_stream, 0, e->rows * e->config.hidden * (int64_t)sizeof(float)));
+    TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &e->dense));
+    for (layer = e->config.layers - 1; layer >= 0; layer--) TRY(encoder_backward_layer(e, &e->layers[layer]));
+    if (encoder_is_narrow(&e->config)) TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &e->project));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &e->embedding_drop));
+    TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &e->norm));
+    TIMED(p, amp, PROFILE_EMBEDDING, 1, amp_embedding_backward(amp, &e->words));
+    TIMED(p, amp, PROFILE_EMBEDDING, 1, amp_embedding_backward(amp, &e->types));
+    return AMP_OK;
+}
+
+/* Floating-point operations of one forward pass on a row of the profile; backward as in gpt_flops.  Of attention, what
+   all pairs of tokens take. */
+static inline double encoder_flops(const encoder *e, int row) {
+    const encoder_config *c = &e->config;
+    double rows = (double)e->rows, C = (double)c->hidden, E = (double)c->embedding, layers = (double)c->layers;
+    if (row == PROFILE_LINEAR)
+        return 2 * rows * ((4 * C * C + 2 * C * (double)c->intermediate) * layers + (encoder_is_narrow(c) ? C * E : 0));
+    if (row == PROFILE_HEAD) return 2 * (double)e->batch * C * (C + (double)c->classes);
+    if (row == PROFILE_ATTENTION) return 4 * rows * (double)e->seq * C * layers;
+    return 0;
+}
+
+/* ---- Model files: safetensors with Hugging Face's names, with or without the family's prefix */
+
+typedef struct encoder_file {
+    void *data;
+    size_t bytes;
+    st_file tensors;
+    encoder_config config;          /* as the file says; classes 0: it has no head */
+} encoder_file;
+
+static inline void encoder_file_close(encoder_file *file) {
+    st_close(&file->tensors);
+    amp_file_free(NULL, file->data, file->bytes);
+    memset(file, 0, sizeof *file);
+}
+
+/* A parameter as the file has it: one tensor, or several whose rows follow each other.  skip: rows of the tensor that
+   come before the parameter's. */
+typedef struct encoder_piece { char name[96]; int64_t rows, cols, skip; } encoder_piece;
+
+static inline int encoder_pieces(const amp_param *p) {
+    return strstr(p->name, ".qkv.") != NULL ? 3 : strstr(p->name, ".kv_global.") != NULL ? 2 : 1;
+}
+static inline void encoder_piece_get(const encoder *e, const amp_param *p, int part, encoder_piece *out) {
+    static const char *const names[2][3] = {{"query", "key", "value"}, {"key_global", "value_global", NULL}};
+    const char *packed = strstr(p->name, ".qkv."), *other = strstr(p->name, ".kv_global."),
+               *at = packed != NULL ? packed : other;
+    if (at == NULL) snprintf(out->name, sizeof out->name, "%s", p->name);
+    else snprintf(out->name, sizeof out->name, "%.*s.%s%s", (int)(at - p->name), p->name, names[packed == NULL][part],
+                  strchr(at + 1, '.'));
+    out->rows = p->weight.shape[0] / encoder_pieces(p);
+    out->cols = p->weight.ndim == 2 ? p->weight.shape[1] : 0;
+    out->skip = strstr(p->name, "position_embeddings") != NULL ? encoder_kinds[e->config.family].first : 0;
+}
+
+/* By the full name or without the prefix; older files call LayerNorm's weight and bias gamma and beta. */
+static inline const st_tensor *encoder_file_find(const st_file *tensors, encoder_family family, const char *name) {
+    const char *prefix = encoder_kinds[family].prefix, *last = strrchr(name, '.');
+    size_t length = strlen(prefix);
+    const st_tensor *t = st_find(tensors, name);
+    char older[96];
+    if (t == NULL && strncmp(name, prefix, length) == 0) t = st_find(tensors, name + length);
+    if (t != NULL || last == NULL || strstr(name, "LayerNorm") == NULL || strstr(last, "gamma") || strstr(last, "beta"))
+        return t;
+    snprintf(older, sizeof older, "%.*s.%s", (int)(last - name), name, strcmp(last, ".weight") == 0 ? "gamma" : "beta");
+    return encoder_file_find(tensors, family, older);
+}
+
+/* The family by config.json or our metadata, else by the names' prefix. */
+static inline encoder_family encoder_file_family(const encoder_file *file, const char *path) {
+    char type[64] = "";
+    int64_t i;
+    int k, said = model_file_text(&file->tensors, path, "model_type", type, sizeof type);
+    for (k = ENCODER_KINDS - 1; k > 0; k--) {
+        if (strcmp(type, encoder_kinds[k].name) == 0) return (encoder_family)k;
+        for (i = 0; i < file->tensors.n && !said; i++)
+            if (strncmp(file->tensors.tensors[i].name, encoder_kinds[k].prefix, strlen(encoder_kinds[k].prefix)) == 0)
+                return (encoder_family)k;
+    }
+    return strcmp(type, "xlm-roberta") == 0 ? ENCODER_ROBERTA : ENCODER_BERT;
+}
+
+static inline const st_tensor *encoder_file_body(const encoder_file *file, const char *name) {
+    char full[96];
+    snprintf(full, sizeof full, "%s%s", encoder_kinds[file->config.family].prefix, name);
+    return encoder_file_find(&file->tensors, file->config.family, full);
+}
+
+/* What stands in no shape: heads, LayerNorm's epsilon, Longformer's window. */
+static inline void encoder_file_settings(encoder_file *file, const char *path, int64_t heads) {
+    encoder_config *c = &file->config;
+    char text[64];
+    c->heads = heads > 0 ? heads : c->hidden % 64 == 0 ? c->hidden / 64 : 0;
+    if (heads < 1 && model_file_text(&file->tensors, path, "num_attention_heads", text, sizeof text)) c->heads = atoll(text);
+    c->eps = c->family == ENCODER_BERT || c->family == ENCODER_ELECTRA ? 1e-12f : 1e-5f;
+    if (model_file_text(&file->tensors, path, "layer_norm_eps", text, sizeof text)) c->eps = (float)atof(text);
+    c->window = 256;
+    if (model_file_text(&file->tensors, path, "attention_window", text, sizeof text)) c->window = atoll(text) / 2;
+}
+
+static inline amp_result encoder_file_shape(encoder_file *file, const char *path, int64_t heads) {
+    encoder_config *c = &file->config;
+    const st_tensor *words, *positions, *types, *down, *out;
+    char name[96];
+    c->family = encoder_file_family(file, path);
+    words = encoder_file_body(file, "embeddings.word_embeddings.weight");
+    positions = encoder_file_body(file, "embeddings.position_embeddings.weight");
+    types = encoder_file_body(file, "embeddings.token_type_embeddings.weight");
+    down = encoder_file_body(file, "encoder.layer.0.output.dense.weight");
+    if (words == NULL || positions == NULL || types == NULL || down == NULL || words->ndim != 2 || positions->ndim != 2 ||
+        types->ndim != 2 || down->ndim != 2)
+        return example_fail(AMP_ERR_FORMAT, "%s: no encoder of BERT's kind: embeddings or the first layer are missing", path);
+    c->vocab = words->shape[0]; c->positions = positions->shape[0]; c->types = types->shape[0];
+    c->embedding = words->shape[1]; c->hidden = down->shape[0]; c->intermediate = down->shape[1];
+    for (c->layers = 1; c->layers < 10000; c->layers++) {
+        snprintf(name, sizeof name, "encoder.layer.%lld.output.dense.weight", (long long)c->layers);
+        if (encoder_file_body(file, name) == NULL) break;
+    }
+    snprintf(name, sizeof name, "%s.weight", encoder_kinds[c->family].out);
+    out = st_find(&file->tensors, name);
+    c->classes = out != NULL && out->ndim == 2 ? out->shape[0] : 0;
+    encoder_file_settings(file, path, heads);
+    if (c->heads < 1)
+        return example_fail(AMP_ERR_FORMAT, "%s: does not say how many heads the model has: give the number", path);
+    return AMP_OK;
+}
+
+/* Opens a model file and reads its shape.  heads: 0 to find it out.  Nothing in the file is trusted. */
+static inline amp_result encoder_file_open(encoder_file *file, const char *path, int64_t heads) {
+    amp_result result;
+    memset(file, 0, sizeof *file);
+    TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
+    result = st_open(&file->tensors, file->data, file->bytes);
+    if (result == AMP_OK) result = encoder_file_shape(file, path, heads);
+    if (result != AMP_OK) encoder_file_close(file);
+    return result;
+}
+
+/* The elements of parameter i.  values, room: see encoder_room. */
+static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values, float *room) {
+    const amp_param *p = &e->params[i];
+    encoder_piece piece;
+    int part;
+    for (part = 0; part < encoder_pieces(p); part++) {
+        const st_tensor *t;
+        int64_t width, skipped;
+        encoder_piece_get(e, p, part, &piece);
+        t = encoder_file_find(&file->tensors, e->config.family, piece.name);
+        width = piece.cols > 0 ? piece.cols : 1;
+        skipped = piece.skip * width;
+        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
+        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip || (t->ndim == 2 && t->shape[1] != piece.cols))
+            return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
+        TRY(st_floats(t, room));
+        memcpy(values + part * piece.rows * width, room + skipped, (size_t)(piece.rows * width) * sizeof *values);
+    }
+    return AMP_OK;
+}
+
+/* Loads the weights of a file whose shape is the model's.  A head that the file lacks, or has for another number of
+   classes, is initialised; *fresh: how many of its parameters that were. */
+static inline amp_result encoder_file_load(const encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
+    float *values = encoder_room(e), *room = encoder_room(e);
+    int64_t i, head = e->n_params - ENCODER_HEAD;
+    amp_result result = values != NULL && room != NULL ? AMP_OK : AMP_ERR_MEMORY;
+    *fresh = 0;
+    for (i = 0; i < e->n_params && result == AMP_OK; i++) {
+        int missing = i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
+                                    (i >= head + 2 && file->config.classes != e->config.classes));
+        *fresh += missing;
+        if (missing) result = encoder_init_param(e, i, seed, values);
+        else {
+            result = encoder_file_param(file, e, i, values, room);
+            if (result == AMP_OK) result = param_set(e->amp, &e->params[i], values);
+        }
+    }
+    free(values);
+    free(room);
+    return result;
+}
+
+static inline amp_result encoder_header_text(const encoder *e, text_buffer *b) {
+    const encoder_config *c = &e->config;
+    const encoder_kind *kind = &encoder_kinds[c->family];
+    int64_t i, offset = 0;
+    int part;
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\",\"producer\":\"amp.h %s\",\"model_type\":\"%s\",", AMP_VERSION_TEXT, kind->name);
+    text_add(b, "\"num_attention_heads\":\"%lld\",\"layer_norm_eps\":\"%g\",\"attention_window\":\"%lld\"}",
+             (long long)c->heads, (double)c->eps, (long long)c->window * 2);
+    for (i = 0; i < e->n_params; i++)
+        for (part = 0; part < encoder_pieces(&e->params[i]); part++) {
+            encoder_piece piece;
+            encoder_piece_get(e, &e->params[i], part, &piece);
+            st_add_entry(b, piece.name, piece.rows + piece.skip, piece.cols, &offset);
+        }
+    return st_end_header(b);
+}
+
+/* Writes the weights as fp32 safetensors with Hugging Face's names, atomically.  Rows that no token reads are 0. */
+static inline amp_result encoder_save(encoder *e, const char *path) {
+    text_buffer header = {NULL, 0, 0, 0};
+    int64_t i, k, count, skipped = encoder_kinds[e->config.family].first * e->config.embedding;
+    size_t bytes = 0;
+    unsigned char *file = NULL, *out = NULL;
+    float *values = encoder_room(e);
+    amp_result result = encoder_header_text(e, &header);
+    if (result == AMP_OK) {
+        bytes = 8 + header.used + (size_t)(e->weights_count + skipped) * 4;
+        file = (unsigned char *)malloc(bytes);
+        if (file == NULL || values == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
+        else out = st_put_header(&header, file);
+    }
+    for (i = 0; i < e->n_params && result == AMP_OK; i++) {
+        int64_t skip = i == 1 ? skipped : 0;            /* of the positions */
+        for (k = 0; k < skip; k++) values[k] = 0;
+        result = param_get(e->amp, &e->params[i], values + skip);
+        count = amp_tensor_count(&e->params[i].weight) + skip;
+        floats_to_bytes(out, values, count);
+        out += count * 4;
+    }
+    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
+    free(values); free(header.text); free(file);
     return result;
 }
 
