@@ -549,24 +549,24 @@ static void check_scaler(check *c) {
 /* ==== Training =================================================================================== */
 
 /* Large enough that its kernels fill the device. */
-static amp_result open_work(check *c, amp_dtype activations) {
+static amp_result open_work(check *c) {
     int cpu = on_cpu(c->amp);
-    gpt_config shape;
-    memset(&shape, 0, sizeof shape);
-    shape.vocab = TOKENS_VOCAB;
-    shape.layers = cpu ? 2 : 8;
-    shape.channels = cpu ? 256 : 1024;
-    shape.heads = shape.channels / 64;
-    shape.seq = shape.positions = cpu ? 128 : 512;
-    shape.batch = cpu ? 4 : 32;
-    shape.activations = activations;
-    return workload_open(&c->work, c->amp, &shape, 1);
+    workload_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.vocab = TOKENS_VOCAB;
+    desc.layers = cpu ? 2 : 8;
+    desc.channels = cpu ? 256 : 1024;
+    desc.heads = desc.channels / 64;
+    desc.seq = cpu ? 128 : 512;
+    desc.batch = cpu ? 4 : 32;
+    desc.activations = AMP_F32;
+    desc.scaler = 1;
+    return workload_open(&c->work, c->amp, &desc);
 }
 
 static int work_pass(void *user, amp_context *amp) {
-    workload *w = (workload *)user;
     (void)amp;
-    return workload_pass(w, w->tokens, w->tokens + 1, 1);
+    return workload_pass((workload *)user, NULL, NULL, 1);
 }
 
 /* A step of the GPT-2 in every precision, held against fp32. */
@@ -576,13 +576,13 @@ static void check_numerics(check *c) {
     int64_t i;
     memset(&desc, 0, sizeof desc);
     loss.name = "loss";
-    loss.data = c->work.model.loss_value;
+    loss.data = c->work.loss;
     loss.count = 1;
     loss.dtype = AMP_F32;
     desc.step = work_pass;
     desc.user = &c->work;
-    desc.params = c->work.model.params;
-    desc.n_params = c->work.model.n_params;
+    desc.params = c->work.params;
+    desc.n_params = c->work.n_params;
     desc.outputs = &loss;
     desc.n_outputs = 1;
     desc.optimizer = c->work.optimizer;
@@ -626,12 +626,12 @@ static amp_result train(check *c, amp_loader *loader, trained *t) {
         amp_batch batch;
         TRY(amp_loader_next(loader, &batch));
         TRY(workload_step(&c->work, batch.inputs, batch.targets));
-        if (t->steps++ == 0) TRY(gpt_loss_read(&c->work.model, &t->first_loss));
+        if (t->steps++ == 0) TRY(workload_loss(&c->work, &t->first_loss));
         if (t->steps % 4 == 0) TRY(amp_sync(c->amp));
         now = seconds_now();
         if (now - asked > 0.25) { sample_device(c, &device); asked = now; }
     }
-    TRY(gpt_loss_read(&c->work.model, &t->last_loss));
+    TRY(workload_loss(&c->work, &t->last_loss));
     t->seconds = seconds_now() - began;
     c->utilisation = device.n[0] > 0 ? device.sum[0] / (double)device.n[0] : -1;
     c->temperature = device.n[1] > 0 ? device.sum[1] / (double)device.n[1] : -1;
@@ -656,7 +656,7 @@ static void check_utilisation(check *c) {
 
 static void report_training(check *c, const trained *t) {
     char value[48], rate[32];
-    double tokens = (double)(t->steps * c->work.model.config.batch * c->work.model.config.seq);
+    double tokens = (double)(t->steps * c->work.desc.batch * c->work.desc.seq);
     c->train_rate = tokens / t->seconds;
     c->wait_share = t->loader.wait_seconds / t->seconds;
     snprintf(value, sizeof value, "%s tokens/s", grouped((int64_t)c->loader_rate, rate, sizeof rate));
@@ -676,11 +676,9 @@ static void check_training(check *c) {
     memset(&t, 0, sizeof t);
     if (result == AMP_OK) result = measure_loader(c);
     if (result != AMP_OK) { add_error(c, "loader"); c->tokens_path[0] = 0; return; }
-    result = open_work(c, AMP_F32);
+    result = open_work(c);
     if (result == AMP_OK) check_numerics(c);
-    workload_close(&c->work);
-    if (result == AMP_OK) result = open_work(c, storage_of(c->choice.dtype));
-    if (result == AMP_OK) result = tokens_loader(c, c->work.model.config.batch, c->work.model.config.seq, &loader);
+    if (result == AMP_OK) result = tokens_loader(c, c->work.desc.batch, c->work.desc.seq, &loader);
     if (result == AMP_OK) result = train(c, loader, &t);
     if (result == AMP_OK) report_training(c, &t);
     else add_error(c, "training");
@@ -695,7 +693,7 @@ static void recommend(check *c) {
     amp_advice advice;
     int cpu = on_cpu(c->amp), i;
     memset(&desc, 0, sizeof desc);
-    desc.batch = c->work.model.config.batch;
+    desc.batch = c->work.desc.batch;
     desc.optimizer = c->work.optimizer;
     desc.scaler = c->work.scaler;
     if (c->verified.n_rows > 0) desc.verified = &c->verified;

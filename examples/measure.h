@@ -74,14 +74,27 @@ static inline amp_result tokens_file_make(char *path, size_t size, int64_t n, in
     return AMP_OK;
 }
 
-/* ---- A GPT-2 with its optimizer, and a scaler for fp16 */
+/* ---- A model that trains: a GPT-2 (decoder) or a BERT (encoder) with its optimizer, and a scaler for fp16 */
+
+typedef struct workload_desc {
+    int encoder;                    /* 0: a decoder */
+    int64_t layers, channels, heads, vocab, batch, seq;
+    amp_dtype activations;          /* the widest that they will be stored in */
+    int recompute;                  /* decoder */
+    int scaler;                     /* 1: with one, which steps in fp16 use */
+    int inference;                  /* 1: no gradients, no optimizer */
+} workload_desc;
 
 typedef struct workload {
+    workload_desc desc;
     amp_context *amp;
-    gpt model;
+    gpt gpt;
+    encoder bert;
+    amp_param *params; int64_t n_params;
     amp_optimizer *optimizer;
     amp_scaler *scaler;             /* NULL: none */
-    int32_t *tokens;                /* device: a batch, and one token more */
+    int32_t *tokens;                /* device: a batch, one token more; an encoder's lengths and labels after that */
+    float *loss;                    /* device */
 } workload;
 
 static inline void workload_close(workload *w) {
@@ -89,71 +102,153 @@ static inline void workload_close(workload *w) {
     amp_optimizer_destroy(w->optimizer);
     amp_scaler_destroy(w->scaler);
     amp_free(w->amp, w->tokens);
-    gpt_destroy(&w->model);
+    amp_free(w->amp, w->loss);
+    gpt_destroy(&w->gpt);
+    encoder_destroy(&w->bert);
     memset(w, 0, sizeof *w);
 }
 
-/* A batch of made tokens on the device. */
-static inline amp_result tokens_place(amp_context *amp, int64_t n, int64_t vocab, int32_t **out) {
+/* A batch of made tokens; lengths of an eighth less from sequence to sequence, down to half; labels in turn. */
+static inline amp_result workload_tokens(workload *w) {
+    int64_t batch = w->desc.batch, seq = w->desc.seq, tokens = batch * seq + 1, n = tokens + 2 * batch, i;
     int32_t *host = (int32_t *)malloc((size_t)n * sizeof *host);
     void *memory = NULL;
-    int64_t i;
     amp_result result = host != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for a batch");
-    for (i = 0; i < n && result == AMP_OK; i++) host[i] = made_token(i, vocab);
-    if (result == AMP_OK) result = amp_alloc(amp, &memory, n * (int64_t)sizeof *host);
-    if (result == AMP_OK) result = amp_copy(amp, memory, host, n * (int64_t)sizeof *host, AMP_COPY_TO_DEVICE);
-    if (result == AMP_OK) result = amp_sync(amp);
+    for (i = 0; i < tokens && result == AMP_OK; i++) host[i] = made_token(i, w->desc.vocab);
+    for (i = 0; i < batch && result == AMP_OK; i++) {
+        host[tokens + i] = (int32_t)(seq - seq * (i % 5) / 8);
+        host[tokens + batch + i] = (int32_t)(i % 2);
+    }
+    if (result == AMP_OK) result = amp_alloc(w->amp, &memory, n * (int64_t)sizeof *host);
+    if (result == AMP_OK) result = amp_copy(w->amp, memory, host, n * (int64_t)sizeof *host, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) result = amp_sync(w->amp);
     free(host);
-    *out = (int32_t *)memory;
+    w->tokens = (int32_t *)memory;
     return result;
 }
 
-static inline amp_result optimizer_open(amp_context *amp, amp_param *params, int64_t n, amp_optimizer **out) {
-    amp_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.params = params;
-    desc.n_params = n;
-    desc.lr = 1e-3;
-    desc.weight_decay = 0.1;
-    desc.clip_norm = 1;
-    return amp_optimizer_create(amp, out, &desc);
+static inline amp_result workload_decoder(workload *w) {
+    const workload_desc *d = &w->desc;
+    gpt_config c;
+    memset(&c, 0, sizeof c);
+    c.vocab = d->vocab; c.positions = c.seq = d->seq; c.channels = d->channels; c.heads = d->heads; c.layers = d->layers;
+    c.batch = d->batch; c.activations = d->activations; c.recompute = d->recompute;
+    TRY(gpt_create(&w->gpt, w->amp, &c));
+    w->params = w->gpt.params;
+    w->n_params = w->gpt.n_params;
+    w->gpt.loss_value = w->loss;
+    return gpt_init(&w->gpt, 1);
 }
 
-/* with_scaler 1: with one, which steps in fp16 use. */
-static inline amp_result workload_open(workload *w, amp_context *amp, const gpt_config *shape, int with_scaler) {
+static inline amp_result workload_encoder(workload *w) {
+    const workload_desc *d = &w->desc;
+    encoder_config c;
+    memset(&c, 0, sizeof c);
+    c.vocab = d->vocab; c.positions = c.seq = d->seq; c.hidden = d->channels; c.heads = d->heads; c.layers = d->layers;
+    c.intermediate = 4 * d->channels;
+    c.types = c.classes = 2;
+    c.batch = d->batch; c.activations = d->activations;
+    TRY(encoder_create(&w->bert, w->amp, &c));
+    w->params = w->bert.params;
+    w->n_params = w->bert.n_params;
+    w->bert.loss_value = w->loss;
+    return encoder_init(&w->bert, 1);
+}
+
+/* Gives the gradients' memory back. */
+static inline void workload_freeze(workload *w) {
+    void **grads = w->desc.encoder ? &w->bert.grads : &w->gpt.grads;
+    int64_t i;
+    amp_free(w->amp, *grads);
+    *grads = NULL;
+    w->gpt.grads_bytes = w->bert.grads_bytes = 0;
+    for (i = 0; i < w->n_params; i++) memset(&w->params[i].grad, 0, sizeof w->params[i].grad);
+}
+
+static inline amp_result workload_training(workload *w) {
+    amp_optimizer_desc optimizer;
     amp_scaler_desc scaler;
-    memset(w, 0, sizeof *w);
+    memset(&optimizer, 0, sizeof optimizer);
     memset(&scaler, 0, sizeof scaler);
-    w->amp = amp;
+    optimizer.params = w->params;
+    optimizer.n_params = w->n_params;
+    optimizer.lr = 1e-3;
+    optimizer.weight_decay = 0.1;
+    optimizer.clip_norm = 1;
     scaler.init_scale = 1024;       /* nothing of this size overflows: every step is applied */
-    TRY(gpt_create(&w->model, amp, shape));
-    TRY(gpt_init(&w->model, 1));
-    TRY(optimizer_open(amp, w->model.params, w->model.n_params, &w->optimizer));
-    if (with_scaler) TRY(amp_scaler_create(amp, &w->scaler, &scaler));
-    return tokens_place(amp, shape->batch * shape->seq + 1, shape->vocab, &w->tokens);
+    TRY(amp_optimizer_create(w->amp, &w->optimizer, &optimizer));
+    return w->desc.scaler ? amp_scaler_create(w->amp, &w->scaler, &scaler) : AMP_OK;
+}
+
+/* On failure too it is to be closed. */
+static inline amp_result workload_open(workload *w, amp_context *amp, const workload_desc *desc) {
+    void *loss;
+    memset(w, 0, sizeof *w);
+    w->desc = *desc;
+    w->amp = amp;
+    TRY(amp_alloc(amp, &loss, (int64_t)sizeof(float)));
+    w->loss = (float *)loss;
+    TRY(desc->encoder ? workload_encoder(w) : workload_decoder(w));
+    TRY(workload_tokens(w));
+    if (!desc->inference) return workload_training(w);
+    workload_freeze(w);
+    return AMP_OK;
 }
 
 /* The scaler of a step that runs now. */
 static inline amp_scaler *workload_scaler(const workload *w) { return dtype_now(w->amp) == AMP_F16 ? w->scaler : NULL; }
 
-/* Forward and loss in a region; with backward all gradients. */
-static inline amp_result workload_pass(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
+/* Activations in the dtype that regions compute in now. */
+static inline amp_result workload_store(workload *w) {
+    amp_dtype storage = storage_of(dtype_now(w->amp));
+    amp_result result = AMP_OK;
+    if (w->desc.encoder && w->bert.config.activations != storage) result = encoder_store(&w->bert, storage);
+    if (!w->desc.encoder && w->gpt.config.activations != storage) result = gpt_store(&w->gpt, storage);
+    w->gpt.loss_value = w->bert.loss_value = w->loss;
+    return result;
+}
+
+static inline amp_result workload_forward(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
     const float *seed = amp_scaler_seed(workload_scaler(w));
+    int64_t batch = w->desc.batch, seq = w->desc.seq;
+    encoder_input in;
+    if (!w->desc.encoder) {
+        TRY(gpt_forward(&w->gpt, inputs, batch, seq));
+        return gpt_loss(&w->gpt, targets, backward, seed);
+    }
+    memset(&in, 0, sizeof in);
+    in.ids = inputs;
+    in.lengths = w->tokens + batch * seq + 1;
+    in.batch = batch;
+    in.seq = seq;
+    TRY(encoder_forward(&w->bert, &in));
+    return encoder_loss(&w->bert, in.lengths + batch, backward, seed);
+}
+
+/* Forward and loss in a region; with backward all gradients.  inputs NULL: the workload's own batch. */
+static inline amp_result workload_pass(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
     amp_autocast_desc region;
     amp_result result;
     memset(&region, 0, sizeof region);
     region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    if (inputs == NULL) { inputs = w->tokens; targets = w->tokens + 1; }
+    TRY(workload_store(w));
     TRY(amp_autocast_begin(w->amp, &region));
-    result = gpt_forward(&w->model, inputs, w->model.config.batch, w->model.config.seq);
-    if (result == AMP_OK) result = gpt_loss(&w->model, targets, backward, seed);
+    result = workload_forward(w, inputs, targets, backward);
     TRY(amp_autocast_end(w->amp));
     TRY(result);
-    return backward ? gpt_backward(&w->model) : AMP_OK;
+    if (!backward) return AMP_OK;
+    return w->desc.encoder ? encoder_backward(&w->bert) : gpt_backward(&w->gpt);
 }
 
 static inline amp_result workload_step(workload *w, const int32_t *inputs, const int32_t *targets) {
     TRY(workload_pass(w, inputs, targets, 1));
     return amp_step(w->optimizer, workload_scaler(w));
+}
+
+static inline amp_result workload_loss(workload *w, float *out) {
+    TRY(amp_copy(w->amp, out, w->loss, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(w->amp);
 }
 
 #endif
