@@ -82,6 +82,7 @@ typedef struct workload_desc {
     amp_dtype activations;          /* the widest that they will be stored in */
     int recompute;                  /* decoder */
     int scaler;                     /* 1: with one, which steps in fp16 use */
+    int32_t accumulation;           /* micro-batches per optimizer step; 0: 1 */
     int inference;                  /* 1: no gradients, no optimizer */
 } workload_desc;
 
@@ -175,6 +176,7 @@ static inline amp_result workload_training(workload *w) {
     optimizer.lr = 1e-3;
     optimizer.weight_decay = 0.1;
     optimizer.clip_norm = 1;
+    optimizer.accumulation = w->desc.accumulation;
     scaler.init_scale = 1024;       /* nothing of this size overflows: every step is applied */
     TRY(amp_optimizer_create(w->amp, &w->optimizer, &optimizer));
     return w->desc.scaler ? amp_scaler_create(w->amp, &w->scaler, &scaler) : AMP_OK;
@@ -241,6 +243,7 @@ static inline amp_result workload_pass(workload *w, const int32_t *inputs, const
     return w->desc.encoder ? encoder_backward(&w->bert) : gpt_backward(&w->gpt);
 }
 
+/* Steps after the last of `accumulation` calls. */
 static inline amp_result workload_step(workload *w, const int32_t *inputs, const int32_t *targets) {
     TRY(workload_pass(w, inputs, targets, 1));
     return amp_step(w->optimizer, workload_scaler(w));

@@ -54,7 +54,7 @@ $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
 .SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
 
 # The examples on the model GPU, for examples.sh.
-$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c examples/common.h examples/peak.h amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
+$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
 	$(CC) $(WARN) -O1 -g $(OMP) -DUSE_CUDA -c $< -o $@.o
 	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
 
