@@ -1162,6 +1162,8 @@ typedef struct amp_backend {
        load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
     size_t (*plans_save)(void *dev, void *buffer, size_t size);
     amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
+    /* Gives memory that is kept for later use, and that no graph needs, back to the system. */
+    amp_result (*trim)(void *dev);
     /* kernels */
     amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
@@ -2439,6 +2441,7 @@ typedef enum amp_nan_action {
     "autotune"           .autotune          off        off, on
     "scaler"             .use_scaler        auto       auto (fp16 alone), on, off
     "scaler_preset"      .scaler.preset     default    the names of amp_scaler_preset
+    "frozen"             .scaler.frozen     false      a static scale; overflows still skip
     "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
                          .scaler            the preset's; a floor, ceiling or growth interval may be "none"
     "clip_norm"          .clip_norm         none       above 0, finite
@@ -2447,7 +2450,7 @@ typedef enum amp_nan_action {
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
     "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
-    "memory_warning"     .memory_warning    0.9        share of the device's memory, 0 to 1, that is worth a warning
+    "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
     "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
@@ -2485,14 +2488,16 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
 /* From the environment: AMP_DTYPE=bf16 and its kin; nothing else in the library reads it.  All or nothing.
    Errors: as amp_settings_set; 107 for a variable AMP_... that is no key. */
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
-/* Settings that contradict each other.  Errors: 102, 110 with both keys. */
+/* Each field by itself, and what contradicts: level O0, which is fp32 throughout, with another dtype, with tf32 or with
+   the scaler on; levels O2 and O3, which keep 16-bit weights, with fp32 or tf32; a floor above the ceiling; an initial
+   scale outside of them.  What is only without effect is no contradiction.  Errors: 101, 102, 110 with both keys, 202. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
 /* Every effective setting as a file that amp_settings_read_text takes, as snprintf does it. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
 /* What a context's other parts are to be created with: fields of the descs that are settings are overwritten, the rest
    stays.  Each pointer may be NULL.  scaler->disable becomes 1 where no scaler is wanted; for "auto" that takes the
-   context's dtype, so pass amp when it is open, and NULL before.  Errors: 101, 102, 105, 110. */
+   context's dtype, so pass amp when it is open, and NULL before.  Errors: 101, 102, 105, 110, 202. */
 typedef struct amp_monitor_desc amp_monitor_desc;
 AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
                                        amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor,
@@ -2502,9 +2507,11 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
     return amp_settings_fill_v(settings, amp, desc, scaler, optimizer, monitor, AMP_ABI(amp_settings));
 }
 /* The same between two steps of a running training: dtype, enabled, mode, caches, fallback, tf32, clipping,
-   accumulation, the scaler's rule, intervals and actions change; a level, policy or scaler preset other than that in
-   force is refused, and then nothing has changed.  scaler, optimizer and monitor may be NULL.  Captured graphs are out
-   of date afterwards.  Errors: 101, 102, 105, 108 the device lacks the dtype, 110 what cannot change. */
+   accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
+   turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
+   force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
+   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of an accumulation
+   cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
                                         amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi);
@@ -4036,6 +4043,7 @@ AMPI_PRIVATE int ampi_is_contiguous(const amp_tensor *t) {
 }
 
 AMPI_PRIVATE int ampi_is_storage(amp_dtype dtype) { return dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16; }
+AMPI_PRIVATE int ampi_is_compute(amp_dtype dtype) { return ampi_is_storage(dtype) || dtype == AMP_TF32; }
 
 /* "[2, 3, 4] bf16" for messages. */
 AMPI_PRIVATE const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
@@ -7081,6 +7089,20 @@ static amp_result ampi_cpu_event_elapsed(void *dev, void *from, void *to, double
     return AMP_OK;
 }
 
+static amp_result ampi_cpu_trim(void *dev) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int i;
+    pthread_mutex_lock(&cpu->lock);
+    for (i = 0; i < AMPI_POOL_BLOCKS; i++) {
+        if (cpu->pool[i].busy || cpu->pool[i].ptr == NULL) continue;
+        cpu->host.free(cpu->host.user, cpu->pool[i].ptr, cpu->pool[i].bytes);
+        cpu->pool[i].ptr = NULL;
+        cpu->pool[i].bytes = 0;
+    }
+    pthread_mutex_unlock(&cpu->lock);
+    return AMP_OK;
+}
+
 static const amp_backend ampi_cpu_backend = {
     AMP_ABI(amp_backend), "cpu",
     ampi_cpu_open, ampi_cpu_close, ampi_cpu_describe,
@@ -7090,7 +7112,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
     NULL, NULL, NULL, NULL,
-    NULL, NULL, NULL, NULL, NULL,
+    NULL, NULL, NULL, NULL, NULL, ampi_cpu_trim,
     ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
     ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
@@ -7174,6 +7196,7 @@ struct amp_context {
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
+    amp_log_level quiet;            /* the log's level without `debug` of the settings */
 };
 
 /* ---- What other sections may ask of a context */
@@ -7308,6 +7331,8 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
     AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AMX));
     AMPI_TRY(ampi_check_enum("autotune", (int)d->autotune, AMP_AUTOTUNE_ON));
+    if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
+        return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be fp32, tf32, fp16 or bf16", amp_dtype_name(d->fallback));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
     if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
     if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
@@ -7413,6 +7438,36 @@ static amp_result ampi_own_path(const amp_system *system, const char **path) {
     return AMP_OK;
 }
 
+/* Chooses as amp_choose does, on this context's device; what the device lacks is replaced by fallback, if there is one. */
+static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
+    amp_result result;
+    if (fallback == AMP_DTYPE_DEFAULT) return amp_choose(&amp->machine, wanted, amp->desc.allow_fallback, out);
+    result = amp_choose(&amp->machine, wanted, 0, out);
+    if (result != AMP_ERR_UNSUPPORTED) return result;
+    AMPI_TRY(amp_choose(&amp->machine, fallback, 0, out));
+    return ampi_chosen(out, fallback, out->emulated, 1, "%s asked for: %.64s lacks it; the fallback %s instead",
+                       amp_dtype_name(wanted), amp->machine.device.name, amp_dtype_name(fallback));
+}
+
+/* What regions are to compute in.  Level O0 is fp32 throughout. */
+static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
+    amp_choice other;
+    if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(amp_choose(&amp->machine, fallback, 0, &other));
+    AMPI_TRY(ampi_choose_here(amp, wanted, fallback, out));
+    if (amp->desc.level != AMP_LEVEL_O0 || out->dtype == AMP_F32) return AMP_OK;
+    return ampi_chosen(out, AMP_F32, 0, 0, "level O0 computes in fp32");
+}
+
+/* 1: products that are left in fp32 can be computed in TF32. */
+static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
+    amp_choice choice;
+    if (!wanted || amp->desc.level == AMP_LEVEL_O0) return 0;
+    (void)amp_choose(&amp->machine, AMP_TF32, 1, &choice);
+    if (!choice.fell_back) return 1;
+    ampi_log(amp, AMP_LOG_INFO, 1004, "allow_tf32 has no effect: %.64s has no TF32", amp->machine.device.name);
+    return 0;
+}
+
 static amp_result ampi_open_device(amp_context *amp) {
     amp_backend_desc b;
     memset(&b, 0, sizeof b);
@@ -7425,9 +7480,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
-    AMPI_TRY(amp_choose(&amp->machine, amp->desc.dtype, amp->desc.allow_fallback, &amp->choice));
-    if (amp->desc.level == AMP_LEVEL_O0 && amp->choice.dtype != AMP_F32)
-        AMPI_TRY(ampi_chosen(&amp->choice, AMP_F32, 0, 0, "level O0 computes in fp32"));
+    AMPI_TRY(ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice));
+    amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
     ampi_plans_read(amp);
@@ -7451,6 +7505,7 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     if (desc != NULL) amp->desc = *desc;
     ampi_fill_defaults(&amp->desc);
     amp->system = amp->desc.system = system;
+    amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
     amp->backend = amp->desc.backend;
     amp->next_param_id = 1;
     amp->host.user = amp;
@@ -7511,19 +7566,35 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
     return AMP_OK;
 }
 
+/* Levels O2 and O3 keep weights in the dtype they were opened with. */
+static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
+    if (amp->desc.level < AMP_LEVEL_O2 || dtype == amp->choice.dtype) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, function, "levels O2 and O3 store weights in %s; switching the dtype needs level O1", amp_dtype_name(amp->choice.dtype));
+}
+
+static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
+    if (choice->fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice->reason);
+    amp->choice = *choice;
+    amp->desc.dtype = choice->dtype;
+    ampi_settings_changed(amp);
+    amp_cast_cache_clear(amp);
+}
+
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     amp_choice choice;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_dtype", "amp is NULL");
-    AMPI_TRY(amp_choose(&amp->machine, dtype, amp->desc.allow_fallback, &choice));
+    AMPI_TRY(ampi_choose_here(amp, dtype, amp->desc.fallback, &choice));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s", amp_dtype_name(choice.dtype));
-    if (amp->desc.level >= AMP_LEVEL_O2 && choice.dtype != amp->choice.dtype)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "levels O2 and O3 store weights in %s; switching the dtype needs level O1", amp_dtype_name(amp->choice.dtype));
-    if (choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice.reason);
-    amp->choice = choice;
-    amp->desc.dtype = choice.dtype;
+    AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
+    ampi_switch_dtype(amp, &choice);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_enabled", "amp is NULL");
+    amp->desc.disable = !enabled;
     ampi_settings_changed(amp);
-    amp_cast_cache_clear(amp);
     return AMP_OK;
 }
 
@@ -7978,6 +8049,31 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) { ampi_mask_remove_kind(amp,
 
 /* ==== 8 >>autocast: implementation ================================================================== */
 
+/* ---- Emptying the cast cache, of which more below */
+
+/* A graph that lives may use the memory: then it stays, out of date. */
+static void ampi_cache_remove(amp_context *amp, int64_t i) {
+    amp->cache[i].version = UINT64_MAX;
+    if (amp->graphs > 0) return;
+    ampi_free_locked(amp, amp->cache[i].data);
+    amp->cache_info.entries--;
+    amp->cache_info.bytes -= amp->cache[i].bytes;
+    amp->cache[i] = amp->cache[--amp->n_cache];
+}
+
+/* Frees the copies that nobody needs: those handed to the host stay while any region is open, all while a graph lives. */
+static void ampi_cache_clear_idle(amp_context *amp) {
+    int64_t i;
+    int regions;
+    ampi_lock(amp);
+    regions = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
+    for (i = amp->n_cache - 1; amp->graphs == 0 && i >= 0; i--)
+        if (amp->cache[i].users == 0 && (amp->cache[i].kind != AMPI_PACK_CAST || regions == 0)) ampi_cache_remove(amp, i);
+    ampi_unlock(amp);
+}
+
+/* ---- Regions */
+
 enum { AMPI_REGION_DEPTH = 32 };
 
 /* recompute 1: opened by amp_recompute_begin; desc is then that of the region around it. */
@@ -8027,7 +8123,7 @@ static amp_result ampi_region_pop(amp_context *amp, const char *function, int re
     if (top->recompute != recompute)
         return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first", top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
     ampi_region_count--;
-    __atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
     return AMP_OK;
 }
 
@@ -8046,9 +8142,10 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
     if (amp->desc.disable_cache) d.disable_cache = 1;
+    if (amp->desc.disable) d.disable = 1;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = amp->desc.dtype;
     else {
-        AMPI_TRY(amp_choose(&amp->machine, d.dtype, amp->desc.allow_fallback, &choice));
+        AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
         d.dtype = choice.dtype;
     }
     ampi_region_push(amp, &d, 0);
@@ -8162,6 +8259,9 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n) {
 
 static amp_dtype ampi_stored(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
+/* Matrix products: what a region's dtype is for, and TF32. */
+static int ampi_is_product(int32_t op) { return op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION; }
+
 /* Applies a policy to the widest input; dtype is the region's or the layer's. */
 static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype widest, amp_plan *out) {
     switch (policy) {
@@ -8176,13 +8276,30 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
     }
 }
 
+/* The decision in a region that is no island. */
+static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc *region, int32_t op, const char *layer,
+                                 const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    amp_cast_policy policy = ampi_policy_of(amp, op, region->policy, &out->rule);
+    amp_dtype widest = ampi_widest(inputs, n), dtype = AMP_DTYPE_DEFAULT;
+    if (policy == AMP_CAST_BANNED)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
+    if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || widest == AMP_DTYPE_DEFAULT) return AMP_OK;
+    if (policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE) dtype = ampi_layer_dtype(amp, layer);
+    if (dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
+    else dtype = region->dtype;
+    if (policy == AMP_CAST_FP32 && amp->desc.fallback != AMP_DTYPE_DEFAULT && ampi_is_product(op)) {
+        policy = AMP_CAST_LOWER;
+        dtype = amp->desc.fallback;
+    }
+    ampi_apply_policy(policy, dtype, widest, out);
+    return AMP_OK;
+}
+
 /* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
 AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
                                        const amp_dtype *inputs, int32_t n, amp_plan *out) {
     const ampi_region *top;
     const amp_autocast_desc *region;
-    amp_cast_policy policy;
-    amp_dtype layer_dtype;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
     top = ampi_region_top(amp);
@@ -8193,15 +8310,11 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
     out->mode = region ? region->mode : amp->desc.mode;
     out->compute = out->result = ampi_promoted(inputs, n);
     out->rule = AMP_BY_STORAGE;
-    if (region == NULL || region->disable) return AMP_OK;
-    if (amp->desc.level == AMP_LEVEL_O0) { out->rule = AMP_BY_LEVEL; return AMP_OK; }
-    policy = ampi_policy_of(amp, op, region->policy, &out->rule);
-    if (policy == AMP_CAST_BANNED)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
-    if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || ampi_widest(inputs, n) == AMP_DTYPE_DEFAULT) return AMP_OK;
-    layer_dtype = policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE ? ampi_layer_dtype(amp, layer) : AMP_DTYPE_DEFAULT;
-    if (layer_dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
-    ampi_apply_policy(policy, layer_dtype != AMP_DTYPE_DEFAULT ? layer_dtype : region->dtype, ampi_widest(inputs, n), out);
+    if (region != NULL && !region->disable) {
+        if (amp->desc.level == AMP_LEVEL_O0) out->rule = AMP_BY_LEVEL;
+        else AMPI_TRY(ampi_decide_in(amp, region, op, layer, inputs, n, out));
+    }
+    if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
     return AMP_OK;
 }
 
@@ -8260,7 +8373,7 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     if (amp == NULL || pattern == NULL) return ampi_fail(AMP_ERR_NULL, "amp_layer_override", "amp or pattern is NULL");
     if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
-    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(amp_choose(&amp->machine, dtype, amp->desc.allow_fallback, &choice));
+    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_here(amp, dtype, amp->desc.fallback, &choice));
     ampi_lock(amp);
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
@@ -8277,16 +8390,6 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
 
 /* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.
    Everything here runs with the context's lock held, the making included, so that a copy is made once. */
-
-/* A graph that lives may use the memory: then it stays, out of date. */
-static void ampi_cache_remove(amp_context *amp, int64_t i) {
-    amp->cache[i].version = UINT64_MAX;
-    if (amp->graphs > 0) return;
-    ampi_free_locked(amp, amp->cache[i].data);
-    amp->cache_info.entries--;
-    amp->cache_info.bytes -= amp->cache[i].bytes;
-    amp->cache[i] = amp->cache[--amp->n_cache];
-}
 
 static void ampi_cache_drop(amp_context *amp, uint64_t id) {
     int64_t i = amp->n_cache;
@@ -8457,6 +8560,22 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     for (i = amp->n_cache - 1; i >= 0; i--)
         if (amp->cache[i].users == 0) ampi_cache_remove(amp, i);
     ampi_unlock(amp);
+}
+
+/* Of section 6; here, because it empties what this section keeps. */
+AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
+    amp_memory_info before, after;
+    if (freed != NULL) *freed = 0;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
+    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
+    AMPI_TRY(amp_memory(amp, &before));
+    ampi_cache_clear_idle(amp);
+    amp_mask_cache_clear(amp);
+    if (amp->backend->trim != NULL) AMPI_TRY(amp->backend->trim(amp->dev));
+    AMPI_TRY(amp_memory(amp, &after));
+    if (freed != NULL) *freed = before.reserved - after.reserved;
+    return AMP_OK;
 }
 
 /* ==== 9 >>operators: implementation =================================================================
@@ -9476,6 +9595,11 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
     return r;
 }
 
+/* What gradients are averaged by. */
+AMPI_PRIVATE void ampi_set_average(amp_set *set, double accumulation) {
+    set->divisor = accumulation * (set->sharded ? 1 : ampi_world(set->amp));
+}
+
 /* Everything is filled in: to the device. */
 AMPI_PRIVATE amp_result ampi_set_finish(amp_set *set, double clip_norm, int32_t sharded, double accumulation) {
     amp_k_found found;
@@ -9485,7 +9609,7 @@ AMPI_PRIVATE amp_result ampi_set_finish(amp_set *set, double clip_norm, int32_t 
     found.beta1_power = found.beta2_power = 1;
     set->clip_norm = clip_norm;
     set->sharded = sharded;
-    set->divisor = accumulation * (sharded ? 1 : ampi_world(set->amp));
+    ampi_set_average(set, accumulation);
     AMPI_TRY(ampi_send(set->amp, set->found, &found, sizeof found));
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
@@ -9897,6 +10021,27 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     rule = ampi_rule(AMP_RULE_SET_INTERVAL, scaler, NULL);
     rule.value = d.preset == AMP_SCALER_TORCH ? 0.0f : 1.0f;
     return ampi_run_rule(scaler->amp, &rule);
+}
+
+/* A running scaler takes other settings, filled in and checked, of the same preset.  Turned on it starts anew; turned off
+   its scale is 1. */
+AMPI_PRIVATE amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
+    amp_k_scaler s = ampi_scaler_start(d);
+    int keeps = d->preset == AMP_SCALER_TORCH;
+    if (d->disable == scaler->desc.disable) {
+        AMPI_TRY(amp_scaler_get(scaler, &s));
+        if (d->hysteresis != scaler->desc.hysteresis) s.hysteresis_left = d->hysteresis;
+        if (d->growth_interval != scaler->desc.growth_interval) {
+            s.growth_interval = d->growth_interval;
+            if (!keeps && s.growth_tracker >= s.growth_interval) s.growth_tracker = 0;
+        }
+    }
+    AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s, sizeof s));
+    scaler->desc = *d;
+    scaler->rule = ampi_scaler_rule(d);
+    ampi_scaler_release_sets(scaler);
+    ampi_settings_changed(scaler->amp);
+    return AMP_OK;
 }
 
 /* A set serves one scaler between two updates of it. */
@@ -10346,6 +10491,30 @@ AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     if (!amp_is_finite_f64(&lr) || !(lr >= 0))
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_lr", "lr = %g, must be 0 or more and finite", lr);
     optimizer->desc.lr = lr;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm) {
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_clip", "optimizer is NULL");
+    AMPI_TRY(ampi_check_clip("amp_optimizer_set_clip", clip_norm));
+    optimizer->desc.clip_norm = optimizer->set->clip_norm = clip_norm;
+    ampi_settings_changed(optimizer->amp);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
+    amp_set *set;
+    int64_t i;
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_accumulation", "optimizer is NULL");
+    if (accumulation < 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more", accumulation);
+    set = optimizer->set;
+    optimizer->desc.accumulation = accumulation;
+    optimizer->micro = 0;
+    ampi_set_average(set, accumulation);
+    for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
+    if (set->stage == AMPI_CHECKED) ampi_set_unlink(set);
+    ampi_settings_changed(optimizer->amp);
     return AMP_OK;
 }
 
@@ -12712,7 +12881,641 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==================================================================== */
 
-/* ---- Settings */
+/* ---- Settings.  One table says what each key is; setting, reading, checking and writing go by it. */
+
+typedef struct ampi_word { const char *word; int32_t value; } ampi_word;
+
+static const ampi_word ampi_switch_words[] = {
+    {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
+static const ampi_word ampi_dtype_words[] = {
+    {"auto", AMP_DTYPE_DEFAULT}, {"fp32", AMP_F32}, {"tf32", AMP_TF32}, {"fp16", AMP_F16}, {"bf16", AMP_BF16}, {NULL, 0}};
+static const ampi_word ampi_fallback_words[] = {
+    {"none", AMP_DTYPE_DEFAULT}, {"fp32", AMP_F32}, {"tf32", AMP_TF32}, {"fp16", AMP_F16}, {"bf16", AMP_BF16}, {NULL, 0}};
+static const ampi_word ampi_level_words[] = {
+    {"O0", AMP_LEVEL_O0}, {"O1", AMP_LEVEL_O1}, {"O2", AMP_LEVEL_O2}, {"O3", AMP_LEVEL_O3}, {NULL, 0}};
+static const ampi_word ampi_policy_words[] = {{"fused", AMP_POLICY_FUSED}, {"torch", AMP_POLICY_TORCH}, {NULL, 0}};
+static const ampi_word ampi_mode_words[] = {{"training", AMP_MODE_TRAINING}, {"inference", AMP_MODE_INFERENCE}, {NULL, 0}};
+static const ampi_word ampi_autotune_words[] = {{"off", AMP_AUTOTUNE_OFF}, {"on", AMP_AUTOTUNE_ON}, {NULL, 0}};
+static const ampi_word ampi_scaler_words[] = {
+    {"auto", AMP_SCALER_USE_AUTO}, {"on", AMP_SCALER_USE_ON}, {"off", AMP_SCALER_USE_OFF}, {NULL, 0}};
+static const ampi_word ampi_action_words[] = {
+    {"report", AMP_NAN_REPORT}, {"skip", AMP_NAN_SKIP}, {"stop", AMP_NAN_STOP}, {"recover", AMP_NAN_RECOVER}, {NULL, 0}};
+static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
+static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
+static const ampi_word ampi_zero_words[] = {{"0", -1}, {NULL, 0}};             /* AMP_ZERO, AMP_NO_RETRIES */
+static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
+
+/* What a field of amp_settings holds.  INVERTED: a switch whose field says the opposite. */
+typedef enum ampi_field {
+    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
+} ampi_field;
+
+/* words: values with a word of their own; "0" among them where 0 in the field means the default.  Numbers: from low to
+   high, in words `range`.  standard: what 0 in the field stands for. */
+typedef struct ampi_setting {
+    const char *key;
+    ampi_field field;
+    size_t offset;
+    const ampi_word *words;
+    double standard, low, high;
+    const char *range;
+} ampi_setting;
+
+#define AMPI_AT(field) offsetof(amp_settings, field)
+#define AMPI_STEPS 1, 1e15, "a whole number from 1 to 1e15, or off"
+#define AMPI_SCALES 0, AMPI_TINY, AMPI_POW2_126
+#define AMPI_DBL_MAX 1.7976931348623157e308
+#define AMPI_ABOVE_0 2.2250738585072014e-308
+#define AMPI_ABOVE_1 1.0000000000000002
+#define AMPI_BELOW_1 0.99999999999999989
+static const ampi_setting ampi_setting_table[] = {
+    {"enabled", AMPI_INVERTED, AMPI_AT(disable), ampi_switch_words, 0, 0, 0, NULL},
+    {"dtype", AMPI_WORD, AMPI_AT(dtype), ampi_dtype_words, 0, 0, 0, NULL},
+    {"level", AMPI_WORD, AMPI_AT(level), ampi_level_words, AMP_LEVEL_O1, 0, 0, NULL},
+    {"policy", AMPI_WORD, AMPI_AT(policy), ampi_policy_words, AMP_POLICY_FUSED, 0, 0, NULL},
+    {"mode", AMPI_WORD, AMPI_AT(mode), ampi_mode_words, AMP_MODE_TRAINING, 0, 0, NULL},
+    {"memory_efficient", AMPI_SWITCH, AMPI_AT(memory_efficient), ampi_switch_words, 0, 0, 0, NULL},
+    {"cache", AMPI_INVERTED, AMPI_AT(disable_cache), ampi_switch_words, 0, 0, 0, NULL},
+    {"fallback", AMPI_WORD, AMPI_AT(fallback), ampi_fallback_words, 0, 0, 0, NULL},
+    {"tf32", AMPI_SWITCH, AMPI_AT(allow_tf32), ampi_switch_words, 0, 0, 0, NULL},
+    {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
+    {"scaler", AMPI_WORD, AMPI_AT(use_scaler), ampi_scaler_words, AMP_SCALER_USE_AUTO, 0, 0, NULL},
+    {"scaler_preset", AMPI_PRESET, AMPI_AT(scaler.preset), NULL, 0, 0, 0, NULL},
+    {"frozen", AMPI_SWITCH, AMPI_AT(scaler.frozen), ampi_switch_words, 0, 0, 0, NULL},
+    {"init_scale", AMPI_REAL32, AMPI_AT(scaler.init_scale), NULL, AMPI_SCALES, "a number from 2^-126 to 2^126"},
+    {"growth_factor", AMPI_REAL64, AMPI_AT(scaler.growth_factor), NULL, 0, AMPI_ABOVE_1, AMPI_DBL_MAX, "a number above 1"},
+    {"backoff_factor", AMPI_REAL64, AMPI_AT(scaler.backoff_factor), NULL, 0, AMPI_ABOVE_0, AMPI_BELOW_1,
+     "a number between 0 and 1"},
+    {"growth_interval", AMPI_I32, AMPI_AT(scaler.growth_interval), ampi_none_words, 0, 1, INT32_MAX,
+     "a whole number from 1 to 2147483647, or none"},
+    {"min_scale", AMPI_REAL32, AMPI_AT(scaler.min_scale), ampi_none_words, AMPI_SCALES, "a number from 2^-126 to 2^126, or none"},
+    {"max_scale", AMPI_REAL32, AMPI_AT(scaler.max_scale), ampi_none_words, 0, AMPI_TINY, AMPI_FLT_MAX, "a number from 2^-126 to 2^126, or none"},
+    {"hysteresis", AMPI_I32, AMPI_AT(scaler.hysteresis), NULL, 0, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
+    {"tolerance", AMPI_REAL64, AMPI_AT(scaler.tolerance), ampi_zero_words, 0, AMPI_ABOVE_0, 1, "a number from 0 to 1"},
+    {"clip_norm", AMPI_REAL64, AMPI_AT(clip_norm), ampi_clip_words, 0, AMPI_ABOVE_0, AMPI_DBL_MAX, "a number above 0, or none"},
+    {"accumulation", AMPI_I32, AMPI_AT(accumulation), NULL, 1, 1, 1000000, "a whole number from 1 to 1000000"},
+    {"log_interval", AMPI_I64, AMPI_AT(log_interval), ampi_interval_words, 100, AMPI_STEPS},
+    {"memory_interval", AMPI_I64, AMPI_AT(memory_interval), ampi_interval_words, 100, AMPI_STEPS},
+    {"cleanup_interval", AMPI_I64, AMPI_AT(cleanup_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"numerics_interval", AMPI_I64, AMPI_AT(numerics_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"memory_warning", AMPI_REAL64, AMPI_AT(memory_warning), NULL, 0.9, AMPI_ABOVE_0, 1, "a number above 0, at most 1"},
+    {"nan_action", AMPI_WORD, AMPI_AT(nan_action), ampi_action_words, AMP_NAN_SKIP, 0, 0, NULL},
+    {"max_skips", AMPI_I32, AMPI_AT(max_skips), NULL, 25, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
+    {"max_retries", AMPI_I32, AMPI_AT(max_retries), ampi_zero_words, 3, 1, 1000, "a whole number from 0 to 1000"},
+    {"debug", AMPI_SWITCH, AMPI_AT(debug), ampi_switch_words, 0, 0, 0, NULL},
+};
+enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
+
+/* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
+typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
+
+AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
+    ampi_sheet s;
+    memset(&s, 0, sizeof s);
+    s.text = text;
+    s.size = text ? size : 0;
+    if (s.size > 0) text[0] = 0;
+    return s;
+}
+
+AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) AMPI_PRINTF(2, 3);
+AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) {
+    size_t room = s->used < s->size ? s->size - s->used : 0;
+    va_list args;
+    int n;
+    va_start(args, format);
+    n = vsnprintf(room ? s->text + s->used : NULL, room, format, args);
+    va_end(args);
+    if (n > 0) s->used += (size_t)n;
+}
+
+/* A field's value; 0 (a switch: its opposite, if INVERTED) is the default. */
+static double ampi_setting_get(const amp_settings *s, const ampi_setting *k) {
+    const char *at = (const char *)s + k->offset;
+    int32_t i32;
+    int64_t i64;
+    float real32;
+    double real64;
+    switch (k->field) {
+        case AMPI_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
+        case AMPI_REAL32: memcpy(&real32, at, sizeof real32); return (double)real32;
+        case AMPI_REAL64: memcpy(&real64, at, sizeof real64); return real64;
+        default: memcpy(&i32, at, sizeof i32);
+    }
+    return k->field == AMPI_INVERTED ? i32 == 0 : k->field == AMPI_SWITCH ? i32 != 0 : (double)i32;
+}
+
+static void ampi_setting_put(amp_settings *s, const ampi_setting *k, double value) {
+    char *at = (char *)s + k->offset;
+    int64_t i64 = k->field == AMPI_I64 ? (int64_t)value : 0;
+    int32_t i32 = k->field < AMPI_I32 || k->field == AMPI_I32 ? (int32_t)value : 0;
+    float real32 = k->field == AMPI_REAL32 ? (float)value : 0;
+    switch (k->field) {
+        case AMPI_I64: memcpy(at, &i64, sizeof i64); break;
+        case AMPI_REAL32: memcpy(at, &real32, sizeof real32); break;
+        case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
+        case AMPI_INVERTED: i32 = !i32;         /* falls through */
+        default: memcpy(at, &i32, sizeof i32);
+    }
+}
+
+/* Word i of a key and its value, or NULL. */
+static const char *ampi_setting_word(const ampi_setting *k, int i, int32_t *value) {
+    *value = i;
+    if (k->field == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
+    if (k->words == NULL) return NULL;
+    *value = k->words[i].value;
+    return k->words[i].word;
+}
+
+static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
+
+/* Whether the n bytes of text are the word, in either case. */
+static int ampi_same_word(const char *word, const char *text, size_t n) {
+    size_t i;
+    for (i = 0; i < n && word[i] != 0; i++) if (ampi_lower(word[i]) != ampi_lower(text[i])) return 0;
+    return i == n && word[i] == 0;
+}
+
+/* The decimal point of the locale in force. */
+static const char *ampi_point(char room[16]) {
+    snprintf(room, 16, "%.1f", 0.5);
+    room[strlen(room) - 1] = 0;
+    return room + 1;
+}
+
+/* [sign] digits [. digits] [e [sign] digits], with at least one digit before the e; whole: [sign] digits. */
+static int ampi_is_number(const char *text, size_t n, int whole) {
+    size_t i = 0, digits = 0, exponent = 0;
+    if (i < n && (text[i] == '+' || text[i] == '-')) i++;
+    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
+    if (whole || i == n) return digits > 0 && i == n;
+    if (text[i] == '.') for (i++; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
+    if (digits == 0 || i == n) return digits > 0;
+    if (text[i] != 'e' && text[i] != 'E') return 0;
+    if (++i < n && (text[i] == '+' || text[i] == '-')) i++;
+    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) exponent++;
+    return exponent > 0 && i == n;
+}
+
+/* The same number in every locale; 0: none, or too large for an fp64. */
+static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
+    char copy[96], room[16], *end;
+    const char *point = (const char *)memchr(text, '.', n);
+    size_t before = point ? (size_t)(point - text) : n;
+    if (n >= 64 || !ampi_is_number(text, n, whole)) return 0;
+    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(room) : "", point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
+    *out = strtod(copy, &end);
+    return *end == 0 && amp_is_finite_f64(out);
+}
+
+/* The shortest text that ampi_parse_number reads as this number, or as one that rounds to the same fp32. */
+static void ampi_number_text(double value, int single, char out[64]) {
+    char room[16], *at;
+    const char *point = ampi_point(room);
+    double back = 0;
+    int digits;
+    for (digits = 1; digits <= 17; digits++) {
+        snprintf(out, 64, "%.*g", digits, value);
+        at = strstr(out, point);
+        if (at != NULL) {
+            *at = '.';
+            memmove(at + 1, at + strlen(point), strlen(at + strlen(point)) + 1);
+        }
+        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value)) return;
+    }
+}
+
+/* A value as a file has it. */
+static void ampi_setting_text(const ampi_setting *k, double value, char out[64]) {
+    const char *word;
+    int32_t of;
+    int i;
+    for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++)
+        if (amp_is_finite_f64(&value) && value == (double)of) { snprintf(out, 64, "%s", word); return; }
+    if (!amp_is_finite_f64(&value)) snprintf(out, 64, "not finite");
+    else if (k->field == AMPI_I32 || k->field == AMPI_I64 || k->field == AMPI_WORD || k->field == AMPI_PRESET) snprintf(out, 64, "%.0f", value);
+    else ampi_number_text(value, k->field == AMPI_REAL32, out);
+}
+
+/* What a key takes, in words. */
+static void ampi_setting_allowed(const ampi_setting *k, char *out, size_t size) {
+    const char *word;
+    int32_t of;
+    int i, n;
+    ampi_sheet t = ampi_sheet_of(out, size);
+    if (k->range != NULL) { ampi_print(&t, "%s", k->range); return; }
+    for (n = 0; ampi_setting_word(k, n, &of) != NULL; n++) {}
+    for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++)
+        ampi_print(&t, "%s%s", i == 0 ? "one of " : i + 1 < n ? ", " : " or ", word);
+}
+
+static int ampi_setting_parse(const ampi_setting *k, const char *text, size_t n, double *value) {
+    const char *word;
+    int32_t of;
+    int i;
+    for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++) {
+        *value = (double)of;
+        if (ampi_same_word(word, text, n)) return 1;
+    }
+    if (k->range == NULL || !ampi_parse_number(text, n, k->field == AMPI_I32 || k->field == AMPI_I64, value)) return 0;
+    if (k->words == ampi_zero_words && *value == 0) { *value = k->words->value; return 1; }
+    if (k->field == AMPI_REAL32) *value = (double)(float)*value;
+    return amp_is_finite_f64(value) && *value >= k->low && *value <= k->high;
+}
+
+/* Where a setting comes from, for error texts. */
+typedef struct ampi_origin {
+    const char *function, *name;    /* name: of a file; NULL: none */
+    int64_t line;
+    int environment;                /* 1: keys are named as variables */
+} ampi_origin;
+
+/* "max.conf: line 3: .dtype", "AMP_DTYPE" */
+static const char *ampi_origin_text(const ampi_origin *from, const char *key, size_t n, char out[256]) {
+    ampi_sheet t = ampi_sheet_of(out, 256);
+    size_t i;
+    if (from->name != NULL) ampi_print(&t, "%.120s: line %lld: ", from->name, (long long)from->line);
+    ampi_print(&t, "%s", from->environment ? "AMP_" : ".");
+    for (i = 0; i < n && i < 40; i++) {
+        int c = (unsigned char)key[i];
+        if (from->environment && c >= 'a' && c <= 'z') c -= 32;
+        ampi_print(&t, "%c", c < 32 || c > 126 ? '?' : c);
+    }
+    return out;
+}
+
+/* The number of edits (insert, delete, replace a character) between two names, in either case (Levenshtein 1966). */
+static int ampi_edits(const char *name, size_t n, const char *key) {
+    int row[32], i, j, above, before, length = (int)strlen(key);
+    for (j = 0; j <= length; j++) row[j] = j;
+    for (i = 1; i <= (int)AMPI_MIN(n, (size_t)64); i++) {
+        before = row[0]++;
+        for (j = 1; j <= length; j++) {
+            above = row[j];
+            row[j] = AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before + (ampi_lower(name[i - 1]) != ampi_lower(key[j - 1])));
+            before = above;
+        }
+    }
+    return row[length];
+}
+
+static const ampi_setting *ampi_setting_find(const char *key, size_t n) {
+    int i;
+    for (i = 0; i < AMPI_SETTINGS; i++)
+        if (strlen(ampi_setting_table[i].key) == n && memcmp(ampi_setting_table[i].key, key, n) == 0) return &ampi_setting_table[i];
+    return NULL;
+}
+
+static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key, size_t n) {
+    char label[256], nearest[256];
+    int i, best = 0, edits, fewest = INT32_MAX;
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        edits = ampi_edits(key, n, ampi_setting_table[i].key);
+        if (edits < fewest) { fewest = edits; best = i; }
+    }
+    key = ampi_origin_text(from, key, n, label);
+    ampi_origin_text(from, ampi_setting_table[best].key, strlen(ampi_setting_table[best].key), nearest);
+    return ampi_fail(AMP_ERR_NAME, from->function, "%s is no setting; the nearest is %s", key,
+                     from->name ? strrchr(nearest, '.') : nearest);
+}
+
+/* Sets one key from text.  On failure nothing changes. */
+static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_setting *k, const char *text, size_t n) {
+    char label[256], allowed[160], shown[48];
+    double value = 0;
+    size_t i;
+    if (ampi_same_word("default", text, n)) {
+        ampi_setting_put(s, k, k->field == AMPI_INVERTED);
+        return AMP_OK;
+    }
+    if (n > 0 && ampi_setting_parse(k, text, n, &value)) {
+        ampi_setting_put(s, k, value);
+        return AMP_OK;
+    }
+    for (i = 0; i < n && i < 40; i++) shown[i] = text[i] < 32 || text[i] > 126 ? '?' : text[i];
+    snprintf(shown + i, 4, "%s", n > 40 ? "..." : "");
+    ampi_setting_allowed(k, allowed, sizeof allowed);
+    return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s", ampi_origin_text(from, k->key, strlen(k->key), label),
+                     n > 0 ? shown : "(nothing)", allowed);
+}
+
+AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value) {
+    const ampi_setting *k;
+    ampi_origin from;
+    memset(&from, 0, sizeof from);
+    from.function = "amp_settings_set";
+    if (settings == NULL || key == NULL || value == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings, key or value is NULL");
+    k = ampi_setting_find(key, strlen(key));
+    return k == NULL ? ampi_setting_unknown(&from, key, strlen(key)) : ampi_setting_set(settings, &from, k, value, strlen(value));
+}
+
+/* Without the white space around it. */
+static void ampi_trim(const char **text, size_t *n) {
+    while (*n > 0 && (**text == ' ' || (**text >= '\t' && **text <= '\r'))) { ++*text; --*n; }
+    while (*n > 0 && ((*text)[*n - 1] == ' ' || ((*text)[*n - 1] >= '\t' && (*text)[*n - 1] <= '\r'))) --*n;
+}
+
+/* One line; seen: where each key stood before. */
+static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n, int64_t seen[AMPI_SETTINGS]) {
+    const char *comment = (const char *)memchr(line, '#', n), *equals, *value;
+    const ampi_setting *k;
+    size_t length, rest;
+    char label[256];
+    if (comment != NULL) n = (size_t)(comment - line);
+    ampi_trim(&line, &n);
+    if (n == 0) return AMP_OK;
+    equals = (const char *)memchr(line, '=', n);
+    length = equals ? (size_t)(equals - line) : 0;
+    value = line + length + 1;
+    rest = equals ? n - length - 1 : 0;
+    ampi_trim(&line, &length);
+    if (length == 0)
+        return ampi_fail(AMP_ERR_FORMAT, from->function, "%.120s: line %lld is neither \"key = value\" nor a # comment", from->name, (long long)from->line);
+    k = ampi_setting_find(line, length);
+    if (k == NULL) return ampi_setting_unknown(from, line, length);
+    if (seen[k - ampi_setting_table] > 0)
+        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s stands in line %lld already", ampi_origin_text(from, line, length, label),
+                         (long long)seen[k - ampi_setting_table]);
+    seen[k - ampi_setting_table] = from->line;
+    ampi_trim(&value, &rest);
+    return ampi_setting_set(s, from, k, value, rest);
+}
+
+/* A byte order mark before the first line is passed over. */
+static amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name, const char *text, size_t bytes) {
+    int64_t seen[AMPI_SETTINGS];
+    amp_settings next = *settings;
+    const char *at = text, *end = text + bytes, *line_end;
+    ampi_origin from;
+    memset(seen, 0, sizeof seen);
+    memset(&from, 0, sizeof from);
+    from.function = function;
+    from.name = name;
+    if (bytes >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) at += 3;
+    while (at < end) {
+        line_end = (const char *)memchr(at, '\n', (size_t)(end - at));
+        if (line_end == NULL) line_end = end;
+        from.line++;
+        AMPI_TRY(ampi_settings_line(&next, &from, at, (size_t)(line_end - at), seen));
+        at = line_end + 1;
+    }
+    *settings = next;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes) {
+    const char *f = "amp_settings_read_text";
+    if (settings == NULL || (text == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, f, "settings or text is NULL");
+    return ampi_settings_read(settings, f, name ? name : "settings", text ? text : "", bytes);
+}
+
+AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_system *system, const char *path) {
+    const char *f = "amp_settings_read_file";
+    amp_result result;
+    void *text;
+    size_t bytes;
+    if (settings == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or path is NULL");
+    AMPI_TRY(amp_file_read_all(system, path, &text, &bytes));
+    result = ampi_settings_read(settings, f, path, (const char *)text, bytes);
+    amp_file_free(system, text, bytes);
+    return result;
+}
+
+extern char **environ;
+
+AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
+    amp_settings next;
+    ampi_origin from;
+    char key[64];
+    int i;
+    size_t n, j;
+    memset(&from, 0, sizeof from);
+    from.function = "amp_settings_read_env";
+    from.environment = 1;
+    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings is NULL");
+    next = *settings;
+    for (i = 0; environ != NULL && environ[i] != NULL; i++) {
+        const char *name = environ[i], *equals = strchr(name, '=');
+        const ampi_setting *k;
+        if (equals == NULL || strncmp(name, "AMP_", 4) != 0) continue;
+        n = (size_t)(equals - name) - 4;
+        for (j = 0; j < n && j < sizeof key; j++) key[j] = (char)(name[j + 4] >= 'a' && name[j + 4] <= 'z' ? '?' : ampi_lower(name[j + 4]));
+        k = n <= sizeof key ? ampi_setting_find(key, n) : NULL;
+        if (k == NULL) return ampi_setting_unknown(&from, name + 4, n);
+        AMPI_TRY(ampi_setting_set(&next, &from, k, equals + 1, strlen(equals + 1)));
+    }
+    *settings = next;
+    return AMP_OK;
+}
+
+/* Every default replaced by its value; those of the scaler come from its preset. */
+static amp_settings ampi_settings_effective(const amp_settings *settings) {
+    amp_settings s = *settings;
+    int i;
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        const ampi_setting *k = &ampi_setting_table[i];
+        double value = ampi_setting_get(&s, k);
+        if (k->standard != 0 && amp_is_finite_f64(&value) && value == 0) ampi_setting_put(&s, k, k->standard);
+    }
+    if ((int)s.scaler.preset >= 0 && (int)s.scaler.preset < AMPI_PRESETS) ampi_scaler_defaults(&s.scaler);
+    return s;
+}
+
+AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size) {
+    amp_settings s;
+    ampi_sheet t = ampi_sheet_of(text, size);
+    char value[64];
+    int i;
+    if (settings == NULL) return 0;
+    s = ampi_settings_effective(settings);
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        ampi_setting_text(&ampi_setting_table[i], ampi_setting_get(&s, &ampi_setting_table[i]), value);
+        ampi_print(&t, "%s = %s\n", ampi_setting_table[i].key, value);
+    }
+    return t.used;
+}
+
+/* Each field by itself, as a program may have filled it. */
+static amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
+    char allowed[160], shown[64];
+    double value;
+    int32_t of;
+    int i, w, fits;
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        const ampi_setting *k = &ampi_setting_table[i];
+        value = ampi_setting_get(s, k);
+        fits = amp_is_finite_f64(&value) && (value == 0 || (k->range != NULL && value >= k->low && value <= k->high));
+        for (w = 0; !fits && amp_is_finite_f64(&value) && ampi_setting_word(k, w, &of) != NULL; w++) fits = value == (double)of;
+        if (fits) continue;
+        ampi_setting_text(k, value, shown);
+        ampi_setting_allowed(k, allowed, sizeof allowed);
+        return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
+    }
+    if (s->scaler.disable) return ampi_fail(AMP_ERR_RANGE, f, ".scaler.disable = %d, must be 0: .use_scaler decides", s->scaler.disable);
+    return AMP_OK;
+}
+
+static amp_result ampi_settings_conflict(const char *f, const amp_settings *s, const char *a, const char *b, const char *why) {
+    const ampi_setting *ka = ampi_setting_find(a, strlen(a)), *kb = ampi_setting_find(b, strlen(b));
+    char va[64], vb[64];
+    ampi_setting_text(ka, ampi_setting_get(s, ka), va);
+    ampi_setting_text(kb, ampi_setting_get(s, kb), vb);
+    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s and %s = %s: %s", a, va, b, vb, why);
+}
+
+static amp_result ampi_settings_check(const char *f, const amp_settings *settings) {
+    amp_settings s;
+    const amp_scaler_desc *c = &s.scaler;
+    int floor, ceiling;
+    AMPI_TRY(ampi_settings_check_fields(f, settings));
+    s = ampi_settings_effective(settings);
+    floor = !ampi_is_none(c->min_scale);
+    ceiling = !ampi_is_none(c->max_scale);
+    if (s.level == AMP_LEVEL_O0) {
+        const char *why = "level O0 is fp32 throughout";
+        if (s.dtype != AMP_DTYPE_DEFAULT && s.dtype != AMP_F32) return ampi_settings_conflict(f, &s, "level", "dtype", why);
+        if (s.allow_tf32) return ampi_settings_conflict(f, &s, "level", "tf32", why);
+        if (s.use_scaler == AMP_SCALER_USE_ON) return ampi_settings_conflict(f, &s, "level", "scaler", why);
+    }
+    if (s.level >= AMP_LEVEL_O2 && (s.dtype == AMP_F32 || s.dtype == AMP_TF32))
+        return ampi_settings_conflict(f, &s, "level", "dtype", "levels O2 and O3 keep weights in fp16 or bf16");
+    if (floor && ceiling && c->min_scale > c->max_scale)
+        return ampi_settings_conflict(f, &s, "min_scale", "max_scale", "the floor is above the ceiling");
+    if (floor && c->init_scale < c->min_scale) return ampi_settings_conflict(f, &s, "init_scale", "min_scale", "it starts below its floor");
+    if (ceiling && c->init_scale > c->max_scale) return ampi_settings_conflict(f, &s, "init_scale", "max_scale", "it starts above its ceiling");
+    return ampi_check_scaler(f, c);
+}
+
+AMP_API amp_result amp_settings_check(const amp_settings *settings) {
+    const char *f = "amp_settings_check";
+    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
+    return ampi_settings_check(f, settings);
+}
+
+/* A scaler's desc for a training that computes in dtype. */
+static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dtype) {
+    amp_scaler_desc d = s->scaler;
+    int automatic = s->use_scaler == AMP_SCALER_USE_DEFAULT || s->use_scaler == AMP_SCALER_USE_AUTO;
+    d.disable = automatic ? dtype != AMP_F16 : s->use_scaler == AMP_SCALER_USE_OFF;
+    return d;
+}
+
+static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
+    d->dtype = s->dtype;
+    d->level = s->level;
+    d->policy = s->policy;
+    d->mode = s->mode;
+    d->disable = s->disable != 0;
+    d->disable_cache = s->disable_cache != 0;
+    d->allow_tf32 = s->allow_tf32 != 0;
+    d->memory_efficient = s->memory_efficient != 0;
+    d->fallback = s->fallback;
+    d->autotune = s->autotune;
+    if (s->debug) d->logger.level = AMP_LOG_DEBUG;
+}
+
+static void ampi_settings_fill_monitor(const amp_settings *s, amp_monitor_desc *d) {
+    d->log_interval = s->log_interval;
+    d->memory_interval = s->memory_interval;
+    d->cleanup_interval = s->cleanup_interval;
+    d->memory_warning = s->memory_warning;
+    d->nan_action = s->nan_action;
+    d->max_skips = s->max_skips;
+}
+
+AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
+                                       amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor,
+                                       uint64_t abi) {
+    const char *f = "amp_settings_fill";
+    amp_settings s;
+    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
+    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
+    AMPI_TRY(ampi_settings_check(f, settings));
+    s = ampi_settings_effective(settings);
+    if (desc != NULL) ampi_settings_fill_context(&s, desc);
+    if (scaler != NULL) *scaler = ampi_settings_scaler(settings, amp ? ampi_settings(amp)->dtype : s.dtype);
+    if (optimizer != NULL) {
+        optimizer->clip_norm = s.clip_norm;
+        optimizer->accumulation = s.accumulation;
+        optimizer->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+    }
+    if (monitor != NULL) ampi_settings_fill_monitor(&s, monitor);
+    return AMP_OK;
+}
+
+/* What cannot change while a context lives; asked 0: nothing was asked for. */
+static amp_result ampi_settings_fixed(const char *f, const char *key, int asked, int in_force) {
+    const ampi_setting *k = ampi_setting_find(key, strlen(key));
+    char a[64], b[64];
+    if (asked == 0 || asked == in_force) return AMP_OK;
+    ampi_setting_text(k, asked, a);
+    ampi_setting_text(k, in_force, b);
+    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, and %s is in force: that cannot change while training runs", key, a, b);
+}
+
+/* Everything that amp_settings_apply may refuse. */
+static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
+                                          const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+    AMPI_TRY(ampi_may_wait(amp));
+    if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
+    if (optimizer != NULL && optimizer->micro > 0)
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: step first", optimizer->micro, optimizer->desc.accumulation);
+    AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
+    AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
+    AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
+    AMPI_TRY(ampi_choose_for(amp, s->dtype, s->fallback, choice));
+    AMPI_TRY(ampi_check_switch(amp, f, choice->dtype));
+    *rule = ampi_settings_scaler(s, choice->dtype);
+    if (scaler == NULL) return AMP_OK;
+    AMPI_TRY(ampi_settings_fixed(f, "scaler_preset", (int)rule->preset, (int)scaler->desc.preset));
+    rule->preset = scaler->desc.preset;
+    if (amp->desc.level == AMP_LEVEL_O0) rule->disable = 1;
+    ampi_scaler_defaults(rule);
+    return ampi_check_scaler(f, rule);
+}
+
+static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice) {
+    amp_desc *d = &amp->desc;
+    amp_log_level loud = d->logger.level;
+    int changed = choice->dtype != d->dtype;
+    d->disable = s->disable != 0;
+    d->mode = s->mode ? s->mode : AMP_MODE_TRAINING;
+    d->memory_efficient = s->memory_efficient != 0;
+    d->disable_cache = s->disable_cache != 0;
+    d->fallback = s->fallback;
+    d->allow_tf32 = ampi_may_tf32(amp, s->allow_tf32);
+    if (s->debug && loud != AMP_LOG_DEBUG) { amp->quiet = loud; d->logger.level = AMP_LOG_DEBUG; }
+    if (!s->debug && loud == AMP_LOG_DEBUG) d->logger.level = amp->quiet;
+    ampi_settings_changed(amp);
+    if (changed) ampi_switch_dtype(amp, choice);
+    amp->choice = *choice;
+    if (d->disable_cache) amp_cast_cache_clear(amp);
+}
+
+AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) {
+    const char *f = "amp_settings_apply";
+    amp_settings s;
+    amp_choice choice;
+    amp_scaler_desc rule;
+    if (settings == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or amp is NULL");
+    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
+    AMPI_TRY(ampi_settings_check(f, settings));
+    AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &rule));
+    if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
+    else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply", amp_dtype_name(choice.dtype));
+    s = ampi_settings_effective(settings);
+    ampi_settings_apply_context(&s, amp, &choice);
+    if (optimizer != NULL) {
+        AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
+        AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+    }
+    (void)monitor;
+    return AMP_OK;
+}
 
 /* ---- Status */
 
@@ -12728,7 +13531,661 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ---- Advice */
 
+/* Adds to a text as snprintf does it; *at counts on beyond size. */
+AMPI_PRIVATE void ampi_add_text(char *text, size_t size, size_t *at, const char *format, ...) AMPI_PRINTF(4, 5);
+AMPI_PRIVATE void ampi_add_text(char *text, size_t size, size_t *at, const char *format, ...) {
+    size_t used = AMPI_MIN(*at, size);
+    va_list args;
+    int n;
+    va_start(args, format);
+    n = vsnprintf(text ? text + used : NULL, size - used, format, args);
+    va_end(args);
+    *at += n > 0 ? (size_t)n : 0;
+}
+
+/* What is in force now, as settings. */
+static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
+                              amp_settings *s) {
+    const amp_desc *d = ampi_settings(amp);
+    memset(s, 0, sizeof *s);
+    s->disable = d->disable;
+    s->dtype = d->dtype;
+    s->level = d->level;
+    s->policy = d->policy;
+    s->mode = d->mode;
+    s->memory_efficient = d->memory_efficient;
+    s->disable_cache = d->disable_cache;
+    s->fallback = d->fallback;
+    s->allow_tf32 = d->allow_tf32;
+    s->autotune = d->autotune;
+    if (scaler != NULL) s->scaler = scaler->desc;
+    s->scaler.disable = 0;
+    if (optimizer != NULL) {
+        s->clip_norm = optimizer->desc.clip_norm;
+        s->accumulation = optimizer->desc.accumulation;
+    }
+}
+
+/* What a decision is made from. */
+typedef struct ampi_facts {
+    const amp_advise_desc *desc;
+    const amp_device *device;
+    amp_choice automatic;           /* amp_choose's */
+    amp_memory_info memory;
+    amp_k_scaler scaler;            /* updates 0: no history in fp16 */
+    int is_short;                   /* 1: the step that ran took more than 90% of the memory */
+} ampi_facts;
+
+/* The row of a candidate that failed, or NULL. */
+static const amp_verify_row *ampi_failed_row(const amp_verify_report *report, amp_dtype dtype) {
+    int64_t i;
+    for (i = 0; report != NULL && i < report->n_rows; i++)
+        if (report->rows[i].dtype == dtype && report->rows[i].verdict != AMP_VERDICT_PASS) return &report->rows[i];
+    return NULL;
+}
+
+static const char *ampi_verdict_name(amp_verdict verdict) {
+    switch (verdict) {
+        case AMP_VERDICT_PASS: return "pass";
+        case AMP_VERDICT_INACCURATE: return "inaccurate";
+        case AMP_VERDICT_NONFINITE: return "not finite";
+        case AMP_VERDICT_FAILED: return "failed";
+        default: return "?";
+    }
+}
+
+/* Why a dtype is not to be used, in `why`; 0: it may be. */
+static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
+    const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
+    if (row != NULL) {
+        const char *where = row->first_bad[0] ? row->first_bad : row->worst_gradient[0] ? row->worst_gradient : row->worst_output;
+        snprintf(why, size, "%s: verified %s%s%.40s", amp_dtype_name(dtype), ampi_verdict_name(row->verdict),
+                 where[0] ? " in " : "", where);
+        return 1;
+    }
+    if (dtype != AMP_F16 || !f->scaler.at_floor) return 0;
+    snprintf(why, size, "fp16: gradients overflow at the lowest scale %g", (double)f->scaler.scale);
+    return 1;
+}
+
+static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
+    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
+}
+
+/* The automatic choice, or what comes after it: the 16-bit formats first, the wider range before the finer step. */
+static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
+    static const amp_dtype order[] = {AMP_BF16, AMP_F16, AMP_TF32, AMP_F32};
+    char why[100] = "", first[100] = "";
+    int i;
+    out->settings.dtype = f->automatic.dtype;
+    if (!ampi_speaks_against(f, f->automatic.dtype, first, sizeof first)) {
+        snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s", f->automatic.reason);
+        return;
+    }
+    for (i = 0; i < 4; i++)
+        if (order[i] != f->automatic.dtype && ampi_device_has(f->device, order[i]) &&
+            (order[i] == AMP_F32 || !ampi_speaks_against(f, order[i], why, sizeof why))) break;
+    out->settings.dtype = order[AMPI_MIN(i, 3)];
+    snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s; so %s", first, amp_dtype_name(out->settings.dtype));
+}
+
+#define AMPI_GIB(bytes) ((double)(bytes) / 1073741824.0)
+
+/* peak(b) = fixed + b each: what belongs to the parameters does not grow with the batch, all else in proportion. */
+static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
+    amp_parameter_bytes bytes;
+    double fixed, each, usable = 0.9 * (double)f->memory.device_total;
+    char *reason = out->batch_reason;
+    size_t size = sizeof out->batch_reason;
+    if (f->desc->batch == 0 || f->desc->optimizer == NULL) {
+        snprintf(reason, size, "not known before a step has run: it takes .batch and .optimizer");
+        return;
+    }
+    (void)amp_optimizer_bytes(f->desc->optimizer, &bytes);
+    fixed = bytes.total * (double)bytes.parameters + (double)f->memory.cast_cache;
+    each = ((double)f->memory.peak - fixed) / (double)f->desc->batch;
+    if (f->memory.device_total <= 0) {
+        snprintf(reason, size, "the device does not tell how much memory it has");
+        return;
+    }
+    f->is_short = (double)f->memory.peak > usable;
+    if (!(each > 0)) {
+        snprintf(reason, size, "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not amp_alloc's",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(fixed));
+        return;
+    }
+    out->batch = usable > fixed ? (int64_t)((usable - fixed) / each) : 0;
+    snprintf(reason, size, "peak %.3g GiB at batch %lld is %.3g GiB fixed and %.3g GiB a sample; 90%% of %.3g GiB hold %lld",
+             AMPI_GIB(f->memory.peak), (long long)f->desc->batch, AMPI_GIB(fixed), AMPI_GIB(each),
+             AMPI_GIB(f->memory.device_total), (long long)out->batch);
+}
+
+/* O2 halves weights, gradients and casts; that pays when they are what does not fit. */
+static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
+    int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
+    out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
+    out->settings.memory_efficient = f->is_short;
+    if (!f->is_short)
+        snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, and casts where they pay; %s",
+                 out->batch > 0 ? "memory is not short" : "nothing says that memory is short");
+    else
+        snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s", low ? "O2" : "O1",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(f->memory.device_total),
+                 low ? "16-bit weights with masters, no kept casts" : "no kept casts");
+}
+
+static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
+    char why[100] = "";
+    out->settings.allow_tf32 = f->device->tf32 && !ampi_speaks_against(f, AMP_TF32, why, sizeof why);
+    snprintf(out->tf32_reason, sizeof out->tf32_reason, "%s",
+             out->settings.allow_tf32 ? "on: what stays in fp32 is multiplied by tf32 instructions, with 10 bits of mantissa" :
+             f->device->tf32 ? why : "off: the device has no tf32 instructions");
+    out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+}
+
+/* From the scaler's own history.  Growth alone costs a skip per growth interval, so more than one step in a hundred means
+   that something else is wrong: hysteresis that takes several skips for one reduction, an interval that is too short, or a
+   scale that hangs just below the overflow. */
+static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
+    amp_scaler_desc *d = &out->settings.scaler;
+    const amp_k_scaler *s = &f->scaler;
+    char *reason = out->scaler_reason;
+    size_t size = sizeof out->scaler_reason;
+    double init = (double)d->init_scale, rate = s->updates > 0 ? (double)s->skips / (double)s->updates : 0;
+    out->settings.use_scaler = AMP_SCALER_USE_AUTO;
+    if (out->settings.dtype != AMP_F16) {
+        snprintf(reason, size, "%s has fp32's range and needs none", amp_dtype_name(out->settings.dtype));
+    } else if (s->updates == 0) {
+        snprintf(reason, size, "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
+    } else if (!(rate > 0.01) && !(s->scale < d->init_scale)) {
+        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: as it is", (long long)s->skips, (long long)s->updates, (double)s->scale);
+    } else if (!(rate > 0.01)) {
+        d->init_scale = s->scale;
+        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale, (long long)s->skips);
+    } else {
+        const char *cure = "backoff 0.25, and begin at a quarter of it";
+        if (s->scale < d->init_scale) d->init_scale = s->scale;
+        if (d->hysteresis > 1) {
+            d->hysteresis = 1;
+            cure = "hysteresis 1, so that one skip shrinks it";
+        } else if (d->growth_interval > 0 && d->growth_interval < 2000) {
+            d->growth_interval = 2000;
+            cure = "growth interval 2000";
+        } else {
+            d->backoff_factor = AMPI_MIN(d->backoff_factor, 0.25);
+            d->init_scale = AMPI_MAX(s->scale / 4, ampi_is_none(d->min_scale) ? 1.1754944e-38f : d->min_scale);
+        }
+        snprintf(reason, size, "%lld of %lld steps skipped, over 1%%, scale %g: %s", (long long)s->skips, (long long)s->updates,
+                 (double)s->scale, cure);
+    }
+}
+
+static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_desc *desc, ampi_facts *f) {
+    memset(f, 0, sizeof *f);
+    f->desc = desc;
+    f->device = &amp->machine.device;
+    AMPI_TRY(amp_choose(&amp->machine, AMP_DTYPE_DEFAULT, 0, &f->automatic));
+    AMPI_TRY(amp_memory(amp, &f->memory));
+    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->dtype != AMP_F16) return AMP_OK;
+    return amp_scaler_get(desc->scaler, &f->scaler);
+}
+
+AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
+    static const amp_advise_desc none = {0, NULL, NULL, NULL};
+    amp_advice advice;
+    ampi_facts f;
+    AMPI_TRY(ampi_check_abi("amp_advise", abi, AMP_ABI(amp_advise_desc)));
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
+    if (desc == NULL) desc = &none;
+    if (desc->batch < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
+    if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+    AMPI_TRY(ampi_gather_facts(amp, desc, &f));
+    memset(&advice, 0, sizeof advice);
+    ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
+    ampi_advise_dtype(&f, &advice);
+    ampi_advise_batch(&f, &advice);
+    ampi_advise_level(&f, &advice);
+    ampi_advise_tf32(&f, &advice);
+    ampi_advise_scaler(&f, &advice);
+    *out = advice;
+    return AMP_OK;
+}
+
+AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
+    const amp_settings *s;
+    char batch[24] = "unknown";
+    size_t at = 0;
+    if (size > 0 && text != NULL) text[0] = 0;
+    if (advice == NULL) return 0;
+    s = &advice->settings;
+    if (advice->batch > 0) snprintf(batch, sizeof batch, "%lld", (long long)advice->batch);
+    ampi_add_text(text, size, &at, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
+    ampi_add_text(text, size, &at, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
+    ampi_add_text(text, size, &at, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
+    ampi_add_text(text, size, &at, "batch    %-8s %s\n", batch, advice->batch_reason);
+    ampi_add_text(text, size, &at, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
+    return at;
+}
+
+AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+    amp_settings s;
+    if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    ampi_settings_now(amp, scaler, optimizer, &s);
+    s.dtype = advice->settings.dtype;
+    s.allow_tf32 = advice->settings.allow_tf32;
+    s.memory_efficient = advice->settings.memory_efficient;
+    s.scaler.growth_factor = advice->settings.scaler.growth_factor;
+    s.scaler.backoff_factor = advice->settings.scaler.backoff_factor;
+    s.scaler.growth_interval = advice->settings.scaler.growth_interval;
+    AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
+    if (advice->settings.level != s.level)
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
+                 (int)s.level - (int)AMP_LEVEL_O0);
+    return AMP_OK;
+}
+
 /* ---- Tune */
+
+enum {
+    AMPI_TUNE_DTYPES = 4,
+    AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
+    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+};
+
+typedef struct ampi_candidate {
+    amp_dtype dtype;
+    amp_verdict verdict;
+    char reason[120];
+    int dropped;                    /* 1: failed; not tried with larger batches */
+    amp_tune_row *row;              /* of the batch at hand; NULL: not tried */
+    int64_t *times;                 /* nanoseconds of its steps with it */
+} ampi_candidate;
+
+typedef struct ampi_tune {
+    amp_context *amp;
+    amp_tune_desc desc;             /* effective */
+    amp_tune_report *out;
+    ampi_candidate candidates[AMPI_TUNE_DTYPES];
+    int n;
+    int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
+    uint64_t key;                   /* of the results in the file */
+    amp_state *state;               /* what the file holds, or NULL */
+    int foreign;                    /* 1: the file is something else, and stays */
+} ampi_tune;
+
+/* What a function of the host's means by its number, in words. */
+static void ampi_host_said(const char *what, int code, char *text, size_t size) {
+    const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
+    char id[16];
+    snprintf(id, sizeof id, "AMP%04d ", code);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
+                  strcmp(said, "unknown result") ? said : "");
+}
+
+static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
+    int64_t i, j;
+    if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
+    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    for (i = 0; i < d->n_dtypes; i++) {
+        amp_dtype t = d->dtypes[i];
+        if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
+            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(t));
+        for (j = 0; j < i; j++)
+            if (d->dtypes[j] == t) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d) {
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step is NULL");
+    AMPI_TRY(ampi_check_tune_dtypes(d));
+    if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
+    if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+    if (d->iterations < 0 || d->iterations > 1000)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
+    if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
+    if (d->file != NULL && d->file[0] == 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
+    AMPI_TRY(ampi_may_wait(amp));
+    if (ampi_settings(amp)->disable)
+        return ampi_fail(AMP_ERR_STATE, "amp_tune", "the context is disabled, so all precisions would be one: call amp_set_enabled first");
+    return AMP_OK;
+}
+
+static void ampi_tune_fill(ampi_tune *t) {
+    static const amp_dtype all[AMPI_TUNE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+    amp_tune_desc *d = &t->desc;
+    int i;
+    if (d->batch == 0) d->batch = 1;
+    if (d->max_batch == 0 || d->prepare == NULL) d->max_batch = d->batch;
+    if (d->iterations == 0) d->iterations = 10;
+    if (d->warmup == 0) d->warmup = 3;
+    if (d->model == NULL) d->model = "";
+    for (i = 0; i < (d->n_dtypes > 0 ? (int)d->n_dtypes : AMPI_TUNE_DTYPES); i++) {
+        ampi_candidate *c = &t->candidates[t->n];
+        c->dtype = d->n_dtypes > 0 ? d->dtypes[i] : all[i];
+        c->verdict = AMP_VERDICT_PASS;
+        t->n += d->n_dtypes > 0 || ampi_device_has(&t->amp->machine.device, c->dtype);
+    }
+}
+
+/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key stands for all that the results depend on */
+
+static uint64_t ampi_tune_hash(const ampi_tune *t) {
+    const amp_desc *s = ampi_settings(t->amp);
+    const amp_tune_desc *d = &t->desc;
+    char machine[1024];
+    int64_t numbers[] = {AMP_VERSION, s->level, s->policy, s->mode, s->allow_tf32, s->memory_efficient, s->disable_cache, s->threads,
+                         s->cpu_path, s->autotune, d->batch, d->max_batch, d->iterations, d->warmup, d->verify != NULL};
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    size_t i;
+    int k;
+    amp_machine_text(&t->amp->machine, machine, sizeof machine);
+    hash = ampi_hash_bytes(hash, machine, (int64_t)strlen(machine) + 1);
+    hash = ampi_hash_bytes(hash, d->model, (int64_t)strlen(d->model) + 1);
+    for (i = 0; i < sizeof numbers / sizeof numbers[0]; i++) hash = ampi_hash_number(hash, numbers[i]);
+    for (k = 0; k < t->n; k++) hash = ampi_hash_number(hash, t->candidates[k].dtype);
+    return d->verify ? ampi_hash_number(hash, (int64_t)ampi_bits_f64(d->verify->allowance)) : hash;
+}
+
+static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64]) {
+    snprintf(key, 64, "tune.%016llx.%s", (unsigned long long)t->key, name);
+}
+
+/* A row from its numbers; 0: they cannot be one. */
+static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
+    int i;
+    for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
+    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    memset(row, 0, sizeof *row);
+    row->dtype = (amp_dtype)(int)x[0];
+    row->verdict = (amp_verdict)(int)x[1];
+    row->batch = (int64_t)x[2];
+    row->peak = (int64_t)x[3];
+    row->seconds = x[4];
+    row->rate = x[5];
+    row->speedup = x[6];
+    memcpy(row->reason, text, sizeof row->reason - 1);
+    return 1;
+}
+
+/* 1: the report came from the file. */
+static int ampi_tune_known(ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
+    int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
+    ampi_tune_record(t, "rows", key);
+    ampi_tune_record(t, "text", text_key);
+    n = amp_state_count(t->state, key, NULL);
+    if (n < 0) return 0;                        /* another model, machine or desc */
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+        n /= AMPI_TUNE_NUMBERS;
+        if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
+            amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
+            for (i = 0; i < n && ampi_tune_decode(numbers + i * AMPI_TUNE_NUMBERS, text + i * size, &t->out->rows[i]); i++) {}
+            if (i == n) { t->out->n_rows = n; return 1; }
+        }
+    }
+    memset(t->out, 0, sizeof *t->out);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds rows that cannot be", t->desc.file);
+    return 0;
+}
+
+static int ampi_tune_read(ampi_tune *t) {
+    amp_result result;
+    if (t->desc.file == NULL) return 0;
+    t->key = ampi_tune_hash(t);
+    result = amp_state_load(&t->state, ampi_context_system(t->amp), t->desc.file);
+    if (result == AMP_OK) return ampi_tune_known(t);
+    t->foreign = result == AMP_ERR_FORMAT;
+    if (result != AMP_ERR_OPEN)                 /* not yet written */
+        ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s", t->foreign ? ", and the file left alone" : "", amp_last_error());
+    return 0;
+}
+
+static amp_result ampi_tune_put(const ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
+    int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
+    for (i = 0; i < t->out->n_rows; i++) {
+        const amp_tune_row *row = &t->out->rows[i];
+        double *x = numbers + i * AMPI_TUNE_NUMBERS;
+        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
+        memcpy(text + i * size, row->reason, (size_t)size);
+    }
+    ampi_tune_record(t, "rows", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_F64, numbers, i * AMPI_TUNE_NUMBERS));
+    ampi_tune_record(t, "text", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_U8, text, i * size));
+    return amp_state_save(t->state, t->desc.file);
+}
+
+/* Beside the results of others that the file holds. */
+static amp_result ampi_tune_write(ampi_tune *t) {
+    amp_result result = AMP_OK;
+    char why[200];
+    if (t->desc.file == NULL || t->foreign || t->out->n_rows == 0) return AMP_OK;
+    if (t->state == NULL) result = amp_state_create(&t->state, ampi_context_system(t->amp));
+    if (result == AMP_OK) result = ampi_tune_put(t);
+    if (result == AMP_OK) return AMP_OK;
+    snprintf(why, sizeof why, "%.199s", amp_last_error());
+    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are there, but not in %.100s: %s", t->desc.file, why);
+}
+
+/* ---- Timing */
+
+static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
+    c->dropped = 1;
+    c->row->verdict = AMP_VERDICT_FAILED;
+    ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
+}
+
+/* `n` steps with nothing queued behind them; times may be NULL. */
+static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
+    const amp_system *s = ampi_context_system(t->amp);
+    int64_t begun;
+    int i, code = 0;
+    for (i = 0; i < n && code == 0; i++) {
+        begun = s->clock_ns(s->user);
+        code = t->desc.step(t->desc.user, t->amp);
+        if (code == 0) code = (int)amp_sync(t->amp);
+        if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
+    }
+    return code;
+}
+
+/* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
+static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
+    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    amp_memory_info memory;
+    amp_choice choice;
+    code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
+    if (code == 0) code = (int)amp_set_dtype(t->amp, c->dtype);
+    if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
+    code = ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL);
+    amp_memory_reset_peak(t->amp);
+    if (code == 0) code = ampi_tune_steps(t, n, c->times + done);
+    if (code == 0) code = (int)amp_memory(t->amp, &memory);
+    if (code == 0) { c->row->peak = AMPI_MAX(c->row->peak, memory.peak); return; }
+    ampi_tune_failed(c, "step", code);
+    (void)amp_cleanup(t->amp, NULL);
+}
+
+/* The middle one, or the mean of the two in the middle; sorts. */
+static double ampi_median_ns(int64_t *times, int n) {
+    int i, j;
+    for (i = 1; i < n; i++) {
+        int64_t x = times[i];
+        for (j = i; j > 0 && times[j - 1] > x; j--) times[j] = times[j - 1];
+        times[j] = x;
+    }
+    return 0.5 * ((double)times[(n - 1) / 2] + (double)times[n / 2]);
+}
+
+static void ampi_tune_finish_rows(ampi_tune *t) {
+    double full = 0;
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        if (c->row == NULL || c->row->verdict == AMP_VERDICT_FAILED) continue;
+        c->row->seconds = 1e-9 * ampi_median_ns(c->times, t->desc.iterations);
+        if (c->row->seconds > 0) c->row->rate = (double)c->row->batch / c->row->seconds;
+        if (c->dtype == AMP_F32) full = c->row->seconds;
+    }
+    for (k = 0; k < t->n; k++)
+        if (t->candidates[k].row != NULL && t->candidates[k].row->seconds > 0)
+            t->candidates[k].row->speedup = full / t->candidates[k].row->seconds;
+}
+
+/* Rows for the candidates that are still in it. */
+static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        c->row = c->dropped ? NULL : &t->out->rows[t->out->n_rows++];
+        if (c->row == NULL) continue;
+        memset(c->row, 0, sizeof *c->row);
+        c->row->dtype = c->dtype;
+        c->row->batch = batch;
+        c->row->verdict = c->verdict;
+        memcpy(c->row->reason, c->reason, sizeof c->reason);
+        c->dropped = c->verdict == AMP_VERDICT_FAILED;
+    }
+}
+
+static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
+    int done, k;
+    ampi_tune_open_rows(t, batch);
+    for (done = 0; done < t->desc.iterations; done += AMPI_TUNE_TURN)
+        for (k = 0; k < t->n; k++)
+            if (t->candidates[k].row != NULL && !t->candidates[k].dropped) ampi_tune_turn(t, &t->candidates[k], done);
+    ampi_tune_finish_rows(t);
+}
+
+static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
+    int code = t->desc.prepare && t->prepared != batch ? t->desc.prepare(t->desc.user, t->amp, batch) : 0;
+    t->prepared = code == 0 ? batch : 0;
+    return code;
+}
+
+/* Verdicts hold for every batch size. */
+static amp_result ampi_tune_verify(ampi_tune *t) {
+    amp_verify_desc v;
+    amp_verify_report report;
+    amp_dtype dtypes[AMPI_TUNE_DTYPES];
+    int64_t i;
+    int k;
+    if (t->desc.verify == NULL) return AMP_OK;
+    v = *t->desc.verify;
+    v.dtypes = dtypes;
+    v.n_dtypes = 0;
+    for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
+    if (v.n_dtypes == 0) return AMP_OK;
+    memset(&report, 0, sizeof report);
+    AMPI_TRY(amp_verify(t->amp, &v, &report));
+    for (i = 0; i < report.n_rows; i++)
+        for (k = 0; k < t->n; k++) {
+            if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
+            t->candidates[k].verdict = report.rows[i].verdict;
+            snprintf(t->candidates[k].reason, sizeof t->candidates[k].reason, "%.119s", report.rows[i].advice);
+        }
+    return AMP_OK;
+}
+
+static int ampi_tune_left(const ampi_tune *t) {
+    int k, left = 0;
+    for (k = 0; k < t->n; k++) left += !t->candidates[k].dropped;
+    return left;
+}
+
+static amp_result ampi_tune_run(ampi_tune *t) {
+    int64_t batch = t->desc.batch;
+    int k, code;
+    while (ampi_tune_left(t) > 0 && t->out->n_rows + ampi_tune_left(t) <= AMP_TUNE_ROWS) {
+        code = ampi_tune_prepare(t, batch);
+        if (code != 0) {
+            ampi_tune_open_rows(t, batch);
+            for (k = 0; k < t->n; k++) if (t->candidates[k].row != NULL) ampi_tune_failed(&t->candidates[k], "prepare", code);
+            break;
+        }
+        if (batch == t->desc.batch) AMPI_TRY(ampi_tune_verify(t));
+        ampi_tune_batch(t, batch);
+        if (batch > t->desc.max_batch / 2) break;
+        batch *= 2;
+    }
+    return AMP_OK;
+}
+
+/* The highest rate; the first row of those with the same. */
+static void ampi_tune_pick(amp_tune_report *out) {
+    int64_t i;
+    out->best = -1;
+    for (i = 0; i < out->n_rows; i++)
+        if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
+}
+
+static amp_result ampi_tune_time(ampi_tune *t) {
+    amp_dtype before = ampi_settings(t->amp)->dtype;
+    int64_t *times;
+    amp_result result, restored;
+    int k;
+    AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
+    for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
+    result = ampi_tune_run(t);
+    restored = amp_set_dtype(t->amp, before);
+    ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
+    return result != AMP_OK ? result : restored;
+}
+
+AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) {
+    amp_result result = AMP_OK;
+    amp_tune_report report;
+    char why[200];
+    ampi_tune t;
+    int code;
+    AMPI_TRY(ampi_check_abi("amp_tune", abi, AMP_ABI(amp_tune_desc)));
+    if (amp == NULL || desc == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
+    AMPI_TRY(ampi_check_tune(amp, desc));
+    memset(&t, 0, sizeof t);
+    t.amp = amp;
+    t.desc = *desc;
+    t.out = &report;
+    memset(&report, 0, sizeof report);
+    ampi_tune_fill(&t);
+    report.from_file = ampi_tune_read(&t);
+    if (!report.from_file) result = ampi_tune_time(&t);
+    ampi_tune_pick(&report);
+    if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);
+    amp_state_destroy(t.state);
+    if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
+    *out = report;
+    code = ampi_tune_prepare(&t, out->best >= 0 ? out->rows[out->best].batch : t.desc.batch);
+    if (code == 0 || out->best < 0) return result;
+    ampi_host_said("prepare", code, why, sizeof why);
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
+}
+
+AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
+    size_t at = 0;
+    int64_t i;
+    if (size > 0 && text != NULL) text[0] = 0;
+    if (report == NULL) return 0;
+    ampi_add_text(text, size, &at, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
+    for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
+        const amp_tune_row *row = &report->rows[i];
+        ampi_add_text(text, size, &at, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
+        if (row->verdict == AMP_VERDICT_FAILED) ampi_add_text(text, size, &at, "%12s %12s %8s %10s", "-", "-", "-", "-");
+        else ampi_add_text(text, size, &at, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
+        ampi_add_text(text, size, &at, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+    }
+    return at;
+}
 
 /* ---- Recover */
 

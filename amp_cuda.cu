@@ -926,6 +926,17 @@ void ampc_free(void *device, void *ptr, size_t bytes) {
     ampc_give(dev, ptr);
 }
 
+amp_result ampc_trim_idle(void *device) {
+    ampc_device *dev = (ampc_device *)device;
+    AMPC_ENTER(dev, "amp_cleanup");
+    {
+        ampc_locked locked(dev);
+        ampc_captures_end(dev, false);
+    }
+    ampc_trim(dev, false);
+    return AMP_OK;
+}
+
 amp_result ampc_alloc_pinned(void *device, void **ptr, size_t bytes) {
     ampc_device *dev = (ampc_device *)device;
     *ptr = NULL;
@@ -6096,7 +6107,7 @@ const amp_backend ampc_backend = {
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
     ampc_event_done, ampc_event_sync, ampc_event_elapsed,
     ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
-    NULL, NULL, NULL, ampc_plans_save, ampc_plans_load,
+    NULL, NULL, NULL, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
     ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
     ampc_attention, ampc_attention_backward, ampc_norm, ampc_norm_backward,
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,
