@@ -1137,6 +1137,18 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     return AMP_OK;
 }
 
+/* Stores activations in another dtype from now on, of at most the size that the model was created with. */
+static inline amp_result gpt_store(gpt *g, amp_dtype activations) {
+    arena memory;
+    memory.base = (char *)g->memory;
+    memory.used = 0;
+    g->config.activations = activations;
+    g->batch = g->seq = 0;
+    gpt_place_activations(g, &memory);
+    return memory.used <= g->memory_bytes ? AMP_OK
+           : example_fail(AMP_ERR_SIZE, "activations in %s need more memory than the model has", amp_dtype_name(activations));
+}
+
 static inline void gpt_destroy(gpt *g) {
     if (g->amp != NULL) {
         amp_param_forget(g->amp, g->params, g->n_params);
@@ -1173,7 +1185,7 @@ static inline amp_result gpt_allocate(gpt *g) {
     g->weights = weights.base; g->grads = grads.base; g->memory = memory.base;
     TRY(result);
     params_place(g->params, g->n_params, &weights, &grads);
-    gpt_place_activations(g, &memory);
+    TRY(gpt_store(g, g->config.activations));
     return amp_param_register(g->amp, g->params, g->n_params);
 }
 
