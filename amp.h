@@ -265,7 +265,8 @@ typedef enum amp_log_level {
 
 /* Called from any thread.  id: the amp_result for errors, a constant number per message otherwise. */
 typedef struct amp_logger {
-    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each id at most 10 times */
+    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each warning and error
+                                                                                   at most 10 times */
     void *user;
     amp_log_level level;            /* most detailed level that is written; default AMP_LOG_WARNING */
 } amp_logger;
@@ -1488,6 +1489,11 @@ typedef enum amp_rule {
     AMP_BY_LEVEL = 5,               /* O0 */
     AMP_BY_FORCE_I32 = 0x7fffffff
 } amp_rule;
+
+/* With a logger of level AMP_LOG_DEBUG each decision of a context is told once, with id AMP_LOG_DECISION, and again where
+   the same call comes out otherwise (up to 4096 of them):
+       linear h.0.fc.weight (bf16, fp32): computes in bf16, returns bf16, by region; cast cache: miss                  */
+enum { AMP_LOG_DECISION = 1080 };
 
 /* Filled by forward, read by backward and when recomputing; a zeroed plan is "forward has not run". */
 typedef struct amp_plan {
@@ -4370,7 +4376,7 @@ static size_t ampi_state_element(amp_dtype dtype) {
     }
 }
 
-static uint64_t ampi_state_hash(const char *key) {      /* FNV-1a */
+static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (; *key; key++) hash = (hash ^ (uint8_t)*key) * UINT64_C(0x100000001b3);
     return hash;
@@ -4378,7 +4384,7 @@ static uint64_t ampi_state_hash(const char *key) {      /* FNV-1a */
 
 /* Where the key stands in the table, or the empty entry where it would stand. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
-    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_state_hash(key) & mask;
+    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
     return state->table + i;
 }
@@ -7363,7 +7369,7 @@ AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
 /* ==== 6 >>backends: implementation, the context ===================================================== */
 
-enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15 };
+enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_ROOM = 2 * AMPI_TOLD };
 
 typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
 
@@ -7434,6 +7440,7 @@ struct amp_context {
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
+    uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_ROOM hashes; NULL before the first */
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
 };
 
@@ -7543,7 +7550,7 @@ AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
     if (logger->write != NULL) { logger->write(logger->user, level, id, text); return; }
-    count = ampi_log_count((amp_context *)(uintptr_t)amp, id);
+    count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
     if (count <= AMPI_LOG_REPEATS)
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text, count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
 }
@@ -7803,6 +7810,7 @@ AMP_API void amp_close(amp_context *amp) {
     ampi_free(&system, amp->masks, amp->mask_room, sizeof *amp->masks);
     ampi_free(&system, amp->layers, amp->layer_room, sizeof *amp->layers);
     ampi_free(&system, amp->ops, amp->op_room, sizeof *amp->ops);
+    ampi_free(&system, amp->told, AMPI_TOLD_ROOM, sizeof *amp->told);
     pthread_mutex_destroy(&amp->lock);
     ampi_free(&system, amp, 1, sizeof *amp);
 }
@@ -8569,8 +8577,7 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
 }
 
 /* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
-AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
-                                       const amp_dtype *inputs, int32_t n, amp_plan *out) {
+static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n, amp_plan *out) {
     const ampi_region *top;
     const amp_autocast_desc *region;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
@@ -8588,6 +8595,58 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
         else AMPI_TRY(ampi_decide_in(amp, region, op, layer, inputs, n, out));
     }
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
+    return AMP_OK;
+}
+
+/* ---- The log of decisions */
+
+/* Whether an operator found its weight in the cast cache. */
+typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT } ampi_cache_use;
+
+/* 1: this text is new, and is now remembered by its hash; 2: so it is, and it is the last one. */
+static int ampi_told_add(amp_context *amp, const char *text) {
+    uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
+    void *room;
+    int added = 0;
+    ampi_lock(amp);
+    if (amp->told == NULL && ampi_alloc(&amp->system, "debug log", &room, AMPI_TOLD_ROOM, sizeof *amp->told) == AMP_OK)
+        amp->told = (uint64_t *)room;
+    if (amp->told != NULL && amp->n_told < AMPI_TOLD) {
+        while (amp->told[i %= AMPI_TOLD_ROOM] != 0 && amp->told[i] != hash) i++;
+        if (amp->told[i] == 0) {
+            amp->told[i] = hash;
+            added = ++amp->n_told < AMPI_TOLD ? 1 : 2;
+        }
+    }
+    ampi_unlock(amp);
+    return added;
+}
+
+/* The line of AMP_LOG_DECISION. */
+static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
+                      const amp_plan *plan, ampi_cache_use use) {
+    static const char *const rules[] = {"", "storage", "region", "operator", "layer", "level"};
+    static const char *const uses[] = {"", "; cast cache: miss", "; cast cache: hit"};
+    char dtypes[96], text[400];
+    size_t used = 0;
+    int32_t i;
+    int added;
+    if (amp->desc.logger.level < AMP_LOG_DEBUG) return;
+    dtypes[0] = 0;
+    for (i = 0; i < n && used < sizeof dtypes - 16; i++)
+        if (inputs[i] != AMP_DTYPE_DEFAULT)
+            used += (size_t)snprintf(dtypes + used, sizeof dtypes - used, "%s%s", used ? ", " : "", amp_dtype_name(inputs[i]));
+    snprintf(text, sizeof text, "%s%s%.200s (%s): computes in %s, returns %s, by %s%s", ampi_op_name(amp, op), layer ? " " : "",
+             layer ? layer : "", dtypes, amp_dtype_name(plan->compute), amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
+    added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
+    if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
+    if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not told");
+}
+
+AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
+                                       const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    AMPI_TRY(ampi_decide(amp, op, layer, inputs, n, out));
+    ampi_tell(amp, op, layer, inputs, n, out, AMPI_CACHE_UNUSED);
     return AMP_OK;
 }
 
@@ -8743,13 +8802,15 @@ static amp_result ampi_cache_add(amp_context *amp, const amp_param *p, amp_dtype
 }
 
 /* refresh 1: the copy is made again, whatever its version.  repeated: as in amp_k_pack. */
-static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh, const void **data) {
+static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh,
+                                        const void **data, ampi_cache_use *use) {
     ampi_cache_entry *e;
     int64_t i, bytes;
     int fresh;
     for (i = 0; i < amp->n_cache; i++)
         if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
     fresh = i < amp->n_cache && amp->cache[i].version == p->version && !refresh;
+    *use = fresh ? AMPI_CACHE_HIT : AMPI_CACHE_MISS;
     bytes = fresh ? amp->cache[i].bytes : ampi_cache_bytes(amp, p, dtype, kind, repeated);
     if (bytes == 0) return AMP_OK;
     if (i == amp->n_cache) AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
@@ -8775,13 +8836,13 @@ static int ampi_cache_is_off(const amp_context *amp) {
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
    or the kernels have no use for one.  Recomputing is no repeated use: it is the last one, and there to save memory.
    ampi_cache_put ends its use. */
-static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data, ampi_cache_use *use) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     amp_result result;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data, use);
     *used = now;
     ampi_unlock(amp);
     return result;
@@ -8798,13 +8859,14 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
 
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
     const void *data = NULL;
+    ampi_cache_use use;
     amp_result result;
     if (amp == NULL || param == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_cast", "amp, param or out is NULL");
     if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data);
+    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use);
     ampi_unlock(amp);
     if (result != AMP_OK) return result;
     ampi_cache_put(amp, data);
@@ -8877,11 +8939,15 @@ static amp_result ampi_backward_begin(const char *function, const amp_context *a
 /* Versions only grow, so their sum moves when one of them does. */
 static uint64_t ampi_versions(const amp_param *a, const amp_param *b) { return (a ? a->version : 0) + (b ? b->version : 0); }
 
-/* The plan of a forward: decided now, or when recomputing the recorded one. */
+/* The plan of a forward: decided now, or when recomputing the recorded one.  amp_linear tells the log of it itself, with what
+   the cast cache had. */
 static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer, amp_dtype a, amp_dtype b,
                                     uint64_t version, const amp_plan *recorded, amp_plan *plan) {
     if (!ampi_is_recomputing(amp)) {
-        AMPI_TRY(ampi_decide2(amp, op, layer, a, b, plan));
+        amp_dtype inputs[2];
+        inputs[0] = a; inputs[1] = b;
+        AMPI_TRY(ampi_decide(amp, op, layer, inputs, 2, plan));
+        if (op != AMP_OP_LINEAR) ampi_tell(amp, op, layer, inputs, 2, plan, AMPI_CACHE_UNUSED);
         plan->version = version;
         return AMP_OK;
     }
@@ -8941,19 +9007,20 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
 
 /* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
    ends its use. */
-static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held) {
+static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held, ampi_cache_use *use) {
     amp_k_pack pack;
     *held = NULL;
+    *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
     if (g->compute == AMP_F32) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
     if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
-        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held));
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held, use));
         g->packed_b = *held;
     } else if (g->compute != AMP_TF32 && g->compute != g->b_dtype) {
-        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held));
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held, use));
         if (*held != NULL) { g->b = *held; g->b_dtype = g->compute; }
     }
     return AMP_OK;
@@ -8964,6 +9031,8 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     amp_mat x, y, pre;
     amp_k_gemm g;
     amp_plan plan;
+    amp_dtype inputs[2];
+    ampi_cache_use use;
     amp_result result;
     const void *held;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
@@ -8979,7 +9048,9 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     g.alpha = 1; g.compute = plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
     if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held, &use));
+    inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
+    ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
     ampi_cache_put(amp, held);
     if (result == AMP_OK) op->plan = plan;
@@ -9048,6 +9119,7 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *d
 static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx, const amp_tensor *pre) {
     amp_k_gemm g;
     amp_mat at;
+    ampi_cache_use use;
     amp_result result;
     const void *held;
     memset(&g, 0, sizeof g);
@@ -9061,7 +9133,7 @@ static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_line
         g.backward = 1; g.act = op->x_act;
         g.pre = at.data; g.pre_dtype = at.dtype; g.ld_pre = at.ld;
     }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held, &use));
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
     ampi_cache_put(amp, held);
     if (result != AMP_OK || pre == NULL || g.backward) return result;

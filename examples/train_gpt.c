@@ -89,19 +89,6 @@ typedef struct settings {
     double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
 } settings;
 
-typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH, SWITCH_TEXT } option_type;
-
-/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".
-   words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
-typedef struct option {
-    const char *name;
-    option_type type;
-    size_t field;                   /* in settings: const char *, int64_t or double */
-    const char *initial;
-    double lowest, highest;
-    const char *words, *help;
-} option;
-
 #define FIELD(name) offsetof(settings, name)
 #define HUGE_COUNT 9e15
 #define LARGEST 3.4e38
@@ -214,179 +201,18 @@ static const option options[] = {
     {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
 enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
+static program_flags given = {
+    .program = "train_gpt", .summary = "trains a GPT-2 in mixed precision with amp.h",
+    .options = options, .n = N_OPTIONS,
+    .ending = "Ctrl-C saves and stops.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
+};
+static char *saved_options;             /* keeps the texts of the checkpoint that is resumed */
 
 /* Not taken over from a checkpoint: they belong to one session. */
 static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics", "recompute",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
                                               "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
                                               "timeout", "profile", "device", "graph",   "autotune", NULL};
-
-/* What was given, as text: first the command line, then the checkpoint that is resumed. */
-typedef struct given_texts {
-    const char *text[N_OPTIONS];
-    int on_command_line[N_OPTIONS];
-    char *saved;                    /* keeps the checkpoint's texts */
-    char pair[2 * PATH_MAX];        /* keeps the two paths of PATHS */
-} given_texts;
-
-static given_texts given;
-
-static int option_index(const char *name) {
-    int i;
-    for (i = 0; i < N_OPTIONS; i++) if (options[i].type != HEADING && strcmp(options[i].name, name) == 0) return i;
-    return -1;
-}
-static int was_given(const char *name) { return given.on_command_line[option_index(name)]; }
-
-/* Sets the error text "--name value: why". */
-static amp_result refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static amp_result refuse(const char *name, const char *format, ...) {
-    char why[400];
-    const char *text = given.text[option_index(name)];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(why, sizeof why, format, args);
-    va_end(args);
-    return example_fail(AMP_ERR_RANGE, "--%s%s%.60s: %s", name, text ? " " : "", text ? text : "", why);
-}
-
-/* A copy of the last error's text, to be put behind the name of a flag. */
-static const char *because(char why[400]) {
-    snprintf(why, 400, "%.399s", example_error());
-    return why;
-}
-
-/* The number that `text` stands for in "auto=0 none=-1": 1 if it is one of the words. */
-static int word_value(const char *words, const char *text, double *value) {
-    size_t length = strlen(text);
-    const char *at = words;
-    while (at != NULL && *at != 0) {
-        if (strncmp(at, text, length) == 0 && at[length] == '=') { *value = atof(at + length + 1); return 1; }
-        at = strchr(at, ' ');
-        if (at != NULL) at++;
-    }
-    return 0;
-}
-
-/* Place of `text` in a list "a b c"; -1 if it is not there. */
-static int word_place(const char *words, const char *text) {
-    size_t length = strlen(text);
-    int place;
-    for (place = 0; words != NULL; place++) {
-        if (strncmp(words, text, length) == 0 && (words[length] == ' ' || words[length] == 0) && length > 0)
-            return place;
-        words = strchr(words, ' ');
-        if (words != NULL) words++;
-    }
-    return -1;
-}
-
-/* "0 to 9 or auto", what an INTEGER or NUMBER may be. */
-static const char *legal_text(const option *o, char *text, size_t size) {
-    int used = snprintf(text, size, "%.10g to %.10g", o->lowest, o->highest);
-    const char *at = o->words;
-    while (at != NULL && *at != 0) {
-        used += snprintf(text + used, size - (size_t)used, " or %.*s", (int)strcspn(at, "="), at);
-        at = strchr(at, ' ');
-        if (at != NULL) at++;
-    }
-    return text;
-}
-
-static amp_result parse_number(const option *o, const char *text, double *value) {
-    char *end = NULL, legal[128];
-    double x;
-    if (o->words != NULL && word_value(o->words, text, value)) return AMP_OK;
-    errno = 0;
-    x = o->type == INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
-    if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == INTEGER && errno == ERANGE))
-        return refuse(o->name, "is no %s; allowed is %s", o->type == INTEGER ? "whole number" : "number",
-                      legal_text(o, legal, sizeof legal));
-    if (x < o->lowest || x > o->highest) return refuse(o->name, "must be %s", legal_text(o, legal, sizeof legal));
-    *value = x;
-    return AMP_OK;
-}
-
-static amp_result parse_option(int i, const char *text, settings *set) {
-    const option *o = &options[i];
-    void *field = (char *)set + o->field;
-    double value = 0;
-    if (o->type == TEXT || o->type == PATHS || o->type == SWITCH_TEXT) memcpy(field, &text, sizeof text);
-    if (o->type == CHOICE) {
-        if (word_place(o->words, text) < 0) return refuse(o->name, "is not offered; one of: %s", o->words);
-        memcpy(field, &text, sizeof text);
-    }
-    if (o->type == SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
-    if (o->type == INTEGER || o->type == NUMBER) {
-        TRY(parse_number(o, text, &value));
-        if (o->type == INTEGER) *(int64_t *)field = (int64_t)value;
-        else *(double *)field = value;
-    }
-    return AMP_OK;
-}
-
-/* Letters that must be changed, added or dropped to come from a to b (Levenshtein). */
-static int text_distance(const char *a, const char *b) {
-    int row[64], i, j, n = (int)strlen(b);
-    if (n > 60) return 99;
-    for (j = 0; j <= n; j++) row[j] = j;
-    for (i = 1; a[i - 1] != 0; i++) {
-        int before = row[0];
-        row[0] = i;
-        for (j = 1; j <= n; j++) {
-            int change = before + (a[i - 1] != b[j - 1]), least = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
-            before = row[j];
-            row[j] = change < least ? change : least;
-        }
-    }
-    return row[n];
-}
-
-static amp_result unknown_flag(const char *flag) {
-    const char *closest = NULL;
-    int i, best = strlen(flag) > 8 ? 4 : 3;
-    for (i = 0; i < N_OPTIONS; i++) {
-        int distance = flag[0] != '-' || options[i].type == HEADING
-                           ? 99
-                           : text_distance(flag + strspn(flag, "-"), options[i].name);
-        if (distance < best) { best = distance; closest = options[i].name; }
-    }
-    return example_fail(AMP_ERR_NAME, "unknown flag %.80s%s%s; --help lists all flags", flag,
-                        closest ? ": did you mean --" : "", closest ? closest : "");
-}
-
-/* "--name value", "--name=value", "--name" for switches, "--name first second" for paths. */
-static amp_result read_command_line(int argc, char **argv) {
-    int i;
-    for (i = 1; i < argc; i++) {
-        char name[64];
-        const char *equals = strchr(argv[i], '=');
-        size_t length = equals != NULL ? (size_t)(equals - argv[i]) : strlen(argv[i]);
-        int at = -1;
-        if (strncmp(argv[i], "--", 2) == 0 && length < sizeof name) {
-            memcpy(name, argv[i] + 2, length - 2);
-            name[length - 2] = 0;
-            at = option_index(name);
-        }
-        if (strcmp(argv[i], "-h") == 0) at = option_index("help");
-        if (at < 0) return unknown_flag(argv[i]);
-        if (options[at].type == SWITCH || (options[at].type == SWITCH_TEXT && equals == NULL)) {
-            if (equals != NULL) return example_fail(AMP_ERR_RANGE, "--%s takes no value", options[at].name);
-            given.text[at] = "on";
-        } else if (equals != NULL) given.text[at] = equals + 1;
-        else if (options[at].type == PATHS) {
-            if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
-                return example_fail(AMP_ERR_RANGE, "--%s: takes two files; --help lists all flags", options[at].name);
-            snprintf(given.pair, sizeof given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
-            given.text[at] = given.pair;
-            i += 2;
-        }
-        else if (i + 1 < argc) given.text[at] = argv[++i];
-        else return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags", options[at].name);
-        given.on_command_line[at] = 1;
-    }
-    return AMP_OK;
-}
 
 /* PATH without ".state" or ".safetensors". */
 static const char *without_suffix(const char *path) {
@@ -408,10 +234,10 @@ static amp_result read_saved_options(const amp_state *state) {
     int64_t n = amp_state_count(state, "train.options", NULL);
     char *line, *next;
     if (n < 0) return refuse("resume", "is no checkpoint of train_gpt");
-    given.saved = (char *)calloc((size_t)n + 1, 1);
-    if (given.saved == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
-    TRY(amp_state_get(state, "train.options", AMP_U8, given.saved, n));
-    for (line = given.saved; *line != 0; line = next) {
+    saved_options = (char *)calloc((size_t)n + 1, 1);
+    if (saved_options == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
+    TRY(amp_state_get(state, "train.options", AMP_U8, saved_options, n));
+    for (line = saved_options; *line != 0; line = next) {
         char *end = strchr(line, '\n'), *equals = strchr(line, '=');
         int at;
         next = end != NULL ? end + 1 : line + strlen(line);
@@ -433,24 +259,6 @@ static void write_saved_options(text_buffer *b) {
             session = strcmp(options[i].name, session_options[k]) == 0;
         if (!session) text_add(b, "%s=%s\n", options[i].name, given.text[i]);
     }
-}
-
-static void print_help(void) {
-    int i;
-    printf("train_gpt - trains a GPT-2 in mixed precision with amp.h\n\nusage: train_gpt [--flag value ...]\n");
-    for (i = 0; i < N_OPTIONS; i++) {
-        const option *o = &options[i];
-        char left[40], legal[128];
-        if (o->type == HEADING) { printf("\n%s\n", o->name); continue; }
-        snprintf(left, sizeof left, "--%s", o->name);
-        printf("  %-18s %s\n", left, o->help);
-        if (o->type == SWITCH) continue;
-        printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
-        if (o->type == CHOICE) printf("; one of: %s", o->words);
-        if (o->type == INTEGER || o->type == NUMBER) printf("; %s", legal_text(o, legal, sizeof legal));
-        printf("\n");
-    }
-    printf("\nCtrl-C saves and stops.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C.\n");
 }
 
 /* Values that are legal alone but not together. */
@@ -479,7 +287,7 @@ static amp_result check_settings(settings *set) {
 
 /* All settings; *resumed: the checkpoint of --resume, or NULL. */
 static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
-    int i, resume = option_index("resume");
+    int resume = option_index("resume");
     char path[PATH_MAX];
     memset(set, 0, sizeof *set);
     *resumed = NULL;
@@ -490,9 +298,7 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
         if (amp_state_load(resumed, NULL, path) != AMP_OK) return refuse("resume", "%s", amp_last_error());
         TRY(read_saved_options(*resumed));
     }
-    for (i = 0; i < N_OPTIONS; i++)
-        if (options[i].type != HEADING)
-            TRY(parse_option(i, given.text[i] != NULL ? given.text[i] : options[i].initial, set));
+    TRY(parse_options(set));
     return check_settings(set);
 }
 
@@ -1686,7 +1492,7 @@ int main(int argc, char **argv) {
     if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested)
         result = compare_precisions(&set, metrics);
     if (metrics != NULL) fclose(metrics);
-    free(given.saved);
+    free(saved_options);
     if (result != AMP_OK) return fail(1);
     ranks_end(0);
     return stop_requested ? 130 : 0;

@@ -25,13 +25,13 @@ $cc -std=gnu99 -dM -E "$work/base.c" | awk '{print $2}' | sed 's/(.*//' | sort >
 stray=$(comm -23 "$work/macros" "$work/base" | grep -v '^AMPI\{0,1\}_' | tr '\n' ' ')
 if [ -z "$stray" ]; then pass; else fail "macros" "$stray"; fi
 
-# Sizes: the first prototype before line 400, the API below 180 KiB, the whole below 832 KiB.
+# Sizes: the first prototype before line 400, the API below 192 KiB, the whole below 960 KiB.
 line=$(grep -n '^AMP_API' amp.h | head -n 1 | cut -d: -f1)
 if [ "$line" -lt 400 ]; then pass; else fail "first prototype" "line $line, must come before 400"; fi
 api=$(awk '/^\/\* Stop here if you only want the API/ {exit} {n += length($0) + 1} END {print n}' amp.h)
-if [ "$api" -lt 184320 ]; then pass; else fail "API size" "$api bytes"; fi
+if [ "$api" -lt 196608 ]; then pass; else fail "API size" "$api bytes"; fi
 whole=$(wc -c < amp.h)
-if [ "$whole" -lt 851968 ]; then pass; else fail "size" "$whole bytes"; fi
+if [ "$whole" -lt 983040 ]; then pass; else fail "size" "$whole bytes"; fi
 long=$(awk 'length($0) > 200 {print FILENAME ":" FNR}' amp.h | head -n 3 | tr '\n' ' ')
 if [ -z "$long" ]; then pass; else fail "lines over 200 columns" "$long"; fi
 
@@ -63,7 +63,7 @@ words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | hea
 if [ -z "$words" ]; then pass; else fail "unfinished words" "$words"; fi
 
 # Every AMP_ name that tests and examples use exists.
-grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h | sort -u > "$work/known"
+grep -ohE '\bAMPI?_[A-Z0-9_]+\b' amp.h examples/adopt/cblas.h | sort -u > "$work/known"
 unknown=$(grep -ohE '\bAMP_[A-Z0-9_]+\b' tests/*.[ch] tests/*.sh examples/*.[ch] README.md Makefile | grep -v '_$' | sort -u | comm -23 - "$work/known" | tr '\n' ' ')
 if [ -z "$unknown" ]; then pass; else fail "names amp.h does not know" "$unknown"; fi
 closing

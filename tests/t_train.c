@@ -97,7 +97,8 @@ TEST(paths_come_in_pairs) {
     CHECK(strcmp(given.text[at], "x,y") == 0);
     CHECK(read_command_line(3, one) != AMP_OK && strstr(example_text, "--tokenizer") != NULL);
     CHECK(read_command_line(5, next) != AMP_OK);
-    memset(&given, 0, sizeof given);
+    memset(given.text, 0, sizeof given.text);
+    memset(given.on_command_line, 0, sizeof given.on_command_line);
     example_text[0] = 0;
 }
 
