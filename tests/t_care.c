@@ -269,6 +269,7 @@ TEST(tune_reports_when_nothing_works) {
     CHECK_OK(amp_tune(amp, &d, &r));
     CHECK_EQ(r.best, -1);
     CHECK_EQ(r.n_rows, 4);
+    CHECK_EQ(t.n_prepared, 2);              /* at the end the first batch is asked for again */
     CHECK_EQ(amp_tune_text(&r, text, sizeof text), strlen(text));
     CHECK(strstr(text, "failed: prepare returned 301: out of memory") != NULL && strchr(text, '*') == NULL);
     CHECK_EQ(amp_tune_text(&r, NULL, 0), strlen(text));
@@ -333,6 +334,8 @@ static int same_rows(const amp_tune_report *a, const amp_tune_report *b) {
 }
 
 TEST(tune_keeps_results_in_a_file) {
+    static const amp_dtype fewer[] = {AMP_F32, AMP_F16};
+    const amp_backend *other_machine;
     amp_context *amp = open_host(device(), AMP_F32);
     amp_tune_report r, again;
     timed t;
@@ -363,10 +366,20 @@ TEST(tune_keeps_results_in_a_file) {
     CHECK_EQ(again.from_file, 0);
     d.iterations = 4;
     amp_close(amp);
-    lacks_bf16 = 1;                         /* another machine */
-    { amp_desc desc = host_desc(device(), AMP_F32); lacks_bf16 = 1; CHECK_OK(amp_open(&amp, &desc)); }
+    other_machine = device();
+    lacks_bf16 = 1;
+    { amp_desc desc = host_desc(other_machine, AMP_F32); CHECK_OK(amp_open(&amp, &desc)); }
+    d.dtypes = fewer;
+    d.n_dtypes = 2;
     CHECK_OK(amp_tune(amp, &d, &again));
     CHECK_EQ(again.from_file, 0);
+    lacks_bf16 = 0;
+    amp_close(amp);
+    amp = open_host(device(), AMP_F32);
+    CHECK_OK(amp_tune(amp, &d, &again));    /* the same but for the machine */
+    CHECK_EQ(again.from_file, 0);
+    CHECK_OK(amp_tune(amp, &d, &again));
+    CHECK_EQ(again.from_file, 1);
     amp_close(amp);
     CHECK_EQ(host.blocks, 0);
     remove(path);
@@ -694,6 +707,7 @@ TEST(advice_on_the_batch) {
     amp_advise_desc d;
     amp_advice a;
     void *activations;
+    amp_tensor cast;
     int64_t fixed = 16 * 1000, each;
     memset(&d, 0, sizeof d);
     d.optimizer = b.o;
@@ -708,6 +722,13 @@ TEST(advice_on_the_batch) {
     CHECK(a.batch > 80 && a.batch < 90 && each > 10000);
     CHECK(a.settings.level == AMP_LEVEL_O1);
     CHECK(a.settings.clip_norm == 1.5 && a.settings.accumulation == 3);
+    CHECK_OK(amp_param_register(amp, &b.p, 1));     /* kept casts do not grow with the batch either */
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_OK(amp_autocast_cast(amp, &b.p, AMP_BF16, &cast));
+    CHECK_OK(amp_advise(amp, &d, &a));
+    CHECK_EQ(a.batch, (900000 - fixed - 2000) * 10 / (info.peak - fixed - 2000));
+    CHECK_OK(amp_autocast_end(amp));
+    amp_cast_cache_clear(amp);
     device_bytes = info.peak * 10 / 9 - 12;         /* just below: memory is short */
     CHECK_OK(amp_advise(amp, &d, &a));
     CHECK(a.settings.level == AMP_LEVEL_O2 && a.settings.memory_efficient == 1 && a.batch == 9);
@@ -820,14 +841,23 @@ TEST(advice_is_applied) {
     a.settings.memory_efficient = 1;
     a.settings.scaler.backoff_factor = 0.25;
     a.settings.scaler.growth_interval = 77;
+    a.settings.scaler.hysteresis = 3;
     CHECK_OK(amp_apply(&a, amp, scaler, b.o));
     CHECK_OK(amp_query(amp, &d));
     CHECK(d.dtype == AMP_F16 && d.allow_tf32 == 1 && d.memory_efficient == 1 && d.level == AMP_LEVEL_O1);
     CHECK(host.warnings == 1 && strstr(host.last, "O2 is advised") != NULL);
     CHECK_OK(amp_scaler_query(scaler, &s));
-    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.growth_factor == 2);
+    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.growth_factor == 2 && s.hysteresis == 3);
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.clip_norm == 1.5 && od.accumulation == 3);
+    CHECK_OK(amp_advise(amp, NULL, &a));            /* knows nothing of the scaler, and leaves its rule */
+    a.settings.dtype = AMP_F16;
+    amp->desc.logger.level = AMP_LOG_DEBUG;
+    b.o->desc.apply_nonfinite = 1;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.hysteresis == 3 && !s.disable);
+    CHECK(amp->desc.logger.level == AMP_LOG_DEBUG && b.o->desc.apply_nonfinite == 1);
     CHECK_ERR(amp_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
     CHECK_ERR(amp_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
     amp_scaler_destroy(scaler);
@@ -1018,7 +1048,7 @@ static void trainee_close(trainee *t) {
 }
 
 static void poison(trainee *t, const amp_tensor *where, float value) {
-    uint16_t narrow = value != value ? 0x7fff : 0x7c00;
+    uint16_t narrow = ampi_bits_f32(value) << 1 > 0xff000000u ? 0x7fff : 0x7c00;
     CHECK_OK(amp_copy(t->amp, where->data, where->dtype == AMP_F32 ? (void *)&value : (void *)&narrow, where->dtype == AMP_F32 ? 4 : 2, AMP_COPY_TO_DEVICE));
     CHECK_OK(amp_sync(t->amp));
 }
