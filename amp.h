@@ -2840,13 +2840,21 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
    inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
-/*  .dtypes        TF32, F16 and BF16 as far as the device has them
-    .allowance     16         an error passes up to this many times the error that rounding the weights once to the
-                              candidate makes in fp32: what a computation in this precision cannot do better than    */
+/* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
+   u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
+   that precision rounds more than the weights, so its errors are some times that.  The noise is taken to be no less than
+       u of the tensor itself, as what is stored in that precision is rounded once at least; and
+       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
+       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
+       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)
+   Right models were found at 0.5 to 2 times the noise.  Zero weights are left as they are.
+
+    .dtypes        TF32, F16 and BF16 as far as the device has them
+    .allowance     8          an error passes up to this many times the noise                                          */
 typedef struct amp_verify_desc {
     amp_step_function step;
     void *user;
-    amp_param *params; int64_t n_params;                /* restored; gradients are compared where they are live */
+    amp_param *params; int64_t n_params;                /* restored; their gradients are compared */
     const amp_range *outputs; int64_t n_outputs;        /* compared too: logits, the loss; F32, F16, BF16 or F64 */
     amp_optimizer *optimizer;                           /* restored; may be NULL, as may the scaler, which F16 takes */
     amp_scaler *scaler;
@@ -2860,8 +2868,8 @@ typedef enum amp_verdict {
     AMP_VERDICT_FORCE_I32 = 0x7fffffff
 } amp_verdict;
 
-/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, the norm of a gradient being at least its
-   layer's (name up to the last dot). */
+/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, for a gradient over that of its layer's
+   gradients together (of the same name up to the last dot; of all, where those are 0; an output of zeros: over 1). */
 typedef struct amp_verify_row {
     amp_dtype dtype;
     amp_verdict verdict;
@@ -2876,9 +2884,13 @@ typedef struct amp_verify_report {
     int64_t n_rows;
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
-/* Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are what they were.  A candidate that fails
-   is a row, not an error.  Errors: 101, 102, 104, 105, 106 while a graph is captured, 301; 102 too when the step is not finite
-   or fails in fp32 already: the text names the first bad tensor. */
+/* Runs the step 3 times in fp32 and 3 times for each candidate, each time from the same weights (but for those changes), zero
+   gradients, random numbers and loss scale; where fp16's gradients overflow, at the scale that the scaler would come to.
+   Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
+   step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
+   device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
+   amp_scaler_check and amp_scaler_update, 107, 110 level O0, 301, 501; 102 too when the step is not finite or fails in fp32
+   already: the text names the first bad tensor, or has the step's own error. */
 AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     return amp_verify_v(amp, desc, out, AMP_ABI(amp_verify_desc));
@@ -7413,6 +7425,27 @@ AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset
     return &amp->cells->random;
 }
 AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
+/* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
+typedef struct ampi_precision { amp_choice choice; amp_dtype dtype; int32_t disable, allow_tf32; uint64_t random_offset; } ampi_precision;
+AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
+    ampi_precision p;
+    memset(&p, 0, sizeof p);
+    p.choice = amp->choice;
+    p.dtype = amp->desc.dtype;
+    p.disable = amp->desc.disable;
+    p.allow_tf32 = amp->desc.allow_tf32;
+    p.random_offset = amp->random_offset;
+    return p;
+}
+/* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is left. */
+AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
+    amp->choice = p->choice;
+    amp->desc.dtype = p->dtype;
+    amp->desc.disable = p->disable;
+    amp->desc.allow_tf32 = p->allow_tf32;
+    amp->random_offset = p->random_offset;
+    amp_cast_cache_clear(amp);
+}
 /* 1: some registered parameter has a gradient that no step has used; clear 1: no more. */
 AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
@@ -8330,6 +8363,15 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     }
     ampi_region_push(amp, &d, 0);
     return AMP_OK;
+}
+
+/* How many entries this thread has, and closing those beyond. */
+AMPI_PRIVATE int ampi_region_depth(void) { return ampi_region_count; }
+AMPI_PRIVATE void ampi_regions_close(int depth) {
+    while (ampi_region_count > depth) {
+        const amp_context *amp = ampi_regions[--ampi_region_count].amp;
+        __atomic_sub_fetch(&((amp_context *)(uintptr_t)amp)->regions, 1, __ATOMIC_RELAXED);
+    }
 }
 
 AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
@@ -9891,6 +9933,16 @@ AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param 
     return AMP_OK;
 }
 
+/* Weights that are read as a whole, those without a gradient too. */
+AMPI_PRIVATE amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++)
+        if (params[i].weight.data == NULL || amp_tensor_count(&params[i].weight) < 0 || !ampi_is_contiguous(&params[i].weight) ||
+            !ampi_is_storage(params[i].weight.dtype))
+            return ampi_fail(AMP_ERR_SHAPE, function, "parameter %lld: the weight must be contiguous, in fp32, fp16 or bf16", (long long)i);
+    return AMP_OK;
+}
+
 AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t n) {
     int64_t i, r = 0;
     for (i = 0; i < n; i++) {
@@ -9908,19 +9960,28 @@ AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t 
     }
 }
 
-AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+AMPI_PRIVATE amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
     int64_t i;
-    for (i = 0; i < set->n; i++) {
+    for (i = 0; i < n; i++) {
         const amp_range *range = &ranges[i];
         const char *name = range->name ? range->name : "range";
         if (range->count < 0)
-            return ampi_fail(AMP_ERR_RANGE, "amp_set_create", "%s %lld: count = %lld, must be 0 or more", name,
+            return ampi_fail(AMP_ERR_RANGE, function, "%s %lld: count = %lld, must be 0 or more", name,
                              (long long)i, (long long)range->count);
         if (range->data == NULL && range->count > 0)
-            return ampi_fail(AMP_ERR_NULL, "amp_set_create", "%s %lld: data is NULL", name, (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function, "%s %lld: data is NULL", name, (long long)i);
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
-            return ampi_fail(AMP_ERR_DTYPE, "amp_set_create", "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
+            return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+    int64_t i;
+    AMPI_TRY(ampi_check_ranges("amp_set_create", ranges, set->n));
+    for (i = 0; i < set->n; i++) {
+        const amp_range *range = &ranges[i];
         set->rows[i].grad = range->data;
         set->rows[i].grad_dtype = range->dtype;
         set->rows[i].count = range->count;
@@ -11473,6 +11534,158 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
     ampi_settings_changed(o->amp);
+    return r;
+}
+
+/* ---- Keeping: all that a step changes, copied to the host, and put back bit for bit as often as wanted.  Putting it
+   back takes no memory, so that it works when a step has failed for want of it. */
+
+typedef struct ampi_keep {
+    amp_context *amp;
+    amp_param **params, *param_copies; int64_t n_params;    /* the host's, and the optimizer's that are not among them */
+    amp_range *ranges; int64_t n_ranges, range_room;        /* device memory; counts are bytes */
+    char *copy; int64_t bytes;      /* of the ranges, one behind the other */
+    amp_optimizer *optimizer, optimizer_copy; amp_set set_copy;
+    amp_k_outcome outcomes[AMP_OUTCOMES];
+    amp_scaler *scaler, scaler_copy;
+    ampi_precision precision;
+} ampi_keep;
+
+AMPI_PRIVATE void ampi_keep_destroy(ampi_keep *k) {
+    const amp_system *s;
+    if (k == NULL) return;
+    s = ampi_context_system(k->amp);
+    ampi_free(s, k->params, k->n_params, sizeof *k->params);
+    ampi_free(s, k->param_copies, k->n_params, sizeof *k->param_copies);
+    ampi_free(s, k->ranges, k->range_room, sizeof *k->ranges);
+    ampi_free(s, k->copy, k->bytes, 1);
+    ampi_free(s, k, 1, sizeof *k);
+}
+
+AMPI_PRIVATE void ampi_keep_range(ampi_keep *k, void *data, int64_t bytes) {
+    if (data == NULL || bytes <= 0) return;
+    k->ranges[k->n_ranges].data = data;
+    k->ranges[k->n_ranges++].count = bytes;
+    k->bytes += bytes;
+}
+
+AMPI_PRIVATE void ampi_keep_tensor(ampi_keep *k, const amp_tensor *t) {
+    ampi_keep_range(k, t->data, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype));
+}
+
+/* The parameters, and their number; params NULL: the number alone. */
+AMPI_PRIVATE int64_t ampi_keep_params(amp_param **params, amp_param *own, int64_t n_own, const amp_optimizer *o) {
+    int64_t i, n = 0;
+    for (i = 0; i < n_own; i++, n++) if (params != NULL) params[n] = &own[i];
+    for (i = 0; o != NULL && i < o->set->n; i++) {
+        amp_param *p = o->set->params[i];
+        if (n_own > 0 && p >= own && p < own + n_own) continue;
+        if (params != NULL) params[n] = p;
+        n++;
+    }
+    return n;
+}
+
+AMPI_PRIVATE void ampi_keep_ranges(ampi_keep *k) {
+    amp_optimizer *o = k->optimizer;
+    int64_t i;
+    int a;
+    for (i = 0; i < k->n_params; i++) {
+        const amp_param *p = k->params[i];
+        ampi_keep_tensor(k, &p->weight);
+        ampi_keep_tensor(k, &p->grad);
+        if (o == NULL) ampi_keep_range(k, p->master, amp_tensor_count(&p->weight) * 4);
+    }
+    for (i = 0; o != NULL && i < o->set->n; i++)
+        for (a = 0; a < AMPI_ARRAYS; a++) {
+            amp_k_tensor *row = &o->set->rows[i];
+            if (ampi_has_array(o, row, a)) ampi_keep_range(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
+        }
+    if (o != NULL) ampi_keep_range(k, o->ring, AMP_OUTCOMES * (int64_t)sizeof *o->ring);
+    if (o != NULL) ampi_keep_range(k, o->set->found, (int64_t)sizeof *o->set->found);
+    if (k->scaler != NULL) ampi_keep_range(k, k->scaler->device, (int64_t)sizeof *k->scaler->device);
+}
+
+/* to_host 1: from the device; 0: back. */
+AMPI_PRIVATE amp_result ampi_keep_copy(ampi_keep *k, int to_host) {
+    int64_t i, at = 0;
+    for (i = 0; i < k->n_ranges; at += k->ranges[i++].count)
+        AMPI_TRY(to_host ? amp_copy(k->amp, k->copy + at, k->ranges[i].data, k->ranges[i].count, AMP_COPY_TO_HOST)
+                         : amp_copy(k->amp, k->ranges[i].data, k->copy + at, k->ranges[i].count, AMP_COPY_TO_DEVICE));
+    return ampi_wait(k->amp);
+}
+
+/* The kept copy of device memory that was kept. */
+AMPI_PRIVATE const void *ampi_kept(const ampi_keep *k, const void *data) {
+    int64_t i, at = 0;
+    for (i = 0; k->ranges[i].data != data; i++) at += k->ranges[i].count;
+    return k->copy + at;
+}
+
+/* Between two steps only: what was checked and not yet updated would be lost. */
+AMPI_PRIVATE amp_result ampi_keep_check(const char *function, const amp_context *amp, const amp_optimizer *o, const amp_scaler *s) {
+    AMPI_TRY(ampi_may_wait(amp));
+    if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
+        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context", o != NULL && o->amp != amp ? "optimizer" : "scaler");
+    if ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked))
+        return ampi_fail(AMP_ERR_STATE, function, "gradients were checked since the last update: call amp_scaler_update first");
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_keep_memory(ampi_keep *k, const char *function) {
+    const amp_system *s = ampi_context_system(k->amp);
+    k->range_room = 3 * k->n_params + (k->optimizer ? AMPI_ARRAYS * k->optimizer->set->n : 0) + 3;
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->n_params, sizeof *k->params));
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->n_params, sizeof *k->param_copies));
+    return ampi_alloc(s, function, (void **)&k->ranges, k->range_room, sizeof *k->ranges);
+}
+
+AMPI_PRIVATE amp_result ampi_keep_create(amp_context *amp, const char *function, amp_param *params, int64_t n, amp_optimizer *o,
+                                         amp_scaler *scaler, ampi_keep **out) {
+    ampi_keep *k;
+    amp_result r;
+    int64_t i;
+    AMPI_TRY(ampi_keep_check(function, amp, o, scaler));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&k, 1, sizeof *k));
+    k->amp = amp;
+    k->optimizer = o;
+    k->scaler = scaler;
+    k->precision = ampi_precision_get(amp);
+    k->n_params = ampi_keep_params(NULL, params, n, o);
+    r = ampi_keep_memory(k, function);
+    if (r == AMP_OK) {
+        (void)ampi_keep_params(k->params, params, n, o);
+        for (i = 0; i < k->n_params; i++) k->param_copies[i] = *k->params[i];
+        ampi_keep_ranges(k);
+        r = ampi_alloc(ampi_context_system(amp), function, (void **)&k->copy, k->bytes, 1);
+    }
+    if (r == AMP_OK) r = ampi_keep_copy(k, 1);
+    if (r != AMP_OK) { ampi_keep_destroy(k); return r; }
+    if (o != NULL) {
+        k->optimizer_copy = *o;
+        k->set_copy = *o->set;
+        memcpy(k->outcomes, o->outcomes, sizeof k->outcomes);
+    }
+    if (scaler != NULL) k->scaler_copy = *scaler;
+    *out = k;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_keep_restore(ampi_keep *k) {
+    int64_t i;
+    amp_result r = ampi_keep_copy(k, 0);
+    for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
+    if (k->optimizer != NULL) {
+        ampi_set_unlink(k->optimizer->set);
+        *k->optimizer = k->optimizer_copy;
+        *k->optimizer->set = k->set_copy;
+        memcpy(k->optimizer->outcomes, k->outcomes, sizeof k->outcomes);
+    }
+    if (k->scaler != NULL) {
+        ampi_scaler_release_sets(k->scaler);
+        *k->scaler = k->scaler_copy;
+    }
+    ampi_precision_set(k->amp, &k->precision);
     return r;
 }
 
@@ -13809,7 +14022,6 @@ AMP_API void amp_numerics_destroy(amp_numerics *numerics) {
 
 AMPI_PRIVATE amp_result ampi_numerics_check(const amp_numerics_desc *d, int64_t *gradients) {
     const char *f = "amp_numerics_create";
-    int64_t i;
     if (d->n_params < 0 || d->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
                          (long long)AMPI_MIN(d->n_params, d->n_ranges));
@@ -13819,17 +14031,8 @@ AMPI_PRIVATE amp_result ampi_numerics_check(const amp_numerics_desc *d, int64_t 
     if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 (100)", (long long)d->interval);
     if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
         return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2", amp_dtype_name(d->dtype));
-    for (i = 0; i < d->n_params; i++)
-        if (amp_tensor_count(&d->params[i].weight) < 0 || !ampi_is_contiguous(&d->params[i].weight) || !ampi_is_storage(d->params[i].weight.dtype))
-            return ampi_fail(AMP_ERR_SHAPE, f, "parameter %lld: the weight must be contiguous, in fp32, fp16 or bf16", (long long)i);
-    for (i = 0; i < d->n_ranges; i++) {
-        const amp_range *r = &d->ranges[i];
-        const char *name = r->name ? r->name : "range";
-        if (r->count < 0) return ampi_fail(AMP_ERR_RANGE, f, "%s %lld: count = %lld, must be 0 or more", name, (long long)i, (long long)r->count);
-        if (r->data == NULL && r->count > 0) return ampi_fail(AMP_ERR_NULL, f, "%s %lld: data is NULL", name, (long long)i);
-        if (!ampi_is_storage(r->dtype) && r->dtype != AMP_F64)
-            return ampi_fail(AMP_ERR_DTYPE, f, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name, (long long)i, amp_dtype_name(r->dtype));
-    }
+    AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
+    AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     return ampi_check_params(f, d->params, d->n_params, gradients);
 }
 
@@ -14094,6 +14297,476 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 /* ==== 13 >>care: implementation ===================================================================== */
 
 /* ---- Verify */
+
+enum { AMPI_VERIFY_DRAWS = 2, AMPI_VERIFY_STAGE = 1 << 16 };    /* random changes per size; elements that are looked at at a time */
+
+typedef struct ampi_verify_tensor {
+    const char *name;
+    void *data;
+    amp_dtype dtype;
+    int32_t gradient, bad;          /* bad 1: the last run left something infinite or NaN */
+    int64_t count, at;              /* at: where its bytes begin in the reference */
+    double norm;                    /* what errors are relative to */
+    double difference;              /* sum of squares, of the last run against the reference */
+    double noise, noise32;          /* the same, summed over draws: from changes of the candidate's, of fp32's roundoff */
+} ampi_verify_tensor;
+
+typedef struct ampi_verifier {
+    amp_context *amp;
+    const amp_verify_desc *desc;
+    ampi_keep *keep;
+    ampi_verify_tensor *tensors; int64_t n, n_room;
+    char *reference; int64_t bytes;
+    char *stage;                    /* 8 bytes for each element */
+    float scale, own_scale;         /* the loss scale of all runs, 0: the scaler's own; and that */
+    double allowance, seconds;
+    int code;                       /* what the step returned last */
+    char why[160];                  /* and the error text then, "" without one */
+} ampi_verifier;
+
+/* Half the distance from 1 to the next number. */
+AMPI_PRIVATE double ampi_roundoff(amp_dtype dtype) {
+    return dtype == AMP_BF16 ? 0.00390625 : dtype == AMP_F16 || dtype == AMP_TF32 ? 0.00048828125 : 5.9604644775390625e-8;
+}
+
+/* ---- Changing weights by random amounts up to one roundoff */
+
+/* x (1 + u xi), xi uniform from -1 to 1; below the format's normal numbers up to half its spacing. */
+AMPI_PRIVATE void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        double w = (double)x[i], most = AMPI_MAX(u * (w < 0 ? -w : w), tiny);
+        if ((ampi_bits_f32(x[i]) & 0x7fffffffu) != 0) x[i] = (float)(w + most * (double)(int32_t)random[i] * 4.656612873077393e-10);
+    }
+}
+
+/* 16-bit weights cannot move by less than their own spacing: they move by that, as seldom as gives the same variance. */
+AMPI_PRIVATE void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        uint16_t magnitude = x[i] & 0x7fff, next = (uint16_t)(magnitude + 1), infinite = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
+        double w = dtype == AMP_F16 ? (double)amp_f32_from_f16(magnitude) : (double)amp_f32_from_bf16(magnitude);
+        double step = dtype == AMP_F16 ? (double)amp_f32_from_f16(next) : (double)amp_f32_from_bf16(next), share;
+        if (magnitude == 0 || next >= infinite) continue;
+        share = u * w / (step - w);
+        if ((double)(random[i] >> 1) * 4.656612873077393e-10 < share * share / 3)
+            x[i] = (uint16_t)(x[i] + (random[i] & 1 ? 1 : -1));
+    }
+}
+
+/* All weights from their kept copies, changed; fp16's subnormals as the candidate's roundoff calls for. */
+AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
+    uint32_t random[AMPI_MULTI_BLOCK];
+    int64_t i, k, first, m;
+    for (i = 0; i < v->keep->n_params; i++) {
+        amp_param *p = v->keep->params[i];
+        int64_t count = amp_tensor_count(&p->weight), size = (int64_t)amp_dtype_size(p->weight.dtype), n;
+        const char *kept = (const char *)ampi_kept(v->keep, p->weight.data);
+        uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
+        for (first = 0; first < count; first += n) {
+            n = AMPI_MIN(count - first, AMPI_VERIFY_STAGE);
+            memcpy(v->stage, kept + first * size, (size_t)(n * size));
+            for (k = 0; k < n; k += m) {
+                m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
+                vec->random(random, m, seed, (uint64_t)(first + k));
+                if (p->weight.dtype == AMP_F32) ampi_perturb_f32((float *)(void *)v->stage + k, m, u, dtype == AMP_F16 ? 2.98023223876953125e-8 : 0, random);
+                else ampi_perturb_16bit((uint16_t *)(void *)v->stage + k, p->weight.dtype, m, u, random);
+            }
+            AMPI_TRY(ampi_send(v->amp, (char *)p->weight.data + first * size, v->stage, (size_t)(n * size)));
+        }
+    }
+    return AMP_OK;
+}
+
+/* ---- Runs */
+
+/* Everything as it was kept, gradients zero, and the context in `dtype`. */
+AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int allow_tf32) {
+    ampi_precision p = v->keep->precision;
+    int64_t i;
+    AMPI_TRY(ampi_keep_restore(v->keep));
+    for (i = 0; i < v->keep->n_params; i++) {
+        amp_param *param = v->keep->params[i];
+        if (param->grad.data == NULL) continue;
+        param->grad_live = 0;
+        AMPI_TRY(amp_fill(v->amp, param->grad.data, 0, amp_tensor_count(&param->grad) * (int64_t)amp_dtype_size(param->grad.dtype)));
+    }
+    if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
+    p.disable = 0;
+    p.allow_tf32 = allow_tf32;
+    p.dtype = p.choice.dtype = dtype;
+    p.choice.scaler = dtype == AMP_F16;
+    ampi_precision_set(v->amp, &p);
+    return AMP_OK;
+}
+
+/* One run of the host's step.  Regions it leaves open are closed. */
+AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
+    const amp_system *s = ampi_context_system(v->amp);
+    int depth = ampi_region_depth();
+    int64_t begin = s->clock_ns(s->user);
+    ampi_error_text[0] = 0;
+    v->code = v->desc->step(v->desc->user, v->amp);
+    if (v->code == 0) v->code = (int)amp_sync(v->amp);
+    v->seconds = 1e-9 * (double)(s->clock_ns(s->user) - begin);
+    snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
+    ampi_regions_close(depth);
+}
+
+AMPI_PRIVATE double ampi_square(double x) { return x * x; }
+
+/* Adds n elements to a tensor's difference; those that are not finite are marked and left out. */
+AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
+    float a_room[AMPI_MULTI_BLOCK], b_room[AMPI_MULTI_BLOCK];
+    amp_cpu_path path = ampi_cpu_best_path();
+    double sum = 0, a64, b64;
+    int64_t i, k, m;
+    if (t->dtype == AMP_F64) {
+        for (i = 0; i < n; i++) {
+            memcpy(&a64, (const char *)x + 8 * i, 8);
+            memcpy(&b64, (const char *)reference + 8 * i, 8);
+            if (amp_is_finite_f64(&a64)) sum += ampi_square(a64 - b64);
+            else t->bad = 1;
+        }
+    } else for (k = 0; k < n; k += m) {
+        const float *a, *b;
+        m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
+        a = ampi_row_in(ampi_at(x, t->dtype, k), t->dtype, m, a_room, path);
+        b = ampi_row_in(ampi_at(reference, t->dtype, k), t->dtype, m, b_room, path);
+        for (i = 0; i < m; i++)
+            if (amp_is_finite_f32(&a[i])) sum += ampi_square((double)a[i] - (double)b[i]);
+            else t->bad = 1;
+    }
+    t->difference += sum;
+}
+
+/* Holds what the last run left against the reference.  Returns the first tensor that is not finite, or NULL. */
+AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
+    int64_t i, first, n;
+    *bad = NULL;
+    for (i = 0; i < v->n; i++) {
+        ampi_verify_tensor *t = &v->tensors[i];
+        int64_t size = (int64_t)amp_dtype_size(t->dtype);
+        t->difference = 0;
+        t->bad = 0;
+        for (first = 0; first < t->count; first += n) {
+            n = AMPI_MIN(t->count - first, AMPI_VERIFY_STAGE);
+            AMPI_TRY(ampi_fetch(v->amp, v->stage, (char *)t->data + first * size, (size_t)(n * size)));
+            ampi_verify_compare(t, v->stage, v->reference + t->at + first * size, n);
+        }
+        if (t->bad && *bad == NULL) *bad = t;
+    }
+    return AMP_OK;
+}
+
+/* The reference itself, and with it the norms: a gradient's is its layer's, or where that is 0 that of all gradients. */
+AMPI_PRIVATE int ampi_same_layer(const char *a, const char *b) {
+    const char *end = strrchr(a, '.');
+    size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
+    return strncmp(a, b, n) == 0 && (end == NULL || strrchr(b, '.') == b + n - 1);
+}
+
+AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
+    double all = 0, layer;
+    int64_t i, j;
+    for (i = 0; i < v->n; i++) if (v->tensors[i].gradient) all += v->tensors[i].difference;
+    for (i = 0; i < v->n; i++) {
+        ampi_verify_tensor *t = &v->tensors[i];
+        layer = t->difference;
+        for (j = 0; t->gradient && j < v->n; j++)
+            if (j != i && v->tensors[j].gradient && ampi_same_layer(t->name, v->tensors[j].name)) layer += v->tensors[j].difference;
+        if (!(layer > 0) && t->gradient) layer = all;
+        t->norm = layer > 0 ? ampi_root(layer) : 1;
+    }
+}
+
+/* reference starts as zeros, so that the first comparison gives norms. */
+AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
+    const ampi_verify_tensor *bad;
+    int64_t i;
+    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+    ampi_verify_step(v);
+    if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
+    AMPI_TRY(ampi_verify_look(v, &bad));
+    if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s%s is infinite or NaN in fp32 already", bad->name, bad->gradient ? "'s gradient" : "");
+    ampi_verify_norms(v);
+    for (i = 0; i < v->n; i++) {
+        const ampi_verify_tensor *t = &v->tensors[i];
+        AMPI_TRY(ampi_fetch(v->amp, v->reference + t->at, t->data, (size_t)t->count * amp_dtype_size(t->dtype)));
+    }
+    return AMP_OK;
+}
+
+/* What random changes of the weights by up to u make in fp32. */
+AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
+    const ampi_verify_tensor *bad;
+    int64_t i;
+    int draw;
+    for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) = 0;
+    for (draw = 0; draw < AMPI_VERIFY_DRAWS; draw++) {
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+        AMPI_TRY(ampi_perturb(v, u, dtype, (uint64_t)draw));
+        ampi_verify_step(v);
+        if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s is infinite or NaN in fp32 once weights change by a rounding", bad->name);
+        for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
+    }
+    return AMP_OK;
+}
+
+/* The largest loss scale from the scaler's own down at which fp16's gradients are finite: what the scaler would come to. */
+AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
+    amp_scaler *scaler = ampi_enabled(v->desc->scaler);
+    const ampi_verify_tensor *bad;
+    float scale, next;
+    int64_t i;
+    int wanted = 0;
+    for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
+    if (scaler == NULL || !wanted) return AMP_OK;
+    v->own_scale = scale = amp_scaler_scale(scaler);
+    for (;; scale = next) {
+        v->scale = scale < v->own_scale ? scale : 0;
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, v->keep->precision.allow_tf32));
+        ampi_verify_step(v);
+        if (v->code != 0) return AMP_OK;
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        if (bad == NULL) return AMP_OK;
+        next = ampi_scale_shrunk(&scaler->rule, scale);
+        if (!bad->gradient || scaler->rule.frozen || !(next < scale) || !ampi_is_usable(next)) break;
+    }
+    v->scale = 0;
+    return AMP_OK;
+}
+
+/* ---- Verdicts */
+
+AMPI_PRIVATE double ampi_over_bound(double error, double bound) { return bound > 0 ? error / bound : -1; }
+
+AMPI_PRIVATE void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
+    const char *name = amp_dtype_name(row->dtype);
+    int fp16 = row->dtype == AMP_F16, scaled = ampi_enabled(v->desc->scaler) != NULL;
+    int gradient = ampi_over_bound(row->gradient_error, row->gradient_bound) > ampi_over_bound(row->output_error, row->output_bound);
+    const char *worst = gradient ? row->worst_gradient : row->worst_output;
+    char *to = row->advice;
+    if (row->verdict == AMP_VERDICT_FAILED && v->seconds < 0) snprintf(to, sizeof row->advice, "%s", v->why);
+    else if (row->verdict == AMP_VERDICT_FAILED) snprintf(to, sizeof row->advice, "the step returned %d. %.120s", v->code, v->why);
+    else if (row->verdict == AMP_VERDICT_NONFINITE)
+        snprintf(to, sizeof row->advice, fp16 ? "%.50s overflows: train in bf16, or give its layer fp32 by amp_layer_override"
+                 : "%.50s: %s has fp32's range, so look for what the operator does in low precision", row->first_bad, name);
+    else if (row->verdict == AMP_VERDICT_INACCURATE)
+        snprintf(to, sizeof row->advice, fp16 && gradient && !scaled ? "%.50s loses what underflows: train with a loss scaler"
+                 : "%.50s: give its layer fp32 by amp_layer_override, or look at its operator in %s", worst, name);
+    else if (fp16 && !scaled) snprintf(to, sizeof row->advice, "good for this batch; gradients may shrink: train with a loss scaler");
+    else if (fp16 && v->scale > 0)
+        snprintf(to, sizeof row->advice, "good, from loss scale %g on, which the scaler comes to: start there", (double)v->scale);
+    else snprintf(to, sizeof row->advice, "good");
+}
+
+/* Errors and bounds of the worst output and the worst gradient. */
+AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
+    double u = ampi_roundoff(row->dtype), u32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
+    int64_t i;
+    for (i = 0; i < v->n; i++) {
+        const ampi_verify_tensor *t = &v->tensors[i];
+        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / AMPI_VERIFY_DRAWS) / t->norm;
+        double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
+        if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
+        worst[t->gradient] = ampi_over_bound(error, bound);
+        *(t->gradient ? &row->gradient_error : &row->output_error) = error;
+        *(t->gradient ? &row->gradient_bound : &row->output_bound) = bound;
+        snprintf(t->gradient ? row->worst_gradient : row->worst_output, sizeof row->worst_output, "%s", t->name);
+        if (error > bound) row->verdict = AMP_VERDICT_INACCURATE;
+    }
+}
+
+AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
+    const ampi_verify_tensor *bad = NULL;
+    amp_machine machine;
+    amp_choice choice;
+    row->verdict = AMP_VERDICT_PASS;
+    AMPI_TRY(amp_query_machine(v->amp, &machine));
+    v->seconds = -1;                /* not run */
+    v->code = (int)amp_choose(&machine, row->dtype, 0, &choice);
+    snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
+    if (v->code == 0) {
+        AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
+        AMPI_TRY(ampi_verify_prepare(v, row->dtype, v->keep->precision.allow_tf32));
+        ampi_verify_step(v);
+        row->seconds = v->seconds;
+    }
+    if (v->code != 0) row->verdict = AMP_VERDICT_FAILED;
+    else {
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        ampi_verify_errors(v, row);
+        if (bad != NULL) row->verdict = AMP_VERDICT_NONFINITE;
+        if (bad != NULL) snprintf(row->first_bad, sizeof row->first_bad, "%s", bad->name);
+    }
+    ampi_verify_advise(v, row);
+    return AMP_OK;
+}
+
+/* ---- The call */
+
+AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_verify_desc *d) {
+    const char *f = "amp_verify";
+    int64_t i, ignored;
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, f, ".step is NULL");
+    if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
+        return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
+                         (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
+    if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) || (d->dtypes == NULL && d->n_dtypes > 0))
+        return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
+    if (d->n_params + d->n_outputs == 0) return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
+    if (!amp_is_finite_f64(&d->allowance) || !(d->allowance >= 0))
+        return ampi_fail(AMP_ERR_RANGE, f, ".allowance = %g, must be above 0 and finite, or 0 (8)", d->allowance);
+    for (i = 0; i < d->n_dtypes; i++)
+        if (d->dtypes[i] != AMP_F32 && d->dtypes[i] != AMP_TF32 && d->dtypes[i] != AMP_F16 && d->dtypes[i] != AMP_BF16)
+            return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(d->dtypes[i]));
+    if (ampi_settings(amp)->level == AMP_LEVEL_O0)
+        return ampi_fail(AMP_ERR_CONFLICT, f, "level O0 computes in fp32: open the context at another level to see other precisions");
+    AMPI_TRY(ampi_check_ranges(f, d->outputs, d->n_outputs));
+    AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
+    return ampi_check_params(f, d->params, d->n_params, &ignored);
+}
+
+/* Without a list: what the device has. */
+AMPI_PRIVATE void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
+    static const amp_dtype all[3] = {AMP_TF32, AMP_F16, AMP_BF16};
+    amp_machine machine;
+    amp_choice choice;
+    int i;
+    if (d->n_dtypes > 0 || amp_query_machine(amp, &machine) != AMP_OK) return;
+    for (i = 0; i < 3; i++)
+        if (amp_choose(&machine, all[i], 0, &choice) == AMP_OK) dtypes[d->n_dtypes++] = all[i];
+    d->dtypes = dtypes;
+}
+
+AMPI_PRIVATE void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, void *data, amp_dtype dtype, int64_t count) {
+    ampi_verify_tensor *t = &v->tensors[v->n++];
+    t->name = name ? name : "output";
+    t->gradient = gradient;
+    t->data = data;
+    t->dtype = dtype;
+    t->count = count;
+    t->at = v->bytes;
+    v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
+}
+
+AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
+    const amp_system *s = ampi_context_system(v->amp);
+    const amp_verify_desc *d = v->desc;
+    int64_t i;
+    v->n_room = d->n_params + d->n_outputs;
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->tensors, v->n_room, sizeof *v->tensors));
+    for (i = 0; i < d->n_outputs; i++)
+        ampi_verify_add(v, d->outputs[i].name, 0, d->outputs[i].data, d->outputs[i].dtype, d->outputs[i].count);
+    for (i = 0; i < d->n_params; i++) {
+        const amp_tensor *g = &d->params[i].grad;
+        if (g->data != NULL) ampi_verify_add(v, d->params[i].name, 1, g->data, g->dtype, amp_tensor_count(g));
+    }
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
+    return ampi_keep_create(v->amp, "amp_verify", d->params, d->n_params, d->optimizer, d->scaler, &v->keep);
+}
+
+AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
+    int64_t i;
+    AMPI_TRY(ampi_verify_scale(v));
+    AMPI_TRY(ampi_verify_reference(v));
+    AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(AMP_F32), AMP_F32));
+    for (i = 0; i < v->desc->n_dtypes; i++) {
+        report->rows[i].dtype = v->desc->dtypes[i];
+        AMPI_TRY(ampi_verify_candidate(v, &report->rows[i]));
+    }
+    report->n_rows = v->desc->n_dtypes;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) {
+    amp_verify_desc d;
+    amp_verify_report report;
+    amp_dtype dtypes[3];
+    ampi_verifier v;
+    amp_result r, restored = AMP_OK;
+    AMPI_TRY(ampi_check_abi("amp_verify", abi, AMP_ABI(amp_verify_desc)));
+    if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_verify", "amp, desc or out is NULL");
+    AMPI_TRY(ampi_verify_check(amp, desc));
+    d = *desc;
+    ampi_verify_dtypes(amp, &d, dtypes);
+    memset(&v, 0, sizeof v);
+    memset(&report, 0, sizeof report);
+    v.amp = amp;
+    v.desc = &d;
+    v.allowance = d.allowance > 0 ? d.allowance : 8;
+    r = ampi_verify_memory(&v);
+    if (r == AMP_OK) r = ampi_verify_run(&v, &report);
+    if (v.keep != NULL) restored = ampi_keep_restore(v.keep);
+    ampi_keep_destroy(v.keep);
+    ampi_free(ampi_context_system(amp), v.stage, AMPI_VERIFY_STAGE, 8);
+    ampi_free(ampi_context_system(amp), v.reference, v.bytes, 1);
+    ampi_free(ampi_context_system(amp), v.tensors, v.n_room, sizeof *v.tensors);
+    if (r == AMP_OK) r = restored;
+    if (r == AMP_OK) *out = report;
+    return r;
+}
+
+AMPI_PRIVATE const char *ampi_verdict_word(amp_verdict verdict) {
+    return verdict == AMP_VERDICT_PASS ? "PASS" : verdict == AMP_VERDICT_INACCURATE ? "INACCURATE"
+           : verdict == AMP_VERDICT_NONFINITE ? "NONFINITE" : "FAILED";
+}
+
+AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size) {
+    size_t at = 0;
+    int64_t i;
+    if (size > 0) text[0] = 0;
+    if (report == NULL) return 0;
+    at = ampi_append(text, size, at, "%-6s%-12s%10s%10s  %-24s%10s%10s  %-24s%10s  %s\n", "", "verdict", "output", "bound",
+                     "worst", "gradient", "bound", "worst", "seconds", "advice");
+    for (i = 0; i < report->n_rows; i++) {
+        const amp_verify_row *r = &report->rows[i];
+        at = ampi_append(text, size, at, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r->dtype),
+                         ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
+                         r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
+    }
+    return at;
+}
+
+AMPI_PRIVATE const char *ampi_place_word(amp_place place) {
+    switch (place) {
+        case AMP_PLACE_HOST: return "pageable memory of the host";
+        case AMP_PLACE_PINNED: return "pinned memory of the host";
+        case AMP_PLACE_DEVICE: return "memory of this device";
+        case AMP_PLACE_OTHER_DEVICE: return "memory of another device";
+        case AMP_PLACE_MANAGED: return "managed memory";
+        default: return "memory that nobody knows";
+    }
+}
+
+AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n) {
+    const char *f = "amp_verify_placement";
+    const amp_backend *backend;
+    void *dev, *stream;
+    int64_t i;
+    if (amp == NULL || (ranges == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, f, "amp or ranges is NULL");
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
+    backend = ampi_backend(amp, &dev, &stream);
+    for (i = 0; i < n; i++) {
+        const char *name = ranges[i].name ? ranges[i].name : "range";
+        amp_place place;
+        if (ranges[i].count == 0) continue;
+        if (ranges[i].data == NULL || ranges[i].count < 0)
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
+        AMPI_TRY(backend->place(dev, ranges[i].data, &place));
+        if (place == AMP_PLACE_UNKNOWN || place == AMP_PLACE_OTHER_DEVICE || (place == AMP_PLACE_HOST && !backend->host_visible))
+            return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
+                             "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_place_word(place));
+        if (place == AMP_PLACE_PINNED && !backend->host_visible)
+            ampi_log(amp, AMP_LOG_WARNING, 1201, "%s lies in pinned memory of the host: kernels read it over the bus", name);
+    }
+    return AMP_OK;
+}
 
 /* ---- Gradient check */
 
