@@ -2956,7 +2956,11 @@ typedef struct amp_advice {
     int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
     char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160];
 } amp_advice;
-/* desc may be NULL.  Errors: 101, 105, 501. */
+/* dtype: amp_choose's for "auto", or the next of bf16, fp16, tf32 and fp32 that nothing speaks against (verification; fp16's
+   scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
+   bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
+   must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
+   desc may be NULL.  Errors: 101, 102, 105, 501. */
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
 AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     return amp_advise_v(amp, desc, out, AMP_ABI(amp_advise_desc));
@@ -3004,9 +3008,13 @@ typedef struct amp_tune_report {
     int32_t from_file, reserved;            /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
-/* Precisions alternate, so that a machine's changing speed meets all alike.  Afterwards the context's dtype is what it was;
-   `prepare` was last called with the best batch.  A row that fails is no error.
-   Errors: 101, 102, 105, 106, 301; 403 the results are there, but the file could not be written. */
+/* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
+   an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
+   batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
+   of equal ones the first.  Afterwards the context's dtype is what it was, and `prepare` was last called with the best
+   batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
+   those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     return amp_tune_v(amp, desc, out, AMP_ABI(amp_tune_desc));
@@ -3034,7 +3042,8 @@ typedef enum amp_recovery_action {
 typedef enum amp_recovery_cure {
     AMP_CURE_NONE = 0,              /* the same once more */
     AMP_CURE_LAYERS = 1,            /* the layer of the first bad tensor computes in fp32 from now on */
-    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32 */
+    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32.  The
+                                       scaler is turned off with fp16; levels O2 and O3 keep their dtype */
     AMP_CURE_FORCE_I32 = 0x7fffffff
 } amp_recovery_cure;
 
@@ -3045,14 +3054,16 @@ typedef struct amp_recovery_event {
     amp_dtype dtype;                /* in force afterwards */
     int64_t step;                   /* of the snapshot: applied steps */
     int32_t retries, left;
-    char layer[64];                 /* LAYERS: the pattern for amp_layer_override */
+    char layer[64];                 /* the pattern that LAYERS gives amp_layer_override: the layer of the first bad tensor */
     char text[200];                 /* what happened and what was done */
 } amp_recovery_event;
 
 /*  .interval      100       applied steps between snapshots; the first one is taken at creation
     .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
-    .policy        NULL      decides: gets the event as planned, and may change action and cure
-    .save, .load   NULL      what the host wants restored too, into and from records of its own                        */
+    .policy        NULL      decides: gets the event as planned, and may change action, cure and layer.  A learning rate that
+                             it sets stays; otherwise the snapshot's comes back
+    .save, .load   NULL      what the host wants restored too, into and from records of its own; keys "amp..." are taken.
+                             They return 0, or an amp_result or other number for failure                               */
 typedef struct amp_recovery_desc {
     amp_param *params; int64_t n_params;    /* weights; the array must stay */
     amp_optimizer *optimizer;
@@ -3066,14 +3077,18 @@ typedef struct amp_recovery_desc {
     void *user;
 } amp_recovery_desc;
 typedef struct amp_recovery amp_recovery;
-/* Errors: 101, 102, 105, 301, 501. */
+/* Errors: 101, 102, 103, 104, 105, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
 AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
     return amp_recovery_create_v(amp, out, desc, AMP_ABI(amp_recovery_desc));
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* For every record: good ones lead to snapshots, ones with trouble to recovery.  A snapshot that does not fit into memory
-   keeps the one before, with a warning.  Errors: 101, 106, 501. */
+/* For every record: good ones lead to snapshots, ones with trouble and action RECOVER to recovery.  A snapshot replaces
+   the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
+   One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
+   finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
+   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.
+   Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
    micro-batch (HALVE_BATCH) as often as it takes, or what the policy says.  What the cycle had accumulated is dropped.
@@ -16471,7 +16486,408 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
     return sheet.used;
 }
 
-/* ---- Recover */
+/* ---- Recover.  Records come some steps late, so a snapshot is taken of weights that no record speaks of yet: it is a
+   candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
+   one before; trouble drops it.  Two snapshots are held at most.
+
+   Restoring sets the optimizer's count of steps back and drops the outcomes that were pending.  What a monitor or the host
+   still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
+   until a number comes that is not among these: the new run's, which begins below. */
+
+#define AMPI_SNAPSHOT "amp"         /* prefix of the library's records; the host's go beside them */
+
+typedef struct ampi_snapshot {
+    amp_state *state;               /* NULL: none */
+    int64_t attempts, applied;      /* steps done until then */
+} ampi_snapshot;
+
+struct amp_recovery {
+    amp_context *amp;
+    amp_recovery_desc desc;         /* effective */
+    ampi_snapshot good, candidate;
+    int32_t retries;                /* since .interval good steps */
+    int64_t streak;                 /* applied steps without trouble */
+    int64_t next;                   /* applied steps when a snapshot is due */
+    int64_t seen;                   /* the last record's number */
+    int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
+    int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
+};
+
+static void ampi_snapshot_drop(ampi_snapshot *s) {
+    amp_state_destroy(s->state);
+    memset(s, 0, sizeof *s);
+}
+
+static int64_t ampi_weight_bytes(const amp_param *p) { return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype); }
+
+/* Every weight between its memory and the state, through `room`. */
+static amp_result ampi_snapshot_weights(const amp_recovery *r, amp_state *state, int load, void *room) {
+    int64_t i;
+    for (i = 0; i < r->desc.n_params; i++) {
+        amp_param *p = &r->desc.params[i];
+        int64_t n = amp_tensor_count(&p->weight), bytes = ampi_weight_bytes(p);
+        if (n <= 0) continue;
+        if (!load) {
+            AMPI_TRY(ampi_fetch(r->amp, room, p->weight.data, (size_t)bytes));
+            AMPI_TRY(ampi_put(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+        } else {
+            AMPI_TRY(ampi_get(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+            AMPI_TRY(ampi_send(r->amp, p->weight.data, room, (size_t)bytes));
+            amp_param_touch(p);
+        }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_move(const amp_recovery *r, amp_state *state, int load) {
+    const amp_system *s = ampi_context_system(r->amp);
+    int64_t i, most = 0;
+    amp_result result;
+    void *room;
+    for (i = 0; i < r->desc.n_params; i++) most = AMPI_MAX(most, ampi_weight_bytes(&r->desc.params[i]));
+    AMPI_TRY(ampi_alloc(s, "amp_recovery", &room, most, 1));
+    result = ampi_snapshot_weights(r, state, load, room);
+    ampi_free(s, room, most, 1);
+    return result;
+}
+
+/* What a save or load of the host's returned, as a result. */
+static amp_result ampi_host_failed(const char *what, int code) {
+    char why[200];
+    ampi_host_said(what, code, why, sizeof why);
+    return ampi_fail(strcmp(amp_result_text((amp_result)code), "unknown result") ? (amp_result)code : AMP_ERR_STATE, "amp_recovery", "%s", why);
+}
+
+static amp_result ampi_snapshot_fill(const amp_recovery *r, ampi_snapshot *out) {
+    const amp_recovery_desc *d = &r->desc;
+    int64_t steps[AMPI_SAVED_STEPS];
+    int code;
+    AMPI_TRY(amp_state_create(&out->state, ampi_context_system(r->amp)));
+    AMPI_TRY(ampi_snapshot_move(r, out->state, 0));
+    AMPI_TRY(amp_optimizer_save(d->optimizer, out->state, AMPI_SNAPSHOT ".optimizer"));
+    if (d->scaler != NULL) AMPI_TRY(amp_scaler_save(d->scaler, out->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_save(d->loader, out->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_save(r->amp, out->state, AMPI_SNAPSHOT));
+    code = d->save ? d->save(d->user, out->state) : 0;
+    if (code != 0) return ampi_host_failed("save", code);
+    AMPI_TRY(ampi_get(out->state, AMPI_SNAPSHOT ".optimizer", "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    out->attempts = steps[2];
+    out->applied = steps[5];
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_take(const amp_recovery *r, ampi_snapshot *out) {
+    amp_result result = ampi_snapshot_fill(r, out);
+    if (result != AMP_OK) ampi_snapshot_drop(out);
+    return result;
+}
+
+/* Everything as it was, but for the outcomes that were pending then: they are of good steps, and have been delivered. */
+static amp_result ampi_snapshot_restore(const amp_recovery *r, const ampi_snapshot *s) {
+    const amp_recovery_desc *d = &r->desc;
+    int code;
+    AMPI_TRY(ampi_wait(r->amp));
+    AMPI_TRY(ampi_snapshot_move(r, s->state, 1));
+    AMPI_TRY(amp_optimizer_load(d->optimizer, s->state, AMPI_SNAPSHOT ".optimizer"));
+    d->optimizer->delivered = d->optimizer->attempts;
+    if (d->scaler != NULL && ampi_has_record(s->state, AMPI_SNAPSHOT ".scaler", "scale", -1))
+        AMPI_TRY(amp_scaler_load(d->scaler, s->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_load(d->loader, s->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_load(r->amp, s->state, AMPI_SNAPSHOT));
+    code = d->load ? d->load(d->user, s->state) : 0;
+    return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
+}
+
+static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery_desc *d) {
+    static const char f[] = "amp_recovery_create";
+    int64_t i;
+    if (d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
+    if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
+    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 for 100", (long long)d->interval);
+    if (d->max_retries < AMP_NO_RETRIES || d->max_retries > 1000)
+        return ampi_fail(AMP_ERR_RANGE, f, ".max_retries = %d, must be 1 to 1000, 0 for 3, or AMP_NO_RETRIES", d->max_retries);
+    if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load come both or neither");
+    for (i = 0; i < d->n_params; i++) {
+        const amp_param *p = &d->params[i];
+        if (p->weight.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
+        AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
+        if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
+    }
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
+    if (d->optimizer->micro > 0)
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi) {
+    amp_recovery *r;
+    amp_result result;
+    AMPI_TRY(ampi_check_abi("amp_recovery_create", abi, AMP_ABI(amp_recovery_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
+    AMPI_TRY(ampi_check_recovery(amp, desc));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_recovery_create", (void **)&r, 1, sizeof *r));
+    r->amp = amp;
+    r->desc = *desc;
+    if (r->desc.interval == 0) r->desc.interval = 100;
+    if (r->desc.max_retries == 0) r->desc.max_retries = 3;
+    if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
+    result = ampi_snapshot_take(r, &r->good);
+    if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
+    r->next = r->good.applied + r->desc.interval;
+    *out = r;
+    return AMP_OK;
+}
+
+AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
+    if (recovery == NULL) return;
+    ampi_snapshot_drop(&recovery->good);
+    ampi_snapshot_drop(&recovery->candidate);
+    ampi_free(ampi_context_system(recovery->amp), recovery, 1, sizeof *recovery);
+}
+
+/* ---- What is planned */
+
+/* The layer's name is its tensor's up to the last dot. */
+static void ampi_layer_pattern(const char *name, char pattern[64]) {
+    const char *dot = strrchr(name, '.');
+    size_t n = dot ? (size_t)(dot - name) + 1 : strlen(name);
+    if (n > 62) n = 62;
+    memcpy(pattern, name, n);
+    pattern[n] = dot || name[n] ? '*' : 0;
+    pattern[n + 1] = 0;
+}
+
+static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
+    int64_t i;
+    for (i = 0; i < amp->n_layers; i++)
+        if (amp->layers[i].dtype == AMP_F32 && strcmp(amp->layers[i].pattern, pattern) == 0) return 1;
+    return 0;
+}
+
+/* The next wider format: fp16 -> bf16 where there is one, all else -> fp32. */
+static amp_dtype ampi_next_dtype(const amp_context *amp) {
+    amp_dtype now = ampi_settings(amp)->dtype;
+    amp_choice choice;
+    return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16 : AMP_F32;
+}
+
+/* 1: a wider format is there, and may be switched to: levels O2 and O3 keep theirs. */
+static int ampi_can_widen(const amp_context *amp) {
+    const amp_desc *d = ampi_settings(amp);
+    return !d->disable && d->dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
+}
+
+/* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
+   is no single layer's doing: both take a wider format, where there is one. */
+static void ampi_plan_cure(const amp_context *amp, const amp_step_record *record, amp_recovery_event *event) {
+    const char *bad = record->outcome.first_bad;
+    int everywhere = record->trouble == AMP_TROUBLE_LOSS || record->trouble == AMP_TROUBLE_FLOOR, wide = ampi_can_widen(amp);
+    if (ampi_settings(amp)->disable || ampi_settings(amp)->dtype == AMP_F32) return;
+    if (bad != NULL) ampi_layer_pattern(bad, event->layer);
+    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->cure = AMP_CURE_LAYERS;
+    else if (wide) { event->cure = AMP_CURE_DTYPE; event->dtype = ampi_next_dtype(amp); }
+}
+
+static const char *ampi_trouble_text(amp_trouble trouble) {
+    switch (trouble) {
+        case AMP_TROUBLE_LOSS: return "the loss is not finite";
+        case AMP_TROUBLE_GRADIENTS: return "gradients are not finite";
+        case AMP_TROUBLE_FLOOR: return "gradients overflow at the scale's floor";
+        case AMP_TROUBLE_SKIPS: return "too many steps in a row were skipped";
+        default: return "asked for";
+    }
+}
+
+static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action action, amp_trouble trouble) {
+    amp_recovery_event e;
+    memset(&e, 0, sizeof e);
+    e.action = action;
+    e.trouble = trouble;
+    e.dtype = ampi_settings(r->amp)->dtype;
+    e.step = r->good.applied;
+    e.retries = r->retries;
+    e.left = r->desc.max_retries - r->retries;
+    return e;
+}
+
+/* ---- What is done */
+
+/* Asks the policy.  1: it was the policy that set the learning rate, so restoring keeps it. */
+static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
+    double lr = r->desc.optimizer->desc.lr;
+    amp_recovery_event planned = *event;
+    if (r->desc.policy == NULL) return 0;
+    r->desc.policy(r->desc.user, event);
+    if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_STOP) event->action = planned.action;
+    if (event->cure < AMP_CURE_NONE || event->cure > AMP_CURE_DTYPE) event->cure = planned.cure;
+    event->layer[sizeof event->layer - 1] = 0;
+    event->trouble = planned.trouble;
+    event->step = planned.step;
+    return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
+}
+
+/* Without fp16 there is nothing to scale, as for settings with "scaler" auto. */
+static amp_result ampi_cure_dtype(const amp_recovery *r, amp_dtype dtype) {
+    amp_scaler *scaler = ampi_enabled(r->desc.scaler);
+    amp_scaler_desc d;
+    AMPI_TRY(amp_set_dtype(r->amp, dtype));
+    if (scaler == NULL || ampi_settings(r->amp)->dtype == AMP_F16) return AMP_OK;
+    d = scaler->desc;
+    d.disable = 1;
+    return ampi_scaler_change(scaler, &d);
+}
+
+static amp_result ampi_cure(const amp_recovery *r, amp_recovery_event *event) {
+    if (event->cure == AMP_CURE_LAYERS && event->layer[0] == 0) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_DTYPE && !ampi_can_widen(r->amp)) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
+    if (event->cure == AMP_CURE_DTYPE) AMPI_TRY(ampi_cure_dtype(r, ampi_next_dtype(r->amp)));
+    event->dtype = ampi_settings(r->amp)->dtype;
+    return AMP_OK;
+}
+
+/* The last good snapshot, and from there on. */
+static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
+    amp_optimizer *o = r->desc.optimizer;
+    double lr = o->desc.lr;
+    int64_t last = o->attempts;
+    AMPI_TRY(ampi_snapshot_restore(r, &r->good));
+    if (keep_lr) o->desc.lr = lr;
+    ampi_snapshot_drop(&r->candidate);
+    r->undone = r->seen > r->good.attempts ? last : 0;
+    r->next = r->good.applied + r->desc.interval;
+    r->streak = 0;
+    return AMP_OK;
+}
+
+static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
+    const char *where = record->outcome.first_bad;
+    char cure[100] = "nothing else changed";
+    if (e->cure == AMP_CURE_LAYERS) snprintf(cure, sizeof cure, "%.63s in fp32 from now on", e->layer);
+    if (e->cure == AMP_CURE_DTYPE) snprintf(cure, sizeof cure, "%s from now on", amp_dtype_name(e->dtype));
+    snprintf(e->text, sizeof e->text, "step %lld: %s%s%.40s; back to %lld applied steps, %s", (long long)record->outcome.step,
+             ampi_trouble_text(e->trouble), where ? ", first in " : "", where ? where : "", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? "stop" : cure);
+}
+
+/* Trouble that is only noted: snapshots since are worth nothing. */
+static void ampi_note_bad(amp_recovery *r) {
+    ampi_snapshot_drop(&r->candidate);
+    r->streak = 0;
+    r->next = 0;
+}
+
+static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, amp_recovery_event *out) {
+    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_RESTORED, record->trouble);
+    int keep_lr;
+    if (e.left > 0) {
+        ampi_plan_cure(r->amp, record, &e);
+        e.retries++;
+        e.left--;
+    } else e.action = AMP_RECOVERY_STOP;
+    ampi_event_text(&e, record);
+    keep_lr = ampi_ask(r, &e);
+    if (e.action == AMP_RECOVERY_NONE) { ampi_note_bad(r); *out = e; return AMP_OK; }
+    if (e.action == AMP_RECOVERY_STOP) e.cure = AMP_CURE_NONE;
+    else e.action = AMP_RECOVERY_RESTORED;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    AMPI_TRY(ampi_cure(r, &e));
+    r->retries = e.retries;
+    ampi_event_text(&e, record);
+    ampi_log(r->amp, e.action == AMP_RECOVERY_STOP ? AMP_LOG_ERROR : AMP_LOG_WARNING, 1303, "%s", e.text);
+    *out = e;
+    return AMP_OK;
+}
+
+/* ---- Records */
+
+/* 1: of a step that was undone. */
+static int ampi_is_undone(amp_recovery *r, int64_t step) {
+    if (step > r->seen && step <= r->undone) return 1;
+    r->undone = 0;
+    r->seen = step;
+    return 0;
+}
+
+static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
+    ampi_snapshot *c = &r->candidate;
+    if (!record->outcome.applied) return;
+    if (++r->streak >= r->desc.interval) r->retries = 0;
+    if (c->state != NULL && record->outcome.step > c->attempts) {
+        ampi_snapshot_drop(&r->good);
+        r->good = *c;
+        memset(c, 0, sizeof *c);
+    }
+    if (c->state != NULL || r->desc.optimizer->micro > 0 || record->outcome.applied_steps < r->next) return;
+    r->next = record->outcome.applied_steps + r->desc.interval;
+    if (ampi_snapshot_take(r, c) != AMP_OK)
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->outcome.step,
+                 (long long)r->good.applied, amp_last_error());
+}
+
+AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    if (r == NULL || record == NULL || event == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
+    if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
+    if (record->trouble == AMP_TROUBLE_NONE) ampi_note_good(r, record);
+    else if (record->action == AMP_NAN_RECOVER) return ampi_recover(r, record, event);
+    else ampi_note_bad(r);
+    return AMP_OK;
+}
+
+/* ---- Memory */
+
+/* Out of memory a second time in one step. */
+static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
+    amp_optimizer *o = r->desc.optimizer;
+    int32_t n = o->desc.accumulation, most = INT32_MAX / 2;
+    int keep_lr;
+    e->action = n > most ? AMP_RECOVERY_STOP : AMP_RECOVERY_HALVE_BATCH;
+    snprintf(e->text, sizeof e->text, "out of memory again in step %lld: half of the micro-batch, and twice as many of them as the %d of a step",
+             (long long)o->attempts + 1, n);
+    keep_lr = ampi_ask(r, e);
+    if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) return amp_optimizer_set_accumulation(o, 2 * n);
+    AMPI_TRY(amp_optimizer_set_accumulation(o, n));
+    if (e->action == AMP_RECOVERY_NONE || e->action == AMP_RECOVERY_RETRY) return AMP_OK;
+    if (e->action == AMP_RECOVERY_HALVE_BATCH) e->action = AMP_RECOVERY_STOP;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    if (e->action == AMP_RECOVERY_RESTORED) AMPI_TRY(ampi_cure(r, e));
+    snprintf(e->text, sizeof e->text, "out of memory: back to %lld applied steps%s", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? ", stop" : "");
+    return AMP_OK;
+}
+
+/* One cleanup per step, then ever smaller micro-batches.  What the cycle has accumulated is dropped, since a part of what
+   failed may be in it. */
+AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    amp_recovery_event e;
+    amp_optimizer *o;
+    int64_t freed = 0;
+    int again;
+    if (r == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    o = r->desc.optimizer;
+    again = r->cleaned == o->attempts + 1;
+    e = ampi_event(r, AMP_RECOVERY_RETRY, AMP_TROUBLE_NONE);
+    AMPI_TRY(amp_cleanup(r->amp, &freed));
+    r->cleaned = o->attempts + 1;
+    if (again) AMPI_TRY(ampi_halve(r, &e));
+    else {
+        AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+    }
+    ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
+    *event = e;
+    return AMP_OK;
+}
 
 #if AMPI_X86 && !defined(__clang__)
 #  pragma GCC diagnostic pop
