@@ -975,6 +975,7 @@ typedef struct amp_k_outcome {
     double lr;
     float norm, clip_coef, scale;
     int32_t applied, at_floor, first_bad;
+    int32_t growth_tracker, reserved;                   /* as scale, before the attempt's update */
 } amp_k_outcome;
 
 typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
@@ -1980,7 +1981,8 @@ typedef struct amp_outcome {
     int32_t applied;                /* 0: skipped */
     int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further */
     float norm, clip_coef;          /* as in amp_found */
-    float scale;                    /* the scale this step's gradients carried */
+    float scale;                    /* the scale this step's gradients carried ... */
+    int32_t growth_tracker;         /* ... and the scaler's clean updates when the step began; 0 without a scaler */
     double lr;
     const char *first_bad;          /* name of the first parameter with a bad gradient, or NULL */
     int64_t total_skips, consecutive_skips;
@@ -2114,6 +2116,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->norm = f->norm;
     o->clip_coef = f->clip_coef;
     o->scale = s ? s->scale : 1.0f;
+    o->growth_tracker = s ? s->growth_tracker : 0;
     o->applied = !f->skip;
     o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
     o->first_bad = f->first_bad;
@@ -2568,7 +2571,15 @@ AMP_API void amp_range_pop(amp_context *amp);
            amp_monitor_phase(monitor, AMP_PHASE_OPTIMIZER); amp_step ...
            amp_monitor_step(monitor, &info);
            while (amp_monitor_next(monitor, &record)) ...;      in place of amp_outcome_next
-       at an epoch's end: amp_monitor_epoch(monitor, &epoch);                                                          */
+       at an epoch's end: amp_monitor_epoch(monitor, &epoch);
+
+   A line of the file, by its "event":
+       "step"     step epoch loss norm scale tracker skipped skips dtype lr tokens_per_s seconds data_s forward_s
+                  backward_s optimizer_s; where memory was queried allocated reserved peak; where there is one
+                  trouble ("loss", "gradients", "floor", "skips") and first_bad
+       "epoch"    epoch steps skipped troubles loss dtype tokens_per_s seconds data_s ... optimizer_s peak
+   A loss that was not read is left out; null stands for infinities and NaN, which JSON has none of.  tracker is the
+   scaler's before the step, skipped 0 or 1, skips their sum so far.                                                  */
 
 typedef enum amp_phase {
     AMP_PHASE_OTHER = 0, AMP_PHASE_DATA = 1, AMP_PHASE_FORWARD = 2, AMP_PHASE_BACKWARD = 3, AMP_PHASE_OPTIMIZER = 4,
@@ -2593,7 +2604,8 @@ typedef enum amp_trouble {
     .cleanup_interval  off          steps between calls of amp_cleanup
     .memory_warning    0.9          as in amp_settings; said once per crossing
     .nan_action        SKIP
-    .max_skips         25                                                                                             */
+    .max_skips         25
+    .epoch             0            number of the first epoch, of a run that goes on                                    */
 struct amp_monitor_desc {
     const char *path;
     int32_t append, max_skips;
@@ -2603,18 +2615,21 @@ struct amp_monitor_desc {
     double memory_warning;
     amp_nan_action nan_action;
     int32_t reserved;
+    int64_t epoch;
 };
-/* Destroy it before its optimizer.  Errors: 101, 102, 105, 301, 401, 402, 403. */
+/* Destroy it before its optimizer.  Errors: 101, 102, 105, 110 optimizer or scaler of another context, 301, 401, 402, 403,
+   501. */
 AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
     return amp_monitor_create_v(amp, out, desc, AMP_ABI(amp_monitor_desc));
 }
-/* Writes what is still to be written; errors are logged. */
+/* Writes what is still to be written, the records of the last steps too; errors are logged. */
 AMP_API void amp_monitor_destroy(amp_monitor *monitor);
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out);
 
 /* The phase that begins now ends the one before; times are the device's own where it has events.  Also a profiler's
-   range.  Errors: 101, 102, 501. */
+   range.  Time counts from the first call, in an epoch as in the run (without calls, from the epoch's beginning), so
+   validation between epochs is nobody's.  While a graph is captured nothing is recorded.  Errors: 101, 102, 501. */
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase);
 
 typedef struct amp_step_info {
@@ -2623,8 +2638,9 @@ typedef struct amp_step_info {
     int32_t reserved;
     int64_t tokens;                 /* or samples, of all micro-batches of the step; for the rate */
 } amp_step_info;
-/* Ends a step, after amp_step stepped.  Errors: 101, 501; 403 when lines could not be written: they are kept (up to 256 KiB)
-   and written as soon as that works again; training may go on. */
+/* Ends a step, after amp_step stepped; it does not wait for it.  Errors: 101, 106 the optimizer has not stepped since the
+   last call, 501; 403 when lines could not be written: they are kept (up to 256 KiB) and written as soon as that works
+   again; training may go on. */
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
 
 typedef struct amp_step_record {
@@ -2639,8 +2655,8 @@ typedef struct amp_step_record {
     int32_t has_memory;             /* 1: memory was queried in this step */
     amp_memory_info memory;
 } amp_step_record;
-/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  Read it before the epoch
-   ends; 64 are kept. */
+/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  The last 64 are kept.  Steps that
+   amp_monitor_step was not told of have none. */
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
 /* Makes the records of all steps due, and waits. */
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
@@ -2650,8 +2666,8 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
 /* One epoch, or the mean of several. */
 typedef struct amp_epoch_record {
     int64_t epoch;                  /* its number; in a mean: how many */
-    int64_t steps, skipped;
-    double loss;                    /* mean of those read; NaN: none was */
+    int64_t steps, skipped, troubles;   /* in a mean: of all together; troubles: steps with any */
+    double loss;                    /* mean of the finite ones; NaN: there was none */
     double seconds, phase_seconds[AMP_PHASES], tokens_per_second;
     int64_t peak;                   /* bytes, most in the epoch */
     amp_dtype dtype;                /* of most of its steps */
@@ -3071,9 +3087,9 @@ static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
 static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
 static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    int fd;
+    int fd, flags = for_writing == 0 ? O_RDONLY : for_writing == 2 ? O_RDWR | O_CREAT : O_WRONLY | O_CREAT | O_TRUNC;
     (void)user;
-    do fd = open(path, for_writing ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_RDONLY | O_CLOEXEC, 0666);
+    do fd = open(path, flags | O_CLOEXEC, 0666);
     while (fd < 0 && errno == EINTR);
     if (fd < 0) return -errno;
     *file = fd;
@@ -4586,8 +4602,9 @@ typedef struct ampi_cpu {
     int threads;
     amp_cpu_path path;
     int pooled;                     /* 1: scratch blocks are kept for the next call */
-    pthread_mutex_t lock;           /* for the pool */
+    pthread_mutex_t lock;           /* for what follows */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
+    int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
 } ampi_cpu;
 
 /* Work on items [begin, end) of a parallel loop.  thread is below the number of threads asked for. */
@@ -6935,6 +6952,11 @@ static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream)
 
 /* ---- The CPU backend's runtime: memory from the host, streams and events that are always done */
 
+static int64_t ampi_cpu_time(void) {
+    struct timespec t;
+    return clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t) == 0 ? (int64_t)t.tv_sec * 1000000000 + t.tv_nsec : 0;
+}
+
 static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_backend_desc *desc) {
     ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
@@ -6944,6 +6966,8 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     cpu->host = *host;
     cpu->threads = desc->threads;
     cpu->path = desc->cpu_path;
+    cpu->wall = ampi_posix_clock(NULL);
+    cpu->busy = ampi_cpu_time();
     *dev = cpu;
     return AMP_OK;
 }
@@ -7074,6 +7098,21 @@ static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     return AMP_OK;
 }
 
+/* Utilization: the process's CPU time over what its kernels' threads had since the last call, at first since opening. */
+static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
+    double had;
+    pthread_mutex_lock(&cpu->lock);
+    had = (double)(wall - cpu->wall) * cpu->threads;
+    out->utilization = had > 0 ? (float)AMPI_MIN((double)(busy - cpu->busy) / had, 1.0) : -1.0f;
+    cpu->wall = wall;
+    cpu->busy = busy;
+    pthread_mutex_unlock(&cpu->lock);
+    out->memory_utilization = out->temperature = out->power = -1;
+    return AMP_OK;
+}
+
 static amp_result ampi_cpu_stream_create(void *dev, void **stream) { *stream = dev; return AMP_OK; }
 static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)stream; }
 static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
@@ -7118,7 +7157,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
     NULL, NULL, NULL, NULL,
-    NULL, NULL, NULL, NULL, NULL, ampi_cpu_trim,
+    ampi_cpu_telemetry, NULL, NULL, NULL, NULL, ampi_cpu_trim,
     ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
     ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
@@ -7720,10 +7759,8 @@ AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
     return amp->backend->host_visible ? AMP_OK : amp->backend->event_wait(amp->dev, event, amp->desc.stream);
 }
 
-AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
-    memset(out, 0, sizeof *out);
-    AMPI_TRY(amp->backend->memory(amp->dev, out));
+/* What the context counts itself, without asking the device. */
+AMPI_PRIVATE void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
     ampi_lock(amp);
     out->allocated = amp->allocated;
     out->peak = amp->peak;
@@ -7734,6 +7771,13 @@ AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
     out->cast_cache = amp->part_bytes[AMPI_PART_CACHE];
     out->optimizer = amp->part_bytes[AMPI_PART_OPTIMIZER];
     ampi_unlock(amp);
+}
+
+AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
+    memset(out, 0, sizeof *out);
+    AMPI_TRY(amp->backend->memory(amp->dev, out));
+    ampi_memory_counted(amp, out);
     return AMP_OK;
 }
 
@@ -9537,6 +9581,7 @@ struct amp_optimizer {
     amp_k_outcome *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
     void *events[AMP_OUTCOMES];
     int64_t attempts, delivered, flushed;   /* steps so far; their outcomes taken, and made due by a flush */
+    int64_t sent;                   /* outcomes sent by this object: steps, whatever was loaded in between */
     int32_t micro;                  /* micro-batches of the cycle so far */
 };
 
@@ -10683,6 +10728,7 @@ AMPI_PRIVATE amp_result ampi_send_outcome(amp_optimizer *o) {
     AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
     o->attempts++;
+    o->sent++;
     return AMP_OK;
 }
 
@@ -10755,21 +10801,26 @@ AMPI_PRIVATE void ampi_outcome_fill(const amp_optimizer *o, const amp_k_outcome 
     out->norm = k->norm;
     out->clip_coef = k->clip_coef;
     out->scale = k->scale;
+    out->growth_tracker = k->growth_tracker;
     out->lr = k->lr;
     out->first_bad = ampi_set_name(o->set, k->first_bad);
     out->total_skips = k->skips;
     out->consecutive_skips = k->consecutive_skips;
 }
 
+/* The number of the oldest outcome that is due, 0 if none is. */
+AMPI_PRIVATE int64_t ampi_outcome_due(amp_optimizer *o) {
+    int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
+    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
+    return o->delivered < due ? o->delivered + 1 : 0;
+}
+
 AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
     amp_optimizer *o = optimizer;
     void *dev, *stream;
     const amp_backend *backend;
-    int64_t due, slot;
-    if (o == NULL || out == NULL) return 0;
-    due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
-    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
-    if (o->delivered >= due) return 0;
+    int64_t slot;
+    if (o == NULL || out == NULL || ampi_outcome_due(o) == 0) return 0;
     backend = ampi_backend(o->amp, &dev, &stream);
     slot = o->delivered % AMP_OUTCOMES;
     if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
@@ -10969,9 +11020,10 @@ AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *st
     return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
 }
 
-/* The outcomes not yet delivered; fp64 holds each of their numbers exactly. */
+/* The outcomes not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
 AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
     double rows[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
+    int32_t trackers[AMP_OUTCOMES];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES), n = o->attempts - first;
     for (i = 0; i < n; i++) {
         const amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
@@ -10980,7 +11032,9 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
         row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
         row[4] = k->lr; row[5] = (double)k->norm; row[6] = (double)k->clip_coef; row[7] = (double)k->scale;
         row[8] = k->applied; row[9] = k->at_floor; row[10] = k->first_bad;
+        trackers[i] = k->growth_tracker;
     }
+    AMPI_TRY(ampi_put(state, prefix, "trackers", -1, AMP_I32, trackers, n));
     return ampi_put(state, prefix, "outcomes", -1, AMP_F64, rows, n * AMPI_SAVED_OUTCOME);
 }
 
@@ -11259,7 +11313,7 @@ AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64_t n) {
+AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
     int64_t i, first = o->attempts - n;
     for (i = 0; i < n; i++) {
         amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
@@ -11268,6 +11322,7 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64
         k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
         k->lr = row[4]; k->norm = (float)row[5]; k->clip_coef = (float)row[6]; k->scale = (float)row[7];
         k->applied = (int32_t)row[8]; k->at_floor = (int32_t)row[9]; k->first_bad = (int32_t)row[10];
+        k->growth_tracker = trackers[i];
     }
 }
 
@@ -11275,6 +11330,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     amp_optimizer *o = optimizer;
     const amp_system *s;
     int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed;
+    int32_t trackers[AMP_OUTCOMES];
     double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
     amp_result r;
     void *room;
@@ -11290,13 +11346,15 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     n = AMPI_MIN(steps[2] - steps[3], AMP_OUTCOMES);
     AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
     AMPI_TRY(ampi_check_outcomes(outcomes, n));
+    memset(trackers, 0, sizeof trackers);
+    if (ampi_has_record(state, prefix, "trackers", -1)) AMPI_TRY(ampi_get(state, prefix, "trackers", -1, AMP_I32, trackers, n));
     AMPI_TRY(ampi_check_arrays(o, state, prefix, steps[1]));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, bytes, 1));
     r = ampi_wait(o->amp);
     if (r == AMP_OK) r = ampi_load_arrays(o, state, prefix, steps[1], room);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
-    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, n);
+    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
     ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
@@ -12953,6 +13011,51 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==================================================================== */
 
+/* What the host said of a step, and what was measured; kept until the step's outcome is due. */
+typedef struct ampi_note {
+    int64_t number;                 /* the optimizer's for this step; 0: given up, the optimizer was set back */
+    int64_t epoch, tokens;
+    double loss, phase_seconds[AMP_PHASES];
+    amp_dtype dtype;
+    int32_t read, has_memory;       /* 1: loss and memory are known */
+    amp_memory_info memory;
+} ampi_note;
+
+/* A moment: from here to the next one time belongs to a phase of a step. */
+typedef struct ampi_mark {
+    void *event;                    /* the device's; NULL where the host's clock measures */
+    int64_t ns;
+    int64_t step;
+    amp_phase phase;
+} ampi_mark;
+
+/* Sums of epochs. */
+typedef struct ampi_tally {
+    int64_t epochs, steps, skipped, troubles, tokens, peak;
+    int64_t losses, dtypes[AMP_TF32 + 1];
+    double loss, phase_seconds[AMP_PHASES];
+} ampi_tally;
+
+#define AMPI_NAN ((uint64_t)0x7ff8 << 48)   /* the bits of an fp64 NaN */
+enum { AMPI_LINE_BYTES = 256 * 1024, AMPI_NOTES = 2 * AMP_OUTCOMES };
+
+struct amp_monitor {
+    amp_context *amp;
+    amp_monitor_desc desc;          /* effective */
+    char *text; int64_t text_bytes; /* of desc.path */
+    intptr_t file; int open;
+    char *lines; int64_t kept, offset, lost;    /* bytes of lines not yet written, where they go, lines there was no room for */
+    ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
+    int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are not needed any more */
+    int64_t last;                   /* the optimizer's steps at the last of them */
+    ampi_mark *marks; int64_t first_mark, n_marks, mark_room;   /* a ring; room is a power of two */
+    int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
+    int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was said */
+    amp_step_record records[AMP_OUTCOMES]; int64_t first_record, n_records;
+    ampi_tally epoch, mixed, full;
+    int64_t epochs;                 /* number of the one that runs */
+};
+
 /* ---- Settings.  One table says what each key is; setting, reading, checking and writing go by it. */
 
 typedef struct ampi_word { const char *word; int32_t value; } ampi_word;
@@ -13591,7 +13694,954 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
 
 /* ---- Status */
 
-/* ---- Monitor */
+/* Bytes of the UTF-8 character at p; 0 where there is none (RFC 3629: no surrogates, nothing longer than need be). */
+AMPI_PRIVATE int ampi_utf8(const unsigned char *p) {
+    int n = p[0] < 0x80 ? 1 : p[0] >= 0xc2 && p[0] < 0xe0 ? 2 : (p[0] & 0xf0) == 0xe0 ? 3 : p[0] >= 0xf0 && p[0] < 0xf5 ? 4 : 0, i;
+    for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
+    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
+    return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
+}
+
+/* JSON (RFC 8259): values of an object, or the object itself, by key. */
+AMPI_PRIVATE void ampi_json_key(ampi_sheet *s, const char *key) {
+    ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
+    s->first = 0;
+}
+AMPI_PRIVATE void ampi_json_open(ampi_sheet *s, const char *key) {
+    if (key) ampi_json_key(s, key);
+    ampi_print(s, "{");
+    s->first = 1;
+}
+AMPI_PRIVATE void ampi_json_close(ampi_sheet *s) { ampi_print(s, "}"); s->first = 0; }
+AMPI_PRIVATE void ampi_json_null(ampi_sheet *s, const char *key) { ampi_json_key(s, key); ampi_print(s, "null"); }
+AMPI_PRIVATE void ampi_json_integer(ampi_sheet *s, const char *key, int64_t value) {
+    ampi_json_key(s, key);
+    ampi_print(s, "%lld", (long long)value);
+}
+AMPI_PRIVATE void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
+    ampi_json_key(s, key);
+    ampi_print(s, flag ? "true" : "false");
+}
+/* Nine digits, those of an fp32 number, with a point whatever the locale has there. */
+AMPI_PRIVATE void ampi_json_number(ampi_sheet *s, const char *key, double value) {
+    char digits[64], *end = digits;
+    const char *p = digits;
+    if (!amp_is_finite_f64(&value)) { ampi_json_null(s, key); return; }
+    snprintf(digits, sizeof digits, "%.9g", value);
+    for (; *p != 0; p++) {
+        if ((*p >= '0' && *p <= '9') || *p == '-' || *p == '+' || *p == 'e') *end++ = *p;
+        else if (end == digits || end[-1] != '.') *end++ = '.';
+    }
+    *end = 0;
+    ampi_json_key(s, key);
+    ampi_print(s, "%s", digits);
+}
+/* Bytes that are no UTF-8 become U+FFFD. */
+AMPI_PRIVATE void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
+    const unsigned char *p = (const unsigned char *)text;
+    int n;
+    if (text == NULL) { ampi_json_null(s, key); return; }
+    ampi_json_key(s, key);
+    ampi_print(s, "\"");
+    for (; *p != 0; p += AMPI_MAX(n, 1)) {
+        n = ampi_utf8(p);
+        if (n == 0) ampi_print(s, "\\ufffd");
+        else if (*p < 0x20 || *p == 0x7f) ampi_print(s, "\\u%04x", *p);
+        else ampi_print(s, "%s%.*s", *p == '"' || *p == '\\' ? "\\" : "", n, (const char *)p);
+    }
+    ampi_print(s, "\"");
+}
+/* Values that may be unknown. */
+AMPI_PRIVATE void ampi_json_count(ampi_sheet *s, const char *key, int64_t value) {
+    if (value > 0) ampi_json_integer(s, key, value);
+    else ampi_json_null(s, key);
+}
+AMPI_PRIVATE void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
+    if (value >= 0) ampi_json_number(s, key, value);
+    else ampi_json_null(s, key);
+}
+
+/* Share of the device's memory that the context holds; -1 unknown. */
+AMPI_PRIVATE double ampi_memory_share(const amp_memory_info *m) {
+    return m->device_total > 0 ? (double)AMPI_MAX(m->reserved, m->allocated) / (double)m->device_total : -1.0;
+}
+
+/* *threshold by its default; 1 means never. */
+AMPI_PRIVATE amp_result ampi_memory_threshold(const char *function, double *threshold) {
+    if (!ampi_is_given(*threshold)) *threshold = 0.9;
+    if (amp_is_finite_f64(threshold) && *threshold > 0 && *threshold <= 1) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "memory_warning = %g, must be above 0 and at most 1 (never); 0 is 0.9", *threshold);
+}
+AMPI_PRIVATE int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
+
+AMPI_PRIVATE amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status *out) {
+    amp_k_scaler k;
+    out->scale = 1;
+    if (scaler == NULL || scaler->desc.disable) return AMP_OK;
+    AMPI_TRY(amp_scaler_get(scaler, &k));
+    out->has_scaler = 1;
+    out->scale = k.scale;
+    out->growth_tracker = k.growth_tracker; out->growth_interval = k.growth_interval; out->at_floor = k.at_floor;
+    out->updates = k.updates; out->skips = k.skips; out->consecutive_skips = k.consecutive_skips;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    const amp_desc *d;
+    amp_status s;
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_status_get", "amp or out is NULL");
+    AMPI_TRY(ampi_memory_threshold("amp_status_get", &memory_warning));
+    AMPI_TRY(ampi_wait(amp));
+    memset(&s, 0, sizeof s);
+    backend = ampi_backend(amp, &dev, &stream);
+    d = ampi_settings(amp);
+    s.version = amp_version();
+    s.enabled = !d->disable;
+    snprintf(s.backend, sizeof s.backend, "%s", backend->name);
+    AMPI_TRY(amp_query_machine(amp, &s.machine));
+    AMPI_TRY(amp_query_choice(amp, &s.choice));
+    s.level = d->level; s.policy = d->policy; s.mode = d->mode;
+    s.memory_efficient = d->memory_efficient != 0;
+    s.allow_tf32 = d->allow_tf32 != 0;
+    AMPI_TRY(ampi_status_scaler(scaler, &s));
+    AMPI_TRY(amp_cast_cache_info(amp, &s.cast_cache));
+    AMPI_TRY(amp_mask_cache_info(amp, &s.mask_cache));
+    AMPI_TRY(amp_memory(amp, &s.memory));
+    s.memory_share = ampi_memory_share(&s.memory);
+    s.memory_warned = ampi_memory_warned(s.memory_share, memory_warning);
+    s.telemetry.utilization = s.telemetry.memory_utilization = s.telemetry.temperature = s.telemetry.power = -1;
+    if (backend->telemetry != NULL) AMPI_TRY(backend->telemetry(dev, &s.telemetry));
+    *out = s;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE const char *ampi_level_name(amp_level level) {
+    return level == AMP_LEVEL_O0 ? "O0" : level == AMP_LEVEL_O2 ? "O2" : level == AMP_LEVEL_O3 ? "O3" : "O1";
+}
+AMPI_PRIVATE const char *ampi_policy_name(amp_policy policy) { return policy == AMP_POLICY_TORCH ? "torch" : "fused"; }
+AMPI_PRIVATE const char *ampi_mode_name(amp_mode mode) { return mode == AMP_MODE_INFERENCE ? "inference" : "training"; }
+
+/* Bytes in words. */
+AMPI_PRIVATE void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    double value = (double)bytes;
+    int unit = 0;
+    while (value >= 1024 && unit < 4) { value /= 1024; unit++; }
+    if (!known) ampi_print(s, "%snot here", before);
+    else ampi_print(s, "%s%.*f %s", before, unit > 0, value, units[unit]);
+}
+AMPI_PRIVATE void ampi_print_reading(ampi_sheet *s, const char *name, double value, double factor, const char *unit) {
+    if (value >= 0) ampi_print(s, "%s %.0f%s", name, value * factor, unit);
+    else ampi_print(s, "%s not here", name);
+}
+AMPI_PRIVATE void ampi_print_cache(ampi_sheet *s, const char *label, const amp_cache_info *c) {
+    ampi_print(s, "%s%lld entries, ", label, (long long)c->entries);
+    ampi_print_bytes(s, "", c->bytes, 1);
+    if (c->limit > 0) ampi_print_bytes(s, " of ", c->limit, 1);
+    ampi_print(s, "; %lld hits, %lld misses, %lld evictions, %lld new infinities\n", (long long)c->hits, (long long)c->misses,
+               (long long)c->evictions, (long long)c->new_inf);
+}
+AMPI_PRIVATE void ampi_print_memory(ampi_sheet *s, const amp_status *t) {
+    const amp_memory_info *m = &t->memory;
+    ampi_print_bytes(s, "memory   allocated ", m->allocated, 1);
+    ampi_print_bytes(s, " (casts ", m->cast_cache, 1);
+    ampi_print_bytes(s, ", optimizers ", m->optimizer, 1);
+    ampi_print_bytes(s, "), reserved ", m->reserved, 1);
+    ampi_print_bytes(s, ", peak ", m->peak, 1);
+    ampi_print_bytes(s, ", pinned ", m->pinned, 1);
+    ampi_print_bytes(s, "\n         the device's ", m->device_total, m->device_total > 0);
+    ampi_print_reading(s, ", share", t->memory_share, 100, "%");
+    ampi_print(s, "%s\n", t->memory_warned ? ": above the warning threshold" : "");
+}
+
+AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size) {
+    const amp_status *t = status;
+    const amp_telemetry *m;
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (t == NULL) return 0;
+    m = &t->telemetry;
+    ampi_print(&s, "version  amp.h %d.%d.%d, backend %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend);
+    ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)", t->choice.reason);
+    ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_level_name(t->level),
+               ampi_policy_name(t->policy), ampi_mode_name(t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
+    if (t->has_scaler)
+        ampi_print(&s, "scaler   scale %g%s, tracker %d of %d; %lld of %lld updates skipped, %lld in a row\n", (double)t->scale,
+                   t->at_floor ? " (at its floor)" : "", t->growth_tracker, t->growth_interval, (long long)t->skips,
+                   (long long)t->updates, (long long)t->consecutive_skips);
+    else ampi_print(&s, "scaler   not here\n");
+    ampi_print_cache(&s, "casts    ", &t->cast_cache);
+    ampi_print_cache(&s, "masks    ", &t->mask_cache);
+    ampi_print_memory(&s, t);
+    ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
+    ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
+    ampi_print_reading(&s, ", temperature", (double)m->temperature, 1, " C");
+    ampi_print_reading(&s, ", power", (double)m->power, 1, " W\n");
+    if (!(m->power >= 0)) ampi_print(&s, "\n");
+    s.used += amp_machine_text(&t->machine, s.used < s.size ? s.text + s.used : NULL, s.used < s.size ? s.size - s.used : 0);
+    return s.used;
+}
+
+AMPI_PRIVATE void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
+    ampi_json_open(s, key);
+    ampi_json_integer(s, "entries", c->entries);
+    ampi_json_integer(s, "bytes", c->bytes);
+    ampi_json_count(s, "limit", c->limit);
+    ampi_json_integer(s, "hits", c->hits);
+    ampi_json_integer(s, "misses", c->misses);
+    ampi_json_integer(s, "evictions", c->evictions);
+    ampi_json_integer(s, "new_inf", c->new_inf);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_scaler(ampi_sheet *s, const amp_status *t) {
+    if (!t->has_scaler) { ampi_json_null(s, "scaler"); return; }
+    ampi_json_open(s, "scaler");
+    ampi_json_number(s, "scale", (double)t->scale);
+    ampi_json_integer(s, "tracker", t->growth_tracker);
+    ampi_json_integer(s, "growth_interval", t->growth_interval);
+    ampi_json_flag(s, "at_floor", t->at_floor);
+    ampi_json_integer(s, "updates", t->updates);
+    ampi_json_integer(s, "skips", t->skips);
+    ampi_json_integer(s, "consecutive_skips", t->consecutive_skips);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_memory(ampi_sheet *s, const amp_status *t) {
+    const amp_memory_info *m = &t->memory;
+    ampi_json_open(s, "memory");
+    ampi_json_integer(s, "allocated", m->allocated);
+    ampi_json_integer(s, "reserved", m->reserved);
+    ampi_json_integer(s, "peak", m->peak);
+    ampi_json_integer(s, "pinned", m->pinned);
+    ampi_json_integer(s, "cast_cache", m->cast_cache);
+    ampi_json_integer(s, "optimizer", m->optimizer);
+    ampi_json_count(s, "device_total", m->device_total);
+    ampi_json_reading(s, "share", t->memory_share);
+    ampi_json_flag(s, "warned", t->memory_warned);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
+    ampi_json_open(s, "cpu");
+    ampi_json_text(s, "name", c->name);
+    ampi_json_integer(s, "cores", c->cores);
+    ampi_json_text(s, "path", ampi_cpu_path_name(c->path));
+    ampi_json_flag(s, "avx2", c->avx2);
+    ampi_json_flag(s, "avx512", c->avx512);
+    ampi_json_flag(s, "avx512_bf16", c->avx512_bf16);
+    ampi_json_flag(s, "avx512_fp16", c->avx512_fp16);
+    ampi_json_flag(s, "amx_bf16", c->amx_bf16);
+    ampi_json_count(s, "l1d", c->l1d);
+    ampi_json_count(s, "l2", c->l2);
+    ampi_json_count(s, "l3", c->l3);
+    ampi_json_count(s, "memory", c->memory);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_device(ampi_sheet *s, const amp_device *d) {
+    ampi_json_open(s, "device");
+    ampi_json_text(s, "name", d->name);
+    ampi_json_text(s, "kind", d->kind);
+    ampi_json_integer(s, "index", d->index);
+    ampi_json_reading(s, "compute_capability", d->cc_major > 0 ? d->cc_major + 0.1 * d->cc_minor : -1.0);
+    ampi_json_flag(s, "fp16", d->fp16);
+    ampi_json_flag(s, "bf16", d->bf16);
+    ampi_json_flag(s, "tf32", d->tf32);
+    ampi_json_flag(s, "fp8", d->fp8);
+    ampi_json_integer(s, "multiprocessors", d->multiprocessors);
+    ampi_json_count(s, "memory", d->memory);
+    ampi_json_close(s);
+}
+
+AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size) {
+    const amp_status *t = status;
+    ampi_sheet s = ampi_sheet_of(text, size);
+    char version[40];
+    if (t == NULL) return 0;
+    snprintf(version, sizeof version, "%d.%d.%d", t->version / 10000, t->version / 100 % 100, t->version % 100);
+    ampi_json_open(&s, NULL);
+    ampi_json_text(&s, "version", version);
+    ampi_json_text(&s, "backend", t->backend);
+    ampi_json_flag(&s, "enabled", t->enabled);
+    ampi_json_text(&s, "dtype", amp_dtype_name(t->choice.dtype));
+    ampi_json_text(&s, "reason", t->choice.reason);
+    ampi_json_flag(&s, "emulated", t->choice.emulated);
+    ampi_json_flag(&s, "fell_back", t->choice.fell_back);
+    ampi_json_text(&s, "level", ampi_level_name(t->level));
+    ampi_json_text(&s, "policy", ampi_policy_name(t->policy));
+    ampi_json_text(&s, "mode", ampi_mode_name(t->mode));
+    ampi_json_flag(&s, "memory_efficient", t->memory_efficient);
+    ampi_json_flag(&s, "tf32", t->allow_tf32);
+    ampi_json_scaler(&s, t);
+    ampi_json_cache(&s, "cast_cache", &t->cast_cache);
+    ampi_json_cache(&s, "mask_cache", &t->mask_cache);
+    ampi_json_memory(&s, t);
+    ampi_json_reading(&s, "utilization", (double)t->telemetry.utilization);
+    ampi_json_reading(&s, "memory_utilization", (double)t->telemetry.memory_utilization);
+    ampi_json_reading(&s, "temperature", (double)t->telemetry.temperature);
+    ampi_json_reading(&s, "power", (double)t->telemetry.power);
+    ampi_json_cpu(&s, &t->machine.cpu);
+    ampi_json_device(&s, &t->machine.device);
+    ampi_json_close(&s);
+    return s.used;
+}
+
+AMP_API void amp_range_push(amp_context *amp, const char *name) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (amp == NULL || name == NULL) return;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (backend->range_push != NULL) backend->range_push(dev, name);
+}
+
+AMP_API void amp_range_pop(amp_context *amp) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (amp == NULL) return;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (backend->range_pop != NULL) backend->range_pop(dev);
+}
+
+/* ---- Monitor.  A step's record waits for its outcome, and for the events that measure it; lines wait for room on disk. */
+
+/* One JSON value (RFC 8259) of a single line; returns what follows, or NULL. */
+AMPI_PRIVATE const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
+AMPI_PRIVATE const char *ampi_json_digits(const char *p) {
+    if (*p < '0' || *p > '9') return NULL;
+    while (*p >= '0' && *p <= '9') p++;
+    return p;
+}
+AMPI_PRIVATE const char *ampi_json_skip_number(const char *p) {
+    if (*p == '-') p++;
+    p = *p == '0' ? p + 1 : ampi_json_digits(p);
+    if (p != NULL && *p == '.') p = ampi_json_digits(p + 1);
+    if (p == NULL || (*p != 'e' && *p != 'E')) return p;
+    return ampi_json_digits(p[1] == '-' || p[1] == '+' ? p + 2 : p + 1);
+}
+AMPI_PRIVATE const char *ampi_json_skip_text(const char *p) {
+    int i, n;
+    if (*p != '"') return NULL;
+    for (p++; *p != '"'; p += n) {
+        n = ampi_utf8((const unsigned char *)p);
+        if (n == 0 || (unsigned char)*p < 0x20) return NULL;
+        if (*p != '\\') continue;
+        n = p[1] == 'u' ? 6 : 2;
+        if (p[1] == 0 || strchr("\"\\/bfnrtu", p[1]) == NULL) return NULL;
+        for (i = 2; i < n; i++) if (p[i] == 0 || strchr("0123456789abcdefABCDEF", p[i]) == NULL) return NULL;
+    }
+    return p + 1;
+}
+AMPI_PRIVATE const char *ampi_json_skip(const char *p, int depth) {
+    char end = *p == '{' ? '}' : ']';
+    int object = *p == '{', i;
+    static const char *const words[] = {"true", "false", "null"};
+    for (i = 0; i < 3; i++) if (strncmp(p, words[i], strlen(words[i])) == 0) return p + strlen(words[i]);
+    if (*p == '"') return ampi_json_skip_text(p);
+    if (!object && *p != '[') return ampi_json_skip_number(p);
+    if (depth == 0) return NULL;
+    p = ampi_json_blank(p + 1);
+    if (*p == end) return p + 1;
+    for (;; p = ampi_json_blank(p + 1)) {
+        if (object) {
+            p = ampi_json_skip_text(p);
+            if (p == NULL || *(p = ampi_json_blank(p)) != ':') return NULL;
+            p = ampi_json_blank(p + 1);
+        }
+        p = ampi_json_skip(p, depth - 1);
+        if (p == NULL) return NULL;
+        p = ampi_json_blank(p);
+        if (*p == end) return p + 1;
+        if (*p != ',') return NULL;
+    }
+}
+AMPI_PRIVATE int ampi_json_is_object(const char *p) {
+    p = ampi_json_blank(p);
+    if (*p == '{') p = ampi_json_skip(p, 64);
+    else return 0;
+    return p != NULL && *ampi_json_blank(p) == 0;
+}
+
+/* ---- The file */
+
+/* Writes what is kept, from where the last write ended: a line that was cut is gone on with. */
+AMPI_PRIVATE amp_result ampi_lines_write(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int64_t done = 0, n = 1;
+    if (!m->open) return AMP_OK;
+    while (done < m->kept && n > 0) {
+        n = s->file_write(s->user, m->file, m->lines + done, (size_t)(m->kept - done), m->offset + done);
+        if (n == -EINTR) n = 1;
+        else if (n > 0) done += AMPI_MIN(n, m->kept - done);
+    }
+    m->kept -= done;
+    m->offset += done;
+    if (done > 0 && m->kept > 0) memmove(m->lines, m->lines + done, (size_t)m->kept);
+    if (m->kept == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_WRITE, function, "%s at offset %lld: %s; %lld bytes are kept, %lld lines were lost", m->desc.path,
+                     (long long)m->offset, n < 0 ? strerror((int)-n) : "nothing was written", (long long)m->kept, (long long)m->lost);
+}
+
+/* A sheet for one more line, behind those that are kept. */
+AMPI_PRIVATE ampi_sheet ampi_line_room(const amp_monitor *m) {
+    return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
+}
+AMPI_PRIVATE ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event) {
+    ampi_sheet s = ampi_line_room(m);
+    ampi_json_open(&s, NULL);
+    ampi_json_text(&s, "event", event);
+    return s;
+}
+
+/* Keeps the line if there is room for it. */
+AMPI_PRIVATE void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
+    if (s->used + 1 <= s->size) {
+        m->kept += (int64_t)s->used + 1;
+        m->lines[m->kept - 1] = '\n';
+        return;
+    }
+    if (m->lost++ == 0)
+        ampi_log(m->amp, AMP_LOG_ERROR, 1203, "%s cannot be written, and there is no room to keep more lines", m->desc.path);
+}
+
+/* Opens the file; behind a last line without its end, which a crash left, comes one. */
+AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int64_t n;
+    char last = '\n';
+    int error = s->file_open(s->user, m->desc.path, m->desc.append ? 2 : 1, &m->file);
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, strerror(-error));
+    m->open = 1;
+    AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
+    if (!m->desc.append) return AMP_OK;
+    n = m->offset = s->file_size(s->user, m->file);
+    if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
+    if (n < 0 || (m->offset > 0 && n == 0))
+        return ampi_fail(AMP_ERR_READ, function, "%s: %s", m->desc.path, n < 0 ? strerror((int)-n) : "ends early");
+    if (last == '\n') return AMP_OK;
+    m->lines[m->kept++] = '\n';
+    return ampi_lines_write(m, function);
+}
+
+AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int error;
+    AMPI_TRY(ampi_lines_write(m, function));
+    error = m->open ? s->file_sync(s->user, m->file) : 0;
+    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* no file that could be synced */
+    return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
+}
+
+/* ---- Time */
+
+AMPI_PRIVATE ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
+    return &m->marks[(m->first_mark + i) & (m->mark_room - 1)];
+}
+
+/* Twice the room, with an event at each place.  The ring begins anew at 0; the places not in use move along. */
+AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t old = m->mark_room, room = old ? 2 * old : 64, i;
+    ampi_mark *marks;
+    AMPI_TRY(ampi_alloc(s, "amp_monitor_phase", (void **)&marks, room, sizeof *marks));
+    for (i = 0; i < m->mark_room; i++) marks[i] = *ampi_mark_at(m, i);
+    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    m->marks = marks;
+    m->mark_room = room;
+    m->first_mark = 0;
+    for (i = old; i < room && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event));
+    return AMP_OK;
+}
+
+/* Books what has been measured; wait 1: also what is not done of steps before `until`. */
+AMPI_PRIVATE amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    for (; m->n_marks >= 2; m->first_mark = (m->first_mark + 1) & (m->mark_room - 1), m->n_marks--) {
+        const ampi_mark *from = ampi_mark_at(m, 0), *to = ampi_mark_at(m, 1);
+        double seconds = 1e-9 * (double)(to->ns - from->ns);
+        int32_t done = 1;
+        if (to->event != NULL) {
+            AMPI_TRY(backend->event_done(dev, to->event, &done));
+            if (!done && !(wait && from->step < until)) return AMP_OK;
+            if (!done) AMPI_TRY(backend->event_sync(dev, to->event));
+            AMPI_TRY(backend->event_elapsed(dev, from->event, to->event, &seconds));
+        }
+        m->notes[from->step % AMPI_NOTES].phase_seconds[from->phase] += seconds;
+    }
+    return AMP_OK;
+}
+
+/* From now on time belongs to this phase of the step that runs. */
+AMPI_PRIVATE amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    ampi_mark *mark;
+    AMPI_TRY(ampi_marks_settle(m, 0, 0));
+    if (m->n_marks == m->mark_room) AMPI_TRY(ampi_marks_grow(m));
+    mark = ampi_mark_at(m, m->n_marks);
+    if (mark->event != NULL) AMPI_TRY(backend->event_record(dev, mark->event, stream));
+    mark->ns = s->clock_ns(s->user);
+    mark->step = m->steps;
+    mark->phase = phase;
+    m->n_marks++;
+    return AMP_OK;
+}
+
+/* The time of an epoch begins, with its first phase once more. */
+AMPI_PRIVATE amp_result ampi_time_begin(amp_monitor *m) {
+    m->n_marks = 0;
+    m->begun = 0;
+    memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
+    return ampi_mark_now(m, AMP_PHASE_OTHER);
+}
+
+AMPI_PRIVATE void ampi_range_end(amp_monitor *m) {
+    if (m->in_range) amp_range_pop(m->amp);
+    m->in_range = 0;
+}
+
+AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
+    static const char *const names[AMP_PHASES] = {"other", "data", "forward", "backward", "optimizer"};
+    amp_monitor *m = monitor;
+    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_phase", "monitor is NULL");
+    if ((int)phase < 0 || phase >= AMP_PHASES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
+    ampi_range_end(m);
+    if (phase != AMP_PHASE_OTHER) amp_range_push(m->amp, names[phase]);
+    m->in_range = phase != AMP_PHASE_OTHER;
+    if (ampi_capture(m->amp) != NULL) return AMP_OK;
+    if (!m->begun) m->n_marks = 0;
+    m->begun = 1;
+    return ampi_mark_now(m, phase);
+}
+
+/* ---- Records */
+
+AMPI_PRIVATE const char *ampi_trouble_name(amp_trouble trouble) {
+    static const char *const names[] = {NULL, "loss", "gradients", "floor", "skips"};
+    return names[trouble];
+}
+
+AMPI_PRIVATE amp_trouble ampi_trouble_of(const amp_monitor *m, const amp_step_record *r, int read) {
+    const amp_outcome *o = &r->outcome;
+    int scales = m->desc.scaler != NULL && !m->desc.scaler->desc.disable && !m->desc.scaler->desc.frozen;
+    if (read && !amp_is_finite_f64(&r->loss)) return AMP_TROUBLE_LOSS;
+    if (!scales && (!o->applied || o->first_bad != NULL || !amp_is_finite_f32(&o->norm))) return AMP_TROUBLE_GRADIENTS;
+    if (o->at_floor) return AMP_TROUBLE_FLOOR;
+    return o->consecutive_skips >= m->desc.max_skips ? AMP_TROUBLE_SKIPS : AMP_TROUBLE_NONE;
+}
+
+AMPI_PRIVATE void ampi_trouble_log(const amp_monitor *m, const amp_step_record *r) {
+    static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
+                                        "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
+    static const char *const then[] = {"", "reported only", "skipped", "stop", "recover"};
+    ampi_log(m->amp, AMP_LOG_WARNING, 1202, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->outcome.step,
+             words[r->trouble], r->outcome.first_bad ? ", first in " : "", r->outcome.first_bad ? r->outcome.first_bad : "",
+             (long long)r->outcome.consecutive_skips, then[r->action]);
+}
+
+AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
+    ampi_json_number(s, "seconds", seconds);
+    ampi_json_number(s, "data_s", phases[AMP_PHASE_DATA]);
+    ampi_json_number(s, "forward_s", phases[AMP_PHASE_FORWARD]);
+    ampi_json_number(s, "backward_s", phases[AMP_PHASE_BACKWARD]);
+    ampi_json_number(s, "optimizer_s", phases[AMP_PHASE_OPTIMIZER]);
+}
+
+AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
+    const amp_outcome *o = &r->outcome;
+    ampi_sheet s = ampi_line_begin(m, "step");
+    ampi_json_integer(&s, "step", o->step);
+    ampi_json_integer(&s, "epoch", r->epoch);
+    if (read) ampi_json_number(&s, "loss", r->loss);
+    ampi_json_number(&s, "norm", (double)o->norm);
+    ampi_json_number(&s, "scale", (double)o->scale);
+    ampi_json_integer(&s, "tracker", o->growth_tracker);
+    ampi_json_integer(&s, "skipped", !o->applied);
+    ampi_json_integer(&s, "skips", o->total_skips);
+    ampi_json_text(&s, "dtype", amp_dtype_name(r->dtype));
+    ampi_json_number(&s, "lr", o->lr);
+    ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
+    ampi_json_phases(&s, r->seconds, r->phase_seconds);
+    if (r->has_memory) {
+        ampi_json_integer(&s, "allocated", r->memory.allocated);
+        ampi_json_integer(&s, "reserved", r->memory.reserved);
+        ampi_json_integer(&s, "peak", r->memory.peak);
+    }
+    if (r->trouble != AMP_TROUBLE_NONE) ampi_json_text(&s, "trouble", ampi_trouble_name(r->trouble));
+    if (o->first_bad != NULL) ampi_json_text(&s, "first_bad", o->first_bad);
+    ampi_json_close(&s);
+    ampi_line_end(m, &s);
+}
+
+AMPI_PRIVATE double ampi_sum_phases(const double *phases) {
+    double seconds = 0;
+    int p;
+    for (p = 0; p < AMP_PHASES; p++) seconds += phases[p];
+    return seconds;
+}
+
+AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
+    int p;
+    t->steps++;
+    t->skipped += !r->outcome.applied;
+    t->troubles += r->trouble != AMP_TROUBLE_NONE;
+    t->tokens += r->tokens;
+    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
+    if (!amp_is_finite_f64(&r->loss)) return;
+    t->losses++;
+    t->loss += r->loss;
+}
+
+/* Makes the record of a step: its outcome has come. */
+AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_outcome *outcome) {
+    int64_t interval = m->desc.log_interval;
+    amp_step_record *r;
+    if (m->n_records == AMP_OUTCOMES) { m->first_record++; m->n_records--; }
+    r = &m->records[(m->first_record + m->n_records++) % AMP_OUTCOMES];
+    memset(r, 0, sizeof *r);
+    r->outcome = *outcome;
+    r->epoch = note->epoch;
+    r->loss = note->loss;
+    r->tokens = note->tokens;
+    r->dtype = note->dtype;
+    r->has_memory = note->has_memory;
+    r->memory = note->memory;
+    memcpy(r->phase_seconds, note->phase_seconds, sizeof r->phase_seconds);
+    r->seconds = ampi_sum_phases(r->phase_seconds);
+    r->tokens_per_second = r->seconds > 0 ? (double)r->tokens / r->seconds : 0;
+    r->trouble = ampi_trouble_of(m, r, note->read);
+    if (r->trouble != AMP_TROUBLE_NONE) {
+        r->action = m->desc.nan_action;
+        ampi_trouble_log(m, r);
+    }
+    ampi_tally_step(&m->epoch, r);
+    if (!m->open) return;
+    if (r->trouble == AMP_TROUBLE_NONE && outcome->applied && (interval < 1 || outcome->step % interval != 0)) return;
+    ampi_step_line(m, r, note->read);
+}
+
+/* The oldest note of this number, or NULL. */
+AMPI_PRIVATE const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int64_t *step) {
+    for (*step = m->taken; *step < m->steps; (*step)++)
+        if (m->notes[*step % AMPI_NOTES].number == number) return &m->notes[*step % AMPI_NOTES];
+    return NULL;
+}
+
+/* 1: outcome `number`, the next one that is due, and the times of its step are there. */
+AMPI_PRIVATE int ampi_outcome_here(amp_monitor *m, int64_t number) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t step;
+    int32_t done = 0;
+    if (backend->event_done(dev, m->desc.optimizer->events[(number - 1) % AMP_OUTCOMES], &done) != AMP_OK || !done) return 0;
+    return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
+}
+
+/* Makes records of the outcomes that are due; wait 0: of those that have come. */
+AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
+    amp_optimizer *o = m->desc.optimizer;
+    const ampi_note *note;
+    amp_outcome outcome;
+    int64_t number, step;
+    AMPI_TRY(ampi_marks_settle(m, 0, 0));
+    while ((number = ampi_outcome_due(o)) != 0 && (wait || ampi_outcome_here(m, number))) {
+        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
+        note = ampi_note_find(m, number, &step);
+        if (note == NULL) continue;
+        AMPI_TRY(ampi_marks_settle(m, step + 1, 1));
+        ampi_record_add(m, note, &outcome);
+        m->taken = step + 1;
+    }
+    return AMP_OK;
+}
+
+/* ---- Steps */
+
+AMPI_PRIVATE amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
+    double share;
+    int reached;
+    AMPI_TRY(amp_memory(m->amp, &note->memory));
+    note->has_memory = 1;
+    share = ampi_memory_share(&note->memory);
+    reached = ampi_memory_warned(share, m->desc.memory_warning);
+    if (reached && !m->warned)
+        ampi_log(m->amp, AMP_LOG_WARNING, 1201, "step %lld: %.0f%% of the device's memory is in use (memory_warning %g)",
+                 (long long)note->number, 100 * share, m->desc.memory_warning);
+    m->warned = reached;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
+
+/* The note of the step that ends.  Notes from before the optimizer was set back have no outcome any more. */
+AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
+    ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
+    const amp_desc *d = ampi_settings(m->amp);
+    int64_t i;
+    note->number = m->desc.optimizer->attempts;
+    for (i = m->taken; i < m->steps; i++)
+        if (m->notes[i % AMPI_NOTES].number >= note->number) m->notes[i % AMPI_NOTES].number = 0;
+    note->epoch = m->epochs;
+    note->tokens = info->tokens;
+    note->read = !info->no_loss;
+    note->loss = note->read ? info->loss : ampi_f64_of_bits(AMPI_NAN);
+    note->dtype = d->disable ? AMP_F32 : d->dtype;
+    note->has_memory = 0;
+    memset(&note->memory, 0, sizeof note->memory);
+    return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
+}
+
+AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
+    amp_monitor *m = monitor;
+    amp_optimizer *o;
+    if (m == NULL || info == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_step", "monitor or info is NULL");
+    o = m->desc.optimizer;
+    if (o->sent == m->last)
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_step", "the optimizer has not stepped since the last call: amp_step comes first");
+    ampi_range_end(m);
+    AMPI_TRY(ampi_note_fill(m, info));
+    m->last = o->sent;
+    m->begun = 1;
+    m->steps++;
+    m->taken = AMPI_MAX(m->taken, m->steps - AMPI_NOTES + 1);
+    memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
+    AMPI_TRY(ampi_mark_now(m, AMP_PHASE_OTHER));
+    AMPI_TRY(ampi_records_take(m, o->attempts - o->delivered >= AMP_OUTCOMES));
+    return ampi_lines_write(m, "amp_monitor_step");
+}
+
+AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
+    amp_monitor *m = monitor;
+    if (m == NULL || out == NULL) return 0;
+    (void)ampi_records_take(m, 1);          /* what fails here fails in the next step, or has made its line wait */
+    (void)ampi_lines_write(m, "amp_monitor_next");
+    if (m->n_records == 0) return 0;
+    *out = m->records[m->first_record++ % AMP_OUTCOMES];
+    m->n_records--;
+    return 1;
+}
+
+AMPI_PRIVATE amp_result ampi_monitor_take_all(amp_monitor *m) {
+    AMPI_TRY(amp_outcome_flush(m->desc.optimizer));
+    return ampi_records_take(m, 1);
+}
+
+AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
+    if (monitor == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_flush", "monitor is NULL");
+    AMPI_TRY(ampi_monitor_take_all(monitor));
+    return ampi_lines_write(monitor, "amp_monitor_flush");
+}
+
+AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
+    amp_monitor *m = monitor;
+    ampi_sheet s;
+    if (m == NULL || json == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_write", "monitor or json is NULL");
+    if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write", "\"%.40s\" must be one JSON object on one line of at most %d bytes",
+                         json, AMPI_LINE_BYTES - 1);
+    if (!m->open) return AMP_OK;
+    s = ampi_line_room(m);
+    ampi_print(&s, "%s", json);
+    ampi_line_end(m, &s);
+    return ampi_lines_write(m, "amp_monitor_write");
+}
+
+/* ---- Epochs */
+
+AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
+    double n = (double)AMPI_MAX(t->epochs, (int64_t)1), seconds = ampi_sum_phases(t->phase_seconds);
+    int p, dtype = AMP_F32;
+    memset(r, 0, sizeof *r);
+    r->epoch = t->epochs;
+    r->steps = t->steps;
+    r->skipped = t->skipped;
+    r->troubles = t->troubles;
+    r->loss = t->losses > 0 ? t->loss / (double)t->losses : ampi_f64_of_bits(AMPI_NAN);
+    r->seconds = seconds / n;
+    for (p = 0; p < AMP_PHASES; p++) r->phase_seconds[p] = t->phase_seconds[p] / n;
+    r->tokens_per_second = seconds > 0 ? (double)t->tokens / seconds : 0;
+    r->peak = t->peak;
+    for (p = 0; p <= AMP_TF32; p++) if (t->dtypes[p] > t->dtypes[dtype]) dtype = p;
+    r->dtype = (amp_dtype)dtype;
+    r->mixed = dtype == AMP_F16 || dtype == AMP_BF16 || dtype == AMP_TF32;
+}
+
+AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double loss) {
+    int p;
+    sum->epochs++;
+    sum->steps += t->steps; sum->skipped += t->skipped; sum->troubles += t->troubles; sum->tokens += t->tokens;
+    sum->peak = AMPI_MAX(sum->peak, t->peak);
+    for (p = 0; p < AMP_PHASES; p++) sum->phase_seconds[p] += t->phase_seconds[p];
+    for (p = 0; p <= AMP_TF32; p++) sum->dtypes[p] += t->dtypes[p];
+    if (t->losses == 0) return;
+    sum->losses++;
+    sum->loss += loss;
+}
+
+AMPI_PRIVATE void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
+    ampi_sheet s = ampi_line_begin(m, "epoch");
+    ampi_json_integer(&s, "epoch", r->epoch);
+    ampi_json_integer(&s, "steps", r->steps);
+    ampi_json_integer(&s, "skipped", r->skipped);
+    ampi_json_integer(&s, "troubles", r->troubles);
+    ampi_json_number(&s, "loss", r->loss);
+    ampi_json_text(&s, "dtype", amp_dtype_name(r->dtype));
+    ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
+    ampi_json_phases(&s, r->seconds, r->phase_seconds);
+    ampi_json_integer(&s, "peak", r->peak);
+    ampi_json_close(&s);
+    ampi_line_end(m, &s);
+}
+
+AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
+    amp_monitor *m = monitor;
+    amp_epoch_record r;
+    amp_memory_info memory;
+    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_epoch", "monitor is NULL");
+    AMPI_TRY(ampi_monitor_take_all(m));
+    if (m->epoch.steps == 0) return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
+    memset(&memory, 0, sizeof memory);
+    ampi_memory_counted(m->amp, &memory);
+    m->epoch.peak = memory.peak;
+    m->epoch.epochs = 1;
+    ampi_epoch_fill(&r, &m->epoch);
+    r.epoch = m->epochs;
+    ampi_tally_epoch(r.mixed ? &m->mixed : &m->full, &m->epoch, r.loss);
+    if (m->open) ampi_epoch_line(m, &r);
+    if (out != NULL) *out = r;
+    memset(&m->epoch, 0, sizeof m->epoch);
+    m->epochs++;
+    amp_memory_reset_peak(m->amp);
+    ampi_range_end(m);
+    AMPI_TRY(ampi_time_begin(m));
+    return ampi_lines_sync(m, "amp_monitor_epoch");
+}
+
+AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
+    const amp_epoch_record *a, *b;
+    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_summary", "monitor or out is NULL");
+    memset(out, 0, sizeof *out);
+    ampi_epoch_fill(&out->mixed, &monitor->mixed);
+    ampi_epoch_fill(&out->full, &monitor->full);
+    a = &out->mixed;
+    b = &out->full;
+    if (a->epoch == 0 || b->epoch == 0) return AMP_OK;
+    if (a->seconds > 0)
+        out->speedup = b->seconds * (double)b->epoch / (double)b->steps / (a->seconds * (double)a->epoch / (double)a->steps);
+    if (b->peak > 0) out->memory_ratio = (double)a->peak / (double)b->peak;
+    out->loss_difference = a->loss - b->loss;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_record *r) {
+    if (r->epoch == 0) { ampi_print(s, "%-16s  none\n", label); return; }
+    ampi_print(s, "%-16s  %6lld  %8lld  %7lld  ", label, (long long)r->epoch, (long long)r->steps, (long long)r->skipped);
+    if (amp_is_finite_f64(&r->loss)) ampi_print(s, "%10.4f", r->loss);
+    else ampi_print(s, "%10s", "not here");
+    ampi_print(s, "  %10.3g  %10.4g", r->seconds, r->tokens_per_second);
+    ampi_print_bytes(s, "  ", r->peak, 1);
+    ampi_print(s, "\n");
+}
+
+AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size) {
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (summary == NULL) return 0;
+    ampi_print(&s, "%-16s  %6s  %8s  %7s  %10s  %10s  %10s  %s\n", "precision", "epochs", "steps", "skipped", "loss", "s/epoch",
+               "tokens/s", "peak");
+    ampi_print_epochs(&s, summary->mixed.epoch ? amp_dtype_name(summary->mixed.dtype) : "mixed", &summary->mixed);
+    ampi_print_epochs(&s, "fp32", &summary->full);
+    if (summary->mixed.epoch == 0 || summary->full.epoch == 0) return s.used;
+    ampi_print(&s, "%s beside fp32: %.2f times as fast per step, %.2f of the memory", amp_dtype_name(summary->mixed.dtype),
+               summary->speedup, summary->memory_ratio);
+    if (amp_is_finite_f64(&summary->loss_difference)) ampi_print(&s, ", loss %+.4f", summary->loss_difference);
+    ampi_print(&s, "\n");
+    return s.used;
+}
+
+/* ---- Creation */
+
+AMPI_PRIVATE amp_result ampi_check_interval(const char *field, int64_t *interval, int64_t otherwise) {
+    if (*interval == 0) *interval = otherwise;
+    if (*interval >= 1 || *interval == AMP_INTERVAL_OFF) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, "amp_monitor_create", ".%s = %lld, must be 1 or more, or AMP_INTERVAL_OFF", field, (long long)*interval);
+}
+
+AMPI_PRIVATE amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
+    const char *f = "amp_monitor_create";
+    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler is of another context");
+    AMPI_TRY(ampi_check_interval("log_interval", &d->log_interval, 100));
+    AMPI_TRY(ampi_check_interval("memory_interval", &d->memory_interval, 100));
+    AMPI_TRY(ampi_check_interval("cleanup_interval", &d->cleanup_interval, AMP_INTERVAL_OFF));
+    AMPI_TRY(ampi_memory_threshold(f, &d->memory_warning));
+    if ((int)d->nan_action < 0 || d->nan_action > AMP_NAN_RECOVER)
+        return ampi_fail(AMP_ERR_RANGE, f, ".nan_action = %d, must be 0 (default) to %d", (int)d->nan_action, (int)AMP_NAN_RECOVER);
+    if (d->nan_action == AMP_NAN_DEFAULT) d->nan_action = AMP_NAN_SKIP;
+    if (d->max_skips < 0) return ampi_fail(AMP_ERR_RANGE, f, ".max_skips = %d, must be 1 or more, or 0 for 25", d->max_skips);
+    if (d->max_skips == 0) d->max_skips = 25;
+    if (d->epoch < 0) return ampi_fail(AMP_ERR_RANGE, f, ".epoch = %lld, must be 0 or more", (long long)d->epoch);
+    if (d->path != NULL && d->path[0] == 0) return ampi_fail(AMP_ERR_RANGE, f, ".path is empty; NULL means no file");
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t i;
+    int error = m->open ? s->file_close(s->user, m->file) : 0;
+    if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1204, "%s: %s", m->desc.path, strerror(-error));
+    for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
+    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
+    ampi_free(s, m->text, m->text_bytes, 1);
+    ampi_free(s, m, 1, sizeof *m);
+}
+
+AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi) {
+    const char *f = "amp_monitor_create";
+    amp_monitor_desc d;
+    amp_monitor *m;
+    amp_result r;
+    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_monitor_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp, out or desc is NULL");
+    d = *desc;
+    AMPI_TRY(ampi_check_monitor(amp, &d));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&m, 1, sizeof *m));
+    m->amp = amp;
+    m->desc = d;
+    m->epochs = d.epoch;
+    m->last = d.optimizer->sent;
+    r = ampi_copy_texts(amp, f, &m->desc.path, 1, &m->text, &m->text_bytes);
+    if (r == AMP_OK) r = ampi_time_begin(m);
+    if (r == AMP_OK && d.path != NULL) r = ampi_lines_open(m, f);
+    if (r == AMP_OK) *out = m;
+    else ampi_monitor_free(m);
+    return r;
+}
+
+AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
+    amp_monitor *m = monitor;
+    amp_result r;
+    if (m == NULL) return;
+    ampi_range_end(m);
+    r = ampi_monitor_take_all(m);
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    r = ampi_lines_sync(m, "amp_monitor_destroy");
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    ampi_monitor_free(m);
+}
+
+AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out) {
+    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_query", "monitor or out is NULL");
+    *out = monitor->desc;
+    return AMP_OK;
+}
 
 /* ---- Numerics */
 
