@@ -1161,7 +1161,7 @@ static void board_record_of(run *r, const amp_step_record *record) {
 static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record, int *restored) {
     amp_recovery_event event;
     *restored = 0;
-    if (r->recovery == NULL && record->action != AMP_NAN_STOP) return AMP_OK;
+    if (r->trouble[0] != 0 || (r->recovery == NULL && record->action != AMP_NAN_STOP)) return AMP_OK;
     if (r->recovery == NULL) {
         snprintf(r->trouble, sizeof r->trouble, "stopped in trouble at step %lld, as --nan-action stop asks",
                  (long long)record->outcome.step);

@@ -10,7 +10,7 @@ for i in 1 2 3 4 5 6; do cat README.md; done > "$work/text"
 train() { name=$1; shift; "$gpt" $small --out "$work/$name" "$@" > "$work/$name.log" 2>&1; }
 
 # last FIELD RUN: a field of the last step record of a run's metrics.
-last() { grep '"step"' "$work/$2/metrics.jsonl" | grep "\"$1\"" | tail -n 1 | sed "s/.*\"$1\": *\([^,}]*\).*/\1/"; }
+last() { grep '"event": "step"' "$work/$2/metrics.jsonl" | grep "\"$1\"" | tail -n 1 | sed "s/.*\"$1\": *\([^,}]*\).*/\1/"; }
 
 for precision in fp32 tf32 fp16 bf16; do
     if train "$precision" --steps 40 --precision "$precision"; then
@@ -130,7 +130,7 @@ done
 train watched --steps 6 --precision bf16 --log-memory --memory-log-interval 3 --debug --tensorboard "$work/board"
 if [ "$(count '"allocated"' "$work/watched/metrics.jsonl")" -eq 2 ] && [ "$(count "^step [36]: memory " "$work/watched.log")" -eq 2 ]; then pass
 else fail "--log-memory" "$(grep memory "$work/watched.log")"; fi
-if [ "$(count "linear h.0.attn.c_attn.weight (.*): computes in bf16, returns bf16, by region; cast cache: miss" "$work/watched.log")" -eq 1 ] &&
+if [ "$(count "linear transformer.h.0.attn.c_attn.weight (.*): computes in bf16, returns bf16, by region; cast cache: miss" "$work/watched.log")" -eq 1 ] &&
     ! grep -q "computes in" "$work/bf16.log"; then pass; else fail "--debug" "$(grep -m 3 linear "$work/watched.log")"; fi
 if grep '"event": "step"' "$work/watched/metrics.jsonl" | sed 's/[",:{}]/ /g' | awk '{
         for (i = 1; i < NF; i++) {if ($i == "seconds") all = $(i + 1); if ($i ~ /^(data|forward|backward|optimizer)_s$/) {sum += $(i + 1); n += $(i + 1) > 0}}
