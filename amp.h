@@ -2840,7 +2840,11 @@ typedef struct amp_advice {
     int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
     char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160];
 } amp_advice;
-/* desc may be NULL.  Errors: 101, 105, 501. */
+/* dtype: amp_choose's for "auto", or the next of bf16, fp16, tf32 and fp32 that nothing speaks against (verification; fp16's
+   scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
+   bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
+   must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
+   desc may be NULL.  Errors: 101, 102, 105, 501. */
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
 AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     return amp_advise_v(amp, desc, out, AMP_ABI(amp_advise_desc));
@@ -2888,9 +2892,13 @@ typedef struct amp_tune_report {
     int32_t from_file, reserved;            /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
-/* Precisions alternate, so that a machine's changing speed meets all alike.  Afterwards the context's dtype is what it was;
-   `prepare` was last called with the best batch.  A row that fails is no error.
-   Errors: 101, 102, 105, 106, 301; 403 the results are there, but the file could not be written. */
+/* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
+   an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
+   batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
+   of equal ones the first.  Afterwards the context's dtype is what it was, and `prepare` was last called with the best
+   batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
+   those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     return amp_tune_v(amp, desc, out, AMP_ABI(amp_tune_desc));
@@ -2918,7 +2926,8 @@ typedef enum amp_recovery_action {
 typedef enum amp_recovery_cure {
     AMP_CURE_NONE = 0,              /* the same once more */
     AMP_CURE_LAYERS = 1,            /* the layer of the first bad tensor computes in fp32 from now on */
-    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32 */
+    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32.  The
+                                       scaler is turned off with fp16; levels O2 and O3 keep their dtype */
     AMP_CURE_FORCE_I32 = 0x7fffffff
 } amp_recovery_cure;
 
@@ -2929,14 +2938,16 @@ typedef struct amp_recovery_event {
     amp_dtype dtype;                /* in force afterwards */
     int64_t step;                   /* of the snapshot: applied steps */
     int32_t retries, left;
-    char layer[64];                 /* LAYERS: the pattern for amp_layer_override */
+    char layer[64];                 /* the pattern that LAYERS gives amp_layer_override: the layer of the first bad tensor */
     char text[200];                 /* what happened and what was done */
 } amp_recovery_event;
 
 /*  .interval      100       applied steps between snapshots; the first one is taken at creation
     .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
-    .policy        NULL      decides: gets the event as planned, and may change action and cure
-    .save, .load   NULL      what the host wants restored too, into and from records of its own                        */
+    .policy        NULL      decides: gets the event as planned, and may change action, cure and layer.  A learning rate that
+                             it sets stays; otherwise the snapshot's comes back
+    .save, .load   NULL      what the host wants restored too, into and from records of its own; keys "amp..." are taken.
+                             They return 0, or an amp_result or other number for failure                               */
 typedef struct amp_recovery_desc {
     amp_param *params; int64_t n_params;    /* weights; the array must stay */
     amp_optimizer *optimizer;
@@ -2950,14 +2961,18 @@ typedef struct amp_recovery_desc {
     void *user;
 } amp_recovery_desc;
 typedef struct amp_recovery amp_recovery;
-/* Errors: 101, 102, 105, 301, 501. */
+/* Errors: 101, 102, 103, 104, 105, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
 AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
     return amp_recovery_create_v(amp, out, desc, AMP_ABI(amp_recovery_desc));
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* For every record: good ones lead to snapshots, ones with trouble to recovery.  A snapshot that does not fit into memory
-   keeps the one before, with a warning.  Errors: 101, 106, 501. */
+/* For every record: good ones lead to snapshots, ones with trouble and action RECOVER to recovery.  A snapshot replaces
+   the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
+   One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
+   finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
+   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.
+   Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
    micro-batch (HALVE_BATCH) as often as it takes, or what the policy says.  What the cycle had accumulated is dropped.
@@ -14653,9 +14668,1055 @@ AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_des
 
 /* ---- Advice */
 
+/* What is in force now, as settings. */
+static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
+                              amp_settings *s) {
+    const amp_desc *d = ampi_settings(amp);
+    memset(s, 0, sizeof *s);
+    s->disable = d->disable;
+    s->dtype = d->dtype;
+    s->level = d->level;
+    s->policy = d->policy;
+    s->mode = d->mode;
+    s->memory_efficient = d->memory_efficient;
+    s->disable_cache = d->disable_cache;
+    s->fallback = d->fallback;
+    s->allow_tf32 = d->allow_tf32;
+    s->autotune = d->autotune;
+    s->debug = d->logger.level == AMP_LOG_DEBUG;
+    if (scaler != NULL) s->scaler = scaler->desc;
+    s->scaler.disable = 0;
+    if (optimizer == NULL) return;
+    s->clip_norm = optimizer->desc.clip_norm;
+    s->accumulation = optimizer->desc.accumulation;
+    s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
+}
+
+/* What a decision is made from. */
+typedef struct ampi_facts {
+    const amp_advise_desc *desc;
+    const amp_device *device;
+    amp_choice automatic;           /* amp_choose's */
+    amp_memory_info memory;
+    amp_k_scaler scaler;            /* updates 0: no history in fp16 */
+    int is_short;                   /* 1: the step that ran took more than 90% of the memory */
+} ampi_facts;
+
+/* The row of a candidate that failed, or NULL. */
+static const amp_verify_row *ampi_failed_row(const amp_verify_report *report, amp_dtype dtype) {
+    int64_t i;
+    for (i = 0; report != NULL && i < report->n_rows; i++)
+        if (report->rows[i].dtype == dtype && report->rows[i].verdict != AMP_VERDICT_PASS) return &report->rows[i];
+    return NULL;
+}
+
+static const char *ampi_verdict_name(amp_verdict verdict) {
+    switch (verdict) {
+        case AMP_VERDICT_PASS: return "pass";
+        case AMP_VERDICT_INACCURATE: return "inaccurate";
+        case AMP_VERDICT_NONFINITE: return "not finite";
+        case AMP_VERDICT_FAILED: return "failed";
+        default: return "?";
+    }
+}
+
+/* Why a dtype is not to be used, in `why`; 0: it may be. */
+static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
+    const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
+    if (row != NULL) {
+        const char *where = row->first_bad[0] ? row->first_bad : row->worst_gradient[0] ? row->worst_gradient : row->worst_output;
+        snprintf(why, size, "%s: verified %s%s%.40s", amp_dtype_name(dtype), ampi_verdict_name(row->verdict),
+                 where[0] ? " in " : "", where);
+        return 1;
+    }
+    if (dtype != AMP_F16 || !f->scaler.at_floor) return 0;
+    snprintf(why, size, "fp16: gradients overflow at the lowest scale %g", (double)f->scaler.scale);
+    return 1;
+}
+
+static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
+    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
+}
+
+/* The automatic choice, or what comes after it: the 16-bit formats first, the wider range before the finer step. */
+static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
+    static const amp_dtype order[] = {AMP_BF16, AMP_F16, AMP_TF32, AMP_F32};
+    char why[100] = "", first[100] = "";
+    int i;
+    out->settings.dtype = f->automatic.dtype;
+    if (!ampi_speaks_against(f, f->automatic.dtype, first, sizeof first)) {
+        snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s", f->automatic.reason);
+        return;
+    }
+    for (i = 0; i < 4; i++)
+        if (order[i] != f->automatic.dtype && ampi_device_has(f->device, order[i]) &&
+            (order[i] == AMP_F32 || !ampi_speaks_against(f, order[i], why, sizeof why))) break;
+    out->settings.dtype = order[AMPI_MIN(i, 3)];
+    snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s; so %s", first, amp_dtype_name(out->settings.dtype));
+}
+
+#define AMPI_GIB(bytes) ((double)(bytes) / 1073741824.0)
+
+/* peak(b) = fixed + b each: what belongs to the parameters does not grow with the batch, all else in proportion. */
+static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
+    amp_parameter_bytes bytes;
+    double fixed, each, usable = 0.9 * (double)f->memory.device_total;
+    char *reason = out->batch_reason;
+    size_t size = sizeof out->batch_reason;
+    if (f->desc->batch == 0 || f->desc->optimizer == NULL) {
+        snprintf(reason, size, "not known before a step has run: it takes .batch and .optimizer");
+        return;
+    }
+    (void)amp_optimizer_bytes(f->desc->optimizer, &bytes);
+    fixed = bytes.total * (double)bytes.parameters + (double)f->memory.cast_cache;
+    each = ((double)f->memory.peak - fixed) / (double)f->desc->batch;
+    if (f->memory.device_total <= 0) {
+        snprintf(reason, size, "the device does not tell how much memory it has");
+        return;
+    }
+    f->is_short = (double)f->memory.peak > usable;
+    if (!(each > 0)) {
+        snprintf(reason, size, "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not amp_alloc's",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(fixed));
+        return;
+    }
+    out->batch = usable > fixed ? (int64_t)((usable - fixed) / each) : 0;
+    snprintf(reason, size, "peak %.3g GiB at batch %lld is %.3g GiB fixed and %.3g GiB a sample; 90%% of %.3g GiB hold %lld",
+             AMPI_GIB(f->memory.peak), (long long)f->desc->batch, AMPI_GIB(fixed), AMPI_GIB(each),
+             AMPI_GIB(f->memory.device_total), (long long)out->batch);
+}
+
+/* O2 halves weights, gradients and casts; that pays when they are what does not fit. */
+static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
+    int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
+    out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
+    out->settings.memory_efficient = f->is_short;
+    if (!f->is_short)
+        snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, and casts where they pay; %s",
+                 out->batch > 0 ? "memory is not short" : "nothing says that memory is short");
+    else
+        snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s", low ? "O2" : "O1",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(f->memory.device_total),
+                 low ? "16-bit weights with masters, no kept casts" : "no kept casts");
+}
+
+static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
+    char why[100] = "";
+    out->settings.allow_tf32 = f->device->tf32 && !ampi_speaks_against(f, AMP_TF32, why, sizeof why);
+    snprintf(out->tf32_reason, sizeof out->tf32_reason, "%s",
+             out->settings.allow_tf32 ? "on: what stays in fp32 is multiplied by tf32 instructions, with 10 bits of mantissa" :
+             f->device->tf32 ? why : "off: the device has no tf32 instructions");
+    out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+}
+
+/* From the scaler's own history.  Growth alone costs a skip per growth interval, so more than one step in a hundred means
+   that something else is wrong: hysteresis that takes several skips for one reduction, an interval that is too short, or a
+   scale that hangs just below the overflow. */
+static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
+    amp_scaler_desc *d = &out->settings.scaler;
+    const amp_k_scaler *s = &f->scaler;
+    char *reason = out->scaler_reason;
+    size_t size = sizeof out->scaler_reason;
+    double init = (double)d->init_scale, rate = s->updates > 0 ? (double)s->skips / (double)s->updates : 0;
+    out->settings.use_scaler = AMP_SCALER_USE_AUTO;
+    if (out->settings.dtype != AMP_F16) {
+        snprintf(reason, size, "%s has fp32's range and needs none", amp_dtype_name(out->settings.dtype));
+    } else if (s->updates == 0) {
+        snprintf(reason, size, "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
+    } else if (!(rate > 0.01) && !(s->scale < d->init_scale)) {
+        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: as it is", (long long)s->skips, (long long)s->updates, (double)s->scale);
+    } else if (!(rate > 0.01)) {
+        d->init_scale = s->scale;
+        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale, (long long)s->skips);
+    } else {
+        const char *cure = "backoff 0.25, and begin at a quarter of it";
+        if (s->scale < d->init_scale) d->init_scale = s->scale;
+        if (d->hysteresis > 1) {
+            d->hysteresis = 1;
+            cure = "hysteresis 1, so that one skip shrinks it";
+        } else if (d->growth_interval > 0 && d->growth_interval < 2000) {
+            d->growth_interval = 2000;
+            cure = "growth interval 2000";
+        } else {
+            d->backoff_factor = AMPI_MIN(d->backoff_factor, 0.25);
+            d->init_scale = AMPI_MAX(s->scale / 4, ampi_is_none(d->min_scale) ? 1.1754944e-38f : d->min_scale);
+        }
+        snprintf(reason, size, "%lld of %lld steps skipped, over 1%%, scale %g: %s", (long long)s->skips, (long long)s->updates,
+                 (double)s->scale, cure);
+    }
+}
+
+static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_desc *desc, ampi_facts *f) {
+    memset(f, 0, sizeof *f);
+    f->desc = desc;
+    f->device = &amp->machine.device;
+    AMPI_TRY(amp_choose(&amp->machine, AMP_DTYPE_DEFAULT, 0, &f->automatic));
+    AMPI_TRY(amp_memory(amp, &f->memory));
+    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->dtype != AMP_F16) return AMP_OK;
+    return amp_scaler_get(desc->scaler, &f->scaler);
+}
+
+AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
+    static const amp_advise_desc none = {0, NULL, NULL, NULL};
+    amp_advice advice;
+    ampi_facts f;
+    AMPI_TRY(ampi_check_abi("amp_advise", abi, AMP_ABI(amp_advise_desc)));
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
+    if (desc == NULL) desc = &none;
+    if (desc->batch < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
+    if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+    AMPI_TRY(ampi_gather_facts(amp, desc, &f));
+    memset(&advice, 0, sizeof advice);
+    ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
+    ampi_advise_dtype(&f, &advice);
+    ampi_advise_batch(&f, &advice);
+    ampi_advise_level(&f, &advice);
+    ampi_advise_tf32(&f, &advice);
+    ampi_advise_scaler(&f, &advice);
+    *out = advice;
+    return AMP_OK;
+}
+
+AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
+    const amp_settings *s;
+    char batch[24] = "unknown";
+    if (advice == NULL) return 0;
+    s = &advice->settings;
+    if (advice->batch > 0) snprintf(batch, sizeof batch, "%lld", (long long)advice->batch);
+    ampi_print(&sheet, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
+    ampi_print(&sheet, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
+    ampi_print(&sheet, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
+    ampi_print(&sheet, "batch    %-8s %s\n", batch, advice->batch_reason);
+    ampi_print(&sheet, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
+    return sheet.used;
+}
+
+AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+    const amp_scaler_desc *rule;
+    amp_settings s;
+    if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    ampi_settings_now(amp, scaler, optimizer, &s);
+    s.dtype = advice->settings.dtype;
+    s.allow_tf32 = advice->settings.allow_tf32;
+    s.memory_efficient = advice->settings.memory_efficient;
+    s.use_scaler = advice->settings.use_scaler;
+    rule = &advice->settings.scaler;            /* left at 0 by advice without a scaler */
+    if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
+    if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
+    if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
+    if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
+    AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
+    if (advice->settings.level != s.level)
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
+                 (int)s.level - (int)AMP_LEVEL_O0);
+    return AMP_OK;
+}
+
 /* ---- Tune */
 
-/* ---- Recover */
+enum {
+    AMPI_TUNE_DTYPES = 4,
+    AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
+    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+};
+
+typedef struct ampi_candidate {
+    amp_dtype dtype;
+    amp_verdict verdict;
+    char reason[120];
+    int dropped;                    /* 1: failed; not tried with larger batches */
+    amp_tune_row *row;              /* of the batch at hand; NULL: not tried */
+    int64_t *times;                 /* nanoseconds of its steps with it */
+} ampi_candidate;
+
+typedef struct ampi_tune {
+    amp_context *amp;
+    amp_tune_desc desc;             /* effective */
+    amp_tune_report *out;
+    ampi_candidate candidates[AMPI_TUNE_DTYPES];
+    int n;
+    int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
+    uint64_t key;                   /* of the results in the file */
+    amp_state *state;               /* what the file holds, or NULL */
+    int foreign;                    /* 1: the file is something else, and stays */
+} ampi_tune;
+
+/* What a function of the host's means by its number, in words. */
+static void ampi_host_said(const char *what, int code, char *text, size_t size) {
+    const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
+    char id[16];
+    snprintf(id, sizeof id, "AMP%04d ", code);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
+                  strcmp(said, "unknown result") ? said : "");
+}
+
+static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
+    int64_t i, j;
+    if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
+    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    for (i = 0; i < d->n_dtypes; i++) {
+        amp_dtype t = d->dtypes[i];
+        if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
+            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(t));
+        for (j = 0; j < i; j++)
+            if (d->dtypes[j] == t) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d) {
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step is NULL");
+    AMPI_TRY(ampi_check_tune_dtypes(d));
+    if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
+    if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+    if (d->iterations < 0 || d->iterations > 1000)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
+    if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
+    if (d->file != NULL && d->file[0] == 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
+    AMPI_TRY(ampi_may_wait(amp));
+    if (ampi_settings(amp)->disable)
+        return ampi_fail(AMP_ERR_STATE, "amp_tune", "the context is disabled, so all precisions would be one: call amp_set_enabled first");
+    return AMP_OK;
+}
+
+static void ampi_tune_fill(ampi_tune *t) {
+    static const amp_dtype all[AMPI_TUNE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+    amp_tune_desc *d = &t->desc;
+    int i;
+    if (d->batch == 0) d->batch = 1;
+    if (d->max_batch == 0 || d->prepare == NULL) d->max_batch = d->batch;
+    if (d->iterations == 0) d->iterations = 10;
+    if (d->warmup == 0) d->warmup = 3;
+    if (d->model == NULL) d->model = "";
+    for (i = 0; i < (d->n_dtypes > 0 ? (int)d->n_dtypes : AMPI_TUNE_DTYPES); i++) {
+        ampi_candidate *c = &t->candidates[t->n];
+        c->dtype = d->n_dtypes > 0 ? d->dtypes[i] : all[i];
+        c->verdict = AMP_VERDICT_PASS;
+        t->n += d->n_dtypes > 0 || ampi_device_has(&t->amp->machine.device, c->dtype);
+    }
+}
+
+/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key stands for all that the results depend on */
+
+static uint64_t ampi_tune_hash(const ampi_tune *t) {
+    const amp_desc *s = ampi_settings(t->amp);
+    const amp_tune_desc *d = &t->desc;
+    char machine[1024];
+    int64_t numbers[] = {AMP_VERSION, s->level, s->policy, s->mode, s->allow_tf32, s->memory_efficient, s->disable_cache, s->threads,
+                         s->cpu_path, s->autotune, d->batch, d->max_batch, d->iterations, d->warmup, d->verify != NULL};
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    size_t i;
+    int k;
+    amp_machine_text(&t->amp->machine, machine, sizeof machine);
+    hash = ampi_hash_bytes(hash, machine, (int64_t)strlen(machine) + 1);
+    hash = ampi_hash_bytes(hash, d->model, (int64_t)strlen(d->model) + 1);
+    for (i = 0; i < sizeof numbers / sizeof numbers[0]; i++) hash = ampi_hash_number(hash, numbers[i]);
+    for (k = 0; k < t->n; k++) hash = ampi_hash_number(hash, t->candidates[k].dtype);
+    return d->verify ? ampi_hash_number(hash, (int64_t)ampi_bits_f64(d->verify->allowance)) : hash;
+}
+
+static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64]) {
+    snprintf(key, 64, "tune.%016llx.%s", (unsigned long long)t->key, name);
+}
+
+/* A row from its numbers; 0: they cannot be one. */
+static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
+    int i;
+    for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
+    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    memset(row, 0, sizeof *row);
+    row->dtype = (amp_dtype)(int)x[0];
+    row->verdict = (amp_verdict)(int)x[1];
+    row->batch = (int64_t)x[2];
+    row->peak = (int64_t)x[3];
+    row->seconds = x[4];
+    row->rate = x[5];
+    row->speedup = x[6];
+    memcpy(row->reason, text, sizeof row->reason - 1);
+    return 1;
+}
+
+/* 1: the report came from the file. */
+static int ampi_tune_known(ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
+    int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
+    ampi_tune_record(t, "rows", key);
+    ampi_tune_record(t, "text", text_key);
+    n = amp_state_count(t->state, key, NULL);
+    if (n < 0) return 0;                        /* another model, machine or desc */
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+        n /= AMPI_TUNE_NUMBERS;
+        if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
+            amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
+            for (i = 0; i < n && ampi_tune_decode(numbers + i * AMPI_TUNE_NUMBERS, text + i * size, &t->out->rows[i]); i++) {}
+            if (i == n) { t->out->n_rows = n; return 1; }
+        }
+    }
+    memset(t->out, 0, sizeof *t->out);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds rows that cannot be", t->desc.file);
+    return 0;
+}
+
+static int ampi_tune_read(ampi_tune *t) {
+    amp_result result;
+    if (t->desc.file == NULL) return 0;
+    t->key = ampi_tune_hash(t);
+    result = amp_state_load(&t->state, ampi_context_system(t->amp), t->desc.file);
+    if (result == AMP_OK) return ampi_tune_known(t);
+    t->foreign = result == AMP_ERR_FORMAT;
+    if (result != AMP_ERR_OPEN)                 /* not yet written */
+        ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s", t->foreign ? ", and the file left alone" : "", amp_last_error());
+    return 0;
+}
+
+static amp_result ampi_tune_put(const ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
+    int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
+    for (i = 0; i < t->out->n_rows; i++) {
+        const amp_tune_row *row = &t->out->rows[i];
+        double *x = numbers + i * AMPI_TUNE_NUMBERS;
+        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
+        memcpy(text + i * size, row->reason, (size_t)size);
+    }
+    ampi_tune_record(t, "rows", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_F64, numbers, i * AMPI_TUNE_NUMBERS));
+    ampi_tune_record(t, "text", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_U8, text, i * size));
+    return amp_state_save(t->state, t->desc.file);
+}
+
+/* Beside the results of others that the file holds. */
+static amp_result ampi_tune_write(ampi_tune *t) {
+    amp_result result = AMP_OK;
+    char why[200];
+    if (t->desc.file == NULL || t->foreign || t->out->n_rows == 0) return AMP_OK;
+    if (t->state == NULL) result = amp_state_create(&t->state, ampi_context_system(t->amp));
+    if (result == AMP_OK) result = ampi_tune_put(t);
+    if (result == AMP_OK) return AMP_OK;
+    snprintf(why, sizeof why, "%.199s", amp_last_error());
+    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are there, but not in %.100s: %s", t->desc.file, why);
+}
+
+/* ---- Timing */
+
+static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
+    c->dropped = 1;
+    c->row->verdict = AMP_VERDICT_FAILED;
+    ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
+}
+
+/* `n` steps with nothing queued behind them; times may be NULL. */
+static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
+    const amp_system *s = ampi_context_system(t->amp);
+    int64_t begun;
+    int i, code = 0;
+    for (i = 0; i < n && code == 0; i++) {
+        begun = s->clock_ns(s->user);
+        code = t->desc.step(t->desc.user, t->amp);
+        if (code == 0) code = (int)amp_sync(t->amp);
+        if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
+    }
+    return code;
+}
+
+/* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
+static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
+    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    amp_memory_info memory;
+    amp_choice choice;
+    code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
+    if (code == 0) code = (int)amp_set_dtype(t->amp, c->dtype);
+    if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
+    code = ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL);
+    amp_memory_reset_peak(t->amp);
+    if (code == 0) code = ampi_tune_steps(t, n, c->times + done);
+    if (code == 0) code = (int)amp_memory(t->amp, &memory);
+    if (code == 0) { c->row->peak = AMPI_MAX(c->row->peak, memory.peak); return; }
+    ampi_tune_failed(c, "step", code);
+    (void)amp_cleanup(t->amp, NULL);
+}
+
+/* The middle one, or the mean of the two in the middle; sorts. */
+static double ampi_median_ns(int64_t *times, int n) {
+    int i, j;
+    for (i = 1; i < n; i++) {
+        int64_t x = times[i];
+        for (j = i; j > 0 && times[j - 1] > x; j--) times[j] = times[j - 1];
+        times[j] = x;
+    }
+    return 0.5 * ((double)times[(n - 1) / 2] + (double)times[n / 2]);
+}
+
+static void ampi_tune_finish_rows(ampi_tune *t) {
+    double full = 0;
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        if (c->row == NULL || c->row->verdict == AMP_VERDICT_FAILED) continue;
+        c->row->seconds = 1e-9 * ampi_median_ns(c->times, t->desc.iterations);
+        if (c->row->seconds > 0) c->row->rate = (double)c->row->batch / c->row->seconds;
+        if (c->dtype == AMP_F32) full = c->row->seconds;
+    }
+    for (k = 0; k < t->n; k++)
+        if (t->candidates[k].row != NULL && t->candidates[k].row->seconds > 0)
+            t->candidates[k].row->speedup = full / t->candidates[k].row->seconds;
+}
+
+/* Rows for the candidates that are still in it. */
+static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        c->row = c->dropped ? NULL : &t->out->rows[t->out->n_rows++];
+        if (c->row == NULL) continue;
+        memset(c->row, 0, sizeof *c->row);
+        c->row->dtype = c->dtype;
+        c->row->batch = batch;
+        c->row->verdict = c->verdict;
+        memcpy(c->row->reason, c->reason, sizeof c->reason);
+        c->dropped = c->verdict == AMP_VERDICT_FAILED;
+    }
+}
+
+static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
+    int done, k;
+    ampi_tune_open_rows(t, batch);
+    for (done = 0; done < t->desc.iterations; done += AMPI_TUNE_TURN)
+        for (k = 0; k < t->n; k++)
+            if (t->candidates[k].row != NULL && !t->candidates[k].dropped) ampi_tune_turn(t, &t->candidates[k], done);
+    ampi_tune_finish_rows(t);
+}
+
+static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
+    int code = t->desc.prepare && t->prepared != batch ? t->desc.prepare(t->desc.user, t->amp, batch) : 0;
+    t->prepared = code == 0 ? batch : 0;
+    return code;
+}
+
+/* Verdicts hold for every batch size. */
+static amp_result ampi_tune_verify(ampi_tune *t) {
+    amp_verify_desc v;
+    amp_verify_report report;
+    amp_dtype dtypes[AMPI_TUNE_DTYPES];
+    int64_t i;
+    int k;
+    if (t->desc.verify == NULL) return AMP_OK;
+    v = *t->desc.verify;
+    v.dtypes = dtypes;
+    v.n_dtypes = 0;
+    for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
+    if (v.n_dtypes == 0) return AMP_OK;
+    memset(&report, 0, sizeof report);
+    AMPI_TRY(amp_verify(t->amp, &v, &report));
+    for (i = 0; i < report.n_rows; i++)
+        for (k = 0; k < t->n; k++) {
+            if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
+            t->candidates[k].verdict = report.rows[i].verdict;
+            snprintf(t->candidates[k].reason, sizeof t->candidates[k].reason, "%.119s", report.rows[i].advice);
+        }
+    return AMP_OK;
+}
+
+static int ampi_tune_left(const ampi_tune *t) {
+    int k, left = 0;
+    for (k = 0; k < t->n; k++) left += !t->candidates[k].dropped;
+    return left;
+}
+
+static amp_result ampi_tune_run(ampi_tune *t) {
+    int64_t batch = t->desc.batch;
+    int k, code;
+    while (ampi_tune_left(t) > 0 && t->out->n_rows + ampi_tune_left(t) <= AMP_TUNE_ROWS) {
+        code = ampi_tune_prepare(t, batch);
+        if (code != 0) {
+            ampi_tune_open_rows(t, batch);
+            for (k = 0; k < t->n; k++) if (t->candidates[k].row != NULL) ampi_tune_failed(&t->candidates[k], "prepare", code);
+            break;
+        }
+        if (batch == t->desc.batch) AMPI_TRY(ampi_tune_verify(t));
+        ampi_tune_batch(t, batch);
+        if (batch > t->desc.max_batch / 2) break;
+        batch *= 2;
+    }
+    return AMP_OK;
+}
+
+/* The highest rate; the first row of those with the same. */
+static void ampi_tune_pick(amp_tune_report *out) {
+    int64_t i;
+    out->best = -1;
+    for (i = 0; i < out->n_rows; i++)
+        if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
+}
+
+static amp_result ampi_tune_time(ampi_tune *t) {
+    amp_dtype before = ampi_settings(t->amp)->dtype;
+    int64_t *times;
+    amp_result result, restored;
+    int k;
+    AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
+    for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
+    result = ampi_tune_run(t);
+    restored = amp_set_dtype(t->amp, before);
+    ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
+    return result != AMP_OK ? result : restored;
+}
+
+AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) {
+    amp_result result = AMP_OK;
+    amp_tune_report report;
+    char why[200];
+    ampi_tune t;
+    int code;
+    AMPI_TRY(ampi_check_abi("amp_tune", abi, AMP_ABI(amp_tune_desc)));
+    if (amp == NULL || desc == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
+    AMPI_TRY(ampi_check_tune(amp, desc));
+    memset(&t, 0, sizeof t);
+    t.amp = amp;
+    t.desc = *desc;
+    t.out = &report;
+    memset(&report, 0, sizeof report);
+    ampi_tune_fill(&t);
+    report.from_file = ampi_tune_read(&t);
+    if (!report.from_file) result = ampi_tune_time(&t);
+    ampi_tune_pick(&report);
+    if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);
+    amp_state_destroy(t.state);
+    if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
+    *out = report;
+    code = ampi_tune_prepare(&t, out->best >= 0 ? out->rows[out->best].batch : t.desc.batch);
+    if (code == 0 || out->best < 0) return result;
+    ampi_host_said("prepare", code, why, sizeof why);
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
+}
+
+AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
+    int64_t i;
+    if (report == NULL) return 0;
+    ampi_print(&sheet, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
+    for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
+        const amp_tune_row *row = &report->rows[i];
+        ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
+        if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
+        else ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
+        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+    }
+    return sheet.used;
+}
+
+/* ---- Recover.  Records come some steps late, so a snapshot is taken of weights that no record speaks of yet: it is a
+   candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
+   one before; trouble drops it.  Two snapshots are held at most.
+
+   Restoring sets the optimizer's count of steps back and drops the outcomes that were pending.  What a monitor or the host
+   still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
+   until a number comes that is not among these: the new run's, which begins below. */
+
+#define AMPI_SNAPSHOT "amp"         /* prefix of the library's records; the host's go beside them */
+
+typedef struct ampi_snapshot {
+    amp_state *state;               /* NULL: none */
+    int64_t attempts, applied;      /* steps done until then */
+} ampi_snapshot;
+
+struct amp_recovery {
+    amp_context *amp;
+    amp_recovery_desc desc;         /* effective */
+    ampi_snapshot good, candidate;
+    int32_t retries;                /* since .interval good steps */
+    int64_t streak;                 /* applied steps without trouble */
+    int64_t next;                   /* applied steps when a snapshot is due */
+    int64_t seen;                   /* the last record's number */
+    int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
+    int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
+};
+
+static void ampi_snapshot_drop(ampi_snapshot *s) {
+    amp_state_destroy(s->state);
+    memset(s, 0, sizeof *s);
+}
+
+static int64_t ampi_weight_bytes(const amp_param *p) { return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype); }
+
+/* Every weight between its memory and the state, through `room`. */
+static amp_result ampi_snapshot_weights(const amp_recovery *r, amp_state *state, int load, void *room) {
+    int64_t i;
+    for (i = 0; i < r->desc.n_params; i++) {
+        amp_param *p = &r->desc.params[i];
+        int64_t n = amp_tensor_count(&p->weight), bytes = ampi_weight_bytes(p);
+        if (n <= 0) continue;
+        if (!load) {
+            AMPI_TRY(ampi_fetch(r->amp, room, p->weight.data, (size_t)bytes));
+            AMPI_TRY(ampi_put(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+        } else {
+            AMPI_TRY(ampi_get(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+            AMPI_TRY(ampi_send(r->amp, p->weight.data, room, (size_t)bytes));
+            amp_param_touch(p);
+        }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_move(const amp_recovery *r, amp_state *state, int load) {
+    const amp_system *s = ampi_context_system(r->amp);
+    int64_t i, most = 0;
+    amp_result result;
+    void *room;
+    for (i = 0; i < r->desc.n_params; i++) most = AMPI_MAX(most, ampi_weight_bytes(&r->desc.params[i]));
+    AMPI_TRY(ampi_alloc(s, "amp_recovery", &room, most, 1));
+    result = ampi_snapshot_weights(r, state, load, room);
+    ampi_free(s, room, most, 1);
+    return result;
+}
+
+/* What a save or load of the host's returned, as a result. */
+static amp_result ampi_host_failed(const char *what, int code) {
+    char why[200];
+    ampi_host_said(what, code, why, sizeof why);
+    return ampi_fail(strcmp(amp_result_text((amp_result)code), "unknown result") ? (amp_result)code : AMP_ERR_STATE, "amp_recovery", "%s", why);
+}
+
+static amp_result ampi_snapshot_fill(const amp_recovery *r, ampi_snapshot *out) {
+    const amp_recovery_desc *d = &r->desc;
+    int64_t steps[AMPI_SAVED_STEPS];
+    int code;
+    AMPI_TRY(amp_state_create(&out->state, ampi_context_system(r->amp)));
+    AMPI_TRY(ampi_snapshot_move(r, out->state, 0));
+    AMPI_TRY(amp_optimizer_save(d->optimizer, out->state, AMPI_SNAPSHOT ".optimizer"));
+    if (d->scaler != NULL) AMPI_TRY(amp_scaler_save(d->scaler, out->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_save(d->loader, out->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_save(r->amp, out->state, AMPI_SNAPSHOT));
+    code = d->save ? d->save(d->user, out->state) : 0;
+    if (code != 0) return ampi_host_failed("save", code);
+    AMPI_TRY(ampi_get(out->state, AMPI_SNAPSHOT ".optimizer", "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    out->attempts = steps[2];
+    out->applied = steps[5];
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_take(const amp_recovery *r, ampi_snapshot *out) {
+    amp_result result = ampi_snapshot_fill(r, out);
+    if (result != AMP_OK) ampi_snapshot_drop(out);
+    return result;
+}
+
+/* Everything as it was, but for the outcomes that were pending then: they are of good steps, and have been delivered. */
+static amp_result ampi_snapshot_restore(const amp_recovery *r, const ampi_snapshot *s) {
+    const amp_recovery_desc *d = &r->desc;
+    int code;
+    AMPI_TRY(ampi_wait(r->amp));
+    AMPI_TRY(ampi_snapshot_move(r, s->state, 1));
+    AMPI_TRY(amp_optimizer_load(d->optimizer, s->state, AMPI_SNAPSHOT ".optimizer"));
+    d->optimizer->delivered = d->optimizer->attempts;
+    if (d->scaler != NULL && ampi_has_record(s->state, AMPI_SNAPSHOT ".scaler", "scale", -1))
+        AMPI_TRY(amp_scaler_load(d->scaler, s->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_load(d->loader, s->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_load(r->amp, s->state, AMPI_SNAPSHOT));
+    code = d->load ? d->load(d->user, s->state) : 0;
+    return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
+}
+
+static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery_desc *d) {
+    static const char f[] = "amp_recovery_create";
+    int64_t i;
+    if (d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
+    if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
+    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 for 100", (long long)d->interval);
+    if (d->max_retries < AMP_NO_RETRIES || d->max_retries > 1000)
+        return ampi_fail(AMP_ERR_RANGE, f, ".max_retries = %d, must be 1 to 1000, 0 for 3, or AMP_NO_RETRIES", d->max_retries);
+    if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load come both or neither");
+    for (i = 0; i < d->n_params; i++) {
+        const amp_param *p = &d->params[i];
+        if (p->weight.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
+        AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
+        if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
+    }
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
+    if (d->optimizer->micro > 0)
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi) {
+    amp_recovery *r;
+    amp_result result;
+    AMPI_TRY(ampi_check_abi("amp_recovery_create", abi, AMP_ABI(amp_recovery_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
+    AMPI_TRY(ampi_check_recovery(amp, desc));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_recovery_create", (void **)&r, 1, sizeof *r));
+    r->amp = amp;
+    r->desc = *desc;
+    if (r->desc.interval == 0) r->desc.interval = 100;
+    if (r->desc.max_retries == 0) r->desc.max_retries = 3;
+    if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
+    result = ampi_snapshot_take(r, &r->good);
+    if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
+    r->next = r->good.applied + r->desc.interval;
+    *out = r;
+    return AMP_OK;
+}
+
+AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
+    if (recovery == NULL) return;
+    ampi_snapshot_drop(&recovery->good);
+    ampi_snapshot_drop(&recovery->candidate);
+    ampi_free(ampi_context_system(recovery->amp), recovery, 1, sizeof *recovery);
+}
+
+/* ---- What is planned */
+
+/* The layer's name is its tensor's up to the last dot. */
+static void ampi_layer_pattern(const char *name, char pattern[64]) {
+    const char *dot = strrchr(name, '.');
+    size_t n = dot ? (size_t)(dot - name) + 1 : strlen(name);
+    if (n > 62) n = 62;
+    memcpy(pattern, name, n);
+    pattern[n] = dot || name[n] ? '*' : 0;
+    pattern[n + 1] = 0;
+}
+
+static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
+    int64_t i;
+    for (i = 0; i < amp->n_layers; i++)
+        if (amp->layers[i].dtype == AMP_F32 && strcmp(amp->layers[i].pattern, pattern) == 0) return 1;
+    return 0;
+}
+
+/* The next wider format: fp16 -> bf16 where there is one, all else -> fp32. */
+static amp_dtype ampi_next_dtype(const amp_context *amp) {
+    amp_dtype now = ampi_settings(amp)->dtype;
+    amp_choice choice;
+    return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16 : AMP_F32;
+}
+
+/* 1: a wider format is there, and may be switched to: levels O2 and O3 keep theirs. */
+static int ampi_can_widen(const amp_context *amp) {
+    const amp_desc *d = ampi_settings(amp);
+    return !d->disable && d->dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
+}
+
+/* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
+   is no single layer's doing: both take a wider format, where there is one. */
+static void ampi_plan_cure(const amp_context *amp, const amp_step_record *record, amp_recovery_event *event) {
+    const char *bad = record->outcome.first_bad;
+    int everywhere = record->trouble == AMP_TROUBLE_LOSS || record->trouble == AMP_TROUBLE_FLOOR, wide = ampi_can_widen(amp);
+    if (ampi_settings(amp)->disable || ampi_settings(amp)->dtype == AMP_F32) return;
+    if (bad != NULL) ampi_layer_pattern(bad, event->layer);
+    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->cure = AMP_CURE_LAYERS;
+    else if (wide) { event->cure = AMP_CURE_DTYPE; event->dtype = ampi_next_dtype(amp); }
+}
+
+static const char *ampi_trouble_text(amp_trouble trouble) {
+    switch (trouble) {
+        case AMP_TROUBLE_LOSS: return "the loss is not finite";
+        case AMP_TROUBLE_GRADIENTS: return "gradients are not finite";
+        case AMP_TROUBLE_FLOOR: return "gradients overflow at the scale's floor";
+        case AMP_TROUBLE_SKIPS: return "too many steps in a row were skipped";
+        default: return "asked for";
+    }
+}
+
+static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action action, amp_trouble trouble) {
+    amp_recovery_event e;
+    memset(&e, 0, sizeof e);
+    e.action = action;
+    e.trouble = trouble;
+    e.dtype = ampi_settings(r->amp)->dtype;
+    e.step = r->good.applied;
+    e.retries = r->retries;
+    e.left = r->desc.max_retries - r->retries;
+    return e;
+}
+
+/* ---- What is done */
+
+/* Asks the policy.  1: it was the policy that set the learning rate, so restoring keeps it. */
+static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
+    double lr = r->desc.optimizer->desc.lr;
+    amp_recovery_event planned = *event;
+    if (r->desc.policy == NULL) return 0;
+    r->desc.policy(r->desc.user, event);
+    if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_STOP) event->action = planned.action;
+    if (event->cure < AMP_CURE_NONE || event->cure > AMP_CURE_DTYPE) event->cure = planned.cure;
+    event->layer[sizeof event->layer - 1] = 0;
+    event->trouble = planned.trouble;
+    event->step = planned.step;
+    return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
+}
+
+/* Without fp16 there is nothing to scale, as for settings with "scaler" auto. */
+static amp_result ampi_cure_dtype(const amp_recovery *r, amp_dtype dtype) {
+    amp_scaler *scaler = ampi_enabled(r->desc.scaler);
+    amp_scaler_desc d;
+    AMPI_TRY(amp_set_dtype(r->amp, dtype));
+    if (scaler == NULL || ampi_settings(r->amp)->dtype == AMP_F16) return AMP_OK;
+    d = scaler->desc;
+    d.disable = 1;
+    return ampi_scaler_change(scaler, &d);
+}
+
+static amp_result ampi_cure(const amp_recovery *r, amp_recovery_event *event) {
+    if (event->cure == AMP_CURE_LAYERS && event->layer[0] == 0) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_DTYPE && !ampi_can_widen(r->amp)) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
+    if (event->cure == AMP_CURE_DTYPE) AMPI_TRY(ampi_cure_dtype(r, ampi_next_dtype(r->amp)));
+    event->dtype = ampi_settings(r->amp)->dtype;
+    return AMP_OK;
+}
+
+/* The last good snapshot, and from there on. */
+static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
+    amp_optimizer *o = r->desc.optimizer;
+    double lr = o->desc.lr;
+    int64_t last = o->attempts;
+    AMPI_TRY(ampi_snapshot_restore(r, &r->good));
+    if (keep_lr) o->desc.lr = lr;
+    ampi_snapshot_drop(&r->candidate);
+    r->undone = r->seen > r->good.attempts ? last : 0;
+    r->next = r->good.applied + r->desc.interval;
+    r->streak = 0;
+    return AMP_OK;
+}
+
+static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
+    const char *where = record->outcome.first_bad;
+    char cure[100] = "nothing else changed";
+    if (e->cure == AMP_CURE_LAYERS) snprintf(cure, sizeof cure, "%.63s in fp32 from now on", e->layer);
+    if (e->cure == AMP_CURE_DTYPE) snprintf(cure, sizeof cure, "%s from now on", amp_dtype_name(e->dtype));
+    snprintf(e->text, sizeof e->text, "step %lld: %s%s%.40s; back to %lld applied steps, %s", (long long)record->outcome.step,
+             ampi_trouble_text(e->trouble), where ? ", first in " : "", where ? where : "", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? "stop" : cure);
+}
+
+/* Trouble that is only noted: snapshots since are worth nothing. */
+static void ampi_note_bad(amp_recovery *r) {
+    ampi_snapshot_drop(&r->candidate);
+    r->streak = 0;
+    r->next = 0;
+}
+
+static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, amp_recovery_event *out) {
+    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_RESTORED, record->trouble);
+    int keep_lr;
+    if (e.left > 0) {
+        ampi_plan_cure(r->amp, record, &e);
+        e.retries++;
+        e.left--;
+    } else e.action = AMP_RECOVERY_STOP;
+    ampi_event_text(&e, record);
+    keep_lr = ampi_ask(r, &e);
+    if (e.action == AMP_RECOVERY_NONE) { ampi_note_bad(r); *out = e; return AMP_OK; }
+    if (e.action == AMP_RECOVERY_STOP) e.cure = AMP_CURE_NONE;
+    else e.action = AMP_RECOVERY_RESTORED;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    AMPI_TRY(ampi_cure(r, &e));
+    r->retries = e.retries;
+    ampi_event_text(&e, record);
+    ampi_log(r->amp, e.action == AMP_RECOVERY_STOP ? AMP_LOG_ERROR : AMP_LOG_WARNING, 1303, "%s", e.text);
+    *out = e;
+    return AMP_OK;
+}
+
+/* ---- Records */
+
+/* 1: of a step that was undone. */
+static int ampi_is_undone(amp_recovery *r, int64_t step) {
+    if (step > r->seen && step <= r->undone) return 1;
+    r->undone = 0;
+    r->seen = step;
+    return 0;
+}
+
+static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
+    ampi_snapshot *c = &r->candidate;
+    if (!record->outcome.applied) return;
+    if (++r->streak >= r->desc.interval) r->retries = 0;
+    if (c->state != NULL && record->outcome.step > c->attempts) {
+        ampi_snapshot_drop(&r->good);
+        r->good = *c;
+        memset(c, 0, sizeof *c);
+    }
+    if (c->state != NULL || r->desc.optimizer->micro > 0 || record->outcome.applied_steps < r->next) return;
+    r->next = record->outcome.applied_steps + r->desc.interval;
+    if (ampi_snapshot_take(r, c) != AMP_OK)
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->outcome.step,
+                 (long long)r->good.applied, amp_last_error());
+}
+
+AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    if (r == NULL || record == NULL || event == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
+    if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
+    if (record->trouble == AMP_TROUBLE_NONE) ampi_note_good(r, record);
+    else if (record->action == AMP_NAN_RECOVER) return ampi_recover(r, record, event);
+    else ampi_note_bad(r);
+    return AMP_OK;
+}
+
+/* ---- Memory */
+
+/* Out of memory a second time in one step. */
+static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
+    amp_optimizer *o = r->desc.optimizer;
+    int32_t n = o->desc.accumulation, most = INT32_MAX / 2;
+    int keep_lr;
+    e->action = n > most ? AMP_RECOVERY_STOP : AMP_RECOVERY_HALVE_BATCH;
+    snprintf(e->text, sizeof e->text, "out of memory again in step %lld: half of the micro-batch, and twice as many of them as the %d of a step",
+             (long long)o->attempts + 1, n);
+    keep_lr = ampi_ask(r, e);
+    if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) return amp_optimizer_set_accumulation(o, 2 * n);
+    AMPI_TRY(amp_optimizer_set_accumulation(o, n));
+    if (e->action == AMP_RECOVERY_NONE || e->action == AMP_RECOVERY_RETRY) return AMP_OK;
+    if (e->action == AMP_RECOVERY_HALVE_BATCH) e->action = AMP_RECOVERY_STOP;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    if (e->action == AMP_RECOVERY_RESTORED) AMPI_TRY(ampi_cure(r, e));
+    snprintf(e->text, sizeof e->text, "out of memory: back to %lld applied steps%s", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? ", stop" : "");
+    return AMP_OK;
+}
+
+/* One cleanup per step, then ever smaller micro-batches.  What the cycle has accumulated is dropped, since a part of what
+   failed may be in it. */
+AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    amp_recovery_event e;
+    amp_optimizer *o;
+    int64_t freed = 0;
+    int again;
+    if (r == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    o = r->desc.optimizer;
+    again = r->cleaned == o->attempts + 1;
+    e = ampi_event(r, AMP_RECOVERY_RETRY, AMP_TROUBLE_NONE);
+    AMPI_TRY(amp_cleanup(r->amp, &freed));
+    r->cleaned = o->attempts + 1;
+    if (again) AMPI_TRY(ampi_halve(r, &e));
+    else {
+        AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+    }
+    ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
+    *event = e;
+    return AMP_OK;
+}
 
 #if AMPI_X86 && !defined(__clang__)
 #  pragma GCC diagnostic pop
