@@ -1202,6 +1202,24 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
     return result;
 }
 
+/* Activations for another batch size, or stored in another dtype; the old ones are freed first. */
+static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activations) {
+    arena memory = {NULL, 0};
+    void *base = NULL;
+    amp_free(g->amp, g->memory);
+    g->memory = NULL;
+    g->config.batch = batch;
+    g->config.activations = activations;
+    gpt_place_activations(g, &memory);
+    TRY(amp_alloc(g->amp, &base, memory.used));
+    g->memory = memory.base = (char *)base;
+    g->memory_bytes = memory.used;
+    memory.used = 0;
+    gpt_place_activations(g, &memory);
+    g->batch = 0;                   /* what is bound is of the old ones */
+    return gpt_bind(g, batch, g->config.seq);
+}
+
 /* Sets a parameter's weight from fp32 on the host, or reads it. */
 static inline amp_result param_set(amp_context *amp, amp_param *param, const float *values) {
     amp_tensor *w = &param->weight;

@@ -380,6 +380,7 @@ typedef struct run {
     amp_recovery *recovery;         /* NULL: not wanted */
     board board;
     char trouble[256];              /* why training stops, or "" */
+    int64_t epoch, index;           /* the first batch of the step that runs; epoch -1: not read yet */
     int64_t start, step, steps;     /* start: where this session began */
     int64_t epoch_steps;            /* since the monitor's epoch began */
     float losses[64];               /* of the last steps, by step % 64 */
@@ -721,12 +722,27 @@ static int recovery_load(void *user, const amp_state *state) {
     return (int)amp_state_get(state, "train.step", AMP_I64, &((run *)user)->step, 1);
 }
 
+static amp_result open_recovery(run *r) {
+    amp_recovery_desc desc;
+    if (r->set.amp.nan_action != AMP_NAN_RECOVER) return AMP_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.params = r->model.params;
+    desc.n_params = r->model.n_params;
+    desc.optimizer = r->optimizer;
+    desc.scaler = r->scaler;
+    desc.loader = r->loader;
+    desc.max_retries = r->set.amp.max_retries;
+    desc.save = recovery_save;
+    desc.load = recovery_load;
+    desc.user = r;
+    return amp_recovery_create(r->amp, &r->recovery, &desc);
+}
+
 /* Who watches the training: metrics, numbers, and what to do in trouble. */
 static amp_result open_watch(run *r) {
     const settings *set = &r->set;
     amp_monitor_desc monitor;
     amp_numerics_desc numerics;
-    amp_recovery_desc recovery;
     memset(&monitor, 0, sizeof monitor);
     TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
     if (r->metrics != NULL) monitor.path = r->metrics_path;
@@ -744,17 +760,7 @@ static amp_result open_watch(run *r) {
     numerics.scaler = r->scaler;
     numerics.interval = set->numerics_interval;
     if (set->numerics_interval > 0) TRY(amp_numerics_create(r->amp, &r->numerics, &numerics));
-    memset(&recovery, 0, sizeof recovery);
-    recovery.params = r->model.params;
-    recovery.n_params = r->model.n_params;
-    recovery.optimizer = r->optimizer;
-    recovery.scaler = r->scaler;
-    recovery.loader = r->loader;
-    recovery.max_retries = set->amp.max_retries;
-    recovery.save = recovery_save;
-    recovery.load = recovery_load;
-    recovery.user = r;
-    return set->amp.nan_action == AMP_NAN_RECOVER ? amp_recovery_create(r->amp, &r->recovery, &recovery) : AMP_OK;
+    return open_recovery(r);
 }
 
 /* The second half of a checkpoint; gpt_load_state was the first. */
@@ -1064,6 +1070,7 @@ static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
     int32_t *tokens = r->micro_tokens + 2 * n * micro;
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
     TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, batch));
+    if (micro == 0) { r->epoch = batch->epoch; r->index = batch->index; }
     if (r->micro_tokens == NULL) return AMP_OK;
     TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
     TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
@@ -1111,6 +1118,7 @@ static amp_result train_step(run *r, float lr, float *loss, int log) {
     double began = seconds_now();
     amp_batch batch;
     amp_step_info info;
+    r->epoch = -1;
     TRY(amp_optimizer_set_lr(r->optimizer, lr));
     r->model.profile = r->set.profile ? &r->profile : NULL;     /* only here: validation and the sample are not counted */
     if (r->set.graph && r->step > r->start) TRY(graph_step(r));
@@ -1157,44 +1165,82 @@ static void board_record_of(run *r, const amp_step_record *record) {
     board_scalar(&r->board, step, "train/tokens_per_s", record->tokens_per_second);
 }
 
-/* What --nan-action says about a record.  *restored 1: training is back at an earlier step. */
-static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record, int *restored) {
+/* What a recovery did, on the screen and in the metrics. */
+static void report_event(run *r, progress *bar, const amp_recovery_event *event) {
+    progress_clear(bar);
+    printf("%s\n", event->text);
+    metrics_begin(r->metrics, "recovery");
+    metrics_integer(r->metrics, "step", r->step);
+    metrics_text(r->metrics, "dtype", amp_dtype_name(event->dtype));
+    metrics_text(r->metrics, "text", event->text);
+    line_end(r);
+    if (event->action == AMP_RECOVERY_STOP) snprintf(r->trouble, sizeof r->trouble, "%s", event->text);
+}
+
+/* What --nan-action says about a record.  In another precision activations are stored otherwise too. */
+static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record) {
     amp_recovery_event event;
-    *restored = 0;
-    if (r->trouble[0] != 0 || (r->recovery == NULL && record->action != AMP_NAN_STOP)) return AMP_OK;
+    amp_dtype activations;
+    if (r->trouble[0] != 0) return AMP_OK;
     if (r->recovery == NULL) {
-        snprintf(r->trouble, sizeof r->trouble, "stopped in trouble at step %lld, as --nan-action stop asks",
-                 (long long)record->outcome.step);
+        if (record->action == AMP_NAN_STOP)
+            snprintf(r->trouble, sizeof r->trouble, "stopped in trouble at step %lld, as --nan-action stop asks",
+                     (long long)record->outcome.step);
         return AMP_OK;
     }
     TRY(amp_recovery_step(r->recovery, record, &event));
     if (event.action == AMP_RECOVERY_NONE) return AMP_OK;
-    progress_clear(bar);
-    printf("%s\n", event.text);
-    metrics_begin(r->metrics, "recovery");
-    metrics_integer(r->metrics, "step", record->outcome.step);
-    metrics_integer(r->metrics, "restored", event.step);
-    metrics_text(r->metrics, "dtype", amp_dtype_name(event.dtype));
-    metrics_text(r->metrics, "text", event.text);
-    line_end(r);
-    *restored = event.action == AMP_RECOVERY_RESTORED;
-    if (event.action == AMP_RECOVERY_STOP) snprintf(r->trouble, sizeof r->trouble, "%s", event.text);
+    report_event(r, bar, &event);
+    amp_graph_destroy(r->graph);
+    r->graph = NULL;
     TRY(amp_query_choice(r->amp, &r->choice));
-    return AMP_OK;
+    TRY(activation_dtype(r, &activations));
+    return activations != r->model.config.activations ? gpt_reshape(&r->model, r->set.batch, activations) : AMP_OK;
+}
+
+/* Half of the sequences in a micro-batch, and twice as many of those: the library has doubled accumulation already. */
+static amp_result halve_batch(run *r) {
+    static char batch[24];
+    if (r->set.batch % 2 != 0) return example_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
+    r->set.batch /= 2;
+    r->set.accumulation *= 2;
+    r->set.amp.accumulation = (int32_t)r->set.accumulation;
+    r->index *= 2;
+    snprintf(batch, sizeof batch, "%lld", (long long)r->set.batch);
+    given.text[option_index("batch")] = batch;      /* for the checkpoint */
+    amp_graph_destroy(r->graph);
+    amp_free(r->amp, r->micro_losses);
+    amp_free(r->amp, r->micro_tokens);
+    amp_recovery_destroy(r->recovery);              /* its snapshots are of the old batches */
+    amp_loader_destroy(r->loader);
+    r->graph = NULL; r->micro_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
+    TRY(gpt_reshape(&r->model, r->set.batch, r->model.config.activations));
+    TRY(open_step(r));
+    return open_loader(r);
+}
+
+/* The step found no memory: it is done once more, after cleaning up or in smaller pieces. */
+static amp_result answer_memory(run *r, progress *bar) {
+    amp_recovery_event event;
+    int64_t epoch = r->epoch;
+    TRY(amp_recovery_memory(r->recovery, &event));
+    report_event(r, bar, &event);
+    if (event.action == AMP_RECOVERY_HALVE_BATCH && epoch < 0) return example_fail(AMP_ERR_MEMORY, "no memory to read a batch");
+    if (event.action == AMP_RECOVERY_HALVE_BATCH) TRY(halve_batch(r));
+    if (epoch >= 0) TRY(amp_loader_seek(r->loader, r->epoch, r->index));
+    return r->recovery == NULL ? open_recovery(r) : AMP_OK;
 }
 
 /* Records arrive two steps late, in order, one for each step.  Here a program waits for a GPU that is behind. */
 static amp_result take_records(run *r, progress *bar) {
     amp_step_record record;
-    int restored = 0;
-    while (!restored && amp_monitor_next(r->monitor, &record)) {
+    while (amp_monitor_next(r->monitor, &record)) {
         r->outcome = record.outcome;
         r->outcomes++;
         board_record_of(r, &record);
         if (r->set.log_memory && record.has_memory) print_memory(bar, &record);
-        TRY(answer_trouble(r, bar, &record, &restored));
+        TRY(answer_trouble(r, bar, &record));
     }
-    while (restored && amp_monitor_next(r->monitor, &record)) {}   /* of steps that are undone */
     return AMP_OK;
 }
 
@@ -1263,6 +1309,11 @@ static amp_result train(run *r, progress *bar, int quiet) {
         if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step warms up */
         result = train_step(r, schedule_lr(kind, r->step, r->steps, set->warmup, set->lr, min_lr), show ? &loss : NULL,
                             log);
+        if (result == AMP_ERR_MEMORY && r->recovery != NULL && ranks.world == 1) {
+            TRY(answer_memory(r, bar));
+            result = AMP_OK;
+            continue;
+        }
         if (result != AMP_OK) break;
         if (show) r->losses[next % 64] = loss;
         r->step = next;

@@ -152,6 +152,13 @@ train stop $hopeless --nan-action stop
 if [ $? -eq 1 ] && grep -q "stopped in trouble at step 1" "$work/stop.log" && [ -s "$work/stop/model.state" ]; then pass
 else fail "--nan-action stop" "$(tail -n 3 "$work/stop.log")"; fi
 
+# Recovering: fp16 whose scale cannot shrink begins anew in bf16, and becomes the run that bf16 would have been.
+train recover --precision fp16 --init-scale 1e30 --min-scale 1e30 --nan-action recover --steps 8 --save "$work/recover"
+train direct --precision bf16 --steps 8 --save "$work/direct"
+if grep -q "bf16 from now on" "$work/recover.log" && cmp -s "$work/recover.safetensors" "$work/direct.safetensors" &&
+    grep -q '"event": "recovery"' "$work/recover/metrics.jsonl" && [ "$(last dtype recover)" = '"bf16"' ]; then pass
+else fail "--nan-action recover" "$(tail -n 3 "$work/recover.log") $(cat "$work/recover/metrics.jsonl")"; fi
+
 # A full disk: training goes on, and says it.
 if [ -e /dev/full ]; then
     if train full --steps 4 --metrics /dev/full --save "$work/full_model" && grep -q "metrics are kept in memory" "$work/full.log" && [ -s "$work/full_model.state" ]; then pass
