@@ -8690,12 +8690,13 @@ AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
-    AMPI_TRY(amp_memory(amp, &before));
+    if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
     ampi_cache_clear_idle(amp);
     amp_mask_cache_clear(amp);
     if (amp->backend->trim != NULL) AMPI_TRY(amp->backend->trim(amp->dev));
+    if (freed == NULL) return AMP_OK;
     AMPI_TRY(amp_memory(amp, &after));
-    if (freed != NULL) *freed = before.reserved - after.reserved;
+    *freed = before.reserved - after.reserved;
     return AMP_OK;
 }
 
@@ -13693,6 +13694,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     if (settings == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or amp is NULL");
     AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
     AMPI_TRY(ampi_settings_check(f, settings));
+    if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor is of another context");
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &rule));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
     else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply", amp_dtype_name(choice.dtype));
@@ -13703,7 +13705,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
         AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
-    (void)monitor;
+    if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
 }
 
@@ -13832,11 +13834,11 @@ AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scal
     return AMP_OK;
 }
 
-AMPI_PRIVATE const char *ampi_level_name(amp_level level) {
-    return level == AMP_LEVEL_O0 ? "O0" : level == AMP_LEVEL_O2 ? "O2" : level == AMP_LEVEL_O3 ? "O3" : "O1";
+/* The word of a value; "?" if it has none. */
+AMPI_PRIVATE const char *ampi_word_of(const ampi_word *words, int value) {
+    while (words->word != NULL && words->value != value) words++;
+    return words->word ? words->word : "?";
 }
-AMPI_PRIVATE const char *ampi_policy_name(amp_policy policy) { return policy == AMP_POLICY_TORCH ? "torch" : "fused"; }
-AMPI_PRIVATE const char *ampi_mode_name(amp_mode mode) { return mode == AMP_MODE_INFERENCE ? "inference" : "training"; }
 
 /* Bytes in words. */
 AMPI_PRIVATE void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
@@ -13879,8 +13881,8 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     m = &t->telemetry;
     ampi_print(&s, "version  amp.h %d.%d.%d, backend %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend);
     ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)", t->choice.reason);
-    ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_level_name(t->level),
-               ampi_policy_name(t->policy), ampi_mode_name(t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
+    ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_word_of(ampi_level_words, (int)t->level),
+               ampi_word_of(ampi_policy_words, (int)t->policy), ampi_word_of(ampi_mode_words, (int)t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
     if (t->has_scaler)
         ampi_print(&s, "scaler   scale %g%s, tracker %d of %d; %lld of %lld updates skipped, %lld in a row\n", (double)t->scale,
                    t->at_floor ? " (at its floor)" : "", t->growth_tracker, t->growth_interval, (long long)t->skips,
@@ -13980,9 +13982,9 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
     ampi_json_text(&s, "reason", t->choice.reason);
     ampi_json_flag(&s, "emulated", t->choice.emulated);
     ampi_json_flag(&s, "fell_back", t->choice.fell_back);
-    ampi_json_text(&s, "level", ampi_level_name(t->level));
-    ampi_json_text(&s, "policy", ampi_policy_name(t->policy));
-    ampi_json_text(&s, "mode", ampi_mode_name(t->mode));
+    ampi_json_text(&s, "level", ampi_word_of(ampi_level_words, (int)t->level));
+    ampi_json_text(&s, "policy", ampi_word_of(ampi_policy_words, (int)t->policy));
+    ampi_json_text(&s, "mode", ampi_word_of(ampi_mode_words, (int)t->mode));
     ampi_json_flag(&s, "memory_efficient", t->memory_efficient);
     ampi_json_flag(&s, "tf32", t->allow_tf32);
     ampi_json_scaler(&s, t);
@@ -14113,7 +14115,7 @@ AMPI_PRIVATE void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
         return;
     }
     if (m->lost++ == 0)
-        ampi_log(m->amp, AMP_LOG_ERROR, 1203, "%s cannot be written, and there is no room to keep more lines", m->desc.path);
+        ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines", m->desc.path);
 }
 
 /* Opens the file; behind a last line without its end, which a crash left, comes one. */
@@ -14250,10 +14252,9 @@ AMPI_PRIVATE amp_trouble ampi_trouble_of(const amp_monitor *m, const amp_step_re
 AMPI_PRIVATE void ampi_trouble_log(const amp_monitor *m, const amp_step_record *r) {
     static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
                                         "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
-    static const char *const then[] = {"", "reported only", "skipped", "stop", "recover"};
-    ampi_log(m->amp, AMP_LOG_WARNING, 1202, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->outcome.step,
+    ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->outcome.step,
              words[r->trouble], r->outcome.first_bad ? ", first in " : "", r->outcome.first_bad ? r->outcome.first_bad : "",
-             (long long)r->outcome.consecutive_skips, then[r->action]);
+             (long long)r->outcome.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
 }
 
 AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
@@ -14383,7 +14384,7 @@ AMPI_PRIVATE amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
     share = ampi_memory_share(&note->memory);
     reached = ampi_memory_warned(share, m->desc.memory_warning);
     if (reached && !m->warned)
-        ampi_log(m->amp, AMP_LOG_WARNING, 1201, "step %lld: %.0f%% of the device's memory is in use (memory_warning %g)",
+        ampi_log(m->amp, AMP_LOG_WARNING, 1211, "step %lld: %.0f%% of the device's memory is in use (memory_warning %g)",
                  (long long)note->number, 100 * share, m->desc.memory_warning);
     m->warned = reached;
     return AMP_OK;
@@ -14425,6 +14426,7 @@ AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *i
     memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
     AMPI_TRY(ampi_mark_now(m, AMP_PHASE_OTHER));
     AMPI_TRY(ampi_records_take(m, o->attempts - o->delivered >= AMP_OUTCOMES));
+    if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
     return ampi_lines_write(m, "amp_monitor_step");
 }
 
@@ -14609,7 +14611,7 @@ AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     int64_t i;
     int error = m->open ? s->file_close(s->user, m->file) : 0;
-    if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1204, "%s: %s", m->desc.path, strerror(-error));
+    if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
     for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
     ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
     ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
