@@ -515,6 +515,44 @@ AMPI_HD int amp_is_finite_f64(const double *x) { return (ampi_bits_f64(*x) >> 52
 AMPI_HD int amp_is_finite_f16(uint16_t x)      { return (x & 0x7c00) != 0x7c00; }
 AMPI_HD int amp_is_finite_bf16(uint16_t x)     { return (x & 0x7f80) != 0x7f80; }
 
+/* ---- How numbers fit a format: where, among the magnitudes of finite fp32 (wide 0) or fp64 (wide 1) numbers, rounding to
+   fp16, bf16, E4M3 or E5M2 to nearest even changes kind.  A number x is counted at i where |x|, as an integer, is above
+   limit[i]; rounding is monotone, so the differences of these counts are those of the kinds. */
+enum { AMPI_FIT_ZERO = 0,           /* above: x is not 0 ... */
+       AMPI_FIT_KEPT = 1,           /* ... nor does it become 0 ... */
+       AMPI_FIT_NORMAL = 2,         /* ... nor subnormal; */
+       AMPI_FIT_LAST = 3,           /* it comes into the last binade ... */
+       AMPI_FIT_OVER = 4,           /* ... or beyond the largest number; */
+       AMPI_FIT_INFINITE = 5,       /* it is infinite ... */
+       AMPI_FIT_NAN = 6,            /* ... or NaN */
+       AMPI_FIT_LIMITS = 7 };
+typedef struct ampi_fit { uint64_t limit[AMPI_FIT_LIMITS]; } ampi_fit;
+
+/* The largest finite magnitude that rounds to at most `pattern`, by bisection. */
+AMPI_HD uint64_t ampi_fit_limit(int wide, int dm, int db, uint32_t largest, uint32_t pattern) {
+    uint64_t low = 0, high = (wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23) - 1;
+    while (low < high) {
+        uint64_t middle = low + (high - low + 1) / 2;
+        if (ampi_narrow(middle, wide, dm, db, largest, 0, AMPI_EVEN, 0) <= pattern) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+AMPI_HD ampi_fit ampi_fit_of(int wide, amp_dtype format) {
+    int dm = format == AMP_F16 ? 10 : format == AMP_BF16 ? 7 : format == AMP_E4M3 ? 3 : 2;
+    int db = format == AMP_BF16 ? 127 : format == AMP_E4M3 ? 7 : 15;
+    uint32_t largest = format == AMP_F16 ? 0x7bff : format == AMP_BF16 ? 0x7f7f : format == AMP_E4M3 ? 0x7e : 0x7b;
+    ampi_fit f;
+    f.limit[AMPI_FIT_ZERO] = 0;
+    f.limit[AMPI_FIT_KEPT] = ampi_fit_limit(wide, dm, db, largest, 0);
+    f.limit[AMPI_FIT_NORMAL] = ampi_fit_limit(wide, dm, db, largest, ((uint32_t)1 << dm) - 1);
+    f.limit[AMPI_FIT_LAST] = ampi_fit_limit(wide, dm, db, largest, (largest >> dm << dm) - 1);
+    f.limit[AMPI_FIT_OVER] = ampi_fit_limit(wide, dm, db, largest, largest);
+    f.limit[AMPI_FIT_NAN] = wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23;
+    f.limit[AMPI_FIT_INFINITE] = f.limit[AMPI_FIT_NAN] - 1;
+    return f;
+}
+
 /* ---- Random numbers that are a function of (seed, position), so any element can be computed anywhere, in any order.
    Philox4x32-10 (Salmon et al. 2011): four words from key = seed and counter = {block, stream}, low words first. */
 AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]) {
@@ -1006,6 +1044,40 @@ typedef struct amp_k_scale_ranges { /* data *= *factor, in fp32 (fp64 in fp64), 
     const float *factor;
 } amp_k_scale_ranges;
 
+/* How the values of a row fit a format. */
+typedef struct amp_k_inspected {
+    int64_t nan, infinite;          /* as they are */
+    int64_t nonzero;                /* NaN and infinite ones too */
+    int64_t underflow, subnormal;   /* not 0, and become 0, become subnormal, ... */
+    int64_t overflow, saturated;    /* ... finite, and become infinite (E4M3: NaN), come into the last binade */
+    float largest;                  /* largest finite magnitude, in fp32 to nearest (fp64 beyond it: fp32's largest); 0: none */
+    int32_t reserved;
+} amp_k_inspected;
+/* What nearest even to `dtype` would do to the values; nothing is changed.  Integer tests on bits: exact. */
+typedef struct amp_k_inspect {
+    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype (F32, F16, BF16 or F64), count, live */
+    amp_dtype dtype;                /* F16, BF16, E4M3 or E5M2 */
+    int32_t reserved;
+    amp_k_inspected *out;           /* one per row, overwritten; zeros where a row is not live */
+} amp_k_inspect;
+
+/* From the counts above each limit of ampi_fit to those of each kind; and one piece of a row added to another. */
+AMPI_HD void ampi_fit_count(const int64_t above[AMPI_FIT_LIMITS], amp_k_inspected *out) {
+    out->nan = above[AMPI_FIT_NAN];
+    out->infinite = above[AMPI_FIT_INFINITE] - above[AMPI_FIT_NAN];
+    out->nonzero = above[AMPI_FIT_ZERO];
+    out->underflow = above[AMPI_FIT_ZERO] - above[AMPI_FIT_KEPT];
+    out->subnormal = above[AMPI_FIT_KEPT] - above[AMPI_FIT_NORMAL];
+    out->saturated = above[AMPI_FIT_LAST] - above[AMPI_FIT_OVER];
+    out->overflow = above[AMPI_FIT_OVER] - above[AMPI_FIT_INFINITE];
+}
+AMPI_HD void ampi_fit_add(amp_k_inspected *sum, const amp_k_inspected *piece) {
+    sum->nan += piece->nan; sum->infinite += piece->infinite; sum->nonzero += piece->nonzero;
+    sum->underflow += piece->underflow; sum->subnormal += piece->subnormal;
+    sum->overflow += piece->overflow; sum->saturated += piece->saturated;
+    if (ampi_bits_f32(piece->largest) > ampi_bits_f32(sum->largest)) sum->largest = piece->largest;
+}
+
 /* The loss scaler as it lives in device memory; section 10 has the rules.  found_inf is the "any of the sets
    since the last update"; the counters serve the rate rule, hysteresis and reports. */
 typedef struct amp_k_scaler {
@@ -1081,6 +1153,17 @@ typedef enum amp_copy_kind {
     AMP_COPY_FORCE_I32 = 0x7fffffff
 } amp_copy_kind;
 
+/* Where memory lies. */
+typedef enum amp_place {
+    AMP_PLACE_UNKNOWN = 0,
+    AMP_PLACE_HOST = 1,             /* pageable memory of the host */
+    AMP_PLACE_PINNED = 2,           /* host memory that the device can read */
+    AMP_PLACE_DEVICE = 3,
+    AMP_PLACE_OTHER_DEVICE = 4,
+    AMP_PLACE_MANAGED = 5,          /* moves between host and device by itself */
+    AMP_PLACE_FORCE_I32 = 0x7fffffff
+} amp_place;
+
 typedef struct amp_memory_info {
     int64_t allocated;              /* bytes handed out now: the caller's, the caches', the optimizers' */
     int64_t reserved;               /* bytes taken from the system, the kernels' scratch included */
@@ -1139,6 +1222,7 @@ typedef struct amp_backend {
     void (*free_pinned)(void *dev, void *ptr, size_t bytes);
     amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
     amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
+    amp_result (*place)(void *dev, const void *ptr, amp_place *out);
     amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved, pinned and device_total only */
     /* streams and events; stream NULL is the context's own */
     amp_result (*stream_create)(void *dev, void **stream);
@@ -1193,6 +1277,7 @@ typedef struct amp_backend {
     amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
     amp_result (*sgd)(void *dev, const amp_k_sgd *args, void *stream);
     amp_result (*scale_ranges)(void *dev, const amp_k_scale_ranges *args, void *stream);
+    amp_result (*inspect)(void *dev, const amp_k_inspect *args, void *stream);
     amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
 } amp_backend;
 
@@ -2687,7 +2772,26 @@ typedef struct amp_epoch_summary {
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out);
 AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size);
 
-/* ---- Numerics: how the values of each tensor fit a format */
+/* ---- Numerics: how the values of each tensor fit a format
+
+   Which remedy, in this order; a gradient is taken as it lies in memory, with the loss scale S in it:
+       LOOK         NaN or infinities that a wider format does not prevent: in weights or ranges (infinities in fp16 ranges
+                    aside), or in gradients when the format is bf16 or the scale cannot fall any further.
+       LOWER_SCALE  a gradient overflows in the format, or is infinite or NaN, and fits at a smaller scale that is not below
+                    the scaler's floor (1 without a scaler).
+       RAISE_SCALE  more than AMP_UNDERFLOW_SHARE of a gradient becomes 0, none overflows, and there is room above.
+       LAYER_FP32   one overflows and another underflows, or one does both, or no scale is left to go to: what does not fit
+                    is fewer than a quarter of the gradients.  Else BF16 (held against bf16 itself: still LAYER_FP32).
+                    The same for weights and ranges that overflow, which no scale cures; what underflows there is small
+                    beside the rest, and counts for nothing.
+   wanted_scale is the largest power of two at which the largest gradient is at most a quarter of the format's largest
+   number: two bits of room, as gradients differ from step to step by less than 4 but in exceptional ones, which a scaler
+   skips.  An infinite gradient is taken for twice that largest number; NaN asks for a quarter of the scale at most. */
+
+/* Of the values that are not 0.  Those that underflow are the smallest, so at 1% they are less than 1% of the sum of
+   magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of their
+   gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
+#define AMP_UNDERFLOW_SHARE 0.01
 
 typedef enum amp_remedy {
     AMP_REMEDY_NONE = 0,
@@ -2703,11 +2807,11 @@ typedef struct amp_numerics_row {
     const char *name;
     int32_t gradient;               /* 1: of the gradient, as it lies in memory (scaled); 0: of the weight */
     float largest;                  /* largest finite magnitude; 0 if there is none */
-    int64_t count, infinite, nan;
-    double underflow;               /* share of values that are not 0 and become 0 in the format ... */
-    double subnormal;               /* ... or subnormal, which has fewer digits */
-    double overflow;                /* share that becomes infinite, or is */
-    double saturation;              /* share in the format's last binade: one doubling away from that */
+    int64_t count, infinite, nan;   /* count 0: a gradient that is not live */
+    double underflow;               /* of the values that are not 0: share that becomes 0 in the format, ... */
+    double subnormal;               /* ... or subnormal, which has fewer digits, ... */
+    double overflow;                /* ... or infinite, or is infinite, ... */
+    double saturation;              /* ... or comes into the format's last binade: one doubling away from that */
 } amp_numerics_row;
 
 typedef struct amp_numerics_report {
@@ -2722,7 +2826,7 @@ typedef struct amp_numerics_report {
 } amp_numerics_report;
 
 /*  .dtype      the context's; F16 for F32 and TF32     F16, BF16, E4M3, E5M2: the format that values are held against
-    .interval   100                                     calls                                                          */
+    .interval   100                                     calls; the first one is due                                     */
 typedef struct amp_numerics_desc {
     amp_param *params; int64_t n_params;                /* weights and live gradients; the array must stay */
     const amp_range *ranges; int64_t n_ranges;          /* and any others, such as activations; copied */
@@ -2752,13 +2856,21 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
    inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
-/*  .dtypes        TF32, F16 and BF16 as far as the device has them
-    .allowance     16         an error passes up to this many times the error that rounding the weights once to the
-                              candidate makes in fp32: what a computation in this precision cannot do better than    */
+/* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
+   u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
+   that precision rounds more than the weights, so its errors are some times that.  The noise is taken to be no less than
+       u of the tensor itself, as what is stored in that precision is rounded once at least; and
+       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
+       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
+       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)
+   Right models were found at 0.5 to 2 times the noise.  Zero weights are left as they are.
+
+    .dtypes        TF32, F16 and BF16 as far as the device has them
+    .allowance     8          an error passes up to this many times the noise                                          */
 typedef struct amp_verify_desc {
     amp_step_function step;
     void *user;
-    amp_param *params; int64_t n_params;                /* restored; gradients are compared where they are live */
+    amp_param *params; int64_t n_params;                /* restored; their gradients are compared */
     const amp_range *outputs; int64_t n_outputs;        /* compared too: logits, the loss; F32, F16, BF16 or F64 */
     amp_optimizer *optimizer;                           /* restored; may be NULL, as may the scaler, which F16 takes */
     amp_scaler *scaler;
@@ -2772,8 +2884,8 @@ typedef enum amp_verdict {
     AMP_VERDICT_FORCE_I32 = 0x7fffffff
 } amp_verdict;
 
-/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, the norm of a gradient being at least its
-   layer's (name up to the last dot). */
+/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, for a gradient over that of its layer's
+   gradients together (of the same name up to the last dot; of all, where those are 0; an output of zeros: over 1). */
 typedef struct amp_verify_row {
     amp_dtype dtype;
     amp_verdict verdict;
@@ -2788,9 +2900,13 @@ typedef struct amp_verify_report {
     int64_t n_rows;
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
-/* Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are what they were.  A candidate that fails
-   is a row, not an error.  Errors: 101, 102, 104, 105, 106 while a graph is captured, 301; 102 too when the step is not finite
-   or fails in fp32 already: the text names the first bad tensor. */
+/* Runs the step 3 times in fp32 and 3 times for each candidate, each time from the same weights (but for those changes), zero
+   gradients, random numbers and loss scale; where fp16's gradients overflow, at the scale that the scaler would come to.
+   Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
+   step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
+   device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
+   amp_scaler_check and amp_scaler_update, 107, 110 level O0, 301, 501; 102 too when the step is not finite or fails in fp32
+   already: the text names the first bad tensor, or has the step's own error. */
 AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     return amp_verify_v(amp, desc, out, AMP_ABI(amp_verify_desc));
@@ -3463,6 +3579,8 @@ typedef struct ampi_multi_vec {
     void (*scale)(float *g, int64_t n, float factor);
     void (*adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s);
     void (*sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s);     /* m may be NULL */
+    /* above[i] += magnitudes above limit[i], *largest: the greatest finite one, as bits; n below 2^31 */
+    void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
 
 /* ---- Vector kernels of section 2.  Pointers need no alignment; dst may be src where the sizes agree. */
@@ -6729,6 +6847,8 @@ struct ampi_multi_job {
     const void *args;
     const float *factor;            /* NULL: do not multiply */
     ampi_partial *partials;
+    const ampi_fit *fit;            /* of fp32 and fp64 */
+    amp_k_inspected *inspected;     /* of each chunk */
 };
 
 AMPI_PRIVATE int64_t ampi_row_chunks(const amp_k_tensor *row) {
@@ -6857,6 +6977,64 @@ static amp_result ampi_cpu_scale_ranges(void *dev, const amp_k_scale_ranges *arg
     job.factor = args->factor;
     if (ampi_bits_f32(*args->factor) != 0x3f800000u)
         ampi_multi_run((ampi_cpu *)dev, &job, args->table, args->tensors, ampi_scale_piece, args);
+    return AMP_OK;
+}
+
+/* ---- Inspect */
+
+AMPI_PRIVATE float ampi_inspect_f64(const void *data, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS]) {
+    uint64_t bits, largest = 0;
+    int64_t i;
+    int k;
+    for (i = 0; i < n; i++) {
+        memcpy(&bits, (const char *)data + 8 * i, 8);
+        bits &= ~(uint64_t)0 >> 1;
+        for (k = 0; k < AMPI_FIT_LIMITS; k++) above[k] += bits > fit->limit[k];
+        if (bits <= fit->limit[AMPI_FIT_INFINITE] && bits > largest) largest = bits;
+    }
+    return ampi_f32_of_bits(ampi_to_f32(largest, 1));
+}
+
+static void ampi_inspect_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
+                               int64_t chunk) {
+    const void *data = ampi_at(row->grad, row->grad_dtype, first);
+    amp_k_inspected *out = &job->inspected[chunk];
+    int64_t above[AMPI_FIT_LIMITS] = {0}, i, k;
+    float room[AMPI_MULTI_BLOCK];
+    uint32_t largest = 0;
+    memset(out, 0, sizeof *out);
+    if (row->grad_dtype == AMP_F64) out->largest = ampi_inspect_f64(data, n, &job->fit[1], above);
+    else {
+        for (i = 0; i < n; i += k) {
+            k = row->grad_dtype == AMP_F32 ? n : AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
+            job->vec->inspect(ampi_row_in(ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, room, job->path), k,
+                              job->fit, above, &largest);
+        }
+        out->largest = ampi_f32_of_bits(largest);
+    }
+    ampi_fit_count(above, out);
+}
+
+static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t chunks = ampi_multi_chunks(args->table, args->tensors), chunk = 0, end, r;
+    size_t bytes = (size_t)chunks * sizeof(amp_k_inspected);
+    ampi_fit fit[2];
+    ampi_multi_job job;
+    (void)stream;
+    memset(&job, 0, sizeof job);
+    fit[0] = ampi_fit_of(0, args->dtype);
+    fit[1] = ampi_fit_of(1, args->dtype);
+    job.fit = fit;
+    job.inspected = (amp_k_inspected *)ampi_cpu_scratch(cpu, bytes);
+    if (job.inspected == NULL) return ampi_cpu_no_scratch("amp_numerics_step", bytes);
+    ampi_multi_run(cpu, &job, args->table, args->tensors, ampi_inspect_piece, args);
+    for (r = 0; r < args->tensors; r++) {
+        memset(&args->out[r], 0, sizeof *args->out);
+        for (end = chunk + ampi_row_chunks(&args->table[r]); chunk < end; chunk++)
+            ampi_fit_add(&args->out[r], &job.inspected[chunk]);
+    }
+    ampi_cpu_release(cpu, job.inspected, bytes);
     return AMP_OK;
 }
 
@@ -7028,6 +7206,12 @@ static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, vo
     return AMP_OK;
 }
 
+static amp_result ampi_cpu_place(void *dev, const void *ptr, amp_place *out) {
+    (void)dev;
+    *out = ptr != NULL ? AMP_PLACE_HOST : AMP_PLACE_UNKNOWN;
+    return AMP_OK;
+}
+
 /* ---- GEMM with what may come with it: the other kernels in turn */
 
 /* c = act'(pre) * product + beta c: the product in fp32, then row by row. */
@@ -7167,7 +7351,7 @@ static const amp_backend ampi_cpu_backend = {
     AMP_ABI(amp_backend), "cpu",
     ampi_cpu_open, ampi_cpu_close, ampi_cpu_describe,
     1, 0,
-    ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_copy, ampi_cpu_fill, ampi_cpu_memory,
+    ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_copy, ampi_cpu_fill, ampi_cpu_place, ampi_cpu_memory,
     ampi_cpu_stream_create, ampi_cpu_stream_destroy, ampi_cpu_stream_sync,
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
@@ -7178,7 +7362,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
     ampi_cpu_swiglu, ampi_cpu_swiglu_backward, ampi_cpu_cross_entropy, ampi_cpu_mse,
     ampi_cpu_embedding, ampi_cpu_embedding_backward, ampi_cpu_dropout, ampi_cpu_add,
-    ampi_cpu_check, ampi_cpu_adamw, ampi_cpu_sgd, ampi_cpu_scale_ranges, ampi_cpu_rule
+    ampi_cpu_check, ampi_cpu_adamw, ampi_cpu_sgd, ampi_cpu_scale_ranges, ampi_cpu_inspect, ampi_cpu_rule
 };
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
@@ -7295,6 +7479,27 @@ AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset
     return &amp->cells->random;
 }
 AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
+/* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
+typedef struct ampi_precision { amp_choice choice; amp_dtype dtype; int32_t disable, allow_tf32; uint64_t random_offset; } ampi_precision;
+AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
+    ampi_precision p;
+    memset(&p, 0, sizeof p);
+    p.choice = amp->choice;
+    p.dtype = amp->desc.dtype;
+    p.disable = amp->desc.disable;
+    p.allow_tf32 = amp->desc.allow_tf32;
+    p.random_offset = amp->random_offset;
+    return p;
+}
+/* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is left. */
+AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
+    amp->choice = p->choice;
+    amp->desc.dtype = p->dtype;
+    amp->desc.disable = p->disable;
+    amp->desc.allow_tf32 = p->allow_tf32;
+    amp->random_offset = p->random_offset;
+    amp_cast_cache_clear(amp);
+}
 /* 1: some registered parameter has a gradient that no step has used; clear 1: no more. */
 AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
@@ -8217,6 +8422,15 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     }
     ampi_region_push(amp, &d, 0);
     return AMP_OK;
+}
+
+/* How many entries this thread has, and closing those beyond. */
+AMPI_PRIVATE int ampi_region_depth(void) { return ampi_region_count; }
+AMPI_PRIVATE void ampi_regions_close(int depth) {
+    while (ampi_region_count > depth) {
+        const amp_context *amp = ampi_regions[--ampi_region_count].amp;
+        __atomic_sub_fetch(&((amp_context *)(uintptr_t)amp)->regions, 1, __ATOMIC_RELAXED);
+    }
 }
 
 AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
@@ -9780,6 +9994,16 @@ AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param 
     return AMP_OK;
 }
 
+/* Weights that are read as a whole, those without a gradient too. */
+AMPI_PRIVATE amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++)
+        if (params[i].weight.data == NULL || amp_tensor_count(&params[i].weight) < 0 || !ampi_is_contiguous(&params[i].weight) ||
+            !ampi_is_storage(params[i].weight.dtype))
+            return ampi_fail(AMP_ERR_SHAPE, function, "parameter %lld: the weight must be contiguous, in fp32, fp16 or bf16", (long long)i);
+    return AMP_OK;
+}
+
 AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t n) {
     int64_t i, r = 0;
     for (i = 0; i < n; i++) {
@@ -9797,19 +10021,28 @@ AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t 
     }
 }
 
-AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+AMPI_PRIVATE amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
     int64_t i;
-    for (i = 0; i < set->n; i++) {
+    for (i = 0; i < n; i++) {
         const amp_range *range = &ranges[i];
         const char *name = range->name ? range->name : "range";
         if (range->count < 0)
-            return ampi_fail(AMP_ERR_RANGE, "amp_set_create", "%s %lld: count = %lld, must be 0 or more", name,
+            return ampi_fail(AMP_ERR_RANGE, function, "%s %lld: count = %lld, must be 0 or more", name,
                              (long long)i, (long long)range->count);
         if (range->data == NULL && range->count > 0)
-            return ampi_fail(AMP_ERR_NULL, "amp_set_create", "%s %lld: data is NULL", name, (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function, "%s %lld: data is NULL", name, (long long)i);
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
-            return ampi_fail(AMP_ERR_DTYPE, "amp_set_create", "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
+            return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+    int64_t i;
+    AMPI_TRY(ampi_check_ranges("amp_set_create", ranges, set->n));
+    for (i = 0; i < set->n; i++) {
+        const amp_range *range = &ranges[i];
         set->rows[i].grad = range->data;
         set->rows[i].grad_dtype = range->dtype;
         set->rows[i].count = range->count;
@@ -11375,6 +11608,158 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
     ampi_settings_changed(o->amp);
+    return r;
+}
+
+/* ---- Keeping: all that a step changes, copied to the host, and put back bit for bit as often as wanted.  Putting it
+   back takes no memory, so that it works when a step has failed for want of it. */
+
+typedef struct ampi_keep {
+    amp_context *amp;
+    amp_param **params, *param_copies; int64_t n_params;    /* the host's, and the optimizer's that are not among them */
+    amp_range *ranges; int64_t n_ranges, range_room;        /* device memory; counts are bytes */
+    char *copy; int64_t bytes;      /* of the ranges, one behind the other */
+    amp_optimizer *optimizer, optimizer_copy; amp_set set_copy;
+    amp_k_outcome outcomes[AMP_OUTCOMES];
+    amp_scaler *scaler, scaler_copy;
+    ampi_precision precision;
+} ampi_keep;
+
+AMPI_PRIVATE void ampi_keep_destroy(ampi_keep *k) {
+    const amp_system *s;
+    if (k == NULL) return;
+    s = ampi_context_system(k->amp);
+    ampi_free(s, k->params, k->n_params, sizeof *k->params);
+    ampi_free(s, k->param_copies, k->n_params, sizeof *k->param_copies);
+    ampi_free(s, k->ranges, k->range_room, sizeof *k->ranges);
+    ampi_free(s, k->copy, k->bytes, 1);
+    ampi_free(s, k, 1, sizeof *k);
+}
+
+AMPI_PRIVATE void ampi_keep_range(ampi_keep *k, void *data, int64_t bytes) {
+    if (data == NULL || bytes <= 0) return;
+    k->ranges[k->n_ranges].data = data;
+    k->ranges[k->n_ranges++].count = bytes;
+    k->bytes += bytes;
+}
+
+AMPI_PRIVATE void ampi_keep_tensor(ampi_keep *k, const amp_tensor *t) {
+    ampi_keep_range(k, t->data, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype));
+}
+
+/* The parameters, and their number; params NULL: the number alone. */
+AMPI_PRIVATE int64_t ampi_keep_params(amp_param **params, amp_param *own, int64_t n_own, const amp_optimizer *o) {
+    int64_t i, n = 0;
+    for (i = 0; i < n_own; i++, n++) if (params != NULL) params[n] = &own[i];
+    for (i = 0; o != NULL && i < o->set->n; i++) {
+        amp_param *p = o->set->params[i];
+        if (n_own > 0 && p >= own && p < own + n_own) continue;
+        if (params != NULL) params[n] = p;
+        n++;
+    }
+    return n;
+}
+
+AMPI_PRIVATE void ampi_keep_ranges(ampi_keep *k) {
+    amp_optimizer *o = k->optimizer;
+    int64_t i;
+    int a;
+    for (i = 0; i < k->n_params; i++) {
+        const amp_param *p = k->params[i];
+        ampi_keep_tensor(k, &p->weight);
+        ampi_keep_tensor(k, &p->grad);
+        if (o == NULL) ampi_keep_range(k, p->master, amp_tensor_count(&p->weight) * 4);
+    }
+    for (i = 0; o != NULL && i < o->set->n; i++)
+        for (a = 0; a < AMPI_ARRAYS; a++) {
+            amp_k_tensor *row = &o->set->rows[i];
+            if (ampi_has_array(o, row, a)) ampi_keep_range(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
+        }
+    if (o != NULL) ampi_keep_range(k, o->ring, AMP_OUTCOMES * (int64_t)sizeof *o->ring);
+    if (o != NULL) ampi_keep_range(k, o->set->found, (int64_t)sizeof *o->set->found);
+    if (k->scaler != NULL) ampi_keep_range(k, k->scaler->device, (int64_t)sizeof *k->scaler->device);
+}
+
+/* to_host 1: from the device; 0: back. */
+AMPI_PRIVATE amp_result ampi_keep_copy(ampi_keep *k, int to_host) {
+    int64_t i, at = 0;
+    for (i = 0; i < k->n_ranges; at += k->ranges[i++].count)
+        AMPI_TRY(to_host ? amp_copy(k->amp, k->copy + at, k->ranges[i].data, k->ranges[i].count, AMP_COPY_TO_HOST)
+                         : amp_copy(k->amp, k->ranges[i].data, k->copy + at, k->ranges[i].count, AMP_COPY_TO_DEVICE));
+    return ampi_wait(k->amp);
+}
+
+/* The kept copy of device memory that was kept. */
+AMPI_PRIVATE const void *ampi_kept(const ampi_keep *k, const void *data) {
+    int64_t i, at = 0;
+    for (i = 0; k->ranges[i].data != data; i++) at += k->ranges[i].count;
+    return k->copy + at;
+}
+
+/* Between two steps only: what was checked and not yet updated would be lost. */
+AMPI_PRIVATE amp_result ampi_keep_check(const char *function, const amp_context *amp, const amp_optimizer *o, const amp_scaler *s) {
+    AMPI_TRY(ampi_may_wait(amp));
+    if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
+        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context", o != NULL && o->amp != amp ? "optimizer" : "scaler");
+    if ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked))
+        return ampi_fail(AMP_ERR_STATE, function, "gradients were checked since the last update: call amp_scaler_update first");
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_keep_memory(ampi_keep *k, const char *function) {
+    const amp_system *s = ampi_context_system(k->amp);
+    k->range_room = 3 * k->n_params + (k->optimizer ? AMPI_ARRAYS * k->optimizer->set->n : 0) + 3;
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->n_params, sizeof *k->params));
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->n_params, sizeof *k->param_copies));
+    return ampi_alloc(s, function, (void **)&k->ranges, k->range_room, sizeof *k->ranges);
+}
+
+AMPI_PRIVATE amp_result ampi_keep_create(amp_context *amp, const char *function, amp_param *params, int64_t n, amp_optimizer *o,
+                                         amp_scaler *scaler, ampi_keep **out) {
+    ampi_keep *k;
+    amp_result r;
+    int64_t i;
+    AMPI_TRY(ampi_keep_check(function, amp, o, scaler));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&k, 1, sizeof *k));
+    k->amp = amp;
+    k->optimizer = o;
+    k->scaler = scaler;
+    k->precision = ampi_precision_get(amp);
+    k->n_params = ampi_keep_params(NULL, params, n, o);
+    r = ampi_keep_memory(k, function);
+    if (r == AMP_OK) {
+        (void)ampi_keep_params(k->params, params, n, o);
+        for (i = 0; i < k->n_params; i++) k->param_copies[i] = *k->params[i];
+        ampi_keep_ranges(k);
+        r = ampi_alloc(ampi_context_system(amp), function, (void **)&k->copy, k->bytes, 1);
+    }
+    if (r == AMP_OK) r = ampi_keep_copy(k, 1);
+    if (r != AMP_OK) { ampi_keep_destroy(k); return r; }
+    if (o != NULL) {
+        k->optimizer_copy = *o;
+        k->set_copy = *o->set;
+        memcpy(k->outcomes, o->outcomes, sizeof k->outcomes);
+    }
+    if (scaler != NULL) k->scaler_copy = *scaler;
+    *out = k;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_keep_restore(ampi_keep *k) {
+    int64_t i;
+    amp_result r = ampi_keep_copy(k, 0);
+    for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
+    if (k->optimizer != NULL) {
+        ampi_set_unlink(k->optimizer->set);
+        *k->optimizer = k->optimizer_copy;
+        *k->optimizer->set = k->set_copy;
+        memcpy(k->optimizer->outcomes, k->outcomes, sizeof k->outcomes);
+    }
+    if (k->scaler != NULL) {
+        ampi_scaler_release_sets(k->scaler);
+        *k->scaler = k->scaler_copy;
+    }
+    ampi_precision_set(k->amp, &k->precision);
     return r;
 }
 
@@ -14662,9 +15047,793 @@ AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_des
 
 /* ---- Numerics */
 
+/* Adds formatted text at `at`, as far as there is room; returns where the text then ends. */
+AMPI_PRIVATE size_t ampi_append(char *text, size_t size, size_t at, const char *format, ...) AMPI_PRINTF(4, 5);
+AMPI_PRIVATE size_t ampi_append(char *text, size_t size, size_t at, const char *format, ...) {
+    va_list args;
+    int n;
+    va_start(args, format);
+    n = at < size ? vsnprintf(text + at, size - at, format, args) : vsnprintf(NULL, 0, format, args);
+    va_end(args);
+    return n > 0 ? at + (size_t)n : at;
+}
+
+struct amp_numerics {
+    amp_context *amp;
+    amp_numerics_desc desc;         /* effective */
+    int64_t n, gradients, weights;  /* rows: gradients, weights, ranges */
+    amp_k_tensor *table, *on_device;
+    amp_k_inspected *found, *found_on_device;
+    amp_param **params;             /* of the gradients */
+    amp_numerics_row *rows;
+    const char **names; char *text; int64_t text_bytes;     /* of ranges, copied */
+    int64_t calls;
+    amp_numerics_report report;     /* of the last time */
+};
+
+AMP_API void amp_numerics_destroy(amp_numerics *numerics) {
+    const amp_system *s;
+    amp_numerics *m = numerics;
+    if (m == NULL) return;
+    s = ampi_context_system(m->amp);
+    amp_free(m->amp, m->on_device);
+    amp_free(m->amp, m->found_on_device);
+    ampi_free(s, m->table, m->n, sizeof *m->table);
+    ampi_free(s, m->found, m->n, sizeof *m->found);
+    ampi_free(s, m->params, m->n, sizeof *m->params);
+    ampi_free(s, m->rows, m->n, sizeof *m->rows);
+    ampi_free(s, (void *)m->names, m->n, sizeof *m->names);
+    ampi_free(s, m->text, m->text_bytes, 1);
+    ampi_free(s, m, 1, sizeof *m);
+}
+
+AMPI_PRIVATE amp_result ampi_numerics_check(const amp_numerics_desc *d, int64_t *gradients) {
+    const char *f = "amp_numerics_create";
+    if (d->n_params < 0 || d->n_ranges < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
+                         (long long)AMPI_MIN(d->n_params, d->n_ranges));
+    if (d->n_params > 0 && d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
+    if (d->n_ranges > 0 && d->ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ranges is NULL");
+    if (d->n_params + d->n_ranges == 0) return ampi_fail(AMP_ERR_NULL, f, "give .params or .ranges, neither is there");
+    if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 (100)", (long long)d->interval);
+    if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
+        return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2", amp_dtype_name(d->dtype));
+    AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
+    AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
+    return ampi_check_params(f, d->params, d->n_params, gradients);
+}
+
+AMPI_PRIVATE void ampi_numerics_row(amp_numerics *m, int64_t i, const char *name, int gradient, void *data,
+                                    amp_dtype dtype, int64_t count) {
+    m->table[i].grad = data;
+    m->table[i].grad_dtype = dtype;
+    m->table[i].count = count;
+    m->table[i].live = !gradient;
+    m->rows[i].name = name;
+    m->rows[i].gradient = gradient;
+}
+
+AMPI_PRIVATE amp_result ampi_numerics_fill(amp_numerics *m) {
+    const amp_numerics_desc *d = &m->desc;
+    int64_t i, g = 0;
+    for (i = 0; i < d->n_params; i++) {
+        amp_param *p = &d->params[i];
+        ampi_numerics_row(m, m->gradients + i, p->name, 0, p->weight.data, p->weight.dtype, amp_tensor_count(&p->weight));
+        if (p->grad.data == NULL) continue;
+        m->params[g] = p;
+        ampi_numerics_row(m, g++, p->name, 1, p->grad.data, p->grad.dtype, amp_tensor_count(&p->grad));
+    }
+    for (i = 0; i < d->n_ranges; i++) m->names[i] = d->ranges[i].name;
+    AMPI_TRY(ampi_copy_texts(m->amp, "amp_numerics_create", m->names, d->n_ranges, &m->text, &m->text_bytes));
+    for (i = 0; i < d->n_ranges; i++)
+        ampi_numerics_row(m, m->gradients + m->weights + i, m->names[i] ? m->names[i] : "range", 0, d->ranges[i].data,
+                          d->ranges[i].dtype, d->ranges[i].count);
+    return ampi_send(m->amp, m->on_device, m->table, (size_t)m->n * sizeof *m->table);
+}
+
+AMPI_PRIVATE amp_result ampi_numerics_memory(amp_numerics *m) {
+    const amp_system *s = ampi_context_system(m->amp);
+    const char *f = "amp_numerics_create";
+    AMPI_TRY(ampi_alloc(s, f, (void **)&m->table, m->n, sizeof *m->table));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&m->found, m->n, sizeof *m->found));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&m->params, m->n, sizeof *m->params));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&m->rows, m->n, sizeof *m->rows));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&m->names, m->n, sizeof *m->names));
+    AMPI_TRY(amp_alloc(m->amp, (void **)&m->on_device, m->n * (int64_t)sizeof *m->table));
+    return amp_alloc(m->amp, (void **)&m->found_on_device, m->n * (int64_t)sizeof *m->found);
+}
+
+AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) {
+    amp_numerics_desc d;
+    amp_numerics *m;
+    amp_result r;
+    int64_t gradients;
+    AMPI_TRY(ampi_check_abi("amp_numerics_create", abi, AMP_ABI(amp_numerics_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_numerics_create", "amp, out or desc is NULL");
+    d = *desc;
+    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
+    if (d.interval == 0) d.interval = 100;
+    AMPI_TRY(ampi_numerics_check(&d, &gradients));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_numerics_create", (void **)&m, 1, sizeof *m));
+    m->amp = amp;
+    m->desc = d;
+    m->gradients = gradients;
+    m->weights = d.n_params;
+    m->n = gradients + d.n_params + d.n_ranges;
+    r = ampi_numerics_memory(m);
+    if (r == AMP_OK) r = ampi_numerics_fill(m);
+    if (r == AMP_OK) *out = m;
+    else amp_numerics_destroy(m);
+    return r;
+}
+
+AMPI_PRIVATE amp_result ampi_numerics_look(amp_numerics *m) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    amp_k_inspect args;
+    int64_t i;
+    for (i = 0; i < m->gradients; i++) m->table[i].live = m->params[i]->grad_live != 0;
+    AMPI_TRY(ampi_send(m->amp, m->on_device, m->table, (size_t)m->gradients * sizeof *m->table));
+    memset(&args, 0, sizeof args);
+    args.table = m->on_device;
+    args.tensors = m->n;
+    args.dtype = m->desc.dtype;
+    args.out = m->found_on_device;
+    AMPI_TRY(backend->inspect(dev, &args, stream));
+    return ampi_fetch(m->amp, m->found, m->found_on_device, (size_t)m->n * sizeof *m->found);
+}
+
+AMPI_PRIVATE void ampi_numerics_shares(amp_numerics_row *row, const amp_k_tensor *tensor, const amp_k_inspected *k) {
+    double values = (double)AMPI_MAX(k->nonzero, (int64_t)1);
+    row->largest = k->largest;
+    row->count = tensor->live ? tensor->count : 0;
+    row->infinite = k->infinite;
+    row->nan = k->nan;
+    row->underflow = (double)k->underflow / values;
+    row->subnormal = (double)k->subnormal / values;
+    row->overflow = (double)(k->overflow + k->infinite) / values;
+    row->saturation = (double)k->saturated / values;
+}
+
+/* ---- The remedy: see amp_remedy */
+
+typedef struct ampi_fitting {
+    const amp_numerics_row *over, *under, *bad, *look;      /* the worst gradient of each kind, ... */
+    const amp_numerics_row *wide;   /* ... what else overflows, most; any row; NULL: none */
+    double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
+    int64_t gradients, misfits, others, wide_ones;          /* gradients there are, those that do not fit; the same of the rest */
+    float scale, floor, ceiling, wanted;
+} ampi_fitting;
+
+AMPI_PRIVATE double ampi_largest_of(amp_dtype format) {
+    return format == AMP_F16 ? 65504.0 : format == AMP_E4M3 ? 448.0 : format == AMP_E5M2 ? 57344.0 : 3.3895313892515355e38;
+}
+
+/* The largest power of two at or below a positive normal number. */
+AMPI_PRIVATE double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
+
+AMPI_PRIVATE void ampi_fit_gradient(const amp_numerics *m, const amp_numerics_row *row, ampi_fitting *f) {
+    double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
+    if (row->count == 0) return;
+    f->gradients++;
+    if (row->nan > 0 && f->bad == NULL) f->bad = row;
+    if (top > f->largest) f->largest = top;
+    if (row->overflow > 0 && (f->over == NULL || row->overflow > f->over->overflow)) f->over = row;
+    if (row->underflow > AMP_UNDERFLOW_SHARE && (f->under == NULL || row->underflow > f->under->underflow)) f->under = row;
+    f->misfits += row->overflow > 0 || row->nan > 0 || row->underflow > AMP_UNDERFLOW_SHARE;
+}
+
+/* What is infinite in fp32's range was not made so by a narrower format. */
+AMPI_PRIVATE void ampi_fit_other(const amp_numerics *m, const amp_numerics_row *row, ampi_fitting *f) {
+    amp_dtype dtype = m->table[row - m->rows].grad_dtype;
+    if (row->count == 0) return;
+    f->others++;
+    if ((row->nan > 0 || (row->infinite > 0 && dtype != AMP_F16)) && f->look == NULL) f->look = row;
+    if (!(row->overflow > 0)) return;
+    f->wide_ones++;
+    if (f->wide == NULL || row->overflow > f->wide->overflow) f->wide = row;
+}
+
+AMPI_PRIVATE amp_result ampi_fit_scale(const amp_numerics *m, ampi_fitting *f) {
+    amp_scaler *scaler = ampi_enabled(m->desc.scaler);
+    amp_k_scaler state;
+    f->scale = f->floor = 1;
+    f->ceiling = AMPI_POW2_126;
+    if (scaler == NULL) return AMP_OK;
+    AMPI_TRY(amp_scaler_get(scaler, &state));
+    f->scale = state.scale;
+    if (scaler->desc.min_scale > 0) f->floor = scaler->desc.min_scale;
+    if (scaler->desc.max_scale > 0 && scaler->desc.max_scale < f->ceiling) f->ceiling = scaler->desc.max_scale;
+    return AMP_OK;
+}
+
+/* The power of two that leaves two bits above the largest gradient. */
+AMPI_PRIVATE float ampi_wanted_scale(const amp_numerics *m, const ampi_fitting *f) {
+    double wanted = (double)f->scale * ampi_largest_of(m->desc.dtype) / 4 / f->largest;
+    if (!(f->largest > 0)) return f->scale;
+    return (float)ampi_power_below(AMPI_MIN(wanted, (double)f->ceiling));
+}
+
+AMPI_PRIVATE void ampi_remedy_is(amp_numerics_report *r, amp_remedy remedy, const amp_numerics_row *worst, const char *format, ...)
+    AMPI_PRINTF(4, 5);
+AMPI_PRIVATE void ampi_remedy_is(amp_numerics_report *r, amp_remedy remedy, const amp_numerics_row *worst, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(r->text, sizeof r->text, format, args);
+    va_end(args);
+    r->remedy = remedy;
+    r->worst = worst ? worst->name : NULL;
+}
+
+/* `worst` does not fit, and no scale helps: `few` of `all` tensors. */
+AMPI_PRIVATE void ampi_remedy_format(amp_numerics *m, const amp_numerics_row *worst, int64_t few, int64_t all) {
+    const char *format = amp_dtype_name(m->desc.dtype), *what = worst->overflow > 0 ? "overflow" : "underflow";
+    double share = 100 * (worst->overflow > 0 ? worst->overflow : worst->underflow);
+    if (4 * few < all || m->desc.dtype == AMP_BF16)
+        ampi_remedy_is(&m->report, AMP_REMEDY_LAYER_FP32, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever "
+                    "the scale: compute such layers in fp32, amp_layer_override(amp, \"%s\", AMP_F32)", share, worst->name,
+                    worst->gradient ? "'s gradient" : "", what, format, (long long)few, (long long)all, worst->name);
+    else
+        ampi_remedy_is(&m->report, AMP_REMEDY_BF16, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever the "
+                    "scale: bf16 has the range", share, worst->name, worst->gradient ? "'s gradient" : "", what, format,
+                    (long long)few, (long long)all);
+}
+
+AMPI_PRIVATE void ampi_remedy_scale(amp_numerics *m, const ampi_fitting *f) {
+    amp_numerics_report *r = &m->report;
+    const char *format = amp_dtype_name(m->desc.dtype);
+    r->wanted_scale = f->wanted;
+    if (f->over != NULL || f->bad != NULL)
+        ampi_remedy_is(r, AMP_REMEDY_LOWER_SCALE, f->over ? f->over : f->bad, "%s's gradient overflows in %s at scale %g and fits "
+                    "at %g: lower the scale, amp_scaler_set_scale", (f->over ? f->over : f->bad)->name, format,
+                    (double)f->scale, (double)f->wanted);
+    else
+        ampi_remedy_is(r, AMP_REMEDY_RAISE_SCALE, f->under, "%.3g%% of %s's gradient becomes 0 in %s at scale %g, and %g would still "
+                    "leave room: %s", 100 * f->under->underflow, f->under->name, format, (double)f->scale, (double)f->wanted,
+                    ampi_enabled(m->desc.scaler) ? "raise the scale, amp_scaler_set_scale" : "train with a loss scaler");
+}
+
+AMPI_PRIVATE amp_result ampi_numerics_judge(amp_numerics *m) {
+    amp_numerics_report *r = &m->report;
+    ampi_fitting f;
+    int64_t i;
+    int lower, raise;
+    memset(&f, 0, sizeof f);
+    AMPI_TRY(ampi_fit_scale(m, &f));
+    for (i = 0; i < m->gradients; i++) ampi_fit_gradient(m, &m->rows[i], &f);
+    for (; i < m->n; i++) ampi_fit_other(m, &m->rows[i], &f);
+    f.wanted = ampi_wanted_scale(m, &f);
+    if (f.bad != NULL && f.wanted > f.scale / 4) f.wanted = (float)ampi_power_below((double)f.scale / 4);
+    lower = f.wanted < f.scale && f.wanted >= f.floor;
+    raise = f.wanted > f.scale;
+    r->wanted_scale = 0;
+    if (f.look != NULL || ((f.bad != NULL || (f.over != NULL && f.over->infinite > 0)) && (!lower || m->desc.dtype == AMP_BF16))) {
+        const amp_numerics_row *worst = f.look ? f.look : f.bad ? f.bad : f.over;
+        ampi_remedy_is(r, AMP_REMEDY_LOOK, worst, "%s%s has %lld NaN and %lld infinities that no smaller scale or wider format "
+                    "prevents: look at the data, the learning rate, divisions and logarithms", worst->name,
+                    worst->gradient ? "'s gradient" : "", (long long)worst->nan, (long long)worst->infinite);
+    } else if ((f.over != NULL || f.bad != NULL) && f.under == NULL && lower) ampi_remedy_scale(m, &f);
+    else if (f.over == NULL && f.under != NULL && raise) ampi_remedy_scale(m, &f);
+    else if (f.over != NULL || f.under != NULL) ampi_remedy_format(m, f.over ? f.over : f.under, f.misfits, f.gradients);
+    else if (f.wide != NULL) ampi_remedy_format(m, f.wide, f.wide_ones, f.others);
+    else ampi_remedy_is(r, AMP_REMEDY_NONE, NULL, "all tensors fit %s", amp_dtype_name(m->desc.dtype));
+    if (r->remedy != AMP_REMEDY_LOWER_SCALE && r->remedy != AMP_REMEDY_RAISE_SCALE) r->wanted_scale = 0;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report *out) {
+    amp_numerics *m = numerics;
+    int64_t i;
+    if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_numerics_step", "numerics or out is NULL");
+    AMPI_TRY(ampi_may_wait(m->amp));
+    m->report.due = m->calls % m->desc.interval == 0;
+    if (m->report.due) {
+        AMPI_TRY(ampi_numerics_look(m));
+        m->report.first_bad = NULL;
+        for (i = 0; i < m->n; i++) {
+            ampi_numerics_shares(&m->rows[i], &m->table[i], &m->found[i]);
+            if (m->rows[i].nan + m->rows[i].infinite > 0 && m->report.first_bad == NULL) m->report.first_bad = m->rows[i].name;
+        }
+        m->report.rows = m->rows;
+        m->report.n_rows = m->n;
+        AMPI_TRY(ampi_numerics_judge(m));
+    }
+    m->report.step = ++m->calls;
+    *out = m->report;
+    return AMP_OK;
+}
+
+AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, size_t size) {
+    size_t at = 0;
+    int64_t i;
+    if (size > 0) text[0] = 0;
+    if (report == NULL) return 0;
+    at = ampi_append(text, size, at, "step %lld: %s\n%-36s %-8s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
+                     report->text, "tensor", "", "largest", "underflow", "subnormal", "last bin.", "overflow", "infinite", "NaN");
+    for (i = 0; i < report->n_rows; i++) {
+        const amp_numerics_row *r = &report->rows[i];
+        at = ampi_append(text, size, at, "%-36s %-8s %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n", r->name,
+                         r->gradient ? "gradient" : "", (double)r->largest, 100 * r->underflow, 100 * r->subnormal,
+                         100 * r->saturation, 100 * r->overflow, (long long)r->infinite, (long long)r->nan);
+    }
+    return at;
+}
+
 /* ==== 13 >>care: implementation ===================================================================== */
 
 /* ---- Verify */
+
+enum { AMPI_VERIFY_DRAWS = 2, AMPI_VERIFY_STAGE = 1 << 16 };    /* random changes per size; elements that are looked at at a time */
+
+typedef struct ampi_verify_tensor {
+    const char *name;
+    void *data;
+    amp_dtype dtype;
+    int32_t gradient, bad;          /* bad 1: the last run left something infinite or NaN */
+    int64_t count, at;              /* at: where its bytes begin in the reference */
+    double norm;                    /* what errors are relative to */
+    double difference;              /* sum of squares, of the last run against the reference */
+    double noise, noise32;          /* the same, summed over draws: from changes of the candidate's, of fp32's roundoff */
+} ampi_verify_tensor;
+
+typedef struct ampi_verifier {
+    amp_context *amp;
+    const amp_verify_desc *desc;
+    ampi_keep *keep;
+    ampi_verify_tensor *tensors; int64_t n, n_room;
+    char *reference; int64_t bytes;
+    char *stage;                    /* 8 bytes for each element */
+    float scale, own_scale;         /* the loss scale of all runs, 0: the scaler's own; and that */
+    double allowance, seconds;
+    int code;                       /* what the step returned last */
+    char why[160];                  /* and the error text then, "" without one */
+} ampi_verifier;
+
+/* Half the distance from 1 to the next number. */
+AMPI_PRIVATE double ampi_roundoff(amp_dtype dtype) {
+    return dtype == AMP_BF16 ? 0.00390625 : dtype == AMP_F16 || dtype == AMP_TF32 ? 0.00048828125 : 5.9604644775390625e-8;
+}
+
+/* ---- Changing weights by random amounts up to one roundoff */
+
+/* x (1 + u xi), xi uniform from -1 to 1; below the format's normal numbers up to half its spacing. */
+AMPI_PRIVATE void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        double w = (double)x[i], most = AMPI_MAX(u * (w < 0 ? -w : w), tiny);
+        if ((ampi_bits_f32(x[i]) & 0x7fffffffu) != 0) x[i] = (float)(w + most * (double)(int32_t)random[i] * 4.656612873077393e-10);
+    }
+}
+
+/* 16-bit weights cannot move by less than their own spacing: they move by that, as seldom as gives the same variance. */
+AMPI_PRIVATE void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        uint16_t magnitude = x[i] & 0x7fff, next = (uint16_t)(magnitude + 1), infinite = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
+        double w = dtype == AMP_F16 ? (double)amp_f32_from_f16(magnitude) : (double)amp_f32_from_bf16(magnitude);
+        double step = dtype == AMP_F16 ? (double)amp_f32_from_f16(next) : (double)amp_f32_from_bf16(next), share;
+        if (magnitude == 0 || next >= infinite) continue;
+        share = u * w / (step - w);
+        if ((double)(random[i] >> 1) * 4.656612873077393e-10 < share * share / 3)
+            x[i] = (uint16_t)(x[i] + (random[i] & 1 ? 1 : -1));
+    }
+}
+
+/* All weights from their kept copies, changed; fp16's subnormals as the candidate's roundoff calls for. */
+AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
+    uint32_t random[AMPI_MULTI_BLOCK];
+    int64_t i, k, first, m;
+    for (i = 0; i < v->keep->n_params; i++) {
+        amp_param *p = v->keep->params[i];
+        int64_t count = amp_tensor_count(&p->weight), size = (int64_t)amp_dtype_size(p->weight.dtype), n;
+        const char *kept = (const char *)ampi_kept(v->keep, p->weight.data);
+        uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
+        for (first = 0; first < count; first += n) {
+            n = AMPI_MIN(count - first, AMPI_VERIFY_STAGE);
+            memcpy(v->stage, kept + first * size, (size_t)(n * size));
+            for (k = 0; k < n; k += m) {
+                m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
+                vec->random(random, m, seed, (uint64_t)(first + k));
+                if (p->weight.dtype == AMP_F32) ampi_perturb_f32((float *)(void *)v->stage + k, m, u, dtype == AMP_F16 ? 2.98023223876953125e-8 : 0, random);
+                else ampi_perturb_16bit((uint16_t *)(void *)v->stage + k, p->weight.dtype, m, u, random);
+            }
+            AMPI_TRY(ampi_send(v->amp, (char *)p->weight.data + first * size, v->stage, (size_t)(n * size)));
+        }
+    }
+    return AMP_OK;
+}
+
+/* ---- Runs */
+
+/* Everything as it was kept, gradients zero, and the context in `dtype`. */
+AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int allow_tf32) {
+    ampi_precision p = v->keep->precision;
+    int64_t i;
+    AMPI_TRY(ampi_keep_restore(v->keep));
+    for (i = 0; i < v->keep->n_params; i++) {
+        amp_param *param = v->keep->params[i];
+        if (param->grad.data == NULL) continue;
+        param->grad_live = 0;
+        AMPI_TRY(amp_fill(v->amp, param->grad.data, 0, amp_tensor_count(&param->grad) * (int64_t)amp_dtype_size(param->grad.dtype)));
+    }
+    if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
+    p.disable = 0;
+    p.allow_tf32 = allow_tf32;
+    p.dtype = p.choice.dtype = dtype;
+    p.choice.scaler = dtype == AMP_F16;
+    ampi_precision_set(v->amp, &p);
+    return AMP_OK;
+}
+
+/* One run of the host's step.  Regions it leaves open are closed. */
+AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
+    const amp_system *s = ampi_context_system(v->amp);
+    int depth = ampi_region_depth();
+    int64_t begin = s->clock_ns(s->user);
+    ampi_error_text[0] = 0;
+    v->code = v->desc->step(v->desc->user, v->amp);
+    if (v->code == 0) v->code = (int)amp_sync(v->amp);
+    v->seconds = 1e-9 * (double)(s->clock_ns(s->user) - begin);
+    snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
+    ampi_regions_close(depth);
+}
+
+AMPI_PRIVATE double ampi_square(double x) { return x * x; }
+
+/* Adds n elements to a tensor's difference; those that are not finite are marked and left out. */
+AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
+    float a_room[AMPI_MULTI_BLOCK], b_room[AMPI_MULTI_BLOCK];
+    amp_cpu_path path = ampi_cpu_best_path();
+    double sum = 0, a64, b64;
+    int64_t i, k, m;
+    if (t->dtype == AMP_F64) {
+        for (i = 0; i < n; i++) {
+            memcpy(&a64, (const char *)x + 8 * i, 8);
+            memcpy(&b64, (const char *)reference + 8 * i, 8);
+            if (amp_is_finite_f64(&a64)) sum += ampi_square(a64 - b64);
+            else t->bad = 1;
+        }
+    } else for (k = 0; k < n; k += m) {
+        const float *a, *b;
+        m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
+        a = ampi_row_in(ampi_at(x, t->dtype, k), t->dtype, m, a_room, path);
+        b = ampi_row_in(ampi_at(reference, t->dtype, k), t->dtype, m, b_room, path);
+        for (i = 0; i < m; i++)
+            if (amp_is_finite_f32(&a[i])) sum += ampi_square((double)a[i] - (double)b[i]);
+            else t->bad = 1;
+    }
+    t->difference += sum;
+}
+
+/* Holds what the last run left against the reference.  Returns the first tensor that is not finite, or NULL. */
+AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
+    int64_t i, first, n;
+    *bad = NULL;
+    for (i = 0; i < v->n; i++) {
+        ampi_verify_tensor *t = &v->tensors[i];
+        int64_t size = (int64_t)amp_dtype_size(t->dtype);
+        t->difference = 0;
+        t->bad = 0;
+        for (first = 0; first < t->count; first += n) {
+            n = AMPI_MIN(t->count - first, AMPI_VERIFY_STAGE);
+            AMPI_TRY(ampi_fetch(v->amp, v->stage, (char *)t->data + first * size, (size_t)(n * size)));
+            ampi_verify_compare(t, v->stage, v->reference + t->at + first * size, n);
+        }
+        if (t->bad && *bad == NULL) *bad = t;
+    }
+    return AMP_OK;
+}
+
+/* The reference itself, and with it the norms: a gradient's is its layer's, or where that is 0 that of all gradients. */
+AMPI_PRIVATE int ampi_same_layer(const char *a, const char *b) {
+    const char *end = strrchr(a, '.');
+    size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
+    return strncmp(a, b, n) == 0 && (end == NULL || strrchr(b, '.') == b + n - 1);
+}
+
+AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
+    double all = 0, layer;
+    int64_t i, j;
+    for (i = 0; i < v->n; i++) if (v->tensors[i].gradient) all += v->tensors[i].difference;
+    for (i = 0; i < v->n; i++) {
+        ampi_verify_tensor *t = &v->tensors[i];
+        layer = t->difference;
+        for (j = 0; t->gradient && j < v->n; j++)
+            if (j != i && v->tensors[j].gradient && ampi_same_layer(t->name, v->tensors[j].name)) layer += v->tensors[j].difference;
+        if (!(layer > 0) && t->gradient) layer = all;
+        t->norm = layer > 0 ? ampi_root(layer) : 1;
+    }
+}
+
+/* reference starts as zeros, so that the first comparison gives norms. */
+AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
+    const ampi_verify_tensor *bad;
+    int64_t i;
+    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+    ampi_verify_step(v);
+    if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
+    AMPI_TRY(ampi_verify_look(v, &bad));
+    if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s%s is infinite or NaN in fp32 already", bad->name, bad->gradient ? "'s gradient" : "");
+    ampi_verify_norms(v);
+    for (i = 0; i < v->n; i++) {
+        const ampi_verify_tensor *t = &v->tensors[i];
+        AMPI_TRY(ampi_fetch(v->amp, v->reference + t->at, t->data, (size_t)t->count * amp_dtype_size(t->dtype)));
+    }
+    return AMP_OK;
+}
+
+/* What random changes of the weights by up to u make in fp32. */
+AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
+    const ampi_verify_tensor *bad;
+    int64_t i;
+    int draw;
+    for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) = 0;
+    for (draw = 0; draw < AMPI_VERIFY_DRAWS; draw++) {
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+        AMPI_TRY(ampi_perturb(v, u, dtype, (uint64_t)draw));
+        ampi_verify_step(v);
+        if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s is infinite or NaN in fp32 once weights change by a rounding", bad->name);
+        for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
+    }
+    return AMP_OK;
+}
+
+/* The largest loss scale from the scaler's own down at which fp16's gradients are finite: what the scaler would come to. */
+AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
+    amp_scaler *scaler = ampi_enabled(v->desc->scaler);
+    const ampi_verify_tensor *bad;
+    float scale, next;
+    int64_t i;
+    int wanted = 0;
+    for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
+    if (scaler == NULL || !wanted) return AMP_OK;
+    v->own_scale = scale = amp_scaler_scale(scaler);
+    for (;; scale = next) {
+        v->scale = scale < v->own_scale ? scale : 0;
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, v->keep->precision.allow_tf32));
+        ampi_verify_step(v);
+        if (v->code != 0) return AMP_OK;
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        if (bad == NULL) return AMP_OK;
+        next = ampi_scale_shrunk(&scaler->rule, scale);
+        if (!bad->gradient || scaler->rule.frozen || !(next < scale) || !ampi_is_usable(next)) break;
+    }
+    v->scale = 0;
+    return AMP_OK;
+}
+
+/* ---- Verdicts */
+
+AMPI_PRIVATE double ampi_over_bound(double error, double bound) { return bound > 0 ? error / bound : -1; }
+
+AMPI_PRIVATE void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
+    const char *name = amp_dtype_name(row->dtype);
+    int fp16 = row->dtype == AMP_F16, scaled = ampi_enabled(v->desc->scaler) != NULL;
+    int gradient = ampi_over_bound(row->gradient_error, row->gradient_bound) > ampi_over_bound(row->output_error, row->output_bound);
+    const char *worst = gradient ? row->worst_gradient : row->worst_output;
+    char *to = row->advice;
+    if (row->verdict == AMP_VERDICT_FAILED && v->seconds < 0) snprintf(to, sizeof row->advice, "%s", v->why);
+    else if (row->verdict == AMP_VERDICT_FAILED) snprintf(to, sizeof row->advice, "the step returned %d. %.120s", v->code, v->why);
+    else if (row->verdict == AMP_VERDICT_NONFINITE)
+        snprintf(to, sizeof row->advice, fp16 ? "%.50s overflows: train in bf16, or give its layer fp32 by amp_layer_override"
+                 : "%.50s: %s has fp32's range, so look for what the operator does in low precision", row->first_bad, name);
+    else if (row->verdict == AMP_VERDICT_INACCURATE)
+        snprintf(to, sizeof row->advice, fp16 && gradient && !scaled ? "%.50s loses what underflows: train with a loss scaler"
+                 : "%.50s: give its layer fp32 by amp_layer_override, or look at its operator in %s", worst, name);
+    else if (fp16 && !scaled) snprintf(to, sizeof row->advice, "good for this batch; gradients may shrink: train with a loss scaler");
+    else if (fp16 && v->scale > 0)
+        snprintf(to, sizeof row->advice, "good, from loss scale %g on, which the scaler comes to: start there", (double)v->scale);
+    else snprintf(to, sizeof row->advice, "good");
+}
+
+/* Errors and bounds of the worst output and the worst gradient. */
+AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
+    double u = ampi_roundoff(row->dtype), u32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
+    int64_t i;
+    for (i = 0; i < v->n; i++) {
+        const ampi_verify_tensor *t = &v->tensors[i];
+        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / AMPI_VERIFY_DRAWS) / t->norm;
+        double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
+        if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
+        worst[t->gradient] = ampi_over_bound(error, bound);
+        *(t->gradient ? &row->gradient_error : &row->output_error) = error;
+        *(t->gradient ? &row->gradient_bound : &row->output_bound) = bound;
+        snprintf(t->gradient ? row->worst_gradient : row->worst_output, sizeof row->worst_output, "%s", t->name);
+        if (error > bound) row->verdict = AMP_VERDICT_INACCURATE;
+    }
+}
+
+AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
+    const ampi_verify_tensor *bad = NULL;
+    amp_machine machine;
+    amp_choice choice;
+    row->verdict = AMP_VERDICT_PASS;
+    AMPI_TRY(amp_query_machine(v->amp, &machine));
+    v->seconds = -1;                /* not run */
+    v->code = (int)amp_choose(&machine, row->dtype, 0, &choice);
+    snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
+    if (v->code == 0) {
+        AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
+        AMPI_TRY(ampi_verify_prepare(v, row->dtype, v->keep->precision.allow_tf32));
+        ampi_verify_step(v);
+        row->seconds = v->seconds;
+    }
+    if (v->code != 0) row->verdict = AMP_VERDICT_FAILED;
+    else {
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        ampi_verify_errors(v, row);
+        if (bad != NULL) row->verdict = AMP_VERDICT_NONFINITE;
+        if (bad != NULL) snprintf(row->first_bad, sizeof row->first_bad, "%s", bad->name);
+    }
+    ampi_verify_advise(v, row);
+    return AMP_OK;
+}
+
+/* ---- The call */
+
+AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_verify_desc *d) {
+    const char *f = "amp_verify";
+    int64_t i, ignored;
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, f, ".step is NULL");
+    if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
+        return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
+                         (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
+    if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) || (d->dtypes == NULL && d->n_dtypes > 0))
+        return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
+    if (d->n_params + d->n_outputs == 0) return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
+    if (!amp_is_finite_f64(&d->allowance) || !(d->allowance >= 0))
+        return ampi_fail(AMP_ERR_RANGE, f, ".allowance = %g, must be above 0 and finite, or 0 (8)", d->allowance);
+    for (i = 0; i < d->n_dtypes; i++)
+        if (d->dtypes[i] != AMP_F32 && d->dtypes[i] != AMP_TF32 && d->dtypes[i] != AMP_F16 && d->dtypes[i] != AMP_BF16)
+            return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(d->dtypes[i]));
+    if (ampi_settings(amp)->level == AMP_LEVEL_O0)
+        return ampi_fail(AMP_ERR_CONFLICT, f, "level O0 computes in fp32: open the context at another level to see other precisions");
+    AMPI_TRY(ampi_check_ranges(f, d->outputs, d->n_outputs));
+    AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
+    return ampi_check_params(f, d->params, d->n_params, &ignored);
+}
+
+/* Without a list: what the device has. */
+AMPI_PRIVATE void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
+    static const amp_dtype all[3] = {AMP_TF32, AMP_F16, AMP_BF16};
+    amp_machine machine;
+    amp_choice choice;
+    int i;
+    if (d->n_dtypes > 0 || amp_query_machine(amp, &machine) != AMP_OK) return;
+    for (i = 0; i < 3; i++)
+        if (amp_choose(&machine, all[i], 0, &choice) == AMP_OK) dtypes[d->n_dtypes++] = all[i];
+    d->dtypes = dtypes;
+}
+
+AMPI_PRIVATE void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, void *data, amp_dtype dtype, int64_t count) {
+    ampi_verify_tensor *t = &v->tensors[v->n++];
+    t->name = name ? name : "output";
+    t->gradient = gradient;
+    t->data = data;
+    t->dtype = dtype;
+    t->count = count;
+    t->at = v->bytes;
+    v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
+}
+
+AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
+    const amp_system *s = ampi_context_system(v->amp);
+    const amp_verify_desc *d = v->desc;
+    int64_t i;
+    v->n_room = d->n_params + d->n_outputs;
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->tensors, v->n_room, sizeof *v->tensors));
+    for (i = 0; i < d->n_outputs; i++)
+        ampi_verify_add(v, d->outputs[i].name, 0, d->outputs[i].data, d->outputs[i].dtype, d->outputs[i].count);
+    for (i = 0; i < d->n_params; i++) {
+        const amp_tensor *g = &d->params[i].grad;
+        if (g->data != NULL) ampi_verify_add(v, d->params[i].name, 1, g->data, g->dtype, amp_tensor_count(g));
+    }
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
+    return ampi_keep_create(v->amp, "amp_verify", d->params, d->n_params, d->optimizer, d->scaler, &v->keep);
+}
+
+AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
+    int64_t i;
+    AMPI_TRY(ampi_verify_scale(v));
+    AMPI_TRY(ampi_verify_reference(v));
+    AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(AMP_F32), AMP_F32));
+    for (i = 0; i < v->desc->n_dtypes; i++) {
+        report->rows[i].dtype = v->desc->dtypes[i];
+        AMPI_TRY(ampi_verify_candidate(v, &report->rows[i]));
+    }
+    report->n_rows = v->desc->n_dtypes;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) {
+    amp_verify_desc d;
+    amp_verify_report report;
+    amp_dtype dtypes[3];
+    ampi_verifier v;
+    amp_result r, restored = AMP_OK;
+    AMPI_TRY(ampi_check_abi("amp_verify", abi, AMP_ABI(amp_verify_desc)));
+    if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_verify", "amp, desc or out is NULL");
+    AMPI_TRY(ampi_verify_check(amp, desc));
+    d = *desc;
+    ampi_verify_dtypes(amp, &d, dtypes);
+    memset(&v, 0, sizeof v);
+    memset(&report, 0, sizeof report);
+    v.amp = amp;
+    v.desc = &d;
+    v.allowance = d.allowance > 0 ? d.allowance : 8;
+    r = ampi_verify_memory(&v);
+    if (r == AMP_OK) r = ampi_verify_run(&v, &report);
+    if (v.keep != NULL) restored = ampi_keep_restore(v.keep);
+    ampi_keep_destroy(v.keep);
+    ampi_free(ampi_context_system(amp), v.stage, AMPI_VERIFY_STAGE, 8);
+    ampi_free(ampi_context_system(amp), v.reference, v.bytes, 1);
+    ampi_free(ampi_context_system(amp), v.tensors, v.n_room, sizeof *v.tensors);
+    if (r == AMP_OK) r = restored;
+    if (r == AMP_OK) *out = report;
+    return r;
+}
+
+AMPI_PRIVATE const char *ampi_verdict_word(amp_verdict verdict) {
+    return verdict == AMP_VERDICT_PASS ? "PASS" : verdict == AMP_VERDICT_INACCURATE ? "INACCURATE"
+           : verdict == AMP_VERDICT_NONFINITE ? "NONFINITE" : "FAILED";
+}
+
+AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size) {
+    size_t at = 0;
+    int64_t i;
+    if (size > 0) text[0] = 0;
+    if (report == NULL) return 0;
+    at = ampi_append(text, size, at, "%-6s%-12s%10s%10s  %-24s%10s%10s  %-24s%10s  %s\n", "", "verdict", "output", "bound",
+                     "worst", "gradient", "bound", "worst", "seconds", "advice");
+    for (i = 0; i < report->n_rows; i++) {
+        const amp_verify_row *r = &report->rows[i];
+        at = ampi_append(text, size, at, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r->dtype),
+                         ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
+                         r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
+    }
+    return at;
+}
+
+AMPI_PRIVATE const char *ampi_place_word(amp_place place) {
+    switch (place) {
+        case AMP_PLACE_HOST: return "pageable memory of the host";
+        case AMP_PLACE_PINNED: return "pinned memory of the host";
+        case AMP_PLACE_DEVICE: return "memory of this device";
+        case AMP_PLACE_OTHER_DEVICE: return "memory of another device";
+        case AMP_PLACE_MANAGED: return "managed memory";
+        default: return "memory that nobody knows";
+    }
+}
+
+AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n) {
+    const char *f = "amp_verify_placement";
+    const amp_backend *backend;
+    void *dev, *stream;
+    int64_t i;
+    if (amp == NULL || (ranges == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, f, "amp or ranges is NULL");
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
+    backend = ampi_backend(amp, &dev, &stream);
+    for (i = 0; i < n; i++) {
+        const char *name = ranges[i].name ? ranges[i].name : "range";
+        amp_place place;
+        if (ranges[i].count == 0) continue;
+        if (ranges[i].data == NULL || ranges[i].count < 0)
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
+        AMPI_TRY(backend->place(dev, ranges[i].data, &place));
+        if (place == AMP_PLACE_UNKNOWN || place == AMP_PLACE_OTHER_DEVICE || (place == AMP_PLACE_HOST && !backend->host_visible))
+            return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
+                             "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_place_word(place));
+        if (place == AMP_PLACE_PINNED && !backend->host_visible)
+            ampi_log(amp, AMP_LOG_WARNING, 1201, "%s lies in pinned memory of the host: kernels read it over the bus", name);
+    }
+    return AMP_OK;
+}
 
 /* ---- Gradient check */
 
@@ -17462,8 +18631,53 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int
     if (m != NULL) AMPI_V(ampi_store_tail)(m + i, a, rest);
 }
 
+/* Counts of AMPI_W numbers at a time, each lane's own; comparisons give -1. */
+typedef struct AMPI_V(ampi_inspect_sums) { ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest; } AMPI_V(ampi_inspect_sums);
+
+AMPI_PRIVATE inline void AMPI_V(ampi_inspect_one)(AMPI_V(ampi_inspect_sums) *s, ampi_vi x) {
+    ampi_vi finite, greater;
+    x &= 0x7fffffff;
+    s->above[0] -= (ampi_vi)(x > s->limit[0]);
+    s->above[1] -= (ampi_vi)(x > s->limit[1]);
+    s->above[2] -= (ampi_vi)(x > s->limit[2]);
+    s->above[3] -= (ampi_vi)(x > s->limit[3]);
+    s->above[4] -= (ampi_vi)(x > s->limit[4]);
+    finite = (ampi_vi)(x <= s->limit[AMPI_FIT_INFINITE]);
+    s->above[5] += finite + 1;
+    s->above[6] -= (ampi_vi)(x > s->limit[6]);
+    x &= finite;
+    greater = (ampi_vi)(x > s->largest);
+    s->largest = (x & greater) | (s->largest & ~greater);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit *fit,
+                                             int64_t above[AMPI_FIT_LIMITS], uint32_t *largest) {
+    AMPI_V(ampi_inspect_sums) s;
+    ampi_vi bits;
+    float rest[AMPI_W];
+    int64_t i;
+    int j, k;
+    memset(&s, 0, sizeof s);
+    for (k = 0; k < AMPI_FIT_LIMITS; k++) s.limit[k] += (int32_t)fit->limit[k];
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        memcpy(&bits, x + i, sizeof bits);
+        AMPI_V(ampi_inspect_one)(&s, bits);
+    }
+    if (i < n) {                    /* zeros count nowhere */
+        memset(rest, 0, sizeof rest);
+        memcpy(rest, x + i, (size_t)(n - i) * sizeof *x);
+        memcpy(&bits, rest, sizeof bits);
+        AMPI_V(ampi_inspect_one)(&s, bits);
+    }
+    for (j = 0; j < AMPI_W; j++) {
+        for (k = 0; k < AMPI_FIT_LIMITS; k++) above[k] += s.above[k][j];
+        if ((uint32_t)s.largest[j] > *largest) *largest = (uint32_t)s.largest[j];
+    }
+}
+
 static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
-    AMPI_V(ampi_multi_check), AMPI_V(ampi_multi_scale), AMPI_V(ampi_multi_adamw), AMPI_V(ampi_multi_sgd)
+    AMPI_V(ampi_multi_check), AMPI_V(ampi_multi_scale), AMPI_V(ampi_multi_adamw), AMPI_V(ampi_multi_sgd),
+    AMPI_V(ampi_multi_inspect)
 };
 
 #endif /* AMPI_PASS */

@@ -1001,6 +1001,22 @@ amp_result ampc_fill(void *device, void *dst, int byte, size_t bytes, void *stre
     return ampc_check(dev, cudaMemsetAsync(dst, byte, bytes, ampc_stream(dev, stream)), "cudaMemsetAsync", NULL);
 }
 
+amp_result ampc_place_of(void *device, const void *ptr, amp_place *out) {
+    ampc_device *dev = (ampc_device *)device;
+    cudaPointerAttributes where;
+    *out = AMP_PLACE_UNKNOWN;
+    AMPC_ENTER(dev, "place");
+    if (ptr == NULL) return AMP_OK;
+    AMPC_TRY(ampc_check(dev, cudaPointerGetAttributes(&where, ptr), "cudaPointerGetAttributes", NULL));
+    switch (where.type) {
+        case cudaMemoryTypeDevice: *out = where.device == dev->index ? AMP_PLACE_DEVICE : AMP_PLACE_OTHER_DEVICE; break;
+        case cudaMemoryTypeHost: *out = AMP_PLACE_PINNED; break;
+        case cudaMemoryTypeManaged: *out = AMP_PLACE_MANAGED; break;
+        default: *out = AMP_PLACE_HOST; break;
+    }
+    return AMP_OK;
+}
+
 amp_result ampc_memory(void *device, amp_memory_info *out) {
     ampc_device *dev = (ampc_device *)device;
     ampc_locked locked(dev);
@@ -1717,6 +1733,120 @@ amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *st
     ampc_device *dev = (ampc_device *)device;
     unsigned grid = a->tensors > 0 ? (unsigned)(dev->multiprocessors * AMPC_MULTI_PER_SM) : 0;
     return ampc_launch(dev, "scale_ranges", ampc_scale_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->factor);
+}
+
+/* ---- Inspect.  A thread counts what it meets in a row, a warp adds its counts to the row's in memory: integers, so the
+   order does not matter. */
+
+struct ampc_fits { ampi_fit of32, of64; };
+/* above: as in ampi_fit, without the `plain` numbers, which become normal ones below the last binade. */
+struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
+
+template <int N> __device__ __forceinline__ void ampc_inspect_lanes(const float (&x)[N], const ampi_fit &fit, ampc_tally *t) {
+    uint32_t first = (uint32_t)fit.limit[AMPI_FIT_NORMAL] + 1, plain = (uint32_t)fit.limit[AMPI_FIT_LAST] - first, largest = 0;
+    bool all = true;
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) {
+        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
+        all &= bits - first <= plain;
+        if (bits > largest) largest = bits;
+    }
+    if (all) {
+        t->plain += N;
+        if (largest > t->largest) t->largest = largest;
+        return;
+    }
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) {
+        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
+        AMPC_UNROLL
+        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > (uint32_t)fit.limit[k];
+        if (bits > t->largest && bits <= (uint32_t)fit.limit[AMPI_FIT_INFINITE]) t->largest = bits;
+    }
+}
+
+/* n elements at p by the whole block. */
+template <class T>
+__device__ __forceinline__ void ampc_inspect_piece(const T *p, int n, const ampc_fits &fits, ampc_tally *t) {
+    enum { W = 16 / (int)sizeof(T), U = 4 };
+    int i, whole = ampc_aligned(p) ? n / W : 0;
+    for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
+        uint4 raw[U];
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++)
+            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            float x[W];
+            if (i + u * AMPC_MULTI_THREADS >= whole) continue;
+            ampc_widen<W>(raw[u], ampc_dtype_of(p), x);
+            ampc_inspect_lanes(x, fits.of32, t);
+        }
+    }
+    for (i = whole * W + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        float one[1] = {ampc_float(p[i])};
+        ampc_inspect_lanes(one, fits.of32, t);
+    }
+}
+__device__ __forceinline__ void ampc_inspect_piece(const double *p, int n, const ampc_fits &fits, ampc_tally *t) {
+    for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        uint64_t bits = ampi_bits_f64(p[i]) & ~(uint64_t)0 >> 1;
+        uint32_t narrow = bits <= fits.of64.limit[AMPI_FIT_INFINITE] ? ampi_to_f32(bits, 1) : 0;
+        AMPC_UNROLL
+        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > fits.of64.limit[k];
+        if (narrow > t->largest) t->largest = narrow;
+    }
+}
+
+__device__ __forceinline__ void ampc_count_add(int64_t *total, int64_t more) {
+    if (more != 0) atomicAdd((unsigned long long *)total, (unsigned long long)more);
+}
+__device__ __forceinline__ void ampc_tally_add(const ampc_tally &t, amp_k_inspected *out) {
+    uint32_t largest = ampc_warp_max(t.largest);
+    int64_t above[AMPI_FIT_LIMITS];
+    amp_k_inspected sum;
+    AMPC_UNROLL
+    for (int k = 0; k < AMPI_FIT_LIMITS; k++) above[k] = ampc_warp_sum(t.above[k] + (k <= AMPI_FIT_NORMAL ? t.plain : 0));
+    if (threadIdx.x % 32 != 0) return;
+    ampi_fit_count(above, &sum);
+    ampc_count_add(&out->nan, sum.nan);
+    ampc_count_add(&out->infinite, sum.infinite);
+    ampc_count_add(&out->nonzero, sum.nonzero);
+    ampc_count_add(&out->underflow, sum.underflow);
+    ampc_count_add(&out->subnormal, sum.subnormal);
+    ampc_count_add(&out->overflow, sum.overflow);
+    ampc_count_add(&out->saturated, sum.saturated);
+    atomicMax((unsigned *)&out->largest, largest);
+}
+
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
+ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, amp_k_inspected *out) {
+    ampc_tally t = {};
+    int mine = -1;
+    ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
+        if (number != mine) {
+            if (mine >= 0) ampc_tally_add(t, out + mine);
+            t = {};
+            mine = number;
+        }
+        switch (row.grad_dtype) {
+            case AMP_F32: ampc_inspect_piece((const float *)row.grad + first, n, fits, &t); break;
+            case AMP_F16: ampc_inspect_piece((const ampc_f16 *)row.grad + first, n, fits, &t); break;
+            case AMP_BF16: ampc_inspect_piece((const ampc_bf16 *)row.grad + first, n, fits, &t); break;
+            default: ampc_inspect_piece((const double *)row.grad + first, n, fits, &t); break;
+        }
+    });
+    if (mine >= 0) ampc_tally_add(t, out + mine);
+}
+
+amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    unsigned grid = (unsigned)(dev->multiprocessors * AMPC_MULTI_PER_SM);
+    ampc_fits fits = {ampi_fit_of(0, a->dtype), ampi_fit_of(1, a->dtype)};
+    if (a->tensors <= 0) return ampc_usable(dev, "amp_numerics_step");
+    AMPC_TRY(ampc_fill(dev, a->out, 0, (size_t)a->tensors * sizeof *a->out, stream));
+    return ampc_launch(dev, "amp_numerics_step", ampc_inspect_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
+                       a->tensors, fits, a->out);
 }
 
 /* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or a 16-bit weight widened.  A first
@@ -6191,7 +6321,7 @@ const amp_backend ampc_backend = {
     AMP_ABI(amp_backend), "cuda",
     ampc_open, ampc_close, ampc_describe,
     0, 0,
-    ampc_alloc, ampc_free, ampc_alloc_pinned, ampc_free_pinned, ampc_copy, ampc_fill, ampc_memory,
+    ampc_alloc, ampc_free, ampc_alloc_pinned, ampc_free_pinned, ampc_copy, ampc_fill, ampc_place_of, ampc_memory,
     ampc_stream_create, ampc_stream_destroy, ampc_stream_sync,
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
     ampc_event_done, ampc_event_sync, ampc_event_elapsed,
@@ -6202,7 +6332,7 @@ const amp_backend ampc_backend = {
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,
     ampc_swiglu, ampc_swiglu_backward, ampc_cross_entropy, ampc_mse,
     ampc_embedding, ampc_embedding_backward, ampc_dropout, ampc_add,
-    ampc_check_grads, ampc_adamw, ampc_sgd, ampc_scale_ranges, ampc_rule
+    ampc_check_grads, ampc_adamw, ampc_sgd, ampc_scale_ranges, ampc_inspect, ampc_rule
 };
 
 } /* namespace */
