@@ -16,10 +16,10 @@ if [ "$lines" -gt 0 ] && [ "$lines" -lt 40 ]; then pass; else fail "the diff" "$
 # kind lies within t s sqrt(1 + 1/n) of m but once in a thousand (Student's t, n - 1 degrees of freedom): a run with amp.h
 # must be of their kind.
 loss_of() { "$@" | sed -n 's/^test loss \([^,]*\),.*/\1/p'; }
-for seed in 1 2 3 4 5 6 7 8; do loss_of "$work/before" $seed 25; done > "$work/losses"
+for seed in 1 2 3 4 5 6 7 8; do loss_of "$work/before" $seed 12; done > "$work/losses"
 interval=$(awk -v t=5.408 '{n++; s += $1; q += $1 * $1} END {m = s / n; print m, t * sqrt((q - n * m * m) / (n - 1) * (1 + 1 / n))}' "$work/losses")
 for precision in fp32 fp16 bf16; do
-    loss=$(loss_of "$work/after" 1 25 $precision)
+    loss=$(loss_of "$work/after" 1 12 $precision)
     if echo "$loss $interval" | awk '{exit !(NF == 3 && $3 > 0 && $1 - $2 <= $3 && $2 - $1 <= $3)}'; then pass
     else fail "after in $precision" "test loss $loss, before: $interval (mean, and how far one run may lie from it)"; fi
 done
