@@ -76,7 +76,7 @@ $(BUILD)/%: examples/%.c $(HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 endif
 
-$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h $(HEADERS) examples/train_gpt.c | $(BUILD)
+$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h $(HEADERS) examples/train_gpt.c examples/train_classifier.c | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
 # The same tests under the flags that fold isnan and set flush-to-zero.
@@ -97,7 +97,7 @@ include tests/gpu/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
 	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
@@ -107,7 +107,8 @@ test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
 
 oracle: examples
-	for program in number_formats state_v1 kernels scaler optimizer tokenizer gpt2 encoder autocast hf_roundtrip; do \
+	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
+	    hf_roundtrip hf_classifier; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)

@@ -45,14 +45,15 @@ static inline const char *example_error(void) { return example_text[0] != 0 ? ex
 
 /* ---- Flags: one table of a program drives parsing, checking and --help */
 
-typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH, SWITCH_TEXT } option_type;
+typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH, SWITCH_TEXT, SETTING } option_type;
 
-/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".
+/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".  SETTING: the key
+   `words` of the amp_settings in the field, which says what is legal.
    words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
 typedef struct option {
     const char *name;
     option_type type;
-    size_t field;                   /* in settings: const char *, int64_t or double */
+    size_t field;                   /* in settings: const char *, int64_t, double or amp_settings */
     const char *initial;
     double lowest, highest;
     const char *words, *help;
@@ -158,6 +159,8 @@ static inline amp_result parse_option(int i, const char *text, void *set) {
         memcpy(field, &text, sizeof text);
     }
     if (o->type == SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
+    if (o->type == SETTING && amp_settings_set((amp_settings *)field, o->words, text) != AMP_OK)
+        return refuse(o->name, "%s", amp_last_error());
     if (o->type == INTEGER || o->type == NUMBER) {
         TRY(parse_number(o, text, &value));
         if (o->type == INTEGER) *(int64_t *)field = (int64_t)value;
@@ -250,6 +253,7 @@ static inline void print_help(void) {
         if (o->type == SWITCH) continue;
         printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
         if (o->type == CHOICE) printf("; one of: %s", o->words);
+        if (o->type == SETTING) printf("; in files: %s", o->words);
         if (o->type == INTEGER || o->type == NUMBER) printf("; %s", legal_text(o, legal, sizeof legal));
         printf("\n");
     }
@@ -1210,6 +1214,24 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
     }
     if (result != AMP_OK) gpt_destroy(g);
     return result;
+}
+
+/* Activations for another batch size, or stored in another dtype; the old ones are freed first. */
+static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activations) {
+    arena memory = {NULL, 0};
+    void *base = NULL;
+    amp_free(g->amp, g->memory);
+    g->memory = NULL;
+    g->config.batch = batch;
+    g->config.activations = activations;
+    gpt_place_activations(g, &memory);
+    TRY(amp_alloc(g->amp, &base, memory.used));
+    g->memory = memory.base = (char *)base;
+    g->memory_bytes = memory.used;
+    memory.used = 0;
+    gpt_place_activations(g, &memory);
+    g->batch = 0;                   /* what is bound is of the old ones */
+    return gpt_bind(g, batch, g->config.seq);
 }
 
 /* Sets a parameter's weight from fp32 on the host, or reads it. */
