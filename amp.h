@@ -16092,7 +16092,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
 enum {
     AMPI_TUNE_DTYPES = 4,
     AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
-    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+    AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
+    AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
 };
 
 typedef struct ampi_candidate {
@@ -16122,7 +16123,7 @@ static void ampi_host_said(const char *what, int code, char *text, size_t size) 
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
     snprintf(id, sizeof id, "AMP%04d ", code);
-    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %.*s", what, (int)size, last);
     else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
                   strcmp(said, "unknown result") ? said : "");
 }
@@ -16202,7 +16203,7 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
     for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
-    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    if (x[0] > (double)(int)AMP_I64 || x[1] < 1 || x[1] > (double)(int)AMP_VERDICT_FAILED || x[2] < 1) return 0;
     memset(row, 0, sizeof *row);
     row->dtype = (amp_dtype)(int)x[0];
     row->verdict = (amp_verdict)(int)x[1];
@@ -16217,14 +16218,14 @@ static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row
 
 /* 1: the report came from the file. */
 static int ampi_tune_known(ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
     int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
     ampi_tune_record(t, "rows", key);
     ampi_tune_record(t, "text", text_key);
     n = amp_state_count(t->state, key, NULL);
     if (n < 0) return 0;                        /* another model, machine or desc */
-    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMPI_TUNE_ROOM) {
         n /= AMPI_TUNE_NUMBERS;
         if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
             amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
@@ -16250,13 +16251,13 @@ static int ampi_tune_read(ampi_tune *t) {
 }
 
 static amp_result ampi_tune_put(const ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
     int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
     for (i = 0; i < t->out->n_rows; i++) {
         const amp_tune_row *row = &t->out->rows[i];
         double *x = numbers + i * AMPI_TUNE_NUMBERS;
-        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[0] = (double)(int)row->dtype; x[1] = (double)(int)row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
         x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
         memcpy(text + i * size, row->reason, (size_t)size);
     }
@@ -16303,7 +16304,7 @@ static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
 
 /* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
 static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
-    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
     amp_choice choice;
     code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);

@@ -1392,12 +1392,13 @@ TEST(recovery_counts_anew_after_good_steps) {
     plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
     p.retries = 1;
     trainee_open(&t, &p, 1);
-    trainee_run(&t, 12);
+    trainee_run(&t, 24);
     CHECK_EQ(t.n_events, 1);
+    CHECK_EQ(t.recovery->good.applied, 20);     /* due at 6 + 4, 14, 18: each two steps late, and that of 24 is not proven */
     t.trouble.kind = FAULT_LOSS;
-    t.trouble.step = 20;
+    t.trouble.step = 26;
     t.trouble.times = 0;
-    trainee_run(&t, 30);
+    trainee_run(&t, 36);
     CHECK(t.n_events == 2 && t.events[1].action == AMP_RECOVERY_RESTORED);
     trainee_close(&t);
     p.trouble.times = 1;                        /* twice within fewer steps: no */
@@ -1817,6 +1818,12 @@ TEST(memory_recovery_asks_the_policy) {
         trainee_run(&twin, 6);
         if (restored) cure_by_hand(&twin, AMP_BF16, NULL);
         CHECK(same_training(&t, &twin));
+        t.wish.cure = AMP_CURE_NONE;
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));      /* and once more, before a record came */
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));
+        CHECK(e.action == t.wish.action && t.o->attempts == 6);
+        trainee_run(&t, 9);
+        CHECK_EQ(t.recovery->seen, 7);
         trainee_run(&t, 18);
         trainee_run(&twin, 18);
         CHECK(t.n_events == 0 && same_training(&t, &twin) && t.recovery->good.applied > 6);
