@@ -444,6 +444,7 @@ TEST(out_of_memory) {
     amp_verify_desc d;
     uint64_t before;
     long calls, k;
+    float loss;
     int refused = 0;
     memset(&desc, 0, sizeof desc);
     desc.dtype = AMP_F16;
@@ -459,12 +460,12 @@ TEST(out_of_memory) {
     CHECK_OK(step(&a_model, amp));
     state_hash(1, &a_model);        /* takes the outcomes */
     before = state_hash(1, &a_model);
+    loss = a_model.loss;            /* an output */
     d = desc_of(&a_model);
     memory.calls = 0;
     CHECK_OK(amp_verify(amp, &d, &r));
     calls = memory.calls;
     for (k = 1; k <= calls; k++) {
-        float loss = a_model.loss;
         amp_result result;
         memory.calls = 0;
         memory.fail_at = k;
