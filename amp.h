@@ -265,7 +265,8 @@ typedef enum amp_log_level {
 
 /* Called from any thread.  id: the amp_result for errors, a constant number per message otherwise. */
 typedef struct amp_logger {
-    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each id at most 10 times */
+    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each warning and error
+                                                                                   at most 10 times */
     void *user;
     amp_log_level level;            /* most detailed level that is written; default AMP_LOG_WARNING */
 } amp_logger;
@@ -1012,6 +1013,7 @@ typedef struct amp_k_outcome {
     double lr;
     float norm, clip_coef, scale;
     int32_t applied, at_floor, first_bad;
+    int32_t growth_tracker, reserved;                   /* as scale, before the attempt's update */
 } amp_k_outcome;
 
 typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
@@ -1246,6 +1248,8 @@ typedef struct amp_backend {
        load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
     size_t (*plans_save)(void *dev, void *buffer, size_t size);
     amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
+    /* Gives memory that is kept for later use, and that no graph needs, back to the system. */
+    amp_result (*trim)(void *dev);
     /* kernels */
     amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
@@ -1485,6 +1489,11 @@ typedef enum amp_rule {
     AMP_BY_LEVEL = 5,               /* O0 */
     AMP_BY_FORCE_I32 = 0x7fffffff
 } amp_rule;
+
+/* With a logger of level AMP_LOG_DEBUG each decision of a context is told once, with id AMP_LOG_DECISION, and again where
+   the same call comes out otherwise (up to 4096 of them):
+       linear h.0.fc.weight (bf16, fp32): computes in bf16, returns bf16, by region; cast cache: miss                  */
+enum { AMP_LOG_DECISION = 1080 };
 
 /* Filled by forward, read by backward and when recomputing; a zeroed plan is "forward has not run". */
 typedef struct amp_plan {
@@ -2057,7 +2066,8 @@ typedef struct amp_outcome {
     int32_t applied;                /* 0: skipped */
     int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further */
     float norm, clip_coef;          /* as in amp_found */
-    float scale;                    /* the scale this step's gradients carried */
+    float scale;                    /* the scale this step's gradients carried ... */
+    int32_t growth_tracker;         /* ... and the scaler's clean updates when the step began; 0 without a scaler */
     double lr;
     const char *first_bad;          /* name of the first parameter with a bad gradient, or NULL */
     int64_t total_skips, consecutive_skips;
@@ -2191,6 +2201,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->norm = f->norm;
     o->clip_coef = f->clip_coef;
     o->scale = s ? s->scale : 1.0f;
+    o->growth_tracker = s ? s->growth_tracker : 0;
     o->applied = !f->skip;
     o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
     o->first_bad = f->first_bad;
@@ -2524,6 +2535,7 @@ typedef enum amp_nan_action {
     "autotune"           .autotune          off        off, on
     "scaler"             .use_scaler        auto       auto (fp16 alone), on, off
     "scaler_preset"      .scaler.preset     default    the names of amp_scaler_preset
+    "frozen"             .scaler.frozen     false      a static scale; overflows still skip
     "init_scale" "growth_factor" "backoff_factor" "growth_interval" "min_scale" "max_scale" "hysteresis" "tolerance"
                          .scaler            the preset's; a floor, ceiling or growth interval may be "none"
     "clip_norm"          .clip_norm         none       above 0, finite
@@ -2532,7 +2544,7 @@ typedef enum amp_nan_action {
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
     "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
-    "memory_warning"     .memory_warning    0.9        share of the device's memory, 0 to 1, that is worth a warning
+    "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
     "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
@@ -2570,14 +2582,16 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
 /* From the environment: AMP_DTYPE=bf16 and its kin; nothing else in the library reads it.  All or nothing.
    Errors: as amp_settings_set; 107 for a variable AMP_... that is no key. */
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
-/* Settings that contradict each other.  Errors: 102, 110 with both keys. */
+/* Each field by itself, and what contradicts: level O0, which is fp32 throughout, with another dtype, with tf32 or with
+   the scaler on; levels O2 and O3, which keep 16-bit weights, with fp32 or tf32; a floor above the ceiling; an initial
+   scale outside of them.  What is only without effect is no contradiction.  Errors: 101, 102, 110 with both keys, 202. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
 /* Every effective setting as a file that amp_settings_read_text takes, as snprintf does it. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
 /* What a context's other parts are to be created with: fields of the descs that are settings are overwritten, the rest
    stays.  Each pointer may be NULL.  scaler->disable becomes 1 where no scaler is wanted; for "auto" that takes the
-   context's dtype, so pass amp when it is open, and NULL before.  Errors: 101, 102, 105, 110. */
+   context's dtype, so pass amp when it is open, and NULL before.  Errors: 101, 102, 105, 110, 202. */
 typedef struct amp_monitor_desc amp_monitor_desc;
 AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
                                        amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor,
@@ -2587,9 +2601,11 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
     return amp_settings_fill_v(settings, amp, desc, scaler, optimizer, monitor, AMP_ABI(amp_settings));
 }
 /* The same between two steps of a running training: dtype, enabled, mode, caches, fallback, tf32, clipping,
-   accumulation, the scaler's rule, intervals and actions change; a level, policy or scaler preset other than that in
-   force is refused, and then nothing has changed.  scaler, optimizer and monitor may be NULL.  Captured graphs are out
-   of date afterwards.  Errors: 101, 102, 105, 108 the device lacks the dtype, 110 what cannot change. */
+   accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
+   turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
+   force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
+   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of an accumulation
+   cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
                                         amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi);
@@ -2640,7 +2656,15 @@ AMP_API void amp_range_pop(amp_context *amp);
            amp_monitor_phase(monitor, AMP_PHASE_OPTIMIZER); amp_step ...
            amp_monitor_step(monitor, &info);
            while (amp_monitor_next(monitor, &record)) ...;      in place of amp_outcome_next
-       at an epoch's end: amp_monitor_epoch(monitor, &epoch);                                                          */
+       at an epoch's end: amp_monitor_epoch(monitor, &epoch);
+
+   A line of the file, by its "event":
+       "step"     step epoch loss norm scale tracker skipped skips dtype lr tokens_per_s seconds data_s forward_s
+                  backward_s optimizer_s; where memory was queried allocated reserved peak; where there is one
+                  trouble ("loss", "gradients", "floor", "skips") and first_bad
+       "epoch"    epoch steps skipped troubles loss dtype tokens_per_s seconds data_s ... optimizer_s peak
+   A loss that was not read is left out; null stands for infinities and NaN, which JSON has none of.  tracker is the
+   scaler's before the step, skipped 0 or 1, skips their sum so far.                                                  */
 
 typedef enum amp_phase {
     AMP_PHASE_OTHER = 0, AMP_PHASE_DATA = 1, AMP_PHASE_FORWARD = 2, AMP_PHASE_BACKWARD = 3, AMP_PHASE_OPTIMIZER = 4,
@@ -2665,7 +2689,8 @@ typedef enum amp_trouble {
     .cleanup_interval  off          steps between calls of amp_cleanup
     .memory_warning    0.9          as in amp_settings; said once per crossing
     .nan_action        SKIP
-    .max_skips         25                                                                                             */
+    .max_skips         25
+    .epoch             0            number of the first epoch, of a run that goes on                                    */
 struct amp_monitor_desc {
     const char *path;
     int32_t append, max_skips;
@@ -2675,18 +2700,21 @@ struct amp_monitor_desc {
     double memory_warning;
     amp_nan_action nan_action;
     int32_t reserved;
+    int64_t epoch;
 };
-/* Destroy it before its optimizer.  Errors: 101, 102, 105, 301, 401, 402, 403. */
+/* Destroy it before its optimizer.  Errors: 101, 102, 105, 110 optimizer or scaler of another context, 301, 401, 402, 403,
+   501. */
 AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
     return amp_monitor_create_v(amp, out, desc, AMP_ABI(amp_monitor_desc));
 }
-/* Writes what is still to be written; errors are logged. */
+/* Writes what is still to be written, the records of the last steps too; errors are logged. */
 AMP_API void amp_monitor_destroy(amp_monitor *monitor);
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out);
 
 /* The phase that begins now ends the one before; times are the device's own where it has events.  Also a profiler's
-   range.  Errors: 101, 102, 501. */
+   range.  Time counts from the first call, in an epoch as in the run (without calls, from the epoch's beginning), so
+   validation between epochs is nobody's.  While a graph is captured nothing is recorded.  Errors: 101, 102, 501. */
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase);
 
 typedef struct amp_step_info {
@@ -2695,8 +2723,9 @@ typedef struct amp_step_info {
     int32_t reserved;
     int64_t tokens;                 /* or samples, of all micro-batches of the step; for the rate */
 } amp_step_info;
-/* Ends a step, after amp_step stepped.  Errors: 101, 501; 403 when lines could not be written: they are kept (up to 256 KiB)
-   and written as soon as that works again; training may go on. */
+/* Ends a step, after amp_step stepped; it does not wait for it.  Errors: 101, 106 the optimizer has not stepped since the
+   last call, 501; 403 when lines could not be written: they are kept (up to 256 KiB) and written as soon as that works
+   again; training may go on. */
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
 
 typedef struct amp_step_record {
@@ -2711,8 +2740,8 @@ typedef struct amp_step_record {
     int32_t has_memory;             /* 1: memory was queried in this step */
     amp_memory_info memory;
 } amp_step_record;
-/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  Read it before the epoch
-   ends; 64 are kept. */
+/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  The last 64 are kept.  Steps that
+   amp_monitor_step was not told of have none. */
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
 /* Makes the records of all steps due, and waits. */
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
@@ -2722,8 +2751,8 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
 /* One epoch, or the mean of several. */
 typedef struct amp_epoch_record {
     int64_t epoch;                  /* its number; in a mean: how many */
-    int64_t steps, skipped;
-    double loss;                    /* mean of those read; NaN: none was */
+    int64_t steps, skipped, troubles;   /* in a mean: of all together; troubles: steps with any */
+    double loss;                    /* mean of the finite ones; NaN: there was none */
     double seconds, phase_seconds[AMP_PHASES], tokens_per_second;
     int64_t peak;                   /* bytes, most in the epoch */
     amp_dtype dtype;                /* of most of its steps */
@@ -2931,7 +2960,11 @@ typedef struct amp_advice {
     int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
     char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160];
 } amp_advice;
-/* desc may be NULL.  Errors: 101, 105, 501. */
+/* dtype: amp_choose's for "auto", or the next of bf16, fp16, tf32 and fp32 that nothing speaks against (verification; fp16's
+   scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
+   bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
+   must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
+   desc may be NULL.  Errors: 101, 102, 105, 501. */
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
 AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     return amp_advise_v(amp, desc, out, AMP_ABI(amp_advise_desc));
@@ -2979,9 +3012,13 @@ typedef struct amp_tune_report {
     int32_t from_file, reserved;            /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
-/* Precisions alternate, so that a machine's changing speed meets all alike.  Afterwards the context's dtype is what it was;
-   `prepare` was last called with the best batch.  A row that fails is no error.
-   Errors: 101, 102, 105, 106, 301; 403 the results are there, but the file could not be written. */
+/* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
+   an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
+   batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
+   of equal ones the first.  Afterwards the context's dtype is what it was, and `prepare` was last called with the best
+   batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
+   those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     return amp_tune_v(amp, desc, out, AMP_ABI(amp_tune_desc));
@@ -3009,7 +3046,8 @@ typedef enum amp_recovery_action {
 typedef enum amp_recovery_cure {
     AMP_CURE_NONE = 0,              /* the same once more */
     AMP_CURE_LAYERS = 1,            /* the layer of the first bad tensor computes in fp32 from now on */
-    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32 */
+    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32.  The
+                                       scaler is turned off with fp16; levels O2 and O3 keep their dtype */
     AMP_CURE_FORCE_I32 = 0x7fffffff
 } amp_recovery_cure;
 
@@ -3020,14 +3058,16 @@ typedef struct amp_recovery_event {
     amp_dtype dtype;                /* in force afterwards */
     int64_t step;                   /* of the snapshot: applied steps */
     int32_t retries, left;
-    char layer[64];                 /* LAYERS: the pattern for amp_layer_override */
+    char layer[64];                 /* the pattern that LAYERS gives amp_layer_override: the layer of the first bad tensor */
     char text[200];                 /* what happened and what was done */
 } amp_recovery_event;
 
 /*  .interval      100       applied steps between snapshots; the first one is taken at creation
     .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
-    .policy        NULL      decides: gets the event as planned, and may change action and cure
-    .save, .load   NULL      what the host wants restored too, into and from records of its own                        */
+    .policy        NULL      decides: gets the event as planned, and may change action, cure and layer.  A learning rate that
+                             it sets stays; otherwise the snapshot's comes back
+    .save, .load   NULL      what the host wants restored too, into and from records of its own; keys "amp..." are taken.
+                             They return 0, or an amp_result or other number for failure                               */
 typedef struct amp_recovery_desc {
     amp_param *params; int64_t n_params;    /* weights; the array must stay */
     amp_optimizer *optimizer;
@@ -3041,14 +3081,18 @@ typedef struct amp_recovery_desc {
     void *user;
 } amp_recovery_desc;
 typedef struct amp_recovery amp_recovery;
-/* Errors: 101, 102, 105, 301, 501. */
+/* Errors: 101, 102, 103, 104, 105, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
 AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
     return amp_recovery_create_v(amp, out, desc, AMP_ABI(amp_recovery_desc));
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* For every record: good ones lead to snapshots, ones with trouble to recovery.  A snapshot that does not fit into memory
-   keeps the one before, with a warning.  Errors: 101, 106, 501. */
+/* For every record: good ones lead to snapshots, ones with trouble and action RECOVER to recovery.  A snapshot replaces
+   the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
+   One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
+   finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
+   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.
+   Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
    micro-batch (HALVE_BATCH) as often as it takes, or what the policy says.  What the cycle had accumulated is dropped.
@@ -3178,9 +3222,9 @@ static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
 static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
 static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    int fd;
+    int fd, flags = for_writing == 0 ? O_RDONLY : for_writing == 2 ? O_RDWR | O_CREAT : O_WRONLY | O_CREAT | O_TRUNC;
     (void)user;
-    do fd = open(path, for_writing ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_RDONLY | O_CLOEXEC, 0666);
+    do fd = open(path, flags | O_CLOEXEC, 0666);
     while (fd < 0 && errno == EINTR);
     if (fd < 0) return -errno;
     *file = fd;
@@ -4158,6 +4202,7 @@ AMPI_PRIVATE int ampi_is_contiguous(const amp_tensor *t) {
 }
 
 AMPI_PRIVATE int ampi_is_storage(amp_dtype dtype) { return dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16; }
+AMPI_PRIVATE int ampi_is_compute(amp_dtype dtype) { return ampi_is_storage(dtype) || dtype == AMP_TF32; }
 
 /* "[2, 3, 4] bf16" for messages. */
 AMPI_PRIVATE const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
@@ -4335,7 +4380,7 @@ static size_t ampi_state_element(amp_dtype dtype) {
     }
 }
 
-static uint64_t ampi_state_hash(const char *key) {      /* FNV-1a */
+static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (; *key; key++) hash = (hash ^ (uint8_t)*key) * UINT64_C(0x100000001b3);
     return hash;
@@ -4343,7 +4388,7 @@ static uint64_t ampi_state_hash(const char *key) {      /* FNV-1a */
 
 /* Where the key stands in the table, or the empty entry where it would stand. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
-    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_state_hash(key) & mask;
+    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
     return state->table + i;
 }
@@ -4694,8 +4739,9 @@ typedef struct ampi_cpu {
     int threads;
     amp_cpu_path path;
     int pooled;                     /* 1: scratch blocks are kept for the next call */
-    pthread_mutex_t lock;           /* for the pool */
+    pthread_mutex_t lock;           /* for what follows */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
+    int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
 } ampi_cpu;
 
 /* Work on items [begin, end) of a parallel loop.  thread is below the number of threads asked for. */
@@ -7103,6 +7149,11 @@ static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream)
 
 /* ---- The CPU backend's runtime: memory from the host, streams and events that are always done */
 
+static int64_t ampi_cpu_time(void) {
+    struct timespec t;
+    return clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t) == 0 ? (int64_t)t.tv_sec * 1000000000 + t.tv_nsec : 0;
+}
+
 static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_backend_desc *desc) {
     ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
@@ -7112,6 +7163,8 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     cpu->host = *host;
     cpu->threads = desc->threads;
     cpu->path = desc->cpu_path;
+    cpu->wall = ampi_posix_clock(NULL);
+    cpu->busy = ampi_cpu_time();
     *dev = cpu;
     return AMP_OK;
 }
@@ -7248,6 +7301,21 @@ static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     return AMP_OK;
 }
 
+/* Utilization: the process's CPU time over what its kernels' threads had since the last call, at first since opening. */
+static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
+    double had;
+    pthread_mutex_lock(&cpu->lock);
+    had = (double)(wall - cpu->wall) * cpu->threads;
+    out->utilization = had > 0 ? (float)AMPI_MIN((double)(busy - cpu->busy) / had, 1.0) : -1.0f;
+    cpu->wall = wall;
+    cpu->busy = busy;
+    pthread_mutex_unlock(&cpu->lock);
+    out->memory_utilization = out->temperature = out->power = -1;
+    return AMP_OK;
+}
+
 static amp_result ampi_cpu_stream_create(void *dev, void **stream) { *stream = dev; return AMP_OK; }
 static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)stream; }
 static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
@@ -7269,6 +7337,20 @@ static amp_result ampi_cpu_event_elapsed(void *dev, void *from, void *to, double
     return AMP_OK;
 }
 
+static amp_result ampi_cpu_trim(void *dev) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int i;
+    pthread_mutex_lock(&cpu->lock);
+    for (i = 0; i < AMPI_POOL_BLOCKS; i++) {
+        if (cpu->pool[i].busy || cpu->pool[i].ptr == NULL) continue;
+        cpu->host.free(cpu->host.user, cpu->pool[i].ptr, cpu->pool[i].bytes);
+        cpu->pool[i].ptr = NULL;
+        cpu->pool[i].bytes = 0;
+    }
+    pthread_mutex_unlock(&cpu->lock);
+    return AMP_OK;
+}
+
 static const amp_backend ampi_cpu_backend = {
     AMP_ABI(amp_backend), "cpu",
     ampi_cpu_open, ampi_cpu_close, ampi_cpu_describe,
@@ -7278,7 +7360,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
     NULL, NULL, NULL, NULL,
-    NULL, NULL, NULL, NULL, NULL,
+    ampi_cpu_telemetry, NULL, NULL, NULL, NULL, ampi_cpu_trim,
     ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
     ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
@@ -7291,7 +7373,7 @@ AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
 /* ==== 6 >>backends: implementation, the context ===================================================== */
 
-enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15 };
+enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_ROOM = 2 * AMPI_TOLD };
 
 typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
 
@@ -7362,6 +7444,8 @@ struct amp_context {
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
+    uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_ROOM hashes; NULL before the first */
+    amp_log_level quiet;            /* the log's level without `debug` of the settings */
 };
 
 /* ---- What other sections may ask of a context */
@@ -7477,7 +7561,7 @@ AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
     if (logger->write != NULL) { logger->write(logger->user, level, id, text); return; }
-    count = ampi_log_count((amp_context *)(uintptr_t)amp, id);
+    count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
     if (count <= AMPI_LOG_REPEATS)
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text, count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
 }
@@ -7524,6 +7608,8 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
     AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AMX));
     AMPI_TRY(ampi_check_enum("autotune", (int)d->autotune, AMP_AUTOTUNE_ON));
+    if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
+        return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be fp32, tf32, fp16 or bf16", amp_dtype_name(d->fallback));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
     if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
     if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
@@ -7629,6 +7715,36 @@ static amp_result ampi_own_path(const amp_system *system, const char **path) {
     return AMP_OK;
 }
 
+/* Chooses as amp_choose does, on this context's device; what the device lacks is replaced by fallback, if there is one. */
+static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
+    amp_result result;
+    if (fallback == AMP_DTYPE_DEFAULT) return amp_choose(&amp->machine, wanted, amp->desc.allow_fallback, out);
+    result = amp_choose(&amp->machine, wanted, 0, out);
+    if (result != AMP_ERR_UNSUPPORTED) return result;
+    AMPI_TRY(amp_choose(&amp->machine, fallback, 0, out));
+    return ampi_chosen(out, fallback, out->emulated, 1, "%s asked for: %.64s lacks it; the fallback %s instead",
+                       amp_dtype_name(wanted), amp->machine.device.name, amp_dtype_name(fallback));
+}
+
+/* What regions are to compute in.  Level O0 is fp32 throughout. */
+static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
+    amp_choice other;
+    if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(amp_choose(&amp->machine, fallback, 0, &other));
+    AMPI_TRY(ampi_choose_here(amp, wanted, fallback, out));
+    if (amp->desc.level != AMP_LEVEL_O0 || out->dtype == AMP_F32) return AMP_OK;
+    return ampi_chosen(out, AMP_F32, 0, 0, "level O0 computes in fp32");
+}
+
+/* 1: products that are left in fp32 can be computed in TF32. */
+static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
+    amp_choice choice;
+    if (!wanted || amp->desc.level == AMP_LEVEL_O0) return 0;
+    (void)amp_choose(&amp->machine, AMP_TF32, 1, &choice);
+    if (!choice.fell_back) return 1;
+    ampi_log(amp, AMP_LOG_INFO, 1004, "allow_tf32 has no effect: %.64s has no TF32", amp->machine.device.name);
+    return 0;
+}
+
 static amp_result ampi_open_device(amp_context *amp) {
     amp_backend_desc b;
     memset(&b, 0, sizeof b);
@@ -7641,9 +7757,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
-    AMPI_TRY(amp_choose(&amp->machine, amp->desc.dtype, amp->desc.allow_fallback, &amp->choice));
-    if (amp->desc.level == AMP_LEVEL_O0 && amp->choice.dtype != AMP_F32)
-        AMPI_TRY(ampi_chosen(&amp->choice, AMP_F32, 0, 0, "level O0 computes in fp32"));
+    AMPI_TRY(ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice));
+    amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
     amp->desc.dtype = amp->choice.dtype;
     ampi_plans_read(amp);
@@ -7667,6 +7782,7 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     if (desc != NULL) amp->desc = *desc;
     ampi_fill_defaults(&amp->desc);
     amp->system = amp->desc.system = system;
+    amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
     amp->backend = amp->desc.backend;
     amp->next_param_id = 1;
     amp->host.user = amp;
@@ -7705,6 +7821,7 @@ AMP_API void amp_close(amp_context *amp) {
     ampi_free(&system, amp->masks, amp->mask_room, sizeof *amp->masks);
     ampi_free(&system, amp->layers, amp->layer_room, sizeof *amp->layers);
     ampi_free(&system, amp->ops, amp->op_room, sizeof *amp->ops);
+    ampi_free(&system, amp->told, AMPI_TOLD_ROOM, sizeof *amp->told);
     pthread_mutex_destroy(&amp->lock);
     ampi_free(&system, amp, 1, sizeof *amp);
 }
@@ -7727,19 +7844,35 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
     return AMP_OK;
 }
 
+/* Levels O2 and O3 keep weights in the dtype they were opened with. */
+static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
+    if (amp->desc.level < AMP_LEVEL_O2 || dtype == amp->choice.dtype) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, function, "levels O2 and O3 store weights in %s; switching the dtype needs level O1", amp_dtype_name(amp->choice.dtype));
+}
+
+static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
+    if (choice->fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice->reason);
+    amp->choice = *choice;
+    amp->desc.dtype = choice->dtype;
+    ampi_settings_changed(amp);
+    amp_cast_cache_clear(amp);
+}
+
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     amp_choice choice;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_dtype", "amp is NULL");
-    AMPI_TRY(amp_choose(&amp->machine, dtype, amp->desc.allow_fallback, &choice));
+    AMPI_TRY(ampi_choose_here(amp, dtype, amp->desc.fallback, &choice));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s", amp_dtype_name(choice.dtype));
-    if (amp->desc.level >= AMP_LEVEL_O2 && choice.dtype != amp->choice.dtype)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "levels O2 and O3 store weights in %s; switching the dtype needs level O1", amp_dtype_name(amp->choice.dtype));
-    if (choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice.reason);
-    amp->choice = choice;
-    amp->desc.dtype = choice.dtype;
+    AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
+    ampi_switch_dtype(amp, &choice);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_enabled", "amp is NULL");
+    amp->desc.disable = !enabled;
     ampi_settings_changed(amp);
-    amp_cast_cache_clear(amp);
     return AMP_OK;
 }
 
@@ -7857,10 +7990,8 @@ AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
     return amp->backend->host_visible ? AMP_OK : amp->backend->event_wait(amp->dev, event, amp->desc.stream);
 }
 
-AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
-    memset(out, 0, sizeof *out);
-    AMPI_TRY(amp->backend->memory(amp->dev, out));
+/* What the context counts itself, without asking the device. */
+AMPI_PRIVATE void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
     ampi_lock(amp);
     out->allocated = amp->allocated;
     out->peak = amp->peak;
@@ -7871,6 +8002,13 @@ AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
     out->cast_cache = amp->part_bytes[AMPI_PART_CACHE];
     out->optimizer = amp->part_bytes[AMPI_PART_OPTIMIZER];
     ampi_unlock(amp);
+}
+
+AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
+    memset(out, 0, sizeof *out);
+    AMPI_TRY(amp->backend->memory(amp->dev, out));
+    ampi_memory_counted(amp, out);
     return AMP_OK;
 }
 
@@ -8194,6 +8332,31 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) { ampi_mask_remove_kind(amp,
 
 /* ==== 8 >>autocast: implementation ================================================================== */
 
+/* ---- Emptying the cast cache, of which more below */
+
+/* A graph that lives may use the memory: then it stays, out of date. */
+static void ampi_cache_remove(amp_context *amp, int64_t i) {
+    amp->cache[i].version = UINT64_MAX;
+    if (amp->graphs > 0) return;
+    ampi_free_locked(amp, amp->cache[i].data);
+    amp->cache_info.entries--;
+    amp->cache_info.bytes -= amp->cache[i].bytes;
+    amp->cache[i] = amp->cache[--amp->n_cache];
+}
+
+/* Frees the copies that nobody needs: those handed to the host stay while any region is open, all while a graph lives. */
+static void ampi_cache_clear_idle(amp_context *amp) {
+    int64_t i;
+    int regions;
+    ampi_lock(amp);
+    regions = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
+    for (i = amp->n_cache - 1; amp->graphs == 0 && i >= 0; i--)
+        if (amp->cache[i].users == 0 && (amp->cache[i].kind != AMPI_PACK_CAST || regions == 0)) ampi_cache_remove(amp, i);
+    ampi_unlock(amp);
+}
+
+/* ---- Regions */
+
 enum { AMPI_REGION_DEPTH = 32 };
 
 /* recompute 1: opened by amp_recompute_begin; desc is then that of the region around it. */
@@ -8243,7 +8406,7 @@ static amp_result ampi_region_pop(amp_context *amp, const char *function, int re
     if (top->recompute != recompute)
         return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first", top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
     ampi_region_count--;
-    __atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
     return AMP_OK;
 }
 
@@ -8262,9 +8425,10 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
     if (amp->desc.disable_cache) d.disable_cache = 1;
+    if (amp->desc.disable) d.disable = 1;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = amp->desc.dtype;
     else {
-        AMPI_TRY(amp_choose(&amp->machine, d.dtype, amp->desc.allow_fallback, &choice));
+        AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
         d.dtype = choice.dtype;
     }
     ampi_region_push(amp, &d, 0);
@@ -8387,6 +8551,9 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n) {
 
 static amp_dtype ampi_stored(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
+/* Matrix products: what a region's dtype is for, and TF32. */
+static int ampi_is_product(int32_t op) { return op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION; }
+
 /* Applies a policy to the widest input; dtype is the region's or the layer's. */
 static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype widest, amp_plan *out) {
     switch (policy) {
@@ -8401,13 +8568,29 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
     }
 }
 
+/* The decision in a region that is no island. */
+static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc *region, int32_t op, const char *layer,
+                                 const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    amp_cast_policy policy = ampi_policy_of(amp, op, region->policy, &out->rule);
+    amp_dtype widest = ampi_widest(inputs, n), dtype = AMP_DTYPE_DEFAULT;
+    if (policy == AMP_CAST_BANNED)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
+    if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || widest == AMP_DTYPE_DEFAULT) return AMP_OK;
+    if (policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE) dtype = ampi_layer_dtype(amp, layer);
+    if (dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
+    else dtype = region->dtype;
+    if (policy == AMP_CAST_FP32 && amp->desc.fallback != AMP_DTYPE_DEFAULT && ampi_is_product(op)) {
+        policy = AMP_CAST_LOWER;
+        dtype = amp->desc.fallback;
+    }
+    ampi_apply_policy(policy, dtype, widest, out);
+    return AMP_OK;
+}
+
 /* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
-AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
-                                       const amp_dtype *inputs, int32_t n, amp_plan *out) {
+static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n, amp_plan *out) {
     const ampi_region *top;
     const amp_autocast_desc *region;
-    amp_cast_policy policy;
-    amp_dtype layer_dtype;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
     top = ampi_region_top(amp);
@@ -8418,15 +8601,63 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
     out->mode = region ? region->mode : amp->desc.mode;
     out->compute = out->result = ampi_promoted(inputs, n);
     out->rule = AMP_BY_STORAGE;
-    if (region == NULL || region->disable) return AMP_OK;
-    if (amp->desc.level == AMP_LEVEL_O0) { out->rule = AMP_BY_LEVEL; return AMP_OK; }
-    policy = ampi_policy_of(amp, op, region->policy, &out->rule);
-    if (policy == AMP_CAST_BANNED)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
-    if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || ampi_widest(inputs, n) == AMP_DTYPE_DEFAULT) return AMP_OK;
-    layer_dtype = policy == AMP_CAST_LOWER || policy == AMP_CAST_PROMOTE ? ampi_layer_dtype(amp, layer) : AMP_DTYPE_DEFAULT;
-    if (layer_dtype != AMP_DTYPE_DEFAULT) out->rule = AMP_BY_LAYER;
-    ampi_apply_policy(policy, layer_dtype != AMP_DTYPE_DEFAULT ? layer_dtype : region->dtype, ampi_widest(inputs, n), out);
+    if (region != NULL && !region->disable) {
+        if (amp->desc.level == AMP_LEVEL_O0) out->rule = AMP_BY_LEVEL;
+        else AMPI_TRY(ampi_decide_in(amp, region, op, layer, inputs, n, out));
+    }
+    if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
+    return AMP_OK;
+}
+
+/* ---- The log of decisions */
+
+/* Whether an operator found its weight in the cast cache. */
+typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT } ampi_cache_use;
+
+/* 1: this text is new, and is now remembered by its hash; 2: so it is, and it is the last one. */
+static int ampi_told_add(amp_context *amp, const char *text) {
+    uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
+    void *room;
+    int added = 0;
+    ampi_lock(amp);
+    if (amp->told == NULL && ampi_alloc(&amp->system, "debug log", &room, AMPI_TOLD_ROOM, sizeof *amp->told) == AMP_OK)
+        amp->told = (uint64_t *)room;
+    if (amp->told != NULL && amp->n_told < AMPI_TOLD) {
+        while (amp->told[i %= AMPI_TOLD_ROOM] != 0 && amp->told[i] != hash) i++;
+        if (amp->told[i] == 0) {
+            amp->told[i] = hash;
+            added = ++amp->n_told < AMPI_TOLD ? 1 : 2;
+        }
+    }
+    ampi_unlock(amp);
+    return added;
+}
+
+/* The line of AMP_LOG_DECISION. */
+static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
+                      const amp_plan *plan, ampi_cache_use use) {
+    static const char *const rules[] = {"", "storage", "region", "operator", "layer", "level"};
+    static const char *const uses[] = {"", "; cast cache: miss", "; cast cache: hit"};
+    char dtypes[96], text[400];
+    size_t used = 0;
+    int32_t i;
+    int added;
+    if (amp->desc.logger.level < AMP_LOG_DEBUG) return;
+    dtypes[0] = 0;
+    for (i = 0; i < n && used < sizeof dtypes - 16; i++)
+        if (inputs[i] != AMP_DTYPE_DEFAULT)
+            used += (size_t)snprintf(dtypes + used, sizeof dtypes - used, "%s%s", used ? ", " : "", amp_dtype_name(inputs[i]));
+    snprintf(text, sizeof text, "%s%s%.200s (%s): computes in %s, returns %s, by %s%s", ampi_op_name(amp, op), layer ? " " : "",
+             layer ? layer : "", dtypes, amp_dtype_name(plan->compute), amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
+    added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
+    if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
+    if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not told");
+}
+
+AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
+                                       const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    AMPI_TRY(ampi_decide(amp, op, layer, inputs, n, out));
+    ampi_tell(amp, op, layer, inputs, n, out, AMPI_CACHE_UNUSED);
     return AMP_OK;
 }
 
@@ -8485,7 +8716,7 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     if (amp == NULL || pattern == NULL) return ampi_fail(AMP_ERR_NULL, "amp_layer_override", "amp or pattern is NULL");
     if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
-    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(amp_choose(&amp->machine, dtype, amp->desc.allow_fallback, &choice));
+    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_here(amp, dtype, amp->desc.fallback, &choice));
     ampi_lock(amp);
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
@@ -8502,16 +8733,6 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
 
 /* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.
    Everything here runs with the context's lock held, the making included, so that a copy is made once. */
-
-/* A graph that lives may use the memory: then it stays, out of date. */
-static void ampi_cache_remove(amp_context *amp, int64_t i) {
-    amp->cache[i].version = UINT64_MAX;
-    if (amp->graphs > 0) return;
-    ampi_free_locked(amp, amp->cache[i].data);
-    amp->cache_info.entries--;
-    amp->cache_info.bytes -= amp->cache[i].bytes;
-    amp->cache[i] = amp->cache[--amp->n_cache];
-}
 
 static void ampi_cache_drop(amp_context *amp, uint64_t id) {
     int64_t i = amp->n_cache;
@@ -8592,13 +8813,15 @@ static amp_result ampi_cache_add(amp_context *amp, const amp_param *p, amp_dtype
 }
 
 /* refresh 1: the copy is made again, whatever its version.  repeated: as in amp_k_pack. */
-static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh, const void **data) {
+static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh,
+                                        const void **data, ampi_cache_use *use) {
     ampi_cache_entry *e;
     int64_t i, bytes;
     int fresh;
     for (i = 0; i < amp->n_cache; i++)
         if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
     fresh = i < amp->n_cache && amp->cache[i].version == p->version && !refresh;
+    *use = fresh ? AMPI_CACHE_HIT : AMPI_CACHE_MISS;
     bytes = fresh ? amp->cache[i].bytes : ampi_cache_bytes(amp, p, dtype, kind, repeated);
     if (bytes == 0) return AMP_OK;
     if (i == amp->n_cache) AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
@@ -8624,13 +8847,13 @@ static int ampi_cache_is_off(const amp_context *amp) {
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
    or the kernels have no use for one.  Recomputing is no repeated use: it is the last one, and there to save memory.
    ampi_cache_put ends its use. */
-static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data, ampi_cache_use *use) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     amp_result result;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data, use);
     *used = now;
     ampi_unlock(amp);
     return result;
@@ -8647,13 +8870,14 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
 
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
     const void *data = NULL;
+    ampi_cache_use use;
     amp_result result;
     if (amp == NULL || param == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_cast", "amp, param or out is NULL");
     if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data);
+    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use);
     ampi_unlock(amp);
     if (result != AMP_OK) return result;
     ampi_cache_put(amp, data);
@@ -8684,6 +8908,23 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     ampi_unlock(amp);
 }
 
+/* Of section 6; here, because it empties what this section keeps. */
+AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
+    amp_memory_info before, after;
+    if (freed != NULL) *freed = 0;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
+    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
+    if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
+    ampi_cache_clear_idle(amp);
+    amp_mask_cache_clear(amp);
+    if (amp->backend->trim != NULL) AMPI_TRY(amp->backend->trim(amp->dev));
+    if (freed == NULL) return AMP_OK;
+    AMPI_TRY(amp_memory(amp, &after));
+    *freed = before.reserved - after.reserved;
+    return AMP_OK;
+}
+
 /* ==== 9 >>operators: implementation =================================================================
    Each function checks its op struct, asks section 8 for the plan, translates to kernel arguments and
    calls the backend.                                                                                   */
@@ -8709,11 +8950,15 @@ static amp_result ampi_backward_begin(const char *function, const amp_context *a
 /* Versions only grow, so their sum moves when one of them does. */
 static uint64_t ampi_versions(const amp_param *a, const amp_param *b) { return (a ? a->version : 0) + (b ? b->version : 0); }
 
-/* The plan of a forward: decided now, or when recomputing the recorded one. */
+/* The plan of a forward: decided now, or when recomputing the recorded one.  amp_linear tells the log of it itself, with what
+   the cast cache had. */
 static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer, amp_dtype a, amp_dtype b,
                                     uint64_t version, const amp_plan *recorded, amp_plan *plan) {
     if (!ampi_is_recomputing(amp)) {
-        AMPI_TRY(ampi_decide2(amp, op, layer, a, b, plan));
+        amp_dtype inputs[2];
+        inputs[0] = a; inputs[1] = b;
+        AMPI_TRY(ampi_decide(amp, op, layer, inputs, 2, plan));
+        if (op != AMP_OP_LINEAR) ampi_tell(amp, op, layer, inputs, 2, plan, AMPI_CACHE_UNUSED);
         plan->version = version;
         return AMP_OK;
     }
@@ -8773,19 +9018,20 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
 
 /* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
    ends its use. */
-static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held) {
+static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held, ampi_cache_use *use) {
     amp_k_pack pack;
     *held = NULL;
+    *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
     if (g->compute == AMP_F32) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
     if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
-        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held));
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held, use));
         g->packed_b = *held;
     } else if (g->compute != AMP_TF32 && g->compute != g->b_dtype) {
-        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held));
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held, use));
         if (*held != NULL) { g->b = *held; g->b_dtype = g->compute; }
     }
     return AMP_OK;
@@ -8796,6 +9042,8 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     amp_mat x, y, pre;
     amp_k_gemm g;
     amp_plan plan;
+    amp_dtype inputs[2];
+    ampi_cache_use use;
     amp_result result;
     const void *held;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
@@ -8811,7 +9059,9 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     g.alpha = 1; g.compute = plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
     if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held, &use));
+    inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
+    ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
     ampi_cache_put(amp, held);
     if (result == AMP_OK) op->plan = plan;
@@ -8880,6 +9130,7 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *d
 static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx, const amp_tensor *pre) {
     amp_k_gemm g;
     amp_mat at;
+    ampi_cache_use use;
     amp_result result;
     const void *held;
     memset(&g, 0, sizeof g);
@@ -8893,7 +9144,7 @@ static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_line
         g.backward = 1; g.act = op->x_act;
         g.pre = at.data; g.pre_dtype = at.dtype; g.ld_pre = at.ld;
     }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held, &use));
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
     ampi_cache_put(amp, held);
     if (result != AMP_OK || pre == NULL || g.backward) return result;
@@ -9571,6 +9822,7 @@ struct amp_optimizer {
     amp_k_outcome *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
     void *events[AMP_OUTCOMES];
     int64_t attempts, delivered, flushed;   /* steps so far; their outcomes taken, and made due by a flush */
+    int64_t sent;                   /* outcomes sent by this object: steps, whatever was loaded in between */
     int32_t micro;                  /* micro-batches of the cycle so far */
 };
 
@@ -9701,6 +9953,11 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
     return r;
 }
 
+/* What gradients are averaged by. */
+AMPI_PRIVATE void ampi_set_average(amp_set *set, double accumulation) {
+    set->divisor = accumulation * (set->sharded ? 1 : ampi_world(set->amp));
+}
+
 /* Everything is filled in: to the device. */
 AMPI_PRIVATE amp_result ampi_set_finish(amp_set *set, double clip_norm, int32_t sharded, double accumulation) {
     amp_k_found found;
@@ -9710,7 +9967,7 @@ AMPI_PRIVATE amp_result ampi_set_finish(amp_set *set, double clip_norm, int32_t 
     found.beta1_power = found.beta2_power = 1;
     set->clip_norm = clip_norm;
     set->sharded = sharded;
-    set->divisor = accumulation * (sharded ? 1 : ampi_world(set->amp));
+    ampi_set_average(set, accumulation);
     AMPI_TRY(ampi_send(set->amp, set->found, &found, sizeof found));
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
@@ -10141,6 +10398,27 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     rule = ampi_rule(AMP_RULE_SET_INTERVAL, scaler, NULL);
     rule.value = d.preset == AMP_SCALER_TORCH ? 0.0f : 1.0f;
     return ampi_run_rule(scaler->amp, &rule);
+}
+
+/* A running scaler takes other settings, filled in and checked, of the same preset.  Turned on it starts anew; turned off
+   its scale is 1. */
+AMPI_PRIVATE amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
+    amp_k_scaler s = ampi_scaler_start(d);
+    int keeps = d->preset == AMP_SCALER_TORCH;
+    if (d->disable == scaler->desc.disable) {
+        AMPI_TRY(amp_scaler_get(scaler, &s));
+        if (d->hysteresis != scaler->desc.hysteresis) s.hysteresis_left = d->hysteresis;
+        if (d->growth_interval != scaler->desc.growth_interval) {
+            s.growth_interval = d->growth_interval;
+            if (!keeps && s.growth_tracker >= s.growth_interval) s.growth_tracker = 0;
+        }
+    }
+    AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s, sizeof s));
+    scaler->desc = *d;
+    scaler->rule = ampi_scaler_rule(d);
+    ampi_scaler_release_sets(scaler);
+    ampi_settings_changed(scaler->amp);
+    return AMP_OK;
 }
 
 /* A set serves one scaler between two updates of it. */
@@ -10593,6 +10871,30 @@ AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     return AMP_OK;
 }
 
+AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm) {
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_clip", "optimizer is NULL");
+    AMPI_TRY(ampi_check_clip("amp_optimizer_set_clip", clip_norm));
+    optimizer->desc.clip_norm = optimizer->set->clip_norm = clip_norm;
+    ampi_settings_changed(optimizer->amp);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
+    amp_set *set;
+    int64_t i;
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_accumulation", "optimizer is NULL");
+    if (accumulation < 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more", accumulation);
+    set = optimizer->set;
+    optimizer->desc.accumulation = accumulation;
+    optimizer->micro = 0;
+    ampi_set_average(set, accumulation);
+    for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
+    if (set->stage == AMPI_CHECKED) ampi_set_unlink(set);
+    ampi_settings_changed(optimizer->amp);
+    return AMP_OK;
+}
+
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer) {
     int64_t i;
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_refresh", "optimizer is NULL");
@@ -10686,6 +10988,7 @@ AMPI_PRIVATE amp_result ampi_send_outcome(amp_optimizer *o) {
     AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
     o->attempts++;
+    o->sent++;
     return AMP_OK;
 }
 
@@ -10758,21 +11061,26 @@ AMPI_PRIVATE void ampi_outcome_fill(const amp_optimizer *o, const amp_k_outcome 
     out->norm = k->norm;
     out->clip_coef = k->clip_coef;
     out->scale = k->scale;
+    out->growth_tracker = k->growth_tracker;
     out->lr = k->lr;
     out->first_bad = ampi_set_name(o->set, k->first_bad);
     out->total_skips = k->skips;
     out->consecutive_skips = k->consecutive_skips;
 }
 
+/* The number of the oldest outcome that is due, 0 if none is. */
+AMPI_PRIVATE int64_t ampi_outcome_due(amp_optimizer *o) {
+    int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
+    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
+    return o->delivered < due ? o->delivered + 1 : 0;
+}
+
 AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
     amp_optimizer *o = optimizer;
     void *dev, *stream;
     const amp_backend *backend;
-    int64_t due, slot;
-    if (o == NULL || out == NULL) return 0;
-    due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
-    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
-    if (o->delivered >= due) return 0;
+    int64_t slot;
+    if (o == NULL || out == NULL || ampi_outcome_due(o) == 0) return 0;
     backend = ampi_backend(o->amp, &dev, &stream);
     slot = o->delivered % AMP_OUTCOMES;
     if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
@@ -10972,9 +11280,10 @@ AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *st
     return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
 }
 
-/* The outcomes not yet delivered; fp64 holds each of their numbers exactly. */
+/* The outcomes not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
 AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
     double rows[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
+    int32_t trackers[AMP_OUTCOMES];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES), n = o->attempts - first;
     for (i = 0; i < n; i++) {
         const amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
@@ -10983,7 +11292,9 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
         row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
         row[4] = k->lr; row[5] = (double)k->norm; row[6] = (double)k->clip_coef; row[7] = (double)k->scale;
         row[8] = k->applied; row[9] = k->at_floor; row[10] = k->first_bad;
+        trackers[i] = k->growth_tracker;
     }
+    AMPI_TRY(ampi_put(state, prefix, "trackers", -1, AMP_I32, trackers, n));
     return ampi_put(state, prefix, "outcomes", -1, AMP_F64, rows, n * AMPI_SAVED_OUTCOME);
 }
 
@@ -11262,7 +11573,7 @@ AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64_t n) {
+AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
     int64_t i, first = o->attempts - n;
     for (i = 0; i < n; i++) {
         amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
@@ -11271,6 +11582,7 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64
         k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
         k->lr = row[4]; k->norm = (float)row[5]; k->clip_coef = (float)row[6]; k->scale = (float)row[7];
         k->applied = (int32_t)row[8]; k->at_floor = (int32_t)row[9]; k->first_bad = (int32_t)row[10];
+        k->growth_tracker = trackers[i];
     }
 }
 
@@ -11278,6 +11590,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     amp_optimizer *o = optimizer;
     const amp_system *s;
     int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed;
+    int32_t trackers[AMP_OUTCOMES];
     double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
     amp_result r;
     void *room;
@@ -11293,13 +11606,15 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     n = AMPI_MIN(steps[2] - steps[3], AMP_OUTCOMES);
     AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
     AMPI_TRY(ampi_check_outcomes(outcomes, n));
+    memset(trackers, 0, sizeof trackers);
+    if (ampi_has_record(state, prefix, "trackers", -1)) AMPI_TRY(ampi_get(state, prefix, "trackers", -1, AMP_I32, trackers, n));
     AMPI_TRY(ampi_check_arrays(o, state, prefix, steps[1]));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, bytes, 1));
     r = ampi_wait(o->amp);
     if (r == AMP_OK) r = ampi_load_arrays(o, state, prefix, steps[1], room);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
-    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, n);
+    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
     ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
@@ -13108,11 +13423,1638 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==================================================================== */
 
-/* ---- Settings */
+/* What the host said of a step, and what was measured; kept until the step's outcome is due. */
+typedef struct ampi_note {
+    int64_t number;                 /* the optimizer's for this step; 0: given up, the optimizer was set back */
+    int64_t epoch, tokens;
+    double loss, phase_seconds[AMP_PHASES];
+    amp_dtype dtype;
+    int32_t read, has_memory;       /* 1: loss and memory are known */
+    amp_memory_info memory;
+} ampi_note;
+
+/* A moment: from here to the next one time belongs to a phase of a step. */
+typedef struct ampi_mark {
+    void *event;                    /* the device's; NULL where the host's clock measures */
+    int64_t ns;
+    int64_t step;
+    amp_phase phase;
+} ampi_mark;
+
+/* Sums of epochs. */
+typedef struct ampi_tally {
+    int64_t epochs, steps, skipped, troubles, tokens, peak;
+    int64_t losses, dtypes[AMP_TF32 + 1];
+    double loss, phase_seconds[AMP_PHASES];
+} ampi_tally;
+
+#define AMPI_NAN ((uint64_t)0x7ff8 << 48)   /* the bits of an fp64 NaN */
+enum { AMPI_LINE_BYTES = 256 * 1024, AMPI_NOTES = 2 * AMP_OUTCOMES };
+
+struct amp_monitor {
+    amp_context *amp;
+    amp_monitor_desc desc;          /* effective */
+    char *text; int64_t text_bytes; /* of desc.path */
+    intptr_t file; int open;
+    char *lines; int64_t kept, offset, lost;    /* bytes of lines not yet written, where they go, lines there was no room for */
+    ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
+    int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are not needed any more */
+    int64_t last;                   /* the optimizer's steps at the last of them */
+    ampi_mark *marks; int64_t first_mark, n_marks, mark_room;   /* a ring; room is a power of two */
+    int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
+    int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was said */
+    amp_step_record records[AMP_OUTCOMES]; int64_t first_record, n_records;
+    ampi_tally epoch, mixed, full;
+    int64_t epochs;                 /* number of the one that runs */
+};
+
+/* ---- Settings.  One table says what each key is; setting, reading, checking and writing go by it. */
+
+typedef struct ampi_word { const char *word; int32_t value; } ampi_word;
+
+static const ampi_word ampi_switch_words[] = {
+    {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
+static const ampi_word ampi_dtype_words[] = {
+    {"auto", AMP_DTYPE_DEFAULT}, {"fp32", AMP_F32}, {"tf32", AMP_TF32}, {"fp16", AMP_F16}, {"bf16", AMP_BF16}, {NULL, 0}};
+static const ampi_word ampi_fallback_words[] = {
+    {"none", AMP_DTYPE_DEFAULT}, {"fp32", AMP_F32}, {"tf32", AMP_TF32}, {"fp16", AMP_F16}, {"bf16", AMP_BF16}, {NULL, 0}};
+static const ampi_word ampi_level_words[] = {
+    {"O0", AMP_LEVEL_O0}, {"O1", AMP_LEVEL_O1}, {"O2", AMP_LEVEL_O2}, {"O3", AMP_LEVEL_O3}, {NULL, 0}};
+static const ampi_word ampi_policy_words[] = {{"fused", AMP_POLICY_FUSED}, {"torch", AMP_POLICY_TORCH}, {NULL, 0}};
+static const ampi_word ampi_mode_words[] = {{"training", AMP_MODE_TRAINING}, {"inference", AMP_MODE_INFERENCE}, {NULL, 0}};
+static const ampi_word ampi_autotune_words[] = {{"off", AMP_AUTOTUNE_OFF}, {"on", AMP_AUTOTUNE_ON}, {NULL, 0}};
+static const ampi_word ampi_scaler_words[] = {
+    {"auto", AMP_SCALER_USE_AUTO}, {"on", AMP_SCALER_USE_ON}, {"off", AMP_SCALER_USE_OFF}, {NULL, 0}};
+static const ampi_word ampi_action_words[] = {
+    {"report", AMP_NAN_REPORT}, {"skip", AMP_NAN_SKIP}, {"stop", AMP_NAN_STOP}, {"recover", AMP_NAN_RECOVER}, {NULL, 0}};
+static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
+static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
+static const ampi_word ampi_zero_words[] = {{"0", -1}, {NULL, 0}};             /* AMP_ZERO, AMP_NO_RETRIES */
+static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
+
+/* What a field of amp_settings holds.  INVERTED: a switch whose field says the opposite. */
+typedef enum ampi_field {
+    AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64
+} ampi_field;
+
+/* words: values with a word of their own; "0" among them where 0 in the field means the default.  Numbers: from low to
+   high, in words `range`.  standard: what 0 in the field stands for. */
+typedef struct ampi_setting {
+    const char *key;
+    ampi_field field;
+    size_t offset;
+    const ampi_word *words;
+    double standard, low, high;
+    const char *range;
+} ampi_setting;
+
+#define AMPI_AT(field) offsetof(amp_settings, field)
+#define AMPI_STEPS 1, 1e15, "a whole number from 1 to 1e15, or off"
+#define AMPI_SCALES 0, AMPI_TINY, AMPI_POW2_126
+#define AMPI_DBL_MAX 1.7976931348623157e308
+#define AMPI_ABOVE_0 2.2250738585072014e-308
+#define AMPI_ABOVE_1 1.0000000000000002
+#define AMPI_BELOW_1 0.99999999999999989
+static const ampi_setting ampi_setting_table[] = {
+    {"enabled", AMPI_INVERTED, AMPI_AT(disable), ampi_switch_words, 0, 0, 0, NULL},
+    {"dtype", AMPI_WORD, AMPI_AT(dtype), ampi_dtype_words, 0, 0, 0, NULL},
+    {"level", AMPI_WORD, AMPI_AT(level), ampi_level_words, AMP_LEVEL_O1, 0, 0, NULL},
+    {"policy", AMPI_WORD, AMPI_AT(policy), ampi_policy_words, AMP_POLICY_FUSED, 0, 0, NULL},
+    {"mode", AMPI_WORD, AMPI_AT(mode), ampi_mode_words, AMP_MODE_TRAINING, 0, 0, NULL},
+    {"memory_efficient", AMPI_SWITCH, AMPI_AT(memory_efficient), ampi_switch_words, 0, 0, 0, NULL},
+    {"cache", AMPI_INVERTED, AMPI_AT(disable_cache), ampi_switch_words, 0, 0, 0, NULL},
+    {"fallback", AMPI_WORD, AMPI_AT(fallback), ampi_fallback_words, 0, 0, 0, NULL},
+    {"tf32", AMPI_SWITCH, AMPI_AT(allow_tf32), ampi_switch_words, 0, 0, 0, NULL},
+    {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
+    {"scaler", AMPI_WORD, AMPI_AT(use_scaler), ampi_scaler_words, AMP_SCALER_USE_AUTO, 0, 0, NULL},
+    {"scaler_preset", AMPI_PRESET, AMPI_AT(scaler.preset), NULL, 0, 0, 0, NULL},
+    {"frozen", AMPI_SWITCH, AMPI_AT(scaler.frozen), ampi_switch_words, 0, 0, 0, NULL},
+    {"init_scale", AMPI_REAL32, AMPI_AT(scaler.init_scale), NULL, AMPI_SCALES, "a number from 2^-126 to 2^126"},
+    {"growth_factor", AMPI_REAL64, AMPI_AT(scaler.growth_factor), NULL, 0, AMPI_ABOVE_1, AMPI_DBL_MAX, "a number above 1"},
+    {"backoff_factor", AMPI_REAL64, AMPI_AT(scaler.backoff_factor), NULL, 0, AMPI_ABOVE_0, AMPI_BELOW_1,
+     "a number between 0 and 1"},
+    {"growth_interval", AMPI_I32, AMPI_AT(scaler.growth_interval), ampi_none_words, 0, 1, INT32_MAX,
+     "a whole number from 1 to 2147483647, or none"},
+    {"min_scale", AMPI_REAL32, AMPI_AT(scaler.min_scale), ampi_none_words, AMPI_SCALES, "a number from 2^-126 to 2^126, or none"},
+    {"max_scale", AMPI_REAL32, AMPI_AT(scaler.max_scale), ampi_none_words, 0, AMPI_TINY, AMPI_FLT_MAX, "a number from 2^-126 to 2^126, or none"},
+    {"hysteresis", AMPI_I32, AMPI_AT(scaler.hysteresis), NULL, 0, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
+    {"tolerance", AMPI_REAL64, AMPI_AT(scaler.tolerance), ampi_zero_words, 0, AMPI_ABOVE_0, 1, "a number from 0 to 1"},
+    {"clip_norm", AMPI_REAL64, AMPI_AT(clip_norm), ampi_clip_words, 0, AMPI_ABOVE_0, AMPI_DBL_MAX, "a number above 0, or none"},
+    {"accumulation", AMPI_I32, AMPI_AT(accumulation), NULL, 1, 1, 1000000, "a whole number from 1 to 1000000"},
+    {"log_interval", AMPI_I64, AMPI_AT(log_interval), ampi_interval_words, 100, AMPI_STEPS},
+    {"memory_interval", AMPI_I64, AMPI_AT(memory_interval), ampi_interval_words, 100, AMPI_STEPS},
+    {"cleanup_interval", AMPI_I64, AMPI_AT(cleanup_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"numerics_interval", AMPI_I64, AMPI_AT(numerics_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"memory_warning", AMPI_REAL64, AMPI_AT(memory_warning), NULL, 0.9, AMPI_ABOVE_0, 1, "a number above 0, at most 1"},
+    {"nan_action", AMPI_WORD, AMPI_AT(nan_action), ampi_action_words, AMP_NAN_SKIP, 0, 0, NULL},
+    {"max_skips", AMPI_I32, AMPI_AT(max_skips), NULL, 25, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
+    {"max_retries", AMPI_I32, AMPI_AT(max_retries), ampi_zero_words, 3, 1, 1000, "a whole number from 0 to 1000"},
+    {"debug", AMPI_SWITCH, AMPI_AT(debug), ampi_switch_words, 0, 0, 0, NULL},
+};
+enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
+
+/* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
+typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
+
+AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
+    ampi_sheet s;
+    memset(&s, 0, sizeof s);
+    s.text = text;
+    s.size = text ? size : 0;
+    if (s.size > 0) text[0] = 0;
+    return s;
+}
+
+AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) AMPI_PRINTF(2, 3);
+AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) {
+    size_t room = s->used < s->size ? s->size - s->used : 0;
+    va_list args;
+    int n;
+    va_start(args, format);
+    n = vsnprintf(room ? s->text + s->used : NULL, room, format, args);
+    va_end(args);
+    if (n > 0) s->used += (size_t)n;
+}
+
+/* A field's value; 0 (a switch: its opposite, if INVERTED) is the default. */
+static double ampi_setting_get(const amp_settings *s, const ampi_setting *k) {
+    const char *at = (const char *)s + k->offset;
+    int32_t i32;
+    int64_t i64;
+    float real32;
+    double real64;
+    switch (k->field) {
+        case AMPI_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
+        case AMPI_REAL32: memcpy(&real32, at, sizeof real32); return (double)real32;
+        case AMPI_REAL64: memcpy(&real64, at, sizeof real64); return real64;
+        default: memcpy(&i32, at, sizeof i32);
+    }
+    return k->field == AMPI_INVERTED ? i32 == 0 : k->field == AMPI_SWITCH ? i32 != 0 : (double)i32;
+}
+
+static void ampi_setting_put(amp_settings *s, const ampi_setting *k, double value) {
+    char *at = (char *)s + k->offset;
+    int64_t i64 = k->field == AMPI_I64 ? (int64_t)value : 0;
+    int32_t i32 = k->field < AMPI_I32 || k->field == AMPI_I32 ? (int32_t)value : 0;
+    float real32 = k->field == AMPI_REAL32 ? (float)value : 0;
+    switch (k->field) {
+        case AMPI_I64: memcpy(at, &i64, sizeof i64); break;
+        case AMPI_REAL32: memcpy(at, &real32, sizeof real32); break;
+        case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
+        case AMPI_INVERTED: i32 = !i32;         /* falls through */
+        default: memcpy(at, &i32, sizeof i32);
+    }
+}
+
+/* Word i of a key and its value, or NULL. */
+static const char *ampi_setting_word(const ampi_setting *k, int i, int32_t *value) {
+    *value = i;
+    if (k->field == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
+    if (k->words == NULL) return NULL;
+    *value = k->words[i].value;
+    return k->words[i].word;
+}
+
+static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
+
+/* Whether the n bytes of text are the word, in either case. */
+static int ampi_same_word(const char *word, const char *text, size_t n) {
+    size_t i;
+    for (i = 0; i < n && word[i] != 0; i++) if (ampi_lower(word[i]) != ampi_lower(text[i])) return 0;
+    return i == n && word[i] == 0;
+}
+
+/* The decimal point of the locale in force. */
+static const char *ampi_point(char room[16]) {
+    snprintf(room, 16, "%.1f", 0.5);
+    room[strlen(room) - 1] = 0;
+    return room + 1;
+}
+
+/* [sign] digits [. digits] [e [sign] digits], with at least one digit before the e; whole: [sign] digits. */
+static int ampi_is_number(const char *text, size_t n, int whole) {
+    size_t i = 0, digits = 0, exponent = 0;
+    if (i < n && (text[i] == '+' || text[i] == '-')) i++;
+    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
+    if (whole || i == n) return digits > 0 && i == n;
+    if (text[i] == '.') for (i++; i < n && text[i] >= '0' && text[i] <= '9'; i++) digits++;
+    if (digits == 0 || i == n) return digits > 0;
+    if (text[i] != 'e' && text[i] != 'E') return 0;
+    if (++i < n && (text[i] == '+' || text[i] == '-')) i++;
+    for (; i < n && text[i] >= '0' && text[i] <= '9'; i++) exponent++;
+    return exponent > 0 && i == n;
+}
+
+/* The same number in every locale; 0: none, or too large for an fp64. */
+static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
+    char copy[96], room[16], *end;
+    const char *point = (const char *)memchr(text, '.', n);
+    size_t before = point ? (size_t)(point - text) : n;
+    if (n >= 64 || !ampi_is_number(text, n, whole)) return 0;
+    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(room) : "", point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
+    *out = strtod(copy, &end);
+    return *end == 0 && amp_is_finite_f64(out);
+}
+
+/* The shortest text that ampi_parse_number reads as this number, or as one that rounds to the same fp32. */
+static void ampi_number_text(double value, int single, char out[64]) {
+    char room[16], *at;
+    const char *point = ampi_point(room);
+    double back = 0;
+    int digits;
+    for (digits = 1; digits <= 17; digits++) {
+        snprintf(out, 64, "%.*g", digits, value);
+        at = strstr(out, point);
+        if (at != NULL) {
+            *at = '.';
+            memmove(at + 1, at + strlen(point), strlen(at + strlen(point)) + 1);
+        }
+        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value)) return;
+    }
+}
+
+/* A value as a file has it. */
+static void ampi_setting_text(const ampi_setting *k, double value, char out[64]) {
+    const char *word;
+    int32_t of;
+    int i;
+    for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++)
+        if (amp_is_finite_f64(&value) && value == (double)of) { snprintf(out, 64, "%s", word); return; }
+    if (!amp_is_finite_f64(&value)) snprintf(out, 64, "not finite");
+    else if (k->field == AMPI_I32 || k->field == AMPI_I64 || k->field == AMPI_WORD || k->field == AMPI_PRESET) snprintf(out, 64, "%.0f", value);
+    else ampi_number_text(value, k->field == AMPI_REAL32, out);
+}
+
+/* What a key takes, in words. */
+static void ampi_setting_allowed(const ampi_setting *k, char *out, size_t size) {
+    const char *word;
+    int32_t of;
+    int i, n;
+    ampi_sheet t = ampi_sheet_of(out, size);
+    if (k->range != NULL) { ampi_print(&t, "%s", k->range); return; }
+    for (n = 0; ampi_setting_word(k, n, &of) != NULL; n++) {}
+    for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++)
+        ampi_print(&t, "%s%s", i == 0 ? "one of " : i + 1 < n ? ", " : " or ", word);
+}
+
+static int ampi_setting_parse(const ampi_setting *k, const char *text, size_t n, double *value) {
+    const char *word;
+    int32_t of;
+    int i;
+    for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++) {
+        *value = (double)of;
+        if (ampi_same_word(word, text, n)) return 1;
+    }
+    if (k->range == NULL || !ampi_parse_number(text, n, k->field == AMPI_I32 || k->field == AMPI_I64, value)) return 0;
+    if (k->words == ampi_zero_words && *value == 0) { *value = k->words->value; return 1; }
+    if (k->field == AMPI_REAL32) *value = (double)(float)*value;
+    return amp_is_finite_f64(value) && *value >= k->low && *value <= k->high;
+}
+
+/* Where a setting comes from, for error texts. */
+typedef struct ampi_origin {
+    const char *function, *name;    /* name: of a file; NULL: none */
+    int64_t line;
+    int environment;                /* 1: keys are named as variables */
+} ampi_origin;
+
+/* "max.conf: line 3: .dtype", "AMP_DTYPE" */
+static const char *ampi_origin_text(const ampi_origin *from, const char *key, size_t n, char out[256]) {
+    ampi_sheet t = ampi_sheet_of(out, 256);
+    size_t i;
+    if (from->name != NULL) ampi_print(&t, "%.120s: line %lld: ", from->name, (long long)from->line);
+    ampi_print(&t, "%s", from->environment ? "AMP_" : ".");
+    for (i = 0; i < n && i < 40; i++) {
+        int c = (unsigned char)key[i];
+        if (from->environment && c >= 'a' && c <= 'z') c -= 32;
+        ampi_print(&t, "%c", c < 32 || c > 126 ? '?' : c);
+    }
+    return out;
+}
+
+/* The number of edits (insert, delete, replace a character) between two names, in either case (Levenshtein 1966). */
+static int ampi_edits(const char *name, size_t n, const char *key) {
+    int row[32], i, j, above, before, length = (int)strlen(key);
+    for (j = 0; j <= length; j++) row[j] = j;
+    for (i = 1; i <= (int)AMPI_MIN(n, (size_t)64); i++) {
+        before = row[0]++;
+        for (j = 1; j <= length; j++) {
+            above = row[j];
+            row[j] = AMPI_MIN(AMPI_MIN(above, row[j - 1]) + 1, before + (ampi_lower(name[i - 1]) != ampi_lower(key[j - 1])));
+            before = above;
+        }
+    }
+    return row[length];
+}
+
+static const ampi_setting *ampi_setting_find(const char *key, size_t n) {
+    int i;
+    for (i = 0; i < AMPI_SETTINGS; i++)
+        if (strlen(ampi_setting_table[i].key) == n && memcmp(ampi_setting_table[i].key, key, n) == 0) return &ampi_setting_table[i];
+    return NULL;
+}
+
+static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key, size_t n) {
+    char label[256], nearest[256];
+    int i, best = 0, edits, fewest = INT32_MAX;
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        edits = ampi_edits(key, n, ampi_setting_table[i].key);
+        if (edits < fewest) { fewest = edits; best = i; }
+    }
+    key = ampi_origin_text(from, key, n, label);
+    ampi_origin_text(from, ampi_setting_table[best].key, strlen(ampi_setting_table[best].key), nearest);
+    return ampi_fail(AMP_ERR_NAME, from->function, "%s is no setting; the nearest is %s", key,
+                     from->name ? strrchr(nearest, '.') : nearest);
+}
+
+/* Sets one key from text.  On failure nothing changes. */
+static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_setting *k, const char *text, size_t n) {
+    char label[256], allowed[160], shown[48];
+    double value = 0;
+    size_t i;
+    if (ampi_same_word("default", text, n)) {
+        ampi_setting_put(s, k, k->field == AMPI_INVERTED);
+        return AMP_OK;
+    }
+    if (n > 0 && ampi_setting_parse(k, text, n, &value)) {
+        ampi_setting_put(s, k, value);
+        return AMP_OK;
+    }
+    for (i = 0; i < n && i < 40; i++) shown[i] = text[i] < 32 || text[i] > 126 ? '?' : text[i];
+    snprintf(shown + i, 4, "%s", n > 40 ? "..." : "");
+    ampi_setting_allowed(k, allowed, sizeof allowed);
+    return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s", ampi_origin_text(from, k->key, strlen(k->key), label),
+                     n > 0 ? shown : "(nothing)", allowed);
+}
+
+AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value) {
+    const ampi_setting *k;
+    ampi_origin from;
+    memset(&from, 0, sizeof from);
+    from.function = "amp_settings_set";
+    if (settings == NULL || key == NULL || value == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings, key or value is NULL");
+    k = ampi_setting_find(key, strlen(key));
+    return k == NULL ? ampi_setting_unknown(&from, key, strlen(key)) : ampi_setting_set(settings, &from, k, value, strlen(value));
+}
+
+/* Without the white space around it. */
+static void ampi_trim(const char **text, size_t *n) {
+    while (*n > 0 && (**text == ' ' || (**text >= '\t' && **text <= '\r'))) { ++*text; --*n; }
+    while (*n > 0 && ((*text)[*n - 1] == ' ' || ((*text)[*n - 1] >= '\t' && (*text)[*n - 1] <= '\r'))) --*n;
+}
+
+/* One line; seen: where each key stood before. */
+static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n, int64_t seen[AMPI_SETTINGS]) {
+    const char *comment = (const char *)memchr(line, '#', n), *equals, *value;
+    const ampi_setting *k;
+    size_t length, rest;
+    char label[256];
+    if (comment != NULL) n = (size_t)(comment - line);
+    ampi_trim(&line, &n);
+    if (n == 0) return AMP_OK;
+    equals = (const char *)memchr(line, '=', n);
+    length = equals ? (size_t)(equals - line) : 0;
+    value = line + length + 1;
+    rest = equals ? n - length - 1 : 0;
+    ampi_trim(&line, &length);
+    if (length == 0)
+        return ampi_fail(AMP_ERR_FORMAT, from->function, "%.120s: line %lld is neither \"key = value\" nor a # comment", from->name, (long long)from->line);
+    k = ampi_setting_find(line, length);
+    if (k == NULL) return ampi_setting_unknown(from, line, length);
+    if (seen[k - ampi_setting_table] > 0)
+        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s stands in line %lld already", ampi_origin_text(from, line, length, label),
+                         (long long)seen[k - ampi_setting_table]);
+    seen[k - ampi_setting_table] = from->line;
+    ampi_trim(&value, &rest);
+    return ampi_setting_set(s, from, k, value, rest);
+}
+
+/* A byte order mark before the first line is passed over. */
+static amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name, const char *text, size_t bytes) {
+    int64_t seen[AMPI_SETTINGS];
+    amp_settings next = *settings;
+    const char *at = text, *end = text + bytes, *line_end;
+    ampi_origin from;
+    memset(seen, 0, sizeof seen);
+    memset(&from, 0, sizeof from);
+    from.function = function;
+    from.name = name;
+    if (bytes >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) at += 3;
+    while (at < end) {
+        line_end = (const char *)memchr(at, '\n', (size_t)(end - at));
+        if (line_end == NULL) line_end = end;
+        from.line++;
+        AMPI_TRY(ampi_settings_line(&next, &from, at, (size_t)(line_end - at), seen));
+        at = line_end + 1;
+    }
+    *settings = next;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes) {
+    const char *f = "amp_settings_read_text";
+    if (settings == NULL || (text == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, f, "settings or text is NULL");
+    return ampi_settings_read(settings, f, name ? name : "settings", text ? text : "", bytes);
+}
+
+AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_system *system, const char *path) {
+    const char *f = "amp_settings_read_file";
+    amp_result result;
+    void *text;
+    size_t bytes;
+    if (settings == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or path is NULL");
+    AMPI_TRY(amp_file_read_all(system, path, &text, &bytes));
+    result = ampi_settings_read(settings, f, path, (const char *)text, bytes);
+    amp_file_free(system, text, bytes);
+    return result;
+}
+
+extern char **environ;
+
+AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
+    amp_settings next;
+    ampi_origin from;
+    char key[64];
+    int i;
+    size_t n, j;
+    memset(&from, 0, sizeof from);
+    from.function = "amp_settings_read_env";
+    from.environment = 1;
+    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings is NULL");
+    next = *settings;
+    for (i = 0; environ != NULL && environ[i] != NULL; i++) {
+        const char *name = environ[i], *equals = strchr(name, '=');
+        const ampi_setting *k;
+        if (equals == NULL || strncmp(name, "AMP_", 4) != 0) continue;
+        n = (size_t)(equals - name) - 4;
+        for (j = 0; j < n && j < sizeof key; j++) key[j] = (char)(name[j + 4] >= 'a' && name[j + 4] <= 'z' ? '?' : ampi_lower(name[j + 4]));
+        k = n <= sizeof key ? ampi_setting_find(key, n) : NULL;
+        if (k == NULL) return ampi_setting_unknown(&from, name + 4, n);
+        AMPI_TRY(ampi_setting_set(&next, &from, k, equals + 1, strlen(equals + 1)));
+    }
+    *settings = next;
+    return AMP_OK;
+}
+
+/* Every default replaced by its value; those of the scaler come from its preset. */
+static amp_settings ampi_settings_effective(const amp_settings *settings) {
+    amp_settings s = *settings;
+    int i;
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        const ampi_setting *k = &ampi_setting_table[i];
+        double value = ampi_setting_get(&s, k);
+        if (k->standard != 0 && amp_is_finite_f64(&value) && value == 0) ampi_setting_put(&s, k, k->standard);
+    }
+    if ((int)s.scaler.preset >= 0 && (int)s.scaler.preset < AMPI_PRESETS) ampi_scaler_defaults(&s.scaler);
+    return s;
+}
+
+AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size) {
+    amp_settings s;
+    ampi_sheet t = ampi_sheet_of(text, size);
+    char value[64];
+    int i;
+    if (settings == NULL) return 0;
+    s = ampi_settings_effective(settings);
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        ampi_setting_text(&ampi_setting_table[i], ampi_setting_get(&s, &ampi_setting_table[i]), value);
+        ampi_print(&t, "%s = %s\n", ampi_setting_table[i].key, value);
+    }
+    return t.used;
+}
+
+/* Each field by itself, as a program may have filled it. */
+static amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
+    char allowed[160], shown[64];
+    double value;
+    int32_t of;
+    int i, w, fits;
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        const ampi_setting *k = &ampi_setting_table[i];
+        value = ampi_setting_get(s, k);
+        fits = amp_is_finite_f64(&value) && (value == 0 || (k->range != NULL && value >= k->low && value <= k->high));
+        for (w = 0; !fits && amp_is_finite_f64(&value) && ampi_setting_word(k, w, &of) != NULL; w++) fits = value == (double)of;
+        if (fits) continue;
+        ampi_setting_text(k, value, shown);
+        ampi_setting_allowed(k, allowed, sizeof allowed);
+        return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
+    }
+    if (s->scaler.disable) return ampi_fail(AMP_ERR_RANGE, f, ".scaler.disable = %d, must be 0: .use_scaler decides", s->scaler.disable);
+    return AMP_OK;
+}
+
+static amp_result ampi_settings_conflict(const char *f, const amp_settings *s, const char *a, const char *b, const char *why) {
+    const ampi_setting *ka = ampi_setting_find(a, strlen(a)), *kb = ampi_setting_find(b, strlen(b));
+    char va[64], vb[64];
+    ampi_setting_text(ka, ampi_setting_get(s, ka), va);
+    ampi_setting_text(kb, ampi_setting_get(s, kb), vb);
+    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s and %s = %s: %s", a, va, b, vb, why);
+}
+
+static amp_result ampi_settings_check(const char *f, const amp_settings *settings) {
+    amp_settings s;
+    const amp_scaler_desc *c = &s.scaler;
+    int floor, ceiling;
+    AMPI_TRY(ampi_settings_check_fields(f, settings));
+    s = ampi_settings_effective(settings);
+    floor = !ampi_is_none(c->min_scale);
+    ceiling = !ampi_is_none(c->max_scale);
+    if (s.level == AMP_LEVEL_O0) {
+        const char *why = "level O0 is fp32 throughout";
+        if (s.dtype != AMP_DTYPE_DEFAULT && s.dtype != AMP_F32) return ampi_settings_conflict(f, &s, "level", "dtype", why);
+        if (s.allow_tf32) return ampi_settings_conflict(f, &s, "level", "tf32", why);
+        if (s.use_scaler == AMP_SCALER_USE_ON) return ampi_settings_conflict(f, &s, "level", "scaler", why);
+    }
+    if (s.level >= AMP_LEVEL_O2 && (s.dtype == AMP_F32 || s.dtype == AMP_TF32))
+        return ampi_settings_conflict(f, &s, "level", "dtype", "levels O2 and O3 keep weights in fp16 or bf16");
+    if (floor && ceiling && c->min_scale > c->max_scale)
+        return ampi_settings_conflict(f, &s, "min_scale", "max_scale", "the floor is above the ceiling");
+    if (floor && c->init_scale < c->min_scale) return ampi_settings_conflict(f, &s, "init_scale", "min_scale", "it starts below its floor");
+    if (ceiling && c->init_scale > c->max_scale) return ampi_settings_conflict(f, &s, "init_scale", "max_scale", "it starts above its ceiling");
+    return ampi_check_scaler(f, c);
+}
+
+AMP_API amp_result amp_settings_check(const amp_settings *settings) {
+    const char *f = "amp_settings_check";
+    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
+    return ampi_settings_check(f, settings);
+}
+
+/* A scaler's desc for a training that computes in dtype. */
+static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dtype) {
+    amp_scaler_desc d = s->scaler;
+    int automatic = s->use_scaler == AMP_SCALER_USE_DEFAULT || s->use_scaler == AMP_SCALER_USE_AUTO;
+    d.disable = automatic ? dtype != AMP_F16 : s->use_scaler == AMP_SCALER_USE_OFF;
+    return d;
+}
+
+static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
+    d->dtype = s->dtype;
+    d->level = s->level;
+    d->policy = s->policy;
+    d->mode = s->mode;
+    d->disable = s->disable != 0;
+    d->disable_cache = s->disable_cache != 0;
+    d->allow_tf32 = s->allow_tf32 != 0;
+    d->memory_efficient = s->memory_efficient != 0;
+    d->fallback = s->fallback;
+    d->autotune = s->autotune;
+    if (s->debug) d->logger.level = AMP_LOG_DEBUG;
+}
+
+static void ampi_settings_fill_monitor(const amp_settings *s, amp_monitor_desc *d) {
+    d->log_interval = s->log_interval;
+    d->memory_interval = s->memory_interval;
+    d->cleanup_interval = s->cleanup_interval;
+    d->memory_warning = s->memory_warning;
+    d->nan_action = s->nan_action;
+    d->max_skips = s->max_skips;
+}
+
+AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
+                                       amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor,
+                                       uint64_t abi) {
+    const char *f = "amp_settings_fill";
+    amp_settings s;
+    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
+    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
+    AMPI_TRY(ampi_settings_check(f, settings));
+    s = ampi_settings_effective(settings);
+    if (desc != NULL) ampi_settings_fill_context(&s, desc);
+    if (scaler != NULL) *scaler = ampi_settings_scaler(settings, amp ? ampi_settings(amp)->dtype : s.dtype);
+    if (optimizer != NULL) {
+        optimizer->clip_norm = s.clip_norm;
+        optimizer->accumulation = s.accumulation;
+        optimizer->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+    }
+    if (monitor != NULL) ampi_settings_fill_monitor(&s, monitor);
+    return AMP_OK;
+}
+
+/* What cannot change while a context lives; asked 0: nothing was asked for. */
+static amp_result ampi_settings_fixed(const char *f, const char *key, int asked, int in_force) {
+    const ampi_setting *k = ampi_setting_find(key, strlen(key));
+    char a[64], b[64];
+    if (asked == 0 || asked == in_force) return AMP_OK;
+    ampi_setting_text(k, asked, a);
+    ampi_setting_text(k, in_force, b);
+    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, and %s is in force: that cannot change while training runs", key, a, b);
+}
+
+/* Everything that amp_settings_apply may refuse. */
+static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
+                                          const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+    AMPI_TRY(ampi_may_wait(amp));
+    if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
+    if (optimizer != NULL && optimizer->micro > 0)
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: step first", optimizer->micro, optimizer->desc.accumulation);
+    AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
+    AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
+    AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
+    AMPI_TRY(ampi_choose_for(amp, s->dtype, s->fallback, choice));
+    AMPI_TRY(ampi_check_switch(amp, f, choice->dtype));
+    *rule = ampi_settings_scaler(s, choice->dtype);
+    if (scaler == NULL) return AMP_OK;
+    AMPI_TRY(ampi_settings_fixed(f, "scaler_preset", (int)rule->preset, (int)scaler->desc.preset));
+    rule->preset = scaler->desc.preset;
+    if (amp->desc.level == AMP_LEVEL_O0) rule->disable = 1;
+    ampi_scaler_defaults(rule);
+    return ampi_check_scaler(f, rule);
+}
+
+static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice) {
+    amp_desc *d = &amp->desc;
+    amp_log_level loud = d->logger.level;
+    int changed = choice->dtype != d->dtype;
+    d->disable = s->disable != 0;
+    d->mode = s->mode ? s->mode : AMP_MODE_TRAINING;
+    d->memory_efficient = s->memory_efficient != 0;
+    d->disable_cache = s->disable_cache != 0;
+    d->fallback = s->fallback;
+    d->allow_tf32 = ampi_may_tf32(amp, s->allow_tf32);
+    if (s->debug && loud != AMP_LOG_DEBUG) { amp->quiet = loud; d->logger.level = AMP_LOG_DEBUG; }
+    if (!s->debug && loud == AMP_LOG_DEBUG) d->logger.level = amp->quiet;
+    ampi_settings_changed(amp);
+    if (changed) ampi_switch_dtype(amp, choice);
+    amp->choice = *choice;
+    if (d->disable_cache) amp_cast_cache_clear(amp);
+}
+
+AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) {
+    const char *f = "amp_settings_apply";
+    amp_settings s;
+    amp_choice choice;
+    amp_scaler_desc rule;
+    if (settings == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or amp is NULL");
+    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
+    AMPI_TRY(ampi_settings_check(f, settings));
+    if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor is of another context");
+    AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &rule));
+    if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
+    else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply", amp_dtype_name(choice.dtype));
+    s = ampi_settings_effective(settings);
+    ampi_settings_apply_context(&s, amp, &choice);
+    if (optimizer != NULL) {
+        AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
+        AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+    }
+    if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
+    return AMP_OK;
+}
 
 /* ---- Status */
 
-/* ---- Monitor */
+/* Bytes of the UTF-8 character at p; 0 where there is none (RFC 3629: no surrogates, nothing longer than need be). */
+AMPI_PRIVATE int ampi_utf8(const unsigned char *p) {
+    int n = p[0] < 0x80 ? 1 : p[0] >= 0xc2 && p[0] < 0xe0 ? 2 : (p[0] & 0xf0) == 0xe0 ? 3 : p[0] >= 0xf0 && p[0] < 0xf5 ? 4 : 0, i;
+    for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
+    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
+    return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
+}
+
+/* JSON (RFC 8259): values of an object, or the object itself, by key. */
+AMPI_PRIVATE void ampi_json_key(ampi_sheet *s, const char *key) {
+    ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
+    s->first = 0;
+}
+AMPI_PRIVATE void ampi_json_open(ampi_sheet *s, const char *key) {
+    if (key) ampi_json_key(s, key);
+    ampi_print(s, "{");
+    s->first = 1;
+}
+AMPI_PRIVATE void ampi_json_close(ampi_sheet *s) { ampi_print(s, "}"); s->first = 0; }
+AMPI_PRIVATE void ampi_json_null(ampi_sheet *s, const char *key) { ampi_json_key(s, key); ampi_print(s, "null"); }
+AMPI_PRIVATE void ampi_json_integer(ampi_sheet *s, const char *key, int64_t value) {
+    ampi_json_key(s, key);
+    ampi_print(s, "%lld", (long long)value);
+}
+AMPI_PRIVATE void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
+    ampi_json_key(s, key);
+    ampi_print(s, flag ? "true" : "false");
+}
+/* Nine digits, those of an fp32 number, with a point whatever the locale has there. */
+AMPI_PRIVATE void ampi_json_number(ampi_sheet *s, const char *key, double value) {
+    char digits[64], *end = digits;
+    const char *p = digits;
+    if (!amp_is_finite_f64(&value)) { ampi_json_null(s, key); return; }
+    snprintf(digits, sizeof digits, "%.9g", value);
+    for (; *p != 0; p++) {
+        if ((*p >= '0' && *p <= '9') || *p == '-' || *p == '+' || *p == 'e') *end++ = *p;
+        else if (end == digits || end[-1] != '.') *end++ = '.';
+    }
+    *end = 0;
+    ampi_json_key(s, key);
+    ampi_print(s, "%s", digits);
+}
+/* Bytes that are no UTF-8 become U+FFFD. */
+AMPI_PRIVATE void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
+    const unsigned char *p = (const unsigned char *)text;
+    int n;
+    if (text == NULL) { ampi_json_null(s, key); return; }
+    ampi_json_key(s, key);
+    ampi_print(s, "\"");
+    for (; *p != 0; p += AMPI_MAX(n, 1)) {
+        n = ampi_utf8(p);
+        if (n == 0) ampi_print(s, "\\ufffd");
+        else if (*p < 0x20 || *p == 0x7f) ampi_print(s, "\\u%04x", *p);
+        else ampi_print(s, "%s%.*s", *p == '"' || *p == '\\' ? "\\" : "", n, (const char *)p);
+    }
+    ampi_print(s, "\"");
+}
+/* Values that may be unknown. */
+AMPI_PRIVATE void ampi_json_count(ampi_sheet *s, const char *key, int64_t value) {
+    if (value > 0) ampi_json_integer(s, key, value);
+    else ampi_json_null(s, key);
+}
+AMPI_PRIVATE void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
+    if (value >= 0) ampi_json_number(s, key, value);
+    else ampi_json_null(s, key);
+}
+
+/* Share of the device's memory that the context holds; -1 unknown. */
+AMPI_PRIVATE double ampi_memory_share(const amp_memory_info *m) {
+    return m->device_total > 0 ? (double)AMPI_MAX(m->reserved, m->allocated) / (double)m->device_total : -1.0;
+}
+
+/* *threshold by its default; 1 means never. */
+AMPI_PRIVATE amp_result ampi_memory_threshold(const char *function, double *threshold) {
+    if (!ampi_is_given(*threshold)) *threshold = 0.9;
+    if (amp_is_finite_f64(threshold) && *threshold > 0 && *threshold <= 1) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "memory_warning = %g, must be above 0 and at most 1 (never); 0 is 0.9", *threshold);
+}
+AMPI_PRIVATE int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
+
+AMPI_PRIVATE amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status *out) {
+    amp_k_scaler k;
+    out->scale = 1;
+    if (scaler == NULL || scaler->desc.disable) return AMP_OK;
+    AMPI_TRY(amp_scaler_get(scaler, &k));
+    out->has_scaler = 1;
+    out->scale = k.scale;
+    out->growth_tracker = k.growth_tracker; out->growth_interval = k.growth_interval; out->at_floor = k.at_floor;
+    out->updates = k.updates; out->skips = k.skips; out->consecutive_skips = k.consecutive_skips;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    const amp_desc *d;
+    amp_status s;
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_status_get", "amp or out is NULL");
+    AMPI_TRY(ampi_memory_threshold("amp_status_get", &memory_warning));
+    AMPI_TRY(ampi_wait(amp));
+    memset(&s, 0, sizeof s);
+    backend = ampi_backend(amp, &dev, &stream);
+    d = ampi_settings(amp);
+    s.version = amp_version();
+    s.enabled = !d->disable;
+    snprintf(s.backend, sizeof s.backend, "%s", backend->name);
+    AMPI_TRY(amp_query_machine(amp, &s.machine));
+    AMPI_TRY(amp_query_choice(amp, &s.choice));
+    s.level = d->level; s.policy = d->policy; s.mode = d->mode;
+    s.memory_efficient = d->memory_efficient != 0;
+    s.allow_tf32 = d->allow_tf32 != 0;
+    AMPI_TRY(ampi_status_scaler(scaler, &s));
+    AMPI_TRY(amp_cast_cache_info(amp, &s.cast_cache));
+    AMPI_TRY(amp_mask_cache_info(amp, &s.mask_cache));
+    AMPI_TRY(amp_memory(amp, &s.memory));
+    s.memory_share = ampi_memory_share(&s.memory);
+    s.memory_warned = ampi_memory_warned(s.memory_share, memory_warning);
+    s.telemetry.utilization = s.telemetry.memory_utilization = s.telemetry.temperature = s.telemetry.power = -1;
+    if (backend->telemetry != NULL) AMPI_TRY(backend->telemetry(dev, &s.telemetry));
+    *out = s;
+    return AMP_OK;
+}
+
+/* The word of a value; "?" if it has none. */
+AMPI_PRIVATE const char *ampi_word_of(const ampi_word *words, int value) {
+    while (words->word != NULL && words->value != value) words++;
+    return words->word ? words->word : "?";
+}
+
+/* Bytes in words. */
+AMPI_PRIVATE void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    double value = (double)bytes;
+    int unit = 0;
+    while (value >= 1024 && unit < 4) { value /= 1024; unit++; }
+    if (!known) ampi_print(s, "%snot here", before);
+    else ampi_print(s, "%s%.*f %s", before, unit > 0, value, units[unit]);
+}
+AMPI_PRIVATE void ampi_print_reading(ampi_sheet *s, const char *name, double value, double factor, const char *unit) {
+    if (value >= 0) ampi_print(s, "%s %.0f%s", name, value * factor, unit);
+    else ampi_print(s, "%s not here", name);
+}
+AMPI_PRIVATE void ampi_print_cache(ampi_sheet *s, const char *label, const amp_cache_info *c) {
+    ampi_print(s, "%s%lld entries, ", label, (long long)c->entries);
+    ampi_print_bytes(s, "", c->bytes, 1);
+    if (c->limit > 0) ampi_print_bytes(s, " of ", c->limit, 1);
+    ampi_print(s, "; %lld hits, %lld misses, %lld evictions, %lld new infinities\n", (long long)c->hits, (long long)c->misses,
+               (long long)c->evictions, (long long)c->new_inf);
+}
+AMPI_PRIVATE void ampi_print_memory(ampi_sheet *s, const amp_status *t) {
+    const amp_memory_info *m = &t->memory;
+    ampi_print_bytes(s, "memory   allocated ", m->allocated, 1);
+    ampi_print_bytes(s, " (casts ", m->cast_cache, 1);
+    ampi_print_bytes(s, ", optimizers ", m->optimizer, 1);
+    ampi_print_bytes(s, "), reserved ", m->reserved, 1);
+    ampi_print_bytes(s, ", peak ", m->peak, 1);
+    ampi_print_bytes(s, ", pinned ", m->pinned, 1);
+    ampi_print_bytes(s, "\n         the device's ", m->device_total, m->device_total > 0);
+    ampi_print_reading(s, ", share", t->memory_share, 100, "%");
+    ampi_print(s, "%s\n", t->memory_warned ? ": above the warning threshold" : "");
+}
+
+AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size) {
+    const amp_status *t = status;
+    const amp_telemetry *m;
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (t == NULL) return 0;
+    m = &t->telemetry;
+    ampi_print(&s, "version  amp.h %d.%d.%d, backend %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend);
+    ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)", t->choice.reason);
+    ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_word_of(ampi_level_words, (int)t->level),
+               ampi_word_of(ampi_policy_words, (int)t->policy), ampi_word_of(ampi_mode_words, (int)t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
+    if (t->has_scaler)
+        ampi_print(&s, "scaler   scale %g%s, tracker %d of %d; %lld of %lld updates skipped, %lld in a row\n", (double)t->scale,
+                   t->at_floor ? " (at its floor)" : "", t->growth_tracker, t->growth_interval, (long long)t->skips,
+                   (long long)t->updates, (long long)t->consecutive_skips);
+    else ampi_print(&s, "scaler   not here\n");
+    ampi_print_cache(&s, "casts    ", &t->cast_cache);
+    ampi_print_cache(&s, "masks    ", &t->mask_cache);
+    ampi_print_memory(&s, t);
+    ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
+    ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
+    ampi_print_reading(&s, ", temperature", (double)m->temperature, 1, " C");
+    ampi_print_reading(&s, ", power", (double)m->power, 1, " W\n");
+    if (!(m->power >= 0)) ampi_print(&s, "\n");
+    s.used += amp_machine_text(&t->machine, s.used < s.size ? s.text + s.used : NULL, s.used < s.size ? s.size - s.used : 0);
+    return s.used;
+}
+
+AMPI_PRIVATE void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
+    ampi_json_open(s, key);
+    ampi_json_integer(s, "entries", c->entries);
+    ampi_json_integer(s, "bytes", c->bytes);
+    ampi_json_count(s, "limit", c->limit);
+    ampi_json_integer(s, "hits", c->hits);
+    ampi_json_integer(s, "misses", c->misses);
+    ampi_json_integer(s, "evictions", c->evictions);
+    ampi_json_integer(s, "new_inf", c->new_inf);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_scaler(ampi_sheet *s, const amp_status *t) {
+    if (!t->has_scaler) { ampi_json_null(s, "scaler"); return; }
+    ampi_json_open(s, "scaler");
+    ampi_json_number(s, "scale", (double)t->scale);
+    ampi_json_integer(s, "tracker", t->growth_tracker);
+    ampi_json_integer(s, "growth_interval", t->growth_interval);
+    ampi_json_flag(s, "at_floor", t->at_floor);
+    ampi_json_integer(s, "updates", t->updates);
+    ampi_json_integer(s, "skips", t->skips);
+    ampi_json_integer(s, "consecutive_skips", t->consecutive_skips);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_memory(ampi_sheet *s, const amp_status *t) {
+    const amp_memory_info *m = &t->memory;
+    ampi_json_open(s, "memory");
+    ampi_json_integer(s, "allocated", m->allocated);
+    ampi_json_integer(s, "reserved", m->reserved);
+    ampi_json_integer(s, "peak", m->peak);
+    ampi_json_integer(s, "pinned", m->pinned);
+    ampi_json_integer(s, "cast_cache", m->cast_cache);
+    ampi_json_integer(s, "optimizer", m->optimizer);
+    ampi_json_count(s, "device_total", m->device_total);
+    ampi_json_reading(s, "share", t->memory_share);
+    ampi_json_flag(s, "warned", t->memory_warned);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
+    ampi_json_open(s, "cpu");
+    ampi_json_text(s, "name", c->name);
+    ampi_json_integer(s, "cores", c->cores);
+    ampi_json_text(s, "path", ampi_cpu_path_name(c->path));
+    ampi_json_flag(s, "avx2", c->avx2);
+    ampi_json_flag(s, "avx512", c->avx512);
+    ampi_json_flag(s, "avx512_bf16", c->avx512_bf16);
+    ampi_json_flag(s, "avx512_fp16", c->avx512_fp16);
+    ampi_json_flag(s, "amx_bf16", c->amx_bf16);
+    ampi_json_count(s, "l1d", c->l1d);
+    ampi_json_count(s, "l2", c->l2);
+    ampi_json_count(s, "l3", c->l3);
+    ampi_json_count(s, "memory", c->memory);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_device(ampi_sheet *s, const amp_device *d) {
+    ampi_json_open(s, "device");
+    ampi_json_text(s, "name", d->name);
+    ampi_json_text(s, "kind", d->kind);
+    ampi_json_integer(s, "index", d->index);
+    ampi_json_reading(s, "compute_capability", d->cc_major > 0 ? d->cc_major + 0.1 * d->cc_minor : -1.0);
+    ampi_json_flag(s, "fp16", d->fp16);
+    ampi_json_flag(s, "bf16", d->bf16);
+    ampi_json_flag(s, "tf32", d->tf32);
+    ampi_json_flag(s, "fp8", d->fp8);
+    ampi_json_integer(s, "multiprocessors", d->multiprocessors);
+    ampi_json_count(s, "memory", d->memory);
+    ampi_json_close(s);
+}
+
+AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size) {
+    const amp_status *t = status;
+    ampi_sheet s = ampi_sheet_of(text, size);
+    char version[40];
+    if (t == NULL) return 0;
+    snprintf(version, sizeof version, "%d.%d.%d", t->version / 10000, t->version / 100 % 100, t->version % 100);
+    ampi_json_open(&s, NULL);
+    ampi_json_text(&s, "version", version);
+    ampi_json_text(&s, "backend", t->backend);
+    ampi_json_flag(&s, "enabled", t->enabled);
+    ampi_json_text(&s, "dtype", amp_dtype_name(t->choice.dtype));
+    ampi_json_text(&s, "reason", t->choice.reason);
+    ampi_json_flag(&s, "emulated", t->choice.emulated);
+    ampi_json_flag(&s, "fell_back", t->choice.fell_back);
+    ampi_json_text(&s, "level", ampi_word_of(ampi_level_words, (int)t->level));
+    ampi_json_text(&s, "policy", ampi_word_of(ampi_policy_words, (int)t->policy));
+    ampi_json_text(&s, "mode", ampi_word_of(ampi_mode_words, (int)t->mode));
+    ampi_json_flag(&s, "memory_efficient", t->memory_efficient);
+    ampi_json_flag(&s, "tf32", t->allow_tf32);
+    ampi_json_scaler(&s, t);
+    ampi_json_cache(&s, "cast_cache", &t->cast_cache);
+    ampi_json_cache(&s, "mask_cache", &t->mask_cache);
+    ampi_json_memory(&s, t);
+    ampi_json_reading(&s, "utilization", (double)t->telemetry.utilization);
+    ampi_json_reading(&s, "memory_utilization", (double)t->telemetry.memory_utilization);
+    ampi_json_reading(&s, "temperature", (double)t->telemetry.temperature);
+    ampi_json_reading(&s, "power", (double)t->telemetry.power);
+    ampi_json_cpu(&s, &t->machine.cpu);
+    ampi_json_device(&s, &t->machine.device);
+    ampi_json_close(&s);
+    return s.used;
+}
+
+AMP_API void amp_range_push(amp_context *amp, const char *name) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (amp == NULL || name == NULL) return;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (backend->range_push != NULL) backend->range_push(dev, name);
+}
+
+AMP_API void amp_range_pop(amp_context *amp) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (amp == NULL) return;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (backend->range_pop != NULL) backend->range_pop(dev);
+}
+
+/* ---- Monitor.  A step's record waits for its outcome, and for the events that measure it; lines wait for room on disk. */
+
+/* One JSON value (RFC 8259) of a single line; returns what follows, or NULL. */
+AMPI_PRIVATE const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
+AMPI_PRIVATE const char *ampi_json_digits(const char *p) {
+    if (*p < '0' || *p > '9') return NULL;
+    while (*p >= '0' && *p <= '9') p++;
+    return p;
+}
+AMPI_PRIVATE const char *ampi_json_skip_number(const char *p) {
+    if (*p == '-') p++;
+    p = *p == '0' ? p + 1 : ampi_json_digits(p);
+    if (p != NULL && *p == '.') p = ampi_json_digits(p + 1);
+    if (p == NULL || (*p != 'e' && *p != 'E')) return p;
+    return ampi_json_digits(p[1] == '-' || p[1] == '+' ? p + 2 : p + 1);
+}
+AMPI_PRIVATE const char *ampi_json_skip_text(const char *p) {
+    int i, n;
+    if (*p != '"') return NULL;
+    for (p++; *p != '"'; p += n) {
+        n = ampi_utf8((const unsigned char *)p);
+        if (n == 0 || (unsigned char)*p < 0x20) return NULL;
+        if (*p != '\\') continue;
+        n = p[1] == 'u' ? 6 : 2;
+        if (p[1] == 0 || strchr("\"\\/bfnrtu", p[1]) == NULL) return NULL;
+        for (i = 2; i < n; i++) if (p[i] == 0 || strchr("0123456789abcdefABCDEF", p[i]) == NULL) return NULL;
+    }
+    return p + 1;
+}
+AMPI_PRIVATE const char *ampi_json_skip(const char *p, int depth) {
+    char end = *p == '{' ? '}' : ']';
+    int object = *p == '{', i;
+    static const char *const words[] = {"true", "false", "null"};
+    for (i = 0; i < 3; i++) if (strncmp(p, words[i], strlen(words[i])) == 0) return p + strlen(words[i]);
+    if (*p == '"') return ampi_json_skip_text(p);
+    if (!object && *p != '[') return ampi_json_skip_number(p);
+    if (depth == 0) return NULL;
+    p = ampi_json_blank(p + 1);
+    if (*p == end) return p + 1;
+    for (;; p = ampi_json_blank(p + 1)) {
+        if (object) {
+            p = ampi_json_skip_text(p);
+            if (p == NULL || *(p = ampi_json_blank(p)) != ':') return NULL;
+            p = ampi_json_blank(p + 1);
+        }
+        p = ampi_json_skip(p, depth - 1);
+        if (p == NULL) return NULL;
+        p = ampi_json_blank(p);
+        if (*p == end) return p + 1;
+        if (*p != ',') return NULL;
+    }
+}
+AMPI_PRIVATE int ampi_json_is_object(const char *p) {
+    p = ampi_json_blank(p);
+    if (*p == '{') p = ampi_json_skip(p, 64);
+    else return 0;
+    return p != NULL && *ampi_json_blank(p) == 0;
+}
+
+/* ---- The file */
+
+/* Writes what is kept, from where the last write ended: a line that was cut is gone on with. */
+AMPI_PRIVATE amp_result ampi_lines_write(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int64_t done = 0, n = 1;
+    if (!m->open) return AMP_OK;
+    while (done < m->kept && n > 0) {
+        n = s->file_write(s->user, m->file, m->lines + done, (size_t)(m->kept - done), m->offset + done);
+        if (n == -EINTR) n = 1;
+        else if (n > 0) done += AMPI_MIN(n, m->kept - done);
+    }
+    m->kept -= done;
+    m->offset += done;
+    if (done > 0 && m->kept > 0) memmove(m->lines, m->lines + done, (size_t)m->kept);
+    if (m->kept == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_WRITE, function, "%s at offset %lld: %s; %lld bytes are kept, %lld lines were lost", m->desc.path,
+                     (long long)m->offset, n < 0 ? strerror((int)-n) : "nothing was written", (long long)m->kept, (long long)m->lost);
+}
+
+/* A sheet for one more line, behind those that are kept. */
+AMPI_PRIVATE ampi_sheet ampi_line_room(const amp_monitor *m) {
+    return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
+}
+AMPI_PRIVATE ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event) {
+    ampi_sheet s = ampi_line_room(m);
+    ampi_json_open(&s, NULL);
+    ampi_json_text(&s, "event", event);
+    return s;
+}
+
+/* Keeps the line if there is room for it. */
+AMPI_PRIVATE void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
+    if (s->used + 1 <= s->size) {
+        m->kept += (int64_t)s->used + 1;
+        m->lines[m->kept - 1] = '\n';
+        return;
+    }
+    if (m->lost++ == 0)
+        ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines", m->desc.path);
+}
+
+/* Opens the file; behind a last line without its end, which a crash left, comes one. */
+AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int64_t n;
+    char last = '\n';
+    int error = s->file_open(s->user, m->desc.path, m->desc.append ? 2 : 1, &m->file);
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, strerror(-error));
+    m->open = 1;
+    AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
+    if (!m->desc.append) return AMP_OK;
+    n = m->offset = s->file_size(s->user, m->file);
+    if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
+    if (n < 0 || (m->offset > 0 && n == 0))
+        return ampi_fail(AMP_ERR_READ, function, "%s: %s", m->desc.path, n < 0 ? strerror((int)-n) : "ends early");
+    if (last == '\n') return AMP_OK;
+    m->lines[m->kept++] = '\n';
+    return ampi_lines_write(m, function);
+}
+
+AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int error;
+    AMPI_TRY(ampi_lines_write(m, function));
+    error = m->open ? s->file_sync(s->user, m->file) : 0;
+    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* no file that could be synced */
+    return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
+}
+
+/* ---- Time */
+
+AMPI_PRIVATE ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
+    return &m->marks[(m->first_mark + i) & (m->mark_room - 1)];
+}
+
+/* Twice the room, with an event at each place.  The ring begins anew at 0; the places not in use move along. */
+AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t old = m->mark_room, room = old ? 2 * old : 64, i;
+    ampi_mark *marks;
+    AMPI_TRY(ampi_alloc(s, "amp_monitor_phase", (void **)&marks, room, sizeof *marks));
+    for (i = 0; i < m->mark_room; i++) marks[i] = *ampi_mark_at(m, i);
+    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    m->marks = marks;
+    m->mark_room = room;
+    m->first_mark = 0;
+    for (i = old; i < room && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event));
+    return AMP_OK;
+}
+
+/* Books what has been measured; wait 1: also what is not done of steps before `until`. */
+AMPI_PRIVATE amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    for (; m->n_marks >= 2; m->first_mark = (m->first_mark + 1) & (m->mark_room - 1), m->n_marks--) {
+        const ampi_mark *from = ampi_mark_at(m, 0), *to = ampi_mark_at(m, 1);
+        double seconds = 1e-9 * (double)(to->ns - from->ns);
+        int32_t done = 1;
+        if (to->event != NULL) {
+            AMPI_TRY(backend->event_done(dev, to->event, &done));
+            if (!done && !(wait && from->step < until)) return AMP_OK;
+            if (!done) AMPI_TRY(backend->event_sync(dev, to->event));
+            AMPI_TRY(backend->event_elapsed(dev, from->event, to->event, &seconds));
+        }
+        m->notes[from->step % AMPI_NOTES].phase_seconds[from->phase] += seconds;
+    }
+    return AMP_OK;
+}
+
+/* From now on time belongs to this phase of the step that runs. */
+AMPI_PRIVATE amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    ampi_mark *mark;
+    AMPI_TRY(ampi_marks_settle(m, 0, 0));
+    if (m->n_marks == m->mark_room) AMPI_TRY(ampi_marks_grow(m));
+    mark = ampi_mark_at(m, m->n_marks);
+    if (mark->event != NULL) AMPI_TRY(backend->event_record(dev, mark->event, stream));
+    mark->ns = s->clock_ns(s->user);
+    mark->step = m->steps;
+    mark->phase = phase;
+    m->n_marks++;
+    return AMP_OK;
+}
+
+/* The time of an epoch begins, with its first phase once more. */
+AMPI_PRIVATE amp_result ampi_time_begin(amp_monitor *m) {
+    m->n_marks = 0;
+    m->begun = 0;
+    memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
+    return ampi_mark_now(m, AMP_PHASE_OTHER);
+}
+
+AMPI_PRIVATE void ampi_range_end(amp_monitor *m) {
+    if (m->in_range) amp_range_pop(m->amp);
+    m->in_range = 0;
+}
+
+AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
+    static const char *const names[AMP_PHASES] = {"other", "data", "forward", "backward", "optimizer"};
+    amp_monitor *m = monitor;
+    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_phase", "monitor is NULL");
+    if ((int)phase < 0 || phase >= AMP_PHASES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
+    ampi_range_end(m);
+    if (phase != AMP_PHASE_OTHER) amp_range_push(m->amp, names[phase]);
+    m->in_range = phase != AMP_PHASE_OTHER;
+    if (ampi_capture(m->amp) != NULL) return AMP_OK;
+    if (!m->begun) m->n_marks = 0;
+    m->begun = 1;
+    return ampi_mark_now(m, phase);
+}
+
+/* ---- Records */
+
+AMPI_PRIVATE const char *ampi_trouble_name(amp_trouble trouble) {
+    static const char *const names[] = {NULL, "loss", "gradients", "floor", "skips"};
+    return names[trouble];
+}
+
+AMPI_PRIVATE amp_trouble ampi_trouble_of(const amp_monitor *m, const amp_step_record *r, int read) {
+    const amp_outcome *o = &r->outcome;
+    int scales = m->desc.scaler != NULL && !m->desc.scaler->desc.disable && !m->desc.scaler->desc.frozen;
+    if (read && !amp_is_finite_f64(&r->loss)) return AMP_TROUBLE_LOSS;
+    if (!scales && (!o->applied || o->first_bad != NULL || !amp_is_finite_f32(&o->norm))) return AMP_TROUBLE_GRADIENTS;
+    if (o->at_floor) return AMP_TROUBLE_FLOOR;
+    return o->consecutive_skips >= m->desc.max_skips ? AMP_TROUBLE_SKIPS : AMP_TROUBLE_NONE;
+}
+
+AMPI_PRIVATE void ampi_trouble_log(const amp_monitor *m, const amp_step_record *r) {
+    static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
+                                        "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
+    ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->outcome.step,
+             words[r->trouble], r->outcome.first_bad ? ", first in " : "", r->outcome.first_bad ? r->outcome.first_bad : "",
+             (long long)r->outcome.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
+}
+
+AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
+    ampi_json_number(s, "seconds", seconds);
+    ampi_json_number(s, "data_s", phases[AMP_PHASE_DATA]);
+    ampi_json_number(s, "forward_s", phases[AMP_PHASE_FORWARD]);
+    ampi_json_number(s, "backward_s", phases[AMP_PHASE_BACKWARD]);
+    ampi_json_number(s, "optimizer_s", phases[AMP_PHASE_OPTIMIZER]);
+}
+
+AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
+    const amp_outcome *o = &r->outcome;
+    ampi_sheet s = ampi_line_begin(m, "step");
+    ampi_json_integer(&s, "step", o->step);
+    ampi_json_integer(&s, "epoch", r->epoch);
+    if (read) ampi_json_number(&s, "loss", r->loss);
+    ampi_json_number(&s, "norm", (double)o->norm);
+    ampi_json_number(&s, "scale", (double)o->scale);
+    ampi_json_integer(&s, "tracker", o->growth_tracker);
+    ampi_json_integer(&s, "skipped", !o->applied);
+    ampi_json_integer(&s, "skips", o->total_skips);
+    ampi_json_text(&s, "dtype", amp_dtype_name(r->dtype));
+    ampi_json_number(&s, "lr", o->lr);
+    ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
+    ampi_json_phases(&s, r->seconds, r->phase_seconds);
+    if (r->has_memory) {
+        ampi_json_integer(&s, "allocated", r->memory.allocated);
+        ampi_json_integer(&s, "reserved", r->memory.reserved);
+        ampi_json_integer(&s, "peak", r->memory.peak);
+    }
+    if (r->trouble != AMP_TROUBLE_NONE) ampi_json_text(&s, "trouble", ampi_trouble_name(r->trouble));
+    if (o->first_bad != NULL) ampi_json_text(&s, "first_bad", o->first_bad);
+    ampi_json_close(&s);
+    ampi_line_end(m, &s);
+}
+
+AMPI_PRIVATE double ampi_sum_phases(const double *phases) {
+    double seconds = 0;
+    int p;
+    for (p = 0; p < AMP_PHASES; p++) seconds += phases[p];
+    return seconds;
+}
+
+AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
+    int p;
+    t->steps++;
+    t->skipped += !r->outcome.applied;
+    t->troubles += r->trouble != AMP_TROUBLE_NONE;
+    t->tokens += r->tokens;
+    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
+    if (!amp_is_finite_f64(&r->loss)) return;
+    t->losses++;
+    t->loss += r->loss;
+}
+
+/* Makes the record of a step: its outcome has come. */
+AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_outcome *outcome) {
+    int64_t interval = m->desc.log_interval;
+    amp_step_record *r;
+    if (m->n_records == AMP_OUTCOMES) { m->first_record++; m->n_records--; }
+    r = &m->records[(m->first_record + m->n_records++) % AMP_OUTCOMES];
+    memset(r, 0, sizeof *r);
+    r->outcome = *outcome;
+    r->epoch = note->epoch;
+    r->loss = note->loss;
+    r->tokens = note->tokens;
+    r->dtype = note->dtype;
+    r->has_memory = note->has_memory;
+    r->memory = note->memory;
+    memcpy(r->phase_seconds, note->phase_seconds, sizeof r->phase_seconds);
+    r->seconds = ampi_sum_phases(r->phase_seconds);
+    r->tokens_per_second = r->seconds > 0 ? (double)r->tokens / r->seconds : 0;
+    r->trouble = ampi_trouble_of(m, r, note->read);
+    if (r->trouble != AMP_TROUBLE_NONE) {
+        r->action = m->desc.nan_action;
+        ampi_trouble_log(m, r);
+    }
+    ampi_tally_step(&m->epoch, r);
+    if (!m->open) return;
+    if (r->trouble == AMP_TROUBLE_NONE && outcome->applied && (interval < 1 || outcome->step % interval != 0)) return;
+    ampi_step_line(m, r, note->read);
+}
+
+/* The oldest note of this number, or NULL. */
+AMPI_PRIVATE const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int64_t *step) {
+    for (*step = m->taken; *step < m->steps; (*step)++)
+        if (m->notes[*step % AMPI_NOTES].number == number) return &m->notes[*step % AMPI_NOTES];
+    return NULL;
+}
+
+/* 1: outcome `number`, the next one that is due, and the times of its step are there. */
+AMPI_PRIVATE int ampi_outcome_here(amp_monitor *m, int64_t number) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t step;
+    int32_t done = 0;
+    if (backend->event_done(dev, m->desc.optimizer->events[(number - 1) % AMP_OUTCOMES], &done) != AMP_OK || !done) return 0;
+    return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
+}
+
+/* Makes records of the outcomes that are due; wait 0: of those that have come. */
+AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
+    amp_optimizer *o = m->desc.optimizer;
+    const ampi_note *note;
+    amp_outcome outcome;
+    int64_t number, step;
+    AMPI_TRY(ampi_marks_settle(m, 0, 0));
+    while ((number = ampi_outcome_due(o)) != 0 && (wait || ampi_outcome_here(m, number))) {
+        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
+        note = ampi_note_find(m, number, &step);
+        if (note == NULL) continue;
+        AMPI_TRY(ampi_marks_settle(m, step + 1, 1));
+        ampi_record_add(m, note, &outcome);
+        m->taken = step + 1;
+    }
+    return AMP_OK;
+}
+
+/* ---- Steps */
+
+AMPI_PRIVATE amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
+    double share;
+    int reached;
+    AMPI_TRY(amp_memory(m->amp, &note->memory));
+    note->has_memory = 1;
+    share = ampi_memory_share(&note->memory);
+    reached = ampi_memory_warned(share, m->desc.memory_warning);
+    if (reached && !m->warned)
+        ampi_log(m->amp, AMP_LOG_WARNING, 1211, "step %lld: %.0f%% of the device's memory is in use (memory_warning %g)",
+                 (long long)note->number, 100 * share, m->desc.memory_warning);
+    m->warned = reached;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
+
+/* The note of the step that ends.  Notes from before the optimizer was set back have no outcome any more. */
+AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
+    ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
+    const amp_desc *d = ampi_settings(m->amp);
+    int64_t i;
+    note->number = m->desc.optimizer->attempts;
+    for (i = m->taken; i < m->steps; i++)
+        if (m->notes[i % AMPI_NOTES].number >= note->number) m->notes[i % AMPI_NOTES].number = 0;
+    note->epoch = m->epochs;
+    note->tokens = info->tokens;
+    note->read = !info->no_loss;
+    note->loss = note->read ? info->loss : ampi_f64_of_bits(AMPI_NAN);
+    note->dtype = d->disable ? AMP_F32 : d->dtype;
+    note->has_memory = 0;
+    memset(&note->memory, 0, sizeof note->memory);
+    return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
+}
+
+AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
+    amp_monitor *m = monitor;
+    amp_optimizer *o;
+    if (m == NULL || info == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_step", "monitor or info is NULL");
+    o = m->desc.optimizer;
+    if (o->sent == m->last)
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_step", "the optimizer has not stepped since the last call: amp_step comes first");
+    ampi_range_end(m);
+    AMPI_TRY(ampi_note_fill(m, info));
+    m->last = o->sent;
+    m->begun = 1;
+    m->steps++;
+    m->taken = AMPI_MAX(m->taken, m->steps - AMPI_NOTES + 1);
+    memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
+    AMPI_TRY(ampi_mark_now(m, AMP_PHASE_OTHER));
+    AMPI_TRY(ampi_records_take(m, o->attempts - o->delivered >= AMP_OUTCOMES));
+    if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
+    return ampi_lines_write(m, "amp_monitor_step");
+}
+
+AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
+    amp_monitor *m = monitor;
+    if (m == NULL || out == NULL) return 0;
+    (void)ampi_records_take(m, 1);          /* what fails here fails in the next step, or has made its line wait */
+    (void)ampi_lines_write(m, "amp_monitor_next");
+    if (m->n_records == 0) return 0;
+    *out = m->records[m->first_record++ % AMP_OUTCOMES];
+    m->n_records--;
+    return 1;
+}
+
+AMPI_PRIVATE amp_result ampi_monitor_take_all(amp_monitor *m) {
+    AMPI_TRY(amp_outcome_flush(m->desc.optimizer));
+    return ampi_records_take(m, 1);
+}
+
+AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
+    if (monitor == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_flush", "monitor is NULL");
+    AMPI_TRY(ampi_monitor_take_all(monitor));
+    return ampi_lines_write(monitor, "amp_monitor_flush");
+}
+
+AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
+    amp_monitor *m = monitor;
+    ampi_sheet s;
+    if (m == NULL || json == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_write", "monitor or json is NULL");
+    if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write", "\"%.40s\" must be one JSON object on one line of at most %d bytes",
+                         json, AMPI_LINE_BYTES - 1);
+    if (!m->open) return AMP_OK;
+    s = ampi_line_room(m);
+    ampi_print(&s, "%s", json);
+    ampi_line_end(m, &s);
+    return ampi_lines_write(m, "amp_monitor_write");
+}
+
+/* ---- Epochs */
+
+AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
+    double n = (double)AMPI_MAX(t->epochs, (int64_t)1), seconds = ampi_sum_phases(t->phase_seconds);
+    int p, dtype = AMP_F32;
+    memset(r, 0, sizeof *r);
+    r->epoch = t->epochs;
+    r->steps = t->steps;
+    r->skipped = t->skipped;
+    r->troubles = t->troubles;
+    r->loss = t->losses > 0 ? t->loss / (double)t->losses : ampi_f64_of_bits(AMPI_NAN);
+    r->seconds = seconds / n;
+    for (p = 0; p < AMP_PHASES; p++) r->phase_seconds[p] = t->phase_seconds[p] / n;
+    r->tokens_per_second = seconds > 0 ? (double)t->tokens / seconds : 0;
+    r->peak = t->peak;
+    for (p = 0; p <= AMP_TF32; p++) if (t->dtypes[p] > t->dtypes[dtype]) dtype = p;
+    r->dtype = (amp_dtype)dtype;
+    r->mixed = dtype == AMP_F16 || dtype == AMP_BF16 || dtype == AMP_TF32;
+}
+
+AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double loss) {
+    int p;
+    sum->epochs++;
+    sum->steps += t->steps; sum->skipped += t->skipped; sum->troubles += t->troubles; sum->tokens += t->tokens;
+    sum->peak = AMPI_MAX(sum->peak, t->peak);
+    for (p = 0; p < AMP_PHASES; p++) sum->phase_seconds[p] += t->phase_seconds[p];
+    for (p = 0; p <= AMP_TF32; p++) sum->dtypes[p] += t->dtypes[p];
+    if (t->losses == 0) return;
+    sum->losses++;
+    sum->loss += loss;
+}
+
+AMPI_PRIVATE void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
+    ampi_sheet s = ampi_line_begin(m, "epoch");
+    ampi_json_integer(&s, "epoch", r->epoch);
+    ampi_json_integer(&s, "steps", r->steps);
+    ampi_json_integer(&s, "skipped", r->skipped);
+    ampi_json_integer(&s, "troubles", r->troubles);
+    ampi_json_number(&s, "loss", r->loss);
+    ampi_json_text(&s, "dtype", amp_dtype_name(r->dtype));
+    ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
+    ampi_json_phases(&s, r->seconds, r->phase_seconds);
+    ampi_json_integer(&s, "peak", r->peak);
+    ampi_json_close(&s);
+    ampi_line_end(m, &s);
+}
+
+AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
+    amp_monitor *m = monitor;
+    amp_epoch_record r;
+    amp_memory_info memory;
+    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_epoch", "monitor is NULL");
+    AMPI_TRY(ampi_monitor_take_all(m));
+    if (m->epoch.steps == 0) return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
+    memset(&memory, 0, sizeof memory);
+    ampi_memory_counted(m->amp, &memory);
+    m->epoch.peak = memory.peak;
+    m->epoch.epochs = 1;
+    ampi_epoch_fill(&r, &m->epoch);
+    r.epoch = m->epochs;
+    ampi_tally_epoch(r.mixed ? &m->mixed : &m->full, &m->epoch, r.loss);
+    if (m->open) ampi_epoch_line(m, &r);
+    if (out != NULL) *out = r;
+    memset(&m->epoch, 0, sizeof m->epoch);
+    m->epochs++;
+    amp_memory_reset_peak(m->amp);
+    ampi_range_end(m);
+    AMPI_TRY(ampi_time_begin(m));
+    return ampi_lines_sync(m, "amp_monitor_epoch");
+}
+
+AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
+    const amp_epoch_record *a, *b;
+    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_summary", "monitor or out is NULL");
+    memset(out, 0, sizeof *out);
+    ampi_epoch_fill(&out->mixed, &monitor->mixed);
+    ampi_epoch_fill(&out->full, &monitor->full);
+    a = &out->mixed;
+    b = &out->full;
+    if (a->epoch == 0 || b->epoch == 0) return AMP_OK;
+    if (a->seconds > 0)
+        out->speedup = b->seconds * (double)b->epoch / (double)b->steps / (a->seconds * (double)a->epoch / (double)a->steps);
+    if (b->peak > 0) out->memory_ratio = (double)a->peak / (double)b->peak;
+    out->loss_difference = a->loss - b->loss;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_record *r) {
+    if (r->epoch == 0) { ampi_print(s, "%-16s  none\n", label); return; }
+    ampi_print(s, "%-16s  %6lld  %8lld  %7lld  ", label, (long long)r->epoch, (long long)r->steps, (long long)r->skipped);
+    if (amp_is_finite_f64(&r->loss)) ampi_print(s, "%10.4f", r->loss);
+    else ampi_print(s, "%10s", "not here");
+    ampi_print(s, "  %10.3g  %10.4g", r->seconds, r->tokens_per_second);
+    ampi_print_bytes(s, "  ", r->peak, 1);
+    ampi_print(s, "\n");
+}
+
+AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size) {
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (summary == NULL) return 0;
+    ampi_print(&s, "%-16s  %6s  %8s  %7s  %10s  %10s  %10s  %s\n", "precision", "epochs", "steps", "skipped", "loss", "s/epoch",
+               "tokens/s", "peak");
+    ampi_print_epochs(&s, summary->mixed.epoch ? amp_dtype_name(summary->mixed.dtype) : "mixed", &summary->mixed);
+    ampi_print_epochs(&s, "fp32", &summary->full);
+    if (summary->mixed.epoch == 0 || summary->full.epoch == 0) return s.used;
+    ampi_print(&s, "%s beside fp32: %.2f times as fast per step, %.2f of the memory", amp_dtype_name(summary->mixed.dtype),
+               summary->speedup, summary->memory_ratio);
+    if (amp_is_finite_f64(&summary->loss_difference)) ampi_print(&s, ", loss %+.4f", summary->loss_difference);
+    ampi_print(&s, "\n");
+    return s.used;
+}
+
+/* ---- Creation */
+
+AMPI_PRIVATE amp_result ampi_check_interval(const char *field, int64_t *interval, int64_t otherwise) {
+    if (*interval == 0) *interval = otherwise;
+    if (*interval >= 1 || *interval == AMP_INTERVAL_OFF) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, "amp_monitor_create", ".%s = %lld, must be 1 or more, or AMP_INTERVAL_OFF", field, (long long)*interval);
+}
+
+AMPI_PRIVATE amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
+    const char *f = "amp_monitor_create";
+    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler is of another context");
+    AMPI_TRY(ampi_check_interval("log_interval", &d->log_interval, 100));
+    AMPI_TRY(ampi_check_interval("memory_interval", &d->memory_interval, 100));
+    AMPI_TRY(ampi_check_interval("cleanup_interval", &d->cleanup_interval, AMP_INTERVAL_OFF));
+    AMPI_TRY(ampi_memory_threshold(f, &d->memory_warning));
+    if ((int)d->nan_action < 0 || d->nan_action > AMP_NAN_RECOVER)
+        return ampi_fail(AMP_ERR_RANGE, f, ".nan_action = %d, must be 0 (default) to %d", (int)d->nan_action, (int)AMP_NAN_RECOVER);
+    if (d->nan_action == AMP_NAN_DEFAULT) d->nan_action = AMP_NAN_SKIP;
+    if (d->max_skips < 0) return ampi_fail(AMP_ERR_RANGE, f, ".max_skips = %d, must be 1 or more, or 0 for 25", d->max_skips);
+    if (d->max_skips == 0) d->max_skips = 25;
+    if (d->epoch < 0) return ampi_fail(AMP_ERR_RANGE, f, ".epoch = %lld, must be 0 or more", (long long)d->epoch);
+    if (d->path != NULL && d->path[0] == 0) return ampi_fail(AMP_ERR_RANGE, f, ".path is empty; NULL means no file");
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t i;
+    int error = m->open ? s->file_close(s->user, m->file) : 0;
+    if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
+    for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
+    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
+    ampi_free(s, m->text, m->text_bytes, 1);
+    ampi_free(s, m, 1, sizeof *m);
+}
+
+AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi) {
+    const char *f = "amp_monitor_create";
+    amp_monitor_desc d;
+    amp_monitor *m;
+    amp_result r;
+    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_monitor_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp, out or desc is NULL");
+    d = *desc;
+    AMPI_TRY(ampi_check_monitor(amp, &d));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&m, 1, sizeof *m));
+    m->amp = amp;
+    m->desc = d;
+    m->epochs = d.epoch;
+    m->last = d.optimizer->sent;
+    r = ampi_copy_texts(amp, f, &m->desc.path, 1, &m->text, &m->text_bytes);
+    if (r == AMP_OK) r = ampi_time_begin(m);
+    if (r == AMP_OK && d.path != NULL) r = ampi_lines_open(m, f);
+    if (r == AMP_OK) *out = m;
+    else ampi_monitor_free(m);
+    return r;
+}
+
+AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
+    amp_monitor *m = monitor;
+    amp_result r;
+    if (m == NULL) return;
+    ampi_range_end(m);
+    r = ampi_monitor_take_all(m);
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    r = ampi_lines_sync(m, "amp_monitor_destroy");
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    ampi_monitor_free(m);
+}
+
+AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out) {
+    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_query", "monitor or out is NULL");
+    *out = monitor->desc;
+    return AMP_OK;
+}
 
 /* ---- Numerics */
 
@@ -14260,9 +16202,1055 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
 
 /* ---- Advice */
 
+/* What is in force now, as settings. */
+static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
+                              amp_settings *s) {
+    const amp_desc *d = ampi_settings(amp);
+    memset(s, 0, sizeof *s);
+    s->disable = d->disable;
+    s->dtype = d->dtype;
+    s->level = d->level;
+    s->policy = d->policy;
+    s->mode = d->mode;
+    s->memory_efficient = d->memory_efficient;
+    s->disable_cache = d->disable_cache;
+    s->fallback = d->fallback;
+    s->allow_tf32 = d->allow_tf32;
+    s->autotune = d->autotune;
+    s->debug = d->logger.level == AMP_LOG_DEBUG;
+    if (scaler != NULL) s->scaler = scaler->desc;
+    s->scaler.disable = 0;
+    if (optimizer == NULL) return;
+    s->clip_norm = optimizer->desc.clip_norm;
+    s->accumulation = optimizer->desc.accumulation;
+    s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
+}
+
+/* What a decision is made from. */
+typedef struct ampi_facts {
+    const amp_advise_desc *desc;
+    const amp_device *device;
+    amp_choice automatic;           /* amp_choose's */
+    amp_memory_info memory;
+    amp_k_scaler scaler;            /* updates 0: no history in fp16 */
+    int is_short;                   /* 1: the step that ran took more than 90% of the memory */
+} ampi_facts;
+
+/* The row of a candidate that failed, or NULL. */
+static const amp_verify_row *ampi_failed_row(const amp_verify_report *report, amp_dtype dtype) {
+    int64_t i;
+    for (i = 0; report != NULL && i < report->n_rows; i++)
+        if (report->rows[i].dtype == dtype && report->rows[i].verdict != AMP_VERDICT_PASS) return &report->rows[i];
+    return NULL;
+}
+
+static const char *ampi_verdict_name(amp_verdict verdict) {
+    switch (verdict) {
+        case AMP_VERDICT_PASS: return "pass";
+        case AMP_VERDICT_INACCURATE: return "inaccurate";
+        case AMP_VERDICT_NONFINITE: return "not finite";
+        case AMP_VERDICT_FAILED: return "failed";
+        default: return "?";
+    }
+}
+
+/* Why a dtype is not to be used, in `why`; 0: it may be. */
+static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
+    const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
+    if (row != NULL) {
+        const char *where = row->first_bad[0] ? row->first_bad : row->worst_gradient[0] ? row->worst_gradient : row->worst_output;
+        snprintf(why, size, "%s: verified %s%s%.40s", amp_dtype_name(dtype), ampi_verdict_name(row->verdict),
+                 where[0] ? " in " : "", where);
+        return 1;
+    }
+    if (dtype != AMP_F16 || !f->scaler.at_floor) return 0;
+    snprintf(why, size, "fp16: gradients overflow at the lowest scale %g", (double)f->scaler.scale);
+    return 1;
+}
+
+static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
+    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
+}
+
+/* The automatic choice, or what comes after it: the 16-bit formats first, the wider range before the finer step. */
+static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
+    static const amp_dtype order[] = {AMP_BF16, AMP_F16, AMP_TF32, AMP_F32};
+    char why[100] = "", first[100] = "";
+    int i;
+    out->settings.dtype = f->automatic.dtype;
+    if (!ampi_speaks_against(f, f->automatic.dtype, first, sizeof first)) {
+        snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s", f->automatic.reason);
+        return;
+    }
+    for (i = 0; i < 4; i++)
+        if (order[i] != f->automatic.dtype && ampi_device_has(f->device, order[i]) &&
+            (order[i] == AMP_F32 || !ampi_speaks_against(f, order[i], why, sizeof why))) break;
+    out->settings.dtype = order[AMPI_MIN(i, 3)];
+    snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s; so %s", first, amp_dtype_name(out->settings.dtype));
+}
+
+#define AMPI_GIB(bytes) ((double)(bytes) / 1073741824.0)
+
+/* peak(b) = fixed + b each: what belongs to the parameters does not grow with the batch, all else in proportion. */
+static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
+    amp_parameter_bytes bytes;
+    double fixed, each, usable = 0.9 * (double)f->memory.device_total;
+    char *reason = out->batch_reason;
+    size_t size = sizeof out->batch_reason;
+    if (f->desc->batch == 0 || f->desc->optimizer == NULL) {
+        snprintf(reason, size, "not known before a step has run: it takes .batch and .optimizer");
+        return;
+    }
+    (void)amp_optimizer_bytes(f->desc->optimizer, &bytes);
+    fixed = bytes.total * (double)bytes.parameters + (double)f->memory.cast_cache;
+    each = ((double)f->memory.peak - fixed) / (double)f->desc->batch;
+    if (f->memory.device_total <= 0) {
+        snprintf(reason, size, "the device does not tell how much memory it has");
+        return;
+    }
+    f->is_short = (double)f->memory.peak > usable;
+    if (!(each > 0)) {
+        snprintf(reason, size, "the peak of %.3g GiB is no more than parameters and optimizer take (%.3g GiB): activations are not amp_alloc's",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(fixed));
+        return;
+    }
+    out->batch = usable > fixed ? (int64_t)((usable - fixed) / each) : 0;
+    snprintf(reason, size, "peak %.3g GiB at batch %lld is %.3g GiB fixed and %.3g GiB a sample; 90%% of %.3g GiB hold %lld",
+             AMPI_GIB(f->memory.peak), (long long)f->desc->batch, AMPI_GIB(fixed), AMPI_GIB(each),
+             AMPI_GIB(f->memory.device_total), (long long)out->batch);
+}
+
+/* O2 halves weights, gradients and casts; that pays when they are what does not fit. */
+static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
+    int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
+    out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
+    out->settings.memory_efficient = f->is_short;
+    if (!f->is_short)
+        snprintf(out->level_reason, sizeof out->level_reason, "O1: fp32 weights, and casts where they pay; %s",
+                 out->batch > 0 ? "memory is not short" : "nothing says that memory is short");
+    else
+        snprintf(out->level_reason, sizeof out->level_reason, "%s: the step took %.3g of %.3g GiB, over 90%%; %s", low ? "O2" : "O1",
+                 AMPI_GIB(f->memory.peak), AMPI_GIB(f->memory.device_total),
+                 low ? "16-bit weights with masters, no kept casts" : "no kept casts");
+}
+
+static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
+    char why[100] = "";
+    out->settings.allow_tf32 = f->device->tf32 && !ampi_speaks_against(f, AMP_TF32, why, sizeof why);
+    snprintf(out->tf32_reason, sizeof out->tf32_reason, "%s",
+             out->settings.allow_tf32 ? "on: what stays in fp32 is multiplied by tf32 instructions, with 10 bits of mantissa" :
+             f->device->tf32 ? why : "off: the device has no tf32 instructions");
+    out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+}
+
+/* From the scaler's own history.  Growth alone costs a skip per growth interval, so more than one step in a hundred means
+   that something else is wrong: hysteresis that takes several skips for one reduction, an interval that is too short, or a
+   scale that hangs just below the overflow. */
+static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
+    amp_scaler_desc *d = &out->settings.scaler;
+    const amp_k_scaler *s = &f->scaler;
+    char *reason = out->scaler_reason;
+    size_t size = sizeof out->scaler_reason;
+    double init = (double)d->init_scale, rate = s->updates > 0 ? (double)s->skips / (double)s->updates : 0;
+    out->settings.use_scaler = AMP_SCALER_USE_AUTO;
+    if (out->settings.dtype != AMP_F16) {
+        snprintf(reason, size, "%s has fp32's range and needs none", amp_dtype_name(out->settings.dtype));
+    } else if (s->updates == 0) {
+        snprintf(reason, size, "fp16 loses gradients below 6e-8: a dynamic scale, halved on overflow, doubled after clean steps");
+    } else if (!(rate > 0.01) && !(s->scale < d->init_scale)) {
+        snprintf(reason, size, "%lld of %lld steps skipped, scale %g: as it is", (long long)s->skips, (long long)s->updates, (double)s->scale);
+    } else if (!(rate > 0.01)) {
+        d->init_scale = s->scale;
+        snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale, (long long)s->skips);
+    } else {
+        const char *cure = "backoff 0.25, and begin at a quarter of it";
+        if (s->scale < d->init_scale) d->init_scale = s->scale;
+        if (d->hysteresis > 1) {
+            d->hysteresis = 1;
+            cure = "hysteresis 1, so that one skip shrinks it";
+        } else if (d->growth_interval > 0 && d->growth_interval < 2000) {
+            d->growth_interval = 2000;
+            cure = "growth interval 2000";
+        } else {
+            d->backoff_factor = AMPI_MIN(d->backoff_factor, 0.25);
+            d->init_scale = AMPI_MAX(s->scale / 4, ampi_is_none(d->min_scale) ? 1.1754944e-38f : d->min_scale);
+        }
+        snprintf(reason, size, "%lld of %lld steps skipped, over 1%%, scale %g: %s", (long long)s->skips, (long long)s->updates,
+                 (double)s->scale, cure);
+    }
+}
+
+static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_desc *desc, ampi_facts *f) {
+    memset(f, 0, sizeof *f);
+    f->desc = desc;
+    f->device = &amp->machine.device;
+    AMPI_TRY(amp_choose(&amp->machine, AMP_DTYPE_DEFAULT, 0, &f->automatic));
+    AMPI_TRY(amp_memory(amp, &f->memory));
+    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->dtype != AMP_F16) return AMP_OK;
+    return amp_scaler_get(desc->scaler, &f->scaler);
+}
+
+AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
+    static const amp_advise_desc none = {0, NULL, NULL, NULL};
+    amp_advice advice;
+    ampi_facts f;
+    AMPI_TRY(ampi_check_abi("amp_advise", abi, AMP_ABI(amp_advise_desc)));
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
+    if (desc == NULL) desc = &none;
+    if (desc->batch < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
+    if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+    AMPI_TRY(ampi_gather_facts(amp, desc, &f));
+    memset(&advice, 0, sizeof advice);
+    ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
+    ampi_advise_dtype(&f, &advice);
+    ampi_advise_batch(&f, &advice);
+    ampi_advise_level(&f, &advice);
+    ampi_advise_tf32(&f, &advice);
+    ampi_advise_scaler(&f, &advice);
+    *out = advice;
+    return AMP_OK;
+}
+
+AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
+    const amp_settings *s;
+    char batch[24] = "unknown";
+    if (advice == NULL) return 0;
+    s = &advice->settings;
+    if (advice->batch > 0) snprintf(batch, sizeof batch, "%lld", (long long)advice->batch);
+    ampi_print(&sheet, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
+    ampi_print(&sheet, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
+    ampi_print(&sheet, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
+    ampi_print(&sheet, "batch    %-8s %s\n", batch, advice->batch_reason);
+    ampi_print(&sheet, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
+    return sheet.used;
+}
+
+AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+    const amp_scaler_desc *rule;
+    amp_settings s;
+    if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    ampi_settings_now(amp, scaler, optimizer, &s);
+    s.dtype = advice->settings.dtype;
+    s.allow_tf32 = advice->settings.allow_tf32;
+    s.memory_efficient = advice->settings.memory_efficient;
+    s.use_scaler = advice->settings.use_scaler;
+    rule = &advice->settings.scaler;            /* left at 0 by advice without a scaler */
+    if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
+    if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
+    if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
+    if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
+    AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
+    if (advice->settings.level != s.level)
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
+                 (int)s.level - (int)AMP_LEVEL_O0);
+    return AMP_OK;
+}
+
 /* ---- Tune */
 
-/* ---- Recover */
+enum {
+    AMPI_TUNE_DTYPES = 4,
+    AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
+    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+};
+
+typedef struct ampi_candidate {
+    amp_dtype dtype;
+    amp_verdict verdict;
+    char reason[120];
+    int dropped;                    /* 1: failed; not tried with larger batches */
+    amp_tune_row *row;              /* of the batch at hand; NULL: not tried */
+    int64_t *times;                 /* nanoseconds of its steps with it */
+} ampi_candidate;
+
+typedef struct ampi_tune {
+    amp_context *amp;
+    amp_tune_desc desc;             /* effective */
+    amp_tune_report *out;
+    ampi_candidate candidates[AMPI_TUNE_DTYPES];
+    int n;
+    int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
+    uint64_t key;                   /* of the results in the file */
+    amp_state *state;               /* what the file holds, or NULL */
+    int foreign;                    /* 1: the file is something else, and stays */
+} ampi_tune;
+
+/* What a function of the host's means by its number, in words. */
+static void ampi_host_said(const char *what, int code, char *text, size_t size) {
+    const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
+    char id[16];
+    snprintf(id, sizeof id, "AMP%04d ", code);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
+                  strcmp(said, "unknown result") ? said : "");
+}
+
+static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
+    int64_t i, j;
+    if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
+    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    for (i = 0; i < d->n_dtypes; i++) {
+        amp_dtype t = d->dtypes[i];
+        if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
+            return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(t));
+        for (j = 0; j < i; j++)
+            if (d->dtypes[j] == t) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d) {
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step is NULL");
+    AMPI_TRY(ampi_check_tune_dtypes(d));
+    if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
+    if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+    if (d->iterations < 0 || d->iterations > 1000)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
+    if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
+    if (d->file != NULL && d->file[0] == 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
+    AMPI_TRY(ampi_may_wait(amp));
+    if (ampi_settings(amp)->disable)
+        return ampi_fail(AMP_ERR_STATE, "amp_tune", "the context is disabled, so all precisions would be one: call amp_set_enabled first");
+    return AMP_OK;
+}
+
+static void ampi_tune_fill(ampi_tune *t) {
+    static const amp_dtype all[AMPI_TUNE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+    amp_tune_desc *d = &t->desc;
+    int i;
+    if (d->batch == 0) d->batch = 1;
+    if (d->max_batch == 0 || d->prepare == NULL) d->max_batch = d->batch;
+    if (d->iterations == 0) d->iterations = 10;
+    if (d->warmup == 0) d->warmup = 3;
+    if (d->model == NULL) d->model = "";
+    for (i = 0; i < (d->n_dtypes > 0 ? (int)d->n_dtypes : AMPI_TUNE_DTYPES); i++) {
+        ampi_candidate *c = &t->candidates[t->n];
+        c->dtype = d->n_dtypes > 0 ? d->dtypes[i] : all[i];
+        c->verdict = AMP_VERDICT_PASS;
+        t->n += d->n_dtypes > 0 || ampi_device_has(&t->amp->machine.device, c->dtype);
+    }
+}
+
+/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key stands for all that the results depend on */
+
+static uint64_t ampi_tune_hash(const ampi_tune *t) {
+    const amp_desc *s = ampi_settings(t->amp);
+    const amp_tune_desc *d = &t->desc;
+    char machine[1024];
+    int64_t numbers[] = {AMP_VERSION, s->level, s->policy, s->mode, s->allow_tf32, s->memory_efficient, s->disable_cache, s->threads,
+                         s->cpu_path, s->autotune, d->batch, d->max_batch, d->iterations, d->warmup, d->verify != NULL};
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    size_t i;
+    int k;
+    amp_machine_text(&t->amp->machine, machine, sizeof machine);
+    hash = ampi_hash_bytes(hash, machine, (int64_t)strlen(machine) + 1);
+    hash = ampi_hash_bytes(hash, d->model, (int64_t)strlen(d->model) + 1);
+    for (i = 0; i < sizeof numbers / sizeof numbers[0]; i++) hash = ampi_hash_number(hash, numbers[i]);
+    for (k = 0; k < t->n; k++) hash = ampi_hash_number(hash, t->candidates[k].dtype);
+    return d->verify ? ampi_hash_number(hash, (int64_t)ampi_bits_f64(d->verify->allowance)) : hash;
+}
+
+static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64]) {
+    snprintf(key, 64, "tune.%016llx.%s", (unsigned long long)t->key, name);
+}
+
+/* A row from its numbers; 0: they cannot be one. */
+static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
+    int i;
+    for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
+    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    memset(row, 0, sizeof *row);
+    row->dtype = (amp_dtype)(int)x[0];
+    row->verdict = (amp_verdict)(int)x[1];
+    row->batch = (int64_t)x[2];
+    row->peak = (int64_t)x[3];
+    row->seconds = x[4];
+    row->rate = x[5];
+    row->speedup = x[6];
+    memcpy(row->reason, text, sizeof row->reason - 1);
+    return 1;
+}
+
+/* 1: the report came from the file. */
+static int ampi_tune_known(ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
+    int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
+    ampi_tune_record(t, "rows", key);
+    ampi_tune_record(t, "text", text_key);
+    n = amp_state_count(t->state, key, NULL);
+    if (n < 0) return 0;                        /* another model, machine or desc */
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+        n /= AMPI_TUNE_NUMBERS;
+        if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
+            amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
+            for (i = 0; i < n && ampi_tune_decode(numbers + i * AMPI_TUNE_NUMBERS, text + i * size, &t->out->rows[i]); i++) {}
+            if (i == n) { t->out->n_rows = n; return 1; }
+        }
+    }
+    memset(t->out, 0, sizeof *t->out);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds rows that cannot be", t->desc.file);
+    return 0;
+}
+
+static int ampi_tune_read(ampi_tune *t) {
+    amp_result result;
+    if (t->desc.file == NULL) return 0;
+    t->key = ampi_tune_hash(t);
+    result = amp_state_load(&t->state, ampi_context_system(t->amp), t->desc.file);
+    if (result == AMP_OK) return ampi_tune_known(t);
+    t->foreign = result == AMP_ERR_FORMAT;
+    if (result != AMP_ERR_OPEN)                 /* not yet written */
+        ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s", t->foreign ? ", and the file left alone" : "", amp_last_error());
+    return 0;
+}
+
+static amp_result ampi_tune_put(const ampi_tune *t) {
+    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
+    int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
+    for (i = 0; i < t->out->n_rows; i++) {
+        const amp_tune_row *row = &t->out->rows[i];
+        double *x = numbers + i * AMPI_TUNE_NUMBERS;
+        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
+        memcpy(text + i * size, row->reason, (size_t)size);
+    }
+    ampi_tune_record(t, "rows", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_F64, numbers, i * AMPI_TUNE_NUMBERS));
+    ampi_tune_record(t, "text", key);
+    AMPI_TRY(amp_state_put(t->state, key, AMP_U8, text, i * size));
+    return amp_state_save(t->state, t->desc.file);
+}
+
+/* Beside the results of others that the file holds. */
+static amp_result ampi_tune_write(ampi_tune *t) {
+    amp_result result = AMP_OK;
+    char why[200];
+    if (t->desc.file == NULL || t->foreign || t->out->n_rows == 0) return AMP_OK;
+    if (t->state == NULL) result = amp_state_create(&t->state, ampi_context_system(t->amp));
+    if (result == AMP_OK) result = ampi_tune_put(t);
+    if (result == AMP_OK) return AMP_OK;
+    snprintf(why, sizeof why, "%.199s", amp_last_error());
+    return ampi_fail(AMP_ERR_WRITE, "amp_tune", "the results are there, but not in %.100s: %s", t->desc.file, why);
+}
+
+/* ---- Timing */
+
+static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
+    c->dropped = 1;
+    c->row->verdict = AMP_VERDICT_FAILED;
+    ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
+}
+
+/* `n` steps with nothing queued behind them; times may be NULL. */
+static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
+    const amp_system *s = ampi_context_system(t->amp);
+    int64_t begun;
+    int i, code = 0;
+    for (i = 0; i < n && code == 0; i++) {
+        begun = s->clock_ns(s->user);
+        code = t->desc.step(t->desc.user, t->amp);
+        if (code == 0) code = (int)amp_sync(t->amp);
+        if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
+    }
+    return code;
+}
+
+/* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
+static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
+    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    amp_memory_info memory;
+    amp_choice choice;
+    code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
+    if (code == 0) code = (int)amp_set_dtype(t->amp, c->dtype);
+    if (code != 0) { ampi_tune_failed(c, "dtype", code); return; }
+    code = ampi_tune_steps(t, done == 0 ? t->desc.warmup : 1, NULL);
+    amp_memory_reset_peak(t->amp);
+    if (code == 0) code = ampi_tune_steps(t, n, c->times + done);
+    if (code == 0) code = (int)amp_memory(t->amp, &memory);
+    if (code == 0) { c->row->peak = AMPI_MAX(c->row->peak, memory.peak); return; }
+    ampi_tune_failed(c, "step", code);
+    (void)amp_cleanup(t->amp, NULL);
+}
+
+/* The middle one, or the mean of the two in the middle; sorts. */
+static double ampi_median_ns(int64_t *times, int n) {
+    int i, j;
+    for (i = 1; i < n; i++) {
+        int64_t x = times[i];
+        for (j = i; j > 0 && times[j - 1] > x; j--) times[j] = times[j - 1];
+        times[j] = x;
+    }
+    return 0.5 * ((double)times[(n - 1) / 2] + (double)times[n / 2]);
+}
+
+static void ampi_tune_finish_rows(ampi_tune *t) {
+    double full = 0;
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        if (c->row == NULL || c->row->verdict == AMP_VERDICT_FAILED) continue;
+        c->row->seconds = 1e-9 * ampi_median_ns(c->times, t->desc.iterations);
+        if (c->row->seconds > 0) c->row->rate = (double)c->row->batch / c->row->seconds;
+        if (c->dtype == AMP_F32) full = c->row->seconds;
+    }
+    for (k = 0; k < t->n; k++)
+        if (t->candidates[k].row != NULL && t->candidates[k].row->seconds > 0)
+            t->candidates[k].row->speedup = full / t->candidates[k].row->seconds;
+}
+
+/* Rows for the candidates that are still in it. */
+static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
+    int k;
+    for (k = 0; k < t->n; k++) {
+        ampi_candidate *c = &t->candidates[k];
+        c->row = c->dropped ? NULL : &t->out->rows[t->out->n_rows++];
+        if (c->row == NULL) continue;
+        memset(c->row, 0, sizeof *c->row);
+        c->row->dtype = c->dtype;
+        c->row->batch = batch;
+        c->row->verdict = c->verdict;
+        memcpy(c->row->reason, c->reason, sizeof c->reason);
+        c->dropped = c->verdict == AMP_VERDICT_FAILED;
+    }
+}
+
+static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
+    int done, k;
+    ampi_tune_open_rows(t, batch);
+    for (done = 0; done < t->desc.iterations; done += AMPI_TUNE_TURN)
+        for (k = 0; k < t->n; k++)
+            if (t->candidates[k].row != NULL && !t->candidates[k].dropped) ampi_tune_turn(t, &t->candidates[k], done);
+    ampi_tune_finish_rows(t);
+}
+
+static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
+    int code = t->desc.prepare && t->prepared != batch ? t->desc.prepare(t->desc.user, t->amp, batch) : 0;
+    t->prepared = code == 0 ? batch : 0;
+    return code;
+}
+
+/* Verdicts hold for every batch size. */
+static amp_result ampi_tune_verify(ampi_tune *t) {
+    amp_verify_desc v;
+    amp_verify_report report;
+    amp_dtype dtypes[AMPI_TUNE_DTYPES];
+    int64_t i;
+    int k;
+    if (t->desc.verify == NULL) return AMP_OK;
+    v = *t->desc.verify;
+    v.dtypes = dtypes;
+    v.n_dtypes = 0;
+    for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
+    if (v.n_dtypes == 0) return AMP_OK;
+    memset(&report, 0, sizeof report);
+    AMPI_TRY(amp_verify(t->amp, &v, &report));
+    for (i = 0; i < report.n_rows; i++)
+        for (k = 0; k < t->n; k++) {
+            if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
+            t->candidates[k].verdict = report.rows[i].verdict;
+            snprintf(t->candidates[k].reason, sizeof t->candidates[k].reason, "%.119s", report.rows[i].advice);
+        }
+    return AMP_OK;
+}
+
+static int ampi_tune_left(const ampi_tune *t) {
+    int k, left = 0;
+    for (k = 0; k < t->n; k++) left += !t->candidates[k].dropped;
+    return left;
+}
+
+static amp_result ampi_tune_run(ampi_tune *t) {
+    int64_t batch = t->desc.batch;
+    int k, code;
+    while (ampi_tune_left(t) > 0 && t->out->n_rows + ampi_tune_left(t) <= AMP_TUNE_ROWS) {
+        code = ampi_tune_prepare(t, batch);
+        if (code != 0) {
+            ampi_tune_open_rows(t, batch);
+            for (k = 0; k < t->n; k++) if (t->candidates[k].row != NULL) ampi_tune_failed(&t->candidates[k], "prepare", code);
+            break;
+        }
+        if (batch == t->desc.batch) AMPI_TRY(ampi_tune_verify(t));
+        ampi_tune_batch(t, batch);
+        if (batch > t->desc.max_batch / 2) break;
+        batch *= 2;
+    }
+    return AMP_OK;
+}
+
+/* The highest rate; the first row of those with the same. */
+static void ampi_tune_pick(amp_tune_report *out) {
+    int64_t i;
+    out->best = -1;
+    for (i = 0; i < out->n_rows; i++)
+        if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
+}
+
+static amp_result ampi_tune_time(ampi_tune *t) {
+    amp_dtype before = ampi_settings(t->amp)->dtype;
+    int64_t *times;
+    amp_result result, restored;
+    int k;
+    AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
+    for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
+    result = ampi_tune_run(t);
+    restored = amp_set_dtype(t->amp, before);
+    ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
+    return result != AMP_OK ? result : restored;
+}
+
+AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) {
+    amp_result result = AMP_OK;
+    amp_tune_report report;
+    char why[200];
+    ampi_tune t;
+    int code;
+    AMPI_TRY(ampi_check_abi("amp_tune", abi, AMP_ABI(amp_tune_desc)));
+    if (amp == NULL || desc == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
+    AMPI_TRY(ampi_check_tune(amp, desc));
+    memset(&t, 0, sizeof t);
+    t.amp = amp;
+    t.desc = *desc;
+    t.out = &report;
+    memset(&report, 0, sizeof report);
+    ampi_tune_fill(&t);
+    report.from_file = ampi_tune_read(&t);
+    if (!report.from_file) result = ampi_tune_time(&t);
+    ampi_tune_pick(&report);
+    if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);
+    amp_state_destroy(t.state);
+    if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
+    *out = report;
+    code = ampi_tune_prepare(&t, out->best >= 0 ? out->rows[out->best].batch : t.desc.batch);
+    if (code == 0 || out->best < 0) return result;
+    ampi_host_said("prepare", code, why, sizeof why);
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
+}
+
+AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
+    int64_t i;
+    if (report == NULL) return 0;
+    ampi_print(&sheet, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
+    for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
+        const amp_tune_row *row = &report->rows[i];
+        ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
+        if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
+        else ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
+        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+    }
+    return sheet.used;
+}
+
+/* ---- Recover.  Records come some steps late, so a snapshot is taken of weights that no record speaks of yet: it is a
+   candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
+   one before; trouble drops it.  Two snapshots are held at most.
+
+   Restoring sets the optimizer's count of steps back and drops the outcomes that were pending.  What a monitor or the host
+   still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
+   until a number comes that is not among these: the new run's, which begins below. */
+
+#define AMPI_SNAPSHOT "amp"         /* prefix of the library's records; the host's go beside them */
+
+typedef struct ampi_snapshot {
+    amp_state *state;               /* NULL: none */
+    int64_t attempts, applied;      /* steps done until then */
+} ampi_snapshot;
+
+struct amp_recovery {
+    amp_context *amp;
+    amp_recovery_desc desc;         /* effective */
+    ampi_snapshot good, candidate;
+    int32_t retries;                /* since .interval good steps */
+    int64_t streak;                 /* applied steps without trouble */
+    int64_t next;                   /* applied steps when a snapshot is due */
+    int64_t seen;                   /* the last record's number */
+    int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
+    int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
+};
+
+static void ampi_snapshot_drop(ampi_snapshot *s) {
+    amp_state_destroy(s->state);
+    memset(s, 0, sizeof *s);
+}
+
+static int64_t ampi_weight_bytes(const amp_param *p) { return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype); }
+
+/* Every weight between its memory and the state, through `room`. */
+static amp_result ampi_snapshot_weights(const amp_recovery *r, amp_state *state, int load, void *room) {
+    int64_t i;
+    for (i = 0; i < r->desc.n_params; i++) {
+        amp_param *p = &r->desc.params[i];
+        int64_t n = amp_tensor_count(&p->weight), bytes = ampi_weight_bytes(p);
+        if (n <= 0) continue;
+        if (!load) {
+            AMPI_TRY(ampi_fetch(r->amp, room, p->weight.data, (size_t)bytes));
+            AMPI_TRY(ampi_put(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+        } else {
+            AMPI_TRY(ampi_get(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+            AMPI_TRY(ampi_send(r->amp, p->weight.data, room, (size_t)bytes));
+            amp_param_touch(p);
+        }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_move(const amp_recovery *r, amp_state *state, int load) {
+    const amp_system *s = ampi_context_system(r->amp);
+    int64_t i, most = 0;
+    amp_result result;
+    void *room;
+    for (i = 0; i < r->desc.n_params; i++) most = AMPI_MAX(most, ampi_weight_bytes(&r->desc.params[i]));
+    AMPI_TRY(ampi_alloc(s, "amp_recovery", &room, most, 1));
+    result = ampi_snapshot_weights(r, state, load, room);
+    ampi_free(s, room, most, 1);
+    return result;
+}
+
+/* What a save or load of the host's returned, as a result. */
+static amp_result ampi_host_failed(const char *what, int code) {
+    char why[200];
+    ampi_host_said(what, code, why, sizeof why);
+    return ampi_fail(strcmp(amp_result_text((amp_result)code), "unknown result") ? (amp_result)code : AMP_ERR_STATE, "amp_recovery", "%s", why);
+}
+
+static amp_result ampi_snapshot_fill(const amp_recovery *r, ampi_snapshot *out) {
+    const amp_recovery_desc *d = &r->desc;
+    int64_t steps[AMPI_SAVED_STEPS];
+    int code;
+    AMPI_TRY(amp_state_create(&out->state, ampi_context_system(r->amp)));
+    AMPI_TRY(ampi_snapshot_move(r, out->state, 0));
+    AMPI_TRY(amp_optimizer_save(d->optimizer, out->state, AMPI_SNAPSHOT ".optimizer"));
+    if (d->scaler != NULL) AMPI_TRY(amp_scaler_save(d->scaler, out->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_save(d->loader, out->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_save(r->amp, out->state, AMPI_SNAPSHOT));
+    code = d->save ? d->save(d->user, out->state) : 0;
+    if (code != 0) return ampi_host_failed("save", code);
+    AMPI_TRY(ampi_get(out->state, AMPI_SNAPSHOT ".optimizer", "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    out->attempts = steps[2];
+    out->applied = steps[5];
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_take(const amp_recovery *r, ampi_snapshot *out) {
+    amp_result result = ampi_snapshot_fill(r, out);
+    if (result != AMP_OK) ampi_snapshot_drop(out);
+    return result;
+}
+
+/* Everything as it was, but for the outcomes that were pending then: they are of good steps, and have been delivered. */
+static amp_result ampi_snapshot_restore(const amp_recovery *r, const ampi_snapshot *s) {
+    const amp_recovery_desc *d = &r->desc;
+    int code;
+    AMPI_TRY(ampi_wait(r->amp));
+    AMPI_TRY(ampi_snapshot_move(r, s->state, 1));
+    AMPI_TRY(amp_optimizer_load(d->optimizer, s->state, AMPI_SNAPSHOT ".optimizer"));
+    d->optimizer->delivered = d->optimizer->attempts;
+    if (d->scaler != NULL && ampi_has_record(s->state, AMPI_SNAPSHOT ".scaler", "scale", -1))
+        AMPI_TRY(amp_scaler_load(d->scaler, s->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_load(d->loader, s->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_load(r->amp, s->state, AMPI_SNAPSHOT));
+    code = d->load ? d->load(d->user, s->state) : 0;
+    return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
+}
+
+static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery_desc *d) {
+    static const char f[] = "amp_recovery_create";
+    int64_t i;
+    if (d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
+    if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
+    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 for 100", (long long)d->interval);
+    if (d->max_retries < AMP_NO_RETRIES || d->max_retries > 1000)
+        return ampi_fail(AMP_ERR_RANGE, f, ".max_retries = %d, must be 1 to 1000, 0 for 3, or AMP_NO_RETRIES", d->max_retries);
+    if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load come both or neither");
+    for (i = 0; i < d->n_params; i++) {
+        const amp_param *p = &d->params[i];
+        if (p->weight.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
+        AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
+        if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
+    }
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
+    if (d->optimizer->micro > 0)
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi) {
+    amp_recovery *r;
+    amp_result result;
+    AMPI_TRY(ampi_check_abi("amp_recovery_create", abi, AMP_ABI(amp_recovery_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
+    AMPI_TRY(ampi_check_recovery(amp, desc));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_recovery_create", (void **)&r, 1, sizeof *r));
+    r->amp = amp;
+    r->desc = *desc;
+    if (r->desc.interval == 0) r->desc.interval = 100;
+    if (r->desc.max_retries == 0) r->desc.max_retries = 3;
+    if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
+    result = ampi_snapshot_take(r, &r->good);
+    if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
+    r->next = r->good.applied + r->desc.interval;
+    *out = r;
+    return AMP_OK;
+}
+
+AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
+    if (recovery == NULL) return;
+    ampi_snapshot_drop(&recovery->good);
+    ampi_snapshot_drop(&recovery->candidate);
+    ampi_free(ampi_context_system(recovery->amp), recovery, 1, sizeof *recovery);
+}
+
+/* ---- What is planned */
+
+/* The layer's name is its tensor's up to the last dot. */
+static void ampi_layer_pattern(const char *name, char pattern[64]) {
+    const char *dot = strrchr(name, '.');
+    size_t n = dot ? (size_t)(dot - name) + 1 : strlen(name);
+    if (n > 62) n = 62;
+    memcpy(pattern, name, n);
+    pattern[n] = dot || name[n] ? '*' : 0;
+    pattern[n + 1] = 0;
+}
+
+static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
+    int64_t i;
+    for (i = 0; i < amp->n_layers; i++)
+        if (amp->layers[i].dtype == AMP_F32 && strcmp(amp->layers[i].pattern, pattern) == 0) return 1;
+    return 0;
+}
+
+/* The next wider format: fp16 -> bf16 where there is one, all else -> fp32. */
+static amp_dtype ampi_next_dtype(const amp_context *amp) {
+    amp_dtype now = ampi_settings(amp)->dtype;
+    amp_choice choice;
+    return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16 : AMP_F32;
+}
+
+/* 1: a wider format is there, and may be switched to: levels O2 and O3 keep theirs. */
+static int ampi_can_widen(const amp_context *amp) {
+    const amp_desc *d = ampi_settings(amp);
+    return !d->disable && d->dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
+}
+
+/* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
+   is no single layer's doing: both take a wider format, where there is one. */
+static void ampi_plan_cure(const amp_context *amp, const amp_step_record *record, amp_recovery_event *event) {
+    const char *bad = record->outcome.first_bad;
+    int everywhere = record->trouble == AMP_TROUBLE_LOSS || record->trouble == AMP_TROUBLE_FLOOR, wide = ampi_can_widen(amp);
+    if (ampi_settings(amp)->disable || ampi_settings(amp)->dtype == AMP_F32) return;
+    if (bad != NULL) ampi_layer_pattern(bad, event->layer);
+    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->cure = AMP_CURE_LAYERS;
+    else if (wide) { event->cure = AMP_CURE_DTYPE; event->dtype = ampi_next_dtype(amp); }
+}
+
+static const char *ampi_trouble_text(amp_trouble trouble) {
+    switch (trouble) {
+        case AMP_TROUBLE_LOSS: return "the loss is not finite";
+        case AMP_TROUBLE_GRADIENTS: return "gradients are not finite";
+        case AMP_TROUBLE_FLOOR: return "gradients overflow at the scale's floor";
+        case AMP_TROUBLE_SKIPS: return "too many steps in a row were skipped";
+        default: return "asked for";
+    }
+}
+
+static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action action, amp_trouble trouble) {
+    amp_recovery_event e;
+    memset(&e, 0, sizeof e);
+    e.action = action;
+    e.trouble = trouble;
+    e.dtype = ampi_settings(r->amp)->dtype;
+    e.step = r->good.applied;
+    e.retries = r->retries;
+    e.left = r->desc.max_retries - r->retries;
+    return e;
+}
+
+/* ---- What is done */
+
+/* Asks the policy.  1: it was the policy that set the learning rate, so restoring keeps it. */
+static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
+    double lr = r->desc.optimizer->desc.lr;
+    amp_recovery_event planned = *event;
+    if (r->desc.policy == NULL) return 0;
+    r->desc.policy(r->desc.user, event);
+    if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_STOP) event->action = planned.action;
+    if (event->cure < AMP_CURE_NONE || event->cure > AMP_CURE_DTYPE) event->cure = planned.cure;
+    event->layer[sizeof event->layer - 1] = 0;
+    event->trouble = planned.trouble;
+    event->step = planned.step;
+    return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
+}
+
+/* Without fp16 there is nothing to scale, as for settings with "scaler" auto. */
+static amp_result ampi_cure_dtype(const amp_recovery *r, amp_dtype dtype) {
+    amp_scaler *scaler = ampi_enabled(r->desc.scaler);
+    amp_scaler_desc d;
+    AMPI_TRY(amp_set_dtype(r->amp, dtype));
+    if (scaler == NULL || ampi_settings(r->amp)->dtype == AMP_F16) return AMP_OK;
+    d = scaler->desc;
+    d.disable = 1;
+    return ampi_scaler_change(scaler, &d);
+}
+
+static amp_result ampi_cure(const amp_recovery *r, amp_recovery_event *event) {
+    if (event->cure == AMP_CURE_LAYERS && event->layer[0] == 0) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_DTYPE && !ampi_can_widen(r->amp)) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
+    if (event->cure == AMP_CURE_DTYPE) AMPI_TRY(ampi_cure_dtype(r, ampi_next_dtype(r->amp)));
+    event->dtype = ampi_settings(r->amp)->dtype;
+    return AMP_OK;
+}
+
+/* The last good snapshot, and from there on. */
+static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
+    amp_optimizer *o = r->desc.optimizer;
+    double lr = o->desc.lr;
+    int64_t last = o->attempts;
+    AMPI_TRY(ampi_snapshot_restore(r, &r->good));
+    if (keep_lr) o->desc.lr = lr;
+    ampi_snapshot_drop(&r->candidate);
+    r->undone = r->seen > r->good.attempts ? last : 0;
+    r->next = r->good.applied + r->desc.interval;
+    r->streak = 0;
+    return AMP_OK;
+}
+
+static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
+    const char *where = record->outcome.first_bad;
+    char cure[100] = "nothing else changed";
+    if (e->cure == AMP_CURE_LAYERS) snprintf(cure, sizeof cure, "%.63s in fp32 from now on", e->layer);
+    if (e->cure == AMP_CURE_DTYPE) snprintf(cure, sizeof cure, "%s from now on", amp_dtype_name(e->dtype));
+    snprintf(e->text, sizeof e->text, "step %lld: %s%s%.40s; back to %lld applied steps, %s", (long long)record->outcome.step,
+             ampi_trouble_text(e->trouble), where ? ", first in " : "", where ? where : "", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? "stop" : cure);
+}
+
+/* Trouble that is only noted: snapshots since are worth nothing. */
+static void ampi_note_bad(amp_recovery *r) {
+    ampi_snapshot_drop(&r->candidate);
+    r->streak = 0;
+    r->next = 0;
+}
+
+static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, amp_recovery_event *out) {
+    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_RESTORED, record->trouble);
+    int keep_lr;
+    if (e.left > 0) {
+        ampi_plan_cure(r->amp, record, &e);
+        e.retries++;
+        e.left--;
+    } else e.action = AMP_RECOVERY_STOP;
+    ampi_event_text(&e, record);
+    keep_lr = ampi_ask(r, &e);
+    if (e.action == AMP_RECOVERY_NONE) { ampi_note_bad(r); *out = e; return AMP_OK; }
+    if (e.action == AMP_RECOVERY_STOP) e.cure = AMP_CURE_NONE;
+    else e.action = AMP_RECOVERY_RESTORED;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    AMPI_TRY(ampi_cure(r, &e));
+    r->retries = e.retries;
+    ampi_event_text(&e, record);
+    ampi_log(r->amp, e.action == AMP_RECOVERY_STOP ? AMP_LOG_ERROR : AMP_LOG_WARNING, 1303, "%s", e.text);
+    *out = e;
+    return AMP_OK;
+}
+
+/* ---- Records */
+
+/* 1: of a step that was undone. */
+static int ampi_is_undone(amp_recovery *r, int64_t step) {
+    if (step > r->seen && step <= r->undone) return 1;
+    r->undone = 0;
+    r->seen = step;
+    return 0;
+}
+
+static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
+    ampi_snapshot *c = &r->candidate;
+    if (!record->outcome.applied) return;
+    if (++r->streak >= r->desc.interval) r->retries = 0;
+    if (c->state != NULL && record->outcome.step > c->attempts) {
+        ampi_snapshot_drop(&r->good);
+        r->good = *c;
+        memset(c, 0, sizeof *c);
+    }
+    if (c->state != NULL || r->desc.optimizer->micro > 0 || record->outcome.applied_steps < r->next) return;
+    r->next = record->outcome.applied_steps + r->desc.interval;
+    if (ampi_snapshot_take(r, c) != AMP_OK)
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->outcome.step,
+                 (long long)r->good.applied, amp_last_error());
+}
+
+AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    if (r == NULL || record == NULL || event == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
+    if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
+    if (record->trouble == AMP_TROUBLE_NONE) ampi_note_good(r, record);
+    else if (record->action == AMP_NAN_RECOVER) return ampi_recover(r, record, event);
+    else ampi_note_bad(r);
+    return AMP_OK;
+}
+
+/* ---- Memory */
+
+/* Out of memory a second time in one step. */
+static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
+    amp_optimizer *o = r->desc.optimizer;
+    int32_t n = o->desc.accumulation, most = INT32_MAX / 2;
+    int keep_lr;
+    e->action = n > most ? AMP_RECOVERY_STOP : AMP_RECOVERY_HALVE_BATCH;
+    snprintf(e->text, sizeof e->text, "out of memory again in step %lld: half of the micro-batch, and twice as many of them as the %d of a step",
+             (long long)o->attempts + 1, n);
+    keep_lr = ampi_ask(r, e);
+    if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) return amp_optimizer_set_accumulation(o, 2 * n);
+    AMPI_TRY(amp_optimizer_set_accumulation(o, n));
+    if (e->action == AMP_RECOVERY_NONE || e->action == AMP_RECOVERY_RETRY) return AMP_OK;
+    if (e->action == AMP_RECOVERY_HALVE_BATCH) e->action = AMP_RECOVERY_STOP;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    if (e->action == AMP_RECOVERY_RESTORED) AMPI_TRY(ampi_cure(r, e));
+    snprintf(e->text, sizeof e->text, "out of memory: back to %lld applied steps%s", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? ", stop" : "");
+    return AMP_OK;
+}
+
+/* One cleanup per step, then ever smaller micro-batches.  What the cycle has accumulated is dropped, since a part of what
+   failed may be in it. */
+AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    amp_recovery_event e;
+    amp_optimizer *o;
+    int64_t freed = 0;
+    int again;
+    if (r == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    o = r->desc.optimizer;
+    again = r->cleaned == o->attempts + 1;
+    e = ampi_event(r, AMP_RECOVERY_RETRY, AMP_TROUBLE_NONE);
+    AMPI_TRY(amp_cleanup(r->amp, &freed));
+    r->cleaned = o->attempts + 1;
+    if (again) AMPI_TRY(ampi_halve(r, &e));
+    else {
+        AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+    }
+    ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
+    *event = e;
+    return AMP_OK;
+}
 
 #if AMPI_X86 && !defined(__clang__)
 #  pragma GCC diagnostic pop
