@@ -1429,6 +1429,36 @@ TEST(recovery_waits_to_be_asked) {
     trainee_close(&t);
 }
 
+/* A copy of a weight that was made in the meantime, by an evaluation say, is not taken for one of the restored weight. */
+TEST(recovery_drops_casts) {
+    static trainee t;
+    amp_step_record record;
+    amp_recovery_event e;
+    amp_autocast_desc region;
+    amp_tensor cast;
+    uint16_t expected[OUT * HIDDEN];
+    plan p = plan_of(AMP_F32, FAULT_WEIGHT, 2);
+    memset(&region, 0, sizeof region);
+    memset(&record, 0, sizeof record);
+    region.dtype = AMP_BF16;
+    trainee_open(&t, &p, 1);
+    CHECK_OK(amp_convert(expected, AMP_BF16, t.p[2].weight.data, AMP_F32, OUT * HIDDEN, NULL, NULL));
+    CHECK_OK(amp_autocast_begin(t.amp, &region));
+    trainee_micro(&t);
+    trainee_micro(&t);
+    CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
+    CHECK(memcmp(cast.data, expected, sizeof expected) != 0);
+    record.trouble = AMP_TROUBLE_LOSS;
+    record.action = AMP_NAN_RECOVER;
+    record.outcome.step = 2;
+    CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
+    CHECK(e.action == AMP_RECOVERY_RESTORED && e.step == 0);
+    CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
+    CHECK(memcmp(cast.data, expected, sizeof expected) == 0);
+    CHECK_OK(amp_autocast_end(t.amp));
+    trainee_close(&t);
+}
+
 /* ---- The host's policy */
 
 static void wish_policy(void *user, amp_recovery_event *event) {
@@ -1958,6 +1988,7 @@ int main(int argc, char **argv) {
     RUN(recovery_is_bounded);
     RUN(recovery_counts_anew_after_good_steps);
     RUN(recovery_waits_to_be_asked);
+    RUN(recovery_drops_casts);
     RUN(recovery_asks_the_policy);
     RUN(recovery_can_be_declined);
     RUN(recovery_keeps_the_policys_learning_rate);
