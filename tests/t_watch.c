@@ -1165,16 +1165,21 @@ TEST(lines_of_the_host) {
     }
     for (i = 0; i < sizeof bad / sizeof bad[0]; i++)
         CHECK_MSG(amp_monitor_write(t.monitor, bad[i]) == AMP_ERR_RANGE, "taken: %s", bad[i]);
-    strcpy(deep, "{\"a\":");
-    memset(deep + 5, '[', 400);
-    CHECK_ERR(amp_monitor_write(t.monitor, deep), AMP_ERR_RANGE);
+    for (i = 60; i <= 400; i += 340) {                  /* a stack has an end */
+        memset(deep, 0, sizeof deep);
+        memcpy(deep, "{\"a\":", 5);
+        memset(deep + 5, '[', i);
+        memset(deep + 5 + i, ']', i);
+        deep[5 + 2 * i] = '}';
+        CHECK_ERR(amp_monitor_write(t.monitor, deep), i == 60 ? AMP_OK : AMP_ERR_RANGE);
+    }
     memset(line, ' ', sizeof line - 1);
     line[0] = '{';
     line[sizeof line - 2] = '}';
     CHECK_ERR(amp_monitor_write(t.monitor, line), AMP_ERR_RANGE);
     CHECK_ERR(amp_monitor_write(t.monitor, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_monitor_write(NULL, "{}"), AMP_ERR_NULL);
-    CHECK_EQ(disk_lines(), sizeof good / sizeof good[0]);
+    CHECK_EQ(disk_lines(), sizeof good / sizeof good[0] + 1);
     training_end(&t);
     if (!training_begin(&t, NULL, NULL, NULL, NULL)) return;        /* no file: checked all the same */
     CHECK_OK(amp_monitor_write(t.monitor, "{}"));

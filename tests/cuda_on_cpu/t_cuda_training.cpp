@@ -763,6 +763,73 @@ CUDA_TEST(monitor_does_not_wait) {
     }
 }
 
+/* Steps of a graph have the records of the same steps without one, and no wait; phases inside a capture are nobody's. */
+CUDA_TEST(records_of_a_graph) {
+    std::vector<amp_step_record> records[2];
+    for (int captured = 0; captured < 2; captured++) {
+        watched gpu;
+        amp_graph *graph = NULL;
+        CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+        CHECK_OK(gpu.for_graphs(0.25f));
+        CHECK_OK(gpu.watch(3));
+        coc_set_patience(0);
+        for (int i = 0; i < 10; i++) {
+            bool capture = captured && i == 1, launch = captured && i > 0;
+            amp_step_info info = {};
+            info.no_loss = 1;
+            CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_DATA));
+            CHECK_OK(gpu.next_copied());
+            if (i == 3) coc_reset_counts();
+            if (capture) CHECK_OK(amp_graph_begin(gpu.amp));
+            if (capture || !launch) {
+                CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_FORWARD));
+                CHECK_OK(gpu.compute());
+                CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_OPTIMIZER));
+                CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+            }
+            if (capture) CHECK_ERR(amp_monitor_step(gpu.monitor, &info), AMP_ERR_STATE);
+            if (capture) CHECK_OK(amp_graph_end(gpu.amp, &graph));
+            if (launch) CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_FORWARD));
+            if (launch) CHECK_OK(amp_graph_launch(graph));
+            CHECK_OK(amp_monitor_step(gpu.monitor, &info));
+            for (amp_step_record r; amp_monitor_next(gpu.monitor, &r);) records[captured].push_back(r);
+        }
+        coc_set_patience(1);
+        if (CUDA_IS_MODEL) CHECK_MSG(coc_count().synchronising == 0, "%s", coc_synchronising_calls().c_str());
+        amp_graph_destroy(graph);
+    }
+    CHECK(records[0].size() == 8 && records[1].size() == 8);
+    for (size_t n = 0; n < 8 && n < records[1].size(); n++) {
+        const amp_step_record &a = records[0][n], &b = records[1][n];
+        CHECK(a.outcome.step == b.outcome.step && a.outcome.norm == b.outcome.norm && a.outcome.scale == b.outcome.scale);
+        CHECK(a.outcome.growth_tracker == b.outcome.growth_tracker && a.outcome.lr == b.outcome.lr && b.seconds > 0);
+    }
+}
+
+CUDA_TEST(status_of_the_gpu) {
+    network gpu;
+    amp_status s;
+    char text[8192];
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS));
+    CHECK_OK(gpu.forward_backward());
+    CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+    CHECK_OK(amp_status_get(gpu.amp, gpu.scaler, 0, &s));
+    CHECK(strcmp(s.backend, "cuda") == 0 && strcmp(s.machine.device.kind, "cuda") == 0 && s.choice.dtype == AMP_F16 && s.level == AMP_LEVEL_O2);
+    CHECK(s.has_scaler && s.scale == 1024 && s.growth_tracker == 1 && s.updates == 1 && s.skips == 0);
+    CHECK(s.memory.allocated > 0 && s.memory.reserved >= s.memory.allocated && s.memory.peak >= s.memory.allocated);
+    CHECK(s.memory_share == (double)s.memory.reserved / (double)s.memory.device_total && s.memory_share > 0 && s.memory_share < 1);
+    CHECK(amp_status_json(&s, text, sizeof text) < sizeof text);
+    snprintf(text + 7000, 100, "\"compute_capability\": %d.%d", s.machine.device.cc_major, s.machine.device.cc_minor);
+    if (s.machine.device.cc_minor == 0) text[7000 + strlen(text + 7000) - 2] = 0;
+    CHECK(strlen(text) < 7000 && strstr(text, text + 7000) != NULL && field(text, "kind") == "\"cuda\"");
+    CHECK(amp_status_text(&s, text, sizeof text) < sizeof text && strstr(text, "backend cuda") && strstr(text, "compute capability"));
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_ERR(amp_status_get(gpu.amp, gpu.scaler, 0, &s), AMP_ERR_STATE);
+    amp_graph *graph = NULL;
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    amp_graph_destroy(graph);
+}
+
 /* A call of CUDA's that fails is told of, and leaves nothing behind. */
 CUDA_TEST(monitor_calls_may_fail) {
     if (!CUDA_IS_MODEL) SKIP("a GPU's calls do not fail when asked");
@@ -1281,6 +1348,8 @@ int main(int argc, char **argv) {
     RUN(late_step_waits_for_two_before);
     RUN(records_are_the_cpus);
     RUN(monitor_does_not_wait);
+    RUN(records_of_a_graph);
+    RUN(status_of_the_gpu);
     RUN(monitor_calls_may_fail);
     RUN(first_batch_waits_for_its_memory);
     RUN(events_of_the_host);
