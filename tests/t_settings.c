@@ -1171,6 +1171,23 @@ TEST(switching_is_resuming) {
     net_close(run);
 }
 
+TEST(a_switch_of_dtype_empties_the_cast_cache) {
+    amp_settings s = settings_of("dtype=bf16");
+    net *n = net_open(&s);
+    amp_cache_info info;
+    for (int i = 0; i < 2; i++) {
+        net_forward(n, 0, 0);
+        net_forward(n, 0, 0);
+        CHECK_OK(amp_cast_cache_info(n->amp, &info));
+        CHECK(info.entries > 0);
+        s = settings_of(i == 0 ? "dtype=fp16\nscaler=off" : "dtype=fp16\nscaler=off\ncache=off");
+        CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+        CHECK_OK(amp_cast_cache_info(n->amp, &info));
+        CHECK_EQ(info.entries, 0);
+    }
+    net_close(n);
+}
+
 /* The formats do give different numbers, or the test above could not fail. */
 TEST(formats_differ) {
     static const char *const lines[] = {"dtype=fp32", "dtype=tf32", "dtype=bf16", "dtype=fp16\nscaler=off"};
@@ -1242,16 +1259,23 @@ TEST(the_scalers_rule_changes_in_place) {
     net_train(n, 6, NULL);
     CHECK_OK(amp_scaler_get(n->scaler, &state));
     CHECK_EQ(state.growth_tracker, 6);
-    s = settings_of("dtype=fp16\ngrowth_interval=8\nhysteresis=2\ngrowth_factor=4\nmax_scale=2048\ninit_scale=512");
+    s = settings_of("dtype=fp16\ngrowth_interval=8\nhysteresis=2\ngrowth_factor=4\nmax_scale=3072\ninit_scale=512");
     CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
     CHECK_OK(amp_scaler_get(n->scaler, &state));
     CHECK_EQ(state.growth_tracker, 6);
     CHECK_EQ(state.hysteresis_left, 2);
     CHECK(state.scale == 1024.0f);
     net_train(n, 2, NULL);
-    CHECK(amp_scaler_scale(n->scaler) == 2048.0f);      /* 1024 times 4, up to the new ceiling */
+    CHECK(amp_scaler_scale(n->scaler) == 3072.0f);      /* 1024 times 4, up to the new ceiling */
     CHECK_OK(amp_scaler_query(n->scaler, &d));
-    CHECK(d.growth_factor == 4 && d.max_scale == 2048.0f && d.tolerance == 0.25);
+    CHECK(d.growth_factor == 4 && d.max_scale == 3072.0f && d.tolerance == 0.25);
+    net_train(n, 5, NULL);
+    s = settings_of("dtype=fp16\ngrowth_interval=3");   /* below the tracker, so the count begins anew */
+    CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+    net_train(n, 2, NULL);
+    CHECK(amp_scaler_scale(n->scaler) == 3072.0f);
+    net_train(n, 1, NULL);
+    CHECK(amp_scaler_scale(n->scaler) == 6144.0f);
     net_close(n);
 }
 
@@ -1401,7 +1425,7 @@ int main(int argc, char **argv) {
     RUN(clip_norm_bounds_the_step); RUN(accumulation_decides_when_amp_step_steps);
     RUN(a_new_cycle_is_as_if_the_old_one_had_not_begun); RUN(nan_action_reaches_optimizer_and_monitor);
     RUN(intervals_reach_the_monitor); RUN(debug_makes_the_log_detailed);
-    RUN(switching_is_resuming); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
+    RUN(switching_is_resuming); RUN(a_switch_of_dtype_empties_the_cast_cache); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
     RUN(evaluation_is_in_the_trainings_precision); RUN(the_scalers_rule_changes_in_place);
     RUN(what_cannot_change_is_refused_and_nothing_changes); RUN(a_device_without_the_dtype_refuses_the_switch);
     RUN(a_cycle_must_be_whole_before_settings_change); RUN(levels_with_16_bit_weights_keep_their_dtype);
