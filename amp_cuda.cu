@@ -5,6 +5,8 @@
        nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_70 and later)
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
+   With -DAMP_NVTX, amp_range_push and amp_monitor_phase are seen by profilers (nsys profile -t nvtx,cuda ./train).
+
    and name it when the context is opened:
 
        amp_desc d = {0};
@@ -39,6 +41,10 @@
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
+#if defined(AMP_NVTX)
+#  include <nvtx3/nvToolsExt.h>
+#endif
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -83,6 +89,20 @@ struct ampc_blas {
     int found;                      /* 1: tuned plans that plans_load did not bring */
 };
 
+/* NVML, the driver's library of sensors, and this GPU's handle there.  These are its declarations as far as they are used,
+   so that building needs no nvml.h; results other than 0 are failures. */
+struct ampc_nvml_utilization { unsigned gpu, memory; };                 /* percent of the time since the sample before */
+struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
+struct ampc_nvml {
+    int looked_for;                 /* 1: what is NULL now is not here */
+    void *library, *device;
+    int (*shutdown)(void);
+    int (*utilization)(void *device, ampc_nvml_utilization *out);
+    int (*temperature)(void *device, ampc_nvml_temperature *out);       /* newer drivers' */
+    int (*temperature_before)(void *device, int sensor, unsigned *celsius);
+    int (*power)(void *device, unsigned *milliwatts);
+};
+
 /* One open context's GPU. */
 struct ampc_device {
     amp_host host;
@@ -97,6 +117,7 @@ struct ampc_device {
     amp_device_memory memory;       /* the host's own allocator, or zeros */
     cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU */
     pthread_mutex_t lock;           /* for everything below */
+    ampc_nvml nvml;
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
     ampc_block *idle[AMPC_CLASSES]; /* blocks to be used again, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
@@ -820,6 +841,7 @@ amp_result ampc_check_image(ampc_device *dev);      /* whether this build's mach
 void ampc_graph_destroy(void *device, void *graph);
 amp_result ampc_blas_open(ampc_device *dev);
 void ampc_blas_close(ampc_device *dev);
+void ampc_nvml_close(ampc_nvml *nvml);
 
 amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     cudaDeviceProp prop;
@@ -875,6 +897,7 @@ void ampc_close(void *device) {
         if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
         (void)cudaGetLastError();
     }
+    ampc_nvml_close(&dev->nvml);
     pthread_mutex_destroy(&dev->blas.lock);
     pthread_mutex_destroy(&dev->lock);
     host.free(host.user, dev, sizeof *dev);
@@ -978,6 +1001,22 @@ amp_result ampc_fill(void *device, void *dst, int byte, size_t bytes, void *stre
     return ampc_check(dev, cudaMemsetAsync(dst, byte, bytes, ampc_stream(dev, stream)), "cudaMemsetAsync", NULL);
 }
 
+amp_result ampc_place_of(void *device, const void *ptr, amp_place *out) {
+    ampc_device *dev = (ampc_device *)device;
+    cudaPointerAttributes where;
+    *out = AMP_PLACE_UNKNOWN;
+    AMPC_ENTER(dev, "place");
+    if (ptr == NULL) return AMP_OK;
+    AMPC_TRY(ampc_check(dev, cudaPointerGetAttributes(&where, ptr), "cudaPointerGetAttributes", NULL));
+    switch (where.type) {
+        case cudaMemoryTypeDevice: *out = where.device == dev->index ? AMP_PLACE_DEVICE : AMP_PLACE_OTHER_DEVICE; break;
+        case cudaMemoryTypeHost: *out = AMP_PLACE_PINNED; break;
+        case cudaMemoryTypeManaged: *out = AMP_PLACE_MANAGED; break;
+        default: *out = AMP_PLACE_HOST; break;
+    }
+    return AMP_OK;
+}
+
 amp_result ampc_memory(void *device, amp_memory_info *out) {
     ampc_device *dev = (ampc_device *)device;
     ampc_locked locked(dev);
@@ -988,6 +1027,72 @@ amp_result ampc_memory(void *device, amp_memory_info *out) {
     out->device_total = dev->info.memory;
     return AMP_OK;
 }
+
+/* ---- Telemetry and a profiler's ranges */
+
+void ampc_nvml_close(ampc_nvml *nvml) {
+    if (nvml->shutdown != NULL) (void)nvml->shutdown();
+    if (nvml->library != NULL) (void)dlclose(nvml->library);
+    memset((void *)nvml, 0, sizeof *nvml);
+}
+
+template <class F> void ampc_symbol(void *library, const char *name, F *out) { *out = (F)dlsym(library, name); }
+
+/* The GPU is found by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
+void ampc_nvml_open(ampc_nvml *nvml, int index) {
+    int (*init)(void);
+    int (*find)(const char *address, void **device);
+    char address[32];
+    nvml->library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (nvml->library == NULL) return;
+    ampc_symbol(nvml->library, "nvmlInit_v2", &init);
+    ampc_symbol(nvml->library, "nvmlDeviceGetHandleByPciBusId_v2", &find);
+    if (init == NULL || find == NULL || init() != 0) return;
+    ampc_symbol(nvml->library, "nvmlShutdown", &nvml->shutdown);
+    if (cudaDeviceGetPCIBusId(address, (int)sizeof address, index) != cudaSuccess) (void)cudaGetLastError();
+    else if (find(address, &nvml->device) != 0) nvml->device = NULL;
+    ampc_symbol(nvml->library, "nvmlDeviceGetUtilizationRates", &nvml->utilization);
+    ampc_symbol(nvml->library, "nvmlDeviceGetTemperatureV", &nvml->temperature);
+    ampc_symbol(nvml->library, "nvmlDeviceGetTemperature", &nvml->temperature_before);
+    ampc_symbol(nvml->library, "nvmlDeviceGetPowerUsage", &nvml->power);
+}
+
+/* The GPU's own sensor is number 0.  A struct's version holds its size and, above 24 bits, its number. */
+float ampc_temperature(const ampc_nvml *nvml) {
+    ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
+    unsigned celsius = 0;
+    if (nvml->temperature != NULL && nvml->temperature(nvml->device, &now) == 0) return (float)now.celsius;
+    if (nvml->temperature_before != NULL && nvml->temperature_before(nvml->device, 0, &celsius) == 0) return (float)celsius;
+    return -1;
+}
+
+/* What cannot be had stays -1: no driver's library, a virtual GPU without sensors, a GPU that was lost. */
+amp_result ampc_telemetry(void *device, amp_telemetry *out) {
+    ampc_device *dev = (ampc_device *)device;
+    const ampc_nvml *nvml = &dev->nvml;
+    ampc_nvml_utilization busy = {0, 0};
+    unsigned milliwatts = 0;
+    out->utilization = out->memory_utilization = out->temperature = out->power = -1;
+    ampc_locked locked(dev);
+    if (!dev->nvml.looked_for) ampc_nvml_open(&dev->nvml, dev->index);
+    dev->nvml.looked_for = 1;
+    if (nvml->device == NULL) return AMP_OK;
+    if (nvml->utilization != NULL && nvml->utilization(nvml->device, &busy) == 0) {
+        out->utilization = (float)busy.gpu / 100;
+        out->memory_utilization = (float)busy.memory / 100;
+    }
+    if (nvml->power != NULL && nvml->power(nvml->device, &milliwatts) == 0) out->power = (float)milliwatts / 1000;
+    out->temperature = ampc_temperature(nvml);
+    return AMP_OK;
+}
+
+#if defined(AMP_NVTX)
+void ampc_range_push(void *device, const char *name) { (void)device; (void)nvtxRangePushA(name); }
+void ampc_range_pop(void *device) { (void)device; (void)nvtxRangePop(); }
+#else
+void (*const ampc_range_push)(void *device, const char *name) = NULL;
+void (*const ampc_range_pop)(void *device) = NULL;
+#endif
 
 /* ---- Streams */
 
@@ -1628,6 +1733,120 @@ amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *st
     ampc_device *dev = (ampc_device *)device;
     unsigned grid = a->tensors > 0 ? (unsigned)(dev->multiprocessors * AMPC_MULTI_PER_SM) : 0;
     return ampc_launch(dev, "scale_ranges", ampc_scale_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->factor);
+}
+
+/* ---- Inspect.  A thread counts what it meets in a row, a warp adds its counts to the row's in memory: integers, so the
+   order does not matter. */
+
+struct ampc_fits { ampi_fit of32, of64; };
+/* above: as in ampi_fit, without the `plain` numbers, which become normal ones below the last binade. */
+struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
+
+template <int N> __device__ __forceinline__ void ampc_inspect_lanes(const float (&x)[N], const ampi_fit &fit, ampc_tally *t) {
+    uint32_t first = (uint32_t)fit.limit[AMPI_FIT_NORMAL] + 1, plain = (uint32_t)fit.limit[AMPI_FIT_LAST] - first, largest = 0;
+    bool all = true;
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) {
+        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
+        all &= bits - first <= plain;
+        if (bits > largest) largest = bits;
+    }
+    if (all) {
+        t->plain += N;
+        if (largest > t->largest) t->largest = largest;
+        return;
+    }
+    AMPC_UNROLL
+    for (int i = 0; i < N; i++) {
+        uint32_t bits = ampi_bits_f32(x[i]) & 0x7fffffffu;
+        AMPC_UNROLL
+        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > (uint32_t)fit.limit[k];
+        if (bits > t->largest && bits <= (uint32_t)fit.limit[AMPI_FIT_INFINITE]) t->largest = bits;
+    }
+}
+
+/* n elements at p by the whole block. */
+template <class T>
+__device__ __forceinline__ void ampc_inspect_piece(const T *p, int n, const ampc_fits &fits, ampc_tally *t) {
+    enum { W = 16 / (int)sizeof(T), U = 4 };
+    int i, whole = ampc_aligned(p) ? n / W : 0;
+    for (i = (int)threadIdx.x; i < whole; i += U * AMPC_MULTI_THREADS) {
+        uint4 raw[U];
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++)
+            if (i + u * AMPC_MULTI_THREADS < whole) raw[u] = ampc_get16<AMPC_KEEP>(p + (i + u * AMPC_MULTI_THREADS) * W);
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            float x[W];
+            if (i + u * AMPC_MULTI_THREADS >= whole) continue;
+            ampc_widen<W>(raw[u], ampc_dtype_of(p), x);
+            ampc_inspect_lanes(x, fits.of32, t);
+        }
+    }
+    for (i = whole * W + (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        float one[1] = {ampc_float(p[i])};
+        ampc_inspect_lanes(one, fits.of32, t);
+    }
+}
+__device__ __forceinline__ void ampc_inspect_piece(const double *p, int n, const ampc_fits &fits, ampc_tally *t) {
+    for (int i = (int)threadIdx.x; i < n; i += AMPC_MULTI_THREADS) {
+        uint64_t bits = ampi_bits_f64(p[i]) & ~(uint64_t)0 >> 1;
+        uint32_t narrow = bits <= fits.of64.limit[AMPI_FIT_INFINITE] ? ampi_to_f32(bits, 1) : 0;
+        AMPC_UNROLL
+        for (int k = 0; k < AMPI_FIT_LIMITS; k++) t->above[k] += bits > fits.of64.limit[k];
+        if (narrow > t->largest) t->largest = narrow;
+    }
+}
+
+__device__ __forceinline__ void ampc_count_add(int64_t *total, int64_t more) {
+    if (more != 0) atomicAdd((unsigned long long *)total, (unsigned long long)more);
+}
+__device__ __forceinline__ void ampc_tally_add(const ampc_tally &t, amp_k_inspected *out) {
+    uint32_t largest = ampc_warp_max(t.largest);
+    int64_t above[AMPI_FIT_LIMITS];
+    amp_k_inspected sum;
+    AMPC_UNROLL
+    for (int k = 0; k < AMPI_FIT_LIMITS; k++) above[k] = ampc_warp_sum(t.above[k] + (k <= AMPI_FIT_NORMAL ? t.plain : 0));
+    if (threadIdx.x % 32 != 0) return;
+    ampi_fit_count(above, &sum);
+    ampc_count_add(&out->nan, sum.nan);
+    ampc_count_add(&out->infinite, sum.infinite);
+    ampc_count_add(&out->nonzero, sum.nonzero);
+    ampc_count_add(&out->underflow, sum.underflow);
+    ampc_count_add(&out->subnormal, sum.subnormal);
+    ampc_count_add(&out->overflow, sum.overflow);
+    ampc_count_add(&out->saturated, sum.saturated);
+    atomicMax((unsigned *)&out->largest, largest);
+}
+
+__global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
+ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, amp_k_inspected *out) {
+    ampc_tally t = {};
+    int mine = -1;
+    ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
+        if (number != mine) {
+            if (mine >= 0) ampc_tally_add(t, out + mine);
+            t = {};
+            mine = number;
+        }
+        switch (row.grad_dtype) {
+            case AMP_F32: ampc_inspect_piece((const float *)row.grad + first, n, fits, &t); break;
+            case AMP_F16: ampc_inspect_piece((const ampc_f16 *)row.grad + first, n, fits, &t); break;
+            case AMP_BF16: ampc_inspect_piece((const ampc_bf16 *)row.grad + first, n, fits, &t); break;
+            default: ampc_inspect_piece((const double *)row.grad + first, n, fits, &t); break;
+        }
+    });
+    if (mine >= 0) ampc_tally_add(t, out + mine);
+}
+
+amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
+    ampc_device *dev = (ampc_device *)device;
+    unsigned grid = (unsigned)(dev->multiprocessors * AMPC_MULTI_PER_SM);
+    ampc_fits fits = {ampi_fit_of(0, a->dtype), ampi_fit_of(1, a->dtype)};
+    if (a->tensors <= 0) return ampc_usable(dev, "amp_numerics_step");
+    AMPC_TRY(ampc_fill(dev, a->out, 0, (size_t)a->tensors * sizeof *a->out, stream));
+    return ampc_launch(dev, "amp_numerics_step", ampc_inspect_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
+                       a->tensors, fits, a->out);
 }
 
 /* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or a 16-bit weight widened.  A first
@@ -6102,18 +6321,18 @@ const amp_backend ampc_backend = {
     AMP_ABI(amp_backend), "cuda",
     ampc_open, ampc_close, ampc_describe,
     0, 0,
-    ampc_alloc, ampc_free, ampc_alloc_pinned, ampc_free_pinned, ampc_copy, ampc_fill, ampc_memory,
+    ampc_alloc, ampc_free, ampc_alloc_pinned, ampc_free_pinned, ampc_copy, ampc_fill, ampc_place_of, ampc_memory,
     ampc_stream_create, ampc_stream_destroy, ampc_stream_sync,
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
     ampc_event_done, ampc_event_sync, ampc_event_elapsed,
     ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
-    NULL, NULL, NULL, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
+    ampc_telemetry, ampc_range_push, ampc_range_pop, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
     ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
     ampc_attention, ampc_attention_backward, ampc_norm, ampc_norm_backward,
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,
     ampc_swiglu, ampc_swiglu_backward, ampc_cross_entropy, ampc_mse,
     ampc_embedding, ampc_embedding_backward, ampc_dropout, ampc_add,
-    ampc_check_grads, ampc_adamw, ampc_sgd, ampc_scale_ranges, ampc_rule
+    ampc_check_grads, ampc_adamw, ampc_sgd, ampc_scale_ranges, ampc_inspect, ampc_rule
 };
 
 } /* namespace */

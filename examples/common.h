@@ -1,8 +1,10 @@
-/* common.h - what the examples share: a GPT-2 on amp.h's operators, its files, and the furniture of a training program.
+/* common.h - what the examples share: a GPT-2 and a BERT on amp.h's operators, their files, and the furniture of a
+ * training program.
  *
- *     1 errors, time, device         4 JSON and safetensors       7 sampling
- *     2 progress, metrics, profile   5 the GPT-2 model            8 pictures in IDX files (MNIST)
- *     3 learning-rate schedules      6 model files                9 the tokenizer of GPT-2
+ *     1 errors, flags, device        5 the GPT-2 model                 9 the tokenizer of GPT-2
+ *     2 progress, metrics, profile   6 model files                    10 the encoder (BERT)
+ *     3 learning-rate schedules      7 sampling                       11 the tokenizer of BERT
+ *     4 JSON and safetensors         8 pictures in IDX files (MNIST)
  *
  * Nothing to compile: an example defines AMP_IMPLEMENTATION, includes amp.h and then this file. */
 #ifndef EXAMPLES_COMMON_H
@@ -21,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ==== 1 Errors, time, signals, device ============================================================ */
+/* ==== 1 Errors, flags, time, signals, device ===================================================== */
 
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define TRY(call) do { amp_result try_result = (call); if (try_result != AMP_OK) return try_result; } while (0)
@@ -40,6 +42,225 @@ static inline amp_result example_fail(amp_result result, const char *format, ...
 
 /* Why the last call failed. */
 static inline const char *example_error(void) { return example_text[0] != 0 ? example_text : amp_last_error(); }
+
+/* ---- Flags: one table of a program drives parsing, checking and --help */
+
+typedef enum option_type { HEADING, TEXT, PATHS, CHOICE, INTEGER, NUMBER, SWITCH, SWITCH_TEXT, SETTING } option_type;
+
+/* PATHS: two of them, kept as "first,second".  SWITCH_TEXT: a switch that may take a text, "--name=text".  SETTING: the key
+   `words` of the amp_settings in the field, which says what is legal.
+   words: what a CHOICE may be, or words with the numbers they stand for: "preset=0 none=-1". */
+typedef struct option {
+    const char *name;
+    option_type type;
+    size_t field;                   /* in settings: const char *, int64_t, double or amp_settings */
+    const char *initial;
+    double lowest, highest;
+    const char *words, *help;
+} option;
+
+/* The flags of this program.  A program defines it with its table, its name and what --help says; text is what was
+   given, first on the command line, then by what the program takes flags from. */
+enum { MOST_OPTIONS = 128 };
+typedef struct program_flags {
+    const char *program, *summary;
+    const option *options;
+    int n;
+    const char *ending;             /* of --help */
+    const char *text[MOST_OPTIONS];
+    int on_command_line[MOST_OPTIONS];
+    char pair[2 * PATH_MAX];        /* keeps the two paths of PATHS */
+} program_flags;
+static program_flags given;
+
+static inline int option_index(const char *name) {
+    int i;
+    for (i = 0; i < given.n; i++) if (given.options[i].type != HEADING && strcmp(given.options[i].name, name) == 0) return i;
+    return -1;
+}
+static inline int was_given(const char *name) { return given.on_command_line[option_index(name)]; }
+
+/* Sets the error text "--name value: why". */
+static inline amp_result refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline amp_result refuse(const char *name, const char *format, ...) {
+    char why[400];
+    const char *text = given.text[option_index(name)];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    return example_fail(AMP_ERR_RANGE, "--%s%s%.60s: %s", name, text ? " " : "", text ? text : "", why);
+}
+
+/* A copy of the last error's text, to be put behind the name of a flag. */
+static inline const char *because(char why[400]) {
+    snprintf(why, 400, "%.399s", example_error());
+    return why;
+}
+
+/* The number that `text` stands for in "auto=0 none=-1": 1 if it is one of the words. */
+static inline int word_value(const char *words, const char *text, double *value) {
+    size_t length = strlen(text);
+    const char *at = words;
+    while (at != NULL && *at != 0) {
+        if (strncmp(at, text, length) == 0 && at[length] == '=') { *value = atof(at + length + 1); return 1; }
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return 0;
+}
+
+/* Place of `text` in a list "a b c"; -1 if it is not there. */
+static inline int word_place(const char *words, const char *text) {
+    size_t length = strlen(text);
+    int place;
+    for (place = 0; words != NULL; place++) {
+        if (strncmp(words, text, length) == 0 && (words[length] == ' ' || words[length] == 0) && length > 0)
+            return place;
+        words = strchr(words, ' ');
+        if (words != NULL) words++;
+    }
+    return -1;
+}
+
+/* "0 to 9 or auto", what an INTEGER or NUMBER may be. */
+static inline const char *legal_text(const option *o, char *text, size_t size) {
+    int used = snprintf(text, size, "%.10g to %.10g", o->lowest, o->highest);
+    const char *at = o->words;
+    while (at != NULL && *at != 0) {
+        used += snprintf(text + used, size - (size_t)used, " or %.*s", (int)strcspn(at, "="), at);
+        at = strchr(at, ' ');
+        if (at != NULL) at++;
+    }
+    return text;
+}
+
+static inline amp_result parse_number(const option *o, const char *text, double *value) {
+    char *end = NULL, legal[128];
+    double x;
+    if (o->words != NULL && word_value(o->words, text, value)) return AMP_OK;
+    errno = 0;
+    x = o->type == INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
+    if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == INTEGER && errno == ERANGE))
+        return refuse(o->name, "is no %s; allowed is %s", o->type == INTEGER ? "whole number" : "number",
+                      legal_text(o, legal, sizeof legal));
+    if (x < o->lowest || x > o->highest) return refuse(o->name, "must be %s", legal_text(o, legal, sizeof legal));
+    *value = x;
+    return AMP_OK;
+}
+
+static inline amp_result parse_option(int i, const char *text, void *set) {
+    const option *o = &given.options[i];
+    void *field = (char *)set + o->field;
+    double value = 0;
+    if (o->type == TEXT || o->type == PATHS || o->type == SWITCH_TEXT) memcpy(field, &text, sizeof text);
+    if (o->type == CHOICE) {
+        if (word_place(o->words, text) < 0) return refuse(o->name, "is not offered; one of: %s", o->words);
+        memcpy(field, &text, sizeof text);
+    }
+    if (o->type == SWITCH) *(int64_t *)field = strcmp(text, "on") == 0;
+    if (o->type == SETTING && amp_settings_set((amp_settings *)field, o->words, text) != AMP_OK)
+        return refuse(o->name, "%s", amp_last_error());
+    if (o->type == INTEGER || o->type == NUMBER) {
+        TRY(parse_number(o, text, &value));
+        if (o->type == INTEGER) *(int64_t *)field = (int64_t)value;
+        else *(double *)field = value;
+    }
+    return AMP_OK;
+}
+
+/* Letters that must be changed, added or dropped to come from a to b (Levenshtein). */
+static inline int text_distance(const char *a, const char *b) {
+    int row[64], i, j, n = (int)strlen(b);
+    if (n > 60) return 99;
+    for (j = 0; j <= n; j++) row[j] = j;
+    for (i = 1; a[i - 1] != 0; i++) {
+        int before = row[0];
+        row[0] = i;
+        for (j = 1; j <= n; j++) {
+            int change = before + (a[i - 1] != b[j - 1]), least = row[j] < row[j - 1] ? row[j] + 1 : row[j - 1] + 1;
+            before = row[j];
+            row[j] = change < least ? change : least;
+        }
+    }
+    return row[n];
+}
+
+static inline amp_result unknown_flag(const char *flag) {
+    const char *closest = NULL;
+    int i, best = strlen(flag) > 8 ? 4 : 3;
+    for (i = 0; i < given.n; i++) {
+        int distance = flag[0] != '-' || given.options[i].type == HEADING
+                           ? 99
+                           : text_distance(flag + strspn(flag, "-"), given.options[i].name);
+        if (distance < best) { best = distance; closest = given.options[i].name; }
+    }
+    return example_fail(AMP_ERR_NAME, "unknown flag %.80s%s%s; --help lists all flags", flag,
+                        closest ? ": did you mean --" : "", closest ? closest : "");
+}
+
+/* "--name value", "--name=value", "--name" for switches, "--name first second" for paths. */
+static inline amp_result read_command_line(int argc, char **argv) {
+    int i;
+    for (i = 1; i < argc; i++) {
+        char name[64];
+        const char *equals = strchr(argv[i], '=');
+        size_t length = equals != NULL ? (size_t)(equals - argv[i]) : strlen(argv[i]);
+        int at = -1;
+        if (strncmp(argv[i], "--", 2) == 0 && length < sizeof name) {
+            memcpy(name, argv[i] + 2, length - 2);
+            name[length - 2] = 0;
+            at = option_index(name);
+        }
+        if (strcmp(argv[i], "-h") == 0) at = option_index("help");
+        if (at < 0) return unknown_flag(argv[i]);
+        if (given.options[at].type == SWITCH || (given.options[at].type == SWITCH_TEXT && equals == NULL)) {
+            if (equals != NULL) return example_fail(AMP_ERR_RANGE, "--%s takes no value", given.options[at].name);
+            given.text[at] = "on";
+        } else if (equals != NULL) given.text[at] = equals + 1;
+        else if (given.options[at].type == PATHS) {
+            if (i + 2 >= argc || strncmp(argv[i + 1], "--", 2) == 0 || strncmp(argv[i + 2], "--", 2) == 0)
+                return example_fail(AMP_ERR_RANGE, "--%s: takes two files; --help lists all flags", given.options[at].name);
+            snprintf(given.pair, sizeof given.pair, "%.4000s,%.4000s", argv[i + 1], argv[i + 2]);
+            given.text[at] = given.pair;
+            i += 2;
+        }
+        else if (i + 1 < argc) given.text[at] = argv[++i];
+        else return example_fail(AMP_ERR_RANGE, "--%s: a value is missing; --help lists all flags", given.options[at].name);
+        given.on_command_line[at] = 1;
+    }
+    return AMP_OK;
+}
+
+/* All flags into the program's settings: what was given, or else the defaults. */
+static inline amp_result parse_options(void *set) {
+    int i;
+    for (i = 0; i < given.n; i++)
+        if (given.options[i].type != HEADING)
+            TRY(parse_option(i, given.text[i] != NULL ? given.text[i] : given.options[i].initial, set));
+    return AMP_OK;
+}
+
+static inline void print_help(void) {
+    int i;
+    printf("%s - %s\n\nusage: %s [--flag value ...]\n", given.program, given.summary, given.program);
+    for (i = 0; i < given.n; i++) {
+        const option *o = &given.options[i];
+        char left[40], legal[128];
+        if (o->type == HEADING) { printf("\n%s\n", o->name); continue; }
+        snprintf(left, sizeof left, "--%s", o->name);
+        printf("  %-18s %s\n", left, o->help);
+        if (o->type == SWITCH) continue;
+        printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
+        if (o->type == CHOICE) printf("; one of: %s", o->words);
+        if (o->type == SETTING) printf("; in files: %s", o->words);
+        if (o->type == INTEGER || o->type == NUMBER) printf("; %s", legal_text(o, legal, sizeof legal));
+        printf("\n");
+    }
+    printf("\n%s\n", given.ending);
+}
+
+/* ---- Time, signals, folders, device */
 
 static inline double seconds_now(void) {
     struct timespec t;
@@ -200,6 +421,105 @@ static inline void metrics_end(FILE *file) {
     fflush(file);
 }
 
+/* ---- TensorBoard: scalars in an event file.  That is a TFRecord file: each record is its length in 8 bytes, a checksum of
+   them, the data, and a checksum of that, little endian; the data are protocol buffers of tensorflow/core/util/event.proto. */
+
+enum { BOARD_TAG = 100, BOARD_RECORD = BOARD_TAG + 64 };
+
+typedef struct board {
+    FILE *file;                     /* NULL: closed, or failed */
+    char path[PATH_MAX];
+} board;
+
+/* CRC-32C (Castagnoli), reflected. */
+static inline uint32_t crc32c(const unsigned char *data, size_t n) {
+    uint32_t crc = 0xffffffffu;
+    int bit;
+    for (; n > 0; n--, data++)
+        for (crc ^= *data, bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (0x82f63b78u & (0u - (crc & 1u)));
+    return ~crc;
+}
+
+/* Appends the low `bytes` bytes of value. */
+static inline unsigned char *board_bytes(unsigned char *out, uint64_t value, int bytes) {
+    for (; bytes > 0; bytes--, value >>= 8) *out++ = (unsigned char)value;
+    return out;
+}
+/* The checksum of n bytes as records have it: rotated by 15 and moved, so that a checksum of data that end in one differs. */
+static inline unsigned char *board_checksum(unsigned char *out, const unsigned char *data, size_t n) {
+    uint32_t crc = crc32c(data, n);
+    return board_bytes(out, (uint32_t)((crc >> 15 | crc << 17) + 0xa282ead8u), 4);
+}
+/* A field of bytes; their length must be below 128. */
+static inline unsigned char *board_field(unsigned char *out, int key, const void *data, size_t n) {
+    out = board_bytes(out, (uint64_t)key | (uint64_t)n << 8, 2);
+    memcpy(out, data, n);
+    return out + n;
+}
+
+/* One record into out[BOARD_RECORD]; returns its bytes.  tag NULL: the record that begins a file. */
+static inline size_t board_record(unsigned char *out, double seconds, int64_t step, const char *tag, float value) {
+    unsigned char inner[BOARD_TAG + 16], outer[BOARD_TAG + 16], *at = out + 12, *end;
+    uint64_t bits, rest = (uint64_t)step;
+    uint32_t value_bits;
+    memcpy(&bits, &seconds, sizeof bits);
+    memcpy(&value_bits, &value, sizeof value_bits);
+    at = board_bytes(board_bytes(at, 0x09, 1), bits, 8);                                    /* 1: wall_time */
+    if (tag != NULL) {
+        for (at = board_bytes(at, 0x10, 1); rest > 127; rest >>= 7) *at++ = (unsigned char)(rest | 128);    /* 2: step */
+        *at++ = (unsigned char)rest;
+        end = board_field(inner, 0x0a, tag, strlen(tag) < BOARD_TAG ? strlen(tag) : BOARD_TAG);         /* value.1: tag */
+        end = board_bytes(board_bytes(end, 0x15, 1), value_bits, 4);                        /* value.2: simple_value */
+        end = board_field(outer, 0x0a, inner, (size_t)(end - inner));                       /* summary.1: value */
+        at = board_field(at, 0x2a, outer, (size_t)(end - outer));                           /* 5: summary */
+    } else at = board_field(at, 0x1a, "brain.Event:2", 13);                                 /* 3: file_version */
+    board_bytes(out, (uint64_t)(at - out - 12), 8);
+    board_checksum(out + 8, out, 8);
+    at = board_checksum(at, out + 12, (size_t)(at - out - 12));
+    return (size_t)(at - out);
+}
+
+/* A failure closes the file; training goes on without it. */
+static inline void board_write(board *b, double seconds, int64_t step, const char *tag, float value) {
+    unsigned char record[BOARD_RECORD];
+    size_t bytes = board_record(record, seconds, step, tag, value);
+    if (b->file == NULL || (fwrite(record, 1, bytes, b->file) == bytes && fflush(b->file) == 0)) return;
+    fprintf(stderr, "no more for TensorBoard, because %s could not be written: %s\n", b->path, strerror(errno));
+    fclose(b->file);
+    b->file = NULL;
+}
+
+static inline double board_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* A new file in this folder; runs that go on each add one. */
+static inline amp_result board_open(board *b, const char *folder) {
+    char host[64] = "";
+    double now = board_now();
+    b->file = NULL;
+    if (gethostname(host, sizeof host - 1) != 0 || host[0] == 0) snprintf(host, sizeof host, "localhost");
+    if (snprintf(b->path, sizeof b->path, "%s/events.out.tfevents.%010.0f.%s", folder, floor(now), host) >= (int)sizeof b->path)
+        return example_fail(AMP_ERR_OPEN, "%.60s...: the path is too long", folder);
+    TRY(folder_make(b->path));
+    b->file = fopen(b->path, "ab");
+    if (b->file == NULL) return example_fail(AMP_ERR_OPEN, "%s: %s", b->path, strerror(errno));
+    board_write(b, now, 0, NULL, 0);
+    return AMP_OK;
+}
+
+/* Does nothing where b is not open. */
+static inline void board_scalar(board *b, int64_t step, const char *tag, double value) {
+    if (b->file != NULL) board_write(b, board_now(), step, tag, (float)value);
+}
+
+static inline void board_close(board *b) {
+    if (b->file != NULL) fclose(b->file);
+    b->file = NULL;
+}
+
 /* Where the time of a training step goes.  pass 0: forward, 1: backward. */
 enum { PROFILE_LOADER, PROFILE_EMBEDDING, PROFILE_NORM, PROFILE_LINEAR, PROFILE_ATTENTION, PROFILE_DROPOUT,
        PROFILE_HEAD, PROFILE_LOSS, PROFILE_RECOMPUTE, PROFILE_OPTIMIZER, PROFILE_ROWS };
@@ -224,17 +544,19 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
 
 /* ==== 3 Learning-rate schedules ================================================================== */
 
-typedef enum schedule_kind { SCHEDULE_COSINE = 0, SCHEDULE_CONSTANT = 1 } schedule_kind;
+typedef enum schedule_kind { SCHEDULE_COSINE = 0, SCHEDULE_CONSTANT = 1, SCHEDULE_LINEAR = 2 } schedule_kind;
 
-/* Rises linearly to lr over `warmup` steps, then stays, or falls to min_lr along half a cosine (Loshchilov &
-   Hutter 2017, without restarts).  step counts from 0. */
+/* Rises linearly to lr over `warmup` steps, then stays, or falls to min_lr: along half a cosine (Loshchilov &
+   Hutter 2017, without restarts), or linearly, as BERT is fine-tuned.  step counts from 0. */
 static inline float schedule_lr(schedule_kind kind, int64_t step, int64_t steps, int64_t warmup, double lr,
                                 double min_lr) {
-    double done;
+    double done, left;
     if (step < warmup) return (float)(lr * (double)(step + 1) / (double)warmup);
     if (kind == SCHEDULE_CONSTANT || steps <= warmup) return (float)lr;
     done = (double)(step - warmup) / (double)(steps - warmup);
-    return (float)(min_lr + 0.5 * (lr - min_lr) * (1 + cos(3.14159265358979323846 * (done < 1 ? done : 1))));
+    if (done > 1) done = 1;
+    left = kind == SCHEDULE_LINEAR ? 1 - done : 0.5 * (1 + cos(3.14159265358979323846 * done));
+    return (float)(min_lr + (lr - min_lr) * left);
 }
 
 /* ==== 4 JSON and safetensors ===================================================================== */
@@ -635,13 +957,37 @@ static inline void gpt_describe(gpt *g) {
     gpt_add_param(g, "transformer.", -1, "ln_f.bias", C, 0);
 }
 
-static inline void gpt_place_params(gpt *g, arena *weights, arena *grads) {
+static inline void params_place(amp_param *params, int64_t n, arena *weights, arena *grads) {
     int64_t i;
-    for (i = 0; i < g->n_params; i++) {
-        amp_param *p = &g->params[i];
+    for (i = 0; i < n; i++) {
+        amp_param *p = &params[i];
         p->weight.data = arena_take(weights, shape_count(&p->weight), p->weight.dtype);
         p->grad.data = arena_take(grads, shape_count(&p->grad), p->grad.dtype);
     }
+}
+
+/* Allocates what was counted, and starts the arenas anew in it. */
+static inline amp_result arenas_allocate(amp_context *amp, arena *weights, arena *grads, arena *memory,
+                                         const char *advice) {
+    arena *all[3];
+    amp_machine machine;
+    double need, have;
+    int i;
+    memset(&machine, 0, sizeof machine);
+    TRY(amp_query_machine(amp, &machine));
+    need = (double)weights->used + 3.0 * (double)grads->used + (double)memory->used;   /* AdamW keeps two moments */
+    have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
+    if (have > 0 && need > have)
+        return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
+                            "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9, advice);
+    all[0] = weights; all[1] = grads; all[2] = memory;
+    for (i = 0; i < 3; i++) {
+        void *base = NULL;
+        TRY(amp_alloc(amp, &base, all[i]->used));
+        all[i]->base = (char *)base;
+        all[i]->used = 0;
+    }
+    return AMP_OK;
 }
 
 static inline void gpt_place_activations(gpt *g, arena *a) {
@@ -795,6 +1141,18 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     return AMP_OK;
 }
 
+/* Stores activations in another dtype from now on, of at most the size that the model was created with. */
+static inline amp_result gpt_store(gpt *g, amp_dtype activations) {
+    arena memory;
+    memory.base = (char *)g->memory;
+    memory.used = 0;
+    g->config.activations = activations;
+    g->batch = g->seq = 0;
+    gpt_place_activations(g, &memory);
+    return memory.used <= g->memory_bytes ? AMP_OK
+           : example_fail(AMP_ERR_SIZE, "activations in %s need more memory than the model has", amp_dtype_name(activations));
+}
+
 static inline void gpt_destroy(gpt *g) {
     if (g->amp != NULL) {
         amp_param_forget(g->amp, g->params, g->n_params);
@@ -823,26 +1181,15 @@ static inline amp_result gpt_check_config(const gpt_config *c) {
 
 static inline amp_result gpt_allocate(gpt *g) {
     arena weights = {NULL, 0}, grads = {NULL, 0}, memory = {NULL, 0};
-    amp_machine machine;
-    double need, have;
-    memset(&machine, 0, sizeof machine);
-    gpt_place_params(g, &weights, &grads);
+    amp_result result;
+    params_place(g->params, g->n_params, &weights, &grads);
     gpt_place_activations(g, &memory);
     g->weights_bytes = weights.used; g->grads_bytes = grads.used; g->memory_bytes = memory.used;
-    TRY(amp_query_machine(g->amp, &machine));
-    need = (double)weights.used + 3.0 * (double)grads.used + (double)memory.used;      /* AdamW keeps two moments */
-    have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
-    if (have > 0 && need > have)
-        return example_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
-                            "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9,
-                            g->config.recompute ? "" : ", or recompute");
-    TRY(amp_alloc(g->amp, &g->weights, weights.used));
-    TRY(amp_alloc(g->amp, &g->grads, grads.used));
-    TRY(amp_alloc(g->amp, &g->memory, memory.used));
-    weights.base = (char *)g->weights; grads.base = (char *)g->grads; memory.base = (char *)g->memory;
-    weights.used = grads.used = memory.used = 0;
-    gpt_place_params(g, &weights, &grads);
-    gpt_place_activations(g, &memory);
+    result = arenas_allocate(g->amp, &weights, &grads, &memory, g->config.recompute ? "" : ", or recompute");
+    g->weights = weights.base; g->grads = grads.base; g->memory = memory.base;
+    TRY(result);
+    params_place(g->params, g->n_params, &weights, &grads);
+    TRY(gpt_store(g, g->config.activations));
     return amp_param_register(g->amp, g->params, g->n_params);
 }
 
@@ -869,30 +1216,50 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
     return result;
 }
 
-/* Sets the weight of parameter i from fp32 on the host, or reads it. */
-static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
-    amp_tensor *w = &g->params[i].weight;
+/* Activations for another batch size, or stored in another dtype; the old ones are freed first. */
+static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activations) {
+    arena memory = {NULL, 0};
+    void *base = NULL;
+    amp_free(g->amp, g->memory);
+    g->memory = NULL;
+    g->config.batch = batch;
+    g->config.activations = activations;
+    gpt_place_activations(g, &memory);
+    TRY(amp_alloc(g->amp, &base, memory.used));
+    g->memory = memory.base = (char *)base;
+    g->memory_bytes = memory.used;
+    memory.used = 0;
+    gpt_place_activations(g, &memory);
+    g->batch = 0;                   /* what is bound is of the old ones */
+    return gpt_bind(g, batch, g->config.seq);
+}
+
+/* Sets a parameter's weight from fp32 on the host, or reads it. */
+static inline amp_result param_set(amp_context *amp, amp_param *param, const float *values) {
+    amp_tensor *w = &param->weight;
     int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
     void *room = malloc((size_t)bytes);
     amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
     if (result == AMP_OK) result = amp_convert(room, w->dtype, values, AMP_F32, count, NULL, NULL);
-    if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
-    if (result == AMP_OK) result = amp_sync(g->amp);
+    if (result == AMP_OK) result = amp_copy(amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) result = amp_sync(amp);
     free(room);
-    amp_param_touch(&g->params[i]);
+    amp_param_touch(param);
     return result;
 }
-static inline amp_result gpt_get(gpt *g, int64_t i, float *values) {
-    amp_tensor *w = &g->params[i].weight;
+static inline amp_result param_get(amp_context *amp, const amp_param *param, float *values) {
+    const amp_tensor *w = &param->weight;
     int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
     void *room = malloc((size_t)bytes);
     amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
-    if (result == AMP_OK) result = amp_copy(g->amp, room, w->data, bytes, AMP_COPY_TO_HOST);
-    if (result == AMP_OK) result = amp_sync(g->amp);
+    if (result == AMP_OK) result = amp_copy(amp, room, w->data, bytes, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp_sync(amp);
     if (result == AMP_OK) result = amp_convert(values, AMP_F32, room, w->dtype, count, NULL, NULL);
     free(room);
     return result;
 }
+static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) { return param_set(g->amp, &g->params[i], values); }
+static inline amp_result gpt_get(gpt *g, int64_t i, float *values) { return param_get(g->amp, &g->params[i], values); }
 
 /* Independent standard normal numbers: Box & Muller 1958, from counter-based words, so reproducible. */
 static inline void random_normal(float *out, int64_t n, uint64_t seed, uint64_t stream, float deviation) {
@@ -1084,20 +1451,25 @@ static inline const st_tensor *gpt_file_find(const gpt_file *file, const char *n
     return t != NULL ? t : st_find(&file->tensors, name + strlen("transformer."));
 }
 
-/* The number of heads stands in no shape: our metadata, a config.json beside the file, or GPT-2's 64 channels each. */
-static inline int64_t gpt_file_heads(const gpt_file *file, const char *path) {
-    char text[32] = "", beside[PATH_MAX];
+/* What stands in no shape: a value of the file's metadata, or of a config.json beside it.  1 if found. */
+static inline int model_file_text(const st_file *tensors, const char *path, const char *key, char *text, size_t size) {
+    char beside[PATH_MAX];
     const char *slash = strrchr(path, '/');
     void *config;
     size_t bytes;
-    if (file->tensors.metadata.at != NULL && json_find(file->tensors.metadata, "n_head", text, sizeof text))
-        return atoll(text);
+    int found;
+    if (tensors->metadata.at != NULL && json_find(tensors->metadata, key, text, size)) return 1;
     snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash - path) + 1 : 0, path);
-    if (access(beside, R_OK) == 0 && amp_file_read_all(NULL, beside, &config, &bytes) == AMP_OK) {
-        int found = json_find(json_open(config, bytes), "n_head", text, sizeof text);
-        amp_file_free(NULL, config, bytes);
-        if (found) return atoll(text);
-    }
+    if (access(beside, R_OK) != 0 || amp_file_read_all(NULL, beside, &config, &bytes) != AMP_OK) return 0;
+    found = json_find(json_open(config, bytes), key, text, size);
+    amp_file_free(NULL, config, bytes);
+    return found;
+}
+
+/* The number of heads: if nothing says it, GPT-2's 64 channels each. */
+static inline int64_t gpt_file_heads(const gpt_file *file, const char *path) {
+    char text[32] = "";
+    if (model_file_text(&file->tensors, path, "n_head", text, sizeof text)) return atoll(text);
     return file->config.channels % 64 == 0 ? file->config.channels / 64 : 0;
 }
 
@@ -1266,6 +1638,20 @@ static inline void text_add(text_buffer *b, const char *format, ...) {
     b->used += n;
 }
 
+/* An entry of a safetensors header: fp32 [rows, cols] or, with cols 0, [rows]; *offset moves on. */
+static inline void st_add_entry(text_buffer *b, const char *name, int64_t rows, int64_t cols, int64_t *offset) {
+    int64_t end = *offset + rows * (cols > 0 ? cols : 1) * 4;
+    text_add(b, ",\"%s\":{\"dtype\":\"F32\",\"shape\":[%lld", name, (long long)rows);
+    if (cols > 0) text_add(b, ",%lld", (long long)cols);
+    text_add(b, "],\"data_offsets\":[%lld,%lld]}", (long long)*offset, (long long)end);
+    *offset = end;
+}
+static inline amp_result st_end_header(text_buffer *b) {
+    text_add(b, "}");
+    while (!b->failed && b->used % 8 != 0) text_add(b, " ");        /* the data starts aligned */
+    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for the file's header") : AMP_OK;
+}
+
 static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer *b) {
     const gpt_config *c = &g->config;
     int64_t i, offset = 0;
@@ -1276,17 +1662,10 @@ static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer
     text_add(b, "\"vocab_size\":\"%lld\"}", (long long)c->vocab);
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
-        int64_t end = offset + amp_tensor_count(w) * 4;
-        text_add(b, ",\"%s\":{\"dtype\":\"F32\",\"shape\":[", g->params[i].name);
-        if (w->ndim == 1) text_add(b, "%lld", (long long)w->shape[0]);
-        else if (gpt_is_conv1d(g, i)) text_add(b, "%lld,%lld", (long long)w->shape[1], (long long)w->shape[0]);
-        else text_add(b, "%lld,%lld", (long long)w->shape[0], (long long)w->shape[1]);
-        text_add(b, "],\"data_offsets\":[%lld,%lld]}", (long long)offset, (long long)end);
-        offset = end;
+        int conv1d = gpt_is_conv1d(g, i);
+        st_add_entry(b, g->params[i].name, w->shape[conv1d ? 1 : 0], w->ndim == 1 ? 0 : w->shape[conv1d ? 0 : 1], &offset);
     }
-    text_add(b, "}");
-    while (!b->failed && b->used % 8 != 0) text_add(b, " ");        /* the data starts aligned */
-    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for the file's header") : AMP_OK;
+    return st_end_header(b);
 }
 
 /* Stores fp32 numbers little-endian, wherever this runs. */
@@ -1300,13 +1679,19 @@ static inline void floats_to_bytes(unsigned char *out, const float *in, int64_t 
     }
 }
 
-static inline amp_result gpt_fill_file(gpt *g, const text_buffer *header, unsigned char *file) {
-    int64_t i, largest = 0, count;
-    unsigned char *out = file + 8 + header->used;
-    float *values, *room;
-    amp_result result = AMP_OK;
+/* Puts a header at the beginning of a file; returns where the data goes. */
+static inline unsigned char *st_put_header(const text_buffer *header, unsigned char *file) {
+    int i;
     for (i = 0; i < 8; i++) file[i] = (unsigned char)((uint64_t)header->used >> (8 * i));
     memcpy(file + 8, header->text, header->used);
+    return file + 8 + header->used;
+}
+
+static inline amp_result gpt_fill_file(gpt *g, const text_buffer *header, unsigned char *file) {
+    int64_t i, largest = 0, count;
+    unsigned char *out = st_put_header(header, file);
+    float *values, *room;
+    amp_result result = AMP_OK;
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
     if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
@@ -2082,6 +2467,1210 @@ static inline amp_result tokenizer_encode_files(tokenizer *t, char *const *paths
     }
     free(file);
     return result;
+}
+
+/* ==== 10 The encoder (BERT) ======================================================================
+   As Hugging Face's ...ForSequenceClassification of BERT, RoBERTa / XLM-R, ELECTRA and Longformer: word, position and
+   token-type embeddings, LayerNorm, post-norm layers with GELU (erf), padding hidden by lengths, and a head of two linear
+   layers over the first token.  Queries, keys and values are one linear layer, whose weights the file has in three
+   pieces.  The stream between the layers is fp32; what lies inside of a layer is stored in `activations`.
+   Dropout acts on embeddings, branches and the head's inner layer, not on attention's probabilities. */
+
+typedef enum encoder_family {
+    ENCODER_BERT = 0,
+    ENCODER_ROBERTA = 1,            /* and XLM-R */
+    ENCODER_ELECTRA = 2,            /* the embeddings may be narrower than the layers */
+    ENCODER_LONGFORMER = 3          /* keys in a window; the first token sees all and is seen by all */
+} encoder_family;
+
+/* first: the position of the first token.  The rows before it are in the file, and no token reads them.
+   dense and out: the head's layers.  dense's activation is tanh but in ELECTRA. */
+typedef struct encoder_kind { const char *name, *prefix, *dense, *out; int64_t first; amp_activation_kind act; } encoder_kind;
+static const encoder_kind encoder_kinds[] = {
+    {"bert", "bert.", "bert.pooler.dense", "classifier", 0, AMP_ACT_TANH},
+    {"roberta", "roberta.", "classifier.dense", "classifier.out_proj", 2, AMP_ACT_TANH},
+    {"electra", "electra.", "classifier.dense", "classifier.out_proj", 0, AMP_ACT_GELU_ERF},
+    {"longformer", "longformer.", "classifier.dense", "classifier.out_proj", 2, AMP_ACT_TANH},
+};
+enum { ENCODER_KINDS = 4 };
+
+typedef struct encoder_config {
+    encoder_family family;
+    int64_t vocab, positions, types, layers, heads, hidden, intermediate, classes;
+    int64_t embedding;              /* width of the embeddings; 0: hidden */
+    int64_t window;                 /* Longformer: keys seen on each side, half of Hugging Face's attention_window */
+    int64_t batch, seq;             /* the most that forward will be called with */
+    amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
+    float dropout;                  /* 0: none */
+    float eps;                      /* of LayerNorm; 0: 1e-12 */
+} encoder_config;
+
+/* A batch in device memory: ids [batch, seq], lengths [batch] tokens that are no padding; types NULL: all 0. */
+typedef struct encoder_input {
+    const int32_t *ids, *types, *lengths;
+    int64_t batch, seq;
+} encoder_input;
+
+typedef struct encoder_layer {
+    amp_linear_op qkv, proj, fc, fc_out;
+    amp_attention_op attention;
+    amp_norm_op norm_1, norm_2;
+    amp_dropout_op drop_1, drop_2;
+    amp_linear_op q_global, kv_global;          /* Longformer: of the first token's attention */
+    amp_attention_op attention_global;
+    void *qkv_out, *heads, *fc_pre, *fc_act;    /* [rows, 3C], [rows, C], [rows, I] before and after GELU */
+    void *q_global_out, *kv_global_out;         /* [batch, C], [rows, 2C] */
+    float *sum_1, *middle, *sum_2, *end;        /* before and after each norm: [rows, C] */
+    float *mean_1, *rstd_1, *mean_2, *rstd_2, *lse, *lse_global;
+} encoder_layer;
+
+typedef struct encoder {
+    encoder_config config;
+    amp_context *amp;
+    amp_param *params;              /* in the order of encoder_describe */
+    int64_t n_params, weights_count;
+    char (*names)[80];
+    void *weights, *grads, *memory;
+    int64_t weights_bytes, grads_bytes, memory_bytes;
+    encoder_layer *layers;
+    amp_embedding_op words, types;
+    amp_norm_op norm;
+    amp_dropout_op embedding_drop, head_drop;
+    amp_linear_op project, dense, out;          /* project: of embeddings narrower than the layers */
+    amp_activation_op act;
+    amp_cross_entropy_op loss;
+    int32_t *no_types;              /* zeros [rows] */
+    float *sum, *narrow, *start, *mean, *rstd;  /* embeddings before their norm, after it, and projected */
+    void *branch, *dense_out, *pooled, *logits; /* [rows, C], [batch, C] twice, [batch, classes] */
+    float *loss_value;
+    float *d_stream, *d_branch, *d_inner, *d_drop;      /* [rows, C]; forward keeps its embeddings in the first two */
+    void *d_heads, *d_qkv, *d_fc, *d_pooled, *d_dense, *d_q_global, *d_kv_global;
+    int64_t batch, seq, rows;       /* what the ops are bound to */
+    struct profile *profile;        /* NULL: nothing is timed */
+} encoder;
+
+static inline int encoder_is_narrow(const encoder_config *c) { return c->embedding != c->hidden; }
+
+/* A weight [rows, cols], or a vector if cols is 0.  prefix "": the name stands for itself. */
+static inline void encoder_add_param(encoder *e, const char *prefix, int64_t layer, const char *name, int64_t rows,
+                                     int64_t cols) {
+    amp_param *p = &e->params[e->n_params];
+    amp_dtype dtype = amp_param_dtype(e->amp, strstr(name, "LayerNorm") != NULL);
+    if (layer < 0) snprintf(e->names[e->n_params], sizeof *e->names, "%s%s", prefix, name);
+    else snprintf(e->names[e->n_params], sizeof *e->names, "%sencoder.layer.%lld.%s", prefix, (long long)layer, name);
+    p->name = e->names[e->n_params++];
+    p->weight = cols > 0 ? amp_tensor2(NULL, dtype, rows, cols) : amp_tensor1(NULL, dtype, rows);
+    p->grad = cols > 0 ? amp_tensor2(NULL, AMP_F32, rows, cols) : amp_tensor1(NULL, AMP_F32, rows);
+    e->weights_count += shape_count(&p->weight);
+}
+
+/* <name>.weight [rows, cols] and <name>.bias [rows]. */
+static inline void encoder_add_pair(encoder *e, const char *prefix, int64_t layer, const char *name, int64_t rows,
+                                    int64_t cols) {
+    char text[80];
+    snprintf(text, sizeof text, "%s.weight", name);
+    encoder_add_param(e, prefix, layer, text, rows, cols);
+    snprintf(text, sizeof text, "%s.bias", name);
+    encoder_add_param(e, prefix, layer, text, rows, 0);
+}
+
+enum { ENCODER_EMBEDDINGS = 5, ENCODER_HEAD = 4 };      /* parameters of both */
+
+/* Parameters of a layer. */
+static inline int64_t encoder_layer_params(const encoder_config *c) {
+    return c->family == ENCODER_LONGFORMER ? 16 : 12;
+}
+
+static inline void encoder_describe(encoder *e) {
+    const encoder_config *c = &e->config;
+    const encoder_kind *kind = &encoder_kinds[c->family];
+    const char *prefix = kind->prefix;
+    int64_t layer, C = c->hidden;
+    encoder_add_param(e, prefix, -1, "embeddings.word_embeddings.weight", c->vocab, c->embedding);
+    encoder_add_param(e, prefix, -1, "embeddings.position_embeddings.weight", c->positions - kind->first, c->embedding);
+    encoder_add_param(e, prefix, -1, "embeddings.token_type_embeddings.weight", c->types, c->embedding);
+    encoder_add_pair(e, prefix, -1, "embeddings.LayerNorm", c->embedding, 0);
+    if (encoder_is_narrow(c)) encoder_add_pair(e, prefix, -1, "embeddings_project", C, c->embedding);
+    for (layer = 0; layer < c->layers; layer++) {
+        encoder_add_pair(e, prefix, layer, "attention.self.qkv", 3 * C, C);
+        if (c->family == ENCODER_LONGFORMER) {
+            encoder_add_pair(e, prefix, layer, "attention.self.query_global", C, C);
+            encoder_add_pair(e, prefix, layer, "attention.self.kv_global", 2 * C, C);
+        }
+        encoder_add_pair(e, prefix, layer, "attention.output.dense", C, C);
+        encoder_add_pair(e, prefix, layer, "attention.output.LayerNorm", C, 0);
+        encoder_add_pair(e, prefix, layer, "intermediate.dense", c->intermediate, C);
+        encoder_add_pair(e, prefix, layer, "output.dense", C, c->intermediate);
+        encoder_add_pair(e, prefix, layer, "output.LayerNorm", C, 0);
+    }
+    encoder_add_pair(e, "", -1, kind->dense, C, C);
+    encoder_add_pair(e, "", -1, kind->out, c->classes, C);
+}
+
+static inline void encoder_place_layer(encoder *e, encoder_layer *l, arena *a) {
+    const encoder_config *c = &e->config;
+    int64_t rows = c->batch * c->seq, C = c->hidden;
+    amp_dtype type = c->activations;
+    l->qkv_out = arena_take(a, rows * 3 * C, type); l->heads = arena_take(a, rows * C, type);
+    l->fc_pre = arena_take(a, rows * c->intermediate, type); l->fc_act = arena_take(a, rows * c->intermediate, type);
+    l->sum_1 = arena_floats(a, rows * C);           l->middle = arena_floats(a, rows * C);
+    l->sum_2 = arena_floats(a, rows * C);           l->end = arena_floats(a, rows * C);
+    l->mean_1 = arena_floats(a, rows);              l->rstd_1 = arena_floats(a, rows);
+    l->mean_2 = arena_floats(a, rows);              l->rstd_2 = arena_floats(a, rows);
+    l->lse = arena_floats(a, rows * c->heads);
+    if (c->family != ENCODER_LONGFORMER) return;
+    l->q_global_out = arena_take(a, c->batch * C, type);
+    l->kv_global_out = arena_take(a, rows * 2 * C, type);
+    l->lse_global = arena_floats(a, c->batch * c->heads);
+}
+
+static inline void encoder_place(encoder *e, arena *a) {
+    const encoder_config *c = &e->config;
+    int64_t rows = c->batch * c->seq, C = c->hidden, E = c->embedding, widest = C > E ? C : E, layer;
+    amp_dtype type = c->activations;
+    for (layer = 0; layer < c->layers; layer++) encoder_place_layer(e, &e->layers[layer], a);
+    e->no_types = (int32_t *)arena_take(a, rows, AMP_I32);
+    e->sum = arena_floats(a, rows * E);
+    e->narrow = e->start = arena_floats(a, rows * E);
+    if (encoder_is_narrow(c)) e->start = arena_floats(a, rows * C);
+    e->mean = arena_floats(a, rows);
+    e->rstd = arena_floats(a, rows);
+    e->branch = arena_take(a, rows * C, type);
+    e->dense_out = arena_take(a, c->batch * C, type);
+    e->pooled = arena_take(a, c->batch * C, type);
+    e->logits = arena_take(a, c->batch * c->classes, type);
+    e->loss_value = arena_floats(a, 1);
+    e->d_stream = arena_floats(a, rows * widest);
+    e->d_branch = arena_floats(a, rows * widest);
+    e->d_inner = arena_floats(a, rows * C);
+    e->d_drop = c->dropout > 0 ? arena_floats(a, rows * C) : e->d_branch;
+    e->d_heads = arena_take(a, rows * C, type);
+    e->d_qkv = arena_take(a, rows * 3 * C, type);
+    e->d_fc = arena_take(a, rows * c->intermediate, type);
+    e->d_pooled = arena_take(a, c->batch * C, type);
+    e->d_dense = arena_take(a, c->batch * C, type);
+    if (c->family != ENCODER_LONGFORMER) return;
+    e->d_q_global = arena_take(a, c->batch * C, type);
+    e->d_kv_global = arena_take(a, rows * 2 * C, type);
+}
+
+/* ---- Binding: every op gets its tensors */
+
+static inline amp_tensor encoder_matrix(const encoder *e, void *data, int64_t cols) {
+    return amp_tensor2(data, e->config.activations, e->rows, cols);
+}
+static inline amp_tensor encoder_stream(const encoder *e, float *data) {
+    return amp_tensor2(data, AMP_F32, e->rows, e->config.hidden);
+}
+/* The first token of each sequence: [batch, C] of [batch, seq, C]. */
+static inline amp_tensor encoder_first(const encoder *e, float *data) {
+    amp_tensor t = amp_tensor2(data, AMP_F32, e->batch, e->config.hidden);
+    t.stride[0] = e->seq * e->config.hidden;
+    t.stride[1] = 1;
+    return t;
+}
+/* Part `part` of `parts` packed in [batch, seq, parts, heads, dim]; tokens: of each sequence that the view has. */
+static inline amp_tensor encoder_part(const encoder *e, void *data, int64_t part, int64_t parts, int64_t tokens) {
+    int64_t C = e->config.hidden, dim = C / e->config.heads;
+    amp_dtype type = e->config.activations;
+    amp_tensor t = amp_tensor4((char *)data + part * C * (int64_t)amp_dtype_size(type), type, e->batch, tokens,
+                               e->config.heads, dim);
+    t.stride[0] = e->seq * parts * C; t.stride[1] = parts * C; t.stride[2] = dim; t.stride[3] = 1;
+    return t;
+}
+
+static inline void encoder_bind_linear(amp_linear_op *op, amp_param *weight, amp_tensor x, amp_tensor y, amp_tensor dx,
+                                       amp_tensor dy) {
+    memset(op, 0, sizeof *op);
+    op->weight = weight; op->bias = weight + 1;
+    op->x = x; op->y = y; op->dx = dx; op->dy = dy;
+}
+
+/* y = LayerNorm(sum), sum = x + residual. */
+static inline void encoder_bind_norm(const encoder *e, amp_norm_op *op, amp_param *weight, amp_tensor x, float *residual,
+                                     float *sum, float *y, float *mean, float *rstd) {
+    int64_t cols = weight->weight.shape[0];
+    memset(op, 0, sizeof *op);
+    op->weight = weight; op->bias = weight + 1;
+    op->eps = e->config.eps;
+    op->x = x;
+    op->residual = amp_tensor2(residual, AMP_F32, e->rows, cols);
+    op->sum = amp_tensor2(sum, AMP_F32, e->rows, cols);
+    op->y = amp_tensor2(y, AMP_F32, e->rows, cols);
+    op->mean = mean; op->rstd = rstd;
+    op->dy = amp_tensor2(e->d_stream, AMP_F32, e->rows, cols);
+    op->dx = amp_tensor2(e->d_branch, AMP_F32, e->rows, cols);
+}
+
+/* In place. */
+static inline void encoder_bind_dropout(const encoder *e, amp_dropout_op *op, amp_tensor data, amp_tensor dy,
+                                        amp_tensor dx) {
+    memset(op, 0, sizeof *op);
+    op->x = op->y = data;
+    op->dy = dy; op->dx = dx;
+    op->p = e->config.dropout;
+}
+
+static inline void encoder_bind_attention(encoder *e, encoder_layer *l) {
+    amp_attention_op *op = &l->attention;
+    memset(op, 0, sizeof *op);
+    op->q = encoder_part(e, l->qkv_out, 0, 3, e->seq); op->dq = encoder_part(e, e->d_qkv, 0, 3, e->seq);
+    op->k = encoder_part(e, l->qkv_out, 1, 3, e->seq); op->dk = encoder_part(e, e->d_qkv, 1, 3, e->seq);
+    op->v = encoder_part(e, l->qkv_out, 2, 3, e->seq); op->dv = encoder_part(e, e->d_qkv, 2, 3, e->seq);
+    op->o = encoder_part(e, l->heads, 0, 1, e->seq);   op->d_o = encoder_part(e, e->d_heads, 0, 1, e->seq);
+    op->lse = l->lse;
+    if (e->config.family != ENCODER_LONGFORMER) return;
+    op->mask.kind = AMP_MASK_WINDOW_GLOBAL;
+    op->mask.bidirectional = 1;
+    op->mask.window = e->config.window + 1;     /* a key counts itself: |i - j| < window + 1 */
+    op->mask.global = 1;
+}
+
+/* Longformer's first token has its own projections, to see all tokens by; its output takes the place of the one above. */
+static inline void encoder_bind_global(encoder *e, encoder_layer *l, amp_param *p, float *before) {
+    amp_attention_op *op = &l->attention_global;
+    int64_t C = e->config.hidden, dim = C / e->config.heads;
+    amp_dtype type = e->config.activations;
+    encoder_bind_linear(&l->q_global, p, encoder_first(e, before), amp_tensor2(l->q_global_out, type, e->batch, C),
+                        encoder_first(e, e->d_inner), amp_tensor2(e->d_q_global, type, e->batch, C));
+    encoder_bind_linear(&l->kv_global, p + 2, encoder_stream(e, before), encoder_matrix(e, l->kv_global_out, 2 * C),
+                        encoder_stream(e, e->d_inner), encoder_matrix(e, e->d_kv_global, 2 * C));
+    memset(op, 0, sizeof *op);
+    op->q = amp_tensor4(l->q_global_out, type, e->batch, 1, e->config.heads, dim);
+    op->dq = amp_tensor4(e->d_q_global, type, e->batch, 1, e->config.heads, dim);
+    op->k = encoder_part(e, l->kv_global_out, 0, 2, e->seq); op->dk = encoder_part(e, e->d_kv_global, 0, 2, e->seq);
+    op->v = encoder_part(e, l->kv_global_out, 1, 2, e->seq); op->dv = encoder_part(e, e->d_kv_global, 1, 2, e->seq);
+    op->o = encoder_part(e, l->heads, 0, 1, 1);              op->d_o = encoder_part(e, e->d_heads, 0, 1, 1);
+    op->lse = l->lse_global;
+}
+
+static inline void encoder_bind_layer(encoder *e, int64_t layer) {
+    encoder_layer *l = &e->layers[layer];
+    const encoder_config *c = &e->config;
+    int64_t C = c->hidden, I = c->intermediate;
+    amp_param *p = e->params + ENCODER_EMBEDDINGS + 2 * encoder_is_narrow(c) + encoder_layer_params(c) * layer;
+    float *before = layer > 0 ? l[-1].end : e->start;
+    amp_tensor branch = encoder_matrix(e, e->branch, C), d_branch = encoder_stream(e, e->d_branch),
+               d_drop = encoder_stream(e, e->d_drop), d_fc = encoder_matrix(e, e->d_fc, I);
+    encoder_bind_linear(&l->qkv, p, encoder_stream(e, before), encoder_matrix(e, l->qkv_out, 3 * C),
+                        encoder_stream(e, e->d_inner), encoder_matrix(e, e->d_qkv, 3 * C));
+    encoder_bind_attention(e, l);
+    if (c->family == ENCODER_LONGFORMER) { encoder_bind_global(e, l, p + 2, before); p += 4; }
+    encoder_bind_linear(&l->proj, p + 2, encoder_matrix(e, l->heads, C), branch, encoder_matrix(e, e->d_heads, C), d_drop);
+    encoder_bind_dropout(e, &l->drop_1, branch, d_branch, d_drop);
+    encoder_bind_norm(e, &l->norm_1, p + 4, branch, before, l->sum_1, l->middle, l->mean_1, l->rstd_1);
+    encoder_bind_linear(&l->fc, p + 6, encoder_stream(e, l->middle), encoder_matrix(e, l->fc_act, I),
+                        encoder_stream(e, e->d_inner), d_fc);
+    l->fc.act = AMP_ACT_GELU_ERF;
+    l->fc.pre = encoder_matrix(e, l->fc_pre, I);
+    l->fc.dy_before_act = 1;                    /* fc_out's backward goes through the activation */
+    encoder_bind_linear(&l->fc_out, p + 8, l->fc.y, branch, d_fc, d_drop);
+    l->fc_out.x_act = AMP_ACT_GELU_ERF;
+    l->fc_out.x_pre = l->fc.pre;
+    encoder_bind_dropout(e, &l->drop_2, branch, d_branch, d_drop);
+    encoder_bind_norm(e, &l->norm_2, p + 10, branch, l->middle, l->sum_2, l->end, l->mean_2, l->rstd_2);
+}
+
+/* Words with positions and types are added up by the norm. */
+static inline void encoder_bind_embedding(encoder *e) {
+    int64_t E = e->config.embedding;
+    amp_tensor words = amp_tensor2(e->d_stream, AMP_F32, e->rows, E), types = amp_tensor2(e->d_branch, AMP_F32, e->rows, E);
+    memset(&e->words, 0, sizeof e->words);
+    memset(&e->types, 0, sizeof e->types);
+    e->words.table = e->params; e->words.positions = e->params + 1; e->words.seq = e->seq; e->words.y = words;
+    e->types.table = e->params + 2; e->types.y = types;
+    encoder_bind_norm(e, &e->norm, e->params + 3, words, e->d_branch, e->sum, e->narrow, e->mean, e->rstd);
+    e->words.dy = e->types.dy = e->norm.dx;
+    encoder_bind_dropout(e, &e->embedding_drop, e->norm.y, e->norm.dy, e->norm.dy);
+    if (!encoder_is_narrow(&e->config)) return;
+    encoder_bind_linear(&e->project, e->params + ENCODER_EMBEDDINGS, e->norm.y, encoder_stream(e, e->start), e->norm.dx,
+                        encoder_stream(e, e->d_stream));
+    e->norm.dy = e->norm.dx;                    /* from project to the embeddings the two change places */
+    e->norm.dx = words;
+    e->words.dy = e->types.dy = words;
+    encoder_bind_dropout(e, &e->embedding_drop, e->norm.y, e->norm.dy, e->norm.dy);
+}
+
+static inline void encoder_bind_head(encoder *e) {
+    const encoder_config *c = &e->config;
+    amp_param *p = e->params + e->n_params - ENCODER_HEAD;
+    amp_tensor inner = amp_tensor2(e->dense_out, c->activations, e->batch, c->hidden), pooled = inner, d_inner = inner,
+               d_pooled = inner, logits = amp_tensor2(e->logits, c->activations, e->batch, c->classes);
+    pooled.data = e->pooled; d_inner.data = e->d_dense; d_pooled.data = e->d_pooled;
+    encoder_bind_linear(&e->dense, p, encoder_first(e, c->layers > 0 ? e->layers[c->layers - 1].end : e->start), inner,
+                        encoder_first(e, e->d_stream), d_inner);
+    memset(&e->act, 0, sizeof e->act);
+    e->act.x = inner; e->act.y = pooled; e->act.dy = d_pooled; e->act.dx = d_inner;
+    e->act.act = encoder_kinds[c->family].act;
+    encoder_bind_dropout(e, &e->head_drop, pooled, d_pooled, d_pooled);
+    encoder_bind_linear(&e->out, p + 2, pooled, logits, d_pooled, logits);  /* the loss leaves its gradient in the logits */
+}
+
+/* Sets every op for a batch.  Errors: 102 more than the model was created for. */
+static inline amp_result encoder_bind(encoder *e, int64_t batch, int64_t seq) {
+    const encoder_config *c = &e->config;
+    int64_t layer;
+    if (batch < 1 || seq < 1 || batch > c->batch || batch * seq > c->batch * c->seq ||
+        seq > c->positions - encoder_kinds[c->family].first)
+        return example_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
+                            (long long)batch, (long long)seq, (long long)c->batch, (long long)c->seq);
+    if (batch == e->batch && seq == e->seq) return AMP_OK;
+    e->batch = batch; e->seq = seq; e->rows = batch * seq;
+    encoder_bind_embedding(e);
+    for (layer = 0; layer < c->layers; layer++) encoder_bind_layer(e, layer);
+    encoder_bind_head(e);
+    return AMP_OK;
+}
+
+/* Stores activations in another dtype from now on, of at most the size that the model was created with. */
+static inline amp_result encoder_store(encoder *e, amp_dtype activations) {
+    arena memory;
+    memory.base = (char *)e->memory;
+    memory.used = 0;
+    e->config.activations = activations;
+    e->batch = e->seq = 0;
+    encoder_place(e, &memory);
+    if (memory.used > e->memory_bytes) return example_fail(AMP_ERR_SIZE, "activations in %s need more memory than the "
+                                                           "model has", amp_dtype_name(activations));
+    return amp_fill(e->amp, e->no_types, 0, e->config.batch * e->config.seq * (int64_t)sizeof *e->no_types);
+}
+
+static inline void encoder_destroy(encoder *e) {
+    if (e->amp != NULL) {
+        amp_param_forget(e->amp, e->params, e->n_params);
+        amp_free(e->amp, e->weights);
+        amp_free(e->amp, e->grads);
+        amp_free(e->amp, e->memory);
+    }
+    free(e->params); free(e->names); free(e->layers);
+    memset(e, 0, sizeof *e);
+}
+
+static inline amp_result encoder_check_config(const encoder_config *c) {
+    const int64_t most = (int64_t)1 << 31, first = encoder_kinds[c->family].first;
+    if (c->vocab < 1 || c->positions <= first || c->types < 1 || c->layers < 1 || c->heads < 1 || c->hidden < 1 ||
+        c->intermediate < 1 || c->classes < 1 || c->embedding < 0 || c->batch < 1 || c->seq < 1 || c->vocab > most ||
+        c->positions > most || c->types > 1 << 20 || c->layers > 10000 || c->hidden > 1 << 20 || c->classes > 1 << 20 ||
+        c->intermediate > 1 << 22 || c->embedding > 1 << 20 || c->batch > most / c->seq || c->window < 0)
+        return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
+    if (c->hidden % c->heads != 0)
+        return example_fail(AMP_ERR_SHAPE, "%lld heads do not divide %lld channels", (long long)c->heads,
+                            (long long)c->hidden);
+    if (c->embedding != 0 && c->embedding != c->hidden && c->family != ENCODER_ELECTRA)
+        return example_fail(AMP_ERR_SHAPE, "only ELECTRA has embeddings of another width than its layers");
+    if (c->seq > c->positions - first)
+        return example_fail(AMP_ERR_SHAPE, "sequences of %lld tokens, but the model has only %lld positions",
+                            (long long)c->seq, (long long)(c->positions - first));
+    return AMP_OK;
+}
+
+static inline amp_result encoder_allocate(encoder *e) {
+    arena weights = {NULL, 0}, grads = {NULL, 0}, memory = {NULL, 0};
+    amp_result result;
+    params_place(e->params, e->n_params, &weights, &grads);
+    encoder_place(e, &memory);
+    e->weights_bytes = weights.used; e->grads_bytes = grads.used; e->memory_bytes = memory.used;
+    result = arenas_allocate(e->amp, &weights, &grads, &memory, "");
+    e->weights = weights.base; e->grads = grads.base; e->memory = memory.base;
+    TRY(result);
+    params_place(e->params, e->n_params, &weights, &grads);
+    TRY(encoder_store(e, e->config.activations));
+    return amp_param_register(e->amp, e->params, e->n_params);
+}
+
+/* Allocates a model.  Its weights are not set yet: see encoder_init and encoder_file_load. */
+static inline amp_result encoder_create(encoder *e, amp_context *amp, const encoder_config *config) {
+    amp_result result;
+    size_t n = (size_t)(ENCODER_EMBEDDINGS + 2 + ENCODER_HEAD + 16 * config->layers);
+    memset(e, 0, sizeof *e);
+    TRY(encoder_check_config(config));
+    e->config = *config;
+    if (e->config.activations == AMP_DTYPE_DEFAULT) e->config.activations = AMP_F32;
+    if (e->config.embedding == 0) e->config.embedding = config->hidden;
+    if (!(e->config.eps > 0)) e->config.eps = 1e-12f;
+    e->amp = amp;
+    e->params = (amp_param *)calloc(n, sizeof *e->params);
+    e->names = (char (*)[80])calloc(n, sizeof *e->names);
+    e->layers = (encoder_layer *)calloc((size_t)config->layers, sizeof *e->layers);
+    if (e->params == NULL || e->names == NULL || e->layers == NULL)
+        result = example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
+    else {
+        encoder_describe(e);
+        result = encoder_allocate(e);
+        if (result == AMP_OK) result = encoder_bind(e, config->batch, config->seq);
+    }
+    if (result != AMP_OK) encoder_destroy(e);
+    return result;
+}
+
+/* BERT's initialisation of one parameter: normal with deviation 0.02, biases 0, LayerNorm weights 1.  room: as many
+   floats as it has elements. */
+static inline amp_result encoder_init_param(encoder *e, int64_t i, uint64_t seed, float *room) {
+    const amp_param *p = &e->params[i];
+    int64_t k, count = amp_tensor_count(&p->weight);
+    int norm = strstr(p->name, "LayerNorm.weight") != NULL;
+    if (p->weight.ndim == 2) random_normal(room, count, seed, (uint64_t)i + 1, 0.02f);
+    else for (k = 0; k < count; k++) room[k] = norm ? 1.0f : 0.0f;
+    return param_set(e->amp, &e->params[i], room);
+}
+
+/* Room for the elements of the largest parameter, with the rows that a file has before them; the caller frees it. */
+static inline float *encoder_room(const encoder *e) {
+    int64_t i, count, largest = 0;
+    float *room;
+    for (i = 0; i < e->n_params; i++) if ((count = amp_tensor_count(&e->params[i].weight)) > largest) largest = count;
+    largest += encoder_kinds[e->config.family].first * e->config.embedding;
+    room = (float *)malloc((size_t)largest * sizeof *room);
+    if (room == NULL) example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
+    return room;
+}
+
+static inline amp_result encoder_init(encoder *e, uint64_t seed) {
+    float *room = encoder_room(e);
+    amp_result result = room != NULL ? AMP_OK : AMP_ERR_MEMORY;
+    int64_t i;
+    for (i = 0; i < e->n_params && result == AMP_OK; i++) result = encoder_init_param(e, i, seed, room);
+    free(room);
+    return result;
+}
+
+/* ---- Forward and backward */
+
+static inline amp_result encoder_embed(encoder *e, const encoder_input *in) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    e->words.ids = in->ids;
+    e->types.ids = in->types != NULL ? in->types : e->no_types;
+    TIMED(p, amp, PROFILE_EMBEDDING, 0, amp_embedding(amp, &e->words));
+    TIMED(p, amp, PROFILE_EMBEDDING, 0, amp_embedding(amp, &e->types));
+    TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &e->norm));
+    if (e->config.dropout > 0) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &e->embedding_drop));
+    if (encoder_is_narrow(&e->config)) TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &e->project));
+    return AMP_OK;
+}
+
+static inline amp_result encoder_forward_layer(encoder *e, encoder_layer *l, const int32_t *lengths) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int drop = e->config.dropout > 0;
+    l->attention.mask.lengths = l->attention_global.mask.lengths = lengths;
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->qkv));
+    TIMED(p, amp, PROFILE_ATTENTION, 0, amp_attention(amp, &l->attention));
+    if (e->config.family == ENCODER_LONGFORMER) {
+        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->q_global));
+        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->kv_global));
+        TIMED(p, amp, PROFILE_ATTENTION, 0, amp_attention(amp, &l->attention_global));
+    }
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->proj));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &l->drop_1));
+    TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &l->norm_1));
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->fc));
+    TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->fc_out));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &l->drop_2));
+    TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &l->norm_2));
+    return AMP_OK;
+}
+
+/* Logits [batch, classes], in e->logits. */
+static inline amp_result encoder_forward(encoder *e, const encoder_input *in) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int64_t layer;
+    TRY(encoder_bind(e, in->batch, in->seq));
+    TRY(encoder_embed(e, in));
+    for (layer = 0; layer < e->config.layers; layer++) TRY(encoder_forward_layer(e, &e->layers[layer], in->lengths));
+    TIMED(p, amp, PROFILE_HEAD, 0, amp_linear(amp, &e->dense));
+    TIMED(p, amp, PROFILE_HEAD, 0, amp_activation(amp, &e->act));
+    if (e->config.dropout > 0) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &e->head_drop));
+    TIMED(p, amp, PROFILE_HEAD, 0, amp_linear(amp, &e->out));
+    return AMP_OK;
+}
+
+/* The mean loss against labels [batch], in e->loss_value; with backward the logits become their gradient, starting from
+   *seed (see amp_scaler_seed; NULL: 1). */
+static inline amp_result encoder_loss(encoder *e, const int32_t *labels, int backward, const float *seed) {
+    amp_cross_entropy_op *op = &e->loss;
+    memset(op, 0, sizeof *op);
+    op->logits = e->out.y;
+    if (backward) op->dlogits = e->out.y;
+    op->labels = labels;
+    op->seed = seed;
+    op->loss = e->loss_value;
+    TIMED(e->profile, e->amp, PROFILE_LOSS, 0, amp_cross_entropy(e->amp, op));
+    return AMP_OK;
+}
+
+/* The loss on the host.  Waits for the device. */
+static inline amp_result encoder_loss_read(encoder *e, float *out) {
+    TRY(amp_copy(e->amp, out, e->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(e->amp);
+}
+
+/* d_stream = d_branch or d_stream, plus d_inner. */
+static inline amp_result encoder_add_inner(encoder *e, float *to) {
+    amp_tensor a = encoder_stream(e, to), b = encoder_stream(e, e->d_inner), y = encoder_stream(e, e->d_stream);
+    return amp_add(e->amp, &a, &b, &y);
+}
+
+/* What the first token's output gave, which leaves nothing for the windowed attention's output in its place. */
+static inline amp_result encoder_backward_global(encoder *e, encoder_layer *l) {
+    int64_t C = e->config.hidden, size = (int64_t)amp_dtype_size(e->config.activations), b;
+    TIMED(e->profile, e->amp, PROFILE_ATTENTION, 1, amp_attention_backward(e->amp, &l->attention_global));
+    for (b = 0; b < e->batch; b++) TRY(amp_fill(e->amp, (char *)e->d_heads + b * e->seq * C * size, 0, C * size));
+    return AMP_OK;
+}
+
+/* Adds what goes through the first token's projections to d_stream. */
+static inline amp_result encoder_backward_projections(encoder *e, encoder_layer *l) {
+    profile *p = e->profile;
+    TIMED(p, e->amp, PROFILE_LINEAR, 1, amp_linear_backward(e->amp, &l->kv_global));
+    TRY(encoder_add_inner(e, e->d_stream));
+    TRY(amp_fill(e->amp, e->d_inner, 0, e->rows * e->config.hidden * (int64_t)sizeof(float)));
+    TIMED(p, e->amp, PROFILE_LINEAR, 1, amp_linear_backward(e->amp, &l->q_global));
+    return encoder_add_inner(e, e->d_stream);
+}
+
+/* d_stream comes in as the gradient of a layer's output and leaves as that of its input. */
+static inline amp_result encoder_backward_layer(encoder *e, encoder_layer *l) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int drop = e->config.dropout > 0, global = e->config.family == ENCODER_LONGFORMER;
+    TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &l->norm_2));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &l->drop_2));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->fc_out));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->fc));
+    TIMED(p, amp, PROFILE_NORM, 1, encoder_add_inner(e, e->d_branch));
+    TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &l->norm_1));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &l->drop_1));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->proj));
+    if (global) TRY(encoder_backward_global(e, l));
+    TIMED(p, amp, PROFILE_ATTENTION, 1, amp_attention_backward(amp, &l->attention));
+    TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->qkv));
+    TIMED(p, amp, PROFILE_NORM, 1, encoder_add_inner(e, e->d_branch));
+    return global ? encoder_backward_projections(e, l) : AMP_OK;
+}
+
+/* After encoder_forward and encoder_loss with backward: all gradients. */
+static inline amp_result encoder_backward(encoder *e) {
+    amp_context *amp = e->amp;
+    profile *p = e->profile;
+    int drop = e->config.dropout > 0;
+    int64_t layer;
+    TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &e->out));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &e->head_drop));
+    TIMED(p, amp, PROFILE_HEAD, 1, amp_activation_backward(amp, &e->act));
+    TRY(amp_fill(amp, e->d_stream, 0, e->rows * e->config.hidden * (int64_t)sizeof(float)));
+    TIMED(p, amp, PROFILE_HEAD, 1, amp_linear_backward(amp, &e->dense));
+    for (layer = e->config.layers - 1; layer >= 0; layer--) TRY(encoder_backward_layer(e, &e->layers[layer]));
+    if (encoder_is_narrow(&e->config)) TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &e->project));
+    if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &e->embedding_drop));
+    TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &e->norm));
+    TIMED(p, amp, PROFILE_EMBEDDING, 1, amp_embedding_backward(amp, &e->words));
+    TIMED(p, amp, PROFILE_EMBEDDING, 1, amp_embedding_backward(amp, &e->types));
+    return AMP_OK;
+}
+
+/* Floating-point operations of one forward pass on a row of the profile; backward as in gpt_flops.  Of attention, what
+   all pairs of tokens take. */
+static inline double encoder_flops(const encoder *e, int row) {
+    const encoder_config *c = &e->config;
+    double rows = (double)e->rows, C = (double)c->hidden, E = (double)c->embedding, layers = (double)c->layers;
+    if (row == PROFILE_LINEAR)
+        return 2 * rows * ((4 * C * C + 2 * C * (double)c->intermediate) * layers + (encoder_is_narrow(c) ? C * E : 0));
+    if (row == PROFILE_HEAD) return 2 * (double)e->batch * C * (C + (double)c->classes);
+    if (row == PROFILE_ATTENTION) return 4 * rows * (double)e->seq * C * layers;
+    return 0;
+}
+
+/* ---- Model files: safetensors with Hugging Face's names, with or without the family's prefix */
+
+typedef struct encoder_file {
+    void *data;
+    size_t bytes;
+    st_file tensors;
+    encoder_config config;          /* as the file says; classes 0: it has no head */
+} encoder_file;
+
+static inline void encoder_file_close(encoder_file *file) {
+    st_close(&file->tensors);
+    amp_file_free(NULL, file->data, file->bytes);
+    memset(file, 0, sizeof *file);
+}
+
+/* A parameter as the file has it: one tensor, or several whose rows follow each other.  skip: rows of the tensor that
+   come before the parameter's. */
+typedef struct encoder_piece { char name[96]; int64_t rows, cols, skip; } encoder_piece;
+
+static inline int encoder_pieces(const amp_param *p) {
+    return strstr(p->name, ".qkv.") != NULL ? 3 : strstr(p->name, ".kv_global.") != NULL ? 2 : 1;
+}
+static inline void encoder_piece_get(const encoder *e, const amp_param *p, int part, encoder_piece *out) {
+    static const char *const names[2][3] = {{"query", "key", "value"}, {"key_global", "value_global", NULL}};
+    const char *packed = strstr(p->name, ".qkv."), *other = strstr(p->name, ".kv_global."),
+               *at = packed != NULL ? packed : other;
+    if (at == NULL) snprintf(out->name, sizeof out->name, "%s", p->name);
+    else snprintf(out->name, sizeof out->name, "%.*s.%s%s", (int)(at - p->name), p->name, names[packed == NULL][part],
+                  strchr(at + 1, '.'));
+    out->rows = p->weight.shape[0] / encoder_pieces(p);
+    out->cols = p->weight.ndim == 2 ? p->weight.shape[1] : 0;
+    out->skip = strstr(p->name, "position_embeddings") != NULL ? encoder_kinds[e->config.family].first : 0;
+}
+
+/* By the full name or without the prefix; older files call LayerNorm's weight and bias gamma and beta. */
+static inline const st_tensor *encoder_file_find(const st_file *tensors, encoder_family family, const char *name) {
+    const char *prefix = encoder_kinds[family].prefix, *last = strrchr(name, '.');
+    size_t length = strlen(prefix);
+    const st_tensor *t = st_find(tensors, name);
+    char older[96];
+    if (t == NULL && strncmp(name, prefix, length) == 0) t = st_find(tensors, name + length);
+    if (t != NULL || last == NULL || strstr(name, "LayerNorm") == NULL || strstr(last, "gamma") || strstr(last, "beta"))
+        return t;
+    snprintf(older, sizeof older, "%.*s.%s", (int)(last - name), name, strcmp(last, ".weight") == 0 ? "gamma" : "beta");
+    return encoder_file_find(tensors, family, older);
+}
+
+/* The family by config.json or our metadata, else by the names' prefix. */
+static inline encoder_family encoder_file_family(const encoder_file *file, const char *path) {
+    char type[64] = "";
+    int64_t i;
+    int k, said = model_file_text(&file->tensors, path, "model_type", type, sizeof type);
+    for (k = ENCODER_KINDS - 1; k > 0; k--) {
+        if (strcmp(type, encoder_kinds[k].name) == 0) return (encoder_family)k;
+        for (i = 0; i < file->tensors.n && !said; i++)
+            if (strncmp(file->tensors.tensors[i].name, encoder_kinds[k].prefix, strlen(encoder_kinds[k].prefix)) == 0)
+                return (encoder_family)k;
+    }
+    return strcmp(type, "xlm-roberta") == 0 ? ENCODER_ROBERTA : ENCODER_BERT;
+}
+
+static inline const st_tensor *encoder_file_body(const encoder_file *file, const char *name) {
+    char full[96];
+    snprintf(full, sizeof full, "%s%s", encoder_kinds[file->config.family].prefix, name);
+    return encoder_file_find(&file->tensors, file->config.family, full);
+}
+
+/* What stands in no shape: heads, LayerNorm's epsilon, Longformer's window. */
+static inline void encoder_file_settings(encoder_file *file, const char *path, int64_t heads) {
+    encoder_config *c = &file->config;
+    char text[64];
+    c->heads = heads > 0 ? heads : c->hidden % 64 == 0 ? c->hidden / 64 : 0;
+    if (heads < 1 && model_file_text(&file->tensors, path, "num_attention_heads", text, sizeof text)) c->heads = atoll(text);
+    c->eps = c->family == ENCODER_BERT || c->family == ENCODER_ELECTRA ? 1e-12f : 1e-5f;
+    if (model_file_text(&file->tensors, path, "layer_norm_eps", text, sizeof text)) c->eps = (float)atof(text);
+    c->window = 256;
+    if (model_file_text(&file->tensors, path, "attention_window", text, sizeof text)) c->window = atoll(text) / 2;
+}
+
+static inline amp_result encoder_file_shape(encoder_file *file, const char *path, int64_t heads) {
+    encoder_config *c = &file->config;
+    const st_tensor *words, *positions, *types, *down, *out;
+    char name[96];
+    c->family = encoder_file_family(file, path);
+    words = encoder_file_body(file, "embeddings.word_embeddings.weight");
+    positions = encoder_file_body(file, "embeddings.position_embeddings.weight");
+    types = encoder_file_body(file, "embeddings.token_type_embeddings.weight");
+    down = encoder_file_body(file, "encoder.layer.0.output.dense.weight");
+    if (words == NULL || positions == NULL || types == NULL || down == NULL || words->ndim != 2 || positions->ndim != 2 ||
+        types->ndim != 2 || down->ndim != 2)
+        return example_fail(AMP_ERR_FORMAT, "%s: no encoder of BERT's kind: embeddings or the first layer are missing", path);
+    c->vocab = words->shape[0]; c->positions = positions->shape[0]; c->types = types->shape[0];
+    c->embedding = words->shape[1]; c->hidden = down->shape[0]; c->intermediate = down->shape[1];
+    for (c->layers = 1; c->layers < 10000; c->layers++) {
+        snprintf(name, sizeof name, "encoder.layer.%lld.output.dense.weight", (long long)c->layers);
+        if (encoder_file_body(file, name) == NULL) break;
+    }
+    snprintf(name, sizeof name, "%s.weight", encoder_kinds[c->family].out);
+    out = st_find(&file->tensors, name);
+    c->classes = out != NULL && out->ndim == 2 ? out->shape[0] : 0;
+    encoder_file_settings(file, path, heads);
+    if (c->heads < 1)
+        return example_fail(AMP_ERR_FORMAT, "%s: does not say how many heads the model has: give the number", path);
+    return AMP_OK;
+}
+
+/* Opens a model file and reads its shape.  heads: 0 to find it out.  Nothing in the file is trusted. */
+static inline amp_result encoder_file_open(encoder_file *file, const char *path, int64_t heads) {
+    amp_result result;
+    memset(file, 0, sizeof *file);
+    TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
+    result = st_open(&file->tensors, file->data, file->bytes);
+    if (result == AMP_OK) result = encoder_file_shape(file, path, heads);
+    if (result != AMP_OK) encoder_file_close(file);
+    return result;
+}
+
+/* The elements of parameter i.  values, room: see encoder_room. */
+static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values, float *room) {
+    const amp_param *p = &e->params[i];
+    encoder_piece piece;
+    int part;
+    for (part = 0; part < encoder_pieces(p); part++) {
+        const st_tensor *t;
+        int64_t width, skipped;
+        encoder_piece_get(e, p, part, &piece);
+        t = encoder_file_find(&file->tensors, e->config.family, piece.name);
+        width = piece.cols > 0 ? piece.cols : 1;
+        skipped = piece.skip * width;
+        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
+        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip || (t->ndim == 2 && t->shape[1] != piece.cols))
+            return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
+        TRY(st_floats(t, room));
+        memcpy(values + part * piece.rows * width, room + skipped, (size_t)(piece.rows * width) * sizeof *values);
+    }
+    return AMP_OK;
+}
+
+/* Loads the weights of a file whose shape is the model's.  A head that the file lacks, or has for another number of
+   classes, is initialised; *fresh: how many of its parameters that were. */
+static inline amp_result encoder_file_load(const encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
+    float *values = encoder_room(e), *room = encoder_room(e);
+    int64_t i, head = e->n_params - ENCODER_HEAD;
+    amp_result result = values != NULL && room != NULL ? AMP_OK : AMP_ERR_MEMORY;
+    *fresh = 0;
+    for (i = 0; i < e->n_params && result == AMP_OK; i++) {
+        int missing = i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
+                                    (i >= head + 2 && file->config.classes != e->config.classes));
+        *fresh += missing;
+        if (missing) result = encoder_init_param(e, i, seed, values);
+        else {
+            result = encoder_file_param(file, e, i, values, room);
+            if (result == AMP_OK) result = param_set(e->amp, &e->params[i], values);
+        }
+    }
+    free(values);
+    free(room);
+    return result;
+}
+
+static inline amp_result encoder_header_text(const encoder *e, text_buffer *b) {
+    const encoder_config *c = &e->config;
+    const encoder_kind *kind = &encoder_kinds[c->family];
+    int64_t i, offset = 0;
+    int part;
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\",\"producer\":\"amp.h %s\",\"model_type\":\"%s\",", AMP_VERSION_TEXT, kind->name);
+    text_add(b, "\"num_attention_heads\":\"%lld\",\"layer_norm_eps\":\"%g\",\"attention_window\":\"%lld\"}",
+             (long long)c->heads, (double)c->eps, (long long)c->window * 2);
+    for (i = 0; i < e->n_params; i++)
+        for (part = 0; part < encoder_pieces(&e->params[i]); part++) {
+            encoder_piece piece;
+            encoder_piece_get(e, &e->params[i], part, &piece);
+            st_add_entry(b, piece.name, piece.rows + piece.skip, piece.cols, &offset);
+        }
+    return st_end_header(b);
+}
+
+/* Writes the weights as fp32 safetensors with Hugging Face's names, atomically.  Rows that no token reads are 0. */
+static inline amp_result encoder_save(encoder *e, const char *path) {
+    text_buffer header = {NULL, 0, 0, 0};
+    int64_t i, k, count, skipped = encoder_kinds[e->config.family].first * e->config.embedding;
+    size_t bytes = 0;
+    unsigned char *file = NULL, *out = NULL;
+    float *values = encoder_room(e);
+    amp_result result = encoder_header_text(e, &header);
+    if (result == AMP_OK) {
+        bytes = 8 + header.used + (size_t)(e->weights_count + skipped) * 4;
+        file = (unsigned char *)malloc(bytes);
+        if (file == NULL || values == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
+        else out = st_put_header(&header, file);
+    }
+    for (i = 0; i < e->n_params && result == AMP_OK; i++) {
+        int64_t skip = i == 1 ? skipped : 0;            /* of the positions */
+        for (k = 0; k < skip; k++) values[k] = 0;
+        result = param_get(e->amp, &e->params[i], values + skip);
+        count = amp_tensor_count(&e->params[i].weight) + skip;
+        floats_to_bytes(out, values, count);
+        out += count * 4;
+    }
+    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
+    free(values); free(header.text); free(file);
+    return result;
+}
+
+/* The config.json that transformers' from_pretrained wants beside model.safetensors.  names: of the n labels, n 0: none. */
+static inline amp_result encoder_save_config(const encoder *e, const char *path, const char *const *names, int64_t n) {
+    static const char *const classes[] = {"Bert", "Roberta", "Electra", "Longformer"};
+    const encoder_config *c = &e->config;
+    const encoder_kind *kind = &encoder_kinds[c->family];
+    text_buffer b = {NULL, 0, 0, 0};
+    amp_result result;
+    int64_t i, k;
+    text_add(&b, "{\n  \"architectures\": [\"%sForSequenceClassification\"],\n  \"model_type\": \"%s\",\n", classes[c->family], kind->name);
+    text_add(&b, "  \"hidden_act\": \"gelu\",\n  \"layer_norm_eps\": %g,\n  \"pad_token_id\": %d,\n", (double)c->eps, kind->first > 0);
+    text_add(&b, "  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n  \"type_vocab_size\": %lld,\n", (long long)c->vocab,
+             (long long)c->positions, (long long)c->types);
+    text_add(&b, "  \"hidden_size\": %lld,\n  \"num_hidden_layers\": %lld,\n  \"num_attention_heads\": %lld,\n", (long long)c->hidden,
+             (long long)c->layers, (long long)c->heads);
+    text_add(&b, "  \"intermediate_size\": %lld,\n  \"embedding_size\": %lld,\n", (long long)c->intermediate, (long long)c->embedding);
+    if (c->family == ENCODER_LONGFORMER) text_add(&b, "  \"attention_window\": %lld,\n", (long long)c->window * 2);
+    text_add(&b, "  \"id2label\": {");
+    for (i = 0; i < c->classes; i++) {
+        text_add(&b, "%s\"%lld\": \"", i > 0 ? ", " : "", (long long)i);
+        if (i >= n) text_add(&b, "LABEL_%lld", (long long)i);
+        for (k = 0; i < n && names[i][k] != 0; k++) {
+            unsigned char x = (unsigned char)names[i][k];
+            if (x < 0x20) text_add(&b, "\\u%04x", x);
+            else text_add(&b, "%s%c", x == '"' || x == '\\' ? "\\" : "", x);
+        }
+        text_add(&b, "\"");
+    }
+    text_add(&b, "}\n}\n");
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path)
+                      : amp_file_write_atomic(NULL, path, b.text, b.used);
+    free(b.text);
+    return result;
+}
+
+/* ==== 11 The tokenizer of BERT ===================================================================
+   WordPiece (Devlin et al. 2019) from a vocab.txt with one token a line: text is cleaned, lower-cased without accents
+   unless the vocabulary is cased, split at spaces, at punctuation and around ideographs, and each word is cut from the left
+   into the longest pieces there are, those after the first with "##" before them; a word that cannot be cut, or has more
+   than 100 characters, is [UNK].  As BertTokenizer, but that CJK compatibility ideographs stay what they are, and that
+   "[SEP]" in a text is three tokens like any other.  Without a vocabulary, bytes are the tokens. */
+
+enum { WORDPIECE_LONGEST = 100, WORDPIECE_BYTES = 4 };      /* characters of a word; the token of byte 0 */
+
+typedef struct wordpiece {
+    int64_t n;                      /* tokens */
+    int32_t pad, unknown, begin, end;           /* [PAD], [UNK], [CLS], [SEP] */
+    int cased;
+    char *text;                     /* of the file; NULL: bytes */
+    size_t text_bytes;
+    token_span *tokens;
+    int32_t *slots;                 /* hash table, -1: empty */
+    uint64_t n_slots;
+    int64_t longest;                /* bytes of the longest token */
+} wordpiece;
+
+static inline void wordpiece_close(wordpiece *w) {
+    amp_file_free(NULL, w->text, w->text_bytes);
+    free(w->tokens); free(w->slots);
+    memset(w, 0, sizeof *w);
+}
+
+/* Bytes as tokens, behind [PAD], [UNK], [CLS] and [SEP]. */
+static inline void wordpiece_bytes(wordpiece *w) {
+    memset(w, 0, sizeof *w);
+    w->n = WORDPIECE_BYTES + 256;
+    w->unknown = 1; w->begin = 2; w->end = 3;
+}
+
+/* The slot of `prefix` and `bytes` together: that of their token, or the empty one where it would go. */
+static inline uint64_t wordpiece_slot(const wordpiece *w, const char *prefix, const char *bytes, int64_t n) {
+    uint64_t hash = 0xcbf29ce484222325u, slot;
+    int64_t i, before = (int64_t)strlen(prefix);
+    for (i = 0; i < before + n; i++)
+        hash = (hash ^ (unsigned char)(i < before ? prefix[i] : bytes[i - before])) * 0x100000001b3u;
+    for (slot = hash & (w->n_slots - 1); w->slots[slot] >= 0; slot = (slot + 1) & (w->n_slots - 1)) {
+        const token_span *span = &w->tokens[w->slots[slot]];
+        if (span->length == before + n && memcmp(w->text + span->at, prefix, (size_t)before) == 0 &&
+            memcmp(w->text + span->at + before, bytes, (size_t)n) == 0) break;
+    }
+    return slot;
+}
+static inline int32_t wordpiece_find(const wordpiece *w, const char *prefix, const char *bytes, int64_t n) {
+    return w->slots[wordpiece_slot(w, prefix, bytes, n)];
+}
+
+/* One token a line; of equal lines the last one counts, as in transformers. */
+static inline amp_result wordpiece_lines(wordpiece *w, const char *path) {
+    int64_t at = 0, bytes = (int64_t)w->text_bytes, lines = 1, i;
+    for (i = 0; i < bytes; i++) lines += w->text[i] == '\n';
+    if (lines > (int64_t)1 << 24) return example_fail(AMP_ERR_SIZE, "%s: more than 2^24 lines", path);
+    for (w->n_slots = 16; (int64_t)w->n_slots < 2 * lines;) w->n_slots *= 2;
+    w->tokens = (token_span *)malloc((size_t)lines * sizeof *w->tokens);
+    w->slots = (int32_t *)malloc((size_t)w->n_slots * sizeof *w->slots);
+    if (w->tokens == NULL || w->slots == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for the vocabulary", path);
+    for (i = 0; i < (int64_t)w->n_slots; i++) w->slots[i] = -1;
+    while (at < bytes) {
+        const char *stop = (const char *)memchr(w->text + at, '\n', (size_t)(bytes - at));
+        int64_t next = stop != NULL ? stop - w->text + 1 : bytes, end = stop != NULL ? next - 1 : bytes;
+        token_span *span = &w->tokens[w->n];
+        if (end > at && w->text[end - 1] == '\r') end--;
+        if (end - at > TOKENIZER_LONGEST)
+            return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a token of %lld bytes", path, (long long)w->n + 1, (long long)(end - at));
+        span->at = at;
+        span->length = (int32_t)(end - at);
+        if (end - at > w->longest) w->longest = end - at;
+        w->slots[wordpiece_slot(w, "", w->text + at, end - at)] = (int32_t)w->n;
+        w->n++;
+        at = next;
+    }
+    return AMP_OK;
+}
+
+/* Opens a vocab.txt.  Nothing in it is trusted. */
+static inline amp_result wordpiece_open(wordpiece *w, const char *path, int cased) {
+    static const char *const names[] = {"[PAD]", "[UNK]", "[CLS]", "[SEP]"};
+    int32_t *special[4];
+    void *text = NULL;
+    amp_result result;
+    int i;
+    memset(w, 0, sizeof *w);
+    TRY(amp_file_read_all(NULL, path, &text, &w->text_bytes));
+    w->text = (char *)text;
+    w->cased = cased;
+    special[0] = &w->pad; special[1] = &w->unknown; special[2] = &w->begin; special[3] = &w->end;
+    result = wordpiece_lines(w, path);
+    for (i = 0; i < 4 && result == AMP_OK; i++) {
+        *special[i] = wordpiece_find(w, "", names[i], 5);
+        if (*special[i] < 0) result = example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
+    }
+    if (result != AMP_OK) wordpiece_close(w);
+    return result;
+}
+
+/* ---- Characters */
+
+enum { PIECE_OTHER = 0, PIECE_MARK = 1, PIECE_DROPPED = 2, PIECE_SPACE = 3, PIECE_PUNCTUATION = 4, PIECE_IDEOGRAPH = 5 };
+
+/* Made by tests/oracle/wordpiece.py --tables from what the tokenizers library does with each character: letters that
+   U+00C0, U+1E00 and U+1F00 (there 'a' is alpha) and those after them become, runs of other characters (first,
+   2 count + step - 1, difference), characters that become two, and the first character * 8 + class of every run. */
+static const char piece_latin[] =
+    "aaaaaa.ceeeeiiii.nooooo..uuuuy..aaaaaa.ceeeeiiii.nooooo..uuuuy.yaaaaaaccccccccdd..eeeeeeeeeegggggggghh..iiiiiiii"
+    "i...jjkk.llllll....nnnnnn...oooooo..rrrrrrsssssssstttt..uuuuuuuuuuuuwwyyyzzzzzz................................."
+    "oo.............uu............................aaiioouuuuuuuuuu.aaaa....ggkkoooo..j...gg..nnaa....aaaaeeeeiiiioooo"
+    "rrrruuuusstt..hh......aaeeooooooooyy............................";
+static const char piece_extended[] =
+    "aabbbbbbccddddddddddeeeeeeeeeeffgghhhhhhhhhhiiiikkkkkkllllllllmmmmmmnnnnnnnnoooooooopppprrrrrrrrsssssssssstttttt"
+    "ttuuuuuuuuuuvvvvwwwwwwwwwwxxxxyyzzzzzzhtwy......aaaaaaaaaaaaaaaaaaaaaaaaeeeeeeeeeeeeeeeeiiiioooooooooooooooooooo"
+    "oooouuuuuuuuuuuuuuyyyyyyyy......";
+static const char piece_greek[] =
+    "aaaaaaaaaaaaaaaaeeeeee..eeeeee..ggggggggggggggggiiiiiiiiiiiiiiiioooooo..oooooo..uuuuuuuu.u.u.u.uyyyyyyyyyyyyyyyy"
+    "aaeeggiioouuyy..aaaaaaaaaaaaaaaaggggggggggggggggyyyyyyyyyyyyyyyyaaaaa.aaaaaaa.i...ggg.ggeeggg...iiii..iiiiii...."
+    "uuuuqquuuuuuq.....yyy.yyooyyy...";
+static const int32_t piece_folds[] = {
+    198, 2, 32, 208, 2, 32, 216, 2, 32, 222, 2, 32, 272, 2, 1, 294, 2, 1, 306, 2, 1, 319, 5, 1, 330, 2, 1, 338, 2, 1,
+    358, 2, 1, 385, 2, 210, 386, 5, 1, 390, 2, 206, 391, 2, 1, 393, 4, 205, 395, 2, 1, 398, 2, 79, 399, 2, 202, 400,
+    2, 203, 401, 2, 1, 403, 2, 205, 404, 2, 207, 406, 2, 211, 407, 2, 209, 408, 2, 1, 412, 2, 211, 413, 2, 213, 415,
+    2, 214, 418, 5, 1, 422, 2, 218, 423, 2, 1, 425, 2, 218, 428, 2, 1, 430, 2, 218, 433, 4, 217, 435, 5, 1, 439, 2,
+    219, 440, 2, 1, 444, 2, 1, 452, 2, 2, 453, 2, 1, 455, 2, 2, 456, 2, 1, 458, 2, 2, 459, 2, 1, 482, 2, -252, 483, 2,
+    -253, 484, 2, 1, 494, 2, 164, 495, 2, 163, 497, 2, 2, 498, 2, 1, 502, 2, -97, 503, 2, -56, 508, 2, -278, 509, 2,
+    -279, 510, 2, -262, 511, 2, -263, 540, 2, 1, 544, 2, -130, 546, 5, 1, 570, 2, 10795, 571, 2, 1, 573, 2, -163, 574,
+    2, 10792, 577, 2, 1, 579, 2, -195, 580, 2, 69, 581, 2, 71, 582, 11, 1, 880, 5, 1, 884, 2, -187, 886, 2, 1, 894, 2,
+    -835, 895, 2, 116, 901, 2, -733, 902, 2, 43, 903, 2, -720, 904, 2, 45, 905, 2, 46, 906, 2, 47, 908, 2, 51, 910, 2,
+    55, 911, 2, 58, 912, 2, 41, 913, 34, 32, 931, 14, 32, 938, 2, 15, 939, 2, 26, 940, 2, 5, 941, 2, 8, 942, 2, 9,
+    943, 2, 10, 944, 2, 21, 970, 2, -17, 971, 2, -6, 972, 2, -13, 973, 2, -8, 974, 2, -5, 975, 2, 8, 979, 2, -1, 980,
+    2, -2, 984, 25, 1, 1012, 2, -60, 1015, 2, 1, 1017, 2, -7, 1018, 2, 1, 1021, 6, -130, 1024, 2, 53, 1025, 2, 52,
+    1026, 2, 80, 1027, 2, 48, 1028, 6, 80, 1031, 2, 79, 1032, 8, 80, 1036, 2, 46, 1037, 2, 43, 1038, 2, 53, 1039, 2,
+    80, 1040, 18, 32, 1049, 2, 31, 1050, 44, 32, 1081, 2, -1, 1104, 2, -27, 1105, 2, -28, 1107, 2, -32, 1111, 2, -1,
+    1116, 2, -34, 1117, 2, -37, 1118, 2, -27, 1120, 23, 1, 1142, 2, -1, 1143, 2, -2, 1144, 11, 1, 1162, 55, 1, 1216,
+    2, 15, 1217, 2, -139, 1218, 2, -140, 1219, 13, 1, 1232, 2, -160, 1233, 2, -161, 1234, 2, -162, 1235, 2, -163,
+    1236, 2, 1, 1238, 2, -161, 1239, 2, -162, 1240, 2, 1, 1242, 2, -1, 1243, 2, -2, 1244, 2, -166, 1245, 4, -167,
+    1247, 2, -168, 1248, 2, 1, 1250, 2, -170, 1251, 2, -171, 1252, 2, -172, 1253, 2, -173, 1254, 2, -168, 1255, 2,
+    -169, 1256, 2, 1, 1258, 2, -1, 1259, 2, -2, 1260, 2, -159, 1261, 2, -160, 1262, 2, -171, 1263, 2, -172, 1264, 2,
+    -173, 1265, 2, -174, 1266, 2, -175, 1267, 2, -176, 1268, 2, -173, 1269, 2, -174, 1270, 2, 1, 1272, 2, -173, 1273,
+    2, -174, 1274, 55, 1, 1329, 76, 48, 1570, 2, 5, 1571, 2, 4, 1572, 2, 36, 1573, 2, 2, 1574, 2, 36, 1728, 2, 21,
+    1730, 2, -1, 1747, 2, -1, 2345, 2, -1, 2353, 2, -1, 2356, 2, -1, 2392, 6, -67, 2395, 2, -63, 2396, 4, -59, 2398,
+    2, -51, 2399, 2, -48, 2524, 4, -59, 2527, 2, -48, 2611, 2, -1, 2614, 2, 2, 2649, 4, -67, 2651, 2, -63, 2654, 2,
+    -51, 2888, 2, -1, 2908, 4, -59, 3264, 2, 21, 3271, 4, 14, 3274, 2, -8, 3546, 2, -1, 3907, 2, -1, 3917, 2, -1,
+    3922, 2, -1, 3927, 2, -1, 3932, 2, -1, 3945, 2, -41, 4134, 2, -1, 4256, 76, 7264, 4295, 2, 7264, 4301, 2, 7264,
+    5024, 160, 38864, 5104, 12, 8, 6971, 2, -6, 6973, 2, -8, 6979, 2, -14, 7312, 86, -3008, 7357, 6, -3008, 7835, 2,
+    -7452, 7838, 2, -7615, 7930, 7, 1, 8129, 2, -7961, 8141, 2, -14, 8142, 2, -15, 8143, 2, -16, 8157, 2, 33, 8158, 2,
+    32, 8159, 2, 31, 8173, 2, -8005, 8174, 2, -8006, 8175, 2, -8079, 8189, 2, -8009, 8192, 4, 2, 8486, 2, -7517, 8490,
+    2, -8383, 8491, 2, -8394, 8498, 2, 28, 8544, 32, 16, 8579, 2, 1, 8602, 2, -10, 8603, 2, -9, 8622, 2, -26, 8653, 2,
+    3, 8654, 2, 6, 8655, 2, 3, 8708, 2, -1, 8713, 2, -1, 8716, 2, -1, 8740, 5, -1, 8769, 2, -5, 8772, 2, -1, 8775, 2,
+    -2, 8777, 2, -1, 8800, 2, -8739, 8802, 2, -1, 8813, 2, -32, 8814, 2, -8754, 8815, 2, -8753, 8816, 4, -12, 8820, 4,
+    -2, 8824, 4, -2, 8832, 4, -6, 8836, 4, -2, 8840, 4, -2, 8876, 2, -10, 8877, 4, -5, 8879, 2, -4, 8928, 4, -100,
+    8930, 4, -81, 8938, 8, -56, 9001, 4, 3295, 9398, 52, 26, 10972, 2, 1, 11264, 96, 48, 11360, 2, 1, 11362, 2,
+    -10743, 11363, 2, -3814, 11364, 2, -10727, 11367, 7, 1, 11373, 2, -10780, 11374, 2, -10749, 11375, 2, -10783,
+    11376, 2, -10782, 11378, 2, 1, 11381, 2, 1, 11390, 4, -10815, 11392, 101, 1, 11499, 5, 1, 11506, 2, 1, 12364, 25,
+    -1, 12389, 7, -1, 12400, 2, -1, 12401, 2, -2, 12403, 2, -1, 12404, 2, -2, 12406, 2, -1, 12407, 2, -2, 12409, 2,
+    -1, 12410, 2, -2, 12412, 2, -1, 12413, 2, -2, 12436, 2, -78, 12446, 2, -1, 12460, 25, -1, 12485, 7, -1, 12496, 2,
+    -1, 12497, 2, -2, 12499, 2, -1, 12500, 2, -2, 12502, 2, -1, 12503, 2, -2, 12505, 2, -1, 12506, 2, -2, 12508, 2,
+    -1, 12509, 2, -2, 12532, 2, -78, 12535, 8, -8, 12542, 2, -1, 42560, 47, 1, 42624, 29, 1, 42786, 15, 1, 42802, 63,
+    1, 42873, 5, 1, 42877, 2, -35332, 42878, 11, 1, 42891, 2, 1, 42893, 2, -42280, 42896, 5, 1, 42902, 21, 1, 42922,
+    2, -42308, 42923, 2, -42319, 42924, 2, -42315, 42925, 2, -42305, 42926, 2, -42308, 42928, 2, -42258, 42929, 2,
+    -42282, 42930, 2, -42261, 42931, 2, 928, 42932, 17, 1, 42948, 2, -48, 42949, 2, -42307, 42950, 2, -35384, 42951,
+    5, 1, 42960, 2, 1, 42966, 5, 1, 42997, 2, 1, 64285, 2, -62788, 64287, 2, -62765, 64298, 2, -62785, 64299, 2,
+    -62786, 64300, 2, -62787, 64301, 2, -62788, 64302, 2, -62814, 64303, 2, -62815, 64304, 14, -62816, 64312, 10,
+    -62816, 64318, 5, -62816, 64321, 5, -62816, 64324, 5, -62816, 64327, 8, -62816, 64331, 2, -62838, 64332, 2,
+    -62843, 64333, 2, -62834, 64334, 2, -62826, 65313, 52, 32, 66560, 80, 40, 66736, 72, 40, 66928, 22, 39, 66940, 30,
+    39, 66956, 14, 39, 66964, 4, 39, 68736, 102, 64, 69786, 5, -1, 69803, 2, -6, 70843, 2, -2, 71840, 64, 32, 93760,
+    64, 32, 125184, 68, 34,
+};
+static const int32_t piece_pairs[] = {
+    2507, 2503, 2494, 2508, 2503, 2519, 2891, 2887, 2878, 2892, 2887, 2903, 2964, 2962, 3031, 3018, 3014, 3006, 3019,
+    3015, 3006, 3020, 3014, 3031, 3275, 3266, 3285, 3402, 3398, 3390, 3403, 3399, 3390, 3404, 3398, 3415, 3548, 3545,
+    3535, 3549, 3545, 3535, 3550, 3545, 3551, 6918, 6917, 6965, 6920, 6919, 6965, 6922, 6921, 6965, 6924, 6923, 6965,
+    6926, 6925, 6965, 6930, 6929, 6965, 6976, 6974, 6965, 6977, 6975, 6965, 70475, 70471, 70462, 70476, 70471, 70487,
+    70844, 70841, 70832, 70846, 70841, 70845, 71098, 71096, 71087, 71099, 71097, 71087, 119134, 119127, 119141,
+    119135, 119128, 119141, 119227, 119225, 119141, 119228, 119226, 119141,
+};
+static const uint32_t piece_classes[] = {
+    2, 75, 90, 107, 114, 259, 268, 384, 468, 520, 732, 776, 988, 1018, 1283, 1292, 1296, 1340, 1344, 1372, 1376, 1386,
+    1392, 1460, 1472, 1500, 1504, 1532, 1536, 6145, 7040, 7156, 7160, 7228, 7232, 9241, 9280, 10964, 11008, 11340,
+    11368, 11401, 11764, 11769, 11780, 11785, 11804, 11809, 11828, 11833, 11904, 12188, 12290, 12336, 12364, 12376,
+    12388, 12400, 12417, 12508, 12514, 12520, 12532, 12544, 12889, 13056, 13140, 13168, 13185, 13192, 13988, 13992,
+    14001, 14058, 14064, 14073, 14120, 14137, 14152, 14161, 14192, 14340, 14458, 14464, 14473, 14480, 14721, 14952,
+    15665, 15752, 16217, 16288, 16316, 16336, 16561, 16592, 16601, 16672, 16681, 16704, 16713, 16772, 16896, 17097,
+    17140, 17152, 18201, 18456, 18897, 18904, 18913, 18920, 18953, 19016, 19049, 19056, 19081, 19136, 19217, 19236,
+    19248, 19332, 19336, 19465, 19472, 19937, 19944, 19977, 20024, 20073, 20080, 20241, 20272, 20489, 20504, 20961,
+    20976, 21001, 21192, 21377, 21392, 21417, 21424, 21513, 21528, 21985, 21992, 22025, 22088, 22121, 22144, 22289,
+    22320, 22404, 22408, 22537, 22544, 23009, 23016, 23033, 23040, 23049, 23096, 23145, 23208, 23217, 23224, 23313,
+    23344, 23569, 23576, 24065, 24072, 24169, 24192, 24577, 24584, 25073, 25096, 25137, 25280, 25361, 25392, 25609,
+    25616, 26081, 26088, 26105, 26112, 26161, 26168, 26209, 26280, 26385, 26416, 26633, 26640, 27145, 27184, 27241,
+    27248, 27409, 27440, 28241, 28280, 28305, 28352, 28580, 28680, 29065, 29072, 29089, 29176, 29241, 29308, 29312,
+    29396, 29704, 30089, 30096, 30113, 30160, 30169, 30184, 30273, 30336, 30756, 30872, 30884, 30888, 30913, 30928,
+    31145, 31152, 31161, 31168, 31177, 31188, 31216, 31625, 31736, 31745, 31788, 31793, 31808, 31849, 32240, 32305,
+    32312, 32388, 32424, 32460, 32768, 33129, 33160, 33169, 33216, 33225, 33240, 33257, 33272, 33364, 33408, 33473,
+    33488, 33521, 33544, 33673, 33704, 33809, 33816, 33833, 33848, 33897, 33904, 34025, 34032, 34780, 34784, 39657,
+    39684, 39752, 40964, 40968, 45932, 45944, 46083, 46088, 46300, 46336, 46940, 46960, 47249, 47272, 47505, 47532,
+    47616, 47761, 47872, 48017, 48128, 48545, 48560, 48569, 48624, 48689, 48696, 48713, 48804, 48824, 48836, 48856,
+    48873, 48896, 49156, 49241, 49266, 49272, 50505, 50512, 51457, 51480, 51513, 51528, 51601, 51608, 51657, 51712,
+    51748, 51760, 53433, 53448, 53465, 53492, 53504, 53937, 53944, 53953, 54024, 54033, 54040, 54057, 54120, 54169,
+    54272, 54532, 54584, 54596, 54657, 54768, 55297, 55328, 55713, 55720, 55729, 55768, 55777, 55784, 55825, 55832,
+    56020, 56072, 56153, 56224, 56321, 56336, 56593, 56624, 56641, 56656, 56665, 56688, 57137, 57144, 57153, 57168,
+    57193, 57200, 57209, 57232, 57316, 57344, 57697, 57760, 57777, 57820, 57856, 58356, 58368, 58884, 59009, 59036,
+    59041, 59144, 59153, 59208, 59241, 59248, 59297, 59304, 59329, 59344, 60929, 61360, 61409, 61440, 65539, 65626,
+    65668, 65859, 65874, 65915, 65924, 66080, 66092, 66192, 66204, 66299, 66306, 66432, 66540, 66552, 66668, 66688,
+    67201, 67304, 67337, 67344, 67369, 67584, 71748, 71776, 72012, 72024, 80708, 80816, 81452, 81464, 81716, 81792,
+    85020, 85192, 85700, 85728, 85988, 86000, 92025, 92048, 92108, 92136, 92148, 92160, 93060, 93177, 93184, 93953,
+    94212, 94584, 94596, 94744, 98307, 98316, 98336, 98372, 98448, 98468, 98560, 98641, 98672, 98692, 98696, 98796,
+    98800, 99529, 99544, 99588, 99592, 100316, 100320, 106501, 159232, 159749, 327680, 337908, 337920, 340076, 340096,
+    340857, 340864, 340892, 340897, 340980, 340984, 341233, 341248, 341889, 341908, 342016, 344081, 344088, 344113,
+    344120, 344153, 344160, 344361, 344376, 344996, 345088, 345633, 345640, 345716, 345728, 345857, 346000, 346052,
+    346072, 346084, 346088, 346417, 346484, 346496, 346681, 346768, 346876, 346880, 347137, 347160, 347545, 347552,
+    347569, 347600, 347617, 347624, 347660, 347768, 347892, 347904, 347945, 347952, 348489, 348536, 348553, 348568,
+    348585, 348672, 348697, 348704, 348769, 348776, 348900, 348928, 349153, 349160, 349569, 349576, 349585, 349608,
+    349625, 349640, 349681, 349696, 349705, 349712, 349940, 349952, 350049, 350064, 350084, 350096, 350129, 350216,
+    352041, 352048, 352065, 352072, 352092, 352096, 352105, 352128, 458754, 509957, 514048, 514289, 514296, 518644,
+    518656, 520193, 520324, 520449, 520580, 520976, 520988, 520992, 521028, 521032, 521044, 521088, 522234, 522252,
+    522272, 522284, 522328, 522340, 522368, 522452, 522464, 522492, 522504, 522716, 522736, 522748, 522752, 522972,
+    522976, 522988, 522992, 523004, 523056, 524234, 524256, 524266, 524288, 526340, 526392, 528361, 529408, 530177,
+    530184, 531377, 531456, 531708, 531712, 532100, 532104, 535420, 535424, 541372, 541376, 542972, 542976, 543228,
+    543744, 544777, 544896, 545217, 545280, 545412, 545536, 545788, 545792, 546601, 546648, 546692, 546816, 547276,
+    547328, 548044, 548168, 557065, 557072, 557505, 557628, 557712, 558073, 558096, 558489, 558520, 558537, 558556,
+    558570, 558580, 558608, 559105, 559128, 559417, 559456, 559465, 559536, 559620, 559648, 560025, 560036, 560048,
+    560129, 560144, 560561, 560632, 560684, 560721, 560748, 560752, 560860, 560864, 560876, 560904, 561529, 561552,
+    561569, 561576, 561585, 561604, 561648, 562508, 562560, 562937, 562944, 562969, 563072, 563201, 563216, 563681,
+    563688, 563713, 563720, 564017, 565248, 566681, 566728, 566737, 566744, 566777, 566792, 566801, 566816, 566836,
+    566840, 568721, 568768, 568801, 568816, 568825, 568844, 569024, 569057, 569344, 569753, 569816, 569833, 569840,
+    569849, 569868, 569888, 570713, 570720, 570729, 570736, 570753, 570800, 570809, 570816, 571625, 571648, 571665,
+    571696, 571705, 571776, 571876, 571896, 598916, 599040, 742260, 742272, 743297, 743340, 743424, 743809, 743868,
+    743904, 743972, 743976, 752761, 752792, 910569, 910588, 910594, 948224, 953145, 953168, 953242, 953305, 953368,
+    953385, 953440, 953681, 953712, 954897, 954920, 970753, 971192, 971225, 971624, 971689, 971696, 971809, 971816,
+    971836, 971993, 980992, 1001089, 1001472, 1048581, 1425664, 1427717, 1471872, 1556485, 1572864, 7340042, 7342081,
+    7864322,
+};
+
+static inline int piece_class(uint32_t code) {
+    size_t low = 0, high = sizeof piece_classes / sizeof *piece_classes;
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (piece_classes[middle] >> 3 <= code) low = middle;
+        else high = middle;
+    }
+    return (int)(piece_classes[low] & 7);
+}
+
+/* 1 and *out if the letter that stands for a character in a string is none of '.'. */
+static inline int piece_letter(const char *letters, uint32_t first, uint32_t base, uint32_t code, uint32_t *out) {
+    if (code < first || code >= first + (uint32_t)strlen(letters) || letters[code - first] == '.') return 0;
+    *out = base + (uint32_t)(letters[code - first] - 'a');
+    return 1;
+}
+
+/* A character in lower case and without accents: 1 to 3 characters.  Hangul syllables become their letters (Unicode,
+   3.12: (lead * 21 + vowel) * 28 + tail). */
+static inline int piece_fold(uint32_t code, uint32_t out[3]) {
+    const int32_t c = (int32_t)code, *run, *pair;
+    size_t low = 0, high = sizeof piece_folds / sizeof *piece_folds / 3;
+    out[0] = code >= 'A' && code <= 'Z' ? code + 32 : code;
+    if (code < 0x80 || piece_letter(piece_latin, 0xc0, 'a', code, out) || piece_letter(piece_extended, 0x1e00, 'a', code, out) ||
+        piece_letter(piece_greek, 0x1f00, 0x3b1, code, out)) return 1;
+    if (code >= 0xac00 && code < 0xd7a4) {
+        out[0] = 0x1100 + (code - 0xac00) / 588;
+        out[1] = 0x1161 + (code - 0xac00) / 28 % 21;
+        out[2] = 0x11a7 + (code - 0xac00) % 28;
+        return out[2] > 0x11a7 ? 3 : 2;
+    }
+    for (pair = piece_pairs; pair < piece_pairs + sizeof piece_pairs / sizeof *piece_pairs; pair += 3)
+        if (pair[0] == c) { out[0] = (uint32_t)pair[1]; out[1] = (uint32_t)pair[2]; return 2; }
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (piece_folds[3 * middle] <= c) low = middle;
+        else high = middle;
+    }
+    run = piece_folds + 3 * low;
+    if (c >= run[0] && (c - run[0]) % (1 + (run[1] & 1)) == 0 && (c - run[0]) / (1 + (run[1] & 1)) < run[1] / 2)
+        out[0] = (uint32_t)(c + run[2]);
+    return 1;
+}
+
+static inline int utf8_write(uint32_t code, char *out) {
+    int n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4, i;
+    static const unsigned char marks[5] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 63));
+    out[0] = (char)(marks[n] | code);
+    return n;
+}
+
+/* ---- Words into pieces */
+
+/* A word while it is read, and where its tokens go. */
+typedef struct piece_word {
+    char text[4 * WORDPIECE_LONGEST];
+    int64_t bytes, characters;
+    int32_t *out;
+    int64_t used, most;
+} piece_word;
+
+static inline void piece_emit(piece_word *word, int32_t token) {
+    if (word->used < word->most) word->out[word->used] = token;
+    if (word->used < word->most) word->used++;
+}
+
+/* Cuts the word, and begins another. */
+static inline void piece_end_word(const wordpiece *w, piece_word *word) {
+    int64_t at = 0, before = word->used, length, n = word->bytes;
+    int whole = word->characters <= WORDPIECE_LONGEST;
+    while (at < n && whole) {
+        int32_t found = -1;
+        for (length = n - at < w->longest ? n - at : w->longest; length > 0; length--) {
+            found = wordpiece_find(w, at > 0 ? "##" : "", word->text + at, length);
+            if (found >= 0) break;
+        }
+        if (found < 0) whole = 0;
+        else piece_emit(word, found);
+        at += length;
+    }
+    if (!whole) {
+        word->used = before;
+        piece_emit(word, w->unknown);
+    }
+    word->bytes = word->characters = 0;
+}
+
+static inline void piece_add(const wordpiece *w, piece_word *word, uint32_t code) {
+    int alone = piece_class(code);
+    alone = alone == PIECE_PUNCTUATION || alone == PIECE_IDEOGRAPH;
+    if (alone) piece_end_word(w, word);
+    if (word->characters++ < WORDPIECE_LONGEST) word->bytes += utf8_write(code, word->text + word->bytes);
+    if (alone) piece_end_word(w, word);
+}
+
+/* The first `most` tokens of a text, without [CLS] and [SEP]; returns how many. */
+static inline int64_t wordpiece_encode(const wordpiece *w, const char *text, int64_t n, int32_t *out, int64_t most) {
+    piece_word word;
+    int64_t at, length;
+    word.bytes = word.characters = word.used = 0;
+    word.out = out;
+    word.most = most;
+    if (w->text == NULL) for (at = 0; at < n; at++) piece_emit(&word, WORDPIECE_BYTES + (unsigned char)text[at]);
+    for (at = 0; w->text != NULL && at < n && word.used < most; at += length) {
+        uint32_t code, folded[3];
+        int kind, count, i;
+        length = utf8_read(text + at, n - at, &code);
+        kind = piece_class(code);
+        if (kind == PIECE_SPACE) piece_end_word(w, &word);
+        if (kind == PIECE_SPACE || kind == PIECE_DROPPED || (kind == PIECE_MARK && !w->cased)) continue;
+        folded[0] = code;
+        count = w->cased ? 1 : piece_fold(code, folded);
+        for (i = 0; i < count; i++) piece_add(w, &word, folded[i]);
+    }
+    if (word.bytes > 0) piece_end_word(w, &word);
+    return word.used;
 }
 
 #endif

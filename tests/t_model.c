@@ -322,17 +322,17 @@ TEST(gpt2_fp16) { gpt_16bit(AMP_F16); }
 
 enum { ENC_MAX_LAYERS = 2, ENC_MAX_PARAMS = 4 + 12 * ENC_MAX_LAYERS + 2, ENC_MAX_BUFFERS = 128 };
 
-typedef struct encoder_config { int64_t vocab, seq, channels, heads, hidden, layers, classes, batch; } encoder_config;
+typedef struct enc_config { int64_t vocab, seq, channels, heads, hidden, layers, classes, batch; } enc_config;
 
-typedef struct encoder_layer {
+typedef struct enc_layer_ops {
     amp_linear_op qkv, proj, fc1, fc2;
     amp_attention_op attention;
     amp_norm_op ln1, ln2;
-} encoder_layer;
+} enc_layer_ops;
 
-typedef struct encoder {
+typedef struct enc_model {
     ampt_model as;
-    encoder_config config;
+    enc_config config;
     amp_context *amp;
     amp_param params[ENC_MAX_PARAMS];
     char names[ENC_MAX_PARAMS][48];
@@ -341,15 +341,15 @@ typedef struct encoder {
     int n_buffers;
     amp_embedding_op embedding;
     amp_norm_op ln;
-    encoder_layer layers[ENC_MAX_LAYERS];
+    enc_layer_ops layers[ENC_MAX_LAYERS];
     amp_linear_op head;
     amp_cross_entropy_op loss;
     amp_tensor d_stream, d_branch, d_inner;     /* gradients, fp32 [rows, C]: of the stream, a branch, inside of it */
     int32_t *ids, *labels, *lengths;
     float *scale;
-} encoder;
+} enc_model;
 
-static void *enc_room(encoder *e, int64_t bytes) {
+static void *enc_room(enc_model *e, int64_t bytes) {
     void *p = NULL;
     CHECK(e->n_buffers < ENC_MAX_BUFFERS);
     CHECK_OK(amp_alloc(e->amp, &p, bytes));
@@ -357,12 +357,12 @@ static void *enc_room(encoder *e, int64_t bytes) {
     return p;
 }
 
-static amp_tensor enc_matrix(encoder *e, amp_dtype dtype, int64_t rows, int64_t cols) {
+static amp_tensor enc_matrix(enc_model *e, amp_dtype dtype, int64_t rows, int64_t cols) {
     return amp_tensor2(enc_room(e, rows * cols * (int64_t)amp_dtype_size(dtype)), dtype, rows, cols);
 }
 
 /* cols 0: a vector. */
-static amp_param *enc_param(encoder *e, const char *name, int layer, int64_t rows, int64_t cols) {
+static amp_param *enc_param(enc_model *e, const char *name, int layer, int64_t rows, int64_t cols) {
     amp_param *p = &e->params[e->n_params];
     char *text = e->names[e->n_params++];
     if (layer >= 0) snprintf(text, sizeof e->names[0], "layers.%d.%s", layer, name);
@@ -376,7 +376,7 @@ static amp_param *enc_param(encoder *e, const char *name, int layer, int64_t row
 }
 
 /* Makes the op's parameters and its output, of the dtype that autocast names. */
-static void enc_linear(encoder *e, amp_linear_op *op, const char *name, int layer, amp_tensor x, int64_t out) {
+static void enc_linear(enc_model *e, amp_linear_op *op, const char *name, int layer, amp_tensor x, int64_t out) {
     char text[32];
     amp_dtype dtype = amp_autocast_result(e->amp, AMP_OP_LINEAR, NULL, x.dtype, AMP_F32);
     memset(op, 0, sizeof *op);
@@ -389,7 +389,7 @@ static void enc_linear(encoder *e, amp_linear_op *op, const char *name, int laye
 }
 
 /* y = LayerNorm(x + residual); residual.data NULL: of x. */
-static void enc_norm(encoder *e, amp_norm_op *op, const char *name, int layer, amp_tensor x, amp_tensor residual) {
+static void enc_norm(enc_model *e, amp_norm_op *op, const char *name, int layer, amp_tensor x, amp_tensor residual) {
     char text[32];
     int64_t c = e->config.channels;
     amp_dtype dtype = amp_autocast_result(e->amp, AMP_OP_LAYERNORM, NULL, AMP_F32, AMP_F32);
@@ -407,8 +407,8 @@ static void enc_norm(encoder *e, amp_norm_op *op, const char *name, int layer, a
 }
 
 /* Part 0 (q), 1 (k) or 2 (v) of a packed [batch, seq, 3, heads, dim]. */
-static amp_tensor enc_part(const encoder *e, amp_tensor qkv, int part) {
-    const encoder_config *c = &e->config;
+static amp_tensor enc_part(const enc_model *e, amp_tensor qkv, int part) {
+    const enc_config *c = &e->config;
     int64_t dim = c->channels / c->heads;
     amp_tensor t = amp_tensor4((char *)qkv.data + part * c->channels * (int64_t)amp_dtype_size(qkv.dtype), qkv.dtype,
                                c->batch, c->seq, c->heads, dim);
@@ -416,8 +416,8 @@ static amp_tensor enc_part(const encoder *e, amp_tensor qkv, int part) {
     return t;
 }
 
-static void enc_attention(encoder *e, amp_attention_op *op, amp_tensor qkv) {
-    const encoder_config *c = &e->config;
+static void enc_attention(enc_model *e, amp_attention_op *op, amp_tensor qkv) {
+    const enc_config *c = &e->config;
     amp_dtype dtype = amp_autocast_result(e->amp, AMP_OP_ATTENTION, NULL, qkv.dtype, qkv.dtype);
     amp_tensor o = enc_matrix(e, dtype, e->rows, c->channels), d_o = enc_matrix(e, dtype, e->rows, c->channels);
     amp_tensor d_qkv = enc_matrix(e, dtype, e->rows, 3 * c->channels);
@@ -433,8 +433,8 @@ static void enc_attention(encoder *e, amp_attention_op *op, amp_tensor qkv) {
 }
 
 /* x: the stream that comes in.  Returns the one that goes out. */
-static amp_tensor enc_layer(encoder *e, int i, amp_tensor x) {
-    encoder_layer *l = &e->layers[i];
+static amp_tensor enc_layer(enc_model *e, int i, amp_tensor x) {
+    enc_layer_ops *l = &e->layers[i];
     int64_t c = e->config.channels;
     amp_tensor o;
     enc_linear(e, &l->qkv, "qkv", i, x, 3 * c);
@@ -459,8 +459,8 @@ static amp_tensor enc_layer(encoder *e, int i, amp_tensor x) {
 }
 
 /* Parameters are made in the order of the Python module's. */
-static void enc_build(encoder *e) {
-    const encoder_config *c = &e->config;
+static void enc_build(enc_model *e) {
+    const enc_config *c = &e->config;
     amp_tensor x, none, sum;
     memset(&none, 0, sizeof none);
     e->d_stream = enc_matrix(e, AMP_F32, e->rows, c->channels);
@@ -480,12 +480,12 @@ static void enc_build(encoder *e) {
     e->loss.logits = e->head.y; e->loss.labels = e->labels; e->loss.seed = e->scale;
 }
 
-static void enc_forward(encoder *e) {
+static void enc_forward(enc_model *e) {
     amp_context *amp = e->amp;
     CHECK_OK(amp_embedding(amp, &e->embedding));
     CHECK_OK(amp_layernorm(amp, &e->ln));
     for (int i = 0; i < (int)e->config.layers; i++) {
-        encoder_layer *l = &e->layers[i];
+        enc_layer_ops *l = &e->layers[i];
         CHECK_OK(amp_linear(amp, &l->qkv));
         CHECK_OK(amp_attention(amp, &l->attention));
         CHECK_OK(amp_linear(amp, &l->proj));
@@ -499,11 +499,11 @@ static void enc_forward(encoder *e) {
 }
 
 /* d_stream comes in as the gradient of a layer's output and leaves as that of its input. */
-static void enc_backward(encoder *e) {
+static void enc_backward(enc_model *e) {
     amp_context *amp = e->amp;
     CHECK_OK(amp_linear_backward(amp, &e->head));
     for (int i = (int)e->config.layers - 1; i >= 0; i--) {
-        encoder_layer *l = &e->layers[i];
+        enc_layer_ops *l = &e->layers[i];
         CHECK_OK(amp_layernorm_backward(amp, &l->ln2));
         CHECK_OK(amp_linear_backward(amp, &l->fc2));
         CHECK_OK(amp_linear_backward(amp, &l->fc1));
@@ -519,7 +519,7 @@ static void enc_backward(encoder *e) {
 }
 
 static void enc_run(ampt_model *m) {
-    encoder *e = (encoder *)m;
+    enc_model *e = (enc_model *)m;
     CHECK_OK(amp_autocast_begin(m->amp, NULL));
     enc_forward(e);
     CHECK_OK(amp_autocast_end(m->amp));
@@ -529,7 +529,7 @@ static void enc_run(ampt_model *m) {
     m->loss = *e->loss.loss;
 }
 
-static void enc_fill(encoder *e, uint32_t seed) {
+static void enc_fill(enc_model *e, uint32_t seed) {
     for (int64_t i = 0; i < e->n_params; i++) {
         const amp_param *p = &e->params[i];
         int table = strncmp(p->name, "token", 5) == 0 || strncmp(p->name, "position", 8) == 0;
@@ -541,7 +541,7 @@ static void enc_fill(encoder *e, uint32_t seed) {
     }
 }
 
-static void enc_data(encoder *e, uint32_t seed) {
+static void enc_data(enc_model *e, uint32_t seed) {
     int64_t seq = e->config.seq;
     ampt_integers(e->ids, e->rows, seed, 1000, (int32_t)e->config.vocab);
     ampt_integers(e->labels, e->rows, seed, 1001, (int32_t)e->config.classes);
@@ -561,21 +561,21 @@ static const char *enc_layer_of(const char *name, char *room) {
 static int enc_transposed(const ampt_model *m, int64_t i) { (void)m; (void)i; return 0; }
 
 static void enc_prepare(ampt_model *m, uint32_t seed) {
-    enc_fill((encoder *)m, seed);
-    enc_data((encoder *)m, seed);
+    enc_fill((enc_model *)m, seed);
+    enc_data((enc_model *)m, seed);
     fresh_gradients(m);
 }
 
 static void enc_close(ampt_model *m) {
-    encoder *e = (encoder *)m;
+    enc_model *e = (enc_model *)m;
     amp_param_forget(e->amp, e->params, e->n_params);
     for (int i = 0; i < e->n_buffers; i++) amp_free(e->amp, e->buffers[i]);
     free(m->logits);
     free(e);
 }
 
-static ampt_model *enc_open(amp_context *amp, encoder_config config) {
-    encoder *e = (encoder *)room_for(sizeof *e);
+static ampt_model *enc_open(amp_context *amp, enc_config config) {
+    enc_model *e = (enc_model *)room_for(sizeof *e);
     ampt_model *m = &e->as;
     amp_autocast_desc region;
     memset(e, 0, sizeof *e);
@@ -600,10 +600,10 @@ static ampt_model *enc_open(amp_context *amp, encoder_config config) {
 }
 
 /* vocabulary, tokens, channels, heads, hidden, layers, classes, batch: as in tests/oracle/encoder.py */
-static const encoder_config ENC_ODD = {53, 11, 20, 4, 44, 2, 7, 3}, ENC_ONE = {53, 1, 20, 4, 44, 2, 7, 2},
+static const enc_config ENC_ODD = {53, 11, 20, 4, 44, 2, 7, 3}, ENC_ONE = {53, 1, 20, 4, 44, 2, 7, 2},
                             ENC_SEEDS = {29, 7, 12, 3, 26, 2, 5, 4};
 
-static void enc_case(const ampt_golden *golden, const char *name, encoder_config config, int path, int seeds) {
+static void enc_case(const ampt_golden *golden, const char *name, enc_config config, int path, int seeds) {
     amp_context *amp = open_context(AMP_F32, AMP_POLICY_TORCH, 1, (amp_cpu_path)path);
     ampt_model *m = enc_open(amp, config);
     for (int seed = 0; seed < seeds; seed++) check_fp32(m, golden, name, seed, path);
@@ -661,7 +661,7 @@ static float *everything(const ampt_model *m, int64_t *count) {
 
 /* Models large enough that every kernel cuts its work, of odd sizes, run once.  kind 0: GPT-2, 1: encoder. */
 static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, 0, 0};
-static const encoder_config ENC_LARGER = {301, 61, 72, 4, 190, 2, 11, 3};
+static const enc_config ENC_LARGER = {301, 61, 72, 4, 190, 2, 11, 3};
 
 static float *run_once(int kind, amp_dtype dtype, int threads, int path, int64_t *count) {
     amp_context *amp = open_context(dtype, AMP_POLICY_DEFAULT, threads, (amp_cpu_path)path);
@@ -753,7 +753,7 @@ TEST(backward_adds) {
 TEST(padding_is_invisible) {
     amp_context *amp = open_context(AMP_BF16, AMP_POLICY_TORCH, 0, AMP_CPU_DEFAULT);
     ampt_model *m = enc_open(amp, ENC_ODD);
-    encoder *e = (encoder *)m;
+    enc_model *e = (enc_model *)m;
     float *before, *after;
     int64_t n, k, changed = 0;
     m->prepare(m, 2);
