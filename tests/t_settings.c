@@ -1110,6 +1110,148 @@ TEST(debug_makes_the_log_detailed) {
     }
 }
 
+TEST(debug_tells_each_decision_once) {
+    for (int debug = 0; debug < 2; debug++) {
+        amp_settings s = settings_of("dtype=bf16");
+        net *n = net_open(&s);
+        memset(logged, 0, sizeof logged);
+        n->amp->desc.logger.write = count_log;
+        s.debug = debug;
+        CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+        net_train(n, 5, NULL);
+        CHECK_MSG(debug ? logged[AMP_LOG_DEBUG] >= 4 && logged[AMP_LOG_DEBUG] < 10 : logged[AMP_LOG_DEBUG] == 0, "%d", logged[AMP_LOG_DEBUG]);
+        net_close(n);
+    }
+}
+
+/* ---- What the monitor does by them */
+
+/* Steps with a monitor; step `bad` (from 0) has a NaN in its gradients.  Counts records by what they say. */
+typedef struct seen { int records, skipped, memory, actions[5], troubles[5]; int64_t cleaned; } seen;
+
+static amp_monitor *monitor_of(net *n, const amp_settings *s, const char *path) {
+    amp_monitor *monitor = NULL;
+    amp_monitor_desc d;
+    memset(&d, 0, sizeof d);
+    CHECK_OK(amp_settings_fill(s, n->amp, NULL, NULL, NULL, &d));
+    d.path = path; d.optimizer = n->optimizer; d.scaler = n->scaler;
+    CHECK_OK(amp_monitor_create(n->amp, &monitor, &d));
+    return monitor;
+}
+
+static seen monitored(net *n, amp_monitor *monitor, int steps, int first_bad, int last_bad) {
+    uint32_t nan_bits = 0x7fc00000u;
+    amp_step_info info;
+    amp_step_record record;
+    amp_cache_info cache;
+    seen count;
+    memset(&count, 0, sizeof count);
+    memset(&info, 0, sizeof info);
+    for (int i = 0; i < steps; i++) {
+        info.loss = (double)net_forward(n, n->step++, 1);
+        if (i >= first_bad && i <= last_bad) memcpy(&n->logits[0], &nan_bits, 4);
+        net_backward(n);
+        CHECK_OK(amp_step(n->optimizer, n->scaler));
+        (void)net_forward(n, 0, 0);
+        (void)net_forward(n, 0, 0);             /* which keeps casts */
+        CHECK_OK(amp_monitor_step(monitor, &info));
+        CHECK_OK(amp_cast_cache_info(n->amp, &cache));
+        count.cleaned += cache.entries == 0;
+        while (amp_monitor_next(monitor, &record)) {
+            count.records++;
+            count.skipped += !record.outcome.applied;
+            count.memory += record.has_memory;
+            count.actions[record.action]++;
+            count.troubles[record.trouble]++;
+        }
+    }
+    return count;
+}
+
+static int lines_of(const char *path) {
+    void *text;
+    size_t bytes;
+    int lines = 0;
+    CHECK_OK(amp_file_read_all(NULL, path, &text, &bytes));
+    for (size_t i = 0; i < bytes; i++) lines += ((const char *)text)[i] == '\n';
+    amp_file_free(NULL, text, bytes);
+    return lines;
+}
+
+TEST(nan_action_decides_what_is_done) {
+    static const struct { const char *lines; amp_nan_action action; } rows[] = {
+        {"nan_action=report", AMP_NAN_REPORT}, {"nan_action=skip", AMP_NAN_SKIP}, {"nan_action=stop", AMP_NAN_STOP}, {"nan_action=recover", AMP_NAN_RECOVER}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char lines[64];
+        snprintf(lines, sizeof lines, "dtype=fp32\n%s", rows[i].lines);
+        amp_settings s = settings_of(lines);
+        net *n = net_open(&s);
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        seen count = monitored(n, monitor, 6, 5, 5);
+        CHECK_EQ(count.troubles[AMP_TROUBLE_GRADIENTS], 1);
+        CHECK_EQ(count.actions[rows[i].action], 1);
+        CHECK_EQ(count.skipped, rows[i].action != AMP_NAN_REPORT);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
+TEST(max_skips_decides_when_skips_are_trouble) {
+    for (int most = 2; most <= 4; most++) {
+        char lines[96];
+        snprintf(lines, sizeof lines, "dtype=fp16\ninit_scale=65536\nnan_action=stop\nmax_skips=%d", most);
+        amp_settings s = settings_of(lines);
+        net *n = net_open(&s);
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        seen count = monitored(n, monitor, 6, 1, 3);
+        CHECK_EQ(count.skipped, 3);
+        CHECK_EQ(count.actions[AMP_NAN_STOP] > 0, most <= 3);
+        CHECK_EQ(count.troubles[AMP_TROUBLE_SKIPS] > 0, most <= 3);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
+TEST(intervals_decide_when_the_monitor_acts) {
+    const char *path = temporary("monitor.jsonl");
+    amp_settings s = settings_of("dtype=bf16\nlog_interval=4\nmemory_interval=3\ncleanup_interval=5");
+    net *n = net_open(&s);
+    amp_monitor *monitor = monitor_of(n, &s, path);
+    seen count = monitored(n, monitor, 30, -1, -1);
+    CHECK_EQ(count.records, 30);
+    CHECK_EQ(count.memory, 10);
+    CHECK_EQ(count.cleaned, 6);
+    amp_monitor_destroy(monitor);
+    int lines = lines_of(path);
+    CHECK_MSG(lines >= 7 && lines <= 8, "%d lines", lines);
+    monitor = monitor_of(n, &s, path);
+    s = settings_of("dtype=bf16\nlog_interval=1\nmemory_interval=off\ncleanup_interval=off");      /* while training runs */
+    CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, monitor));
+    count = monitored(n, monitor, 30, -1, -1);
+    CHECK_EQ(count.memory, 0);
+    CHECK_EQ(count.cleaned, 0);
+    amp_monitor_destroy(monitor);
+    CHECK_EQ(lines_of(path), 30);
+    remove(path);
+    net_close(n);
+}
+
+TEST(memory_warning_is_a_share_of_the_device) {
+    for (int warns = 0; warns < 2; warns++) {
+        amp_settings s = settings_of(warns ? "dtype=fp32\nmemory_interval=1\nmemory_warning=1e-9" : "dtype=fp32\nmemory_interval=1\nmemory_warning=1");
+        net *n = net_open(&s);
+        memset(logged, 0, sizeof logged);
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        (void)monitored(n, monitor, 5, -1, -1);
+        CHECK_EQ(logged[AMP_LOG_WARNING], warns);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
 /* ---- Switching while training runs */
 
 static amp_state *net_save(const net *n) {
@@ -1425,6 +1567,8 @@ int main(int argc, char **argv) {
     RUN(clip_norm_bounds_the_step); RUN(accumulation_decides_when_amp_step_steps);
     RUN(a_new_cycle_is_as_if_the_old_one_had_not_begun); RUN(nan_action_reaches_optimizer_and_monitor);
     RUN(intervals_reach_the_monitor); RUN(debug_makes_the_log_detailed);
+    RUN(debug_tells_each_decision_once); RUN(nan_action_decides_what_is_done); RUN(max_skips_decides_when_skips_are_trouble);
+    RUN(intervals_decide_when_the_monitor_acts); RUN(memory_warning_is_a_share_of_the_device);
     RUN(switching_is_resuming); RUN(a_switch_of_dtype_empties_the_cast_cache); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
     RUN(evaluation_is_in_the_trainings_precision); RUN(the_scalers_rule_changes_in_place);
     RUN(what_cannot_change_is_refused_and_nothing_changes); RUN(a_device_without_the_dtype_refuses_the_switch);
