@@ -1252,6 +1252,67 @@ TEST(memory_warning_is_a_share_of_the_device) {
     }
 }
 
+TEST(max_retries_bounds_recoveries) {
+    static const struct { const char *value; int restored; } rows[] = {{"0", 0}, {"1", 1}, {"default", 3}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char lines[96];
+        snprintf(lines, sizeof lines, "dtype=fp32\nnan_action=recover\nmax_retries=%s", rows[i].value);
+        amp_settings s = settings_of(lines);
+        net *n = net_open(&s);
+        uint32_t nan_bits = 0x7fc00000u;
+        amp_recovery *recovery;
+        amp_recovery_desc d;
+        amp_recovery_event event;
+        amp_step_info info;
+        amp_step_record record;
+        int restored = 0, stopped = 0;
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        memset(&d, 0, sizeof d);
+        memset(&info, 0, sizeof info);
+        d.params = n->params; d.n_params = PARAMS; d.optimizer = n->optimizer; d.scaler = n->scaler;
+        d.max_retries = s.max_retries;
+        CHECK_OK(amp_recovery_create(n->amp, &recovery, &d));
+        for (int step = 0; step < 12 && !stopped; step++) {
+            (void)net_forward(n, step, 1);
+            memcpy(&n->logits[0], &nan_bits, 4);
+            net_backward(n);
+            CHECK_OK(amp_step(n->optimizer, n->scaler));
+            CHECK_OK(amp_monitor_step(monitor, &info));
+            while (!stopped && amp_monitor_next(monitor, &record)) {
+                CHECK_OK(amp_recovery_step(recovery, &record, &event));
+                restored += event.action == AMP_RECOVERY_RESTORED;
+                stopped = event.action == AMP_RECOVERY_STOP;
+            }
+        }
+        CHECK_EQ(restored, rows[i].restored);
+        CHECK_EQ(stopped, 1);
+        amp_recovery_destroy(recovery);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
+TEST(numerics_interval_is_that_of_the_looks) {
+    amp_settings s = settings_of("dtype=fp16\nnumerics_interval=4");
+    net *n = net_open(&s);
+    amp_numerics *numerics;
+    amp_numerics_desc d;
+    amp_numerics_report report;
+    int due = 0;
+    memset(&d, 0, sizeof d);
+    d.params = n->params; d.n_params = PARAMS;
+    d.interval = s.numerics_interval;
+    CHECK_OK(amp_numerics_create(n->amp, &numerics, &d));
+    for (int i = 0; i < 12; i++) {
+        CHECK_OK(amp_numerics_step(numerics, &report));
+        due += report.due;
+    }
+    CHECK_EQ(due, 3);
+    amp_numerics_destroy(numerics);
+    net_close(n);
+}
+
 /* ---- Switching while training runs */
 
 static amp_state *net_save(const net *n) {
@@ -1533,6 +1594,7 @@ static void trains_with(const char *file, amp_settings *s) {
     CHECK_OK(amp_settings_read_file(s, NULL, path));
     CHECK_OK(amp_settings_check(s));
     n = net_open(s);
+    n->amp->desc.logger.write = count_log;
     net_train(n, 60, losses);
     CHECK_MSG(losses[59] < losses[0] && amp_count_nonfinite(losses, AMP_F32, 60, NULL) == 0, "%s: %g to %g", file, (double)losses[0], (double)losses[59]);
     net_close(n);
@@ -1569,6 +1631,7 @@ int main(int argc, char **argv) {
     RUN(intervals_reach_the_monitor); RUN(debug_makes_the_log_detailed);
     RUN(debug_tells_each_decision_once); RUN(nan_action_decides_what_is_done); RUN(max_skips_decides_when_skips_are_trouble);
     RUN(intervals_decide_when_the_monitor_acts); RUN(memory_warning_is_a_share_of_the_device);
+    RUN(max_retries_bounds_recoveries); RUN(numerics_interval_is_that_of_the_looks);
     RUN(switching_is_resuming); RUN(a_switch_of_dtype_empties_the_cast_cache); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
     RUN(evaluation_is_in_the_trainings_precision); RUN(the_scalers_rule_changes_in_place);
     RUN(what_cannot_change_is_refused_and_nothing_changes); RUN(a_device_without_the_dtype_refuses_the_switch);
