@@ -1467,6 +1467,74 @@ CUDA_TEST(gradcheck_of_the_device) {
     }
 }
 
+/* Each change between two steps puts captured graphs out of date; captured again, they are the step under the new
+ * settings.  A graph that lives keeps its copies, whatever cleans up. */
+CUDA_TEST(graph_after_settings_change) {
+    static const char *const changes[] = {
+        "dtype=bf16\n", "dtype=fp16\n", "dtype=fp16\nenabled=off\n", "dtype=fp16\n", "dtype=fp32\ntf32=on\n", "dtype=bf16\nfallback=fp16\n",
+        "dtype=bf16\nmemory_efficient=on\n", "dtype=bf16\ncache=off\n", "dtype=bf16\nscaler=on\nclip_norm=0.5\n",
+        "dtype=bf16\nscaler=on\ngrowth_interval=2\n", "dtype=fp16\nmode=inference\n", "dtype=fp16\nmode=training\nnan_action=report\n"};
+    network gpu, plain;
+    amp_graph *graph = NULL;
+    int64_t freed = 0;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), 0));
+    CHECK_OK(plain.open(settings(amp_cuda(), AMP_LEVEL_O1), 0));
+    CHECK_OK(amp_operator_override(gpu.amp, AMP_OP_MATMUL, AMP_CAST_FP32));
+    for (network *n : {&gpu, &plain}) {
+        CHECK_OK(n->for_graphs(0));
+        CHECK_OK(n->next_copied());
+        CHECK_OK(n->compute());
+        CHECK_OK(amp_step(n->optimizer, n->scaler));
+    }
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_OK(gpu.compute());
+    CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+    CHECK_ERR(amp_cleanup(gpu.amp, NULL), AMP_ERR_STATE);
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    for (const char *lines : changes) {
+        amp_settings s;
+        memset((void *)&s, 0, sizeof s);
+        CHECK_OK(amp_settings_read_text(&s, "t", lines, strlen(lines)));
+        for (network *n : {&gpu, &plain}) CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+        CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+        amp_graph_destroy(graph);
+        if (s.mode == AMP_MODE_INFERENCE) {
+            CHECK_OK(amp_graph_begin(gpu.amp));
+            CHECK_OK(amp_graph_end(gpu.amp, &graph));
+            continue;
+        }
+        for (network *n : {&gpu, &plain}) {
+            CHECK_OK(n->next_copied());
+            CHECK_OK(n->compute());
+            CHECK_OK(amp_step(n->optimizer, n->scaler));
+        }
+        CHECK_OK(amp_graph_begin(gpu.amp));
+        CHECK_OK(gpu.compute());
+        CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+        CHECK_OK(amp_graph_end(gpu.amp, &graph));
+        for (int i = 0; i < 3; i++) {
+            CHECK_OK(gpu.next_copied());
+            CHECK_OK(amp_graph_launch(graph));
+            CHECK_OK(amp_cleanup(gpu.amp, &freed));
+            CHECK_OK(plain.next_copied());
+            CHECK_OK(plain.compute());
+            CHECK_OK(amp_step(plain.optimizer, plain.scaler));
+        }
+        CHECK_MSG(gpu.weights() == plain.weights(), "%s", lines);
+    }
+    CHECK_OK(amp_optimizer_set_clip(gpu.optimizer, 0.125));
+    CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+    amp_graph_destroy(graph);
+    amp_memory_info before, after;
+    CHECK_OK(amp_memory(gpu.amp, &before));
+    CHECK_OK(amp_cleanup(gpu.amp, &freed));
+    CHECK_OK(amp_memory(gpu.amp, &after));
+    CHECK(freed > 0 && before.reserved - after.reserved == freed);
+    CHECK_OK(gpu.compute());
+    CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+    CHECK_OK(amp_sync(gpu.amp));
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(verified_training_goes_on);
@@ -1491,6 +1559,7 @@ int main(int argc, char **argv) {
     RUN(graph_is_the_step);
     RUN(graph_launch_is_cheap);
     RUN(graph_refusals);
+    RUN(graph_after_settings_change);
     RUN(every_call_may_fail);
     RUN(lost_device);
     RUN(out_of_memory);
