@@ -2995,7 +2995,8 @@ typedef struct amp_tune_desc {
     const amp_dtype *dtypes; int64_t n_dtypes;
     int64_t batch, max_batch;
     int32_t iterations, warmup;
-    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right */
+    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right.  Its
+                                               parameters stay where they are, whatever batch is prepared */
     const char *file, *model;
 } amp_tune_desc;
 enum { AMP_TUNE_ROWS = 64 };
@@ -3016,8 +3017,8 @@ typedef struct amp_tune_report {
 /* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
    an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
-   of equal ones the first.  Afterwards the context's dtype is what it was, and `prepare` was last called with the best
-   batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
+   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
    Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
    those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
@@ -16469,7 +16470,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
 enum {
     AMPI_TUNE_DTYPES = 4,
     AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
-    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+    AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
+    AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
 };
 
 typedef struct ampi_candidate {
@@ -16488,6 +16490,7 @@ typedef struct ampi_tune {
     ampi_candidate candidates[AMPI_TUNE_DTYPES];
     int n;
     int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
+    ampi_keep *keep;                /* what .verify names, as it was */
     uint64_t key;                   /* of the results in the file */
     amp_state *state;               /* what the file holds, or NULL */
     int foreign;                    /* 1: the file is something else, and stays */
@@ -16498,7 +16501,7 @@ static void ampi_host_said(const char *what, int code, char *text, size_t size) 
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
     snprintf(id, sizeof id, "AMP%04d ", code);
-    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %.*s", what, (int)size, last);
     else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
                   strcmp(said, "unknown result") ? said : "");
 }
@@ -16578,7 +16581,7 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
     for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
-    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    if (x[0] > (double)(int)AMP_I64 || x[1] < 1 || x[1] > (double)(int)AMP_VERDICT_FAILED || x[2] < 1) return 0;
     memset(row, 0, sizeof *row);
     row->dtype = (amp_dtype)(int)x[0];
     row->verdict = (amp_verdict)(int)x[1];
@@ -16593,14 +16596,14 @@ static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row
 
 /* 1: the report came from the file. */
 static int ampi_tune_known(ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
     int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
     ampi_tune_record(t, "rows", key);
     ampi_tune_record(t, "text", text_key);
     n = amp_state_count(t->state, key, NULL);
     if (n < 0) return 0;                        /* another model, machine or desc */
-    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMPI_TUNE_ROOM) {
         n /= AMPI_TUNE_NUMBERS;
         if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
             amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
@@ -16626,13 +16629,13 @@ static int ampi_tune_read(ampi_tune *t) {
 }
 
 static amp_result ampi_tune_put(const ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
     int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
     for (i = 0; i < t->out->n_rows; i++) {
         const amp_tune_row *row = &t->out->rows[i];
         double *x = numbers + i * AMPI_TUNE_NUMBERS;
-        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[0] = (double)(int)row->dtype; x[1] = (double)(int)row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
         x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
         memcpy(text + i * size, row->reason, (size_t)size);
     }
@@ -16679,7 +16682,7 @@ static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
 
 /* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
 static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
-    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
     amp_choice choice;
     code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
@@ -16753,19 +16756,20 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
 
 /* Verdicts hold for every batch size. */
 static amp_result ampi_tune_verify(ampi_tune *t) {
+    const amp_verify_desc *d = t->desc.verify;
     amp_verify_desc v;
     amp_verify_report report;
     amp_dtype dtypes[AMPI_TUNE_DTYPES];
     int64_t i;
     int k;
-    if (t->desc.verify == NULL) return AMP_OK;
-    v = *t->desc.verify;
+    if (d == NULL) return AMP_OK;
+    v = *d;
     v.dtypes = dtypes;
     v.n_dtypes = 0;
     for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
-    if (v.n_dtypes == 0) return AMP_OK;
-    memset(&report, 0, sizeof report);
-    AMPI_TRY(amp_verify(t->amp, &v, &report));
+    if (v.n_dtypes > 0) AMPI_TRY(amp_verify(t->amp, &v, &report));
+    else report.n_rows = 0;
+    AMPI_TRY(ampi_keep_create(t->amp, "amp_tune", d->params, d->n_params, d->optimizer, d->scaler, &t->keep));
     for (i = 0; i < report.n_rows; i++)
         for (k = 0; k < t->n; k++) {
             if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
@@ -16810,12 +16814,14 @@ static void ampi_tune_pick(amp_tune_report *out) {
 static amp_result ampi_tune_time(ampi_tune *t) {
     amp_dtype before = ampi_settings(t->amp)->dtype;
     int64_t *times;
-    amp_result result, restored;
+    amp_result result, restored = AMP_OK;
     int k;
     AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
     for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
     result = ampi_tune_run(t);
-    restored = amp_set_dtype(t->amp, before);
+    if (t->keep != NULL) restored = ampi_keep_restore(t->keep);
+    ampi_keep_destroy(t->keep);
+    if (restored == AMP_OK) restored = amp_set_dtype(t->amp, before);
     ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
     return result != AMP_OK ? result : restored;
 }

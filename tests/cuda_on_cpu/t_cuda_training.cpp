@@ -1339,6 +1339,94 @@ CUDA_TEST(graph_refusals) {
     amp_close(cpu);
 }
 
+/* A weight becomes NaN in step 13.  The snapshot of step 11 comes back, in bf16, and from there on the run is that of a twin
+   that switched at 11.  The step is in a graph, which is out of date then and captured anew. */
+struct watched {
+    network n;
+    amp_monitor *monitor = NULL;
+    amp_recovery *recovery = NULL;
+    amp_graph *graph = NULL;
+    std::vector<amp_recovery_event> events;
+
+    ~watched() {
+        amp_graph_destroy(graph);
+        amp_recovery_destroy(recovery);
+        amp_monitor_destroy(monitor);
+    }
+    void open(bool recover) {
+        amp_monitor_desc m = {};
+        amp_recovery_desc r = {};
+        amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+        CHECK_OK(n.open(d, 1));
+        CHECK_OK(n.for_graphs(0.25f));
+        m.optimizer = n.optimizer, m.scaler = n.scaler, m.nan_action = AMP_NAN_RECOVER;
+        CHECK_OK(amp_monitor_create(n.amp, &monitor, &m));
+        r.params = n.params, r.n_params = PARAMS, r.optimizer = n.optimizer, r.scaler = n.scaler, r.loader = n.loader, r.interval = 3;
+        if (recover) CHECK_OK(amp_recovery_create(n.amp, &recovery, &r));
+    }
+    void work() {
+        CHECK_OK(n.compute());
+        CHECK_OK(amp_step(n.optimizer, n.scaler));
+    }
+    /* One step: as usual at first, then as a graph. */
+    void step(int number) {
+        amp_step_info info = {};
+        float loss;
+        CHECK_OK(n.next_copied());
+        if (graph == NULL) {
+            work();
+            if (number % 3 == 2) {
+                CHECK_OK(amp_graph_begin(n.amp));
+                work();
+                CHECK_OK(amp_graph_end(n.amp, &graph));
+            }
+        } else CHECK_OK(amp_graph_launch(graph));
+        CHECK_OK(amp_copy(n.amp, &loss, n.loss.loss, 4, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(n.amp));
+        info.loss = (double)loss;
+        CHECK_OK(amp_monitor_step(monitor, &info));
+    }
+    void train(int from, int to, int bad) {
+        amp_step_record record;
+        amp_recovery_event event;
+        for (int k = from; k < to; k++) {
+            if (k == bad) {
+                CHECK_OK(amp_fill(n.amp, n.params[HEAD_WEIGHT].weight.data, 0xff, 64));
+                amp_param_touch(&n.params[HEAD_WEIGHT]);
+                bad = -1;
+            }
+            step(k);
+            while (amp_monitor_next(monitor, &record)) {
+                if (recovery == NULL) continue;
+                CHECK_OK(amp_recovery_step(recovery, &record, &event));
+                if (event.action == AMP_RECOVERY_NONE) continue;
+                events.push_back(event);
+                CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+                amp_graph_destroy(graph);
+                graph = NULL;
+                k = (int)event.step - 1;
+            }
+        }
+    }
+};
+
+CUDA_TEST(recovers_with_graphs) {
+    watched w, twin;
+    amp_settings s = {};
+    w.open(true);
+    w.train(0, 18, 12);
+    CHECK_EQ(w.events.size(), 1);
+    CHECK(w.events[0].action == AMP_RECOVERY_RESTORED && w.events[0].cure == AMP_CURE_DTYPE && w.events[0].dtype == AMP_BF16);
+    CHECK_MSG(w.events[0].step == 11, "%s", w.events[0].text);
+    twin.open(false);
+    twin.train(0, 11, -1);
+    amp_graph_destroy(twin.graph);
+    twin.graph = NULL;
+    s.dtype = AMP_BF16;
+    s.clip_norm = 1;
+    CHECK_OK(amp_settings_apply(&s, twin.n.amp, twin.n.scaler, twin.n.optimizer, NULL));
+    twin.train(11, 18, -1);
+    CHECK(w.n.weights() == twin.n.weights());
 /* ---- Numerics, verify, placement and gradient check in device memory */
 
 static int verify_step(void *user, amp_context *) { return ((network *)user)->compute(); }
@@ -1560,6 +1648,7 @@ int main(int argc, char **argv) {
     RUN(graph_launch_is_cheap);
     RUN(graph_refusals);
     RUN(graph_after_settings_change);
+    RUN(recovers_with_graphs);
     RUN(every_call_may_fail);
     RUN(lost_device);
     RUN(out_of_memory);
