@@ -20,11 +20,13 @@ LIBS    := -lm -lpthread
 # On a busy machine OpenMP threads that wait spinning slow each other down; this lets them sleep after some 30 us.
 export GOMP_SPINCOUNT ?= 20000
 
+HEADERS  := $(wildcard examples/*.h)
 EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples test test-ci test-exhaustive oracle bench bench-curves accuracy adopt readme install clean
+.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive oracle bench \
+        bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -32,6 +34,8 @@ VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
 help: backend
 	@echo "make run              train a small GPT in mixed precision on this project's own text (about two minutes)"
 	@echo "make examples         build every example into $(BUILD)/"
+	@echo "make check-machine    what mixed precision can do on this machine, and whether it works (15 seconds)"
+	@echo "make bench-precision  time and memory of every precision; bench-features: of each feature on and off (a minute)"
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
@@ -40,6 +44,7 @@ help: backend
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make adopt            a plain fp32 program before and after adopting amp.h: time and loss in each precision"
+	@echo "make plot             draw runs of train_gpt (RUNS=files; else those in out/): loss, scale, tokens/s, memory"
 	@echo "make accuracy         the tests' errors beside PyTorch's own, into tests/bench/results/"
 	@echo "make readme           put the newest results into the README's tables"
 	@echo "make cuda             the CUDA backend for every GPU that nvcc knows: $(BUILD)/amp_cuda.o"
@@ -54,25 +59,31 @@ run: backend $(BUILD)/train_gpt
 
 examples: $(EXAMPLES:%=$(BUILD)/%)
 
+# FLAGS: of the program, for example FLAGS="--device cpu".  Results: out/bench_precision.jsonl, out/bench_features.jsonl.
+check-machine: backend $(BUILD)/amp_check
+	$(BUILD)/amp_check $(FLAGS)
+bench-precision bench-features: bench-%: backend $(BUILD)/amp_bench
+	$(BUILD)/amp_bench --$* $(FLAGS)
+
 # With the CUDA backend where there are nvcc and a GPU.
 CUDA ?= $(shell sh tests/gpu/find.sh usable)
 ifeq ($(CUDA),1)
-$(BUILD)/%: examples/%.c examples/common.h examples/peak.h amp.h $(BUILD)/gpu/amp_cuda.o | $(BUILD)
+$(BUILD)/%: examples/%.c $(HEADERS) amp.h $(BUILD)/gpu/amp_cuda.o | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) -DUSE_CUDA -c $< -o $@.o
 	$$(sh tests/gpu/find.sh nvcc) $(OMP:%=-Xcompiler %) $@.o $(BUILD)/gpu/amp_cuda.o -o $@ -lcublasLt $(LIBS)
 else
-$(BUILD)/%: examples/%.c examples/common.h examples/peak.h amp.h | $(BUILD)
+$(BUILD)/%: examples/%.c $(HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 endif
 
-$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h examples/common.h examples/peak.h examples/train_gpt.c | $(BUILD)
+$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h $(HEADERS) examples/train_gpt.c examples/train_classifier.c | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
 # The same tests under the flags that fold isnan and set flush-to-zero.
-$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h examples/common.h examples/peak.h | $(BUILD)
+$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
 
-$(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h examples/common.h examples/peak.h | $(BUILD)
+$(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
 $(BUILD):
@@ -86,7 +97,8 @@ include tests/gpu/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/adopt.sh tests/mpi.sh
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
+	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
 	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
@@ -95,7 +107,8 @@ test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
 
 oracle: examples
-	for program in number_formats state_v1 kernels scaler optimizer tokenizer gpt2 encoder autocast hf_roundtrip; do \
+	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
+	    hf_roundtrip hf_classifier; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)
@@ -107,6 +120,10 @@ bench-curves: $(BENCHES:%=$(BUILD)/%)
 # What adopting amp.h gains a plain fp32 program: examples/adopt/before.c beside after.c.
 adopt:
 	CC="$(CC)" sh examples/adopt/measure.sh
+
+# RUNS="out/a/metrics.jsonl ...": these runs; else all below out/.
+plot:
+	MAKE="$(MAKE)" sh examples/plot/plot.sh $(RUNS)
 
 accuracy: $(BUILD)/t_model $(BUILD)/t_kernels $(BUILD)/t_optimizer
 	$(PYTHON) tests/bench/run.py --only accuracy

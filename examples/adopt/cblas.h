@@ -52,6 +52,11 @@ typedef enum CBLAS_TRANSPOSE { CblasNoTrans = 111, CblasTrans = 112, CblasConjTr
 #endif
 
 #include <stdint.h>
+#if defined(AMP_CBLAS_API)
+#  include <pthread.h>
+#  include <stdio.h>
+#  include <stdlib.h>
+#endif
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -62,10 +67,6 @@ void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m, int64_t n, 
 #define cblas_sgemm amp_cblas_sgemm
 
 #if defined(AMP_CBLAS_API)
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-
 static amp_context *amp_cblas_context;          /* NULL: not even fp32 could be opened */
 static pthread_once_t amp_cblas_once = PTHREAD_ONCE_INIT;
 

@@ -59,7 +59,7 @@ $(BUILD)/coc_nvml.so: $(COC)/coc_nvml.c | $(BUILD)
 	$(CC) $(WARN) -O1 -g -fPIC -shared -Wl,-soname,libnvidia-ml.so.1 $< -o $@
 
 # The examples on the model GPU, for examples.sh.
-$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c examples/common.h examples/peak.h amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
+$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
 	$(CC) $(WARN) -O1 -g $(OMP) -DUSE_CUDA -c $< -o $@.o
 	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
 

@@ -74,7 +74,7 @@ $(patsubst %,$(GPU_BIN)/%,$(filter-out t_models,$(GPU_PROGRAMS))): %: %.o $(GPU_
 	$(GPU_CXX) $^ -o $@ $(GPU_LIBS)
 
 # The example as its head builds it, with the backend compiled above.
-$(GPU_BIN)/train_gpt: examples/train_gpt.c examples/common.h examples/peak.h amp.h $(GPU_CUDA) $(GPU_REST)
+$(GPU_BIN)/train_gpt: examples/train_gpt.c $(HEADERS) amp.h $(GPU_CUDA) $(GPU_REST)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) -DUSE_CUDA -c $< -o $@.o
 	$(GPU_CXX) $@.o $(GPU_CUDA) $(GPU_REST) -o $@ $(GPU_LIBS)
 

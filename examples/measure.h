@@ -1,0 +1,257 @@
+/* measure.h - what amp_check and amp_bench share: a GPT-2 that trains on tokens made here, and order statistics.
+ *
+ * Include after common.h. */
+#ifndef MEASURE_H
+#define MEASURE_H
+
+/* ---- Order statistics */
+
+static inline int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorts values and returns the one below which `part` of them lie: 0.5 is the median. */
+static inline double quantile(double *values, int64_t n, double part) {
+    if (n < 1) return 0;
+    qsort(values, (size_t)n, sizeof *values, compare_doubles);
+    return values[(int64_t)(part * (double)(n - 1) + 0.5)];
+}
+
+/* ---- The four precisions, in the order of all tables */
+
+enum { PRECISIONS = 4 };
+static const amp_dtype precisions[PRECISIONS] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+
+static inline int precision_place(amp_dtype dtype) {
+    int i;
+    for (i = 0; i < PRECISIONS; i++) if (precisions[i] == dtype) return i;
+    return 0;
+}
+
+/* What values of a precision are kept in. */
+static inline amp_dtype storage_of(amp_dtype dtype) { return dtype == AMP_TF32 ? AMP_F32 : dtype; }
+
+/* The dtype that regions compute in now. */
+static inline amp_dtype dtype_now(const amp_context *amp) {
+    amp_choice choice;
+    memset(&choice, 0, sizeof choice);
+    return amp_query_choice(amp, &choice) == AMP_OK ? choice.dtype : AMP_F32;
+}
+
+/* 1 if the context's device is the CPU. */
+static inline int on_cpu(const amp_context *amp) {
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    return amp_query(amp, &desc) != AMP_OK || desc.backend->host_visible;
+}
+
+/* ---- Tokens that can be learned: each one follows from the one before, but for a jump at every 64th */
+
+static inline int32_t made_token(int64_t i, int64_t vocab) { return (int32_t)((i * 7 + i / 64 * 13) % vocab); }
+
+/* A file of n raw 16-bit tokens in the temporary folder; path gets its name.  The caller removes it. */
+static inline amp_result tokens_file_make(char *path, size_t size, int64_t n, int64_t vocab) {
+    const char *folder = getenv("TMPDIR");
+    uint16_t piece[4096];
+    int64_t i = 0;
+    FILE *file;
+    int fd, failed = 0;
+    snprintf(path, size, "%.4000s/amp_tokens_XXXXXX", folder != NULL && *folder != 0 ? folder : "/tmp");
+    fd = mkstemp(path);
+    file = fd >= 0 ? fdopen(fd, "wb") : NULL;
+    if (file == NULL) return example_fail(AMP_ERR_OPEN, "%.200s: %s", path, strerror(errno));
+    while (i < n && !failed) {
+        size_t k = 0;
+        for (; k < sizeof piece / sizeof *piece && i < n; i++) piece[k++] = (uint16_t)made_token(i, vocab);
+        failed = fwrite(piece, sizeof *piece, k, file) != k;
+    }
+    if (fclose(file) != 0 || failed) {
+        amp_result result = example_fail(AMP_ERR_WRITE, "%.200s: %s", path, strerror(errno));
+        unlink(path);
+        return result;
+    }
+    return AMP_OK;
+}
+
+/* ---- A model that trains: a GPT-2 (decoder) or a BERT (encoder) with its optimizer, and a scaler for fp16 */
+
+typedef struct workload_desc {
+    int encoder;                    /* 0: a decoder */
+    int64_t layers, channels, heads, vocab, batch, seq;
+    amp_dtype activations;          /* the widest that they will be stored in */
+    int recompute;                  /* decoder */
+    int scaler;                     /* 1: with one, which steps in fp16 use */
+    int32_t accumulation;           /* micro-batches per optimizer step; 0: 1 */
+    int inference;                  /* 1: no gradients, no optimizer */
+} workload_desc;
+
+typedef struct workload {
+    workload_desc desc;
+    amp_context *amp;
+    gpt gpt;
+    encoder bert;
+    amp_param *params; int64_t n_params;
+    amp_optimizer *optimizer;
+    amp_scaler *scaler;             /* NULL: none */
+    int32_t *tokens;                /* device: a batch, one token more; an encoder's lengths and labels after that */
+    float *loss;                    /* device */
+} workload;
+
+static inline void workload_close(workload *w) {
+    if (w->amp == NULL) return;
+    amp_optimizer_destroy(w->optimizer);
+    amp_scaler_destroy(w->scaler);
+    amp_free(w->amp, w->tokens);
+    amp_free(w->amp, w->loss);
+    gpt_destroy(&w->gpt);
+    encoder_destroy(&w->bert);
+    memset(w, 0, sizeof *w);
+}
+
+/* A batch of made tokens; lengths of an eighth less from sequence to sequence, down to half; labels in turn. */
+static inline amp_result workload_tokens(workload *w) {
+    int64_t batch = w->desc.batch, seq = w->desc.seq, tokens = batch * seq + 1, n = tokens + 2 * batch, i;
+    int32_t *host = (int32_t *)malloc((size_t)n * sizeof *host);
+    void *memory = NULL;
+    amp_result result = host != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for a batch");
+    for (i = 0; i < tokens && result == AMP_OK; i++) host[i] = made_token(i, w->desc.vocab);
+    for (i = 0; i < batch && result == AMP_OK; i++) {
+        host[tokens + i] = (int32_t)(seq - seq * (i % 5) / 8);
+        host[tokens + batch + i] = (int32_t)(i % 2);
+    }
+    if (result == AMP_OK) result = amp_alloc(w->amp, &memory, n * (int64_t)sizeof *host);
+    if (result == AMP_OK) result = amp_copy(w->amp, memory, host, n * (int64_t)sizeof *host, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) result = amp_sync(w->amp);
+    free(host);
+    w->tokens = (int32_t *)memory;
+    return result;
+}
+
+static inline amp_result workload_decoder(workload *w) {
+    const workload_desc *d = &w->desc;
+    gpt_config c;
+    memset(&c, 0, sizeof c);
+    c.vocab = d->vocab; c.positions = c.seq = d->seq; c.channels = d->channels; c.heads = d->heads; c.layers = d->layers;
+    c.batch = d->batch; c.activations = d->activations; c.recompute = d->recompute;
+    TRY(gpt_create(&w->gpt, w->amp, &c));
+    w->params = w->gpt.params;
+    w->n_params = w->gpt.n_params;
+    w->gpt.loss_value = w->loss;
+    return gpt_init(&w->gpt, 1);
+}
+
+static inline amp_result workload_encoder(workload *w) {
+    const workload_desc *d = &w->desc;
+    encoder_config c;
+    memset(&c, 0, sizeof c);
+    c.vocab = d->vocab; c.positions = c.seq = d->seq; c.hidden = d->channels; c.heads = d->heads; c.layers = d->layers;
+    c.intermediate = 4 * d->channels;
+    c.types = c.classes = 2;
+    c.batch = d->batch; c.activations = d->activations;
+    TRY(encoder_create(&w->bert, w->amp, &c));
+    w->params = w->bert.params;
+    w->n_params = w->bert.n_params;
+    w->bert.loss_value = w->loss;
+    return encoder_init(&w->bert, 1);
+}
+
+/* Gives the gradients' memory back. */
+static inline void workload_freeze(workload *w) {
+    void **grads = w->desc.encoder ? &w->bert.grads : &w->gpt.grads;
+    int64_t i;
+    amp_free(w->amp, *grads);
+    *grads = NULL;
+    w->gpt.grads_bytes = w->bert.grads_bytes = 0;
+    for (i = 0; i < w->n_params; i++) memset(&w->params[i].grad, 0, sizeof w->params[i].grad);
+}
+
+static inline amp_result workload_training(workload *w) {
+    amp_optimizer_desc optimizer;
+    amp_scaler_desc scaler;
+    memset(&optimizer, 0, sizeof optimizer);
+    memset(&scaler, 0, sizeof scaler);
+    optimizer.params = w->params;
+    optimizer.n_params = w->n_params;
+    optimizer.lr = 1e-3;
+    optimizer.weight_decay = 0.1;
+    optimizer.clip_norm = 1;
+    optimizer.accumulation = w->desc.accumulation;
+    scaler.init_scale = 1024;       /* nothing of this size overflows: every step is applied */
+    TRY(amp_optimizer_create(w->amp, &w->optimizer, &optimizer));
+    return w->desc.scaler ? amp_scaler_create(w->amp, &w->scaler, &scaler) : AMP_OK;
+}
+
+/* On failure too it is to be closed. */
+static inline amp_result workload_open(workload *w, amp_context *amp, const workload_desc *desc) {
+    void *loss;
+    memset(w, 0, sizeof *w);
+    w->desc = *desc;
+    w->amp = amp;
+    TRY(amp_alloc(amp, &loss, (int64_t)sizeof(float)));
+    w->loss = (float *)loss;
+    TRY(desc->encoder ? workload_encoder(w) : workload_decoder(w));
+    TRY(workload_tokens(w));
+    if (!desc->inference) return workload_training(w);
+    workload_freeze(w);
+    return AMP_OK;
+}
+
+/* The scaler of a step that runs now. */
+static inline amp_scaler *workload_scaler(const workload *w) { return dtype_now(w->amp) == AMP_F16 ? w->scaler : NULL; }
+
+/* Activations in the dtype that regions compute in now. */
+static inline amp_result workload_store(workload *w) {
+    amp_dtype storage = storage_of(dtype_now(w->amp));
+    amp_result result = AMP_OK;
+    if (w->desc.encoder && w->bert.config.activations != storage) result = encoder_store(&w->bert, storage);
+    if (!w->desc.encoder && w->gpt.config.activations != storage) result = gpt_store(&w->gpt, storage);
+    w->gpt.loss_value = w->bert.loss_value = w->loss;
+    return result;
+}
+
+static inline amp_result workload_forward(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
+    const float *seed = amp_scaler_seed(workload_scaler(w));
+    int64_t batch = w->desc.batch, seq = w->desc.seq;
+    encoder_input in;
+    if (!w->desc.encoder) {
+        TRY(gpt_forward(&w->gpt, inputs, batch, seq));
+        return gpt_loss(&w->gpt, targets, backward, seed);
+    }
+    memset(&in, 0, sizeof in);
+    in.ids = inputs;
+    in.lengths = w->tokens + batch * seq + 1;
+    in.batch = batch;
+    in.seq = seq;
+    TRY(encoder_forward(&w->bert, &in));
+    return encoder_loss(&w->bert, in.lengths + batch, backward, seed);
+}
+
+/* Forward and loss in a region; with backward all gradients.  inputs NULL: the workload's own batch. */
+static inline amp_result workload_pass(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
+    amp_autocast_desc region;
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    if (inputs == NULL) { inputs = w->tokens; targets = w->tokens + 1; }
+    TRY(workload_store(w));
+    TRY(amp_autocast_begin(w->amp, &region));
+    result = workload_forward(w, inputs, targets, backward);
+    TRY(amp_autocast_end(w->amp));
+    TRY(result);
+    if (!backward) return AMP_OK;
+    return w->desc.encoder ? encoder_backward(&w->bert) : gpt_backward(&w->gpt);
+}
+
+/* Steps after the last of `accumulation` calls. */
+static inline amp_result workload_step(workload *w, const int32_t *inputs, const int32_t *targets) {
+    TRY(workload_pass(w, inputs, targets, 1));
+    return amp_step(w->optimizer, workload_scaler(w));
+}
+
+static inline amp_result workload_loss(workload *w, float *out) {
+    TRY(amp_copy(w->amp, out, w->loss, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(w->amp);
+}
+
+#endif
