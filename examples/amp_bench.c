@@ -42,8 +42,8 @@ static const option options[] = {
      "tokens in a sequence; auto: 512 (encoder) and 1024 on a GPU, 128 on a CPU"},
 
     {"Measuring", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"iterations", INTEGER, FIELD(iterations), "50", 1, 1000000, NULL, "steps that are timed"},
-    {"warmup", INTEGER, FIELD(warmup), "3", 1, 1000000, NULL, "steps before them"},
+    {"iterations", INTEGER, FIELD(iterations), "50", 1, 1000, NULL, "steps that are timed"},
+    {"warmup", INTEGER, FIELD(warmup), "3", 1, 1000, NULL, "steps before them"},
     {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
@@ -584,7 +584,7 @@ static amp_result bench_feature(bench *b, const feature *f) {
 
 static amp_result bench_features(bench *b) {
     workload_desc d = size_of(b, 0);
-    int64_t tokens = 64 * d.batch * d.seq + 1;
+    int64_t tokens = 4 * d.batch * d.seq + 1;
     amp_result result;
     int i;
     TRY(tokens_file_make(b->tokens_path, sizeof b->tokens_path, tokens < 1 << 20 ? 1 << 20 : tokens, d.vocab));
@@ -627,6 +627,7 @@ static amp_result close_json(bench *b, amp_result result) {
     return result;
 }
 
+enum { MOST_TOKENS = 1 << 22 };
 static amp_result open_bench(bench *b) {
     const settings *set = &b->set;
     workload_desc d;
@@ -650,6 +651,8 @@ static amp_result open_bench(bench *b) {
     d = size_of(b, 0);
     if (d.channels % d.heads != 0)
         return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels", (long long)d.heads, (long long)d.channels);
+    if (d.batch * d.seq > MOST_TOKENS)
+        return refuse(set->batch > 0 ? "batch" : "seq", "%lld x %lld tokens in a batch, at most %d", (long long)d.batch, (long long)d.seq, MOST_TOKENS);
     TRY(amp_query(b->amp, &b->desc));
     TRY(amp_query_machine(b->amp, &b->machine));
     return open_json(b);

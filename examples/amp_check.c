@@ -16,7 +16,7 @@
 
 typedef struct settings {
     const char *device;
-    int64_t threads, quick, json, size, help;
+    int64_t threads, quick, json, size, copies, layers, channels, batch, seq, help;
     double seconds, min_utilisation;
 } settings;
 
@@ -29,6 +29,13 @@ static const option options[] = {
     {"quick", SWITCH, FIELD(quick), "off", 0, 0, NULL, "smaller sizes and shorter runs"},
     {"size", INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
      "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
+    {"copies", INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
+     "MiB of fp32 values to copy; auto: as much as the last cache holds, at least 16; with --quick at most 64"},
+    {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
+    {"channels", INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
+     "its width, 64 for each head; auto: 256 on a CPU, 1024 on a GPU"},
+    {"batch", INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0", "its sequences; auto: 4 on a CPU, 32 on a GPU"},
+    {"seq", INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0", "tokens in each; auto: 128 on a CPU, 512 on a GPU"},
     {"seconds", NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0", "of training; auto: 4, with --quick 1"},
     {"min-utilisation", NUMBER, FIELD(min_utilisation), "0.8", 0, 2, NULL,
      "share of the device that training must use to pass; above 1 nothing does"},
@@ -244,6 +251,7 @@ static amp_result measure_copies(check *c, double seconds[PRECISIONS], int64_t *
     amp_result result;
     m.n = cached / 4 > 1 << 22 ? cached / 4 : 1 << 22;
     if (c->set.quick && m.n > 1 << 24) m.n = 1 << 24;
+    if (c->set.copies > 0) m.n = c->set.copies << 18;
     *n = m.n;
     TRY(amp_alloc(c->amp, &memory, 8 * m.n));
     m.from = memory;
@@ -548,17 +556,19 @@ static void check_scaler(check *c) {
 
 /* ==== Training =================================================================================== */
 
+static int64_t given_or(int64_t value, int64_t otherwise) { return value > 0 ? value : otherwise; }
+
 /* Large enough that its kernels fill the device. */
 static amp_result open_work(check *c) {
     int cpu = on_cpu(c->amp);
     workload_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.vocab = TOKENS_VOCAB;
-    desc.layers = cpu ? 2 : 8;
-    desc.channels = cpu ? 256 : 1024;
+    desc.layers = given_or(c->set.layers, cpu ? 2 : 8);
+    desc.channels = given_or(c->set.channels, cpu ? 256 : 1024);
     desc.heads = desc.channels / 64;
-    desc.seq = cpu ? 128 : 512;
-    desc.batch = cpu ? 4 : 32;
+    desc.seq = given_or(c->set.seq, cpu ? 128 : 512);
+    desc.batch = given_or(c->set.batch, cpu ? 4 : 32);
     desc.activations = AMP_F32;
     desc.scaler = 1;
     return workload_open(&c->work, c->amp, &desc);
@@ -806,6 +816,7 @@ static void print_json(const check *c) {
 
 /* ==== main ======================================================================================= */
 
+/* The context, and what is to be measured on it. */
 static amp_result open_check(check *c) {
     amp_desc desc;
     char why[400];
@@ -815,6 +826,7 @@ static amp_result open_check(check *c) {
 #if !defined(_OPENMP)
     if (c->set.threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
 #endif
+    if (c->set.channels % 64 != 0) return refuse("channels", "must be a multiple of 64");
     result = device_open(&c->amp, &desc, c->set.device);
     if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
     TRY(result);
