@@ -25,7 +25,8 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features test test-ci test-exhaustive oracle bench bench-curves accuracy readme install clean
+.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive oracle bench \
+        bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -42,6 +43,8 @@ help: backend
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
+	@echo "make adopt            a plain fp32 program before and after adopting amp.h: time and loss in each precision"
+	@echo "make plot             draw runs of train_gpt (RUNS=files; else those in out/): loss, scale, tokens/s, memory"
 	@echo "make accuracy         the tests' errors beside PyTorch's own, into tests/bench/results/"
 	@echo "make readme           put the newest results into the README's tables"
 	@echo "make cuda             the CUDA backend for every GPU that nvcc knows: $(BUILD)/amp_cuda.o"
@@ -73,7 +76,7 @@ $(BUILD)/%: examples/%.c $(HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 endif
 
-$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h $(HEADERS) examples/train_gpt.c | $(BUILD)
+$(BUILD)/t_%: tests/t_%.c tests/test.h tests/golden.h amp.h $(HEADERS) examples/train_gpt.c examples/train_classifier.c | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 
 # The same tests under the flags that fold isnan and set flush-to-zero.
@@ -94,7 +97,8 @@ include tests/gpu/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/tools.sh tests/mpi.sh
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
+	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
 	CC="$(CC)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
@@ -103,7 +107,8 @@ test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
 
 oracle: examples
-	for program in number_formats state_v1 kernels scaler optimizer tokenizer gpt2 encoder autocast hf_roundtrip; do \
+	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
+	    hf_roundtrip hf_classifier; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)
@@ -111,6 +116,14 @@ bench: $(BENCHES:%=$(BUILD)/%)
 
 bench-curves: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py --only curves
+
+# What adopting amp.h gains a plain fp32 program: examples/adopt/before.c beside after.c.
+adopt:
+	CC="$(CC)" sh examples/adopt/measure.sh
+
+# RUNS="out/a/metrics.jsonl ...": these runs; else all below out/.
+plot:
+	MAKE="$(MAKE)" sh examples/plot/plot.sh $(RUNS)
 
 accuracy: $(BUILD)/t_model $(BUILD)/t_kernels $(BUILD)/t_optimizer
 	$(PYTHON) tests/bench/run.py --only accuracy

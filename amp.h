@@ -265,7 +265,8 @@ typedef enum amp_log_level {
 
 /* Called from any thread.  id: the amp_result for errors, a constant number per message otherwise. */
 typedef struct amp_logger {
-    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each id at most 10 times */
+    void (*write)(void *user, amp_log_level level, int id, const char *text);   /* NULL: stderr, each warning and error
+                                                                                   at most 10 times */
     void *user;
     amp_log_level level;            /* most detailed level that is written; default AMP_LOG_WARNING */
 } amp_logger;
@@ -1012,6 +1013,7 @@ typedef struct amp_k_outcome {
     double lr;
     float norm, clip_coef, scale;
     int32_t applied, at_floor, first_bad;
+    int32_t growth_tracker, reserved;                   /* as scale, before the attempt's update */
 } amp_k_outcome;
 
 typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
@@ -1487,6 +1489,11 @@ typedef enum amp_rule {
     AMP_BY_LEVEL = 5,               /* O0 */
     AMP_BY_FORCE_I32 = 0x7fffffff
 } amp_rule;
+
+/* With a logger of level AMP_LOG_DEBUG each decision of a context is told once, with id AMP_LOG_DECISION, and again where
+   the same call comes out otherwise (up to 4096 of them):
+       linear h.0.fc.weight (bf16, fp32): computes in bf16, returns bf16, by region; cast cache: miss                  */
+enum { AMP_LOG_DECISION = 1080 };
 
 /* Filled by forward, read by backward and when recomputing; a zeroed plan is "forward has not run". */
 typedef struct amp_plan {
@@ -2059,7 +2066,8 @@ typedef struct amp_outcome {
     int32_t applied;                /* 0: skipped */
     int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further */
     float norm, clip_coef;          /* as in amp_found */
-    float scale;                    /* the scale this step's gradients carried */
+    float scale;                    /* the scale this step's gradients carried ... */
+    int32_t growth_tracker;         /* ... and the scaler's clean updates when the step began; 0 without a scaler */
     double lr;
     const char *first_bad;          /* name of the first parameter with a bad gradient, or NULL */
     int64_t total_skips, consecutive_skips;
@@ -2193,6 +2201,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     o->norm = f->norm;
     o->clip_coef = f->clip_coef;
     o->scale = s ? s->scale : 1.0f;
+    o->growth_tracker = s ? s->growth_tracker : 0;
     o->applied = !f->skip;
     o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
     o->first_bad = f->first_bad;
@@ -2647,7 +2656,15 @@ AMP_API void amp_range_pop(amp_context *amp);
            amp_monitor_phase(monitor, AMP_PHASE_OPTIMIZER); amp_step ...
            amp_monitor_step(monitor, &info);
            while (amp_monitor_next(monitor, &record)) ...;      in place of amp_outcome_next
-       at an epoch's end: amp_monitor_epoch(monitor, &epoch);                                                          */
+       at an epoch's end: amp_monitor_epoch(monitor, &epoch);
+
+   A line of the file, by its "event":
+       "step"     step epoch loss norm scale tracker skipped skips dtype lr tokens_per_s seconds data_s forward_s
+                  backward_s optimizer_s; where memory was queried allocated reserved peak; where there is one
+                  trouble ("loss", "gradients", "floor", "skips") and first_bad
+       "epoch"    epoch steps skipped troubles loss dtype tokens_per_s seconds data_s ... optimizer_s peak
+   A loss that was not read is left out; null stands for infinities and NaN, which JSON has none of.  tracker is the
+   scaler's before the step, skipped 0 or 1, skips their sum so far.                                                  */
 
 typedef enum amp_phase {
     AMP_PHASE_OTHER = 0, AMP_PHASE_DATA = 1, AMP_PHASE_FORWARD = 2, AMP_PHASE_BACKWARD = 3, AMP_PHASE_OPTIMIZER = 4,
@@ -2672,7 +2689,8 @@ typedef enum amp_trouble {
     .cleanup_interval  off          steps between calls of amp_cleanup
     .memory_warning    0.9          as in amp_settings; said once per crossing
     .nan_action        SKIP
-    .max_skips         25                                                                                             */
+    .max_skips         25
+    .epoch             0            number of the first epoch, of a run that goes on                                    */
 struct amp_monitor_desc {
     const char *path;
     int32_t append, max_skips;
@@ -2682,18 +2700,21 @@ struct amp_monitor_desc {
     double memory_warning;
     amp_nan_action nan_action;
     int32_t reserved;
+    int64_t epoch;
 };
-/* Destroy it before its optimizer.  Errors: 101, 102, 105, 301, 401, 402, 403. */
+/* Destroy it before its optimizer.  Errors: 101, 102, 105, 110 optimizer or scaler of another context, 301, 401, 402, 403,
+   501. */
 AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
     return amp_monitor_create_v(amp, out, desc, AMP_ABI(amp_monitor_desc));
 }
-/* Writes what is still to be written; errors are logged. */
+/* Writes what is still to be written, the records of the last steps too; errors are logged. */
 AMP_API void amp_monitor_destroy(amp_monitor *monitor);
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out);
 
 /* The phase that begins now ends the one before; times are the device's own where it has events.  Also a profiler's
-   range.  Errors: 101, 102, 501. */
+   range.  Time counts from the first call, in an epoch as in the run (without calls, from the epoch's beginning), so
+   validation between epochs is nobody's.  While a graph is captured nothing is recorded.  Errors: 101, 102, 501. */
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase);
 
 typedef struct amp_step_info {
@@ -2702,8 +2723,9 @@ typedef struct amp_step_info {
     int32_t reserved;
     int64_t tokens;                 /* or samples, of all micro-batches of the step; for the rate */
 } amp_step_info;
-/* Ends a step, after amp_step stepped.  Errors: 101, 501; 403 when lines could not be written: they are kept (up to 256 KiB)
-   and written as soon as that works again; training may go on. */
+/* Ends a step, after amp_step stepped; it does not wait for it.  Errors: 101, 106 the optimizer has not stepped since the
+   last call, 501; 403 when lines could not be written: they are kept (up to 256 KiB) and written as soon as that works
+   again; training may go on. */
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
 
 typedef struct amp_step_record {
@@ -2718,8 +2740,8 @@ typedef struct amp_step_record {
     int32_t has_memory;             /* 1: memory was queried in this step */
     amp_memory_info memory;
 } amp_step_record;
-/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  Read it before the epoch
-   ends; 64 are kept. */
+/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  The last 64 are kept.  Steps that
+   amp_monitor_step was not told of have none. */
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
 /* Makes the records of all steps due, and waits. */
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor);
@@ -2729,8 +2751,8 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
 /* One epoch, or the mean of several. */
 typedef struct amp_epoch_record {
     int64_t epoch;                  /* its number; in a mean: how many */
-    int64_t steps, skipped;
-    double loss;                    /* mean of those read; NaN: none was */
+    int64_t steps, skipped, troubles;   /* in a mean: of all together; troubles: steps with any */
+    double loss;                    /* mean of the finite ones; NaN: there was none */
     double seconds, phase_seconds[AMP_PHASES], tokens_per_second;
     int64_t peak;                   /* bytes, most in the epoch */
     amp_dtype dtype;                /* of most of its steps */
@@ -2834,13 +2856,21 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
    inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
-/*  .dtypes        TF32, F16 and BF16 as far as the device has them
-    .allowance     16         an error passes up to this many times the error that rounding the weights once to the
-                              candidate makes in fp32: what a computation in this precision cannot do better than    */
+/* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
+   u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
+   that precision rounds more than the weights, so its errors are some times that.  The noise is taken to be no less than
+       u of the tensor itself, as what is stored in that precision is rounded once at least; and
+       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
+       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
+       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)
+   Right models were found at 0.5 to 2 times the noise.  Zero weights are left as they are.
+
+    .dtypes        TF32, F16 and BF16 as far as the device has them
+    .allowance     8          an error passes up to this many times the noise                                          */
 typedef struct amp_verify_desc {
     amp_step_function step;
     void *user;
-    amp_param *params; int64_t n_params;                /* restored; gradients are compared where they are live */
+    amp_param *params; int64_t n_params;                /* restored; their gradients are compared */
     const amp_range *outputs; int64_t n_outputs;        /* compared too: logits, the loss; F32, F16, BF16 or F64 */
     amp_optimizer *optimizer;                           /* restored; may be NULL, as may the scaler, which F16 takes */
     amp_scaler *scaler;
@@ -2854,8 +2884,8 @@ typedef enum amp_verdict {
     AMP_VERDICT_FORCE_I32 = 0x7fffffff
 } amp_verdict;
 
-/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, the norm of a gradient being at least its
-   layer's (name up to the last dot). */
+/* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, for a gradient over that of its layer's
+   gradients together (of the same name up to the last dot; of all, where those are 0; an output of zeros: over 1). */
 typedef struct amp_verify_row {
     amp_dtype dtype;
     amp_verdict verdict;
@@ -2870,9 +2900,13 @@ typedef struct amp_verify_report {
     int64_t n_rows;
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
-/* Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are what they were.  A candidate that fails
-   is a row, not an error.  Errors: 101, 102, 104, 105, 106 while a graph is captured, 301; 102 too when the step is not finite
-   or fails in fp32 already: the text names the first bad tensor. */
+/* Runs the step 3 times in fp32 and 3 times for each candidate, each time from the same weights (but for those changes), zero
+   gradients, random numbers and loss scale; where fp16's gradients overflow, at the scale that the scaler would come to.
+   Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
+   step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
+   device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
+   amp_scaler_check and amp_scaler_update, 107, 110 level O0, 301, 501; 102 too when the step is not finite or fails in fp32
+   already: the text names the first bad tensor, or has the step's own error. */
 AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     return amp_verify_v(amp, desc, out, AMP_ABI(amp_verify_desc));
@@ -2922,7 +2956,11 @@ typedef struct amp_advice {
     int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
     char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160];
 } amp_advice;
-/* desc may be NULL.  Errors: 101, 105, 501. */
+/* dtype: amp_choose's for "auto", or the next of bf16, fp16, tf32 and fp32 that nothing speaks against (verification; fp16's
+   scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
+   bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
+   must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
+   desc may be NULL.  Errors: 101, 102, 105, 501. */
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
 AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     return amp_advise_v(amp, desc, out, AMP_ABI(amp_advise_desc));
@@ -2970,9 +3008,13 @@ typedef struct amp_tune_report {
     int32_t from_file, reserved;            /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
-/* Precisions alternate, so that a machine's changing speed meets all alike.  Afterwards the context's dtype is what it was;
-   `prepare` was last called with the best batch.  A row that fails is no error.
-   Errors: 101, 102, 105, 106, 301; 403 the results are there, but the file could not be written. */
+/* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
+   an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
+   batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
+   of equal ones the first.  Afterwards the context's dtype is what it was, and `prepare` was last called with the best
+   batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
+   those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     return amp_tune_v(amp, desc, out, AMP_ABI(amp_tune_desc));
@@ -3000,7 +3042,8 @@ typedef enum amp_recovery_action {
 typedef enum amp_recovery_cure {
     AMP_CURE_NONE = 0,              /* the same once more */
     AMP_CURE_LAYERS = 1,            /* the layer of the first bad tensor computes in fp32 from now on */
-    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32 */
+    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32.  The
+                                       scaler is turned off with fp16; levels O2 and O3 keep their dtype */
     AMP_CURE_FORCE_I32 = 0x7fffffff
 } amp_recovery_cure;
 
@@ -3011,14 +3054,16 @@ typedef struct amp_recovery_event {
     amp_dtype dtype;                /* in force afterwards */
     int64_t step;                   /* of the snapshot: applied steps */
     int32_t retries, left;
-    char layer[64];                 /* LAYERS: the pattern for amp_layer_override */
+    char layer[64];                 /* the pattern that LAYERS gives amp_layer_override: the layer of the first bad tensor */
     char text[200];                 /* what happened and what was done */
 } amp_recovery_event;
 
 /*  .interval      100       applied steps between snapshots; the first one is taken at creation
     .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
-    .policy        NULL      decides: gets the event as planned, and may change action and cure
-    .save, .load   NULL      what the host wants restored too, into and from records of its own                        */
+    .policy        NULL      decides: gets the event as planned, and may change action, cure and layer.  A learning rate that
+                             it sets stays; otherwise the snapshot's comes back
+    .save, .load   NULL      what the host wants restored too, into and from records of its own; keys "amp..." are taken.
+                             They return 0, or an amp_result or other number for failure                               */
 typedef struct amp_recovery_desc {
     amp_param *params; int64_t n_params;    /* weights; the array must stay */
     amp_optimizer *optimizer;
@@ -3032,14 +3077,18 @@ typedef struct amp_recovery_desc {
     void *user;
 } amp_recovery_desc;
 typedef struct amp_recovery amp_recovery;
-/* Errors: 101, 102, 105, 301, 501. */
+/* Errors: 101, 102, 103, 104, 105, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
 AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
     return amp_recovery_create_v(amp, out, desc, AMP_ABI(amp_recovery_desc));
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* For every record: good ones lead to snapshots, ones with trouble to recovery.  A snapshot that does not fit into memory
-   keeps the one before, with a warning.  Errors: 101, 106, 501. */
+/* For every record: good ones lead to snapshots, ones with trouble and action RECOVER to recovery.  A snapshot replaces
+   the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
+   One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
+   finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
+   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.
+   Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
    micro-batch (HALVE_BATCH) as often as it takes, or what the policy says.  What the cycle had accumulated is dropped.
@@ -3169,9 +3218,9 @@ static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
 static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
 static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    int fd;
+    int fd, flags = for_writing == 0 ? O_RDONLY : for_writing == 2 ? O_RDWR | O_CREAT : O_WRONLY | O_CREAT | O_TRUNC;
     (void)user;
-    do fd = open(path, for_writing ? O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC : O_RDONLY | O_CLOEXEC, 0666);
+    do fd = open(path, flags | O_CLOEXEC, 0666);
     while (fd < 0 && errno == EINTR);
     if (fd < 0) return -errno;
     *file = fd;
@@ -4327,7 +4376,7 @@ static size_t ampi_state_element(amp_dtype dtype) {
     }
 }
 
-static uint64_t ampi_state_hash(const char *key) {      /* FNV-1a */
+static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (; *key; key++) hash = (hash ^ (uint8_t)*key) * UINT64_C(0x100000001b3);
     return hash;
@@ -4335,7 +4384,7 @@ static uint64_t ampi_state_hash(const char *key) {      /* FNV-1a */
 
 /* Where the key stands in the table, or the empty entry where it would stand. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
-    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_state_hash(key) & mask;
+    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
     return state->table + i;
 }
@@ -4686,8 +4735,9 @@ typedef struct ampi_cpu {
     int threads;
     amp_cpu_path path;
     int pooled;                     /* 1: scratch blocks are kept for the next call */
-    pthread_mutex_t lock;           /* for the pool */
+    pthread_mutex_t lock;           /* for what follows */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
+    int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
 } ampi_cpu;
 
 /* Work on items [begin, end) of a parallel loop.  thread is below the number of threads asked for. */
@@ -7095,6 +7145,11 @@ static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream)
 
 /* ---- The CPU backend's runtime: memory from the host, streams and events that are always done */
 
+static int64_t ampi_cpu_time(void) {
+    struct timespec t;
+    return clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t) == 0 ? (int64_t)t.tv_sec * 1000000000 + t.tv_nsec : 0;
+}
+
 static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_backend_desc *desc) {
     ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
@@ -7104,6 +7159,8 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     cpu->host = *host;
     cpu->threads = desc->threads;
     cpu->path = desc->cpu_path;
+    cpu->wall = ampi_posix_clock(NULL);
+    cpu->busy = ampi_cpu_time();
     *dev = cpu;
     return AMP_OK;
 }
@@ -7240,6 +7297,21 @@ static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     return AMP_OK;
 }
 
+/* Utilization: the process's CPU time over what its kernels' threads had since the last call, at first since opening. */
+static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
+    double had;
+    pthread_mutex_lock(&cpu->lock);
+    had = (double)(wall - cpu->wall) * cpu->threads;
+    out->utilization = had > 0 ? (float)AMPI_MIN((double)(busy - cpu->busy) / had, 1.0) : -1.0f;
+    cpu->wall = wall;
+    cpu->busy = busy;
+    pthread_mutex_unlock(&cpu->lock);
+    out->memory_utilization = out->temperature = out->power = -1;
+    return AMP_OK;
+}
+
 static amp_result ampi_cpu_stream_create(void *dev, void **stream) { *stream = dev; return AMP_OK; }
 static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)stream; }
 static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
@@ -7284,7 +7356,7 @@ static const amp_backend ampi_cpu_backend = {
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
     ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
     NULL, NULL, NULL, NULL,
-    NULL, NULL, NULL, NULL, NULL, ampi_cpu_trim,
+    ampi_cpu_telemetry, NULL, NULL, NULL, NULL, ampi_cpu_trim,
     ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
     ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
     ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
@@ -7297,7 +7369,7 @@ AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
 /* ==== 6 >>backends: implementation, the context ===================================================== */
 
-enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15 };
+enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_ROOM = 2 * AMPI_TOLD };
 
 typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
 
@@ -7368,6 +7440,7 @@ struct amp_context {
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
     struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
+    uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_ROOM hashes; NULL before the first */
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
 };
 
@@ -7406,6 +7479,27 @@ AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset
     return &amp->cells->random;
 }
 AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
+/* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
+typedef struct ampi_precision { amp_choice choice; amp_dtype dtype; int32_t disable, allow_tf32; uint64_t random_offset; } ampi_precision;
+AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
+    ampi_precision p;
+    memset(&p, 0, sizeof p);
+    p.choice = amp->choice;
+    p.dtype = amp->desc.dtype;
+    p.disable = amp->desc.disable;
+    p.allow_tf32 = amp->desc.allow_tf32;
+    p.random_offset = amp->random_offset;
+    return p;
+}
+/* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is left. */
+AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
+    amp->choice = p->choice;
+    amp->desc.dtype = p->dtype;
+    amp->desc.disable = p->disable;
+    amp->desc.allow_tf32 = p->allow_tf32;
+    amp->random_offset = p->random_offset;
+    amp_cast_cache_clear(amp);
+}
 /* 1: some registered parameter has a gradient that no step has used; clear 1: no more. */
 AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
@@ -7456,7 +7550,7 @@ AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
     if (logger->write != NULL) { logger->write(logger->user, level, id, text); return; }
-    count = ampi_log_count((amp_context *)(uintptr_t)amp, id);
+    count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
     if (count <= AMPI_LOG_REPEATS)
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text, count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
 }
@@ -7716,6 +7810,7 @@ AMP_API void amp_close(amp_context *amp) {
     ampi_free(&system, amp->masks, amp->mask_room, sizeof *amp->masks);
     ampi_free(&system, amp->layers, amp->layer_room, sizeof *amp->layers);
     ampi_free(&system, amp->ops, amp->op_room, sizeof *amp->ops);
+    ampi_free(&system, amp->told, AMPI_TOLD_ROOM, sizeof *amp->told);
     pthread_mutex_destroy(&amp->lock);
     ampi_free(&system, amp, 1, sizeof *amp);
 }
@@ -7884,10 +7979,8 @@ AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
     return amp->backend->host_visible ? AMP_OK : amp->backend->event_wait(amp->dev, event, amp->desc.stream);
 }
 
-AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
-    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
-    memset(out, 0, sizeof *out);
-    AMPI_TRY(amp->backend->memory(amp->dev, out));
+/* What the context counts itself, without asking the device. */
+AMPI_PRIVATE void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
     ampi_lock(amp);
     out->allocated = amp->allocated;
     out->peak = amp->peak;
@@ -7898,6 +7991,13 @@ AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
     out->cast_cache = amp->part_bytes[AMPI_PART_CACHE];
     out->optimizer = amp->part_bytes[AMPI_PART_OPTIMIZER];
     ampi_unlock(amp);
+}
+
+AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
+    memset(out, 0, sizeof *out);
+    AMPI_TRY(amp->backend->memory(amp->dev, out));
+    ampi_memory_counted(amp, out);
     return AMP_OK;
 }
 
@@ -8324,6 +8424,15 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     return AMP_OK;
 }
 
+/* How many entries this thread has, and closing those beyond. */
+AMPI_PRIVATE int ampi_region_depth(void) { return ampi_region_count; }
+AMPI_PRIVATE void ampi_regions_close(int depth) {
+    while (ampi_region_count > depth) {
+        const amp_context *amp = ampi_regions[--ampi_region_count].amp;
+        __atomic_sub_fetch(&((amp_context *)(uintptr_t)amp)->regions, 1, __ATOMIC_RELAXED);
+    }
+}
+
 AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
 
 AMP_API amp_result amp_recompute_begin(amp_context *amp) {
@@ -8468,8 +8577,7 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
 }
 
 /* Takes no lock: operators and overrides are set up before threads use the context, as the manual says. */
-AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
-                                       const amp_dtype *inputs, int32_t n, amp_plan *out) {
+static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n, amp_plan *out) {
     const ampi_region *top;
     const amp_autocast_desc *region;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
@@ -8487,6 +8595,58 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
         else AMPI_TRY(ampi_decide_in(amp, region, op, layer, inputs, n, out));
     }
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
+    return AMP_OK;
+}
+
+/* ---- The log of decisions */
+
+/* Whether an operator found its weight in the cast cache. */
+typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT } ampi_cache_use;
+
+/* 1: this text is new, and is now remembered by its hash; 2: so it is, and it is the last one. */
+static int ampi_told_add(amp_context *amp, const char *text) {
+    uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
+    void *room;
+    int added = 0;
+    ampi_lock(amp);
+    if (amp->told == NULL && ampi_alloc(&amp->system, "debug log", &room, AMPI_TOLD_ROOM, sizeof *amp->told) == AMP_OK)
+        amp->told = (uint64_t *)room;
+    if (amp->told != NULL && amp->n_told < AMPI_TOLD) {
+        while (amp->told[i %= AMPI_TOLD_ROOM] != 0 && amp->told[i] != hash) i++;
+        if (amp->told[i] == 0) {
+            amp->told[i] = hash;
+            added = ++amp->n_told < AMPI_TOLD ? 1 : 2;
+        }
+    }
+    ampi_unlock(amp);
+    return added;
+}
+
+/* The line of AMP_LOG_DECISION. */
+static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
+                      const amp_plan *plan, ampi_cache_use use) {
+    static const char *const rules[] = {"", "storage", "region", "operator", "layer", "level"};
+    static const char *const uses[] = {"", "; cast cache: miss", "; cast cache: hit"};
+    char dtypes[96], text[400];
+    size_t used = 0;
+    int32_t i;
+    int added;
+    if (amp->desc.logger.level < AMP_LOG_DEBUG) return;
+    dtypes[0] = 0;
+    for (i = 0; i < n && used < sizeof dtypes - 16; i++)
+        if (inputs[i] != AMP_DTYPE_DEFAULT)
+            used += (size_t)snprintf(dtypes + used, sizeof dtypes - used, "%s%s", used ? ", " : "", amp_dtype_name(inputs[i]));
+    snprintf(text, sizeof text, "%s%s%.200s (%s): computes in %s, returns %s, by %s%s", ampi_op_name(amp, op), layer ? " " : "",
+             layer ? layer : "", dtypes, amp_dtype_name(plan->compute), amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
+    added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
+    if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
+    if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not told");
+}
+
+AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const char *layer,
+                                       const amp_dtype *inputs, int32_t n, amp_plan *out) {
+    AMPI_TRY(ampi_decide(amp, op, layer, inputs, n, out));
+    ampi_tell(amp, op, layer, inputs, n, out, AMPI_CACHE_UNUSED);
     return AMP_OK;
 }
 
@@ -8642,13 +8802,15 @@ static amp_result ampi_cache_add(amp_context *amp, const amp_param *p, amp_dtype
 }
 
 /* refresh 1: the copy is made again, whatever its version.  repeated: as in amp_k_pack. */
-static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh, const void **data) {
+static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh,
+                                        const void **data, ampi_cache_use *use) {
     ampi_cache_entry *e;
     int64_t i, bytes;
     int fresh;
     for (i = 0; i < amp->n_cache; i++)
         if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
     fresh = i < amp->n_cache && amp->cache[i].version == p->version && !refresh;
+    *use = fresh ? AMPI_CACHE_HIT : AMPI_CACHE_MISS;
     bytes = fresh ? amp->cache[i].bytes : ampi_cache_bytes(amp, p, dtype, kind, repeated);
     if (bytes == 0) return AMP_OK;
     if (i == amp->n_cache) AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
@@ -8674,13 +8836,13 @@ static int ampi_cache_is_off(const amp_context *amp) {
 /* A cached copy, or *data NULL when there is none to be had: the parameter is not registered, the cache is off,
    or the kernels have no use for one.  Recomputing is no repeated use: it is the last one, and there to save memory.
    ampi_cache_put ends its use. */
-static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data) {
+static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data, ampi_cache_use *use) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
     amp_result result;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data);
+    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data, use);
     *used = now;
     ampi_unlock(amp);
     return result;
@@ -8697,13 +8859,14 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
 
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
     const void *data = NULL;
+    ampi_cache_use use;
     amp_result result;
     if (amp == NULL || param == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_cast", "amp, param or out is NULL");
     if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data);
+    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use);
     ampi_unlock(amp);
     if (result != AMP_OK) return result;
     ampi_cache_put(amp, data);
@@ -8741,12 +8904,13 @@ AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
-    AMPI_TRY(amp_memory(amp, &before));
+    if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
     ampi_cache_clear_idle(amp);
     amp_mask_cache_clear(amp);
     if (amp->backend->trim != NULL) AMPI_TRY(amp->backend->trim(amp->dev));
+    if (freed == NULL) return AMP_OK;
     AMPI_TRY(amp_memory(amp, &after));
-    if (freed != NULL) *freed = before.reserved - after.reserved;
+    *freed = before.reserved - after.reserved;
     return AMP_OK;
 }
 
@@ -8775,11 +8939,15 @@ static amp_result ampi_backward_begin(const char *function, const amp_context *a
 /* Versions only grow, so their sum moves when one of them does. */
 static uint64_t ampi_versions(const amp_param *a, const amp_param *b) { return (a ? a->version : 0) + (b ? b->version : 0); }
 
-/* The plan of a forward: decided now, or when recomputing the recorded one. */
+/* The plan of a forward: decided now, or when recomputing the recorded one.  amp_linear tells the log of it itself, with what
+   the cast cache had. */
 static amp_result ampi_plan_forward(const amp_context *amp, const char *function, int32_t op, const char *layer, amp_dtype a, amp_dtype b,
                                     uint64_t version, const amp_plan *recorded, amp_plan *plan) {
     if (!ampi_is_recomputing(amp)) {
-        AMPI_TRY(ampi_decide2(amp, op, layer, a, b, plan));
+        amp_dtype inputs[2];
+        inputs[0] = a; inputs[1] = b;
+        AMPI_TRY(ampi_decide(amp, op, layer, inputs, 2, plan));
+        if (op != AMP_OP_LINEAR) ampi_tell(amp, op, layer, inputs, 2, plan, AMPI_CACHE_UNUSED);
         plan->version = version;
         return AMP_OK;
     }
@@ -8839,19 +9007,20 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
 
 /* The weight as the right operand: packed, where that is of use, or cast once until it changes.  ampi_cache_put(*held)
    ends its use. */
-static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held) {
+static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, amp_k_gemm *g, const void **held, ampi_cache_use *use) {
     amp_k_pack pack;
     *held = NULL;
+    *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
     if (g->compute == AMP_F32) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
     if (amp->backend->gemm_pack_size(amp->dev, &pack) > 0) {
-        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held));
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, kind, held, use));
         g->packed_b = *held;
     } else if (g->compute != AMP_TF32 && g->compute != g->b_dtype) {
-        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held));
+        AMPI_TRY(ampi_cache_get(amp, w, g->compute, AMPI_PACK_CAST, held, use));
         if (*held != NULL) { g->b = *held; g->b_dtype = g->compute; }
     }
     return AMP_OK;
@@ -8862,6 +9031,8 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     amp_mat x, y, pre;
     amp_k_gemm g;
     amp_plan plan;
+    amp_dtype inputs[2];
+    ampi_cache_use use;
     amp_result result;
     const void *held;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
@@ -8877,7 +9048,9 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     g.alpha = 1; g.compute = plan.compute; g.act = op->act;
     if (op->bias) { g.bias = op->bias->weight.data; g.bias_dtype = op->bias->weight.dtype; }
     if (pre.data) { g.pre = pre.data; g.pre_dtype = pre.dtype; g.ld_pre = pre.ld; }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held, &use));
+    inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
+    ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
     ampi_cache_put(amp, held);
     if (result == AMP_OK) op->plan = plan;
@@ -8946,6 +9119,7 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *d
 static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx, const amp_tensor *pre) {
     amp_k_gemm g;
     amp_mat at;
+    ampi_cache_use use;
     amp_result result;
     const void *held;
     memset(&g, 0, sizeof g);
@@ -8959,7 +9133,7 @@ static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_line
         g.backward = 1; g.act = op->x_act;
         g.pre = at.data; g.pre_dtype = at.dtype; g.ld_pre = at.ld;
     }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held));
+    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held, &use));
     result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
     ampi_cache_put(amp, held);
     if (result != AMP_OK || pre == NULL || g.backward) return result;
@@ -9637,6 +9811,7 @@ struct amp_optimizer {
     amp_k_outcome *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
     void *events[AMP_OUTCOMES];
     int64_t attempts, delivered, flushed;   /* steps so far; their outcomes taken, and made due by a flush */
+    int64_t sent;                   /* outcomes sent by this object: steps, whatever was loaded in between */
     int32_t micro;                  /* micro-batches of the cycle so far */
 };
 
@@ -9819,6 +9994,16 @@ AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param 
     return AMP_OK;
 }
 
+/* Weights that are read as a whole, those without a gradient too. */
+AMPI_PRIVATE amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++)
+        if (params[i].weight.data == NULL || amp_tensor_count(&params[i].weight) < 0 || !ampi_is_contiguous(&params[i].weight) ||
+            !ampi_is_storage(params[i].weight.dtype))
+            return ampi_fail(AMP_ERR_SHAPE, function, "parameter %lld: the weight must be contiguous, in fp32, fp16 or bf16", (long long)i);
+    return AMP_OK;
+}
+
 AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t n) {
     int64_t i, r = 0;
     for (i = 0; i < n; i++) {
@@ -9836,19 +10021,28 @@ AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t 
     }
 }
 
-AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+AMPI_PRIVATE amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
     int64_t i;
-    for (i = 0; i < set->n; i++) {
+    for (i = 0; i < n; i++) {
         const amp_range *range = &ranges[i];
         const char *name = range->name ? range->name : "range";
         if (range->count < 0)
-            return ampi_fail(AMP_ERR_RANGE, "amp_set_create", "%s %lld: count = %lld, must be 0 or more", name,
+            return ampi_fail(AMP_ERR_RANGE, function, "%s %lld: count = %lld, must be 0 or more", name,
                              (long long)i, (long long)range->count);
         if (range->data == NULL && range->count > 0)
-            return ampi_fail(AMP_ERR_NULL, "amp_set_create", "%s %lld: data is NULL", name, (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function, "%s %lld: data is NULL", name, (long long)i);
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
-            return ampi_fail(AMP_ERR_DTYPE, "amp_set_create", "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
+            return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+    int64_t i;
+    AMPI_TRY(ampi_check_ranges("amp_set_create", ranges, set->n));
+    for (i = 0; i < set->n; i++) {
+        const amp_range *range = &ranges[i];
         set->rows[i].grad = range->data;
         set->rows[i].grad_dtype = range->dtype;
         set->rows[i].count = range->count;
@@ -10783,6 +10977,7 @@ AMPI_PRIVATE amp_result ampi_send_outcome(amp_optimizer *o) {
     AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
     o->attempts++;
+    o->sent++;
     return AMP_OK;
 }
 
@@ -10855,21 +11050,26 @@ AMPI_PRIVATE void ampi_outcome_fill(const amp_optimizer *o, const amp_k_outcome 
     out->norm = k->norm;
     out->clip_coef = k->clip_coef;
     out->scale = k->scale;
+    out->growth_tracker = k->growth_tracker;
     out->lr = k->lr;
     out->first_bad = ampi_set_name(o->set, k->first_bad);
     out->total_skips = k->skips;
     out->consecutive_skips = k->consecutive_skips;
 }
 
+/* The number of the oldest outcome that is due, 0 if none is. */
+AMPI_PRIVATE int64_t ampi_outcome_due(amp_optimizer *o) {
+    int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
+    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
+    return o->delivered < due ? o->delivered + 1 : 0;
+}
+
 AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
     amp_optimizer *o = optimizer;
     void *dev, *stream;
     const amp_backend *backend;
-    int64_t due, slot;
-    if (o == NULL || out == NULL) return 0;
-    due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
-    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
-    if (o->delivered >= due) return 0;
+    int64_t slot;
+    if (o == NULL || out == NULL || ampi_outcome_due(o) == 0) return 0;
     backend = ampi_backend(o->amp, &dev, &stream);
     slot = o->delivered % AMP_OUTCOMES;
     if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
@@ -11069,9 +11269,10 @@ AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *st
     return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
 }
 
-/* The outcomes not yet delivered; fp64 holds each of their numbers exactly. */
+/* The outcomes not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
 AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
     double rows[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
+    int32_t trackers[AMP_OUTCOMES];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES), n = o->attempts - first;
     for (i = 0; i < n; i++) {
         const amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
@@ -11080,7 +11281,9 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
         row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
         row[4] = k->lr; row[5] = (double)k->norm; row[6] = (double)k->clip_coef; row[7] = (double)k->scale;
         row[8] = k->applied; row[9] = k->at_floor; row[10] = k->first_bad;
+        trackers[i] = k->growth_tracker;
     }
+    AMPI_TRY(ampi_put(state, prefix, "trackers", -1, AMP_I32, trackers, n));
     return ampi_put(state, prefix, "outcomes", -1, AMP_F64, rows, n * AMPI_SAVED_OUTCOME);
 }
 
@@ -11359,7 +11562,7 @@ AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64_t n) {
+AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
     int64_t i, first = o->attempts - n;
     for (i = 0; i < n; i++) {
         amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
@@ -11368,6 +11571,7 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, int64
         k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
         k->lr = row[4]; k->norm = (float)row[5]; k->clip_coef = (float)row[6]; k->scale = (float)row[7];
         k->applied = (int32_t)row[8]; k->at_floor = (int32_t)row[9]; k->first_bad = (int32_t)row[10];
+        k->growth_tracker = trackers[i];
     }
 }
 
@@ -11375,6 +11579,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     amp_optimizer *o = optimizer;
     const amp_system *s;
     int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed;
+    int32_t trackers[AMP_OUTCOMES];
     double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
     amp_result r;
     void *room;
@@ -11390,17 +11595,171 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     n = AMPI_MIN(steps[2] - steps[3], AMP_OUTCOMES);
     AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
     AMPI_TRY(ampi_check_outcomes(outcomes, n));
+    memset(trackers, 0, sizeof trackers);
+    if (ampi_has_record(state, prefix, "trackers", -1)) AMPI_TRY(ampi_get(state, prefix, "trackers", -1, AMP_I32, trackers, n));
     AMPI_TRY(ampi_check_arrays(o, state, prefix, steps[1]));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, bytes, 1));
     r = ampi_wait(o->amp);
     if (r == AMP_OK) r = ampi_load_arrays(o, state, prefix, steps[1], room);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
-    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, n);
+    if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
     ampi_free(s, room, bytes, 1);
     ampi_set_unlink(o->set);
     ampi_settings_changed(o->amp);
+    return r;
+}
+
+/* ---- Keeping: all that a step changes, copied to the host, and put back bit for bit as often as wanted.  Putting it
+   back takes no memory, so that it works when a step has failed for want of it. */
+
+typedef struct ampi_keep {
+    amp_context *amp;
+    amp_param **params, *param_copies; int64_t n_params;    /* the host's, and the optimizer's that are not among them */
+    amp_range *ranges; int64_t n_ranges, range_room;        /* device memory; counts are bytes */
+    char *copy; int64_t bytes;      /* of the ranges, one behind the other */
+    amp_optimizer *optimizer, optimizer_copy; amp_set set_copy;
+    amp_k_outcome outcomes[AMP_OUTCOMES];
+    amp_scaler *scaler, scaler_copy;
+    ampi_precision precision;
+} ampi_keep;
+
+AMPI_PRIVATE void ampi_keep_destroy(ampi_keep *k) {
+    const amp_system *s;
+    if (k == NULL) return;
+    s = ampi_context_system(k->amp);
+    ampi_free(s, k->params, k->n_params, sizeof *k->params);
+    ampi_free(s, k->param_copies, k->n_params, sizeof *k->param_copies);
+    ampi_free(s, k->ranges, k->range_room, sizeof *k->ranges);
+    ampi_free(s, k->copy, k->bytes, 1);
+    ampi_free(s, k, 1, sizeof *k);
+}
+
+AMPI_PRIVATE void ampi_keep_range(ampi_keep *k, void *data, int64_t bytes) {
+    if (data == NULL || bytes <= 0) return;
+    k->ranges[k->n_ranges].data = data;
+    k->ranges[k->n_ranges++].count = bytes;
+    k->bytes += bytes;
+}
+
+AMPI_PRIVATE void ampi_keep_tensor(ampi_keep *k, const amp_tensor *t) {
+    ampi_keep_range(k, t->data, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype));
+}
+
+/* The parameters, and their number; params NULL: the number alone. */
+AMPI_PRIVATE int64_t ampi_keep_params(amp_param **params, amp_param *own, int64_t n_own, const amp_optimizer *o) {
+    int64_t i, n = 0;
+    for (i = 0; i < n_own; i++, n++) if (params != NULL) params[n] = &own[i];
+    for (i = 0; o != NULL && i < o->set->n; i++) {
+        amp_param *p = o->set->params[i];
+        if (n_own > 0 && p >= own && p < own + n_own) continue;
+        if (params != NULL) params[n] = p;
+        n++;
+    }
+    return n;
+}
+
+AMPI_PRIVATE void ampi_keep_ranges(ampi_keep *k) {
+    amp_optimizer *o = k->optimizer;
+    int64_t i;
+    int a;
+    for (i = 0; i < k->n_params; i++) {
+        const amp_param *p = k->params[i];
+        ampi_keep_tensor(k, &p->weight);
+        ampi_keep_tensor(k, &p->grad);
+        if (o == NULL) ampi_keep_range(k, p->master, amp_tensor_count(&p->weight) * 4);
+    }
+    for (i = 0; o != NULL && i < o->set->n; i++)
+        for (a = 0; a < AMPI_ARRAYS; a++) {
+            amp_k_tensor *row = &o->set->rows[i];
+            if (ampi_has_array(o, row, a)) ampi_keep_range(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
+        }
+    if (o != NULL) ampi_keep_range(k, o->ring, AMP_OUTCOMES * (int64_t)sizeof *o->ring);
+    if (o != NULL) ampi_keep_range(k, o->set->found, (int64_t)sizeof *o->set->found);
+    if (k->scaler != NULL) ampi_keep_range(k, k->scaler->device, (int64_t)sizeof *k->scaler->device);
+}
+
+/* to_host 1: from the device; 0: back. */
+AMPI_PRIVATE amp_result ampi_keep_copy(ampi_keep *k, int to_host) {
+    int64_t i, at = 0;
+    for (i = 0; i < k->n_ranges; at += k->ranges[i++].count)
+        AMPI_TRY(to_host ? amp_copy(k->amp, k->copy + at, k->ranges[i].data, k->ranges[i].count, AMP_COPY_TO_HOST)
+                         : amp_copy(k->amp, k->ranges[i].data, k->copy + at, k->ranges[i].count, AMP_COPY_TO_DEVICE));
+    return ampi_wait(k->amp);
+}
+
+/* The kept copy of device memory that was kept. */
+AMPI_PRIVATE const void *ampi_kept(const ampi_keep *k, const void *data) {
+    int64_t i, at = 0;
+    for (i = 0; k->ranges[i].data != data; i++) at += k->ranges[i].count;
+    return k->copy + at;
+}
+
+/* Between two steps only: what was checked and not yet updated would be lost. */
+AMPI_PRIVATE amp_result ampi_keep_check(const char *function, const amp_context *amp, const amp_optimizer *o, const amp_scaler *s) {
+    AMPI_TRY(ampi_may_wait(amp));
+    if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
+        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context", o != NULL && o->amp != amp ? "optimizer" : "scaler");
+    if ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked))
+        return ampi_fail(AMP_ERR_STATE, function, "gradients were checked since the last update: call amp_scaler_update first");
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_keep_memory(ampi_keep *k, const char *function) {
+    const amp_system *s = ampi_context_system(k->amp);
+    k->range_room = 3 * k->n_params + (k->optimizer ? AMPI_ARRAYS * k->optimizer->set->n : 0) + 3;
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->n_params, sizeof *k->params));
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->n_params, sizeof *k->param_copies));
+    return ampi_alloc(s, function, (void **)&k->ranges, k->range_room, sizeof *k->ranges);
+}
+
+AMPI_PRIVATE amp_result ampi_keep_create(amp_context *amp, const char *function, amp_param *params, int64_t n, amp_optimizer *o,
+                                         amp_scaler *scaler, ampi_keep **out) {
+    ampi_keep *k;
+    amp_result r;
+    int64_t i;
+    AMPI_TRY(ampi_keep_check(function, amp, o, scaler));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&k, 1, sizeof *k));
+    k->amp = amp;
+    k->optimizer = o;
+    k->scaler = scaler;
+    k->precision = ampi_precision_get(amp);
+    k->n_params = ampi_keep_params(NULL, params, n, o);
+    r = ampi_keep_memory(k, function);
+    if (r == AMP_OK) {
+        (void)ampi_keep_params(k->params, params, n, o);
+        for (i = 0; i < k->n_params; i++) k->param_copies[i] = *k->params[i];
+        ampi_keep_ranges(k);
+        r = ampi_alloc(ampi_context_system(amp), function, (void **)&k->copy, k->bytes, 1);
+    }
+    if (r == AMP_OK) r = ampi_keep_copy(k, 1);
+    if (r != AMP_OK) { ampi_keep_destroy(k); return r; }
+    if (o != NULL) {
+        k->optimizer_copy = *o;
+        k->set_copy = *o->set;
+        memcpy(k->outcomes, o->outcomes, sizeof k->outcomes);
+    }
+    if (scaler != NULL) k->scaler_copy = *scaler;
+    *out = k;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_keep_restore(ampi_keep *k) {
+    int64_t i;
+    amp_result r = ampi_keep_copy(k, 0);
+    for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
+    if (k->optimizer != NULL) {
+        ampi_set_unlink(k->optimizer->set);
+        *k->optimizer = k->optimizer_copy;
+        *k->optimizer->set = k->set_copy;
+        memcpy(k->optimizer->outcomes, k->outcomes, sizeof k->outcomes);
+    }
+    if (k->scaler != NULL) {
+        ampi_scaler_release_sets(k->scaler);
+        *k->scaler = k->scaler_copy;
+    }
+    ampi_precision_set(k->amp, &k->precision);
     return r;
 }
 
@@ -13053,6 +13412,51 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==================================================================== */
 
+/* What the host said of a step, and what was measured; kept until the step's outcome is due. */
+typedef struct ampi_note {
+    int64_t number;                 /* the optimizer's for this step; 0: given up, the optimizer was set back */
+    int64_t epoch, tokens;
+    double loss, phase_seconds[AMP_PHASES];
+    amp_dtype dtype;
+    int32_t read, has_memory;       /* 1: loss and memory are known */
+    amp_memory_info memory;
+} ampi_note;
+
+/* A moment: from here to the next one time belongs to a phase of a step. */
+typedef struct ampi_mark {
+    void *event;                    /* the device's; NULL where the host's clock measures */
+    int64_t ns;
+    int64_t step;
+    amp_phase phase;
+} ampi_mark;
+
+/* Sums of epochs. */
+typedef struct ampi_tally {
+    int64_t epochs, steps, skipped, troubles, tokens, peak;
+    int64_t losses, dtypes[AMP_TF32 + 1];
+    double loss, phase_seconds[AMP_PHASES];
+} ampi_tally;
+
+#define AMPI_NAN ((uint64_t)0x7ff8 << 48)   /* the bits of an fp64 NaN */
+enum { AMPI_LINE_BYTES = 256 * 1024, AMPI_NOTES = 2 * AMP_OUTCOMES };
+
+struct amp_monitor {
+    amp_context *amp;
+    amp_monitor_desc desc;          /* effective */
+    char *text; int64_t text_bytes; /* of desc.path */
+    intptr_t file; int open;
+    char *lines; int64_t kept, offset, lost;    /* bytes of lines not yet written, where they go, lines there was no room for */
+    ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
+    int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are not needed any more */
+    int64_t last;                   /* the optimizer's steps at the last of them */
+    ampi_mark *marks; int64_t first_mark, n_marks, mark_room;   /* a ring; room is a power of two */
+    int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
+    int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was said */
+    amp_step_record records[AMP_OUTCOMES]; int64_t first_record, n_records;
+    ampi_tally epoch, mixed, full;
+    int64_t epochs;                 /* number of the one that runs */
+};
+
 /* ---- Settings.  One table says what each key is; setting, reading, checking and writing go by it. */
 
 typedef struct ampi_word { const char *word; int32_t value; } ampi_word;
@@ -13675,6 +14079,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     if (settings == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or amp is NULL");
     AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
     AMPI_TRY(ampi_settings_check(f, settings));
+    if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor is of another context");
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &rule));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
     else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply", amp_dtype_name(choice.dtype));
@@ -13685,13 +14090,960 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
         AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
-    (void)monitor;
+    if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
 }
 
 /* ---- Status */
 
-/* ---- Monitor */
+/* Bytes of the UTF-8 character at p; 0 where there is none (RFC 3629: no surrogates, nothing longer than need be). */
+AMPI_PRIVATE int ampi_utf8(const unsigned char *p) {
+    int n = p[0] < 0x80 ? 1 : p[0] >= 0xc2 && p[0] < 0xe0 ? 2 : (p[0] & 0xf0) == 0xe0 ? 3 : p[0] >= 0xf0 && p[0] < 0xf5 ? 4 : 0, i;
+    for (i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
+    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
+    return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
+}
+
+/* JSON (RFC 8259): values of an object, or the object itself, by key. */
+AMPI_PRIVATE void ampi_json_key(ampi_sheet *s, const char *key) {
+    ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
+    s->first = 0;
+}
+AMPI_PRIVATE void ampi_json_open(ampi_sheet *s, const char *key) {
+    if (key) ampi_json_key(s, key);
+    ampi_print(s, "{");
+    s->first = 1;
+}
+AMPI_PRIVATE void ampi_json_close(ampi_sheet *s) { ampi_print(s, "}"); s->first = 0; }
+AMPI_PRIVATE void ampi_json_null(ampi_sheet *s, const char *key) { ampi_json_key(s, key); ampi_print(s, "null"); }
+AMPI_PRIVATE void ampi_json_integer(ampi_sheet *s, const char *key, int64_t value) {
+    ampi_json_key(s, key);
+    ampi_print(s, "%lld", (long long)value);
+}
+AMPI_PRIVATE void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
+    ampi_json_key(s, key);
+    ampi_print(s, flag ? "true" : "false");
+}
+/* Nine digits, those of an fp32 number, with a point whatever the locale has there. */
+AMPI_PRIVATE void ampi_json_number(ampi_sheet *s, const char *key, double value) {
+    char digits[64], *end = digits;
+    const char *p = digits;
+    if (!amp_is_finite_f64(&value)) { ampi_json_null(s, key); return; }
+    snprintf(digits, sizeof digits, "%.9g", value);
+    for (; *p != 0; p++) {
+        if ((*p >= '0' && *p <= '9') || *p == '-' || *p == '+' || *p == 'e') *end++ = *p;
+        else if (end == digits || end[-1] != '.') *end++ = '.';
+    }
+    *end = 0;
+    ampi_json_key(s, key);
+    ampi_print(s, "%s", digits);
+}
+/* Bytes that are no UTF-8 become U+FFFD. */
+AMPI_PRIVATE void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
+    const unsigned char *p = (const unsigned char *)text;
+    int n;
+    if (text == NULL) { ampi_json_null(s, key); return; }
+    ampi_json_key(s, key);
+    ampi_print(s, "\"");
+    for (; *p != 0; p += AMPI_MAX(n, 1)) {
+        n = ampi_utf8(p);
+        if (n == 0) ampi_print(s, "\\ufffd");
+        else if (*p < 0x20 || *p == 0x7f) ampi_print(s, "\\u%04x", *p);
+        else ampi_print(s, "%s%.*s", *p == '"' || *p == '\\' ? "\\" : "", n, (const char *)p);
+    }
+    ampi_print(s, "\"");
+}
+/* Values that may be unknown. */
+AMPI_PRIVATE void ampi_json_count(ampi_sheet *s, const char *key, int64_t value) {
+    if (value > 0) ampi_json_integer(s, key, value);
+    else ampi_json_null(s, key);
+}
+AMPI_PRIVATE void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
+    if (value >= 0) ampi_json_number(s, key, value);
+    else ampi_json_null(s, key);
+}
+
+/* Share of the device's memory that the context holds; -1 unknown. */
+AMPI_PRIVATE double ampi_memory_share(const amp_memory_info *m) {
+    return m->device_total > 0 ? (double)AMPI_MAX(m->reserved, m->allocated) / (double)m->device_total : -1.0;
+}
+
+/* *threshold by its default; 1 means never. */
+AMPI_PRIVATE amp_result ampi_memory_threshold(const char *function, double *threshold) {
+    if (!ampi_is_given(*threshold)) *threshold = 0.9;
+    if (amp_is_finite_f64(threshold) && *threshold > 0 && *threshold <= 1) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "memory_warning = %g, must be above 0 and at most 1 (never); 0 is 0.9", *threshold);
+}
+AMPI_PRIVATE int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
+
+AMPI_PRIVATE amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status *out) {
+    amp_k_scaler k;
+    out->scale = 1;
+    if (scaler == NULL || scaler->desc.disable) return AMP_OK;
+    AMPI_TRY(amp_scaler_get(scaler, &k));
+    out->has_scaler = 1;
+    out->scale = k.scale;
+    out->growth_tracker = k.growth_tracker; out->growth_interval = k.growth_interval; out->at_floor = k.at_floor;
+    out->updates = k.updates; out->skips = k.skips; out->consecutive_skips = k.consecutive_skips;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    const amp_desc *d;
+    amp_status s;
+    if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_status_get", "amp or out is NULL");
+    AMPI_TRY(ampi_memory_threshold("amp_status_get", &memory_warning));
+    AMPI_TRY(ampi_wait(amp));
+    memset(&s, 0, sizeof s);
+    backend = ampi_backend(amp, &dev, &stream);
+    d = ampi_settings(amp);
+    s.version = amp_version();
+    s.enabled = !d->disable;
+    snprintf(s.backend, sizeof s.backend, "%s", backend->name);
+    AMPI_TRY(amp_query_machine(amp, &s.machine));
+    AMPI_TRY(amp_query_choice(amp, &s.choice));
+    s.level = d->level; s.policy = d->policy; s.mode = d->mode;
+    s.memory_efficient = d->memory_efficient != 0;
+    s.allow_tf32 = d->allow_tf32 != 0;
+    AMPI_TRY(ampi_status_scaler(scaler, &s));
+    AMPI_TRY(amp_cast_cache_info(amp, &s.cast_cache));
+    AMPI_TRY(amp_mask_cache_info(amp, &s.mask_cache));
+    AMPI_TRY(amp_memory(amp, &s.memory));
+    s.memory_share = ampi_memory_share(&s.memory);
+    s.memory_warned = ampi_memory_warned(s.memory_share, memory_warning);
+    s.telemetry.utilization = s.telemetry.memory_utilization = s.telemetry.temperature = s.telemetry.power = -1;
+    if (backend->telemetry != NULL) AMPI_TRY(backend->telemetry(dev, &s.telemetry));
+    *out = s;
+    return AMP_OK;
+}
+
+/* The word of a value; "?" if it has none. */
+AMPI_PRIVATE const char *ampi_word_of(const ampi_word *words, int value) {
+    while (words->word != NULL && words->value != value) words++;
+    return words->word ? words->word : "?";
+}
+
+/* Bytes in words. */
+AMPI_PRIVATE void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    double value = (double)bytes;
+    int unit = 0;
+    while (value >= 1024 && unit < 4) { value /= 1024; unit++; }
+    if (!known) ampi_print(s, "%snot here", before);
+    else ampi_print(s, "%s%.*f %s", before, unit > 0, value, units[unit]);
+}
+AMPI_PRIVATE void ampi_print_reading(ampi_sheet *s, const char *name, double value, double factor, const char *unit) {
+    if (value >= 0) ampi_print(s, "%s %.0f%s", name, value * factor, unit);
+    else ampi_print(s, "%s not here", name);
+}
+AMPI_PRIVATE void ampi_print_cache(ampi_sheet *s, const char *label, const amp_cache_info *c) {
+    ampi_print(s, "%s%lld entries, ", label, (long long)c->entries);
+    ampi_print_bytes(s, "", c->bytes, 1);
+    if (c->limit > 0) ampi_print_bytes(s, " of ", c->limit, 1);
+    ampi_print(s, "; %lld hits, %lld misses, %lld evictions, %lld new infinities\n", (long long)c->hits, (long long)c->misses,
+               (long long)c->evictions, (long long)c->new_inf);
+}
+AMPI_PRIVATE void ampi_print_memory(ampi_sheet *s, const amp_status *t) {
+    const amp_memory_info *m = &t->memory;
+    ampi_print_bytes(s, "memory   allocated ", m->allocated, 1);
+    ampi_print_bytes(s, " (casts ", m->cast_cache, 1);
+    ampi_print_bytes(s, ", optimizers ", m->optimizer, 1);
+    ampi_print_bytes(s, "), reserved ", m->reserved, 1);
+    ampi_print_bytes(s, ", peak ", m->peak, 1);
+    ampi_print_bytes(s, ", pinned ", m->pinned, 1);
+    ampi_print_bytes(s, "\n         the device's ", m->device_total, m->device_total > 0);
+    ampi_print_reading(s, ", share", t->memory_share, 100, "%");
+    ampi_print(s, "%s\n", t->memory_warned ? ": above the warning threshold" : "");
+}
+
+AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size) {
+    const amp_status *t = status;
+    const amp_telemetry *m;
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (t == NULL) return 0;
+    m = &t->telemetry;
+    ampi_print(&s, "version  amp.h %d.%d.%d, backend %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend);
+    ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)", t->choice.reason);
+    ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_word_of(ampi_level_words, (int)t->level),
+               ampi_word_of(ampi_policy_words, (int)t->policy), ampi_word_of(ampi_mode_words, (int)t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
+    if (t->has_scaler)
+        ampi_print(&s, "scaler   scale %g%s, tracker %d of %d; %lld of %lld updates skipped, %lld in a row\n", (double)t->scale,
+                   t->at_floor ? " (at its floor)" : "", t->growth_tracker, t->growth_interval, (long long)t->skips,
+                   (long long)t->updates, (long long)t->consecutive_skips);
+    else ampi_print(&s, "scaler   not here\n");
+    ampi_print_cache(&s, "casts    ", &t->cast_cache);
+    ampi_print_cache(&s, "masks    ", &t->mask_cache);
+    ampi_print_memory(&s, t);
+    ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
+    ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
+    ampi_print_reading(&s, ", temperature", (double)m->temperature, 1, " C");
+    ampi_print_reading(&s, ", power", (double)m->power, 1, " W\n");
+    if (!(m->power >= 0)) ampi_print(&s, "\n");
+    s.used += amp_machine_text(&t->machine, s.used < s.size ? s.text + s.used : NULL, s.used < s.size ? s.size - s.used : 0);
+    return s.used;
+}
+
+AMPI_PRIVATE void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
+    ampi_json_open(s, key);
+    ampi_json_integer(s, "entries", c->entries);
+    ampi_json_integer(s, "bytes", c->bytes);
+    ampi_json_count(s, "limit", c->limit);
+    ampi_json_integer(s, "hits", c->hits);
+    ampi_json_integer(s, "misses", c->misses);
+    ampi_json_integer(s, "evictions", c->evictions);
+    ampi_json_integer(s, "new_inf", c->new_inf);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_scaler(ampi_sheet *s, const amp_status *t) {
+    if (!t->has_scaler) { ampi_json_null(s, "scaler"); return; }
+    ampi_json_open(s, "scaler");
+    ampi_json_number(s, "scale", (double)t->scale);
+    ampi_json_integer(s, "tracker", t->growth_tracker);
+    ampi_json_integer(s, "growth_interval", t->growth_interval);
+    ampi_json_flag(s, "at_floor", t->at_floor);
+    ampi_json_integer(s, "updates", t->updates);
+    ampi_json_integer(s, "skips", t->skips);
+    ampi_json_integer(s, "consecutive_skips", t->consecutive_skips);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_memory(ampi_sheet *s, const amp_status *t) {
+    const amp_memory_info *m = &t->memory;
+    ampi_json_open(s, "memory");
+    ampi_json_integer(s, "allocated", m->allocated);
+    ampi_json_integer(s, "reserved", m->reserved);
+    ampi_json_integer(s, "peak", m->peak);
+    ampi_json_integer(s, "pinned", m->pinned);
+    ampi_json_integer(s, "cast_cache", m->cast_cache);
+    ampi_json_integer(s, "optimizer", m->optimizer);
+    ampi_json_count(s, "device_total", m->device_total);
+    ampi_json_reading(s, "share", t->memory_share);
+    ampi_json_flag(s, "warned", t->memory_warned);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
+    ampi_json_open(s, "cpu");
+    ampi_json_text(s, "name", c->name);
+    ampi_json_integer(s, "cores", c->cores);
+    ampi_json_text(s, "path", ampi_cpu_path_name(c->path));
+    ampi_json_flag(s, "avx2", c->avx2);
+    ampi_json_flag(s, "avx512", c->avx512);
+    ampi_json_flag(s, "avx512_bf16", c->avx512_bf16);
+    ampi_json_flag(s, "avx512_fp16", c->avx512_fp16);
+    ampi_json_flag(s, "amx_bf16", c->amx_bf16);
+    ampi_json_count(s, "l1d", c->l1d);
+    ampi_json_count(s, "l2", c->l2);
+    ampi_json_count(s, "l3", c->l3);
+    ampi_json_count(s, "memory", c->memory);
+    ampi_json_close(s);
+}
+AMPI_PRIVATE void ampi_json_device(ampi_sheet *s, const amp_device *d) {
+    ampi_json_open(s, "device");
+    ampi_json_text(s, "name", d->name);
+    ampi_json_text(s, "kind", d->kind);
+    ampi_json_integer(s, "index", d->index);
+    ampi_json_reading(s, "compute_capability", d->cc_major > 0 ? d->cc_major + 0.1 * d->cc_minor : -1.0);
+    ampi_json_flag(s, "fp16", d->fp16);
+    ampi_json_flag(s, "bf16", d->bf16);
+    ampi_json_flag(s, "tf32", d->tf32);
+    ampi_json_flag(s, "fp8", d->fp8);
+    ampi_json_integer(s, "multiprocessors", d->multiprocessors);
+    ampi_json_count(s, "memory", d->memory);
+    ampi_json_close(s);
+}
+
+AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size) {
+    const amp_status *t = status;
+    ampi_sheet s = ampi_sheet_of(text, size);
+    char version[40];
+    if (t == NULL) return 0;
+    snprintf(version, sizeof version, "%d.%d.%d", t->version / 10000, t->version / 100 % 100, t->version % 100);
+    ampi_json_open(&s, NULL);
+    ampi_json_text(&s, "version", version);
+    ampi_json_text(&s, "backend", t->backend);
+    ampi_json_flag(&s, "enabled", t->enabled);
+    ampi_json_text(&s, "dtype", amp_dtype_name(t->choice.dtype));
+    ampi_json_text(&s, "reason", t->choice.reason);
+    ampi_json_flag(&s, "emulated", t->choice.emulated);
+    ampi_json_flag(&s, "fell_back", t->choice.fell_back);
+    ampi_json_text(&s, "level", ampi_word_of(ampi_level_words, (int)t->level));
+    ampi_json_text(&s, "policy", ampi_word_of(ampi_policy_words, (int)t->policy));
+    ampi_json_text(&s, "mode", ampi_word_of(ampi_mode_words, (int)t->mode));
+    ampi_json_flag(&s, "memory_efficient", t->memory_efficient);
+    ampi_json_flag(&s, "tf32", t->allow_tf32);
+    ampi_json_scaler(&s, t);
+    ampi_json_cache(&s, "cast_cache", &t->cast_cache);
+    ampi_json_cache(&s, "mask_cache", &t->mask_cache);
+    ampi_json_memory(&s, t);
+    ampi_json_reading(&s, "utilization", (double)t->telemetry.utilization);
+    ampi_json_reading(&s, "memory_utilization", (double)t->telemetry.memory_utilization);
+    ampi_json_reading(&s, "temperature", (double)t->telemetry.temperature);
+    ampi_json_reading(&s, "power", (double)t->telemetry.power);
+    ampi_json_cpu(&s, &t->machine.cpu);
+    ampi_json_device(&s, &t->machine.device);
+    ampi_json_close(&s);
+    return s.used;
+}
+
+AMP_API void amp_range_push(amp_context *amp, const char *name) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (amp == NULL || name == NULL) return;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (backend->range_push != NULL) backend->range_push(dev, name);
+}
+
+AMP_API void amp_range_pop(amp_context *amp) {
+    void *dev, *stream;
+    const amp_backend *backend;
+    if (amp == NULL) return;
+    backend = ampi_backend(amp, &dev, &stream);
+    if (backend->range_pop != NULL) backend->range_pop(dev);
+}
+
+/* ---- Monitor.  A step's record waits for its outcome, and for the events that measure it; lines wait for room on disk. */
+
+/* One JSON value (RFC 8259) of a single line; returns what follows, or NULL. */
+AMPI_PRIVATE const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
+AMPI_PRIVATE const char *ampi_json_digits(const char *p) {
+    if (*p < '0' || *p > '9') return NULL;
+    while (*p >= '0' && *p <= '9') p++;
+    return p;
+}
+AMPI_PRIVATE const char *ampi_json_skip_number(const char *p) {
+    if (*p == '-') p++;
+    p = *p == '0' ? p + 1 : ampi_json_digits(p);
+    if (p != NULL && *p == '.') p = ampi_json_digits(p + 1);
+    if (p == NULL || (*p != 'e' && *p != 'E')) return p;
+    return ampi_json_digits(p[1] == '-' || p[1] == '+' ? p + 2 : p + 1);
+}
+AMPI_PRIVATE const char *ampi_json_skip_text(const char *p) {
+    int i, n;
+    if (*p != '"') return NULL;
+    for (p++; *p != '"'; p += n) {
+        n = ampi_utf8((const unsigned char *)p);
+        if (n == 0 || (unsigned char)*p < 0x20) return NULL;
+        if (*p != '\\') continue;
+        n = p[1] == 'u' ? 6 : 2;
+        if (p[1] == 0 || strchr("\"\\/bfnrtu", p[1]) == NULL) return NULL;
+        for (i = 2; i < n; i++) if (p[i] == 0 || strchr("0123456789abcdefABCDEF", p[i]) == NULL) return NULL;
+    }
+    return p + 1;
+}
+AMPI_PRIVATE const char *ampi_json_skip(const char *p, int depth) {
+    char end = *p == '{' ? '}' : ']';
+    int object = *p == '{', i;
+    static const char *const words[] = {"true", "false", "null"};
+    for (i = 0; i < 3; i++) if (strncmp(p, words[i], strlen(words[i])) == 0) return p + strlen(words[i]);
+    if (*p == '"') return ampi_json_skip_text(p);
+    if (!object && *p != '[') return ampi_json_skip_number(p);
+    if (depth == 0) return NULL;
+    p = ampi_json_blank(p + 1);
+    if (*p == end) return p + 1;
+    for (;; p = ampi_json_blank(p + 1)) {
+        if (object) {
+            p = ampi_json_skip_text(p);
+            if (p == NULL || *(p = ampi_json_blank(p)) != ':') return NULL;
+            p = ampi_json_blank(p + 1);
+        }
+        p = ampi_json_skip(p, depth - 1);
+        if (p == NULL) return NULL;
+        p = ampi_json_blank(p);
+        if (*p == end) return p + 1;
+        if (*p != ',') return NULL;
+    }
+}
+AMPI_PRIVATE int ampi_json_is_object(const char *p) {
+    p = ampi_json_blank(p);
+    if (*p == '{') p = ampi_json_skip(p, 64);
+    else return 0;
+    return p != NULL && *ampi_json_blank(p) == 0;
+}
+
+/* ---- The file */
+
+/* Writes what is kept, from where the last write ended: a line that was cut is gone on with. */
+AMPI_PRIVATE amp_result ampi_lines_write(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int64_t done = 0, n = 1;
+    if (!m->open) return AMP_OK;
+    while (done < m->kept && n > 0) {
+        n = s->file_write(s->user, m->file, m->lines + done, (size_t)(m->kept - done), m->offset + done);
+        if (n == -EINTR) n = 1;
+        else if (n > 0) done += AMPI_MIN(n, m->kept - done);
+    }
+    m->kept -= done;
+    m->offset += done;
+    if (done > 0 && m->kept > 0) memmove(m->lines, m->lines + done, (size_t)m->kept);
+    if (m->kept == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_WRITE, function, "%s at offset %lld: %s; %lld bytes are kept, %lld lines were lost", m->desc.path,
+                     (long long)m->offset, n < 0 ? strerror((int)-n) : "nothing was written", (long long)m->kept, (long long)m->lost);
+}
+
+/* A sheet for one more line, behind those that are kept. */
+AMPI_PRIVATE ampi_sheet ampi_line_room(const amp_monitor *m) {
+    return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
+}
+AMPI_PRIVATE ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event) {
+    ampi_sheet s = ampi_line_room(m);
+    ampi_json_open(&s, NULL);
+    ampi_json_text(&s, "event", event);
+    return s;
+}
+
+/* Keeps the line if there is room for it. */
+AMPI_PRIVATE void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
+    if (s->used + 1 <= s->size) {
+        m->kept += (int64_t)s->used + 1;
+        m->lines[m->kept - 1] = '\n';
+        return;
+    }
+    if (m->lost++ == 0)
+        ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines", m->desc.path);
+}
+
+/* Opens the file; behind a last line without its end, which a crash left, comes one. */
+AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int64_t n;
+    char last = '\n';
+    int error = s->file_open(s->user, m->desc.path, m->desc.append ? 2 : 1, &m->file);
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, strerror(-error));
+    m->open = 1;
+    AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
+    if (!m->desc.append) return AMP_OK;
+    n = m->offset = s->file_size(s->user, m->file);
+    if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
+    if (n < 0 || (m->offset > 0 && n == 0))
+        return ampi_fail(AMP_ERR_READ, function, "%s: %s", m->desc.path, n < 0 ? strerror((int)-n) : "ends early");
+    if (last == '\n') return AMP_OK;
+    m->lines[m->kept++] = '\n';
+    return ampi_lines_write(m, function);
+}
+
+AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
+    const amp_system *s = ampi_context_system(m->amp);
+    int error;
+    AMPI_TRY(ampi_lines_write(m, function));
+    error = m->open ? s->file_sync(s->user, m->file) : 0;
+    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* no file that could be synced */
+    return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
+}
+
+/* ---- Time */
+
+AMPI_PRIVATE ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
+    return &m->marks[(m->first_mark + i) & (m->mark_room - 1)];
+}
+
+/* Twice the room, with an event at each place.  The ring begins anew at 0; the places not in use move along. */
+AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t old = m->mark_room, room = old ? 2 * old : 64, i;
+    ampi_mark *marks;
+    AMPI_TRY(ampi_alloc(s, "amp_monitor_phase", (void **)&marks, room, sizeof *marks));
+    for (i = 0; i < m->mark_room; i++) marks[i] = *ampi_mark_at(m, i);
+    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    m->marks = marks;
+    m->mark_room = room;
+    m->first_mark = 0;
+    for (i = old; i < room && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event));
+    return AMP_OK;
+}
+
+/* Books what has been measured; wait 1: also what is not done of steps before `until`. */
+AMPI_PRIVATE amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    for (; m->n_marks >= 2; m->first_mark = (m->first_mark + 1) & (m->mark_room - 1), m->n_marks--) {
+        const ampi_mark *from = ampi_mark_at(m, 0), *to = ampi_mark_at(m, 1);
+        double seconds = 1e-9 * (double)(to->ns - from->ns);
+        int32_t done = 1;
+        if (to->event != NULL) {
+            AMPI_TRY(backend->event_done(dev, to->event, &done));
+            if (!done && !(wait && from->step < until)) return AMP_OK;
+            if (!done) AMPI_TRY(backend->event_sync(dev, to->event));
+            AMPI_TRY(backend->event_elapsed(dev, from->event, to->event, &seconds));
+        }
+        m->notes[from->step % AMPI_NOTES].phase_seconds[from->phase] += seconds;
+    }
+    return AMP_OK;
+}
+
+/* From now on time belongs to this phase of the step that runs. */
+AMPI_PRIVATE amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    ampi_mark *mark;
+    AMPI_TRY(ampi_marks_settle(m, 0, 0));
+    if (m->n_marks == m->mark_room) AMPI_TRY(ampi_marks_grow(m));
+    mark = ampi_mark_at(m, m->n_marks);
+    if (mark->event != NULL) AMPI_TRY(backend->event_record(dev, mark->event, stream));
+    mark->ns = s->clock_ns(s->user);
+    mark->step = m->steps;
+    mark->phase = phase;
+    m->n_marks++;
+    return AMP_OK;
+}
+
+/* The time of an epoch begins, with its first phase once more. */
+AMPI_PRIVATE amp_result ampi_time_begin(amp_monitor *m) {
+    m->n_marks = 0;
+    m->begun = 0;
+    memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
+    return ampi_mark_now(m, AMP_PHASE_OTHER);
+}
+
+AMPI_PRIVATE void ampi_range_end(amp_monitor *m) {
+    if (m->in_range) amp_range_pop(m->amp);
+    m->in_range = 0;
+}
+
+AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
+    static const char *const names[AMP_PHASES] = {"other", "data", "forward", "backward", "optimizer"};
+    amp_monitor *m = monitor;
+    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_phase", "monitor is NULL");
+    if ((int)phase < 0 || phase >= AMP_PHASES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
+    ampi_range_end(m);
+    if (phase != AMP_PHASE_OTHER) amp_range_push(m->amp, names[phase]);
+    m->in_range = phase != AMP_PHASE_OTHER;
+    if (ampi_capture(m->amp) != NULL) return AMP_OK;
+    if (!m->begun) m->n_marks = 0;
+    m->begun = 1;
+    return ampi_mark_now(m, phase);
+}
+
+/* ---- Records */
+
+AMPI_PRIVATE const char *ampi_trouble_name(amp_trouble trouble) {
+    static const char *const names[] = {NULL, "loss", "gradients", "floor", "skips"};
+    return names[trouble];
+}
+
+AMPI_PRIVATE amp_trouble ampi_trouble_of(const amp_monitor *m, const amp_step_record *r, int read) {
+    const amp_outcome *o = &r->outcome;
+    int scales = m->desc.scaler != NULL && !m->desc.scaler->desc.disable && !m->desc.scaler->desc.frozen;
+    if (read && !amp_is_finite_f64(&r->loss)) return AMP_TROUBLE_LOSS;
+    if (!scales && (!o->applied || o->first_bad != NULL || !amp_is_finite_f32(&o->norm))) return AMP_TROUBLE_GRADIENTS;
+    if (o->at_floor) return AMP_TROUBLE_FLOOR;
+    return o->consecutive_skips >= m->desc.max_skips ? AMP_TROUBLE_SKIPS : AMP_TROUBLE_NONE;
+}
+
+AMPI_PRIVATE void ampi_trouble_log(const amp_monitor *m, const amp_step_record *r) {
+    static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
+                                        "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
+    ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->outcome.step,
+             words[r->trouble], r->outcome.first_bad ? ", first in " : "", r->outcome.first_bad ? r->outcome.first_bad : "",
+             (long long)r->outcome.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
+}
+
+AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
+    ampi_json_number(s, "seconds", seconds);
+    ampi_json_number(s, "data_s", phases[AMP_PHASE_DATA]);
+    ampi_json_number(s, "forward_s", phases[AMP_PHASE_FORWARD]);
+    ampi_json_number(s, "backward_s", phases[AMP_PHASE_BACKWARD]);
+    ampi_json_number(s, "optimizer_s", phases[AMP_PHASE_OPTIMIZER]);
+}
+
+AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
+    const amp_outcome *o = &r->outcome;
+    ampi_sheet s = ampi_line_begin(m, "step");
+    ampi_json_integer(&s, "step", o->step);
+    ampi_json_integer(&s, "epoch", r->epoch);
+    if (read) ampi_json_number(&s, "loss", r->loss);
+    ampi_json_number(&s, "norm", (double)o->norm);
+    ampi_json_number(&s, "scale", (double)o->scale);
+    ampi_json_integer(&s, "tracker", o->growth_tracker);
+    ampi_json_integer(&s, "skipped", !o->applied);
+    ampi_json_integer(&s, "skips", o->total_skips);
+    ampi_json_text(&s, "dtype", amp_dtype_name(r->dtype));
+    ampi_json_number(&s, "lr", o->lr);
+    ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
+    ampi_json_phases(&s, r->seconds, r->phase_seconds);
+    if (r->has_memory) {
+        ampi_json_integer(&s, "allocated", r->memory.allocated);
+        ampi_json_integer(&s, "reserved", r->memory.reserved);
+        ampi_json_integer(&s, "peak", r->memory.peak);
+    }
+    if (r->trouble != AMP_TROUBLE_NONE) ampi_json_text(&s, "trouble", ampi_trouble_name(r->trouble));
+    if (o->first_bad != NULL) ampi_json_text(&s, "first_bad", o->first_bad);
+    ampi_json_close(&s);
+    ampi_line_end(m, &s);
+}
+
+AMPI_PRIVATE double ampi_sum_phases(const double *phases) {
+    double seconds = 0;
+    int p;
+    for (p = 0; p < AMP_PHASES; p++) seconds += phases[p];
+    return seconds;
+}
+
+AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
+    int p;
+    t->steps++;
+    t->skipped += !r->outcome.applied;
+    t->troubles += r->trouble != AMP_TROUBLE_NONE;
+    t->tokens += r->tokens;
+    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
+    if (!amp_is_finite_f64(&r->loss)) return;
+    t->losses++;
+    t->loss += r->loss;
+}
+
+/* Makes the record of a step: its outcome has come. */
+AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_outcome *outcome) {
+    int64_t interval = m->desc.log_interval;
+    amp_step_record *r;
+    if (m->n_records == AMP_OUTCOMES) { m->first_record++; m->n_records--; }
+    r = &m->records[(m->first_record + m->n_records++) % AMP_OUTCOMES];
+    memset(r, 0, sizeof *r);
+    r->outcome = *outcome;
+    r->epoch = note->epoch;
+    r->loss = note->loss;
+    r->tokens = note->tokens;
+    r->dtype = note->dtype;
+    r->has_memory = note->has_memory;
+    r->memory = note->memory;
+    memcpy(r->phase_seconds, note->phase_seconds, sizeof r->phase_seconds);
+    r->seconds = ampi_sum_phases(r->phase_seconds);
+    r->tokens_per_second = r->seconds > 0 ? (double)r->tokens / r->seconds : 0;
+    r->trouble = ampi_trouble_of(m, r, note->read);
+    if (r->trouble != AMP_TROUBLE_NONE) {
+        r->action = m->desc.nan_action;
+        ampi_trouble_log(m, r);
+    }
+    ampi_tally_step(&m->epoch, r);
+    if (!m->open) return;
+    if (r->trouble == AMP_TROUBLE_NONE && outcome->applied && (interval < 1 || outcome->step % interval != 0)) return;
+    ampi_step_line(m, r, note->read);
+}
+
+/* The oldest note of this number, or NULL. */
+AMPI_PRIVATE const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int64_t *step) {
+    for (*step = m->taken; *step < m->steps; (*step)++)
+        if (m->notes[*step % AMPI_NOTES].number == number) return &m->notes[*step % AMPI_NOTES];
+    return NULL;
+}
+
+/* 1: outcome `number`, the next one that is due, and the times of its step are there. */
+AMPI_PRIVATE int ampi_outcome_here(amp_monitor *m, int64_t number) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t step;
+    int32_t done = 0;
+    if (backend->event_done(dev, m->desc.optimizer->events[(number - 1) % AMP_OUTCOMES], &done) != AMP_OK || !done) return 0;
+    return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
+}
+
+/* Makes records of the outcomes that are due; wait 0: of those that have come. */
+AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
+    amp_optimizer *o = m->desc.optimizer;
+    const ampi_note *note;
+    amp_outcome outcome;
+    int64_t number, step;
+    AMPI_TRY(ampi_marks_settle(m, 0, 0));
+    while ((number = ampi_outcome_due(o)) != 0 && (wait || ampi_outcome_here(m, number))) {
+        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
+        note = ampi_note_find(m, number, &step);
+        if (note == NULL) continue;
+        AMPI_TRY(ampi_marks_settle(m, step + 1, 1));
+        ampi_record_add(m, note, &outcome);
+        m->taken = step + 1;
+    }
+    return AMP_OK;
+}
+
+/* ---- Steps */
+
+AMPI_PRIVATE amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
+    double share;
+    int reached;
+    AMPI_TRY(amp_memory(m->amp, &note->memory));
+    note->has_memory = 1;
+    share = ampi_memory_share(&note->memory);
+    reached = ampi_memory_warned(share, m->desc.memory_warning);
+    if (reached && !m->warned)
+        ampi_log(m->amp, AMP_LOG_WARNING, 1211, "step %lld: %.0f%% of the device's memory is in use (memory_warning %g)",
+                 (long long)note->number, 100 * share, m->desc.memory_warning);
+    m->warned = reached;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
+
+/* The note of the step that ends.  Notes from before the optimizer was set back have no outcome any more. */
+AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
+    ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
+    const amp_desc *d = ampi_settings(m->amp);
+    int64_t i;
+    note->number = m->desc.optimizer->attempts;
+    for (i = m->taken; i < m->steps; i++)
+        if (m->notes[i % AMPI_NOTES].number >= note->number) m->notes[i % AMPI_NOTES].number = 0;
+    note->epoch = m->epochs;
+    note->tokens = info->tokens;
+    note->read = !info->no_loss;
+    note->loss = note->read ? info->loss : ampi_f64_of_bits(AMPI_NAN);
+    note->dtype = d->disable ? AMP_F32 : d->dtype;
+    note->has_memory = 0;
+    memset(&note->memory, 0, sizeof note->memory);
+    return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
+}
+
+AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
+    amp_monitor *m = monitor;
+    amp_optimizer *o;
+    if (m == NULL || info == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_step", "monitor or info is NULL");
+    o = m->desc.optimizer;
+    if (o->sent == m->last)
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_step", "the optimizer has not stepped since the last call: amp_step comes first");
+    ampi_range_end(m);
+    AMPI_TRY(ampi_note_fill(m, info));
+    m->last = o->sent;
+    m->begun = 1;
+    m->steps++;
+    m->taken = AMPI_MAX(m->taken, m->steps - AMPI_NOTES + 1);
+    memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
+    AMPI_TRY(ampi_mark_now(m, AMP_PHASE_OTHER));
+    AMPI_TRY(ampi_records_take(m, o->attempts - o->delivered >= AMP_OUTCOMES));
+    if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
+    return ampi_lines_write(m, "amp_monitor_step");
+}
+
+AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
+    amp_monitor *m = monitor;
+    if (m == NULL || out == NULL) return 0;
+    (void)ampi_records_take(m, 1);          /* what fails here fails in the next step, or has made its line wait */
+    (void)ampi_lines_write(m, "amp_monitor_next");
+    if (m->n_records == 0) return 0;
+    *out = m->records[m->first_record++ % AMP_OUTCOMES];
+    m->n_records--;
+    return 1;
+}
+
+AMPI_PRIVATE amp_result ampi_monitor_take_all(amp_monitor *m) {
+    AMPI_TRY(amp_outcome_flush(m->desc.optimizer));
+    return ampi_records_take(m, 1);
+}
+
+AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
+    if (monitor == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_flush", "monitor is NULL");
+    AMPI_TRY(ampi_monitor_take_all(monitor));
+    return ampi_lines_write(monitor, "amp_monitor_flush");
+}
+
+AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
+    amp_monitor *m = monitor;
+    ampi_sheet s;
+    if (m == NULL || json == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_write", "monitor or json is NULL");
+    if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write", "\"%.40s\" must be one JSON object on one line of at most %d bytes",
+                         json, AMPI_LINE_BYTES - 1);
+    if (!m->open) return AMP_OK;
+    s = ampi_line_room(m);
+    ampi_print(&s, "%s", json);
+    ampi_line_end(m, &s);
+    return ampi_lines_write(m, "amp_monitor_write");
+}
+
+/* ---- Epochs */
+
+AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
+    double n = (double)AMPI_MAX(t->epochs, (int64_t)1), seconds = ampi_sum_phases(t->phase_seconds);
+    int p, dtype = AMP_F32;
+    memset(r, 0, sizeof *r);
+    r->epoch = t->epochs;
+    r->steps = t->steps;
+    r->skipped = t->skipped;
+    r->troubles = t->troubles;
+    r->loss = t->losses > 0 ? t->loss / (double)t->losses : ampi_f64_of_bits(AMPI_NAN);
+    r->seconds = seconds / n;
+    for (p = 0; p < AMP_PHASES; p++) r->phase_seconds[p] = t->phase_seconds[p] / n;
+    r->tokens_per_second = seconds > 0 ? (double)t->tokens / seconds : 0;
+    r->peak = t->peak;
+    for (p = 0; p <= AMP_TF32; p++) if (t->dtypes[p] > t->dtypes[dtype]) dtype = p;
+    r->dtype = (amp_dtype)dtype;
+    r->mixed = dtype == AMP_F16 || dtype == AMP_BF16 || dtype == AMP_TF32;
+}
+
+AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double loss) {
+    int p;
+    sum->epochs++;
+    sum->steps += t->steps; sum->skipped += t->skipped; sum->troubles += t->troubles; sum->tokens += t->tokens;
+    sum->peak = AMPI_MAX(sum->peak, t->peak);
+    for (p = 0; p < AMP_PHASES; p++) sum->phase_seconds[p] += t->phase_seconds[p];
+    for (p = 0; p <= AMP_TF32; p++) sum->dtypes[p] += t->dtypes[p];
+    if (t->losses == 0) return;
+    sum->losses++;
+    sum->loss += loss;
+}
+
+AMPI_PRIVATE void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
+    ampi_sheet s = ampi_line_begin(m, "epoch");
+    ampi_json_integer(&s, "epoch", r->epoch);
+    ampi_json_integer(&s, "steps", r->steps);
+    ampi_json_integer(&s, "skipped", r->skipped);
+    ampi_json_integer(&s, "troubles", r->troubles);
+    ampi_json_number(&s, "loss", r->loss);
+    ampi_json_text(&s, "dtype", amp_dtype_name(r->dtype));
+    ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
+    ampi_json_phases(&s, r->seconds, r->phase_seconds);
+    ampi_json_integer(&s, "peak", r->peak);
+    ampi_json_close(&s);
+    ampi_line_end(m, &s);
+}
+
+AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
+    amp_monitor *m = monitor;
+    amp_epoch_record r;
+    amp_memory_info memory;
+    if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_epoch", "monitor is NULL");
+    AMPI_TRY(ampi_monitor_take_all(m));
+    if (m->epoch.steps == 0) return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
+    memset(&memory, 0, sizeof memory);
+    ampi_memory_counted(m->amp, &memory);
+    m->epoch.peak = memory.peak;
+    m->epoch.epochs = 1;
+    ampi_epoch_fill(&r, &m->epoch);
+    r.epoch = m->epochs;
+    ampi_tally_epoch(r.mixed ? &m->mixed : &m->full, &m->epoch, r.loss);
+    if (m->open) ampi_epoch_line(m, &r);
+    if (out != NULL) *out = r;
+    memset(&m->epoch, 0, sizeof m->epoch);
+    m->epochs++;
+    amp_memory_reset_peak(m->amp);
+    ampi_range_end(m);
+    AMPI_TRY(ampi_time_begin(m));
+    return ampi_lines_sync(m, "amp_monitor_epoch");
+}
+
+AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
+    const amp_epoch_record *a, *b;
+    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_summary", "monitor or out is NULL");
+    memset(out, 0, sizeof *out);
+    ampi_epoch_fill(&out->mixed, &monitor->mixed);
+    ampi_epoch_fill(&out->full, &monitor->full);
+    a = &out->mixed;
+    b = &out->full;
+    if (a->epoch == 0 || b->epoch == 0) return AMP_OK;
+    if (a->seconds > 0)
+        out->speedup = b->seconds * (double)b->epoch / (double)b->steps / (a->seconds * (double)a->epoch / (double)a->steps);
+    if (b->peak > 0) out->memory_ratio = (double)a->peak / (double)b->peak;
+    out->loss_difference = a->loss - b->loss;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_print_epochs(ampi_sheet *s, const char *label, const amp_epoch_record *r) {
+    if (r->epoch == 0) { ampi_print(s, "%-16s  none\n", label); return; }
+    ampi_print(s, "%-16s  %6lld  %8lld  %7lld  ", label, (long long)r->epoch, (long long)r->steps, (long long)r->skipped);
+    if (amp_is_finite_f64(&r->loss)) ampi_print(s, "%10.4f", r->loss);
+    else ampi_print(s, "%10s", "not here");
+    ampi_print(s, "  %10.3g  %10.4g", r->seconds, r->tokens_per_second);
+    ampi_print_bytes(s, "  ", r->peak, 1);
+    ampi_print(s, "\n");
+}
+
+AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size) {
+    ampi_sheet s = ampi_sheet_of(text, size);
+    if (summary == NULL) return 0;
+    ampi_print(&s, "%-16s  %6s  %8s  %7s  %10s  %10s  %10s  %s\n", "precision", "epochs", "steps", "skipped", "loss", "s/epoch",
+               "tokens/s", "peak");
+    ampi_print_epochs(&s, summary->mixed.epoch ? amp_dtype_name(summary->mixed.dtype) : "mixed", &summary->mixed);
+    ampi_print_epochs(&s, "fp32", &summary->full);
+    if (summary->mixed.epoch == 0 || summary->full.epoch == 0) return s.used;
+    ampi_print(&s, "%s beside fp32: %.2f times as fast per step, %.2f of the memory", amp_dtype_name(summary->mixed.dtype),
+               summary->speedup, summary->memory_ratio);
+    if (amp_is_finite_f64(&summary->loss_difference)) ampi_print(&s, ", loss %+.4f", summary->loss_difference);
+    ampi_print(&s, "\n");
+    return s.used;
+}
+
+/* ---- Creation */
+
+AMPI_PRIVATE amp_result ampi_check_interval(const char *field, int64_t *interval, int64_t otherwise) {
+    if (*interval == 0) *interval = otherwise;
+    if (*interval >= 1 || *interval == AMP_INTERVAL_OFF) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, "amp_monitor_create", ".%s = %lld, must be 1 or more, or AMP_INTERVAL_OFF", field, (long long)*interval);
+}
+
+AMPI_PRIVATE amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
+    const char *f = "amp_monitor_create";
+    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler is of another context");
+    AMPI_TRY(ampi_check_interval("log_interval", &d->log_interval, 100));
+    AMPI_TRY(ampi_check_interval("memory_interval", &d->memory_interval, 100));
+    AMPI_TRY(ampi_check_interval("cleanup_interval", &d->cleanup_interval, AMP_INTERVAL_OFF));
+    AMPI_TRY(ampi_memory_threshold(f, &d->memory_warning));
+    if ((int)d->nan_action < 0 || d->nan_action > AMP_NAN_RECOVER)
+        return ampi_fail(AMP_ERR_RANGE, f, ".nan_action = %d, must be 0 (default) to %d", (int)d->nan_action, (int)AMP_NAN_RECOVER);
+    if (d->nan_action == AMP_NAN_DEFAULT) d->nan_action = AMP_NAN_SKIP;
+    if (d->max_skips < 0) return ampi_fail(AMP_ERR_RANGE, f, ".max_skips = %d, must be 1 or more, or 0 for 25", d->max_skips);
+    if (d->max_skips == 0) d->max_skips = 25;
+    if (d->epoch < 0) return ampi_fail(AMP_ERR_RANGE, f, ".epoch = %lld, must be 0 or more", (long long)d->epoch);
+    if (d->path != NULL && d->path[0] == 0) return ampi_fail(AMP_ERR_RANGE, f, ".path is empty; NULL means no file");
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
+    const amp_system *s = ampi_context_system(m->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+    int64_t i;
+    int error = m->open ? s->file_close(s->user, m->file) : 0;
+    if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
+    for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
+    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
+    ampi_free(s, m->text, m->text_bytes, 1);
+    ampi_free(s, m, 1, sizeof *m);
+}
+
+AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi) {
+    const char *f = "amp_monitor_create";
+    amp_monitor_desc d;
+    amp_monitor *m;
+    amp_result r;
+    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_monitor_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp, out or desc is NULL");
+    d = *desc;
+    AMPI_TRY(ampi_check_monitor(amp, &d));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&m, 1, sizeof *m));
+    m->amp = amp;
+    m->desc = d;
+    m->epochs = d.epoch;
+    m->last = d.optimizer->sent;
+    r = ampi_copy_texts(amp, f, &m->desc.path, 1, &m->text, &m->text_bytes);
+    if (r == AMP_OK) r = ampi_time_begin(m);
+    if (r == AMP_OK && d.path != NULL) r = ampi_lines_open(m, f);
+    if (r == AMP_OK) *out = m;
+    else ampi_monitor_free(m);
+    return r;
+}
+
+AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
+    amp_monitor *m = monitor;
+    amp_result r;
+    if (m == NULL) return;
+    ampi_range_end(m);
+    r = ampi_monitor_take_all(m);
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    r = ampi_lines_sync(m, "amp_monitor_destroy");
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    ampi_monitor_free(m);
+}
+
+AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out) {
+    if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_query", "monitor or out is NULL");
+    *out = monitor->desc;
+    return AMP_OK;
+}
 
 /* ---- Numerics */
 
@@ -13737,7 +15089,6 @@ AMP_API void amp_numerics_destroy(amp_numerics *numerics) {
 
 AMPI_PRIVATE amp_result ampi_numerics_check(const amp_numerics_desc *d, int64_t *gradients) {
     const char *f = "amp_numerics_create";
-    int64_t i;
     if (d->n_params < 0 || d->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
                          (long long)AMPI_MIN(d->n_params, d->n_ranges));
@@ -13747,17 +15098,8 @@ AMPI_PRIVATE amp_result ampi_numerics_check(const amp_numerics_desc *d, int64_t 
     if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 (100)", (long long)d->interval);
     if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
         return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2", amp_dtype_name(d->dtype));
-    for (i = 0; i < d->n_params; i++)
-        if (amp_tensor_count(&d->params[i].weight) < 0 || !ampi_is_contiguous(&d->params[i].weight) || !ampi_is_storage(d->params[i].weight.dtype))
-            return ampi_fail(AMP_ERR_SHAPE, f, "parameter %lld: the weight must be contiguous, in fp32, fp16 or bf16", (long long)i);
-    for (i = 0; i < d->n_ranges; i++) {
-        const amp_range *r = &d->ranges[i];
-        const char *name = r->name ? r->name : "range";
-        if (r->count < 0) return ampi_fail(AMP_ERR_RANGE, f, "%s %lld: count = %lld, must be 0 or more", name, (long long)i, (long long)r->count);
-        if (r->data == NULL && r->count > 0) return ampi_fail(AMP_ERR_NULL, f, "%s %lld: data is NULL", name, (long long)i);
-        if (!ampi_is_storage(r->dtype) && r->dtype != AMP_F64)
-            return ampi_fail(AMP_ERR_DTYPE, f, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name, (long long)i, amp_dtype_name(r->dtype));
-    }
+    AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
+    AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     return ampi_check_params(f, d->params, d->n_params, gradients);
 }
 
@@ -14023,21 +15365,479 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 
 /* ---- Verify */
 
+enum { AMPI_VERIFY_DRAWS = 2, AMPI_VERIFY_STAGE = 1 << 16 };    /* random changes per size; elements that are looked at at a time */
+
+typedef struct ampi_verify_tensor {
+    const char *name;
+    void *data;
+    amp_dtype dtype;
+    int32_t gradient, bad;          /* bad 1: the last run left something infinite or NaN */
+    int64_t count, at;              /* at: where its bytes begin in the reference */
+    double norm;                    /* what errors are relative to */
+    double difference;              /* sum of squares, of the last run against the reference */
+    double noise, noise32;          /* the same, summed over draws: from changes of the candidate's, of fp32's roundoff */
+} ampi_verify_tensor;
+
+typedef struct ampi_verifier {
+    amp_context *amp;
+    const amp_verify_desc *desc;
+    ampi_keep *keep;
+    ampi_verify_tensor *tensors; int64_t n, n_room;
+    char *reference; int64_t bytes;
+    char *stage;                    /* 8 bytes for each element */
+    float scale, own_scale;         /* the loss scale of all runs, 0: the scaler's own; and that */
+    double allowance, seconds;
+    int code;                       /* what the step returned last */
+    char why[160];                  /* and the error text then, "" without one */
+} ampi_verifier;
+
+/* Half the distance from 1 to the next number. */
+AMPI_PRIVATE double ampi_roundoff(amp_dtype dtype) {
+    return dtype == AMP_BF16 ? 0.00390625 : dtype == AMP_F16 || dtype == AMP_TF32 ? 0.00048828125 : 5.9604644775390625e-8;
+}
+
+/* ---- Changing weights by random amounts up to one roundoff */
+
+/* x (1 + u xi), xi uniform from -1 to 1; below the format's normal numbers up to half its spacing. */
+AMPI_PRIVATE void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        double w = (double)x[i], most = AMPI_MAX(u * (w < 0 ? -w : w), tiny);
+        if ((ampi_bits_f32(x[i]) & 0x7fffffffu) != 0) x[i] = (float)(w + most * (double)(int32_t)random[i] * 4.656612873077393e-10);
+    }
+}
+
+/* 16-bit weights cannot move by less than their own spacing: they move by that, as seldom as gives the same variance. */
+AMPI_PRIVATE void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        uint16_t magnitude = x[i] & 0x7fff, next = (uint16_t)(magnitude + 1), infinite = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
+        double w = dtype == AMP_F16 ? (double)amp_f32_from_f16(magnitude) : (double)amp_f32_from_bf16(magnitude);
+        double step = dtype == AMP_F16 ? (double)amp_f32_from_f16(next) : (double)amp_f32_from_bf16(next), share;
+        if (magnitude == 0 || next >= infinite) continue;
+        share = u * w / (step - w);
+        if ((double)(random[i] >> 1) * 4.656612873077393e-10 < share * share / 3)
+            x[i] = (uint16_t)(x[i] + (random[i] & 1 ? 1 : -1));
+    }
+}
+
+/* All weights from their kept copies, changed; fp16's subnormals as the candidate's roundoff calls for. */
+AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
+    uint32_t random[AMPI_MULTI_BLOCK];
+    int64_t i, k, first, m;
+    for (i = 0; i < v->keep->n_params; i++) {
+        amp_param *p = v->keep->params[i];
+        int64_t count = amp_tensor_count(&p->weight), size = (int64_t)amp_dtype_size(p->weight.dtype), n;
+        const char *kept = (const char *)ampi_kept(v->keep, p->weight.data);
+        uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
+        for (first = 0; first < count; first += n) {
+            n = AMPI_MIN(count - first, AMPI_VERIFY_STAGE);
+            memcpy(v->stage, kept + first * size, (size_t)(n * size));
+            for (k = 0; k < n; k += m) {
+                m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
+                vec->random(random, m, seed, (uint64_t)(first + k));
+                if (p->weight.dtype == AMP_F32) ampi_perturb_f32((float *)(void *)v->stage + k, m, u, dtype == AMP_F16 ? 2.98023223876953125e-8 : 0, random);
+                else ampi_perturb_16bit((uint16_t *)(void *)v->stage + k, p->weight.dtype, m, u, random);
+            }
+            AMPI_TRY(ampi_send(v->amp, (char *)p->weight.data + first * size, v->stage, (size_t)(n * size)));
+        }
+    }
+    return AMP_OK;
+}
+
+/* ---- Runs */
+
+/* Everything as it was kept, gradients zero, and the context in `dtype`. */
+AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int allow_tf32) {
+    ampi_precision p = v->keep->precision;
+    int64_t i;
+    AMPI_TRY(ampi_keep_restore(v->keep));
+    for (i = 0; i < v->keep->n_params; i++) {
+        amp_param *param = v->keep->params[i];
+        if (param->grad.data == NULL) continue;
+        param->grad_live = 0;
+        AMPI_TRY(amp_fill(v->amp, param->grad.data, 0, amp_tensor_count(&param->grad) * (int64_t)amp_dtype_size(param->grad.dtype)));
+    }
+    if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
+    p.disable = 0;
+    p.allow_tf32 = allow_tf32;
+    p.dtype = p.choice.dtype = dtype;
+    p.choice.scaler = dtype == AMP_F16;
+    ampi_precision_set(v->amp, &p);
+    return AMP_OK;
+}
+
+/* One run of the host's step.  Regions it leaves open are closed. */
+AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
+    const amp_system *s = ampi_context_system(v->amp);
+    int depth = ampi_region_depth();
+    int64_t begin = s->clock_ns(s->user);
+    ampi_error_text[0] = 0;
+    v->code = v->desc->step(v->desc->user, v->amp);
+    if (v->code == 0) v->code = (int)amp_sync(v->amp);
+    v->seconds = 1e-9 * (double)(s->clock_ns(s->user) - begin);
+    snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
+    ampi_regions_close(depth);
+}
+
+AMPI_PRIVATE double ampi_square(double x) { return x * x; }
+
+/* Adds n elements to a tensor's difference; those that are not finite are marked and left out. */
+AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
+    float a_room[AMPI_MULTI_BLOCK], b_room[AMPI_MULTI_BLOCK];
+    amp_cpu_path path = ampi_cpu_best_path();
+    double sum = 0, a64, b64;
+    int64_t i, k, m;
+    if (t->dtype == AMP_F64) {
+        for (i = 0; i < n; i++) {
+            memcpy(&a64, (const char *)x + 8 * i, 8);
+            memcpy(&b64, (const char *)reference + 8 * i, 8);
+            if (amp_is_finite_f64(&a64)) sum += ampi_square(a64 - b64);
+            else t->bad = 1;
+        }
+    } else for (k = 0; k < n; k += m) {
+        const float *a, *b;
+        m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
+        a = ampi_row_in(ampi_at(x, t->dtype, k), t->dtype, m, a_room, path);
+        b = ampi_row_in(ampi_at(reference, t->dtype, k), t->dtype, m, b_room, path);
+        for (i = 0; i < m; i++)
+            if (amp_is_finite_f32(&a[i])) sum += ampi_square((double)a[i] - (double)b[i]);
+            else t->bad = 1;
+    }
+    t->difference += sum;
+}
+
+/* Holds what the last run left against the reference.  Returns the first tensor that is not finite, or NULL. */
+AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
+    int64_t i, first, n;
+    *bad = NULL;
+    for (i = 0; i < v->n; i++) {
+        ampi_verify_tensor *t = &v->tensors[i];
+        int64_t size = (int64_t)amp_dtype_size(t->dtype);
+        t->difference = 0;
+        t->bad = 0;
+        for (first = 0; first < t->count; first += n) {
+            n = AMPI_MIN(t->count - first, AMPI_VERIFY_STAGE);
+            AMPI_TRY(ampi_fetch(v->amp, v->stage, (char *)t->data + first * size, (size_t)(n * size)));
+            ampi_verify_compare(t, v->stage, v->reference + t->at + first * size, n);
+        }
+        if (t->bad && *bad == NULL) *bad = t;
+    }
+    return AMP_OK;
+}
+
+/* The reference itself, and with it the norms: a gradient's is its layer's, or where that is 0 that of all gradients. */
+AMPI_PRIVATE int ampi_same_layer(const char *a, const char *b) {
+    const char *end = strrchr(a, '.');
+    size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
+    return strncmp(a, b, n) == 0 && (end == NULL || strrchr(b, '.') == b + n - 1);
+}
+
+AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
+    double all = 0, layer;
+    int64_t i, j;
+    for (i = 0; i < v->n; i++) if (v->tensors[i].gradient) all += v->tensors[i].difference;
+    for (i = 0; i < v->n; i++) {
+        ampi_verify_tensor *t = &v->tensors[i];
+        layer = t->difference;
+        for (j = 0; t->gradient && j < v->n; j++)
+            if (j != i && v->tensors[j].gradient && ampi_same_layer(t->name, v->tensors[j].name)) layer += v->tensors[j].difference;
+        if (!(layer > 0) && t->gradient) layer = all;
+        t->norm = layer > 0 ? ampi_root(layer) : 1;
+    }
+}
+
+/* reference starts as zeros, so that the first comparison gives norms. */
+AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
+    const ampi_verify_tensor *bad;
+    int64_t i;
+    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+    ampi_verify_step(v);
+    if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
+    AMPI_TRY(ampi_verify_look(v, &bad));
+    if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s%s is infinite or NaN in fp32 already", bad->name, bad->gradient ? "'s gradient" : "");
+    ampi_verify_norms(v);
+    for (i = 0; i < v->n; i++) {
+        const ampi_verify_tensor *t = &v->tensors[i];
+        AMPI_TRY(ampi_fetch(v->amp, v->reference + t->at, t->data, (size_t)t->count * amp_dtype_size(t->dtype)));
+    }
+    return AMP_OK;
+}
+
+/* What random changes of the weights by up to u make in fp32. */
+AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
+    const ampi_verify_tensor *bad;
+    int64_t i;
+    int draw;
+    for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) = 0;
+    for (draw = 0; draw < AMPI_VERIFY_DRAWS; draw++) {
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+        AMPI_TRY(ampi_perturb(v, u, dtype, (uint64_t)draw));
+        ampi_verify_step(v);
+        if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        if (bad != NULL) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s is infinite or NaN in fp32 once weights change by a rounding", bad->name);
+        for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
+    }
+    return AMP_OK;
+}
+
+/* The largest loss scale from the scaler's own down at which fp16's gradients are finite: what the scaler would come to. */
+AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
+    amp_scaler *scaler = ampi_enabled(v->desc->scaler);
+    const ampi_verify_tensor *bad;
+    float scale, next;
+    int64_t i;
+    int wanted = 0;
+    for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
+    if (scaler == NULL || !wanted) return AMP_OK;
+    v->own_scale = scale = amp_scaler_scale(scaler);
+    for (;; scale = next) {
+        v->scale = scale < v->own_scale ? scale : 0;
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, v->keep->precision.allow_tf32));
+        ampi_verify_step(v);
+        if (v->code != 0) return AMP_OK;
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        if (bad == NULL) return AMP_OK;
+        next = ampi_scale_shrunk(&scaler->rule, scale);
+        if (!bad->gradient || scaler->rule.frozen || !(next < scale) || !ampi_is_usable(next)) break;
+    }
+    v->scale = 0;
+    return AMP_OK;
+}
+
+/* ---- Verdicts */
+
+AMPI_PRIVATE double ampi_over_bound(double error, double bound) { return bound > 0 ? error / bound : -1; }
+
+AMPI_PRIVATE void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
+    const char *name = amp_dtype_name(row->dtype);
+    int fp16 = row->dtype == AMP_F16, scaled = ampi_enabled(v->desc->scaler) != NULL;
+    int gradient = ampi_over_bound(row->gradient_error, row->gradient_bound) > ampi_over_bound(row->output_error, row->output_bound);
+    const char *worst = gradient ? row->worst_gradient : row->worst_output;
+    char *to = row->advice;
+    if (row->verdict == AMP_VERDICT_FAILED && v->seconds < 0) snprintf(to, sizeof row->advice, "%s", v->why);
+    else if (row->verdict == AMP_VERDICT_FAILED) snprintf(to, sizeof row->advice, "the step returned %d. %.120s", v->code, v->why);
+    else if (row->verdict == AMP_VERDICT_NONFINITE)
+        snprintf(to, sizeof row->advice, fp16 ? "%.50s overflows: train in bf16, or give its layer fp32 by amp_layer_override"
+                 : "%.50s: %s has fp32's range, so look for what the operator does in low precision", row->first_bad, name);
+    else if (row->verdict == AMP_VERDICT_INACCURATE)
+        snprintf(to, sizeof row->advice, fp16 && gradient && !scaled ? "%.50s loses what underflows: train with a loss scaler"
+                 : "%.50s: give its layer fp32 by amp_layer_override, or look at its operator in %s", worst, name);
+    else if (fp16 && !scaled) snprintf(to, sizeof row->advice, "good for this batch; gradients may shrink: train with a loss scaler");
+    else if (fp16 && v->scale > 0)
+        snprintf(to, sizeof row->advice, "good, from loss scale %g on, which the scaler comes to: start there", (double)v->scale);
+    else snprintf(to, sizeof row->advice, "good");
+}
+
+/* Errors and bounds of the worst output and the worst gradient. */
+AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
+    double u = ampi_roundoff(row->dtype), u32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
+    int64_t i;
+    for (i = 0; i < v->n; i++) {
+        const ampi_verify_tensor *t = &v->tensors[i];
+        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / AMPI_VERIFY_DRAWS) / t->norm;
+        double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
+        if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
+        worst[t->gradient] = ampi_over_bound(error, bound);
+        *(t->gradient ? &row->gradient_error : &row->output_error) = error;
+        *(t->gradient ? &row->gradient_bound : &row->output_bound) = bound;
+        snprintf(t->gradient ? row->worst_gradient : row->worst_output, sizeof row->worst_output, "%s", t->name);
+        if (error > bound) row->verdict = AMP_VERDICT_INACCURATE;
+    }
+}
+
+AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *row) {
+    const ampi_verify_tensor *bad = NULL;
+    amp_machine machine;
+    amp_choice choice;
+    row->verdict = AMP_VERDICT_PASS;
+    AMPI_TRY(amp_query_machine(v->amp, &machine));
+    v->seconds = -1;                /* not run */
+    v->code = (int)amp_choose(&machine, row->dtype, 0, &choice);
+    snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
+    if (v->code == 0) {
+        AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
+        AMPI_TRY(ampi_verify_prepare(v, row->dtype, v->keep->precision.allow_tf32));
+        ampi_verify_step(v);
+        row->seconds = v->seconds;
+    }
+    if (v->code != 0) row->verdict = AMP_VERDICT_FAILED;
+    else {
+        AMPI_TRY(ampi_verify_look(v, &bad));
+        ampi_verify_errors(v, row);
+        if (bad != NULL) row->verdict = AMP_VERDICT_NONFINITE;
+        if (bad != NULL) snprintf(row->first_bad, sizeof row->first_bad, "%s", bad->name);
+    }
+    ampi_verify_advise(v, row);
+    return AMP_OK;
+}
+
+/* ---- The call */
+
+AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_verify_desc *d) {
+    const char *f = "amp_verify";
+    int64_t i, ignored;
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, f, ".step is NULL");
+    if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
+        return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
+                         (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
+    if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) || (d->dtypes == NULL && d->n_dtypes > 0))
+        return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
+    if (d->n_params + d->n_outputs == 0) return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
+    if (!amp_is_finite_f64(&d->allowance) || !(d->allowance >= 0))
+        return ampi_fail(AMP_ERR_RANGE, f, ".allowance = %g, must be above 0 and finite, or 0 (8)", d->allowance);
+    for (i = 0; i < d->n_dtypes; i++)
+        if (d->dtypes[i] != AMP_F32 && d->dtypes[i] != AMP_TF32 && d->dtypes[i] != AMP_F16 && d->dtypes[i] != AMP_BF16)
+            return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(d->dtypes[i]));
+    if (ampi_settings(amp)->level == AMP_LEVEL_O0)
+        return ampi_fail(AMP_ERR_CONFLICT, f, "level O0 computes in fp32: open the context at another level to see other precisions");
+    AMPI_TRY(ampi_check_ranges(f, d->outputs, d->n_outputs));
+    AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
+    return ampi_check_params(f, d->params, d->n_params, &ignored);
+}
+
+/* Without a list: what the device has. */
+AMPI_PRIVATE void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
+    static const amp_dtype all[3] = {AMP_TF32, AMP_F16, AMP_BF16};
+    amp_machine machine;
+    amp_choice choice;
+    int i;
+    if (d->n_dtypes > 0 || amp_query_machine(amp, &machine) != AMP_OK) return;
+    for (i = 0; i < 3; i++)
+        if (amp_choose(&machine, all[i], 0, &choice) == AMP_OK) dtypes[d->n_dtypes++] = all[i];
+    d->dtypes = dtypes;
+}
+
+AMPI_PRIVATE void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, void *data, amp_dtype dtype, int64_t count) {
+    ampi_verify_tensor *t = &v->tensors[v->n++];
+    t->name = name ? name : "output";
+    t->gradient = gradient;
+    t->data = data;
+    t->dtype = dtype;
+    t->count = count;
+    t->at = v->bytes;
+    v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
+}
+
+AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
+    const amp_system *s = ampi_context_system(v->amp);
+    const amp_verify_desc *d = v->desc;
+    int64_t i;
+    v->n_room = d->n_params + d->n_outputs;
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->tensors, v->n_room, sizeof *v->tensors));
+    for (i = 0; i < d->n_outputs; i++)
+        ampi_verify_add(v, d->outputs[i].name, 0, d->outputs[i].data, d->outputs[i].dtype, d->outputs[i].count);
+    for (i = 0; i < d->n_params; i++) {
+        const amp_tensor *g = &d->params[i].grad;
+        if (g->data != NULL) ampi_verify_add(v, d->params[i].name, 1, g->data, g->dtype, amp_tensor_count(g));
+    }
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
+    return ampi_keep_create(v->amp, "amp_verify", d->params, d->n_params, d->optimizer, d->scaler, &v->keep);
+}
+
+AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
+    int64_t i;
+    AMPI_TRY(ampi_verify_scale(v));
+    AMPI_TRY(ampi_verify_reference(v));
+    AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(AMP_F32), AMP_F32));
+    for (i = 0; i < v->desc->n_dtypes; i++) {
+        report->rows[i].dtype = v->desc->dtypes[i];
+        AMPI_TRY(ampi_verify_candidate(v, &report->rows[i]));
+    }
+    report->n_rows = v->desc->n_dtypes;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) {
+    amp_verify_desc d;
+    amp_verify_report report;
+    amp_dtype dtypes[3];
+    ampi_verifier v;
+    amp_result r, restored = AMP_OK;
+    AMPI_TRY(ampi_check_abi("amp_verify", abi, AMP_ABI(amp_verify_desc)));
+    if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_verify", "amp, desc or out is NULL");
+    AMPI_TRY(ampi_verify_check(amp, desc));
+    d = *desc;
+    ampi_verify_dtypes(amp, &d, dtypes);
+    memset(&v, 0, sizeof v);
+    memset(&report, 0, sizeof report);
+    v.amp = amp;
+    v.desc = &d;
+    v.allowance = d.allowance > 0 ? d.allowance : 8;
+    r = ampi_verify_memory(&v);
+    if (r == AMP_OK) r = ampi_verify_run(&v, &report);
+    if (v.keep != NULL) restored = ampi_keep_restore(v.keep);
+    ampi_keep_destroy(v.keep);
+    ampi_free(ampi_context_system(amp), v.stage, AMPI_VERIFY_STAGE, 8);
+    ampi_free(ampi_context_system(amp), v.reference, v.bytes, 1);
+    ampi_free(ampi_context_system(amp), v.tensors, v.n_room, sizeof *v.tensors);
+    if (r == AMP_OK) r = restored;
+    if (r == AMP_OK) *out = report;
+    return r;
+}
+
+AMPI_PRIVATE const char *ampi_verdict_word(amp_verdict verdict) {
+    return verdict == AMP_VERDICT_PASS ? "PASS" : verdict == AMP_VERDICT_INACCURATE ? "INACCURATE"
+           : verdict == AMP_VERDICT_NONFINITE ? "NONFINITE" : "FAILED";
+}
+
+AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size) {
+    size_t at = 0;
+    int64_t i;
+    if (size > 0) text[0] = 0;
+    if (report == NULL) return 0;
+    at = ampi_append(text, size, at, "%-6s%-12s%10s%10s  %-24s%10s%10s  %-24s%10s  %s\n", "", "verdict", "output", "bound",
+                     "worst", "gradient", "bound", "worst", "seconds", "advice");
+    for (i = 0; i < report->n_rows; i++) {
+        const amp_verify_row *r = &report->rows[i];
+        at = ampi_append(text, size, at, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r->dtype),
+                         ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
+                         r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
+    }
+    return at;
+}
+
+AMPI_PRIVATE const char *ampi_place_word(amp_place place) {
+    switch (place) {
+        case AMP_PLACE_HOST: return "pageable memory of the host";
+        case AMP_PLACE_PINNED: return "pinned memory of the host";
+        case AMP_PLACE_DEVICE: return "memory of this device";
+        case AMP_PLACE_OTHER_DEVICE: return "memory of another device";
+        case AMP_PLACE_MANAGED: return "managed memory";
+        default: return "memory that nobody knows";
+    }
+}
+
+AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n) {
+    const char *f = "amp_verify_placement";
+    const amp_backend *backend;
+    void *dev, *stream;
+    int64_t i;
+    if (amp == NULL || (ranges == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, f, "amp or ranges is NULL");
+    if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
+    backend = ampi_backend(amp, &dev, &stream);
+    for (i = 0; i < n; i++) {
+        const char *name = ranges[i].name ? ranges[i].name : "range";
+        amp_place place;
+        if (ranges[i].count == 0) continue;
+        if (ranges[i].data == NULL || ranges[i].count < 0)
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
+        AMPI_TRY(backend->place(dev, ranges[i].data, &place));
+        if (place == AMP_PLACE_UNKNOWN || place == AMP_PLACE_OTHER_DEVICE || (place == AMP_PLACE_HOST && !backend->host_visible))
+            return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
+                             "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_place_word(place));
+        if (place == AMP_PLACE_PINNED && !backend->host_visible)
+            ampi_log(amp, AMP_LOG_WARNING, 1201, "%s lies in pinned memory of the host: kernels read it over the bus", name);
+    }
+    return AMP_OK;
+}
+
 /* ---- Gradient check */
 
 /* ---- Advice */
-
-/* Adds to a text as snprintf does it; *at counts on beyond size. */
-AMPI_PRIVATE void ampi_add_text(char *text, size_t size, size_t *at, const char *format, ...) AMPI_PRINTF(4, 5);
-AMPI_PRIVATE void ampi_add_text(char *text, size_t size, size_t *at, const char *format, ...) {
-    size_t used = AMPI_MIN(*at, size);
-    va_list args;
-    int n;
-    va_start(args, format);
-    n = vsnprintf(text ? text + used : NULL, size - used, format, args);
-    va_end(args);
-    *at += n > 0 ? (size_t)n : 0;
-}
 
 /* What is in force now, as settings. */
 static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
@@ -14054,12 +15854,13 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     s->fallback = d->fallback;
     s->allow_tf32 = d->allow_tf32;
     s->autotune = d->autotune;
+    s->debug = d->logger.level == AMP_LOG_DEBUG;
     if (scaler != NULL) s->scaler = scaler->desc;
     s->scaler.disable = 0;
-    if (optimizer != NULL) {
-        s->clip_norm = optimizer->desc.clip_norm;
-        s->accumulation = optimizer->desc.accumulation;
-    }
+    if (optimizer == NULL) return;
+    s->clip_norm = optimizer->desc.clip_norm;
+    s->accumulation = optimizer->desc.accumulation;
+    s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
 }
 
 /* What a decision is made from. */
@@ -14250,31 +16051,34 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
 }
 
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
+    ampi_sheet sheet = ampi_sheet_of(text, size);
     const amp_settings *s;
     char batch[24] = "unknown";
-    size_t at = 0;
-    if (size > 0 && text != NULL) text[0] = 0;
     if (advice == NULL) return 0;
     s = &advice->settings;
     if (advice->batch > 0) snprintf(batch, sizeof batch, "%lld", (long long)advice->batch);
-    ampi_add_text(text, size, &at, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
-    ampi_add_text(text, size, &at, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
-    ampi_add_text(text, size, &at, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
-    ampi_add_text(text, size, &at, "batch    %-8s %s\n", batch, advice->batch_reason);
-    ampi_add_text(text, size, &at, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
-    return at;
+    ampi_print(&sheet, "dtype    %-8s %s\n", amp_dtype_name(s->dtype), advice->dtype_reason);
+    ampi_print(&sheet, "level    O%-7d %s\n", (int)s->level - (int)AMP_LEVEL_O0, advice->level_reason);
+    ampi_print(&sheet, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
+    ampi_print(&sheet, "batch    %-8s %s\n", batch, advice->batch_reason);
+    ampi_print(&sheet, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
+    return sheet.used;
 }
 
 AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+    const amp_scaler_desc *rule;
     amp_settings s;
     if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
     ampi_settings_now(amp, scaler, optimizer, &s);
     s.dtype = advice->settings.dtype;
     s.allow_tf32 = advice->settings.allow_tf32;
     s.memory_efficient = advice->settings.memory_efficient;
-    s.scaler.growth_factor = advice->settings.scaler.growth_factor;
-    s.scaler.backoff_factor = advice->settings.scaler.backoff_factor;
-    s.scaler.growth_interval = advice->settings.scaler.growth_interval;
+    s.use_scaler = advice->settings.use_scaler;
+    rule = &advice->settings.scaler;            /* left at 0 by advice without a scaler */
+    if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
+    if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
+    if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
+    if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
     if (advice->settings.level != s.level)
         ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
@@ -14668,22 +16472,422 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
 }
 
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
-    size_t at = 0;
+    ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
-    if (size > 0 && text != NULL) text[0] = 0;
     if (report == NULL) return 0;
-    ampi_add_text(text, size, &at, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
+    ampi_print(&sheet, "  %-5s %8s %12s %12s %8s %10s  %s\n", "dtype", "batch", "ms/step", "samples/s", "speedup", "peak MiB", "verdict");
     for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_TUNE_ROWS); i++) {
         const amp_tune_row *row = &report->rows[i];
-        ampi_add_text(text, size, &at, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
-        if (row->verdict == AMP_VERDICT_FAILED) ampi_add_text(text, size, &at, "%12s %12s %8s %10s", "-", "-", "-", "-");
-        else ampi_add_text(text, size, &at, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
-        ampi_add_text(text, size, &at, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
+        ampi_print(&sheet, "%c %-5s %8lld ", i == report->best ? '*' : ' ', amp_dtype_name(row->dtype), (long long)row->batch);
+        if (row->verdict == AMP_VERDICT_FAILED) ampi_print(&sheet, "%12s %12s %8s %10s", "-", "-", "-", "-");
+        else ampi_print(&sheet, "%12.3f %12.1f %8.2f %10.1f", 1e3 * row->seconds, row->rate, row->speedup, (double)row->peak / 1048576.0);
+        ampi_print(&sheet, "  %s%s%s\n", ampi_verdict_name(row->verdict), row->reason[0] ? ": " : "", row->reason);
     }
-    return at;
+    return sheet.used;
 }
 
-/* ---- Recover */
+/* ---- Recover.  Records come some steps late, so a snapshot is taken of weights that no record speaks of yet: it is a
+   candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
+   one before; trouble drops it.  Two snapshots are held at most.
+
+   Restoring sets the optimizer's count of steps back and drops the outcomes that were pending.  What a monitor or the host
+   still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
+   until a number comes that is not among these: the new run's, which begins below. */
+
+#define AMPI_SNAPSHOT "amp"         /* prefix of the library's records; the host's go beside them */
+
+typedef struct ampi_snapshot {
+    amp_state *state;               /* NULL: none */
+    int64_t attempts, applied;      /* steps done until then */
+} ampi_snapshot;
+
+struct amp_recovery {
+    amp_context *amp;
+    amp_recovery_desc desc;         /* effective */
+    ampi_snapshot good, candidate;
+    int32_t retries;                /* since .interval good steps */
+    int64_t streak;                 /* applied steps without trouble */
+    int64_t next;                   /* applied steps when a snapshot is due */
+    int64_t seen;                   /* the last record's number */
+    int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
+    int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
+};
+
+static void ampi_snapshot_drop(ampi_snapshot *s) {
+    amp_state_destroy(s->state);
+    memset(s, 0, sizeof *s);
+}
+
+static int64_t ampi_weight_bytes(const amp_param *p) { return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype); }
+
+/* Every weight between its memory and the state, through `room`. */
+static amp_result ampi_snapshot_weights(const amp_recovery *r, amp_state *state, int load, void *room) {
+    int64_t i;
+    for (i = 0; i < r->desc.n_params; i++) {
+        amp_param *p = &r->desc.params[i];
+        int64_t n = amp_tensor_count(&p->weight), bytes = ampi_weight_bytes(p);
+        if (n <= 0) continue;
+        if (!load) {
+            AMPI_TRY(ampi_fetch(r->amp, room, p->weight.data, (size_t)bytes));
+            AMPI_TRY(ampi_put(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+        } else {
+            AMPI_TRY(ampi_get(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+            AMPI_TRY(ampi_send(r->amp, p->weight.data, room, (size_t)bytes));
+            amp_param_touch(p);
+        }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_move(const amp_recovery *r, amp_state *state, int load) {
+    const amp_system *s = ampi_context_system(r->amp);
+    int64_t i, most = 0;
+    amp_result result;
+    void *room;
+    for (i = 0; i < r->desc.n_params; i++) most = AMPI_MAX(most, ampi_weight_bytes(&r->desc.params[i]));
+    AMPI_TRY(ampi_alloc(s, "amp_recovery", &room, most, 1));
+    result = ampi_snapshot_weights(r, state, load, room);
+    ampi_free(s, room, most, 1);
+    return result;
+}
+
+/* What a save or load of the host's returned, as a result. */
+static amp_result ampi_host_failed(const char *what, int code) {
+    char why[200];
+    ampi_host_said(what, code, why, sizeof why);
+    return ampi_fail(strcmp(amp_result_text((amp_result)code), "unknown result") ? (amp_result)code : AMP_ERR_STATE, "amp_recovery", "%s", why);
+}
+
+static amp_result ampi_snapshot_fill(const amp_recovery *r, ampi_snapshot *out) {
+    const amp_recovery_desc *d = &r->desc;
+    int64_t steps[AMPI_SAVED_STEPS];
+    int code;
+    AMPI_TRY(amp_state_create(&out->state, ampi_context_system(r->amp)));
+    AMPI_TRY(ampi_snapshot_move(r, out->state, 0));
+    AMPI_TRY(amp_optimizer_save(d->optimizer, out->state, AMPI_SNAPSHOT ".optimizer"));
+    if (d->scaler != NULL) AMPI_TRY(amp_scaler_save(d->scaler, out->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_save(d->loader, out->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_save(r->amp, out->state, AMPI_SNAPSHOT));
+    code = d->save ? d->save(d->user, out->state) : 0;
+    if (code != 0) return ampi_host_failed("save", code);
+    AMPI_TRY(ampi_get(out->state, AMPI_SNAPSHOT ".optimizer", "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
+    out->attempts = steps[2];
+    out->applied = steps[5];
+    return AMP_OK;
+}
+
+static amp_result ampi_snapshot_take(const amp_recovery *r, ampi_snapshot *out) {
+    amp_result result = ampi_snapshot_fill(r, out);
+    if (result != AMP_OK) ampi_snapshot_drop(out);
+    return result;
+}
+
+/* Everything as it was, but for the outcomes that were pending then: they are of good steps, and have been delivered. */
+static amp_result ampi_snapshot_restore(const amp_recovery *r, const ampi_snapshot *s) {
+    const amp_recovery_desc *d = &r->desc;
+    int code;
+    AMPI_TRY(ampi_wait(r->amp));
+    AMPI_TRY(ampi_snapshot_move(r, s->state, 1));
+    AMPI_TRY(amp_optimizer_load(d->optimizer, s->state, AMPI_SNAPSHOT ".optimizer"));
+    d->optimizer->delivered = d->optimizer->attempts;
+    if (d->scaler != NULL && ampi_has_record(s->state, AMPI_SNAPSHOT ".scaler", "scale", -1))
+        AMPI_TRY(amp_scaler_load(d->scaler, s->state, AMPI_SNAPSHOT ".scaler"));
+    if (d->loader != NULL) AMPI_TRY(amp_loader_load(d->loader, s->state, AMPI_SNAPSHOT));
+    AMPI_TRY(amp_random_load(r->amp, s->state, AMPI_SNAPSHOT));
+    code = d->load ? d->load(d->user, s->state) : 0;
+    return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
+}
+
+static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery_desc *d) {
+    static const char f[] = "amp_recovery_create";
+    int64_t i;
+    if (d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
+    if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
+    if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
+    if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 for 100", (long long)d->interval);
+    if (d->max_retries < AMP_NO_RETRIES || d->max_retries > 1000)
+        return ampi_fail(AMP_ERR_RANGE, f, ".max_retries = %d, must be 1 to 1000, 0 for 3, or AMP_NO_RETRIES", d->max_retries);
+    if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load come both or neither");
+    for (i = 0; i < d->n_params; i++) {
+        const amp_param *p = &d->params[i];
+        if (p->weight.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
+        AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
+        if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
+    }
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
+    if (d->optimizer->micro > 0)
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi) {
+    amp_recovery *r;
+    amp_result result;
+    AMPI_TRY(ampi_check_abi("amp_recovery_create", abi, AMP_ABI(amp_recovery_desc)));
+    if (out != NULL) *out = NULL;
+    if (amp == NULL || out == NULL || desc == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
+    AMPI_TRY(ampi_check_recovery(amp, desc));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_recovery_create", (void **)&r, 1, sizeof *r));
+    r->amp = amp;
+    r->desc = *desc;
+    if (r->desc.interval == 0) r->desc.interval = 100;
+    if (r->desc.max_retries == 0) r->desc.max_retries = 3;
+    if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
+    result = ampi_snapshot_take(r, &r->good);
+    if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
+    r->next = r->good.applied + r->desc.interval;
+    *out = r;
+    return AMP_OK;
+}
+
+AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
+    if (recovery == NULL) return;
+    ampi_snapshot_drop(&recovery->good);
+    ampi_snapshot_drop(&recovery->candidate);
+    ampi_free(ampi_context_system(recovery->amp), recovery, 1, sizeof *recovery);
+}
+
+/* ---- What is planned */
+
+/* The layer's name is its tensor's up to the last dot. */
+static void ampi_layer_pattern(const char *name, char pattern[64]) {
+    const char *dot = strrchr(name, '.');
+    size_t n = dot ? (size_t)(dot - name) + 1 : strlen(name);
+    if (n > 62) n = 62;
+    memcpy(pattern, name, n);
+    pattern[n] = dot || name[n] ? '*' : 0;
+    pattern[n + 1] = 0;
+}
+
+static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
+    int64_t i;
+    for (i = 0; i < amp->n_layers; i++)
+        if (amp->layers[i].dtype == AMP_F32 && strcmp(amp->layers[i].pattern, pattern) == 0) return 1;
+    return 0;
+}
+
+/* The next wider format: fp16 -> bf16 where there is one, all else -> fp32. */
+static amp_dtype ampi_next_dtype(const amp_context *amp) {
+    amp_dtype now = ampi_settings(amp)->dtype;
+    amp_choice choice;
+    return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16 : AMP_F32;
+}
+
+/* 1: a wider format is there, and may be switched to: levels O2 and O3 keep theirs. */
+static int ampi_can_widen(const amp_context *amp) {
+    const amp_desc *d = ampi_settings(amp);
+    return !d->disable && d->dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
+}
+
+/* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
+   is no single layer's doing: both take a wider format, where there is one. */
+static void ampi_plan_cure(const amp_context *amp, const amp_step_record *record, amp_recovery_event *event) {
+    const char *bad = record->outcome.first_bad;
+    int everywhere = record->trouble == AMP_TROUBLE_LOSS || record->trouble == AMP_TROUBLE_FLOOR, wide = ampi_can_widen(amp);
+    if (ampi_settings(amp)->disable || ampi_settings(amp)->dtype == AMP_F32) return;
+    if (bad != NULL) ampi_layer_pattern(bad, event->layer);
+    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->cure = AMP_CURE_LAYERS;
+    else if (wide) { event->cure = AMP_CURE_DTYPE; event->dtype = ampi_next_dtype(amp); }
+}
+
+static const char *ampi_trouble_text(amp_trouble trouble) {
+    switch (trouble) {
+        case AMP_TROUBLE_LOSS: return "the loss is not finite";
+        case AMP_TROUBLE_GRADIENTS: return "gradients are not finite";
+        case AMP_TROUBLE_FLOOR: return "gradients overflow at the scale's floor";
+        case AMP_TROUBLE_SKIPS: return "too many steps in a row were skipped";
+        default: return "asked for";
+    }
+}
+
+static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action action, amp_trouble trouble) {
+    amp_recovery_event e;
+    memset(&e, 0, sizeof e);
+    e.action = action;
+    e.trouble = trouble;
+    e.dtype = ampi_settings(r->amp)->dtype;
+    e.step = r->good.applied;
+    e.retries = r->retries;
+    e.left = r->desc.max_retries - r->retries;
+    return e;
+}
+
+/* ---- What is done */
+
+/* Asks the policy.  1: it was the policy that set the learning rate, so restoring keeps it. */
+static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
+    double lr = r->desc.optimizer->desc.lr;
+    amp_recovery_event planned = *event;
+    if (r->desc.policy == NULL) return 0;
+    r->desc.policy(r->desc.user, event);
+    if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_STOP) event->action = planned.action;
+    if (event->cure < AMP_CURE_NONE || event->cure > AMP_CURE_DTYPE) event->cure = planned.cure;
+    event->layer[sizeof event->layer - 1] = 0;
+    event->trouble = planned.trouble;
+    event->step = planned.step;
+    return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
+}
+
+/* Without fp16 there is nothing to scale, as for settings with "scaler" auto. */
+static amp_result ampi_cure_dtype(const amp_recovery *r, amp_dtype dtype) {
+    amp_scaler *scaler = ampi_enabled(r->desc.scaler);
+    amp_scaler_desc d;
+    AMPI_TRY(amp_set_dtype(r->amp, dtype));
+    if (scaler == NULL || ampi_settings(r->amp)->dtype == AMP_F16) return AMP_OK;
+    d = scaler->desc;
+    d.disable = 1;
+    return ampi_scaler_change(scaler, &d);
+}
+
+static amp_result ampi_cure(const amp_recovery *r, amp_recovery_event *event) {
+    if (event->cure == AMP_CURE_LAYERS && event->layer[0] == 0) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_DTYPE && !ampi_can_widen(r->amp)) event->cure = AMP_CURE_NONE;
+    if (event->cure == AMP_CURE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
+    if (event->cure == AMP_CURE_DTYPE) AMPI_TRY(ampi_cure_dtype(r, ampi_next_dtype(r->amp)));
+    event->dtype = ampi_settings(r->amp)->dtype;
+    return AMP_OK;
+}
+
+/* The last good snapshot, and from there on. */
+static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
+    amp_optimizer *o = r->desc.optimizer;
+    double lr = o->desc.lr;
+    int64_t last = o->attempts;
+    AMPI_TRY(ampi_snapshot_restore(r, &r->good));
+    if (keep_lr) o->desc.lr = lr;
+    ampi_snapshot_drop(&r->candidate);
+    r->undone = r->seen > r->good.attempts ? last : 0;
+    r->next = r->good.applied + r->desc.interval;
+    r->streak = 0;
+    return AMP_OK;
+}
+
+static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
+    const char *where = record->outcome.first_bad;
+    char cure[100] = "nothing else changed";
+    if (e->cure == AMP_CURE_LAYERS) snprintf(cure, sizeof cure, "%.63s in fp32 from now on", e->layer);
+    if (e->cure == AMP_CURE_DTYPE) snprintf(cure, sizeof cure, "%s from now on", amp_dtype_name(e->dtype));
+    snprintf(e->text, sizeof e->text, "step %lld: %s%s%.40s; back to %lld applied steps, %s", (long long)record->outcome.step,
+             ampi_trouble_text(e->trouble), where ? ", first in " : "", where ? where : "", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? "stop" : cure);
+}
+
+/* Trouble that is only noted: snapshots since are worth nothing. */
+static void ampi_note_bad(amp_recovery *r) {
+    ampi_snapshot_drop(&r->candidate);
+    r->streak = 0;
+    r->next = 0;
+}
+
+static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, amp_recovery_event *out) {
+    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_RESTORED, record->trouble);
+    int keep_lr;
+    if (e.left > 0) {
+        ampi_plan_cure(r->amp, record, &e);
+        e.retries++;
+        e.left--;
+    } else e.action = AMP_RECOVERY_STOP;
+    ampi_event_text(&e, record);
+    keep_lr = ampi_ask(r, &e);
+    if (e.action == AMP_RECOVERY_NONE) { ampi_note_bad(r); *out = e; return AMP_OK; }
+    if (e.action == AMP_RECOVERY_STOP) e.cure = AMP_CURE_NONE;
+    else e.action = AMP_RECOVERY_RESTORED;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    AMPI_TRY(ampi_cure(r, &e));
+    r->retries = e.retries;
+    ampi_event_text(&e, record);
+    ampi_log(r->amp, e.action == AMP_RECOVERY_STOP ? AMP_LOG_ERROR : AMP_LOG_WARNING, 1303, "%s", e.text);
+    *out = e;
+    return AMP_OK;
+}
+
+/* ---- Records */
+
+/* 1: of a step that was undone. */
+static int ampi_is_undone(amp_recovery *r, int64_t step) {
+    if (step > r->seen && step <= r->undone) return 1;
+    r->undone = 0;
+    r->seen = step;
+    return 0;
+}
+
+static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
+    ampi_snapshot *c = &r->candidate;
+    if (!record->outcome.applied) return;
+    if (++r->streak >= r->desc.interval) r->retries = 0;
+    if (c->state != NULL && record->outcome.step > c->attempts) {
+        ampi_snapshot_drop(&r->good);
+        r->good = *c;
+        memset(c, 0, sizeof *c);
+    }
+    if (c->state != NULL || r->desc.optimizer->micro > 0 || record->outcome.applied_steps < r->next) return;
+    r->next = record->outcome.applied_steps + r->desc.interval;
+    if (ampi_snapshot_take(r, c) != AMP_OK)
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->outcome.step,
+                 (long long)r->good.applied, amp_last_error());
+}
+
+AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    if (r == NULL || record == NULL || event == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
+    if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
+    if (record->trouble == AMP_TROUBLE_NONE) ampi_note_good(r, record);
+    else if (record->action == AMP_NAN_RECOVER) return ampi_recover(r, record, event);
+    else ampi_note_bad(r);
+    return AMP_OK;
+}
+
+/* ---- Memory */
+
+/* Out of memory a second time in one step. */
+static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
+    amp_optimizer *o = r->desc.optimizer;
+    int32_t n = o->desc.accumulation, most = INT32_MAX / 2;
+    int keep_lr;
+    e->action = n > most ? AMP_RECOVERY_STOP : AMP_RECOVERY_HALVE_BATCH;
+    snprintf(e->text, sizeof e->text, "out of memory again in step %lld: half of the micro-batch, and twice as many of them as the %d of a step",
+             (long long)o->attempts + 1, n);
+    keep_lr = ampi_ask(r, e);
+    if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) return amp_optimizer_set_accumulation(o, 2 * n);
+    AMPI_TRY(amp_optimizer_set_accumulation(o, n));
+    if (e->action == AMP_RECOVERY_NONE || e->action == AMP_RECOVERY_RETRY) return AMP_OK;
+    if (e->action == AMP_RECOVERY_HALVE_BATCH) e->action = AMP_RECOVERY_STOP;
+    AMPI_TRY(ampi_go_back(r, keep_lr));
+    if (e->action == AMP_RECOVERY_RESTORED) AMPI_TRY(ampi_cure(r, e));
+    snprintf(e->text, sizeof e->text, "out of memory: back to %lld applied steps%s", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? ", stop" : "");
+    return AMP_OK;
+}
+
+/* One cleanup per step, then ever smaller micro-batches.  What the cycle has accumulated is dropped, since a part of what
+   failed may be in it. */
+AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+    amp_recovery *r = recovery;
+    amp_recovery_event e;
+    amp_optimizer *o;
+    int64_t freed = 0;
+    int again;
+    if (r == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    AMPI_TRY(ampi_may_wait(r->amp));
+    o = r->desc.optimizer;
+    again = r->cleaned == o->attempts + 1;
+    e = ampi_event(r, AMP_RECOVERY_RETRY, AMP_TROUBLE_NONE);
+    AMPI_TRY(amp_cleanup(r->amp, &freed));
+    r->cleaned = o->attempts + 1;
+    if (again) AMPI_TRY(ampi_halve(r, &e));
+    else {
+        AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+    }
+    ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
+    *event = e;
+    return AMP_OK;
+}
 
 #if AMPI_X86 && !defined(__clang__)
 #  pragma GCC diagnostic pop

@@ -5,6 +5,8 @@
        nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_70 and later)
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
+   With -DAMP_NVTX, amp_range_push and amp_monitor_phase are seen by profilers (nsys profile -t nvtx,cuda ./train).
+
    and name it when the context is opened:
 
        amp_desc d = {0};
@@ -39,6 +41,10 @@
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
+#if defined(AMP_NVTX)
+#  include <nvtx3/nvToolsExt.h>
+#endif
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -83,6 +89,20 @@ struct ampc_blas {
     int found;                      /* 1: tuned plans that plans_load did not bring */
 };
 
+/* NVML, the driver's library of sensors, and this GPU's handle there.  These are its declarations as far as they are used,
+   so that building needs no nvml.h; results other than 0 are failures. */
+struct ampc_nvml_utilization { unsigned gpu, memory; };                 /* percent of the time since the sample before */
+struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
+struct ampc_nvml {
+    int looked_for;                 /* 1: what is NULL now is not here */
+    void *library, *device;
+    int (*shutdown)(void);
+    int (*utilization)(void *device, ampc_nvml_utilization *out);
+    int (*temperature)(void *device, ampc_nvml_temperature *out);       /* newer drivers' */
+    int (*temperature_before)(void *device, int sensor, unsigned *celsius);
+    int (*power)(void *device, unsigned *milliwatts);
+};
+
 /* One open context's GPU. */
 struct ampc_device {
     amp_host host;
@@ -97,6 +117,7 @@ struct ampc_device {
     amp_device_memory memory;       /* the host's own allocator, or zeros */
     cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU */
     pthread_mutex_t lock;           /* for everything below */
+    ampc_nvml nvml;
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
     ampc_block *idle[AMPC_CLASSES]; /* blocks to be used again, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
@@ -820,6 +841,7 @@ amp_result ampc_check_image(ampc_device *dev);      /* whether this build's mach
 void ampc_graph_destroy(void *device, void *graph);
 amp_result ampc_blas_open(ampc_device *dev);
 void ampc_blas_close(ampc_device *dev);
+void ampc_nvml_close(ampc_nvml *nvml);
 
 amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     cudaDeviceProp prop;
@@ -875,6 +897,7 @@ void ampc_close(void *device) {
         if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
         (void)cudaGetLastError();
     }
+    ampc_nvml_close(&dev->nvml);
     pthread_mutex_destroy(&dev->blas.lock);
     pthread_mutex_destroy(&dev->lock);
     host.free(host.user, dev, sizeof *dev);
@@ -1004,6 +1027,72 @@ amp_result ampc_memory(void *device, amp_memory_info *out) {
     out->device_total = dev->info.memory;
     return AMP_OK;
 }
+
+/* ---- Telemetry and a profiler's ranges */
+
+void ampc_nvml_close(ampc_nvml *nvml) {
+    if (nvml->shutdown != NULL) (void)nvml->shutdown();
+    if (nvml->library != NULL) (void)dlclose(nvml->library);
+    memset((void *)nvml, 0, sizeof *nvml);
+}
+
+template <class F> void ampc_symbol(void *library, const char *name, F *out) { *out = (F)dlsym(library, name); }
+
+/* The GPU is found by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
+void ampc_nvml_open(ampc_nvml *nvml, int index) {
+    int (*init)(void);
+    int (*find)(const char *address, void **device);
+    char address[32];
+    nvml->library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (nvml->library == NULL) return;
+    ampc_symbol(nvml->library, "nvmlInit_v2", &init);
+    ampc_symbol(nvml->library, "nvmlDeviceGetHandleByPciBusId_v2", &find);
+    if (init == NULL || find == NULL || init() != 0) return;
+    ampc_symbol(nvml->library, "nvmlShutdown", &nvml->shutdown);
+    if (cudaDeviceGetPCIBusId(address, (int)sizeof address, index) != cudaSuccess) (void)cudaGetLastError();
+    else if (find(address, &nvml->device) != 0) nvml->device = NULL;
+    ampc_symbol(nvml->library, "nvmlDeviceGetUtilizationRates", &nvml->utilization);
+    ampc_symbol(nvml->library, "nvmlDeviceGetTemperatureV", &nvml->temperature);
+    ampc_symbol(nvml->library, "nvmlDeviceGetTemperature", &nvml->temperature_before);
+    ampc_symbol(nvml->library, "nvmlDeviceGetPowerUsage", &nvml->power);
+}
+
+/* The GPU's own sensor is number 0.  A struct's version holds its size and, above 24 bits, its number. */
+float ampc_temperature(const ampc_nvml *nvml) {
+    ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
+    unsigned celsius = 0;
+    if (nvml->temperature != NULL && nvml->temperature(nvml->device, &now) == 0) return (float)now.celsius;
+    if (nvml->temperature_before != NULL && nvml->temperature_before(nvml->device, 0, &celsius) == 0) return (float)celsius;
+    return -1;
+}
+
+/* What cannot be had stays -1: no driver's library, a virtual GPU without sensors, a GPU that was lost. */
+amp_result ampc_telemetry(void *device, amp_telemetry *out) {
+    ampc_device *dev = (ampc_device *)device;
+    const ampc_nvml *nvml = &dev->nvml;
+    ampc_nvml_utilization busy = {0, 0};
+    unsigned milliwatts = 0;
+    out->utilization = out->memory_utilization = out->temperature = out->power = -1;
+    ampc_locked locked(dev);
+    if (!dev->nvml.looked_for) ampc_nvml_open(&dev->nvml, dev->index);
+    dev->nvml.looked_for = 1;
+    if (nvml->device == NULL) return AMP_OK;
+    if (nvml->utilization != NULL && nvml->utilization(nvml->device, &busy) == 0) {
+        out->utilization = (float)busy.gpu / 100;
+        out->memory_utilization = (float)busy.memory / 100;
+    }
+    if (nvml->power != NULL && nvml->power(nvml->device, &milliwatts) == 0) out->power = (float)milliwatts / 1000;
+    out->temperature = ampc_temperature(nvml);
+    return AMP_OK;
+}
+
+#if defined(AMP_NVTX)
+void ampc_range_push(void *device, const char *name) { (void)device; (void)nvtxRangePushA(name); }
+void ampc_range_pop(void *device) { (void)device; (void)nvtxRangePop(); }
+#else
+void (*const ampc_range_push)(void *device, const char *name) = NULL;
+void (*const ampc_range_pop)(void *device) = NULL;
+#endif
 
 /* ---- Streams */
 
@@ -6237,7 +6326,7 @@ const amp_backend ampc_backend = {
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
     ampc_event_done, ampc_event_sync, ampc_event_elapsed,
     ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
-    NULL, NULL, NULL, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
+    ampc_telemetry, ampc_range_push, ampc_range_pop, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
     ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
     ampc_attention, ampc_attention_backward, ampc_norm, ampc_norm_backward,
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,

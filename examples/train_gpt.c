@@ -76,22 +76,20 @@ static float ranks_combine(float x, amp_reduce_op op) {
 /* ==== Settings: one table drives parsing, checking and --help ==================================== */
 
 typedef struct settings {
-    const char *data, *format, *out, *save, *resume, *init, *metrics;
+    amp_settings amp;               /* from flags, --config and --env */
+    const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
     const char *tokenizer, *shuffle, *pin, *masters, *moments;
-    const char *precision, *level, *policy, *activations, *scaler, *preset, *model, *schedule, *prompt, *autotune;
-    int64_t vocab, layers, heads, channels, seq, batch, accumulation, steps, epochs, warmup, seed;
-    int64_t allow_fallback, threads, growth_interval, hysteresis, static_scale;
-    int64_t workers, prefetch;
-    int64_t save_interval, eval_interval, eval_batches, log_interval, sample, top_k, compare, help, stop_after, profile;
-    const char *device;
-    int64_t recompute, graph;
-    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, clip, temperature, timeout;
-    double init_scale, growth_factor, backoff_factor, min_scale, max_scale, tolerance;
+    const char *activations, *model, *schedule, *prompt, *autotune, *device;
+    int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
+    int64_t allow_fallback, threads, static_scale, workers, prefetch, recompute, graph;
+    int64_t save_interval, eval_interval, eval_batches, sample, top_k, compare, help, stop_after, profile;
+    int64_t env, log_memory, debug;
+    int64_t accumulation, log_interval, numerics_interval;      /* as .amp has them, with defaults; an interval 0: never */
+    double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout;
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
 #define HUGE_COUNT 9e15
-#define LARGEST 3.4e38
 
 static const option options[] = {
     {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
@@ -123,10 +121,14 @@ static const option options[] = {
      "start from this model file: safetensors of a GPT-2, or llm.c's .bin"},
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "what autocast computes in"},
-    {"level", CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
+    {"config", TEXT, FIELD(config), "", 0, 0, NULL,
+     "a file of lines \"key = value\", the keys of amp.h's amp_settings: examples/max.conf; flags win over it"},
+    {"env", SWITCH, FIELD(env), "off", 0, 0, NULL,
+     "the same from the environment, AMP_DTYPE=bf16 and so on, which wins over the file"},
+    {"precision", SETTING, FIELD(amp), "auto", 0, 0, "dtype", "what autocast computes in: auto, fp32, tf32, fp16, bf16"},
+    {"level", SETTING, FIELD(amp), "O1", 0, 0, "level",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
-    {"policy", CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
+    {"policy", SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
     {"activations", CHOICE, FIELD(activations), "auto", 0, 0, "auto fp32 fp16 bf16",
      "their storage; auto: what autocast returns"},
     {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
@@ -139,24 +141,24 @@ static const option options[] = {
      "a GPU times its ways to each product once; --autotune=FILE keeps what it found (the CPU has no use for it)"},
 
     {"Loss scaler", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "auto: with fp16"},
-    {"preset", CHOICE, FIELD(preset), "default", 0, 0,
-     "default torch apex megatron deepspeed deepspeed_fused fairseq metaseq flax keras", "whose rule and numbers"},
-    {"init-scale", NUMBER, FIELD(init_scale), "preset", 1e-37, 8e37, "preset=0", "first scale"},
-    {"growth-factor", NUMBER, FIELD(growth_factor), "preset", 1, 1e6, "preset=0", "above 1"},
-    {"backoff-factor", NUMBER, FIELD(backoff_factor), "preset", 1e-6, 1, "preset=0", "below 1"},
-    {"growth-interval", INTEGER, FIELD(growth_interval), "preset", 1, 2147483647, "preset=0 never=-1",
-     "clean steps before it grows"},
-    {"min-scale", NUMBER, FIELD(min_scale), "preset", 1e-37, LARGEST, "preset=0 none=-1", "floor"},
-    {"max-scale", NUMBER, FIELD(max_scale), "preset", 1e-37, LARGEST, "preset=0 none=-1", "ceiling"},
-    {"hysteresis", INTEGER, FIELD(hysteresis), "preset", 1, 1000000, "preset=0", "overflows it takes to shrink"},
-    {"tolerance", NUMBER, FIELD(tolerance), "preset", 1e-6, 1, "preset=0",
-     "overflow rate that shrinks whatever the hysteresis"},
+    {"scaler", SETTING, FIELD(amp), "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
+    {"preset", SETTING, FIELD(amp), "default", 0, 0, "scaler_preset",
+     "whose rule and numbers: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
+    {"init-scale", SETTING, FIELD(amp), "default", 0, 0, "init_scale", "first scale; default: the preset's, here and below"},
+    {"growth-factor", SETTING, FIELD(amp), "default", 0, 0, "growth_factor", "above 1"},
+    {"backoff-factor", SETTING, FIELD(amp), "default", 0, 0, "backoff_factor", "below 1"},
+    {"growth-interval", SETTING, FIELD(amp), "default", 0, 0, "growth_interval", "clean steps before it grows, or none"},
+    {"min-scale", SETTING, FIELD(amp), "default", 0, 0, "min_scale", "floor, or none"},
+    {"max-scale", SETTING, FIELD(amp), "default", 0, 0, "max_scale", "ceiling, or none"},
+    {"hysteresis", SETTING, FIELD(amp), "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
+    {"tolerance", SETTING, FIELD(amp), "default", 0, 0, "tolerance", "overflow rate that shrinks whatever the hysteresis"},
     {"static-scale", SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
+    {"nan-action", SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
+     "in trouble that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
 
     {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
-    {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
+    {"accumulation", SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
     {"recompute", SWITCH, FIELD(recompute), "off", 0, 0, NULL,
      "keep one block's activations, and run each block again in backward: less memory, more time, the same bits"},
     {"steps", INTEGER, FIELD(steps), "auto", 0, HUGE_COUNT, "auto=-1",
@@ -175,7 +177,7 @@ static const option options[] = {
     {"masters", CHOICE, FIELD(masters), "auto", 0, 0, "auto fp32 remainder none stochastic",
      "what 16-bit weights (O2, O3) lose by rounding: kept in 4 bytes, in 2 (bf16), lost, or random on average right"},
     {"moments", CHOICE, FIELD(moments), "fp32", 0, 0, "fp32 bf16", "storage of the optimizer's two moments"},
-    {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
+    {"clip", SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
     {"seed", INTEGER, FIELD(seed), "1", 0, HUGE_COUNT, NULL, "of weights, data order, dropout and sample"},
 
     {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
@@ -185,11 +187,17 @@ static const option options[] = {
     {"save-interval", INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
     {"resume", TEXT, FIELD(resume), "", 0, 0, NULL, "goes on from NAME.state, with the flags it was started with"},
     {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/metrics.jsonl; none: nothing"},
+    {"tensorboard", TEXT, FIELD(tensorboard), "", 0, 0, NULL, "folder for an event file of TensorBoard's; empty: none"},
 
     {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"eval-interval", INTEGER, FIELD(eval_interval), "300", 1, HUGE_COUNT, "end=0", "steps between validations"},
     {"eval-batches", INTEGER, FIELD(eval_batches), "64", 1, HUGE_COUNT, "all=0", "batches in a validation, at most"},
-    {"log-interval", INTEGER, FIELD(log_interval), "10", 1, HUGE_COUNT, NULL, "steps between metrics"},
+    {"log-interval", SETTING, FIELD(amp), "10", 0, 0, "log_interval", "steps between metrics, or off"},
+    {"log-memory", SWITCH, FIELD(log_memory), "off", 0, 0, NULL, "a line of what memory holds, at its interval"},
+    {"memory-log-interval", SETTING, FIELD(amp), "100", 0, 0, "memory_interval",
+     "steps between looks at memory, which metrics tell too; or off"},
+    {"debug", SWITCH, FIELD(debug), "off", 0, 0, NULL,
+     "each operator's precision once, with the rule that decided, and every 100 steps how gradients fit their format"},
     {"sample", INTEGER, FIELD(sample), "400", 0, 1 << 20, NULL, "tokens the model writes at the end"},
     {"prompt", TEXT, FIELD(prompt), "", 0, 0, NULL,
      "what the sample goes on from (models of bytes, or with --tokenizer)"},
@@ -212,7 +220,8 @@ static char *saved_options;             /* keeps the texts of the checkpoint tha
 static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics", "recompute",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
                                               "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
-                                              "timeout", "profile", "device", "graph",   "autotune", NULL};
+                                              "timeout", "profile", "device", "graph",   "autotune", "config",
+                                              "env",     "debug",   "log-memory", "tensorboard", NULL};
 
 /* PATH without ".state" or ".safetensors". */
 static const char *without_suffix(const char *path) {
@@ -254,7 +263,7 @@ static amp_result read_saved_options(const amp_state *state) {
 static void write_saved_options(text_buffer *b) {
     int i, k;
     for (i = 0; i < N_OPTIONS; i++) {
-        int session = options[i].type == HEADING || given.text[i] == NULL;
+        int session = options[i].type == HEADING || options[i].type == SETTING || given.text[i] == NULL;
         for (k = 0; session_options[k] != NULL && !session; k++)
             session = strcmp(options[i].name, session_options[k]) == 0;
         if (!session) text_add(b, "%s=%s\n", options[i].name, given.text[i]);
@@ -270,18 +279,58 @@ static amp_result check_settings(settings *set) {
     int i;
     if (*set->resume != 0 && *set->init != 0)
         return refuse("init", "a resumed run has its weights already: drop --init or --resume");
-    if (set->growth_factor == 1) return refuse("growth-factor", "must be above 1");
-    if (set->backoff_factor == 1) return refuse("backoff-factor", "must be below 1");
 #if !defined(_OPENMP)
     if (set->threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
 #endif
     if (set->graph && set->profile) return refuse("graph", "contradicts --profile, which times every operator by itself");
+    if (set->graph && set->numerics_interval > 0)
+        return refuse("graph", "contradicts --debug and numerics_interval, which look at gradients inside a step");
     if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
     for (i = 0; scaler_options[i] != NULL; i++) {
-        if (was_given(scaler_options[i]) && strcmp(set->scaler, "off") == 0)
+        if (was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
             return refuse(scaler_options[i], "contradicts --scaler off");
     }
+    return AMP_OK;
+}
+
+/* The settings of a checkpoint are a file of settings. */
+static amp_result read_saved_settings(settings *set, const amp_state *state) {
+    int64_t n = amp_state_count(state, "train.settings", NULL);
+    char *text = n > 0 ? (char *)malloc((size_t)n) : NULL;
+    amp_result result;
+    if (n <= 0) return AMP_OK;
+    if (text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's settings");
+    result = amp_state_get(state, "train.settings", AMP_U8, text, n);
+    if (result == AMP_OK) result = amp_settings_read_text(&set->amp, set->resume, text, (size_t)n);
+    free(text);
+    set->amp.debug = 0;             /* of the session */
+    return result;
+}
+
+/* set->amp, of which defaults and flags are there already: from the checkpoint, --config, --env, and the flags again. */
+static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
+    amp_optimizer_desc optimizer;
+    amp_monitor_desc monitor;
+    int i;
+    if (resumed != NULL) TRY(read_saved_settings(set, resumed));
+    if (*set->config != 0 && amp_settings_read_file(&set->amp, NULL, set->config) != AMP_OK) return refuse("config", "%s", amp_last_error());
+    if (set->env && amp_settings_read_env(&set->amp) != AMP_OK) return refuse("env", "%s", amp_last_error());
+    for (i = 0; i < N_OPTIONS; i++)
+        if (options[i].type == SETTING && given.on_command_line[i]) TRY(parse_option(i, given.text[i], set));
+    if (set->debug) set->amp.debug = 1;
+    if (set->static_scale) set->amp.scaler.frozen = 1;
+    if (was_given("autotune")) set->amp.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
+    if (set->amp.memory_efficient) set->recompute = 1;
+    if (set->amp.mode == AMP_MODE_INFERENCE) return example_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
+    memset(&optimizer, 0, sizeof optimizer);
+    memset(&monitor, 0, sizeof monitor);
+    if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, &monitor) != AMP_OK)
+        return example_fail(AMP_ERR_CONFLICT, "the settings do not go together: %s", amp_last_error());
+    set->accumulation = optimizer.accumulation;
+    set->log_interval = monitor.log_interval > 0 ? monitor.log_interval : 0;
+    set->numerics_interval = set->amp.numerics_interval > 0 ? set->amp.numerics_interval : 0;
+    if (set->amp.debug && set->amp.numerics_interval == 0) set->numerics_interval = 100;
     return AMP_OK;
 }
 
@@ -299,6 +348,7 @@ static amp_result read_settings(int argc, char **argv, settings *set, amp_state 
         TRY(read_saved_options(*resumed));
     }
     TRY(parse_options(set));
+    TRY(read_amp_settings(set, *resumed));
     return check_settings(set);
 }
 
@@ -321,13 +371,22 @@ typedef struct run {
     amp_graph *graph;               /* of a whole step; NULL: not captured */
     float *micro_losses;            /* device: of a step's micro-batches */
     int32_t *micro_tokens;          /* device, with --graph: their inputs and targets; else NULL */
-    FILE *metrics;
+    amp_monitor *monitor;           /* keeps the metrics of steps; other lines go through it too: */
+    FILE *metrics;                  /* where they are made, in memory; NULL: no metrics */
+    char *line;
+    size_t line_bytes;
+    int warned;                     /* 1: it was said that metrics could not be written */
+    amp_numerics *numerics;         /* NULL: not wanted */
+    amp_recovery *recovery;         /* NULL: not wanted */
+    board board;
+    char trouble[256];              /* why training stops, or "" */
+    int64_t epoch, index;           /* the first batch of the step that runs; epoch -1: not read yet */
     int64_t start, step, steps;     /* start: where this session began */
+    int64_t epoch_steps;            /* since the monitor's epoch began */
     float losses[64];               /* of the last steps, by step % 64 */
-    int32_t have_loss[64];
     amp_outcome outcome;            /* the last one that arrived */
     int64_t outcomes;               /* that arrived in this session */
-    float lr[64];
+    int64_t peak;                   /* most bytes of memory in any epoch of the monitor's */
     double busy;                    /* seconds in training steps */
     double bigram, bigram_best;
 } run;
@@ -344,13 +403,10 @@ static amp_result open_context(run *r) {
     char why[400];
     amp_result result;
     memset(&desc, 0, sizeof desc);
-    desc.dtype = setting_dtype(set->precision);
-    desc.level = (amp_level)(AMP_LEVEL_O0 + word_place("O0 O1 O2 O3", set->level));
-    desc.policy = strcmp(set->policy, "torch") == 0 ? AMP_POLICY_TORCH : AMP_POLICY_FUSED;
+    TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
     desc.allow_fallback = (int32_t)set->allow_fallback;
     desc.threads = (int32_t)set->threads;
-    desc.autotune = strcmp(set->autotune, "off") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
-    if (desc.autotune == AMP_AUTOTUNE_ON && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
+    if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
     desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay the same */
     desc.reducer.reduce = ranks_reduce;
     desc.reducer.rank = ranks.rank;
@@ -578,21 +634,10 @@ static amp_result open_model(run *r, const amp_state *resumed) {
 }
 
 static amp_result open_scaler(run *r) {
-    const settings *set = &r->set;
     amp_scaler_desc desc;
-    if (strcmp(set->scaler, "off") == 0 || (strcmp(set->scaler, "auto") == 0 && !r->choice.scaler)) return AMP_OK;
     memset(&desc, 0, sizeof desc);
-    desc.preset = (amp_scaler_preset)word_place(
-        "default torch apex megatron deepspeed deepspeed_fused fairseq metaseq flax keras", set->preset);
-    desc.init_scale = (float)set->init_scale;
-    desc.growth_factor = set->growth_factor;
-    desc.backoff_factor = set->backoff_factor;
-    desc.growth_interval = (int32_t)set->growth_interval;
-    desc.hysteresis = (int32_t)set->hysteresis;
-    desc.min_scale = (float)set->min_scale;
-    desc.max_scale = (float)set->max_scale;
-    desc.tolerance = set->tolerance;
-    desc.frozen = (int32_t)set->static_scale;
+    TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, &desc, NULL, NULL));
+    if (desc.disable) return AMP_OK;
     if (amp_scaler_create(r->amp, &r->scaler, &desc) == AMP_OK) return AMP_OK;
     return example_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
 }
@@ -603,6 +648,7 @@ static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
     amp_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
+    TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, &desc, NULL));
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)set->lr;
@@ -610,8 +656,6 @@ static amp_result open_optimizer(run *r) {
     desc.beta2 = or_zero(set->beta2);
     desc.eps = or_zero(set->eps);
     desc.weight_decay = (float)set->weight_decay;
-    desc.clip_norm = (float)set->clip;
-    desc.accumulation = (int32_t)set->accumulation;
     desc.master = (amp_master_kind)word_place(options[option_index("masters")].words, set->masters);
     desc.moments = strcmp(set->moments, "bf16") == 0 ? AMP_BF16 : AMP_F32;
     desc.seed = (uint64_t)set->seed;
@@ -667,8 +711,56 @@ static amp_result open_files(run *r) {
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
     if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
-    r->metrics = fopen(r->metrics_path, *set->resume != 0 ? "a" : "w");
-    return r->metrics != NULL ? AMP_OK : refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
+    r->metrics = open_memstream(&r->line, &r->line_bytes);
+    return r->metrics != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for metrics");
+}
+
+static int recovery_save(void *user, amp_state *state) {
+    return (int)amp_state_put(state, "train.step", AMP_I64, &((run *)user)->step, 1);
+}
+static int recovery_load(void *user, const amp_state *state) {
+    return (int)amp_state_get(state, "train.step", AMP_I64, &((run *)user)->step, 1);
+}
+
+static amp_result open_recovery(run *r) {
+    amp_recovery_desc desc;
+    if (r->set.amp.nan_action != AMP_NAN_RECOVER) return AMP_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.params = r->model.params;
+    desc.n_params = r->model.n_params;
+    desc.optimizer = r->optimizer;
+    desc.scaler = r->scaler;
+    desc.loader = r->loader;
+    desc.max_retries = r->set.amp.max_retries;
+    desc.save = recovery_save;
+    desc.load = recovery_load;
+    desc.user = r;
+    return amp_recovery_create(r->amp, &r->recovery, &desc);
+}
+
+/* Who watches the training: metrics, numbers, and what to do in trouble. */
+static amp_result open_watch(run *r) {
+    const settings *set = &r->set;
+    amp_monitor_desc monitor;
+    amp_numerics_desc numerics;
+    memset(&monitor, 0, sizeof monitor);
+    TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
+    if (r->metrics != NULL) monitor.path = r->metrics_path;
+    monitor.append = *set->resume != 0;
+    monitor.optimizer = r->optimizer;
+    monitor.scaler = r->scaler;
+    if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK) return refuse("metrics", "%s", amp_last_error());
+    if (*set->tensorboard != 0 && ranks.rank == 0 && board_open(&r->board, set->tensorboard) != AMP_OK) {
+        char why[400];
+        return refuse("tensorboard", "%s", because(why));
+    }
+    memset(&numerics, 0, sizeof numerics);
+    numerics.params = r->model.params;
+    numerics.n_params = r->model.n_params;
+    numerics.scaler = r->scaler;
+    numerics.interval = set->numerics_interval;
+    if (set->numerics_interval > 0) TRY(amp_numerics_create(r->amp, &r->numerics, &numerics));
+    return open_recovery(r);
 }
 
 /* The second half of a checkpoint; gpt_load_state was the first. */
@@ -683,8 +775,13 @@ static amp_result load_state(run *r, const amp_state *state) {
 }
 
 static void close_run(run *r) {
-    if (r->metrics != NULL) fclose(r->metrics);
     amp_graph_destroy(r->graph);
+    amp_monitor_destroy(r->monitor);
+    amp_numerics_destroy(r->numerics);
+    amp_recovery_destroy(r->recovery);
+    board_close(&r->board);
+    if (r->metrics != NULL) fclose(r->metrics);
+    free(r->line);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
@@ -709,12 +806,19 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     TRY(open_step(r));
     if (resumed != NULL) TRY(load_state(r, resumed));
     r->start = r->step;
-    return AMP_OK;
+    return open_watch(r);
 }
 
 /* ==== Checkpoints ================================================================================
    NAME.state alone is the checkpoint: it holds the weights too and is replaced in one rename, so it is always
    whole.  NAME.safetensors, written after it, is the same weights for other programs. */
+
+static amp_result put_settings(const run *r, amp_state *state) {
+    char text[4096];
+    size_t bytes = amp_settings_text(&r->set.amp, text, sizeof text);
+    if (bytes >= sizeof text) return example_fail(AMP_ERR_SIZE, "no room for the settings");
+    return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);
+}
 
 static amp_result put_training(run *r, amp_state *state) {
     const gpt_config *c = &r->model.config;
@@ -728,6 +832,7 @@ static amp_result put_training(run *r, amp_state *state) {
                                           (int64_t)saved.used);
     free(saved.text);
     TRY(result);
+    TRY(put_settings(r, state));
     TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
     TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
     TRY(gpt_save_state(&r->model, state));
@@ -912,13 +1017,48 @@ static amp_result measure_bigrams(run *r) {
 
 /* ==== Training =================================================================================== */
 
+/* A line of metrics is there, between metrics_begin and this.  A disk that is full is said once, and training goes on:
+   the monitor keeps lines that it cannot write. */
+static amp_result tolerate(run *r, amp_result result) {
+    if (result != AMP_ERR_WRITE) return result;
+    if (!r->warned) fprintf(stderr, "metrics are kept in memory until they can be written: %s\n", amp_last_error());
+    r->warned = 1;
+    return AMP_OK;
+}
+static void line_end(run *r) {
+    if (r->metrics == NULL) return;
+    metrics_end(r->metrics);
+    r->line[r->line_bytes - 1] = 0;
+    (void)tolerate(r, amp_monitor_write(r->monitor, r->line));
+    rewind(r->metrics);
+}
+
+/* How gradients and weights fit their format, at an interval. */
+static amp_result look_at_numbers(run *r) {
+    amp_numerics_report report;
+    TRY(amp_numerics_step(r->numerics, &report));
+    if (!report.due) return AMP_OK;
+    printf("step %lld: %s\n", (long long)(r->step + 1), report.text);
+    metrics_begin(r->metrics, "numerics");
+    metrics_integer(r->metrics, "step", r->step + 1);
+    metrics_text(r->metrics, "text", report.text);
+    if (report.first_bad != NULL) metrics_text(r->metrics, "first_bad", report.first_bad);
+    if (report.worst != NULL) metrics_text(r->metrics, "worst", report.worst);
+    line_end(r);
+    return AMP_OK;
+}
+
 /* One micro-batch: forward in a region, backward from the loss scale, and amp_step, which with the last one of a step
    checks, clips, updates the weights and moves the scale. */
 static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
     profile *p = r->model.profile;
+    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
     TRY(forward_loss(r, batch, 1));
+    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
     TRY(gpt_backward(&r->model));
     TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
+    if (r->numerics != NULL && micro + 1 == r->set.accumulation) TRY(look_at_numbers(r));
+    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
     TIMED(p, r->amp, PROFILE_OPTIMIZER, 0, amp_step(r->optimizer, r->scaler));
     return AMP_OK;
 }
@@ -928,7 +1068,9 @@ static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
     profile *p = r->model.profile;
     int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
     int32_t *tokens = r->micro_tokens + 2 * n * micro;
+    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
     TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, batch));
+    if (micro == 0) { r->epoch = batch->epoch; r->index = batch->index; }
     if (r->micro_tokens == NULL) return AMP_OK;
     TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
     TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
@@ -951,6 +1093,7 @@ static amp_result graph_step(run *r) {
         }
         TRY(amp_graph_end(r->amp, &r->graph));
     }
+    TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OTHER));
     return amp_graph_launch(r->graph);
 }
 
@@ -968,11 +1111,14 @@ static amp_result read_loss(run *r, float *loss) {
     return result;
 }
 
-/* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted. */
-static amp_result train_step(run *r, float lr, float *loss) {
+/* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted; log 1: over the ranks too, and for
+   the metrics. */
+static amp_result train_step(run *r, float lr, float *loss, int log) {
     int64_t micro;
     double began = seconds_now();
     amp_batch batch;
+    amp_step_info info;
+    r->epoch = -1;
     TRY(amp_optimizer_set_lr(r->optimizer, lr));
     r->model.profile = r->set.profile ? &r->profile : NULL;     /* only here: validation and the sample are not counted */
     if (r->set.graph && r->step > r->start) TRY(graph_step(r));
@@ -982,6 +1128,12 @@ static amp_result train_step(run *r, float lr, float *loss) {
             TRY(micro_step(r, micro, &batch));
         }
     if (loss != NULL) TRY(read_loss(r, loss));
+    if (log) *loss = ranks_combine(*loss, AMP_REDUCE_SUM) / (float)ranks.world;
+    memset(&info, 0, sizeof info);
+    info.loss = log ? (double)*loss : 0;
+    info.no_loss = !log;
+    info.tokens = r->set.batch * r->set.seq * r->set.accumulation * ranks.world;
+    TRY(tolerate(r, amp_monitor_step(r->monitor, &info)));
     r->model.profile = NULL;
     r->profile.all += seconds_now() - began;
     r->profile.steps++;
@@ -994,28 +1146,113 @@ static double tokens_per_second(const run *r) {
     return r->busy > 0 ? tokens / r->busy : 0;
 }
 
-/* Outcomes arrive two steps late, in order, one for each step; with them a step's metrics are complete.  Here a program
-   waits for a GPU that is behind, which is part of the time that its steps take. */
-static void take_outcomes(run *r) {
-    amp_outcome o;
-    double began = seconds_now();
-    for (; amp_outcome_next(r->optimizer, &o); began = seconds_now()) {
-        int64_t step = r->start + ++r->outcomes;
-        r->busy += seconds_now() - began;
-        r->outcome = o;
-        if (!r->have_loss[step % 64] && o.applied) continue;
-        metrics_begin(r->metrics, "step");
-        metrics_integer(r->metrics, "step", step);
-        if (r->have_loss[step % 64]) metrics_number(r->metrics, "loss", (double)r->losses[step % 64]);
-        metrics_number(r->metrics, "lr", (double)r->lr[step % 64]);
-        metrics_number(r->metrics, "norm", (double)o.norm);
-        metrics_number(r->metrics, "scale", (double)o.scale);
-        metrics_integer(r->metrics, "applied", o.applied);
-        metrics_integer(r->metrics, "skips", o.total_skips);
-        if (o.first_bad != NULL) metrics_text(r->metrics, "first_bad", o.first_bad);
-        metrics_number(r->metrics, "tokens_per_s", tokens_per_second(r));
-        metrics_end(r->metrics);
+static void print_memory(progress *bar, const amp_step_record *record) {
+    const amp_memory_info *m = &record->memory;
+    progress_clear(bar);
+    printf("step %lld: memory %.1f MiB, %.1f MiB reserved, %.1f MiB at most; optimizer %.1f, cast cache %.1f\n",
+           (long long)record->outcome.step, (double)m->allocated / 1048576, (double)m->reserved / 1048576,
+           (double)m->peak / 1048576, (double)m->optimizer / 1048576, (double)m->cast_cache / 1048576);
+}
+
+static void board_record_of(run *r, const amp_step_record *record) {
+    int64_t step = record->outcome.step;
+    if (amp_is_finite_f64(&record->loss)) board_scalar(&r->board, step, "train/loss", record->loss);
+    if (record->has_memory) board_scalar(&r->board, step, "memory/allocated_mib", (double)record->memory.allocated / 1048576);
+    if (r->set.log_interval == 0 || step % r->set.log_interval != 0) return;
+    board_scalar(&r->board, step, "train/lr", record->outcome.lr);
+    board_scalar(&r->board, step, "train/norm", (double)record->outcome.norm);
+    board_scalar(&r->board, step, "train/scale", (double)record->outcome.scale);
+    board_scalar(&r->board, step, "train/tokens_per_s", record->tokens_per_second);
+}
+
+/* What a recovery did, on the screen and in the metrics. */
+static void report_event(run *r, progress *bar, const amp_recovery_event *event) {
+    progress_clear(bar);
+    printf("%s\n", event->text);
+    metrics_begin(r->metrics, "recovery");
+    metrics_integer(r->metrics, "step", r->step);
+    metrics_text(r->metrics, "dtype", amp_dtype_name(event->dtype));
+    metrics_text(r->metrics, "text", event->text);
+    line_end(r);
+    if (event->action == AMP_RECOVERY_STOP) snprintf(r->trouble, sizeof r->trouble, "%s", event->text);
+}
+
+/* What --nan-action says about a record.  In another precision activations are stored otherwise too. */
+static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record) {
+    amp_recovery_event event;
+    amp_dtype activations;
+    if (r->trouble[0] != 0) return AMP_OK;
+    if (r->recovery == NULL) {
+        if (record->action == AMP_NAN_STOP)
+            snprintf(r->trouble, sizeof r->trouble, "stopped in trouble at step %lld, as --nan-action stop asks",
+                     (long long)record->outcome.step);
+        return AMP_OK;
     }
+    TRY(amp_recovery_step(r->recovery, record, &event));
+    if (event.action == AMP_RECOVERY_NONE) return AMP_OK;
+    report_event(r, bar, &event);
+    amp_graph_destroy(r->graph);
+    r->graph = NULL;
+    TRY(amp_query_choice(r->amp, &r->choice));
+    TRY(activation_dtype(r, &activations));
+    return activations != r->model.config.activations ? gpt_reshape(&r->model, r->set.batch, activations) : AMP_OK;
+}
+
+/* Half of the sequences in a micro-batch, and twice as many of those: the library has doubled accumulation already. */
+static amp_result halve_batch(run *r) {
+    static char batch[24];
+    if (r->set.batch % 2 != 0) return example_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
+    r->set.batch /= 2;
+    r->set.accumulation *= 2;
+    r->set.amp.accumulation = (int32_t)r->set.accumulation;
+    r->index *= 2;
+    snprintf(batch, sizeof batch, "%lld", (long long)r->set.batch);
+    given.text[option_index("batch")] = batch;      /* for the checkpoint */
+    amp_graph_destroy(r->graph);
+    amp_free(r->amp, r->micro_losses);
+    amp_free(r->amp, r->micro_tokens);
+    amp_recovery_destroy(r->recovery);              /* its snapshots are of the old batches */
+    amp_loader_destroy(r->loader);
+    r->graph = NULL; r->micro_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
+    TRY(gpt_reshape(&r->model, r->set.batch, r->model.config.activations));
+    TRY(open_step(r));
+    return open_loader(r);
+}
+
+/* The step found no memory: it is done once more, after cleaning up or in smaller pieces. */
+static amp_result answer_memory(run *r, progress *bar) {
+    amp_recovery_event event;
+    int64_t epoch = r->epoch;
+    TRY(amp_recovery_memory(r->recovery, &event));
+    report_event(r, bar, &event);
+    if (event.action == AMP_RECOVERY_HALVE_BATCH && epoch < 0) return example_fail(AMP_ERR_MEMORY, "no memory to read a batch");
+    if (event.action == AMP_RECOVERY_HALVE_BATCH) TRY(halve_batch(r));
+    if (epoch >= 0) TRY(amp_loader_seek(r->loader, r->epoch, r->index));
+    return r->recovery == NULL ? open_recovery(r) : AMP_OK;
+}
+
+/* Records arrive two steps late, in order, one for each step.  Here a program waits for a GPU that is behind. */
+static amp_result take_records(run *r, progress *bar) {
+    amp_step_record record;
+    while (amp_monitor_next(r->monitor, &record)) {
+        r->outcome = record.outcome;
+        r->outcomes++;
+        board_record_of(r, &record);
+        if (r->set.log_memory && record.has_memory) print_memory(bar, &record);
+        TRY(answer_trouble(r, bar, &record));
+    }
+    return AMP_OK;
+}
+
+/* Validation is no part of the training's times: it comes between two of the monitor's epochs. */
+static amp_result end_epoch(run *r) {
+    amp_epoch_record record;
+    if (r->epoch_steps == 0) return AMP_OK;
+    r->epoch_steps = 0;
+    memset(&record, 0, sizeof record);
+    TRY(tolerate(r, amp_monitor_epoch(r->monitor, &record)));
+    if (record.peak > r->peak) r->peak = record.peak;
+    return AMP_OK;
 }
 
 static void show_progress(run *r, progress *bar, float loss, int last) {
@@ -1030,6 +1267,7 @@ static void show_progress(run *r, progress *bar, float loss, int last) {
 }
 
 static amp_result report_validation(run *r, progress *bar, double *loss) {
+    TRY(end_epoch(r));
     TRY(evaluate(r, loss));
     progress_clear(bar);
     printf("step %lld: validation loss %.4f\n", (long long)r->step, *loss);
@@ -1037,7 +1275,8 @@ static amp_result report_validation(run *r, progress *bar, double *loss) {
     metrics_integer(r->metrics, "step", r->step);
     metrics_number(r->metrics, "loss", *loss);
     metrics_number(r->metrics, "bigram", r->bigram);
-    metrics_end(r->metrics);
+    line_end(r);
+    board_scalar(&r->board, r->step, "validation/loss", *loss);
     return AMP_OK;
 }
 
@@ -1055,35 +1294,41 @@ static int stopped(const run *r) {
     return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
 }
 
-/* Trains up to r->steps, the end of the data, or Ctrl-C.  quiet 1: the bar only. */
+/* Trains up to r->steps, the end of the data, trouble, or Ctrl-C.  quiet 1: the bar only. */
 static amp_result train(run *r, progress *bar, int quiet) {
     const settings *set = &r->set;
     schedule_kind kind = strcmp(set->schedule, "constant") == 0 ? SCHEDULE_CONSTANT : SCHEDULE_COSINE;
     double min_lr = set->min_lr >= 0 ? set->min_lr : 0.1 * set->lr, shown = 0, loss_at_eval;
     float loss = 0;
     amp_result result = AMP_OK;
-    while (r->step < r->steps && !stopped(r)) {
-        int64_t next = r->step + 1, slot = next % 64;
+    while (r->step < r->steps && r->trouble[0] == 0 && !stopped(r)) {
+        int64_t next = r->step + 1;
         double began = seconds_now();
-        int log = next % set->log_interval == 0 || next == r->steps, show = log || (bar->terminal && began - shown > 1);
-        r->lr[slot] = schedule_lr(kind, r->step, r->steps, set->warmup, set->lr, min_lr);
+        int log = (set->log_interval > 0 && next % set->log_interval == 0) || next == r->steps;
+        int show = log || (bar->terminal && began - shown > 1);
         if (r->step == r->start + 1) memset(&r->profile, 0, sizeof r->profile);     /* the first step warms up */
-        result = train_step(r, r->lr[slot], show ? &loss : NULL);
+        result = train_step(r, schedule_lr(kind, r->step, r->steps, set->warmup, set->lr, min_lr), show ? &loss : NULL,
+                            log);
+        if (result == AMP_ERR_MEMORY && r->recovery != NULL && ranks.world == 1) {
+            TRY(answer_memory(r, bar));
+            result = AMP_OK;
+            continue;
+        }
         if (result != AMP_OK) break;
-        if (log) loss = ranks_combine(loss, AMP_REDUCE_SUM) / (float)ranks.world;
-        r->losses[slot] = loss;
-        r->have_loss[slot] = log;
+        if (show) r->losses[next % 64] = loss;
         r->step = next;
+        r->epoch_steps++;
+        TRY(take_records(r, bar));
         r->busy += seconds_now() - began;
-        take_outcomes(r);
         if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = seconds_now(); }
-        if (quiet || next == r->steps) continue;
+        if (quiet || next == r->steps || r->step != next) continue;
         if (set->save_interval > 0 && next % set->save_interval == 0) TRY(report_save(r, bar));
         if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
     }
     progress_clear(bar);
-    TRY(amp_outcome_flush(r->optimizer));
-    take_outcomes(r);
+    TRY(tolerate(r, amp_monitor_flush(r->monitor)));
+    TRY(take_records(r, bar));
+    TRY(end_epoch(r));
     return result == AMP_ERR_END ? AMP_OK : result;
 }
 
@@ -1097,10 +1342,14 @@ static void print_machine(const run *r) {
     printf("Machine\n%s\n", text);
 }
 
+static const char *const level_names[] = {"O0", "O1", "O2", "O3"};
+
 static void print_scaler(const run *r) {
+    static const char *const presets[] = {"default", "torch",   "apex",    "megatron", "deepspeed", "deepspeed_fused",
+                                          "fairseq", "metaseq", "flax",    "keras"};
     amp_scaler_desc desc;
     if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) { printf("  scaler      no\n"); return; }
-    printf("  scaler      yes: preset %s, first scale %g, ", r->set.preset, (double)desc.init_scale);
+    printf("  scaler      yes: preset %s, first scale %g, ", presets[desc.preset], (double)desc.init_scale);
     if (desc.frozen) printf("static\n");
     else
         printf("times %g after %d clean steps, times %g after an overflow\n", desc.growth_factor,
@@ -1143,12 +1392,12 @@ static void print_run(const run *r) {
            "              %.4f if counted on the validation text itself\n\n", r->bigram, r->bigram_best);
 }
 
-static void metrics_run(const run *r) {
+static void metrics_run(run *r) {
     metrics_begin(r->metrics, "run");
     metrics_text(r->metrics, "version", AMP_VERSION_TEXT);
     metrics_text(r->metrics, "precision", amp_dtype_name(r->choice.dtype));
     metrics_text(r->metrics, "reason", r->choice.reason);
-    metrics_text(r->metrics, "level", r->set.level);
+    metrics_text(r->metrics, "level", level_names[r->level - AMP_LEVEL_O0]);
     metrics_integer(r->metrics, "scaler", r->scaler != NULL);
     metrics_integer(r->metrics, "parameters", r->model.weights_count);
     metrics_integer(r->metrics, "activation_bytes", r->model.memory_bytes);
@@ -1158,7 +1407,7 @@ static void metrics_run(const run *r) {
     metrics_integer(r->metrics, "steps", r->steps);
     metrics_number(r->metrics, "bigram", r->bigram);
     metrics_number(r->metrics, "bigram_best", r->bigram_best);
-    metrics_end(r->metrics);
+    line_end(r);
 }
 
 static void print_result(const run *r, double loss) {
@@ -1166,7 +1415,8 @@ static void print_result(const run *r, double loss) {
     printf("\nResult\n  validation  %.4f nats per token\n  bigrams     %.4f nats: the model is %s\n", loss, r->bigram,
            loss < r->bigram ? "better, it has learned more than pairs" : "not better yet: train longer");
     if (amp_memory(r->amp, &memory) == AMP_OK)
-        printf("  memory      %.1f MiB at most, %.1f MiB of it for the optimizer\n", (double)memory.peak / 1048576,
+        printf("  memory      %.1f MiB at most, %.1f MiB of it for the optimizer\n",
+               (double)(memory.peak > r->peak ? memory.peak : r->peak) / 1048576,
                (double)memory.optimizer / 1048576);
     printf("  skipped     %lld of %lld steps\n", (long long)r->outcome.total_skips, (long long)r->step);
 }
@@ -1181,14 +1431,14 @@ static int utf8_length(const char *text) {
     return n;
 }
 
-static void print_text(const char *text, FILE *metrics) {
+static void print_text(run *r, const char *text) {
     int64_t i;
     for (i = 0; text[i] != 0; i += utf8_length(text + i) > 1 ? utf8_length(text + i) : 1)
         if (utf8_length(text + i) > 0) printf("%.*s", utf8_length(text + i), text + i);
         else putchar('?');
-    metrics_begin(metrics, "sample");
-    metrics_text(metrics, "text", text);
-    metrics_end(metrics);
+    metrics_begin(r->metrics, "sample");
+    metrics_text(r->metrics, "text", text);
+    line_end(r);
 }
 
 /* 1: the model's tokens are bytes. */
@@ -1249,7 +1499,7 @@ static amp_result print_sample(run *r) {
     if (result == AMP_OK && !stop_requested) {
         char *text = tokens_text(r, tokens, n + set->sample);
         printf("\nSample (temperature %g)\n", set->temperature);
-        if (text != NULL) print_text(text, r->metrics);
+        if (text != NULL) print_text(r, text);
         else for (i = 0; i < n + set->sample; i++) printf("%d ", (int)tokens[i]);
         printf("\n");
         free(text);
@@ -1305,7 +1555,7 @@ static amp_result measure_peak(run *r, peak_loop *loop, double *rate) {
 }
 
 /* One row of the table; flops: of one step's forward and backward, 0 for none; peak 0: not known. */
-static void print_profile_row(const run *r, const char *name, const double seconds[2], const double flops[2],
+static void print_profile_row(run *r, const char *name, const double seconds[2], const double flops[2],
                               double peak) {
     double steps = (double)r->profile.steps, both = seconds[0] + seconds[1], rate;
     printf("  %-16s %10.3f %10.3f %7.1f%%", name, 1e3 * seconds[0] / steps, 1e3 * seconds[1] / steps,
@@ -1322,7 +1572,7 @@ static void print_profile_row(const run *r, const char *name, const double secon
         metrics_number(r->metrics, "gflops", rate);
         if (peak > 0) metrics_number(r->metrics, "of_peak", rate / peak);
     }
-    metrics_end(r->metrics);
+    line_end(r);
     printf("\n");
 }
 
@@ -1371,9 +1621,12 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     run r;
     int64_t i, n = 0;
     amp_result result;
-    mine.precision = precision;
+    TRY(amp_settings_set(&mine.amp, "dtype", precision));
+    if (mine.amp.dtype == AMP_F32 ? mine.amp.level >= AMP_LEVEL_O2 : mine.amp.level == AMP_LEVEL_O0) mine.amp.level = AMP_LEVEL_O1;
+    mine.amp.debug = 0;
+    mine.numerics_interval = mine.log_memory = 0;
     mine.save = mine.metrics = "none";
-    mine.resume = "";
+    mine.resume = mine.tensorboard = "";
     mine.steps = set->compare;
     mine.epochs = mine.stop_after = mine.profile = 0;
     mine.schedule = "constant";
@@ -1392,7 +1645,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
         out->training /= (double)(n > 0 ? n : 1);
         out->precision = precision;
         out->rate = tokens_per_second(&r);
-        out->peak = (double)memory.peak / 1048576;
+        out->peak = (double)(memory.peak > r.peak ? memory.peak : r.peak) / 1048576;
         out->skips = r.outcome.total_skips;
         out->emulated = r.choice.emulated;
         out->scaler = r.scaler != NULL;
@@ -1449,11 +1702,12 @@ static amp_result main_run(run *r) {
     print_run(r);
     metrics_run(r);
     progress_open(&bar, r->steps);
-    bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
+    if (r->set.log_interval > 0) bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
     TRY(train(r, &bar, 0));
     stop = stopped(r);
     if (r->step > start || stop) TRY(report_save(r, &bar));
     if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
+    if (r->trouble[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->trouble);
     if (stop) {
         printf("stopped at step %lld", (long long)r->step);
         if (r->save[0] != 0) printf("; go on with --resume %s", r->save);
@@ -1469,8 +1723,8 @@ int main(int argc, char **argv) {
     settings set;
     amp_state *resumed = NULL;
     run r;
-    FILE *metrics;
-    char data[PATH_MAX];
+    FILE *metrics = NULL;
+    char data[PATH_MAX], path[PATH_MAX];
     amp_result result;
     ranks_begin(&argc, &argv);
     if (read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
@@ -1481,16 +1735,17 @@ int main(int argc, char **argv) {
     if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
     result = main_run(&r);
-    metrics = r.metrics;
-    r.metrics = NULL;
+    snprintf(path, sizeof path, "%s", r.metrics_path);
     snprintf(data, sizeof data, "%s", r.data);
     set.data = data;                /* the short runs read the same file, as it is now */
     set.format = r.set.format;
     if (r.tokenizer.n > 0) set.vocab = r.model.config.vocab;
     set.tokenizer = "";
     close_run(&r);                  /* before the short runs, so that they have the memory */
-    if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested)
+    if (result == AMP_OK && set.compare > 0 && !set.stop_after && !stop_requested) {
+        if (path[0] != 0) metrics = fopen(path, "a");
         result = compare_precisions(&set, metrics);
+    }
     if (metrics != NULL) fclose(metrics);
     free(saved_options);
     if (result != AMP_OK) return fail(1);

@@ -10,7 +10,7 @@ for i in 1 2 3 4 5 6; do cat README.md; done > "$work/text"
 train() { name=$1; shift; "$gpt" $small --out "$work/$name" "$@" > "$work/$name.log" 2>&1; }
 
 # last FIELD RUN: a field of the last step record of a run's metrics.
-last() { grep '"step"' "$work/$2/metrics.jsonl" | grep "\"$1\"" | tail -n 1 | sed "s/.*\"$1\": *\([^,}]*\).*/\1/"; }
+last() { grep '"event": "step"' "$work/$2/metrics.jsonl" | grep "\"$1\"" | tail -n 1 | sed "s/.*\"$1\": *\([^,}]*\).*/\1/"; }
 
 for precision in fp32 tf32 fp16 bf16; do
     if train "$precision" --steps 40 --precision "$precision"; then
@@ -20,7 +20,9 @@ for precision in fp32 tf32 fp16 bf16; do
     else fail "$precision" "$(tail -n 3 "$work/$precision.log")"; fi
 done
 for level in O0 O2 O3; do
-    if train "$level" --steps 20 --level $level --precision bf16; then pass; else fail "$level" "$(tail -n 3 "$work/$level.log")"; fi
+    precision=bf16
+    [ $level = O0 ] && precision=fp32
+    if train "$level" --steps 20 --level $level --precision $precision; then pass; else fail "$level" "$(tail -n 3 "$work/$level.log")"; fi
 done
 
 # 12 steps in one go, and in two with other threads in between: the same weights, byte for byte.
@@ -98,6 +100,71 @@ for precision in fp16 bf16; do
     else fail "--recompute in $precision" "memory: $(most again) MiB, $(most kept) without"; fi
 done
 
+# Settings from a file and, when asked, from the environment: flags win over the environment, that over the file.
+count() { grep -c "$1" "$2"; }
+run_of() { sed -n 's/.*"event": "run".*"precision": "\([a-z0-9]*\)".*/\1/p' "$work/$1/metrics.jsonl"; }
+printf 'dtype = fp16\ninit_scale = 1024\nlog_interval = 2\nclip_norm = none\n' > "$work/a.conf"
+expect_run() { # NAME PRECISION
+    if [ "$(run_of "$1")" = "$2" ]; then pass; else fail "$1" "precision $(run_of "$1"), expected $2: $(tail -n 2 "$work/$1.log")"; fi
+}
+"$gpt" --layers 2 --heads 2 --channels 32 --batch 4 --seq 32 --compare 0 --sample 0 --eval-batches 2 --data "$work/text" \
+    --out "$work/config" --config "$work/a.conf" --steps 6 --save "$work/config_model" --stop-after 4 > "$work/config.log" 2>&1
+expect_run config fp16
+if [ "$(grep '"event": "step"' "$work/config/metrics.jsonl" | sed 's/.*"step": \([0-9]*\),.*/\1/' | tr '\n' ' ')" = "2 4 " ] &&
+    grep -q "first scale 1024" "$work/config.log"; then pass; else fail "--config" "$(cat "$work/config/metrics.jsonl")"; fi
+train config_on --resume "$work/config_model" --save "$work/config_model" --steps 6
+expect_run config_on fp16
+train flag --config "$work/a.conf" --precision bf16 --steps 1
+expect_run flag bf16
+AMP_DTYPE=fp32 train unasked --config "$work/a.conf" --steps 1
+expect_run unasked fp16
+AMP_DTYPE=fp32 train asked --config "$work/a.conf" --env --steps 1
+expect_run asked fp32
+AMP_DTYPE=fp32 train over --env --precision bf16 --steps 1
+expect_run over bf16
+for conf in max stable debug; do
+    if train "$conf" --config examples/$conf.conf --steps 3; then pass; else fail "examples/$conf.conf" "$(tail -n 3 "$work/$conf.log")"; fi
+done
+
+# Memory is asked for at its interval alone; --debug tells decisions; times are split; TensorBoard reads its file.
+train watched --steps 6 --precision bf16 --log-memory --memory-log-interval 3 --debug --tensorboard "$work/board"
+if [ "$(count '"allocated"' "$work/watched/metrics.jsonl")" -eq 2 ] && [ "$(count "^step [36]: memory " "$work/watched.log")" -eq 2 ]; then pass
+else fail "--log-memory" "$(grep memory "$work/watched.log")"; fi
+if [ "$(count "linear transformer.h.0.attn.c_attn.weight (.*): computes in bf16, returns bf16, by region; cast cache: miss" "$work/watched.log")" -eq 1 ] &&
+    ! grep -q "computes in" "$work/bf16.log"; then pass; else fail "--debug" "$(grep -m 3 linear "$work/watched.log")"; fi
+if grep '"event": "step"' "$work/watched/metrics.jsonl" | sed 's/[",:{}]/ /g' | awk '{
+        for (i = 1; i < NF; i++) {if ($i == "seconds") all = $(i + 1); if ($i ~ /^(data|forward|backward|optimizer)_s$/) {sum += $(i + 1); n += $(i + 1) > 0}}
+        if (!(sum > 0 && sum <= all * 1.001 && n == 4)) bad = 1; sum = n = 0} END {exit bad || NR != 6}'; then pass
+else fail "time split" "$(grep -m 1 '"event": "step"' "$work/watched/metrics.jsonl")"; fi
+python=${PYTHON:-python3}
+why=$("$python" tests/oracle/tensorboard_read.py "$work/board" 2>/dev/null > "$work/board.txt" || cat "$work/board.txt")
+if [ -n "$why" ] || [ ! -s "$work/board.txt" ]; then skip "TensorBoard reads the event file" "${why:-no $python}"
+elif [ "$(count "^train/loss " "$work/board.txt")" -eq 6 ] && [ "$(awk '$1 == "train/loss" && $2 == 6 {printf "%.4f", $3}' "$work/board.txt")" = "$(last loss watched | awk '{printf "%.4f", $1}')" ] &&
+    grep -q "^validation/loss 6 " "$work/board.txt" && [ "$(count "^memory/allocated_mib " "$work/board.txt")" -eq 2 ]; then pass
+else fail "TensorBoard reads the event file" "$(cat "$work/board.txt")"; fi
+
+# Trouble: a static scale that always overflows.  Skipping goes on; stopping says so, and keeps what was there.
+hopeless="--precision fp16 --init-scale 1e30 --static-scale --steps 4"
+train skip $hopeless
+if [ $? -eq 0 ] && grep -q "skipped *4 of 4" "$work/skip.log" && [ "$(count '"trouble": "gradients"' "$work/skip/metrics.jsonl")" -eq 4 ]; then pass
+else fail "--nan-action skip" "$(tail -n 3 "$work/skip.log")"; fi
+train stop $hopeless --nan-action stop
+if [ $? -eq 1 ] && grep -q "stopped in trouble at step 1" "$work/stop.log" && [ -s "$work/stop/model.state" ]; then pass
+else fail "--nan-action stop" "$(tail -n 3 "$work/stop.log")"; fi
+
+# Recovering: fp16 whose scale cannot shrink begins anew in bf16, and becomes the run that bf16 would have been.
+train recover --precision fp16 --init-scale 1e30 --min-scale 1e30 --nan-action recover --steps 8 --save "$work/recover"
+train direct --precision bf16 --steps 8 --save "$work/direct"
+if grep -q "bf16 from now on" "$work/recover.log" && cmp -s "$work/recover.safetensors" "$work/direct.safetensors" &&
+    grep -q '"event": "recovery"' "$work/recover/metrics.jsonl" && [ "$(last dtype recover)" = '"bf16"' ]; then pass
+else fail "--nan-action recover" "$(tail -n 3 "$work/recover.log") $(cat "$work/recover/metrics.jsonl")"; fi
+
+# A full disk: training goes on, and says it.
+if [ -e /dev/full ]; then
+    if train full --steps 4 --metrics /dev/full --save "$work/full_model" && grep -q "metrics are kept in memory" "$work/full.log" && [ -s "$work/full_model.state" ]; then pass
+    else fail "metrics on a full disk" "$(tail -n 3 "$work/full.log")"; fi
+fi
+
 # refused TEXT FLAGS...: exit code 2, and the text is said.
 refused() {
     text=$1; shift
@@ -126,6 +193,22 @@ refused "levels O2 and O3" --masters remainder --level O1
 refused "has none" --masters fp32 --level O3 --precision bf16
 refused "needs a bf16 weight" --masters remainder --level O2 --precision fp16
 refused "--moments" --moments fp16
+printf 'dtype = bf16\nlog_interval = often\n' > "$work/bad.conf"
+refused "bad.conf: line 2: .log_interval = often" --config "$work/bad.conf"
+printf 'dtype bf16\n' > "$work/bad.conf"
+refused "bad.conf: line 1 is neither" --config "$work/bad.conf"
+printf 'dtyp = bf16\n' > "$work/bad.conf"
+refused "the nearest is .dtype" --config "$work/bad.conf"
+printf 'mode = inference\n' > "$work/bad.conf"
+refused "this program trains" --config "$work/bad.conf"
+refused "/nonexistent" --config /nonexistent
+refused "level = O0 and dtype = bf16" --level O0 --precision bf16
+refused "contradicts --debug" --graph --debug --device cpu
+refused "/dev/null" --tensorboard /dev/null/board
+AMP_DTYPE=fp7 refused "AMP_DTYPE" --env
+export AMP_"DTIPE"=fp16; refused "AMP_DTYPE" --env; unset AMP_"DTIPE"
+refused "--nan-action" --nan-action panic
+refused "--memory-log-interval" --memory-log-interval 0
 refused "growth" --scaler on --precision fp16 --growth-factor 0.5
 
 # Other data is refused on resume.

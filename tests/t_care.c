@@ -788,6 +788,1039 @@ TEST(advice_refuses_bad_input) {
     amp_close(amp);
 }
 
+/* ---- Recovery: a perceptron with dropout, a shuffling loader and a scaler, into which trouble is put */
+
+enum { ROWS = 8, IN = 12, HIDDEN = 16, OUT = 10, SAMPLES = 96, PARAMS = 4, EVENTS = 32, LOSSES = 256 };
+static const int64_t param_shape[PARAMS][2] = {{HIDDEN, IN}, {HIDDEN, 0}, {OUT, HIDDEN}, {OUT, 0}};
+static const char *const param_names[PARAMS] = {"net.a.weight", "net.a.bias", "net.b.weight", "net.b.bias"};
+
+typedef enum fault_kind {
+    FAULT_NONE, FAULT_WEIGHT, FAULT_DATA, FAULT_LOSS, FAULT_GRADIENT, FAULT_OVERFLOW
+} fault_kind;
+
+/* Happens in step `step`; `times` more often when that step comes again.  OVERFLOW: in every step from there on while fp16. */
+typedef struct fault { fault_kind kind; int64_t step; int times; } fault;
+
+typedef struct trainee {
+    amp_context *amp;
+    amp_param p[PARAMS];
+    amp_optimizer *o;
+    amp_scaler *scaler;
+    amp_loader *loader;
+    amp_recovery *recovery;
+    amp_tensor x, hidden, kept, logits, dlogits, dkept, dhidden;
+    int32_t *labels;
+    float *loss;
+    double losses[LOSSES];
+    fault trouble;
+    int max_skips, lr_drops;
+    int64_t host_count, saved_count;    /* of the host's own */
+    int fail_save, fail_load;
+    amp_recovery_event events[EVENTS], wish;
+    int n_events, asked;
+    void *memory[40];
+    int n_memory;
+} trainee;
+
+static void *room(trainee *t, int64_t bytes) {
+    void *p = NULL;
+    CHECK_OK(amp_alloc(t->amp, &p, bytes));
+    t->memory[t->n_memory++] = p;
+    return p;
+}
+static amp_tensor matrix(trainee *t, amp_dtype dtype, int64_t rows, int64_t cols) {
+    void *p = room(t, rows * (cols ? cols : 1) * (int64_t)amp_dtype_size(dtype));
+    return cols ? amp_tensor2(p, dtype, rows, cols) : amp_tensor1(p, dtype, rows);
+}
+
+static int sample_read(void *user, const amp_sample *sample, void *const *fields) {
+    (void)user;
+    ampt_uniform((float *)fields[0], IN, 5, (uint32_t)sample->sample, 1, 0);
+    *(int32_t *)fields[1] = (int32_t)(sample->sample % OUT);
+    return 0;
+}
+
+typedef struct plan {
+    amp_dtype dtype;
+    amp_level level;
+    amp_master_kind master;
+    const amp_backend *backend;
+    int scaler, lag, accumulation;
+    float init_scale;
+    int64_t interval;
+    int retries, max_skips, no_loader;
+    fault trouble;
+    void (*policy)(void *, amp_recovery_event *);
+    int own_state;
+} plan;
+
+static int own_save(void *user, amp_state *state) {
+    trainee *t = (trainee *)user;
+    return t->fail_save ? t->fail_save : (int)amp_state_put(state, "mine", AMP_I64, &t->host_count, 1);
+}
+static int own_load(void *user, const amp_state *state) {
+    trainee *t = (trainee *)user;
+    return t->fail_load ? t->fail_load : (int)amp_state_get(state, "mine", AMP_I64, &t->host_count, 1);
+}
+
+static void trainee_loader(trainee *t) {
+    amp_loader_desc d;
+    amp_source source;
+    memset(&d, 0, sizeof d);
+    memset(&source, 0, sizeof source);
+    source.read = sample_read;
+    source.samples = SAMPLES;
+    source.fields[0].dtype = AMP_F32; source.fields[0].count = IN;
+    source.fields[1].dtype = AMP_I32; source.fields[1].count = 1;
+    source.n_fields = 2;
+    d.source = &source;
+    d.batch = ROWS;
+    d.shuffle = 1;
+    d.workers = AMP_NO_WORKERS;
+    CHECK_OK(amp_loader_create(t->amp, &t->loader, &d));
+}
+
+static void trainee_params(trainee *t) {
+    int i;
+    for (i = 0; i < PARAMS; i++) {
+        amp_dtype dtype = amp_param_dtype(t->amp, 0);
+        int64_t n = param_shape[i][0] * (param_shape[i][1] ? param_shape[i][1] : 1);
+        float values[HIDDEN * IN + OUT * HIDDEN];
+        uint16_t narrow[HIDDEN * IN + OUT * HIDDEN];
+        ampt_uniform(values, n, 77, (uint32_t)i, 0.4f, 0);
+        if (dtype != AMP_F32) CHECK_OK(amp_convert(narrow, dtype, values, AMP_F32, n, NULL, NULL));
+        t->p[i].name = param_names[i];
+        t->p[i].weight = matrix(t, dtype, param_shape[i][0], param_shape[i][1]);
+        t->p[i].grad = matrix(t, i == 2 ? dtype : AMP_F32, param_shape[i][0], param_shape[i][1]);
+        CHECK_OK(amp_copy(t->amp, t->p[i].weight.data, dtype == AMP_F32 ? (void *)values : (void *)narrow, n * (int64_t)amp_dtype_size(dtype), AMP_COPY_TO_DEVICE));
+    }
+    CHECK_OK(amp_sync(t->amp));
+    CHECK_OK(amp_param_register(t->amp, t->p, PARAMS));
+}
+
+static void trainee_buffers(trainee *t) {
+    t->x = matrix(t, AMP_F32, ROWS, IN);
+    t->hidden = matrix(t, AMP_F32, ROWS, HIDDEN);
+    t->kept = matrix(t, AMP_F32, ROWS, HIDDEN);
+    t->logits = matrix(t, AMP_F32, ROWS, OUT);
+    t->dlogits = matrix(t, AMP_F32, ROWS, OUT);
+    t->dkept = matrix(t, AMP_F32, ROWS, HIDDEN);
+    t->dhidden = matrix(t, AMP_F32, ROWS, HIDDEN);
+    t->labels = (int32_t *)room(t, ROWS * 4);
+    t->loss = (float *)room(t, 4);
+}
+
+/* recover 0: the same training without anyone to help it. */
+static void trainee_open(trainee *t, const plan *plan, int recover) {
+    amp_desc d = host_desc(plan->backend, plan->dtype);
+    amp_optimizer_desc o;
+    amp_scaler_desc s;
+    amp_recovery_desc r;
+    memset(t, 0, sizeof *t);
+    memset(&o, 0, sizeof o);
+    memset(&s, 0, sizeof s);
+    memset(&r, 0, sizeof r);
+    d.level = plan->level;
+    d.seed = 3;
+    CHECK_OK(amp_open(&t->amp, &d));
+    trainee_params(t);
+    trainee_buffers(t);
+    o.params = t->p; o.n_params = PARAMS; o.lr = 0.01; o.weight_decay = 0.1; o.master = plan->master; o.outcome_lag = plan->lag;
+    o.accumulation = plan->accumulation; o.clip_norm = 0.5;
+    CHECK_OK(amp_optimizer_create(t->amp, &t->o, &o));
+    s.init_scale = plan->init_scale;
+    s.growth_interval = 3;
+    if (plan->scaler) CHECK_OK(amp_scaler_create(t->amp, &t->scaler, &s));
+    if (!plan->no_loader) trainee_loader(t);
+    t->trouble = plan->trouble;
+    t->max_skips = plan->max_skips ? plan->max_skips : 1000;
+    if (!recover) { t->trouble.kind = FAULT_NONE; return; }
+    r.params = t->p; r.n_params = PARAMS; r.optimizer = t->o; r.scaler = t->scaler; r.loader = t->loader;
+    r.interval = plan->interval; r.max_retries = plan->retries; r.policy = plan->policy; r.user = t;
+    if (plan->own_state) { r.save = own_save; r.load = own_load; }
+    CHECK_OK(amp_recovery_create(t->amp, &t->recovery, &r));
+}
+
+static void trainee_close(trainee *t) {
+    int i;
+    amp_recovery_destroy(t->recovery);
+    amp_loader_destroy(t->loader);
+    amp_scaler_destroy(t->scaler);
+    amp_optimizer_destroy(t->o);
+    for (i = 0; i < t->n_memory; i++) amp_free(t->amp, t->memory[i]);
+    amp_close(t->amp);
+}
+
+static void poison(trainee *t, const amp_tensor *where, float value) {
+    uint16_t narrow = value != value ? 0x7fff : 0x7c00;
+    CHECK_OK(amp_copy(t->amp, where->data, where->dtype == AMP_F32 ? (void *)&value : (void *)&narrow, where->dtype == AMP_F32 ? 4 : 2, AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_sync(t->amp));
+}
+
+/* 1: the trouble is due now. */
+static int strikes(trainee *t, fault_kind kind) {
+    fault *f = &t->trouble;
+    if (f->kind != kind) return 0;
+    if (kind == FAULT_OVERFLOW) return ampi_settings(t->amp)->dtype == AMP_F16 && t->o->attempts + 1 >= f->step;
+    if (t->o->attempts + 1 != f->step || t->o->micro > 0) return 0;
+    if (f->times-- == 0) f->kind = FAULT_NONE;
+    return 1;
+}
+
+static void trainee_batch(trainee *t) {
+    amp_batch batch;
+    float x[ROWS * IN];
+    int32_t labels[ROWS];
+    int i;
+    if (t->loader != NULL) {
+        CHECK_OK(amp_loader_next(t->loader, &batch));
+        CHECK_OK(amp_copy(t->amp, t->x.data, batch.fields[0], sizeof x, AMP_COPY_ON_DEVICE));
+        CHECK_OK(amp_copy(t->amp, t->labels, batch.fields[1], sizeof labels, AMP_COPY_ON_DEVICE));
+    } else {
+        ampt_uniform(x, ROWS * IN, 9, (uint32_t)t->host_count, 1, 0);
+        for (i = 0; i < ROWS; i++) labels[i] = i;
+        CHECK_OK(amp_copy(t->amp, t->x.data, x, sizeof x, AMP_COPY_TO_DEVICE));
+        CHECK_OK(amp_copy(t->amp, t->labels, labels, sizeof labels, AMP_COPY_TO_DEVICE));
+    }
+    CHECK_OK(amp_sync(t->amp));
+    t->host_count++;
+    if (strikes(t, FAULT_DATA)) poison(t, &t->x, NAN);
+}
+
+/* One call of amp_step. */
+static void trainee_micro(trainee *t) {
+    amp_linear_op a, b;
+    amp_dropout_op drop;
+    amp_cross_entropy_op ce;
+    float loss;
+    memset(&a, 0, sizeof a);
+    memset(&b, 0, sizeof b);
+    memset(&drop, 0, sizeof drop);
+    memset(&ce, 0, sizeof ce);
+    trainee_batch(t);
+    if (strikes(t, FAULT_WEIGHT)) { poison(t, &t->p[2].weight, NAN); amp_param_touch(&t->p[2]); }
+    a.x = t->x; a.weight = &t->p[0]; a.bias = &t->p[1]; a.y = t->hidden;
+    drop.x = t->hidden; drop.y = t->kept; drop.p = 0.25f;
+    b.x = t->kept; b.weight = &t->p[2]; b.bias = &t->p[3]; b.y = t->logits;
+    ce.logits = t->logits; ce.dlogits = t->dlogits; ce.labels = t->labels; ce.loss = t->loss; ce.seed = amp_scaler_seed(t->scaler);
+    CHECK_OK(amp_autocast_begin(t->amp, NULL));
+    CHECK_OK(amp_linear(t->amp, &a));
+    CHECK_OK(amp_dropout(t->amp, &drop));
+    CHECK_OK(amp_linear(t->amp, &b));
+    CHECK_OK(amp_cross_entropy(t->amp, &ce));
+    CHECK_OK(amp_autocast_end(t->amp));
+    b.dy = t->dlogits; b.dx = t->dkept;
+    drop.dy = t->dkept; drop.dx = t->dhidden;
+    a.dy = t->dhidden;
+    CHECK_OK(amp_linear_backward(t->amp, &b));
+    CHECK_OK(amp_dropout_backward(t->amp, &drop));
+    CHECK_OK(amp_linear_backward(t->amp, &a));
+    if (strikes(t, FAULT_GRADIENT)) poison(t, &t->p[1].grad, NAN);
+    if (strikes(t, FAULT_OVERFLOW)) poison(t, &t->p[2].grad, INFINITY);
+    CHECK_OK(amp_copy(t->amp, &loss, t->loss, 4, AMP_COPY_TO_HOST));
+    CHECK_OK(amp_sync(t->amp));
+    if (strikes(t, FAULT_LOSS)) loss = INFINITY;
+    t->losses[(t->o->attempts + 1) % LOSSES] = (double)loss;
+    CHECK_OK(amp_step(t->o, t->scaler));
+}
+
+static int finite_double(double x) { return amp_is_finite_f64(&x); }
+
+/* A record as a monitor makes it. */
+static int trainee_record(trainee *t, amp_step_record *r) {
+    int scaled = t->scaler != NULL && !t->scaler->desc.disable;
+    memset(r, 0, sizeof *r);
+    if (!amp_outcome_next(t->o, &r->outcome)) return 0;
+    r->loss = t->losses[r->outcome.step % LOSSES];
+    if (!finite_double(r->loss)) r->trouble = AMP_TROUBLE_LOSS;
+    else if (!finite_double((double)r->outcome.norm) && !scaled) r->trouble = AMP_TROUBLE_GRADIENTS;
+    else if (r->outcome.at_floor) r->trouble = AMP_TROUBLE_FLOOR;
+    else if (r->outcome.consecutive_skips >= t->max_skips) r->trouble = AMP_TROUBLE_SKIPS;
+    if (r->trouble) r->action = AMP_NAN_RECOVER;
+    return 1;
+}
+
+static void trainee_feed(trainee *t, const amp_step_record *record) {
+    amp_recovery_event e;
+    CHECK_OK(amp_recovery_step(t->recovery, record, &e));
+    if (e.action != AMP_RECOVERY_NONE && t->n_events < EVENTS) t->events[t->n_events++] = e;
+}
+
+/* Trains until `target` steps are done, or an event stops it. */
+static void trainee_run(trainee *t, int64_t target) {
+    amp_step_record record;
+    int calls = 0;
+    while (t->o->attempts < target && ++calls < 500) {
+        trainee_micro(t);
+        while (trainee_record(t, &record)) {
+            if (t->recovery != NULL) trainee_feed(t, &record);
+            if (t->n_events > 0 && t->events[t->n_events - 1].action == AMP_RECOVERY_STOP) return;
+        }
+    }
+    CHECK(calls < 500);
+}
+
+/* Everything that the next step depends on, as one blob. */
+static void *trainee_blob(trainee *t, size_t *bytes) {
+    amp_state *state;
+    amp_outcome o;
+    amp_dtype dtype = ampi_settings(t->amp)->dtype;
+    uint8_t values[4 * HIDDEN * IN + 4 * OUT * HIDDEN];
+    char key[32];
+    void *data;
+    int i;
+    CHECK_OK(amp_outcome_flush(t->o));
+    while (amp_outcome_next(t->o, &o)) {}
+    CHECK_OK(amp_state_create(&state, NULL));
+    for (i = 0; i < PARAMS; i++) {
+        int64_t size = amp_tensor_count(&t->p[i].weight) * (int64_t)amp_dtype_size(t->p[i].weight.dtype);
+        CHECK_OK(amp_copy(t->amp, values, t->p[i].weight.data, size, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(t->amp));
+        snprintf(key, sizeof key, "w%d", i);
+        CHECK_OK(amp_state_put(state, key, AMP_U8, values, size));
+    }
+    CHECK_OK(amp_optimizer_save(t->o, state, "o"));
+    if (t->scaler) CHECK_OK(amp_scaler_save(t->scaler, state, "s"));
+    if (t->loader) CHECK_OK(amp_loader_save(t->loader, state, "l"));
+    CHECK_OK(amp_random_save(t->amp, state, "r"));
+    CHECK_OK(amp_state_put(state, "dtype", AMP_U8, &dtype, 1));
+    CHECK_OK(amp_state_encode(state, &data, bytes));
+    amp_state_destroy(state);
+    return data;
+}
+
+static int same_training(trainee *a, trainee *b) {
+    size_t na, nb;
+    void *da = trainee_blob(a, &na), *db = trainee_blob(b, &nb);
+    int same = na == nb && memcmp(da, db, na) == 0;
+    amp_file_free(NULL, da, na);
+    amp_file_free(NULL, db, nb);
+    return same;
+}
+
+/* What a host does that knows the cure beforehand. */
+static void cure_by_hand(trainee *t, amp_dtype dtype, const char *layer) {
+    amp_settings s;
+    if (layer != NULL) CHECK_OK(amp_layer_override(t->amp, layer, AMP_F32));
+    if (dtype == AMP_DTYPE_DEFAULT) return;
+    memset(&s, 0, sizeof s);
+    s.dtype = dtype;
+    s.clip_norm = 0.5;
+    CHECK_OK(amp_settings_apply(&s, t->amp, t->scaler, t->o, NULL));
+}
+
+/* One trouble, one recovery: from the snapshot on, the run is a twin's that was cured there by hand. */
+static void recovers(const plan *plan, amp_trouble trouble, int64_t snapshot, amp_recovery_cure cure, amp_dtype dtype, const char *layer) {
+    static trainee t, twin;
+    trainee_open(&t, plan, 1);
+    trainee_run(&t, 24);
+    CHECK_EQ(t.n_events, 1);
+    CHECK_MSG(t.events[0].action == AMP_RECOVERY_RESTORED && t.events[0].trouble == trouble && t.events[0].cure == cure,
+              "action %d, trouble %d, cure %d: %s", (int)t.events[0].action, (int)t.events[0].trouble, (int)t.events[0].cure, t.events[0].text);
+    CHECK_EQ(t.events[0].step, snapshot);
+    CHECK_EQ(t.events[0].retries, 1);
+    CHECK(t.events[0].dtype == (dtype ? dtype : plan->dtype));
+    if (layer != NULL) CHECK(strcmp(t.events[0].layer, layer) == 0 && strstr(t.events[0].text, layer) != NULL);
+    CHECK(host.warnings >= 1 && strstr(host.last, "1303 step ") == host.last);
+    trainee_open(&twin, plan, 0);
+    trainee_run(&twin, snapshot);
+    cure_by_hand(&twin, dtype, layer);
+    trainee_run(&twin, 24);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
+static plan plan_of(amp_dtype dtype, fault_kind kind, int64_t step) {
+    plan p;
+    memset(&p, 0, sizeof p);
+    p.dtype = dtype;
+    p.scaler = dtype == AMP_F16;
+    p.interval = 4;
+    p.trouble.kind = kind;
+    p.trouble.step = step;
+    return p;
+}
+
+/* A snapshot of 6 steps is taken when the record of step 4 comes, two steps late, and proven by that of step 7: trouble in
+   step 7 goes back to the beginning, in step 8 to 6. */
+TEST(recovery_from_a_loss_that_is_not_finite) {
+    static const amp_dtype dtypes[] = {AMP_F16, AMP_BF16, AMP_F32};
+    static const fault_kind kinds[] = {FAULT_WEIGHT, FAULT_DATA, FAULT_LOSS};
+    int i, k;
+    for (i = 0; i < 3; i++)
+        for (k = 0; k < 3; k++) {
+            plan p = plan_of(dtypes[i], kinds[k], 8);
+            amp_recovery_cure cure = dtypes[i] == AMP_F32 ? AMP_CURE_NONE : AMP_CURE_DTYPE;
+            amp_dtype then = dtypes[i] == AMP_F16 ? AMP_BF16 : dtypes[i] == AMP_BF16 ? AMP_F32 : AMP_DTYPE_DEFAULT;
+            recovers(&p, AMP_TROUBLE_LOSS, 6, cure, then, NULL);
+            p.trouble.step = 7;
+            recovers(&p, AMP_TROUBLE_LOSS, 0, cure, then, NULL);
+        }
+}
+
+TEST(recovery_from_gradients_that_are_not_finite) {
+    plan p = plan_of(AMP_BF16, FAULT_GRADIENT, 8);
+    recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
+    p = plan_of(AMP_F32, FAULT_GRADIENT, 8);
+    recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_NONE, AMP_DTYPE_DEFAULT, NULL);
+    p = plan_of(AMP_TF32, FAULT_GRADIENT, 8);
+    p.backend = device();
+    recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
+}
+
+/* The scale grew to 4 in six steps; the first overflows shrink it, and the third finds it at its floor. */
+TEST(recovery_from_a_scale_at_its_floor) {
+    plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 9);
+    p.init_scale = 1;
+    recovers(&p, AMP_TROUBLE_FLOOR, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
+}
+
+/* Five skips in a row are trouble; the layer is tried first, and then the format. */
+TEST(recovery_from_skips) {
+    static trainee t, twin;
+    plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);
+    p.max_skips = 5;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 24);
+    CHECK_EQ(t.n_events, 2);
+    CHECK(t.events[0].trouble == AMP_TROUBLE_SKIPS && t.events[0].cure == AMP_CURE_LAYERS && strcmp(t.events[0].layer, "net.b.*") == 0);
+    CHECK(t.events[0].dtype == AMP_F16 && t.events[0].step == 6 && t.events[0].retries == 1 && t.events[0].left == 2);
+    CHECK(t.events[1].trouble == AMP_TROUBLE_SKIPS && t.events[1].cure == AMP_CURE_DTYPE && t.events[1].dtype == AMP_BF16);
+    CHECK(t.events[1].step == 6 && t.events[1].retries == 2 && t.events[1].left == 1);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 6);
+    cure_by_hand(&twin, AMP_BF16, "net.b.*");
+    trainee_run(&twin, 24);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
+/* bf16 is passed over where the device has none; levels that store 16-bit weights keep their format; whatever masters and
+   remainders there are come back. */
+TEST(recovery_by_device_and_level) {
+    static const struct { amp_level level; amp_dtype dtype; amp_master_kind master; } stored[] = {
+        {AMP_LEVEL_O2, AMP_F16, AMP_MASTER_F32}, {AMP_LEVEL_O2, AMP_BF16, AMP_MASTER_REMAINDER},
+        {AMP_LEVEL_O2, AMP_BF16, AMP_MASTER_STOCHASTIC}, {AMP_LEVEL_O3, AMP_BF16, AMP_MASTER_NONE}};
+    plan p = plan_of(AMP_F16, FAULT_WEIGHT, 8);
+    size_t i;
+    p.backend = device();
+    recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
+    p.backend = device();
+    lacks_bf16 = 1;
+    recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_DTYPE, AMP_F32, NULL);
+    lacks_bf16 = 0;
+    for (i = 0; i < sizeof stored / sizeof stored[0]; i++) {
+        p = plan_of(stored[i].dtype, FAULT_WEIGHT, 8);
+        p.level = stored[i].level;
+        p.master = stored[i].master;
+        recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
+    }
+}
+
+TEST(recovery_with_any_lag_and_accumulation) {
+    static const int lags[] = {AMP_LAG_NONE, 1, 5};
+    static const int64_t snapshots[] = {4, 5, 9};
+    int i;
+    for (i = 0; i < 3; i++) {
+        plan p = plan_of(AMP_BF16, FAULT_DATA, snapshots[i] + 2);
+        p.lag = lags[i];
+        recovers(&p, AMP_TROUBLE_LOSS, snapshots[i], AMP_CURE_DTYPE, AMP_F32, NULL);
+        p.trouble.step = snapshots[i] + 1;          /* the step that would prove it */
+        recovers(&p, AMP_TROUBLE_LOSS, 0, AMP_CURE_DTYPE, AMP_F32, NULL);
+    }
+}
+
+
+/* Records that the host holds of steps that are undone: they change nothing, whatever is in them. */
+TEST(recovery_passes_over_undone_records) {
+    static trainee t, twin;
+    amp_step_record held[EVENTS];
+    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 12);
+    int i, n = 0;
+    p.lag = 5;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 15);                        /* records up to 10 */
+    CHECK_EQ(t.n_events, 0);
+    CHECK_OK(amp_outcome_flush(t.o));
+    while (trainee_record(&t, &held[n])) n++;
+    CHECK_EQ(n, 5);
+    CHECK(held[0].trouble == AMP_TROUBLE_NONE && held[1].trouble == AMP_TROUBLE_LOSS && held[4].trouble == AMP_TROUBLE_LOSS);
+    for (i = 0; i < 3; i++) trainee_feed(&t, &held[i]);
+    CHECK(t.n_events == 1 && t.events[0].step == 9);
+    CHECK_EQ(t.o->attempts, 9);
+    trainee_micro(&t);                          /* two of the undone come only after the next step */
+    for (; i < n; i++) trainee_feed(&t, &held[i]);
+    CHECK_EQ(t.n_events, 1);
+    trainee_run(&t, 40);
+    CHECK_EQ(t.n_events, 1);
+    CHECK(t.recovery->good.applied > 20);       /* the new run's records count */
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 9);
+    cure_by_hand(&twin, AMP_F32, NULL);
+    trainee_run(&twin, 40);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
+/* The same trouble, whatever is done: three recoveries, then the good snapshot is left in place. */
+TEST(recovery_is_bounded) {
+    static trainee t, twin;
+    plan p = plan_of(AMP_F32, FAULT_DATA, 8);
+    int i;
+    p.trouble.times = 100;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 24);
+    CHECK_EQ(t.n_events, 4);
+    for (i = 0; i < 3; i++) CHECK(t.events[i].action == AMP_RECOVERY_RESTORED && t.events[i].retries == i + 1 && t.events[i].left == 2 - i);
+    CHECK(t.events[3].action == AMP_RECOVERY_STOP && t.events[3].left == 0 && t.events[3].step == 6 && t.events[3].cure == AMP_CURE_NONE);
+    CHECK(strstr(t.events[3].text, "stop") != NULL);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 6);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    p.retries = AMP_NO_RETRIES;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 24);
+    CHECK(t.n_events == 1 && t.events[0].action == AMP_RECOVERY_STOP && t.events[0].step == 6);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
+/* Retries count anew after .interval good steps: a later trouble has all of them. */
+TEST(recovery_counts_anew_after_good_steps) {
+    static trainee t;
+    plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    p.retries = 1;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 12);
+    CHECK_EQ(t.n_events, 1);
+    t.trouble.kind = FAULT_LOSS;
+    t.trouble.step = 20;
+    t.trouble.times = 0;
+    trainee_run(&t, 30);
+    CHECK(t.n_events == 2 && t.events[1].action == AMP_RECOVERY_RESTORED);
+    trainee_close(&t);
+    p.trouble.times = 1;                        /* twice within fewer steps: no */
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 30);
+    CHECK(t.n_events == 2 && t.events[1].action == AMP_RECOVERY_STOP);
+    trainee_close(&t);
+}
+
+/* Trouble that the host only wants reported is no recovery, and no proof. */
+TEST(recovery_waits_to_be_asked) {
+    static trainee t;
+    amp_step_record record;
+    amp_recovery_event e;
+    plan p = plan_of(AMP_F32, FAULT_LOSS, 7);
+    trainee_open(&t, &p, 1);
+    while (t.o->attempts < 9) {
+        trainee_micro(&t);
+        while (trainee_record(&t, &record)) {
+            if (record.trouble) record.action = AMP_NAN_SKIP;
+            CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
+            CHECK(e.action == AMP_RECOVERY_NONE && e.retries == 0 && e.left == 3);
+        }
+    }
+    CHECK(t.recovery->good.applied == 0 && t.recovery->candidate.state == NULL);
+    trainee_run(&t, 14);
+    CHECK(t.recovery->good.applied == 10);      /* taken with the record of step 8 */
+    trainee_close(&t);
+}
+
+/* ---- The host's policy */
+
+static void wish_policy(void *user, amp_recovery_event *event) {
+    trainee *t = (trainee *)user;
+    t->asked++;
+    CHECK(event->text[0] != 0);
+    if (t->wish.action) event->action = t->wish.action;
+    if ((int)t->wish.cure >= 0) event->cure = t->wish.cure;
+    if (t->wish.layer[0]) memcpy(event->layer, t->wish.layer, sizeof event->layer);
+    if (t->lr_drops) CHECK_OK(amp_optimizer_set_lr(t->o, t->o->desc.lr / 2));
+}
+
+static void wishes(trainee *t, plan *p, amp_recovery_action action, int cure, const char *layer) {
+    p->policy = wish_policy;
+    trainee_open(t, p, 1);
+    t->wish.action = action;
+    t->wish.cure = (amp_recovery_cure)cure;
+    snprintf(t->wish.layer, sizeof t->wish.layer, "%s", layer);
+    trainee_run(t, 20);
+}
+
+TEST(recovery_asks_the_policy) {
+    static trainee t, twin;
+    plan p = plan_of(AMP_BF16, FAULT_DATA, 8);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 6);
+    wishes(&t, &p, AMP_RECOVERY_STOP, -1, "");
+    CHECK(t.asked == 1 && t.n_events == 1 && t.events[0].action == AMP_RECOVERY_STOP && t.events[0].cure == AMP_CURE_NONE);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_LAYERS, "net.b.*");
+    CHECK(t.n_events == 1 && t.events[0].cure == AMP_CURE_LAYERS && t.events[0].dtype == AMP_BF16);
+    cure_by_hand(&twin, AMP_DTYPE_DEFAULT, "net.b.*");
+    trainee_run(&twin, 20);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+    wishes(&t, &p, (amp_recovery_action)99, 99, "");        /* nonsense is as if nothing was said */
+    CHECK(t.n_events == 1 && t.events[0].action == AMP_RECOVERY_RESTORED && t.events[0].cure == AMP_CURE_DTYPE && t.events[0].dtype == AMP_F32);
+    trainee_close(&t);
+    wishes(&t, &p, AMP_RECOVERY_HALVE_BATCH, AMP_CURE_NONE, "");    /* no answer to this question */
+    CHECK(t.n_events == 1 && t.events[0].action == AMP_RECOVERY_RESTORED && t.o->desc.accumulation == 1);
+    trainee_close(&t);
+    p = plan_of(AMP_F32, FAULT_DATA, 8);
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_DTYPE, "");  /* there is no wider one */
+    CHECK(t.n_events == 1 && t.events[0].cure == AMP_CURE_NONE && t.events[0].dtype == AMP_F32);
+    trainee_close(&t);
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_LAYERS, "");
+    CHECK(t.n_events == 1 && t.events[0].cure == AMP_CURE_NONE && t.amp->n_layers == 0);
+    trainee_close(&t);
+    p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);       /* the scaler stays in fp16, and at its scale */
+    p.max_skips = 5;
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_NONE, "");
+    CHECK(t.n_events == 4 && t.events[3].action == AMP_RECOVERY_STOP && !t.scaler->desc.disable && amp_scaler_scale(t.scaler) == 262144);
+    trainee_close(&t);
+}
+
+/* NONE: go on with what is there. */
+static void shrug_policy(void *user, amp_recovery_event *event) { ((trainee *)user)->asked++; event->action = AMP_RECOVERY_NONE; }
+
+TEST(recovery_can_be_declined) {
+    static trainee t, twin;
+    plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    p.policy = shrug_policy;
+    trainee_open(&t, &p, 1);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&t, 20);
+    trainee_run(&twin, 20);
+    CHECK(t.asked == 1 && t.n_events == 0 && same_training(&t, &twin) && t.recovery->retries == 0);
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
+/* A learning rate that the policy sets stays; one that it leaves comes back with the snapshot. */
+TEST(recovery_keeps_the_policys_learning_rate) {
+    static trainee t, twin;
+    plan p = plan_of(AMP_F32, FAULT_DATA, 8);
+    int drop;
+    for (drop = 0; drop < 2; drop++) {
+        p.policy = wish_policy;
+        trainee_open(&t, &p, 1);
+        t.wish.cure = (amp_recovery_cure)-1;
+        t.lr_drops = drop;
+        trainee_run(&t, 7);
+        CHECK_OK(amp_optimizer_set_lr(t.o, 0.004));
+        trainee_run(&t, 20);
+        CHECK_EQ(t.n_events, 1);
+        trainee_open(&twin, &p, 0);
+        trainee_run(&twin, 6);
+        if (drop) CHECK_OK(amp_optimizer_set_lr(twin.o, 0.002));
+        trainee_run(&twin, 20);
+        CHECK(same_training(&t, &twin));
+        trainee_close(&t);
+        trainee_close(&twin);
+    }
+}
+
+/* ---- What the host wants restored too */
+
+TEST(recovery_restores_what_is_the_hosts) {
+    static trainee t, twin;
+    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
+    amp_step_record record;
+    amp_recovery_event e;
+    amp_recovery_desc d;
+    p.own_state = 1;
+    p.no_loader = 1;                            /* whose data are a function of its own count */
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 20);
+    CHECK_EQ(t.n_events, 1);
+    CHECK_EQ(t.host_count, 20);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 6);
+    cure_by_hand(&twin, AMP_F32, NULL);
+    trainee_run(&twin, 20);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&twin);
+    t.fail_save = 77;                           /* keeps the snapshot before */
+    host.warnings = 0;
+    trainee_run(&t, 60);
+    CHECK(t.recovery->good.applied < 30 && host.warnings > 1 && strstr(host.last, "77") != NULL);
+    t.fail_save = 0;
+    trainee_run(&t, 70);
+    CHECK(t.recovery->good.applied > 50);
+    t.fail_load = AMP_ERR_READ;
+    memset(&record, 0, sizeof record);
+    record.outcome.step = 69;
+    record.trouble = AMP_TROUBLE_LOSS;
+    record.action = AMP_NAN_RECOVER;
+    memset(&e, 0x5a, sizeof e);
+    CHECK_ERR(amp_recovery_step(t.recovery, &record, &e), AMP_ERR_READ);
+    CHECK(strstr(amp_last_error(), "load") != NULL && e.action == AMP_RECOVERY_NONE);
+    t.fail_load = 0;
+    CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
+    CHECK(e.action == AMP_RECOVERY_RESTORED && t.host_count == e.step);
+    memset(&d, 0, sizeof d);
+    d.params = t.p; d.n_params = PARAMS; d.optimizer = t.o; d.save = own_save; d.load = own_load; d.user = &t;
+    t.fail_save = 1234;
+    amp_recovery_destroy(t.recovery);
+    CHECK_ERR(amp_recovery_create(t.amp, &t.recovery, &d), AMP_ERR_STATE);
+    CHECK(t.recovery == NULL && strstr(amp_last_error(), "save returned 1234") != NULL);
+    trainee_close(&t);
+}
+
+/* ---- Memory */
+
+/* Whichever allocation of a snapshot fails, the one before stays, and recovery works from it. */
+TEST(snapshots_survive_failing_allocations) {
+    static trainee t;
+    plan p = plan_of(AMP_BF16, FAULT_NONE, 0);
+    amp_step_record record;
+    int64_t blocks;
+    int n, done = 0;
+    for (n = 1; !done && n < 400; n++) {
+        trainee_open(&t, &p, 1);
+        trainee_run(&t, 5);                     /* records up to 3 */
+        trainee_micro(&t);
+        CHECK(trainee_record(&t, &record));
+        blocks = host.blocks;
+        host.fail_alloc = n;
+        trainee_feed(&t, &record);
+        done = host.fail_alloc > 0;
+        host.fail_alloc = 0;
+        CHECK(t.recovery->good.state != NULL && t.recovery->good.applied == 0);
+        CHECK((t.recovery->candidate.state != NULL) == done);
+        CHECK(done || (host.blocks == blocks && host.warnings == 1 && strstr(host.last, "1304") != NULL));
+        trainee_run(&t, 12);
+        CHECK(t.recovery->good.applied == (done ? 6 : 0));
+        trainee_run(&t, 14);
+        CHECK(t.recovery->good.applied == 10);  /* the next one */
+        trainee_close(&t);
+        CHECK_EQ(host.blocks, 0);
+    }
+    CHECK(done && n > 10);
+}
+
+TEST(recovery_survives_failing_allocations) {
+    static trainee t, twin;
+    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
+    amp_step_record record;
+    amp_recovery_event e;
+    amp_recovery_desc d;
+    int n, done = 0;
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 6);
+    cure_by_hand(&twin, AMP_F32, NULL);
+    for (n = 1; !done && n < 400; n++) {
+        amp_result result;
+        trainee_open(&t, &p, 1);
+        while (t.o->attempts < 10) {
+            trainee_micro(&t);
+            while (t.o->attempts < 10 && trainee_record(&t, &record)) trainee_feed(&t, &record);
+        }
+        CHECK(trainee_record(&t, &record) && record.trouble == AMP_TROUBLE_LOSS);
+        host.fail_alloc = n;
+        result = amp_recovery_step(t.recovery, &record, &e);
+        done = host.fail_alloc > 0;
+        host.fail_alloc = 0;
+        CHECK(done ? result == AMP_OK : result == AMP_ERR_MEMORY);
+        if (result != AMP_OK) CHECK_OK(amp_recovery_step(t.recovery, &record, &e));     /* once more, as the manual says */
+        CHECK(e.action == AMP_RECOVERY_RESTORED && e.step == 6 && e.dtype == AMP_F32 && same_training(&t, &twin));
+        trainee_close(&t);
+    }
+    CHECK(done && n > 3);
+    for (n = 1, done = 0; !done && n < 400; n++) {
+        amp_result result;
+        memset(&d, 0, sizeof d);
+        d.params = twin.p; d.n_params = PARAMS; d.optimizer = twin.o; d.scaler = twin.scaler; d.loader = twin.loader;
+        host.fail_alloc = n;
+        result = amp_recovery_create(twin.amp, &twin.recovery, &d);
+        done = host.fail_alloc > 0;
+        host.fail_alloc = 0;
+        CHECK(done ? result == AMP_OK : result == AMP_ERR_MEMORY && twin.recovery == NULL);
+    }
+    CHECK(done && n > 10);
+    trainee_close(&twin);
+}
+
+/* A step whose activations need memory that is not there before the micro-batch was halved twice.  Its gradients are
+   those of the whole batch: sums over the batch in another order, so each differs by at most (terms) u times the sum of
+   magnitudes from the exact one, and SGD with learning rate 1 writes it into the weight with one rounding more. */
+enum { WHOLE = 16, WIDE = 5, TALL = 3 };
+typedef struct halving { amp_context *amp; amp_param p; amp_optimizer *o; void *w, *g; float x[WHOLE * WIDE], dy[WHOLE * TALL]; int64_t most; int refused; } halving;
+
+static void halving_open(halving *h, const amp_backend *backend) {
+    amp_optimizer_desc d;
+    float w[TALL * WIDE];
+    memset(h, 0, sizeof *h);
+    memset(&d, 0, sizeof d);
+    h->amp = open_host(backend, AMP_F32);
+    CHECK_OK(amp_alloc(h->amp, &h->w, sizeof w));
+    CHECK_OK(amp_alloc(h->amp, &h->g, sizeof w));
+    ampt_uniform(w, TALL * WIDE, 1, 1, 1, 0);
+    ampt_uniform(h->x, WHOLE * WIDE, 1, 2, 1, 0);
+    ampt_uniform(h->dy, WHOLE * TALL, 1, 3, 1, 0);
+    CHECK_OK(amp_copy(h->amp, h->w, w, sizeof w, AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_sync(h->amp));
+    h->p.name = "w";
+    h->p.weight = amp_tensor2(h->w, AMP_F32, TALL, WIDE);
+    h->p.grad = amp_tensor2(h->g, AMP_F32, TALL, WIDE);
+    d.kind = AMP_SGD; d.lr = 1; d.params = &h->p; d.n_params = 1;
+    CHECK_OK(amp_param_register(h->amp, &h->p, 1));
+    CHECK_OK(amp_optimizer_create(h->amp, &h->o, &d));
+}
+
+static void halving_close(halving *h) {
+    amp_optimizer_destroy(h->o);
+    amp_free(h->amp, h->w);
+    amp_free(h->amp, h->g);
+    amp_close(h->amp);
+}
+
+/* Samples from..from + n: the mean over them. */
+static amp_result halving_micro(halving *h, int from, int n) {
+    amp_linear_op op;
+    float scaled[WHOLE * TALL];
+    void *x = NULL, *y = NULL, *dy = NULL;
+    amp_result r = AMP_OK;
+    int i;
+    memset(&op, 0, sizeof op);
+    for (i = 0; i < n * TALL; i++) scaled[i] = h->dy[from * TALL + i] / (float)n;
+    if (n > h->most) { h->refused++; return AMP_ERR_MEMORY; }
+    CHECK_OK(amp_alloc(h->amp, &x, n * WIDE * 4));
+    CHECK_OK(amp_alloc(h->amp, &y, n * TALL * 4));
+    CHECK_OK(amp_alloc(h->amp, &dy, n * TALL * 4));
+    CHECK_OK(amp_copy(h->amp, x, h->x + from * WIDE, n * WIDE * 4, AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_copy(h->amp, dy, scaled, n * TALL * 4, AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_sync(h->amp));
+    op.x = amp_tensor2(x, AMP_F32, n, WIDE);
+    op.y = amp_tensor2(y, AMP_F32, n, TALL);
+    op.dy = amp_tensor2(dy, AMP_F32, n, TALL);
+    op.weight = &h->p;
+    CHECK_OK(amp_autocast_begin(h->amp, NULL));
+    r = amp_linear(h->amp, &op);
+    CHECK_OK(amp_autocast_end(h->amp));
+    if (r == AMP_OK) r = amp_linear_backward(h->amp, &op);
+    if (r == AMP_OK) r = amp_step(h->o, NULL);
+    amp_free(h->amp, x);
+    amp_free(h->amp, y);
+    amp_free(h->amp, dy);
+    return r;
+}
+
+static void mean_over(void *user, amp_recovery_event *event) {
+    trainee *t = (trainee *)user;
+    t->asked++;
+    CHECK(event->action == AMP_RECOVERY_HALVE_BATCH);
+}
+
+TEST(memory_recovery_halves_the_batch) {
+    static halving whole, h;
+    static trainee host_side;
+    amp_recovery_desc d;
+    amp_recovery *recovery;
+    amp_recovery_event e;
+    float before[TALL * WIDE], a[TALL * WIDE], b[TALL * WIDE];
+    int micro = WHOLE, done = 0, i, k, events = 0;
+    static const amp_recovery_action expected[] = {AMP_RECOVERY_RETRY, AMP_RECOVERY_HALVE_BATCH, AMP_RECOVERY_HALVE_BATCH};
+    halving_open(&whole, NULL);
+    whole.most = WHOLE;
+    memcpy(before, whole.w, sizeof before);
+    CHECK_OK(halving_micro(&whole, 0, WHOLE));
+    memcpy(a, whole.w, sizeof a);
+    halving_close(&whole);
+    halving_open(&h, NULL);
+    memset(&d, 0, sizeof d);
+    d.params = &h.p; d.n_params = 1; d.optimizer = h.o; d.policy = mean_over; d.user = &host_side;
+    host_side.asked = 0;
+    CHECK_OK(amp_recovery_create(h.amp, &recovery, &d));
+    h.most = WHOLE / 4;
+    while (!done) {
+        amp_result r = AMP_OK;
+        for (i = 0; i < WHOLE && r == AMP_OK; i += micro) r = halving_micro(&h, i, micro);
+        done = r == AMP_OK;
+        if (done) break;
+        CHECK_ERR(r, AMP_ERR_MEMORY);
+        CHECK_OK(amp_recovery_memory(recovery, &e));
+        CHECK(events < 3 && e.action == expected[events] && strstr(e.text, "out of memory") != NULL);
+        events++;
+        if (e.action == AMP_RECOVERY_HALVE_BATCH) micro /= 2;
+        CHECK_EQ(h.o->desc.accumulation, WHOLE / micro);
+        if (events > 5) break;
+    }
+    CHECK(events == 3 && host_side.asked == 2 && micro == WHOLE / 4 && h.refused == 3);
+    CHECK_EQ(h.o->attempts, 1);
+    memcpy(b, h.w, sizeof b);
+    for (i = 0; i < TALL; i++)
+        for (k = 0; k < WIDE; k++) {
+            double sum = 0, u = ldexp(1, -24), bound;
+            int s;
+            for (s = 0; s < WHOLE; s++) sum += fabs((double)h.dy[s * TALL + i] * (double)h.x[s * WIDE + k]) / WHOLE;
+            bound = 2 * (WHOLE + 1) * u * sum + u * (fabs((double)a[i * WIDE + k]) + fabs((double)b[i * WIDE + k]));
+            CHECK_MSG(fabs((double)a[i * WIDE + k] - (double)b[i * WIDE + k]) <= bound, "%d %d: %g and %g", i, k, (double)a[i * WIDE + k], (double)b[i * WIDE + k]);
+            CHECK(a[i * WIDE + k] != before[i * WIDE + k]);
+        }
+    CHECK_OK(amp_recovery_memory(recovery, &e));        /* another step: first a cleanup again */
+    CHECK_EQ(e.action, AMP_RECOVERY_RETRY);
+    CHECK_EQ(h.o->desc.accumulation, 4);
+    amp_recovery_destroy(recovery);
+    halving_close(&h);
+    CHECK_EQ(host.blocks, 0);
+}
+
+/* What a part of a cycle left in the gradients does not count: the second try begins with the first micro-batch. */
+TEST(memory_recovery_drops_the_cycle) {
+    static halving whole, h;
+    amp_recovery_desc d;
+    amp_recovery *recovery;
+    amp_recovery_event e;
+    int i;
+    halving_open(&whole, NULL);
+    halving_open(&h, NULL);
+    whole.most = h.most = WHOLE;
+    CHECK_OK(amp_optimizer_set_accumulation(whole.o, 2));
+    CHECK_OK(amp_optimizer_set_accumulation(h.o, 2));
+    memset(&d, 0, sizeof d);
+    d.params = &h.p; d.n_params = 1; d.optimizer = h.o;
+    CHECK_OK(amp_recovery_create(h.amp, &recovery, &d));
+    CHECK_OK(halving_micro(&h, 4, 8));
+    CHECK_OK(amp_recovery_memory(recovery, &e));
+    CHECK_EQ(e.action, AMP_RECOVERY_RETRY);
+    CHECK(h.o->micro == 0 && h.p.grad_live == 0 && h.o->desc.accumulation == 2);
+    for (i = 0; i < WHOLE; i += 8) { CHECK_OK(halving_micro(&whole, i, 8)); CHECK_OK(halving_micro(&h, i, 8)); }
+    CHECK(memcmp(whole.w, h.w, sizeof(float) * TALL * WIDE) == 0);
+    amp_recovery_destroy(recovery);
+    halving_close(&whole);
+    halving_close(&h);
+}
+
+/* The policy may stop, or go back in another precision, instead of halving. */
+TEST(memory_recovery_asks_the_policy) {
+    static trainee t, twin;
+    amp_recovery_event e;
+    plan p = plan_of(AMP_F16, FAULT_NONE, 0);
+    int restored;
+    for (restored = 0; restored < 2; restored++) {
+        p.policy = wish_policy;
+        trainee_open(&t, &p, 1);
+        trainee_run(&t, 11);
+        t.wish.action = restored ? AMP_RECOVERY_RESTORED : AMP_RECOVERY_STOP;
+        t.wish.cure = restored ? AMP_CURE_DTYPE : (amp_recovery_cure)-1;
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));
+        CHECK(e.action == AMP_RECOVERY_RETRY && t.asked == 0);
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));
+        CHECK(e.action == t.wish.action && t.asked == 1 && e.step == 6 && t.o->attempts == 6 && t.o->desc.accumulation == 1);
+        trainee_open(&twin, &p, 0);
+        trainee_run(&twin, 6);
+        if (restored) cure_by_hand(&twin, AMP_BF16, NULL);
+        CHECK(same_training(&t, &twin));
+        trainee_run(&t, 18);
+        trainee_run(&twin, 18);
+        CHECK(t.n_events == 0 && same_training(&t, &twin) && t.recovery->good.applied > 6);
+        trainee_close(&t);
+        trainee_close(&twin);
+    }
+}
+
+/* Low precision that cannot start at all: fp32, and the log says why. */
+TEST(training_starts_in_fp32_where_nothing_else_is) {
+    static trainee t;
+    const amp_backend *backend = device();
+    amp_desc d = host_desc(backend, AMP_BF16);
+    amp_context *amp = NULL;
+    plan p;
+    lacks_bf16 = lacks_fp16 = 1;
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_UNSUPPORTED);
+    d.allow_fallback = 1;
+    CHECK_OK(amp_open(&amp, &d));
+    CHECK(ampi_settings(amp)->dtype == AMP_F32 && host.warnings == 1 && strstr(host.last, "1001 bf16 asked for") == host.last && strstr(host.last, "fp32 instead") != NULL);
+    amp_close(amp);
+    p = plan_of(AMP_F32, FAULT_NONE, 0);
+    p.backend = backend;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 60);
+    CHECK(t.n_events == 0 && t.losses[60] < t.losses[1]);
+    trainee_close(&t);
+}
+
+TEST(recovery_refuses_bad_input) {
+    static trainee t;
+    plan p = plan_of(AMP_F32, FAULT_NONE, 0);
+    amp_recovery *made = NULL;
+    amp_recovery_desc good, d;
+    amp_recovery_event e;
+    amp_step_record record;
+    amp_param broken[PARAMS];
+    amp_context *other = NULL;
+    p.accumulation = 2;
+    trainee_open(&t, &p, 0);
+    memset(&good, 0, sizeof good);
+    memset(&record, 0, sizeof record);
+    good.params = t.p; good.n_params = PARAMS; good.optimizer = t.o;
+#define REFUSED(change, result, field) do { d = good; change; made = (amp_recovery *)&made; CHECK_ERR(amp_recovery_create(t.amp, &made, &d), result); \
+        CHECK(strstr(amp_last_error(), field) != NULL && made == NULL); } while (0)
+    REFUSED(d.params = NULL, AMP_ERR_NULL, ".params");
+    REFUSED(d.n_params = 0, AMP_ERR_RANGE, ".n_params");
+    REFUSED(d.n_params = -4, AMP_ERR_RANGE, ".n_params");
+    REFUSED(d.optimizer = NULL, AMP_ERR_NULL, ".optimizer");
+    REFUSED(d.interval = -1, AMP_ERR_RANGE, ".interval");
+    REFUSED(d.max_retries = -2, AMP_ERR_RANGE, ".max_retries");
+    REFUSED(d.max_retries = 1001, AMP_ERR_RANGE, ".max_retries");
+    REFUSED(d.save = own_save, AMP_ERR_CONFLICT, ".load");
+    REFUSED(d.load = own_load, AMP_ERR_CONFLICT, ".load");
+    memcpy(broken, t.p, sizeof broken);
+    broken[2].weight.data = NULL;
+    REFUSED(d.params = broken, AMP_ERR_NULL, "net.b.weight");
+    memcpy(broken, t.p, sizeof broken);
+    broken[0].weight.stride[0] = 50; broken[0].weight.stride[1] = 1;
+    REFUSED(d.params = broken, AMP_ERR_SHAPE, "net.a.weight");
+    memcpy(broken, t.p, sizeof broken);
+    broken[1].weight.dtype = AMP_I32;
+    REFUSED(d.params = broken, AMP_ERR_DTYPE, "net.a.bias");
+    CHECK_OK(amp_open(&other, NULL));
+    d = good;
+    CHECK_ERR(amp_recovery_create(other, &made, &d), AMP_ERR_CONFLICT);
+    amp_close(other);
+    trainee_micro(&t);
+    REFUSED((void)0, AMP_ERR_STATE, "micro-batches");
+    trainee_micro(&t);
+#undef REFUSED
+    CHECK_ERR(amp_recovery_create(NULL, &made, &good), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_create(t.amp, NULL, &good), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_create(t.amp, &made, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_create_v(t.amp, &made, &good, 2), AMP_ERR_VERSION);
+    CHECK_OK(amp_recovery_create(t.amp, &made, &good));
+    CHECK_ERR(amp_recovery_step(NULL, &record, &e), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_step(made, NULL, &e), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_step(made, &record, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_memory(NULL, &e), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_memory(made, NULL), AMP_ERR_NULL);
+    amp_recovery_destroy(made);
+    amp_recovery_destroy(NULL);
+    trainee_close(&t);
+}
+
+/* Names without a dot, and names that are too long for a pattern. */
+TEST(recovery_names_layers) {
+    static const char *const cases[][2] = {
+        {"blocks.0.attn.weight", "blocks.0.attn.*"}, {"weight", "weight"}, {"a.b", "a.*"},
+        {"encoder.of.a.very.long.winded.model.with.a.name.that.does.not.end.weight", "encoder.of.a.very.long.winded.model.with.a.name.that.does.not.*"},
+        {"encoderofaverylongwindedmodelwithanamethatdoesnotendandhasnodotsatall", "encoderofaverylongwindedmodelwithanamethatdoesnotendandhasnodo*"}};
+    char pattern[64];
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        ampi_layer_pattern(cases[i][0], pattern);
+        CHECK_MSG(strcmp(pattern, cases[i][1]) == 0, "%s", pattern);
+    }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(tune_takes_medians_and_the_highest_rate);
@@ -811,5 +1844,27 @@ int main(int argc, char **argv) {
     RUN(advice_on_the_scaler);
     RUN(advice_is_applied);
     RUN(advice_refuses_bad_input);
+    RUN(recovery_from_a_loss_that_is_not_finite);
+    RUN(recovery_from_gradients_that_are_not_finite);
+    RUN(recovery_from_a_scale_at_its_floor);
+    RUN(recovery_from_skips);
+    RUN(recovery_by_device_and_level);
+    RUN(recovery_with_any_lag_and_accumulation);
+    RUN(recovery_passes_over_undone_records);
+    RUN(recovery_is_bounded);
+    RUN(recovery_counts_anew_after_good_steps);
+    RUN(recovery_waits_to_be_asked);
+    RUN(recovery_asks_the_policy);
+    RUN(recovery_can_be_declined);
+    RUN(recovery_keeps_the_policys_learning_rate);
+    RUN(recovery_restores_what_is_the_hosts);
+    RUN(snapshots_survive_failing_allocations);
+    RUN(recovery_survives_failing_allocations);
+    RUN(memory_recovery_halves_the_batch);
+    RUN(memory_recovery_drops_the_cycle);
+    RUN(memory_recovery_asks_the_policy);
+    RUN(training_starts_in_fp32_where_nothing_else_is);
+    RUN(recovery_refuses_bad_input);
+    RUN(recovery_names_layers);
     return TEST_END();
 }

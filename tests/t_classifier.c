@@ -1,8 +1,9 @@
-/* t_classifier.c - the encoders of examples/common.h against Hugging Face's: logits, loss and gradients of BERT,
- * RoBERTa, ELECTRA and Longformer, in fp32 and 16 bits.  Golden data: tests/oracle/hf_encoder.py. */
-#define AMP_IMPLEMENTATION
-#include "../amp.h"
-#include "../examples/common.h"
+/* t_classifier.c - the parts of the example classifier: encoders against Hugging Face's (logits, loss and gradients of
+ * BERT, RoBERTa, ELECTRA and Longformer, in fp32 and 16 bits), their files, the tokenizer, and labelled text.  What the
+ * whole program does is in classifier.sh.  Golden data: tests/oracle/hf_encoder.py and wordpiece.py. */
+#define main train_classifier_main
+#include "../examples/train_classifier.c"
+#undef main
 #include "golden.h"
 #include "test.h"
 
@@ -41,7 +42,7 @@ static encoder_config config_of(encoder_family family, int odd) {
     memset(&c, 0, sizeof c);
     c.family = family;
     c.vocab = odd ? 53 : 29; c.seq = odd ? 11 : 7; c.hidden = odd ? 20 : 12; c.heads = odd ? 4 : 3;
-    c.intermediate = odd ? 44 : 26; c.layers = 2; c.classes = odd ? 5 : 3; c.batch = odd ? 3 : 4;
+    c.intermediate = odd ? 44 : 26; c.layers = 2; c.classes = 5; c.batch = odd ? 3 : 6;
     c.embedding = family == ENCODER_ELECTRA ? (odd ? 12 : 8) : 0;
     c.window = 2;
     c.positions = c.seq + (padded ? 4 : 0);
@@ -116,7 +117,7 @@ static void prepare(subject *s, uint32_t seed) {
     for (int64_t i = 0; i < rows; i++) s->ids[i] = i % c->seq < s->lengths[i / c->seq] ? s->ids[i] + 2 : PAD;
 }
 
-static void run(subject *s) {
+static void forward_backward(subject *s) {
     encoder *e = &s->model;
     const amp_tensor *y = &e->out.y;
     CHECK_OK(amp_autocast_begin(s->amp, NULL));
@@ -131,7 +132,6 @@ static void run(subject *s) {
 /* Tensors of one layer share the floor of the error measure. */
 static void layer_of(const char *name, char *out, size_t size) {
     const char *layer = strstr(name, ".layer.");
-    if (layer != NULL) snprintf(out, size, "%.*s", (int)(1 + strcspn(layer + 1, ".")), layer + 1);
     if (layer != NULL) snprintf(out, size, "layer.%.*s", (int)strcspn(layer + 7, "."), layer + 7);
     else snprintf(out, size, "%s", strstr(name, "embeddings.") ? "embeddings" : strcmp(name, "logits") ? "head" : name);
 }
@@ -183,7 +183,7 @@ static amp_cpu_path best_path(void) {
     return amp_machine_probe(&machine) == AMP_OK ? machine.cpu.path : AMP_CPU_SCALAR;
 }
 
-static amp_context *open_context(amp_dtype dtype, amp_policy policy, int path) {
+static amp_context *open_test(amp_dtype dtype, amp_policy policy, int path) {
     amp_context *amp = NULL;
     amp_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -196,14 +196,14 @@ static amp_context *open_context(amp_dtype dtype, amp_policy policy, int path) {
 }
 
 static void check_fp32(const ampt_golden *golden, encoder_family family, int odd, int path) {
-    amp_context *amp = open_context(AMP_F32, AMP_POLICY_TORCH, path);
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_TORCH, path);
     subject *s = subject_open(amp, config_of(family, odd), AMP_F32);
     for (int seed = 0; seed < (odd ? 1 : WHOLE); seed++) {
         char record[160];
         double error[MOST], loss;
         results got, exact;
         prepare(s, (uint32_t)seed);
-        run(s);
+        forward_backward(s);
         got = results_of(s);
         exact = got;
         for (int i = 0; i < got.n; i++) {
@@ -235,10 +235,28 @@ TEST(encoder_hf_fp32) {
     free(golden.data);
 }
 
+/* PyTorch's RMS error of tensor i.  In the sums that are a bias's gradient of queries and keys, what the softmax passes
+   back cancels (a key's bias has no gradient at all), and rounding's noise is left: how much depends on where an algorithm
+   rounds, and Longformer's is not the one that amp_attention and PyTorch's own attention have in common.  There these
+   tensors are held to the largest error in their layer, all being measured in the layer's norm. */
+static double torch_error(const ampt_golden *golden, encoder_family family, amp_dtype dtype, const results *r, int i) {
+    int noise = family == ENCODER_LONGFORMER && (strstr(r->name[i], "key") || strstr(r->name[i], "query")) && strstr(r->name[i], ".bias");
+    double own, largest = 0;
+    for (int k = 0; k < r->n; k++) {
+        char record[160];
+        if (noise ? strcmp(r->layer[k], r->layer[i]) != 0 : k != i) continue;
+        snprintf(record, sizeof record, "%s/seeds/torch/%s/%s", encoder_kinds[family].name, amp_dtype_name(dtype), r->name[k]);
+        own = ampt_golden_number(golden, record);
+        if (k == i && own == 0) return 0;
+        if (own > largest) largest = own;
+    }
+    return largest;
+}
+
 /* The RMS over all seeds of the error may be at most 1.2 times PyTorch's own; the exact result is the fp32 model's, whose
    own error is hundreds of times less (check_fp32). */
 static void check_16bit(const ampt_golden *golden, encoder_family family, amp_dtype dtype, amp_policy policy, int path) {
-    amp_context *low = open_context(dtype, policy, path), *full = open_context(AMP_F32, policy, path);
+    amp_context *low = open_test(dtype, policy, path), *full = open_test(AMP_F32, policy, path);
     subject *s = subject_open(low, config_of(family, 0), dtype), *fp32 = subject_open(full, config_of(family, 0), AMP_F32);
     double square[MOST];
     results got, exact;
@@ -249,10 +267,10 @@ static void check_16bit(const ampt_golden *golden, encoder_family family, amp_dt
     for (int seed = 0; seed < SEEDS; seed++) {
         double error[MOST];
         prepare(fp32, (uint32_t)seed);
-        run(fp32);
+        forward_backward(fp32);
         exact = results_of(fp32);
         prepare(s, (uint32_t)seed);
-        run(s);
+        forward_backward(s);
         got = results_of(s);
         n = got.n;
         measure(&got, &exact, error);
@@ -261,9 +279,11 @@ static void check_16bit(const ampt_golden *golden, encoder_family family, amp_dt
         results_free(&exact);
     }
     for (int i = 0; i < n; i++) {
-        double ratio;
-        snprintf(record, sizeof record, "%s/seeds/torch/%s/%s", encoder_kinds[family].name, amp_dtype_name(dtype), got.name[i]);
-        ratio = sqrt(square[i] / SEEDS) / ampt_golden_number(golden, record);
+        double own = torch_error(golden, family, dtype, &got, i), ratio;
+        snprintf(record, sizeof record, "%s, %s: %s", encoder_kinds[family].name, amp_dtype_name(dtype), got.name[i]);
+        if (own == 0) CHECK_MSG(square[i] == 0, "%s: no gradient in PyTorch", record);
+        if (own == 0) continue;
+        ratio = sqrt(square[i] / SEEDS) / own;
         CHECK_MSG(ratio <= 1.2, "path %d: %s has %.3f times PyTorch's RMS error", path, record, ratio);
         snprintf(record, sizeof record, "Hugging Face encoders, %s", amp_dtype_name(dtype));
         ampt_figure(record, ratio, 1.2);
@@ -284,10 +304,515 @@ static void check_16bit_all(amp_dtype dtype) {
 TEST(encoder_hf_bf16) { check_16bit_all(AMP_BF16); }
 TEST(encoder_hf_fp16) { check_16bit_all(AMP_F16); }
 
+/* ---- The tokenizer.  Golden data: tests/oracle/wordpiece.py */
+
+static int hex_digit(int c) { return c <= '9' ? c - '0' : c - 'a' + 10; }
+
+TEST(same_pieces_as_transformers) {
+    static char line[1 << 16], text[1 << 14];
+    static int32_t tokens[1 << 14];
+    wordpiece w[2];
+    FILE *file = fopen(AMPT_GOLDEN "/wordpiece.txt", "r");
+    int cases = 0;
+    CHECK(file != NULL);
+    CHECK_OK(wordpiece_open(&w[0], AMPT_GOLDEN "/wordpiece_vocab.txt", 0));
+    CHECK_OK(wordpiece_open(&w[1], AMPT_GOLDEN "/wordpiece_vocab.txt", 1));
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        int64_t n = 0, count, wrong = 0, i;
+        char *at = line + 2;
+        if (*at == '-') at++;
+        for (; at[0] > ' '; at += 2) text[n++] = (char)(hex_digit(at[0]) * 16 + hex_digit(at[1]));
+        count = wordpiece_encode(&w[line[0] == '1'], text, n, tokens, 1 << 14);
+        for (i = 0; i < count && wrong == 0; i++) wrong = strtol(at, &at, 10) != tokens[i];
+        CHECK_MSG(wrong == 0 && *at == '\n', "line %d, token %lld of %lld: %.*s", cases + 1, (long long)i, (long long)count, (int)n, text);
+        cases++;
+    }
+    CHECK(cases > 400);
+    if (file != NULL) fclose(file);
+    wordpiece_close(&w[0]);
+    wordpiece_close(&w[1]);
+}
+
+/* A word of random bytes, of any length, gives tokens of the vocabulary; so does a text that is cut. */
+TEST(any_bytes_give_tokens) {
+    wordpiece w, bytes;
+    int32_t tokens[300], cut[300];
+    CHECK_OK(wordpiece_open(&w, AMPT_GOLDEN "/wordpiece_vocab.txt", 0));
+    wordpiece_bytes(&bytes);
+    for (uint64_t round = 0; round < 500; round++) {
+        int64_t n = 1 + (int64_t)round % 257, count, most = (int64_t)round % 40, i;
+        char *text = (char *)room_for(n);       /* exactly as long, so that a sanitizer sees a byte too many */
+        for (i = 0; i < n; i++) {
+            uint32_t words[4];
+            amp_philox(5, round, (uint64_t)i, words);
+            text[i] = (char)(round % 3 == 0 ? words[0] & 255 : round % 3 == 1 ? 0x80 | (words[0] & 0x7f) : 'a' + words[0] % 3);
+        }
+        count = wordpiece_encode(&w, text, n, tokens, 300);
+        CHECK(count <= n);
+        for (i = 0; i < count; i++) CHECK(tokens[i] >= 0 && tokens[i] < w.n);
+        CHECK_EQ(wordpiece_encode(&w, text, n, cut, most), count < most ? count : most);
+        CHECK_EQ(wordpiece_encode(&bytes, text, n, tokens, 300), n);
+        for (i = 0; i < n; i++) CHECK(tokens[i] == WORDPIECE_BYTES + (unsigned char)text[i]);
+        free(text);
+    }
+    wordpiece_close(&w);
+    wordpiece_close(&bytes);
+}
+
+/* ---- Files of the tests */
+
+static const char *scratch(const char *name) {
+    static char paths[4][256];
+    static int next;
+    char *path = paths[next++ & 3];
+    snprintf(path, sizeof paths[0], "%s/ampt_classifier_%ld_%s", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp", (long)getpid(), name);
+    return path;
+}
+static void write_text(const char *path, const char *text) { CHECK_OK(amp_file_write_atomic(NULL, path, text, strlen(text))); }
+
+TEST(bad_vocabularies_are_refused_by_name) {
+    static const struct { const char *text, *why; } bad[] = {
+        {"", "[PAD]"}, {"[PAD]\n[CLS]\n[SEP]\na\n", "[UNK]"}, {"[PAD]\n[UNK]\n[SEP]\n", "[CLS]"}, {"[PAD]\n[UNK]\n[CLS]\nSEP\n", "[SEP]"},
+    };
+    const char *path = scratch("vocab.txt");
+    char *line = (char *)room_for(TOKENIZER_LONGEST + 100);
+    wordpiece w;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        write_text(path, bad[i].text);
+        CHECK(wordpiece_open(&w, path, 0) == AMP_ERR_FORMAT && strstr(example_text, path) != NULL && strstr(example_text, bad[i].why) != NULL);
+    }
+    memset(line, 'x', TOKENIZER_LONGEST + 1);
+    write_text(path, line);
+    CHECK(wordpiece_open(&w, path, 0) == AMP_ERR_FORMAT && strstr(example_text, "line 1") != NULL);
+    CHECK(wordpiece_open(&w, "/nonexistent/vocab.txt", 0) == AMP_ERR_OPEN);
+    write_text(path, "[PAD]\r\n[UNK]\r\n[CLS]\r\n[SEP]\r\nab\r\n##c\r\nab");          /* of equal lines the last one counts */
+    CHECK_OK(wordpiece_open(&w, path, 0));
+    int32_t tokens[4];
+    CHECK(w.n == 7 && wordpiece_encode(&w, "ABC x", 5, tokens, 4) == 3 && tokens[0] == 6 && tokens[1] == 5 && tokens[2] == 1);
+    wordpiece_close(&w);
+    free(line);
+    remove(path);
+    example_text[0] = 0;
+}
+
+/* ---- Labelled text */
+
+static amp_result read_labelled(const char *text, text_set *t, label_names *l) {
+    const char *path = scratch("text.tsv");
+    amp_result result;
+    memset(l, 0, sizeof *l);
+    l->numbers = 1;
+    write_text(path, text);
+    example_text[0] = 0;
+    result = text_set_read(t, l, path, 1);
+    remove(path);
+    return result;
+}
+
+TEST(labelled_text) {
+    static const struct { const char *text, *why; } bad[] = {
+        {"", "no text"}, {"\n\n", "no text"}, {"a\tx\nb y\n", "line 2: no tab"}, {"a\tx\n\n\ty\n", "line 3: no label"}, {"label only", "line 1: no tab"},
+    };
+    text_set t, none, *sets[2] = {&t, &none};
+    label_names l;
+    settings set;
+    int64_t classes = 0;
+    memset(&none, 0, sizeof none);
+    memset(&set, 0, sizeof set);
+    CHECK_OK(read_labelled("good\tone\r\n\nbad\ttwo\tthree\ngood\t", &t, &l));
+    CHECK(t.n == 3 && l.n == 2 && !l.numbers && t.items[2].label == 0 && t.items[2].length == 0 && t.items[1].line == 3);
+    CHECK(t.items[1].length == 9 && memcmp((char *)t.file + t.items[1].at, "two\tthree", 9) == 0);
+    CHECK_OK(settle_labels(&set, &l, sets, &classes));
+    CHECK(classes == 2 && l.n == 2);
+    CHECK(read_line(&t, &l, "file", "unknown\tx", 9, 4, 0) == AMP_ERR_LABEL && strstr(example_text, "file: line 4: the label unknown") != NULL);
+    text_set_close(&t);
+    label_names_close(&l);
+    CHECK_OK(read_labelled("3\tone\n0\ttwo\n", &t, &l));          /* numbers are classes themselves */
+    CHECK_OK(settle_labels(&set, &l, sets, &classes));
+    CHECK(classes == 4 && l.n == 0 && t.items[0].label == 3 && t.items[1].label == 0);
+    text_set_close(&t);
+    CHECK_OK(read_labelled("3\tone\n0\ttwo\n", &t, &l));
+    set.classes = 3;
+    CHECK(settle_labels(&set, &l, sets, &classes) != AMP_OK && strstr(example_text, "line 1 of --data has the label 3") != NULL);
+    set.classes = 0;
+    text_set_close(&t);
+    label_names_close(&l);
+    CHECK_OK(read_labelled("x\tone\nx\ttwo\n", &t, &l));
+    CHECK(settle_labels(&set, &l, sets, &classes) != AMP_OK && strstr(example_text, "only one label") != NULL);
+    text_set_close(&t);
+    label_names_close(&l);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK(read_labelled(bad[i].text, &t, &l) == AMP_ERR_FORMAT);
+        CHECK_MSG(strstr(example_text, bad[i].why) != NULL, "%s", example_text);
+        text_set_close(&t);
+        label_names_close(&l);
+    }
+    CHECK(label_number("65535", 5) == 65535 && label_number("65536", 5) == -1 && label_number("1e3", 3) == -1 && label_number("", 0) == -1);
+    example_text[0] = 0;
+}
+
+TEST(texts_are_cut) {
+    text_set t;
+    label_names l;
+    wordpiece w;
+    wordpiece_bytes(&w);
+    CHECK_OK(read_labelled("a\tabcdef\nb\tx\na\t\n", &t, &l));
+    CHECK_OK(text_set_encode(&t, &w, 5));
+    CHECK(t.items[0].length == 5 && t.items[1].length == 3 && t.items[2].length == 2 && t.items[2].at == 8);
+    CHECK(t.tokens[0] == w.begin && t.tokens[3] == WORDPIECE_BYTES + 'c' && t.tokens[4] == w.end && t.tokens[7] == w.end && t.tokens[9] == w.end);
+    text_set_close(&t);
+    label_names_close(&l);
+}
+
+TEST(shuffled_orders) {
+    int64_t a[100], b[100], seen = 0;
+    for (int64_t i = 0; i < 100; i++) a[i] = b[i] = i;
+    shuffle(a, 100, 1, 1);
+    shuffle(b, 100, 1, 2);
+    CHECK(memcmp(a, b, sizeof a) != 0);
+    for (int64_t i = 0; i < 100; i++) for (int64_t k = 0; k < 100; k++) seen += a[k] == i;
+    CHECK_EQ(seen, 100);
+}
+
+/* ---- Flags */
+
+TEST(flags) {
+    settings set;
+    memset(&set, 0, sizeof set);
+    CHECK_OK(parse_options(&set));
+    CHECK(set.seq == 128 && set.epochs == 3 && set.lr == -1 && strcmp(set.level, "O1") == 0 && set.compat_scale == 1);
+    for (int i = 0; i < given.n; i++) {
+        if (options[i].type != INTEGER && options[i].type != NUMBER && options[i].type != CHOICE) continue;
+        CHECK_MSG(parse_option(i, "1x", &set) != AMP_OK && strstr(example_text, options[i].name) != NULL, "%s", options[i].name);
+    }
+    example_text[0] = 0;
+}
+
+TEST(linear_schedule) {
+    CHECK(schedule_lr(SCHEDULE_LINEAR, 0, 100, 10, 1, 0) == 0.1f && schedule_lr(SCHEDULE_LINEAR, 9, 100, 10, 1, 0) == 1.0f);
+    CHECK(schedule_lr(SCHEDULE_LINEAR, 10, 100, 10, 1, 0) == 1.0f && schedule_lr(SCHEDULE_LINEAR, 55, 100, 10, 1, 0) == 0.5f);
+    CHECK(schedule_lr(SCHEDULE_LINEAR, 100, 100, 10, 1, 0) == 0.0f && schedule_lr(SCHEDULE_LINEAR, 200, 100, 10, 1, 0.25) == 0.25f);
+}
+
+/* ---- Model files */
+
+static int same_weights(const encoder *a, const encoder *b) {
+    for (int64_t i = 0; i < a->n_params; i++)
+        if (memcmp(a->params[i].weight.data, b->params[i].weight.data, (size_t)amp_tensor_count(&a->params[i].weight) * 4) != 0) return 0;
+    return 1;
+}
+
+/* A text in a file's header becomes another one of the same length. */
+static void replace_all(char *data, size_t n, const char *from, const char *to) {
+    size_t length = strlen(from);
+    for (size_t i = 0; i + length <= n; i++) if (memcmp(data + i, from, length) == 0) memcpy(data + i, to, length);
+}
+
+/* Written and read again: the same weights; without a prefix and with older names too. */
+TEST(files_come_back) {
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+    for (int family = 0; family < ENCODER_KINDS; family++) {
+        const char *path = scratch("model.safetensors");
+        encoder_config config = config_of((encoder_family)family, 1);
+        encoder_file file;
+        encoder a, b;
+        int fresh = -1;
+        char named[32], plain[32];
+        void *data;
+        size_t bytes, header = 0;
+        CHECK_OK(encoder_create(&a, amp, &config));
+        fill(&a, 3);
+        CHECK_OK(encoder_save(&a, path));
+        amp_param_forget(amp, a.params, a.n_params);        /* two models with the same names */
+        CHECK_OK(encoder_file_open(&file, path, 0));
+        CHECK(file.config.family == config.family && file.config.vocab == config.vocab && file.config.positions == config.positions);
+        CHECK(file.config.layers == 2 && file.config.heads == config.heads && file.config.hidden == config.hidden && file.config.classes == config.classes);
+        CHECK(file.config.types == config.types && file.config.intermediate == config.intermediate && file.config.eps == a.config.eps);
+        CHECK(file.config.embedding == a.config.embedding && (family != ENCODER_LONGFORMER || file.config.window == config.window));
+        file.config.batch = config.batch; file.config.seq = config.seq;
+        CHECK_OK(encoder_create(&b, amp, &file.config));
+        CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
+        CHECK(fresh == 0 && same_weights(&a, &b));
+        encoder_file_close(&file);
+        CHECK_OK(amp_file_read_all(NULL, path, &data, &bytes));
+        for (int i = 7; i >= 0; i--) header = header << 8 | ((unsigned char *)data)[i];
+        replace_all((char *)data, header + 8, "LayerNorm.weight\"", "LayerNorm.gamma\" ");
+        replace_all((char *)data, header + 8, "LayerNorm.bias\"", "LayerNorm.beta\" ");
+        snprintf(named, sizeof named, "\"%s", encoder_kinds[family].prefix);
+        snprintf(plain, sizeof plain, "%*s", (int)strlen(named), "\"");
+        replace_all((char *)data, header + 8, named, plain);
+        CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
+        fill(&b, 4);
+        CHECK(!same_weights(&a, &b));
+        CHECK_OK(encoder_file_open(&file, path, 0));
+        CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
+        CHECK(same_weights(&a, &b));
+        encoder_file_close(&file);
+        amp_file_free(NULL, data, bytes);
+        encoder_destroy(&a);
+        encoder_destroy(&b);
+        remove(path);
+    }
+    amp_close(amp);
+}
+
+/* A head for another number of classes is made anew, and counted; a body that does not fit is an error by name. */
+TEST(heads_of_other_sizes) {
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+    const char *path = scratch("model.safetensors");
+    encoder_config config = config_of(ENCODER_BERT, 1);
+    encoder_file file;
+    encoder a, b;
+    int fresh = 0;
+    void *data;
+    size_t bytes;
+    CHECK_OK(encoder_create(&a, amp, &config));
+    fill(&a, 3);
+    CHECK_OK(encoder_save(&a, path));
+    encoder_destroy(&a);
+    CHECK_OK(encoder_file_open(&file, path, 0));
+    config.classes = 7;
+    CHECK_OK(encoder_create(&b, amp, &config));
+    CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
+    CHECK_EQ(fresh, 2);
+    encoder_destroy(&b);
+    config.intermediate++;
+    CHECK_OK(encoder_create(&b, amp, &config));
+    CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_SHAPE && strstr(example_text, "intermediate.dense") != NULL);
+    encoder_destroy(&b);
+    encoder_file_close(&file);
+    config.intermediate--;
+    CHECK_OK(amp_file_read_all(NULL, path, &data, &bytes));
+    replace_all((char *)data, bytes, "bert.pooler.dense", "bert.pooled.dense");     /* a model without a head */
+    replace_all((char *)data, bytes, "\"classifier.", "\"klassifier.");
+    CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
+    CHECK_OK(encoder_file_open(&file, path, 0));
+    CHECK_EQ(file.config.classes, 0);
+    CHECK_OK(encoder_create(&b, amp, &config));
+    CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
+    CHECK_EQ(fresh, 4);
+    replace_all((char *)data, bytes, "layer.1.output.dense.bias", "layer.1.output.dense.bits");
+    encoder_file_close(&file);
+    CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
+    CHECK_OK(encoder_file_open(&file, path, 0));
+    CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_NAME && strstr(example_text, "layer.1.output.dense.bias") != NULL);
+    encoder_file_close(&file);
+    encoder_destroy(&b);
+    amp_file_free(NULL, data, bytes);
+    amp_close(amp);
+    remove(path);
+    example_text[0] = 0;
+}
+
+/* Any damage gives an error, or a model. */
+TEST(damaged_model_files) {
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+    const char *path = scratch("model.safetensors"), *broken = scratch("broken.safetensors");
+    encoder_config config = config_of(ENCODER_LONGFORMER, 0);
+    encoder a;
+    void *data;
+    size_t bytes;
+    int refused = 0;
+    CHECK_OK(encoder_create(&a, amp, &config));
+    fill(&a, 3);
+    CHECK_OK(encoder_save(&a, path));
+    CHECK_OK(amp_file_read_all(NULL, path, &data, &bytes));
+    for (uint64_t round = 0; round < 200; round++) {
+        static const char pieces[] = "{}[]\",:0129\\u z";
+        char *copy = (char *)room_for((int64_t)bytes);
+        encoder_file file;
+        uint32_t words[4];
+        int fresh;
+        amp_philox(9, 1, round, words);
+        memcpy(copy, data, bytes);
+        copy[words[0] % 5000] = pieces[words[1] % (sizeof pieces - 1)];
+        CHECK_OK(amp_file_write_atomic(NULL, broken, copy, round % 4 ? bytes : words[2] % bytes));
+        if (encoder_file_open(&file, broken, 0) == AMP_OK) {
+            refused += encoder_file_load(&file, &a, 1, &fresh) != AMP_OK;
+            encoder_file_close(&file);
+        } else refused++;
+        free(copy);
+    }
+    CHECK_MSG(refused > 100, "%d", refused);
+    amp_file_free(NULL, data, bytes);
+    encoder_destroy(&a);
+    amp_close(amp);
+    remove(path); remove(broken);
+    example_text[0] = 0;
+}
+
+TEST(bad_shapes_are_refused) {
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+    encoder_config good = config_of(ENCODER_ROBERTA, 1), bad;
+    encoder_input input;
+    encoder e;
+    bad = good; bad.heads = 3;
+    CHECK_ERR(encoder_create(&e, amp, &bad), AMP_ERR_SHAPE);
+    bad = good; bad.seq = bad.positions - 1;                /* two positions come before the first token */
+    CHECK_ERR(encoder_create(&e, amp, &bad), AMP_ERR_SHAPE);
+    bad = good; bad.embedding = 12;
+    CHECK_ERR(encoder_create(&e, amp, &bad), AMP_ERR_SHAPE);
+    bad = good; bad.classes = 0;
+    CHECK_ERR(encoder_create(&e, amp, &bad), AMP_ERR_RANGE);
+    CHECK_OK(encoder_create(&e, amp, &good));
+    memset(&input, 0, sizeof input);
+    input.batch = good.batch + 1; input.seq = 1;
+    CHECK_ERR(encoder_forward(&e, &input), AMP_ERR_RANGE);
+    encoder_destroy(&e);
+    amp_close(amp);
+    example_text[0] = 0;
+}
+
+/* ---- Properties that need no golden data */
+
+static int same_results(const results *a, const results *b) {
+    for (int i = 0; i < a->n; i++) if (memcmp(a->value[i], b->value[i], (size_t)a->count[i] * 4) != 0) return 0;
+    return a->n == b->n;
+}
+
+TEST(same_bits_with_any_threads) {
+    static const amp_dtype dtypes[3] = {AMP_F32, AMP_BF16, AMP_F16};
+    for (int family = 0; family < ENCODER_KINDS; family++)
+        for (int d = 0; d < 3; d++) {
+            results first;
+            for (int threads = 1; threads <= 3; threads++) {
+                amp_context *amp = NULL;
+                amp_desc desc;
+                encoder_config config = config_of((encoder_family)family, 1);
+                results now;
+                subject *s;
+                config.seq = 37; config.positions = 41;
+                memset(&desc, 0, sizeof desc);
+                desc.dtype = dtypes[d];
+                desc.threads = threads;
+                if (amp_open(&amp, &desc) != AMP_OK) continue;          /* a build without OpenMP has one thread */
+                s = subject_open(amp, config, dtypes[d]);
+                prepare(s, 2);
+                forward_backward(s);
+                now = results_of(s);
+                if (threads == 1) first = now;
+                else {
+                    CHECK_MSG(same_results(&first, &now), "%s, %s, %d threads", encoder_kinds[family].name, amp_dtype_name(dtypes[d]), threads);
+                    results_free(&now);
+                }
+                subject_close(s);
+                amp_close(amp);
+            }
+            results_free(&first);
+        }
+}
+
+/* Other tokens and types behind the lengths change nothing, and a batch padded further gives the same logits. */
+TEST(padding_is_invisible) {
+    for (int family = 0; family < ENCODER_KINDS; family++) {
+        amp_context *amp = open_test(AMP_BF16, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+        encoder_config config = config_of((encoder_family)family, 1);
+        subject *s = subject_open(amp, config, AMP_BF16);
+        results before, after;
+        float logits[64];
+        int64_t changed = 0, longest = config.seq - 2;
+        prepare(s, 5);
+        for (int64_t b = 0; b < config.batch; b++) s->lengths[b] = (int32_t)(longest - b);
+        forward_backward(s);
+        before = results_of(s);
+        for (int64_t i = 0; i < config.batch * config.seq; i++)
+            if (i % config.seq >= s->lengths[i / config.seq]) { s->ids[i] = (s->ids[i] + 5) % (int32_t)config.vocab; changed++; }
+        for (int64_t i = 0; i < s->model.n_params; i++) s->model.params[i].grad_live = 0;
+        forward_backward(s);
+        after = results_of(s);
+        CHECK_MSG(changed > 0 && same_results(&before, &after), "%s", encoder_kinds[family].name);
+        memcpy(logits, s->logits, (size_t)(config.batch * config.classes) * sizeof *logits);
+        for (int64_t b = 1; b < config.batch; b++) {
+            memmove(s->ids + b * longest, s->ids + b * config.seq, (size_t)longest * 4);
+            memmove(s->types + b * longest, s->types + b * config.seq, (size_t)longest * 4);
+        }
+        s->input.seq = longest;
+        forward_backward(s);
+        CHECK_MSG(memcmp(logits, s->logits, (size_t)(config.batch * config.classes) * sizeof *logits) == 0, "%s", encoder_kinds[family].name);
+        results_free(&before);
+        results_free(&after);
+        subject_close(s);
+        amp_close(amp);
+    }
+}
+
+/* Without zeroing anything: the first backward of a cycle overwrites what was there, a second one adds to it. */
+TEST(backward_adds) {
+    for (int family = 0; family < ENCODER_KINDS; family++) {
+        amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+        subject *s = subject_open(amp, config_of((encoder_family)family, 1), AMP_F32);
+        results once, twice;
+        double error[MOST];
+        prepare(s, 1);
+        memset(s->model.grads, 0xff, (size_t)s->model.grads_bytes);             /* NaN */
+        forward_backward(s);
+        once = results_of(s);
+        forward_backward(s);
+        s->scale = 2;
+        twice = results_of(s);
+        measure(&twice, &once, error);
+        for (int i = 0; i < once.n; i++) CHECK_MSG(error[i] <= 1e-5, "%s: %s %.1e", encoder_kinds[family].name, once.name[i], error[i]);
+        results_free(&once);
+        results_free(&twice);
+        subject_close(s);
+        amp_close(amp);
+    }
+}
+
+/* Dropout acts in training, on every run otherwise, with gradients; in inference it does not. */
+TEST(dropout_in_training_alone) {
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+    encoder_config config = config_of(ENCODER_ELECTRA, 1);
+    amp_autocast_desc region;
+    float plain[64], logits[64];
+    size_t bytes = (size_t)(config.batch * config.classes) * sizeof *plain;
+    subject *s = subject_open(amp, config, AMP_F32);
+    results r;
+    prepare(s, 1);
+    forward_backward(s);
+    memcpy(plain, s->logits, bytes);
+    subject_close(s);
+    config.dropout = 0.25f;
+    s = subject_open(amp, config, AMP_F32);
+    prepare(s, 1);
+    forward_backward(s);
+    memcpy(logits, s->logits, bytes);
+    CHECK(memcmp(plain, logits, bytes) != 0);
+    r = results_of(s);
+    for (int i = 0; i < r.n; i++) CHECK(!ampt_has_nonfinite(r.value[i], r.count[i]));
+    results_free(&r);
+    forward_backward(s);
+    CHECK(memcmp(s->logits, logits, bytes) != 0);
+    memset(&region, 0, sizeof region);
+    region.mode = AMP_MODE_INFERENCE;
+    CHECK_OK(amp_autocast_begin(amp, &region));
+    CHECK_OK(encoder_forward(&s->model, &s->input));
+    CHECK_OK(amp_autocast_end(amp));
+    CHECK(memcmp(plain, s->model.logits, bytes) == 0);
+    subject_close(s);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(encoder_hf_fp32);
     RUN(encoder_hf_bf16);
     RUN(encoder_hf_fp16);
+    RUN(same_pieces_as_transformers);
+    RUN(any_bytes_give_tokens);
+    RUN(bad_vocabularies_are_refused_by_name);
+    RUN(labelled_text);
+    RUN(texts_are_cut);
+    RUN(shuffled_orders);
+    RUN(flags);
+    RUN(linear_schedule);
+    RUN(files_come_back);
+    RUN(heads_of_other_sizes);
+    RUN(damaged_model_files);
+    RUN(bad_shapes_are_refused);
+    RUN(same_bits_with_any_threads);
+    RUN(padding_is_invisible);
+    RUN(backward_adds);
+    RUN(dropout_in_training_alone);
     return TEST_END();
 }

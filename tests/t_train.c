@@ -48,7 +48,7 @@ TEST(defaults_are_legal) {
     memset(&set, 0, sizeof set);
     for (int i = 0; i < N_OPTIONS; i++)
         if (options[i].type != HEADING) CHECK_MSG(parse_option(i, options[i].initial, &set) == AMP_OK, "%s", example_text);
-    CHECK(set.seq == 128 && set.clip == 1.0 && strcmp(set.precision, "auto") == 0 && set.steps == -1 && set.min_lr == -1);
+    CHECK(set.seq == 128 && set.amp.clip_norm == 1.0 && set.amp.dtype == AMP_DTYPE_DEFAULT && set.amp.log_interval == 10 && set.steps == -1 && set.min_lr == -1);
 }
 
 TEST(bad_values_are_refused_by_name) {
@@ -57,8 +57,9 @@ TEST(bad_values_are_refused_by_name) {
     for (int i = 0; i < N_OPTIONS; i++) {
         char flag[64];
         snprintf(flag, sizeof flag, "--%s", options[i].name);
-        if (options[i].type != INTEGER && options[i].type != NUMBER && options[i].type != CHOICE) continue;
+        if (options[i].type != INTEGER && options[i].type != NUMBER && options[i].type != CHOICE && options[i].type != SETTING) continue;
         for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
+            if (options[i].type == SETTING && bad[k][0] >= '0' && bad[k][1] != 'x') continue;       /* may be legal */
             if (options[i].highest > 1e29 && strcmp(bad[k], "1e30") == 0) continue;
             if (options[i].highest > 1e20 && bad[k][0] == '9') continue;
             CHECK_MSG(parse_option(i, bad[k], &set) != AMP_OK, "%s accepts \"%s\"", flag, bad[k]);
@@ -71,9 +72,11 @@ TEST(words_stand_for_numbers) {
     settings set;
     double value = 0;
     CHECK_OK(parse_option(option_index("min-scale"), "none", &set));
-    CHECK(set.min_scale == -1);
-    CHECK_OK(parse_option(option_index("growth-interval"), "never", &set));
-    CHECK_EQ(set.growth_interval, -1);
+    CHECK(set.amp.scaler.min_scale == AMP_NO_FLOOR);
+    CHECK_OK(parse_option(option_index("growth-interval"), "none", &set));
+    CHECK_EQ(set.amp.scaler.growth_interval, AMP_NO_INTERVAL);
+    CHECK_OK(parse_option(option_index("min-lr"), "auto", &set));
+    CHECK(set.min_lr == -1);
     CHECK(!word_value("preset=0 none=-1", "non", &value) && !word_value("preset=0 none=-1", "set", &value));
     CHECK_EQ(word_place("a bb c", "bb"), 1);
     CHECK_EQ(word_place("a bb c", "b"), -1);

@@ -5,6 +5,7 @@
  * stream, events waited for, the legacy stream's rule.  Nothing runs before it must (schedule LATE); then an operation
  * runs after what it depends on, and nothing else does. */
 #include "coc_internal.h"
+#include <nvtx3/nvToolsExt.h>
 #include <algorithm>
 #include <chrono>
 #include <cxxabi.h>
@@ -142,6 +143,8 @@ struct model_state {
     std::vector<std::string> faults;
     int modelled_clock = 0;
     double clock = 0;
+    std::string ranges;
+    int depth = 0;              /* of ranges */
 };
 
 model_state &model() {
@@ -1686,12 +1689,32 @@ void coc_reset() {
     m.pinned.clear();
     m.fail_in = m.modelled_clock = 0;
     m.clock = 0;
+    m.ranges.clear();
+    m.depth = 0;
     coc_blas_reset();
     current_device = 0;
     last_error = cudaSuccess;
     thread_mode = cudaStreamCaptureModeGlobal;
     coc_reset_counts();
     coc_take_faults();
+}
+
+int nvtxRangePushA(const char *message) {
+    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    model().ranges += std::string(message) + "{";
+    return model().depth++;
+}
+
+int nvtxRangePop(void) {
+    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    if (model().depth == 0) return -2;
+    model().ranges += "}";
+    return --model().depth;
+}
+
+std::string coc_ranges() {
+    std::lock_guard<std::recursive_mutex> guard(model().lock);
+    return model().ranges;
 }
 
 std::string coc_every_order(const std::function<void(std::string *results)> &run) {

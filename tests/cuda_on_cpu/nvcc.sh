@@ -14,7 +14,7 @@ release=$(sh tests/gpu/find.sh release)
 
 # compile ARCH OBJECT
 compile() {
-    "$nvcc" -O2 -std=c++17 -I. -gencode "arch=compute_$1,code=sm_$1" --no-compress -Werror all-warnings \
+    "$nvcc" -O2 -std=c++17 -I. -DAMP_NVTX -gencode "arch=compute_$1,code=sm_$1" --no-compress -Werror all-warnings \
         -c amp_cuda.cu -o "$2"
 }
 # Compiling takes a minute: what is there and newer than the sources is used again.

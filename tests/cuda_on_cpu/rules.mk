@@ -10,11 +10,11 @@
 CXX        ?= g++
 COC        := tests/cuda_on_cpu
 CXXWARN    := -std=c++17 -Wall -Wextra -Wshadow -Wconversion -Wno-unknown-pragmas
-COC_FLAGS  := -O1 -g $(OMP) -I. -I$(COC) -I$(COC)/include
+COC_FLAGS  := -O1 -g $(OMP) -DAMP_NVTX -I. -I$(COC) -I$(COC)/include
 COC_ASAN   := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 COC_LIBS   := -ldl -lm -lpthread
 CUDA_HOME  ?= /usr/local/cuda
-COC_REAL   := -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
+COC_REAL   := -UAMP_NVTX -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
 
 COC_PARTS   := coc_engine.o coc_runtime.o coc_cublas.o
 COC_HEADERS := $(wildcard $(COC)/*.h $(COC)/include/*.h) tests/test.h
@@ -23,7 +23,7 @@ HAVE_ASAN   := $(shell echo 'int main(){}' | $(CXX) $(COC_ASAN) -x c++ - -o /dev
 HAVE_CUDA_H := $(and $(wildcard $(CUDA_HOME)/include/cuda_runtime_api.h),$(wildcard $(CUDA_HOME)/include/cublasLt.h))
 CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)))
 
-CUDA_REAL   := $(filter %_harness %_cublas %_runtime,$(CUDA_NAMES))
+CUDA_REAL   := $(filter %_harness %_cublas %_runtime %_telemetry,$(CUDA_NAMES))
 
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh
@@ -43,6 +43,7 @@ $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -x c++ -c $$< -o $$@
 $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
+$(BUILD)/$(1)t_cuda_telemetry: | $(BUILD)/coc_nvml.so
 $(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/amp_implementation.o \
                       $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h examples/common.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
@@ -52,6 +53,10 @@ $(eval $(call coc_build,asan_,$(COC_ASAN)))
 $(eval $(call coc_build,toolkit_,$(COC_REAL)))
 $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
 .SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p))
+
+# The driver's library of sensors, under its own name inside.
+$(BUILD)/coc_nvml.so: $(COC)/coc_nvml.c | $(BUILD)
+	$(CC) $(WARN) -O1 -g -fPIC -shared -Wl,-soname,libnvidia-ml.so.1 $< -o $@
 
 # The examples on the model GPU, for examples.sh.
 $(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)

@@ -25,7 +25,6 @@ RATES = [("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989.4), ("H200", 989.4)
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab": 50304, "seq": 1024, "batch": 64, "few": 4}
 TINY = {"layers": 2, "heads": 2, "channels": 64, "vocab": 512, "seq": 16, "batch": 2, "few": 1}
 SEQUENCE = 1.9e9    # bytes of GPU memory that a sequence may take in fp32: its logits alone are four times 206 MB
-LAG = 2             # train_gpt writes a step's record when its outcome is there, so many steps later
 CURVE, FEW = 100, 8 # steps of the loss curves; of everything in a rehearsal
 Row = collections.namedtuple("Row", "name precision batch steps flags")
 
@@ -173,6 +172,7 @@ class Trainer:
                  "--beta2", "0.95", "--eps", "1e-8", "--clip", "1"]
         own = [("--autotune=" + os.path.join(self.folder, "plans") if flag == "tuned" else flag) for flag in row.flags]
         own += [] if "--log-interval" in own else ["--log-interval", str(max(1, row.steps // 5))]
+        own += ["--eval-interval", str(max(1, row.steps // 5))]     # each ends an epoch of the metrics; the first warms up
         own += ["--preset", "torch"] if row.precision == "fp16" else []
         name = re.sub(r"[^a-z0-9]+", "-", row.name.lower())
         shown = f"train_gpt --precision {row.precision} --batch {row.batch} --steps {row.steps} " + " ".join(
@@ -182,9 +182,8 @@ class Trainer:
 
     def figures(self, row, records, text, times):
         out = {"precision": row.precision, "batch": row.batch, "steps": row.steps}
-        steps = [r for r in records if r["event"] == "step" and r.get("tokens_per_s") and "loss" in r]
-        timed = [r for r in steps if row.steps / 5 <= r["step"] < row.steps - LAG]
-        out["tokens_per_s"] = rate(timed, row.batch * self.model["seq"])
+        steps = [r for r in records if r["event"] == "step" and "loss" in r]
+        out["tokens_per_s"] = rate([r for r in records if r["event"] == "epoch"][1:], row.batch * self.model["seq"])
         out["parameters"] = next((r["parameters"] for r in records if r["event"] == "run"), None)
         peak = re.search(r"^ *memory +([\d.]+) MiB at most", text, re.MULTILINE)
         out["peak_mib"] = float(peak.group(1)) if peak else None
@@ -195,16 +194,10 @@ class Trainer:
         return out
 
 
-def rate(records, tokens):
-    """Tokens per second between two records, each of which has the rate since the first step."""
-    if len(records) < 2:
-        return None
-
-    def seconds(r):
-        return (r["step"] + LAG) * tokens / r["tokens_per_s"]
-    first, last = records[0], records[-1]
-    spent = seconds(last) - seconds(first)
-    return (last["step"] - first["step"]) * tokens / spent if spent > 0 else None
+def rate(epochs, tokens):
+    """Tokens per second over these epochs, which validations end: their times hold none."""
+    seconds = sum(r["seconds"] for r in epochs)
+    return sum(r["steps"] for r in epochs) * tokens / seconds if seconds > 0 else None
 
 
 def profile_kernels(trainer, row, seconds):

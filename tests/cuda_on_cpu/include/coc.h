@@ -85,6 +85,9 @@ void coc_set_blas_wrong(coc_blas_algorithm algorithm);
 /* cublasLtGetVersion (default 130100): algorithms of another version are refused. */
 void coc_set_blas_version(size_t version);
 
+/* ---- NVTX: the ranges since coc_reset, "step{forward{}}". */
+std::string coc_ranges();
+
 /* ---- What lives: for leak checks. */
 struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs, blas_objects; size_t bytes; };
 coc_alive coc_living();

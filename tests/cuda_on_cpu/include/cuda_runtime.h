@@ -5,7 +5,7 @@
  *     g++ ... -DCOC_TOOLKIT -I $CUDA_HOME/include ...                       for the CPU, with the toolkit's
  *
  * What the source agrees to:
- *   - It includes <cuda_runtime.h>, <cublasLt.h> and "amp.h", nothing else of CUDA.
+ *   - It includes <cuda_runtime.h>, <cublasLt.h>, <nvtx3/nvToolsExt.h> and "amp.h", nothing else of CUDA.
  *   - Kernels are launched by a template over the typed cudaLaunchKernel (no <<<>>>), which converts every argument
  *     to the kernel's own parameter type:
  *         template <class T> struct ampc_same { typedef T type; };

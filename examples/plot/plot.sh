@@ -1,0 +1,76 @@
+#!/bin/sh
+# plot.sh - draws runs of train_gpt, or of any program that writes amp.h's records: loss, loss scale with the skipped
+# steps, tokens/s and memory.
+#
+#     sh examples/plot/plot.sh [-o NAME] [metrics.jsonl ...]     from the project's folder; `make plot` runs it
+#
+# Writes NAME.png and NAME.svg (default out/plot).  Without files: those below out/; without any there, it trains first:
+# 300 steps each in fp32, fp16 and bf16, about a minute.  Needs gnuplot.
+name=out/plot
+if [ "$1" = -o ]; then name=$2; shift 2; fi
+if ! command -v gnuplot > /dev/null 2>&1; then echo "plot: skipped: there is no gnuplot here (Debian: apt-get install gnuplot-nox)"; exit 0; fi
+
+if [ $# -eq 0 ]; then for file in out/metrics.jsonl out/*/metrics.jsonl out/*/*/metrics.jsonl; do [ -s "$file" ] && set -- "$@" "$file"; done; fi
+if [ $# -eq 0 ]; then
+    echo "plot: no runs in out/: training three short ones"
+    ${MAKE:-make} build/train_gpt || exit 1
+    # A scale that starts too high and soon grows again, so that there are skips to see; only fp16 has one.
+    for precision in fp32 fp16 bf16; do
+        scaler=
+        [ $precision = fp16 ] && scaler="--init-scale 1073741824 --growth-interval 40"
+        build/train_gpt --precision $precision --out out/$precision --steps 300 --log-interval 5 --eval-interval 300 --compare 0 --sample 0 --save none $scaler || exit 1
+        set -- "$@" out/$precision/metrics.jsonl
+    done
+fi
+
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+n=0
+for file; do
+    if ! [ -r "$file" ]; then echo "plot: $file cannot be read" >&2; exit 2; fi
+    # One row per step: step loss scale skipped tokens/s peak in MiB; what a record lacks is a question mark.  A line that
+    # was cut off is left out.  A run that was resumed overwrites steps it made twice.
+    awk '
+        function text(key, pair) {
+            if (!match($0, "\"" key "\": *\"[^\"]*\"")) return ""
+            pair = substr($0, RSTART, RLENGTH - 1)
+            sub(/^"[^"]*": *"/, "", pair)
+            return pair
+        }
+        function number(key, pair) {
+            if (!match($0, "\"" key "\": *[-+0-9.eE]+")) return "?"
+            pair = substr($0, RSTART, RLENGTH)
+            sub(/^"[^"]*": */, "", pair)
+            return pair
+        }
+        !/}[ \r]*$/ { next }
+        text("precision") != "" && /"event": *"run"/ { kind = text("precision") }
+        !/"event": *"(step|epoch)"/ { next }
+        text("dtype") != "" { kind = text("dtype") }
+        { peak = number("peak"); if (peak != "?") peak /= 1048576; if (peak != "?" && peak > most) most = peak }
+        /"event": *"epoch"/ { next }
+        {
+            skipped = number("skipped")
+            if (skipped == "?") skipped = number("applied") == "0"
+            print number("step"), number("loss"), number("scale"), skipped, number("tokens_per_s"), peak
+        }
+        END { print kind == "" ? "?" : kind, most == "" ? "?" : most > head }' head="$work/head" "$file" > "$work/columns.$((n + 1))"
+    if ! [ -s "$work/columns.$((n + 1))" ]; then echo "plot: $file has no step records, left out"; continue; fi
+    n=$((n + 1))
+    read -r kind peak < "$work/head"
+    folder=$(basename "$(dirname "$file")")
+    case $folder in "$kind"|out) label=$kind ;; *) label="$folder, $kind" ;; esac
+    rate=$(awk '$5 != "?" {print $5}' "$work/columns.$n" | sort -n | awk '{x[NR] = $1} END {print NR ? x[int((NR + 1) / 2)] : "?"}')
+    skips=$(awk '$4 == 1' "$work/columns.$n" | wc -l)
+    scaler=$(awk '$3 != "?" && $3 != 1 {n = 1} END {print n + 0}' "$work/columns.$n")      # without one the scale is 1
+    losses=$(awk '$2 != "?" {n = 1} END {print n + 0}' "$work/columns.$n")
+    printf '%s\t%s\t%s\t%s\t%s\n' "$label" "$rate" "$peak" "$scaler" "$losses" >> "$work/runs"
+    echo "plot: $file: $label, $(wc -l < "$work/columns.$n") records, $skips skipped"
+done
+if [ $n -eq 0 ]; then echo "plot: nothing to draw" >&2; exit 2; fi
+
+mkdir -p "$(dirname "$name")" || exit 1
+for kind in png svg; do
+    gnuplot -e "work='$work'; runs=$n; kind='$kind'; name='$name'" "$(dirname "$0")/plot.gp" || exit 1
+done
+echo "plot: $name.png, $name.svg"

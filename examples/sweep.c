@@ -1,0 +1,529 @@
+/* sweep.c - searches precision, learning rate and batch size: short trainings of a small GPT on bytes, best first.
+ *
+ *     gcc -O2 -fopenmp examples/sweep.c -o sweep -lm -lpthread
+ *     ./sweep                                                       a grid of twelve trials, about a minute
+ *     ./sweep --search random --trials 30 --lrs 1e-4,1e-2           learning rates in between, evenly in their logarithm
+ *
+ * Each trial's record is written as a JSON line as soon as it ends; run again, the search goes on behind those that are
+ * there.  A trial that diverges, lacks memory or is refused is a record too, and the search goes on. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "common.h"
+
+/* ==== Settings =================================================================================== */
+
+typedef struct settings {
+    const char *data, *precisions, *lrs, *batches, *search, *out, *device;
+    int64_t trials, steps, tokens, layers, heads, channels, seq, eval_batches, seed, threads, again, help;
+    double validation;
+} settings;
+
+#define FIELD(name) offsetof(settings, name)
+static const option options[] = {
+    {"Search", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"precisions", TEXT, FIELD(precisions), "fp32,fp16,bf16", 0, 0, NULL, "list of fp32, tf32, fp16, bf16"},
+    {"lrs", TEXT, FIELD(lrs), "1e-3,4e-3", 0, 0, NULL, "list of learning rates; random: from the least to the largest"},
+    {"batches", TEXT, FIELD(batches), "8,16", 0, 0, NULL, "list of batch sizes, in sequences"},
+    {"search", CHOICE, FIELD(search), "grid", 0, 0, "grid random", "every combination, or some at random"},
+    {"trials", INTEGER, FIELD(trials), "auto", 1, 100000, "auto=0", "at most; auto: the whole grid, or 20 at random"},
+    {"steps", INTEGER, FIELD(steps), "200", 2, 1e9, NULL, "optimizer steps of each trial"},
+    {"tokens", INTEGER, FIELD(tokens), "off", 1, 1e15, "off=0",
+     "tokens of each trial in place of --steps, so that large batches do not see more"},
+    {"seed", INTEGER, FIELD(seed), "1", 0, 1e15, NULL, "of weights, data order and the random search"},
+
+    {"Model and data", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"layers", INTEGER, FIELD(layers), "2", 1, 1000, NULL, "blocks"},
+    {"heads", INTEGER, FIELD(heads), "4", 1, 4096, NULL, "attention heads; must divide the channels"},
+    {"channels", INTEGER, FIELD(channels), "128", 1, 65536, NULL, "width"},
+    {"seq", INTEGER, FIELD(seq), "64", 1, 1 << 20, NULL, "tokens in a sequence"},
+    {"data", TEXT, FIELD(data), "amp.h", 0, 0, NULL, "text, read as bytes, or several by a pattern in quotes"},
+    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL, "part of the data, at its end, kept for validation"},
+    {"eval-batches", INTEGER, FIELD(eval_batches), "16", 1, 1e9, NULL, "batches of 8 sequences in a validation, at most"},
+
+    {"Run", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"out", TEXT, FIELD(out), "out/sweep.jsonl", 0, 0, NULL, "JSON lines, one for each trial"},
+    {"again", SWITCH, FIELD(again), "off", 0, 0, NULL, "start over: the records that are there are deleted"},
+    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
+    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+};
+static program_flags given = {
+    .program = "sweep", .summary = "searches precision, learning rate and batch size with amp.h",
+    .options = options, .n = (int)(sizeof options / sizeof *options),
+    .ending = "Ctrl-C stops; run again, the search goes on.\n"
+              "Exit codes: 0 done, 1 no trial came to its end, 2 refused, 130 stopped by Ctrl-C."
+};
+
+/* ==== Trials ===================================================================================== */
+
+typedef enum trial_result { TRIAL_DONE, TRIAL_DIVERGED, TRIAL_FAILED, TRIAL_REFUSED, TRIAL_RESULTS } trial_result;
+static const char *const result_names[TRIAL_RESULTS] = {"done", "diverged", "failed", "refused"};
+
+typedef struct trial {
+    amp_dtype precision;
+    double lr;
+    int64_t batch;
+    trial_result result;
+    char reason[200];               /* of a result other than done */
+    int64_t steps, skips;           /* made, and skipped of them */
+    double first, training, validation;     /* losses: of the first step, of the last steps, at the end */
+    double rate, peak, seconds;     /* tokens/s, MiB */
+    int known;                      /* 1: its record was there */
+} trial;
+
+/* The numbers or words of a list like "8,16,32" or "8 16 32", into out. */
+enum { LONGEST_LIST = 64 };
+typedef struct list { double x[LONGEST_LIST]; int n; } list;
+
+static amp_result list_item(const char *flag, const char *word, const char *legal, double *x) {
+    char *end;
+    if (strcmp(flag, "precisions") == 0) {
+        amp_dtype dtype;
+        if (amp_dtype_parse(word, &dtype) != AMP_OK || (dtype != AMP_F32 && dtype != AMP_TF32 && dtype != AMP_F16 && dtype != AMP_BF16))
+            return refuse(flag, "%.20s is not offered; %s", word, legal);
+        *x = (double)dtype;
+        return AMP_OK;
+    }
+    *x = strtod(word, &end);
+    if (*end != 0 || !amp_is_finite_f64(x) || *x <= 0 || *x > 1e6 || (strcmp(flag, "batches") == 0 && *x != floor(*x)))
+        return refuse(flag, "%.20s is not allowed; %s", word, legal);
+    return AMP_OK;
+}
+
+static amp_result read_list(const char *flag, const char *text, const char *legal, list *out) {
+    const char *at = text;
+    out->n = 0;
+    while (*(at += strspn(at, ", ")) != 0) {
+        size_t length = strcspn(at, ", ");
+        char word[32];
+        if (out->n == LONGEST_LIST) return refuse(flag, "has more than %d entries", LONGEST_LIST);
+        snprintf(word, sizeof word, "%.*s", (int)length, at);
+        TRY(list_item(flag, word, legal, &out->x[out->n++]));
+        at += length;
+    }
+    return out->n > 0 ? AMP_OK : refuse(flag, "is empty; %s", legal);
+}
+
+/* All trials of the search, in order. */
+typedef struct search {
+    settings set;
+    list precisions, lrs, batches;
+    trial *trials;
+    int64_t n, split, end;          /* tokens before split are trained on, those up to end are for validation */
+    char settings_text[600];        /* what all trials have in common: a record with other ones is another search's */
+    FILE *file;
+} search;
+
+static double number_of(const search *s, int64_t i, int which) {
+    return (double)amp_random_uniform((uint64_t)s->set.seed + 77, (uint64_t)(3 * i + which));
+}
+
+static amp_result make_trials(search *s) {
+    const settings *set = &s->set;
+    int64_t grid = (int64_t)s->precisions.n * s->lrs.n * s->batches.n, i;
+    int at_random = strcmp(set->search, "random") == 0, k;
+    double least = s->lrs.x[0], most = s->lrs.x[0];
+    for (k = 1; k < s->lrs.n; k++) {
+        if (s->lrs.x[k] < least) least = s->lrs.x[k];
+        if (s->lrs.x[k] > most) most = s->lrs.x[k];
+    }
+    s->n = at_random ? (set->trials > 0 ? set->trials : 20) : set->trials > 0 && set->trials < grid ? set->trials : grid;
+    s->trials = (trial *)calloc((size_t)s->n, sizeof *s->trials);
+    if (s->trials == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for %lld trials", (long long)s->n);
+    for (i = 0; i < s->n; i++) {
+        trial *t = &s->trials[i];
+        int64_t p = i / s->lrs.n / s->batches.n, b = i % s->batches.n;
+        if (at_random) {
+            p = (int64_t)(number_of(s, i, 0) * s->precisions.n);
+            b = (int64_t)(number_of(s, i, 1) * s->batches.n);
+        }
+        t->precision = (amp_dtype)s->precisions.x[p];
+        t->batch = (int64_t)s->batches.x[b];
+        t->lr = at_random ? least * pow(most / least, number_of(s, i, 2)) : s->lrs.x[i / s->batches.n % s->lrs.n];
+    }
+    return AMP_OK;
+}
+
+/* ==== Records ==================================================================================== */
+
+/* The numbers that tell a trial from the others, as they stand in its record. */
+static void trial_texts(const trial *t, char lr[32], char batch[32]) {
+    snprintf(lr, 32, "%.9g", t->lr);
+    snprintf(batch, 32, "%lld", (long long)t->batch);
+}
+
+static amp_result write_record(search *s, const trial *t) {
+    metrics_begin(s->file, "trial");
+    metrics_text(s->file, "precision", amp_dtype_name(t->precision));
+    metrics_number(s->file, "lr", t->lr);
+    metrics_integer(s->file, "batch", t->batch);
+    metrics_text(s->file, "result", result_names[t->result]);
+    metrics_text(s->file, "reason", t->reason);
+    metrics_integer(s->file, "steps", t->steps);
+    metrics_integer(s->file, "skips", t->skips);
+    metrics_number(s->file, "first_loss", t->first);
+    metrics_number(s->file, "train_loss", t->training);
+    metrics_number(s->file, "validation_loss", t->validation);
+    metrics_number(s->file, "tokens_per_s", t->rate);
+    metrics_number(s->file, "peak_mib", t->peak);
+    metrics_number(s->file, "seconds", t->seconds);
+    metrics_text(s->file, "settings", s->settings_text);
+    metrics_end(s->file);
+    return ferror(s->file) ? example_fail(AMP_ERR_WRITE, "%s: %s", s->set.out, strerror(errno)) : AMP_OK;
+}
+
+static double number_in(json line, const char *key) {
+    char text[64];
+    return json_find(line, key, text, sizeof text) ? strtod(text, NULL) : 0;
+}
+
+/* Takes over what a line says about a trial that waits for it.  Failures are tried again. */
+static void read_record(search *s, json line) {
+    char text[700], lr[32], batch[32], mine_lr[32], mine_batch[32], precision[32];
+    int64_t i;
+    int result;
+    if (!json_find(line, "settings", text, sizeof text) || strcmp(text, s->settings_text) != 0) return;
+    if (!json_find(line, "precision", precision, sizeof precision) || !json_find(line, "lr", lr, sizeof lr) ||
+        !json_find(line, "batch", batch, sizeof batch) || !json_find(line, "result", text, sizeof text)) return;
+    for (result = 0; result < TRIAL_RESULTS && strcmp(text, result_names[result]) != 0;) result++;
+    if (result == TRIAL_RESULTS || result == TRIAL_FAILED) return;
+    for (i = 0; i < s->n; i++) {
+        trial *t = &s->trials[i];
+        trial_texts(t, mine_lr, mine_batch);
+        if (t->known || strcmp(precision, amp_dtype_name(t->precision)) != 0 || strcmp(lr, mine_lr) != 0 ||
+            strcmp(batch, mine_batch) != 0) continue;
+        t->known = 1;
+        t->result = (trial_result)result;
+        json_find(line, "reason", t->reason, sizeof t->reason);
+        t->steps = (int64_t)number_in(line, "steps");        t->skips = (int64_t)number_in(line, "skips");
+        t->first = number_in(line, "first_loss");            t->training = number_in(line, "train_loss");
+        t->validation = number_in(line, "validation_loss");  t->rate = number_in(line, "tokens_per_s");
+        t->peak = number_in(line, "peak_mib");               t->seconds = number_in(line, "seconds");
+        return;
+    }
+}
+
+/* Opens the file of records behind those that are there.  A last line that was cut off is closed, and skipped. */
+static amp_result open_records(search *s) {
+    void *data;
+    size_t bytes;
+    const char *line, *end;
+    char why[400];
+    int torn;
+    if (folder_make(s->set.out) != AMP_OK) return refuse("out", "%s", because(why));
+    s->file = fopen(s->set.out, s->set.again ? "w" : "a");
+    if (s->file == NULL) return refuse("out", "%s", strerror(errno));
+    TRY(amp_file_read_all(NULL, s->set.out, &data, &bytes));
+    end = (const char *)data + bytes;
+    torn = bytes > 0 && end[-1] != '\n';
+    for (line = (const char *)data; line < end;) {
+        const char *next = (const char *)memchr(line, '\n', (size_t)(end - line));
+        if (next == NULL) break;
+        read_record(s, json_open(line, (size_t)(next - line)));
+        line = next + 1;
+    }
+    amp_file_free(NULL, data, bytes);
+    if (torn) fputc('\n', s->file);
+    return AMP_OK;
+}
+
+/* ==== One trial ================================================================================== */
+
+typedef struct session {
+    const search *search;
+    trial *trial;
+    amp_context *amp;
+    gpt model;
+    amp_loader *loader;
+    amp_scaler *scaler;             /* NULL: none */
+    amp_optimizer *optimizer;
+    int at_floor;
+} session;
+
+static amp_result open_loader(const search *s, amp_context *amp, int64_t batch, int64_t first, int64_t last, amp_loader **out) {
+    amp_loader_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.path = s->set.data;
+    desc.format = AMP_TOKENS_BYTES;
+    desc.batch = batch;
+    desc.seq = s->set.seq;
+    desc.first = first;
+    desc.last = last;
+    desc.seed = (uint64_t)s->set.seed;
+    desc.shuffle = first == 0;
+    desc.epochs = first == 0 ? 0 : 1;           /* validation: once, in order */
+    desc.workers = first == 0 ? 0 : AMP_NO_WORKERS;
+    return amp_loader_create(amp, out, &desc);
+}
+
+static amp_result open_session(session *r) {
+    const settings *set = &r->search->set;
+    amp_desc desc;
+    amp_choice choice;
+    amp_optimizer_desc adamw;
+    gpt_config c;
+    memset(&desc, 0, sizeof desc);
+    memset(&adamw, 0, sizeof adamw);
+    memset(&c, 0, sizeof c);
+    desc.dtype = r->trial->precision;
+    desc.seed = (uint64_t)set->seed;
+    desc.threads = (int32_t)set->threads;
+    TRY(device_open(&r->amp, &desc, set->device));
+    TRY(amp_query_choice(r->amp, &choice));
+    TRY(open_loader(r->search, r->amp, r->trial->batch, 0, r->search->split, &r->loader));
+    c.vocab = 256; c.positions = c.seq = set->seq;
+    c.channels = set->channels; c.heads = set->heads; c.layers = set->layers;
+    c.batch = r->trial->batch > 8 ? r->trial->batch : 8;        /* validation has 8 */
+    c.activations = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype;
+    TRY(gpt_create(&r->model, r->amp, &c));
+    TRY(gpt_init(&r->model, (uint64_t)set->seed));
+    if (choice.scaler) TRY(amp_scaler_create(r->amp, &r->scaler, NULL));
+    adamw.params = r->model.params;
+    adamw.n_params = r->model.n_params;
+    adamw.lr = (float)r->trial->lr;
+    adamw.beta2 = 0.99f;
+    adamw.weight_decay = 0.1f;
+    adamw.clip_norm = 1;
+    return amp_optimizer_create(r->amp, &r->optimizer, &adamw);
+}
+
+static void close_session(session *r) {
+    amp_optimizer_destroy(r->optimizer);
+    amp_scaler_destroy(r->scaler);
+    gpt_destroy(&r->model);
+    amp_loader_destroy(r->loader);
+    amp_close(r->amp);
+}
+
+/* Forward and loss in a region. */
+static amp_result forward_loss(session *r, const amp_batch *batch, int backward) {
+    amp_autocast_desc region;
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    TRY(amp_autocast_begin(r->amp, &region));
+    result = gpt_forward(&r->model, batch->inputs, batch->batch, batch->seq);
+    if (result == AMP_OK)
+        result = gpt_loss(&r->model, batch->targets, backward, r->scaler != NULL ? amp_scaler_seed(r->scaler) : NULL);
+    TRY(amp_autocast_end(r->amp));
+    return result;
+}
+
+static amp_result validate(session *r, double *loss) {
+    amp_loader *loader;
+    amp_batch batch;
+    amp_result result;
+    int64_t n = 0;
+    *loss = 0;
+    TRY(open_loader(r->search, r->amp, 8, r->search->split, r->search->end, &loader));
+    while (n < r->search->set.eval_batches && (result = amp_loader_next(loader, &batch)) == AMP_OK) {
+        float one;
+        result = forward_loss(r, &batch, 0);
+        if (result == AMP_OK) result = gpt_loss_read(&r->model, &one);
+        if (result != AMP_OK) break;
+        *loss += (double)one;
+        n++;
+    }
+    amp_loader_destroy(loader);
+    *loss /= (double)(n > 0 ? n : 1);
+    return n > 0 ? AMP_OK : result;
+}
+
+static void take_outcomes(session *r) {
+    amp_outcome o;
+    while (amp_outcome_next(r->optimizer, &o)) {
+        r->trial->skips = o.total_skips;
+        r->at_floor = o.at_floor;
+    }
+}
+
+/* Why the training makes no sense any more; NULL: it does.  recent: mean of the last losses that were read. */
+static const char *divergence(const session *r, double recent) {
+    if (!amp_is_finite_f64(&recent)) return "the loss is infinite or NaN";
+    if (r->at_floor) return "the loss scale is at its floor, and steps still overflow";
+    if (recent > r->trial->first) return "the loss is above that of the first step";
+    return NULL;
+}
+
+/* Trains; the loss is read, and looked at, every tenth step.  *why: as divergence says. */
+static amp_result train(session *r, int64_t steps, const char **why) {
+    trial *t = r->trial;
+    double sum = 0, recent = 0, checked = 0;
+    int64_t step, look = steps / 4 > 10 ? steps / 4 : 10;       /* the first steps may be worse than none */
+    *why = NULL;
+    for (step = 0; step < steps && *why == NULL && !stop_requested; step++) {
+        amp_batch batch;
+        int read = step % 10 == 0 || step >= steps - 5;
+        float loss;
+        TRY(amp_optimizer_set_lr(r->optimizer, schedule_lr(SCHEDULE_COSINE, step, steps, steps / 10, t->lr, 0.1 * t->lr)));
+        TRY(amp_loader_next(r->loader, &batch));
+        TRY(forward_loss(r, &batch, 1));
+        TRY(gpt_backward(&r->model));
+        TRY(amp_step(r->optimizer, r->scaler));
+        t->steps = step + 1;
+        if (step == steps - 5) sum = checked = 0;
+        take_outcomes(r);
+        if (!read) continue;
+        TRY(gpt_loss_read(&r->model, &loss));
+        if (step == 0) t->first = (double)loss;
+        sum += (double)loss;
+        checked++;
+        recent = step >= steps - 5 ? sum / checked : (double)loss;
+        if (step >= look || !amp_is_finite_f32(&loss) || r->at_floor) *why = divergence(r, recent);
+    }
+    t->training = recent;
+    TRY(amp_outcome_flush(r->optimizer));
+    take_outcomes(r);
+    return AMP_OK;
+}
+
+/* Trains and validates; what goes wrong is the trial's result. */
+static amp_result run_session(session *r) {
+    const settings *set = &r->search->set;
+    trial *t = r->trial;
+    const char *why = NULL;
+    double began = seconds_now();
+    int64_t per_step = t->batch * set->seq, steps = set->tokens > 0 ? set->tokens / per_step : set->steps;
+    amp_memory_info memory;
+    TRY(train(r, steps > 2 ? steps : 2, &why));
+    TRY(amp_sync(r->amp));
+    t->seconds = seconds_now() - began;
+    t->rate = (double)(t->steps * per_step) / t->seconds;
+    if (why == NULL && !stop_requested) {
+        TRY(validate(r, &t->validation));
+        if (!amp_is_finite_f64(&t->validation)) why = "the validation loss is infinite or NaN";
+    }
+    t->result = why != NULL ? TRIAL_DIVERGED : TRIAL_DONE;
+    if (why != NULL) snprintf(t->reason, sizeof t->reason, "%s after %lld steps", why, (long long)t->steps);
+    TRY(amp_memory(r->amp, &memory));
+    t->peak = (double)memory.peak / 1048576;
+    return AMP_OK;
+}
+
+static void run_trial(const search *s, trial *t) {
+    session r;
+    amp_result result;
+    memset(&r, 0, sizeof r);
+    r.search = s;
+    r.trial = t;
+    result = open_session(&r);
+    if (result == AMP_OK) result = run_session(&r);
+    else if (result != AMP_ERR_MEMORY) t->result = TRIAL_REFUSED;
+    if (result != AMP_OK) {
+        if (t->result != TRIAL_REFUSED) t->result = TRIAL_FAILED;
+        snprintf(t->reason, sizeof t->reason, "%.199s", example_error());
+        example_text[0] = 0;
+    }
+    close_session(&r);
+}
+
+/* ==== Reports ==================================================================================== */
+
+static void print_trial(const search *s, int64_t i) {
+    const trial *t = &s->trials[i];
+    char rate[32];
+    printf("trial %lld/%lld | %s | lr %.3g | batch %lld | ", (long long)i + 1, (long long)s->n, amp_dtype_name(t->precision),
+           t->lr, (long long)t->batch);
+    if (t->result != TRIAL_DONE) printf("%s: %s%s\n", result_names[t->result], t->reason, t->known ? " (known)" : "");
+    else printf("validation %.4f | %s tok/s%s\n", t->validation, grouped((int64_t)t->rate, rate, sizeof rate), t->known ? " (known)" : "");
+}
+
+static int compare_trials(const void *a, const void *b) {
+    const trial *x = (const trial *)a, *y = (const trial *)b;
+    if (x->result != y->result) return x->result < y->result ? -1 : 1;
+    return x->validation < y->validation ? -1 : x->validation > y->validation;
+}
+
+/* Best first; 1 if there is a best. */
+static int print_table(search *s, int64_t n) {
+    const trial *best = s->trials;
+    int64_t i;
+    qsort(s->trials, (size_t)n, sizeof *s->trials, compare_trials);
+    printf("\n  %-9s %9s %6s %11s %11s %10s %9s %8s\n", "precision", "lr", "batch", "valid. loss", "train loss", "tokens/s",
+           "peak MiB", "skipped");
+    for (i = 0; i < n; i++) {
+        const trial *t = &s->trials[i];
+        char rate[32];
+        printf("  %-9s %9.3g %6lld ", amp_dtype_name(t->precision), t->lr, (long long)t->batch);
+        if (t->result != TRIAL_DONE) { printf("%11s: %s\n", result_names[t->result], t->reason); continue; }
+        printf("%11.4f %11.4f %10s %9.1f %8lld\n", t->validation, t->training, grouped((int64_t)t->rate, rate, sizeof rate),
+               t->peak, (long long)t->skips);
+    }
+    if (n == 0 || best->result != TRIAL_DONE) return 0;
+    printf("\nbest: --precision %s --lr %.3g --batch %lld\n", amp_dtype_name(best->precision), best->lr, (long long)best->batch);
+    return 1;
+}
+
+/* ==== main ======================================================================================= */
+
+/* Finds out how long the data is, and that the device is there. */
+static amp_result open_data(search *s) {
+    amp_context *amp;
+    amp_desc desc;
+    amp_loader *loader;
+    amp_loader_info info;
+    amp_result result;
+    char why[400];
+    memset(&desc, 0, sizeof desc);
+    if (device_open(&amp, &desc, s->set.device) != AMP_OK) return refuse("device", "%s", because(why));
+    result = open_loader(s, amp, 1, 0, 0, &loader);
+    if (result == AMP_OK) {
+        result = amp_loader_info_get(loader, &info);
+        amp_loader_destroy(loader);
+    }
+    amp_close(amp);
+    if (result != AMP_OK) return refuse("data", "%s", because(why));
+    s->end = info.tokens;
+    s->split = info.tokens - (int64_t)(s->set.validation * (double)info.tokens);
+    if (s->end - s->split < 8 * s->set.seq + 1)
+        return refuse("validation", "leaves %lld tokens, validation takes at least %lld: use more data or a smaller --seq",
+                      (long long)(s->end - s->split), (long long)(8 * s->set.seq + 1));
+    return AMP_OK;
+}
+
+static amp_result open_search(search *s) {
+    const settings *set = &s->set;
+    if (set->channels % set->heads != 0)
+        return refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads, (long long)set->channels);
+    if (was_given("steps") && set->tokens > 0) return refuse("tokens", "takes the place of --steps: give one of them");
+    TRY(read_list("precisions", set->precisions, "a list of fp32, tf32, fp16, bf16", &s->precisions));
+    TRY(read_list("lrs", set->lrs, "a list of numbers above 0", &s->lrs));
+    TRY(read_list("batches", set->batches, "a list of whole numbers from 1 to 1000000", &s->batches));
+    TRY(open_data(s));
+    TRY(make_trials(s));
+    snprintf(s->settings_text, sizeof s->settings_text,
+             "steps=%lld tokens=%lld seed=%lld layers=%lld heads=%lld channels=%lld seq=%lld validation=%.6g eval-batches=%lld "
+             "data=%.200s bytes=%lld device=%.20s", (long long)set->steps, (long long)set->tokens, (long long)set->seed,
+             (long long)set->layers, (long long)set->heads, (long long)set->channels, (long long)set->seq, set->validation,
+             (long long)set->eval_batches, set->data, (long long)s->end, set->device);
+    return open_records(s);
+}
+
+int main(int argc, char **argv) {
+    search s;
+    int64_t i, run = 0;
+    int found;
+    amp_result result;
+    memset(&s, 0, sizeof s);
+    result = read_command_line(argc, argv);
+    if (result == AMP_OK) result = parse_options(&s.set);
+    if (result == AMP_OK && s.set.help) return print_help(), 0;
+    if (result == AMP_OK) result = open_search(&s);
+    if (result != AMP_OK) return fprintf(stderr, "sweep: %s\n", example_error()), 2;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    stop_install();
+    for (i = 0; i < s.n && !stop_requested; i++) {
+        if (!s.trials[i].known) run_trial(&s, &s.trials[i]);
+        if (stop_requested && !s.trials[i].known) break;        /* not to its end: no record */
+        if (!s.trials[i].known && write_record(&s, &s.trials[i]) != AMP_OK) fprintf(stderr, "sweep: %s\n", example_error());
+        run += !s.trials[i].known;
+        print_trial(&s, i);
+    }
+    found = print_table(&s, i);
+    printf("%lld trials run, %lld known before; records in %s%s\n", (long long)run, (long long)(i - run), s.set.out,
+           stop_requested ? "; run again to go on" : "");
+    fclose(s.file);
+    free(s.trials);
+    return stop_requested ? 130 : !found;
+}

@@ -1,0 +1,1088 @@
+/* train_classifier.c - fine-tunes an encoder (BERT) on labelled text in mixed precision, with amp.h alone.
+ *
+ *     gcc -O2 -fopenmp examples/train_classifier.c -o train_classifier -lm -lpthread
+ *     ./train_classifier                made-up sentences and a small model with random weights: a few seconds
+ *     ./train_classifier --data reviews.tsv --init bert-base-uncased/model.safetensors --precision bf16
+ *     ./train_classifier --compat       BERT, RoBERTa, XLM-R, ELECTRA and Longformer in every precision, as a table
+ *
+ * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
+ * writes it, with its vocab.txt and config.json beside it.  On a GPU: see train_gpt.c.
+ *
+ * Read it from the bottom: main, then train, then train_batch, which is the whole of mixed precision. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "common.h"
+
+/* ==== Flags ====================================================================================== */
+
+typedef struct settings {
+    const char *data, *valid, *vocab, *init, *model, *precision, *level, *policy, *scaler, *out, *save, *metrics, *device;
+    int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, threads, growth_interval;
+    int64_t batch, accumulation, epochs, seed, shuffle_off, compat, compat_scale, help;
+    double validation, dropout, lr, warmup, weight_decay, clip, init_scale;
+} settings;
+
+#define FIELD(name) offsetof(settings, name)
+#define LARGEST 3.4e38
+
+static const option options[] = {
+    {"Data", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"data", TEXT, FIELD(data), "", 0, 0, NULL, "labelled text, one \"label<TAB>text\" a line; empty: made-up sentences"},
+    {"valid", TEXT, FIELD(valid), "", 0, 0, NULL, "labelled text to evaluate on; empty: a part of --data"},
+    {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL, "part of the data, drawn by chance, that is only evaluated on"},
+    {"classes", INTEGER, FIELD(classes), "auto", 2, 65536, "auto=0", "number of labels; auto: as many as the data has"},
+    {"vocab", TEXT, FIELD(vocab), "", 0, 0, NULL,
+     "vocab.txt of WordPiece; empty: the one beside --init, or else bytes are the tokens (made-up sentences bring theirs)"},
+    {"cased", SWITCH, FIELD(cased), "off", 0, 0, NULL, "the vocabulary has upper case and accents"},
+    {"seq", INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL, "tokens of a text at most, [CLS] and [SEP] among them; longer ones are cut"},
+
+    {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"model", CHOICE, FIELD(model), "tiny", 0, 0, "tiny mini small base large", "size of a model with random weights"},
+    {"layers", INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "layers"},
+    {"heads", INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide --hidden"},
+    {"hidden", INTEGER, FIELD(hidden), "model", 1, 65536, "model=0", "width"},
+    {"intermediate", INTEGER, FIELD(intermediate), "model", 1, 1 << 20, "model=0", "width inside the layers; model: 4 times --hidden"},
+    {"dropout", NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL, "on embeddings, branches and the head"},
+    {"init", TEXT, FIELD(init), "", 0, 0, NULL, "start from this safetensors file of a BERT or ELECTRA"},
+
+    {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "what autocast computes in"},
+    {"level", CHOICE, FIELD(level), "O1", 0, 0, "O0 O1 O2 O3",
+     "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
+    {"policy", CHOICE, FIELD(policy), "fused", 0, 0, "fused torch", "table of autocast"},
+    {"allow-fallback", SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
+     "take the nearest precision if this machine lacks the wanted one"},
+    {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
+     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
+    {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"scaler", CHOICE, FIELD(scaler), "auto", 0, 0, "auto on off", "loss scaler; auto: with fp16"},
+    {"init-scale", NUMBER, FIELD(init_scale), "65536", 1e-37, 8e37, NULL, "its first scale"},
+    {"growth-interval", INTEGER, FIELD(growth_interval), "2000", 1, 2147483647, NULL, "clean steps before the scale grows"},
+
+    {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "texts in a micro-batch, padded to its longest"},
+    {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
+    {"epochs", INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate"},
+    {"lr", NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1", "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
+    {"warmup", NUMBER, FIELD(warmup), "0.1", 0, 1, NULL, "part of the steps in which it rises; then it falls linearly to 0"},
+    {"weight-decay", NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
+    {"clip", NUMBER, FIELD(clip), "1", 0, LARGEST, NULL, "largest gradient norm; 0: no clipping"},
+    {"shuffle-off", SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "the order of the file in every epoch"},
+    {"seed", INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
+
+    {"Files", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"out", TEXT, FIELD(out), "out", 0, 0, NULL, "folder of everything that is not named itself"},
+    {"save", TEXT, FIELD(save), "", 0, 0, NULL, "the model's file, .safetensors is added; empty: OUT/classifier/model; none: nothing"},
+    {"metrics", TEXT, FIELD(metrics), "", 0, 0, NULL, "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
+
+    {"Reports", HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"compat", SWITCH, FIELD(compat), "off", 0, 0, NULL,
+     "train nothing, but compare every precision with fp32 on two layers of each architecture"},
+    {"compat-scale", INTEGER, FIELD(compat_scale), "1", 1, 64, NULL, "divides the architectures' vocabularies and widths"},
+    {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+};
+static program_flags given = {
+    .program = "train_classifier", .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
+    .options = options, .n = (int)(sizeof options / sizeof *options),
+    .ending = "Ctrl-C evaluates, saves and stops.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
+};
+
+/* ==== Labelled text ============================================================================== */
+
+typedef struct label_names {
+    char **name;                    /* NULL entries: labels are numbers */
+    int64_t n;
+    int numbers;                    /* 1: every label so far is a number below 65536 */
+} label_names;
+
+typedef struct text_item { int64_t at, length, line; int32_t label; } text_item;
+
+/* Texts as they stand in the file, then as tokens with [CLS] and [SEP]. */
+typedef struct text_set {
+    void *file;
+    size_t bytes;
+    text_item *items;
+    int64_t n;
+    int32_t *tokens;                /* at, length: of an item here, once it is encoded */
+} text_set;
+
+enum { MOST_LABELS = 65536 };
+
+static void text_set_close(text_set *t) {
+    amp_file_free(NULL, t->file, t->bytes);
+    free(t->items); free(t->tokens);
+    memset(t, 0, sizeof *t);
+}
+static void label_names_close(label_names *l) {
+    int64_t i;
+    for (i = 0; i < l->n; i++) free(l->name[i]);
+    free(l->name);
+    memset(l, 0, sizeof *l);
+}
+
+/* The number that a text is, or -1. */
+static int64_t label_number(const char *text, int64_t n) {
+    int64_t value = 0, i;
+    for (i = 0; i < n; i++) {
+        if (text[i] < '0' || text[i] > '9' || i > 5) return -1;
+        value = value * 10 + (text[i] - '0');
+    }
+    return n > 0 && value < MOST_LABELS ? value : -1;
+}
+
+/* The place of a name, which is added if it is new and `add` is 1; -1: unknown, -2: no memory. */
+static int64_t label_place(label_names *l, const char *text, int64_t n, int add) {
+    int64_t i;
+    char **more, *copy;
+    for (i = 0; i < l->n; i++) if (strncmp(l->name[i], text, (size_t)n) == 0 && l->name[i][n] == 0) return i;
+    if (!add) return -1;
+    more = (char **)realloc(l->name, (size_t)(l->n + 1) * sizeof *more);
+    if (more == NULL) return -2;
+    l->name = more;
+    copy = (char *)malloc((size_t)n + 1);
+    if (copy == NULL) return -2;
+    memcpy(copy, text, (size_t)n);
+    copy[n] = 0;
+    l->name[l->n] = copy;
+    return l->n++;
+}
+
+/* One line "label<TAB>text" without its end. */
+static amp_result read_line(text_set *t, label_names *l, const char *path, const char *line, int64_t n, int64_t number, int add) {
+    const char *tab = (const char *)memchr(line, '\t', (size_t)n);
+    text_item *item = &t->items[t->n];
+    int64_t length = tab != NULL ? tab - line : 0, place;
+    if (tab == NULL) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and a text", path, (long long)number);
+    if (length == 0) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
+    if (length > 200) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number, (long long)length);
+    if (memchr(line, 0, (size_t)length) != NULL) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a zero byte in the label", path, (long long)number);
+    place = label_place(l, line, length, add);
+    if (place == -2) return example_fail(AMP_ERR_MEMORY, "%s: no memory for the labels", path);
+    if (place < 0) return example_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number, (int)length, line);
+    if (place >= MOST_LABELS) return example_fail(AMP_ERR_LABEL, "%s: line %lld: more than %d labels", path, (long long)number, MOST_LABELS);
+    if (label_number(line, length) < 0) l->numbers = 0;
+    item->label = (int32_t)place;
+    item->line = number;
+    item->at = tab + 1 - (const char *)t->file;
+    item->length = line + n - tab - 1;
+    t->n++;
+    return AMP_OK;
+}
+
+/* Reads a file; empty lines are left out.  add 1: its labels are new. */
+static amp_result text_set_read(text_set *t, label_names *l, const char *path, int add) {
+    const char *at, *end;
+    int64_t lines = 1, number;
+    memset(t, 0, sizeof *t);
+    TRY(amp_file_read_all(NULL, path, &t->file, &t->bytes));
+    at = (const char *)t->file;
+    end = at + t->bytes;
+    for (; at < end; at++) lines += *at == '\n';
+    t->items = (text_item *)calloc((size_t)lines, sizeof *t->items);
+    if (t->items == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for %lld lines", path, (long long)lines);
+    at = (const char *)t->file;
+    for (number = 1; at < end; number++) {
+        const char *stop = (const char *)memchr(at, '\n', (size_t)(end - at));
+        int64_t n = (stop != NULL ? stop : end) - at;
+        const char *next = stop != NULL ? stop + 1 : end;
+        if (n > 0 && at[n - 1] == '\r') n--;
+        if (n > 0) TRY(read_line(t, l, path, at, n, number, add));
+        at = next;
+    }
+    return t->n > 0 ? AMP_OK : example_fail(AMP_ERR_FORMAT, "%s: holds no text", path);
+}
+
+/* Labels that are all numbers are classes themselves; names get numbers as they come. */
+static amp_result settle_labels(const settings *set, label_names *l, text_set *sets[2], int64_t *classes) {
+    int64_t i, k, most = 0;
+    for (k = 0; k < 2; k++)
+        for (i = 0; i < sets[k]->n; i++) {
+            text_item *item = &sets[k]->items[i];
+            const char *name = l->name[item->label];
+            if (l->numbers) item->label = (int32_t)label_number(name, (int64_t)strlen(name));
+            if (item->label > most) most = item->label;
+            if (set->classes > 0 && item->label >= set->classes)
+                return refuse("classes", "line %lld of %s has the label %.60s, which is class %d, counted from 0",
+                              (long long)item->line, k == 0 ? "--data" : "--valid", name, (int)item->label);
+        }
+    if (l->n < 2 && set->classes == 0)
+        return refuse("data", "has only one label, %.60s: a classifier needs two or more", l->name[0]);
+    *classes = set->classes > 0 ? set->classes : most + 1;
+    if (*classes < 2) *classes = 2;
+    if (l->numbers) label_names_close(l);
+    return AMP_OK;
+}
+
+/* Every text becomes [CLS] tokens [SEP], at most seq long. */
+static amp_result text_set_encode(text_set *t, const wordpiece *w, int64_t seq) {
+    int64_t i, used = 0, room = 0;
+    for (i = 0; i < t->n; i++) {
+        text_item *item = &t->items[i];
+        const char *text = (const char *)t->file + item->at;
+        int64_t n;
+        if (used + seq > room) {
+            int32_t *more = (int32_t *)realloc(t->tokens, (size_t)(room = 2 * room + seq + 4096) * sizeof *more);
+            if (more == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the tokens");
+            t->tokens = more;
+        }
+        t->tokens[used] = w->begin;
+        n = 1 + wordpiece_encode(w, text, item->length, t->tokens + used + 1, seq - 2);
+        t->tokens[used + n++] = w->end;
+        item->at = used;
+        item->length = n;
+        used += n;
+    }
+    return AMP_OK;
+}
+
+/* ==== Made-up sentences ========================================================================== */
+
+static const char *const made_of[] = {"the film",  "the plot",  "this story", "the acting", "the music", "her second novel",
+                                      "the ending", "that scene", "the whole cast", "the dialogue"};
+static const char *const made_how[] = {"", "really ", "simply ", "rather ", "quite ", "never less than ", "at times ", "from start to end "};
+static const char *const made_good[] = {"wonderful", "moving", "clever", "brilliant", "charming", "a delight", "superb", "funny"};
+static const char *const made_bad[] = {"dreadful", "boring", "clumsy", "tedious", "shallow", "a waste of time", "awful", "lifeless"};
+static const char *const made_end[] = {".", ", I thought.", "!", ", they say.", " and I would see it again.", " but short."};
+enum { MADE_TEXTS = 1200 };
+
+#define COUNT(array) (sizeof array / sizeof *array)
+
+/* Sentences like "the plot was not rather boring." with the label good or bad; "not" turns the label around. */
+static amp_result make_sentences(const char *path) {
+    text_buffer b = {NULL, 0, 0, 0};
+    amp_result result;
+    int64_t i;
+    for (i = 0; i < MADE_TEXTS; i++) {
+        uint32_t r[4], word, turned, good;
+        amp_philox(11, 0, (uint64_t)i, r);
+        good = r[0] & 1;
+        turned = (r[0] >> 1) % 4 == 0;
+        word = (r[0] >> 8) % (uint32_t)COUNT(made_good);
+        text_add(&b, "%s\t%s was %s%s%s%s\n", good != turned ? "good" : "bad", made_of[r[1] % COUNT(made_of)], turned ? "not " : "",
+                 made_how[r[2] % COUNT(made_how)], good ? made_good[word] : made_bad[word], made_end[r[3] % COUNT(made_end)]);
+    }
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the sentences") : amp_file_write_atomic(NULL, path, b.text, b.used);
+    free(b.text);
+    return result;
+}
+
+/* Adds the words of the texts of an array that a vocabulary lacks. */
+static void make_words(text_buffer *b, const char *const *texts, size_t n) {
+    char word[32], line[40];
+    size_t i;
+    for (i = 0; i < n; i++) {
+        const char *at = texts[i];
+        while (*at != 0) {
+            size_t length = 0;
+            while (at[length] != 0 && at[length] != ' ' && !(length > 0 && strchr(",.!", at[length])) && !(length == 1 && strchr(",.!", at[0]))) length++;
+            snprintf(word, sizeof word, "%.*s", (int)length, at);
+            if (word[0] >= 'A' && word[0] <= 'Z') word[0] = (char)(word[0] + 32);
+            snprintf(line, sizeof line, "\n%s\n", word);
+            if (length > 0 && strstr(b->text, line) == NULL) text_add(b, "%s\n", word);
+            at += length > 0 ? length : 1;
+        }
+    }
+}
+
+/* The vocabulary of these sentences. */
+static amp_result make_vocabulary(const char *path) {
+    static const char *const others[] = {"was", "not"};
+    text_buffer b = {NULL, 0, 0, 0};
+    amp_result result;
+    text_add(&b, "[PAD]\n[UNK]\n[CLS]\n[SEP]\n");
+    if (!b.failed) {
+        make_words(&b, made_of, COUNT(made_of)); make_words(&b, made_how, COUNT(made_how));
+        make_words(&b, made_good, COUNT(made_good)); make_words(&b, made_bad, COUNT(made_bad));
+        make_words(&b, made_end, COUNT(made_end)); make_words(&b, others, COUNT(others));
+    }
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the vocabulary") : amp_file_write_atomic(NULL, path, b.text, b.used);
+    free(b.text);
+    return result;
+}
+
+/* ==== The run: everything that a training needs, opened from the settings ======================== */
+
+typedef struct run {
+    settings set;
+    char data[PATH_MAX], vocab[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];   /* save "": nothing; vocab "": bytes */
+    amp_context *amp;
+    amp_choice choice;
+    amp_level level;
+    label_names labels;             /* n 0: labels are numbers */
+    text_set texts, valid;
+    int64_t *order;                 /* of texts: those that are evaluated on, if --valid is empty, come last */
+    int64_t n_train, n_valid, classes;
+    wordpiece tokenizer;
+    encoder_file file;              /* of --init; data NULL: none */
+    encoder model;
+    int fresh;                      /* parameters of the head that the file did not have */
+    amp_scaler *scaler;             /* NULL: none */
+    amp_optimizer *optimizer;
+    int32_t *host;                  /* a batch: lengths, labels, ids */
+    int32_t *device;
+    float *losses;                  /* device: of an epoch's batches */
+    FILE *metrics;
+    int64_t step, steps;            /* optimizer steps */
+    amp_outcome outcome;            /* the last one that arrived */
+    double loss, valid_loss, accuracy;          /* of the last epoch */
+} run;
+
+static amp_result open_context(run *r) {
+    const settings *set = &r->set;
+    amp_desc desc;
+    char why[400];
+    amp_result result;
+    memset(&desc, 0, sizeof desc);
+    TRY(amp_dtype_parse(set->precision, &desc.dtype));
+    desc.level = (amp_level)(AMP_LEVEL_O0 + word_place("O0 O1 O2 O3", set->level));
+    desc.policy = strcmp(set->policy, "torch") == 0 ? AMP_POLICY_TORCH : AMP_POLICY_FUSED;
+    desc.allow_fallback = (int32_t)set->allow_fallback;
+    desc.threads = (int32_t)set->threads;
+    desc.seed = (uint64_t)set->seed;
+    result = device_open(&r->amp, &desc, set->device);
+    if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
+    if (result == AMP_ERR_UNSUPPORTED) return refuse("precision", "%s", because(why));
+    TRY(result);
+    TRY(amp_query(r->amp, &desc));
+    r->level = desc.level;
+    return amp_query_choice(r->amp, &r->choice);
+}
+
+/* Files that a run writes, found out before it starts rather than at its end. */
+static amp_result open_files(run *r) {
+    const settings *set = &r->set;
+    size_t length = strlen(set->save);
+    const char *suffix = length > 12 ? set->save + length - 12 : "";
+    char why[400];
+    if (*set->save == 0) snprintf(r->save, sizeof r->save, "%.4000s/classifier/model.safetensors", set->out);
+    else if (strcmp(set->save, "none") != 0)
+        snprintf(r->save, sizeof r->save, "%.4000s%s", set->save, strcmp(suffix, ".safetensors") == 0 ? "" : ".safetensors");
+    if (set->compat) r->save[0] = 0;
+    if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
+    if (strcmp(set->metrics, "none") == 0) return AMP_OK;
+    if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
+    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->out);
+    if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
+    r->metrics = fopen(r->metrics_path, "w");
+    return r->metrics != NULL ? AMP_OK : refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
+}
+
+/* The order of an epoch: Fisher & Yates 1938. */
+static void shuffle(int64_t *order, int64_t n, uint64_t seed, uint64_t epoch) {
+    int64_t i;
+    for (i = n - 1; i > 0; i--) {
+        uint32_t words[4];
+        int64_t other, kept = order[i];
+        amp_philox(seed, epoch, (uint64_t)i, words);
+        other = (int64_t)(((uint64_t)words[0] << 32 | words[1]) % (uint64_t)(i + 1));
+        order[i] = order[other];
+        order[other] = kept;
+    }
+}
+
+/* Texts and labels, and which of them are evaluated on. */
+static amp_result open_data(run *r) {
+    const settings *set = &r->set;
+    text_set *sets[2];
+    char why[400];
+    int64_t i;
+    sets[0] = &r->texts; sets[1] = &r->valid;
+    r->labels.numbers = 1;
+    if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
+    else {
+        snprintf(r->data, sizeof r->data, "%.4000s/classifier/sentences.tsv", set->out);
+        TRY(folder_make(r->data));
+        TRY(make_sentences(r->data));
+    }
+    if (text_set_read(&r->texts, &r->labels, r->data, 1) != AMP_OK) return refuse("data", "%s", because(why));
+    if (*set->valid != 0 && text_set_read(&r->valid, &r->labels, set->valid, r->labels.numbers) != AMP_OK)
+        return refuse("valid", "%s", because(why));
+    TRY(settle_labels(set, &r->labels, sets, &r->classes));
+    r->order = (int64_t *)malloc((size_t)r->texts.n * sizeof *r->order);
+    if (r->order == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the order of %lld texts", (long long)r->texts.n);
+    for (i = 0; i < r->texts.n; i++) r->order[i] = i;
+    shuffle(r->order, r->texts.n, (uint64_t)set->seed, 0);
+    r->n_valid = r->valid.n;
+    if (*set->valid == 0) r->n_valid = (int64_t)(set->validation * (double)r->texts.n + 0.5);
+    if (r->n_valid < 1) r->n_valid = 1;
+    r->n_train = *set->valid != 0 ? r->texts.n : r->texts.n - r->n_valid;
+    return r->n_train > 0 ? AMP_OK : refuse("data", "%lld texts are too few to train and to evaluate on", (long long)r->texts.n);
+}
+
+/* --vocab, or the vocab.txt beside --init, or that of the made-up sentences, or bytes. */
+static amp_result open_tokenizer(run *r) {
+    const settings *set = &r->set;
+    const char *slash = strrchr(set->init, '/');
+    char why[400];
+    if (*set->vocab != 0) snprintf(r->vocab, sizeof r->vocab, "%.4000s", set->vocab);
+    else if (*set->init != 0) {
+        snprintf(r->vocab, sizeof r->vocab, "%.*svocab.txt", slash != NULL ? (int)(slash - set->init) + 1 : 0, set->init);
+        if (access(r->vocab, R_OK) != 0) r->vocab[0] = 0;
+    }
+    if (r->vocab[0] == 0 && *set->data == 0) {
+        snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->out);
+        TRY(make_vocabulary(r->vocab));
+    }
+    if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
+    else if (wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased) != AMP_OK)
+        return refuse(*set->vocab != 0 ? "vocab" : "init", "%s", because(why));
+    return AMP_OK;
+}
+
+typedef struct model_size { const char *name; int64_t layers, heads, hidden; } model_size;
+static const model_size model_sizes[] = {{"tiny", 2, 2, 64}, {"mini", 4, 4, 256}, {"small", 4, 8, 512}, {"base", 12, 12, 768}, {"large", 24, 16, 1024}};
+
+static amp_result shape_from_flags(const run *r, encoder_config *c) {
+    const settings *set = &r->set;
+    const model_size *size = model_sizes;
+    while (strcmp(size->name, set->model) != 0) size++;
+    c->layers = set->layers > 0 ? set->layers : size->layers;
+    c->heads = set->heads > 0 ? set->heads : size->heads;
+    c->hidden = set->hidden > 0 ? set->hidden : size->hidden;
+    c->intermediate = set->intermediate > 0 ? set->intermediate : 4 * c->hidden;
+    c->vocab = r->tokenizer.n;
+    c->types = 2;
+    c->positions = set->seq > 512 ? set->seq : 512;
+    if (c->hidden % c->heads != 0)
+        return refuse(set->heads > 0 ? "heads" : "hidden", "%lld heads do not divide a width of %lld", (long long)c->heads, (long long)c->hidden);
+    return AMP_OK;
+}
+
+static amp_result shape_from_file(run *r, encoder_config *c) {
+    const settings *set = &r->set;
+    char why[400];
+    if (encoder_file_open(&r->file, set->init, set->heads) != AMP_OK) return refuse("init", "%s", because(why));
+    *c = r->file.config;
+    if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
+        return refuse("init", "a model of the kind %s has tokens of byte pairs, and this program makes WordPiece", encoder_kinds[c->family].name);
+    if (r->tokenizer.n > c->vocab)
+        return refuse(*set->vocab != 0 ? "vocab" : "init", "the tokenizer has %lld tokens, the model of --init only %lld%s", (long long)r->tokenizer.n,
+                      (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
+    if (set->seq > c->positions) return refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
+    if (r->labels.n == 0 && set->classes == 0 && c->classes > r->classes) r->classes = c->classes;     /* its head knows more labels */
+    return AMP_OK;
+}
+
+/* The dtype to keep activations in: autocast says what a linear layer would return. */
+static amp_result activation_dtype(amp_context *amp, amp_dtype *out) {
+    TRY(amp_autocast_begin(amp, NULL));
+    *out = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+    TRY(amp_autocast_end(amp));
+    if (*out == AMP_TF32) *out = AMP_F32;
+    return AMP_OK;
+}
+
+static amp_result open_model(run *r) {
+    const settings *set = &r->set;
+    encoder_config config;
+    char why[400];
+    amp_result result;
+    memset(&config, 0, sizeof config);
+    TRY(*set->init != 0 ? shape_from_file(r, &config) : shape_from_flags(r, &config));
+    config.classes = r->classes;
+    config.batch = set->batch;
+    config.seq = set->seq;
+    config.dropout = (float)set->dropout;
+    TRY(activation_dtype(r->amp, &config.activations));
+    result = encoder_create(&r->model, r->amp, &config);
+    if (result == AMP_ERR_MEMORY) return refuse(*set->init != 0 ? "batch" : "model", "%s", because(why));
+    TRY(result);
+    if (*set->init == 0) return encoder_init(&r->model, (uint64_t)set->seed);
+    result = encoder_file_load(&r->file, &r->model, (uint64_t)set->seed, &r->fresh);
+    encoder_file_close(&r->file);
+    return result == AMP_OK ? AMP_OK : refuse("init", "%s", because(why));
+}
+
+static float or_zero(double value) { return value > 0 ? (float)value : AMP_ZERO; }
+
+static amp_result open_optimizer(run *r) {
+    const settings *set = &r->set;
+    amp_scaler_desc scaler;
+    amp_optimizer_desc desc;
+    int64_t batches = (r->n_train + set->batch - 1) / set->batch;
+    if (strcmp(set->scaler, "on") == 0 || (strcmp(set->scaler, "auto") == 0 && r->choice.scaler)) {
+        memset(&scaler, 0, sizeof scaler);
+        scaler.init_scale = (float)set->init_scale;
+        scaler.growth_interval = (int32_t)set->growth_interval;
+        TRY(amp_scaler_create(r->amp, &r->scaler, &scaler));
+    }
+    memset(&desc, 0, sizeof desc);
+    desc.params = r->model.params;
+    desc.n_params = r->model.n_params;
+    desc.lr = or_zero(r->set.lr);
+    desc.weight_decay = set->weight_decay;
+    desc.clip_norm = set->clip;
+    desc.accumulation = (int32_t)set->accumulation;
+    desc.seed = (uint64_t)set->seed;
+    r->steps = set->epochs * batches / set->accumulation;
+    return amp_optimizer_create(r->amp, &r->optimizer, &desc);
+}
+
+/* Room for a batch on both sides, and for an epoch's losses. */
+static amp_result open_batches(run *r) {
+    int64_t n = r->set.batch * (2 + r->set.seq), batches = (r->n_train + r->set.batch - 1) / r->set.batch;
+    void *memory = NULL;
+    r->host = (int32_t *)malloc((size_t)n * sizeof *r->host);
+    if (r->host == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for a batch");
+    TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof *r->device));
+    r->device = (int32_t *)memory;
+    TRY(amp_alloc(r->amp, &memory, batches * (int64_t)sizeof *r->losses));
+    r->losses = (float *)memory;
+    return AMP_OK;
+}
+
+static void close_run(run *r) {
+    if (r->metrics != NULL) fclose(r->metrics);
+    if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
+    if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
+    encoder_destroy(&r->model);
+    encoder_file_close(&r->file);
+    if (r->amp != NULL) { amp_free(r->amp, r->device); amp_free(r->amp, r->losses); }
+    text_set_close(&r->texts);
+    text_set_close(&r->valid);
+    label_names_close(&r->labels);
+    wordpiece_close(&r->tokenizer);
+    free(r->order); free(r->host);
+    amp_close(r->amp);
+    memset(r, 0, sizeof *r);
+}
+
+static amp_result open_run(run *r) {
+    if (r->set.lr < 0) r->set.lr = *r->set.init != 0 ? 5e-5 : 1e-3;
+    TRY(open_data(r));
+    TRY(open_tokenizer(r));
+    TRY(open_model(r));
+    TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
+    TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
+    TRY(open_optimizer(r));
+    return open_batches(r);
+}
+
+/* ==== Training =================================================================================== */
+
+/* Texts first to first + n - 1 of an order (NULL: as they stand) on the device, padded to the longest. */
+static amp_result load_batch(run *r, const text_set *t, const int64_t *order, int64_t first, int64_t n, encoder_input *in, const int32_t **labels) {
+    int32_t *lengths = r->host, *classes = r->host + n, *ids = r->host + 2 * n;
+    int64_t i, longest = 0;
+    for (i = 0; i < n; i++) {
+        const text_item *item = &t->items[order != NULL ? order[first + i] : first + i];
+        lengths[i] = (int32_t)item->length;
+        classes[i] = item->label;
+        if (item->length > longest) longest = item->length;
+    }
+    for (i = 0; i < n; i++) {
+        const text_item *item = &t->items[order != NULL ? order[first + i] : first + i];
+        int64_t k;
+        memcpy(ids + i * longest, t->tokens + item->at, (size_t)item->length * sizeof *ids);
+        for (k = item->length; k < longest; k++) ids[i * longest + k] = r->tokenizer.pad;
+    }
+    TRY(amp_copy(r->amp, r->device, r->host, n * (2 + longest) * (int64_t)sizeof *ids, AMP_COPY_TO_DEVICE));
+    TRY(amp_sync(r->amp));          /* the host's copy is used again */
+    memset(in, 0, sizeof *in);
+    in->lengths = r->device;
+    in->ids = r->device + 2 * n;
+    in->batch = n;
+    in->seq = longest;
+    *labels = r->device + n;
+    return AMP_OK;
+}
+
+/* Forward and loss in a region; with backward the logits become their gradient. */
+static amp_result forward_loss(run *r, const encoder_input *in, const int32_t *labels, int backward) {
+    amp_autocast_desc region;
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    TRY(amp_autocast_begin(r->amp, &region));
+    result = encoder_forward(&r->model, in);
+    if (result == AMP_OK) result = encoder_loss(&r->model, labels, backward, r->scaler != NULL ? amp_scaler_seed(r->scaler) : NULL);
+    TRY(amp_autocast_end(r->amp));
+    return result;
+}
+
+/* One micro-batch: forward in a region, backward from the loss scale, and amp_step, which with the last one of a step
+   checks, clips, updates the weights and moves the scale. */
+static amp_result train_batch(run *r, int64_t batch, const encoder_input *in, const int32_t *labels) {
+    TRY(forward_loss(r, in, labels, 1));
+    TRY(encoder_backward(&r->model));
+    TRY(amp_copy(r->amp, r->losses + batch, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
+    return amp_step(r->optimizer, r->scaler);
+}
+
+/* Mean loss and accuracy over the texts that are evaluated on, in the training's precision. */
+static amp_result evaluate(run *r) {
+    const text_set *t = r->valid.n > 0 ? &r->valid : &r->texts;
+    const int64_t *order = r->valid.n > 0 ? NULL : r->order + r->n_train;
+    int64_t first, right = 0, i, classes = r->classes, batch = r->set.batch;
+    float *logits = (float *)malloc((size_t)(batch * classes) * 2 * sizeof *logits);
+    double sum = 0;
+    amp_result result = logits != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for logits");
+    for (first = 0; first < r->n_valid && result == AMP_OK; first += batch) {
+        int64_t n = r->n_valid - first < batch ? r->n_valid - first : batch;
+        const amp_tensor *y = &r->model.out.y;
+        encoder_input in;
+        const int32_t *labels;
+        void *stored = logits + batch * classes;
+        float loss = 0;
+        result = load_batch(r, t, order, first, n, &in, &labels);
+        if (result == AMP_OK) result = forward_loss(r, &in, labels, 0);
+        if (result == AMP_OK) result = encoder_loss_read(&r->model, &loss);
+        if (result == AMP_OK) result = amp_copy(r->amp, stored, y->data, n * classes * (int64_t)amp_dtype_size(y->dtype), AMP_COPY_TO_HOST);
+        if (result == AMP_OK) result = amp_sync(r->amp);
+        if (result == AMP_OK) result = amp_convert(logits, AMP_F32, stored, y->dtype, n * classes, NULL, NULL);
+        for (i = 0; i < n; i++) right += largest_of(logits + i * classes, classes) == r->host[n + i];
+        sum += (double)loss * (double)n;
+    }
+    free(logits);
+    r->valid_loss = sum / (double)r->n_valid;
+    r->accuracy = (double)right / (double)r->n_valid;
+    return result;
+}
+
+static void take_outcomes(run *r) {
+    amp_outcome o;
+    while (amp_outcome_next(r->optimizer, &o)) r->outcome = o;
+}
+
+/* The mean loss of an epoch's first n batches.  Waits for the device. */
+static amp_result epoch_loss(run *r, int64_t n) {
+    float *losses = (float *)malloc((size_t)n * sizeof *losses);
+    double sum = 0, texts = 0;
+    int64_t i;
+    amp_result result = losses != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the losses");
+    if (result == AMP_OK) result = amp_copy(r->amp, losses, r->losses, n * (int64_t)sizeof *losses, AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp_sync(r->amp);
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        int64_t left = r->n_train - i * r->set.batch, size = left < r->set.batch ? left : r->set.batch;
+        sum += (double)losses[i] * (double)size;
+        texts += (double)size;
+    }
+    r->loss = sum / (texts > 0 ? texts : 1);
+    free(losses);
+    return result;
+}
+
+/* One pass over the data; *tokens: how many without padding.  Ctrl-C ends it early. */
+static amp_result train_epoch(run *r, int64_t epoch, progress *bar, int64_t *tokens) {
+    const settings *set = &r->set;
+    int64_t first, batch = 0, warmup = (int64_t)(set->warmup * (double)r->steps), i;
+    char text[200];
+    *tokens = 0;
+    if (!set->shuffle_off) shuffle(r->order, r->n_train, (uint64_t)set->seed, (uint64_t)epoch);
+    for (first = 0; first < r->n_train && !stop_requested; first += set->batch, batch++) {
+        int64_t n = r->n_train - first < set->batch ? r->n_train - first : set->batch,
+                micro = (epoch - 1) * ((r->n_train + set->batch - 1) / set->batch) + batch;
+        encoder_input in;
+        const int32_t *labels;
+        r->step = micro / set->accumulation;
+        TRY(load_batch(r, &r->texts, r->order, first, n, &in, &labels));
+        for (i = 0; i < n; i++) *tokens += r->host[i];
+        TRY(amp_optimizer_set_lr(r->optimizer, schedule_lr(SCHEDULE_LINEAR, r->step, r->steps, warmup, set->lr, 0)));
+        TRY(train_batch(r, batch, &in, labels));
+        take_outcomes(r);
+        if (!bar->terminal) continue;
+        snprintf(text, sizeof text, "epoch %lld | batch %lld | norm %.3f | scale %g", (long long)epoch, (long long)batch + 1,
+                 (double)r->outcome.norm, r->scaler != NULL ? (double)r->outcome.scale : 1.0);
+        progress_show(bar, (epoch - 1) * r->n_train + first, text, 0);
+    }
+    TRY(amp_outcome_flush(r->optimizer));
+    take_outcomes(r);
+    return batch > 0 ? epoch_loss(r, batch) : AMP_OK;
+}
+
+static void report_epoch(run *r, int64_t epoch, double seconds, double evaluation, int64_t tokens) {
+    amp_memory_info memory;
+    char rate[32];
+    double peak = amp_memory(r->amp, &memory) == AMP_OK ? (double)memory.peak / 1048576 : 0;
+    printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld\n", (long long)epoch, r->loss,
+           r->valid_loss, 100 * r->accuracy, seconds, grouped((int64_t)((double)tokens / (seconds > 0 ? seconds : 1)), rate, sizeof rate),
+           (long long)r->outcome.total_skips);
+    metrics_begin(r->metrics, "epoch");
+    metrics_integer(r->metrics, "epoch", epoch);
+    metrics_text(r->metrics, "precision", amp_dtype_name(r->choice.dtype));
+    metrics_number(r->metrics, "loss", r->loss);
+    metrics_number(r->metrics, "validation_loss", r->valid_loss);
+    metrics_number(r->metrics, "accuracy", r->accuracy);
+    metrics_number(r->metrics, "seconds", seconds);
+    metrics_number(r->metrics, "evaluation_seconds", evaluation);
+    metrics_number(r->metrics, "tokens_per_s", seconds > 0 ? (double)tokens / seconds : 0);
+    metrics_integer(r->metrics, "steps", r->outcome.step);
+    metrics_integer(r->metrics, "skipped", r->outcome.total_skips);
+    metrics_number(r->metrics, "scale", r->scaler != NULL ? (double)amp_scaler_scale(r->scaler) : 1);
+    metrics_number(r->metrics, "norm", (double)r->outcome.norm);
+    metrics_number(r->metrics, "lr", r->outcome.lr);
+    metrics_number(r->metrics, "peak_mib", peak);
+    if (r->outcome.first_bad != NULL) metrics_text(r->metrics, "first_bad", r->outcome.first_bad);
+    metrics_end(r->metrics);
+}
+
+static amp_result report_start(run *r) {
+    TRY(evaluate(r));
+    printf("before training: validation loss %.4f, accuracy %.2f%%\n", r->valid_loss, 100 * r->accuracy);
+    metrics_begin(r->metrics, "start");
+    metrics_number(r->metrics, "validation_loss", r->valid_loss);
+    metrics_number(r->metrics, "accuracy", r->accuracy);
+    metrics_end(r->metrics);
+    return AMP_OK;
+}
+
+static amp_result train(run *r) {
+    progress bar;
+    int64_t epoch, tokens;
+    TRY(report_start(r));
+    progress_open(&bar, r->set.epochs * r->n_train);
+    for (epoch = 1; epoch <= r->set.epochs && !stop_requested; epoch++) {
+        double began = seconds_now(), trained;
+        TRY(train_epoch(r, epoch, &bar, &tokens));
+        trained = seconds_now();
+        TRY(evaluate(r));
+        progress_clear(&bar);
+        report_epoch(r, epoch, trained - began, seconds_now() - trained, tokens);
+    }
+    return AMP_OK;
+}
+
+/* ==== Reports and files ========================================================================== */
+
+static void print_run(const run *r) {
+    const encoder_config *c = &r->model.config;
+    const settings *set = &r->set;
+    char a[32], b[32];
+    int64_t i;
+    if (*set->data == 0) printf("No --data: learning MADE-UP sentences, which %s holds.\n", r->data);
+    if (*set->init == 0) printf("No --init: the weights are RANDOM, nothing was learned before.\n");
+    printf("  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
+    printf("  level       %s, scaler %s, weights %s, activations %s, the stream between layers fp32\n", set->level, r->scaler != NULL ? "yes" : "no",
+           amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n", encoder_kinds[c->family].name, (long long)c->layers,
+           (long long)c->heads, (long long)c->hidden, grouped(c->vocab, a, sizeof a), grouped(r->model.weights_count, b, sizeof b),
+           *set->init != 0 ? ", from " : ", random", set->init);
+    if (r->fresh > 0)
+        printf("  head        %s initialised: the file has no layer for %lld classes\n",
+               r->fresh > 2 ? "both layers" : "the last layer", (long long)r->classes);
+    printf("  tokens      %s%s%s\n", r->vocab[0] != 0 ? "WordPiece of " : "bytes", r->vocab, r->tokenizer.cased ? ", cased" : "");
+    printf("  data        %s: %s texts to train on, %s to evaluate on%s%s, %lld classes", r->data, grouped(r->n_train, a, sizeof a),
+           grouped(r->n_valid, b, sizeof b), *set->valid != 0 ? " from " : "", set->valid, (long long)r->classes);
+    for (i = 0; i < r->labels.n && i < 8; i++) printf("%s%s", i == 0 ? ": " : ", ", r->labels.name[i]);
+    printf("%s\n  steps       %lld of %lld x %lld texts, learning rate %g\n", r->labels.n > 8 ? ", ..." : "", (long long)r->steps,
+           (long long)set->accumulation, (long long)set->batch, set->lr);
+}
+
+static void metrics_run(const run *r) {
+    metrics_begin(r->metrics, "run");
+    metrics_text(r->metrics, "version", AMP_VERSION_TEXT);
+    metrics_text(r->metrics, "precision", amp_dtype_name(r->choice.dtype));
+    metrics_text(r->metrics, "reason", r->choice.reason);
+    metrics_text(r->metrics, "level", r->set.level);
+    metrics_integer(r->metrics, "scaler", r->scaler != NULL);
+    metrics_text(r->metrics, "weights", *r->set.init != 0 ? r->set.init : "random");
+    metrics_integer(r->metrics, "head_initialised", r->fresh);
+    metrics_integer(r->metrics, "parameters", r->model.weights_count);
+    metrics_text(r->metrics, "data", r->data);
+    metrics_integer(r->metrics, "texts", r->n_train);
+    metrics_integer(r->metrics, "classes", r->classes);
+    metrics_end(r->metrics);
+}
+
+/* The model with what transformers' from_pretrained wants beside it. */
+static amp_result save_run(run *r) {
+    const char *slash = strrchr(r->save, '/');
+    int folder = slash != NULL ? (int)(slash - r->save) + 1 : 0;
+    char path[PATH_MAX + 16];
+    if (r->save[0] == 0) return AMP_OK;
+    TRY(encoder_save(&r->model, r->save));
+    snprintf(path, sizeof path, "%.*sconfig.json", folder, r->save);
+    if (strcmp(r->save + folder, "model.safetensors") == 0) TRY(encoder_save_config(&r->model, path, (const char *const *)r->labels.name, r->labels.n));
+    snprintf(path, sizeof path, "%.*svocab.txt", folder, r->save);
+    if (r->vocab[0] != 0 && strcmp(r->save + folder, "model.safetensors") == 0 && strcmp(path, r->vocab) != 0)
+        TRY(amp_file_write_atomic(NULL, path, r->tokenizer.text, r->tokenizer.text_bytes));
+    printf("saved %s\n", r->save);
+    return AMP_OK;
+}
+
+/* ==== The architectures in every precision ======================================================= */
+
+typedef struct architecture {
+    const char *name;
+    encoder_family family;
+    int64_t vocab, positions, types, heads, hidden, intermediate, embedding, window, batch, seq;
+    const char *note;
+} architecture;
+
+/* As the config.json of bert-base-uncased, roberta-base, xlm-roberta-base, electra-small-discriminator and
+   longformer-base-4096 have them; two layers. */
+static const architecture architectures[] = {
+    {"BERT", ENCODER_BERT, 30522, 512, 2, 12, 768, 3072, 768, 0, 2, 48, ""},
+    {"RoBERTa", ENCODER_ROBERTA, 50265, 514, 1, 12, 768, 3072, 768, 0, 2, 48, "positions start at 2"},
+    {"XLM-R", ENCODER_ROBERTA, 250002, 514, 1, 12, 768, 3072, 768, 0, 2, 48, "positions start at 2"},
+    {"ELECTRA", ENCODER_ELECTRA, 30522, 512, 2, 4, 256, 1024, 128, 0, 2, 48, "embeddings of width 128 are projected"},
+    {"Longformer", ENCODER_LONGFORMER, 50265, 4098, 1, 12, 768, 3072, 768, 256, 1, 576,
+     "256 keys on each side; the first token sees all, by its own query, key and value layers"},
+};
+
+typedef struct compat {
+    amp_context *amp;
+    encoder model;
+    encoder_input input;
+    int32_t *memory;
+    const int32_t *labels;
+    float *seed;                    /* device: the loss scale */
+    float *reference;               /* gradients in fp32, one parameter behind the other, on the host */
+    float *room;                    /* of the largest parameter */
+    float logits[2][16];            /* fp32's, and those of now */
+    FILE *metrics;
+} compat;
+
+/* What one precision gave. */
+typedef struct compat_row { double logits, gradients, worst; const char *worst_name, *bad; float scale; } compat_row;
+
+static void compat_close(compat *c) {
+    encoder_destroy(&c->model);
+    amp_free(c->amp, c->memory);
+    amp_free(c->amp, c->seed);
+    free(c->reference); free(c->room);
+    c->memory = NULL; c->seed = NULL; c->reference = c->room = NULL;
+}
+
+/* Random tokens, the last sequence a third shorter, and labels. */
+static amp_result compat_data(compat *c, const encoder_config *config) {
+    int64_t n = config->batch * (2 + config->seq), i;
+    int32_t *host = (int32_t *)malloc((size_t)n * sizeof *host);
+    void *memory = NULL;
+    amp_result result = host != NULL ? amp_alloc(c->amp, &memory, n * 4) : example_fail(AMP_ERR_MEMORY, "no memory for a batch");
+    c->memory = (int32_t *)memory;
+    for (i = 0; i < n && result == AMP_OK; i++) {
+        uint32_t words[4];
+        amp_philox(21, 0, (uint64_t)i, words);
+        host[i] = (int32_t)(words[0] % (uint32_t)config->vocab);
+        if (i < config->batch) host[i] = (int32_t)(i + 1 < config->batch ? config->seq : config->seq - config->seq / 3);
+        else if (i < 2 * config->batch) host[i] = (int32_t)(i % config->classes);
+    }
+    if (result == AMP_OK) result = amp_copy(c->amp, memory, host, n * 4, AMP_COPY_TO_DEVICE);
+    if (result == AMP_OK) result = amp_sync(c->amp);
+    free(host);
+    memset(&c->input, 0, sizeof c->input);
+    c->input.lengths = c->memory;
+    c->input.ids = c->memory + 2 * config->batch;
+    c->input.batch = config->batch;
+    c->input.seq = config->seq;
+    c->labels = c->memory + config->batch;
+    return result;
+}
+
+static amp_result compat_open(compat *c, const architecture *a, int64_t scale) {
+    encoder_config config;
+    void *memory = NULL;
+    memset(&config, 0, sizeof config);
+    config.family = a->family;
+    config.heads = a->heads / scale > 0 ? a->heads / scale : 1;
+    config.hidden = a->hidden / a->heads * config.heads;
+    config.intermediate = a->intermediate / a->heads * config.heads;
+    config.embedding = a->embedding == a->hidden ? config.hidden : config.hidden / 2;
+    config.vocab = a->vocab / scale; config.positions = a->positions; config.types = a->types; config.layers = 2;
+    config.window = a->window / scale; config.classes = 3; config.batch = a->batch;
+    config.seq = a->seq / scale > 4 ? a->seq / scale : 4;
+    config.eps = a->family == ENCODER_BERT || a->family == ENCODER_ELECTRA ? 1e-12f : 1e-5f;
+    TRY(encoder_create(&c->model, c->amp, &config));
+    TRY(encoder_init(&c->model, 31));
+    TRY(compat_data(c, &config));
+    TRY(amp_alloc(c->amp, &memory, (int64_t)sizeof *c->seed));
+    c->seed = (float *)memory;
+    c->reference = (float *)malloc((size_t)c->model.weights_count * sizeof *c->reference);
+    c->room = encoder_room(&c->model);
+    return c->reference != NULL && c->room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the gradients");
+}
+
+/* Forward and backward in one precision and at one loss scale; the logits are copied in between. */
+static amp_result compat_run(compat *c, amp_dtype dtype, float scale, float *logits) {
+    encoder *e = &c->model;
+    amp_autocast_desc region;
+    amp_result result;
+    float stored[16];
+    int64_t i, n = e->config.batch * e->config.classes;
+    memset(&region, 0, sizeof region);
+    region.dtype = dtype;
+    TRY(encoder_store(e, dtype == AMP_F16 || dtype == AMP_BF16 ? dtype : AMP_F32));
+    TRY(amp_copy(c->amp, c->seed, &scale, (int64_t)sizeof scale, AMP_COPY_TO_DEVICE));
+    TRY(amp_sync(c->amp));
+    TRY(amp_autocast_begin(c->amp, &region));
+    result = encoder_forward(e, &c->input);
+    if (result == AMP_OK) result = amp_copy(c->amp, stored, e->logits, n * (int64_t)amp_dtype_size(e->config.activations), AMP_COPY_TO_HOST);
+    if (result == AMP_OK) result = amp_sync(c->amp);
+    if (result == AMP_OK) result = encoder_loss(e, c->labels, 1, c->seed);
+    TRY(amp_autocast_end(c->amp));
+    TRY(result);
+    TRY(amp_convert(logits, AMP_F32, stored, e->config.activations, n, NULL, NULL));
+    for (i = 0; i < e->n_params; i++) e->params[i].grad_live = 0;
+    return encoder_backward(e);
+}
+
+/* The squares of a difference and of the reference, added to sums; returns that of the difference. */
+static double add_squares(const float *x, double factor, const float *reference, int64_t n, double sums[2]) {
+    double off = 0, own = 0;
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        double exact = (double)reference[i], d = factor * (double)x[i] - exact;
+        off += d * d;
+        own += exact * exact;
+    }
+    sums[0] += off;
+    sums[1] += own;
+    return off;
+}
+
+/* Compares logits and gradients with fp32's.  A tensor's own error is relative to the larger of its norm and its share, by
+   elements, of the norm of all: the gradient of a key's bias is 0 but for rounding. */
+static amp_result compat_measure(compat *c, compat_row *row) {
+    encoder *e = &c->model;
+    double sums[2] = {0, 0}, each, total = 0;
+    int64_t i, at, n = e->config.batch * e->config.classes;
+    for (i = 0; i < e->weights_count; i++) total += (double)c->reference[i] * (double)c->reference[i];
+    if (amp_count_nonfinite(c->logits[1], AMP_F32, n, NULL) > 0) row->bad = "logits";
+    add_squares(c->logits[1], 1, c->logits[0], n, sums);
+    row->logits = sqrt(sums[0] / sums[1]);
+    memset(sums, 0, sizeof sums);
+    for (i = 0, at = 0; i < e->n_params && row->bad == NULL; at += n, i++) {
+        double own[2] = {0, 0}, share;
+        n = amp_tensor_count(&e->params[i].grad);
+        TRY(amp_copy(c->amp, c->room, e->params[i].grad.data, n * 4, AMP_COPY_TO_HOST));
+        TRY(amp_sync(c->amp));
+        if (amp_count_nonfinite(c->room, AMP_F32, n, NULL) > 0) row->bad = e->params[i].name;
+        add_squares(c->room, 1 / (double)row->scale, c->reference + at, n, own);
+        sums[0] += own[0]; sums[1] += own[1];
+        share = total * (double)n / (double)e->weights_count;
+        each = sqrt(own[0] / (own[1] > share ? own[1] : share));
+        if (each > row->worst) { row->worst = each; row->worst_name = e->params[i].name; }
+    }
+    row->gradients = sqrt(sums[0] / (sums[1] > 0 ? sums[1] : 1));
+    return AMP_OK;
+}
+
+/* Keeps what fp32 gives. */
+static amp_result compat_reference(compat *c) {
+    encoder *e = &c->model;
+    int64_t i, at = 0;
+    TRY(compat_run(c, AMP_F32, 1, c->logits[0]));
+    for (i = 0; i < e->n_params; i++) {
+        int64_t n = amp_tensor_count(&e->params[i].grad);
+        TRY(amp_copy(c->amp, c->reference + at, e->params[i].grad.data, n * 4, AMP_COPY_TO_HOST));
+        at += n;
+    }
+    return amp_sync(c->amp);
+}
+
+/* fp16 begins at the scaler's first scale, and backs off as the scaler would. */
+static amp_result compat_precision(compat *c, amp_dtype dtype, compat_row *row) {
+    int tries;
+    float scale = dtype == AMP_F16 ? 65536.0f : 1.0f;
+    for (tries = 0; tries < (dtype == AMP_F16 ? 16 : 1); tries++, scale /= 2) {
+        memset(row, 0, sizeof *row);
+        row->scale = scale;
+        row->worst_name = "";
+        TRY(compat_run(c, dtype, scale, c->logits[1]));
+        TRY(compat_measure(c, row));
+        if (row->bad == NULL || strcmp(row->bad, "logits") == 0) return AMP_OK;
+    }
+    return AMP_OK;
+}
+
+/* Each of some 30 roundings on the way through two layers adds about one unit roundoff u to the relative error, and they
+   add up like random numbers: sqrt(30) u, twice the way with the gradient sqrt(60) u; twice that is too much. */
+static double compat_bound(amp_dtype dtype, double roundings) {
+    double unit = dtype == AMP_F32 ? 6e-8 : dtype == AMP_BF16 ? 3.90625e-3 : 4.8828125e-4;
+    return 2 * sqrt(roundings) * unit;
+}
+
+static int compat_print(compat *c, const architecture *a, amp_dtype dtype, const compat_row *row) {
+    int reference = dtype == AMP_F32, good = row->bad == NULL && row->logits <= compat_bound(dtype, 30) && row->gradients <= compat_bound(dtype, 60);
+    const char *verdict = row->bad != NULL ? "NOT FINITE" : good ? "ok" : "TOO FAR OFF";
+    printf("%-11s %-9s %7g ", a->name, amp_dtype_name(dtype), (double)row->scale);
+    if (reference) printf("%9s %9s %9s", "reference", "", "");
+    else printf("%9.1e %9.1e %9.1e", row->logits, row->gradients, row->worst);
+    printf("  %-9s  %s\n", row->bad == NULL ? "finite" : row->bad, verdict);
+    metrics_begin(c->metrics, "compat");
+    metrics_text(c->metrics, "architecture", a->name);
+    metrics_text(c->metrics, "precision", amp_dtype_name(dtype));
+    metrics_integer(c->metrics, "vocab", c->model.config.vocab);
+    metrics_integer(c->metrics, "hidden", c->model.config.hidden);
+    metrics_number(c->metrics, "loss_scale", (double)row->scale);
+    metrics_number(c->metrics, "logits_error", row->logits);
+    metrics_number(c->metrics, "gradient_error", row->gradients);
+    metrics_number(c->metrics, "worst_error", row->worst);
+    metrics_text(c->metrics, "worst_tensor", row->worst_name);
+    if (row->bad != NULL) metrics_text(c->metrics, "first_bad", row->bad);
+    metrics_text(c->metrics, "verdict", verdict);
+    metrics_end(c->metrics);
+    return good;
+}
+
+/* All precisions of one architecture; *failed: those that are not as near to fp32 as they should be. */
+static amp_result compat_architecture(compat *c, const architecture *a, int64_t scale, int *failed) {
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+    compat_row row;
+    size_t i;
+    TRY(compat_open(c, a, scale));
+    TRY(compat_reference(c));
+    for (i = 0; i < COUNT(dtypes) && !stop_requested; i++) {
+        TRY(compat_precision(c, dtypes[i], &row));
+        *failed += !compat_print(c, a, dtypes[i], &row);
+        fflush(stdout);
+    }
+    return AMP_OK;
+}
+
+static amp_result run_compat(run *r, int *failed) {
+    compat c;
+    size_t i;
+    double began = seconds_now();
+    amp_result result = AMP_OK;
+    amp_memory_info memory;
+    memset(&c, 0, sizeof c);
+    c.amp = r->amp;
+    c.metrics = r->metrics;
+    printf("Two layers of each architecture with random weights, one batch forward and backward, against fp32 on this machine\n"
+           "%-11s %-9s %7s %9s %9s %9s  %-9s  %s\n", "", "precision", "scale", "logits", "gradients", "worst", "values", "verdict");
+    for (i = 0; i < COUNT(architectures) && result == AMP_OK && !stop_requested; i++) {
+        result = compat_architecture(&c, &architectures[i], r->set.compat_scale, failed);
+        compat_close(&c);
+    }
+    TRY(result);
+    printf("errors are relative norms; gradients: of all parameters together; worst: of one tensor, but never relative to less than its\n"
+           "share of the norm of all; values: finite, or the first tensor that is not; scale: the loss scale that fp16 came down to\n");
+    for (i = 0; i < COUNT(architectures); i++)
+        if (*architectures[i].note != 0) printf("%s: %s\n", architectures[i].name, architectures[i].note);
+    if (amp_memory(r->amp, &memory) == AMP_OK)
+        printf("%.1f s, %.1f GiB of device memory at most\n", seconds_now() - began, (double)memory.peak / 1073741824);
+    return AMP_OK;
+}
+
+/* ==== main ======================================================================================= */
+
+static int fail(int code) {
+    fprintf(stderr, "train_classifier: %s\n", example_error());
+    return code;
+}
+
+int main(int argc, char **argv) {
+    run r;
+    amp_result result;
+    int failed = 0;
+    memset(&r, 0, sizeof r);
+    if (read_command_line(argc, argv) != AMP_OK || parse_options(&r.set) != AMP_OK) return fail(2);
+    if (r.set.help) return print_help(), 0;
+    stop_install();
+    result = open_context(&r);
+    if (result == AMP_OK) result = open_files(&r);
+    if (result == AMP_OK && !r.set.compat) result = open_run(&r);
+    if (result != AMP_OK) { close_run(&r); return fail(2); }
+    if (r.set.compat) result = run_compat(&r, &failed);
+    else {
+        print_run(&r);
+        metrics_run(&r);
+        result = train(&r);
+        if (result == AMP_OK) result = save_run(&r);
+    }
+    if (result != AMP_OK) { fail(1); close_run(&r); return 1; }
+    close_run(&r);
+    return stop_requested ? 130 : failed > 0;
+}

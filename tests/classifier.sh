@@ -1,0 +1,98 @@
+#!/bin/sh
+# classifier.sh - the example classifier does what it says: learns in every precision and level, goes on from its own
+# files, compares precisions on every architecture, and refuses bad input by name.
+. tests/lib.sh
+program="$PWD/build/train_classifier"
+export OMP_NUM_THREADS=2
+
+# train NAME FLAGS...: a run into its own folder.
+train() { name=$1; shift; "$program" --out "$work/$name" --threads 1 "$@" > "$work/$name.log" 2>&1; }
+# field KEY RUN: of the last epoch of a run's metrics.
+field() { grep '"event": "epoch"' "$work/$2/classifier/metrics.jsonl" | tail -n 1 | sed "s/.*\"$1\": *\([^,}]*\).*/\1/"; }
+
+for precision in fp32 tf32 fp16 bf16; do
+    if train "$precision" --precision "$precision" && awk "BEGIN {exit !($(field accuracy $precision) > 0.9)}"; then pass
+    else fail "$precision learns" "$(tail -n 2 "$work/$precision.log")"; fi
+done
+if grep -q "MADE-UP" "$work/fp32.log" && grep -q "RANDOM" "$work/fp32.log"; then pass; else fail "says what it learns" "$(head -n 2 "$work/fp32.log")"; fi
+if [ "$(field scale fp16)" = 65536 ] && [ "$(field skipped fp16)" = 0 ] && [ "$(grep -c '"event": "epoch"' "$work/fp16/classifier/metrics.jsonl")" = 3 ]; then pass
+else fail "epoch records" "$(tail -n 1 "$work/fp16/classifier/metrics.jsonl")"; fi
+for level in O0 O2 O3; do
+    if train "$level" --level $level --precision bf16 --epochs 2 && awk "BEGIN {exit !($(field accuracy $level) > 0.75)}"; then pass
+    else fail "$level" "$(tail -n 2 "$work/$level.log")"; fi
+done
+if train overflow --precision fp16 --init-scale 1e30 --epochs 1 && [ "$(field skipped overflow)" -gt 10 ]; then pass
+else fail "a scale that is too large" "$(tail -n 1 "$work/overflow.log")"; fi
+if train accumulate --accumulation 3 --clip 0 --scaler on --policy torch --shuffle-off --epochs 1; then pass; else fail accumulation "$(tail -n 2 "$work/accumulate.log")"; fi
+
+# Two equal runs write the same model, whatever the threads.
+train again --precision bf16 --threads 2
+if cmp -s "$work/bf16/classifier/model.safetensors" "$work/again/classifier/model.safetensors"; then pass; else fail repeats "two equal runs differ"; fi
+
+# A saved model evaluates as it did when it was saved, from a file of its own texts, and goes on.
+saved="$work/fp32/classifier"
+tail -n 100 "$saved/sentences.tsv" > "$work/valid.tsv"
+train trained --precision fp32 --valid "$work/valid.tsv" --epochs 1
+train same --precision fp32 --init "$work/trained/classifier/model.safetensors" --valid "$work/valid.tsv" --epochs 0
+if [ "$(field validation_loss trained)" = "$(sed -n 's/.*"event": "start".*"validation_loss": *\([^,}]*\).*/\1/p' "$work/same/classifier/metrics.jsonl")" ] &&
+    ! grep -q initialised "$work/same.log"; then pass
+else fail "--init" "evaluates otherwise than it did: $(tail -n 2 "$work/same.log")"; fi
+for file in config.json vocab.txt; do if [ -s "$work/trained/classifier/$file" ]; then pass; else fail "$file" "is not beside the model"; fi; done
+sed 's/^good/1/; s/^bad/0/' "$saved/sentences.tsv" | awk -F '\t' '{print (NR % 7 == 0 ? 2 : $1) "\t" $2}' > "$work/three.tsv"
+if train three --init "$saved/model.safetensors" --data "$work/three.tsv" --epochs 1 --save none && grep -q "the last layer initialised" "$work/three.log" &&
+    grep -q "3 classes" "$work/three.log" && [ ! -e "$work/three/classifier/model.safetensors" ]; then pass; else fail "other labels" "$(tail -n 3 "$work/three.log")"; fi
+if train bytes --data "$saved/sentences.tsv" --epochs 1 --seq 40 --metrics "$work/m.jsonl" --save "$work/named" && grep -q "tokens *bytes" "$work/bytes.log" &&
+    [ -s "$work/named.safetensors" ] && [ -s "$work/m.jsonl" ]; then pass; else fail "bytes as tokens" "$(tail -n 3 "$work/bytes.log")"; fi
+
+# Every architecture in every precision: 20 rows, all of them good, also in the metrics.
+if train compat --compat --compat-scale 12 && [ "$(grep -c ' finite  *ok$' "$work/compat.log")" = 20 ] &&
+    [ "$(grep -c '"verdict": "ok"' "$work/compat/classifier/metrics.jsonl")" = 20 ]; then pass; else fail "--compat" "$(tail -n 5 "$work/compat.log")"; fi
+
+# refused TEXT FLAGS...: exit code 2, and the text is said.
+refused() {
+    text=$1; shift
+    "$program" --out "$work/refused" --threads 1 "$@" > "$work/refused.log" 2>&1
+    status=$?
+    if [ $status -eq 2 ] && grep -q -- "$text" "$work/refused.log"; then pass; else fail "refused $*" "status $status: $(tail -n 2 "$work/refused.log")"; fi
+}
+printf 'good\tfine\nbad dull\n' > "$work/no_tab.tsv"
+printf 'good\tfine\ngood\twell\n' > "$work/one_label.tsv"
+printf 'good\tfine\nbad\tdull\nodd\tthe film\n' > "$work/odd.tsv"
+printf '0\tfine\n5\tdull\n' > "$work/numbers.tsv"
+printf '[PAD]\n[CLS]\n[SEP]\nfilm\n' > "$work/no_unk.txt"
+printf 'no model at all' > "$work/not.safetensors"
+head -c 3000 "$saved/model.safetensors" > "$work/short.safetensors"
+: > "$work/empty.tsv"
+refused "did you mean --precision" --presicion bf16
+refused "--precision" --precision fp7
+refused "--batch" --batch 0
+refused "--seq" --seq 1
+refused "--heads" --heads 5
+refused "--warmup" --warmup 2
+refused "--compat-scale" --compat-scale 0
+refused "a value is missing" --data
+refused "--data /nonexistent" --data /nonexistent
+refused "no_tab.tsv: line 2: no tab" --data "$work/no_tab.tsv"
+refused "only one label" --data "$work/one_label.tsv"
+refused "holds no text" --data "$work/empty.tsv"
+refused "line 3: the label odd" --valid "$work/odd.tsv"
+refused "--valid /nonexistent" --valid /nonexistent
+refused "line 2 of --data has the label 5" --data "$work/numbers.tsv" --classes 3
+refused "no line is \[UNK\]" --vocab "$work/no_unk.txt"
+refused "--vocab /nonexistent" --vocab /nonexistent
+refused "--init /nonexistent" --init /nonexistent
+refused "not a safetensors file" --init "$work/not.safetensors"
+refused "short.safetensors" --init "$work/short.safetensors"
+refused "the model of --init only" --init "$saved/model.safetensors" --vocab tests/golden/wordpiece_vocab.txt
+refused "positions" --init "$saved/model.safetensors" --seq 600
+printf '\002\0\0\0\0\0\0\0{}' > "$work/nothing.safetensors"
+refused "no encoder of BERT's kind" --init "$work/nothing.safetensors"
+refused "--device" --device tpu
+
+# Ctrl-C evaluates, saves and stops.
+"$program" --out "$work/int" --threads 1 --epochs 100000 > "$work/int.log" 2>&1 &
+pid=$!
+sleep 1; kill -INT $pid; wait $pid
+status=$?
+if [ $status -eq 130 ] && [ -s "$work/int/classifier/model.safetensors" ]; then pass; else fail "Ctrl-C" "status $status, $(tail -n 2 "$work/int.log")"; fi
+closing

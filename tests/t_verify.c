@@ -1,0 +1,441 @@
+/* amp_verify: right models pass, broken ones are found by name, and a training goes on as if nothing had been;
+ * placement; amp_gradcheck on right and wrong operators.
+ *
+ *     gcc -O2 -fopenmp tests/t_verify.c -o t_verify -lm -lpthread && ./t_verify      (from the project root) */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+#include "recording_backend.h"
+#include <math.h>
+
+/* ---- A model: embedding, linear with GELU, dropout, layer norm, attention, linear, cross-entropy */
+
+enum { BATCH = 4, SEQ = 8, ROWS = BATCH * SEQ, DIM = 32, HEADS = 2, WIDE = 64, VOCAB = 50, PARAMS = 14 };
+enum { BREAK_NOTHING, BREAK_BITS, BREAK_GRADIENT, BREAK_OVERFLOW, BREAK_FAIL, BREAK_NAN, BREAK_REGION, BREAK_ALWAYS, BREAK_LOST };
+
+typedef struct model {
+    amp_context *amp;
+    amp_optimizer *optimizer;
+    amp_scaler *scaler;
+    amp_param params[PARAMS];
+    float weights[PARAMS][WIDE * WIDE], grads[PARAMS][WIDE * WIDE];
+    float act[24][ROWS * WIDE];
+    float logits[ROWS * VOCAB], loss, lse[BATCH * HEADS * SEQ], mean[ROWS], rstd[ROWS];
+    int32_t ids[ROWS], labels[ROWS];
+    int broken;                     /* in precisions below tf32, but for ALWAYS */
+    int steps;                      /* 1: the step steps the optimizer */
+    int calls;
+    float dropout;
+} model;
+static model a_model;
+static int accumulation = 1;
+
+enum { TABLE, FC_W, FC_B, LN_W, LN_B, Q_W, K_W, V_W, Q_B, K_B, V_B, OUT_W, OUT_B, FROZEN };
+static const struct { const char *name; int64_t rows, cols; float size; } shapes[PARAMS] = {
+    {"table", VOCAB, DIM, 1}, {"fc.weight", WIDE, DIM, 0.2f}, {"fc.bias", WIDE, 0, 0.1f},
+    {"ln.weight", WIDE, 0, 0}, {"ln.bias", WIDE, 0, 0.1f}, {"wq", WIDE, WIDE, 0.3f}, {"wk", WIDE, WIDE, 0.3f},
+    {"wv", WIDE, WIDE, 0.15f}, {"bq", WIDE, 0, 0.1f}, {"bk", WIDE, 0, 0.1f}, {"bv", WIDE, 0, 0.1f},
+    {"head.weight", VOCAB, WIDE, 0.2f}, {"head.bias", VOCAB, 0, 0}, {"frozen", DIM, 0, 1}
+};
+
+static void fill_model(model *m, amp_context *amp, uint64_t seed) {
+    amp_dtype stored = amp_param_dtype(amp, 0);
+    int64_t i, k;
+    memset(m, 0, sizeof *m);
+    m->amp = amp;
+    m->dropout = 0.1f;
+    for (i = 0; i < PARAMS; i++) {
+        amp_param *p = &m->params[i];
+        int64_t rows = shapes[i].rows, cols = shapes[i].cols, n = rows * (cols ? cols : 1);
+        amp_dtype dtype = i == LN_W || i == LN_B ? AMP_F32 : stored;
+        static float w[WIDE * WIDE];
+        for (k = 0; k < n; k++)
+            w[k] = shapes[i].size * (2 * amp_random_uniform(seed * PARAMS + (uint64_t)i, (uint64_t)k) - 1) + (i == LN_W ? 1.0f : 0.0f);
+        CHECK_OK(amp_convert(m->weights[i], dtype, w, AMP_F32, n, NULL, NULL));
+        p->name = shapes[i].name;
+        p->weight = cols ? amp_tensor2(m->weights[i], dtype, rows, cols) : amp_tensor1(m->weights[i], dtype, rows);
+        if (i != FROZEN) p->grad = cols ? amp_tensor2(m->grads[i], AMP_F32, rows, cols) : amp_tensor1(m->grads[i], AMP_F32, rows);
+    }
+    for (i = 0; i < ROWS; i++) {
+        m->ids[i] = (int32_t)(amp_random_u32(seed, (uint64_t)i) % VOCAB);
+        m->labels[i] = (int32_t)(amp_random_u32(seed + 1, (uint64_t)i) % VOCAB);
+    }
+    CHECK_OK(amp_param_register(amp, m->params, PARAMS));
+}
+
+/* Keeps `bits` of the mantissas of what is stored as fp32 or bf16 or fp16. */
+static void lose_bits(const amp_tensor *t, int bits) {
+    int64_t i, n = amp_tensor_count(t);
+    for (i = 0; i < n; i++) {
+        float x;
+        uint32_t b;
+        CHECK_OK(amp_convert(&x, AMP_F32, ampi_at(t->data, t->dtype, i), t->dtype, 1, NULL, NULL));
+        memcpy(&b, &x, 4);
+        b &= ~(uint32_t)0 << (23 - bits);
+        memcpy(&x, &b, 4);
+        CHECK_OK(amp_convert(ampi_at_mut(t->data, t->dtype, i), t->dtype, &x, AMP_F32, 1, NULL, NULL));
+    }
+}
+static void times(const amp_tensor *t, float factor) {
+    int64_t i, n = amp_tensor_count(t);
+    for (i = 0; i < n; i++) {
+        float x;
+        CHECK_OK(amp_convert(&x, AMP_F32, ampi_at(t->data, t->dtype, i), t->dtype, 1, NULL, NULL));
+        x *= factor;
+        CHECK_OK(amp_convert(ampi_at_mut(t->data, t->dtype, i), t->dtype, &x, AMP_F32, 1, NULL, NULL));
+    }
+}
+
+#define TRY(call) do { int r_ = (int)(call); if (r_ != 0) return r_; } while (0)
+
+/* Forward and backward, as a program writes it; activations are stored as the region says. */
+static int step(void *user, amp_context *amp) {
+    model *m = (model *)user;
+    amp_param *p = m->params;
+    amp_embedding_op emb;
+    amp_linear_op fc, qkv[3], head;
+    amp_dropout_op drop;
+    amp_norm_op ln;
+    amp_attention_op at;
+    amp_cross_entropy_op ce;
+    amp_dtype h;
+    int low, i;
+    m->calls++;
+    TRY(amp_autocast_begin(amp, NULL));
+    h = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+    low = m->broken == BREAK_ALWAYS || h == AMP_F16 || h == AMP_BF16;
+    if (m->broken == BREAK_FAIL && low) { TRY(amp_autocast_end(amp)); return (int)ampi_fail(AMP_ERR_MEMORY, "step", "no room for h"); }
+    if (m->broken == BREAK_REGION && low) return 77;
+    memset(&emb, 0, sizeof emb); memset(&fc, 0, sizeof fc); memset(qkv, 0, sizeof qkv); memset(&head, 0, sizeof head);
+    memset(&drop, 0, sizeof drop); memset(&ln, 0, sizeof ln); memset(&at, 0, sizeof at); memset(&ce, 0, sizeof ce);
+    emb.ids = m->ids; emb.table = &p[TABLE]; emb.y = amp_tensor2(m->act[1], h, ROWS, DIM);
+    TRY(amp_embedding(amp, &emb));
+    fc.x = emb.y; fc.weight = &p[FC_W]; fc.bias = &p[FC_B]; fc.act = AMP_ACT_GELU;
+    fc.y = amp_tensor2(m->act[2], h, ROWS, WIDE); fc.pre = amp_tensor2(m->act[3], h, ROWS, WIDE);
+    TRY(amp_linear(amp, &fc));
+    if (m->broken == BREAK_BITS && low) lose_bits(&fc.y, 1);
+    if (m->broken == BREAK_OVERFLOW && low) { times(&fc.y, 1e6f); times(&fc.y, 1e-6f); }
+    drop.x = fc.y; drop.y = amp_tensor2(m->act[4], h, ROWS, WIDE); drop.p = m->dropout;
+    TRY(amp_dropout(amp, &drop));
+    ln.x = drop.y; ln.y = amp_tensor2(m->act[5], h, ROWS, WIDE); ln.weight = &p[LN_W]; ln.bias = &p[LN_B];
+    ln.mean = m->mean; ln.rstd = m->rstd;
+    TRY(amp_layernorm(amp, &ln));
+    for (i = 0; i < 3; i++) {
+        qkv[i].x = ln.y; qkv[i].weight = &p[Q_W + i]; qkv[i].bias = &p[Q_B + i]; qkv[i].y = amp_tensor2(m->act[15 + i], h, ROWS, WIDE);
+        TRY(amp_linear(amp, &qkv[i]));
+        *(i == 0 ? &at.q : i == 1 ? &at.k : &at.v) = amp_tensor4(m->act[15 + i], h, BATCH, SEQ, HEADS, WIDE / HEADS);
+    }
+    at.o = amp_tensor4(m->act[7], h, BATCH, SEQ, HEADS, WIDE / HEADS); at.lse = m->lse; at.mask.kind = AMP_MASK_CAUSAL;
+    TRY(amp_attention(amp, &at));
+    head.x = amp_tensor2(m->act[7], h, ROWS, WIDE); head.weight = &p[OUT_W]; head.bias = &p[OUT_B];
+    head.y = amp_tensor2(m->logits, AMP_F32, ROWS, VOCAB);
+    TRY(amp_linear(amp, &head));
+    if (m->broken == BREAK_NAN && low) m->logits[7] = ampi_f32_of_bits(0x7fc00000u);
+    ce.logits = head.y; ce.dlogits = amp_tensor2(m->act[8], h == AMP_F32 ? AMP_F32 : h, ROWS, VOCAB); ce.labels = m->labels; ce.loss = &m->loss;
+    ce.seed = amp_scaler_seed(m->scaler);
+    TRY(amp_cross_entropy(amp, &ce));
+    TRY(amp_autocast_end(amp));
+    head.dy = ce.dlogits; head.dx = amp_tensor2(m->act[9], h, ROWS, WIDE);
+    TRY(amp_linear_backward(amp, &head));
+    if (m->broken == BREAK_GRADIENT && low) times(&head.dx, 1.5f);
+    if (m->broken == BREAK_LOST && low) memset(m->act[9], 0, ROWS * WIDE * 2);
+    at.d_o = amp_tensor4(m->act[9], h, BATCH, SEQ, HEADS, WIDE / HEADS);
+    for (i = 0; i < 3; i++) {
+        qkv[i].dy = amp_tensor2(m->act[18 + i], h, ROWS, WIDE);
+        *(i == 0 ? &at.dq : i == 1 ? &at.dk : &at.dv) = amp_tensor4(m->act[18 + i], h, BATCH, SEQ, HEADS, WIDE / HEADS);
+    }
+    TRY(amp_attention_backward(amp, &at));
+    for (i = 0; i < 3; i++) {
+        qkv[i].dx = amp_tensor2(m->act[21 + i], h, ROWS, WIDE);
+        TRY(amp_linear_backward(amp, &qkv[i]));
+        if (i > 0) TRY(amp_add(amp, &qkv[0].dx, &qkv[i].dx, &qkv[0].dx));
+    }
+    ln.dy = qkv[0].dx; ln.dx = amp_tensor2(m->act[12], h, ROWS, WIDE);
+    TRY(amp_layernorm_backward(amp, &ln));
+    drop.dy = ln.dx; drop.dx = amp_tensor2(m->act[13], h, ROWS, WIDE);
+    TRY(amp_dropout_backward(amp, &drop));
+    fc.dy = drop.dx; fc.dx = amp_tensor2(m->act[14], h, ROWS, DIM);
+    TRY(amp_linear_backward(amp, &fc));
+    emb.dy = fc.dx;
+    TRY(amp_embedding_backward(amp, &emb));
+    return m->steps ? (int)amp_step(m->optimizer, m->scaler) : 0;
+}
+
+static amp_context *open_context(amp_dtype dtype, amp_level level, const amp_backend *backend) {
+    amp_context *amp = NULL;
+    amp_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = dtype;
+    d.level = level;
+    d.backend = backend;
+    d.threads = 2;
+    d.logger.level = AMP_LOG_OFF;
+    CHECK_OK(amp_open(&amp, &d));
+    return amp;
+}
+
+static void add_training(model *m, amp_optimizer_kind kind, amp_master_kind master, float scale) {
+    amp_optimizer_desc od;
+    amp_scaler_desc sd;
+    memset(&od, 0, sizeof od);
+    memset(&sd, 0, sizeof sd);
+    od.kind = kind;
+    od.params = m->params; od.n_params = PARAMS;
+    od.lr = 0.01; od.clip_norm = 1; od.weight_decay = 0.1; od.momentum = 0.9;
+    od.master = master;
+    od.accumulation = accumulation;
+    CHECK_OK(amp_optimizer_create(m->amp, &m->optimizer, &od));
+    sd.init_scale = scale;
+    sd.growth_interval = 3;
+    if (scale > 0) CHECK_OK(amp_scaler_create(m->amp, &m->scaler, &sd));
+}
+
+static void close_model(model *m) {
+    amp_optimizer_destroy(m->optimizer);
+    amp_scaler_destroy(m->scaler);
+    amp_close(m->amp);
+}
+
+static amp_range outputs[2];
+static amp_verify_desc desc_of(model *m) {
+    amp_verify_desc d;
+    memset(&d, 0, sizeof d);
+    outputs[0].name = "logits"; outputs[0].data = m->logits; outputs[0].count = ROWS * VOCAB; outputs[0].dtype = AMP_F32;
+    outputs[1].name = "loss"; outputs[1].data = &m->loss; outputs[1].count = 1; outputs[1].dtype = AMP_F32;
+    d.step = step;
+    d.user = m;
+    d.params = m->params; d.n_params = PARAMS;
+    d.outputs = outputs; d.n_outputs = 2;
+    d.optimizer = m->optimizer;
+    d.scaler = m->scaler;
+    return d;
+}
+
+static amp_verify_report verify(model *m, int broken) {
+    amp_verify_report r;
+    amp_verify_desc d = desc_of(m);
+    m->broken = broken;
+    memset(&r, 0, sizeof r);
+    CHECK_OK(amp_verify(m->amp, &d, &r));
+    CHECK_EQ(r.n_rows, 3);
+    return r;
+}
+
+static void show(const amp_verify_report *r) {
+    char text[4000];
+    amp_verify_text(r, text, sizeof text);
+    printf("%s", text);
+}
+
+/* ---- Right models pass, over many seeds, with the worst error far enough below its bound */
+
+TEST(right_models_pass) {
+    double worst = 0, ratio;
+    int seed, i;
+    for (seed = 0; seed < 40; seed++) {
+        amp_verify_report r;
+        fill_model(&a_model, open_context(AMP_F32, seed % 4 == 3 ? AMP_LEVEL_O2 : AMP_LEVEL_O1, NULL), (uint64_t)seed);
+        add_training(&a_model, AMP_ADAMW, AMP_MASTER_DEFAULT, 1024);
+        r = verify(&a_model, BREAK_NOTHING);
+        for (i = 0; i < 3; i++) {
+            CHECK_MSG(r.rows[i].verdict == AMP_VERDICT_PASS, "seed %d, %s", seed, amp_dtype_name(r.rows[i].dtype));
+            if (r.rows[i].verdict != AMP_VERDICT_PASS) show(&r);
+            CHECK(strcmp(r.rows[i].advice, "good") == 0);
+            CHECK(r.rows[i].output_error > 0 && r.rows[i].gradient_error > 0 && r.rows[i].seconds > 0);
+            ratio = r.rows[i].output_error / r.rows[i].output_bound;
+            if (ratio > worst) worst = ratio;
+            ratio = r.rows[i].gradient_error / r.rows[i].gradient_bound;
+            if (ratio > worst) worst = ratio;
+        }
+        close_model(&a_model);
+    }
+    ampt_figure("verify: error over bound of right models", worst, 1);
+    if (getenv("SHOW")) printf("worst %g\n", worst);
+}
+
+/* ---- Broken ones are found */
+
+static void check_row(const amp_verify_report *r, int row, amp_verdict verdict, const char *advice) {
+    CHECK_MSG(r->rows[row].verdict == verdict, "%s: verdict %d", amp_dtype_name(r->rows[row].dtype), (int)r->rows[row].verdict);
+    CHECK_MSG(strstr(r->rows[row].advice, advice) != NULL, "%s: %s", amp_dtype_name(r->rows[row].dtype), r->rows[row].advice);
+    if (r->rows[row].verdict != verdict) show(r);
+}
+
+static void open_broken(float scale) {
+    fill_model(&a_model, open_context(AMP_BF16, AMP_LEVEL_O1, NULL), 5);
+    add_training(&a_model, AMP_ADAMW, AMP_MASTER_DEFAULT, scale);
+}
+
+TEST(lost_bits) {
+    amp_verify_report r;
+    open_broken(1024);
+    r = verify(&a_model, BREAK_BITS);
+    check_row(&r, 0, AMP_VERDICT_PASS, "good");
+    check_row(&r, 1, AMP_VERDICT_INACCURATE, "give its layer fp32 by amp_layer_override");
+    check_row(&r, 2, AMP_VERDICT_INACCURATE, "look at its operator in bf16");
+    CHECK(r.rows[2].output_error > r.rows[2].output_bound && strcmp(r.rows[2].worst_output, "logits") == 0);
+    close_model(&a_model);
+}
+
+/* A gradient times 1.5 behind the head: outputs are right, and so is the head's gradient. */
+TEST(wrong_gradient) {
+    amp_verify_report r;
+    int i;
+    open_broken(1024);
+    r = verify(&a_model, BREAK_GRADIENT);
+    check_row(&r, 0, AMP_VERDICT_PASS, "good");
+    for (i = 1; i < 3; i++) {
+        check_row(&r, i, AMP_VERDICT_INACCURATE, r.rows[i].worst_gradient);
+        CHECK(r.rows[i].output_error <= r.rows[i].output_bound && r.rows[i].gradient_error > r.rows[i].gradient_bound);
+        CHECK(strncmp(r.rows[i].worst_gradient, "head", 4) != 0);
+        CHECK(r.rows[i].gradient_error > 0.4 && r.rows[i].gradient_error < 0.6);
+    }
+    close_model(&a_model);
+}
+
+/* Gradients lost below the head, as by underflow: with fp16 and no scaler that is the first thing to think of. */
+TEST(lost_gradient) {
+    amp_verify_report r;
+    open_broken(0);
+    r = verify(&a_model, BREAK_LOST);
+    check_row(&r, 1, AMP_VERDICT_INACCURATE, "train with a loss scaler");
+    check_row(&r, 2, AMP_VERDICT_INACCURATE, "look at its operator in bf16");
+    r = verify(&a_model, BREAK_NOTHING);
+    check_row(&r, 1, AMP_VERDICT_PASS, "train with a loss scaler");
+    check_row(&r, 2, AMP_VERDICT_PASS, "good");
+    close_model(&a_model);
+}
+
+TEST(overflow) {
+    amp_verify_report r;
+    open_broken(1024);
+    r = verify(&a_model, BREAK_OVERFLOW);
+    check_row(&r, 1, AMP_VERDICT_NONFINITE, "logits overflows: train in bf16");
+    CHECK(strcmp(r.rows[1].first_bad, "logits") == 0);
+    check_row(&r, 2, AMP_VERDICT_PASS, "good");
+    CHECK(r.rows[2].first_bad[0] == 0);
+    r = verify(&a_model, BREAK_NAN);
+    check_row(&r, 0, AMP_VERDICT_PASS, "good");
+    check_row(&r, 2, AMP_VERDICT_NONFINITE, "bf16 has fp32's range");
+    CHECK(strcmp(r.rows[2].first_bad, "logits") == 0);
+    close_model(&a_model);
+}
+
+/* Scaled gradients overflow fp16: the scale that the scaler would come to is tried, and the scaler left alone. */
+TEST(scale_too_large) {
+    amp_verify_report r;
+    open_broken(0x1p30f);
+    r = verify(&a_model, BREAK_NOTHING);
+    check_row(&r, 0, AMP_VERDICT_PASS, "good");
+    check_row(&r, 1, AMP_VERDICT_PASS, "good, from loss scale ");
+    check_row(&r, 2, AMP_VERDICT_PASS, "good");
+    CHECK(amp_scaler_scale(a_model.scaler) == 0x1p30f);
+    close_model(&a_model);
+}
+
+TEST(failing_step) {
+    amp_verify_report r;
+    int i;
+    open_broken(1024);
+    r = verify(&a_model, BREAK_FAIL);
+    check_row(&r, 0, AMP_VERDICT_PASS, "good");
+    for (i = 1; i < 3; i++) check_row(&r, i, AMP_VERDICT_FAILED, "the step returned 301. AMP0301 step: no room for h");
+    r = verify(&a_model, BREAK_REGION);             /* with a region left open */
+    check_row(&r, 0, AMP_VERDICT_PASS, "good");
+    check_row(&r, 2, AMP_VERDICT_FAILED, "the step returned 77.");
+    CHECK(ampi_region_depth() == 0 && amp_autocast_active(a_model.amp, NULL) == 0);
+    close_model(&a_model);
+}
+
+/* ---- A training with a look in between goes on with the same bits */
+
+typedef struct result { uint64_t hash; int applied; } result;
+static uint64_t add_hash(uint64_t h, const void *data, size_t bytes) {
+    size_t i;
+    for (i = 0; i < bytes; i++) h = (h ^ ((const unsigned char *)data)[i]) * 0x100000001B3u;
+    return h;
+}
+
+static uint64_t state_hash(uint64_t h, model *m) {
+    amp_state *state = NULL;
+    void *data = NULL;
+    size_t bytes = 0;
+    amp_outcome outcome;
+    int i;
+    for (i = 0; i < PARAMS; i++) {
+        h = add_hash(h, m->weights[i], sizeof m->weights[i]);
+        h = add_hash(h, m->grads[i], sizeof m->grads[i]);
+        h = add_hash(h, &m->params[i].grad_live, sizeof m->params[i].grad_live);
+    }
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(m->optimizer, state, "o"));
+    if (m->scaler) CHECK_OK(amp_scaler_save(m->scaler, state, "s"));
+    CHECK_OK(amp_random_save(m->amp, state, "r"));
+    CHECK_OK(amp_state_encode(state, &data, &bytes));
+    h = add_hash(h, data, bytes);
+    amp_file_free(NULL, data, bytes);
+    amp_state_destroy(state);
+    while (amp_outcome_next(m->optimizer, &outcome)) h = add_hash(h, &outcome.norm, sizeof outcome.norm) + (uint64_t)outcome.step;
+    return add_hash(h, &m->loss, sizeof m->loss);
+}
+
+/* 8 micro-batches, 2 to a step; looks 1: amp_verify stands between some of them. */
+static uint64_t train(const amp_backend *backend, amp_level level, amp_dtype dtype, amp_optimizer_kind kind, amp_master_kind master,
+                      float scale, int looks, int broken, int steps) {
+    model *m = &a_model;
+    uint64_t h = 0xCBF29CE484222325u;
+    int i;
+    fill_model(m, open_context(dtype, level, backend), 11);
+    accumulation = 2;
+    add_training(m, kind, master, scale);
+    accumulation = 1;
+    for (i = 0; i < 8; i++) {
+        m->broken = BREAK_NOTHING;
+        m->steps = 1;
+        CHECK_OK(step(m, m->amp));
+        h = state_hash(h, m);
+        if (looks && (i == 2 || i == 5)) {
+            amp_verify_report r;
+            amp_verify_desc d = desc_of(m);
+            float loss = m->loss;
+            amp_dtype before = amp_autocast_active(m->amp, NULL) ? AMP_F32 : ampi_settings(m->amp)->dtype;
+            m->broken = broken;
+            m->steps = steps;
+            CHECK_OK(amp_verify(m->amp, &d, &r));
+            CHECK(before == ampi_settings(m->amp)->dtype);
+            m->loss = loss;         /* an output */
+        }
+    }
+    close_model(m);
+    return h;
+}
+
+TEST(training_goes_on) {
+    static const int broken[] = {BREAK_NOTHING, BREAK_FAIL, BREAK_NAN, BREAK_REGION, BREAK_OVERFLOW};
+    int i, steps;
+    for (i = 0; i < 5; i++) {
+        const amp_backend *backend = i % 2 ? recording_backend() : NULL;
+        amp_level level = i == 3 || i == 4 ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
+        amp_dtype dtype = i % 2 ? AMP_BF16 : AMP_F16;
+        amp_optimizer_kind kind = i == 1 ? AMP_SGD : AMP_ADAMW;
+        amp_master_kind master = i == 3 ? AMP_MASTER_REMAINDER : AMP_MASTER_DEFAULT;
+        float scale = i % 2 ? 0 : i == 2 ? 0x1p30f : 4096.0f;
+        uint64_t plain = train(backend, level, dtype, kind, master, scale, 0, 0, 0);
+        CHECK(plain != train(backend, level, dtype, kind, master, scale * 2 + (i % 2), 0, 0, 0));
+        for (steps = 0; steps < 2; steps++)
+            CHECK_MSG(train(backend, level, dtype, kind, master, scale, 1, broken[i], steps) == plain, "case %d, steps %d", i, steps);
+    }
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(right_models_pass);
+    RUN(lost_bits);
+    RUN(wrong_gradient);
+    RUN(lost_gradient);
+    RUN(overflow);
+    RUN(scale_too_large);
+    RUN(failing_step);
+    RUN(training_goes_on);
+    return TEST_END();
+}
