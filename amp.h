@@ -14749,10 +14749,10 @@ AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
     int64_t number, step;
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     while ((number = ampi_outcome_due(o)) != 0 && (wait || ampi_outcome_here(m, number))) {
-        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         note = ampi_note_find(m, number, &step);
+        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the outcome has come, too */
+        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         if (note == NULL) continue;
-        AMPI_TRY(ampi_marks_settle(m, step + 1, 1));
         ampi_record_add(m, note, &outcome);
         m->taken = step + 1;
     }
