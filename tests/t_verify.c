@@ -427,6 +427,172 @@ TEST(training_goes_on) {
     }
 }
 
+/* ---- An operator of the host's own: y = softplus(s), s[t] = decay s[t - 1] + w x[t] for each of some columns */
+
+enum { T = 12, C = 20, RIGHT = 0, WRONG_SIGN, WRONG_FACTOR, MISSING_TERM, WRONG_ELEMENT, STALE, NOT_FINITE, FAILS };
+typedef struct scan {
+    amp_context *amp;
+    int32_t op;
+    amp_param w;
+    float x[T * C], weight[C], dx[T * C], dw[C], s[T * C];
+    uint16_t y16[T * C], dy16[T * C];
+    float y[T * C], dy[T * C];
+    amp_dtype dtype;                /* of y, dy */
+    amp_dtype compute;              /* of the last forward */
+    amp_dropout_op drop;
+    float dropped[T * C];
+    int wrong, calls;
+    float decay;
+} scan;
+static scan a_scan;
+
+static float rounded(float x, amp_dtype dtype) {
+    return dtype == AMP_BF16 ? amp_f32_from_bf16(amp_bf16_from_f32(x, 0)) : dtype == AMP_F16 ? amp_f32_from_f16(amp_f16_from_f32(x, 0))
+           : dtype == AMP_TF32 ? amp_tf32_from_f32(x, 0) : x;
+}
+
+static int scan_forward(void *user, amp_context *amp) {
+    scan *s = (scan *)user;
+    amp_tensor w;
+    float weight[C];
+    int t, c;
+    s->calls++;
+    if (s->wrong == FAILS && s->calls > 3) return (int)ampi_fail(AMP_ERR_MEMORY, "scan", "nothing left");
+    s->compute = amp_autocast_compute(amp, s->op, "scan", AMP_F32, AMP_F32);
+    memset(&s->drop, 0, sizeof s->drop);
+    s->drop.x = amp_tensor1(s->x, AMP_F32, T * C);
+    s->drop.y = amp_tensor1(s->dropped, AMP_F32, T * C);
+    s->drop.p = 0.2f;
+    TRY(amp_dropout(amp, &s->drop));
+    TRY(amp_autocast_cast(amp, &s->w, s->compute == AMP_TF32 ? AMP_F32 : s->compute, &w));
+    TRY(amp_convert(weight, AMP_F32, w.data, w.dtype, C, NULL, NULL));
+    for (t = 0; t < T; t++)
+        for (c = 0; c < C; c++) {
+            int i = t * C + c;
+            float wx = rounded(weight[c], s->compute) * rounded(s->dropped[i], s->compute);
+            s->s[i] = rounded(wx + (t > 0 ? s->decay * s->s[i - C] : 0), s->compute);
+            s->y[i] = logf(1 + expf(s->s[i]));
+            if (s->wrong == NOT_FINITE && i == 17) s->y[i] = ampi_f32_of_bits(0x7f800000u);
+        }
+    if (s->dtype != AMP_F32) TRY(amp_convert(s->y16, s->dtype, s->y, AMP_F32, T * C, NULL, NULL));
+    return 0;
+}
+
+static int scan_backward(void *user, amp_context *amp) {
+    scan *s = (scan *)user;
+    float ds[T * C], dy[T * C];
+    int t, c, add = amp_param_accumulate(&s->w);
+    (void)amp;
+    if (s->dtype != AMP_F32) TRY(amp_convert(dy, AMP_F32, s->dy16, s->dtype, T * C, NULL, NULL));
+    else memcpy(dy, s->dy, sizeof dy);
+    for (c = 0; c < C && !add; c++) s->dw[c] = 0;
+    for (t = T - 1; t >= 0; t--)
+        for (c = 0; c < C; c++) {
+            int i = t * C + c;
+            ds[i] = dy[i] / (1 + expf(-s->s[i])) + (t < T - 1 && s->wrong != MISSING_TERM ? s->decay * ds[i + C] : 0);
+            s->dx[i] = rounded(ds[i], s->compute) * rounded(s->weight[c], s->compute);
+            if (s->wrong == WRONG_SIGN) s->dx[i] = -s->dx[i];
+            if (s->wrong == WRONG_FACTOR) s->dx[i] *= 1.01f;
+            if (s->wrong == WRONG_ELEMENT && i == 33) s->dx[i] += 0.05f;
+            s->dw[c] += rounded(ds[i], s->compute) * rounded(s->dropped[i], s->compute);
+        }
+    s->drop.dy = amp_tensor1(s->dx, AMP_F32, T * C);
+    s->drop.dx = s->drop.dy;
+    return s->wrong == STALE ? (int)amp_step(NULL, NULL) : (int)amp_dropout_backward(amp, &s->drop);
+}
+
+static void open_scan(scan *s, uint64_t seed, amp_dtype dtype) {
+    int i;
+    memset(s, 0, sizeof *s);
+    s->amp = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    s->decay = 0.9f;
+    s->dtype = dtype;
+    CHECK_OK(amp_operator_register(s->amp, "scan", AMP_CAST_LOWER, &s->op));
+    for (i = 0; i < T * C; i++) s->x[i] = 4 * amp_random_uniform(seed, (uint64_t)i) - 2;
+    for (i = 0; i < C; i++) s->weight[i] = 2 * amp_random_uniform(seed + 1000, (uint64_t)i) - 1;
+    s->w.name = "w";
+    s->w.weight = amp_tensor1(s->weight, AMP_F32, C);
+    s->w.grad = amp_tensor1(s->dw, AMP_F32, C);
+    CHECK_OK(amp_param_register(s->amp, &s->w, 1));
+}
+
+static amp_range scan_ranges[4][2];
+static amp_gradcheck_desc scan_desc(scan *s, amp_dtype dtype, uint64_t seed) {
+    amp_gradcheck_desc d;
+    int narrow = s->dtype != AMP_F32;
+    memset(&d, 0, sizeof d);
+    memset(scan_ranges, 0, sizeof scan_ranges);
+    scan_ranges[0][0].name = "x"; scan_ranges[0][0].data = s->x; scan_ranges[1][0].data = s->dx;
+    scan_ranges[0][1].name = "w"; scan_ranges[0][1].data = s->weight; scan_ranges[1][1].data = s->dw;
+    scan_ranges[2][0].name = "y"; scan_ranges[2][0].data = narrow ? (void *)s->y16 : (void *)s->y;
+    scan_ranges[3][0].data = narrow ? (void *)s->dy16 : (void *)s->dy;
+    scan_ranges[0][0].count = scan_ranges[1][0].count = scan_ranges[2][0].count = scan_ranges[3][0].count = T * C;
+    scan_ranges[0][1].count = scan_ranges[1][1].count = C;
+    scan_ranges[0][0].dtype = scan_ranges[0][1].dtype = scan_ranges[1][0].dtype = scan_ranges[1][1].dtype = AMP_F32;
+    scan_ranges[2][0].dtype = scan_ranges[3][0].dtype = s->dtype;
+    d.forward = scan_forward;
+    d.backward = scan_backward;
+    d.user = s;
+    d.inputs = scan_ranges[0]; d.input_grads = scan_ranges[1]; d.n_inputs = 2;
+    d.outputs = scan_ranges[2]; d.output_grads = scan_ranges[3]; d.n_outputs = 1;
+    d.dtype = dtype;
+    d.seed = seed;
+    return d;
+}
+
+static const struct { amp_dtype compute, stored; } scans[] = {
+    {AMP_F32, AMP_F32}, {AMP_TF32, AMP_F32}, {AMP_F16, AMP_F16}, {AMP_F16, AMP_F32}, {AMP_BF16, AMP_BF16}, {AMP_BF16, AMP_F32}
+};
+enum { SCANS = 6 };
+
+TEST(right_gradients) {
+    double worst = 0;
+    int seed, k;
+    for (k = 0; k < SCANS; k++)
+        for (seed = 0; seed < 25; seed++) {
+            amp_gradcheck_report r;
+            amp_gradcheck_desc d;
+            float x[T * C];
+            open_scan(&a_scan, (uint64_t)seed, scans[k].stored);
+            d = scan_desc(&a_scan, scans[k].compute, (uint64_t)seed);
+            memcpy(x, a_scan.x, sizeof x);
+            CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+            CHECK_MSG(r.passed == 1, "%s, seed %d: %s: error %g, bound %g, expected %g, found %g", amp_dtype_name(scans[k].compute),
+                      seed, r.worst, r.error, r.bound, r.expected, r.found);
+            CHECK(r.error > 0 && r.bound > r.error && memcmp(x, a_scan.x, sizeof x) == 0);
+            if (r.error / r.bound > worst) worst = r.error / r.bound;
+            amp_close(a_scan.amp);
+        }
+    ampt_figure("gradcheck: error over bound of right operators", worst, 1);
+    if (getenv("SHOW")) printf("worst %g\n", worst);
+}
+
+static amp_gradcheck_report check_wrong(int wrong, int k, int seed) {
+    amp_gradcheck_report r;
+    amp_gradcheck_desc d;
+    memset(&r, 0, sizeof r);
+    open_scan(&a_scan, (uint64_t)seed, scans[k].stored);
+    a_scan.wrong = wrong;
+    d = scan_desc(&a_scan, scans[k].compute, (uint64_t)seed);
+    CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+    amp_close(a_scan.amp);
+    return r;
+}
+
+TEST(wrong_gradients) {
+    int seed, k;
+    for (seed = 0; seed < 10; seed++) {
+        for (k = 0; k < SCANS; k++) {
+            amp_gradcheck_report r = check_wrong(WRONG_SIGN, k, seed);
+            CHECK_MSG(r.passed == 0 && strcmp(r.worst, "x") == 0 && r.error > r.bound, "sign, %d, seed %d: %g of %g", k, seed, r.error, r.bound);
+            r = check_wrong(MISSING_TERM, k, seed);
+            CHECK_MSG(r.passed == 0, "term, %d, seed %d: %g of %g", k, seed, r.error, r.bound);
+        }
+        CHECK(check_wrong(WRONG_FACTOR, 0, seed).passed == 0);
+        CHECK(check_wrong(WRONG_ELEMENT, 0, seed).passed == 0);
+    }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(right_models_pass);
@@ -437,5 +603,7 @@ int main(int argc, char **argv) {
     RUN(scale_too_large);
     RUN(failing_step);
     RUN(training_goes_on);
+    RUN(right_gradients);
+    RUN(wrong_gradients);
     return TEST_END();
 }

@@ -1272,8 +1272,140 @@ CUDA_TEST(graph_refusals) {
     amp_close(cpu);
 }
 
+/* ---- Numerics, verify, placement and gradient check in device memory */
+
+static int verify_step(void *user, amp_context *) { return ((network *)user)->compute(); }
+static int verify_whole_step(void *user, amp_context *) {
+    network *n = (network *)user;
+    amp_result r = n->compute();
+    return r != AMP_OK ? r : amp_step(n->optimizer, n->scaler);
+}
+
+static std::string train_and_verify(bool verify, bool whole) {
+    network gpu;
+    std::vector<amp_outcome> outcomes;
+    std::string all;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    CHECK_OK(gpu.for_graphs(0.1f));
+    for (int i = 0; i < 6; i++) {
+        CHECK_OK(gpu.next_copied());
+        CHECK_OK(gpu.compute());
+        all += gpu.bytes(gpu.loss.loss, 4);
+        if (verify && (i == 2 || i == 4)) {
+            amp_range outputs[2] = {{"logits", gpu.head.y.data, ROWS * VOCAB, AMP_F16}, {"loss", gpu.loss.loss, 1, AMP_F32}};
+            amp_verify_desc d = {};
+            amp_verify_report r = {};
+            char text[2000];
+            d.step = whole ? verify_whole_step : verify_step;
+            d.user = &gpu;
+            d.params = gpu.params; d.n_params = PARAMS;
+            d.outputs = outputs; d.n_outputs = 2;
+            d.optimizer = gpu.optimizer;
+            d.scaler = gpu.scaler;
+            CHECK_OK(amp_verify(gpu.amp, &d, &r));
+            amp_verify_text(&r, text, sizeof text);
+            CHECK_EQ(r.n_rows, 3);
+            for (int k = 0; k < 3; k++) CHECK_MSG(r.rows[k].verdict == AMP_VERDICT_PASS && r.rows[k].gradient_error > 0, "%s", text);
+        }
+        for (const amp_param &p : gpu.params) all += gpu.bytes(p.grad);
+        CHECK_OK(gpu.step(&outcomes));
+        all += gpu.weights();
+    }
+    for (const amp_outcome &o : outcomes) {
+        all.append((const char *)&o.norm, sizeof o.norm);
+        all.append((const char *)&o.step, sizeof o.step);
+    }
+    return all;
+}
+CUDA_TEST(verified_training_goes_on) {
+    std::string plain = train_and_verify(false, false);
+    CHECK(train_and_verify(true, false) == plain);
+    CHECK(train_and_verify(true, true) == plain);
+}
+
+CUDA_TEST(numerics_of_the_device) {
+    network gpu;
+    amp_numerics *m = NULL;
+    amp_numerics_desc d = {};
+    amp_numerics_report r;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    CHECK_OK(gpu.forward_backward());
+    d.params = gpu.params; d.n_params = PARAMS;
+    d.scaler = gpu.scaler;
+    CHECK_OK(amp_numerics_create(gpu.amp, &m, &d));
+    CHECK_OK(amp_numerics_step(m, &r));
+    CHECK(r.due && r.n_rows == 2 * PARAMS && r.remedy == AMP_REMEDY_NONE && r.first_bad == NULL);
+    for (int p = 0; p < PARAMS && p < r.n_rows; p++) {
+        double largest = 0;
+        for (double x : gpu.values(gpu.params[p].grad)) largest = std::max(largest, fabs(x));
+        CHECK_MSG((double)r.rows[p].largest == largest && largest > 0, "%s: %g, %g", r.rows[p].name, (double)r.rows[p].largest, largest);
+    }
+    CHECK_OK(amp_fill(gpu.amp, gpu.params[HIDDEN_BIAS].grad.data, 0xff, 4));
+    for (int i = 0; i < 99; i++) CHECK_OK(amp_numerics_step(m, &r));
+    CHECK(r.first_bad == NULL && !r.due);
+    CHECK_OK(amp_numerics_step(m, &r));
+    CHECK(r.due && r.first_bad != NULL && strcmp(r.first_bad, "hidden.bias") == 0 && r.rows[HIDDEN_BIAS].nan == 1);
+    amp_numerics_destroy(m);
+}
+
+CUDA_TEST(placement) {
+    network gpu;
+    float pageable[4] = {0, 0, 0, 0};
+    void *pinned = NULL, *elsewhere = NULL;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    CHECK_EQ(cudaMallocHost(&pinned, 64), cudaSuccess);
+    amp_range ranges[3] = {{"w", gpu.params[0].weight.data, 4, AMP_F32}, {"pinned", pinned, 4, AMP_F32}, {"batch", pageable, 4, AMP_F32}};
+    CHECK_OK(amp_verify_placement(gpu.amp, ranges, 2));
+    CHECK_ERR(amp_verify_placement(gpu.amp, ranges, 3), AMP_ERR_DEVICE);
+    CHECK(says("batch, number 2, lies in pageable memory of the host"));
+    if (gpus_here() > 1) {
+        CHECK(cudaSetDevice(1) == cudaSuccess && cudaMalloc(&elsewhere, 64) == cudaSuccess);
+        CHECK(cudaSetDevice(0) == cudaSuccess);
+        ranges[1].data = elsewhere;
+        CHECK_ERR(amp_verify_placement(gpu.amp, ranges, 3), AMP_ERR_DEVICE);
+        CHECK(says("pinned, number 1, lies in memory of another device"));
+        CHECK_EQ(cudaFree(elsewhere), cudaSuccess);
+    }
+    CHECK_EQ(cudaFreeHost(pinned), cudaSuccess);
+}
+
+static int softmax_forward(void *user, amp_context *amp) { return amp_softmax(amp, (amp_softmax_op *)user); }
+static int softmax_backward(void *user, amp_context *amp) { return amp_softmax_backward(amp, (amp_softmax_op *)user); }
+CUDA_TEST(gradcheck_of_the_device) {
+    network gpu;
+    amp_softmax_op op = {};
+    std::vector<float> x = cuda_random(ROWS * VOCAB, 3, -2, 2);
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    CHECK_OK(gpu.tensor(&op.x, AMP_F32, ROWS, VOCAB));
+    CHECK_OK(gpu.tensor(&op.dx, AMP_F32, ROWS, VOCAB));
+    CHECK_OK(gpu.tensor(&op.y, AMP_F32, ROWS, VOCAB));
+    CHECK_OK(gpu.tensor(&op.dy, AMP_F32, ROWS, VOCAB));
+    CHECK_OK(amp_copy(gpu.amp, op.x.data, x.data(), ROWS * VOCAB * 4, AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_sync(gpu.amp));
+    amp_range in = {"x", op.x.data, ROWS * VOCAB, AMP_F32}, din = in, out = in, dout = in;
+    din.data = op.dx.data; out.data = op.y.data; dout.data = op.dy.data;
+    for (int wrong = 0; wrong < 2; wrong++) {
+        amp_gradcheck_desc d = {};
+        amp_gradcheck_report r = {};
+        d.forward = softmax_forward;
+        d.backward = wrong ? softmax_forward : softmax_backward;
+        d.user = &op;
+        d.inputs = &in; d.input_grads = wrong ? &dout : &din; d.n_inputs = 1;
+        d.outputs = &out; d.output_grads = wrong ? &din : &dout; d.n_outputs = 1;
+        d.dtype = AMP_F32;
+        d.directions = 2;
+        CHECK_OK(amp_gradcheck(gpu.amp, &d, &r));
+        CHECK_MSG(r.passed == !wrong, "error %g, bound %g", r.error, r.bound);
+        CHECK(gpu.bytes(op.x.data, x.size() * 4) == std::string((const char *)x.data(), x.size() * 4));
+    }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
+    RUN(verified_training_goes_on);
+    RUN(numerics_of_the_device);
+    RUN(placement);
+    RUN(gradcheck_of_the_device);
     RUN(same_numbers_as_the_cpu);
     RUN(every_order);
     RUN(recomputing_has_the_same_bits);
