@@ -2994,7 +2994,8 @@ typedef struct amp_tune_desc {
     const amp_dtype *dtypes; int64_t n_dtypes;
     int64_t batch, max_batch;
     int32_t iterations, warmup;
-    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right */
+    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right.  Its
+                                               parameters stay where they are, whatever batch is prepared */
     const char *file, *model;
 } amp_tune_desc;
 enum { AMP_TUNE_ROWS = 64 };
@@ -3015,8 +3016,8 @@ typedef struct amp_tune_report {
 /* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
    an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
-   of equal ones the first.  Afterwards the context's dtype is what it was, and `prepare` was last called with the best
-   batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
+   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
    Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
    those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
@@ -16473,6 +16474,7 @@ typedef struct ampi_tune {
     ampi_candidate candidates[AMPI_TUNE_DTYPES];
     int n;
     int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
+    ampi_keep *keep;                /* what .verify names, as it was */
     uint64_t key;                   /* of the results in the file */
     amp_state *state;               /* what the file holds, or NULL */
     int foreign;                    /* 1: the file is something else, and stays */
@@ -16738,19 +16740,20 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
 
 /* Verdicts hold for every batch size. */
 static amp_result ampi_tune_verify(ampi_tune *t) {
+    const amp_verify_desc *d = t->desc.verify;
     amp_verify_desc v;
     amp_verify_report report;
     amp_dtype dtypes[AMPI_TUNE_DTYPES];
     int64_t i;
     int k;
-    if (t->desc.verify == NULL) return AMP_OK;
-    v = *t->desc.verify;
+    if (d == NULL) return AMP_OK;
+    v = *d;
     v.dtypes = dtypes;
     v.n_dtypes = 0;
     for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
-    if (v.n_dtypes == 0) return AMP_OK;
-    memset(&report, 0, sizeof report);
-    AMPI_TRY(amp_verify(t->amp, &v, &report));
+    if (v.n_dtypes > 0) AMPI_TRY(amp_verify(t->amp, &v, &report));
+    else report.n_rows = 0;
+    AMPI_TRY(ampi_keep_create(t->amp, "amp_tune", d->params, d->n_params, d->optimizer, d->scaler, &t->keep));
     for (i = 0; i < report.n_rows; i++)
         for (k = 0; k < t->n; k++) {
             if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
@@ -16795,12 +16798,14 @@ static void ampi_tune_pick(amp_tune_report *out) {
 static amp_result ampi_tune_time(ampi_tune *t) {
     amp_dtype before = ampi_settings(t->amp)->dtype;
     int64_t *times;
-    amp_result result, restored;
+    amp_result result, restored = AMP_OK;
     int k;
     AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
     for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
     result = ampi_tune_run(t);
-    restored = amp_set_dtype(t->amp, before);
+    if (t->keep != NULL) restored = ampi_keep_restore(t->keep);
+    ampi_keep_destroy(t->keep);
+    if (restored == AMP_OK) restored = amp_set_dtype(t->amp, before);
     ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
     return result != AMP_OK ? result : restored;
 }

@@ -531,6 +531,72 @@ TEST(tune_survives_failing_allocations) {
     remove(path);
 }
 
+/* A linear model whose step is verified: fp16 loses the gradients of a tiny loss, and the host makes bf16's infinite. */
+typedef struct judged { amp_param p; amp_optimizer *o; float x[6 * 4], y[6 * 3], dy[6 * 3], w[12], g[12]; float small; amp_dtype infinite; timed clock; } judged;
+
+static int judged_step(void *user, amp_context *amp) {
+    judged *j = (judged *)user;
+    amp_linear_op op;
+    int i;
+    memset(&op, 0, sizeof op);
+    op.x = amp_tensor2(j->x, AMP_F32, 6, 4); op.y = amp_tensor2(j->y, AMP_F32, 6, 3); op.dy = amp_tensor2(j->dy, AMP_F32, 6, 3); op.weight = &j->p;
+    if (amp_autocast_begin(amp, NULL) || amp_linear(amp, &op) || amp_autocast_end(amp)) return AMP_ERR_STATE;
+    for (i = 0; i < 18; i++) j->dy[i] = j->y[i] * j->small;
+    if (amp_linear_backward(amp, &op)) return AMP_ERR_STATE;
+    if (ampi_settings(amp)->dtype == j->infinite) j->g[5] = INFINITY;
+    return timed_step(&j->clock, amp);
+}
+static int judged_train(void *user, amp_context *amp) {
+    int code = judged_step(user, amp);
+    return code ? code : (int)amp_step(((judged *)user)->o, NULL);
+}
+
+TEST(tune_heeds_verification) {
+    amp_context *amp = open_host(NULL, AMP_BF16);
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
+    static judged j;
+    amp_optimizer_desc o;
+    amp_verify_desc v;
+    amp_tune_report r;
+    float before[12];
+    amp_tune_desc d = tune_desc(&j.clock);
+    memset(&v, 0, sizeof v);
+    memset(&o, 0, sizeof o);
+    ampt_uniform(j.x, 24, 1, 1, 1, 0);
+    ampt_uniform(j.w, 12, 1, 2, 1, 0);
+    j.small = 1e-9f;
+    j.p.name = "head.weight";
+    j.p.weight = amp_tensor2(j.w, AMP_F32, 3, 4);
+    j.p.grad = amp_tensor2(j.g, AMP_F32, 3, 4);
+    o.params = &j.p; o.n_params = 1;
+    CHECK_OK(amp_param_register(amp, &j.p, 1));
+    CHECK_OK(amp_optimizer_create(amp, &j.o, &o));
+    v.step = judged_step; v.user = &j; v.params = &j.p; v.n_params = 1; v.optimizer = j.o;
+    d.step = judged_train; d.user = &j; d.verify = &v; d.dtypes = dtypes; d.n_dtypes = 3;
+    memcpy(before, j.w, sizeof before);
+    CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK_MSG(r.rows[0].verdict == AMP_VERDICT_PASS && r.rows[1].verdict == AMP_VERDICT_INACCURATE && r.rows[2].verdict == AMP_VERDICT_PASS, "%d %d %d %s",
+              (int)r.rows[0].verdict, (int)r.rows[1].verdict, (int)r.rows[2].verdict, r.rows[2].reason);
+    CHECK(r.rows[1].rate > r.rows[2].rate && strstr(r.rows[1].reason, "loss scaler") != NULL && r.rows[2].reason[0] == 0);
+    CHECK_EQ(r.best, 2);
+    CHECK(memcmp(before, j.w, sizeof before) == 0 && j.o->attempts == 0 && ampi_settings(amp)->dtype == AMP_BF16);
+    j.infinite = AMP_BF16;
+    CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK(r.rows[2].verdict == AMP_VERDICT_NONFINITE && r.best == 0 && r.rows[2].seconds > 0);
+    j.clock.broken = AMP_F16;                   /* is not timed */
+    memset(j.clock.order, 0, sizeof j.clock.order);
+    CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK(r.rows[1].verdict == AMP_VERDICT_FAILED && strstr(r.rows[1].reason, "77") != NULL);
+    CHECK_MSG(strchr(j.clock.order, 'h') != NULL && strchr(j.clock.order, 'h') == strrchr(j.clock.order, 'h'), "%s", j.clock.order);
+    j.infinite = AMP_F32;                       /* nothing can be held against this */
+    memset(&r, 0x5a, sizeof r);
+    CHECK_ERR(amp_tune(amp, &d, &r), AMP_ERR_RANGE);
+    CHECK(r.best == 0x5a5a5a5a5a5a5a5a && memcmp(before, j.w, sizeof before) == 0);
+    amp_optimizer_destroy(j.o);
+    amp_close(amp);
+    CHECK_EQ(host.blocks, 0);
+}
+
 /* ---- Advice */
 
 TEST(advice_about_the_machine) {
@@ -1838,6 +1904,7 @@ int main(int argc, char **argv) {
     RUN(tune_leaves_foreign_files_alone);
     RUN(tune_refuses_bad_input);
     RUN(tune_survives_failing_allocations);
+    RUN(tune_heeds_verification);
     RUN(advice_about_the_machine);
     RUN(advice_heeds_verification);
     RUN(advice_on_the_batch);
