@@ -289,6 +289,7 @@ static void measure_rates(check *c) {
         if (counted && products[i] > 0) row->gemm = 2e-9 * n * n * n / products[i];
         if (copies[i] > 0) row->cast = 1e-9 * bytes / copies[i];
         row->peak = i == 0 || !row->emulated ? measure_peak(c, precisions[i]) : c->precisions[0].peak;
+        if (row->peak < row->gemm) row->peak = 0;       /* other programs ran meanwhile: it is none */
     }
 }
 
