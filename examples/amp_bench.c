@@ -48,7 +48,7 @@ static const option options[] = {
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"json", TEXT, FIELD(out), "", 0, 0, NULL,
-     "results as JSON lines; empty: out/bench_precision.jsonl or out/bench_features.jsonl; none: nothing"},
+     "results as JSON; empty: out/bench_precision.json or out/bench_features.json; none: nothing"},
     {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
 static program_flags given = {
@@ -65,6 +65,7 @@ typedef struct bench {
     amp_machine machine;
     amp_desc desc;
     FILE *json;
+    int64_t rows;                   /* in it */
     char json_path[PATH_MAX], part_path[PATH_MAX + 8], tokens_path[PATH_MAX];
 } bench;
 
@@ -98,7 +99,7 @@ static const char *named_shape(const workload_desc *d) {
     return d->encoder ? "encoder (BERT's kind)" : "decoder (GPT-2's kind)";
 }
 
-/* Where and how it was measured: the first line of a file. */
+/* Where and how it was measured. */
 static void json_head(bench *b, const char *event, int argc, char **argv) {
     char command[1024], date[32];
     size_t used = 0;
@@ -119,7 +120,13 @@ static void json_head(bench *b, const char *event, int argc, char **argv) {
     metrics_integer(b->json, "cpu_path", b->desc.cpu_path);
     metrics_text(b->json, "compiler", __VERSION__);
     metrics_integer(b->json, "iterations", b->set.iterations);
-    metrics_end(b->json);
+    if (b->json != NULL) fprintf(b->json, ", \"rows\": [\n");
+}
+
+/* Begins a row; the rows before it end with a comma. */
+static void json_row(bench *b, const char *event) {
+    if (b->json != NULL && b->rows++ > 0) fprintf(b->json, ",");
+    metrics_begin(b->json, event);
 }
 
 static void json_size(bench *b, const workload_desc *d) {
@@ -248,7 +255,7 @@ static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, cons
            (double)row->total / 1048576, 100 * reduction, row == full ? "" : gain_text(1 / (1 - reduction)));
     for (i = 0; i < PARTS; i++) printf(" %11.1f", (double)row->parts[i] / 1048576);
     printf("%s%s\n", row->reason[0] != 0 ? "  " : "", row->reason);
-    metrics_begin(b->json, "precision");
+    json_row(b, "precision");
     json_size(b, size);
     metrics_text(b->json, "pass", size->inference ? "forward" : "step");
     metrics_text(b->json, "precision", amp_dtype_name(dtype));
@@ -541,7 +548,7 @@ static amp_result report_feature(bench *b, const feature *f, side sides[2]) {
     time = low > 1 || high < 1 ? gain_text(middle) : "even";
     printf("  %-16s %-18s %-20s %10.3f %10.3f %8.3f  %5.3f to %5.3f  %-5s %9.1f %9.1f %8.3f  %s\n", f->name, f->on, f->off, 1e3 * on,
            1e3 * off, middle, low, high, time, (double)sides[1].peak / 1048576, (double)sides[0].peak / 1048576, memory, gain_text(memory));
-    metrics_begin(b->json, "feature");
+    json_row(b, "feature");
     metrics_text(b->json, "name", f->name);
     metrics_text(b->json, "on", f->on);
     metrics_text(b->json, "off", f->off);
@@ -567,7 +574,7 @@ static amp_result bench_feature(bench *b, const feature *f) {
     int i;
     if (f->device_only && on_cpu(b->amp)) {
         printf("  %-16s not here: the CPU reads batches where they lie\n", f->name);
-        metrics_begin(b->json, "feature");
+        json_row(b, "feature");
         metrics_text(b->json, "name", f->name);
         metrics_text(b->json, "time", "not here");
         metrics_end(b->json);
@@ -608,7 +615,7 @@ static amp_result open_json(bench *b) {
     char why[400];
     if (strcmp(b->set.out, "none") == 0) return AMP_OK;
     snprintf(b->json_path, sizeof b->json_path, "%.4000s",
-             *b->set.out != 0 ? b->set.out : b->set.features ? "out/bench_features.jsonl" : "out/bench_precision.jsonl");
+             *b->set.out != 0 ? b->set.out : b->set.features ? "out/bench_features.json" : "out/bench_precision.json");
     snprintf(b->part_path, sizeof b->part_path, "%s.part", b->json_path);
     if (folder_make(b->json_path) != AMP_OK) return refuse("json", "%s", because(why));
     b->json = fopen(b->part_path, "w");
@@ -619,6 +626,7 @@ static amp_result open_json(bench *b) {
 static amp_result close_json(bench *b, amp_result result) {
     int failed;
     if (b->json == NULL) return result;
+    fprintf(b->json, "]}\n");
     failed = ferror(b->json);
     if (fclose(b->json) != 0) failed = 1;
     if (result != AMP_OK) unlink(b->part_path);

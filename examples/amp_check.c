@@ -766,6 +766,9 @@ static void print_text(const check *c) {
     printf("\n%s\n", failures(c) == 0 ? "Nothing failed." : "Some lines say FAIL.");
 }
 
+/* A rate, or null where it was not measured. */
+static void json_rate(const char *key, double value) { metrics_number(stdout, key, value > 0 ? value : HUGE_VAL); }
+
 static void print_json_rows(const check *c) {
     int i;
     printf(", \"precisions\": [");
@@ -773,9 +776,9 @@ static void print_json_rows(const check *c) {
         const precision_row *row = &c->precisions[i];
         printf("%s{\"name\": \"%s\"", i > 0 ? ", " : "", amp_dtype_name(precisions[i]));
         metrics_text(stdout, "here", !row->supported ? "no" : row->emulated ? "emulated" : "native");
-        metrics_number(stdout, "gemm_gflops", row->gemm);
-        metrics_number(stdout, "peak_gflops", row->peak);
-        metrics_number(stdout, "cast_gb_per_s", row->cast);
+        json_rate("gemm_gflops", row->gemm);
+        json_rate("peak_gflops", row->peak);
+        json_rate("cast_gb_per_s", row->cast);
         metrics_text(stdout, "reason", row->reason);
         printf("}");
     }
@@ -802,12 +805,12 @@ static void print_json(const check *c) {
     metrics_text(stdout, "version", AMP_VERSION_TEXT);
     metrics_text(stdout, "compiler", __VERSION__);
     metrics_integer(stdout, "product_size", c->size);
-    metrics_number(stdout, "pinned_gb_per_s", c->pinned);
-    metrics_number(stdout, "ordinary_gb_per_s", c->ordinary);
-    metrics_number(stdout, "loader_tokens_per_s", c->loader_rate);
-    metrics_number(stdout, "training_tokens_per_s", c->train_rate);
+    json_rate("pinned_gb_per_s", c->pinned);
+    json_rate("ordinary_gb_per_s", c->ordinary);
+    json_rate("loader_tokens_per_s", c->loader_rate);
+    json_rate("training_tokens_per_s", c->train_rate);
     metrics_number(stdout, "wait_share", c->wait_share);
-    metrics_number(stdout, "utilisation", c->utilisation);
+    metrics_number(stdout, "utilisation", c->utilisation >= 0 ? c->utilisation : HUGE_VAL);
     metrics_integer(stdout, "failed", failures(c));
     if (amp_status_get(c->amp, c->work.scaler, 0, &status) == AMP_OK &&
         amp_status_json(&status, status_text, sizeof status_text) < sizeof status_text) printf(", \"status\": %s", status_text);

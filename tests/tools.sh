@@ -50,23 +50,23 @@ said=$(sed 's/.*"failed": \([0-9]*\).*/\1/' "$work/check.json")
 if { [ "$said" -gt 0 ] && [ $status -eq 1 ]; } || { [ "$said" = 0 ] && [ $status -eq 0 ]; }; then pass; else fail "amp_check --json" "exit code $status, failed: $said"; fi
 missing=
 for key in version compiler product_size loader_tokens_per_s training_tokens_per_s wait_share utilisation status precisions \
-    gemm_gflops cast_gb_per_s checks verdict recommendations machine backend; do grep -q "\"$key\":" "$work/check.json" || missing="$missing $key"; done
+    gemm_gflops cast_gb_per_s checks verdict recommendations cpu device backend memory; do grep -q "\"$key\":" "$work/check.json" || missing="$missing $key"; done
 if [ -z "$missing" ]; then pass; else fail "amp_check --json" "no$missing"; fi
 lines=$(grep -cE '^  (PASS|FAIL|not here) ' "$work/check.log")
 if [ "$(grep -o '"verdict"' "$work/check.json" | wc -l)" -eq "$lines" ]; then pass; else fail "amp_check --json" "not the $lines lines of the text"; fi
 
 # ---- amp_bench --precision: every precision in every table, and memory that adds up.
-"$bench_bin" --precision $tiny --json "$work/precision.jsonl" > "$work/precision.log" 2>&1; status=$?
+"$bench_bin" --precision $tiny --json "$work/precision.json" > "$work/precision.log" 2>&1; status=$?
 if [ $status -eq 0 ]; then pass; else fail "amp_bench --precision" "exit code $status: $(tail -n 2 "$work/precision.log")"; fi
-while read -r line; do echo "$line" > "$work/line"; valid "amp_bench --precision: a line" "$work/line"; done < "$work/precision.jsonl"
+valid "amp_bench --precision" "$work/precision.json"
 for model in encoder decoder; do for pass_name in forward step; do for precision in fp32 tf32 fp16 bf16; do
-    if [ "$(grep "\"model\": \"$model\"" "$work/precision.jsonl" | grep "\"pass\": \"$pass_name\"" | grep -c "\"precision\": \"$precision\"")" -eq 1 ]; then pass
+    if [ "$(grep "\"model\": \"$model\"" "$work/precision.json" | grep "\"pass\": \"$pass_name\"" | grep -c "\"precision\": \"$precision\"")" -eq 1 ]; then pass
     else fail "amp_bench --precision" "no row of $model, $pass_name, $precision"; fi
 done; done; done
 
 # At level O1 gradients are as large as weights, AdamW keeps two moments (and a little for itself), forward has neither;
 # activations and the workspace are there, and the parts are all of it.
-wrong=$(grep '"event": "precision"' "$work/precision.jsonl" | awk '
+wrong=$(grep '"event": "precision"' "$work/precision.json" | awk '
     function value(key) {if (!match($0, "\"" key "\": [-0-9.e]+")) return "none"; return substr($0, RSTART + length(key) + 4, RLENGTH - length(key) - 4) + 0}
     {w = value("weights"); g = value("gradients"); o = value("optimizer"); a = value("activations"); c = value("cast cache"); s = value("workspace")
      forward = /"pass": "forward"/
@@ -84,23 +84,24 @@ wrong=$(awk '/^  (fp32|tf32|fp16|bf16) / {for (i = NF - 5; i <= NF; i++) sum += 
 if [ -z "$wrong" ]; then pass; else fail "amp_bench: the table's memory" "$wrong"; fi
 
 # ---- amp_bench --features
-"$bench_bin" --features $tiny --json "$work/features.jsonl" > "$work/features.log" 2>&1; status=$?
+"$bench_bin" --features $tiny --json "$work/features.json" > "$work/features.log" 2>&1; status=$?
 if [ $status -eq 0 ]; then pass; else fail "amp_bench --features" "exit code $status: $(tail -n 2 "$work/features.log")"; fi
+valid "amp_bench --features" "$work/features.json"
 for name in mask-cache cast-cache workers prefetch memory-interval fused-step recompute; do
-    if grep "\"name\": \"$name\"" "$work/features.jsonl" | grep -q '"time": "\(gain\|loss\|even\)"' &&
+    if grep "\"name\": \"$name\"" "$work/features.json" | grep -q '"time": "\(gain\|loss\|even\)"' &&
         grep -qE "^  $name .* (gain|loss|even) .* (gain|loss|even)\$" "$work/features.log"; then pass
-    else fail "amp_bench: $name" "$(grep "$name" "$work/features.jsonl" "$work/features.log")"; fi
+    else fail "amp_bench: $name" "$(grep "$name" "$work/features.json" "$work/features.log")"; fi
 done
-if grep -q '"name": "pinning", "time": "not here"' "$work/features.jsonl"; then pass; else fail "amp_bench: pinning" "$(grep pinning "$work/features.jsonl")"; fi
+if grep -q '"name": "pinning", "time": "not here"' "$work/features.json"; then pass; else fail "amp_bench: pinning" "$(grep pinning "$work/features.json")"; fi
 # A cost is called one: recomputing saves memory, kept casts take it.
-if grep '"name": "recompute"' "$work/features.jsonl" | grep -q '"memory": "gain"'; then pass; else fail "amp_bench: recompute" "$(grep '"recompute"' "$work/features.jsonl")"; fi
-if grep '"name": "cast-cache"' "$work/features.jsonl" | grep -q '"memory": "loss"'; then pass; else fail "amp_bench: cast-cache" "$(grep '"cast-cache"' "$work/features.jsonl")"; fi
+if grep '"name": "recompute"' "$work/features.json" | grep -q '"memory": "gain"'; then pass; else fail "amp_bench: recompute" "$(grep '"recompute"' "$work/features.json")"; fi
+if grep '"name": "cast-cache"' "$work/features.json" | grep -q '"memory": "loss"'; then pass; else fail "amp_bench: cast-cache" "$(grep '"cast-cache"' "$work/features.json")"; fi
 if [ -z "$(ls "$work"/*.part 2>/dev/null)" ]; then pass; else fail "amp_bench" "left a partial file behind"; fi
 
 # A run that fails leaves the results of the one before.
-cp "$work/features.jsonl" "$work/kept"
-"$bench_bin" --features $tiny --layers 1000 --channels 65536 --json "$work/features.jsonl" > "$work/large.log" 2>&1; status=$?
-if [ $status -eq 1 ] && cmp -s "$work/kept" "$work/features.jsonl" && grep -q "training this model takes" "$work/large.log"; then pass
+cp "$work/features.json" "$work/kept"
+"$bench_bin" --features $tiny --layers 1000 --channels 65536 --json "$work/features.json" > "$work/large.log" 2>&1; status=$?
+if [ $status -eq 1 ] && cmp -s "$work/kept" "$work/features.json" && grep -q "training this model takes" "$work/large.log"; then pass
 else fail "amp_bench: too large" "exit code $status: $(tail -n 1 "$work/large.log")"; fi
 
 # ---- Refusals.  refused PROGRAM TEXT FLAGS...: exit code 2, and the text is said.
