@@ -246,12 +246,13 @@ static amp_result time_rows(const bench *b, workload *w, precision_row rows[PREC
 static const char *gain_text(double ratio) { return ratio >= 1.005 ? "gain" : ratio <= 0.995 ? "loss" : "even"; }
 
 static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, const precision_row *row, const precision_row *full) {
+    static const char *const verdicts[] = {"", "pass", "inaccurate", "not finite", "failed"};
     double speedup = full->seconds > 0 && row->seconds > 0 ? full->seconds / row->seconds : 0;
     double reduction = full->total > 0 ? 1 - (double)row->total / (double)full->total : 0;
     char name[32];
     int i;
     snprintf(name, sizeof name, "%s%s", amp_dtype_name(dtype), row->emulated ? " emulated" : "");
-    printf("  %-14s %10.2f %8.2f %-5s %10.1f %9.1f%% %-5s", name, 1e3 * row->seconds, speedup, row == full ? "" : gain_text(speedup),
+    printf("  %-14s %10.2f %8.2f %-5s %10.1f %9.1f%% %-5s", name, 1e3 * row->seconds, speedup, row == full || speedup <= 0 ? "" : gain_text(speedup),
            (double)row->total / 1048576, 100 * reduction, row == full ? "" : gain_text(1 / (1 - reduction)));
     for (i = 0; i < PARTS; i++) printf(" %11.1f", (double)row->parts[i] / 1048576);
     printf("%s%s\n", row->reason[0] != 0 ? "  " : "", row->reason);
@@ -265,6 +266,7 @@ static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, cons
     metrics_integer(b->json, "bytes", row->total);
     metrics_number(b->json, "reduction", reduction);
     for (i = 0; i < PARTS; i++) metrics_integer(b->json, part_names[i], row->parts[i]);
+    if (!size->inference) metrics_text(b->json, "verified", verdicts[row->verdict]);
     if (row->reason[0] != 0) metrics_text(b->json, "reason", row->reason);
     metrics_end(b->json);
 }
@@ -661,7 +663,8 @@ static amp_result open_bench(bench *b) {
     if (d.channels % d.heads != 0)
         return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels", (long long)d.heads, (long long)d.channels);
     if (d.batch * d.seq > MOST_TOKENS)
-        return refuse(set->batch > 0 ? "batch" : "seq", "%lld x %lld tokens in a batch, at most %d", (long long)d.batch, (long long)d.seq, MOST_TOKENS);
+        return refuse(set->batch > 0 ? "batch" : "seq", "%lld x %lld tokens in a batch, at most %d", (long long)d.batch,
+                      (long long)d.seq, MOST_TOKENS);
     TRY(amp_query(b->amp, &b->desc));
     TRY(amp_query_machine(b->amp, &b->machine));
     return open_json(b);

@@ -662,7 +662,9 @@ static void check_utilisation(check *c) {
         add_line(c, PASS, "utilisation", value, "of the device, while training%s", more);
     else
         add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s", 100 * c->set.min_utilisation,
-                 c->wait_share > 0.05 ? "it waits for data" : on_cpu(c->amp) ? "other programs run here" : "steps are too small, or other programs run here", more);
+                 c->wait_share > 0.05   ? "it waits for data"
+                 : on_cpu(c->amp)       ? "other programs run here"
+                                        : "steps are too small, or other programs run here", more);
 }
 
 static void report_training(check *c, const trained *t) {
@@ -713,9 +715,14 @@ static void recommend(check *c) {
         static const char *const names[] = {"dtype", "level", "tf32", "scaler"};
         for (i = 0; i < 4; i++) if (reasons[i][0] != 0) advise(c, "%s: %s", names[i], reasons[i]);
     }
+    for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
+    if (i == PRECISIONS)
+        advise(c, "16 bits: no such instructions here: mixed precision saves memory, not time");
     if (c->wait_share > 0.05) advise(c, "workers: training waits for data: more of amp_loader_desc.workers, then more .prefetch");
     if (!cpu && c->pinned > 1.05 * c->ordinary)
         advise(c, "pinning: leave it on: %.1f x the copies' rate from ordinary memory", c->pinned / c->ordinary);
+    if (c->utilisation >= 0 && c->utilisation < c->set.min_utilisation)
+        advise(c, "utilisation: end other programs%s", cpu ? "" : ", or train with larger batches");
     if (!cpu) advise(c, "autotune: amp_desc.autotune on, with a file, finds the fastest products once and keeps them");
 #if defined(_OPENMP)
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)
