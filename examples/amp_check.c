@@ -30,7 +30,7 @@ static const option options[] = {
     {"size", INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
      "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
     {"copies", INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
-     "MiB of fp32 values to copy; auto: as much as the last cache holds, at least 16; with --quick at most 64"},
+     "MiB of fp32 values to copy; auto: as much as the last cache holds, at least 16; with --quick at most 64; to a device: 64"},
     {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
     {"channels", INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
      "its width, 64 for each head; auto: 256 on a CPU, 1024 on a GPU"},
@@ -81,6 +81,8 @@ typedef struct check {
     double train_rate, wait_share, utilisation, temperature, power;     /* the last three: -1 unknown */
     amp_verify_report verified;
 } check;
+
+static int64_t given_or(int64_t value, int64_t otherwise) { return value > 0 ? value : otherwise; }
 
 static void add_line(check *c, verdict v, const char *name, const char *value, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
@@ -313,15 +315,15 @@ static void check_choice(check *c) {
 /* ==== Data ======================================================================================= */
 
 /* One sample is a block of floats that was written once, so that nothing but the copy to the device takes time. */
-enum { BLOCK_FLOATS = 1 << 24, MOST_BLOCKS = 64 };
-typedef struct block_source { void *seen[MOST_BLOCKS]; int n; } block_source;
+enum { MOST_BLOCKS = 64 };
+typedef struct block_source { int64_t floats; void *seen[MOST_BLOCKS]; int n; } block_source;
 
 static int block_read(void *user, const amp_sample *sample, void *const *fields) {
     block_source *s = (block_source *)user;
     int i;
     (void)sample;
     for (i = 0; i < s->n; i++) if (s->seen[i] == fields[0]) return 0;
-    memset(fields[0], 0, (size_t)BLOCK_FLOATS * sizeof(float));
+    memset(fields[0], 0, (size_t)s->floats * sizeof(float));
     if (s->n < MOST_BLOCKS) s->seen[s->n++] = fields[0];
     return 0;
 }
@@ -340,12 +342,13 @@ static amp_result measure_transfer(check *c, int ordinary, double *rate) {
     memset(&blocks, 0, sizeof blocks);
     memset(&source, 0, sizeof source);
     memset(&desc, 0, sizeof desc);
+    blocks.floats = given_or(c->set.copies, 64) << 18;
     source.read = block_read;
     source.user = &blocks;
     source.samples = BATCHES;
     source.n_fields = 1;
     source.fields[0].dtype = AMP_F32;
-    source.fields[0].count = BLOCK_FLOATS;
+    source.fields[0].count = blocks.floats;
     desc.source = &source;
     desc.batch = desc.workers = 1;
     desc.disable_pinned = ordinary;
@@ -355,7 +358,7 @@ static amp_result measure_transfer(check *c, int ordinary, double *rate) {
         result = amp_loader_next(loader, &batch);
         if (result == AMP_OK) result = amp_sync(c->amp);
     }
-    *rate = 4e-9 * BLOCK_FLOATS * BATCHES / (seconds_now() - began);
+    *rate = 4e-9 * (double)blocks.floats * BATCHES / (seconds_now() - began);
     amp_loader_destroy(loader);
     return result;
 }
@@ -556,8 +559,6 @@ static void check_scaler(check *c) {
 }
 
 /* ==== Training =================================================================================== */
-
-static int64_t given_or(int64_t value, int64_t otherwise) { return value > 0 ? value : otherwise; }
 
 /* Large enough that its kernels fill the device. */
 static amp_result open_work(check *c) {
