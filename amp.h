@@ -2853,7 +2853,8 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 /* ---- Verify: a step of the host's in fp32 and in each candidate, on the same batch */
 
 /* Forward and backward of one batch, always the same; 0, or an amp_result, or any number of the host's for failure.  Regions
-   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names. */
+   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names; does not change
+   overrides.  For the fp32 it is held against, overrides of layers, .fallback and .allow_tf32 do not count. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
 /* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
@@ -7485,7 +7486,13 @@ AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset
 }
 AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
 /* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
-typedef struct ampi_precision { amp_choice choice; amp_dtype dtype; int32_t disable, allow_tf32; uint64_t random_offset; } ampi_precision;
+typedef struct ampi_precision {
+    amp_choice choice;
+    amp_dtype dtype, fallback;
+    int32_t disable, allow_tf32;
+    int64_t n_layers;               /* overrides of layers */
+    uint64_t random_offset;
+} ampi_precision;
 AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     ampi_precision p;
     memset(&p, 0, sizeof p);
@@ -7493,6 +7500,8 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     p.dtype = amp->desc.dtype;
     p.disable = amp->desc.disable;
     p.allow_tf32 = amp->desc.allow_tf32;
+    p.fallback = amp->desc.fallback;
+    p.n_layers = amp->n_layers;
     p.random_offset = amp->random_offset;
     return p;
 }
@@ -7502,6 +7511,8 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
     amp->desc.dtype = p->dtype;
     amp->desc.disable = p->disable;
     amp->desc.allow_tf32 = p->allow_tf32;
+    amp->desc.fallback = p->fallback;
+    amp->n_layers = p->n_layers;
     amp->random_offset = p->random_offset;
     amp_cast_cache_clear(amp);
 }
@@ -14761,10 +14772,10 @@ AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
     int64_t number, step;
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     while ((number = ampi_outcome_due(o)) != 0 && (wait || ampi_outcome_here(m, number))) {
-        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         note = ampi_note_find(m, number, &step);
+        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the outcome has come, too */
+        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         if (note == NULL) continue;
-        AMPI_TRY(ampi_marks_settle(m, step + 1, 1));
         ampi_record_add(m, note, &outcome);
         m->taken = step + 1;
     }
@@ -15457,8 +15468,8 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
 
 /* ---- Runs */
 
-/* Everything as it was kept, gradients zero, and the context in `dtype`. */
-AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int allow_tf32) {
+/* Everything as it was kept, gradients zero, and the context in `dtype`; reference 1: everywhere. */
+AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->keep->precision;
     int64_t i;
     AMPI_TRY(ampi_keep_restore(v->keep));
@@ -15470,7 +15481,11 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
     }
     if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
     p.disable = 0;
-    p.allow_tf32 = allow_tf32;
+    if (reference) {
+        p.allow_tf32 = 0;
+        p.fallback = AMP_DTYPE_DEFAULT;
+        p.n_layers = 0;
+    }
     p.dtype = p.choice.dtype = dtype;
     p.choice.scaler = dtype == AMP_F16;
     ampi_precision_set(v->amp, &p);
@@ -15561,7 +15576,7 @@ AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
 AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
     const ampi_verify_tensor *bad;
     int64_t i;
-    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
     ampi_verify_step(v);
     if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
     AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15581,7 +15596,7 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
     int draw;
     for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) = 0;
     for (draw = 0; draw < AMPI_VERIFY_DRAWS; draw++) {
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
         AMPI_TRY(ampi_perturb(v, u, dtype, (uint64_t)draw));
         ampi_verify_step(v);
         if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
@@ -15604,7 +15619,7 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     v->own_scale = scale = amp_scaler_scale(scaler);
     for (;; scale = next) {
         v->scale = scale < v->own_scale ? scale : 0;
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, v->keep->precision.allow_tf32));
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, 0));
         ampi_verify_step(v);
         if (v->code != 0) return AMP_OK;
         AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15668,7 +15683,7 @@ AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
     if (v->code == 0) {
         AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
-        AMPI_TRY(ampi_verify_prepare(v, row->dtype, v->keep->precision.allow_tf32));
+        AMPI_TRY(ampi_verify_prepare(v, row->dtype, 0));
         ampi_verify_step(v);
         row->seconds = v->seconds;
     }

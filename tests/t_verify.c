@@ -506,6 +506,28 @@ TEST(device_without_bf16) {
     close_model(&a_model);
 }
 
+/* What is fp32 for the candidates is not so for the reference, nor the other way round. */
+TEST(overrides) {
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16};
+    amp_verify_report r;
+    amp_verify_desc d;
+    fill_model(&a_model, open_context(AMP_F16, AMP_LEVEL_O1, NULL), 4);
+    d = desc_of(&a_model);
+    d.dtypes = dtypes;
+    d.n_dtypes = 2;
+    CHECK_OK(amp_layer_override(a_model.amp, "fc.*", AMP_BF16));
+    CHECK_OK(amp_set_enabled(a_model.amp, 0));
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(r.rows[0].output_error > 1e-4);           /* fp32 but for one layer, against fp32 throughout */
+    CHECK(r.rows[1].verdict == AMP_VERDICT_PASS);
+    CHECK(amp_autocast_active(a_model.amp, NULL) == 0 && a_model.amp->desc.disable == 1 && a_model.amp->n_layers == 1);
+    CHECK(ampi_settings(a_model.amp)->dtype == AMP_F16);
+    CHECK_OK(amp_layer_override(a_model.amp, "*", AMP_F32));
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(!(r.rows[0].output_error > 0) && r.rows[1].output_error > 1e-4);      /* stored in bf16 all the same */
+    close_model(&a_model);
+}
+
 TEST(bad_input) {
     static const amp_dtype bad_dtypes[] = {AMP_BF16, AMP_E4M3};
     amp_context *other = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
@@ -839,6 +861,7 @@ int main(int argc, char **argv) {
     RUN(training_goes_on);
     RUN(out_of_memory);
     RUN(device_without_bf16);
+    RUN(overrides);
     RUN(bad_input);
     RUN(placement_here);
     RUN(right_gradients);
