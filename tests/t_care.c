@@ -834,6 +834,7 @@ TEST(advice_is_applied) {
     amp_scaler *scaler;
     amp_desc d;
     amp_advice a;
+    memset(&d, 0, sizeof d);
     memset(&s, 0, sizeof s);
     CHECK_OK(amp_scaler_create(amp, &scaler, &s));
     CHECK_OK(amp_advise(amp, NULL, &a));
@@ -859,6 +860,14 @@ TEST(advice_is_applied) {
     CHECK_OK(amp_scaler_query(scaler, &s));
     CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.hysteresis == 3 && !s.disable);
     CHECK(amp->desc.logger.level == AMP_LOG_DEBUG && b.o->desc.apply_nonfinite == 1);
+    a.settings.dtype = AMP_BF16;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(s.disable);
+    a.settings.use_scaler = AMP_SCALER_USE_ON;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(!s.disable && s.growth_interval == 77);
     CHECK_ERR(amp_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
     CHECK_ERR(amp_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
     amp_scaler_destroy(scaler);
@@ -1869,8 +1878,17 @@ TEST(memory_recovery_asks_the_policy) {
     amp_recovery_event e;
     training_plan p = plan_of(AMP_F16, FAULT_NONE, 0);
     int restored;
+    p.policy = wish_policy;
+    trainee_open(&t, &p, 1);                    /* before any record came there is none to pass over */
+    t.wish.action = AMP_RECOVERY_RESTORED;
+    trainee_run(&t, 2);
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK(e.action == AMP_RECOVERY_RESTORED && t.o->attempts == 0);
+    trainee_run(&t, 3);
+    CHECK_EQ(t.recovery->seen, 1);
+    trainee_close(&t);
     for (restored = 0; restored < 2; restored++) {
-        p.policy = wish_policy;
         trainee_open(&t, &p, 1);
         trainee_run(&t, 11);
         t.wish.action = restored ? AMP_RECOVERY_RESTORED : AMP_RECOVERY_STOP;
