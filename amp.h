@@ -3018,7 +3018,8 @@ typedef struct amp_tune_report {
    an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
-   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
+   cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
    Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
    those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
@@ -3093,7 +3094,8 @@ AMP_API void amp_recovery_destroy(amp_recovery *recovery);
    the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
    One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
    finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
-   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.
+   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.  Ranks must see
+   the same records: give amp_monitor_step the loss that is averaged over them.
    Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
@@ -16814,6 +16816,17 @@ static void ampi_tune_pick(amp_tune_report *out) {
         if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
 }
 
+/* What was the best batch once may not fit beside what runs now. */
+static int ampi_tune_still_fits(ampi_tune *t) {
+    int64_t batch;
+    ampi_tune_pick(t->out);
+    batch = t->out->best < 0 ? t->desc.batch : t->out->rows[t->out->best].batch;
+    if (ampi_tune_prepare(t, batch) == 0) return 1;
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: batch %lld of %s cannot be prepared any more", (long long)batch, t->desc.file);
+    memset(t->out, 0, sizeof *t->out);
+    return 0;
+}
+
 static amp_result ampi_tune_time(ampi_tune *t) {
     amp_dtype before = ampi_settings(t->amp)->dtype;
     int64_t *times;
@@ -16845,7 +16858,7 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
     t.out = &report;
     memset(&report, 0, sizeof report);
     ampi_tune_fill(&t);
-    report.from_file = ampi_tune_read(&t);
+    report.from_file = ampi_tune_read(&t) && ampi_tune_still_fits(&t);
     if (!report.from_file) result = ampi_tune_time(&t);
     ampi_tune_pick(&report);
     if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);

@@ -86,7 +86,7 @@ static const char *scratch_file(void) {
 
 typedef struct timed {
     int64_t cost[12];               /* nanoseconds of a step, by dtype */
-    int64_t drift;                  /* added to each step's, times its number */
+    int64_t drift, each;            /* added to each step's: drift times its number, and each */
     int64_t batch, room;            /* the most that prepare makes ready */
     int64_t room_of[12];            /* the most a dtype's step has memory for; 0: any */
     amp_dtype broken;               /* fails */
@@ -99,7 +99,7 @@ static int timed_step(void *user, amp_context *amp) {
     amp_dtype dtype = ampi_settings(amp)->dtype;
     size_t n = strlen(t->order);
     if (n + 1 < sizeof t->order) t->order[n] = dtype == AMP_F32 ? 's' : dtype == AMP_TF32 ? 't' : dtype == AMP_F16 ? 'h' : 'b';
-    host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++;
+    host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++ + t->each;
     if (dtype == t->broken) return 77;
     return t->room_of[dtype] && t->batch > t->room_of[dtype] ? AMP_ERR_MEMORY : 0;
 }
@@ -383,6 +383,30 @@ TEST(tune_keeps_results_in_a_file) {
     amp_close(amp);
     CHECK_EQ(host.blocks, 0);
     remove(path);
+}
+
+/* The best batch of the file, 4, no longer fits: timed anew, and the file has that. */
+TEST(tune_times_anew_what_no_longer_fits) {
+    amp_context *amp = open_host(device(), AMP_F32);
+    amp_tune_report r;
+    timed t;
+    amp_tune_desc d = tune_desc(&t);
+    int i;
+    remove(scratch_file());
+    d.file = scratch_file();
+    d.prepare = timed_prepare;
+    d.max_batch = 4;
+    t.each = 10000;
+    for (i = 0; i < 4; i++) {
+        t.room = i < 2 ? 0 : 2;
+        CHECK_OK(amp_tune(amp, &d, &r));
+        CHECK_EQ(r.from_file, i % 2);
+        CHECK_EQ(r.rows[r.best].batch, i < 2 ? 4 : 2);
+        CHECK(t.prepared[t.n_prepared - 1] == r.rows[r.best].batch);
+    }
+    CHECK(host.warnings == 1 && strstr(host.last, "batch 4") != NULL);
+    amp_close(amp);
+    remove(scratch_file());
 }
 
 /* Every bit of the file that is flipped leads to the same rows, from the file or anew. */
@@ -2019,6 +2043,7 @@ int main(int argc, char **argv) {
     RUN(tune_has_a_row_for_what_the_device_lacks);
     RUN(tune_measures_memory);
     RUN(tune_keeps_results_in_a_file);
+    RUN(tune_times_anew_what_no_longer_fits);
     RUN(tune_survives_damaged_files);
     RUN(tune_refuses_impossible_rows);
     RUN(tune_leaves_foreign_files_alone);
