@@ -2860,7 +2860,7 @@ typedef int (*amp_step_function)(void *user, amp_context *amp);
 /* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
    u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
    that precision rounds more than the weights, so its errors are some times that.  The noise is taken to be no less than
-       u of the tensor itself, as what is stored in that precision is rounded once at least; and
+       u of what errors are relative to, as what is stored in that precision is rounded once at least; and
        what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
        that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
        (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)
@@ -2902,7 +2902,8 @@ typedef struct amp_verify_report {
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
 /* Runs the step 3 times in fp32 and 3 times for each candidate, each time from the same weights (but for those changes), zero
-   gradients, random numbers and loss scale; where fp16's gradients overflow, at the scale that the scaler would come to.
+   gradients, random numbers and loss scale; with a scaler once more before, and where fp16's gradients overflow then, at the
+   scale that the scaler would come to.
    Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
    step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
    device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
@@ -15387,7 +15388,8 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 
 /* ---- Verify */
 
-enum { AMPI_VERIFY_DRAWS = 2, AMPI_VERIFY_STAGE = 1 << 16 };    /* random changes per size; elements that are looked at at a time */
+#define AMPI_VERIFY_DRAWS 2         /* random changes of each size */
+#define AMPI_VERIFY_STAGE 65536     /* elements that are looked at at a time */
 
 typedef struct ampi_verify_tensor {
     const char *name;
@@ -15451,7 +15453,7 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
     for (i = 0; i < v->keep->n_params; i++) {
         amp_param *p = v->keep->params[i];
         int64_t count = amp_tensor_count(&p->weight), size = (int64_t)amp_dtype_size(p->weight.dtype), n;
-        const char *kept = (const char *)ampi_kept(v->keep, p->weight.data);
+        const char *kept = count > 0 ? (const char *)ampi_kept(v->keep, p->weight.data) : NULL;
         uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
         for (first = 0; first < count; first += n) {
             n = AMPI_MIN(count - first, AMPI_VERIFY_STAGE);
@@ -15609,7 +15611,8 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
     return AMP_OK;
 }
 
-/* The largest loss scale from the scaler's own down at which fp16's gradients are finite: what the scaler would come to. */
+/* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which may be
+   stored in fp16): what the scaler would come to. */
 AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
     const ampi_verify_tensor *bad;
@@ -15617,11 +15620,11 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     int64_t i;
     int wanted = 0;
     for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
-    if (scaler == NULL || !wanted) return AMP_OK;
+    if (scaler == NULL) return AMP_OK;
     v->own_scale = scale = amp_scaler_scale(scaler);
     for (;; scale = next) {
         v->scale = scale < v->own_scale ? scale : 0;
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, 0));
+        AMPI_TRY(ampi_verify_prepare(v, wanted ? AMP_F16 : AMP_F32, 0));
         ampi_verify_step(v);
         if (v->code != 0) return AMP_OK;
         AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15863,7 +15866,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
 
 /* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; w are numbers that every dtype holds. */
 
-enum { AMPI_GRADCHECK_DRAWS = 8 };
+#define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
 
 typedef struct ampi_gradchecker {
