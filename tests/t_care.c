@@ -1396,6 +1396,44 @@ TEST(recovery_passes_over_undone_records) {
     trainee_close(&twin);
 }
 
+/* The same with a monitor, whose epoch ends between the trouble and its record: it then holds records of undone steps. */
+TEST(recovery_from_a_monitors_records) {
+    static trainee t, twin;
+    training_plan p = plan_of(AMP_F16, FAULT_WEIGHT, 12);
+    amp_monitor_desc m;
+    amp_monitor *monitor = NULL;
+    amp_step_record record;
+    amp_epoch_record epoch;
+    int calls = 0;
+    p.lag = 5;
+    memset(&m, 0, sizeof m);
+    trainee_open(&t, &p, 1);
+    m.optimizer = t.o;
+    m.scaler = t.scaler;
+    m.nan_action = AMP_NAN_RECOVER;
+    CHECK_OK(amp_monitor_create(t.amp, &monitor, &m));
+    while (t.o->attempts < 30 && ++calls < 100) {
+        amp_step_info info;
+        memset(&info, 0, sizeof info);
+        trainee_micro(&t);
+        info.loss = t.losses[t.o->attempts % LOSSES];
+        CHECK_OK(amp_monitor_step(monitor, &info));
+        if (calls == 15 || calls == 25) CHECK_OK(amp_monitor_epoch(monitor, &epoch));
+        while (amp_monitor_next(monitor, &record)) trainee_feed(&t, &record);
+    }
+    CHECK_EQ(t.n_events, 1);
+    CHECK(t.events[0].trouble == AMP_TROUBLE_LOSS && t.events[0].step == 9 && t.events[0].dtype == AMP_BF16);
+    CHECK_EQ(calls, 15 + 30 - 9);
+    amp_monitor_destroy(monitor);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 9);
+    cure_by_hand(&twin, AMP_BF16, NULL);
+    trainee_run(&twin, 30);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
 /* The same trouble, whatever is done: three recoveries, then the good snapshot is left in place. */
 TEST(recovery_is_bounded) {
     static trainee t, twin;
@@ -2063,6 +2101,7 @@ int main(int argc, char **argv) {
     RUN(recovery_by_device_and_level);
     RUN(recovery_with_any_lag_and_accumulation);
     RUN(recovery_passes_over_undone_records);
+    RUN(recovery_from_a_monitors_records);
     RUN(recovery_is_bounded);
     RUN(recovery_counts_anew_after_good_steps);
     RUN(snapshots_are_of_whole_cycles);
