@@ -1802,35 +1802,57 @@ static void halving_close(halving *h) {
     amp_close(h->amp);
 }
 
-/* Samples from..from + n: the mean over them. */
-static amp_result halving_micro(halving *h, int from, int n) {
+static amp_result halving_work(halving *h, int from, int n, void **x, void **y, void **dy) {
     amp_linear_op op;
     float scaled[WHOLE * TALL];
-    void *x = NULL, *y = NULL, *dy = NULL;
-    amp_result r = AMP_OK;
+    amp_result r;
     int i;
-    memset(&op, 0, sizeof op);
     for (i = 0; i < n * TALL; i++) scaled[i] = h->dy[from * TALL + i] / (float)n;
-    if (n > h->most) { h->refused++; return AMP_ERR_MEMORY; }
-    CHECK_OK(amp_alloc(h->amp, &x, n * WIDE * 4));
-    CHECK_OK(amp_alloc(h->amp, &y, n * TALL * 4));
-    CHECK_OK(amp_alloc(h->amp, &dy, n * TALL * 4));
-    CHECK_OK(amp_copy(h->amp, x, h->x + from * WIDE, n * WIDE * 4, AMP_COPY_TO_DEVICE));
-    CHECK_OK(amp_copy(h->amp, dy, scaled, n * TALL * 4, AMP_COPY_TO_DEVICE));
-    CHECK_OK(amp_sync(h->amp));
-    op.x = amp_tensor2(x, AMP_F32, n, WIDE);
-    op.y = amp_tensor2(y, AMP_F32, n, TALL);
-    op.dy = amp_tensor2(dy, AMP_F32, n, TALL);
+    AMPI_TRY(amp_alloc(h->amp, x, n * WIDE * 4));
+    AMPI_TRY(amp_alloc(h->amp, y, n * TALL * 4));
+    AMPI_TRY(amp_alloc(h->amp, dy, n * TALL * 4));
+    AMPI_TRY(amp_copy(h->amp, *x, h->x + from * WIDE, n * WIDE * 4, AMP_COPY_TO_DEVICE));
+    AMPI_TRY(amp_copy(h->amp, *dy, scaled, n * TALL * 4, AMP_COPY_TO_DEVICE));
+    AMPI_TRY(amp_sync(h->amp));
+    memset(&op, 0, sizeof op);
+    op.x = amp_tensor2(*x, AMP_F32, n, WIDE);
+    op.y = amp_tensor2(*y, AMP_F32, n, TALL);
+    op.dy = amp_tensor2(*dy, AMP_F32, n, TALL);
     op.weight = &h->p;
-    CHECK_OK(amp_autocast_begin(h->amp, NULL));
+    AMPI_TRY(amp_autocast_begin(h->amp, NULL));
     r = amp_linear(h->amp, &op);
-    CHECK_OK(amp_autocast_end(h->amp));
+    AMPI_TRY(amp_autocast_end(h->amp));
     if (r == AMP_OK) r = amp_linear_backward(h->amp, &op);
-    if (r == AMP_OK) r = amp_step(h->o, NULL);
+    return r == AMP_OK ? amp_step(h->o, NULL) : r;
+}
+
+/* Samples from..from + n: the mean over them. */
+static amp_result halving_micro(halving *h, int from, int n) {
+    void *x = NULL, *y = NULL, *dy = NULL;
+    amp_result r = n > h->most ? AMP_ERR_MEMORY : halving_work(h, from, n, &x, &y, &dy);
+    h->refused += r != AMP_OK;
     amp_free(h->amp, x);
     amp_free(h->amp, y);
     amp_free(h->amp, dy);
     return r;
+}
+
+/* A step in as many micro-batches as it takes; returns how often it was out of memory. */
+static int halving_step(halving *h, amp_recovery *recovery, int *micro, const amp_recovery_action *expected) {
+    amp_recovery_event e;
+    int events = 0, i;
+    while (events < 6) {
+        amp_result r = AMP_OK;
+        for (i = 0; i < WHOLE && r == AMP_OK; i += *micro) r = halving_micro(h, i, *micro);
+        if (r == AMP_OK) return events;
+        CHECK_ERR(r, AMP_ERR_MEMORY);
+        CHECK_OK(amp_recovery_memory(recovery, &e));
+        CHECK(e.action == expected[events] && strstr(e.text, "out of memory") != NULL);
+        events++;
+        if (e.action == AMP_RECOVERY_HALVE_BATCH) *micro /= 2;
+        CHECK_EQ(h->o->desc.accumulation, WHOLE / *micro);
+    }
+    return events;
 }
 
 static void mean_over(void *user, amp_recovery_event *event) {
@@ -1846,7 +1868,7 @@ TEST(memory_recovery_halves_the_batch) {
     amp_recovery *recovery;
     amp_recovery_event e;
     float before[TALL * WIDE], a[TALL * WIDE], b[TALL * WIDE];
-    int micro = WHOLE, done = 0, i, k, events = 0;
+    int micro = WHOLE, i, k, events;
     static const amp_recovery_action expected[] = {AMP_RECOVERY_RETRY, AMP_RECOVERY_HALVE_BATCH, AMP_RECOVERY_HALVE_BATCH};
     halving_open(&whole, NULL);
     whole.most = WHOLE;
@@ -1860,19 +1882,7 @@ TEST(memory_recovery_halves_the_batch) {
     host_side.asked = 0;
     CHECK_OK(amp_recovery_create(h.amp, &recovery, &d));
     h.most = WHOLE / 4;
-    while (!done) {
-        amp_result r = AMP_OK;
-        for (i = 0; i < WHOLE && r == AMP_OK; i += micro) r = halving_micro(&h, i, micro);
-        done = r == AMP_OK;
-        if (done) break;
-        CHECK_ERR(r, AMP_ERR_MEMORY);
-        CHECK_OK(amp_recovery_memory(recovery, &e));
-        CHECK(events < 3 && e.action == expected[events] && strstr(e.text, "out of memory") != NULL);
-        events++;
-        if (e.action == AMP_RECOVERY_HALVE_BATCH) micro /= 2;
-        CHECK_EQ(h.o->desc.accumulation, WHOLE / micro);
-        if (events > 5) break;
-    }
+    events = halving_step(&h, recovery, &micro, expected);
     CHECK(events == 3 && host_side.asked == 2 && micro == WHOLE / 4 && h.refused == 3);
     CHECK_EQ(h.o->attempts, 1);
     memcpy(b, h.w, sizeof b);
@@ -1891,6 +1901,40 @@ TEST(memory_recovery_halves_the_batch) {
     amp_recovery_destroy(recovery);
     halving_close(&h);
     CHECK_EQ(host.blocks, 0);
+}
+
+/* An allocator that fails once, at any call of a step: after a cleanup the same step has the same bits. */
+TEST(memory_recovery_from_any_failing_allocation) {
+    static const amp_recovery_action expected[] = {AMP_RECOVERY_RETRY, AMP_RECOVERY_STOP};
+    static halving whole, h;
+    amp_recovery_desc d;
+    amp_recovery *recovery;
+    float a[TALL * WIDE];
+    int n, done = 0, events, failures = 0;
+    halving_open(&whole, NULL);
+    whole.most = WHOLE;
+    CHECK_OK(halving_micro(&whole, 0, WHOLE));
+    memcpy(a, whole.w, sizeof a);
+    halving_close(&whole);
+    for (n = 1; !done && n < 200; n++) {
+        int micro = WHOLE;
+        halving_open(&h, NULL);
+        h.most = WHOLE;
+        memset(&d, 0, sizeof d);
+        d.params = &h.p; d.n_params = 1; d.optimizer = h.o;
+        CHECK_OK(amp_recovery_create(h.amp, &recovery, &d));
+        host.fail_alloc = n;
+        events = halving_step(&h, recovery, &micro, expected);
+        done = host.fail_alloc > 0;
+        host.fail_alloc = 0;
+        CHECK(events <= (done ? 0 : 1) && micro == WHOLE && h.o->attempts == 1);     /* some do without */
+        failures += events;
+        CHECK(memcmp(a, h.w, sizeof a) == 0);
+        amp_recovery_destroy(recovery);
+        halving_close(&h);
+        CHECK_EQ(host.blocks, 0);
+    }
+    CHECK(done && failures > 4);
 }
 
 /* What a part of a cycle left in the gradients does not count: the second try begins with the first micro-batch. */
@@ -2114,6 +2158,7 @@ int main(int argc, char **argv) {
     RUN(snapshots_survive_failing_allocations);
     RUN(recovery_survives_failing_allocations);
     RUN(memory_recovery_halves_the_batch);
+    RUN(memory_recovery_from_any_failing_allocation);
     RUN(memory_recovery_drops_the_cycle);
     RUN(memory_recovery_asks_the_policy);
     RUN(training_starts_in_fp32_where_nothing_else_is);
