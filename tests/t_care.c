@@ -1934,7 +1934,7 @@ TEST(memory_recovery_from_any_failing_allocation) {
         halving_close(&h);
         CHECK_EQ(host.blocks, 0);
     }
-    CHECK(done && failures > 4);
+    CHECK(done && failures >= 3);
 }
 
 /* What a part of a cycle left in the gradients does not count: the second try begins with the first micro-batch. */
