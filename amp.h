@@ -2543,11 +2543,12 @@ typedef enum amp_nan_action {
     "log_interval"       .log_interval      100        steps between step records
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
-    "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
+    "numerics_interval"  .numerics_interval off        steps between looks at the tensors: where it is above 0 the host
+                                                       makes an amp_numerics with it
     "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
-    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
+    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
     "debug"              .debug             false      the log tells each operator's decision, once                      */
 typedef struct amp_settings {
     int32_t disable;
@@ -2604,7 +2605,7 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
    accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
    force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
-   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of an accumulation
+   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
    cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
@@ -14033,11 +14034,13 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
                                           const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+    int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
-    if (optimizer != NULL && optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: step first", optimizer->micro, optimizer->desc.accumulation);
+    for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
+        if (optimizer->set->params[i]->grad_live)
+            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation", optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -14087,7 +14090,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     ampi_settings_apply_context(&s, amp, &choice);
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
-        AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
