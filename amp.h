@@ -14715,7 +14715,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->skipped += !r->outcome.applied;
     t->troubles += r->trouble != AMP_TROUBLE_NONE;
     t->tokens += r->tokens;
-    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    t->dtypes[r->dtype]++;
     for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
     if (!amp_is_finite_f64(&r->loss)) return;
     t->losses++;
