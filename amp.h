@@ -16419,7 +16419,8 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
     if (desc->batch < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
-        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
+                         (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
     AMPI_TRY(ampi_gather_facts(amp, desc, &f));
     memset(&advice, 0, sizeof advice);
     ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
@@ -16463,8 +16464,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
     if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
-                 (int)s.level - (int)AMP_LEVEL_O0);
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays",
+                 (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
 
@@ -16513,7 +16514,8 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     int64_t i, j;
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
-    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    if (d->n_dtypes > 0 && d->dtypes == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
@@ -16529,7 +16531,8 @@ static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d
     AMPI_TRY(ampi_check_tune_dtypes(d));
     if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
     if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
-        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more",
+                         (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
     if (d->iterations < 0 || d->iterations > 1000)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
     if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
@@ -17004,7 +17007,8 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
     if (d->optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps",
+                         d->optimizer->micro, d->optimizer->desc.accumulation);
     return AMP_OK;
 }
 
@@ -17269,7 +17273,8 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
     if (again) AMPI_TRY(ampi_halve(r, &e));
     else {
         AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
-        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more",
+                 (long long)o->attempts + 1, (long long)freed);
     }
     ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
     *event = e;
