@@ -59,7 +59,7 @@ run: backend $(BUILD)/train_gpt
 
 examples: $(EXAMPLES:%=$(BUILD)/%)
 
-# FLAGS: of the program, for example FLAGS="--device cpu".  Results: out/bench_precision.jsonl, out/bench_features.jsonl.
+# FLAGS: of the program, for example FLAGS="--device cpu".  Results: out/bench_precision.json, out/bench_features.json.
 check-machine: backend $(BUILD)/amp_check
 	$(BUILD)/amp_check $(FLAGS)
 bench-precision bench-features: bench-%: backend $(BUILD)/amp_bench

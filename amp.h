@@ -2853,7 +2853,8 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 /* ---- Verify: a step of the host's in fp32 and in each candidate, on the same batch */
 
 /* Forward and backward of one batch, always the same; 0, or an amp_result, or any number of the host's for failure.  Regions
-   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names. */
+   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names; does not change
+   overrides.  For the fp32 it is held against, overrides of layers, .fallback and .allow_tf32 do not count. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
 /* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
@@ -2919,8 +2920,11 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
 
 /* Finite differences for an operator of the host's own, under autocast: for random directions d of each input,
    (L(x + h d) - L(x - h d)) / 2h is held against gradient . d, L = sum(outputs * weights) with weights random, and given to
-   backward as the outputs' gradients.  The bound is computed: rounding of the compute dtype over h, and what halving h shows
-   of the truncation. */
+   backward as the outputs' gradients.  x moves by h d, h = 2^-8 (2^-4 for fp16 and tf32, 2^-3 for bf16) times the root mean
+   square of the input.  The bound is computed: 8 standard deviations of what rounding does to L, over h, and to gradient . d,
+   both measured by changing all inputs at random by up to the coarsest roundoff of dtype, outputs and output_grads; and twice
+   the truncation that halving h shows.  So a factor of 1.01 is found in fp32; bf16 shows terms that are missing.
+   Each forward has the same random numbers, and each backward begins with input_grads zero.  The inputs are restored. */
 typedef struct amp_gradcheck_desc {
     amp_step_function forward, backward;    /* inside and outside of a region, as in training */
     void *user;
@@ -2936,7 +2940,8 @@ typedef struct amp_gradcheck_report {
     double expected, found;                 /* by differences, by backward */
     char worst[64];                         /* its input */
 } amp_gradcheck_report;
-/* Errors: 101, 102, 103, 104, 105, 301; what the host's functions return. */
+/* Errors: 101, 102 a field, or an output or gradient that is not finite, 103, 104, 105, 106 while a graph is captured, 108,
+   301, 501; what the host's functions return. */
 AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
     return amp_gradcheck_v(amp, desc, out, AMP_ABI(amp_gradcheck_desc));
@@ -2990,7 +2995,8 @@ typedef struct amp_tune_desc {
     const amp_dtype *dtypes; int64_t n_dtypes;
     int64_t batch, max_batch;
     int32_t iterations, warmup;
-    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right */
+    const amp_verify_desc *verify;          /* candidates that fail it are not picked; NULL: all are taken to be right.  Its
+                                               parameters stay where they are, whatever batch is prepared */
     const char *file, *model;
 } amp_tune_desc;
 enum { AMP_TUNE_ROWS = 64 };
@@ -3011,8 +3017,8 @@ typedef struct amp_tune_report {
 /* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
    an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
-   of equal ones the first.  Afterwards the context's dtype is what it was, and `prepare` was last called with the best
-   batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
+   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
    Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
    those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
@@ -7480,7 +7486,13 @@ AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset
 }
 AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
 /* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
-typedef struct ampi_precision { amp_choice choice; amp_dtype dtype; int32_t disable, allow_tf32; uint64_t random_offset; } ampi_precision;
+typedef struct ampi_precision {
+    amp_choice choice;
+    amp_dtype dtype, fallback;
+    int32_t disable, allow_tf32;
+    int64_t n_layers;               /* overrides of layers */
+    uint64_t random_offset;
+} ampi_precision;
 AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     ampi_precision p;
     memset(&p, 0, sizeof p);
@@ -7488,6 +7500,8 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     p.dtype = amp->desc.dtype;
     p.disable = amp->desc.disable;
     p.allow_tf32 = amp->desc.allow_tf32;
+    p.fallback = amp->desc.fallback;
+    p.n_layers = amp->n_layers;
     p.random_offset = amp->random_offset;
     return p;
 }
@@ -7497,6 +7511,8 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
     amp->desc.dtype = p->dtype;
     amp->desc.disable = p->disable;
     amp->desc.allow_tf32 = p->allow_tf32;
+    amp->desc.fallback = p->fallback;
+    amp->n_layers = p->n_layers;
     amp->random_offset = p->random_offset;
     amp_cast_cache_clear(amp);
 }
@@ -7508,6 +7524,13 @@ AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
         if (clear) amp->params[i]->grad_live = 0;
     }
     return live > 0;
+}
+/* The registered parameter with this gradient, or NULL. */
+AMPI_PRIVATE amp_param *ampi_param_of_gradient(const amp_context *amp, const void *data) {
+    int64_t i;
+    for (i = 0; data != NULL && i < amp->n_params; i++)
+        if (amp->params[i]->grad.data == data) return amp->params[i];
+    return NULL;
 }
 AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
 AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
@@ -14749,10 +14772,10 @@ AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
     int64_t number, step;
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     while ((number = ampi_outcome_due(o)) != 0 && (wait || ampi_outcome_here(m, number))) {
-        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         note = ampi_note_find(m, number, &step);
+        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the outcome has come, too */
+        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         if (note == NULL) continue;
-        AMPI_TRY(ampi_marks_settle(m, step + 1, 1));
         ampi_record_add(m, note, &outcome);
         m->taken = step + 1;
     }
@@ -15048,8 +15071,7 @@ AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_des
 /* ---- Numerics */
 
 /* Adds formatted text at `at`, as far as there is room; returns where the text then ends. */
-AMPI_PRIVATE size_t ampi_append(char *text, size_t size, size_t at, const char *format, ...) AMPI_PRINTF(4, 5);
-AMPI_PRIVATE size_t ampi_append(char *text, size_t size, size_t at, const char *format, ...) {
+AMPI_PRIVATE AMPI_PRINTF(4, 5) size_t ampi_append(char *text, size_t size, size_t at, const char *format, ...) {
     va_list args;
     int n;
     va_start(args, format);
@@ -15256,9 +15278,7 @@ AMPI_PRIVATE float ampi_wanted_scale(const amp_numerics *m, const ampi_fitting *
     return (float)ampi_power_below(AMPI_MIN(wanted, (double)f->ceiling));
 }
 
-AMPI_PRIVATE void ampi_remedy_is(amp_numerics_report *r, amp_remedy remedy, const amp_numerics_row *worst, const char *format, ...)
-    AMPI_PRINTF(4, 5);
-AMPI_PRIVATE void ampi_remedy_is(amp_numerics_report *r, amp_remedy remedy, const amp_numerics_row *worst, const char *format, ...) {
+AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_remedy_is(amp_numerics_report *r, amp_remedy remedy, const amp_numerics_row *worst, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(r->text, sizeof r->text, format, args);
@@ -15448,8 +15468,8 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
 
 /* ---- Runs */
 
-/* Everything as it was kept, gradients zero, and the context in `dtype`. */
-AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int allow_tf32) {
+/* Everything as it was kept, gradients zero, and the context in `dtype`; reference 1: everywhere. */
+AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->keep->precision;
     int64_t i;
     AMPI_TRY(ampi_keep_restore(v->keep));
@@ -15461,7 +15481,11 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
     }
     if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
     p.disable = 0;
-    p.allow_tf32 = allow_tf32;
+    if (reference) {
+        p.allow_tf32 = 0;
+        p.fallback = AMP_DTYPE_DEFAULT;
+        p.n_layers = 0;
+    }
     p.dtype = p.choice.dtype = dtype;
     p.choice.scaler = dtype == AMP_F16;
     ampi_precision_set(v->amp, &p);
@@ -15552,7 +15576,7 @@ AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
 AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
     const ampi_verify_tensor *bad;
     int64_t i;
-    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
     ampi_verify_step(v);
     if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
     AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15572,7 +15596,7 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
     int draw;
     for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) = 0;
     for (draw = 0; draw < AMPI_VERIFY_DRAWS; draw++) {
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
         AMPI_TRY(ampi_perturb(v, u, dtype, (uint64_t)draw));
         ampi_verify_step(v);
         if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
@@ -15595,7 +15619,7 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     v->own_scale = scale = amp_scaler_scale(scaler);
     for (;; scale = next) {
         v->scale = scale < v->own_scale ? scale : 0;
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, v->keep->precision.allow_tf32));
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, 0));
         ampi_verify_step(v);
         if (v->code != 0) return AMP_OK;
         AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15659,7 +15683,7 @@ AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
     if (v->code == 0) {
         AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
-        AMPI_TRY(ampi_verify_prepare(v, row->dtype, v->keep->precision.allow_tf32));
+        AMPI_TRY(ampi_verify_prepare(v, row->dtype, 0));
         ampi_verify_step(v);
         row->seconds = v->seconds;
     }
@@ -15835,7 +15859,362 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
     return AMP_OK;
 }
 
-/* ---- Gradient check */
+/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; w are numbers that every dtype holds. */
+
+enum { AMPI_GRADCHECK_DRAWS = 8 };
+#define AMPI_GRADCHECK_SIGMAS 8
+
+typedef struct ampi_gradchecker {
+    amp_context *amp;
+    const amp_gradcheck_desc *desc;
+    ampi_precision before, within;
+    int64_t *begin;                 /* of each input in the arrays below; begin[n_inputs]: their size */
+    float *x, *grad, *work;         /* inputs, gradients there, and room for one input or gradient */
+    double *changes;                /* [input, direction]: sums of squares, see ampi_gradcheck_noise */
+    float *stage;                   /* for AMPI_VERIFY_STAGE outputs */
+    int32_t directions, ready;      /* ready 1: x holds the inputs */
+    double u;                       /* roundoff of what is computed or stored in */
+    double loss, squares, noise;    /* L, the sum of (w y)^2, and what of L is rounding: a standard deviation */
+} ampi_gradchecker;
+
+/* 1/4 to 1 in quarters, of either sign. */
+AMPI_PRIVATE double ampi_gradcheck_weight(const ampi_gradchecker *c, int64_t output, int64_t i) {
+    uint32_t word = amp_random_u32(ampi_row_seed(c->desc->seed, -1, output), (uint64_t)i);
+    return (double)(int32_t)((word >> 8) % 4 + 1) * (word & 1 ? 0.25 : -0.25);
+}
+
+AMPI_PRIVATE uint64_t ampi_direction_seed(const ampi_gradchecker *c, int64_t input, int32_t direction) {
+    return ampi_row_seed(c->desc->seed, input, direction);
+}
+AMPI_PRIVATE double ampi_direction(uint64_t seed, int64_t i) { return amp_random_u32(seed, (uint64_t)i) & 1 ? 1.0 : -1.0; }
+
+/* ---- Runs */
+
+AMPI_PRIVATE int64_t ampi_gradcheck_count(const ampi_gradchecker *c, int64_t input) { return c->begin[input + 1] - c->begin[input]; }
+
+AMPI_PRIVATE const char *ampi_input_name(const ampi_gradchecker *c, int64_t input) {
+    const char *name = c->desc->inputs[input].name;
+    return name != NULL && name[0] != 0 ? name : "input";
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_put(ampi_gradchecker *c, int64_t input, const float *x) {
+    int64_t n = ampi_gradcheck_count(c, input);
+    return n > 0 ? ampi_send(c->amp, c->desc->inputs[input].data, x, (size_t)n * 4) : AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_function call, const char *name) {
+    char why[200];
+    int code;
+    ampi_error_text[0] = 0;
+    code = call(c->desc->user, c->amp);
+    if (code == 0) code = (int)amp_sync(c->amp);
+    if (code == 0) return AMP_OK;
+    snprintf(why, sizeof why, "%.180s", ampi_error_text);
+    return ampi_fail((amp_result)code, "amp_gradcheck", ".%s returned %d. %s", name, code, why);
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output) {
+    const amp_range *y = &c->desc->outputs[output];
+    float room[AMPI_MULTI_BLOCK];
+    int64_t first, n, k, m, i;
+    for (first = 0; first < y->count; first += n) {
+        n = AMPI_MIN(y->count - first, AMPI_VERIFY_STAGE);
+        AMPI_TRY(ampi_fetch(c->amp, c->stage, ampi_at(y->data, y->dtype, first), (size_t)n * amp_dtype_size(y->dtype)));
+        for (k = 0; k < n; k += m) {
+            const float *row;
+            m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
+            row = ampi_row_in(ampi_at(c->stage, y->dtype, k), y->dtype, m, room, ampi_cpu_best_path());
+            for (i = 0; i < m; i++) {
+                double wy = ampi_gradcheck_weight(c, output, first + k + i) * (double)row[i];
+                if (!amp_is_finite_f32(&row[i]))
+                    return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of output %s is infinite or NaN",
+                                     (long long)(first + k + i), y->name ? y->name : "?");
+                c->loss += wy;
+                c->squares += wy * wy;
+            }
+        }
+    }
+    return AMP_OK;
+}
+
+/* The loss at what the inputs hold, with the same random numbers and no stale casts each time. */
+AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
+    int depth = ampi_region_depth();
+    amp_result r;
+    int64_t i;
+    ampi_precision_set(c->amp, &c->within);
+    AMPI_TRY(amp_autocast_begin(c->amp, NULL));
+    r = ampi_gradcheck_call(c, c->desc->forward, "forward");
+    ampi_regions_close(depth);
+    AMPI_TRY(r);
+    c->loss = c->squares = 0;
+    for (i = 0; i < c->desc->n_outputs; i++) AMPI_TRY(ampi_gradcheck_add_output(c, i));
+    *loss = c->loss;
+    return AMP_OK;
+}
+
+/* Gradients begin at zero, whether backward overwrites or adds. */
+AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
+    int64_t i;
+    int depth = ampi_region_depth();
+    amp_result r;
+    for (i = 0; i < c->desc->n_inputs; i++) {
+        const amp_range *g = &c->desc->input_grads[i];
+        amp_param *p = ampi_param_of_gradient(c->amp, g->data);
+        if (p != NULL) p->grad_live = 0;
+        AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
+    }
+    r = ampi_gradcheck_call(c, c->desc->backward, "backward");
+    ampi_regions_close(depth);
+    return r;
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, float *out) {
+    const amp_range *g = &c->desc->input_grads[input];
+    int64_t i;
+    if (g->count > 0) AMPI_TRY(ampi_fetch(c->amp, out, g->data, (size_t)g->count * 4));
+    for (i = 0; i < g->count; i++)
+        if (!amp_is_finite_f32(&out[i]))
+            return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of the gradient of %s is infinite or NaN",
+                             (long long)i, ampi_input_name(c, input));
+    return AMP_OK;
+}
+
+/* w as the outputs' gradients. */
+AMPI_PRIVATE amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
+    int64_t o, first, n, i;
+    for (o = 0; o < c->desc->n_outputs; o++) {
+        const amp_range *g = &c->desc->output_grads[o];
+        for (first = 0; first < g->count; first += n) {
+            n = AMPI_MIN(g->count - first, AMPI_MULTI_BLOCK);
+            for (i = 0; i < n; i++) c->stage[i] = (float)ampi_gradcheck_weight(c, o, first + i);
+            if (g->dtype != AMP_F32) ampi_convert_fast(c->stage, g->dtype, c->stage, AMP_F32, n, AMP_CPU_SCALAR);
+            AMPI_TRY(ampi_send(c->amp, ampi_at_mut(g->data, g->dtype, first), c->stage, (size_t)n * amp_dtype_size(g->dtype)));
+        }
+    }
+    return AMP_OK;
+}
+
+/* ---- What of it is rounding */
+
+/* Step of an input's elements: the cube root of u, which balances rounding (u / h) and truncation (h^2), times their root
+   mean square. */
+AMPI_PRIVATE double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
+    const float *x = c->x + c->begin[input];
+    int64_t i, n = ampi_gradcheck_count(c, input);
+    double sum = 0, h = c->u > 0.001 ? 0.125 : c->u > 1e-6 ? 0.0625 : 0.00390625;
+    for (i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+    return sum > 0 ? h * ampi_root(sum / (double)n) : h;
+}
+
+/* x + step d as fp32 has it. */
+AMPI_PRIVATE float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
+
+/* gradient . d, d being the step that was really taken, over `step`; *squares: of its terms. */
+AMPI_PRIVATE double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, uint64_t seed, double step, const float *gradient,
+                                       const float *minus, double *squares) {
+    const float *x = c->x + c->begin[input];
+    int64_t i, n = ampi_gradcheck_count(c, input);
+    double sum = 0;
+    *squares = 0;
+    for (i = 0; i < n; i++) {
+        double d = ampi_direction(seed, i);
+        double moved = (double)ampi_gradcheck_moved(x[i], step, d) - (double)ampi_gradcheck_moved(x[i], -step, d);
+        double term = ((double)gradient[i] - (minus ? (double)minus[i] : 0)) * moved / (2 * step);
+        sum += term;
+        *squares += term * term;
+    }
+    return sum;
+}
+
+/* The standard deviation of L, and of each gradient . d, when every input changes at random by up to u of itself: other
+   roundings everywhere.  To L comes one rounding of each output. */
+AMPI_PRIVATE amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
+    const amp_gradcheck_desc *d = c->desc;
+    double at, squares = c->squares, loss = c->loss, sum = 0, unused, change;
+    uint32_t random;
+    int64_t input, i, draw;
+    int32_t j;
+    for (draw = 0; draw < AMPI_GRADCHECK_DRAWS; draw++) {
+        for (input = 0; input < d->n_inputs; input++) {
+            memcpy(c->work, c->x + c->begin[input], (size_t)ampi_gradcheck_count(c, input) * 4);
+            for (i = 0; i < ampi_gradcheck_count(c, input); i++) {
+                random = amp_random_u32(ampi_row_seed(d->seed, -2 - draw, input), (uint64_t)i);
+                ampi_perturb_f32(&c->work[i], 1, c->u, 0, &random);
+            }
+            AMPI_TRY(ampi_gradcheck_put(c, input, c->work));
+        }
+        AMPI_TRY(ampi_gradcheck_forward(c, &at));
+        AMPI_TRY(ampi_gradcheck_backward(c));
+        sum += ampi_square(at - loss);
+        for (input = 0; input < d->n_inputs; input++) {
+            AMPI_TRY(ampi_gradcheck_gradient(c, input, c->work));
+            for (j = 0; j < c->directions; j++) {
+                change = ampi_gradcheck_dot(c, input, ampi_direction_seed(c, input, j), ampi_gradcheck_step(c, input), c->work,
+                                            c->grad + c->begin[input], &unused);
+                c->changes[input * c->directions + j] += ampi_square(change);
+            }
+        }
+    }
+    for (input = 0; input < d->n_inputs; input++) AMPI_TRY(ampi_gradcheck_put(c, input, c->x + c->begin[input]));
+    c->noise = ampi_root(sum / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+    return AMP_OK;
+}
+
+/* ---- Differences */
+
+/* (L(x + step d) - L(x - step d)) / 2 step. */
+AMPI_PRIVATE amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, uint64_t seed, double step, double *out) {
+    const float *x = c->x + c->begin[input];
+    int64_t i, n = ampi_gradcheck_count(c, input);
+    double loss[2] = {0, 0};
+    int side;
+    for (side = 0; side < 2; side++) {
+        for (i = 0; i < n; i++) c->work[i] = ampi_gradcheck_moved(x[i], side ? -step : step, ampi_direction(seed, i));
+        AMPI_TRY(ampi_gradcheck_put(c, input, c->work));
+        AMPI_TRY(ampi_gradcheck_forward(c, &loss[side]));
+    }
+    *out = (loss[0] - loss[1]) / (2 * step);
+    return ampi_gradcheck_put(c, input, x);
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, int32_t j, amp_gradcheck_report *worst) {
+    uint64_t seed = ampi_direction_seed(c, input, j);
+    double step = ampi_gradcheck_step(c, input), wide, narrow, found, squares, rounding, error, bound;
+    AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step, &wide));
+    AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step / 2, &narrow));
+    found = ampi_gradcheck_dot(c, input, seed, step, c->grad + c->begin[input], NULL, &squares);
+    rounding = c->noise / (step * 1.4142135623730951) +
+               ampi_root(c->changes[input * c->directions + j] / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+    error = found > wide ? found - wide : wide - found;
+    bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * (wide > narrow ? wide - narrow : narrow - wide);
+    if (error > bound) worst->passed = 0;
+    if (worst->worst[0] != 0 && !(error * worst->bound > worst->error * bound)) return AMP_OK;
+    worst->error = error;
+    worst->bound = bound;
+    worst->expected = wide;
+    worst->found = found;
+    snprintf(worst->worst, sizeof worst->worst, "%s", ampi_input_name(c, input));
+    return AMP_OK;
+}
+
+/* ---- The call */
+
+AMPI_PRIVATE amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range *grads, int64_t n, int inputs) {
+    const char *f = "amp_gradcheck", *what = inputs ? "input" : "output";
+    int64_t i;
+    if (values == NULL || grads == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%ss or .%s_grads is NULL", what, what);
+    if (n < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_%ss = %lld, must be 1 or more", what, (long long)n);
+    AMPI_TRY(ampi_check_ranges(f, values, n));
+    AMPI_TRY(ampi_check_ranges(f, grads, n));
+    for (i = 0; i < n; i++) {
+        const char *name = values[i].name ? values[i].name : what;
+        if (values[i].count != grads[i].count)
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s %lld has %lld elements, its gradient %lld", name, (long long)i, (long long)values[i].count, (long long)grads[i].count);
+        if (inputs ? values[i].dtype != AMP_F32 || grads[i].dtype != AMP_F32 : values[i].dtype == AMP_F64 || grads[i].dtype == AMP_F64)
+            return ampi_fail(AMP_ERR_DTYPE, f, "%s %lld or its gradient is %s, must be %s", name, (long long)i,
+                             amp_dtype_name(values[i].dtype == AMP_F32 ? grads[i].dtype : values[i].dtype), inputs ? "fp32" : "fp32, fp16 or bf16");
+    }
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_desc *d, amp_dtype *dtype) {
+    const char *f = "amp_gradcheck";
+    amp_choice choice;
+    amp_machine machine;
+    if (d->forward == NULL || d->backward == NULL) return ampi_fail(AMP_ERR_NULL, f, ".forward or .backward is NULL");
+    if (d->directions < 0 || d->directions > 1000000)
+        return ampi_fail(AMP_ERR_RANGE, f, ".directions = %d, must be 1 to 1000000, or 0 (8)", d->directions);
+    AMPI_TRY(ampi_gradcheck_pairs(d->inputs, d->input_grads, d->n_inputs, 1));
+    AMPI_TRY(ampi_gradcheck_pairs(d->outputs, d->output_grads, d->n_outputs, 0));
+    *dtype = ampi_settings(amp)->dtype;
+    if (d->dtype == AMP_DTYPE_DEFAULT) return ampi_may_wait(amp);
+    AMPI_TRY(amp_query_machine(amp, &machine));
+    AMPI_TRY(amp_choose(&machine, d->dtype, ampi_settings(amp)->allow_fallback, &choice));
+    *dtype = choice.dtype;
+    return ampi_may_wait(amp);
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_memory(ampi_gradchecker *c) {
+    const amp_system *s = ampi_context_system(c->amp);
+    const char *f = "amp_gradcheck";
+    int64_t i, n = c->desc->n_inputs, most = 1;
+    AMPI_TRY(ampi_alloc(s, f, (void **)&c->begin, n + 1, sizeof *c->begin));
+    for (i = 0; i < n; i++) {
+        c->begin[i + 1] = c->begin[i] + c->desc->inputs[i].count;
+        most = AMPI_MAX(most, c->desc->inputs[i].count);
+    }
+    AMPI_TRY(ampi_alloc(s, f, (void **)&c->x, c->begin[n], 4));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&c->grad, c->begin[n], 4));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&c->work, most, 4));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&c->changes, n * c->directions, sizeof *c->changes));
+    AMPI_TRY(ampi_alloc(s, f, (void **)&c->stage, AMPI_VERIFY_STAGE, 4));
+    for (i = 0; i < n; i++)
+        if (c->desc->inputs[i].count > 0)
+            AMPI_TRY(ampi_fetch(c->amp, c->x + c->begin[i], c->desc->inputs[i].data, (size_t)c->desc->inputs[i].count * 4));
+    c->ready = 1;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE void ampi_gradcheck_free(ampi_gradchecker *c) {
+    const amp_system *s = ampi_context_system(c->amp);
+    int64_t i, n = c->desc->n_inputs, most = 1, size = c->begin ? c->begin[n] : 0;
+    for (i = 0; i < n; i++) most = AMPI_MAX(most, c->desc->inputs[i].count);
+    ampi_free(s, c->stage, AMPI_VERIFY_STAGE, 4);
+    ampi_free(s, c->changes, n * c->directions, sizeof *c->changes);
+    ampi_free(s, c->work, most, 4);
+    ampi_free(s, c->grad, size, 4);
+    ampi_free(s, c->x, size, 4);
+    ampi_free(s, c->begin, n + 1, sizeof *c->begin);
+}
+
+AMPI_PRIVATE amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_report *report) {
+    int64_t i;
+    int32_t j;
+    AMPI_TRY(ampi_gradcheck_memory(c));
+    AMPI_TRY(ampi_gradcheck_seed(c));
+    AMPI_TRY(ampi_gradcheck_forward(c, &c->loss));
+    AMPI_TRY(ampi_gradcheck_backward(c));
+    for (i = 0; i < c->desc->n_inputs; i++) AMPI_TRY(ampi_gradcheck_gradient(c, i, c->grad + c->begin[i]));
+    AMPI_TRY(ampi_gradcheck_noise(c));
+    for (i = 0; i < c->desc->n_inputs; i++)
+        for (j = 0; j < c->directions && c->desc->inputs[i].count > 0; j++) AMPI_TRY(ampi_gradcheck_direction(c, i, j, report));
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) {
+    amp_gradcheck_report report;
+    ampi_gradchecker c;
+    amp_dtype dtype;
+    amp_result r;
+    int64_t i;
+    AMPI_TRY(ampi_check_abi("amp_gradcheck", abi, AMP_ABI(amp_gradcheck_desc)));
+    if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_gradcheck", "amp, desc or out is NULL");
+    AMPI_TRY(ampi_gradcheck_check(amp, desc, &dtype));
+    memset(&c, 0, sizeof c);
+    memset(&report, 0, sizeof report);
+    report.passed = 1;
+    c.amp = amp;
+    c.desc = desc;
+    c.directions = desc->directions ? desc->directions : 8;
+    c.before = c.within = ampi_precision_get(amp);
+    c.within.dtype = c.within.choice.dtype = dtype;
+    c.within.disable = 0;
+    c.u = ampi_roundoff(dtype);
+    for (i = 0; i < desc->n_outputs; i++) {
+        c.u = AMPI_MAX(c.u, ampi_roundoff(desc->outputs[i].dtype));
+        c.u = AMPI_MAX(c.u, ampi_roundoff(desc->output_grads[i].dtype));
+    }
+    r = ampi_gradcheck_run(&c, &report);
+    for (i = 0; c.ready && i < desc->n_inputs; i++) {
+        amp_result back = ampi_gradcheck_put(&c, i, c.x + c.begin[i]);
+        if (r == AMP_OK) r = back;
+    }
+    ampi_precision_set(amp, &c.before);
+    ampi_gradcheck_free(&c);
+    if (r == AMP_OK) *out = report;
+    return r;
+}
 
 /* ---- Advice */
 
@@ -16091,7 +16470,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
 enum {
     AMPI_TUNE_DTYPES = 4,
     AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
-    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+    AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
+    AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
 };
 
 typedef struct ampi_candidate {
@@ -16110,6 +16490,7 @@ typedef struct ampi_tune {
     ampi_candidate candidates[AMPI_TUNE_DTYPES];
     int n;
     int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
+    ampi_keep *keep;                /* what .verify names, as it was */
     uint64_t key;                   /* of the results in the file */
     amp_state *state;               /* what the file holds, or NULL */
     int foreign;                    /* 1: the file is something else, and stays */
@@ -16120,7 +16501,7 @@ static void ampi_host_said(const char *what, int code, char *text, size_t size) 
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
     snprintf(id, sizeof id, "AMP%04d ", code);
-    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %.*s", what, (int)size, last);
     else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
                   strcmp(said, "unknown result") ? said : "");
 }
@@ -16200,7 +16581,7 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
     for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
-    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    if (x[0] > (double)(int)AMP_I64 || x[1] < 1 || x[1] > (double)(int)AMP_VERDICT_FAILED || x[2] < 1) return 0;
     memset(row, 0, sizeof *row);
     row->dtype = (amp_dtype)(int)x[0];
     row->verdict = (amp_verdict)(int)x[1];
@@ -16215,14 +16596,14 @@ static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row
 
 /* 1: the report came from the file. */
 static int ampi_tune_known(ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
     int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
     ampi_tune_record(t, "rows", key);
     ampi_tune_record(t, "text", text_key);
     n = amp_state_count(t->state, key, NULL);
     if (n < 0) return 0;                        /* another model, machine or desc */
-    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMPI_TUNE_ROOM) {
         n /= AMPI_TUNE_NUMBERS;
         if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
             amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
@@ -16248,13 +16629,13 @@ static int ampi_tune_read(ampi_tune *t) {
 }
 
 static amp_result ampi_tune_put(const ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
     int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
     for (i = 0; i < t->out->n_rows; i++) {
         const amp_tune_row *row = &t->out->rows[i];
         double *x = numbers + i * AMPI_TUNE_NUMBERS;
-        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[0] = (double)(int)row->dtype; x[1] = (double)(int)row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
         x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
         memcpy(text + i * size, row->reason, (size_t)size);
     }
@@ -16301,7 +16682,7 @@ static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
 
 /* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
 static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
-    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
     amp_choice choice;
     code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
@@ -16375,19 +16756,20 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
 
 /* Verdicts hold for every batch size. */
 static amp_result ampi_tune_verify(ampi_tune *t) {
+    const amp_verify_desc *d = t->desc.verify;
     amp_verify_desc v;
     amp_verify_report report;
     amp_dtype dtypes[AMPI_TUNE_DTYPES];
     int64_t i;
     int k;
-    if (t->desc.verify == NULL) return AMP_OK;
-    v = *t->desc.verify;
+    if (d == NULL) return AMP_OK;
+    v = *d;
     v.dtypes = dtypes;
     v.n_dtypes = 0;
     for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
-    if (v.n_dtypes == 0) return AMP_OK;
-    memset(&report, 0, sizeof report);
-    AMPI_TRY(amp_verify(t->amp, &v, &report));
+    if (v.n_dtypes > 0) AMPI_TRY(amp_verify(t->amp, &v, &report));
+    else report.n_rows = 0;
+    AMPI_TRY(ampi_keep_create(t->amp, "amp_tune", d->params, d->n_params, d->optimizer, d->scaler, &t->keep));
     for (i = 0; i < report.n_rows; i++)
         for (k = 0; k < t->n; k++) {
             if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
@@ -16432,12 +16814,14 @@ static void ampi_tune_pick(amp_tune_report *out) {
 static amp_result ampi_tune_time(ampi_tune *t) {
     amp_dtype before = ampi_settings(t->amp)->dtype;
     int64_t *times;
-    amp_result result, restored;
+    amp_result result, restored = AMP_OK;
     int k;
     AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
     for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
     result = ampi_tune_run(t);
-    restored = amp_set_dtype(t->amp, before);
+    if (t->keep != NULL) restored = ampi_keep_restore(t->keep);
+    ampi_keep_destroy(t->keep);
+    if (restored == AMP_OK) restored = amp_set_dtype(t->amp, before);
     ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
     return result != AMP_OK ? result : restored;
 }

@@ -206,7 +206,7 @@ refused "level = O0 and dtype = bf16" --level O0 --precision bf16
 refused "contradicts --debug" --graph --debug --device cpu
 refused "/dev/null" --tensorboard /dev/null/board
 AMP_DTYPE=fp7 refused "AMP_DTYPE" --env
-AMP_DTIPE=fp16 refused "AMP_DTYPE" --env
+export AMP_"DTIPE"=fp16; refused "AMP_DTYPE" --env; unset AMP_"DTIPE"
 refused "--nan-action" --nan-action panic
 refused "--memory-log-interval" --memory-log-interval 0
 refused "growth" --scaler on --precision fp16 --growth-factor 0.5

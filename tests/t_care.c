@@ -269,6 +269,7 @@ TEST(tune_reports_when_nothing_works) {
     CHECK_OK(amp_tune(amp, &d, &r));
     CHECK_EQ(r.best, -1);
     CHECK_EQ(r.n_rows, 4);
+    CHECK_EQ(t.n_prepared, 2);              /* at the end the first batch is asked for again */
     CHECK_EQ(amp_tune_text(&r, text, sizeof text), strlen(text));
     CHECK(strstr(text, "failed: prepare returned 301: out of memory") != NULL && strchr(text, '*') == NULL);
     CHECK_EQ(amp_tune_text(&r, NULL, 0), strlen(text));
@@ -333,6 +334,8 @@ static int same_rows(const amp_tune_report *a, const amp_tune_report *b) {
 }
 
 TEST(tune_keeps_results_in_a_file) {
+    static const amp_dtype fewer[] = {AMP_F32, AMP_F16};
+    const amp_backend *other_machine;
     amp_context *amp = open_host(device(), AMP_F32);
     amp_tune_report r, again;
     timed t;
@@ -363,10 +366,20 @@ TEST(tune_keeps_results_in_a_file) {
     CHECK_EQ(again.from_file, 0);
     d.iterations = 4;
     amp_close(amp);
-    lacks_bf16 = 1;                         /* another machine */
-    { amp_desc desc = host_desc(device(), AMP_F32); lacks_bf16 = 1; CHECK_OK(amp_open(&amp, &desc)); }
+    other_machine = device();
+    lacks_bf16 = 1;
+    { amp_desc desc = host_desc(other_machine, AMP_F32); CHECK_OK(amp_open(&amp, &desc)); }
+    d.dtypes = fewer;
+    d.n_dtypes = 2;
     CHECK_OK(amp_tune(amp, &d, &again));
     CHECK_EQ(again.from_file, 0);
+    lacks_bf16 = 0;
+    amp_close(amp);
+    amp = open_host(device(), AMP_F32);
+    CHECK_OK(amp_tune(amp, &d, &again));    /* the same but for the machine */
+    CHECK_EQ(again.from_file, 0);
+    CHECK_OK(amp_tune(amp, &d, &again));
+    CHECK_EQ(again.from_file, 1);
     amp_close(amp);
     CHECK_EQ(host.blocks, 0);
     remove(path);
@@ -531,6 +544,72 @@ TEST(tune_survives_failing_allocations) {
     remove(path);
 }
 
+/* A linear model whose step is verified: fp16 loses the gradients of a tiny loss, and the host makes bf16's infinite. */
+typedef struct judged { amp_param p; amp_optimizer *o; float x[6 * 4], y[6 * 3], dy[6 * 3], w[12], g[12]; float small; amp_dtype infinite; timed clock; } judged;
+
+static int judged_step(void *user, amp_context *amp) {
+    judged *j = (judged *)user;
+    amp_linear_op op;
+    int i;
+    memset(&op, 0, sizeof op);
+    op.x = amp_tensor2(j->x, AMP_F32, 6, 4); op.y = amp_tensor2(j->y, AMP_F32, 6, 3); op.dy = amp_tensor2(j->dy, AMP_F32, 6, 3); op.weight = &j->p;
+    if (amp_autocast_begin(amp, NULL) || amp_linear(amp, &op) || amp_autocast_end(amp)) return AMP_ERR_STATE;
+    for (i = 0; i < 18; i++) j->dy[i] = j->y[i] * j->small;
+    if (amp_linear_backward(amp, &op)) return AMP_ERR_STATE;
+    if (ampi_settings(amp)->dtype == j->infinite) j->g[5] = INFINITY;
+    return timed_step(&j->clock, amp);
+}
+static int judged_train(void *user, amp_context *amp) {
+    int code = judged_step(user, amp);
+    return code ? code : (int)amp_step(((judged *)user)->o, NULL);
+}
+
+TEST(tune_heeds_verification) {
+    amp_context *amp = open_host(NULL, AMP_BF16);
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16};
+    static judged j;
+    amp_optimizer_desc o;
+    amp_verify_desc v;
+    amp_tune_report r;
+    float before[12];
+    amp_tune_desc d = tune_desc(&j.clock);
+    memset(&v, 0, sizeof v);
+    memset(&o, 0, sizeof o);
+    ampt_uniform(j.x, 24, 1, 1, 1, 0);
+    ampt_uniform(j.w, 12, 1, 2, 1, 0);
+    j.small = 1e-9f;
+    j.p.name = "head.weight";
+    j.p.weight = amp_tensor2(j.w, AMP_F32, 3, 4);
+    j.p.grad = amp_tensor2(j.g, AMP_F32, 3, 4);
+    o.params = &j.p; o.n_params = 1;
+    CHECK_OK(amp_param_register(amp, &j.p, 1));
+    CHECK_OK(amp_optimizer_create(amp, &j.o, &o));
+    v.step = judged_step; v.user = &j; v.params = &j.p; v.n_params = 1; v.optimizer = j.o;
+    d.step = judged_train; d.user = &j; d.verify = &v; d.dtypes = dtypes; d.n_dtypes = 3;
+    memcpy(before, j.w, sizeof before);
+    CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK_MSG(r.rows[0].verdict == AMP_VERDICT_PASS && r.rows[1].verdict == AMP_VERDICT_INACCURATE && r.rows[2].verdict == AMP_VERDICT_PASS, "%d %d %d %s",
+              (int)r.rows[0].verdict, (int)r.rows[1].verdict, (int)r.rows[2].verdict, r.rows[2].reason);
+    CHECK(r.rows[1].rate > r.rows[2].rate && strstr(r.rows[1].reason, "loss scaler") != NULL && r.rows[2].reason[0] == 0);
+    CHECK_EQ(r.best, 2);
+    CHECK(memcmp(before, j.w, sizeof before) == 0 && j.o->attempts == 0 && ampi_settings(amp)->dtype == AMP_BF16);
+    j.infinite = AMP_BF16;
+    CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK(r.rows[2].verdict == AMP_VERDICT_NONFINITE && r.best == 0 && r.rows[2].seconds > 0);
+    j.clock.broken = AMP_F16;                   /* is not timed */
+    memset(j.clock.order, 0, sizeof j.clock.order);
+    CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK(r.rows[1].verdict == AMP_VERDICT_FAILED && strstr(r.rows[1].reason, "77") != NULL);
+    CHECK_MSG(strchr(j.clock.order, 'h') != NULL && strchr(j.clock.order, 'h') == strrchr(j.clock.order, 'h'), "%s", j.clock.order);
+    j.infinite = AMP_F32;                       /* nothing can be held against this */
+    memset(&r, 0x5a, sizeof r);
+    CHECK_ERR(amp_tune(amp, &d, &r), AMP_ERR_RANGE);
+    CHECK(r.best == 0x5a5a5a5a5a5a5a5a && memcmp(before, j.w, sizeof before) == 0);
+    amp_optimizer_destroy(j.o);
+    amp_close(amp);
+    CHECK_EQ(host.blocks, 0);
+}
+
 /* ---- Advice */
 
 TEST(advice_about_the_machine) {
@@ -628,6 +707,7 @@ TEST(advice_on_the_batch) {
     amp_advise_desc d;
     amp_advice a;
     void *activations;
+    amp_tensor cast;
     int64_t fixed = 16 * 1000, each;
     memset(&d, 0, sizeof d);
     d.optimizer = b.o;
@@ -642,6 +722,13 @@ TEST(advice_on_the_batch) {
     CHECK(a.batch > 80 && a.batch < 90 && each > 10000);
     CHECK(a.settings.level == AMP_LEVEL_O1);
     CHECK(a.settings.clip_norm == 1.5 && a.settings.accumulation == 3);
+    CHECK_OK(amp_param_register(amp, &b.p, 1));     /* kept casts do not grow with the batch either */
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_OK(amp_autocast_cast(amp, &b.p, AMP_BF16, &cast));
+    CHECK_OK(amp_advise(amp, &d, &a));
+    CHECK_EQ(a.batch, (900000 - fixed - 2000) * 10 / (info.peak - fixed - 2000));
+    CHECK_OK(amp_autocast_end(amp));
+    amp_cast_cache_clear(amp);
     device_bytes = info.peak * 10 / 9 - 12;         /* just below: memory is short */
     CHECK_OK(amp_advise(amp, &d, &a));
     CHECK(a.settings.level == AMP_LEVEL_O2 && a.settings.memory_efficient == 1 && a.batch == 9);
@@ -754,14 +841,23 @@ TEST(advice_is_applied) {
     a.settings.memory_efficient = 1;
     a.settings.scaler.backoff_factor = 0.25;
     a.settings.scaler.growth_interval = 77;
+    a.settings.scaler.hysteresis = 3;
     CHECK_OK(amp_apply(&a, amp, scaler, b.o));
     CHECK_OK(amp_query(amp, &d));
     CHECK(d.dtype == AMP_F16 && d.allow_tf32 == 1 && d.memory_efficient == 1 && d.level == AMP_LEVEL_O1);
     CHECK(host.warnings == 1 && strstr(host.last, "O2 is advised") != NULL);
     CHECK_OK(amp_scaler_query(scaler, &s));
-    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.growth_factor == 2);
+    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.growth_factor == 2 && s.hysteresis == 3);
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.clip_norm == 1.5 && od.accumulation == 3);
+    CHECK_OK(amp_advise(amp, NULL, &a));            /* knows nothing of the scaler, and leaves its rule */
+    a.settings.dtype = AMP_F16;
+    amp->desc.logger.level = AMP_LOG_DEBUG;
+    b.o->desc.apply_nonfinite = 1;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.hysteresis == 3 && !s.disable);
+    CHECK(amp->desc.logger.level == AMP_LOG_DEBUG && b.o->desc.apply_nonfinite == 1);
     CHECK_ERR(amp_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
     CHECK_ERR(amp_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
     amp_scaler_destroy(scaler);
@@ -952,7 +1048,7 @@ static void trainee_close(trainee *t) {
 }
 
 static void poison(trainee *t, const amp_tensor *where, float value) {
-    uint16_t narrow = value != value ? 0x7fff : 0x7c00;
+    uint16_t narrow = ampi_bits_f32(value) << 1 > 0xff000000u ? 0x7fff : 0x7c00;
     CHECK_OK(amp_copy(t->amp, where->data, where->dtype == AMP_F32 ? (void *)&value : (void *)&narrow, where->dtype == AMP_F32 ? 4 : 2, AMP_COPY_TO_DEVICE));
     CHECK_OK(amp_sync(t->amp));
 }
@@ -1296,12 +1392,13 @@ TEST(recovery_counts_anew_after_good_steps) {
     plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
     p.retries = 1;
     trainee_open(&t, &p, 1);
-    trainee_run(&t, 12);
+    trainee_run(&t, 24);
     CHECK_EQ(t.n_events, 1);
+    CHECK_EQ(t.recovery->good.applied, 20);     /* due at 6 + 4, 14, 18: each two steps late, and that of 24 is not proven */
     t.trouble.kind = FAULT_LOSS;
-    t.trouble.step = 20;
+    t.trouble.step = 26;
     t.trouble.times = 0;
-    trainee_run(&t, 30);
+    trainee_run(&t, 36);
     CHECK(t.n_events == 2 && t.events[1].action == AMP_RECOVERY_RESTORED);
     trainee_close(&t);
     p.trouble.times = 1;                        /* twice within fewer steps: no */
@@ -1329,6 +1426,36 @@ TEST(recovery_waits_to_be_asked) {
     CHECK(t.recovery->good.applied == 0 && t.recovery->candidate.state == NULL);
     trainee_run(&t, 14);
     CHECK(t.recovery->good.applied == 10);      /* taken with the record of step 8 */
+    trainee_close(&t);
+}
+
+/* A copy of a weight that was made in the meantime, by an evaluation say, is not taken for one of the restored weight. */
+TEST(recovery_drops_casts) {
+    static trainee t;
+    amp_step_record record;
+    amp_recovery_event e;
+    amp_autocast_desc region;
+    amp_tensor cast;
+    uint16_t expected[OUT * HIDDEN];
+    plan p = plan_of(AMP_F32, FAULT_WEIGHT, 2);
+    memset(&region, 0, sizeof region);
+    memset(&record, 0, sizeof record);
+    region.dtype = AMP_BF16;
+    trainee_open(&t, &p, 1);
+    CHECK_OK(amp_convert(expected, AMP_BF16, t.p[2].weight.data, AMP_F32, OUT * HIDDEN, NULL, NULL));
+    CHECK_OK(amp_autocast_begin(t.amp, &region));
+    trainee_micro(&t);
+    trainee_micro(&t);
+    CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
+    CHECK(memcmp(cast.data, expected, sizeof expected) != 0);
+    record.trouble = AMP_TROUBLE_LOSS;
+    record.action = AMP_NAN_RECOVER;
+    record.outcome.step = 2;
+    CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
+    CHECK(e.action == AMP_RECOVERY_RESTORED && e.step == 0);
+    CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
+    CHECK(memcmp(cast.data, expected, sizeof expected) == 0);
+    CHECK_OK(amp_autocast_end(t.amp));
     trainee_close(&t);
 }
 
@@ -1721,6 +1848,12 @@ TEST(memory_recovery_asks_the_policy) {
         trainee_run(&twin, 6);
         if (restored) cure_by_hand(&twin, AMP_BF16, NULL);
         CHECK(same_training(&t, &twin));
+        t.wish.cure = AMP_CURE_NONE;
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));      /* and once more, before a record came */
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));
+        CHECK(e.action == t.wish.action && t.o->attempts == 6);
+        trainee_run(&t, 9);
+        CHECK_EQ(t.recovery->seen, 7);
         trainee_run(&t, 18);
         trainee_run(&twin, 18);
         CHECK(t.n_events == 0 && same_training(&t, &twin) && t.recovery->good.applied > 6);
@@ -1838,6 +1971,7 @@ int main(int argc, char **argv) {
     RUN(tune_leaves_foreign_files_alone);
     RUN(tune_refuses_bad_input);
     RUN(tune_survives_failing_allocations);
+    RUN(tune_heeds_verification);
     RUN(advice_about_the_machine);
     RUN(advice_heeds_verification);
     RUN(advice_on_the_batch);
@@ -1854,6 +1988,7 @@ int main(int argc, char **argv) {
     RUN(recovery_is_bounded);
     RUN(recovery_counts_anew_after_good_steps);
     RUN(recovery_waits_to_be_asked);
+    RUN(recovery_drops_casts);
     RUN(recovery_asks_the_policy);
     RUN(recovery_can_be_declined);
     RUN(recovery_keeps_the_policys_learning_rate);

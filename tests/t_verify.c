@@ -11,7 +11,7 @@
 /* ---- A model: embedding, linear with GELU, dropout, layer norm, attention, linear, cross-entropy */
 
 enum { BATCH = 4, SEQ = 8, ROWS = BATCH * SEQ, DIM = 32, HEADS = 2, WIDE = 64, VOCAB = 50, PARAMS = 14 };
-enum { BREAK_NOTHING, BREAK_BITS, BREAK_GRADIENT, BREAK_OVERFLOW, BREAK_FAIL, BREAK_NAN, BREAK_REGION, BREAK_ALWAYS, BREAK_LOST };
+enum { BREAK_NOTHING, BREAK_BITS, BREAK_GRADIENT, BREAK_OVERFLOW, BREAK_FAIL, BREAK_NAN, BREAK_REGION, BREAK_LOST };
 
 typedef struct model {
     amp_context *amp;
@@ -22,7 +22,7 @@ typedef struct model {
     float act[24][ROWS * WIDE];
     float logits[ROWS * VOCAB], loss, lse[BATCH * HEADS * SEQ], mean[ROWS], rstd[ROWS];
     int32_t ids[ROWS], labels[ROWS];
-    int broken;                     /* in precisions below tf32, but for ALWAYS */
+    int broken, always;             /* in precisions below tf32; always 1: in all */
     int steps;                      /* 1: the step steps the optimizer */
     int calls;
     float dropout;
@@ -103,7 +103,7 @@ static int step(void *user, amp_context *amp) {
     m->calls++;
     TRY(amp_autocast_begin(amp, NULL));
     h = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-    low = m->broken == BREAK_ALWAYS || h == AMP_F16 || h == AMP_BF16;
+    low = m->always || h == AMP_F16 || h == AMP_BF16;
     if (m->broken == BREAK_FAIL && low) { TRY(amp_autocast_end(amp)); return (int)ampi_fail(AMP_ERR_MEMORY, "step", "no room for h"); }
     if (m->broken == BREAK_REGION && low) return 77;
     memset(&emb, 0, sizeof emb); memset(&fc, 0, sizeof fc); memset(qkv, 0, sizeof qkv); memset(&head, 0, sizeof head);
@@ -168,7 +168,7 @@ static amp_context *open_context(amp_dtype dtype, amp_level level, const amp_bac
     d.dtype = dtype;
     d.level = level;
     d.backend = backend;
-    d.threads = 2;
+    d.threads = 1;
     d.logger.level = AMP_LOG_OFF;
     CHECK_OK(amp_open(&amp, &d));
     return amp;
@@ -349,7 +349,6 @@ TEST(failing_step) {
 
 /* ---- A training with a look in between goes on with the same bits */
 
-typedef struct result { uint64_t hash; int applied; } result;
 static uint64_t add_hash(uint64_t h, const void *data, size_t bytes) {
     size_t i;
     for (i = 0; i < bytes; i++) h = (h ^ ((const unsigned char *)data)[i]) * 0x100000001B3u;
@@ -427,6 +426,429 @@ TEST(training_goes_on) {
     }
 }
 
+/* ---- Whatever fails, nothing has changed */
+
+static struct { long calls, fail_at; } memory;
+static void *failing_alloc(void *user, size_t size, size_t align) {
+    void *p = NULL;
+    (void)user;
+    if (__atomic_add_fetch(&memory.calls, 1, __ATOMIC_RELAXED) == memory.fail_at) return NULL;
+    return posix_memalign(&p, align < sizeof p ? sizeof p : align, size) == 0 ? p : NULL;
+}
+static void plain_free(void *user, void *p, size_t size) { (void)user; (void)size; free(p); }
+
+TEST(out_of_memory) {
+    amp_desc desc;
+    amp_context *amp = NULL;
+    amp_verify_report r;
+    amp_verify_desc d;
+    uint64_t before;
+    long calls, k;
+    float loss;
+    int refused = 0;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_F16;
+    desc.threads = 1;
+    desc.logger.level = AMP_LOG_OFF;
+    desc.system.alloc = failing_alloc;
+    desc.system.free = plain_free;
+    CHECK_OK(amp_open(&amp, &desc));
+    fill_model(&a_model, amp, 3);
+    add_training(&a_model, AMP_ADAMW, AMP_MASTER_DEFAULT, 256);
+    a_model.steps = 1;
+    CHECK_OK(step(&a_model, amp));
+    CHECK_OK(step(&a_model, amp));
+    state_hash(1, &a_model);        /* takes the outcomes */
+    before = state_hash(1, &a_model);
+    loss = a_model.loss;            /* an output */
+    d = desc_of(&a_model);
+    memory.calls = 0;
+    CHECK_OK(amp_verify(amp, &d, &r));
+    calls = memory.calls;
+    for (k = 1; k <= calls; k++) {
+        amp_result result;
+        memory.calls = 0;
+        memory.fail_at = k;
+        result = amp_verify(amp, &d, &r);
+        memory.fail_at = 0;
+        CHECK_MSG(result == AMP_OK || result == AMP_ERR_MEMORY, "allocation %ld: %s", k, amp_last_error());
+        refused += result != AMP_OK;
+        a_model.loss = loss;
+        CHECK_MSG(state_hash(1, &a_model) == before, "allocation %ld", k);
+    }
+    CHECK_MSG(refused > 5, "%d of %ld", refused, calls);
+    close_model(&a_model);
+}
+
+static amp_result describe_without_bf16(void *dev, amp_device *out) {
+    amp_result r = recording_describe(dev, out);
+    out->bf16 = 0;
+    return r;
+}
+
+TEST(device_without_bf16) {
+    static const amp_dtype dtypes[] = {AMP_BF16, AMP_F32};
+    amp_backend backend = *recording_backend();
+    amp_verify_report r;
+    amp_verify_desc d;
+    backend.describe = describe_without_bf16;
+    fill_model(&a_model, open_context(AMP_F32, AMP_LEVEL_O1, &backend), 9);
+    d = desc_of(&a_model);
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(r.n_rows == 2 && r.rows[0].dtype == AMP_TF32 && r.rows[1].dtype == AMP_F16);
+    d.dtypes = dtypes;
+    d.n_dtypes = 2;
+    a_model.calls = 0;
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(r.n_rows == 2 && r.rows[0].verdict == AMP_VERDICT_FAILED && strstr(r.rows[0].advice, "bf16") != NULL);
+    CHECK(r.rows[1].verdict == AMP_VERDICT_PASS && !(r.rows[1].gradient_error > 0) && r.rows[1].gradient_bound > 0);
+    CHECK_EQ(a_model.calls, 1 + 2 + 3);
+    close_model(&a_model);
+}
+
+/* What is fp32 for the candidates is not so for the reference, nor the other way round. */
+TEST(overrides) {
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16};
+    amp_verify_report r;
+    amp_verify_desc d;
+    fill_model(&a_model, open_context(AMP_F16, AMP_LEVEL_O1, NULL), 4);
+    d = desc_of(&a_model);
+    d.dtypes = dtypes;
+    d.n_dtypes = 2;
+    CHECK_OK(amp_layer_override(a_model.amp, "fc.*", AMP_BF16));
+    CHECK_OK(amp_set_enabled(a_model.amp, 0));
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(r.rows[0].output_error > 1e-4);           /* fp32 but for one layer, against fp32 throughout */
+    CHECK(r.rows[1].verdict == AMP_VERDICT_PASS);
+    CHECK(amp_autocast_active(a_model.amp, NULL) == 0 && a_model.amp->desc.disable == 1 && a_model.amp->n_layers == 1);
+    CHECK(ampi_settings(a_model.amp)->dtype == AMP_F16);
+    CHECK_OK(amp_layer_override(a_model.amp, "*", AMP_F32));
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(!(r.rows[0].output_error > 0) && r.rows[1].output_error > 1e-4);      /* stored in bf16 all the same */
+    close_model(&a_model);
+}
+
+TEST(bad_input) {
+    static const amp_dtype bad_dtypes[] = {AMP_BF16, AMP_E4M3};
+    amp_context *other = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    amp_verify_desc d, good;
+    amp_verify_report r;
+    amp_optimizer *own;
+    char *name;
+    open_broken(64);
+    good = d = desc_of(&a_model);
+    r.n_rows = 77;
+    CHECK_ERR(amp_verify(NULL, &d, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify(a_model.amp, NULL, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify(a_model.amp, &d, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify_v(a_model.amp, &d, &r, 3), AMP_ERR_VERSION);
+#define REFUSED(change, result) do { d = good; change; CHECK_ERR(amp_verify(a_model.amp, &d, &r), result); } while (0)
+    REFUSED(d.step = NULL, AMP_ERR_NULL);
+    REFUSED(d.params = NULL, AMP_ERR_NULL);
+    REFUSED(d.outputs = NULL, AMP_ERR_NULL);
+    REFUSED(d.n_dtypes = 1, AMP_ERR_NULL);
+    REFUSED((d.n_outputs = 0, d.n_params = 0), AMP_ERR_NULL);
+    REFUSED(d.n_params = -1, AMP_ERR_RANGE);
+    REFUSED(d.n_outputs = -1, AMP_ERR_RANGE);
+    REFUSED(d.n_dtypes = -1, AMP_ERR_RANGE);
+    REFUSED((d.dtypes = bad_dtypes, d.n_dtypes = AMP_VERIFY_ROWS + 1), AMP_ERR_RANGE);
+    REFUSED((d.dtypes = bad_dtypes, d.n_dtypes = 2), AMP_ERR_DTYPE);
+    CHECK(strstr(amp_last_error(), ".dtypes[1] = fp8_e4m3") != NULL);
+    REFUSED(d.allowance = -1, AMP_ERR_RANGE);
+    REFUSED(d.allowance = ampi_f64_of_bits((uint64_t)0x7ff8 << 48), AMP_ERR_RANGE);
+    REFUSED(d.allowance = ampi_f64_of_bits((uint64_t)0x7ff0 << 48), AMP_ERR_RANGE);
+    REFUSED(outputs[1].dtype = AMP_I32, AMP_ERR_DTYPE);
+    outputs[1].dtype = AMP_F32;
+    REFUSED(outputs[1].count = -1, AMP_ERR_RANGE);
+    outputs[1].count = 1;
+    REFUSED(outputs[0].data = NULL, AMP_ERR_NULL);
+    outputs[0].data = a_model.logits;
+    memcpy(&name, &a_model.params[1].name, sizeof name);
+    REFUSED(a_model.params[1].name = "table", AMP_ERR_NAME);
+    REFUSED(a_model.params[1].name = NULL, AMP_ERR_NULL);
+    a_model.params[1].name = name;
+    REFUSED(a_model.params[1].weight.dtype = AMP_F64, AMP_ERR_SHAPE);
+    a_model.params[1].weight.dtype = AMP_F32;
+    own = a_model.optimizer;
+    a_model.amp->desc.level = AMP_LEVEL_O0;
+    REFUSED(d.allowance = 1, AMP_ERR_CONFLICT);
+    a_model.amp->desc.level = AMP_LEVEL_O1;
+    d = good;
+    CHECK_ERR(amp_verify(other, &d, &r), AMP_ERR_STATE);
+    CHECK(strstr(amp_last_error(), "the optimizer belongs to another context") != NULL);
+    CHECK_OK(amp_scaler_check(a_model.scaler, amp_optimizer_set(own), AMP_CHECK_READ));
+    REFUSED(d.allowance = 1, AMP_ERR_STATE);
+    CHECK_OK(amp_scaler_update(a_model.scaler));
+    CHECK_EQ(r.n_rows, 77);
+    a_model.always = 1;
+    a_model.broken = BREAK_NAN;
+    REFUSED(d.allowance = 1, AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "logits is infinite or NaN in fp32 already") != NULL);
+    a_model.broken = BREAK_FAIL;
+    REFUSED(d.allowance = 1, AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "fails in fp32 already, with 301: AMP0301 step: no room for h") != NULL);
+    a_model.broken = BREAK_REGION;
+    REFUSED(d.allowance = 1, AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "with 77") != NULL && ampi_region_depth() == 0);
+    a_model.always = a_model.broken = 0;
+    CHECK_EQ(r.n_rows, 77);
+    CHECK_OK(amp_verify(a_model.amp, &good, &r));
+    CHECK_EQ(amp_verify_text(NULL, NULL, 0), 0);
+    CHECK(amp_verify_text(&r, NULL, 0) > 100);
+    close_model(&a_model);
+    amp_close(other);
+}
+
+TEST(placement_here) {
+    static float x[4];
+    amp_context *amp = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    amp_range ranges[3];
+    memset(ranges, 0, sizeof ranges);
+    ranges[0].data = x; ranges[0].count = 4; ranges[0].name = "x";
+    CHECK_OK(amp_verify_placement(amp, ranges, 3));     /* of no elements: nowhere */
+    CHECK_OK(amp_verify_placement(amp, NULL, 0));
+    ranges[2].count = 1;
+    ranges[2].name = "y";
+    CHECK_ERR(amp_verify_placement(amp, ranges, 3), AMP_ERR_SHAPE);
+    CHECK(strstr(amp_last_error(), "y, number 2, has no data") != NULL);
+    CHECK_ERR(amp_verify_placement(amp, ranges, -1), AMP_ERR_RANGE);
+    CHECK_ERR(amp_verify_placement(NULL, ranges, 1), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify_placement(amp, NULL, 1), AMP_ERR_NULL);
+    amp_close(amp);
+}
+
+/* ---- An operator of the host's own: y = softplus(s), s[t] = decay s[t - 1] + w x[t] for each of some columns */
+
+enum { T = 12, C = 20, RIGHT = 0, WRONG_SIGN, WRONG_FACTOR, MISSING_TERM, WRONG_ELEMENT, NO_BACKWARD, BAD_GRADIENT, NOT_FINITE, FAILS };
+typedef struct scan {
+    amp_context *amp;
+    int32_t op;
+    amp_param w;
+    float x[T * C], weight[C], dx[T * C], dw[C], s[T * C];
+    uint16_t y16[T * C], dy16[T * C];
+    float y[T * C], dy[T * C];
+    amp_dtype dtype;                /* of y, dy */
+    amp_dtype compute;              /* of the last forward */
+    amp_dropout_op drop;
+    float dropped[T * C];
+    int wrong, calls;
+    float decay;
+} scan;
+static scan a_scan;
+
+static float rounded(float x, amp_dtype dtype) {
+    return dtype == AMP_BF16 ? amp_f32_from_bf16(amp_bf16_from_f32(x, 0)) : dtype == AMP_F16 ? amp_f32_from_f16(amp_f16_from_f32(x, 0))
+           : dtype == AMP_TF32 ? amp_tf32_from_f32(x, 0) : x;
+}
+
+static int scan_forward(void *user, amp_context *amp) {
+    scan *s = (scan *)user;
+    amp_tensor w;
+    float weight[C];
+    int t, c;
+    s->calls++;
+    if (s->wrong == FAILS && s->calls > 3) return (int)ampi_fail(AMP_ERR_MEMORY, "scan", "nothing left");
+    s->compute = amp_autocast_compute(amp, s->op, "scan", AMP_F32, AMP_F32);
+    memset(&s->drop, 0, sizeof s->drop);
+    s->drop.x = amp_tensor1(s->x, AMP_F32, T * C);
+    s->drop.y = amp_tensor1(s->dropped, AMP_F32, T * C);
+    s->drop.p = 0.2f;
+    TRY(amp_dropout(amp, &s->drop));
+    TRY(amp_autocast_cast(amp, &s->w, s->compute == AMP_TF32 ? AMP_F32 : s->compute, &w));
+    TRY(amp_convert(weight, AMP_F32, w.data, w.dtype, C, NULL, NULL));
+    for (t = 0; t < T; t++)
+        for (c = 0; c < C; c++) {
+            int i = t * C + c;
+            float wx = rounded(weight[c], s->compute) * rounded(s->dropped[i], s->compute);
+            s->s[i] = rounded(wx + (t > 0 ? s->decay * s->s[i - C] : 0), s->compute);
+            s->y[i] = logf(1 + expf(s->s[i]));
+            if (s->wrong == NOT_FINITE && i == 17) s->y[i] = ampi_f32_of_bits(0x7f800000u);
+        }
+    if (s->dtype != AMP_F32) TRY(amp_convert(s->y16, s->dtype, s->y, AMP_F32, T * C, NULL, NULL));
+    return 0;
+}
+
+static int scan_backward(void *user, amp_context *amp) {
+    scan *s = (scan *)user;
+    float ds[T * C], dy[T * C];
+    int t, c, add = amp_param_accumulate(&s->w);
+    (void)amp;
+    if (s->dtype != AMP_F32) TRY(amp_convert(dy, AMP_F32, s->dy16, s->dtype, T * C, NULL, NULL));
+    else memcpy(dy, s->dy, sizeof dy);
+    for (c = 0; c < C && !add; c++) s->dw[c] = 0;
+    for (t = T - 1; t >= 0; t--)
+        for (c = 0; c < C; c++) {
+            int i = t * C + c;
+            ds[i] = dy[i] / (1 + expf(-s->s[i])) + (t < T - 1 && s->wrong != MISSING_TERM ? s->decay * ds[i + C] : 0);
+            s->dx[i] = rounded(ds[i], s->compute) * rounded(s->weight[c], s->compute);
+            if (s->wrong == WRONG_SIGN) s->dx[i] = -s->dx[i];
+            if (s->wrong == WRONG_FACTOR) s->dx[i] *= 1.01f;
+            if (s->wrong == WRONG_ELEMENT && i == 33) s->dx[i] += 0.05f;
+            s->dw[c] += rounded(ds[i], s->compute) * rounded(s->dropped[i], s->compute);
+        }
+    s->drop.dy = amp_tensor1(s->dx, AMP_F32, T * C);
+    s->drop.dx = s->drop.dy;
+    if (s->wrong == BAD_GRADIENT) s->dx[3] = ampi_f32_of_bits(0x7fc00000u);
+    return s->wrong == NO_BACKWARD ? -5 : (int)amp_dropout_backward(amp, &s->drop);
+}
+
+static void open_scan(scan *s, uint64_t seed, amp_dtype dtype) {
+    int i;
+    memset(s, 0, sizeof *s);
+    s->amp = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    s->decay = 0.9f;
+    s->dtype = dtype;
+    CHECK_OK(amp_operator_register(s->amp, "scan", AMP_CAST_LOWER, &s->op));
+    for (i = 0; i < T * C; i++) s->x[i] = 4 * amp_random_uniform(seed, (uint64_t)i) - 2;
+    for (i = 0; i < C; i++) s->weight[i] = 2 * amp_random_uniform(seed + 1000, (uint64_t)i) - 1;
+    s->w.name = "w";
+    s->w.weight = amp_tensor1(s->weight, AMP_F32, C);
+    s->w.grad = amp_tensor1(s->dw, AMP_F32, C);
+    CHECK_OK(amp_param_register(s->amp, &s->w, 1));
+}
+
+static amp_range scan_ranges[4][2];
+static amp_gradcheck_desc scan_desc(scan *s, amp_dtype dtype, uint64_t seed) {
+    amp_gradcheck_desc d;
+    int narrow = s->dtype != AMP_F32;
+    memset(&d, 0, sizeof d);
+    memset(scan_ranges, 0, sizeof scan_ranges);
+    scan_ranges[0][0].name = "x"; scan_ranges[0][0].data = s->x; scan_ranges[1][0].data = s->dx;
+    scan_ranges[0][1].name = "w"; scan_ranges[0][1].data = s->weight; scan_ranges[1][1].data = s->dw;
+    scan_ranges[2][0].name = "y"; scan_ranges[2][0].data = narrow ? (void *)s->y16 : (void *)s->y;
+    scan_ranges[3][0].data = narrow ? (void *)s->dy16 : (void *)s->dy;
+    scan_ranges[0][0].count = scan_ranges[1][0].count = scan_ranges[2][0].count = scan_ranges[3][0].count = T * C;
+    scan_ranges[0][1].count = scan_ranges[1][1].count = C;
+    scan_ranges[0][0].dtype = scan_ranges[0][1].dtype = scan_ranges[1][0].dtype = scan_ranges[1][1].dtype = AMP_F32;
+    scan_ranges[2][0].dtype = scan_ranges[3][0].dtype = s->dtype;
+    d.forward = scan_forward;
+    d.backward = scan_backward;
+    d.user = s;
+    d.inputs = scan_ranges[0]; d.input_grads = scan_ranges[1]; d.n_inputs = 2;
+    d.outputs = scan_ranges[2]; d.output_grads = scan_ranges[3]; d.n_outputs = 1;
+    d.dtype = dtype;
+    d.seed = seed;
+    return d;
+}
+
+static const struct { amp_dtype compute, stored; } scans[] = {
+    {AMP_F32, AMP_F32}, {AMP_TF32, AMP_F32}, {AMP_F16, AMP_F16}, {AMP_F16, AMP_F32}, {AMP_BF16, AMP_BF16}, {AMP_BF16, AMP_F32}
+};
+enum { SCANS = 6 };
+
+TEST(right_gradients) {
+    double worst = 0;
+    int seed, k;
+    for (k = 0; k < SCANS; k++)
+        for (seed = 0; seed < 25; seed++) {
+            amp_gradcheck_report r;
+            amp_gradcheck_desc d;
+            float x[T * C];
+            open_scan(&a_scan, (uint64_t)seed, scans[k].stored);
+            d = scan_desc(&a_scan, scans[k].compute, (uint64_t)seed);
+            memcpy(x, a_scan.x, sizeof x);
+            CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+            CHECK_MSG(r.passed == 1, "%s, seed %d: %s: error %g, bound %g, expected %g, found %g", amp_dtype_name(scans[k].compute),
+                      seed, r.worst, r.error, r.bound, r.expected, r.found);
+            CHECK(r.error > 0 && r.bound > r.error && memcmp(x, a_scan.x, sizeof x) == 0);
+            if (r.error / r.bound > worst) worst = r.error / r.bound;
+            amp_close(a_scan.amp);
+        }
+    ampt_figure("gradcheck: error over bound of right operators", worst, 1);
+    if (getenv("SHOW")) printf("worst %g\n", worst);
+}
+
+static amp_gradcheck_report check_wrong(int wrong, int k, int seed) {
+    amp_gradcheck_report r;
+    amp_gradcheck_desc d;
+    memset(&r, 0, sizeof r);
+    open_scan(&a_scan, (uint64_t)seed, scans[k].stored);
+    a_scan.wrong = wrong;
+    d = scan_desc(&a_scan, scans[k].compute, (uint64_t)seed);
+    CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+    amp_close(a_scan.amp);
+    return r;
+}
+
+TEST(wrong_gradients) {
+    int seed, k;
+    for (seed = 0; seed < 10; seed++) {
+        for (k = 0; k < SCANS; k++) {
+            amp_gradcheck_report r = check_wrong(WRONG_SIGN, k, seed);
+            CHECK_MSG(r.passed == 0 && strcmp(r.worst, "x") == 0 && r.error > r.bound, "sign, %d, seed %d: %g of %g", k, seed, r.error, r.bound);
+            r = check_wrong(MISSING_TERM, k, seed);
+            CHECK_MSG(r.passed == 0, "term, %d, seed %d: %g of %g", k, seed, r.error, r.bound);
+        }
+        CHECK(check_wrong(WRONG_FACTOR, 0, seed).passed == 0);
+        CHECK(check_wrong(WRONG_ELEMENT, 0, seed).passed == 0);
+    }
+}
+
+TEST(gradcheck_failures) {
+    static const struct { int wrong; amp_result result; const char *text; } cases[] = {
+        {NOT_FINITE, AMP_ERR_RANGE, "element 17 of output y is infinite or NaN"},
+        {BAD_GRADIENT, AMP_ERR_RANGE, "element 3 of the gradient of x is infinite or NaN"},
+        {FAILS, AMP_ERR_MEMORY, ".forward returned 301. AMP0301 scan: nothing left"},
+        {NO_BACKWARD, (amp_result)-5, ".backward returned -5"}
+    };
+    int i;
+    for (i = 0; i < 4; i++) {
+        amp_gradcheck_report r;
+        amp_gradcheck_desc d;
+        uint64_t before;
+        open_scan(&a_scan, 1, AMP_F32);
+        a_scan.wrong = cases[i].wrong;
+        d = scan_desc(&a_scan, AMP_BF16, 1);
+        r.passed = 77;
+        before = add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight);
+        CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), cases[i].result);
+        CHECK_MSG(strstr(amp_last_error(), cases[i].text) != NULL, "%s", amp_last_error());
+        CHECK(r.passed == 77 && ampi_region_depth() == 0 && ampi_settings(a_scan.amp)->dtype == AMP_F32);
+        CHECK(before == add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight));
+        CHECK_EQ(a_scan.amp->random_offset, 0);
+        amp_close(a_scan.amp);
+    }
+}
+
+TEST(gradcheck_bad_input) {
+    amp_gradcheck_report r;
+    amp_gradcheck_desc d, good;
+    open_scan(&a_scan, 1, AMP_F32);
+    good = d = scan_desc(&a_scan, AMP_F32, 1);
+    CHECK_ERR(amp_gradcheck(NULL, &d, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_gradcheck(a_scan.amp, NULL, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_gradcheck(a_scan.amp, &d, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_gradcheck_v(a_scan.amp, &d, &r, 3), AMP_ERR_VERSION);
+#undef REFUSED
+#define REFUSED(change, result) do { d = good; change; CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), result); scan_desc(&a_scan, AMP_F32, 1); } while (0)
+    REFUSED(d.forward = NULL, AMP_ERR_NULL);
+    REFUSED(d.backward = NULL, AMP_ERR_NULL);
+    REFUSED(d.inputs = NULL, AMP_ERR_NULL);
+    REFUSED(d.input_grads = NULL, AMP_ERR_NULL);
+    REFUSED(d.outputs = NULL, AMP_ERR_NULL);
+    REFUSED(d.output_grads = NULL, AMP_ERR_NULL);
+    REFUSED(d.n_inputs = 0, AMP_ERR_RANGE);
+    REFUSED(d.n_outputs = -1, AMP_ERR_RANGE);
+    REFUSED(d.directions = -1, AMP_ERR_RANGE);
+    REFUSED(d.directions = 1000001, AMP_ERR_RANGE);
+    REFUSED(d.dtype = AMP_E4M3, AMP_ERR_UNSUPPORTED);
+    REFUSED(d.dtype = AMP_I32, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[0][1].count = C - 1, AMP_ERR_SHAPE);
+    CHECK(strstr(amp_last_error(), "w 1 has 19 elements, its gradient 20") != NULL);
+    REFUSED(scan_ranges[2][0].count = 3, AMP_ERR_SHAPE);
+    REFUSED(scan_ranges[0][0].dtype = AMP_BF16, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[1][0].dtype = AMP_F64, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[2][0].dtype = AMP_F64, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[3][0].dtype = AMP_I32, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[1][0].data = NULL, AMP_ERR_NULL);
+    REFUSED(scan_ranges[0][0].count = -3, AMP_ERR_RANGE);
+    d = scan_desc(&a_scan, AMP_DTYPE_DEFAULT, 1);
+    d.directions = 1;
+    CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+    CHECK(r.passed == 1);
+    amp_close(a_scan.amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(right_models_pass);
@@ -437,5 +859,14 @@ int main(int argc, char **argv) {
     RUN(scale_too_large);
     RUN(failing_step);
     RUN(training_goes_on);
+    RUN(out_of_memory);
+    RUN(device_without_bf16);
+    RUN(overrides);
+    RUN(bad_input);
+    RUN(placement_here);
+    RUN(right_gradients);
+    RUN(wrong_gradients);
+    RUN(gradcheck_failures);
+    RUN(gradcheck_bad_input);
     return TEST_END();
 }

@@ -1284,6 +1284,91 @@ CUDA_TEST(optimizers_far_away) {
                 optimizer_far(shape, adamw, kind, machine.cpu.path);
 }
 
+/* ---- Inspect: integers, so all the same */
+
+/* Any bits, most with exponents from 1/2^30 to 2^20; those of fp64 too, which would lie outside of all formats. */
+static std::string spread_bits(int64_t n, uint64_t seed, amp_dtype dtype) {
+    std::string bits = any_bits(n, seed, dtype);
+    for (size_t i = 0; i < (size_t)n; i++) {
+        uint32_t word = amp_random_u32(seed + 9, i), e = 127 - 30 + word % 50;
+        uint64_t b;
+        if (dtype == AMP_F64 && word % 16 != 0) {
+            memcpy(&b, &bits[8 * i], 8);
+            b = (b & ~((uint64_t)0x7ff << 52)) | (uint64_t)(e + 896) << 52;
+            memcpy(&bits[8 * i], &b, 8);
+        }
+        if (dtype == AMP_F32 && word % 4 != 0) {
+            uint32_t f;
+            memcpy(&f, &bits[4 * i], 4);
+            f = word % 7 == 0 ? 0 : (f & 0x807fffffu) | e << 23;
+            memcpy(&bits[4 * i], &f, 4);
+        }
+    }
+    return bits;
+}
+
+static void inspect_rows(const std::vector<std::string> &data, const std::vector<amp_dtype> &dtypes, amp_dtype format) {
+    cuda_on_both([&](cuda_side &s, std::string *out) {
+        std::vector<amp_k_tensor> rows(data.size());
+        for (size_t i = 0; i < data.size(); i++) {
+            size_t size = amp_dtype_size(dtypes[i]);
+            memset((void *)&rows[i], 0, sizeof rows[i]);
+            rows[i].grad = s.put(data[i].data(), data[i].size(), i % 5 == 1 ? size : 0);
+            rows[i].grad_dtype = dtypes[i];
+            rows[i].count = (int64_t)(data[i].size() / size);
+            rows[i].live = i % 4 != 3;
+        }
+        amp_k_inspect k = {};
+        k.table = s.put(rows);
+        k.tensors = (int64_t)rows.size();
+        k.dtype = format;
+        k.out = (amp_k_inspected *)s.room(rows.size() * sizeof(amp_k_inspected));
+        ok(s.backend->inspect(s.dev, &k, NULL));
+        s.get(out, k.out, rows.size() * sizeof(amp_k_inspected));
+    }).check_same_bits();
+}
+CUDA_TEST(inspect) {
+    static const amp_dtype storages[] = {AMP_F32, AMP_F16, AMP_BF16, AMP_F64};
+    static const int64_t sizes[] = {1, 0, 7, 8, 333, 4096, 8192, 8193, 20000, 70001};
+    std::string patterns(2 * 65536, 0);         /* all of 16 bits */
+    for (size_t i = 0; i < 65536; i++) {
+        uint16_t b = (uint16_t)i;
+        memcpy(&patterns[2 * i], &b, 2);
+    }
+    for (amp_dtype format : {AMP_F16, AMP_BF16, AMP_E4M3, AMP_E5M2}) {
+        std::vector<std::string> data;
+        std::vector<amp_dtype> dtypes;
+        for (size_t i = 0; i < 40; i++) {
+            dtypes.push_back(storages[i % 4]);
+            data.push_back(i % 9 == 8 ? data_of(5000, i, dtypes[i]) : spread_bits(sizes[(i * 3 + i / 10) % 10], i, dtypes[i]));
+        }
+        inspect_rows(data, dtypes, format);
+        inspect_rows({patterns, patterns}, {AMP_F16, AMP_BF16}, format);
+    }
+    inspect_rows({}, {}, AMP_F16);
+}
+CUDA_TEST(inspect_far_away) {
+    for (const cuda_shape &shape : cuda_far_ends)
+        for (amp_dtype dtype : {AMP_F32, AMP_BF16, AMP_F64}) {
+            last_blocks last(one_chunk_each(4), 8);
+            std::string g = spread_bits(shape.count(), 74, dtype);
+            cuda_once_on_both([&](cuda_side &s, std::string *out) {
+                amp_k_tensor row = {};
+                row.grad = put_at(s, g, shape, dtype);
+                row.grad_dtype = dtype;
+                row.count = count_of(s, shape);
+                row.live = 1;
+                amp_k_inspect k = {};
+                k.table = s.put(std::vector<amp_k_tensor>(1, row));
+                k.tensors = 1;
+                k.dtype = AMP_F16;
+                k.out = (amp_k_inspected *)s.room(sizeof(amp_k_inspected));
+                ok(s.backend->inspect(s.dev, &k, NULL));
+                s.get(out, k.out, sizeof(amp_k_inspected));
+            }).check_same_bits();
+        }
+}
+
 /* ---- The number of multiprocessors, and with it the grid, changes no bit of these */
 
 static void on_a_grid(cuda_side &s, std::string *out) {
@@ -1370,6 +1455,7 @@ int main(int argc, char **argv) {
     RUN(embedding_backward_bad_id);
     RUN(casts_far_away); RUN(check_far_away);
     RUN(scale_far_away);
+    RUN(inspect); RUN(inspect_far_away);
     RUN(optimizers_far_away);
     RUN(grids);
     return TEST_END();

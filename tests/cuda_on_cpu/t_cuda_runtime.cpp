@@ -174,6 +174,9 @@ TEST(several_contexts) {
         cudaPointerAttributes where;
         CHECK_EQ(cudaPointerGetAttributes(&where, on_b), cudaSuccess);
         CHECK_EQ(where.device, 1);
+        amp_place place = AMP_PLACE_UNKNOWN;
+        CHECK(b.b->place(b.dev, on_c, &place) == AMP_OK && place == AMP_PLACE_DEVICE);
+        CHECK(b.b->place(b.dev, on_a, &place) == AMP_OK && place == AMP_PLACE_OTHER_DEVICE);
         b.down(&y, on_b);
         CHECK(y == x);
         CHECK_EQ(cudaGetDevice(&current), cudaSuccess);
