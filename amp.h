@@ -15455,7 +15455,7 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
         const char *kept = (const char *)ampi_kept(v->keep, p->weight.data);
         uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
         for (first = 0; first < count; first += n) {
-            n = AMPI_MIN(count - first, AMPI_VERIFY_STAGE);
+            n = AMPI_MIN(count - first, (int64_t)AMPI_VERIFY_STAGE);
             memcpy(v->stage, kept + first * size, (size_t)(n * size));
             for (k = 0; k < n; k += m) {
                 m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
@@ -15545,7 +15545,7 @@ AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_ten
         t->difference = 0;
         t->bad = 0;
         for (first = 0; first < t->count; first += n) {
-            n = AMPI_MIN(t->count - first, AMPI_VERIFY_STAGE);
+            n = AMPI_MIN(t->count - first, (int64_t)AMPI_VERIFY_STAGE);
             AMPI_TRY(ampi_fetch(v->amp, v->stage, (char *)t->data + first * size, (size_t)(n * size)));
             ampi_verify_compare(t, v->stage, v->reference + t->at + first * size, n);
         }
@@ -15664,7 +15664,7 @@ AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row
     int64_t i;
     for (i = 0; i < v->n; i++) {
         const ampi_verify_tensor *t = &v->tensors[i];
-        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / AMPI_VERIFY_DRAWS) / t->norm;
+        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / (double)AMPI_VERIFY_DRAWS) / t->norm;
         double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
         if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
         worst[t->gradient] = ampi_over_bound(error, bound);
@@ -15921,7 +15921,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
     float room[AMPI_MULTI_BLOCK];
     int64_t first, n, k, m, i;
     for (first = 0; first < y->count; first += n) {
-        n = AMPI_MIN(y->count - first, AMPI_VERIFY_STAGE);
+        n = AMPI_MIN(y->count - first, (int64_t)AMPI_VERIFY_STAGE);
         AMPI_TRY(ampi_fetch(c->amp, c->stage, ampi_at(y->data, y->dtype, first), (size_t)n * amp_dtype_size(y->dtype)));
         for (k = 0; k < n; k += m) {
             const float *row;
@@ -16060,7 +16060,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
         }
     }
     for (input = 0; input < d->n_inputs; input++) AMPI_TRY(ampi_gradcheck_put(c, input, c->x + c->begin[input]));
-    c->noise = ampi_root(sum / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+    c->noise = ampi_root(sum / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
     return AMP_OK;
 }
 
@@ -16088,7 +16088,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t in
     AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step / 2, &narrow));
     found = ampi_gradcheck_dot(c, input, seed, step, c->grad + c->begin[input], NULL, &squares);
     rounding = c->noise / (step * 1.4142135623730951) +
-               ampi_root(c->changes[input * c->directions + j] / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+               ampi_root(c->changes[input * c->directions + j] / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
     error = found > wide ? found - wide : wide - found;
     bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * (wide > narrow ? wide - narrow : narrow - wide);
     if (error > bound) worst->passed = 0;
