@@ -2543,11 +2543,12 @@ typedef enum amp_nan_action {
     "log_interval"       .log_interval      100        steps between step records
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
-    "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
+    "numerics_interval"  .numerics_interval off        steps between looks at the tensors: where it is above 0 the host
+                                                       makes an amp_numerics with it
     "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
-    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
+    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
     "debug"              .debug             false      the log tells each operator's decision, once                      */
 typedef struct amp_settings {
     int32_t disable;
@@ -2604,7 +2605,7 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
    accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
    force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
-   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of an accumulation
+   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
    cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
@@ -14056,11 +14057,13 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
                                           const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+    int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
-    if (optimizer != NULL && optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: step first", optimizer->micro, optimizer->desc.accumulation);
+    for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
+        if (optimizer->set->params[i]->grad_live)
+            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation", optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -14110,7 +14113,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     ampi_settings_apply_context(&s, amp, &choice);
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
-        AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
@@ -14712,7 +14715,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->skipped += !r->outcome.applied;
     t->troubles += r->trouble != AMP_TROUBLE_NONE;
     t->tokens += r->tokens;
-    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    t->dtypes[r->dtype]++;
     for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
     if (!amp_is_finite_f64(&r->loss)) return;
     t->losses++;
@@ -16416,7 +16419,8 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
     if (desc->batch < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
-        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
+                         (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
     AMPI_TRY(ampi_gather_facts(amp, desc, &f));
     memset(&advice, 0, sizeof advice);
     ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
@@ -16460,8 +16464,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
     if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
-                 (int)s.level - (int)AMP_LEVEL_O0);
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays",
+                 (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
 
@@ -16510,7 +16514,8 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     int64_t i, j;
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
-    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    if (d->n_dtypes > 0 && d->dtypes == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
@@ -16526,7 +16531,8 @@ static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d
     AMPI_TRY(ampi_check_tune_dtypes(d));
     if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
     if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
-        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more",
+                         (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
     if (d->iterations < 0 || d->iterations > 1000)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
     if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
@@ -17001,7 +17007,8 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
     if (d->optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps",
+                         d->optimizer->micro, d->optimizer->desc.accumulation);
     return AMP_OK;
 }
 
@@ -17266,7 +17273,8 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
     if (again) AMPI_TRY(ampi_halve(r, &e));
     else {
         AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
-        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more",
+                 (long long)o->attempts + 1, (long long)freed);
     }
     ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
     *event = e;

@@ -1427,6 +1427,8 @@ CUDA_TEST(recovers_with_graphs) {
     CHECK_OK(amp_settings_apply(&s, twin.n.amp, twin.n.scaler, twin.n.optimizer, NULL));
     twin.train(11, 18, -1);
     CHECK(w.n.weights() == twin.n.weights());
+}
+
 /* ---- Numerics, verify, placement and gradient check in device memory */
 
 static int verify_step(void *user, amp_context *) { return ((network *)user)->compute(); }
