@@ -2861,7 +2861,7 @@ typedef int (*amp_step_function)(void *user, amp_context *amp);
 /* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
    u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
    that precision rounds more than the weights, so its errors are some times that.  The noise is taken to be no less than
-       u of the tensor itself, as what is stored in that precision is rounded once at least; and
+       u of what errors are relative to, as what is stored in that precision is rounded once at least; and
        what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
        that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
        (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)
@@ -2903,7 +2903,8 @@ typedef struct amp_verify_report {
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
 /* Runs the step 3 times in fp32 and 3 times for each candidate, each time from the same weights (but for those changes), zero
-   gradients, random numbers and loss scale; where fp16's gradients overflow, at the scale that the scaler would come to.
+   gradients, random numbers and loss scale; with a scaler once more before, and where fp16's gradients overflow then, at the
+   scale that the scaler would come to.
    Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
    step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
    device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
@@ -3019,7 +3020,8 @@ typedef struct amp_tune_report {
    an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
-   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
+   cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
    Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
    those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
@@ -3094,7 +3096,8 @@ AMP_API void amp_recovery_destroy(amp_recovery *recovery);
    the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
    One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
    finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
-   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.
+   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.  Ranks must see
+   the same records: give amp_monitor_step the loss that is averaged over them.
    Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
@@ -15393,7 +15396,8 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 
 /* ---- Verify */
 
-enum { AMPI_VERIFY_DRAWS = 2, AMPI_VERIFY_STAGE = 1 << 16 };    /* random changes per size; elements that are looked at at a time */
+#define AMPI_VERIFY_DRAWS 2         /* random changes of each size */
+#define AMPI_VERIFY_STAGE 65536     /* elements that are looked at at a time */
 
 typedef struct ampi_verify_tensor {
     const char *name;
@@ -15457,7 +15461,7 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
     for (i = 0; i < v->keep->n_params; i++) {
         amp_param *p = v->keep->params[i];
         int64_t count = amp_tensor_count(&p->weight), size = (int64_t)amp_dtype_size(p->weight.dtype), n;
-        const char *kept = (const char *)ampi_kept(v->keep, p->weight.data);
+        const char *kept = count > 0 ? (const char *)ampi_kept(v->keep, p->weight.data) : NULL;
         uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
         for (first = 0; first < count; first += n) {
             n = AMPI_MIN(count - first, (int64_t)AMPI_VERIFY_STAGE);
@@ -15615,7 +15619,8 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
     return AMP_OK;
 }
 
-/* The largest loss scale from the scaler's own down at which fp16's gradients are finite: what the scaler would come to. */
+/* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which may be
+   stored in fp16): what the scaler would come to. */
 AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
     const ampi_verify_tensor *bad;
@@ -15623,11 +15628,11 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     int64_t i;
     int wanted = 0;
     for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
-    if (scaler == NULL || !wanted) return AMP_OK;
+    if (scaler == NULL) return AMP_OK;
     v->own_scale = scale = amp_scaler_scale(scaler);
     for (;; scale = next) {
         v->scale = scale < v->own_scale ? scale : 0;
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, 0));
+        AMPI_TRY(ampi_verify_prepare(v, wanted ? AMP_F16 : AMP_F32, 0));
         ampi_verify_step(v);
         if (v->code != 0) return AMP_OK;
         AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15869,7 +15874,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
 
 /* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; w are numbers that every dtype holds. */
 
-enum { AMPI_GRADCHECK_DRAWS = 8 };
+#define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
 
 typedef struct ampi_gradchecker {
@@ -16822,6 +16827,17 @@ static void ampi_tune_pick(amp_tune_report *out) {
         if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
 }
 
+/* What was the best batch once may not fit beside what runs now. */
+static int ampi_tune_still_fits(ampi_tune *t) {
+    int64_t batch;
+    ampi_tune_pick(t->out);
+    batch = t->out->best < 0 ? t->desc.batch : t->out->rows[t->out->best].batch;
+    if (ampi_tune_prepare(t, batch) == 0) return 1;
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: batch %lld of %s cannot be prepared any more", (long long)batch, t->desc.file);
+    memset(t->out, 0, sizeof *t->out);
+    return 0;
+}
+
 static amp_result ampi_tune_time(ampi_tune *t) {
     amp_dtype before = ampi_settings(t->amp)->dtype;
     int64_t *times;
@@ -16853,7 +16869,7 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
     t.out = &report;
     memset(&report, 0, sizeof report);
     ampi_tune_fill(&t);
-    report.from_file = ampi_tune_read(&t);
+    report.from_file = ampi_tune_read(&t) && ampi_tune_still_fits(&t);
     if (!report.from_file) result = ampi_tune_time(&t);
     ampi_tune_pick(&report);
     if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);

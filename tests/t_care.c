@@ -86,7 +86,7 @@ static const char *scratch_file(void) {
 
 typedef struct timed {
     int64_t cost[12];               /* nanoseconds of a step, by dtype */
-    int64_t drift;                  /* added to each step's, times its number */
+    int64_t drift, each;            /* added to each step's: drift times its number, and each */
     int64_t batch, room;            /* the most that prepare makes ready */
     int64_t room_of[12];            /* the most a dtype's step has memory for; 0: any */
     amp_dtype broken;               /* fails */
@@ -99,7 +99,7 @@ static int timed_step(void *user, amp_context *amp) {
     amp_dtype dtype = ampi_settings(amp)->dtype;
     size_t n = strlen(t->order);
     if (n + 1 < sizeof t->order) t->order[n] = dtype == AMP_F32 ? 's' : dtype == AMP_TF32 ? 't' : dtype == AMP_F16 ? 'h' : 'b';
-    host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++;
+    host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++ + t->each;
     if (dtype == t->broken) return 77;
     return t->room_of[dtype] && t->batch > t->room_of[dtype] ? AMP_ERR_MEMORY : 0;
 }
@@ -383,6 +383,30 @@ TEST(tune_keeps_results_in_a_file) {
     amp_close(amp);
     CHECK_EQ(host.blocks, 0);
     remove(path);
+}
+
+/* The best batch of the file, 4, no longer fits: timed anew, and the file has that. */
+TEST(tune_times_anew_what_no_longer_fits) {
+    amp_context *amp = open_host(device(), AMP_F32);
+    amp_tune_report r;
+    timed t;
+    amp_tune_desc d = tune_desc(&t);
+    int i;
+    remove(scratch_file());
+    d.file = scratch_file();
+    d.prepare = timed_prepare;
+    d.max_batch = 4;
+    t.each = 10000;
+    for (i = 0; i < 4; i++) {
+        t.room = i < 2 ? 0 : 2;
+        CHECK_OK(amp_tune(amp, &d, &r));
+        CHECK_EQ(r.from_file, i % 2);
+        CHECK_EQ(r.rows[r.best].batch, i < 2 ? 4 : 2);
+        CHECK(t.prepared[t.n_prepared - 1] == r.rows[r.best].batch);
+    }
+    CHECK(host.warnings == 1 && strstr(host.last, "batch 4") != NULL);
+    amp_close(amp);
+    remove(scratch_file());
 }
 
 /* Every bit of the file that is flipped leads to the same rows, from the file or anew. */
@@ -834,6 +858,7 @@ TEST(advice_is_applied) {
     amp_scaler *scaler;
     amp_desc d;
     amp_advice a;
+    memset(&d, 0, sizeof d);
     memset(&s, 0, sizeof s);
     CHECK_OK(amp_scaler_create(amp, &scaler, &s));
     CHECK_OK(amp_advise(amp, NULL, &a));
@@ -859,6 +884,14 @@ TEST(advice_is_applied) {
     CHECK_OK(amp_scaler_query(scaler, &s));
     CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.hysteresis == 3 && !s.disable);
     CHECK(amp->desc.logger.level == AMP_LOG_DEBUG && b.o->desc.apply_nonfinite == 1);
+    a.settings.dtype = AMP_BF16;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(s.disable);
+    a.settings.use_scaler = AMP_SCALER_USE_ON;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(!s.disable && s.growth_interval == 77);
     CHECK_ERR(amp_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
     CHECK_ERR(amp_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
     amp_scaler_destroy(scaler);
@@ -1358,6 +1391,44 @@ TEST(recovery_passes_over_undone_records) {
     trainee_run(&twin, 9);
     cure_by_hand(&twin, AMP_F32, NULL);
     trainee_run(&twin, 40);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
+/* The same with a monitor, whose epoch ends between the trouble and its record: it then holds records of undone steps. */
+TEST(recovery_from_a_monitors_records) {
+    static trainee t, twin;
+    training_plan p = plan_of(AMP_F16, FAULT_WEIGHT, 12);
+    amp_monitor_desc m;
+    amp_monitor *monitor = NULL;
+    amp_step_record record;
+    amp_epoch_record epoch;
+    int calls = 0;
+    p.lag = 5;
+    memset(&m, 0, sizeof m);
+    trainee_open(&t, &p, 1);
+    m.optimizer = t.o;
+    m.scaler = t.scaler;
+    m.nan_action = AMP_NAN_RECOVER;
+    CHECK_OK(amp_monitor_create(t.amp, &monitor, &m));
+    while (t.o->attempts < 30 && ++calls < 100) {
+        amp_step_info info;
+        memset(&info, 0, sizeof info);
+        trainee_micro(&t);
+        info.loss = t.losses[t.o->attempts % LOSSES];
+        CHECK_OK(amp_monitor_step(monitor, &info));
+        if (calls == 15 || calls == 25) CHECK_OK(amp_monitor_epoch(monitor, &epoch));
+        while (amp_monitor_next(monitor, &record)) trainee_feed(&t, &record);
+    }
+    CHECK_EQ(t.n_events, 1);
+    CHECK(t.events[0].trouble == AMP_TROUBLE_LOSS && t.events[0].step == 9 && t.events[0].dtype == AMP_BF16);
+    CHECK_EQ(calls, 15 + 30 - 9);
+    amp_monitor_destroy(monitor);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 9);
+    cure_by_hand(&twin, AMP_BF16, NULL);
+    trainee_run(&twin, 30);
     CHECK(same_training(&t, &twin));
     trainee_close(&t);
     trainee_close(&twin);
@@ -1869,8 +1940,17 @@ TEST(memory_recovery_asks_the_policy) {
     amp_recovery_event e;
     training_plan p = plan_of(AMP_F16, FAULT_NONE, 0);
     int restored;
+    p.policy = wish_policy;
+    trainee_open(&t, &p, 1);                    /* before any record came there is none to pass over */
+    t.wish.action = AMP_RECOVERY_RESTORED;
+    trainee_run(&t, 2);
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK(e.action == AMP_RECOVERY_RESTORED && t.o->attempts == 0);
+    trainee_run(&t, 3);
+    CHECK_EQ(t.recovery->seen, 1);
+    trainee_close(&t);
     for (restored = 0; restored < 2; restored++) {
-        p.policy = wish_policy;
         trainee_open(&t, &p, 1);
         trainee_run(&t, 11);
         t.wish.action = restored ? AMP_RECOVERY_RESTORED : AMP_RECOVERY_STOP;
@@ -2001,6 +2081,7 @@ int main(int argc, char **argv) {
     RUN(tune_has_a_row_for_what_the_device_lacks);
     RUN(tune_measures_memory);
     RUN(tune_keeps_results_in_a_file);
+    RUN(tune_times_anew_what_no_longer_fits);
     RUN(tune_survives_damaged_files);
     RUN(tune_refuses_impossible_rows);
     RUN(tune_leaves_foreign_files_alone);
@@ -2020,6 +2101,7 @@ int main(int argc, char **argv) {
     RUN(recovery_by_device_and_level);
     RUN(recovery_with_any_lag_and_accumulation);
     RUN(recovery_passes_over_undone_records);
+    RUN(recovery_from_a_monitors_records);
     RUN(recovery_is_bounded);
     RUN(recovery_counts_anew_after_good_steps);
     RUN(snapshots_are_of_whole_cycles);
