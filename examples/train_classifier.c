@@ -903,9 +903,9 @@ static amp_result compat_open(compat *c, const architecture *a, int64_t scale) {
     return AMP_OK;
 }
 
-/* An amp_step_function: forward and backward in the context's dtype. */
-static int compat_step(void *user, amp_context *amp) {
-    compat *c = (compat *)user;
+/* Forward and backward in the context's dtype. */
+static amp_result compat_run(compat *c) {
+    amp_context *amp = c->amp;
     encoder *e = &c->model;
     amp_dtype storage;
     amp_tensor logits = amp_tensor2(c->logits, AMP_F32, e->config.batch, e->config.classes);
@@ -919,6 +919,12 @@ static int compat_step(void *user, amp_context *amp) {
     TRY(amp_autocast_end(amp));
     TRY(result);
     return encoder_backward(e);
+}
+
+/* The same as an amp_step_function. */
+static int compat_step(void *user, amp_context *amp) {
+    (void)amp;
+    return (int)compat_run((compat *)user);
 }
 
 /* One line of the table, and of the metrics; returns 1 if the precision passed. */
