@@ -2543,11 +2543,12 @@ typedef enum amp_nan_action {
     "log_interval"       .log_interval      100        steps between step records
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
-    "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
+    "numerics_interval"  .numerics_interval off        steps between looks at the tensors: where it is above 0 the host
+                                                       makes an amp_numerics with it
     "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
-    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
+    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
     "debug"              .debug             false      the log tells each operator's decision, once                      */
 typedef struct amp_settings {
     int32_t disable;
@@ -2604,7 +2605,7 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
    accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
    force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
-   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of an accumulation
+   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
    cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
@@ -2853,7 +2854,8 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 /* ---- Verify: a step of the host's in fp32 and in each candidate, on the same batch */
 
 /* Forward and backward of one batch, always the same; 0, or an amp_result, or any number of the host's for failure.  Regions
-   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names. */
+   inside take the context's dtype (amp_autocast_begin(amp, NULL)).  May step an optimizer that the desc names; does not change
+   overrides.  For the fp32 it is held against, overrides of layers, .fallback and .allow_tf32 do not count. */
 typedef int (*amp_step_function)(void *user, amp_context *amp);
 
 /* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
@@ -7485,7 +7487,13 @@ AMPI_PRIVATE uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset
 }
 AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
 /* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
-typedef struct ampi_precision { amp_choice choice; amp_dtype dtype; int32_t disable, allow_tf32; uint64_t random_offset; } ampi_precision;
+typedef struct ampi_precision {
+    amp_choice choice;
+    amp_dtype dtype, fallback;
+    int32_t disable, allow_tf32;
+    int64_t n_layers;               /* overrides of layers */
+    uint64_t random_offset;
+} ampi_precision;
 AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     ampi_precision p;
     memset(&p, 0, sizeof p);
@@ -7493,6 +7501,8 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     p.dtype = amp->desc.dtype;
     p.disable = amp->desc.disable;
     p.allow_tf32 = amp->desc.allow_tf32;
+    p.fallback = amp->desc.fallback;
+    p.n_layers = amp->n_layers;
     p.random_offset = amp->random_offset;
     return p;
 }
@@ -7502,6 +7512,8 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
     amp->desc.dtype = p->dtype;
     amp->desc.disable = p->disable;
     amp->desc.allow_tf32 = p->allow_tf32;
+    amp->desc.fallback = p->fallback;
+    amp->n_layers = p->n_layers;
     amp->random_offset = p->random_offset;
     amp_cast_cache_clear(amp);
 }
@@ -14045,11 +14057,13 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
                                           const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+    int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
-    if (optimizer != NULL && optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: step first", optimizer->micro, optimizer->desc.accumulation);
+    for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
+        if (optimizer->set->params[i]->grad_live)
+            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation", optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -14099,7 +14113,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     ampi_settings_apply_context(&s, amp, &choice);
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
-        AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
@@ -14701,7 +14715,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->skipped += !r->outcome.applied;
     t->troubles += r->trouble != AMP_TROUBLE_NONE;
     t->tokens += r->tokens;
-    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    t->dtypes[r->dtype]++;
     for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
     if (!amp_is_finite_f64(&r->loss)) return;
     t->losses++;
@@ -15457,8 +15471,8 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
 
 /* ---- Runs */
 
-/* Everything as it was kept, gradients zero, and the context in `dtype`. */
-AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int allow_tf32) {
+/* Everything as it was kept, gradients zero, and the context in `dtype`; reference 1: everywhere. */
+AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->keep->precision;
     int64_t i;
     AMPI_TRY(ampi_keep_restore(v->keep));
@@ -15470,7 +15484,11 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
     }
     if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
     p.disable = 0;
-    p.allow_tf32 = allow_tf32;
+    if (reference) {
+        p.allow_tf32 = 0;
+        p.fallback = AMP_DTYPE_DEFAULT;
+        p.n_layers = 0;
+    }
     p.dtype = p.choice.dtype = dtype;
     p.choice.scaler = dtype == AMP_F16;
     ampi_precision_set(v->amp, &p);
@@ -15561,7 +15579,7 @@ AMPI_PRIVATE void ampi_verify_norms(ampi_verifier *v) {
 AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
     const ampi_verify_tensor *bad;
     int64_t i;
-    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+    AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
     ampi_verify_step(v);
     if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
     AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15581,7 +15599,7 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
     int draw;
     for (i = 0; i < v->n; i++) *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) = 0;
     for (draw = 0; draw < AMPI_VERIFY_DRAWS; draw++) {
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 0));
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
         AMPI_TRY(ampi_perturb(v, u, dtype, (uint64_t)draw));
         ampi_verify_step(v);
         if (v->code != 0) return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 once weights change by a rounding, with %d: %s", v->code, v->why);
@@ -15604,7 +15622,7 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     v->own_scale = scale = amp_scaler_scale(scaler);
     for (;; scale = next) {
         v->scale = scale < v->own_scale ? scale : 0;
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, v->keep->precision.allow_tf32));
+        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, 0));
         ampi_verify_step(v);
         if (v->code != 0) return AMP_OK;
         AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15668,7 +15686,7 @@ AMPI_PRIVATE amp_result ampi_verify_candidate(ampi_verifier *v, amp_verify_row *
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
     if (v->code == 0) {
         AMPI_TRY(ampi_verify_noise(v, ampi_roundoff(row->dtype), row->dtype));
-        AMPI_TRY(ampi_verify_prepare(v, row->dtype, v->keep->precision.allow_tf32));
+        AMPI_TRY(ampi_verify_prepare(v, row->dtype, 0));
         ampi_verify_step(v);
         row->seconds = v->seconds;
     }
@@ -16401,7 +16419,8 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
     if (desc->batch < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
-        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
+                         (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
     AMPI_TRY(ampi_gather_facts(amp, desc, &f));
     memset(&advice, 0, sizeof advice);
     ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
@@ -16445,8 +16464,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
     if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
-                 (int)s.level - (int)AMP_LEVEL_O0);
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays",
+                 (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
 
@@ -16455,7 +16474,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
 enum {
     AMPI_TUNE_DTYPES = 4,
     AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
-    AMPI_TUNE_NUMBERS = 7           /* of a row in the file */
+    AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
+    AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
 };
 
 typedef struct ampi_candidate {
@@ -16485,7 +16505,7 @@ static void ampi_host_said(const char *what, int code, char *text, size_t size) 
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
     snprintf(id, sizeof id, "AMP%04d ", code);
-    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %s", what, last);
+    if (strncmp(last, id, strlen(id)) == 0) snprintf(text, size, "%s: %.*s", what, (int)size, last);
     else snprintf(text, size, "%s returned %d%s%s", what, code, strcmp(said, "unknown result") ? ": " : "",
                   strcmp(said, "unknown result") ? said : "");
 }
@@ -16494,7 +16514,8 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     int64_t i, j;
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
-    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    if (d->n_dtypes > 0 && d->dtypes == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
@@ -16510,7 +16531,8 @@ static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d
     AMPI_TRY(ampi_check_tune_dtypes(d));
     if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
     if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
-        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more",
+                         (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
     if (d->iterations < 0 || d->iterations > 1000)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
     if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
@@ -16565,7 +16587,7 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
     for (i = 0; i < AMPI_TUNE_NUMBERS; i++) if (!amp_is_finite_f64(&x[i]) || !(x[i] >= 0 && x[i] <= 9007199254740992.0)) return 0;
-    if (x[0] > AMP_I64 || x[1] < AMP_VERDICT_PASS || x[1] > AMP_VERDICT_FAILED || x[2] < 1) return 0;
+    if (x[0] > (double)(int)AMP_I64 || x[1] < 1 || x[1] > (double)(int)AMP_VERDICT_FAILED || x[2] < 1) return 0;
     memset(row, 0, sizeof *row);
     row->dtype = (amp_dtype)(int)x[0];
     row->verdict = (amp_verdict)(int)x[1];
@@ -16580,14 +16602,14 @@ static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row
 
 /* 1: the report came from the file. */
 static int ampi_tune_known(ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
     int64_t n, i, size = (int64_t)sizeof t->out->rows[0].reason;
     ampi_tune_record(t, "rows", key);
     ampi_tune_record(t, "text", text_key);
     n = amp_state_count(t->state, key, NULL);
     if (n < 0) return 0;                        /* another model, machine or desc */
-    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS) {
+    if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMPI_TUNE_ROOM) {
         n /= AMPI_TUNE_NUMBERS;
         if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
             amp_state_get(t->state, text_key, AMP_U8, text, n * size) == AMP_OK) {
@@ -16613,13 +16635,13 @@ static int ampi_tune_read(ampi_tune *t) {
 }
 
 static amp_result ampi_tune_put(const ampi_tune *t) {
-    double numbers[AMP_TUNE_ROWS * AMPI_TUNE_NUMBERS];
+    double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64];
     int64_t i, size = (int64_t)sizeof t->out->rows[0].reason;
     for (i = 0; i < t->out->n_rows; i++) {
         const amp_tune_row *row = &t->out->rows[i];
         double *x = numbers + i * AMPI_TUNE_NUMBERS;
-        x[0] = row->dtype; x[1] = row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
+        x[0] = (double)(int)row->dtype; x[1] = (double)(int)row->verdict; x[2] = (double)row->batch; x[3] = (double)row->peak;
         x[4] = row->seconds; x[5] = row->rate; x[6] = row->speedup;
         memcpy(text + i * size, row->reason, (size_t)size);
     }
@@ -16666,7 +16688,7 @@ static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
 
 /* One turn of a candidate.  A new precision begins without cached casts, so untimed steps come first in every turn. */
 static void ampi_tune_turn(const ampi_tune *t, ampi_candidate *c, int done) {
-    int n = AMPI_MIN(t->desc.iterations - done, AMPI_TUNE_TURN), code;
+    int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
     amp_choice choice;
     code = (int)amp_choose(&t->amp->machine, c->dtype, 0, &choice);
@@ -16985,7 +17007,8 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
     if (d->optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps",
+                         d->optimizer->micro, d->optimizer->desc.accumulation);
     return AMP_OK;
 }
 
@@ -17250,7 +17273,8 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
     if (again) AMPI_TRY(ampi_halve(r, &e));
     else {
         AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
-        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more",
+                 (long long)o->attempts + 1, (long long)freed);
     }
     ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
     *event = e;

@@ -269,6 +269,7 @@ TEST(tune_reports_when_nothing_works) {
     CHECK_OK(amp_tune(amp, &d, &r));
     CHECK_EQ(r.best, -1);
     CHECK_EQ(r.n_rows, 4);
+    CHECK_EQ(t.n_prepared, 2);              /* at the end the first batch is asked for again */
     CHECK_EQ(amp_tune_text(&r, text, sizeof text), strlen(text));
     CHECK(strstr(text, "failed: prepare returned 301: out of memory") != NULL && strchr(text, '*') == NULL);
     CHECK_EQ(amp_tune_text(&r, NULL, 0), strlen(text));
@@ -333,6 +334,8 @@ static int same_rows(const amp_tune_report *a, const amp_tune_report *b) {
 }
 
 TEST(tune_keeps_results_in_a_file) {
+    static const amp_dtype fewer[] = {AMP_F32, AMP_F16};
+    const amp_backend *other_machine;
     amp_context *amp = open_host(device(), AMP_F32);
     amp_tune_report r, again;
     timed t;
@@ -363,10 +366,20 @@ TEST(tune_keeps_results_in_a_file) {
     CHECK_EQ(again.from_file, 0);
     d.iterations = 4;
     amp_close(amp);
-    lacks_bf16 = 1;                         /* another machine */
-    { amp_desc desc = host_desc(device(), AMP_F32); lacks_bf16 = 1; CHECK_OK(amp_open(&amp, &desc)); }
+    other_machine = device();
+    lacks_bf16 = 1;
+    { amp_desc desc = host_desc(other_machine, AMP_F32); CHECK_OK(amp_open(&amp, &desc)); }
+    d.dtypes = fewer;
+    d.n_dtypes = 2;
     CHECK_OK(amp_tune(amp, &d, &again));
     CHECK_EQ(again.from_file, 0);
+    lacks_bf16 = 0;
+    amp_close(amp);
+    amp = open_host(device(), AMP_F32);
+    CHECK_OK(amp_tune(amp, &d, &again));    /* the same but for the machine */
+    CHECK_EQ(again.from_file, 0);
+    CHECK_OK(amp_tune(amp, &d, &again));
+    CHECK_EQ(again.from_file, 1);
     amp_close(amp);
     CHECK_EQ(host.blocks, 0);
     remove(path);
@@ -694,6 +707,7 @@ TEST(advice_on_the_batch) {
     amp_advise_desc d;
     amp_advice a;
     void *activations;
+    amp_tensor cast;
     int64_t fixed = 16 * 1000, each;
     memset(&d, 0, sizeof d);
     d.optimizer = b.o;
@@ -708,6 +722,13 @@ TEST(advice_on_the_batch) {
     CHECK(a.batch > 80 && a.batch < 90 && each > 10000);
     CHECK(a.settings.level == AMP_LEVEL_O1);
     CHECK(a.settings.clip_norm == 1.5 && a.settings.accumulation == 3);
+    CHECK_OK(amp_param_register(amp, &b.p, 1));     /* kept casts do not grow with the batch either */
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_OK(amp_autocast_cast(amp, &b.p, AMP_BF16, &cast));
+    CHECK_OK(amp_advise(amp, &d, &a));
+    CHECK_EQ(a.batch, (900000 - fixed - 2000) * 10 / (info.peak - fixed - 2000));
+    CHECK_OK(amp_autocast_end(amp));
+    amp_cast_cache_clear(amp);
     device_bytes = info.peak * 10 / 9 - 12;         /* just below: memory is short */
     CHECK_OK(amp_advise(amp, &d, &a));
     CHECK(a.settings.level == AMP_LEVEL_O2 && a.settings.memory_efficient == 1 && a.batch == 9);
@@ -788,7 +809,8 @@ TEST(advice_on_the_scaler) {
     a = scaler_advice(0, 0, 0, clean, 20, 1);
     CHECK(a.settings.scaler.init_scale == 65536 && strstr(a.scaler_reason, "0 of 400 steps skipped, scale 65536: as it is") != NULL);
     a = scaler_advice(0, 0, 0, "xxx...................................................................................................", 10, 1);
-    CHECK(strstr(a.scaler_reason, "30 of 1020") != NULL && a.settings.scaler.backoff_factor == 0.25);   /* 2.9%: scale 2^16 / 2^30, at the floor since */
+    CHECK(strstr(a.scaler_reason, "30 of 1020") != NULL && a.settings.scaler.backoff_factor == 0.25);   /* 2.9%: down to its floor of 1 */
+    CHECK(a.settings.scaler.init_scale == 1);
     a = scaler_advice(65536, 0, 0, "xxxxx" "...............................................................................................", 1, 1);
     CHECK(a.settings.scaler.init_scale == 512 && strstr(a.scaler_reason, "5 of 100") != NULL);         /* 5% and 2048: a quarter */
     a = scaler_advice(65536, 200, 0, "x" "...................................................", 5, 1);
@@ -820,14 +842,23 @@ TEST(advice_is_applied) {
     a.settings.memory_efficient = 1;
     a.settings.scaler.backoff_factor = 0.25;
     a.settings.scaler.growth_interval = 77;
+    a.settings.scaler.hysteresis = 3;
     CHECK_OK(amp_apply(&a, amp, scaler, b.o));
     CHECK_OK(amp_query(amp, &d));
     CHECK(d.dtype == AMP_F16 && d.allow_tf32 == 1 && d.memory_efficient == 1 && d.level == AMP_LEVEL_O1);
     CHECK(host.warnings == 1 && strstr(host.last, "O2 is advised") != NULL);
     CHECK_OK(amp_scaler_query(scaler, &s));
-    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.growth_factor == 2);
+    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.growth_factor == 2 && s.hysteresis == 3);
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.clip_norm == 1.5 && od.accumulation == 3);
+    CHECK_OK(amp_advise(amp, NULL, &a));            /* knows nothing of the scaler, and leaves its rule */
+    a.settings.dtype = AMP_F16;
+    amp->desc.logger.level = AMP_LOG_DEBUG;
+    b.o->desc.apply_nonfinite = 1;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.hysteresis == 3 && !s.disable);
+    CHECK(amp->desc.logger.level == AMP_LOG_DEBUG && b.o->desc.apply_nonfinite == 1);
     CHECK_ERR(amp_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
     CHECK_ERR(amp_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
     amp_scaler_destroy(scaler);
@@ -906,7 +937,7 @@ static int sample_read(void *user, const amp_sample *sample, void *const *fields
     return 0;
 }
 
-typedef struct plan {
+typedef struct training_plan {
     amp_dtype dtype;
     amp_level level;
     amp_master_kind master;
@@ -918,7 +949,7 @@ typedef struct plan {
     fault trouble;
     void (*policy)(void *, amp_recovery_event *);
     int own_state;
-} plan;
+} training_plan;
 
 static int own_save(void *user, amp_state *state) {
     trainee *t = (trainee *)user;
@@ -977,7 +1008,7 @@ static void trainee_buffers(trainee *t) {
 }
 
 /* recover 0: the same training without anyone to help it. */
-static void trainee_open(trainee *t, const plan *plan, int recover) {
+static void trainee_open(trainee *t, const training_plan *plan, int recover) {
     amp_desc d = host_desc(plan->backend, plan->dtype);
     amp_optimizer_desc o;
     amp_scaler_desc s;
@@ -1018,7 +1049,7 @@ static void trainee_close(trainee *t) {
 }
 
 static void poison(trainee *t, const amp_tensor *where, float value) {
-    uint16_t narrow = value != value ? 0x7fff : 0x7c00;
+    uint16_t narrow = ampi_bits_f32(value) << 1 > 0xff000000u ? 0x7fff : 0x7c00;
     CHECK_OK(amp_copy(t->amp, where->data, where->dtype == AMP_F32 ? (void *)&value : (void *)&narrow, where->dtype == AMP_F32 ? 4 : 2, AMP_COPY_TO_DEVICE));
     CHECK_OK(amp_sync(t->amp));
 }
@@ -1109,6 +1140,7 @@ static int trainee_record(trainee *t, amp_step_record *r) {
 static void trainee_feed(trainee *t, const amp_step_record *record) {
     amp_recovery_event e;
     CHECK_OK(amp_recovery_step(t->recovery, record, &e));
+    if (e.action == AMP_RECOVERY_RESTORED) CHECK(t->recovery->candidate.state == NULL);
     if (e.action != AMP_RECOVERY_NONE && t->n_events < EVENTS) t->events[t->n_events++] = e;
 }
 
@@ -1176,7 +1208,7 @@ static void cure_by_hand(trainee *t, amp_dtype dtype, const char *layer) {
 }
 
 /* One trouble, one recovery: from the snapshot on, the run is a twin's that was cured there by hand. */
-static void recovers(const plan *plan, amp_trouble trouble, int64_t snapshot, amp_recovery_cure cure, amp_dtype dtype, const char *layer) {
+static void recovers(const training_plan *plan, amp_trouble trouble, int64_t snapshot, amp_recovery_cure cure, amp_dtype dtype, const char *layer) {
     static trainee t, twin;
     trainee_open(&t, plan, 1);
     trainee_run(&t, 24);
@@ -1197,8 +1229,8 @@ static void recovers(const plan *plan, amp_trouble trouble, int64_t snapshot, am
     trainee_close(&twin);
 }
 
-static plan plan_of(amp_dtype dtype, fault_kind kind, int64_t step) {
-    plan p;
+static training_plan plan_of(amp_dtype dtype, fault_kind kind, int64_t step) {
+    training_plan p;
     memset(&p, 0, sizeof p);
     p.dtype = dtype;
     p.scaler = dtype == AMP_F16;
@@ -1216,7 +1248,7 @@ TEST(recovery_from_a_loss_that_is_not_finite) {
     int i, k;
     for (i = 0; i < 3; i++)
         for (k = 0; k < 3; k++) {
-            plan p = plan_of(dtypes[i], kinds[k], 8);
+            training_plan p = plan_of(dtypes[i], kinds[k], 8);
             amp_recovery_cure cure = dtypes[i] == AMP_F32 ? AMP_CURE_NONE : AMP_CURE_DTYPE;
             amp_dtype then = dtypes[i] == AMP_F16 ? AMP_BF16 : dtypes[i] == AMP_BF16 ? AMP_F32 : AMP_DTYPE_DEFAULT;
             recovers(&p, AMP_TROUBLE_LOSS, 6, cure, then, NULL);
@@ -1226,7 +1258,7 @@ TEST(recovery_from_a_loss_that_is_not_finite) {
 }
 
 TEST(recovery_from_gradients_that_are_not_finite) {
-    plan p = plan_of(AMP_BF16, FAULT_GRADIENT, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_GRADIENT, 8);
     recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
     p = plan_of(AMP_F32, FAULT_GRADIENT, 8);
     recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_NONE, AMP_DTYPE_DEFAULT, NULL);
@@ -1237,7 +1269,7 @@ TEST(recovery_from_gradients_that_are_not_finite) {
 
 /* The scale grew to 4 in six steps; the first overflows shrink it, and the third finds it at its floor. */
 TEST(recovery_from_a_scale_at_its_floor) {
-    plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 9);
+    training_plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 9);
     p.init_scale = 1;
     recovers(&p, AMP_TROUBLE_FLOOR, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
 }
@@ -1245,7 +1277,7 @@ TEST(recovery_from_a_scale_at_its_floor) {
 /* Five skips in a row are trouble; the layer is tried first, and then the format. */
 TEST(recovery_from_skips) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);
+    training_plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);
     p.max_skips = 5;
     trainee_open(&t, &p, 1);
     trainee_run(&t, 24);
@@ -1269,7 +1301,7 @@ TEST(recovery_by_device_and_level) {
     static const struct { amp_level level; amp_dtype dtype; amp_master_kind master; } stored[] = {
         {AMP_LEVEL_O2, AMP_F16, AMP_MASTER_F32}, {AMP_LEVEL_O2, AMP_BF16, AMP_MASTER_REMAINDER},
         {AMP_LEVEL_O2, AMP_BF16, AMP_MASTER_STOCHASTIC}, {AMP_LEVEL_O3, AMP_BF16, AMP_MASTER_NONE}};
-    plan p = plan_of(AMP_F16, FAULT_WEIGHT, 8);
+    training_plan p = plan_of(AMP_F16, FAULT_WEIGHT, 8);
     size_t i;
     p.backend = device();
     recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
@@ -1290,7 +1322,7 @@ TEST(recovery_with_any_lag_and_accumulation) {
     static const int64_t snapshots[] = {4, 5, 9};
     int i;
     for (i = 0; i < 3; i++) {
-        plan p = plan_of(AMP_BF16, FAULT_DATA, snapshots[i] + 2);
+        training_plan p = plan_of(AMP_BF16, FAULT_DATA, snapshots[i] + 2);
         p.lag = lags[i];
         recovers(&p, AMP_TROUBLE_LOSS, snapshots[i], AMP_CURE_DTYPE, AMP_F32, NULL);
         p.trouble.step = snapshots[i] + 1;          /* the step that would prove it */
@@ -1303,7 +1335,7 @@ TEST(recovery_with_any_lag_and_accumulation) {
 TEST(recovery_passes_over_undone_records) {
     static trainee t, twin;
     amp_step_record held[EVENTS];
-    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 12);
+    training_plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 12);
     int i, n = 0;
     p.lag = 5;
     trainee_open(&t, &p, 1);
@@ -1334,7 +1366,7 @@ TEST(recovery_passes_over_undone_records) {
 /* The same trouble, whatever is done: three recoveries, then the good snapshot is left in place. */
 TEST(recovery_is_bounded) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F32, FAULT_DATA, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_DATA, 8);
     int i;
     p.trouble.times = 100;
     trainee_open(&t, &p, 1);
@@ -1359,15 +1391,16 @@ TEST(recovery_is_bounded) {
 /* Retries count anew after .interval good steps: a later trouble has all of them. */
 TEST(recovery_counts_anew_after_good_steps) {
     static trainee t;
-    plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
     p.retries = 1;
     trainee_open(&t, &p, 1);
-    trainee_run(&t, 12);
+    trainee_run(&t, 24);
     CHECK_EQ(t.n_events, 1);
+    CHECK_EQ(t.recovery->good.applied, 20);     /* due at 6 + 4, 14, 18: each two steps late, and that of 24 is not proven */
     t.trouble.kind = FAULT_LOSS;
-    t.trouble.step = 20;
+    t.trouble.step = 26;
     t.trouble.times = 0;
-    trainee_run(&t, 30);
+    trainee_run(&t, 36);
     CHECK(t.n_events == 2 && t.events[1].action == AMP_RECOVERY_RESTORED);
     trainee_close(&t);
     p.trouble.times = 1;                        /* twice within fewer steps: no */
@@ -1377,12 +1410,30 @@ TEST(recovery_counts_anew_after_good_steps) {
     trainee_close(&t);
 }
 
+/* A record that comes in the middle of a cycle makes no snapshot: the next one between two steps does. */
+TEST(snapshots_are_of_whole_cycles) {
+    static trainee t;
+    amp_step_record record;
+    training_plan p = plan_of(AMP_F32, FAULT_NONE, 0);
+    int i;
+    p.accumulation = 3;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 5);
+    for (i = 0; i < 4; i++) trainee_micro(&t);
+    CHECK(t.o->attempts == 6 && t.o->micro == 1 && trainee_record(&t, &record) && record.outcome.step == 4);
+    trainee_feed(&t, &record);
+    CHECK(t.recovery->candidate.state == NULL);
+    trainee_run(&t, 7);
+    CHECK(t.recovery->candidate.state != NULL && t.recovery->candidate.attempts == 7);
+    trainee_close(&t);
+}
+
 /* Trouble that the host only wants reported is no recovery, and no proof. */
 TEST(recovery_waits_to_be_asked) {
     static trainee t;
     amp_step_record record;
     amp_recovery_event e;
-    plan p = plan_of(AMP_F32, FAULT_LOSS, 7);
+    training_plan p = plan_of(AMP_F32, FAULT_LOSS, 7);
     trainee_open(&t, &p, 1);
     while (t.o->attempts < 9) {
         trainee_micro(&t);
@@ -1398,6 +1449,36 @@ TEST(recovery_waits_to_be_asked) {
     trainee_close(&t);
 }
 
+/* A copy of a weight that was made in the meantime, by an evaluation say, is not taken for one of the restored weight. */
+TEST(recovery_drops_casts) {
+    static trainee t;
+    amp_step_record record;
+    amp_recovery_event e;
+    amp_autocast_desc region;
+    amp_tensor cast;
+    uint16_t expected[OUT * HIDDEN];
+    training_plan p = plan_of(AMP_F32, FAULT_WEIGHT, 2);
+    memset(&region, 0, sizeof region);
+    memset(&record, 0, sizeof record);
+    region.dtype = AMP_BF16;
+    trainee_open(&t, &p, 1);
+    CHECK_OK(amp_convert(expected, AMP_BF16, t.p[2].weight.data, AMP_F32, OUT * HIDDEN, NULL, NULL));
+    CHECK_OK(amp_autocast_begin(t.amp, &region));
+    trainee_micro(&t);
+    trainee_micro(&t);
+    CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
+    CHECK(memcmp(cast.data, expected, sizeof expected) != 0);
+    record.trouble = AMP_TROUBLE_LOSS;
+    record.action = AMP_NAN_RECOVER;
+    record.outcome.step = 2;
+    CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
+    CHECK(e.action == AMP_RECOVERY_RESTORED && e.step == 0);
+    CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
+    CHECK(memcmp(cast.data, expected, sizeof expected) == 0);
+    CHECK_OK(amp_autocast_end(t.amp));
+    trainee_close(&t);
+}
+
 /* ---- The host's policy */
 
 static void wish_policy(void *user, amp_recovery_event *event) {
@@ -1410,7 +1491,7 @@ static void wish_policy(void *user, amp_recovery_event *event) {
     if (t->lr_drops) CHECK_OK(amp_optimizer_set_lr(t->o, t->o->desc.lr / 2));
 }
 
-static void wishes(trainee *t, plan *p, amp_recovery_action action, int cure, const char *layer) {
+static void wishes(trainee *t, training_plan *p, amp_recovery_action action, int cure, const char *layer) {
     p->policy = wish_policy;
     trainee_open(t, p, 1);
     t->wish.action = action;
@@ -1421,7 +1502,7 @@ static void wishes(trainee *t, plan *p, amp_recovery_action action, int cure, co
 
 TEST(recovery_asks_the_policy) {
     static trainee t, twin;
-    plan p = plan_of(AMP_BF16, FAULT_DATA, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_DATA, 8);
     trainee_open(&twin, &p, 0);
     trainee_run(&twin, 6);
     wishes(&t, &p, AMP_RECOVERY_STOP, -1, "");
@@ -1460,7 +1541,7 @@ static void shrug_policy(void *user, amp_recovery_event *event) { ((trainee *)us
 
 TEST(recovery_can_be_declined) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
     p.policy = shrug_policy;
     trainee_open(&t, &p, 1);
     trainee_open(&twin, &p, 0);
@@ -1474,7 +1555,7 @@ TEST(recovery_can_be_declined) {
 /* A learning rate that the policy sets stays; one that it leaves comes back with the snapshot. */
 TEST(recovery_keeps_the_policys_learning_rate) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F32, FAULT_DATA, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_DATA, 8);
     int drop;
     for (drop = 0; drop < 2; drop++) {
         p.policy = wish_policy;
@@ -1499,7 +1580,7 @@ TEST(recovery_keeps_the_policys_learning_rate) {
 
 TEST(recovery_restores_what_is_the_hosts) {
     static trainee t, twin;
-    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
     amp_step_record record;
     amp_recovery_event e;
     amp_recovery_desc d;
@@ -1547,7 +1628,7 @@ TEST(recovery_restores_what_is_the_hosts) {
 /* Whichever allocation of a snapshot fails, the one before stays, and recovery works from it. */
 TEST(snapshots_survive_failing_allocations) {
     static trainee t;
-    plan p = plan_of(AMP_BF16, FAULT_NONE, 0);
+    training_plan p = plan_of(AMP_BF16, FAULT_NONE, 0);
     amp_step_record record;
     int64_t blocks;
     int n, done = 0;
@@ -1576,7 +1657,7 @@ TEST(snapshots_survive_failing_allocations) {
 
 TEST(recovery_survives_failing_allocations) {
     static trainee t, twin;
-    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
     amp_step_record record;
     amp_recovery_event e;
     amp_recovery_desc d;
@@ -1742,7 +1823,17 @@ TEST(memory_recovery_halves_the_batch) {
 }
 
 /* What a part of a cycle left in the gradients does not count: the second try begins with the first micro-batch. */
+static amp_result halving_cast(halving *h) {
+    amp_tensor cast;
+    amp_result r;
+    CHECK_OK(amp_autocast_begin(h->amp, NULL));
+    r = amp_autocast_cast(h->amp, &h->p, AMP_BF16, &cast);
+    CHECK_OK(amp_autocast_end(h->amp));
+    return r;
+}
+
 TEST(memory_recovery_drops_the_cycle) {
+    amp_cache_info cache;
     static halving whole, h;
     amp_recovery_desc d;
     amp_recovery *recovery;
@@ -1757,8 +1848,13 @@ TEST(memory_recovery_drops_the_cycle) {
     d.params = &h.p; d.n_params = 1; d.optimizer = h.o;
     CHECK_OK(amp_recovery_create(h.amp, &recovery, &d));
     CHECK_OK(halving_micro(&h, 4, 8));
+    CHECK_OK(halving_cast(&h));
+    CHECK_OK(amp_cast_cache_info(h.amp, &cache));
+    CHECK(cache.bytes > 0);
     CHECK_OK(amp_recovery_memory(recovery, &e));
     CHECK_EQ(e.action, AMP_RECOVERY_RETRY);
+    CHECK_OK(amp_cast_cache_info(h.amp, &cache));
+    CHECK(cache.bytes == 0 && strstr(e.text, "step 1:") != NULL && strstr(host.last, "1305") != NULL);
     CHECK(h.o->micro == 0 && h.p.grad_live == 0 && h.o->desc.accumulation == 2);
     for (i = 0; i < WHOLE; i += 8) { CHECK_OK(halving_micro(&whole, i, 8)); CHECK_OK(halving_micro(&h, i, 8)); }
     CHECK(memcmp(whole.w, h.w, sizeof(float) * TALL * WIDE) == 0);
@@ -1771,7 +1867,7 @@ TEST(memory_recovery_drops_the_cycle) {
 TEST(memory_recovery_asks_the_policy) {
     static trainee t, twin;
     amp_recovery_event e;
-    plan p = plan_of(AMP_F16, FAULT_NONE, 0);
+    training_plan p = plan_of(AMP_F16, FAULT_NONE, 0);
     int restored;
     for (restored = 0; restored < 2; restored++) {
         p.policy = wish_policy;
@@ -1787,6 +1883,12 @@ TEST(memory_recovery_asks_the_policy) {
         trainee_run(&twin, 6);
         if (restored) cure_by_hand(&twin, AMP_BF16, NULL);
         CHECK(same_training(&t, &twin));
+        t.wish.cure = AMP_CURE_NONE;
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));      /* and once more, before a record came */
+        CHECK_OK(amp_recovery_memory(t.recovery, &e));
+        CHECK(e.action == t.wish.action && t.o->attempts == 6);
+        trainee_run(&t, 9);
+        CHECK_EQ(t.recovery->seen, 7);
         trainee_run(&t, 18);
         trainee_run(&twin, 18);
         CHECK(t.n_events == 0 && same_training(&t, &twin) && t.recovery->good.applied > 6);
@@ -1801,7 +1903,7 @@ TEST(training_starts_in_fp32_where_nothing_else_is) {
     const amp_backend *backend = device();
     amp_desc d = host_desc(backend, AMP_BF16);
     amp_context *amp = NULL;
-    plan p;
+    training_plan p;
     lacks_bf16 = lacks_fp16 = 1;
     CHECK_ERR(amp_open(&amp, &d), AMP_ERR_UNSUPPORTED);
     d.allow_fallback = 1;
@@ -1818,7 +1920,7 @@ TEST(training_starts_in_fp32_where_nothing_else_is) {
 
 TEST(recovery_refuses_bad_input) {
     static trainee t;
-    plan p = plan_of(AMP_F32, FAULT_NONE, 0);
+    training_plan p = plan_of(AMP_F32, FAULT_NONE, 0);
     amp_recovery *made = NULL;
     amp_recovery_desc good, d;
     amp_recovery_event e;
@@ -1920,7 +2022,9 @@ int main(int argc, char **argv) {
     RUN(recovery_passes_over_undone_records);
     RUN(recovery_is_bounded);
     RUN(recovery_counts_anew_after_good_steps);
+    RUN(snapshots_are_of_whole_cycles);
     RUN(recovery_waits_to_be_asked);
+    RUN(recovery_drops_casts);
     RUN(recovery_asks_the_policy);
     RUN(recovery_can_be_declined);
     RUN(recovery_keeps_the_policys_learning_rate);

@@ -11,7 +11,7 @@
 /* ---- A model: embedding, linear with GELU, dropout, layer norm, attention, linear, cross-entropy */
 
 enum { BATCH = 4, SEQ = 8, ROWS = BATCH * SEQ, DIM = 32, HEADS = 2, WIDE = 64, VOCAB = 50, PARAMS = 14 };
-enum { BREAK_NOTHING, BREAK_BITS, BREAK_GRADIENT, BREAK_OVERFLOW, BREAK_FAIL, BREAK_NAN, BREAK_REGION, BREAK_ALWAYS, BREAK_LOST };
+enum { BREAK_NOTHING, BREAK_BITS, BREAK_GRADIENT, BREAK_OVERFLOW, BREAK_FAIL, BREAK_NAN, BREAK_REGION, BREAK_LOST };
 
 typedef struct model {
     amp_context *amp;
@@ -22,7 +22,7 @@ typedef struct model {
     float act[24][ROWS * WIDE];
     float logits[ROWS * VOCAB], loss, lse[BATCH * HEADS * SEQ], mean[ROWS], rstd[ROWS];
     int32_t ids[ROWS], labels[ROWS];
-    int broken;                     /* in precisions below tf32, but for ALWAYS */
+    int broken, always;             /* in precisions below tf32; always 1: in all */
     int steps;                      /* 1: the step steps the optimizer */
     int calls;
     float dropout;
@@ -103,7 +103,7 @@ static int step(void *user, amp_context *amp) {
     m->calls++;
     TRY(amp_autocast_begin(amp, NULL));
     h = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-    low = m->broken == BREAK_ALWAYS || h == AMP_F16 || h == AMP_BF16;
+    low = m->always || h == AMP_F16 || h == AMP_BF16;
     if (m->broken == BREAK_FAIL && low) { TRY(amp_autocast_end(amp)); return (int)ampi_fail(AMP_ERR_MEMORY, "step", "no room for h"); }
     if (m->broken == BREAK_REGION && low) return 77;
     memset(&emb, 0, sizeof emb); memset(&fc, 0, sizeof fc); memset(qkv, 0, sizeof qkv); memset(&head, 0, sizeof head);
@@ -168,7 +168,7 @@ static amp_context *open_context(amp_dtype dtype, amp_level level, const amp_bac
     d.dtype = dtype;
     d.level = level;
     d.backend = backend;
-    d.threads = 2;
+    d.threads = 1;
     d.logger.level = AMP_LOG_OFF;
     CHECK_OK(amp_open(&amp, &d));
     return amp;
@@ -349,7 +349,6 @@ TEST(failing_step) {
 
 /* ---- A training with a look in between goes on with the same bits */
 
-typedef struct result { uint64_t hash; int applied; } result;
 static uint64_t add_hash(uint64_t h, const void *data, size_t bytes) {
     size_t i;
     for (i = 0; i < bytes; i++) h = (h ^ ((const unsigned char *)data)[i]) * 0x100000001B3u;
@@ -397,13 +396,14 @@ static uint64_t train(const amp_backend *backend, amp_level level, amp_dtype dty
         if (looks && (i == 2 || i == 5)) {
             amp_verify_report r;
             amp_verify_desc d = desc_of(m);
+            uint64_t before = state_hash(1, m);
             float loss = m->loss;
-            amp_dtype before = amp_autocast_active(m->amp, NULL) ? AMP_F32 : ampi_settings(m->amp)->dtype;
+            amp_dtype kept = ampi_settings(m->amp)->dtype;
             m->broken = broken;
             m->steps = steps;
             CHECK_OK(amp_verify(m->amp, &d, &r));
-            CHECK(before == ampi_settings(m->amp)->dtype);
             m->loss = loss;         /* an output */
+            CHECK(kept == ampi_settings(m->amp)->dtype && before == state_hash(1, m));
         }
     }
     close_model(m);
@@ -427,9 +427,200 @@ TEST(training_goes_on) {
     }
 }
 
+/* ---- Whatever fails, nothing has changed */
+
+static struct { long calls, fail_at; } memory;
+static void *failing_alloc(void *user, size_t size, size_t align) {
+    void *p = NULL;
+    (void)user;
+    if (__atomic_add_fetch(&memory.calls, 1, __ATOMIC_RELAXED) == memory.fail_at) return NULL;
+    return posix_memalign(&p, align < sizeof p ? sizeof p : align, size) == 0 ? p : NULL;
+}
+static void plain_free(void *user, void *p, size_t size) { (void)user; (void)size; free(p); }
+
+TEST(out_of_memory) {
+    amp_desc desc;
+    amp_context *amp = NULL;
+    amp_verify_report r;
+    amp_verify_desc d;
+    uint64_t before;
+    long calls, k;
+    float loss;
+    int refused = 0;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_F16;
+    desc.threads = 1;
+    desc.logger.level = AMP_LOG_OFF;
+    desc.system.alloc = failing_alloc;
+    desc.system.free = plain_free;
+    CHECK_OK(amp_open(&amp, &desc));
+    fill_model(&a_model, amp, 3);
+    add_training(&a_model, AMP_ADAMW, AMP_MASTER_DEFAULT, 256);
+    a_model.steps = 1;
+    CHECK_OK(step(&a_model, amp));
+    CHECK_OK(step(&a_model, amp));
+    state_hash(1, &a_model);        /* takes the outcomes */
+    before = state_hash(1, &a_model);
+    loss = a_model.loss;            /* an output */
+    d = desc_of(&a_model);
+    memory.calls = 0;
+    CHECK_OK(amp_verify(amp, &d, &r));
+    calls = memory.calls;
+    for (k = 1; k <= calls; k++) {
+        amp_result result;
+        memory.calls = 0;
+        memory.fail_at = k;
+        result = amp_verify(amp, &d, &r);
+        memory.fail_at = 0;
+        CHECK_MSG(result == AMP_OK || result == AMP_ERR_MEMORY, "allocation %ld: %s", k, amp_last_error());
+        refused += result != AMP_OK;
+        a_model.loss = loss;
+        CHECK_MSG(state_hash(1, &a_model) == before, "allocation %ld", k);
+    }
+    CHECK_MSG(refused > 5, "%d of %ld", refused, calls);
+    close_model(&a_model);
+}
+
+static amp_result describe_without_bf16(void *dev, amp_device *out) {
+    amp_result r = recording_describe(dev, out);
+    out->bf16 = 0;
+    return r;
+}
+
+TEST(device_without_bf16) {
+    static const amp_dtype dtypes[] = {AMP_BF16, AMP_F32};
+    amp_backend backend = *recording_backend();
+    amp_verify_report r;
+    amp_verify_desc d;
+    backend.describe = describe_without_bf16;
+    fill_model(&a_model, open_context(AMP_F32, AMP_LEVEL_O1, &backend), 9);
+    d = desc_of(&a_model);
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(r.n_rows == 2 && r.rows[0].dtype == AMP_TF32 && r.rows[1].dtype == AMP_F16);
+    d.dtypes = dtypes;
+    d.n_dtypes = 2;
+    a_model.calls = 0;
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(r.n_rows == 2 && r.rows[0].verdict == AMP_VERDICT_FAILED && strstr(r.rows[0].advice, "bf16") != NULL);
+    CHECK(r.rows[1].verdict == AMP_VERDICT_PASS && !(r.rows[1].gradient_error > 0) && r.rows[1].gradient_bound > 0);
+    CHECK_EQ(a_model.calls, 1 + 2 + 3);
+    close_model(&a_model);
+}
+
+/* What is fp32 for the candidates is not so for the reference, nor the other way round. */
+TEST(overrides) {
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_BF16};
+    amp_verify_report r;
+    amp_verify_desc d;
+    fill_model(&a_model, open_context(AMP_F16, AMP_LEVEL_O1, NULL), 4);
+    d = desc_of(&a_model);
+    d.dtypes = dtypes;
+    d.n_dtypes = 2;
+    CHECK_OK(amp_layer_override(a_model.amp, "fc.*", AMP_BF16));
+    CHECK_OK(amp_set_enabled(a_model.amp, 0));
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(r.rows[0].output_error > 1e-4);           /* fp32 but for one layer, against fp32 throughout */
+    CHECK(r.rows[1].verdict == AMP_VERDICT_PASS);
+    CHECK(amp_autocast_active(a_model.amp, NULL) == 0 && a_model.amp->desc.disable == 1 && a_model.amp->n_layers == 1);
+    CHECK(ampi_settings(a_model.amp)->dtype == AMP_F16);
+    CHECK_OK(amp_layer_override(a_model.amp, "*", AMP_F32));
+    CHECK_OK(amp_verify(a_model.amp, &d, &r));
+    CHECK(!(r.rows[0].output_error > 0) && r.rows[1].output_error > 1e-4);      /* stored in bf16 all the same */
+    close_model(&a_model);
+}
+
+TEST(bad_input) {
+    static const amp_dtype bad_dtypes[] = {AMP_BF16, AMP_E4M3};
+    amp_context *other = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    amp_verify_desc d, good;
+    amp_verify_report r;
+    amp_optimizer *own;
+    char *name;
+    open_broken(64);
+    good = d = desc_of(&a_model);
+    r.n_rows = 77;
+    CHECK_ERR(amp_verify(NULL, &d, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify(a_model.amp, NULL, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify(a_model.amp, &d, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify_v(a_model.amp, &d, &r, 3), AMP_ERR_VERSION);
+#define REFUSED(change, result) do { d = good; change; CHECK_ERR(amp_verify(a_model.amp, &d, &r), result); } while (0)
+    REFUSED(d.step = NULL, AMP_ERR_NULL);
+    REFUSED(d.params = NULL, AMP_ERR_NULL);
+    REFUSED(d.outputs = NULL, AMP_ERR_NULL);
+    REFUSED(d.n_dtypes = 1, AMP_ERR_NULL);
+    REFUSED((d.n_outputs = 0, d.n_params = 0), AMP_ERR_NULL);
+    REFUSED(d.n_params = -1, AMP_ERR_RANGE);
+    REFUSED(d.n_outputs = -1, AMP_ERR_RANGE);
+    REFUSED(d.n_dtypes = -1, AMP_ERR_RANGE);
+    REFUSED((d.dtypes = bad_dtypes, d.n_dtypes = AMP_VERIFY_ROWS + 1), AMP_ERR_RANGE);
+    REFUSED((d.dtypes = bad_dtypes, d.n_dtypes = 2), AMP_ERR_DTYPE);
+    CHECK(strstr(amp_last_error(), ".dtypes[1] = fp8_e4m3") != NULL);
+    REFUSED(d.allowance = -1, AMP_ERR_RANGE);
+    REFUSED(d.allowance = ampi_f64_of_bits((uint64_t)0x7ff8 << 48), AMP_ERR_RANGE);
+    REFUSED(d.allowance = ampi_f64_of_bits((uint64_t)0x7ff0 << 48), AMP_ERR_RANGE);
+    REFUSED(outputs[1].dtype = AMP_I32, AMP_ERR_DTYPE);
+    outputs[1].dtype = AMP_F32;
+    REFUSED(outputs[1].count = -1, AMP_ERR_RANGE);
+    outputs[1].count = 1;
+    REFUSED(outputs[0].data = NULL, AMP_ERR_NULL);
+    outputs[0].data = a_model.logits;
+    memcpy(&name, &a_model.params[1].name, sizeof name);
+    REFUSED(a_model.params[1].name = "table", AMP_ERR_NAME);
+    REFUSED(a_model.params[1].name = NULL, AMP_ERR_NULL);
+    a_model.params[1].name = name;
+    REFUSED(a_model.params[1].weight.dtype = AMP_F64, AMP_ERR_SHAPE);
+    a_model.params[1].weight.dtype = AMP_F32;
+    own = a_model.optimizer;
+    a_model.amp->desc.level = AMP_LEVEL_O0;
+    REFUSED(d.allowance = 1, AMP_ERR_CONFLICT);
+    a_model.amp->desc.level = AMP_LEVEL_O1;
+    d = good;
+    CHECK_ERR(amp_verify(other, &d, &r), AMP_ERR_STATE);
+    CHECK(strstr(amp_last_error(), "the optimizer belongs to another context") != NULL);
+    CHECK_OK(amp_scaler_check(a_model.scaler, amp_optimizer_set(own), AMP_CHECK_READ));
+    REFUSED(d.allowance = 1, AMP_ERR_STATE);
+    CHECK_OK(amp_scaler_update(a_model.scaler));
+    CHECK_EQ(r.n_rows, 77);
+    a_model.always = 1;
+    a_model.broken = BREAK_NAN;
+    REFUSED(d.allowance = 1, AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "logits is infinite or NaN in fp32 already") != NULL);
+    a_model.broken = BREAK_FAIL;
+    REFUSED(d.allowance = 1, AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "fails in fp32 already, with 301: AMP0301 step: no room for h") != NULL);
+    a_model.broken = BREAK_REGION;
+    REFUSED(d.allowance = 1, AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), "with 77") != NULL && ampi_region_depth() == 0);
+    a_model.always = a_model.broken = 0;
+    CHECK_EQ(r.n_rows, 77);
+    CHECK_OK(amp_verify(a_model.amp, &good, &r));
+    CHECK_EQ(amp_verify_text(NULL, NULL, 0), 0);
+    CHECK(amp_verify_text(&r, NULL, 0) > 100);
+    close_model(&a_model);
+    amp_close(other);
+}
+
+TEST(placement_here) {
+    static float x[4];
+    amp_context *amp = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    amp_range ranges[3];
+    memset(ranges, 0, sizeof ranges);
+    ranges[0].data = x; ranges[0].count = 4; ranges[0].name = "x";
+    CHECK_OK(amp_verify_placement(amp, ranges, 3));     /* of no elements: nowhere */
+    CHECK_OK(amp_verify_placement(amp, NULL, 0));
+    ranges[2].count = 1;
+    ranges[2].name = "y";
+    CHECK_ERR(amp_verify_placement(amp, ranges, 3), AMP_ERR_SHAPE);
+    CHECK(strstr(amp_last_error(), "y, number 2, has no data") != NULL);
+    CHECK_ERR(amp_verify_placement(amp, ranges, -1), AMP_ERR_RANGE);
+    CHECK_ERR(amp_verify_placement(NULL, ranges, 1), AMP_ERR_NULL);
+    CHECK_ERR(amp_verify_placement(amp, NULL, 1), AMP_ERR_NULL);
+    amp_close(amp);
+}
+
 /* ---- An operator of the host's own: y = softplus(s), s[t] = decay s[t - 1] + w x[t] for each of some columns */
 
-enum { T = 12, C = 20, RIGHT = 0, WRONG_SIGN, WRONG_FACTOR, MISSING_TERM, WRONG_ELEMENT, STALE, NOT_FINITE, FAILS };
+enum { T = 12, C = 20, RIGHT = 0, WRONG_SIGN, WRONG_FACTOR, MISSING_TERM, WRONG_ELEMENT, NO_BACKWARD, BAD_GRADIENT, NOT_FINITE, FAILS };
 typedef struct scan {
     amp_context *amp;
     int32_t op;
@@ -498,7 +689,8 @@ static int scan_backward(void *user, amp_context *amp) {
         }
     s->drop.dy = amp_tensor1(s->dx, AMP_F32, T * C);
     s->drop.dx = s->drop.dy;
-    return s->wrong == STALE ? (int)amp_step(NULL, NULL) : (int)amp_dropout_backward(amp, &s->drop);
+    if (s->wrong == BAD_GRADIENT) s->dx[3] = ampi_f32_of_bits(0x7fc00000u);
+    return s->wrong == NO_BACKWARD ? -5 : (int)amp_dropout_backward(amp, &s->drop);
 }
 
 static void open_scan(scan *s, uint64_t seed, amp_dtype dtype) {
@@ -593,6 +785,71 @@ TEST(wrong_gradients) {
     }
 }
 
+TEST(gradcheck_failures) {
+    static const struct { int wrong; amp_result result; const char *text; } cases[] = {
+        {NOT_FINITE, AMP_ERR_RANGE, "element 17 of output y is infinite or NaN"},
+        {BAD_GRADIENT, AMP_ERR_RANGE, "element 3 of the gradient of x is infinite or NaN"},
+        {FAILS, AMP_ERR_MEMORY, ".forward returned 301. AMP0301 scan: nothing left"},
+        {NO_BACKWARD, (amp_result)-5, ".backward returned -5"}
+    };
+    int i;
+    for (i = 0; i < 4; i++) {
+        amp_gradcheck_report r;
+        amp_gradcheck_desc d;
+        uint64_t before;
+        open_scan(&a_scan, 1, AMP_F32);
+        a_scan.wrong = cases[i].wrong;
+        d = scan_desc(&a_scan, AMP_BF16, 1);
+        r.passed = 77;
+        before = add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight);
+        CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), cases[i].result);
+        CHECK_MSG(strstr(amp_last_error(), cases[i].text) != NULL, "%s", amp_last_error());
+        CHECK(r.passed == 77 && ampi_region_depth() == 0 && ampi_settings(a_scan.amp)->dtype == AMP_F32);
+        CHECK(before == add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight));
+        CHECK_EQ(a_scan.amp->random_offset, 0);
+        amp_close(a_scan.amp);
+    }
+}
+
+TEST(gradcheck_bad_input) {
+    amp_gradcheck_report r;
+    amp_gradcheck_desc d, good;
+    open_scan(&a_scan, 1, AMP_F32);
+    good = d = scan_desc(&a_scan, AMP_F32, 1);
+    CHECK_ERR(amp_gradcheck(NULL, &d, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_gradcheck(a_scan.amp, NULL, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_gradcheck(a_scan.amp, &d, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_gradcheck_v(a_scan.amp, &d, &r, 3), AMP_ERR_VERSION);
+#undef REFUSED
+#define REFUSED(change, result) do { d = good; change; CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), result); scan_desc(&a_scan, AMP_F32, 1); } while (0)
+    REFUSED(d.forward = NULL, AMP_ERR_NULL);
+    REFUSED(d.backward = NULL, AMP_ERR_NULL);
+    REFUSED(d.inputs = NULL, AMP_ERR_NULL);
+    REFUSED(d.input_grads = NULL, AMP_ERR_NULL);
+    REFUSED(d.outputs = NULL, AMP_ERR_NULL);
+    REFUSED(d.output_grads = NULL, AMP_ERR_NULL);
+    REFUSED(d.n_inputs = 0, AMP_ERR_RANGE);
+    REFUSED(d.n_outputs = -1, AMP_ERR_RANGE);
+    REFUSED(d.directions = -1, AMP_ERR_RANGE);
+    REFUSED(d.directions = 1000001, AMP_ERR_RANGE);
+    REFUSED(d.dtype = AMP_E4M3, AMP_ERR_UNSUPPORTED);
+    REFUSED(d.dtype = AMP_I32, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[0][1].count = C - 1, AMP_ERR_SHAPE);
+    CHECK(strstr(amp_last_error(), "w 1 has 19 elements, its gradient 20") != NULL);
+    REFUSED(scan_ranges[2][0].count = 3, AMP_ERR_SHAPE);
+    REFUSED(scan_ranges[0][0].dtype = AMP_BF16, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[1][0].dtype = AMP_F64, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[2][0].dtype = AMP_F64, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[3][0].dtype = AMP_I32, AMP_ERR_DTYPE);
+    REFUSED(scan_ranges[1][0].data = NULL, AMP_ERR_NULL);
+    REFUSED(scan_ranges[0][0].count = -3, AMP_ERR_RANGE);
+    d = scan_desc(&a_scan, AMP_DTYPE_DEFAULT, 1);
+    d.directions = 1;
+    CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+    CHECK(r.passed == 1);
+    amp_close(a_scan.amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(right_models_pass);
@@ -603,7 +860,14 @@ int main(int argc, char **argv) {
     RUN(scale_too_large);
     RUN(failing_step);
     RUN(training_goes_on);
+    RUN(out_of_memory);
+    RUN(device_without_bf16);
+    RUN(overrides);
+    RUN(bad_input);
+    RUN(placement_here);
     RUN(right_gradients);
     RUN(wrong_gradients);
+    RUN(gradcheck_failures);
+    RUN(gradcheck_bad_input);
     return TEST_END();
 }
