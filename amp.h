@@ -2543,11 +2543,12 @@ typedef enum amp_nan_action {
     "log_interval"       .log_interval      100        steps between step records
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
-    "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
+    "numerics_interval"  .numerics_interval off        steps between looks at the tensors: where it is above 0 the host
+                                                       makes an amp_numerics with it
     "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
-    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
+    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
     "debug"              .debug             false      the log tells each operator's decision, once                      */
 typedef struct amp_settings {
     int32_t disable;
@@ -2604,7 +2605,7 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
    accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
    force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
-   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of an accumulation
+   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
    cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
@@ -4024,6 +4025,15 @@ static int64_t ampi_sysconf(int name) {
     return value > 0 ? (int64_t)value : 0;
 }
 
+/* Bytes of RAM; 0 unknown. */
+static int64_t ampi_probe_memory(void) {
+#if defined(_SC_PHYS_PAGES)
+    return ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
+#else
+    return 0;
+#endif
+}
+
 static void ampi_probe_cpu(amp_cpu_info *cpu) {
     memset(cpu, 0, sizeof *cpu);
     snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
@@ -4038,9 +4048,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->cores = AMPI_MIN(cpu->cores, omp_get_num_procs());     /* respects the process's affinity */
 #endif
     cpu->cores = AMPI_MAX(cpu->cores, 1);
-#if defined(_SC_PHYS_PAGES)
-    cpu->memory = ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
-#endif
+    cpu->memory = ampi_probe_memory();
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
     cpu->l1d = ampi_sysconf(_SC_LEVEL1_DCACHE_SIZE);
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -7299,10 +7307,8 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
 }
 
 static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
-    amp_cpu_info info;
     (void)dev;
-    ampi_probe_cpu(&info);
-    out->device_total = info.memory;
+    out->device_total = ampi_probe_memory();    /* the rest of the probe takes a virtual machine a millisecond */
     return AMP_OK;
 }
 
@@ -14059,11 +14065,13 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
                                           const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+    int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
-    if (optimizer != NULL && optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: step first", optimizer->micro, optimizer->desc.accumulation);
+    for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
+        if (optimizer->set->params[i]->grad_live)
+            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation", optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -14113,7 +14121,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     ampi_settings_apply_context(&s, amp, &choice);
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
-        AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
@@ -14715,7 +14723,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->skipped += !r->outcome.applied;
     t->troubles += r->trouble != AMP_TROUBLE_NONE;
     t->tokens += r->tokens;
-    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    t->dtypes[r->dtype]++;
     for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
     if (!amp_is_finite_f64(&r->loss)) return;
     t->losses++;
@@ -15456,7 +15464,7 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
         const char *kept = count > 0 ? (const char *)ampi_kept(v->keep, p->weight.data) : NULL;
         uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
         for (first = 0; first < count; first += n) {
-            n = AMPI_MIN(count - first, AMPI_VERIFY_STAGE);
+            n = AMPI_MIN(count - first, (int64_t)AMPI_VERIFY_STAGE);
             memcpy(v->stage, kept + first * size, (size_t)(n * size));
             for (k = 0; k < n; k += m) {
                 m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
@@ -15546,7 +15554,7 @@ AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_ten
         t->difference = 0;
         t->bad = 0;
         for (first = 0; first < t->count; first += n) {
-            n = AMPI_MIN(t->count - first, AMPI_VERIFY_STAGE);
+            n = AMPI_MIN(t->count - first, (int64_t)AMPI_VERIFY_STAGE);
             AMPI_TRY(ampi_fetch(v->amp, v->stage, (char *)t->data + first * size, (size_t)(n * size)));
             ampi_verify_compare(t, v->stage, v->reference + t->at + first * size, n);
         }
@@ -15666,7 +15674,7 @@ AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row
     int64_t i;
     for (i = 0; i < v->n; i++) {
         const ampi_verify_tensor *t = &v->tensors[i];
-        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / AMPI_VERIFY_DRAWS) / t->norm;
+        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / (double)AMPI_VERIFY_DRAWS) / t->norm;
         double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
         if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
         worst[t->gradient] = ampi_over_bound(error, bound);
@@ -15923,7 +15931,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
     float room[AMPI_MULTI_BLOCK];
     int64_t first, n, k, m, i;
     for (first = 0; first < y->count; first += n) {
-        n = AMPI_MIN(y->count - first, AMPI_VERIFY_STAGE);
+        n = AMPI_MIN(y->count - first, (int64_t)AMPI_VERIFY_STAGE);
         AMPI_TRY(ampi_fetch(c->amp, c->stage, ampi_at(y->data, y->dtype, first), (size_t)n * amp_dtype_size(y->dtype)));
         for (k = 0; k < n; k += m) {
             const float *row;
@@ -16062,7 +16070,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
         }
     }
     for (input = 0; input < d->n_inputs; input++) AMPI_TRY(ampi_gradcheck_put(c, input, c->x + c->begin[input]));
-    c->noise = ampi_root(sum / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+    c->noise = ampi_root(sum / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
     return AMP_OK;
 }
 
@@ -16090,7 +16098,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t in
     AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step / 2, &narrow));
     found = ampi_gradcheck_dot(c, input, seed, step, c->grad + c->begin[input], NULL, &squares);
     rounding = c->noise / (step * 1.4142135623730951) +
-               ampi_root(c->changes[input * c->directions + j] / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+               ampi_root(c->changes[input * c->directions + j] / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
     error = found > wide ? found - wide : wide - found;
     bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * (wide > narrow ? wide - narrow : narrow - wide);
     if (error > bound) worst->passed = 0;
