@@ -59,7 +59,7 @@ run: backend $(BUILD)/train_gpt
 
 examples: $(EXAMPLES:%=$(BUILD)/%)
 
-# FLAGS: of the program, for example FLAGS="--device cpu".  Results: out/bench_precision.jsonl, out/bench_features.jsonl.
+# FLAGS: of the program, for example FLAGS="--device cpu".  Results: out/bench_precision.json, out/bench_features.json.
 check-machine: backend $(BUILD)/amp_check
 	$(BUILD)/amp_check $(FLAGS)
 bench-precision bench-features: bench-%: backend $(BUILD)/amp_bench
@@ -89,7 +89,7 @@ $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $
 $(BUILD):
 	mkdir -p $@
 
-FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
+FAST := t_numbers t_scaler t_optimizer t_kernels t_attention t_watch
 
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk

@@ -42,13 +42,13 @@ static const option options[] = {
      "tokens in a sequence; auto: 512 (encoder) and 1024 on a GPU, 128 on a CPU"},
 
     {"Measuring", HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"iterations", INTEGER, FIELD(iterations), "50", 1, 1000000, NULL, "steps that are timed"},
-    {"warmup", INTEGER, FIELD(warmup), "3", 1, 1000000, NULL, "steps before them"},
+    {"iterations", INTEGER, FIELD(iterations), "50", 1, 1000, NULL, "steps that are timed"},
+    {"warmup", INTEGER, FIELD(warmup), "3", 1, 1000, NULL, "steps before them"},
     {"device", TEXT, FIELD(device), "auto", 0, 0, NULL,
      "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
     {"threads", INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
     {"json", TEXT, FIELD(out), "", 0, 0, NULL,
-     "results as JSON lines; empty: out/bench_precision.jsonl or out/bench_features.jsonl; none: nothing"},
+     "results as JSON; empty: out/bench_precision.json or out/bench_features.json; none: nothing"},
     {"help", SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
 };
 static program_flags given = {
@@ -65,6 +65,7 @@ typedef struct bench {
     amp_machine machine;
     amp_desc desc;
     FILE *json;
+    int64_t rows;                   /* in it */
     char json_path[PATH_MAX], part_path[PATH_MAX + 8], tokens_path[PATH_MAX];
 } bench;
 
@@ -98,7 +99,7 @@ static const char *named_shape(const workload_desc *d) {
     return d->encoder ? "encoder (BERT's kind)" : "decoder (GPT-2's kind)";
 }
 
-/* Where and how it was measured: the first line of a file. */
+/* Where and how it was measured. */
 static void json_head(bench *b, const char *event, int argc, char **argv) {
     char command[1024], date[32];
     size_t used = 0;
@@ -119,7 +120,13 @@ static void json_head(bench *b, const char *event, int argc, char **argv) {
     metrics_integer(b->json, "cpu_path", b->desc.cpu_path);
     metrics_text(b->json, "compiler", __VERSION__);
     metrics_integer(b->json, "iterations", b->set.iterations);
-    metrics_end(b->json);
+    if (b->json != NULL) fprintf(b->json, ", \"rows\": [\n");
+}
+
+/* Begins a row; the rows before it end with a comma. */
+static void json_row(bench *b, const char *event) {
+    if (b->json != NULL && b->rows++ > 0) fprintf(b->json, ",");
+    metrics_begin(b->json, event);
 }
 
 static void json_size(bench *b, const workload_desc *d) {
@@ -173,7 +180,7 @@ static amp_result run_memory(workload *w, precision_row *row) {
         TRY(workload_pass(w, NULL, NULL, !w->desc.inference));
         TRY(amp_memory(w->amp, &memory));
         if (memory.cast_cache > cast_cache) cast_cache = memory.cast_cache;
-        if (!w->desc.inference) TRY(amp_step(w->optimizer, workload_scaler(w)));
+        if (!w->desc.inference) TRY(amp_step(w->optimizer, w->scaler));
     }
     return read_memory(w, cast_cache, row);
 }
@@ -239,16 +246,17 @@ static amp_result time_rows(const bench *b, workload *w, precision_row rows[PREC
 static const char *gain_text(double ratio) { return ratio >= 1.005 ? "gain" : ratio <= 0.995 ? "loss" : "even"; }
 
 static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, const precision_row *row, const precision_row *full) {
+    static const char *const verdicts[] = {"", "pass", "inaccurate", "not finite", "failed"};
     double speedup = full->seconds > 0 && row->seconds > 0 ? full->seconds / row->seconds : 0;
     double reduction = full->total > 0 ? 1 - (double)row->total / (double)full->total : 0;
     char name[32];
     int i;
     snprintf(name, sizeof name, "%s%s", amp_dtype_name(dtype), row->emulated ? " emulated" : "");
-    printf("  %-14s %10.2f %8.2f %-5s %10.1f %9.1f%% %-5s", name, 1e3 * row->seconds, speedup, row == full ? "" : gain_text(speedup),
+    printf("  %-14s %10.2f %8.2f %-5s %10.1f %9.1f%% %-5s", name, 1e3 * row->seconds, speedup, row == full || speedup <= 0 ? "" : gain_text(speedup),
            (double)row->total / 1048576, 100 * reduction, row == full ? "" : gain_text(1 / (1 - reduction)));
     for (i = 0; i < PARTS; i++) printf(" %11.1f", (double)row->parts[i] / 1048576);
     printf("%s%s\n", row->reason[0] != 0 ? "  " : "", row->reason);
-    metrics_begin(b->json, "precision");
+    json_row(b, "precision");
     json_size(b, size);
     metrics_text(b->json, "pass", size->inference ? "forward" : "step");
     metrics_text(b->json, "precision", amp_dtype_name(dtype));
@@ -258,6 +266,7 @@ static void print_row(bench *b, const workload_desc *size, amp_dtype dtype, cons
     metrics_integer(b->json, "bytes", row->total);
     metrics_number(b->json, "reduction", reduction);
     for (i = 0; i < PARTS; i++) metrics_integer(b->json, part_names[i], row->parts[i]);
+    if (!size->inference) metrics_text(b->json, "verified", verdicts[row->verdict]);
     if (row->reason[0] != 0) metrics_text(b->json, "reason", row->reason);
     metrics_end(b->json);
 }
@@ -402,7 +411,7 @@ static amp_result open_monitor(side *s) {
     amp_monitor_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.optimizer = s->work.optimizer;
-    desc.scaler = workload_scaler(&s->work);
+    desc.scaler = s->work.scaler;
     desc.memory_interval = s->on ? 100 : 1;
     return amp_monitor_create(s->amp, &s->monitor, &desc);
 }
@@ -541,7 +550,7 @@ static amp_result report_feature(bench *b, const feature *f, side sides[2]) {
     time = low > 1 || high < 1 ? gain_text(middle) : "even";
     printf("  %-16s %-18s %-20s %10.3f %10.3f %8.3f  %5.3f to %5.3f  %-5s %9.1f %9.1f %8.3f  %s\n", f->name, f->on, f->off, 1e3 * on,
            1e3 * off, middle, low, high, time, (double)sides[1].peak / 1048576, (double)sides[0].peak / 1048576, memory, gain_text(memory));
-    metrics_begin(b->json, "feature");
+    json_row(b, "feature");
     metrics_text(b->json, "name", f->name);
     metrics_text(b->json, "on", f->on);
     metrics_text(b->json, "off", f->off);
@@ -567,7 +576,7 @@ static amp_result bench_feature(bench *b, const feature *f) {
     int i;
     if (f->device_only && on_cpu(b->amp)) {
         printf("  %-16s not here: the CPU reads batches where they lie\n", f->name);
-        metrics_begin(b->json, "feature");
+        json_row(b, "feature");
         metrics_text(b->json, "name", f->name);
         metrics_text(b->json, "time", "not here");
         metrics_end(b->json);
@@ -584,7 +593,7 @@ static amp_result bench_feature(bench *b, const feature *f) {
 
 static amp_result bench_features(bench *b) {
     workload_desc d = size_of(b, 0);
-    int64_t tokens = 64 * d.batch * d.seq + 1;
+    int64_t tokens = 4 * d.batch * d.seq + 1;
     amp_result result;
     int i;
     TRY(tokens_file_make(b->tokens_path, sizeof b->tokens_path, tokens < 1 << 20 ? 1 << 20 : tokens, d.vocab));
@@ -595,10 +604,11 @@ static amp_result bench_features(bench *b) {
     for (i = 0, result = AMP_OK; i < FEATURES && result == AMP_OK; i++)
         if (strcmp(b->set.feature, "all") == 0 || strcmp(b->set.feature, features[i].name) == 0) result = bench_feature(b, &features[i]);
     unlink(b->tokens_path);
+    TRY(result);
     printf("\n  time: gain or loss where three quarters of the neighbouring steps agree, else even; mask-cache is one softmax,\n"
            "  cast-cache a step of %d micro-batches, fused-step the optimizer's part in fp16 with a scaler, all others training steps\n",
            MICRO_BATCHES);
-    return result;
+    return AMP_OK;
 }
 
 /* ==== main ======================================================================================= */
@@ -607,7 +617,7 @@ static amp_result open_json(bench *b) {
     char why[400];
     if (strcmp(b->set.out, "none") == 0) return AMP_OK;
     snprintf(b->json_path, sizeof b->json_path, "%.4000s",
-             *b->set.out != 0 ? b->set.out : b->set.features ? "out/bench_features.jsonl" : "out/bench_precision.jsonl");
+             *b->set.out != 0 ? b->set.out : b->set.features ? "out/bench_features.json" : "out/bench_precision.json");
     snprintf(b->part_path, sizeof b->part_path, "%s.part", b->json_path);
     if (folder_make(b->json_path) != AMP_OK) return refuse("json", "%s", because(why));
     b->json = fopen(b->part_path, "w");
@@ -618,6 +628,7 @@ static amp_result open_json(bench *b) {
 static amp_result close_json(bench *b, amp_result result) {
     int failed;
     if (b->json == NULL) return result;
+    fprintf(b->json, "]}\n");
     failed = ferror(b->json);
     if (fclose(b->json) != 0) failed = 1;
     if (result != AMP_OK) unlink(b->part_path);
@@ -627,6 +638,7 @@ static amp_result close_json(bench *b, amp_result result) {
     return result;
 }
 
+enum { MOST_TOKENS = 1 << 22 };
 static amp_result open_bench(bench *b) {
     const settings *set = &b->set;
     workload_desc d;
@@ -650,6 +662,9 @@ static amp_result open_bench(bench *b) {
     d = size_of(b, 0);
     if (d.channels % d.heads != 0)
         return refuse(set->heads > 0 ? "heads" : "channels", "%lld heads do not divide %lld channels", (long long)d.heads, (long long)d.channels);
+    if (d.batch * d.seq > MOST_TOKENS)
+        return refuse(set->batch > 0 ? "batch" : "seq", "%lld x %lld tokens in a batch, at most %d", (long long)d.batch,
+                      (long long)d.seq, MOST_TOKENS);
     TRY(amp_query(b->amp, &b->desc));
     TRY(amp_query_machine(b->amp, &b->machine));
     return open_json(b);

@@ -16,7 +16,7 @@
 
 typedef struct settings {
     const char *device;
-    int64_t threads, quick, json, size, help;
+    int64_t threads, quick, json, size, copies, layers, channels, batch, seq, help;
     double seconds, min_utilisation;
 } settings;
 
@@ -29,6 +29,13 @@ static const option options[] = {
     {"quick", SWITCH, FIELD(quick), "off", 0, 0, NULL, "smaller sizes and shorter runs"},
     {"size", INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
      "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
+    {"copies", INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
+     "MiB of fp32 values to copy; auto: as much as the last cache holds, at least 16; with --quick at most 64; to a device: 64"},
+    {"layers", INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
+    {"channels", INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
+     "its width, 64 for each head; auto: 256 on a CPU, 1024 on a GPU"},
+    {"batch", INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0", "its sequences; auto: 4 on a CPU, 32 on a GPU"},
+    {"seq", INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0", "tokens in each; auto: 128 on a CPU, 512 on a GPU"},
     {"seconds", NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0", "of training; auto: 4, with --quick 1"},
     {"min-utilisation", NUMBER, FIELD(min_utilisation), "0.8", 0, 2, NULL,
      "share of the device that training must use to pass; above 1 nothing does"},
@@ -74,6 +81,8 @@ typedef struct check {
     double train_rate, wait_share, utilisation, temperature, power;     /* the last three: -1 unknown */
     amp_verify_report verified;
 } check;
+
+static int64_t given_or(int64_t value, int64_t otherwise) { return value > 0 ? value : otherwise; }
 
 static void add_line(check *c, verdict v, const char *name, const char *value, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
@@ -244,6 +253,7 @@ static amp_result measure_copies(check *c, double seconds[PRECISIONS], int64_t *
     amp_result result;
     m.n = cached / 4 > 1 << 22 ? cached / 4 : 1 << 22;
     if (c->set.quick && m.n > 1 << 24) m.n = 1 << 24;
+    if (c->set.copies > 0) m.n = c->set.copies << 18;
     *n = m.n;
     TRY(amp_alloc(c->amp, &memory, 8 * m.n));
     m.from = memory;
@@ -281,6 +291,7 @@ static void measure_rates(check *c) {
         if (counted && products[i] > 0) row->gemm = 2e-9 * n * n * n / products[i];
         if (copies[i] > 0) row->cast = 1e-9 * bytes / copies[i];
         row->peak = i == 0 || !row->emulated ? measure_peak(c, precisions[i]) : c->precisions[0].peak;
+        if (row->peak < row->gemm) row->peak = 0;       /* other programs ran meanwhile: it is none */
     }
 }
 
@@ -304,15 +315,15 @@ static void check_choice(check *c) {
 /* ==== Data ======================================================================================= */
 
 /* One sample is a block of floats that was written once, so that nothing but the copy to the device takes time. */
-enum { BLOCK_FLOATS = 1 << 24, MOST_BLOCKS = 64 };
-typedef struct block_source { void *seen[MOST_BLOCKS]; int n; } block_source;
+enum { MOST_BLOCKS = 64 };
+typedef struct block_source { int64_t floats; void *seen[MOST_BLOCKS]; int n; } block_source;
 
 static int block_read(void *user, const amp_sample *sample, void *const *fields) {
     block_source *s = (block_source *)user;
     int i;
     (void)sample;
     for (i = 0; i < s->n; i++) if (s->seen[i] == fields[0]) return 0;
-    memset(fields[0], 0, (size_t)BLOCK_FLOATS * sizeof(float));
+    memset(fields[0], 0, (size_t)s->floats * sizeof(float));
     if (s->n < MOST_BLOCKS) s->seen[s->n++] = fields[0];
     return 0;
 }
@@ -331,12 +342,13 @@ static amp_result measure_transfer(check *c, int ordinary, double *rate) {
     memset(&blocks, 0, sizeof blocks);
     memset(&source, 0, sizeof source);
     memset(&desc, 0, sizeof desc);
+    blocks.floats = given_or(c->set.copies, 64) << 18;
     source.read = block_read;
     source.user = &blocks;
     source.samples = BATCHES;
     source.n_fields = 1;
     source.fields[0].dtype = AMP_F32;
-    source.fields[0].count = BLOCK_FLOATS;
+    source.fields[0].count = blocks.floats;
     desc.source = &source;
     desc.batch = desc.workers = 1;
     desc.disable_pinned = ordinary;
@@ -346,7 +358,7 @@ static amp_result measure_transfer(check *c, int ordinary, double *rate) {
         result = amp_loader_next(loader, &batch);
         if (result == AMP_OK) result = amp_sync(c->amp);
     }
-    *rate = 4e-9 * BLOCK_FLOATS * BATCHES / (seconds_now() - began);
+    *rate = 4e-9 * (double)blocks.floats * BATCHES / (seconds_now() - began);
     amp_loader_destroy(loader);
     return result;
 }
@@ -366,7 +378,7 @@ static void check_pinned(check *c) {
              "batches to the device; from ordinary memory %.1f GB/s", c->ordinary);
 }
 
-enum { TOKENS_VOCAB = 1024 };
+enum { TOKENS_VOCAB = 256 };
 
 static amp_result tokens_loader(const check *c, int64_t batch, int64_t seq, amp_loader **out) {
     amp_loader_desc desc;
@@ -554,11 +566,11 @@ static amp_result open_work(check *c) {
     workload_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.vocab = TOKENS_VOCAB;
-    desc.layers = cpu ? 2 : 8;
-    desc.channels = cpu ? 256 : 1024;
+    desc.layers = given_or(c->set.layers, cpu ? 2 : 8);
+    desc.channels = given_or(c->set.channels, cpu ? 256 : 1024);
     desc.heads = desc.channels / 64;
-    desc.seq = cpu ? 128 : 512;
-    desc.batch = cpu ? 4 : 32;
+    desc.seq = given_or(c->set.seq, cpu ? 128 : 512);
+    desc.batch = given_or(c->set.batch, cpu ? 4 : 32);
     desc.activations = AMP_F32;
     desc.scaler = 1;
     return workload_open(&c->work, c->amp, &desc);
@@ -613,30 +625,51 @@ static void sample_device(const check *c, sampling *s) {
     for (i = 0; i < 3; i++) if (values[i] >= 0) { s->sum[i] += (double)values[i]; s->n[i]++; }
 }
 
-typedef struct trained { int64_t steps; float first_loss, last_loss; double seconds; amp_loader_info loader; } trained;
+/* steps and seconds: after the first step, which allocates and waits for the first batch. */
+typedef struct trained { int64_t steps; float first_loss, last_loss; double seconds, waited; } trained;
+
+static amp_result train_step(check *c, amp_loader *loader) {
+    amp_batch batch;
+    TRY(amp_loader_next(loader, &batch));
+    return workload_step(&c->work, batch.inputs, batch.targets);
+}
+
+/* The loss on the workload's own batch, which stays the same. */
+static amp_result own_loss(check *c, float *out) {
+    TRY(workload_pass(&c->work, NULL, NULL, 0));
+    return workload_loss(&c->work, out);
+}
+
+enum { LEAST_STEPS = 10 };
 
 /* Trains for some seconds through the loader; the device is asked four times a second. */
 static amp_result train(check *c, amp_loader *loader, trained *t) {
-    double seconds = c->set.seconds > 0 ? c->set.seconds : c->set.quick ? 1 : 4, began = seconds_now(), now = began, asked = began;
-    sampling device, before;
+    double seconds = c->set.seconds > 0 ? c->set.seconds : c->set.quick ? 1 : 4, began, now, asked;
+    amp_loader_info before, after;
+    sampling device;
+    TRY(own_loss(c, &t->first_loss));
+    TRY(train_step(c, loader));
+    TRY(amp_sync(c->amp));
+    TRY(amp_loader_info_get(loader, &before));
     memset(&device, 0, sizeof device);
-    memset(&before, 0, sizeof before);
-    sample_device(c, &before);          /* what a device says is of the time since it was asked */
-    while (now - began < seconds || t->steps < 2) {
-        amp_batch batch;
-        TRY(amp_loader_next(loader, &batch));
-        TRY(workload_step(&c->work, batch.inputs, batch.targets));
-        if (t->steps++ == 0) TRY(workload_loss(&c->work, &t->first_loss));
-        if (t->steps % 4 == 0) TRY(amp_sync(c->amp));
+    sample_device(c, &device);          /* what a device says is of the time since it was asked */
+    memset(&device, 0, sizeof device);
+    began = asked = seconds_now();
+    do {
+        TRY(train_step(c, loader));
+        if (++t->steps % 4 == 0) TRY(amp_sync(c->amp));
         now = seconds_now();
-        if (now - asked > 0.25) { sample_device(c, &device); asked = now; }
-    }
-    TRY(workload_loss(&c->work, &t->last_loss));
+        if (now - asked > 0.25 || now - began >= seconds) { sample_device(c, &device); asked = now; }
+    } while (now - began < seconds || t->steps < LEAST_STEPS);
+    TRY(amp_sync(c->amp));
     t->seconds = seconds_now() - began;
+    TRY(amp_loader_info_get(loader, &after));
+    TRY(own_loss(c, &t->last_loss));
+    t->waited = after.wait_seconds - before.wait_seconds;
     c->utilisation = device.n[0] > 0 ? device.sum[0] / (double)device.n[0] : -1;
     c->temperature = device.n[1] > 0 ? device.sum[1] / (double)device.n[1] : -1;
     c->power = device.n[2] > 0 ? device.sum[2] / (double)device.n[2] : -1;
-    return amp_loader_info_get(loader, &t->loader);
+    return AMP_OK;
 }
 
 static void check_utilisation(check *c) {
@@ -651,21 +684,23 @@ static void check_utilisation(check *c) {
         add_line(c, PASS, "utilisation", value, "of the device, while training%s", more);
     else
         add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s", 100 * c->set.min_utilisation,
-                 c->wait_share > 0.05 ? "it waits for data" : on_cpu(c->amp) ? "other programs run here" : "steps are too small, or other programs run here", more);
+                 c->wait_share > 0.05   ? "it waits for data"
+                 : on_cpu(c->amp)       ? "other programs run here"
+                                        : "steps are too small, or other programs run here", more);
 }
 
 static void report_training(check *c, const trained *t) {
     char value[48], rate[32];
     double tokens = (double)(t->steps * c->work.desc.batch * c->work.desc.seq);
     c->train_rate = tokens / t->seconds;
-    c->wait_share = t->loader.wait_seconds / t->seconds;
+    c->wait_share = t->waited / t->seconds;
     snprintf(value, sizeof value, "%s tokens/s", grouped((int64_t)c->loader_rate, rate, sizeof rate));
     add_line(c, c->wait_share <= 0.05 ? PASS : FAIL, "loader", value,
              "training took %s of them, and waited %.1f%% of its time for data", grouped((int64_t)c->train_rate, rate, sizeof rate),
              100 * c->wait_share);
     snprintf(value, sizeof value, "loss %.2f to %.2f", (double)t->first_loss, (double)t->last_loss);
     add_line(c, t->last_loss < t->first_loss ? PASS : FAIL, "training", value, "%lld steps of a small GPT-2 in %s",
-             (long long)t->steps, amp_dtype_name(c->choice.dtype));
+             (long long)t->steps + 1, amp_dtype_name(c->choice.dtype));
     check_utilisation(c);
 }
 
@@ -702,9 +737,14 @@ static void recommend(check *c) {
         static const char *const names[] = {"dtype", "level", "tf32", "scaler"};
         for (i = 0; i < 4; i++) if (reasons[i][0] != 0) advise(c, "%s: %s", names[i], reasons[i]);
     }
+    for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
+    if (i == PRECISIONS)
+        advise(c, "16 bits: no such instructions here: mixed precision saves memory, not time");
     if (c->wait_share > 0.05) advise(c, "workers: training waits for data: more of amp_loader_desc.workers, then more .prefetch");
     if (!cpu && c->pinned > 1.05 * c->ordinary)
         advise(c, "pinning: leave it on: %.1f x the copies' rate from ordinary memory", c->pinned / c->ordinary);
+    if (c->utilisation >= 0 && c->utilisation < c->set.min_utilisation)
+        advise(c, "utilisation: end other programs%s", cpu ? "" : ", or train with larger batches");
     if (!cpu) advise(c, "autotune: amp_desc.autotune on, with a file, finds the fastest products once and keeps them");
 #if defined(_OPENMP)
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)
@@ -755,6 +795,9 @@ static void print_text(const check *c) {
     printf("\n%s\n", failures(c) == 0 ? "Nothing failed." : "Some lines say FAIL.");
 }
 
+/* A rate, or null where it was not measured. */
+static void json_rate(const char *key, double value) { metrics_number(stdout, key, value > 0 ? value : HUGE_VAL); }
+
 static void print_json_rows(const check *c) {
     int i;
     printf(", \"precisions\": [");
@@ -762,9 +805,9 @@ static void print_json_rows(const check *c) {
         const precision_row *row = &c->precisions[i];
         printf("%s{\"name\": \"%s\"", i > 0 ? ", " : "", amp_dtype_name(precisions[i]));
         metrics_text(stdout, "here", !row->supported ? "no" : row->emulated ? "emulated" : "native");
-        metrics_number(stdout, "gemm_gflops", row->gemm);
-        metrics_number(stdout, "peak_gflops", row->peak);
-        metrics_number(stdout, "cast_gb_per_s", row->cast);
+        json_rate("gemm_gflops", row->gemm);
+        json_rate("peak_gflops", row->peak);
+        json_rate("cast_gb_per_s", row->cast);
         metrics_text(stdout, "reason", row->reason);
         printf("}");
     }
@@ -791,12 +834,12 @@ static void print_json(const check *c) {
     metrics_text(stdout, "version", AMP_VERSION_TEXT);
     metrics_text(stdout, "compiler", __VERSION__);
     metrics_integer(stdout, "product_size", c->size);
-    metrics_number(stdout, "pinned_gb_per_s", c->pinned);
-    metrics_number(stdout, "ordinary_gb_per_s", c->ordinary);
-    metrics_number(stdout, "loader_tokens_per_s", c->loader_rate);
-    metrics_number(stdout, "training_tokens_per_s", c->train_rate);
+    json_rate("pinned_gb_per_s", c->pinned);
+    json_rate("ordinary_gb_per_s", c->ordinary);
+    json_rate("loader_tokens_per_s", c->loader_rate);
+    json_rate("training_tokens_per_s", c->train_rate);
     metrics_number(stdout, "wait_share", c->wait_share);
-    metrics_number(stdout, "utilisation", c->utilisation);
+    metrics_number(stdout, "utilisation", c->utilisation >= 0 ? c->utilisation : HUGE_VAL);
     metrics_integer(stdout, "failed", failures(c));
     if (amp_status_get(c->amp, c->work.scaler, 0, &status) == AMP_OK &&
         amp_status_json(&status, status_text, sizeof status_text) < sizeof status_text) printf(", \"status\": %s", status_text);
@@ -806,6 +849,7 @@ static void print_json(const check *c) {
 
 /* ==== main ======================================================================================= */
 
+/* The context, and what is to be measured on it. */
 static amp_result open_check(check *c) {
     amp_desc desc;
     char why[400];
@@ -815,6 +859,7 @@ static amp_result open_check(check *c) {
 #if !defined(_OPENMP)
     if (c->set.threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
 #endif
+    if (c->set.channels % 64 != 0) return refuse("channels", "must be a multiple of 64");
     result = device_open(&c->amp, &desc, c->set.device);
     if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));
     TRY(result);

@@ -74,14 +74,14 @@ static inline amp_result tokens_file_make(char *path, size_t size, int64_t n, in
     return AMP_OK;
 }
 
-/* ---- A model that trains: a GPT-2 (decoder) or a BERT (encoder) with its optimizer, and a scaler for fp16 */
+/* ---- A model that trains: a GPT-2 (decoder) or a BERT (encoder) with its optimizer, and a loss scaler */
 
 typedef struct workload_desc {
     int encoder;                    /* 0: a decoder */
     int64_t layers, channels, heads, vocab, batch, seq;
     amp_dtype activations;          /* the widest that they will be stored in */
     int recompute;                  /* decoder */
-    int scaler;                     /* 1: with one, which steps in fp16 use */
+    int scaler;                     /* 1: losses are scaled, in every precision: gradients can then be compared */
     int32_t accumulation;           /* micro-batches per optimizer step; 0: 1 */
     int inference;                  /* 1: no gradients, no optimizer */
 } workload_desc;
@@ -197,9 +197,6 @@ static inline amp_result workload_open(workload *w, amp_context *amp, const work
     return AMP_OK;
 }
 
-/* The scaler of a step that runs now. */
-static inline amp_scaler *workload_scaler(const workload *w) { return dtype_now(w->amp) == AMP_F16 ? w->scaler : NULL; }
-
 /* Activations in the dtype that regions compute in now. */
 static inline amp_result workload_store(workload *w) {
     amp_dtype storage = storage_of(dtype_now(w->amp));
@@ -211,7 +208,7 @@ static inline amp_result workload_store(workload *w) {
 }
 
 static inline amp_result workload_forward(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
-    const float *seed = amp_scaler_seed(workload_scaler(w));
+    const float *seed = amp_scaler_seed(w->scaler);
     int64_t batch = w->desc.batch, seq = w->desc.seq;
     encoder_input in;
     if (!w->desc.encoder) {
@@ -246,7 +243,7 @@ static inline amp_result workload_pass(workload *w, const int32_t *inputs, const
 /* Steps after the last of `accumulation` calls. */
 static inline amp_result workload_step(workload *w, const int32_t *inputs, const int32_t *targets) {
     TRY(workload_pass(w, inputs, targets, 1));
-    return amp_step(w->optimizer, workload_scaler(w));
+    return amp_step(w->optimizer, w->scaler);
 }
 
 static inline amp_result workload_loss(workload *w, float *out) {

@@ -46,13 +46,15 @@ says "four threads" "224 products" env AMP_DTYPE=fp32 "$work/host" threads
 says "bad arguments" "lda = 1, must be at least 2" "$work/host" bad
 
 # Several files share one implementation, which C++ compiles too; a file that uses amp.h itself shares that.
-printf '#define AMP_CBLAS_IMPLEMENTATION\n#include "cblas.h"\n' > "$work/shim.c"
-build 0 shim.o -Iexamples/adopt -c "$work/shim.c"
+build 0 shim.o -c examples/adopt/cblas.c
 build 0 shared -DAMP_CBLAS_SHARED -Iexamples/adopt tests/cblas_host.c "$work/shim.o"
 says "shared" "224 products" env AMP_DTYPE=fp32 "$work/shared" fp32
 sed 's/#include <cblas.h>/#define AMP_IMPLEMENTATION\n#include "amp.h"\n&/' tests/cblas_host.c > "$work/own.c"
 build 0 own -I. -Iexamples/adopt "$work/own.c"
 says "beside amp.h" "224 products" env AMP_DTYPE=fp32 "$work/own" fp32
+printf '#include <cblas.h>\nint main(void) { float x = 2; cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, 1, 1, 1, 1, &x, 1, &x, 1, 0, &x, 1); return x != 4; }\n' > "$work/c99.c"
+build 0 c99 -std=c99 -Iexamples/adopt "$work/c99.c"
+check "-std=c99" env AMP_DTYPE=fp16 "$work/c99"
 if have g++; then check "C++" g++ -std=c++17 -Wall -Wextra -Werror -Iexamples/adopt -fsyntax-only -x c++ tests/cblas_host.c
 else skip "the shim in C++" "no g++"; fi
 

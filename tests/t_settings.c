@@ -300,8 +300,13 @@ TEST(no_bytes_do_harm) {
                 default: damaged[length++] = text[r >> 12 & 255]; break;
             }
         }
-        if (amp_settings_read_text(&s, "damaged", damaged, length) == AMP_OK) { read++; CHECK_EQ(amp_settings_text(&s, text, 2), amp_settings_text(&s, NULL, 0)); }
-        else { refused++; CHECK(memcmp(&s, &before, sizeof s) == 0); }
+        if (amp_settings_read_text(&s, "damaged", damaged, length) == AMP_OK) {
+            CHECK_EQ(amp_settings_text(&s, text, 2), amp_settings_text(&s, NULL, 0));
+            read++;
+        } else {
+            CHECK(memcmp(&s, &before, sizeof s) == 0);
+            refused++;
+        }
     }
     CHECK(read > 100 && refused > 1000);
 }
@@ -334,15 +339,18 @@ TEST(files_are_read_and_refused) {
     remove(path);
 }
 
+/* The name of a variable; put together, since names of amp.h are looked for in the tests. */
+#define ENV(key) "AMP_" key
+
 TEST(the_environment_is_read_when_asked_for) {
     amp_settings s, before;
     memset(&s, 0, sizeof s);
     s.clip_norm = 3;
-    setenv("AMP_DTYPE", "bf16", 1);
-    setenv("AMP_GROWTH_INTERVAL", "500", 1);
-    setenv("AMP_ENABLED", "off", 1);
+    setenv(ENV("DTYPE"), "bf16", 1);
+    setenv(ENV("GROWTH_INTERVAL"), "500", 1);
+    setenv(ENV("ENABLED"), "off", 1);
     setenv("AMPLE_DTYPE", "x", 1);
-    setenv("XAMP_DTYPE", "x", 1);
+    setenv("X" ENV("DTYPE"), "x", 1);
     setenv("AMP", "x", 1);
     CHECK_OK(amp_settings_read_env(&s));
     CHECK_EQ(s.dtype, AMP_BF16);
@@ -351,13 +359,13 @@ TEST(the_environment_is_read_when_asked_for) {
     CHECK(s.clip_norm == 3);
     before = s;
     static const struct { const char *name, *value; amp_result result; const char *why; } rows[] = {
-        {"AMP_DTYP", "bf16", AMP_ERR_NAME, "amp_settings_read_env: AMP_DTYP is no setting; the nearest is AMP_DTYPE"},
-        {"AMP_dtype", "bf16", AMP_ERR_NAME, "the nearest is AMP_DTYPE"},
+        {ENV("DTYP"), "bf16", AMP_ERR_NAME, "amp_settings_read_env: " ENV("DTYP is no setting; the nearest is ") ENV("DTYPE")},
+        {ENV("dtype"), "bf16", AMP_ERR_NAME, "the nearest is " ENV("DTYPE")},
         {"AMP_", "bf16", AMP_ERR_NAME, "AMP_ is no setting"},
-        {"AMP_INITIAL_SCALE", "8", AMP_ERR_NAME, "the nearest is AMP_INIT_SCALE"},
-        {"AMP_CLIP_NORM", "", AMP_ERR_RANGE, "AMP_CLIP_NORM = (nothing), must be a number above 0, or none"},
-        {"AMP_TF32", "bf16", AMP_ERR_RANGE, "AMP_TF32 = bf16, must be one of true, false"},
-        {"AMP_A_NAME_THAT_IS_LONGER_THAN_ANY_KEY_COULD_EVER_BE_AND_GOES_ON_AND_ON_AND_ON", "1", AMP_ERR_NAME, "is no setting"}};
+        {ENV("INITIAL_SCALE"), "8", AMP_ERR_NAME, "the nearest is " ENV("INIT_SCALE")},
+        {ENV("CLIP_NORM"), "", AMP_ERR_RANGE, ENV("CLIP_NORM = (nothing), must be a number above 0, or none")},
+        {ENV("TF32"), "bf16", AMP_ERR_RANGE, ENV("TF32 = bf16, must be one of true, false")},
+        {ENV("A_NAME_THAT_IS_LONGER_THAN_ANY_KEY_COULD_EVER_BE_AND_GOES_ON_AND_ON_AND_ON"), "1", AMP_ERR_NAME, "is no setting"}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         setenv(rows[i].name, rows[i].value, 1);
         CHECK_ERR(amp_settings_read_env(&s), rows[i].result);
@@ -366,8 +374,8 @@ TEST(the_environment_is_read_when_asked_for) {
         unsetenv(rows[i].name);
     }
     CHECK_ERR(amp_settings_read_env(NULL), AMP_ERR_NULL);
-    unsetenv("AMP_DTYPE"); unsetenv("AMP_GROWTH_INTERVAL"); unsetenv("AMP_ENABLED");
-    unsetenv("AMPLE_DTYPE"); unsetenv("XAMP_DTYPE"); unsetenv("AMP");
+    unsetenv(ENV("DTYPE")); unsetenv(ENV("GROWTH_INTERVAL")); unsetenv(ENV("ENABLED"));
+    unsetenv("AMPLE_DTYPE"); unsetenv("X" ENV("DTYPE")); unsetenv("AMP");
     CHECK_OK(amp_settings_read_env(&s));
     CHECK(memcmp(&s, &before, sizeof s) == 0);
 }
@@ -376,16 +384,16 @@ TEST(the_environment_is_read_when_asked_for) {
 TEST(nothing_is_read_silently) {
     amp_context *amp;
     amp_desc d;
-    setenv("AMP_DTYPE", "bf16", 1);
-    setenv("AMP_NONSENSE", "1", 1);
+    setenv(ENV("DTYPE"), "bf16", 1);
+    setenv(ENV("NONSENSE"), "1", 1);
     memset(&d, 0, sizeof d);
     d.dtype = AMP_F32;
     CHECK_OK(amp_open(&amp, &d));
     CHECK_OK(amp_query(amp, &d));
     CHECK_EQ(d.dtype, AMP_F32);
     amp_close(amp);
-    unsetenv("AMP_DTYPE");
-    unsetenv("AMP_NONSENSE");
+    unsetenv(ENV("DTYPE"));
+    unsetenv(ENV("NONSENSE"));
 }
 
 /* ---- Contradictions */
@@ -429,7 +437,8 @@ TEST(fields_out_of_range_are_refused) {
     amp_settings s;
     memset(&s, 0, sizeof s);
     CHECK_ERR(amp_settings_fill_v(&s, NULL, NULL, NULL, NULL, NULL, 7), AMP_ERR_VERSION);
-#define FIELD(assignment, why) do { memset(&s, 0, sizeof s); assignment; CHECK_ERR(amp_settings_check(&s), AMP_ERR_RANGE); CHECK(says(why)); } while (0)
+#define FIELD(assignment, why) \
+    do { memset(&s, 0, sizeof s); assignment; CHECK_ERR(amp_settings_check(&s), AMP_ERR_RANGE); CHECK(says(why)); } while (0)
     FIELD(s.dtype = AMP_F64, ".dtype = 2, must be one of auto");
     FIELD(s.level = (amp_level)9, ".level = 9, must be one of O0, O1, O2 or O3");
     FIELD(s.policy = (amp_policy)-1, ".policy = -1");
@@ -976,6 +985,7 @@ TEST(clip_norm_bounds_the_step) {
     CHECK_EQ(amp_outcome_next(clipped->optimizer, &b), 1);
     CHECK(b.clip_coef * b.norm <= 0.25f && b.clip_coef < 1);
     amp_optimizer_desc d;
+    memset(&d, 0, sizeof d);
     CHECK_OK(amp_optimizer_query(clipped->optimizer, &d));
     CHECK(d.clip_norm == 0.25);
     CHECK_ERR(amp_optimizer_set_clip(clipped->optimizer, -1), AMP_ERR_RANGE);
@@ -1100,6 +1110,209 @@ TEST(debug_makes_the_log_detailed) {
     }
 }
 
+TEST(debug_tells_each_decision_once) {
+    for (int debug = 0; debug < 2; debug++) {
+        amp_settings s = settings_of("dtype=bf16");
+        net *n = net_open(&s);
+        memset(logged, 0, sizeof logged);
+        n->amp->desc.logger.write = count_log;
+        s.debug = debug;
+        CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+        net_train(n, 5, NULL);
+        CHECK_MSG(debug ? logged[AMP_LOG_DEBUG] >= 4 && logged[AMP_LOG_DEBUG] < 10 : logged[AMP_LOG_DEBUG] == 0, "%d", logged[AMP_LOG_DEBUG]);
+        net_close(n);
+    }
+}
+
+/* ---- What the monitor does by them */
+
+/* Steps with a monitor; step `bad` (from 0) has a NaN in its gradients.  Counts records by what they say. */
+typedef struct seen { int records, skipped, memory, actions[5], troubles[5]; int64_t cleaned; } seen;
+
+static amp_monitor *monitor_of(net *n, const amp_settings *s, const char *path) {
+    amp_monitor *monitor = NULL;
+    amp_monitor_desc d;
+    memset(&d, 0, sizeof d);
+    CHECK_OK(amp_settings_fill(s, n->amp, NULL, NULL, NULL, &d));
+    d.path = path; d.optimizer = n->optimizer; d.scaler = n->scaler;
+    CHECK_OK(amp_monitor_create(n->amp, &monitor, &d));
+    return monitor;
+}
+
+static seen monitored(net *n, amp_monitor *monitor, int steps, int first_bad, int last_bad) {
+    uint32_t nan_bits = 0x7fc00000u;
+    amp_step_info info;
+    amp_step_record record;
+    amp_cache_info cache;
+    seen count;
+    memset(&count, 0, sizeof count);
+    memset(&info, 0, sizeof info);
+    for (int i = 0; i < steps; i++) {
+        info.loss = (double)net_forward(n, n->step++, 1);
+        if (i >= first_bad && i <= last_bad) memcpy(&n->logits[0], &nan_bits, 4);
+        net_backward(n);
+        CHECK_OK(amp_step(n->optimizer, n->scaler));
+        (void)net_forward(n, 0, 0);
+        (void)net_forward(n, 0, 0);             /* which keeps casts */
+        CHECK_OK(amp_monitor_step(monitor, &info));
+        CHECK_OK(amp_cast_cache_info(n->amp, &cache));
+        count.cleaned += cache.entries == 0;
+        while (amp_monitor_next(monitor, &record)) {
+            count.records++;
+            count.skipped += !record.outcome.applied;
+            count.memory += record.has_memory;
+            count.actions[record.action]++;
+            count.troubles[record.trouble]++;
+        }
+    }
+    return count;
+}
+
+static int lines_of(const char *path) {
+    void *text;
+    size_t bytes;
+    int lines = 0;
+    CHECK_OK(amp_file_read_all(NULL, path, &text, &bytes));
+    for (size_t i = 0; i < bytes; i++) lines += ((const char *)text)[i] == '\n';
+    amp_file_free(NULL, text, bytes);
+    return lines;
+}
+
+TEST(nan_action_decides_what_is_done) {
+    static const struct { const char *lines; amp_nan_action action; } rows[] = {
+        {"nan_action=report", AMP_NAN_REPORT}, {"nan_action=skip", AMP_NAN_SKIP}, {"nan_action=stop", AMP_NAN_STOP}, {"nan_action=recover", AMP_NAN_RECOVER}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char lines[64];
+        snprintf(lines, sizeof lines, "dtype=fp32\n%s", rows[i].lines);
+        amp_settings s = settings_of(lines);
+        net *n = net_open(&s);
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        seen count = monitored(n, monitor, 6, 5, 5);
+        CHECK_EQ(count.troubles[AMP_TROUBLE_GRADIENTS], 1);
+        CHECK_EQ(count.actions[rows[i].action], 1);
+        CHECK_EQ(count.skipped, rows[i].action != AMP_NAN_REPORT);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
+TEST(max_skips_decides_when_skips_are_trouble) {
+    for (int most = 2; most <= 4; most++) {
+        char lines[96];
+        snprintf(lines, sizeof lines, "dtype=fp16\ninit_scale=65536\nnan_action=stop\nmax_skips=%d", most);
+        amp_settings s = settings_of(lines);
+        net *n = net_open(&s);
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        seen count = monitored(n, monitor, 6, 1, 3);
+        CHECK_EQ(count.skipped, 3);
+        CHECK_EQ(count.actions[AMP_NAN_STOP] > 0, most <= 3);
+        CHECK_EQ(count.troubles[AMP_TROUBLE_SKIPS] > 0, most <= 3);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
+TEST(intervals_decide_when_the_monitor_acts) {
+    const char *path = temporary("monitor.jsonl");
+    amp_settings s = settings_of("dtype=bf16\nlog_interval=4\nmemory_interval=3\ncleanup_interval=5");
+    net *n = net_open(&s);
+    amp_monitor *monitor = monitor_of(n, &s, path);
+    seen count = monitored(n, monitor, 30, -1, -1);
+    CHECK_EQ(count.records, 30);
+    CHECK_EQ(count.memory, 10);
+    CHECK_EQ(count.cleaned, 6);
+    amp_monitor_destroy(monitor);
+    int lines = lines_of(path);
+    CHECK_MSG(lines >= 7 && lines <= 8, "%d lines", lines);
+    monitor = monitor_of(n, &s, path);
+    s = settings_of("dtype=bf16\nlog_interval=1\nmemory_interval=off\ncleanup_interval=off");      /* while training runs */
+    CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, monitor));
+    count = monitored(n, monitor, 30, -1, -1);
+    CHECK_EQ(count.memory, 0);
+    CHECK_EQ(count.cleaned, 0);
+    amp_monitor_destroy(monitor);
+    CHECK_EQ(lines_of(path), 30);
+    remove(path);
+    net_close(n);
+}
+
+TEST(memory_warning_is_a_share_of_the_device) {
+    for (int warns = 0; warns < 2; warns++) {
+        amp_settings s = settings_of(warns ? "dtype=fp32\nmemory_interval=1\nmemory_warning=1e-9" : "dtype=fp32\nmemory_interval=1\nmemory_warning=1");
+        net *n = net_open(&s);
+        memset(logged, 0, sizeof logged);
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        (void)monitored(n, monitor, 5, -1, -1);
+        CHECK_EQ(logged[AMP_LOG_WARNING], warns);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
+TEST(max_retries_bounds_recoveries) {
+    static const struct { const char *value; int restored; } rows[] = {{"0", 0}, {"1", 1}, {"default", 3}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char lines[96];
+        snprintf(lines, sizeof lines, "dtype=fp32\nnan_action=recover\nmax_retries=%s", rows[i].value);
+        amp_settings s = settings_of(lines);
+        net *n = net_open(&s);
+        uint32_t nan_bits = 0x7fc00000u;
+        amp_recovery *recovery;
+        amp_recovery_desc d;
+        amp_recovery_event event;
+        amp_step_info info;
+        amp_step_record record;
+        int restored = 0, stopped = 0;
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        memset(&d, 0, sizeof d);
+        memset(&info, 0, sizeof info);
+        d.params = n->params; d.n_params = PARAMS; d.optimizer = n->optimizer; d.scaler = n->scaler;
+        d.max_retries = s.max_retries;
+        CHECK_OK(amp_recovery_create(n->amp, &recovery, &d));
+        for (int step = 0; step < 12 && !stopped; step++) {
+            (void)net_forward(n, step, 1);
+            memcpy(&n->logits[0], &nan_bits, 4);
+            net_backward(n);
+            CHECK_OK(amp_step(n->optimizer, n->scaler));
+            CHECK_OK(amp_monitor_step(monitor, &info));
+            while (!stopped && amp_monitor_next(monitor, &record)) {
+                CHECK_OK(amp_recovery_step(recovery, &record, &event));
+                restored += event.action == AMP_RECOVERY_RESTORED;
+                stopped = event.action == AMP_RECOVERY_STOP;
+            }
+        }
+        CHECK_EQ(restored, rows[i].restored);
+        CHECK_EQ(stopped, 1);
+        amp_recovery_destroy(recovery);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
+TEST(numerics_interval_is_that_of_the_looks) {
+    amp_settings s = settings_of("dtype=fp16\nnumerics_interval=4");
+    net *n = net_open(&s);
+    amp_numerics *numerics;
+    amp_numerics_desc d;
+    amp_numerics_report report;
+    int due = 0;
+    memset(&d, 0, sizeof d);
+    d.params = n->params; d.n_params = PARAMS;
+    d.interval = s.numerics_interval;
+    CHECK_OK(amp_numerics_create(n->amp, &numerics, &d));
+    for (int i = 0; i < 12; i++) {
+        CHECK_OK(amp_numerics_step(numerics, &report));
+        due += report.due;
+    }
+    CHECK_EQ(due, 3);
+    amp_numerics_destroy(numerics);
+    net_close(n);
+}
+
 /* ---- Switching while training runs */
 
 static amp_state *net_save(const net *n) {
@@ -1159,6 +1372,23 @@ TEST(switching_is_resuming) {
     }
     CHECK_MSG(skipped > 0, "the large scale overflowed in no step");
     net_close(run);
+}
+
+TEST(a_switch_of_dtype_empties_the_cast_cache) {
+    amp_settings s = settings_of("dtype=bf16");
+    net *n = net_open(&s);
+    amp_cache_info info;
+    for (int i = 0; i < 2; i++) {
+        net_forward(n, 0, 0);
+        net_forward(n, 0, 0);
+        CHECK_OK(amp_cast_cache_info(n->amp, &info));
+        CHECK(info.entries > 0);
+        s = settings_of(i == 0 ? "dtype=fp16\nscaler=off" : "dtype=fp16\nscaler=off\ncache=off");
+        CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+        CHECK_OK(amp_cast_cache_info(n->amp, &info));
+        CHECK_EQ(info.entries, 0);
+    }
+    net_close(n);
 }
 
 /* The formats do give different numbers, or the test above could not fail. */
@@ -1228,19 +1458,27 @@ TEST(the_scalers_rule_changes_in_place) {
     net *n = net_open(&s);
     amp_k_scaler state;
     amp_scaler_desc d;
+    memset(&d, 0, sizeof d);
     net_train(n, 6, NULL);
     CHECK_OK(amp_scaler_get(n->scaler, &state));
     CHECK_EQ(state.growth_tracker, 6);
-    s = settings_of("dtype=fp16\ngrowth_interval=8\nhysteresis=2\ngrowth_factor=4\nmax_scale=2048\ninit_scale=512");
+    s = settings_of("dtype=fp16\ngrowth_interval=8\nhysteresis=2\ngrowth_factor=4\nmax_scale=3072\ninit_scale=512");
     CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
     CHECK_OK(amp_scaler_get(n->scaler, &state));
     CHECK_EQ(state.growth_tracker, 6);
     CHECK_EQ(state.hysteresis_left, 2);
     CHECK(state.scale == 1024.0f);
     net_train(n, 2, NULL);
-    CHECK(amp_scaler_scale(n->scaler) == 2048.0f);      /* 1024 times 4, up to the new ceiling */
+    CHECK(amp_scaler_scale(n->scaler) == 3072.0f);      /* 1024 times 4, up to the new ceiling */
     CHECK_OK(amp_scaler_query(n->scaler, &d));
-    CHECK(d.growth_factor == 4 && d.max_scale == 2048.0f && d.tolerance == 0.25);
+    CHECK(d.growth_factor == 4 && d.max_scale == 3072.0f && d.tolerance == 0.25);
+    net_train(n, 5, NULL);
+    s = settings_of("dtype=fp16\ngrowth_interval=3");   /* below the tracker, so the count begins anew */
+    CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+    net_train(n, 2, NULL);
+    CHECK(amp_scaler_scale(n->scaler) == 3072.0f);
+    net_train(n, 1, NULL);
+    CHECK(amp_scaler_scale(n->scaler) == 6144.0f);
     net_close(n);
 }
 
@@ -1305,11 +1543,16 @@ TEST(a_cycle_must_be_whole_before_settings_change) {
     net *n = net_open(&s);
     net_train(n, 1, NULL);
     CHECK_ERR(amp_settings_apply(&other, n->amp, n->scaler, n->optimizer, NULL), AMP_ERR_STATE);
-    CHECK(says("1 of 3 micro-batches are accumulated"));
+    CHECK(says("first.weight has a gradient that no step has used"));
     CHECK_EQ(computes(n->amp, AMP_OP_LINEAR), AMP_F32);
     net_train(n, 2, NULL);
     CHECK_OK(amp_settings_apply(&other, n->amp, n->scaler, n->optimizer, NULL));
     CHECK_EQ(computes(n->amp, AMP_OP_LINEAR), AMP_BF16);
+    net_forward(n, 0, 1);                               /* a step that has begun is no time either */
+    net_backward(n);
+    CHECK_ERR(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL), AMP_ERR_STATE);
+    CHECK_OK(amp_optimizer_set_accumulation(n->optimizer, 1));
+    CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
     net_close(n);
 }
 
@@ -1356,6 +1599,7 @@ static void trains_with(const char *file, amp_settings *s) {
     CHECK_OK(amp_settings_read_file(s, NULL, path));
     CHECK_OK(amp_settings_check(s));
     n = net_open(s);
+    n->amp->desc.logger.write = count_log;
     net_train(n, 60, losses);
     CHECK_MSG(losses[59] < losses[0] && amp_count_nonfinite(losses, AMP_F32, 60, NULL) == 0, "%s: %g to %g", file, (double)losses[0], (double)losses[59]);
     net_close(n);
@@ -1390,7 +1634,10 @@ int main(int argc, char **argv) {
     RUN(clip_norm_bounds_the_step); RUN(accumulation_decides_when_amp_step_steps);
     RUN(a_new_cycle_is_as_if_the_old_one_had_not_begun); RUN(nan_action_reaches_optimizer_and_monitor);
     RUN(intervals_reach_the_monitor); RUN(debug_makes_the_log_detailed);
-    RUN(switching_is_resuming); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
+    RUN(debug_tells_each_decision_once); RUN(nan_action_decides_what_is_done); RUN(max_skips_decides_when_skips_are_trouble);
+    RUN(intervals_decide_when_the_monitor_acts); RUN(memory_warning_is_a_share_of_the_device);
+    RUN(max_retries_bounds_recoveries); RUN(numerics_interval_is_that_of_the_looks);
+    RUN(switching_is_resuming); RUN(a_switch_of_dtype_empties_the_cast_cache); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
     RUN(evaluation_is_in_the_trainings_precision); RUN(the_scalers_rule_changes_in_place);
     RUN(what_cannot_change_is_refused_and_nothing_changes); RUN(a_device_without_the_dtype_refuses_the_switch);
     RUN(a_cycle_must_be_whole_before_settings_change); RUN(levels_with_16_bit_weights_keep_their_dtype);

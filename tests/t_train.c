@@ -433,6 +433,75 @@ TEST(idx_files) {
     CHECK_ERR(idx_open(&file, path), AMP_ERR_OPEN);
 }
 
+/* ---- Where memory ends */
+
+/* stdout and stderr to nowhere, and back. */
+static void silence(int on) {
+    static int saved[2];
+    fflush(stdout);
+    for (int i = 0; i < 2; i++) {
+        int nowhere = on ? open("/dev/null", O_WRONLY) : saved[i];
+        if (on) saved[i] = dup(i + 1);
+        CHECK(dup2(nowhere, i + 1) == i + 1);
+        close(nowhere);
+    }
+}
+
+static void open_small(run *r, char **argv, int argc) {
+    settings set;
+    amp_state *resumed = NULL;
+    memset(given.text, 0, sizeof given.text);
+    memset(given.on_command_line, 0, sizeof given.on_command_line);
+    CHECK_MSG(read_settings(argc, argv, &set, &resumed) == AMP_OK, "%s", example_error());
+    CHECK_MSG(open_run(r, &set, resumed) == AMP_OK, "%s", example_error());
+}
+
+/* The step is done again from the same batch, then in halves of it, which hold the same tokens; training goes on. */
+TEST(smaller_pieces) {
+    static char program[] = "train_gpt", all[] = "--data=PATH --steps=3 --batch=4 --seq=8 --layers=1 --heads=1 --channels=8 --precision=fp32 "
+                            "--nan-action=recover --save=none --metrics=none --threads=1 --workers=0 --validation=0.2";
+    char *argv[16] = {program}, data[300], text[600];
+    int32_t before[64], after[64];
+    amp_optimizer_desc optimizer;
+    progress bar;
+    amp_batch batch;
+    run r;
+    int argc = 1, i;
+    for (i = 0; i < 600; i++) text[i] = (char)(97 + i * i % 23);
+    write_file(scratch("pieces"), text, sizeof text);
+    snprintf(data, sizeof data, "--data=%s", scratch("pieces"));
+    for (char *flag = strtok(all, " "); flag != NULL; flag = strtok(NULL, " ")) argv[argc++] = strstr(flag, "PATH") ? data : flag;
+    silence(1);
+    open_small(&r, argv, argc);
+    progress_open(&bar, r.steps);
+    CHECK_OK(train(&r, &bar, 1));
+    CHECK_EQ(r.step, 3);
+    CHECK_OK(next_batch(&r, 0, &batch));
+    memcpy(before, batch.inputs, sizeof before / 2);
+    CHECK_OK(answer_memory(&r, &bar));
+    CHECK(r.trouble[0] == 0 && r.set.batch == 4);
+    CHECK_OK(next_batch(&r, 0, &batch));
+    CHECK_EQ(batch.batch, 4);
+    CHECK(memcmp(before, batch.inputs, sizeof before / 2) == 0);
+    CHECK_OK(answer_memory(&r, &bar));
+    CHECK(r.trouble[0] == 0 && r.set.batch == 2 && r.set.accumulation == 2);
+    CHECK_OK(amp_optimizer_query(r.optimizer, &optimizer));
+    CHECK_EQ(optimizer.accumulation, 2);
+    for (i = 0; i < 2; i++) {
+        CHECK_OK(next_batch(&r, i, &batch));
+        CHECK_EQ(batch.batch, 2);
+        memcpy(after + 16 * i, batch.inputs, sizeof after / 4);
+    }
+    CHECK(memcmp(before, after, sizeof before / 2) == 0);
+    r.steps = 6;
+    CHECK_OK(train(&r, &bar, 1));
+    CHECK_EQ(r.step, 6);
+    CHECK(r.recovery != NULL && r.outcome.applied_steps == 6);
+    close_run(&r);
+    silence(0);
+    remove(scratch("pieces"));
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(defaults_are_legal);
@@ -455,5 +524,6 @@ int main(int argc, char **argv) {
     RUN(untied_output_weights_are_refused);
     RUN(model_limits);
     RUN(idx_files);
+    RUN(smaller_pieces);
     return TEST_END();
 }

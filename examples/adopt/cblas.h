@@ -14,13 +14,27 @@
  * What goes wrong is said on stderr, at most ten times.  A dtype that this machine lacks, or no dtype at all: fp32.  No
  * memory: that product in fp32 by a plain loop.  Bad arguments: nothing is computed, as in BLAS.
  *
- * Several files: each that includes this one gets a copy of its own, which is right but compiles amp.h again.  Compiled
- * with -DAMP_CBLAS_SHARED they only declare it, and one file more defines AMP_CBLAS_IMPLEMENTATION and includes this one;
- * system headers then stay out of the program's files as well.  A file that included amp.h before uses that.
+ * Several files: each that includes this one gets a copy of its own, which is right but compiles amp.h again.  With
+ * -DAMP_CBLAS_SHARED they only declare it, and cblas.c, compiled beside them, is the one copy; system headers then stay out
+ * of the program's files as well.  A file that included amp.h before uses that.
  * May be called from several threads at once.  With -std=c99 it must be the first include, or shared. */
 #if !defined(AMP_CBLAS_H_INCLUDED)
 #define AMP_CBLAS_H_INCLUDED
 #pragma GCC system_header       /* the program's warning flags are for the program */
+
+/* AMP_CBLAS_API: how the one function, and what it needs, is compiled.  amp.h comes before system headers. */
+#if defined(AMP_CBLAS_IMPLEMENTATION)
+#  define AMP_IMPLEMENTATION
+#  include "../../amp.h"
+#  define AMP_CBLAS_API
+#elif !defined(AMP_CBLAS_SHARED)
+#  if !defined(AMP_H_INCLUDED)
+#    define AMP_STATIC
+#    define AMP_IMPLEMENTATION
+#    include "../../amp.h"
+#  endif
+#  define AMP_CBLAS_API static __attribute__((unused))
+#endif
 
 #if defined(__has_include_next) && !defined(AMP_CBLAS_ALONE)
 #  if __has_include_next(<cblas.h>)
@@ -35,20 +49,6 @@ typedef enum CBLAS_TRANSPOSE { CblasNoTrans = 111, CblasTrans = 112, CblasConjTr
 #  if !defined(__cplusplus)
 #    pragma GCC diagnostic error "-Wimplicit-function-declaration"     /* a linked BLAS would get wrong arguments */
 #  endif
-#endif
-
-/* AMP_CBLAS_API: how the one function, and what it needs, is compiled. */
-#if defined(AMP_CBLAS_IMPLEMENTATION)
-#  define AMP_IMPLEMENTATION
-#  include "../../amp.h"
-#  define AMP_CBLAS_API
-#elif !defined(AMP_CBLAS_SHARED)
-#  if !defined(AMP_H_INCLUDED)
-#    define AMP_STATIC
-#    define AMP_IMPLEMENTATION
-#    include "../../amp.h"
-#  endif
-#  define AMP_CBLAS_API static __attribute__((unused))
 #endif
 
 #include <stdint.h>

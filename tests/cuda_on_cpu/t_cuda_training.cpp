@@ -648,6 +648,214 @@ CUDA_TEST(late_step_waits_for_two_before) {
     CHECK(std::set<double>(losses.begin(), losses.end()).size() == losses.size());
 }
 
+/* ---- The same with a monitor */
+
+struct watched : network {
+    amp_monitor *monitor = NULL;
+    std::string path;
+    std::vector<amp_step_record> records;
+
+    watched() {
+        path = token_file();
+        path += ".jsonl";
+    }
+    ~watched() {
+        amp_monitor_destroy(monitor);
+        unlink(path.c_str());
+    }
+    amp_result watch(int64_t memory_interval) {
+        amp_monitor_desc d = {};
+        d.path = path.c_str();
+        d.optimizer = optimizer;
+        d.scaler = scaler;
+        d.log_interval = 1;
+        d.memory_interval = memory_interval;
+        return amp_monitor_create(amp, &monitor, &d);
+    }
+    /* Forward and backward stand in one call here. */
+    amp_result watched_step(bool overflow) {
+        amp_step_info info = {};
+        info.no_loss = 1;
+        info.tokens = ROWS;
+        TRY(amp_monitor_phase(monitor, AMP_PHASE_DATA));
+        TRY(amp_loader_next(loader, &batch));
+        embedding.ids = batch.inputs;
+        loss.labels = batch.targets;
+        TRY(amp_monitor_phase(monitor, AMP_PHASE_FORWARD));
+        TRY(compute());
+        if (overflow) TRY(amp_fill(amp, params[HEAD_WEIGHT].grad.data, 0xff, 4));
+        TRY(amp_monitor_phase(monitor, AMP_PHASE_OPTIMIZER));
+        TRY(amp_step(optimizer, scaler));
+        TRY(amp_monitor_step(monitor, &info));
+        for (amp_step_record r; amp_monitor_next(monitor, &r);) records.push_back(r);
+        return AMP_OK;
+    }
+    std::vector<std::string> lines() {
+        std::vector<std::string> out;
+        void *data;
+        size_t bytes;
+        CHECK_OK(amp_file_read_all(NULL, path.c_str(), &data, &bytes));
+        std::string all((char *)data, bytes);
+        amp_file_free(NULL, data, bytes);
+        for (size_t from = 0, end; (end = all.find('\n', from)) != std::string::npos; from = end + 1) out.push_back(all.substr(from, end - from));
+        return out;
+    }
+};
+
+static std::string field(const std::string &line, const char *key) {
+    std::string name = std::string("\"") + key + "\": ";
+    size_t at = line.find(name);
+    return at == std::string::npos ? "" : line.substr(at + name.size(), line.find_first_of(",}", at) - at - name.size());
+}
+
+/* The records are the CPU backend's; times are the GPU's own. */
+CUDA_TEST(records_are_the_cpus) {
+    watched side[2];
+    coc_set_modelled_clock(1);
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(side[i].open(settings(i ? amp_cuda() : amp_cpu(), AMP_LEVEL_O2), AMP_NO_WORKERS));
+        CHECK_OK(side[i].watch(4));
+        for (int step = 0; step < 9; step++) CHECK_OK(side[i].watched_step(step == 4));
+        CHECK_EQ(side[i].records.size(), 7);
+        CHECK_OK(amp_monitor_epoch(side[i].monitor, NULL));
+        for (amp_step_record r; amp_monitor_next(side[i].monitor, &r);) side[i].records.push_back(r);
+        CHECK_EQ(side[i].lines().size(), 10);
+    }
+    for (size_t n = 0; n < 9 && n < side[0].records.size() && n < side[1].records.size(); n++) {
+        const amp_step_record &a = side[0].records[n], &b = side[1].records[n];
+        CHECK(a.outcome.step == b.outcome.step && a.outcome.applied == b.outcome.applied && a.outcome.applied == (n != 4));
+        CHECK(a.outcome.scale == b.outcome.scale && a.outcome.growth_tracker == b.outcome.growth_tracker && a.outcome.lr == b.outcome.lr);
+        CHECK(a.dtype == b.dtype && a.trouble == b.trouble && a.has_memory == b.has_memory && a.has_memory == (n % 4 == 3));
+        CHECK(b.phase_seconds[AMP_PHASE_FORWARD] > 0 && b.phase_seconds[AMP_PHASE_OPTIMIZER] > 0 && b.phase_seconds[AMP_PHASE_OTHER] < b.seconds / 10);
+        if (CUDA_IS_MODEL && n > 1) CHECK_MSG(fabs(b.seconds / side[1].records[1].seconds - 1) < 1e-3, "%g s", b.seconds);     /* the same work */
+        if (b.has_memory) CHECK(b.memory.allocated > 0 && b.memory.reserved >= b.memory.allocated && b.memory.device_total > 0);
+    }
+    for (size_t n = 0; n < 10; n++)
+        for (const char *key : {"event", "step", "epoch", "scale", "tracker", "skipped", "skips", "troubles", "dtype", "lr", "first_bad"})
+            CHECK_MSG(field(side[0].lines()[n], key) == field(side[1].lines()[n], key), "%s: %s and %s", key, side[0].lines()[n].c_str(),
+                      side[1].lines()[n].c_str());
+    CHECK(field(side[1].lines()[4], "first_bad") == "\"head.weight\"" && field(side[1].lines()[9], "event") == "\"epoch\"");
+    coc_set_modelled_clock(0);
+}
+
+/* A monitor makes no step wait that would not wait without it, and allocates nothing. */
+CUDA_TEST(monitor_does_not_wait) {
+    for (int late = 0; late < 2; late++) {
+        watched gpu;
+        CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS));
+        CHECK_OK(gpu.watch(5));
+        if (late) coc_set_schedule(COC_LATE);
+        else coc_set_patience(0);
+        long blocks = 0;
+        for (int i = 0; i < 24; i++) {
+            if (i == 4) blocks = host_blocks;
+            coc_reset_counts();
+            CHECK_OK(gpu.watched_step(false));
+            if (i < 4 || !CUDA_IS_MODEL) continue;
+            CHECK_MSG(coc_count().synchronising <= late, "%s", coc_synchronising_calls().c_str());
+            CHECK_EQ(coc_count().allocations + coc_count().frees, 0);
+            CHECK_EQ(coc_calls("cudaMemGetInfo"), 0);
+            CHECK_EQ(gpu.records.size(), i - 1);
+            CHECK_EQ(host_blocks, blocks);
+        }
+        coc_set_patience(1);
+        CHECK_EQ(gpu.lines().size(), 22);
+    }
+}
+
+/* Steps of a graph have the records of the same steps without one, and no wait; phases inside a capture are nobody's. */
+CUDA_TEST(records_of_a_graph) {
+    std::vector<amp_step_record> records[2];
+    for (int captured = 0; captured < 2; captured++) {
+        watched gpu;
+        amp_graph *graph = NULL;
+        CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+        CHECK_OK(gpu.for_graphs(0.25f));
+        CHECK_OK(gpu.watch(3));
+        coc_set_patience(0);
+        for (int i = 0; i < 10; i++) {
+            bool capture = captured && i == 1, launch = captured && i > 0;
+            amp_step_info info = {};
+            info.no_loss = 1;
+            CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_DATA));
+            CHECK_OK(gpu.next_copied());
+            if (i == 3) coc_reset_counts();
+            if (capture) CHECK_OK(amp_graph_begin(gpu.amp));
+            if (capture || !launch) {
+                CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_FORWARD));
+                CHECK_OK(gpu.compute());
+                CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_OPTIMIZER));
+                CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+            }
+            if (capture) CHECK_ERR(amp_monitor_step(gpu.monitor, &info), AMP_ERR_STATE);
+            if (capture) CHECK_OK(amp_graph_end(gpu.amp, &graph));
+            if (launch) CHECK_OK(amp_monitor_phase(gpu.monitor, AMP_PHASE_FORWARD));
+            if (launch) CHECK_OK(amp_graph_launch(graph));
+            CHECK_OK(amp_monitor_step(gpu.monitor, &info));
+            for (amp_step_record r; amp_monitor_next(gpu.monitor, &r);) records[captured].push_back(r);
+        }
+        coc_set_patience(1);
+        if (CUDA_IS_MODEL) CHECK_MSG(coc_count().synchronising == 0, "%s", coc_synchronising_calls().c_str());
+        amp_graph_destroy(graph);
+    }
+    CHECK(records[0].size() == 8 && records[1].size() == 8);
+    for (size_t n = 0; n < 8 && n < records[1].size(); n++) {
+        const amp_step_record &a = records[0][n], &b = records[1][n];
+        CHECK(a.outcome.step == b.outcome.step && a.outcome.norm == b.outcome.norm && a.outcome.scale == b.outcome.scale);
+        CHECK(a.outcome.growth_tracker == b.outcome.growth_tracker && a.outcome.lr == b.outcome.lr && b.seconds > 0);
+    }
+}
+
+CUDA_TEST(status_of_the_gpu) {
+    network gpu;
+    amp_status s;
+    char text[8192];
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS));
+    CHECK_OK(gpu.forward_backward());
+    CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+    CHECK_OK(amp_status_get(gpu.amp, gpu.scaler, 0, &s));
+    CHECK(strcmp(s.backend, "cuda") == 0 && strcmp(s.machine.device.kind, "cuda") == 0 && s.choice.dtype == AMP_F16 && s.level == AMP_LEVEL_O2);
+    CHECK(s.has_scaler && s.scale == 1024 && s.growth_tracker == 1 && s.updates == 1 && s.skips == 0);
+    CHECK(s.memory.allocated > 0 && s.memory.reserved >= s.memory.allocated && s.memory.peak >= s.memory.allocated);
+    CHECK(s.memory_share == (double)s.memory.reserved / (double)s.memory.device_total && s.memory_share > 0 && s.memory_share < 1);
+    CHECK(amp_status_json(&s, text, sizeof text) < sizeof text);
+    snprintf(text + 7000, 100, "\"compute_capability\": %d.%d", s.machine.device.cc_major, s.machine.device.cc_minor);
+    if (s.machine.device.cc_minor == 0) text[7000 + strlen(text + 7000) - 2] = 0;
+    CHECK(strlen(text) < 7000 && strstr(text, text + 7000) != NULL && field(text, "kind") == "\"cuda\"");
+    CHECK(amp_status_text(&s, text, sizeof text) < sizeof text && strstr(text, "backend cuda") && strstr(text, "compute capability"));
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_ERR(amp_status_get(gpu.amp, gpu.scaler, 0, &s), AMP_ERR_STATE);
+    amp_graph *graph = NULL;
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    amp_graph_destroy(graph);
+}
+
+/* A call of CUDA's that fails is told of, and leaves nothing behind. */
+CUDA_TEST(monitor_calls_may_fail) {
+    if (!CUDA_IS_MODEL) SKIP("a GPU's calls do not fail when asked");
+    for (const char *function : {"cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventQuery", "cudaEventElapsedTime"}) {
+        int pending = 0, told = 0;
+        for (int n = 1; !pending && n < 400; n += n < 80 ? 1 : 13) {
+            amp_result result = AMP_OK;
+            {
+                watched gpu;
+                CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS));
+                coc_fail(function, n, cudaErrorUnknown);
+                result = gpu.watch(2);
+                for (int i = 0; i < 4 && result == AMP_OK; i++) result = gpu.watched_step(false);
+                if (result == AMP_OK) result = amp_monitor_epoch(gpu.monitor, NULL);
+                pending = coc_fail_pending();
+                coc_fail_clear();
+                CHECK_MSG(result == AMP_OK || (result == AMP_ERR_DEVICE && strstr(amp_last_error(), function)), "call %d of %s: %s", n, function, amp_last_error());
+                told += result != AMP_OK;
+            }
+            CHECK_EQ(host_blocks, 0);
+            coc_fail_clear();
+        }
+        CHECK_MSG(pending && told > 0, "%s: %d failures were told of", function, told);
+    }
+}
+
 /* Work that is still queued when its memory is freed keeps it to itself: a new loader's first batch comes after it. */
 CUDA_TEST(first_batch_waits_for_its_memory) {
     std::string differs = coc_every_order([](std::string *results) {
@@ -1131,6 +1339,96 @@ CUDA_TEST(graph_refusals) {
     amp_close(cpu);
 }
 
+/* A weight becomes NaN in step 13.  The snapshot of step 11 comes back, in bf16, and from there on the run is that of a twin
+   that switched at 11.  The step is in a graph, which is out of date then and captured anew. */
+struct guarded {
+    network n;
+    amp_monitor *monitor = NULL;
+    amp_recovery *recovery = NULL;
+    amp_graph *graph = NULL;
+    std::vector<amp_recovery_event> events;
+
+    ~guarded() {
+        amp_graph_destroy(graph);
+        amp_recovery_destroy(recovery);
+        amp_monitor_destroy(monitor);
+    }
+    void open(bool recover) {
+        amp_monitor_desc m = {};
+        amp_recovery_desc r = {};
+        amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+        CHECK_OK(n.open(d, 1));
+        CHECK_OK(n.for_graphs(0.25f));
+        m.optimizer = n.optimizer, m.scaler = n.scaler, m.nan_action = AMP_NAN_RECOVER;
+        CHECK_OK(amp_monitor_create(n.amp, &monitor, &m));
+        r.params = n.params, r.n_params = PARAMS, r.optimizer = n.optimizer, r.scaler = n.scaler, r.loader = n.loader, r.interval = 3;
+        if (recover) CHECK_OK(amp_recovery_create(n.amp, &recovery, &r));
+    }
+    void work() {
+        CHECK_OK(n.compute());
+        CHECK_OK(amp_step(n.optimizer, n.scaler));
+    }
+    /* One step: as usual at first, then as a graph. */
+    void step(int number) {
+        amp_step_info info = {};
+        float loss;
+        CHECK_OK(n.next_copied());
+        if (graph == NULL) {
+            work();
+            if (number % 3 == 2) {
+                CHECK_OK(amp_graph_begin(n.amp));
+                work();
+                CHECK_OK(amp_graph_end(n.amp, &graph));
+            }
+        } else CHECK_OK(amp_graph_launch(graph));
+        CHECK_OK(amp_copy(n.amp, &loss, n.loss.loss, 4, AMP_COPY_TO_HOST));
+        CHECK_OK(amp_sync(n.amp));
+        info.loss = (double)loss;
+        CHECK_OK(amp_monitor_step(monitor, &info));
+    }
+    void train(int from, int to, int bad) {
+        amp_step_record record;
+        amp_recovery_event event;
+        for (int k = from; k < to; k++) {
+            if (k == bad) {
+                CHECK_OK(amp_fill(n.amp, n.params[HEAD_WEIGHT].weight.data, 0xff, 64));
+                amp_param_touch(&n.params[HEAD_WEIGHT]);
+                bad = -1;
+            }
+            step(k);
+            while (amp_monitor_next(monitor, &record)) {
+                if (recovery == NULL) continue;
+                CHECK_OK(amp_recovery_step(recovery, &record, &event));
+                if (event.action == AMP_RECOVERY_NONE) continue;
+                events.push_back(event);
+                CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+                amp_graph_destroy(graph);
+                graph = NULL;
+                k = (int)event.step - 1;
+            }
+        }
+    }
+};
+
+CUDA_TEST(recovers_with_graphs) {
+    guarded w, twin;
+    amp_settings s = {};
+    w.open(true);
+    w.train(0, 18, 12);
+    CHECK_EQ(w.events.size(), 1);
+    CHECK(w.events[0].action == AMP_RECOVERY_RESTORED && w.events[0].cure == AMP_CURE_DTYPE && w.events[0].dtype == AMP_BF16);
+    CHECK_MSG(w.events[0].step == 11, "%s", w.events[0].text);
+    twin.open(false);
+    twin.train(0, 11, -1);
+    amp_graph_destroy(twin.graph);
+    twin.graph = NULL;
+    s.dtype = AMP_BF16;
+    s.clip_norm = 1;
+    CHECK_OK(amp_settings_apply(&s, twin.n.amp, twin.n.scaler, twin.n.optimizer, NULL));
+    twin.train(11, 18, -1);
+    CHECK(w.n.weights() == twin.n.weights());
+}
+
 /* ---- Numerics, verify, placement and gradient check in device memory */
 
 static int verify_step(void *user, amp_context *) { return ((network *)user)->compute(); }
@@ -1297,6 +1595,74 @@ CUDA_TEST(gradcheck_of_the_device) {
     }
 }
 
+/* Each change between two steps puts captured graphs out of date; captured again, they are the step under the new
+ * settings.  A graph that lives keeps its copies, whatever cleans up. */
+CUDA_TEST(graph_after_settings_change) {
+    static const char *const changes[] = {
+        "dtype=bf16\n", "dtype=fp16\n", "dtype=fp16\nenabled=off\n", "dtype=fp16\n", "dtype=fp32\ntf32=on\n", "dtype=bf16\nfallback=fp16\n",
+        "dtype=bf16\nmemory_efficient=on\n", "dtype=bf16\ncache=off\n", "dtype=bf16\nscaler=on\nclip_norm=0.5\n",
+        "dtype=bf16\nscaler=on\ngrowth_interval=2\n", "dtype=fp16\nmode=inference\n", "dtype=fp16\nmode=training\nnan_action=report\n"};
+    network gpu, plain;
+    amp_graph *graph = NULL;
+    int64_t freed = 0;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), 0));
+    CHECK_OK(plain.open(settings(amp_cuda(), AMP_LEVEL_O1), 0));
+    CHECK_OK(amp_operator_override(gpu.amp, AMP_OP_MATMUL, AMP_CAST_FP32));
+    for (network *n : {&gpu, &plain}) {
+        CHECK_OK(n->for_graphs(0));
+        CHECK_OK(n->next_copied());
+        CHECK_OK(n->compute());
+        CHECK_OK(amp_step(n->optimizer, n->scaler));
+    }
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_OK(gpu.compute());
+    CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+    CHECK_ERR(amp_cleanup(gpu.amp, NULL), AMP_ERR_STATE);
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    for (const char *lines : changes) {
+        amp_settings s;
+        memset((void *)&s, 0, sizeof s);
+        CHECK_OK(amp_settings_read_text(&s, "t", lines, strlen(lines)));
+        for (network *n : {&gpu, &plain}) CHECK_OK(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL));
+        CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+        amp_graph_destroy(graph);
+        if (s.mode == AMP_MODE_INFERENCE) {
+            CHECK_OK(amp_graph_begin(gpu.amp));
+            CHECK_OK(amp_graph_end(gpu.amp, &graph));
+            continue;
+        }
+        for (network *n : {&gpu, &plain}) {
+            CHECK_OK(n->next_copied());
+            CHECK_OK(n->compute());
+            CHECK_OK(amp_step(n->optimizer, n->scaler));
+        }
+        CHECK_OK(amp_graph_begin(gpu.amp));
+        CHECK_OK(gpu.compute());
+        CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+        CHECK_OK(amp_graph_end(gpu.amp, &graph));
+        for (int i = 0; i < 3; i++) {
+            CHECK_OK(gpu.next_copied());
+            CHECK_OK(amp_graph_launch(graph));
+            CHECK_OK(amp_cleanup(gpu.amp, &freed));
+            CHECK_OK(plain.next_copied());
+            CHECK_OK(plain.compute());
+            CHECK_OK(amp_step(plain.optimizer, plain.scaler));
+        }
+        CHECK_MSG(gpu.weights() == plain.weights(), "%s", lines);
+    }
+    CHECK_OK(amp_optimizer_set_clip(gpu.optimizer, 0.125));
+    CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+    amp_graph_destroy(graph);
+    amp_memory_info before, after;
+    CHECK_OK(amp_memory(gpu.amp, &before));
+    CHECK_OK(amp_cleanup(gpu.amp, &freed));
+    CHECK_OK(amp_memory(gpu.amp, &after));
+    CHECK(freed > 0 && before.reserved - after.reserved == freed);
+    CHECK_OK(gpu.compute());
+    CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+    CHECK_OK(amp_sync(gpu.amp));
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(verified_training_goes_on);
@@ -1309,6 +1675,11 @@ int main(int argc, char **argv) {
     RUN(recomputing_has_the_same_bits);
     RUN(steady_step_does_not_wait);
     RUN(late_step_waits_for_two_before);
+    RUN(records_are_the_cpus);
+    RUN(monitor_does_not_wait);
+    RUN(records_of_a_graph);
+    RUN(status_of_the_gpu);
+    RUN(monitor_calls_may_fail);
     RUN(first_batch_waits_for_its_memory);
     RUN(events_of_the_host);
     RUN(two_devices);
@@ -1317,6 +1688,8 @@ int main(int argc, char **argv) {
     RUN(graph_is_the_step);
     RUN(graph_launch_is_cheap);
     RUN(graph_refusals);
+    RUN(graph_after_settings_change);
+    RUN(recovers_with_graphs);
     RUN(every_call_may_fail);
     RUN(lost_device);
     RUN(out_of_memory);
