@@ -1480,6 +1480,44 @@ CUDA_TEST(verified_training_goes_on) {
     CHECK(train_and_verify(true, true) == plain);
 }
 
+/* A captured step stays right when amp_verify ran since; while one is captured nothing waits, and so nothing is looked at. */
+static std::string launch_and_verify(bool verify) {
+    network gpu;
+    amp_graph *graph = NULL;
+    amp_numerics *m = NULL;
+    amp_numerics_desc nd = {};
+    amp_numerics_report looked;
+    amp_verify_desc d = {};
+    amp_verify_report r = {};
+    std::string all;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
+    CHECK_OK(gpu.for_graphs(0.25f));
+    CHECK_OK(gpu.next_copied());
+    CHECK_EQ(verify_whole_step(&gpu, NULL), AMP_OK);
+    d.step = verify_step;
+    d.user = &gpu;
+    d.params = gpu.params; d.n_params = PARAMS;
+    d.optimizer = gpu.optimizer;
+    d.scaler = gpu.scaler;
+    nd.params = gpu.params; nd.n_params = PARAMS;
+    CHECK_OK(amp_numerics_create(gpu.amp, &m, &nd));
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_EQ(verify_whole_step(&gpu, NULL), AMP_OK);
+    CHECK_ERR(amp_verify(gpu.amp, &d, &r), AMP_ERR_STATE);
+    CHECK_ERR(amp_numerics_step(m, &looked), AMP_ERR_STATE);
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    for (int i = 0; i < 4; i++) {
+        CHECK_OK(gpu.next_copied());
+        if (verify && i == 2) CHECK_OK(amp_verify(gpu.amp, &d, &r));
+        CHECK_OK(amp_graph_launch(graph));
+        all += gpu.weights();
+    }
+    amp_numerics_destroy(m);
+    amp_graph_destroy(graph);
+    return all;
+}
+CUDA_TEST(verify_beside_a_graph) { CHECK(launch_and_verify(true) == launch_and_verify(false)); }
+
 CUDA_TEST(numerics_of_the_device) {
     network gpu;
     amp_numerics *m = NULL;
@@ -1628,6 +1666,7 @@ CUDA_TEST(graph_after_settings_change) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(verified_training_goes_on);
+    RUN(verify_beside_a_graph);
     RUN(numerics_of_the_device);
     RUN(placement);
     RUN(gradcheck_of_the_device);
