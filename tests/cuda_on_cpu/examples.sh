@@ -50,6 +50,18 @@ if build/model_amp_bench --features --feature pinning --device cuda --layers 1 -
     --warmup 1 --json none > "$work/bench.log" 2>&1 && grep -qE "^  pinning .* (gain|loss|even) .* (gain|loss|even)\$" "$work/bench.log"; then pass
 else fail "amp_bench: pinning" "$(tail -n 2 "$work/bench.log")"; fi
 
+# The classifier learns, and its losses on both devices are nearer to each other than the CPU's in fp32 and in bf16 are.
+classify() { # NAME DEVICE PRECISION
+    build/model_train_classifier --out "$work/$1" --device $2 --precision $3 --data "$work/few.tsv" --valid "$work/few.tsv" --hidden 32 --batch 4 \
+        --seq 16 --dropout 0 --lr 1e-2 --epochs 4 --save none > "$work/$1.log" 2>&1
+    grep '"event": "evaluation"' "$work/$1/classifier/metrics.jsonl" | sed 's/.*"validation_loss": *\([^,}]*\).*/\1/' > "$work/$1.losses"
+}
+printf 'a\tthe first\nb\tnext\na\tthe last of all\nb\tno\n' > "$work/few.tsv"
+classify on_cuda cuda fp32; classify on_cpu cpu fp32; classify other cpu bf16
+if paste "$work/on_cpu.losses" "$work/on_cuda.losses" "$work/other.losses" |
+    awk 'function off(x) {return x < $1 ? $1 - x : x - $1} {apart += off($2); own += off($3)} END {exit !(NR == 4 && $2 < 0.68 && apart < own)}'; then pass
+else fail "classifier" "$(paste "$work/on_cpu.losses" "$work/on_cuda.losses" "$work/other.losses") $(tail -n 1 "$work/on_cuda.log")"; fi
+
 refused() { # FLAGS TEXT
     if train refused $1; then fail "$1" "not refused"
     elif grep -q -e "$2" "$work/refused.log"; then pass; else fail "$1" "$(tail -n 1 "$work/refused.log")"; fi
