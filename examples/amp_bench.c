@@ -66,7 +66,7 @@ typedef struct bench {
     amp_desc desc;
     FILE *json;
     int64_t rows;                   /* in it */
-    char json_path[PATH_MAX], part_path[PATH_MAX + 8], tokens_path[PATH_MAX];
+    char json_path[PATH_MAX], part_path[PATH_MAX + 8];
 } bench;
 
 static amp_result open_context(const bench *b, amp_desc *desc, amp_context **out) {
@@ -329,7 +329,6 @@ static amp_result bench_precision(bench *b) {
 
 /* One of the two sides of a comparison, in a context of its own. */
 typedef struct side {
-    const bench *bench;
     int on;
     amp_context *amp;
     workload work;
@@ -357,7 +356,7 @@ typedef struct feature {
 static amp_result open_tokens(side *s, int32_t workers, int32_t prefetch, int ordinary) {
     amp_loader_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.path = s->bench->tokens_path;
+    desc.path = tokens_path;
     desc.format = AMP_TOKENS_U16;
     desc.batch = s->work.desc.batch;
     desc.seq = s->work.desc.seq;
@@ -488,7 +487,6 @@ static amp_result open_side(side *s, const bench *b, const feature *f, int on) {
     workload_desc model = size_of(b, 0);
     memset(s, 0, sizeof *s);
     memset(&desc, 0, sizeof desc);
-    s->bench = b;
     s->on = on;
     s->seconds = (double *)malloc((size_t)b->set.iterations * sizeof *s->seconds);
     if (s->seconds == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the times");
@@ -596,14 +594,14 @@ static amp_result bench_features(bench *b) {
     int64_t tokens = 4 * d.batch * d.seq + 1;
     amp_result result;
     int i;
-    TRY(tokens_file_make(b->tokens_path, sizeof b->tokens_path, tokens < 1 << 20 ? 1 << 20 : tokens, d.vocab));
+    TRY(tokens_file_make(tokens < 1 << 20 ? 1 << 20 : tokens, d.vocab));
     printf("\n%s: %lld layers, %lld channels, vocabulary %lld, batch %lld x %lld, %lld steps of each side in turn\n", named_shape(&d),
            (long long)d.layers, (long long)d.channels, (long long)d.vocab, (long long)d.batch, (long long)d.seq, (long long)b->set.iterations);
     printf("  %-16s %-18s %-20s %10s %10s %8s  %-14s  %-5s %9s %9s %8s\n", "feature", "on", "off", "ms on", "ms off", "speedup",
            "quartiles", "time", "MiB on", "MiB off", "off/on");
     for (i = 0, result = AMP_OK; i < FEATURES && result == AMP_OK; i++)
         if (strcmp(b->set.feature, "all") == 0 || strcmp(b->set.feature, features[i].name) == 0) result = bench_feature(b, &features[i]);
-    unlink(b->tokens_path);
+    tokens_file_remove();
     TRY(result);
     printf("\n  time: gain or loss where three quarters of the neighbouring steps agree, else even; mask-cache is one softmax,\n"
            "  cast-cache a step of %d micro-batches, fused-step the optimizer's part in fp16 with a scaler, all others training steps\n",

@@ -75,7 +75,6 @@ typedef struct check {
     char advice[MOST_ADVICE][240];
     int n_advice;
     workload work;                  /* what trains here */
-    char tokens_path[PATH_MAX];
     double pinned, ordinary;        /* GB/s to the device; 0: not measured */
     double loader_rate;             /* tokens/s, nothing else done */
     double train_rate, wait_share, utilisation, temperature, power;     /* the last three: -1 unknown */
@@ -383,7 +382,7 @@ enum { TOKENS_VOCAB = 256 };
 static amp_result tokens_loader(const check *c, int64_t batch, int64_t seq, amp_loader **out) {
     amp_loader_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.path = c->tokens_path;
+    desc.path = tokens_path;
     desc.format = AMP_TOKENS_U16;
     desc.batch = batch;
     desc.seq = seq;
@@ -707,10 +706,10 @@ static void report_training(check *c, const trained *t) {
 static void check_training(check *c) {
     amp_loader *loader = NULL;
     trained t;
-    amp_result result = tokens_file_make(c->tokens_path, sizeof c->tokens_path, c->set.quick ? 1 << 20 : 1 << 22, TOKENS_VOCAB);
+    amp_result result = tokens_file_make(c->set.quick ? 1 << 20 : 1 << 22, TOKENS_VOCAB);
     memset(&t, 0, sizeof t);
     if (result == AMP_OK) result = measure_loader(c);
-    if (result != AMP_OK) { add_error(c, "loader"); c->tokens_path[0] = 0; return; }
+    if (result != AMP_OK) { add_error(c, "loader"); tokens_file_remove(); return; }
     result = open_work(c);
     if (result == AMP_OK) check_numerics(c);
     if (result == AMP_OK) result = tokens_loader(c, c->work.desc.batch, c->work.desc.seq, &loader);
@@ -718,7 +717,7 @@ static void check_training(check *c) {
     if (result == AMP_OK) report_training(c, &t);
     else add_error(c, "training");
     amp_loader_destroy(loader);
-    unlink(c->tokens_path);
+    tokens_file_remove();
 }
 
 /* ==== Recommendations ============================================================================ */

@@ -50,25 +50,42 @@ static inline int on_cpu(const amp_context *amp) {
 
 static inline int32_t made_token(int64_t i, int64_t vocab) { return (int32_t)((i * 7 + i / 64 * 13) % vocab); }
 
-/* A file of n raw 16-bit tokens in the temporary folder; path gets its name.  The caller removes it. */
-static inline amp_result tokens_file_make(char *path, size_t size, int64_t n, int64_t vocab) {
+/* The file of tokens, while there is one.  Ctrl-C removes it too. */
+static char tokens_path[PATH_MAX];
+static inline void tokens_file_remove(void) {
+    if (tokens_path[0] != 0) unlink(tokens_path);
+    tokens_path[0] = 0;
+}
+static inline void tokens_file_interrupted(int signal_number) {
+    if (tokens_path[0] != 0) unlink(tokens_path);
+    _exit(128 + signal_number);
+}
+
+/* Makes it: n raw 16-bit tokens in the temporary folder. */
+static inline amp_result tokens_file_make(int64_t n, int64_t vocab) {
     const char *folder = getenv("TMPDIR");
     uint16_t piece[4096];
     int64_t i = 0;
     FILE *file;
     int fd, failed = 0;
-    snprintf(path, size, "%.4000s/amp_tokens_XXXXXX", folder != NULL && *folder != 0 ? folder : "/tmp");
-    fd = mkstemp(path);
+    snprintf(tokens_path, sizeof tokens_path, "%.4000s/amp_tokens_XXXXXX", folder != NULL && *folder != 0 ? folder : "/tmp");
+    fd = mkstemp(tokens_path);
     file = fd >= 0 ? fdopen(fd, "wb") : NULL;
-    if (file == NULL) return example_fail(AMP_ERR_OPEN, "%.200s: %s", path, strerror(errno));
+    if (file == NULL) {
+        amp_result result = example_fail(AMP_ERR_OPEN, "%.200s: %s", tokens_path, strerror(errno));
+        tokens_path[0] = 0;
+        return result;
+    }
+    signal(SIGINT, tokens_file_interrupted);
+    signal(SIGTERM, tokens_file_interrupted);
     while (i < n && !failed) {
         size_t k = 0;
         for (; k < sizeof piece / sizeof *piece && i < n; i++) piece[k++] = (uint16_t)made_token(i, vocab);
         failed = fwrite(piece, sizeof *piece, k, file) != k;
     }
     if (fclose(file) != 0 || failed) {
-        amp_result result = example_fail(AMP_ERR_WRITE, "%.200s: %s", path, strerror(errno));
-        unlink(path);
+        amp_result result = example_fail(AMP_ERR_WRITE, "%.200s: %s", tokens_path, strerror(errno));
+        tokens_file_remove();
         return result;
     }
     return AMP_OK;

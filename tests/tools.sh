@@ -104,6 +104,15 @@ cp "$work/features.json" "$work/kept"
 if [ $status -eq 1 ] && cmp -s "$work/kept" "$work/features.json" && grep -q "training this model takes" "$work/large.log"; then pass
 else fail "amp_bench: too large" "exit code $status: $(tail -n 1 "$work/large.log")"; fi
 
+# Ctrl-C leaves no file of tokens behind.
+mkdir "$work/tmp"
+TMPDIR="$work/tmp" "$bench_bin" --features --feature workers $tiny --iterations 1000 --layers 8 --channels 256 --json none > "$work/int.log" 2>&1 &
+pid=$!
+for wait in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do [ -n "$(ls "$work/tmp")" ] && break; sleep 0.2; done
+made=$(ls "$work/tmp"); kill -TERM $pid; wait $pid
+status=$?
+if [ $status -eq 143 ] && [ -n "$made" ] && [ -z "$(ls "$work/tmp")" ]; then pass; else fail "amp_bench interrupted" "exit code $status, made: $made, left: $(ls "$work/tmp")"; fi
+
 # ---- Refusals.  refused PROGRAM TEXT FLAGS...: exit code 2, and the text is said.
 refused() {
     program=$1 text=$2; shift 2
