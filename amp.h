@@ -8419,15 +8419,19 @@ static void ampi_region_push(amp_context *amp, const amp_autocast_desc *desc, in
     __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
 }
 
-static amp_result ampi_region_pop(amp_context *amp, const char *function, int recompute) {
+static void ampi_region_drop(void) {
+    amp_context *amp = (amp_context *)(uintptr_t)ampi_regions[--ampi_region_count].amp;
+    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
+}
+
+static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
     if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
     top = &ampi_regions[ampi_region_count - 1];
     if (top->amp != amp) return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
     if (top->recompute != recompute)
         return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first", top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
-    ampi_region_count--;
-    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
+    ampi_region_drop();
     return AMP_OK;
 }
 
@@ -8459,10 +8463,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
 /* How many entries this thread has, and closing those beyond. */
 AMPI_PRIVATE int ampi_region_depth(void) { return ampi_region_count; }
 AMPI_PRIVATE void ampi_regions_close(int depth) {
-    while (ampi_region_count > depth) {
-        const amp_context *amp = ampi_regions[--ampi_region_count].amp;
-        __atomic_sub_fetch(&((amp_context *)(uintptr_t)amp)->regions, 1, __ATOMIC_RELAXED);
-    }
+    while (ampi_region_count > depth) ampi_region_drop();
 }
 
 AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
@@ -15770,6 +15771,7 @@ AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
         const amp_tensor *g = &d->params[i].grad;
         if (g->data != NULL) ampi_verify_add(v, d->params[i].name, 1, g->data, g->dtype, amp_tensor_count(g));
     }
+    if (v->bytes == 0) return ampi_fail(AMP_ERR_NULL, "amp_verify", "nothing to compare: no parameter has a gradient, and there are no outputs");
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
     return ampi_keep_create(v->amp, "amp_verify", d->params, d->n_params, d->optimizer, d->scaler, &v->keep);
@@ -16682,14 +16684,15 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
     ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
 }
 
-/* `n` steps with nothing queued behind them; times may be NULL. */
+/* `n` steps with nothing queued behind them; times may be NULL.  Regions a step leaves open are closed. */
 static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int64_t begun;
-    int i, code = 0;
+    int i, code = 0, depth = ampi_region_depth();
     for (i = 0; i < n && code == 0; i++) {
         begun = s->clock_ns(s->user);
         code = t->desc.step(t->desc.user, t->amp);
+        ampi_regions_close(depth);
         if (code == 0) code = (int)amp_sync(t->amp);
         if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
     }

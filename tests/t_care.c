@@ -100,7 +100,10 @@ static int timed_step(void *user, amp_context *amp) {
     size_t n = strlen(t->order);
     if (n + 1 < sizeof t->order) t->order[n] = dtype == AMP_F32 ? 's' : dtype == AMP_TF32 ? 't' : dtype == AMP_F16 ? 'h' : 'b';
     host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++ + t->each;
-    if (dtype == t->broken) return 77;
+    if (dtype == t->broken) {
+        CHECK_OK(amp_autocast_begin(amp, NULL));        /* and leaves its region open */
+        return 77;
+    }
     return t->room_of[dtype] && t->batch > t->room_of[dtype] ? AMP_ERR_MEMORY : 0;
 }
 
@@ -223,6 +226,7 @@ TEST(tune_doubles_the_batch_until_memory_ends) {
     t.room_of[AMP_F32] = 4;                 /* which ends it for fp32 alone */
     t.broken = AMP_TF32;
     CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK(!amp_autocast_active(amp, NULL));
     CHECK_EQ(t.n_prepared, 5);              /* 2, 4, 8, 16 does not fit, and the best once more */
     for (i = 0; i < 4; i++) CHECK_EQ(t.prepared[i], 2 << i);
     CHECK_EQ(t.prepared[4], 2);             /* the same rate at every batch: the first */

@@ -535,6 +535,7 @@ TEST(bad_input) {
     amp_verify_desc d, good;
     amp_verify_report r;
     amp_optimizer *own;
+    amp_param frozen;
     char *name;
     open_broken(64);
     good = d = desc_of(&a_model);
@@ -549,6 +550,10 @@ TEST(bad_input) {
     REFUSED(d.outputs = NULL, AMP_ERR_NULL);
     REFUSED(d.n_dtypes = 1, AMP_ERR_NULL);
     REFUSED((d.n_outputs = 0, d.n_params = 0), AMP_ERR_NULL);
+    frozen = *good.params;
+    memset(&frozen.grad, 0, sizeof frozen.grad);
+    REFUSED((d.n_outputs = 0, d.params = &frozen, d.n_params = 1), AMP_ERR_NULL);
+    CHECK(strstr(amp_last_error(), "no parameter has a gradient") != NULL);
     REFUSED(d.n_params = -1, AMP_ERR_RANGE);
     REFUSED(d.n_outputs = -1, AMP_ERR_RANGE);
     REFUSED(d.n_dtypes = -1, AMP_ERR_RANGE);
