@@ -89,7 +89,7 @@ $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $
 $(BUILD):
 	mkdir -p $@
 
-FAST := t_numbers t_scaler t_optimizer t_kernels t_attention
+FAST := t_numbers t_scaler t_optimizer t_kernels t_attention t_watch
 
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk

@@ -2543,11 +2543,12 @@ typedef enum amp_nan_action {
     "log_interval"       .log_interval      100        steps between step records
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
-    "numerics_interval"  .numerics_interval off        steps between looks at the tensors, see amp_numerics
+    "numerics_interval"  .numerics_interval off        steps between looks at the tensors: where it is above 0 the host
+                                                       makes an amp_numerics with it
     "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
-    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000
+    "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
     "debug"              .debug             false      the log tells each operator's decision, once                      */
 typedef struct amp_settings {
     int32_t disable;
@@ -2604,7 +2605,7 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
    accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
    force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
-   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of an accumulation
+   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
    cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
@@ -2860,7 +2861,7 @@ typedef int (*amp_step_function)(void *user, amp_context *amp);
 /* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
    u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
    that precision rounds more than the weights, so its errors are some times that.  The noise is taken to be no less than
-       u of the tensor itself, as what is stored in that precision is rounded once at least; and
+       u of what errors are relative to, as what is stored in that precision is rounded once at least; and
        what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
        that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
        (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)
@@ -2902,7 +2903,8 @@ typedef struct amp_verify_report {
     amp_verify_row rows[AMP_VERIFY_ROWS];
 } amp_verify_report;
 /* Runs the step 3 times in fp32 and 3 times for each candidate, each time from the same weights (but for those changes), zero
-   gradients, random numbers and loss scale; where fp16's gradients overflow, at the scale that the scaler would come to.
+   gradients, random numbers and loss scale; with a scaler once more before, and where fp16's gradients overflow then, at the
+   scale that the scaler would come to.
    Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
    step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
    device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
@@ -3018,7 +3020,8 @@ typedef struct amp_tune_report {
    an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
-   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged is written anew, one that holds something else is left alone, both with a warning.
+   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
+   cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
    Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
    those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
@@ -3093,7 +3096,8 @@ AMP_API void amp_recovery_destroy(amp_recovery *recovery);
    the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
    One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
    finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
-   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.
+   fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.  Ranks must see
+   the same records: give amp_monitor_step the loss that is averaged over them.
    Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
@@ -4021,6 +4025,15 @@ static int64_t ampi_sysconf(int name) {
     return value > 0 ? (int64_t)value : 0;
 }
 
+/* Bytes of RAM; 0 unknown. */
+static int64_t ampi_probe_memory(void) {
+#if defined(_SC_PHYS_PAGES)
+    return ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
+#else
+    return 0;
+#endif
+}
+
 static void ampi_probe_cpu(amp_cpu_info *cpu) {
     memset(cpu, 0, sizeof *cpu);
     snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
@@ -4035,9 +4048,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->cores = AMPI_MIN(cpu->cores, omp_get_num_procs());     /* respects the process's affinity */
 #endif
     cpu->cores = AMPI_MAX(cpu->cores, 1);
-#if defined(_SC_PHYS_PAGES)
-    cpu->memory = ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
-#endif
+    cpu->memory = ampi_probe_memory();
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
     cpu->l1d = ampi_sysconf(_SC_LEVEL1_DCACHE_SIZE);
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -7296,10 +7307,8 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
 }
 
 static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
-    amp_cpu_info info;
     (void)dev;
-    ampi_probe_cpu(&info);
-    out->device_total = info.memory;
+    out->device_total = ampi_probe_memory();    /* the rest of the probe takes a virtual machine a millisecond */
     return AMP_OK;
 }
 
@@ -14056,11 +14065,13 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
                                           const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+    int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
-    if (optimizer != NULL && optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: step first", optimizer->micro, optimizer->desc.accumulation);
+    for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
+        if (optimizer->set->params[i]->grad_live)
+            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation", optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -14110,7 +14121,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     ampi_settings_apply_context(&s, amp, &choice);
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
-        AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
+        if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
@@ -14712,7 +14723,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->skipped += !r->outcome.applied;
     t->troubles += r->trouble != AMP_TROUBLE_NONE;
     t->tokens += r->tokens;
-    t->dtypes[AMPI_MIN(r->dtype, AMP_BF16 + 1)]++;
+    t->dtypes[r->dtype]++;
     for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
     if (!amp_is_finite_f64(&r->loss)) return;
     t->losses++;
@@ -15385,7 +15396,8 @@ AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, 
 
 /* ---- Verify */
 
-enum { AMPI_VERIFY_DRAWS = 2, AMPI_VERIFY_STAGE = 1 << 16 };    /* random changes per size; elements that are looked at at a time */
+#define AMPI_VERIFY_DRAWS 2         /* random changes of each size */
+#define AMPI_VERIFY_STAGE 65536     /* elements that are looked at at a time */
 
 typedef struct ampi_verify_tensor {
     const char *name;
@@ -15449,10 +15461,10 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
     for (i = 0; i < v->keep->n_params; i++) {
         amp_param *p = v->keep->params[i];
         int64_t count = amp_tensor_count(&p->weight), size = (int64_t)amp_dtype_size(p->weight.dtype), n;
-        const char *kept = (const char *)ampi_kept(v->keep, p->weight.data);
+        const char *kept = count > 0 ? (const char *)ampi_kept(v->keep, p->weight.data) : NULL;
         uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
         for (first = 0; first < count; first += n) {
-            n = AMPI_MIN(count - first, AMPI_VERIFY_STAGE);
+            n = AMPI_MIN(count - first, (int64_t)AMPI_VERIFY_STAGE);
             memcpy(v->stage, kept + first * size, (size_t)(n * size));
             for (k = 0; k < n; k += m) {
                 m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
@@ -15542,7 +15554,7 @@ AMPI_PRIVATE amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_ten
         t->difference = 0;
         t->bad = 0;
         for (first = 0; first < t->count; first += n) {
-            n = AMPI_MIN(t->count - first, AMPI_VERIFY_STAGE);
+            n = AMPI_MIN(t->count - first, (int64_t)AMPI_VERIFY_STAGE);
             AMPI_TRY(ampi_fetch(v->amp, v->stage, (char *)t->data + first * size, (size_t)(n * size)));
             ampi_verify_compare(t, v->stage, v->reference + t->at + first * size, n);
         }
@@ -15607,7 +15619,8 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
     return AMP_OK;
 }
 
-/* The largest loss scale from the scaler's own down at which fp16's gradients are finite: what the scaler would come to. */
+/* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which may be
+   stored in fp16): what the scaler would come to. */
 AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
     const ampi_verify_tensor *bad;
@@ -15615,11 +15628,11 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     int64_t i;
     int wanted = 0;
     for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
-    if (scaler == NULL || !wanted) return AMP_OK;
+    if (scaler == NULL) return AMP_OK;
     v->own_scale = scale = amp_scaler_scale(scaler);
     for (;; scale = next) {
         v->scale = scale < v->own_scale ? scale : 0;
-        AMPI_TRY(ampi_verify_prepare(v, AMP_F16, 0));
+        AMPI_TRY(ampi_verify_prepare(v, wanted ? AMP_F16 : AMP_F32, 0));
         ampi_verify_step(v);
         if (v->code != 0) return AMP_OK;
         AMPI_TRY(ampi_verify_look(v, &bad));
@@ -15661,7 +15674,7 @@ AMPI_PRIVATE void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row
     int64_t i;
     for (i = 0; i < v->n; i++) {
         const ampi_verify_tensor *t = &v->tensors[i];
-        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / AMPI_VERIFY_DRAWS) / t->norm;
+        double noise = ampi_root(AMPI_MAX(t->noise, t->noise32 * ampi_square(u / u32 / 4)) / (double)AMPI_VERIFY_DRAWS) / t->norm;
         double error = ampi_root(t->difference) / t->norm, bound = v->allowance * AMPI_MAX(noise, u);
         if (t->bad || !(ampi_over_bound(error, bound) > worst[t->gradient])) continue;
         worst[t->gradient] = ampi_over_bound(error, bound);
@@ -15861,7 +15874,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
 
 /* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; w are numbers that every dtype holds. */
 
-enum { AMPI_GRADCHECK_DRAWS = 8 };
+#define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
 
 typedef struct ampi_gradchecker {
@@ -15918,7 +15931,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
     float room[AMPI_MULTI_BLOCK];
     int64_t first, n, k, m, i;
     for (first = 0; first < y->count; first += n) {
-        n = AMPI_MIN(y->count - first, AMPI_VERIFY_STAGE);
+        n = AMPI_MIN(y->count - first, (int64_t)AMPI_VERIFY_STAGE);
         AMPI_TRY(ampi_fetch(c->amp, c->stage, ampi_at(y->data, y->dtype, first), (size_t)n * amp_dtype_size(y->dtype)));
         for (k = 0; k < n; k += m) {
             const float *row;
@@ -16057,7 +16070,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
         }
     }
     for (input = 0; input < d->n_inputs; input++) AMPI_TRY(ampi_gradcheck_put(c, input, c->x + c->begin[input]));
-    c->noise = ampi_root(sum / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+    c->noise = ampi_root(sum / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
     return AMP_OK;
 }
 
@@ -16085,7 +16098,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t in
     AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step / 2, &narrow));
     found = ampi_gradcheck_dot(c, input, seed, step, c->grad + c->begin[input], NULL, &squares);
     rounding = c->noise / (step * 1.4142135623730951) +
-               ampi_root(c->changes[input * c->directions + j] / AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
+               ampi_root(c->changes[input * c->directions + j] / (double)AMPI_GRADCHECK_DRAWS + squares * c->u * c->u / 3);
     error = found > wide ? found - wide : wide - found;
     bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * (wide > narrow ? wide - narrow : narrow - wide);
     if (error > bound) worst->passed = 0;
@@ -16416,7 +16429,8 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
     if (desc->batch < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
-        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d", (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
+                         (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
     AMPI_TRY(ampi_gather_facts(amp, desc, &f));
     memset(&advice, 0, sizeof advice);
     ampi_settings_now(amp, desc->scaler, desc->optimizer, &advice.settings);
@@ -16460,8 +16474,8 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
     if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays", (int)advice->settings.level - (int)AMP_LEVEL_O0,
-                 (int)s.level - (int)AMP_LEVEL_O0);
+        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays",
+                 (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
 
@@ -16510,7 +16524,8 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     int64_t i, j;
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
-    if (d->n_dtypes > 0 && d->dtypes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    if (d->n_dtypes > 0 && d->dtypes == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
@@ -16526,7 +16541,8 @@ static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d
     AMPI_TRY(ampi_check_tune_dtypes(d));
     if (d->batch < 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".batch = %lld, must be 1 or more, or 0 for 1", (long long)d->batch);
     if (d->max_batch != 0 && d->max_batch < AMPI_MAX(d->batch, 1))
-        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more", (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".max_batch = %lld, must be .batch = %lld or more",
+                         (long long)d->max_batch, (long long)AMPI_MAX(d->batch, 1));
     if (d->iterations < 0 || d->iterations > 1000)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".iterations = %d, must be 1 to 1000, or 0 for 10", d->iterations);
     if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
@@ -16811,6 +16827,17 @@ static void ampi_tune_pick(amp_tune_report *out) {
         if (out->rows[i].verdict == AMP_VERDICT_PASS && (out->best < 0 || out->rows[i].rate > out->rows[out->best].rate)) out->best = i;
 }
 
+/* What was the best batch once may not fit beside what runs now. */
+static int ampi_tune_still_fits(ampi_tune *t) {
+    int64_t batch;
+    ampi_tune_pick(t->out);
+    batch = t->out->best < 0 ? t->desc.batch : t->out->rows[t->out->best].batch;
+    if (ampi_tune_prepare(t, batch) == 0) return 1;
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: batch %lld of %s cannot be prepared any more", (long long)batch, t->desc.file);
+    memset(t->out, 0, sizeof *t->out);
+    return 0;
+}
+
 static amp_result ampi_tune_time(ampi_tune *t) {
     amp_dtype before = ampi_settings(t->amp)->dtype;
     int64_t *times;
@@ -16842,7 +16869,7 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
     t.out = &report;
     memset(&report, 0, sizeof report);
     ampi_tune_fill(&t);
-    report.from_file = ampi_tune_read(&t);
+    report.from_file = ampi_tune_read(&t) && ampi_tune_still_fits(&t);
     if (!report.from_file) result = ampi_tune_time(&t);
     ampi_tune_pick(&report);
     if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);
@@ -17001,7 +17028,8 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
     if (d->optimizer->micro > 0)
-        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps", d->optimizer->micro, d->optimizer->desc.accumulation);
+        return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps",
+                         d->optimizer->micro, d->optimizer->desc.accumulation);
     return AMP_OK;
 }
 
@@ -17266,7 +17294,8 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
     if (again) AMPI_TRY(ampi_halve(r, &e));
     else {
         AMPI_TRY(amp_optimizer_set_accumulation(o, o->desc.accumulation));
-        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more", (long long)o->attempts + 1, (long long)freed);
+        snprintf(e.text, sizeof e.text, "out of memory in step %lld: %lld bytes given back, and the step once more",
+                 (long long)o->attempts + 1, (long long)freed);
     }
     ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
     *event = e;

@@ -380,6 +380,7 @@ typedef struct run {
     amp_recovery *recovery;         /* NULL: not wanted */
     board board;
     char trouble[256];              /* why training stops, or "" */
+    char note[300];                 /* to be said after the step, or "" */
     int64_t epoch, index;           /* the first batch of the step that runs; epoch -1: not read yet */
     int64_t start, step, steps;     /* start: where this session began */
     int64_t epoch_steps;            /* since the monitor's epoch began */
@@ -1038,7 +1039,7 @@ static amp_result look_at_numbers(run *r) {
     amp_numerics_report report;
     TRY(amp_numerics_step(r->numerics, &report));
     if (!report.due) return AMP_OK;
-    printf("step %lld: %s\n", (long long)(r->step + 1), report.text);
+    snprintf(r->note, sizeof r->note, "step %lld: %s", (long long)(r->step + 1), report.text);
     metrics_begin(r->metrics, "numerics");
     metrics_integer(r->metrics, "step", r->step + 1);
     metrics_text(r->metrics, "text", report.text);
@@ -1144,6 +1145,13 @@ static double tokens_per_second(const run *r) {
     double tokens = (double)(r->step - r->start) * (double)(r->set.batch * r->set.seq * r->set.accumulation) *
                     ranks.world;
     return r->busy > 0 ? tokens / r->busy : 0;
+}
+
+static void print_note(run *r, progress *bar) {
+    if (r->note[0] == 0) return;
+    progress_clear(bar);
+    printf("%s\n", r->note);
+    r->note[0] = 0;
 }
 
 static void print_memory(progress *bar, const amp_step_record *record) {
@@ -1318,6 +1326,7 @@ static amp_result train(run *r, progress *bar, int quiet) {
         if (show) r->losses[next % 64] = loss;
         r->step = next;
         r->epoch_steps++;
+        print_note(r, bar);
         TRY(take_records(r, bar));
         r->busy += seconds_now() - began;
         if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = seconds_now(); }

@@ -30,5 +30,9 @@ for file in "$work"/readme_*.* "$work"/manual_*.c; do
     fi
     compile "$file" "$language" "$(basename "$file")"
 done
-[ "$passed" -gt 1 ] || fail "code blocks" "only $passed found"
+# The README shows every line that adopting amp.h changed, but for the two comments at the top.
+awk '/^```diff$/ {on = 1; next} /^```/ {on = 0} on' README.md > "$work/shown"
+diff -U0 examples/adopt/before.c examples/adopt/after.c | grep '^[-+]' | grep -v -e '^---' -e '^+++' -e '^[-+]/\* ' -e '^[-+] \*' -e '^[-+]$' > "$work/changed"
+if [ -s "$work/shown" ] && cmp -s "$work/shown" "$work/changed"; then pass; else fail "README's diff" "is not that of examples/adopt: $(diff "$work/shown" "$work/changed" | head -n 5)"; fi
+[ "$passed" -gt 2 ] || fail "code blocks" "only $passed found"
 closing

@@ -86,7 +86,7 @@ static const char *scratch_file(void) {
 
 typedef struct timed {
     int64_t cost[12];               /* nanoseconds of a step, by dtype */
-    int64_t drift;                  /* added to each step's, times its number */
+    int64_t drift, each;            /* added to each step's: drift times its number, and each */
     int64_t batch, room;            /* the most that prepare makes ready */
     int64_t room_of[12];            /* the most a dtype's step has memory for; 0: any */
     amp_dtype broken;               /* fails */
@@ -99,7 +99,7 @@ static int timed_step(void *user, amp_context *amp) {
     amp_dtype dtype = ampi_settings(amp)->dtype;
     size_t n = strlen(t->order);
     if (n + 1 < sizeof t->order) t->order[n] = dtype == AMP_F32 ? 's' : dtype == AMP_TF32 ? 't' : dtype == AMP_F16 ? 'h' : 'b';
-    host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++;
+    host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++ + t->each;
     if (dtype == t->broken) return 77;
     return t->room_of[dtype] && t->batch > t->room_of[dtype] ? AMP_ERR_MEMORY : 0;
 }
@@ -383,6 +383,30 @@ TEST(tune_keeps_results_in_a_file) {
     amp_close(amp);
     CHECK_EQ(host.blocks, 0);
     remove(path);
+}
+
+/* The best batch of the file, 4, no longer fits: timed anew, and the file has that. */
+TEST(tune_times_anew_what_no_longer_fits) {
+    amp_context *amp = open_host(device(), AMP_F32);
+    amp_tune_report r;
+    timed t;
+    amp_tune_desc d = tune_desc(&t);
+    int i;
+    remove(scratch_file());
+    d.file = scratch_file();
+    d.prepare = timed_prepare;
+    d.max_batch = 4;
+    t.each = 10000;
+    for (i = 0; i < 4; i++) {
+        t.room = i < 2 ? 0 : 2;
+        CHECK_OK(amp_tune(amp, &d, &r));
+        CHECK_EQ(r.from_file, i % 2);
+        CHECK_EQ(r.rows[r.best].batch, i < 2 ? 4 : 2);
+        CHECK(t.prepared[t.n_prepared - 1] == r.rows[r.best].batch);
+    }
+    CHECK(host.warnings == 1 && strstr(host.last, "batch 4") != NULL);
+    amp_close(amp);
+    remove(scratch_file());
 }
 
 /* Every bit of the file that is flipped leads to the same rows, from the file or anew. */
@@ -809,7 +833,8 @@ TEST(advice_on_the_scaler) {
     a = scaler_advice(0, 0, 0, clean, 20, 1);
     CHECK(a.settings.scaler.init_scale == 65536 && strstr(a.scaler_reason, "0 of 400 steps skipped, scale 65536: as it is") != NULL);
     a = scaler_advice(0, 0, 0, "xxx...................................................................................................", 10, 1);
-    CHECK(strstr(a.scaler_reason, "30 of 1020") != NULL && a.settings.scaler.backoff_factor == 0.25);   /* 2.9%: scale 2^16 / 2^30, at the floor since */
+    CHECK(strstr(a.scaler_reason, "30 of 1020") != NULL && a.settings.scaler.backoff_factor == 0.25);   /* 2.9%: down to its floor of 1 */
+    CHECK(a.settings.scaler.init_scale == 1);
     a = scaler_advice(65536, 0, 0, "xxxxx" "...............................................................................................", 1, 1);
     CHECK(a.settings.scaler.init_scale == 512 && strstr(a.scaler_reason, "5 of 100") != NULL);         /* 5% and 2048: a quarter */
     a = scaler_advice(65536, 200, 0, "x" "...................................................", 5, 1);
@@ -833,6 +858,7 @@ TEST(advice_is_applied) {
     amp_scaler *scaler;
     amp_desc d;
     amp_advice a;
+    memset(&d, 0, sizeof d);
     memset(&s, 0, sizeof s);
     CHECK_OK(amp_scaler_create(amp, &scaler, &s));
     CHECK_OK(amp_advise(amp, NULL, &a));
@@ -858,6 +884,14 @@ TEST(advice_is_applied) {
     CHECK_OK(amp_scaler_query(scaler, &s));
     CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.hysteresis == 3 && !s.disable);
     CHECK(amp->desc.logger.level == AMP_LOG_DEBUG && b.o->desc.apply_nonfinite == 1);
+    a.settings.dtype = AMP_BF16;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(s.disable);
+    a.settings.use_scaler = AMP_SCALER_USE_ON;
+    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_scaler_query(scaler, &s));
+    CHECK(!s.disable && s.growth_interval == 77);
     CHECK_ERR(amp_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
     CHECK_ERR(amp_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
     amp_scaler_destroy(scaler);
@@ -936,7 +970,7 @@ static int sample_read(void *user, const amp_sample *sample, void *const *fields
     return 0;
 }
 
-typedef struct plan {
+typedef struct training_plan {
     amp_dtype dtype;
     amp_level level;
     amp_master_kind master;
@@ -948,7 +982,7 @@ typedef struct plan {
     fault trouble;
     void (*policy)(void *, amp_recovery_event *);
     int own_state;
-} plan;
+} training_plan;
 
 static int own_save(void *user, amp_state *state) {
     trainee *t = (trainee *)user;
@@ -1007,7 +1041,7 @@ static void trainee_buffers(trainee *t) {
 }
 
 /* recover 0: the same training without anyone to help it. */
-static void trainee_open(trainee *t, const plan *plan, int recover) {
+static void trainee_open(trainee *t, const training_plan *plan, int recover) {
     amp_desc d = host_desc(plan->backend, plan->dtype);
     amp_optimizer_desc o;
     amp_scaler_desc s;
@@ -1139,6 +1173,7 @@ static int trainee_record(trainee *t, amp_step_record *r) {
 static void trainee_feed(trainee *t, const amp_step_record *record) {
     amp_recovery_event e;
     CHECK_OK(amp_recovery_step(t->recovery, record, &e));
+    if (e.action == AMP_RECOVERY_RESTORED) CHECK(t->recovery->candidate.state == NULL);
     if (e.action != AMP_RECOVERY_NONE && t->n_events < EVENTS) t->events[t->n_events++] = e;
 }
 
@@ -1206,7 +1241,7 @@ static void cure_by_hand(trainee *t, amp_dtype dtype, const char *layer) {
 }
 
 /* One trouble, one recovery: from the snapshot on, the run is a twin's that was cured there by hand. */
-static void recovers(const plan *plan, amp_trouble trouble, int64_t snapshot, amp_recovery_cure cure, amp_dtype dtype, const char *layer) {
+static void recovers(const training_plan *plan, amp_trouble trouble, int64_t snapshot, amp_recovery_cure cure, amp_dtype dtype, const char *layer) {
     static trainee t, twin;
     trainee_open(&t, plan, 1);
     trainee_run(&t, 24);
@@ -1227,8 +1262,8 @@ static void recovers(const plan *plan, amp_trouble trouble, int64_t snapshot, am
     trainee_close(&twin);
 }
 
-static plan plan_of(amp_dtype dtype, fault_kind kind, int64_t step) {
-    plan p;
+static training_plan plan_of(amp_dtype dtype, fault_kind kind, int64_t step) {
+    training_plan p;
     memset(&p, 0, sizeof p);
     p.dtype = dtype;
     p.scaler = dtype == AMP_F16;
@@ -1246,7 +1281,7 @@ TEST(recovery_from_a_loss_that_is_not_finite) {
     int i, k;
     for (i = 0; i < 3; i++)
         for (k = 0; k < 3; k++) {
-            plan p = plan_of(dtypes[i], kinds[k], 8);
+            training_plan p = plan_of(dtypes[i], kinds[k], 8);
             amp_recovery_cure cure = dtypes[i] == AMP_F32 ? AMP_CURE_NONE : AMP_CURE_DTYPE;
             amp_dtype then = dtypes[i] == AMP_F16 ? AMP_BF16 : dtypes[i] == AMP_BF16 ? AMP_F32 : AMP_DTYPE_DEFAULT;
             recovers(&p, AMP_TROUBLE_LOSS, 6, cure, then, NULL);
@@ -1256,7 +1291,7 @@ TEST(recovery_from_a_loss_that_is_not_finite) {
 }
 
 TEST(recovery_from_gradients_that_are_not_finite) {
-    plan p = plan_of(AMP_BF16, FAULT_GRADIENT, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_GRADIENT, 8);
     recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
     p = plan_of(AMP_F32, FAULT_GRADIENT, 8);
     recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_NONE, AMP_DTYPE_DEFAULT, NULL);
@@ -1267,7 +1302,7 @@ TEST(recovery_from_gradients_that_are_not_finite) {
 
 /* The scale grew to 4 in six steps; the first overflows shrink it, and the third finds it at its floor. */
 TEST(recovery_from_a_scale_at_its_floor) {
-    plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 9);
+    training_plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 9);
     p.init_scale = 1;
     recovers(&p, AMP_TROUBLE_FLOOR, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
 }
@@ -1275,7 +1310,7 @@ TEST(recovery_from_a_scale_at_its_floor) {
 /* Five skips in a row are trouble; the layer is tried first, and then the format. */
 TEST(recovery_from_skips) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);
+    training_plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);
     p.max_skips = 5;
     trainee_open(&t, &p, 1);
     trainee_run(&t, 24);
@@ -1299,7 +1334,7 @@ TEST(recovery_by_device_and_level) {
     static const struct { amp_level level; amp_dtype dtype; amp_master_kind master; } stored[] = {
         {AMP_LEVEL_O2, AMP_F16, AMP_MASTER_F32}, {AMP_LEVEL_O2, AMP_BF16, AMP_MASTER_REMAINDER},
         {AMP_LEVEL_O2, AMP_BF16, AMP_MASTER_STOCHASTIC}, {AMP_LEVEL_O3, AMP_BF16, AMP_MASTER_NONE}};
-    plan p = plan_of(AMP_F16, FAULT_WEIGHT, 8);
+    training_plan p = plan_of(AMP_F16, FAULT_WEIGHT, 8);
     size_t i;
     p.backend = device();
     recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
@@ -1320,7 +1355,7 @@ TEST(recovery_with_any_lag_and_accumulation) {
     static const int64_t snapshots[] = {4, 5, 9};
     int i;
     for (i = 0; i < 3; i++) {
-        plan p = plan_of(AMP_BF16, FAULT_DATA, snapshots[i] + 2);
+        training_plan p = plan_of(AMP_BF16, FAULT_DATA, snapshots[i] + 2);
         p.lag = lags[i];
         recovers(&p, AMP_TROUBLE_LOSS, snapshots[i], AMP_CURE_DTYPE, AMP_F32, NULL);
         p.trouble.step = snapshots[i] + 1;          /* the step that would prove it */
@@ -1333,7 +1368,7 @@ TEST(recovery_with_any_lag_and_accumulation) {
 TEST(recovery_passes_over_undone_records) {
     static trainee t, twin;
     amp_step_record held[EVENTS];
-    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 12);
+    training_plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 12);
     int i, n = 0;
     p.lag = 5;
     trainee_open(&t, &p, 1);
@@ -1361,10 +1396,48 @@ TEST(recovery_passes_over_undone_records) {
     trainee_close(&twin);
 }
 
+/* The same with a monitor, whose epoch ends between the trouble and its record: it then holds records of undone steps. */
+TEST(recovery_from_a_monitors_records) {
+    static trainee t, twin;
+    training_plan p = plan_of(AMP_F16, FAULT_WEIGHT, 12);
+    amp_monitor_desc m;
+    amp_monitor *monitor = NULL;
+    amp_step_record record;
+    amp_epoch_record epoch;
+    int calls = 0;
+    p.lag = 5;
+    memset(&m, 0, sizeof m);
+    trainee_open(&t, &p, 1);
+    m.optimizer = t.o;
+    m.scaler = t.scaler;
+    m.nan_action = AMP_NAN_RECOVER;
+    CHECK_OK(amp_monitor_create(t.amp, &monitor, &m));
+    while (t.o->attempts < 30 && ++calls < 100) {
+        amp_step_info info;
+        memset(&info, 0, sizeof info);
+        trainee_micro(&t);
+        info.loss = t.losses[t.o->attempts % LOSSES];
+        CHECK_OK(amp_monitor_step(monitor, &info));
+        if (calls == 15 || calls == 25) CHECK_OK(amp_monitor_epoch(monitor, &epoch));
+        while (amp_monitor_next(monitor, &record)) trainee_feed(&t, &record);
+    }
+    CHECK_EQ(t.n_events, 1);
+    CHECK(t.events[0].trouble == AMP_TROUBLE_LOSS && t.events[0].step == 9 && t.events[0].dtype == AMP_BF16);
+    CHECK_EQ(calls, 15 + 30 - 9);
+    amp_monitor_destroy(monitor);
+    trainee_open(&twin, &p, 0);
+    trainee_run(&twin, 9);
+    cure_by_hand(&twin, AMP_BF16, NULL);
+    trainee_run(&twin, 30);
+    CHECK(same_training(&t, &twin));
+    trainee_close(&t);
+    trainee_close(&twin);
+}
+
 /* The same trouble, whatever is done: three recoveries, then the good snapshot is left in place. */
 TEST(recovery_is_bounded) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F32, FAULT_DATA, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_DATA, 8);
     int i;
     p.trouble.times = 100;
     trainee_open(&t, &p, 1);
@@ -1389,7 +1462,7 @@ TEST(recovery_is_bounded) {
 /* Retries count anew after .interval good steps: a later trouble has all of them. */
 TEST(recovery_counts_anew_after_good_steps) {
     static trainee t;
-    plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
     p.retries = 1;
     trainee_open(&t, &p, 1);
     trainee_run(&t, 24);
@@ -1408,12 +1481,30 @@ TEST(recovery_counts_anew_after_good_steps) {
     trainee_close(&t);
 }
 
+/* A record that comes in the middle of a cycle makes no snapshot: the next one between two steps does. */
+TEST(snapshots_are_of_whole_cycles) {
+    static trainee t;
+    amp_step_record record;
+    training_plan p = plan_of(AMP_F32, FAULT_NONE, 0);
+    int i;
+    p.accumulation = 3;
+    trainee_open(&t, &p, 1);
+    trainee_run(&t, 5);
+    for (i = 0; i < 4; i++) trainee_micro(&t);
+    CHECK(t.o->attempts == 6 && t.o->micro == 1 && trainee_record(&t, &record) && record.outcome.step == 4);
+    trainee_feed(&t, &record);
+    CHECK(t.recovery->candidate.state == NULL);
+    trainee_run(&t, 7);
+    CHECK(t.recovery->candidate.state != NULL && t.recovery->candidate.attempts == 7);
+    trainee_close(&t);
+}
+
 /* Trouble that the host only wants reported is no recovery, and no proof. */
 TEST(recovery_waits_to_be_asked) {
     static trainee t;
     amp_step_record record;
     amp_recovery_event e;
-    plan p = plan_of(AMP_F32, FAULT_LOSS, 7);
+    training_plan p = plan_of(AMP_F32, FAULT_LOSS, 7);
     trainee_open(&t, &p, 1);
     while (t.o->attempts < 9) {
         trainee_micro(&t);
@@ -1437,7 +1528,7 @@ TEST(recovery_drops_casts) {
     amp_autocast_desc region;
     amp_tensor cast;
     uint16_t expected[OUT * HIDDEN];
-    plan p = plan_of(AMP_F32, FAULT_WEIGHT, 2);
+    training_plan p = plan_of(AMP_F32, FAULT_WEIGHT, 2);
     memset(&region, 0, sizeof region);
     memset(&record, 0, sizeof record);
     region.dtype = AMP_BF16;
@@ -1471,7 +1562,7 @@ static void wish_policy(void *user, amp_recovery_event *event) {
     if (t->lr_drops) CHECK_OK(amp_optimizer_set_lr(t->o, t->o->desc.lr / 2));
 }
 
-static void wishes(trainee *t, plan *p, amp_recovery_action action, int cure, const char *layer) {
+static void wishes(trainee *t, training_plan *p, amp_recovery_action action, int cure, const char *layer) {
     p->policy = wish_policy;
     trainee_open(t, p, 1);
     t->wish.action = action;
@@ -1482,7 +1573,7 @@ static void wishes(trainee *t, plan *p, amp_recovery_action action, int cure, co
 
 TEST(recovery_asks_the_policy) {
     static trainee t, twin;
-    plan p = plan_of(AMP_BF16, FAULT_DATA, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_DATA, 8);
     trainee_open(&twin, &p, 0);
     trainee_run(&twin, 6);
     wishes(&t, &p, AMP_RECOVERY_STOP, -1, "");
@@ -1521,7 +1612,7 @@ static void shrug_policy(void *user, amp_recovery_event *event) { ((trainee *)us
 
 TEST(recovery_can_be_declined) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
     p.policy = shrug_policy;
     trainee_open(&t, &p, 1);
     trainee_open(&twin, &p, 0);
@@ -1535,7 +1626,7 @@ TEST(recovery_can_be_declined) {
 /* A learning rate that the policy sets stays; one that it leaves comes back with the snapshot. */
 TEST(recovery_keeps_the_policys_learning_rate) {
     static trainee t, twin;
-    plan p = plan_of(AMP_F32, FAULT_DATA, 8);
+    training_plan p = plan_of(AMP_F32, FAULT_DATA, 8);
     int drop;
     for (drop = 0; drop < 2; drop++) {
         p.policy = wish_policy;
@@ -1560,7 +1651,7 @@ TEST(recovery_keeps_the_policys_learning_rate) {
 
 TEST(recovery_restores_what_is_the_hosts) {
     static trainee t, twin;
-    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
     amp_step_record record;
     amp_recovery_event e;
     amp_recovery_desc d;
@@ -1608,7 +1699,7 @@ TEST(recovery_restores_what_is_the_hosts) {
 /* Whichever allocation of a snapshot fails, the one before stays, and recovery works from it. */
 TEST(snapshots_survive_failing_allocations) {
     static trainee t;
-    plan p = plan_of(AMP_BF16, FAULT_NONE, 0);
+    training_plan p = plan_of(AMP_BF16, FAULT_NONE, 0);
     amp_step_record record;
     int64_t blocks;
     int n, done = 0;
@@ -1637,7 +1728,7 @@ TEST(snapshots_survive_failing_allocations) {
 
 TEST(recovery_survives_failing_allocations) {
     static trainee t, twin;
-    plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
+    training_plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
     amp_step_record record;
     amp_recovery_event e;
     amp_recovery_desc d;
@@ -1803,7 +1894,17 @@ TEST(memory_recovery_halves_the_batch) {
 }
 
 /* What a part of a cycle left in the gradients does not count: the second try begins with the first micro-batch. */
+static amp_result halving_cast(halving *h) {
+    amp_tensor cast;
+    amp_result r;
+    CHECK_OK(amp_autocast_begin(h->amp, NULL));
+    r = amp_autocast_cast(h->amp, &h->p, AMP_BF16, &cast);
+    CHECK_OK(amp_autocast_end(h->amp));
+    return r;
+}
+
 TEST(memory_recovery_drops_the_cycle) {
+    amp_cache_info cache;
     static halving whole, h;
     amp_recovery_desc d;
     amp_recovery *recovery;
@@ -1818,8 +1919,13 @@ TEST(memory_recovery_drops_the_cycle) {
     d.params = &h.p; d.n_params = 1; d.optimizer = h.o;
     CHECK_OK(amp_recovery_create(h.amp, &recovery, &d));
     CHECK_OK(halving_micro(&h, 4, 8));
+    CHECK_OK(halving_cast(&h));
+    CHECK_OK(amp_cast_cache_info(h.amp, &cache));
+    CHECK(cache.bytes > 0);
     CHECK_OK(amp_recovery_memory(recovery, &e));
     CHECK_EQ(e.action, AMP_RECOVERY_RETRY);
+    CHECK_OK(amp_cast_cache_info(h.amp, &cache));
+    CHECK(cache.bytes == 0 && strstr(e.text, "step 1:") != NULL && strstr(host.last, "1305") != NULL);
     CHECK(h.o->micro == 0 && h.p.grad_live == 0 && h.o->desc.accumulation == 2);
     for (i = 0; i < WHOLE; i += 8) { CHECK_OK(halving_micro(&whole, i, 8)); CHECK_OK(halving_micro(&h, i, 8)); }
     CHECK(memcmp(whole.w, h.w, sizeof(float) * TALL * WIDE) == 0);
@@ -1832,10 +1938,19 @@ TEST(memory_recovery_drops_the_cycle) {
 TEST(memory_recovery_asks_the_policy) {
     static trainee t, twin;
     amp_recovery_event e;
-    plan p = plan_of(AMP_F16, FAULT_NONE, 0);
+    training_plan p = plan_of(AMP_F16, FAULT_NONE, 0);
     int restored;
+    p.policy = wish_policy;
+    trainee_open(&t, &p, 1);                    /* before any record came there is none to pass over */
+    t.wish.action = AMP_RECOVERY_RESTORED;
+    trainee_run(&t, 2);
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK_OK(amp_recovery_memory(t.recovery, &e));
+    CHECK(e.action == AMP_RECOVERY_RESTORED && t.o->attempts == 0);
+    trainee_run(&t, 3);
+    CHECK_EQ(t.recovery->seen, 1);
+    trainee_close(&t);
     for (restored = 0; restored < 2; restored++) {
-        p.policy = wish_policy;
         trainee_open(&t, &p, 1);
         trainee_run(&t, 11);
         t.wish.action = restored ? AMP_RECOVERY_RESTORED : AMP_RECOVERY_STOP;
@@ -1868,7 +1983,7 @@ TEST(training_starts_in_fp32_where_nothing_else_is) {
     const amp_backend *backend = device();
     amp_desc d = host_desc(backend, AMP_BF16);
     amp_context *amp = NULL;
-    plan p;
+    training_plan p;
     lacks_bf16 = lacks_fp16 = 1;
     CHECK_ERR(amp_open(&amp, &d), AMP_ERR_UNSUPPORTED);
     d.allow_fallback = 1;
@@ -1885,7 +2000,7 @@ TEST(training_starts_in_fp32_where_nothing_else_is) {
 
 TEST(recovery_refuses_bad_input) {
     static trainee t;
-    plan p = plan_of(AMP_F32, FAULT_NONE, 0);
+    training_plan p = plan_of(AMP_F32, FAULT_NONE, 0);
     amp_recovery *made = NULL;
     amp_recovery_desc good, d;
     amp_recovery_event e;
@@ -1966,6 +2081,7 @@ int main(int argc, char **argv) {
     RUN(tune_has_a_row_for_what_the_device_lacks);
     RUN(tune_measures_memory);
     RUN(tune_keeps_results_in_a_file);
+    RUN(tune_times_anew_what_no_longer_fits);
     RUN(tune_survives_damaged_files);
     RUN(tune_refuses_impossible_rows);
     RUN(tune_leaves_foreign_files_alone);
@@ -1985,8 +2101,10 @@ int main(int argc, char **argv) {
     RUN(recovery_by_device_and_level);
     RUN(recovery_with_any_lag_and_accumulation);
     RUN(recovery_passes_over_undone_records);
+    RUN(recovery_from_a_monitors_records);
     RUN(recovery_is_bounded);
     RUN(recovery_counts_anew_after_good_steps);
+    RUN(snapshots_are_of_whole_cycles);
     RUN(recovery_waits_to_be_asked);
     RUN(recovery_drops_casts);
     RUN(recovery_asks_the_policy);

@@ -396,13 +396,14 @@ static uint64_t train(const amp_backend *backend, amp_level level, amp_dtype dty
         if (looks && (i == 2 || i == 5)) {
             amp_verify_report r;
             amp_verify_desc d = desc_of(m);
+            uint64_t before = state_hash(1, m);
             float loss = m->loss;
-            amp_dtype before = amp_autocast_active(m->amp, NULL) ? AMP_F32 : ampi_settings(m->amp)->dtype;
+            amp_dtype kept = ampi_settings(m->amp)->dtype;
             m->broken = broken;
             m->steps = steps;
             CHECK_OK(amp_verify(m->amp, &d, &r));
-            CHECK(before == ampi_settings(m->amp)->dtype);
             m->loss = loss;         /* an output */
+            CHECK(kept == ampi_settings(m->amp)->dtype && before == state_hash(1, m));
         }
     }
     close_model(m);

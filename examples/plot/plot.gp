@@ -80,7 +80,7 @@ set offsets 0, 0, graph 0.12, 0
 bars = "set xrange [0.4:runs + 0.6]; set yrange [0:*]; plot for [i in measured] table using (int(i)):bar every ::int(i) - 1::int(i) - 1 with boxes lc rgb colour(int(i)), table using ($0 + 1):bar:(sprintf(shown, column(bar))) with labels offset 0, 0.7 font ',10', table using ($0 + 1):(0):xtic(1) with points pt -1"
 set origin 0.63, 0.5; set size 0.37, 0.5
 set title "tokens/s, median over the steps"
-set format y "%.0s%c"
+set format y "%.0f"
 bar = 2; measured = with_rate; shown = "%.0f"
 if (with_rate ne "") { eval bars } else { nodata = "the records have no rate"; eval nothing }
 set origin 0.63, 0; set size 0.37, 0.5

@@ -71,25 +71,22 @@ def recompute_text(rows):
         f"{row['time']:.2f}x the time" for row in rows) + "."
 
 
-def accuracy_table(rows):
-    """Mean and worst error of the tests' figures: a line per subject, a column per precision."""
+def accuracy_text(rows):
+    """Mean and worst error of the tests' figures: a text per subject and precision."""
     found = {}
     for row in rows:
         subject, precision = row["figure"].rsplit(", ", 1)
         unit = "" if row["bound"] > 1 else "relative "
-        found.setdefault(subject, {})[precision] = f"{unit}{row['mean']:.2g} / {row['worst']:.3g}"
-    columns = ("fp32", "bf16", "fp16")
-    yield from table(["error, mean / worst"] + list(columns),
-                     [[subject] + [cells.get(c, "") for c in columns] for subject, cells in found.items()])
-    yield ""
+        found.setdefault(subject, []).append(f"{precision} {unit}{row['mean']:.2g} / {row['worst']:.3g}")
+    return "; ".join(f"{subject} {', '.join(texts)}" for subject, texts in found.items())
 
 
 def number(value):
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def bar_rows(bars):
-    """One row per subject with the same bar: the products of one instruction, the loader's rates."""
+def bar_texts(bars):
+    """One text per subject with the same bar: the products of one instruction, the loader's rates."""
     groups = {}
     for row in bars:
         group, _, what = row["bar"].partition(", ")
@@ -102,7 +99,8 @@ def bar_rows(bars):
     for (group, needs), rows in groups.items():
         each = [number(row["measured"]) + (f" ({what})" if what else "") for what, row in rows]
         met = sum(row["verdict"] == "PASS" for _, row in rows)
-        yield [group, ", ".join(each), needs, rows[0][1]["verdict"] if len(rows) == 1 else f"{met} of {len(rows)}"]
+        verdict = rows[0][1]["verdict"] if len(rows) == 1 else f"{met} of {len(rows)}"
+        yield f"{group} {', '.join(each)}: {needs}, {verdict}"
 
 
 def lines(results, name, accuracy, accuracy_name):
@@ -117,17 +115,15 @@ def lines(results, name, accuracy, accuracy_name):
         yield from step_table(results["step"])
     other = [row for row in results["bars"] if not row["bar"].startswith("step ")]
     if other:
-        yield from table(["GEMM and loader", "measured", "bar", ""], bar_rows(other))
+        yield f"Measured, bar, verdict: {'; '.join(bar_texts(other))}."
         yield ""
     passed = sum(row["verdict"] == "PASS" for row in results["bars"])
     yield (f"{passed} of {len(results['bars'])} bars are met, those of the training steps included."
            + recompute_text(results.get("recompute")))
     yield ""
-    yield ("The tests' errors over PyTorch's own on the same data, both against fp64 (RMS over 16 seeds; at most 1.2 is "
-           f"allowed; fp32 models: relative, at most 1e-5); `make accuracy`, [{accuracy_name}]"
-           f"(tests/bench/results/{accuracy_name}).")
-    yield ""
-    yield from accuracy_table(accuracy["accuracy"])
+    yield ("The tests' errors over PyTorch's own on the same data, both against fp64, mean / worst (RMS over 16 seeds; at "
+           f"most 1.2 is allowed; fp32 models: relative, at most 1e-5): {accuracy_text(accuracy['accuracy'])}; "
+           f"`make accuracy`, [{accuracy_name}](tests/bench/results/{accuracy_name}).")
 
 
 def gpu_step_lines(step):

@@ -52,6 +52,16 @@ if paste "$work/on_cpu.losses" "$work/on_cuda.losses" "$work/other.losses" |
     awk 'function off(x) {return x < $1 ? $1 - x : x - $1} {apart += off($2); own += off($3)} END {exit !(NR == 4 && $2 < 0.68 && apart < own)}'; then pass
 else fail "classifier" "$(paste "$work/on_cpu.losses" "$work/on_cuda.losses" "$work/other.losses") $(tail -n 1 "$work/on_cuda.log")"; fi
 
+# amp_check and amp_bench: the device's own lines are there, and the self-tests pass.
+build/model_amp_check --device cuda --quick --size 64 --copies 1 --seconds 0.2 --layers 1 --channels 64 --batch 1 --seq 16 > "$work/check.log" 2>&1
+for line in "autocast fp16" "autocast bf16" "loss scaler" "numerics tf32" "numerics fp16" "numerics bf16"; do
+    if grep -q "^  PASS      $line " "$work/check.log"; then pass; else fail "amp_check: $line" "$(grep "$line" "$work/check.log" || tail -n 2 "$work/check.log")"; fi
+done
+if grep -q "^  .* pinned copies .* GB/s .* from ordinary memory" "$work/check.log"; then pass; else fail "amp_check: pinned copies" "$(grep pinned "$work/check.log")"; fi
+if build/model_amp_bench --features --feature pinning --device cuda --layers 1 --channels 32 --heads 2 --vocab 64 --batch 2 --seq 16 --iterations 2 \
+    --warmup 1 --json none > "$work/bench.log" 2>&1 && grep -qE "^  pinning .* (gain|loss|even) .* (gain|loss|even)\$" "$work/bench.log"; then pass
+else fail "amp_bench: pinning" "$(tail -n 2 "$work/bench.log")"; fi
+
 refused() { # FLAGS TEXT
     if train refused $1; then fail "$1" "not refused"
     elif grep -q -e "$2" "$work/refused.log"; then pass; else fail "$1" "$(tail -n 1 "$work/refused.log")"; fi

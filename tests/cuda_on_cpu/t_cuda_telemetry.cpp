@@ -1,5 +1,5 @@
-/* t_cuda_telemetry.cpp - the driver's sensors through the backend's table, with a model of the driver's library, and a
- * profiler's ranges. */
+/* t_cuda_telemetry.cpp - the driver's sensors through the backend's table, with a model of the driver's library, a
+ * profiler's ranges, and what the log of decisions says of the cast cache. */
 #include "test_cuda.h"
 #include <dlfcn.h>
 #include <unistd.h>
@@ -65,6 +65,42 @@ TEST(a_real_gpu) {
     CHECK_MSG(t.memory_utilization == -1 || (t.memory_utilization >= 0 && t.memory_utilization <= 1), "%g", t.memory_utilization);
     CHECK_MSG(t.temperature > 0 && t.temperature < 120, "%g degrees C", t.temperature);
     CHECK_MSG(t.power > 0 && t.power < 3000, "%g W", t.power);
+}
+
+static void note_line(void *lines, amp_log_level, int id, const char *text) {
+    if (id == AMP_LOG_DECISION) *(std::string *)lines += std::string(text) + "\n";
+}
+
+/* On a GPU a weight is cast at its first use, and found at the next. */
+CUDA_TEST(decisions) {
+    std::string lines;
+    amp_desc desc = {};
+    desc.dtype = AMP_BF16;
+    desc.logger.write = note_line;
+    desc.logger.user = &lines;
+    desc.logger.level = AMP_LOG_DEBUG;
+    amp_context *amp = cuda_context(&desc);
+    void *memory = NULL;
+    CHECK_OK(amp_alloc(amp, &memory, 3 * 64 * 4));
+    CHECK_OK(amp_fill(amp, memory, 0, 3 * 64 * 4));
+    float *at = (float *)memory;
+    amp_param weight = {};
+    weight.name = "fc.weight";
+    weight.weight = amp_tensor2(at, AMP_F32, 8, 8);
+    CHECK_OK(amp_param_register(amp, &weight, 1));
+    amp_linear_op op = {};
+    op.weight = &weight;
+    op.x = amp_tensor2(at + 64, AMP_F32, 8, 8);
+    op.y = amp_tensor2(at + 128, AMP_F32, 8, 8);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    for (int i = 0; i < 3; i++) CHECK_OK(amp_linear(amp, &op));
+    CHECK_OK(amp_autocast_end(amp));
+    CHECK_OK(amp_sync(amp));
+    CHECK_MSG(lines == "linear fc.weight (fp32, fp32): computes in bf16, returns bf16, by region; cast cache: miss\n"
+                       "linear fc.weight (fp32, fp32): computes in bf16, returns bf16, by region; cast cache: hit\n", "%s", lines.c_str());
+    amp_param_forget(amp, &weight, 1);
+    amp_free(amp, memory);
+    amp_close(amp);
 }
 
 #if defined(COC_H)
@@ -159,6 +195,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(without_the_drivers_library);
     RUN(a_real_gpu);
+    RUN(decisions);
 #if defined(COC_H)
     RUN(values);
     RUN(each_may_fail);

@@ -1341,14 +1341,14 @@ CUDA_TEST(graph_refusals) {
 
 /* A weight becomes NaN in step 13.  The snapshot of step 11 comes back, in bf16, and from there on the run is that of a twin
    that switched at 11.  The step is in a graph, which is out of date then and captured anew. */
-struct watched {
+struct guarded {
     network n;
     amp_monitor *monitor = NULL;
     amp_recovery *recovery = NULL;
     amp_graph *graph = NULL;
     std::vector<amp_recovery_event> events;
 
-    ~watched() {
+    ~guarded() {
         amp_graph_destroy(graph);
         amp_recovery_destroy(recovery);
         amp_monitor_destroy(monitor);
@@ -1411,7 +1411,7 @@ struct watched {
 };
 
 CUDA_TEST(recovers_with_graphs) {
-    watched w, twin;
+    guarded w, twin;
     amp_settings s = {};
     w.open(true);
     w.train(0, 18, 12);
@@ -1427,6 +1427,8 @@ CUDA_TEST(recovers_with_graphs) {
     CHECK_OK(amp_settings_apply(&s, twin.n.amp, twin.n.scaler, twin.n.optimizer, NULL));
     twin.train(11, 18, -1);
     CHECK(w.n.weights() == twin.n.weights());
+}
+
 /* ---- Numerics, verify, placement and gradient check in device memory */
 
 static int verify_step(void *user, amp_context *) { return ((network *)user)->compute(); }

@@ -317,7 +317,7 @@ double step_bytes(const optimizer_layout &p) {
            2 * moment * ((p.m ? 1 : 0) + (p.v ? 1 : 0));
 }
 
-struct parameter_table { const amp_k_tensor *rows; int64_t count; amp_k_found *found; float *factors; };
+struct parameter_table { const amp_k_tensor *rows; int64_t count; amp_k_found *found; float *factors; amp_k_inspected *inspected; };
 amp_k_tensor put_parameter(const optimizer_layout &layout, int64_t n) {
     amp_k_tensor t = {};
     int64_t moment_bytes = n * (int64_t)amp_dtype_size(layout.moments);
@@ -337,7 +337,8 @@ parameter_table put_parameters(const optimizer_layout &layout) {
     found[0].multiplier = found[0].factor = found[0].clip_coef = 1;
     found[0].attempts = found[0].step = 1, found[0].first_bad = -1;
     found[0].beta1_power = 0.9, found[0].beta2_power = 0.999, found[0].lr = 1e-4;
-    parameter_table p = {g.put(rows), (int64_t)rows.size(), g.put(found), g.put(std::vector<float>{2.0f, 0.5f})};
+    parameter_table p = {g.put(rows), (int64_t)rows.size(), g.put(found), g.put(std::vector<float>{2.0f, 0.5f}),
+                         g.put(std::vector<amp_k_inspected>(rows.size()))};
     return p;
 }
 
@@ -373,6 +374,13 @@ void check_case(const char *name, amp_dtype grad, bool multiply) {
     double bytes = parameters() * (double)amp_dtype_size(grad) * (multiply ? 2 : 1);
     gradients_case(name, grad, bytes, [=](const parameter_table &p, int turn) {
         need(check(p, multiply ? p.factors + (turn & 1) : NULL) == AMP_OK, name);
+    });
+}
+
+void inspect_case(const char *name, amp_dtype grad) {
+    gradients_case(name, grad, parameters() * (double)amp_dtype_size(grad), [=](const parameter_table &p, int) {
+        amp_k_inspect a = {p.rows, p.count, AMP_F16, 0, p.inspected};
+        need(g.b->inspect(g.dev, &a, NULL) == AMP_OK, name);
     });
 }
 
@@ -415,6 +423,8 @@ void gradients() {
     check_case("norm fp32", AMP_F32, false);
     check_case("norm bf16", AMP_BF16, false);
     check_case("norm fp16", AMP_F16, false);
+    inspect_case("inspect fp32", AMP_F32);
+    inspect_case("inspect bf16", AMP_BF16);
     gradients_case("clip fp32", AMP_F32, 8 * parameters(), [](const parameter_table &p, int turn) {
         need(scale(p, p.factors + (turn & 1)) == AMP_OK, "clip fp32");
     });
