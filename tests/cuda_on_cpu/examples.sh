@@ -40,16 +40,6 @@ else fail "checkpoints change between devices" "$(tail -n 1 "$work/parts.log") $
 build/scaler_only > "$work/cpu.txt" && build/model_scaler_only > "$work/cuda.txt"
 if [ -s "$work/cuda.txt" ] && cmp -s "$work/cpu.txt" "$work/cuda.txt"; then pass; else fail "scaler_only" "$(tail -n 2 "$work/cuda.txt")"; fi
 
-# amp_check and amp_bench: the device's own lines are there, and the self-tests pass.
-build/model_amp_check --device cuda --quick --size 64 --copies 1 --seconds 0.2 --layers 1 --channels 64 --batch 1 --seq 16 > "$work/check.log" 2>&1
-for line in "autocast fp16" "autocast bf16" "loss scaler" "numerics tf32" "numerics fp16" "numerics bf16"; do
-    if grep -q "^  PASS      $line " "$work/check.log"; then pass; else fail "amp_check: $line" "$(grep "$line" "$work/check.log" || tail -n 2 "$work/check.log")"; fi
-done
-if grep -q "^  .* pinned copies .* GB/s .* from ordinary memory" "$work/check.log"; then pass; else fail "amp_check: pinned copies" "$(grep pinned "$work/check.log")"; fi
-if build/model_amp_bench --features --feature pinning --device cuda --layers 1 --channels 32 --heads 2 --vocab 64 --batch 2 --seq 16 --iterations 2 \
-    --warmup 1 --json none > "$work/bench.log" 2>&1 && grep -qE "^  pinning .* (gain|loss|even) .* (gain|loss|even)\$" "$work/bench.log"; then pass
-else fail "amp_bench: pinning" "$(tail -n 2 "$work/bench.log")"; fi
-
 # The classifier learns, and its losses on both devices are nearer to each other than the CPU's in fp32 and in bf16 are.
 classify() { # NAME DEVICE PRECISION
     build/model_train_classifier --out "$work/$1" --device $2 --precision $3 --data "$work/few.tsv" --valid "$work/few.tsv" --hidden 32 --batch 4 \
@@ -61,6 +51,16 @@ classify on_cuda cuda fp32; classify on_cpu cpu fp32; classify other cpu bf16
 if paste "$work/on_cpu.losses" "$work/on_cuda.losses" "$work/other.losses" |
     awk 'function off(x) {return x < $1 ? $1 - x : x - $1} {apart += off($2); own += off($3)} END {exit !(NR == 4 && $2 < 0.68 && apart < own)}'; then pass
 else fail "classifier" "$(paste "$work/on_cpu.losses" "$work/on_cuda.losses" "$work/other.losses") $(tail -n 1 "$work/on_cuda.log")"; fi
+
+# amp_check and amp_bench: the device's own lines are there, and the self-tests pass.
+build/model_amp_check --device cuda --quick --size 64 --copies 1 --seconds 0.2 --layers 1 --channels 64 --batch 1 --seq 16 > "$work/check.log" 2>&1
+for line in "autocast fp16" "autocast bf16" "loss scaler" "numerics tf32" "numerics fp16" "numerics bf16"; do
+    if grep -q "^  PASS      $line " "$work/check.log"; then pass; else fail "amp_check: $line" "$(grep "$line" "$work/check.log" || tail -n 2 "$work/check.log")"; fi
+done
+if grep -q "^  .* pinned copies .* GB/s .* from ordinary memory" "$work/check.log"; then pass; else fail "amp_check: pinned copies" "$(grep pinned "$work/check.log")"; fi
+if build/model_amp_bench --features --feature pinning --device cuda --layers 1 --channels 32 --heads 2 --vocab 64 --batch 2 --seq 16 --iterations 2 \
+    --warmup 1 --json none > "$work/bench.log" 2>&1 && grep -qE "^  pinning .* (gain|loss|even) .* (gain|loss|even)\$" "$work/bench.log"; then pass
+else fail "amp_bench: pinning" "$(tail -n 2 "$work/bench.log")"; fi
 
 refused() { # FLAGS TEXT
     if train refused $1; then fail "$1" "not refused"
