@@ -2926,7 +2926,8 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
    square of the input.  The bound is computed: 8 standard deviations of what rounding does to L, over h, and to gradient . d,
    both measured by changing all inputs at random by up to the coarsest roundoff of dtype, outputs and output_grads; and twice
    the truncation that halving h shows.  So a factor of 1.01 is found in fp32; bf16 shows terms that are missing.
-   Each forward has the same random numbers, and each backward begins with input_grads zero.  The inputs are restored. */
+   Each forward has the same random numbers, and each backward begins with input_grads zero.  The inputs are restored;
+   gradients that are a parameter's are not live afterwards. */
 typedef struct amp_gradcheck_desc {
     amp_step_function forward, backward;    /* inside and outside of a region, as in training */
     void *user;
@@ -15975,8 +15976,6 @@ AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     amp_result r;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
-        amp_param *p = ampi_param_of_gradient(c->amp, g->data);
-        if (p != NULL) p->grad_live = 0;
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
     r = ampi_gradcheck_call(c, c->desc->backward, "backward");
@@ -16223,6 +16222,8 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
     r = ampi_gradcheck_run(&c, &report);
     for (i = 0; c.ready && i < desc->n_inputs; i++) {
         amp_result back = ampi_gradcheck_put(&c, i, c.x + c.begin[i]);
+        amp_param *p = ampi_param_of_gradient(amp, desc->input_grads[i].data);
+        if (p != NULL) p->grad_live = 0;
         if (r == AMP_OK) r = back;
     }
     ampi_precision_set(amp, &c.before);
