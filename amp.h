@@ -228,7 +228,7 @@ extern "C" {
     X(AMP_ERR_THREAD,      302, "a thread could not be started",         "raise the thread limit or use fewer workers") \
     X(AMP_ERR_OPEN,        401, "a file could not be opened",            "check path and permissions") \
     X(AMP_ERR_READ,        402, "a file could not be read",              "check the disk; the text has the offset") \
-    X(AMP_ERR_WRITE,       403, "a file could not be written",           "check free space and permissions; the old file is untouched") \
+    X(AMP_ERR_WRITE,       403, "a file could not be written",           "check free space and permissions") \
     X(AMP_ERR_FORMAT,      404, "not a file of the expected format",     "pass a file of the format the text names") \
     X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early",         "copy or write it again") \
     X(AMP_ERR_CHECKSUM,    406, "a checksum does not match",             "the file is damaged: use the previous one") \
@@ -301,7 +301,8 @@ typedef struct amp_system {
 /* *out = the POSIX table, every member set. */
 AMP_API void amp_system_default(amp_system *out);
 /* Writes a file so that after a crash either the old or the new content is there, whole: temporary file
-   beside it, write, fsync, rename.  system may be NULL.  Errors: 401, 403; the old file is then untouched. */
+   beside it, write, fsync, rename.  A symbolic link is replaced; a device or pipe is
+   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
 /* Reads a whole file into *data (from system->alloc, one extra 0 byte behind it; amp_file_free frees it).
    Errors: 301, 401, 402. */
@@ -1338,7 +1339,7 @@ typedef enum amp_autotune {
     .mode             TRAINING                     TRAINING, INFERENCE
     .backend          amp_cpu()                    a backend's table
     .device           0                            device index
-    .threads          all cores of the process     1 to 1024 (OpenMP builds; otherwise 1)
+    .threads          all cores of the process     1 to 1024 (OpenMP builds, where OMP_NUM_THREADS lowers the default; otherwise 1)
     .seed             0                            of dropout
     .fallback         none                         F32, TF32, F16, BF16: replaces a dtype the device lacks, instead of an
                                                    error or the nearest; operators overridden to AMP_CAST_FP32 compute in it
@@ -2510,7 +2511,7 @@ typedef enum amp_scaler_use {
 typedef enum amp_nan_action {
     AMP_NAN_DEFAULT = 0,            /* SKIP */
     AMP_NAN_REPORT = 1,             /* a warning; without a scaler the step is applied all the same, as in PyTorch */
-    AMP_NAN_SKIP = 2,               /* a warning; the step is skipped */
+    AMP_NAN_SKIP = 2,               /* a warning; the step is skipped if its gradients are not finite */
     AMP_NAN_STOP = 3,               /* as SKIP, and the record asks the host to stop */
     AMP_NAN_RECOVER = 4,            /* as SKIP, and the record asks the host to call amp_recovery_step */
     AMP_NAN_FORCE_I32 = 0x7fffffff
@@ -2826,7 +2827,7 @@ typedef struct amp_numerics_report {
     char text[240];                 /* the remedy and its reason in words */
 } amp_numerics_report;
 
-/*  .dtype      the context's; F16 for F32 and TF32     F16, BF16, E4M3, E5M2: the format that values are held against
+/*  .dtype      the context's now; F16 for F32, TF32    F16, BF16, E4M3, E5M2: the format that values are held against
     .interval   100                                     calls; the first one is due                                     */
 typedef struct amp_numerics_desc {
     amp_param *params; int64_t n_params;                /* weights and live gradients; the array must stay */
@@ -2908,7 +2909,7 @@ typedef struct amp_verify_report {
    Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
    step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
    device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
-   amp_scaler_check and amp_scaler_update, 107, 110 level O0, 301, 501; 102 too when the step is not finite or fails in fp32
+   amp_scaler_check and amp_scaler_update, 107, 110 level O0 or several ranks, 301, 501; 102 too when the step is not finite or fails in fp32
    already: the text names the first bad tensor, or has the step's own error. */
 AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
@@ -3021,10 +3022,10 @@ typedef struct amp_tune_report {
    an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
-   steps have trained), and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
+   steps have trained), captured graphs are out of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
    cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
-   Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 301,
-   those of amp_verify; 403 the results are there, but the file could not be written. */
+   Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 110
+   several ranks, 301, those of amp_verify; 403 the results are there, but the file could not be written. */
 AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
 AMPI_INLINE amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     return amp_tune_v(amp, desc, out, AMP_ABI(amp_tune_desc));
@@ -3259,7 +3260,12 @@ static int64_t ampi_posix_size(void *user, intptr_t file) {
 
 static int ampi_posix_sync(void *user, intptr_t file) { (void)user; return fsync((int)file) != 0 ? -errno : 0; }
 static int ampi_posix_close(void *user, intptr_t file) { (void)user; return close((int)file) != 0 ? -errno : 0; }
-static int ampi_posix_rename(void *user, const char *from, const char *to) { (void)user; return rename(from, to) != 0 ? -errno : 0; }
+static int ampi_posix_rename(void *user, const char *from, const char *to) {
+    struct stat info;
+    (void)user;
+    if (lstat(to, &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode) && !S_ISLNK(info.st_mode)) return -EPERM;     /* a device, a pipe */
+    return rename(from, to) != 0 ? -errno : 0;
+}
 static int ampi_posix_remove(void *user, const char *path) { (void)user; return unlink(path) != 0 ? -errno : 0; }
 
 static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg) {
@@ -7663,7 +7669,11 @@ static void ampi_fill_defaults(amp_desc *d) {
     if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
     if (d->backend == NULL) d->backend = amp_cpu();
     if (d->cpu_path == 0) d->cpu_path = cpu.path;
+#if defined(_OPENMP)
+    if (d->threads == 0) d->threads = AMPI_MIN(cpu.cores, omp_get_max_threads());
+#else
     if (d->threads == 0) d->threads = cpu.cores;
+#endif
 #if !defined(_OPENMP)
     d->threads = 1;
 #endif
@@ -14602,7 +14612,7 @@ AMPI_PRIVATE amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wai
             AMPI_TRY(backend->event_done(dev, to->event, &done));
             if (!done && !(wait && from->step < until)) return AMP_OK;
             if (!done) AMPI_TRY(backend->event_sync(dev, to->event));
-            AMPI_TRY(backend->event_elapsed(dev, from->event, to->event, &seconds));
+            if (from->event != NULL) AMPI_TRY(backend->event_elapsed(dev, from->event, to->event, &seconds));
         }
         m->notes[from->step % AMPI_NOTES].phase_seconds[from->phase] += seconds;
     }
@@ -15071,7 +15081,7 @@ AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
     r = ampi_monitor_take_all(m);
     if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
     r = ampi_lines_sync(m, "amp_monitor_destroy");
-    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s; what was kept is lost now", amp_last_error());
     ampi_monitor_free(m);
 }
 
@@ -15719,6 +15729,7 @@ AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_veri
     const char *f = "amp_verify";
     int64_t i, ignored;
     if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, f, ".step is NULL");
+    if (ampi_world(amp) > 1) return ampi_fail(AMP_ERR_CONFLICT, f, "the context has %d ranks, which may not all run the step equally often: verify on one", ampi_world(amp));
     if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
         return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
                          (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
@@ -16551,6 +16562,7 @@ static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d
     if (d->warmup < 0 || d->warmup > 1000) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".warmup = %d, must be 1 to 1000, or 0 for 3", d->warmup);
     if (d->file != NULL && d->file[0] == 0) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".file is \"\", must be a path, or NULL for none");
     AMPI_TRY(ampi_may_wait(amp));
+    if (ampi_world(amp) > 1) return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", "%d ranks would each find another best: tune on one, and give the others its result", ampi_world(amp));
     if (ampi_settings(amp)->disable)
         return ampi_fail(AMP_ERR_STATE, "amp_tune", "the context is disabled, so all precisions would be one: call amp_set_enabled first");
     return AMP_OK;
@@ -16691,6 +16703,7 @@ static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     int64_t begun;
     int i, code = 0, depth = ampi_region_depth();
     for (i = 0; i < n && code == 0; i++) {
+        ampi_error_text[0] = 0;
         begun = s->clock_ns(s->user);
         code = t->desc.step(t->desc.user, t->amp);
         ampi_regions_close(depth);
@@ -16769,7 +16782,12 @@ static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
 }
 
 static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
-    int code = t->desc.prepare && t->prepared != batch ? t->desc.prepare(t->desc.user, t->amp, batch) : 0;
+    int code = 0, depth = ampi_region_depth();
+    if (t->desc.prepare != NULL && t->prepared != batch) {
+        ampi_error_text[0] = 0;
+        code = t->desc.prepare(t->desc.user, t->amp, batch);
+        ampi_regions_close(depth);
+    }
     t->prepared = code == 0 ? batch : 0;
     return code;
 }
@@ -16843,7 +16861,7 @@ static int ampi_tune_still_fits(ampi_tune *t) {
 }
 
 static amp_result ampi_tune_time(ampi_tune *t) {
-    amp_dtype before = ampi_settings(t->amp)->dtype;
+    ampi_precision before = ampi_precision_get(t->amp);
     int64_t *times;
     amp_result result, restored = AMP_OK;
     int k;
@@ -16852,7 +16870,8 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     result = ampi_tune_run(t);
     if (t->keep != NULL) restored = ampi_keep_restore(t->keep);
     ampi_keep_destroy(t->keep);
-    if (restored == AMP_OK) restored = amp_set_dtype(t->amp, before);
+    before.random_offset = ampi_precision_get(t->amp).random_offset;
+    ampi_precision_set(t->amp, &before);
     ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
     return result != AMP_OK ? result : restored;
 }
@@ -16862,7 +16881,7 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
     amp_tune_report report;
     char why[200];
     ampi_tune t;
-    int code;
+    int code = 0;
     AMPI_TRY(ampi_check_abi("amp_tune", abi, AMP_ABI(amp_tune_desc)));
     if (amp == NULL || desc == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
@@ -16876,13 +16895,13 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
     report.from_file = ampi_tune_read(&t) && ampi_tune_still_fits(&t);
     if (!report.from_file) result = ampi_tune_time(&t);
     ampi_tune_pick(&report);
+    if (result == AMP_OK) code = ampi_tune_prepare(&t, report.best >= 0 ? report.rows[report.best].batch : t.desc.batch);
+    if (code != 0) ampi_host_said("prepare", code, why, sizeof why);
     if (result == AMP_OK && !report.from_file) result = ampi_tune_write(&t);
     amp_state_destroy(t.state);
     if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
     *out = report;
-    code = ampi_tune_prepare(&t, out->best >= 0 ? out->rows[out->best].batch : t.desc.batch);
     if (code == 0 || out->best < 0) return result;
-    ampi_host_said("prepare", code, why, sizeof why);
     return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
 }
 
@@ -16983,6 +17002,7 @@ static amp_result ampi_snapshot_fill(const amp_recovery *r, ampi_snapshot *out) 
     if (d->scaler != NULL) AMPI_TRY(amp_scaler_save(d->scaler, out->state, AMPI_SNAPSHOT ".scaler"));
     if (d->loader != NULL) AMPI_TRY(amp_loader_save(d->loader, out->state, AMPI_SNAPSHOT));
     AMPI_TRY(amp_random_save(r->amp, out->state, AMPI_SNAPSHOT));
+    ampi_error_text[0] = 0;
     code = d->save ? d->save(d->user, out->state) : 0;
     if (code != 0) return ampi_host_failed("save", code);
     AMPI_TRY(ampi_get(out->state, AMPI_SNAPSHOT ".optimizer", "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
@@ -17009,6 +17029,7 @@ static amp_result ampi_snapshot_restore(const amp_recovery *r, const ampi_snapsh
         AMPI_TRY(amp_scaler_load(d->scaler, s->state, AMPI_SNAPSHOT ".scaler"));
     if (d->loader != NULL) AMPI_TRY(amp_loader_load(d->loader, s->state, AMPI_SNAPSHOT));
     AMPI_TRY(amp_random_load(r->amp, s->state, AMPI_SNAPSHOT));
+    ampi_error_text[0] = 0;
     code = d->load ? d->load(d->user, s->state) : 0;
     return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
 }
@@ -17099,8 +17120,9 @@ static int ampi_can_widen(const amp_context *amp) {
 
 /* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
    is no single layer's doing: both take a wider format, where there is one. */
-static void ampi_plan_cure(const amp_context *amp, const amp_step_record *record, amp_recovery_event *event) {
-    const char *bad = record->outcome.first_bad;
+static void ampi_plan_cure(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
+    const amp_context *amp = r->amp;
+    const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->outcome.first_bad;    /* sharded: this rank's own */
     int everywhere = record->trouble == AMP_TROUBLE_LOSS || record->trouble == AMP_TROUBLE_FLOOR, wide = ampi_can_widen(amp);
     if (ampi_settings(amp)->disable || ampi_settings(amp)->dtype == AMP_F32) return;
     if (bad != NULL) ampi_layer_pattern(bad, event->layer);
@@ -17201,7 +17223,7 @@ static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, a
     amp_recovery_event e = ampi_event(r, AMP_RECOVERY_RESTORED, record->trouble);
     int keep_lr;
     if (e.left > 0) {
-        ampi_plan_cure(r->amp, record, &e);
+        ampi_plan_cure(r, record, &e);
         e.retries++;
         e.left--;
     } else e.action = AMP_RECOVERY_STOP;

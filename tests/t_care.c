@@ -214,6 +214,7 @@ TEST(tune_breaks_ties_by_order) {
 }
 
 TEST(tune_doubles_the_batch_until_memory_ends) {
+    amp_choice before, after;
     amp_context *amp = open_host(device(), AMP_F32);
     amp_tune_report r;
     timed t;
@@ -225,7 +226,10 @@ TEST(tune_doubles_the_batch_until_memory_ends) {
     t.room = 8;
     t.room_of[AMP_F32] = 4;                 /* which ends it for fp32 alone */
     t.broken = AMP_TF32;
+    CHECK_OK(amp_query_choice(amp, &before));
     CHECK_OK(amp_tune(amp, &d, &r));
+    CHECK_OK(amp_query_choice(amp, &after));
+    CHECK(strcmp(after.reason, before.reason) == 0);
     CHECK(!amp_autocast_active(amp, NULL));
     CHECK_EQ(t.n_prepared, 5);              /* 2, 4, 8, 16 does not fit, and the best once more */
     for (i = 0; i < 4; i++) CHECK_EQ(t.prepared[i], 2 << i);
@@ -515,6 +519,9 @@ TEST(tune_refuses_bad_input) {
     amp_tune_report r, untouched;
     timed t;
     amp_tune_desc good = tune_desc(&t), d;
+    amp_verify_desc ranks;
+    amp_verify_report verified;
+    memset(&ranks, 0, sizeof ranks);
     memset(&r, 0x5a, sizeof r);
     memcpy(&untouched, &r, sizeof r);
 #define REFUSED(change, result, field) do { d = good; change; CHECK_ERR(amp_tune(amp, &d, &r), result); CHECK(strstr(amp_last_error(), field) != NULL); } while (0)
@@ -539,6 +546,12 @@ TEST(tune_refuses_bad_input) {
     CHECK_ERR(amp_tune_v(amp, &good, &r, 1), AMP_ERR_VERSION);
     CHECK_OK(amp_set_enabled(amp, 0));
     CHECK_ERR(amp_tune(amp, &good, &r), AMP_ERR_STATE);
+    CHECK_OK(amp_set_enabled(amp, 1));
+    ranks.step = timed_step;
+    amp->desc.reducer.world = 2;            /* before anything is reduced */
+    CHECK_ERR(amp_tune(amp, &good, &r), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_verify(amp, &ranks, &verified), AMP_ERR_CONFLICT);
+    amp->desc.reducer.world = 1;
     CHECK(memcmp(&r, &untouched, sizeof r) == 0);
     CHECK_EQ(t.steps, 0);
     amp_close(amp);

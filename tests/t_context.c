@@ -352,7 +352,8 @@ TEST(patterns) {
 /* ---- files */
 
 TEST(files) {
-    char path[] = "/tmp/amp_test_XXXXXX";
+    char path[] = "/tmp/amp_test_XXXXXX", pipe[64], rest[96];
+    struct stat info;
     void *data;
     size_t bytes;
     int fd = mkstemp(path);
@@ -366,6 +367,14 @@ TEST(files) {
     CHECK(says("/nonexistent/x"));
     CHECK_ERR(amp_file_read_all(NULL, "/nonexistent", &data, &bytes), AMP_ERR_OPEN);
     CHECK_ERR(amp_file_read_all(NULL, "/tmp", &data, &bytes), AMP_ERR_READ);
+
+    /* A pipe is not replaced, and nothing is left beside it. */
+    snprintf(pipe, sizeof pipe, "%s.pipe", path);
+    snprintf(rest, sizeof rest, "%s.tmp%ld", pipe, (long)getpid());
+    CHECK(mkfifo(pipe, 0600) == 0);
+    CHECK_ERR(amp_file_write_atomic(NULL, pipe, "y", 1), AMP_ERR_WRITE);
+    CHECK(lstat(pipe, &info) == 0 && S_ISFIFO(info.st_mode) && lstat(rest, &info) != 0);
+    unlink(pipe);
     unlink(path);
 }
 

@@ -421,7 +421,7 @@ TEST(training_goes_on) {
         amp_master_kind master = i == 3 ? AMP_MASTER_REMAINDER : AMP_MASTER_DEFAULT;
         float scale = i % 2 ? 0 : i == 2 ? 0x1p30f : 4096.0f;
         uint64_t plain = train(backend, level, dtype, kind, master, scale, 0, 0, 0);
-        CHECK(plain != train(backend, level, dtype, kind, master, scale * 2 + (i % 2), 0, 0, 0));
+        CHECK(plain != train(backend, level, dtype, kind, master, scale * 2 + (float)(i % 2), 0, 0, 0));
         for (steps = 0; steps < 2; steps++)
             CHECK_MSG(train(backend, level, dtype, kind, master, scale, 1, broken[i], steps) == plain, "case %d, steps %d", i, steps);
     }
