@@ -119,6 +119,8 @@
          Gradients need no zeroing: the first backward after a step overwrites them, later ones add.
        5 amp_outcome_next tells what became of each step, two steps later: applied or skipped, norm, scale.
        6 To save: amp_state_create, *_save of each object, amp_state_save; your weights in a format of yours.
+       7 To watch and to survive: amp_monitor_create (records as JSON lines, in place of amp_outcome_next),
+         amp_status_text, amp_numerics_create; amp_verify once before a long run; amp_recovery_create.
 
    NUMBERS
 
@@ -19122,7 +19124,8 @@ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 #endif /* AMPI_PASS */
 
 /* ---- Change log
-   0.1.0  first version: CPU backend, autocast, operators, scaler, optimizers, loader, state.
+   0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
+          monitoring, verification, tuning and recovery.
 
    ---- Licence
    MIT License
