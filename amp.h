@@ -647,6 +647,7 @@ typedef struct amp_device {
     int32_t fp16, bf16, tf32, fp8;  /* matrix instructions of that format: 0 or 1 */
     int32_t multiprocessors;
     int64_t memory;                 /* bytes in all */
+    char versions[96];              /* of the compiler, driver and libraries the backend runs on */
 } amp_device;
 
 typedef struct amp_machine {
@@ -4079,6 +4080,16 @@ AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
 }
 
 /* A CPU as a device: tf32 and fp8 have no instructions there, fp16 has them with AVX512-FP16. */
+#if defined(__clang__)
+#  define AMPI_COMPILER ""          /* its __VERSION__ begins with its name */
+#else
+#  define AMPI_COMPILER "gcc "
+#endif
+#if defined(_OPENMP)
+enum { AMPI_OPENMP = _OPENMP };
+#else
+enum { AMPI_OPENMP = 0 };
+#endif
 static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", cpu->name);
@@ -4086,6 +4097,8 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     out->bf16 = cpu->path >= AMP_CPU_AVX512_BF16;
     out->multiprocessors = cpu->cores;
     out->memory = cpu->memory;
+    if (AMPI_OPENMP) snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s, OpenMP %d", __VERSION__, AMPI_OPENMP);
+    else snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s, no OpenMP", __VERSION__);
 }
 
 AMP_API amp_result amp_machine_probe(amp_machine *out) {
@@ -14312,7 +14325,8 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     ampi_sheet s = ampi_sheet_of(text, size);
     if (t == NULL) return 0;
     m = &t->telemetry;
-    ampi_print(&s, "version  amp.h %d.%d.%d, backend %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend);
+    ampi_print(&s, "version  amp.h %d.%d.%d, backend %s: %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend,
+               t->machine.device.versions);
     ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)", t->choice.reason);
     ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_word_of(ampi_level_words, (int)t->level),
                ampi_word_of(ampi_policy_words, (int)t->policy), ampi_word_of(ampi_mode_words, (int)t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
@@ -14390,6 +14404,7 @@ AMPI_PRIVATE void ampi_json_device(ampi_sheet *s, const amp_device *d) {
     ampi_json_open(s, "device");
     ampi_json_text(s, "name", d->name);
     ampi_json_text(s, "kind", d->kind);
+    ampi_json_text(s, "versions", d->versions);
     ampi_json_integer(s, "index", d->index);
     ampi_json_reading(s, "compute_capability", d->cc_major > 0 ? d->cc_major + 0.1 * d->cc_minor : -1.0);
     ampi_json_flag(s, "fp16", d->fp16);

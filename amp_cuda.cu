@@ -846,7 +846,7 @@ void ampc_nvml_close(ampc_nvml *nvml);
 amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     cudaDeviceProp prop;
     char text[160];
-    int count = 0;
+    int count = 0, driver = 0, runtime = 0;
     AMPC_TRY(ampc_check(dev, cudaGetDeviceCount(&count), "cudaGetDeviceCount", NULL));
     if (desc->device < 0 || desc->device >= count) {
         snprintf(text, sizeof text, ".device = %d, must be 0 to %d", (int)desc->device, count - 1);
@@ -868,6 +868,10 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     dev->info.fp8 = dev->cc >= 89;
     dev->info.multiprocessors = prop.multiProcessorCount;
     dev->info.memory = (int64_t)prop.totalGlobalMem;
+    AMPC_TRY(ampc_check(dev, cudaDriverGetVersion(&driver), "cudaDriverGetVersion", NULL));
+    AMPC_TRY(ampc_check(dev, cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion", NULL));
+    snprintf(dev->info.versions, sizeof dev->info.versions, "CUDA %d.%d, driver for CUDA %d.%d, cuBLASLt %zu", runtime / 1000,
+             runtime / 10 % 100, driver / 1000, driver / 10 % 100, cublasLtGetVersion());
     AMPC_TRY(ampc_check_image(dev));
     AMPC_TRY(ampc_blas_open(dev));
     if (desc->stream != NULL) return AMP_OK;
