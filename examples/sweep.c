@@ -93,13 +93,16 @@ static amp_result list_item(const char *flag, const char *word, const char *lega
 
 static amp_result read_list(const char *flag, const char *text, const char *legal, list *out) {
     const char *at = text;
+    int i;
     out->n = 0;
     while (*(at += strspn(at, ", ")) != 0) {
         size_t length = strcspn(at, ", ");
         char word[32];
         if (out->n == LONGEST_LIST) return refuse(flag, "has more than %d entries", LONGEST_LIST);
         snprintf(word, sizeof word, "%.*s", (int)length, at);
-        TRY(list_item(flag, word, legal, &out->x[out->n++]));
+        TRY(list_item(flag, word, legal, &out->x[out->n]));
+        for (i = 0; i < out->n; i++) if (out->x[i] == out->x[out->n]) return refuse(flag, "%.20s is there twice", word);
+        out->n++;
         at += length;
     }
     return out->n > 0 ? AMP_OK : refuse(flag, "is empty; %s", legal);
@@ -154,6 +157,7 @@ static void trial_texts(const trial *t, char lr[32], char batch[32]) {
 }
 
 static amp_result write_record(search *s, const trial *t) {
+    clearerr(s->file);
     metrics_begin(s->file, "trial");
     metrics_text(s->file, "precision", amp_dtype_name(t->precision));
     metrics_number(s->file, "lr", t->lr);
@@ -502,7 +506,7 @@ static amp_result open_search(search *s) {
 
 int main(int argc, char **argv) {
     search s;
-    int64_t i, run = 0;
+    int64_t i, run = 0, lost = 0;
     int found;
     amp_result result;
     memset(&s, 0, sizeof s);
@@ -516,13 +520,17 @@ int main(int argc, char **argv) {
     for (i = 0; i < s.n && !stop_requested; i++) {
         if (!s.trials[i].known) run_trial(&s, &s.trials[i]);
         if (stop_requested && !s.trials[i].known) break;        /* not to its end: no record */
-        if (!s.trials[i].known && write_record(&s, &s.trials[i]) != AMP_OK) fprintf(stderr, "sweep: %s\n", example_error());
+        if (!s.trials[i].known && write_record(&s, &s.trials[i]) != AMP_OK) {
+            fprintf(stderr, "sweep: %s\n", example_error());
+            lost++;
+        }
         run += !s.trials[i].known;
         print_trial(&s, i);
     }
     found = print_table(&s, i);
     printf("%lld trials run, %lld known before; records in %s%s\n", (long long)run, (long long)(i - run), s.set.out,
            stop_requested ? "; run again to go on" : "");
+    if (lost > 0) printf("%lld of them have no record: %s could not be written\n", (long long)lost, s.set.out);
     fclose(s.file);
     free(s.trials);
     return stop_requested ? 130 : !found;

@@ -757,6 +757,9 @@ static amp_result train(run *r) {
         progress_clear(&bar);
         report_epoch(r, epoch, &record, seconds_now() - began);
     }
+    if (r->record.outcome.step > 0 && r->record.outcome.applied_steps == 0)
+        printf("no step was applied: all %lld were skipped, and the weights are those of the start\n",
+               (long long)r->record.outcome.step);
     return AMP_OK;
 }
 

@@ -378,6 +378,7 @@ typedef struct run {
     int warned;                     /* 1: it was said that metrics could not be written */
     amp_numerics *numerics;         /* NULL: not wanted */
     amp_recovery *recovery;         /* NULL: not wanted */
+    text_buffer fp32_layers;        /* patterns of the layers that recovery put into fp32, one a line */
     board board;
     char trouble[256];              /* why training stops, or "" */
     char note[300];                 /* to be said after the step, or "" */
@@ -443,7 +444,8 @@ static amp_result write_own_text(const char *path) {
         size_t bytes;
         char *more;
         if (access(sources[i], R_OK) != 0) continue;
-        TRY(amp_file_read_all(NULL, sources[i], &data, &bytes));
+        result = amp_file_read_all(NULL, sources[i], &data, &bytes);
+        if (result != AMP_OK) break;
         more = (char *)realloc(all, used + bytes + 1);
         if (more == NULL) result = example_fail(AMP_ERR_MEMORY, "no memory for %s", sources[i]);
         else { all = more; memcpy(all + used, data, bytes); used += bytes; }
@@ -764,9 +766,30 @@ static amp_result open_watch(run *r) {
     return open_recovery(r);
 }
 
+/* A layer computes in fp32 from now on, after a resume too. */
+static amp_result keep_fp32_layer(run *r, const char *pattern) {
+    text_add(&r->fp32_layers, "%s\n", pattern);
+    return r->fp32_layers.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the name of a layer") : AMP_OK;
+}
+static amp_result load_fp32_layers(run *r, const amp_state *state) {
+    int64_t n = amp_state_count(state, "train.fp32_layers", NULL);
+    char *text = n > 0 ? (char *)calloc((size_t)n + 1, 1) : NULL, *line;
+    amp_result result;
+    if (n <= 0) return AMP_OK;
+    if (text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's layers");
+    result = amp_state_get(state, "train.fp32_layers", AMP_U8, text, n);
+    for (line = strtok(text, "\n"); line != NULL && result == AMP_OK; line = strtok(NULL, "\n")) {
+        result = amp_layer_override(r->amp, line, AMP_F32);
+        if (result == AMP_OK) result = keep_fp32_layer(r, line);
+    }
+    free(text);
+    return result;
+}
+
 /* The second half of a checkpoint; gpt_load_state was the first. */
 static amp_result load_state(run *r, const amp_state *state) {
     TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
+    TRY(load_fp32_layers(r, state));
     if (amp_loader_load(r->loader, state, "loader") != AMP_OK)
         return refuse("resume", "%s was trained on other data, or cut otherwise: %s", r->set.resume, amp_last_error());
     TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
@@ -783,6 +806,7 @@ static void close_run(run *r) {
     board_close(&r->board);
     if (r->metrics != NULL) fclose(r->metrics);
     free(r->line);
+    free(r->fp32_layers.text);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
@@ -834,6 +858,8 @@ static amp_result put_training(run *r, amp_state *state) {
     free(saved.text);
     TRY(result);
     TRY(put_settings(r, state));
+    if (r->fp32_layers.used > 0)
+        TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
     TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
     TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
     TRY(gpt_save_state(&r->model, state));
@@ -1185,6 +1211,16 @@ static void report_event(run *r, progress *bar, const amp_recovery_event *event)
     if (event->action == AMP_RECOVERY_STOP) snprintf(r->trouble, sizeof r->trouble, "%s", event->text);
 }
 
+/* What a recovery changed are the run's settings from now on, so that a checkpoint keeps them: its dtype, and as without
+   fp16 nothing is scaled any more, no scaler that was asked for either. */
+static amp_result keep_cure(run *r, const amp_recovery_event *event) {
+    if (event->cure == AMP_CURE_LAYERS) return keep_fp32_layer(r, event->layer);
+    if (event->cure != AMP_CURE_DTYPE) return AMP_OK;
+    r->set.amp.dtype = event->dtype;
+    if (r->set.amp.use_scaler == AMP_SCALER_USE_ON) r->set.amp.use_scaler = AMP_SCALER_USE_AUTO;
+    return AMP_OK;
+}
+
 /* What --nan-action says about a record.  In another precision activations are stored otherwise too. */
 static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record) {
     amp_recovery_event event;
@@ -1199,6 +1235,7 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
     TRY(amp_recovery_step(r->recovery, record, &event));
     if (event.action == AMP_RECOVERY_NONE) return AMP_OK;
     report_event(r, bar, &event);
+    TRY(keep_cure(r, &event));
     amp_graph_destroy(r->graph);
     r->graph = NULL;
     TRY(amp_query_choice(r->amp, &r->choice));
@@ -1302,8 +1339,8 @@ static int stopped(const run *r) {
     return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
 }
 
-/* Trains up to r->steps, the end of the data, trouble, or Ctrl-C.  quiet 1: the bar only. */
-static amp_result train(run *r, progress *bar, int quiet) {
+/* Steps up to r->steps, the end of the data, trouble, or Ctrl-C. */
+static amp_result train_steps(run *r, progress *bar, int quiet) {
     const settings *set = &r->set;
     schedule_kind kind = strcmp(set->schedule, "constant") == 0 ? SCHEDULE_CONSTANT : SCHEDULE_COSINE;
     double min_lr = set->min_lr >= 0 ? set->min_lr : 0.1 * set->lr, shown = 0, loss_at_eval;
@@ -1334,11 +1371,23 @@ static amp_result train(run *r, progress *bar, int quiet) {
         if (set->save_interval > 0 && next % set->save_interval == 0) TRY(report_save(r, bar));
         if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
     }
-    progress_clear(bar);
-    TRY(tolerate(r, amp_monitor_flush(r->monitor)));
-    TRY(take_records(r, bar));
-    TRY(end_epoch(r));
     return result == AMP_ERR_END ? AMP_OK : result;
+}
+
+/* Trains as train_steps does.  Its last records come after it: where they ask for recovery, r->step is that of the snapshot,
+   and the steps that were undone are trained again.  quiet 1: the bar only. */
+static amp_result train(run *r, progress *bar, int quiet) {
+    amp_result result;
+    int64_t last;
+    do {
+        result = train_steps(r, bar, quiet);
+        last = r->step;
+        progress_clear(bar);
+        TRY(tolerate(r, amp_monitor_flush(r->monitor)));
+        TRY(take_records(r, bar));
+    } while (result == AMP_OK && r->step < last);
+    TRY(end_epoch(r));
+    return result;
 }
 
 /* ==== Reports ==================================================================================== */

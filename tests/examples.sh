@@ -159,6 +159,27 @@ if grep -q "bf16 from now on" "$work/recover.log" && cmp -s "$work/recover.safet
     grep -q '"event": "recovery"' "$work/recover/metrics.jsonl" && [ "$(last dtype recover)" = '"bf16"' ]; then pass
 else fail "--nan-action recover" "$(tail -n 3 "$work/recover.log") $(cat "$work/recover/metrics.jsonl")"; fi
 
+# The last records come behind the last step: what they undo is trained again.
+train late --precision fp16 --init-scale 1e30 --min-scale 1e30 --nan-action recover --steps 2 --save "$work/late"
+train early --precision bf16 --steps 2 --save "$work/early"
+if grep -q "bf16 from now on" "$work/late.log" && grep -q "^step 2: saved" "$work/late.log" && cmp -s "$work/late.safetensors" "$work/early.safetensors"; then pass
+else fail "recovery behind the last step" "$(tail -n 3 "$work/late.log")"; fi
+
+# A layer in fp32, then bf16 without the scaler: a checkpoint keeps both.  A flag wins over its precision; the layer is in fp32
+# then too, so that the next cure is bf16.
+cured="--precision fp16 --scaler on --init-scale 1e7 --static-scale --nan-action recover"
+train cured $cured --steps 8 --save "$work/cured"
+train cured_first $cured --steps 8 --save "$work/cured_two" --stop-after 4
+train cured_flag --resume "$work/cured_two" --steps 6 --save none --precision fp16 --scaler on
+train cured_second --resume "$work/cured_two" --steps 8 --save "$work/cured_two"
+cures() { sed -n 's/^step [0-9]*: gradients.*, \(.*\) from now on$/\1;/p' "$work/$1.log" | tr -d '\n'; }
+if [ "$(cures cured_first)" = "transformer.wte.* in fp32;bf16;" ] && [ -z "$(cures cured_second)" ] &&
+    cmp -s "$work/cured.safetensors" "$work/cured_two.safetensors" && grep -q "^  scaler *no" "$work/cured_second.log"; then pass
+else fail "a recovered run resumes" "$(cures cured_first), then $(cures cured_second): $(tail -n 2 "$work/cured_second.log")"; fi
+expect_run cured_second bf16
+expect_run cured_flag fp16
+if [ "$(cures cured_flag)" = "bf16;" ]; then pass; else fail "a recovered run resumes in fp16" "$(cures cured_flag)"; fi
+
 # A full disk: training goes on, and says it.
 if [ -e /dev/full ]; then
     if train full --steps 4 --metrics /dev/full --save "$work/full_model" && grep -q "metrics are kept in memory" "$work/full.log" && [ -s "$work/full_model.state" ]; then pass
@@ -226,6 +247,18 @@ else fail "Ctrl-C" "status $status, $(tail -n 2 "$work/int.log")"; fi
 
 # The progress line in a log file has no carriage returns.
 if tr -d '\n' < "$work/fp32.log" | grep -q "$(printf '\r')"; then fail "log file" "carriage returns"; else pass; fi
+
+# What came to nothing is said at the end: no step of the classifier's applied, a record of the sweep's not written.
+if build/train_classifier --out "$work/nothing" --threads 1 --epochs 1 --precision fp16 --init-scale 1e30 > "$work/nothing.log" 2>&1 &&
+    grep -q "no step was applied" "$work/nothing.log"; then pass
+else fail "no step applied" "$(tail -n 2 "$work/nothing.log")"; fi
+sweep="build/sweep --data $work/text --layers 1 --heads 2 --channels 32 --seq 32 --steps 2 --eval-batches 1 --lrs 1e-3 --batches 4"
+if $sweep --precisions fp16,bf16,fp16 --out "$work/twice.jsonl" > "$work/twice.log" 2>&1; then fail "fp16 twice" "accepted"
+elif grep -q "fp16 is there twice" "$work/twice.log"; then pass; else fail "fp16 twice" "$(tail -n 2 "$work/twice.log")"; fi
+if [ -c /dev/full ]; then
+    $sweep --precisions fp32,bf16 --out /dev/full > "$work/lost.log" 2>&1
+    if grep -q "2 of them have no record" "$work/lost.log"; then pass; else fail "lost records" "$(tail -n 2 "$work/lost.log")"; fi
+fi
 
 if build/scaler_only > "$work/scaler.log" 2>&1 && grep -q skipped "$work/scaler.log"; then pass; else fail scaler_only "$(tail -n 3 "$work/scaler.log")"; fi
 if build/quickstart /nonexistent > "$work/quick.log" 2>&1 && grep -q SYNTHETIC "$work/quick.log"; then pass; else fail quickstart "$(tail -n 3 "$work/quick.log")"; fi
