@@ -1,5 +1,6 @@
 #!/bin/sh
-# compile.sh - amp.h under every language standard and compiler at hand, and in every way it may be included.
+# compile.sh - amp.h under every language standard and compiler at hand, and in every way it may be included.  With
+# optimisation, which brings warnings of its own, once for each compiler.
 . tests/lib.sh
 strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wundef -Werror -I."
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/impl.c"
@@ -14,9 +15,11 @@ matrix() {
     if ! have "$compiler"; then skip "$compiler" "not installed"; return; fi
     for standard; do
         for file in impl user static twice; do
-            check "$compiler -std=$standard $file" "$compiler" -x "$language" "-std=$standard" -O1 $strict -Wsign-conversion -c "$work/$file.c" -o "$work/$file.o"
+            at_once "$compiler -std=$standard $file" "$compiler" -x "$language" "-std=$standard" -O0 $strict -Wsign-conversion -c "$work/$file.c" -o "$work/$file.$running.o"
         done
     done
+    at_once "$compiler -O2" "$compiler" -x "$language" "-std=$standard" -O2 $strict -Wsign-conversion -c "$work/impl.c" -o "$work/impl.o2"
+    collect
 }
 matrix "${CC:-gcc}" c c99 c11 c17 gnu99
 matrix g++ c++ c++11 c++14 c++17 c++20

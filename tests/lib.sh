@@ -13,3 +13,21 @@ check() {
 }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+
+# at_once NAME COMMAND...: the same for several commands at a time, one per core, each silent when all is well; collect
+# waits for the rest.
+cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) running=0
+at_once() {
+    running=$((running + 1))
+    echo "$1" > "$work/at_once.$running.name"
+    shift
+    { "$@" || echo "failed: $*"; } > "$work/at_once.$running" 2>&1 &
+    if [ $running -eq "$cores" ]; then collect; fi
+}
+collect() {
+    wait
+    while [ $running -gt 0 ]; do
+        if [ -s "$work/at_once.$running" ]; then fail "$(cat "$work/at_once.$running.name")" "$(head -n 8 "$work/at_once.$running")"; else pass; fi
+        running=$((running - 1))
+    done
+}

@@ -1,6 +1,7 @@
 #!/bin/sh
 # sanitize.sh - the unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, and those with threads
-# under ThreadSanitizer (without OpenMP, whose runtime it does not know).
+# under ThreadSanitizer (without OpenMP, whose runtime it does not know); as many at once as there are cores.
+# INSIDE names the tests that bring amp.h themselves; the others share one compilation.
 . tests/lib.sh
 cc=clang
 have clang || cc=${CC:-gcc}
@@ -10,13 +11,18 @@ run() {
     name=$1 flags=$2; shift 2
     echo 'int main(void) { return 0; }' > "$work/probe.c"
     if ! $cc $flags "$work/probe.c" -o "$work/probe" 2>/dev/null || ! "$work/probe" 2>/dev/null; then skip "$name" "$cc cannot build with $flags"; return; fi
-    for program; do
-        if ! $cc -std=c99 -g -O1 $flags "tests/$program.c" -o "$work/$program" -lm -lpthread 2> "$work/log"; then
-            fail "$name $program" "does not build: $(head -n 3 "$work/log")"
-        elif ! "$work/$program" > "$work/log" 2>&1 || grep -q 'runtime error\|Sanitizer' "$work/log"; then
-            fail "$name $program" "$(grep -m 5 'runtime error\|ERROR\|WARNING\|FAIL\|#[0-3] ' "$work/log" || tail -n 5 "$work/log")"
-        else pass; fi
-    done
+    echo '#include "amp.h"' | $cc -std=c99 -g -O1 $flags -DAMP_IMPLEMENTATION -I. -x c -c - -o "$work/amp.o"
+    for program; do at_once "$name $program" sanitized "$name" "$flags" "$program"; done
+    collect
+}
+sanitized() {
+    built="$work/$3.$1" log="$work/$3.$1.log"
+    case " $INSIDE " in *" $3 "*) amp= ;; *) amp="-DAMP_IMPLEMENTATION_INCLUDED $work/amp.o" ;; esac
+    if ! $cc -std=c99 -g -O1 $2 "tests/$3.c" $amp -o "$built" -lm -lpthread 2> "$log"; then echo "does not build: $(head -n 3 "$log")"
+    elif ! "$built" > "$log" 2>&1 || grep -q 'runtime error\|Sanitizer' "$log"; then
+        grep -m 5 'runtime error\|ERROR\|WARNING\|FAIL\|#[0-3] ' "$log" || tail -n 5 "$log"
+    fi
+    rm -f "$built"
 }
 all=$(cd tests && ls t_*.c | sed 's/\.c$//')
 run "asan+ubsan" "-fsanitize=address,undefined -fno-sanitize-recover=undefined" $all

@@ -2,6 +2,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include <unistd.h>
 #include <pthread.h>
 
 enum { LINES = 8192 };

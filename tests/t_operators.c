@@ -3,6 +3,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include <math.h>
 #include "recording_backend.h"
 
 enum { ROOM = 4096 };

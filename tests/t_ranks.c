@@ -4,6 +4,9 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include <math.h>
+#include <time.h>
+#include <unistd.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 

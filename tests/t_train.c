@@ -4,6 +4,7 @@
 #include "../examples/train_gpt.c"
 #undef main
 #include "test.h"
+#include <fcntl.h>
 
 static amp_context *open_fp32(void) {
     amp_context *amp = NULL;
