@@ -1,6 +1,6 @@
 /* scaler_only.c - your kernels, your arrays, your optimizer: only the loss scaler is amp.h's.
  *
- *     gcc -O2 -fopenmp examples/scaler_only.c -o scaler_only -lm -lpthread && ./scaler_only
+ *     gcc -O2 -fopenmp examples/scaler_only.c -o scaler_only -lm -lpthread && ./scaler_only [steps]
  *
  * Fits y = sin(3 x) with a small tanh network written in plain loops, whose gradients are rounded to fp16, as a GPU
  * kernel would store them: anything above 65504 is infinite, anything below 3e-8 is lost.  The scale starts too high:
@@ -10,8 +10,9 @@
 #include "../amp.h"
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
-enum { HIDDEN = 32, POINTS = 64, STEPS = 2000, WEIGHTS = 3 * HIDDEN + 1 };
+enum { HIDDEN = 32, POINTS = 64, WEIGHTS = 3 * HIDDEN + 1 };
 #define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", amp_last_error()); return 1; } } while (0)
 
 /* Our own model: w holds input weights, input biases, output weights and the output bias. */
@@ -50,7 +51,7 @@ static void step(float lr) {
     }
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     amp_context *amp;
     amp_scaler *scaler;
     amp_set *set;
@@ -58,7 +59,8 @@ int main(void) {
     amp_range range = {"gradient", NULL, WEIGHTS, AMP_F32};             /* any number of your own arrays */
     amp_set_desc ranges = {0};
     amp_desc settings = {0};
-    int skipped = 0;
+    int skipped = 0, steps = argc > 1 ? atoi(argv[1]) : 2000;
+    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number from 1 on\n", argv[1]), 2;
 
     desc.init_scale = 16777216;             /* 2^24: much too high */
     desc.growth_interval = 200;             /* clean steps until it doubles; the default is 2000 */
@@ -74,7 +76,7 @@ int main(void) {
     for (int i = 0; i < WEIGHTS; i++) w[i] = 2 * amp_random_uniform(1, (uint64_t)i) - 1;
     for (int i = 2 * HIDDEN; i < WEIGHTS; i++) w[i] *= 0.2f;
 
-    for (int i = 1; i <= STEPS; i++) {
+    for (int i = 1; i <= steps; i++) {
         float scale = amp_scaler_scale(scaler), error = forward_backward(scale);
         amp_found found;
         CHECK(amp_copy(amp, range.data, gradient, (int64_t)sizeof gradient, AMP_COPY_TO_DEVICE));
