@@ -700,6 +700,20 @@ static amp_result open_step(run *r) {
     return AMP_OK;
 }
 
+/* What a run that was killed while it saved has left. */
+static void clean_folder(const run *r) {
+    static const char *const ends[] = {".state", ".safetensors"};
+    const char *slash = strrchr(r->save, '/');
+    char path[PATH_MAX + 16];
+    int i;
+    for (i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
+        remove_unfinished(path);
+    }
+    snprintf(path, sizeof path, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
+    remove_unfinished(path);
+}
+
 /* Files that a run writes, found out before it starts rather than at its end. */
 static amp_result open_files(run *r) {
     const settings *set = &r->set;
@@ -710,6 +724,7 @@ static amp_result open_files(run *r) {
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
     if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
+    if (r->save[0] != 0) clean_folder(r);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
@@ -750,6 +765,7 @@ static amp_result open_watch(run *r) {
     TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
     if (r->metrics != NULL) monitor.path = r->metrics_path;
     monitor.append = *set->resume != 0;
+    monitor.epoch = set->eval_interval > 0 ? r->start / set->eval_interval : 0;
     monitor.optimizer = r->optimizer;
     monitor.scaler = r->scaler;
     if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK) return refuse("metrics", "%s", amp_last_error());
@@ -869,9 +885,21 @@ static amp_result put_training(run *r, amp_state *state) {
     return amp_random_save(r->amp, state, "random");
 }
 
-static amp_result save_run(run *r) {
+/* The weights for other programs. */
+static amp_result save_weights(run *r) {
     char path[PATH_MAX + 16];
     const char *name = strrchr(r->save, '/');
+    if (r->save[0] == 0) return AMP_OK;
+    snprintf(path, sizeof path, "%s.safetensors", r->save);
+    TRY(gpt_save_safetensors(&r->model, path, r->step));
+    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
+    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
+    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
+    return gpt_save_config(&r->model, path);
+}
+
+static amp_result save_run(run *r) {
+    char path[PATH_MAX + 16];
     amp_state *state;
     amp_result result;
     if (r->save[0] == 0) return AMP_OK;
@@ -880,13 +908,19 @@ static amp_result save_run(run *r) {
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK) result = amp_state_save(state, path);
     amp_state_destroy(state);
-    TRY(result);
+    return result == AMP_OK ? save_weights(r) : result;
+}
+
+/* 1: NAME.safetensors is not there, not whole, or of another step: the run was killed between the two files. */
+static int weights_are_old(const run *r) {
+    char path[PATH_MAX + 16], step[32] = "";
+    gpt_file file;
+    if (r->save[0] == 0) return 0;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
-    TRY(gpt_save_safetensors(&r->model, path, r->step));
-    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
-    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
-    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
-    return gpt_save_config(&r->model, path);
+    if (gpt_file_open(&file, path, r->model.config.heads) != AMP_OK) return 1;
+    if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
+    gpt_file_close(&file);
+    return atoll(step) != r->step;
 }
 
 /* ==== Validation and the bigram entropy ========================================================== */
@@ -1333,6 +1367,15 @@ static amp_result report_save(run *r, progress *bar) {
     return AMP_OK;
 }
 
+/* A checkpoint on the way.  What is known of the steps before it comes first: their lines are in the metrics, since the run
+   that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved. */
+static amp_result save_between(run *r, progress *bar) {
+    int64_t step = r->step;
+    TRY(tolerate(r, amp_monitor_flush(r->monitor)));
+    TRY(take_records(r, bar));
+    return r->step == step && r->trouble[0] == 0 ? report_save(r, bar) : AMP_OK;
+}
+
 /* By Ctrl-C on any rank, or by --stop-after before the end. */
 static int stopped(const run *r) {
     if (ranks_combine((float)stop_requested, AMP_REDUCE_MAX) > 0) stop_requested = 1;
@@ -1368,8 +1411,8 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
         r->busy += seconds_now() - began;
         if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = seconds_now(); }
         if (quiet || next == r->steps || r->step != next) continue;
-        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(report_save(r, bar));
         if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
+        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(save_between(r, bar));
     }
     return result == AMP_ERR_END ? AMP_OK : result;
 }
@@ -1764,6 +1807,7 @@ static amp_result main_run(run *r) {
     TRY(train(r, &bar, 0));
     stop = stopped(r);
     if (r->step > start || stop) TRY(report_save(r, &bar));
+    else if (*r->set.resume != 0 && weights_are_old(r)) TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
     if (r->trouble[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->trouble);
     if (stop) {
