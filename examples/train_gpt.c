@@ -369,7 +369,7 @@ typedef struct run {
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
     amp_graph *graph;               /* of a whole step; NULL: not captured */
-    float *micro_losses;            /* device: of a step's micro-batches */
+    float *micro_losses, *host_losses;      /* of a step's micro-batches: on the device, and read back */
     int32_t *micro_tokens;          /* device, with --graph: their inputs and targets; else NULL */
     amp_monitor *monitor;           /* keeps the metrics of steps; other lines go through it too: */
     FILE *metrics;                  /* where they are made, in memory; NULL: no metrics */
@@ -692,6 +692,8 @@ static amp_result open_loader(run *r) {
 static amp_result open_step(run *r) {
     int64_t n = r->set.accumulation;
     void *memory;
+    r->host_losses = (float *)malloc((size_t)n * sizeof(float));
+    if (r->host_losses == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the losses");
     TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof(float)));
     r->micro_losses = (float *)memory;
     if (!r->set.graph) return AMP_OK;
@@ -823,6 +825,7 @@ static void close_run(run *r) {
     if (r->metrics != NULL) fclose(r->metrics);
     free(r->line);
     free(r->fp32_layers.text);
+    free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
@@ -1158,18 +1161,16 @@ static amp_result graph_step(run *r) {
     return amp_graph_launch(r->graph);
 }
 
-/* The mean over a step's micro-batches.  Waits for the device. */
+/* The mean over a step's micro-batches.  Waits for the device.  Takes no memory: the step is done, and must not be done
+   again because its loss could not be read. */
 static amp_result read_loss(run *r, float *loss) {
     int64_t micro, n = r->set.accumulation;
-    float *all = (float *)malloc((size_t)n * sizeof *all);
     double sum = 0;
-    amp_result result = all != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the losses");
-    if (result == AMP_OK) result = amp_copy(r->amp, all, r->micro_losses, n * (int64_t)sizeof *all, AMP_COPY_TO_HOST);
-    if (result == AMP_OK) result = amp_sync(r->amp);
-    for (micro = 0; micro < n && result == AMP_OK; micro++) sum += (double)all[micro];
+    TRY(amp_copy(r->amp, r->host_losses, r->micro_losses, n * (int64_t)sizeof(float), AMP_COPY_TO_HOST));
+    TRY(amp_sync(r->amp));
+    for (micro = 0; micro < n; micro++) sum += (double)r->host_losses[micro];
     *loss = (float)(sum / (double)n);
-    free(all);
-    return result;
+    return AMP_OK;
 }
 
 /* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted; log 1: over the ranks too, and for
@@ -1288,11 +1289,12 @@ static amp_result halve_batch(run *r) {
     snprintf(batch, sizeof batch, "%lld", (long long)r->set.batch);
     given.text[option_index("batch")] = batch;      /* for the checkpoint */
     amp_graph_destroy(r->graph);
+    free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     amp_recovery_destroy(r->recovery);              /* its snapshots are of the old batches */
     amp_loader_destroy(r->loader);
-    r->graph = NULL; r->micro_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
+    r->graph = NULL; r->micro_losses = r->host_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
     TRY(gpt_reshape(&r->model, r->set.batch, r->model.config.activations));
     TRY(open_step(r));
     return open_loader(r);
