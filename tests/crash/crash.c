@@ -6,7 +6,7 @@
  * or with half of a write done; all such moments of a checkpoint in turn), or at a random time.  Whatever the moment,
  *
  *   - NAME.state loads and is, byte for byte, a checkpoint of the uninterrupted run: the last one that was begun or the
- *     one before; NAME.safetensors too is one of those two;
+ *     one before; so is NAME.safetensors, which is written after it;
  *   - resumed with other numbers of threads and workers, killed again and resumed again, the run ends with the
  *     uninterrupted run's checkpoint, weights, scaler and loader included, byte for byte, having read the same batches,
  *     with the same line of metrics for every step;
@@ -54,7 +54,7 @@ static struct {
 } flags = {10, 1, NULL};
 
 static struct {
-    int64_t kills, at_calls[CALL_KINDS][MOMENTS], at_random, resumed, from_start, last, before, both, litter;
+    int64_t kills, at_calls[CALL_KINDS][MOMENTS], at_random, resumed, from_start, last, before, litter;
     int64_t finished_first, chains;
 } counts;
 
@@ -246,22 +246,29 @@ static void check_it_loads(int64_t number) {
     amp_state_destroy(state);
 }
 
-/* base: of the checkpoint that the killed process had begun with.  Returns that of the checkpoint that is there now. */
-static int64_t check_files(int config, int64_t base) {
+/* Numbers of the files that are there; 0: none. */
+typedef struct files_found { int64_t state, weights; } files_found;
+
+/* was: what the killed process had begun with.  Returns what is there now. */
+static files_found check_files(int config, files_found was) {
     const board_of_run *ref = &references[config];
-    int64_t state = number_of("model.state", ref->state), weights = number_of("model.safetensors", ref->weights);
-    int64_t done = base + shared->states_done, begun = base + shared->states_begun;
-    CHECK_MSG(state == done || state == begun, "the checkpoint is number %lld: %lld were begun, %lld done", (long long)state,
-              (long long)begun, (long long)done);
-    CHECK_MSG(weights == state || weights == state - 1, "the weights are of checkpoint %lld, the state is %lld", (long long)weights,
-              (long long)state);
-    if (state > 0) check_it_loads(state);
-    counts.from_start += state == 0;
-    counts.last += state > 0 && state == begun;
-    counts.before += state > 0 && state < begun;
+    int64_t begun = was.state + shared->states_begun, done = was.state + shared->states_done;
+    int64_t weights_begun = shared->weights_begun > 0 ? was.state + shared->weights_begun : was.weights;
+    int64_t weights_done = shared->weights_done > 0 ? was.state + shared->weights_done : was.weights;
+    files_found now;
+    now.state = number_of("model.state", ref->state);
+    now.weights = number_of("model.safetensors", ref->weights);
+    CHECK_MSG(now.state == done || now.state == begun, "the checkpoint is number %lld: %lld were begun, %lld done",
+              (long long)now.state, (long long)begun, (long long)done);
+    CHECK_MSG(now.weights == weights_done || now.weights == weights_begun, "the weights are of checkpoint %lld: %lld were begun, %lld done",
+              (long long)now.weights, (long long)weights_begun, (long long)weights_done);
+    if (now.state > 0) check_it_loads(now.state);
+    counts.from_start += now.state == 0;
+    counts.last += now.state > 0 && now.state == begun;
+    counts.before += now.state > 0 && now.state < begun;
     counts.litter += litter();
     CHECK_EQ(shared->wrong_batches, 0);
-    return state;
+    return now;
 }
 
 /* The value of a key in a line of metrics, as text up to the comma or brace. */
@@ -376,7 +383,7 @@ static void count_kill(const blow *b, int config) {
 /* A run from the start that is killed one to three times, each time resumed otherwise, until it ends. */
 static void chain(int64_t k, uint64_t *seed) {
     int config = (int)(k / 2 % CONFIGS), killed = 0, most = 1 + (int)random_below(seed, 3), status;
-    int64_t number = 0;
+    files_found found = {0, 0};
     folder_clear();
     counts.chains++;
     for (;;) {
@@ -389,17 +396,17 @@ static void chain(int64_t k, uint64_t *seed) {
         shared->kill_moment = b.when;
         b.delay = killed < most ? b.delay : 0;
         if (killed == most || counts.kills == flags.kills) break;
-        if (number > 0) counts.resumed++;
-        status = strike(run_start(config, number > 0, threads, workers), &b);
+        counts.resumed += found.state > 0;
+        status = strike(run_start(config, found.state > 0, threads, workers), &b);
         if (!WIFSIGNALED(status)) { counts.finished_first++; check_end(config, status); return; }
         killed++;
         count_kill(&b, config);
-        number = check_files(config, number);
+        found = check_files(config, found);
         if (ampt.failures > 0) { printf("chain %lld, kill %d at %s\n", (long long)k, killed, b.at_call ? "a call" : "a time"); show_log(); return; }
     }
     shared->kill_call = -1;
-    counts.resumed += number > 0;
-    waitpid(run_start(config, number > 0, 1 + random_below(seed, 3), random_below(seed, 4)), &status, 0);
+    counts.resumed += found.state > 0;
+    waitpid(run_start(config, found.state > 0, 1 + random_below(seed, 3), random_below(seed, 4)), &status, 0);
     check_end(config, status);
     if (ampt.failures > 0) show_log();
 }
