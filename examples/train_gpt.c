@@ -1131,11 +1131,12 @@ static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
 static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
     profile *p = r->model.profile;
     int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
-    int32_t *tokens = r->micro_tokens + 2 * n * micro;
+    int32_t *tokens;
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
     TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, batch));
     if (micro == 0) { r->epoch = batch->epoch; r->index = batch->index; }
     if (r->micro_tokens == NULL) return AMP_OK;
+    tokens = r->micro_tokens + 2 * n * micro;
     TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
     TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
     batch->inputs = tokens;
