@@ -421,6 +421,29 @@ static inline void metrics_end(FILE *file) {
     fflush(file);
 }
 
+/* Metrics that go through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end. */
+typedef struct metrics_line {
+    FILE *file;                     /* the line in memory (open_memstream); NULL: no metrics */
+    char *text;
+    size_t bytes;
+    int warned;                     /* 1: it was said that metrics cannot be written */
+} metrics_line;
+
+/* A disk that is full is said once, and training goes on: the monitor keeps lines that it cannot write. */
+static inline amp_result metrics_tolerate(metrics_line *m, amp_result result) {
+    if (result != AMP_ERR_WRITE) return result;
+    if (!m->warned) fprintf(stderr, "metrics are kept in memory until they can be written: %s\n", amp_last_error());
+    m->warned = 1;
+    return AMP_OK;
+}
+static inline void metrics_line_end(metrics_line *m, amp_monitor *monitor) {
+    if (m->file == NULL) return;
+    metrics_end(m->file);
+    m->text[m->bytes - 1] = 0;
+    (void)metrics_tolerate(m, amp_monitor_write(monitor, m->text));
+    rewind(m->file);
+}
+
 /* ---- TensorBoard: scalars in an event file.  That is a TFRecord file: each record is its length in 8 bytes, a checksum of
    them, the data, and a checksum of that, little endian; the data are protocol buffers of tensorflow/core/util/event.proto. */
 
@@ -541,6 +564,26 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
         TRY(call); \
         if ((p) != NULL) TRY(profile_add(p, amp, row, pass, timed_began)); \
     } while (0)
+
+/* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their gradient,
+   starting from *seed (see amp_scaler_seed; NULL: 1). */
+static inline amp_result mean_loss(profile *p, amp_context *amp, amp_cross_entropy_op *op, amp_tensor logits, const int32_t *labels,
+                                   float *value, int backward, const float *seed) {
+    memset(op, 0, sizeof *op);
+    op->logits = logits;
+    if (backward) op->dlogits = logits;
+    op->labels = labels;
+    op->seed = seed;
+    op->loss = value;
+    TIMED(p, amp, PROFILE_LOSS, 0, amp_cross_entropy(amp, op));
+    return AMP_OK;
+}
+
+/* A value of the device on the host.  Waits for the device. */
+static inline amp_result value_read(amp_context *amp, const float *value, float *out) {
+    TRY(amp_copy(amp, out, value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(amp);
+}
 
 /* ==== 3 Learning-rate schedules ================================================================== */
 
@@ -1135,7 +1178,6 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     gpt_bind_norm(g, &g->ln_f, &g->params[g->n_params - 2], last->middle, last->end, g->norm_f, g->mean_f, g->rstd_f);
     memset(&g->ln_f.dsum, 0, sizeof g->ln_f.dsum);      /* the stream ends here */
     gpt_bind_linear(g, &g->head, &g->params[0], g->norm_f, g->logits, g->d_norm);
-    g->head.layer = "lm_head";
     g->head.bias = NULL;
     g->head.dy = g->head.y;                             /* the loss puts its gradient into the logits */
     return AMP_OK;
@@ -1345,21 +1387,23 @@ static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, 
 /* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
    gradient, starting from *seed (see amp_scaler_seed; NULL: 1). */
 static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *seed) {
-    amp_cross_entropy_op *op = &g->loss;
-    memset(op, 0, sizeof *op);
-    op->logits = g->head.y;
-    if (backward) op->dlogits = g->head.y;
-    op->labels = labels;
-    op->seed = seed;
-    op->loss = g->loss_value;
-    TIMED(g->profile, g->amp, PROFILE_LOSS, 0, amp_cross_entropy(g->amp, op));
-    return AMP_OK;
+    return mean_loss(g->profile, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, seed);
 }
 
 /* The loss on the host.  Waits for the device. */
-static inline amp_result gpt_loss_read(gpt *g, float *out) {
-    TRY(amp_copy(g->amp, out, g->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
-    return amp_sync(g->amp);
+static inline amp_result gpt_loss_read(gpt *g, float *out) { return value_read(g->amp, g->loss_value, out); }
+
+/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's seed (NULL: 1). */
+static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_scaler *scaler, int backward) {
+    amp_autocast_desc region;
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    TRY(amp_autocast_begin(g->amp, &region));
+    result = gpt_forward(g, batch->inputs, batch->batch, batch->seq);
+    if (result == AMP_OK) result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_seed(scaler) : NULL);
+    TRY(amp_autocast_end(g->amp));
+    return result;
 }
 
 /* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to it
@@ -2989,22 +3033,11 @@ static inline amp_result encoder_forward(encoder *e, const encoder_input *in) {
 /* The mean loss against labels [batch], in e->loss_value; with backward the logits become their gradient, starting from
    *seed (see amp_scaler_seed; NULL: 1). */
 static inline amp_result encoder_loss(encoder *e, const int32_t *labels, int backward, const float *seed) {
-    amp_cross_entropy_op *op = &e->loss;
-    memset(op, 0, sizeof *op);
-    op->logits = e->out.y;
-    if (backward) op->dlogits = e->out.y;
-    op->labels = labels;
-    op->seed = seed;
-    op->loss = e->loss_value;
-    TIMED(e->profile, e->amp, PROFILE_LOSS, 0, amp_cross_entropy(e->amp, op));
-    return AMP_OK;
+    return mean_loss(e->profile, e->amp, &e->loss, e->out.y, labels, e->loss_value, backward, seed);
 }
 
 /* The loss on the host.  Waits for the device. */
-static inline amp_result encoder_loss_read(encoder *e, float *out) {
-    TRY(amp_copy(e->amp, out, e->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
-    return amp_sync(e->amp);
-}
+static inline amp_result encoder_loss_read(encoder *e, float *out) { return value_read(e->amp, e->loss_value, out); }
 
 /* d_stream = d_branch or d_stream, plus d_inner. */
 static inline amp_result encoder_add_inner(encoder *e, float *to) {
