@@ -115,7 +115,7 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
-	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
+	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
 
 test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
