@@ -9846,6 +9846,7 @@ struct amp_set {
     double clip_norm, divisor;
     int32_t sharded;
     int32_t unscaled;               /* 1: the last check multiplied */
+    int32_t apply_nonfinite;        /* of its optimizer */
     ampi_stage stage;
     amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
     amp_set *next;                  /* ... and the next set in that scaler's list */
@@ -10224,8 +10225,7 @@ AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
 
 /* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
    clip_each) is a rank's own affair, with its own average. */
-AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last,
-                                       int apply_nonfinite) {
+AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last) {
     amp_k_rule rule;
     int64_t i;
     AMPI_TRY(ampi_set_refresh(set));
@@ -10234,7 +10234,7 @@ AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_che
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     rule.step_rule.divisor = divisor;
-    rule.step_rule.apply_nonfinite = apply_nonfinite && scaler == NULL;
+    rule.step_rule.apply_nonfinite = set->apply_nonfinite && scaler == NULL;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL));
     if (last) AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
@@ -10500,7 +10500,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
     if (enabled && set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_16bit("amp_scaler_check", set, enabled));
-    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1, 0));
+    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
 }
@@ -10847,6 +10847,7 @@ AMPI_PRIVATE amp_result ampi_outcome_memory(amp_optimizer *o) {
 AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
+    o->set->apply_nonfinite = o->desc.apply_nonfinite;
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
@@ -11060,9 +11061,9 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_set *set = o->set;
     int64_t i;
     if (set->stage != AMPI_CHECKED) {
-        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1, o->desc.apply_nonfinite));
+        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
-    }
+    } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have come and gone since the check */
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_outcome(o));
     AMPI_TRY(ampi_run_optimizer(o));
@@ -11082,7 +11083,7 @@ AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scal
 /* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
 AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
     if (!o->desc.clip_each || !(o->desc.clip_norm > 0)) return AMP_OK;
-    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0, 0));
+    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0));
     return ampi_set_scale(o->set, &o->set->found->clip_coef);
 }
 
@@ -14149,7 +14150,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
-        optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+        optimizer->desc.apply_nonfinite = optimizer->set->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
