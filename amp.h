@@ -2169,15 +2169,17 @@ AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
 /* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
 AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
     float next = (float)((double)scale * r->backoff_factor);
+    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
     if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
     return next > scale ? scale : next;
 }
 
 /* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
 AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
+    const double limit = 340282356779733661637539395458142568448.0;
     double next = (double)scale * r->growth_factor;
     if (next > (double)r->max_scale) next = (double)r->max_scale;
-    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < 340282356779733661637539395458142568448.0)) return scale;
+    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < limit && next > -limit)) return scale;
     return (float)next;
 }
 
