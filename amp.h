@@ -1510,7 +1510,7 @@ typedef struct amp_plan {
     uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
-/*  .dtype            the context's dtype          F32, TF32, F16, BF16
+/*  .dtype            the enclosing region's, or the context's; F32, TF32, F16 or BF16
     .policy           the enclosing region's, or the context's
     .mode             the enclosing region's, or the context's                                        */
 typedef struct amp_autocast_desc {
@@ -1518,7 +1518,7 @@ typedef struct amp_autocast_desc {
     amp_policy policy;
     amp_mode mode;
     int32_t disable;                /* 1: an island: operators use their operands' dtype */
-    int32_t disable_cache;          /* 1: no cast cache within */
+    int32_t disable_cache;          /* 1: no cast cache within, nor in regions nested within */
     int32_t reserved;
 } amp_autocast_desc;
 
@@ -8463,6 +8463,17 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     return AMP_OK;
 }
 
+/* An island with the context's settings. */
+static amp_autocast_desc ampi_outside(const amp_context *amp) {
+    amp_autocast_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = amp->desc.dtype;
+    d.policy = amp->desc.policy;
+    d.mode = amp->desc.mode;
+    d.disable = 1;
+    return d;
+}
+
 AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi) {
     const amp_autocast_desc *outer;
     amp_autocast_desc d;
@@ -8477,9 +8488,9 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     outer = ampi_region_of(amp);
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
-    if (amp->desc.disable_cache) d.disable_cache = 1;
+    if (amp->desc.disable_cache || (outer && outer->disable_cache)) d.disable_cache = 1;
     if (amp->desc.disable) d.disable = 1;
-    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = amp->desc.dtype;
+    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = outer ? outer->dtype : amp->desc.dtype;
     else {
         AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
         d.dtype = choice.dtype;
@@ -8488,8 +8499,14 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     return AMP_OK;
 }
 
-/* How many entries this thread has, and closing those beyond. */
-AMPI_PRIVATE int ampi_region_depth(void) { return ampi_region_count; }
+/* How many entries this thread has; what a callback of the host's then opens starts as it would outside of every region.
+   And closing those beyond. */
+AMPI_PRIVATE int ampi_regions_hide(amp_context *amp) {
+    int depth = ampi_region_count;
+    amp_autocast_desc outside = ampi_outside(amp);
+    if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) ampi_region_push(amp, &outside, 0);
+    return depth;
+}
 AMPI_PRIVATE void ampi_regions_close(int depth) {
     while (ampi_region_count > depth) ampi_region_drop();
 }
@@ -8501,11 +8518,7 @@ AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     const amp_autocast_desc *around;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recompute_begin", "amp is NULL");
     AMPI_TRY(ampi_region_check_depth("amp_recompute_begin"));
-    memset(&outside, 0, sizeof outside);
-    outside.dtype = amp->desc.dtype;
-    outside.policy = amp->desc.policy;
-    outside.mode = amp->desc.mode;
-    outside.disable = 1;
+    outside = ampi_outside(amp);
     around = ampi_region_of(amp);
     ampi_region_push(amp, around ? around : &outside, 1);
     return AMP_OK;
@@ -15539,7 +15552,7 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
 /* One run of the host's step.  Regions it leaves open are closed. */
 AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
-    int depth = ampi_region_depth();
+    int depth = ampi_regions_hide(v->amp);
     int64_t begin = s->clock_ns(s->user);
     ampi_error_text[0] = 0;
     v->code = v->desc->step(v->desc->user, v->amp);
@@ -15986,12 +15999,13 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
 
 /* The loss at what the inputs hold, with the same random numbers and no stale casts each time. */
 AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
-    int depth = ampi_region_depth();
+    int depth;
     amp_result r;
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
-    AMPI_TRY(amp_autocast_begin(c->amp, NULL));
-    r = ampi_gradcheck_call(c, c->desc->forward, "forward");
+    depth = ampi_regions_hide(c->amp);
+    r = amp_autocast_begin(c->amp, NULL);
+    if (r == AMP_OK) r = ampi_gradcheck_call(c, c->desc->forward, "forward");
     ampi_regions_close(depth);
     AMPI_TRY(r);
     c->loss = c->squares = 0;
@@ -16003,12 +16017,13 @@ AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss
 /* Gradients begin at zero, whether backward overwrites or adds. */
 AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     int64_t i;
-    int depth = ampi_region_depth();
+    int depth;
     amp_result r;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
+    depth = ampi_regions_hide(c->amp);
     r = ampi_gradcheck_call(c, c->desc->backward, "backward");
     ampi_regions_close(depth);
     return r;
@@ -16721,8 +16736,9 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
 static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int64_t begun;
-    int i, code = 0, depth = ampi_region_depth();
+    int i, depth, code = 0;
     for (i = 0; i < n && code == 0; i++) {
+        depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
         begun = s->clock_ns(s->user);
         code = t->desc.step(t->desc.user, t->amp);
@@ -16802,8 +16818,9 @@ static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
 }
 
 static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
-    int code = 0, depth = ampi_region_depth();
+    int code = 0, depth;
     if (t->desc.prepare != NULL && t->prepared != batch) {
+        depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
         code = t->desc.prepare(t->desc.user, t->amp, batch);
         ampi_regions_close(depth);
