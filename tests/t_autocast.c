@@ -4,6 +4,7 @@
 #include "../amp.h"
 #include "golden.h"
 #include "test.h"
+#include "trace.h"
 #include <pthread.h>
 
 static amp_context *open_context(amp_dtype dtype, amp_level level, const amp_backend *backend) {
@@ -75,28 +76,10 @@ static FILE *table_open(void) {
     return f;
 }
 
-/* A context with a user's operator of each policy, in the order of user_ops. */
-static const char *const user_ops[5] = {"user_lower", "user_fp32", "user_promote", "user_fallthrough", "user_banned"};
-static const amp_cast_policy user_policies[5] = {AMP_CAST_LOWER, AMP_CAST_FP32, AMP_CAST_PROMOTE, AMP_CAST_FALLTHROUGH,
-                                                 AMP_CAST_BANNED};
-
 static amp_context *open_with_user_ops(void) {
     amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
-    for (int i = 0; i < 5; i++) {
-        int32_t op = 0;
-        CHECK_OK(amp_operator_register(amp, user_ops[i], user_policies[i], &op));
-        CHECK_EQ(op, AMP_OP_USER + i);
-    }
+    register_user_ops(amp);
     return amp;
-}
-
-static int32_t op_number(const char *name) {
-    static const char *const names[] = {"none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm",
-                                        "softmax", "activation", "swiglu", "cross_entropy", "mse", "embedding",
-                                        "dropout", "add"};
-    for (int32_t i = 0; i < 15; i++) if (strcmp(names[i], name) == 0) return i;
-    for (int32_t i = 0; i < 5; i++) if (strcmp(user_ops[i], name) == 0) return AMP_OP_USER + i;
-    return -1;
 }
 
 /* Checks one line; expected: the result in PyTorch's words, or as FUSED has it. */

@@ -6,23 +6,12 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include "trace.h"
 #include <float.h>
 
 #ifndef AMPT_GOLDEN
 #define AMPT_GOLDEN "tests/golden"
 #endif
-
-/* The generator and the checksum of the oracle. */
-typedef struct { uint64_t x; } rng;
-static uint32_t below(rng *r, uint32_t n) {
-    r->x = r->x * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)((r->x >> 33) % n);
-}
-static const uint64_t hash_start = 0xCBF29CE484222325u;
-static void hash_add(uint64_t *h, uint64_t word) { *h = (*h ^ word) * 0x100000001B3u; }
-static uint32_t bits(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
-static float of_bits(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
-static int is_nan_bits(uint32_t b) { return (b & 0x7fffffff) > 0x7f800000; }
 
 /* A program linked with -Ofast starts with subnormals flushed to zero; torch keeps them, so the comparison does too. */
 static void keep_subnormals(void) {
