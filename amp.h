@@ -10577,11 +10577,16 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
     int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
-    int32_t disabled = 1;
+    int32_t disabled;
+    char key[64];
     const amp_scaler_desc *d;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
     d = &scaler->desc;
-    if (d->disable) return ampi_put(state, prefix, "disabled", -1, AMP_I32, &disabled, 1);
+    disabled = d->disable != 0;
+    AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
+    if (disabled || amp_state_count(state, key, NULL) >= 0)    /* an earlier save's record must not stay */
+        AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
+    if (disabled) return AMP_OK;
     AMPI_TRY(amp_scaler_get(scaler, &s));
     scales[0] = s.scale; scales[1] = s.previous_scale; scales[2] = s.found_inf;
     counters[0] = s.growth_tracker; counters[1] = s.growth_interval; counters[2] = s.hysteresis_left;
@@ -10644,12 +10649,13 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     int64_t counters[AMPI_SAVED_COUNTERS];
+    int32_t disabled = 0;
     char key[64];
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_load", "scaler or state is NULL");
     if (scaler->desc.disable) return AMP_OK;
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
-    if (amp_state_count(state, key, NULL) >= 0)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
+    if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
+    if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
     d = scaler->desc;
     AMPI_TRY(ampi_get(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
     AMPI_TRY(ampi_get(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
