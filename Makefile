@@ -124,7 +124,7 @@ test-exhaustive: $(BUILD)/t_numbers
 
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
-	    hf_roundtrip hf_classifier; do \
+	    hf_roundtrip hf_classifier fuzz_logic; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)

@@ -484,8 +484,10 @@ TEST(presets) {
 
 enum { THREADS = 5, SLOTS = 4 };
 
-/* A linear of one weight, that shows by what is left of x in which dtype it multiplied. */
-typedef struct product { amp_linear_op op; amp_param weight; float x, y, dy, dx, w, dw; } product;
+typedef struct weight { amp_param p; float w, dw; } weight;
+
+/* A linear of one number, that shows by what is left of x or w in which dtype it multiplied. */
+typedef struct product { amp_linear_op op; weight own, *w; float x, y, dy, dx; } product;
 
 struct autocast_program;
 typedef struct worker {
@@ -497,6 +499,7 @@ typedef struct worker {
 typedef struct autocast_program {
     amp_context *amp[2];
     worker workers[THREADS];
+    weight shared[2];                               /* of each context, registered */
     product products[SLOTS];
     int context_of[SLOTS], wrong;
     corpus_line *line;
@@ -568,16 +571,23 @@ static void ask_decision(autocast_program *t, amp_context *amp) {
     else must_be(t, r == AMP_OK && strcmp(amp_dtype_name(plan.result), outcome(t->line, 0)) == 0, amp_dtype_name(plan.result));
 }
 
-/* "THREAD l CONTEXT SLOT X = Y DTYPE" */
+static void weight_bind(weight *w, float value) {
+    memset(w, 0, sizeof *w);
+    w->w = value;
+    w->p.name = "w";
+    w->p.weight = amp_tensor2(&w->w, AMP_F32, 1, 1);
+    w->p.grad = amp_tensor2(&w->dw, AMP_F32, 1, 1);
+}
+
+/* "THREAD l CONTEXT SLOT X SHARED = Y DTYPE" */
 static void run_forward(autocast_program *t, int c) {
     product *p = &t->products[atoi(t->line->word[3])];
     char got[32];
     memset(p, 0, sizeof *p);
-    p->x = of_bits(hex32(t->line, 4)); p->w = p->dy = 1;
-    p->weight.name = "w";
-    p->weight.weight = amp_tensor2(&p->w, AMP_F32, 1, 1);
-    p->weight.grad = amp_tensor2(&p->dw, AMP_F32, 1, 1);
-    p->op.weight = &p->weight;
+    p->x = of_bits(hex32(t->line, 4)); p->dy = 1;
+    p->w = atoi(t->line->word[5]) ? &t->shared[c] : &p->own;
+    if (p->w == &p->own) weight_bind(p->w, 1);
+    p->op.weight = &p->w->p;
     p->op.x = amp_tensor2(&p->x, AMP_F32, 1, 1);
     p->op.y = amp_tensor2(&p->y, AMP_F32, 1, 1);
     p->op.dy = amp_tensor2(&p->dy, AMP_F32, 1, 1);
@@ -589,13 +599,14 @@ static void run_forward(autocast_program *t, int c) {
             strcmp(amp_dtype_name(p->op.plan.result), outcome(t->line, 1)) == 0, got);
 }
 
-/* "THREAD g CONTEXT SLOT = DW": x as forward rounded it. */
+/* "THREAD g CONTEXT SLOT = DW DX": x and w as forward rounded them. */
 static void run_backward(autocast_program *t) {
     product *p = &t->products[atoi(t->line->word[3])];
-    char got[16];
+    char got[32];
+    p->w->p.grad_live = 0;
     CHECK_OK(amp_linear_backward(t->amp[t->context_of[atoi(t->line->word[3])]], &p->op));
-    snprintf(got, sizeof got, "%08x", bits(p->dw));
-    must_be(t, bits(p->dw) == hex32(t->line, t->line->result) && p->dx == 1, got);
+    snprintf(got, sizeof got, "%08x %08x", bits(p->w->dw), bits(p->dx));
+    must_be(t, bits(p->w->dw) == hex32(t->line, t->line->result) && bits(p->dx) == hex32(t->line, t->line->result + 1), got);
 }
 
 /* What a line of an autocast program says, in the thread that it says. */
@@ -616,6 +627,11 @@ static void do_line(autocast_program *t) {
         case 'd': ask_decision(t, t->amp[c]); break;
         case 'l': run_forward(t, c); break;
         case 'g': run_backward(t); break;
+        case 'w':
+            t->shared[c].w = of_bits(hex32(l, 3));
+            amp_param_touch(&t->shared[c].p);
+            break;
+        case 'c': amp_cast_cache_clear(t->amp[c]); break;
         case 's': must_be(t, amp_set_dtype(t->amp[c], dtype_of(l->word[3])) == AMP_OK, amp_last_error()); break;
         default: must_be(t, 0, "unknown call"); break;
     }
@@ -648,6 +664,8 @@ static void autocast_begin_program(autocast_program *t) {
         desc.logger.level = AMP_LOG_OFF;
         CHECK_OK(amp_open(&t->amp[c], &desc));
         register_user_ops(t->amp[c]);
+        weight_bind(&t->shared[c], 1.0f + 1.0f / 4096);
+        CHECK_OK(amp_param_register(t->amp[c], &t->shared[c].p, 1));
     }
     t->wrong = 0;
     spawn(t, 0);
@@ -656,7 +674,11 @@ static void autocast_begin_program(autocast_program *t) {
 static void autocast_end_program(autocast_program *t) {
     for (int k = 0; k < THREADS; k++)
         if (t->workers[k].alive) ask(t, k, 2);
-    for (int c = 0; c < 2; c++) { amp_close(t->amp[c]); t->amp[c] = NULL; }
+    for (int c = 0; c < 2; c++) {
+        amp_param_forget(t->amp[c], &t->shared[c].p, 1);
+        amp_close(t->amp[c]);
+        t->amp[c] = NULL;
+    }
 }
 
 TEST(autocast_programs) {

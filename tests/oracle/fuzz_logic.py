@@ -209,7 +209,9 @@ class ScalerProgram:
         scale = canonical32(s._scale) if s.is_enabled() else 0x3F800000
         self.out.write(f"{text} = {result} {scale:08x} {s._get_growth_tracker()} {self.hash():08x}{extra}\n")
         self.events += 1
-        self.counts["scaler_" + text.split()[0]] += 1
+        letter = text.split()[0]
+        self.counts["scaler_" + letter] += 1
+        self.counts["scaler_calls"] += letter not in "zgxw"
         if result:
             self.counts[f"result_{result}"] += 1
 
@@ -274,7 +276,7 @@ class ScalerProgram:
                     seed, bad = self.rng.below(1 << 30), 1 + self.rng.below(3) if self.rng.below(8) == 0 else 0
                     self.fill(o, seed, bad)
                     self.line(f"g {k} {seed} {bad}", 0)
-            elif not o.fresh or self.rng.below(3) == 0:
+            elif o.has_gradients() and (not o.fresh or self.rng.below(4) == 0):
                 self.renew(k)
         self.backward(i, self.rng.below(2) == 1)
 
@@ -511,7 +513,7 @@ class ScalerProgram:
         self.update(i)
 
     def any_call(self, i):
-        k, op = self.rng.below(len(self.optimizers)), self.rng.below(20)
+        k, op = self.rng.below(len(self.optimizers)), self.rng.below(21)
         if op < 4: self.unscale(i, k, self.rng.below(3) == 0)
         elif op < 8: self.step(i, k, self.pick("tTa"))
         elif op < 10: self.update(i)
@@ -520,7 +522,7 @@ class ScalerProgram:
         elif op == 12: self.get(i)
         elif op == 13: self.multiply(i)
         elif op == 14: self.save(i)
-        elif op == 15: self.load(i)
+        elif op in (15, 20): self.load(i)
         elif op == 16: self.restart(i)
         elif op == 17: self.poison(k) if self.rng.below(2) else self.renew(k)
         elif op == 18: self.new_weights(k) if self.rng.below(2) else self.refuse_scale(i)
@@ -537,13 +539,13 @@ class ScalerProgram:
         return self.events
 
 
-def scaler_programs(out, counts, seed, events):
-    rng, number, done = Random(seed), 0, 0
-    while done < events:
-        done += ScalerProgram(out, counts, rng, number).run(40 + rng.below(120))
+def scaler_programs(out, counts, seed, calls):
+    """As many calls of the scaler or of its optimizers' steps; what only changes arrays does not count."""
+    rng, number = Random(seed), 0
+    while counts["scaler_calls"] < calls:
+        counts["scaler_events"] += ScalerProgram(out, counts, rng, number).run(40 + rng.below(120))
         number += 1
     counts["scaler_programs"] = number
-    counts["scaler_events"] = done
 
 
 # ---- Presets, and several scalers at once
@@ -682,6 +684,7 @@ class AutocastProgram:
         self.depth = 32 if rng.below(20) == 0 else 10
         self.workers = [Worker()] + [None] * (self.THREADS - 1)
         self.slots = {}
+        self.weights = [torch.full((1, 1), 1.0 + 2.0 ** -12, requires_grad=True) for _ in DEVICES]
         out.write(f"autocast {number} {self.contexts}\n")
 
     def line(self, t, text, result):
@@ -752,31 +755,52 @@ class AutocastProgram:
         if result is not None:
             self.line(t, f"d {c} {op} {inputs}", result)
 
-    def forward(self, t):
-        """y = linear(x, w): x has more bits than 16-bit dtypes hold."""
-        c, slot = self.rng.below(self.contexts), self.rng.below(self.SLOTS)
-        number = 1.0 + self.rng.below(1 << 20) * 2.0 ** -20
-        x, w, dtype = torch.tensor([[number]]), torch.ones(1, 1, requires_grad=True), self.now(t, c)
+    def product(self, t, c, x, w):
+        """linear of one number; PyTorch's cache gives an old copy of a weight that changed, so it is emptied."""
+        dtype = self.now(t, c)
 
         def run():
+            torch.clear_autocast_cache()
             if DEVICES[c] == "cpu":
                 return torch.nn.functional.linear(x, w)
             to = {name: d for d, name in NAMES.items()}.get(dtype, torch.float32)
             with torch.autocast("cpu", enabled=False):
                 return torch.nn.functional.linear(x.to(to), w.to(to))
-        y = self.workers[t].call(run)
-        self.slots[slot] = (c, y, w)
-        self.line(t, f"l {c} {slot} {f32_bits(number):08x}", f"{canonical32(y):08x} {NAMES[y.dtype]}")
+        return self.workers[t].call(run)
+
+    def forward(self, t):
+        """A weight of 1 and an x of more bits than 16-bit dtypes hold, or 1 and the context's weight, whose casts amp.h
+        keeps from region to region."""
+        c, slot, shared = self.rng.below(self.contexts), self.rng.below(self.SLOTS), self.rng.below(2)
+        number = 1.0 if shared else 1.0 + self.rng.below(1 << 20) * 2.0 ** -20
+        x = torch.tensor([[number]], requires_grad=True)
+        w = self.weights[c] if shared else torch.ones(1, 1, requires_grad=True)
+        y = self.product(t, c, x, w)
+        self.slots[slot] = (c, x, w, y)
+        self.line(t, f"l {c} {slot} {f32_bits(number):08x} {shared}", f"{canonical32(y):08x} {NAMES[y.dtype]}")
+
+    def change(self, t):
+        """Another weight: a step's, or by hand and amp_param_touch.  Backwards of the old one are over."""
+        c, number = self.rng.below(self.contexts), 1.0 + self.rng.below(1 << 20) * 2.0 ** -20
+        self.slots = {k: v for k, v in self.slots.items() if v[2] is not self.weights[c]}
+        with torch.no_grad():
+            self.weights[c].fill_(number)
+        self.line(t, f"w {c} {f32_bits(number):08x}", 0)
 
     def backward(self, t):
         """In the dtype of its forward; in amp.h wherever it runs, in whatever thread."""
         slot = self.rng.below(self.SLOTS)
         if slot in self.slots:
-            c, y, w = self.slots.pop(slot)
+            c, x, w, y = self.slots.pop(slot)
             self.counts["differs_backward_inside"] += self.now(t, 1) != "none"
+            w.grad = None
             with torch.autocast("cpu", enabled=False):
                 y.sum().backward()
-            self.line(t, f"g {c} {slot}", f"{canonical32(w.grad):08x}")
+            self.line(t, f"g {c} {slot}", f"{canonical32(w.grad):08x} {canonical32(x.grad):08x}")
+
+    def clear_cache(self, t):
+        torch.clear_autocast_cache()
+        self.line(t, f"c {self.rng.below(self.contexts)}", 0)
 
     def set_default(self, t):
         """torch.set_autocast_dtype, outside of regions, in every thread."""
@@ -795,7 +819,8 @@ class AutocastProgram:
         for device, dtype in self.default.items():
             assert self.workers[0].call(lambda: torch.get_autocast_dtype(device)) == dtype
         calls = [self.begin] * 6 + [self.end] * 5 + [self.decide] * 6 + [self.active] * 3 + [self.forward] * 2
-        calls += [self.backward] * 2 + [self.spawn, self.join, self.set_default]
+        calls += [self.forward, self.backward, self.backward, self.change]
+        calls += [self.spawn, self.join, self.set_default] + [self.clear_cache] * (self.rng.below(3) == 0)
         while self.events < events:
             alive = [t for t, w in enumerate(self.workers) if w]
             calls[self.rng.below(len(calls))](alive[self.rng.below(len(alive))])
@@ -822,12 +847,12 @@ def autocast_programs(out, counts, seed, programs):
 
 # ---- All of it
 
-def corpus(seed, scaler_events, autocast_count, together):
+def corpus(seed, scaler_calls, autocast_count, together):
     out, counts = io.StringIO(), collections.Counter()
     out.write(f"fuzz_logic 1 seed {seed}\n")
     preset_table(out, counts)
     preset_programs(out, counts, seed + 3, together)
-    scaler_programs(out, counts, seed + 1, scaler_events)
+    scaler_programs(out, counts, seed + 1, scaler_calls)
     autocast_programs(out, counts, seed + 2, autocast_count)
     return out.getvalue(), counts
 
@@ -841,9 +866,9 @@ def main():
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)   # it logs what autocast.decide catches
     torch.set_num_threads(1)
     if argument("--out") is None:
-        common.write_text("fuzz_logic.txt", corpus(2026, 2500, 60, 12)[0])
+        common.write_text("fuzz_logic.txt", corpus(2026, 2200, 60, 12)[0])
         return
-    text, counts = corpus(1000 * int(argument("--seed") or 1), 120000, 4000, 2000)
+    text, counts = corpus(1000 * int(argument("--seed") or 1), 110000, 4000, 2000)
     with open(argument("--out"), "w") as f:
         f.write(text)
     for name in sorted(counts):
