@@ -216,6 +216,33 @@ TEST(the_same_desc_may_be_entered_again) {
     amp_close(amp);
 }
 
+/* A region without settings goes on with those around it; an island hands them on. */
+TEST(dtype_and_cache_are_inherited) {
+    amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
+    amp_autocast_desc desc, now;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_F16;
+    desc.disable_cache = 1;
+    CHECK_OK(amp_autocast_begin(amp, &desc));
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_F16);
+    begin_island(amp);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_F16);
+    CHECK_EQ(amp_autocast_active(amp, &now), 1);
+    CHECK_EQ(now.disable_cache, 1);
+    begin(amp, AMP_TF32, AMP_POLICY_DEFAULT);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_TF32);
+    for (int i = 0; i < 6; i++) end(amp);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_BF16);
+    CHECK_EQ(amp_autocast_active(amp, &now), 1);
+    CHECK_EQ(now.disable_cache, 0);
+    end(amp);
+    amp_close(amp);
+}
+
 TEST(mode_is_inherited) {
     amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
     amp_autocast_desc desc, now;
@@ -1038,6 +1065,7 @@ int main(int argc, char **argv) {
     RUN(fp64_and_integers_are_ignored);
     RUN(regions_nest);
     RUN(the_same_desc_may_be_entered_again);
+    RUN(dtype_and_cache_are_inherited);
     RUN(mode_is_inherited);
     RUN(two_contexts_keep_apart);
     RUN(bad_regions_are_refused);
