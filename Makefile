@@ -40,6 +40,7 @@ help: backend
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
+	@echo "make differential     random programs and tensors against PyTorch (PYTHON=..., SEED=1), into tests/records/"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
@@ -85,7 +86,7 @@ endif
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_numerics t_optimizer
 INSIDE_QUICK := t_care t_context t_data t_scaler t_settings t_state t_verify t_watch
-TEST_HEADERS := tests/test.h tests/golden.h tests/recording_backend.h $(HEADERS)
+TEST_HEADERS := tests/test.h tests/golden.h tests/trace.h tests/recording_backend.h $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -94,7 +95,7 @@ $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_cl
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 
 # The same tests under the flags that fold isnan and set flush-to-zero.
-$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h $(HEADERS) | $(BUILD)
+$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h tests/trace.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
 
 $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
@@ -108,6 +109,7 @@ FAST := t_numbers t_scaler t_optimizer t_kernels t_attention t_watch
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk
+include tests/differential/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
@@ -122,7 +124,7 @@ test-exhaustive: $(BUILD)/t_numbers
 
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
-	    hf_roundtrip hf_classifier; do \
+	    hf_roundtrip hf_classifier fuzz_logic; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)
