@@ -38,7 +38,7 @@ help: backend
 	@echo "make bench-precision  time and memory of every precision; bench-features: of each feature on and off (a minute)"
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
-	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
+	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion and the optimizers' remainders"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
@@ -117,8 +117,10 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
 	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
 
-test-exhaustive: $(BUILD)/t_numbers
-	$(BUILD)/t_numbers --full
+# RECORD=FILE: with what, on what and how long, as JSON.
+test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
+	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
+	    "$(BUILD)/t_optimizer --full --filter every_pattern"
 
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \

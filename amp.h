@@ -19062,7 +19062,8 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, f
 
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *m, const ampi_sgd_step *s) {
     ampi_vf momentum = AMPI_V(ampi_splat)(s->momentum);
-    g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g * s->multiplier);
+    g = g * s->multiplier;
+    if (s->decay != 0.0f) g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g);     /* 0 w is NaN where w is infinite */
     if (m != NULL) {
         *m = AMPI_V(ampi_fma)(momentum, *m, g * s->rest);
         g = s->nesterov ? AMPI_V(ampi_fma)(momentum, *m, g) : *m;
