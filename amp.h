@@ -3414,6 +3414,24 @@ AMPI_PRIVATE int64_t ampi_write_fully(const amp_system *s, intptr_t file, const 
     return done;
 }
 
+/* A signal interrupts them: open and sync are called again.  close is not: the descriptor is gone whatever it says. */
+AMPI_PRIVATE int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
+    int error;
+    do error = s->file_open(s->user, path, for_writing, file);
+    while (error == -EINTR);
+    return error;
+}
+AMPI_PRIVATE int ampi_file_sync(const amp_system *s, intptr_t file) {
+    int error;
+    do error = s->file_sync(s->user, file);
+    while (error == -EINTR);
+    return error;
+}
+AMPI_PRIVATE int ampi_file_close(const amp_system *s, intptr_t file) {
+    int error = s->file_close(s->user, file);
+    return error == -EINTR ? 0 : error;
+}
+
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
     amp_system s = ampi_system(system);
     char temporary[PATH_MAX];
@@ -3423,12 +3441,12 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     if (path == NULL || (data == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
     if (snprintf(temporary, sizeof temporary, "%s.tmp%ld", path, (long)getpid()) >= (int)sizeof temporary)
         return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
-    error = s.file_open(s.user, temporary, 1, &file);
+    error = ampi_file_open(&s, temporary, 1, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: %s", temporary, strerror(-error));
     n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
     if (n < 0) error = (int)n;
-    if (error == 0) error = s.file_sync(s.user, file);
-    n = s.file_close(s.user, file);
+    if (error == 0) error = ampi_file_sync(&s, file);
+    n = ampi_file_close(&s, file);
     if (error == 0) error = (int)n;
     if (error == 0) error = s.file_rename(s.user, temporary, path);
     if (error == 0) return AMP_OK;
@@ -3443,7 +3461,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     char *buffer;
     int error;
     if (path == NULL || data == NULL || bytes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
-    error = s.file_open(s.user, path, 0, &file);
+    error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = s.file_size(s.user, file);
     buffer = size < 0 ? NULL : (char *)s.alloc(s.user, (size_t)size + 1, 64);
@@ -12183,7 +12201,7 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
 static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_format format) {
     uint8_t head[AMPI_NPY_HEADER];
     int64_t n;
-    int error = f->is_open ? 0 : l->system.file_open(l->system.user, f->path, 0, &f->handle);
+    int error = f->is_open ? 0 : ampi_file_open(&l->system, f->path, 0, &f->handle);
     if (error == -EMFILE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
                          "%s: every file stays open, and of %lld only %lld could be; raise `ulimit -n`", f->path,
@@ -12294,7 +12312,7 @@ static int ampi_search_name(void *search, const char *name) {
 
 static int ampi_path_exists(const amp_system *s, const char *path) {
     intptr_t handle;
-    int error = s->file_open(s->user, path, 0, &handle);
+    int error = ampi_file_open(s, path, 0, &handle);
     if (error == 0) s->file_close(s->user, handle);
     return error != -ENOENT && error != -ENOTDIR;
 }
@@ -14571,7 +14589,7 @@ AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t n;
     char last = '\n';
-    int error = s->file_open(s->user, m->desc.path, m->desc.append ? 2 : 1, &m->file);
+    int error = ampi_file_open(s, m->desc.path, m->desc.append ? 2 : 1, &m->file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, strerror(-error));
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
@@ -14589,7 +14607,7 @@ AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int error;
     AMPI_TRY(ampi_lines_write(m, function));
-    error = m->open ? s->file_sync(s->user, m->file) : 0;
+    error = m->open ? ampi_file_sync(s, m->file) : 0;
     if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* no file that could be synced */
     return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
 }
@@ -15058,7 +15076,7 @@ AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     int64_t i;
-    int error = m->open ? s->file_close(s->user, m->file) : 0;
+    int error = m->open ? ampi_file_close(s, m->file) : 0;
     if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
     for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
     ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
