@@ -4492,6 +4492,16 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
     return AMP_OK;
 }
 
+/* Moves the records of `from`, of the same system, into `to`: all of them or, without memory, none. */
+AMPI_PRIVATE amp_result ampi_state_move(amp_state *to, amp_state *from, const char *function) {
+    int64_t room = AMPI_MAX(to->room, 16), i;
+    while (room < to->n + from->n) room *= 2;
+    if (room > to->room) AMPI_TRY(ampi_state_grow(to, function, room));
+    for (i = 0; i < from->n; i++) (void)ampi_state_insert(to, function, from->records + i);
+    from->n = 0;
+    return AMP_OK;
+}
+
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     amp_system s = ampi_system(system);
     void *state;
@@ -10650,15 +10660,13 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 
 enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
 
-AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
     int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
     int32_t disabled = 1;
-    const amp_scaler_desc *d;
-    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
-    d = &scaler->desc;
+    const amp_scaler_desc *d = &scaler->desc;
     if (d->disable) return ampi_put(state, prefix, "disabled", -1, AMP_I32, &disabled, 1);
     AMPI_TRY(amp_scaler_get(scaler, &s));
     scales[0] = s.scale; scales[1] = s.previous_scale; scales[2] = s.found_inf;
@@ -10672,6 +10680,17 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     AMPI_TRY(ampi_put(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
     AMPI_TRY(ampi_put(state, prefix, "factors", -1, AMP_F64, factors, AMPI_SAVED_FACTORS));
     return ampi_put(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE);
+}
+
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+    amp_state *own;
+    amp_result r;
+    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
+    AMPI_TRY(amp_state_create(&own, &state->system));
+    r = ampi_save_scaler(scaler, own, prefix);
+    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_scaler_save");
+    amp_state_destroy(own);
+    return r;
 }
 
 /* Saved numbers as a state that the rule can go on from. */
@@ -11491,21 +11510,28 @@ AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *stat
     return AMP_OK;
 }
 
-AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
-    const amp_optimizer *o = optimizer;
-    const amp_system *s;
-    int64_t bytes;
+AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t bytes = ampi_row_room(o->set);
     amp_result r;
     void *room;
-    if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
-    s = ampi_context_system(o->amp);
-    bytes = ampi_row_room(o->set);
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, bytes, 1));
     r = ampi_save_arrays(o, state, prefix, room);
     ampi_free(s, room, bytes, 1);
+    return r;
+}
+
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+    amp_state *own;
+    amp_result r;
+    if (optimizer == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
+    AMPI_TRY(amp_state_create(&own, &state->system));
+    r = ampi_save_optimizer(optimizer, own, prefix);
+    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_optimizer_save");
+    amp_state_destroy(own);
     return r;
 }
 

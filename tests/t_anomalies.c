@@ -691,6 +691,145 @@ static uint64_t operators_observe(env *e) {
     return hash;
 }
 
+/* ---- Sets, scalers and optimizers: variant 1 on a device, variant 2 with fp32 masters of bf16 weights by remainders */
+
+static amp_result gradients_create(env *e, int i) {
+    static const amp_group groups[] = {{"*.bias", 0.5, AMP_ZERO, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT}};
+    amp_optimizer_desc o;
+    amp_scaler_desc sc;
+    amp_set_desc set;
+    amp_range ranges[2];
+    memset(&o, 0, sizeof o); memset(&sc, 0, sizeof sc); memset(&set, 0, sizeof set); memset(ranges, 0, sizeof ranges);
+    if (i == 0) {
+        sc.growth_interval = 2;
+        return created(amp_scaler_create(e->amp, &e->scaler, &sc), &e->scaler);
+    }
+    if (i == 1) {
+        ranges[0].name = "a"; ranges[0].data = e->memory[2]; ranges[0].count = 50; ranges[0].dtype = AMP_F32;
+        ranges[1].name = "b"; ranges[1].data = e->memory[3]; ranges[1].count = 30; ranges[1].dtype = AMP_F32;
+        set.ranges = ranges; set.n_ranges = 2; set.clip_norm = 0.5;
+        return created(amp_set_create(e->amp, &e->set, &set), &e->set);
+    }
+    o.params = e->out.params; o.n_params = 3;
+    o.groups = groups; o.n_groups = 1;
+    o.lr = 0.01; o.weight_decay = 0.1; o.clip_norm = 1; o.outcome_lag = AMP_LAG_NONE;
+    if (e->variant == 2) { o.master = AMP_MASTER_REMAINDER; o.moments = AMP_BF16; }
+    if (e->variant == 3) { o.kind = AMP_SGD; o.momentum = 0.9; o.nesterov = 1; }
+    return created(amp_optimizer_create(e->amp, &e->optimizer, &o), &e->optimizer);
+}
+
+static amp_result gradients_outcome(env *e) {
+    amp_outcome outcome;
+    amp_found found;
+    amp_result r = amp_set_found(amp_optimizer_set(e->optimizer), &found);
+    memset(&outcome, 0, sizeof outcome);
+    if (r != AMP_OK) return r;
+    note_number(e, amp_outcome_next(e->optimizer, &outcome));
+    note(e, &outcome.norm, sizeof outcome.norm);
+    note_number(e, outcome.applied * 100 + outcome.growth_tracker);
+    note(e, &found.norm, sizeof found.norm);
+    return AMP_OK;
+}
+
+static amp_result gradients_query(env *e) {
+    amp_scaler_desc scaler;
+    amp_optimizer_desc optimizer;
+    amp_parameter_bytes bytes;
+    amp_k_scaler state;
+    amp_result r = amp_scaler_query(e->scaler, &scaler);
+    if (r == AMP_OK) r = amp_optimizer_query(e->optimizer, &optimizer);
+    if (r == AMP_OK) r = amp_optimizer_bytes(e->optimizer, &bytes);
+    if (r == AMP_OK) r = amp_scaler_get(e->scaler, &state);
+    if (r != AMP_OK) return r;
+    note_number(e, scaler.growth_interval + bytes.parameters + (int64_t)amp_scaler_scale(e->scaler) + state.growth_tracker);
+    CHECK(amp_scaler_seed(e->scaler) != NULL && amp_scaler_device(e->scaler) != NULL && amp_set_device(e->set) != NULL);
+    return AMP_OK;
+}
+
+/* New gradients, as a backward pass leaves them. */
+static void gradients_fill(env *e, int step) {
+    int i;
+    int64_t k;
+    for (i = 0; i < 3; i++) {
+        amp_tensor *g = &e->out.params[i].grad;
+        for (k = 0; k < amp_tensor_count(g); k++) ((float *)g->data)[k] = 65536 * (amp_random_uniform((uint64_t)step, (uint64_t)(100 * i + k)) - 0.5f);
+        (void)amp_param_accumulate(&e->out.params[i]);
+    }
+}
+
+static amp_result gradients_open(env *e, int i) {
+    amp_dtype dtype = e->variant == 2 ? AMP_BF16 : AMP_F32;
+    switch (i) {
+        case 0: return open_host(e, e->variant == 2 ? AMP_BF16 : AMP_F32);
+        case 1:
+            parameter(e, 0, "fc.weight", dtype, 12, 9); parameter(e, 1, "fc.bias", dtype, 12, 0); parameter(e, 2, "out.weight", dtype, 7, 12);
+            e->memory[2] = numbers(e, AMP_F32, 50); e->memory[3] = numbers(e, AMP_F32, 30);
+            return AMP_OK;
+        case 2: return amp_param_register(e->amp, e->out.params, 3);
+        case 3: return gradients_create(e, 0);
+        case 4: return gradients_create(e, 1);
+        default: return gradients_create(e, 2);
+    }
+}
+
+static amp_result gradients_step(env *e, int i) {
+    if (i < 6) return gradients_open(e, i);
+    switch (i) {
+        case 6: gradients_fill(e, 1); return AMP_OK;
+        case 7: return amp_step(e->optimizer, e->scaler);
+        case 8: return gradients_outcome(e);
+        case 9: gradients_fill(e, 2); return AMP_OK;
+        case 10: return amp_scaler_check(e->scaler, e->set, AMP_CHECK_UNSCALE);
+        case 11: return amp_set_apply(e->set);
+        case 12: return amp_scaler_check(e->scaler, amp_optimizer_set(e->optimizer), AMP_CHECK_READ);
+        case 13: return amp_optimizer_step(e->optimizer, e->scaler);
+        case 14: return amp_scaler_update(e->scaler);
+        case 15: return gradients_outcome(e);
+        case 16: return amp_scaler_rescale(e->scaler, e->set, 0);
+        case 17: return amp_optimizer_set_lr(e->optimizer, 0.02);
+        case 18: return amp_optimizer_set_clip(e->optimizer, 0.75);
+        case 19: return amp_optimizer_set_accumulation(e->optimizer, 2);
+        case 20: gradients_fill(e, 3); return AMP_OK;
+        case 21: return amp_step(e->optimizer, e->scaler);
+        case 22: return created(amp_state_create(&e->state, faults_system()), &e->state);
+        case 23: return amp_optimizer_save(e->optimizer, e->state, "opt");
+        case 24: return amp_scaler_save(e->scaler, e->state, "scaler");
+        case 25: gradients_fill(e, 4); return amp_step(e->optimizer, e->scaler);
+        case 26: return gradients_outcome(e);
+        case 27: return amp_optimizer_load(e->optimizer, e->state, "opt");
+        case 28: return amp_scaler_load(e->scaler, e->state, "scaler");
+        case 29: gradients_fill(e, 5); return AMP_OK;
+        case 30: return amp_step(e->optimizer, e->scaler);
+        case 31: return amp_outcome_flush(e->optimizer);
+        case 32: return gradients_outcome(e);
+        case 33: return amp_optimizer_refresh(e->optimizer);
+        case 34: return amp_scaler_set_rule(e->scaler, 4, 0.25, 3);
+        case 35: return amp_scaler_set_scale(e->scaler, 4096);
+        case 36: return gradients_query(e);
+        default: return DONE;
+    }
+}
+static void gradients_close(env *e) {
+    amp_set_destroy(e->set);
+    amp_optimizer_destroy(e->optimizer);
+    amp_scaler_destroy(e->scaler);
+    amp_state_destroy(e->state);
+    if (e->amp != NULL) amp_param_forget(e->amp, e->out.params, PARAMS);
+    amp_close(e->amp);
+}
+
+/* All that optimizer and scaler would save, and what has been saved. */
+static uint64_t gradients_observe(env *e) {
+    amp_state *state = NULL;
+    uint64_t hash = hash_state(e->state);
+    if (amp_state_create(&state, faults_system()) != AMP_OK) return 0;
+    if (e->optimizer != NULL) (void)amp_optimizer_save(e->optimizer, state, "o");
+    if (e->scaler != NULL) (void)amp_scaler_save(e->scaler, state, "s");
+    hash ^= 3 * hash_state(state);
+    amp_state_destroy(state);
+    return hash;
+}
+
 static const scenario scenarios[] = {
     {"files", 0, AMP_OK, files_step, files_close, files_observe, NULL},
     {"state", 0, AMP_OK, state_step, state_close, state_observe, NULL},
@@ -702,6 +841,10 @@ static const scenario scenarios[] = {
     {"autocast, device", 1, AMP_OK, autocast_step, autocast_close, NULL, NULL},
     {"operators", 0, AMP_OK, operators_step, autocast_close, operators_observe, NULL},
     {"operators, device", 1, AMP_OK, operators_step, autocast_close, operators_observe, NULL},
+    {"gradients", 0, AMP_OK, gradients_step, gradients_close, gradients_observe, NULL},
+    {"gradients, device", 1, AMP_OK, gradients_step, gradients_close, gradients_observe, NULL},
+    {"remainders", 2, AMP_OK, gradients_step, gradients_close, gradients_observe, NULL},
+    {"sgd", 3, AMP_OK, gradients_step, gradients_close, gradients_observe, NULL},
 };
 
 TEST(scenarios) {
