@@ -12127,11 +12127,14 @@ struct amp_loader {
 
 static const char ampi_loader_create_name[] = "amp_loader_create";
 
-/* Reads up to `bytes` at an offset; fewer only at the end of the file. */
+/* Reads up to `bytes` at an offset; fewer only at the end that the file had when it was opened. */
 static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, void *buffer, int64_t bytes,
                                  int64_t offset, int64_t *got) {
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
-    if (*got >= 0) return AMP_OK;
+    if (*got >= AMPI_MIN(bytes, f->bytes - offset)) return AMP_OK;
+    if (*got >= 0)
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ended at offset %lld, it had %lld bytes", f->path,
+                         (long long)(offset + *got), (long long)f->bytes);
     return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got),
                      (long long)offset);
 }

@@ -275,7 +275,7 @@ static uint64_t run(const fault *f, int64_t n, fault_style style, int *fired, in
               (long long)faults.blocks, (long long)faults.bytes, (long long)faults.files, (long long)faults.threads,
               (long long)faults.damaged, here());
     faults_forget();
-    if (now.s->after != NULL && !*closing) now.s->after(&e);
+    if (now.s->after != NULL && ended && !*closing) now.s->after(&e);
     remove(e.path[0]);
     remove(e.path[1]);
     return ended ? e.digest : 0;
@@ -830,6 +830,300 @@ static uint64_t gradients_observe(env *e) {
     return hash;
 }
 
+/* ---- Files that all scenarios read */
+
+static char fixture[256];           /* what their paths begin with */
+
+static const char *fixture_path(const char *name) {
+    static char paths[4][300];
+    static int next;
+    char *path = paths[next++ % 4];
+    snprintf(path, 300, "%s_%s", fixture, name);
+    return path;
+}
+static void fixture_file(const char *name, const void *data, size_t bytes) {
+    CHECK_OK(amp_file_write_atomic(NULL, fixture_path(name), data, bytes));
+}
+/* 30 rows of `row` values whose bytes are a function of their place. */
+static void fixture_npy(const char *name, const char *descr, int row, size_t size) {
+    unsigned char file[4096];
+    size_t i, n = 30 * (size_t)row * size;
+    memset(file, ' ', 128);
+    memcpy(file, "\x93NUMPY\x01\x00\x76\x00", 10);
+    snprintf((char *)file + 10, 100, "{'descr': '%s', 'fortran_order': False, 'shape': (30, %d), }", descr, row);
+    file[strlen((char *)file)] = ' ';
+    file[127] = '\n';
+    for (i = 0; i < n; i++) file[128 + i] = (unsigned char)(i * 7 % 64);
+    fixture_file(name, file, 128 + n);
+}
+static void fixtures_write(void) {
+    static const char settings[] = "dtype = bf16\nclip_norm = 1.5\n# a comment\ngrowth_interval = 5\n";
+    uint16_t tokens[700];
+    char name[16];
+    int i, k;
+    snprintf(fixture, sizeof fixture, "%s/amp_anomaly_%ld", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp", (long)getpid());
+    for (i = 0; i < 3; i++) {
+        for (k = 0; k < 700; k++) tokens[k] = (uint16_t)(amp_random_u32((uint64_t)i, (uint64_t)k) % 60);
+        snprintf(name, sizeof name, "tok%d.bin", i);
+        fixture_file(name, tokens, sizeof tokens - (size_t)i * 100);
+    }
+    fixture_npy("x.npy", "<f4", 5, 4);
+    fixture_npy("y.npy", "<i4", 1, 4);
+    fixture_file("settings", settings, sizeof settings - 1);
+}
+static void fixtures_remove(void) {
+    static const char *const names[] = {"tok0.bin", "tok1.bin", "tok2.bin", "x.npy", "y.npy", "settings"};
+    size_t i;
+    for (i = 0; i < sizeof names / sizeof *names; i++) remove(fixture_path(names[i]));
+}
+
+/* ---- Data.  variant 0: a pattern of token files, shuffled, two workers; 1: the same to a device; 2: one file, no
+ * workers; 3: arrays; 4: a callback */
+
+static int callback_read(void *user, const amp_sample *sample, void *const *fields) {
+    int32_t i;
+    (void)user;
+    for (i = 0; i < 6; i++) ((float *)fields[0])[i] = (float)(sample->sample * 10 + i);
+    ((int32_t *)fields[1])[0] = (int32_t)sample->sample;
+    return 0;
+}
+
+static amp_result data_create(env *e) {
+    const char *arrays[2];
+    amp_loader_desc d;
+    amp_source source;
+    memset(&d, 0, sizeof d);
+    memset(&source, 0, sizeof source);
+    d.batch = 4;
+    d.workers = e->variant == 2 ? AMP_NO_WORKERS : 2;
+    d.shuffle = e->variant != 2;
+    d.seed = 11;
+    d.timeout_ms = 30000;
+    if (e->variant <= 2) {
+        d.path = fixture_path(e->variant == 2 ? "tok1.bin" : "tok?.bin");
+        d.format = AMP_TOKENS_U16;
+        d.seq = 8;
+        d.vocab = 64;
+        d.last_batch = AMP_LAST_PAD;
+    } else if (e->variant == 3) {
+        arrays[0] = fixture_path("x.npy"); arrays[1] = fixture_path("y.npy");
+        d.arrays = arrays;
+        d.n_arrays = 2;
+    } else {
+        source.read = callback_read;
+        source.samples = 40;
+        source.fields[0].dtype = AMP_F32; source.fields[0].count = 6;
+        source.fields[1].dtype = AMP_I32; source.fields[1].count = 1;
+        source.n_fields = 2;
+        d.source = &source;
+    }
+    return created(amp_loader_create(e->amp, &e->loader, &d), &e->loader);
+}
+
+static amp_result data_next(env *e) {
+    amp_batch *b = &e->out.batch;
+    amp_result r = amp_loader_next(e->loader, b);
+    if (r != AMP_OK) return r;
+    note_number(e, b->epoch * 1000 + b->index);
+    note(e, b->fields[0], (size_t)(b->batch * b->seq * 4));
+    note(e, b->fields[1], (size_t)(b->batch * 4));
+    return AMP_OK;
+}
+
+static amp_result data_info(env *e) {
+    amp_loader_info info;
+    amp_loader_desc d;
+    amp_result r = amp_loader_info_get(e->loader, &info);
+    if (r == AMP_OK) r = amp_loader_query(e->loader, &d);
+    if (r != AMP_OK) return r;
+    note_number(e, info.samples * 1000 + info.batches + d.prefetch);
+    note_number(e, (int64_t)info.hash);
+    return AMP_OK;
+}
+
+static amp_result data_step(env *e, int i) {
+    switch (i) {
+        case 0: return open_host(e, AMP_F32);
+        case 1: return data_create(e);
+        case 10: return amp_loader_seek(e->loader, 1, 2);
+        case 13: return created(amp_state_create(&e->state, faults_system()), &e->state);
+        case 14: return amp_loader_save(e->loader, e->state, "data");
+        case 16: return amp_loader_load(e->loader, e->state, "data");
+        case 17: return data_info(e);
+        default: return i < 20 ? data_next(e) : DONE;
+    }
+}
+static void data_close(env *e) {
+    amp_loader_destroy(e->loader);
+    amp_state_destroy(e->state);
+    amp_close(e->amp);
+}
+static uint64_t data_observe(env *e) {
+    amp_loader_info info;
+    if (e->loader == NULL || amp_loader_info_get(e->loader, &info) != AMP_OK) return 0;
+    return (uint64_t)(info.epoch * 1000 + info.index) ^ hash_state(e->state);
+}
+
+/* ---- Settings and the monitor */
+
+static amp_result settings_step(env *e, int i) {
+    static const char text[] = "nan_action = stop\nmax_skips = 7\n";
+    amp_settings *s = &e->out.settings;
+    char all[4096];
+    switch (i) {
+        case 0: return amp_settings_read_file(s, faults_system(), fixture_path("settings"));
+        case 1: return amp_settings_read_text(s, "here", text, sizeof text - 1);
+        case 2: return amp_settings_read_env(s);
+        case 3: return amp_settings_set(s, "memory_interval", "50");
+        case 4: return amp_settings_check(s);
+        case 5: note_number(e, (int64_t)amp_settings_text(s, all, sizeof all)); note_text(e, all); return AMP_OK;
+        default: return DONE;
+    }
+}
+static void settings_close(env *e) { (void)e; }
+
+/* Lines that cannot be written are kept: the call did what it was to do. */
+static amp_result kept(amp_result r) {
+    if (r != AMP_ERR_WRITE || now.style == FAULT_FOREVER) return r;
+    now.failures++;
+    CHECK_MSG(faults_fired() > 0 && fault_wants(now.f, r), "returned %d: %s", (int)r, here());
+    CHECK_MSG(says_what(r) && strstr(amp_last_error(), "amp_anomaly") != NULL, "%s", here());
+    faults_disarm();
+    return AMP_OK;
+}
+
+static amp_result watch_open(env *e, int i) {
+    static const char torn[] = "{\"event\": \"host\"}\n{\"event\": \"to";
+    amp_monitor_desc m;
+    amp_numerics_desc n;
+    memset(&m, 0, sizeof m);
+    memset(&n, 0, sizeof n);
+    switch (i) {
+        case 0: return gradients_create(e, 0);
+        case 1: return gradients_create(e, 2);
+        case 2: return amp_file_write_atomic(NULL, e->path[1], torn, sizeof torn - 1);
+        case 3:
+            m.path = e->path[1];
+            m.append = 1;
+            m.optimizer = e->optimizer; m.scaler = e->scaler;
+            m.log_interval = m.memory_interval = 1;
+            m.cleanup_interval = 2;
+            return created(amp_monitor_create(e->amp, &e->monitor, &m), &e->monitor);
+        default:
+            n.params = e->out.params; n.n_params = 3;
+            n.scaler = e->scaler;
+            n.dtype = AMP_F16;
+            n.interval = 1;
+            return created(amp_numerics_create(e->amp, &e->numerics, &n), &e->numerics);
+    }
+}
+
+static amp_result watch_numerics(env *e) {
+    amp_numerics_report report;
+    char text[2000];
+    amp_result r = amp_numerics_step(e->numerics, &report);
+    if (r != AMP_OK) return r;
+    note_number(e, (int64_t)amp_numerics_text(&report, text, sizeof text));
+    note_text(e, text);
+    return AMP_OK;
+}
+
+static amp_result watch_records(env *e) {
+    amp_step_record record;
+    while (amp_monitor_next(e->monitor, &record) == 1) {
+        note_number(e, record.outcome.step * 10 + record.outcome.applied);
+        note(e, &record.loss, sizeof record.loss);
+    }
+    return AMP_OK;
+}
+
+static amp_result watch_iteration(env *e, int phase, int step) {
+    amp_step_info info;
+    memset(&info, 0, sizeof info);
+    info.loss = 1.0 / (1 + step);
+    info.tokens = 100;
+    switch (phase) {
+        case 0: return amp_monitor_phase(e->monitor, AMP_PHASE_DATA);
+        case 1: amp_range_push(e->amp, "here"); gradients_fill(e, step); amp_range_pop(e->amp); return AMP_OK;
+        case 2: return amp_monitor_phase(e->monitor, AMP_PHASE_BACKWARD);
+        case 3: return watch_numerics(e);
+        case 4: return amp_monitor_phase(e->monitor, AMP_PHASE_OPTIMIZER);
+        case 5: return amp_step(e->optimizer, e->scaler);
+        case 6: return kept(amp_monitor_step(e->monitor, &info));
+        default: return watch_records(e);
+    }
+}
+
+static amp_result watch_status(env *e) {
+    amp_status status;
+    char text[8192];
+    amp_result r = amp_status_get(e->amp, e->scaler, 0, &status);
+    if (r != AMP_OK) return r;
+    CHECK(amp_status_text(&status, text, sizeof text) > 0 && amp_status_json(&status, text, sizeof text) > 0);
+    note(e, &status.scale, sizeof status.scale);
+    note_number(e, amp_machine_text(&status.machine, text, sizeof text) > 0);
+    return AMP_OK;
+}
+
+static amp_result watch_settings(env *e, int apply) {
+    amp_optimizer_desc o;
+    amp_scaler_desc s;
+    amp_monitor_desc m;
+    amp_desc d;
+    memset(&o, 0, sizeof o); memset(&s, 0, sizeof s); memset(&m, 0, sizeof m); memset(&d, 0, sizeof d);
+    if (apply) return amp_settings_apply(&e->out.settings, e->amp, e->scaler, e->optimizer, e->monitor);
+    return amp_settings_fill(&e->out.settings, e->amp, &d, &s, &o, &m);
+}
+
+static amp_result watch_end(env *e, int i) {
+    amp_epoch_record epoch;
+    amp_epoch_summary summary;
+    amp_monitor_desc desc;
+    char text[2000];
+    memset(&epoch, 0, sizeof epoch);
+    switch (i) {
+        case 0: return kept(amp_monitor_write(e->monitor, "{\"event\": \"mine\"}"));
+        case 1: return kept(amp_monitor_flush(e->monitor));
+        case 2: return watch_records(e);
+        case 3: return kept(amp_monitor_epoch(e->monitor, &epoch));
+        case 4: return amp_monitor_summary(e->monitor, &summary) == AMP_OK && amp_epoch_summary_text(&summary, text, sizeof text) > 0 ? AMP_OK : AMP_ERR_STATE;
+        case 5: return amp_monitor_query(e->monitor, &desc);
+        case 6: return watch_status(e);
+        case 7: return watch_settings(e, 0);
+        case 8: return amp_settings_set(&e->out.settings, "clip_norm", "0.25");
+        case 9: return watch_settings(e, 1);
+        default: return DONE;
+    }
+}
+
+static amp_result watch_step(env *e, int i) {
+    if (i < 3) return gradients_open(e, i);
+    if (i < 8) return watch_open(e, i - 3);
+    if (i < 8 + 4 * 8) return watch_iteration(e, (i - 8) % 8, (i - 8) / 8);
+    return watch_end(e, i - 40);
+}
+static void watch_close(env *e) {
+    amp_numerics_destroy(e->numerics);
+    amp_monitor_destroy(e->monitor);
+    gradients_close(e);
+}
+/* Of each line what does not depend on time. */
+static void watch_after(env *e) {
+    char *line, *text;
+    void *data = NULL;
+    size_t bytes = 0;
+    if (amp_file_read_all(NULL, e->path[1], &data, &bytes) != AMP_OK) { note_text(e, "no file"); return; }
+    for (line = (char *)data; *line != 0; line = text + 1) {
+        size_t n;
+        text = strchr(line, '\n');
+        CHECK_MSG(text != NULL, "a torn line: %s: %s", line, here());
+        if (text == NULL) break;
+        for (n = 0; line + n < text && strncmp(line + n, "tokens_per_s", 12) != 0; n++) {}
+        note(e, line, n);
+    }
+    amp_file_free(NULL, data, bytes);
+}
+
 static const scenario scenarios[] = {
     {"files", 0, AMP_OK, files_step, files_close, files_observe, NULL},
     {"state", 0, AMP_OK, state_step, state_close, state_observe, NULL},
@@ -845,6 +1139,14 @@ static const scenario scenarios[] = {
     {"gradients, device", 1, AMP_OK, gradients_step, gradients_close, gradients_observe, NULL},
     {"remainders", 2, AMP_OK, gradients_step, gradients_close, gradients_observe, NULL},
     {"sgd", 3, AMP_OK, gradients_step, gradients_close, gradients_observe, NULL},
+    {"data", 0, AMP_OK, data_step, data_close, data_observe, NULL},
+    {"data, device", 1, AMP_OK, data_step, data_close, data_observe, NULL},
+    {"data, no workers", 2, AMP_OK, data_step, data_close, data_observe, NULL},
+    {"arrays", 3, AMP_OK, data_step, data_close, data_observe, NULL},
+    {"callback", 4, AMP_OK, data_step, data_close, data_observe, NULL},
+    {"settings", 0, AMP_OK, settings_step, settings_close, NULL, NULL},
+    {"watch", 0, AMP_OK, watch_step, watch_close, NULL, watch_after},
+    {"watch, device", 1, AMP_OK, watch_step, watch_close, NULL, watch_after},
 };
 
 TEST(scenarios) {
@@ -861,6 +1163,8 @@ int main(int argc, char **argv) {
         if (!strcmp(argv[i], "--only") && i + 1 < argc) now.only = argv[++i];
         if (!strcmp(argv[i], "--record") && i + 1 < argc) now.record = argv[++i];
     }
+    fixtures_write();
     RUN(scenarios);
+    fixtures_remove();
     return TEST_END();
 }
