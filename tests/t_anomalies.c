@@ -65,6 +65,8 @@ typedef struct env {
     int unfinished;                 /* 1: a call that failed is to be called again, and has changed what it was to change */
     int fallen_back;                /* 1: a failure was allowed to change what comes after */
     amp_outcome outcome;
+    amp_step_record record;
+    int has_record;
     char path[2][256];
 } env;
 
@@ -988,7 +990,8 @@ static amp_result settings_step(env *e, int i) {
 static void settings_close(env *e) { (void)e; }
 
 /* Lines that cannot be written are kept: the call did what it was to do. */
-static amp_result kept(amp_result r) {
+static amp_result kept(env *e, amp_result r) {
+    e->unfinished = 1;
     if (r != AMP_ERR_WRITE || now.style == FAULT_FOREVER) return r;
     now.failures++;
     CHECK_MSG(faults_fired() > 0 && fault_wants(now.f, r), "returned %d: %s", (int)r, here());
@@ -1054,7 +1057,7 @@ static amp_result watch_iteration(env *e, int phase, int step) {
         case 3: return watch_numerics(e);
         case 4: return amp_monitor_phase(e->monitor, AMP_PHASE_OPTIMIZER);
         case 5: return amp_step(e->optimizer, e->scaler);
-        case 6: return kept(amp_monitor_step(e->monitor, &info));
+        case 6: return kept(e, amp_monitor_step(e->monitor, &info));
         default: return watch_records(e);
     }
 }
@@ -1087,10 +1090,10 @@ static amp_result watch_end(env *e, int i) {
     char text[2000];
     memset(&epoch, 0, sizeof epoch);
     switch (i) {
-        case 0: return kept(amp_monitor_write(e->monitor, "{\"event\": \"mine\"}"));
-        case 1: return kept(amp_monitor_flush(e->monitor));
+        case 0: return kept(e, amp_monitor_write(e->monitor, "{\"event\": \"mine\"}"));
+        case 1: return kept(e, amp_monitor_flush(e->monitor));
         case 2: return watch_records(e);
-        case 3: return kept(amp_monitor_epoch(e->monitor, &epoch));
+        case 3: return kept(e, amp_monitor_epoch(e->monitor, &epoch));
         case 4: return amp_monitor_summary(e->monitor, &summary) == AMP_OK && amp_epoch_summary_text(&summary, text, sizeof text) > 0 ? AMP_OK : AMP_ERR_STATE;
         case 5: return amp_monitor_query(e->monitor, &desc);
         case 6: return watch_status(e);
@@ -1342,6 +1345,124 @@ static void care_close(env *e) {
     gradients_close(e);
 }
 
+/* ---- A short training: tokens from a loader, an embedding and a linear layer, in bf16, with scaler, monitor and
+ * recovery, saved and loaded in the middle, and brought back from a loss that is not finite */
+
+enum { VOCAB = 64, WIDTH = 24, TOKENS = 32, ITERATION = 13, ITERATIONS = 5 };
+
+static struct { float x[TOKENS * WIDTH], logits[TOKENS * VOCAB], dx[TOKENS * WIDTH], loss; } net;
+
+static void training_describe(env *e) {
+    amp_linear_op *linear = &e->out.linear[0];
+    memset(&net, 0, sizeof net);
+    e->out.embedding.table = parameter(e, 0, "wte", AMP_F32, VOCAB, WIDTH);
+    linear->weight = parameter(e, 1, "head.weight", AMP_F32, VOCAB, WIDTH);
+    linear->bias = parameter(e, 2, "head.bias", AMP_F32, VOCAB, 0);
+    e->out.embedding.y = linear->x = amp_tensor2(net.x, AMP_F32, TOKENS, WIDTH);
+    linear->y = linear->dy = e->out.cross_entropy.logits = e->out.cross_entropy.dlogits = amp_tensor2(net.logits, AMP_F32, TOKENS, VOCAB);
+    linear->dx = e->out.embedding.dy = amp_tensor2(net.dx, AMP_F32, TOKENS, WIDTH);
+    e->out.cross_entropy.loss = &net.loss;
+}
+
+static amp_result training_open(env *e, int i) {
+    amp_monitor_desc m;
+    switch (i) {
+        case 0: return open_host(e, AMP_BF16);
+        case 1: training_describe(e); return AMP_OK;
+        case 2: return amp_param_register(e->amp, e->out.params, 3);
+        case 3: return gradients_create(e, 0);
+        case 4: return gradients_create(e, 2);
+        case 5: return data_create(e);
+        case 6:
+            memset(&m, 0, sizeof m);
+            m.path = e->path[1];
+            m.optimizer = e->optimizer; m.scaler = e->scaler;
+            m.log_interval = m.memory_interval = 1;
+            m.nan_action = AMP_NAN_RECOVER;
+            return created(amp_monitor_create(e->amp, &e->monitor, &m), &e->monitor);
+        default: return care_recovery(e);
+    }
+}
+
+/* Records are taken one at a time, so that recovery can be called again with the same one. */
+static amp_result training_recover(env *e) {
+    amp_recovery_event event;
+    amp_result r;
+    int told = e->told;
+    while (e->has_record || amp_monitor_next(e->monitor, &e->record) == 1) {
+        e->has_record = 1;
+        e->unfinished = e->record.trouble != AMP_TROUBLE_NONE;
+        r = amp_recovery_step(e->recovery, &e->record, &event);
+        if (r != AMP_OK) return r;
+        e->fallen_back |= !e->unfinished && e->told > told;
+        e->has_record = 0;
+        note_number(e, e->record.outcome.step * 100 + (int64_t)event.action);
+    }
+    return AMP_OK;
+}
+
+static amp_result training_iteration(env *e, int phase, int step) {
+    amp_step_info info;
+    memset(&info, 0, sizeof info);
+    info.loss = step == 3 ? (double)amp_f32_from_f16(0x7e00) : (double)net.loss;
+    info.tokens = TOKENS;
+    switch (phase) {
+        case 0: return amp_monitor_phase(e->monitor, AMP_PHASE_DATA);
+        case 1: return data_next(e);
+        case 2: e->out.embedding.ids = e->out.batch.inputs; e->out.cross_entropy.labels = e->out.batch.targets; return AMP_OK;
+        case 3: return amp_autocast_begin(e->amp, NULL);
+        case 4: return amp_embedding(e->amp, &e->out.embedding);
+        case 5: return amp_linear(e->amp, &e->out.linear[0]);
+        case 6: e->out.cross_entropy.seed = amp_scaler_seed(e->scaler); return amp_cross_entropy(e->amp, &e->out.cross_entropy);
+        case 7: note(e, &net.loss, sizeof net.loss); return amp_autocast_end(e->amp);
+        case 8: return amp_linear_backward(e->amp, &e->out.linear[0]);
+        case 9: return amp_embedding_backward(e->amp, &e->out.embedding);
+        case 10: return amp_step(e->optimizer, e->scaler);
+        case 11: return kept(e, amp_monitor_step(e->monitor, &info));
+        default: return training_recover(e);
+    }
+}
+
+/* A checkpoint goes through a file, and comes back. */
+static amp_result training_checkpoint(env *e, int i) {
+    switch (i) {
+        case 0: return created(amp_state_create(&e->state, faults_system()), &e->state);
+        case 1: return amp_optimizer_save(e->optimizer, e->state, "opt");
+        case 2: return amp_scaler_save(e->scaler, e->state, "scaler");
+        case 3: return amp_loader_save(e->loader, e->state, "data");
+        case 4: return amp_random_save(e->amp, e->state, "random");
+        case 5: return amp_state_save(e->state, e->path[0]);
+        case 6: return amp_state_load(&e->loaded, faults_system(), e->path[0]);
+        case 7: return amp_random_load(e->amp, e->loaded, "random");
+        case 8: return amp_loader_load(e->loader, e->loaded, "data");
+        case 9: return amp_scaler_load(e->scaler, e->loaded, "scaler");
+        default: return amp_optimizer_load(e->optimizer, e->loaded, "opt");
+    }
+}
+
+static amp_result training_step(env *e, int i) {
+    if (i < 8) return training_open(e, i);
+    i -= 8;
+    if (i < ITERATION) return training_iteration(e, i, 0);
+    i -= ITERATION;
+    if (i < 11) return training_checkpoint(e, i);
+    i -= 11;
+    if (i < ITERATION * (ITERATIONS - 1)) return training_iteration(e, i % ITERATION, 1 + i / ITERATION);
+    switch (i - ITERATION * (ITERATIONS - 1)) {
+        case 0: return kept(e, amp_monitor_flush(e->monitor));
+        case 1: return training_recover(e);
+        default: return DONE;
+    }
+}
+static void training_close(env *e) {
+    while (amp_autocast_end(e->amp) == AMP_OK) {}
+    amp_recovery_destroy(e->recovery);
+    amp_monitor_destroy(e->monitor);
+    amp_loader_destroy(e->loader);
+    amp_state_destroy(e->loaded);
+    gradients_close(e);
+}
+
 static const scenario scenarios[] = {
     {"files", 0, {AMP_OK}, files_step, files_close, files_observe, NULL},
     {"state", 0, {AMP_OK}, state_step, state_close, state_observe, NULL},
@@ -1367,6 +1488,7 @@ static const scenario scenarios[] = {
     {"watch, device", 1, {AMP_OK}, watch_step, watch_close, NULL, watch_after},
     {"care", 0, {AMP_ERR_RANGE, AMP_ERR_WRITE}, care_step, care_close, gradients_observe, NULL},
     {"care, device", 1, {AMP_ERR_RANGE, AMP_ERR_WRITE}, care_step, care_close, gradients_observe, NULL},
+    {"training", 0, {AMP_OK}, training_step, training_close, gradients_observe, watch_after},
 };
 
 TEST(scenarios) {
