@@ -207,6 +207,7 @@ static int64_t faults_clock(void *user) {
 
 static const amp_system *faults_system(void) {
     static amp_system s;
+    if (s.alloc != NULL) return &s;         /* workers may be in it */
     amp_system_default(&faults.posix);
     memset(&s, 0, sizeof s);
     s.alloc = faults_alloc;               s.free = faults_free;

@@ -82,6 +82,12 @@ typedef struct scenario {
 
 static uint64_t hash_bytes(uint64_t hash, const void *data, size_t n) {
     const unsigned char *p = (const unsigned char *)data;
+    uint64_t word;
+    for (; n >= 8; n -= 8, p += 8) {
+        memcpy(&word, p, 8);
+        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+        hash ^= hash >> 32;
+    }
     for (; n > 0; n--) hash = (hash ^ *p++) * UINT64_C(0x100000001b3);
     return hash;
 }
