@@ -39,6 +39,8 @@ help: backend
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion and the optimizers' remainders"
+	@echo "make crash            kill training 200 times (KILLS, SEED), also in the middle of a checkpoint, and go on bit for bit"
+	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, beside an undisturbed run"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
 	@echo "make differential     random programs and tensors against PyTorch (PYTHON=..., SEED=1), into tests/records/"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
@@ -116,14 +118,15 @@ $(BUILD):
 include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk
 include tests/differential/rules.mk
+include tests/crash/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
 	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
 	    tests/plot.sh tests/mpi.sh
 
-test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
-	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
+test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
+	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI) $(CRASH_CI)
 
 # RECORD=FILE: with what, on what and how long, as JSON.
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer

@@ -297,6 +297,28 @@ static inline amp_result folder_make(const char *path) {
     return AMP_OK;
 }
 
+static inline int remove_if_unfinished(void *path, const char *name) {
+    const char *slash = strrchr((const char *)path, '/'), *base = slash != NULL ? slash + 1 : (const char *)path;
+    size_t n = strlen(base);
+    char full[PATH_MAX], *end;
+    long pid;
+    if (strncmp(name, base, n) != 0 || strncmp(name + n, ".tmp", 4) != 0) return 0;
+    pid = strtol(name + n + 4, &end, 10);
+    if (pid <= 0 || *end != 0 || kill((pid_t)pid, 0) == 0 || errno != ESRCH) return 0;
+    if (snprintf(full, sizeof full, "%.*s%s", (int)(base - (const char *)path), (const char *)path, name) < PATH_MAX) unlink(full);
+    return 0;
+}
+
+/* Removes PATH.tmpPID, which a process that was killed in amp_file_write_atomic leaves, where PID is no process any more. */
+static inline void remove_unfinished(char *path) {
+    char folder[PATH_MAX];
+    const char *slash = strrchr(path, '/');
+    amp_system s;
+    amp_system_default(&s);
+    snprintf(folder, sizeof folder, "%.*s", slash == NULL ? 1 : slash == path ? 1 : (int)(slash - path), slash == NULL ? "." : path);
+    (void)s.file_list(s.user, folder, remove_if_unfinished, path);
+}
+
 /* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU, where this build and this machine have
    one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
 static inline amp_result device_open(amp_context **amp, amp_desc *desc, const char *device) {
@@ -455,13 +477,20 @@ typedef struct board {
 } board;
 
 /* CRC-32C (Castagnoli), reflected. */
-static inline uint32_t crc32c(const unsigned char *data, size_t n) {
-    uint32_t crc = 0xffffffffu;
-    int bit;
-    for (; n > 0; n--, data++)
-        for (crc ^= *data, bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (0x82f63b78u & (0u - (crc & 1u)));
+static inline uint32_t crc32c_add(uint32_t crc, const unsigned char *data, size_t n) {
+    static uint32_t table[8][256];      /* of a byte and of one with 1 to 7 zeros behind it: eight bytes at a time */
+    uint32_t i, k;
+    for (i = 0; i < 256 && table[0][255] == 0; i++)
+        for (table[0][i] = i, k = 0; k < 8; k++) table[0][i] = (table[0][i] >> 1) ^ (0x82f63b78u & (0u - (table[0][i] & 1u)));
+    for (k = 1; k < 8 && table[7][255] == 0; k++)
+        for (i = 0; i < 256; i++) table[k][i] = (table[k - 1][i] >> 8) ^ table[0][table[k - 1][i] & 255];
+    for (crc = ~crc; n >= 8; n -= 8, data += 8)
+        crc = table[7][(crc ^ data[0]) & 255] ^ table[6][(crc >> 8 ^ data[1]) & 255] ^ table[5][(crc >> 16 ^ data[2]) & 255] ^
+              table[4][crc >> 24 ^ data[3]] ^ table[3][data[4]] ^ table[2][data[5]] ^ table[1][data[6]] ^ table[0][data[7]];
+    for (; n > 0; n--, data++) crc = (crc >> 8) ^ table[0][(crc ^ *data) & 255];
     return ~crc;
 }
+static inline uint32_t crc32c(const unsigned char *data, size_t n) { return crc32c_add(0, data, n); }
 
 /* Appends the low `bytes` bytes of value. */
 static inline unsigned char *board_bytes(unsigned char *out, uint64_t value, int bytes) {
@@ -872,6 +901,43 @@ static inline amp_result st_read_header(st_file *file, json *j, const unsigned c
     return AMP_OK;
 }
 
+/* A checksum of our own: the CRC-32C of the whole file, taken with zeros in place of its eight digits, which stand in the
+   metadata as "crc32c":"89abcdef".  Other programs' files have none. */
+#define ST_CHECKSUM "\"crc32c\":\""
+enum { ST_DIGITS = 8 };
+
+/* The digits in a file of `header` bytes before its data; NULL: it has none. */
+static inline const unsigned char *st_digits(const unsigned char *file, size_t header) {
+    const size_t n = sizeof ST_CHECKSUM - 1;
+    size_t i;
+    for (i = 8; i + n + ST_DIGITS < header; i++)
+        if (file[i] == '"' && memcmp(file + i, ST_CHECKSUM, n) == 0 && file[i + n + ST_DIGITS] == '"') return file + i + n;
+    return NULL;
+}
+static inline void st_checksum(const unsigned char *file, size_t bytes, const unsigned char *digits, char text[ST_DIGITS + 1]) {
+    uint32_t crc = crc32c(file, (size_t)(digits - file));
+    crc = crc32c_add(crc, (const unsigned char *)"00000000", ST_DIGITS);
+    crc = crc32c_add(crc, digits + ST_DIGITS, bytes - (size_t)(digits - file) - ST_DIGITS);
+    snprintf(text, ST_DIGITS + 1, "%08x", crc);
+}
+static inline amp_result st_verify(const unsigned char *file, size_t bytes, size_t header) {
+    const unsigned char *digits = st_digits(file, header);
+    char text[ST_DIGITS + 1];
+    if (digits == NULL) return AMP_OK;
+    st_checksum(file, bytes, digits, text);
+    if (memcmp(digits, text, ST_DIGITS) == 0) return AMP_OK;
+    return example_fail(AMP_ERR_CHECKSUM, "the safetensors file's checksum is %.*s, its bytes give %s: it is damaged, use another copy "
+                        "(a program that changed it must drop crc32c from its metadata)", ST_DIGITS, (const char *)digits, text);
+}
+/* Sets the checksum of a file that is complete. */
+static inline void st_seal(unsigned char *file, size_t bytes, size_t header) {
+    const unsigned char *digits = st_digits(file, header);
+    char text[ST_DIGITS + 1];
+    if (digits == NULL) return;
+    st_checksum(file, bytes, digits, text);
+    memcpy(file + (digits - file), text, ST_DIGITS);
+}
+
 /* Reads a safetensors file that lies in memory, and stays there.  Nothing in it is trusted: a damaged or
    hostile file gives an error.  Format: 8 bytes header length, a JSON header, the data. */
 static inline amp_result st_open(st_file *file, const void *bytes, size_t size) {
@@ -885,16 +951,20 @@ static inline amp_result st_open(st_file *file, const void *bytes, size_t size) 
     for (i = 7; i >= 0; i--) header = header << 8 | data[i];
     if (header > size - 8)
         return example_fail(AMP_ERR_FORMAT, "not a safetensors file, or one that ends in its header");
+    TRY(st_verify(data, size, 8 + (size_t)header));
     j = json_open(data + 8, (size_t)header);
     result = st_read_header(file, &j, data + 8 + header, (int64_t)(size - 8 - header));
     if (result != AMP_OK) st_close(file);
     return result;
 }
 
+static inline amp_result st_check_floats(const st_tensor *t) {
+    if (t->dtype != AMP_DTYPE_DEFAULT) return AMP_OK;
+    return example_fail(AMP_ERR_DTYPE, "%s: only F32, F16, BF16 and F64 are read", t->name);
+}
 /* All elements as fp32.  Errors: 104 for a dtype that is not floating. */
 static inline amp_result st_floats(const st_tensor *t, float *out) {
-    if (t->dtype == AMP_DTYPE_DEFAULT)
-        return example_fail(AMP_ERR_DTYPE, "%s: only F32, F16, BF16 and F64 are read", t->name);
+    TRY(st_check_floats(t));
     return amp_convert(out, AMP_F32, t->data, t->dtype, t->count, NULL, NULL);
 }
 
@@ -1591,8 +1661,8 @@ static inline void transpose(float *out, const float *in, int64_t rows, int64_t 
     for (i = 0; i < rows; i++) for (j = 0; j < cols; j++) out[j * rows + i] = in[i * cols + j];
 }
 
-/* The elements of parameter i in a safetensors file, as [out, in].  room: as large as values. */
-static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *room) {
+/* The tensor of parameter i in a safetensors file: that it is there, in the model's shape and a dtype that is read. */
+static inline amp_result gpt_file_check(const gpt_file *file, const gpt *g, int64_t i, const st_tensor **out) {
     const amp_param *p = &g->params[i];
     const st_tensor *t = gpt_file_find(file, p->name);
     int conv1d = gpt_is_conv1d(g, i);
@@ -1601,8 +1671,17 @@ static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int
     if (t->ndim != p->weight.ndim || t->shape[0] != (conv1d ? cols : rows) ||
         (t->ndim == 2 && t->shape[1] != (conv1d ? rows : cols)))
         return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", p->name);
+    *out = t;
+    return st_check_floats(t);
+}
+/* Its elements, as [out, in].  room: as large as values. */
+static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *room) {
+    const amp_param *p = &g->params[i];
+    const st_tensor *t;
+    int conv1d = gpt_is_conv1d(g, i);
+    TRY(gpt_file_check(file, g, i, &t));
     TRY(st_floats(t, conv1d ? room : values));
-    if (conv1d) transpose(values, room, cols, rows);
+    if (conv1d) transpose(values, room, p->weight.shape[1], p->weight.shape[0]);
     return AMP_OK;
 }
 
@@ -1631,9 +1710,10 @@ static inline amp_result gpt_file_check_tied(const gpt_file *file) {
     return example_fail(AMP_ERR_UNSUPPORTED, "lm_head.weight differs from wte.weight: this model ties them");
 }
 
-/* Loads all weights of a file whose shape is the model's. */
+/* Loads all weights of a file whose shape is the model's, or none. */
 static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
     int64_t i, count, largest = 0;
+    const st_tensor *t;
     float *values, *room;
     amp_result result = AMP_OK;
     if (file->llmc == 0) TRY(gpt_file_check_tied(file));
@@ -1643,6 +1723,7 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
                             "the file holds another model: %lld tokens, %lld positions, %lld channels, %lld layers",
                             (long long)file->config.vocab, (long long)file->config.positions,
                             (long long)file->config.channels, (long long)file->config.layers);
+    for (i = 0; i < g->n_params && file->llmc == 0; i++) TRY(gpt_file_check(file, g, i, &t));
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
     if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
@@ -1699,8 +1780,8 @@ static inline amp_result st_end_header(text_buffer *b) {
 static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer *b) {
     const gpt_config *c = &g->config;
     int64_t i, offset = 0;
-    text_add(b, "{\"__metadata__\":{\"format\":\"pt\",\"producer\":\"amp.h %s\",\"step\":\"%lld\",", AMP_VERSION_TEXT,
-             (long long)step);
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",\"step\":\"%lld\",",
+             AMP_VERSION_TEXT, (long long)step);
     text_add(b, "\"n_layer\":\"%lld\",\"n_head\":\"%lld\",\"n_embd\":\"%lld\",\"n_positions\":\"%lld\",",
              (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->positions);
     text_add(b, "\"vocab_size\":\"%lld\"}", (long long)c->vocab);
@@ -1765,6 +1846,7 @@ static inline amp_result gpt_save_safetensors(gpt *g, const char *path, int64_t 
         if (file == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
     }
     if (result == AMP_OK) result = gpt_fill_file(g, &header, file);
+    if (result == AMP_OK) st_seal(file, bytes, 8 + header.used);
     if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
     free(header.text);
     free(file);
@@ -1807,23 +1889,35 @@ static inline amp_result gpt_save_state(gpt *g, amp_state *state) {
     return AMP_OK;
 }
 
+/* All of them, or none. */
 static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
-    int64_t i;
+    int64_t i, bytes, largest = 1;
+    amp_result result = AMP_OK;
+    amp_dtype dtype;
+    char key[64 + 8];
+    void *room;
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
-        int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
-        char key[64 + 8];
-        void *room = malloc((size_t)bytes);
-        amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
-        if (result == AMP_OK) result = amp_state_get(state, key, w->dtype, room, count);
-        if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
+        if (amp_state_count(state, key, &dtype) != amp_tensor_count(w) || dtype != w->dtype)
+            return example_fail(AMP_ERR_MISMATCH, "the checkpoint has no record %s of %lld x %s: it is of another model", key,
+                                (long long)amp_tensor_count(w), amp_dtype_name(w->dtype));
+        bytes = amp_tensor_count(w) * (int64_t)amp_dtype_size(w->dtype);
+        if (bytes > largest) largest = bytes;
+    }
+    room = malloc((size_t)largest);
+    if (room == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest);
+    for (i = 0; i < g->n_params && result == AMP_OK; i++) {
+        const amp_tensor *w = &g->params[i].weight;
+        int64_t count = amp_tensor_count(w);
+        snprintf(key, sizeof key, "weight.%s", g->params[i].name);
+        result = amp_state_get(state, key, w->dtype, room, count);
+        if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
         if (result == AMP_OK) result = amp_sync(g->amp);
-        free(room);
-        TRY(result);
         amp_param_touch(&g->params[i]);
     }
-    return AMP_OK;
+    free(room);
+    return result;
 }
 
 /* ==== 7 Sampling ================================================================================= */
@@ -3232,11 +3326,29 @@ static inline amp_result encoder_file_open(encoder_file *file, const char *path,
     return result;
 }
 
+/* The pieces of parameter i are there, in their shapes and dtypes that are read. */
+static inline amp_result encoder_file_check(const encoder_file *file, encoder *e, int64_t i) {
+    const amp_param *p = &e->params[i];
+    encoder_piece piece;
+    int part;
+    for (part = 0; part < encoder_pieces(p); part++) {
+        const st_tensor *t;
+        encoder_piece_get(e, p, part, &piece);
+        t = encoder_file_find(&file->tensors, e->config.family, piece.name);
+        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
+        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip || (t->ndim == 2 && t->shape[1] != piece.cols))
+            return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
+        TRY(st_check_floats(t));
+    }
+    return AMP_OK;
+}
+
 /* The elements of parameter i.  values, room: see encoder_room. */
 static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values, float *room) {
     const amp_param *p = &e->params[i];
     encoder_piece piece;
     int part;
+    TRY(encoder_file_check(file, e, i));
     for (part = 0; part < encoder_pieces(p); part++) {
         const st_tensor *t;
         int64_t width, skipped;
@@ -3244,25 +3356,30 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
         t = encoder_file_find(&file->tensors, e->config.family, piece.name);
         width = piece.cols > 0 ? piece.cols : 1;
         skipped = piece.skip * width;
-        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
-        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip || (t->ndim == 2 && t->shape[1] != piece.cols))
-            return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
         TRY(st_floats(t, room));
         memcpy(values + part * piece.rows * width, room + skipped, (size_t)(piece.rows * width) * sizeof *values);
     }
     return AMP_OK;
 }
 
+/* 1: parameter i is of a head that the file lacks, or has for another number of classes. */
+static inline int encoder_file_lacks(const encoder_file *file, const encoder *e, int64_t i) {
+    int64_t head = e->n_params - ENCODER_HEAD;
+    return i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
+                         (i >= head + 2 && file->config.classes != e->config.classes));
+}
+
 /* Loads the weights of a file whose shape is the model's.  A head that the file lacks, or has for another number of
    classes, is initialised; *fresh: how many of its parameters that were. */
 static inline amp_result encoder_file_load(const encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
     float *values = encoder_room(e), *room = encoder_room(e);
-    int64_t i, head = e->n_params - ENCODER_HEAD;
+    int64_t i;
     amp_result result = values != NULL && room != NULL ? AMP_OK : AMP_ERR_MEMORY;
     *fresh = 0;
+    for (i = 0; i < e->n_params && result == AMP_OK; i++)
+        if (!encoder_file_lacks(file, e, i)) result = encoder_file_check(file, e, i);
     for (i = 0; i < e->n_params && result == AMP_OK; i++) {
-        int missing = i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
-                                    (i >= head + 2 && file->config.classes != e->config.classes));
+        int missing = encoder_file_lacks(file, e, i);
         *fresh += missing;
         if (missing) result = encoder_init_param(e, i, seed, values);
         else {
@@ -3280,7 +3397,8 @@ static inline amp_result encoder_header_text(const encoder *e, text_buffer *b) {
     const encoder_kind *kind = &encoder_kinds[c->family];
     int64_t i, offset = 0;
     int part;
-    text_add(b, "{\"__metadata__\":{\"format\":\"pt\",\"producer\":\"amp.h %s\",\"model_type\":\"%s\",", AMP_VERSION_TEXT, kind->name);
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",\"model_type\":\"%s\",",
+             AMP_VERSION_TEXT, kind->name);
     text_add(b, "\"num_attention_heads\":\"%lld\",\"layer_norm_eps\":\"%g\",\"attention_window\":\"%lld\"}",
              (long long)c->heads, (double)c->eps, (long long)c->window * 2);
     for (i = 0; i < e->n_params; i++)
@@ -3314,6 +3432,7 @@ static inline amp_result encoder_save(encoder *e, const char *path) {
         floats_to_bytes(out, values, count);
         out += count * 4;
     }
+    if (result == AMP_OK) st_seal(file, bytes, 8 + header.used);
     if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
     free(values); free(header.text); free(file);
     return result;

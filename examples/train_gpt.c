@@ -369,7 +369,7 @@ typedef struct run {
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
     amp_graph *graph;               /* of a whole step; NULL: not captured */
-    float *micro_losses;            /* device: of a step's micro-batches */
+    float *micro_losses, *host_losses;      /* of a step's micro-batches: on the device, and read back */
     int32_t *micro_tokens;          /* device, with --graph: their inputs and targets; else NULL */
     amp_monitor *monitor;           /* keeps the metrics of steps */
     metrics_line metrics;           /* other lines go through the monitor too */
@@ -689,12 +689,28 @@ static amp_result open_loader(run *r) {
 static amp_result open_step(run *r) {
     int64_t n = r->set.accumulation;
     void *memory;
+    r->host_losses = (float *)malloc((size_t)n * sizeof(float));
+    if (r->host_losses == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the losses");
     TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof(float)));
     r->micro_losses = (float *)memory;
     if (!r->set.graph) return AMP_OK;
     TRY(amp_alloc(r->amp, &memory, n * 2 * r->set.batch * r->set.seq * (int64_t)sizeof(int32_t)));
     r->micro_tokens = (int32_t *)memory;
     return AMP_OK;
+}
+
+/* What a run that was killed while it saved has left. */
+static void clean_folder(const run *r) {
+    static const char *const ends[] = {".state", ".safetensors"};
+    const char *slash = strrchr(r->save, '/');
+    char path[PATH_MAX + 16];
+    int i;
+    for (i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
+        remove_unfinished(path);
+    }
+    snprintf(path, sizeof path, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
+    remove_unfinished(path);
 }
 
 /* Files that a run writes, found out before it starts rather than at its end. */
@@ -707,6 +723,7 @@ static amp_result open_files(run *r) {
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
     if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
+    if (r->save[0] != 0) clean_folder(r);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
@@ -747,6 +764,7 @@ static amp_result open_watch(run *r) {
     TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
     if (r->metrics.file != NULL) monitor.path = r->metrics_path;
     monitor.append = *set->resume != 0;
+    monitor.epoch = set->eval_interval > 0 ? r->start / set->eval_interval : 0;
     monitor.optimizer = r->optimizer;
     monitor.scaler = r->scaler;
     if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK) return refuse("metrics", "%s", amp_last_error());
@@ -804,6 +822,7 @@ static void close_run(run *r) {
     if (r->metrics.file != NULL) fclose(r->metrics.file);
     free(r->metrics.text);
     free(r->fp32_layers.text);
+    free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
@@ -866,9 +885,21 @@ static amp_result put_training(run *r, amp_state *state) {
     return amp_random_save(r->amp, state, "random");
 }
 
-static amp_result save_run(run *r) {
+/* The weights for other programs. */
+static amp_result save_weights(run *r) {
     char path[PATH_MAX + 16];
     const char *name = strrchr(r->save, '/');
+    if (r->save[0] == 0) return AMP_OK;
+    snprintf(path, sizeof path, "%s.safetensors", r->save);
+    TRY(gpt_save_safetensors(&r->model, path, r->step));
+    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
+    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
+    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
+    return gpt_save_config(&r->model, path);
+}
+
+static amp_result save_run(run *r) {
+    char path[PATH_MAX + 16];
     amp_state *state;
     amp_result result;
     if (r->save[0] == 0) return AMP_OK;
@@ -877,13 +908,19 @@ static amp_result save_run(run *r) {
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK) result = amp_state_save(state, path);
     amp_state_destroy(state);
-    TRY(result);
+    return result == AMP_OK ? save_weights(r) : result;
+}
+
+/* 1: NAME.safetensors is not there, not whole, or of another step: the run was killed between the two files. */
+static int weights_are_old(const run *r) {
+    char path[PATH_MAX + 16], step[32] = "";
+    gpt_file file;
+    if (r->save[0] == 0) return 0;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
-    TRY(gpt_save_safetensors(&r->model, path, r->step));
-    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
-    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
-    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
-    return gpt_save_config(&r->model, path);
+    if (gpt_file_open(&file, path, r->model.config.heads) != AMP_OK) return 1;
+    if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
+    gpt_file_close(&file);
+    return atoll(step) != r->step;
 }
 
 /* ==== Validation and the bigram entropy ========================================================== */
@@ -1091,18 +1128,16 @@ static amp_result graph_step(run *r) {
     return amp_graph_launch(r->graph);
 }
 
-/* The mean over a step's micro-batches.  Waits for the device. */
+/* The mean over a step's micro-batches.  Waits for the device.  Takes no memory: the step is done, and must not be done
+   again because its loss could not be read. */
 static amp_result read_loss(run *r, float *loss) {
     int64_t micro, n = r->set.accumulation;
-    float *all = (float *)malloc((size_t)n * sizeof *all);
     double sum = 0;
-    amp_result result = all != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the losses");
-    if (result == AMP_OK) result = amp_copy(r->amp, all, r->micro_losses, n * (int64_t)sizeof *all, AMP_COPY_TO_HOST);
-    if (result == AMP_OK) result = amp_sync(r->amp);
-    for (micro = 0; micro < n && result == AMP_OK; micro++) sum += (double)all[micro];
+    TRY(amp_copy(r->amp, r->host_losses, r->micro_losses, n * (int64_t)sizeof(float), AMP_COPY_TO_HOST));
+    TRY(amp_sync(r->amp));
+    for (micro = 0; micro < n; micro++) sum += (double)r->host_losses[micro];
     *loss = (float)(sum / (double)n);
-    free(all);
-    return result;
+    return AMP_OK;
 }
 
 /* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted; log 1: over the ranks too, and for
@@ -1221,11 +1256,12 @@ static amp_result halve_batch(run *r) {
     snprintf(batch, sizeof batch, "%lld", (long long)r->set.batch);
     given.text[option_index("batch")] = batch;      /* for the checkpoint */
     amp_graph_destroy(r->graph);
+    free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     amp_recovery_destroy(r->recovery);              /* its snapshots are of the old batches */
     amp_loader_destroy(r->loader);
-    r->graph = NULL; r->micro_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
+    r->graph = NULL; r->micro_losses = r->host_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
     TRY(gpt_reshape(&r->model, r->set.batch, r->model.config.activations));
     TRY(open_step(r));
     return open_loader(r);
@@ -1300,6 +1336,15 @@ static amp_result report_save(run *r, progress *bar) {
     return AMP_OK;
 }
 
+/* A checkpoint on the way.  What is known of the steps before it comes first: their lines are in the metrics, since the run
+   that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved. */
+static amp_result save_between(run *r, progress *bar) {
+    int64_t step = r->step;
+    TRY(tolerate(r, amp_monitor_flush(r->monitor)));
+    TRY(take_records(r, bar));
+    return r->step == step && r->trouble[0] == 0 ? report_save(r, bar) : AMP_OK;
+}
+
 /* By Ctrl-C on any rank, or by --stop-after before the end. */
 static int stopped(const run *r) {
     if (ranks_combine((float)stop_requested, AMP_REDUCE_MAX) > 0) stop_requested = 1;
@@ -1335,8 +1380,8 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
         r->busy += seconds_now() - began;
         if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = seconds_now(); }
         if (quiet || next == r->steps || r->step != next) continue;
-        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(report_save(r, bar));
         if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
+        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(save_between(r, bar));
     }
     return result == AMP_ERR_END ? AMP_OK : result;
 }
@@ -1731,6 +1776,7 @@ static amp_result main_run(run *r) {
     TRY(train(r, &bar, 0));
     stop = stopped(r);
     if (r->step > start || stop) TRY(report_save(r, &bar));
+    else if (*r->set.resume != 0 && weights_are_old(r)) TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
     if (r->trouble[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->trouble);
     if (stop) {
