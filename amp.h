@@ -155,9 +155,19 @@
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
               calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
               thread's business at a time.  Regions and the last-error text belong to their thread.
-   SAME BITS  Results do not depend on the number of threads, and repeat from run to run.  The CPU paths
-              (scalar, AVX2, AVX-512, BF16) agree bit for bit in conversions and the scaler; in sums they
-              differ by rounding.  Conversions, finite checks and the scaler stay right under -Ofast.
+   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
+              restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
+              do not agree:
+
+              what                                     runs  threads  restarts  CPU paths that agree
+              casts, random numbers, dropout, masks    yes   yes      yes       all
+              embedding, add, scaler, order of data    yes   yes      yes       all
+              activations, SwiGLU, optimizers          yes   yes      yes       AVX2 and up
+              norms, softmax, attention, losses        yes   yes      yes       AVX-512 and up
+              gradient norms, products but in bf16     yes   yes      yes       AVX-512 and up
+              products in bf16                         yes   yes      yes       none
+
+              Conversions, finite checks and the scaler stay right under -Ofast.
    STABLE     Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor
               version; the change log stands at the end. */
 
