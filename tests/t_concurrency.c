@@ -22,7 +22,7 @@
 #  define ADDRESS_SANITIZER 1
 #endif
 #if defined(THREAD_SANITIZER)
-enum { SEEDS = 300 };
+enum { SEEDS = 1000 };
 #else
 enum { SEEDS = 60 };
 #endif
@@ -100,7 +100,10 @@ static int tried_signal(pthread_cond_t *c) {
 #undef pthread_cond_timedwait
 #undef pthread_cond_signal
 #include "test.h"
-#include <malloc.h>
+#include "recording_backend.h"
+#if defined(__GLIBC__)
+#  include <malloc.h>
+#endif
 
 /* ---- The machine: memory, files and threads, counted.  A block's size stands before it. */
 
@@ -168,6 +171,15 @@ static amp_desc counted_desc(void) {
     d.system.file_open = counting_open; d.system.file_close = counting_close; d.system.file_read = interfering_read;
     d.system.thread_start = counting_start; d.system.thread_join = counting_join; d.system.thread_detach = counting_detach;
     return d;
+}
+
+/* A device of its own gets batches by copies. */
+static amp_context *open_device(void) {
+    amp_desc d = counted_desc();
+    amp_context *amp = NULL;
+    d.backend = recording_backend();
+    CHECK_OK(amp_open(&amp, &d));
+    return amp;
 }
 
 static amp_context *open_counted(const amp_desc *changed) {
@@ -369,7 +381,7 @@ static void check_told(const consumer *c, const char *function) {
 TEST(stop_at_any_moment) {
     for (uint64_t seed = 1; seed <= SEEDS; seed++) {
         uint64_t x = mix(seed + 1000);
-        amp_context *amp = open_counted(NULL);
+        amp_context *amp = (x >> 40) % 4 == 0 ? open_device() : open_counted(NULL);
         int kind = (int)(x % KINDS), workers = (int)((x >> 4) % 4);
         amp_loader *l, *again;
         amp_state *state = NULL;
@@ -412,8 +424,8 @@ static void *destroy_loader(void *arg) { amp_loader_destroy((amp_loader *)arg); 
 /* Destroyed by one thread while another waits inside: for a callback, for a read that hangs, or for the callback of a
    loader without workers, which it is in itself.  With workers the call ends although nothing came back. */
 TEST(destroy_while_a_call_waits) {
-    for (int round = 0; round < 8; round++) {
-        amp_context *amp = open_counted(NULL);
+    for (int round = 0; round < 12; round++) {
+        amp_context *amp = round < 8 ? open_counted(NULL) : open_device();
         int kind = round % 4 < 3 ? 2 : 0, workers = round % 4 == 1 ? AMP_NO_WORKERS : 1 + round % 3, seeks = round % 4 == 2;
         int64_t *gate = kind == 2 ? &source_gate : &machine.read_gate, *inside = kind == 2 ? &in_source : &machine.in_gate;
         amp_loader *l;
@@ -446,6 +458,467 @@ TEST(destroy_while_a_call_waits) {
     }
 }
 
+/* ---- Regions in 16 threads, which share weights, cached casts and masks */
+
+enum { THREADS = 16, WEIGHTS = 3, DTYPES = 4, MASKS = 3, ROWS = 9, IN = 40, OUT = 48, HEADS = 2, QUERIES = 11, DIM = 8 };
+enum { HEAD = QUERIES * HEADS * DIM };
+
+static const amp_dtype dtypes[DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+static float weights[WEIGHTS][OUT * IN], x_in[ROWS * IN], dy_in[ROWS * OUT], qkv[3][HEAD];
+static int32_t mask_lengths[MASKS] = {QUERIES, 7, 3};
+
+typedef struct answers {
+    float y[ROWS * OUT], dx[ROWS * IN], product[ROWS * OUT], o[HEAD];
+    uint16_t cast[OUT * IN];
+    uint8_t mask[QUERIES * QUERIES];
+} answers;
+static answers truth[DTYPES][WEIGHTS];
+static amp_param shared[WEIGHTS];
+
+static void fill(float *x, int n, uint64_t seed) {
+    for (int i = 0; i < n; i++) x[i] = (float)(mix(seed * 1000003 + (uint64_t)i) >> 40) * (1.0f / 4194304) - 2;
+}
+
+static void make_inputs(void) {
+    fill(x_in, ROWS * IN, 1);
+    fill(dy_in, ROWS * OUT, 2);
+    for (int i = 0; i < 3; i++) fill(qkv[i], HEAD, (uint64_t)(3 + i));
+    for (int i = 0; i < WEIGHTS; i++) fill(weights[i], OUT * IN, (uint64_t)(6 + i));
+}
+
+/* Without gradients: threads that share a parameter must not both write its gradient. */
+static void register_shared(amp_context *amp) {
+    static const char *const names[WEIGHTS] = {"a", "b", "c"};
+    memset(shared, 0, sizeof shared);
+    for (int i = 0; i < WEIGHTS; i++) {
+        shared[i].name = names[i];
+        shared[i].weight = amp_tensor2(weights[i], AMP_F32, OUT, IN);
+    }
+    CHECK_OK(amp_param_register(amp, shared, WEIGHTS));
+}
+
+static int begin_region(amp_context *amp, amp_dtype dtype, int disable, int disable_cache) {
+    amp_autocast_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = dtype; d.disable = disable; d.disable_cache = disable_cache;
+    return amp_autocast_begin(amp, &d) != AMP_OK;
+}
+
+static int run_linear(amp_context *amp, int w, amp_linear_op *op, answers *out) {
+    memset(op, 0, sizeof *op);
+    op->x = amp_tensor2(x_in, AMP_F32, ROWS, IN);
+    op->weight = &shared[w];
+    op->y = amp_tensor2(out->y, AMP_F32, ROWS, OUT);
+    return amp_linear(amp, op) != AMP_OK;
+}
+
+/* Outside of the region: backward obeys the plan. */
+static int run_linear_backward(amp_context *amp, amp_linear_op *op, answers *out) {
+    static const size_t bytes = sizeof dy_in;
+    float dy[ROWS * OUT];
+    memcpy(dy, dy_in, bytes);
+    op->dy = amp_tensor2(dy, AMP_F32, ROWS, OUT);
+    op->dx = amp_tensor2(out->dx, AMP_F32, ROWS, IN);
+    return amp_linear_backward(amp, op) != AMP_OK;
+}
+
+/* Attention over a mask from the cache, which stays while it is held. */
+static int run_masked(amp_context *amp, int m, answers *out) {
+    amp_attention_op op;
+    amp_mask mask;
+    amp_mask_view view;
+    float lse[HEADS * QUERIES];
+    int wrong = 0;
+    memset(&op, 0, sizeof op); memset(&mask, 0, sizeof mask);
+    mask.kind = AMP_MASK_CAUSAL;
+    mask.lengths = &mask_lengths[m];
+    wrong += amp_mask_get(amp, &mask, 1, QUERIES, QUERIES, AMP_U8, &view) != AMP_OK;
+    op.q = amp_tensor4(qkv[0], AMP_F32, 1, QUERIES, HEADS, DIM); op.k = amp_tensor4(qkv[1], AMP_F32, 1, QUERIES, HEADS, DIM);
+    op.v = amp_tensor4(qkv[2], AMP_F32, 1, QUERIES, HEADS, DIM); op.o = amp_tensor4(out->o, AMP_F32, 1, QUERIES, HEADS, DIM);
+    op.lse = lse;
+    op.mask = view.mask;
+    wrong += amp_attention(amp, &op) != AMP_OK;
+    memcpy(out->mask, view.tensor.data, sizeof out->mask);
+    amp_mask_put(amp, &view);
+    return wrong;
+}
+
+/* Threads share the sequence of random numbers: which of them a call gets is chance. */
+static int run_dropout(amp_context *amp) {
+    amp_dropout_op op;
+    float y[ROWS * IN];
+    int wrong;
+    memset(&op, 0, sizeof op);
+    op.p = 0.5f;
+    op.x = amp_tensor1(x_in, AMP_F32, ROWS * IN); op.y = amp_tensor1(y, AMP_F32, ROWS * IN);
+    wrong = amp_dropout(amp, &op) != AMP_OK;
+    for (int i = 0; i < ROWS * IN; i++) wrong += y[i] != 0 && y[i] != 2 * x_in[i];
+    return wrong;
+}
+
+/* All that a thread computes in a region of dtypes[d] with weight w; `cached`: casts may be handed out. */
+static int compute(amp_context *amp, int d, int w, int cached, answers *out, amp_linear_op *op) {
+    amp_tensor cast;
+    void *memory = NULL;
+    int wrong = run_linear(amp, w, op, out);
+    wrong += amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, ROWS, OUT, IN, 1, x_in, IN, weights[w], IN, 0, out->product, OUT) != AMP_OK;
+    wrong += run_masked(amp, w % MASKS, out) + run_dropout(amp);
+    wrong += amp_alloc(amp, &memory, 1000 + 64 * d) != AMP_OK;
+    if (cached) {
+        wrong += amp_autocast_cast(amp, &shared[w], d % 2 ? AMP_BF16 : AMP_F16, &cast) != AMP_OK;
+        interfere();
+        memcpy(out->cast, cast.data, sizeof out->cast);
+    }
+    amp_free(amp, memory);
+    return wrong;
+}
+
+/* One thread, no cache, nobody interferes. */
+static void find_truth(void) {
+    amp_desc desc = counted_desc();
+    amp_context *amp;
+    desc.disable_cache = 1;
+    amp = open_counted(&desc);
+    register_shared(amp);
+    for (int d = 0; d < DTYPES; d++)
+        for (int w = 0; w < WEIGHTS; w++) {
+            amp_linear_op op;
+            CHECK_EQ(begin_region(amp, dtypes[d], 0, 0) + compute(amp, d, w, 1, &truth[d][w], &op), 0);
+            CHECK_OK(amp_autocast_end(amp));
+            CHECK_EQ(run_linear_backward(amp, &op, &truth[d][w]), 0);
+        }
+    amp_close(amp);
+}
+
+typedef struct worker { amp_context *amp; int index, rounds, wrong; pthread_t id; } worker;
+
+static int wrong_error_text(int index) {
+    char name[32], text[64];
+    amp_dtype dtype;
+    snprintf(name, sizeof name, "thread%d", index);
+    snprintf(text, sizeof text, "\"%s\"", name);
+    if (amp_dtype_parse(name, &dtype) != AMP_ERR_NAME) return 1;
+    interfere();
+    return strstr(amp_last_error(), name) == NULL;
+}
+
+/* Regions inside of each other, each of another dtype, islands and regions without a cache among them. */
+static void *work(void *arg) {
+    worker *t = (worker *)arg;
+    for (int round = 0; round < t->rounds; round++) {
+        int depth = 1 + (t->index + round) % 7, d = (t->index * 3 + round) % DTYPES, w = (t->index + round / 2) % WEIGHTS;
+        int off = (t->index + round) % 5 == 0;
+        answers got;
+        amp_linear_op op;
+        memset(&got, 0, sizeof got);
+        if (off) memcpy(got.cast, truth[d][w].cast, sizeof got.cast);
+        for (int i = 1; i < depth; i++) t->wrong += begin_region(t->amp, dtypes[(d + i) % DTYPES], i % 3 == 2, 0);
+        t->wrong += begin_region(t->amp, dtypes[d], 0, off);
+        t->wrong += compute(t->amp, d, w, !off, &got, &op);
+        t->wrong += begin_region(t->amp, dtypes[d], 1, 0) || amp_autocast_active(t->amp, NULL) || amp_autocast_end(t->amp) != AMP_OK;
+        for (int i = 0; i < depth; i++) t->wrong += amp_autocast_end(t->amp) != AMP_OK;
+        t->wrong += amp_autocast_end(t->amp) != AMP_ERR_STATE;
+        t->wrong += wrong_error_text(t->index);
+        t->wrong += run_linear_backward(t->amp, &op, &got);
+        t->wrong += memcmp(&got, &truth[d][w], sizeof got) != 0;
+    }
+    return NULL;
+}
+
+/* Meanwhile someone looks and cleans up. */
+typedef struct cleaner { amp_context *amp; int64_t stop; int wrong; pthread_t id; } cleaner;
+static void *clean(void *arg) {
+    cleaner *c = (cleaner *)arg;
+    while (!counted(&c->stop)) {
+        amp_cache_info info;
+        amp_memory_info memory;
+        int64_t freed;
+        c->wrong += amp_cast_cache_info(c->amp, &info) != AMP_OK || info.bytes < 0;
+        c->wrong += amp_mask_cache_info(c->amp, &info) != AMP_OK || info.bytes < 0;
+        c->wrong += amp_memory(c->amp, &memory) != AMP_OK || memory.allocated < 0;
+        c->wrong += amp_cleanup(c->amp, &freed) != AMP_OK;
+        sleep_ns(300000);
+    }
+    return NULL;
+}
+
+/* Whether the caches have no limit, a limit of about two entries, or are emptied with the last region. */
+static void regions_in_16_threads(int variant, int cleaned) {
+    amp_desc desc = counted_desc();
+    amp_context *amp;
+    worker workers[THREADS];
+    cleaner c;
+    desc.threads = 2;
+    desc.cache_limit = variant == 1 ? 2 * OUT * IN * 4 : 0;
+    desc.mask_limit = variant == 1 ? 2 * QUERIES * QUERIES : 0;
+    desc.memory_efficient = variant == 2;
+    amp = open_counted(&desc);
+    register_shared(amp);
+    begin_schedule((uint64_t)(100 + variant));
+    memset(&c, 0, sizeof c);
+    c.amp = amp;
+    if (cleaned && pthread_create(&c.id, NULL, clean, &c) != 0) exit(2);
+    for (int i = 0; i < THREADS; i++) {
+        worker w;
+        memset(&w, 0, sizeof w);
+        w.amp = amp; w.index = i; w.rounds = 24;
+        workers[i] = w;
+        if (pthread_create(&workers[i].id, NULL, work, &workers[i]) != 0) exit(2);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(workers[i].id, NULL);
+        CHECK_MSG(workers[i].wrong == 0, "variant %d, thread %d: %d wrong", variant, i, workers[i].wrong);
+    }
+    count(&c.stop, 1);
+    if (cleaned) pthread_join(c.id, NULL);
+    CHECK_EQ(c.wrong, 0);
+    begin_schedule(0);
+    amp_close(amp);
+    CHECK(nothing_left() && machine.wrong == 0);
+}
+
+TEST(regions_in_sixteen_threads) {
+    make_inputs();
+    find_truth();
+    for (int variant = 0; variant < 3; variant++)
+        for (int cleaned = 0; cleaned < 2; cleaned++) regions_in_16_threads(variant, cleaned);
+}
+
+/* ---- Opening and closing */
+
+enum { FEATURES = SEQ, CLASSES = 5 };
+
+/* A small training with everything that can be created from a context. */
+typedef struct training {
+    amp_context *amp;
+    amp_loader *loader;
+    amp_optimizer *opt;
+    amp_scaler *scaler;
+    amp_monitor *monitor;
+    amp_numerics *numerics;
+    amp_recovery *recovery;
+    amp_param p[2];
+    float w[2][CLASSES * FEATURES], g[2][CLASSES * FEATURES], x[BATCH * FEATURES], y[BATCH * CLASSES], loss;
+    int32_t labels[BATCH];
+    int failed;
+} training;
+
+static void training_objects(training *t, int kind, int recovers, const char *log) {
+    amp_optimizer_desc od;
+    amp_scaler_desc sd;
+    amp_monitor_desc md;
+    amp_numerics_desc nd;
+    amp_recovery_desc rd;
+    memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&md, 0, sizeof md); memset(&nd, 0, sizeof nd);
+    memset(&rd, 0, sizeof rd);
+    t->p[0].name = "weight"; t->p[1].name = "bias";
+    for (int i = 0; i < 2; i++) {
+        t->p[i].weight = i ? amp_tensor1(t->w[i], AMP_F32, CLASSES) : amp_tensor2(t->w[i], AMP_F32, CLASSES, FEATURES);
+        t->p[i].grad = t->p[i].weight;
+        t->p[i].grad.data = t->g[i];
+    }
+    od.params = t->p; od.n_params = 2; od.lr = 0.001;
+    t->failed += amp_param_register(t->amp, t->p, 2) != AMP_OK || amp_optimizer_create(t->amp, &t->opt, &od) != AMP_OK;
+    t->failed += amp_scaler_create(t->amp, &t->scaler, &sd) != AMP_OK;
+    md.path = log; md.optimizer = t->opt; md.scaler = t->scaler; md.log_interval = 50; md.append = kind % 2;
+    t->failed += amp_monitor_create(t->amp, &t->monitor, &md) != AMP_OK;
+    nd.params = t->p; nd.n_params = 2; nd.scaler = t->scaler;
+    t->failed += amp_numerics_create(t->amp, &t->numerics, &nd) != AMP_OK;
+    rd.params = t->p; rd.n_params = 2; rd.optimizer = t->opt; rd.scaler = t->scaler; rd.interval = 100;
+    if (recovers) t->failed += amp_recovery_create(t->amp, &t->recovery, &rd) != AMP_OK;
+}
+
+static void training_open(training *t, amp_context *amp, int kind, int workers, int recovers, const char *log) {
+    memset(t, 0, sizeof *t);
+    t->amp = amp;
+    t->loader = open_loader(amp, kind, workers, 2);
+    training_objects(t, kind, recovers, log);
+}
+
+static void training_step(training *t) {
+    amp_linear_op lin;
+    amp_cross_entropy_op ce;
+    amp_batch b;
+    amp_step_info info;
+    amp_step_record record;
+    amp_recovery_event event;
+    amp_numerics_report report;
+    memset(&lin, 0, sizeof lin); memset(&ce, 0, sizeof ce); memset(&info, 0, sizeof info);
+    t->failed += amp_loader_next(t->loader, &b) != AMP_OK;
+    if (t->failed) return;
+    for (int i = 0; i < BATCH * FEATURES; i++) t->x[i] = (float)b.inputs[i] * (1.0f / 512);
+    for (int i = 0; i < BATCH; i++) t->labels[i] = b.inputs[i * SEQ] / SEQ % CLASSES;
+    lin.x = amp_tensor2(t->x, AMP_F32, BATCH, FEATURES); lin.weight = &t->p[0]; lin.bias = &t->p[1];
+    lin.y = amp_tensor2(t->y, AMP_F32, BATCH, CLASSES);
+    ce.logits = ce.dlogits = lin.y; ce.labels = t->labels; ce.loss = &t->loss; ce.seed = amp_scaler_seed(t->scaler);
+    t->failed += amp_autocast_begin(t->amp, NULL) != AMP_OK || amp_linear(t->amp, &lin) != AMP_OK ||
+                 amp_cross_entropy(t->amp, &ce) != AMP_OK || amp_autocast_end(t->amp) != AMP_OK;
+    lin.dy = ce.dlogits;
+    t->failed += amp_linear_backward(t->amp, &lin) != AMP_OK || amp_numerics_step(t->numerics, &report) != AMP_OK;
+    t->failed += amp_step(t->opt, t->scaler) != AMP_OK;
+    info.loss = t->loss;
+    t->failed += amp_monitor_step(t->monitor, &info) != AMP_OK;
+    while (amp_monitor_next(t->monitor, &record))
+        if (t->recovery) t->failed += amp_recovery_step(t->recovery, &record, &event) != AMP_OK;
+}
+
+static void training_close(training *t) {
+    amp_recovery_destroy(t->recovery);
+    amp_numerics_destroy(t->numerics);
+    amp_monitor_destroy(t->monitor);
+    amp_loader_destroy(t->loader);
+    amp_scaler_destroy(t->scaler);
+    amp_optimizer_destroy(t->opt);
+}
+
+static int save_and_load(training *t, const char *path) {
+    amp_state *state = NULL, *again = NULL;
+    int wrong = amp_state_create(&state, NULL) != AMP_OK;
+    wrong += amp_optimizer_save(t->opt, state, "o") != AMP_OK || amp_scaler_save(t->scaler, state, "s") != AMP_OK ||
+             amp_loader_save(t->loader, state, "l") != AMP_OK || amp_state_save(state, path) != AMP_OK;
+    wrong += amp_state_load(&again, NULL, path) != AMP_OK || amp_optimizer_load(t->opt, again, "o") != AMP_OK ||
+             amp_scaler_load(t->scaler, again, "s") != AMP_OK || amp_loader_load(t->loader, again, "l") != AMP_OK;
+    amp_state_destroy(state);
+    amp_state_destroy(again);
+    return wrong;
+}
+
+/* What cannot be opened leaves nothing either. */
+static int refused(amp_context *amp) {
+    amp_loader *l = NULL;
+    amp_loader_desc d;
+    memset(&d, 0, sizeof d);
+    d.path = folder; d.batch = 4; d.seq = 3;
+    return amp_loader_create(amp, &l, &d) == AMP_OK || l != NULL;
+}
+
+static int cycle(int i, const char *log, const char *state) {
+    amp_desc desc = counted_desc();
+    amp_context *amp = NULL;
+    amp_autocast_desc region;
+    training t;
+    int failed;
+    if (amp_open(&amp, &desc) != AMP_OK) return 1;
+    training_open(&t, amp, i % KINDS, i % 5 == 4 ? AMP_NO_WORKERS : 1 + i % 4, i % 3 == 0, log);
+    for (int k = 0; k < i % 4; k++) training_step(&t);
+    if (i % 4 == 1) t.failed += save_and_load(&t, state);
+    if (i % 4 == 2) t.failed += refused(amp);
+    if (i % 7 == 3) amp_loader_stop(t.loader);
+    failed = t.failed;
+    training_close(&t);
+    memset(&region, 0, sizeof region);
+    if (i % 8 == 5) failed += amp_autocast_begin(amp, &region) != AMP_OK || amp_autocast_end(amp) != AMP_OK;
+    amp_close(amp);
+    return failed;
+}
+
+static int entries(const char *path) {
+    DIR *dir = opendir(path);
+    int n = 0;
+    if (dir == NULL) return -1;
+    while (readdir(dir) != NULL) n++;
+    closedir(dir);
+    return n;
+}
+
+/* Bytes that the process's heap has handed out; -1: unknown. */
+static int64_t heap_bytes(void) {
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
+    if (!OWN_HEAP) return (int64_t)mallinfo2().uordblks;
+#endif
+    return -1;
+}
+
+/* Bytes of memory that the process occupies; -1: unknown. */
+static int64_t resident_bytes(void) {
+    FILE *file = OWN_HEAP ? NULL : fopen("/proc/self/statm", "r");
+    long long size, resident = -1;
+    if (file == NULL) return -1;
+    if (fscanf(file, "%lld %lld", &size, &resident) != 2) resident = -1;
+    fclose(file);
+    return resident < 0 ? -1 : resident * sysconf(_SC_PAGESIZE);
+}
+
+enum { CYCLES = 1000, CYCLERS = 4 };
+typedef struct cycler { int index, first, n, failed; pthread_t id; } cycler;
+
+static void *run_cycles(void *arg) {
+    cycler *c = (cycler *)arg;
+    char log[96], state[96];
+    snprintf(log, sizeof log, "%s.%d", log_file, c->index);
+    snprintf(state, sizeof state, "%s.%d", saved_file, c->index);
+    for (int i = c->first; i < c->first + c->n; i++) c->failed += cycle(i, log, state) != 0;
+    remove(log);
+    remove(state);
+    return NULL;
+}
+
+static void cycles(int n) {
+    cycler c[CYCLERS];
+    for (int i = 0; i < CYCLERS; i++) {
+        memset(&c[i], 0, sizeof c[i]);
+        c[i].index = i; c[i].first = i * n / CYCLERS; c[i].n = n / CYCLERS;
+        if (pthread_create(&c[i].id, NULL, run_cycles, &c[i]) != 0) exit(2);
+    }
+    for (int i = 0; i < CYCLERS; i++) {
+        pthread_join(c[i].id, NULL);
+        CHECK_EQ(c[i].failed, 0);
+    }
+}
+
+/* Contexts with all that hangs on them, in four threads at once.  The first of them fill what the system's library
+   keeps for itself; after those, less than the smallest block of its heap may remain per cycle, and less than a page. */
+TEST(a_thousand_open_and_close_cycles) {
+    int fds, tasks, i;
+    int64_t heap, resident;
+    cycles(200);
+    fds = entries("/proc/self/fd");
+    tasks = entries("/proc/self/task");
+    heap = heap_bytes();
+    resident = resident_bytes();
+    cycles(CYCLES);
+    CHECK_EQ(machine.live, 0);
+    CHECK_EQ(machine.files, 0);
+    CHECK_EQ(machine.threads, 0);
+    CHECK_EQ(machine.wrong, 0);
+    CHECK_EQ(entries("/proc/self/fd"), fds);
+    for (i = 0; i < 400 && entries("/proc/self/task") > tasks; i++) sleep_ns(5000000);  /* a joined thread may still be listed */
+    CHECK_EQ(entries("/proc/self/task"), tasks);
+    if (heap < 0 || resident < 0) return;
+    CHECK_MSG(heap_bytes() - heap < 24 * CYCLES, "the heap grew by %lld bytes", (long long)(heap_bytes() - heap));
+    CHECK_MSG(resident_bytes() - resident < 4096 * CYCLES, "memory grew by %lld bytes", (long long)(resident_bytes() - resident));
+}
+
+/* ---- Memory over many batches */
+
+enum { BATCHES = 10000, SETTLED = 1000 };
+
+/* What the library has allocated is the same to the byte after any number of batches; of what else the process has, less
+   than the smallest block of its heap may be added per batch. */
+TEST(memory_is_flat) {
+    amp_context *amp = open_counted(NULL);
+    training t;
+    int64_t live = 0, peak = 0, heap = 0, resident = 0;
+    training_open(&t, amp, 1, 2, 1, log_file);
+    for (int i = 0; i < BATCHES && !t.failed; i++) {
+        if (i == SETTLED) {
+            live = counted(&machine.live); peak = counted(&machine.peak);
+            heap = heap_bytes(); resident = resident_bytes();
+        }
+        training_step(&t);
+    }
+    CHECK_EQ(t.failed, 0);
+    CHECK_EQ(counted(&machine.live), live);
+    CHECK_EQ(counted(&machine.peak), peak);
+    if (heap >= 0 && resident >= 0) {
+        CHECK_MSG(heap_bytes() - heap < 24 * (BATCHES - SETTLED), "the heap grew by %lld bytes", (long long)(heap_bytes() - heap));
+        CHECK_MSG(resident_bytes() - resident < 24 * (BATCHES - SETTLED), "memory grew by %lld bytes", (long long)(resident_bytes() - resident));
+    }
+    training_close(&t);
+    amp_close(amp);
+    CHECK(nothing_left());
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     if (!ampt.list) {
@@ -454,6 +927,7 @@ int main(int argc, char **argv) {
         find_expected();
     }
     RUN(loader_under_adversarial_schedules); RUN(stop_at_any_moment); RUN(destroy_while_a_call_waits);
+    RUN(regions_in_sixteen_threads); RUN(a_thousand_open_and_close_cycles); RUN(memory_is_flat);
     if (!ampt.list) { remove(token_file); remove(log_file); remove(saved_file); rmdir(folder); }
     return TEST_END();
 }
