@@ -81,7 +81,8 @@
        optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_outcome_next amp_optimizer_bytes
                               amp_optimizer_set_lr amp_optimizer_set_clip amp_optimizer_set_accumulation
        graphs                 amp_graph_begin amp_graph_end amp_graph_launch
-       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
+       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_stop amp_loader_query
+                              amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
                               every created object has _destroy, and _query for its effective settings
@@ -155,9 +156,19 @@
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
               calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
               thread's business at a time.  Regions and the last-error text belong to their thread.
-   SAME BITS  Results do not depend on the number of threads, and repeat from run to run.  The CPU paths
-              (scalar, AVX2, AVX-512, BF16) agree bit for bit in conversions and the scaler; in sums they
-              differ by rounding.  Conversions, finite checks and the scaler stay right under -Ofast.
+   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
+              restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
+              do not agree:
+
+              what                                     runs  threads  restarts  CPU paths that agree
+              casts, random numbers, dropout, masks    yes   yes      yes       all
+              embedding, add, scaler, order of data    yes   yes      yes       all
+              activations, SwiGLU, optimizers          yes   yes      yes       AVX2 and up
+              norms, softmax, attention, losses        yes   yes      yes       AVX-512 and up
+              gradient norms, products but in bf16     yes   yes      yes       AVX-512 and up
+              products in bf16                         yes   yes      yes       none
+
+              Conversions, finite checks and the scaler stay right under -Ofast.
    STABLE     Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor
               version; the change log stands at the end. */
 
@@ -2465,17 +2476,22 @@ typedef struct amp_batch {
     int64_t epoch, index;           /* epoch from 0; index of this batch in its epoch */
 } amp_batch;
 
-/* A loader is used by one thread at a time.  Errors: 101, 102, 103 arrays of different length, 104, 105, 109, 110,
-   301, 302, 401, 402, 404, 405; 102 also when there is less than one batch. */
+/* A loader is used by one thread at a time; amp_loader_stop and amp_loader_info_get may come from any.  Errors: 101,
+   102, 103 arrays of different length, 104, 105, 109, 110, 301, 302, 401, 402, 404, 405; 102 also when there is less than
+   one batch. */
 AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
-/* Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
+/* For closing from another thread: a call that waits, and every later one, returns 106, and the position stays.  Save and
+   destroy remain. */
+AMP_API void amp_loader_stop(amp_loader *loader);
+/* A call that another thread is in ends with 106 first; none may begin any more (see amp_loader_stop).
+   Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
    behind, and frees what it uses, through the context's system table, when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the loader stands where it stood: the next call tries the same batch again.
-   Errors: 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
+   Errors: 106 stopped, 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
 AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
-/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 410. */
+/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 106, 410. */
 AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
 
 typedef struct amp_loader_info {
@@ -2495,7 +2511,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info
 AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *out);
 /* Record <prefix>.loader: what was consumed, not what was read ahead.  Load continues exactly there, also with
    other workers, prefetch, paths and epochs, and refuses other data, samples, order or world.
-   Errors of save: 102, 301; of load: 107, 408, 410. */
+   Errors of save: 102, 301; of load: 106, 107, 408, 410. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
 
@@ -12135,6 +12151,7 @@ struct amp_loader {
     int has_lock, threads, stop, paused, waiting;
     int cancel;                     /* atomic: workers drop what they do */
     int64_t busy, retries;
+    int64_t calls;                  /* of the host's, that are inside */
     int64_t holders;                /* who still needs the loader's shell: its owner, and workers left behind */
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
@@ -12968,6 +12985,8 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
                      l->desc.timeout_ms, id, l->files[__atomic_load_n(&w->file, __ATOMIC_RELAXED)].path, offset);
 }
 
+static amp_result ampi_stopped(const char *function) { return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped"); }
+
 /* Waits for news from a worker until `deadline` (monotonic ns); 0 when that has passed. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
     struct timespec until;
@@ -12997,7 +13016,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         else l->claimed++;
         ampi_queue_store(l, slot, ampi_worker_fill(l->workers, number, slot));
     }
-    while (slot->state != AMPI_SLOT_READY && result == AMP_OK) {
+    while (slot->state != AMPI_SLOT_READY && result == AMP_OK && !l->stop) {
         if (slot->state == AMPI_SLOT_FAILED) {
             if (!slot->ahead) {
                 result = slot->result;
@@ -13016,7 +13035,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             result = ampi_queue_timeout(l, slot, "amp_loader_next");
     }
     if (begin != 0) l->wait_ns += ampi_posix_clock(NULL) - begin;
-    return result;
+    return result == AMP_OK && l->stop ? ampi_stopped("amp_loader_next") : result;
 }
 
 /* ---- Workers */
@@ -13098,17 +13117,43 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Sees every worker out: those that do not come back from a read are left behind. */
-static void ampi_loader_stop(amp_loader *l) {
-    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
-    if (!l->has_lock) return;
+AMP_API void amp_loader_stop(amp_loader *l) {
+    if (l == NULL || !l->has_lock) return;
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
     l->stop = 1;
     pthread_cond_broadcast(&l->work);
+    pthread_cond_broadcast(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+}
+
+/* Around the host's calls that may wait: destroying waits until they are out. */
+static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
+    amp_result result;
+    pthread_mutex_lock(&l->lock);
+    result = l->stop ? ampi_stopped(function) : AMP_OK;
+    if (result == AMP_OK) l->calls++;
+    pthread_mutex_unlock(&l->lock);
+    return result;
+}
+
+static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
+    pthread_mutex_lock(&l->lock);
+    l->calls--;
+    if (l->stop) pthread_cond_broadcast(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+    return result;
+}
+
+/* Sees every call and every worker out: workers that do not come back from a read are left behind. */
+static void ampi_loader_finish(amp_loader *l) {
+    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
+    if (!l->has_lock) return;
+    amp_loader_stop(l);
+    pthread_mutex_lock(&l->lock);
     do {
         int late = ampi_posix_clock(NULL) >= deadline;
-        for (i = inside = 0; i < l->n_workers; i++) {
+        for (i = 0, inside = l->calls; i < l->n_workers; i++) {
             ampi_worker *w = l->workers + i;
             int expected = AMPI_WORKER_READING;
             if (!w->started || w->exited) continue;
@@ -13257,7 +13302,7 @@ static void ampi_loader_free_buffers(amp_loader *l) {
 AMP_API void amp_loader_destroy(amp_loader *l) {
     int last = 1;
     if (l == NULL) return;
-    ampi_loader_stop(l);
+    ampi_loader_finish(l);
     ampi_loader_free_buffers(l);
     if (l->has_lock) {
         pthread_mutex_lock(&l->lock);
@@ -13466,19 +13511,19 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
+static amp_result ampi_next(amp_loader *l, amp_batch *out) {
     char *data = NULL;
-    int64_t number, start, i;
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
-    number = l->consumed;
+    int64_t number = l->consumed, start, i;
+    int stop;
     if (number >= l->end)
         return ampi_fail(AMP_ERR_END, "amp_loader_next", "%lld epochs of %lld batches are over",
                          (long long)l->desc.epochs, (long long)l->batches);
     AMPI_TRY(l->backend->host_visible ? ampi_next_host(l, number, &data) : ampi_next_device(l, number, &data));
     pthread_mutex_lock(&l->lock);
-    l->consumed++;
+    stop = l->stop;
+    l->consumed += !stop;
     pthread_mutex_unlock(&l->lock);
+    if (stop) return ampi_stopped("amp_loader_next");
     l->deliveries++;
     memset(out, 0, sizeof *out);
     ampi_loader_slice(l, number % l->batches, &start, &out->valid);
@@ -13492,29 +13537,42 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     return AMP_OK;
 }
 
+AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
+    amp_batch batch;
+    if (l == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_loader_enter(l, "amp_loader_next"));
+    AMPI_TRY(ampi_loader_leave(l, ampi_next(l, &batch)));
+    *out = batch;
+    return AMP_OK;
+}
+
 /* ---- Position */
 
 /* Makes batch `number` the next one.  Workers drop what they do; what was read ahead is forgotten. */
 static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
-    if (l->copy_stream != NULL) AMPI_TRY(l->backend->stream_sync(l->dev, l->copy_stream));
+    AMPI_TRY(ampi_loader_enter(l, function));
+    if (l->copy_stream != NULL) result = l->backend->stream_sync(l->dev, l->copy_stream);
+    if (result != AMP_OK) return ampi_loader_leave(l, result);
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
     l->paused = 1;
-    while (l->busy > 0 && result == AMP_OK)
+    while (l->busy > 0 && result == AMP_OK && !l->stop)
         if (!ampi_queue_wait(l, deadline) && l->busy > 0)
             result = ampi_queue_timeout(l, ampi_slot_of(l, l->consumed), function);
+    if (result == AMP_OK && l->stop) result = ampi_stopped(function);
     if (result == AMP_OK) {
         l->consumed = l->claimed = l->released = l->issued = number;
         l->retries = 0;
         for (i = 0; i < l->depth; i++) l->slots[i].state = AMPI_SLOT_EMPTY;
     }
     l->paused = 0;
-    __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
+    if (!l->stop) __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&l->work);
     pthread_mutex_unlock(&l->lock);
-    return result;
+    return ampi_loader_leave(l, result);
 }
 
 AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) {
@@ -13540,12 +13598,12 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
     out->tokens = l->tokens;
     out->samples = l->samples;
     out->batches = l->batches;
+    out->hash = l->hash;
+    pthread_mutex_lock(&changing->lock);
     out->epoch = l->consumed / l->batches;
     out->index = l->consumed % l->batches;
     out->waits = l->waits;
     out->wait_seconds = 1e-9 * (double)l->wait_ns;
-    out->hash = l->hash;
-    pthread_mutex_lock(&changing->lock);
     for (number = l->consumed; number < l->claimed; number++)
         if (ampi_slot_of(changing, number)->state == AMPI_SLOT_READY) out->ready++;
     pthread_mutex_unlock(&changing->lock);
