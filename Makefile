@@ -38,6 +38,7 @@ help: backend
 	@echo "make bench-precision  time and memory of every precision; bench-features: of each feature on and off (a minute)"
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
+	@echo "make fuzz SECONDS=30  run each fuzzer for so long (clang's libFuzzer); inputs that break something: $(BUILD)/fuzz/found/"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
@@ -85,7 +86,7 @@ endif
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_numerics t_optimizer
 INSIDE_QUICK := t_care t_context t_data t_scaler t_settings t_state t_verify t_watch
-TEST_HEADERS := tests/test.h tests/golden.h tests/recording_backend.h $(HEADERS)
+TEST_HEADERS := tests/test.h tests/golden.h tests/recording_backend.h $(wildcard tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -108,6 +109,7 @@ FAST := t_numbers t_scaler t_optimizer t_kernels t_attention t_watch
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk
+include tests/fuzz/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
@@ -115,7 +117,7 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
-	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
+	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh tests/fuzz/run.sh $(CUDA_TESTS_CI)
 
 test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
