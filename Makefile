@@ -39,6 +39,7 @@ help: backend
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion and the optimizers' remainders"
+	@echo "make fuzz SECONDS=30  run each fuzzer for so long (clang's libFuzzer); inputs that break something: $(BUILD)/fuzz/found/"
 	@echo "make crash            kill training 200 times (KILLS, SEED), also in the middle of a checkpoint, and go on bit for bit"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, beside an undisturbed run"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
@@ -88,7 +89,7 @@ endif
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_optimizer
 INSIDE_QUICK := t_care t_concurrency t_context t_data t_scaler t_settings t_state t_verify
-TEST_HEADERS := tests/test.h tests/golden.h tests/trace.h tests/recording_backend.h $(HEADERS)
+TEST_HEADERS := tests/test.h tests/golden.h tests/trace.h tests/recording_backend.h $(wildcard tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -119,6 +120,7 @@ include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk
 include tests/differential/rules.mk
 include tests/crash/rules.mk
+include tests/fuzz/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
@@ -126,7 +128,8 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI) $(CRASH_CI)
+	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI) \
+	    $(CRASH_CI) tests/fuzz/run.sh
 
 # RECORD=FILE: with what, on what and how long, as JSON.
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer

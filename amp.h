@@ -10690,6 +10690,7 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 }
 
 enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
+#define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
 AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_k_scaler s;
@@ -10733,7 +10734,7 @@ AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *
                                          amp_k_scaler *s) {
     int i;
     for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
-        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || (i < 6 && counters[i] > INT32_MAX))
+        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || counters[i] > (i < 6 ? INT32_MAX : AMPI_COUNT_MOST))
             return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved counter %d = %lld is out of range", i,
                              (long long)counters[i]);
     if (counters[1] == 0 || counters[2] > d->hysteresis)
@@ -11733,8 +11734,8 @@ AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int
     if (steps[0] != (int64_t)o->desc.kind)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
     for (i = 1; i < AMPI_SAVED_STEPS; i++)
-        if (steps[i] < 0)
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is negative", (long long)i,
+        if (steps[i] < 0 || steps[i] > AMPI_COUNT_MOST)
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is out of range", (long long)i,
                              (long long)steps[i]);
     for (i = 0; i < AMPI_SAVED_REALS; i++)
         if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0) || (i < 2 && reals[i] > 1))
@@ -11752,7 +11753,7 @@ AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *step
     amp_k_found f;
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     f.attempts = steps[2]; f.step = steps[5]; f.skips = steps[6];
-    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX);
+    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX / 2);
     f.beta1_power = reals[0]; f.beta2_power = reals[1];
     AMPI_TRY(ampi_send(o->amp, o->set->found, &f, sizeof f));
     o->micro = (int32_t)steps[1];

@@ -1641,17 +1641,19 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
     return AMP_OK;
 }
 
-/* Opens a model file and reads its shape.  heads: 0 to find it out.  Nothing in the file is trusted. */
+/* The shape of the model whose file is file->data.  heads: 0 to find it out.  Nothing in the file is trusted. */
+static inline amp_result gpt_file_parse(gpt_file *file, const char *path, int64_t heads) {
+    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC) return gpt_file_llmc(file, path);
+    TRY(st_open(&file->tensors, file->data, file->bytes));
+    return gpt_file_shape(file, path, heads);
+}
+
+/* Opens a model file and reads its shape. */
 static inline amp_result gpt_file_open(gpt_file *file, const char *path, int64_t heads) {
     amp_result result;
     memset(file, 0, sizeof *file);
     TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
-    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC)
-        result = gpt_file_llmc(file, path);
-    else {
-        result = st_open(&file->tensors, file->data, file->bytes);
-        if (result == AMP_OK) result = gpt_file_shape(file, path, heads);
-    }
+    result = gpt_file_parse(file, path, heads);
     if (result != AMP_OK) gpt_file_close(file);
     return result;
 }
@@ -2020,6 +2022,22 @@ static inline FILE *idx_stream(const char *path, int *piped) {
     return popen(command, "r");
 }
 
+/* The bytes that the header promises, with memory taken only as they come: what it says may not be true. */
+static inline amp_result idx_items(idx_file *file, FILE *stream, const char *path) {
+    size_t wanted = (size_t)(file->count * file->size), room = 0, used = 0, n = 1;
+    while (used < wanted && n > 0) {
+        unsigned char *more;
+        room = room * 2 + ((size_t)1 << 16) < wanted ? room * 2 + ((size_t)1 << 16) : wanted;
+        more = (unsigned char *)realloc(file->data, room);
+        if (more == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
+        file->data = more;
+        n = fread(file->data + used, 1, room - used, stream);
+        used += n;
+    }
+    return used == wanted ? AMP_OK
+        : example_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
+}
+
 static inline amp_result idx_read(idx_file *file, FILE *stream, const char *path) {
     unsigned char header[16];
     int64_t dims, i;
@@ -2038,11 +2056,7 @@ static inline amp_result idx_read(idx_file *file, FILE *stream, const char *path
         else file->size *= n;
     }
     if (file->count > ((int64_t)1 << 33) / file->size) return example_fail(AMP_ERR_SIZE, "%s: too large", path);
-    file->data = (unsigned char *)malloc((size_t)(file->count * file->size));
-    if (file->data == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
-    if (fread(file->data, (size_t)file->size, (size_t)file->count, stream) != (size_t)file->count)
-        return example_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
-    return AMP_OK;
+    return idx_items(file, stream, path);
 }
 
 /* Reads an IDX file of bytes, also compressed by gzip. */
@@ -2262,8 +2276,8 @@ static inline amp_result tokenizer_vocab(tokenizer *t, const char *path, const c
         free(key);
         return example_fail(AMP_ERR_MEMORY, "%s: no memory for the vocabulary", path);
     }
-    for (i = 0; i < TOKENIZER_MOST; i++) t->tokens[i].length = -1;
-    for (i = 0; i < TOKENIZER_SLOTS; i++) t->by_text[i] = -1;
+    memset(t->tokens, 0xff, TOKENIZER_MOST * sizeof *t->tokens);       /* -1: no token, no slot in use */
+    memset(t->by_text, 0xff, TOKENIZER_SLOTS * sizeof *t->by_text);
     json_need(&j, '{');
     for (more = json_peek(&j) == '"'; more && wrong == NULL; more = wrong == NULL && json_take(&j, ','))
         wrong = tokenizer_entry(t, &j, key, &used);
@@ -3550,23 +3564,29 @@ static inline amp_result wordpiece_lines(wordpiece *w, const char *path) {
     return AMP_OK;
 }
 
-/* Opens a vocab.txt.  Nothing in it is trusted. */
-static inline amp_result wordpiece_open(wordpiece *w, const char *path, int cased) {
+/* Reads a vocab.txt whose text is w->text.  Nothing in it is trusted. */
+static inline amp_result wordpiece_parse(wordpiece *w, const char *path) {
     static const char *const names[] = {"[PAD]", "[UNK]", "[CLS]", "[SEP]"};
     int32_t *special[4];
+    int i;
+    special[0] = &w->pad; special[1] = &w->unknown; special[2] = &w->begin; special[3] = &w->end;
+    TRY(wordpiece_lines(w, path));
+    for (i = 0; i < 4; i++) {
+        *special[i] = wordpiece_find(w, "", names[i], 5);
+        if (*special[i] < 0) return example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
+    }
+    return AMP_OK;
+}
+
+/* Opens a vocab.txt. */
+static inline amp_result wordpiece_open(wordpiece *w, const char *path, int cased) {
     void *text = NULL;
     amp_result result;
-    int i;
     memset(w, 0, sizeof *w);
     TRY(amp_file_read_all(NULL, path, &text, &w->text_bytes));
     w->text = (char *)text;
     w->cased = cased;
-    special[0] = &w->pad; special[1] = &w->unknown; special[2] = &w->begin; special[3] = &w->end;
-    result = wordpiece_lines(w, path);
-    for (i = 0; i < 4 && result == AMP_OK; i++) {
-        *special[i] = wordpiece_find(w, "", names[i], 5);
-        if (*special[i] < 0) result = example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
-    }
+    result = wordpiece_parse(w, path);
     if (result != AMP_OK) wordpiece_close(w);
     return result;
 }
