@@ -9214,6 +9214,7 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
     }
     if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
         AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &pre));
+        AMPI_TRY(ampi_rows_like(f, "pre", pre, "y", &y, &same));
         AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, pre, "pre", &op->dy, "dy"));
     }
     along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
@@ -9240,20 +9241,24 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
+/* Whether op(a) op(b) has the shape of c. */
+static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b, const ampi_operand *c) {
+    int64_t m = trans_a ? a->cols : a->rows, k = trans_a ? a->rows : a->cols, n = trans_b ? b->rows : b->cols;
+    if (k == (trans_b ? b->cols : b->rows) && c->rows == m && c->cols == n && a->batch == c->batch && b->batch == c->batch) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
+                     (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
+                     (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
+                     (long long)c->batch, (long long)c->rows, (long long)c->cols);
+}
+
 /* c = alpha op(a) op(b), shapes checked. */
 static amp_result ampi_batched_gemm(amp_context *amp, const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
                                     const ampi_operand *c, float alpha, amp_dtype compute) {
     amp_k_gemm g;
+    AMPI_TRY(ampi_batched_check(f, a, trans_a, b, trans_b, c));
     memset(&g, 0, sizeof g);
-    g.m = trans_a ? a->cols : a->rows;
+    g.m = c->rows; g.n = c->cols; g.batch = c->batch;
     g.k = trans_a ? a->rows : a->cols;
-    g.n = trans_b ? b->rows : b->cols;
-    g.batch = c->batch;
-    if (g.k != (trans_b ? b->cols : b->rows) || c->rows != g.m || c->cols != g.n || a->batch != c->batch || b->batch != c->batch)
-        return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
-                         (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
-                         (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
-                         (long long)c->batch, (long long)c->rows, (long long)c->cols);
     g.a = a->data; g.a_dtype = a->dtype; g.lda = a->ld; g.stride_a = a->stride; g.trans_a = trans_a;
     g.b = b->data; g.b_dtype = b->dtype; g.ldb = b->ld; g.stride_b = b->stride; g.trans_b = trans_b;
     memcpy(&g.c, &c->data, sizeof g.c); g.c_dtype = c->dtype; g.ldc = c->ld; g.stride_c = c->stride;
@@ -9285,13 +9290,17 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
+    AMPI_TRY(ampi_batched_check(f, &a, op->trans_a, &b, op->trans_b, &dy));
+    if (op->da.data) AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
+    if (op->db.data) {
+        AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
+        AMPI_TRY(ampi_batched_check(f, &a, op->trans_a, &db, op->trans_b, &dy));
+    }
     if (op->da.data) {
-        AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
         if (op->trans_a) AMPI_TRY(ampi_batched_gemm(amp, f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute));
         else AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute));
     }
     if (op->db.data) {
-        AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
         if (op->trans_b) AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute));
         else AMPI_TRY(ampi_batched_gemm(amp, f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute));
     }
