@@ -48,7 +48,7 @@ typedef struct kase {
     statistic stat[OUTPUTS];
     const field *out[OUTPUTS];
     amp_dtype dtype;                    /* of `special` values */
-    int recipe, which, low, high, rare;
+    int recipe, which, low, high, least, rare;
     int results;                        /* fields that a reference fills */
     double *result[RESULTS][2];         /* their x and plain */
     int64_t result_count[RESULTS];
@@ -81,16 +81,11 @@ static void *floats(kase *k, int64_t n) { return room(k, 4 * n); }
 
 /* ---- Values */
 
-static double bits_power(int e) { return ldexp(1, e); }
-
-static float special_value(amp_dtype dtype, uint32_t which) {
-    int half = dtype == AMP_F16, bf = dtype == AMP_BF16;
-    int top = half ? 15 : 127, low = half ? -14 : -126, mantissa = half ? 10 : bf ? 7 : 23, least = low - mantissa;
-    double largest = bits_power(top) * (2 - bits_power(-mantissa));
-    double table[11];
+static float special_value(const kase *k, uint32_t which) {
+    int mantissa = k->dtype == AMP_F16 ? 10 : k->dtype == AMP_BF16 ? 7 : 23;
+    double largest = ldexp(2 - ldexp(1, -mantissa), k->high), low = ldexp(1, k->low), least = ldexp(1, k->least), table[11];
     table[0] = 0; table[1] = -0.0; table[2] = HUGE_VAL; table[3] = -HUGE_VAL; table[4] = (double)NAN;
-    table[5] = largest; table[6] = -largest; table[7] = bits_power(low); table[8] = -bits_power(low);
-    table[9] = bits_power(least); table[10] = bits_power(low) - bits_power(least);
+    table[5] = largest; table[6] = -largest; table[7] = low; table[8] = -low; table[9] = least; table[10] = low - least;
     return (float)table[which % 11];
 }
 
@@ -103,12 +98,12 @@ static void values(const kase *k, float *out, int64_t n, uint32_t stream, double
         if (k->recipe == WIDE || k->recipe == WIDE_SPECIAL) {
             uint32_t w = ampt_word(k->seed, stream, i);
             uint64_t e = ((uint64_t)ampt_word(k->seed, stream + 64, i) * (uint64_t)(k->high - k->low)) >> 32;
-            double magnitude = ldexp(1 + (w & 0x7fffff) * bits_power(-23), (int)e + k->low);
+            double magnitude = ldexp(1 + ldexp((double)(w & 0x7fffff), -23), (int)e + k->low);
             out[i] = (float)(w >> 31 ? -magnitude : magnitude);
         }
         if (k->recipe == SPECIAL || k->recipe == WIDE_SPECIAL) {
             uint32_t w = ampt_word(k->seed, stream + 128, i);
-            if (w >> (32 - k->rare) == 0) out[i] = special_value(k->dtype, w & 0xffff);
+            if (w >> (32 - k->rare) == 0) out[i] = special_value(k, w & 0xffff);
         }
     }
 }
@@ -387,9 +382,9 @@ static void region_end(amp_context *amp, amp_dtype dtype) {
 
 static amp_dtype read_dtype(kase *k) { return (amp_dtype)small(k); }
 
-/* The last five numbers of a case. */
+/* The numbers that most cases end with. */
 static void read_recipe(kase *k) {
-    k->recipe = small(k); k->which = small(k); k->low = small(k); k->high = small(k); k->rare = small(k);
+    k->recipe = small(k); k->which = small(k); k->low = small(k); k->high = small(k); k->least = small(k); k->rare = small(k);
 }
 
 /* ---- Products in fp64 */
@@ -1256,7 +1251,7 @@ static void check_bars(const kase *k, int outputs) {
         double bar = 1.2 * (rounded > s->theirs ? rounded : s->theirs) + plain;
         for (int path = 1; path < PATHS; path++) {
             double ours = sqrt(s->ours[path] / SEEDS);
-            if (contexts[path] == NULL) continue;
+            if (contexts[path] == NULL || s->theirs > 0.5) continue;      /* no digit is right: nothing to compare */
             CHECK_MSG(ours <= bar, "%s path %d: %s is off by %.3g, at most %.3g (PyTorch %.3g, rounded once %.3g, in fp32 %.3g)", k->name, path, s->name, ours,
                       bar, s->theirs, rounded, plain);
             if (getenv("AMPT_RATIOS")) printf("ratio %s %d %s %d %g %g %g %g\n", k->name, (int)k->dtype, s->name, path, ours, s->theirs, rounded, plain);

@@ -11,10 +11,16 @@ reference is checked, and, where something is not finite, which elements PyTorch
 
 What PyTorch does not define, and what is done instead:
   - rows whose keys are all masked (NaN or 0, depending on kernel and version): both sides are given zeros, as amp.h says
-  - masked keys of a row whose softmax is NaN (NaN in PyTorch): zeros as well
+  - masked keys of a row whose softmax is NaN (NaN in PyTorch): left out
   - masked keys that hold inf or NaN (0 times inf inside PyTorch): such values come without masks only
   - elements that overflow on the way: an element whose class (finite, inf, -inf, NaN) in PyTorch's run differs from that
     of the fp64 result rounded to the dtype depends on an algorithm, and is left out; the C program counts these
+  - values whose squares or products overflow fp32 inside a norm, a product or an activation, which ends in inf, NaN or 0
+    by the order of operations: the largest values are kept below that
+  - subnormal operands and products in bf16, which AVX512-BF16 and AMX instructions take as 0: kept out
+  - scores' gradients in fp16 below its normal numbers: PyTorch's CPU attention keeps them in fp32, amp.h rounds them to
+    the compute dtype as CUDA kernels do: fp16 attention has no values beyond 2^6 but single special ones
+  - clipping while unscaling, one multiplication by fp32(1 / scale * coefficient) in amp.h: the factor is kept normal
   - sign and payload of NaN
   - a mean cross-entropy over no rows has loss NaN in both; its gradient is NaN in PyTorch, and 0 in amp.h (ignored rows)
   - TF32 on a CPU: PyTorch's side is fp32 products of operands rounded to TF32 by hand, ties away from zero
@@ -48,17 +54,16 @@ MANTISSA = {F32: 23, F64: 23, F16: 10, BF16: 7}
 
 # ---- Values
 
-def special_values(dtype):
+def special_values(dtype, low, high, least):
     """In the order of the table in t_differential_tensors.c."""
-    top, low, least = LIMITS[dtype]
-    largest = 2.0 ** top * (2 - 2.0 ** -MANTISSA[dtype])
+    largest = 2.0 ** high * (2 - 2.0 ** -MANTISSA[dtype])
     return np.array([0.0, -0.0, np.inf, -np.inf, np.nan, largest, -largest, 2.0 ** low, -2.0 ** low, 2.0 ** least,
                      2.0 ** low - 2.0 ** least], dtype=np.float32)
 
 
 def values(case, seed, stream, shape, scale=1.0, shift=0.0):
     """fp32 numbers of a stream: uniform, or by the case's recipe if `which` has the stream's bit."""
-    how = tuple(int(case[n]) for n in ("recipe", "low", "high", "rare", "dtype"))
+    how = tuple(int(case[n]) for n in ("recipe", "low", "high", "least", "rare", "dtype"))
     return draw_values(how if int(case["which"]) >> stream & 1 else None, seed, stream, shape, float(scale), float(shift))
 
 
@@ -67,7 +72,7 @@ def draw_values(how, seed, stream, shape, scale, shift):
     n, out = int(np.prod(shape)), common.uniform(seed, stream, shape, scale, shift)
     if how is None:
         return out
-    recipe, low, high, rare, dtype = how
+    recipe, low, high, least, rare, dtype = how
     out = out.ravel()
     if recipe in (WIDE, WIDE_SPECIAL):
         w = common.words(seed, stream, n)
@@ -76,7 +81,7 @@ def draw_values(how, seed, stream, shape, scale, shift):
         out = np.where(w >> np.uint32(31), -magnitude, magnitude).astype(np.float32)
     if recipe in (SPECIAL, WIDE_SPECIAL):
         w = common.words(seed, stream + 128, n)
-        out = np.where(w >> np.uint32(32 - rare) == 0, special_values(dtype)[(w & 0xFFFF) % 11], out).astype(np.float32)
+        out = np.where(w >> np.uint32(32 - rare) == 0, special_values(dtype, low, high, least)[(w & 0xFFFF) % 11], out).astype(np.float32)
     return out.reshape(shape)
 
 
@@ -209,24 +214,22 @@ def flag(rng, p=0.5):
 
 def recipe(rng, case, streams, tiny=True, special=True, factors=1):
     """Half of the cases uniform; the rest wide, tiny or with special values, in some of the streams.  A product of
-    `factors` of the numbers stays below fp32's largest."""
+    `factors` of the numbers stays below fp32's largest, and in bf16 products nothing is subnormal."""
     dtype = case["region"] if case.get("region") in (F16, BF16) else case["dtype"]
-    case.update(recipe=UNIFORM, which=0, low=0, high=1, rare=4)
+    top, low, least = LIMITS[dtype]
+    top = min(top, 127 if factors == 1 else 120 // factors)
+    if dtype == BF16 and "region" in case:
+        low, least = -50, -60
+    case.update(recipe=UNIFORM, which=0, low=low, high=top, least=least, rare=4)
     u = rng.random()
     if u < 0.5:
         return
     if u < 0.65 or not special:
         case.update(recipe=WIDE, low=-6, high=6)
     elif u < 0.75 and tiny:
-        _, low, least = LIMITS[dtype]
-        if dtype == BF16 and "region" in case:
-            low, least = -50, -60       # AVX512-BF16 and AMX flush subnormal operands and sums, see amp.h
         case.update(recipe=WIDE, low=least, high=low + 3)
-    elif u < 0.85:
-        top, low, _ = LIMITS[dtype]
-        case.update(recipe=WIDE_SPECIAL, low=low, high=min(top, 127 if factors == 1 else 120 // factors), rare=choice(rng, 4, 8))
     else:
-        case.update(recipe=SPECIAL, rare=choice(rng, 4, 8))
+        case.update(recipe=WIDE_SPECIAL if u < 0.85 else SPECIAL, rare=choice(rng, 4, 8))
     case["which"] = choice(rng, 1, 2, 3, 1 << int(rng.integers(streams)), (1 << streams) - 1)
 
 
@@ -287,8 +290,8 @@ def matmul_run(c, draw):
     b = draw.leaf(1, (g, n, k) if c["trans_b"] else (g, k, n), d)
     left, right = draw.lower(a, c["region"]), draw.lower(b, c["region"])
     y = left.mT if c["trans_a"] else left
-    y = product(c, draw, torch.matmul(y, right.mT if c["trans_b"] else right))
-    y = (c["alpha"] * y).to(a.dtype)
+    y = torch.matmul(y, right.mT if c["trans_b"] else right)
+    y = product(c, draw, c["alpha"] * y).to(a.dtype)
     return {"y": y, **grads(y, [a, b], draw.tensor(2, (g, m, n), d), ["da", "db"])}
 
 
@@ -362,11 +365,11 @@ def softmax_case(rng):
 
 
 def masked(c, draw, score):
-    """Softmax of the scores, and which keys are seen; rows that see nothing are computed as if they saw all."""
+    """Softmax of the scores, and which of them count; rows that see nothing are computed as if they saw all."""
     seen = visible(c, draw)
     alive = seen.any(-1, keepdim=True)
     hidden = ~(seen | ~alive)
-    return torch.softmax(score.masked_fill(hidden, float("-inf")), -1), seen
+    return torch.softmax(score.masked_fill(hidden, float("-inf")), -1), seen if draw.exact else alive
 
 
 def softmax_run(c, draw):
@@ -392,6 +395,8 @@ def attention_case(rng):
     recipe(rng, c, 4, tiny=False, factors=3)
     if special(c):
         c.update(MASK)
+        if c["dtype"] == F16 or c["region"] == F16:
+            c["recipe"] = SPECIAL
         c.update(queries=min(c["queries"], 4), keys=min(c["keys"], 5), dim=min(c["dim"], 6), batch=1, packed=0)
     return c
 
@@ -420,7 +425,7 @@ def entropy_case(rng):
          "ignore_index": choice(rng, -100, -1, 3), "ignored": choice(rng, 0, 2, 4), "sum": flag(rng, 0.4),
          "smoothing": choice(rng, 0.0, 0.0, 0.1, 1.0), "factor": choice(rng, 1.0, 0.25, 3.0), "loss_scale": choice(rng, 1.0, 1024.0, 0.3),
          "in_place": flag(rng, 0.3), "gap": choice(rng, 0, 0, 3), "scale": choice(rng, 1.0, 8.0)}
-    recipe(rng, c, 1)
+    recipe(rng, c, 1, tiny=c["smoothing"] < 1)
     if special(c):
         c.update(rows=min(c["rows"], 6), classes=min(c["classes"], 24))
     return c
@@ -449,7 +454,7 @@ def unscale_case(rng):
     for i in range(5):
         c[f"n{i}"] = size(rng, 400, 0.1) if i < c["tensors"] else 0
     c["gradient"] = choice(rng, 1.0, 1e-3, 100.0)
-    recipe(rng, c, 5)
+    recipe(rng, c, 5, factors=2 if c["clip"] and c["read"] else 1)
     if special(c):
         c.update({f"n{i}": min(c[f"n{i}"], 40) for i in range(5)})
     return c
