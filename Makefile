@@ -86,7 +86,7 @@ endif
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_numerics t_optimizer
 INSIDE_QUICK := t_care t_context t_data t_scaler t_settings t_state t_verify t_watch
-TEST_HEADERS := tests/test.h tests/golden.h tests/recording_backend.h $(HEADERS)
+TEST_HEADERS := tests/test.h tests/golden.h tests/trace.h tests/recording_backend.h $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -95,7 +95,7 @@ $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_cl
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 
 # The same tests under the flags that fold isnan and set flush-to-zero.
-$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h $(HEADERS) | $(BUILD)
+$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h tests/trace.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
 
 $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
@@ -124,7 +124,7 @@ test-exhaustive: $(BUILD)/t_numbers
 
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
-	    hf_roundtrip hf_classifier; do \
+	    hf_roundtrip hf_classifier fuzz_logic; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)

@@ -1510,7 +1510,7 @@ typedef struct amp_plan {
     uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
-/*  .dtype            the context's dtype          F32, TF32, F16, BF16
+/*  .dtype            the enclosing region's, or the context's; F32, TF32, F16 or BF16
     .policy           the enclosing region's, or the context's
     .mode             the enclosing region's, or the context's                                        */
 typedef struct amp_autocast_desc {
@@ -1518,7 +1518,7 @@ typedef struct amp_autocast_desc {
     amp_policy policy;
     amp_mode mode;
     int32_t disable;                /* 1: an island: operators use their operands' dtype */
-    int32_t disable_cache;          /* 1: no cast cache within */
+    int32_t disable_cache;          /* 1: no cast cache within, nor in regions nested within */
     int32_t reserved;
 } amp_autocast_desc;
 
@@ -2169,15 +2169,17 @@ AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
 /* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
 AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
     float next = (float)((double)scale * r->backoff_factor);
+    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
     if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
     return next > scale ? scale : next;
 }
 
 /* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
 AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
+    const double limit = 340282356779733661637539395458142568448.0;
     double next = (double)scale * r->growth_factor;
     if (next > (double)r->max_scale) next = (double)r->max_scale;
-    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < 340282356779733661637539395458142568448.0)) return scale;
+    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < limit && next > -limit)) return scale;
     return (float)next;
 }
 
@@ -8461,6 +8463,17 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     return AMP_OK;
 }
 
+/* An island with the context's settings. */
+static amp_autocast_desc ampi_outside(const amp_context *amp) {
+    amp_autocast_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = amp->desc.dtype;
+    d.policy = amp->desc.policy;
+    d.mode = amp->desc.mode;
+    d.disable = 1;
+    return d;
+}
+
 AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi) {
     const amp_autocast_desc *outer;
     amp_autocast_desc d;
@@ -8475,9 +8488,9 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     outer = ampi_region_of(amp);
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
-    if (amp->desc.disable_cache) d.disable_cache = 1;
+    if (amp->desc.disable_cache || (outer && outer->disable_cache)) d.disable_cache = 1;
     if (amp->desc.disable) d.disable = 1;
-    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = amp->desc.dtype;
+    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = outer ? outer->dtype : amp->desc.dtype;
     else {
         AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
         d.dtype = choice.dtype;
@@ -8486,8 +8499,14 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     return AMP_OK;
 }
 
-/* How many entries this thread has, and closing those beyond. */
-AMPI_PRIVATE int ampi_region_depth(void) { return ampi_region_count; }
+/* How many entries this thread has; what a callback of the host's then opens starts as it would outside of every region.
+   And closing those beyond. */
+AMPI_PRIVATE int ampi_regions_hide(amp_context *amp) {
+    int depth = ampi_region_count;
+    amp_autocast_desc outside = ampi_outside(amp);
+    if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) ampi_region_push(amp, &outside, 0);
+    return depth;
+}
 AMPI_PRIVATE void ampi_regions_close(int depth) {
     while (ampi_region_count > depth) ampi_region_drop();
 }
@@ -8499,11 +8518,7 @@ AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     const amp_autocast_desc *around;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recompute_begin", "amp is NULL");
     AMPI_TRY(ampi_region_check_depth("amp_recompute_begin"));
-    memset(&outside, 0, sizeof outside);
-    outside.dtype = amp->desc.dtype;
-    outside.policy = amp->desc.policy;
-    outside.mode = amp->desc.mode;
-    outside.disable = 1;
+    outside = ampi_outside(amp);
     around = ampi_region_of(amp);
     ampi_region_push(amp, around ? around : &outside, 1);
     return AMP_OK;
@@ -9846,6 +9861,7 @@ struct amp_set {
     double clip_norm, divisor;
     int32_t sharded;
     int32_t unscaled;               /* 1: the last check multiplied */
+    int32_t apply_nonfinite;        /* of its optimizer */
     ampi_stage stage;
     amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
     amp_set *next;                  /* ... and the next set in that scaler's list */
@@ -10224,8 +10240,7 @@ AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
 
 /* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
    clip_each) is a rank's own affair, with its own average. */
-AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last,
-                                       int apply_nonfinite) {
+AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last) {
     amp_k_rule rule;
     int64_t i;
     AMPI_TRY(ampi_set_refresh(set));
@@ -10234,7 +10249,7 @@ AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_che
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     rule.step_rule.divisor = divisor;
-    rule.step_rule.apply_nonfinite = apply_nonfinite && scaler == NULL;
+    rule.step_rule.apply_nonfinite = set->apply_nonfinite && scaler == NULL;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL));
     if (last) AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
@@ -10500,7 +10515,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
     if (enabled && set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_16bit("amp_scaler_check", set, enabled));
-    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1, 0));
+    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
 }
@@ -10562,11 +10577,16 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
     int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
-    int32_t disabled = 1;
+    int32_t disabled;
+    char key[64];
     const amp_scaler_desc *d;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
     d = &scaler->desc;
-    if (d->disable) return ampi_put(state, prefix, "disabled", -1, AMP_I32, &disabled, 1);
+    disabled = d->disable != 0;
+    AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
+    if (disabled || amp_state_count(state, key, NULL) >= 0)    /* an earlier save's record must not stay */
+        AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
+    if (disabled) return AMP_OK;
     AMPI_TRY(amp_scaler_get(scaler, &s));
     scales[0] = s.scale; scales[1] = s.previous_scale; scales[2] = s.found_inf;
     counters[0] = s.growth_tracker; counters[1] = s.growth_interval; counters[2] = s.hysteresis_left;
@@ -10629,12 +10649,13 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     int64_t counters[AMPI_SAVED_COUNTERS];
+    int32_t disabled = 0;
     char key[64];
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_load", "scaler or state is NULL");
     if (scaler->desc.disable) return AMP_OK;
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
-    if (amp_state_count(state, key, NULL) >= 0)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
+    if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
+    if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
     d = scaler->desc;
     AMPI_TRY(ampi_get(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
     AMPI_TRY(ampi_get(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
@@ -10847,6 +10868,7 @@ AMPI_PRIVATE amp_result ampi_outcome_memory(amp_optimizer *o) {
 AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
+    o->set->apply_nonfinite = o->desc.apply_nonfinite;
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
@@ -11060,9 +11082,9 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_set *set = o->set;
     int64_t i;
     if (set->stage != AMPI_CHECKED) {
-        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1, o->desc.apply_nonfinite));
+        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
-    }
+    } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have come and gone since the check */
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_outcome(o));
     AMPI_TRY(ampi_run_optimizer(o));
@@ -11082,7 +11104,7 @@ AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scal
 /* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
 AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
     if (!o->desc.clip_each || !(o->desc.clip_norm > 0)) return AMP_OK;
-    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0, 0));
+    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0));
     return ampi_set_scale(o->set, &o->set->found->clip_coef);
 }
 
@@ -14149,7 +14171,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
-        optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+        optimizer->desc.apply_nonfinite = optimizer->set->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
@@ -15536,7 +15558,7 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
 /* One run of the host's step.  Regions it leaves open are closed. */
 AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
-    int depth = ampi_region_depth();
+    int depth = ampi_regions_hide(v->amp);
     int64_t begin = s->clock_ns(s->user);
     ampi_error_text[0] = 0;
     v->code = v->desc->step(v->desc->user, v->amp);
@@ -15983,12 +16005,13 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
 
 /* The loss at what the inputs hold, with the same random numbers and no stale casts each time. */
 AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
-    int depth = ampi_region_depth();
+    int depth;
     amp_result r;
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
-    AMPI_TRY(amp_autocast_begin(c->amp, NULL));
-    r = ampi_gradcheck_call(c, c->desc->forward, "forward");
+    depth = ampi_regions_hide(c->amp);
+    r = amp_autocast_begin(c->amp, NULL);
+    if (r == AMP_OK) r = ampi_gradcheck_call(c, c->desc->forward, "forward");
     ampi_regions_close(depth);
     AMPI_TRY(r);
     c->loss = c->squares = 0;
@@ -16000,12 +16023,13 @@ AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss
 /* Gradients begin at zero, whether backward overwrites or adds. */
 AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     int64_t i;
-    int depth = ampi_region_depth();
+    int depth;
     amp_result r;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
+    depth = ampi_regions_hide(c->amp);
     r = ampi_gradcheck_call(c, c->desc->backward, "backward");
     ampi_regions_close(depth);
     return r;
@@ -16718,8 +16742,9 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
 static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int64_t begun;
-    int i, code = 0, depth = ampi_region_depth();
+    int i, depth, code = 0;
     for (i = 0; i < n && code == 0; i++) {
+        depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
         begun = s->clock_ns(s->user);
         code = t->desc.step(t->desc.user, t->amp);
@@ -16799,8 +16824,9 @@ static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
 }
 
 static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
-    int code = 0, depth = ampi_region_depth();
+    int code = 0, depth;
     if (t->desc.prepare != NULL && t->prepared != batch) {
+        depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
         code = t->desc.prepare(t->desc.user, t->amp, batch);
         ampi_regions_close(depth);
@@ -19062,7 +19088,8 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, f
 
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *m, const ampi_sgd_step *s) {
     ampi_vf momentum = AMPI_V(ampi_splat)(s->momentum);
-    g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g * s->multiplier);
+    g = g * s->multiplier;
+    if (s->decay != 0) g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g);     /* 0 times an infinite w is NaN */
     if (m != NULL) {
         *m = AMPI_V(ampi_fma)(momentum, *m, g * s->rest);
         g = s->nesterov ? AMPI_V(ampi_fma)(momentum, *m, g) : *m;
