@@ -81,7 +81,8 @@
        optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_outcome_next amp_optimizer_bytes
                               amp_optimizer_set_lr amp_optimizer_set_clip amp_optimizer_set_accumulation
        graphs                 amp_graph_begin amp_graph_end amp_graph_launch
-       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
+       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_stop amp_loader_query
+                              amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
                               every created object has _destroy, and _query for its effective settings
@@ -155,9 +156,19 @@
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
               calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
               thread's business at a time.  Regions and the last-error text belong to their thread.
-   SAME BITS  Results do not depend on the number of threads, and repeat from run to run.  The CPU paths
-              (scalar, AVX2, AVX-512, BF16) agree bit for bit in conversions and the scaler; in sums they
-              differ by rounding.  Conversions, finite checks and the scaler stay right under -Ofast.
+   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
+              restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
+              do not agree:
+
+              what                                     runs  threads  restarts  CPU paths that agree
+              casts, random numbers, dropout, masks    yes   yes      yes       all
+              embedding, add, scaler, order of data    yes   yes      yes       all
+              activations, SwiGLU, optimizers          yes   yes      yes       AVX2 and up
+              norms, softmax, attention, losses        yes   yes      yes       AVX-512 and up
+              gradient norms, products but in bf16     yes   yes      yes       AVX-512 and up
+              products in bf16                         yes   yes      yes       none
+
+              Conversions, finite checks and the scaler stay right under -Ofast.
    STABLE     Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor
               version; the change log stands at the end. */
 
@@ -2465,17 +2476,22 @@ typedef struct amp_batch {
     int64_t epoch, index;           /* epoch from 0; index of this batch in its epoch */
 } amp_batch;
 
-/* A loader is used by one thread at a time.  Errors: 101, 102, 103 arrays of different length, 104, 105, 109, 110,
-   301, 302, 401, 402, 404, 405; 102 also when there is less than one batch. */
+/* A loader is used by one thread at a time; amp_loader_stop and amp_loader_info_get may come from any.  Errors: 101,
+   102, 103 arrays of different length, 104, 105, 109, 110, 301, 302, 401, 402, 404, 405; 102 also when there is less than
+   one batch. */
 AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
-/* Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
+/* For closing from another thread: a call that waits, and every later one, returns 106, and the position stays.  Save and
+   destroy remain. */
+AMP_API void amp_loader_stop(amp_loader *loader);
+/* A call that another thread is in ends with 106 first; none may begin any more (see amp_loader_stop).
+   Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
    behind, and frees what it uses, through the context's system table, when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the loader stands where it stood: the next call tries the same batch again.
-   Errors: 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
+   Errors: 106 stopped, 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
 AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
-/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 410. */
+/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 106, 410. */
 AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
 
 typedef struct amp_loader_info {
@@ -2495,7 +2511,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info
 AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *out);
 /* Record <prefix>.loader: what was consumed, not what was read ahead.  Load continues exactly there, also with
    other workers, prefetch, paths and epochs, and refuses other data, samples, order or world.
-   Errors of save: 102, 301; of load: 107, 408, 410. */
+   Errors of save: 102, 301; of load: 106, 107, 408, 410. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
 
@@ -3416,6 +3432,24 @@ AMPI_PRIVATE int64_t ampi_write_fully(const amp_system *s, intptr_t file, const 
     return done;
 }
 
+/* A signal interrupts them: open and sync are called again.  close is not: the descriptor is gone whatever it says. */
+AMPI_PRIVATE int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
+    int error;
+    do error = s->file_open(s->user, path, for_writing, file);
+    while (error == -EINTR);
+    return error;
+}
+AMPI_PRIVATE int ampi_file_sync(const amp_system *s, intptr_t file) {
+    int error;
+    do error = s->file_sync(s->user, file);
+    while (error == -EINTR);
+    return error;
+}
+AMPI_PRIVATE int ampi_file_close(const amp_system *s, intptr_t file) {
+    int error = s->file_close(s->user, file);
+    return error == -EINTR ? 0 : error;
+}
+
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
     amp_system s = ampi_system(system);
     char temporary[PATH_MAX];
@@ -3425,12 +3459,12 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     if (path == NULL || (data == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
     if (snprintf(temporary, sizeof temporary, "%s.tmp%ld", path, (long)getpid()) >= (int)sizeof temporary)
         return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
-    error = s.file_open(s.user, temporary, 1, &file);
+    error = ampi_file_open(&s, temporary, 1, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: %s", temporary, strerror(-error));
     n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
     if (n < 0) error = (int)n;
-    if (error == 0) error = s.file_sync(s.user, file);
-    n = s.file_close(s.user, file);
+    if (error == 0) error = ampi_file_sync(&s, file);
+    n = ampi_file_close(&s, file);
     if (error == 0) error = (int)n;
     if (error == 0) error = s.file_rename(s.user, temporary, path);
     if (error == 0) return AMP_OK;
@@ -3445,7 +3479,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     char *buffer;
     int error;
     if (path == NULL || data == NULL || bytes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
-    error = s.file_open(s.user, path, 0, &file);
+    error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = s.file_size(s.user, file);
     buffer = size < 0 ? NULL : (char *)s.alloc(s.user, (size_t)size + 1, 64);
@@ -4476,6 +4510,16 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
     return AMP_OK;
 }
 
+/* Moves the records of `from`, of the same system, into `to`: all of them or, without memory, none. */
+AMPI_PRIVATE amp_result ampi_state_move(amp_state *to, amp_state *from, const char *function) {
+    int64_t room = AMPI_MAX(to->room, 16), i;
+    while (room < to->n + from->n) room *= 2;
+    if (room > to->room) AMPI_TRY(ampi_state_grow(to, function, room));
+    for (i = 0; i < from->n; i++) (void)ampi_state_insert(to, function, from->records + i);
+    from->n = 0;
+    return AMP_OK;
+}
+
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     amp_system s = ampi_system(system);
     void *state;
@@ -4824,10 +4868,18 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     return cpu->pool[best].ptr;
 }
 
+/* Scratch memory that an operator of several kernels took before the first of them writes, so that none of the others
+   can fail for want of it.  asking: kernels do nothing but tell how much they would take. */
+typedef struct ampi_held { int asking, busy; void *ptr; size_t bytes; } ampi_held;
+static AMPI_THREAD_LOCAL ampi_held ampi_scratch_held;
+
 /* Scratch memory of one kernel call. */
 AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
+    ampi_held *held = &ampi_scratch_held;
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
+    if (held->asking) { held->bytes = AMPI_MAX(held->bytes, bytes); return NULL; }
+    if (held->ptr != NULL && !held->busy && bytes <= held->bytes) { held->busy = 1; return held->ptr; }
     if (cpu->pooled) {
         pthread_mutex_lock(&cpu->lock);
         ptr = ampi_pool_take(cpu, bytes);
@@ -4839,6 +4891,7 @@ AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
 AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
     int i, found = 0;
     if (ptr == NULL) return;
+    if (ptr == ampi_scratch_held.ptr) { ampi_scratch_held.busy = 0; return; }
     if (cpu->pooled) {
         pthread_mutex_lock(&cpu->lock);
         for (i = 0; i < AMPI_POOL_BLOCKS && !found; i++)
@@ -4849,6 +4902,7 @@ AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
 }
 
 AMPI_PRIVATE amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
+    if (ampi_scratch_held.asking) return AMP_ERR_MEMORY;
     return ampi_fail(AMP_ERR_MEMORY, kernel, "%zu bytes of scratch memory", bytes);
 }
 
@@ -5266,7 +5320,7 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
     ampi_gemm_cut_c(&call, threads);
     ampi_gemm_plan(&call);
     parts = g.batch * call.cut_m * call.cut_n;
-    if (threads == 1 && call.slot <= AMPI_GEMM_LOCAL) return ampi_gemm_small(&call);
+    if (threads == 1 && call.slot <= AMPI_GEMM_LOCAL) return ampi_scratch_held.asking ? AMP_OK : ampi_gemm_small(&call);
     threads = (int)AMPI_MIN(parts, (int64_t)threads);
     bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
     call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
@@ -7406,6 +7460,28 @@ static const amp_backend ampi_cpu_backend = {
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
+/* Holds the scratch memory that these calls will take, where they go to the CPU's own kernels, until ampi_let_go. */
+static amp_result ampi_hold(const amp_backend *backend, void *dev, const amp_k_gemm *gemms, int n_gemms, const amp_k_column_sum *sums, int n_sums) {
+    ampi_held *held = &ampi_scratch_held;
+    void *ptr;
+    int i;
+    held->bytes = 0;
+    held->asking = 1;
+    for (i = 0; i < n_gemms && backend->gemm == ampi_cpu_gemm; i++) (void)ampi_cpu_gemm(dev, &gemms[i], NULL);
+    for (i = 0; i < n_sums && backend->column_sum == ampi_cpu_column_sum; i++) (void)ampi_cpu_column_sum(dev, &sums[i], NULL);
+    held->asking = 0;
+    if (held->bytes == 0) return AMP_OK;
+    ptr = ampi_cpu_scratch((ampi_cpu *)dev, held->bytes);
+    if (ptr == NULL) return ampi_cpu_no_scratch(n_gemms > 0 ? "gemm" : "column_sum", held->bytes);
+    held->ptr = ptr;
+    return AMP_OK;
+}
+static void ampi_let_go(void *dev) {
+    void *ptr = ampi_scratch_held.ptr;
+    ampi_scratch_held.ptr = NULL;
+    ampi_cpu_release((ampi_cpu *)dev, ptr, ampi_scratch_held.bytes);
+}
+
 /* ==== 6 >>backends: implementation, the context ===================================================== */
 
 enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_ROOM = 2 * AMPI_TOLD };
@@ -9160,81 +9236,102 @@ static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const
 static int ampi_linear_fuses(const amp_context *amp) { return !amp->backend->host_visible; }
 
 /* bias: takes its gradient along; NULL: none. */
-static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, amp_param *bias) {
-    amp_param *w = op->weight;
+static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, const amp_param *bias) {
+    const amp_param *w = op->weight;
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
+    if (!ampi_wants_grad(w)) return g;
     g.m = dy->cols; g.n = x->cols; g.k = x->rows; g.batch = 1;
     g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld; g.trans_a = 1;
     g.b = x->data; g.b_dtype = x->dtype; g.ldb = x->ld;
     g.c = w->grad.data; g.c_dtype = w->grad.dtype; g.ldc = x->cols;
     g.alpha = 1; g.beta = w->grad_live ? 1.0f : 0.0f; g.compute = op->plan.compute;
     if (bias != NULL) { g.row_sum.data = bias->grad.data; g.row_sum.dtype = bias->grad.dtype; g.row_sum.add = bias->grad_live; }
-    AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
-    w->grad_live = 1;
-    if (bias != NULL) bias->grad_live = 1;
-    return AMP_OK;
+    return g;
 }
 
-/* The gradient of what was added to every row. */
-static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
+/* The gradient of what was added to every row; of no columns where it is not wanted. */
+static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
+    if (!ampi_wants_grad(bias)) return s;
     s.x = *dy;
     s.out = bias->grad.data;
     s.out_dtype = bias->grad.dtype;
     s.add = bias->grad_live;
-    AMPI_TRY(amp->backend->column_sum(amp->dev, &s, amp->desc.stream));
+    return s;
+}
+static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_column_sum *s) {
+    if (s->out == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->column_sum(amp->dev, s, amp->desc.stream));
     bias->grad_live = 1;
     return AMP_OK;
 }
 
-/* pre: what went into x_act, NULL: there is none. */
-static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx, const amp_tensor *pre) {
-    amp_k_gemm g;
+/* pre: what went into x_act, NULL: there is none.  ampi_cache_put(*held) ends the use of the weight. */
+static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx,
+                                      const amp_tensor *pre, amp_k_gemm *g, const void **held) {
     amp_mat at;
     ampi_cache_use use;
-    amp_result result;
-    const void *held;
-    memset(&g, 0, sizeof g);
-    g.m = dx->rows; g.n = dx->cols; g.k = dy->cols; g.batch = 1;
-    g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld;
-    g.ldb = dx->cols;
-    g.c = dx->data; g.c_dtype = dx->dtype; g.ldc = dx->ld;
-    g.alpha = 1; g.compute = op->plan.compute;
+    *held = NULL;
+    memset(g, 0, sizeof *g);
+    if (dx->data == NULL) return AMP_OK;
+    g->m = dx->rows; g->n = dx->cols; g->k = dy->cols; g->batch = 1;
+    g->a = dy->data; g->a_dtype = dy->dtype; g->lda = dy->ld;
+    g->ldb = dx->cols;
+    g->c = dx->data; g->c_dtype = dx->dtype; g->ldc = dx->ld;
+    g->alpha = 1; g->compute = op->plan.compute;
     if (pre != NULL && ampi_linear_fuses(amp)) {
         AMPI_TRY(ampi_rows(f, "x_pre", pre, &at));
-        g.backward = 1; g.act = op->x_act;
-        g.pre = at.data; g.pre_dtype = at.dtype; g.ld_pre = at.ld;
+        g->backward = 1; g->act = op->x_act;
+        g->pre = at.data; g->pre_dtype = at.dtype; g->ld_pre = at.ld;
     }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held, &use));
-    result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
-    ampi_cache_put(amp, held);
-    if (result != AMP_OK || pre == NULL || g.backward) return result;
-    return ampi_linear_activation_backward(amp, f, op->x_act, pre, "x_pre", &op->dx, "dx");
+    return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, g, held, &use);
+}
+
+/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
+typedef struct ampi_linear_calls { amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along; } ampi_linear_calls;
+
+static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op *op, const ampi_linear_calls *c) {
+    if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
+    if (c->gemms[0].c) {
+        AMPI_TRY(amp->backend->gemm(amp->dev, &c->gemms[0], amp->desc.stream));
+        op->weight->grad_live = 1;
+        if (c->along != NULL) c->along->grad_live = 1;
+    }
+    AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
+    if (c->gemms[1].c == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->gemm(amp->dev, &c->gemms[1], amp->desc.stream));
+    if (c->x_pre == NULL || c->gemms[1].backward) return AMP_OK;
+    return ampi_linear_activation_backward(amp, f, op->x_act, c->x_pre, "x_pre", &op->dx, "dx");
 }
 
 AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
     const char *f = "amp_linear_backward";
-    const amp_tensor *pre = NULL, *x_pre = NULL;
+    ampi_linear_calls c;
     amp_mat x, y, dy, dx, same;
-    amp_param *along;
+    const void *held;
+    amp_result result;
+    memset(&c, 0, sizeof c);
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
     if (dx.data && op->x_act != AMP_ACT_NONE) {
-        AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &x_pre));
-        AMPI_TRY(ampi_rows_like(f, "x_pre", x_pre, "x", &x, &same));
+        AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &c.x_pre));
+        AMPI_TRY(ampi_rows_like(f, "x_pre", c.x_pre, "x", &x, &same));
     }
-    if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
-        AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &pre));
-        AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, pre, "pre", &op->dy, "dy"));
-    }
-    along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
-    if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy, along));
-    if (ampi_wants_grad(op->bias) && along == NULL) AMPI_TRY(ampi_dbias(amp, op->bias, &dy));
-    return dx.data ? ampi_linear_dx(amp, f, op, &dy, &dx, x_pre) : AMP_OK;
+    if (op->act != AMP_ACT_NONE && !op->dy_before_act)
+        AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &c.pre));
+    c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
+    c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
+    c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
+    AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], &held));
+    result = ampi_hold(amp->backend, amp->dev, c.gemms, 2, &c.sum, 1);
+    if (result == AMP_OK) result = ampi_linear_run(amp, f, op, &c);
+    ampi_let_go(amp->dev);
+    ampi_cache_put(amp, held);
+    return result;
 }
 
 /* ---- Batched matmul */
@@ -9255,9 +9352,9 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
-/* c = alpha op(a) op(b), shapes checked. */
-static amp_result ampi_batched_gemm(amp_context *amp, const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
-                                    const ampi_operand *c, float alpha, amp_dtype compute) {
+/* *out: c = alpha op(a) op(b), shapes checked. */
+static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
+                                    const ampi_operand *c, float alpha, amp_dtype compute, amp_k_gemm *out) {
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
     g.m = trans_a ? a->cols : a->rows;
@@ -9273,19 +9370,22 @@ static amp_result ampi_batched_gemm(amp_context *amp, const char *f, const ampi_
     g.b = b->data; g.b_dtype = b->dtype; g.ldb = b->ld; g.stride_b = b->stride; g.trans_b = trans_b;
     memcpy(&g.c, &c->data, sizeof g.c); g.c_dtype = c->dtype; g.ldc = c->ld; g.stride_c = c->stride;
     g.alpha = alpha; g.compute = compute;
-    return amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+    *out = g;
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
     const char *f = "amp_matmul";
     ampi_operand a, b, y;
+    amp_k_gemm g;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_batched_gemm(amp, f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute));
+    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
+    AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
 }
@@ -9294,7 +9394,10 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
 AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
     const char *f = "amp_matmul_backward";
     ampi_operand a, b, dy, da, db;
+    amp_k_gemm gemms[2];
+    amp_result result;
     float alpha;
+    int n = 0, i;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), &op->plan));
     alpha = op->alpha == 0 ? 1 : op->alpha;
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
@@ -9302,15 +9405,18 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
     if (op->da.data) {
         AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
-        if (op->trans_a) AMPI_TRY(ampi_batched_gemm(amp, f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute));
-        else AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute));
+        if (op->trans_a) AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));
+        else AMPI_TRY(ampi_batched_gemm(f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute, &gemms[n++]));
     }
     if (op->db.data) {
         AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
-        if (op->trans_b) AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute));
-        else AMPI_TRY(ampi_batched_gemm(amp, f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute));
+        if (op->trans_b) AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
+        else AMPI_TRY(ampi_batched_gemm(f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute, &gemms[n++]));
     }
-    return AMP_OK;
+    result = ampi_hold(amp->backend, amp->dev, gemms, n, NULL, 0);
+    for (i = 0; i < n && result == AMP_OK; i++) result = amp->backend->gemm(amp->dev, &gemms[i], amp->desc.stream);
+    ampi_let_go(amp->dev);
+    return result;
 }
 
 /* ---- The BLAS-shaped GEMM */
@@ -9571,7 +9677,9 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
 AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
     const char *f = "amp_activation_backward";
     amp_k_activation k;
+    amp_k_column_sum sum;
     amp_mat dx;
+    amp_result result;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
@@ -9580,12 +9688,15 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
         return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads with a .bias: give .y its own memory");
     k.dy = op->dy.data;
     k.dx = op->dx.data;
-    AMPI_TRY(amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
-    if (!ampi_wants_grad(op->bias) || k.cols == 0) return AMP_OK;
     memset(&dx, 0, sizeof dx);
     dx.data = k.dx; dx.dtype = k.x_dtype;
-    dx.rows = k.n / k.cols; dx.cols = dx.ld = k.cols;
-    return ampi_dbias(amp, op->bias, &dx);
+    dx.rows = k.cols ? k.n / k.cols : 0; dx.cols = dx.ld = k.cols;
+    sum = ampi_dbias_args(k.cols ? op->bias : NULL, &dx);
+    AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
+    result = amp->backend->activation_backward(amp->dev, &k, amp->desc.stream);
+    if (result == AMP_OK) result = ampi_dbias(amp, op->bias, &sum);
+    ampi_let_go(amp->dev);
+    return result;
 }
 
 static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
@@ -9617,14 +9728,22 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
 AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
     const char *f = "amp_swiglu_backward";
     amp_k_swiglu k;
+    amp_k_column_sum sum;
+    amp_result result;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op), &op->plan));
     AMPI_TRY(ampi_swiglu_args(f, op, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
     AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
-    AMPI_TRY(amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream));
-    if (ampi_wants_grad(op->gate_bias)) AMPI_TRY(ampi_dbias(amp, op->gate_bias, &k.dgate));
-    return ampi_wants_grad(op->up_bias) ? ampi_dbias(amp, op->up_bias, &k.dup) : AMP_OK;
+    sum = ampi_dbias_args(ampi_wants_grad(op->gate_bias) ? op->gate_bias : op->up_bias, &k.dgate);      /* as large as that of dup */
+    AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
+    result = amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
+    sum = ampi_dbias_args(op->gate_bias, &k.dgate);
+    if (result == AMP_OK) result = ampi_dbias(amp, op->gate_bias, &sum);
+    sum = ampi_dbias_args(op->up_bias, &k.dup);
+    if (result == AMP_OK) result = ampi_dbias(amp, op->up_bias, &sum);
+    ampi_let_go(amp->dev);
+    return result;
 }
 
 /* ---- Losses */
@@ -10571,18 +10690,16 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 }
 
 enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
+#define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
-AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
     int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
-    int32_t disabled;
+    int32_t disabled = scaler->desc.disable != 0;
     char key[64];
-    const amp_scaler_desc *d;
-    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
-    d = &scaler->desc;
-    disabled = d->disable != 0;
+    const amp_scaler_desc *d = &scaler->desc;
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
     if (disabled || amp_state_count(state, key, NULL) >= 0)    /* an earlier save's record must not stay */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
@@ -10601,12 +10718,23 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     return ampi_put(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE);
 }
 
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+    amp_state *own;
+    amp_result r;
+    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
+    AMPI_TRY(amp_state_create(&own, &state->system));
+    r = ampi_save_scaler(scaler, own, prefix);
+    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_scaler_save");
+    amp_state_destroy(own);
+    return r;
+}
+
 /* Saved numbers as a state that the rule can go on from. */
 AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters,
                                          amp_k_scaler *s) {
     int i;
     for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
-        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || (i < 6 && counters[i] > INT32_MAX))
+        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || counters[i] > (i < 6 ? INT32_MAX : AMPI_COUNT_MOST))
             return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved counter %d = %lld is out of range", i,
                              (long long)counters[i]);
     if (counters[1] == 0 || counters[2] > d->hysteresis)
@@ -11420,21 +11548,28 @@ AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *stat
     return AMP_OK;
 }
 
-AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
-    const amp_optimizer *o = optimizer;
-    const amp_system *s;
-    int64_t bytes;
+AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t bytes = ampi_row_room(o->set);
     amp_result r;
     void *room;
-    if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
-    s = ampi_context_system(o->amp);
-    bytes = ampi_row_room(o->set);
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, bytes, 1));
     r = ampi_save_arrays(o, state, prefix, room);
     ampi_free(s, room, bytes, 1);
+    return r;
+}
+
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+    amp_state *own;
+    amp_result r;
+    if (optimizer == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
+    AMPI_TRY(amp_state_create(&own, &state->system));
+    r = ampi_save_optimizer(optimizer, own, prefix);
+    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_optimizer_save");
+    amp_state_destroy(own);
     return r;
 }
 
@@ -11599,8 +11734,8 @@ AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int
     if (steps[0] != (int64_t)o->desc.kind)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
     for (i = 1; i < AMPI_SAVED_STEPS; i++)
-        if (steps[i] < 0)
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is negative", (long long)i,
+        if (steps[i] < 0 || steps[i] > AMPI_COUNT_MOST)
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is out of range", (long long)i,
                              (long long)steps[i]);
     for (i = 0; i < AMPI_SAVED_REALS; i++)
         if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0) || (i < 2 && reals[i] > 1))
@@ -11618,7 +11753,7 @@ AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *step
     amp_k_found f;
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     f.attempts = steps[2]; f.step = steps[5]; f.skips = steps[6];
-    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX);
+    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX / 2);
     f.beta1_power = reals[0]; f.beta2_power = reals[1];
     AMPI_TRY(ampi_send(o->amp, o->set->found, &f, sizeof f));
     o->micro = (int32_t)steps[1];
@@ -12017,6 +12152,7 @@ struct amp_loader {
     int has_lock, threads, stop, paused, waiting;
     int cancel;                     /* atomic: workers drop what they do */
     int64_t busy, retries;
+    int64_t calls;                  /* of the host's, that are inside */
     int64_t holders;                /* who still needs the loader's shell: its owner, and workers left behind */
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
@@ -12030,11 +12166,14 @@ struct amp_loader {
 
 static const char ampi_loader_create_name[] = "amp_loader_create";
 
-/* Reads up to `bytes` at an offset; fewer only at the end of the file. */
+/* Reads up to `bytes` at an offset; fewer only at the end that the file had when it was opened. */
 static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, void *buffer, int64_t bytes,
                                  int64_t offset, int64_t *got) {
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
-    if (*got >= 0) return AMP_OK;
+    if (*got >= AMPI_MIN(bytes, f->bytes - offset)) return AMP_OK;
+    if (*got >= 0)
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ended at offset %lld, it had %lld bytes", f->path,
+                         (long long)(offset + *got), (long long)f->bytes);
     return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got),
                      (long long)offset);
 }
@@ -12205,7 +12344,7 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
 static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_format format) {
     uint8_t head[AMPI_NPY_HEADER];
     int64_t n;
-    int error = f->is_open ? 0 : l->system.file_open(l->system.user, f->path, 0, &f->handle);
+    int error = f->is_open ? 0 : ampi_file_open(&l->system, f->path, 0, &f->handle);
     if (error == -EMFILE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
                          "%s: every file stays open, and of %lld only %lld could be; raise `ulimit -n`", f->path,
@@ -12316,7 +12455,7 @@ static int ampi_search_name(void *search, const char *name) {
 
 static int ampi_path_exists(const amp_system *s, const char *path) {
     intptr_t handle;
-    int error = s->file_open(s->user, path, 0, &handle);
+    int error = ampi_file_open(s, path, 0, &handle);
     if (error == 0) s->file_close(s->user, handle);
     return error != -ENOENT && error != -ENOTDIR;
 }
@@ -12847,6 +12986,8 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
                      l->desc.timeout_ms, id, l->files[__atomic_load_n(&w->file, __ATOMIC_RELAXED)].path, offset);
 }
 
+static amp_result ampi_stopped(const char *function) { return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped"); }
+
 /* Waits for news from a worker until `deadline` (monotonic ns); 0 when that has passed. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
     struct timespec until;
@@ -12876,7 +13017,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         else l->claimed++;
         ampi_queue_store(l, slot, ampi_worker_fill(l->workers, number, slot));
     }
-    while (slot->state != AMPI_SLOT_READY && result == AMP_OK) {
+    while (slot->state != AMPI_SLOT_READY && result == AMP_OK && !l->stop) {
         if (slot->state == AMPI_SLOT_FAILED) {
             if (!slot->ahead) {
                 result = slot->result;
@@ -12895,7 +13036,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             result = ampi_queue_timeout(l, slot, "amp_loader_next");
     }
     if (begin != 0) l->wait_ns += ampi_posix_clock(NULL) - begin;
-    return result;
+    return result == AMP_OK && l->stop ? ampi_stopped("amp_loader_next") : result;
 }
 
 /* ---- Workers */
@@ -12977,17 +13118,43 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Sees every worker out: those that do not come back from a read are left behind. */
-static void ampi_loader_stop(amp_loader *l) {
-    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
-    if (!l->has_lock) return;
+AMP_API void amp_loader_stop(amp_loader *l) {
+    if (l == NULL || !l->has_lock) return;
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
     l->stop = 1;
     pthread_cond_broadcast(&l->work);
+    pthread_cond_broadcast(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+}
+
+/* Around the host's calls that may wait: destroying waits until they are out. */
+static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
+    amp_result result;
+    pthread_mutex_lock(&l->lock);
+    result = l->stop ? ampi_stopped(function) : AMP_OK;
+    if (result == AMP_OK) l->calls++;
+    pthread_mutex_unlock(&l->lock);
+    return result;
+}
+
+static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
+    pthread_mutex_lock(&l->lock);
+    l->calls--;
+    if (l->stop) pthread_cond_broadcast(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+    return result;
+}
+
+/* Sees every call and every worker out: workers that do not come back from a read are left behind. */
+static void ampi_loader_finish(amp_loader *l) {
+    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
+    if (!l->has_lock) return;
+    amp_loader_stop(l);
+    pthread_mutex_lock(&l->lock);
     do {
         int late = ampi_posix_clock(NULL) >= deadline;
-        for (i = inside = 0; i < l->n_workers; i++) {
+        for (i = 0, inside = l->calls; i < l->n_workers; i++) {
             ampi_worker *w = l->workers + i;
             int expected = AMPI_WORKER_READING;
             if (!w->started || w->exited) continue;
@@ -13136,7 +13303,7 @@ static void ampi_loader_free_buffers(amp_loader *l) {
 AMP_API void amp_loader_destroy(amp_loader *l) {
     int last = 1;
     if (l == NULL) return;
-    ampi_loader_stop(l);
+    ampi_loader_finish(l);
     ampi_loader_free_buffers(l);
     if (l->has_lock) {
         pthread_mutex_lock(&l->lock);
@@ -13345,19 +13512,19 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
+static amp_result ampi_next(amp_loader *l, amp_batch *out) {
     char *data = NULL;
-    int64_t number, start, i;
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
-    number = l->consumed;
+    int64_t number = l->consumed, start, i;
+    int stop;
     if (number >= l->end)
         return ampi_fail(AMP_ERR_END, "amp_loader_next", "%lld epochs of %lld batches are over",
                          (long long)l->desc.epochs, (long long)l->batches);
     AMPI_TRY(l->backend->host_visible ? ampi_next_host(l, number, &data) : ampi_next_device(l, number, &data));
     pthread_mutex_lock(&l->lock);
-    l->consumed++;
+    stop = l->stop;
+    l->consumed += !stop;
     pthread_mutex_unlock(&l->lock);
+    if (stop) return ampi_stopped("amp_loader_next");
     l->deliveries++;
     memset(out, 0, sizeof *out);
     ampi_loader_slice(l, number % l->batches, &start, &out->valid);
@@ -13371,29 +13538,42 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     return AMP_OK;
 }
 
+AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
+    amp_batch batch;
+    if (l == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_loader_enter(l, "amp_loader_next"));
+    AMPI_TRY(ampi_loader_leave(l, ampi_next(l, &batch)));
+    *out = batch;
+    return AMP_OK;
+}
+
 /* ---- Position */
 
 /* Makes batch `number` the next one.  Workers drop what they do; what was read ahead is forgotten. */
 static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
-    if (l->copy_stream != NULL) AMPI_TRY(l->backend->stream_sync(l->dev, l->copy_stream));
+    AMPI_TRY(ampi_loader_enter(l, function));
+    if (l->copy_stream != NULL) result = l->backend->stream_sync(l->dev, l->copy_stream);
+    if (result != AMP_OK) return ampi_loader_leave(l, result);
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
     l->paused = 1;
-    while (l->busy > 0 && result == AMP_OK)
+    while (l->busy > 0 && result == AMP_OK && !l->stop)
         if (!ampi_queue_wait(l, deadline) && l->busy > 0)
             result = ampi_queue_timeout(l, ampi_slot_of(l, l->consumed), function);
+    if (result == AMP_OK && l->stop) result = ampi_stopped(function);
     if (result == AMP_OK) {
         l->consumed = l->claimed = l->released = l->issued = number;
         l->retries = 0;
         for (i = 0; i < l->depth; i++) l->slots[i].state = AMPI_SLOT_EMPTY;
     }
     l->paused = 0;
-    __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
+    if (!l->stop) __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&l->work);
     pthread_mutex_unlock(&l->lock);
-    return result;
+    return ampi_loader_leave(l, result);
 }
 
 AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) {
@@ -13419,12 +13599,12 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
     out->tokens = l->tokens;
     out->samples = l->samples;
     out->batches = l->batches;
+    out->hash = l->hash;
+    pthread_mutex_lock(&changing->lock);
     out->epoch = l->consumed / l->batches;
     out->index = l->consumed % l->batches;
     out->waits = l->waits;
     out->wait_seconds = 1e-9 * (double)l->wait_ns;
-    out->hash = l->hash;
-    pthread_mutex_lock(&changing->lock);
     for (number = l->consumed; number < l->claimed; number++)
         if (ampi_slot_of(changing, number)->state == AMPI_SLOT_READY) out->ready++;
     pthread_mutex_unlock(&changing->lock);
@@ -14593,7 +14773,7 @@ AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t n;
     char last = '\n';
-    int error = s->file_open(s->user, m->desc.path, m->desc.append ? 2 : 1, &m->file);
+    int error = ampi_file_open(s, m->desc.path, m->desc.append ? 2 : 1, &m->file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, strerror(-error));
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
@@ -14611,7 +14791,7 @@ AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int error;
     AMPI_TRY(ampi_lines_write(m, function));
-    error = m->open ? s->file_sync(s->user, m->file) : 0;
+    error = m->open ? ampi_file_sync(s, m->file) : 0;
     if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* no file that could be synced */
     return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
 }
@@ -15080,7 +15260,7 @@ AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     int64_t i;
-    int error = m->open ? s->file_close(s->user, m->file) : 0;
+    int error = m->open ? ampi_file_close(s, m->file) : 0;
     if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
     for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
     ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
