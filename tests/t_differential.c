@@ -401,13 +401,15 @@ TEST(scaler_programs) {
 
 /* ---- Presets */
 
-/* By the number of amp_scaler_preset, or 60 for fairseq with tolerance 0.25; scale 0 and window 0 mean the preset's. */
+/* By the number of amp_scaler_preset; 60: fairseq with tolerance 0.25; 40: DeepSpeed without hysteresis.  Scale 0 and
+   window 0 mean the preset's. */
 static amp_scaler *preset_scaler(amp_context *amp, int preset, int window, float scale) {
     amp_scaler *s = NULL;
     amp_scaler_desc d;
     memset(&d, 0, sizeof d);
-    d.preset = preset == 60 ? AMP_SCALER_FAIRSEQ : (amp_scaler_preset)preset;
+    d.preset = preset == 60 ? AMP_SCALER_FAIRSEQ : preset == 40 ? AMP_SCALER_DEEPSPEED : (amp_scaler_preset)preset;
     d.tolerance = preset == 60 ? 0.25 : 0;
+    d.hysteresis = preset == 40;
     d.growth_interval = window;
     d.init_scale = scale;
     CHECK_OK(amp_scaler_create(amp, &s, &d));
@@ -476,7 +478,7 @@ TEST(presets) {
     amp_close(t.amp);
     fclose(f);
     free(l);
-    CHECK(cells == 80 && events > 100);
+    CHECK(cells == 88 && events > 100);
     printf("counted replayed_preset_cells %lld\ncounted replayed_preset_events %lld\n", (long long)cells, (long long)events);
 }
 
