@@ -471,28 +471,30 @@ static void *sweep_remainders(void *arg) {
 
 /* The paths above AVX-512 have its conversions: only the short form takes them too. */
 TEST(remainders_of_every_pattern) {
-    static remainder_sweep sweeps[2];
+    enum { SWEEPERS = 8 };
+    static remainder_sweep sweeps[SWEEPERS];
     int path, kind, t, last = (int)ampi_cpu_best_path();
     if (every_pattern && last > AMP_CPU_AVX512) last = AMP_CPU_AVX512;
     for (path = AMP_CPU_SCALAR; path <= last; path++) for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
         const char *name = kind == AMP_SGD ? "SGD" : "AdamW";
-        int64_t lost, moved;
+        int64_t patterns = 0, lost = 0, moved = 0, failed = 0;
         memset(sweeps, 0, sizeof sweeps);
-        for (t = 0; t < 2; t++) {
+        for (t = 0; t < SWEEPERS; t++) {
             sweeps[t].path = (amp_cpu_path)path; sweeps[t].kind = (amp_optimizer_kind)kind;
-            sweeps[t].first = (uint32_t)t; sweeps[t].step = 2;
+            sweeps[t].first = (uint32_t)t; sweeps[t].step = SWEEPERS;
             CHECK_EQ(pthread_create(&sweeps[t].thread, NULL, sweep_remainders, &sweeps[t]), 0);
         }
-        for (t = 0; t < 2; t++) pthread_join(sweeps[t].thread, NULL);
-        lost = sweeps[0].lost + sweeps[1].lost;
-        moved = sweeps[0].moved + sweeps[1].moved;
-        CHECK_EQ(sweeps[0].patterns + sweeps[1].patterns, every_pattern ? (int64_t)1 << 32 : 1 << 19);
-        CHECK_EQ(sweeps[0].failed + sweeps[1].failed, 0);
+        for (t = 0; t < SWEEPERS; t++) {
+            pthread_join(sweeps[t].thread, NULL);
+            patterns += sweeps[t].patterns; lost += sweeps[t].lost; moved += sweeps[t].moved; failed += sweeps[t].failed;
+        }
+        CHECK_EQ(patterns, every_pattern ? (int64_t)1 << 32 : 1 << 19);
+        CHECK_EQ(failed, 0);
         CHECK_MSG(lost == 0, "path %d, %s: %lld lost", path, name, (long long)lost);
         CHECK_MSG(moved == 0, "path %d, %s: %lld skipped steps moved something", path, name, (long long)moved);
         if (!every_pattern) continue;
         printf("  remainders, path %d, %s: %lld patterns, %lld lost, %lld moved by a skipped step\n", path, name,
-               (long long)(sweeps[0].patterns + sweeps[1].patterns), (long long)lost, (long long)moved);
+               (long long)patterns, (long long)lost, (long long)moved);
         fflush(stdout);
     }
 }
@@ -593,6 +595,28 @@ TEST(stochastic_rounding_takes_the_words_it_says) {
     }
 }
 
+/* A NaN of all ones, as GPUs make it, comes from an fp32 gradient: rounded, it is one still. */
+static void check_nan_gradients(amp_context *amp, amp_dtype dtype) {
+    static float g[WALKERS];
+    uint16_t top = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
+    uint32_t ones = 0x7fffffff;
+    amp_param p;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    int64_t k;
+    memset(&p, 0, sizeof p);
+    memset(&d, 0, sizeof d);
+    for (k = 0; k < WALKERS; k++) { walk_w[0][k] = 0; memcpy(&g[k], &ones, 4); }
+    p.name = "w"; p.grad_live = 1;
+    p.weight = amp_tensor1(walk_w[0], dtype, WALKERS);
+    p.grad = amp_tensor1(g, AMP_F32, WALKERS);
+    d.params = &p; d.n_params = 1; d.kind = AMP_SGD; d.lr = 1; d.master = AMP_MASTER_STOCHASTIC; d.apply_nonfinite = 1;
+    o = make(amp, &d);
+    CHECK_OK(amp_step(o, NULL));
+    for (k = 0; k < WALKERS; k++) CHECK_MSG((walk_w[0][k] & 0x7fff) > top, "NaN became %04x", walk_w[0][k]);
+    amp_optimizer_destroy(o);
+}
+
 /* Weights that no rounding may change, whatever word it draws: NaN of every kind, infinities, zeros, the largest and the
    smallest numbers.  One that goes a quarter of a step beyond the largest number becomes infinite once in four times. */
 TEST(stochastic_rounding_of_special_weights) {
@@ -626,6 +650,7 @@ TEST(stochastic_rounding_of_special_weights) {
             }
         }
         bound = 5 * sqrt(p * (1 - p) / (STEPS * WALKERS));            /* binomial: once in two million seeds */
+        check_nan_gradients(amp, kind ? AMP_F16 : AMP_BF16);
         CHECK_MSG(fabs((double)over / (STEPS * WALKERS) - p) <= bound, "%g of them overflow, must be %g within %g", (double)over / (STEPS * WALKERS), p, bound);
         amp_optimizer_destroy(o);
         amp_close(amp);
