@@ -1503,6 +1503,129 @@ TEST(scenarios) {
         if (now.only == NULL || strcmp(now.only, scenarios[i].name) == 0) run_scenario(scenarios + i);
 }
 
+/* ---- What no n-th call brings about */
+
+static amp_result open_plain(env *e, const scenario *s) {
+    now.s = s;
+    now.f = NULL;
+    env_open(e);
+    return open_host(e, AMP_F32);
+}
+
+/* A callback that ends its thread: its batch fails by name, another worker makes it up; when none is left, every call
+ * says so.  Nothing waits for the dead. */
+static struct { int64_t at, times, asked; } deadly;
+static int deadly_read(void *user, const amp_sample *sample, void *const *fields) {
+    if (sample->sample >= deadly.at && __atomic_sub_fetch(&deadly.times, 1, __ATOMIC_SEQ_CST) >= 0) pthread_exit(NULL);
+    return callback_read(user, sample, fields);
+}
+
+static amp_loader *deadly_loader(env *e, int workers) {
+    amp_loader_desc d;
+    amp_source source;
+    amp_loader *loader = NULL;
+    memset(&d, 0, sizeof d);
+    memset(&source, 0, sizeof source);
+    source.read = deadly_read;
+    source.samples = 40;
+    source.fields[0].dtype = AMP_F32; source.fields[0].count = 6;
+    source.fields[1].dtype = AMP_I32; source.fields[1].count = 1;
+    source.n_fields = 2;
+    d.source = &source;
+    d.batch = 4;
+    d.workers = workers;
+    d.timeout_ms = 20000;
+    CHECK_OK(amp_loader_create(e->amp, &loader, &d));
+    return loader;
+}
+
+TEST(worker_death) {
+    static const scenario s = {"worker death", 0, {AMP_OK}, NULL, NULL, NULL, NULL};
+    int workers, i, failed;
+    amp_batch b;
+    env e;
+    for (workers = 1; workers <= 3; workers++) {
+        CHECK_OK(open_plain(&e, &s));
+        deadly.at = 10;
+        deadly.times = workers == 3 ? 1 : 1000;
+        e.loader = deadly_loader(&e, workers);
+        for (i = failed = 0; i < 10; i++) {
+            amp_result r = amp_loader_next(e.loader, &b);
+            if (r != AMP_OK) {
+                failed++;
+                CHECK_EQ(r, AMP_ERR_SOURCE);
+                CHECK_MSG(says_what(r) && strstr(amp_last_error(), "ended") != NULL, "%s", amp_last_error());
+                if (workers == 3) i--;              /* the next call works */
+            } else CHECK(((const int32_t *)b.fields[1])[0] == 4 * i);
+        }
+        CHECK(workers == 3 ? failed <= 1 : failed == 8);        /* read ahead, it is made up for without a word */
+        if (workers < 3) CHECK_OK(amp_loader_seek(e.loader, 0, 0));
+        data_close(&e);
+        CHECK_MSG(faults_balanced(), "%lld blocks, %lld threads", (long long)faults.blocks, (long long)faults.threads);
+        faults_forget();
+    }
+}
+
+/* Token and array files are cut short, and others are renamed over them, while a loader has them open: what is there is
+ * delivered as it was, what is not is an error by name, and when the bytes are back the same call works. */
+static uint64_t read_changing(int variant, int change, int *failed) {
+    static const scenario s = {"changing files", 0, {AMP_OK}, NULL, NULL, NULL, NULL};
+    const char *names[2] = {"tok1.bin", "tok2.bin"}, *path;
+    unsigned char junk[2000];
+    void *data[2];
+    size_t bytes[2];
+    env e;
+    int i, k;
+    CHECK_OK(open_plain(&e, &s));
+    e.variant = variant;
+    if (variant == 3) { names[0] = "x.npy"; names[1] = "y.npy"; }
+    memset(junk, 1, sizeof junk);
+    for (k = 0; k < 2; k++) CHECK_OK(amp_file_read_all(NULL, fixture_path(names[k]), &data[k], &bytes[k]));
+    CHECK_OK(data_create(&e));
+    for (i = 0; i < 25; i++) {
+        amp_result r;
+        for (k = 0; k < 2 && i == 2; k++) {
+            path = fixture_path(names[k]);
+            if (change == 1 && i == 2) CHECK(truncate(path, (off_t)(bytes[k] / 3)) == 0);
+            if (change == 2 && i == 2) CHECK_OK(amp_file_write_atomic(NULL, path, junk, sizeof junk));
+            if (change == 3 && i == 2) CHECK(remove(path) == 0);
+        }
+        r = data_next(&e);
+        if (r == AMP_OK) continue;
+        ++*failed;
+        CHECK_EQ(r, AMP_ERR_TRUNCATED);
+        CHECK_MSG(says_what(r) && strstr(amp_last_error(), fixture) != NULL, "%s", amp_last_error());
+        for (k = 0; k < 2; k++) {
+            FILE *file = fopen(fixture_path(names[k]), "r+b");
+            CHECK(file != NULL && fwrite(data[k], 1, bytes[k], file) == bytes[k] && fclose(file) == 0);
+        }
+        CHECK_OK(data_next(&e));
+    }
+    data_close(&e);
+    for (k = 0; k < 2; k++) {
+        CHECK_OK(amp_file_write_atomic(NULL, fixture_path(names[k]), data[k], bytes[k]));
+        amp_file_free(NULL, data[k], bytes[k]);
+    }
+    CHECK(faults_balanced());
+    return e.digest;
+}
+
+TEST(files_change_while_open) {
+    static const int variants[] = {0, 2, 3};
+    int i, change, failed;
+    for (i = 0; i < 3; i++) {
+        uint64_t wanted;
+        failed = 0;
+        wanted = read_changing(variants[i], 0, &failed);
+        CHECK_EQ(failed, 0);
+        for (change = 1; change <= 3; change++) {
+            failed = 0;
+            CHECK_MSG(read_changing(variants[i], change, &failed) == wanted, "other bits: variant %d, change %d", variants[i], change);
+            CHECK_MSG((failed > 0) == (change == 1), "variant %d, change %d: %d calls failed", variants[i], change, failed);
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     int i;
     TEST_BEGIN(argc, argv);
@@ -1513,6 +1636,8 @@ int main(int argc, char **argv) {
     }
     fixtures_write();
     RUN(scenarios);
+    RUN(worker_death);
+    RUN(files_change_while_open);
     fixtures_remove();
     return TEST_END();
 }
