@@ -25,7 +25,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive oracle bench \
+.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive anomalies oracle bench \
         bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -39,6 +39,7 @@ help: backend
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
+	@echo "make anomalies        every call to the host fails in turn: memory, files, threads, clock, into tests/records/"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
@@ -85,7 +86,7 @@ endif
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_numerics t_optimizer
 INSIDE_QUICK := t_care t_context t_data t_scaler t_settings t_state t_verify t_watch
-TEST_HEADERS := tests/test.h tests/golden.h tests/recording_backend.h $(HEADERS)
+TEST_HEADERS := tests/test.h tests/faults.h tests/golden.h tests/recording_backend.h $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -119,6 +120,10 @@ test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
 
 test-exhaustive: $(BUILD)/t_numbers
 	$(BUILD)/t_numbers --full
+
+anomalies: $(BUILD)/t_anomalies
+	mkdir -p tests/records
+	$(BUILD)/t_anomalies --all --record tests/records/anomalies-$$(date +%F).json
 
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
