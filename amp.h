@@ -3308,14 +3308,16 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
 typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
 
 /* The thread and whoever joins or detaches it both hold its record; the later one frees it. */
-static void ampi_posix_thread_release(ampi_posix_thread *t) {
+static void ampi_posix_thread_release(void *thread) {
+    ampi_posix_thread *t = (ampi_posix_thread *)thread;
     if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
 }
 
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
+    pthread_cleanup_push(ampi_posix_thread_release, t);         /* also when `run` ends the thread */
     t->run(t->arg);
-    ampi_posix_thread_release(t);
+    pthread_cleanup_pop(1);
     return NULL;
 }
 
@@ -12118,6 +12120,7 @@ typedef struct ampi_worker {
     struct amp_loader *loader;
     void *thread;
     int id, started, exited, abandoned;
+    int64_t number;                 /* of the batch it fills */
     int phase;                      /* atomic */
     int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
     uint8_t *scratch;
@@ -12157,6 +12160,7 @@ struct amp_loader {
     int64_t issued;                 /* number of the first batch whose copy was not begun */
     /* the queue, under the lock */
     int has_lock, threads, stop, paused, waiting;
+    int lost;                       /* of the threads: ended by what they called */
     int cancel;                     /* atomic: workers drop what they do */
     int64_t busy, retries;
     int64_t calls;                  /* of the host's, that are inside */
@@ -13033,6 +13037,10 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             ampi_queue_again(l, slot);
             if (!slot->ahead) break;
         }
+        if (l->threads > 0 && l->lost == l->threads) {
+            result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "no worker is left, the callback ended their threads: create the loader anew");
+            break;
+        }
         if (begin == 0) {
             begin = ampi_posix_clock(NULL);
             l->waits++;
@@ -13075,6 +13083,32 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
+/* What a worker called ended its thread (pthread_exit) instead of returning: its batch fails, the others go on. */
+static void ampi_worker_died(void *arg) {
+    ampi_worker *w = (ampi_worker *)arg;
+    amp_loader *l = w->loader;
+    int last = 0;
+    pthread_mutex_lock(&l->lock);
+    if (__atomic_load_n(&w->phase, __ATOMIC_SEQ_CST) == AMPI_WORKER_ABANDONED) last = --l->holders == 0;
+    else {
+        l->busy--;
+        l->lost++;
+        w->exited = 1;
+        ampi_queue_store(l, ampi_slot_of(l, w->number),
+                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: what it called ended its thread, at sample or offset %lld",
+                                   w->id, (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
+        pthread_cond_broadcast(&l->ready);
+    }
+    pthread_mutex_unlock(&l->lock);
+    if (last) ampi_loader_free(l);
+}
+
+static void ampi_worker_run(ampi_worker *w, ampi_slot *slot, amp_result *result) {
+    pthread_cleanup_push(ampi_worker_died, w);
+    *result = ampi_worker_fill(w, w->number, slot);
+    pthread_cleanup_pop(0);
+}
+
 static void ampi_worker_main(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -13091,10 +13125,11 @@ static void ampi_worker_main(void *arg) {
         slot = ampi_slot_of(l, number);
         slot->state = AMPI_SLOT_FILLING;
         slot->worker = w->id;
+        w->number = number;
         slot->ahead = l->waiting == 0 || number != l->consumed;
         l->busy++;
         pthread_mutex_unlock(&l->lock);
-        result = ampi_worker_fill(w, number, slot);
+        ampi_worker_run(w, slot, &result);
         pthread_mutex_lock(&l->lock);
         if (w->abandoned) {
             last = --l->holders == 0;
