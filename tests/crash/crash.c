@@ -393,7 +393,7 @@ static void chain(int64_t k, uint64_t *seed) {
         memset(shared, 0, sizeof *shared);
         memcpy(shared->batch, ref->batch, sizeof shared->batch);
         shared->kill_call = killed < most && b.at_call ? b.call : -1;
-        shared->kill_moment = b.when;
+        shared->kill_moment = (int32_t)b.when;
         b.delay = killed < most ? b.delay : 0;
         if (killed == most || counts.kills == flags.kills) break;
         counts.resumed += found.state > 0;
