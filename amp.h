@@ -1591,8 +1591,9 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
 /* ==== 9 >>operators =================================================================================
    Forward and backward of the parts of a network.  Each takes an op struct: the caller fills inputs and
    outputs, forward adds its plan, and the same struct goes to backward with the gradients filled in.
-   "rows" are all leading dimensions of a tensor together; they must be evenly strided, with the last
-   dimension contiguous.  Storage is fp32, fp16 or bf16 unless said otherwise.
+   "rows" are all leading dimensions of a tensor together; they must be evenly strided and not overlap, with
+   the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
+   0); elements of an output are never the same.  Storage is fp32, fp16 or bf16 unless said otherwise.
    Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
@@ -4247,10 +4248,11 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     if (tensor == NULL || tensor->data == NULL) return 0;
     if (tensor->ndim < 1 || tensor->ndim > AMP_MAX_DIMS) return -1;
     for (i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] < 0) return -1;
-        if (tensor->shape[i] > 0 && count > INT64_MAX / 16 / tensor->shape[i]) return -1;
-        count *= tensor->shape[i];
+        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* dimensions beside one of 0 must not overflow either */
+        if (tensor->shape[i] < 0 || count > INT64_MAX / 16 / n) return -1;
+        count *= n;
     }
+    for (i = 0; i < tensor->ndim; i++) if (tensor->shape[i] == 0) return 0;
     return count;
 }
 
@@ -4301,15 +4303,39 @@ AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *fiel
     return AMP_OK;
 }
 
+/* Whether a matrix's rows lie apart. */
+AMPI_PRIVATE amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
+    if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements overlap, their stride is %lld", field, (long long)cols, (long long)ld);
+}
+
+/* An output: no two elements may be one.  Strides from the smallest on must each reach past what lies below them. */
+AMPI_PRIVATE amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
+    int64_t reach = 0;              /* place of the last element of the dimensions so far */
+    int i, k, done = 0;
+    if (amp_tensor_count(t) < 2) return AMP_OK;
+    for (k = 0; k < t->ndim; k++) {
+        int next = -1;
+        for (i = 0; i < t->ndim; i++)
+            if (!(done >> i & 1) && t->shape[i] > 1 && (next < 0 || ampi_stride(t, i) < ampi_stride(t, next))) next = i;
+        if (next < 0) return AMP_OK;
+        if (ampi_stride(t, next) <= reach)
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld", field, next, (long long)ampi_stride(t, next));
+        done |= 1 << next;
+        reach += (t->shape[next] - 1) * ampi_stride(t, next);
+    }
+    return AMP_OK;
+}
+
 /* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
 AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
-    int last = t->ndim - 1, i;
+    int last = t->ndim - 1, i, given = 0;
     int64_t rows = 1, expect = 0;
     AMPI_TRY(ampi_check_tensor(function, field, t));
     memset(out, 0, sizeof *out);
     for (i = last - 1; i >= 0; i--) {
         if (t->shape[i] == 1) continue;
-        if (expect == 0) { out->ld = ampi_stride(t, i); expect = out->ld; }
+        if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
         if (ampi_stride(t, i) != expect)
             return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
         expect *= t->shape[i];
@@ -4319,8 +4345,8 @@ AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const
     out->dtype = t->dtype;
     out->rows = rows;
     out->cols = t->shape[last];
-    if (out->ld == 0) out->ld = out->cols;
-    return AMP_OK;
+    if (!given) out->ld = out->cols;
+    return ampi_check_ld(function, field, rows, out->cols, out->ld);
 }
 
 AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
@@ -9121,15 +9147,16 @@ static amp_result ampi_optional_rows(const char *function, const char *field, co
     return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
 }
 
-/* A parameter of this exact shape; cols 0 for a vector. */
+/* A parameter of this exact shape; cols -1 for a vector. */
 static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows, int64_t cols) {
-    char shape[64];
+    const int64_t *have = p->weight.shape;
+    char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
     if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
-    if (cols == 0 ? (p->weight.ndim == 1 && p->weight.shape[0] == rows)
-                  : (p->weight.ndim == 2 && p->weight.shape[0] == rows && p->weight.shape[1] == cols)) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s%.0lld]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
-                     (long long)rows, cols ? ", " : "", (long long)cols);
+    if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
+    if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
+                     (long long)rows, other);
 }
 
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
@@ -9150,7 +9177,7 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
     AMPI_TRY(ampi_rows(function, "y", &op->y, y));
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
-    if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, 0));
+    if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, -1));
     if (x->rows != y->rows)
         return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows, (long long)y->rows);
     AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
@@ -9353,7 +9380,7 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
     out->cols = t->shape[t->ndim - 1];
     out->ld = ampi_stride(t, t->ndim - 2);
     out->stride = t->ndim == 3 ? ampi_stride(t, 0) : 0;
-    return AMP_OK;
+    return ampi_check_ld(f, field, out->rows, out->cols, out->ld);
 }
 
 /* Whether op(a) op(b) has the shape of c. */
@@ -9391,6 +9418,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
+    AMPI_TRY(ampi_check_output(f, "y", &op->y));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
     AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
@@ -9414,11 +9442,13 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     AMPI_TRY(ampi_batched_check(f, &a, op->trans_a, &b, op->trans_b, &dy));
     if (op->da.data) {
         AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
+        AMPI_TRY(ampi_check_output(f, "da", &op->da));
         if (op->trans_a) AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));
         else AMPI_TRY(ampi_batched_gemm(f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute, &gemms[n++]));
     }
     if (op->db.data) {
         AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
+        AMPI_TRY(ampi_check_output(f, "db", &op->db));
         if (op->trans_b) AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
         else AMPI_TRY(ampi_batched_gemm(f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute, &gemms[n++]));
     }
@@ -9494,6 +9524,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     AMPI_TRY(ampi_attention_view(f, "k", &op->k, k_shape, op->q.dtype, k->k_stride));
     AMPI_TRY(ampi_attention_view(f, "v", &op->v, k_shape, op->q.dtype, k->v_stride));
     AMPI_TRY(ampi_attention_view(f, "o", &op->o, q_shape, op->q.dtype, k->o_stride));
+    AMPI_TRY(ampi_check_output(f, "o", &op->o));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     if (op->lse == NULL) return ampi_fail(AMP_ERR_NULL, f, ".lse is NULL");
     k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
@@ -9529,6 +9560,9 @@ AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *
     AMPI_TRY(ampi_attention_view(f, "dq", &op->dq, op->q.shape, k.dtype, k.dq_stride));
     AMPI_TRY(ampi_attention_view(f, "dk", &op->dk, k_shape, k.dtype, k.dk_stride));
     AMPI_TRY(ampi_attention_view(f, "dv", &op->dv, k_shape, k.dtype, k.dv_stride));
+    AMPI_TRY(ampi_check_output(f, "dq", &op->dq));
+    AMPI_TRY(ampi_check_output(f, "dk", &op->dk));
+    AMPI_TRY(ampi_check_output(f, "dv", &op->dv));
     k.compute = op->plan.compute;
     k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
     return amp->backend->attention_backward(amp->dev, &k, amp->desc.stream);
@@ -9544,8 +9578,8 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
     if (op->residual.data && op->sum.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual the sum is kept for backward");
-    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, 0));
-    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, 0));
+    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
+    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree", amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
@@ -9667,7 +9701,7 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
     k->y = op->y.data; k->y_dtype = op->y.dtype;
     if (op->bias == NULL) return AMP_OK;
     k->cols = op->x.shape[op->x.ndim - 1];
-    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, 0));
+    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, -1));
     k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
     return AMP_OK;
 }
@@ -9713,11 +9747,11 @@ static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k
     AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
     AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
     if (op->gate_bias) {
-        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, 0));
+        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, -1));
         k->gate_bias = op->gate_bias->weight.data; k->gate_bias_dtype = op->gate_bias->weight.dtype;
     }
     if (op->up_bias) {
-        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, 0));
+        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, -1));
         k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
     }
     return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);

@@ -66,6 +66,8 @@ for held in $(grep -oE '\bt_[a-z_]+\.[a-z0-9_]{2,}' "$work/traps") $(sed -n 's/^
 done
 for script in $(grep -oE '\b[a-z]+\.sh\b' "$work/traps" | sort -u); do
     if grep -q "tests/$script" Makefile; then pass; else fail "table of traps" "nobody runs tests/$script"; fi
+done
+
 # Every public function is called where the host fails.
 for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API [^(]*\bamp_[a-z0-9_]+\(' | grep -oE 'amp_[a-z0-9_]+\($' | sed -E 's/(_v)?\($//' | sort -u); do
     if grep -q "\b$name(" tests/t_anomalies.c; then pass; else fail "anomalies" "tests/t_anomalies.c does not call $name"; fi
