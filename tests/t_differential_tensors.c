@@ -1359,7 +1359,7 @@ static void run_family(const family *f) {
         free(record);
     }
     CHECK_MSG(cases > 0, "no case of %s", f->name);
-    printf("counted %s.cases %lld\n", f->name, (long long)cases);
+    printf("counted %s.cases %lld\ncounted %s.runs_per_path %lld\n", f->name, (long long)cases, f->name, (long long)cases * SEEDS);
     printf("counted %s.largest_error_over_bar %.3f\n", f->name, over_bar);
     if (over_torch > 0) printf("counted %s.largest_16bit_error_over_pytorch %.3f\n", f->name, over_torch);
 }
