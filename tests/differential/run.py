@@ -2,7 +2,7 @@
 
     python tests/differential/run.py SEED PART PROGRAM      (from the project root)
 
-tests/oracle/fuzz_PART.py --seed SEED --out build/fuzz_PART.txt writes the corpus; PROGRAM build/fuzz_PART.txt replays it.
+tests/oracle/fuzz_PART.py --seed SEED --out build/fuzz_PART.corpus writes the corpus; PROGRAM build/fuzz_PART.corpus replays it.
 Lines "counted NAME NUMBER" and "listed TEXT" of either go into tests/records/differential_PART-DATE.json.
 """
 import datetime
@@ -38,7 +38,7 @@ def cpu_model():
 
 def main():
     seed, part, program = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    corpus, counts, listed = f"build/fuzz_{part}.txt", {}, []
+    corpus, counts, listed = f"build/fuzz_{part}.corpus", {}, []
     oracle = [sys.executable, f"tests/oracle/fuzz_{part}.py", "--seed", str(seed), "--out", corpus]
     status, made, last = run(oracle, counts, listed)
     replayed = 0.0
