@@ -25,7 +25,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive oracle bench \
+.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive anomalies oracle bench \
         bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -38,10 +38,15 @@ help: backend
 	@echo "make bench-precision  time and memory of every precision; bench-features: of each feature on and off (a minute)"
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
-	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion"
+	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion and the optimizers' remainders"
+	@echo "make fuzz SECONDS=30  run each fuzzer for so long (clang's libFuzzer); inputs that break something: $(BUILD)/fuzz/found/"
+	@echo "make anomalies        every call to the host fails in turn: memory, files, threads, clock, into tests/records/"
 	@echo "make crash            kill training 200 times (KILLS, SEED), also in the middle of a checkpoint, and go on bit for bit"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, beside an undisturbed run"
+	@echo "make coverage         lines and branches of amp.h that the tests reach; fails below 95% and 85%"
+	@echo "make mutants          changes of one token to amp.h: each must be caught by a test (twenty minutes)"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
+	@echo "make differential     random programs and tensors against PyTorch (PYTHON=..., SEED=1), into tests/records/"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
@@ -85,9 +90,9 @@ endif
 
 # Tests that look inside amp.h bring it themselves: with optimisation those that compute much, the others without, which
 # compiles in a fifth of the time.
-INSIDE       := t_attention t_gemm t_kernels t_numbers t_numerics t_optimizer
-INSIDE_QUICK := t_care t_context t_data t_scaler t_settings t_state t_verify t_watch
-TEST_HEADERS := tests/test.h tests/golden.h tests/recording_backend.h $(HEADERS)
+INSIDE       := t_attention t_gemm t_kernels t_numbers t_optimizer
+INSIDE_QUICK := t_care t_concurrency t_context t_data t_scaler t_settings t_state t_verify
+TEST_HEADERS := $(wildcard tests/*.h tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -95,9 +100,17 @@ $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | 
 $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c $(BUILD)/amp.o
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 
-# The same tests under the flags that fold isnan and set flush-to-zero.
-$(BUILD)/fast_%: tests/%.c tests/test.h tests/golden.h amp.h $(HEADERS) | $(BUILD)
+# All that computes once more compiled and linked with -Ofast, which folds isnan, takes sums in another order, and makes
+# programs start with subnormal numbers flushed to 0: against one amp.h compiled so, but for those that look inside it.
+FAST        := t_attention t_autocast t_gemm t_kernels t_masks t_model t_numbers t_numerics t_operators t_optimizer t_ranks \
+               t_recompute t_scaler t_train t_traps t_verify t_watch
+FAST_INSIDE := $(filter $(INSIDE) $(INSIDE_QUICK),$(FAST))
+$(BUILD)/amp_fast.o: amp.h | $(BUILD)
+	echo '#include "amp.h"' | $(CC) -std=c99 -Ofast $(OMP) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
+$(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_%: tests/%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
+$(BUILD)/fast_%: tests/%.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/amp_fast.o
+	$(CC) $(WARN) -Ofast $(OMP) $(LINKED) $< $(BUILD)/amp_fast.o -o $@ $(LIBS)
 
 $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
@@ -105,12 +118,14 @@ $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $
 $(BUILD):
 	mkdir -p $@
 
-FAST := t_numbers t_scaler t_optimizer t_kernels t_attention t_watch
-
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk
+include tests/differential/rules.mk
 include tests/crash/rules.mk
+include tests/fuzz/rules.mk
+include tests/coverage/rules.mk
+include tests/mutants/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
@@ -118,14 +133,21 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI) $(CRASH_CI)
+	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI) \
+	    $(CRASH_CI) tests/fuzz/run.sh
 
-test-exhaustive: $(BUILD)/t_numbers
-	$(BUILD)/t_numbers --full
+# RECORD=FILE: with what, on what and how long, as JSON.
+test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
+	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
+	    "$(BUILD)/t_optimizer --full --filter every_pattern"
+
+anomalies: $(BUILD)/t_anomalies
+	mkdir -p tests/records
+	$(BUILD)/t_anomalies --all --record tests/records/anomalies-$$(date +%F).json
 
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
-	    hf_roundtrip hf_classifier; do \
+	    hf_roundtrip hf_classifier fuzz_logic fuzz_tensors; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)

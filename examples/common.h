@@ -443,6 +443,29 @@ static inline void metrics_end(FILE *file) {
     fflush(file);
 }
 
+/* Metrics that go through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end. */
+typedef struct metrics_line {
+    FILE *file;                     /* the line in memory (open_memstream); NULL: no metrics */
+    char *text;
+    size_t bytes;
+    int warned;                     /* 1: it was said that metrics cannot be written */
+} metrics_line;
+
+/* A disk that is full is said once, and training goes on: the monitor keeps lines that it cannot write. */
+static inline amp_result metrics_tolerate(metrics_line *m, amp_result result) {
+    if (result != AMP_ERR_WRITE) return result;
+    if (!m->warned) fprintf(stderr, "metrics are kept in memory until they can be written: %s\n", amp_last_error());
+    m->warned = 1;
+    return AMP_OK;
+}
+static inline void metrics_line_end(metrics_line *m, amp_monitor *monitor) {
+    if (m->file == NULL) return;
+    metrics_end(m->file);
+    m->text[m->bytes - 1] = 0;
+    (void)metrics_tolerate(m, amp_monitor_write(monitor, m->text));
+    rewind(m->file);
+}
+
 /* ---- TensorBoard: scalars in an event file.  That is a TFRecord file: each record is its length in 8 bytes, a checksum of
    them, the data, and a checksum of that, little endian; the data are protocol buffers of tensorflow/core/util/event.proto. */
 
@@ -570,6 +593,26 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
         TRY(call); \
         if ((p) != NULL) TRY(profile_add(p, amp, row, pass, timed_began)); \
     } while (0)
+
+/* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their gradient,
+   starting from *seed (see amp_scaler_seed; NULL: 1). */
+static inline amp_result mean_loss(profile *p, amp_context *amp, amp_cross_entropy_op *op, amp_tensor logits, const int32_t *labels,
+                                   float *value, int backward, const float *seed) {
+    memset(op, 0, sizeof *op);
+    op->logits = logits;
+    if (backward) op->dlogits = logits;
+    op->labels = labels;
+    op->seed = seed;
+    op->loss = value;
+    TIMED(p, amp, PROFILE_LOSS, 0, amp_cross_entropy(amp, op));
+    return AMP_OK;
+}
+
+/* A value of the device on the host.  Waits for the device. */
+static inline amp_result value_read(amp_context *amp, const float *value, float *out) {
+    TRY(amp_copy(amp, out, value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(amp);
+}
 
 /* ==== 3 Learning-rate schedules ================================================================== */
 
@@ -1205,7 +1248,6 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     gpt_bind_norm(g, &g->ln_f, &g->params[g->n_params - 2], last->middle, last->end, g->norm_f, g->mean_f, g->rstd_f);
     memset(&g->ln_f.dsum, 0, sizeof g->ln_f.dsum);      /* the stream ends here */
     gpt_bind_linear(g, &g->head, &g->params[0], g->norm_f, g->logits, g->d_norm);
-    g->head.layer = "lm_head";
     g->head.bias = NULL;
     g->head.dy = g->head.y;                             /* the loss puts its gradient into the logits */
     return AMP_OK;
@@ -1415,21 +1457,23 @@ static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, 
 /* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
    gradient, starting from *seed (see amp_scaler_seed; NULL: 1). */
 static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *seed) {
-    amp_cross_entropy_op *op = &g->loss;
-    memset(op, 0, sizeof *op);
-    op->logits = g->head.y;
-    if (backward) op->dlogits = g->head.y;
-    op->labels = labels;
-    op->seed = seed;
-    op->loss = g->loss_value;
-    TIMED(g->profile, g->amp, PROFILE_LOSS, 0, amp_cross_entropy(g->amp, op));
-    return AMP_OK;
+    return mean_loss(g->profile, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, seed);
 }
 
 /* The loss on the host.  Waits for the device. */
-static inline amp_result gpt_loss_read(gpt *g, float *out) {
-    TRY(amp_copy(g->amp, out, g->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
-    return amp_sync(g->amp);
+static inline amp_result gpt_loss_read(gpt *g, float *out) { return value_read(g->amp, g->loss_value, out); }
+
+/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's seed (NULL: 1). */
+static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_scaler *scaler, int backward) {
+    amp_autocast_desc region;
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    TRY(amp_autocast_begin(g->amp, &region));
+    result = gpt_forward(g, batch->inputs, batch->batch, batch->seq);
+    if (result == AMP_OK) result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_seed(scaler) : NULL);
+    TRY(amp_autocast_end(g->amp));
+    return result;
 }
 
 /* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to it
@@ -1597,17 +1641,19 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
     return AMP_OK;
 }
 
-/* Opens a model file and reads its shape.  heads: 0 to find it out.  Nothing in the file is trusted. */
+/* The shape of the model whose file is file->data.  heads: 0 to find it out.  Nothing in the file is trusted. */
+static inline amp_result gpt_file_parse(gpt_file *file, const char *path, int64_t heads) {
+    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC) return gpt_file_llmc(file, path);
+    TRY(st_open(&file->tensors, file->data, file->bytes));
+    return gpt_file_shape(file, path, heads);
+}
+
+/* Opens a model file and reads its shape. */
 static inline amp_result gpt_file_open(gpt_file *file, const char *path, int64_t heads) {
     amp_result result;
     memset(file, 0, sizeof *file);
     TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
-    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC)
-        result = gpt_file_llmc(file, path);
-    else {
-        result = st_open(&file->tensors, file->data, file->bytes);
-        if (result == AMP_OK) result = gpt_file_shape(file, path, heads);
-    }
+    result = gpt_file_parse(file, path, heads);
     if (result != AMP_OK) gpt_file_close(file);
     return result;
 }
@@ -1976,6 +2022,22 @@ static inline FILE *idx_stream(const char *path, int *piped) {
     return popen(command, "r");
 }
 
+/* The bytes that the header promises, with memory taken only as they come: what it says may not be true. */
+static inline amp_result idx_items(idx_file *file, FILE *stream, const char *path) {
+    size_t wanted = (size_t)(file->count * file->size), room = 0, used = 0, n = 1;
+    while (used < wanted && n > 0) {
+        unsigned char *more;
+        room = room * 2 + ((size_t)1 << 16) < wanted ? room * 2 + ((size_t)1 << 16) : wanted;
+        more = (unsigned char *)realloc(file->data, room);
+        if (more == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
+        file->data = more;
+        n = fread(file->data + used, 1, room - used, stream);
+        used += n;
+    }
+    return used == wanted ? AMP_OK
+        : example_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
+}
+
 static inline amp_result idx_read(idx_file *file, FILE *stream, const char *path) {
     unsigned char header[16];
     int64_t dims, i;
@@ -1994,11 +2056,7 @@ static inline amp_result idx_read(idx_file *file, FILE *stream, const char *path
         else file->size *= n;
     }
     if (file->count > ((int64_t)1 << 33) / file->size) return example_fail(AMP_ERR_SIZE, "%s: too large", path);
-    file->data = (unsigned char *)malloc((size_t)(file->count * file->size));
-    if (file->data == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
-    if (fread(file->data, (size_t)file->size, (size_t)file->count, stream) != (size_t)file->count)
-        return example_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
-    return AMP_OK;
+    return idx_items(file, stream, path);
 }
 
 /* Reads an IDX file of bytes, also compressed by gzip. */
@@ -2218,8 +2276,8 @@ static inline amp_result tokenizer_vocab(tokenizer *t, const char *path, const c
         free(key);
         return example_fail(AMP_ERR_MEMORY, "%s: no memory for the vocabulary", path);
     }
-    for (i = 0; i < TOKENIZER_MOST; i++) t->tokens[i].length = -1;
-    for (i = 0; i < TOKENIZER_SLOTS; i++) t->by_text[i] = -1;
+    memset(t->tokens, 0xff, TOKENIZER_MOST * sizeof *t->tokens);       /* -1: no token, no slot in use */
+    memset(t->by_text, 0xff, TOKENIZER_SLOTS * sizeof *t->by_text);
     json_need(&j, '{');
     for (more = json_peek(&j) == '"'; more && wrong == NULL; more = wrong == NULL && json_take(&j, ','))
         wrong = tokenizer_entry(t, &j, key, &used);
@@ -3083,22 +3141,11 @@ static inline amp_result encoder_forward(encoder *e, const encoder_input *in) {
 /* The mean loss against labels [batch], in e->loss_value; with backward the logits become their gradient, starting from
    *seed (see amp_scaler_seed; NULL: 1). */
 static inline amp_result encoder_loss(encoder *e, const int32_t *labels, int backward, const float *seed) {
-    amp_cross_entropy_op *op = &e->loss;
-    memset(op, 0, sizeof *op);
-    op->logits = e->out.y;
-    if (backward) op->dlogits = e->out.y;
-    op->labels = labels;
-    op->seed = seed;
-    op->loss = e->loss_value;
-    TIMED(e->profile, e->amp, PROFILE_LOSS, 0, amp_cross_entropy(e->amp, op));
-    return AMP_OK;
+    return mean_loss(e->profile, e->amp, &e->loss, e->out.y, labels, e->loss_value, backward, seed);
 }
 
 /* The loss on the host.  Waits for the device. */
-static inline amp_result encoder_loss_read(encoder *e, float *out) {
-    TRY(amp_copy(e->amp, out, e->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
-    return amp_sync(e->amp);
-}
+static inline amp_result encoder_loss_read(encoder *e, float *out) { return value_read(e->amp, e->loss_value, out); }
 
 /* d_stream = d_branch or d_stream, plus d_inner. */
 static inline amp_result encoder_add_inner(encoder *e, float *to) {
@@ -3517,23 +3564,29 @@ static inline amp_result wordpiece_lines(wordpiece *w, const char *path) {
     return AMP_OK;
 }
 
-/* Opens a vocab.txt.  Nothing in it is trusted. */
-static inline amp_result wordpiece_open(wordpiece *w, const char *path, int cased) {
+/* Reads a vocab.txt whose text is w->text.  Nothing in it is trusted. */
+static inline amp_result wordpiece_parse(wordpiece *w, const char *path) {
     static const char *const names[] = {"[PAD]", "[UNK]", "[CLS]", "[SEP]"};
     int32_t *special[4];
+    int i;
+    special[0] = &w->pad; special[1] = &w->unknown; special[2] = &w->begin; special[3] = &w->end;
+    TRY(wordpiece_lines(w, path));
+    for (i = 0; i < 4; i++) {
+        *special[i] = wordpiece_find(w, "", names[i], 5);
+        if (*special[i] < 0) return example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
+    }
+    return AMP_OK;
+}
+
+/* Opens a vocab.txt. */
+static inline amp_result wordpiece_open(wordpiece *w, const char *path, int cased) {
     void *text = NULL;
     amp_result result;
-    int i;
     memset(w, 0, sizeof *w);
     TRY(amp_file_read_all(NULL, path, &text, &w->text_bytes));
     w->text = (char *)text;
     w->cased = cased;
-    special[0] = &w->pad; special[1] = &w->unknown; special[2] = &w->begin; special[3] = &w->end;
-    result = wordpiece_lines(w, path);
-    for (i = 0; i < 4 && result == AMP_OK; i++) {
-        *special[i] = wordpiece_find(w, "", names[i], 5);
-        if (*special[i] < 0) result = example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
-    }
+    result = wordpiece_parse(w, path);
     if (result != AMP_OK) wordpiece_close(w);
     return result;
 }

@@ -57,6 +57,22 @@ for name in $(grep -oE '^    X\(AMP_ERR_[A-Z0-9_]+' amp.h | sed 's/.*(//'); do
     if grep -q "$name" tests/t_*.c tests/cuda_on_cpu/t_*.cpp; then pass; else fail "provoked results" "no test provokes $name"; fi
 done
 
+# Every test that the table of traps names exists and runs, and every test of t_traps.c is in it.
+sed '/\*\//q' tests/t_traps.c > "$work/traps"
+for held in $(grep -oE '\bt_[a-z_]+\.[a-z0-9_]{2,}' "$work/traps") $(sed -n 's/^TEST(\(.*\)) {$/t_traps.\1/p' tests/t_traps.c); do
+    file=tests/${held%%.*}.c name=${held#*.}
+    if grep -q "^TEST($name)" "$file" && grep -q "RUN($name)" "$file" && grep -qw "$held" "$work/traps"; then pass
+    else fail "table of traps" "$held is not there, does not run, or is not in the table"; fi
+done
+for script in $(grep -oE '\b[a-z]+\.sh\b' "$work/traps" | sort -u); do
+    if grep -q "tests/$script" Makefile; then pass; else fail "table of traps" "nobody runs tests/$script"; fi
+done
+
+# Every public function is called where the host fails.
+for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API [^(]*\bamp_[a-z0-9_]+\(' | grep -oE 'amp_[a-z0-9_]+\($' | sed -E 's/(_v)?\($//' | sort -u); do
+    if grep -q "\b$name(" tests/t_anomalies.c; then pass; else fail "anomalies" "tests/t_anomalies.c does not call $name"; fi
+done
+
 # The only mention of CUDA's compiler is AMPI_HD; no CUDA header.
 if [ "$(grep -c __CUDACC__ amp.h)" -eq 1 ] && ! grep -q 'include <cuda' amp.h; then pass; else fail "CUDA" "amp.h mentions it more than once"; fi
 words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | head -n 3)

@@ -187,10 +187,13 @@ static void exact(const problem *p, int64_t item, int64_t i, int64_t j, double *
     }
 }
 
-/* |got - want| in units of what is allowed. */
+/* NaN by its bits: -Ofast takes x != x for never true. */
+static int is_nan(double x) { return (ampi_bits_f64(x) & ~((uint64_t)1 << 63)) > (uint64_t)0x7ff << 52; }
+
+/* |got - want| in units of what is allowed; NaN and infinity are an excess too. */
 static double excess(double got, double want, double allowed) {
     double e = fabs(got - want);
-    return e <= allowed ? 0 : e < 1e300 ? e / allowed : 1e300;      /* NaN is an excess too */
+    return !amp_is_finite_f64(&e) ? 1e300 : e <= allowed ? 0 : e / allowed;
 }
 
 /* The worst excess over all elements of C and pre, and 1e300 where something was written between rows. */
@@ -226,7 +229,7 @@ static const char *describe(const way *w, const test_case *t) {
 }
 
 /* Computes the case with 1 thread and checks it; then with 2 and 3 threads and with packed B: the same bits. */
-static void check_case(const way *w, test_case t) {
+static void compute_case(const way *w, test_case t) {
     problem p = make(t);
     size_t bytes = (size_t)p.c_count * amp_dtype_size(t.c), pre_bytes = (size_t)p.pre_count * amp_dtype_size(t.pre_dtype);
     void *c = keep((int64_t)bytes), *pre = keep((int64_t)pre_bytes), *packed;
@@ -259,6 +262,18 @@ static void check_case(const way *w, test_case t) {
     CHECK_EQ(alloc_live, 0);
     drop();
 }
+
+/* Under -Ofast, whose kernels are the same in every case, one in eight is computed, drawn by Fibonacci hashing. */
+static int is_left_out(void) {
+#if defined(__FAST_MATH__)
+    static uint32_t cases;
+    return cases++ * 2654435761u >> 29 != 0;
+#else
+    return 0;
+#endif
+}
+
+static void check_case(const way *w, test_case t) { if (!is_left_out()) compute_case(w, t); }
 
 /* ---- The tests */
 
@@ -439,8 +454,8 @@ TEST(special_values) {
             CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
             for (x = 0; x < t.m * t.n; x++) {
                 double got = get(p.g.c, AMP_F32, x);
-                if (x / t.n == 2) CHECK(got != got);
-                else if (x % t.n == 7) CHECK(got > 1e300);
+                if (x / t.n == 2) CHECK(is_nan(got));
+                else if (x % t.n == 7) CHECK(!amp_is_finite_f64(&got) && !is_nan(got) && ampi_bits_f64(got) >> 63 == 0);
                 else CHECK(got == 50);
             }
             drop();

@@ -1,6 +1,7 @@
 /* How values fit a format: counts against a plain loop, the remedies at their thresholds, bad input.
  *
  *     gcc -O2 -fopenmp tests/t_numerics.c -o t_numerics -lm -lpthread && ./t_numerics      (from the project root) */
+#define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
@@ -9,13 +10,12 @@
 static const amp_dtype storages[] = {AMP_F32, AMP_F16, AMP_BF16, AMP_F64};
 static const amp_dtype formats[] = {AMP_F16, AMP_BF16, AMP_E4M3, AMP_E5M2};
 
-static amp_context *open_context(amp_dtype dtype, int threads, amp_cpu_path path) {
+static amp_context *open_context(amp_dtype dtype) {
     amp_context *amp = NULL;
     amp_desc d;
     memset(&d, 0, sizeof d);
     d.dtype = dtype;
-    d.threads = threads;
-    d.cpu_path = path;
+    d.threads = 1;
     d.logger.level = AMP_LOG_OFF;
     CHECK_OK(amp_open(&amp, &d));
     return amp;
@@ -77,16 +77,38 @@ static int same_counts(const amp_k_inspected *a, const amp_k_inspected *b) {
            memcmp(&a->largest, &b->largest, 4) == 0;
 }
 
-static void inspect(amp_context *amp, const amp_k_tensor *table, int64_t n, amp_dtype format, amp_k_inspected *out) {
-    void *dev, *stream;
-    const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+/* The CPU backend's kernel, on a device of its own. */
+static void *host_alloc(void *user, size_t size, size_t align) {
+    void *p = NULL;
+    (void)user;
+    return posix_memalign(&p, align < sizeof p ? sizeof p : align, size) == 0 ? p : NULL;
+}
+static void host_free(void *user, void *p, size_t size) { (void)user; (void)size; free(p); }
+static void *open_device(int threads, amp_cpu_path path) {
+    amp_backend_desc d;
+    amp_host host;
+    void *dev = NULL;
+    memset(&d, 0, sizeof d);
+    memset(&host, 0, sizeof host);
+    host.alloc = host_alloc;
+    host.free = host_free;
+    d.threads = threads;
+    d.cpu_path = path;
+    CHECK_OK(amp_cpu()->open(&dev, &host, &d));
+    return dev;
+}
+static void inspect(void *dev, const amp_k_tensor *table, int64_t n, amp_dtype format, amp_k_inspected *out) {
     amp_k_inspect args;
     memset(&args, 0, sizeof args);
     args.table = table;
     args.tensors = n;
     args.dtype = format;
     args.out = out;
-    CHECK_OK(backend->inspect(dev, &args, stream));
+    CHECK_OK(amp_cpu()->inspect(dev, &args, NULL));
+}
+static amp_cpu_path best_path(void) {
+    amp_machine machine;
+    return amp_machine_probe(&machine) == AMP_OK ? machine.cpu.path : AMP_CPU_SCALAR;
 }
 
 /* Bits of any kind; those of fp64 with exponents near the formats', or all would lie outside. */
@@ -116,17 +138,17 @@ static void counts_of(const void *data, amp_dtype storage, int64_t n, const char
     row.grad_dtype = storage;
     row.count = n;
     row.live = 1;
-    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++)
+    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path++)
         for (t = 0; t < 2; t++) {
-            amp_context *amp = open_context(AMP_F32, threads[t], (amp_cpu_path)path);
+            void *dev = open_device(threads[t], (amp_cpu_path)path);
             for (f = 0; f < 4; f++) {
                 count_plainly(data, storage, n, formats[f], &expected);
                 memset(&got, 0x55, sizeof got);
-                inspect(amp, &row, 1, formats[f], &got);
+                inspect(dev, &row, 1, formats[f], &got);
                 CHECK_MSG(same_counts(&got, &expected), "%s: %s held against %s, path %d, %d threads", what,
                           amp_dtype_name(storage), amp_dtype_name(formats[f]), path, threads[t]);
             }
-            amp_close(amp);
+            amp_cpu()->close(dev);
         }
 }
 
@@ -180,7 +202,7 @@ TEST(counts_at_borders) {
 }
 
 TEST(many_rows) {
-    amp_context *amp = open_context(AMP_F32, 2, AMP_CPU_DEFAULT);
+    void *dev = open_device(2, best_path());
     amp_k_tensor rows[24];
     amp_k_inspected got[24], expected;
     int64_t at = 0, i;
@@ -195,12 +217,12 @@ TEST(many_rows) {
         if ((at & 7) != 0) at += 8 - (at & 7);
     }
     memset(got, 0x55, sizeof got);
-    inspect(amp, rows, 24, AMP_E5M2, got);
+    inspect(dev, rows, 24, AMP_E5M2, got);
     for (i = 0; i < 24; i++) {
         count_plainly(rows[i].grad, rows[i].grad_dtype, rows[i].live ? rows[i].count : 0, AMP_E5M2, &expected);
         CHECK_MSG(same_counts(&got[i], &expected), "row %d", (int)i);
     }
-    amp_close(amp);
+    amp_cpu()->close(dev);
 }
 
 /* ---- Remedies */
@@ -272,7 +294,7 @@ static int about(const amp_numerics_report *r, const char *tensor) {
     CHECK_MSG((double)(r).wanted_scale == (double)(scale), "wanted %g: %s", (double)(r).wanted_scale, (r).text); } while (0)
 
 TEST(nothing_to_mend) {
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1024);
     amp_numerics_report r;
     fill_params(0.01f, 1024);
@@ -285,7 +307,7 @@ TEST(nothing_to_mend) {
 
 /* The largest scaled gradient in fp16: 65519 fits, 65520 does not; the scale to go to leaves it at most 16376. */
 TEST(lower_the_scale) {
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 65536);
     amp_numerics_report r;
     fill_params(0.01f, 65536);
@@ -307,7 +329,7 @@ TEST(lower_the_scale) {
 
 /* At scale 4 the scale can still fall by 4, to its floor of 1, and no further. */
 TEST(lower_to_the_floor) {
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 8);
     amp_numerics_report r;
     fill_params(0.01f, 8);
@@ -329,7 +351,7 @@ TEST(lower_to_the_floor) {
 
 /* 2^-25 becomes 0.  10 of 1000 values are 1%, which is not above the share. */
 TEST(raise_the_scale) {
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1);
     amp_numerics_report r;
     fill_params(0.25f, 1);
@@ -352,7 +374,7 @@ TEST(raise_the_scale) {
 
 /* Underflow with the largest gradient just below and just above where the scale could be doubled. */
 TEST(room_above) {
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1024);
     amp_numerics_report r;
     fill_params(0.01f, 1024);
@@ -373,7 +395,7 @@ TEST(room_above) {
 
 /* Overflow and underflow together: no scale serves both. */
 TEST(too_wide_a_spread) {
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1024);
     amp_numerics_report r;
     fill_params(0.01f, 1024);
@@ -393,7 +415,7 @@ TEST(too_wide_a_spread) {
 }
 
 TEST(infinities_and_nan) {
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 65536);
     amp_numerics_report r;
     float inf = ampi_f32_of_bits(0x7f800000u), nan = ampi_f32_of_bits(0x7fc00000u);
@@ -428,7 +450,7 @@ TEST(infinities_and_nan) {
 TEST(ranges) {
     static float h[4][100];
     static uint16_t half[100];
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_range ranges[5];
     amp_numerics_report r;
     char names[5][16];
@@ -461,7 +483,7 @@ TEST(ranges) {
 /* ---- The object */
 
 TEST(interval_and_rows) {
-    amp_context *amp = open_context(AMP_BF16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_BF16);
     amp_numerics_report r;
     amp_numerics_desc d;
     amp_numerics *m = NULL;
@@ -497,7 +519,7 @@ TEST(interval_and_rows) {
 
 TEST(shares) {
     static float x[8] = {0, 0x1p-30f, 0x1p-20f, 1, 40000, 70000, 0, 0};
-    amp_context *amp = open_context(AMP_F32, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F32);
     amp_range range = {"x", x, 8, AMP_F32};
     amp_numerics_report r;
     amp_numerics_desc d;
@@ -515,7 +537,7 @@ TEST(shares) {
 
 TEST(bad_input) {
     static float x[4];
-    amp_context *amp = open_context(AMP_F16, 1, AMP_CPU_DEFAULT);
+    amp_context *amp = open_context(AMP_F16);
     amp_range range = {"x", x, 4, AMP_F32};
     amp_numerics_desc good, d;
     amp_numerics *m = NULL;

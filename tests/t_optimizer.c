@@ -2,7 +2,9 @@
  *
  *     gcc -O2 -fopenmp tests/t_optimizer.c -o t_optimizer -lm -lpthread && ./t_optimizer      (from the project root)
  *
- * tests/oracle/optimizer.py writes the golden data. */
+ * tests/oracle/optimizer.py writes the golden data.  `t_optimizer --full` takes every fp32 pattern through a remainder, not
+ * only those at edges. */
+#define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
@@ -365,6 +367,138 @@ TEST(remainders_are_fp32_masters_bit_for_bit) {
     }
 }
 
+/* ---- Remainders of every pattern.  The optimizer loads a piece of fp32 masters, steps with gradients of 0 and a learning
+   rate of 0, which joins and splits each master and moves none; then a step with an infinite gradient is skipped, and what
+   is saved must be the masters again. */
+
+enum { SWEEP = 1 << 15, SWEEP_TAIL = 5 };       /* a piece, and a few more numbers, so that the ends of loops are taken too */
+static int every_pattern;
+typedef struct remainder_sweep {
+    pthread_t thread;
+    amp_cpu_path path;
+    amp_optimizer_kind kind;
+    uint32_t first, step;                       /* pieces */
+    int64_t patterns, lost, moved, failed;
+    uint32_t in[SWEEP + SWEEP_TAIL], out[SWEEP + SWEEP_TAIL];
+    uint16_t w[SWEEP + SWEEP_TAIL], g[SWEEP + SWEEP_TAIL], kept[2][SWEEP + SWEEP_TAIL];
+} remainder_sweep;
+
+static amp_optimizer *sweep_optimizer(remainder_sweep *s, amp_context *amp, amp_param *p) {
+    amp_optimizer *o = NULL;
+    amp_optimizer_desc d;
+    memset(p, 0, sizeof *p);
+    memset(&d, 0, sizeof d);
+    p->name = "w";
+    p->weight = amp_tensor1(s->w, AMP_BF16, SWEEP + SWEEP_TAIL);
+    p->grad = amp_tensor1(s->g, AMP_BF16, SWEEP + SWEEP_TAIL);
+    d.params = p; d.n_params = 1; d.kind = s->kind; d.lr = (double)AMP_ZERO; d.master = AMP_MASTER_REMAINDER;
+    s->failed += amp_optimizer_create(amp, &o, &d) != AMP_OK;
+    return o;
+}
+
+/* Those whose weight is not the pattern rounded to nearest, ties away from zero and NaN quiet, or whose remainder is not
+   its lower half.  Integers without a branch: compilers make vectors of them. */
+static int64_t lost_patterns(const remainder_sweep *s, const amp_optimizer *o) {
+    const uint16_t *rest = (const uint16_t *)o->set->rows[0].master;
+    uint32_t lost = 0;
+    int i;
+    for (i = 0; i < SWEEP + SWEEP_TAIL; i++) {
+        uint32_t x = s->in[i], nan = (uint32_t)((x & 0x7fffffff) > 0x7f800000), rounded = (x + 0x8000 * (1 - nan)) >> 16 | nan << 6;
+        lost += (uint32_t)((uint16_t)rounded != s->w[i]) | (uint32_t)((uint16_t)x != rest[i]);
+    }
+    return lost;
+}
+
+/* Those that are not saved as the pattern, NaN quiet. */
+static int64_t lost_in_saving(remainder_sweep *s, const amp_optimizer *o, amp_state *state) {
+    uint32_t lost = 0;
+    int i;
+    s->failed += amp_optimizer_save(o, state, "o") != AMP_OK;
+    s->failed += amp_state_get(state, "o.master.0", AMP_F32, s->out, SWEEP + SWEEP_TAIL) != AMP_OK;
+    for (i = 0; i < SWEEP + SWEEP_TAIL; i++) {
+        uint32_t x = s->in[i], nan = (uint32_t)((x & 0x7fffffff) > 0x7f800000);
+        lost += (uint32_t)(s->out[i] != (x | nan << 22));
+    }
+    return lost;
+}
+
+/* With every gradient at bf16's largest number but one, which is infinite: a step that is not skipped moves everything. */
+static int64_t moved_by_a_skip(remainder_sweep *s, amp_optimizer *o, amp_param *p) {
+    const void *rest = o->set->rows[0].master;
+    int64_t i, skips = o->set->found->skips;
+    memcpy(s->kept[0], s->w, sizeof s->w);
+    memcpy(s->kept[1], rest, sizeof s->w);
+    for (i = 0; i < SWEEP + SWEEP_TAIL; i++) s->g[i] = 0x7f7f;
+    s->g[s->in[0] / 7 % SWEEP] = 0x7f80;
+    p->grad_live = 1;
+    s->failed += amp_optimizer_set_lr(o, 1) != AMP_OK || amp_step(o, NULL) != AMP_OK || amp_optimizer_set_lr(o, 0) != AMP_OK;
+    memset(s->g, 0, sizeof s->g);
+    return o->set->found->skips != skips + 1 || memcmp(s->kept[0], s->w, sizeof s->w) != 0 || memcmp(s->kept[1], rest, sizeof s->w) != 0;
+}
+
+static void sweep_piece(remainder_sweep *s, amp_optimizer *o, amp_param *p, amp_state *state, uint32_t piece) {
+    static const uint32_t edges[8] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xffff, 0x1234, 0xc0de};
+    uint32_t i;
+    for (i = 0; i < SWEEP + SWEEP_TAIL; i++) {
+        uint32_t at = piece * SWEEP + i;
+        s->in[i] = every_pattern ? at : at << 16 | edges[at >> 16 & 7];
+    }
+    s->failed += amp_state_put(state, "o.master.0", AMP_F32, s->in, SWEEP + SWEEP_TAIL) != AMP_OK;
+    s->failed += amp_optimizer_load(o, state, "o") != AMP_OK;
+    s->lost += lost_patterns(s, o);
+    p->grad_live = 1;
+    s->failed += amp_step(o, NULL) != AMP_OK;
+    s->lost += lost_patterns(s, o);
+    s->moved += moved_by_a_skip(s, o, p);
+    s->lost += lost_in_saving(s, o, state);
+    s->patterns += SWEEP;
+}
+
+static void *sweep_remainders(void *arg) {
+    remainder_sweep *s = (remainder_sweep *)arg;
+    uint32_t pieces = (every_pattern ? 1u << 31 : 1u << 18) / (SWEEP / 2), piece;      /* or all upper halves, with lower ones at edges */
+    amp_context *amp = open_context(s->path, 1, AMP_LEVEL_O2);
+    amp_state *state = NULL;
+    amp_param p;
+    amp_optimizer *o = sweep_optimizer(s, amp, &p);
+    s->failed += amp_state_create(&state, NULL) != AMP_OK || amp_optimizer_save(o, state, "o") != AMP_OK;
+    for (piece = s->first; piece < pieces; piece += s->step) sweep_piece(s, o, &p, state, piece);
+    amp_state_destroy(state);
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+    return NULL;
+}
+
+/* The paths above AVX-512 have its conversions: only the short form takes them too. */
+TEST(remainders_of_every_pattern) {
+    enum { SWEEPERS = 8 };
+    static remainder_sweep sweeps[SWEEPERS];
+    int path, kind, t, last = (int)ampi_cpu_best_path();
+    if (every_pattern && last > AMP_CPU_AVX512) last = AMP_CPU_AVX512;
+    for (path = AMP_CPU_SCALAR; path <= last; path++) for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
+        const char *name = kind == AMP_SGD ? "SGD" : "AdamW";
+        int64_t patterns = 0, lost = 0, moved = 0, failed = 0;
+        memset(sweeps, 0, sizeof sweeps);
+        for (t = 0; t < SWEEPERS; t++) {
+            sweeps[t].path = (amp_cpu_path)path; sweeps[t].kind = (amp_optimizer_kind)kind;
+            sweeps[t].first = (uint32_t)t; sweeps[t].step = SWEEPERS;
+            CHECK_EQ(pthread_create(&sweeps[t].thread, NULL, sweep_remainders, &sweeps[t]), 0);
+        }
+        for (t = 0; t < SWEEPERS; t++) {
+            pthread_join(sweeps[t].thread, NULL);
+            patterns += sweeps[t].patterns; lost += sweeps[t].lost; moved += sweeps[t].moved; failed += sweeps[t].failed;
+        }
+        CHECK_EQ(patterns, every_pattern ? (int64_t)1 << 32 : 1 << 19);
+        CHECK_EQ(failed, 0);
+        CHECK_MSG(lost == 0, "path %d, %s: %lld lost", path, name, (long long)lost);
+        CHECK_MSG(moved == 0, "path %d, %s: %lld skipped steps moved something", path, name, (long long)moved);
+        if (!every_pattern) continue;
+        printf("  remainders, path %d, %s: %lld patterns, %lld lost, %lld moved by a skipped step\n", path, name,
+               (long long)patterns, (long long)lost, (long long)moved);
+        fflush(stdout);
+    }
+}
+
 /* One row of `n` weights that SGD moves by exactly `update` in every step, in 16 bits. */
 enum { WALKERS = 4000 };
 static uint16_t walk_w[2][WALKERS], walk_g[2][WALKERS];
@@ -456,6 +590,68 @@ TEST(stochastic_rounding_takes_the_words_it_says) {
             CHECK(memcmp(expected, walk_w, sizeof expected) == 0);
         }
         CHECK(memcmp(walk_w[0], walk_w[1], sizeof walk_w[0]) != 0);
+        amp_optimizer_destroy(o);
+        amp_close(amp);
+    }
+}
+
+/* A NaN of all ones, as GPUs make it, comes from an fp32 gradient: rounded, it is one still. */
+static void check_nan_gradients(amp_context *amp, amp_dtype dtype) {
+    static float g[WALKERS];
+    uint16_t top = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
+    uint32_t ones = 0x7fffffff;
+    amp_param p;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    int64_t k;
+    memset(&p, 0, sizeof p);
+    memset(&d, 0, sizeof d);
+    for (k = 0; k < WALKERS; k++) { walk_w[0][k] = 0; memcpy(&g[k], &ones, 4); }
+    p.name = "w"; p.grad_live = 1;
+    p.weight = amp_tensor1(walk_w[0], dtype, WALKERS);
+    p.grad = amp_tensor1(g, AMP_F32, WALKERS);
+    d.params = &p; d.n_params = 1; d.kind = AMP_SGD; d.lr = 1; d.master = AMP_MASTER_STOCHASTIC; d.apply_nonfinite = 1;
+    o = make(amp, &d);
+    CHECK_OK(amp_step(o, NULL));
+    for (k = 0; k < WALKERS; k++) CHECK_MSG((walk_w[0][k] & 0x7fff) > top, "NaN became %04x", walk_w[0][k]);
+    amp_optimizer_destroy(o);
+}
+
+/* Weights that no rounding may change, whatever word it draws: NaN of every kind, infinities, zeros, the largest and the
+   smallest numbers.  One that goes a quarter of a step beyond the largest number becomes infinite once in four times. */
+TEST(stochastic_rounding_of_special_weights) {
+    static const uint16_t bf16[12] = {0x7fff, 0xffff, 0x7fc0, 0x7f81, 0xff81, 0x7f80, 0xff80, 0x0000, 0x8000, 0x7f7f, 0xff7f, 0x0080};
+    static const uint16_t f16[12] = {0x7fff, 0xffff, 0x7e00, 0x7c01, 0xfc01, 0x7c00, 0xfc00, 0x0000, 0x8000, 0x7bff, 0xfbff, 0x0400};
+    enum { STEPS = 17 };                                              /* times WALKERS words: more than 65536 */
+    int kind, path, special, step;
+    int64_t k, over;
+    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        amp_context *amp = open_context((amp_cpu_path)path, 1, AMP_LEVEL_O2);
+        amp_optimizer *o = make_walk(amp, kind ? AMP_F16 : AMP_BF16, AMP_MASTER_STOCHASTIC, 0, 3);
+        uint16_t top = kind ? 0x7c00 : 0x7f80, quiet = kind ? 0x200 : 0x40, largest = (uint16_t)(top - 1);
+        double p = 0.25, bound;
+        memset(walk_g, 0, sizeof walk_g);
+        for (special = 0; special < 12; special++) {
+            uint16_t x = kind ? f16[special] : bf16[special];
+            for (k = 0; k < WALKERS; k++) walk_w[0][k] = walk_w[1][k] = x;
+            for (step = 0; step < STEPS; step++) walk_step(o);
+            if ((x & 0x7fff) > top) x |= quiet;
+            for (k = 0; k < WALKERS; k++) CHECK_MSG(walk_w[0][k] == x && walk_w[1][k] == x, "%04x became %04x", x, walk_w[0][k]);
+        }
+        for (over = 0, step = 0; step < STEPS; step++) {
+            for (k = 0; k < WALKERS; k++) {
+                walk_w[0][k] = walk_w[1][k] = largest;
+                walk_g[0][k] = walk_g[1][k] = kind ? amp_f16_from_f32(-8, 0) : amp_bf16_from_f32(-ldexpf(1, 118), 0);
+            }
+            walk_step(o);
+            for (k = 0; k < WALKERS; k++) {
+                CHECK(walk_w[0][k] == largest || walk_w[0][k] == top);
+                over += walk_w[0][k] == top;
+            }
+        }
+        bound = 5 * sqrt(p * (1 - p) / (STEPS * WALKERS));            /* binomial: once in two million seeds */
+        check_nan_gradients(amp, kind ? AMP_F16 : AMP_BF16);
+        CHECK_MSG(fabs((double)over / (STEPS * WALKERS) - p) <= bound, "%g of them overflow, must be %g within %g", (double)over / (STEPS * WALKERS), p, bound);
         amp_optimizer_destroy(o);
         amp_close(amp);
     }
@@ -1622,16 +1818,28 @@ TEST(ranks_average_and_take_part_without_a_gradient) {
     amp_close(two);
 }
 
+/* A program linked with -Ofast starts with subnormals flushed to zero, which would change masters that are some. */
+static void keep_subnormals(void) {
+#if defined(__SSE__)
+    _mm_setcsr(_mm_getcsr() & ~0x8040u);
+#endif
+}
+
 int main(int argc, char **argv) {
+    int i;
+    for (i = 1; i < argc; i++) if (strcmp(argv[i], "--full") == 0) every_pattern = 1;
     TEST_BEGIN(argc, argv);
+    keep_subnormals();
     RUN(hundred_steps_are_as_close_as_torchs);
     RUN(scale_does_not_change_the_weights);
     RUN(sixteen_bit_gradients_and_masters);
     RUN(level_o3_updates_sixteen_bit_weights);
     RUN(refresh_makes_masters_from_weights);
     RUN(remainders_are_fp32_masters_bit_for_bit);
+    RUN(remainders_of_every_pattern);
     RUN(stochastic_rounding_is_unbiased_where_nearest_stalls);
     RUN(stochastic_rounding_takes_the_words_it_says);
+    RUN(stochastic_rounding_of_special_weights);
     RUN(bf16_moments_follow_fp32_ones);
     RUN(masters_and_remainders_load_into_each_other);
     RUN(moments_load_where_that_is_exact);

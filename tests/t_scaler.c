@@ -6,23 +6,12 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include "trace.h"
 #include <float.h>
 
 #ifndef AMPT_GOLDEN
 #define AMPT_GOLDEN "tests/golden"
 #endif
-
-/* The generator and the checksum of the oracle. */
-typedef struct { uint64_t x; } rng;
-static uint32_t below(rng *r, uint32_t n) {
-    r->x = r->x * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)((r->x >> 33) % n);
-}
-static const uint64_t hash_start = 0xCBF29CE484222325u;
-static void hash_add(uint64_t *h, uint64_t word) { *h = (*h ^ word) * 0x100000001B3u; }
-static uint32_t bits(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
-static float of_bits(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
-static int is_nan_bits(uint32_t b) { return (b & 0x7fffffff) > 0x7f800000; }
 
 /* A program linked with -Ofast starts with subnormals flushed to zero; torch keeps them, so the comparison does too. */
 static void keep_subnormals(void) {
@@ -468,6 +457,24 @@ TEST(guard_skips_where_torch_steps_with_nan) {
     amp_close(amp);
 }
 
+/* torch takes any scale: a negative one moves as a positive one does, and is kept where growth would overflow. */
+TEST(negative_scales_are_torchs) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    float g = 1;
+    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, -1024, 1);
+    drive(s, set, &g, 1);
+    CHECK(amp_scaler_scale(s) == -512);
+    drive(s, set, &g, 0);
+    CHECK(amp_scaler_scale(s) == -1024);
+    CHECK_OK(amp_scaler_set_scale(s, -ldexpf(1, 127)));
+    drive(s, set, &g, 0);
+    CHECK(amp_scaler_scale(s) == -ldexpf(1, 127));
+    amp_scaler_destroy(s);
+    amp_set_destroy(set);
+    amp_close(amp);
+}
+
 /* ---- Hysteresis and the rate rule */
 
 TEST(rate_rule_ends_livelock) {
@@ -606,6 +613,72 @@ TEST(every_cell_of_the_stage_table) {
     amp_set_destroy(set16);
     amp_set_destroy(empty);
     amp_scaler_destroy(other);
+    amp_close(amp);
+}
+
+/* Two weights under SGD with a learning rate of 1. */
+typedef struct pair { float w[2], g[2]; amp_param p[2]; amp_optimizer *o; } pair;
+static void make_pair(pair *t, amp_context *amp) {
+    static const char *names[] = {"a", "b"};
+    amp_optimizer_desc d;
+    int i;
+    memset(t, 0, sizeof *t);
+    memset(&d, 0, sizeof d);
+    for (i = 0; i < 2; i++) {
+        t->w[i] = 8;
+        t->g[i] = 1024;
+        t->p[i].name = names[i];
+        t->p[i].weight = amp_tensor1(&t->w[i], AMP_F32, 1);
+        t->p[i].grad = amp_tensor1(&t->g[i], AMP_F32, 1);
+        t->p[i].grad_live = 1;
+    }
+    d.kind = AMP_SGD; d.lr = 1; d.params = t->p; d.n_params = 2; d.apply_nonfinite = 1;
+    CHECK_OK(amp_optimizer_create(amp, &t->o, &d));
+}
+
+/* PyTorch steps with the gradients of the step, whatever there was at unscale_; one that came since is not unscaled. */
+TEST(gradients_come_and_go_between_check_and_step) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
+    pair t;
+    make_pair(&t, amp);
+    t.p[1].grad_live = 0;
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(t.o), AMP_CHECK_UNSCALE));
+    t.p[0].grad_live = 0;
+    t.p[1].grad_live = 1;
+    t.g[1] = 3;
+    CHECK_OK(amp_optimizer_step(t.o, s));
+    CHECK(t.w[0] == 8 && t.w[1] == 5);
+    amp_optimizer_destroy(t.o);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+/* A disabled scaler is none: what .apply_nonfinite says holds, with a check before the step and without. */
+TEST(disabled_scaler_applies_nonfinite) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = NULL;
+    amp_scaler_desc d;
+    int checked;
+    memset(&d, 0, sizeof d);
+    d.disable = 1;
+    CHECK_OK(amp_scaler_create(amp, &s, &d));
+    for (checked = 0; checked < 2; checked++) {
+        pair t;
+        make_pair(&t, amp);
+        t.g[0] = INFINITY;
+        t.g[1] = 3;
+        if (checked) CHECK_OK(amp_scaler_check(s, amp_optimizer_set(t.o), AMP_CHECK_UNSCALE));
+        CHECK_OK(amp_optimizer_step(t.o, s));
+        CHECK(bits(t.w[0]) == bits(-INFINITY) && t.w[1] == 5);
+        t.g[0] = 1;                                 /* an infinite weight stays what it is */
+        t.p[0].grad_live = 1;
+        CHECK_OK(amp_scaler_update(s));
+        CHECK_OK(amp_optimizer_step(t.o, NULL));
+        CHECK(bits(t.w[0]) == bits(-INFINITY));
+        amp_optimizer_destroy(t.o);
+    }
+    amp_scaler_destroy(s);
     amp_close(amp);
 }
 
@@ -1002,6 +1075,31 @@ TEST(save_and_load_at_every_point) {
     amp_close(amp);
 }
 
+/* One state serves many saves, and a scaler may be turned on or off in between. */
+TEST(save_over_a_disabled_scalers) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *on = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *other = make_scaler(amp, AMP_SCALER_DEFAULT, 2, 0), *off = NULL;
+    amp_state *state = NULL;
+    amp_scaler_desc d;
+    int i;
+    memset(&d, 0, sizeof d);
+    d.disable = 1;
+    CHECK_OK(amp_scaler_create(amp, &off, &d));
+    CHECK_OK(amp_state_create(&state, NULL));
+    for (i = 0; i < 2; i++) {
+        CHECK_OK(amp_scaler_save(off, state, "s"));
+        CHECK_ERR(amp_scaler_load(other, state, "s"), AMP_ERR_MISMATCH);
+        CHECK_OK(amp_scaler_save(on, state, "s"));
+        CHECK_OK(amp_scaler_load(other, state, "s"));
+        CHECK(amp_scaler_scale(other) == 1024);
+    }
+    amp_state_destroy(state);
+    amp_scaler_destroy(on);
+    amp_scaler_destroy(other);
+    amp_scaler_destroy(off);
+    amp_close(amp);
+}
+
 TEST(load_refuses_what_does_not_fit) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *a = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *torch = make_scaler(amp, AMP_SCALER_TORCH, 0, 0), *off = NULL;
@@ -1128,9 +1226,12 @@ int main(int argc, char **argv) {
     RUN(presets_at_their_ceiling);
     RUN(presets_at_their_floor);
     RUN(guard_skips_where_torch_steps_with_nan);
+    RUN(negative_scales_are_torchs);
     RUN(rate_rule_ends_livelock);
     RUN(hysteresis_is_refilled_on_growth);
     RUN(every_cell_of_the_stage_table);
+    RUN(gradients_come_and_go_between_check_and_step);
+    RUN(disabled_scaler_applies_nonfinite);
     RUN(torch_preset_refuses_16_bit_gradients);
     RUN(settings_are_checked);
     RUN(set_rule_and_set_scale);
@@ -1140,6 +1241,7 @@ int main(int argc, char **argv) {
     RUN(clip_coefficient_is_torchs);
     RUN(sets_are_checked);
     RUN(save_and_load_at_every_point);
+    RUN(save_over_a_disabled_scalers);
     RUN(load_refuses_what_does_not_fit);
     RUN(ranks_sum_gradients_and_agree_on_overflow);
     return TEST_END();

@@ -1,8 +1,13 @@
 /* t_watch.c - status, profiler ranges and the monitor: records against what was done, JSON against a strict parser, files
  * against a disk that fails at every write. */
+#define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include <errno.h>
+#include <math.h>
+#include <time.h>
+#include <unistd.h>
 #include <locale.h>
 #include "recording_backend.h"
 
