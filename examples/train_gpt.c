@@ -1341,7 +1341,7 @@ static amp_result report_save(run *r, progress *bar) {
    that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved. */
 static amp_result save_between(run *r, progress *bar) {
     int64_t step = r->step;
-    TRY(tolerate(r, amp_monitor_flush(r->monitor)));
+    TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
     TRY(take_records(r, bar));
     return r->step == step && r->trouble[0] == 0 ? report_save(r, bar) : AMP_OK;
 }

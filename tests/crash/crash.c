@@ -39,6 +39,7 @@ enum { CALLS_OF_CHECKPOINT = 12, MOMENTS_OF_CHECKPOINT = 2 * CALLS_OF_CHECKPOINT
 /* Shared with the runs. */
 typedef struct board_of_run {
     int64_t calls, kill_call;       /* kill_call -1: none */
+    call_kind killed_in;
     int32_t kill_moment, reference; /* reference 1: the notes are taken, else they are compared with */
     int64_t states_begun, states_done, weights_begun, weights_done;     /* renames */
     int64_t states_opened;          /* temporary files of checkpoints */
@@ -71,6 +72,7 @@ static int about_to(call_kind kind, int opens_state) {
         shared->notes[n].kind = kind;
         shared->notes[n].opened = (int32_t)shared->states_opened;
     }
+    if (n == shared->kill_call) shared->killed_in = kind;
     if (n == shared->kill_call && shared->kill_moment == BEFORE_CALL) kill(getpid(), SIGKILL);
     return n == shared->kill_call;
 }
@@ -384,9 +386,9 @@ static blow next_blow(int config, int64_t k, int first, uint64_t *seed) {
     return b;
 }
 
-static void count_kill(const blow *b, int config) {
+static void count_kill(const blow *b) {
     counts.kills++;
-    if (b->at_call) counts.at_calls[references[config].notes[b->call].kind][b->when]++;
+    if (b->at_call) counts.at_calls[shared->killed_in][b->when]++;
     else counts.at_random++;
 }
 
@@ -410,7 +412,7 @@ static void chain(int64_t k, uint64_t *seed) {
         status = strike(run_start(config, found.state > 0, threads, workers), &b);
         if (!WIFSIGNALED(status)) { counts.finished_first++; check_end(config, status); return; }
         killed++;
-        count_kill(&b, config);
+        count_kill(&b);
         found = check_files(config, found);
         if (ampt.failures > 0) { printf("chain %lld, kill %d at %s\n", (long long)k, killed, b.at_call ? "a call" : "a time"); show_log(); return; }
     }
