@@ -713,11 +713,11 @@ def corpus(seed, cases):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cases", type=int, help="per family; default: 40, with --out 400")
+    parser.add_argument("--cases", type=int, help="per family; default: 40, with --out 250")
     parser.add_argument("--out", help="a corpus to replay once; default: the committed one")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    records = corpus(options.seed, options.cases or (400 if options.out else 40))
+    records = corpus(options.seed, options.cases or (250 if options.out else 40))
     if options.out is None:
         common.write_golden("fuzz_tensors.bin", records, lambda name: 0.0)
         return
