@@ -8386,7 +8386,7 @@ static amp_result ampi_mask_find(amp_context *amp, const amp_mask *m, int64_t ba
     }
     result = ampi_mask_add(amp, m, ampi_mask_per_batch(m) ? batch : 1, queries, keys, dtype, &e);
     if (result != AMP_OK) ampi_free(&amp->system, e.key, e.key_bytes, 1);
-    *out = &amp->masks[amp->n_masks - 1];
+    else *out = &amp->masks[amp->n_masks - 1];
     return result;
 }
 
