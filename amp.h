@@ -315,7 +315,8 @@ typedef struct amp_system {
 AMP_API void amp_system_default(amp_system *out);
 /* Writes a file so that after a crash either the old or the new content is there, whole: temporary file
    beside it, write, fsync, rename.  A symbolic link is replaced; a device or pipe is
-   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched. */
+   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that is killed in it
+   leaves is PATH.tmpPID. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
 /* Reads a whole file into *data (from system->alloc, one extra 0 byte behind it; amp_file_free frees it).
    Errors: 301, 401, 402. */
