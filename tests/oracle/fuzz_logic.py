@@ -305,10 +305,10 @@ class ScalerProgram:
         s = self.scalers[i]
         if not s.is_enabled():
             return
-        scale = s.get_scale()
+        if self.preset == "torch" and not self.pow2:
+            return
         low, high = (2.0 ** -60, 2.0 ** 60) if self.preset == "torch" else (1.0, 2.0 ** 126)
-        fits = low <= scale * s.get_backoff_factor() and scale * s.get_growth_factor() <= high
-        if (self.preset == "default" or self.pow2) and not fits:
+        while not (low <= s.get_scale() * s.get_backoff_factor() and s.get_scale() * s.get_growth_factor() <= high):
             self.agree(i)
 
     def usable(self, i, k):
