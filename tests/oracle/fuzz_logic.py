@@ -362,9 +362,9 @@ class ScalerProgram:
     def unscale(self, i, k, read):
         """u: unscale_.  r: amp_scaler_check that only reads, and the step multiplies."""
         o = self.optimizers[k]
+        self.in_range(i)
         if not self.usable(i, k):
             return
-        self.in_range(i)
         read = read and o.kind != "range" and self.scalers[i].is_enabled()
         result = self.attempt(self.scalers[i].unscale_, o.torch)
         self.enter(i, k, result)
@@ -375,9 +375,9 @@ class ScalerProgram:
     def step(self, i, k, how):
         """t: unscale_ and step.  T: amp_optimizer_step alone.  a: amp_step, which updates too."""
         o, s = self.optimizers[k], self.scalers[i]
+        self.in_range(i)
         if o.kind == "range" or not self.usable(i, k):
             return
-        self.in_range(i)
         if how == "t" and o.kind == "fused" and self.stage(i, k) == 0 and s.is_enabled():
             how = "T"
         ready = self.stage(i, k) == 0 and s.is_enabled()
