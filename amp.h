@@ -315,7 +315,8 @@ typedef struct amp_system {
 AMP_API void amp_system_default(amp_system *out);
 /* Writes a file so that after a crash either the old or the new content is there, whole: temporary file
    beside it, write, fsync, rename.  A symbolic link is replaced; a device or pipe is
-   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched. */
+   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that is killed in it
+   leaves is PATH.tmpPID. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
 /* Reads a whole file into *data (from system->alloc, one extra 0 byte behind it; amp_file_free frees it).
    Errors: 301, 401, 402. */
@@ -1391,7 +1392,7 @@ typedef struct amp_desc {
     amp_reducer reducer;
 } amp_desc;
 
-/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 501, 502; *out is NULL on failure. */
+/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 302, 501, 502; *out is NULL on failure. */
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_v(out, desc, AMP_ABI(amp_desc)); }
 /* Closes it: everything created from it must be destroyed before.  NULL is allowed. */
@@ -7277,7 +7278,10 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
     memset(cpu, 0, sizeof *cpu);
-    pthread_mutex_init(&cpu->lock, NULL);
+    if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
+        host->free(host->user, cpu, sizeof *cpu);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the CPU backend");
+    }
     cpu->pooled = 1;
     cpu->host = *host;
     cpu->threads = desc->threads;
@@ -7943,7 +7947,10 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->host.log = ampi_host_log;
     amp->host.alloc = ampi_host_alloc;
     amp->host.free = ampi_host_free;
-    pthread_mutex_init(&amp->lock, NULL);
+    if (pthread_mutex_init(&amp->lock, NULL) != 0) {
+        ampi_free(&system, amp, 1, sizeof *amp);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
+    }
     ampi_probe_cpu(&amp->machine.cpu);
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
@@ -8424,7 +8431,7 @@ static amp_result ampi_mask_find(amp_context *amp, const amp_mask *m, int64_t ba
     }
     result = ampi_mask_add(amp, m, ampi_mask_per_batch(m) ? batch : 1, queries, keys, dtype, &e);
     if (result != AMP_OK) ampi_free(&amp->system, e.key, e.key_bytes, 1);
-    *out = &amp->masks[amp->n_masks - 1];
+    else *out = &amp->masks[amp->n_masks - 1];
     return result;
 }
 
@@ -13441,15 +13448,18 @@ static void ampi_loader_defaults(amp_loader *l) {
 
 static amp_result ampi_loader_init_lock(amp_loader *l) {
     pthread_condattr_t monotonic;
-    int error = pthread_condattr_init(&monotonic);
-    if (error == 0) error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    if (error == 0) error = pthread_mutex_init(&l->lock, NULL);
-    if (error == 0) error = pthread_cond_init(&l->work, NULL);
-    if (error == 0) error = pthread_cond_init(&l->ready, &monotonic);
+    int error = pthread_condattr_init(&monotonic), made = 0;
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
+    error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    if (error == 0) { error = pthread_mutex_init(&l->lock, NULL); made += error == 0; }
+    if (error == 0) { error = pthread_cond_init(&l->work, NULL); made += error == 0; }
+    if (error == 0) { error = pthread_cond_init(&l->ready, &monotonic); made += error == 0; }
     pthread_condattr_destroy(&monotonic);
-    l->has_lock = 1;
-    return AMP_OK;
+    l->has_lock = made == 3;
+    if (l->has_lock) return AMP_OK;
+    if (made > 1) pthread_cond_destroy(&l->work);
+    if (made > 0) pthread_mutex_destroy(&l->lock);
+    return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
 }
 
 static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {

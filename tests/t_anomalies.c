@@ -1443,11 +1443,11 @@ static amp_result training_iteration(env *e, int phase, int step) {
     switch (phase) {
         case 0: return amp_monitor_phase(e->monitor, AMP_PHASE_DATA);
         case 1: return data_next(e);
-        case 2: e->out.embedding.ids = e->out.batch.inputs; e->out.cross_entropy.labels = e->out.batch.targets; return AMP_OK;
+        case 2: e->out.embedding.ids = e->out.batch.inputs; e->out.cross_entropy.labels = e->out.batch.targets; e->out.cross_entropy.seed = amp_scaler_seed(e->scaler); return AMP_OK;
         case 3: return amp_autocast_begin(e->amp, NULL);
         case 4: return amp_embedding(e->amp, &e->out.embedding);
         case 5: return amp_linear(e->amp, &e->out.linear[0]);
-        case 6: e->out.cross_entropy.seed = amp_scaler_seed(e->scaler); return amp_cross_entropy(e->amp, &e->out.cross_entropy);
+        case 6: return amp_cross_entropy(e->amp, &e->out.cross_entropy);
         case 7: note(e, &net.loss, sizeof net.loss); return amp_autocast_end(e->amp);
         case 8: return amp_linear_backward(e->amp, &e->out.linear[0]);
         case 9: return amp_embedding_backward(e->amp, &e->out.embedding);

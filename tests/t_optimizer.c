@@ -469,7 +469,8 @@ static void *sweep_remainders(void *arg) {
     return NULL;
 }
 
-/* The paths above AVX-512 have its conversions: only the short form takes them too. */
+/* The paths above AVX-512 have its conversions, and AdamW joins and splits as SGD does: every pattern goes through SGD on
+   each path up to that, and through AdamW on the last; the short form goes through both on all. */
 TEST(remainders_of_every_pattern) {
     enum { SWEEPERS = 8 };
     static remainder_sweep sweeps[SWEEPERS];
@@ -478,6 +479,7 @@ TEST(remainders_of_every_pattern) {
     for (path = AMP_CPU_SCALAR; path <= last; path++) for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
         const char *name = kind == AMP_SGD ? "SGD" : "AdamW";
         int64_t patterns = 0, lost = 0, moved = 0, failed = 0;
+        if (every_pattern && kind == AMP_ADAMW && path < last) continue;
         memset(sweeps, 0, sizeof sweeps);
         for (t = 0; t < SWEEPERS; t++) {
             sweeps[t].path = (amp_cpu_path)path; sweeps[t].kind = (amp_optimizer_kind)kind;

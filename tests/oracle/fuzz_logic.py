@@ -73,7 +73,7 @@ NOT_MET = [
 ]
 
 OK, UNSCALED, STEPPED, NO_CHECK, GRAD_16BIT = 0, 204, 205, 206, 203
-NULL_SCALE, RANGE, STATE, NAME, UNSUPPORTED, MISMATCH = 202, 102, 106, 107, 108, 408
+SCALE, RANGE, STATE, NAME, MISMATCH = 202, 102, 106, 107, 408
 
 # Words of PyTorch's exceptions, and the amp_result that says the same.
 ERRORS = [("unscale_() has already been called", UNSCALED), ("unscale_() is being called after step()", STEPPED),
@@ -500,7 +500,7 @@ class ScalerProgram:
     def refuse_scale(self, i):
         bad = self.pick([float("inf"), float("nan"), 0.0, -1.0, 2.0 ** 127, 1e-40])
         if self.preset == "default" and self.scalers[i].is_enabled():
-            self.refused(f"scale {i} {f32_bits(bad):08x}", i, NULL_SCALE, "bad_scale")
+            self.refused(f"scale {i} {f32_bits(bad):08x}", i, SCALE, "bad_scale")
 
     # -- A program
 
@@ -526,8 +526,9 @@ class ScalerProgram:
         elif op == 14: self.save(i)
         elif op in (15, 20): self.load(i)
         elif op == 16: self.restart(i)
-        elif op == 17: self.poison(k) if self.rng.below(2) else self.renew(k)
-        elif op == 18: self.new_weights(k) if self.rng.below(2) else self.refuse_scale(i)
+        elif op == 17: (self.poison if self.rng.below(2) else self.renew)(k)
+        elif op == 18 and self.rng.below(2): self.new_weights(k)
+        elif op == 18: self.refuse_scale(i)
         else: self.make_gradients(i)
 
     def run(self, events):
