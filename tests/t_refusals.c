@@ -498,6 +498,30 @@ TEST(nothing_for_a_context) {
     CHECK(t.data == room[0]);
 }
 
+static int no_thread(void *user, void **thread, void (*run)(void *), void *arg) { (void)user; (void)run; (void)arg; (void)thread; return -1; }
+
+TEST(settings_of_a_context_that_contradict) {
+    amp_context *other = NULL;
+    amp_linear_op *op = &memory.linear;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.system.thread_start = no_thread;
+    REFUSED(amp_open(&other, &desc), AMP_ERR_CONFLICT, "all or none");
+    memset(&desc, 0, sizeof desc);
+    desc.cpu_path = (amp_cpu_path)9;
+    CHECK_ERR(amp_open(&other, &desc), AMP_ERR_RANGE);
+    memset(&desc, 0, sizeof desc);
+    desc.level = AMP_LEVEL_O0;
+    CHECK_OK(amp_open(&other, &desc));
+    REFUSED(amp_set_dtype(other, AMP_BF16), AMP_ERR_CONFLICT, "level O0");
+    CHECK_OK(amp_set_dtype(other, AMP_F32));
+    amp_close(other);
+    make(&cases[0]);
+    op->x = amp_tensor3(room[0], AMP_F32, 2, 3, 3);
+    op->x.stride[0] = 12; op->x.stride[1] = 3; op->x.stride[2] = 1;
+    REFUSED(amp_linear(amp, op), AMP_ERR_SHAPE, "not evenly strided");
+}
+
 TEST(nothing_for_a_step) {
     amp_set_desc set_desc;
     amp_optimizer_desc desc;
@@ -599,6 +623,7 @@ int main(int argc, char **argv) {
     RUN(add_and_cast_arguments);
     RUN(nothing_for_base_and_state);
     RUN(nothing_for_a_context);
+    RUN(settings_of_a_context_that_contradict);
     RUN(nothing_for_a_step);
     RUN(failing_kernels_come_through);
     amp_close(amp);
