@@ -10699,7 +10699,9 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
 #define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
-AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+/* Into `state`, which will be moved into `earlier`. */
+AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *state, const amp_state *earlier,
+                                         const char *prefix) {
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
@@ -10708,7 +10710,7 @@ AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *st
     char key[64];
     const amp_scaler_desc *d = &scaler->desc;
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
-    if (disabled || amp_state_count(state, key, NULL) >= 0)    /* an earlier save's record must not stay */
+    if (disabled || amp_state_count(earlier, key, NULL) >= 0)   /* an earlier save's record must not stay */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
     if (disabled) return AMP_OK;
     AMPI_TRY(amp_scaler_get(scaler, &s));
@@ -10730,7 +10732,7 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     amp_result r;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
     AMPI_TRY(amp_state_create(&own, &state->system));
-    r = ampi_save_scaler(scaler, own, prefix);
+    r = ampi_save_scaler(scaler, own, state, prefix);
     if (r == AMP_OK) r = ampi_state_move(state, own, "amp_scaler_save");
     amp_state_destroy(own);
     return r;
