@@ -42,6 +42,8 @@ help: backend
 	@echo "make fuzz SECONDS=30  run each fuzzer for so long (clang's libFuzzer); inputs that break something: $(BUILD)/fuzz/found/"
 	@echo "make crash            kill training 200 times (KILLS, SEED), also in the middle of a checkpoint, and go on bit for bit"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, beside an undisturbed run"
+	@echo "make coverage         lines and branches of amp.h that the tests reach; fails below 95% and 85%"
+	@echo "make mutants          changes of one token to amp.h: each must be caught by a test (twenty minutes)"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
 	@echo "make differential     random programs and tensors against PyTorch (PYTHON=..., SEED=1), into tests/records/"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
@@ -121,6 +123,8 @@ include tests/gpu/rules.mk
 include tests/differential/rules.mk
 include tests/crash/rules.mk
 include tests/fuzz/rules.mk
+include tests/coverage/rules.mk
+include tests/mutants/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \

@@ -9321,8 +9321,10 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
         AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &c.x_pre));
         AMPI_TRY(ampi_rows_like(f, "x_pre", c.x_pre, "x", &x, &same));
     }
-    if (op->act != AMP_ACT_NONE && !op->dy_before_act)
+    if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
         AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &c.pre));
+        AMPI_TRY(ampi_rows_like(f, "pre", c.pre, "y", &y, &same));
+    }
     c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
     c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
     c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
@@ -9352,20 +9354,24 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
+/* Whether op(a) op(b) has the shape of c. */
+static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b, const ampi_operand *c) {
+    int64_t m = trans_a ? a->cols : a->rows, k = trans_a ? a->rows : a->cols, n = trans_b ? b->rows : b->cols;
+    if (k == (trans_b ? b->cols : b->rows) && c->rows == m && c->cols == n && a->batch == c->batch && b->batch == c->batch) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
+                     (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
+                     (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
+                     (long long)c->batch, (long long)c->rows, (long long)c->cols);
+}
+
 /* *out: c = alpha op(a) op(b), shapes checked. */
 static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
                                     const ampi_operand *c, float alpha, amp_dtype compute, amp_k_gemm *out) {
     amp_k_gemm g;
+    AMPI_TRY(ampi_batched_check(f, a, trans_a, b, trans_b, c));
     memset(&g, 0, sizeof g);
-    g.m = trans_a ? a->cols : a->rows;
+    g.m = c->rows; g.n = c->cols; g.batch = c->batch;
     g.k = trans_a ? a->rows : a->cols;
-    g.n = trans_b ? b->rows : b->cols;
-    g.batch = c->batch;
-    if (g.k != (trans_b ? b->cols : b->rows) || c->rows != g.m || c->cols != g.n || a->batch != c->batch || b->batch != c->batch)
-        return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
-                         (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
-                         (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
-                         (long long)c->batch, (long long)c->rows, (long long)c->cols);
     g.a = a->data; g.a_dtype = a->dtype; g.lda = a->ld; g.stride_a = a->stride; g.trans_a = trans_a;
     g.b = b->data; g.b_dtype = b->dtype; g.ldb = b->ld; g.stride_b = b->stride; g.trans_b = trans_b;
     memcpy(&g.c, &c->data, sizeof g.c); g.c_dtype = c->dtype; g.ldc = c->ld; g.stride_c = c->stride;
@@ -9403,6 +9409,7 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
+    AMPI_TRY(ampi_batched_check(f, &a, op->trans_a, &b, op->trans_b, &dy));
     if (op->da.data) {
         AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
         if (op->trans_a) AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));

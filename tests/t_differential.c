@@ -50,6 +50,9 @@ static double hex64(const corpus_line *l, int i) {
 /* The i-th word after "=". */
 static const char *outcome(const corpus_line *l, int i) { return l->word[l->result + i]; }
 
+/* For the record. */
+static void counted(const char *name, int64_t n) { printf("counted replayed_%s %lld\n", name, (long long)n); }
+
 static uint32_t canonical(float x) { return is_nan_bits(bits(x)) ? 0x7fc00000u : bits(x); }
 
 /* ---- Scaler programs */
@@ -396,18 +399,21 @@ TEST(scaler_programs) {
     free(t);
     free(l);
     CHECK(programs > 0 && events > 1000);
-    printf("counted replayed_scaler_programs %lld\ncounted replayed_scaler_events %lld\n", (long long)programs, (long long)events);
+    counted("scaler_programs", programs);
+    counted("scaler_events", events);
 }
 
 /* ---- Presets */
 
-/* By the number of amp_scaler_preset, or 60 for fairseq with tolerance 0.25; scale 0 and window 0 mean the preset's. */
+/* By the number of amp_scaler_preset; 60: fairseq with tolerance 0.25; 40: DeepSpeed without hysteresis.  Scale 0 and
+   window 0 mean the preset's. */
 static amp_scaler *preset_scaler(amp_context *amp, int preset, int window, float scale) {
     amp_scaler *s = NULL;
     amp_scaler_desc d;
     memset(&d, 0, sizeof d);
-    d.preset = preset == 60 ? AMP_SCALER_FAIRSEQ : (amp_scaler_preset)preset;
+    d.preset = preset == 60 ? AMP_SCALER_FAIRSEQ : preset == 40 ? AMP_SCALER_DEEPSPEED : (amp_scaler_preset)preset;
     d.tolerance = preset == 60 ? 0.25 : 0;
+    d.hysteresis = preset == 40;
     d.growth_interval = window;
     d.init_scale = scale;
     CHECK_OK(amp_scaler_create(amp, &s, &d));
@@ -433,33 +439,49 @@ static void preset_release(preset_program *t) {
     while (t->n > 0) amp_scaler_destroy(t->s[--t->n]);
 }
 
-/* "preset NUMBER WINDOW PATTERN = SCALE" from 1024; "together ID N {NUMBER WINDOW}", "o SCALER OVERFLOW = SCALE". */
-TEST(presets) {
-    corpus_line *l = (corpus_line *)calloc(1, sizeof *l);
-    preset_program t;
-    FILE *f = corpus_open();
-    int64_t cells = 0, events = 0;
+static void preset_open(preset_program *t) {
     amp_desc desc;
-    memset(&t, 0, sizeof t);
+    memset(t, 0, sizeof *t);
     memset(&desc, 0, sizeof desc);
     desc.threads = 1; desc.logger.level = AMP_LOG_OFF;
-    CHECK_OK(amp_open(&t.amp, &desc));
+    CHECK_OK(amp_open(&t->amp, &desc));
     for (int i = 0; i < 5; i++) {
         amp_range range;
         amp_set_desc d;
         memset(&range, 0, sizeof range);
         memset(&d, 0, sizeof d);
-        range.data = &t.g[i]; range.count = 1; range.dtype = AMP_F32;
+        range.data = &t->g[i]; range.count = 1; range.dtype = AMP_F32;
         d.ranges = &range; d.n_ranges = 1;
-        CHECK_OK(amp_set_create(t.amp, &t.set[i], &d));
+        CHECK_OK(amp_set_create(t->amp, &t->set[i], &d));
     }
-    while (l != NULL && corpus_next(f, l)) {
+}
+
+static void preset_close(preset_program *t) {
+    preset_release(t);
+    for (int i = 0; i < 5; i++) amp_set_destroy(t->set[i]);
+    amp_close(t->amp);
+}
+
+/* "preset NUMBER WINDOW PATTERN = SCALE" from 1024 */
+static void preset_cell(preset_program *t, const corpus_line *l) {
+    t->s[0] = preset_scaler(t->amp, integer(l, 1), integer(l, 2), 1024);
+    t->n = 1;
+    for (const char *e = l->word[3]; *e; e++) preset_drive(t, 0, *e == 'X');
+    preset_is(t, 0, l);
+    preset_release(t);
+}
+
+/* Cells, and "together ID N {NUMBER WINDOW}" with its "o SCALER OVERFLOW = SCALE". */
+TEST(presets) {
+    corpus_line *l = (corpus_line *)calloc(1, sizeof *l);
+    preset_program t;
+    FILE *f = corpus_open();
+    int64_t cells = 0, events = 0;
+    if (l == NULL) exit(2);
+    preset_open(&t);
+    while (corpus_next(f, l)) {
         if (is(l, "preset")) {
-            t.s[0] = preset_scaler(t.amp, integer(l, 1), integer(l, 2), 1024);
-            t.n = 1;
-            for (const char *e = l->word[3]; *e; e++) preset_drive(&t, 0, *e == 'X');
-            preset_is(&t, 0, l);
-            preset_release(&t);
+            preset_cell(&t, l);
             cells++;
         } else if (is(l, "together")) {
             preset_release(&t);
@@ -471,13 +493,12 @@ TEST(presets) {
             events++;
         } else if (is(l, "program")) break;
     }
-    preset_release(&t);
-    for (int i = 0; i < 5; i++) amp_set_destroy(t.set[i]);
-    amp_close(t.amp);
+    preset_close(&t);
     fclose(f);
     free(l);
-    CHECK(cells == 80 && events > 100);
-    printf("counted replayed_preset_cells %lld\ncounted replayed_preset_events %lld\n", (long long)cells, (long long)events);
+    CHECK(cells == 88 && events > 100);
+    counted("preset_cells", cells);
+    counted("preset_events", events);
 }
 
 /* ---- Autocast programs.  Context 0 is PyTorch's "cuda", 1 its "cpu". */
@@ -706,7 +727,8 @@ TEST(autocast_programs) {
     free(t->line);
     free(t);
     CHECK(programs > 10 && events > 1000);
-    printf("counted replayed_autocast_programs %lld\ncounted replayed_autocast_events %lld\n", (long long)programs, (long long)events);
+    counted("autocast_programs", programs);
+    counted("autocast_events", events);
 }
 
 int main(int argc, char **argv) {

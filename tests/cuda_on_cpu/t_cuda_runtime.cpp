@@ -676,6 +676,29 @@ TEST(sgd_bits) {
     update_both(2, 0, 0, many_rows(22));
     update_both(2, 4, 1, many_rows(22));
 }
+/* Without weight decay an infinite weight stays what it is, as in PyTorch: 0 times it would be NaN. */
+TEST(sgd_of_infinite_weights) {
+    coc_reset();
+    amp_k_found found = a_found();
+    for (int s = 0; s < 2; s++) {
+        side x(s ? amp_cuda() : amp_cpu());
+        std::vector<float> infinite(37, INFINITY), one(37, 1.0f);
+        amp_k_tensor row;
+        memset(&row, 0, sizeof row);
+        row.weight = x.up(infinite);
+        row.grad = x.up(one);
+        row.count = 37;
+        row.lr_scale = 1;
+        row.live = 1;
+        const amp_k_tensor *table = (const amp_k_tensor *)x.up(&row, sizeof row);
+        amp_k_found *f = (amp_k_found *)x.up(&found, sizeof found);
+        CHECK_EQ(update(&x, 2, table, 1, f, 0), AMP_OK);
+        std::vector<float> after(37);
+        x.down(&after, row.weight);
+        CHECK(after == infinite);
+    }
+    CHECK_EQ(coc_faults(), 0);
+}
 TEST(storage_bits) {
     NEEDS_FMA();
     coc_reset();
@@ -1558,6 +1581,7 @@ int main(int argc, char **argv) {
     RUN(adamw_bits);
     RUN(adamw_decay_rounds_twice);
     RUN(sgd_bits);
+    RUN(sgd_of_infinite_weights);
     RUN(storage_bits);
     RUN(scale_bits);
     RUN(checks);
