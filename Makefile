@@ -25,7 +25,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive oracle bench \
+.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive anomalies oracle bench \
         bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -40,6 +40,7 @@ help: backend
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion and the optimizers' remainders"
 	@echo "make fuzz SECONDS=30  run each fuzzer for so long (clang's libFuzzer); inputs that break something: $(BUILD)/fuzz/found/"
+	@echo "make anomalies        every call to the host fails in turn: memory, files, threads, clock, into tests/records/"
 	@echo "make crash            kill training 200 times (KILLS, SEED), also in the middle of a checkpoint, and go on bit for bit"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, beside an undisturbed run"
 	@echo "make coverage         lines and branches of amp.h that the tests reach; fails below 95% and 85%"
@@ -91,7 +92,7 @@ endif
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_optimizer
 INSIDE_QUICK := t_care t_concurrency t_context t_data t_scaler t_settings t_state t_verify
-TEST_HEADERS := tests/test.h tests/golden.h tests/trace.h tests/recording_backend.h $(wildcard tests/fuzz/*.[ch]) $(HEADERS)
+TEST_HEADERS := $(wildcard tests/*.h tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -139,6 +140,10 @@ test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
 	    "$(BUILD)/t_optimizer --full --filter every_pattern"
+
+anomalies: $(BUILD)/t_anomalies
+	mkdir -p tests/records
+	$(BUILD)/t_anomalies --all --record tests/records/anomalies-$$(date +%F).json
 
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \

@@ -315,7 +315,8 @@ typedef struct amp_system {
 AMP_API void amp_system_default(amp_system *out);
 /* Writes a file so that after a crash either the old or the new content is there, whole: temporary file
    beside it, write, fsync, rename.  A symbolic link is replaced; a device or pipe is
-   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched. */
+   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that is killed in it
+   leaves is PATH.tmpPID. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
 /* Reads a whole file into *data (from system->alloc, one extra 0 byte behind it; amp_file_free frees it).
    Errors: 301, 401, 402. */
@@ -1391,7 +1392,7 @@ typedef struct amp_desc {
     amp_reducer reducer;
 } amp_desc;
 
-/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 501, 502; *out is NULL on failure. */
+/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 302, 501, 502; *out is NULL on failure. */
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_v(out, desc, AMP_ABI(amp_desc)); }
 /* Closes it: everything created from it must be destroyed before.  NULL is allowed. */
@@ -1591,8 +1592,9 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
 /* ==== 9 >>operators =================================================================================
    Forward and backward of the parts of a network.  Each takes an op struct: the caller fills inputs and
    outputs, forward adds its plan, and the same struct goes to backward with the gradients filled in.
-   "rows" are all leading dimensions of a tensor together; they must be evenly strided, with the last
-   dimension contiguous.  Storage is fp32, fp16 or bf16 unless said otherwise.
+   "rows" are all leading dimensions of a tensor together; they must be evenly strided and not overlap, with
+   the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
+   0); elements of an output are never the same.  Storage is fp32, fp16 or bf16 unless said otherwise.
    Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
@@ -3308,14 +3310,16 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
 typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
 
 /* The thread and whoever joins or detaches it both hold its record; the later one frees it. */
-static void ampi_posix_thread_release(ampi_posix_thread *t) {
+static void ampi_posix_thread_release(void *thread) {
+    ampi_posix_thread *t = (ampi_posix_thread *)thread;
     if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
 }
 
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
+    pthread_cleanup_push(ampi_posix_thread_release, t);         /* also when `run` ends the thread */
     t->run(t->arg);
-    ampi_posix_thread_release(t);
+    pthread_cleanup_pop(1);
     return NULL;
 }
 
@@ -4245,10 +4249,11 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     if (tensor == NULL || tensor->data == NULL) return 0;
     if (tensor->ndim < 1 || tensor->ndim > AMP_MAX_DIMS) return -1;
     for (i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] < 0) return -1;
-        if (tensor->shape[i] > 0 && count > INT64_MAX / 16 / tensor->shape[i]) return -1;
-        count *= tensor->shape[i];
+        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* dimensions beside one of 0 must not overflow either */
+        if (tensor->shape[i] < 0 || count > INT64_MAX / 16 / n) return -1;
+        count *= n;
     }
+    for (i = 0; i < tensor->ndim; i++) if (tensor->shape[i] == 0) return 0;
     return count;
 }
 
@@ -4299,15 +4304,39 @@ AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *fiel
     return AMP_OK;
 }
 
+/* Whether a matrix's rows lie apart. */
+AMPI_PRIVATE amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
+    if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements overlap, their stride is %lld", field, (long long)cols, (long long)ld);
+}
+
+/* An output: no two elements may be one.  Strides from the smallest on must each reach past what lies below them. */
+AMPI_PRIVATE amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
+    int64_t reach = 0;              /* place of the last element of the dimensions so far */
+    int i, k, done = 0;
+    if (amp_tensor_count(t) < 2) return AMP_OK;
+    for (k = 0; k < t->ndim; k++) {
+        int next = -1;
+        for (i = 0; i < t->ndim; i++)
+            if (!(done >> i & 1) && t->shape[i] > 1 && (next < 0 || ampi_stride(t, i) < ampi_stride(t, next))) next = i;
+        if (next < 0) return AMP_OK;
+        if (ampi_stride(t, next) <= reach)
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld", field, next, (long long)ampi_stride(t, next));
+        done |= 1 << next;
+        reach += (t->shape[next] - 1) * ampi_stride(t, next);
+    }
+    return AMP_OK;
+}
+
 /* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
 AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
-    int last = t->ndim - 1, i;
+    int last = t->ndim - 1, i, given = 0;
     int64_t rows = 1, expect = 0;
     AMPI_TRY(ampi_check_tensor(function, field, t));
     memset(out, 0, sizeof *out);
     for (i = last - 1; i >= 0; i--) {
         if (t->shape[i] == 1) continue;
-        if (expect == 0) { out->ld = ampi_stride(t, i); expect = out->ld; }
+        if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
         if (ampi_stride(t, i) != expect)
             return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
         expect *= t->shape[i];
@@ -4317,8 +4346,8 @@ AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const
     out->dtype = t->dtype;
     out->rows = rows;
     out->cols = t->shape[last];
-    if (out->ld == 0) out->ld = out->cols;
-    return AMP_OK;
+    if (!given) out->ld = out->cols;
+    return ampi_check_ld(function, field, rows, out->cols, out->ld);
 }
 
 AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
@@ -7249,7 +7278,10 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
     memset(cpu, 0, sizeof *cpu);
-    pthread_mutex_init(&cpu->lock, NULL);
+    if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
+        host->free(host->user, cpu, sizeof *cpu);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the CPU backend");
+    }
     cpu->pooled = 1;
     cpu->host = *host;
     cpu->threads = desc->threads;
@@ -7915,7 +7947,10 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->host.log = ampi_host_log;
     amp->host.alloc = ampi_host_alloc;
     amp->host.free = ampi_host_free;
-    pthread_mutex_init(&amp->lock, NULL);
+    if (pthread_mutex_init(&amp->lock, NULL) != 0) {
+        ampi_free(&system, amp, 1, sizeof *amp);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
+    }
     ampi_probe_cpu(&amp->machine.cpu);
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
@@ -8396,7 +8431,7 @@ static amp_result ampi_mask_find(amp_context *amp, const amp_mask *m, int64_t ba
     }
     result = ampi_mask_add(amp, m, ampi_mask_per_batch(m) ? batch : 1, queries, keys, dtype, &e);
     if (result != AMP_OK) ampi_free(&amp->system, e.key, e.key_bytes, 1);
-    *out = &amp->masks[amp->n_masks - 1];
+    else *out = &amp->masks[amp->n_masks - 1];
     return result;
 }
 
@@ -9119,15 +9154,16 @@ static amp_result ampi_optional_rows(const char *function, const char *field, co
     return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
 }
 
-/* A parameter of this exact shape; cols 0 for a vector. */
+/* A parameter of this exact shape; cols -1 for a vector. */
 static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows, int64_t cols) {
-    char shape[64];
+    const int64_t *have = p->weight.shape;
+    char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
     if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
-    if (cols == 0 ? (p->weight.ndim == 1 && p->weight.shape[0] == rows)
-                  : (p->weight.ndim == 2 && p->weight.shape[0] == rows && p->weight.shape[1] == cols)) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s%.0lld]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
-                     (long long)rows, cols ? ", " : "", (long long)cols);
+    if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
+    if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
+                     (long long)rows, other);
 }
 
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
@@ -9148,7 +9184,7 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
     AMPI_TRY(ampi_rows(function, "y", &op->y, y));
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
-    if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, 0));
+    if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, -1));
     if (x->rows != y->rows)
         return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows, (long long)y->rows);
     AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
@@ -9351,7 +9387,7 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
     out->cols = t->shape[t->ndim - 1];
     out->ld = ampi_stride(t, t->ndim - 2);
     out->stride = t->ndim == 3 ? ampi_stride(t, 0) : 0;
-    return AMP_OK;
+    return ampi_check_ld(f, field, out->rows, out->cols, out->ld);
 }
 
 /* Whether op(a) op(b) has the shape of c. */
@@ -9389,6 +9425,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
+    AMPI_TRY(ampi_check_output(f, "y", &op->y));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
     AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
@@ -9412,11 +9449,13 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     AMPI_TRY(ampi_batched_check(f, &a, op->trans_a, &b, op->trans_b, &dy));
     if (op->da.data) {
         AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
+        AMPI_TRY(ampi_check_output(f, "da", &op->da));
         if (op->trans_a) AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));
         else AMPI_TRY(ampi_batched_gemm(f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute, &gemms[n++]));
     }
     if (op->db.data) {
         AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
+        AMPI_TRY(ampi_check_output(f, "db", &op->db));
         if (op->trans_b) AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
         else AMPI_TRY(ampi_batched_gemm(f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute, &gemms[n++]));
     }
@@ -9492,6 +9531,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     AMPI_TRY(ampi_attention_view(f, "k", &op->k, k_shape, op->q.dtype, k->k_stride));
     AMPI_TRY(ampi_attention_view(f, "v", &op->v, k_shape, op->q.dtype, k->v_stride));
     AMPI_TRY(ampi_attention_view(f, "o", &op->o, q_shape, op->q.dtype, k->o_stride));
+    AMPI_TRY(ampi_check_output(f, "o", &op->o));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     if (op->lse == NULL) return ampi_fail(AMP_ERR_NULL, f, ".lse is NULL");
     k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
@@ -9527,6 +9567,9 @@ AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *
     AMPI_TRY(ampi_attention_view(f, "dq", &op->dq, op->q.shape, k.dtype, k.dq_stride));
     AMPI_TRY(ampi_attention_view(f, "dk", &op->dk, k_shape, k.dtype, k.dk_stride));
     AMPI_TRY(ampi_attention_view(f, "dv", &op->dv, k_shape, k.dtype, k.dv_stride));
+    AMPI_TRY(ampi_check_output(f, "dq", &op->dq));
+    AMPI_TRY(ampi_check_output(f, "dk", &op->dk));
+    AMPI_TRY(ampi_check_output(f, "dv", &op->dv));
     k.compute = op->plan.compute;
     k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
     return amp->backend->attention_backward(amp->dev, &k, amp->desc.stream);
@@ -9542,8 +9585,8 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
     if (op->residual.data && op->sum.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual the sum is kept for backward");
-    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, 0));
-    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, 0));
+    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
+    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree", amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
@@ -9665,7 +9708,7 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
     k->y = op->y.data; k->y_dtype = op->y.dtype;
     if (op->bias == NULL) return AMP_OK;
     k->cols = op->x.shape[op->x.ndim - 1];
-    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, 0));
+    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, -1));
     k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
     return AMP_OK;
 }
@@ -9711,11 +9754,11 @@ static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k
     AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
     AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
     if (op->gate_bias) {
-        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, 0));
+        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, -1));
         k->gate_bias = op->gate_bias->weight.data; k->gate_bias_dtype = op->gate_bias->weight.dtype;
     }
     if (op->up_bias) {
-        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, 0));
+        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, -1));
         k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
     }
     return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
@@ -10699,7 +10742,8 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
 #define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
-AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+/* before: what the records will be added to. */
+AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
@@ -10708,7 +10752,7 @@ AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, amp_state *st
     char key[64];
     const amp_scaler_desc *d = &scaler->desc;
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
-    if (disabled || amp_state_count(state, key, NULL) >= 0)    /* an earlier save's record must not stay */
+    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* an earlier save's record must not stay */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
     if (disabled) return AMP_OK;
     AMPI_TRY(amp_scaler_get(scaler, &s));
@@ -10730,7 +10774,7 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     amp_result r;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
     AMPI_TRY(amp_state_create(&own, &state->system));
-    r = ampi_save_scaler(scaler, own, prefix);
+    r = ampi_save_scaler(scaler, state, own, prefix);
     if (r == AMP_OK) r = ampi_state_move(state, own, "amp_scaler_save");
     amp_state_destroy(own);
     return r;
@@ -10957,7 +11001,7 @@ AMPI_PRIVATE amp_result ampi_optimizer_memory(amp_optimizer *o) {
                 int64_t size = (row->count * ampi_array_size(row, a) + 255) / 256 * 256;
                 if (!ampi_has_array(o, row, a)) continue;
                 if (pass == 0) bytes += size;
-                else *ampi_row_array(row, a) = (char *)o->memory + at;
+                else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->memory + at;
                 at += pass * size;
             }
     }
@@ -12118,6 +12162,7 @@ typedef struct ampi_worker {
     struct amp_loader *loader;
     void *thread;
     int id, started, exited, abandoned;
+    int64_t number;                 /* of the batch it fills */
     int phase;                      /* atomic */
     int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
     uint8_t *scratch;
@@ -12157,6 +12202,7 @@ struct amp_loader {
     int64_t issued;                 /* number of the first batch whose copy was not begun */
     /* the queue, under the lock */
     int has_lock, threads, stop, paused, waiting;
+    int lost;                       /* of the threads: ended by what they called */
     int cancel;                     /* atomic: workers drop what they do */
     int64_t busy, retries;
     int64_t calls;                  /* of the host's, that are inside */
@@ -13033,6 +13079,10 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             ampi_queue_again(l, slot);
             if (!slot->ahead) break;
         }
+        if (l->threads > 0 && l->lost == l->threads) {
+            result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "no worker is left, the callback ended their threads: create the loader anew");
+            break;
+        }
         if (begin == 0) {
             begin = ampi_posix_clock(NULL);
             l->waits++;
@@ -13075,6 +13125,32 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
+/* What a worker called ended its thread (pthread_exit) instead of returning: its batch fails, the others go on. */
+static void ampi_worker_died(void *arg) {
+    ampi_worker *w = (ampi_worker *)arg;
+    amp_loader *l = w->loader;
+    int last = 0;
+    pthread_mutex_lock(&l->lock);
+    if (__atomic_load_n(&w->phase, __ATOMIC_SEQ_CST) == AMPI_WORKER_ABANDONED) last = --l->holders == 0;
+    else {
+        l->busy--;
+        l->lost++;
+        w->exited = 1;
+        ampi_queue_store(l, ampi_slot_of(l, w->number),
+                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: what it called ended its thread, at sample or offset %lld",
+                                   w->id, (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
+        pthread_cond_broadcast(&l->ready);
+    }
+    pthread_mutex_unlock(&l->lock);
+    if (last) ampi_loader_free(l);
+}
+
+static void ampi_worker_run(ampi_worker *w, ampi_slot *slot, amp_result *result) {
+    pthread_cleanup_push(ampi_worker_died, w);
+    *result = ampi_worker_fill(w, w->number, slot);
+    pthread_cleanup_pop(0);
+}
+
 static void ampi_worker_main(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -13091,10 +13167,11 @@ static void ampi_worker_main(void *arg) {
         slot = ampi_slot_of(l, number);
         slot->state = AMPI_SLOT_FILLING;
         slot->worker = w->id;
+        w->number = number;
         slot->ahead = l->waiting == 0 || number != l->consumed;
         l->busy++;
         pthread_mutex_unlock(&l->lock);
-        result = ampi_worker_fill(w, number, slot);
+        ampi_worker_run(w, slot, &result);
         pthread_mutex_lock(&l->lock);
         if (w->abandoned) {
             last = --l->holders == 0;
@@ -13372,15 +13449,18 @@ static void ampi_loader_defaults(amp_loader *l) {
 
 static amp_result ampi_loader_init_lock(amp_loader *l) {
     pthread_condattr_t monotonic;
-    int error = pthread_condattr_init(&monotonic);
-    if (error == 0) error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    if (error == 0) error = pthread_mutex_init(&l->lock, NULL);
-    if (error == 0) error = pthread_cond_init(&l->work, NULL);
-    if (error == 0) error = pthread_cond_init(&l->ready, &monotonic);
+    int error = pthread_condattr_init(&monotonic), made = 0;
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
+    error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    if (error == 0) { error = pthread_mutex_init(&l->lock, NULL); made += error == 0; }
+    if (error == 0) { error = pthread_cond_init(&l->work, NULL); made += error == 0; }
+    if (error == 0) { error = pthread_cond_init(&l->ready, &monotonic); made += error == 0; }
     pthread_condattr_destroy(&monotonic);
-    l->has_lock = 1;
-    return AMP_OK;
+    l->has_lock = made == 3;
+    if (l->has_lock) return AMP_OK;
+    if (made > 1) pthread_cond_destroy(&l->work);
+    if (made > 0) pthread_mutex_destroy(&l->lock);
+    return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
 }
 
 static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {

@@ -1098,11 +1098,12 @@ static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
 static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
     profile *p = r->model.profile;
     int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
-    int32_t *tokens = r->micro_tokens + 2 * n * micro;
+    int32_t *tokens;
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
     TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, batch));
     if (micro == 0) { r->epoch = batch->epoch; r->index = batch->index; }
     if (r->micro_tokens == NULL) return AMP_OK;
+    tokens = r->micro_tokens + 2 * n * micro;
     TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
     TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
     batch->inputs = tokens;
@@ -1340,7 +1341,7 @@ static amp_result report_save(run *r, progress *bar) {
    that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved. */
 static amp_result save_between(run *r, progress *bar) {
     int64_t step = r->step;
-    TRY(tolerate(r, amp_monitor_flush(r->monitor)));
+    TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
     TRY(take_records(r, bar));
     return r->step == step && r->trouble[0] == 0 ? report_save(r, bar) : AMP_OK;
 }

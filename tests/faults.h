@@ -13,7 +13,7 @@
 
 typedef enum fault_kind {
     FAULT_ALLOC, FAULT_OPEN, FAULT_READ, FAULT_WRITE, FAULT_SIZE, FAULT_SYNC, FAULT_CLOSE, FAULT_RENAME, FAULT_REMOVE,
-    FAULT_LIST, FAULT_THREAD, FAULT_JOIN, FAULT_DETACH, FAULT_CLOCK,
+    FAULT_LIST, FAULT_THREAD, FAULT_JOIN, FAULT_DETACH, FAULT_CLOCK, FAULT_LOCK,
     FAULT_KINDS
 } fault_kind;
 
@@ -205,6 +205,29 @@ static int64_t faults_clock(void *user) {
     return f == NULL ? faults.posix.clock_ns(NULL) : f->effect == FAULT_TIME ? f->value : faults.posix.clock_ns(NULL) + f->value;
 }
 
+/* Locks are no part of the table: the program's own functions stand before the C library's. */
+#if defined(__GLIBC__)
+#include <dlfcn.h>
+static void *faults_real(const char *name) {
+    void *next = (void *)-1, *real;                 /* RTLD_NEXT, which <dlfcn.h> keeps for _GNU_SOURCE */
+    real = dlsym(next, name);
+    if (real == NULL) { printf("no %s\n", name); exit(1); }
+    return real;
+}
+int pthread_mutex_init(pthread_mutex_t *lock, const pthread_mutexattr_t *attributes) {
+    static int (*real)(pthread_mutex_t *, const pthread_mutexattr_t *);
+    void *found = real == NULL ? faults_real("pthread_mutex_init") : NULL;
+    if (found != NULL) memcpy(&real, &found, sizeof real);
+    return faults_meet(FAULT_LOCK) != NULL ? EAGAIN : real(lock, attributes);
+}
+int pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes) {
+    static int (*real)(pthread_cond_t *, const pthread_condattr_t *);
+    void *found = real == NULL ? faults_real("pthread_cond_init") : NULL;
+    if (found != NULL) memcpy(&real, &found, sizeof real);
+    return faults_meet(FAULT_LOCK) != NULL ? EAGAIN : real(cond, attributes);
+}
+#endif
+
 static const amp_system *faults_system(void) {
     static amp_system s;
     if (s.alloc != NULL) return &s;         /* workers may be in it */
@@ -249,6 +272,7 @@ static const fault all_faults[] = {
     {"list half",     FAULT_LIST,   FAULT_LATE_ERROR, EIO, {AMP_ERR_OPEN}},
     {"thread EAGAIN", FAULT_THREAD, FAULT_ERROR, EAGAIN, {AMP_ERR_THREAD}},
     {"join EINVAL",   FAULT_JOIN,   FAULT_LATE_ERROR, EINVAL, {AMP_OK}},
+    {"lock EAGAIN",   FAULT_LOCK,   FAULT_ERROR, EAGAIN, {AMP_ERR_THREAD}},
     {"clock 0",       FAULT_CLOCK,  FAULT_TIME,  0,      {AMP_OK}},
     {"clock -1",      FAULT_CLOCK,  FAULT_TIME,  -1,     {AMP_OK}},
     {"clock back",    FAULT_CLOCK,  FAULT_LATE_ERROR, -3600 * (int64_t)1000000000, {AMP_OK}},

@@ -469,30 +469,34 @@ static void *sweep_remainders(void *arg) {
     return NULL;
 }
 
-/* The paths above AVX-512 have its conversions: only the short form takes them too. */
+/* The paths above AVX-512 have its conversions, and AdamW joins and splits as SGD does: every pattern goes through SGD on
+   each path up to that, and through AdamW on the last; the short form goes through both on all. */
 TEST(remainders_of_every_pattern) {
-    static remainder_sweep sweeps[2];
+    enum { SWEEPERS = 8 };
+    static remainder_sweep sweeps[SWEEPERS];
     int path, kind, t, last = (int)ampi_cpu_best_path();
     if (every_pattern && last > AMP_CPU_AVX512) last = AMP_CPU_AVX512;
     for (path = AMP_CPU_SCALAR; path <= last; path++) for (kind = AMP_ADAMW; kind <= AMP_SGD; kind++) {
         const char *name = kind == AMP_SGD ? "SGD" : "AdamW";
-        int64_t lost, moved;
+        int64_t patterns = 0, lost = 0, moved = 0, failed = 0;
+        if (every_pattern && kind == AMP_ADAMW && path < last) continue;
         memset(sweeps, 0, sizeof sweeps);
-        for (t = 0; t < 2; t++) {
+        for (t = 0; t < SWEEPERS; t++) {
             sweeps[t].path = (amp_cpu_path)path; sweeps[t].kind = (amp_optimizer_kind)kind;
-            sweeps[t].first = (uint32_t)t; sweeps[t].step = 2;
+            sweeps[t].first = (uint32_t)t; sweeps[t].step = SWEEPERS;
             CHECK_EQ(pthread_create(&sweeps[t].thread, NULL, sweep_remainders, &sweeps[t]), 0);
         }
-        for (t = 0; t < 2; t++) pthread_join(sweeps[t].thread, NULL);
-        lost = sweeps[0].lost + sweeps[1].lost;
-        moved = sweeps[0].moved + sweeps[1].moved;
-        CHECK_EQ(sweeps[0].patterns + sweeps[1].patterns, every_pattern ? (int64_t)1 << 32 : 1 << 19);
-        CHECK_EQ(sweeps[0].failed + sweeps[1].failed, 0);
+        for (t = 0; t < SWEEPERS; t++) {
+            pthread_join(sweeps[t].thread, NULL);
+            patterns += sweeps[t].patterns; lost += sweeps[t].lost; moved += sweeps[t].moved; failed += sweeps[t].failed;
+        }
+        CHECK_EQ(patterns, every_pattern ? (int64_t)1 << 32 : 1 << 19);
+        CHECK_EQ(failed, 0);
         CHECK_MSG(lost == 0, "path %d, %s: %lld lost", path, name, (long long)lost);
         CHECK_MSG(moved == 0, "path %d, %s: %lld skipped steps moved something", path, name, (long long)moved);
         if (!every_pattern) continue;
         printf("  remainders, path %d, %s: %lld patterns, %lld lost, %lld moved by a skipped step\n", path, name,
-               (long long)(sweeps[0].patterns + sweeps[1].patterns), (long long)lost, (long long)moved);
+               (long long)patterns, (long long)lost, (long long)moved);
         fflush(stdout);
     }
 }
@@ -593,6 +597,28 @@ TEST(stochastic_rounding_takes_the_words_it_says) {
     }
 }
 
+/* A NaN of all ones, as GPUs make it, comes from an fp32 gradient: rounded, it is one still. */
+static void check_nan_gradients(amp_context *amp, amp_dtype dtype) {
+    static float g[WALKERS];
+    uint16_t top = dtype == AMP_F16 ? 0x7c00 : 0x7f80;
+    uint32_t ones = 0x7fffffff;
+    amp_param p;
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    int64_t k;
+    memset(&p, 0, sizeof p);
+    memset(&d, 0, sizeof d);
+    for (k = 0; k < WALKERS; k++) { walk_w[0][k] = 0; memcpy(&g[k], &ones, 4); }
+    p.name = "w"; p.grad_live = 1;
+    p.weight = amp_tensor1(walk_w[0], dtype, WALKERS);
+    p.grad = amp_tensor1(g, AMP_F32, WALKERS);
+    d.params = &p; d.n_params = 1; d.kind = AMP_SGD; d.lr = 1; d.master = AMP_MASTER_STOCHASTIC; d.apply_nonfinite = 1;
+    o = make(amp, &d);
+    CHECK_OK(amp_step(o, NULL));
+    for (k = 0; k < WALKERS; k++) CHECK_MSG((walk_w[0][k] & 0x7fff) > top, "NaN became %04x", walk_w[0][k]);
+    amp_optimizer_destroy(o);
+}
+
 /* Weights that no rounding may change, whatever word it draws: NaN of every kind, infinities, zeros, the largest and the
    smallest numbers.  One that goes a quarter of a step beyond the largest number becomes infinite once in four times. */
 TEST(stochastic_rounding_of_special_weights) {
@@ -626,6 +652,7 @@ TEST(stochastic_rounding_of_special_weights) {
             }
         }
         bound = 5 * sqrt(p * (1 - p) / (STEPS * WALKERS));            /* binomial: once in two million seeds */
+        check_nan_gradients(amp, kind ? AMP_F16 : AMP_BF16);
         CHECK_MSG(fabs((double)over / (STEPS * WALKERS) - p) <= bound, "%g of them overflow, must be %g within %g", (double)over / (STEPS * WALKERS), p, bound);
         amp_optimizer_destroy(o);
         amp_close(amp);
@@ -1534,9 +1561,11 @@ TEST(load_refuses_other_parameters_by_name) {
     amp_optimizer *o, *other;
     amp_state *state = NULL;
     amp_scaler *s;
+    static const struct { int at; double value; } columns[] = {{0, -2}, {1, 1e16}, {8, NAN}, {10, 2147483648.0}};
     float one[33] = {0};
     int64_t steps[8];
-    double reals[3];
+    double reals[3], outcome[11];
+    int i;
     model_init(&m, AMP_F32, AMP_F32);
     d = adamw(&m);
     o = make(amp, &d);
@@ -1584,9 +1613,18 @@ TEST(load_refuses_other_parameters_by_name) {
     steps[5] = -1;
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    steps[5] = 1;
+    for (int i = 2; i < 8; i++) {                                     /* counters that no step could be added to */
+        int64_t kept[8];
+        memcpy(kept, steps, sizeof kept);
+        steps[i] = steps[2] = INT64_MAX;
+        steps[6] = steps[2] - steps[5];
+        CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+        CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+        memcpy(steps, kept, sizeof kept);
+    }
     take(&after, &m, o);
     CHECK(memcmp(&before, &after, sizeof before) == 0);
-    steps[5] = 1;
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     s = make_scaler(amp, 4, 0);
     model_backward(&m, 0, 4);
@@ -1604,6 +1642,27 @@ TEST(load_refuses_other_parameters_by_name) {
     reals[2] = NAN;
     CHECK_OK(amp_state_put(state, "o.settings", AMP_F64, reals, 3));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    reals[2] = 0.001;
+    CHECK_OK(amp_state_put(state, "o.settings", AMP_F64, reals, 3));
+    CHECK_EQ(amp_state_count(state, "o.outcomes", NULL), 11);
+    CHECK_OK(amp_state_get(state, "o.outcomes", AMP_F64, outcome, 11));
+    for (i = 0; i < (int)(sizeof columns / sizeof *columns); i++) {
+        double kept = outcome[columns[i].at];
+        outcome[columns[i].at] = columns[i].value;
+        CHECK_OK(amp_state_put(state, "o.outcomes", AMP_F64, outcome, 11));
+        CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+        outcome[columns[i].at] = kept;
+    }
+    CHECK_OK(amp_state_put(state, "o.outcomes", AMP_F64, outcome, 11));
+    for (i = 2; i < 8; i++) {
+        int64_t kept = steps[i];
+        steps[i] = i == 6 ? 1 : 9;              /* more than there were steps */
+        CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+        CHECK_MSG(amp_optimizer_load(o, state, "o") == AMP_ERR_RANGE || i == 2 || i == 7, "step record, number %d", i);
+        steps[i] = kept;
+    }
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+    CHECK_OK(amp_optimizer_load(o, state, "o"));
     CHECK_ERR(amp_optimizer_save(o, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
     CHECK_ERR(amp_optimizer_load(o, NULL, "o"), AMP_ERR_NULL);
     amp_optimizer_destroy(o);

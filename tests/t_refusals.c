@@ -1,6 +1,7 @@
 /* t_refusals.c - every operator, forward and backward, with one argument spoiled at a time: it is refused with the right
- * result and by the field's name, no byte of any buffer changes, and the same call works once it is mended.  And every
- * operator whose kernel fails: its error comes through, and the next call works. */
+ * result and by the field's name, no byte of any buffer changes, and the same call works once it is mended.  The other
+ * functions with nothing where something must be.  And every operator whose kernel fails: its error comes through, and the
+ * next call works. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
@@ -368,6 +369,213 @@ TEST(add_and_cast_arguments) {
     CHECK_ERR(amp_cast(amp, &a, &longer), AMP_ERR_SHAPE);
 }
 
+/* ---- Every other function: nothing where something must be */
+
+#define NULLS(call) CHECK_ERR(call, AMP_ERR_NULL)
+
+TEST(nothing_for_base_and_state) {
+    amp_state *state = NULL, *other = (amp_state *)&memory;
+    void *data = NULL;
+    size_t bytes = 0;
+    double value = 1;
+    amp_dtype dtype;
+    char far[5000];
+    memset(far, 'x', sizeof far - 1);
+    far[sizeof far - 1] = 0;
+    NULLS(amp_file_write_atomic(NULL, NULL, "x", 1));
+    NULLS(amp_file_write_atomic(NULL, "x", NULL, 1));
+    CHECK_ERR(amp_file_write_atomic(NULL, far, "x", 1), AMP_ERR_OPEN);
+    NULLS(amp_file_read_all(NULL, NULL, &data, &bytes));
+    NULLS(amp_file_read_all(NULL, "x", NULL, &bytes));
+    NULLS(amp_file_read_all(NULL, "x", &data, NULL));
+    NULLS(amp_dtype_parse(NULL, &dtype));
+    NULLS(amp_dtype_parse("fp32", NULL));
+    CHECK_ERR(amp_dtype_parse("fp33", &dtype), AMP_ERR_NAME);
+    CHECK(strcmp(amp_dtype_name((amp_dtype)-1), "?") == 0 && strcmp(amp_dtype_name((amp_dtype)99), "?") == 0);
+    CHECK(amp_tensor_count(NULL) == 0);
+    NULLS(amp_state_create(NULL, NULL));
+    CHECK_OK(amp_state_create(&state, NULL));
+    NULLS(amp_state_put(NULL, "a", AMP_F64, &value, 1));
+    NULLS(amp_state_put(state, NULL, AMP_F64, &value, 1));
+    NULLS(amp_state_put(state, "a", AMP_F64, NULL, 1));
+    CHECK_OK(amp_state_put(state, "a", AMP_F64, &value, 1));
+    NULLS(amp_state_get(NULL, "a", AMP_F64, &value, 1));
+    NULLS(amp_state_get(state, NULL, AMP_F64, &value, 1));
+    NULLS(amp_state_get(state, "a", AMP_F64, NULL, 1));
+    CHECK(amp_state_count(NULL, "a", NULL) == -1 && amp_state_count(state, NULL, NULL) == -1 && amp_state_count(state, "a", NULL) == 1);
+    CHECK(amp_state_key(NULL, 0) == NULL && amp_state_key(state, -1) == NULL && amp_state_key(state, 1) == NULL);
+    NULLS(amp_state_encode(NULL, &data, &bytes));
+    NULLS(amp_state_encode(state, NULL, &bytes));
+    NULLS(amp_state_encode(state, &data, NULL));
+    NULLS(amp_state_decode(NULL, NULL, "x", 1));
+    NULLS(amp_state_decode(&other, NULL, NULL, 1));
+    NULLS(amp_state_save(NULL, "x"));
+    NULLS(amp_state_save(state, NULL));
+    NULLS(amp_state_load(NULL, NULL, "x"));
+    NULLS(amp_state_load(&other, NULL, NULL));
+    amp_state_destroy(state);
+    amp_state_destroy(NULL);
+    NULLS(amp_machine_probe(NULL));
+}
+
+TEST(nothing_for_a_context) {
+    amp_tensor t = rows(0, 4, 6), out;
+    amp_memory_info info;
+    amp_desc desc;
+    amp_machine machine;
+    amp_choice choice;
+    amp_mask mask = {AMP_MASK_NONE, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0};
+    amp_mask_view view;
+    amp_cache_info cache;
+    amp_plan plan;
+    amp_param *p = param(0, 0, 4, 6);
+    amp_state *state;
+    void *ptr;
+    int32_t op;
+    char far[200];
+    memset(far, 'x', sizeof far - 1);
+    far[sizeof far - 1] = 0;
+    CHECK_OK(amp_state_create(&state, NULL));
+    NULLS(amp_open(NULL, NULL));
+    NULLS(amp_query(NULL, &desc)); NULLS(amp_query(amp, NULL));
+    NULLS(amp_query_machine(NULL, &machine)); NULLS(amp_query_machine(amp, NULL));
+    NULLS(amp_query_choice(NULL, &choice)); NULLS(amp_query_choice(amp, NULL));
+    CHECK_OK(amp_query_machine(amp, &machine));
+    NULLS(amp_choose(NULL, AMP_F32, 0, &choice)); NULLS(amp_choose(&machine, AMP_F32, 0, NULL));
+    NULLS(amp_set_dtype(NULL, AMP_F32)); NULLS(amp_set_enabled(NULL, 1));
+    NULLS(amp_alloc(NULL, &ptr, 8)); NULLS(amp_alloc(amp, NULL, 8));
+    amp_free(NULL, room); amp_free(amp, NULL); amp_close(NULL);
+    NULLS(amp_copy(NULL, room[0], room[1], 8, AMP_COPY_DEFAULT)); NULLS(amp_copy(amp, NULL, room[1], 8, AMP_COPY_DEFAULT));
+    NULLS(amp_copy(amp, room[0], NULL, 8, AMP_COPY_DEFAULT));
+    CHECK_ERR(amp_copy(amp, room[0], room[1], -1, AMP_COPY_DEFAULT), AMP_ERR_RANGE);
+    NULLS(amp_fill(NULL, room[0], 0, 8)); NULLS(amp_fill(amp, NULL, 0, 8));
+    CHECK_ERR(amp_fill(amp, room[0], 0, -1), AMP_ERR_RANGE);
+    NULLS(amp_sync(NULL));
+    NULLS(amp_event_record(NULL, room)); NULLS(amp_event_record(amp, NULL)); CHECK_OK(amp_event_record(amp, room));
+    NULLS(amp_event_wait(NULL, room)); NULLS(amp_event_wait(amp, NULL)); CHECK_OK(amp_event_wait(amp, room));
+    NULLS(amp_memory(NULL, &info)); NULLS(amp_memory(amp, NULL));
+    amp_memory_reset_peak(NULL);
+    NULLS(amp_cleanup(NULL, NULL)); CHECK_OK(amp_cleanup(amp, NULL));
+    NULLS(amp_param_register(NULL, p, 1)); NULLS(amp_param_register(amp, NULL, 1));
+    CHECK_ERR(amp_param_register(amp, p, -1), AMP_ERR_RANGE);
+    amp_param_forget(NULL, p, 1); amp_param_forget(amp, NULL, 1);
+    amp_param_touch(NULL);
+    CHECK(amp_param_accumulate(NULL) == 0 && amp_param_dtype(NULL, 0) == AMP_F32);
+    NULLS(amp_mask_get(NULL, &mask, 1, 1, 1, AMP_U8, &view)); NULLS(amp_mask_get(amp, NULL, 1, 1, 1, AMP_U8, &view));
+    NULLS(amp_mask_get(amp, &mask, 1, 1, 1, AMP_U8, NULL));
+    CHECK_ERR(amp_mask_get(amp, &mask, 1, 0, 1, AMP_U8, &view), AMP_ERR_RANGE);
+    CHECK_ERR(amp_mask_get(amp, &mask, 1, 1, 0, AMP_U8, &view), AMP_ERR_RANGE);
+    CHECK_ERR(amp_mask_get(amp, &mask, 4, INT64_MAX / 4, 8, AMP_U8, &view), AMP_ERR_SIZE);
+    amp_mask_put(NULL, &view); amp_mask_put(amp, NULL); memset(&view, 0, sizeof view); amp_mask_put(amp, &view);
+    NULLS(amp_mask_cache_info(NULL, &cache)); NULLS(amp_mask_cache_info(amp, NULL));
+    amp_mask_cache_clear(NULL);
+    NULLS(amp_autocast_begin(NULL, NULL)); NULLS(amp_recompute_begin(NULL));
+    CHECK(amp_autocast_active(NULL, NULL) == 0);
+    NULLS(amp_autocast_decide(NULL, AMP_OP_LINEAR, NULL, NULL, 0, &plan)); NULLS(amp_autocast_decide(amp, AMP_OP_LINEAR, NULL, NULL, 0, NULL));
+    NULLS(amp_autocast_decide(amp, AMP_OP_LINEAR, NULL, NULL, 1, &plan));
+    NULLS(amp_operator_register(NULL, "mine", AMP_CAST_FP32, &op)); NULLS(amp_operator_register(amp, NULL, AMP_CAST_FP32, &op));
+    NULLS(amp_operator_register(amp, "mine", AMP_CAST_FP32, NULL));
+    CHECK_ERR(amp_operator_register(amp, "mine", AMP_CAST_DEFAULT, &op), AMP_ERR_RANGE);
+    CHECK_ERR(amp_operator_register(amp, "mine", (amp_cast_policy)-1, &op), AMP_ERR_RANGE);
+    CHECK_ERR(amp_operator_register(amp, far, AMP_CAST_FP32, &op), AMP_ERR_RANGE);
+    NULLS(amp_operator_override(NULL, AMP_OP_LINEAR, AMP_CAST_FP32));
+    CHECK_ERR(amp_operator_override(amp, AMP_OP_NONE, AMP_CAST_FP32), AMP_ERR_NAME);
+    NULLS(amp_layer_override(NULL, "x", AMP_F32)); NULLS(amp_layer_override(amp, NULL, AMP_F32));
+    CHECK_ERR(amp_layer_override(amp, far, AMP_F32), AMP_ERR_RANGE);
+    NULLS(amp_autocast_cast(NULL, p, AMP_BF16, &out)); NULLS(amp_autocast_cast(amp, NULL, AMP_BF16, &out)); NULLS(amp_autocast_cast(amp, p, AMP_BF16, NULL));
+    CHECK_ERR(amp_autocast_cast(amp, p, AMP_BF16, &out), AMP_ERR_STATE);
+    p->name = NULL;
+    CHECK_ERR(amp_autocast_cast(amp, p, AMP_BF16, &out), AMP_ERR_STATE);
+    NULLS(amp_cast_cache_info(NULL, &cache)); NULLS(amp_cast_cache_info(amp, NULL));
+    amp_cast_cache_clear(NULL);
+    NULLS(amp_random_save(NULL, state, "x")); NULLS(amp_random_save(amp, NULL, "x")); NULLS(amp_random_save(amp, state, NULL));
+    NULLS(amp_random_load(NULL, state, "x")); NULLS(amp_random_load(amp, NULL, "x")); NULLS(amp_random_load(amp, state, NULL));
+    NULLS(amp_graph_begin(NULL));
+    CHECK_ERR(amp_graph_begin(amp), AMP_ERR_UNSUPPORTED);
+    NULLS(amp_graph_launch(NULL));
+    amp_graph_destroy(NULL);
+    amp_state_destroy(state);
+    CHECK(t.data == room[0]);
+}
+
+static int no_thread(void *user, void **thread, void (*run)(void *), void *arg) { (void)user; (void)run; (void)arg; (void)thread; return -1; }
+
+TEST(settings_of_a_context_that_contradict) {
+    amp_context *other = NULL;
+    amp_linear_op *op = &memory.linear;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.system.thread_start = no_thread;
+    REFUSED(amp_open(&other, &desc), AMP_ERR_CONFLICT, "all or none");
+    memset(&desc, 0, sizeof desc);
+    desc.cpu_path = (amp_cpu_path)9;
+    CHECK_ERR(amp_open(&other, &desc), AMP_ERR_RANGE);
+    memset(&desc, 0, sizeof desc);
+    desc.level = AMP_LEVEL_O0;
+    CHECK_OK(amp_open(&other, &desc));
+    REFUSED(amp_set_dtype(other, AMP_BF16), AMP_ERR_CONFLICT, "level O0");
+    CHECK_OK(amp_set_dtype(other, AMP_F32));
+    amp_close(other);
+    make(&cases[0]);
+    op->x = amp_tensor3(room[0], AMP_F32, 2, 3, 3);
+    op->x.stride[0] = 12; op->x.stride[1] = 3; op->x.stride[2] = 1;
+    REFUSED(amp_linear(amp, op), AMP_ERR_SHAPE, "not evenly strided");
+}
+
+TEST(nothing_for_a_step) {
+    amp_set_desc set_desc;
+    amp_optimizer_desc desc;
+    amp_set *set;
+    amp_scaler *scaler;
+    amp_optimizer *o;
+    amp_scaler_desc query;
+    amp_k_scaler now;
+    amp_found found;
+    amp_parameter_bytes bytes;
+    amp_outcome outcome;
+    amp_state *state;
+    memset(&set_desc, 0, sizeof set_desc);
+    memset(&desc, 0, sizeof desc);
+    desc.params = set_desc.params = param(0, 0, 4, 6);
+    desc.n_params = set_desc.n_params = 1;
+    CHECK_OK(amp_state_create(&state, NULL));
+    NULLS(amp_set_create(NULL, &set, &set_desc)); NULLS(amp_set_create(amp, NULL, &set_desc)); NULLS(amp_set_create(amp, &set, NULL));
+    set_desc.n_params = -1;
+    CHECK_ERR(amp_set_create(amp, &set, &set_desc), AMP_ERR_RANGE);
+    set_desc.n_params = 1;
+    CHECK_OK(amp_set_create(amp, &set, &set_desc));
+    NULLS(amp_set_found(NULL, &found)); NULLS(amp_set_found(set, NULL));
+    CHECK(amp_set_device(NULL) == NULL);
+    NULLS(amp_set_apply(NULL));
+    NULLS(amp_scaler_create(NULL, &scaler, NULL)); NULLS(amp_scaler_create(amp, NULL, NULL));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    NULLS(amp_scaler_query(NULL, &query)); NULLS(amp_scaler_query(scaler, NULL));
+    CHECK(amp_scaler_device(NULL) == NULL && amp_scaler_seed(NULL) == NULL && amp_scaler_scale(NULL) == 1);
+    NULLS(amp_scaler_get(NULL, &now)); NULLS(amp_scaler_get(scaler, NULL));
+    NULLS(amp_scaler_set_scale(NULL, 1)); NULLS(amp_scaler_set_rule(NULL, 2, 0.5, 1));
+    NULLS(amp_scaler_check(NULL, set, AMP_CHECK_READ)); NULLS(amp_scaler_check(scaler, NULL, AMP_CHECK_READ));
+    NULLS(amp_scaler_update(NULL));
+    NULLS(amp_scaler_rescale(NULL, set, 1)); NULLS(amp_scaler_rescale(scaler, NULL, 1));
+    NULLS(amp_scaler_save(NULL, state, "x")); NULLS(amp_scaler_save(scaler, NULL, "x")); NULLS(amp_scaler_save(scaler, state, NULL));
+    NULLS(amp_scaler_load(NULL, state, "x")); NULLS(amp_scaler_load(scaler, NULL, "x")); NULLS(amp_scaler_load(scaler, state, NULL));
+    NULLS(amp_optimizer_create(NULL, &o, &desc)); NULLS(amp_optimizer_create(amp, NULL, &desc)); NULLS(amp_optimizer_create(amp, &o, NULL));
+    CHECK_OK(amp_optimizer_create(amp, &o, &desc));
+    NULLS(amp_optimizer_query(NULL, &desc)); NULLS(amp_optimizer_query(o, NULL));
+    CHECK(amp_optimizer_set(NULL) == NULL);
+    NULLS(amp_optimizer_set_lr(NULL, 1)); NULLS(amp_optimizer_set_clip(NULL, 1)); NULLS(amp_optimizer_set_accumulation(NULL, 1));
+    NULLS(amp_optimizer_refresh(NULL));
+    NULLS(amp_optimizer_bytes(NULL, &bytes)); NULLS(amp_optimizer_bytes(o, NULL));
+    NULLS(amp_optimizer_step(NULL, scaler)); NULLS(amp_step(NULL, scaler));
+    CHECK(amp_outcome_next(NULL, &outcome) == 0 && amp_outcome_next(o, NULL) == 0 && amp_outcome_next(o, &outcome) == 0);
+    NULLS(amp_outcome_flush(NULL));
+    NULLS(amp_optimizer_save(NULL, state, "x")); NULLS(amp_optimizer_save(o, NULL, "x")); NULLS(amp_optimizer_save(o, state, NULL));
+    NULLS(amp_optimizer_load(NULL, state, "x")); NULLS(amp_optimizer_load(o, NULL, "x")); NULLS(amp_optimizer_load(o, state, NULL));
+    amp_optimizer_destroy(o); amp_optimizer_destroy(NULL);
+    amp_scaler_destroy(scaler); amp_scaler_destroy(NULL);
+    amp_set_destroy(set); amp_set_destroy(NULL);
+    amp_state_destroy(state);
+}
+
 /* ---- Kernels that fail */
 
 /* The n-th kernel of this call fails, for every n: the error comes through, and the call works the next time. */
@@ -413,6 +621,10 @@ int main(int argc, char **argv) {
     RUN(ids_out_of_range);
     RUN(gemm_arguments);
     RUN(add_and_cast_arguments);
+    RUN(nothing_for_base_and_state);
+    RUN(nothing_for_a_context);
+    RUN(settings_of_a_context_that_contradict);
+    RUN(nothing_for_a_step);
     RUN(failing_kernels_come_through);
     amp_close(amp);
     return TEST_END();

@@ -786,9 +786,17 @@ TEST(set_rule_and_set_scale) {
     CHECK(amp_scaler_scale(torch) == 1024);
     drive(s, set, &g, 1);
     CHECK(amp_scaler_scale(s) == 4096);
+    for (n = 0; n < 2; n++) drive(s, set, &g, 0);
+    CHECK_OK(amp_scaler_set_rule(s, 0, 0, 2));                        /* at the tracker: here, too */
+    CHECK_OK(amp_scaler_get(s, &state));
+    CHECK_EQ(state.growth_tracker, 0);
     CHECK_OK(amp_scaler_set_rule(s, 0, 0, AMP_NO_INTERVAL));
     for (n = 0; n < 50; n++) drive(s, set, &g, 0);
     CHECK(amp_scaler_scale(s) == 4096);
+    CHECK_OK(amp_scaler_set_scale(s, 0x1p126f));                      /* both ends, and the numbers beside them */
+    CHECK_OK(amp_scaler_set_scale(s, 0x1p-126f));
+    CHECK_ERR(amp_scaler_set_scale(s, 0x1.000002p126f), AMP_ERR_SCALE);
+    CHECK_ERR(amp_scaler_set_scale(s, 0x1.fffffcp-127f), AMP_ERR_SCALE);
     CHECK_OK(amp_scaler_set_scale(s, 0.5f));                          /* below the floor: an overflow does not raise it */
     drive(s, set, &g, 1);
     CHECK_OK(amp_scaler_get(s, &state));
@@ -1100,9 +1108,17 @@ TEST(save_over_a_disabled_scalers) {
     amp_close(amp);
 }
 
+/* Numbers that no scaler has saved, in the counters and in the rule. */
+static const struct { int rule, at; int64_t value; amp_result result; } impossible[] = {
+    {0, 0, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}, {0, 1, 0, AMP_ERR_RANGE}, {0, 2, 2, AMP_ERR_RANGE},
+    {1, 0, AMP_SCALER_MEGATRON, AMP_ERR_MISMATCH}, {1, 0, -1, AMP_ERR_MISMATCH}, {1, 0, 99, AMP_ERR_MISMATCH},
+    {1, 1, (int64_t)INT32_MIN - 1, AMP_ERR_RANGE}, {1, 1, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}, {1, 1, 0, AMP_ERR_RANGE},
+    {1, 2, 0, AMP_ERR_RANGE}, {1, 2, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}};
+
 TEST(load_refuses_what_does_not_fit) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *a = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *torch = make_scaler(amp, AMP_SCALER_TORCH, 0, 0), *off = NULL;
+    amp_scaler *same = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
     amp_state *state = NULL, *other = NULL;
     amp_scaler_desc d;
     amp_k_scaler before, after;
@@ -1132,9 +1148,11 @@ TEST(load_refuses_what_does_not_fit) {
     CHECK_OK(amp_state_get(state, "s.counters", AMP_I64, counters, 10));
     for (i = 0; i < 10; i++) {
         int64_t kept = counters[i];
-        counters[i] = -5;
-        CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
-        CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+        for (int k = 0; k < 2; k++) {
+            counters[i] = k == 0 ? -5 : INT64_MAX;      /* from which nothing can be counted on */
+            CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
+            CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+        }
         counters[i] = kept;
     }
     CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
@@ -1142,6 +1160,20 @@ TEST(load_refuses_what_does_not_fit) {
     factors[1] = 2;
     CHECK_OK(amp_state_put(state, "s.factors", AMP_F64, factors, 6));
     CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+    factors[1] = 0.5;
+    CHECK_OK(amp_state_put(state, "s.factors", AMP_F64, factors, 6));
+    for (i = 0; i < (int64_t)(sizeof impossible / sizeof *impossible); i++) {
+        const char *key = impossible[i].rule ? "s.rule" : "s.counters";
+        int64_t values[10], n = impossible[i].rule ? 3 : 10, kept;
+        CHECK_OK(amp_state_get(state, key, AMP_I64, values, n));
+        kept = values[impossible[i].at];
+        values[impossible[i].at] = impossible[i].value;
+        CHECK_OK(amp_state_put(state, key, AMP_I64, values, n));
+        CHECK_ERR(amp_scaler_load(a, state, "s"), impossible[i].result);
+        values[impossible[i].at] = kept;
+        CHECK_OK(amp_state_put(state, key, AMP_I64, values, n));
+    }
+    CHECK_OK(amp_scaler_load(same, state, "s"));
     CHECK_OK(amp_state_put(state, "s.factors", AMP_F64, factors, 5));
     CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_MISMATCH);
     CHECK_OK(amp_scaler_get(a, &after));
@@ -1149,6 +1181,7 @@ TEST(load_refuses_what_does_not_fit) {
     amp_state_destroy(state);
     amp_state_destroy(other);
     amp_scaler_destroy(a);
+    amp_scaler_destroy(same);
     amp_scaler_destroy(torch);
     amp_scaler_destroy(off);
     amp_close(amp);

@@ -11,10 +11,11 @@ function string(key, from) {
     from = substr(text, RSTART, RLENGTH); sub(/^"[a-z_]*": *"/, "", from); sub(/"$/, "", from)
     return from
 }
-function finish(line, file, i) {
+function finish(line, file, name, i) {
     line = number("line_number")
     if (line >= 0) {
-        waiting_line[++waiting] = line " " string("function_name")
+        name = string("function_name")
+        waiting_line[++waiting] = line " " (name == "" ? "-" : name)      # none where it is always inlined
         waiting_count[waiting] = number("count")
         waiting_branches[waiting] = branches
         for (i = 1; i <= branches; i++) waiting_branch[waiting, i] = branch[i]

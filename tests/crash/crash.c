@@ -31,13 +31,18 @@ typedef enum call_kind { OPEN, WRITE, SYNC, RENAME, CALL_KINDS } call_kind;
 static const char *const moment_names[MOMENTS] = {"before", "half", "after"};
 static const char *const kind_names[CALL_KINDS] = {"open", "write", "fsync", "rename"};
 
-typedef struct call_note { call_kind kind; int32_t state; } call_note;      /* state: saves of NAME.state done before it */
+typedef struct call_note { call_kind kind; int32_t opened; } call_note;     /* opened: checkpoints begun, with this call */
+
+/* open, write, fsync, rename of three files: NAME.state, NAME.safetensors, config.json. */
+enum { CALLS_OF_CHECKPOINT = 12, MOMENTS_OF_CHECKPOINT = 2 * CALLS_OF_CHECKPOINT + 3 };
 
 /* Shared with the runs. */
 typedef struct board_of_run {
     int64_t calls, kill_call;       /* kill_call -1: none */
+    call_kind killed_in;
     int32_t kill_moment, reference; /* reference 1: the notes are taken, else they are compared with */
     int64_t states_begun, states_done, weights_begun, weights_done;     /* renames */
+    int64_t states_opened;          /* temporary files of checkpoints */
     int64_t wrong_batches, batches_read;
     call_note notes[MOST_CALLS];
     uint64_t batch[MOST_BATCHES];   /* of training, by number */
@@ -60,12 +65,14 @@ static struct {
 
 /* ---- In the process that is killed */
 
-static int about_to(call_kind kind) {
+static int about_to(call_kind kind, int opens_state) {
     int64_t n = shared->calls++;
+    shared->states_opened += opens_state;
     if (shared->reference && n < MOST_CALLS) {
         shared->notes[n].kind = kind;
-        shared->notes[n].state = (int32_t)shared->states_done;
+        shared->notes[n].opened = (int32_t)shared->states_opened;
     }
+    if (n == shared->kill_call) shared->killed_in = kind;
     if (n == shared->kill_call && shared->kill_moment == BEFORE_CALL) kill(getpid(), SIGKILL);
     return n == shared->kill_call;
 }
@@ -77,7 +84,7 @@ int __wrap_open(const char *path, int how, ...);
 int __wrap_open(const char *path, int how, ...) {
     int chosen, file;
     if ((how & (O_WRONLY | O_RDWR)) == 0) return __real_open(path, how);
-    chosen = about_to(OPEN);
+    chosen = about_to(OPEN, strstr(path, ".state.tmp") != NULL);
     file = __real_open(path, how, 0666);
     done_with(chosen);
     return file;
@@ -85,7 +92,7 @@ int __wrap_open(const char *path, int how, ...) {
 
 ssize_t __wrap_pwrite(int file, const void *data, size_t bytes, off_t offset);
 ssize_t __wrap_pwrite(int file, const void *data, size_t bytes, off_t offset) {
-    int chosen = about_to(WRITE);
+    int chosen = about_to(WRITE, 0);
     ssize_t n;
     if (chosen && shared->kill_moment == HALF_WRITE) {
         (void)__real_pwrite(file, data, bytes / 2, offset);
@@ -98,14 +105,14 @@ ssize_t __wrap_pwrite(int file, const void *data, size_t bytes, off_t offset) {
 
 int __wrap_fsync(int file);
 int __wrap_fsync(int file) {
-    int chosen = about_to(SYNC), result = __real_fsync(file);
+    int chosen = about_to(SYNC, 0), result = __real_fsync(file);
     done_with(chosen);
     return result;
 }
 
 int __wrap_rename(const char *from, const char *to);
 int __wrap_rename(const char *from, const char *to) {
-    int chosen = about_to(RENAME), result, is_state = ends_with(to, ".state"), is_weights = ends_with(to, ".safetensors");
+    int chosen = about_to(RENAME, 0), result, is_state = ends_with(to, ".state"), is_weights = ends_with(to, ".safetensors");
     uint64_t hash = shared->reference ? hash_file(from) : 0;
     shared->states_begun += is_state;
     shared->weights_begun += is_weights;
@@ -215,6 +222,7 @@ static void reference_run(int config) {
     reference_seconds[config] = seconds_now() - began;
     CHECK_EQ(shared->states_done, SAVES);
     CHECK_EQ(shared->weights_done, SAVES);
+    CHECK_EQ(shared->states_opened, SAVES);
     references[config] = *shared;
     path_of("out/metrics.jsonl", path, sizeof path);
     reference_metrics[config] = read_text(path);
@@ -264,8 +272,8 @@ static files_found check_files(int config, files_found was) {
               (long long)now.weights, (long long)weights_begun, (long long)weights_done);
     if (now.state > 0) check_it_loads(now.state);
     counts.from_start += now.state == 0;
-    counts.last += now.state > 0 && now.state == begun;
-    counts.before += now.state > 0 && now.state < begun;
+    counts.last += now.state > 0 && now.state == was.state + shared->states_opened;
+    counts.before += now.state > 0 && now.state < was.state + shared->states_opened;
     counts.litter += litter();
     CHECK_EQ(shared->wrong_batches, 0);
     return now;
@@ -346,27 +354,31 @@ static int strike(pid_t pid, const blow *b) {
     return status;
 }
 
-/* The k-th moment of the second checkpoint of a run from the start: its calls, before, after and in the middle of them. */
-static int targeted(int config, int64_t k, blow *b) {
+/* Moment k of the second checkpoint: its calls from the opening of NAME.state's temporary file to the last rename, before
+   and after each, and in the middle of writes.  Neighbours in k are apart in the checkpoint. */
+static blow targeted(int config, int64_t k) {
     const board_of_run *ref = &references[config];
-    int64_t i, seen = 0;
-    int m;
-    for (i = 0; i < ref->calls && i < MOST_CALLS; i++)
-        for (m = 0; m < MOMENTS && ref->notes[i].state < 3; m++) {
-            if (ref->notes[i].state < 1 || (m == HALF_WRITE && ref->notes[i].kind != WRITE)) continue;
-            if (seen++ != k) continue;
-            b->at_call = 1; b->call = i; b->when = (moment)m;
-            return 1;
+    int64_t first = 0, place = (2 + 4 * (k + k / MOMENTS_OF_CHECKPOINT)) % MOMENTS_OF_CHECKPOINT, i, m;
+    blow b;
+    memset(&b, 0, sizeof b);
+    b.at_call = 1;
+    while (first < ref->calls && ref->notes[first].opened < 2) first++;
+    for (i = first; i < first + CALLS_OF_CHECKPOINT; i++)
+        for (m = 0; m < MOMENTS; m++) {
+            if (m == HALF_WRITE && ref->notes[i].kind != WRITE) continue;
+            if (place-- != 0) continue;
+            b.call = i;
+            b.when = (moment)m;
         }
-    return 0;
+    return b;
 }
 
-/* The blows of a chain: the first at moment k of the list, or random; later ones random. */
+/* The blows of a chain: the first of every other chain is targeted, all others are random. */
 static blow next_blow(int config, int64_t k, int first, uint64_t *seed) {
     blow b;
     memset(&b, 0, sizeof b);
-    if (first && k % 2 == 0 && targeted(config, k / 2 / CONFIGS, &b)) return b;
-    if (random_below(seed, 2) == 0) {
+    if (first && k % 2 == 0) return targeted(config, k / 2);
+    if (random_below(seed, 4) == 0) {
         b.at_call = 1;
         b.call = random_below(seed, references[config].calls);
         b.when = (moment)random_below(seed, MOMENTS);
@@ -374,9 +386,9 @@ static blow next_blow(int config, int64_t k, int first, uint64_t *seed) {
     return b;
 }
 
-static void count_kill(const blow *b, int config) {
+static void count_kill(const blow *b) {
     counts.kills++;
-    if (b->at_call) counts.at_calls[references[config].notes[b->call].kind][b->when]++;
+    if (b->at_call) counts.at_calls[shared->killed_in][b->when]++;
     else counts.at_random++;
 }
 
@@ -393,14 +405,14 @@ static void chain(int64_t k, uint64_t *seed) {
         memset(shared, 0, sizeof *shared);
         memcpy(shared->batch, ref->batch, sizeof shared->batch);
         shared->kill_call = killed < most && b.at_call ? b.call : -1;
-        shared->kill_moment = b.when;
+        shared->kill_moment = (int32_t)b.when;
         b.delay = killed < most ? b.delay : 0;
         if (killed == most || counts.kills == flags.kills) break;
         counts.resumed += found.state > 0;
         status = strike(run_start(config, found.state > 0, threads, workers), &b);
         if (!WIFSIGNALED(status)) { counts.finished_first++; check_end(config, status); return; }
         killed++;
-        count_kill(&b, config);
+        count_kill(&b);
         found = check_files(config, found);
         if (ampt.failures > 0) { printf("chain %lld, kill %d at %s\n", (long long)k, killed, b.at_call ? "a call" : "a time"); show_log(); return; }
     }
@@ -421,7 +433,7 @@ TEST(killed_runs_go_on) {
     int64_t k;
     for (k = 0; counts.kills < flags.kills && ampt.failures == 0 && k < 100 * flags.kills; k++) chain(k, &seed);
     CHECK_EQ(counts.kills, flags.kills);
-    CHECK(counts.resumed > 0 && counts.last > 0);
+    CHECK(counts.resumed > 0 && counts.last > 0 && counts.before > 0);
 }
 
 static void write_record(double seconds) {
@@ -435,7 +447,7 @@ static void write_record(double seconds) {
         for (m = 0; m < MOMENTS; m++)
             if (counts.at_calls[kind][m] > 0)
                 fprintf(f, "%s\"%s %s\": %lld", bit++ ? ", " : "", moment_names[m], kind_names[kind], (long long)counts.at_calls[kind][m]);
-    fprintf(f, "},\n \"checkpoint_found\": {\"last\": %lld, \"one_before\": %lld, \"none_begun_yet\": %lld, \"damaged\": 0},\n",
+    fprintf(f, "},\n \"checkpoint_found\": {\"last\": %lld, \"the_one_before_that_was_being_written\": %lld, \"none_yet\": %lld, \"damaged\": 0},\n",
             (long long)counts.last, (long long)counts.before, (long long)counts.from_start);
     fprintf(f, " \"resumed\": %lld, \"files_left_by_killed_saves\": %lld, \"left_at_the_end\": 0, \"ended_before_the_kill\": %lld,\n",
             (long long)counts.resumed, (long long)counts.litter, (long long)counts.finished_first);

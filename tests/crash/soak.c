@@ -356,7 +356,7 @@ static void soak_save(session *s, fault kind) {
     uint64_t before = hash_file(s->path), *states = is_twin ? shared->twin_state : shared->state, hash;
     amp_result result;
     int fired;
-    if (tolerate(r, amp_monitor_flush(r->monitor)) != AMP_OK || take_records(r, &s->bar) != AMP_OK) failed("records: %s", example_error());
+    if (metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)) != AMP_OK || take_records(r, &s->bar) != AMP_OK) failed("records: %s", example_error());
     if (kind != NO_FAULT) arm(kind, 1 + pick(s, kind == ALLOC_SAVE ? 150 : 10), errors[pick(s, 6)]);
     result = save_run(r);
     fired = (kind != NO_FAULT && disarm()) || armed_kind() == FULL_DISK;
