@@ -635,7 +635,7 @@ typedef enum amp_cpu_path {
     AMP_CPU_SCALAR = 1,             /* C99 */
     AMP_CPU_AVX2 = 2,               /* with FMA and F16C */
     AMP_CPU_AVX512 = 3,             /* F, BW, DQ, VL */
-    AMP_CPU_AVX512_BF16 = 4,
+    AMP_CPU_AVX512_BF16 = 4,        /* products of bf16, which take subnormal numbers as 0, here and in AMX */
     AMP_CPU_AMX = 5,                /* AMX-BF16: products of bf16; the rest as AVX-512 */
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;

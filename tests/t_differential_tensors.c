@@ -292,8 +292,9 @@ static void measure_reference(kase *k, const outcome *o, const double *own, cons
         double once = relative(o[i].rounded, exact, &o[i], own[i], at_least[i], &fourth), worst;
         if (is_gradient(s)) { layer[s->dtype] += once * (own[i] > at_least[i] ? own[i] : at_least[i]); size[s->dtype] += own[i]; }
         s->rounded += once;
-        for (int64_t j = 0; j < o[i].n; j++) if (class_of(k->out[i]->plain[j])) k->out[i]->plain[j] = exact[j];
-        worst = relative(k->out[i]->plain, exact, &o[i], own[i], at_least[i], &fourth);
+        double *plain = numbers(k, o[i].n);
+        for (int64_t j = 0; j < o[i].n; j++) plain[j] = class_of(k->out[i]->plain[j]) ? exact[j] : k->out[i]->plain[j];
+        worst = relative(plain, exact, &o[i], own[i], at_least[i], &fourth);
         if (worst > s->plain) s->plain = worst;
         float *weights = (float *)floats(k, o[i].n);
         ampt_uniform(weights, o[i].n, k->seed, (uint32_t)(200 + i), 1, 0);
@@ -939,6 +940,7 @@ static void entropy_row(entropy *e, int64_t i, double *p, const char *seen, doub
     double *dx = e->dx.x + i * e->x.cols, most = -HUGE_VAL, total = 0, mean = 0, lse, s = e->smoothing;
     softmax_row(p, x, seen, n);
     for (int64_t j = 0; j < n; j++) if (x[j] > most) most = x[j];
+    for (int64_t j = 0; j < n && class_of(most) == 2; j++) p[j] = (double)NAN;     /* all logits are -inf */
     for (int64_t j = 0; j < n; j++) total = r(total + r(exp(r(x[j] - most))));
     lse = r(most + r(log(total)));
     for (int64_t j = 0; j < n; j++) mean = r(mean + r(lse - x[j]));
