@@ -679,7 +679,7 @@ TEST(same_bits_with_any_threads) {
     static const amp_dtype dtypes[3] = {AMP_F32, AMP_BF16, AMP_F16};
     for (int family = 0; family < ENCODER_KINDS; family++)
         for (int d = 0; d < 3; d++) {
-            results first;
+            results first = {0};
             for (int threads = 1; threads <= 3; threads++) {
                 amp_context *amp = NULL;
                 amp_desc desc;

@@ -1,4 +1,4 @@
-/* fuzz_config.c - settings as text and one by one, and the reader of config.json files.
+/* fuzz_config.c - settings as text and one by one, the reader of config.json files, and lines for a monitor's file.
  *
  * What is accepted comes back from its own text, as the same bytes; what is refused changes nothing. */
 #include "fuzz.h"
@@ -47,6 +47,32 @@ static void config_json(const char *text, size_t bytes) {
     }
 }
 
+/* What a monitor takes for a JSON object on one line is one to the reader, too. */
+static void config_line(const char *line) {
+    static amp_monitor *monitor;
+    static amp_optimizer *optimizer;
+    static float weight[1], grad[1];
+    static amp_param p;
+    if (monitor == NULL) {
+        amp_optimizer_desc od;
+        amp_monitor_desc md;
+        memset(&od, 0, sizeof od);
+        memset(&md, 0, sizeof md);
+        p.name = "line"; p.weight = amp_tensor1(weight, AMP_F32, 1); p.grad = amp_tensor1(grad, AMP_F32, 1);
+        od.params = &p; od.n_params = 1;
+        CLAIM(amp_optimizer_create(fuzz_context(), &optimizer, &od) == AMP_OK);
+        md.optimizer = optimizer;
+        CLAIM(amp_monitor_create(fuzz_context(), &monitor, &md) == AMP_OK);
+    }
+    amp_result result = amp_monitor_write(monitor, line);
+    fuzz_told(result);
+    if (result != AMP_OK || strstr(line, "\\ud") != NULL || strstr(line, "\\uD") != NULL) return;     /* half a surrogate is no character to the reader */
+    json j = json_open(line, strlen(line));
+    CLAIM(strchr(line, '\n') == NULL && json_peek(&j) == '{');
+    json_skip(&j);
+    CLAIM(!j.bad && json_peek(&j) == 0 && j.at == j.end);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     char *text = (char *)fuzz_copy(data, size), *line = (char *)malloc(size + 1);
     if (text != NULL && line != NULL) {
@@ -54,6 +80,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         line[size] = 0;
         config_text(text, size);
         config_set(line);
+        config_line(line);
         config_json(text, size);
     }
     free(text);
