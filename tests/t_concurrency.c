@@ -419,13 +419,13 @@ static void wait_for(int64_t *what, int64_t at_least) {
     CHECK(counted(what) >= at_least);
 }
 
-/* Inside and waiting, so that nothing is entered any more; and told to stop. */
+/* Inside and waiting for what a worker has only begun, so that the call cannot end; and told to stop. */
 static int waits_inside(amp_loader *l) {
-    int64_t inside;
+    int inside;
     pthread_mutex_lock(&l->lock);
-    inside = l->calls > 0 && l->waiting > 0;
+    inside = l->calls > 0 && l->waiting > 0 && ampi_slot_of(l, l->consumed)->state == AMPI_SLOT_FILLING;
     pthread_mutex_unlock(&l->lock);
-    return inside > 0;
+    return inside;
 }
 static int is_stopped(amp_loader *l) {
     int stop;
@@ -443,7 +443,7 @@ static void *destroy_loader(void *arg) { amp_loader_destroy((amp_loader *)arg); 
 TEST(destroy_while_a_call_waits) {
     for (int round = 0; round < 32; round++) {
         amp_context *amp = round < 24 ? open_counted(NULL) : open_device();
-        int kind = round % 4 < 3 ? 2 : 0, workers = round % 4 == 1 ? AMP_NO_WORKERS : 1 + round % 3, seeks = round % 4 == 2;
+        int kind = round % 4 < 3 ? 2 : 0, workers = round % 4 == 1 ? AMP_NO_WORKERS : kind == 0 ? 1 : 1 + round % 3, seeks = round % 4 == 2;
         int64_t *gate = kind == 2 ? &source_gate : &machine.read_gate, *inside = kind == 2 ? &in_source : &machine.in_gate;
         amp_loader *l;
         consumer c;
@@ -453,13 +453,14 @@ TEST(destroy_while_a_call_waits) {
         l = open_loader(amp, kind, workers, 2);
         if (kind != 2) count(gate, 1);      /* opening reads too; what is ahead already is taken first */
         memset(&c, 0, sizeof c);
-        if (seeks) wait_for(inside, 1);
+        if (seeks) wait_for(inside, workers);
         c.loader = l; c.kind = kind; c.seeks = seeks;
         if (pthread_create(&c.id, NULL, consume_until_told, &c) != 0) exit(2);
         wait_for(inside, AMPI_MAX(workers, 1));     /* no worker is on its way with a batch */
         while (workers != AMP_NO_WORKERS && !waits_inside(l)) sleep_ns(500000);
         if (pthread_create(&closer, NULL, destroy_loader, l) != 0) exit(2);
-        if (workers == AMP_NO_WORKERS) sleep_ns(2000000);
+        if (workers == AMP_NO_WORKERS)
+            while (!__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) sleep_ns(50000);   /* the call holds the lock */
         else if (round % 8 < 4) wait_for(&c.ended, 1);
         else while (!is_stopped(l)) sleep_ns(50000);
         count(gate, -1);
