@@ -11001,7 +11001,7 @@ AMPI_PRIVATE amp_result ampi_optimizer_memory(amp_optimizer *o) {
                 int64_t size = (row->count * ampi_array_size(row, a) + 255) / 256 * 256;
                 if (!ampi_has_array(o, row, a)) continue;
                 if (pass == 0) bytes += size;
-                else *ampi_row_array(row, a) = (char *)o->memory + at;
+                else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->memory + at;
                 at += pass * size;
             }
     }

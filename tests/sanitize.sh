@@ -29,5 +29,5 @@ sanitized() {
 }
 all=$(cd tests && ls t_*.c | sed 's/\.c$//')
 run "asan+ubsan" "-fsanitize=address,undefined -fno-sanitize-recover=undefined" $all
-run "tsan" "-fsanitize=thread" t_concurrency t_data t_autocast t_gemm t_context t_debug_log t_recompute t_watch
+run "tsan" "-fsanitize=thread" t_concurrency t_data t_autocast t_gemm t_context t_debug_log t_differential t_recompute t_watch
 closing

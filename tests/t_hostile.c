@@ -715,15 +715,10 @@ TEST(more_elements_than_32_bits_count) {
     int64_t first = 0;
     float loss = 0;
     if (all == NULL) SKIP("no memory can be mapped so often");
-    tail[0] = 0x3f80;
-    CHECK(amp_count_nonfinite(all, AMP_BF16, MANY, &first) == 0 && first == -1);
     tail[0] = 0x7f80;
     CHECK(amp_count_nonfinite(all, AMP_BF16, MANY, &first) == 1 && first == MANY - 1);
     tail[0] = 0x7f7c;               /* as E5M2 infinity, behind bytes that are -0 and 1.75 */
     CHECK(amp_count_nonfinite((uint8_t *)tail - (MANY - 1), AMP_E5M2, MANY, &first) == 1 && first == MANY - 1);
-    tail[0] = 0x7f80;
-    f = found_in(amp, &range, 1, 1, AMP_CHECK_READ);
-    CHECK(f.found_inf == 1 && f.first_bad_index == 0);
     tail[0] = 0x3f80;
     f = found_in(amp, &range, 1, 1, AMP_CHECK_READ);
     CHECK_MSG(f.found_inf == 0 && f.norm == (float)sqrt((double)MANY), "norm %.9g", (double)f.norm);     /* every partial sum is an integer */

@@ -1616,9 +1616,18 @@ TEST(load_refuses_other_parameters_by_name) {
     steps[5] = -1;
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    steps[5] = 1;
+    for (int i = 2; i < 8; i++) {                                     /* counters that no step could be added to */
+        int64_t kept[8];
+        memcpy(kept, steps, sizeof kept);
+        steps[i] = steps[2] = INT64_MAX;
+        steps[6] = steps[2] - steps[5];
+        CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+        CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+        memcpy(steps, kept, sizeof kept);
+    }
     take(&after, &m, o);
     CHECK(memcmp(&before, &after, sizeof before) == 0);
-    steps[5] = 1;
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     s = make_scaler(amp, 4, 0);
     model_backward(&m, 0, 4);

@@ -1148,9 +1148,11 @@ TEST(load_refuses_what_does_not_fit) {
     CHECK_OK(amp_state_get(state, "s.counters", AMP_I64, counters, 10));
     for (i = 0; i < 10; i++) {
         int64_t kept = counters[i];
-        counters[i] = -5;
-        CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
-        CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+        for (int k = 0; k < 2; k++) {
+            counters[i] = k == 0 ? -5 : INT64_MAX;      /* from which nothing can be counted on */
+            CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
+            CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+        }
         counters[i] = kept;
     }
     CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));

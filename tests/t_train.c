@@ -5,6 +5,15 @@
 #undef main
 #include "test.h"
 #include <fcntl.h>
+#include <sys/resource.h>
+
+#if defined(__has_feature)
+#  if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#    define SANITIZED 1
+#  endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#  define SANITIZED 1
+#endif
 
 static amp_context *open_fp32(void) {
     amp_context *amp = NULL;
@@ -435,6 +444,26 @@ TEST(idx_files) {
     CHECK_ERR(idx_open(&file, path), AMP_ERR_OPEN);
 }
 
+/* 8 GiB by the header and 6 bytes in the file take no more memory than 6 bytes. */
+TEST(idx_header_that_lies) {
+#if defined(SANITIZED)
+    SKIP("a sanitizer needs the memory that this test takes away");
+#else
+    static const unsigned char lie[] = {0, 0, 8, 2, 0, 2, 0, 0, 0, 1, 0, 0, 1, 2, 3, 4, 5, 6};
+    const char *path = scratch("lie-idx2-ubyte");
+    struct rlimit before, tight;
+    idx_file file;
+    write_file(path, lie, sizeof lie);
+    CHECK(getrlimit(RLIMIT_DATA, &before) == 0);
+    tight = before;
+    tight.rlim_cur = (rlim_t)1 << 31;
+    CHECK(setrlimit(RLIMIT_DATA, &tight) == 0);
+    CHECK_ERR(idx_open(&file, path), AMP_ERR_TRUNCATED);
+    CHECK(setrlimit(RLIMIT_DATA, &before) == 0);
+    remove(path);
+#endif
+}
+
 /* ---- Where memory ends */
 
 /* stdout and stderr to nowhere, and back. */
@@ -526,6 +555,7 @@ int main(int argc, char **argv) {
     RUN(untied_output_weights_are_refused);
     RUN(model_limits);
     RUN(idx_files);
+    RUN(idx_header_that_lies);
     RUN(smaller_pieces);
     return TEST_END();
 }

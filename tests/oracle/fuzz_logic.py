@@ -305,10 +305,10 @@ class ScalerProgram:
         s = self.scalers[i]
         if not s.is_enabled():
             return
-        scale = s.get_scale()
+        if self.preset == "torch" and not self.pow2:
+            return
         low, high = (2.0 ** -60, 2.0 ** 60) if self.preset == "torch" else (1.0, 2.0 ** 126)
-        fits = low <= scale * s.get_backoff_factor() and scale * s.get_growth_factor() <= high
-        if (self.preset == "default" or self.pow2) and not fits:
+        while not (low <= s.get_scale() * s.get_backoff_factor() and s.get_scale() * s.get_growth_factor() <= high):
             self.agree(i)
 
     def usable(self, i, k):
@@ -362,9 +362,9 @@ class ScalerProgram:
     def unscale(self, i, k, read):
         """u: unscale_.  r: amp_scaler_check that only reads, and the step multiplies."""
         o = self.optimizers[k]
+        self.in_range(i)
         if not self.usable(i, k):
             return
-        self.in_range(i)
         read = read and o.kind != "range" and self.scalers[i].is_enabled()
         result = self.attempt(self.scalers[i].unscale_, o.torch)
         self.enter(i, k, result)
@@ -375,9 +375,9 @@ class ScalerProgram:
     def step(self, i, k, how):
         """t: unscale_ and step.  T: amp_optimizer_step alone.  a: amp_step, which updates too."""
         o, s = self.optimizers[k], self.scalers[i]
+        self.in_range(i)
         if o.kind == "range" or not self.usable(i, k):
             return
-        self.in_range(i)
         if how == "t" and o.kind == "fused" and self.stage(i, k) == 0 and s.is_enabled():
             how = "T"
         ready = self.stage(i, k) == 0 and s.is_enabled()
