@@ -152,6 +152,8 @@ TEST(fp64_and_integers_are_ignored) {
     CHECK_OK(amp_autocast_begin(amp, NULL));
     CHECK_EQ(amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F64, AMP_F64), AMP_F64);
     CHECK_EQ(amp_autocast_compute(amp, AMP_OP_LINEAR, NULL, AMP_F64, AMP_F64), AMP_F64);
+    CHECK_EQ(amp_autocast_compute(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F64), AMP_F64);      /* beside one that could be cast */
+    CHECK_EQ(amp_autocast_result(amp, AMP_OP_SOFTMAX, NULL, AMP_F16, AMP_F64), AMP_F64);
     CHECK_OK(amp_autocast_decide(amp, AMP_OP_LINEAR, NULL, three, 3, &plan));
     CHECK_EQ(plan.result, AMP_BF16);
     CHECK_OK(amp_autocast_decide(amp, AMP_OP_ADD, NULL, three, 3, &plan));

@@ -1496,9 +1496,13 @@ TEST(recovery_is_bounded) {
 TEST(recovery_counts_anew_after_good_steps) {
     static trainee t;
     training_plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    int step;
     p.retries = 1;
     trainee_open(&t, &p, 1);
-    trainee_run(&t, 24);
+    for (step = 1; step <= 24; step++) {
+        trainee_run(&t, step);
+        CHECK(t.recovery->streak < t.recovery->desc.interval || t.recovery->retries == 0);
+    }
     CHECK_EQ(t.n_events, 1);
     CHECK_EQ(t.recovery->good.applied, 20);     /* due at 6 + 4, 14, 18: each two steps late, and that of 24 is not proven */
     t.trouble.kind = FAULT_LOSS;

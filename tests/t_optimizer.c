@@ -569,8 +569,11 @@ TEST(stochastic_rounding_is_unbiased_where_nearest_stalls) {
 TEST(stochastic_rounding_takes_the_words_it_says) {
     static const amp_dtype dtypes[2] = {AMP_BF16, AMP_F16};
     static uint16_t expected[2][WALKERS];
+    uint32_t words[4];
     int kind, path, step, i;
     int64_t k;
+    amp_philox(77, 3, 5, words);                                      /* the block of the row in the step's stream */
+    CHECK(ampi_row_seed(77, 3, 5) == (words[0] | (uint64_t)words[1] << 32));
     for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
         amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_O2);
         float update = ldexpf(0.09375f, kind ? -10 : -7);
