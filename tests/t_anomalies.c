@@ -982,6 +982,13 @@ static amp_result data_info(env *e) {
     return AMP_OK;
 }
 
+/* What fails cannot keep a loader from being stopped. */
+static amp_result data_stop(env *e) {
+    amp_loader_stop(e->loader);
+    CHECK_ERR(amp_loader_next(e->loader, &e->out.batch), AMP_ERR_STATE);
+    return AMP_OK;
+}
+
 static amp_result data_step(env *e, int i) {
     switch (i) {
         case 0: return open_host(e, AMP_F32);
@@ -991,6 +998,7 @@ static amp_result data_step(env *e, int i) {
         case 14: return amp_loader_save(e->loader, e->state, "data");
         case 16: return amp_loader_load(e->loader, e->state, "data");
         case 17: return data_info(e);
+        case 20: return data_stop(e);
         default: return i < 20 ? data_next(e) : DONE;
     }
 }
