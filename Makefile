@@ -25,7 +25,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive oracle bench \
+.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive anomalies oracle bench \
         bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -39,7 +39,15 @@ help: backend
 	@echo "make test             build and run the tests (no network, no Python)"
 	@echo "make test-ci          what only CI needs: sanitizers, compilers, language standards"
 	@echo "make test-exhaustive  all 2^32 fp32 patterns through every conversion and the optimizers' remainders"
+	@echo "make fuzz SECONDS=30  run each fuzzer for so long (clang's libFuzzer); inputs that break something go into"
+	@echo "                      $(BUILD)/fuzz/found/; fuzz-seeds: make the seeds again that a program makes"
+	@echo "make anomalies        every call to the host fails in turn: memory, files, threads, clock, into tests/records/"
+	@echo "make crash            kill training 200 times (KILLS, SEED), also in the middle of a checkpoint, and go on bit for bit"
+	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, beside an undisturbed run"
+	@echo "make coverage         lines and branches of amp.h that the tests reach; fails below 95% and 85%"
+	@echo "make mutants          changes of one token to amp.h: each must be caught by a test (twenty minutes)"
 	@echo "make oracle           make the golden data again with PyTorch (PYTHON=... with tests/oracle/requirements.txt)"
+	@echo "make differential     random programs and tensors against PyTorch (PYTHON=..., SEED=1), into tests/records/"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
@@ -84,8 +92,8 @@ endif
 # Tests that look inside amp.h bring it themselves: with optimisation those that compute much, the others without, which
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_optimizer
-INSIDE_QUICK := t_care t_context t_data t_scaler t_settings t_state t_verify
-TEST_HEADERS := tests/test.h tests/golden.h tests/recording_backend.h $(HEADERS)
+INSIDE_QUICK := t_care t_concurrency t_context t_data t_scaler t_settings t_state t_verify
+TEST_HEADERS := $(wildcard tests/*.h tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
 	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
@@ -114,23 +122,33 @@ $(BUILD):
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk
+include tests/differential/rules.mk
+include tests/crash/rules.mk
+include tests/fuzz/rules.mk
+include tests/coverage/rules.mk
+include tests/mutants/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
 	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
 	    tests/plot.sh tests/mpi.sh
 
-test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI))
-	CC="$(CC)" INSIDE="$(INSIDE) $(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI)
+test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
+	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CUDA_TESTS_CI) \
+	    $(CRASH_CI) tests/fuzz/run.sh
 
 # RECORD=FILE: with what, on what and how long, as JSON.
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
 	    "$(BUILD)/t_optimizer --full --filter every_pattern"
 
+anomalies: $(BUILD)/t_anomalies
+	mkdir -p tests/records
+	$(BUILD)/t_anomalies --all --record tests/records/anomalies-$$(date +%F).json
+
 oracle: examples
 	for program in number_formats state_v1 kernels scaler optimizer tokenizer wordpiece gpt2 encoder hf_encoder autocast \
-	    hf_roundtrip hf_classifier; do \
+	    hf_roundtrip hf_classifier fuzz_logic fuzz_tensors; do \
 	    $(PYTHON) tests/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)

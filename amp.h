@@ -81,7 +81,8 @@
        optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_outcome_next amp_optimizer_bytes
                               amp_optimizer_set_lr amp_optimizer_set_clip amp_optimizer_set_accumulation
        graphs                 amp_graph_begin amp_graph_end amp_graph_launch
-       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_query amp_loader_info_get
+       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_stop amp_loader_query
+                              amp_loader_info_get
        checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
                               every created object has _destroy, and _query for its effective settings
@@ -155,9 +156,19 @@
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
               calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
               thread's business at a time.  Regions and the last-error text belong to their thread.
-   SAME BITS  Results do not depend on the number of threads, and repeat from run to run.  The CPU paths
-              (scalar, AVX2, AVX-512, BF16) agree bit for bit in conversions and the scaler; in sums they
-              differ by rounding.  Conversions, finite checks and the scaler stay right under -Ofast.
+   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
+              restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
+              do not agree:
+
+              what                                     runs  threads  restarts  CPU paths that agree
+              casts, random numbers, dropout, masks    yes   yes      yes       all
+              embedding, add, scaler, order of data    yes   yes      yes       all
+              activations, SwiGLU, optimizers          yes   yes      yes       AVX2 and up
+              norms, softmax, attention, losses        yes   yes      yes       AVX-512 and up
+              gradient norms, products but in bf16     yes   yes      yes       AVX-512 and up
+              products in bf16                         yes   yes      yes       none
+
+              Conversions, finite checks and the scaler stay right under -Ofast.
    STABLE     Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor
               version; the change log stands at the end. */
 
@@ -304,7 +315,8 @@ typedef struct amp_system {
 AMP_API void amp_system_default(amp_system *out);
 /* Writes a file so that after a crash either the old or the new content is there, whole: temporary file
    beside it, write, fsync, rename.  A symbolic link is replaced; a device or pipe is
-   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched. */
+   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that is killed in it
+   leaves is PATH.tmpPID. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
 /* Reads a whole file into *data (from system->alloc, one extra 0 byte behind it; amp_file_free frees it).
    Errors: 301, 401, 402. */
@@ -623,7 +635,7 @@ typedef enum amp_cpu_path {
     AMP_CPU_SCALAR = 1,             /* C99 */
     AMP_CPU_AVX2 = 2,               /* with FMA and F16C */
     AMP_CPU_AVX512 = 3,             /* F, BW, DQ, VL */
-    AMP_CPU_AVX512_BF16 = 4,
+    AMP_CPU_AVX512_BF16 = 4,        /* products of bf16, which take subnormal numbers as 0, here and in AMX */
     AMP_CPU_AMX = 5,                /* AMX-BF16: products of bf16; the rest as AVX-512 */
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
@@ -1380,7 +1392,7 @@ typedef struct amp_desc {
     amp_reducer reducer;
 } amp_desc;
 
-/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 501, 502; *out is NULL on failure. */
+/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 302, 501, 502; *out is NULL on failure. */
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_v(out, desc, AMP_ABI(amp_desc)); }
 /* Closes it: everything created from it must be destroyed before.  NULL is allowed. */
@@ -1510,7 +1522,7 @@ typedef struct amp_plan {
     uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
-/*  .dtype            the context's dtype          F32, TF32, F16, BF16
+/*  .dtype            the enclosing region's, or the context's; F32, TF32, F16 or BF16
     .policy           the enclosing region's, or the context's
     .mode             the enclosing region's, or the context's                                        */
 typedef struct amp_autocast_desc {
@@ -1518,7 +1530,7 @@ typedef struct amp_autocast_desc {
     amp_policy policy;
     amp_mode mode;
     int32_t disable;                /* 1: an island: operators use their operands' dtype */
-    int32_t disable_cache;          /* 1: no cast cache within */
+    int32_t disable_cache;          /* 1: no cast cache within, nor in regions nested within */
     int32_t reserved;
 } amp_autocast_desc;
 
@@ -1580,8 +1592,9 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
 /* ==== 9 >>operators =================================================================================
    Forward and backward of the parts of a network.  Each takes an op struct: the caller fills inputs and
    outputs, forward adds its plan, and the same struct goes to backward with the gradients filled in.
-   "rows" are all leading dimensions of a tensor together; they must be evenly strided, with the last
-   dimension contiguous.  Storage is fp32, fp16 or bf16 unless said otherwise.
+   "rows" are all leading dimensions of a tensor together; they must be evenly strided and not overlap, with
+   the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
+   0); elements of an output are never the same.  Storage is fp32, fp16 or bf16 unless said otherwise.
    Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
@@ -2169,15 +2182,17 @@ AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
 /* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
 AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
     float next = (float)((double)scale * r->backoff_factor);
+    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
     if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
     return next > scale ? scale : next;
 }
 
 /* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
 AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
+    const double limit = 340282356779733661637539395458142568448.0;
     double next = (double)scale * r->growth_factor;
     if (next > (double)r->max_scale) next = (double)r->max_scale;
-    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < 340282356779733661637539395458142568448.0)) return scale;
+    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < limit && next > -limit)) return scale;
     return (float)next;
 }
 
@@ -2463,17 +2478,22 @@ typedef struct amp_batch {
     int64_t epoch, index;           /* epoch from 0; index of this batch in its epoch */
 } amp_batch;
 
-/* A loader is used by one thread at a time.  Errors: 101, 102, 103 arrays of different length, 104, 105, 109, 110,
-   301, 302, 401, 402, 404, 405; 102 also when there is less than one batch. */
+/* A loader is used by one thread at a time; amp_loader_stop and amp_loader_info_get may come from any.  Errors: 101,
+   102, 103 arrays of different length, 104, 105, 109, 110, 301, 302, 401, 402, 404, 405; 102 also when there is less than
+   one batch. */
 AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
-/* Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
+/* For closing from another thread: a call that waits, and every later one, returns 106, and the position stays.  Save and
+   destroy remain. */
+AMP_API void amp_loader_stop(amp_loader *loader);
+/* A call that another thread is in ends with 106 first; none may begin any more (see amp_loader_stop).
+   Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
    behind, and frees what it uses, through the context's system table, when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the loader stands where it stood: the next call tries the same batch again.
-   Errors: 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
+   Errors: 106 stopped, 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
 AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
-/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 410. */
+/* Makes batch `index` of `epoch` the next one, in the same time wherever it is.  Errors: 102, 106, 410. */
 AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
 
 typedef struct amp_loader_info {
@@ -2493,7 +2513,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info
 AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *out);
 /* Record <prefix>.loader: what was consumed, not what was read ahead.  Load continues exactly there, also with
    other workers, prefetch, paths and epochs, and refuses other data, samples, order or world.
-   Errors of save: 102, 301; of load: 107, 408, 410. */
+   Errors of save: 102, 301; of load: 106, 107, 408, 410. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
 
@@ -3290,14 +3310,16 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
 typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
 
 /* The thread and whoever joins or detaches it both hold its record; the later one frees it. */
-static void ampi_posix_thread_release(ampi_posix_thread *t) {
+static void ampi_posix_thread_release(void *thread) {
+    ampi_posix_thread *t = (ampi_posix_thread *)thread;
     if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
 }
 
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
+    pthread_cleanup_push(ampi_posix_thread_release, t);         /* also when `run` ends the thread */
     t->run(t->arg);
-    ampi_posix_thread_release(t);
+    pthread_cleanup_pop(1);
     return NULL;
 }
 
@@ -3414,6 +3436,24 @@ AMPI_PRIVATE int64_t ampi_write_fully(const amp_system *s, intptr_t file, const 
     return done;
 }
 
+/* A signal interrupts them: open and sync are called again.  close is not: the descriptor is gone whatever it says. */
+AMPI_PRIVATE int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
+    int error;
+    do error = s->file_open(s->user, path, for_writing, file);
+    while (error == -EINTR);
+    return error;
+}
+AMPI_PRIVATE int ampi_file_sync(const amp_system *s, intptr_t file) {
+    int error;
+    do error = s->file_sync(s->user, file);
+    while (error == -EINTR);
+    return error;
+}
+AMPI_PRIVATE int ampi_file_close(const amp_system *s, intptr_t file) {
+    int error = s->file_close(s->user, file);
+    return error == -EINTR ? 0 : error;
+}
+
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
     amp_system s = ampi_system(system);
     char temporary[PATH_MAX];
@@ -3423,12 +3463,12 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     if (path == NULL || (data == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
     if (snprintf(temporary, sizeof temporary, "%s.tmp%ld", path, (long)getpid()) >= (int)sizeof temporary)
         return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
-    error = s.file_open(s.user, temporary, 1, &file);
+    error = ampi_file_open(&s, temporary, 1, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: %s", temporary, strerror(-error));
     n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
     if (n < 0) error = (int)n;
-    if (error == 0) error = s.file_sync(s.user, file);
-    n = s.file_close(s.user, file);
+    if (error == 0) error = ampi_file_sync(&s, file);
+    n = ampi_file_close(&s, file);
     if (error == 0) error = (int)n;
     if (error == 0) error = s.file_rename(s.user, temporary, path);
     if (error == 0) return AMP_OK;
@@ -3443,7 +3483,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     char *buffer;
     int error;
     if (path == NULL || data == NULL || bytes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
-    error = s.file_open(s.user, path, 0, &file);
+    error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = s.file_size(s.user, file);
     buffer = size < 0 ? NULL : (char *)s.alloc(s.user, (size_t)size + 1, 64);
@@ -4209,10 +4249,11 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     if (tensor == NULL || tensor->data == NULL) return 0;
     if (tensor->ndim < 1 || tensor->ndim > AMP_MAX_DIMS) return -1;
     for (i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] < 0) return -1;
-        if (tensor->shape[i] > 0 && count > INT64_MAX / 16 / tensor->shape[i]) return -1;
-        count *= tensor->shape[i];
+        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* dimensions beside one of 0 must not overflow either */
+        if (tensor->shape[i] < 0 || count > INT64_MAX / 16 / n) return -1;
+        count *= n;
     }
+    for (i = 0; i < tensor->ndim; i++) if (tensor->shape[i] == 0) return 0;
     return count;
 }
 
@@ -4263,15 +4304,39 @@ AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *fiel
     return AMP_OK;
 }
 
+/* Whether a matrix's rows lie apart. */
+AMPI_PRIVATE amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
+    if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements overlap, their stride is %lld", field, (long long)cols, (long long)ld);
+}
+
+/* An output: no two elements may be one.  Strides from the smallest on must each reach past what lies below them. */
+AMPI_PRIVATE amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
+    int64_t reach = 0;              /* place of the last element of the dimensions so far */
+    int i, k, done = 0;
+    if (amp_tensor_count(t) < 2) return AMP_OK;
+    for (k = 0; k < t->ndim; k++) {
+        int next = -1;
+        for (i = 0; i < t->ndim; i++)
+            if (!(done >> i & 1) && t->shape[i] > 1 && (next < 0 || ampi_stride(t, i) < ampi_stride(t, next))) next = i;
+        if (next < 0) return AMP_OK;
+        if (ampi_stride(t, next) <= reach)
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld", field, next, (long long)ampi_stride(t, next));
+        done |= 1 << next;
+        reach += (t->shape[next] - 1) * ampi_stride(t, next);
+    }
+    return AMP_OK;
+}
+
 /* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
 AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
-    int last = t->ndim - 1, i;
+    int last = t->ndim - 1, i, given = 0;
     int64_t rows = 1, expect = 0;
     AMPI_TRY(ampi_check_tensor(function, field, t));
     memset(out, 0, sizeof *out);
     for (i = last - 1; i >= 0; i--) {
         if (t->shape[i] == 1) continue;
-        if (expect == 0) { out->ld = ampi_stride(t, i); expect = out->ld; }
+        if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
         if (ampi_stride(t, i) != expect)
             return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
         expect *= t->shape[i];
@@ -4281,8 +4346,8 @@ AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const
     out->dtype = t->dtype;
     out->rows = rows;
     out->cols = t->shape[last];
-    if (out->ld == 0) out->ld = out->cols;
-    return AMP_OK;
+    if (!given) out->ld = out->cols;
+    return ampi_check_ld(function, field, rows, out->cols, out->ld);
 }
 
 AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
@@ -4471,6 +4536,16 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
     state->records[state->n] = *record;
     *ampi_state_entry(state, record->key) = state->n + 1;
     state->n++;
+    return AMP_OK;
+}
+
+/* Moves the records of `from`, of the same system, into `to`: all of them or, without memory, none. */
+AMPI_PRIVATE amp_result ampi_state_move(amp_state *to, amp_state *from, const char *function) {
+    int64_t room = AMPI_MAX(to->room, 16), i;
+    while (room < to->n + from->n) room *= 2;
+    if (room > to->room) AMPI_TRY(ampi_state_grow(to, function, room));
+    for (i = 0; i < from->n; i++) (void)ampi_state_insert(to, function, from->records + i);
+    from->n = 0;
     return AMP_OK;
 }
 
@@ -4822,10 +4897,18 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     return cpu->pool[best].ptr;
 }
 
+/* Scratch memory that an operator of several kernels took before the first of them writes, so that none of the others
+   can fail for want of it.  asking: kernels do nothing but tell how much they would take. */
+typedef struct ampi_held { int asking, busy; void *ptr; size_t bytes; } ampi_held;
+static AMPI_THREAD_LOCAL ampi_held ampi_scratch_held;
+
 /* Scratch memory of one kernel call. */
 AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
+    ampi_held *held = &ampi_scratch_held;
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
+    if (held->asking) { held->bytes = AMPI_MAX(held->bytes, bytes); return NULL; }
+    if (held->ptr != NULL && !held->busy && bytes <= held->bytes) { held->busy = 1; return held->ptr; }
     if (cpu->pooled) {
         pthread_mutex_lock(&cpu->lock);
         ptr = ampi_pool_take(cpu, bytes);
@@ -4837,6 +4920,7 @@ AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
 AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
     int i, found = 0;
     if (ptr == NULL) return;
+    if (ptr == ampi_scratch_held.ptr) { ampi_scratch_held.busy = 0; return; }
     if (cpu->pooled) {
         pthread_mutex_lock(&cpu->lock);
         for (i = 0; i < AMPI_POOL_BLOCKS && !found; i++)
@@ -4847,6 +4931,7 @@ AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
 }
 
 AMPI_PRIVATE amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
+    if (ampi_scratch_held.asking) return AMP_ERR_MEMORY;
     return ampi_fail(AMP_ERR_MEMORY, kernel, "%zu bytes of scratch memory", bytes);
 }
 
@@ -5264,7 +5349,7 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
     ampi_gemm_cut_c(&call, threads);
     ampi_gemm_plan(&call);
     parts = g.batch * call.cut_m * call.cut_n;
-    if (threads == 1 && call.slot <= AMPI_GEMM_LOCAL) return ampi_gemm_small(&call);
+    if (threads == 1 && call.slot <= AMPI_GEMM_LOCAL) return ampi_scratch_held.asking ? AMP_OK : ampi_gemm_small(&call);
     threads = (int)AMPI_MIN(parts, (int64_t)threads);
     bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
     call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
@@ -7193,7 +7278,10 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     ampi_cpu *cpu = (ampi_cpu *)host->alloc(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
     memset(cpu, 0, sizeof *cpu);
-    pthread_mutex_init(&cpu->lock, NULL);
+    if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
+        host->free(host->user, cpu, sizeof *cpu);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the CPU backend");
+    }
     cpu->pooled = 1;
     cpu->host = *host;
     cpu->threads = desc->threads;
@@ -7403,6 +7491,28 @@ static const amp_backend ampi_cpu_backend = {
 };
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
+
+/* Holds the scratch memory that these calls will take, where they go to the CPU's own kernels, until ampi_let_go. */
+static amp_result ampi_hold(const amp_backend *backend, void *dev, const amp_k_gemm *gemms, int n_gemms, const amp_k_column_sum *sums, int n_sums) {
+    ampi_held *held = &ampi_scratch_held;
+    void *ptr;
+    int i;
+    held->bytes = 0;
+    held->asking = 1;
+    for (i = 0; i < n_gemms && backend->gemm == ampi_cpu_gemm; i++) (void)ampi_cpu_gemm(dev, &gemms[i], NULL);
+    for (i = 0; i < n_sums && backend->column_sum == ampi_cpu_column_sum; i++) (void)ampi_cpu_column_sum(dev, &sums[i], NULL);
+    held->asking = 0;
+    if (held->bytes == 0) return AMP_OK;
+    ptr = ampi_cpu_scratch((ampi_cpu *)dev, held->bytes);
+    if (ptr == NULL) return ampi_cpu_no_scratch(n_gemms > 0 ? "gemm" : "column_sum", held->bytes);
+    held->ptr = ptr;
+    return AMP_OK;
+}
+static void ampi_let_go(void *dev) {
+    void *ptr = ampi_scratch_held.ptr;
+    ampi_scratch_held.ptr = NULL;
+    ampi_cpu_release((ampi_cpu *)dev, ptr, ampi_scratch_held.bytes);
+}
 
 /* ==== 6 >>backends: implementation, the context ===================================================== */
 
@@ -7837,7 +7947,10 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->host.log = ampi_host_log;
     amp->host.alloc = ampi_host_alloc;
     amp->host.free = ampi_host_free;
-    pthread_mutex_init(&amp->lock, NULL);
+    if (pthread_mutex_init(&amp->lock, NULL) != 0) {
+        ampi_free(&system, amp, 1, sizeof *amp);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
+    }
     ampi_probe_cpu(&amp->machine.cpu);
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
@@ -8318,7 +8431,7 @@ static amp_result ampi_mask_find(amp_context *amp, const amp_mask *m, int64_t ba
     }
     result = ampi_mask_add(amp, m, ampi_mask_per_batch(m) ? batch : 1, queries, keys, dtype, &e);
     if (result != AMP_OK) ampi_free(&amp->system, e.key, e.key_bytes, 1);
-    *out = &amp->masks[amp->n_masks - 1];
+    else *out = &amp->masks[amp->n_masks - 1];
     return result;
 }
 
@@ -8461,6 +8574,17 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     return AMP_OK;
 }
 
+/* An island with the context's settings. */
+static amp_autocast_desc ampi_outside(const amp_context *amp) {
+    amp_autocast_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = amp->desc.dtype;
+    d.policy = amp->desc.policy;
+    d.mode = amp->desc.mode;
+    d.disable = 1;
+    return d;
+}
+
 AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi) {
     const amp_autocast_desc *outer;
     amp_autocast_desc d;
@@ -8475,9 +8599,9 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     outer = ampi_region_of(amp);
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
-    if (amp->desc.disable_cache) d.disable_cache = 1;
+    if (amp->desc.disable_cache || (outer && outer->disable_cache)) d.disable_cache = 1;
     if (amp->desc.disable) d.disable = 1;
-    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = amp->desc.dtype;
+    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = outer ? outer->dtype : amp->desc.dtype;
     else {
         AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
         d.dtype = choice.dtype;
@@ -8486,8 +8610,14 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     return AMP_OK;
 }
 
-/* How many entries this thread has, and closing those beyond. */
-AMPI_PRIVATE int ampi_region_depth(void) { return ampi_region_count; }
+/* How many entries this thread has; what a callback of the host's then opens starts as it would outside of every region.
+   And closing those beyond. */
+AMPI_PRIVATE int ampi_regions_hide(amp_context *amp) {
+    int depth = ampi_region_count;
+    amp_autocast_desc outside = ampi_outside(amp);
+    if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) ampi_region_push(amp, &outside, 0);
+    return depth;
+}
 AMPI_PRIVATE void ampi_regions_close(int depth) {
     while (ampi_region_count > depth) ampi_region_drop();
 }
@@ -8499,11 +8629,7 @@ AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     const amp_autocast_desc *around;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recompute_begin", "amp is NULL");
     AMPI_TRY(ampi_region_check_depth("amp_recompute_begin"));
-    memset(&outside, 0, sizeof outside);
-    outside.dtype = amp->desc.dtype;
-    outside.policy = amp->desc.policy;
-    outside.mode = amp->desc.mode;
-    outside.disable = 1;
+    outside = ampi_outside(amp);
     around = ampi_region_of(amp);
     ampi_region_push(amp, around ? around : &outside, 1);
     return AMP_OK;
@@ -9028,15 +9154,16 @@ static amp_result ampi_optional_rows(const char *function, const char *field, co
     return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
 }
 
-/* A parameter of this exact shape; cols 0 for a vector. */
+/* A parameter of this exact shape; cols -1 for a vector. */
 static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows, int64_t cols) {
-    char shape[64];
+    const int64_t *have = p->weight.shape;
+    char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
     if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
-    if (cols == 0 ? (p->weight.ndim == 1 && p->weight.shape[0] == rows)
-                  : (p->weight.ndim == 2 && p->weight.shape[0] == rows && p->weight.shape[1] == cols)) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s%.0lld]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
-                     (long long)rows, cols ? ", " : "", (long long)cols);
+    if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
+    if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
+                     (long long)rows, other);
 }
 
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
@@ -9057,7 +9184,7 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
     AMPI_TRY(ampi_rows(function, "y", &op->y, y));
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
-    if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, 0));
+    if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, -1));
     if (x->rows != y->rows)
         return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows, (long long)y->rows);
     AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
@@ -9145,81 +9272,104 @@ static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const
 static int ampi_linear_fuses(const amp_context *amp) { return !amp->backend->host_visible; }
 
 /* bias: takes its gradient along; NULL: none. */
-static amp_result ampi_linear_dweight(amp_context *amp, const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, amp_param *bias) {
-    amp_param *w = op->weight;
+static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, const amp_param *bias) {
+    const amp_param *w = op->weight;
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
+    if (!ampi_wants_grad(w)) return g;
     g.m = dy->cols; g.n = x->cols; g.k = x->rows; g.batch = 1;
     g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld; g.trans_a = 1;
     g.b = x->data; g.b_dtype = x->dtype; g.ldb = x->ld;
     g.c = w->grad.data; g.c_dtype = w->grad.dtype; g.ldc = x->cols;
     g.alpha = 1; g.beta = w->grad_live ? 1.0f : 0.0f; g.compute = op->plan.compute;
     if (bias != NULL) { g.row_sum.data = bias->grad.data; g.row_sum.dtype = bias->grad.dtype; g.row_sum.add = bias->grad_live; }
-    AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
-    w->grad_live = 1;
-    if (bias != NULL) bias->grad_live = 1;
-    return AMP_OK;
+    return g;
 }
 
-/* The gradient of what was added to every row. */
-static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_mat *dy) {
+/* The gradient of what was added to every row; of no columns where it is not wanted. */
+static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
+    if (!ampi_wants_grad(bias)) return s;
     s.x = *dy;
     s.out = bias->grad.data;
     s.out_dtype = bias->grad.dtype;
     s.add = bias->grad_live;
-    AMPI_TRY(amp->backend->column_sum(amp->dev, &s, amp->desc.stream));
+    return s;
+}
+static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_column_sum *s) {
+    if (s->out == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->column_sum(amp->dev, s, amp->desc.stream));
     bias->grad_live = 1;
     return AMP_OK;
 }
 
-/* pre: what went into x_act, NULL: there is none. */
-static amp_result ampi_linear_dx(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx, const amp_tensor *pre) {
-    amp_k_gemm g;
+/* pre: what went into x_act, NULL: there is none.  ampi_cache_put(*held) ends the use of the weight. */
+static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx,
+                                      const amp_tensor *pre, amp_k_gemm *g, const void **held) {
     amp_mat at;
     ampi_cache_use use;
-    amp_result result;
-    const void *held;
-    memset(&g, 0, sizeof g);
-    g.m = dx->rows; g.n = dx->cols; g.k = dy->cols; g.batch = 1;
-    g.a = dy->data; g.a_dtype = dy->dtype; g.lda = dy->ld;
-    g.ldb = dx->cols;
-    g.c = dx->data; g.c_dtype = dx->dtype; g.ldc = dx->ld;
-    g.alpha = 1; g.compute = op->plan.compute;
+    *held = NULL;
+    memset(g, 0, sizeof *g);
+    if (dx->data == NULL) return AMP_OK;
+    g->m = dx->rows; g->n = dx->cols; g->k = dy->cols; g->batch = 1;
+    g->a = dy->data; g->a_dtype = dy->dtype; g->lda = dy->ld;
+    g->ldb = dx->cols;
+    g->c = dx->data; g->c_dtype = dx->dtype; g->ldc = dx->ld;
+    g->alpha = 1; g->compute = op->plan.compute;
     if (pre != NULL && ampi_linear_fuses(amp)) {
         AMPI_TRY(ampi_rows(f, "x_pre", pre, &at));
-        g.backward = 1; g.act = op->x_act;
-        g.pre = at.data; g.pre_dtype = at.dtype; g.ld_pre = at.ld;
+        g->backward = 1; g->act = op->x_act;
+        g->pre = at.data; g->pre_dtype = at.dtype; g->ld_pre = at.ld;
     }
-    AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, &g, &held, &use));
-    result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
-    ampi_cache_put(amp, held);
-    if (result != AMP_OK || pre == NULL || g.backward) return result;
-    return ampi_linear_activation_backward(amp, f, op->x_act, pre, "x_pre", &op->dx, "dx");
+    return ampi_linear_weight(amp, op->weight, AMPI_PACK_BACKWARD, g, held, &use);
+}
+
+/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
+typedef struct ampi_linear_calls { amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along; } ampi_linear_calls;
+
+static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op *op, const ampi_linear_calls *c) {
+    if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
+    if (c->gemms[0].c) {
+        AMPI_TRY(amp->backend->gemm(amp->dev, &c->gemms[0], amp->desc.stream));
+        op->weight->grad_live = 1;
+        if (c->along != NULL) c->along->grad_live = 1;
+    }
+    AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
+    if (c->gemms[1].c == NULL) return AMP_OK;
+    AMPI_TRY(amp->backend->gemm(amp->dev, &c->gemms[1], amp->desc.stream));
+    if (c->x_pre == NULL || c->gemms[1].backward) return AMP_OK;
+    return ampi_linear_activation_backward(amp, f, op->x_act, c->x_pre, "x_pre", &op->dx, "dx");
 }
 
 AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
     const char *f = "amp_linear_backward";
-    const amp_tensor *pre = NULL, *x_pre = NULL;
+    ampi_linear_calls c;
     amp_mat x, y, dy, dx, same;
-    amp_param *along;
+    const void *held;
+    amp_result result;
+    memset(&c, 0, sizeof c);
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
     if (dx.data && op->x_act != AMP_ACT_NONE) {
-        AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &x_pre));
-        AMPI_TRY(ampi_rows_like(f, "x_pre", x_pre, "x", &x, &same));
+        AMPI_TRY(ampi_linear_kept(f, op->x_act, &op->x_pre, "x_pre", &op->x, &op->dx, "dx", &c.x_pre));
+        AMPI_TRY(ampi_rows_like(f, "x_pre", c.x_pre, "x", &x, &same));
     }
     if (op->act != AMP_ACT_NONE && !op->dy_before_act) {
-        AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &pre));
-        AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, pre, "pre", &op->dy, "dy"));
+        AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &c.pre));
+        AMPI_TRY(ampi_rows_like(f, "pre", c.pre, "y", &y, &same));
     }
-    along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
-    if (ampi_wants_grad(op->weight)) AMPI_TRY(ampi_linear_dweight(amp, op, &x, &dy, along));
-    if (ampi_wants_grad(op->bias) && along == NULL) AMPI_TRY(ampi_dbias(amp, op->bias, &dy));
-    return dx.data ? ampi_linear_dx(amp, f, op, &dy, &dx, x_pre) : AMP_OK;
+    c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
+    c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
+    c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
+    AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], &held));
+    result = ampi_hold(amp->backend, amp->dev, c.gemms, 2, &c.sum, 1);
+    if (result == AMP_OK) result = ampi_linear_run(amp, f, op, &c);
+    ampi_let_go(amp->dev);
+    ampi_cache_put(amp, held);
+    return result;
 }
 
 /* ---- Batched matmul */
@@ -9237,40 +9387,48 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
     out->cols = t->shape[t->ndim - 1];
     out->ld = ampi_stride(t, t->ndim - 2);
     out->stride = t->ndim == 3 ? ampi_stride(t, 0) : 0;
-    return AMP_OK;
+    return ampi_check_ld(f, field, out->rows, out->cols, out->ld);
 }
 
-/* c = alpha op(a) op(b), shapes checked. */
-static amp_result ampi_batched_gemm(amp_context *amp, const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
-                                    const ampi_operand *c, float alpha, amp_dtype compute) {
+/* Whether op(a) op(b) has the shape of c. */
+static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b, const ampi_operand *c) {
+    int64_t m = trans_a ? a->cols : a->rows, k = trans_a ? a->rows : a->cols, n = trans_b ? b->rows : b->cols;
+    if (k == (trans_b ? b->cols : b->rows) && c->rows == m && c->cols == n && a->batch == c->batch && b->batch == c->batch) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
+                     (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
+                     (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
+                     (long long)c->batch, (long long)c->rows, (long long)c->cols);
+}
+
+/* *out: c = alpha op(a) op(b), shapes checked. */
+static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b, int trans_b,
+                                    const ampi_operand *c, float alpha, amp_dtype compute, amp_k_gemm *out) {
     amp_k_gemm g;
+    AMPI_TRY(ampi_batched_check(f, a, trans_a, b, trans_b, c));
     memset(&g, 0, sizeof g);
-    g.m = trans_a ? a->cols : a->rows;
+    g.m = c->rows; g.n = c->cols; g.batch = c->batch;
     g.k = trans_a ? a->rows : a->cols;
-    g.n = trans_b ? b->rows : b->cols;
-    g.batch = c->batch;
-    if (g.k != (trans_b ? b->cols : b->rows) || c->rows != g.m || c->cols != g.n || a->batch != c->batch || b->batch != c->batch)
-        return ampi_fail(AMP_ERR_SHAPE, f, "[%lld, %lld, %lld]%s times [%lld, %lld, %lld]%s does not give [%lld, %lld, %lld]",
-                         (long long)a->batch, (long long)a->rows, (long long)a->cols, trans_a ? " transposed" : "",
-                         (long long)b->batch, (long long)b->rows, (long long)b->cols, trans_b ? " transposed" : "",
-                         (long long)c->batch, (long long)c->rows, (long long)c->cols);
     g.a = a->data; g.a_dtype = a->dtype; g.lda = a->ld; g.stride_a = a->stride; g.trans_a = trans_a;
     g.b = b->data; g.b_dtype = b->dtype; g.ldb = b->ld; g.stride_b = b->stride; g.trans_b = trans_b;
     memcpy(&g.c, &c->data, sizeof g.c); g.c_dtype = c->dtype; g.ldc = c->ld; g.stride_c = c->stride;
     g.alpha = alpha; g.compute = compute;
-    return amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+    *out = g;
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
     const char *f = "amp_matmul";
     ampi_operand a, b, y;
+    amp_k_gemm g;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
+    AMPI_TRY(ampi_check_output(f, "y", &op->y));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_batched_gemm(amp, f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute));
+    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
+    AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
     op->plan = plan;
     return AMP_OK;
 }
@@ -9279,23 +9437,32 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
 AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
     const char *f = "amp_matmul_backward";
     ampi_operand a, b, dy, da, db;
+    amp_k_gemm gemms[2];
+    amp_result result;
     float alpha;
+    int n = 0, i;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), &op->plan));
     alpha = op->alpha == 0 ? 1 : op->alpha;
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
+    AMPI_TRY(ampi_batched_check(f, &a, op->trans_a, &b, op->trans_b, &dy));
     if (op->da.data) {
         AMPI_TRY(ampi_operand_of(f, "da", &op->da, &da));
-        if (op->trans_a) AMPI_TRY(ampi_batched_gemm(amp, f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute));
-        else AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute));
+        AMPI_TRY(ampi_check_output(f, "da", &op->da));
+        if (op->trans_a) AMPI_TRY(ampi_batched_gemm(f, &b, op->trans_b, &dy, 1, &da, alpha, op->plan.compute, &gemms[n++]));
+        else AMPI_TRY(ampi_batched_gemm(f, &dy, 0, &b, !op->trans_b, &da, alpha, op->plan.compute, &gemms[n++]));
     }
     if (op->db.data) {
         AMPI_TRY(ampi_operand_of(f, "db", &op->db, &db));
-        if (op->trans_b) AMPI_TRY(ampi_batched_gemm(amp, f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute));
-        else AMPI_TRY(ampi_batched_gemm(amp, f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute));
+        AMPI_TRY(ampi_check_output(f, "db", &op->db));
+        if (op->trans_b) AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
+        else AMPI_TRY(ampi_batched_gemm(f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute, &gemms[n++]));
     }
-    return AMP_OK;
+    result = ampi_hold(amp->backend, amp->dev, gemms, n, NULL, 0);
+    for (i = 0; i < n && result == AMP_OK; i++) result = amp->backend->gemm(amp->dev, &gemms[i], amp->desc.stream);
+    ampi_let_go(amp->dev);
+    return result;
 }
 
 /* ---- The BLAS-shaped GEMM */
@@ -9364,6 +9531,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     AMPI_TRY(ampi_attention_view(f, "k", &op->k, k_shape, op->q.dtype, k->k_stride));
     AMPI_TRY(ampi_attention_view(f, "v", &op->v, k_shape, op->q.dtype, k->v_stride));
     AMPI_TRY(ampi_attention_view(f, "o", &op->o, q_shape, op->q.dtype, k->o_stride));
+    AMPI_TRY(ampi_check_output(f, "o", &op->o));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     if (op->lse == NULL) return ampi_fail(AMP_ERR_NULL, f, ".lse is NULL");
     k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
@@ -9399,6 +9567,9 @@ AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *
     AMPI_TRY(ampi_attention_view(f, "dq", &op->dq, op->q.shape, k.dtype, k.dq_stride));
     AMPI_TRY(ampi_attention_view(f, "dk", &op->dk, k_shape, k.dtype, k.dk_stride));
     AMPI_TRY(ampi_attention_view(f, "dv", &op->dv, k_shape, k.dtype, k.dv_stride));
+    AMPI_TRY(ampi_check_output(f, "dq", &op->dq));
+    AMPI_TRY(ampi_check_output(f, "dk", &op->dk));
+    AMPI_TRY(ampi_check_output(f, "dv", &op->dv));
     k.compute = op->plan.compute;
     k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
     return amp->backend->attention_backward(amp->dev, &k, amp->desc.stream);
@@ -9414,8 +9585,8 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
     if (op->residual.data && op->sum.data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual the sum is kept for backward");
-    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, 0));
-    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, 0));
+    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
+    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree", amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
@@ -9537,7 +9708,7 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
     k->y = op->y.data; k->y_dtype = op->y.dtype;
     if (op->bias == NULL) return AMP_OK;
     k->cols = op->x.shape[op->x.ndim - 1];
-    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, 0));
+    AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, -1));
     k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
     return AMP_OK;
 }
@@ -9556,7 +9727,9 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
 AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
     const char *f = "amp_activation_backward";
     amp_k_activation k;
+    amp_k_column_sum sum;
     amp_mat dx;
+    amp_result result;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
@@ -9565,12 +9738,15 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
         return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads with a .bias: give .y its own memory");
     k.dy = op->dy.data;
     k.dx = op->dx.data;
-    AMPI_TRY(amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
-    if (!ampi_wants_grad(op->bias) || k.cols == 0) return AMP_OK;
     memset(&dx, 0, sizeof dx);
     dx.data = k.dx; dx.dtype = k.x_dtype;
-    dx.rows = k.n / k.cols; dx.cols = dx.ld = k.cols;
-    return ampi_dbias(amp, op->bias, &dx);
+    dx.rows = k.cols ? k.n / k.cols : 0; dx.cols = dx.ld = k.cols;
+    sum = ampi_dbias_args(k.cols ? op->bias : NULL, &dx);
+    AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
+    result = amp->backend->activation_backward(amp->dev, &k, amp->desc.stream);
+    if (result == AMP_OK) result = ampi_dbias(amp, op->bias, &sum);
+    ampi_let_go(amp->dev);
+    return result;
 }
 
 static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
@@ -9578,11 +9754,11 @@ static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k
     AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
     AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
     if (op->gate_bias) {
-        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, 0));
+        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, -1));
         k->gate_bias = op->gate_bias->weight.data; k->gate_bias_dtype = op->gate_bias->weight.dtype;
     }
     if (op->up_bias) {
-        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, 0));
+        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, -1));
         k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
     }
     return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
@@ -9602,14 +9778,22 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
 AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
     const char *f = "amp_swiglu_backward";
     amp_k_swiglu k;
+    amp_k_column_sum sum;
+    amp_result result;
     AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op), &op->plan));
     AMPI_TRY(ampi_swiglu_args(f, op, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
     AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
-    AMPI_TRY(amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream));
-    if (ampi_wants_grad(op->gate_bias)) AMPI_TRY(ampi_dbias(amp, op->gate_bias, &k.dgate));
-    return ampi_wants_grad(op->up_bias) ? ampi_dbias(amp, op->up_bias, &k.dup) : AMP_OK;
+    sum = ampi_dbias_args(ampi_wants_grad(op->gate_bias) ? op->gate_bias : op->up_bias, &k.dgate);      /* as large as that of dup */
+    AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
+    result = amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
+    sum = ampi_dbias_args(op->gate_bias, &k.dgate);
+    if (result == AMP_OK) result = ampi_dbias(amp, op->gate_bias, &sum);
+    sum = ampi_dbias_args(op->up_bias, &k.dup);
+    if (result == AMP_OK) result = ampi_dbias(amp, op->up_bias, &sum);
+    ampi_let_go(amp->dev);
+    return result;
 }
 
 /* ---- Losses */
@@ -9846,6 +10030,7 @@ struct amp_set {
     double clip_norm, divisor;
     int32_t sharded;
     int32_t unscaled;               /* 1: the last check multiplied */
+    int32_t apply_nonfinite;        /* of its optimizer */
     ampi_stage stage;
     amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
     amp_set *next;                  /* ... and the next set in that scaler's list */
@@ -10224,8 +10409,7 @@ AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
 
 /* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
    clip_each) is a rank's own affair, with its own average. */
-AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last,
-                                       int apply_nonfinite) {
+AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last) {
     amp_k_rule rule;
     int64_t i;
     AMPI_TRY(ampi_set_refresh(set));
@@ -10234,7 +10418,7 @@ AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_che
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
     rule.step_rule.divisor = divisor;
-    rule.step_rule.apply_nonfinite = apply_nonfinite && scaler == NULL;
+    rule.step_rule.apply_nonfinite = set->apply_nonfinite && scaler == NULL;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL));
     if (last) AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
@@ -10500,7 +10684,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
     if (enabled && set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_16bit("amp_scaler_check", set, enabled));
-    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1, 0));
+    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
 }
@@ -10556,17 +10740,21 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 }
 
 enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
+#define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
-AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+/* before: what the records will be added to. */
+AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
     int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
-    int32_t disabled = 1;
-    const amp_scaler_desc *d;
-    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
-    d = &scaler->desc;
-    if (d->disable) return ampi_put(state, prefix, "disabled", -1, AMP_I32, &disabled, 1);
+    int32_t disabled = scaler->desc.disable != 0;
+    char key[64];
+    const amp_scaler_desc *d = &scaler->desc;
+    AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
+    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* an earlier save's record must not stay */
+        AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
+    if (disabled) return AMP_OK;
     AMPI_TRY(amp_scaler_get(scaler, &s));
     scales[0] = s.scale; scales[1] = s.previous_scale; scales[2] = s.found_inf;
     counters[0] = s.growth_tracker; counters[1] = s.growth_interval; counters[2] = s.hysteresis_left;
@@ -10581,12 +10769,23 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     return ampi_put(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE);
 }
 
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+    amp_state *own;
+    amp_result r;
+    if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
+    AMPI_TRY(amp_state_create(&own, &state->system));
+    r = ampi_save_scaler(scaler, state, own, prefix);
+    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_scaler_save");
+    amp_state_destroy(own);
+    return r;
+}
+
 /* Saved numbers as a state that the rule can go on from. */
 AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters,
                                          amp_k_scaler *s) {
     int i;
     for (i = 0; i < AMPI_SAVED_COUNTERS; i++)
-        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || (i < 6 && counters[i] > INT32_MAX))
+        if (counters[i] < (i == 1 ? AMP_NO_INTERVAL : 0) || counters[i] > (i < 6 ? INT32_MAX : AMPI_COUNT_MOST))
             return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved counter %d = %lld is out of range", i,
                              (long long)counters[i]);
     if (counters[1] == 0 || counters[2] > d->hysteresis)
@@ -10629,12 +10828,13 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
     int64_t counters[AMPI_SAVED_COUNTERS];
+    int32_t disabled = 0;
     char key[64];
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_load", "scaler or state is NULL");
     if (scaler->desc.disable) return AMP_OK;
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
-    if (amp_state_count(state, key, NULL) >= 0)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
+    if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
+    if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
     d = scaler->desc;
     AMPI_TRY(ampi_get(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
     AMPI_TRY(ampi_get(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS));
@@ -10801,7 +11001,7 @@ AMPI_PRIVATE amp_result ampi_optimizer_memory(amp_optimizer *o) {
                 int64_t size = (row->count * ampi_array_size(row, a) + 255) / 256 * 256;
                 if (!ampi_has_array(o, row, a)) continue;
                 if (pass == 0) bytes += size;
-                else *ampi_row_array(row, a) = (char *)o->memory + at;
+                else if (bytes > 0) *ampi_row_array(row, a) = (char *)o->memory + at;
                 at += pass * size;
             }
     }
@@ -10847,6 +11047,7 @@ AMPI_PRIVATE amp_result ampi_outcome_memory(amp_optimizer *o) {
 AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
+    o->set->apply_nonfinite = o->desc.apply_nonfinite;
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
@@ -11060,9 +11261,9 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_set *set = o->set;
     int64_t i;
     if (set->stage != AMPI_CHECKED) {
-        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1, o->desc.apply_nonfinite));
+        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
-    }
+    } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have come and gone since the check */
     AMPI_TRY(ampi_count_step(o, enabled));
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_outcome(o));
     AMPI_TRY(ampi_run_optimizer(o));
@@ -11082,7 +11283,7 @@ AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scal
 /* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
 AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
     if (!o->desc.clip_each || !(o->desc.clip_norm > 0)) return AMP_OK;
-    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0, 0));
+    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0));
     return ampi_set_scale(o->set, &o->set->found->clip_coef);
 }
 
@@ -11398,21 +11599,28 @@ AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *stat
     return AMP_OK;
 }
 
-AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
-    const amp_optimizer *o = optimizer;
-    const amp_system *s;
-    int64_t bytes;
+AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t bytes = ampi_row_room(o->set);
     amp_result r;
     void *room;
-    if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
-    s = ampi_context_system(o->amp);
-    bytes = ampi_row_room(o->set);
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, bytes, 1));
     r = ampi_save_arrays(o, state, prefix, room);
     ampi_free(s, room, bytes, 1);
+    return r;
+}
+
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+    amp_state *own;
+    amp_result r;
+    if (optimizer == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
+    AMPI_TRY(amp_state_create(&own, &state->system));
+    r = ampi_save_optimizer(optimizer, own, prefix);
+    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_optimizer_save");
+    amp_state_destroy(own);
     return r;
 }
 
@@ -11577,8 +11785,8 @@ AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int
     if (steps[0] != (int64_t)o->desc.kind)
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s", steps[0] == AMP_SGD ? "SGD" : "AdamW");
     for (i = 1; i < AMPI_SAVED_STEPS; i++)
-        if (steps[i] < 0)
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is negative", (long long)i,
+        if (steps[i] < 0 || steps[i] > AMPI_COUNT_MOST)
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved counter %lld = %lld is out of range", (long long)i,
                              (long long)steps[i]);
     for (i = 0; i < AMPI_SAVED_REALS; i++)
         if (!amp_is_finite_f64(&reals[i]) || !(reals[i] >= 0) || (i < 2 && reals[i] > 1))
@@ -11596,7 +11804,7 @@ AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *step
     amp_k_found f;
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     f.attempts = steps[2]; f.step = steps[5]; f.skips = steps[6];
-    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX);
+    f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX / 2);
     f.beta1_power = reals[0]; f.beta2_power = reals[1];
     AMPI_TRY(ampi_send(o->amp, o->set->found, &f, sizeof f));
     o->micro = (int32_t)steps[1];
@@ -11954,6 +12162,7 @@ typedef struct ampi_worker {
     struct amp_loader *loader;
     void *thread;
     int id, started, exited, abandoned;
+    int64_t number;                 /* of the batch it fills */
     int phase;                      /* atomic */
     int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
     uint8_t *scratch;
@@ -11993,8 +12202,10 @@ struct amp_loader {
     int64_t issued;                 /* number of the first batch whose copy was not begun */
     /* the queue, under the lock */
     int has_lock, threads, stop, paused, waiting;
+    int lost;                       /* of the threads: ended by what they called */
     int cancel;                     /* atomic: workers drop what they do */
     int64_t busy, retries;
+    int64_t calls;                  /* of the host's, that are inside */
     int64_t holders;                /* who still needs the loader's shell: its owner, and workers left behind */
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
@@ -12008,11 +12219,14 @@ struct amp_loader {
 
 static const char ampi_loader_create_name[] = "amp_loader_create";
 
-/* Reads up to `bytes` at an offset; fewer only at the end of the file. */
+/* Reads up to `bytes` at an offset; fewer only at the end that the file had when it was opened. */
 static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, void *buffer, int64_t bytes,
                                  int64_t offset, int64_t *got) {
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
-    if (*got >= 0) return AMP_OK;
+    if (*got >= AMPI_MIN(bytes, f->bytes - offset)) return AMP_OK;
+    if (*got >= 0)
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ended at offset %lld, it had %lld bytes", f->path,
+                         (long long)(offset + *got), (long long)f->bytes);
     return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got),
                      (long long)offset);
 }
@@ -12183,7 +12397,7 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
 static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_format format) {
     uint8_t head[AMPI_NPY_HEADER];
     int64_t n;
-    int error = f->is_open ? 0 : l->system.file_open(l->system.user, f->path, 0, &f->handle);
+    int error = f->is_open ? 0 : ampi_file_open(&l->system, f->path, 0, &f->handle);
     if (error == -EMFILE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
                          "%s: every file stays open, and of %lld only %lld could be; raise `ulimit -n`", f->path,
@@ -12294,7 +12508,7 @@ static int ampi_search_name(void *search, const char *name) {
 
 static int ampi_path_exists(const amp_system *s, const char *path) {
     intptr_t handle;
-    int error = s->file_open(s->user, path, 0, &handle);
+    int error = ampi_file_open(s, path, 0, &handle);
     if (error == 0) s->file_close(s->user, handle);
     return error != -ENOENT && error != -ENOTDIR;
 }
@@ -12825,6 +13039,8 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
                      l->desc.timeout_ms, id, l->files[__atomic_load_n(&w->file, __ATOMIC_RELAXED)].path, offset);
 }
 
+static amp_result ampi_stopped(const char *function) { return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped"); }
+
 /* Waits for news from a worker until `deadline` (monotonic ns); 0 when that has passed. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
     struct timespec until;
@@ -12854,7 +13070,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         else l->claimed++;
         ampi_queue_store(l, slot, ampi_worker_fill(l->workers, number, slot));
     }
-    while (slot->state != AMPI_SLOT_READY && result == AMP_OK) {
+    while (slot->state != AMPI_SLOT_READY && result == AMP_OK && !l->stop) {
         if (slot->state == AMPI_SLOT_FAILED) {
             if (!slot->ahead) {
                 result = slot->result;
@@ -12862,6 +13078,10 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             }
             ampi_queue_again(l, slot);
             if (!slot->ahead) break;
+        }
+        if (l->threads > 0 && l->lost == l->threads) {
+            result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "no worker is left, the callback ended their threads: create the loader anew");
+            break;
         }
         if (begin == 0) {
             begin = ampi_posix_clock(NULL);
@@ -12873,7 +13093,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             result = ampi_queue_timeout(l, slot, "amp_loader_next");
     }
     if (begin != 0) l->wait_ns += ampi_posix_clock(NULL) - begin;
-    return result;
+    return result == AMP_OK && l->stop ? ampi_stopped("amp_loader_next") : result;
 }
 
 /* ---- Workers */
@@ -12905,6 +13125,32 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
+/* What a worker called ended its thread (pthread_exit) instead of returning: its batch fails, the others go on. */
+static void ampi_worker_died(void *arg) {
+    ampi_worker *w = (ampi_worker *)arg;
+    amp_loader *l = w->loader;
+    int last = 0;
+    pthread_mutex_lock(&l->lock);
+    if (__atomic_load_n(&w->phase, __ATOMIC_SEQ_CST) == AMPI_WORKER_ABANDONED) last = --l->holders == 0;
+    else {
+        l->busy--;
+        l->lost++;
+        w->exited = 1;
+        ampi_queue_store(l, ampi_slot_of(l, w->number),
+                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: what it called ended its thread, at sample or offset %lld",
+                                   w->id, (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
+        pthread_cond_broadcast(&l->ready);
+    }
+    pthread_mutex_unlock(&l->lock);
+    if (last) ampi_loader_free(l);
+}
+
+static void ampi_worker_run(ampi_worker *w, ampi_slot *slot, amp_result *result) {
+    pthread_cleanup_push(ampi_worker_died, w);
+    *result = ampi_worker_fill(w, w->number, slot);
+    pthread_cleanup_pop(0);
+}
+
 static void ampi_worker_main(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -12921,10 +13167,11 @@ static void ampi_worker_main(void *arg) {
         slot = ampi_slot_of(l, number);
         slot->state = AMPI_SLOT_FILLING;
         slot->worker = w->id;
+        w->number = number;
         slot->ahead = l->waiting == 0 || number != l->consumed;
         l->busy++;
         pthread_mutex_unlock(&l->lock);
-        result = ampi_worker_fill(w, number, slot);
+        ampi_worker_run(w, slot, &result);
         pthread_mutex_lock(&l->lock);
         if (w->abandoned) {
             last = --l->holders == 0;
@@ -12955,17 +13202,43 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Sees every worker out: those that do not come back from a read are left behind. */
-static void ampi_loader_stop(amp_loader *l) {
-    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
-    if (!l->has_lock) return;
+AMP_API void amp_loader_stop(amp_loader *l) {
+    if (l == NULL || !l->has_lock) return;
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
     l->stop = 1;
     pthread_cond_broadcast(&l->work);
+    pthread_cond_broadcast(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+}
+
+/* Around the host's calls that may wait: destroying waits until they are out. */
+static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
+    amp_result result;
+    pthread_mutex_lock(&l->lock);
+    result = l->stop ? ampi_stopped(function) : AMP_OK;
+    if (result == AMP_OK) l->calls++;
+    pthread_mutex_unlock(&l->lock);
+    return result;
+}
+
+static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
+    pthread_mutex_lock(&l->lock);
+    l->calls--;
+    if (l->stop) pthread_cond_broadcast(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+    return result;
+}
+
+/* Sees every call and every worker out: workers that do not come back from a read are left behind. */
+static void ampi_loader_finish(amp_loader *l) {
+    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
+    if (!l->has_lock) return;
+    amp_loader_stop(l);
+    pthread_mutex_lock(&l->lock);
     do {
         int late = ampi_posix_clock(NULL) >= deadline;
-        for (i = inside = 0; i < l->n_workers; i++) {
+        for (i = 0, inside = l->calls; i < l->n_workers; i++) {
             ampi_worker *w = l->workers + i;
             int expected = AMPI_WORKER_READING;
             if (!w->started || w->exited) continue;
@@ -13114,7 +13387,7 @@ static void ampi_loader_free_buffers(amp_loader *l) {
 AMP_API void amp_loader_destroy(amp_loader *l) {
     int last = 1;
     if (l == NULL) return;
-    ampi_loader_stop(l);
+    ampi_loader_finish(l);
     ampi_loader_free_buffers(l);
     if (l->has_lock) {
         pthread_mutex_lock(&l->lock);
@@ -13176,15 +13449,18 @@ static void ampi_loader_defaults(amp_loader *l) {
 
 static amp_result ampi_loader_init_lock(amp_loader *l) {
     pthread_condattr_t monotonic;
-    int error = pthread_condattr_init(&monotonic);
-    if (error == 0) error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    if (error == 0) error = pthread_mutex_init(&l->lock, NULL);
-    if (error == 0) error = pthread_cond_init(&l->work, NULL);
-    if (error == 0) error = pthread_cond_init(&l->ready, &monotonic);
+    int error = pthread_condattr_init(&monotonic), made = 0;
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
+    error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    if (error == 0) { error = pthread_mutex_init(&l->lock, NULL); made += error == 0; }
+    if (error == 0) { error = pthread_cond_init(&l->work, NULL); made += error == 0; }
+    if (error == 0) { error = pthread_cond_init(&l->ready, &monotonic); made += error == 0; }
     pthread_condattr_destroy(&monotonic);
-    l->has_lock = 1;
-    return AMP_OK;
+    l->has_lock = made == 3;
+    if (l->has_lock) return AMP_OK;
+    if (made > 1) pthread_cond_destroy(&l->work);
+    if (made > 0) pthread_mutex_destroy(&l->lock);
+    return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
 }
 
 static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {
@@ -13323,19 +13599,19 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
+static amp_result ampi_next(amp_loader *l, amp_batch *out) {
     char *data = NULL;
-    int64_t number, start, i;
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
-    number = l->consumed;
+    int64_t number = l->consumed, start, i;
+    int stop;
     if (number >= l->end)
         return ampi_fail(AMP_ERR_END, "amp_loader_next", "%lld epochs of %lld batches are over",
                          (long long)l->desc.epochs, (long long)l->batches);
     AMPI_TRY(l->backend->host_visible ? ampi_next_host(l, number, &data) : ampi_next_device(l, number, &data));
     pthread_mutex_lock(&l->lock);
-    l->consumed++;
+    stop = l->stop;
+    l->consumed += !stop;
     pthread_mutex_unlock(&l->lock);
+    if (stop) return ampi_stopped("amp_loader_next");
     l->deliveries++;
     memset(out, 0, sizeof *out);
     ampi_loader_slice(l, number % l->batches, &start, &out->valid);
@@ -13349,29 +13625,42 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     return AMP_OK;
 }
 
+AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
+    amp_batch batch;
+    if (l == NULL || out == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_loader_enter(l, "amp_loader_next"));
+    AMPI_TRY(ampi_loader_leave(l, ampi_next(l, &batch)));
+    *out = batch;
+    return AMP_OK;
+}
+
 /* ---- Position */
 
 /* Makes batch `number` the next one.  Workers drop what they do; what was read ahead is forgotten. */
 static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
-    if (l->copy_stream != NULL) AMPI_TRY(l->backend->stream_sync(l->dev, l->copy_stream));
+    AMPI_TRY(ampi_loader_enter(l, function));
+    if (l->copy_stream != NULL) result = l->backend->stream_sync(l->dev, l->copy_stream);
+    if (result != AMP_OK) return ampi_loader_leave(l, result);
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
     l->paused = 1;
-    while (l->busy > 0 && result == AMP_OK)
+    while (l->busy > 0 && result == AMP_OK && !l->stop)
         if (!ampi_queue_wait(l, deadline) && l->busy > 0)
             result = ampi_queue_timeout(l, ampi_slot_of(l, l->consumed), function);
+    if (result == AMP_OK && l->stop) result = ampi_stopped(function);
     if (result == AMP_OK) {
         l->consumed = l->claimed = l->released = l->issued = number;
         l->retries = 0;
         for (i = 0; i < l->depth; i++) l->slots[i].state = AMPI_SLOT_EMPTY;
     }
     l->paused = 0;
-    __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
+    if (!l->stop) __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&l->work);
     pthread_mutex_unlock(&l->lock);
-    return result;
+    return ampi_loader_leave(l, result);
 }
 
 AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) {
@@ -13397,12 +13686,12 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
     out->tokens = l->tokens;
     out->samples = l->samples;
     out->batches = l->batches;
+    out->hash = l->hash;
+    pthread_mutex_lock(&changing->lock);
     out->epoch = l->consumed / l->batches;
     out->index = l->consumed % l->batches;
     out->waits = l->waits;
     out->wait_seconds = 1e-9 * (double)l->wait_ns;
-    out->hash = l->hash;
-    pthread_mutex_lock(&changing->lock);
     for (number = l->consumed; number < l->claimed; number++)
         if (ampi_slot_of(changing, number)->state == AMPI_SLOT_READY) out->ready++;
     pthread_mutex_unlock(&changing->lock);
@@ -14149,7 +14438,7 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
-        optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+        optimizer->desc.apply_nonfinite = optimizer->set->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
@@ -14571,7 +14860,7 @@ AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t n;
     char last = '\n';
-    int error = s->file_open(s->user, m->desc.path, m->desc.append ? 2 : 1, &m->file);
+    int error = ampi_file_open(s, m->desc.path, m->desc.append ? 2 : 1, &m->file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, strerror(-error));
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
@@ -14589,7 +14878,7 @@ AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int error;
     AMPI_TRY(ampi_lines_write(m, function));
-    error = m->open ? s->file_sync(s->user, m->file) : 0;
+    error = m->open ? ampi_file_sync(s, m->file) : 0;
     if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* no file that could be synced */
     return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
 }
@@ -15058,7 +15347,7 @@ AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     int64_t i;
-    int error = m->open ? s->file_close(s->user, m->file) : 0;
+    int error = m->open ? ampi_file_close(s, m->file) : 0;
     if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
     for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
     ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
@@ -15536,7 +15825,7 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
 /* One run of the host's step.  Regions it leaves open are closed. */
 AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
-    int depth = ampi_region_depth();
+    int depth = ampi_regions_hide(v->amp);
     int64_t begin = s->clock_ns(s->user);
     ampi_error_text[0] = 0;
     v->code = v->desc->step(v->desc->user, v->amp);
@@ -15983,12 +16272,13 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
 
 /* The loss at what the inputs hold, with the same random numbers and no stale casts each time. */
 AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
-    int depth = ampi_region_depth();
+    int depth;
     amp_result r;
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
-    AMPI_TRY(amp_autocast_begin(c->amp, NULL));
-    r = ampi_gradcheck_call(c, c->desc->forward, "forward");
+    depth = ampi_regions_hide(c->amp);
+    r = amp_autocast_begin(c->amp, NULL);
+    if (r == AMP_OK) r = ampi_gradcheck_call(c, c->desc->forward, "forward");
     ampi_regions_close(depth);
     AMPI_TRY(r);
     c->loss = c->squares = 0;
@@ -16000,12 +16290,13 @@ AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss
 /* Gradients begin at zero, whether backward overwrites or adds. */
 AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     int64_t i;
-    int depth = ampi_region_depth();
+    int depth;
     amp_result r;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
+    depth = ampi_regions_hide(c->amp);
     r = ampi_gradcheck_call(c, c->desc->backward, "backward");
     ampi_regions_close(depth);
     return r;
@@ -16718,8 +17009,9 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
 static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int64_t begun;
-    int i, code = 0, depth = ampi_region_depth();
+    int i, depth, code = 0;
     for (i = 0; i < n && code == 0; i++) {
+        depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
         begun = s->clock_ns(s->user);
         code = t->desc.step(t->desc.user, t->amp);
@@ -16799,8 +17091,9 @@ static void ampi_tune_batch(ampi_tune *t, int64_t batch) {
 }
 
 static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
-    int code = 0, depth = ampi_region_depth();
+    int code = 0, depth;
     if (t->desc.prepare != NULL && t->prepared != batch) {
+        depth = ampi_regions_hide(t->amp);
         ampi_error_text[0] = 0;
         code = t->desc.prepare(t->desc.user, t->amp, batch);
         ampi_regions_close(depth);
@@ -19063,7 +19356,7 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_adamw)(float *w, const float *g, float *m, f
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *m, const ampi_sgd_step *s) {
     ampi_vf momentum = AMPI_V(ampi_splat)(s->momentum);
     g = g * s->multiplier;
-    if (s->decay != 0.0f) g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g);     /* 0 w is NaN where w is infinite */
+    if (s->decay != 0) g = AMPI_V(ampi_fma)(w, AMPI_V(ampi_splat)(s->decay), g);     /* 0 times an infinite w is NaN */
     if (m != NULL) {
         *m = AMPI_V(ampi_fma)(momentum, *m, g * s->rest);
         g = s->nesterov ? AMPI_V(ampi_fma)(momentum, *m, g) : *m;

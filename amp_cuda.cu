@@ -1867,7 +1867,7 @@ __device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, floa
 }
 __device__ __forceinline__ float ampc_sgd_one(float w, float g, float *m, const ampi_sgd_step &s, bool momentum) {
     g = ampc_mul(g, s.multiplier);
-    if (s.decay != 0.0f) g = ampc_fma(w, s.decay, g);
+    if (s.decay != 0) g = ampc_fma(w, s.decay, g);
     if (momentum) {
         *m = ampc_fma(s.momentum, *m, ampc_mul(g, s.rest));
         g = s.nesterov ? ampc_fma(s.momentum, *m, g) : *m;

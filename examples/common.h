@@ -297,6 +297,28 @@ static inline amp_result folder_make(const char *path) {
     return AMP_OK;
 }
 
+static inline int remove_if_unfinished(void *path, const char *name) {
+    const char *slash = strrchr((const char *)path, '/'), *base = slash != NULL ? slash + 1 : (const char *)path;
+    size_t n = strlen(base);
+    char full[PATH_MAX], *end;
+    long pid;
+    if (strncmp(name, base, n) != 0 || strncmp(name + n, ".tmp", 4) != 0) return 0;
+    pid = strtol(name + n + 4, &end, 10);
+    if (pid <= 0 || *end != 0 || kill((pid_t)pid, 0) == 0 || errno != ESRCH) return 0;
+    if (snprintf(full, sizeof full, "%.*s%s", (int)(base - (const char *)path), (const char *)path, name) < PATH_MAX) unlink(full);
+    return 0;
+}
+
+/* Removes PATH.tmpPID, which a process that was killed in amp_file_write_atomic leaves, where PID is no process any more. */
+static inline void remove_unfinished(char *path) {
+    char folder[PATH_MAX];
+    const char *slash = strrchr(path, '/');
+    amp_system s;
+    amp_system_default(&s);
+    snprintf(folder, sizeof folder, "%.*s", slash == NULL ? 1 : slash == path ? 1 : (int)(slash - path), slash == NULL ? "." : path);
+    (void)s.file_list(s.user, folder, remove_if_unfinished, path);
+}
+
 /* Opens a context on "cpu", "cuda" or "cuda:1" and so on; "auto": on the first GPU, where this build and this machine have
    one.  A build has CUDA if it was compiled with -DUSE_CUDA and linked with amp_cuda.o. */
 static inline amp_result device_open(amp_context **amp, amp_desc *desc, const char *device) {
@@ -421,6 +443,29 @@ static inline void metrics_end(FILE *file) {
     fflush(file);
 }
 
+/* Metrics that go through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end. */
+typedef struct metrics_line {
+    FILE *file;                     /* the line in memory (open_memstream); NULL: no metrics */
+    char *text;
+    size_t bytes;
+    int warned;                     /* 1: it was said that metrics cannot be written */
+} metrics_line;
+
+/* A disk that is full is said once, and training goes on: the monitor keeps lines that it cannot write. */
+static inline amp_result metrics_tolerate(metrics_line *m, amp_result result) {
+    if (result != AMP_ERR_WRITE) return result;
+    if (!m->warned) fprintf(stderr, "metrics are kept in memory until they can be written: %s\n", amp_last_error());
+    m->warned = 1;
+    return AMP_OK;
+}
+static inline void metrics_line_end(metrics_line *m, amp_monitor *monitor) {
+    if (m->file == NULL) return;
+    metrics_end(m->file);
+    m->text[m->bytes - 1] = 0;
+    (void)metrics_tolerate(m, amp_monitor_write(monitor, m->text));
+    rewind(m->file);
+}
+
 /* ---- TensorBoard: scalars in an event file.  That is a TFRecord file: each record is its length in 8 bytes, a checksum of
    them, the data, and a checksum of that, little endian; the data are protocol buffers of tensorflow/core/util/event.proto. */
 
@@ -432,13 +477,20 @@ typedef struct board {
 } board;
 
 /* CRC-32C (Castagnoli), reflected. */
-static inline uint32_t crc32c(const unsigned char *data, size_t n) {
-    uint32_t crc = 0xffffffffu;
-    int bit;
-    for (; n > 0; n--, data++)
-        for (crc ^= *data, bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (0x82f63b78u & (0u - (crc & 1u)));
+static inline uint32_t crc32c_add(uint32_t crc, const unsigned char *data, size_t n) {
+    static uint32_t table[8][256];      /* of a byte and of one with 1 to 7 zeros behind it: eight bytes at a time */
+    uint32_t i, k;
+    for (i = 0; i < 256 && table[0][255] == 0; i++)
+        for (table[0][i] = i, k = 0; k < 8; k++) table[0][i] = (table[0][i] >> 1) ^ (0x82f63b78u & (0u - (table[0][i] & 1u)));
+    for (k = 1; k < 8 && table[7][255] == 0; k++)
+        for (i = 0; i < 256; i++) table[k][i] = (table[k - 1][i] >> 8) ^ table[0][table[k - 1][i] & 255];
+    for (crc = ~crc; n >= 8; n -= 8, data += 8)
+        crc = table[7][(crc ^ data[0]) & 255] ^ table[6][(crc >> 8 ^ data[1]) & 255] ^ table[5][(crc >> 16 ^ data[2]) & 255] ^
+              table[4][crc >> 24 ^ data[3]] ^ table[3][data[4]] ^ table[2][data[5]] ^ table[1][data[6]] ^ table[0][data[7]];
+    for (; n > 0; n--, data++) crc = (crc >> 8) ^ table[0][(crc ^ *data) & 255];
     return ~crc;
 }
+static inline uint32_t crc32c(const unsigned char *data, size_t n) { return crc32c_add(0, data, n); }
 
 /* Appends the low `bytes` bytes of value. */
 static inline unsigned char *board_bytes(unsigned char *out, uint64_t value, int bytes) {
@@ -541,6 +593,26 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
         TRY(call); \
         if ((p) != NULL) TRY(profile_add(p, amp, row, pass, timed_began)); \
     } while (0)
+
+/* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their gradient,
+   starting from *seed (see amp_scaler_seed; NULL: 1). */
+static inline amp_result mean_loss(profile *p, amp_context *amp, amp_cross_entropy_op *op, amp_tensor logits, const int32_t *labels,
+                                   float *value, int backward, const float *seed) {
+    memset(op, 0, sizeof *op);
+    op->logits = logits;
+    if (backward) op->dlogits = logits;
+    op->labels = labels;
+    op->seed = seed;
+    op->loss = value;
+    TIMED(p, amp, PROFILE_LOSS, 0, amp_cross_entropy(amp, op));
+    return AMP_OK;
+}
+
+/* A value of the device on the host.  Waits for the device. */
+static inline amp_result value_read(amp_context *amp, const float *value, float *out) {
+    TRY(amp_copy(amp, out, value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
+    return amp_sync(amp);
+}
 
 /* ==== 3 Learning-rate schedules ================================================================== */
 
@@ -829,6 +901,43 @@ static inline amp_result st_read_header(st_file *file, json *j, const unsigned c
     return AMP_OK;
 }
 
+/* A checksum of our own: the CRC-32C of the whole file, taken with zeros in place of its eight digits, which stand in the
+   metadata as "crc32c":"89abcdef".  Other programs' files have none. */
+#define ST_CHECKSUM "\"crc32c\":\""
+enum { ST_DIGITS = 8 };
+
+/* The digits in a file of `header` bytes before its data; NULL: it has none. */
+static inline const unsigned char *st_digits(const unsigned char *file, size_t header) {
+    const size_t n = sizeof ST_CHECKSUM - 1;
+    size_t i;
+    for (i = 8; i + n + ST_DIGITS < header; i++)
+        if (file[i] == '"' && memcmp(file + i, ST_CHECKSUM, n) == 0 && file[i + n + ST_DIGITS] == '"') return file + i + n;
+    return NULL;
+}
+static inline void st_checksum(const unsigned char *file, size_t bytes, const unsigned char *digits, char text[ST_DIGITS + 1]) {
+    uint32_t crc = crc32c(file, (size_t)(digits - file));
+    crc = crc32c_add(crc, (const unsigned char *)"00000000", ST_DIGITS);
+    crc = crc32c_add(crc, digits + ST_DIGITS, bytes - (size_t)(digits - file) - ST_DIGITS);
+    snprintf(text, ST_DIGITS + 1, "%08x", crc);
+}
+static inline amp_result st_verify(const unsigned char *file, size_t bytes, size_t header) {
+    const unsigned char *digits = st_digits(file, header);
+    char text[ST_DIGITS + 1];
+    if (digits == NULL) return AMP_OK;
+    st_checksum(file, bytes, digits, text);
+    if (memcmp(digits, text, ST_DIGITS) == 0) return AMP_OK;
+    return example_fail(AMP_ERR_CHECKSUM, "the safetensors file's checksum is %.*s, its bytes give %s: it is damaged, use another copy "
+                        "(a program that changed it must drop crc32c from its metadata)", ST_DIGITS, (const char *)digits, text);
+}
+/* Sets the checksum of a file that is complete. */
+static inline void st_seal(unsigned char *file, size_t bytes, size_t header) {
+    const unsigned char *digits = st_digits(file, header);
+    char text[ST_DIGITS + 1];
+    if (digits == NULL) return;
+    st_checksum(file, bytes, digits, text);
+    memcpy(file + (digits - file), text, ST_DIGITS);
+}
+
 /* Reads a safetensors file that lies in memory, and stays there.  Nothing in it is trusted: a damaged or
    hostile file gives an error.  Format: 8 bytes header length, a JSON header, the data. */
 static inline amp_result st_open(st_file *file, const void *bytes, size_t size) {
@@ -842,16 +951,20 @@ static inline amp_result st_open(st_file *file, const void *bytes, size_t size) 
     for (i = 7; i >= 0; i--) header = header << 8 | data[i];
     if (header > size - 8)
         return example_fail(AMP_ERR_FORMAT, "not a safetensors file, or one that ends in its header");
+    TRY(st_verify(data, size, 8 + (size_t)header));
     j = json_open(data + 8, (size_t)header);
     result = st_read_header(file, &j, data + 8 + header, (int64_t)(size - 8 - header));
     if (result != AMP_OK) st_close(file);
     return result;
 }
 
+static inline amp_result st_check_floats(const st_tensor *t) {
+    if (t->dtype != AMP_DTYPE_DEFAULT) return AMP_OK;
+    return example_fail(AMP_ERR_DTYPE, "%s: only F32, F16, BF16 and F64 are read", t->name);
+}
 /* All elements as fp32.  Errors: 104 for a dtype that is not floating. */
 static inline amp_result st_floats(const st_tensor *t, float *out) {
-    if (t->dtype == AMP_DTYPE_DEFAULT)
-        return example_fail(AMP_ERR_DTYPE, "%s: only F32, F16, BF16 and F64 are read", t->name);
+    TRY(st_check_floats(t));
     return amp_convert(out, AMP_F32, t->data, t->dtype, t->count, NULL, NULL);
 }
 
@@ -1135,7 +1248,6 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     gpt_bind_norm(g, &g->ln_f, &g->params[g->n_params - 2], last->middle, last->end, g->norm_f, g->mean_f, g->rstd_f);
     memset(&g->ln_f.dsum, 0, sizeof g->ln_f.dsum);      /* the stream ends here */
     gpt_bind_linear(g, &g->head, &g->params[0], g->norm_f, g->logits, g->d_norm);
-    g->head.layer = "lm_head";
     g->head.bias = NULL;
     g->head.dy = g->head.y;                             /* the loss puts its gradient into the logits */
     return AMP_OK;
@@ -1345,21 +1457,23 @@ static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, 
 /* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
    gradient, starting from *seed (see amp_scaler_seed; NULL: 1). */
 static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *seed) {
-    amp_cross_entropy_op *op = &g->loss;
-    memset(op, 0, sizeof *op);
-    op->logits = g->head.y;
-    if (backward) op->dlogits = g->head.y;
-    op->labels = labels;
-    op->seed = seed;
-    op->loss = g->loss_value;
-    TIMED(g->profile, g->amp, PROFILE_LOSS, 0, amp_cross_entropy(g->amp, op));
-    return AMP_OK;
+    return mean_loss(g->profile, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, seed);
 }
 
 /* The loss on the host.  Waits for the device. */
-static inline amp_result gpt_loss_read(gpt *g, float *out) {
-    TRY(amp_copy(g->amp, out, g->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
-    return amp_sync(g->amp);
+static inline amp_result gpt_loss_read(gpt *g, float *out) { return value_read(g->amp, g->loss_value, out); }
+
+/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's seed (NULL: 1). */
+static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_scaler *scaler, int backward) {
+    amp_autocast_desc region;
+    amp_result result;
+    memset(&region, 0, sizeof region);
+    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
+    TRY(amp_autocast_begin(g->amp, &region));
+    result = gpt_forward(g, batch->inputs, batch->batch, batch->seq);
+    if (result == AMP_OK) result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_seed(scaler) : NULL);
+    TRY(amp_autocast_end(g->amp));
+    return result;
 }
 
 /* Runs a block's forward again, up to what its backward reads.  Its input, the stream, was kept: ln_1 need not add to it
@@ -1527,17 +1641,19 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
     return AMP_OK;
 }
 
-/* Opens a model file and reads its shape.  heads: 0 to find it out.  Nothing in the file is trusted. */
+/* The shape of the model whose file is file->data.  heads: 0 to find it out.  Nothing in the file is trusted. */
+static inline amp_result gpt_file_parse(gpt_file *file, const char *path, int64_t heads) {
+    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC) return gpt_file_llmc(file, path);
+    TRY(st_open(&file->tensors, file->data, file->bytes));
+    return gpt_file_shape(file, path, heads);
+}
+
+/* Opens a model file and reads its shape. */
 static inline amp_result gpt_file_open(gpt_file *file, const char *path, int64_t heads) {
     amp_result result;
     memset(file, 0, sizeof *file);
     TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
-    if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC)
-        result = gpt_file_llmc(file, path);
-    else {
-        result = st_open(&file->tensors, file->data, file->bytes);
-        if (result == AMP_OK) result = gpt_file_shape(file, path, heads);
-    }
+    result = gpt_file_parse(file, path, heads);
     if (result != AMP_OK) gpt_file_close(file);
     return result;
 }
@@ -1547,8 +1663,8 @@ static inline void transpose(float *out, const float *in, int64_t rows, int64_t 
     for (i = 0; i < rows; i++) for (j = 0; j < cols; j++) out[j * rows + i] = in[i * cols + j];
 }
 
-/* The elements of parameter i in a safetensors file, as [out, in].  room: as large as values. */
-static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *room) {
+/* The tensor of parameter i in a safetensors file: that it is there, in the model's shape and a dtype that is read. */
+static inline amp_result gpt_file_check(const gpt_file *file, const gpt *g, int64_t i, const st_tensor **out) {
     const amp_param *p = &g->params[i];
     const st_tensor *t = gpt_file_find(file, p->name);
     int conv1d = gpt_is_conv1d(g, i);
@@ -1557,8 +1673,17 @@ static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int
     if (t->ndim != p->weight.ndim || t->shape[0] != (conv1d ? cols : rows) ||
         (t->ndim == 2 && t->shape[1] != (conv1d ? rows : cols)))
         return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", p->name);
+    *out = t;
+    return st_check_floats(t);
+}
+/* Its elements, as [out, in].  room: as large as values. */
+static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *room) {
+    const amp_param *p = &g->params[i];
+    const st_tensor *t;
+    int conv1d = gpt_is_conv1d(g, i);
+    TRY(gpt_file_check(file, g, i, &t));
     TRY(st_floats(t, conv1d ? room : values));
-    if (conv1d) transpose(values, room, cols, rows);
+    if (conv1d) transpose(values, room, p->weight.shape[1], p->weight.shape[0]);
     return AMP_OK;
 }
 
@@ -1587,9 +1712,10 @@ static inline amp_result gpt_file_check_tied(const gpt_file *file) {
     return example_fail(AMP_ERR_UNSUPPORTED, "lm_head.weight differs from wte.weight: this model ties them");
 }
 
-/* Loads all weights of a file whose shape is the model's. */
+/* Loads all weights of a file whose shape is the model's, or none. */
 static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
     int64_t i, count, largest = 0;
+    const st_tensor *t;
     float *values, *room;
     amp_result result = AMP_OK;
     if (file->llmc == 0) TRY(gpt_file_check_tied(file));
@@ -1599,6 +1725,7 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
                             "the file holds another model: %lld tokens, %lld positions, %lld channels, %lld layers",
                             (long long)file->config.vocab, (long long)file->config.positions,
                             (long long)file->config.channels, (long long)file->config.layers);
+    for (i = 0; i < g->n_params && file->llmc == 0; i++) TRY(gpt_file_check(file, g, i, &t));
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
     if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
@@ -1655,8 +1782,8 @@ static inline amp_result st_end_header(text_buffer *b) {
 static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer *b) {
     const gpt_config *c = &g->config;
     int64_t i, offset = 0;
-    text_add(b, "{\"__metadata__\":{\"format\":\"pt\",\"producer\":\"amp.h %s\",\"step\":\"%lld\",", AMP_VERSION_TEXT,
-             (long long)step);
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",\"step\":\"%lld\",",
+             AMP_VERSION_TEXT, (long long)step);
     text_add(b, "\"n_layer\":\"%lld\",\"n_head\":\"%lld\",\"n_embd\":\"%lld\",\"n_positions\":\"%lld\",",
              (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->positions);
     text_add(b, "\"vocab_size\":\"%lld\"}", (long long)c->vocab);
@@ -1721,6 +1848,7 @@ static inline amp_result gpt_save_safetensors(gpt *g, const char *path, int64_t 
         if (file == NULL) result = example_fail(AMP_ERR_MEMORY, "%zu bytes for %s", bytes, path);
     }
     if (result == AMP_OK) result = gpt_fill_file(g, &header, file);
+    if (result == AMP_OK) st_seal(file, bytes, 8 + header.used);
     if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
     free(header.text);
     free(file);
@@ -1763,23 +1891,35 @@ static inline amp_result gpt_save_state(gpt *g, amp_state *state) {
     return AMP_OK;
 }
 
+/* All of them, or none. */
 static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
-    int64_t i;
+    int64_t i, bytes, largest = 1;
+    amp_result result = AMP_OK;
+    amp_dtype dtype;
+    char key[64 + 8];
+    void *room;
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
-        int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
-        char key[64 + 8];
-        void *room = malloc((size_t)bytes);
-        amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
-        if (result == AMP_OK) result = amp_state_get(state, key, w->dtype, room, count);
-        if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
+        if (amp_state_count(state, key, &dtype) != amp_tensor_count(w) || dtype != w->dtype)
+            return example_fail(AMP_ERR_MISMATCH, "the checkpoint has no record %s of %lld x %s: it is of another model", key,
+                                (long long)amp_tensor_count(w), amp_dtype_name(w->dtype));
+        bytes = amp_tensor_count(w) * (int64_t)amp_dtype_size(w->dtype);
+        if (bytes > largest) largest = bytes;
+    }
+    room = malloc((size_t)largest);
+    if (room == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest);
+    for (i = 0; i < g->n_params && result == AMP_OK; i++) {
+        const amp_tensor *w = &g->params[i].weight;
+        int64_t count = amp_tensor_count(w);
+        snprintf(key, sizeof key, "weight.%s", g->params[i].name);
+        result = amp_state_get(state, key, w->dtype, room, count);
+        if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
         if (result == AMP_OK) result = amp_sync(g->amp);
-        free(room);
-        TRY(result);
         amp_param_touch(&g->params[i]);
     }
-    return AMP_OK;
+    free(room);
+    return result;
 }
 
 /* ==== 7 Sampling ================================================================================= */
@@ -1882,6 +2022,22 @@ static inline FILE *idx_stream(const char *path, int *piped) {
     return popen(command, "r");
 }
 
+/* The bytes that the header promises, with memory taken only as they come: what it says may not be true. */
+static inline amp_result idx_items(idx_file *file, FILE *stream, const char *path) {
+    size_t wanted = (size_t)(file->count * file->size), room = 0, used = 0, n = 1;
+    while (used < wanted && n > 0) {
+        unsigned char *more;
+        room = room * 2 + ((size_t)1 << 16) < wanted ? room * 2 + ((size_t)1 << 16) : wanted;
+        more = (unsigned char *)realloc(file->data, room);
+        if (more == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
+        file->data = more;
+        n = fread(file->data + used, 1, room - used, stream);
+        used += n;
+    }
+    return used == wanted ? AMP_OK
+        : example_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
+}
+
 static inline amp_result idx_read(idx_file *file, FILE *stream, const char *path) {
     unsigned char header[16];
     int64_t dims, i;
@@ -1900,11 +2056,7 @@ static inline amp_result idx_read(idx_file *file, FILE *stream, const char *path
         else file->size *= n;
     }
     if (file->count > ((int64_t)1 << 33) / file->size) return example_fail(AMP_ERR_SIZE, "%s: too large", path);
-    file->data = (unsigned char *)malloc((size_t)(file->count * file->size));
-    if (file->data == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
-    if (fread(file->data, (size_t)file->size, (size_t)file->count, stream) != (size_t)file->count)
-        return example_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
-    return AMP_OK;
+    return idx_items(file, stream, path);
 }
 
 /* Reads an IDX file of bytes, also compressed by gzip. */
@@ -2124,8 +2276,8 @@ static inline amp_result tokenizer_vocab(tokenizer *t, const char *path, const c
         free(key);
         return example_fail(AMP_ERR_MEMORY, "%s: no memory for the vocabulary", path);
     }
-    for (i = 0; i < TOKENIZER_MOST; i++) t->tokens[i].length = -1;
-    for (i = 0; i < TOKENIZER_SLOTS; i++) t->by_text[i] = -1;
+    memset(t->tokens, 0xff, TOKENIZER_MOST * sizeof *t->tokens);       /* -1: no token, no slot in use */
+    memset(t->by_text, 0xff, TOKENIZER_SLOTS * sizeof *t->by_text);
     json_need(&j, '{');
     for (more = json_peek(&j) == '"'; more && wrong == NULL; more = wrong == NULL && json_take(&j, ','))
         wrong = tokenizer_entry(t, &j, key, &used);
@@ -2989,22 +3141,11 @@ static inline amp_result encoder_forward(encoder *e, const encoder_input *in) {
 /* The mean loss against labels [batch], in e->loss_value; with backward the logits become their gradient, starting from
    *seed (see amp_scaler_seed; NULL: 1). */
 static inline amp_result encoder_loss(encoder *e, const int32_t *labels, int backward, const float *seed) {
-    amp_cross_entropy_op *op = &e->loss;
-    memset(op, 0, sizeof *op);
-    op->logits = e->out.y;
-    if (backward) op->dlogits = e->out.y;
-    op->labels = labels;
-    op->seed = seed;
-    op->loss = e->loss_value;
-    TIMED(e->profile, e->amp, PROFILE_LOSS, 0, amp_cross_entropy(e->amp, op));
-    return AMP_OK;
+    return mean_loss(e->profile, e->amp, &e->loss, e->out.y, labels, e->loss_value, backward, seed);
 }
 
 /* The loss on the host.  Waits for the device. */
-static inline amp_result encoder_loss_read(encoder *e, float *out) {
-    TRY(amp_copy(e->amp, out, e->loss_value, (int64_t)sizeof *out, AMP_COPY_TO_HOST));
-    return amp_sync(e->amp);
-}
+static inline amp_result encoder_loss_read(encoder *e, float *out) { return value_read(e->amp, e->loss_value, out); }
 
 /* d_stream = d_branch or d_stream, plus d_inner. */
 static inline amp_result encoder_add_inner(encoder *e, float *to) {
@@ -3199,11 +3340,29 @@ static inline amp_result encoder_file_open(encoder_file *file, const char *path,
     return result;
 }
 
+/* The pieces of parameter i are there, in their shapes and dtypes that are read. */
+static inline amp_result encoder_file_check(const encoder_file *file, encoder *e, int64_t i) {
+    const amp_param *p = &e->params[i];
+    encoder_piece piece;
+    int part;
+    for (part = 0; part < encoder_pieces(p); part++) {
+        const st_tensor *t;
+        encoder_piece_get(e, p, part, &piece);
+        t = encoder_file_find(&file->tensors, e->config.family, piece.name);
+        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
+        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip || (t->ndim == 2 && t->shape[1] != piece.cols))
+            return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
+        TRY(st_check_floats(t));
+    }
+    return AMP_OK;
+}
+
 /* The elements of parameter i.  values, room: see encoder_room. */
 static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values, float *room) {
     const amp_param *p = &e->params[i];
     encoder_piece piece;
     int part;
+    TRY(encoder_file_check(file, e, i));
     for (part = 0; part < encoder_pieces(p); part++) {
         const st_tensor *t;
         int64_t width, skipped;
@@ -3211,25 +3370,30 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
         t = encoder_file_find(&file->tensors, e->config.family, piece.name);
         width = piece.cols > 0 ? piece.cols : 1;
         skipped = piece.skip * width;
-        if (t == NULL) return example_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
-        if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip || (t->ndim == 2 && t->shape[1] != piece.cols))
-            return example_fail(AMP_ERR_SHAPE, "%s: another shape than the model's", piece.name);
         TRY(st_floats(t, room));
         memcpy(values + part * piece.rows * width, room + skipped, (size_t)(piece.rows * width) * sizeof *values);
     }
     return AMP_OK;
 }
 
+/* 1: parameter i is of a head that the file lacks, or has for another number of classes. */
+static inline int encoder_file_lacks(const encoder_file *file, const encoder *e, int64_t i) {
+    int64_t head = e->n_params - ENCODER_HEAD;
+    return i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
+                         (i >= head + 2 && file->config.classes != e->config.classes));
+}
+
 /* Loads the weights of a file whose shape is the model's.  A head that the file lacks, or has for another number of
    classes, is initialised; *fresh: how many of its parameters that were. */
 static inline amp_result encoder_file_load(const encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
     float *values = encoder_room(e), *room = encoder_room(e);
-    int64_t i, head = e->n_params - ENCODER_HEAD;
+    int64_t i;
     amp_result result = values != NULL && room != NULL ? AMP_OK : AMP_ERR_MEMORY;
     *fresh = 0;
+    for (i = 0; i < e->n_params && result == AMP_OK; i++)
+        if (!encoder_file_lacks(file, e, i)) result = encoder_file_check(file, e, i);
     for (i = 0; i < e->n_params && result == AMP_OK; i++) {
-        int missing = i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
-                                    (i >= head + 2 && file->config.classes != e->config.classes));
+        int missing = encoder_file_lacks(file, e, i);
         *fresh += missing;
         if (missing) result = encoder_init_param(e, i, seed, values);
         else {
@@ -3247,7 +3411,8 @@ static inline amp_result encoder_header_text(const encoder *e, text_buffer *b) {
     const encoder_kind *kind = &encoder_kinds[c->family];
     int64_t i, offset = 0;
     int part;
-    text_add(b, "{\"__metadata__\":{\"format\":\"pt\",\"producer\":\"amp.h %s\",\"model_type\":\"%s\",", AMP_VERSION_TEXT, kind->name);
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",\"model_type\":\"%s\",",
+             AMP_VERSION_TEXT, kind->name);
     text_add(b, "\"num_attention_heads\":\"%lld\",\"layer_norm_eps\":\"%g\",\"attention_window\":\"%lld\"}",
              (long long)c->heads, (double)c->eps, (long long)c->window * 2);
     for (i = 0; i < e->n_params; i++)
@@ -3281,6 +3446,7 @@ static inline amp_result encoder_save(encoder *e, const char *path) {
         floats_to_bytes(out, values, count);
         out += count * 4;
     }
+    if (result == AMP_OK) st_seal(file, bytes, 8 + header.used);
     if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, file, bytes);
     free(values); free(header.text); free(file);
     return result;
@@ -3398,23 +3564,29 @@ static inline amp_result wordpiece_lines(wordpiece *w, const char *path) {
     return AMP_OK;
 }
 
-/* Opens a vocab.txt.  Nothing in it is trusted. */
-static inline amp_result wordpiece_open(wordpiece *w, const char *path, int cased) {
+/* Reads a vocab.txt whose text is w->text.  Nothing in it is trusted. */
+static inline amp_result wordpiece_parse(wordpiece *w, const char *path) {
     static const char *const names[] = {"[PAD]", "[UNK]", "[CLS]", "[SEP]"};
     int32_t *special[4];
+    int i;
+    special[0] = &w->pad; special[1] = &w->unknown; special[2] = &w->begin; special[3] = &w->end;
+    TRY(wordpiece_lines(w, path));
+    for (i = 0; i < 4; i++) {
+        *special[i] = wordpiece_find(w, "", names[i], 5);
+        if (*special[i] < 0) return example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
+    }
+    return AMP_OK;
+}
+
+/* Opens a vocab.txt. */
+static inline amp_result wordpiece_open(wordpiece *w, const char *path, int cased) {
     void *text = NULL;
     amp_result result;
-    int i;
     memset(w, 0, sizeof *w);
     TRY(amp_file_read_all(NULL, path, &text, &w->text_bytes));
     w->text = (char *)text;
     w->cased = cased;
-    special[0] = &w->pad; special[1] = &w->unknown; special[2] = &w->begin; special[3] = &w->end;
-    result = wordpiece_lines(w, path);
-    for (i = 0; i < 4 && result == AMP_OK; i++) {
-        *special[i] = wordpiece_find(w, "", names[i], 5);
-        if (*special[i] < 0) result = example_fail(AMP_ERR_FORMAT, "%s: no line is %s: not a vocab.txt of BERT's kind", path, names[i]);
-    }
+    result = wordpiece_parse(w, path);
     if (result != AMP_OK) wordpiece_close(w);
     return result;
 }

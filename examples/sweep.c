@@ -300,20 +300,6 @@ static void close_session(session *r) {
     amp_close(r->amp);
 }
 
-/* Forward and loss in a region. */
-static amp_result forward_loss(session *r, const amp_batch *batch, int backward) {
-    amp_autocast_desc region;
-    amp_result result;
-    memset(&region, 0, sizeof region);
-    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
-    TRY(amp_autocast_begin(r->amp, &region));
-    result = gpt_forward(&r->model, batch->inputs, batch->batch, batch->seq);
-    if (result == AMP_OK)
-        result = gpt_loss(&r->model, batch->targets, backward, r->scaler != NULL ? amp_scaler_seed(r->scaler) : NULL);
-    TRY(amp_autocast_end(r->amp));
-    return result;
-}
-
 static amp_result validate(session *r, double *loss) {
     amp_loader *loader;
     amp_batch batch;
@@ -323,7 +309,7 @@ static amp_result validate(session *r, double *loss) {
     TRY(open_loader(r->search, r->amp, 8, r->search->split, r->search->end, &loader));
     while (n < r->search->set.eval_batches && (result = amp_loader_next(loader, &batch)) == AMP_OK) {
         float one;
-        result = forward_loss(r, &batch, 0);
+        result = gpt_forward_loss(&r->model, &batch, r->scaler, 0);
         if (result == AMP_OK) result = gpt_loss_read(&r->model, &one);
         if (result != AMP_OK) break;
         *loss += (double)one;
@@ -362,7 +348,7 @@ static amp_result train(session *r, int64_t steps, const char **why) {
         float loss;
         TRY(amp_optimizer_set_lr(r->optimizer, schedule_lr(SCHEDULE_COSINE, step, steps, steps / 10, t->lr, 0.1 * t->lr)));
         TRY(amp_loader_next(r->loader, &batch));
-        TRY(forward_loss(r, &batch, 1));
+        TRY(gpt_forward_loss(&r->model, &batch, r->scaler, 1));
         TRY(gpt_backward(&r->model));
         TRY(amp_step(r->optimizer, r->scaler));
         t->steps = step + 1;

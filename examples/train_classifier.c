@@ -321,11 +321,8 @@ typedef struct run {
     amp_optimizer *optimizer;
     int32_t *host;                  /* a batch: lengths, labels, ids */
     int32_t *device;
-    amp_monitor *monitor;           /* keeps the metrics of steps and epochs; other lines go through it too: */
-    FILE *metrics;                  /* a line in memory; with --compat the file itself; NULL: none */
-    char *line;
-    size_t line_bytes;
-    int warned;                     /* that lines cannot be written */
+    amp_monitor *monitor;           /* keeps the metrics of steps and epochs */
+    metrics_line metrics;           /* other lines go through the monitor too; with --compat into the file itself */
     int64_t batches, steps;         /* micro-batches done, optimizer steps in all */
     amp_step_record record;         /* the last one that arrived */
     double valid_loss, accuracy;    /* of the last evaluation */
@@ -367,8 +364,8 @@ static amp_result open_files(run *r) {
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->out);
     if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
-    r->metrics = set->compat ? fopen(r->metrics_path, "w") : open_memstream(&r->line, &r->line_bytes);
-    return r->metrics != NULL ? AMP_OK : refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
+    r->metrics.file = set->compat ? fopen(r->metrics_path, "w") : open_memstream(&r->metrics.text, &r->metrics.bytes);
+    return r->metrics.file != NULL ? AMP_OK : refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
 }
 
 /* The order of an epoch: Fisher & Yates 1938. */
@@ -527,7 +524,7 @@ static amp_result open_optimizer(run *r) {
 static amp_result open_monitor(run *r) {
     amp_monitor_desc desc;
     memset(&desc, 0, sizeof desc);
-    if (r->metrics != NULL) desc.path = r->metrics_path;
+    if (r->metrics.file != NULL) desc.path = r->metrics_path;
     desc.optimizer = r->optimizer;
     desc.scaler = r->scaler;
     desc.log_interval = r->set.log_interval;
@@ -548,8 +545,8 @@ static amp_result open_batches(run *r) {
 
 static void close_run(run *r) {
     amp_monitor_destroy(r->monitor);
-    if (r->metrics != NULL) fclose(r->metrics);
-    free(r->line);
+    if (r->metrics.file != NULL) fclose(r->metrics.file);
+    free(r->metrics.text);
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
     if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
     encoder_destroy(&r->model);
@@ -618,23 +615,6 @@ static amp_result forward_loss(run *r, const encoder_input *in, const int32_t *l
     return result;
 }
 
-/* A disk that is full is said once, and training goes on: the monitor keeps lines that it cannot write. */
-static amp_result tolerate(run *r, amp_result result) {
-    if (result != AMP_ERR_WRITE) return result;
-    if (!r->warned) fprintf(stderr, "metrics are kept in memory until they can be written: %s\n", amp_last_error());
-    r->warned = 1;
-    return AMP_OK;
-}
-
-/* A line of metrics is there, between metrics_begin and this. */
-static void line_end(run *r) {
-    if (r->metrics == NULL) return;
-    metrics_end(r->metrics);
-    r->line[r->line_bytes - 1] = 0;
-    (void)tolerate(r, amp_monitor_write(r->monitor, r->line));
-    rewind(r->metrics);
-}
-
 /* One micro-batch: forward in a region, backward from the loss scale, and amp_step, which with the last one of a step
    checks, clips, updates the weights and moves the scale. */
 static amp_result train_batch(run *r, const encoder_input *in, const int32_t *labels, float *loss) {
@@ -697,7 +677,7 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
         TRY(train_batch(r, &in, labels, &loss));
         info.loss += (double)loss / (double)set->accumulation;
         if (++r->batches % set->accumulation != 0) continue;
-        TRY(tolerate(r, amp_monitor_step(r->monitor, &info)));
+        TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
         memset(&info, 0, sizeof info);
         while (amp_monitor_next(r->monitor, &r->record)) { }
         if (!bar->terminal) continue;
@@ -715,26 +695,26 @@ static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, doubl
            (long long)r->record.outcome.total_skips);
     if (e->troubles > 0) printf(" | %lld of %lld steps were in trouble", (long long)e->troubles, (long long)e->steps);
     printf("\n");
-    metrics_begin(r->metrics, "evaluation");
-    metrics_integer(r->metrics, "epoch", epoch);
-    metrics_text(r->metrics, "precision", amp_dtype_name(r->choice.dtype));
-    metrics_number(r->metrics, "loss", e->loss);
-    metrics_number(r->metrics, "validation_loss", r->valid_loss);
-    metrics_number(r->metrics, "accuracy", r->accuracy);
-    metrics_number(r->metrics, "seconds", e->seconds);
-    metrics_number(r->metrics, "evaluation_seconds", evaluation);
-    metrics_integer(r->metrics, "skipped", r->record.outcome.total_skips);
-    metrics_number(r->metrics, "scale", r->scaler != NULL ? (double)amp_scaler_scale(r->scaler) : 1);
-    line_end(r);
+    metrics_begin(r->metrics.file, "evaluation");
+    metrics_integer(r->metrics.file, "epoch", epoch);
+    metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
+    metrics_number(r->metrics.file, "loss", e->loss);
+    metrics_number(r->metrics.file, "validation_loss", r->valid_loss);
+    metrics_number(r->metrics.file, "accuracy", r->accuracy);
+    metrics_number(r->metrics.file, "seconds", e->seconds);
+    metrics_number(r->metrics.file, "evaluation_seconds", evaluation);
+    metrics_integer(r->metrics.file, "skipped", r->record.outcome.total_skips);
+    metrics_number(r->metrics.file, "scale", r->scaler != NULL ? (double)amp_scaler_scale(r->scaler) : 1);
+    metrics_line_end(&r->metrics, r->monitor);
 }
 
 static amp_result report_start(run *r) {
     TRY(evaluate(r));
     printf("before training: validation loss %.4f, accuracy %.2f%%\n", r->valid_loss, 100 * r->accuracy);
-    metrics_begin(r->metrics, "start");
-    metrics_number(r->metrics, "validation_loss", r->valid_loss);
-    metrics_number(r->metrics, "accuracy", r->accuracy);
-    line_end(r);
+    metrics_begin(r->metrics.file, "start");
+    metrics_number(r->metrics.file, "validation_loss", r->valid_loss);
+    metrics_number(r->metrics.file, "accuracy", r->accuracy);
+    metrics_line_end(&r->metrics, r->monitor);
     return AMP_OK;
 }
 
@@ -750,7 +730,7 @@ static amp_result train(run *r) {
         int64_t steps = r->batches / r->set.accumulation;
         TRY(train_epoch(r, epoch, &bar));
         memset(&record, 0, sizeof record);
-        if (r->batches / r->set.accumulation > steps) TRY(tolerate(r, amp_monitor_epoch(r->monitor, &record)));
+        if (r->batches / r->set.accumulation > steps) TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
         while (amp_monitor_next(r->monitor, &r->record)) { }
         began = seconds_now();
         TRY(evaluate(r));
@@ -790,19 +770,19 @@ static void print_run(const run *r) {
 }
 
 static void metrics_run(run *r) {
-    metrics_begin(r->metrics, "run");
-    metrics_text(r->metrics, "version", AMP_VERSION_TEXT);
-    metrics_text(r->metrics, "precision", amp_dtype_name(r->choice.dtype));
-    metrics_text(r->metrics, "reason", r->choice.reason);
-    metrics_text(r->metrics, "level", r->set.level);
-    metrics_integer(r->metrics, "scaler", r->scaler != NULL);
-    metrics_text(r->metrics, "weights", *r->set.init != 0 ? r->set.init : "random");
-    metrics_integer(r->metrics, "head_initialised", r->fresh);
-    metrics_integer(r->metrics, "parameters", r->model.weights_count);
-    metrics_text(r->metrics, "data", r->data);
-    metrics_integer(r->metrics, "texts", r->n_train);
-    metrics_integer(r->metrics, "classes", r->classes);
-    line_end(r);
+    metrics_begin(r->metrics.file, "run");
+    metrics_text(r->metrics.file, "version", AMP_VERSION_TEXT);
+    metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
+    metrics_text(r->metrics.file, "reason", r->choice.reason);
+    metrics_text(r->metrics.file, "level", r->set.level);
+    metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
+    metrics_text(r->metrics.file, "weights", *r->set.init != 0 ? r->set.init : "random");
+    metrics_integer(r->metrics.file, "head_initialised", r->fresh);
+    metrics_integer(r->metrics.file, "parameters", r->model.weights_count);
+    metrics_text(r->metrics.file, "data", r->data);
+    metrics_integer(r->metrics.file, "texts", r->n_train);
+    metrics_integer(r->metrics.file, "classes", r->classes);
+    metrics_line_end(&r->metrics, r->monitor);
 }
 
 /* The model with what transformers' from_pretrained wants beside it. */
@@ -986,7 +966,7 @@ static amp_result run_compat(run *r, int *failed) {
     amp_memory_info memory;
     memset(&c, 0, sizeof c);
     c.amp = r->amp;
-    c.metrics = r->metrics;
+    c.metrics = r->metrics.file;
     result = amp_scaler_create(r->amp, &c.scaler, NULL);
     printf("Two layers of each architecture with random weights, one batch forward and backward, against fp32\n"
            "%-11s %-9s %9s %9s %9s %9s  %-8s  %s\n", "", "precision", "logits", "at most", "gradients", "at most", "values", "verdict");

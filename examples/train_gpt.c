@@ -369,13 +369,10 @@ typedef struct run {
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
     amp_graph *graph;               /* of a whole step; NULL: not captured */
-    float *micro_losses;            /* device: of a step's micro-batches */
+    float *micro_losses, *host_losses;      /* of a step's micro-batches: on the device, and read back */
     int32_t *micro_tokens;          /* device, with --graph: their inputs and targets; else NULL */
-    amp_monitor *monitor;           /* keeps the metrics of steps; other lines go through it too: */
-    FILE *metrics;                  /* where they are made, in memory; NULL: no metrics */
-    char *line;
-    size_t line_bytes;
-    int warned;                     /* 1: it was said that metrics could not be written */
+    amp_monitor *monitor;           /* keeps the metrics of steps */
+    metrics_line metrics;           /* other lines go through the monitor too */
     amp_numerics *numerics;         /* NULL: not wanted */
     amp_recovery *recovery;         /* NULL: not wanted */
     text_buffer fp32_layers;        /* patterns of the layers that recovery put into fp32, one a line */
@@ -692,12 +689,28 @@ static amp_result open_loader(run *r) {
 static amp_result open_step(run *r) {
     int64_t n = r->set.accumulation;
     void *memory;
+    r->host_losses = (float *)malloc((size_t)n * sizeof(float));
+    if (r->host_losses == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the losses");
     TRY(amp_alloc(r->amp, &memory, n * (int64_t)sizeof(float)));
     r->micro_losses = (float *)memory;
     if (!r->set.graph) return AMP_OK;
     TRY(amp_alloc(r->amp, &memory, n * 2 * r->set.batch * r->set.seq * (int64_t)sizeof(int32_t)));
     r->micro_tokens = (int32_t *)memory;
     return AMP_OK;
+}
+
+/* What a run that was killed while it saved has left. */
+static void clean_folder(const run *r) {
+    static const char *const ends[] = {".state", ".safetensors"};
+    const char *slash = strrchr(r->save, '/');
+    char path[PATH_MAX + 16];
+    int i;
+    for (i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
+        remove_unfinished(path);
+    }
+    snprintf(path, sizeof path, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
+    remove_unfinished(path);
 }
 
 /* Files that a run writes, found out before it starts rather than at its end. */
@@ -710,12 +723,13 @@ static amp_result open_files(run *r) {
     else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
     else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
     if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
+    if (r->save[0] != 0) clean_folder(r);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
     if (folder_make(r->metrics_path) != AMP_OK) return refuse("metrics", "%s", because(why));
-    r->metrics = open_memstream(&r->line, &r->line_bytes);
-    return r->metrics != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for metrics");
+    r->metrics.file = open_memstream(&r->metrics.text, &r->metrics.bytes);
+    return r->metrics.file != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for metrics");
 }
 
 static int recovery_save(void *user, amp_state *state) {
@@ -748,8 +762,9 @@ static amp_result open_watch(run *r) {
     amp_numerics_desc numerics;
     memset(&monitor, 0, sizeof monitor);
     TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
-    if (r->metrics != NULL) monitor.path = r->metrics_path;
+    if (r->metrics.file != NULL) monitor.path = r->metrics_path;
     monitor.append = *set->resume != 0;
+    monitor.epoch = set->eval_interval > 0 ? r->start / set->eval_interval : 0;
     monitor.optimizer = r->optimizer;
     monitor.scaler = r->scaler;
     if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK) return refuse("metrics", "%s", amp_last_error());
@@ -804,9 +819,10 @@ static void close_run(run *r) {
     amp_numerics_destroy(r->numerics);
     amp_recovery_destroy(r->recovery);
     board_close(&r->board);
-    if (r->metrics != NULL) fclose(r->metrics);
-    free(r->line);
+    if (r->metrics.file != NULL) fclose(r->metrics.file);
+    free(r->metrics.text);
     free(r->fp32_layers.text);
+    free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
@@ -869,9 +885,21 @@ static amp_result put_training(run *r, amp_state *state) {
     return amp_random_save(r->amp, state, "random");
 }
 
-static amp_result save_run(run *r) {
+/* The weights for other programs. */
+static amp_result save_weights(run *r) {
     char path[PATH_MAX + 16];
     const char *name = strrchr(r->save, '/');
+    if (r->save[0] == 0) return AMP_OK;
+    snprintf(path, sizeof path, "%s.safetensors", r->save);
+    TRY(gpt_save_safetensors(&r->model, path, r->step));
+    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
+    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
+    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
+    return gpt_save_config(&r->model, path);
+}
+
+static amp_result save_run(run *r) {
+    char path[PATH_MAX + 16];
     amp_state *state;
     amp_result result;
     if (r->save[0] == 0) return AMP_OK;
@@ -880,13 +908,19 @@ static amp_result save_run(run *r) {
     snprintf(path, sizeof path, "%s.state", r->save);
     if (result == AMP_OK) result = amp_state_save(state, path);
     amp_state_destroy(state);
-    TRY(result);
+    return result == AMP_OK ? save_weights(r) : result;
+}
+
+/* 1: NAME.safetensors is not there, not whole, or of another step: the run was killed between the two files. */
+static int weights_are_old(const run *r) {
+    char path[PATH_MAX + 16], step[32] = "";
+    gpt_file file;
+    if (r->save[0] == 0) return 0;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
-    TRY(gpt_save_safetensors(&r->model, path, r->step));
-    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
-    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
-    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
-    return gpt_save_config(&r->model, path);
+    if (gpt_file_open(&file, path, r->model.config.heads) != AMP_OK) return 1;
+    if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
+    gpt_file_close(&file);
+    return atoll(step) != r->step;
 }
 
 /* ==== Validation and the bigram entropy ========================================================== */
@@ -902,20 +936,6 @@ static amp_result open_validation(run *r, amp_loader **out) {
     return amp_loader_create(r->amp, out, &desc);
 }
 
-/* Forward and loss in a region; with backward the logits become their gradient. */
-static amp_result forward_loss(run *r, const amp_batch *batch, int backward) {
-    amp_autocast_desc region;
-    amp_result result;
-    memset(&region, 0, sizeof region);
-    region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
-    TRY(amp_autocast_begin(r->amp, &region));
-    result = gpt_forward(&r->model, batch->inputs, batch->batch, batch->seq);
-    if (result == AMP_OK)
-        result = gpt_loss(&r->model, batch->targets, backward, r->scaler != NULL ? amp_scaler_seed(r->scaler) : NULL);
-    TRY(amp_autocast_end(r->amp));
-    return result;
-}
-
 /* The mean loss over the validation text, in nats per token. */
 static amp_result evaluate(run *r, double *loss) {
     amp_loader *loader;
@@ -926,7 +946,7 @@ static amp_result evaluate(run *r, double *loss) {
     TRY(open_validation(r, &loader));
     while ((result = amp_loader_next(loader, &batch)) == AMP_OK) {
         float one;
-        result = forward_loss(r, &batch, 0);
+        result = gpt_forward_loss(&r->model, &batch, r->scaler, 0);
         if (result == AMP_OK) result = gpt_loss_read(&r->model, &one);
         if (result != AMP_OK) break;
         *loss += (double)one;
@@ -1044,34 +1064,18 @@ static amp_result measure_bigrams(run *r) {
 
 /* ==== Training =================================================================================== */
 
-/* A line of metrics is there, between metrics_begin and this.  A disk that is full is said once, and training goes on:
-   the monitor keeps lines that it cannot write. */
-static amp_result tolerate(run *r, amp_result result) {
-    if (result != AMP_ERR_WRITE) return result;
-    if (!r->warned) fprintf(stderr, "metrics are kept in memory until they can be written: %s\n", amp_last_error());
-    r->warned = 1;
-    return AMP_OK;
-}
-static void line_end(run *r) {
-    if (r->metrics == NULL) return;
-    metrics_end(r->metrics);
-    r->line[r->line_bytes - 1] = 0;
-    (void)tolerate(r, amp_monitor_write(r->monitor, r->line));
-    rewind(r->metrics);
-}
-
 /* How gradients and weights fit their format, at an interval. */
 static amp_result look_at_numbers(run *r) {
     amp_numerics_report report;
     TRY(amp_numerics_step(r->numerics, &report));
     if (!report.due) return AMP_OK;
     snprintf(r->note, sizeof r->note, "step %lld: %s", (long long)(r->step + 1), report.text);
-    metrics_begin(r->metrics, "numerics");
-    metrics_integer(r->metrics, "step", r->step + 1);
-    metrics_text(r->metrics, "text", report.text);
-    if (report.first_bad != NULL) metrics_text(r->metrics, "first_bad", report.first_bad);
-    if (report.worst != NULL) metrics_text(r->metrics, "worst", report.worst);
-    line_end(r);
+    metrics_begin(r->metrics.file, "numerics");
+    metrics_integer(r->metrics.file, "step", r->step + 1);
+    metrics_text(r->metrics.file, "text", report.text);
+    if (report.first_bad != NULL) metrics_text(r->metrics.file, "first_bad", report.first_bad);
+    if (report.worst != NULL) metrics_text(r->metrics.file, "worst", report.worst);
+    metrics_line_end(&r->metrics, r->monitor);
     return AMP_OK;
 }
 
@@ -1080,7 +1084,7 @@ static amp_result look_at_numbers(run *r) {
 static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
     profile *p = r->model.profile;
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_FORWARD));
-    TRY(forward_loss(r, batch, 1));
+    TRY(gpt_forward_loss(&r->model, batch, r->scaler, 1));
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
     TRY(gpt_backward(&r->model));
     TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
@@ -1094,11 +1098,12 @@ static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
 static amp_result next_batch(run *r, int64_t micro, amp_batch *batch) {
     profile *p = r->model.profile;
     int64_t n = r->set.batch * r->set.seq, bytes = n * (int64_t)sizeof(int32_t);
-    int32_t *tokens = r->micro_tokens + 2 * n * micro;
+    int32_t *tokens;
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_DATA));
     TIMED(p, r->amp, PROFILE_LOADER, 0, amp_loader_next(r->loader, batch));
     if (micro == 0) { r->epoch = batch->epoch; r->index = batch->index; }
     if (r->micro_tokens == NULL) return AMP_OK;
+    tokens = r->micro_tokens + 2 * n * micro;
     TRY(amp_copy(r->amp, tokens, batch->inputs, bytes, AMP_COPY_ON_DEVICE));
     TRY(amp_copy(r->amp, tokens + n, batch->targets, bytes, AMP_COPY_ON_DEVICE));
     batch->inputs = tokens;
@@ -1124,18 +1129,16 @@ static amp_result graph_step(run *r) {
     return amp_graph_launch(r->graph);
 }
 
-/* The mean over a step's micro-batches.  Waits for the device. */
+/* The mean over a step's micro-batches.  Waits for the device.  Takes no memory: the step is done, and must not be done
+   again because its loss could not be read. */
 static amp_result read_loss(run *r, float *loss) {
     int64_t micro, n = r->set.accumulation;
-    float *all = (float *)malloc((size_t)n * sizeof *all);
     double sum = 0;
-    amp_result result = all != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for the losses");
-    if (result == AMP_OK) result = amp_copy(r->amp, all, r->micro_losses, n * (int64_t)sizeof *all, AMP_COPY_TO_HOST);
-    if (result == AMP_OK) result = amp_sync(r->amp);
-    for (micro = 0; micro < n && result == AMP_OK; micro++) sum += (double)all[micro];
+    TRY(amp_copy(r->amp, r->host_losses, r->micro_losses, n * (int64_t)sizeof(float), AMP_COPY_TO_HOST));
+    TRY(amp_sync(r->amp));
+    for (micro = 0; micro < n; micro++) sum += (double)r->host_losses[micro];
     *loss = (float)(sum / (double)n);
-    free(all);
-    return result;
+    return AMP_OK;
 }
 
 /* One optimizer step.  loss: its mean over the micro-batches, NULL if it is not wanted; log 1: over the ranks too, and for
@@ -1160,7 +1163,7 @@ static amp_result train_step(run *r, float lr, float *loss, int log) {
     info.loss = log ? (double)*loss : 0;
     info.no_loss = !log;
     info.tokens = r->set.batch * r->set.seq * r->set.accumulation * ranks.world;
-    TRY(tolerate(r, amp_monitor_step(r->monitor, &info)));
+    TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &info)));
     r->model.profile = NULL;
     r->profile.all += seconds_now() - began;
     r->profile.steps++;
@@ -1203,11 +1206,11 @@ static void board_record_of(run *r, const amp_step_record *record) {
 static void report_event(run *r, progress *bar, const amp_recovery_event *event) {
     progress_clear(bar);
     printf("%s\n", event->text);
-    metrics_begin(r->metrics, "recovery");
-    metrics_integer(r->metrics, "step", r->step);
-    metrics_text(r->metrics, "dtype", amp_dtype_name(event->dtype));
-    metrics_text(r->metrics, "text", event->text);
-    line_end(r);
+    metrics_begin(r->metrics.file, "recovery");
+    metrics_integer(r->metrics.file, "step", r->step);
+    metrics_text(r->metrics.file, "dtype", amp_dtype_name(event->dtype));
+    metrics_text(r->metrics.file, "text", event->text);
+    metrics_line_end(&r->metrics, r->monitor);
     if (event->action == AMP_RECOVERY_STOP) snprintf(r->trouble, sizeof r->trouble, "%s", event->text);
 }
 
@@ -1254,11 +1257,12 @@ static amp_result halve_batch(run *r) {
     snprintf(batch, sizeof batch, "%lld", (long long)r->set.batch);
     given.text[option_index("batch")] = batch;      /* for the checkpoint */
     amp_graph_destroy(r->graph);
+    free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
     amp_recovery_destroy(r->recovery);              /* its snapshots are of the old batches */
     amp_loader_destroy(r->loader);
-    r->graph = NULL; r->micro_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
+    r->graph = NULL; r->micro_losses = r->host_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
     TRY(gpt_reshape(&r->model, r->set.batch, r->model.config.activations));
     TRY(open_step(r));
     return open_loader(r);
@@ -1295,7 +1299,7 @@ static amp_result end_epoch(run *r) {
     if (r->epoch_steps == 0) return AMP_OK;
     r->epoch_steps = 0;
     memset(&record, 0, sizeof record);
-    TRY(tolerate(r, amp_monitor_epoch(r->monitor, &record)));
+    TRY(metrics_tolerate(&r->metrics, amp_monitor_epoch(r->monitor, &record)));
     if (record.peak > r->peak) r->peak = record.peak;
     return AMP_OK;
 }
@@ -1316,11 +1320,11 @@ static amp_result report_validation(run *r, progress *bar, double *loss) {
     TRY(evaluate(r, loss));
     progress_clear(bar);
     printf("step %lld: validation loss %.4f\n", (long long)r->step, *loss);
-    metrics_begin(r->metrics, "validation");
-    metrics_integer(r->metrics, "step", r->step);
-    metrics_number(r->metrics, "loss", *loss);
-    metrics_number(r->metrics, "bigram", r->bigram);
-    line_end(r);
+    metrics_begin(r->metrics.file, "validation");
+    metrics_integer(r->metrics.file, "step", r->step);
+    metrics_number(r->metrics.file, "loss", *loss);
+    metrics_number(r->metrics.file, "bigram", r->bigram);
+    metrics_line_end(&r->metrics, r->monitor);
     board_scalar(&r->board, r->step, "validation/loss", *loss);
     return AMP_OK;
 }
@@ -1331,6 +1335,15 @@ static amp_result report_save(run *r, progress *bar) {
     progress_clear(bar);
     printf("step %lld: saved %s.safetensors and %s.state\n", (long long)r->step, r->save, r->save);
     return AMP_OK;
+}
+
+/* A checkpoint on the way.  What is known of the steps before it comes first: their lines are in the metrics, since the run
+   that goes on from it writes only those of later ones; and what a recovery undoes, r->step with it, is not saved. */
+static amp_result save_between(run *r, progress *bar) {
+    int64_t step = r->step;
+    TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
+    TRY(take_records(r, bar));
+    return r->step == step && r->trouble[0] == 0 ? report_save(r, bar) : AMP_OK;
 }
 
 /* By Ctrl-C on any rank, or by --stop-after before the end. */
@@ -1368,8 +1381,8 @@ static amp_result train_steps(run *r, progress *bar, int quiet) {
         r->busy += seconds_now() - began;
         if (show) { show_progress(r, bar, loss, next == r->steps && !quiet); shown = seconds_now(); }
         if (quiet || next == r->steps || r->step != next) continue;
-        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(report_save(r, bar));
         if (set->eval_interval > 0 && next % set->eval_interval == 0) TRY(report_validation(r, bar, &loss_at_eval));
+        if (set->save_interval > 0 && next % set->save_interval == 0) TRY(save_between(r, bar));
     }
     return result == AMP_ERR_END ? AMP_OK : result;
 }
@@ -1383,7 +1396,7 @@ static amp_result train(run *r, progress *bar, int quiet) {
         result = train_steps(r, bar, quiet);
         last = r->step;
         progress_clear(bar);
-        TRY(tolerate(r, amp_monitor_flush(r->monitor)));
+        TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
         TRY(take_records(r, bar));
     } while (result == AMP_OK && r->step < last);
     TRY(end_epoch(r));
@@ -1445,27 +1458,27 @@ static void print_run(const run *r) {
            (long long)set->accumulation, (long long)set->batch, (long long)set->seq,
            (double)r->steps * (double)per_step / (double)r->split);
     printf("  files       %s%s%s%s\n", r->save[0] ? r->save : "no checkpoint", r->save[0] ? ".safetensors, .state" : "",
-           r->metrics ? ", " : "", r->metrics_path);
+           r->metrics.file ? ", " : "", r->metrics_path);
     printf("  bigrams     %.4f nats on the validation text, counted on the training text (Witten-Bell);\n"
            "              %.4f if counted on the validation text itself\n\n", r->bigram, r->bigram_best);
 }
 
 static void metrics_run(run *r) {
-    metrics_begin(r->metrics, "run");
-    metrics_text(r->metrics, "version", AMP_VERSION_TEXT);
-    metrics_text(r->metrics, "precision", amp_dtype_name(r->choice.dtype));
-    metrics_text(r->metrics, "reason", r->choice.reason);
-    metrics_text(r->metrics, "level", level_names[r->level - AMP_LEVEL_O0]);
-    metrics_integer(r->metrics, "scaler", r->scaler != NULL);
-    metrics_integer(r->metrics, "parameters", r->model.weights_count);
-    metrics_integer(r->metrics, "activation_bytes", r->model.memory_bytes);
-    metrics_text(r->metrics, "data", r->data);
-    metrics_integer(r->metrics, "tokens", r->info.tokens);
-    metrics_integer(r->metrics, "step", r->start);
-    metrics_integer(r->metrics, "steps", r->steps);
-    metrics_number(r->metrics, "bigram", r->bigram);
-    metrics_number(r->metrics, "bigram_best", r->bigram_best);
-    line_end(r);
+    metrics_begin(r->metrics.file, "run");
+    metrics_text(r->metrics.file, "version", AMP_VERSION_TEXT);
+    metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
+    metrics_text(r->metrics.file, "reason", r->choice.reason);
+    metrics_text(r->metrics.file, "level", level_names[r->level - AMP_LEVEL_O0]);
+    metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
+    metrics_integer(r->metrics.file, "parameters", r->model.weights_count);
+    metrics_integer(r->metrics.file, "activation_bytes", r->model.memory_bytes);
+    metrics_text(r->metrics.file, "data", r->data);
+    metrics_integer(r->metrics.file, "tokens", r->info.tokens);
+    metrics_integer(r->metrics.file, "step", r->start);
+    metrics_integer(r->metrics.file, "steps", r->steps);
+    metrics_number(r->metrics.file, "bigram", r->bigram);
+    metrics_number(r->metrics.file, "bigram_best", r->bigram_best);
+    metrics_line_end(&r->metrics, r->monitor);
 }
 
 static void print_result(const run *r, double loss) {
@@ -1494,9 +1507,9 @@ static void print_text(run *r, const char *text) {
     for (i = 0; text[i] != 0; i += utf8_length(text + i) > 1 ? utf8_length(text + i) : 1)
         if (utf8_length(text + i) > 0) printf("%.*s", utf8_length(text + i), text + i);
         else putchar('?');
-    metrics_begin(r->metrics, "sample");
-    metrics_text(r->metrics, "text", text);
-    line_end(r);
+    metrics_begin(r->metrics.file, "sample");
+    metrics_text(r->metrics.file, "text", text);
+    metrics_line_end(&r->metrics, r->monitor);
 }
 
 /* 1: the model's tokens are bytes. */
@@ -1618,19 +1631,19 @@ static void print_profile_row(run *r, const char *name, const double seconds[2],
     double steps = (double)r->profile.steps, both = seconds[0] + seconds[1], rate;
     printf("  %-16s %10.3f %10.3f %7.1f%%", name, 1e3 * seconds[0] / steps, 1e3 * seconds[1] / steps,
            100 * both / r->profile.all);
-    metrics_begin(r->metrics, "profile");
-    metrics_text(r->metrics, "operator", name);
-    metrics_number(r->metrics, "forward_ms", 1e3 * seconds[0] / steps);
-    metrics_number(r->metrics, "backward_ms", 1e3 * seconds[1] / steps);
-    metrics_number(r->metrics, "share", both / r->profile.all);
+    metrics_begin(r->metrics.file, "profile");
+    metrics_text(r->metrics.file, "operator", name);
+    metrics_number(r->metrics.file, "forward_ms", 1e3 * seconds[0] / steps);
+    metrics_number(r->metrics.file, "backward_ms", 1e3 * seconds[1] / steps);
+    metrics_number(r->metrics.file, "share", both / r->profile.all);
     if (flops[0] > 0 && seconds[0] > 0 && seconds[1] > 0) {
         rate = 1e-9 * (flops[0] + flops[1]) * steps / both;
         printf(" %10.1f %10.1f", 1e-9 * flops[0] * steps / seconds[0], 1e-9 * flops[1] * steps / seconds[1]);
         if (peak > 0) printf(" %8.1f%%", 100 * rate / peak);
-        metrics_number(r->metrics, "gflops", rate);
-        if (peak > 0) metrics_number(r->metrics, "of_peak", rate / peak);
+        metrics_number(r->metrics.file, "gflops", rate);
+        if (peak > 0) metrics_number(r->metrics.file, "of_peak", rate / peak);
     }
-    line_end(r);
+    metrics_line_end(&r->metrics, r->monitor);
     printf("\n");
 }
 
@@ -1764,6 +1777,7 @@ static amp_result main_run(run *r) {
     TRY(train(r, &bar, 0));
     stop = stopped(r);
     if (r->step > start || stop) TRY(report_save(r, &bar));
+    else if (*r->set.resume != 0 && weights_are_old(r)) TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
     if (r->trouble[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->trouble);
     if (stop) {

@@ -1,6 +1,6 @@
 #!/bin/sh
-# compile.sh - amp.h under every language standard and compiler at hand, and in every way it may be included.  With
-# optimisation, which brings warnings of its own, once for each compiler.
+# compile.sh - amp.h under every language standard and compiler at hand, and in every way it may be included.  To machine
+# code, which brings warnings of its own (unused functions, what optimisation sees), once for each compiler.
 . tests/lib.sh
 strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wundef -Werror -I."
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/impl.c"
@@ -15,9 +15,10 @@ matrix() {
     if ! have "$compiler"; then skip "$compiler" "not installed"; return; fi
     for standard; do
         for file in impl user static twice; do
-            at_once "$compiler -std=$standard $file" "$compiler" -x "$language" "-std=$standard" -O0 $strict -Wsign-conversion -c "$work/$file.c" -o "$work/$file.$running.o"
+            at_once "$compiler -std=$standard $file" "$compiler" -x "$language" "-std=$standard" $strict -Wsign-conversion -fsyntax-only "$work/$file.c"
         done
     done
+    at_once "$compiler static" "$compiler" -x "$language" "-std=$standard" -O0 $strict -Wsign-conversion -c "$work/static.c" -o "$work/static.o"
     at_once "$compiler -O2" "$compiler" -x "$language" "-std=$standard" -O2 $strict -Wsign-conversion -c "$work/impl.c" -o "$work/impl.o2"
     collect
 }
@@ -26,10 +27,11 @@ matrix g++ c++ c++11 c++14 c++17 c++20
 matrix clang c c99 c17
 matrix clang++ c++ c++11 c++20
 
-check "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
-check "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
-check "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"
-check "-fopenmp" "${CC:-gcc}" -std=c99 -O2 -fopenmp $strict -c "$work/impl.c" -o "$work/omp.o"
+at_once "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
+at_once "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
+at_once "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"
+at_once "-fopenmp" "${CC:-gcc}" -std=c99 -O2 -fopenmp $strict -c "$work/impl.c" -o "$work/omp.o"
+collect
 
 # Two files linked: one brings the implementation, the other calls it; and twice the static mode.
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint other(void);\nint main(void) { return other() != amp_version(); }\n' > "$work/one.c"

@@ -68,6 +68,11 @@ for script in $(grep -oE '\b[a-z]+\.sh\b' "$work/traps" | sort -u); do
     if grep -q "tests/$script" Makefile; then pass; else fail "table of traps" "nobody runs tests/$script"; fi
 done
 
+# Every public function is called where the host fails.
+for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API [^(]*\bamp_[a-z0-9_]+\(' | grep -oE 'amp_[a-z0-9_]+\($' | sed -E 's/(_v)?\($//' | sort -u); do
+    if grep -q "\b$name(" tests/t_anomalies.c; then pass; else fail "anomalies" "tests/t_anomalies.c does not call $name"; fi
+done
+
 # The only mention of CUDA's compiler is AMPI_HD; no CUDA header.
 if [ "$(grep -c __CUDACC__ amp.h)" -eq 1 ] && ! grep -q 'include <cuda' amp.h; then pass; else fail "CUDA" "amp.h mentions it more than once"; fi
 words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | head -n 3)

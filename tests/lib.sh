@@ -14,9 +14,9 @@ check() {
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# at_once NAME COMMAND...: the same for several commands at a time, one per core, each silent when all is well; collect
-# waits for the rest.
-cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1) running=0
+# at_once NAME COMMAND...: the same for several commands at a time, one per core (or CORES), each silent when all is well;
+# collect waits for the rest.
+cores=${CORES:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)} running=0
 at_once() {
     running=$((running + 1))
     echo "$1" > "$work/at_once.$running.name"

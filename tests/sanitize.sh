@@ -1,7 +1,8 @@
 #!/bin/sh
 # sanitize.sh - the unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, and those with threads
 # under ThreadSanitizer (without OpenMP, whose runtime it does not know); as many at once as there are cores.
-# INSIDE names the tests that bring amp.h themselves; the others share one compilation.
+# INSIDE names the tests that bring amp.h themselves, INSIDE_QUICK those of them that compute little; the others share one
+# compilation.
 . tests/lib.sh
 cc=clang
 have clang || cc=${CC:-gcc}
@@ -17,8 +18,10 @@ run() {
 }
 sanitized() {
     built="$work/$3.$1" log="$work/$3.$1.log"
-    case " $INSIDE " in *" $3 "*) amp= ;; *) amp="-DAMP_IMPLEMENTATION_INCLUDED $work/amp.o" ;; esac
-    if ! $cc -std=c99 -g -O1 $2 "tests/$3.c" $amp -o "$built" -lm -lpthread 2> "$log"; then echo "does not build: $(head -n 3 "$log")"
+    amp="-DAMP_IMPLEMENTATION_INCLUDED $work/amp.o" optimise=-O1
+    case " $INSIDE $INSIDE_QUICK " in *" $3 "*) amp= ;; esac
+    case " $INSIDE_QUICK " in *" $3 "*) optimise=-O0 ;; esac
+    if ! $cc -std=c99 -g $optimise $2 "tests/$3.c" $amp -o "$built" -lm -lpthread 2> "$log"; then echo "does not build: $(head -n 3 "$log")"
     elif ! "$built" > "$log" 2>&1 || grep -q 'runtime error\|Sanitizer' "$log"; then
         grep -m 5 'runtime error\|ERROR\|WARNING\|FAIL\|#[0-3] ' "$log" || tail -n 5 "$log"
     fi
@@ -26,5 +29,5 @@ sanitized() {
 }
 all=$(cd tests && ls t_*.c | sed 's/\.c$//')
 run "asan+ubsan" "-fsanitize=address,undefined -fno-sanitize-recover=undefined" $all
-run "tsan" "-fsanitize=thread" t_data t_autocast t_gemm t_context
+run "tsan" "-fsanitize=thread" t_concurrency t_data t_autocast t_gemm t_context t_debug_log t_differential t_recompute t_watch
 closing

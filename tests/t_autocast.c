@@ -4,6 +4,7 @@
 #include "../amp.h"
 #include "golden.h"
 #include "test.h"
+#include "trace.h"
 #include <pthread.h>
 
 static amp_context *open_context(amp_dtype dtype, amp_level level, const amp_backend *backend) {
@@ -75,28 +76,10 @@ static FILE *table_open(void) {
     return f;
 }
 
-/* A context with a user's operator of each policy, in the order of user_ops. */
-static const char *const user_ops[5] = {"user_lower", "user_fp32", "user_promote", "user_fallthrough", "user_banned"};
-static const amp_cast_policy user_policies[5] = {AMP_CAST_LOWER, AMP_CAST_FP32, AMP_CAST_PROMOTE, AMP_CAST_FALLTHROUGH,
-                                                 AMP_CAST_BANNED};
-
 static amp_context *open_with_user_ops(void) {
     amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
-    for (int i = 0; i < 5; i++) {
-        int32_t op = 0;
-        CHECK_OK(amp_operator_register(amp, user_ops[i], user_policies[i], &op));
-        CHECK_EQ(op, AMP_OP_USER + i);
-    }
+    register_user_ops(amp);
     return amp;
-}
-
-static int32_t op_number(const char *name) {
-    static const char *const names[] = {"none", "linear", "matmul", "gemm", "attention", "layernorm", "rmsnorm",
-                                        "softmax", "activation", "swiglu", "cross_entropy", "mse", "embedding",
-                                        "dropout", "add"};
-    for (int32_t i = 0; i < 15; i++) if (strcmp(names[i], name) == 0) return i;
-    for (int32_t i = 0; i < 5; i++) if (strcmp(user_ops[i], name) == 0) return AMP_OP_USER + i;
-    return -1;
 }
 
 /* Checks one line; expected: the result in PyTorch's words, or as FUSED has it. */
@@ -169,6 +152,8 @@ TEST(fp64_and_integers_are_ignored) {
     CHECK_OK(amp_autocast_begin(amp, NULL));
     CHECK_EQ(amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F64, AMP_F64), AMP_F64);
     CHECK_EQ(amp_autocast_compute(amp, AMP_OP_LINEAR, NULL, AMP_F64, AMP_F64), AMP_F64);
+    CHECK_EQ(amp_autocast_compute(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F64), AMP_F64);      /* beside one that could be cast */
+    CHECK_EQ(amp_autocast_result(amp, AMP_OP_SOFTMAX, NULL, AMP_F16, AMP_F64), AMP_F64);
     CHECK_OK(amp_autocast_decide(amp, AMP_OP_LINEAR, NULL, three, 3, &plan));
     CHECK_EQ(plan.result, AMP_BF16);
     CHECK_OK(amp_autocast_decide(amp, AMP_OP_ADD, NULL, three, 3, &plan));
@@ -230,6 +215,33 @@ TEST(the_same_desc_may_be_entered_again) {
     CHECK_EQ(linear_now(amp), AMP_BF16);
     end(amp);
     CHECK_EQ(linear_now(amp), AMP_F32);
+    amp_close(amp);
+}
+
+/* A region without settings goes on with those around it; an island hands them on. */
+TEST(dtype_and_cache_are_inherited) {
+    amp_context *amp = open_context(AMP_BF16, AMP_LEVEL_O1, NULL);
+    amp_autocast_desc desc, now;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_F16;
+    desc.disable_cache = 1;
+    CHECK_OK(amp_autocast_begin(amp, &desc));
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_F16);
+    begin_island(amp);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_F16);
+    CHECK_EQ(amp_autocast_active(amp, &now), 1);
+    CHECK_EQ(now.disable_cache, 1);
+    begin(amp, AMP_TF32, AMP_POLICY_DEFAULT);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_TF32);
+    for (int i = 0; i < 6; i++) end(amp);
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    CHECK_EQ(linear_now(amp), AMP_BF16);
+    CHECK_EQ(amp_autocast_active(amp, &now), 1);
+    CHECK_EQ(now.disable_cache, 0);
+    end(amp);
     amp_close(amp);
 }
 
@@ -1055,6 +1067,7 @@ int main(int argc, char **argv) {
     RUN(fp64_and_integers_are_ignored);
     RUN(regions_nest);
     RUN(the_same_desc_may_be_entered_again);
+    RUN(dtype_and_cache_are_inherited);
     RUN(mode_is_inherited);
     RUN(two_contexts_keep_apart);
     RUN(bad_regions_are_refused);

@@ -265,6 +265,22 @@ TEST(tune_stops_at_the_largest_batch_and_at_full_tables) {
     amp_close(amp);
 }
 
+TEST(tune_is_shown_as_a_table) {
+    static amp_tune_report r;
+    char text[1024];
+    r.n_rows = 2;
+    r.best = 1;
+    r.rows[0].dtype = AMP_F32; r.rows[0].batch = 8; r.rows[0].seconds = 0.5; r.rows[0].rate = 16; r.rows[0].speedup = 1;
+    r.rows[0].verdict = AMP_VERDICT_PASS; r.rows[0].peak = 3 << 20;
+    r.rows[1] = r.rows[0];
+    r.rows[1].dtype = AMP_BF16; r.rows[1].seconds = 0.25; r.rows[1].rate = 32; r.rows[1].speedup = 2; r.rows[1].verdict = (amp_verdict)9;
+    CHECK_EQ(amp_tune_text(&r, text, sizeof text), strlen(text));
+    CHECK(strstr(text, "\n  fp32         8      500.000         16.0     1.00        3.0  pass\n") != NULL);
+    CHECK(strstr(text, "\n* bf16         8      250.000         32.0     2.00        3.0  ?\n") != NULL);
+    CHECK_EQ(amp_tune_text(NULL, text, sizeof text), 0);
+    CHECK_EQ(amp_advice_text(NULL, text, sizeof text), 0);
+}
+
 TEST(tune_reports_when_nothing_works) {
     amp_context *amp = open_host(device(), AMP_F32);
     char text[4096];
@@ -1480,9 +1496,13 @@ TEST(recovery_is_bounded) {
 TEST(recovery_counts_anew_after_good_steps) {
     static trainee t;
     training_plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
+    int step;
     p.retries = 1;
     trainee_open(&t, &p, 1);
-    trainee_run(&t, 24);
+    for (step = 1; step <= 24; step++) {
+        trainee_run(&t, step);
+        CHECK(t.recovery->streak < t.recovery->desc.interval || t.recovery->retries == 0);
+    }
     CHECK_EQ(t.n_events, 1);
     CHECK_EQ(t.recovery->good.applied, 20);     /* due at 6 + 4, 14, 18: each two steps late, and that of 24 is not proven */
     t.trouble.kind = FAULT_LOSS;
@@ -2138,6 +2158,7 @@ int main(int argc, char **argv) {
     RUN(tune_breaks_ties_by_order);
     RUN(tune_doubles_the_batch_until_memory_ends);
     RUN(tune_stops_at_the_largest_batch_and_at_full_tables);
+    RUN(tune_is_shown_as_a_table);
     RUN(tune_reports_when_nothing_works);
     RUN(tune_has_a_row_for_what_the_device_lacks);
     RUN(tune_measures_memory);

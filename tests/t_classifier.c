@@ -535,6 +535,7 @@ TEST(files_come_back) {
         CHECK(fresh == 0 && same_weights(&a, &b));
         encoder_file_close(&file);
         CHECK_OK(amp_file_read_all(NULL, path, &data, &bytes));
+        replace_all((char *)data, bytes, "crc32c", "others");       /* other programs' files have no checksum */
         for (int i = 7; i >= 0; i--) header = header << 8 | ((unsigned char *)data)[i];
         replace_all((char *)data, header + 8, "LayerNorm.weight\"", "LayerNorm.gamma\" ");
         replace_all((char *)data, header + 8, "LayerNorm.bias\"", "LayerNorm.beta\" ");
@@ -583,6 +584,7 @@ TEST(heads_of_other_sizes) {
     encoder_file_close(&file);
     config.intermediate--;
     CHECK_OK(amp_file_read_all(NULL, path, &data, &bytes));
+    replace_all((char *)data, bytes, "crc32c", "others");
     replace_all((char *)data, bytes, "bert.pooler.dense", "bert.pooled.dense");     /* a model without a head */
     replace_all((char *)data, bytes, "\"classifier.", "\"klassifier.");
     CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
@@ -595,7 +597,9 @@ TEST(heads_of_other_sizes) {
     encoder_file_close(&file);
     CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
     CHECK_OK(encoder_file_open(&file, path, 0));
+    ((float *)b.params[0].weight.data)[0] = 42;
     CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_NAME && strstr(example_text, "layer.1.output.dense.bias") != NULL);
+    CHECK(((float *)b.params[0].weight.data)[0] == 42);         /* nothing of it was loaded */
     encoder_file_close(&file);
     encoder_destroy(&b);
     amp_file_free(NULL, data, bytes);
@@ -617,6 +621,7 @@ TEST(damaged_model_files) {
     fill(&a, 3);
     CHECK_OK(encoder_save(&a, path));
     CHECK_OK(amp_file_read_all(NULL, path, &data, &bytes));
+    replace_all((char *)data, bytes, "crc32c", "others");
     for (uint64_t round = 0; round < 200; round++) {
         static const char pieces[] = "{}[]\",:0129\\u z";
         char *copy = (char *)room_for((int64_t)bytes);
@@ -674,7 +679,7 @@ TEST(same_bits_with_any_threads) {
     static const amp_dtype dtypes[3] = {AMP_F32, AMP_BF16, AMP_F16};
     for (int family = 0; family < ENCODER_KINDS; family++)
         for (int d = 0; d < 3; d++) {
-            results first;
+            results first = {0};
             for (int threads = 1; threads <= 3; threads++) {
                 amp_context *amp = NULL;
                 amp_desc desc;

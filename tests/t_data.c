@@ -246,6 +246,23 @@ TEST(each_sample_once) {
 }
 
 /* More ranks than samples remain: the last batch is empty on some, and padded it has nothing valid. */
+TEST(epochs_that_come_out_even) {
+    int policy;
+    for (policy = AMP_LAST_DROP; policy <= AMP_LAST_PAD; policy++) {
+        amp_loader_desc d = token_desc(in_folder("tokens.u16"));
+        amp_loader_info info;
+        amp_loader *l;
+        d.batch = 4;
+        d.world = 3;
+        d.last = 12 * SEQ + 1;
+        d.last_batch = (amp_last_batch)policy; /* 12 samples: nothing is left for a last batch */
+        l = opened(&d);
+        CHECK_OK(amp_loader_info_get(l, &info));
+        CHECK_EQ(info.batches, 1);
+        amp_loader_destroy(l);
+    }
+}
+
 TEST(empty_last_batch) {
     int rank, policy;
     for (policy = AMP_LAST_PARTIAL; policy <= AMP_LAST_PAD; policy++)
@@ -595,6 +612,28 @@ TEST(impossible_tokens) {
     CHECK(strstr(amp_last_error(), "token -3 ") != NULL);
     CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_LABEL);
     amp_loader_destroy(l);
+}
+
+/* The last token below .vocab, and .vocab itself, at each place of a sample: first, inside, last target. */
+TEST(tokens_at_the_vocabulary) {
+    static const char *const types[] = {"|u1", "<u2", "<i4", "<i8"};
+    static const int size[] = {1, 2, 4, 8}, places[] = {0, 5, SEQ - 1, SEQ};
+    uint8_t raw[8 * (SEQ + 1)];
+    char shape[16];
+    amp_loader_desc d = token_desc(NULL);
+    amp_batch b;
+    int type, place, token;
+    d.format = AMP_TOKENS_NPY; d.batch = 1; d.last_batch = AMP_LAST_DROP; d.vocab = 7;
+    snprintf(shape, sizeof shape, "(%d,)", SEQ + 1);
+    for (type = 0; type < 4; type++) for (place = 0; place < 4; place++) for (token = 6; token < 8; token++) {
+        amp_loader *l;
+        memset(raw, 0, sizeof raw);
+        raw[size[type] * places[place]] = (uint8_t)token;
+        d.path = write_npy("edge.npy", types[type], shape, raw, (size_t)(size[type] * (SEQ + 1)));
+        l = opened(&d);
+        CHECK_MSG(amp_loader_next(l, &b) == (token == 6 ? AMP_OK : AMP_ERR_LABEL), "%s, place %d, token %d", types[type], places[place], token);
+        amp_loader_destroy(l);
+    }
 }
 
 TEST(several_files) {
@@ -1444,6 +1483,30 @@ TEST(cache_beside_bad_places) {
 
 /* What the cache holds is handed out only while the file holds it: a shorter file is an error where it ends, and one
    that another was renamed over is read on. */
+/* Cut between two samples of one batch: the second is in the cache, and yet no part of the file any more. */
+TEST(cached_file_is_cut_inside_a_batch) {
+    amp_loader_desc d = big_desc(write_big("cut.u16"));
+    amp_loader *l;
+    amp_loader_info info;
+    amp_batch b;
+    ampi_order order;
+    int64_t first = 0, second = 0, i;
+    l = opened(&d);
+    CHECK_OK(amp_loader_info_get(l, &info));
+    amp_loader_destroy(l);
+    for (d.seed = 1; second <= first + 1; d.seed++) {       /* the order of the second epoch begins upwards */
+        ampi_order_init(&order, info.samples, d.seed, 1);
+        first = order_at(&order, 0);
+        second = order_at(&order, 1);
+    }
+    d.seed--;
+    l = opened(&d);
+    for (i = 0; i < info.batches; i++) CHECK_OK(amp_loader_next(l, &b));
+    CHECK_EQ(truncate(d.path, (first + 1) * BIG_SEQ * 2 + 2), 0);
+    CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TRUNCATED);
+    amp_loader_destroy(l);
+}
+
 TEST(cached_file_changes) {
     faults f;
     amp_context *a = faulty(&f);
@@ -2185,7 +2248,7 @@ int main(int argc, char **argv) {
     RUN(order_is_random);
     RUN(order_never_changes);
     RUN(each_sample_once);
-    RUN(empty_last_batch);
+    RUN(epochs_that_come_out_even); RUN(empty_last_batch);
     RUN(shuffle);
     RUN(resume_at_every_position);
     RUN(resume_in_place);
@@ -2194,7 +2257,7 @@ int main(int argc, char **argv) {
     RUN(seek_and_end);
     RUN(token_range);
     RUN(token_formats);
-    RUN(impossible_tokens);
+    RUN(impossible_tokens); RUN(tokens_at_the_vocabulary);
     RUN(several_files);
     RUN(patterns);
     RUN(patterns_of_the_system);
@@ -2209,7 +2272,7 @@ int main(int argc, char **argv) {
     RUN(truncated_meanwhile);
     RUN(cached_samples);
     RUN(cache_beside_bad_places);
-    RUN(cached_file_changes);
+    RUN(cached_file_is_cut_inside_a_batch); RUN(cached_file_changes);
     RUN(rows_of_16_bit_tokens);
     RUN(defaults);
     RUN(resume_costs_the_same_everywhere);

@@ -77,6 +77,35 @@ TEST(additive_masks) {
     }
 }
 
+/* Masks that differ in one number only. */
+TEST(another_description_another_mask) {
+    amp_mask m;
+    amp_mask_view first, other;
+    int i;
+    memset(&m, 0, sizeof m);
+    m.kind = AMP_MASK_WINDOW_GLOBAL;
+    m.window = 2;
+    m.global = 1;
+    amp_mask_cache_clear(amp);
+    CHECK_OK(amp_mask_get(amp, &m, 1, QUERIES, KEYS, AMP_U8, &first));
+    for (i = 0; i < 7; i++) {
+        amp_mask n = m;
+        int64_t queries = QUERIES, keys = KEYS;
+        if (i == 0) n.kind = AMP_MASK_WINDOW;
+        if (i == 1) n.bidirectional = 1;
+        if (i == 2) n.window = 3;
+        if (i == 3) n.global = 2;
+        if (i == 4) queries--;
+        if (i == 5) keys--;
+        CHECK_OK(amp_mask_get(amp, &n, 1, queries, keys, i == 6 ? AMP_F32 : AMP_U8, &other));
+        CHECK_MSG(other.tensor.data != first.tensor.data, "case %d", i);
+        CHECK_EQ(other.tensor.shape[2], queries);
+        amp_mask_put(amp, &other);
+    }
+    amp_mask_put(amp, &first);
+    amp_mask_cache_clear(amp);
+}
+
 TEST(same_description_same_mask) {
     amp_cache_info before, after;
     amp_mask_view a, b, c;
@@ -191,7 +220,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     make_masks();
     if (amp_open(&amp, NULL) != AMP_OK) { printf("%s\n", amp_last_error()); return 1; }
-    RUN(every_kind_is_written_out); RUN(additive_masks); RUN(same_description_same_mask);
+    RUN(every_kind_is_written_out); RUN(additive_masks); RUN(another_description_another_mask); RUN(same_description_same_mask);
     RUN(the_limit_evicts_the_least_recently_used); RUN(written_out_and_described_give_the_same_bits); RUN(refusals);
     amp_close(amp);
     return TEST_END();

@@ -569,8 +569,11 @@ TEST(stochastic_rounding_is_unbiased_where_nearest_stalls) {
 TEST(stochastic_rounding_takes_the_words_it_says) {
     static const amp_dtype dtypes[2] = {AMP_BF16, AMP_F16};
     static uint16_t expected[2][WALKERS];
+    uint32_t words[4];
     int kind, path, step, i;
     int64_t k;
+    amp_philox(77, 3, 5, words);                                      /* the block of the row in the step's stream */
+    CHECK(ampi_row_seed(77, 3, 5) == (words[0] | (uint64_t)words[1] << 32));
     for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
         amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_O2);
         float update = ldexpf(0.09375f, kind ? -10 : -7);
@@ -1561,9 +1564,11 @@ TEST(load_refuses_other_parameters_by_name) {
     amp_optimizer *o, *other;
     amp_state *state = NULL;
     amp_scaler *s;
+    static const struct { int at; double value; } columns[] = {{0, -2}, {1, 1e16}, {8, NAN}, {10, 2147483648.0}};
     float one[33] = {0};
     int64_t steps[8];
-    double reals[3];
+    double reals[3], outcome[11];
+    int i;
     model_init(&m, AMP_F32, AMP_F32);
     d = adamw(&m);
     o = make(amp, &d);
@@ -1611,9 +1616,18 @@ TEST(load_refuses_other_parameters_by_name) {
     steps[5] = -1;
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    steps[5] = 1;
+    for (int i = 2; i < 8; i++) {                                     /* counters that no step could be added to */
+        int64_t kept[8];
+        memcpy(kept, steps, sizeof kept);
+        steps[i] = steps[2] = INT64_MAX;
+        steps[6] = steps[2] - steps[5];
+        CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+        CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+        memcpy(steps, kept, sizeof kept);
+    }
     take(&after, &m, o);
     CHECK(memcmp(&before, &after, sizeof before) == 0);
-    steps[5] = 1;
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     s = make_scaler(amp, 4, 0);
     model_backward(&m, 0, 4);
@@ -1631,6 +1645,27 @@ TEST(load_refuses_other_parameters_by_name) {
     reals[2] = NAN;
     CHECK_OK(amp_state_put(state, "o.settings", AMP_F64, reals, 3));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+    reals[2] = 0.001;
+    CHECK_OK(amp_state_put(state, "o.settings", AMP_F64, reals, 3));
+    CHECK_EQ(amp_state_count(state, "o.outcomes", NULL), 11);
+    CHECK_OK(amp_state_get(state, "o.outcomes", AMP_F64, outcome, 11));
+    for (i = 0; i < (int)(sizeof columns / sizeof *columns); i++) {
+        double kept = outcome[columns[i].at];
+        outcome[columns[i].at] = columns[i].value;
+        CHECK_OK(amp_state_put(state, "o.outcomes", AMP_F64, outcome, 11));
+        CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
+        outcome[columns[i].at] = kept;
+    }
+    CHECK_OK(amp_state_put(state, "o.outcomes", AMP_F64, outcome, 11));
+    for (i = 2; i < 8; i++) {
+        int64_t kept = steps[i];
+        steps[i] = i == 6 ? 1 : 9;              /* more than there were steps */
+        CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+        CHECK_MSG(amp_optimizer_load(o, state, "o") == AMP_ERR_RANGE || i == 2 || i == 7, "step record, number %d", i);
+        steps[i] = kept;
+    }
+    CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
+    CHECK_OK(amp_optimizer_load(o, state, "o"));
     CHECK_ERR(amp_optimizer_save(o, state, "a-prefix-that-is-longer-than-forty-bytes-is"), AMP_ERR_RANGE);
     CHECK_ERR(amp_optimizer_load(o, NULL, "o"), AMP_ERR_NULL);
     amp_optimizer_destroy(o);

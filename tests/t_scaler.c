@@ -6,23 +6,12 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include "trace.h"
 #include <float.h>
 
 #ifndef AMPT_GOLDEN
 #define AMPT_GOLDEN "tests/golden"
 #endif
-
-/* The generator and the checksum of the oracle. */
-typedef struct { uint64_t x; } rng;
-static uint32_t below(rng *r, uint32_t n) {
-    r->x = r->x * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)((r->x >> 33) % n);
-}
-static const uint64_t hash_start = 0xCBF29CE484222325u;
-static void hash_add(uint64_t *h, uint64_t word) { *h = (*h ^ word) * 0x100000001B3u; }
-static uint32_t bits(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
-static float of_bits(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
-static int is_nan_bits(uint32_t b) { return (b & 0x7fffffff) > 0x7f800000; }
 
 /* A program linked with -Ofast starts with subnormals flushed to zero; torch keeps them, so the comparison does too. */
 static void keep_subnormals(void) {
@@ -468,6 +457,24 @@ TEST(guard_skips_where_torch_steps_with_nan) {
     amp_close(amp);
 }
 
+/* torch takes any scale: a negative one moves as a positive one does, and is kept where growth would overflow. */
+TEST(negative_scales_are_torchs) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    float g = 1;
+    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, -1024, 1);
+    drive(s, set, &g, 1);
+    CHECK(amp_scaler_scale(s) == -512);
+    drive(s, set, &g, 0);
+    CHECK(amp_scaler_scale(s) == -1024);
+    CHECK_OK(amp_scaler_set_scale(s, -ldexpf(1, 127)));
+    drive(s, set, &g, 0);
+    CHECK(amp_scaler_scale(s) == -ldexpf(1, 127));
+    amp_scaler_destroy(s);
+    amp_set_destroy(set);
+    amp_close(amp);
+}
+
 /* ---- Hysteresis and the rate rule */
 
 TEST(rate_rule_ends_livelock) {
@@ -609,6 +616,72 @@ TEST(every_cell_of_the_stage_table) {
     amp_close(amp);
 }
 
+/* Two weights under SGD with a learning rate of 1. */
+typedef struct pair { float w[2], g[2]; amp_param p[2]; amp_optimizer *o; } pair;
+static void make_pair(pair *t, amp_context *amp) {
+    static const char *names[] = {"a", "b"};
+    amp_optimizer_desc d;
+    int i;
+    memset(t, 0, sizeof *t);
+    memset(&d, 0, sizeof d);
+    for (i = 0; i < 2; i++) {
+        t->w[i] = 8;
+        t->g[i] = 1024;
+        t->p[i].name = names[i];
+        t->p[i].weight = amp_tensor1(&t->w[i], AMP_F32, 1);
+        t->p[i].grad = amp_tensor1(&t->g[i], AMP_F32, 1);
+        t->p[i].grad_live = 1;
+    }
+    d.kind = AMP_SGD; d.lr = 1; d.params = t->p; d.n_params = 2; d.apply_nonfinite = 1;
+    CHECK_OK(amp_optimizer_create(amp, &t->o, &d));
+}
+
+/* PyTorch steps with the gradients of the step, whatever there was at unscale_; one that came since is not unscaled. */
+TEST(gradients_come_and_go_between_check_and_step) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
+    pair t;
+    make_pair(&t, amp);
+    t.p[1].grad_live = 0;
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(t.o), AMP_CHECK_UNSCALE));
+    t.p[0].grad_live = 0;
+    t.p[1].grad_live = 1;
+    t.g[1] = 3;
+    CHECK_OK(amp_optimizer_step(t.o, s));
+    CHECK(t.w[0] == 8 && t.w[1] == 5);
+    amp_optimizer_destroy(t.o);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+/* A disabled scaler is none: what .apply_nonfinite says holds, with a check before the step and without. */
+TEST(disabled_scaler_applies_nonfinite) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = NULL;
+    amp_scaler_desc d;
+    int checked;
+    memset(&d, 0, sizeof d);
+    d.disable = 1;
+    CHECK_OK(amp_scaler_create(amp, &s, &d));
+    for (checked = 0; checked < 2; checked++) {
+        pair t;
+        make_pair(&t, amp);
+        t.g[0] = INFINITY;
+        t.g[1] = 3;
+        if (checked) CHECK_OK(amp_scaler_check(s, amp_optimizer_set(t.o), AMP_CHECK_UNSCALE));
+        CHECK_OK(amp_optimizer_step(t.o, s));
+        CHECK(bits(t.w[0]) == bits(-INFINITY) && t.w[1] == 5);
+        t.g[0] = 1;                                 /* an infinite weight stays what it is */
+        t.p[0].grad_live = 1;
+        CHECK_OK(amp_scaler_update(s));
+        CHECK_OK(amp_optimizer_step(t.o, NULL));
+        CHECK(bits(t.w[0]) == bits(-INFINITY));
+        amp_optimizer_destroy(t.o);
+    }
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
 TEST(torch_preset_refuses_16_bit_gradients) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
@@ -713,9 +786,17 @@ TEST(set_rule_and_set_scale) {
     CHECK(amp_scaler_scale(torch) == 1024);
     drive(s, set, &g, 1);
     CHECK(amp_scaler_scale(s) == 4096);
+    for (n = 0; n < 2; n++) drive(s, set, &g, 0);
+    CHECK_OK(amp_scaler_set_rule(s, 0, 0, 2));                        /* at the tracker: here, too */
+    CHECK_OK(amp_scaler_get(s, &state));
+    CHECK_EQ(state.growth_tracker, 0);
     CHECK_OK(amp_scaler_set_rule(s, 0, 0, AMP_NO_INTERVAL));
     for (n = 0; n < 50; n++) drive(s, set, &g, 0);
     CHECK(amp_scaler_scale(s) == 4096);
+    CHECK_OK(amp_scaler_set_scale(s, 0x1p126f));                      /* both ends, and the numbers beside them */
+    CHECK_OK(amp_scaler_set_scale(s, 0x1p-126f));
+    CHECK_ERR(amp_scaler_set_scale(s, 0x1.000002p126f), AMP_ERR_SCALE);
+    CHECK_ERR(amp_scaler_set_scale(s, 0x1.fffffcp-127f), AMP_ERR_SCALE);
     CHECK_OK(amp_scaler_set_scale(s, 0.5f));                          /* below the floor: an overflow does not raise it */
     drive(s, set, &g, 1);
     CHECK_OK(amp_scaler_get(s, &state));
@@ -1002,9 +1083,42 @@ TEST(save_and_load_at_every_point) {
     amp_close(amp);
 }
 
+/* One state serves many saves, and a scaler may be turned on or off in between. */
+TEST(save_over_a_disabled_scalers) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *on = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *other = make_scaler(amp, AMP_SCALER_DEFAULT, 2, 0), *off = NULL;
+    amp_state *state = NULL;
+    amp_scaler_desc d;
+    int i;
+    memset(&d, 0, sizeof d);
+    d.disable = 1;
+    CHECK_OK(amp_scaler_create(amp, &off, &d));
+    CHECK_OK(amp_state_create(&state, NULL));
+    for (i = 0; i < 2; i++) {
+        CHECK_OK(amp_scaler_save(off, state, "s"));
+        CHECK_ERR(amp_scaler_load(other, state, "s"), AMP_ERR_MISMATCH);
+        CHECK_OK(amp_scaler_save(on, state, "s"));
+        CHECK_OK(amp_scaler_load(other, state, "s"));
+        CHECK(amp_scaler_scale(other) == 1024);
+    }
+    amp_state_destroy(state);
+    amp_scaler_destroy(on);
+    amp_scaler_destroy(other);
+    amp_scaler_destroy(off);
+    amp_close(amp);
+}
+
+/* Numbers that no scaler has saved, in the counters and in the rule. */
+static const struct { int rule, at; int64_t value; amp_result result; } impossible[] = {
+    {0, 0, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}, {0, 1, 0, AMP_ERR_RANGE}, {0, 2, 2, AMP_ERR_RANGE},
+    {1, 0, AMP_SCALER_MEGATRON, AMP_ERR_MISMATCH}, {1, 0, -1, AMP_ERR_MISMATCH}, {1, 0, 99, AMP_ERR_MISMATCH},
+    {1, 1, (int64_t)INT32_MIN - 1, AMP_ERR_RANGE}, {1, 1, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}, {1, 1, 0, AMP_ERR_RANGE},
+    {1, 2, 0, AMP_ERR_RANGE}, {1, 2, (int64_t)INT32_MAX + 1, AMP_ERR_RANGE}};
+
 TEST(load_refuses_what_does_not_fit) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *a = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *torch = make_scaler(amp, AMP_SCALER_TORCH, 0, 0), *off = NULL;
+    amp_scaler *same = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
     amp_state *state = NULL, *other = NULL;
     amp_scaler_desc d;
     amp_k_scaler before, after;
@@ -1034,9 +1148,11 @@ TEST(load_refuses_what_does_not_fit) {
     CHECK_OK(amp_state_get(state, "s.counters", AMP_I64, counters, 10));
     for (i = 0; i < 10; i++) {
         int64_t kept = counters[i];
-        counters[i] = -5;
-        CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
-        CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+        for (int k = 0; k < 2; k++) {
+            counters[i] = k == 0 ? -5 : INT64_MAX;      /* from which nothing can be counted on */
+            CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
+            CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+        }
         counters[i] = kept;
     }
     CHECK_OK(amp_state_put(state, "s.counters", AMP_I64, counters, 10));
@@ -1044,6 +1160,20 @@ TEST(load_refuses_what_does_not_fit) {
     factors[1] = 2;
     CHECK_OK(amp_state_put(state, "s.factors", AMP_F64, factors, 6));
     CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_RANGE);
+    factors[1] = 0.5;
+    CHECK_OK(amp_state_put(state, "s.factors", AMP_F64, factors, 6));
+    for (i = 0; i < (int64_t)(sizeof impossible / sizeof *impossible); i++) {
+        const char *key = impossible[i].rule ? "s.rule" : "s.counters";
+        int64_t values[10], n = impossible[i].rule ? 3 : 10, kept;
+        CHECK_OK(amp_state_get(state, key, AMP_I64, values, n));
+        kept = values[impossible[i].at];
+        values[impossible[i].at] = impossible[i].value;
+        CHECK_OK(amp_state_put(state, key, AMP_I64, values, n));
+        CHECK_ERR(amp_scaler_load(a, state, "s"), impossible[i].result);
+        values[impossible[i].at] = kept;
+        CHECK_OK(amp_state_put(state, key, AMP_I64, values, n));
+    }
+    CHECK_OK(amp_scaler_load(same, state, "s"));
     CHECK_OK(amp_state_put(state, "s.factors", AMP_F64, factors, 5));
     CHECK_ERR(amp_scaler_load(a, state, "s"), AMP_ERR_MISMATCH);
     CHECK_OK(amp_scaler_get(a, &after));
@@ -1051,6 +1181,7 @@ TEST(load_refuses_what_does_not_fit) {
     amp_state_destroy(state);
     amp_state_destroy(other);
     amp_scaler_destroy(a);
+    amp_scaler_destroy(same);
     amp_scaler_destroy(torch);
     amp_scaler_destroy(off);
     amp_close(amp);
@@ -1128,9 +1259,12 @@ int main(int argc, char **argv) {
     RUN(presets_at_their_ceiling);
     RUN(presets_at_their_floor);
     RUN(guard_skips_where_torch_steps_with_nan);
+    RUN(negative_scales_are_torchs);
     RUN(rate_rule_ends_livelock);
     RUN(hysteresis_is_refilled_on_growth);
     RUN(every_cell_of_the_stage_table);
+    RUN(gradients_come_and_go_between_check_and_step);
+    RUN(disabled_scaler_applies_nonfinite);
     RUN(torch_preset_refuses_16_bit_gradients);
     RUN(settings_are_checked);
     RUN(set_rule_and_set_scale);
@@ -1140,6 +1274,7 @@ int main(int argc, char **argv) {
     RUN(clip_coefficient_is_torchs);
     RUN(sets_are_checked);
     RUN(save_and_load_at_every_point);
+    RUN(save_over_a_disabled_scalers);
     RUN(load_refuses_what_does_not_fit);
     RUN(ranks_sum_gradients_and_agree_on_overflow);
     return TEST_END();

@@ -277,7 +277,7 @@ TEST(garbage) {
 /* Blobs whose checksums are right but that no writer makes. */
 TEST(impossible_blobs) {
     static const char *const what[] = {"twice",      "impossible", "impossible", "impossible",
-                                       "impossible", "impossible", "impossible", "no record"};
+                                       "impossible", "impossible", "impossible", "no record", "impossible"};
     amp_state *state = made();
     ampi_crc crc;
     uint8_t *copy;
@@ -287,7 +287,10 @@ TEST(impossible_blobs) {
     ampi_crc_init(&crc, 1);
     CHECK_OK(amp_state_encode(state, &data, &bytes));
     copy = (uint8_t *)calloc(bytes + 1, 1);
-    for (kind = 0; kind < 8; kind++) {
+    ((uint8_t *)data)[8] = 2;                                       /* the next format */
+    CHECK_EQ(refused(data, bytes), AMP_ERR_NEWER);
+    ((uint8_t *)data)[8] = 1;
+    for (kind = 0; kind < 9; kind++) {
         uint8_t *entry = copy + 40 + AMPI_STATE_ENTRY;
         memcpy(copy, data, bytes);
         if (kind == 0) memcpy(entry, copy + 40, 64);                /* a key that is there */
@@ -298,6 +301,7 @@ TEST(impossible_blobs) {
         if (kind == 5) ampi_store_le32(entry + 64, 0xffffffffu);
         if (kind == 6) ampi_store_le64(entry + 72, UINT64_C(1) << 61);      /* times 8 that is 0 */
         if (kind == 7) ampi_store_le64(copy + 16, bytes + 1);
+        if (kind == 8) { ampi_store_le32(entry + 64, AMP_F64); ampi_store_le64(entry + 72, (bytes - 40 - directory) / 2); }
         ampi_store_le32(copy + 32, ampi_crc_add(&crc, 0, copy + 40, directory));
         ampi_store_le32(copy + 36, ampi_crc_add(&crc, 0, copy, 36));
         CHECK_EQ(refused(copy, bytes + (kind == 7)), AMP_ERR_CHECKSUM);

@@ -343,7 +343,7 @@ TEST(failing_step) {
     r = verify(&a_model, BREAK_REGION);             /* with a region left open */
     check_row(&r, 0, AMP_VERDICT_PASS, "good");
     check_row(&r, 2, AMP_VERDICT_FAILED, "the step returned 77.");
-    CHECK(ampi_region_depth() == 0 && amp_autocast_active(a_model.amp, NULL) == 0);
+    CHECK(ampi_region_count == 0 && amp_autocast_active(a_model.amp, NULL) == 0);
     close_model(&a_model);
 }
 
@@ -595,7 +595,7 @@ TEST(bad_input) {
     CHECK(strstr(amp_last_error(), "fails in fp32 already, with 301: AMP0301 step: no room for h") != NULL);
     a_model.broken = BREAK_REGION;
     REFUSED(d.allowance = 1, AMP_ERR_RANGE);
-    CHECK(strstr(amp_last_error(), "with 77") != NULL && ampi_region_depth() == 0);
+    CHECK(strstr(amp_last_error(), "with 77") != NULL && ampi_region_count == 0);
     a_model.always = a_model.broken = 0;
     CHECK_EQ(r.n_rows, 77);
     CHECK_OK(amp_verify(a_model.amp, &good, &r));
@@ -764,6 +764,39 @@ TEST(right_gradients) {
     if (getenv("SHOW")) printf("worst %g\n", worst);
 }
 
+/* A region around the call changes nothing: what callbacks open begins as it would outside. */
+TEST(regions_around_do_not_count) {
+    amp_verify_report v[2];
+    amp_gradcheck_report g[2];
+    amp_gradcheck_desc d;
+    amp_autocast_desc region, now;
+    int k, i;
+    memset(&region, 0, sizeof region);
+    region.dtype = AMP_BF16;
+    for (k = 0; k < 2; k++) {
+        fill_model(&a_model, open_context(AMP_F32, AMP_LEVEL_O1, NULL), 3);
+        if (k) CHECK_OK(amp_autocast_begin(a_model.amp, &region));
+        v[k] = verify(&a_model, BREAK_NOTHING);
+        if (k) {
+            CHECK(amp_autocast_active(a_model.amp, &now) && now.dtype == AMP_BF16);
+            CHECK_OK(amp_autocast_end(a_model.amp));
+        }
+        close_model(&a_model);
+        memset(&g[k], 0, sizeof g[k]);
+        open_scan(&a_scan, 3, AMP_F32);
+        d = scan_desc(&a_scan, AMP_F16, 3);
+        if (k) CHECK_OK(amp_autocast_begin(a_scan.amp, &region));
+        CHECK_OK(amp_gradcheck(a_scan.amp, &d, &g[k]));
+        if (k) CHECK_OK(amp_autocast_end(a_scan.amp));
+        amp_close(a_scan.amp);
+    }
+    for (i = 0; i < 3; i++) {
+        CHECK(v[0].rows[i].output_error == v[1].rows[i].output_error);
+        CHECK(v[0].rows[i].gradient_error == v[1].rows[i].gradient_error);
+    }
+    CHECK(g[0].passed == 1 && g[1].passed == 1 && g[0].error == g[1].error && g[0].found == g[1].found);
+}
+
 static amp_gradcheck_report check_wrong(int wrong, int k, int seed) {
     amp_gradcheck_report r;
     amp_gradcheck_desc d;
@@ -809,7 +842,7 @@ TEST(gradcheck_failures) {
         before = add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight);
         CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), cases[i].result);
         CHECK_MSG(strstr(amp_last_error(), cases[i].text) != NULL, "%s", amp_last_error());
-        CHECK(r.passed == 77 && ampi_region_depth() == 0 && ampi_settings(a_scan.amp)->dtype == AMP_F32);
+        CHECK(r.passed == 77 && ampi_region_count == 0 && ampi_settings(a_scan.amp)->dtype == AMP_F32);
         CHECK(before == add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight));
         CHECK_EQ(a_scan.amp->random_offset, 0);
         amp_close(a_scan.amp);
@@ -871,6 +904,7 @@ int main(int argc, char **argv) {
     RUN(bad_input);
     RUN(placement_here);
     RUN(right_gradients);
+    RUN(regions_around_do_not_count);
     RUN(wrong_gradients);
     RUN(gradcheck_failures);
     RUN(gradcheck_bad_input);

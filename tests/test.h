@@ -4,7 +4,8 @@
  *     TEST(adds) { CHECK(1 + 1 == 2); CHECK_EQ(1 + 1, 2); }
  *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(adds); return TEST_END(); }
  *
- * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them.  With AMPT_FIGURES=FILE the
+ * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them; `--stop` ends at the first check that
+ * fails.  With AMPT_FIGURES=FILE the
  * measured errors are added to FILE as JSON lines. */
 #ifndef AMPT_TEST_H
 #define AMPT_TEST_H
@@ -13,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static struct { int passed, failed, skipped, failures, list; const char *filter, *name, *reason; } ampt;
+static struct { int passed, failed, skipped, failures, list, stop; const char *filter, *name, *reason; } ampt;
 
 #define TEST(name) static void test_##name(void)
 #define RUN(name) ampt_run(#name, test_##name)
@@ -37,6 +38,7 @@ static struct { int passed, failed, skipped, failures, list; const char *filter,
 static __attribute__((unused)) int ampt_check(int ok, const char *what, const char *file, int line) {
     if (ok) return 1;
     if (++ampt.failures <= 10) printf("  %s:%d: %s: failed: %s\n", file, line, ampt.name, what);
+    if (ampt.stop) { printf("FAIL %s (stopped)\n", ampt.name); exit(1); }
     return 0;
 }
 
@@ -63,6 +65,7 @@ static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void
 static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--list")) ampt.list = 1;
+        if (!strcmp(argv[i], "--stop")) ampt.stop = 1;
         if (!strcmp(argv[i], "--filter") && i + 1 < argc) ampt.filter = argv[++i];
     }
 }

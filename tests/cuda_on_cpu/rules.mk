@@ -44,7 +44,7 @@ $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
 $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 $(BUILD)/$(1)t_cuda_telemetry: | $(BUILD)/coc_nvml.so
-$(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/amp_implementation.o \
+$(BUILD)/$(1)t_cuda%: $(COC)/t_cuda%.cpp $(BUILD)/$(1)model_amp_cuda.o $(BUILD)/amp.o \
                       $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS) amp.h examples/common.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 endef
@@ -59,9 +59,6 @@ $(BUILD)/coc_nvml.so: $(COC)/coc_nvml.c | $(BUILD)
 	$(CC) $(WARN) -O1 -g -fPIC -shared -Wl,-soname,libnvidia-ml.so.1 $< -o $@
 
 # The examples on the model GPU, for examples.sh.
-$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) amp.h $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
-	$(CC) $(WARN) -O1 -g $(OMP) -DUSE_CUDA -c $< -o $@.o
+$(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) $(BUILD)/amp.o $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
+	$(CC) $(WARN) -O1 -g $(OMP) $(LINKED) -DUSE_CUDA -c $< -o $@.o
 	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)
-
-$(BUILD)/amp_implementation.o: amp.h | $(BUILD)
-	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@

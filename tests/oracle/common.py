@@ -17,17 +17,16 @@ WHOLE = 8        # of them stored whole
 # ---- Random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011: Parallel random numbers, as easy as 1, 2, 3)
 
 def philox4x32(counter, key, rounds=10):
-    """counter [n, 4] and key (2 words) as uint32; returns [n, 4] uint32."""
+    """counter [n, 4] and key (2 words, or arrays of n) as uint32; returns [n, 4] uint32."""
     c = [counter[:, i].astype(np.uint64) for i in range(4)]
-    k0, k1 = int(key[0]), int(key[1])
+    k0, k1 = np.uint64(key[0]), np.uint64(key[1])
     low = np.uint64(0xFFFFFFFF)
     for _ in range(rounds):
         p0 = np.uint64(0xD2511F53) * c[0]
         p1 = np.uint64(0xCD9E8D57) * c[2]
-        c = [(p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0), p1 & low,
-             (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1), p0 & low]
-        k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF
-        k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF
+        c = [(p1 >> np.uint64(32)) ^ c[1] ^ k0, p1 & low, (p0 >> np.uint64(32)) ^ c[3] ^ k1, p0 & low]
+        k0 = (k0 + np.uint64(0x9E3779B9)) & low
+        k1 = (k1 + np.uint64(0xBB67AE85)) & low
     return np.stack(c, axis=1).astype(np.uint32)
 
 
@@ -54,17 +53,17 @@ def words(seed, stream, n):
     return philox4x32(counter, (seed, 0)).reshape(-1)[:n]
 
 
-def uniform(seed, stream, shape, scale=1.0, shift=0.0):
+def uniform(seed, stream, shape, scale=1.0, shift=0.0, source=words):
     """fp32 numbers shift + scale u, u a multiple of 2^-23 in [-1, 1): one rounding per operation, as in golden.h."""
     n = int(np.prod(shape))
-    u = ((words(seed, stream, n) >> np.uint32(8)).astype(np.float32) - np.float32(8388608)) * np.float32(2.0 ** -23)
+    u = ((source(seed, stream, n) >> np.uint32(8)).astype(np.float32) - np.float32(8388608)) * np.float32(2.0 ** -23)
     return (np.float32(shift) + np.float32(scale) * u).astype(np.float32).reshape(shape)
 
 
-def integers(seed, stream, shape, below):
+def integers(seed, stream, shape, below, source=words):
     """Integers 0..below-1: high half of word * below."""
     n = int(np.prod(shape))
-    high = (words(seed, stream, n).astype(np.uint64) * np.uint64(below)) >> np.uint64(32)
+    high = (source(seed, stream, n).astype(np.uint64) * np.uint64(below)) >> np.uint64(32)
     return high.astype(np.int32).reshape(shape)
 
 

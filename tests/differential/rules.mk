@@ -1,0 +1,8 @@
+# Random programs and tensors against PyTorch: each oracle writes a corpus of SEED into $(BUILD)/, its test replays it, and
+# tests/differential/run.py writes the record into tests/records/.
+DIFFERENTIAL := t_differential t_differential_tensors
+
+.PHONY: differential
+differential: $(DIFFERENTIAL:%=$(BUILD)/%)
+	CC="$(CC)" $(PYTHON) tests/differential/run.py $(or $(SEED),1) logic $(BUILD)/t_differential
+	CC="$(CC)" $(PYTHON) tests/differential/run.py $(or $(SEED),1) tensors $(BUILD)/t_differential_tensors

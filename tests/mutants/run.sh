@@ -1,0 +1,79 @@
+#!/bin/sh
+# run.sh [NAME...] - each mutant of mutants.txt, or those named, must be caught: amp.h with that change still compiles, and
+# the test program it names fails, crashes or does not end.  First every test that is needed must pass on amp.h as it is,
+# built in the same way.  Without names the results go to build/mutants.json.
+#
+# INSIDE names the tests that bring amp.h themselves; the others share one compilation of it.  clang, where there is one:
+# it compiles this in half the time.  Without OpenMP: mutants are of what the threads compute.
+. tests/lib.sh
+cc=clang
+have clang || cc=${CC:-gcc}
+flags="-std=c99 -O0 -w"
+limit=120                               # seconds of CPU time; the slowest test needs a tenth of that
+list=tests/mutants/mutants.txt
+begun=$(date +%s)
+
+field() { sed -n "s/^$1 |[^|]*| *\(.*\)/\1/p" $list; }
+
+# build TREE PROGRAM: the test and the amp.h of this tree.
+build() {
+    case " $INSIDE " in
+        *" $2 "*) $cc $flags "$1/tests/$2.c" -o "$1/$2" -lm -lpthread ;;
+        *)  echo '#include "amp.h"' > "$1/amp.c"
+            $cc $flags -DAMP_IMPLEMENTATION -I"$1" -c "$1/amp.c" -o "$1/amp.o" &&
+            $cc $flags -DAMP_IMPLEMENTATION_INCLUDED "$1/tests/$2.c" "$1/amp.o" -o "$1/$2" -lm -lpthread ;;
+    esac
+}
+# ends PROGRAM FILTER: its exit status.  Only CPU time says that a test does not end: on a busy machine all take long.
+ends() { { (ulimit -t "$limit"; exec timeout 3600 "$1" --stop ${2:+--filter "$2"}) > "$1.log" 2>&1; } 2>/dev/null; }
+
+# One tree per core: the tests include ../amp.h and ../examples.
+for i in $(seq "$cores"); do
+    mkdir -p "$work/tree.$i/tests" "$work/tree.$i/examples"
+    cp tests/*.[ch] "$work/tree.$i/tests"; cp examples/*.[ch] "$work/tree.$i/examples"; cp amp.h "$work/tree.$i"
+done
+same() { echo "$work/tree.$running"; }
+
+passes() {
+    tree=$(same)
+    cp amp.h "$tree"
+    if ! build "$tree" "$1" 2> "$tree/log"; then echo "does not build: $(head -n 3 "$tree/log")"; return; fi
+    grep "^[a-z0-9_]* |.*| *$1\( \|\$\)" "$work/mutants" | sed "s/.*| *$1 *//" | sort -u > "$tree/filters"
+    while read -r filter; do
+        ends "$tree/$1" "$filter" || { echo "$1 $filter fails on amp.h as it is"; tail -n 3 "$tree/$1.log"; }
+        case $(tail -n 1 "$tree/$1.log") in "0 passed"*) echo "$1 $filter runs no test" ;; esac
+    done < "$tree/filters"
+}
+
+caught() {
+    tree=$(same) mutant=$1 program=$2 filter=$3
+    awk -v name="$mutant" -f tests/mutants/mutate.awk $list amp.h > "$tree/amp.h" || return
+    if ! build "$tree" "$program" 2> "$tree/log"; then echo "does not build: $(head -n 3 "$tree/log")"; return; fi
+    ends "$tree/$program" "$filter" && { echo "survives $program $filter"; return; }
+    status=$?
+    how=$(sed -n 's/^FAIL \([a-z0-9_]*\).*/\1/p' "$tree/$program.log" | head -n 1)
+    case $status in 124|152|137) how="no end" ;; 1) ;; *) how="signal $((status - 128))" ;; esac
+    echo "    {\"mutant\": \"$mutant\", \"program\": \"$program\", \"caught_by\": \"$how\"}" > "$work/result.$mutant"
+}
+
+sed -n '/^[a-z0-9_]* |/p' $list > "$work/mutants"
+if [ $# -gt 0 ]; then for name; do grep "^$name |" "$work/mutants" || echo "$name | ? | no_such_mutant"; done > "$work/some"; mv "$work/some" "$work/mutants"; fi
+for program in $(sed 's/.*| *\([a-z_0-9]*\).*/\1/' "$work/mutants" | sort -u); do at_once "$program unchanged" passes "$program"; done
+collect
+if [ "$failed" -gt 0 ]; then closing; exit; fi
+while IFS='|' read -r name _ test; do
+    set -- $test
+    name=${name% }
+    at_once "$name" caught "$name" "$1" "$2"
+done < "$work/mutants"
+collect
+if [ -d build ] && [ "$(wc -l < "$work/mutants")" -eq "$(grep -c '^[a-z0-9_]* |' $list)" ]; then
+    { echo "{\"what\": \"mutants of amp.h, one change of a token each\", \"command\": \"make mutants\","
+      echo " \"compiler\": \"$($cc --version | head -n 1)\", \"flags\": \"$flags\","
+      echo " \"cpu\": \"$(sed -n 's/^model name.*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)\", \"cores\": $cores,"
+      echo " \"mutants\": $(wc -l < "$work/mutants"), \"caught\": $(ls "$work" | grep -c '^result\.'), \"seconds\": $(($(date +%s) - begun)),"
+      echo " \"each\": ["
+      while IFS=' |' read -r name _; do cat "$work/result.$name" 2>/dev/null; done < "$work/mutants" | sed '$!s/$/,/'
+      echo "  ]}"; } > build/mutants.json
+fi
+closing

@@ -1,0 +1,631 @@
+/* t_refusals.c - every operator, forward and backward, with one argument spoiled at a time: it is refused with the right
+ * result and by the field's name, no byte of any buffer changes, and the same call works once it is mended.  The other
+ * functions with nothing where something must be.  And every operator whose kernel fails: its error comes through, and the
+ * next call works. */
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+#include "recording_backend.h"
+#include <stddef.h>
+
+/* All buffers of all operators, so that one comparison sees a write to any of them. */
+enum { BUFFERS = 24, ROOM = 256 };
+static float room[BUFFERS][ROOM], kept[BUFFERS][ROOM];
+static const int32_t ids[8] = {0, 1, 2, 1, 0, 2, 1, 0};
+static const int32_t prefix[2] = {1, 2};
+static amp_context *amp;
+
+static void fill_room(void) {
+    for (int i = 0; i < BUFFERS * ROOM; i++) room[i / ROOM][i % ROOM] = (float)((i * 37 + 11) % 101) / 50.0f - 1.0f;
+}
+
+/* ---- What an operator has */
+
+typedef enum kind { TENSOR, OPTIONAL, PARAM, OPTIONAL_PARAM, POINTER } kind;
+/* calls: which of them look at it. */
+enum { BOTH, BACKWARD, FORWARD };
+typedef struct field { const char *name; size_t at; kind kind; int calls; } field;
+
+typedef amp_result (*operator_call)(amp_context *, void *, uint64_t abi);
+typedef struct operator_case {
+    const char *name;
+    size_t size;
+    uint64_t abi;
+    operator_call forward, backward;        /* backward NULL: there is none */
+    void (*make)(void *op);
+    field fields[14];
+} operator_case;
+
+#define CALL(name, type) static amp_result call_##name(amp_context *c, void *op, uint64_t abi) { return name##_v(c, (type *)op, abi); }
+CALL(amp_linear, amp_linear_op) CALL(amp_linear_backward, amp_linear_op)
+CALL(amp_matmul, amp_matmul_op) CALL(amp_matmul_backward, amp_matmul_op)
+CALL(amp_attention, amp_attention_op) CALL(amp_attention_backward, amp_attention_op)
+CALL(amp_layernorm, amp_norm_op) CALL(amp_layernorm_backward, amp_norm_op)
+CALL(amp_rmsnorm, amp_norm_op) CALL(amp_rmsnorm_backward, amp_norm_op)
+CALL(amp_softmax, amp_softmax_op) CALL(amp_softmax_backward, amp_softmax_op)
+CALL(amp_activation, amp_activation_op) CALL(amp_activation_backward, amp_activation_op)
+CALL(amp_swiglu, amp_swiglu_op) CALL(amp_swiglu_backward, amp_swiglu_op)
+CALL(amp_cross_entropy, amp_cross_entropy_op)
+CALL(amp_mse, amp_mse_op)
+CALL(amp_embedding, amp_embedding_op) CALL(amp_embedding_backward, amp_embedding_op)
+CALL(amp_dropout, amp_dropout_op) CALL(amp_dropout_backward, amp_dropout_op)
+
+static amp_tensor rows(int buffer, int64_t n, int64_t cols) { return amp_tensor2(room[buffer], AMP_F32, n, cols); }
+static amp_param params[2];
+static amp_param *param(int which, int buffer, int64_t n, int64_t cols) {
+    amp_param *p = &params[which];
+    memset(p, 0, sizeof *p);
+    p->name = which ? "bias" : "weight";
+    p->weight = cols ? rows(buffer, n, cols) : amp_tensor1(room[buffer], AMP_F32, n);
+    p->grad = cols ? rows(buffer + 1, n, cols) : amp_tensor1(room[buffer + 1], AMP_F32, n);
+    return p;
+}
+
+static void make_linear(void *memory) {
+    amp_linear_op *op = (amp_linear_op *)memory;
+    op->x = rows(0, 6, 3); op->y = rows(1, 6, 5); op->pre = rows(2, 6, 5);
+    op->weight = param(0, 3, 5, 3); op->bias = param(1, 5, 5, 0);
+    op->act = AMP_ACT_GELU; op->x_act = AMP_ACT_GELU;
+    op->dy = rows(7, 6, 5); op->dx = rows(8, 6, 3); op->x_pre = rows(9, 6, 3);
+}
+static void make_matmul(void *memory) {
+    amp_matmul_op *op = (amp_matmul_op *)memory;
+    op->a = amp_tensor3(room[0], AMP_F32, 2, 4, 3); op->b = amp_tensor3(room[1], AMP_F32, 2, 3, 5);
+    op->y = amp_tensor3(room[2], AMP_F32, 2, 4, 5); op->dy = amp_tensor3(room[3], AMP_F32, 2, 4, 5);
+    op->da = amp_tensor3(room[4], AMP_F32, 2, 4, 3); op->db = amp_tensor3(room[5], AMP_F32, 2, 3, 5);
+}
+/* Both operands transposed. */
+static void make_matmul_tt(void *memory) {
+    amp_matmul_op *op = (amp_matmul_op *)memory;
+    make_matmul(memory);
+    op->a = amp_tensor3(room[0], AMP_F32, 2, 3, 4); op->b = amp_tensor3(room[1], AMP_F32, 2, 5, 3);
+    op->da = amp_tensor3(room[4], AMP_F32, 2, 3, 4); op->db = amp_tensor3(room[5], AMP_F32, 2, 5, 3);
+    op->trans_a = op->trans_b = 1;
+}
+static amp_tensor heads(int buffer, int64_t positions) { return amp_tensor4(room[buffer], AMP_F32, 2, positions, 2, 4); }
+static void make_attention(void *memory) {
+    amp_attention_op *op = (amp_attention_op *)memory;
+    op->q = heads(0, 3); op->k = heads(1, 5); op->v = heads(2, 5); op->o = heads(3, 3);
+    op->lse = room[4];
+    op->mask.kind = AMP_MASK_PREFIX; op->mask.prefix = prefix;
+    op->d_o = heads(5, 3); op->dq = heads(6, 3); op->dk = heads(7, 5); op->dv = heads(8, 5);
+}
+static void make_rms(void *memory) {
+    amp_norm_op *op = (amp_norm_op *)memory;
+    op->x = rows(0, 4, 6); op->residual = rows(1, 4, 6); op->sum = rows(2, 4, 6); op->y = rows(3, 4, 6);
+    op->weight = param(0, 4, 6, 0);
+    op->rstd = room[8]; op->dy = rows(10, 4, 6); op->dsum = rows(11, 4, 6); op->dx = rows(12, 4, 6);
+}
+static void make_norm(void *memory) {
+    amp_norm_op *op = (amp_norm_op *)memory;
+    make_rms(memory);
+    op->bias = param(1, 6, 6, 0);
+    op->mean = room[9];
+}
+static void make_softmax(void *memory) {
+    amp_softmax_op *op = (amp_softmax_op *)memory;
+    op->x = amp_tensor4(room[0], AMP_F32, 2, 2, 3, 5); op->y = amp_tensor4(room[1], AMP_F32, 2, 2, 3, 5);
+    op->mask.kind = AMP_MASK_PREFIX; op->mask.prefix = prefix;
+    op->dy = amp_tensor4(room[2], AMP_F32, 2, 2, 3, 5); op->dx = amp_tensor4(room[3], AMP_F32, 2, 2, 3, 5);
+}
+static void make_activation(void *memory) {
+    amp_activation_op *op = (amp_activation_op *)memory;
+    op->x = rows(0, 4, 6); op->y = rows(1, 4, 6); op->bias = param(1, 2, 6, 0); op->act = AMP_ACT_GELU;
+    op->dy = rows(4, 4, 6); op->dx = rows(5, 4, 6);
+}
+static void make_swiglu(void *memory) {
+    amp_swiglu_op *op = (amp_swiglu_op *)memory;
+    op->gate = rows(0, 4, 6); op->up = rows(1, 4, 6); op->y = rows(2, 4, 6);
+    op->gate_bias = param(0, 3, 6, 0); op->up_bias = param(1, 5, 6, 0);
+    op->dy = rows(7, 4, 6); op->dgate = rows(8, 4, 6); op->dup = rows(9, 4, 6);
+}
+static void make_cross_entropy(void *memory) {
+    amp_cross_entropy_op *op = (amp_cross_entropy_op *)memory;
+    op->logits = rows(0, 4, 6); op->dlogits = rows(1, 4, 6); op->labels = ids; op->loss = room[2]; op->losses = room[3];
+    op->label_smoothing = 0.1f; op->factor = 2; op->ignore_index = 7;
+}
+static void make_mse(void *memory) {
+    amp_mse_op *op = (amp_mse_op *)memory;
+    op->x = rows(0, 4, 6); op->target = rows(1, 4, 6); op->dx = rows(2, 4, 6); op->loss = room[3]; op->factor = 2;
+}
+static void make_embedding(void *memory) {
+    amp_embedding_op *op = (amp_embedding_op *)memory;
+    op->ids = ids; op->seq = 4; op->y = rows(4, 8, 6); op->dy = rows(5, 8, 6);
+    op->table = param(0, 0, 3, 6); op->positions = param(1, 2, 4, 6);
+}
+static void make_dropout(void *memory) {
+    amp_dropout_op *op = (amp_dropout_op *)memory;
+    op->x = rows(0, 4, 6); op->y = rows(1, 4, 6); op->p = 0.25f; op->dy = rows(2, 4, 6); op->dx = rows(3, 4, 6);
+}
+
+#define AT(type, member) #member, offsetof(type, member)
+#define NORM_FIELDS \
+    {AT(amp_norm_op, x), TENSOR, BOTH}, {AT(amp_norm_op, residual), OPTIONAL, BOTH}, {AT(amp_norm_op, sum), TENSOR, BOTH}, {AT(amp_norm_op, y), TENSOR, BOTH}, \
+    {AT(amp_norm_op, weight), OPTIONAL_PARAM, BOTH}, {AT(amp_norm_op, rstd), POINTER, BOTH}, \
+    {AT(amp_norm_op, dy), TENSOR, BACKWARD}, {AT(amp_norm_op, dsum), OPTIONAL, BACKWARD}, {AT(amp_norm_op, dx), TENSOR, BACKWARD}
+static const operator_case cases[] = {
+    {"linear", sizeof(amp_linear_op), AMP_ABI(amp_linear_op), call_amp_linear, call_amp_linear_backward, make_linear,
+     {{AT(amp_linear_op, x), TENSOR, BOTH}, {AT(amp_linear_op, y), TENSOR, BOTH}, {AT(amp_linear_op, pre), OPTIONAL, BOTH},
+      {AT(amp_linear_op, weight), PARAM, BOTH}, {AT(amp_linear_op, bias), OPTIONAL_PARAM, BOTH}, {AT(amp_linear_op, dy), TENSOR, BACKWARD},
+      {AT(amp_linear_op, dx), OPTIONAL, BACKWARD}, {AT(amp_linear_op, x_pre), TENSOR, BACKWARD}}},
+    {"matmul", sizeof(amp_matmul_op), AMP_ABI(amp_matmul_op), call_amp_matmul, call_amp_matmul_backward, make_matmul,
+     {{AT(amp_matmul_op, a), TENSOR, BOTH}, {AT(amp_matmul_op, b), TENSOR, BOTH}, {AT(amp_matmul_op, y), TENSOR, FORWARD},
+      {AT(amp_matmul_op, dy), TENSOR, BACKWARD}, {AT(amp_matmul_op, da), OPTIONAL, BACKWARD},
+      {AT(amp_matmul_op, db), OPTIONAL, BACKWARD}}},
+    {"matmul transposed", sizeof(amp_matmul_op), AMP_ABI(amp_matmul_op), call_amp_matmul, call_amp_matmul_backward, make_matmul_tt,
+     {{AT(amp_matmul_op, a), TENSOR, BOTH}, {AT(amp_matmul_op, b), TENSOR, BOTH}, {AT(amp_matmul_op, y), TENSOR, FORWARD},
+      {AT(amp_matmul_op, dy), TENSOR, BACKWARD}, {AT(amp_matmul_op, da), OPTIONAL, BACKWARD},
+      {AT(amp_matmul_op, db), OPTIONAL, BACKWARD}}},
+    {"attention", sizeof(amp_attention_op), AMP_ABI(amp_attention_op), call_amp_attention, call_amp_attention_backward, make_attention,
+     {{AT(amp_attention_op, q), TENSOR, BOTH}, {AT(amp_attention_op, k), TENSOR, BOTH}, {AT(amp_attention_op, v), TENSOR, BOTH}, {AT(amp_attention_op, o), TENSOR, BOTH},
+      {AT(amp_attention_op, lse), POINTER, BOTH}, {"prefix", offsetof(amp_attention_op, mask) + offsetof(amp_mask, prefix), POINTER, BOTH},
+      {AT(amp_attention_op, d_o), TENSOR, BACKWARD}, {AT(amp_attention_op, dq), TENSOR, BACKWARD}, {AT(amp_attention_op, dk), TENSOR, BACKWARD}, {AT(amp_attention_op, dv), TENSOR, BACKWARD}}},
+    {"layernorm", sizeof(amp_norm_op), AMP_ABI(amp_norm_op), call_amp_layernorm, call_amp_layernorm_backward, make_norm,
+     {NORM_FIELDS, {AT(amp_norm_op, bias), OPTIONAL_PARAM, BOTH}, {AT(amp_norm_op, mean), POINTER, BOTH}}},
+    {"rmsnorm", sizeof(amp_norm_op), AMP_ABI(amp_norm_op), call_amp_rmsnorm, call_amp_rmsnorm_backward, make_rms, {NORM_FIELDS}},
+    {"softmax", sizeof(amp_softmax_op), AMP_ABI(amp_softmax_op), call_amp_softmax, call_amp_softmax_backward, make_softmax,
+     {{AT(amp_softmax_op, x), TENSOR, BOTH}, {AT(amp_softmax_op, y), TENSOR, BOTH}, {"prefix", offsetof(amp_softmax_op, mask) + offsetof(amp_mask, prefix), POINTER, BOTH},
+      {AT(amp_softmax_op, dy), TENSOR, BACKWARD}, {AT(amp_softmax_op, dx), TENSOR, BACKWARD}}},
+    {"activation", sizeof(amp_activation_op), AMP_ABI(amp_activation_op), call_amp_activation, call_amp_activation_backward, make_activation,
+     {{AT(amp_activation_op, x), TENSOR, BOTH}, {AT(amp_activation_op, y), TENSOR, BOTH}, {AT(amp_activation_op, bias), OPTIONAL_PARAM, BOTH},
+      {AT(amp_activation_op, dy), TENSOR, BACKWARD}, {AT(amp_activation_op, dx), TENSOR, BACKWARD}}},
+    {"swiglu", sizeof(amp_swiglu_op), AMP_ABI(amp_swiglu_op), call_amp_swiglu, call_amp_swiglu_backward, make_swiglu,
+     {{AT(amp_swiglu_op, gate), TENSOR, BOTH}, {AT(amp_swiglu_op, up), TENSOR, BOTH}, {AT(amp_swiglu_op, y), TENSOR, BOTH},
+      {AT(amp_swiglu_op, gate_bias), OPTIONAL_PARAM, BOTH}, {AT(amp_swiglu_op, up_bias), OPTIONAL_PARAM, BOTH}, {AT(amp_swiglu_op, dy), TENSOR, BACKWARD},
+      {AT(amp_swiglu_op, dgate), TENSOR, BACKWARD}, {AT(amp_swiglu_op, dup), TENSOR, BACKWARD}}},
+    {"cross_entropy", sizeof(amp_cross_entropy_op), AMP_ABI(amp_cross_entropy_op), call_amp_cross_entropy, NULL, make_cross_entropy,
+     {{AT(amp_cross_entropy_op, logits), TENSOR, BOTH}, {AT(amp_cross_entropy_op, dlogits), OPTIONAL, BOTH}, {AT(amp_cross_entropy_op, labels), POINTER, BOTH},
+      {AT(amp_cross_entropy_op, loss), POINTER, BOTH}}},
+    {"mse", sizeof(amp_mse_op), AMP_ABI(amp_mse_op), call_amp_mse, NULL, make_mse,
+     {{AT(amp_mse_op, x), TENSOR, BOTH}, {AT(amp_mse_op, target), TENSOR, BOTH}, {AT(amp_mse_op, dx), OPTIONAL, BOTH}, {AT(amp_mse_op, loss), POINTER, BOTH}}},
+    {"embedding", sizeof(amp_embedding_op), AMP_ABI(amp_embedding_op), call_amp_embedding, call_amp_embedding_backward, make_embedding,
+     {{AT(amp_embedding_op, ids), POINTER, BOTH}, {AT(amp_embedding_op, table), PARAM, BOTH}, {AT(amp_embedding_op, positions), OPTIONAL_PARAM, BOTH},
+      {AT(amp_embedding_op, y), TENSOR, BOTH}, {AT(amp_embedding_op, dy), TENSOR, BACKWARD}}},
+    {"dropout", sizeof(amp_dropout_op), AMP_ABI(amp_dropout_op), call_amp_dropout, call_amp_dropout_backward, make_dropout,
+     {{AT(amp_dropout_op, x), TENSOR, FORWARD}, {AT(amp_dropout_op, y), TENSOR, FORWARD}, {AT(amp_dropout_op, dy), TENSOR, BACKWARD}, {AT(amp_dropout_op, dx), TENSOR, BACKWARD}}},
+};
+enum { CASES = sizeof cases / sizeof *cases };
+
+static union { amp_linear_op linear; amp_attention_op attention; amp_norm_op norm; double align; char bytes[2048]; } memory;
+
+static void make(const operator_case *c) {
+    memset(&memory, 0, sizeof memory);
+    memset(params, 0, sizeof params);
+    c->make(&memory);
+}
+
+/* ---- Spoiling */
+
+enum { MISSING, FP64, RANK_0, NEGATIVE, WIDER, STRIDED, SPOILS };
+static const char *const spoil_names[] = {"missing", "fp64", "of no dimension", "of negative size", "one column too wide", "strided"};
+
+/* The result that must come back; AMP_OK: this field cannot be spoiled so. */
+static amp_result spoil_tensor(amp_tensor *t, int how, int optional) {
+    int last = t->ndim - 1;
+    switch (how) {
+        case MISSING: if (optional) return AMP_OK; t->data = NULL; return AMP_ERR_NULL;
+        case FP64: t->dtype = AMP_F64; return AMP_ERR_DTYPE;
+        case RANK_0: t->ndim = 0; return AMP_ERR_SHAPE;
+        case NEGATIVE: t->shape[0] = -1; return AMP_ERR_SHAPE;
+        case WIDER: t->shape[last]++; return AMP_ERR_SHAPE;
+        default:
+            for (int i = last, stride = 2; i >= 0; stride *= (int)t->shape[i--]) t->stride[i] = stride;
+            return AMP_ERR_SHAPE;
+    }
+}
+
+static amp_result spoil(const field *f, int how) {
+    char *at = (char *)&memory + f->at;
+    amp_param *p;
+    if (f->kind == TENSOR || f->kind == OPTIONAL) return spoil_tensor((amp_tensor *)(void *)at, how, f->kind == OPTIONAL);
+    memcpy(&p, at, sizeof p);
+    if (how == MISSING) {
+        if (f->kind == OPTIONAL_PARAM) return AMP_OK;
+        memset(at, 0, sizeof p);
+        return AMP_ERR_NULL;
+    }
+    return f->kind == POINTER ? AMP_OK : spoil_tensor(&p->weight, how, 0);
+}
+
+/* A spoiled call, refused by name without a trace. */
+static void refuses(const operator_case *c, const field *f, int how, operator_call call) {
+    amp_result expected, result;
+    make(c);
+    if (call == c->backward) CHECK_OK(c->forward(amp, &memory, c->abi));
+    expected = spoil(f, how);
+    if (expected == AMP_OK) return;
+    memcpy(kept, room, sizeof kept);
+    result = call(amp, &memory, c->abi);
+    CHECK_MSG(result == expected, "%s%s, .%s %s: returned %d, expected %d: %s", c->name, call == c->backward ? " backward" : "", f->name,
+              spoil_names[how], (int)result, (int)expected, amp_last_error());
+    CHECK_MSG(how >= WIDER || strstr(amp_last_error(), f->name) != NULL, "%s: .%s %s: %s", c->name, f->name, spoil_names[how], amp_last_error());
+    CHECK_MSG(memcmp(kept, room, sizeof kept) == 0, "%s: .%s %s: something was written", c->name, f->name, spoil_names[how]);
+}
+
+TEST(every_argument_spoiled) {
+    fill_room();
+    for (int i = 0; i < CASES; i++) {
+        const operator_case *c = &cases[i];
+        for (const field *f = c->fields; f->name != NULL; f++)
+            for (int how = 0; how < SPOILS; how++) {
+                if (f->calls != BACKWARD) refuses(c, f, how, c->forward);
+                if (f->calls != FORWARD && c->backward != NULL) refuses(c, f, how, c->backward);
+            }
+        make(c);
+        CHECK_OK(c->forward(amp, &memory, c->abi));
+        if (c->backward != NULL) CHECK_OK(c->backward(amp, &memory, c->abi));
+    }
+}
+
+TEST(nothing_there_or_of_another_version) {
+    for (int i = 0; i < CASES; i++) {
+        const operator_case *c = &cases[i];
+        for (int b = 0; b < 2; b++) {
+            operator_call call = b ? c->backward : c->forward;
+            if (call == NULL) continue;
+            make(c);
+            CHECK_ERR(call(NULL, &memory, c->abi), AMP_ERR_NULL);
+            CHECK_ERR(call(amp, NULL, c->abi), AMP_ERR_NULL);
+            CHECK_ERR(call(amp, &memory, c->abi + 8), AMP_ERR_VERSION);
+            if (b) CHECK_ERR(call(amp, &memory, c->abi), AMP_ERR_STATE);       /* forward has not run */
+        }
+    }
+}
+
+/* ---- Numbers and enums */
+
+#define REFUSED(call, result, text) do { CHECK_ERR(call, result); CHECK_MSG(strstr(amp_last_error(), text) != NULL, "%s", amp_last_error()); } while (0)
+
+TEST(numbers_out_of_range) {
+    amp_linear_op *linear = &memory.linear;
+    amp_norm_op *norm = &memory.norm;
+    amp_softmax_op *softmax = (amp_softmax_op *)(void *)&memory;
+    amp_activation_op *activation = (amp_activation_op *)(void *)&memory;
+    amp_cross_entropy_op *ce = (amp_cross_entropy_op *)(void *)&memory;
+    amp_mse_op *mse = (amp_mse_op *)(void *)&memory;
+    amp_embedding_op *embedding = (amp_embedding_op *)(void *)&memory;
+    amp_dropout_op *dropout = (amp_dropout_op *)(void *)&memory;
+    amp_attention_op *attention = &memory.attention;
+    make(&cases[0]); linear->act = AMP_ACT_TANH; REFUSED(amp_linear(amp, linear), AMP_ERR_RANGE, ".act");
+    make(&cases[0]); linear->x_act = AMP_ACT_SILU; REFUSED(amp_linear(amp, linear), AMP_ERR_RANGE, ".x_act");
+    make(&cases[0]); linear->x.shape[0] = 5; REFUSED(amp_linear(amp, linear), AMP_ERR_SHAPE, ".x has 5 rows");
+    make(&cases[3]); attention->mask.kind = (amp_mask_kind)9; REFUSED(amp_attention(amp, attention), AMP_ERR_RANGE, ".mask.kind");
+    make(&cases[3]); attention->mask.kind = AMP_MASK_ARBITRARY; REFUSED(amp_attention(amp, attention), AMP_ERR_NULL, ".mask.allowed");
+    make(&cases[3]); attention->k.dtype = AMP_BF16; REFUSED(amp_attention(amp, attention), AMP_ERR_DTYPE, ".k is bf16");
+    make(&cases[3]); attention->k.ndim = 3; REFUSED(amp_attention(amp, attention), AMP_ERR_SHAPE, ".q and .k");
+    make(&cases[4]); norm->eps = -1; REFUSED(amp_layernorm(amp, norm), AMP_ERR_RANGE, ".eps");
+    make(&cases[4]); REFUSED(amp_rmsnorm(amp, norm), AMP_ERR_CONFLICT, ".bias");
+    make(&cases[4]); params[1].weight.dtype = AMP_BF16; REFUSED(amp_layernorm(amp, norm), AMP_ERR_DTYPE, ".bias");
+    make(&cases[6]); softmax->y.ndim = 3; REFUSED(amp_softmax(amp, softmax), AMP_ERR_SHAPE, "");
+    make(&cases[7]); activation->act = AMP_ACT_NONE; REFUSED(amp_activation(amp, activation), AMP_ERR_RANGE, ".act = 0");
+    make(&cases[7]); activation->act = (amp_activation_kind)9; REFUSED(amp_activation(amp, activation), AMP_ERR_RANGE, ".act = 9");
+    make(&cases[9]); ce->classes = -1; REFUSED(amp_cross_entropy(amp, ce), AMP_ERR_RANGE, ".classes");
+    make(&cases[9]); ce->classes = 7; REFUSED(amp_cross_entropy(amp, ce), AMP_ERR_RANGE, ".classes");
+    make(&cases[9]); ce->label_smoothing = 1.5f; REFUSED(amp_cross_entropy(amp, ce), AMP_ERR_RANGE, ".label_smoothing");
+    make(&cases[9]); ce->label_smoothing = -0.5f; REFUSED(amp_cross_entropy(amp, ce), AMP_ERR_RANGE, ".label_smoothing");
+    make(&cases[9]); ce->reduction = (amp_reduction)3; REFUSED(amp_cross_entropy(amp, ce), AMP_ERR_RANGE, ".reduction");
+    make(&cases[9]); ce->reduction = (amp_reduction)-1; REFUSED(amp_cross_entropy(amp, ce), AMP_ERR_RANGE, ".reduction");
+    make(&cases[10]); mse->reduction = (amp_reduction)3; REFUSED(amp_mse(amp, mse), AMP_ERR_RANGE, ".reduction");
+    make(&cases[10]); mse->reduction = (amp_reduction)-1; REFUSED(amp_mse(amp, mse), AMP_ERR_RANGE, ".reduction");
+    make(&cases[11]); embedding->seq = -1; REFUSED(amp_embedding(amp, embedding), AMP_ERR_RANGE, ".seq");
+    make(&cases[11]); params[1].weight.shape[0] = 3; REFUSED(amp_embedding(amp, embedding), AMP_ERR_SHAPE, ".positions");
+    make(&cases[12]); dropout->p = 1; REFUSED(amp_dropout(amp, dropout), AMP_ERR_RANGE, ".p = 1");
+    make(&cases[12]); dropout->p = -0.5f; REFUSED(amp_dropout(amp, dropout), AMP_ERR_RANGE, ".p");
+}
+
+TEST(ids_out_of_range) {
+    static const int32_t bad[8] = {0, 1, 3, 1, 0, 2, 1, 0}, negative[8] = {0, -1};
+    amp_embedding_op *embedding = (amp_embedding_op *)(void *)&memory;
+    make(&cases[11]);
+    CHECK_OK(amp_embedding(amp, embedding));
+    embedding->ids = bad;
+    REFUSED(amp_embedding_backward(amp, embedding), AMP_ERR_LABEL, ".ids[2] = 3");
+    REFUSED(amp_embedding(amp, embedding), AMP_ERR_LABEL, ".ids[2] = 3");
+    embedding->ids = negative;
+    REFUSED(amp_embedding(amp, embedding), AMP_ERR_LABEL, ".ids[1] = -1");
+}
+
+TEST(gemm_arguments) {
+    float a[6] = {1, 2, 3, 4, 5, 6}, b[6] = {1, 2, 3, 4, 5, 6}, c[4] = {9, 9, 9, 9};
+    const int no = AMP_NO_TRANS, row = AMP_ROW_MAJOR, col = AMP_COL_MAJOR;
+    static const struct { int order, ta, tb, m, n, k, lda, ldb, ldc; amp_result result; const char *text; } bad[] = {
+        {100, 111, 111, 2, 2, 3, 3, 2, 2, AMP_ERR_RANGE, "order = 100"}, {103, 111, 111, 2, 2, 3, 3, 2, 2, AMP_ERR_RANGE, "order = 103"},
+        {101, 110, 111, 2, 2, 3, 3, 2, 2, AMP_ERR_RANGE, "trans_a = 110"}, {101, 114, 111, 2, 2, 3, 3, 2, 2, AMP_ERR_RANGE, "trans_a = 114"},
+        {101, 111, 110, 2, 2, 3, 3, 2, 2, AMP_ERR_RANGE, "trans_b = 110"}, {101, 111, 114, 2, 2, 3, 3, 2, 2, AMP_ERR_RANGE, "trans_b = 114"},
+        {101, 111, 111, -1, 2, 3, 3, 2, 2, AMP_ERR_RANGE, "m = -1"}, {101, 111, 111, 2, -1, 3, 3, 2, 2, AMP_ERR_RANGE, "n = -1"},
+        {101, 111, 111, 2, 2, -1, 3, 2, 2, AMP_ERR_RANGE, "k = -1"}, {101, 111, 111, 2, 2, 3, 2, 2, 2, AMP_ERR_RANGE, "lda = 2"},
+        {101, 111, 111, 2, 2, 3, 3, 1, 2, AMP_ERR_RANGE, "ldb = 1"}, {101, 111, 111, 2, 2, 3, 3, 2, 1, AMP_ERR_RANGE, "ldc = 1"},
+        {102, 111, 111, 2, 2, 3, 1, 3, 2, AMP_ERR_RANGE, "lda = 1"}, {102, 112, 112, 2, 2, 3, 2, 2, 2, AMP_ERR_RANGE, "lda = 2"},
+        {101, 112, 113, 2, 2, 3, 1, 3, 2, AMP_ERR_RANGE, "lda = 1"}, {101, 112, 113, 2, 2, 3, 2, 2, 2, AMP_ERR_RANGE, "ldb = 2"}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        REFUSED(amp_gemm(amp, (amp_order)bad[i].order, (amp_trans)bad[i].ta, (amp_trans)bad[i].tb, bad[i].m, bad[i].n, bad[i].k, 1, a, bad[i].lda,
+                         b, bad[i].ldb, 0, c, bad[i].ldc), bad[i].result, bad[i].text);
+    CHECK_ERR(amp_gemm(NULL, (amp_order)row, (amp_trans)no, (amp_trans)no, 2, 2, 3, 1, a, 3, b, 2, 0, c, 2), AMP_ERR_NULL);
+    CHECK_ERR(amp_gemm(amp, (amp_order)row, (amp_trans)no, (amp_trans)no, 2, 2, 3, 1, NULL, 3, b, 2, 0, c, 2), AMP_ERR_NULL);
+    CHECK_ERR(amp_gemm(amp, (amp_order)row, (amp_trans)no, (amp_trans)no, 2, 2, 3, 1, a, 3, NULL, 2, 0, c, 2), AMP_ERR_NULL);
+    CHECK_ERR(amp_gemm(amp, (amp_order)row, (amp_trans)no, (amp_trans)no, 2, 2, 3, 1, a, 3, b, 2, 0, NULL, 2), AMP_ERR_NULL);
+    CHECK(c[0] == 9 && c[1] == 9 && c[2] == 9 && c[3] == 9);
+    CHECK_OK(amp_gemm(amp, (amp_order)col, (amp_trans)no, (amp_trans)no, 2, 0, 3, 1, a, 2, b, 3, 0, c, 2));
+    CHECK(c[0] == 9);
+    CHECK_OK(amp_gemm(amp, (amp_order)row, (amp_trans)no, (amp_trans)no, 2, 2, 0, 1, NULL, 1, NULL, 2, 0.5f, c, 2));      /* no k: C = beta C */
+    CHECK(c[0] == 4.5f && c[3] == 4.5f);
+}
+
+TEST(add_and_cast_arguments) {
+    amp_tensor a = rows(0, 4, 6), b = rows(1, 4, 6), y = rows(2, 4, 6), longer = rows(2, 4, 7);
+    amp_tensor f64 = amp_tensor2(room[3], AMP_F64, 4, 6), strided = a;
+    strided.stride[0] = 12; strided.stride[1] = 1;
+    CHECK_ERR(amp_add(NULL, &a, &b, &y), AMP_ERR_NULL);
+    CHECK_ERR(amp_add(amp, NULL, &b, &y), AMP_ERR_NULL);
+    CHECK_ERR(amp_add(amp, &a, NULL, &y), AMP_ERR_NULL);
+    CHECK_ERR(amp_add(amp, &a, &b, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_add(amp, &f64, &b, &y), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_add(amp, &a, &strided, &y), AMP_ERR_SHAPE);
+    CHECK_ERR(amp_add(amp, &a, &b, &longer), AMP_ERR_SHAPE);
+    CHECK_ERR(amp_cast(NULL, &a, &y), AMP_ERR_NULL);
+    CHECK_ERR(amp_cast(amp, NULL, &y), AMP_ERR_NULL);
+    CHECK_ERR(amp_cast(amp, &a, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_cast(amp, &strided, &y), AMP_ERR_SHAPE);
+    CHECK_ERR(amp_cast(amp, &a, &longer), AMP_ERR_SHAPE);
+}
+
+/* ---- Every other function: nothing where something must be */
+
+#define NULLS(call) CHECK_ERR(call, AMP_ERR_NULL)
+
+TEST(nothing_for_base_and_state) {
+    amp_state *state = NULL, *other = (amp_state *)&memory;
+    void *data = NULL;
+    size_t bytes = 0;
+    double value = 1;
+    amp_dtype dtype;
+    char far[5000];
+    memset(far, 'x', sizeof far - 1);
+    far[sizeof far - 1] = 0;
+    NULLS(amp_file_write_atomic(NULL, NULL, "x", 1));
+    NULLS(amp_file_write_atomic(NULL, "x", NULL, 1));
+    CHECK_ERR(amp_file_write_atomic(NULL, far, "x", 1), AMP_ERR_OPEN);
+    NULLS(amp_file_read_all(NULL, NULL, &data, &bytes));
+    NULLS(amp_file_read_all(NULL, "x", NULL, &bytes));
+    NULLS(amp_file_read_all(NULL, "x", &data, NULL));
+    NULLS(amp_dtype_parse(NULL, &dtype));
+    NULLS(amp_dtype_parse("fp32", NULL));
+    CHECK_ERR(amp_dtype_parse("fp33", &dtype), AMP_ERR_NAME);
+    CHECK(strcmp(amp_dtype_name((amp_dtype)-1), "?") == 0 && strcmp(amp_dtype_name((amp_dtype)99), "?") == 0);
+    CHECK(amp_tensor_count(NULL) == 0);
+    NULLS(amp_state_create(NULL, NULL));
+    CHECK_OK(amp_state_create(&state, NULL));
+    NULLS(amp_state_put(NULL, "a", AMP_F64, &value, 1));
+    NULLS(amp_state_put(state, NULL, AMP_F64, &value, 1));
+    NULLS(amp_state_put(state, "a", AMP_F64, NULL, 1));
+    CHECK_OK(amp_state_put(state, "a", AMP_F64, &value, 1));
+    NULLS(amp_state_get(NULL, "a", AMP_F64, &value, 1));
+    NULLS(amp_state_get(state, NULL, AMP_F64, &value, 1));
+    NULLS(amp_state_get(state, "a", AMP_F64, NULL, 1));
+    CHECK(amp_state_count(NULL, "a", NULL) == -1 && amp_state_count(state, NULL, NULL) == -1 && amp_state_count(state, "a", NULL) == 1);
+    CHECK(amp_state_key(NULL, 0) == NULL && amp_state_key(state, -1) == NULL && amp_state_key(state, 1) == NULL);
+    NULLS(amp_state_encode(NULL, &data, &bytes));
+    NULLS(amp_state_encode(state, NULL, &bytes));
+    NULLS(amp_state_encode(state, &data, NULL));
+    NULLS(amp_state_decode(NULL, NULL, "x", 1));
+    NULLS(amp_state_decode(&other, NULL, NULL, 1));
+    NULLS(amp_state_save(NULL, "x"));
+    NULLS(amp_state_save(state, NULL));
+    NULLS(amp_state_load(NULL, NULL, "x"));
+    NULLS(amp_state_load(&other, NULL, NULL));
+    amp_state_destroy(state);
+    amp_state_destroy(NULL);
+    NULLS(amp_machine_probe(NULL));
+}
+
+TEST(nothing_for_a_context) {
+    amp_tensor t = rows(0, 4, 6), out;
+    amp_memory_info info;
+    amp_desc desc;
+    amp_machine machine;
+    amp_choice choice;
+    amp_mask mask = {AMP_MASK_NONE, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0};
+    amp_mask_view view;
+    amp_cache_info cache;
+    amp_plan plan;
+    amp_param *p = param(0, 0, 4, 6);
+    amp_state *state;
+    void *ptr;
+    int32_t op;
+    char far[200];
+    memset(far, 'x', sizeof far - 1);
+    far[sizeof far - 1] = 0;
+    CHECK_OK(amp_state_create(&state, NULL));
+    NULLS(amp_open(NULL, NULL));
+    NULLS(amp_query(NULL, &desc)); NULLS(amp_query(amp, NULL));
+    NULLS(amp_query_machine(NULL, &machine)); NULLS(amp_query_machine(amp, NULL));
+    NULLS(amp_query_choice(NULL, &choice)); NULLS(amp_query_choice(amp, NULL));
+    CHECK_OK(amp_query_machine(amp, &machine));
+    NULLS(amp_choose(NULL, AMP_F32, 0, &choice)); NULLS(amp_choose(&machine, AMP_F32, 0, NULL));
+    NULLS(amp_set_dtype(NULL, AMP_F32)); NULLS(amp_set_enabled(NULL, 1));
+    NULLS(amp_alloc(NULL, &ptr, 8)); NULLS(amp_alloc(amp, NULL, 8));
+    amp_free(NULL, room); amp_free(amp, NULL); amp_close(NULL);
+    NULLS(amp_copy(NULL, room[0], room[1], 8, AMP_COPY_DEFAULT)); NULLS(amp_copy(amp, NULL, room[1], 8, AMP_COPY_DEFAULT));
+    NULLS(amp_copy(amp, room[0], NULL, 8, AMP_COPY_DEFAULT));
+    CHECK_ERR(amp_copy(amp, room[0], room[1], -1, AMP_COPY_DEFAULT), AMP_ERR_RANGE);
+    NULLS(amp_fill(NULL, room[0], 0, 8)); NULLS(amp_fill(amp, NULL, 0, 8));
+    CHECK_ERR(amp_fill(amp, room[0], 0, -1), AMP_ERR_RANGE);
+    NULLS(amp_sync(NULL));
+    NULLS(amp_event_record(NULL, room)); NULLS(amp_event_record(amp, NULL)); CHECK_OK(amp_event_record(amp, room));
+    NULLS(amp_event_wait(NULL, room)); NULLS(amp_event_wait(amp, NULL)); CHECK_OK(amp_event_wait(amp, room));
+    NULLS(amp_memory(NULL, &info)); NULLS(amp_memory(amp, NULL));
+    amp_memory_reset_peak(NULL);
+    NULLS(amp_cleanup(NULL, NULL)); CHECK_OK(amp_cleanup(amp, NULL));
+    NULLS(amp_param_register(NULL, p, 1)); NULLS(amp_param_register(amp, NULL, 1));
+    CHECK_ERR(amp_param_register(amp, p, -1), AMP_ERR_RANGE);
+    amp_param_forget(NULL, p, 1); amp_param_forget(amp, NULL, 1);
+    amp_param_touch(NULL);
+    CHECK(amp_param_accumulate(NULL) == 0 && amp_param_dtype(NULL, 0) == AMP_F32);
+    NULLS(amp_mask_get(NULL, &mask, 1, 1, 1, AMP_U8, &view)); NULLS(amp_mask_get(amp, NULL, 1, 1, 1, AMP_U8, &view));
+    NULLS(amp_mask_get(amp, &mask, 1, 1, 1, AMP_U8, NULL));
+    CHECK_ERR(amp_mask_get(amp, &mask, 1, 0, 1, AMP_U8, &view), AMP_ERR_RANGE);
+    CHECK_ERR(amp_mask_get(amp, &mask, 1, 1, 0, AMP_U8, &view), AMP_ERR_RANGE);
+    CHECK_ERR(amp_mask_get(amp, &mask, 4, INT64_MAX / 4, 8, AMP_U8, &view), AMP_ERR_SIZE);
+    amp_mask_put(NULL, &view); amp_mask_put(amp, NULL); memset(&view, 0, sizeof view); amp_mask_put(amp, &view);
+    NULLS(amp_mask_cache_info(NULL, &cache)); NULLS(amp_mask_cache_info(amp, NULL));
+    amp_mask_cache_clear(NULL);
+    NULLS(amp_autocast_begin(NULL, NULL)); NULLS(amp_recompute_begin(NULL));
+    CHECK(amp_autocast_active(NULL, NULL) == 0);
+    NULLS(amp_autocast_decide(NULL, AMP_OP_LINEAR, NULL, NULL, 0, &plan)); NULLS(amp_autocast_decide(amp, AMP_OP_LINEAR, NULL, NULL, 0, NULL));
+    NULLS(amp_autocast_decide(amp, AMP_OP_LINEAR, NULL, NULL, 1, &plan));
+    NULLS(amp_operator_register(NULL, "mine", AMP_CAST_FP32, &op)); NULLS(amp_operator_register(amp, NULL, AMP_CAST_FP32, &op));
+    NULLS(amp_operator_register(amp, "mine", AMP_CAST_FP32, NULL));
+    CHECK_ERR(amp_operator_register(amp, "mine", AMP_CAST_DEFAULT, &op), AMP_ERR_RANGE);
+    CHECK_ERR(amp_operator_register(amp, "mine", (amp_cast_policy)-1, &op), AMP_ERR_RANGE);
+    CHECK_ERR(amp_operator_register(amp, far, AMP_CAST_FP32, &op), AMP_ERR_RANGE);
+    NULLS(amp_operator_override(NULL, AMP_OP_LINEAR, AMP_CAST_FP32));
+    CHECK_ERR(amp_operator_override(amp, AMP_OP_NONE, AMP_CAST_FP32), AMP_ERR_NAME);
+    NULLS(amp_layer_override(NULL, "x", AMP_F32)); NULLS(amp_layer_override(amp, NULL, AMP_F32));
+    CHECK_ERR(amp_layer_override(amp, far, AMP_F32), AMP_ERR_RANGE);
+    NULLS(amp_autocast_cast(NULL, p, AMP_BF16, &out)); NULLS(amp_autocast_cast(amp, NULL, AMP_BF16, &out)); NULLS(amp_autocast_cast(amp, p, AMP_BF16, NULL));
+    CHECK_ERR(amp_autocast_cast(amp, p, AMP_BF16, &out), AMP_ERR_STATE);
+    p->name = NULL;
+    CHECK_ERR(amp_autocast_cast(amp, p, AMP_BF16, &out), AMP_ERR_STATE);
+    NULLS(amp_cast_cache_info(NULL, &cache)); NULLS(amp_cast_cache_info(amp, NULL));
+    amp_cast_cache_clear(NULL);
+    NULLS(amp_random_save(NULL, state, "x")); NULLS(amp_random_save(amp, NULL, "x")); NULLS(amp_random_save(amp, state, NULL));
+    NULLS(amp_random_load(NULL, state, "x")); NULLS(amp_random_load(amp, NULL, "x")); NULLS(amp_random_load(amp, state, NULL));
+    NULLS(amp_graph_begin(NULL));
+    CHECK_ERR(amp_graph_begin(amp), AMP_ERR_UNSUPPORTED);
+    NULLS(amp_graph_launch(NULL));
+    amp_graph_destroy(NULL);
+    amp_state_destroy(state);
+    CHECK(t.data == room[0]);
+}
+
+static int no_thread(void *user, void **thread, void (*run)(void *), void *arg) { (void)user; (void)run; (void)arg; (void)thread; return -1; }
+
+TEST(settings_of_a_context_that_contradict) {
+    amp_context *other = NULL;
+    amp_linear_op *op = &memory.linear;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.system.thread_start = no_thread;
+    REFUSED(amp_open(&other, &desc), AMP_ERR_CONFLICT, "all or none");
+    memset(&desc, 0, sizeof desc);
+    desc.cpu_path = (amp_cpu_path)9;
+    CHECK_ERR(amp_open(&other, &desc), AMP_ERR_RANGE);
+    memset(&desc, 0, sizeof desc);
+    desc.level = AMP_LEVEL_O0;
+    CHECK_OK(amp_open(&other, &desc));
+    REFUSED(amp_set_dtype(other, AMP_BF16), AMP_ERR_CONFLICT, "level O0");
+    CHECK_OK(amp_set_dtype(other, AMP_F32));
+    amp_close(other);
+    make(&cases[0]);
+    op->x = amp_tensor3(room[0], AMP_F32, 2, 3, 3);
+    op->x.stride[0] = 12; op->x.stride[1] = 3; op->x.stride[2] = 1;
+    REFUSED(amp_linear(amp, op), AMP_ERR_SHAPE, "not evenly strided");
+}
+
+TEST(nothing_for_a_step) {
+    amp_set_desc set_desc;
+    amp_optimizer_desc desc;
+    amp_set *set;
+    amp_scaler *scaler;
+    amp_optimizer *o;
+    amp_scaler_desc query;
+    amp_k_scaler now;
+    amp_found found;
+    amp_parameter_bytes bytes;
+    amp_outcome outcome;
+    amp_state *state;
+    memset(&set_desc, 0, sizeof set_desc);
+    memset(&desc, 0, sizeof desc);
+    desc.params = set_desc.params = param(0, 0, 4, 6);
+    desc.n_params = set_desc.n_params = 1;
+    CHECK_OK(amp_state_create(&state, NULL));
+    NULLS(amp_set_create(NULL, &set, &set_desc)); NULLS(amp_set_create(amp, NULL, &set_desc)); NULLS(amp_set_create(amp, &set, NULL));
+    set_desc.n_params = -1;
+    CHECK_ERR(amp_set_create(amp, &set, &set_desc), AMP_ERR_RANGE);
+    set_desc.n_params = 1;
+    CHECK_OK(amp_set_create(amp, &set, &set_desc));
+    NULLS(amp_set_found(NULL, &found)); NULLS(amp_set_found(set, NULL));
+    CHECK(amp_set_device(NULL) == NULL);
+    NULLS(amp_set_apply(NULL));
+    NULLS(amp_scaler_create(NULL, &scaler, NULL)); NULLS(amp_scaler_create(amp, NULL, NULL));
+    CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
+    NULLS(amp_scaler_query(NULL, &query)); NULLS(amp_scaler_query(scaler, NULL));
+    CHECK(amp_scaler_device(NULL) == NULL && amp_scaler_seed(NULL) == NULL && amp_scaler_scale(NULL) == 1);
+    NULLS(amp_scaler_get(NULL, &now)); NULLS(amp_scaler_get(scaler, NULL));
+    NULLS(amp_scaler_set_scale(NULL, 1)); NULLS(amp_scaler_set_rule(NULL, 2, 0.5, 1));
+    NULLS(amp_scaler_check(NULL, set, AMP_CHECK_READ)); NULLS(amp_scaler_check(scaler, NULL, AMP_CHECK_READ));
+    NULLS(amp_scaler_update(NULL));
+    NULLS(amp_scaler_rescale(NULL, set, 1)); NULLS(amp_scaler_rescale(scaler, NULL, 1));
+    NULLS(amp_scaler_save(NULL, state, "x")); NULLS(amp_scaler_save(scaler, NULL, "x")); NULLS(amp_scaler_save(scaler, state, NULL));
+    NULLS(amp_scaler_load(NULL, state, "x")); NULLS(amp_scaler_load(scaler, NULL, "x")); NULLS(amp_scaler_load(scaler, state, NULL));
+    NULLS(amp_optimizer_create(NULL, &o, &desc)); NULLS(amp_optimizer_create(amp, NULL, &desc)); NULLS(amp_optimizer_create(amp, &o, NULL));
+    CHECK_OK(amp_optimizer_create(amp, &o, &desc));
+    NULLS(amp_optimizer_query(NULL, &desc)); NULLS(amp_optimizer_query(o, NULL));
+    CHECK(amp_optimizer_set(NULL) == NULL);
+    NULLS(amp_optimizer_set_lr(NULL, 1)); NULLS(amp_optimizer_set_clip(NULL, 1)); NULLS(amp_optimizer_set_accumulation(NULL, 1));
+    NULLS(amp_optimizer_refresh(NULL));
+    NULLS(amp_optimizer_bytes(NULL, &bytes)); NULLS(amp_optimizer_bytes(o, NULL));
+    NULLS(amp_optimizer_step(NULL, scaler)); NULLS(amp_step(NULL, scaler));
+    CHECK(amp_outcome_next(NULL, &outcome) == 0 && amp_outcome_next(o, NULL) == 0 && amp_outcome_next(o, &outcome) == 0);
+    NULLS(amp_outcome_flush(NULL));
+    NULLS(amp_optimizer_save(NULL, state, "x")); NULLS(amp_optimizer_save(o, NULL, "x")); NULLS(amp_optimizer_save(o, state, NULL));
+    NULLS(amp_optimizer_load(NULL, state, "x")); NULLS(amp_optimizer_load(o, NULL, "x")); NULLS(amp_optimizer_load(o, state, NULL));
+    amp_optimizer_destroy(o); amp_optimizer_destroy(NULL);
+    amp_scaler_destroy(scaler); amp_scaler_destroy(NULL);
+    amp_set_destroy(set); amp_set_destroy(NULL);
+    amp_state_destroy(state);
+}
+
+/* ---- Kernels that fail */
+
+/* The n-th kernel of this call fails, for every n: the error comes through, and the call works the next time. */
+static void fails(const operator_case *c, operator_call call) {
+    for (int n = 1, more = 1; more; n++) {
+        int before = recording.calls;
+        amp_result result;
+        make(c);
+        if (call == c->backward) CHECK_OK(c->forward(amp, &memory, c->abi));
+        before = recording.calls;
+        recording.fail_at = n;
+        result = call(amp, &memory, c->abi);
+        more = recording.fail_at == 0;
+        recording.fail_at = 0;
+        CHECK_MSG(result == (more ? AMP_ERR_DEVICE : AMP_OK), "%s, kernel %d of its call: %d", c->name, n, (int)result);
+        CHECK(recording.calls > before);
+        if (more && call == c->forward && c->backward != NULL)
+            CHECK_ERR(c->backward(amp, &memory, c->abi), AMP_ERR_STATE);        /* a forward that failed has not run */
+    }
+}
+
+TEST(failing_kernels_come_through) {
+    amp_context *own = amp;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.backend = recording_backend();
+    CHECK_OK(amp_open(&amp, &desc));
+    fill_room();
+    for (int i = 0; i < CASES; i++) {
+        fails(&cases[i], cases[i].forward);
+        if (cases[i].backward != NULL) fails(&cases[i], cases[i].backward);
+    }
+    amp_close(amp);
+    amp = own;
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    if (amp_open(&amp, NULL) != AMP_OK) { printf("%s\n", amp_last_error()); return 1; }
+    RUN(every_argument_spoiled);
+    RUN(nothing_there_or_of_another_version);
+    RUN(numbers_out_of_range);
+    RUN(ids_out_of_range);
+    RUN(gemm_arguments);
+    RUN(add_and_cast_arguments);
+    RUN(nothing_for_base_and_state);
+    RUN(nothing_for_a_context);
+    RUN(settings_of_a_context_that_contradict);
+    RUN(nothing_for_a_step);
+    RUN(failing_kernels_come_through);
+    amp_close(amp);
+    return TEST_END();
+}
