@@ -24,8 +24,14 @@ build() {
             $cc $flags -DAMP_IMPLEMENTATION_INCLUDED "$1/tests/$2.c" "$1/amp.o" -o "$1/$2" -lm -lpthread ;;
     esac
 }
-# ends PROGRAM FILTER: its exit status.  Only CPU time says that a test does not end: on a busy machine all take long.
-ends() { { (ulimit -t "$limit"; exec timeout 3600 "$1" --stop ${2:+--filter "$2"}) > "$1.log" 2>&1; } 2>/dev/null; }
+# ends PROGRAM FILTER: its exit status.  Only CPU time says that a test does not end: on a busy machine all take long.  The
+# outer shell swallows what the inner one says of a program that was killed.
+ends() {
+    (
+        (ulimit -t "$limit"; exec timeout 3600 "$1" --stop ${2:+--filter "$2"} > "$1.log" 2>&1)
+        exit $?
+    ) 2> /dev/null
+}
 
 # One tree per core: the tests include ../amp.h and ../examples.
 for i in $(seq "$cores"); do
