@@ -112,6 +112,10 @@ static struct { int64_t live, peak, wrong, files, threads, read_gate, in_gate; }
 static int64_t count(int64_t *what, int64_t by) { return __atomic_add_fetch(what, by, __ATOMIC_RELAXED); }
 static int64_t counted(int64_t *what) { return __atomic_load_n(what, __ATOMIC_RELAXED); }
 
+/* Whoever opens a gate is done with the loader behind it. */
+static int shut(int64_t *gate) { return __atomic_load_n(gate, __ATOMIC_ACQUIRE) != 0; }
+static void open_gate(int64_t *gate) { __atomic_store_n(gate, 0, __ATOMIC_RELEASE); }
+
 static void *counting_alloc(void *user, size_t size, size_t align) {
     size_t head = align < 64 ? 64 : align;
     char *block = NULL;
@@ -147,7 +151,7 @@ static int64_t interfering_read(void *user, intptr_t file, void *buffer, size_t 
     interfere();
     if (counted(&machine.read_gate)) {
         count(&machine.in_gate, 1);
-        while (counted(&machine.read_gate)) sleep_ns(200000);
+        while (shut(&machine.read_gate)) sleep_ns(200000);
         count(&machine.in_gate, -1);
     }
     if (counted((int64_t *)&schedule_seed) && bytes > 1 && chance() % 4 == 0) bytes = 1 + chance() % (bytes - 1);
@@ -189,7 +193,14 @@ static amp_context *open_counted(const amp_desc *changed) {
     return amp;
 }
 
-static int nothing_left(void) { return counted(&machine.live) == 0 && counted(&machine.files) == 0 && counted(&machine.threads) == 0; }
+/* Whether everything was given back; a worker that was left behind in a read may do that a little later. */
+static int nothing_left(void) {
+    for (int i = 0; i < 10000; i++) {
+        if (counted(&machine.live) == 0 && counted(&machine.files) == 0 && counted(&machine.threads) == 0) return 1;
+        sleep_ns(1000000);
+    }
+    return 0;
+}
 
 static void begin_schedule(uint64_t seed) {
     __atomic_store_n(&schedule_threads, 0, __ATOMIC_RELAXED);
@@ -208,7 +219,7 @@ static int read_sample(void *user, const amp_sample *sample, void *const *fields
     interfere();
     if (counted(&source_gate)) {
         count(&in_source, 1);
-        while (counted(&source_gate)) sleep_ns(200000);
+        while (shut(&source_gate)) sleep_ns(200000);
         count(&in_source, -1);
     }
     for (int j = 0; j < SEQ; j++) {
@@ -463,13 +474,12 @@ TEST(destroy_while_a_call_waits) {
             while (!__atomic_load_n(&l->cancel, __ATOMIC_SEQ_CST)) sleep_ns(50000);   /* the call holds the lock */
         else if (round % 8 < 4) wait_for(&c.ended, 1);
         else while (!is_stopped(l)) sleep_ns(50000);
-        count(gate, -1);
+        open_gate(gate);
         pthread_join(closer, NULL);
         pthread_join(c.id, NULL);
         check_told(&c, seeks ? "amp_loader_seek" : "amp_loader_next");
         begin_schedule(0);
         amp_close(amp);
-        for (int i = 0; i < 2000 && !nothing_left(); i++) sleep_ns(1000000);     /* a worker left behind in its read */
         CHECK(nothing_left());
     }
 }
@@ -888,14 +898,13 @@ TEST(a_thousand_open_and_close_cycles) {
     int fds, tasks, i;
     int64_t heap, resident;
     cycles(200);
+    CHECK(nothing_left());
     fds = entries("/proc/self/fd");
     tasks = entries("/proc/self/task");
     heap = heap_bytes();
     resident = resident_bytes();
     cycles(CYCLES);
-    CHECK_EQ(machine.live, 0);
-    CHECK_EQ(machine.files, 0);
-    CHECK_EQ(machine.threads, 0);
+    CHECK_MSG(nothing_left(), "%d bytes, %d files, %d threads", (int)machine.live, (int)machine.files, (int)machine.threads);
     CHECK_EQ(machine.wrong, 0);
     CHECK_EQ(entries("/proc/self/fd"), fds);
     for (i = 0; i < 400 && entries("/proc/self/task") > tasks; i++) sleep_ns(5000000);  /* a joined thread may still be listed */
