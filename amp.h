@@ -1573,7 +1573,8 @@ AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const
 AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
 /* For the host's own kernels: *out is param's weight in dtype, from the cast cache when it is registered; valid
    until the weight changes or the last open region ends.  When the weight has that dtype it is the weight itself.
-   With the cache disabled it is made anew at each call.  Errors: 101, 104, 106 param is not registered, 301. */
+   With the cache disabled it is made anew at each call, at the same place: for one thread at a time.
+   Errors: 101, 104, 106 param is not registered, 301. */
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out);
 
 /* A host's own operator.  *op is its number for the calls above.  Errors: 101, 107 duplicate, 301. */
