@@ -1679,7 +1679,7 @@ static inline amp_result gpt_file_check(const gpt_file *file, const gpt *g, int6
 /* Its elements, as [out, in].  room: as large as values. */
 static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *room) {
     const amp_param *p = &g->params[i];
-    const st_tensor *t;
+    const st_tensor *t = NULL;
     int conv1d = gpt_is_conv1d(g, i);
     TRY(gpt_file_check(file, g, i, &t));
     TRY(st_floats(t, conv1d ? room : values));

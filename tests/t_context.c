@@ -328,7 +328,7 @@ TEST(parameters) {
 }
 
 TEST(tensor_counts) {
-    float x[1];
+    float x[1] = {0};
     amp_tensor t = amp_tensor4(x, AMP_F32, 2, 3, 4, 5);
     CHECK_EQ(amp_tensor_count(&t), 120);
     t.shape[1] = 0;

@@ -1617,7 +1617,7 @@ TEST(load_refuses_other_parameters_by_name) {
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     CHECK_ERR(amp_optimizer_load(o, state, "o"), AMP_ERR_RANGE);
     steps[5] = 1;
-    for (int i = 2; i < 8; i++) {                                     /* counters that no step could be added to */
+    for (i = 2; i < 8; i++) {                                     /* counters that no step could be added to */
         int64_t kept[8];
         memcpy(kept, steps, sizeof kept);
         steps[i] = steps[2] = INT64_MAX;
