@@ -119,6 +119,8 @@ $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $
 $(BUILD):
 	mkdir -p $@
 
+$(BUILD)/t_anomalies: LIBS += -ldl          # dlsym
+
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk
 include tests/gpu/rules.mk

@@ -155,7 +155,8 @@
    MEMORY     All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
               calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
-              thread's business at a time.  Regions and the last-error text belong to their thread.
+              thread's business at a time, but for amp_loader_stop and amp_loader_info_get.  Regions and the
+              last-error text belong to their thread.
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
               restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
               do not agree:
@@ -1402,7 +1403,8 @@ AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
 /* The machine with the backend's device, and why the dtype was chosen. */
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out);
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out);
-/* Changes the compute dtype of regions that begin from now on; drops the cast cache.  Errors: 104, 108. */
+/* Changes the compute dtype of regions that begin from now on, not within another; drops the cast cache.
+   Errors: 104, 108. */
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
 /* Off: regions that begin from now on compute in their operands' dtypes, as islands do; on: in the context's dtype again.
    Everything else goes on: the scaler scales, caches stay.  Errors: 101. */
@@ -1593,8 +1595,8 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
 /* ==== 9 >>operators =================================================================================
    Forward and backward of the parts of a network.  Each takes an op struct: the caller fills inputs and
    outputs, forward adds its plan, and the same struct goes to backward with the gradients filled in.
-   "rows" are all leading dimensions of a tensor together; they must be evenly strided and not overlap, with
-   the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
+   "rows" are all leading dimensions of a tensor together; evenly strided, one after the other without
+   overlapping, the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
    0); elements of an output are never the same.  Storage is fp32, fp16 or bf16 unless said otherwise.
    Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
@@ -1979,7 +1981,8 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
    scale / old_scale.  old_scale 0: the scale before the last update, so call it after every update.
    Errors: 101, 202. */
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale);
-/* Records <prefix>.scale and so on (prefix: 1 to 40 bytes): everything the next decision depends on. */
+/* Records <prefix>.scale and so on (prefix: 1 to 40 bytes): everything the next decision depends on.  All or nothing.
+   Errors: 101, 102, 301. */
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix);
 /* All or nothing; every set is ready then.  Brings the saved factors and interval with it.  A disabled scaler takes
    anything and does nothing.  Errors: 101, 102, 107, 202, 408 another preset, or saved by a disabled scaler. */
@@ -2122,7 +2125,8 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
    cycle), counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
    Weights are the host's to save, and to load first.  Remainders are saved as the fp32 masters they stand for, so each
    kind loads into the other; loading remainders writes the bf16 weights, which are one with them.  bf16 moments load
-   into fp32 ones too.  Load is all or nothing.  Errors: 101, 102, 107, 408 with the parameter's name. */
+   into fp32 ones too.  Save and load are all or nothing: saving over an earlier save needs room for both.
+   Errors: 101, 102, 107, 301, 408 with the parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 
@@ -2488,8 +2492,8 @@ AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, con
    destroy remain. */
 AMP_API void amp_loader_stop(amp_loader *loader);
 /* A call that another thread is in ends with 106 first; none may begin any more (see amp_loader_stop).
-   Returns within 100 ms, once no callback is running: a worker that the operating system holds in a read is left
-   behind, and frees what it uses, through the context's system table, when the read returns. */
+   Returns within 100 ms, once no callback is running and, without workers, no call: a worker that the operating system
+   holds in a read is left behind, and frees what it uses, through the context's system table, when the read returns. */
 AMP_API void amp_loader_destroy(amp_loader *loader);
 /* After an error the loader stands where it stood: the next call tries the same batch again.
    Errors: 106 stopped, 402 and 405 with file and offset, 201 token not below vocab, 409 after the last epoch, 410, 411. */
@@ -4305,10 +4309,10 @@ AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *fiel
     return AMP_OK;
 }
 
-/* Whether a matrix's rows lie apart. */
+/* Whether a matrix's rows lie apart, one after the other. */
 AMPI_PRIVATE amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements overlap, their stride is %lld", field, (long long)cols, (long long)ld);
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements %s, their stride is %lld", field, (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
 /* An output: no two elements may be one.  Strides from the smallest on must each reach past what lies below them. */
@@ -4338,7 +4342,7 @@ AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const
     for (i = last - 1; i >= 0; i--) {
         if (t->shape[i] == 1) continue;
         if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
-        if (ampi_stride(t, i) != expect)
+        if (ampi_stride(t, i) != expect && amp_tensor_count(t) > 0)
             return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
         expect *= t->shape[i];
     }
@@ -8611,7 +8615,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     return AMP_OK;
 }
 
-/* How many entries this thread has; what a callback of the host's then opens starts as it would outside of every region.
+/* How many entries this thread has; what a callback of the host's then opens inherits nothing from the region around.
    And closing those beyond. */
 AMPI_PRIVATE int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_region_count;
@@ -13069,7 +13073,12 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
     if (l->threads == 0 && slot->state != AMPI_SLOT_READY) {
         if (slot->state == AMPI_SLOT_RETRY) l->retries--;
         else l->claimed++;
-        ampi_queue_store(l, slot, ampi_worker_fill(l->workers, number, slot));
+        slot->state = AMPI_SLOT_FILLING;
+        pthread_mutex_unlock(&l->lock);
+        result = ampi_worker_fill(l->workers, number, slot);
+        pthread_mutex_lock(&l->lock);
+        ampi_queue_store(l, slot, result);
+        result = AMP_OK;
     }
     while (slot->state != AMPI_SLOT_READY && result == AMP_OK && !l->stop) {
         if (slot->state == AMPI_SLOT_FAILED) {

@@ -360,6 +360,7 @@ static amp_result open_files(run *r) {
         snprintf(r->save, sizeof r->save, "%.4000s%s", set->save, strcmp(suffix, ".safetensors") == 0 ? "" : ".safetensors");
     if (set->compat) r->save[0] = 0;
     if (r->save[0] != 0 && folder_make(r->save) != AMP_OK) return refuse("save", "%s", because(why));
+    if (r->save[0] != 0) remove_unfinished(r->save);
     if (strcmp(set->metrics, "none") == 0) return AMP_OK;
     if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
     else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->out);

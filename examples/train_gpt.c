@@ -699,17 +699,23 @@ static amp_result open_step(run *r) {
     return AMP_OK;
 }
 
+/* config.json beside the model.  1: the model is model.safetensors, and transformers' from_pretrained(folder) opens the two. */
+static int config_path(const run *r, char *path, size_t size) {
+    const char *slash = strrchr(r->save, '/');
+    snprintf(path, size, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
+    return strcmp(slash != NULL ? slash + 1 : r->save, "model") == 0;
+}
+
 /* What a run that was killed while it saved has left. */
 static void clean_folder(const run *r) {
     static const char *const ends[] = {".state", ".safetensors"};
-    const char *slash = strrchr(r->save, '/');
     char path[PATH_MAX + 16];
     int i;
     for (i = 0; i < 2; i++) {
         snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
         remove_unfinished(path);
     }
-    snprintf(path, sizeof path, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
+    (void)config_path(r, path, sizeof path);
     remove_unfinished(path);
 }
 
@@ -888,14 +894,10 @@ static amp_result put_training(run *r, amp_state *state) {
 /* The weights for other programs. */
 static amp_result save_weights(run *r) {
     char path[PATH_MAX + 16];
-    const char *name = strrchr(r->save, '/');
     if (r->save[0] == 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     TRY(gpt_save_safetensors(&r->model, path, r->step));
-    if (strcmp(name != NULL ? name + 1 : r->save, "model") != 0) return AMP_OK;
-    /* model.safetensors and config.json in one folder: transformers' from_pretrained(folder) opens them */
-    snprintf(path, sizeof path, "%.*sconfig.json", name != NULL ? (int)(name - r->save) + 1 : 0, r->save);
-    return gpt_save_config(&r->model, path);
+    return config_path(r, path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
 }
 
 static amp_result save_run(run *r) {
@@ -911,7 +913,8 @@ static amp_result save_run(run *r) {
     return result == AMP_OK ? save_weights(r) : result;
 }
 
-/* 1: NAME.safetensors is not there, not whole, or of another step: the run was killed between the two files. */
+/* 1: NAME.safetensors is not there, not whole, or of another step, or its config.json is not there: the run was killed
+   between two files. */
 static int weights_are_old(const run *r) {
     char path[PATH_MAX + 16], step[32] = "";
     gpt_file file;
@@ -920,7 +923,7 @@ static int weights_are_old(const run *r) {
     if (gpt_file_open(&file, path, r->model.config.heads) != AMP_OK) return 1;
     if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
     gpt_file_close(&file);
-    return atoll(step) != r->step;
+    return atoll(step) != r->step || (config_path(r, path, sizeof path) && access(path, R_OK) != 0);
 }
 
 /* ==== Validation and the bigram entropy ========================================================== */
@@ -1343,7 +1346,7 @@ static amp_result save_between(run *r, progress *bar) {
     int64_t step = r->step;
     TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
     TRY(take_records(r, bar));
-    return r->step == step && r->trouble[0] == 0 ? report_save(r, bar) : AMP_OK;
+    return r->step == step ? report_save(r, bar) : AMP_OK;
 }
 
 /* By Ctrl-C on any rank, or by --stop-after before the end. */

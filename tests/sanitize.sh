@@ -21,7 +21,7 @@ sanitized() {
     amp="-DAMP_IMPLEMENTATION_INCLUDED $work/amp.o" optimise=-O1
     case " $INSIDE $INSIDE_QUICK " in *" $3 "*) amp= ;; esac
     case " $INSIDE_QUICK " in *" $3 "*) optimise=-O0 ;; esac
-    if ! $cc -std=c99 -g $optimise $2 "tests/$3.c" $amp -o "$built" -lm -lpthread 2> "$log"; then echo "does not build: $(head -n 3 "$log")"
+    if ! $cc -std=c99 -g $optimise $2 "tests/$3.c" $amp -o "$built" -lm -lpthread -ldl 2> "$log"; then echo "does not build: $(head -n 3 "$log")"
     elif ! "$built" > "$log" 2>&1 || grep -q 'runtime error\|Sanitizer' "$log"; then
         grep -m 5 'runtime error\|ERROR\|WARNING\|FAIL\|#[0-3] ' "$log" || tail -n 5 "$log"
     fi

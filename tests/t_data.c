@@ -245,7 +245,6 @@ TEST(each_sample_once) {
                 check_epoch(world, shuffle, (amp_last_batch)last_batch);
 }
 
-/* More ranks than samples remain: the last batch is empty on some, and padded it has nothing valid. */
 TEST(epochs_that_come_out_even) {
     int policy;
     for (policy = AMP_LAST_DROP; policy <= AMP_LAST_PAD; policy++) {
@@ -263,6 +262,7 @@ TEST(epochs_that_come_out_even) {
     }
 }
 
+/* More ranks than samples remain: the last batch is empty on some, and padded it has nothing valid. */
 TEST(empty_last_batch) {
     int rank, policy;
     for (policy = AMP_LAST_PARTIAL; policy <= AMP_LAST_PAD; policy++)
@@ -896,6 +896,7 @@ typedef struct callback_state {
     int fail_sample, block;
     uint32_t workers;
     uint64_t random[64];
+    amp_loader *stops;              /* at sample 25; NULL: none */
     pthread_mutex_t lock;
     pthread_cond_t go;
 } callback_state;
@@ -908,6 +909,7 @@ static int callback_read(void *user, const amp_sample *s, void *const *fields) {
     c->workers |= 1u << s->worker;
     c->random[s->sample] = s->random;
     if (s->sample == c->fail_sample) { snprintf(s->error, (size_t)s->error_size, "picture is torn"); result = -7; }
+    if (s->sample == 25) amp_loader_stop(c->stops);
     pthread_mutex_unlock(&c->lock);
     ((float *)fields[0])[0] = (float)s->sample;
     ((float *)fields[0])[1] = (float)s->epoch;
@@ -959,6 +961,32 @@ TEST(callback) {
         if (w == 0) memcpy(first, c.random, sizeof first);
         else CHECK(memcmp(first, c.random, 50 * sizeof *first) == 0);       /* whoever read it */
         for (i = 1; i < 50; i++) CHECK(c.random[i] != c.random[i - 1]);
+    }
+}
+
+TEST(callback_stops_its_loader) {
+    callback_state c;
+    amp_source source = callback_source(&c);
+    amp_loader_desc d;
+    amp_loader *l;
+    amp_batch b;
+    amp_result r = AMP_OK;
+    int w, i;
+    memset(&d, 0, sizeof d);
+    d.source = &source; d.batch = 10;
+    for (w = -1; w < 4; w += 2) {
+        d.workers = w;
+        l = opened(&d);
+        pthread_mutex_lock(&c.lock);
+        c.stops = l;
+        pthread_mutex_unlock(&c.lock);
+        for (i = 0; i < 1000 && (r = amp_loader_next(l, &b)) == AMP_OK; i++) {}
+        CHECK_EQ(r, AMP_ERR_STATE);
+        CHECK(w > 0 || i == 2);
+        pthread_mutex_lock(&c.lock);
+        c.stops = NULL;
+        pthread_mutex_unlock(&c.lock);
+        amp_loader_destroy(l);
     }
 }
 
@@ -1481,8 +1509,6 @@ TEST(cache_beside_bad_places) {
     CHECK_EQ(f.live, 0);
 }
 
-/* What the cache holds is handed out only while the file holds it: a shorter file is an error where it ends, and one
-   that another was renamed over is read on. */
 /* Cut between two samples of one batch: the second is in the cache, and yet no part of the file any more. */
 TEST(cached_file_is_cut_inside_a_batch) {
     amp_loader_desc d = big_desc(write_big("cut.u16"));
@@ -1507,6 +1533,8 @@ TEST(cached_file_is_cut_inside_a_batch) {
     amp_loader_destroy(l);
 }
 
+/* What the cache holds is handed out only while the file holds it: a shorter file is an error where it ends, and one
+   that another was renamed over is read on. */
 TEST(cached_file_changes) {
     faults f;
     amp_context *a = faulty(&f);
@@ -1682,7 +1710,7 @@ TEST(timeout) {
     amp_loader_info info;
     amp_batch b;
     int64_t ids[8], begin;
-    d.workers = 2; d.timeout_ms = 60;
+    d.workers = 2; d.timeout_ms = 200;
     CHECK_OK(amp_loader_create(a, &l, &d));
     CHECK_OK(amp_loader_seek(l, 0, 14));            /* drops what is read ahead */
     CHECK_OK(amp_loader_next(l, &b));
@@ -1693,7 +1721,7 @@ TEST(timeout) {
     CHECK_OK(amp_loader_next(l, &b));
     begin = ampi_posix_clock(NULL);
     CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TIMEOUT);
-    CHECK(ampi_posix_clock(NULL) - begin >= 60000000);
+    CHECK(ampi_posix_clock(NULL) - begin >= 200000000);
     CHECK_MSG(strstr(amp_last_error(), "worker ") != NULL && strstr(amp_last_error(), d.path) != NULL &&
                   strstr(amp_last_error(), "at offset 112") != NULL,
               "%s", amp_last_error());
@@ -1867,6 +1895,7 @@ TEST(destroy_after_timeout) {
         amp_loader_desc d = token_desc(in_folder("tokens.u16"));
         amp_loader *l = NULL;
         amp_batch b;
+        amp_result r;
         memset(&c, 0, sizeof c);
         c.system.file_read = hung_read;
         c.threads = 1;
@@ -1875,7 +1904,8 @@ TEST(destroy_after_timeout) {
         d.workers = 1 + round;
         d.prefetch = 1;
         CHECK_OK(amp_loader_create(a, &l, &d));
-        CHECK_OK(amp_loader_next(l, &b));
+        while ((r = amp_loader_next(l, &b)) == AMP_ERR_TIMEOUT) {}      /* a busy machine */
+        CHECK_OK(r);
         set_hung(1);
         for (i = 0; i < 5 && amp_loader_next(l, &b) == AMP_OK; i++) {}
         CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TIMEOUT);
@@ -2265,6 +2295,7 @@ int main(int argc, char **argv) {
     RUN(bad_arrays);
     RUN(callback);
     RUN(callback_errors);
+    RUN(callback_stops_its_loader);
     RUN(bad_settings);
     RUN(bad_files);
     RUN(beyond_4_gib);

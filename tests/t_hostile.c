@@ -624,7 +624,8 @@ TEST(rows_that_overlap_are_refused) {
             memset(&ce, 0, sizeof ce); memset(&emb, 0, sizeof emb); memset(&soft, 0, sizeof soft);
             lin.x = x; lin.y = y; lin.weight = &w;
             CHECK_ERR(amp_linear(amp, &lin), AMP_ERR_SHAPE);
-            CHECK_MSG(strstr(amp_last_error(), part ? ".y: rows" : ".x: rows") != NULL, "%s", amp_last_error());
+            CHECK_MSG(strstr(amp_last_error(), part ? ".y: rows" : ".x: rows") != NULL &&
+                          strstr(amp_last_error(), strides[k] < 0 ? "run backwards" : "overlap") != NULL, "%s", amp_last_error());
             norm.x = x; norm.y = y; norm.mean = stats; norm.rstd = stats + 4;
             CHECK_ERR(amp_layernorm(amp, &norm), AMP_ERR_SHAPE);
             CHECK_ERR(amp_rmsnorm(amp, &norm), AMP_ERR_SHAPE);
@@ -643,6 +644,21 @@ TEST(rows_that_overlap_are_refused) {
         }
     CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 4, 4, 4, 1, in, 3, in, 4, 0, out, 4), AMP_ERR_RANGE);
     CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 4, 4, 4, 1, in, 4, in, 4, 0, out, 0), AMP_ERR_RANGE);
+}
+
+/* Strides of what has no elements mean nothing: those of PyTorch's empty tensors, and of slices, are taken. */
+TEST(strides_of_nothing) {
+    static const int64_t first[] = {4, 20, 1};
+    amp_param w = param_of("w", in, NULL, 4, 4);
+    for (int k = 0; k < 3; k++) {
+        amp_linear_op lin;
+        memset(&lin, 0, sizeof lin);
+        lin.x = amp_tensor3(in, AMP_F32, 3, 0, 4);
+        lin.x.stride[0] = first[k]; lin.x.stride[1] = 4; lin.x.stride[2] = 1;
+        lin.y = amp_tensor3(out, AMP_F32, 3, 0, 4);
+        lin.weight = &w;
+        CHECK_OK(amp_linear(contexts[n_contexts - 1], &lin));
+    }
 }
 
 /* Keys and values shared by all heads, matrices shared by all batches: as if each had its own copy.  As outputs refused. */
@@ -807,6 +823,7 @@ int main(int argc, char **argv) {
     RUN(labels_and_ids_out_of_range);
     RUN(masks_at_and_beyond_their_ends);
     RUN(rows_that_overlap_are_refused);
+    RUN(strides_of_nothing);
     RUN(inputs_may_repeat_and_outputs_may_not);
     RUN(more_elements_than_32_bits_count);
     RUN(more_tokens_than_32_bits_count);

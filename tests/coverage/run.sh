@@ -18,7 +18,7 @@ echo '#include "amp.h"' > "$work/amp.c"
 shared() { $cc -std=c99 $flags -DAMP_IMPLEMENTATION -I. -c "$work/amp.c" -o "$work/amp.o"; }
 c_test() {
     case " $INSIDE " in *" $1 "*) amp= ;; *) amp="-DAMP_IMPLEMENTATION_INCLUDED $work/amp.o" ;; esac
-    $cc -std=c99 $flags "$only" "tests/$1.c" $amp -o "$work/$1" -lm -lpthread
+    $cc -std=c99 $flags "$only" "tests/$1.c" $amp -o "$work/$1" -lm -lpthread -ldl
 }
 model_test() { $cxx -std=c++17 -w $OMP --coverage -I. -Itests/cuda_on_cpu -Itests/cuda_on_cpu/include "tests/cuda_on_cpu/$1.cpp" $MODEL "$work/amp.o" -o "$work/$1" -ldl -lm -lpthread; }
 # These compute most, and counters that several threads write slow them down: one thread reaches the same.

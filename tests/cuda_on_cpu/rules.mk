@@ -10,7 +10,7 @@
 CXX        ?= g++
 COC        := tests/cuda_on_cpu
 CXXWARN    := -std=c++17 -Wall -Wextra -Wshadow -Wconversion -Wno-unknown-pragmas
-COC_FLAGS  := -O1 -g $(OMP) -DAMP_NVTX -I. -I$(COC) -I$(COC)/include
+COC_FLAGS  := -O1 -g1 $(OMP) -DAMP_NVTX -I. -I$(COC) -I$(COC)/include
 COC_ASAN   := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 COC_LIBS   := -ldl -lm -lpthread
 CUDA_HOME  ?= /usr/local/cuda

@@ -23,7 +23,7 @@ fuzz() {
     mkdir -p "$folder/corpus/$1"
     "$built" -seed="${SEED:-1}" -max_total_time="$seconds" -timeout=20 -max_len=4096 -print_final_stats=1 -dict="tests/fuzz/$1.dict" \
         -artifact_prefix="$folder/found/$1-" "$folder/corpus/$1" "tests/fuzz/seeds/$1" > "$log" 2>&1 \
-        || grep -m 6 'not true\|runtime error\|ERROR\|SUMMARY\|Test unit' "$log"
+        || { echo "fuzz_$1 failed"; grep -m 6 'not true\|runtime error\|ERROR\|SUMMARY\|Test unit' "$log" || tail -n 3 "$log"; }
     times > "$work/$1.times"
     cpu=$(awk 'NR == 2 {for (i = 1; i < 3; i++) {split($i, t, "m"); s += t[1] * 60 + t[2]} printf "%.0f", s}' "$work/$1.times")
     echo "    \"$1\": {\"executions\": $(stat "$log" number_of_executed_units), \"cpu_seconds\": $cpu, \"coverage\": $(coverage "$log" cov)," \

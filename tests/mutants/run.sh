@@ -18,10 +18,10 @@ field() { sed -n "s/^$1 |[^|]*| *\(.*\)/\1/p" $list; }
 # build TREE PROGRAM: the test and the amp.h of this tree.
 build() {
     case " $INSIDE " in
-        *" $2 "*) $cc $flags "$1/tests/$2.c" -o "$1/$2" -lm -lpthread ;;
+        *" $2 "*) $cc $flags "$1/tests/$2.c" -o "$1/$2" -lm -lpthread -ldl ;;
         *)  echo '#include "amp.h"' > "$1/amp.c"
             $cc $flags -DAMP_IMPLEMENTATION -I"$1" -c "$1/amp.c" -o "$1/amp.o" &&
-            $cc $flags -DAMP_IMPLEMENTATION_INCLUDED "$1/tests/$2.c" "$1/amp.o" -o "$1/$2" -lm -lpthread ;;
+            $cc $flags -DAMP_IMPLEMENTATION_INCLUDED "$1/tests/$2.c" "$1/amp.o" -o "$1/$2" -lm -lpthread -ldl ;;
     esac
 }
 # ends PROGRAM FILTER: its exit status.  Only CPU time says that a test does not end: on a busy machine all take long.  The
