@@ -9121,11 +9121,6 @@ static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     return AMP_OK;
 }
 
-static amp_result ampi_backward_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, const amp_plan *plan) {
-    AMPI_TRY(ampi_op_begin(function, amp, op, abi, ours));
-    return ampi_check_plan(function, plan);
-}
-
 /* Versions only grow, so their sum moves when one of them does. */
 static uint64_t ampi_versions(const amp_param *a, const amp_param *b) { return (a ? a->version : 0) + (b ? b->version : 0); }
 
@@ -9354,7 +9349,8 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
     const void *held;
     amp_result result;
     memset(&c, 0, sizeof c);
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &x, &dx));
@@ -9446,7 +9442,8 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     amp_result result;
     float alpha;
     int n = 0, i;
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     alpha = op->alpha == 0 ? 1 : op->alpha;
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
@@ -9497,6 +9494,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     AMPI_TRY(ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc));
     if (m == 0 || n == 0) return AMP_OK;
     if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
+    if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
     memset(&g, 0, sizeof g);
     g.m = swap ? n : m; g.n = swap ? m : n; g.k = k; g.batch = 1;
@@ -9565,7 +9563,8 @@ AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *
     const char *f = "amp_attention_backward";
     int64_t k_shape[4];
     amp_k_attention k;
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_attention_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_attention_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_attention_args(f, op, &k));
     memcpy(k_shape, op->k.shape, sizeof k_shape);
     AMPI_TRY(ampi_attention_view(f, "d_o", &op->d_o, op->q.shape, k.dtype, k.do_stride));
@@ -9627,7 +9626,8 @@ static void ampi_gradient_of(const amp_param *p, amp_k_gradient *out) {
 static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_op *op, int rms, uint64_t abi) {
     amp_param *w = op ? op->weight : NULL, *b = op ? op->bias : NULL;
     amp_k_norm k;
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_norm_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dx", &op->dx, "x", &k.x, &k.dx));
@@ -9691,7 +9691,8 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
 AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, uint64_t abi) {
     const char *f = "amp_softmax_backward";
     amp_k_softmax k;
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_softmax_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_softmax_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_softmax_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k.y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, amp_tensor_count(&op->x), k.x_dtype));
@@ -9735,7 +9736,8 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
     amp_k_column_sum sum;
     amp_mat dx;
     amp_result result;
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_activation_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, k.x_dtype));
@@ -9785,7 +9787,8 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     amp_k_swiglu k;
     amp_k_column_sum sum;
     amp_result result;
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_swiglu_args(f, op, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
@@ -9908,7 +9911,8 @@ AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *
     const char *f = "amp_embedding_backward";
     int32_t bad = 0;
     amp_k_embedding k;
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
     ampi_grad_mat(op->table, &k.table, &k.dtable, &k.add_table);
@@ -9964,7 +9968,8 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
 
 AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
     const char *f = "amp_dropout_backward";
-    AMPI_TRY(ampi_backward_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op), &op->plan));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op)));
+    AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
     return ampi_dropout_run(amp, f, op, &op->plan, &op->dy, &op->dx, "dx");
 }

@@ -520,7 +520,7 @@ static inline size_t board_record(unsigned char *out, double seconds, int64_t st
     if (tag != NULL) {
         for (at = board_bytes(at, 0x10, 1); rest > 127; rest >>= 7) *at++ = (unsigned char)(rest | 128);    /* 2: step */
         *at++ = (unsigned char)rest;
-        end = board_field(inner, 0x0a, tag, strlen(tag) < BOARD_TAG ? strlen(tag) : BOARD_TAG);         /* value.1: tag */
+        end = board_field(inner, 0x0a, tag, strlen(tag) < BOARD_TAG ? strlen(tag) : (size_t)BOARD_TAG);         /* value.1: tag */
         end = board_bytes(board_bytes(end, 0x15, 1), value_bits, 4);                        /* value.2: simple_value */
         end = board_field(outer, 0x0a, inner, (size_t)(end - inner));                       /* summary.1: value */
         at = board_field(at, 0x2a, outer, (size_t)(end - outer));                           /* 5: summary */
