@@ -382,6 +382,11 @@ static void shuffle(int64_t *order, int64_t n, uint64_t seed, uint64_t epoch) {
     }
 }
 
+static int compare_places(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
 /* Texts and labels, and which of them are evaluated on. */
 static amp_result open_data(run *r) {
     const settings *set = &r->set;
@@ -408,6 +413,7 @@ static amp_result open_data(run *r) {
     if (*set->valid == 0) r->n_valid = (int64_t)(set->validation * (double)r->texts.n + 0.5);
     if (r->n_valid < 1) r->n_valid = 1;
     r->n_train = *set->valid != 0 ? r->texts.n : r->texts.n - r->n_valid;
+    if (set->shuffle_off && r->n_train > 0) qsort(r->order, (size_t)r->n_train, sizeof *r->order, compare_places);
     return r->n_train > 0 ? AMP_OK : refuse("data", "%lld texts are too few to train and to evaluate on", (long long)r->texts.n);
 }
 

@@ -45,6 +45,16 @@ if train three --init "$saved/model.safetensors" --data "$work/three.tsv" --epoc
 if train bytes --data "$saved/sentences.tsv" --epochs 1 --seq 40 --metrics "$work/m.jsonl" --save "$work/named" && grep -q "tokens *bytes" "$work/bytes.log" &&
     [ -s "$work/named.safetensors" ] && [ -s "$work/m.jsonl" ]; then pass; else fail "bytes as tokens" "$(tail -n 3 "$work/bytes.log")"; fi
 
+# The file's order is that of training: the seed draws nothing more.  With it, it does.
+for seed in 1 2; do
+    ordered="--precision fp32 --init $saved/model.safetensors --valid $work/valid.tsv --dropout 0 --epochs 1 --seed $seed"
+    train "ordered_$seed" $ordered --shuffle-off
+    train "shuffled_$seed" $ordered
+done
+if cmp -s "$work/ordered_1/classifier/model.safetensors" "$work/ordered_2/classifier/model.safetensors" &&
+    ! cmp -s "$work/shuffled_1/classifier/model.safetensors" "$work/shuffled_2/classifier/model.safetensors"; then pass
+else fail "--shuffle-off" "$(tail -n 2 "$work/ordered_2.log")"; fi
+
 # Every architecture in every precision: all rows are good, and those beside fp32 in the metrics too.
 if train compat --compat --compat-scale 12 && [ "$(grep -c ' finite  *ok$' "$work/compat.log")" = 20 ] &&
     [ "$(grep -c '"verdict": "ok"' "$work/compat/classifier/metrics.jsonl")" = 15 ]; then pass; else fail "--compat" "$(tail -n 5 "$work/compat.log")"; fi

@@ -474,6 +474,31 @@ TEST(shuffled_orders) {
     CHECK_EQ(seen, 100);
 }
 
+/* --shuffle-off: the texts that are trained on stand in the file's order, whichever were drawn for evaluation. */
+TEST(the_order_of_the_file) {
+    text_buffer b = {NULL, 0, 0, 0};
+    const char *path = scratch("order.tsv");
+    for (int i = 0; i < 200; i++) text_add(&b, "%d\ttext %d\n", i % 2, i);
+    write_text(path, b.text);
+    for (int valid = 0; valid < 2; valid++) {
+        run r;
+        int64_t seen = 0;
+        memset(&r, 0, sizeof r);
+        CHECK_OK(parse_options(&r.set));
+        r.set.data = path;
+        r.set.valid = valid ? path : "";
+        r.set.shuffle_off = 1;
+        CHECK_OK(open_data(&r));
+        CHECK_EQ(r.n_train, valid ? 200 : 180);
+        for (int64_t i = 1; i < r.n_train; i++) CHECK_MSG(r.order[i - 1] < r.order[i], "text %lld comes before text %lld", (long long)r.order[i - 1], (long long)r.order[i]);
+        for (int64_t i = 0; i < 200; i++) for (int64_t k = 0; k < 200; k++) seen += r.order[k] == i;
+        CHECK_EQ(seen, 200);
+        close_run(&r);
+    }
+    free(b.text);
+    remove(path);
+}
+
 /* ---- Flags */
 
 TEST(flags) {
@@ -809,6 +834,7 @@ int main(int argc, char **argv) {
     RUN(labelled_text);
     RUN(texts_are_cut);
     RUN(shuffled_orders);
+    RUN(the_order_of_the_file);
     RUN(flags);
     RUN(linear_schedule);
     RUN(files_come_back);
