@@ -1,4 +1,5 @@
 # lib.sh - for shell tests: pass NAME, fail NAME TEXT, skip NAME REASON, and `closing` at the end.
+export LC_ALL=C             # awk's and sort's numbers have points, whatever the locale here
 passed=0 failed=0 skipped=0
 pass() { passed=$((passed + 1)); }
 fail() { failed=$((failed + 1)); echo "FAIL $1: $2"; }

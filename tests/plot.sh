@@ -41,6 +41,22 @@ for text in "no run has a loss scaler" "the records have no memory" fp32 "other,
     if grep -q ">$text<" "$work/out/fp32.svg"; then pass; else fail "without scaler and memory" "the picture does not say $text"; fi
 done
 
+# The same picture in an empty environment and in a locale of Latin-1 with a decimal comma; names may be any UTF-8.
+mkdir -p "$work/größe" "$work/locales"
+cp "$work/a/fp16/metrics.jsonl" "$work/größe/metrics.jsonl"
+drawn="$work/größe/metrics.jsonl"
+env -i PATH="$PATH" HOME="$work" $plot -o "$work/out/bare" "$drawn" > "$work/bare.log" 2>&1
+if localedef -i de_DE -f ISO-8859-1 "$work/locales/de_DE.ISO-8859-1" 2> /dev/null; then
+    LOCPATH="$work/locales" LC_ALL=de_DE.ISO-8859-1 $plot -o "$work/out/latin" "$drawn" > "$work/latin.log" 2>&1
+else skip "Latin-1" "localedef makes no locale (Debian: locales)"; fi
+for kind in bare latin; do
+    [ -e "$work/$kind.log" ] || continue
+    if [ "$(grep -vc '^plot: ' "$work/$kind.log")" -eq 0 ]; then pass; else fail "locale ($kind)" "$(grep -v '^plot: ' "$work/$kind.log" | head -n 3)"; fi
+    for text in "größe, fp16" 4321 10.5; do
+        if grep -q ">$text<" "$work/out/$kind.svg"; then pass; else fail "locale ($kind)" "the picture does not say $text"; fi
+    done
+done
+
 # Files without records are left out, or refused.
 echo nonsense > "$work/b/metrics.jsonl"
 $plot -o "$work/out/b" "$work/b/metrics.jsonl" "$work/a/fp16/metrics.jsonl" > "$work/log" 2>&1

@@ -5,6 +5,7 @@
 #
 # Both are compiled for this machine with -O3 -march=native, which amp.h does not need and the loops of before.c do.
 set -e
+export LC_ALL=C             # numbers have points, whatever the locale here
 cc=${CC:-gcc} rounds=${1:-5} steps=${2:-200}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -6,6 +6,8 @@
 #
 # Writes NAME.png and NAME.svg (default out/plot).  Without files: those below out/; without any there, it trains first:
 # 300 steps each in fp32, fp16 and bf16, about a minute.  Needs gnuplot.
+LC_ALL=C.UTF-8          # numbers have points, and gnuplot reads names as UTF-8, whatever the locale here
+export LC_ALL
 name=out/plot
 if [ "$1" = -o ]; then name=$2; shift 2; fi
 if ! command -v gnuplot > /dev/null 2>&1; then echo "plot: skipped: there is no gnuplot here (Debian: apt-get install gnuplot-nox)"; exit 0; fi
