@@ -1814,7 +1814,8 @@ AMPI_INLINE amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y);
 /* dst = src in dst's dtype, contiguous, nearest even. */
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst);
-/* The next random offset of the context, and its seed: to be saved with a checkpoint. */
+/* The next random offset of the context, and its seed: to be saved with a checkpoint.  Another seed puts captured graphs
+   out of date.  Errors: 101, 102, 106 while a graph is captured, 107, 408. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
 
@@ -2109,8 +2110,8 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
 
    The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
    read from device memory.  In between nothing may wait for the device, and accumulation cycles must be whole.  While a
-   graph lives, copies in the cast and mask caches stay.  What is built into it and cannot change: the dtype, overrides,
-   an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes; launching after such a
+   graph lives, copies in the cast and mask caches stay.  What is built into it and cannot change: the dtype, overrides, the
+   seed, an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes; launching after such a
    change is error 207.  Destroy graphs before the optimizers they step, and before the context.
    Errors: 101; begin: 106 one is being captured, 108 the backend has no graphs (the CPU's has none), 301, 501; end: 106
    nothing is captured, or a cycle is not whole, 501 with what could not be captured; launch: 106, 207, 501.  After a
@@ -10018,7 +10019,9 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     char key[64];
     if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_load", "amp, state or prefix is NULL");
     if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_load", "prefix has %zu bytes, at most 56", strlen(prefix));
+    if (amp->capture != NULL) return ampi_fail(AMP_ERR_STATE, "amp_random_load", "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
     AMPI_TRY(amp_state_get(state, key, AMP_I64, values, 2));
+    if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);     /* graphs have the seed built in, not the offset */
     amp->desc.seed = (uint64_t)values[0];
     amp->random_offset = (uint64_t)values[1];
     return AMP_OK;
@@ -11387,6 +11390,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     if (ampi_live_gradients(amp, 0)) return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
     AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&graph, 1, sizeof *graph));
     graph->amp = amp;
+    graph->settings_version = ampi_settings_version(amp);      /* what changes from here on is only in a part of it */
     amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
     ampi_capture_begin(amp, graph);
     result = backend->graph_begin(dev, stream);
@@ -11426,7 +11430,6 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     graph = ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
     graph->random = ampi_capture_end(amp);
-    graph->settings_version = ampi_settings_version(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
     amp_cast_cache_clear(amp);      /* what was to be cast has only been recorded */
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
@@ -11458,7 +11461,7 @@ AMP_API amp_result amp_graph_launch(amp_graph *graph) {
     backend = ampi_backend(graph->amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(graph->amp));
     if (graph->settings_version != ampi_settings_version(graph->amp))
-        return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch", "precision, overrides or settings changed since it was captured");
+        return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch", "precision, overrides, seed or settings changed since its capture began");
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
     AMPI_TRY(ampi_graph_numbers(graph));
     AMPI_TRY(backend->graph_launch(dev, graph->exec, stream));

@@ -1663,8 +1663,51 @@ CUDA_TEST(graph_after_settings_change) {
     CHECK_OK(amp_sync(gpu.amp));
 }
 
+/* The seed of the random numbers is built into a graph, the offset is not; and what changes in the middle of a capture is
+ * in a part of the graph only. */
+CUDA_TEST(graph_and_what_is_loaded) {
+    network gpu;
+    amp_graph *graph = NULL;
+    amp_state *state = NULL;
+    amp_context *other = NULL;
+    amp_desc seeded = settings(amp_cuda(), AMP_LEVEL_O1);
+    seeded.seed = 77;
+    CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), 0));
+    CHECK_OK(gpu.for_graphs(0));
+    CHECK_OK(gpu.next_copied());
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_random_save(gpu.amp, state, "own"));
+    CHECK_OK(amp_open(&other, &seeded));
+    CHECK_OK(amp_random_save(other, state, "other"));
+    amp_close(other);
+    for (int round = 0; round < 5; round++) {
+        CHECK_OK(amp_graph_begin(gpu.amp));
+        CHECK_OK(gpu.compute());
+        CHECK_ERR(amp_random_load(gpu.amp, state, "own"), AMP_ERR_STATE);
+        CHECK(says("being captured"));
+        if (round == 2) CHECK_OK(amp_layer_override(gpu.amp, "no layer", AMP_F32));
+        if (round == 3) CHECK_OK(amp_set_enabled(gpu.amp, 1));
+        CHECK_OK(amp_step(gpu.optimizer, gpu.scaler));
+        CHECK_OK(amp_graph_end(gpu.amp, &graph));
+        if (round == 2 || round == 3) CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+        else CHECK_OK(amp_graph_launch(graph));
+        if (round == 0) {
+            CHECK_OK(amp_random_load(gpu.amp, state, "own"));
+            CHECK_OK(amp_graph_launch(graph));
+        }
+        CHECK_OK(amp_random_load(gpu.amp, state, "other"));
+        if (round == 0 || round == 2 || round == 3) CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+        else CHECK_OK(amp_graph_launch(graph));                 /* that seed was in effect already */
+        CHECK(round != 0 || says("seed"));
+        amp_graph_destroy(graph);
+    }
+    amp_state_destroy(state);
+    CHECK_OK(amp_sync(gpu.amp));
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
+    RUN(graph_and_what_is_loaded);
     RUN(verified_training_goes_on);
     RUN(verify_beside_a_graph);
     RUN(numerics_of_the_device);
