@@ -233,7 +233,7 @@ extern "C" {
     X(AMP_ERR_CONFLICT,    110, "settings contradict each other",        "drop one of the two settings in the text") \
     X(AMP_ERR_LABEL,       201, "a label or index is out of range",      "labels must be 0..classes-1 or the ignore index") \
     X(AMP_ERR_SCALE,       202, "the loss scale is not usable",          "the scale and its inverse must be finite and normal") \
-    X(AMP_ERR_GRAD_16BIT,  203, "16-bit gradients are refused",          "only the torch preset does this: use another preset or fp32 gradients") \
+    X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused",            "only the torch preset does this: use another preset, or fp32 or bf16 gradients") \
     X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update before the next amp_scaler_check") \
     X(AMP_ERR_STEPPED,     205, "already stepped since the last update", "call amp_scaler_update after each step") \
     X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded",             "call amp_scaler_check for at least one set before the update") \
@@ -1879,7 +1879,7 @@ typedef struct amp_scaler amp_scaler;
 
 typedef enum amp_scaler_preset {
     AMP_SCALER_DEFAULT = 0,         /* torch's numbers with a floor of 1 and a guarded ceiling */
-    AMP_SCALER_TORCH = 1,           /* exactly torch.amp.GradScaler: no floor, no guard, refuses 16-bit gradients */
+    AMP_SCALER_TORCH = 1,           /* exactly torch.amp.GradScaler: no floor, no guard, refuses fp16 gradients */
     AMP_SCALER_APEX = 2,            /* apex.amp.LossScaler */
     AMP_SCALER_MEGATRON = 3,        /* Megatron-LM DynamicGradScaler */
     AMP_SCALER_DEEPSPEED = 4,       /* DeepSpeed DynamicLossScaler, JSON defaults */
@@ -1927,7 +1927,8 @@ typedef enum amp_scaler_preset {
                        elsewhere, where alternating overflows could otherwise go on for ever; AMP_ZERO: none     */
 typedef struct amp_scaler_desc {
     amp_scaler_preset preset;
-    int32_t disable;                /* 1: scale 1, every call succeeds and changes nothing (always so at level O0) */
+    int32_t disable;                /* 1: the scale is 1 and stays (always so at level O0); checks, averages, skips, stages
+                                       and their errors are as when enabled */
     int32_t frozen;                 /* 1: a static scale; overflows still skip */
     float init_scale;
     double growth_factor, backoff_factor;
@@ -1986,7 +1987,7 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float ol
    Errors: 101, 102, 301. */
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix);
 /* All or nothing; every set is ready then.  Brings the saved factors and interval with it.  A disabled scaler takes
-   anything and does nothing.  Errors: 101, 102, 107, 202, 408 another preset, or saved by a disabled scaler. */
+   anything, for its stages alone.  Errors: 101, 102, 107, 202, 408 another preset, or saved by a disabled scaler. */
 AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix);
 
 /* ---- Optimizers and the step */
@@ -2078,7 +2079,8 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
    overwrites gradients.  Errors: 101, 106 the set is in use by another scaler, 203, 205, 503. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
 /* Check, norm, clip, optimizer, new scale: the whole step for one optimizer.  With accumulation n only every
-   n-th call steps.  Nothing waits for the device.  scaler may be NULL. */
+   n-th call steps.  Nothing waits for the device.  scaler may be NULL.  Errors: as amp_optimizer_step, and 106 the set
+   was checked before the cycle's last micro-batch. */
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 
 /* What became of one step. */
@@ -2112,7 +2114,8 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
    read from device memory.  In between nothing may wait for the device, and accumulation cycles must be whole.  While a
    graph lives, copies in the cast and mask caches stay.  What is built into it and cannot change: the dtype, overrides, the
    seed, an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes; launching after such a
-   change is error 207.  Destroy graphs before the optimizers they step, and before the context.
+   change is error 207.  A check is captured with its step or update.  Destroy graphs before the optimizers they step, and
+   before the context.
    Errors: 101; begin: 106 one is being captured, 108 the backend has no graphs (the CPU's has none), 301, 501; end: 106
    nothing is captured, or a cycle is not whole, 501 with what could not be captured; launch: 106, 207, 501.  After a
    failed end nothing was done and nothing changed. */
@@ -10072,6 +10075,16 @@ struct amp_optimizer {
     int32_t micro;                  /* micro-batches of the cycle so far */
 };
 
+/* What a launch has to do on the host beside launching. */
+struct amp_graph {
+    amp_context *amp;
+    void *exec;                     /* the backend's; NULL while capturing */
+    uint64_t settings_version;
+    uint64_t random;                /* random numbers that a launch takes */
+    amp_optimizer **optimizers; int64_t n, room;    /* that it steps, each once */
+    amp_set **sets; int64_t n_sets, set_room;       /* that it checks by amp_scaler_check */
+};
+
 AMPI_PRIVATE int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
 /* The scaler, or NULL when it does nothing. */
 AMPI_PRIVATE amp_scaler *ampi_enabled(amp_scaler *scaler) {
@@ -10163,8 +10176,13 @@ AMPI_PRIVATE void ampi_set_enter(amp_set *set, amp_scaler *scaler, ampi_stage st
 
 AMP_API void amp_set_destroy(amp_set *set) {
     const amp_system *s;
+    amp_graph *graph;
+    int64_t i;
     if (set == NULL) return;
     s = ampi_context_system(set->amp);
+    graph = ampi_capture(set->amp);
+    for (i = graph ? graph->n_sets : 0; i-- > 0;)
+        if (graph->sets[i] == set) graph->sets[i] = graph->sets[--graph->n_sets];
     ampi_settings_changed(set->amp);
     ampi_set_unlink(set);
     amp_free(set->amp, set->table);
@@ -10617,11 +10635,12 @@ AMP_API float amp_scaler_scale(const amp_scaler *scaler) {
 AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale) {
     amp_k_rule rule;
     if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_scale", "scaler is NULL");
-    if (scaler->desc.disable) return AMP_OK;
-    if (scaler->desc.preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_set_scale", "scale", scale));
-    rule = ampi_rule(AMP_RULE_SET_SCALE, scaler, NULL);
-    rule.value = scale;
-    AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
+    if (!scaler->desc.disable) {
+        if (scaler->desc.preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_set_scale", "scale", scale));
+        rule = ampi_rule(AMP_RULE_SET_SCALE, scaler, NULL);
+        rule.value = scale;
+        AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
+    }
     ampi_scaler_release_sets(scaler);
     return AMP_OK;
 }
@@ -10673,15 +10692,23 @@ AMPI_PRIVATE amp_result ampi_check_owner(const char *function, const amp_set *se
                      "the set was checked by another scaler; call amp_scaler_update on that one first");
 }
 
-AMPI_PRIVATE amp_result ampi_refuse_16bit(const char *function, const amp_set *set, const amp_scaler *scaler) {
+AMPI_PRIVATE amp_result ampi_refuse_fp16(const char *function, const amp_set *set, const amp_scaler *scaler) {
     int64_t i;
     if (scaler == NULL || scaler->desc.preset != AMP_SCALER_TORCH) return AMP_OK;
     for (i = 0; i < set->n; i++) {
         int live = set->params == NULL || set->params[i]->grad_live;
-        if (live && (set->rows[i].grad_dtype == AMP_F16 || set->rows[i].grad_dtype == AMP_BF16))
-            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "%s is %s", set->names[i] ? set->names[i] : "a range",
-                             amp_dtype_name(set->rows[i].grad_dtype));
+        if (live && set->rows[i].grad_dtype == AMP_F16)
+            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "%s is fp16", set->names[i] ? set->names[i] : "a range");
     }
+    return AMP_OK;
+}
+
+/* Records a set that is checked in the graph being captured. */
+AMPI_PRIVATE amp_result ampi_graph_note_set(amp_set *set) {
+    amp_graph *graph = ampi_capture(set->amp);
+    if (graph == NULL) return AMP_OK;
+    AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_room, sizeof(void *)));
+    graph->sets[graph->n_sets++] = set;
     return AMP_OK;
 }
 
@@ -10692,11 +10719,12 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
         return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ",
                          (int)mode);
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
-    if (enabled && set->stage == AMPI_CHECKED)
+    if (set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
-    if (enabled && set->stage == AMPI_STEPPED)
+    if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
-    AMPI_TRY(ampi_refuse_16bit("amp_scaler_check", set, enabled));
+    AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
+    AMPI_TRY(ampi_graph_note_set(set));
     AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
@@ -10705,9 +10733,9 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     amp_k_rule rule;
     if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_update", "scaler is NULL");
+    if (!scaler->checked)
+        return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
     if (!scaler->desc.disable) {
-        if (!scaler->checked)
-            return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
         rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
         AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
     }
@@ -10752,7 +10780,7 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
     return amp_state_get(state, key, dtype, values, n);
 }
 
-enum { AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
+enum { AMPI_DISABLED_CHECKED = 3, AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
 #define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
 /* before: what the records will be added to. */
@@ -10761,7 +10789,7 @@ AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_sta
     float scales[AMPI_SAVED_SCALES];
     double factors[AMPI_SAVED_FACTORS];
     int64_t counters[AMPI_SAVED_COUNTERS], rule[AMPI_SAVED_RULE];
-    int32_t disabled = scaler->desc.disable != 0;
+    int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
     char key[64];
     const amp_scaler_desc *d = &scaler->desc;
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
@@ -10844,9 +10872,14 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     int32_t disabled = 0;
     char key[64];
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_load", "scaler or state is NULL");
-    if (scaler->desc.disable) return AMP_OK;
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
     if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
+    if (scaler->desc.disable) {
+        ampi_scaler_release_sets(scaler);
+        scaler->checked = disabled == AMPI_DISABLED_CHECKED ||
+                          (!disabled && ampi_get(state, prefix, "counters", -1, AMP_I64, counters, AMPI_SAVED_COUNTERS) == AMP_OK && counters[9] != 0);
+        return AMP_OK;
+    }
     if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
     d = scaler->desc;
     AMPI_TRY(ampi_get(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
@@ -11190,14 +11223,6 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 
 /* ---- Graphs: what a launch has to do on the host beside launching */
 
-struct amp_graph {
-    amp_context *amp;
-    void *exec;                     /* the backend's; NULL while capturing */
-    uint64_t settings_version;
-    uint64_t random;                /* random numbers that a launch takes */
-    amp_optimizer **optimizers; int64_t n, room;    /* that it steps, each once */
-};
-
 /* Records an optimizer whose cycle begins in the graph that is being captured. */
 AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
     amp_graph *graph = ampi_capture(o->amp);
@@ -11264,9 +11289,9 @@ AMPI_PRIVATE void ampi_touch_weights(const amp_set *set) {
 AMPI_PRIVATE amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     if (o == NULL) return ampi_fail(AMP_ERR_NULL, function, "optimizer is NULL");
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
-    if (ampi_enabled(scaler) != NULL && o->set->stage == AMPI_STEPPED)
+    if (o->set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
-    return ampi_refuse_16bit(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
+    return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
 AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
@@ -11304,6 +11329,10 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_step", optimizer, scaler));
     AMPI_TRY(ampi_graph_note(optimizer));
     if (optimizer->micro + 1 < optimizer->desc.accumulation) {
+        if (optimizer->set->stage != AMPI_READY)
+            return ampi_fail(AMP_ERR_STATE, "amp_step", "the set was checked in micro-batch %d of %d, must be in the last: "
+                             "amp_optimizer_set_accumulation begins a new cycle", optimizer->micro + 1,
+                             optimizer->desc.accumulation);
         AMPI_TRY(ampi_clip_running(optimizer, scaler));
         optimizer->micro++;
         return AMP_OK;
@@ -11372,6 +11401,7 @@ AMP_API void amp_graph_destroy(amp_graph *graph) {
     backend = ampi_backend(amp, &dev, &stream);
     if (graph->exec != NULL) backend->graph_destroy(dev, graph->exec);
     ampi_free(ampi_context_system(amp), graph->optimizers, graph->room, sizeof(void *));
+    ampi_free(ampi_context_system(amp), graph->sets, graph->set_room, sizeof(void *));
     ampi_free(ampi_context_system(amp), graph, 1, sizeof *graph);
     ampi_graph_left(amp);
 }
@@ -11404,17 +11434,28 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
 AMPI_PRIVATE amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
     int64_t i;
     int open = ampi_live_gradients(graph->amp, 0);
+    for (i = 0; i < graph->n_sets; i++)
+        if (graph->sets[i]->stage != AMPI_READY)
+            return ampi_fail(AMP_ERR_STATE, function, "a set was checked without its amp_scaler_update: a graph holds both");
     for (i = 0; i < graph->n; i++) open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
     return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps") : AMP_OK;
+}
+
+/* The set is ready, as if it had not been checked. */
+AMPI_PRIVATE void ampi_set_undo(amp_set *set) {
+    amp_scaler *scaler = set->scaler;
+    ampi_set_unlink(set);
+    if (scaler != NULL && scaler->sets == NULL) scaler->checked = 0;
 }
 
 /* What the calls of a failed capture left on the host. */
 AMPI_PRIVATE void ampi_graph_undo(const amp_graph *graph) {
     int64_t i;
     ampi_live_gradients(graph->amp, 1);
+    for (i = 0; i < graph->n_sets; i++) ampi_set_undo(graph->sets[i]);
     for (i = 0; i < graph->n; i++) {
         graph->optimizers[i]->micro = 0;
-        ampi_set_unlink(graph->optimizers[i]->set);
+        ampi_set_undo(graph->optimizers[i]->set);
     }
 }
 

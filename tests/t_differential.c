@@ -289,6 +289,8 @@ static amp_result refused(scaler_program *t, const corpus_line *l) {
     if (strcmp(l->word[1], "rule") == 0) return amp_scaler_set_rule(s, hex64(l, 3), hex64(l, 4), integer(l, 5));
     if (strcmp(l->word[1], "scale") == 0) return amp_scaler_set_scale(s, of_bits(hex32(l, 3)));
     if (strcmp(l->word[1], "load") == 0) return load(t, s, l->word[3]);
+    if (strcmp(l->word[1], "step") == 0) return amp_optimizer_step(o->o, s);
+    if (strcmp(l->word[1], "update") == 0) return amp_scaler_update(s);
     if (strcmp(l->word[1], "foreign") == 0 && !o->is_range) CHECK_ERR(amp_optimizer_step(o->o, s), AMP_ERR_STATE);
     return amp_scaler_check(s, o->set, AMP_CHECK_UNSCALE);
 }

@@ -550,12 +550,14 @@ static void bring(amp_scaler *s, amp_optimizer *o, amp_param *p, int stage) {
     p->grad_live = 1;
 }
 
-TEST(every_cell_of_the_stage_table) {
+/* A disabled scaler keeps the stages too: a loop that is right without fp16 is right with it. */
+static void stage_table(int off) {
     static const amp_result check[3] = {AMP_OK, AMP_ERR_UNSCALED, AMP_ERR_STEPPED};
     static const amp_result step[3] = {AMP_OK, AMP_OK, AMP_ERR_STEPPED};
     static const amp_result update[3] = {AMP_ERR_NO_CHECK, AMP_OK, AMP_OK};
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0), *other = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
+    amp_scaler *s = NULL, *other = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 0);
+    amp_scaler_desc scaling;
     float w[2] = {1, 2}, g[2] = {1024, 2048}, g16[1] = {0};
     uint16_t half = 0x3c00;
     amp_set *set16 = range_set(amp, &half, 1, AMP_F16), *empty = range_set(amp, g16, 0, AMP_F32);
@@ -564,6 +566,10 @@ TEST(every_cell_of_the_stage_table) {
     amp_param p;
     amp_set *set;
     int stage;
+    memset(&scaling, 0, sizeof scaling);
+    scaling.init_scale = 1024;
+    scaling.disable = off;
+    CHECK_OK(amp_scaler_create(amp, &s, &scaling));
     memset(&d, 0, sizeof d);
     memset(&p, 0, sizeof p);
     p.name = "w";
@@ -606,7 +612,7 @@ TEST(every_cell_of_the_stage_table) {
     CHECK_ERR(amp_scaler_check(s, NULL, AMP_CHECK_READ), AMP_ERR_NULL);
     CHECK_ERR(amp_scaler_update(NULL), AMP_ERR_NULL);
     CHECK_OK(amp_scaler_check(s, set16, AMP_CHECK_UNSCALE));
-    CHECK_EQ(half, 0x1400);                                           /* 2^-10 */
+    CHECK_EQ(half, off ? 0x3c00 : 0x1400);                            /* 2^-10 */
     amp_scaler_destroy(s);                                            /* with a set in flight: it is ready again */
     CHECK_EQ(stage_of(set16), 0);
     amp_optimizer_destroy(o);
@@ -614,6 +620,11 @@ TEST(every_cell_of_the_stage_table) {
     amp_set_destroy(empty);
     amp_scaler_destroy(other);
     amp_close(amp);
+}
+
+TEST(every_cell_of_the_stage_table) {
+    stage_table(0);
+    stage_table(1);
 }
 
 /* Two weights under SGD with a learning rate of 1. */
@@ -682,30 +693,36 @@ TEST(disabled_scaler_applies_nonfinite) {
     amp_close(amp);
 }
 
-TEST(torch_preset_refuses_16_bit_gradients) {
+/* torch's unscale_ takes bf16: product in fp32, rounded once. */
+TEST(torch_preset_refuses_fp16_gradients_alone) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, 1024, 0);
     float g = 1024;
-    uint16_t h[2] = {0x7c00, 0x3c00};
-    amp_dtype dtype;
-    for (dtype = AMP_F16; dtype <= AMP_BF16; dtype = (amp_dtype)(dtype + 1)) {
-        amp_range ranges[2];
-        amp_set_desc d;
-        amp_set *set = NULL;
-        memset(ranges, 0, sizeof ranges);
-        memset(&d, 0, sizeof d);
-        ranges[0].data = &g; ranges[0].count = 1; ranges[0].dtype = AMP_F32;
-        ranges[1].name = "sixteen"; ranges[1].data = h; ranges[1].count = 2; ranges[1].dtype = dtype;
-        d.ranges = ranges;
-        d.n_ranges = 2;
-        CHECK_OK(amp_set_create(amp, &set, &d));
-        CHECK_ERR(amp_scaler_check(s, set, AMP_CHECK_UNSCALE), AMP_ERR_GRAD_16BIT);
-        CHECK(strstr(amp_last_error(), "sixteen") != NULL);
-        CHECK(g == 1024 && h[1] == 0x3c00);                           /* nothing was touched, and the set is ready */
-        CHECK_EQ(stage_of(set), 0);
-        CHECK_ERR(amp_scaler_update(s), AMP_ERR_NO_CHECK);
-        amp_set_destroy(set);
-    }
+    uint16_t h[2] = {0x7c00, 0x3c00}, b[3] = {0x4480, 0x3f81, 0x7f80};     /* inf, 1; 1024, 1.0078125, inf */
+    amp_range ranges[2];
+    amp_set_desc d;
+    amp_set *set = NULL;
+    memset(ranges, 0, sizeof ranges);
+    memset(&d, 0, sizeof d);
+    ranges[0].data = &g; ranges[0].count = 1; ranges[0].dtype = AMP_F32;
+    ranges[1].name = "sixteen"; ranges[1].data = h; ranges[1].count = 2; ranges[1].dtype = AMP_F16;
+    d.ranges = ranges;
+    d.n_ranges = 2;
+    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_ERR(amp_scaler_check(s, set, AMP_CHECK_UNSCALE), AMP_ERR_GRAD_16BIT);
+    CHECK(strstr(amp_last_error(), "sixteen") != NULL);
+    CHECK(g == 1024 && h[1] == 0x3c00);                               /* nothing was touched, and the set is ready */
+    CHECK_EQ(stage_of(set), 0);
+    CHECK_ERR(amp_scaler_update(s), AMP_ERR_NO_CHECK);
+    amp_set_destroy(set);
+    ranges[1].data = b; ranges[1].count = 3; ranges[1].dtype = AMP_BF16;
+    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
+    CHECK(g == 1 && b[0] == 0x3f80 && b[1] == 0x3a81 && b[2] == 0x7f80);
+    CHECK_EQ(amp_set_device(set)->skip, 1);
+    CHECK_OK(amp_scaler_update(s));
+    CHECK(amp_scaler_scale(s) == 512);
+    amp_set_destroy(set);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -818,13 +835,15 @@ TEST(disabled_and_frozen) {
     memset(&d, 0, sizeof d);
     d.disable = 1;
     CHECK_OK(amp_scaler_create(amp, &s, &d));
-    CHECK_OK(amp_scaler_update(s));                                   /* no check, check twice, check after update: all fine */
+    CHECK_ERR(amp_scaler_update(s), AMP_ERR_NO_CHECK);
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
-    CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
+    CHECK_ERR(amp_scaler_check(s, set, AMP_CHECK_UNSCALE), AMP_ERR_UNSCALED);
     CHECK_OK(amp_set_found(set, &found));
     CHECK(found.found_inf == 1 && found.first_bad_index == 0 && strcmp(found.first_bad, "g") == 0);
     CHECK_OK(amp_scaler_update(s));
-    CHECK_OK(amp_scaler_set_scale(s, 77));
+    CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
+    CHECK_OK(amp_scaler_set_scale(s, 77));                            /* makes every set ready, and the scale stays */
+    CHECK_EQ(stage_of(set), 0);
     CHECK(amp_scaler_scale(s) == 1 && *amp_scaler_seed(s) == 1);
     amp_scaler_destroy(s);
     CHECK(amp_scaler_scale(NULL) == 1 && amp_scaler_seed(NULL) == NULL);
@@ -1248,6 +1267,96 @@ TEST(ranks_sum_gradients_and_agree_on_overflow) {
     amp_close(amp);
 }
 
+/* A cycle of two micro-batches on two ranks, which have the same gradients: their sum is 2 x 8, the average 4, whoever asks
+   for it how often. */
+TEST(averages_are_taken_once) {
+    int kind, mode;
+    for (kind = 0; kind < 3; kind++) {                                /* enabled, disabled, disabled by level O0 */
+        for (mode = AMP_CHECK_UNSCALE; mode <= AMP_CHECK_READ; mode++) {
+            amp_context *amp = NULL;
+            amp_desc c;
+            amp_scaler_desc sd;
+            amp_optimizer_desc od;
+            amp_optimizer *o = NULL;
+            amp_scaler *s = NULL, *other = NULL;
+            amp_param p;
+            amp_found found;
+            rank_log log;
+            float w = 16, g = 8, read = mode == AMP_CHECK_READ;
+            memset(&c, 0, sizeof c); memset(&sd, 0, sizeof sd); memset(&od, 0, sizeof od); memset(&p, 0, sizeof p);
+            memset(&log, 0, sizeof log);
+            c.reducer.reduce = log_reduce; c.reducer.user = &log; c.reducer.world = 2;
+            if (kind == 2) c.level = AMP_LEVEL_O0;
+            CHECK_OK(amp_open(&amp, &c));
+            sd.init_scale = 4; sd.disable = kind == 1;
+            CHECK_OK(amp_scaler_create(amp, &s, &sd));
+            CHECK_OK(amp_scaler_create(amp, &other, &sd));
+            if (kind == 0) g *= 4;
+            p.name = "w"; p.weight = amp_tensor1(&w, AMP_F32, 1); p.grad = amp_tensor1(&g, AMP_F32, 1); p.grad_live = 1;
+            od.kind = AMP_SGD; od.lr = 1; od.params = &p; od.n_params = 1; od.accumulation = 2;
+            CHECK_OK(amp_optimizer_create(amp, &o, &od));
+            /* what was checked before its cycle was whole cannot be added to */
+            CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_READ));
+            g /= 2;                                                   /* the sum over ranks */
+            CHECK_ERR(amp_step(o, s), AMP_ERR_STATE);
+            CHECK(strstr(amp_last_error(), "micro-batch 1 of 2") != NULL);
+            CHECK_OK(amp_scaler_update(s));
+            CHECK_OK(amp_step(o, s));                                 /* the first micro-batch */
+            CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), (amp_check_mode)mode));
+            CHECK(g == (read ? kind == 0 ? 64.0f : 16.0f : 4.0f));
+            CHECK_ERR(amp_scaler_check(s, amp_optimizer_set(o), (amp_check_mode)mode), AMP_ERR_UNSCALED);
+            CHECK_ERR(amp_scaler_check(other, amp_optimizer_set(o), (amp_check_mode)mode), AMP_ERR_STATE);
+            CHECK_ERR(amp_optimizer_step(o, NULL), AMP_ERR_STATE);
+            CHECK(g == (read ? kind == 0 ? 64.0f : 16.0f : 4.0f) && log.sums == 2);
+            CHECK_OK(amp_set_found(amp_optimizer_set(o), &found));
+            CHECK(found.norm == 4);
+            CHECK_OK(amp_optimizer_step(o, s));
+            CHECK(w == 12);
+            CHECK_ERR(amp_scaler_check(s, amp_optimizer_set(o), (amp_check_mode)mode), AMP_ERR_STEPPED);
+            CHECK_ERR(amp_optimizer_step(o, s), AMP_ERR_STEPPED);
+            CHECK_ERR(amp_step(o, s), AMP_ERR_STEPPED);
+            CHECK(w == 12);
+            CHECK_OK(amp_scaler_update(s));
+            amp_optimizer_destroy(o);
+            amp_scaler_destroy(s);
+            amp_scaler_destroy(other);
+            amp_close(amp);
+        }
+    }
+}
+
+/* Saved between check and update, a disabled scaler too may update after the load, as an enabled one. */
+TEST(disabled_scalers_save_that_they_checked) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    float g = 1;
+    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    int from, checked;
+    for (from = 0; from < 2; from++)
+        for (checked = 0; checked < 2; checked++) {
+            amp_scaler *s = NULL, *t = NULL;
+            amp_state *state = NULL;
+            amp_scaler_desc d;
+            memset(&d, 0, sizeof d);
+            d.disable = from;
+            CHECK_OK(amp_scaler_create(amp, &s, &d));
+            d.disable = 1;
+            CHECK_OK(amp_scaler_create(amp, &t, &d));
+            CHECK_OK(amp_state_create(&state, NULL));
+            if (checked) CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
+            CHECK_OK(amp_scaler_save(s, state, "s"));
+            if (checked) CHECK_OK(amp_scaler_update(s));
+            CHECK_OK(amp_scaler_check(t, set, AMP_CHECK_READ));
+            CHECK_OK(amp_scaler_load(t, state, "s"));
+            CHECK_EQ(stage_of(set), 0);
+            CHECK_ERR(amp_scaler_update(t), checked ? AMP_OK : AMP_ERR_NO_CHECK);
+            amp_state_destroy(state);
+            amp_scaler_destroy(s);
+            amp_scaler_destroy(t);
+        }
+    amp_set_destroy(set);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     keep_subnormals();
@@ -1265,7 +1374,7 @@ int main(int argc, char **argv) {
     RUN(every_cell_of_the_stage_table);
     RUN(gradients_come_and_go_between_check_and_step);
     RUN(disabled_scaler_applies_nonfinite);
-    RUN(torch_preset_refuses_16_bit_gradients);
+    RUN(torch_preset_refuses_fp16_gradients_alone);
     RUN(settings_are_checked);
     RUN(set_rule_and_set_scale);
     RUN(disabled_and_frozen);
@@ -1277,5 +1386,7 @@ int main(int argc, char **argv) {
     RUN(save_over_a_disabled_scalers);
     RUN(load_refuses_what_does_not_fit);
     RUN(ranks_sum_gradients_and_agree_on_overflow);
+    RUN(averages_are_taken_once);
+    RUN(disabled_scalers_save_that_they_checked);
     return TEST_END();
 }

@@ -1332,6 +1332,52 @@ CUDA_TEST(graph_refusals) {
     step(&gpu);
     CHECK_OK(amp_sync(gpu.amp));
 
+    /* A check whose update is not in the graph: each launch would unscale once more what the step outside unscales too. */
+    float one = 4096, *g = NULL;
+    void *room = NULL;
+    amp_range range;
+    amp_set_desc desc;
+    amp_set *set = NULL;
+    CHECK_OK(amp_alloc(gpu.amp, &room, sizeof one));
+    g = (float *)room;
+    CHECK_OK(amp_copy(gpu.amp, g, &one, sizeof one, AMP_COPY_TO_DEVICE));
+    CHECK_OK(amp_scaler_set_scale(gpu.scaler, 4));
+    memset((void *)&range, 0, sizeof range);
+    memset((void *)&desc, 0, sizeof desc);
+    range.data = g; range.count = 1; range.dtype = AMP_F32;
+    desc.ranges = &range; desc.n_ranges = 1;
+    CHECK_OK(amp_set_create(gpu.amp, &set, &desc));
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_OK(amp_scaler_check(gpu.scaler, set, AMP_CHECK_UNSCALE));
+    CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
+    CHECK(graph == NULL && says("amp_scaler_update"));
+    CHECK_ERR(amp_scaler_update(gpu.scaler), AMP_ERR_NO_CHECK); /* nothing was done */
+    amp_set *gone = NULL;                                       /* and a set that is gone before the end */
+    CHECK_OK(amp_set_create(gpu.amp, &gone, &desc));
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_OK(amp_scaler_check(gpu.scaler, gone, AMP_CHECK_UNSCALE));
+    amp_set_destroy(gone);
+    (void)amp_graph_end(gpu.amp, &graph);
+    amp_graph_destroy(graph);
+    CHECK_OK(amp_graph_begin(gpu.amp));
+    CHECK_OK(amp_scaler_check(gpu.scaler, set, AMP_CHECK_UNSCALE));
+    CHECK_OK(amp_scaler_update(gpu.scaler));
+    CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    CHECK_OK(amp_graph_launch(graph));
+    CHECK_OK(amp_copy(gpu.amp, &one, g, sizeof one, AMP_COPY_TO_HOST));
+    CHECK_OK(amp_sync(gpu.amp));
+    CHECK(one == 1024);
+    CHECK_OK(amp_scaler_check(gpu.scaler, set, AMP_CHECK_UNSCALE));
+    CHECK_ERR(amp_graph_launch(graph), AMP_ERR_STATE);          /* checked already */
+    CHECK_OK(amp_scaler_update(gpu.scaler));
+    CHECK_OK(amp_graph_launch(graph));
+    CHECK_OK(amp_copy(gpu.amp, &one, g, sizeof one, AMP_COPY_TO_HOST));
+    CHECK_OK(amp_sync(gpu.amp));
+    CHECK(one == 64);
+    amp_graph_destroy(graph);
+    amp_set_destroy(set);
+    amp_free(gpu.amp, room);
+
     amp_context *cpu = NULL;
     CHECK_OK(amp_open(&cpu, NULL));
     CHECK_ERR(amp_graph_begin(cpu), AMP_ERR_UNSUPPORTED);

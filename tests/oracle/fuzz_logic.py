@@ -38,8 +38,8 @@ from scaler import Checksum, Random, bits_of, f32_bits
 DIFFERENCES = {
     "set_rule": "set_growth_factor, set_backoff_factor and set_growth_interval take anything, a shrinking growth "
                 "included; amp_scaler_set_rule refuses what is no growth, backoff or interval",
-    "bf16": "unscale_ takes bf16 gradients where the device's kernel does (CPU) and refuses fp16; AMP_SCALER_TORCH "
-            "refuses both, the other presets take both",
+    "disabled": "a disabled scaler accepts unscale_, step and update in any order; in amp.h it averages, so it keeps the "
+                "stages",
     "foreign": "an optimizer may be unscaled by two scalers in one iteration, and is then unscaled twice (a disabled one "
                "does nothing); amp.h refuses",
     "no_gradients": "unscale_ of an optimizer without gradients records nothing, so step and update raise "
@@ -137,6 +137,8 @@ class ScalerProgram:
         self.optimizers = [self.make_optimizer() for _ in range(1 + rng.below(4))]
         self.scalers = [self.make_scaler() for _ in range(1 + (rng.below(4) == 0))]
         self.dirty = [False] * len(self.scalers)
+        self.stages = [{} for _ in self.scalers]            # of a disabled scaler's optimizers, in amp.h
+        self.checked = [False] * len(self.scalers)          # and whether it may update
 
     def pick(self, values):
         return values[self.rng.below(len(values))]
@@ -290,12 +292,12 @@ class ScalerProgram:
         as_tensor = self.rng.below(2) == 1
         scale = float(torch.tensor(scale, dtype=torch.float32))
         result = self.attempt(s.update, torch.tensor(scale) if as_tensor else scale)
-        if s.is_enabled():
-            self.release(i)
+        self.release(i)
         self.line(f"N {i} {f32_bits(scale):08x}", i, result)
 
     def release(self, i):
-        self.dirty[i] = False
+        self.dirty[i] = self.checked[i] = False
+        self.stages[i].clear()
         for o in self.optimizers:
             if o.owner == i:
                 o.owner, o.read = None, False
@@ -323,9 +325,6 @@ class ScalerProgram:
             if self.scalers[i].is_enabled() and not self.stage(i, k):
                 self.no_gradients(i, k)
             return False
-        if "bf16" in o.dtypes and self.preset == "torch" and self.scalers[i].is_enabled() and not self.stage(i, k):
-            self.refused(f"check {i} {k}", i, GRAD_16BIT, "bf16")
-            return False
         if "fp16" in o.dtypes and self.preset == "default":
             return False
         return True
@@ -333,7 +332,7 @@ class ScalerProgram:
     def stage(self, i, k):
         s = self.scalers[i]
         if not s.is_enabled():
-            return 0
+            return self.stages[i].get(k, 0)
         states = s._per_optimizer_states
         key = id(self.optimizers[k].torch)
         return states[key]["stage"].value if key in states else 0
@@ -354,10 +353,18 @@ class ScalerProgram:
         self.line(f"n {i} {k}", i)
         self.agree(i)
 
-    def enter(self, i, k, result):
+    def enter(self, i, k, result, stage):
         """In amp.h a disabled scaler, too, has the sets that it checked until its update."""
         if result == OK:
             self.optimizers[k].owner, self.dirty[i] = i, self.scalers[i].is_enabled()
+            self.stages[i][k], self.checked[i] = stage, True
+
+    def disabled_refuses(self, text, i, result):
+        """What amp.h refuses of a disabled scaler as of an enabled one, and PyTorch does not."""
+        if self.scalers[i].is_enabled() or result == OK:
+            return False
+        self.refused(text, i, result, "disabled")
+        return True
 
     def unscale(self, i, k, read):
         """u: unscale_.  r: amp_scaler_check that only reads, and the step multiplies."""
@@ -365,9 +372,11 @@ class ScalerProgram:
         self.in_range(i)
         if not self.usable(i, k):
             return
+        if self.disabled_refuses(f"check {i} {k}", i, [OK, UNSCALED, STEPPED][self.stage(i, k)]):
+            return
         read = read and o.kind != "range" and self.scalers[i].is_enabled()
         result = self.attempt(self.scalers[i].unscale_, o.torch)
-        self.enter(i, k, result)
+        self.enter(i, k, result, 1)
         if read and result == OK:
             o.fresh, o.read = False, True
         self.line(f"{'r' if read else 'u'} {i} {k}", i, result)
@@ -378,11 +387,13 @@ class ScalerProgram:
         self.in_range(i)
         if o.kind == "range" or not self.usable(i, k):
             return
+        if self.disabled_refuses(f"step {i} {k}", i, [OK, OK, STEPPED][self.stage(i, k)]):
+            return
         if how == "t" and o.kind == "fused" and self.stage(i, k) == 0 and s.is_enabled():
             how = "T"
         ready = self.stage(i, k) == 0 and s.is_enabled()
         result = self.attempt(s.step, o.torch)
-        self.enter(i, k, result)
+        self.enter(i, k, result, 2)
         if how == "a" and result == OK:
             result = self.attempt(s.update)
             self.release(i)
@@ -393,6 +404,8 @@ class ScalerProgram:
 
     def update(self, i):
         self.in_range(i)
+        if self.disabled_refuses(f"update {i} 0", i, OK if self.checked[i] else NO_CHECK):
+            return
         result = self.attempt(self.scalers[i].update)
         if result == OK:
             self.release(i)
@@ -449,7 +462,7 @@ class ScalerProgram:
         state = self.scalers[i].state_dict()
         if self.dirty[i]:
             self.counts["differs_mid_iteration"] += 1
-        self.saved[slot] = (state, self.dirty[i])
+        self.saved[slot] = (state, self.dirty[i], self.checked[i])
         self.line(f"v {i} {slot}", i)
 
     def load(self, i):
@@ -459,9 +472,12 @@ class ScalerProgram:
             if s.is_enabled():
                 self.refused(f"load {i} {slot}", i, NAME, "missing")
             return
-        state, dirty = self.saved[slot]
+        state, dirty, checked = self.saved[slot]
         result = self.attempt(s.load_state_dict, state)
         stages = self.dirty[i] or dirty
+        if not s.is_enabled():
+            self.release(i)
+            self.checked[i] = checked
         self.line(f"l {i} {slot}", i, result)
         if result == OK and s.is_enabled() and stages:
             self.counts["differs_stages_kept"] += self.dirty[i]
@@ -477,7 +493,9 @@ class ScalerProgram:
             except AssertionError:
                 self.counts["differs_mid_iteration"] += 1
             return
+        checked = self.checked[i]
         self.release(i)
+        self.checked[i] = checked
         self.scalers[i] = pickle.loads(pickle.dumps(s))
         self.scalers[i].scale(torch.zeros(()))
         self.line(f"p {i}", i)
