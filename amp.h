@@ -294,11 +294,12 @@ typedef struct amp_system {
     void *user;
     void *(*alloc)(void *user, size_t size, size_t align);
     void (*free)(void *user, void *ptr, size_t size);
-    int (*file_open)(void *user, const char *path, int for_writing, intptr_t *file);    /* 0: to read; 1: a new or
-                                                       emptied file to write; 2: what is there, or a new file, to read and write */
-    int64_t (*file_read)(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset);
+    /* for_writing 0: to read; 1: a new or emptied file to write; 2: what is there, or a new file, to read and write;
+       3: PATH.tmpX, a new file to be renamed PATH, as private as that: -EEXIST where there is one */
+    int (*file_open)(void *user, const char *path, int for_writing, intptr_t *file);
+    int64_t (*file_read)(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset);       /* 0: the end */
     int64_t (*file_write)(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset);
-    int64_t (*file_size)(void *user, intptr_t file);
+    int64_t (*file_size)(void *user, intptr_t file);        /* -ESPIPE: a pipe or device, only read from front to end */
     int (*file_sync)(void *user, intptr_t file);
     int (*file_close)(void *user, intptr_t file);
     int (*file_rename)(void *user, const char *from, const char *to);
@@ -314,12 +315,13 @@ typedef struct amp_system {
 
 /* *out = the POSIX table, every member set. */
 AMP_API void amp_system_default(amp_system *out);
-/* Writes a file so that after a crash either the old or the new content is there, whole: temporary file
-   beside it, write, fsync, rename.  A symbolic link is replaced; a device or pipe is
-   refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that is killed in it
-   leaves is PATH.tmpPID. */
+/* Writes a file so that after a crash, and whoever else writes it, one whole content is there: temporary file beside it,
+   write, fsync, rename.  The file keeps its permissions and, where possible, its owner.  A symbolic link is replaced; a
+   device or pipe is refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that
+   is killed in it leaves is PATH.tmpPID@HOST-RANDOM. */
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
-/* Reads a whole file into *data (from system->alloc, one extra 0 byte behind it; amp_file_free frees it).
+/* Reads a file, a pipe or a device to its end into *data (from system->alloc, one extra 0 byte behind it; amp_file_free
+   frees it); at most 256 MiB of what is no regular file.  A pipe that nobody writes to yet is waited for.
    Errors: 301, 401, 402. */
 AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
@@ -3154,6 +3156,7 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
 #include <fnmatch.h>
 #include <limits.h>
 #include <math.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -3261,33 +3264,86 @@ static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
 
 static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
+/* The file that PATH.tmpX is to replace, if there is a regular one. */
+static int ampi_posix_replaces(const char *path, struct stat *old) {
+    char target[PATH_MAX];
+    const char *at = path, *end = NULL;
+    while ((at = strstr(at, ".tmp")) != NULL) end = at++;
+    if (end == NULL || end - path >= (ptrdiff_t)sizeof target) return 0;
+    memcpy(target, path, (size_t)(end - path));
+    target[end - path] = 0;
+    return stat(target, old) == 0 && S_ISREG(old->st_mode);
+}
+
+/* Owner and permissions of the old file.  A group that cannot be kept gets what all others have. */
+static void ampi_posix_inherit(int fd, const struct stat *old) {
+    mode_t mode = old->st_mode & 0777;
+    if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
+        mode &= 0707 | (mode & 7) << 3;
+    (void)fchmod(fd, mode);
+}
+
+/* Never waits: a pipe without a writer, a device without a carrier.  Descriptors that the program was started without,
+   0 to 2, are left free, or what is printed would land in a file. */
 static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    int fd, flags = for_writing == 0 ? O_RDONLY : for_writing == 2 ? O_RDWR | O_CREAT : O_WRONLY | O_CREAT | O_TRUNC;
+    static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
+    struct stat old;
+    int inherits = for_writing == 3 && ampi_posix_replaces(path, &old);
+    int fd = open(path, how[for_writing] | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, inherits ? 0600 : 0666), low = fd;
     (void)user;
-    do fd = open(path, flags | O_CLOEXEC, 0666);
-    while (fd < 0 && errno == EINTR);
-    if (fd < 0) return -errno;
+    if (fd >= 0 && fd < 3) fd = fcntl(low, F_DUPFD_CLOEXEC, 3);
+    if (fd < 0) {
+        int error = errno;
+        if (low >= 0) close(low);
+        return -error;
+    }
+    if (low != fd) close(low);
+    if (inherits) ampi_posix_inherit(fd, &old);
     *file = fd;
     return 0;
+}
+
+/* What has no offsets is read on from where it is; a pipe that nobody has written to yet is waited for. */
+static ssize_t ampi_posix_read_on(int fd, void *buffer, size_t bytes) {
+    struct pollfd ready;
+    ssize_t n;
+    ready.fd = fd;
+    ready.events = POLLIN;
+    do n = poll(&ready, 1, -1) < 0 ? -1 : read(fd, buffer, bytes);
+    while (n < 0 && errno == EAGAIN);
+    return n;
 }
 
 static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
     ssize_t n = pread((int)file, buffer, bytes, (off_t)offset);
     (void)user;
+    if (n < 0 && errno == ESPIPE) n = ampi_posix_read_on((int)file, buffer, bytes);
     return n < 0 ? -errno : n;
 }
 
+/* Beyond the process's limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is held back and taken. */
 static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
-    ssize_t n = pwrite((int)file, buffer, bytes, (off_t)offset);
+    sigset_t limit, before, pending;
+    int hosts, error, number;
+    ssize_t n;
     (void)user;
-    return n < 0 ? -errno : n;
+    sigemptyset(&limit);
+    sigaddset(&limit, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &limit, &before);
+    hosts = sigpending(&pending) == 0 && sigismember(&pending, SIGXFSZ) == 1;
+    n = pwrite((int)file, buffer, bytes, (off_t)offset);
+    error = errno;
+    if (n < 0 && error == EFBIG && !hosts && sigpending(&pending) == 0 && sigismember(&pending, SIGXFSZ) == 1)
+        (void)sigwait(&limit, &number);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return n < 0 ? -error : n;
 }
 
 static int64_t ampi_posix_size(void *user, intptr_t file) {
     struct stat info;
     (void)user;
     if (fstat((int)file, &info) != 0) return -errno;
-    return S_ISDIR(info.st_mode) ? -EISDIR : (int64_t)info.st_size;
+    return S_ISDIR(info.st_mode) ? -EISDIR : S_ISREG(info.st_mode) ? (int64_t)info.st_size : -ESPIPE;
 }
 
 static int ampi_posix_sync(void *user, intptr_t file) { (void)user; return fsync((int)file) != 0 ? -errno : 0; }
@@ -3463,17 +3519,41 @@ AMPI_PRIVATE int ampi_file_close(const amp_system *s, intptr_t file) {
     return error == -EINTR ? 0 : error;
 }
 
+static const char *ampi_file_text(int error) {
+    return error == EFBIG ? "the limit on file sizes (ulimit -f) is reached" : strerror(error);
+}
+
+static uint64_t ampi_posix_random(void) {
+    uint64_t mixed = (uint64_t)ampi_posix_clock(NULL), bits = 0;
+    int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return mixed ^ (uint64_t)(uintptr_t)&mixed << 32;
+    if (read(fd, &bits, sizeof bits) != (ssize_t)sizeof bits) bits = (uint64_t)(uintptr_t)&mixed << 32;
+    close(fd);
+    return bits ^ mixed;
+}
+
+/* Opens PATH.tmpPID@HOST-RANDOM, a file that nobody else has. */
+static amp_result ampi_temporary_open(const amp_system *s, const char *path, char *name, size_t size, intptr_t *file) {
+    char host[32] = "";
+    int error, tries = 0;
+    (void)gethostname(host, sizeof host - 1);
+    host[strcspn(host, "/")] = 0;
+    do {
+        if (snprintf(name, size, "%s.tmp%ld@%s-%016llx", path, (long)getpid(), host, (unsigned long long)ampi_posix_random()) >= (int)size)
+            return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
+        error = ampi_file_open(s, name, 3, file);
+    } while (error == -EEXIST && ++tries < 100);
+    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: no file beside it: %s", path, strerror(-error));
+}
+
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
     amp_system s = ampi_system(system);
     char temporary[PATH_MAX];
     intptr_t file = -1;
     int64_t n;
-    int error;
+    int error = 0;
     if (path == NULL || (data == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
-    if (snprintf(temporary, sizeof temporary, "%s.tmp%ld", path, (long)getpid()) >= (int)sizeof temporary)
-        return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
-    error = ampi_file_open(&s, temporary, 1, &file);
-    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: %s", temporary, strerror(-error));
+    AMPI_TRY(ampi_temporary_open(&s, path, temporary, sizeof temporary, &file));
     n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
     if (n < 0) error = (int)n;
     if (error == 0) error = ampi_file_sync(&s, file);
@@ -3482,31 +3562,64 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     if (error == 0) error = s.file_rename(s.user, temporary, path);
     if (error == 0) return AMP_OK;
     s.file_remove(s.user, temporary);
-    return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, strerror(-error));
+    return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
+}
+
+/* Moves what a buffer holds into one of another size; 0: no memory, and all stays. */
+static int ampi_resize(const amp_system *s, char **buffer, int64_t *room, int64_t wanted) {
+    char *moved = (char *)s->alloc(s->user, (size_t)wanted, 64);
+    if (moved == NULL) return 0;
+    if (*buffer != NULL) {
+        memcpy(moved, *buffer, (size_t)AMPI_MIN(*room, wanted));
+        s->free(s->user, *buffer, (size_t)*room);
+    }
+    *buffer = moved;
+    *room = wanted;
+    return 1;
+}
+
+enum { AMPI_LONGEST_STREAM = 1 << 28 };
+
+/* Reads to the end: `size`, what the file says it has, may be old, or 0 where nobody knows. */
+static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const char *path, int64_t size, char **buffer,
+                                   int64_t *room) {
+    int64_t used = 0, n, wanted = size > 0 ? size + 1 : 4096;
+    do {
+        if (used >= AMPI_LONGEST_STREAM && size == -ESPIPE)
+            return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: a stream without an end after %lld bytes, copy it into a file", path, (long long)used);
+        if (!ampi_resize(s, buffer, room, wanted))
+            return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)wanted, path);
+        n = ampi_read_fully(s, file, *buffer + used, *room - used, used);
+        if (n > 0) used += n;
+        wanted = 2 * *room;
+    } while (n >= 0 && used == *room);
+    if (n < 0 || used < size)
+        return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path, n < 0 ? strerror((int)-n) : "ends early", (long long)used);
+    (*buffer)[used] = 0;
+    if (used + 1 == *room || ampi_resize(s, buffer, room, used + 1)) return AMP_OK;
+    return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)used + 1, path);
 }
 
 AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes) {
     amp_system s = ampi_system(system);
     intptr_t file = -1;
-    int64_t size, n;
-    char *buffer;
+    int64_t size, room = 0;
+    char *buffer = NULL;
+    amp_result result;
     int error;
     if (path == NULL || data == NULL || bytes == NULL) return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
     error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = s.file_size(s.user, file);
-    buffer = size < 0 ? NULL : (char *)s.alloc(s.user, (size_t)size + 1, 64);
-    n = buffer ? ampi_read_fully(&s, file, buffer, size, 0) : 0;
+    result = size < 0 && size != -ESPIPE ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
+                                         : ampi_read_to_end(&s, file, path, size, &buffer, &room);
     s.file_close(s.user, file);
-    if (size < 0) return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size));
-    if (buffer == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)size, path);
-    if (n != size) {
-        s.free(s.user, buffer, (size_t)size + 1);
-        return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path, n < 0 ? strerror((int)-n) : "ends early", (long long)(n < 0 ? 0 : n));
+    if (result != AMP_OK) {
+        if (buffer != NULL) s.free(s.user, buffer, (size_t)room);
+        return result;
     }
-    buffer[size] = 0;
     *data = buffer;
-    *bytes = (size_t)size;
+    *bytes = (size_t)room - 1;
     return AMP_OK;
 }
 
@@ -12459,6 +12572,8 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
     f->is_open = 1;
     f->bytes = l->system.file_size(l->system.user, f->handle);
+    if (f->bytes == -ESPIPE)
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s is a pipe or device, must be a regular file", f->path);
     if (f->bytes < 0)
         return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s", f->path, strerror((int)-f->bytes));
     AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
@@ -14889,7 +15004,7 @@ AMPI_PRIVATE amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     if (done > 0 && m->kept > 0) memmove(m->lines, m->lines + done, (size_t)m->kept);
     if (m->kept == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_WRITE, function, "%s at offset %lld: %s; %lld bytes are kept, %lld lines were lost", m->desc.path,
-                     (long long)m->offset, n < 0 ? strerror((int)-n) : "nothing was written", (long long)m->kept, (long long)m->lost);
+                     (long long)m->offset, n < 0 ? ampi_file_text((int)-n) : "nothing was written", (long long)m->kept, (long long)m->lost);
 }
 
 /* A sheet for one more line, behind those that are kept. */
@@ -14924,7 +15039,9 @@ AMPI_PRIVATE amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
     if (!m->desc.append) return AMP_OK;
-    n = m->offset = s->file_size(s->user, m->file);
+    n = s->file_size(s->user, m->file);
+    if (n == -ESPIPE) n = 0;                    /* a device */
+    m->offset = n;
     if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
     if (n < 0 || (m->offset > 0 && n == 0))
         return ampi_fail(AMP_ERR_READ, function, "%s: %s", m->desc.path, n < 0 ? strerror((int)-n) : "ends early");

@@ -297,6 +297,17 @@ static inline amp_result folder_make(const char *path) {
     return AMP_OK;
 }
 
+/* 1 for "@HOST-" and 16 digits where HOST is this machine, and for nothing, as older versions left it. */
+static inline int made_here(const char *text) {
+    char host[32] = "";
+    size_t n;
+    if (*text == 0) return 1;
+    (void)gethostname(host, sizeof host - 1);
+    n = strcspn(host, "/");
+    return *text == '@' && strncmp(text + 1, host, n) == 0 && text[1 + n] == '-' && strspn(text + 2 + n, "0123456789abcdef") == 16 &&
+           text[18 + n] == 0;
+}
+
 static inline int remove_if_unfinished(void *path, const char *name) {
     const char *slash = strrchr((const char *)path, '/'), *base = slash != NULL ? slash + 1 : (const char *)path;
     size_t n = strlen(base);
@@ -304,12 +315,13 @@ static inline int remove_if_unfinished(void *path, const char *name) {
     long pid;
     if (strncmp(name, base, n) != 0 || strncmp(name + n, ".tmp", 4) != 0) return 0;
     pid = strtol(name + n + 4, &end, 10);
-    if (pid <= 0 || *end != 0 || kill((pid_t)pid, 0) == 0 || errno != ESRCH) return 0;
+    if (pid <= 0 || !made_here(end) || kill((pid_t)pid, 0) == 0 || errno != ESRCH) return 0;
     if (snprintf(full, sizeof full, "%.*s%s", (int)(base - (const char *)path), (const char *)path, name) < PATH_MAX) unlink(full);
     return 0;
 }
 
-/* Removes PATH.tmpPID, which a process that was killed in amp_file_write_atomic leaves, where PID is no process any more. */
+/* Removes PATH.tmpPID@HOST-RANDOM, which a process that was killed in amp_file_write_atomic leaves, where HOST is this
+   machine and PID no process any more. */
 static inline void remove_unfinished(char *path) {
     char folder[PATH_MAX];
     const char *slash = strrchr(path, '/');

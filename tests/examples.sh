@@ -245,6 +245,15 @@ status=$?
 if [ $status -eq 130 ] && [ -s "$work/int_model.safetensors" ] && [ -s "$work/int_model.state" ]; then pass
 else fail "Ctrl-C" "status $status, $(tail -n 2 "$work/int.log")"; fi
 
+# What killed saves of this machine left is removed; what another machine, or a process that lives, may still write is not.
+sh -c 'exit 0' & ended=$!; wait $ended
+random=0123456789abcdef host=$(uname -n | cut -c 1-31)
+for left in $ended "$ended@$host-$random" "$ended@another-$random" "$ended@another-$host-$random" "$$@$host-$random" "$ended@$host-mine"; do : > "$work/left.state.tmp$left"; done
+train left --steps 1 --save "$work/left"
+set -- "$work"/left.state.tmp*
+if [ $# -eq 4 ] && [ ! -e "$work/left.state.tmp$ended" ] && [ ! -e "$work/left.state.tmp$ended@$host-$random" ]; then pass
+else fail "what killed saves left" "$(cd "$work" && echo left.*)"; fi
+
 # The progress line in a log file has no carriage returns.
 if tr -d '\n' < "$work/fp32.log" | grep -q "$(printf '\r')"; then fail "log file" "carriage returns"; else pass; fi
 
