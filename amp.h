@@ -90,8 +90,8 @@
                               amp_settings_apply amp_settings_text
        watching               amp_status_get amp_monitor_create amp_monitor_phase amp_monitor_step amp_monitor_next
                               amp_monitor_epoch amp_numerics_create amp_numerics_step amp_range_push
-       care                   amp_verify amp_verify_placement amp_gradcheck amp_advise amp_apply amp_tune
-                              amp_recovery_create amp_recovery_step amp_recovery_memory
+       care                   amp_verify amp_verify_placement amp_gradcheck amp_gradcheck_text amp_advise amp_apply
+                              amp_tune amp_recovery_create amp_recovery_step amp_recovery_memory
 
    BUILD
 
@@ -2960,7 +2960,8 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
    backward as the outputs' gradients.  x moves by h d, h = 2^-8 (2^-4 for fp16 and tf32, 2^-3 for bf16) times the root mean
    square of the input.  The bound is computed: 8 standard deviations of what rounding does to L, over h, and to gradient . d,
    both measured by changing all inputs at random by up to the coarsest roundoff of dtype, outputs and output_grads; and twice
-   the truncation that halving h shows.  So a factor of 1.01 is found in fp32; bf16 shows terms that are missing.
+   the truncation that halving h shows.  So a factor of 1.01 is found in fp32, the default whatever the context computes in;
+   in bf16 one of 1.1 passes: the report says how large an error must be to be seen.
    Each forward has the same random numbers, and each backward begins with input_grads zero.  The inputs are restored;
    gradients that are a parameter's are not live afterwards. */
 typedef struct amp_gradcheck_desc {
@@ -2968,14 +2969,17 @@ typedef struct amp_gradcheck_desc {
     void *user;
     const amp_range *inputs, *input_grads; int64_t n_inputs;        /* F32; same order and counts */
     const amp_range *outputs, *output_grads; int64_t n_outputs;     /* F32, F16 or BF16 */
-    amp_dtype dtype;                        /* of the region; the context's */
+    amp_dtype dtype;                        /* of the region; AMP_F32 */
     int32_t directions;                     /* per input; 0: 8 */
     uint64_t seed;
 } amp_gradcheck_desc;
 typedef struct amp_gradcheck_report {
-    int32_t passed, reserved;
+    int32_t passed;
+    amp_dtype dtype;                        /* that the region computed in */
     double error, bound;                    /* of the worst, by error over bound; absolute */
     double expected, found;                 /* by differences, by backward */
+    double detectable;                      /* relative error of an input's gradient that reaches the bound in some direction;
+                                               of the input where it is largest */
     char worst[64];                         /* its input */
 } amp_gradcheck_report;
 /* Errors: 101, 102 a field, or an output or gradient that is not finite, 103, 104, 105, 106 while a graph is captured, 108,
@@ -2984,6 +2988,7 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
 AMPI_INLINE amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
     return amp_gradcheck_v(amp, desc, out, AMP_ABI(amp_gradcheck_desc));
 }
+AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size);
 
 /* ---- Advice */
 
@@ -16372,6 +16377,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
 
 #define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
+#define AMPI_NO_LIMIT 1e300
 
 typedef struct ampi_gradchecker {
     amp_context *amp;
@@ -16587,7 +16593,9 @@ AMPI_PRIVATE amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t i
     return ampi_gradcheck_put(c, input, x);
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, int32_t j, amp_gradcheck_report *worst) {
+/* limit: the smallest so far of bound over gradient . d; an input that L does not depend on has none. */
+AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t input, int32_t j, amp_gradcheck_report *worst,
+                                                 double *limit) {
     uint64_t seed = ampi_direction_seed(c, input, j);
     double step = ampi_gradcheck_step(c, input), wide, narrow, found, squares, rounding, error, bound;
     AMPI_TRY(ampi_gradcheck_difference(c, input, seed, step, &wide));
@@ -16598,6 +16606,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_direction(ampi_gradchecker *c, int64_t in
     error = found > wide ? found - wide : wide - found;
     bound = AMPI_GRADCHECK_SIGMAS * rounding + 8.0 / 3 * (wide > narrow ? wide - narrow : narrow - wide);
     if (error > bound) worst->passed = 0;
+    if (ampi_is_given(wide)) *limit = AMPI_MIN(*limit, bound / (wide > 0 ? wide : -wide));
     if (worst->worst[0] != 0 && !(error * worst->bound > worst->error * bound)) return AMP_OK;
     worst->error = error;
     worst->bound = bound;
@@ -16636,7 +16645,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradche
         return ampi_fail(AMP_ERR_RANGE, f, ".directions = %d, must be 1 to 1000000, or 0 (8)", d->directions);
     AMPI_TRY(ampi_gradcheck_pairs(d->inputs, d->input_grads, d->n_inputs, 1));
     AMPI_TRY(ampi_gradcheck_pairs(d->outputs, d->output_grads, d->n_outputs, 0));
-    *dtype = ampi_settings(amp)->dtype;
+    *dtype = AMP_F32;
     if (d->dtype == AMP_DTYPE_DEFAULT) return ampi_may_wait(amp);
     AMPI_TRY(amp_query_machine(amp, &machine));
     AMPI_TRY(amp_choose(&machine, d->dtype, ampi_settings(amp)->allow_fallback, &choice));
@@ -16686,8 +16695,12 @@ AMPI_PRIVATE amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_re
     AMPI_TRY(ampi_gradcheck_backward(c));
     for (i = 0; i < c->desc->n_inputs; i++) AMPI_TRY(ampi_gradcheck_gradient(c, i, c->grad + c->begin[i]));
     AMPI_TRY(ampi_gradcheck_noise(c));
-    for (i = 0; i < c->desc->n_inputs; i++)
-        for (j = 0; j < c->directions && c->desc->inputs[i].count > 0; j++) AMPI_TRY(ampi_gradcheck_direction(c, i, j, report));
+    for (i = 0; i < c->desc->n_inputs; i++) {
+        double limit = AMPI_NO_LIMIT;
+        for (j = 0; j < c->directions && c->desc->inputs[i].count > 0; j++)
+            AMPI_TRY(ampi_gradcheck_direction(c, i, j, report, &limit));
+        if (limit < AMPI_NO_LIMIT) report->detectable = AMPI_MAX(report->detectable, limit);
+    }
     return AMP_OK;
 }
 
@@ -16703,6 +16716,7 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
     memset(&c, 0, sizeof c);
     memset(&report, 0, sizeof report);
     report.passed = 1;
+    report.dtype = dtype;
     c.amp = amp;
     c.desc = desc;
     c.directions = desc->directions ? desc->directions : 8;
@@ -16725,6 +16739,15 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
     ampi_gradcheck_free(&c);
     if (r == AMP_OK) *out = report;
     return r;
+}
+
+AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
+    const amp_gradcheck_report *r = report;
+    if (text != NULL && size > 0) text[0] = 0;
+    if (r == NULL) return 0;
+    return ampi_append(text, size, 0, "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
+                       "bound %.2g; detects relative errors from %.2g%% on\n", amp_dtype_name(r->dtype),
+                       r->passed ? "passed" : "failed", r->worst, r->expected, r->found, r->error, r->bound, 100 * r->detectable);
 }
 
 /* ---- Advice */

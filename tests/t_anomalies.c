@@ -1256,6 +1256,8 @@ static amp_result care_gradcheck(env *e) {
     static float grad[SAMPLES * CLASSES];
     amp_gradcheck_desc d;
     amp_gradcheck_report report;
+    char text[400];
+    amp_result r;
     memset(&d, 0, sizeof d);
     in.name = "x"; in.data = model.x; in.count = SAMPLES * FEATURES; in.dtype = AMP_F32;
     in_grad = in; in_grad.data = model.dx;
@@ -1272,7 +1274,9 @@ static amp_result care_gradcheck(env *e) {
     d.inputs = &in; d.input_grads = &in_grad; d.n_inputs = 1;
     d.outputs = &out; d.output_grads = &out_grad; d.n_outputs = 1;
     d.directions = 2;
-    return amp_gradcheck(e->amp, &d, &report);
+    r = amp_gradcheck(e->amp, &d, &report);
+    if (r == AMP_OK) CHECK(amp_gradcheck_text(&report, text, sizeof text) > 0);
+    return r;
 }
 
 static int care_prepare(void *user, amp_context *amp, int64_t batch) { (void)user; (void)amp; (void)batch; return 0; }

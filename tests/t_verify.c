@@ -638,7 +638,7 @@ typedef struct scan {
     amp_dropout_op drop;
     float dropped[T * C];
     int wrong, calls;
-    float decay;
+    float decay, factor;            /* factor: of WRONG_FACTOR */
 } scan;
 static scan a_scan;
 
@@ -688,7 +688,7 @@ static int scan_backward(void *user, amp_context *amp) {
             ds[i] = dy[i] / (1 + expf(-s->s[i])) + (t < T - 1 && s->wrong != MISSING_TERM ? s->decay * ds[i + C] : 0);
             s->dx[i] = rounded(ds[i], s->compute) * rounded(s->weight[c], s->compute);
             if (s->wrong == WRONG_SIGN) s->dx[i] = -s->dx[i];
-            if (s->wrong == WRONG_FACTOR) s->dx[i] *= 1.01f;
+            if (s->wrong == WRONG_FACTOR) s->dx[i] *= s->factor;
             if (s->wrong == WRONG_ELEMENT && i == 33) s->dx[i] += 0.05f;
             s->dw[c] += rounded(ds[i], s->compute) * rounded(s->dropped[i], s->compute);
         }
@@ -703,6 +703,7 @@ static void open_scan(scan *s, uint64_t seed, amp_dtype dtype) {
     memset(s, 0, sizeof *s);
     s->amp = open_context(AMP_F32, AMP_LEVEL_O1, NULL);
     s->decay = 0.9f;
+    s->factor = 1.01f;
     s->dtype = dtype;
     CHECK_OK(amp_operator_register(s->amp, "scan", AMP_CAST_LOWER, &s->op));
     for (i = 0; i < T * C; i++) s->x[i] = 4 * amp_random_uniform(seed, (uint64_t)i) - 2;
@@ -823,6 +824,68 @@ TEST(wrong_gradients) {
     }
 }
 
+/* Whatever the context and the region around compute in, a check that is not told a dtype runs in fp32; and what it reports
+   as detectable is what it detects: an error of that size is at the bound. */
+TEST(what_a_gradcheck_detects) {
+    static const float factors[] = {1.0f, 1.01f, 1.1f, 1.5f};
+    amp_autocast_desc region;
+    double least = 1e9, most = 0, limit[SCANS];
+    char text[400];
+    int seed, k, i, seen[SCANS][4];
+    memset(&region, 0, sizeof region);
+    memset(seen, 0, sizeof seen);
+    memset(limit, 0, sizeof limit);
+    region.dtype = AMP_BF16;
+    for (seed = 0; seed < 10; seed++)
+        for (i = 0; i < 4; i++) {
+            amp_gradcheck_report r;
+            amp_gradcheck_desc d;
+            open_scan(&a_scan, (uint64_t)seed, AMP_F32);
+            a_scan.wrong = WRONG_FACTOR;
+            a_scan.factor = factors[i];
+            CHECK_OK(amp_set_dtype(a_scan.amp, AMP_BF16));
+            d = scan_desc(&a_scan, AMP_DTYPE_DEFAULT, (uint64_t)seed);
+            CHECK_OK(amp_autocast_begin(a_scan.amp, &region));
+            CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+            CHECK_OK(amp_autocast_end(a_scan.amp));
+            CHECK_MSG(r.passed == (i == 0) && r.dtype == AMP_F32 && r.detectable > 0 && r.detectable < 0.008,
+                      "seed %d, factor %g: passed %d in %s, detectable %g", seed, (double)factors[i], r.passed, amp_dtype_name(r.dtype), r.detectable);
+            CHECK_EQ(ampi_settings(a_scan.amp)->dtype, AMP_BF16);
+            amp_close(a_scan.amp);
+            for (k = 0; k < SCANS; k++) {
+                open_scan(&a_scan, (uint64_t)seed, scans[k].stored);
+                a_scan.wrong = WRONG_FACTOR;
+                a_scan.factor = factors[i];
+                d = scan_desc(&a_scan, scans[k].compute, (uint64_t)seed);
+                CHECK_OK(amp_gradcheck(a_scan.amp, &d, &r));
+                CHECK_EQ(r.dtype, scans[k].compute);
+                if (i == 0) limit[k] = r.detectable;
+                else {
+                    double excess = (double)factors[i] - 1;
+                    if (excess > 1.5 * limit[k]) CHECK_MSG(!r.passed, "%s, seed %d: %g passed, %g is detectable", amp_dtype_name(scans[k].compute), seed, excess, limit[k]);
+                    if (!r.passed && excess / limit[k] < least) least = excess / limit[k];
+                    if (r.passed && excess / limit[k] > most) most = excess / limit[k];
+                }
+                seen[k][i] += !r.passed;
+                if (k == 4 && i == 2 && seed == 0) {
+                    size_t n = amp_gradcheck_text(&r, text, sizeof text);
+                    CHECK(n == strlen(text) && n == amp_gradcheck_text(&r, NULL, 0) && strstr(text, "bf16") && strstr(text, "detect"));
+                    if (getenv("SHOW")) printf("%s", text);
+                }
+                amp_close(a_scan.amp);
+            }
+        }
+    if (getenv("SHOW")) {
+        for (k = 0; k < SCANS; k++) printf("%s in %s: limit %.3g, found of 10: %d %d %d %d\n", amp_dtype_name(scans[k].compute),
+                                           amp_dtype_name(scans[k].stored), limit[k], seen[k][0], seen[k][1], seen[k][2], seen[k][3]);
+        printf("least found %g, most passed %g of the limit\n", least, most);
+    }
+    CHECK(least > 0.5);             /* and nothing much smaller */
+    CHECK(seen[0][1] == 10 && seen[0][2] == 10);
+    CHECK(seen[4][2] == 0 && limit[4] > 0.1);       /* in bf16 a tenth passes, and the report says that it would */
+    CHECK_EQ(amp_gradcheck_text(NULL, NULL, 0), 0);
+}
+
 TEST(gradcheck_failures) {
     static const struct { int wrong; amp_result result; const char *text; } cases[] = {
         {NOT_FINITE, AMP_ERR_RANGE, "element 17 of output y is infinite or NaN"},
@@ -906,6 +969,7 @@ int main(int argc, char **argv) {
     RUN(right_gradients);
     RUN(regions_around_do_not_count);
     RUN(wrong_gradients);
+    RUN(what_a_gradcheck_detects);
     RUN(gradcheck_failures);
     RUN(gradcheck_bad_input);
     return TEST_END();
