@@ -230,7 +230,7 @@ extern "C" {
     X(AMP_ERR_NAME,        107, "unknown or duplicate name",             "use one of the names in the text") \
     X(AMP_ERR_UNSUPPORTED, 108, "not supported here",                    "choose what the text offers, or allow the fallback") \
     X(AMP_ERR_SIZE,        109, "a size does not fit into memory",       "use smaller dimensions") \
-    X(AMP_ERR_CONFLICT,    110, "settings contradict each other",        "drop one of the two settings in the text") \
+    X(AMP_ERR_CONFLICT,    110, "settings or operands conflict",         "change one of the two in the text") \
     X(AMP_ERR_LABEL,       201, "a label or index is out of range",      "labels must be 0..classes-1 or the ignore index") \
     X(AMP_ERR_SCALE,       202, "the loss scale is not usable",          "the scale and its inverse must be finite and normal") \
     X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused",            "only the torch preset does this: use another preset, or fp32 or bf16 gradients") \
@@ -618,7 +618,8 @@ typedef struct amp_convert_desc {
    the scalar functions' bits.  dst and src may be the same buffer when the element sizes agree, and
    need no alignment.  new_inf, if not NULL, receives how many finite inputs became infinite (E4M3: NaN).
    TF32 as destination rounds within fp32 storage.
-   Errors: 101, 102 n < 0, 104 not floating, or stochastic to fp32, fp64 or TF32. */
+   Errors: 101, 102 n < 0, 104 not floating, or stochastic to fp32, fp64 or TF32, 110 dst and src share memory
+   otherwise. */
 AMP_API amp_result amp_convert_v(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                  const amp_convert_desc *desc, int64_t *new_inf, uint64_t abi);
 AMPI_INLINE amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
@@ -1415,7 +1416,7 @@ AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled);
 /* Device memory, 64-byte aligned (256 on CUDA).  *ptr is NULL for 0 bytes.  Errors: 102, 301. */
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes);
 AMP_API void amp_free(amp_context *amp, void *ptr);
-/* Errors: 501. */
+/* Errors: 101, 102, 110 dst and src share memory, and are not one, 501. */
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind);
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes);
 /* Waits until everything queued on the context's stream is done. */
@@ -1432,7 +1433,8 @@ AMP_API void amp_memory_reset_peak(amp_context *amp);
 AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed);
 
 /* Makes parameters known: gives each an id, so that its casts are cached.  The array must stay where it is
-   until amp_param_forget or amp_close.  Names must be unique in a context.  Errors: 101, 103, 104, 107, 301. */
+   until amp_param_forget or amp_close.  Names must be unique in a context.
+   Errors: 101, 102, 103, 104, 107, 110 a gradient in its weight's memory, 301. */
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n);
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n);
 /* The host changed the weights itself: cached casts of them are stale. */
@@ -1603,8 +1605,10 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
-   All return 101 for a missing pointer, 103 for shapes, 104 for dtypes, 301 without scratch memory, and
-   backward 106 when forward has not run; for forwards that run again see amp_recompute_begin.          */
+   An output may lie over another operand only where its operator says so, and then be the same view, of one dtype size.
+   All return 101 for a missing pointer, 103 for shapes, 104 for dtypes, 110 for operands that share memory,
+   301 without scratch memory, and backward 106 when forward has not run; for forwards that run again see
+   amp_recompute_begin.                                                                                  */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out].
    act NONE, GELU, GELU_ERF or RELU; with GELU and a backward to come, pre [rows, out] keeps what went into act. */
@@ -1644,7 +1648,7 @@ AMPI_INLINE amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) 
 /* The BLAS-shaped entry: replaces cblas_sgemm in one line and obeys the region.  The numbers of the enums are
    CBLAS's.  C = alpha op(A) op(B) + beta C, op(A) m x k, op(B) k x n; fp32, no alignment needed; beta 0 does
    not read C; any dimension may be 0.  May be called from several threads at once, each in its own region.
-   Errors: 101, 102 (negative dimension, leading dimension too small, bad enum), 301. */
+   Errors: 101, 102 (negative dimension, leading dimension too small, bad enum), 110 C shares memory with A or B, 301. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
 typedef enum amp_trans { AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113, AMP_TRANS_FORCE_I32 = 0x7fffffff } amp_trans;
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
@@ -1672,7 +1676,7 @@ AMPI_INLINE amp_result amp_attention_backward(amp_context *amp, amp_attention_op
 /* sum = x + residual; y = normalised sum.  x, residual, sum, y [rows, cols]; weight, bias [cols], either may be
    NULL.  Without residual leave residual and sum empty.  mean, rstd fp32 [rows] (RMSNorm: no mean, no bias).
    Backward: dx = gradient of x (and of residual, which is the same), dsum added in if given: the gradient that
-   reaches sum on its other way.  dsum may be dx. */
+   reaches sum on its other way.  sum may be x or residual, dsum may be dx. */
 typedef struct amp_norm_op {
     const char *layer;
     amp_tensor x, residual, sum, y;
@@ -1708,8 +1712,8 @@ AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, 
 AMPI_INLINE amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return amp_softmax_v(amp, op, AMP_ABI(amp_softmax_op)); }
 AMPI_INLINE amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return amp_softmax_backward_v(amp, op, AMP_ABI(amp_softmax_op)); }
 
-/* y = act(x + bias), any shape, contiguous.  If a backward follows, y may be x for TANH, and for RELU without a
-   bias (they need y or the sign of it); the others read x again.  Errors: 102, 110 (such a y). */
+/* y = act(x + bias), any shape, contiguous.  y may be x; a backward can then follow for TANH, and for RELU without a
+   bias (they need y or the sign of it); that of the others reads x again.  Errors: 102; backward 110 (such a y). */
 typedef struct amp_activation_op {
     const char *layer;
     amp_tensor x, y;
@@ -1766,7 +1770,7 @@ typedef struct amp_cross_entropy_op {
 AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *op, uint64_t abi);
 AMPI_INLINE amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) { return amp_cross_entropy_v(amp, op, AMP_ABI(amp_cross_entropy_op)); }
 
-/* loss = mean or sum of (x - target)^2, and its gradient dx in the same call, as above. */
+/* loss = mean or sum of (x - target)^2, and its gradient dx in the same call, as above; dx may be x. */
 typedef struct amp_mse_op {
     const char *layer;
     amp_tensor x, target, dx;       /* dx.data NULL: loss only */
@@ -1812,9 +1816,9 @@ AMPI_INLINE amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) { retur
 AMPI_INLINE amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) { return amp_dropout_backward_v(amp, op, AMP_ABI(amp_dropout_op)); }
 
 /* y = a + b, contiguous, any storage dtypes, one rounding; y may be a or b.  The gradient of both is dy.
-   Errors: 101, 103, 104. */
+   Errors: 101, 103, 104, 110. */
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y);
-/* dst = src in dst's dtype, contiguous, nearest even. */
+/* dst = src in dst's dtype, contiguous, nearest even; dst may be src.  Errors: as above. */
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst);
 /* The next random offset of the context, and its seed: to be saved with a checkpoint.  Another seed puts captured graphs
    out of date.  Errors: 101, 102, 106 while a graph is captured, 107, 408. */
@@ -3259,6 +3263,12 @@ AMPI_PRIVATE amp_result ampi_bytes(const char *function, int64_t count, size_t s
     return AMP_OK;
 }
 
+/* Whether two pieces of memory have no byte in common. */
+AMPI_PRIVATE int ampi_is_apart(const void *a, size_t a_bytes, const void *b, size_t b_bytes) {
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return a_bytes == 0 || b_bytes == 0 || (x < y ? y - x >= a_bytes : x - y >= b_bytes);
+}
+
 /* ---- The POSIX system */
 
 static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
@@ -4139,6 +4149,9 @@ AMP_API amp_result amp_convert_v(void *dst, amp_dtype dst_dtype, const void *src
                          amp_dtype_name(dst_dtype));
     if (desc != NULL && !stochastic && desc->rounding != AMP_ROUND_DEFAULT)
         return ampi_fail(AMP_ERR_RANGE, "amp_convert", ".rounding = %d, must be an amp_rounding", (int)desc->rounding);
+    if ((dst != src || amp_dtype_size(dst_dtype) != amp_dtype_size(src_dtype)) &&
+        !ampi_is_apart(dst, (size_t)n * amp_dtype_size(dst_dtype), src, (size_t)n * amp_dtype_size(src_dtype)))
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_convert", "dst and src share memory, and are not one buffer of elements of one size");
     ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
     return AMP_OK;
 }
@@ -4264,7 +4277,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     out->bf16 = cpu->path >= AMP_CPU_AVX512_BF16;
     out->multiprocessors = cpu->cores;
     out->memory = cpu->memory;
-    if (AMPI_OPENMP) snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s, OpenMP %d", __VERSION__, AMPI_OPENMP);
+    if (AMPI_OPENMP != 0) snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s, OpenMP %d", __VERSION__, AMPI_OPENMP);
     else snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s, no OpenMP", __VERSION__);
 }
 
@@ -4428,6 +4441,9 @@ AMPI_PRIVATE amp_result ampi_check_tensor(const char *function, const char *fiel
     for (i = 0; i < t->ndim; i++) given |= t->stride[i] != 0;
     if (given && t->shape[t->ndim - 1] > 1 && t->stride[t->ndim - 1] != 1)
         return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field, (long long)t->stride[t->ndim - 1]);
+    for (i = 0; given && i < t->ndim; i++)
+        if (fabs((double)t->stride[i]) * (double)t->shape[i] > 72057594037927936.0)     /* 2^56 */
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which leads out of any memory", field, i, (long long)t->stride[i]);
     return AMP_OK;
 }
 
@@ -4481,6 +4497,182 @@ AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *f
     if (m->rows == like->rows && m->cols == like->cols) return AMP_OK;
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is [%lld, %lld], .%s is [%lld, %lld]; they must agree", field,
                      (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
+}
+
+/* ---- Where operands lie.  An output may not share memory with another operand, but where an operator says that it may
+   be that operand: the same elements at the same places. */
+
+enum { AMPI_OPERANDS = 16 };
+
+/* The bytes of a view: its first + i[0] stride[0] + ... + (0 to block - 1) with i[k] below size[k]; strides grow, and what
+   follows without a gap is one.  n -1: not yet found out. */
+typedef struct ampi_extent { int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS], block; int n; } ampi_extent;
+
+typedef struct ampi_place {
+    const char *field;              /* as error texts name it */
+    const amp_tensor *view;         /* NULL: an array without gaps */
+    uintptr_t low, high, size;      /* its bytes lie from low to below high; size of an element */
+    const char *may_be, *or_be;     /* an output: the fields that it may be */
+    int written;
+    ampi_extent extent;
+} ampi_place;
+typedef struct ampi_places { int n; ampi_place place[AMPI_OPERANDS]; } ampi_places;
+
+AMPI_PRIVATE ampi_place *ampi_reads_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
+    ampi_place *p = &s->place[s->n];
+    p->field = field;
+    p->view = NULL;
+    p->low = p->high = (uintptr_t)data;
+    p->size = 1;
+    p->may_be = p->or_be = NULL;
+    p->written = 0;
+    p->extent.n = -1;
+    if (data == NULL || bytes <= 0) return p;
+    p->high += (uintptr_t)bytes;
+    s->n++;
+    return p;
+}
+
+/* A view whose shape has been checked, or none. */
+AMPI_PRIVATE ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tensor *t) {
+    uintptr_t size = amp_dtype_size(t->dtype), below = 0, above = 0, count = 1, given = 0;
+    ampi_place *p;
+    int i;
+    for (i = 0; i < t->ndim && i < AMP_MAX_DIMS; i++) {
+        uintptr_t reach = (uintptr_t)(t->shape[i] - 1) * (uintptr_t)t->stride[i];
+        if (t->stride[i] < 0) below += reach;
+        else above += reach;
+        count *= (uintptr_t)t->shape[i];
+        given |= (uintptr_t)t->stride[i];
+    }
+    p = ampi_reads_array(s, field, t->data, (int64_t)(count * size));
+    p->size = size;
+    if (given == 0 || count == 0) return p;
+    p->view = t;
+    p->high = p->low + (above + 1) * size;
+    p->low += below * size;
+    return p;
+}
+
+AMPI_PRIVATE void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor *t, const char *may_be, const char *or_be) {
+    ampi_place *p = ampi_reads(s, field, t);
+    p->written = 1;
+    p->may_be = may_be;
+    p->or_be = or_be;
+}
+AMPI_PRIVATE void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) { ampi_writes_over(s, field, t, NULL, NULL); }
+AMPI_PRIVATE void ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
+    ampi_reads_array(s, field, data, bytes)->written = 1;
+}
+
+AMPI_PRIVATE void ampi_find_extent(ampi_place *p) {
+    ampi_extent *out = &p->extent;
+    int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS];
+    int i, j, n = 0;
+    if (out->n >= 0) return;
+    out->n = 0;
+    out->block = (int64_t)(p->high - p->low);
+    if (p->view == NULL) return;
+    out->block = (int64_t)p->size;
+    for (i = p->view->ndim - 1; i >= 0; i--) {
+        int64_t step = p->view->stride[i], bytes = (step < 0 ? -step : step) * out->block;
+        if (p->view->shape[i] < 2 || step == 0) continue;
+        for (j = n++; j > 0 && stride[j - 1] > bytes; j--) { stride[j] = stride[j - 1]; size[j] = size[j - 1]; }
+        stride[j] = bytes;
+        size[j] = p->view->shape[i];
+    }
+    for (i = 0; i < n; i++) {
+        j = out->n - 1;
+        if (j < 0 && stride[i] == out->block) out->block *= size[i];
+        else if (j >= 0 && stride[i] == out->stride[j] * out->size[j]) out->size[j] *= size[i];
+        else { out->stride[out->n] = stride[i]; out->size[out->n++] = size[i]; }
+    }
+}
+
+/* Sums of strides, each taken any number of times from `least` to `most`; those from k on lie from low[k] to high[k].  The
+   last stride is 1. */
+enum { AMPI_TERMS = 2 * AMP_MAX_DIMS + 1 };
+typedef struct ampi_sums { int64_t stride[AMPI_TERMS], least[AMPI_TERMS], most[AMPI_TERMS], low[AMPI_TERMS + 1], high[AMPI_TERMS + 1]; int n, tries; } ampi_sums;
+
+AMPI_PRIVATE int64_t ampi_floor_div(int64_t a, int64_t b) { return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b); }
+
+/* Whether a sum from k on can be `target`.  Views whose dimensions do not reach into one another leave at most two choices for
+   each; for others the tries may end, and they are then not known to share memory. */
+AMPI_PRIVATE int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
+    int64_t x, last;
+    if (target < s->low[k] || target > s->high[k]) return 0;
+    if (k == s->n - 1) return 1;
+    if (--s->tries < 0) return 0;
+    x = AMPI_MAX(-ampi_floor_div(s->high[k + 1] - target, s->stride[k]), s->least[k]);
+    last = AMPI_MIN(ampi_floor_div(target - s->low[k + 1], s->stride[k]), s->most[k]);
+    for (; x <= last; x++) if (ampi_can_sum(s, k + 1, target - x * s->stride[k])) return 1;
+    return 0;
+}
+
+/* Whether a byte is part of both: whether a way up from a's first byte less one from b's can be what lies between these two.
+   Where strides agree the difference takes one term. */
+AMPI_PRIVATE int ampi_share(const ampi_place *a, const ampi_place *b) {
+    const ampi_extent *ea = &a->extent, *eb = &b->extent;
+    int i = ea->n - 1, j = eb->n - 1, k;
+    ampi_sums s;
+    s.n = 0;
+    s.tries = 1000;
+    while (i >= 0 || j >= 0) {
+        int64_t x = i >= 0 ? ea->stride[i] : 0, y = j >= 0 ? eb->stride[j] : 0;
+        s.stride[s.n] = AMPI_MAX(x, y);
+        s.most[s.n] = x >= y ? ea->size[i--] - 1 : 0;
+        s.least[s.n++] = y >= x ? 1 - eb->size[j--] : 0;
+    }
+    s.stride[s.n] = 1;
+    s.most[s.n] = ea->block - 1;
+    s.least[s.n++] = 1 - eb->block;
+    s.low[s.n] = s.high[s.n] = 0;
+    for (k = s.n - 1; k >= 0; k--) {
+        s.low[k] = s.low[k + 1] + s.stride[k] * s.least[k];
+        s.high[k] = s.high[k + 1] + s.stride[k] * s.most[k];
+    }
+    return ampi_can_sum(&s, 0, (int64_t)(b->low - a->low));
+}
+
+/* The same elements at the same places. */
+AMPI_PRIVATE int ampi_is_same_place(const ampi_place *a, const ampi_place *b) {
+    const ampi_extent *ea = &a->extent, *eb = &b->extent;
+    size_t bytes = sizeof *ea->stride * (size_t)ea->n;
+    return a->low == b->low && a->size == b->size && ea->block == eb->block && ea->n == eb->n && memcmp(ea->stride, eb->stride, bytes) == 0 && memcmp(ea->size, eb->size, bytes) == 0;
+}
+
+AMPI_PRIVATE amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_place *other) {
+    int may = (out->may_be != NULL && strcmp(out->may_be, other->field) == 0) || (out->or_be != NULL && strcmp(out->or_be, other->field) == 0);
+    ampi_find_extent(out);
+    ampi_find_extent(other);
+    if ((may && ampi_is_same_place(out, other)) || !ampi_share(out, other)) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: %s", out->field, other->field,
+                     may ? "make them the same view of one dtype size, or give the output its own" : "give the output its own");
+}
+
+AMPI_PRIVATE amp_result ampi_check_places(const char *function, ampi_places *s) {
+    int i, j;
+    for (i = 0; i < s->n; i++) {
+        ampi_place *out = &s->place[i];
+        for (j = 0; out->written && j < s->n; j++) {
+            ampi_place *other = &s->place[j];
+            if (j == i || (other->written && j < i) || out->low >= other->high || other->low >= out->high) continue;
+            AMPI_TRY(ampi_check_pair(function, out, other));
+        }
+    }
+    return AMP_OK;
+}
+
+/* A parameter's weight and its gradient, which has the weight's elements. */
+AMPI_PRIVATE void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) { if (p != NULL) ampi_reads(s, field, &p->weight); }
+AMPI_PRIVATE void ampi_writes_gradient(ampi_places *s, const char *field, const amp_param *p) {
+    if (p != NULL) ampi_writes_array(s, field, p->grad.data, amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->grad.dtype));
+}
+
+AMPI_PRIVATE amp_result ampi_check_own_gradient(const char *function, const amp_param *p) {
+    size_t bytes = (size_t)amp_tensor_count(&p->weight);
+    if (ampi_is_apart(p->weight.data, bytes * amp_dtype_size(p->weight.dtype), p->grad.data, bytes * amp_dtype_size(p->grad.dtype))) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, function, "%s: the gradient lies in the weight's memory", p->name);
 }
 
 /* Shell-style match with * (any run) and ? (one character). */
@@ -8247,6 +8439,7 @@ AMP_API void amp_free(amp_context *amp, void *ptr) {
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
     if (amp == NULL || (bytes > 0 && (dst == NULL || src == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
+    if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes)) return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src share memory");
     return bytes == 0 ? AMP_OK : amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream);
 }
 
@@ -8321,6 +8514,7 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
             return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the gradient must be contiguous with the weight's %lld elements", p->name, (long long)amp_tensor_count(&p->weight));
         if (p->grad.dtype != AMP_F32 && p->grad.dtype != p->weight.dtype)
             return ampi_fail(AMP_ERR_DTYPE, "amp_param_register", "%s: the gradient is %s, must be fp32 or the weight's %s", p->name, amp_dtype_name(p->grad.dtype), amp_dtype_name(p->weight.dtype));
+        AMPI_TRY(ampi_check_own_gradient("amp_param_register", p));
     }
     for (j = 0; j < amp->n_params; j++)
         if (amp->params[j] == p || strcmp(amp->params[j]->name, p->name) == 0)
@@ -8396,6 +8590,16 @@ static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
     if (mask->kind == AMP_MASK_PREFIX && mask->prefix == NULL) return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
     if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL) return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
     return AMP_OK;
+}
+
+/* The arrays that a mask reads. */
+static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+    const int64_t word = (int64_t)sizeof(int32_t);
+    if (m->lengths) ampi_reads_array(s, ".mask.lengths", m->lengths, batch * word);
+    if (m->documents) ampi_reads_array(s, ".mask.documents", m->documents, batch * keys * word);
+    if (m->kind == AMP_MASK_PREFIX) ampi_reads_array(s, ".mask.prefix", m->prefix, batch * word);
+    if (m->kind == AMP_MASK_ARBITRARY)
+        ampi_reads_array(s, ".mask.allowed", m->allowed, (batch - 1) * m->allowed_batch_stride + (heads - 1) * m->allowed_head_stride + queries * keys);
 }
 
 /* Whether sequences may differ. */
@@ -9336,6 +9540,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
 
 AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
     const char *f = "amp_linear";
+    ampi_places at;
     amp_mat x, y, pre;
     amp_k_gemm g;
     amp_plan plan;
@@ -9346,6 +9551,10 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
+    at.n = 0;
+    ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".weight", op->weight); ampi_reads_param(&at, ".bias", op->bias);
+    ampi_writes(&at, ".y", &op->y); ampi_writes(&at, ".pre", &op->pre);
+    AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), x.dtype, op->weight->weight.dtype,
                                ampi_versions(op->weight, op->bias), &op->plan, &plan));
     memset(&g, 0, sizeof g);
@@ -9380,11 +9589,14 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     return amp->backend->activation_backward(amp->dev, &a, amp->desc.stream);
 }
 
-/* What an activation's backward reads: what went into it; RELU does with what came out, because relu(x) > 0 where x > 0. */
+/* What an activation's backward reads: what went into it, kept beside what came out; RELU does with what came out, because
+   relu(x) > 0 where x > 0. */
 static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const amp_tensor *pre, const char *name, const amp_tensor *y,
                                    const amp_tensor *d, const char *d_name, const amp_tensor **in) {
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
     if ((*in)->data == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs what went into it", name);
+    if (act != AMP_ACT_RELU && (*in)->data == y->data)
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is what came out of the activation; backward through GELU needs what went into it", name);
     if ((*in)->dtype == d->dtype) return AMP_OK;
     return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
 }
@@ -9464,6 +9676,20 @@ static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op
     return ampi_linear_activation_backward(amp, f, op->x_act, c->x_pre, "x_pre", &op->dx, "dx");
 }
 
+/* pre and x_pre: what the backwards of act and x_act read, or NULL. */
+static amp_result ampi_linear_places(const char *f, const amp_linear_op *op, const amp_tensor *pre, const amp_tensor *x_pre) {
+    ampi_places at;
+    at.n = 0;
+    if (ampi_wants_grad(op->weight) || x_pre == &op->x) ampi_reads(&at, ".x", &op->x);
+    if (op->dx.data) ampi_reads_param(&at, ".weight", op->weight);
+    if (pre != NULL) { ampi_reads(&at, pre == &op->y ? ".y" : ".pre", pre); ampi_writes(&at, ".dy", &op->dy); }
+    else ampi_reads(&at, ".dy", &op->dy);
+    if (x_pre != NULL && x_pre != &op->x) ampi_reads(&at, ".x_pre", x_pre);
+    ampi_writes(&at, ".dx", &op->dx);
+    ampi_writes_gradient(&at, ".weight->grad", op->weight); ampi_writes_gradient(&at, ".bias->grad", op->bias);
+    return ampi_check_places(f, &at);
+}
+
 AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
     const char *f = "amp_linear_backward";
     ampi_linear_calls c;
@@ -9484,6 +9710,7 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
         AMPI_TRY(ampi_linear_kept(f, op->act, &op->pre, "pre", &op->y, &op->dy, "dy", &c.pre));
         AMPI_TRY(ampi_rows_like(f, "pre", c.pre, "y", &y, &same));
     }
+    AMPI_TRY(ampi_linear_places(f, op, c.pre, c.x_pre));
     c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
     c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
     c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
@@ -9542,6 +9769,7 @@ static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int tr
 AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
     const char *f = "amp_matmul";
     ampi_operand a, b, y;
+    ampi_places at;
     amp_k_gemm g;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
@@ -9549,6 +9777,9 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
     AMPI_TRY(ampi_check_output(f, "y", &op->y));
+    at.n = 0;
+    ampi_reads(&at, ".a", &op->a); ampi_reads(&at, ".b", &op->b); ampi_writes(&at, ".y", &op->y);
+    AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
     AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
@@ -9560,6 +9791,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
 AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
     const char *f = "amp_matmul_backward";
     ampi_operand a, b, dy, da, db;
+    ampi_places at;
     amp_k_gemm gemms[2];
     amp_result result;
     float alpha;
@@ -9583,6 +9815,12 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
         if (op->trans_b) AMPI_TRY(ampi_batched_gemm(f, &dy, 1, &a, op->trans_a, &db, alpha, op->plan.compute, &gemms[n++]));
         else AMPI_TRY(ampi_batched_gemm(f, &a, !op->trans_a, &dy, 0, &db, alpha, op->plan.compute, &gemms[n++]));
     }
+    at.n = 0;
+    if (op->db.data) ampi_reads(&at, ".a", &op->a);
+    if (op->da.data) ampi_reads(&at, ".b", &op->b);
+    ampi_reads(&at, ".dy", &op->dy);
+    ampi_writes(&at, ".da", &op->da); ampi_writes(&at, ".db", &op->db);
+    AMPI_TRY(ampi_check_places(f, &at));
     result = ampi_hold(amp->backend, amp->dev, gemms, n, NULL, 0);
     for (i = 0; i < n && result == AMP_OK; i++) result = amp->backend->gemm(amp->dev, &gemms[i], amp->desc.stream);
     ampi_let_go(amp->dev);
@@ -9605,6 +9843,22 @@ static amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m
     return AMP_OK;
 }
 
+/* rows x cols of C and its kin, in rows `ld` apart; as the view of an operand. */
+static amp_tensor ampi_gemm_view(const float *data, int row_major, int64_t rows, int64_t cols, int64_t ld) {
+    amp_tensor t = amp_tensor2(data, AMP_F32, row_major ? rows : cols, row_major ? cols : rows);
+    t.stride[0] = ld; t.stride[1] = 1;
+    return t;
+}
+
+static amp_result ampi_gemm_places(int row, int ta, int tb, int64_t m, int64_t n, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                   const float *c, int64_t ldc) {
+    amp_tensor va = ampi_gemm_view(a, row != ta, m, k, lda), vb = ampi_gemm_view(b, row != tb, k, n, ldb), vc = ampi_gemm_view(c, row, m, n, ldc);
+    ampi_places at;
+    at.n = 0;
+    ampi_reads(&at, "a", &va); ampi_reads(&at, "b", &vb); ampi_writes(&at, "c", &vc);
+    return ampi_check_places("amp_gemm", &at);
+}
+
 /* Column major is row major with everything transposed: C^T = op(B)^T op(A)^T. */
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
@@ -9617,6 +9871,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (m == 0 || n == 0) return AMP_OK;
     if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
+    else AMPI_TRY(ampi_gemm_places(!swap, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, a, lda, b, ldb, c, ldc));
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
     memset(&g, 0, sizeof g);
     g.m = swap ? n : m; g.n = swap ? m : n; g.k = k; g.batch = 1;
@@ -9670,10 +9925,17 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
 }
 
 AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint64_t abi) {
+    ampi_places at;
     amp_k_attention k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_attention", amp, op, abi, AMP_ABI(amp_attention_op)));
     AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
+    at.n = 0;
+    ampi_reads(&at, ".q", &op->q); ampi_reads(&at, ".k", &op->k); ampi_reads(&at, ".v", &op->v);
+    ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
+    ampi_writes(&at, ".o", &op->o);
+    ampi_writes_array(&at, ".lse", op->lse, k.batch * k.heads * k.queries * (int64_t)sizeof(float));
+    AMPI_TRY(ampi_check_places("amp_attention", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
     k.compute = plan.compute;
     AMPI_TRY(amp->backend->attention(amp->dev, &k, amp->desc.stream));
@@ -9684,6 +9946,7 @@ AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint6
 AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *op, uint64_t abi) {
     const char *f = "amp_attention_backward";
     int64_t k_shape[4];
+    ampi_places at;
     amp_k_attention k;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_attention_op)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -9696,6 +9959,13 @@ AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *
     AMPI_TRY(ampi_check_output(f, "dq", &op->dq));
     AMPI_TRY(ampi_check_output(f, "dk", &op->dk));
     AMPI_TRY(ampi_check_output(f, "dv", &op->dv));
+    at.n = 0;
+    ampi_reads(&at, ".q", &op->q); ampi_reads(&at, ".k", &op->k); ampi_reads(&at, ".v", &op->v);
+    ampi_reads(&at, ".o", &op->o); ampi_reads(&at, ".d_o", &op->d_o);
+    ampi_reads_array(&at, ".lse", op->lse, k.batch * k.heads * k.queries * (int64_t)sizeof(float));
+    ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
+    ampi_writes(&at, ".dq", &op->dq); ampi_writes(&at, ".dk", &op->dk); ampi_writes(&at, ".dv", &op->dv);
+    AMPI_TRY(ampi_check_places(f, &at));
     k.compute = op->plan.compute;
     k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
     return amp->backend->attention_backward(amp->dev, &k, amp->desc.stream);
@@ -9727,10 +9997,18 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
 }
 
 static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op *op, int rms, uint64_t abi) {
+    ampi_places at;
     amp_k_norm k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
+    at.n = 0;
+    ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".residual", &op->residual);
+    ampi_reads_param(&at, ".weight", op->weight); ampi_reads_param(&at, ".bias", op->bias);
+    ampi_writes_over(&at, ".sum", &op->sum, ".x", ".residual"); ampi_writes(&at, ".y", &op->y);
+    if (!rms) ampi_writes_array(&at, ".mean", op->mean, k.x.rows * (int64_t)sizeof(float));
+    ampi_writes_array(&at, ".rstd", op->rstd, k.x.rows * (int64_t)sizeof(float));
+    AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT,
                                ampi_versions(op->weight, op->bias), &op->plan, &plan));
     AMPI_TRY(amp->backend->norm(amp->dev, &k, amp->desc.stream));
@@ -9747,6 +10025,7 @@ static void ampi_gradient_of(const amp_param *p, amp_k_gradient *out) {
 
 static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_op *op, int rms, uint64_t abi) {
     amp_param *w = op ? op->weight : NULL, *b = op ? op->bias : NULL;
+    ampi_places at;
     amp_k_norm k;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -9754,6 +10033,15 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dx", &op->dx, "x", &k.x, &k.dx));
     AMPI_TRY(ampi_optional_rows(f, "dsum", &op->dsum, "x", &k.x, &k.dsum));
+    at.n = 0;
+    if (k.sum.data) ampi_reads(&at, ".sum", &op->sum);
+    else ampi_reads(&at, ".x", &op->x);
+    ampi_reads_param(&at, ".weight", w); ampi_reads(&at, ".dy", &op->dy); ampi_reads(&at, ".dsum", &op->dsum);
+    if (!rms) ampi_reads_array(&at, ".mean", op->mean, k.x.rows * (int64_t)sizeof(float));
+    ampi_reads_array(&at, ".rstd", op->rstd, k.x.rows * (int64_t)sizeof(float));
+    ampi_writes_over(&at, ".dx", &op->dx, ".dsum", NULL);
+    ampi_writes_gradient(&at, ".weight->grad", w); ampi_writes_gradient(&at, ".bias->grad", b);
+    AMPI_TRY(ampi_check_places(f, &at));
     if (k.sum.data) k.x = k.sum;
     ampi_gradient_of(w, &k.dweight);
     ampi_gradient_of(b, &k.dbias);
@@ -9791,10 +10079,15 @@ static amp_result ampi_softmax_args(const char *f, const amp_softmax_op *op, amp
 }
 
 AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t abi) {
+    ampi_places at;
     amp_k_softmax k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, abi, AMP_ABI(amp_softmax_op)));
     AMPI_TRY(ampi_softmax_args("amp_softmax", op, &k));
+    at.n = 0;
+    ampi_reads(&at, ".x", &op->x); ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
+    ampi_writes_over(&at, ".y", &op->y, ".x", NULL);
+    AMPI_TRY(ampi_check_places("amp_softmax", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_softmax", AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     AMPI_TRY(amp->backend->softmax(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
@@ -9812,12 +10105,17 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
 
 AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, uint64_t abi) {
     const char *f = "amp_softmax_backward";
+    ampi_places at;
     amp_k_softmax k;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_softmax_op)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_softmax_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k.y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, amp_tensor_count(&op->x), k.x_dtype));
+    at.n = 0;
+    ampi_reads(&at, ".y", &op->y); ampi_reads(&at, ".dy", &op->dy); ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
+    ampi_writes_over(&at, ".dx", &op->dx, ".dy", NULL);
+    AMPI_TRY(ampi_check_places(f, &at));
     k.dy = op->dy.data;
     k.dx = op->dx.data;
     return amp->backend->softmax_backward(amp->dev, &k, amp->desc.stream);
@@ -9842,10 +10140,14 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
 }
 
 AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
+    ampi_places at;
     amp_k_activation k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op)));
     AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
+    at.n = 0;
+    ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".bias", op->bias); ampi_writes_over(&at, ".y", &op->y, ".x", NULL);
+    AMPI_TRY(ampi_check_places("amp_activation", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_activation", AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->bias, NULL), &op->plan, &plan));
     AMPI_TRY(amp->backend->activation(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
@@ -9854,6 +10156,7 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
 
 AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
     const char *f = "amp_activation_backward";
+    ampi_places at;
     amp_k_activation k;
     amp_k_column_sum sum;
     amp_mat dx;
@@ -9863,8 +10166,14 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
     AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, k.x_dtype));
-    if (k.bias != NULL && k.x == k.y && k.act != AMP_ACT_TANH)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads with a .bias: give .y its own memory");
+    if (k.x == k.y && k.act != AMP_ACT_TANH && (k.act != AMP_ACT_RELU || k.bias != NULL))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads again: give .y its own memory");
+    at.n = 0;
+    if (k.act == AMP_ACT_TANH) ampi_reads(&at, ".y", &op->y);
+    else { ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".bias", op->bias); }
+    ampi_reads(&at, ".dy", &op->dy);
+    ampi_writes_over(&at, ".dx", &op->dx, ".dy", NULL); ampi_writes_gradient(&at, ".bias->grad", op->bias);
+    AMPI_TRY(ampi_check_places(f, &at));
     k.dy = op->dy.data;
     k.dx = op->dx.data;
     memset(&dx, 0, sizeof dx);
@@ -9893,11 +10202,21 @@ static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k
     return ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y);
 }
 
+static void ampi_swiglu_reads(ampi_places *at, const amp_swiglu_op *op) {
+    at->n = 0;
+    ampi_reads(at, ".gate", &op->gate); ampi_reads(at, ".up", &op->up);
+    ampi_reads_param(at, ".gate_bias", op->gate_bias); ampi_reads_param(at, ".up_bias", op->up_bias);
+}
+
 AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
+    ampi_places at;
     amp_k_swiglu k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op)));
     AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
+    ampi_swiglu_reads(&at, op);
+    ampi_writes(&at, ".y", &op->y);
+    AMPI_TRY(ampi_check_places("amp_swiglu", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_swiglu", AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, ampi_versions(op->gate_bias, op->up_bias), &op->plan, &plan));
     AMPI_TRY(amp->backend->swiglu(amp->dev, &k, amp->desc.stream));
     op->plan = plan;
@@ -9906,6 +10225,7 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
 
 AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
     const char *f = "amp_swiglu_backward";
+    ampi_places at;
     amp_k_swiglu k;
     amp_k_column_sum sum;
     amp_result result;
@@ -9915,6 +10235,12 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
     AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k.gate, &k.dgate));
     AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k.gate, &k.dup));
+    ampi_swiglu_reads(&at, op);
+    ampi_reads(&at, ".dy", &op->dy);
+    ampi_writes(&at, ".dgate", &op->dgate); ampi_writes(&at, ".dup", &op->dup);
+    ampi_writes_gradient(&at, ".gate_bias->grad", op->gate_bias);
+    if (op->up_bias != op->gate_bias) ampi_writes_gradient(&at, ".up_bias->grad", op->up_bias);     /* one bias takes both sums */
+    AMPI_TRY(ampi_check_places(f, &at));
     sum = ampi_dbias_args(ampi_wants_grad(op->gate_bias) ? op->gate_bias : op->up_bias, &k.dgate);      /* as large as that of dup */
     AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
     result = amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
@@ -9931,6 +10257,7 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
 AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *op, uint64_t abi) {
     const char *f = "amp_cross_entropy";
     int32_t bad = 0;
+    ampi_places at;
     amp_k_cross_entropy k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_cross_entropy_op)));
@@ -9942,6 +10269,12 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
     if (!(op->label_smoothing >= 0 && op->label_smoothing <= 1)) return ampi_fail(AMP_ERR_RANGE, f, ".label_smoothing = %g, must be 0 to 1", (double)op->label_smoothing);
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
+    at.n = 0;
+    ampi_reads(&at, ".logits", &op->logits); ampi_reads_array(&at, ".labels", op->labels, k.logits.rows * (int64_t)sizeof *op->labels);
+    ampi_reads_array(&at, ".seed", op->seed, sizeof *op->seed);
+    ampi_writes_over(&at, ".dlogits", &op->dlogits, ".logits", NULL); ampi_writes_array(&at, ".loss", op->loss, sizeof *op->loss);
+    ampi_writes_array(&at, ".losses", op->losses, k.logits.rows * (int64_t)sizeof *op->losses);
+    AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_CROSS_ENTROPY, op->layer, k.logits.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     k.classes = op->classes ? op->classes : k.logits.cols;
     k.labels = op->labels;
@@ -9962,6 +10295,7 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
 
 AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     const char *f = "amp_mse";
+    ampi_places at;
     amp_k_mse k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_mse_op)));
@@ -9972,6 +10306,10 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, op->x.dtype));
     if (op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".loss is NULL");
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
+    at.n = 0;
+    ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".target", &op->target); ampi_reads_array(&at, ".seed", op->seed, sizeof *op->seed);
+    ampi_writes_over(&at, ".dx", &op->dx, ".x", NULL); ampi_writes_array(&at, ".loss", op->loss, sizeof *op->loss);
+    AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, 0, &op->plan, &plan));
     k.x = op->x.data; k.x_dtype = op->x.dtype;
     k.target = op->target.data; k.target_dtype = op->target.dtype;
@@ -10008,10 +10346,16 @@ static amp_result ampi_embedding_args(const char *f, const amp_embedding_op *op,
 AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint64_t abi) {
     const char *f = "amp_embedding";
     int32_t bad = 0;
+    ampi_places at;
     amp_k_embedding k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
+    at.n = 0;
+    ampi_reads_array(&at, ".ids", op->ids, k.n * (int64_t)sizeof *op->ids);
+    ampi_reads_param(&at, ".table", op->table); ampi_reads_param(&at, ".positions", op->positions);
+    ampi_writes(&at, ".y", &op->y);
+    AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT,
                                ampi_versions(op->table, op->positions), &op->plan, &plan));
     k.bad_id = ampi_bad_row(amp, &bad);
@@ -10032,11 +10376,16 @@ static void ampi_grad_mat(const amp_param *p, const amp_mat *like, amp_mat *grad
 AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *op, uint64_t abi) {
     const char *f = "amp_embedding_backward";
     int32_t bad = 0;
+    ampi_places at;
     amp_k_embedding k;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
+    at.n = 0;
+    ampi_reads_array(&at, ".ids", op->ids, k.n * (int64_t)sizeof *op->ids); ampi_reads(&at, ".dy", &op->dy);
+    ampi_writes_gradient(&at, ".table->grad", op->table); ampi_writes_gradient(&at, ".positions->grad", op->positions);
+    AMPI_TRY(ampi_check_places(f, &at));
     ampi_grad_mat(op->table, &k.table, &k.dtable, &k.add_table);
     ampi_grad_mat(op->positions, &k.positions, &k.dpositions, &k.add_positions);
     k.bad_id = ampi_bad_row(amp, &bad);
@@ -10049,11 +10398,10 @@ AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *
 
 /* ---- Dropout */
 
-static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to, const char *to_name) {
+static amp_result ampi_dropout_run(amp_context *amp, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to) {
     amp_k_dropout k;
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(from);
-    AMPI_TRY(ampi_check_flat(f, to_name, to, k.n, AMP_DTYPE_DEFAULT));
     k.x = from->data; k.x_dtype = from->dtype;
     k.y = to->data; k.y_dtype = to->dtype;
     k.p = plan->mode == AMP_MODE_INFERENCE ? 0 : op->p;
@@ -10061,6 +10409,14 @@ static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dr
     k.offset = plan->random_offset;
     k.base = plan->captured ? &amp->cells->random : NULL;
     return amp->backend->dropout(amp->dev, &k, amp->desc.stream);
+}
+
+static amp_result ampi_dropout_check(const char *f, const amp_tensor *from, const char *from_name, const amp_tensor *to, const char *to_name) {
+    ampi_places at;
+    AMPI_TRY(ampi_check_flat(f, to_name + 1, to, amp_tensor_count(from), AMP_DTYPE_DEFAULT));
+    at.n = 0;
+    ampi_reads(&at, from_name, from); ampi_writes_over(&at, to_name, to, from_name, NULL);
+    return ampi_check_places(f, &at);
 }
 
 /* Takes the next n random numbers, none in inference. */
@@ -10081,9 +10437,10 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
     if (!(op->p >= 0 && op->p < 1)) return ampi_fail(AMP_ERR_RANGE, f, ".p = %g, must be 0 to less than 1", (double)op->p);
     n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_dropout_check(f, &op->x, ".x", &op->y, ".y"));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     if (!ampi_is_recomputing(amp)) ampi_dropout_numbers(amp, op->p > 0 ? n : 0, &plan);
-    AMPI_TRY(ampi_dropout_run(amp, f, op, &plan, &op->x, &op->y, "y"));
+    AMPI_TRY(ampi_dropout_run(amp, op, &plan, &op->x, &op->y));
     op->plan = plan;
     return AMP_OK;
 }
@@ -10093,12 +10450,14 @@ AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, 
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
-    return ampi_dropout_run(amp, f, op, &op->plan, &op->dy, &op->dx, "dx");
+    AMPI_TRY(ampi_dropout_check(f, &op->dy, ".dy", &op->dx, ".dx"));
+    return ampi_dropout_run(amp, op, &op->plan, &op->dy, &op->dx);
 }
 
 /* ---- Add, cast, random state */
 
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y) {
+    ampi_places at;
     amp_k_add k;
     if (amp == NULL || a == NULL || b == NULL || y == NULL) return ampi_fail(AMP_ERR_NULL, "amp_add", "amp, a, b or y is NULL");
     memset(&k, 0, sizeof k);
@@ -10106,6 +10465,9 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
     AMPI_TRY(ampi_check_flat("amp_add", "a", a, k.n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat("amp_add", "b", b, k.n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat("amp_add", "y", y, k.n, AMP_DTYPE_DEFAULT));
+    at.n = 0;
+    ampi_reads(&at, ".a", a); ampi_reads(&at, ".b", b); ampi_writes_over(&at, ".y", y, ".a", ".b");
+    AMPI_TRY(ampi_check_places("amp_add", &at));
     k.a = a->data; k.a_dtype = a->dtype;
     k.b = b->data; k.b_dtype = b->dtype;
     k.y = y->data; k.y_dtype = y->dtype;
@@ -10114,12 +10476,16 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
 }
 
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst) {
+    ampi_places at;
     amp_k_cast k;
     if (amp == NULL || src == NULL || dst == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cast", "amp, src or dst is NULL");
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(src);
     AMPI_TRY(ampi_check_flat("amp_cast", "src", src, k.n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat("amp_cast", "dst", dst, k.n, AMP_DTYPE_DEFAULT));
+    at.n = 0;
+    ampi_reads(&at, ".src", src); ampi_writes_over(&at, ".dst", dst, ".src", NULL);
+    AMPI_TRY(ampi_check_places("amp_cast", &at));
     k.src = src->data; k.src_dtype = src->dtype;
     k.dst = dst->data; k.dst_dtype = dst->dtype;
     return amp->backend->cast(amp->dev, &k, amp->desc.stream);
@@ -10367,7 +10733,7 @@ AMPI_PRIVATE amp_result ampi_check_gradient(const char *function, const amp_para
     if (!ampi_is_storage(p->weight.dtype))
         return ampi_fail(AMP_ERR_DTYPE, function, "%s: the weight is %s, must be fp32, fp16 or bf16", p->name,
                          amp_dtype_name(p->weight.dtype));
-    return AMP_OK;
+    return ampi_check_own_gradient(function, p);
 }
 
 AMPI_PRIVATE amp_result ampi_check_params(const char *function, const amp_param *params, int64_t n,

@@ -31,6 +31,7 @@ at_once "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $stri
 at_once "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
 at_once "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"
 at_once "-fopenmp" "${CC:-gcc}" -std=c99 -O2 -fopenmp $strict -c "$work/impl.c" -o "$work/omp.o"
+have g++ && at_once "g++ -fopenmp" g++ -x c++ -fopenmp -Wall -Werror -I. -c "$work/impl.c" -o "$work/omp_cpp.o"
 collect
 
 # Two files linked: one brings the implementation, the other calls it; and twice the static mode.

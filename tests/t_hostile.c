@@ -349,7 +349,7 @@ TEST(attention_and_softmax_without_elements) {
             CHECK_OK(amp_attention(contexts[c], &op));
             for (int i = 0; i < count; i++) CHECK_EQ(out[i], 0);                            /* only where there are no keys */
             CHECK(untouched(out, (int)count));
-            op.d_o = op.q; op.dq = op.q; op.dk = op.dv = op.k;
+            op.o = op.d_o = op.q; op.dq = op.q; op.dk = op.dv = op.k;
             op.dq.data = out; op.dk.data = out + 128; op.dv.data = out + 256;
             CHECK_OK(amp_attention_backward(contexts[c], &op));
             for (int i = 0; i < count; i++) CHECK_EQ(out[i], 0);

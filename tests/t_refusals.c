@@ -21,7 +21,7 @@ static void fill_room(void) {
 
 /* ---- What an operator has */
 
-typedef enum kind { TENSOR, OPTIONAL, PARAM, OPTIONAL_PARAM, POINTER } kind;
+typedef enum kind { TENSOR, OPTIONAL, PARAM, OPTIONAL_PARAM, POINTER, OPTIONAL_POINTER } kind;
 /* calls: which of them look at it. */
 enum { BOTH, BACKWARD, FORWARD };
 typedef struct field { const char *name; size_t at; kind kind; int calls; } field;
@@ -175,9 +175,11 @@ static const operator_case cases[] = {
       {AT(amp_swiglu_op, dgate), TENSOR, BACKWARD}, {AT(amp_swiglu_op, dup), TENSOR, BACKWARD}}},
     {"cross_entropy", sizeof(amp_cross_entropy_op), AMP_ABI(amp_cross_entropy_op), call_amp_cross_entropy, NULL, make_cross_entropy,
      {{AT(amp_cross_entropy_op, logits), TENSOR, BOTH}, {AT(amp_cross_entropy_op, dlogits), OPTIONAL, BOTH}, {AT(amp_cross_entropy_op, labels), POINTER, BOTH},
-      {AT(amp_cross_entropy_op, loss), POINTER, BOTH}}},
+      {AT(amp_cross_entropy_op, loss), POINTER, BOTH}, {AT(amp_cross_entropy_op, losses), OPTIONAL_POINTER, BOTH},
+      {AT(amp_cross_entropy_op, seed), OPTIONAL_POINTER, BOTH}}},
     {"mse", sizeof(amp_mse_op), AMP_ABI(amp_mse_op), call_amp_mse, NULL, make_mse,
-     {{AT(amp_mse_op, x), TENSOR, BOTH}, {AT(amp_mse_op, target), TENSOR, BOTH}, {AT(amp_mse_op, dx), OPTIONAL, BOTH}, {AT(amp_mse_op, loss), POINTER, BOTH}}},
+     {{AT(amp_mse_op, x), TENSOR, BOTH}, {AT(amp_mse_op, target), TENSOR, BOTH}, {AT(amp_mse_op, dx), OPTIONAL, BOTH}, {AT(amp_mse_op, loss), POINTER, BOTH},
+      {AT(amp_mse_op, seed), OPTIONAL_POINTER, BOTH}}},
     {"embedding", sizeof(amp_embedding_op), AMP_ABI(amp_embedding_op), call_amp_embedding, call_amp_embedding_backward, make_embedding,
      {{AT(amp_embedding_op, ids), POINTER, BOTH}, {AT(amp_embedding_op, table), PARAM, BOTH}, {AT(amp_embedding_op, positions), OPTIONAL_PARAM, BOTH},
       {AT(amp_embedding_op, y), TENSOR, BOTH}, {AT(amp_embedding_op, dy), TENSOR, BACKWARD}}},
@@ -218,6 +220,7 @@ static amp_result spoil(const field *f, int how) {
     char *at = (char *)&memory + f->at;
     amp_param *p;
     if (f->kind == TENSOR || f->kind == OPTIONAL) return spoil_tensor((amp_tensor *)(void *)at, how, f->kind == OPTIONAL);
+    if (f->kind == OPTIONAL_POINTER) return AMP_OK;
     memcpy(&p, at, sizeof p);
     if (how == MISSING) {
         if (f->kind == OPTIONAL_PARAM) return AMP_OK;
@@ -311,6 +314,371 @@ TEST(numbers_out_of_range) {
     make(&cases[11]); params[1].weight.shape[0] = 3; REFUSED(amp_embedding(amp, embedding), AMP_ERR_SHAPE, ".positions");
     make(&cases[12]); dropout->p = 1; REFUSED(amp_dropout(amp, dropout), AMP_ERR_RANGE, ".p = 1");
     make(&cases[12]); dropout->p = -0.5f; REFUSED(amp_dropout(amp, dropout), AMP_ERR_RANGE, ".p");
+}
+
+/* ---- Outputs that lie where another operand does */
+
+/* What a call reads and writes, by field; "weight.grad" is a parameter's.  may_be: "output=input" where the two may be one. */
+static const struct { const char *name; int backward; const char *reads, *writes, *may_be; } roles[] = {
+    {"linear", 0, "x weight bias", "y pre", ""},
+    {"linear", 1, "x weight pre x_pre", "dy dx weight.grad bias.grad", ""},
+    {"matmul", 0, "a b", "y", ""}, {"matmul", 1, "a b dy", "da db", ""},
+    {"matmul transposed", 0, "a b", "y", ""}, {"matmul transposed", 1, "a b dy", "da db", ""},
+    {"attention", 0, "q k v prefix", "o lse", ""}, {"attention", 1, "q k v o lse prefix d_o", "dq dk dv", ""},
+    {"layernorm", 0, "x residual weight bias", "sum y mean rstd", "sum=x sum=residual"},
+    {"layernorm", 1, "sum mean rstd weight dy dsum", "dx weight.grad bias.grad", "dx=dsum"},
+    {"rmsnorm", 0, "x residual weight", "sum y rstd", "sum=x sum=residual"},
+    {"rmsnorm", 1, "sum rstd weight dy dsum", "dx weight.grad", "dx=dsum"},
+    {"softmax", 0, "x prefix", "y", "y=x"}, {"softmax", 1, "y prefix dy", "dx", "dx=dy"},
+    {"activation", 0, "x bias", "y", "y=x"}, {"activation", 1, "x bias dy", "dx bias.grad", "dx=dy"},
+    {"swiglu", 0, "gate up gate_bias up_bias", "y", ""},
+    {"swiglu", 1, "gate up gate_bias up_bias dy", "dgate dup gate_bias.grad up_bias.grad", ""},
+    {"cross_entropy", 0, "logits labels seed", "dlogits loss losses", "dlogits=logits"},
+    {"mse", 0, "x target seed", "dx loss", "dx=x"},
+    {"embedding", 0, "ids table positions", "y", ""}, {"embedding", 1, "ids dy", "table.grad positions.grad", ""},
+    {"dropout", 0, "x", "y", "y=x"}, {"dropout", 1, "dy", "dx", "dx=dy"}};
+enum { ROLES = sizeof roles / sizeof *roles };
+
+/* Where the address of a field's memory stands in the op. */
+static void *place_of(const operator_case *c, const char *name) {
+    size_t length = strcspn(name, ".");
+    for (const field *f = c->fields; f->name != NULL; f++) {
+        char *at = (char *)&memory + f->at;
+        amp_param *p;
+        if (strlen(f->name) != length || strncmp(f->name, name, length) != 0) continue;
+        if (f->kind == TENSOR || f->kind == OPTIONAL) return &((amp_tensor *)(void *)at)->data;
+        if (f->kind == POINTER || f->kind == OPTIONAL_POINTER) return at;
+        memcpy(&p, at, sizeof p);
+        return name[length] == '.' ? &p->grad.data : &p->weight.data;
+    }
+    printf("      no field %s in %s\n", name, c->name);
+    exit(1);
+}
+static char *address_of(const operator_case *c, const char *name) { char *data; memcpy(&data, place_of(c, name), sizeof data); return data; }
+
+/* Words of a list, one after the other. */
+static const char *next_word(const char **list, char word[24]) {
+    size_t n;
+    *list += strspn(*list, " ");
+    n = strcspn(*list, " ");
+    if (n == 0) return NULL;
+    snprintf(word, 24, "%.*s", (int)n, *list);
+    *list += n;
+    return word;
+}
+static int is_listed(const char *list, const char *a, const char *b) {
+    char word[24], wanted[48];
+    snprintf(wanted, sizeof wanted, "%s=%s", a, b);
+    while (next_word(&list, word)) if (!strcmp(word, wanted)) return 1;
+    return 0;
+}
+
+/* An op whose seed is there, with its forward done where a backward follows; always the same random numbers. */
+static amp_state *numbers;
+static void prepare(const operator_case *c, int backward) {
+    static const float one = 1;
+    make(c);
+    if (!strcmp(c->name, "cross_entropy")) ((amp_cross_entropy_op *)(void *)&memory)->seed = &one;
+    if (!strcmp(c->name, "mse")) ((amp_mse_op *)(void *)&memory)->seed = &one;
+    fill_room();
+    CHECK_OK(amp_random_load(amp, numbers, "start"));
+    if (backward) CHECK_OK(c->forward(amp, &memory, c->abi));
+}
+
+/* The output at the other's address, `shift` bytes further: refused without a trace; or allowed, with the same values. */
+static void overlaps(const operator_case *c, int role, const char *output, const char *other, int shift) {
+    operator_call call = roles[role].backward ? c->backward : c->forward;
+    const char *data;
+    int allowed = shift == 0 && is_listed(roles[role].may_be, output, other);
+    static float apart[64];
+    prepare(c, roles[role].backward);
+    if (allowed) {
+        CHECK_OK(call(amp, &memory, c->abi));
+        memcpy(apart, address_of(c, output), sizeof apart);
+        prepare(c, roles[role].backward);
+    }
+    data = address_of(c, other) + shift;
+    memcpy(place_of(c, output), &data, sizeof data);
+    memcpy(kept, room, sizeof kept);
+    if (allowed) {
+        CHECK_OK(call(amp, &memory, c->abi));
+        CHECK_MSG(memcmp(data, apart, 24 * sizeof(float)) == 0, "%s: %s over %s gives other values", c->name, output, other);
+        return;
+    }
+    CHECK_MSG(call(amp, &memory, c->abi) == AMP_ERR_CONFLICT, "%s%s: %s over %s + %d bytes was accepted", c->name, roles[role].backward ? " backward" : "",
+              output, other, shift);
+    CHECK_MSG(memcmp(kept, room, sizeof kept) == 0, "%s: %s over %s: something was written", c->name, output, other);
+}
+
+TEST(outputs_that_overlap) {
+    int with_backward = 0, covered = 0;
+    CHECK_OK(amp_state_create(&numbers, NULL));
+    CHECK_OK(amp_random_save(amp, numbers, "start"));
+    for (int r = 0; r < ROLES; r++) {
+        const operator_case *c = cases;
+        const char *outputs = roles[r].writes, *others;
+        char output[24], other[24];
+        while (strcmp(c->name, roles[r].name) != 0) c++;
+        while (next_word(&outputs, output)) {
+            for (int list = 0; list < 2; list++) {
+                others = list ? roles[r].writes : roles[r].reads;
+                while (next_word(&others, other)) {
+                    if (!strcmp(output, other)) continue;
+                    overlaps(c, r, output, other, 0);
+                    if (strcmp(output, "loss") && strcmp(other, "seed") && strcmp(other, "loss")) overlaps(c, r, output, other, 4);
+                }
+            }
+        }
+        covered++;
+    }
+    for (int i = 0; i < CASES; i++) with_backward += cases[i].backward != NULL;
+    CHECK_EQ(covered, CASES + with_backward);           /* every call has its line */
+    amp_state_destroy(numbers);
+}
+
+/* In place needs elements of one size: a 16-bit output over an fp32 input moves under it. */
+TEST(in_place_in_another_size) {
+    amp_tensor wide = rows(0, 4, 6), narrow = amp_tensor2(room[0], AMP_BF16, 4, 6), b = rows(1, 4, 6);
+    amp_softmax_op softmax;
+    amp_activation_op act;
+    amp_dropout_op drop;
+    amp_cross_entropy_op ce;
+    fill_room();
+    memset(&softmax, 0, sizeof softmax); memset(&act, 0, sizeof act); memset(&drop, 0, sizeof drop); memset(&ce, 0, sizeof ce);
+    softmax.x = act.x = drop.x = ce.logits = wide;
+    softmax.y = act.y = drop.y = ce.dlogits = narrow;
+    act.act = AMP_ACT_RELU; drop.p = 0.5f; ce.labels = ids; ce.loss = room[5];
+    REFUSED(amp_softmax(amp, &softmax), AMP_ERR_CONFLICT, ".y");
+    REFUSED(amp_activation(amp, &act), AMP_ERR_CONFLICT, ".y");
+    REFUSED(amp_dropout(amp, &drop), AMP_ERR_CONFLICT, ".y");
+    REFUSED(amp_cross_entropy(amp, &ce), AMP_ERR_CONFLICT, ".dlogits");
+    REFUSED(amp_add(amp, &wide, &b, &narrow), AMP_ERR_CONFLICT, ".y");
+    REFUSED(amp_cast(amp, &wide, &narrow), AMP_ERR_CONFLICT, ".dst");
+}
+
+/* Functions that take no op struct. */
+TEST(overlap_without_an_op) {
+    static char bytes[4096];
+    float *a = (float *)(void *)bytes, *b = a + 64, *c = a + 128;
+    amp_tensor x = rows(0, 4, 6), y = rows(1, 4, 6), z = rows(0, 4, 6);
+    amp_param p;
+    amp_set *set;
+    amp_set_desc sd;
+    amp_optimizer *opt;
+    amp_optimizer_desc od;
+    z.data = room[0] + 1;
+    fill_room();
+    CHECK_OK(amp_add(amp, &x, &y, &x));
+    CHECK_OK(amp_add(amp, &y, &x, &x));
+    REFUSED(amp_add(amp, &x, &y, &z), AMP_ERR_CONFLICT, ".y and .a");
+    REFUSED(amp_add(amp, &y, &x, &z), AMP_ERR_CONFLICT, ".y and .b");
+    CHECK_OK(amp_cast(amp, &x, &x));
+    REFUSED(amp_cast(amp, &x, &z), AMP_ERR_CONFLICT, ".dst and .src");
+    /* Matrices of 3 x 4 in rows of 8: side by side they are apart, one column further they are not. */
+#define GEMM(to) amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 3, 4, 4, 1, a, 8, b, 4, 0, to, 8)
+#define GEMM_COL(to) amp_gemm(amp, AMP_COL_MAJOR, AMP_NO_TRANS, AMP_TRANS, 4, 3, 4, 1, b, 4, a, 8, 0, to, 8)
+    CHECK_OK(GEMM(c)); CHECK_OK(GEMM(a + 4));
+    REFUSED(GEMM(a), AMP_ERR_CONFLICT, "c and a"); REFUSED(GEMM(a + 3), AMP_ERR_CONFLICT, "c and a"); REFUSED(GEMM(b + 15), AMP_ERR_CONFLICT, "c and b");
+    CHECK_OK(GEMM(b + 16));
+    CHECK_OK(GEMM_COL(c)); REFUSED(GEMM_COL(a), AMP_ERR_CONFLICT, "c and b");
+    CHECK_OK(amp_copy(amp, bytes, bytes, 64, AMP_COPY_DEFAULT));
+    CHECK_OK(amp_copy(amp, bytes, bytes + 64, 64, AMP_COPY_DEFAULT));
+    REFUSED(amp_copy(amp, bytes, bytes + 63, 64, AMP_COPY_DEFAULT), AMP_ERR_CONFLICT, "dst and src");
+    REFUSED(amp_copy(amp, bytes + 63, bytes, 64, AMP_COPY_DEFAULT), AMP_ERR_CONFLICT, "dst and src");
+    CHECK_OK(amp_convert(a, AMP_BF16, a, AMP_F16, 8, NULL, NULL));
+    CHECK_OK(amp_convert(a, AMP_BF16, a + 8, AMP_F32, 8, NULL, NULL));
+    CHECK_OK(amp_convert(a, AMP_F32, a + 8, AMP_F32, 8, NULL, NULL));
+    REFUSED(amp_convert(a, AMP_F32, a + 7, AMP_F32, 8, NULL, NULL), AMP_ERR_CONFLICT, "dst and src");
+    REFUSED(amp_convert(a, AMP_BF16, a, AMP_F32, 8, NULL, NULL), AMP_ERR_CONFLICT, "dst and src");
+    REFUSED(amp_convert(a, AMP_F32, a, AMP_BF16, 8, NULL, NULL), AMP_ERR_CONFLICT, "dst and src");
+    /* A parameter whose gradient is its weight, or lies partly in it. */
+    for (int shift = 0; shift < 24; shift += 23) {
+        memset(&p, 0, sizeof p); memset(&sd, 0, sizeof sd); memset(&od, 0, sizeof od);
+        p.name = "w"; p.weight = rows(0, 4, 6); p.grad = rows(0, 4, 6);
+        p.grad.data = room[0] + shift;
+        sd.params = od.params = &p; sd.n_params = od.n_params = 1;
+        REFUSED(amp_param_register(amp, &p, 1), AMP_ERR_CONFLICT, "w: ");
+        REFUSED(amp_set_create(amp, &set, &sd), AMP_ERR_CONFLICT, "w: ");
+        REFUSED(amp_optimizer_create(amp, &opt, &od), AMP_ERR_CONFLICT, "w: ");
+    }
+}
+
+/* ---- Views of one buffer that share no element, as models have them */
+
+/* Attention over a packed [batch, seq, 3, heads, dim], its gradients packed too: bit for bit that of tensors of their own. */
+static amp_tensor part(float *data, int64_t seq, int which) {
+    amp_tensor t = amp_tensor4(data + which * 8, AMP_F32, 2, seq, 2, 4);
+    t.stride[0] = seq * 24; t.stride[1] = 24; t.stride[2] = 4; t.stride[3] = 1;
+    return t;
+}
+static void unpack(float *to, const float *from, int which) {
+    for (int i = 0; i < 10; i++) memcpy(to + i * 8, from + i * 24 + which * 8, 8 * sizeof(float));
+}
+TEST(packed_views_are_apart) {
+    amp_attention_op packed, plain;
+    float got[80];
+    fill_room();
+    memset(&packed, 0, sizeof packed); memset(&plain, 0, sizeof plain);
+    packed.q = part(room[0], 5, 0); packed.k = part(room[0], 5, 1); packed.v = part(room[0], 5, 2);
+    packed.dq = part(room[1], 5, 0); packed.dk = part(room[1], 5, 1); packed.dv = part(room[1], 5, 2);
+    for (int i = 0; i < 3; i++) unpack(room[2 + i], room[0], i);
+    plain.q = heads(2, 5); plain.k = heads(3, 5); plain.v = heads(4, 5);
+    plain.dq = heads(5, 5); plain.dk = heads(6, 5); plain.dv = heads(7, 5);
+    packed.o = heads(8, 5); plain.o = heads(9, 5);
+    packed.d_o = plain.d_o = heads(10, 5);
+    packed.lse = room[11]; plain.lse = room[12];
+    CHECK_OK(amp_attention(amp, &packed)); CHECK_OK(amp_attention_backward(amp, &packed));
+    CHECK_OK(amp_attention(amp, &plain)); CHECK_OK(amp_attention_backward(amp, &plain));
+    CHECK(memcmp(room[8], room[9], 80 * sizeof(float)) == 0);
+    for (int i = 0; i < 3; i++) { unpack(got, room[1], i); CHECK(memcmp(got, room[5 + i], sizeof got) == 0); }
+    packed.o = part(room[0], 5, 2);                     /* the output over the values ... */
+    REFUSED(amp_attention(amp, &packed), AMP_ERR_CONFLICT, ".o and .v");
+    packed.o = part(room[0], 5, 2);
+    packed.o.data = room[0] + 12;                       /* ... or over half of the keys and half of the values */
+    REFUSED(amp_attention(amp, &packed), AMP_ERR_CONFLICT, ".o and .");
+    packed.o = heads(8, 5);
+    packed.dk.data = room[1] + 4;
+    REFUSED(amp_attention_backward(amp, &packed), AMP_ERR_CONFLICT, ".dk");
+}
+
+/* Column `first` of the 24 columns of a wide buffer. */
+static amp_tensor wide(int buffer, int first, int64_t cols) {
+    amp_tensor t = amp_tensor2(room[buffer] + first, AMP_F32, 4, cols);
+    t.stride[0] = 24; t.stride[1] = 1;
+    return t;
+}
+TEST(halves_of_a_buffer_are_apart) {
+    amp_swiglu_op s;
+    amp_linear_op l;
+    amp_norm_op n;
+    amp_matmul_op m;
+    amp_cross_entropy_op ce;
+    fill_room();
+    memset(&s, 0, sizeof s);
+    s.gate = wide(0, 0, 6); s.up = wide(0, 6, 6); s.y = wide(0, 12, 6); s.dy = wide(0, 18, 6); s.dgate = wide(1, 0, 6); s.dup = wide(1, 6, 6);
+    CHECK_OK(amp_swiglu(amp, &s)); CHECK_OK(amp_swiglu_backward(amp, &s));
+    s.y = wide(0, 11, 6); REFUSED(amp_swiglu(amp, &s), AMP_ERR_CONFLICT, ".y and .up");
+    s.y = wide(0, 12, 6); s.dup = wide(1, 5, 6); REFUSED(amp_swiglu_backward(amp, &s), AMP_ERR_CONFLICT, ".dgate and .dup");
+    memset(&l, 0, sizeof l); memset(params, 0, sizeof params);
+    l.x = wide(0, 0, 3); l.y = wide(0, 3, 5); l.weight = param(0, 2, 5, 3); l.dy = wide(0, 3, 5); l.dx = wide(0, 8, 3);
+    CHECK_OK(amp_linear(amp, &l)); CHECK_OK(amp_linear_backward(amp, &l));
+    l.y = wide(0, 2, 5); REFUSED(amp_linear(amp, &l), AMP_ERR_CONFLICT, ".y and .x");
+    memset(&n, 0, sizeof n);
+    n.x = wide(0, 0, 6); n.y = wide(0, 6, 6); n.dy = wide(0, 6, 6); n.dx = wide(0, 12, 6); n.rstd = room[3]; n.mean = room[4];
+    CHECK_OK(amp_layernorm(amp, &n)); CHECK_OK(amp_layernorm_backward(amp, &n));
+    n.y = wide(0, 5, 6); REFUSED(amp_layernorm(amp, &n), AMP_ERR_CONFLICT, ".y and .x");
+    memset(&ce, 0, sizeof ce);
+    ce.logits = wide(0, 0, 6); ce.dlogits = wide(0, 6, 6); ce.labels = ids; ce.loss = room[3];
+    CHECK_OK(amp_cross_entropy(amp, &ce));
+    ce.dlogits = wide(0, 1, 6); REFUSED(amp_cross_entropy(amp, &ce), AMP_ERR_CONFLICT, ".dlogits and .logits");
+    memset(&m, 0, sizeof m);                            /* a[0] y[0] a[1] y[1] */
+    m.a = amp_tensor3(room[0], AMP_F32, 2, 2, 2); m.b = amp_tensor3(room[1], AMP_F32, 2, 2, 2); m.y = amp_tensor3(room[0] + 4, AMP_F32, 2, 2, 2);
+    m.a.stride[0] = m.y.stride[0] = 8; m.a.stride[1] = m.y.stride[1] = 2; m.a.stride[2] = m.y.stride[2] = 1;
+    CHECK_OK(amp_matmul(amp, &m));
+    m.y.data = room[0] + 3; REFUSED(amp_matmul(amp, &m), AMP_ERR_CONFLICT, ".y and .a");
+}
+
+/* Random views of one buffer: refused exactly where two of them share an element. */
+static uint32_t rolls;
+static int64_t roll(int64_t n) { return (int64_t)(amp_random_u32(7, rolls++) % (uint32_t)n); }
+static amp_tensor random_view(float *data, int64_t positions) {
+    amp_tensor t = amp_tensor4(data + roll(40), AMP_F32, 2, positions, 2, 1 + 2);
+    int64_t order = roll(3), step = 3 + roll(3);
+    t.stride[3] = 1;
+    if (order == 0) { t.stride[2] = step; t.stride[1] = 2 * step + roll(4); t.stride[0] = positions * t.stride[1] + roll(5); }
+    else if (order == 1) { t.stride[1] = step; t.stride[2] = positions * step + roll(4); t.stride[0] = 2 * t.stride[2] + roll(5); }
+    else { t.stride[0] = step; t.stride[1] = 2 * step + roll(4); t.stride[2] = positions * t.stride[1] + roll(5); }
+    return t;
+}
+static void mark(const amp_tensor *t, const float *data, unsigned char *bits, int bit) {
+    int64_t base = (const float *)t->data - data;
+    for (int64_t i = 0; i < t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3]; i++) {
+        int64_t d = t->shape[3], h = t->shape[2], p = t->shape[1];
+        bits[base + i % d * t->stride[3] + i / d % h * t->stride[2] + i / d / h % p * t->stride[1] + i / d / h / p * t->stride[0]] |= (unsigned char)(1 << bit);
+    }
+}
+TEST(random_views_are_refused_exactly_where_they_share) {
+    static float data[1024], lse[64];
+    int refused = 0, wrong = 0, N = 20000;
+    for (int n = 0; n < N; n++) {
+        unsigned char bits[1024];
+        amp_attention_op op;
+        int share = 0;
+        memset(&op, 0, sizeof op); memset(bits, 0, sizeof bits);
+        op.q = random_view(data, 3); op.o = random_view(data + roll(300), 3);
+        op.k = random_view(data + 512, 3); op.v = random_view(data + 512, 3);   /* inputs may share */
+        op.lse = lse;
+        mark(&op.q, data, bits, 0); mark(&op.k, data, bits, 0); mark(&op.v, data, bits, 0); mark(&op.o, data, bits, 1);
+        for (int i = 0; i < 1024; i++) share |= bits[i] == 3;
+        refused += share;
+        wrong += amp_attention(amp, &op) != (share ? AMP_ERR_CONFLICT : AMP_OK);
+    }
+    CHECK_MSG(wrong == 0, "%d of %d decided wrongly", wrong, N);
+    CHECK_MSG(refused > N / 10 && refused < N * 9 / 10, "%d of %d share", refused, N);
+}
+
+/* Strides that reach into one another in an input: all its elements are even ones, the output's odd. */
+TEST(tangled_views) {
+    static float data[8192], lse[4096];
+    amp_attention_op op;
+    memset(&op, 0, sizeof op);
+    op.q = amp_tensor4(data, AMP_F32, 12, 12, 12, 1); op.o = op.q; op.o.data = data + 1;
+    op.q.stride[0] = 14; op.q.stride[1] = 22; op.q.stride[2] = 26; op.q.stride[3] = 1;
+    op.o.stride[0] = 288; op.o.stride[1] = 24; op.o.stride[2] = 2; op.o.stride[3] = 1;
+    op.k = op.v = op.q;
+    op.lse = lse;
+    CHECK_OK(amp_attention(amp, &op));
+    op.o.data = data + 682;                             /* 11 (14 + 22 + 26) */
+    REFUSED(amp_attention(amp, &op), AMP_ERR_CONFLICT, ".o and .q");
+}
+
+/* What 110 is promised for beyond that: an activation whose backward needs what y has overwritten. */
+TEST(activations_in_place) {
+    static const struct { amp_activation_kind act; int bias; amp_result result; } kinds[] = {
+        {AMP_ACT_GELU, 0, AMP_ERR_CONFLICT}, {AMP_ACT_GELU_ERF, 0, AMP_ERR_CONFLICT}, {AMP_ACT_SILU, 0, AMP_ERR_CONFLICT},
+        {AMP_ACT_TANH, 0, AMP_OK}, {AMP_ACT_RELU, 0, AMP_OK},
+        {AMP_ACT_GELU, 1, AMP_ERR_CONFLICT}, {AMP_ACT_GELU_ERF, 1, AMP_ERR_CONFLICT}, {AMP_ACT_SILU, 1, AMP_ERR_CONFLICT},
+        {AMP_ACT_TANH, 1, AMP_OK}, {AMP_ACT_RELU, 1, AMP_ERR_CONFLICT}};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        amp_activation_op op, apart;
+        amp_autocast_desc region;
+        memset(&op, 0, sizeof op); memset(&region, 0, sizeof region); memset(params, 0, sizeof params);
+        fill_room();
+        op.x = rows(0, 4, 6); op.y = rows(1, 4, 6); op.dy = rows(2, 4, 6); op.dx = rows(3, 4, 6);
+        op.act = kinds[i].act;
+        if (kinds[i].bias) op.bias = param(1, 5, 6, 0);
+        apart = op;
+        CHECK_OK(amp_activation(amp, &apart)); CHECK_OK(amp_activation_backward(amp, &apart));
+        op.y = op.x; op.dx = rows(4, 4, 6);
+        CHECK_OK(amp_activation(amp, &op));
+        CHECK_MSG(amp_activation_backward(amp, &op) == kinds[i].result, "act %d, bias %d: %s", (int)op.act, kinds[i].bias, amp_last_error());
+        if (kinds[i].result == AMP_OK) CHECK(memcmp(room[3], room[4], 24 * sizeof(float)) == 0);
+        else CHECK_MSG(strstr(amp_last_error(), "amp_activation_backward: .y") != NULL, "%s", amp_last_error());
+        fill_room();
+        region.mode = AMP_MODE_INFERENCE;               /* no backward: every activation may be in place */
+        region.disable = 1;
+        CHECK_OK(amp_autocast_begin(amp, &region)); CHECK_OK(amp_activation(amp, &op)); CHECK_OK(amp_autocast_end(amp));
+        CHECK(memcmp(room[0], room[1], sizeof(float)) != 0);
+    }
+}
+
+/* A linear layer's own activations: what went into GELU may not be what came out. */
+TEST(what_went_into_gelu_is_gone) {
+    amp_linear_op *op = &memory.linear;
+    for (int exact = 0; exact < 2; exact++) {
+        make(&cases[0]); fill_room();
+        op->x_act = exact ? AMP_ACT_GELU_ERF : AMP_ACT_GELU;
+        CHECK_OK(amp_linear(amp, op));
+        op->x_pre = op->x;
+        REFUSED(amp_linear_backward(amp, op), AMP_ERR_CONFLICT, ".x_pre");
+        op->x_act = AMP_ACT_RELU;                       /* which keeps its sign */
+        CHECK_OK(amp_linear_backward(amp, op));
+        make(&cases[0]);
+        op->act = AMP_ACT_RELU; op->pre.data = NULL; op->x_act = AMP_ACT_NONE;
+        CHECK_OK(amp_linear(amp, op));
+        op->dy = op->y;                                 /* the gradient has taken the place of the signs */
+        REFUSED(amp_linear_backward(amp, op), AMP_ERR_CONFLICT, ".dy and .y");
+    }
 }
 
 TEST(ids_out_of_range) {
@@ -618,6 +986,15 @@ int main(int argc, char **argv) {
     RUN(every_argument_spoiled);
     RUN(nothing_there_or_of_another_version);
     RUN(numbers_out_of_range);
+    RUN(outputs_that_overlap);
+    RUN(in_place_in_another_size);
+    RUN(overlap_without_an_op);
+    RUN(packed_views_are_apart);
+    RUN(halves_of_a_buffer_are_apart);
+    RUN(random_views_are_refused_exactly_where_they_share);
+    RUN(tangled_views);
+    RUN(activations_in_place);
+    RUN(what_went_into_gelu_is_gone);
     RUN(ids_out_of_range);
     RUN(gemm_arguments);
     RUN(add_and_cast_arguments);
