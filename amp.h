@@ -156,7 +156,8 @@
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
               calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
               thread's business at a time, but for amp_loader_stop and amp_loader_info_get.  Regions and the
-              last-error text belong to their thread.
+              last-error text belong to their thread.  No callback of yours is called under a lock of the
+              library's: a logger, allocator or reducer may call it in turn.
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
               restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
               do not agree:
@@ -1466,7 +1467,7 @@ typedef struct amp_mask_view {
    dtype AMP_U8: 1 seen, 0 hidden.  AMP_F32, AMP_F16, AMP_BF16: 0 seen, -inf hidden, to be added to scores.
    The arrays of mask must be readable by the host, and `allowed` the same for all heads.  The view stays until
    amp_mask_put gives it back; views given back may be evicted (least recently used first) when amp_desc.mask_limit
-   is reached.  Errors: 101, 102, 104, 108 a mask per head, 301. */
+   is reached.  Errors: 101, 102, 104, 106, 108 a mask per head, 301, 501. */
 AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
                                 amp_dtype dtype, amp_mask_view *out);
 AMP_API void amp_mask_put(amp_context *amp, amp_mask_view *view);
@@ -5196,24 +5197,35 @@ AMPI_PRIVATE void ampi_parallel(int threads, int64_t n, int64_t grain, ampi_task
     task(arg, 0, n, 0);
 }
 
-/* A block of the pool for `bytes`: the smallest free one that fits, else a free place where one is made.
-   NULL: everything is busy, or there is no memory.  Called with the lock held. */
+/* A block of the pool for `bytes`: the smallest free one that fits, else a free place where one is made: it is busy
+   meanwhile.  NULL: everything is busy, or there is no memory. */
 static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
-    int best = -1, spare = -1, i;
+    int best = -1, spare = -1, taken, i;
+    void *ptr = NULL;
+    size_t had = 0;
+    pthread_mutex_lock(&cpu->lock);
     for (i = 0; i < AMPI_POOL_BLOCKS; i++) {
         if (cpu->pool[i].busy) continue;
         if (cpu->pool[i].bytes >= bytes && (best < 0 || cpu->pool[i].bytes < cpu->pool[best].bytes)) best = i;
         if (spare < 0 || cpu->pool[i].bytes < cpu->pool[spare].bytes) spare = i;
     }
-    if (best < 0 && spare >= 0) {
-        if (cpu->pool[spare].ptr) cpu->host.free(cpu->host.user, cpu->pool[spare].ptr, cpu->pool[spare].bytes);
-        cpu->pool[spare].ptr = cpu->host.alloc(cpu->host.user, bytes, 64);
-        cpu->pool[spare].bytes = cpu->pool[spare].ptr ? bytes : 0;
-        if (cpu->pool[spare].ptr) best = spare;
+    taken = best >= 0 ? best : spare;
+    if (taken >= 0) {
+        ptr = cpu->pool[taken].ptr;
+        had = cpu->pool[taken].bytes;
+        cpu->pool[taken].busy = 1;
+        if (best < 0) { cpu->pool[taken].ptr = NULL; cpu->pool[taken].bytes = 0; }
     }
-    if (best < 0) return NULL;
-    cpu->pool[best].busy = 1;
-    return cpu->pool[best].ptr;
+    pthread_mutex_unlock(&cpu->lock);
+    if (best >= 0 || taken < 0) return ptr;
+    if (ptr) cpu->host.free(cpu->host.user, ptr, had);
+    ptr = cpu->host.alloc(cpu->host.user, bytes, 64);
+    pthread_mutex_lock(&cpu->lock);
+    cpu->pool[taken].ptr = ptr;
+    cpu->pool[taken].bytes = ptr ? bytes : 0;
+    cpu->pool[taken].busy = ptr != NULL;
+    pthread_mutex_unlock(&cpu->lock);
+    return ptr;
 }
 
 /* Scratch memory that an operator of several kernels took before the first of them writes, so that none of the others
@@ -5228,11 +5240,7 @@ AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
     if (bytes == 0) bytes = 1;
     if (held->asking) { held->bytes = AMPI_MAX(held->bytes, bytes); return NULL; }
     if (held->ptr != NULL && !held->busy && bytes <= held->bytes) { held->busy = 1; return held->ptr; }
-    if (cpu->pooled) {
-        pthread_mutex_lock(&cpu->lock);
-        ptr = ampi_pool_take(cpu, bytes);
-        pthread_mutex_unlock(&cpu->lock);
-    }
+    if (cpu->pooled) ptr = ampi_pool_take(cpu, bytes);
     return ptr ? ptr : cpu->host.alloc(cpu->host.user, bytes, 64);
 }
 
@@ -6604,7 +6612,7 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
     }
     ampi_parallel(cpu->threads, args->n, AMPI_PIECE, ampi_cast_task, &job);
     if (job.new_inf != NULL) {
-        for (int thread = 0; thread < cpu->threads; thread++) *args->new_inf += job.new_inf[thread];
+        for (int thread = 0; thread < cpu->threads; thread++) __atomic_fetch_add(args->new_inf, job.new_inf[thread], __ATOMIC_RELAXED);
         ampi_cpu_release(cpu, job.new_inf, bytes);
     }
     return AMP_OK;
@@ -7780,14 +7788,19 @@ static amp_result ampi_cpu_event_elapsed(void *dev, void *from, void *to, double
 static amp_result ampi_cpu_trim(void *dev) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     int i;
-    pthread_mutex_lock(&cpu->lock);
     for (i = 0; i < AMPI_POOL_BLOCKS; i++) {
-        if (cpu->pool[i].busy || cpu->pool[i].ptr == NULL) continue;
-        cpu->host.free(cpu->host.user, cpu->pool[i].ptr, cpu->pool[i].bytes);
-        cpu->pool[i].ptr = NULL;
-        cpu->pool[i].bytes = 0;
+        void *ptr = NULL;
+        size_t had = 0;
+        pthread_mutex_lock(&cpu->lock);
+        if (!cpu->pool[i].busy) {
+            ptr = cpu->pool[i].ptr;
+            had = cpu->pool[i].bytes;
+            cpu->pool[i].ptr = NULL;
+            cpu->pool[i].bytes = 0;
+        }
+        pthread_mutex_unlock(&cpu->lock);
+        if (ptr) cpu->host.free(cpu->host.user, ptr, had);
     }
-    pthread_mutex_unlock(&cpu->lock);
     return AMP_OK;
 }
 
@@ -7856,10 +7869,11 @@ typedef struct ampi_cache_entry {
     uint64_t id, version, last_use;
     amp_dtype dtype;
     ampi_pack_kind kind;
-    int users;                      /* calls that are reading it: not evicted meanwhile */
+    int users;                      /* calls that are writing or reading it: not evicted meanwhile */
+    int writing; pthread_t by;      /* 1: this thread is making it, and others wait for it */
     void *data;
-    int64_t bytes;
-} ampi_cache_entry;
+    int64_t bytes, new_inf;         /* new_inf: of this making, where the host sees it at once */
+} ampi_cache_entry;                 /* id 0: dropped, and to be freed after its last user */
 
 /* One written-out mask.  key: the description with its arrays replaced by their contents. */
 typedef struct ampi_mask_entry {
@@ -7867,6 +7881,7 @@ typedef struct ampi_mask_entry {
     uint64_t hash, last_use;
     amp_mask_kind kind;
     int users;
+    int writing; pthread_t by;
     void *data;
     int64_t bytes;
 } ampi_mask_entry;
@@ -7886,7 +7901,10 @@ struct amp_context {
     void *dev;
     amp_machine machine;
     amp_choice choice;
-    pthread_mutex_t lock;           /* for everything below */
+    /* For everything below.  THE LOCK RULE: no call of the host's (logger, allocator, reducer, callbacks, amp_system) and
+       none of a backend is made with a lock held, here or anywhere: it might come back, or fail and log. */
+    pthread_mutex_t lock;
+    pthread_cond_t written;         /* a copy or a mask is made, or cannot be */
     ampi_block *blocks; int64_t n_blocks, block_room;       /* room is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
     int64_t taken, taken_peak;      /* host memory of the backend, scratch included; changed atomically */
@@ -7905,7 +7923,7 @@ struct amp_context {
     int graphs;                     /* that live: the caches keep what they refer to */
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
-    struct { int id, count; } logged[AMPI_LOG_IDS]; int n_logged;
+    struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
     uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_ROOM hashes; NULL before the first */
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
 };
@@ -7998,16 +8016,25 @@ AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp
 AMPI_PRIVATE void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
 AMPI_PRIVATE void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
 
-/* Makes room for one more element of a growing array of the context. */
-static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *room, size_t size) {
-    int64_t bigger = *room ? 2 * *room : 16;
-    void *copy;
-    if (count < *room) return AMP_OK;
-    AMPI_TRY(ampi_alloc(&amp->system, function, &copy, bigger, size));
-    if (count > 0) memcpy(copy, *array, (size_t)count * size);
-    ampi_free(&amp->system, *array, *room, size);
-    *array = copy;
-    *room = bigger;
+/* Returns with the lock held and room for `more` elements of a growing array of the context, or without it and the error. */
+static amp_result ampi_lock_with_room(amp_context *amp, const char *function, void **array, const int64_t *count, int64_t more, int64_t *room, size_t size) {
+    for (ampi_lock(amp); *room - *count < more; ampi_lock(amp)) {
+        int64_t old = *room, bigger = AMPI_MAX(2 * old, AMPI_MAX(*count + more, 16));
+        void *memory, *left;
+        ampi_unlock(amp);
+        AMPI_TRY(ampi_alloc(&amp->system, function, &memory, bigger, size));
+        ampi_lock(amp);
+        left = memory;
+        if (*room == old) {
+            if (*count > 0) memcpy(memory, *array, (size_t)*count * size);
+            left = *array;
+            *array = memory;
+            *room = bigger;
+            bigger = old;
+        }
+        ampi_unlock(amp);
+        ampi_free(&amp->system, left, bigger, size);
+    }
     return AMP_OK;
 }
 
@@ -8019,13 +8046,13 @@ static const char *ampi_log_word(amp_log_level level) {
 
 /* Counts an id; returns how often it has been seen, this time included. */
 static int ampi_log_count(amp_context *amp, int id) {
-    int i, count = 1;
-    ampi_lock(amp);
-    for (i = 0; i < amp->n_logged && amp->logged[i].id != id; i++) {}
-    if (i < amp->n_logged) count = ++amp->logged[i].count;
-    else if (i < AMPI_LOG_IDS) { amp->logged[i].id = id; amp->logged[i].count = 1; amp->n_logged++; }
-    ampi_unlock(amp);
-    return count;
+    int i, known;
+    for (i = 0; i < AMPI_LOG_IDS; i++) {
+        known = 0;
+        if (__atomic_compare_exchange_n(&amp->logged[i].id, &known, id, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) || known == id)
+            return __atomic_add_fetch(&amp->logged[i].count, 1, __ATOMIC_RELAXED);
+    }
+    return 1;
 }
 
 AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int id, const char *text) {
@@ -8270,6 +8297,11 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
         ampi_free(&system, amp, 1, sizeof *amp);
         return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
     }
+    if (pthread_cond_init(&amp->written, NULL) != 0) {
+        pthread_mutex_destroy(&amp->lock);
+        ampi_free(&system, amp, 1, sizeof *amp);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
+    }
     ampi_probe_cpu(&amp->machine.cpu);
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
@@ -8301,6 +8333,7 @@ AMP_API void amp_close(amp_context *amp) {
     ampi_free(&system, amp->layers, amp->layer_room, sizeof *amp->layers);
     ampi_free(&system, amp->ops, amp->op_room, sizeof *amp->ops);
     ampi_free(&system, amp->told, AMPI_TOLD_ROOM, sizeof *amp->told);
+    pthread_cond_destroy(&amp->written);
     pthread_mutex_destroy(&amp->lock);
     ampi_free(&system, amp, 1, sizeof *amp);
 }
@@ -8364,43 +8397,38 @@ static int64_t ampi_block_slot(const ampi_block *blocks, int64_t room, const voi
     return i;
 }
 
-/* Keeps the table at most half full.  Called with the lock held. */
-static amp_result ampi_blocks_reserve(amp_context *amp) {
-    int64_t room = amp->block_room ? 2 * amp->block_room : 64, i;
-    void *memory;
-    if (2 * (amp->n_blocks + 1) <= amp->block_room) return AMP_OK;
-    AMPI_TRY(ampi_alloc(&amp->system, "amp_alloc", &memory, room, sizeof(ampi_block)));
-    for (i = 0; i < amp->block_room; i++)
-        if (amp->blocks[i].ptr) ((ampi_block *)memory)[ampi_block_slot((ampi_block *)memory, room, amp->blocks[i].ptr)] = amp->blocks[i];
-    ampi_free(&amp->system, amp->blocks, amp->block_room, sizeof *amp->blocks);
-    amp->blocks = (ampi_block *)memory;
-    amp->block_room = room;
+/* As ampi_lock_with_room, for one more block: the table stays at most half full. */
+static amp_result ampi_lock_with_block(amp_context *amp) {
+    for (ampi_lock(amp); 2 * (amp->n_blocks + 1) > amp->block_room; ampi_lock(amp)) {
+        int64_t old = amp->block_room, bigger = old ? 2 * old : 64, i;
+        ampi_block *left;
+        void *memory;
+        ampi_unlock(amp);
+        AMPI_TRY(ampi_alloc(&amp->system, "amp_alloc", &memory, bigger, sizeof(ampi_block)));
+        ampi_lock(amp);
+        left = (ampi_block *)memory;
+        if (amp->block_room == old) {
+            for (i = 0; i < old; i++)
+                if (amp->blocks[i].ptr) left[ampi_block_slot(left, bigger, amp->blocks[i].ptr)] = amp->blocks[i];
+            left = amp->blocks;
+            amp->blocks = (ampi_block *)memory;
+            amp->block_room = bigger;
+            bigger = old;
+        }
+        ampi_unlock(amp);
+        ampi_free(&amp->system, left, bigger, sizeof *left);
+    }
     return AMP_OK;
 }
 
-static amp_result ampi_alloc_locked(amp_context *amp, ampi_part part, void **ptr, int64_t bytes) {
-    ampi_block *block;
-    AMPI_TRY(ampi_blocks_reserve(amp));
-    AMPI_TRY(amp->backend->alloc(amp->dev, ptr, (size_t)bytes));
-    block = &amp->blocks[ampi_block_slot(amp->blocks, amp->block_room, *ptr)];
-    block->ptr = *ptr;
-    block->bytes = bytes;
-    block->part = part;
-    amp->n_blocks++;
-    amp->part_bytes[part] += bytes;
-    amp->allocated += bytes;
-    amp->peak = AMPI_MAX(amp->peak, amp->allocated);
-    return AMP_OK;
-}
-
-/* Removes a block and closes the gap in its probe chain. */
-static void ampi_free_locked(amp_context *amp, void *ptr) {
+/* Takes a block out, with its bytes, and closes the gap in its probe chain; 0: there is none.  Called with the lock held. */
+static int64_t ampi_block_take(amp_context *amp, const void *ptr) {
     int64_t mask = amp->block_room - 1, hole, i;
     ampi_block block;
-    if (amp->block_room == 0) return;
+    if (amp->block_room == 0) return 0;
     hole = ampi_block_slot(amp->blocks, amp->block_room, ptr);
     block = amp->blocks[hole];
-    if (block.ptr == NULL) return;
+    if (block.ptr == NULL) return 0;
     amp->blocks[hole].ptr = NULL;
     for (i = (hole + 1) & mask; amp->blocks[i].ptr != NULL; i = (i + 1) & mask) {
         ampi_block moved = amp->blocks[i];
@@ -8410,18 +8438,30 @@ static void ampi_free_locked(amp_context *amp, void *ptr) {
     amp->n_blocks--;
     amp->part_bytes[block.part] -= block.bytes;
     amp->allocated -= block.bytes;
-    amp->backend->free(amp->dev, ptr, (size_t)block.bytes);
+    return block.bytes;
 }
 
 AMPI_PRIVATE amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void **ptr, int64_t bytes) {
+    ampi_block *block;
     amp_result result;
+    void *memory = NULL;
     *ptr = NULL;
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_alloc", "bytes = %lld, must be 0 or more", (long long)bytes);
     if (bytes == 0) return AMP_OK;
-    ampi_lock(amp);
-    result = ampi_alloc_locked(amp, part, ptr, bytes);
+    AMPI_TRY(amp->backend->alloc(amp->dev, &memory, (size_t)bytes));
+    result = ampi_lock_with_block(amp);
+    if (result != AMP_OK) { amp->backend->free(amp->dev, memory, (size_t)bytes); return result; }
+    block = &amp->blocks[ampi_block_slot(amp->blocks, amp->block_room, memory)];
+    block->ptr = memory;
+    block->bytes = bytes;
+    block->part = part;
+    amp->n_blocks++;
+    amp->part_bytes[part] += bytes;
+    amp->allocated += bytes;
+    amp->peak = AMPI_MAX(amp->peak, amp->allocated);
     ampi_unlock(amp);
-    return result;
+    *ptr = memory;
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes) {
@@ -8430,10 +8470,12 @@ AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes) {
 }
 
 AMP_API void amp_free(amp_context *amp, void *ptr) {
+    int64_t bytes;
     if (amp == NULL || ptr == NULL) return;
     ampi_lock(amp);
-    ampi_free_locked(amp, ptr);
+    bytes = ampi_block_take(amp, ptr);
     ampi_unlock(amp);
+    if (bytes > 0) amp->backend->free(amp->dev, ptr, (size_t)bytes);
 }
 
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
@@ -8529,10 +8571,8 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
     int64_t i;
     if (amp == NULL || (params == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_param_register", "n = %lld, must be 0 or more", (long long)n);
-    ampi_lock(amp);
+    AMPI_TRY(ampi_lock_with_room(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n, &amp->param_room, sizeof *amp->params));
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_check_param(amp, params, i);
-    while (result == AMP_OK && amp->param_room < amp->n_params + n)
-        result = ampi_grow(amp, "amp_param_register", (void **)&amp->params, amp->param_room, &amp->param_room, sizeof *amp->params);
     for (i = 0; i < n && result == AMP_OK; i++) {
         params[i].id = amp->next_param_id++;
         params[i].version = 1;
@@ -8543,21 +8583,23 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
     return result;
 }
 
-static void ampi_cache_drop(amp_context *amp, uint64_t id);
+static void ampi_cache_free_dropped(amp_context *amp);
 
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
-    int64_t i, kept = 0;
+    int64_t i, j, kept = 0;
     if (amp == NULL || params == NULL) return;
     ampi_lock(amp);
     for (i = 0; i < amp->n_params; i++) {
         amp_param *p = amp->params[i];
         if (p < params || p >= params + n) { amp->params[kept++] = p; continue; }
-        ampi_cache_drop(amp, p->id);
+        for (j = 0; j < amp->n_cache; j++)
+            if (amp->cache[j].id == p->id) amp->cache[j].id = 0;
         p->id = 0;
     }
     ampi_settings_changed(amp);
     amp->n_params = kept;
     ampi_unlock(amp);
+    ampi_cache_free_dropped(amp);
 }
 
 AMP_API void amp_param_touch(amp_param *param) { if (param != NULL) param->version++; }
@@ -8580,7 +8622,17 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
 }
 
 /* ==== 7 >>masks: implementation =====================================================================
-   Everything runs with the context's lock held, so that a mask is written once.                        */
+   A mask is written once: whoever wants it meanwhile waits.  Writing, allocating and freeing run without the lock.  */
+
+/* 1: this thread is making a copy or a mask, and calls from within, from the host's allocator for example: it does not
+   wait for anybody.  Called with the lock held. */
+static int ampi_is_writing(const amp_context *amp) {
+    pthread_t me = pthread_self();
+    int64_t i;
+    for (i = 0; i < amp->n_cache; i++) if (amp->cache[i].writing && pthread_equal(amp->cache[i].by, me)) return 1;
+    for (i = 0; i < amp->n_masks; i++) if (amp->masks[i].writing && pthread_equal(amp->masks[i].by, me)) return 1;
+    return 0;
+}
 
 static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
     if ((int)mask->kind < 0 || mask->kind > AMP_MASK_ARBITRARY) return ampi_fail(AMP_ERR_RANGE, f, ".mask.kind = %d, must be 0 to 5", (int)mask->kind);
@@ -8701,87 +8753,127 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
     return result;
 }
 
-static void ampi_mask_remove(amp_context *amp, int64_t i) {
-    ampi_mask_entry *e = &amp->masks[i];
-    ampi_free_locked(amp, e->data);
-    ampi_free(&amp->system, e->key, e->key_bytes, 1);
-    amp->mask_info.entries--;
-    amp->mask_info.bytes -= e->bytes;
-    *e = amp->masks[--amp->n_masks];
-}
+/* What amp_mask_cache_drop (kind), amp_mask_cache_clear (any) and the limit let go. */
+typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
-static void ampi_mask_make_room(amp_context *amp, int64_t more) {
-    while (amp->graphs == 0 && amp->desc.mask_limit > 0 && amp->mask_info.bytes + more > amp->desc.mask_limit) {
-        int64_t oldest = -1, i;
-        for (i = 0; i < amp->n_masks; i++)
-            if (amp->masks[i].users == 0 && (oldest < 0 || amp->masks[i].last_use < amp->masks[oldest].last_use)) oldest = i;
-        if (oldest < 0) return;
-        ampi_mask_remove(amp, oldest);
-        amp->mask_info.evictions++;
+/* Frees one mask that nobody holds, the least recently used; 0: there is none.  OLDEST: only while `more` bytes do not fit
+   under the limit. */
+static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
+    ampi_mask_entry e;
+    int64_t oldest = -1, i;
+    ampi_lock(amp);
+    for (i = 0; i < amp->n_masks && amp->graphs == 0; i++)
+        if (amp->masks[i].users == 0 && (what != AMPI_GO_KIND || amp->masks[i].kind == kind) &&
+            (oldest < 0 || amp->masks[i].last_use < amp->masks[oldest].last_use)) oldest = i;
+    if (what == AMPI_GO_OLDEST && (amp->desc.mask_limit == 0 || amp->mask_info.bytes + more <= amp->desc.mask_limit)) oldest = -1;
+    memset(&e, 0, sizeof e);
+    if (oldest >= 0) {
+        e = amp->masks[oldest];
+        amp->masks[oldest] = amp->masks[--amp->n_masks];
+        amp->mask_info.entries--;
+        amp->mask_info.bytes -= e.bytes;
+        amp->mask_info.evictions += what == AMPI_GO_OLDEST;
     }
+    ampi_unlock(amp);
+    amp_free(amp, e.data);
+    ampi_free(&amp->system, e.key, e.key_bytes, 1);
+    return oldest >= 0;
 }
 
-/* A new entry for the key, which it takes over; batch is 1 where all sequences share a mask. */
-static amp_result ampi_mask_add(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, ampi_mask_entry *e) {
-    size_t bytes = 0;
-    amp_result result;
-    AMPI_TRY(ampi_may_wait(amp));
-    AMPI_TRY(ampi_bytes("amp_mask_get", batch * queries, (size_t)keys * amp_dtype_size(dtype), &bytes));
-    AMPI_TRY(ampi_grow(amp, "amp_mask_get", (void **)&amp->masks, amp->n_masks, &amp->mask_room, sizeof *amp->masks));
-    ampi_mask_make_room(amp, (int64_t)bytes);
-    AMPI_TRY(ampi_alloc_locked(amp, AMPI_PART_CACHE, &e->data, (int64_t)bytes));
-    result = ampi_mask_write(amp, m, batch, queries, keys, dtype, e->data);
-    if (result != AMP_OK) { ampi_free_locked(amp, e->data); return result; }
-    e->bytes = (int64_t)bytes;
-    e->kind = m->kind;
-    amp->masks[amp->n_masks++] = *e;
-    amp->mask_info.entries++;
-    amp->mask_info.bytes += e->bytes;
-    amp->mask_info.misses++;
+/* The place of the mask with this key, n_masks: none.  Called with the lock held. */
+static int64_t ampi_mask_at(const amp_context *amp, const ampi_mask_entry *e) {
+    int64_t i;
+    for (i = 0; i < amp->n_masks; i++) {
+        const ampi_mask_entry *known = &amp->masks[i];
+        if (known->hash == e->hash && known->key_bytes == e->key_bytes && memcmp(known->key, e->key, (size_t)e->key_bytes) == 0) break;
+    }
+    return i;
+}
+
+/* Finds the mask with e's key, in use from now on, or takes its place: e->writing, and the key is the entry's then. */
+static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
+    ampi_mask_entry *at;
+    int64_t i;
+    for (;;) {
+        AMPI_TRY(ampi_lock_with_room(amp, "amp_mask_get", (void **)&amp->masks, &amp->n_masks, 1, &amp->mask_room, sizeof *amp->masks));
+        i = ampi_mask_at(amp, e);
+        if (i == amp->n_masks || !amp->masks[i].writing) break;
+        if (ampi_is_writing(amp)) {
+            ampi_unlock(amp);
+            return ampi_fail(AMP_ERR_STATE, "amp_mask_get", "called from a callback of the call that is writing a mask; it cannot wait for another");
+        }
+        pthread_cond_wait(&amp->written, &amp->lock);
+        ampi_unlock(amp);
+    }
+    at = &amp->masks[i];
+    if (i < amp->n_masks) amp->mask_info.hits++;
+    else {
+        e->writing = 1;
+        e->by = pthread_self();
+        *at = *e;
+        amp->n_masks++;
+    }
+    at->users++;
+    at->last_use = ++amp->clock;
+    e->data = at->data;
+    ampi_unlock(amp);
     return AMP_OK;
 }
 
-static amp_result ampi_mask_find(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, ampi_mask_entry **out) {
-    ampi_mask_entry e;
-    amp_result result;
-    void *key;
+/* Makes a mask that was claimed; batch is 1 where all sequences share it. */
+static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, ampi_mask_entry *e) {
+    size_t bytes = 0;
+    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(ampi_bytes("amp_mask_get", batch * queries, (size_t)keys * amp_dtype_size(dtype), &bytes));
+    while (ampi_mask_free_one(amp, AMPI_GO_OLDEST, m->kind, (int64_t)bytes)) {}
+    AMPI_TRY(ampi_alloc_part(amp, AMPI_PART_CACHE, &e->data, (int64_t)bytes));
+    e->bytes = (int64_t)bytes;
+    return ampi_mask_write(amp, m, batch, queries, keys, dtype, e->data);
+}
+
+/* The mask is written, or cannot be: then its place is given back. */
+static void ampi_mask_written(amp_context *amp, const ampi_mask_entry *e, amp_result result) {
     int64_t i;
-    memset(&e, 0, sizeof e);
-    e.key_bytes = ampi_mask_key(m, batch, queries, keys, dtype, NULL);
-    AMPI_TRY(ampi_alloc(&amp->system, "amp_mask_get", &key, e.key_bytes, 1));
-    e.key = (uint8_t *)key;
-    ampi_mask_key(m, batch, queries, keys, dtype, e.key);
-    e.hash = ampi_mask_hash(e.key, e.key_bytes);
-    for (i = 0; i < amp->n_masks; i++) {
-        ampi_mask_entry *known = &amp->masks[i];
-        if (known->hash != e.hash || known->key_bytes != e.key_bytes || memcmp(known->key, e.key, (size_t)e.key_bytes) != 0) continue;
-        ampi_free(&amp->system, e.key, e.key_bytes, 1);
-        amp->mask_info.hits++;
-        *out = known;
-        return AMP_OK;
-    }
-    result = ampi_mask_add(amp, m, ampi_mask_per_batch(m) ? batch : 1, queries, keys, dtype, &e);
-    if (result != AMP_OK) ampi_free(&amp->system, e.key, e.key_bytes, 1);
-    else *out = &amp->masks[amp->n_masks - 1];
-    return result;
+    ampi_lock(amp);
+    i = ampi_mask_at(amp, e);
+    if (result == AMP_OK) {
+        amp->masks[i].writing = 0;
+        amp->masks[i].data = e->data;
+        amp->masks[i].bytes = e->bytes;
+        amp->mask_info.entries++;
+        amp->mask_info.bytes += e->bytes;
+        amp->mask_info.misses++;
+    } else amp->masks[i] = amp->masks[--amp->n_masks];
+    pthread_cond_broadcast(&amp->written);
+    ampi_unlock(amp);
+    if (result == AMP_OK) return;
+    amp_free(amp, e->data);
+    ampi_free(&amp->system, e->key, e->key_bytes, 1);
 }
 
 AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
                                 amp_dtype dtype, amp_mask_view *out) {
-    ampi_mask_entry *e = NULL;
+    ampi_mask_entry e;
     amp_result result;
+    void *key;
     if (amp == NULL || mask == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_mask_get", "amp, mask or out is NULL");
     AMPI_TRY(ampi_mask_check(mask, batch, queries, keys, dtype));
-    ampi_lock(amp);
-    result = ampi_mask_find(amp, mask, batch, queries, keys, dtype, &e);
-    if (result == AMP_OK) {
-        e->users++;
-        e->last_use = ++amp->clock;
-        memset(out, 0, sizeof *out);
-        out->tensor = amp_tensor4(e->data, dtype, ampi_mask_per_batch(mask) ? batch : 1, 1, queries, keys);
-    }
-    ampi_unlock(amp);
-    if (result != AMP_OK || dtype != AMP_U8) return result;
+    memset(&e, 0, sizeof e);
+    e.kind = mask->kind;
+    e.key_bytes = ampi_mask_key(mask, batch, queries, keys, dtype, NULL);
+    AMPI_TRY(ampi_alloc(&amp->system, "amp_mask_get", &key, e.key_bytes, 1));
+    e.key = (uint8_t *)key;
+    ampi_mask_key(mask, batch, queries, keys, dtype, e.key);
+    e.hash = ampi_mask_hash(e.key, e.key_bytes);
+    result = ampi_mask_claim(amp, &e);
+    if (result == AMP_OK && e.writing) {
+        result = ampi_mask_make(amp, mask, ampi_mask_per_batch(mask) ? batch : 1, queries, keys, dtype, &e);
+        ampi_mask_written(amp, &e, result);
+    } else ampi_free(&amp->system, key, e.key_bytes, 1);
+    if (result != AMP_OK) return result;
+    memset(out, 0, sizeof *out);
+    out->tensor = amp_tensor4(e.data, dtype, ampi_mask_per_batch(mask) ? batch : 1, 1, queries, keys);
+    if (dtype != AMP_U8) return AMP_OK;
     out->mask.kind = AMP_MASK_ARBITRARY;
     out->mask.allowed = (const uint8_t *)out->tensor.data;
     out->mask.allowed_batch_stride = out->tensor.shape[0] > 1 ? queries * keys : 0;
@@ -8794,8 +8886,8 @@ AMP_API void amp_mask_put(amp_context *amp, amp_mask_view *view) {
     ampi_lock(amp);
     for (i = 0; i < amp->n_masks; i++)
         if (amp->masks[i].data == view->tensor.data) { amp->masks[i].users--; break; }
-    ampi_mask_make_room(amp, 0);
     ampi_unlock(amp);
+    while (ampi_mask_free_one(amp, AMPI_GO_OLDEST, AMP_MASK_NONE, 0)) {}
     memset(view, 0, sizeof *view);
 }
 
@@ -8808,43 +8900,45 @@ AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *o
     return AMP_OK;
 }
 
-/* Removes what nobody holds; any kind if `any`. */
-static void ampi_mask_remove_kind(amp_context *amp, amp_mask_kind kind, int any) {
-    int64_t i;
-    if (amp == NULL) return;
-    ampi_lock(amp);
-    for (i = amp->n_masks - 1; i >= 0; i--)
-        if (amp->graphs == 0 && amp->masks[i].users == 0 && (any || amp->masks[i].kind == kind)) ampi_mask_remove(amp, i);
-    ampi_unlock(amp);
-}
-
-AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind) { ampi_mask_remove_kind(amp, kind, 0); }
-AMP_API void amp_mask_cache_clear(amp_context *amp) { ampi_mask_remove_kind(amp, AMP_MASK_NONE, 1); }
+AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind) { while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_KIND, kind, 0)) {} }
+AMP_API void amp_mask_cache_clear(amp_context *amp) { while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_ANY, AMP_MASK_NONE, 0)) {} }
 
 /* ==== 8 >>autocast: implementation ================================================================== */
 
 /* ---- Emptying the cast cache, of which more below */
 
-/* A graph that lives may use the memory: then it stays, out of date. */
-static void ampi_cache_remove(amp_context *amp, int64_t i) {
-    amp->cache[i].version = UINT64_MAX;
-    if (amp->graphs > 0) return;
-    ampi_free_locked(amp, amp->cache[i].data);
-    amp->cache_info.entries--;
-    amp->cache_info.bytes -= amp->cache[i].bytes;
-    amp->cache[i] = amp->cache[--amp->n_cache];
-}
+/* Which copies are freed: those dropped already and nothing else; those that nobody needs, as those handed to the host stay
+   while any region is open; the least recently used of these, while `more` bytes do not fit under the limit; all that
+   nobody is reading. */
+typedef enum ampi_copies { AMPI_COPIES_DROPPED, AMPI_COPIES_IDLE, AMPI_COPIES_OLDEST, AMPI_COPIES_ALL } ampi_copies;
 
-/* Frees the copies that nobody needs: those handed to the host stay while any region is open, all while a graph lives. */
-static void ampi_cache_clear_idle(amp_context *amp) {
-    int64_t i;
+/* Frees one of them; 0: there is none.  A graph that lives may use their memory: then all stay. */
+static int ampi_cache_free_one(amp_context *amp, ampi_copies which, int64_t more) {
+    int64_t oldest = -1, i;
+    void *data = NULL;
     int regions;
     ampi_lock(amp);
     regions = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
-    for (i = amp->n_cache - 1; amp->graphs == 0 && i >= 0; i--)
-        if (amp->cache[i].users == 0 && (amp->cache[i].kind != AMPI_PACK_CAST || regions == 0)) ampi_cache_remove(amp, i);
+    for (i = 0; i < amp->n_cache && amp->graphs == 0; i++) {
+        const ampi_cache_entry *e = &amp->cache[i];
+        int idle = e->kind != AMPI_PACK_CAST || regions == 0;
+        if (e->users > 0 || (e->id != 0 && (which == AMPI_COPIES_DROPPED || (which != AMPI_COPIES_ALL && !idle)))) continue;
+        if (oldest < 0 || e->last_use < amp->cache[oldest].last_use) oldest = i;
+    }
+    if (which == AMPI_COPIES_OLDEST && (amp->desc.cache_limit == 0 || amp->cache_info.bytes + more <= amp->desc.cache_limit)) oldest = -1;
+    if (oldest >= 0) {
+        data = amp->cache[oldest].data;
+        amp->cache_info.entries--;
+        amp->cache_info.bytes -= amp->cache[oldest].bytes;
+        amp->cache_info.evictions += which == AMPI_COPIES_OLDEST;
+        amp->cache[oldest] = amp->cache[--amp->n_cache];
+    }
     ampi_unlock(amp);
+    amp_free(amp, data);
+    return oldest >= 0;
 }
+static void ampi_cache_free_dropped(amp_context *amp) { while (ampi_cache_free_one(amp, AMPI_COPIES_DROPPED, 0)) {} }
+static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one(amp, AMPI_COPIES_IDLE, 0)) {} }
 
 /* ---- Regions */
 
@@ -9122,11 +9216,15 @@ typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT
 /* 1: this text is new, and is now remembered by its hash; 2: so it is, and it is the last one. */
 static int ampi_told_add(amp_context *amp, const char *text) {
     uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
-    void *room;
+    void *room = NULL;
     int added = 0;
     ampi_lock(amp);
-    if (amp->told == NULL && ampi_alloc(&amp->system, "debug log", &room, AMPI_TOLD_ROOM, sizeof *amp->told) == AMP_OK)
-        amp->told = (uint64_t *)room;
+    if (amp->told == NULL) {
+        ampi_unlock(amp);
+        (void)ampi_alloc(&amp->system, "debug log", &room, AMPI_TOLD_ROOM, sizeof *amp->told);
+        ampi_lock(amp);
+        if (amp->told == NULL) { amp->told = (uint64_t *)room; room = NULL; }
+    }
     if (amp->told != NULL && amp->n_told < AMPI_TOLD) {
         while (amp->told[i %= AMPI_TOLD_ROOM] != 0 && amp->told[i] != hash) i++;
         if (amp->told[i] == 0) {
@@ -9135,6 +9233,7 @@ static int ampi_told_add(amp_context *amp, const char *text) {
         }
     }
     ampi_unlock(amp);
+    ampi_free(&amp->system, room, AMPI_TOLD_ROOM, sizeof *amp->told);
     return added;
 }
 
@@ -9186,7 +9285,6 @@ AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const 
 static int ampi_is_cast_policy(amp_cast_policy policy) { return (int)policy >= 0 && policy <= AMP_CAST_BANNED; }
 
 AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op) {
-    amp_result result;
     int64_t i;
     if (amp == NULL || name == NULL || op == NULL) return ampi_fail(AMP_ERR_NULL, "amp_operator_register", "amp, name or op is NULL");
     if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT) return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
@@ -9194,15 +9292,12 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
         if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_op_names[i] : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
             return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s exists already", name);
-    ampi_lock(amp);
-    result = ampi_grow(amp, "amp_operator_register", (void **)&amp->ops, amp->n_ops, &amp->op_room, sizeof *amp->ops);
-    if (result == AMP_OK) {
-        snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
-        amp->ops[amp->n_ops].policy = policy;
-        *op = AMP_OP_USER + (int32_t)amp->n_ops++;
-    }
+    AMPI_TRY(ampi_lock_with_room(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_room, sizeof *amp->ops));
+    snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
+    amp->ops[amp->n_ops].policy = policy;
+    *op = AMP_OP_USER + (int32_t)amp->n_ops++;
     ampi_unlock(amp);
-    return result;
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
@@ -9216,50 +9311,26 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
 
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
-    amp_result result;
     int64_t i, kept = 0;
     if (amp == NULL || pattern == NULL) return ampi_fail(AMP_ERR_NULL, "amp_layer_override", "amp or pattern is NULL");
     if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
     if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_here(amp, dtype, amp->desc.fallback, &choice));
-    ampi_lock(amp);
+    AMPI_TRY(ampi_lock_with_room(amp, "amp_layer_override", (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_room, sizeof *amp->layers));
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
     amp->n_layers = kept;
-    result = dtype == AMP_DTYPE_DEFAULT ? AMP_OK : ampi_grow(amp, "amp_layer_override", (void **)&amp->layers, amp->n_layers, &amp->layer_room, sizeof *amp->layers);
-    if (result == AMP_OK && dtype != AMP_DTYPE_DEFAULT) {
+    if (dtype != AMP_DTYPE_DEFAULT) {
         snprintf(amp->layers[amp->n_layers].pattern, sizeof amp->layers->pattern, "%s", pattern);
         amp->layers[amp->n_layers++].dtype = choice.dtype;
     }
     ampi_settings_changed(amp);
     ampi_unlock(amp);
-    return result;
+    return AMP_OK;
 }
 
-/* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.
-   Everything here runs with the context's lock held, the making included, so that a copy is made once. */
-
-static void ampi_cache_drop(amp_context *amp, uint64_t id) {
-    int64_t i = amp->n_cache;
-    while (--i >= 0)
-        if (amp->cache[i].id == id) ampi_cache_remove(amp, i);
-}
-
-/* Frees the least recently used copies nobody is reading until `more` bytes fit under the limit.  Those handed to
-   the host stay while any region is open. */
-static void ampi_cache_make_room(amp_context *amp, int64_t more) {
-    int regions = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
-    while (amp->graphs == 0 && amp->desc.cache_limit > 0 && amp->cache_info.bytes + more > amp->desc.cache_limit) {
-        int64_t oldest = -1, i;
-        for (i = 0; i < amp->n_cache; i++) {
-            const ampi_cache_entry *e = &amp->cache[i];
-            if (e->users == 0 && (e->kind != AMPI_PACK_CAST || regions == 0) && (oldest < 0 || e->last_use < amp->cache[oldest].last_use)) oldest = i;
-        }
-        if (oldest < 0) return;
-        ampi_cache_remove(amp, oldest);
-        amp->cache_info.evictions++;
-    }
-}
+/* ---- The cast cache: copies of registered weights by (id, dtype, kind), made again when the version moved.  A copy is made
+   once: whoever wants it meanwhile waits.  Making, allocating and freeing run without the lock. */
 
 static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t *new_inf, amp_k_pack *out) {
     memset(out, 0, sizeof *out);
@@ -9275,7 +9346,7 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
 
 /* Fills the entry's memory from the weight. */
 static amp_result ampi_cache_fill(amp_context *amp, const amp_param *p, ampi_cache_entry *e) {
-    int64_t *new_inf = amp->backend->host_visible ? &amp->cache_info.new_inf : &amp->cells->new_inf;
+    int64_t *new_inf = amp->backend->host_visible ? &e->new_inf : &amp->cells->new_inf;
     amp_k_pack pack;
     amp_k_cast cast;
     if (e->kind != AMPI_PACK_CAST) {
@@ -9300,47 +9371,92 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     return (int64_t)amp->backend->gemm_pack_size(amp->dev, &pack);
 }
 
-static amp_result ampi_cache_add(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t bytes, int64_t *index) {
-    ampi_cache_entry e;
-    memset(&e, 0, sizeof e);
-    e.id = p->id;
-    e.dtype = dtype;
-    e.kind = kind;
-    e.bytes = bytes;
-    AMPI_TRY(ampi_grow(amp, "cast cache", (void **)&amp->cache, amp->n_cache, &amp->cache_room, sizeof *amp->cache));
-    ampi_cache_make_room(amp, bytes);
-    AMPI_TRY(ampi_alloc_locked(amp, AMPI_PART_CACHE, &e.data, bytes));
-    *index = amp->n_cache;
-    amp->cache[amp->n_cache++] = e;
-    amp->cache_info.entries++;
-    amp->cache_info.bytes += bytes;
+/* Finds the copy, in use from now on, or takes its place and has it to make: e->writing.  Neither, for a call from within the
+   making of another copy that would have to wait: e->users 0.  refresh 1: it is made again, whatever its version. */
+static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int refresh, ampi_cache_entry *e) {
+    ampi_cache_entry *at;
+    int64_t i;
+    memset(e, 0, sizeof *e);
+    for (;;) {
+        AMPI_TRY(ampi_lock_with_room(amp, "cast cache", (void **)&amp->cache, &amp->n_cache, 1, &amp->cache_room, sizeof *amp->cache));
+        for (i = 0; i < amp->n_cache; i++)
+            if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
+        if (i == amp->n_cache || !amp->cache[i].writing) break;
+        if (ampi_is_writing(amp)) { ampi_unlock(amp); return AMP_OK; }
+        pthread_cond_wait(&amp->written, &amp->lock);
+        ampi_unlock(amp);
+    }
+    at = &amp->cache[i];
+    if (i == amp->n_cache) {
+        memset(at, 0, sizeof *at);
+        at->id = p->id;
+        at->dtype = dtype;
+        at->kind = kind;
+        amp->n_cache++;
+    }
+    at->users++;
+    at->last_use = ++amp->clock;
+    at->writing = at->data == NULL || at->version != p->version || refresh;
+    at->by = pthread_self();
+    if (!at->writing) amp->cache_info.hits++;
+    at->version = p->version;
+    *e = *at;
+    ampi_unlock(amp);
     return AMP_OK;
 }
 
-/* refresh 1: the copy is made again, whatever its version.  repeated: as in amp_k_pack. */
-static amp_result ampi_cache_get_locked(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh,
-                                        const void **data, ampi_cache_use *use) {
-    ampi_cache_entry *e;
-    int64_t i, bytes;
-    int fresh;
-    for (i = 0; i < amp->n_cache; i++)
-        if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
-    fresh = i < amp->n_cache && amp->cache[i].version == p->version && !refresh;
-    *use = fresh ? AMPI_CACHE_HIT : AMPI_CACHE_MISS;
-    bytes = fresh ? amp->cache[i].bytes : ampi_cache_bytes(amp, p, dtype, kind, repeated);
-    if (bytes == 0) return AMP_OK;
-    if (i == amp->n_cache) AMPI_TRY(ampi_cache_add(amp, p, dtype, kind, bytes, &i));
-    e = &amp->cache[i];
-    if (fresh) amp->cache_info.hits++;
-    else {
-        amp_result result = ampi_cache_fill(amp, p, e);
-        if (result != AMP_OK) { ampi_cache_remove(amp, i); return result; }
-        e->version = p->version;
-        amp->cache_info.misses++;
+/* Makes the copy that was claimed, or sets e->users to 0 where the kernels have no use for one now. */
+static amp_result ampi_cache_make(amp_context *amp, const amp_param *p, int repeated, ampi_cache_entry *e) {
+    int64_t bytes = ampi_cache_bytes(amp, p, e->dtype, e->kind, repeated);
+    if (bytes == 0) { e->users = 0; return AMP_OK; }
+    if (e->data == NULL) {
+        e->bytes = bytes;
+        while (ampi_cache_free_one(amp, AMPI_COPIES_OLDEST, e->bytes)) {}
+        AMPI_TRY(ampi_alloc_part(amp, AMPI_PART_CACHE, &e->data, e->bytes));
     }
-    e->last_use = ++amp->clock;
-    e->users++;
-    *data = e->data;
+    return ampi_cache_fill(amp, p, e);
+}
+
+/* The copy is made, or has not been: what there was before is out of date, and is dropped after a failure. */
+static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_result result) {
+    ampi_cache_entry *at;
+    int64_t i;
+    ampi_lock(amp);
+    for (i = 0; !amp->cache[i].writing || amp->cache[i].last_use != e->last_use; i++) {}
+    at = &amp->cache[i];
+    at->writing = 0;
+    amp->cache_info.new_inf += e->new_inf;
+    if (at->data == NULL && e->data != NULL) {
+        at->data = e->data;
+        at->bytes = e->bytes;
+        amp->cache_info.entries++;
+        amp->cache_info.bytes += e->bytes;
+    }
+    if (result == AMP_OK && e->users > 0) amp->cache_info.misses++;
+    else {
+        at->version = UINT64_MAX;
+        if (result != AMP_OK) at->id = 0;
+        at->users--;
+    }
+    if (at->data == NULL) *at = amp->cache[--amp->n_cache];
+    pthread_cond_broadcast(&amp->written);
+    ampi_unlock(amp);
+    if (result != AMP_OK) ampi_cache_free_dropped(amp);
+}
+
+/* A copy in use, or *data NULL.  repeated: as in amp_k_pack. */
+static amp_result ampi_cache_lookup(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int repeated, int refresh,
+                                  const void **data, ampi_cache_use *use) {
+    ampi_cache_entry e;
+    amp_result result;
+    AMPI_TRY(ampi_cache_claim(amp, p, dtype, kind, refresh, &e));
+    *use = e.users > 0 && !e.writing ? AMPI_CACHE_HIT : AMPI_CACHE_MISS;
+    if (e.writing) {
+        result = ampi_cache_make(amp, p, repeated, &e);
+        ampi_cache_made(amp, &e, result);
+        AMPI_TRY(result);
+    }
+    *data = e.users > 0 ? e.data : NULL;
     return AMP_OK;
 }
 
@@ -9354,37 +9470,37 @@ static int ampi_cache_is_off(const amp_context *amp) {
    ampi_cache_put ends its use. */
 static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind, const void **data, ampi_cache_use *use) {
     uint64_t *used = &p->used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
-    amp_result result;
+    int repeated;
     *data = NULL;
     if (p->id == 0 || ampi_cache_is_off(amp)) return AMP_OK;
     ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, p, dtype, kind, *used == now && !ampi_is_recomputing(amp), 0, data, use);
+    repeated = *used == now && !ampi_is_recomputing(amp);
     *used = now;
     ampi_unlock(amp);
-    return result;
+    return ampi_cache_lookup(amp, p, dtype, kind, repeated, 0, data, use);
 }
 
 static void ampi_cache_put(amp_context *amp, const void *data) {
     int64_t i;
+    int dropped = 0;
     if (data == NULL) return;
     ampi_lock(amp);
-    for (i = 0; i < amp->n_cache; i++)
-        if (amp->cache[i].data == data) { amp->cache[i].users--; break; }
+    for (i = 0; i < amp->n_cache && amp->cache[i].data != data; i++) {}
+    if (i < amp->n_cache) dropped = --amp->cache[i].users == 0 && amp->cache[i].id == 0;
     ampi_unlock(amp);
+    if (dropped) ampi_cache_free_dropped(amp);
 }
 
 AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dtype dtype, amp_tensor *out) {
     const void *data = NULL;
     ampi_cache_use use;
-    amp_result result;
     if (amp == NULL || param == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_cast", "amp, param or out is NULL");
     if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
-    ampi_lock(amp);
-    result = ampi_cache_get_locked(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use);
-    ampi_unlock(amp);
-    if (result != AMP_OK) return result;
+    AMPI_TRY(ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use));
+    if (data == NULL && amp_tensor_count(&param->weight) > 0)
+        return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "called from a callback of the call that is casting %s; it cannot wait for that", param->name);
     ampi_cache_put(amp, data);
     *out = param->weight;
     memcpy(&out->data, &data, sizeof out->data);
@@ -9408,9 +9524,10 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     int64_t i;
     if (amp == NULL) return;
     ampi_lock(amp);
-    for (i = amp->n_cache - 1; i >= 0; i--)
-        if (amp->cache[i].users == 0) ampi_cache_remove(amp, i);
+    for (i = 0; i < amp->n_cache; i++)
+        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* what graphs keep is out of date */
     ampi_unlock(amp);
+    while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
 
 /* Of section 6; here, because it empties what this section keeps. */
@@ -11711,12 +11828,14 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
     amp_graph *graph = ampi_capture(o->amp);
     int64_t i;
+    amp_context *amp = o->amp;
     if (graph == NULL || o->micro > 0) return AMP_OK;
     for (i = 0; i < graph->n; i++)
         if (graph->optimizers[i] == o)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "an optimizer steps twice: a graph holds one step of each");
-    AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->room, sizeof(void *)));
+    AMPI_TRY(ampi_lock_with_room(amp, "amp_graph_begin", (void **)&graph->optimizers, &graph->n, 1, &graph->room, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
+    ampi_unlock(amp);
     return AMP_OK;
 }
 

@@ -1,0 +1,431 @@
+/* t_lifetime.c - what belongs to whom and for how long: parameters and their ids, regions and the threads they are open on,
+ * objects and the context that they were created from; and that nothing of the host's runs under a lock. */
+#define _POSIX_C_SOURCE 200809L
+#include <pthread.h>
+#include <stdint.h>
+
+/* Locks that this thread holds. */
+static __thread int locks_held;
+static int counted_lock(pthread_mutex_t *m) { int r = pthread_mutex_lock(m); locks_held += r == 0; return r; }
+static int counted_unlock(pthread_mutex_t *m) { locks_held--; return pthread_mutex_unlock(m); }
+#define pthread_mutex_lock counted_lock
+#define pthread_mutex_unlock counted_unlock
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#undef pthread_mutex_lock
+#undef pthread_mutex_unlock
+#include "test.h"
+#include "recording_backend.h"
+#include <sys/wait.h>
+
+static __attribute__((unused)) void sleep_ms(long ms) {
+    struct timespec t;
+    t.tv_sec = ms / 1000;
+    t.tv_nsec = ms % 1000 * 1000000;
+    nanosleep(&t, NULL);
+}
+
+static int says(const char *words) { return strstr(amp_last_error(), words) != NULL; }
+
+/* ---- The host: memory, files, threads and a log that look at who calls them.  from_within: each of its callbacks uses the
+ * library, as a host's may. */
+
+static struct { int64_t calls, locked, live, wrong, lines; amp_context *from_within; char last[1024]; } host;
+static __thread int in_callback;
+
+static void called(void) {
+    amp_cache_info info;
+    amp_memory_info memory;
+    amp_context *amp = __atomic_load_n(&host.from_within, __ATOMIC_RELAXED);
+    void *block = NULL;
+    __atomic_add_fetch(&host.calls, 1, __ATOMIC_RELAXED);
+    if (locks_held > 0) { __atomic_add_fetch(&host.locked, 1, __ATOMIC_RELAXED); return; }  /* it would hang */
+    if (amp == NULL || in_callback) return;
+    in_callback = 1;
+    if (amp_mask_cache_info(amp, &info) != AMP_OK || amp_memory(amp, &memory) != AMP_OK || amp_alloc(amp, &block, 64) != AMP_OK)
+        __atomic_add_fetch(&host.wrong, 1, __ATOMIC_RELAXED);
+    amp_free(amp, block);
+    in_callback = 0;
+}
+
+static void *host_alloc(void *user, size_t size, size_t align) {
+    void *ptr;
+    called();
+    ptr = ampi_posix_alloc(user, size, align);
+    if (ptr != NULL) __atomic_add_fetch(&host.live, (int64_t)size, __ATOMIC_RELAXED);
+    return ptr;
+}
+static void host_free(void *user, void *ptr, size_t size) {
+    called();
+    __atomic_sub_fetch(&host.live, (int64_t)size, __ATOMIC_RELAXED);
+    ampi_posix_free(user, ptr, size);
+}
+static int host_open(void *user, const char *path, int for_writing, intptr_t *file) { called(); return ampi_posix_open(user, path, for_writing, file); }
+static int64_t host_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) { called(); return ampi_posix_read(user, file, buffer, bytes, offset); }
+static int64_t host_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) { called(); return ampi_posix_write(user, file, buffer, bytes, offset); }
+static int64_t host_size(void *user, intptr_t file) { called(); return ampi_posix_size(user, file); }
+static int host_sync(void *user, intptr_t file) { called(); return ampi_posix_sync(user, file); }
+static int host_close(void *user, intptr_t file) { called(); return ampi_posix_close(user, file); }
+static int host_start(void *user, void **thread, void (*run)(void *arg), void *arg) { called(); return ampi_posix_thread_start(user, thread, run, arg); }
+static int host_join(void *user, void *thread) { called(); return ampi_posix_thread_join(user, thread); }
+static int host_detach(void *user, void *thread) { called(); return ampi_posix_thread_detach(user, thread); }
+static int64_t host_clock(void *user) { called(); return ampi_posix_clock(user); }
+static void host_log(void *user, amp_log_level level, int id, const char *text) {
+    (void)user; (void)level; (void)id;
+    called();
+    snprintf(host.last + strlen(host.last), sizeof host.last - strlen(host.last), "%s\n", text);
+    host.lines++;
+}
+static int host_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    (void)user; (void)data; (void)count; (void)dtype; (void)op; (void)stream;
+    called();
+    return 0;
+}
+
+/* ---- A device whose every entry looks at who calls it; those of `failing` fail for good, and say so to the log */
+
+static struct { int pack, copy, alloc; } failing;
+static amp_host device_host;
+
+static amp_result broken(const char *name) {
+    char text[64];
+    snprintf(text, sizeof text, "%s: the device is gone", name);
+    device_host.log(device_host.user, AMP_LOG_ERROR, AMP_ERR_DEVICE, text);
+    return device_host.fail(device_host.user, AMP_ERR_DEVICE, text);
+}
+
+#define VALUE(type, name, parameters, arguments) static type device_##name parameters { called(); return amp_cpu()->name arguments; }
+#define NOTHING(name, parameters, arguments) static void device_##name parameters { called(); amp_cpu()->name arguments; }
+static amp_result device_open(void **dev, const amp_host *h, const amp_backend_desc *d) { called(); device_host = *h; return amp_cpu()->open(dev, h, d); }
+NOTHING(close, (void *dev), (dev))
+VALUE(amp_result, describe, (void *dev, amp_device *out), (dev, out))
+static amp_result device_alloc(void *dev, void **ptr, size_t bytes) { called(); return failing.alloc ? broken("alloc") : amp_cpu()->alloc(dev, ptr, bytes); }
+NOTHING(free, (void *dev, void *ptr, size_t bytes), (dev, ptr, bytes))
+VALUE(amp_result, alloc_pinned, (void *dev, void **ptr, size_t bytes), (dev, ptr, bytes))
+NOTHING(free_pinned, (void *dev, void *ptr, size_t bytes), (dev, ptr, bytes))
+static amp_result device_copy(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream) {
+    called();
+    return failing.copy ? broken("copy") : amp_cpu()->copy(dev, dst, src, bytes, kind, stream);
+}
+VALUE(amp_result, fill, (void *dev, void *dst, int byte, size_t bytes, void *stream), (dev, dst, byte, bytes, stream))
+VALUE(amp_result, place, (void *dev, const void *ptr, amp_place *out), (dev, ptr, out))
+VALUE(amp_result, memory, (void *dev, amp_memory_info *out), (dev, out))
+VALUE(amp_result, stream_create, (void *dev, void **stream), (dev, stream))
+NOTHING(stream_destroy, (void *dev, void *stream), (dev, stream))
+VALUE(amp_result, stream_sync, (void *dev, void *stream), (dev, stream))
+VALUE(amp_result, event_create, (void *dev, void **event), (dev, event))
+NOTHING(event_destroy, (void *dev, void *event), (dev, event))
+VALUE(amp_result, event_record, (void *dev, void *event, void *stream), (dev, event, stream))
+VALUE(amp_result, event_wait, (void *dev, void *event, void *stream), (dev, event, stream))
+VALUE(amp_result, event_done, (void *dev, void *event, int32_t *done), (dev, event, done))
+VALUE(amp_result, event_sync, (void *dev, void *event), (dev, event))
+VALUE(amp_result, event_elapsed, (void *dev, void *from, void *to, double *seconds), (dev, from, to, seconds))
+VALUE(amp_result, telemetry, (void *dev, amp_telemetry *out), (dev, out))
+VALUE(amp_result, trim, (void *dev), (dev))
+VALUE(size_t, gemm_pack_size, (void *dev, const amp_k_pack *args), (dev, args))
+static amp_result device_gemm_pack(void *dev, const amp_k_pack *args, void *packed, void *stream) {
+    called();
+    return failing.pack ? broken("gemm_pack") : amp_cpu()->gemm_pack(dev, args, packed, stream);
+}
+#define KERNEL(name, type) VALUE(amp_result, name, (void *dev, const type *args, void *stream), (dev, args, stream))
+RECORDED_KERNELS(KERNEL)
+
+/* Graphs that only pretend: what is captured has run. */
+static struct { int begun, made, ended; } graphs;
+static amp_result device_graph_begin(void *dev, void *stream) { (void)dev; (void)stream; called(); graphs.begun++; return AMP_OK; }
+static amp_result device_graph_end(void *dev, void *stream, void **graph) { (void)stream; called(); graphs.begun--; graphs.made++; *graph = dev; return AMP_OK; }
+static amp_result device_graph_launch(void *dev, void *graph, void *stream) { (void)dev; (void)graph; (void)stream; called(); return AMP_OK; }
+static void device_graph_destroy(void *dev, void *graph) { (void)dev; (void)graph; called(); graphs.ended++; }
+
+static const amp_backend *device(int host_visible) {
+    static amp_backend tables[2];
+    amp_backend *t = &tables[host_visible];
+    *t = *amp_cpu();
+    t->name = "watching";
+    t->host_visible = host_visible;
+#define ENTRY(name) t->name = device_##name;
+    ENTRY(open) ENTRY(close) ENTRY(describe) ENTRY(alloc) ENTRY(free) ENTRY(alloc_pinned) ENTRY(free_pinned) ENTRY(copy) ENTRY(fill)
+    ENTRY(place) ENTRY(memory) ENTRY(stream_create) ENTRY(stream_destroy) ENTRY(stream_sync) ENTRY(event_create) ENTRY(event_destroy)
+    ENTRY(event_record) ENTRY(event_wait) ENTRY(event_done) ENTRY(event_sync) ENTRY(event_elapsed) ENTRY(telemetry) ENTRY(trim)
+    ENTRY(gemm_pack_size) ENTRY(gemm_pack)
+    if (!host_visible) { ENTRY(graph_begin) ENTRY(graph_end) ENTRY(graph_launch) ENTRY(graph_destroy) }
+#define KERNEL_ENTRY(name, type) ENTRY(name)
+    RECORDED_KERNELS(KERNEL_ENTRY)
+    return t;
+}
+
+static amp_desc watched_desc(int host_visible) {
+    amp_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = AMP_BF16; d.allow_fallback = 1;
+    d.threads = 1;
+    d.backend = device(host_visible);
+    d.logger.write = host_log;
+    d.system.alloc = host_alloc; d.system.free = host_free;
+    d.system.file_open = host_open; d.system.file_read = host_read; d.system.file_write = host_write; d.system.file_size = host_size;
+    d.system.file_sync = host_sync; d.system.file_close = host_close; d.system.clock_ns = host_clock;
+    d.system.thread_start = host_start; d.system.thread_join = host_join; d.system.thread_detach = host_detach;
+    d.reducer.reduce = host_reduce; d.reducer.world = 2;
+    memset(&host, 0, sizeof host);
+    memset(&failing, 0, sizeof failing);
+    memset(&graphs, 0, sizeof graphs);
+    return d;
+}
+
+/* ---- A small training with one of each object */
+
+enum { IN = 24, OUT = 12, ROWS = 6, LAYERS = 2 };
+typedef struct net {
+    amp_context *amp;
+    amp_param p[LAYERS];
+    float w[LAYERS][IN * OUT], g[LAYERS][IN * OUT], x[ROWS * IN], y[ROWS * OUT], dy[ROWS * OUT];
+    amp_linear_op op;
+    amp_optimizer *opt; amp_scaler *scaler; amp_set *set; amp_monitor *monitor; amp_numerics *numerics;
+    amp_recovery *recovery; amp_loader *loader; amp_graph *graph;
+    amp_mask_view view;
+} net;
+static const char *const layer_names[LAYERS] = {"first", "second"};
+static char folder[] = "/tmp/t_lifetime_XXXXXX", log_file[64];
+
+static int read_sample(void *user, const amp_sample *sample, void *const *fields) {
+    (void)user;
+    called();
+    for (int j = 0; j < 4; j++) ((int32_t *)fields[0])[j] = ((int32_t *)fields[1])[j] = (int32_t)sample->sample + j;
+    return 0;
+}
+
+static void net_params(net *n) {
+    for (int i = 0; i < LAYERS; i++) {
+        for (int k = 0; k < IN * OUT; k++) n->w[i][k] = (float)((k * 37 + i * 11) % 64 - 32) / 64;
+        n->p[i].name = layer_names[i];
+        n->p[i].weight = amp_tensor2(n->w[i], AMP_F32, OUT, IN);
+        n->p[i].grad = amp_tensor2(n->g[i], AMP_F32, OUT, IN);
+    }
+    for (int k = 0; k < ROWS * IN; k++) n->x[k] = (float)(k % 16 - 8) / 8;
+}
+
+static amp_result net_objects(net *n, int workers) {
+    amp_optimizer_desc od;
+    amp_set_desc sd;
+    amp_monitor_desc md;
+    amp_numerics_desc nd;
+    amp_recovery_desc rd;
+    amp_loader_desc ld;
+    amp_source source;
+    amp_mask mask;
+    memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&md, 0, sizeof md); memset(&nd, 0, sizeof nd);
+    memset(&rd, 0, sizeof rd); memset(&ld, 0, sizeof ld); memset(&source, 0, sizeof source); memset(&mask, 0, sizeof mask);
+    od.params = nd.params = rd.params = sd.params = n->p;
+    od.n_params = nd.n_params = rd.n_params = sd.n_params = LAYERS;
+    AMPI_TRY(amp_optimizer_create(n->amp, &n->opt, &od));
+    AMPI_TRY(amp_scaler_create(n->amp, &n->scaler, NULL));
+    AMPI_TRY(amp_set_create(n->amp, &n->set, &sd));
+    md.optimizer = rd.optimizer = n->opt; md.scaler = rd.scaler = nd.scaler = n->scaler;
+    md.path = log_file; md.log_interval = 1;
+    AMPI_TRY(amp_monitor_create(n->amp, &n->monitor, &md));
+    AMPI_TRY(amp_numerics_create(n->amp, &n->numerics, &nd));
+    AMPI_TRY(amp_recovery_create(n->amp, &n->recovery, &rd));
+    source.read = read_sample; source.samples = 64; source.n_fields = 2;
+    source.fields[0].dtype = source.fields[1].dtype = AMP_I32;
+    source.fields[0].count = source.fields[1].count = 4;
+    ld.source = &source; ld.batch = 4; ld.workers = workers;
+    AMPI_TRY(amp_loader_create(n->amp, &n->loader, &ld));
+    mask.kind = AMP_MASK_CAUSAL;
+    return amp_mask_get(n->amp, &mask, 1, 5, 5, AMP_U8, &n->view);
+}
+
+static amp_result net_open(net *n, const amp_desc *d, int workers) {
+    memset(n, 0, sizeof *n);
+    AMPI_TRY(amp_open(&n->amp, d));
+    net_params(n);
+    AMPI_TRY(amp_param_register(n->amp, n->p, LAYERS));
+    return net_objects(n, workers);
+}
+
+static amp_result net_linear(net *n, amp_param *p) {
+    memset(&n->op, 0, sizeof n->op);
+    n->op.x = amp_tensor2(n->x, AMP_F32, ROWS, IN);
+    n->op.weight = p;
+    n->op.y = amp_tensor2(n->y, AMP_F32, ROWS, OUT);
+    n->op.dy = amp_tensor2(n->dy, AMP_F32, ROWS, OUT);
+    return amp_linear(n->amp, &n->op);
+}
+
+static amp_result net_step(net *n) {
+    amp_batch batch;
+    amp_step_info info;
+    amp_step_record record;
+    amp_recovery_event event;
+    amp_numerics_report report;
+    memset(&info, 0, sizeof info);
+    AMPI_TRY(amp_loader_next(n->loader, &batch));
+    for (int k = 0; k < ROWS * OUT; k++) n->dy[k] = (float)(k % 5 - 2) / 4;
+    AMPI_TRY(amp_autocast_begin(n->amp, NULL));
+    for (int i = 0; i < LAYERS; i++) {
+        AMPI_TRY(net_linear(n, &n->p[i]));
+        AMPI_TRY(amp_linear_backward(n->amp, &n->op));
+    }
+    AMPI_TRY(amp_autocast_end(n->amp));
+    AMPI_TRY(amp_numerics_step(n->numerics, &report));
+    AMPI_TRY(amp_step(n->opt, n->scaler));
+    AMPI_TRY(amp_monitor_step(n->monitor, &info));
+    while (amp_monitor_next(n->monitor, &record)) AMPI_TRY(amp_recovery_step(n->recovery, &record, &event));
+    return AMP_OK;
+}
+
+static void net_destroy(net *n) {
+    if (n->amp) amp_mask_put(n->amp, &n->view);
+    amp_graph_destroy(n->graph);
+    amp_loader_destroy(n->loader);
+    amp_recovery_destroy(n->recovery);
+    amp_numerics_destroy(n->numerics);
+    amp_monitor_destroy(n->monitor);
+    amp_set_destroy(n->set);
+    amp_scaler_destroy(n->scaler);
+    amp_optimizer_destroy(n->opt);
+}
+
+/* ---- The lock rule */
+
+/* Caches that fill, overflow and empty; names, patterns and blocks whose arrays grow. */
+static amp_result use_caches(net *n, int more) {
+    char name[32];
+    amp_tensor cast;
+    amp_mask mask;
+    amp_mask_view view;
+    void *blocks[40];
+    int32_t op;
+    memset(&mask, 0, sizeof mask);
+    mask.kind = AMP_MASK_WINDOW;
+    for (int i = 0; i < 40; i++) {
+        mask.window = i % 20 + 1;
+        AMPI_TRY(amp_mask_get(n->amp, &mask, 1, 9, 9, i % 2 ? AMP_U8 : AMP_F32, &view));
+        amp_mask_put(n->amp, &view);
+        AMPI_TRY(amp_alloc(n->amp, &blocks[i], 100 + i));
+        AMPI_TRY(amp_autocast_begin(n->amp, NULL));
+        AMPI_TRY(amp_autocast_cast(n->amp, &n->p[i % LAYERS], i % 4 < 2 ? AMP_BF16 : AMP_F16, &cast));
+        AMPI_TRY(net_linear(n, &n->p[i % LAYERS]));
+        AMPI_TRY(amp_autocast_end(n->amp));
+        if (i % 8 == 7) for (int k = 0; k < LAYERS; k++) amp_param_touch(&n->p[k]);
+        if (!more) continue;
+        snprintf(name, sizeof name, "op%d", i);
+        AMPI_TRY(amp_operator_register(n->amp, name, AMP_CAST_LOWER, &op));
+        AMPI_TRY(amp_layer_override(n->amp, name, AMP_F16));
+    }
+    for (int i = 0; i < 40; i++) amp_free(n->amp, blocks[i]);
+    AMPI_TRY(amp_cleanup(n->amp, NULL));
+    amp_mask_cache_drop(n->amp, AMP_MASK_WINDOW);
+    amp_mask_cache_clear(n->amp);
+    amp_cast_cache_clear(n->amp);
+    return AMP_OK;
+}
+
+static void *use_caches_too(void *arg) {
+    net *shared = (net *)arg;
+    net own;
+    memset(&own, 0, sizeof own);
+    own.amp = shared->amp;
+    for (int round = 0; round < 4; round++)
+        for (int i = 0; i < 12; i++) {
+            amp_tensor cast;
+            amp_memory_info info;
+            own.op.x = amp_tensor2(own.x, AMP_F32, ROWS, IN);
+            own.op.weight = &shared->p[i % LAYERS];
+            own.op.y = amp_tensor2(own.y, AMP_F32, ROWS, OUT);
+            if (amp_autocast_begin(own.amp, NULL) != AMP_OK || amp_linear(own.amp, &own.op) != AMP_OK ||
+                amp_autocast_cast(own.amp, &shared->p[i % LAYERS], AMP_F16, &cast) != AMP_OK || amp_memory(own.amp, &info) != AMP_OK ||
+                amp_autocast_end(own.amp) != AMP_OK) return (void *)"failed";
+        }
+    return NULL;
+}
+
+TEST(nothing_of_the_hosts_runs_under_a_lock) {
+    for (int variant = 0; variant < 8; variant++) {
+        int host_visible = variant % 2, within = variant / 2 % 2, limited = variant / 4;
+        amp_desc d = watched_desc(host_visible);
+        pthread_t threads[4];
+        net n;
+        if (limited) { d.cache_limit = IN * OUT * 2 + 8; d.mask_limit = 400; }
+        d.memory_efficient = limited;
+        d.logger.level = AMP_LOG_DEBUG;
+        CHECK_OK(net_open(&n, &d, 2));
+        __atomic_store_n(&host.from_within, within ? n.amp : NULL, __ATOMIC_RELAXED);
+        for (int i = 0; i < 5; i++) CHECK_OK(net_step(&n));
+        CHECK_OK(use_caches(&n, 1));
+        for (int i = 0; i < 4; i++) CHECK_EQ(pthread_create(&threads[i], NULL, use_caches_too, &n), 0);
+        for (int i = 0; i < 4; i++) {
+            void *failed = NULL;
+            CHECK_EQ(pthread_join(threads[i], &failed), 0);
+            CHECK(failed == NULL);
+        }
+        CHECK_OK(use_caches(&n, 0));
+        amp_param_forget(n.amp, n.p, LAYERS);
+        __atomic_store_n(&host.from_within, NULL, __ATOMIC_RELAXED);        /* closing */
+        net_destroy(&n);
+        amp_close(n.amp);
+        CHECK(host.calls > 1000);
+        CHECK_EQ(host.locked, 0);
+        CHECK_EQ(host.wrong, 0);
+        CHECK_EQ(host.live, 0);
+    }
+}
+
+/* Runs in a process of its own with the default logger, which is told of the failure; 99: it hung. */
+static int failure_of(int which, int host_visible) {
+    int status;
+    pid_t child;
+    fflush(stdout);
+    child = fork();
+    if (child == 0) {
+        amp_desc d = watched_desc(host_visible);
+        amp_mask mask;
+        amp_mask_view view;
+        amp_tensor cast;
+        amp_result r = AMP_OK;
+        void *block = NULL;
+        net n;
+        alarm(60);
+        if (freopen("/dev/null", "w", stderr) == NULL) _exit(98);
+        memset(&mask, 0, sizeof mask);
+        memset(&n, 0, sizeof n);
+        d.logger.write = NULL;
+        d.reducer.world = 1; d.reducer.reduce = NULL;
+        if (amp_open(&n.amp, &d) != AMP_OK) _exit(97);
+        net_params(&n);
+        if (amp_param_register(n.amp, n.p, LAYERS) != AMP_OK || amp_autocast_begin(n.amp, NULL) != AMP_OK) _exit(96);
+        failing.pack = which == 0; failing.copy = which == 1; failing.alloc = which > 1;
+        for (int i = 0; i < 30 && (r == AMP_OK || r == AMP_ERR_DEVICE); i++)     /* beyond the log's ten repeats */
+            switch (which) {
+                case 0: case 2: r = net_linear(&n, &n.p[0]); break;
+                case 1: case 3: r = amp_mask_get(n.amp, &mask, 1, 4, 4, AMP_U8, &view); break;
+                case 4: r = amp_autocast_cast(n.amp, &n.p[0], AMP_F16, &cast); break;
+                default: r = amp_alloc(n.amp, &block, 100); break;
+            }
+        if (!says("the device is gone")) _exit(95);
+        memset(&failing, 0, sizeof failing);            /* nothing is left half made */
+        if (net_linear(&n, &n.p[0]) != AMP_OK || amp_mask_get(n.amp, &mask, 1, 4, 4, AMP_U8, &view) != AMP_OK ||
+            amp_autocast_cast(n.amp, &n.p[0], AMP_F16, &cast) != AMP_OK) _exit(94);
+        amp_mask_put(n.amp, &view);
+        (void)amp_autocast_end(n.amp);
+        amp_close(n.amp);
+        _exit(host.live != 0 ? 93 : r == AMP_ERR_DEVICE ? 0 : 92);
+    }
+    if (waitpid(child, &status, 0) != child) return 98;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 99;
+}
+
+TEST(a_lasting_failure_of_the_device_is_an_error) {
+    for (int which = 0; which < 6; which++)
+        for (int host_visible = 0; host_visible < 2; host_visible++) CHECK_EQ(failure_of(which, host_visible), 0);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    (void)recording_backend;
+    if (!ampt.list && mkdtemp(folder) == NULL) return 2;
+    snprintf(log_file, sizeof log_file, "%s/log.jsonl", folder);
+    RUN(nothing_of_the_hosts_runs_under_a_lock);
+    RUN(a_lasting_failure_of_the_device_is_an_error);
+    if (!ampt.list) { remove(log_file); rmdir(folder); }
+    return TEST_END();
+}
