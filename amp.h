@@ -8038,6 +8038,13 @@ static amp_result ampi_lock_with_room(amp_context *amp, const char *function, vo
     return AMP_OK;
 }
 
+/* Room for one more element of an array that one thread at a time uses. */
+static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *room, size_t size) {
+    AMPI_TRY(ampi_lock_with_room(amp, function, array, &count, 1, room, size));
+    ampi_unlock(amp);
+    return AMP_OK;
+}
+
 /* ---- Log */
 
 static const char *ampi_log_word(amp_log_level level) {
@@ -11828,14 +11835,12 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
     amp_graph *graph = ampi_capture(o->amp);
     int64_t i;
-    amp_context *amp = o->amp;
     if (graph == NULL || o->micro > 0) return AMP_OK;
     for (i = 0; i < graph->n; i++)
         if (graph->optimizers[i] == o)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "an optimizer steps twice: a graph holds one step of each");
-    AMPI_TRY(ampi_lock_with_room(amp, "amp_graph_begin", (void **)&graph->optimizers, &graph->n, 1, &graph->room, sizeof(void *)));
+    AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->room, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
-    ampi_unlock(amp);
     return AMP_OK;
 }
 
