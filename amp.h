@@ -2456,7 +2456,7 @@ typedef struct amp_loader amp_loader;
     .epochs     endless    after that many amp_loader_next returns AMP_ERR_END
     .workers    2          1 to 64 threads; AMP_NO_WORKERS: read in amp_loader_next
     .prefetch   2          batches read ahead: 1 to 1024
-    .timeout_ms 60000      how long amp_loader_next waits for a worker
+    .timeout_ms 60000      how long amp_loader_next waits for a worker, and amp_loader_create for files to open
     .vocab      unchecked  tokens must be below
     .cache_mb   1024       shuffled samples of less than 8 KiB: file contents are kept in this many MiB of memory as
                            they are first touched, since a read for each would be slow; beyond them there is one  */
@@ -2495,8 +2495,8 @@ typedef struct amp_batch {
 } amp_batch;
 
 /* A loader is used by one thread at a time; amp_loader_stop and amp_loader_info_get may come from any.  Errors: 101,
-   102, 103 arrays of different length, 104, 105, 109, 110, 301, 302, 401, 402, 404, 405; 102 also when there is less than
-   one batch. */
+   102, 103 arrays of different length, 104, 105, 109, 110, 301, 302, 401, 402, 404, 405, 410; 102 also when there is less
+   than one batch.  In a child of fork a loader with workers is of no use: its calls end with 106. */
 AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
 /* For closing from another thread: a call that waits, and every later one, returns 106, and the position stays.  Save and
@@ -4225,6 +4225,32 @@ static int64_t ampi_probe_memory(void) {
 #endif
 }
 
+/* A line of FOLDER/indexI/NAME; "" where there is none. */
+static void ampi_cache_line(const char *folder, int index, const char *name, char *line, size_t size) {
+    char path[128];
+    ssize_t n = -1;
+    int fd = snprintf(path, sizeof path, "%s/index%d/%s", folder, index, name) < (int)sizeof path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd >= 0) { n = read(fd, line, size - 1); close(fd); }
+    line[n > 0 ? n : 0] = 0;
+}
+
+/* Caches for data as Linux lists them, in *l1d, *l2 and *l3; what the list lacks stays. */
+static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
+    int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
+    char line[32], *end;
+    int index, level;
+    for (index = 0; index < 16; index++) {
+        long long bytes;
+        ampi_cache_line(folder, index, "level", line, sizeof line);
+        level = line[0] >= '1' && line[0] <= '3' ? line[0] - '1' : -1;
+        ampi_cache_line(folder, index, "type", line, sizeof line);
+        if (level < 0 || line[0] == 'I') continue;
+        ampi_cache_line(folder, index, "size", line, sizeof line);
+        bytes = strtoll(line, &end, 10);
+        if (bytes > 0 && bytes < 1 << 30) *caches[level] = bytes << (*end == 'K' ? 10 : *end == 'M' ? 20 : 0);
+    }
+}
+
 static void ampi_probe_cpu(amp_cpu_info *cpu) {
     memset(cpu, 0, sizeof *cpu);
     snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
@@ -4245,6 +4271,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
     cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
+    ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");      /* what the C library tells is 0 or wrong in some machines */
 }
 
 /* The library's one global: the best path, probed once.  Threads that race store the same value. */
@@ -5177,6 +5204,18 @@ typedef struct ampi_cpu {
 /* Work on items [begin, end) of a parallel loop.  thread is below the number of threads asked for. */
 typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
 
+/* OpenMP keeps threads for each thread that asks for some.  A child of fork has the account of them and not the threads:
+   it would wait for them for ever. */
+static AMPI_THREAD_LOCAL struct { pid_t process; int lost, told; } ampi_team;
+#if defined(_OPENMP)
+static int ampi_team_here(void) {
+    pid_t now = getpid();
+    if (ampi_team.process == 0) ampi_team.process = now;
+    ampi_team.lost = ampi_team.process != now;
+    return !ampi_team.lost;
+}
+#endif
+
 /* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.
    Items must be independent, so that the result does not depend on how they are cut. */
 AMPI_PRIVATE void ampi_parallel(int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
@@ -5184,7 +5223,7 @@ AMPI_PRIVATE void ampi_parallel(int threads, int64_t n, int64_t grain, ampi_task
     if (n <= 0) return;
     if (pieces < threads) threads = (int)pieces;
 #if defined(_OPENMP)
-    if (threads > 1) {
+    if (threads > 1 && ampi_team_here()) {
         #pragma omp parallel num_threads(threads)
         {
             int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
@@ -7926,6 +7965,7 @@ struct amp_context {
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
     uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_ROOM hashes; NULL before the first */
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
+    pid_t process;                  /* that opened it */
 };
 
 /* ---- What other sections may ask of a context */
@@ -8080,6 +8120,13 @@ AMPI_PRIVATE void ampi_log(const amp_context *amp, amp_log_level level, int id, 
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     ampi_log_text(amp, level, id, text);
+}
+
+/* Says once, in a child of fork, what it costs. */
+AMPI_PRIVATE void ampi_tell_fork(const amp_context *amp) {
+    if (!ampi_team.lost || ampi_team.told) return;
+    ampi_team.told = 1;
+    ampi_log(amp, AMP_LOG_WARNING, 1005, "in a child of fork kernels run on one thread: OpenMP's threads stayed in the parent");
 }
 
 static amp_result ampi_host_fail(void *user, amp_result result, const char *text) { (void)user; return ampi_fail(result, "backend", "%s", text); }
@@ -8255,6 +8302,10 @@ static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
     return 0;
 }
 
+static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice) {
+    if (choice->fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice->reason);
+}
+
 static amp_result ampi_open_device(amp_context *amp) {
     amp_backend_desc b;
     memset(&b, 0, sizeof b);
@@ -8269,7 +8320,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
     AMPI_TRY(ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
-    if (amp->choice.fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", amp->choice.reason);
+    ampi_tell_fallback(amp, &amp->choice);
     amp->desc.dtype = amp->choice.dtype;
     ampi_plans_read(amp);
     if (amp->backend->host_visible && amp->backend->graph_begin == NULL) return AMP_OK;
@@ -8295,6 +8346,7 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
     amp->backend = amp->desc.backend;
     amp->next_param_id = 1;
+    amp->process = getpid();
     amp->host.user = amp;
     amp->host.fail = ampi_host_fail;
     amp->host.log = ampi_host_log;
@@ -8321,7 +8373,7 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
 AMP_API void amp_close(amp_context *amp) {
     amp_system system;
     int64_t i;
-    if (amp == NULL) return;
+    if (amp == NULL || amp->process != getpid()) return;       /* in a child of fork: its locks may be held, its device is the parent's */
     system = amp->system;
     if (amp->dev != NULL) {
         ampi_plans_write(amp);
@@ -8370,7 +8422,7 @@ static amp_result ampi_check_switch(const amp_context *amp, const char *function
 }
 
 static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
-    if (choice->fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice->reason);
+    ampi_tell_fallback(amp, choice);
     amp->choice = *choice;
     amp->desc.dtype = choice->dtype;
     ampi_settings_changed(amp);
@@ -9199,6 +9251,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     const amp_autocast_desc *region;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
+    ampi_tell_fork(amp);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open the region it ran in again around it", ampi_op_name(amp, op));
@@ -12834,6 +12887,15 @@ typedef struct ampi_worker {
     int64_t order_epoch;            /* that `order` is of; -1: none */
 } ampi_worker;
 
+/* The thread that opens the files, for no longer than .timeout_ms. */
+typedef struct ampi_opener {
+    void *thread;
+    int64_t file;                   /* atomic: which; -1: still looking for them */
+    int done, abandoned;
+    amp_result result;
+    char error[sizeof ampi_error_text];
+} ampi_opener;
+
 struct amp_loader {
     amp_context *amp;
     amp_system system;
@@ -12868,7 +12930,9 @@ struct amp_loader {
     int cancel;                     /* atomic: workers drop what they do */
     int64_t busy, retries;
     int64_t calls;                  /* of the host's, that are inside */
-    int64_t holders;                /* who still needs the loader's shell: its owner, and workers left behind */
+    int64_t holders;                /* who still needs the loader's shell: its owner, and threads left behind */
+    pid_t process;                  /* that the threads are in */
+    ampi_opener opener;
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
     int64_t consumed, claimed, released;    /* first batch not taken; not claimed; whose slot's last use is not over */
@@ -12916,10 +12980,11 @@ static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64
         return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
                          "%s begins with %u, not with llm.c's 20240520 or 20240801", f->path, magic);
     known = magic == 20240520u ? 1u : 7u;
-    if (version != known || ampi_le32(head + 8) > INT32_MAX)
-        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
-                         "%s: llm.c version %u with %u tokens, known is version %u", f->path, version,
-                         ampi_le32(head + 8), known);
+    if (version != known)
+        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: llm.c version %u, must be %u", f->path, version, known);
+    if (ampi_le32(head + 8) > INT32_MAX)
+        return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: the header says %u tokens, must be at most 2147483647: split the file",
+                         f->path, ampi_le32(head + 8));
     f->dtype = magic == 20240520u ? AMP_U16 : AMP_I32;
     f->start = AMPI_LLMC_HEADER;
     f->count = (int64_t)ampi_le32(head + 8);
@@ -13334,18 +13399,21 @@ static amp_result ampi_loader_count_callback(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Opens the source and counts; afterwards samples, batches, fields and hash are known. */
+static amp_result ampi_files_open(amp_loader *l) {
+    int64_t i;
+    AMPI_TRY(ampi_files_find(l));
+    for (i = 0; i < l->n_files && !__atomic_load_n(&l->cancel, __ATOMIC_RELAXED); i++) {
+        __atomic_store_n(&l->opener.file, i, __ATOMIC_RELEASE);
+        AMPI_TRY(ampi_data_open(l, l->files + i, l->desc.format));
+        AMPI_TRY(ampi_data_hash(l, l->files + i));
+    }
+    return AMP_OK;
+}
+
+/* Counts what the open source holds; afterwards samples, batches, fields and hash are known. */
 static amp_result ampi_loader_open(amp_loader *l) {
     const amp_loader_desc *d = &l->desc;
-    int64_t i, per_rank;
-    l->hash = UINT64_C(0xcbf29ce484222325);
-    if (l->kind != AMPI_FROM_CALLBACK) {
-        AMPI_TRY(ampi_files_find(l));
-        for (i = 0; i < l->n_files; i++) {
-            AMPI_TRY(ampi_data_open(l, l->files + i, d->format));
-            AMPI_TRY(ampi_data_hash(l, l->files + i));
-        }
-    }
+    int64_t per_rank;
     AMPI_TRY(l->kind == AMPI_FROM_TOKENS   ? ampi_loader_count_tokens(l)
              : l->kind == AMPI_FROM_ARRAYS ? ampi_loader_count_arrays(l)
                                            : ampi_loader_count_callback(l));
@@ -13794,6 +13862,56 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
+/* ---- The thread that opens the files: where a network's files hang, it is left behind */
+
+static void ampi_opener_main(void *arg) {
+    amp_loader *l = (amp_loader *)arg;
+    ampi_opener *o = &l->opener;
+    amp_result result;
+    sigset_t all;
+    int last;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    result = ampi_files_open(l);
+    pthread_mutex_lock(&l->lock);
+    o->result = result;
+    memcpy(o->error, ampi_error_text, sizeof o->error);
+    o->done = 1;
+    last = o->abandoned && --l->holders == 0;
+    pthread_cond_signal(&l->ready);
+    pthread_mutex_unlock(&l->lock);
+    if (last) ampi_loader_free(l);
+}
+
+/* Without workers files are opened here, and no time is kept. */
+static amp_result ampi_loader_open_files(amp_loader *l) {
+    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, file;
+    ampi_opener *o = &l->opener;
+    int error, late = 0;
+    o->file = -1;
+    if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
+    error = l->system.thread_start(l->system.user, &o->thread, ampi_opener_main, l);
+    if (error != 0) return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "for opening the files: %s", strerror(-error));
+    pthread_mutex_lock(&l->lock);
+    while (!o->done && !late) late = !ampi_queue_wait(l, deadline);
+    if (!o->done) {
+        o->abandoned = 1;
+        l->holders++;
+        __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
+    }
+    pthread_mutex_unlock(&l->lock);
+    if (!o->abandoned) {
+        l->system.thread_join(l->system.user, o->thread);
+        if (o->result != AMP_OK) memcpy(ampi_error_text, o->error, sizeof ampi_error_text);
+        return o->result;
+    }
+    file = __atomic_load_n(&o->file, __ATOMIC_ACQUIRE);
+    (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed, opening %s", l->desc.timeout_ms,
+                    file >= 0 ? l->files[file].path : l->desc.path != NULL ? l->desc.path : "the arrays");
+    l->system.thread_detach(l->system.user, o->thread);
+    return AMP_ERR_TIMEOUT;
+}
+
 /* What a worker called ended its thread (pthread_exit) instead of returning: its batch fails, the others go on. */
 static void ampi_worker_died(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
@@ -13871,8 +13989,15 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
+/* In a child of fork there are no workers, and the lock may be held for ever by one of the parent's. */
+static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
+
+static amp_result ampi_loader_is_elsewhere(const char *function) {
+    return ampi_fail(AMP_ERR_STATE, function, "the loader's workers are in the process that created it: create one here, behind fork");
+}
+
 AMP_API void amp_loader_stop(amp_loader *l) {
-    if (l == NULL || !l->has_lock) return;
+    if (l == NULL || !l->has_lock || ampi_loader_elsewhere(l)) return;
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_lock(&l->lock);
     l->stop = 1;
@@ -13884,6 +14009,7 @@ AMP_API void amp_loader_stop(amp_loader *l) {
 /* Around the host's calls that may wait: destroying waits until they are out. */
 static amp_result ampi_loader_enter(amp_loader *l, const char *function) {
     amp_result result;
+    if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) l->calls++;
@@ -14055,7 +14181,7 @@ static void ampi_loader_free_buffers(amp_loader *l) {
 
 AMP_API void amp_loader_destroy(amp_loader *l) {
     int last = 1;
-    if (l == NULL) return;
+    if (l == NULL || ampi_loader_elsewhere(l)) return;
     ampi_loader_finish(l);
     ampi_loader_free_buffers(l);
     if (l->has_lock) {
@@ -14146,6 +14272,8 @@ static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) 
         l->desc.source = &l->source;
     }
     l->kind = desc->path != NULL ? AMPI_FROM_TOKENS : desc->arrays != NULL ? AMPI_FROM_ARRAYS : AMPI_FROM_CALLBACK;
+    l->hash = UINT64_C(0xcbf29ce484222325);
+    if (l->kind != AMPI_FROM_CALLBACK) AMPI_TRY(ampi_loader_open_files(l));
     AMPI_TRY(ampi_loader_open(l));
     AMPI_TRY(ampi_loader_buffers(l));
     return ampi_loader_start(l);
@@ -14169,6 +14297,7 @@ AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const
     l->desc = *desc;
     l->desc.path = NULL;
     l->holders = 1;
+    l->process = getpid();
     result = ampi_loader_setup(l, desc);
     if (result != AMP_OK) { amp_loader_destroy(l); return result; }
     *out = l;
@@ -14347,6 +14476,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
     int64_t number;
     if (l == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_loader_info_get", "%s is NULL", l == NULL ? "loader" : "out");
+    if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere("amp_loader_info_get");
     memset(out, 0, sizeof *out);
     out->format = l->desc.format;
     out->n_files = (int32_t)l->n_files;
@@ -16858,7 +16988,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
             return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
                              "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_place_word(place));
         if (place == AMP_PLACE_PINNED && !backend->host_visible)
-            ampi_log(amp, AMP_LOG_WARNING, 1201, "%s lies in pinned memory of the host: kernels read it over the bus", name);
+            ampi_log(amp, AMP_LOG_WARNING, 1306, "%s lies in pinned memory of the host: kernels read it over the bus", name);
     }
     return AMP_OK;
 }

@@ -73,6 +73,14 @@ for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API 
     if grep -q "\b$name(" tests/t_anomalies.c; then pass; else fail "anomalies" "tests/t_anomalies.c does not call $name"; fi
 done
 
+# A number of the log stands for one message: ids that calls share have the same beginning, and the backend's are its own.
+{
+    grep -ohE 'AMP_LOG_[A-Z]+, [0-9]{4}, .*' amp.h | sed -E 's/^AMP_LOG_[A-Z]+, ([0-9]{4}), ("%s".*|"[^"]{0,20}|).*/\1 \2/'
+    grep -ohE 'AMPC_LOG_[A-Z]+ = [0-9]{4}' amp_cuda.cu | sed -E 's/(.*) = (.*)/\2 \1/'
+} | sort -u > "$work/ids"
+twice=$(awk '{print $1}' "$work/ids" | uniq -d | tr '\n' ' ')
+if [ "$(wc -l < "$work/ids")" -ge 18 ] && [ -z "$twice" ]; then pass; else fail "ids of the log" "of several messages: $twice"; fi
+
 # The only mention of CUDA's compiler is AMPI_HD; no CUDA header.
 if [ "$(grep -c __CUDACC__ amp.h)" -eq 1 ] && ! grep -q 'include <cuda' amp.h; then pass; else fail "CUDA" "amp.h mentions it more than once"; fi
 words=$(grep -nwiE 'todo|fixme|xxx|hack|placeholder' amp.h examples/*.[ch] | head -n 3)

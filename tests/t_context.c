@@ -114,6 +114,46 @@ TEST(machine_is_described) {
 
 /* ---- context */
 
+/* What /sys/devices/system/cpu/cpu0/cache says, in a folder of the test's. */
+static void cache_index(const char *tree, int index, const char *level, const char *type, const char *size) {
+    const char *names[] = {"level", "type", "size"}, *lines[] = {level, type, size};
+    char path[100];
+    int i;
+    snprintf(path, sizeof path, "%s/index%d", tree, index);
+    CHECK(mkdir(path, 0700) == 0);
+    for (i = 0; i < 3; i++) {
+        FILE *f;
+        snprintf(path, sizeof path, "%s/index%d/%s", tree, index, names[i]);
+        f = lines[i] != NULL ? fopen(path, "w") : NULL;
+        if (f != NULL) { fprintf(f, "%s\n", lines[i]); fclose(f); }
+    }
+}
+TEST(caches_are_those_that_linux_lists) {
+    char tree[] = "/tmp/amp_caches_XXXXXX", command[64];
+    amp_cpu_info cpu;
+    memset(&cpu, 0, sizeof cpu);
+    if (mkdtemp(tree) == NULL) SKIP("no temporary folder");
+    cpu.l1d = 1; cpu.l2 = 2; cpu.l3 = 3;
+    ampi_probe_caches(&cpu, tree);                          /* no list: what sysconf says stays */
+    CHECK(cpu.l1d == 1 && cpu.l2 == 2 && cpu.l3 == 3);
+    cache_index(tree, 0, "1", "Data", "48K");
+    cache_index(tree, 1, "1", "Instruction", "32K");
+    cache_index(tree, 2, "2", "Unified", "1280K");
+    cache_index(tree, 3, "3", "Unified", "36M");
+    cache_index(tree, 4, "4", "Unified", "128M");
+    ampi_probe_caches(&cpu, tree);
+    CHECK(cpu.l1d == 48 << 10 && cpu.l2 == 1280 << 10 && cpu.l3 == 36 << 20);
+    cache_index(tree, 5, "3", "Unified", NULL);             /* lines that are not there, or nonsense */
+    cache_index(tree, 6, "3", "Unified", "-4K");
+    cache_index(tree, 7, "x", "Unified", "4K");
+    cache_index(tree, 8, NULL, NULL, "4K");
+    cache_index(tree, 9, "3", "Unified", "99999999999999999999K");
+    ampi_probe_caches(&cpu, tree);
+    CHECK(cpu.l1d == 48 << 10 && cpu.l2 == 1280 << 10 && cpu.l3 == 36 << 20);
+    snprintf(command, sizeof command, "rm -rf '%s'", tree);
+    CHECK(system(command) == 0);
+}
+
 TEST(defaults_are_filled_in) {
     amp_context *amp = open_with(NULL);
     amp_desc d;
@@ -431,7 +471,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(results_have_texts_and_hints); RUN(result_numbers_never_change); RUN(last_error_names_field_value_and_mend);
     RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(choice_refuses_or_falls_back_by_name);
-    RUN(machine_is_described); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
+    RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned); RUN(opening_survives_every_failing_allocation);
     RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(patterns); RUN(files); RUN(autotune_on_the_cpu);
     RUN(several_threads_share_a_context);

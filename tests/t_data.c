@@ -1113,10 +1113,12 @@ TEST(bad_files) {
     CHECK_EQ(file_result(write_file("x.bin", head, 1024, raw, 64), AMP_TOKENS_LLMC), AMP_ERR_FORMAT);
     ampi_store_le32(head + 8, 0x80000000u);
     CHECK_EQ(file_result(write_file("x.bin", head, 1024, raw, 64), AMP_TOKENS_LLMC), AMP_ERR_FORMAT);
+    CHECK(strstr(amp_last_error(), "2147483648 tokens, must be at most 2147483647") != NULL && strstr(amp_last_error(), "version") == NULL);
     ampi_store_le32(head + 8, 0);
     CHECK_EQ(file_result(write_file("x.bin", head, 1024, raw, 0), AMP_TOKENS_LLMC), AMP_ERR_RANGE);
     ampi_store_le32(head + 4, 2);
     CHECK_EQ(file_result(write_file("x.bin", head, 1024, raw, 64), AMP_TOKENS_LLMC), AMP_ERR_FORMAT);
+    CHECK(strstr(amp_last_error(), "version 2, must be 1") != NULL);
     ampi_store_le32(head, 20240326);
     CHECK_EQ(file_result(write_file("x.bin", head, 1024, raw, 64), AMP_TOKENS_LLMC), AMP_ERR_FORMAT);
     CHECK_EQ(file_result(write_file("x.bin", NULL, 0, raw, 0), AMP_TOKENS_LLMC), AMP_ERR_TRUNCATED);
@@ -1176,7 +1178,7 @@ typedef struct faults {
     int64_t live, allocs, fail_alloc, reads;
     int threads, fail_thread, fail_open, fail_size, fail_list, lists;
     int64_t fail_from;              /* reads at this offset and beyond give fail_error; -1: none */
-    int fail_error, shorten, interrupt, block, blocked;
+    int fail_error, shorten, interrupt, block, blocked, pass;   /* pass: calls that do not hang yet */
     struct { pthread_t handle; void (*run)(void *); void *arg; int live; } pool[256];
 } faults;
 
@@ -1197,18 +1199,26 @@ static void f_free(void *user, void *ptr, size_t size) {
     memset(ptr, 0x5a, size);        /* whoever still uses it is found out */
     f->posix.free(NULL, ptr, size);
 }
-static int f_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    faults *f = (faults *)user;
-    return f->fail_open ? -f->fail_open : f->posix.file_open(NULL, path, for_writing, file);
-}
 /* Called with the lock held. */
 static void f_hang(faults *f, int64_t offset) {
+    if (f->pass > 0) { f->pass--; return; }
     f->blocked++;
     while (f->block && offset >= f->fail_from) pthread_cond_wait(&f->go, &f->lock);
     f->blocked--;
 }
+static void f_hang_alone(faults *f) {
+    pthread_mutex_lock(&f->lock);
+    f_hang(f, 0);
+    pthread_mutex_unlock(&f->lock);
+}
+static int f_open(void *user, const char *path, int for_writing, intptr_t *file) {
+    faults *f = (faults *)user;
+    f_hang_alone(f);
+    return f->fail_open ? -f->fail_open : f->posix.file_open(NULL, path, for_writing, file);
+}
 static int f_list(void *user, const char *path, int (*each)(void *arg, const char *name), void *arg) {
     faults *f = (faults *)user;
+    f_hang_alone(f);
     f->lists++;
     return f->fail_list ? -f->fail_list : f->posix.file_list(NULL, path, each, arg);
 }
@@ -1306,6 +1316,34 @@ static void set_faults(faults *f, int64_t from, int error, int shorten, int inte
     f->fail_from = from; f->fail_error = error; f->shorten = shorten; f->interrupt = interrupt; f->block = block;
     pthread_cond_broadcast(&f->go);
     pthread_mutex_unlock(&f->lock);
+}
+
+/* Opening takes no longer than .timeout_ms, wherever it hangs: looking for the files, in open, in the size, in reads of
+   the header and for the hash.  What is left behind gives everything back when it returns. */
+TEST(opening_that_hangs) {
+    const char *names[] = {"tokens.*", "tokens.u16"};
+    faults f;
+    amp_context *a = faulty(&f);
+    int64_t live = f.live;
+    int pattern, pass;
+    for (pattern = 0; pattern < 2; pattern++)
+        for (pass = 0; pass < 5; pass++) {
+            amp_loader_desc d = token_desc(in_folder(pattern ? names[1] : names[0]));
+            amp_loader *l = (amp_loader *)&d;
+            int64_t began = ampi_posix_clock(NULL);
+            f.pass = pass;
+            d.workers = 2;
+            d.timeout_ms = 40;
+            set_faults(&f, 0, 0, 0, 0, 1);
+            CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_TIMEOUT);
+            CHECK(l == NULL && strstr(amp_last_error(), "40 ms have passed, opening") != NULL && strstr(amp_last_error(), "tokens.") != NULL);
+            CHECK(ampi_posix_clock(NULL) - began < (int64_t)10 * 1000000000);
+            set_faults(&f, 0, 0, 0, 0, 0);
+            join_detached(&f, 1);
+            CHECK_EQ(f.live, live);
+        }
+    amp_close(a);
+    CHECK_EQ(f.live, 0);
 }
 
 TEST(failing_reads) {
@@ -1790,14 +1828,14 @@ TEST(failing_threads) {
     amp_loader *l;
     int n;
     d.workers = 4;
-    for (n = 1; n <= 4; n++) {
+    for (n = 1; n <= 5; n++) {
         f.threads = 0;
         f.fail_thread = n;
         CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_THREAD);
-        CHECK(l == NULL && strstr(amp_last_error(), "worker ") != NULL);
+        CHECK(l == NULL && strstr(amp_last_error(), n == 1 ? "opening" : "worker ") != NULL);
     }
     f.threads = 0;
-    f.fail_thread = 5;
+    f.fail_thread = 6;
     CHECK_OK(amp_loader_create(a, &l, &d));
     amp_loader_destroy(l);
     amp_close(a);
@@ -1822,7 +1860,7 @@ TEST(nothing_allocated_per_batch) {
         for (i = 0; i < 500; i++) CHECK_OK(amp_loader_next(l, &b));
         CHECK_EQ(f.allocs, before);
         CHECK_EQ(b.epoch, 33);
-        CHECK_EQ(f.threads, w < 2 ? 0 : 2);         /* the same workers through all epochs */
+        CHECK_EQ(f.threads, w < 2 ? 0 : 3);         /* one to open the files, then the same workers through all epochs */
         amp_loader_destroy(l);
     }
     amp_close(a);
@@ -2299,7 +2337,7 @@ int main(int argc, char **argv) {
     RUN(bad_settings);
     RUN(bad_files);
     RUN(beyond_4_gib);
-    RUN(failing_reads);
+    RUN(opening_that_hangs); RUN(failing_reads);
     RUN(truncated_meanwhile);
     RUN(cached_samples);
     RUN(cache_beside_bad_places);

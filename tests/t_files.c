@@ -493,6 +493,82 @@ TEST(the_limit_on_file_sizes_is_a_full_disk) {
     unlink(path);
 }
 
+/* ---- fork: a child has none of the parent's threads */
+
+enum { SIDE = 256 };
+static float a_matrix[SIDE * SIDE], b_matrix[SIDE * SIDE], c_matrix[SIDE * SIDE], parents[SIDE * SIDE];
+static int warned;
+static void hear(void *user, amp_log_level level, int id, const char *text) {
+    (void)user;
+    if (level == AMP_LOG_WARNING && id == 1005 && strstr(text, "fork") != NULL) warned++;
+}
+static amp_context *context_that_says(void) {
+    amp_context *amp = NULL;
+    amp_desc d;
+    memset(&d, 0, sizeof d);
+    d.threads = 4;
+    d.logger.write = hear;
+    CHECK_OK(amp_open(&amp, &d));
+    return amp;
+}
+static amp_result product(amp_context *amp) {
+    memset(c_matrix, 0, sizeof c_matrix);
+    return amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, SIDE, SIDE, SIDE, 1, a_matrix, SIDE, b_matrix, SIDE, 0, c_matrix, SIDE);
+}
+static int same_product(amp_context *amp) { return product(amp) == AMP_OK && memcmp(c_matrix, parents, sizeof parents) == 0; }
+
+static int child_multiplies(void *arg) {
+    amp_context *amp = (amp_context *)arg, *own;
+    int i;
+    for (i = 0; i < 5; i++) if (!same_product(amp)) return 2;
+#if defined(_OPENMP)
+    if (warned != 1) return 3;
+#endif
+    amp_close(amp);
+    own = context_that_says();
+    for (i = 0; i < 5; i++) if (!same_product(own)) return 4;
+    amp_close(own);
+    return warned <= 1 ? 0 : 5;
+}
+TEST(a_child_computes) {
+    amp_context *amp = context_that_says();
+    int i;
+    for (i = 0; i < SIDE * SIDE; i++) { a_matrix[i] = (float)(i % 17) - 8; b_matrix[i] = (float)(i % 13) / 7; }
+    CHECK_OK(product(amp));
+    memcpy(parents, c_matrix, sizeof parents);
+    CHECK_EQ(in_child(child_multiplies, amp), 0);
+    CHECK(same_product(amp) && warned == 0);
+    amp_close(amp);
+}
+
+static amp_loader *forked;
+static int child_destroys(void *arg) {
+    amp_loader *own = NULL;
+    amp_loader_info info;
+    amp_batch batch;
+    if (amp_loader_next(forked, &batch) != AMP_ERR_STATE || !says("fork")) return 2;
+    if (amp_loader_info_get(forked, &info) != AMP_ERR_STATE || amp_loader_seek(forked, 0, 0) != AMP_ERR_STATE) return 3;
+    amp_loader_stop(forked);
+    amp_loader_destroy(forked);
+    if (load((amp_context *)arg, in_folder("text"), &own) != AMP_OK || amp_loader_next(own, &batch) != AMP_OK) return 4;
+    amp_loader_destroy(own);
+    amp_close((amp_context *)arg);
+    return 0;
+}
+TEST(a_child_destroys_a_loader) {
+    amp_context *amp = context(1);
+    amp_batch batch;
+    int i;
+    tokens(in_folder("text"));
+    CHECK_OK(load(amp, in_folder("text"), &forked));
+    for (i = 0; i < 20; i++) {                      /* wherever the workers are */
+        CHECK_EQ(in_child(child_destroys, amp), 0);
+        CHECK_OK(amp_loader_next(forked, &batch));
+    }
+    amp_loader_destroy(forked);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     char *made;
     TEST_BEGIN(argc, argv);
@@ -513,6 +589,8 @@ int main(int argc, char **argv) {
     RUN(temporary_names_are_nobody_elses);
     RUN(many_writers_of_one_file);
     RUN(the_limit_on_file_sizes_is_a_full_disk);
+    RUN(a_child_computes);
+    RUN(a_child_destroys_a_loader);
     {
         char command[100];
         snprintf(command, sizeof command, "rm -rf '%s'", folder);
