@@ -1822,7 +1822,8 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
 /* dst = src in dst's dtype, contiguous, nearest even; dst may be src.  Errors: as above. */
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst);
 /* The next random offset of the context, and its seed: to be saved with a checkpoint.  Another seed puts captured graphs
-   out of date.  Errors: 101, 102, 106 while a graph is captured, 107, 408. */
+   out of date; a rank with a .seed of its own does not take another rank's.  Errors: 101, 102, 106 while a graph is captured,
+   107, 301, 408. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
 
@@ -2132,12 +2133,14 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
 AMP_API amp_result amp_graph_launch(amp_graph *graph);
 AMP_API void amp_graph_destroy(amp_graph *graph);
 
-/* Moments, masters, step count, learning rate, seed, accumulation position (with the gradients, in the middle of a
-   cycle), counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
+/* Moments, masters, step count, learning rate, seed, position in the accumulation cycle with the gradients that no step
+   has used, counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
+   Between two steps the state of any rank loads into each, in any world.  In the middle of a cycle gradients are a rank's
+   own, and of a sharded optimizer everything is: then rank, world and accumulation must be those it was saved with.
    Weights are the host's to save, and to load first.  Remainders are saved as the fp32 masters they stand for, so each
    kind loads into the other; loading remainders writes the bf16 weights, which are one with them.  bf16 moments load
    into fp32 ones too.  Save and load are all or nothing: saving over an earlier save needs room for both.
-   Errors: 101, 102, 107, 301, 408 with the parameter's name. */
+   Errors: 101, 102, 106 saved between amp_scaler_check and the step, 107, 301, 408 with the parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 
@@ -2527,8 +2530,9 @@ typedef struct amp_loader_info {
 AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info *out);
 /* Effective settings; what they point to belongs to the loader. */
 AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *out);
-/* Record <prefix>.loader: what was consumed, not what was read ahead.  Load continues exactly there, also with
-   other workers, prefetch, paths and epochs, and refuses other data, samples, order or world.
+/* Record <prefix>.loader: what was consumed, not what was read ahead; the same on all ranks.  Load continues exactly
+   there, also with other workers, prefetch, paths, epochs and ranks, and refuses other data, samples or order, or another
+   batch times world.
    Errors of save: 102, 301; of load: 106, 107, 408, 410. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
@@ -10668,23 +10672,41 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
     return amp->backend->cast(amp->dev, &k, amp->desc.stream);
 }
 
+/* Records <prefix>.random and <prefix>.rank. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix) {
-    int64_t values[2];
+    int64_t values[2], rank[2];
     char key[64];
+    amp_state *own;
+    amp_result r;
     if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_save", "amp, state or prefix is NULL");
     if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_save", "prefix has %zu bytes, at most 56", strlen(prefix));
     values[0] = (int64_t)amp->desc.seed;
     values[1] = (int64_t)amp->random_offset;
-    return amp_state_put(state, key, AMP_I64, values, 2);
+    rank[0] = amp->desc.reducer.rank;
+    rank[1] = AMPI_MAX(amp->desc.reducer.world, 1);
+    AMPI_TRY(amp_state_create(&own, &state->system));
+    r = amp_state_put(own, key, AMP_I64, values, 2);
+    snprintf(key, sizeof key, "%.56s.rank", prefix);
+    if (r == AMP_OK) r = amp_state_put(own, key, AMP_I64, rank, 2);
+    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_random_save");
+    amp_state_destroy(own);
+    return r;
 }
 
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
-    int64_t values[2];
+    int64_t values[2], rank[2];
     char key[64];
     if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_load", "amp, state or prefix is NULL");
     if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_load", "prefix has %zu bytes, at most 56", strlen(prefix));
     if (amp->capture != NULL) return ampi_fail(AMP_ERR_STATE, "amp_random_load", "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
     AMPI_TRY(amp_state_get(state, key, AMP_I64, values, 2));
+    snprintf(key, sizeof key, "%.56s.rank", prefix);
+    rank[0] = amp->desc.reducer.rank;
+    if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I64, rank, 2));
+    if (rank[0] != amp->desc.reducer.rank && amp->desc.seed != 0 && amp->desc.seed != (uint64_t)values[0])
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load", "saved by rank %lld of %lld with seed %llu, this is rank %d with seed %llu: "
+                         "ranks with seeds of their own need states of their own", (long long)rank[0], (long long)rank[1],
+                         (unsigned long long)values[0], amp->desc.reducer.rank, (unsigned long long)amp->desc.seed);
     if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);     /* graphs have the seed built in, not the offset */
     amp->desc.seed = (uint64_t)values[0];
     amp->random_offset = (uint64_t)values[1];
@@ -12176,9 +12198,10 @@ AMP_API amp_result amp_graph_launch(amp_graph *graph) {
 }
 
 /* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0, master.0
-   and so on by row; in the middle of a cycle also the gradients grad.0 ...  Masters are fp32 in a record, however they
-   are kept. */
+   and so on by row; cycle: whose the gradients grad.0 ... are, and live: which of them count.  Masters are fp32 in a
+   record, however they are kept. */
 
+enum { AMPI_CYCLE_RANK = 0, AMPI_CYCLE_WORLD = 1, AMPI_CYCLE_ACCUMULATION = 2, AMPI_CYCLE_SHARDED = 3, AMPI_SAVED_CYCLE = 4 };
 #define AMPI_SAVED_STEPS 8
 #define AMPI_SAVED_REALS 3
 #define AMPI_SAVED_OUTCOME 11
@@ -12242,6 +12265,29 @@ AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *st
     AMPI_TRY(ampi_put(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
     AMPI_TRY(ampi_put(state, prefix, "seed", -1, AMP_I64, &seed, 1));
     return ampi_put(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS);
+}
+
+/* Of this optimizer's rank, and of its settings as far as they matter to a cycle's gradients. */
+AMPI_PRIVATE void ampi_cycle_record(const amp_optimizer *o, int64_t cycle[AMPI_SAVED_CYCLE]) {
+    cycle[AMPI_CYCLE_WORLD] = ampi_world(o->amp);
+    cycle[AMPI_CYCLE_RANK] = ampi_settings(o->amp)->reducer.rank;
+    cycle[AMPI_CYCLE_ACCUMULATION] = o->desc.accumulation;
+    cycle[AMPI_CYCLE_SHARDED] = o->desc.sharded && cycle[AMPI_CYCLE_WORLD] > 1;
+}
+
+AMPI_PRIVATE amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, const char *prefix) {
+    const amp_system *s = ampi_context_system(o->amp);
+    int64_t cycle[AMPI_SAVED_CYCLE], i;
+    uint8_t *live;
+    amp_result r;
+    if (o->set->stage == AMPI_CHECKED)
+        return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save", "the gradients were checked, and are not used yet: step first");
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&live, o->set->n, 1));
+    for (i = 0; i < o->set->n; i++) live[i] = o->set->params[i]->grad_live != 0;
+    r = ampi_put(state, prefix, "live", -1, AMP_U8, live, o->set->n);
+    ampi_free(s, live, o->set->n, 1);
+    ampi_cycle_record(o, cycle);
+    return r == AMP_OK ? ampi_put(state, prefix, "cycle", -1, AMP_I64, cycle, AMPI_SAVED_CYCLE) : r;
 }
 
 /* The outcomes not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
@@ -12308,7 +12354,7 @@ AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *stat
             else if (ampi_has_array(o, row, a))
                 AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
                                          ampi_saved_dtype(row, a), room));
-        if (o->micro > 0 && o->set->params[i]->grad_live)
+        if (o->set->params[i]->grad_live)
             AMPI_TRY(ampi_save_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
     }
     return AMP_OK;
@@ -12321,6 +12367,7 @@ AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *s
     void *room;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
+    AMPI_TRY(ampi_save_cycle(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, bytes, 1));
     r = ampi_save_arrays(o, state, prefix, room);
@@ -12421,13 +12468,42 @@ AMPI_PRIVATE int ampi_has_record(const amp_state *state, const char *prefix, con
     char key[64];
     return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK && amp_state_count(state, key, NULL) >= 0;
 }
-/* Gradients are there for the rows that had one in the middle of a cycle. */
-AMPI_PRIVATE int ampi_has_gradient(const amp_state *state, const char *prefix, int64_t i, int64_t micro) {
-    return micro > 0 && ampi_has_record(state, prefix, "grad", i);
+
+/* What was saved in the middle of a cycle, or sharded, is of one rank. */
+AMPI_PRIVATE amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
+                                         int64_t micro, int live) {
+    const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded" : "in the middle of a cycle";
+    if (saved[AMPI_CYCLE_SHARDED] != own[AMPI_CYCLE_SHARDED])
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks", saved[AMPI_CYCLE_SHARDED] ? "with" : "without",
+                         (long long)saved[AMPI_CYCLE_WORLD]);
+    if (micro > 0 && saved[AMPI_CYCLE_ACCUMULATION] != own[AMPI_CYCLE_ACCUMULATION])
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved after %lld of %lld micro-batches, .accumulation is %lld", (long long)micro,
+                         (long long)saved[AMPI_CYCLE_ACCUMULATION], (long long)own[AMPI_CYCLE_ACCUMULATION]);
+    if ((micro == 0 && !live && !saved[AMPI_CYCLE_SHARDED]) ||
+        (saved[AMPI_CYCLE_RANK] == own[AMPI_CYCLE_RANK] && saved[AMPI_CYCLE_WORLD] == own[AMPI_CYCLE_WORLD])) return AMP_OK;
+    return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s by rank %lld of %lld, this is rank %lld of %lld", why, (long long)saved[AMPI_CYCLE_RANK],
+                     (long long)saved[AMPI_CYCLE_WORLD], (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
+}
+
+/* live: of each row, whether its gradient was saved and counts.  States of 0.1.0 do not say whose their gradients are. */
+AMPI_PRIVATE amp_result ampi_load_cycle(const amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
+                                        uint8_t *live) {
+    int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
+    int any = 0;
+    ampi_cycle_record(o, own);
+    if (!ampi_has_record(state, prefix, "cycle", -1)) {
+        for (i = 0; i < o->set->n; i++) live[i] = micro > 0 && ampi_has_record(state, prefix, "grad", i);
+        if (micro == 0 || own[AMPI_CYCLE_WORLD] == 1) return AMP_OK;
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved in the middle of a cycle, and it does not say by which rank");
+    }
+    AMPI_TRY(ampi_get(state, prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
+    AMPI_TRY(ampi_get(state, prefix, "live", -1, AMP_U8, live, o->set->n));
+    for (i = 0; i < o->set->n; i++) any |= live[i];
+    return ampi_check_cycle(saved, own, micro, any);
 }
 
 AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_state *state, const char *prefix,
-                                          int64_t micro) {
+                                          const uint8_t *live) {
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
@@ -12435,7 +12511,7 @@ AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_stat
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (ampi_has_array(o, row, a))
                 AMPI_TRY(ampi_check_array(o, state, prefix, ampi_array_names[a], i, ampi_saved_dtype(row, a)));
-        if (ampi_has_gradient(state, prefix, i, micro))
+        if (live[i])
             AMPI_TRY(ampi_check_array(o, state, prefix, "grad", i, row->grad_dtype));
     }
     return AMP_OK;
@@ -12476,7 +12552,7 @@ AMPI_PRIVATE amp_result ampi_load_remainder(amp_optimizer *o, const amp_state *s
     return ampi_send(o->amp, row->master, rest, bytes);
 }
 
-AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t micro,
+AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, const uint8_t *live,
                                          void *room) {
     int64_t i;
     int a;
@@ -12488,7 +12564,7 @@ AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *stat
             else if (ampi_has_array(o, row, a))
                 AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
                                          ampi_saved_dtype(row, a), room));
-        o->set->params[i]->grad_live = ampi_has_gradient(state, prefix, i, micro);
+        o->set->params[i]->grad_live = live[i] != 0;
         if (o->set->params[i]->grad_live)
             AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
     }
@@ -12564,7 +12640,8 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     int32_t trackers[AMP_OUTCOMES];
     double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
     amp_result r;
-    void *room;
+    void *room = NULL;
+    uint8_t *live;
     if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_load", "optimizer or state is NULL");
     s = ampi_context_system(o->amp);
     bytes = ampi_row_room(o->set);
@@ -12579,15 +12656,23 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     AMPI_TRY(ampi_check_outcomes(outcomes, n));
     memset(trackers, 0, sizeof trackers);
     if (ampi_has_record(state, prefix, "trackers", -1)) AMPI_TRY(ampi_get(state, prefix, "trackers", -1, AMP_I32, trackers, n));
-    AMPI_TRY(ampi_check_arrays(o, state, prefix, steps[1]));
     if (ampi_has_record(state, prefix, "seed", -1)) AMPI_TRY(ampi_get(state, prefix, "seed", -1, AMP_I64, &seed, 1));
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", &room, bytes, 1));
-    r = ampi_wait(o->amp);
-    if (r == AMP_OK) r = ampi_load_arrays(o, state, prefix, steps[1], room);
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
+    r = ampi_load_cycle(o, state, prefix, steps[1], live);
+    if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
+    if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &room, bytes, 1);
+    if (r == AMP_OK) r = ampi_wait(o->amp);
+    if (r != AMP_OK) {
+        ampi_free(s, room, bytes, 1);
+        ampi_free(s, live, o->set->n, 1);
+        return r;
+    }
+    r = ampi_load_arrays(o, state, prefix, live, room);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
     if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
     ampi_free(s, room, bytes, 1);
+    ampi_free(s, live, o->set->n, 1);
     ampi_set_unlink(o->set);
     ampi_settings_changed(o->amp);
     return r;
@@ -14539,14 +14624,20 @@ AMP_API amp_result amp_loader_save(const amp_loader *l, amp_state *state, const 
 
 AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const char *prefix) {
     static const char *const names[AMPI_POSITION_COUNT] = {
-        "epoch",  "index",    "hash of the data", "samples", ".batch", ".seq",   ".seed",
-        ".world", ".shuffle", ".last_batch",      ".first",  ".last",  ".format"};
+        "epoch",  "index",    "hash of the data", "samples", ".batch x .world", ".seq",   ".seed",
+        ".world", ".shuffle", ".last_batch",      ".first",  ".last",           ".format"};
     int64_t saved[AMPI_POSITION_COUNT], own[AMPI_POSITION_COUNT];
     char key[AMPI_STATE_KEY];
     int i;
     AMPI_TRY(ampi_loader_key("amp_loader_load", l, state, prefix, key, sizeof key));
     AMPI_TRY(amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT));
     ampi_loader_position(l, own);
+    if (saved[4] < 1 || saved[7] < 1 || saved[4] > INT64_MAX / saved[7])
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": .batch %lld, .world %lld", key, (long long)saved[4],
+                         (long long)saved[7]);
+    saved[4] *= saved[7];           /* the samples of a step: ranks may share them otherwise */
+    own[4] *= own[7];
+    saved[7] = own[7];
     for (i = 2; i < AMPI_POSITION_COUNT; i++)
         if (saved[i] != own[i])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "the %s was %lld when \"%s\" was saved, and is %lld",

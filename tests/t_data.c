@@ -391,6 +391,51 @@ TEST(resume_in_place) {
     amp_state_destroy(state);
 }
 
+/* The samples of `n` global batches from where a state of that world, or none, stands: rank after rank. */
+static int take_ranks(amp_loader_desc d, int world, int n, const amp_state *state, amp_state *saved, int64_t *ids) {
+    amp_loader *l[4];
+    int i, r, at = 0;
+    d.world = world;
+    d.batch /= world;
+    for (r = 0; r < world; r++) {
+        d.rank = r;
+        l[r] = opened(&d);
+        if (state != NULL) CHECK_OK(amp_loader_load(l[r], state, "x"));
+    }
+    for (i = 0; i < n; i++)
+        for (r = 0; r < world; r++) {
+            at += take(l[r], 1, ids + at, 400 - at);
+            at -= ids[at - 1] == -2;                /* the mark of a batch's end */
+        }
+    CHECK_OK(amp_loader_save(l[world - 1], saved, "x"));
+    for (r = 0; r < world; r++) amp_loader_destroy(l[r]);
+    return at;
+}
+
+/* A state fits another number of ranks where the global batch is the same: the samples are those of an uninterrupted run,
+   each step's in the same order, the remainder at an epoch's end included. */
+TEST(resume_in_another_world) {
+    static const int worlds[] = {1, 2, 4};
+    amp_loader_desc d = token_desc(in_folder("tokens.u16"));
+    int64_t whole[400], ids[400];
+    int from, to, n, at, cut;
+    amp_state *state = NULL, *end = NULL;
+    d.shuffle = 1; d.seed = 5; d.batch = 8; d.last_batch = AMP_LAST_PARTIAL;
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_create(&end, NULL));
+    n = take_ranks(d, 1, 20, NULL, end, whole);
+    for (cut = 1; cut < 20; cut += 3)
+        for (from = 0; from < 3; from++)
+            for (to = 0; to < 3; to++) {
+                at = take_ranks(d, worlds[from], cut, NULL, state, ids);
+                at += take_ranks(d, worlds[to], 20 - cut, state, end, ids + at);
+                CHECK_MSG(at == n && memcmp(ids, whole, (size_t)n * sizeof *ids) == 0, "%d to %d ranks after %d batches",
+                          worlds[from], worlds[to], cut);
+            }
+    amp_state_destroy(state);
+    amp_state_destroy(end);
+}
+
 static void check_refused(amp_state *state, const amp_loader_desc *d, const char *word) {
     amp_loader *l = opened(d);
     amp_loader_info before, after;
@@ -450,9 +495,9 @@ TEST(resume_refuses_what_differs) {
     amp_loader_destroy(l);
     l = opened(&d);
     CHECK_OK(amp_loader_load(l, state, "x"));       /* the same data elsewhere, and what does not change the order */
-    d = good; d.batch = 3;                     check_refused(state, &d, ".batch");
+    d = good; d.batch = 3;                     check_refused(state, &d, ".batch x .world");
     d = good; d.seed = 9;                      check_refused(state, &d, ".seed");
-    d = good; d.world = 2;                     check_refused(state, &d, ".world");
+    d = good; d.world = 2;                     check_refused(state, &d, ".batch x .world");
     d = good; d.shuffle = 1;                   check_refused(state, &d, ".shuffle");
     d = good; d.last_batch = AMP_LAST_PAD;     check_refused(state, &d, ".last_batch");
     d = good; d.seq = 5;                       check_refused(state, &d, "samples");
@@ -464,6 +509,12 @@ TEST(resume_refuses_what_differs) {
     for (i = 0; i < 4; i++) {
         memcpy(bad, values, sizeof bad);
         bad[i % 2] = i < 2 ? -1 : i == 2 ? INT64_MAX : 15;
+        CHECK_OK(amp_state_put(state, "x.loader", AMP_I64, bad, AMPI_POSITION_COUNT));
+        CHECK_ERR(amp_loader_load(l, state, "x"), AMP_ERR_MISMATCH);
+    }
+    for (i = 0; i < 4; i++) {                       /* worlds and batches that no loader has */
+        memcpy(bad, values, sizeof bad);
+        bad[i % 2 ? 4 : 7] = i < 2 ? 0 : INT64_MAX;
         CHECK_OK(amp_state_put(state, "x.loader", AMP_I64, bad, AMPI_POSITION_COUNT));
         CHECK_ERR(amp_loader_load(l, state, "x"), AMP_ERR_MISMATCH);
     }
@@ -2320,6 +2371,7 @@ int main(int argc, char **argv) {
     RUN(shuffle);
     RUN(resume_at_every_position);
     RUN(resume_in_place);
+    RUN(resume_in_another_world);
     RUN(state_counts_what_was_consumed);
     RUN(resume_refuses_what_differs);
     RUN(seek_and_end);

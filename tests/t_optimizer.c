@@ -1855,6 +1855,182 @@ TEST(ranks_average_and_take_part_without_a_gradient) {
     amp_close(two);
 }
 
+/* ---- States and ranks */
+
+static amp_context *rank_context(int rank, int world, int *calls) {
+    amp_context *amp = NULL;
+    amp_desc c;
+    memset(&c, 0, sizeof c);
+    if (world > 1) c.reducer.reduce = twice;
+    c.reducer.user = calls;
+    c.reducer.rank = rank;
+    c.reducer.world = world;
+    c.logger.level = AMP_LOG_OFF;
+    CHECK_OK(amp_open(&amp, &c));
+    return amp;
+}
+
+/* The state as 0.1.0 wrote it. */
+static amp_state *without_the_cycle(const amp_state *state) {
+    static uint8_t values[8 * ROOM];
+    amp_state *old = NULL;
+    const char *key;
+    int64_t i;
+    CHECK_OK(amp_state_create(&old, NULL));
+    for (i = 0; (key = amp_state_key(state, i)) != NULL; i++) {
+        amp_dtype dtype = AMP_DTYPE_DEFAULT;
+        int64_t n = amp_state_count(state, key, &dtype);
+        if (strcmp(key, "o.cycle") == 0 || strcmp(key, "o.live") == 0) continue;
+        CHECK_OK(amp_state_get(state, key, dtype, values, n));
+        CHECK_OK(amp_state_put(old, key, dtype, values, n));
+    }
+    return old;
+}
+
+/* Loads into an optimizer of that rank; "": it must be taken, else refused with these words. */
+static void load_into(const amp_state *state, int rank, int world, int accumulation, int sharded, const char *words) {
+    static model m;
+    int calls = 0;
+    amp_context *amp = rank_context(rank, world, &calls);
+    amp_optimizer_desc d;
+    amp_optimizer *o;
+    amp_result r;
+    model_init(&m, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    d.accumulation = accumulation;
+    d.sharded = sharded;
+    o = make(amp, &d);
+    r = amp_optimizer_load(o, state, "o");
+    CHECK_MSG(r == (*words ? AMP_ERR_MISMATCH : AMP_OK) && (!*words || strstr(amp_last_error(), words) != NULL),
+              "rank %d of %d: %d %s", rank, world, (int)r, r ? amp_last_error() : "");
+    amp_optimizer_destroy(o);
+    amp_close(amp);
+}
+
+/* Gradients in the middle of a cycle are one rank's sums: they fit no other rank, world or cycle.  Between two steps the
+   state is the same on all ranks, and fits each, unless what they hold is sharded. */
+TEST(states_in_a_cycle_are_of_their_rank) {
+    static model m;
+    int calls = 0, way;
+    for (way = 0; way < 2; way++) {             /* amp_step counts the micro-batches, or the host does */
+        amp_context *amp = rank_context(0, 2, &calls);
+        amp_state *state = NULL, *old;
+        amp_optimizer_desc d;
+        amp_optimizer *o;
+        model_init(&m, AMP_F32, AMP_F32);
+        d = adamw(&m);
+        d.accumulation = 4;
+        o = make(amp, &d);
+        CHECK_OK(amp_state_create(&state, NULL));
+        model_backward(&m, 0, 1);
+        if (way == 0) CHECK_OK(amp_step(o, NULL));
+        CHECK_OK(amp_optimizer_save(o, state, "o"));
+        load_into(state, 0, 2, 4, 0, "");
+        load_into(state, 1, 2, 4, 0, "rank 0 of 2");
+        load_into(state, 0, 4, 4, 0, "rank 0 of 2");
+        load_into(state, 0, 1, 4, 0, "rank 0 of 2");
+        load_into(state, 0, 2, 5, 0, way == 0 ? ".accumulation" : "");
+        old = without_the_cycle(state);
+        if (way == 0) load_into(old, 0, 2, 4, 0, "which rank");
+        load_into(old, 0, 1, 4, 0, "");
+        amp_state_destroy(old);
+        CHECK_OK(amp_optimizer_step(o, NULL));
+        CHECK_OK(amp_optimizer_save(o, state, "o"));                  /* over the gradients of before, which no longer count */
+        load_into(state, 0, 2, 4, 0, "");
+        load_into(state, 1, 2, 4, 0, "");
+        load_into(state, 3, 4, 2, 0, "");
+        load_into(state, 0, 1, 1, 0, "");
+        load_into(state, 0, 2, 4, 1, ".sharded");
+        old = without_the_cycle(state);
+        load_into(old, 1, 2, 4, 0, "");
+        amp_state_destroy(old);
+        amp_optimizer_destroy(o);
+        d.sharded = 1;
+        o = make(amp, &d);
+        CHECK_OK(amp_optimizer_save(o, state, "o"));
+        load_into(state, 0, 2, 4, 1, "");
+        load_into(state, 1, 2, 4, 1, "rank 0 of 2");
+        load_into(state, 0, 4, 4, 1, "rank 0 of 2");
+        amp_state_destroy(state);
+        amp_optimizer_destroy(o);
+        amp_close(amp);
+    }
+}
+
+/* Which gradients are in a cycle is the state's to say, whatever an earlier save left in it; and what a check may have
+   multiplied and summed over ranks is not saved to be checked again. */
+TEST(gradients_of_a_state) {
+    static model m, n;
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler *s = make_scaler(amp, 64, 0);
+    amp_state *state = NULL;
+    amp_optimizer_desc d;
+    amp_optimizer *o, *p;
+    int i;
+    model_init(&m, AMP_F32, AMP_F32);
+    model_init(&n, AMP_F32, AMP_F32);
+    d = adamw(&m);
+    d.accumulation = 3;
+    o = make(amp, &d);
+    d.params = n.p;
+    p = make(amp, &d);
+    CHECK_OK(amp_state_create(&state, NULL));
+    model_backward(&m, 0, 1);
+    CHECK_OK(amp_optimizer_save(o, state, "o"));                      /* before the first amp_step */
+    CHECK_OK(amp_optimizer_load(p, state, "o"));
+    for (i = 0; i < TENSORS; i++) CHECK(n.p[i].grad_live == 1 && memcmp(n.g[i], m.g[i], (size_t)count_of(i) * 4) == 0);
+    CHECK_OK(amp_optimizer_step(o, NULL));
+    CHECK_OK(amp_step(o, NULL));
+    m.p[1].grad_live = 1;
+    CHECK_OK(amp_optimizer_save(o, state, "o"));                      /* one of them, over all */
+    CHECK_OK(amp_optimizer_load(p, state, "o"));
+    for (i = 0; i < TENSORS; i++) CHECK_EQ(n.p[i].grad_live, i == 1);
+    m.p[1].grad_live = 0;
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    CHECK_OK(amp_optimizer_load(p, state, "o"));
+    for (i = 0; i < TENSORS; i++) CHECK_EQ(n.p[i].grad_live, 0);
+    CHECK_OK(amp_step(o, NULL));
+    model_backward(&m, 1, 1);
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_UNSCALE));
+    CHECK_ERR(amp_optimizer_save(o, state, "o"), AMP_ERR_STATE);
+    CHECK(strstr(amp_last_error(), "amp_optimizer_save") != NULL);
+    CHECK_OK(amp_step(o, s));
+    CHECK_OK(amp_optimizer_save(o, state, "o"));
+    amp_state_destroy(state);
+    amp_optimizer_destroy(o);
+    amp_optimizer_destroy(p);
+    amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+/* The next random number is the same on all ranks, but not where each has a seed of its own. */
+TEST(random_numbers_of_another_rank) {
+    static const struct { uint64_t saved, own; int rank; amp_result result; } seeds[] = {
+        {7, 7, 1, AMP_OK}, {7, 0, 1, AMP_OK}, {7, 8, 0, AMP_OK}, {7, 8, 1, AMP_ERR_MISMATCH}};
+    int i, k, calls = 0;
+    for (i = 0; i < 4; i++) {
+        amp_context *amp[2];
+        amp_state *state = NULL;
+        for (k = 0; k < 2; k++) {
+            amp_desc c;
+            memset(&c, 0, sizeof c);
+            c.reducer.reduce = twice; c.reducer.user = &calls; c.reducer.world = 2;
+            c.reducer.rank = k ? seeds[i].rank : 0;
+            c.seed = k ? seeds[i].own : seeds[i].saved;
+            CHECK_OK(amp_open(&amp[k], &c));
+        }
+        amp[0]->random_offset = 40;
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(amp_random_save(amp[0], state, "r"));
+        CHECK_ERR(amp_random_load(amp[1], state, "r"), seeds[i].result);
+        if (seeds[i].result == AMP_OK) CHECK(amp[1]->desc.seed == 7 && amp[1]->random_offset == 40);
+        else CHECK(amp[1]->desc.seed == 8 && amp[1]->random_offset == 0 && strstr(amp_last_error(), "rank 0 of 2 with seed 7") != NULL);
+        amp_state_destroy(state);
+        amp_close(amp[0]);
+        amp_close(amp[1]);
+    }
+}
+
 /* A program linked with -Ofast starts with subnormals flushed to zero, which would change masters that are some. */
 static void keep_subnormals(void) {
 #if defined(__SSE__)
@@ -1902,5 +2078,8 @@ int main(int argc, char **argv) {
     RUN(optimizer_settings_are_checked);
     RUN(every_failing_allocation_is_survived);
     RUN(ranks_average_and_take_part_without_a_gradient);
+    RUN(states_in_a_cycle_are_of_their_rank);
+    RUN(gradients_of_a_state);
+    RUN(random_numbers_of_another_rank);
     return TEST_END();
 }

@@ -1,6 +1,6 @@
 /* t_ranks.c - data-parallel training over the reduction hook, with forked processes and shared memory: an overflow
  * on one rank skips on all, N ranks give the weights of one with N times the batch, ranks without gradients take
- * part, shards are disjoint and complete, and a failing hook is an error. */
+ * part, shards are disjoint and complete, restarts go on with other ranks, and a failing hook is an error. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
@@ -231,6 +231,123 @@ TEST(shards_are_disjoint_and_complete) {
     unlink(data_path);
 }
 
+/* ---- restarts */
+
+/* Micro-batches first to last - 1 of a run with the loader, four a step, on gradients whose sums are exact in any order:
+   the bits do not depend on the ranks.  Loads NAME.from before, if that is not -1, and saves NAME.rank after. */
+static struct { int first, last, from, refused; } part;
+static void train_part(int rank, int world) {
+    rank_info me = {rank, world};
+    amp_context *amp;
+    amp_optimizer *opt;
+    amp_scaler *scaler;
+    amp_loader *loader;
+    amp_state *state = NULL;
+    amp_desc desc;
+    amp_optimizer_desc od;
+    amp_scaler_desc sd;
+    amp_loader_desc ld;
+    amp_param p;
+    amp_batch batch;
+    char path[100];
+    static float w[IN * OUT], g[IN * OUT];
+    memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&p, 0, sizeof p);
+    memset(&ld, 0, sizeof ld);
+    desc.reducer.reduce = world > 1 ? reduce : NULL; desc.reducer.user = &me;
+    desc.reducer.rank = rank; desc.reducer.world = world; desc.threads = 1;
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int i = 0; i < IN * OUT; i++) w[i] = value(i);
+    p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, OUT, IN); p.grad = amp_tensor2(g, AMP_F32, OUT, IN);
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    od.params = &p; od.n_params = 1; od.lr = 0.05f; od.accumulation = 4;
+    sd.init_scale = 1024;
+    ld.path = data_path; ld.format = AMP_TOKENS_BYTES; ld.batch = 4 / world; ld.seq = 4; ld.shuffle = 1; ld.workers = AMP_NO_WORKERS;
+    CHECK_OK(amp_optimizer_create(amp, &opt, &od));
+    CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
+    CHECK_OK(amp_loader_create(amp, &loader, &ld));
+    if (part.from >= 0) {
+        snprintf(path, sizeof path, "%s.%d", data_path, part.from);
+        CHECK_OK(amp_state_load(&state, NULL, path));
+        CHECK_OK(amp_state_get(state, "w", AMP_F32, w, IN * OUT));
+        CHECK_OK(amp_scaler_load(scaler, state, "s"));
+        CHECK_OK(amp_loader_load(loader, state, "s"));
+        CHECK_OK(amp_random_load(amp, state, "s"));
+        CHECK_ERR(amp_optimizer_load(opt, state, "o"), part.refused && rank != part.from ? AMP_ERR_MISMATCH : AMP_OK);
+        amp_state_destroy(state);
+    }
+    for (int micro = part.first; micro < part.last; micro++) {
+        float scale = amp_scaler_scale(scaler);
+        int add = amp_param_accumulate(&p);
+        CHECK_OK(amp_loader_next(loader, &batch));
+        for (int i = 0; i < IN * OUT; i++) {
+            float sum = 0;
+            for (int64_t j = 0; j < batch.batch; j++) sum += (float)((batch.inputs[j * 4] * 37 + i * 11) % 64 - 32);
+            g[i] = (add ? g[i] : 0) + sum * scale / (float)(batch.batch * 64);
+        }
+        CHECK_OK(amp_step(opt, scaler));
+    }
+    memcpy(all->weights[rank], w, sizeof w);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_put(state, "w", AMP_F32, w, IN * OUT));
+    CHECK_OK(amp_scaler_save(scaler, state, "s"));
+    CHECK_OK(amp_loader_save(loader, state, "s"));
+    CHECK_OK(amp_random_save(amp, state, "s"));
+    CHECK_OK(amp_optimizer_save(opt, state, "o"));
+    snprintf(path, sizeof path, "%s.%d", data_path, rank);
+    CHECK_OK(amp_state_save(state, path));
+    amp_state_destroy(state);
+    amp_loader_destroy(loader);
+    amp_optimizer_destroy(opt);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+static void train_part_with_own_state(int rank, int world) {
+    if (part.from >= 0) part.from = rank;
+    train_part(rank, world);
+}
+
+static void run_part(int first, int last, int from, int refused, int world, void (*body)(int rank, int world)) {
+    part.first = first; part.last = last; part.from = from; part.refused = refused;
+    fork_ranks(world, body);
+}
+
+/* In a run of 24 micro-batches of 4 samples: between two steps rank 0's state goes on with 1, 2 and 4 ranks; inside a cycle
+   each rank's own does, and no other rank's is taken. */
+TEST(restarts_with_ranks) {
+    unsigned char bytes[81];                /* 20 samples of 4, and a last target: 5 batches an epoch */
+    float whole[IN * OUT];
+    char path[100];
+    int fd;
+    for (int i = 0; i < 81; i++) bytes[i] = (unsigned char)(i * 7);
+    snprintf(data_path, sizeof data_path, "/tmp/amp_ranks_XXXXXX");
+    fd = mkstemp(data_path);
+    if (fd < 0 || write(fd, bytes, sizeof bytes) != sizeof bytes) SKIP("no temporary folder");
+    close(fd);
+    run_part(0, 24, -1, 0, 1, train_part);
+    memcpy(whole, all->weights[0], sizeof whole);
+    CHECK(whole[0] != value(0));
+    for (int from = 1; from <= RANKS; from *= 2)
+        for (int to = 1; to <= RANKS; to *= 2) {
+            run_part(0, 12, -1, 0, from, train_part);
+            run_part(12, 24, 0, 0, to, train_part);
+            for (int r = 0; r < to; r++) CHECK_MSG(memcmp(whole, all->weights[r], sizeof whole) == 0, "%d to %d ranks, rank %d", from, to, r);
+        }
+    for (int world = 1; world <= RANKS; world *= 2)
+        for (int cut = 9; cut < 12; cut++) {
+            run_part(0, cut, -1, 0, world, train_part);
+            run_part(cut, cut, 0, 1, world, train_part);            /* rank 0's for all: refused, but by rank 0 */
+            run_part(0, cut, -1, 0, world, train_part);
+            run_part(cut, 24, 0, 0, world, train_part_with_own_state);
+            for (int r = 0; r < world; r++) CHECK_MSG(memcmp(whole, all->weights[r], sizeof whole) == 0, "cut %d, rank %d of %d", cut, r, world);
+        }
+    for (int r = 0; r < RANKS; r++) {
+        snprintf(path, sizeof path, "%s.%d", data_path, r);
+        unlink(path);
+    }
+    unlink(data_path);
+}
+
 /* ---- a hook that fails */
 
 static int failing_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
@@ -265,6 +382,6 @@ int main(int argc, char **argv) {
     if (all == MAP_FAILED) { printf("no shared memory\n0 passed, 1 failed, 0 skipped\n"); return 1; }
     RUN(ranks_equal_one_process_with_the_whole_batch); RUN(an_overflow_on_one_rank_skips_on_all);
     RUN(ranks_without_gradients_take_part);
-    RUN(shards_are_disjoint_and_complete); RUN(a_failing_hook_is_an_error_and_changes_nothing);
+    RUN(shards_are_disjoint_and_complete); RUN(restarts_with_ranks); RUN(a_failing_hook_is_an_error_and_changes_nothing);
     return TEST_END();
 }
