@@ -4,7 +4,9 @@
 #   CUDA=0              examples for the CPU alone, where there is a GPU
 #   PYTHON=path         for `make oracle` and the peers of `make bench`
 
-CC      ?= gcc
+ifeq ($(origin CC),default)
+CC      := gcc
+endif
 CFLAGS  ?= -O2
 PYTHON  ?= python3
 BUILD   := build

@@ -6,33 +6,42 @@
        #define AMP_IMPLEMENTATION
        #include "amp.h"
 
-   In every other file only the #include.  The shortest complete use, a linear model trained in bf16:
+   In every other file only the #include.  The shortest complete use, a linear model in the dtype chosen for the machine:
 
        #define AMP_IMPLEMENTATION
        #include "amp.h"
        #include <stdio.h>
+       #include <stdlib.h>
+
        static float w[10 * 4], dw[10 * 4], x[8 * 4], y[8 * 10], loss;
        static int32_t labels[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+       static void check(amp_result result) {
+           if (result != AMP_OK) { fprintf(stderr, "%s\n", amp_last_error()); exit(1); }
+       }
+
        int main(void) {
-           amp_context *amp; amp_optimizer *opt; amp_param p; amp_optimizer_desc od; int i;
-           for (i = 0; i < 32; i++) x[i] = (float)(i % 7) - 3;
-           if (amp_open(&amp, NULL) != AMP_OK) return fprintf(stderr, "%s\n", amp_last_error()), 1;
-           memset(&p, 0, sizeof p); memset(&od, 0, sizeof od);
-           p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, 10, 4); p.grad = amp_tensor2(dw, AMP_F32, 10, 4);
-           od.params = &p; od.n_params = 1; od.lr = 0.1f;
-           if (amp_param_register(amp, &p, 1) || amp_optimizer_create(amp, &opt, &od)) return puts(amp_last_error()), 1;
-           for (i = 0; i < 100; i++) {
-               amp_linear_op lin; amp_cross_entropy_op ce; amp_autocast_desc region;
-               memset(&lin, 0, sizeof lin); memset(&ce, 0, sizeof ce); memset(&region, 0, sizeof region);
-               lin.x = amp_tensor2(x, AMP_F32, 8, 4); lin.weight = &p; lin.y = amp_tensor2(y, AMP_F32, 8, 10);
-               ce.logits = ce.dlogits = lin.y; ce.labels = labels; ce.loss = &loss;
-               region.dtype = AMP_BF16;
-               amp_autocast_begin(amp, &region); amp_linear(amp, &lin); amp_cross_entropy(amp, &ce); amp_autocast_end(amp);
-               lin.dy = ce.dlogits; amp_linear_backward(amp, &lin);
-               amp_step(opt, NULL);
+           amp_context *amp; amp_optimizer *opt;
+           amp_tensor in = amp_tensor2(x, AMP_F32, 8, 4), out = amp_tensor2(y, AMP_F32, 8, 10);
+           amp_param p = {.name = "w", .weight = amp_tensor2(w, AMP_F32, 10, 4), .grad = amp_tensor2(dw, AMP_F32, 10, 4)};
+           amp_optimizer_desc adamw = {.params = &p, .n_params = 1, .lr = 0.1};
+           for (int i = 0; i < 32; i++) x[i] = (float)(i * i % 13) - 6;  // eight rows, no two alike
+           check(amp_open(&amp, NULL));
+           check(amp_param_register(amp, &p, 1));
+           check(amp_optimizer_create(amp, &opt, &adamw));
+           for (int step = 1; step <= 100; step++) {
+               amp_linear_op linear = {.x = in, .y = out, .weight = &p, .dy = out};
+               amp_cross_entropy_op ce = {.logits = out, .dlogits = out, .labels = labels, .loss = &loss};
+               check(amp_autocast_begin(amp, NULL));  // computes in the dtype chosen for this machine
+               check(amp_linear(amp, &linear));
+               check(amp_cross_entropy(amp, &ce));  // the loss, and its gradient in place of the logits
+               check(amp_autocast_end(amp));
+               check(amp_linear_backward(amp, &linear));
+               check(amp_step(opt, NULL));  // finite check, norm, AdamW
+               if (step == 1 || step == 100) printf("step %d: loss %.3f\n", step, loss);
            }
-           printf("loss %.3f\n", loss);
-           amp_optimizer_destroy(opt); amp_close(amp);
+           amp_optimizer_destroy(opt);
+           amp_close(amp);
            return 0;
        }
 
@@ -3179,6 +3188,9 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#if !defined(O_CLOEXEC)
+#  error "amp.h: with -std=c99 or -std=c11, include amp.h before system headers in the file with AMP_IMPLEMENTATION, or compile with -std=gnu99"
+#endif
 #if defined(_OPENMP)
 #  include <omp.h>
 #endif

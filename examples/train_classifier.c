@@ -8,7 +8,8 @@
  * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
  * writes it, with its vocab.txt and config.json beside it.  On a GPU: see train_gpt.c.
  *
- * Read it from the bottom: main, then train, then train_batch, which is the whole of mixed precision. */
+ * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the scaler,
+ * forward_loss, the region and the seeded loss, and train_batch, the rest of a step. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"

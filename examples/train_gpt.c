@@ -14,7 +14,8 @@
  *     mpicc -DUSE_MPI -O2 -fopenmp examples/train_gpt.c -o train_gpt_mpi -lm -lpthread
  *     mpirun -np 2 ./train_gpt_mpi --batch 8
  *
- * Read it from the bottom: main, then train, then train_step, which is the whole of mixed precision. */
+ * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, open_scaler and
+ * open_optimizer, which set it up, gpt_forward_loss in common.h, the region, and micro_step, the rest of a step. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "common.h"

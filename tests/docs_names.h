@@ -1,5 +1,4 @@
 /* docs_names.h - what the code blocks of the README stand on. */
-#define AMP_IMPLEMENTATION
 #include "amp.h"
 #include <stdio.h>
 
@@ -8,6 +7,12 @@ static amp_scaler *scaler;
 static amp_optimizer *optimizer, *opt;
 static amp_loader *loader;
 static amp_state *state;
+static amp_desc desc;
+static amp_autocast_desc region;
+static amp_scaler_desc scaling;
+static amp_optimizer_desc adamw;
+static amp_cross_entropy_op ce;
+static amp_outcome outcome;
 static amp_batch batch;
 static amp_param weight, bias, params[8];
 static amp_set *set;

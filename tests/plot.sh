@@ -57,6 +57,11 @@ for kind in bare latin; do
     done
 done
 
+# A scale that never moved: no warning from gnuplot.
+sed 's/"scale": [0-9.e]*/"scale": 65536/' "$work/a/fp16/metrics.jsonl" > "$work/b/metrics.jsonl"
+$plot -o "$work/out/flat" "$work/b/metrics.jsonl" > "$work/log" 2>&1
+if grep -v '^plot: ' "$work/log" > "$work/words" || ! [ -s "$work/out/flat.svg" ]; then fail "a flat scale" "$(head -n 3 "$work/words")"; else pass; fi
+
 # Files without records are left out, or refused.
 echo nonsense > "$work/b/metrics.jsonl"
 $plot -o "$work/out/b" "$work/b/metrics.jsonl" "$work/a/fp16/metrics.jsonl" > "$work/log" 2>&1

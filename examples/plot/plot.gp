@@ -58,12 +58,17 @@ set key top right
 if (with_scaler ne "") {
     set logscale y 2
     set format y "2^{%L}"
-    set yrange [*:*]
-    set offsets 0, 0, graph 0.08, graph 0.08
+    low = 1e300; high = 0                                       # a scale that never moved needs a range, too
+    do for [i in with_scaler] {
+        stats columns(int(i)) using 3 nooutput
+        low = STATS_min < low ? STATS_min : low; high = STATS_max > high ? STATS_max : high
+    }
+    set yrange [low / 2:high * 2]
     plot for [i in with_scaler] columns(int(i)) using 1:3 with steps lw thickness(int(i)) lc rgb colour(int(i)) title label(int(i)), \
          for [i in with_scaler] columns(int(i)) using ($4 == 1 ? $1 : NaN):3 with points pt 2 ps 0.9 lw 1.6 lc rgb "#222222" notitle, \
          NaN with points pt 2 ps 0.9 lw 1.6 lc rgb "#222222" title "skipped step"
     unset logscale y
+    set yrange [*:*]
 } else {
     nodata = "no run has a loss scaler"; eval nothing
 }

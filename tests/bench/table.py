@@ -103,6 +103,18 @@ def bar_texts(bars):
         yield f"{group} {', '.join(each)}: {needs}, {verdict}"
 
 
+def verdict_text(bars):
+    """How many bars are met; of the steps', which the table above shows, those that are not."""
+    def met(rows):
+        return f"{sum(row['verdict'] == 'PASS' for row in rows)} of {len(rows)}"
+
+    steps = [row for row in bars if row["bar"].startswith("step ")]
+    failed = [f"{row['bar'][len('step '):]}: {number(row['measured'])}, {row['needs']}" for row in steps
+              if row["verdict"] != "PASS"]
+    text = f"{met(bars)} bars are met, {met(steps)} of the training steps'"
+    return f"{text} (not met: {'; '.join(failed)})." if failed else f"{text}."
+
+
 def lines(results, name, accuracy, accuracy_name):
     m, v = results["machine"], results["versions"]
     peers = f", PyTorch {v['torch']}" if "torch" in v else ""
@@ -117,9 +129,7 @@ def lines(results, name, accuracy, accuracy_name):
     if other:
         yield f"Measured, bar, verdict: {'; '.join(bar_texts(other))}."
         yield ""
-    passed = sum(row["verdict"] == "PASS" for row in results["bars"])
-    yield (f"{passed} of {len(results['bars'])} bars are met, those of the training steps included."
-           + recompute_text(results.get("recompute")))
+    yield verdict_text(results["bars"]) + recompute_text(results.get("recompute"))
     yield ""
     yield ("The tests' errors over PyTorch's own on the same data, both against fp64, mean / worst (RMS over 16 seeds; at "
            f"most 1.2 is allowed; fp32 models: relative, at most 1e-5): {accuracy_text(accuracy['accuracy'])}; "
