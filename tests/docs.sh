@@ -76,7 +76,7 @@ if have cmake && have g++; then
     mkdir "$work/cmake"
     cp amp.h "$work/cmake"; cp "$work"/readme_*.cmake "$work/cmake/CMakeLists.txt"
     printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > "$work/cmake/amp.c"
-    sed '/^#define AMP_IMPL/d' "$work/readme_01.c" | tee "$work/cmake/program.c" > "$work/cmake/program.cpp"
+    sed '/^#define AMP_IMPLEMENTATION/d' "$work/readme_01.c" | tee "$work/cmake/program.c" > "$work/cmake/program.cpp"
     if (cd "$work/cmake" && cmake -B build -DCMAKE_EXPORT_COMPILE_COMMANDS=ON > log 2>&1) && grep 'amp\.c' "$work/cmake/build/compile_commands.json" | grep -q -e '-O[23].*-fopenmp' -e '-fopenmp.*-O[23]' &&
        grep -q gomp "$work/cmake/build/CMakeFiles/program.dir/link.txt"; then pass; else fail "CMake" "$(tail -n 5 "$work/cmake/log") $(grep command "$work/cmake/build/compile_commands.json")"; fi
 else skip "CMake" "no cmake or no g++"; fi
