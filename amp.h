@@ -232,7 +232,7 @@ extern "C" {
 #define AMP_RESULTS(X) \
     X(AMP_OK,                0, "success",                               "") \
     X(AMP_ERR_NULL,        101, "a required pointer is NULL",            "pass the object or buffer the text names") \
-    X(AMP_ERR_RANGE,       102, "a value is outside its legal range",    "use a value from the range in the text; 0 is the default") \
+    X(AMP_ERR_RANGE,       102, "a value is outside its legal range",    "use a value from the range in the text") \
     X(AMP_ERR_SHAPE,       103, "shapes do not fit together",            "compare the shapes in the text with the operator's comment") \
     X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here",          "use one of the dtypes in the text") \
     X(AMP_ERR_VERSION,     105, "header and implementation differ",      "rebuild every file against the same amp.h") \
@@ -1616,7 +1616,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
    An output may lie over another operand only where its operator says so, and then be the same view, of one dtype size.
-   All return 101 for a missing pointer, 103 for shapes, 104 for dtypes, 110 for operands that share memory,
+   All return 101 for a missing pointer, 102 for numbers (NaN is none), 103 for shapes, 104 for dtypes, 110 for operands that share memory,
    301 without scratch memory, and backward 106 when forward has not run; for forwards that run again see
    amp_recompute_begin.                                                                                  */
 
@@ -1658,7 +1658,7 @@ AMPI_INLINE amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) 
 /* The BLAS-shaped entry: replaces cblas_sgemm in one line and obeys the region.  The numbers of the enums are
    CBLAS's.  C = alpha op(A) op(B) + beta C, op(A) m x k, op(B) k x n; fp32, no alignment needed; beta 0 does
    not read C; any dimension may be 0.  May be called from several threads at once, each in its own region.
-   Errors: 101, 102 (negative dimension, leading dimension too small, bad enum), 110 C shares memory with A or B, 301. */
+   Errors: 101, 102 (negative dimension, leading dimension too small, bad enum, alpha or beta not finite), 110 C shares memory with A or B, 301. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
 typedef enum amp_trans { AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113, AMP_TRANS_FORCE_I32 = 0x7fffffff } amp_trans;
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
@@ -1911,7 +1911,7 @@ typedef enum amp_scaler_preset {
 #define AMP_NO_FLOOR (-1.0f)        /* min_scale: none */
 #define AMP_NO_CEILING (-1.0f)      /* max_scale: none, not even the guard */
 #define AMP_NO_INTERVAL (-1)        /* growth_interval: never grow */
-#define AMP_ZERO (-1.0f)            /* an explicit 0 where 0 means the default */
+#define AMP_ZERO (-1.0f / 18446744073709551616.0f)  /* -2^-64: an explicit 0 where 0 means the default */
 #define AMP_LAG_NONE (-1)           /* outcome_lag: none, so that amp_outcome_next waits for the step itself */
 
 /*                   init    grow  shrink  interval  floor   ceiling  hysteresis
@@ -3270,6 +3270,12 @@ AMPI_PRIVATE amp_result ampi_check_abi(const char *function, uint64_t theirs, ui
     if (theirs == ours) return AMP_OK;
     return ampi_fail(AMP_ERR_VERSION, function, "called with header version %u and struct size %u, the implementation has %u and %u",
                      (unsigned)(theirs >> 32), (unsigned)theirs, (unsigned)(ours >> 32), (unsigned)ours);
+}
+
+/* A number of a desc or op: finite, which its bits tell, and what fits. */
+AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
+    if (fits && amp_is_finite_f64(&value)) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
 }
 
 /* *bytes = count * size, unless that overflows. */
@@ -9966,6 +9972,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     amp_k_gemm g;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
+    AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "y", &op->y, &y));
@@ -9991,6 +9998,7 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     int n = 0, i;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
+    AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
     alpha = op->alpha == 0 ? 1 : op->alpha;
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
@@ -10061,6 +10069,8 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     amp_k_gemm g;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "amp is NULL");
     AMPI_TRY(ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc));
+    AMPI_TRY(ampi_check_real("amp_gemm", "alpha", (double)alpha, 1, "finite"));
+    AMPI_TRY(ampi_check_real("amp_gemm", "beta", (double)beta, 1, "finite"));
     if (m == 0 || n == 0) return AMP_OK;
     if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
@@ -10106,6 +10116,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     AMPI_TRY(ampi_attention_view(f, "o", &op->o, q_shape, op->q.dtype, k->o_stride));
     AMPI_TRY(ampi_check_output(f, "o", &op->o));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
+    AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
     if (op->lse == NULL) return ampi_fail(AMP_ERR_NULL, f, ".lse is NULL");
     k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
     k->keys = k_shape[1];
@@ -10179,7 +10190,7 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree", amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
-    if (!(op->eps >= 0)) return ampi_fail(AMP_ERR_RANGE, f, ".eps = %g, must be positive (0: 1e-5)", (double)op->eps);
+    AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, op->eps >= 0, "positive and finite, or 0 (1e-5)"));
     k->rms = rms;
     k->eps = op->eps == 0 ? 1e-5f : op->eps;
     if (op->weight) { k->weight = op->weight->weight.data; k->weight_dtype = op->weight->weight.dtype; }
@@ -10259,6 +10270,7 @@ static amp_result ampi_softmax_args(const char *f, const amp_softmax_op *op, amp
     AMPI_TRY(ampi_check_tensor(f, "x", &op->x));
     AMPI_TRY(ampi_check_tensor(f, "y", &op->y));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
+    AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
     if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y)) return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
     if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
         return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes");
@@ -10460,7 +10472,8 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
     if (op->labels == NULL || op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".labels or .loss is NULL");
     if (op->classes < 0 || op->classes > k.logits.cols)
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
-    if (!(op->label_smoothing >= 0 && op->label_smoothing <= 1)) return ampi_fail(AMP_ERR_RANGE, f, ".label_smoothing = %g, must be 0 to 1", (double)op->label_smoothing);
+    AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing, op->label_smoothing >= 0 && op->label_smoothing <= 1, "0 to 1"));
+    AMPI_TRY(ampi_check_real(f, ".factor", (double)op->factor, 1, "finite"));
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
     at.n = 0;
     ampi_reads(&at, ".logits", &op->logits); ampi_reads_array(&at, ".labels", op->labels, k.logits.rows * (int64_t)sizeof *op->labels);
@@ -10498,6 +10511,7 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     AMPI_TRY(ampi_check_flat(f, "target", &op->target, k.n, AMP_DTYPE_DEFAULT));
     if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k.n, op->x.dtype));
     if (op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".loss is NULL");
+    AMPI_TRY(ampi_check_real(f, ".factor", (double)op->factor, 1, "finite"));
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
     at.n = 0;
     ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".target", &op->target); ampi_reads_array(&at, ".seed", op->seed, sizeof *op->seed);
@@ -10591,6 +10605,10 @@ AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *
 
 /* ---- Dropout */
 
+static amp_result ampi_dropout_p(const char *f, const amp_dropout_op *op) {
+    return ampi_check_real(f, ".p", (double)op->p, op->p >= 0 && op->p < 1, "0 to less than 1");
+}
+
 static amp_result ampi_dropout_run(amp_context *amp, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to) {
     amp_k_dropout k;
     memset(&k, 0, sizeof k);
@@ -10627,7 +10645,7 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
     int64_t n;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op)));
-    if (!(op->p >= 0 && op->p < 1)) return ampi_fail(AMP_ERR_RANGE, f, ".p = %g, must be 0 to less than 1", (double)op->p);
+    AMPI_TRY(ampi_dropout_p(f, op));
     n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_dropout_check(f, &op->x, ".x", &op->y, ".y"));
@@ -10642,6 +10660,7 @@ AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, 
     const char *f = "amp_dropout_backward";
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
+    AMPI_TRY(ampi_dropout_p(f, op));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_dropout_check(f, &op->dy, ".dy", &op->dx, ".dx"));
     return ampi_dropout_run(amp, op, &op->plan, &op->dy, &op->dx);
@@ -11023,8 +11042,7 @@ AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *rang
 }
 
 AMPI_PRIVATE amp_result ampi_check_clip(const char *function, double clip_norm) {
-    if (clip_norm >= 0 && amp_is_finite_f64(&clip_norm)) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, function, ".clip_norm = %g, must be 0 (none) or positive and finite", clip_norm);
+    return ampi_check_real(function, ".clip_norm", clip_norm, clip_norm >= 0, "positive and finite, or 0 for none");
 }
 
 AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi) {
@@ -11203,16 +11221,15 @@ AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
 }
 
 AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
-    if (!amp_is_finite_f64(&growth) || !(growth > 1))
-        return ampi_fail(AMP_ERR_RANGE, function, ".growth_factor = %g, must be above 1 and finite", growth);
-    if (!amp_is_finite_f64(&backoff) || !(backoff > 0 && backoff < 1))
-        return ampi_fail(AMP_ERR_RANGE, function, ".backoff_factor = %g, must be between 0 and 1", backoff);
+    AMPI_TRY(ampi_check_real(function, ".growth_factor", growth, growth > 1, "above 1 and finite"));
+    AMPI_TRY(ampi_check_real(function, ".backoff_factor", backoff, backoff > 0 && backoff < 1, "between 0 and 1"));
     if (interval < 1 && interval != AMP_NO_INTERVAL)
         return ampi_fail(AMP_ERR_RANGE, function, ".growth_interval = %d, must be 1 or more, or AMP_NO_INTERVAL",
                          interval);
     return AMP_OK;
 }
 
+AMPI_PRIVATE int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_ZERO); }
 AMPI_PRIVATE int ampi_is_none(float limit) { return ampi_bits_f32(limit) == ampi_bits_f32(AMPI_NONE); }
 
 AMPI_PRIVATE amp_result ampi_check_scale(const char *function, const char *field, float scale) {
@@ -11228,9 +11245,7 @@ AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler
     AMPI_TRY(ampi_check_factors(function, d->growth_factor, d->backoff_factor, d->growth_interval));
     if (d->hysteresis < 1)
         return ampi_fail(AMP_ERR_RANGE, function, ".hysteresis = %d, must be 1 or more", d->hysteresis);
-    if (!amp_is_finite_f64(&d->tolerance) || !(d->tolerance <= 1) ||
-        (!(d->tolerance >= 0) && !ampi_is_none((float)d->tolerance)))
-        return ampi_fail(AMP_ERR_RANGE, function, ".tolerance = %g, must be 0 to 1, or AMP_ZERO", d->tolerance);
+    AMPI_TRY(ampi_check_real(function, ".tolerance", d->tolerance, ampi_is_zero(d->tolerance) || (d->tolerance >= 0 && d->tolerance <= 1), "0 to 1, or AMP_ZERO"));
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(function, ".init_scale", d->init_scale));
     if (floor) AMPI_TRY(ampi_check_scale(function, ".min_scale", d->min_scale));
     if (ceiling && !own) AMPI_TRY(ampi_check_scale(function, ".max_scale", d->max_scale));
@@ -11478,6 +11493,8 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 enum { AMPI_DISABLED_CHECKED = 3, AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
 #define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
+#define AMPI_SAVED_ZERO (-1.0)                  /* how a state says AMP_ZERO */
+
 /* before: what the records will be added to. */
 AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
     amp_k_scaler s;
@@ -11496,7 +11513,7 @@ AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_sta
     counters[0] = s.growth_tracker; counters[1] = s.growth_interval; counters[2] = s.hysteresis_left;
     counters[3] = s.overflows; counters[4] = s.steps; counters[5] = s.at_floor; counters[6] = s.updates;
     counters[7] = s.skips; counters[8] = s.consecutive_skips; counters[9] = scaler->checked;
-    factors[0] = d->growth_factor; factors[1] = d->backoff_factor; factors[2] = d->tolerance;
+    factors[0] = d->growth_factor; factors[1] = d->backoff_factor; factors[2] = ampi_is_zero(d->tolerance) ? AMPI_SAVED_ZERO : d->tolerance;
     factors[3] = (double)d->min_scale; factors[4] = (double)d->max_scale; factors[5] = (double)d->init_scale;
     rule[0] = d->preset; rule[1] = d->growth_interval; rule[2] = d->hysteresis;
     AMPI_TRY(ampi_put(state, prefix, "scale", -1, AMP_F32, scales, AMPI_SAVED_SCALES));
@@ -11553,7 +11570,8 @@ AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *
     if (rule[1] < INT32_MIN || rule[1] > INT32_MAX || rule[2] < 1 || rule[2] > INT32_MAX)
         return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved interval %lld or hysteresis %lld is out of range",
                          (long long)rule[1], (long long)rule[2]);
-    d->growth_factor = factors[0]; d->backoff_factor = factors[1]; d->tolerance = factors[2];
+    d->growth_factor = factors[0]; d->backoff_factor = factors[1];
+    d->tolerance = ampi_bits_f64(factors[2]) == ampi_bits_f64(AMPI_SAVED_ZERO) ? (double)AMP_ZERO : factors[2];
     d->min_scale = (float)factors[3]; d->max_scale = (float)factors[4]; d->init_scale = (float)factors[5];
     d->growth_interval = (int32_t)rule[1]; d->hysteresis = (int32_t)rule[2];
     return ampi_check_scaler("amp_scaler_load", d);
@@ -11594,12 +11612,12 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* 0 means the default, AMP_ZERO 0. */
 AMPI_PRIVATE double ampi_or(double value, double otherwise) {
-    return !ampi_is_given(value) ? otherwise : ampi_is_none((float)value) ? 0 : value;
+    return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
 }
 
 AMPI_PRIVATE amp_result ampi_check_number(const char *field, double value, double limit) {
-    if (amp_is_finite_f64(&value) && value >= 0 && value < limit) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_create", "%s = %g, must be from 0 to below %g", field, value, limit);
+    const char *allowed = limit > 1 ? "0 or more and finite, and AMP_ZERO for 0 where that is a default" : "from 0 to below 1";
+    return ampi_check_real("amp_optimizer_create", field, value, value >= 0 && value < limit, allowed);
 }
 
 AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
@@ -11855,8 +11873,7 @@ AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer) { return optimizer 
 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_lr", "optimizer is NULL");
-    if (!amp_is_finite_f64(&lr) || !(lr >= 0))
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_lr", "lr = %g, must be 0 or more and finite", lr);
+    AMPI_TRY(ampi_check_real("amp_optimizer_set_lr", "lr", lr, lr >= 0, "0 or more and finite"));
     optimizer->desc.lr = lr;
     return AMP_OK;
 }
@@ -14709,7 +14726,7 @@ struct amp_monitor {
 
 /* ---- Settings.  One table says what each key is; setting, reading, checking and writing go by it. */
 
-typedef struct ampi_word { const char *word; int32_t value; } ampi_word;
+typedef struct ampi_word { const char *word; double value; } ampi_word;
 
 static const ampi_word ampi_switch_words[] = {
     {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
@@ -14728,7 +14745,7 @@ static const ampi_word ampi_action_words[] = {
     {"report", AMP_NAN_REPORT}, {"skip", AMP_NAN_SKIP}, {"stop", AMP_NAN_STOP}, {"recover", AMP_NAN_RECOVER}, {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
-static const ampi_word ampi_zero_words[] = {{"0", -1}, {NULL, 0}};             /* AMP_ZERO, AMP_NO_RETRIES */
+static const ampi_word ampi_zero_words[] = {{"0", AMP_ZERO}, {NULL, 0}}, ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
 
 /* What a field of amp_settings holds.  INVERTED: a switch whose field says the opposite. */
@@ -14787,7 +14804,7 @@ static const ampi_setting ampi_setting_table[] = {
     {"memory_warning", AMPI_REAL64, AMPI_AT(memory_warning), NULL, 0.9, AMPI_ABOVE_0, 1, "a number above 0, at most 1"},
     {"nan_action", AMPI_WORD, AMPI_AT(nan_action), ampi_action_words, AMP_NAN_SKIP, 0, 0, NULL},
     {"max_skips", AMPI_I32, AMPI_AT(max_skips), NULL, 25, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
-    {"max_retries", AMPI_I32, AMPI_AT(max_retries), ampi_zero_words, 3, 1, 1000, "a whole number from 0 to 1000"},
+    {"max_retries", AMPI_I32, AMPI_AT(max_retries), ampi_retries_words, 3, 1, 1000, "a whole number from 0 to 1000"},
     {"debug", AMPI_SWITCH, AMPI_AT(debug), ampi_switch_words, 0, 0, 0, NULL},
 };
 enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
@@ -14846,7 +14863,7 @@ static void ampi_setting_put(amp_settings *s, const ampi_setting *k, double valu
 }
 
 /* Word i of a key and its value, or NULL. */
-static const char *ampi_setting_word(const ampi_setting *k, int i, int32_t *value) {
+static const char *ampi_setting_word(const ampi_setting *k, int i, double *value) {
     *value = i;
     if (k->field == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
     if (k->words == NULL) return NULL;
@@ -14915,10 +14932,10 @@ static void ampi_number_text(double value, int single, char out[64]) {
 /* A value as a file has it. */
 static void ampi_setting_text(const ampi_setting *k, double value, char out[64]) {
     const char *word;
-    int32_t of;
+    double of;
     int i;
     for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++)
-        if (amp_is_finite_f64(&value) && value == (double)of) { snprintf(out, 64, "%s", word); return; }
+        if (amp_is_finite_f64(&value) && value == of) { snprintf(out, 64, "%s", word); return; }
     if (!amp_is_finite_f64(&value)) snprintf(out, 64, "not finite");
     else if (k->field == AMPI_I32 || k->field == AMPI_I64 || k->field == AMPI_WORD || k->field == AMPI_PRESET) snprintf(out, 64, "%.0f", value);
     else ampi_number_text(value, k->field == AMPI_REAL32, out);
@@ -14927,7 +14944,7 @@ static void ampi_setting_text(const ampi_setting *k, double value, char out[64])
 /* What a key takes, in words. */
 static void ampi_setting_allowed(const ampi_setting *k, char *out, size_t size) {
     const char *word;
-    int32_t of;
+    double of;
     int i, n;
     ampi_sheet t = ampi_sheet_of(out, size);
     if (k->range != NULL) { ampi_print(&t, "%s", k->range); return; }
@@ -14938,14 +14955,14 @@ static void ampi_setting_allowed(const ampi_setting *k, char *out, size_t size) 
 
 static int ampi_setting_parse(const ampi_setting *k, const char *text, size_t n, double *value) {
     const char *word;
-    int32_t of;
+    double of;
     int i;
     for (i = 0; (word = ampi_setting_word(k, i, &of)) != NULL; i++) {
-        *value = (double)of;
+        *value = of;
         if (ampi_same_word(word, text, n)) return 1;
     }
     if (k->range == NULL || !ampi_parse_number(text, n, k->field == AMPI_I32 || k->field == AMPI_I64, value)) return 0;
-    if (k->words == ampi_zero_words && *value == 0) { *value = k->words->value; return 1; }
+    if ((k->words == ampi_zero_words || k->words == ampi_retries_words) && *value == 0) { *value = k->words->value; return 1; }
     if (k->field == AMPI_REAL32) *value = (double)(float)*value;
     return amp_is_finite_f64(value) && *value >= k->low && *value <= k->high;
 }
@@ -15166,13 +15183,13 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
 static amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
     char allowed[160], shown[64];
     double value;
-    int32_t of;
+    double of;
     int i, w, fits;
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_setting *k = &ampi_setting_table[i];
         value = ampi_setting_get(s, k);
         fits = amp_is_finite_f64(&value) && (value == 0 || (k->range != NULL && value >= k->low && value <= k->high));
-        for (w = 0; !fits && amp_is_finite_f64(&value) && ampi_setting_word(k, w, &of) != NULL; w++) fits = value == (double)of;
+        for (w = 0; !fits && amp_is_finite_f64(&value) && ampi_setting_word(k, w, &of) != NULL; w++) fits = value == of;
         if (fits) continue;
         ampi_setting_text(k, value, shown);
         ampi_setting_allowed(k, allowed, sizeof allowed);
@@ -15423,8 +15440,7 @@ AMPI_PRIVATE double ampi_memory_share(const amp_memory_info *m) {
 /* *threshold by its default; 1 means never. */
 AMPI_PRIVATE amp_result ampi_memory_threshold(const char *function, double *threshold) {
     if (!ampi_is_given(*threshold)) *threshold = 0.9;
-    if (amp_is_finite_f64(threshold) && *threshold > 0 && *threshold <= 1) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, function, "memory_warning = %g, must be above 0 and at most 1 (never); 0 is 0.9", *threshold);
+    return ampi_check_real(function, "memory_warning", *threshold, *threshold > 0 && *threshold <= 1, "above 0 and at most 1 (never), or 0 (0.9)");
 }
 AMPI_PRIVATE int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
 
@@ -16946,8 +16962,7 @@ AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_veri
     if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) || (d->dtypes == NULL && d->n_dtypes > 0))
         return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
     if (d->n_params + d->n_outputs == 0) return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
-    if (!amp_is_finite_f64(&d->allowance) || !(d->allowance >= 0))
-        return ampi_fail(AMP_ERR_RANGE, f, ".allowance = %g, must be above 0 and finite, or 0 (8)", d->allowance);
+    AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, d->allowance >= 0, "above 0 and finite, or 0 (8)"));
     for (i = 0; i < d->n_dtypes; i++)
         if (d->dtypes[i] != AMP_F32 && d->dtypes[i] != AMP_TF32 && d->dtypes[i] != AMP_F16 && d->dtypes[i] != AMP_BF16)
             return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(d->dtypes[i]));

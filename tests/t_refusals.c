@@ -316,6 +316,222 @@ TEST(numbers_out_of_range) {
     make(&cases[12]); dropout->p = -0.5f; REFUSED(amp_dropout(amp, dropout), AMP_ERR_RANGE, ".p");
 }
 
+/* ---- NaN: every number of a desc, of an op and among the arguments is refused (but for the torch preset's scale, which is
+ * PyTorch's).  The table is held against amp.h's own text. */
+
+static amp_param own_param;
+static amp_optimizer *own_optimizer;
+static amp_set *own_set;
+static amp_scaler *own_scaler;
+static float own_data[4][16];
+
+static amp_result try_set(void *d) {
+    amp_set *out;
+    amp_set_desc *desc = (amp_set_desc *)d;
+    desc->params = &own_param; desc->n_params = 1;
+    amp_result r = amp_set_create(amp, &out, desc);
+    amp_set_destroy(out);
+    return r;
+}
+static amp_result try_scaler(void *d) {
+    amp_scaler *out;
+    amp_result r = amp_scaler_create(amp, &out, (amp_scaler_desc *)d);
+    amp_scaler_destroy(out);
+    return r;
+}
+static amp_result try_torch(void *d) { ((amp_scaler_desc *)d)->preset = AMP_SCALER_TORCH; return try_scaler(d); }
+static amp_result try_optimizer(void *d) {
+    amp_optimizer *out;
+    amp_optimizer_desc *desc = (amp_optimizer_desc *)d;
+    desc->params = &own_param; desc->n_params = 1;
+    amp_result r = amp_optimizer_create(amp, &out, desc);
+    amp_optimizer_destroy(out);
+    return r;
+}
+static amp_result try_sgd(void *d) { ((amp_optimizer_desc *)d)->kind = AMP_SGD; return try_optimizer(d); }
+static amp_result try_group(void *d) {
+    amp_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    ((amp_group *)d)->match = "*";
+    desc.groups = (amp_group *)d; desc.n_groups = 1;
+    return try_optimizer(&desc);
+}
+static amp_result try_settings(void *d) { return amp_settings_check((amp_settings *)d); }
+static amp_result try_monitor(void *d) { amp_monitor *out; ((amp_monitor_desc *)d)->optimizer = own_optimizer; return amp_monitor_create(amp, &out, (amp_monitor_desc *)d); }
+static int no_step(void *user, amp_context *context) { (void)user; (void)context; return 0; }
+static amp_result try_verify(void *d) {
+    static amp_verify_report out;
+    amp_verify_desc *desc = (amp_verify_desc *)d;
+    desc->step = no_step; desc->params = &own_param; desc->n_params = 1;
+    return amp_verify(amp, desc, &out);
+}
+static amp_result try_gemm(float alpha, float beta) {
+    return amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 2, alpha, own_data[0], 2, own_data[1], 2, beta, own_data[2], 2);
+}
+static float single(const void *d) { float x; memcpy(&x, d, sizeof x); return x; }
+static double twice(const void *d) { double x; memcpy(&x, d, sizeof x); return x; }
+static amp_result try_alpha(void *d) { return try_gemm(single(d), 0); }
+static amp_result try_beta(void *d) { return try_gemm(1, single(d)); }
+static amp_result try_lr(void *d) { return amp_optimizer_set_lr(own_optimizer, twice(d)); }
+static amp_result try_clip(void *d) { return amp_optimizer_set_clip(own_optimizer, twice(d)); }
+static amp_result try_scale(void *d) { return amp_scaler_set_scale(own_scaler, single(d)); }
+static amp_result try_rescale(void *d) { return amp_scaler_rescale(own_scaler, own_set, single(d)); }
+static amp_result try_growth(void *d) { return amp_scaler_set_rule(own_scaler, twice(d), 0, 0); }
+static amp_result try_backoff(void *d) { return amp_scaler_set_rule(own_scaler, 0, twice(d), 0); }
+static amp_result try_status(void *d) { static amp_status out; return amp_status_get(amp, NULL, twice(d), &out); }
+
+/* call NULL: the operator of this type, forward and backward.  A function's argument lies at 0. */
+#define OF(type, member, wide, call) {#type, #member, offsetof(type, member), wide, call}
+static const struct number { const char *type, *member; size_t at; int wide; amp_result (*call)(void *); } numbers_of[] = {
+    OF(amp_matmul_op, alpha, 0, NULL), OF(amp_attention_op, scale, 0, NULL), OF(amp_norm_op, eps, 0, NULL), OF(amp_softmax_op, scale, 0, NULL),
+    OF(amp_cross_entropy_op, label_smoothing, 0, NULL), OF(amp_cross_entropy_op, factor, 0, NULL), OF(amp_mse_op, factor, 0, NULL),
+    OF(amp_dropout_op, p, 0, NULL),
+    OF(amp_set_desc, clip_norm, 1, try_set),
+    OF(amp_scaler_desc, init_scale, 0, try_scaler), OF(amp_scaler_desc, growth_factor, 1, try_scaler), OF(amp_scaler_desc, backoff_factor, 1, try_scaler),
+    OF(amp_scaler_desc, min_scale, 0, try_scaler), OF(amp_scaler_desc, max_scale, 0, try_scaler), OF(amp_scaler_desc, tolerance, 1, try_scaler),
+    OF(amp_scaler_desc, min_scale, 0, try_torch), OF(amp_scaler_desc, max_scale, 0, try_torch),
+    OF(amp_group, lr_scale, 1, try_group), OF(amp_group, weight_decay, 1, try_group),
+    OF(amp_optimizer_desc, lr, 1, try_optimizer), OF(amp_optimizer_desc, beta1, 1, try_optimizer), OF(amp_optimizer_desc, beta2, 1, try_optimizer),
+    OF(amp_optimizer_desc, eps, 1, try_optimizer), OF(amp_optimizer_desc, weight_decay, 1, try_optimizer),
+    OF(amp_optimizer_desc, momentum, 1, try_sgd), OF(amp_optimizer_desc, dampening, 1, try_sgd), OF(amp_optimizer_desc, clip_norm, 1, try_optimizer),
+    OF(amp_settings, clip_norm, 1, try_settings), OF(amp_settings, memory_warning, 1, try_settings),
+    OF(amp_settings, scaler.init_scale, 0, try_settings), OF(amp_settings, scaler.growth_factor, 1, try_settings),
+    OF(amp_settings, scaler.backoff_factor, 1, try_settings), OF(amp_settings, scaler.min_scale, 0, try_settings),
+    OF(amp_settings, scaler.max_scale, 0, try_settings), OF(amp_settings, scaler.tolerance, 1, try_settings),
+    OF(amp_monitor_desc, memory_warning, 1, try_monitor), OF(amp_verify_desc, allowance, 1, try_verify),
+    {"amp_gemm", "alpha", 0, 0, try_alpha}, {"amp_gemm", "beta", 0, 0, try_beta},
+    {"amp_optimizer_set_lr", "lr", 0, 1, try_lr}, {"amp_optimizer_set_clip", "clip_norm", 0, 1, try_clip},
+    {"amp_scaler_set_scale", "scale", 0, 0, try_scale}, {"amp_scaler_rescale", "old_scale", 0, 0, try_rescale},
+    {"amp_scaler_set_rule", "growth_factor", 0, 1, try_growth}, {"amp_scaler_set_rule", "backoff_factor", 0, 1, try_backoff},
+    {"amp_status_get", "memory_warning", 0, 1, try_status}};
+enum { NUMBERS = sizeof numbers_of / sizeof *numbers_of };
+
+/* NaN of either sign, by its bits: -Ofast knows none. */
+static void spoil_number(void *desc, const struct number *n, int negative) {
+    uint32_t narrow = 0x7fc00000u | (uint32_t)negative << 31;
+    uint64_t wide = (uint64_t)(0x7ff80000u | (uint32_t)negative << 31) << 32;
+    if (n->wide) memcpy((char *)desc + n->at, &wide, sizeof wide);
+    else memcpy((char *)desc + n->at, &narrow, sizeof narrow);
+}
+
+static void refuses_nan(const struct number *n, amp_result result, const char *call) {
+    const char *dot = strrchr(n->member, '.');
+    CHECK_MSG(result == AMP_ERR_RANGE || result == AMP_ERR_SCALE, "%s: %s.%s = NaN gives %d", call, n->type, n->member, (int)result);
+    CHECK_MSG(strstr(amp_last_error(), dot ? dot + 1 : n->member) != NULL && (n->call != NULL || strstr(amp_last_error(), call) != NULL),
+              "%s.%s: %s", n->type, n->member, amp_last_error());
+}
+
+static void own_objects(void) {
+    amp_optimizer_desc od;
+    amp_set_desc sd;
+    memset(&own_param, 0, sizeof own_param); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd);
+    own_param.name = "w"; own_param.weight = amp_tensor1(own_data[0], AMP_F32, 4); own_param.grad = amp_tensor1(own_data[1], AMP_F32, 4);
+    od.params = sd.params = &own_param; od.n_params = sd.n_params = 1;
+    CHECK_OK(amp_optimizer_create(amp, &own_optimizer, &od)); CHECK_OK(amp_set_create(amp, &own_set, &sd)); CHECK_OK(amp_scaler_create(amp, &own_scaler, NULL));
+}
+static void destroy_own(void) { amp_scaler_destroy(own_scaler); amp_set_destroy(own_set); amp_optimizer_destroy(own_optimizer); }
+
+TEST(not_a_number) {
+    static union { amp_optimizer_desc optimizer; amp_settings settings; char bytes[1024]; double align; } desc;
+    own_objects();
+    for (int i = 0; i < NUMBERS; i++)
+        for (int negative = 0; negative < 2; negative++) {
+            const struct number *n = &numbers_of[i];
+            memset(&desc, 0, sizeof desc);
+            spoil_number(&desc, n, negative);
+            if (n->call != NULL) { refuses_nan(n, n->call(&desc), n->type); continue; }
+            for (int c = 0; c < CASES; c++) {           /* its operators */
+                char name[40], *at;
+                snprintf(name, sizeof name, "amp_%s", cases[c].name);
+                if ((at = strchr(name, ' ')) != NULL) *at = 0;
+                if (strcmp(n->type, "amp_norm_op") ? strncmp(n->type, name, strlen(name)) != 0 : strstr(name, "norm") == NULL) continue;
+                make(&cases[c]);
+                spoil_number(&memory, n, negative);
+                refuses_nan(n, cases[c].forward(amp, &memory, cases[c].abi), name);
+                if (cases[c].backward == NULL) continue;
+                make(&cases[c]);
+                CHECK_OK(cases[c].forward(amp, &memory, cases[c].abi));
+                spoil_number(&memory, n, negative);
+                refuses_nan(n, cases[c].backward(amp, &memory, cases[c].abi), name);
+            }
+        }
+    destroy_own();
+}
+
+static int is_in_the_table(const char *type, const char *name) {
+    for (int i = 0; i < NUMBERS; i++) if (!strcmp(numbers_of[i].type, type) && !strcmp(numbers_of[i].member, name)) return 1;
+    return 0;
+}
+
+/* Every "float x, y;" of a desc, an op, a group or the settings, and every float argument of a function that can refuse it. */
+TEST(no_number_is_forgotten) {
+    static const char *const kinds[] = {"_desc", "_op", "amp_group", "amp_settings"};
+    FILE *file = fopen("amp.h", "r");
+    char line[512], type[64] = "", function[64] = "";
+    int seen = 0;
+    if (file == NULL) SKIP("amp.h is not in this folder");
+    while (fgets(line, sizeof line, file) != NULL && strncmp(line, "/* Stop here", 12) != 0) {
+        char *at, name[64];
+        if (sscanf(line, "typedef struct %63s {", name) == 1 || sscanf(line, "struct %63s {", name) == 1) {
+            type[0] = 0;
+            for (int i = 0; i < 4; i++) if (strstr(name, kinds[i]) != NULL) snprintf(type, sizeof type, "%s", name);
+        }
+        if (line[0] == '}') type[0] = 0;
+        if (type[0] != 0 && (!strncmp(line, "    float ", 10) || !strncmp(line, "    double ", 11)))
+            for (at = strtok(strchr(line + 4, ' '), ",;"); at != NULL && strchr(at, '/') == NULL && at[0] != '\n'; at = strtok(NULL, ",;")) {
+                if (sscanf(at, " %63[a-z0-9_]", name) != 1) continue;           /* a pointer is no number */
+                CHECK_MSG(is_in_the_table(type, name), "%s.%s", type, name);
+                seen++;
+            }
+        if ((at = strstr(line, "AMP_API amp_result amp_")) == line) sscanf(line + 19, "%63[a-z0-9_]", function);
+        else if (line[0] != ' ') function[0] = 0;
+        for (at = line; function[0] != 0 && type[0] == 0 && (at = strpbrk(at, "(,")) != NULL;) {
+            if (sscanf(++at, " float %63[a-z0-9_]", name) != 1 && sscanf(at, " double %63[a-z0-9_]", name) != 1) continue;
+            CHECK_MSG(is_in_the_table(function, name), "%s(%s)", function, name);
+            seen++;
+        }
+        if (strchr(line, ';') != NULL) function[0] = 0;
+    }
+    fclose(file);
+    CHECK_MSG(seen >= 38, "%d numbers seen", seen);
+}
+
+/* A typed -1 is a value, not AMP_ZERO, and is refused. */
+TEST(minus_one_is_no_zero) {
+    own_objects();
+    for (int i = 0; i < NUMBERS; i++) {
+        const struct number *n = &numbers_of[i];
+        union { amp_optimizer_desc optimizer; amp_settings settings; char bytes[1024]; double align; } desc;
+        float narrow = -1;
+        double wide = -1;
+        if (n->call == NULL || n->call == try_alpha || n->call == try_beta) continue;
+        if (strstr(n->member, "min_scale") || strstr(n->member, "max_scale") || n->call == try_torch) continue;       /* AMP_NO_FLOOR, AMP_NO_CEILING */
+        if (n->call == try_lr || n->call == try_clip || n->call == try_scale || n->call == try_rescale || n->call == try_growth || n->call == try_backoff) continue;
+        memset(&desc, 0, sizeof desc);
+        if (n->wide) memcpy((char *)&desc + n->at, &wide, sizeof wide);
+        else memcpy((char *)&desc + n->at, &narrow, sizeof narrow);
+        CHECK_MSG(n->call(&desc) != AMP_OK, "%s.%s = -1 is accepted", n->type, n->member);
+    }
+    for (int i = 0; i < NUMBERS; i++) {                 /* and AMP_ZERO is taken where its comment says so */
+        static const char *const zeros[] = {"amp_scaler_desc.tolerance", "amp_settings.scaler.tolerance", "amp_group.lr_scale", "amp_group.weight_decay",
+                                            "amp_optimizer_desc.lr", "amp_optimizer_desc.beta1", "amp_optimizer_desc.beta2", "amp_optimizer_desc.eps"};
+        const struct number *n = &numbers_of[i];
+        union { amp_optimizer_desc optimizer; amp_settings settings; char bytes[1024]; double align; } desc;
+        char name[96];
+        double wide = (double)AMP_ZERO;
+        int taken = 0;
+        if (!n->wide || n->call == NULL || n->at == 0) continue;
+        snprintf(name, sizeof name, "%s.%s", n->type, n->member);
+        for (size_t z = 0; z < sizeof zeros / sizeof *zeros; z++) taken |= !strcmp(name, zeros[z]);
+        if (n->call == try_verify || n->call == try_monitor) continue;
+        memset(&desc, 0, sizeof desc);
+        memcpy((char *)&desc + n->at, &wide, sizeof wide);
+        if (taken) CHECK_MSG(n->call(&desc) == AMP_OK, "%s = AMP_ZERO: %s", name, amp_last_error());
+        else CHECK_MSG(n->call(&desc) != AMP_OK, "%s = AMP_ZERO is accepted", name);
+    }
+    destroy_own();
+}
+
 /* ---- Outputs that lie where another operand does */
 
 /* What a call reads and writes, by field; "weight.grad" is a parameter's.  may_be: "output=input" where the two may be one. */
@@ -986,6 +1202,9 @@ int main(int argc, char **argv) {
     RUN(every_argument_spoiled);
     RUN(nothing_there_or_of_another_version);
     RUN(numbers_out_of_range);
+    RUN(not_a_number);
+    RUN(no_number_is_forgotten);
+    RUN(minus_one_is_no_zero);
     RUN(outputs_that_overlap);
     RUN(in_place_in_another_size);
     RUN(overlap_without_an_op);

@@ -497,7 +497,7 @@ TEST(rate_rule_ends_livelock) {
         for (n = 0; n < 60; n++) drive(s, set, &g, n % 2 == 0);
         end[i] = amp_scaler_scale(s);
         CHECK_OK(amp_scaler_query(s, &d));
-        CHECK(d.tolerance == (i == 0 ? -1.0 : 0.25));
+        CHECK(d.tolerance == (i == 0 ? (double)AMP_ZERO : 0.25));
         amp_scaler_destroy(s);
     }
     CHECK(end[0] == ldexpf(1, 40));
@@ -724,6 +724,30 @@ TEST(torch_preset_refuses_fp16_gradients_alone) {
     CHECK(amp_scaler_scale(s) == 512);
     amp_set_destroy(set);
     amp_scaler_destroy(s);
+    amp_close(amp);
+}
+
+/* A state says -1 where a desc says AMP_ZERO, as the first states did. */
+TEST(zero_in_a_state) {
+    amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+    amp_scaler_desc d;
+    amp_scaler *s = NULL, *t = NULL;
+    amp_state *state = NULL;
+    double factors[6];
+    memset(&d, 0, sizeof d);
+    d.hysteresis = 2;
+    CHECK_OK(amp_scaler_create(amp, &t, &d));
+    d.tolerance = (double)AMP_ZERO;
+    CHECK_OK(amp_scaler_create(amp, &s, &d));
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_scaler_save(s, state, "s"));
+    CHECK_OK(amp_state_get(state, "s.factors", AMP_F64, factors, 6));
+    CHECK(factors[2] == -1);
+    CHECK_OK(amp_scaler_load(t, state, "s"));
+    CHECK_OK(amp_scaler_query(t, &d));
+    CHECK(d.tolerance == (double)AMP_ZERO);
+    amp_state_destroy(state);
+    amp_scaler_destroy(s); amp_scaler_destroy(t);
     amp_close(amp);
 }
 
@@ -1375,6 +1399,7 @@ int main(int argc, char **argv) {
     RUN(gradients_come_and_go_between_check_and_step);
     RUN(disabled_scaler_applies_nonfinite);
     RUN(torch_preset_refuses_fp16_gradients_alone);
+    RUN(zero_in_a_state);
     RUN(settings_are_checked);
     RUN(set_rule_and_set_scale);
     RUN(disabled_and_frozen);
