@@ -78,6 +78,7 @@
        regions                amp_autocast_begin amp_autocast_end amp_autocast_active
        recomputing            amp_recompute_begin amp_recompute_end
        decisions              amp_autocast_decide amp_autocast_compute amp_autocast_result amp_autocast_cast
+                              amp_autocast_input amp_autocast_output
        policies               amp_operator_register amp_operator_override amp_layer_override
        cast cache             amp_cast_cache_info amp_cast_cache_clear
        mask cache             amp_mask_get amp_mask_put amp_mask_cache_info amp_mask_cache_drop amp_mask_cache_clear
@@ -96,11 +97,11 @@
                               amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
                               every created object has _destroy, and _query for its effective settings
        settings               amp_settings_set amp_settings_read_file amp_settings_read_env amp_settings_fill
-                              amp_settings_apply amp_settings_text
+                              amp_settings_fill_loader amp_settings_apply amp_settings_text
        watching               amp_status_get amp_monitor_create amp_monitor_phase amp_monitor_step amp_monitor_next
                               amp_monitor_epoch amp_numerics_create amp_numerics_step amp_range_push
        care                   amp_verify amp_verify_placement amp_gradcheck amp_gradcheck_text amp_advise amp_apply
-                              amp_tune amp_recovery_create amp_recovery_step amp_recovery_memory
+                              amp_tune amp_recovery_create amp_recovery_step amp_recovery_memory amp_recovery_batch
 
    BUILD
 
@@ -1361,8 +1362,19 @@ typedef enum amp_autotune {
     AMP_AUTOTUNE_FORCE_I32 = 0x7fffffff
 } amp_autotune;
 
+/* What becomes of floating-point values where they enter a model and where they leave it. */
+typedef enum amp_io_cast {
+    AMP_IO_DEFAULT = 0,             /* NONE */
+    AMP_IO_NONE = 1,                /* nothing: inputs as they come, outputs as autocast returns them */
+    AMP_IO_REGION = 2,              /* to the dtype that regions compute in */
+    AMP_IO_F32 = 3,
+    AMP_IO_FORCE_I32 = 0x7fffffff
+} amp_io_cast;
+
 /*  .field            default                      legal
     .dtype            auto: see amp_choose          F32, TF32, F16, BF16
+    .autocast_dtype   .dtype                       the same: of regions that name none, where they are to compute in
+                                                   another dtype than weights are stored in (levels O2 and O3)
     .level            O1                           O0 to O3
     .policy           FUSED                        FUSED, TORCH
     .mode             TRAINING                     TRAINING, INFERENCE
@@ -1379,7 +1391,9 @@ typedef enum amp_autotune {
                                                    One that is missing, damaged or of another device or library is no
                                                    error: a warning says so                              */
 typedef struct amp_desc {
-    amp_dtype dtype;
+    amp_dtype dtype, autocast_dtype;
+    amp_io_cast cast_inputs;        /* of loaders' fields in F32, F16 and BF16; see amp_autocast_input */
+    amp_io_cast cast_outputs;       /* see amp_autocast_output */
     amp_level level;
     amp_policy policy;
     amp_mode mode;
@@ -1416,8 +1430,8 @@ AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
 /* The machine with the backend's device, and why the dtype was chosen. */
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out);
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out);
-/* Changes the compute dtype of regions that begin from now on, not within another; drops the cast cache.
-   Errors: 104, 108. */
+/* Changes the compute dtype of regions that begin from now on, not within another, .autocast_dtype with it; drops the
+   cast cache.  Errors: 104, 108. */
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
 /* Off: regions that begin from now on compute in their operands' dtypes, as islands do; on: in the context's dtype again.
    Everything else goes on: the scaler scales, caches stay.  Errors: 101. */
@@ -1587,6 +1601,11 @@ AMP_API amp_result amp_autocast_decide(const amp_context *amp, int32_t op, const
    in.  AMP_DTYPE_DEFAULT on error. */
 AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
 AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b);
+/* The dtype to hand a model inputs in that the host has in `dtype`, and the one to keep outputs in (logits) that autocast
+   returns in `dtype`: what .cast_inputs and .cast_outputs say of F32, F16 and BF16; all else stays, and all while the
+   context is disabled or at level O0.  AMP_DTYPE_DEFAULT on error. */
+AMP_API amp_dtype amp_autocast_input(const amp_context *amp, amp_dtype dtype);
+AMP_API amp_dtype amp_autocast_output(const amp_context *amp, amp_dtype dtype);
 /* For the host's own kernels: *out is param's weight in dtype, from the cast cache when it is registered; valid
    until the weight changes or the last open region ends.  When the weight has that dtype it is the weight itself.
    With the cache disabled it is made anew at each call, at the same place: for one thread at a time.
@@ -2461,6 +2480,8 @@ typedef struct amp_loader amp_loader;
    are taken in the order of their bytes, and each stays open: one that another is renamed over is still read, one
    that is cut short is an error where it ends.
    arrays: .npy files of f2, f4, f8, u1, u2, i4, i8 or b1 with the same first dimension; sample i is row i of each.
+   Where the context casts inputs, fields of arrays and source come in amp_autocast_input's dtype of when the loader was
+   created; values that become infinite in it are a warning.
     .format     by content
     .first      0          first token used, counted over all files; first sample of arrays and source
     .last       the end    one past the last
@@ -2577,6 +2598,9 @@ typedef enum amp_nan_action {
 
     "enabled"            .disable           true       false: regions compute in their operands' dtypes
     "dtype"              .dtype             auto       fp32, tf32, fp16, bf16
+    "autocast_dtype"     .autocast_dtype    auto       the same: of regions, where it is another than "dtype"
+    "cast_inputs"        .cast_inputs       false      false, true (to the dtype of regions), fp32: see amp_io_cast
+    "cast_outputs"       .cast_outputs      false      the same
     "level"              .level             O1         O0 to O3
     "policy"             .policy            fused      fused, torch
     "mode"               .mode              training   training, inference
@@ -2602,10 +2626,16 @@ typedef enum amp_nan_action {
     "nan_action"         .nan_action        skip       report, skip, stop, recover
     "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
     "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
+    "batch_growth_interval" .batch_growth_interval off  good steps until a batch that was halved for memory is doubled
+                                                       again: for the amp_recovery
+    "workers"            .workers           2          of a loader: 0 to 64 threads that read ahead
+    "prefetch"           .prefetch          2          batches they read ahead: 1 to 1024
+    "pin"                .disable_pinned    true       batches in pinned memory, where the device has it
     "debug"              .debug             false      the log tells each operator's decision, once                      */
 typedef struct amp_settings {
     int32_t disable;
-    amp_dtype dtype;
+    amp_dtype dtype, autocast_dtype;
+    amp_io_cast cast_inputs, cast_outputs;
     amp_level level;
     amp_policy policy;
     amp_mode mode;
@@ -2619,8 +2649,11 @@ typedef struct amp_settings {
     double clip_norm;
     int32_t accumulation, max_skips;
     int32_t max_retries;            /* 0: the default; AMP_NO_RETRIES: none */
+    int32_t workers;                /* 0: the default; AMP_NO_WORKERS: none */
+    int32_t prefetch, disable_pinned;
     int32_t debug;
     int64_t log_interval, memory_interval, cleanup_interval, numerics_interval;     /* 0: the default; AMP_INTERVAL_OFF */
+    int64_t batch_growth_interval;
     double memory_warning;          /* 0: the default; 1: never */
 } amp_settings;
 #define AMP_NO_RETRIES (-1)
@@ -2654,11 +2687,13 @@ AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp
                                          amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor) {
     return amp_settings_fill_v(settings, amp, desc, scaler, optimizer, monitor, AMP_ABI(amp_settings));
 }
-/* The same between two steps of a running training: dtype, enabled, mode, caches, fallback, tf32, clipping,
+/* And a loader: .workers, .prefetch and .disable_pinned.  Errors: as above. */
+AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
+/* The same between two steps of a running training: dtypes, enabled, mode, caches, fallback, tf32, clipping,
    accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
-   force is refused (left at their defaults they stay), and then nothing has changed.  scaler, optimizer and monitor may
-   be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
+   force is refused (left at their defaults they stay), and then nothing has changed.  Casts of inputs and outputs change
+   for loaders and memory that come after.  scaler, optimizer and monitor may be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
    cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
@@ -2675,6 +2710,8 @@ typedef struct amp_status {
     char backend[16];
     amp_machine machine;            /* with the device and what it supports */
     amp_choice choice;              /* the compute dtype in force, and why */
+    amp_dtype autocast_dtype;       /* of regions; choice.dtype unless asked for */
+    amp_io_cast cast_inputs, cast_outputs;
     amp_level level;
     amp_policy policy;
     amp_mode mode;
@@ -3016,24 +3053,36 @@ typedef struct amp_advise_desc {
     const amp_optimizer *optimizer;
     const amp_scaler *scaler;
     const amp_verify_report *verified;      /* what failed there is not advised */
+    const double *losses; int64_t n_losses; /* of the last steps, oldest first, after the warmup, for the learning rate; NaN
+                                               and infinity count */
 } amp_advise_desc;
+enum { AMP_ADVISE_LOSSES = 40 };            /* fewer tell nothing */
 typedef struct amp_advice {
     amp_settings settings;                  /* as advised: dtype, level, allow_tf32, autotune, use_scaler, scaler, memory_efficient */
     int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
-    char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160];
+    double lr_factor;                       /* on the learning rate: 0.5 to 0.8, 1, 1.2 to 1.5; 0 unknown */
+    double lr;                              /* .optimizer's times that; 0 unknown */
+    char dtype_reason[160], level_reason[160], tf32_reason[160], batch_reason[160], scaler_reason[160], lr_reason[160];
 } amp_advice;
 /* dtype: amp_choose's for "auto", or the next of bf16, fp16, tf32 and fp32 that nothing speaks against (verification; fp16's
    scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
    bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
    must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
+   lr: the losses in quarters, with the noise s as root mean square of neighbours' differences over sqrt(2).
+       lower    0.5 where one is not finite; 0.8 to 0.5 where the last quarter's mean is above the best one's by more than 4
+                standard errors and 2% (at 50%: 0.5), or where over 2% of the losses jump above both neighbours' mean by more
+                than 6 times their median jump and 10% of the mean (at 10% of the losses: 0.5)
+       higher   where the loss falls, by less than 10% in all (1.5 to 1.2), as smoothly that s is below a tenth of the fall,
+                and no less in the second half than 0.8 times the first: a rate that is right slows down as it gets there
    desc may be NULL.  Errors: 101, 102, 105, 501. */
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
 AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     return amp_advise_v(amp, desc, out, AMP_ABI(amp_advise_desc));
 }
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size);
-/* Applies what can change while training runs, as amp_settings_apply does; the level stays, and a log line says that it takes
-   a new context where another was advised.  Errors: as there. */
+/* Applies what can change while training runs, as amp_settings_apply does, and the learning rate; the level stays, and a log
+   line says that it takes a new context where another was advised.  A host that sets the rate in each step applies lr_factor
+   to its schedule.  Errors: as there. */
 AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer);
 
 /* ---- Tune: the host's step over precisions and batch sizes, timed and verified */
@@ -3103,6 +3152,7 @@ typedef enum amp_recovery_action {
     AMP_RECOVERY_RETRY = 2,         /* memory was freed: the same step again */
     AMP_RECOVERY_HALVE_BATCH = 3,   /* halve the micro-batch; accumulation has been doubled already, the cycle begins anew */
     AMP_RECOVERY_STOP = 4,          /* retries are spent, or the policy said so: the last good snapshot is in place */
+    AMP_RECOVERY_DOUBLE_BATCH = 5,  /* double the micro-batch again; accumulation has been halved already */
     AMP_RECOVERY_FORCE_I32 = 0x7fffffff
 } amp_recovery_action;
 
@@ -3128,6 +3178,8 @@ typedef struct amp_recovery_event {
 
 /*  .interval      100       applied steps between snapshots; the first one is taken at creation
     .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
+    .batch_growth_interval  off   good steps after which DOUBLE_BATCH takes a HALVE_BATCH back; twice as many each time
+                             that memory then ends again.  With .loader only where its next two batches make one
     .policy        NULL      decides: gets the event as planned, and may change action, cure and layer.  A learning rate that
                              it sets stays; otherwise the snapshot's comes back
     .save, .load   NULL      what the host wants restored too, into and from records of its own; keys "amp..." are taken.
@@ -3137,7 +3189,7 @@ typedef struct amp_recovery_desc {
     amp_optimizer *optimizer;
     amp_scaler *scaler;
     amp_loader *loader;                     /* NULL: data go on as they come */
-    int64_t interval;
+    int64_t interval, batch_growth_interval;
     int32_t max_retries, reserved;
     void (*policy)(void *user, amp_recovery_event *event);
     int (*save)(void *user, amp_state *state);
@@ -3156,13 +3208,20 @@ AMP_API void amp_recovery_destroy(amp_recovery *recovery);
    One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
    finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
    fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.  Ranks must see
-   the same records: give amp_monitor_step the loss that is averaged over them.
+   the same records: give amp_monitor_step the loss that is averaged over them.  DOUBLE_BATCH, too, comes from here.
    Errors: 101, 106, 301, 501, what .load returns: call it again then, with the same record. */
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event);
 /* After a call of a step returned AMP_ERR_MEMORY, or the device said so: first cleans up (RETRY), then asks for half of the
    micro-batch (HALVE_BATCH) as often as it takes, or what the policy says.  What the cycle had accumulated is dropped.
    Errors: 101, 501. */
 AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event);
+/* After HALVE_BATCH or DOUBLE_BATCH, when the host has made its loader anew and put it where the old one stood: takes it
+   (or NULL) in place of the old one, and a snapshot.  Errors: 101, 106 in the middle of a cycle, 301, 501, what .save returns;
+   the recovery is then as it was. */
+AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader);
+/* Record <prefix>.recovery: what a resumed run counts on from, not the snapshots.  Errors: 101, 102, 301; of load: 107, 408. */
+AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
+AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 #ifdef __cplusplus
 }
 #endif
@@ -8028,7 +8087,7 @@ AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->r
 /* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
-    amp_dtype dtype, fallback;
+    amp_dtype dtype, autocast_dtype, fallback;
     int32_t disable, allow_tf32;
     int64_t n_layers;               /* overrides of layers */
     uint64_t random_offset;
@@ -8038,6 +8097,7 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     memset(&p, 0, sizeof p);
     p.choice = amp->choice;
     p.dtype = amp->desc.dtype;
+    p.autocast_dtype = amp->desc.autocast_dtype;
     p.disable = amp->desc.disable;
     p.allow_tf32 = amp->desc.allow_tf32;
     p.fallback = amp->desc.fallback;
@@ -8049,6 +8109,7 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
 AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
     amp->desc.dtype = p->dtype;
+    amp->desc.autocast_dtype = p->autocast_dtype;
     amp->desc.disable = p->disable;
     amp->desc.allow_tf32 = p->allow_tf32;
     amp->desc.fallback = p->fallback;
@@ -8183,6 +8244,8 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     AMPI_TRY(ampi_check_enum("mode", (int)d->mode, AMP_MODE_INFERENCE));
     AMPI_TRY(ampi_check_enum("cpu_path", (int)d->cpu_path, AMP_CPU_AMX));
     AMPI_TRY(ampi_check_enum("autotune", (int)d->autotune, AMP_AUTOTUNE_ON));
+    AMPI_TRY(ampi_check_enum("cast_inputs", (int)d->cast_inputs, AMP_IO_F32));
+    AMPI_TRY(ampi_check_enum("cast_outputs", (int)d->cast_outputs, AMP_IO_F32));
     if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
         return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be fp32, tf32, fp16 or bf16", amp_dtype_name(d->fallback));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
@@ -8213,6 +8276,8 @@ static void ampi_fill_defaults(amp_desc *d) {
     if (d->policy == 0) d->policy = AMP_POLICY_FUSED;
     if (d->mode == 0) d->mode = AMP_MODE_TRAINING;
     if (d->autotune == 0) d->autotune = AMP_AUTOTUNE_OFF;
+    if (d->cast_inputs == 0) d->cast_inputs = AMP_IO_NONE;
+    if (d->cast_outputs == 0) d->cast_outputs = AMP_IO_NONE;
     if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
     if (d->backend == NULL) d->backend = amp_cpu();
     if (d->cpu_path == 0) d->cpu_path = cpu.path;
@@ -8314,6 +8379,13 @@ static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_
     return ampi_chosen(out, AMP_F32, 0, 0, "level O0 computes in fp32");
 }
 
+/* The dtype of regions that name none: the context's, unless another one is wanted. */
+static amp_result ampi_choose_regions(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, const amp_choice *context,
+                                      amp_choice *out) {
+    *out = *context;
+    return wanted == AMP_DTYPE_DEFAULT ? AMP_OK : ampi_choose_for(amp, wanted, fallback, out);
+}
+
 /* 1: products that are left in fp32 can be computed in TF32. */
 static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
     amp_choice choice;
@@ -8329,6 +8401,7 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
 }
 
 static amp_result ampi_open_device(amp_context *amp) {
+    amp_choice regions;
     amp_backend_desc b;
     memset(&b, 0, sizeof b);
     b.device = amp->desc.device;
@@ -8341,9 +8414,12 @@ static amp_result ampi_open_device(amp_context *amp) {
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
     AMPI_TRY(ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice));
+    AMPI_TRY(ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     ampi_tell_fallback(amp, &amp->choice);
     amp->desc.dtype = amp->choice.dtype;
+    if (amp->desc.autocast_dtype != AMP_DTYPE_DEFAULT) ampi_tell_fallback(amp, &regions);
+    amp->desc.autocast_dtype = regions.dtype;
     ampi_plans_read(amp);
     if (amp->backend->host_visible && amp->backend->graph_begin == NULL) return AMP_OK;
     AMPI_TRY(amp->backend->alloc(amp->dev, (void **)&amp->cells, sizeof *amp->cells));
@@ -8446,7 +8522,7 @@ static amp_result ampi_check_switch(const amp_context *amp, const char *function
 static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
     ampi_tell_fallback(amp, choice);
     amp->choice = *choice;
-    amp->desc.dtype = choice->dtype;
+    amp->desc.dtype = amp->desc.autocast_dtype = choice->dtype;
     ampi_settings_changed(amp);
     amp_cast_cache_clear(amp);
 }
@@ -9084,7 +9160,7 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
 static amp_autocast_desc ampi_outside(const amp_context *amp) {
     amp_autocast_desc d;
     memset(&d, 0, sizeof d);
-    d.dtype = amp->desc.dtype;
+    d.dtype = amp->desc.autocast_dtype;
     d.policy = amp->desc.policy;
     d.mode = amp->desc.mode;
     d.disable = 1;
@@ -9107,7 +9183,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
     if (amp->desc.disable_cache || (outer && outer->disable_cache)) d.disable_cache = 1;
     if (amp->desc.disable) d.disable = 1;
-    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = outer ? outer->dtype : amp->desc.dtype;
+    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = outer ? outer->dtype : amp->desc.autocast_dtype;
     else {
         AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
         d.dtype = choice.dtype;
@@ -9362,6 +9438,17 @@ AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const
 AMP_API amp_dtype amp_autocast_result(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b) {
     amp_plan plan;
     return ampi_decide2(amp, op, layer, a, b, &plan) == AMP_OK ? plan.result : AMP_DTYPE_DEFAULT;
+}
+
+static amp_dtype ampi_io_dtype(const amp_context *amp, amp_io_cast cast, amp_dtype dtype) {
+    if (amp->desc.disable || amp->desc.level == AMP_LEVEL_O0 || (dtype != AMP_F32 && dtype != AMP_F16 && dtype != AMP_BF16)) return dtype;
+    return cast == AMP_IO_REGION ? ampi_stored(amp->desc.autocast_dtype) : cast == AMP_IO_F32 ? AMP_F32 : dtype;
+}
+AMP_API amp_dtype amp_autocast_input(const amp_context *amp, amp_dtype dtype) {
+    return amp == NULL ? AMP_DTYPE_DEFAULT : ampi_io_dtype(amp, amp->desc.cast_inputs, dtype);
+}
+AMP_API amp_dtype amp_autocast_output(const amp_context *amp, amp_dtype dtype) {
+    return amp == NULL ? AMP_DTYPE_DEFAULT : ampi_io_dtype(amp, amp->desc.cast_outputs, dtype);
 }
 
 static int ampi_is_cast_policy(amp_cast_policy policy) { return (int)policy >= 0 && policy <= AMP_CAST_BANNED; }
@@ -12995,6 +13082,7 @@ typedef struct ampi_worker {
     int phase;                      /* atomic */
     int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
     uint8_t *scratch;
+    uint8_t *raw;                   /* what is cast on its way into a slot: of one sample */
     int64_t fills;                  /* begun */
     ampi_seen *seen;                /* of each file, when there is a cache */
     ampi_order order;
@@ -13015,6 +13103,7 @@ struct amp_loader {
     amp_system system;
     amp_loader_desc desc;           /* effective */
     amp_source source;              /* its fields describe every kind of source */
+    amp_field fields[AMP_MAX_FIELDS];   /* as they are delivered: in amp_autocast_input's dtype */
     ampi_source_kind kind;
     ampi_data_file *files;
     int64_t n_files;
@@ -13024,8 +13113,9 @@ struct amp_loader {
     uint64_t hash;
     /* buffers */
     int narrow;                     /* 1: slots hold tokens in 16 bits, device slots in 32, all at twice the offset */
-    int64_t depth, ring_bytes, slot_bytes, scratch_bytes;
+    int64_t depth, ring_bytes, slot_bytes, scratch_bytes, raw_bytes;
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
+    int64_t raw_offset[AMP_MAX_FIELDS];         /* of a callback's field that is cast: where in scratch memory */
     ampi_slot *slots;
     char *ring;
     uint8_t *cache;                 /* of file contents: blocks, each filled once, by the worker that first wants it */
@@ -13765,13 +13855,32 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     return AMP_OK;
 }
 
+/* 1: field k is delivered in another dtype than it is read in. */
+static int ampi_field_is_cast(const amp_loader *l, int64_t k) { return l->fields[k].dtype != l->source.fields[k].dtype; }
+
+/* The values of field k in one sample, from the source's dtype into that of the slot. */
+static void ampi_field_cast(const amp_loader *l, int64_t k, char *to, const void *from) {
+    int64_t new_inf = 0;
+    (void)amp_convert(to, l->fields[k].dtype, from, l->source.fields[k].dtype, l->fields[k].count, NULL, &new_inf);
+    if (new_inf > 0)
+        ampi_log(l->amp, AMP_LOG_WARNING, 1151, "amp_loader: field %lld of a sample: %lld values became infinite in %s; scale the data, or cast_inputs = false",
+                 (long long)k, (long long)new_inf, amp_dtype_name(l->fields[k].dtype));
+}
+
 static amp_result ampi_fill_array_rows(ampi_worker *w, const ampi_piece *p, int64_t row, ampi_slot *slot) {
     const amp_loader *l = w->loader;
-    int64_t file = p->file - l->files, bytes = p->samples * p->file->stride;
+    int64_t file = p->file - l->files, bytes = p->samples * p->file->stride, i;
+    char *to = slot->data + l->field_offset[file] + row * l->field_bytes[file];
     const uint8_t *raw;
     AMPI_TRY(ampi_worker_get(w, p->file, p->offset, bytes, &raw));
-    ampi_copy_le((uint8_t *)slot->data + l->field_offset[file] + row * p->file->stride, raw, (size_t)bytes,
-                 amp_dtype_size(p->file->dtype));
+    if (!ampi_field_is_cast(l, file)) {
+        ampi_copy_le((uint8_t *)to, raw, (size_t)bytes, amp_dtype_size(p->file->dtype));
+        return AMP_OK;
+    }
+    for (i = 0; i < p->samples; i++, to += l->field_bytes[file]) {
+        ampi_copy_le(w->raw, raw + i * p->file->stride, (size_t)p->file->stride, amp_dtype_size(p->file->dtype));
+        ampi_field_cast(l, file, to, w->raw);
+    }
     return AMP_OK;
 }
 
@@ -13810,13 +13919,16 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
         what.sample += l->desc.first;
         what.random = ampi_epoch_random(l->desc.seed, epoch, (uint64_t)what.sample + AMPI_ORDER_ROUNDS);
         error[0] = 0;
-        for (k = 0; k < l->source.n_fields; k++) fields[k] = slot->data + l->field_offset[k] + i * l->field_bytes[k];
+        for (k = 0; k < l->source.n_fields; k++)
+            fields[k] = ampi_field_is_cast(l, k) ? (char *)w->raw + l->raw_offset[k] : slot->data + l->field_offset[k] + i * l->field_bytes[k];
         __atomic_store_n(&w->offset, what.sample, __ATOMIC_RELAXED);
         failed = l->source.read(l->source.user, &what, fields);
         error[sizeof error - 1] = 0;
         if (failed != 0)
             return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
                              w->id, (long long)what.sample, failed, error);
+        for (k = 0; k < l->source.n_fields; k++)
+            if (ampi_field_is_cast(l, k)) ampi_field_cast(l, k, slot->data + l->field_offset[k] + i * l->field_bytes[k], fields[k]);
     }
     return AMP_OK;
 }
@@ -13961,6 +14073,7 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l->names, l->n_files, sizeof(char *));
     for (i = 0; i < l->n_workers; i++) {
         ampi_free(&s, l->workers[i].scratch, l->scratch_bytes, 1);
+        ampi_free(&s, l->workers[i].raw, l->raw_bytes, 1);
         ampi_free(&s, l->workers[i].seen, l->n_files, sizeof(ampi_seen));
     }
     if (l->cache != NULL) s.free(s.user, l->cache, (size_t)l->cache_bytes);
@@ -14182,8 +14295,14 @@ static amp_result ampi_loader_layout(amp_loader *l) {
     size_t bytes;
     l->narrow = ampi_loader_narrow(l);
     for (i = 0; i < l->source.n_fields; i++) {
-        AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->source.fields[i].count,
-                            l->narrow ? 2 : amp_dtype_size(l->source.fields[i].dtype), &bytes));
+        l->fields[i] = l->source.fields[i];
+        l->fields[i].dtype = amp_autocast_input(l->amp, l->fields[i].dtype);
+        if (ampi_field_is_cast(l, i)) {
+            AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->fields[i].count, amp_dtype_size(l->source.fields[i].dtype), &bytes));
+            l->raw_offset[i] = l->kind == AMPI_FROM_CALLBACK ? l->raw_bytes : 0;
+            l->raw_bytes = AMPI_MAX(l->raw_bytes, l->raw_offset[i] + ((int64_t)bytes + AMPI_SLOT_ALIGN - 1) / AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN);
+        }
+        AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->fields[i].count, l->narrow ? 2 : amp_dtype_size(l->fields[i].dtype), &bytes));
         l->field_bytes[i] = (int64_t)bytes;
         l->field_offset[i] = l->slot_bytes;
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
@@ -14267,6 +14386,8 @@ static amp_result ampi_loader_buffers(amp_loader *l) {
         l->workers[i].order_epoch = -1;
         AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->scratch_bytes, 1));
         l->workers[i].scratch = (uint8_t *)memory;
+        AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->raw_bytes, 1));
+        l->workers[i].raw = (uint8_t *)memory;
     }
     AMPI_TRY(ampi_loader_cache(l));
     if (l->backend->host_visible) {
@@ -14532,8 +14653,8 @@ static amp_result ampi_next(amp_loader *l, amp_batch *out) {
     out->epoch = number / l->batches;
     out->index = number % l->batches;
     for (i = 0; i < l->source.n_fields; i++) out->fields[i] = data + (l->narrow + 1) * l->field_offset[i];
-    if (l->source.fields[0].dtype == AMP_I32) out->inputs = (const int32_t *)out->fields[0];
-    if (l->source.fields[1].dtype == AMP_I32) out->targets = (const int32_t *)out->fields[1];
+    if (l->fields[0].dtype == AMP_I32) out->inputs = (const int32_t *)out->fields[0];
+    if (l->fields[1].dtype == AMP_I32) out->targets = (const int32_t *)out->fields[1];
     return AMP_OK;
 }
 
@@ -14595,7 +14716,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
     out->format = l->desc.format;
     out->n_files = (int32_t)l->n_files;
     out->n_fields = l->source.n_fields;
-    memcpy(out->fields, l->source.fields, sizeof out->fields);
+    memcpy(out->fields, l->fields, sizeof out->fields);
     out->tokens = l->tokens;
     out->samples = l->samples;
     out->batches = l->batches;
@@ -14743,9 +14864,12 @@ static const ampi_word ampi_scaler_words[] = {
     {"auto", AMP_SCALER_USE_AUTO}, {"on", AMP_SCALER_USE_ON}, {"off", AMP_SCALER_USE_OFF}, {NULL, 0}};
 static const ampi_word ampi_action_words[] = {
     {"report", AMP_NAN_REPORT}, {"skip", AMP_NAN_SKIP}, {"stop", AMP_NAN_STOP}, {"recover", AMP_NAN_RECOVER}, {NULL, 0}};
+static const ampi_word ampi_io_words[] = {
+    {"false", AMP_IO_NONE}, {"true", AMP_IO_REGION}, {"fp32", AMP_IO_F32}, {"off", AMP_IO_NONE}, {"on", AMP_IO_REGION}, {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
-static const ampi_word ampi_zero_words[] = {{"0", AMP_ZERO}, {NULL, 0}}, ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
+static const ampi_word ampi_zero_words[] = {{"0", AMP_ZERO}, {NULL, 0}};
+static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}}, ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
 
 /* What a field of amp_settings holds.  INVERTED: a switch whose field says the opposite. */
@@ -14774,6 +14898,9 @@ typedef struct ampi_setting {
 static const ampi_setting ampi_setting_table[] = {
     {"enabled", AMPI_INVERTED, AMPI_AT(disable), ampi_switch_words, 0, 0, 0, NULL},
     {"dtype", AMPI_WORD, AMPI_AT(dtype), ampi_dtype_words, 0, 0, 0, NULL},
+    {"autocast_dtype", AMPI_WORD, AMPI_AT(autocast_dtype), ampi_dtype_words, 0, 0, 0, NULL},
+    {"cast_inputs", AMPI_WORD, AMPI_AT(cast_inputs), ampi_io_words, AMP_IO_NONE, 0, 0, NULL},
+    {"cast_outputs", AMPI_WORD, AMPI_AT(cast_outputs), ampi_io_words, AMP_IO_NONE, 0, 0, NULL},
     {"level", AMPI_WORD, AMPI_AT(level), ampi_level_words, AMP_LEVEL_O1, 0, 0, NULL},
     {"policy", AMPI_WORD, AMPI_AT(policy), ampi_policy_words, AMP_POLICY_FUSED, 0, 0, NULL},
     {"mode", AMPI_WORD, AMPI_AT(mode), ampi_mode_words, AMP_MODE_TRAINING, 0, 0, NULL},
@@ -14805,6 +14932,10 @@ static const ampi_setting ampi_setting_table[] = {
     {"nan_action", AMPI_WORD, AMPI_AT(nan_action), ampi_action_words, AMP_NAN_SKIP, 0, 0, NULL},
     {"max_skips", AMPI_I32, AMPI_AT(max_skips), NULL, 25, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
     {"max_retries", AMPI_I32, AMPI_AT(max_retries), ampi_retries_words, 3, 1, 1000, "a whole number from 0 to 1000"},
+    {"batch_growth_interval", AMPI_I64, AMPI_AT(batch_growth_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"workers", AMPI_I32, AMPI_AT(workers), ampi_workers_words, 2, 1, 64, "a whole number from 0 to 64"},
+    {"prefetch", AMPI_I32, AMPI_AT(prefetch), NULL, 2, 1, 1024, "a whole number from 1 to 1024"},
+    {"pin", AMPI_INVERTED, AMPI_AT(disable_pinned), ampi_switch_words, 0, 0, 0, NULL},
     {"debug", AMPI_SWITCH, AMPI_AT(debug), ampi_switch_words, 0, 0, 0, NULL},
 };
 enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
@@ -14962,7 +15093,7 @@ static int ampi_setting_parse(const ampi_setting *k, const char *text, size_t n,
         if (ampi_same_word(word, text, n)) return 1;
     }
     if (k->range == NULL || !ampi_parse_number(text, n, k->field == AMPI_I32 || k->field == AMPI_I64, value)) return 0;
-    if ((k->words == ampi_zero_words || k->words == ampi_retries_words) && *value == 0) { *value = k->words->value; return 1; }
+    if (k->words != NULL && strcmp(k->words->word, "0") == 0 && *value == 0) { *value = k->words->value; return 1; }
     if (k->field == AMPI_REAL32) *value = (double)(float)*value;
     return amp_is_finite_f64(value) && *value >= k->low && *value <= k->high;
 }
@@ -15218,6 +15349,8 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
     if (s.level == AMP_LEVEL_O0) {
         const char *why = "level O0 is fp32 throughout";
         if (s.dtype != AMP_DTYPE_DEFAULT && s.dtype != AMP_F32) return ampi_settings_conflict(f, &s, "level", "dtype", why);
+        if (s.autocast_dtype != AMP_DTYPE_DEFAULT && s.autocast_dtype != AMP_F32)
+            return ampi_settings_conflict(f, &s, "level", "autocast_dtype", why);
         if (s.allow_tf32) return ampi_settings_conflict(f, &s, "level", "tf32", why);
         if (s.use_scaler == AMP_SCALER_USE_ON) return ampi_settings_conflict(f, &s, "level", "scaler", why);
     }
@@ -15236,16 +15369,19 @@ AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     return ampi_settings_check(f, settings);
 }
 
-/* A scaler's desc for a training that computes in dtype. */
-static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dtype) {
+/* A scaler's desc for a training with weights or regions in these dtypes. */
+static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dtype, amp_dtype regions) {
     amp_scaler_desc d = s->scaler;
     int automatic = s->use_scaler == AMP_SCALER_USE_DEFAULT || s->use_scaler == AMP_SCALER_USE_AUTO;
-    d.disable = automatic ? dtype != AMP_F16 : s->use_scaler == AMP_SCALER_USE_OFF;
+    d.disable = automatic ? dtype != AMP_F16 && regions != AMP_F16 : s->use_scaler == AMP_SCALER_USE_OFF;
     return d;
 }
 
 static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
     d->dtype = s->dtype;
+    d->autocast_dtype = s->autocast_dtype;
+    d->cast_inputs = s->cast_inputs;
+    d->cast_outputs = s->cast_outputs;
     d->level = s->level;
     d->policy = s->policy;
     d->mode = s->mode;
@@ -15277,13 +15413,24 @@ AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_c
     AMPI_TRY(ampi_settings_check(f, settings));
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
-    if (scaler != NULL) *scaler = ampi_settings_scaler(settings, amp ? ampi_settings(amp)->dtype : s.dtype);
+    if (scaler != NULL)
+        *scaler = ampi_settings_scaler(settings, amp ? ampi_settings(amp)->dtype : s.dtype, amp ? ampi_settings(amp)->autocast_dtype : s.autocast_dtype);
     if (optimizer != NULL) {
         optimizer->clip_norm = s.clip_norm;
         optimizer->accumulation = s.accumulation;
         optimizer->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, monitor);
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
+    const char *f = "amp_settings_fill_loader";
+    if (settings == NULL || loader == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or loader is NULL");
+    AMPI_TRY(ampi_settings_check(f, settings));
+    loader->workers = settings->workers;
+    loader->prefetch = settings->prefetch;
+    loader->disable_pinned = settings->disable_pinned != 0;
     return AMP_OK;
 }
 
@@ -15299,7 +15446,8 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
 
 /* Everything that amp_settings_apply may refuse. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp, const amp_scaler *scaler,
-                                          const amp_optimizer *optimizer, amp_choice *choice, amp_scaler_desc *rule) {
+                                          const amp_optimizer *optimizer, amp_choice *choice, amp_choice *regions,
+                                          amp_scaler_desc *rule) {
     int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
@@ -15311,8 +15459,9 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
     AMPI_TRY(ampi_choose_for(amp, s->dtype, s->fallback, choice));
+    AMPI_TRY(ampi_choose_regions(amp, s->autocast_dtype, s->fallback, choice, regions));
     AMPI_TRY(ampi_check_switch(amp, f, choice->dtype));
-    *rule = ampi_settings_scaler(s, choice->dtype);
+    *rule = ampi_settings_scaler(s, choice->dtype, regions->dtype);
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_settings_fixed(f, "scaler_preset", (int)rule->preset, (int)scaler->desc.preset));
     rule->preset = scaler->desc.preset;
@@ -15321,21 +15470,24 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     return ampi_check_scaler(f, rule);
 }
 
-static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice) {
+static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice, const amp_choice *regions) {
     amp_desc *d = &amp->desc;
     amp_log_level loud = d->logger.level;
-    int changed = choice->dtype != d->dtype;
+    int changed = choice->dtype != d->dtype || regions->dtype != d->autocast_dtype;
     d->disable = s->disable != 0;
     d->mode = s->mode ? s->mode : AMP_MODE_TRAINING;
     d->memory_efficient = s->memory_efficient != 0;
     d->disable_cache = s->disable_cache != 0;
     d->fallback = s->fallback;
+    d->cast_inputs = s->cast_inputs;
+    d->cast_outputs = s->cast_outputs;
     d->allow_tf32 = ampi_may_tf32(amp, s->allow_tf32);
     if (s->debug && loud != AMP_LOG_DEBUG) { amp->quiet = loud; d->logger.level = AMP_LOG_DEBUG; }
     if (!s->debug && loud == AMP_LOG_DEBUG) d->logger.level = amp->quiet;
     ampi_settings_changed(amp);
     if (changed) ampi_switch_dtype(amp, choice);
     amp->choice = *choice;
+    d->autocast_dtype = regions->dtype;
     if (d->disable_cache) amp_cast_cache_clear(amp);
 }
 
@@ -15343,17 +15495,18 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
                                         amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) {
     const char *f = "amp_settings_apply";
     amp_settings s;
-    amp_choice choice;
+    amp_choice choice, regions;
     amp_scaler_desc rule;
     if (settings == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or amp is NULL");
     AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
     AMPI_TRY(ampi_settings_check(f, settings));
     if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor is of another context");
-    AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &rule));
+    AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &rule));
-    else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply", amp_dtype_name(choice.dtype));
+    else if (!rule.disable) ampi_log(amp, AMP_LOG_WARNING, 1201, "%s asks for a loss scaler, and none was passed to amp_settings_apply",
+                                 amp_dtype_name(regions.dtype == AMP_F16 ? AMP_F16 : choice.dtype));
     s = ampi_settings_effective(settings);
-    ampi_settings_apply_context(&s, amp, &choice);
+    ampi_settings_apply_context(&s, amp, &choice, &regions);
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
@@ -15472,6 +15625,8 @@ AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scal
     snprintf(s.backend, sizeof s.backend, "%s", backend->name);
     AMPI_TRY(amp_query_machine(amp, &s.machine));
     AMPI_TRY(amp_query_choice(amp, &s.choice));
+    s.autocast_dtype = d->autocast_dtype;
+    s.cast_inputs = d->cast_inputs; s.cast_outputs = d->cast_outputs;
     s.level = d->level; s.policy = d->policy; s.mode = d->mode;
     s.memory_efficient = d->memory_efficient != 0;
     s.allow_tf32 = d->allow_tf32 != 0;
@@ -15535,6 +15690,8 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     ampi_print(&s, "version  amp.h %d.%d.%d, backend %s: %s\n", t->version / 10000, t->version / 100 % 100, t->version % 100, t->backend,
                t->machine.device.versions);
     ampi_print(&s, "dtype    %s%s: %s\n", amp_dtype_name(t->choice.dtype), t->enabled ? "" : " (disabled)", t->choice.reason);
+    ampi_print(&s, "regions  %s, cast_inputs %s, cast_outputs %s\n", amp_dtype_name(t->autocast_dtype), ampi_word_of(ampi_io_words, (int)t->cast_inputs),
+               ampi_word_of(ampi_io_words, (int)t->cast_outputs));
     ampi_print(&s, "level    %s, policy %s, mode %s, memory_efficient %s, tf32 %s\n", ampi_word_of(ampi_level_words, (int)t->level),
                ampi_word_of(ampi_policy_words, (int)t->policy), ampi_word_of(ampi_mode_words, (int)t->mode), ampi_yes_no(t->memory_efficient), ampi_yes_no(t->allow_tf32));
     if (t->has_scaler)
@@ -15637,6 +15794,9 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
     ampi_json_text(&s, "reason", t->choice.reason);
     ampi_json_flag(&s, "emulated", t->choice.emulated);
     ampi_json_flag(&s, "fell_back", t->choice.fell_back);
+    ampi_json_text(&s, "autocast_dtype", amp_dtype_name(t->autocast_dtype));
+    ampi_json_text(&s, "cast_inputs", ampi_word_of(ampi_io_words, (int)t->cast_inputs));
+    ampi_json_text(&s, "cast_outputs", ampi_word_of(ampi_io_words, (int)t->cast_outputs));
     ampi_json_text(&s, "level", ampi_word_of(ampi_level_words, (int)t->level));
     ampi_json_text(&s, "policy", ampi_word_of(ampi_policy_words, (int)t->policy));
     ampi_json_text(&s, "mode", ampi_word_of(ampi_mode_words, (int)t->mode));
@@ -16061,7 +16221,7 @@ AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info
     note->tokens = info->tokens;
     note->read = !info->no_loss;
     note->loss = note->read ? info->loss : ampi_f64_of_bits(AMPI_NAN);
-    note->dtype = d->disable ? AMP_F32 : d->dtype;
+    note->dtype = d->disable ? AMP_F32 : d->autocast_dtype;
     note->has_memory = 0;
     memset(&note->memory, 0, sizeof note->memory);
     return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
@@ -16424,7 +16584,7 @@ AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, c
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_numerics_create", "amp, out or desc is NULL");
     d = *desc;
-    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
+    if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
     if (d.interval == 0) d.interval = 100;
     AMPI_TRY(ampi_numerics_check(&d, &gradients));
     AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_numerics_create", (void **)&m, 1, sizeof *m));
@@ -16736,7 +16896,7 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
         p.fallback = AMP_DTYPE_DEFAULT;
         p.n_layers = 0;
     }
-    p.dtype = p.choice.dtype = dtype;
+    p.dtype = p.autocast_dtype = p.choice.dtype = dtype;
     p.choice.scaler = dtype == AMP_F16;
     ampi_precision_set(v->amp, &p);
     return AMP_OK;
@@ -17459,7 +17619,7 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
     c.desc = desc;
     c.directions = desc->directions ? desc->directions : 8;
     c.before = c.within = ampi_precision_get(amp);
-    c.within.dtype = c.within.choice.dtype = dtype;
+    c.within.dtype = c.within.autocast_dtype = c.within.choice.dtype = dtype;
     c.within.disable = 0;
     c.u = ampi_roundoff(dtype);
     for (i = 0; i < desc->n_outputs; i++) {
@@ -17497,6 +17657,9 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     memset(s, 0, sizeof *s);
     s->disable = d->disable;
     s->dtype = d->dtype;
+    if (d->autocast_dtype != d->dtype) s->autocast_dtype = d->autocast_dtype;
+    s->cast_inputs = d->cast_inputs;
+    s->cast_outputs = d->cast_outputs;
     s->level = d->level;
     s->policy = d->policy;
     s->mode = d->mode;
@@ -17566,6 +17729,7 @@ static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
     char why[100] = "", first[100] = "";
     int i;
     out->settings.dtype = f->automatic.dtype;
+    out->settings.autocast_dtype = AMP_DTYPE_DEFAULT;
     if (!ampi_speaks_against(f, f->automatic.dtype, first, sizeof first)) {
         snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s", f->automatic.reason);
         return;
@@ -17668,18 +17832,108 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     }
 }
 
+/* ---- The learning rate, from a history of losses */
+
+/* What a history looks like, in quarters of it. */
+typedef struct ampi_history {
+    int64_t bad;                    /* losses that are not finite */
+    double mean[4], best;           /* best: the lowest of the means */
+    double noise, error;            /* of one loss; the standard error of the difference of two means */
+    int64_t jumps;                  /* losses far above both neighbours */
+} ampi_history;
+
+static int ampi_compare_f64(const void *a, const void *b) {
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Losses further above both neighbours' mean than 6 times what is usual, and than a tenth of it; room: n numbers. */
+static int64_t ampi_count_jumps(const double *x, int64_t n, double *room) {
+    int64_t i, jumps = 0;
+    double usual;
+    for (i = 1; i + 1 < n; i++) room[i - 1] = fabs(x[i] - (x[i - 1] + x[i + 1]) / 2);
+    qsort(room, (size_t)(n - 2), sizeof *room, ampi_compare_f64);
+    usual = room[(n - 2) / 2];
+    for (i = 1; i + 1 < n; i++) {
+        double around = (x[i - 1] + x[i + 1]) / 2, above = x[i] - around;
+        jumps += above > 6 * usual && above > 0.1 * fabs(around) && x[i] > x[i - 1] && x[i] > x[i + 1];
+    }
+    return jumps;
+}
+
+static void ampi_history_read(ampi_history *h, const double *x, int64_t n, double *room) {
+    int64_t i, q, quarter = n / 4, from = n - 4 * quarter;      /* what is left over is the oldest */
+    memset(h, 0, sizeof *h);
+    for (i = 0; i < n; i++) h->bad += !amp_is_finite_f64(&x[i]);
+    if (h->bad > 0) return;
+    for (q = 0; q < 4; q++) {
+        for (i = 0; i < quarter; i++) h->mean[q] += x[from + q * quarter + i] / (double)quarter;
+        if (q == 0 || h->mean[q] < h->best) h->best = h->mean[q];
+    }
+    for (i = 1; i < n; i++) h->noise += (x[i] - x[i - 1]) * (x[i] - x[i - 1]) / (2 * (double)(n - 1));
+    h->noise = sqrt(h->noise);
+    h->error = h->noise * sqrt(2 / (double)quarter);
+    h->jumps = ampi_count_jumps(x, n, room);
+}
+
+/* The factor, and why; share: of what would ask for the largest change, from 0 to 1. */
+static double ampi_lr_lower(double share) { return 0.8 - 0.3 * AMPI_MIN(share, 1.0); }
+
+static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *out) {
+    double rise = h->mean[3] - h->best, fall = h->mean[0] - h->mean[3], level = fabs(h->mean[0]);
+    double first = h->mean[0] - h->mean[1], last = h->mean[2] - h->mean[3];
+    char *reason = out->lr_reason;
+    size_t size = sizeof out->lr_reason;
+    out->lr_factor = 1;
+    if (h->bad > 0) {
+        out->lr_factor = 0.5;
+        snprintf(reason, size, "x 0.5: %lld of %lld losses are not finite", (long long)h->bad, (long long)n);
+    } else if (rise > 4 * h->error && rise > 0.02 * fabs(h->best)) {
+        out->lr_factor = ampi_lr_lower(rise / (0.5 * AMPI_MAX(fabs(h->best), rise)));
+        snprintf(reason, size, "x %.2f: unstable: the last quarter of %lld losses has mean %.4g, the best one %.4g (noise of a mean %.2g)",
+                 out->lr_factor, (long long)n, h->mean[3], h->best, h->error);
+    } else if (h->jumps > 0 && (double)h->jumps > 0.02 * (double)n) {
+        out->lr_factor = ampi_lr_lower((double)h->jumps / (0.1 * (double)n));
+        snprintf(reason, size, "x %.2f: unstable: %lld of %lld losses jump, each by 10%% and 6 times the usual step", out->lr_factor, (long long)h->jumps, (long long)n);
+    } else if (fall > 4 * h->error && fall < 0.1 * level && h->noise < 0.1 * fall && last > 0.8 * first) {
+        out->lr_factor = 1.5 - 0.3 * fall / (0.1 * level);
+        snprintf(reason, size, "x %.2f: slow: %lld losses fell by %.2g%% from %.4g, smoothly (noise %.2g), as fast at the end as at the beginning",
+                 out->lr_factor, (long long)n, 100 * fall / level, h->mean[0], h->noise);
+    } else
+        snprintf(reason, size, "as it is: %lld losses went from %.4g to %.4g by quarters, best %.4g, noise %.2g, %lld jumps", (long long)n,
+                 h->mean[0], h->mean[3], h->best, h->noise, (long long)h->jumps);
+}
+
+static amp_result ampi_advise_lr(const amp_context *amp, const amp_advise_desc *d, amp_advice *out) {
+    const amp_system *s = ampi_context_system(amp);
+    ampi_history history;
+    void *room;
+    if (d->n_losses < AMP_ADVISE_LOSSES) {
+        snprintf(out->lr_reason, sizeof out->lr_reason, "not known from %lld losses: it takes %d in .losses", (long long)d->n_losses, (int)AMP_ADVISE_LOSSES);
+        return AMP_OK;
+    }
+    AMPI_TRY(ampi_alloc(s, "amp_advise", &room, d->n_losses, sizeof(double)));
+    ampi_history_read(&history, d->losses, d->n_losses, (double *)room);
+    ampi_free(s, room, d->n_losses, sizeof(double));
+    ampi_advise_history(&history, d->n_losses, out);
+    if (d->optimizer != NULL) out->lr = d->optimizer->desc.lr * out->lr_factor;
+    return AMP_OK;
+}
+
 static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_desc *desc, ampi_facts *f) {
     memset(f, 0, sizeof *f);
     f->desc = desc;
     f->device = &amp->machine.device;
     AMPI_TRY(amp_choose(&amp->machine, AMP_DTYPE_DEFAULT, 0, &f->automatic));
     AMPI_TRY(amp_memory(amp, &f->memory));
-    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->dtype != AMP_F16) return AMP_OK;
+    if (desc->scaler == NULL || desc->scaler->desc.disable || ampi_settings(amp)->autocast_dtype != AMP_F16) return AMP_OK;
     return amp_scaler_get(desc->scaler, &f->scaler);
 }
 
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
-    static const amp_advise_desc none = {0, NULL, NULL, NULL};
+    static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
     AMPI_TRY(ampi_check_abi("amp_advise", abi, AMP_ABI(amp_advise_desc)));
@@ -17687,6 +17941,9 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
     if (desc == NULL) desc = &none;
     if (desc->batch < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none", (long long)desc->batch);
+    if (desc->n_losses < 0 || (desc->n_losses > 0 && desc->losses == NULL))
+        return ampi_fail(desc->n_losses < 0 ? AMP_ERR_RANGE : AMP_ERR_NULL, "amp_advise", ".n_losses = %lld, must be 0 or more, and .losses%s NULL",
+                         (long long)desc->n_losses, desc->losses ? " is not" : " is");
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
                          (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
@@ -17698,6 +17955,7 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
     ampi_advise_level(&f, &advice);
     ampi_advise_tf32(&f, &advice);
     ampi_advise_scaler(&f, &advice);
+    AMPI_TRY(ampi_advise_lr(amp, desc, &advice));
     *out = advice;
     return AMP_OK;
 }
@@ -17705,7 +17963,7 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     const amp_settings *s;
-    char batch[24] = "unknown";
+    char batch[24] = "unknown", lr[24] = "unknown";
     if (advice == NULL) return 0;
     s = &advice->settings;
     if (advice->batch > 0) snprintf(batch, sizeof batch, "%lld", (long long)advice->batch);
@@ -17714,6 +17972,9 @@ AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size
     ampi_print(&sheet, "tf32     %-8s %s\n", s->allow_tf32 ? "on" : "off", advice->tf32_reason);
     ampi_print(&sheet, "batch    %-8s %s\n", batch, advice->batch_reason);
     ampi_print(&sheet, "scaler   %-8s %s\n", s->dtype == AMP_F16 ? "on" : "off", advice->scaler_reason);
+    if (advice->lr_factor > 0) snprintf(lr, sizeof lr, "x %.2f", advice->lr_factor);
+    if (advice->lr > 0) snprintf(lr, sizeof lr, "%.3g", advice->lr);
+    ampi_print(&sheet, "lr       %-8s %s\n", lr, advice->lr_reason);
     return sheet.used;
 }
 
@@ -17723,6 +17984,7 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
     if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
     ampi_settings_now(amp, scaler, optimizer, &s);
     s.dtype = advice->settings.dtype;
+    s.autocast_dtype = advice->settings.autocast_dtype;
     s.allow_tf32 = advice->settings.allow_tf32;
     s.memory_efficient = advice->settings.memory_efficient;
     s.use_scaler = advice->settings.use_scaler;
@@ -17732,6 +17994,7 @@ AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_sca
     if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
     if (rule->hysteresis > 0) s.scaler.hysteresis = rule->hysteresis;
     AMPI_TRY(amp_settings_apply(&s, amp, scaler, optimizer, NULL));
+    if (optimizer != NULL && advice->lr > 0 && advice->lr_factor != 1) AMPI_TRY(amp_optimizer_set_lr(optimizer, advice->lr));
     if (advice->settings.level != s.level)
         ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised: it takes a new context, O%d stays",
                  (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
@@ -18192,6 +18455,10 @@ struct amp_recovery {
     int64_t seen;                   /* the last record's number */
     int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
     int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
+    int64_t halvings;               /* of the micro-batch that are in force */
+    int64_t fitted;                 /* good steps since the batch last changed */
+    int32_t doubled;                /* 1: the last change was a doubling */
+    int32_t failures;               /* doublings that were followed by a halving */
 };
 
 static void ampi_snapshot_drop(ampi_snapshot *s) {
@@ -18288,6 +18555,9 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
     if (d->n_params < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
     if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
     if (d->interval < 0) return ampi_fail(AMP_ERR_RANGE, f, ".interval = %lld, must be 1 or more, or 0 for 100", (long long)d->interval);
+    if (d->batch_growth_interval < AMP_INTERVAL_OFF)
+        return ampi_fail(AMP_ERR_RANGE, f, ".batch_growth_interval = %lld, must be 1 or more, or 0 or AMP_INTERVAL_OFF for never",
+                         (long long)d->batch_growth_interval);
     if (d->max_retries < AMP_NO_RETRIES || d->max_retries > 1000)
         return ampi_fail(AMP_ERR_RANGE, f, ".max_retries = %d, must be 1 to 1000, 0 for 3, or AMP_NO_RETRIES", d->max_retries);
     if ((d->save == NULL) != (d->load == NULL)) return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load come both or neither");
@@ -18354,7 +18624,7 @@ static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
 
 /* The next wider format: fp16 -> bf16 where there is one, all else -> fp32. */
 static amp_dtype ampi_next_dtype(const amp_context *amp) {
-    amp_dtype now = ampi_settings(amp)->dtype;
+    amp_dtype now = ampi_settings(amp)->autocast_dtype;
     amp_choice choice;
     return now == AMP_F16 && amp_choose(&amp->machine, AMP_BF16, 1, &choice) == AMP_OK && !choice.fell_back ? AMP_BF16 : AMP_F32;
 }
@@ -18362,7 +18632,7 @@ static amp_dtype ampi_next_dtype(const amp_context *amp) {
 /* 1: a wider format is there, and may be switched to: levels O2 and O3 keep theirs. */
 static int ampi_can_widen(const amp_context *amp) {
     const amp_desc *d = ampi_settings(amp);
-    return !d->disable && d->dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
+    return !d->disable && d->autocast_dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
 }
 
 /* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
@@ -18371,7 +18641,7 @@ static void ampi_plan_cure(const amp_recovery *r, const amp_step_record *record,
     const amp_context *amp = r->amp;
     const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->outcome.first_bad;    /* sharded: this rank's own */
     int everywhere = record->trouble == AMP_TROUBLE_LOSS || record->trouble == AMP_TROUBLE_FLOOR, wide = ampi_can_widen(amp);
-    if (ampi_settings(amp)->disable || ampi_settings(amp)->dtype == AMP_F32) return;
+    if (ampi_settings(amp)->disable || ampi_settings(amp)->autocast_dtype == AMP_F32) return;
     if (bad != NULL) ampi_layer_pattern(bad, event->layer);
     if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->cure = AMP_CURE_LAYERS;
     else if (wide) { event->cure = AMP_CURE_DTYPE; event->dtype = ampi_next_dtype(amp); }
@@ -18392,7 +18662,7 @@ static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action 
     memset(&e, 0, sizeof e);
     e.action = action;
     e.trouble = trouble;
-    e.dtype = ampi_settings(r->amp)->dtype;
+    e.dtype = ampi_settings(r->amp)->autocast_dtype;
     e.step = r->good.applied;
     e.retries = r->retries;
     e.left = r->desc.max_retries - r->retries;
@@ -18407,7 +18677,7 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     amp_recovery_event planned = *event;
     if (r->desc.policy == NULL) return 0;
     r->desc.policy(r->desc.user, event);
-    if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_STOP) event->action = planned.action;
+    if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
     if (event->cure < AMP_CURE_NONE || event->cure > AMP_CURE_DTYPE) event->cure = planned.cure;
     event->layer[sizeof event->layer - 1] = 0;
     event->trouble = planned.trouble;
@@ -18431,7 +18701,7 @@ static amp_result ampi_cure(const amp_recovery *r, amp_recovery_event *event) {
     if (event->cure == AMP_CURE_DTYPE && !ampi_can_widen(r->amp)) event->cure = AMP_CURE_NONE;
     if (event->cure == AMP_CURE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
     if (event->cure == AMP_CURE_DTYPE) AMPI_TRY(ampi_cure_dtype(r, ampi_next_dtype(r->amp)));
-    event->dtype = ampi_settings(r->amp)->dtype;
+    event->dtype = ampi_settings(r->amp)->autocast_dtype;
     return AMP_OK;
 }
 
@@ -18445,7 +18715,7 @@ static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
     ampi_snapshot_drop(&r->candidate);
     r->undone = r->seen > r->good.attempts ? last : 0;
     r->next = r->good.applied + r->desc.interval;
-    r->streak = 0;
+    r->streak = r->fitted = 0;
     return AMP_OK;
 }
 
@@ -18462,7 +18732,7 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
 /* Trouble that is only noted: snapshots since are worth nothing. */
 static void ampi_note_bad(amp_recovery *r) {
     ampi_snapshot_drop(&r->candidate);
-    r->streak = 0;
+    r->streak = r->fitted = 0;
     r->next = 0;
 }
 
@@ -18501,6 +18771,7 @@ static int ampi_is_undone(amp_recovery *r, int64_t step) {
 static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
     ampi_snapshot *c = &r->candidate;
     if (!record->outcome.applied) return;
+    r->fitted++;
     if (++r->streak >= r->desc.interval) r->retries = 0;
     if (c->state != NULL && record->outcome.step > c->attempts) {
         ampi_snapshot_drop(&r->good);
@@ -18514,6 +18785,44 @@ static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
                  (long long)r->good.applied, amp_last_error());
 }
 
+/* ---- The size of the micro-batch */
+
+static void ampi_batch_changed(amp_recovery *r, int halvings) {
+    r->halvings += halvings;
+    r->doubled = halvings < 0;
+    r->fitted = 0;
+}
+
+/* 1: the next two micro-batches are one of twice the size, as seen from the loader: none begins in the middle of another. */
+static int ampi_batch_is_even(const amp_recovery *r) {
+    amp_loader_info info;
+    if (r->desc.loader == NULL) return 1;
+    return amp_loader_info_get(r->desc.loader, &info) == AMP_OK && info.index % 2 == 0 && info.index + 2 <= info.batches;
+}
+
+/* Good steps it takes to double the batch. */
+static int64_t ampi_patience(const amp_recovery *r) {
+    int64_t interval = r->desc.batch_growth_interval;
+    return interval <= 0 || r->failures > 62 || interval > INT64_MAX >> r->failures ? INT64_MAX : interval << r->failures;
+}
+
+/* Takes a halving back, when it has fitted long enough. */
+static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
+    amp_optimizer *o = r->desc.optimizer;
+    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_TROUBLE_NONE);
+    int32_t n = o->desc.accumulation;
+    if (r->halvings == 0 || r->fitted < ampi_patience(r) || o->micro > 0 || n % 2 != 0 || !ampi_batch_is_even(r)) return AMP_OK;
+    snprintf(e.text, sizeof e.text, "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, and %d instead of %d of them",
+             (long long)r->fitted, r->doubled ? "last changed" : "halved", (long long)o->attempts + 1, n / 2, n);
+    (void)ampi_ask(r, &e);
+    if (e.action != AMP_RECOVERY_DOUBLE_BATCH) { r->fitted = 0; return AMP_OK; }
+    AMPI_TRY(amp_optimizer_set_accumulation(o, n / 2));
+    ampi_batch_changed(r, -1);
+    ampi_log(r->amp, AMP_LOG_WARNING, 1307, "%s", e.text);
+    *event = e;
+    return AMP_OK;
+}
+
 AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     if (r == NULL || record == NULL || event == NULL)
@@ -18521,9 +18830,12 @@ AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_reco
     AMPI_TRY(ampi_may_wait(r->amp));
     *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
     if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
-    if (record->trouble == AMP_TROUBLE_NONE) ampi_note_good(r, record);
-    else if (record->action == AMP_NAN_RECOVER) return ampi_recover(r, record, event);
-    else ampi_note_bad(r);
+    if (record->trouble == AMP_TROUBLE_NONE) {
+        ampi_note_good(r, record);
+        return ampi_double(r, event);
+    }
+    if (record->action == AMP_NAN_RECOVER) return ampi_recover(r, record, event);
+    ampi_note_bad(r);
     return AMP_OK;
 }
 
@@ -18538,7 +18850,12 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     snprintf(e->text, sizeof e->text, "out of memory again in step %lld: half of the micro-batch, and twice as many of them as the %d of a step",
              (long long)o->attempts + 1, n);
     keep_lr = ampi_ask(r, e);
-    if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) return amp_optimizer_set_accumulation(o, 2 * n);
+    if (e->action == AMP_RECOVERY_HALVE_BATCH && n <= most) {
+        AMPI_TRY(amp_optimizer_set_accumulation(o, 2 * n));
+        r->failures = AMPI_MIN(r->failures + r->doubled, 1000);
+        ampi_batch_changed(r, 1);
+        return AMP_OK;
+    }
     AMPI_TRY(amp_optimizer_set_accumulation(o, n));
     if (e->action == AMP_RECOVERY_NONE || e->action == AMP_RECOVERY_RETRY) return AMP_OK;
     if (e->action == AMP_RECOVERY_HALVE_BATCH) e->action = AMP_RECOVERY_STOP;
@@ -18572,6 +18889,53 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
     }
     ampi_log(r->amp, AMP_LOG_WARNING, 1305, "%s", e.text);
     *event = e;
+    return AMP_OK;
+}
+
+AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
+    amp_recovery *r = recovery;
+    amp_loader *before;
+    ampi_snapshot now;
+    amp_result result;
+    memset(&now, 0, sizeof now);
+    if (r == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_batch", "recovery is NULL");
+    if (r->desc.optimizer->micro > 0)
+        return ampi_fail(AMP_ERR_STATE, "amp_recovery_batch", "%d of %d micro-batches are accumulated: call it between steps",
+                         r->desc.optimizer->micro, r->desc.optimizer->desc.accumulation);
+    AMPI_TRY(ampi_may_wait(r->amp));
+    before = r->desc.loader;
+    r->desc.loader = loader;
+    result = ampi_snapshot_take(r, &now);
+    if (result != AMP_OK) { r->desc.loader = before; return result; }
+    ampi_snapshot_drop(&r->good);
+    ampi_snapshot_drop(&r->candidate);
+    r->good = now;
+    r->next = now.applied + r->desc.interval;
+    return AMP_OK;
+}
+
+enum { AMPI_SAVED_RECOVERY = 6 };
+
+AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix) {
+    const amp_recovery *r = recovery;
+    int64_t all[AMPI_SAVED_RECOVERY];
+    if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_save", "recovery, state or prefix is NULL");
+    all[0] = r->halvings; all[1] = r->fitted; all[2] = r->failures;
+    all[3] = r->doubled; all[4] = r->retries; all[5] = r->streak;
+    return ampi_put(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY);
+}
+
+AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix) {
+    amp_recovery *r = recovery;
+    int64_t all[AMPI_SAVED_RECOVERY];
+    int i;
+    if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_load", "recovery, state or prefix is NULL");
+    AMPI_TRY(ampi_get(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY));
+    for (i = 0; i < AMPI_SAVED_RECOVERY; i++)
+        if (all[i] < 0 || (i != 1 && i != 5 && all[i] > (i == 3 ? 1 : 1000)))
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_recovery_load", "number %d of %.60s.recovery is %lld: no recovery saved it", i, prefix, (long long)all[i]);
+    r->halvings = all[0]; r->fitted = all[1]; r->failures = (int32_t)all[2];
+    r->doubled = (int32_t)all[3]; r->retries = (int32_t)all[4]; r->streak = all[5];
     return AMP_OK;
 }
 

@@ -989,6 +989,7 @@ typedef struct gpt_config {
     int64_t vocab, positions, channels, heads, layers;
     int64_t batch, seq;             /* the most that forward will be called with; seq at most positions */
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
+    amp_dtype logits;               /* the same of the logits; 0: as activations */
     float dropout;                  /* on the embedding and on both residual branches; 0: none */
     int32_t recompute;              /* 1: all blocks share the memory of one block's activations; see gpt_recompute */
 } gpt_config;
@@ -1115,6 +1116,10 @@ static inline amp_result arenas_allocate(amp_context *amp, arena *weights, arena
     return AMP_OK;
 }
 
+static inline amp_dtype gpt_logits_dtype(const gpt *g) {
+    return g->config.logits != AMP_DTYPE_DEFAULT ? g->config.logits : g->config.activations;
+}
+
 static inline void gpt_place_activations(gpt *g, arena *a) {
     const gpt_config *c = &g->config;
     int64_t rows = c->batch * c->seq, C = c->channels, layer;
@@ -1135,7 +1140,7 @@ static inline void gpt_place_activations(gpt *g, arena *a) {
     g->start = arena_floats(a, rows * C);
     g->branch = arena_take(a, rows * C, type);
     g->norm_f = arena_take(a, rows * C, type);
-    g->logits = arena_take(a, rows * c->vocab, type);
+    g->logits = arena_take(a, rows * c->vocab, gpt_logits_dtype(g));
     g->mean_f = arena_floats(a, rows);
     g->rstd_f = arena_floats(a, rows);
     g->loss_value = arena_floats(a, 1);
@@ -1261,6 +1266,7 @@ static inline amp_result gpt_bind(gpt *g, int64_t batch, int64_t seq) {
     memset(&g->ln_f.dsum, 0, sizeof g->ln_f.dsum);      /* the stream ends here */
     gpt_bind_linear(g, &g->head, &g->params[0], g->norm_f, g->logits, g->d_norm);
     g->head.bias = NULL;
+    g->head.y.dtype = gpt_logits_dtype(g);
     g->head.dy = g->head.y;                             /* the loss puts its gradient into the logits */
     return AMP_OK;
 }
@@ -1455,7 +1461,7 @@ static inline amp_result gpt_head(gpt *g, int64_t first, int64_t rows) {
     int64_t C = g->config.channels;
     char *x = (char *)g->norm_f + first * C * (int64_t)amp_dtype_size(g->config.activations);
     g->head.x = amp_tensor2(x, g->config.activations, rows, C);
-    g->head.y = amp_tensor2(g->logits, g->config.activations, rows, g->config.vocab);
+    g->head.y = amp_tensor2(g->logits, gpt_logits_dtype(g), rows, g->config.vocab);
     TIMED(g->profile, g->amp, PROFILE_HEAD, 0, amp_linear(g->amp, &g->head));
     return AMP_OK;
 }
@@ -1975,7 +1981,7 @@ static inline int32_t sample_token(const sampler *s, float *logits, float *room,
 /* The logits after `tokens`, of which the last config.seq count, on the host. */
 static inline amp_result gpt_next_logits(gpt *g, const int32_t *tokens, int64_t n, int32_t *ids, float *logits) {
     int64_t seq = n < g->config.seq ? n : g->config.seq,
-            bytes = g->config.vocab * (int64_t)amp_dtype_size(g->config.activations);
+            bytes = g->config.vocab * (int64_t)amp_dtype_size(gpt_logits_dtype(g));
     amp_autocast_desc inference;
     amp_result result;
     memset(&inference, 0, sizeof inference);
@@ -1988,9 +1994,9 @@ static inline amp_result gpt_next_logits(gpt *g, const int32_t *tokens, int64_t 
     TRY(result);
     TRY(amp_copy(g->amp, logits, g->logits, bytes, AMP_COPY_TO_HOST));
     TRY(amp_sync(g->amp));
-    if (g->config.activations == AMP_F32) return AMP_OK;
+    if (gpt_logits_dtype(g) == AMP_F32) return AMP_OK;
     memcpy(logits + g->config.vocab, logits, (size_t)bytes);
-    return amp_convert(logits, AMP_F32, logits + g->config.vocab, g->config.activations, g->config.vocab, NULL, NULL);
+    return amp_convert(logits, AMP_F32, logits + g->config.vocab, gpt_logits_dtype(g), g->config.vocab, NULL, NULL);
 }
 
 /* Continues tokens[0..n-1] up to `wanted` tokens.  Random numbers: Philox stream 0 of the sampler's seed. */

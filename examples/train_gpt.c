@@ -79,10 +79,10 @@ static float ranks_combine(float x, amp_reduce_op op) {
 typedef struct settings {
     amp_settings amp;               /* from flags, --config and --env */
     const char *data, *format, *out, *save, *resume, *init, *metrics, *config, *tensorboard;
-    const char *tokenizer, *shuffle, *pin, *masters, *moments;
+    const char *tokenizer, *shuffle, *masters, *moments;
     const char *activations, *model, *schedule, *prompt, *autotune, *device;
     int64_t vocab, layers, heads, channels, seq, batch, steps, epochs, warmup, seed;
-    int64_t allow_fallback, threads, static_scale, workers, prefetch, recompute, graph;
+    int64_t allow_fallback, threads, static_scale, recompute, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, compare, help, stop_after, profile;
     int64_t env, log_memory, debug;
     int64_t accumulation, log_interval, numerics_interval;      /* as .amp has them, with defaults; an interval 0: never */
@@ -105,9 +105,9 @@ static const option options[] = {
     {"validation", NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
      "part of the data, at its end, kept for validation"},
     {"shuffle", CHOICE, FIELD(shuffle), "on", 0, 0, "on off", "another order of the sequences in each epoch"},
-    {"workers", INTEGER, FIELD(workers), "2", 0, 64, NULL, "threads that read ahead; 0: read when a batch is wanted"},
-    {"prefetch", INTEGER, FIELD(prefetch), "2", 1, 1024, NULL, "batches that the workers read ahead"},
-    {"pin", CHOICE, FIELD(pin), "on", 0, 0, "on off", "batches in pinned host memory, where the device has it"},
+    {"workers", SETTING, FIELD(amp), "2", 0, 0, "workers", "threads that read ahead; 0: read when a batch is wanted"},
+    {"prefetch", SETTING, FIELD(amp), "2", 0, 0, "prefetch", "batches that the workers read ahead"},
+    {"pin", SETTING, FIELD(amp), "on", 0, 0, "pin", "batches in pinned host memory, where the device has it"},
     {"timeout", NUMBER, FIELD(timeout), "60", 0.001, 1e6, NULL, "seconds to wait for a worker before it is an error"},
 
     {"Model", HEADING, 0, NULL, 0, 0, NULL, NULL},
@@ -127,6 +127,10 @@ static const option options[] = {
     {"env", SWITCH, FIELD(env), "off", 0, 0, NULL,
      "the same from the environment, AMP_DTYPE=bf16 and so on, which wins over the file"},
     {"precision", SETTING, FIELD(amp), "auto", 0, 0, "dtype", "what autocast computes in: auto, fp32, tf32, fp16, bf16"},
+    {"autocast-dtype", SETTING, FIELD(amp), "auto", 0, 0, "autocast_dtype",
+     "the same of regions alone, where weights (O2, O3) are stored in another"},
+    {"cast-outputs", SETTING, FIELD(amp), "off", 0, 0, "cast_outputs",
+     "logits: as autocast returns them; on: in the dtype of regions; fp32"},
     {"level", SETTING, FIELD(amp), "O1", 0, 0, "level",
      "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
     {"policy", SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
@@ -156,6 +160,8 @@ static const option options[] = {
     {"static-scale", SWITCH, FIELD(static_scale), "off", 0, 0, NULL, "the scale never changes"},
     {"nan-action", SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
      "in trouble that no scale cures: report, skip, stop, recover (go back, in a wider precision)"},
+    {"batch-growth-interval", SETTING, FIELD(amp), "off", 0, 0, "batch_growth_interval",
+     "with recover: good steps until a batch that was halved for memory is doubled again"},
 
     {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "sequences in a micro-batch"},
@@ -220,8 +226,7 @@ static char *saved_options;             /* keeps the texts of the checkpoint tha
 /* Not taken over from a checkpoint: they belong to one session. */
 static const char *const session_options[] = {"resume", "init",       "threads", "save",   "metrics", "recompute",
                                               "out",    "compare",    "sample",  "prompt", "temperature",
-                                              "top-k",  "stop-after", "help",    "workers", "prefetch", "pin",
-                                              "timeout", "profile", "device", "graph",   "autotune", "config",
+                                              "top-k",  "stop-after", "help",    "timeout", "profile", "device", "graph",   "autotune", "config",
                                               "env",     "debug",   "log-memory", "tensorboard", NULL};
 
 /* PATH without ".state" or ".safetensors". */
@@ -305,7 +310,8 @@ static amp_result read_saved_settings(settings *set, const amp_state *state) {
     result = amp_state_get(state, "train.settings", AMP_U8, text, n);
     if (result == AMP_OK) result = amp_settings_read_text(&set->amp, set->resume, text, (size_t)n);
     free(text);
-    set->amp.debug = 0;             /* of the session */
+    set->amp.debug = 0;             /* of the session, as what reads the data */
+    set->amp.workers = set->amp.prefetch = set->amp.disable_pinned = 0;
     return result;
 }
 
@@ -601,6 +607,13 @@ static amp_result activation_dtype(const run *r, amp_dtype *out) {
     return AMP_OK;
 }
 
+/* The same, and the dtype of the logits, in the model's config. */
+static amp_result storage_dtypes(const run *r, gpt_config *c) {
+    TRY(activation_dtype(r, &c->activations));
+    c->logits = amp_autocast_output(r->amp, c->activations);
+    return AMP_OK;
+}
+
 static amp_result open_model(run *r, const amp_state *resumed) {
     const settings *set = &r->set;
     gpt_config config;
@@ -622,7 +635,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
     config.recompute = (int32_t)set->recompute;
-    if (result == AMP_OK) result = activation_dtype(r, &config.activations);
+    if (result == AMP_OK) result = storage_dtypes(r, &config);
     if (result == AMP_OK && config.seq > config.positions)
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
@@ -672,9 +685,7 @@ static amp_result open_loader(run *r) {
     loader_settings(r, set->batch, 0, r->split, &desc);
     desc.world = 0;                 /* of the context: each rank its part */
     desc.shuffle = strcmp(set->shuffle, "on") == 0;
-    desc.workers = set->workers > 0 ? (int32_t)set->workers : AMP_NO_WORKERS;
-    desc.prefetch = (int32_t)set->prefetch;
-    desc.disable_pinned = strcmp(set->pin, "off") == 0;
+    TRY(amp_settings_fill_loader(&set->amp, &desc));
     desc.timeout_ms = (int32_t)(set->timeout * 1000 + 0.5);
     desc.epochs = set->epochs;
     desc.vocab = (int32_t)r->model.config.vocab;
@@ -756,6 +767,7 @@ static amp_result open_recovery(run *r) {
     desc.scaler = r->scaler;
     desc.loader = r->loader;
     desc.max_retries = r->set.amp.max_retries;
+    desc.batch_growth_interval = r->set.amp.batch_growth_interval;
     desc.save = recovery_save;
     desc.load = recovery_load;
     desc.user = r;
@@ -854,7 +866,9 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     TRY(open_step(r));
     if (resumed != NULL) TRY(load_state(r, resumed));
     r->start = r->step;
-    return open_watch(r);
+    TRY(open_watch(r));
+    if (resumed == NULL || r->recovery == NULL || amp_state_count(resumed, "train.recovery", NULL) < 0) return AMP_OK;
+    return amp_recovery_load(r->recovery, resumed, "train");
 }
 
 /* ==== Checkpoints ================================================================================
@@ -885,6 +899,7 @@ static amp_result put_training(run *r, amp_state *state) {
         TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
     TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
     TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
+    if (r->recovery != NULL) TRY(amp_recovery_save(r->recovery, state, "train"));
     TRY(gpt_save_state(&r->model, state));
     TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
     if (r->scaler != NULL) TRY(amp_scaler_save(r->scaler, state, "scaler"));
@@ -1228,10 +1243,68 @@ static amp_result keep_cure(run *r, const amp_recovery_event *event) {
     return AMP_OK;
 }
 
+/* Another number of sequences in a micro-batch, and of those in a step, from batch `index` of r->epoch on: of the library,
+   which has changed accumulation already. */
+static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int64_t index) {
+    static char text[24];
+    r->set.batch = batch;
+    r->set.accumulation = accumulation;
+    r->set.amp.accumulation = (int32_t)accumulation;
+    r->index = index;
+    snprintf(text, sizeof text, "%lld", (long long)batch);
+    given.text[option_index("batch")] = text;       /* for the checkpoint */
+    amp_graph_destroy(r->graph);
+    free(r->host_losses);
+    amp_free(r->amp, r->micro_losses);
+    amp_free(r->amp, r->micro_tokens);
+    amp_loader_destroy(r->loader);
+    r->graph = NULL; r->micro_losses = r->host_losses = NULL; r->micro_tokens = NULL; r->loader = NULL;
+    TRY(gpt_reshape(&r->model, batch, r->model.config.activations));
+    TRY(open_step(r));
+    TRY(open_loader(r));
+    TRY(amp_loader_seek(r->loader, r->epoch, index));
+    return amp_recovery_batch(r->recovery, r->loader);      /* its snapshots are of the old batches */
+}
+
+/* Half of the sequences in a micro-batch: the step that found no memory, again from its first. */
+static amp_result halve_batch(run *r) {
+    if (r->epoch < 0) return example_fail(AMP_ERR_MEMORY, "no memory to read a batch");
+    if (r->set.batch % 2 != 0) return example_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
+    return change_batch(r, r->set.batch / 2, r->set.accumulation * 2, r->index * 2);
+}
+
+/* There was no memory for the step, which is done once more, after cleaning up or in smaller pieces, or for another batch
+   (there is no loader then). */
+static amp_result answer_memory(run *r, progress *bar) {
+    amp_result result = AMP_ERR_MEMORY;
+    amp_recovery_event event;
+    int tries;
+    for (tries = 0; tries < 3 && result == AMP_ERR_MEMORY; tries++) {
+        TRY(amp_recovery_memory(r->recovery, &event));
+        report_event(r, bar, &event);
+        if (event.action == AMP_RECOVERY_STOP) return AMP_OK;
+        if (event.action == AMP_RECOVERY_HALVE_BATCH) result = halve_batch(r);
+        else if (r->loader == NULL) result = change_batch(r, r->set.batch, r->set.accumulation, r->index);
+        else return r->epoch >= 0 ? amp_loader_seek(r->loader, r->epoch, r->index) : AMP_OK;
+        if (r->loader != NULL) break;
+    }
+    return result;
+}
+
+/* Twice as many sequences again, from the next step on. */
+static amp_result double_batch(run *r, progress *bar) {
+    amp_loader_info info;
+    amp_result result;
+    TRY(amp_loader_info_get(r->loader, &info));
+    r->epoch = info.epoch;
+    result = change_batch(r, r->set.batch * 2, r->set.accumulation / 2, info.index / 2);
+    return result == AMP_ERR_MEMORY ? answer_memory(r, bar) : result;
+}
+
 /* What --nan-action says about a record.  In another precision activations are stored otherwise too. */
 static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record) {
     amp_recovery_event event;
-    amp_dtype activations;
+    gpt_config now = r->model.config;
     if (r->trouble[0] != 0) return AMP_OK;
     if (r->recovery == NULL) {
         if (record->action == AMP_NAN_STOP)
@@ -1242,46 +1315,15 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
     TRY(amp_recovery_step(r->recovery, record, &event));
     if (event.action == AMP_RECOVERY_NONE) return AMP_OK;
     report_event(r, bar, &event);
+    if (event.action == AMP_RECOVERY_DOUBLE_BATCH) return double_batch(r, bar);
     TRY(keep_cure(r, &event));
     amp_graph_destroy(r->graph);
     r->graph = NULL;
     TRY(amp_query_choice(r->amp, &r->choice));
-    TRY(activation_dtype(r, &activations));
-    return activations != r->model.config.activations ? gpt_reshape(&r->model, r->set.batch, activations) : AMP_OK;
-}
-
-/* Half of the sequences in a micro-batch, and twice as many of those: the library has doubled accumulation already. */
-static amp_result halve_batch(run *r) {
-    static char batch[24];
-    if (r->set.batch % 2 != 0) return example_fail(AMP_ERR_MEMORY, "no memory for a micro-batch of %lld sequences", (long long)r->set.batch);
-    r->set.batch /= 2;
-    r->set.accumulation *= 2;
-    r->set.amp.accumulation = (int32_t)r->set.accumulation;
-    r->index *= 2;
-    snprintf(batch, sizeof batch, "%lld", (long long)r->set.batch);
-    given.text[option_index("batch")] = batch;      /* for the checkpoint */
-    amp_graph_destroy(r->graph);
-    free(r->host_losses);
-    amp_free(r->amp, r->micro_losses);
-    amp_free(r->amp, r->micro_tokens);
-    amp_recovery_destroy(r->recovery);              /* its snapshots are of the old batches */
-    amp_loader_destroy(r->loader);
-    r->graph = NULL; r->micro_losses = r->host_losses = NULL; r->micro_tokens = NULL; r->recovery = NULL; r->loader = NULL;
-    TRY(gpt_reshape(&r->model, r->set.batch, r->model.config.activations));
-    TRY(open_step(r));
-    return open_loader(r);
-}
-
-/* The step found no memory: it is done once more, after cleaning up or in smaller pieces. */
-static amp_result answer_memory(run *r, progress *bar) {
-    amp_recovery_event event;
-    int64_t epoch = r->epoch;
-    TRY(amp_recovery_memory(r->recovery, &event));
-    report_event(r, bar, &event);
-    if (event.action == AMP_RECOVERY_HALVE_BATCH && epoch < 0) return example_fail(AMP_ERR_MEMORY, "no memory to read a batch");
-    if (event.action == AMP_RECOVERY_HALVE_BATCH) TRY(halve_batch(r));
-    if (epoch >= 0) TRY(amp_loader_seek(r->loader, r->epoch, r->index));
-    return r->recovery == NULL ? open_recovery(r) : AMP_OK;
+    TRY(storage_dtypes(r, &now));
+    if (now.activations == r->model.config.activations && now.logits == r->model.config.logits) return AMP_OK;
+    r->model.config.logits = now.logits;
+    return gpt_reshape(&r->model, r->set.batch, now.activations);
 }
 
 /* Records arrive two steps late, in order, one for each step.  Here a program waits for a GPU that is behind. */

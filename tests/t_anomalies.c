@@ -560,6 +560,8 @@ static amp_result autocast_decisions(env *e) {
     note_number(e, (int64_t)plan.compute * 100 + (int64_t)plan.result);
     note_number(e, (int64_t)amp_autocast_compute(e->amp, e->own_op, NULL, AMP_F32, AMP_F32));
     note_number(e, (int64_t)amp_autocast_result(e->amp, AMP_OP_SOFTMAX, NULL, AMP_F32, AMP_BF16));
+    note_number(e, (int64_t)amp_autocast_input(e->amp, AMP_F32));
+    note_number(e, (int64_t)amp_autocast_output(e->amp, AMP_BF16));
     return AMP_OK;
 }
 
@@ -1119,9 +1121,12 @@ static amp_result watch_settings(env *e, int apply) {
     amp_optimizer_desc o;
     amp_scaler_desc s;
     amp_monitor_desc m;
+    amp_loader_desc l;
     amp_desc d;
     memset(&o, 0, sizeof o); memset(&s, 0, sizeof s); memset(&m, 0, sizeof m); memset(&d, 0, sizeof d);
     if (apply) return amp_settings_apply(&e->out.settings, e->amp, e->scaler, e->optimizer, e->monitor);
+    memset(&l, 0, sizeof l);
+    CHECK_OK(amp_settings_fill_loader(&e->out.settings, &l));
     return amp_settings_fill(&e->out.settings, e->amp, &d, &s, &o, &m);
 }
 
@@ -1304,8 +1309,12 @@ static amp_result care_advise(env *e, int apply) {
     amp_advise_desc d;
     amp_advice advice;
     char text[4000];
+    double losses[64];
     amp_result r;
+    int i;
     memset(&d, 0, sizeof d);
+    for (i = 0; i < 64; i++) losses[i] = 3 - 0.01 * i;
+    d.losses = losses; d.n_losses = 64;
     d.optimizer = e->optimizer; d.scaler = e->scaler;
     r = amp_advise(e->amp, &d, &advice);
     if (r == AMP_OK) CHECK(amp_advice_text(&advice, text, sizeof text) > 0);
@@ -1381,8 +1390,9 @@ static amp_result care_step(env *e, int i) {
         case 12: case 15: return care_record(e, 0);
         case 16: return care_record(e, 1);
         case 17: return care_memory(e);
-        case 18: return care_advise(e, 1);
-        case 19: return care_gradcheck(e);
+        case 18: return amp_recovery_batch(e->recovery, NULL);
+        case 19: return care_advise(e, 1);
+        case 20: return care_gradcheck(e);
         default: return DONE;
     }
 }
@@ -1477,11 +1487,13 @@ static amp_result training_checkpoint(env *e, int i) {
         case 2: return amp_scaler_save(e->scaler, e->state, "scaler");
         case 3: return amp_loader_save(e->loader, e->state, "data");
         case 4: return amp_random_save(e->amp, e->state, "random");
-        case 5: return amp_state_save(e->state, e->path[0]);
-        case 6: return amp_state_load(&e->loaded, faults_system(), e->path[0]);
-        case 7: return amp_random_load(e->amp, e->loaded, "random");
-        case 8: return amp_loader_load(e->loader, e->loaded, "data");
-        case 9: return amp_scaler_load(e->scaler, e->loaded, "scaler");
+        case 5: return amp_recovery_save(e->recovery, e->state, "run");
+        case 6: return amp_state_save(e->state, e->path[0]);
+        case 7: return amp_state_load(&e->loaded, faults_system(), e->path[0]);
+        case 8: return amp_recovery_load(e->recovery, e->loaded, "run");
+        case 9: return amp_random_load(e->amp, e->loaded, "random");
+        case 10: return amp_loader_load(e->loader, e->loaded, "data");
+        case 11: return amp_scaler_load(e->scaler, e->loaded, "scaler");
         default: return amp_optimizer_load(e->optimizer, e->loaded, "opt");
     }
 }
@@ -1491,8 +1503,8 @@ static amp_result training_step(env *e, int i) {
     i -= 8;
     if (i < ITERATION) return training_iteration(e, i, 0);
     i -= ITERATION;
-    if (i < 11) return training_checkpoint(e, i);
-    i -= 11;
+    if (i < 13) return training_checkpoint(e, i);
+    i -= 13;
     if (i < ITERATION * (ITERATIONS - 1)) return training_iteration(e, i % ITERATION, 1 + i / ITERATION);
     switch (i - ITERATION * (ITERATIONS - 1)) {
         case 0: return kept(e, amp_monitor_flush(e->monitor));

@@ -883,6 +883,93 @@ TEST(advice_on_the_scaler) {
     CHECK(a.settings.dtype == AMP_BF16);
 }
 
+/* Losses of a training, by kind; noise: the share of each that is random. */
+static void losses_of(double *x, int n, const char *kind, double noise) {
+    for (int i = 0; i < n; i++) {
+        double t = (double)i / n, v = 3;
+        if (!strcmp(kind, "healthy")) v = 1.5 + 2.5 * exp(-5 * t);
+        if (!strcmp(kind, "slow")) v = 3 - 0.09 * t;
+        if (!strcmp(kind, "slowest")) v = 3 - 0.003 * t;
+        if (!strcmp(kind, "flattening")) v = 3 - 0.1 * (1 - exp(-6 * t));
+        if (!strcmp(kind, "rising")) v = t < 0.5 ? 4 - 4 * t : 2 + 1.2 * (t - 0.5);
+        if (!strcmp(kind, "diverging")) v = t < 0.5 ? 4 - 4 * t : 2 + 20 * (t - 0.5);
+        if (!strcmp(kind, "jumping")) v = (4 - 2 * t) * (i % 20 == 7 ? 1.5 : 1);
+        if (!strcmp(kind, "one jump")) v = (4 - 2 * t) * (i == n / 2 ? 1.5 : 1);
+        if (!strcmp(kind, "negative")) v = -3 - 0.09 * t;
+        x[i] = v * (1 + noise * (2 * amp_random_uniform(5, (uint64_t)i) - 1));
+    }
+}
+
+TEST(advice_on_the_learning_rate) {
+    static const struct { const char *kind; double noise, low, high; const char *says; } rows[] = {
+        {"healthy", 0, 1, 1, "as it is: 200 losses went from"}, {"healthy", 0.1, 1, 1, "as it is"},
+        {"flat", 0, 1, 1, "as it is"}, {"flat", 0.3, 1, 1, "as it is"},
+        {"slow", 0.0003, 1.4, 1.45, "slow: 200 losses fell by 2.3% from 2.989"}, {"slowest", 0.000001, 1.49, 1.5, "slow: 200 losses fell by 0.075%"},
+        {"slow", 0.05, 1, 1, "as it is"}, {"slowest", 0.001, 1, 1, "as it is"},       /* the noise hides it */
+        {"flattening", 0.00001, 1, 1, "as it is"}, {"negative", 0.0003, 1.4, 1.45, "slow"},
+        {"rising", 0.02, 0.6, 0.75, "unstable: the last quarter of 200 losses has mean 2.4"}, {"diverging", 0.02, 0.5, 0.5, "unstable"},
+        {"jumping", 0.01, 0.6, 0.7, "unstable: 10 of 200 losses jump"}, {"one jump", 0.01, 1, 1, "1 jumps"}};
+    double x[256];
+    budget b;
+    amp_context *amp = open_budget(&b);
+    amp_optimizer_desc od;
+    amp_advise_desc d;
+    amp_advice a;
+    char text[4000];
+    memset(&d, 0, sizeof d);
+    CHECK_OK(amp_optimizer_set_lr(b.o, 0.004));
+    d.losses = x;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (int optimizer = 0; optimizer < 2; optimizer++) {
+            losses_of(x, 200, rows[i].kind, rows[i].noise);
+            d.n_losses = 200;
+            d.optimizer = optimizer ? b.o : NULL;
+            CHECK_OK(amp_advise(amp, &d, &a));
+            CHECK_MSG(a.lr_factor >= rows[i].low && a.lr_factor <= rows[i].high, "%s: %g: %s", rows[i].kind, a.lr_factor, a.lr_reason);
+            CHECK_MSG(strstr(a.lr_reason, rows[i].says) != NULL, "%s: %s", rows[i].kind, a.lr_reason);
+            CHECK(a.lr == (optimizer ? 0.004 * a.lr_factor : 0));
+            CHECK(amp_advice_text(&a, text, sizeof text) < sizeof text && strstr(text, a.lr_reason) != NULL);
+            for (int k = 0; k < 39; k++) {              /* the scale of the losses does not matter */
+                for (int n = 0; n < 200; n++) x[n] *= 2;
+                if (k < 38) continue;
+                amp_advice scaled;
+                CHECK_OK(amp_advise(amp, &d, &scaled));
+                CHECK(fabs(scaled.lr_factor - a.lr_factor) < 1e-9);
+            }
+        }
+    for (int bad = 0; bad < 3; bad++) {                 /* not finite, anywhere: half */
+        losses_of(x, 200, "healthy", 0.01);
+        x[bad * 99] = bad == 1 ? (double)amp_f32_from_f16(0x7c00) : (double)amp_f32_from_f16(0x7e00);
+        CHECK_OK(amp_advise(amp, &d, &a));
+        CHECK(a.lr_factor == 0.5 && a.lr == 0.002 && strstr(a.lr_reason, "1 of 200 losses are not finite") != NULL);
+    }
+    CHECK_OK(amp_optimizer_query(b.o, &od));
+    CHECK(od.lr == 0.004);                              /* advice alone changes nothing */
+    CHECK_OK(amp_apply(&a, amp, NULL, b.o));
+    CHECK_OK(amp_apply(&a, amp, NULL, b.o));            /* twice is as once */
+    CHECK_OK(amp_optimizer_query(b.o, &od));
+    CHECK(od.lr == 0.002);
+    losses_of(x, 200, "diverging", 0);                  /* too short for any word, and said so; the shortest that is not */
+    for (d.n_losses = 0; d.n_losses < AMP_ADVISE_LOSSES; d.n_losses++) {
+        CHECK_OK(amp_advise(amp, &d, &a));
+        snprintf(text, sizeof text, "not known from %lld losses: it takes 40 in .losses", (long long)d.n_losses);
+        CHECK(a.lr_factor == 0 && a.lr == 0 && strcmp(a.lr_reason, text) == 0);
+    }
+    CHECK_OK(amp_apply(&a, amp, NULL, b.o));
+    CHECK_OK(amp_optimizer_query(b.o, &od));
+    CHECK(od.lr == 0.002);
+    losses_of(x, 43, "diverging", 0);
+    d.n_losses = 43;
+    CHECK_OK(amp_advise(amp, &d, &a));
+    CHECK(a.lr_factor == 0.5);
+    d.n_losses = -1;
+    CHECK_ERR(amp_advise(amp, &d, &a), AMP_ERR_RANGE);
+    d.n_losses = 50; d.losses = NULL;
+    CHECK_ERR(amp_advise(amp, &d, &a), AMP_ERR_NULL);
+    CHECK(strstr(amp_last_error(), ".losses") != NULL);
+    close_budget(amp, &b);
+}
+
 TEST(advice_is_applied) {
     budget b;
     amp_context *amp = open_budget(&b);
@@ -1940,6 +2027,99 @@ TEST(memory_recovery_halves_the_batch) {
     CHECK_EQ(host.blocks, 0);
 }
 
+/* Doubled again the step has the bits of one that was never halved; the policy may decline, and then it waits as long again. */
+static int64_t doubling_declined;
+static void doubling_policy(void *user, amp_recovery_event *event) {
+    (void)user;
+    if (event->action != AMP_RECOVERY_DOUBLE_BATCH) return;
+    CHECK(strstr(event->text, "twice its size again") != NULL);
+    if (doubling_declined-- > 0) event->action = AMP_RECOVERY_NONE;
+}
+
+TEST(memory_recovery_doubles_the_batch_again) {
+    static const amp_recovery_action expected[] = {AMP_RECOVERY_RETRY, AMP_RECOVERY_HALVE_BATCH, AMP_RECOVERY_HALVE_BATCH};
+    static halving whole, h;
+    amp_recovery_desc d;
+    amp_recovery *recovery, *resumed;
+    amp_recovery_event e;
+    amp_step_record record;
+    amp_state *state;
+    float a[TALL * WIDE], b[TALL * WIDE];
+    int64_t numbers[6], bad[6];
+    int micro = WHOLE, step, doubled = 0;
+    memset(&d, 0, sizeof d);
+    memset(&record, 0, sizeof record);
+    halving_open(&whole, NULL);
+    halving_open(&h, NULL);
+    whole.most = WHOLE;
+    d.params = &h.p; d.n_params = 1; d.optimizer = h.o; d.policy = doubling_policy;
+    d.batch_growth_interval = -2;
+    CHECK_ERR(amp_recovery_create(h.amp, &recovery, &d), AMP_ERR_RANGE);
+    CHECK(strstr(amp_last_error(), ".batch_growth_interval = -2") != NULL);
+    d.batch_growth_interval = 2;
+    CHECK_OK(amp_recovery_create(h.amp, &recovery, &d));
+    doubling_declined = 1;
+    h.most = WHOLE / 4;
+    CHECK_EQ(halving_step(&h, recovery, &micro, expected), 3);
+    h.most = WHOLE;                             /* there is room again */
+    for (step = 1; step <= 8; step++) {
+        record.outcome.step = record.outcome.applied_steps = step;
+        record.outcome.applied = 1;
+        CHECK_OK(amp_recovery_step(recovery, &record, &e));
+        CHECK_EQ(e.action, step == 4 || step == 6 ? AMP_RECOVERY_DOUBLE_BATCH : AMP_RECOVERY_NONE);     /* 2: declined */
+        if (e.action == AMP_RECOVERY_DOUBLE_BATCH) {
+            CHECK(strstr(host.last, "1307") != NULL);
+            micro *= 2;
+            doubled++;
+        }
+        CHECK_EQ(h.o->desc.accumulation, WHOLE / micro);
+        CHECK_EQ(halving_step(&h, recovery, &micro, expected), 0);
+    }
+    CHECK(doubled == 2 && micro == WHOLE);
+    CHECK_OK(amp_copy(h.amp, whole.w, h.w, sizeof a, AMP_COPY_ON_DEVICE));      /* from here on the two are one */
+    for (step = 0; step < 2; step++) { CHECK_OK(halving_micro(&whole, 0, WHOLE)); CHECK_OK(halving_micro(&h, 0, WHOLE)); }
+    memcpy(a, whole.w, sizeof a);
+    memcpy(b, h.w, sizeof b);
+    CHECK(memcmp(a, b, sizeof a) == 0);
+    /* Saved and loaded it goes on counting; numbers that no recovery saved are refused. */
+    h.most = WHOLE / 2;
+    CHECK_EQ(halving_step(&h, recovery, &micro, expected), 2);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_recovery_save(recovery, state, "run"));
+    CHECK_OK(amp_state_get(state, "run.recovery", AMP_I64, numbers, 6));
+    CHECK(numbers[0] == 1 && numbers[1] == 0 && numbers[2] == 1 && numbers[3] == 0);
+    CHECK_OK(amp_recovery_create(h.amp, &resumed, &d));
+    CHECK_OK(amp_recovery_load(resumed, state, "run"));
+    for (step = 1; step <= 4; step++) {         /* a doubling failed, so it takes twice as long */
+        record.outcome.step = record.outcome.applied_steps = 20 + step;
+        CHECK_OK(amp_recovery_step(resumed, &record, &e));
+        CHECK_EQ(e.action, step == 4 ? AMP_RECOVERY_DOUBLE_BATCH : AMP_RECOVERY_NONE);
+    }
+    CHECK_ERR(amp_recovery_load(resumed, state, "other"), AMP_ERR_NAME);
+    for (int i = 0; i < 6; i++) {
+        amp_state *wrong;
+        memcpy(bad, numbers, sizeof bad);
+        bad[i] = i == 3 ? 2 : -1;
+        CHECK_OK(amp_state_create(&wrong, NULL));
+        CHECK_OK(amp_state_put(wrong, "run.recovery", AMP_I64, bad, 6));
+        CHECK_ERR(amp_recovery_load(resumed, wrong, "run"), AMP_ERR_MISMATCH);
+        amp_state_destroy(wrong);
+    }
+    CHECK_ERR(amp_recovery_save(NULL, state, "run"), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_load(resumed, NULL, "run"), AMP_ERR_NULL);
+    CHECK_ERR(amp_recovery_batch(NULL, NULL), AMP_ERR_NULL);
+    CHECK_OK(amp_optimizer_set_accumulation(h.o, 2));
+    CHECK_OK(halving_micro(&h, 0, WHOLE / 2));
+    CHECK_ERR(amp_recovery_batch(resumed, NULL), AMP_ERR_STATE);
+    CHECK_OK(halving_micro(&h, WHOLE / 2, WHOLE / 2));
+    CHECK_OK(amp_recovery_batch(resumed, NULL));
+    amp_state_destroy(state);
+    amp_recovery_destroy(resumed);
+    amp_recovery_destroy(recovery);
+    halving_close(&h);
+    halving_close(&whole);
+}
+
 /* An allocator that fails once, at any call of a step: after a cleanup the same step has the same bits. */
 TEST(memory_recovery_from_any_failing_allocation) {
     static const amp_recovery_action expected[] = {AMP_RECOVERY_RETRY, AMP_RECOVERY_STOP};
@@ -2174,7 +2354,7 @@ int main(int argc, char **argv) {
     RUN(advice_heeds_verification);
     RUN(advice_on_the_batch);
     RUN(advice_on_the_scaler);
-    RUN(advice_is_applied);
+    RUN(advice_on_the_learning_rate); RUN(advice_is_applied);
     RUN(advice_refuses_bad_input);
     RUN(recovery_from_a_loss_that_is_not_finite);
     RUN(recovery_from_gradients_that_are_not_finite);
@@ -2195,7 +2375,7 @@ int main(int argc, char **argv) {
     RUN(recovery_restores_what_is_the_hosts);
     RUN(snapshots_survive_failing_allocations);
     RUN(recovery_survives_failing_allocations);
-    RUN(memory_recovery_halves_the_batch);
+    RUN(memory_recovery_halves_the_batch); RUN(memory_recovery_doubles_the_batch_again);
     RUN(memory_recovery_from_any_failing_allocation);
     RUN(memory_recovery_drops_the_cycle);
     RUN(memory_recovery_asks_the_policy);

@@ -31,18 +31,20 @@ static const char *temporary(const char *name) {
 /* ---- Keys and values */
 
 static const char *const keys[] = {
-    "enabled", "dtype", "level", "policy", "mode", "memory_efficient", "cache", "fallback", "tf32", "autotune", "scaler",
+    "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "fallback", "tf32", "autotune", "scaler",
     "scaler_preset", "frozen", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
     "hysteresis", "tolerance", "clip_norm", "accumulation", "log_interval", "memory_interval", "cleanup_interval",
-    "numerics_interval", "memory_warning", "nan_action", "max_skips", "max_retries", "debug"};
+    "numerics_interval", "memory_warning", "nan_action", "max_skips", "max_retries",
+    "batch_growth_interval", "workers", "prefetch", "pin", "debug"};
 enum { KEYS = sizeof keys / sizeof *keys };
 
 /* A value of each key that is not the default, and the line it stands in. */
 static const char *const other_values[] = {
-    "false", "bf16", "O2", "torch", "inference", "true", "off", "fp32", "yes", "on", "on",
+    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "fp32", "yes", "on", "on",
     "apex", "1", "1024", "1.5", "0.25", "77", "2", "4096",
     "3", "0.125", "1.5", "4", "10", "off", "50",
-    "200", "0.75", "recover", "7", "0", "true"};
+    "200", "0.75", "recover", "7", "0",
+    "100", "0", "8", "off", "true"};
 
 TEST(every_key_is_set_written_and_read) {
     char text[2048], line[64];
@@ -66,12 +68,13 @@ TEST(every_key_is_set_written_and_read) {
 
 TEST(the_defaults_are_those_documented) {
     static const char expected[] =
-        "enabled = true\ndtype = auto\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\n"
+        "enabled = true\ndtype = auto\nautocast_dtype = auto\ncast_inputs = false\ncast_outputs = false\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\n"
         "fallback = none\ntf32 = false\nautotune = off\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
         "init_scale = 65536\ngrowth_factor = 2\nbackoff_factor = 0.5\ngrowth_interval = 2000\nmin_scale = 1\n"
         "max_scale = 8.507059e+37\nhysteresis = 1\ntolerance = 0\nclip_norm = none\naccumulation = 1\nlog_interval = 100\n"
         "memory_interval = 100\ncleanup_interval = off\nnumerics_interval = off\nmemory_warning = 0.9\nnan_action = skip\n"
-        "max_skips = 25\nmax_retries = 3\ndebug = false\n";
+        "max_skips = 25\nmax_retries = 3\nbatch_growth_interval = off\nworkers = 2\nprefetch = 2\npin = true\n"
+        "debug = false\n";
     char text[2048], part[20];
     amp_settings s;
     memset(&s, 0, sizeof s);
@@ -153,7 +156,8 @@ TEST(every_key_refuses_what_is_out_of_range) {
         {"tolerance", "-0.1"}, {"clip_norm", "0"}, {"accumulation", "0"}, {"accumulation", "1000001"}, {"log_interval", "0"},
         {"log_interval", "-1"}, {"memory_interval", "none"}, {"cleanup_interval", "1e3"}, {"numerics_interval", "1000000000000001"},
         {"memory_warning", "1.1"}, {"memory_warning", "0"}, {"nan_action", "ignore"}, {"max_skips", "0"}, {"max_retries", "1001"},
-        {"max_retries", "-1"}, {"debug", "debug"}};
+        {"max_retries", "-1"}, {"debug", "debug"}, {"autocast_dtype", "fp64"}, {"cast_inputs", "bf16"}, {"cast_outputs", "2"},
+        {"workers", "65"}, {"workers", "-1"}, {"prefetch", "0"}, {"prefetch", "1025"}, {"pin", "pinned"}, {"batch_growth_interval", "0"}};
     amp_settings s, before;
     char label[64];
     memset(&s, 0x5a, sizeof s);
@@ -393,6 +397,8 @@ TEST(contradictions_are_refused_with_both_keys) {
         {"level=O0\ndtype=bf16\n", AMP_ERR_CONFLICT, "level = O0", "dtype = bf16"},
         {"level=O0\ntf32=on\n", AMP_ERR_CONFLICT, "level = O0", "tf32 = true"},
         {"level=O0\nscaler=on\n", AMP_ERR_CONFLICT, "level = O0", "scaler = on"},
+        {"level=O0\nautocast_dtype=bf16\n", AMP_ERR_CONFLICT, "level = O0", "autocast_dtype = bf16"},
+        {"level=O2\ndtype=bf16\nautocast_dtype=fp32\n", AMP_OK, "", ""},
         {"level=O2\ndtype=fp32\n", AMP_ERR_CONFLICT, "level = O2", "dtype = fp32"},
         {"level=O3\ndtype=tf32\n", AMP_ERR_CONFLICT, "level = O3", "dtype = tf32"},
         {"min_scale=16\nmax_scale=8\ninit_scale=8\n", AMP_ERR_CONFLICT, "min_scale = 16", "max_scale = 8"},
@@ -493,6 +499,52 @@ TEST(enabled_and_dtype_decide_what_regions_compute_in) {
     CHECK_OK(amp_autocast_end(amp));
     CHECK_OK(amp_autocast_end(amp));
     CHECK_ERR(amp_set_enabled(NULL, 1), AMP_ERR_NULL);
+    amp_close(amp);
+}
+
+/* Regions compute in it, weights stay in the context's; a scaler comes when either is fp16; amp_set_dtype sets both. */
+TEST(autocast_dtype_is_that_of_regions) {
+    static const struct { const char *lines; amp_dtype weights, regions; int scaler; } rows[] = {
+        {"dtype=bf16\nlevel=O2\nautocast_dtype=fp32", AMP_BF16, AMP_F32, 0}, {"dtype=bf16\nlevel=O2\nautocast_dtype=fp16", AMP_BF16, AMP_F16, 1},
+        {"dtype=fp16\nlevel=O3\nautocast_dtype=bf16", AMP_F16, AMP_BF16, 1}, {"dtype=fp32\nautocast_dtype=bf16", AMP_F32, AMP_BF16, 0},
+        {"dtype=bf16\nlevel=O2", AMP_BF16, AMP_BF16, 0}};
+    char text[20000];
+    amp_status status;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        amp_settings s = settings_of(rows[i].lines);
+        amp_context *amp = open_with(&s);
+        amp_scaler_desc scaler;
+        amp_autocast_desc region;
+        amp_desc d;
+        CHECK_OK(amp_query(amp, &d));
+        CHECK_EQ(d.autocast_dtype, rows[i].regions);
+        CHECK_EQ(amp_param_dtype(amp, 0), rows[i].weights);
+        CHECK_EQ(computes(amp, AMP_OP_LINEAR), rows[i].regions);
+        memset(&region, 0, sizeof region);
+        region.dtype = AMP_TF32;                            /* a region that names its own */
+        CHECK_OK(amp_autocast_begin(amp, &region));
+        CHECK_EQ(amp_autocast_compute(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32), AMP_TF32);
+        CHECK_OK(amp_autocast_end(amp));
+        memset(&scaler, 0, sizeof scaler);
+        CHECK_OK(amp_settings_fill(&s, amp, NULL, &scaler, NULL, NULL));
+        CHECK_MSG(scaler.disable != rows[i].scaler, "%s", rows[i].lines);
+        CHECK_OK(amp_settings_fill(&s, NULL, NULL, &scaler, NULL, NULL));
+        CHECK_MSG(scaler.disable != rows[i].scaler, "%s", rows[i].lines);
+        CHECK_OK(amp_status_get(amp, NULL, 0, &status));
+        CHECK_EQ(status.autocast_dtype, rows[i].regions);
+        amp_status_json(&status, text, sizeof text);
+        CHECK(strstr(text, "\"autocast_dtype\": \"") != NULL && strstr(text, "\"cast_inputs\": \"false\"") != NULL);
+        amp_close(amp);
+    }
+    amp_settings s = settings_of("dtype=fp32\nautocast_dtype=bf16");
+    amp_context *amp = open_with(&s);
+    CHECK_OK(amp_set_dtype(amp, AMP_F16));
+    CHECK_EQ(computes(amp, AMP_OP_LINEAR), AMP_F16);
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
+    CHECK_EQ(computes(amp, AMP_OP_LINEAR), AMP_BF16);
+    s.autocast_dtype = AMP_DTYPE_DEFAULT;
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
+    CHECK_EQ(computes(amp, AMP_OP_LINEAR), AMP_F32);
     amp_close(amp);
 }
 
@@ -651,6 +703,207 @@ static void net_train(net *n, int steps, float *losses) {
 static int same_weights(const net *a, const net *b) {
     return memcmp(a->w1, b->w1, sizeof a->w1) == 0 && memcmp(a->b1, b->b1, sizeof a->b1) == 0 &&
            memcmp(a->w2, b->w2, sizeof a->w2) == 0 && memcmp(a->b2, b->b2, sizeof a->b2) == 0;
+}
+
+TEST(autocast_dtype_trains_as_dtype_does) {
+    float a[8], b[8];
+    net *one = net_lines("dtype=bf16"), *other = net_lines("dtype=fp32\nautocast_dtype=bf16"), *plain = net_lines("dtype=fp32");
+    net_train(one, 8, a);
+    net_train(other, 8, b);
+    CHECK(memcmp(a, b, sizeof a) == 0 && same_weights(one, other));
+    net_train(plain, 8, b);
+    CHECK(!same_weights(one, plain));
+    net_close(one); net_close(other); net_close(plain);
+}
+
+/* A source of floats, with one that fp16 has not, halves and labels. */
+static int give_sample(void *user, const amp_sample *sample, void *const *fields) {
+    static const uint16_t half = 0x3c00;        /* 1 */
+    float x[3] = {(float)sample->sample + 0.1f, -1e6f, 0.333333333f};
+    int32_t label = (int32_t)sample->sample;
+    (void)user;
+    memcpy(fields[0], x, sizeof x);
+    memcpy(fields[1], &half, sizeof half);
+    memcpy(fields[2], &label, sizeof label);
+    return 0;
+}
+
+static int casts_logged;
+static void count_casts(void *user, amp_log_level level, int id, const char *text) {
+    (void)user; (void)level;
+    casts_logged += id == 1151 && strstr(text, "field 0 of a sample: 1 values became infinite in fp16") != NULL;
+}
+
+static amp_loader *loader_of(amp_context *amp, const char *npy, int workers) {
+    amp_source source;
+    amp_loader_desc d;
+    amp_loader *l = NULL;
+    memset(&source, 0, sizeof source);
+    memset(&d, 0, sizeof d);
+    source.read = give_sample; source.samples = 6; source.n_fields = 3;
+    source.fields[0].dtype = AMP_F32; source.fields[0].count = 3;
+    source.fields[1].dtype = AMP_F16; source.fields[1].count = 1;
+    source.fields[2].dtype = AMP_I32; source.fields[2].count = 1;
+    if (npy) { d.arrays = &npy; d.n_arrays = 1; }
+    else d.source = &source;
+    d.batch = 3;
+    d.workers = workers ? workers : AMP_NO_WORKERS;
+    d.epochs = 1;
+    CHECK_OK(amp_loader_create(amp, &l, &d));
+    return l;
+}
+
+TEST(cast_inputs_decides_what_loaders_deliver) {
+    static const struct { const char *lines; amp_dtype x, half; } rows[] = {
+        {"dtype=bf16", AMP_F32, AMP_F16}, {"dtype=bf16\ncast_inputs=true", AMP_BF16, AMP_BF16}, {"dtype=fp16\ncast_inputs=on", AMP_F16, AMP_F16},
+        {"dtype=bf16\ncast_inputs=fp32", AMP_F32, AMP_F32}, {"dtype=tf32\ncast_inputs=true", AMP_F32, AMP_F32},
+        {"dtype=fp32\nautocast_dtype=bf16\ncast_inputs=true", AMP_BF16, AMP_BF16},
+        {"dtype=bf16\ncast_inputs=true\nenabled=false", AMP_F32, AMP_F16}, {"level=O0\ncast_inputs=true", AMP_F32, AMP_F16}};
+    float table[6][3], back[9];
+    const char *path = temporary("x.npy");
+    char head[128];
+    FILE *file = fopen(path, "wb");
+    for (int i = 0; i < 18; i++) table[i / 3][i % 3] = (float)i / 7;
+    memset(head, ' ', sizeof head);
+    memcpy(head, "\x93NUMPY\1\0\x76\0", 10);
+    memcpy(head + 10, "{'descr': '<f4', 'fortran_order': False, 'shape': (6, 3), }", 59);
+    head[127] = '\n';
+    CHECK(file != NULL && fwrite(head, 1, sizeof head, file) == sizeof head && fwrite(table, 1, sizeof table, file) == sizeof table);
+    fclose(file);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (int workers = 0; workers < 3; workers++) {
+            amp_settings s = settings_of(rows[i].lines);
+            amp_context *amp = open_with(&s);
+            amp_loader_info info;
+            amp_loader_desc d;
+            amp_batch batch;
+            float x[3], expected;
+            casts_logged = 0;
+            amp->desc.logger.write = count_casts;
+            amp_loader *l = loader_of(amp, NULL, workers);
+            CHECK_OK(amp_loader_info_get(l, &info));
+            CHECK_MSG(info.fields[0].dtype == rows[i].x && info.fields[1].dtype == rows[i].half, "%s", rows[i].lines);
+            CHECK_EQ(info.fields[2].dtype, AMP_I32);
+            CHECK_OK(amp_loader_query(l, &d));
+            CHECK_EQ(d.source->fields[0].dtype, AMP_F32);           /* as the callback gives it */
+            for (int b = 0; b < 2; b++) {
+                CHECK_OK(amp_loader_next(l, &batch));
+                CHECK_EQ(batch.batch, 3);
+                CHECK(batch.inputs == NULL);
+                CHECK_OK(amp_convert(back, AMP_F32, batch.fields[0], rows[i].x, 9, NULL, NULL));
+                for (int k = 0; k < 9; k++) {
+                    x[0] = (float)(3 * b + k / 3) + 0.1f; x[1] = -1e6f; x[2] = 0.333333333f;
+                    uint16_t bits = rows[i].x == AMP_BF16 ? amp_bf16_from_f32(x[k % 3], 0) : amp_f16_from_f32(x[k % 3], 0);
+                    expected = rows[i].x == AMP_F32 ? x[k % 3] : rows[i].x == AMP_BF16 ? amp_f32_from_bf16(bits) : amp_f32_from_f16(bits);
+                    CHECK_MSG(memcmp(&back[k], &expected, 4) == 0, "%s: %g and %g", rows[i].lines, (double)back[k], (double)expected);
+                }
+                CHECK_OK(amp_convert(back, AMP_F32, batch.fields[1], rows[i].half, 3, NULL, NULL));
+                CHECK(back[0] == 1 && back[2] == 1);
+                for (int k = 0; k < 3; k++) CHECK_EQ(((const int32_t *)batch.fields[2])[k], 3 * b + k);
+            }
+            amp_loader_destroy(l);
+            CHECK_MSG((casts_logged > 0) == (rows[i].x == AMP_F16), "%s: %d", rows[i].lines, casts_logged);
+            l = loader_of(amp, path, workers);
+            for (int b = 0; b < 2; b++) {
+                CHECK_OK(amp_loader_next(l, &batch));
+                CHECK_OK(amp_convert(back, AMP_F32, batch.fields[0], rows[i].x, 9, NULL, NULL));
+                for (int k = 0; k < 9; k++) {
+                    float was = table[3 * b + k / 3][k % 3];
+                    uint16_t bits = rows[i].x == AMP_BF16 ? amp_bf16_from_f32(was, 0) : amp_f16_from_f32(was, 0);
+                    expected = rows[i].x == AMP_F32 ? was : rows[i].x == AMP_BF16 ? amp_f32_from_bf16(bits) : amp_f32_from_f16(bits);
+                    CHECK(memcmp(&back[k], &expected, 4) == 0);
+                }
+            }
+            amp_loader_destroy(l);
+            amp_close(amp);
+        }
+    remove(path);
+}
+
+/* Inputs that were cast give the bits that autocast gives fp32 ones. */
+TEST(cast_inputs_train_the_same) {
+    net *plain = net_lines("dtype=bf16"), *cast = net_lines("dtype=bf16\ncast_inputs=true");
+    uint16_t x[BATCH * IN];
+    for (int step = 0; step < 4; step++) {
+        (void)net_forward(plain, step, 1);
+        net_backward(plain);
+        CHECK_OK(amp_step(plain->optimizer, plain->scaler));
+        random_values(cast->x, BATCH * IN, 1000 + (uint64_t)step, 1);
+        CHECK_EQ(amp_autocast_input(cast->amp, AMP_F32), AMP_BF16);
+        CHECK_OK(amp_convert(x, AMP_BF16, cast->x, AMP_F32, BATCH * IN, NULL, NULL));
+        cast->first.x = amp_tensor2(x, AMP_BF16, BATCH, IN);
+        (void)net_forward(cast, step, 1);
+        net_backward(cast);
+        CHECK_OK(amp_step(cast->optimizer, cast->scaler));
+        CHECK(memcmp(&plain->loss, &cast->loss, sizeof plain->loss) == 0);
+    }
+    CHECK(same_weights(plain, cast));
+    net_close(plain); net_close(cast);
+}
+
+TEST(cast_inputs_and_outputs_say_which_dtype) {
+    static const amp_dtype kept[] = {AMP_F64, AMP_I32, AMP_U8, AMP_E4M3, AMP_TF32, AMP_DTYPE_DEFAULT};
+    amp_context *amp = open_lines("dtype=bf16\ncast_inputs=fp32\ncast_outputs=true");
+    amp_settings s = settings_of("dtype=fp16\nscaler=off\ncast_inputs=true\ncast_outputs=fp32");
+    amp_desc d;
+    CHECK_OK(amp_query(amp, &d));
+    CHECK(d.cast_inputs == AMP_IO_F32 && d.cast_outputs == AMP_IO_REGION);
+    CHECK_EQ(amp_autocast_input(amp, AMP_BF16), AMP_F32);
+    CHECK_EQ(amp_autocast_input(amp, AMP_F32), AMP_F32);
+    CHECK_EQ(amp_autocast_output(amp, AMP_F32), AMP_BF16);
+    CHECK_EQ(amp_autocast_output(amp, AMP_F16), AMP_BF16);
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
+        CHECK(amp_autocast_input(amp, kept[i]) == kept[i] && amp_autocast_output(amp, kept[i]) == kept[i]);
+    CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
+    CHECK_EQ(amp_autocast_input(amp, AMP_F32), AMP_F16);
+    CHECK_EQ(amp_autocast_output(amp, AMP_F16), AMP_F32);
+    CHECK_OK(amp_set_enabled(amp, 0));
+    CHECK_EQ(amp_autocast_output(amp, AMP_F16), AMP_F16);
+    CHECK(amp_autocast_input(NULL, AMP_F32) == AMP_DTYPE_DEFAULT && amp_autocast_output(NULL, AMP_F32) == AMP_DTYPE_DEFAULT);
+    amp_close(amp);
+    memset(&d, 0, sizeof d);
+    d.cast_inputs = (amp_io_cast)4;
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_RANGE);
+    d.cast_inputs = AMP_IO_DEFAULT; d.cast_outputs = (amp_io_cast)-1;
+    CHECK_ERR(amp_open(&amp, &d), AMP_ERR_RANGE);
+    d.cast_outputs = AMP_IO_DEFAULT; d.autocast_dtype = AMP_I32;
+    CHECK(amp_open(&amp, &d) != AMP_OK);
+}
+
+TEST(workers_prefetch_and_pin_reach_the_loader) {
+    static const struct { const char *lines; int workers, prefetch, unpinned; } rows[] = {
+        {"", 2, 2, 0}, {"workers=0", AMP_NO_WORKERS, 2, 0}, {"workers=5\nprefetch=7\npin=off", 5, 7, 1}, {"prefetch=1024\npin=on", 2, 1024, 0}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        amp_settings s = settings_of(rows[i].lines);
+        amp_context *amp = open_with(&s);
+        amp_source source;
+        amp_loader_desc d;
+        amp_loader *l = NULL;
+        memset(&source, 0, sizeof source);
+        memset(&d, 0, sizeof d);
+        source.read = give_sample; source.samples = 6; source.n_fields = 3;
+        for (int k = 0; k < 3; k++) { source.fields[k].dtype = k == 0 ? AMP_F32 : k == 1 ? AMP_F16 : AMP_I32; source.fields[k].count = k == 0 ? 3 : 1; }
+        d.source = &source; d.batch = 2; d.timeout_ms = 1234;
+        CHECK_OK(amp_settings_fill_loader(&s, &d));
+        CHECK_OK(amp_loader_create(amp, &l, &d));
+        CHECK_OK(amp_loader_query(l, &d));
+        CHECK_MSG(d.workers == rows[i].workers || (rows[i].workers < 0 && d.workers <= 0), "%s: %d", rows[i].lines, d.workers);
+        CHECK_EQ(d.prefetch, rows[i].prefetch);
+        CHECK_EQ(d.disable_pinned, rows[i].unpinned);
+        CHECK_EQ(d.timeout_ms, 1234);               /* all else is the host's */
+        amp_loader_destroy(l);
+        amp_close(amp);
+    }
+    amp_settings s = settings_of("");
+    amp_loader_desc d, before;
+    memset(&d, 0x5a, sizeof d);
+    before = d;
+    s.workers = 65;
+    CHECK_ERR(amp_settings_fill_loader(&s, &d), AMP_ERR_RANGE);
+    CHECK(says(".workers = 65, must be a whole number from 0 to 64"));
+    CHECK(memcmp(&d, &before, sizeof d) == 0);
+    CHECK_ERR(amp_settings_fill_loader(NULL, &d), AMP_ERR_NULL);
+    CHECK_ERR(amp_settings_fill_loader(&s, NULL), AMP_ERR_NULL);
 }
 
 /* ---- Memory */
@@ -1283,6 +1536,55 @@ TEST(max_retries_bounds_recoveries) {
     }
 }
 
+/* A batch that was halved for memory comes back after so many good steps, and after twice as many when that failed. */
+TEST(batch_growth_interval_takes_halving_back) {
+    static const struct { const char *value; int64_t interval; } rows[] = {{"off", 0}, {"3", 3}, {"default", 0}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char lines[96];
+        snprintf(lines, sizeof lines, "dtype=fp32\nnan_action=recover\nbatch_growth_interval=%s", rows[i].value);
+        amp_settings s = settings_of(lines);
+        net *n = net_open(&s);
+        amp_recovery *recovery;
+        amp_recovery_desc d;
+        amp_recovery_event event;
+        amp_step_info info;
+        amp_step_record record;
+        int grown[4] = {0, 0, 0, 0}, n_grown = 0;
+        memset(logged, 0, sizeof logged);
+        n->amp->desc.logger.write = count_log;
+        amp_monitor *monitor = monitor_of(n, &s, NULL);
+        memset(&d, 0, sizeof d);
+        memset(&info, 0, sizeof info);
+        d.params = n->params; d.n_params = PARAMS; d.optimizer = n->optimizer; d.scaler = n->scaler;
+        d.batch_growth_interval = s.batch_growth_interval;
+        CHECK_OK(amp_recovery_create(n->amp, &recovery, &d));
+        for (int step = 1; step <= 24; step++) {
+            if (step == 2 || step == 7) {           /* memory ends: a cleanup, then half of the batch */
+                CHECK_OK(amp_recovery_memory(recovery, &event));
+                CHECK_OK(amp_recovery_memory(recovery, &event));
+                CHECK_EQ(event.action, AMP_RECOVERY_HALVE_BATCH);
+            }
+            for (int micro = 0; micro < n->optimizer->desc.accumulation; micro++) {
+                info.loss = (double)net_forward(n, n->step++, 1);
+                net_backward(n);
+                CHECK_OK(amp_step(n->optimizer, n->scaler));
+            }
+            CHECK_OK(amp_monitor_step(monitor, &info));
+            while (amp_monitor_next(monitor, &record)) {
+                CHECK_OK(amp_recovery_step(recovery, &record, &event));
+                if (event.action != AMP_RECOVERY_DOUBLE_BATCH) continue;
+                CHECK(strstr(event.text, "good steps") != NULL && n_grown < 4);
+                if (n_grown < 4) grown[n_grown++] = step;
+            }
+        }
+        if (rows[i].interval == 0) CHECK(n_grown == 0 && n->optimizer->desc.accumulation == 4);
+        else CHECK_MSG(n_grown == 2 && grown[0] == 4 && grown[1] == 12 && n->optimizer->desc.accumulation == 1, "%d: %d %d", n_grown, grown[0], grown[1]);
+        amp_recovery_destroy(recovery);
+        amp_monitor_destroy(monitor);
+        net_close(n);
+    }
+}
+
 TEST(numerics_interval_is_that_of_the_looks) {
     amp_settings s = settings_of("dtype=fp16\nnumerics_interval=4");
     net *n = net_open(&s);
@@ -1614,7 +1916,9 @@ int main(int argc, char **argv) {
     RUN(text_comes_back_as_the_same_bytes); RUN(no_bytes_do_harm); RUN(files_are_read_and_refused);
     RUN(the_environment_is_read_when_asked_for); RUN(nothing_is_read_silently);
     RUN(contradictions_are_refused_with_both_keys); RUN(fields_out_of_range_are_refused);
-    RUN(enabled_and_dtype_decide_what_regions_compute_in); RUN(level_decides_what_weights_are_stored_in);
+    RUN(enabled_and_dtype_decide_what_regions_compute_in); RUN(autocast_dtype_is_that_of_regions);
+    RUN(autocast_dtype_trains_as_dtype_does); RUN(cast_inputs_decides_what_loaders_deliver); RUN(cast_inputs_train_the_same);
+    RUN(cast_inputs_and_outputs_say_which_dtype); RUN(workers_prefetch_and_pin_reach_the_loader); RUN(level_decides_what_weights_are_stored_in);
     RUN(policy_decides_result_dtypes); RUN(mode_decides_whether_dropout_drops);
     RUN(cache_and_memory_efficient_decide_what_is_kept); RUN(memory_efficient_waits_for_the_outermost_region);
     RUN(cleanup_gives_back_what_can_be_made_again);
@@ -1626,7 +1930,8 @@ int main(int argc, char **argv) {
     RUN(intervals_reach_the_monitor); RUN(debug_makes_the_log_detailed);
     RUN(debug_tells_each_decision_once); RUN(nan_action_decides_what_is_done); RUN(max_skips_decides_when_skips_are_trouble);
     RUN(intervals_decide_when_the_monitor_acts); RUN(memory_warning_is_a_share_of_the_device);
-    RUN(max_retries_bounds_recoveries); RUN(numerics_interval_is_that_of_the_looks);
+    RUN(max_retries_bounds_recoveries); RUN(batch_growth_interval_takes_halving_back);
+    RUN(numerics_interval_is_that_of_the_looks);
     RUN(switching_is_resuming); RUN(a_switch_of_dtype_empties_the_cast_cache); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
     RUN(evaluation_is_in_the_trainings_precision); RUN(the_scalers_rule_changes_in_place);
     RUN(what_cannot_change_is_refused_and_nothing_changes); RUN(a_device_without_the_dtype_refuses_the_switch);

@@ -533,6 +533,128 @@ TEST(smaller_pieces) {
     remove(scratch("pieces"));
 }
 
+/* A run of 4 sequences a step that is opened with these flags beside its own, from text of `bytes` tokens. */
+static void open_pieces(run *r, int bytes, const char *flags) {
+    static char program[] = "train_gpt", all[900];
+    char *argv[32] = {program}, text[1200];
+    int argc = 1;
+    for (int i = 0; i < bytes; i++) text[i] = (char)(97 + i * i % 23);
+    write_file(scratch("pieces"), text, (size_t)bytes);
+    if (strstr(flags, "--resume") != NULL) snprintf(all, sizeof all, "%s", flags);
+    else snprintf(all, sizeof all, "--data=%s --batch=4 --seq=8 --layers=1 --heads=1 --channels=8 --precision=fp32 --metrics=none --threads=1 "
+             "--validation=0.2 --lr=1e-3 --schedule=constant --warmup=0 %s", scratch("pieces"), flags);
+    for (char *flag = strtok(all, " "); flag != NULL; flag = strtok(NULL, " ")) argv[argc++] = flag;
+    open_small(r, argv, argc);
+}
+
+/* Trains to a step; memory ends twice before step `bad` (0: never), so that the batch is halved.  *back: after which step
+   the batch had its size again, 0: not yet. */
+static void train_pieces(run *r, int64_t to, int64_t bad, int64_t *back) {
+    progress bar;
+    progress_open(&bar, to);
+    while (r->step < to && ampt.failures == 0) {
+        r->steps = r->set.steps = r->step + 1;
+        if (r->step + 1 == bad) {
+            amp_loader_info info;
+            CHECK_OK(amp_loader_info_get(r->loader, &info));
+            r->epoch = info.epoch; r->index = info.index;
+            CHECK_OK(answer_memory(r, &bar));
+            CHECK_OK(answer_memory(r, &bar));
+            CHECK(r->set.batch == 2 && r->set.accumulation == 2);
+        }
+        CHECK_OK(train(r, &bar, 1));
+        if (back != NULL && *back == 0 && bad > 0 && r->step >= bad && r->set.batch == 4) *back = r->step;
+    }
+}
+
+static int same_model(const run *a, const run *b, double bound) {
+    double worst = 0;
+    for (int64_t p = 0; p < a->model.n_params; p++) {
+        const float *x = (const float *)a->model.params[p].weight.data, *y = (const float *)b->model.params[p].weight.data;
+        for (int64_t i = 0; i < amp_tensor_count(&a->model.params[p].weight); i++) worst = fmax(worst, fabs((double)x[i] - (double)y[i]));
+    }
+    return worst <= bound;
+}
+
+/* A batch that was halved is doubled after so many good steps: every step has the tokens of the undisturbed run, and the
+   mean of their gradients, also where an epoch ends in between; the same once more, and when resumed in between. */
+TEST(larger_pieces_again) {
+    static const struct { int bytes; int64_t back; } rows[] = {
+        {600, 7},       /* 59 samples: 14 batches of 4, and 29 of 2 */
+        {370, 7},       /* 36 samples: 9, and 18 */
+        {150, 10}};     /* 14 samples: 3, and 7: before, the next batch would begin in the middle of another or end the epoch */
+    const char *flags = "--nan-action=recover --batch-growth-interval=4 --save=none --workers=0";
+    static const char *const ends[] = {".state", ".safetensors"};
+    char saved[400], resumed[500];
+    int64_t back[3] = {0, 0, 0};
+    amp_loader_info a, b;
+    run whole, pieces, again;
+    silence(1);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        back[0] = back[1] = 0;
+        open_pieces(&whole, rows[i].bytes, flags);
+        train_pieces(&whole, 12, 0, NULL);
+        open_pieces(&pieces, rows[i].bytes, flags);
+        train_pieces(&pieces, 12, 4, &back[0]);
+        open_pieces(&again, rows[i].bytes, flags);
+        train_pieces(&again, 12, 4, &back[1]);
+        CHECK(same_model(&pieces, &again, 0) && back[0] == back[1]);
+        CHECK_MSG(back[0] == rows[i].back, "after step %lld", (long long)back[0]);
+        CHECK(pieces.set.batch == 4 && pieces.set.accumulation == 1 && pieces.recovery != NULL);
+        CHECK_OK(amp_loader_info_get(whole.loader, &a));
+        CHECK_OK(amp_loader_info_get(pieces.loader, &b));
+        /* Other tokens make a difference of 2e-3 here, another order of sums one of 5e-7. */
+        if (i < 2) CHECK(a.epoch == b.epoch && a.index == b.index && same_model(&whole, &pieces, 1e-5));
+        CHECK(!same_model(&whole, &pieces, 0));         /* sums in another order */
+        close_run(&whole); close_run(&pieces); close_run(&again);
+    }
+    /* Saved while the batch is half of itself. */
+    snprintf(saved, sizeof saved, "--nan-action=recover --batch-growth-interval=4 --save=%s", scratch("saved"));
+    open_pieces(&pieces, 600, saved);
+    train_pieces(&pieces, 5, 4, &back[2]);
+    CHECK_OK(save_run(&pieces));
+    train_pieces(&pieces, 12, 0, NULL);
+    snprintf(resumed, sizeof resumed, "--metrics=none --threads=1 --save=none --resume=%s", scratch("saved"));
+    open_pieces(&again, 600, resumed);
+    CHECK(again.step == 5);
+    train_pieces(&again, 12, 0, NULL);
+    CHECK(again.set.batch == 4 && same_model(&pieces, &again, 0));
+    close_run(&pieces); close_run(&again);
+    silence(0);
+    remove(scratch("pieces"));
+    for (int i = 0; i < 2; i++) {
+        snprintf(saved, sizeof saved, "%s%s", scratch("saved"), ends[i]);
+        CHECK(remove(saved) == 0);
+    }
+}
+
+/* What a settings file says of the loader and of the logits reaches them; flags win. */
+TEST(settings_reach_loader_and_logits) {
+    char flags[500];
+    amp_loader_desc d;
+    float losses[2];
+    run r;
+    FILE *file = fopen(scratch("settings"), "w");
+    CHECK(file != NULL);
+    fprintf(file, "workers = 3\nprefetch = 5\npin = off\ncast_outputs = fp32\ndtype = bf16\n");
+    fclose(file);
+    silence(1);
+    for (int i = 0; i < 2; i++) {
+        snprintf(flags, sizeof flags, "--save=none --precision=bf16 --steps=2 --config=%s %s", scratch("settings"), i == 0 ? "" : "--workers=0 --cast-outputs=off");
+        open_pieces(&r, 600, flags);
+        CHECK_OK(amp_loader_query(r.loader, &d));
+        CHECK(d.workers == (i == 0 ? 3 : AMP_NO_WORKERS) || (i == 1 && d.workers == 0));
+        CHECK(d.prefetch == 5 && d.disable_pinned == 1);
+        CHECK(r.model.config.activations == AMP_BF16 && r.model.head.y.dtype == (i == 0 ? AMP_F32 : AMP_BF16));
+        train_pieces(&r, 2, 0, NULL);
+        losses[i] = r.losses[2];
+        close_run(&r);
+    }
+    CHECK(losses[0] > 0 && losses[0] != losses[1] && fabsf(losses[0] - losses[1]) < 0.01f);     /* rounded logits, and not */
+    silence(0);
+    remove(scratch("settings"));
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(defaults_are_legal);
@@ -557,5 +679,7 @@ int main(int argc, char **argv) {
     RUN(idx_files);
     RUN(idx_header_that_lies);
     RUN(smaller_pieces);
+    RUN(larger_pieces_again);
+    RUN(settings_reach_loader_and_logits);
     return TEST_END();
 }
