@@ -759,11 +759,13 @@ typedef struct amp_param {
     amp_tensor weight;
     amp_tensor grad;
     void *master;                   /* fp32 master weights, where an optimizer keeps such; else NULL */
-    uint64_t id;                    /* from amp_param_register; 0: never cached */
+    uint64_t id;                    /* from amp_param_register, one for all contexts; 0: never cached */
     uint64_t version;               /* of the weight's value */
     uint64_t used[2];               /* 1 + the version that a forward, a backward call last multiplied by */
     int32_t grad_live;              /* 0: the next backward overwrites grad; 1: it adds */
     int32_t reserved;
+    uint64_t context;               /* the number of the context that knows it, ... */
+    const void *place;              /* ... and where it was when it was registered */
 } amp_param;
 
 /* Which keys j a query sees.  Query i stands at position i + keys - queries, so that the last ones align; documents
@@ -1457,7 +1459,8 @@ AMP_API void amp_memory_reset_peak(amp_context *amp);
 AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed);
 
 /* Makes parameters known: gives each an id, so that its casts are cached.  The array must stay where it is
-   until amp_param_forget or amp_close.  Names must be unique in a context.
+   until amp_param_forget or amp_close.  Names must be unique in a context.  The context that registers a parameter last
+   has it; any use with another (106), a copy's too, is refused, and after amp_close until it is registered anew.
    Errors: 101, 102, 103, 104, 107, 110 a gradient in its weight's memory, 301. */
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n);
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n);
@@ -3322,6 +3325,14 @@ AMPI_PRIVATE amp_result ampi_fail(amp_result result, const char *function, const
     va_end(args);
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail, amp_result_hint(result));
     return result;
+}
+
+/* A number that no other context or parameter of this process has: each implementation (several with AMP_STATIC) counts on
+   from a start of its own. */
+AMPI_PRIVATE uint64_t ampi_serial(void) {
+    static uint64_t count;
+    uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
+    return (start + __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED)) | (uint64_t)1 << 63;
 }
 
 /* Header and implementation must agree, and the caller's struct must have the size we know. */
@@ -8006,6 +8017,9 @@ typedef struct ampi_mask_entry {
     int64_t bytes;
 } ampi_mask_entry;
 
+/* A registered parameter, and the id that it was given here. */
+typedef struct ampi_known { amp_param *param; uint64_t id; } ampi_known;
+
 /* Numbers in device memory. */
 typedef struct ampi_cells {
     int32_t bad_row, reserved;      /* 1 + a row where a kernel found something out of range; 0: none */
@@ -8028,8 +8042,8 @@ struct amp_context {
     ampi_block *blocks; int64_t n_blocks, block_room;       /* room is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
     int64_t taken, taken_peak;      /* host memory of the backend, scratch included; changed atomically */
-    amp_param **params; int64_t n_params, param_room;
-    uint64_t next_param_id, random_offset, clock;
+    ampi_known *params; int64_t n_params, param_room;
+    uint64_t serial, random_offset, clock;
     ampi_cache_entry *cache; int64_t n_cache, cache_room;
     amp_cache_info cache_info;
     int regions;                    /* open on all threads; changed atomically */
@@ -8121,8 +8135,8 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
 AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
     for (i = 0; i < amp->n_params; i++) {
-        live += amp->params[i]->grad_live != 0;
-        if (clear) amp->params[i]->grad_live = 0;
+        live += amp->params[i].param->grad_live != 0;
+        if (clear) amp->params[i].param->grad_live = 0;
     }
     return live > 0;
 }
@@ -8130,7 +8144,7 @@ AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
 AMPI_PRIVATE amp_param *ampi_param_of_gradient(const amp_context *amp, const void *data) {
     int64_t i;
     for (i = 0; data != NULL && i < amp->n_params; i++)
-        if (amp->params[i]->grad.data == data) return amp->params[i];
+        if (amp->params[i].param->grad.data == data) return amp->params[i].param;
     return NULL;
 }
 AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
@@ -8443,7 +8457,7 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->system = amp->desc.system = system;
     amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
     amp->backend = amp->desc.backend;
-    amp->next_param_id = 1;
+    amp->serial = ampi_serial();
     amp->process = getpid();
     amp->host.user = amp;
     amp->host.fail = ampi_host_fail;
@@ -8701,6 +8715,23 @@ AMP_API void amp_memory_reset_peak(amp_context *amp) {
 
 /* ---- Parameters */
 
+static int ampi_is_known(const amp_context *amp, const amp_param *p) { return p->id != 0 && p->context == amp->serial && p->place == p; }
+
+/* One that is registered nowhere (or NULL) may be used; so may this context's own. */
+AMPI_PRIVATE amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
+    if (p == NULL || p->id == 0 || ampi_is_known(amp, p)) return AMP_OK;
+    if (p->context == amp->serial)
+        return ampi_fail(AMP_ERR_STATE, function, "parameter %s was copied or moved since amp_param_register; use it where it was registered, "
+                         "or zero the id of the copy and register that", p->name ? p->name : "?");
+    return ampi_fail(AMP_ERR_STATE, function, "parameter %s is registered with another context, or with one that was closed; "
+                     "call amp_param_register with this one", p->name ? p->name : "?");
+}
+AMPI_PRIVATE amp_result ampi_check_all_known(const amp_context *amp, const char *function, const amp_param *params, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++) AMPI_TRY(ampi_check_known(amp, function, &params[i]));
+    return AMP_OK;
+}
+
 static amp_result ampi_check_param(const amp_context *amp, const amp_param *params, int64_t i) {
     const amp_param *p = &params[i];
     int64_t j;
@@ -8716,12 +8747,29 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
         AMPI_TRY(ampi_check_own_gradient("amp_param_register", p));
     }
     for (j = 0; j < amp->n_params; j++)
-        if (amp->params[j] == p || strcmp(amp->params[j]->name, p->name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "%s is registered already", p->name);
+        if (amp->params[j].param == p || strcmp(amp->params[j].param->name, p->name) == 0)
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "%s is registered already; amp_param_forget comes first", p->name);
     for (j = 0; j < i; j++)
         if (strcmp(params[j].name, p->name) == 0) return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are called %s", p->name);
     return AMP_OK;
 }
+
+/* Drops a range of parameters: all, or those that were registered elsewhere since, or whose memory begins anew.  Called with
+   the lock held; ampi_cache_free_dropped follows. */
+static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t n, int all) {
+    int64_t i, j, kept = 0;
+    for (i = 0; i < amp->n_params; i++) {
+        const ampi_known known = amp->params[i];
+        int own = known.param >= params && known.param < params + n && (all || !ampi_is_known(amp, known.param));
+        if (!own) { amp->params[kept++] = known; continue; }
+        for (j = 0; j < amp->n_cache; j++) if (amp->cache[j].id == known.id) amp->cache[j].id = 0;
+        if (known.param->id == known.id) known.param->id = 0;
+    }
+    if (kept < amp->n_params) ampi_settings_changed(amp);
+    amp->n_params = kept;
+}
+
+static void ampi_cache_free_dropped(amp_context *amp);
 
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
     amp_result result = AMP_OK;
@@ -8729,32 +8777,28 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
     if (amp == NULL || (params == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_param_register", "n = %lld, must be 0 or more", (long long)n);
     AMPI_TRY(ampi_lock_with_room(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n, &amp->param_room, sizeof *amp->params));
+    ampi_params_drop(amp, params, n, 0);
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_check_param(amp, params, i);
     for (i = 0; i < n && result == AMP_OK; i++) {
-        params[i].id = amp->next_param_id++;
-        params[i].version = 1;
-        params[i].grad_live = 0;
-        amp->params[amp->n_params++] = &params[i];
+        amp_param *p = &params[i];
+        if (p->id != 0) p->master = NULL;       /* another context's */
+        p->id = ampi_serial();
+        p->context = amp->serial;
+        p->place = p;
+        p->version = 1;
+        p->grad_live = 0;
+        amp->params[amp->n_params].param = p;
+        amp->params[amp->n_params++].id = p->id;
     }
     ampi_unlock(amp);
+    ampi_cache_free_dropped(amp);
     return result;
 }
 
-static void ampi_cache_free_dropped(amp_context *amp);
-
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
-    int64_t i, j, kept = 0;
     if (amp == NULL || params == NULL) return;
     ampi_lock(amp);
-    for (i = 0; i < amp->n_params; i++) {
-        amp_param *p = amp->params[i];
-        if (p < params || p >= params + n) { amp->params[kept++] = p; continue; }
-        for (j = 0; j < amp->n_cache; j++)
-            if (amp->cache[j].id == p->id) amp->cache[j].id = 0;
-        p->id = 0;
-    }
-    ampi_settings_changed(amp);
-    amp->n_params = kept;
+    ampi_params_drop(amp, params, n, 1);
     ampi_unlock(amp);
     ampi_cache_free_dropped(amp);
 }
@@ -9666,6 +9710,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
     if (amp == NULL || param == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_cast", "amp, param or out is NULL");
     if (!ampi_is_storage(dtype)) return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be fp32, fp16 or bf16", amp_dtype_name(dtype));
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
+    AMPI_TRY(ampi_check_known(amp, "amp_autocast_cast", param));
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
     AMPI_TRY(ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use));
     if (data == NULL && amp_tensor_count(&param->weight) > 0)
@@ -9835,6 +9880,8 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     amp_result result;
     const void *held;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->weight));
+    AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_optional_rows(f, "pre", &op->pre, "y", &y, &pre));
     at.n = 0;
@@ -9984,6 +10031,8 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
     amp_result result;
     memset(&c, 0, sizeof c);
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->weight));
+    AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &y, &dy));
@@ -10292,6 +10341,8 @@ static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op
     amp_k_norm k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->weight));
+    AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
     at.n = 0;
     ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".residual", &op->residual);
@@ -10319,6 +10370,8 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     ampi_places at;
     amp_k_norm k;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->weight));
+    AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
@@ -10436,6 +10489,7 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
     amp_k_activation k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op)));
+    AMPI_TRY(ampi_check_known(amp, "amp_activation", op->bias));
     AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
     at.n = 0;
     ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".bias", op->bias); ampi_writes_over(&at, ".y", &op->y, ".x", NULL);
@@ -10454,6 +10508,7 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
     amp_mat dx;
     amp_result result;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_activation_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k.n, k.y_dtype));
@@ -10505,6 +10560,8 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
     amp_k_swiglu k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op)));
+    AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->gate_bias));
+    AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->up_bias));
     AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
     ampi_swiglu_reads(&at, op);
     ampi_writes(&at, ".y", &op->y);
@@ -10522,6 +10579,8 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     amp_k_column_sum sum;
     amp_result result;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->gate_bias));
+    AMPI_TRY(ampi_check_known(amp, f, op->up_bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_swiglu_args(f, op, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k.gate, &k.dy));
@@ -10644,6 +10703,8 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     amp_k_embedding k;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->table));
+    AMPI_TRY(ampi_check_known(amp, f, op->positions));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
     at.n = 0;
     ampi_reads_array(&at, ".ids", op->ids, k.n * (int64_t)sizeof *op->ids);
@@ -10673,6 +10734,8 @@ AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *
     ampi_places at;
     amp_k_embedding k;
     AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
+    AMPI_TRY(ampi_check_known(amp, f, op->table));
+    AMPI_TRY(ampi_check_known(amp, f, op->positions));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k.y, &k.dy));
@@ -11146,7 +11209,10 @@ AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_s
                          desc->params ? "not both" : "neither is there");
     AMPI_TRY(ampi_check_clip("amp_set_create", desc->clip_norm));
     n = desc->n_ranges;
-    if (desc->params != NULL) AMPI_TRY(ampi_check_params("amp_set_create", desc->params, desc->n_params, &n));
+    if (desc->params != NULL) {
+        AMPI_TRY(ampi_check_params("amp_set_create", desc->params, desc->n_params, &n));
+        AMPI_TRY(ampi_check_all_known(amp, "amp_set_create", desc->params, desc->n_params));
+    }
     AMPI_TRY(ampi_set_new(amp, "amp_set_create", out, n, desc->params != NULL));
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
@@ -11192,6 +11258,13 @@ AMP_API amp_result amp_set_apply(amp_set *set) {
     AMPI_TRY(ampi_set_scale(set, &set->found->multiplier));
     rule = ampi_rule(AMP_RULE_APPLIED, NULL, set);
     return ampi_run_rule(set->amp, &rule);
+}
+
+/* Its parameters are still this context's. */
+AMPI_PRIVATE amp_result ampi_check_set_known(const char *function, const amp_set *set) {
+    int64_t i;
+    for (i = 0; set->params != NULL && i < set->n; i++) AMPI_TRY(ampi_check_known(set->amp, function, set->params[i]));
+    return AMP_OK;
 }
 
 /* Which rows have a gradient now.  With several ranks all take part in the sums, zeros where there is none. */
@@ -11482,8 +11555,14 @@ AMPI_PRIVATE amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_
     return AMP_OK;
 }
 
+AMPI_PRIVATE amp_result ampi_check_one_context(const char *function, const amp_set *set, const amp_scaler *scaler) {
+    if (scaler == NULL || scaler->amp == set->amp) return AMP_OK;
+    return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler is of another context");
+}
+
 /* A set serves one scaler between two updates of it. */
 AMPI_PRIVATE amp_result ampi_check_owner(const char *function, const amp_set *set, const amp_scaler *scaler) {
+    AMPI_TRY(ampi_check_one_context(function, set, scaler));
     if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
                      "the set was checked by another scaler; call amp_scaler_update on that one first");
@@ -11515,6 +11594,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
         return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ",
                          (int)mode);
+    AMPI_TRY(ampi_check_set_known("amp_scaler_check", set));
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
     if (set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
@@ -11543,6 +11623,8 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale) {
     amp_k_rule rule;
     if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_rescale", "scaler or set is NULL");
+    AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
+    AMPI_TRY(ampi_check_one_context("amp_scaler_rescale", set, scaler));
     if (scaler->desc.disable) return AMP_OK;
     if (ampi_is_set(old_scale)) AMPI_TRY(ampi_check_scale("amp_scaler_rescale", "old_scale", old_scale));
     AMPI_TRY(ampi_set_refresh(set));
@@ -11917,6 +11999,7 @@ AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out,
     ampi_optimizer_defaults(&d, ampi_settings(amp)->level);
     AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
+    AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
     AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_optimizer_create", (void **)&o, 1, sizeof *o));
     o->amp = amp;
     o->desc = d;
@@ -12087,6 +12170,7 @@ AMPI_PRIVATE void ampi_touch_weights(const amp_set *set) {
 /* The stages that amp_optimizer_step and amp_step can start from. */
 AMPI_PRIVATE amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     if (o == NULL) return ampi_fail(AMP_ERR_NULL, function, "optimizer is NULL");
+    AMPI_TRY(ampi_check_set_known(function, o->set));
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
@@ -12903,6 +12987,7 @@ AMPI_PRIVATE amp_result ampi_keep_create(amp_context *amp, const char *function,
     amp_result r;
     int64_t i;
     AMPI_TRY(ampi_keep_check(function, amp, o, scaler));
+    AMPI_TRY(ampi_check_all_known(amp, function, params, n));
     AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&k, 1, sizeof *k));
     k->amp = amp;
     k->optimizer = o;
@@ -16518,7 +16603,7 @@ AMP_API void amp_numerics_destroy(amp_numerics *numerics) {
     ampi_free(s, m, 1, sizeof *m);
 }
 
-AMPI_PRIVATE amp_result ampi_numerics_check(const amp_numerics_desc *d, int64_t *gradients) {
+AMPI_PRIVATE amp_result ampi_numerics_check(const amp_context *amp, const amp_numerics_desc *d, int64_t *gradients) {
     const char *f = "amp_numerics_create";
     if (d->n_params < 0 || d->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
@@ -16531,7 +16616,9 @@ AMPI_PRIVATE amp_result ampi_numerics_check(const amp_numerics_desc *d, int64_t 
         return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2", amp_dtype_name(d->dtype));
     AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
-    return ampi_check_params(f, d->params, d->n_params, gradients);
+    if (d->scaler != NULL && d->scaler->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler is of another context");
+    AMPI_TRY(ampi_check_params(f, d->params, d->n_params, gradients));
+    return ampi_check_all_known(amp, f, d->params, d->n_params);
 }
 
 AMPI_PRIVATE void ampi_numerics_row(amp_numerics *m, int64_t i, const char *name, int gradient, void *data,
@@ -16586,7 +16673,7 @@ AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, c
     d = *desc;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
     if (d.interval == 0) d.interval = 100;
-    AMPI_TRY(ampi_numerics_check(&d, &gradients));
+    AMPI_TRY(ampi_numerics_check(amp, &d, &gradients));
     AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_numerics_create", (void **)&m, 1, sizeof *m));
     m->amp = amp;
     m->desc = d;
@@ -18567,8 +18654,10 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
         AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
         if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
     }
-    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context", d->optimizer->amp != amp ? "optimizer" : "scaler");
+    if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) || (d->loader != NULL && d->loader->amp != amp))
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s is of another context",
+                         d->optimizer->amp != amp ? "optimizer" : d->loader != NULL && d->loader->amp != amp ? "loader" : "scaler");
+    AMPI_TRY(ampi_check_all_known(amp, f, d->params, d->n_params));
     if (d->optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create it between steps",
                          d->optimizer->micro, d->optimizer->desc.accumulation);

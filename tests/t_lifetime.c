@@ -419,6 +419,234 @@ TEST(a_lasting_failure_of_the_device_is_an_error) {
         for (int host_visible = 0; host_visible < 2; host_visible++) CHECK_EQ(failure_of(which, host_visible), 0);
 }
 
+/* ---- Parameters and their contexts */
+
+static amp_context *open_plain(amp_dtype dtype) {
+    amp_context *amp = NULL;
+    amp_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = dtype; d.allow_fallback = 1; d.threads = 1;
+    CHECK_OK(amp_open(&amp, &d));
+    return amp;
+}
+
+/* y = x w^T in the context's dtype, twice so that the second use is of a packed weight; the error to fp64. */
+static double linear_error(amp_context *amp, net *n, amp_param *p) {
+    double square = 0, error = 0;
+    n->amp = amp;
+    for (int i = 0; i < 3; i++) {
+        if (amp_autocast_begin(amp, NULL) != AMP_OK) return 9;
+        if (net_linear(n, p) != AMP_OK) { (void)amp_autocast_end(amp); return 9; }
+        if (amp_autocast_end(amp) != AMP_OK) return 9;
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int o = 0; o < OUT; o++) {
+            double exact = 0, got = (double)n->y[r * OUT + o];
+            for (int k = 0; k < IN; k++) exact += (double)n->x[r * IN + k] * (double)((const float *)p->weight.data)[o * IN + k];
+            square += exact * exact;
+            error += (got - exact) * (got - exact);
+        }
+    return sqrt(error / square);
+}
+
+static net *two_params(void) {
+    static net n;
+    memset(&n, 0, sizeof n);
+    net_params(&n);
+    for (int k = 0; k < IN * OUT; k++) n.w[1][k] = -n.w[1][k];
+    return &n;
+}
+
+/* The first context knows p and q, the second q alone: whoever registered last has it, and nobody computes with p's weights. */
+TEST(a_parameter_of_two_contexts) {
+    net *n = two_params();
+    amp_context *a = open_plain(AMP_BF16), *b = open_plain(AMP_BF16);
+    amp_param *p = &n->p[0], *q = &n->p[1];
+    CHECK_OK(amp_param_register(a, n->p, 2));
+    CHECK(linear_error(a, n, p) < 0.02);
+    CHECK_OK(amp_param_register(b, q, 1));
+    CHECK(linear_error(b, n, q) < 0.02);
+    CHECK(linear_error(a, n, p) < 0.02);
+    n->amp = a;
+    CHECK_ERR(net_linear(n, q), AMP_ERR_STATE);
+    CHECK(says("amp_linear:") && says("second") && says("another context") && says("amp_param_register"));
+    CHECK_OK(amp_param_register(a, q, 1));          /* back */
+    CHECK(linear_error(a, n, q) < 0.02);
+    n->amp = b;
+    CHECK_ERR(net_linear(n, q), AMP_ERR_STATE);
+    amp_param_forget(b, q, 1);                      /* what b has of it: not a's */
+    CHECK(q->id != 0 && linear_error(a, n, q) < 0.02);
+    amp_param_forget(a, n->p, 2);
+    CHECK(p->id == 0 && q->id == 0);
+    CHECK(linear_error(a, n, q) < 0.02 && linear_error(b, n, q) < 0.02);    /* known to none: used everywhere, never cached */
+    amp_close(a);
+    amp_close(b);
+}
+
+#define REFUSED(call) do { CHECK_ERR(call, AMP_ERR_STATE); CHECK_MSG(says("parameter second is") || says("parameter second was copied"), "%s", amp_last_error()); } while (0)
+#define REFUSED_AS_COPY(call) do { CHECK_ERR(call, AMP_ERR_STATE); CHECK_MSG(says("was copied or moved"), "%s", amp_last_error()); } while (0)
+
+/* Every use of a parameter that is another context's is refused by its name. */
+static void check_refused(amp_context *amp, net *n, amp_param *q) {
+    amp_linear_op lin;
+    amp_norm_op norm;
+    amp_activation_op act;
+    amp_swiglu_op glu;
+    amp_embedding_op emb;
+    amp_optimizer_desc od;
+    amp_set_desc sd;
+    amp_numerics_desc nd;
+    amp_optimizer *opt = NULL;
+    amp_set *set = NULL;
+    amp_numerics *numerics = NULL;
+    amp_tensor cast;
+    amp_param vector = *q;
+    static float wide[IN * OUT], stat[ROWS];
+    static int32_t ids[ROWS];
+    memset(&lin, 0, sizeof lin); memset(&norm, 0, sizeof norm); memset(&act, 0, sizeof act); memset(&glu, 0, sizeof glu);
+    memset(&emb, 0, sizeof emb); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&nd, 0, sizeof nd);
+    vector.weight = amp_tensor1(wide, AMP_F32, IN); vector.grad = amp_tensor1(n->g[0], AMP_F32, IN);
+    lin.x = norm.x = norm.y = act.x = act.y = glu.gate = glu.up = amp_tensor2(n->x, AMP_F32, ROWS, IN);
+    norm.y = act.y = glu.y = emb.y = amp_tensor2(wide, AMP_F32, ROWS, IN);
+    lin.y = amp_tensor2(n->y, AMP_F32, ROWS, OUT);
+    lin.weight = emb.table = q;
+    norm.rstd = norm.mean = stat; emb.ids = ids;
+    norm.weight = act.bias = glu.up_bias = &vector;
+    act.act = AMP_ACT_RELU;
+    od.params = sd.params = nd.params = q;
+    od.n_params = sd.n_params = nd.n_params = 1;
+    REFUSED(amp_linear(amp, &lin)); REFUSED(amp_linear_backward(amp, &lin));
+    REFUSED(amp_embedding(amp, &emb)); REFUSED(amp_embedding_backward(amp, &emb));
+    REFUSED(amp_layernorm(amp, &norm)); REFUSED(amp_layernorm_backward(amp, &norm));
+    REFUSED(amp_rmsnorm(amp, &norm)); REFUSED(amp_rmsnorm_backward(amp, &norm));
+    REFUSED(amp_activation(amp, &act)); REFUSED(amp_activation_backward(amp, &act));
+    REFUSED(amp_swiglu(amp, &glu)); REFUSED(amp_swiglu_backward(amp, &glu));
+    REFUSED(amp_autocast_cast(amp, q, AMP_BF16, &cast));
+    REFUSED(amp_optimizer_create(amp, &opt, &od));
+    REFUSED(amp_set_create(amp, &set, &sd));
+    REFUSED(amp_numerics_create(amp, &numerics, &nd));
+}
+
+TEST(a_parameter_of_a_closed_context) {
+    net *n = two_params();
+    amp_context *a = open_plain(AMP_BF16), *b;
+    amp_param *q = &n->p[1];
+    CHECK_OK(amp_param_register(a, n->p, 2));
+    amp_close(a);
+    b = open_plain(AMP_BF16);
+    check_refused(b, n, q);
+    CHECK_OK(amp_param_register(b, n->p, 2));
+    CHECK(linear_error(b, n, q) < 0.02 && linear_error(b, n, &n->p[0]) < 0.02);
+    a = open_plain(AMP_BF16);
+    check_refused(a, n, q);
+    amp_close(a);
+    amp_close(b);
+}
+
+/* A set or optimizer whose parameter went to another context steps no more. */
+TEST(a_parameter_that_left_its_optimizer) {
+    net *n = two_params();
+    amp_context *a = open_plain(AMP_BF16), *b = open_plain(AMP_BF16);
+    amp_optimizer_desc od;
+    amp_set_desc sd;
+    amp_optimizer *opt = NULL;
+    amp_set *set = NULL;
+    amp_scaler *scaler = NULL, *others = NULL;
+    memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd);
+    od.params = sd.params = n->p; od.n_params = sd.n_params = 2;
+    CHECK_OK(amp_param_register(a, n->p, 2));
+    CHECK_OK(amp_optimizer_create(a, &opt, &od));
+    CHECK_OK(amp_set_create(a, &set, &sd));
+    CHECK_OK(amp_scaler_create(a, &scaler, NULL));
+    CHECK_OK(amp_scaler_create(b, &others, NULL));
+    CHECK_OK(amp_step(opt, scaler));
+    CHECK_ERR(amp_step(opt, others), AMP_ERR_CONFLICT);         /* nor with a scaler of another's */
+    CHECK_ERR(amp_optimizer_step(opt, others), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_scaler_check(others, set, AMP_CHECK_READ), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_scaler_rescale(others, set, 0), AMP_ERR_CONFLICT);
+    CHECK_OK(amp_param_register(b, &n->p[1], 1));
+    REFUSED(amp_step(opt, scaler));
+    REFUSED(amp_optimizer_step(opt, NULL));
+    REFUSED(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE));
+    REFUSED(amp_scaler_rescale(scaler, set, 0));
+    amp_scaler_destroy(scaler); amp_scaler_destroy(others); amp_set_destroy(set); amp_optimizer_destroy(opt);
+    amp_close(a);
+    amp_close(b);
+}
+
+/* A copy has the id of what it was copied from, and another place. */
+TEST(copies_and_moves_of_a_parameter) {
+    net *n = two_params();
+    amp_context *a = open_plain(AMP_BF16);
+    amp_param copy, moved;
+    float other[IN * OUT];
+    CHECK_OK(amp_param_register(a, n->p, 2));
+    CHECK(linear_error(a, n, &n->p[1]) < 0.02);
+    copy = n->p[1];
+    for (int k = 0; k < IN * OUT; k++) other[k] = (float)(k % 7);
+    copy.weight.data = other;
+    n->amp = a;
+    REFUSED_AS_COPY(net_linear(n, &copy));
+    CHECK_ERR(amp_param_register(a, &copy, 1), AMP_ERR_NAME);       /* its name is taken */
+    CHECK(says("second is registered already") && says("amp_param_forget"));
+    CHECK_ERR(amp_param_register(a, &n->p[1], 1), AMP_ERR_NAME);    /* and so is the original */
+    copy.name = "copy";
+    CHECK_OK(amp_param_register(a, &copy, 1));
+    CHECK(copy.id != n->p[1].id && copy.master == NULL);
+    CHECK(linear_error(a, n, &copy) < 0.02 && linear_error(a, n, &n->p[1]) < 0.02);
+    moved = copy;
+    n->amp = a;
+    REFUSED_AS_COPY(net_linear(n, &moved));
+    amp_param_forget(a, &copy, 1);
+    moved.id = 0;
+    CHECK_OK(amp_param_register(a, &moved, 1));
+    CHECK(linear_error(a, n, &moved) < 0.02);
+    memset(&moved, 0, sizeof moved);                /* memory that begins anew without amp_param_forget */
+    moved.name = "anew"; moved.weight = n->p[0].weight;
+    CHECK_OK(amp_param_register(a, &moved, 1));
+    CHECK(linear_error(a, n, &moved) < 0.02);
+    amp_close(a);
+}
+
+/* Contexts that open and close in several threads at once, each with a first parameter. */
+enum { OPENERS = 8, OPENINGS = 50 };
+static uint64_t ids[OPENERS][OPENINGS][2];
+static void *open_and_close(void *arg) {
+    uint64_t (*mine)[2] = (uint64_t (*)[2])arg;
+    for (int i = 0; i < OPENINGS; i++) {
+        float w[4] = {1, 2, 3, 4};
+        amp_context *amp = NULL;
+        amp_desc d;
+        amp_param p;
+        memset(&d, 0, sizeof d); memset(&p, 0, sizeof p);
+        d.threads = 1;
+        p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, 2, 2);
+        if (amp_open(&amp, &d) != AMP_OK || amp_param_register(amp, &p, 1) != AMP_OK) return (void *)"failed";
+        mine[i][0] = p.id;
+        mine[i][1] = p.context;
+        amp_close(amp);
+    }
+    return NULL;
+}
+static int by_number(const void *a, const void *b) {
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return x < y ? -1 : x > y;
+}
+TEST(no_two_contexts_share_an_id) {
+    pthread_t threads[OPENERS];
+    static uint64_t all[2 * OPENERS * OPENINGS];
+    size_t n = sizeof all / sizeof all[0];
+    for (int i = 0; i < OPENERS; i++) CHECK_EQ(pthread_create(&threads[i], NULL, open_and_close, ids[i]), 0);
+    for (int i = 0; i < OPENERS; i++) {
+        void *failed = NULL;
+        CHECK_EQ(pthread_join(threads[i], &failed), 0);
+        CHECK(failed == NULL);
+    }
+    memcpy(all, ids, sizeof all);
+    qsort(all, n, sizeof all[0], by_number);
+    for (size_t i = 1; i < n; i++) CHECK(all[i] != all[i - 1] && all[0] != 0);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     (void)recording_backend;
@@ -426,6 +654,11 @@ int main(int argc, char **argv) {
     snprintf(log_file, sizeof log_file, "%s/log.jsonl", folder);
     RUN(nothing_of_the_hosts_runs_under_a_lock);
     RUN(a_lasting_failure_of_the_device_is_an_error);
+    RUN(a_parameter_of_two_contexts);
+    RUN(a_parameter_of_a_closed_context);
+    RUN(a_parameter_that_left_its_optimizer);
+    RUN(copies_and_moves_of_a_parameter);
+    RUN(no_two_contexts_share_an_id);
     if (!ampt.list) { remove(log_file); rmdir(folder); }
     return TEST_END();
 }
