@@ -672,6 +672,7 @@ int main(int argc, char **argv) {
     bench b;
     amp_result result;
     char text[4096];
+    program_begin();
     memset(&b, 0, sizeof b);
     result = read_command_line(argc, argv);
     if (result == AMP_OK) result = parse_options(&b.set);

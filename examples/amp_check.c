@@ -882,6 +882,7 @@ static void print_machine(const check *c) {
 int main(int argc, char **argv) {
     check c;
     int failed;
+    program_begin();
     memset(&c, 0, sizeof c);
     if (read_command_line(argc, argv) != AMP_OK || parse_options(&c.set) != AMP_OK || (!c.set.help && open_check(&c) != AMP_OK)) {
         fprintf(stderr, "amp_check: %s\n", example_error());

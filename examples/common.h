@@ -12,6 +12,7 @@
 
 #include "../amp.h"
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
@@ -268,17 +269,42 @@ static inline double seconds_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The first Ctrl-C asks the program to stop when it is ready; the second one ends it at once. */
+/* What was printed and did not arrive, on a full disk, is a failure of the program. */
+static inline void check_output(void) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    fprintf(stderr, "standard output could not be written\n");
+    _exit(1);
+}
+
+/* Called first in main.  Standard descriptors that are closed are opened on nothing, so that no file gets their numbers and
+   what is printed; a limit on the size of files (ulimit -f) is an error of writing, no signal. */
+static inline void program_begin(void) {
+    int fd;
+    do fd = open("/dev/null", O_RDWR);
+    while (fd >= 0 && fd < 3);
+    if (fd >= 0) close(fd);
+    signal(SIGXFSZ, SIG_IGN);
+    atexit(check_output);
+}
+
+/* What asks a program to end: Ctrl-C, kill, and a terminal that is closed, but where nohup shields the program from that. */
+static inline void on_ending_signals(void (*handler)(int), int flags) {
+    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP};
+    struct sigaction action, before;
+    int i;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = handler;
+    action.sa_flags = flags;
+    for (i = 0; i < 3; i++)
+        if (numbers[i] != SIGHUP || (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN))
+            sigaction(numbers[i], &action, NULL);
+}
+
+/* The first of them asks the program to stop when it is ready; the second one ends it at once.  Installed when there is
+   something to save: before that the first one ends it, whatever it waits for. */
 static volatile sig_atomic_t stop_requested;
 static inline void stop_on_signal(int signal_number) { (void)signal_number; stop_requested = 1; }
-static inline void stop_install(void) {
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = stop_on_signal;
-    action.sa_flags = (int)SA_RESETHAND;
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
-}
+static inline void stop_install(void) { on_ending_signals(stop_on_signal, (int)SA_RESETHAND); }
 
 /* Makes the folder that path lies in, and those above it. */
 static inline amp_result folder_make(const char *path) {

@@ -50,7 +50,7 @@ static inline int on_cpu(const amp_context *amp) {
 
 static inline int32_t made_token(int64_t i, int64_t vocab) { return (int32_t)((i * 7 + i / 64 * 13) % vocab); }
 
-/* The file of tokens, while there is one.  Ctrl-C removes it too. */
+/* The file of tokens, while there is one.  A signal that ends the program removes it too. */
 static char tokens_path[PATH_MAX];
 static inline void tokens_file_remove(void) {
     if (tokens_path[0] != 0) unlink(tokens_path);
@@ -76,8 +76,7 @@ static inline amp_result tokens_file_make(int64_t n, int64_t vocab) {
         tokens_path[0] = 0;
         return result;
     }
-    signal(SIGINT, tokens_file_interrupted);
-    signal(SIGTERM, tokens_file_interrupted);
+    on_ending_signals(tokens_file_interrupted, 0);
     while (i < n && !failed) {
         size_t k = 0;
         for (; k < sizeof piece / sizeof *piece && i < n; i++) piece[k++] = (uint16_t)made_token(i, vocab);

@@ -95,6 +95,7 @@ int main(int argc, char **argv) {
     amp_choice choice; amp_desc settings = {0};
     device_pictures train_there, test_there;
     float value;
+    program_begin();
     if (pictures_read(&train, folder, "train") != AMP_OK || pictures_read(&test, folder, "t10k") != AMP_OK) {
         printf("%s\nlearning SYNTHETIC pictures instead\n", example_error());
         CHECK(pictures_synthetic(&train, 20000, PIXELS, CLASSES, 1));

@@ -97,5 +97,5 @@ int main(int argc, char **argv) {
     amp_scaler_destroy(scaler);
     amp_free(amp, range.data);
     amp_close(amp);
-    return 0;
+    return fflush(stdout) != 0 || ferror(stdout);       /* printed onto a full disk */
 }

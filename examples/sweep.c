@@ -495,6 +495,7 @@ int main(int argc, char **argv) {
     int64_t i, run = 0, lost = 0;
     int found;
     amp_result result;
+    program_begin();
     memset(&s, 0, sizeof s);
     result = read_command_line(argc, argv);
     if (result == AMP_OK) result = parse_options(&s.set);

@@ -1004,14 +1004,15 @@ int main(int argc, char **argv) {
     run r;
     amp_result result;
     int failed = 0;
+    program_begin();
     memset(&r, 0, sizeof r);
     if (read_command_line(argc, argv) != AMP_OK || parse_options(&r.set) != AMP_OK) return fail(2);
     if (r.set.help) return print_help(), 0;
-    stop_install();
     result = open_context(&r);
     if (result == AMP_OK) result = open_files(&r);
     if (result == AMP_OK && !r.set.compat) result = open_run(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
+    stop_install();
     if (r.set.compat) result = run_compat(&r, &failed);
     else {
         print_run(&r);

@@ -478,7 +478,8 @@ static amp_result probe_data(run *r) {
     amp_loader *probe;
     amp_result result;
     loader_settings(r, 1, 0, 0, &desc);
-    desc.workers = AMP_NO_WORKERS;
+    desc.workers = 1;               /* so that --timeout holds for opening */
+    desc.timeout_ms = (int32_t)(r->set.timeout * 1000 + 0.5);
     if (amp_loader_create(r->amp, &probe, &desc) != AMP_OK) return refuse("data", "%s", amp_last_error());
     result = amp_loader_info_get(probe, &r->info);
     amp_loader_destroy(probe);
@@ -501,6 +502,7 @@ static amp_result open_tokenizer(run *r) {
         char *file = r->data;
         int pattern = access(r->data, F_OK) != 0 && glob(r->data, 0, NULL, &found) == 0;
         result = folder_make(tokens);
+        remove_unfinished(tokens);
         if (result == AMP_OK)
             result = tokenizer_encode_files(&r->tokenizer, pattern ? found.gl_pathv : &file,
                                             pattern ? (int64_t)found.gl_pathc : 1, tokens);
@@ -1844,14 +1846,15 @@ int main(int argc, char **argv) {
     FILE *metrics = NULL;
     char data[PATH_MAX], path[PATH_MAX];
     amp_result result;
+    program_begin();
     ranks_begin(&argc, &argv);
     if (read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
     if (set.help) return print_help(), ranks_end(0), 0;
-    stop_install();
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
     if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);
     if (result != AMP_OK) { close_run(&r); return fail(2); }
+    stop_install();
     result = main_run(&r);
     snprintf(path, sizeof path, "%s", r.metrics_path);
     snprintf(data, sizeof data, "%s", r.data);

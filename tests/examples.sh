@@ -237,6 +237,74 @@ train small_run --steps 2 --save "$work/mine"
 sed 's/a/b/g' "$work/text" > "$work/other"
 if "$gpt" $small --out "$work/r" --resume "$work/mine" --data "$work/other" --steps 4 > "$work/r.log" 2>&1; then fail "other data" "accepted on resume"; else pass; fi
 
+sweep="build/sweep --data $work/text --layers 1 --heads 2 --channels 32 --seq 32 --steps 2 --eval-batches 1 --lrs 1e-3 --batches 4"
+
+# Settings come through a pipe; data does not, and is refused at once.
+printf 'dtype = fp16\n' | train piped --config /dev/stdin --steps 1
+expect_run piped fp16
+mkfifo "$work/fifo"
+refused "must be a regular file" --data "$work/fifo"
+refused "must be a regular file" --data "$work/fif*"
+
+# Nothing waits for ever where a signal is not heard: the first one ends a run that has not begun.
+"$gpt" $small --out "$work/waits" --config "$work/fifo" > "$work/waits.log" 2>&1 &
+pid=$!
+sleep 1; kill -TERM $pid; wait $pid
+status=$?
+if [ $status -eq 143 ]; then pass; else fail "SIGTERM before the run" "status $status"; fi
+
+# Without standard descriptors: what is printed lands in no file.
+"$gpt" $small --out "$work/closed" --steps 2 --save "$work/closed_model" --tensorboard "$work/closed_board" <&- >&- 2>&-
+status=$?
+train open --steps 2 --save "$work/open_model" --tensorboard "$work/open_board"
+if [ $status -eq 0 ] && [ -s "$work/closed/metrics.jsonl" ] && ! grep -qv '^{.*}$' "$work/closed/metrics.jsonl" &&
+    cmp -s "$work/closed_model.safetensors" "$work/open_model.safetensors" &&
+    [ "$(grep -c . "$work/closed/metrics.jsonl")" = "$(grep -c . "$work/open/metrics.jsonl")" ] &&
+    ! grep -q "parameters" "$work"/closed_board/*; then pass
+else fail "closed descriptors" "status $status, $(grep -v '^{.*}$' "$work/closed/metrics.jsonl" | head -n 2)"; fi
+$sweep --precisions fp32 --out "$work/closed.jsonl" <&- >&- 2>&-
+status=$?
+if [ $status -eq 0 ] && [ "$(grep -c '^{.*}$' "$work/closed.jsonl")" = "$(grep -c . "$work/closed.jsonl")" ]; then pass
+else fail "closed descriptors of sweep" "status $status, $(head -n 3 "$work/closed.jsonl")"; fi
+
+# What cannot be printed is an error of every program.
+if [ -w /dev/full ]; then
+    cc=${CC:-gcc}
+    for program in before after; do
+        $cc -O1 examples/adopt/$program.c -o "$work/$program" -lm -lpthread || fail "examples/adopt/$program.c" "does not build"
+    done
+    for run in "$gpt $small --out $work/lost --steps 1" "$gpt --help" "build/train_classifier --help" "build/amp_check --help" \
+        "build/amp_bench --device cpu --threads 1 --layers 1 --channels 32 --heads 2 --vocab 64 --batch 2 --seq 32 --iterations 1 --warmup 1 --json $work/lost.json" \
+        "$sweep --precisions fp32 --out $work/lost.jsonl" "build/scaler_only 20" "$work/before 1 1" "$work/after 1 1"; do
+        $run > /dev/full 2> "$work/lost.log"
+        status=$?
+        if [ $status -eq 1 ] && $run > "$work/lost.log" 2>&1; then pass; else fail "output to a full disk" "$run: status $status, $(tail -n 2 "$work/lost.log")"; fi
+    done
+else skip "output to a full disk" "no /dev/full"; fi
+silent=$(grep -L 'program_begin();\|ferror(stdout)' $(grep -l '^int main' examples/*.c examples/*/*.c))
+if [ -z "$silent" ]; then pass; else fail "output to a full disk" "nothing is looked at in $silent"; fi
+
+# A limit on the size of files is a full disk, no signal; nothing is left of the file that was too long.
+(ulimit -f 40 && train limited --steps 2 --save "$work/limited_model" --channels 64)
+status=$?
+if [ $status -eq 1 ] && grep -q "limit on file sizes" "$work/limited.log" && ! ls "$work"/limited_model.*tmp* > /dev/null 2>&1; then pass
+else fail "a limit on file sizes" "status $status, $(tail -n 2 "$work/limited.log")"; fi
+
+# A terminal that is closed: saves and stops, but for runs that nohup shields.
+"$gpt" $small --out "$work/hup" --steps 100000 --save "$work/hup_model" > "$work/hup.log" 2>&1 &
+pid=$!
+sleep 2; kill -HUP $pid; wait $pid
+status=$?
+if [ $status -eq 130 ] && [ -s "$work/hup_model.safetensors" ] && [ -s "$work/hup_model.state" ]; then pass
+else fail "SIGHUP" "status $status, $(tail -n 2 "$work/hup.log")"; fi
+nohup "$gpt" $small --out "$work/nohup" --steps 100000 --save "$work/nohup_model" > "$work/nohup.log" 2>&1 &
+pid=$!
+sleep 2; kill -HUP $pid; sleep 1
+if kill -0 $pid 2> /dev/null; then pass; else fail "nohup" "$(tail -n 2 "$work/nohup.log")"; fi
+kill -TERM $pid; wait $pid
+status=$?
+if [ $status -eq 130 ] && [ -s "$work/nohup_model.state" ]; then pass; else fail "SIGTERM" "status $status, $(tail -n 2 "$work/nohup.log")"; fi
+
 # Ctrl-C saves and stops.
 "$gpt" $small --out "$work/int" --steps 100000 --save "$work/int_model" > "$work/int.log" 2>&1 &
 pid=$!
@@ -261,7 +329,6 @@ if tr -d '\n' < "$work/fp32.log" | grep -q "$(printf '\r')"; then fail "log file
 if build/train_classifier --out "$work/nothing" --threads 1 --epochs 1 --precision fp16 --init-scale 1e30 > "$work/nothing.log" 2>&1 &&
     grep -q "no step was applied" "$work/nothing.log"; then pass
 else fail "no step applied" "$(tail -n 2 "$work/nothing.log")"; fi
-sweep="build/sweep --data $work/text --layers 1 --heads 2 --channels 32 --seq 32 --steps 2 --eval-batches 1 --lrs 1e-3 --batches 4"
 if $sweep --precisions fp16,bf16,fp16 --out "$work/twice.jsonl" > "$work/twice.log" 2>&1; then fail "fp16 twice" "accepted"
 elif grep -q "fp16 is there twice" "$work/twice.log"; then pass; else fail "fp16 twice" "$(tail -n 2 "$work/twice.log")"; fi
 if [ -c /dev/full ]; then

@@ -194,5 +194,5 @@ int main(int argc, char **argv) {
         loss += loss_of(test_y + at, &right) * BATCH / TEST;
     }
     printf("test loss %.5f, accuracy %.2f%%\n", loss, 100.0 * right / TEST);
-    return 0;
+    return fflush(stdout) != 0 || ferror(stdout);
 }
