@@ -3341,6 +3341,11 @@ AMPI_PRIVATE amp_result ampi_check_abi(const char *function, uint64_t theirs, ui
     return ampi_fail(AMP_ERR_VERSION, function, "called with header version %u and struct size %u, the implementation has %u and %u",
                      (unsigned)(theirs >> 32), (unsigned)theirs, (unsigned)(ours >> 32), (unsigned)ours);
 }
+/* 0 in every struct that was set to 0 before it was filled; anything else was left there by the stack. */
+AMPI_PRIVATE amp_result ampi_check_reserved(const char *function, int32_t reserved) {
+    if (reserved == 0) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it", (int)reserved);
+}
 
 /* A number of a desc or op: finite, which its bits tell, and what fits. */
 AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
@@ -8735,6 +8740,7 @@ AMPI_PRIVATE amp_result ampi_check_all_known(const amp_context *amp, const char 
 static amp_result ampi_check_param(const amp_context *amp, const amp_param *params, int64_t i) {
     const amp_param *p = &params[i];
     int64_t j;
+    AMPI_TRY(ampi_check_reserved("amp_param_register", p->reserved));
     if (p->name == NULL) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "parameter %lld has no name", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
@@ -9220,6 +9226,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     AMPI_TRY(ampi_region_check_depth("amp_autocast_begin"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
+    AMPI_TRY(ampi_check_reserved("amp_autocast_begin", d.reserved));
     if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
     if ((int)d.mode < 0 || d.mode > AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".mode = %d, must be 0 to 2", (int)d.mode);
     outer = ampi_region_of(amp);
@@ -9766,9 +9773,19 @@ AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
    calls the backend.                                                                                   */
 
 /* The first lines of every operator. */
-static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours) {
+/* A plan is 0 or what a forward wrote.  Anything else was left there by the stack, and so was the rest of the op. */
+static int ampi_plan_is_garbage(const amp_plan *p) {
+    return (uint32_t)p->compute > AMP_I64 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
+           (uint32_t)p->mode > AMP_MODE_INFERENCE || (uint32_t)p->captured > 1 || p->reserved != 0;
+}
+
+/* What every call with an op begins with.  plan: where in the op its plan is. */
+static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, size_t plan) {
     if (amp == NULL || op == NULL) return ampi_fail(AMP_ERR_NULL, function, "amp or op is NULL");
-    return ampi_check_abi(function, abi, ours);
+    AMPI_TRY(ampi_check_abi(function, abi, ours));
+    if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
+        return ampi_fail(AMP_ERR_RANGE, function, ".plan holds what no forward wrote: set the struct to 0 before filling it");
+    return AMP_OK;
 }
 
 /* What backward and a forward that runs again obey. */
@@ -9879,7 +9896,7 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     ampi_cache_use use;
     amp_result result;
     const void *held;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
@@ -10030,7 +10047,7 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
     const void *held;
     amp_result result;
     memset(&c, 0, sizeof c);
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -10107,7 +10124,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     ampi_places at;
     amp_k_gemm g;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), offsetof(amp_matmul_op, plan)));
     AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
@@ -10132,7 +10149,7 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     amp_result result;
     float alpha;
     int n = 0, i;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), offsetof(amp_matmul_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
     alpha = op->alpha == 0 ? 1 : op->alpha;
@@ -10268,7 +10285,7 @@ AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint6
     ampi_places at;
     amp_k_attention k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_attention", amp, op, abi, AMP_ABI(amp_attention_op)));
+    AMPI_TRY(ampi_op_begin("amp_attention", amp, op, abi, AMP_ABI(amp_attention_op), offsetof(amp_attention_op, plan)));
     AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
     at.n = 0;
     ampi_reads(&at, ".q", &op->q); ampi_reads(&at, ".k", &op->k); ampi_reads(&at, ".v", &op->v);
@@ -10288,7 +10305,7 @@ AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *
     int64_t k_shape[4];
     ampi_places at;
     amp_k_attention k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_attention_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_attention_op), offsetof(amp_attention_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_attention_args(f, op, &k));
     memcpy(k_shape, op->k.shape, sizeof k_shape);
@@ -10340,7 +10357,7 @@ static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op
     ampi_places at;
     amp_k_norm k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op), offsetof(amp_norm_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
@@ -10369,7 +10386,7 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     amp_param *w = op ? op->weight : NULL, *b = op ? op->bias : NULL;
     ampi_places at;
     amp_k_norm k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op), offsetof(amp_norm_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -10427,7 +10444,7 @@ AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t 
     ampi_places at;
     amp_k_softmax k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, abi, AMP_ABI(amp_softmax_op)));
+    AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, abi, AMP_ABI(amp_softmax_op), offsetof(amp_softmax_op, plan)));
     AMPI_TRY(ampi_softmax_args("amp_softmax", op, &k));
     at.n = 0;
     ampi_reads(&at, ".x", &op->x); ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
@@ -10452,7 +10469,7 @@ AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, 
     const char *f = "amp_softmax_backward";
     ampi_places at;
     amp_k_softmax k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_softmax_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_softmax_op), offsetof(amp_softmax_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_softmax_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k.y_dtype));
@@ -10488,7 +10505,7 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
     ampi_places at;
     amp_k_activation k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op)));
+    AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op), offsetof(amp_activation_op, plan)));
     AMPI_TRY(ampi_check_known(amp, "amp_activation", op->bias));
     AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
     at.n = 0;
@@ -10507,7 +10524,7 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
     amp_k_column_sum sum;
     amp_mat dx;
     amp_result result;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_activation_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), offsetof(amp_activation_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
@@ -10559,7 +10576,7 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
     ampi_places at;
     amp_k_swiglu k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op)));
+    AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op), offsetof(amp_swiglu_op, plan)));
     AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->gate_bias));
     AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->up_bias));
     AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
@@ -10578,7 +10595,7 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     amp_k_swiglu k;
     amp_k_column_sum sum;
     amp_result result;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op), offsetof(amp_swiglu_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->gate_bias));
     AMPI_TRY(ampi_check_known(amp, f, op->up_bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -10611,7 +10628,7 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
     ampi_places at;
     amp_k_cross_entropy k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_cross_entropy_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_cross_entropy_op), offsetof(amp_cross_entropy_op, plan)));
     memset(&k, 0, sizeof k);
     AMPI_TRY(ampi_rows(f, "logits", &op->logits, &k.logits));
     AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k.logits, &k.dlogits));
@@ -10650,7 +10667,7 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     ampi_places at;
     amp_k_mse k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_mse_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_mse_op), offsetof(amp_mse_op, plan)));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, k.n, AMP_DTYPE_DEFAULT));
@@ -10702,7 +10719,7 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     ampi_places at;
     amp_k_embedding k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op), offsetof(amp_embedding_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->table));
     AMPI_TRY(ampi_check_known(amp, f, op->positions));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
@@ -10733,7 +10750,7 @@ AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *
     int32_t bad = 0;
     ampi_places at;
     amp_k_embedding k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op), offsetof(amp_embedding_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->table));
     AMPI_TRY(ampi_check_known(amp, f, op->positions));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -10794,7 +10811,7 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
     const char *f = "amp_dropout";
     int64_t n;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op), offsetof(amp_dropout_op, plan)));
     AMPI_TRY(ampi_dropout_p(f, op));
     n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
@@ -10808,7 +10825,7 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
 
 AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
     const char *f = "amp_dropout_backward";
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op), offsetof(amp_dropout_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_dropout_p(f, op));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
@@ -11202,6 +11219,7 @@ AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_s
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_set_create", "amp, out or desc is NULL");
+    AMPI_TRY(ampi_check_reserved("amp_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_set_create", ".n_params or .n_ranges is negative");
     if ((desc->params != NULL) == (desc->ranges != NULL))
@@ -11996,6 +12014,7 @@ AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out,
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_optimizer_create", "amp, out or desc is NULL");
     d = *desc;
+    AMPI_TRY(ampi_check_reserved("amp_optimizer_create", d.reserved));
     ampi_optimizer_defaults(&d, ampi_settings(amp)->level);
     AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
@@ -16490,6 +16509,7 @@ AMPI_PRIVATE amp_result ampi_check_interval(const char *field, int64_t *interval
 
 AMPI_PRIVATE amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
     const char *f = "amp_monitor_create";
+    AMPI_TRY(ampi_check_reserved(f, d->reserved));
     if (d->optimizer == NULL) return ampi_fail(AMP_ERR_NULL, f, ".optimizer is NULL");
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler is of another context");

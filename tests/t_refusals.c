@@ -275,9 +275,55 @@ TEST(nothing_there_or_of_another_version) {
     }
 }
 
-/* ---- Numbers and enums */
-
 #define REFUSED(call, result, text) do { CHECK_ERR(call, result); CHECK_MSG(strstr(amp_last_error(), text) != NULL, "%s", amp_last_error()); } while (0)
+
+/* A struct that nobody set to 0 before filling it, with what a stack holds: refused before any of it is followed. */
+TEST(structs_that_were_not_zeroed) {
+    static const unsigned char left[] = {0xa5, 0xff, 0x7f, 0x01};
+    static unsigned char made[sizeof memory];
+    union { amp_desc open; amp_autocast_desc region; amp_scaler_desc scaler; amp_optimizer_desc optimizer; amp_set_desc set; amp_monitor_desc monitor; } desc;
+    amp_context *other = NULL;
+    amp_scaler *scaler = NULL;
+    amp_optimizer *optimizer = NULL;
+    amp_set *set = NULL;
+    amp_monitor *monitor = NULL;
+    amp_param p;
+    fill_room();
+    for (size_t b = 0; b < sizeof left; b++) {
+        for (int i = 0; i < CASES; i++) {
+            const operator_case *c = &cases[i];
+            make(c);
+            memcpy(made, &memory, c->size);
+            memset(&memory, left[b], c->size);
+            for (const field *f = c->fields; f->name != NULL; f++) {
+                size_t size = f->kind == TENSOR ? sizeof(amp_tensor) : f->kind == PARAM || f->kind == POINTER ? sizeof(void *) : 0;
+                memcpy((unsigned char *)&memory + f->at, made + f->at, size);
+            }
+            REFUSED(c->forward(amp, &memory, c->abi), AMP_ERR_RANGE, "set the struct to 0");
+            if (c->backward != NULL) REFUSED(c->backward(amp, &memory, c->abi), AMP_ERR_RANGE, "set the struct to 0");
+        }
+        memset(&p, left[b], sizeof p);
+        p.name = "new"; p.weight = p.grad = rows(0, 2, 2);
+        p.grad.data = NULL;
+        REFUSED(amp_param_register(amp, &p, 1), AMP_ERR_RANGE, "set the struct to 0");
+        memset(&desc, left[b], sizeof desc);
+        CHECK_ERR(amp_open(&other, &desc.open), AMP_ERR_RANGE);
+        CHECK_ERR(amp_autocast_begin(amp, &desc.region), AMP_ERR_RANGE);
+        CHECK_ERR(amp_scaler_create(amp, &scaler, &desc.scaler), AMP_ERR_RANGE);
+        desc.optimizer.params = params; desc.optimizer.n_params = 1;
+        CHECK_ERR(amp_optimizer_create(amp, &optimizer, &desc.optimizer), AMP_ERR_RANGE);
+        desc.set.params = params; desc.set.n_params = 1;
+        CHECK(amp_set_create(amp, &set, &desc.set) != AMP_OK);
+        CHECK_ERR(amp_monitor_create(amp, &monitor, &desc.monitor), AMP_ERR_RANGE);
+    }
+    for (int i = 0; i < CASES; i++) {           /* a struct that was used holds a plan, and is used again */
+        make(&cases[i]);
+        CHECK_OK(cases[i].forward(amp, &memory, cases[i].abi));
+        CHECK_OK(cases[i].forward(amp, &memory, cases[i].abi));
+    }
+}
+
+/* ---- Numbers and enums */
 
 TEST(numbers_out_of_range) {
     amp_linear_op *linear = &memory.linear;
@@ -1201,6 +1247,7 @@ int main(int argc, char **argv) {
     if (amp_open(&amp, NULL) != AMP_OK) { printf("%s\n", amp_last_error()); return 1; }
     RUN(every_argument_spoiled);
     RUN(nothing_there_or_of_another_version);
+    RUN(structs_that_were_not_zeroed);
     RUN(numbers_out_of_range);
     RUN(not_a_number);
     RUN(no_number_is_forgotten);
