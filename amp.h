@@ -2634,7 +2634,36 @@ typedef enum amp_nan_action {
     "workers"            .workers           2          of a loader: 0 to 64 threads that read ahead
     "prefetch"           .prefetch          2          batches they read ahead: 1 to 1024
     "pin"                .disable_pinned    true       batches in pinned memory, where the device has it
-    "debug"              .debug             false      the log tells each operator's decision, once                      */
+    "debug"              .debug             false      the log tells each operator's decision, once
+
+   What trainers in Python call these: their names -> a key, a field, a call, or a flag of examples/train_gpt.c.
+
+    use_amp use_mixed_precision mixed_precision_enabled mixed_precision_autocast_enabled -> "enabled"
+    mixed_precision mixed_precision_dtype amp_dtype fp_precision PRECISION -> "dtype"; for no and none fp32, fp8 is refused
+    mixed_precision_autocast_dtype mixed_precision_autocast_fast_dtype -> "autocast_dtype"
+    mixed_precision_autocast_fallback_dtype -> "fallback"
+    mixed_precision_autocast_mode mixed_precision_autocast_cache_enabled -> "mode" "cache"
+    mixed_precision_cast_inputs mixed_precision_cast_outputs -> "cast_inputs" "cast_outputs"
+    amp_opt_level mixed_precision_cast_model -> "level"; O2 casts the model
+    mixed_precision_memory_efficient grad_ckpt -> "memory_efficient" amp_recompute_begin
+    mixed_precision_grad_scaler mixed_precision_grad_scaler_enabled -> "scaler"
+    mixed_precision_grad_scaler_init_scale grad_scaler_init -> "init_scale"
+    mixed_precision_grad_scaler_growth_factor -> "growth_factor"
+    mixed_precision_grad_scaler_backoff_factor grad_scaler_backoff -> "backoff_factor"
+    mixed_precision_grad_scaler_growth_interval grad_scaler_growth_interval -> "growth_interval"
+    allow_tf32 cudnn_benchmark -> "tf32" "autotune"
+    compile -> amp_graph_begin; operators are fused as they are
+    max_norm grad_accum_steps -> "clip_norm" "accumulation"
+    num_workers prefetch_factor pin_memory -> "workers" "prefetch" "pin"
+    persistent_workers non_blocking -> amp_loader_next; always so
+    gpu_log_interval log_gpu_memory empty_cache -> "log_interval" "memory_interval" "cleanup_interval"
+    debug -> "debug" "numerics_interval"
+    batch_size BATCH_SIZE seq_len epochs max_steps learning_rate -> .batch .seq .epochs --steps .lr
+    enable_mixed_precision disable_mixed_precision -> amp_settings_apply amp_set_enabled
+    optimize_mixed_precision_for_hardware get_mixed_precision_status -> amp_advise amp_status_get
+    _setup_mixed_precision _get_optimal_mixed_precision_dtype get_scale -> amp_settings_fill amp_choose amp_scaler_scale
+    _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
+    _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear                                            */
 typedef struct amp_settings {
     int32_t disable;
     amp_dtype dtype, autocast_dtype;

@@ -390,6 +390,97 @@ TEST(nothing_is_read_silently) {
     unsetenv(ENV("NONSENSE"));
 }
 
+/* ---- The manual's table of what trainers in Python call the settings */
+
+/* Every key, flag and call of the five descriptions that the library is to answer. */
+static const char *const python_names[] = {
+    "use_amp", "use_mixed_precision", "mixed_precision_enabled", "mixed_precision_autocast_enabled", "mixed_precision",
+    "mixed_precision_dtype", "amp_dtype", "fp_precision", "PRECISION", "mixed_precision_autocast_dtype",
+    "mixed_precision_autocast_fast_dtype", "mixed_precision_autocast_fallback_dtype", "mixed_precision_autocast_mode",
+    "mixed_precision_autocast_cache_enabled", "mixed_precision_cast_inputs", "mixed_precision_cast_outputs", "amp_opt_level",
+    "mixed_precision_cast_model", "mixed_precision_memory_efficient", "grad_ckpt", "mixed_precision_grad_scaler",
+    "mixed_precision_grad_scaler_enabled", "mixed_precision_grad_scaler_init_scale", "grad_scaler_init",
+    "mixed_precision_grad_scaler_growth_factor", "mixed_precision_grad_scaler_backoff_factor", "grad_scaler_backoff",
+    "mixed_precision_grad_scaler_growth_interval", "grad_scaler_growth_interval", "allow_tf32", "cudnn_benchmark", "compile",
+    "max_norm", "grad_accum_steps", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "non_blocking",
+    "gpu_log_interval", "log_gpu_memory", "empty_cache", "debug", "batch_size", "BATCH_SIZE", "seq_len", "epochs", "max_steps",
+    "learning_rate", "enable_mixed_precision", "disable_mixed_precision", "optimize_mixed_precision_for_hardware",
+    "get_mixed_precision_status", "_setup_mixed_precision", "_get_optimal_mixed_precision_dtype", "get_scale",
+    "_verify_autocast_compatibility", "GPUDeviceManager", "_causal_mask_cache", "clear_mask_cache"};
+enum { PYTHON_NAMES = sizeof python_names / sizeof *python_names };
+
+static char *whole_file(const char *path) {
+    void *text = NULL;
+    size_t bytes = 0;
+    CHECK_OK(amp_file_read_all(NULL, path, &text, &bytes));
+    return (char *)text;
+}
+
+static int is_name(char c) { return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
+
+/* Whether text has the name, whole, before one of these characters. */
+static int declares(const char *text, const char *name, const char *before) {
+    size_t n = strlen(name);
+    for (const char *at = strstr(text, name); at != NULL; at = strstr(at + 1, name))
+        if (!is_name(at[-1]) && at[n] != 0 && strchr(before, at[n]) != NULL) return 1;
+    return 0;
+}
+
+/* A word of a row's right side: a key, a field, a call or a flag.  1: it is there; 0: it is not; -1: it is none of these. */
+static int answers(const char *word, const char *api, const char *trainer) {
+    char name[80];
+    size_t n = strlen(word);
+    if (word[0] == '"') return n > 2 && word[n - 1] == '"' && ampi_setting_find(word + 1, n - 2) != NULL;
+    if (word[0] == '.') return declares(api, word + 1, ";,[");
+    if (strncmp(word, "amp_", 4) == 0) return declares(api, word, "(");
+    if (strncmp(word, "--", 2) != 0) return -1;
+    snprintf(name, sizeof name, "{\"%.60s\",", word + 2);
+    return strstr(trainer, name) != NULL;
+}
+
+TEST(the_manual_maps_every_name_of_python_trainers) {
+    char *header = whole_file("amp.h"), *trainer = whole_file("examples/train_gpt.c"), *end, *row, *next, *word, *arrow;
+    char *stop = strstr(header, "/* Stop here");
+    int seen[PYTHON_NAMES] = {0}, rows = 0, ours, keys_seen = 0;
+    if (stop != NULL) *stop = 0;
+    char *copy = strdup(header), *table = strstr(copy, "   What trainers in Python call these");
+    CHECK(stop != NULL && table != NULL);
+    if (table == NULL) return;
+    end = strstr(table, "*/");
+    CHECK(end != NULL);
+    *end = 0;
+    for (word = strstr(header, "/*"); word != NULL; word = strstr(word, "/*"))     /* comments declare nothing */
+        memset(word, ' ', (size_t)(strstr(word, "*/") + 2 - word));
+    for (row = strchr(table, '\n'); row != NULL; row = next) {
+        next = strchr(++row, '\n');
+        if (next != NULL) *next = 0;
+        arrow = strstr(row, "->");
+        if (arrow == NULL) { CHECK_MSG(strspn(row, " ") == strlen(row), "%s", row); continue; }
+        rows++;
+        *arrow = 0;
+        for (word = strtok(row, " "); word != NULL; word = strtok(NULL, " ")) {
+            int i = 0;
+            while (i < PYTHON_NAMES && strcmp(python_names[i], word) != 0) i++;
+            CHECK_MSG(i < PYTHON_NAMES, "%s is no name of the descriptions", word);
+            if (i < PYTHON_NAMES) seen[i]++;
+        }
+        char *note = strchr(arrow + 2, ';');        /* words behind it are for the reader */
+        if (note != NULL) *note = 0;
+        for (word = strtok(arrow + 2, " "), ours = 0; word != NULL; word = strtok(NULL, " "), ours++) {
+            CHECK_MSG(answers(word, header, trainer) == 1, "%s", word);
+            keys_seen += word[0] == '"';
+        }
+        CHECK(ours > 0);
+    }
+    for (int i = 0; i < PYTHON_NAMES; i++) CHECK_MSG(seen[i] == 1, "%s stands there %d times", python_names[i], seen[i]);
+    CHECK(rows > 20 && keys_seen > 20);
+    CHECK(answers("\"dtpye\"", header, trainer) == 0 && answers("amp_nothing", header, trainer) == 0 && answers(".nothing", header, trainer) == 0 &&
+          answers("--nothing", header, trainer) == 0 && answers("words", header, trainer) == -1);
+    free(copy);
+    amp_file_free(NULL, header, 0);
+    amp_file_free(NULL, trainer, 0);
+}
+
 /* ---- Contradictions */
 
 TEST(contradictions_are_refused_with_both_keys) {
@@ -1915,7 +2006,7 @@ int main(int argc, char **argv) {
     RUN(text_is_read_with_comments_blank_lines_and_any_line_ends); RUN(malformed_text_is_refused_with_name_line_and_key);
     RUN(text_comes_back_as_the_same_bytes); RUN(no_bytes_do_harm); RUN(files_are_read_and_refused);
     RUN(the_environment_is_read_when_asked_for); RUN(nothing_is_read_silently);
-    RUN(contradictions_are_refused_with_both_keys); RUN(fields_out_of_range_are_refused);
+    RUN(the_manual_maps_every_name_of_python_trainers); RUN(contradictions_are_refused_with_both_keys); RUN(fields_out_of_range_are_refused);
     RUN(enabled_and_dtype_decide_what_regions_compute_in); RUN(autocast_dtype_is_that_of_regions);
     RUN(autocast_dtype_trains_as_dtype_does); RUN(cast_inputs_decides_what_loaders_deliver); RUN(cast_inputs_train_the_same);
     RUN(cast_inputs_and_outputs_say_which_dtype); RUN(workers_prefetch_and_pin_reach_the_loader); RUN(level_decides_what_weights_are_stored_in);
