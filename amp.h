@@ -168,6 +168,14 @@
               thread's business at a time, but for amp_loader_stop and amp_loader_info_get.  Regions and the
               last-error text belong to their thread.  No callback of yours is called under a lock of the
               library's: a logger, allocator or reducer may call it in turn.
+              A child of fork has none of the parent's threads: kernels run on one there, with a warning; calls on
+              a loader with workers return 106; destroying that, and amp_close of the parent's context, do nothing.
+              The library cannot know of your own OpenMP regions before the fork: there, exec first.
+              When the system has no more threads the loader returns 302, but GCC's OpenMP ends the process with
+              "Thread creation failed": lower .threads.
+   FILES      What is read whole (settings, states) may be a pipe; data must be regular files.  Opening one never
+              waits for a pipe's other end.  The library takes no descriptor below 3, changes no disposition of a
+              signal, and a limit on file sizes is AMP_ERR_WRITE.
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
               restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
               do not agree:
