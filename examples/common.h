@@ -679,7 +679,7 @@ typedef struct json {
 
 static inline json json_open(const void *text, size_t bytes) {
     json j;
-    j.at = (const char *)text;
+    j.at = text != NULL ? (const char *)text : "";
     j.end = j.at + bytes;
     j.bad = 0;
     return j;
@@ -776,48 +776,85 @@ static inline int64_t json_integer(json *j) {
     return negative ? -value : value;
 }
 
-/* Any value: a string, a run of other scalar characters, or everything between brackets. */
-static inline void json_skip(json *j) {
-    int depth = 0;
-    do {
-        int c = json_peek(j);
-        if (c == '"') json_string(j, NULL, 0);
-        else if (c == 0) j->bad = 1;
-        else {
-            if (c == '{' || c == '[') depth++;
-            if (c == '}' || c == ']') depth--;
-            if (depth < 0) j->bad = 1;
-            else j->at++;
+static inline void json_digits(json *j) {
+    const char *from = j->at;
+    while (j->at < j->end && *j->at >= '0' && *j->at <= '9') j->at++;
+    if (j->at == from) j->bad = 1;
+}
+static inline void json_skip_number(json *j) {
+    if (*j->at == '-') j->at++;
+    if (j->at < j->end && *j->at == '0') j->at++;
+    else json_digits(j);
+    if (j->at < j->end && *j->at == '.') { j->at++; json_digits(j); }
+    if (j->at == j->end || (*j->at != 'e' && *j->at != 'E')) return;
+    j->at++;
+    if (j->at < j->end && (*j->at == '+' || *j->at == '-')) j->at++;
+    json_digits(j);
+}
+static inline void json_skip_level(json *j, int depth) {
+    static const char *const words[] = {"true", "false", "null"};
+    int first = json_peek(j), i;
+    if (first == '"') json_string(j, NULL, 0);
+    else if (first == '{' || first == '[') {
+        char last = first == '{' ? '}' : ']';
+        j->at++;
+        if (depth == 0) j->bad = 1;
+        if (json_take(j, last)) return;
+        do {
+            if (first == '{') { json_peek(j); json_string(j, NULL, 0); json_need(j, ':'); }
+            json_skip_level(j, depth - 1);
+        } while (json_take(j, ','));
+        json_need(j, last);
+    } else if (first == '-' || (first >= '0' && first <= '9')) json_skip_number(j);
+    else {
+        for (i = 0; i < 3; i++) {
+            size_t n = strlen(words[i]);
+            if ((size_t)(j->end - j->at) >= n && memcmp(j->at, words[i], n) == 0) { j->at += n; return; }
         }
-        c = json_peek(j);
-        if (depth == 0 && (c == ',' || c == '}' || c == ']' || c == 0)) return;
-    } while (!j->bad);
+        j->bad = 1;
+    }
 }
 
-/* The value of `key` in the object that starts at j, as text (numbers as they stand).  1 if found. */
-static inline int json_find(json j, const char *key, char *text, size_t size) {
+/* Any value, with all that is in it, 100 levels deep at most. */
+static inline void json_skip(json *j) { json_skip_level(j, 100); }
+
+/* A member of an object: its name, "" for one that does not fit, and where its value is.  1 if there is one. */
+static inline int json_member(json *j, char name[128], json *value) {
+    json start = *j;
+    json_string(j, name, 128);
+    if (j->bad) { *j = start; name[0] = 0; json_string(j, NULL, 0); }
+    json_need(j, ':');
+    json_peek(j);
+    *value = *j;
+    json_skip(j);
+    value->end = j->at;
+    return !j->bad;
+}
+
+/* Where the value of `key` is in the object that starts at j.  1 if found. */
+static inline int json_value(json j, const char *key, json *value) {
+    char name[128];
+    int more;
     json_need(&j, '{');
-    while (!j.bad && json_peek(&j) == '"') {
-        char name[128];
-        json start = j;
-        json_string(&j, name, sizeof name);
-        if (j.bad) { j = start; name[0] = 0; json_string(&j, NULL, 0); }     /* longer than any key we ask for */
-        json_need(&j, ':');
-        json_peek(&j);
-        start = j;
-        json_skip(&j);
-        if (!j.bad && strcmp(name, key) == 0) {
-            size_t length = (size_t)(j.at - start.at);
-            if (json_peek(&start) == '"') { json_string(&start, text, size); return !start.bad; }
-            while (length > 0 && strchr(" \r\n\t", start.at[length - 1]) != NULL) length--;
-            if (length >= size) return 0;
-            memcpy(text, start.at, length);
-            text[length] = 0;
-            return 1;
-        }
-        if (!json_take(&j, ',')) break;
-    }
+    for (more = json_peek(&j) == '"'; more && json_member(&j, name, value); more = json_take(&j, ','))
+        if (strcmp(name, key) == 0) return 1;
     return 0;
+}
+
+/* A value as text (strings unescaped, numbers as they stand).  1 if it fits. */
+static inline int json_text(json value, char *text, size_t size) {
+    size_t length = (size_t)(value.end - value.at);
+    if (json_peek(&value) == '"') { json_string(&value, text, size); return !value.bad; }
+    if (length >= size) return 0;
+    memcpy(text, value.at, length);
+    text[length] = 0;
+    return 1;
+}
+
+/* The value of `key` in the object that starts at j, as text.  1 if found. */
+static inline int json_find(json j, const char *key, char *text, size_t size) {
+    json value;
+    return json_value(j, key, &value) && json_text(value, text, size);
 }
 
 enum { ST_MAX_DIMS = 8 };
@@ -1006,9 +1043,284 @@ static inline amp_result st_floats(const st_tensor *t, float *out) {
     return amp_convert(out, AMP_F32, t->data, t->dtype, t->count, NULL, NULL);
 }
 
+/* ---- config.json, as transformers writes it beside a model.  What would make another model of the same weights is read, or
+   refused by key and value; everything else is kept, and written back when the model is saved. */
+
+typedef struct config_only { const char *key, *values; } config_only;   /* values: JSON, with '|' between them */
+
+/* Of one kind of model.  read: keys that its reader takes; kept: keys that change nothing; only: keys of which it has these
+   values alone, up to a NULL. */
+typedef struct config_rules { const char *read, *kept; const config_only *only; } config_rules;
+
+/* Of every kind.  The last three lines are of old files: how text was to be generated. */
+static const char config_kept[] =
+    "architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash attn_implementation "
+    "_attn_implementation _attn_implementation_autoset return_dict output_hidden_states output_attentions output_past use_cache "
+    "torchscript use_bfloat16 gradient_checkpointing chunk_size_feed_forward initializer_range id2label label2id num_labels "
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class vocab_file language "
+    "finetuning_task task_specific_params prefix tie_encoder_decoder tf_legacy_loss summary_type summary_use_proj "
+    "summary_activation summary_proj_to_labels summary_first_dropout summary_last_dropout "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
+    "begin_suppress_tokens exponential_decay_length_penalty";
+static const config_only config_only_of_all[] = {
+    {"is_encoder_decoder", "false"}, {"add_cross_attention", "false"}, {"cross_attention_hidden_size", "null"},
+    {"quantization_config", "null"}, {"auto_map", "null|{}"},          {"pruned_heads", "null|{}"},
+    {"per_layer_config", "null|{}"}, {NULL, NULL},
+};
+
+typedef struct model_config {
+    char path[PATH_MAX];            /* of the file that it stands in */
+    char *text;                     /* a JSON object; NULL: none */
+    size_t bytes;
+    int plain;                      /* 1: metadata of version 0.1.0, in which every value is a text */
+    char note[400];                 /* what is to be said about it, or "" */
+} model_config;
+
+static inline void config_close(model_config *m) {
+    free(m->text);
+    memset(m, 0, sizeof *m);
+}
+
+/* The value of a key; 0: it is not there. */
+static inline int config_get(const model_config *m, const char *key, json *value) {
+    if (!json_value(json_open(m->text, m->bytes), key, value)) return 0;
+    if (m->plain && value->end - value->at > 1) { value->at++; value->end--; }
+    return 1;
+}
+
+/* Sets the error text "file: key = value: why". */
+static inline amp_result config_refuse(const model_config *m, const char *key, const char *format, ...) __attribute__((format(printf, 3, 4)));
+static inline amp_result config_refuse(const model_config *m, const char *key, const char *format, ...) {
+    char why[300];
+    json value = {"", "", 0};
+    size_t n, shown;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(why, sizeof why, format, args);
+    va_end(args);
+    config_get(m, key, &value);
+    n = (size_t)(value.end - value.at);
+    for (shown = 0; shown < n && shown < 60 && value.at[shown] >= ' '; shown++) { }
+    return example_fail(AMP_ERR_UNSUPPORTED, "%s: %s = %.*s%s: %s", m->path, key, (int)shown, value.at, shown < n ? "..." : "", why);
+}
+
+/* Values are left as they are where the key is not there.  All refuse another type and what is out of range. */
+static inline amp_result config_integer(const model_config *m, const char *key, int64_t lowest, int64_t highest, int64_t *out) {
+    json value;
+    int64_t number;
+    if (!config_get(m, key, &value)) return AMP_OK;
+    number = json_integer(&value);
+    if (value.bad || value.at != value.end || number < lowest || number > highest)
+        return config_refuse(m, key, "must be a whole number from %lld to %lld", (long long)lowest, (long long)highest);
+    *out = number;
+    return AMP_OK;
+}
+static inline amp_result config_number(const model_config *m, const char *key, double lowest, double highest, double *out) {
+    json value;
+    char text[64], *end = text;
+    double number = 0;
+    if (!config_get(m, key, &value)) return AMP_OK;
+    if (value.at < value.end && *value.at != '"' && json_text(value, text, sizeof text)) number = strtod(text, &end);
+    if (end == text || *end != 0 || !(number >= lowest && number <= highest))
+        return config_refuse(m, key, "must be a number from %g to %g", lowest, highest);
+    *out = number;
+    return AMP_OK;
+}
+static inline amp_result config_switch(const model_config *m, const char *key, int32_t *out) {
+    json value;
+    char text[8] = "";
+    if (!config_get(m, key, &value)) return AMP_OK;
+    if (*value.at == '"' || !json_text(value, text, sizeof text) || word_place("false true", text) < 0)
+        return config_refuse(m, key, "must be true or false");
+    *out = word_place("false true", text);
+    return AMP_OK;
+}
+static inline amp_result config_word(const model_config *m, const char *key, char text[64]) {
+    json value;
+    if (!config_get(m, key, &value)) return AMP_OK;
+    if ((m->plain || *value.at == '"') && json_text(value, text, 64)) return AMP_OK;
+    return config_refuse(m, key, "must be a text");
+}
+
+/* A number that the weights say too. */
+static inline amp_result config_shape(const model_config *m, const char *key, int64_t weights) {
+    int64_t number = weights;
+    TRY(config_integer(m, key, 1, INT32_MAX, &number));
+    return number == weights ? AMP_OK : config_refuse(m, key, "the weights have %lld", (long long)weights);
+}
+
+/* The names that transformers has for what the operators compute; the first of each kind is written. */
+typedef struct activation_name { const char *name; amp_activation_kind act; } activation_name;
+static const activation_name activation_names[] = {
+    {"gelu_new", AMP_ACT_GELU},         {"gelu", AMP_ACT_GELU_ERF},         {"relu", AMP_ACT_RELU},
+    {"silu", AMP_ACT_SILU},             {"tanh", AMP_ACT_TANH},             {"swish", AMP_ACT_SILU},
+    {"gelu_pytorch_tanh", AMP_ACT_GELU}, {"gelu_python_tanh", AMP_ACT_GELU}, {"gelu_fast", AMP_ACT_GELU},
+    {"gelu_accurate", AMP_ACT_GELU},    {"gelu_python", AMP_ACT_GELU_ERF},
+};
+enum { ACTIVATION_NAMES = (int)(sizeof activation_names / sizeof *activation_names) };
+
+static inline const char *activation_text(amp_activation_kind act) {
+    int i;
+    for (i = 0; i < ACTIVATION_NAMES; i++) if (activation_names[i].act == act) return activation_names[i].name;
+    return "";
+}
+static inline amp_result config_activation(const model_config *m, const char *key, amp_activation_kind *out) {
+    char text[64] = "", names[200] = "";
+    json value;
+    int i;
+    if (!config_get(m, key, &value)) return AMP_OK;
+    TRY(config_word(m, key, text));
+    for (i = 0; i < ACTIVATION_NAMES; i++) {
+        if (strcmp(text, activation_names[i].name) == 0) { *out = activation_names[i].act; return AMP_OK; }
+        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i > 0 ? ", " : "", activation_names[i].name);
+    }
+    return config_refuse(m, key, "must be one of %s", names);
+}
+
+/* 1: a linear layer takes it along, forward and backward; the others are a step of their own. */
+static inline int activation_is_fused(amp_activation_kind act) { return act != AMP_ACT_SILU && act != AMP_ACT_TANH; }
+
+static inline void config_note(model_config *m, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static inline void config_note(model_config *m, const char *format, ...) {
+    size_t used = strlen(m->note);
+    va_list args;
+    va_start(args, format);
+    if ((size_t)vsnprintf(m->note + used, sizeof m->note - used, format, args) >= sizeof m->note - used)
+        memcpy(m->note + sizeof m->note - 4, "...", 4);
+    va_end(args);
+    for (; m->note[used] != 0; used++) if ((unsigned char)m->note[used] < ' ') m->note[used] = '?';
+}
+
+/* Dropout is of a training: it is the program's, and what the file says about it is kept. */
+static inline amp_result config_dropout(model_config *m, const char *key) {
+    json value;
+    double p = 0;
+    if (config_get(m, key, &value) && *value.at == 'n') return AMP_OK;      /* null: as another one */
+    TRY(config_number(m, key, 0, 1, &p));
+    if (p > 0) config_note(m, "%s%s %g", strstr(m->note, "dropout is") != NULL ? ", " : m->note[0] != 0 ? "; dropout is --dropout's, not "
+                                                                                                 : "dropout is --dropout's, not ", key, p);
+    return AMP_OK;
+}
+
+/* 1: the key is in the table, and *ok says whether its value is. */
+static inline int config_find_only(const config_only *only, const char *key, json value, int *ok) {
+    size_t n = (size_t)(value.end - value.at);
+    for (; only->key != NULL; only++) {
+        const char *at = only->values;
+        if (strcmp(only->key, key) != 0) continue;
+        for (*ok = 0; at != NULL && !*ok; at = strchr(at, '|') != NULL ? strchr(at, '|') + 1 : NULL)
+            *ok = strncmp(at, value.at, n) == 0 && (at[n] == 0 || at[n] == '|');
+        return 1;
+    }
+    return 0;
+}
+
+/* That it is a JSON object, each key once, with no key whose value would make another model. */
+static inline amp_result config_check(model_config *m, const config_rules *rules) {
+    enum { MOST_KEYS = 1000 };
+    json j = json_open(m->text, m->bytes), value, first;
+    char key[128];
+    int64_t line = 1, keys = 0;
+    const char *at;
+    int more, ok, unknown = 0;
+    if (json_peek(&j) == '{') json_skip(&j);
+    else j.bad = 1;
+    if (j.bad || json_peek(&j) != 0 || j.at != j.end) {
+        for (at = m->text; at < j.at; at++) line += *at == '\n';
+        return example_fail(AMP_ERR_FORMAT, "%s: line %lld: not a JSON object", m->path, (long long)line);
+    }
+    j = json_open(m->text, m->bytes);
+    json_need(&j, '{');
+    for (more = json_peek(&j) == '"'; more && json_member(&j, key, &value); more = json_take(&j, ',')) {
+        if (++keys > MOST_KEYS) return example_fail(AMP_ERR_FORMAT, "%s: more than %d keys: not of a model", m->path, MOST_KEYS);
+        if (key[0] != 0 && config_get(m, key, &first) && first.at != value.at)
+            return config_refuse(m, key, "stands there twice, the second time as %.*s: drop one",
+                                 (int)(value.end - value.at < 60 ? value.end - value.at : 60), value.at);
+        if (config_find_only(config_only_of_all, key, value, &ok) || config_find_only(rules->only, key, value, &ok)) {
+            if (!ok) return config_refuse(m, key, "a model that is not computed here");
+        } else if (word_place(rules->read, key) < 0 && word_place(rules->kept, key) < 0 && word_place(config_kept, key) < 0)
+            config_note(m, "%s%s", unknown++ > 0 ? ", " : "not known here, and kept: ", key[0] != 0 ? key : "a long key");
+    }
+    return AMP_OK;
+}
+
+/* Both say the same where both speak of what is read: they are of one model. */
+static inline amp_result config_agree(const model_config *m, const model_config *other, const config_rules *rules) {
+    const char *at = rules->read;
+    while (*at != 0) {
+        char key[64], a[64] = "", b[64] = "", *a_end, *b_end;
+        int n = (int)strcspn(at, " ");
+        json mine, theirs;
+        snprintf(key, sizeof key, "%.*s", n, at);
+        at += n + (at[n] == ' ');
+        if (!config_get(m, key, &mine) || !config_get(other, key, &theirs)) continue;
+        if (!json_text(mine, a, sizeof a) || !json_text(theirs, b, sizeof b) || strcmp(a, b) == 0) continue;
+        if (strtod(a, &a_end) == strtod(b, &b_end) && *a_end == 0 && *b_end == 0) continue;
+        return config_refuse(m, key, "%s was saved with %s = %s: put that back, or delete this file", other->path, key, b);
+    }
+    return AMP_OK;
+}
+
+/* What a file of ours says about its model: config.json once more, or what version 0.1.0 said.  text NULL: nothing. */
+static inline amp_result config_of_file(model_config *m, const st_file *tensors, const char *path) {
+    json value = tensors->metadata;
+    int inside;
+    memset(m, 0, sizeof *m);
+    snprintf(m->path, sizeof m->path, "%s", path);
+    if (value.at == NULL) return AMP_OK;
+    inside = json_value(tensors->metadata, "config", &value);
+    if (!inside && !json_value(tensors->metadata, "n_head", &value) && !json_value(tensors->metadata, "num_attention_heads", &value)) return AMP_OK;
+    m->plain = !inside;
+    if (!inside) { value = tensors->metadata; json_skip(&value); value.end = value.at; value.at = tensors->metadata.at; }
+    m->text = (char *)malloc((size_t)(value.end - value.at) + 1);
+    if (m->text == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its metadata", path);
+    if (!json_text(value, m->text, (size_t)(value.end - value.at) + 1)) m->text[0] = 0;
+    m->bytes = strlen(m->text);
+    return AMP_OK;
+}
+
+/* config.json itself. */
+static inline amp_result config_read(model_config *m, const char *path) {
+    void *data;
+    memset(m, 0, sizeof *m);
+    snprintf(m->path, sizeof m->path, "%s", path);
+    TRY(amp_file_read_all(NULL, path, &data, &m->bytes));
+    m->text = (char *)malloc(m->bytes + 1);
+    if (m->text != NULL) memcpy(m->text, data, m->bytes);
+    amp_file_free(NULL, data, m->bytes);
+    return m->text != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
+}
+
+/* The description of the model in the file `path`.  model.safetensors goes with the config.json beside it; under another name a
+   file goes with that only if it says nothing itself. */
+static inline amp_result config_open(model_config *m, const st_file *tensors, const char *path, const config_rules *rules) {
+    char beside[PATH_MAX];
+    const char *slash = strrchr(path, '/');
+    int named = strcmp(slash != NULL ? slash + 1 : path, "model.safetensors") == 0;
+    model_config own;
+    amp_result result;
+    snprintf(beside, sizeof beside, "%.*sconfig.json", slash != NULL ? (int)(slash - path) + 1 : 0, path);
+    memset(m, 0, sizeof *m);
+    TRY(config_of_file(&own, tensors, path));
+    if (access(beside, F_OK) != 0 || (own.text != NULL && !named)) {
+        *m = own;
+        if (m->text == NULL)
+            return example_fail(AMP_ERR_OPEN, "%s: no config.json beside it, which says what kind of model it is: put the model's own there", path);
+        return m->plain ? AMP_OK : config_check(m, rules);
+    }
+    result = config_read(m, beside);
+    if (result == AMP_OK) result = config_check(m, rules);
+    if (result == AMP_OK) result = config_agree(m, &own, rules);
+    config_close(&own);
+    if (result != AMP_OK) config_close(m);
+    return result;
+}
+
 /* ==== 5 The GPT-2 model ==========================================================================
-   As Hugging Face's GPT2LMHeadModel: learned positions, LayerNorm before attention and MLP, gelu_new, output
-   weights tied to the embedding.  The residual stream is fp32; everything else is stored in `activations`.
+   As Hugging Face's GPT2LMHeadModel: learned positions, LayerNorm before attention and MLP, output weights tied to the
+   embedding.  The residual stream is fp32; everything else is stored in `activations`.
    Linear weights are [out, in]; Hugging Face's Conv1D has [in, out] and is transposed at loading and saving. */
 
 typedef struct gpt_config {
@@ -1018,6 +1330,10 @@ typedef struct gpt_config {
     amp_dtype logits;               /* the same of the logits; 0: as activations */
     float dropout;                  /* on the embedding and on both residual branches; 0: none */
     int32_t recompute;              /* 1: all blocks share the memory of one block's activations; see gpt_recompute */
+    amp_activation_kind act;        /* inside the MLP; 0: AMP_ACT_GELU */
+    float eps;                      /* of LayerNorm; 0: 1e-5 */
+    int32_t unscaled;               /* 1: attention's scores are not divided by sqrt(channels / heads) */
+    int32_t by_layer;               /* 1: but by the number of the block, from 1 */
 } gpt_config;
 
 /* One block: ops that keep their tensors, so that forward and backward are nothing but calls. */
@@ -1025,15 +1341,17 @@ typedef struct gpt_block {
     amp_norm_op ln_1, ln_2;
     amp_linear_op c_attn, attn_proj, c_fc, mlp_proj;
     amp_attention_op attention;
+    amp_activation_op act;          /* where c_fc does not take it along */
     amp_dropout_op attn_drop, mlp_drop;
     void *norm_1, *qkv, *heads;     /* [rows, C], [rows, 3C], [rows, C] */
-    void *norm_2, *fc_in, *fc_out;  /* [rows, C], [rows, 4C] before and after GELU */
+    void *norm_2, *fc_in, *fc_out;  /* [rows, C], [rows, 4C] before and after the activation */
     float *middle, *end;            /* the residual stream after attention and after the MLP: [rows, C] */
     float *mean_1, *rstd_1, *mean_2, *rstd_2, *lse;
 } gpt_block;
 
 typedef struct gpt {
     gpt_config config;
+    char *json;                     /* the config.json that it came with; NULL: none */
     amp_context *amp;
     amp_param *params;              /* wte, wpe, 12 for each block, ln_f.weight, ln_f.bias */
     int64_t n_params, weights_count;
@@ -1194,6 +1512,21 @@ static inline void gpt_bind_linear(gpt *g, amp_linear_op *op, amp_param *weight,
     op->dx = gpt_matrix(g, dx, weight->weight.shape[1]);
 }
 
+/* y of `up`, which is x of `down`, is act(pre): the linear layers do it, or a step between them. */
+static inline void bind_activation(amp_activation_op *op, amp_activation_kind act, amp_linear_op *up, amp_linear_op *down, amp_tensor pre) {
+    memset(op, 0, sizeof *op);
+    if (activation_is_fused(act)) {
+        up->act = down->x_act = act;
+        up->pre = down->x_pre = pre;
+        up->dy_before_act = 1;              /* down's backward goes through it, so that up's does not */
+        return;
+    }
+    op->act = act;
+    op->x = pre; op->y = up->y;
+    op->dy = op->dx = up->dy;
+    up->y = pre;
+}
+
 /* y = LayerNorm(sum), sum = branch + stream; without sum it is LayerNorm(stream). */
 static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, float *stream, float *sum, void *y,
                                  float *mean, float *rstd) {
@@ -1207,6 +1540,7 @@ static inline void gpt_bind_norm(gpt *g, amp_norm_op *op, amp_param *weight, flo
         op->sum = gpt_stream(g, sum);
     }
     op->y = gpt_matrix(g, y, g->config.channels);
+    op->eps = g->config.eps;
     op->mean = mean;
     op->rstd = rstd;
     op->dy = gpt_matrix(g, g->d_norm, g->config.channels);
@@ -1223,10 +1557,13 @@ static inline amp_tensor gpt_part_of_qkv(const gpt *g, void *qkv, int64_t part) 
     return t;
 }
 
-static inline void gpt_bind_attention(gpt *g, gpt_block *b) {
+static inline void gpt_bind_attention(gpt *g, int64_t layer) {
+    gpt_block *b = &g->blocks[layer];
     amp_attention_op *op = &b->attention;
     int64_t dim = g->config.channels / g->config.heads;
     memset(op, 0, sizeof *op);
+    if (g->config.unscaled || g->config.by_layer)
+        op->scale = (float)((g->config.unscaled ? 1 : 1 / sqrt((double)dim)) / (g->config.by_layer ? (double)(layer + 1) : 1));
     op->q = gpt_part_of_qkv(g, b->qkv, 0);  op->dq = gpt_part_of_qkv(g, g->d_qkv, 0);
     op->k = gpt_part_of_qkv(g, b->qkv, 1);  op->dk = gpt_part_of_qkv(g, g->d_qkv, 1);
     op->v = gpt_part_of_qkv(g, b->qkv, 2);  op->dv = gpt_part_of_qkv(g, g->d_qkv, 2);
@@ -1253,20 +1590,16 @@ static inline void gpt_bind_block(gpt *g, int64_t layer) {
                   b->mean_1, b->rstd_1);
     gpt_bind_linear(g, &b->c_attn, p + 2, b->norm_1, b->qkv, g->d_norm);
     b->c_attn.dy = gpt_matrix(g, g->d_qkv, 3 * g->config.channels);
-    gpt_bind_attention(g, b);
+    gpt_bind_attention(g, layer);
     gpt_bind_linear(g, &b->attn_proj, p + 4, b->heads, g->branch, g->d_heads);
     b->attn_proj.dy = d_branch;
     gpt_bind_dropout(g, &b->attn_drop, branch, g->d_branch);
     gpt_bind_norm(g, &b->ln_2, p + 6, before ? before->end : g->start, b->middle, b->norm_2, b->mean_2, b->rstd_2);
     gpt_bind_linear(g, &b->c_fc, p + 8, b->norm_2, b->fc_out, g->d_norm);
-    b->c_fc.act = AMP_ACT_GELU;
-    b->c_fc.pre = gpt_matrix(g, b->fc_in, 4 * g->config.channels);
     b->c_fc.dy = gpt_matrix(g, g->d_fc, 4 * g->config.channels);
     gpt_bind_linear(g, &b->mlp_proj, p + 10, b->fc_out, g->branch, g->d_fc);
-    b->mlp_proj.x_act = AMP_ACT_GELU;       /* its backward goes through it, so that c_fc's does not */
-    b->mlp_proj.x_pre = b->c_fc.pre;
-    b->c_fc.dy_before_act = 1;
     b->mlp_proj.dy = d_branch;
+    bind_activation(&b->act, g->config.act, &b->c_fc, &b->mlp_proj, gpt_matrix(g, b->fc_in, 4 * g->config.channels));
     gpt_bind_dropout(g, &b->mlp_drop, branch, g->d_branch);
 }
 
@@ -1316,7 +1649,7 @@ static inline void gpt_destroy(gpt *g) {
         amp_free(g->amp, g->grads);
         amp_free(g->amp, g->memory);
     }
-    free(g->params); free(g->names); free(g->blocks);
+    free(g->params); free(g->names); free(g->blocks); free(g->json);
     memset(g, 0, sizeof *g);
 }
 
@@ -1357,6 +1690,8 @@ static inline amp_result gpt_create(gpt *g, amp_context *amp, const gpt_config *
     TRY(gpt_check_config(config));
     g->config = *config;
     if (g->config.activations == AMP_DTYPE_DEFAULT) g->config.activations = AMP_F32;
+    if (g->config.act == AMP_ACT_NONE) g->config.act = AMP_ACT_GELU;
+    if (!(g->config.eps > 0)) g->config.eps = 1e-5f;
     g->amp = amp;
     g->params = (amp_param *)calloc(n, sizeof *g->params);
     g->names = (char (*)[64])calloc(n, sizeof *g->names);
@@ -1456,6 +1791,12 @@ static inline amp_result gpt_init(gpt *g, uint64_t seed) {
     return result;
 }
 
+/* The MLP's first half. */
+static inline amp_result gpt_up(gpt *g, gpt_block *b) {
+    TRY(amp_linear(g->amp, &b->c_fc));
+    return activation_is_fused(g->config.act) ? AMP_OK : amp_activation(g->amp, &b->act);
+}
+
 /* Everything before the output weights. */
 static inline amp_result gpt_body(gpt *g, const int32_t *ids, int64_t batch, int64_t seq) {
     amp_context *amp = g->amp;
@@ -1474,7 +1815,7 @@ static inline amp_result gpt_body(gpt *g, const int32_t *ids, int64_t batch, int
         TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &b->attn_proj));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &b->attn_drop));
         TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &b->ln_2));
-        TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &b->c_fc));
+        TIMED(p, amp, PROFILE_LINEAR, 0, gpt_up(g, b));
         TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &b->mlp_proj));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &b->mlp_drop));
     }
@@ -1535,7 +1876,7 @@ static inline amp_result gpt_recompute(gpt *g, const gpt_block *block) {
     TRY(amp_linear(g->amp, &b.attn_proj));
     if (g->config.dropout > 0) TRY(amp_dropout(g->amp, &b.attn_drop));
     TRY(amp_layernorm(g->amp, &b.ln_2));
-    return amp_linear(g->amp, &b.c_fc);
+    return gpt_up(g, &b);
 }
 
 /* The activations of a block whose memory another one's have taken since. */
@@ -1561,6 +1902,7 @@ static inline amp_result gpt_backward(gpt *g) {
             TIMED(p, amp, PROFILE_RECOMPUTE, 1, gpt_recompute_block(g, layer));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->mlp_drop));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->mlp_proj));
+        if (!activation_is_fused(g->config.act)) TIMED(p, amp, PROFILE_LINEAR, 1, amp_activation_backward(amp, &b->act));
         TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &b->c_fc));
         TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &b->ln_2));
         if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &b->attn_drop));
@@ -1594,11 +1936,13 @@ typedef struct gpt_file {
     st_file tensors;                /* n is 0 for llm.c */
     int llmc;                       /* 3: fp32, 5: bf16, 0: safetensors */
     int64_t padded_vocab;           /* llm.c: rows of wte in the file */
-    gpt_config config;              /* vocab to layers, as the file says */
+    model_config described;         /* text NULL for llm.c */
+    gpt_config config;              /* vocab to layers and act to by_layer, as the file says */
 } gpt_file;
 
 static inline void gpt_file_close(gpt_file *file) {
     st_close(&file->tensors);
+    config_close(&file->described);
     amp_file_free(NULL, file->data, file->bytes);
     memset(file, 0, sizeof *file);
 }
@@ -1609,29 +1953,56 @@ static inline const st_tensor *gpt_file_find(const gpt_file *file, const char *n
     return t != NULL ? t : st_find(&file->tensors, name + strlen("transformer."));
 }
 
-/* What stands in no shape: a value of the file's metadata, or of a config.json beside it.  1 if found. */
-static inline int model_file_text(const st_file *tensors, const char *path, const char *key, char *text, size_t size) {
-    char beside[PATH_MAX];
-    const char *slash = strrchr(path, '/');
-    void *config;
-    size_t bytes;
-    int found;
-    if (tensors->metadata.at != NULL && json_find(tensors->metadata, key, text, size)) return 1;
-    snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash - path) + 1 : 0, path);
-    if (access(beside, R_OK) != 0 || amp_file_read_all(NULL, beside, &config, &bytes) != AMP_OK) return 0;
-    found = json_find(json_open(config, bytes), key, text, size);
-    amp_file_free(NULL, config, bytes);
-    return found;
+static const config_only gpt_config_only[] = {{"tie_word_embeddings", "true"}, {NULL, NULL}};
+static const config_rules gpt_config_rules = {
+    "model_type vocab_size n_positions n_embd n_layer n_head n_inner max_position_embeddings hidden_size num_hidden_layers "
+    "num_attention_heads activation_function layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx embd_pdrop "
+    "resid_pdrop attn_pdrop",
+    "n_ctx is_decoder problem_type hidden_dropout classifier_dropout "
+    "reorder_and_upcast_attn",      /* where PyTorch rounds: scores are fp32 here anyway */
+    gpt_config_only
+};
+
+/* What stands in no shape, and that the rest agrees with the weights'. */
+static inline amp_result gpt_read_config(model_config *m, gpt_config *c) {
+    char type[64] = "gpt2";
+    int64_t inner = 4 * c->channels, heads;
+    int32_t scaled = 1;
+    double eps = 1e-5;
+    json value;
+    TRY(config_word(m, "model_type", type));
+    if (strcmp(type, "gpt2") != 0) return config_refuse(m, "model_type", "must be gpt2");
+    TRY(config_shape(m, "vocab_size", c->vocab));
+    TRY(config_shape(m, "n_positions", c->positions));
+    TRY(config_shape(m, "max_position_embeddings", c->positions));
+    TRY(config_shape(m, "n_embd", c->channels));
+    TRY(config_shape(m, "hidden_size", c->channels));
+    TRY(config_shape(m, "n_layer", c->layers));
+    TRY(config_shape(m, "num_hidden_layers", c->layers));
+    if (config_get(m, "n_inner", &value) && *value.at != 'n') TRY(config_shape(m, "n_inner", inner));
+    c->heads = 12;                  /* of transformers, where the key is not there; so are the others */
+    TRY(config_integer(m, "n_head", 1, INT32_MAX, &c->heads));
+    heads = c->heads;
+    TRY(config_integer(m, "num_attention_heads", 1, INT32_MAX, &heads));
+    if (heads != c->heads && config_get(m, "n_head", &value)) return config_refuse(m, "num_attention_heads", "n_head is %lld", (long long)c->heads);
+    c->heads = heads;
+    if (c->channels % heads != 0)
+        return config_refuse(m, config_get(m, "n_head", &value) ? "n_head" : "num_attention_heads", "%lld heads do not divide %lld channels",
+                             (long long)heads, (long long)c->channels);
+    c->act = AMP_ACT_GELU;
+    TRY(config_activation(m, "activation_function", &c->act));
+    TRY(config_number(m, "layer_norm_epsilon", 1e-37, 1e37, &eps));
+    c->eps = (float)eps;
+    TRY(config_switch(m, "scale_attn_weights", &scaled));
+    c->unscaled = !scaled;
+    c->by_layer = 0;
+    TRY(config_switch(m, "scale_attn_by_inverse_layer_idx", &c->by_layer));
+    TRY(config_dropout(m, "embd_pdrop"));
+    TRY(config_dropout(m, "resid_pdrop"));
+    return config_dropout(m, "attn_pdrop");
 }
 
-/* The number of heads: if nothing says it, GPT-2's 64 channels each. */
-static inline int64_t gpt_file_heads(const gpt_file *file, const char *path) {
-    char text[32] = "";
-    if (model_file_text(&file->tensors, path, "n_head", text, sizeof text)) return atoll(text);
-    return file->config.channels % 64 == 0 ? file->config.channels / 64 : 0;
-}
-
-static inline amp_result gpt_file_shape(gpt_file *file, const char *path, int64_t heads) {
+static inline amp_result gpt_file_shape(gpt_file *file, const char *path) {
     const st_tensor *wte = gpt_file_find(file, "transformer.wte.weight"),
                     *wpe = gpt_file_find(file, "transformer.wpe.weight");
     gpt_config *c = &file->config;
@@ -1646,10 +2017,8 @@ static inline amp_result gpt_file_shape(gpt_file *file, const char *path, int64_
         snprintf(name, sizeof name, "transformer.h.%lld.ln_1.weight", (long long)c->layers);
         if (gpt_file_find(file, name) == NULL) break;
     }
-    c->heads = heads > 0 ? heads : gpt_file_heads(file, path);
-    if (c->heads < 1)
-        return example_fail(AMP_ERR_FORMAT, "%s: does not say how many heads the model has: give the number", path);
-    return AMP_OK;
+    TRY(config_open(&file->described, &file->tensors, path, &gpt_config_rules));
+    return gpt_read_config(&file->described, c);
 }
 
 static inline int32_t bytes_i32(const unsigned char *p) {
@@ -1673,6 +2042,8 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
     c->layers = bytes_i32(p + 16);
     c->heads = bytes_i32(p + 20);
     c->channels = bytes_i32(p + 24);
+    c->act = AMP_ACT_GELU;
+    c->eps = 1e-5f;
     file->padded_vocab = bytes_i32(p + 28);
     if (c->positions < 1 || c->vocab < 1 || c->layers < 1 || c->layers > 10000 || c->heads < 1 || c->channels < 1 ||
         file->padded_vocab < c->vocab)
@@ -1685,19 +2056,19 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
     return AMP_OK;
 }
 
-/* The shape of the model whose file is file->data.  heads: 0 to find it out.  Nothing in the file is trusted. */
-static inline amp_result gpt_file_parse(gpt_file *file, const char *path, int64_t heads) {
+/* The shape of the model whose file is file->data.  Nothing in the file is trusted. */
+static inline amp_result gpt_file_parse(gpt_file *file, const char *path) {
     if (file->bytes >= 4 && bytes_i32((const unsigned char *)file->data) == LLMC_MODEL_MAGIC) return gpt_file_llmc(file, path);
     TRY(st_open(&file->tensors, file->data, file->bytes));
-    return gpt_file_shape(file, path, heads);
+    return gpt_file_shape(file, path);
 }
 
 /* Opens a model file and reads its shape. */
-static inline amp_result gpt_file_open(gpt_file *file, const char *path, int64_t heads) {
+static inline amp_result gpt_file_open(gpt_file *file, const char *path) {
     amp_result result;
     memset(file, 0, sizeof *file);
     TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
-    result = gpt_file_parse(file, path, heads);
+    result = gpt_file_parse(file, path);
     if (result != AMP_OK) gpt_file_close(file);
     return result;
 }
@@ -1756,6 +2127,18 @@ static inline amp_result gpt_file_check_tied(const gpt_file *file) {
     return example_fail(AMP_ERR_UNSUPPORTED, "lm_head.weight differs from wte.weight: this model ties them");
 }
 
+/* The model keeps the text, to be written back; metadata of version 0.1.0 says nothing that the model does not. */
+static inline amp_result config_take(char **json_of_model, const model_config *m) {
+    free(*json_of_model);
+    *json_of_model = NULL;
+    if (m->text == NULL || m->plain) return AMP_OK;
+    *json_of_model = (char *)malloc(m->bytes + 1);
+    if (*json_of_model == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the text of config.json");
+    memcpy(*json_of_model, m->text, m->bytes);
+    (*json_of_model)[m->bytes] = 0;
+    return AMP_OK;
+}
+
 /* Loads all weights of a file whose shape is the model's, or none. */
 static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
     int64_t i, count, largest = 0;
@@ -1769,6 +2152,9 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
                             "the file holds another model: %lld tokens, %lld positions, %lld channels, %lld layers",
                             (long long)file->config.vocab, (long long)file->config.positions,
                             (long long)file->config.channels, (long long)file->config.layers);
+    if (file->config.heads != g->config.heads || file->config.act != g->config.act || file->config.eps < g->config.eps ||
+        file->config.eps > g->config.eps || file->config.unscaled != g->config.unscaled || file->config.by_layer != g->config.by_layer)
+        return example_fail(AMP_ERR_MISMATCH, "the file's model has other heads, another activation, epsilon or scale of attention");
     for (i = 0; i < g->n_params && file->llmc == 0; i++) TRY(gpt_file_check(file, g, i, &t));
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
@@ -1785,11 +2171,22 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
         if (result == AMP_OK) result = gpt_set(g, i, values);
     }
     free(values);
-    return result;
+    return result == AMP_OK ? config_take(&g->json, &file->described) : result;
 }
 
 /* A text that grows. */
 typedef struct text_buffer { char *text; size_t used, room; int failed; } text_buffer;
+static inline void text_put(text_buffer *b, const char *piece, size_t n) {
+    if (b->used + n + 1 > b->room) {
+        char *more = (char *)realloc(b->text, (b->room + n) * 2 + 1024);
+        if (more == NULL) b->failed = 1;
+        else { b->text = more; b->room = (b->room + n) * 2 + 1024; }
+    }
+    if (b->failed) return;
+    memcpy(b->text + b->used, piece, n);
+    b->used += n;
+    b->text[b->used] = 0;
+}
 static inline void text_add(text_buffer *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
 static inline void text_add(text_buffer *b, const char *format, ...) {
     char piece[512];
@@ -1799,14 +2196,61 @@ static inline void text_add(text_buffer *b, const char *format, ...) {
     n = (size_t)vsnprintf(piece, sizeof piece, format, args);
     va_end(args);
     if (n >= sizeof piece) b->failed = 1;
-    if (b->used + n + 1 > b->room) {
-        char *more = (char *)realloc(b->text, (b->room + n) * 2 + 1024);
-        if (more == NULL) b->failed = 1;
-        else { b->text = more; b->room = (b->room + n) * 2 + 1024; }
+    else text_put(b, piece, n);
+}
+
+/* The characters of a JSON string. */
+static inline void text_add_escaped(text_buffer *b, const char *text) {
+    for (; *text != 0; text++) {
+        unsigned char c = (unsigned char)*text;
+        if (c < 0x20) text_add(b, "\\u%04x", c);
+        else text_add(b, "%s%c", c == '"' || c == '\\' ? "\\" : "", c);
     }
-    if (b->failed) return;
-    memcpy(b->text + b->used, piece, n + 1);
-    b->used += n;
+}
+
+/* Values of our own for a config.json, as JSON. */
+typedef enum config_how {
+    CONFIG_ADD = 0,                 /* where the key is not there */
+    CONFIG_SET = 1,                 /* in any case */
+    CONFIG_REPLACE = 2              /* where the key is there */
+} config_how;
+typedef struct config_own { const char *key; char value[64]; config_how how; const char *longer; } config_own;
+
+static inline void config_add(text_buffer *b, const char *key, const char *value, size_t n) {
+    text_add(b, "%s\n  \"", b->used > 1 ? "," : "");
+    text_put(b, key, strlen(key));
+    text_add(b, "\": ");
+    text_put(b, value, n);
+}
+
+/* The object `source` (NULL: an empty one) with our own values in it; the others stay as they stand. */
+static inline void config_merge(text_buffer *b, const char *source, const config_own *own, int n) {
+    json j = json_open(source != NULL ? source : "{}", source != NULL ? strlen(source) : 2), value;
+    char key[128];
+    int more, i;
+    text_add(b, "{");
+    json_need(&j, '{');
+    for (more = json_peek(&j) == '"'; more; more = json_take(&j, ',')) {
+        const char *from, *mine = NULL;
+        json_peek(&j);
+        from = j.at;
+        if (!json_member(&j, key, &value)) break;
+        for (i = 0; i < n; i++)
+            if (own[i].how != CONFIG_ADD && strcmp(own[i].key, key) == 0) mine = own[i].longer != NULL ? own[i].longer : own[i].value;
+        text_add(b, "%s\n  ", b->used > 1 ? "," : "");
+        text_put(b, from, (size_t)((mine != NULL ? value.at : value.end) - from));
+        if (mine != NULL) text_put(b, mine, strlen(mine));
+    }
+    for (i = 0; i < n; i++) {
+        const char *mine = own[i].longer != NULL ? own[i].longer : own[i].value;
+        if (own[i].how != CONFIG_REPLACE && (source == NULL || !json_value(json_open(source, strlen(source)), own[i].key, &value)))
+            config_add(b, own[i].key, mine, strlen(mine));
+    }
+    text_add(b, "\n}\n");
+}
+
+static inline amp_result config_save(const text_buffer *b, const char *path) {
+    return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path) : amp_file_write_atomic(NULL, path, b->text, b->used);
 }
 
 /* An entry of a safetensors header: fp32 [rows, cols] or, with cols 0, [rows]; *offset moves on. */
@@ -1823,14 +2267,60 @@ static inline amp_result st_end_header(text_buffer *b) {
     return b->failed ? example_fail(AMP_ERR_MEMORY, "no memory for the file's header") : AMP_OK;
 }
 
-static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer *b) {
+static inline void config_own_put(config_own *own, const char *key, config_how how, const char *format, ...) __attribute__((format(printf, 4, 5)));
+static inline void config_own_put(config_own *own, const char *key, config_how how, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(own->value, sizeof own->value, format, args);
+    va_end(args);
+    own->key = key;
+    own->how = how;
+    own->longer = NULL;
+}
+
+/* The config.json that transformers' from_pretrained wants beside model.safetensors. */
+static inline void gpt_config_text(const gpt *g, text_buffer *b) {
     const gpt_config *c = &g->config;
+    config_own own[20];
+    int n = 0;
+    config_own_put(&own[n++], "architectures", CONFIG_SET, "[\"GPT2LMHeadModel\"]");
+    config_own_put(&own[n++], "dtype", CONFIG_REPLACE, "\"float32\"");
+    config_own_put(&own[n++], "torch_dtype", CONFIG_REPLACE, "\"float32\"");
+    config_own_put(&own[n++], "model_type", CONFIG_ADD, "\"gpt2\"");
+    config_own_put(&own[n++], "activation_function", CONFIG_ADD, "\"%s\"", activation_text(c->act));
+    config_own_put(&own[n++], "layer_norm_epsilon", CONFIG_ADD, "%g", (double)c->eps);
+    config_own_put(&own[n++], "scale_attn_weights", CONFIG_ADD, c->unscaled ? "false" : "true");
+    config_own_put(&own[n++], "scale_attn_by_inverse_layer_idx", CONFIG_ADD, c->by_layer ? "true" : "false");
+    config_own_put(&own[n++], "vocab_size", CONFIG_ADD, "%lld", (long long)c->vocab);
+    config_own_put(&own[n++], "n_positions", CONFIG_ADD, "%lld", (long long)c->positions);
+    config_own_put(&own[n++], "n_embd", CONFIG_ADD, "%lld", (long long)c->channels);
+    config_own_put(&own[n++], "n_layer", CONFIG_ADD, "%lld", (long long)c->layers);
+    config_own_put(&own[n++], "n_head", CONFIG_ADD, "%lld", (long long)c->heads);
+    config_own_put(&own[n++], "tie_word_embeddings", CONFIG_ADD, "true");
+    if (g->json == NULL) config_own_put(&own[n++], "bos_token_id", CONFIG_ADD, "null");
+    if (g->json == NULL) config_own_put(&own[n++], "eos_token_id", CONFIG_ADD, "null");
+    config_merge(b, g->json, own, n);
+}
+
+/* The metadata of a file: what other programs want to know, `more` of it, and its config.json once more. */
+static inline amp_result st_begin_header(text_buffer *b, const text_buffer *config, const char *more) {
+    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",%s\"config\":\"", AMP_VERSION_TEXT, more);
+    if (config->failed) return example_fail(AMP_ERR_MEMORY, "no memory for the file's header");
+    text_add_escaped(b, config->text);
+    text_add(b, "\"}");
+    return AMP_OK;
+}
+
+static inline amp_result gpt_header_text(const gpt *g, int64_t step, text_buffer *b) {
+    text_buffer config = {NULL, 0, 0, 0};
+    char more[64];
     int64_t i, offset = 0;
-    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",\"step\":\"%lld\",",
-             AMP_VERSION_TEXT, (long long)step);
-    text_add(b, "\"n_layer\":\"%lld\",\"n_head\":\"%lld\",\"n_embd\":\"%lld\",\"n_positions\":\"%lld\",",
-             (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->positions);
-    text_add(b, "\"vocab_size\":\"%lld\"}", (long long)c->vocab);
+    amp_result result;
+    snprintf(more, sizeof more, "\"step\":\"%lld\",", (long long)step);
+    gpt_config_text(g, &config);
+    result = st_begin_header(b, &config, more);
+    free(config.text);
+    TRY(result);
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
         int conv1d = gpt_is_conv1d(g, i);
@@ -1899,19 +2389,11 @@ static inline amp_result gpt_save_safetensors(gpt *g, const char *path, int64_t 
     return result;
 }
 
-/* The config.json that transformers' from_pretrained wants beside model.safetensors. */
 static inline amp_result gpt_save_config(const gpt *g, const char *path) {
-    const gpt_config *c = &g->config;
     text_buffer b = {NULL, 0, 0, 0};
     amp_result result;
-    text_add(&b, "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n");
-    text_add(&b, "  \"activation_function\": \"gelu_new\",\n  \"layer_norm_epsilon\": 1e-05,\n");
-    text_add(&b, "  \"vocab_size\": %lld,\n  \"n_positions\": %lld,\n", (long long)c->vocab, (long long)c->positions);
-    text_add(&b, "  \"n_embd\": %lld,\n  \"n_layer\": %lld,\n  \"n_head\": %lld,\n", (long long)c->channels,
-             (long long)c->layers, (long long)c->heads);
-    text_add(&b, "  \"tie_word_embeddings\": true,\n  \"bos_token_id\": null,\n  \"eos_token_id\": null\n}\n");
-    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path)
-                      : amp_file_write_atomic(NULL, path, b.text, b.used);
+    gpt_config_text(g, &b);
+    result = config_save(&b, path);
     free(b.text);
     return result;
 }
@@ -2667,7 +3149,7 @@ static inline amp_result tokenizer_encode_files(tokenizer *t, char *const *paths
 
 /* ==== 10 The encoder (BERT) ======================================================================
    As Hugging Face's ...ForSequenceClassification of BERT, RoBERTa / XLM-R, ELECTRA and Longformer: word, position and
-   token-type embeddings, LayerNorm, post-norm layers with GELU (erf), padding hidden by lengths, and a head of two linear
+   token-type embeddings, LayerNorm, post-norm layers, padding hidden by lengths, and a head of two linear
    layers over the first token.  Queries, keys and values are one linear layer, whose weights the file has in three
    pieces.  The stream between the layers is fp32; what lies inside of a layer is stored in `activations`.
    Dropout acts on embeddings, branches and the head's inner layer, not on attention's probabilities. */
@@ -2688,17 +3170,19 @@ static const encoder_kind encoder_kinds[] = {
     {"electra", "electra.", "classifier.dense", "classifier.out_proj", 0, AMP_ACT_GELU_ERF},
     {"longformer", "longformer.", "classifier.dense", "classifier.out_proj", 2, AMP_ACT_TANH},
 };
-enum { ENCODER_KINDS = 4 };
+enum { ENCODER_KINDS = 4, ENCODER_WINDOW = 1 << 29 };
 
 typedef struct encoder_config {
     encoder_family family;
     int64_t vocab, positions, types, layers, heads, hidden, intermediate, classes;
     int64_t embedding;              /* width of the embeddings; 0: hidden */
     int64_t window;                 /* Longformer: keys seen on each side, half of Hugging Face's attention_window */
+    const int64_t *windows;         /* the same of each layer; NULL: window in all */
     int64_t batch, seq;             /* the most that forward will be called with */
     amp_dtype activations;          /* F32, F16 or BF16; 0: F32 */
     float dropout;                  /* 0: none */
     float eps;                      /* of LayerNorm; 0: 1e-12 */
+    amp_activation_kind act;        /* inside the layers; 0: AMP_ACT_GELU_ERF */
 } encoder_config;
 
 /* A batch in device memory: ids [batch, seq], lengths [batch] tokens that are no padding; types NULL: all 0. */
@@ -2708,13 +3192,15 @@ typedef struct encoder_input {
 } encoder_input;
 
 typedef struct encoder_layer {
+    int64_t window;
     amp_linear_op qkv, proj, fc, fc_out;
     amp_attention_op attention;
+    amp_activation_op act;          /* where fc does not take it along */
     amp_norm_op norm_1, norm_2;
     amp_dropout_op drop_1, drop_2;
     amp_linear_op q_global, kv_global;          /* Longformer: of the first token's attention */
     amp_attention_op attention_global;
-    void *qkv_out, *heads, *fc_pre, *fc_act;    /* [rows, 3C], [rows, C], [rows, I] before and after GELU */
+    void *qkv_out, *heads, *fc_pre, *fc_act;    /* [rows, 3C], [rows, C], [rows, I] before and after the activation */
     void *q_global_out, *kv_global_out;         /* [batch, C], [rows, 2C] */
     float *sum_1, *middle, *sum_2, *end;        /* before and after each norm: [rows, C] */
     float *mean_1, *rstd_1, *mean_2, *rstd_2, *lse, *lse_global;
@@ -2722,6 +3208,7 @@ typedef struct encoder_layer {
 
 typedef struct encoder {
     encoder_config config;
+    char *json;                     /* the config.json that it came with; NULL: none */
     amp_context *amp;
     amp_param *params;              /* in the order of encoder_describe */
     int64_t n_params, weights_count;
@@ -2918,7 +3405,7 @@ static inline void encoder_bind_attention(encoder *e, encoder_layer *l) {
     if (e->config.family != ENCODER_LONGFORMER) return;
     op->mask.kind = AMP_MASK_WINDOW_GLOBAL;
     op->mask.bidirectional = 1;
-    op->mask.window = e->config.window + 1;     /* a key counts itself: |i - j| < window + 1 */
+    op->mask.window = l->window + 1;            /* a key counts itself: |i - j| < window + 1 */
     op->mask.global = 1;
 }
 
@@ -2957,12 +3444,8 @@ static inline void encoder_bind_layer(encoder *e, int64_t layer) {
     encoder_bind_norm(e, &l->norm_1, p + 4, branch, before, l->sum_1, l->middle, l->mean_1, l->rstd_1);
     encoder_bind_linear(&l->fc, p + 6, encoder_stream(e, l->middle), encoder_matrix(e, l->fc_act, I),
                         encoder_stream(e, e->d_inner), d_fc);
-    l->fc.act = AMP_ACT_GELU_ERF;
-    l->fc.pre = encoder_matrix(e, l->fc_pre, I);
-    l->fc.dy_before_act = 1;                    /* fc_out's backward goes through the activation */
     encoder_bind_linear(&l->fc_out, p + 8, l->fc.y, branch, d_fc, d_drop);
-    l->fc_out.x_act = AMP_ACT_GELU_ERF;
-    l->fc_out.x_pre = l->fc.pre;
+    bind_activation(&l->act, c->act, &l->fc, &l->fc_out, encoder_matrix(e, l->fc_pre, I));
     encoder_bind_dropout(e, &l->drop_2, branch, d_branch, d_drop);
     encoder_bind_norm(e, &l->norm_2, p + 10, branch, l->middle, l->sum_2, l->end, l->mean_2, l->rstd_2);
 }
@@ -3038,17 +3521,23 @@ static inline void encoder_destroy(encoder *e) {
         amp_free(e->amp, e->grads);
         amp_free(e->amp, e->memory);
     }
-    free(e->params); free(e->names); free(e->layers);
+    free(e->params); free(e->names); free(e->layers); free(e->json);
     memset(e, 0, sizeof *e);
 }
 
 static inline amp_result encoder_check_config(const encoder_config *c) {
     const int64_t most = (int64_t)1 << 31, first = encoder_kinds[c->family].first;
+    int64_t layer, window;
     if (c->vocab < 1 || c->positions <= first || c->types < 1 || c->layers < 1 || c->heads < 1 || c->hidden < 1 ||
         c->intermediate < 1 || c->classes < 1 || c->embedding < 0 || c->batch < 1 || c->seq < 1 || c->vocab > most ||
         c->positions > most || c->types > 1 << 20 || c->layers > 10000 || c->hidden > 1 << 20 || c->classes > 1 << 20 ||
-        c->intermediate > 1 << 22 || c->embedding > 1 << 20 || c->batch > most / c->seq || c->window < 0)
+        c->intermediate > 1 << 22 || c->embedding > 1 << 20 || c->batch > most / c->seq)
         return example_fail(AMP_ERR_RANGE, "a dimension of the model is outside its range");
+    for (layer = 0; layer < c->layers; layer++) {
+        window = c->windows != NULL ? c->windows[layer] : c->window;
+        if (window < 0 || window > ENCODER_WINDOW)
+            return example_fail(AMP_ERR_RANGE, "a window of %lld, must be 0 to %d", (long long)window, ENCODER_WINDOW);
+    }
     if (c->hidden % c->heads != 0)
         return example_fail(AMP_ERR_SHAPE, "%lld heads do not divide %lld channels", (long long)c->heads,
                             (long long)c->hidden);
@@ -3084,6 +3573,8 @@ static inline amp_result encoder_create(encoder *e, amp_context *amp, const enco
     if (e->config.activations == AMP_DTYPE_DEFAULT) e->config.activations = AMP_F32;
     if (e->config.embedding == 0) e->config.embedding = config->hidden;
     if (!(e->config.eps > 0)) e->config.eps = 1e-12f;
+    if (e->config.act == AMP_ACT_NONE) e->config.act = AMP_ACT_GELU_ERF;
+    e->config.windows = NULL;       /* the layers have them */
     e->amp = amp;
     e->params = (amp_param *)calloc(n, sizeof *e->params);
     e->names = (char (*)[80])calloc(n, sizeof *e->names);
@@ -3091,6 +3582,9 @@ static inline amp_result encoder_create(encoder *e, amp_context *amp, const enco
     if (e->params == NULL || e->names == NULL || e->layers == NULL)
         result = example_fail(AMP_ERR_MEMORY, "no memory for the model's tables");
     else {
+        int64_t layer;
+        for (layer = 0; layer < config->layers; layer++)
+            e->layers[layer].window = config->windows != NULL ? config->windows[layer] : config->window;
         encoder_describe(e);
         result = encoder_allocate(e);
         if (result == AMP_OK) result = encoder_bind(e, config->batch, config->seq);
@@ -3161,6 +3655,7 @@ static inline amp_result encoder_forward_layer(encoder *e, encoder_layer *l, con
     if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &l->drop_1));
     TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &l->norm_1));
     TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->fc));
+    if (!activation_is_fused(e->config.act)) TIMED(p, amp, PROFILE_LINEAR, 0, amp_activation(amp, &l->act));
     TIMED(p, amp, PROFILE_LINEAR, 0, amp_linear(amp, &l->fc_out));
     if (drop) TIMED(p, amp, PROFILE_DROPOUT, 0, amp_dropout(amp, &l->drop_2));
     TIMED(p, amp, PROFILE_NORM, 0, amp_layernorm(amp, &l->norm_2));
@@ -3223,6 +3718,7 @@ static inline amp_result encoder_backward_layer(encoder *e, encoder_layer *l) {
     TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &l->norm_2));
     if (drop) TIMED(p, amp, PROFILE_DROPOUT, 1, amp_dropout_backward(amp, &l->drop_2));
     TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->fc_out));
+    if (!activation_is_fused(e->config.act)) TIMED(p, amp, PROFILE_LINEAR, 1, amp_activation_backward(amp, &l->act));
     TIMED(p, amp, PROFILE_LINEAR, 1, amp_linear_backward(amp, &l->fc));
     TIMED(p, amp, PROFILE_NORM, 1, encoder_add_inner(e, e->d_branch));
     TIMED(p, amp, PROFILE_NORM, 1, amp_layernorm_backward(amp, &l->norm_1));
@@ -3273,11 +3769,20 @@ typedef struct encoder_file {
     void *data;
     size_t bytes;
     st_file tensors;
+    model_config described;
     encoder_config config;          /* as the file says; classes 0: it has no head */
+    int64_t *windows;               /* of config */
+    char **labels;                  /* names of the classes */
+    int64_t n_labels;
 } encoder_file;
 
 static inline void encoder_file_close(encoder_file *file) {
+    int64_t i;
+    for (i = 0; i < file->n_labels; i++) free(file->labels[i]);
+    free(file->labels);
     st_close(&file->tensors);
+    config_close(&file->described);
+    free(file->windows);
     amp_file_free(NULL, file->data, file->bytes);
     memset(file, 0, sizeof *file);
 }
@@ -3314,18 +3819,30 @@ static inline const st_tensor *encoder_file_find(const st_file *tensors, encoder
     return encoder_file_find(tensors, family, older);
 }
 
-/* The family by config.json or our metadata, else by the names' prefix. */
-static inline encoder_family encoder_file_family(const encoder_file *file, const char *path) {
-    char type[64] = "";
+/* What transformers calls these models, and the beginning of their classes' names. */
+typedef struct encoder_type { const char *name, *classes; encoder_family family; } encoder_type;
+static const encoder_type encoder_types[] = {
+    {"bert", "Bert", ENCODER_BERT},           {"roberta", "Roberta", ENCODER_ROBERTA},
+    {"electra", "Electra", ENCODER_ELECTRA},  {"longformer", "Longformer", ENCODER_LONGFORMER},
+    {"xlm-roberta", "XLMRoberta", ENCODER_ROBERTA}, {"camembert", "Camembert", ENCODER_ROBERTA},
+};
+enum { ENCODER_TYPES = (int)(sizeof encoder_types / sizeof *encoder_types) };
+
+/* The type that config.json names; without one, by the prefix of the tensors' names. */
+static inline amp_result encoder_type_of(const model_config *m, const st_file *tensors, const encoder_type **out) {
+    char name[64] = "";
+    json value;
     int64_t i;
-    int k, said = model_file_text(&file->tensors, path, "model_type", type, sizeof type);
-    for (k = ENCODER_KINDS - 1; k > 0; k--) {
-        if (strcmp(type, encoder_kinds[k].name) == 0) return (encoder_family)k;
-        for (i = 0; i < file->tensors.n && !said; i++)
-            if (strncmp(file->tensors.tensors[i].name, encoder_kinds[k].prefix, strlen(encoder_kinds[k].prefix)) == 0)
-                return (encoder_family)k;
-    }
-    return strcmp(type, "xlm-roberta") == 0 ? ENCODER_ROBERTA : ENCODER_BERT;
+    int k;
+    TRY(config_word(m, "model_type", name));
+    for (k = 0; k < ENCODER_TYPES; k++) if (strcmp(name, encoder_types[k].name) == 0) { *out = &encoder_types[k]; return AMP_OK; }
+    if (config_get(m, "model_type", &value))
+        return config_refuse(m, "model_type", "must be bert, roberta, xlm-roberta, camembert, electra or longformer");
+    *out = encoder_types;
+    for (k = 1; k < ENCODER_KINDS; k++)
+        for (i = 0; i < tensors->n; i++)
+            if (strncmp(tensors->tensors[i].name, encoder_kinds[k].prefix, strlen(encoder_kinds[k].prefix)) == 0) *out = &encoder_types[k];
+    return AMP_OK;
 }
 
 static inline const st_tensor *encoder_file_body(const encoder_file *file, const char *name) {
@@ -3334,23 +3851,110 @@ static inline const st_tensor *encoder_file_body(const encoder_file *file, const
     return encoder_file_find(&file->tensors, file->config.family, full);
 }
 
-/* What stands in no shape: heads, LayerNorm's epsilon, Longformer's window. */
-static inline void encoder_file_settings(encoder_file *file, const char *path, int64_t heads) {
-    encoder_config *c = &file->config;
-    char text[64];
-    c->heads = heads > 0 ? heads : c->hidden % 64 == 0 ? c->hidden / 64 : 0;
-    if (heads < 1 && model_file_text(&file->tensors, path, "num_attention_heads", text, sizeof text)) c->heads = atoll(text);
-    c->eps = c->family == ENCODER_BERT || c->family == ENCODER_ELECTRA ? 1e-12f : 1e-5f;
-    if (model_file_text(&file->tensors, path, "layer_norm_eps", text, sizeof text)) c->eps = (float)atof(text);
+static const config_only encoder_config_only[] = {
+    {"is_decoder", "false"},     {"position_embedding_type", "\"absolute\""},
+    {"attention_mode", "\"longformer\""}, {"ignore_attention_mask", "false"}, {"autoregressive", "false"},
+    {"problem_type", "null|\"single_label_classification\""}, {NULL, NULL},
+};
+static const config_rules encoder_config_rules = {
+    "model_type vocab_size max_position_embeddings type_vocab_size hidden_size num_hidden_layers num_attention_heads "
+    "intermediate_size embedding_size hidden_act layer_norm_eps attention_window hidden_dropout_prob attention_probs_dropout_prob "
+    "classifier_dropout",
+    "tie_word_embeddings onnx_export directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+    "pooler_size_per_head pooler_type",
+    encoder_config_only
+};
+
+/* Longformer's windows: one for each layer, or one for all.  windows: room for one of each layer. */
+static inline amp_result encoder_read_windows(const model_config *m, encoder_config *c, int64_t *windows) {
+    json value;
+    int64_t layer = 0, number;
+    int list;
+    for (layer = 0; layer < c->layers; layer++) windows[layer] = 256;
+    c->windows = windows;
     c->window = 256;
-    if (model_file_text(&file->tensors, path, "attention_window", text, sizeof text)) c->window = atoll(text) / 2;
+    if (!config_get(m, "attention_window", &value)) return AMP_OK;
+    list = json_take(&value, '[');
+    for (layer = 0; layer < c->layers && (layer == 0 || (list && json_take(&value, ','))); layer++) {
+        number = json_integer(&value);
+        if (value.bad || number < 2 || number % 2 != 0 || number / 2 > ENCODER_WINDOW) break;
+        windows[layer] = number / 2;
+    }
+    if (list ? layer != c->layers || !json_take(&value, ']') : layer != 1 || value.at != value.end)
+        return config_refuse(m, "attention_window", "must be an even number from 2, or a list of them, one for each of the %lld layers",
+                             (long long)c->layers);
+    for (; layer < c->layers; layer++) windows[layer] = windows[0];
+    c->window = windows[0];
+    return AMP_OK;
 }
 
-static inline amp_result encoder_file_shape(encoder_file *file, const char *path, int64_t heads) {
+/* What stands in no shape, and that the rest agrees with the weights'. */
+static inline amp_result encoder_read_config(model_config *m, encoder_config *c, int64_t *windows) {
+    int64_t pad = 1;
+    double eps = 1e-12;             /* of transformers, where the key is not there; so are the others */
+    TRY(config_shape(m, "vocab_size", c->vocab));
+    TRY(config_shape(m, "max_position_embeddings", c->positions));
+    TRY(config_shape(m, "type_vocab_size", c->types));
+    TRY(config_shape(m, "hidden_size", c->hidden));
+    TRY(config_shape(m, "num_hidden_layers", c->layers));
+    TRY(config_shape(m, "intermediate_size", c->intermediate));
+    if (c->family == ENCODER_ELECTRA) TRY(config_shape(m, "embedding_size", c->embedding));
+    c->heads = c->family == ENCODER_ELECTRA ? 4 : 12;
+    TRY(config_integer(m, "num_attention_heads", 1, INT32_MAX, &c->heads));
+    if (c->hidden % c->heads != 0)
+        return config_refuse(m, "num_attention_heads", "%lld heads do not divide a width of %lld", (long long)c->heads, (long long)c->hidden);
+    c->act = AMP_ACT_GELU_ERF;
+    TRY(config_activation(m, "hidden_act", &c->act));
+    TRY(config_number(m, "layer_norm_eps", 1e-37, 1e37, &eps));
+    c->eps = (float)eps;
+    if (encoder_kinds[c->family].first > 0) TRY(config_integer(m, "pad_token_id", 0, INT32_MAX, &pad));
+    if (pad != encoder_kinds[c->family].first - 1 && encoder_kinds[c->family].first > 0)
+        return config_refuse(m, "pad_token_id", "must be 1: positions are counted from the number after it");
+    if (c->family == ENCODER_LONGFORMER) TRY(encoder_read_windows(m, c, windows));
+    TRY(config_dropout(m, "hidden_dropout_prob"));
+    TRY(config_dropout(m, "attention_probs_dropout_prob"));
+    return config_dropout(m, "classifier_dropout");
+}
+
+/* How many classes "id2label" of a config.json names; 0: none. */
+static inline int64_t config_count_labels(const char *text, size_t bytes) {
+    json labels, value;
+    char key[128];
+    int64_t n = 0;
+    int more;
+    if (!json_value(json_open(text, bytes), "id2label", &labels) || !json_take(&labels, '{')) return 0;
+    for (more = json_peek(&labels) == '"'; more && json_member(&labels, key, &value); more = json_take(&labels, ',')) n++;
+    return n;
+}
+
+/* Their names, {"0": "bad", "1": "good"}: each class once.  names: room for n. */
+static inline amp_result config_read_labels(const model_config *m, char **names, int64_t n) {
+    json labels, value, number;
+    char key[128];
+    int64_t i;
+    int more;
+    if (!json_value(json_open(m->text, m->bytes), "id2label", &labels)) return AMP_OK;
+    if (!json_take(&labels, '{')) return *labels.at == 'n' ? AMP_OK : config_refuse(m, "id2label", "must be an object");
+    for (more = json_peek(&labels) == '"'; more && json_member(&labels, key, &value); more = json_take(&labels, ',')) {
+        number = json_open(key, strlen(key));
+        i = json_integer(&number);
+        if (number.bad || number.at != number.end || i < 0 || i >= n || names[i] != NULL || *value.at != '"')
+            return config_refuse(m, "id2label", "must give each class from \"0\" to \"%lld\" a name, once", (long long)n - 1);
+        names[i] = (char *)malloc((size_t)(value.end - value.at));
+        if (names[i] == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its labels", m->path);
+        (void)json_text(value, names[i], (size_t)(value.end - value.at));
+    }
+    return AMP_OK;
+}
+
+static inline amp_result encoder_file_shape(encoder_file *file, const char *path) {
     encoder_config *c = &file->config;
+    const encoder_type *type = encoder_types;
     const st_tensor *words, *positions, *types, *down, *out;
     char name[96];
-    c->family = encoder_file_family(file, path);
+    TRY(config_open(&file->described, &file->tensors, path, &encoder_config_rules));
+    TRY(encoder_type_of(&file->described, &file->tensors, &type));
+    c->family = type->family;
     words = encoder_file_body(file, "embeddings.word_embeddings.weight");
     positions = encoder_file_body(file, "embeddings.position_embeddings.weight");
     types = encoder_file_body(file, "embeddings.token_type_embeddings.weight");
@@ -3367,19 +3971,23 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     snprintf(name, sizeof name, "%s.weight", encoder_kinds[c->family].out);
     out = st_find(&file->tensors, name);
     c->classes = out != NULL && out->ndim == 2 ? out->shape[0] : 0;
-    encoder_file_settings(file, path, heads);
-    if (c->heads < 1)
-        return example_fail(AMP_ERR_FORMAT, "%s: does not say how many heads the model has: give the number", path);
-    return AMP_OK;
+    file->windows = (int64_t *)calloc((size_t)c->layers, sizeof *file->windows);
+    file->n_labels = config_count_labels(file->described.text, file->described.bytes);
+    file->labels = (char **)calloc((size_t)file->n_labels + 1, sizeof *file->labels);
+    if (file->windows == NULL || file->labels == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory for its windows and labels", path);
+    TRY(encoder_read_config(&file->described, c, file->windows));
+    if (c->classes > 0 && file->n_labels > 0 && file->n_labels != c->classes)
+        return config_refuse(&file->described, "id2label", "names %lld classes, the weights have %lld", (long long)file->n_labels, (long long)c->classes);
+    return config_read_labels(&file->described, file->labels, file->n_labels);
 }
 
-/* Opens a model file and reads its shape.  heads: 0 to find it out.  Nothing in the file is trusted. */
-static inline amp_result encoder_file_open(encoder_file *file, const char *path, int64_t heads) {
+/* Opens a model file and reads its shape.  Nothing in the file is trusted. */
+static inline amp_result encoder_file_open(encoder_file *file, const char *path) {
     amp_result result;
     memset(file, 0, sizeof *file);
     TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
     result = st_open(&file->tensors, file->data, file->bytes);
-    if (result == AMP_OK) result = encoder_file_shape(file, path, heads);
+    if (result == AMP_OK) result = encoder_file_shape(file, path);
     if (result != AMP_OK) encoder_file_close(file);
     return result;
 }
@@ -3447,18 +4055,91 @@ static inline amp_result encoder_file_load(const encoder_file *file, encoder *e,
     }
     free(values);
     free(room);
-    return result;
+    return result == AMP_OK ? config_take(&e->json, &file->described) : result;
+}
+
+/* {"0": "bad", "1": "good"}, or the other way round; classes without a name are LABEL_2 and so on. */
+static inline void encoder_labels_text(text_buffer *b, const char *const *names, int64_t n, int64_t classes, int inverse) {
+    int64_t i;
+    for (i = 0; i < classes; i++) {
+        text_add(b, "%s", i > 0 ? ", \"" : "{\"");
+        if (!inverse) text_add(b, "%lld\": \"", (long long)i);
+        if (i < n) text_add_escaped(b, names[i]);
+        else text_add(b, "LABEL_%lld", (long long)i);
+        if (inverse) text_add(b, "\": %lld", (long long)i);
+        else text_add(b, "\"");
+    }
+    text_add(b, "}");
+}
+
+/* The config.json that transformers' from_pretrained wants beside model.safetensors.  names: of n classes; n 0: those that the
+   model came with, where they are as many. */
+static inline void encoder_config_text(const encoder *e, const char *const *names, int64_t n, text_buffer *b) {
+    const encoder_config *c = &e->config;
+    const encoder_type *type = &encoder_types[c->family];       /* the first ones stand in the order of the families */
+    text_buffer labels = {NULL, 0, 0, 0}, numbers = {NULL, 0, 0, 0}, windows = {NULL, 0, 0, 0};
+    size_t bytes = e->json != NULL ? strlen(e->json) : 0;
+    int kept = n == 0 && config_count_labels(e->json, bytes) == c->classes;
+    config_own own[24];
+    char name[64];
+    int64_t layer;
+    int k = 0, i;
+    if (json_find(json_open(e->json, bytes), "model_type", name, sizeof name))
+        for (i = 0; i < ENCODER_TYPES; i++) if (strcmp(name, encoder_types[i].name) == 0) type = &encoder_types[i];
+    config_own_put(&own[k++], "architectures", CONFIG_SET, "[\"%sForSequenceClassification\"]", type->classes);
+    config_own_put(&own[k++], "dtype", CONFIG_REPLACE, "\"float32\"");
+    config_own_put(&own[k++], "torch_dtype", CONFIG_REPLACE, "\"float32\"");
+    config_own_put(&own[k++], "model_type", CONFIG_ADD, "\"%s\"", type->name);
+    config_own_put(&own[k++], "hidden_act", CONFIG_ADD, "\"%s\"", activation_text(c->act));
+    config_own_put(&own[k++], "layer_norm_eps", CONFIG_ADD, "%g", (double)c->eps);
+    config_own_put(&own[k++], "pad_token_id", CONFIG_ADD, "%d", encoder_kinds[c->family].first > 0);
+    config_own_put(&own[k++], "vocab_size", CONFIG_ADD, "%lld", (long long)c->vocab);
+    config_own_put(&own[k++], "max_position_embeddings", CONFIG_ADD, "%lld", (long long)c->positions);
+    config_own_put(&own[k++], "type_vocab_size", CONFIG_ADD, "%lld", (long long)c->types);
+    config_own_put(&own[k++], "hidden_size", CONFIG_ADD, "%lld", (long long)c->hidden);
+    config_own_put(&own[k++], "num_hidden_layers", CONFIG_ADD, "%lld", (long long)c->layers);
+    config_own_put(&own[k++], "num_attention_heads", CONFIG_ADD, "%lld", (long long)c->heads);
+    config_own_put(&own[k++], "intermediate_size", CONFIG_ADD, "%lld", (long long)c->intermediate);
+    if (c->family == ENCODER_ELECTRA) config_own_put(&own[k++], "embedding_size", CONFIG_ADD, "%lld", (long long)c->embedding);
+    if (c->family == ENCODER_LONGFORMER) {
+        for (layer = 0; layer < c->layers; layer++) text_add(&windows, "%s%lld", layer > 0 ? ", " : "[", (long long)e->layers[layer].window * 2);
+        text_add(&windows, "]");
+        config_own_put(&own[k], "attention_window", CONFIG_SET, "%s", "");
+        own[k++].longer = windows.text;
+    }
+    if (!kept) {
+        encoder_labels_text(&labels, names, n, c->classes, 0);
+        encoder_labels_text(&numbers, names, n, c->classes, 1);
+        config_own_put(&own[k], "id2label", CONFIG_SET, "%s", "");
+        own[k++].longer = labels.text;
+        config_own_put(&own[k], "label2id", CONFIG_SET, "%s", "");
+        own[k++].longer = numbers.text;
+    }
+    config_own_put(&own[k++], "num_labels", CONFIG_REPLACE, "%lld", (long long)c->classes);
+    config_merge(b, e->json, own, k);
+    if (labels.failed || numbers.failed || windows.failed) b->failed = 1;
+    free(labels.text); free(numbers.text); free(windows.text);
+}
+
+/* The model's classes have these names from now on. */
+static inline amp_result encoder_name_labels(encoder *e, const char *const *names, int64_t n) {
+    text_buffer b = {NULL, 0, 0, 0};
+    encoder_config_text(e, names, n, &b);
+    if (b.failed) { free(b.text); return example_fail(AMP_ERR_MEMORY, "no memory for the names of %lld classes", (long long)n); }
+    free(e->json);
+    e->json = b.text;
+    return AMP_OK;
 }
 
 static inline amp_result encoder_header_text(const encoder *e, text_buffer *b) {
-    const encoder_config *c = &e->config;
-    const encoder_kind *kind = &encoder_kinds[c->family];
+    text_buffer config = {NULL, 0, 0, 0};
     int64_t i, offset = 0;
     int part;
-    text_add(b, "{\"__metadata__\":{\"format\":\"pt\"," ST_CHECKSUM "00000000\",\"producer\":\"amp.h %s\",\"model_type\":\"%s\",",
-             AMP_VERSION_TEXT, kind->name);
-    text_add(b, "\"num_attention_heads\":\"%lld\",\"layer_norm_eps\":\"%g\",\"attention_window\":\"%lld\"}",
-             (long long)c->heads, (double)c->eps, (long long)c->window * 2);
+    amp_result result;
+    encoder_config_text(e, NULL, 0, &config);
+    result = st_begin_header(b, &config, "");
+    free(config.text);
+    TRY(result);
     for (i = 0; i < e->n_params; i++)
         for (part = 0; part < encoder_pieces(&e->params[i]); part++) {
             encoder_piece piece;
@@ -3496,36 +4177,11 @@ static inline amp_result encoder_save(encoder *e, const char *path) {
     return result;
 }
 
-/* The config.json that transformers' from_pretrained wants beside model.safetensors.  names: of the n labels, n 0: none. */
-static inline amp_result encoder_save_config(const encoder *e, const char *path, const char *const *names, int64_t n) {
-    static const char *const classes[] = {"Bert", "Roberta", "Electra", "Longformer"};
-    const encoder_config *c = &e->config;
-    const encoder_kind *kind = &encoder_kinds[c->family];
+static inline amp_result encoder_save_config(const encoder *e, const char *path) {
     text_buffer b = {NULL, 0, 0, 0};
     amp_result result;
-    int64_t i, k;
-    text_add(&b, "{\n  \"architectures\": [\"%sForSequenceClassification\"],\n  \"model_type\": \"%s\",\n", classes[c->family], kind->name);
-    text_add(&b, "  \"hidden_act\": \"gelu\",\n  \"layer_norm_eps\": %g,\n  \"pad_token_id\": %d,\n", (double)c->eps, kind->first > 0);
-    text_add(&b, "  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n  \"type_vocab_size\": %lld,\n", (long long)c->vocab,
-             (long long)c->positions, (long long)c->types);
-    text_add(&b, "  \"hidden_size\": %lld,\n  \"num_hidden_layers\": %lld,\n  \"num_attention_heads\": %lld,\n", (long long)c->hidden,
-             (long long)c->layers, (long long)c->heads);
-    text_add(&b, "  \"intermediate_size\": %lld,\n  \"embedding_size\": %lld,\n", (long long)c->intermediate, (long long)c->embedding);
-    if (c->family == ENCODER_LONGFORMER) text_add(&b, "  \"attention_window\": %lld,\n", (long long)c->window * 2);
-    text_add(&b, "  \"id2label\": {");
-    for (i = 0; i < c->classes; i++) {
-        text_add(&b, "%s\"%lld\": \"", i > 0 ? ", " : "", (long long)i);
-        if (i >= n) text_add(&b, "LABEL_%lld", (long long)i);
-        for (k = 0; i < n && names[i][k] != 0; k++) {
-            unsigned char x = (unsigned char)names[i][k];
-            if (x < 0x20) text_add(&b, "\\u%04x", x);
-            else text_add(&b, "%s%c", x == '"' || x == '\\' ? "\\" : "", x);
-        }
-        text_add(&b, "\"");
-    }
-    text_add(&b, "}\n}\n");
-    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for %s", path)
-                      : amp_file_write_atomic(NULL, path, b.text, b.used);
+    encoder_config_text(e, NULL, 0, &b);
+    result = config_save(&b, path);
     free(b.text);
     return result;
 }

@@ -44,7 +44,7 @@ static const option options[] = {
     {"hidden", INTEGER, FIELD(hidden), "model", 1, 65536, "model=0", "width"},
     {"intermediate", INTEGER, FIELD(intermediate), "model", 1, 1 << 20, "model=0", "width inside the layers; model: 4 times --hidden"},
     {"dropout", NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL, "on embeddings, branches and the head"},
-    {"init", TEXT, FIELD(init), "", 0, 0, NULL, "start from this safetensors file of a BERT or ELECTRA"},
+    {"init", TEXT, FIELD(init), "", 0, 0, NULL, "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"precision", CHOICE, FIELD(precision), "auto", 0, 0, "auto fp32 tf32 fp16 bf16", "what autocast computes in"},
@@ -318,6 +318,8 @@ typedef struct run {
     encoder_file file;              /* of --init; data NULL: none */
     encoder model;
     int fresh;                      /* parameters of the head that the file did not have */
+    int other_labels;               /* 1: the data has labels that the file's classes are not */
+    char described[400];            /* what is to be said about its config.json, or "" */
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
     int32_t *host;                  /* a batch: lengths, labels, ids */
@@ -459,10 +461,66 @@ static amp_result shape_from_flags(const run *r, encoder_config *c) {
     return AMP_OK;
 }
 
+/* The model of --init must be the one that the flags, where there are any, describe. */
+static amp_result check_shape(const run *r, const encoder_config *file) {
+    static const char *const names[] = {"layers", "heads", "hidden", "intermediate"};
+    const settings *set = &r->set;
+    const model_size *size = model_sizes;
+    int i;
+    while (strcmp(size->name, set->model) != 0) size++;
+    for (i = 0; i < 4; i++) {
+        const int64_t flags[] = {set->layers, set->heads, set->hidden, set->intermediate};
+        const int64_t sizes[] = {size->layers, size->heads, size->hidden, 4 * size->hidden};
+        const int64_t theirs[] = {file->layers, file->heads, file->hidden, file->intermediate};
+        int64_t wanted = was_given(names[i]) ? flags[i] : was_given("model") ? sizes[i] : 0;
+        if (wanted > 0 && wanted != theirs[i])
+            return refuse(was_given(names[i]) ? names[i] : "model", "the model of --init has %s %lld", names[i], (long long)theirs[i]);
+    }
+    return AMP_OK;
+}
+
+/* The model's classes have names of their own. */
+static int has_labels(const encoder_file *file) {
+    char name[32];
+    int64_t i;
+    for (i = 0; i < file->n_labels; i++) {
+        snprintf(name, sizeof name, "LABEL_%lld", (long long)i);
+        if (strcmp(file->labels[i], name) != 0) return 1;
+    }
+    return 0;
+}
+
+/* Labels that the model of --init names get its numbers for them.  Where it lacks one, its last layer is of no use, as one for
+   another number of classes. */
+static amp_result adopt_labels(run *r) {
+    label_names theirs;
+    text_set *sets[2];
+    int64_t *place, i, k;
+    theirs.name = r->file.labels; theirs.n = r->file.n_labels; theirs.numbers = 0;
+    if (r->labels.n == 0 || r->file.config.classes == 0 || !has_labels(&r->file)) return AMP_OK;
+    if (r->set.classes > 0 && r->set.classes != theirs.n) return AMP_OK;
+    place = (int64_t *)malloc((size_t)r->labels.n * sizeof *place);
+    if (place == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the labels");
+    for (i = 0; i < r->labels.n && !r->other_labels; i++) {
+        place[i] = label_place(&theirs, r->labels.name[i], (int64_t)strlen(r->labels.name[i]), 0);
+        r->other_labels = place[i] < 0;
+    }
+    sets[0] = &r->texts; sets[1] = &r->valid;
+    for (k = 0; k < 2 && !r->other_labels; k++)
+        for (i = 0; i < sets[k]->n; i++) sets[k]->items[i].label = (int32_t)place[sets[k]->items[i].label];
+    free(place);
+    if (r->other_labels) { r->file.config.classes = 0; return AMP_OK; }
+    label_names_close(&r->labels);
+    r->labels = theirs;
+    r->classes = theirs.n;
+    r->file.labels = NULL; r->file.n_labels = 0;
+    return AMP_OK;
+}
+
 static amp_result shape_from_file(run *r, encoder_config *c) {
     const settings *set = &r->set;
     char why[400];
-    if (encoder_file_open(&r->file, set->init, set->heads) != AMP_OK) return refuse("init", "%s", because(why));
+    if (encoder_file_open(&r->file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
     *c = r->file.config;
     if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
         return refuse("init", "a model of the kind %s has tokens of byte pairs, and this program makes WordPiece", encoder_kinds[c->family].name);
@@ -470,6 +528,9 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
         return refuse(*set->vocab != 0 ? "vocab" : "init", "the tokenizer has %lld tokens, the model of --init only %lld%s",
                       (long long)r->tokenizer.n, (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
     if (set->seq > c->positions) return refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
+    TRY(check_shape(r, c));
+    TRY(adopt_labels(r));
+    snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     if (r->labels.n == 0 && set->classes == 0 && c->classes > r->classes) r->classes = c->classes;     /* its head knows more labels */
     return AMP_OK;
 }
@@ -502,6 +563,12 @@ static amp_result open_model(run *r) {
     result = encoder_file_load(&r->file, &r->model, (uint64_t)set->seed, &r->fresh);
     encoder_file_close(&r->file);
     return result == AMP_OK ? AMP_OK : refuse("init", "%s", because(why));
+}
+
+/* The model and the names of its classes. */
+static amp_result open_named_model(run *r) {
+    TRY(open_model(r));
+    return r->labels.n > 0 ? encoder_name_labels(&r->model, (const char *const *)r->labels.name, r->labels.n) : AMP_OK;
 }
 
 static float or_zero(double value) { return value > 0 ? (float)value : AMP_ZERO; }
@@ -573,7 +640,7 @@ static amp_result open_run(run *r) {
     if (r->set.lr < 0) r->set.lr = *r->set.init != 0 ? 5e-5 : 1e-3;
     TRY(open_data(r));
     TRY(open_tokenizer(r));
-    TRY(open_model(r));
+    TRY(open_named_model(r));
     TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
     TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
     TRY(open_optimizer(r));
@@ -766,7 +833,9 @@ static void print_run(const run *r) {
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
            encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden, grouped(c->vocab, a, sizeof a), grouped(r->model.weights_count, b, sizeof b),
            *set->init != 0 ? ", from " : ", random", set->init);
-    if (r->fresh > 0)
+    if (r->described[0] != 0) printf("  config.json %s\n", r->described);
+    if (r->fresh > 0 && r->other_labels) printf("  head        the last layer initialised: the data's labels are not all among the model's\n");
+    else if (r->fresh > 0)
         printf("  head        %s initialised: the file has no layer for %lld classes\n",
                r->fresh > 2 ? "both layers" : "the last layer", (long long)r->classes);
     printf("  tokens      %s%s%s\n", r->vocab[0] != 0 ? "WordPiece of " : "bytes", r->vocab, r->tokenizer.cased ? ", cased" : "");
@@ -803,7 +872,7 @@ static amp_result save_run(run *r) {
     snprintf(path, sizeof path, "%.*sconfig.json", folder, r->save);
     printf("saved %s\n", r->save);
     if (strcmp(r->save + folder, "model.safetensors") != 0) return AMP_OK;
-    TRY(encoder_save_config(&r->model, path, (const char *const *)r->labels.name, r->labels.n));
+    TRY(encoder_save_config(&r->model, path));
     snprintf(path, sizeof path, "%.*svocab.txt", folder, r->save);
     if (r->vocab[0] == 0 || strcmp(path, r->vocab) == 0) return AMP_OK;
     return amp_file_write_atomic(NULL, path, r->tokenizer.text, r->tokenizer.text_bytes);

@@ -119,7 +119,7 @@ static const option options[] = {
     {"seq", INTEGER, FIELD(seq), "128", 1, 1 << 20, NULL, "tokens in a sequence"},
     {"dropout", NUMBER, FIELD(dropout), "0", 0, 0.95, NULL, "on embedding and residual branches"},
     {"init", TEXT, FIELD(init), "", 0, 0, NULL,
-     "start from this model file: safetensors of a GPT-2, or llm.c's .bin"},
+     "start from this model file: safetensors of a GPT-2, with its config.json beside it, or llm.c's .bin"},
 
     {"Precision", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"config", TEXT, FIELD(config), "", 0, 0, NULL,
@@ -373,6 +373,7 @@ typedef struct run {
     int64_t split;                  /* tokens before it are trained on */
     amp_loader *loader;
     gpt model;
+    char described[400];            /* what is to be said about its config.json, or "" */
     amp_scaler *scaler;             /* NULL: none */
     amp_optimizer *optimizer;
     amp_graph *graph;               /* of a whole step; NULL: not captured */
@@ -580,18 +581,32 @@ static amp_result shape_from_state(const amp_state *state, gpt_config *c) {
     return AMP_OK;
 }
 
+/* What the shape does not say.  Checkpoints of version 0.1.0 are of GPT-2 as it is. */
+static amp_result config_from_state(const run *r, const amp_state *state, gpt_config *c, model_config *described) {
+    int64_t n = amp_state_count(state, "train.config", NULL);
+    if (n <= 0) return AMP_OK;
+    snprintf(described->path, sizeof described->path, "%.4000s.state", r->set.resume);
+    described->text = (char *)calloc((size_t)n + 1, 1);
+    if (described->text == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's config.json");
+    described->bytes = (size_t)n;
+    TRY(amp_state_get(state, "train.config", AMP_U8, described->text, n));
+    TRY(config_check(described, &gpt_config_rules));
+    return gpt_read_config(described, c);
+}
+
 /* The model of a file must be the one that the flags, where there are any, describe. */
 static amp_result check_shape(const run *r, const gpt_config *file) {
     static const char *const names[] = {"layers", "heads", "channels", "vocab"};
-    gpt_config flags;
+    const settings *set = &r->set;
+    const model_size *size = model_sizes;
     int i;
-    memset(&flags, 0, sizeof flags);
-    TRY(shape_from_flags(r, &flags));
+    while (strcmp(size->name, set->model) != 0) size++;
     for (i = 0; i < 4; i++) {
-        const int64_t mine[] = {flags.layers, flags.heads, flags.channels, flags.vocab};
+        const int64_t flags[] = {set->layers, set->heads, set->channels, set->vocab};
+        const int64_t sizes[] = {size->layers, size->heads, size->channels, 0};
         const int64_t theirs[] = {file->layers, file->heads, file->channels, file->vocab};
-        int asked = was_given(names[i]) || (i < 3 && was_given("model"));
-        if (asked && mine[i] != theirs[i])
+        int64_t wanted = was_given(names[i]) ? flags[i] : was_given("model") ? sizes[i] : 0;
+        if (wanted > 0 && wanted != theirs[i])
             return refuse(was_given(names[i]) ? names[i] : "model", "the file's model has %s %lld", names[i],
                           (long long)theirs[i]);
     }
@@ -624,12 +639,16 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     char why[400];
     amp_result result = AMP_OK;
     memset(&config, 0, sizeof config);
-    if (resumed != NULL) TRY(shape_from_state(resumed, &config));
-    else if (from_file) {
-        if (gpt_file_open(&file, set->init, set->heads) != AMP_OK) return refuse("init", "%s", because(why));
+    memset(&file, 0, sizeof file);
+    if (resumed != NULL) {
+        TRY(shape_from_state(resumed, &config));
+        result = config_from_state(r, resumed, &config, &file.described);
+    } else if (from_file) {
+        if (gpt_file_open(&file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
         config = file.config;
+        snprintf(r->described, sizeof r->described, "%s", file.described.note);
     } else TRY(shape_from_flags(r, &config));
-    if (resumed != NULL || from_file) result = check_shape(r, &config);
+    if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(r, &config);
     if (result == AMP_OK && r->tokenizer.n > config.vocab)
         result = refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,
                         (long long)config.vocab);
@@ -642,10 +661,11 @@ static amp_result open_model(run *r, const amp_state *resumed) {
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
     if (result == AMP_ERR_MEMORY) result = refuse("model", "%s", because(why));
+    if (result == AMP_OK && resumed != NULL) result = config_take(&r->model.json, &file.described);
     if (result == AMP_OK && resumed != NULL) result = gpt_load_state(&r->model, resumed);
     else if (result == AMP_OK && from_file) result = gpt_file_load(&file, &r->model);
     else if (result == AMP_OK) result = gpt_init(&r->model, (uint64_t)set->seed);
-    if (from_file) gpt_file_close(&file);
+    gpt_file_close(&file);
     return result;
 }
 
@@ -884,6 +904,16 @@ static amp_result put_settings(const run *r, amp_state *state) {
     return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);
 }
 
+static amp_result put_config(const run *r, amp_state *state) {
+    text_buffer b = {NULL, 0, 0, 0};
+    amp_result result;
+    gpt_config_text(&r->model, &b);
+    result = b.failed ? example_fail(AMP_ERR_MEMORY, "no memory for the model's config.json")
+                      : amp_state_put(state, "train.config", AMP_U8, b.text, (int64_t)b.used);
+    free(b.text);
+    return result;
+}
+
 static amp_result put_training(run *r, amp_state *state) {
     const gpt_config *c = &r->model.config;
     int64_t shape[SHAPE_NUMBERS];
@@ -900,6 +930,7 @@ static amp_result put_training(run *r, amp_state *state) {
     if (r->fp32_layers.used > 0)
         TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
     TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
+    TRY(put_config(r, state));
     TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
     if (r->recovery != NULL) TRY(amp_recovery_save(r->recovery, state, "train"));
     TRY(gpt_save_state(&r->model, state));
@@ -938,7 +969,7 @@ static int weights_are_old(const run *r) {
     gpt_file file;
     if (r->save[0] == 0) return 0;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
-    if (gpt_file_open(&file, path, r->model.config.heads) != AMP_OK) return 1;
+    if (gpt_file_open(&file, path) != AMP_OK) return 1;
     if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
     gpt_file_close(&file);
     return atoll(step) != r->step || (config_path(r, path, sizeof path) && access(path, R_OK) != 0);
@@ -1496,6 +1527,7 @@ static void print_run(const run *r) {
     printf("  model       GPT-2, %lld layers, %lld heads, %lld channels, %lld tokens: %s parameters\n",
            (long long)c->layers, (long long)c->heads, (long long)c->channels, (long long)c->vocab,
            grouped(r->model.weights_count, a, sizeof a));
+    if (r->described[0] != 0) printf("  config.json %s\n", r->described);
     if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
     if (r->tokenizer.n > 0)
         printf("  tokenizer   %s: %s tokens\n", set->tokenizer, grouped(r->tokenizer.n, a, sizeof a));

@@ -45,6 +45,21 @@ if train three --init "$saved/model.safetensors" --data "$work/three.tsv" --epoc
 if train bytes --data "$saved/sentences.tsv" --epochs 1 --seq 40 --metrics "$work/m.jsonl" --save "$work/named" && grep -q "tokens *bytes" "$work/bytes.log" &&
     [ -s "$work/named.safetensors" ] && [ -s "$work/m.jsonl" ]; then pass; else fail "bytes as tokens" "$(tail -n 3 "$work/bytes.log")"; fi
 
+# Labels are the model's by their names, in whatever order the data has them; others need a layer of their own.
+awk -F '\t' '$1 == "good"' "$saved/sentences.tsv" > "$work/good.tsv"
+awk -F '\t' '$1 == "bad"' "$saved/sentences.tsv" > "$work/bad.tsv"
+cat "$work/good.tsv" "$work/bad.tsv" > "$work/good_first.tsv"
+cat "$work/bad.tsv" "$work/good.tsv" > "$work/bad_first.tsv"
+sed 's/^good/fine/' "$work/bad_first.tsv" > "$work/fine.tsv"
+evaluate() { train "labels_$1" --precision fp32 --init "$saved/model.safetensors" --data "$work/$1.tsv" --valid "$work/$1.tsv" --epochs 0; }
+loss_of() { sed -n 's/.*"event": "start".*"accuracy": *\([^,}]*\).*/\1/p' "$work/labels_$1/classifier/metrics.jsonl"; }
+evaluate good_first; evaluate bad_first; evaluate fine
+if [ -n "$(loss_of bad_first)" ] && [ "$(loss_of good_first)" = "$(loss_of bad_first)" ] && awk "BEGIN {exit !($(loss_of bad_first) > 0.9)}" &&
+    cmp -s "$work/labels_good_first/classifier/config.json" "$work/labels_bad_first/classifier/config.json"; then pass
+else fail "labels by their names" "accuracy $(loss_of good_first) and $(loss_of bad_first)"; fi
+if grep -q "the last layer initialised: the data's labels" "$work/labels_fine.log" && grep -q '"1": "fine"' "$work/labels_fine/classifier/config.json"; then pass
+else fail "other labels than the model's" "$(grep head "$work/labels_fine.log") $(cat "$work/labels_fine/classifier/config.json")"; fi
+
 # The file's order is that of training: the seed draws nothing more.  With it, it does.
 for seed in 1 2; do
     ordered="--precision fp32 --init $saved/model.safetensors --valid $work/valid.tsv --dropout 0 --epochs 1 --seed $seed"
@@ -96,8 +111,19 @@ refused "not a safetensors file" --init "$work/not.safetensors"
 refused "short.safetensors" --init "$work/short.safetensors"
 refused "the model of --init only" --init "$saved/model.safetensors" --vocab tests/golden/wordpiece_vocab.txt
 refused "positions" --init "$saved/model.safetensors" --seq 600
-printf '\002\0\0\0\0\0\0\0{}' > "$work/nothing.safetensors"
-refused "no encoder of BERT's kind" --init "$work/nothing.safetensors"
+mkdir "$work/nothing"
+printf '\002\0\0\0\0\0\0\0{}' > "$work/nothing/model.safetensors"
+refused "no config.json beside it" --init "$work/nothing/model.safetensors"
+echo '{}' > "$work/nothing/config.json"
+refused "no encoder of BERT's kind" --init "$work/nothing/model.safetensors"
+echo '{"hidden_act": "gelu",}' > "$work/nothing/config.json"
+refused "nothing/config.json: line 1: not a JSON object" --init "$work/nothing/model.safetensors"
+refused "the model of --init has layers 2" --init "$saved/model.safetensors" --layers 3
+refused "the model of --init has layers 2" --init "$saved/model.safetensors" --model base
+refused "the model of --init has heads 2" --init "$saved/model.safetensors" --heads 4
+cp -r "$saved" "$work/changed"
+sed 's/"hidden_act": "gelu"/"hidden_act": "gelu_new"/' "$saved/config.json" > "$work/changed/config.json"
+refused "model.safetensors was saved with hidden_act = gelu" --init "$work/changed/model.safetensors"
 refused "--device" --device tpu
 refused "--metrics" --metrics /dev/null/x/m.jsonl
 

@@ -74,6 +74,25 @@ if cmp -s "$work/bpe_whole.safetensors" "$work/bpe_two.safetensors"; then pass; 
 if grep -q "^The loader" "$work/bpe_whole.log" && grep -q "900 tokens: " "$work/bpe_whole.log"; then pass; else fail "tokenizer sample" "$(tail -n 3 "$work/bpe_whole.log")"; fi
 if "$gpt" $small --out "$work/ready" --data "$work/bpe_whole/tokens.bin" $bpe --steps 1 > "$work/ready.log" 2>&1 && [ ! -e "$work/ready/tokens.bin" ]; then pass; else fail "token file with a tokenizer" "$(tail -n 3 "$work/ready.log")"; fi
 
+# A model of another kind than GPT-2: what its config.json says is what is trained, resumed and saved, under any name.
+train usual --steps 1 --save "$work/usual/model"
+mkdir "$work/relu"
+sed 's/"gelu_new"/"relu"/; s/"n_layer"/"own_key": [1, {}], "n_layer"/' "$work/usual/config.json" > "$work/relu/config.json"
+LC_ALL=C sed 's/"crc32c"/"others"/; s/\\"gelu_new\\"/\\"relu\\"    /' "$work/usual/model.safetensors" > "$work/relu/model.safetensors"
+train relu_whole --init "$work/relu/model.safetensors" --steps 8 --save "$work/relu_whole/model"
+train relu_first --init "$work/relu/model.safetensors" --steps 8 --save "$work/relu_two/model" --stop-after 3
+train relu_second --steps 8 --save "$work/relu_two/model" --resume "$work/relu_two/model"
+train relu_named --init "$work/relu_two/model.safetensors" --steps 1 --save "$work/relu_book"
+train relu_again --init "$work/relu_book.safetensors" --steps 1 --save "$work/relu_again/model"
+train usual_whole --init "$work/usual/model.safetensors" --steps 8 --save "$work/usual_whole/model"
+if cmp -s "$work/relu_whole/model.safetensors" "$work/relu_two/model.safetensors" && ! cmp -s "$work/relu_whole/model.safetensors" "$work/usual_whole/model.safetensors"; then pass
+else fail "a model with another activation resumes" "$(tail -n 2 "$work/relu_second.log")"; fi
+for run in relu_whole relu_two relu_again; do
+    if grep -q '"activation_function": "relu"' "$work/$run/config.json" && grep -q '"own_key": \[1, {}\]' "$work/$run/config.json"; then pass
+    else fail "config.json of $run" "$(cat "$work/$run/config.json" "$work/$run.log")"; fi
+done
+if grep -q "config.json not known here, and kept: own_key" "$work/relu_whole.log"; then pass; else fail "a key that is not known" "$(grep config.json "$work/relu_whole.log")"; fi
+
 # The profile names every operator and adds up to the step.
 train profile --steps 8 --profile --dropout 0.1 --recompute
 missing=
@@ -186,6 +205,10 @@ if [ -e /dev/full ]; then
     else fail "metrics on a full disk" "$(tail -n 3 "$work/full.log")"; fi
 fi
 
+mkdir "$work/mixed" "$work/alone"
+cp "$work/usual/model.safetensors" "$work/mixed"; cp "$work/relu/config.json" "$work/mixed"
+LC_ALL=C sed 's/"crc32c"/"others"/; s/"config"/"konfig"/' "$work/usual/model.safetensors" > "$work/alone/model.safetensors"
+
 # refused TEXT FLAGS...: exit code 2, and the text is said.
 refused() {
     text=$1; shift
@@ -197,6 +220,10 @@ refused "--nonsense" --nonsense 1
 refused "--precision" --precision fp7
 refused "fp8" --precision fp8
 refused "--heads" --heads 5 --channels 32
+refused "the file's model has heads 2" --init "$work/usual/model.safetensors" --heads 4
+refused "the file's model has channels 32" --init "$work/usual/model.safetensors" --channels 64
+refused "model.safetensors was saved with activation_function = gelu_new" --init "$work/mixed/model.safetensors"
+refused "no config.json beside it" --init "$work/alone/model.safetensors"
 refused "--batch" --batch 0
 refused "--lr" --lr fast
 refused "--steps" --steps

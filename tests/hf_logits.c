@@ -27,7 +27,7 @@ static amp_result make_model(gpt *g, amp_context *amp, const char *from, int64_t
         TRY(gpt_create(g, amp, &config));
         return gpt_init(g, seed);
     }
-    TRY(gpt_file_open(&file, from, 0));
+    TRY(gpt_file_open(&file, from));
     config = file.config;
     config.batch = batch; config.seq = seq;
     result = gpt_create(g, amp, &config);

@@ -1,11 +1,13 @@
 /* t_classifier.c - the parts of the example classifier: encoders against Hugging Face's (logits, loss and gradients of
  * BERT, RoBERTa, ELECTRA and Longformer, in fp32 and 16 bits), their files, the tokenizer, and labelled text.  What the
- * whole program does is in classifier.sh.  Golden data: tests/oracle/hf_encoder.py and wordpiece.py. */
+ * whole program does is in classifier.sh.  Golden data: tests/oracle/hf_encoder.py, hf_configs.py
+ * and wordpiece.py. */
 #define main train_classifier_main
 #include "../examples/train_classifier.c"
 #undef main
 #include "golden.h"
 #include "test.h"
+#include "configs.h"
 
 enum { SEEDS = 64, WHOLE = 2, MOST = 64, PAD = 1 };     /* seeds of the 16-bit tests; seeds stored whole; tensors at most */
 static const float LOSS_SCALE = 1024.0f;                /* of fp16, as in tests/oracle/common.py */
@@ -105,16 +107,19 @@ static void fill(encoder *e, uint32_t seed) {
     free(values); free(rows);
 }
 
-static void prepare(subject *s, uint32_t seed) {
+static void prepare_data(subject *s, uint32_t seed) {
     const encoder_config *c = &s->model.config;
     int64_t rows = c->batch * c->seq;
-    fill(&s->model, seed);
     ampt_integers(s->ids, rows, seed, 1000, (int32_t)c->vocab - 2);
     ampt_integers(s->labels, c->batch, seed, 1001, (int32_t)c->classes);
     ampt_integers(s->lengths, c->batch, seed, 1002, (int32_t)c->seq);
     ampt_integers(s->types, rows, seed, 1003, (int32_t)c->types);
     for (int64_t b = 0; b < c->batch; b++) s->lengths[b] = b == 0 ? (int32_t)c->seq : s->lengths[b] + 1;
     for (int64_t i = 0; i < rows; i++) s->ids[i] = i % c->seq < s->lengths[i / c->seq] ? s->ids[i] + 2 : PAD;
+}
+static void prepare(subject *s, uint32_t seed) {
+    fill(&s->model, seed);
+    prepare_data(s, seed);
 }
 
 static void forward_backward(subject *s) {
@@ -549,7 +554,7 @@ TEST(files_come_back) {
         fill(&a, 3);
         CHECK_OK(encoder_save(&a, path));
         amp_param_forget(amp, a.params, a.n_params);        /* two models with the same names */
-        CHECK_OK(encoder_file_open(&file, path, 0));
+        CHECK_OK(encoder_file_open(&file, path));
         CHECK(file.config.family == config.family && file.config.vocab == config.vocab && file.config.positions == config.positions);
         CHECK(file.config.layers == 2 && file.config.heads == config.heads && file.config.hidden == config.hidden && file.config.classes == config.classes);
         CHECK(file.config.types == config.types && file.config.intermediate == config.intermediate && file.config.eps == a.config.eps);
@@ -570,7 +575,7 @@ TEST(files_come_back) {
         CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
         fill(&b, 4);
         CHECK(!same_weights(&a, &b));
-        CHECK_OK(encoder_file_open(&file, path, 0));
+        CHECK_OK(encoder_file_open(&file, path));
         CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
         CHECK(same_weights(&a, &b));
         encoder_file_close(&file);
@@ -580,6 +585,155 @@ TEST(files_come_back) {
         remove(path);
     }
     amp_close(amp);
+}
+
+/* The weights of seed 3 beside a config.json of tests/oracle/hf_configs.py, opened as --init opens them. */
+static subject *open_described(amp_context *amp, encoder_family family, json config) {
+    encoder_config c = config_of(family, 1);
+    encoder_file file;
+    encoder e;
+    subject *s;
+    int fresh = -1;
+    CHECK_OK(encoder_create(&e, amp, &c));
+    fill(&e, 3);
+    CHECK_OK(encoder_save(&e, ampt_in_folder("model.safetensors")));
+    encoder_destroy(&e);
+    ampt_forget_origin();
+    ampt_put("config.json", config.at, (size_t)(config.end - config.at));
+    CHECK_OK(encoder_file_open(&file, ampt_in_folder("model.safetensors")));
+    CHECK_MSG(file.described.note[0] == 0, "%s", file.described.note);
+    file.config.batch = c.batch; file.config.seq = c.seq;
+    s = subject_open(amp, file.config, AMP_F32);
+    CHECK_OK(encoder_file_load(&file, &s->model, 1, &fresh));
+    CHECK_EQ(fresh, 0);
+    encoder_file_close(&file);
+    return s;
+}
+
+/* Saved and opened again it is the same model, by config.json and by what the weights' file says itself. */
+static void save_described(encoder *e, json config) {
+    const encoder_config *c = &e->config;
+    encoder_file file;
+    void *text;
+    size_t bytes;
+    CHECK_OK(encoder_save(e, ampt_in_folder("model.safetensors")));
+    CHECK_OK(encoder_save_config(e, ampt_in_folder("config.json")));
+    CHECK_OK(amp_file_read_all(NULL, ampt_in_folder("config.json"), &text, &bytes));
+    if (c->family != ENCODER_LONGFORMER) CHECK(ampt_has_members(config, (char *)text, bytes));
+    else CHECK(strstr((char *)text, "\"attention_window\": [") != NULL);
+    amp_file_free(NULL, text, bytes);
+    for (int alone = 0; alone < 2; alone++) {
+        if (alone) remove(ampt_in_folder("config.json"));
+        CHECK_OK(encoder_file_open(&file, ampt_in_folder("model.safetensors")));
+        CHECK(file.config.family == c->family && file.config.act == c->act && file.config.eps == c->eps && file.config.heads == c->heads);
+        for (int64_t i = 0; i < c->layers && c->family == ENCODER_LONGFORMER; i++) CHECK_EQ(file.config.windows[i], e->layers[i].window);
+        encoder_file_close(&file);
+    }
+}
+
+TEST(encoder_configs) {
+    static const char *const names[] = {"bert/", "roberta/", "electra/", "longformer/", "xlm-roberta/", "camembert/"};
+    ampt_configs configs = ampt_configs_open();
+    ampt_golden golden = ampt_golden_open("hf_configs.bin");
+    json all = json_open(configs.data, configs.bytes), config;
+    char name[128];
+    int cases = 0;
+    json_need(&all, '{');
+    for (int more = 1; more && json_member(&all, name, &config); more = json_take(&all, ',')) {
+        for (int family = 0; family < 6; family++) {
+            amp_context *amp;
+            subject *s;
+            if (strncmp(name, names[family], strlen(names[family])) != 0) continue;
+            amp = open_test(AMP_F32, AMP_POLICY_TORCH, AMP_CPU_DEFAULT);
+            s = open_described(amp, family < ENCODER_KINDS ? (encoder_family)family : ENCODER_ROBERTA, config);
+            prepare_data(s, 3);
+            forward_backward(s);
+            ampt_check_logits(&golden, name, s->logits, s->model.config.batch * s->model.config.classes);
+            ampt_check_numbers(&golden, name, s->model.params, s->model.n_params, (double)s->loss);
+            save_described(&s->model, config);
+            subject_close(s);
+            amp_close(amp);
+            cases++;
+        }
+    }
+    CHECK_EQ(cases, 28);
+    ampt_folder_remove();
+    free(golden.data);
+    amp_file_free(NULL, configs.data, configs.bytes);
+}
+
+/* What a family's config.json may not say.  The members stand behind those that it needs. */
+TEST(encoder_configs_are_refused_by_key_and_value) {
+    static const struct { int family; const char *member, *why; } bad[] = {
+        {ENCODER_BERT, "\"hidden_act\": \"gelu_10\"", "hidden_act = \"gelu_10\": must be one of gelu_new, gelu"},
+        {ENCODER_BERT, "\"hidden_act\": 1", "hidden_act = 1: must be a text"},
+        {ENCODER_BERT, "\"layer_norm_eps\": 0.0", "layer_norm_eps = 0.0: must be a number from"},
+        {ENCODER_BERT, "\"is_decoder\": true", "is_decoder = true: a model that is not computed here"},
+        {ENCODER_ELECTRA, "\"is_decoder\": true", "is_decoder = true"},
+        {ENCODER_BERT, "\"add_cross_attention\": true", "add_cross_attention = true"},
+        {ENCODER_BERT, "\"position_embedding_type\": \"relative_key\"", "position_embedding_type = \"relative_key\""},
+        {ENCODER_ROBERTA, "\"position_embedding_type\": \"relative_key_query\"", "position_embedding_type"},
+        {ENCODER_BERT, "\"problem_type\": \"regression\"", "problem_type = \"regression\""},
+        {ENCODER_BERT, "\"num_attention_heads\": 3", "num_attention_heads = 3: 3 heads do not divide a width of 20"},
+        {ENCODER_BERT, "\"num_hidden_layers\": 3", "num_hidden_layers = 3: the weights have 2"},
+        {ENCODER_BERT, "\"hidden_size\": 24", "hidden_size = 24: the weights have 20"},
+        {ENCODER_BERT, "\"intermediate_size\": 45", "intermediate_size = 45: the weights have 44"},
+        {ENCODER_BERT, "\"vocab_size\": 52", "vocab_size = 52"},
+        {ENCODER_BERT, "\"type_vocab_size\": 1", "type_vocab_size = 1: the weights have 2"},
+        {ENCODER_ROBERTA, "\"max_position_embeddings\": 512", "max_position_embeddings = 512: the weights have 15"},
+        {ENCODER_ELECTRA, "\"embedding_size\": 20", "embedding_size = 20: the weights have 12"},
+        {ENCODER_ROBERTA, "\"pad_token_id\": 0", "pad_token_id = 0: must be 1"},
+        {ENCODER_LONGFORMER, "\"pad_token_id\": null", "pad_token_id = null"},
+        {ENCODER_LONGFORMER, "\"attention_window\": [4]", "attention_window = [4]: must be an even number from 2, or a list of them, one for each of the 2 layers"},
+        {ENCODER_LONGFORMER, "\"attention_window\": [4, 4, 4]", "attention_window"},
+        {ENCODER_LONGFORMER, "\"attention_window\": [4, 5]", "attention_window = [4, 5]"},
+        {ENCODER_LONGFORMER, "\"attention_window\": [4, \"4\"]", "attention_window"},
+        {ENCODER_LONGFORMER, "\"attention_window\": [4, [4]]", "attention_window"},
+        {ENCODER_LONGFORMER, "\"attention_window\": []", "attention_window = []"},
+        {ENCODER_LONGFORMER, "\"attention_window\": 3", "attention_window = 3"},
+        {ENCODER_LONGFORMER, "\"attention_window\": 0", "attention_window = 0"},
+        {ENCODER_LONGFORMER, "\"attention_window\": 4.5", "attention_window = 4.5"},
+        {ENCODER_LONGFORMER, "\"attention_window\": \"4\"", "attention_window = \"4\""},
+        {ENCODER_LONGFORMER, "\"attention_window\": 123456789012345678901", "attention_window"},
+        {ENCODER_LONGFORMER, "\"attention_mode\": \"tvm\"", "attention_mode"},
+        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\"}", "id2label = {\"0\": \"a\", \"1\": \"b\"}: names 2 classes, the weights have 5"},
+        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"5\": \"e\"}", "must give each class from \"0\" to \"4\" a name"},
+        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"3\": \"e\"}", "must give each class"},
+        {ENCODER_BERT, "\"id2label\": {\"0\": \"a\", \"1\": \"b\", \"2\": \"c\", \"3\": \"d\", \"4\": 5}", "must give each class"},
+        {ENCODER_BERT, "\"id2label\": [\"a\", \"b\"]", "id2label = [\"a\", \"b\"]: must be an object"},
+    };
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+    encoder_file file;
+    for (int family = 0; family < ENCODER_KINDS; family++) {
+        encoder_config c = config_of((encoder_family)family, 1);
+        encoder e;
+        char text[512];
+        CHECK_OK(encoder_create(&e, amp, &c));
+        fill(&e, 3);
+        CHECK_OK(encoder_save(&e, ampt_in_folder("model.safetensors")));
+        encoder_destroy(&e);
+        ampt_forget_origin();
+        for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+            const char *heads = strstr(bad[i].member, "num_attention_heads") != NULL ? "" : ", \"num_attention_heads\": 4";
+            if (bad[i].family != family) continue;
+            snprintf(text, sizeof text, "{\"model_type\": \"%s\"%s, %s}", encoder_kinds[family].name, heads, bad[i].member);
+            ampt_put("config.json", text, strlen(text));
+            CHECK_MSG(encoder_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK, "accepted: %s", bad[i].member);
+            CHECK_MSG(strstr(example_text, bad[i].why) != NULL && strstr(example_text, "config.json") != NULL, "%s; expected: %s", example_text, bad[i].why);
+        }
+        snprintf(text, sizeof text, "{\"model_type\": \"distilbert\", \"num_attention_heads\": 4}");
+        ampt_put("config.json", text, strlen(text));
+        CHECK(encoder_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK && strstr(example_text, "model_type = \"distilbert\"") != NULL);
+        snprintf(text, sizeof text, "{\"num_attention_heads\": 4, \"hidden_dropout_prob\": 0.1, \"classifier_dropout\": null, \"odd\": 1}");
+        ampt_put("config.json", text, strlen(text));
+        CHECK_OK(encoder_file_open(&file, ampt_in_folder("model.safetensors")));        /* the family by the tensors' names */
+        CHECK(file.config.family == (encoder_family)family && file.config.eps <= 1e-12f && file.config.heads == 4);
+        CHECK(strcmp(file.described.note, "not known here, and kept: odd; dropout is --dropout's, not hidden_dropout_prob 0.1") == 0);
+        encoder_file_close(&file);
+    }
+    ampt_folder_remove();
+    amp_close(amp);
+    example_text[0] = 0;
 }
 
 /* A head for another number of classes is made anew, and counted; a body that does not fit is an error by name. */
@@ -596,7 +750,7 @@ TEST(heads_of_other_sizes) {
     fill(&a, 3);
     CHECK_OK(encoder_save(&a, path));
     encoder_destroy(&a);
-    CHECK_OK(encoder_file_open(&file, path, 0));
+    CHECK_OK(encoder_file_open(&file, path));
     config.classes = 7;
     CHECK_OK(encoder_create(&b, amp, &config));
     CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
@@ -613,7 +767,7 @@ TEST(heads_of_other_sizes) {
     replace_all((char *)data, bytes, "bert.pooler.dense", "bert.pooled.dense");     /* a model without a head */
     replace_all((char *)data, bytes, "\"classifier.", "\"klassifier.");
     CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
-    CHECK_OK(encoder_file_open(&file, path, 0));
+    CHECK_OK(encoder_file_open(&file, path));
     CHECK_EQ(file.config.classes, 0);
     CHECK_OK(encoder_create(&b, amp, &config));
     CHECK_OK(encoder_file_load(&file, &b, 1, &fresh));
@@ -621,7 +775,7 @@ TEST(heads_of_other_sizes) {
     replace_all((char *)data, bytes, "layer.1.output.dense.bias", "layer.1.output.dense.bits");
     encoder_file_close(&file);
     CHECK_OK(amp_file_write_atomic(NULL, path, data, bytes));
-    CHECK_OK(encoder_file_open(&file, path, 0));
+    CHECK_OK(encoder_file_open(&file, path));
     ((float *)b.params[0].weight.data)[0] = 42;
     CHECK(encoder_file_load(&file, &b, 1, &fresh) == AMP_ERR_NAME && strstr(example_text, "layer.1.output.dense.bias") != NULL);
     CHECK(((float *)b.params[0].weight.data)[0] == 42);         /* nothing of it was loaded */
@@ -657,7 +811,7 @@ TEST(damaged_model_files) {
         memcpy(copy, data, bytes);
         copy[words[0] % 5000] = pieces[words[1] % (sizeof pieces - 1)];
         CHECK_OK(amp_file_write_atomic(NULL, broken, copy, round % 4 ? bytes : words[2] % bytes));
-        if (encoder_file_open(&file, broken, 0) == AMP_OK) {
+        if (encoder_file_open(&file, broken) == AMP_OK) {
             refused += encoder_file_load(&file, &a, 1, &fresh) != AMP_OK;
             encoder_file_close(&file);
         } else refused++;
@@ -838,6 +992,8 @@ int main(int argc, char **argv) {
     RUN(flags);
     RUN(linear_schedule);
     RUN(files_come_back);
+    RUN(encoder_configs);
+    RUN(encoder_configs_are_refused_by_key_and_value);
     RUN(heads_of_other_sizes);
     RUN(damaged_model_files);
     RUN(bad_shapes_are_refused);

@@ -357,8 +357,9 @@ static int loads(gpt *g, const void *data, size_t bytes) {
     result = st_open(&file.tensors, data, bytes);
     if (result != AMP_OK) return 0;
     file.bytes = bytes;
-    result = gpt_file_shape(&file, path_of("none.safetensors"), g->config.heads);
+    result = gpt_file_shape(&file, path_of("none.safetensors"));
     if (result == AMP_OK) result = gpt_file_load(&file, g);
+    config_close(&file.described);
     st_close(&file.tensors);
     return result == AMP_OK;
 }

@@ -1,10 +1,12 @@
 /* t_model.c - whole models against PyTorch: GPT-2 as Hugging Face defines it (the model of examples/common.h) and a
- * bidirectional encoder with padding, built here from the operators.  Golden data: tests/oracle/gpt2.py, encoder.py. */
+ * bidirectional encoder with padding, built here from the operators.  Golden data: tests/oracle/gpt2.py, encoder.py,
+ * hf_configs.py. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/common.h"
 #include "golden.h"
 #include "test.h"
+#include "configs.h"
 
 enum { SEEDS = 64, WHOLE = 8, MAX_PARAMS = 48 };    /* seeds of the 16-bit tests; seeds that are stored whole */
 static const float LOSS_SCALE = 1024.0f;            /* of fp16, as in tests/oracle/common.py */
@@ -278,9 +280,9 @@ static ampt_model *gpt_open(amp_context *amp, amp_dtype activations, gpt_config 
 }
 
 /* vocabulary, positions, channels, heads, layers, batch, tokens: as in tests/oracle/gpt2.py */
-static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0},
-                        GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0},
-                        GPT_SEEDS = {31, 13, 12, 3, 2, 3, 7, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0};
+static const gpt_config GPT_ODD = {61, 13, 20, 4, 3, 3, 13, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0},
+                        GPT_SHORT = {61, 13, 20, 4, 3, 3, 7, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0},
+                        GPT_SEEDS = {31, 13, 12, 3, 2, 3, 7, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0};
 
 static void gpt_case(const ampt_golden *golden, const char *name, gpt_config config, int path, int seeds) {
     amp_context *amp = open_context(AMP_F32, AMP_POLICY_DEFAULT, 1, (amp_cpu_path)path);
@@ -316,6 +318,87 @@ static void gpt_16bit(amp_dtype dtype) {
 }
 TEST(gpt2_bf16) { gpt_16bit(AMP_BF16); }
 TEST(gpt2_fp16) { gpt_16bit(AMP_F16); }
+
+/* ---- Models whose config.json is not the usual one: tests/oracle/hf_configs.py */
+
+/* The weights of seed 3 beside a config.json, opened as --init opens them. */
+static void open_described(gpt *g, amp_context *amp, json config) {
+    gpt_config c = GPT_SEEDS;
+    gpt_file file;
+    c.layers = 3; c.batch = 2;
+    CHECK_OK(gpt_create(g, amp, &c));
+    gpt_fill(g, 3);
+    CHECK_OK(gpt_save_safetensors(g, ampt_in_folder("model.safetensors"), 0));
+    gpt_destroy(g);
+    ampt_forget_origin();
+    ampt_put("config.json", config.at, (size_t)(config.end - config.at));
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("model.safetensors")));
+    CHECK_MSG(file.described.note[0] == 0, "%s", file.described.note);
+    c = file.config;
+    c.batch = 2; c.seq = 7;
+    CHECK_OK(gpt_create(g, amp, &c));
+    CHECK_OK(gpt_file_load(&file, g));
+    gpt_file_close(&file);
+}
+
+/* Saved and opened again it is the same model, by config.json and by what the weights' file says itself. */
+static void save_described(const gpt *g, json config) {
+    gpt_file file;
+    gpt_config c = g->config;
+    void *text;
+    size_t bytes;
+    CHECK_OK(gpt_save_safetensors((gpt *)g, ampt_in_folder("model.safetensors"), 0));
+    CHECK_OK(gpt_save_config(g, ampt_in_folder("config.json")));
+    CHECK_OK(amp_file_read_all(NULL, ampt_in_folder("config.json"), &text, &bytes));
+    CHECK(ampt_has_members(config, (char *)text, bytes));
+    amp_file_free(NULL, text, bytes);
+    for (int alone = 0; alone < 2; alone++) {
+        if (alone) remove(ampt_in_folder("config.json"));
+        CHECK_OK(gpt_file_open(&file, ampt_in_folder("model.safetensors")));
+        CHECK(file.config.act == c.act && file.config.eps == c.eps && file.config.unscaled == c.unscaled && file.config.by_layer == c.by_layer);
+        CHECK(file.config.heads == c.heads && file.config.vocab == c.vocab && file.config.positions == c.positions);
+        gpt_file_close(&file);
+    }
+}
+
+TEST(gpt2_configs) {
+    ampt_configs configs = ampt_configs_open();
+    ampt_golden golden = ampt_golden_open("hf_configs.bin");
+    json all = json_open(configs.data, configs.bytes), config;
+    char name[128];
+    int cases = 0;
+    json_need(&all, '{');
+    for (int more = 1; more && json_member(&all, name, &config); more = json_take(&all, ',')) {
+        amp_context *amp;
+        int32_t tokens[14], targets[14];
+        float loss;
+        gpt g;
+        if (strncmp(name, "gpt2/", 5) != 0) continue;
+        amp = open_context(AMP_F32, AMP_POLICY_DEFAULT, 1, AMP_CPU_DEFAULT);
+        open_described(&g, amp, config);
+        ampt_integers(tokens, 14, 3, 1000, 31);
+        ampt_integers(targets, 14, 3, 1001, 31);
+        for (int recompute = 0; recompute < 2; recompute++) {
+            CHECK_OK(gpt_forward(&g, tokens, 2, 7));
+            ampt_check_logits(&golden, name, (const float *)g.logits, 14 * 31);
+            CHECK_OK(gpt_loss(&g, targets, 1, NULL));
+            CHECK_OK(gpt_backward(&g));
+            CHECK_OK(gpt_loss_read(&g, &loss));
+            ampt_check_numbers(&golden, name, g.params, g.n_params, (double)loss);
+            for (int64_t i = 0; i < g.n_params; i++) g.params[i].grad_live = 0;
+            g.config.recompute = 1;
+            CHECK_OK(gpt_reshape(&g, 2, AMP_F32));
+        }
+        save_described(&g, config);
+        gpt_destroy(&g);
+        amp_close(amp);
+        cases++;
+    }
+    CHECK_EQ(cases, 17);
+    ampt_folder_remove();
+    free(golden.data);
+    amp_file_free(NULL, configs.data, configs.bytes);
+}
 
 /* ---- The encoder of tests/oracle/encoder.py.  Policy TORCH, and every output has the dtype that PyTorch returns:
    norms and the residual stream fp32, linear layers and attention the region's. */
@@ -660,7 +743,7 @@ static float *everything(const ampt_model *m, int64_t *count) {
 }
 
 /* Models large enough that every kernel cuts its work, of odd sizes, run once.  kind 0: GPT-2, 1: encoder. */
-static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0};
+static const gpt_config GPT_LARGER = {509, 67, 72, 4, 2, 3, 67, AMP_DTYPE_DEFAULT, AMP_DTYPE_DEFAULT, 0, 0, AMP_ACT_NONE, 0, 0, 0};
 static const enc_config ENC_LARGER = {301, 61, 72, 4, 190, 2, 11, 3};
 
 static float *run_once(int kind, amp_dtype dtype, int threads, int path, int64_t *count) {
@@ -841,6 +924,7 @@ int main(int argc, char **argv) {
     RUN(gpt2_fp32);
     RUN(gpt2_bf16);
     RUN(gpt2_fp16);
+    RUN(gpt2_configs);
     RUN(encoder_fp32);
     RUN(encoder_bf16);
     RUN(encoder_fp16);

@@ -3,7 +3,9 @@
 #define main train_gpt_main
 #include "../examples/train_gpt.c"
 #undef main
+#include "golden.h"
 #include "test.h"
+#include "configs.h"
 #include <fcntl.h>
 #include <sys/resource.h>
 
@@ -209,7 +211,7 @@ TEST(safetensors_round_trip) {
     CHECK_OK(gpt_create(&a, amp, &c));
     CHECK_OK(gpt_init(&a, 3));
     CHECK_OK(gpt_save_safetensors(&a, path, 17));
-    CHECK_OK(gpt_file_open(&file, path, 0));
+    CHECK_OK(gpt_file_open(&file, path));
     CHECK(file.config.vocab == 61 && file.config.positions == 7 && file.config.channels == 20 && file.config.layers == 2 && file.config.heads == 4);
     amp_param_forget(amp, a.params, a.n_params);        /* names are unique in a context */
     CHECK_OK(gpt_create(&b, amp, &c));
@@ -356,23 +358,23 @@ TEST(llmc_files) {
         size_t n = llmc_file(&a, version, 64, bytes);
         write_file(path, bytes, n);
         CHECK_OK(gpt_init(&b, 6));
-        CHECK_OK(gpt_file_open(&file, path, 0));
+        CHECK_OK(gpt_file_open(&file, path));
         CHECK(file.config.heads == 4 && file.config.vocab == 61);
         CHECK_OK(gpt_file_load(&file, &b));
         CHECK(same_weights(&a, &b));
         gpt_file_close(&file);
         write_file(path, bytes, n - 1);
-        CHECK_ERR(gpt_file_open(&file, path, 0), AMP_ERR_TRUNCATED);
+        CHECK_ERR(gpt_file_open(&file, path), AMP_ERR_TRUNCATED);
         write_file(path, bytes, 1000);
-        CHECK_ERR(gpt_file_open(&file, path, 0), AMP_ERR_TRUNCATED);
+        CHECK_ERR(gpt_file_open(&file, path), AMP_ERR_TRUNCATED);
         for (int field = 1; field < 8; field++) {       /* version, dimensions and padding that make no sense */
             llmc_file(&a, version, 64, bytes);
             put_i32(bytes + 4 * field, field == 7 ? 60 : -1);
             write_file(path, bytes, n);
-            CHECK(gpt_file_open(&file, path, 0) != AMP_OK);
+            CHECK(gpt_file_open(&file, path) != AMP_OK);
             put_i32(bytes + 4 * field, 2147483647);
             write_file(path, bytes, n);
-            if (field != 5) CHECK(gpt_file_open(&file, path, 0) != AMP_OK);
+            if (field != 5) CHECK(gpt_file_open(&file, path) != AMP_OK);
         }
     }
     remove(path);
@@ -380,6 +382,205 @@ TEST(llmc_files) {
     gpt_destroy(&b);
     gpt_destroy(&a);
     amp_close(amp);
+}
+
+/* ---- config.json */
+
+static const char gpt_description[] =
+    "{\n  \"model_type\": \"gpt2\",\n  \"n_head\": 4, \"n_layer\": 2, \"n_embd\": 20, \"n_positions\": 7, \"vocab_size\": 61,\n"
+    "  \"n_inner\": null, \"resid_pdrop\": 0.1, \"attn_pdrop\": 0.25, \"activation_function\": \"relu\", \"layer_norm_epsilon\": 2E-3,\n"
+    "  \"scale_attn_weights\": true, \"my_key\": {\"a\": [1, 2.50, \"\\u00e9\"]}, \"dtype\": \"float16\", \"task\": \"x\"\n}\n";
+
+/* The description with `member` in it: in place of the same key, or behind all others. */
+static void describe_gpt(const char *member) {
+    text_buffer b = {NULL, 0, 0, 0};
+    char key[64];
+    const char *at, *next;
+    snprintf(key, sizeof key, "%.*s", (int)strcspn(member, ":") + 1, member);
+    at = strstr(gpt_description, key);
+    next = at != NULL ? strpbrk(at, at[strlen(key) + 1] == '{' ? "}" : ",\n") : NULL;
+    if (at != NULL) {
+        text_put(&b, gpt_description, (size_t)(at - gpt_description));
+        text_put(&b, member, strlen(member));
+        text_put(&b, next, strlen(next));
+    } else {
+        text_put(&b, gpt_description, sizeof gpt_description - 4);
+        text_add(&b, ", %s}", member);
+    }
+    ampt_put("config.json", b.text, b.used);
+    free(b.text);
+}
+
+static void write_gpt(amp_context *amp) {
+    gpt_config c = odd_config();
+    gpt g;
+    CHECK_OK(gpt_create(&g, amp, &c));
+    CHECK_OK(gpt_init(&g, 3));
+    CHECK_OK(gpt_save_safetensors(&g, ampt_in_folder("model.safetensors"), 0));
+    gpt_destroy(&g);
+    ampt_forget_origin();
+}
+
+static void refused_gpt(const char *why) {
+    gpt_file file;
+    CHECK_MSG(gpt_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK, "accepted, must be refused: %s", why);
+    CHECK_MSG(strstr(example_text, why) != NULL && strstr(example_text, "config.json") != NULL, "%s; expected: %s", example_text, why);
+    CHECK(file.data == NULL && file.described.text == NULL);
+}
+
+/* What is known is read, what is not is kept; the weights are fp32 from now on. */
+TEST(gpt_configs_are_kept) {
+    amp_context *amp = open_fp32();
+    gpt_file file;
+    gpt g;
+    void *text;
+    size_t bytes;
+    json expected = json_open(gpt_description, sizeof gpt_description - 1);
+    char other[2048], *at;
+    write_gpt(amp);
+    ampt_put("config.json", gpt_description, sizeof gpt_description - 1);
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("model.safetensors")));
+    CHECK(file.config.act == AMP_ACT_RELU && fabs((double)file.config.eps - 2e-3) < 1e-9 && file.config.heads == 4 && !file.config.unscaled);
+    CHECK_MSG(strcmp(file.described.note, "not known here, and kept: my_key, task; dropout is --dropout's, not resid_pdrop 0.1, attn_pdrop 0.25") == 0,
+              "%s", file.described.note);
+    file.config.batch = 1; file.config.seq = 5;
+    CHECK_OK(gpt_create(&g, amp, &file.config));
+    CHECK_OK(gpt_file_load(&file, &g));
+    gpt_file_close(&file);
+    CHECK_OK(gpt_save_config(&g, ampt_in_folder("config.json")));
+    CHECK_OK(amp_file_read_all(NULL, ampt_in_folder("config.json"), &text, &bytes));
+    snprintf(other, sizeof other, "%s", gpt_description);
+    at = strstr(other, "float16");
+    memcpy(at, "float32", 7);
+    expected = json_open(other, strlen(other));
+    CHECK(ampt_has_members(expected, (char *)text, bytes));
+    CHECK(strstr((char *)text, "\"scale_attn_by_inverse_layer_idx\": false") != NULL);
+    amp_file_free(NULL, text, bytes);
+    file.config.act = AMP_ACT_SILU;
+    gpt_destroy(&g);
+    file.config = odd_config();                             /* a model of another kind takes none of it */
+    CHECK_OK(gpt_create(&g, amp, &file.config));
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("model.safetensors")));
+    CHECK_ERR(gpt_file_load(&file, &g), AMP_ERR_MISMATCH);
+    gpt_file_close(&file);
+    gpt_destroy(&g);
+    ampt_folder_remove();
+    amp_close(amp);
+    example_text[0] = 0;
+}
+
+TEST(gpt_configs_are_refused_by_key_and_value) {
+    static const struct { const char *member, *why; } bad[] = {
+        {"\"activation_function\": \"quick_gelu\"", "activation_function = \"quick_gelu\": must be one of gelu_new, gelu, relu, silu, tanh"},
+        {"\"activation_function\": \"gelu_10\"", "activation_function = \"gelu_10\""},
+        {"\"activation_function\": \"linear\"", "activation_function = \"linear\""},
+        {"\"activation_function\": null", "activation_function = null: must be a text"},
+        {"\"activation_function\": 3", "activation_function = 3: must be a text"},
+        {"\"layer_norm_epsilon\": 0", "layer_norm_epsilon = 0: must be a number from 1e-37"},
+        {"\"layer_norm_epsilon\": -1e-5", "layer_norm_epsilon = -1e-5"},
+        {"\"layer_norm_epsilon\": 1e999", "layer_norm_epsilon = 1e999"},
+        {"\"layer_norm_epsilon\": \"1e-5\"", "layer_norm_epsilon = \"1e-5\": must be a number"},
+        {"\"layer_norm_epsilon\": true", "layer_norm_epsilon = true: must be a number"},
+        {"\"scale_attn_weights\": 1", "scale_attn_weights = 1: must be true or false"},
+        {"\"scale_attn_weights\": \"false\"", "scale_attn_weights = \"false\": must be true or false"},
+        {"\"scale_attn_by_inverse_layer_idx\": null", "scale_attn_by_inverse_layer_idx = null: must be true or false"},
+        {"\"n_head\": 3", "n_head = 3: 3 heads do not divide 20 channels"},
+        {"\"n_head\": 0", "n_head = 0: must be a whole number from 1"},
+        {"\"n_head\": -4", "n_head = -4"},
+        {"\"n_head\": 4.0", "n_head = 4.0: must be a whole number"},
+        {"\"n_head\": \"4\"", "n_head = \"4\": must be a whole number"},
+        {"\"n_head\": null", "n_head = null"},
+        {"\"n_head\": 99999999999999999999999", "n_head = 99999999999999999999999"},
+        {"\"n_head\": 4294967300", "n_head = 4294967300"},
+        {"\"num_attention_heads\": 5", "num_attention_heads = 5: n_head is 4"},
+        {"\"n_layer\": 3", "n_layer = 3: the weights have 2"},
+        {"\"num_hidden_layers\": 1", "num_hidden_layers = 1: the weights have 2"},
+        {"\"vocab_size\": 62", "vocab_size = 62: the weights have 61"},
+        {"\"n_positions\": 8", "n_positions = 8"},
+        {"\"n_embd\": 24", "n_embd = 24"},
+        {"\"n_inner\": 40", "n_inner = 40: the weights have 80"},
+        {"\"resid_pdrop\": 2", "resid_pdrop = 2: must be a number from 0 to 1"},
+        {"\"model_type\": \"gpt_neo\"", "model_type = \"gpt_neo\": must be gpt2"},
+        {"\"add_cross_attention\": true", "add_cross_attention = true: a model that is not computed here"},
+        {"\"is_encoder_decoder\": true", "is_encoder_decoder = true"},
+        {"\"tie_word_embeddings\": false", "tie_word_embeddings = false"},
+        {"\"quantization_config\": {\"bits\": 8}", "quantization_config = {\"bits\": 8}"},
+        {"\"auto_map\": {\"AutoModel\": \"own.Model\"}", "auto_map = "},
+        {"\"pruned_heads\": {\"0\": [1]}", "pruned_heads = "},
+        {"\"aa\": 1, \"n_ctx\": 7, \"aa\": 2", "aa = 1: stands there twice, the second time as 2"},
+        {"\"my_other\": NaN", "line 5: not a JSON object"},
+        {"\"my_other\": 01", "not a JSON object"},
+        {"\"my_other\": [1, 2", "not a JSON object"},
+        {"\"my_other\": tru", "not a JSON object"},
+        {"\"my_other\": \"\n\"", "not a JSON object"},
+        {"my_other: 1", "not a JSON object"},
+        {"\"my_other\" 1", "not a JSON object"},
+        {"\"my_other\": 1,", "not a JSON object"},
+    };
+    amp_context *amp = open_fp32();
+    text_buffer b = {NULL, 0, 0, 0};
+    write_gpt(amp);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        describe_gpt(bad[i].member);
+        refused_gpt(bad[i].why);
+    }
+    describe_gpt("\"num_attention_heads\": 4, \"n_ctx\": 7, \"pruned_heads\": {}, \"add_cross_attention\": false, \"n_inner \": 80");
+    gpt_file file;
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("model.safetensors")));
+    gpt_file_close(&file);
+    for (size_t n = 0; n < sizeof gpt_description - 3; n++) {       /* every prefix */
+        ampt_put("config.json", gpt_description, n);
+        refused_gpt("not a JSON object");
+    }
+    text_put(&b, gpt_description, sizeof gpt_description - 1);
+    text_add(&b, "{}");
+    ampt_put("config.json", b.text, b.used);
+    refused_gpt("line 7: not a JSON object");
+    b.used = 0;
+    for (int i = 0; i < 1001; i++) text_add(&b, "%s\"k%d\": 0", i > 0 ? ", " : "{", i);
+    text_add(&b, "}");
+    ampt_put("config.json", b.text, b.used);
+    refused_gpt("more than 1000 keys");
+    b.used = 0;
+    for (int i = 0; i < 100000; i++) text_put(&b, "{\"a\":", 5);      /* deeper than any stack */
+    ampt_put("config.json", b.text, b.used);
+    refused_gpt("not a JSON object");
+    remove(ampt_in_folder("config.json"));
+    refused_gpt("no config.json beside it");
+    CHECK(mkdir(ampt_in_folder("config.json"), 0777) == 0);
+    CHECK(gpt_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK);
+    CHECK_MSG(strstr(example_error(), "config.json") != NULL, "%s", example_error());
+    CHECK(rmdir(ampt_in_folder("config.json")) == 0);
+    free(b.text);
+    ampt_folder_remove();
+    amp_close(amp);
+    example_text[0] = 0;
+}
+
+/* A file of ours beside a config.json that says something else is of two models, unless it has another name. */
+TEST(two_descriptions) {
+    amp_context *amp = open_fp32();
+    gpt_config c = odd_config();
+    gpt_file file;
+    gpt g;
+    CHECK_OK(gpt_create(&g, amp, &c));
+    CHECK_OK(gpt_init(&g, 3));
+    CHECK_OK(gpt_save_safetensors(&g, ampt_in_folder("model.safetensors"), 0));
+    CHECK_OK(gpt_save_safetensors(&g, ampt_in_folder("other.safetensors"), 0));
+    describe_gpt("\"n_ctx\": 7");
+    refused_gpt("activation_function = \"relu\"");
+    refused_gpt("model.safetensors was saved with activation_function = gelu_new");
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("other.safetensors")));
+    CHECK(file.config.act == AMP_ACT_GELU);
+    gpt_file_close(&file);
+    CHECK_OK(gpt_save_config(&g, ampt_in_folder("config.json")));
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("model.safetensors")));
+    gpt_file_close(&file);
+    remove(ampt_in_folder("other.safetensors"));
+    ampt_folder_remove();
+    gpt_destroy(&g);
+    amp_close(amp);
+    example_text[0] = 0;
 }
 
 TEST(untied_output_weights_are_refused) {
@@ -674,6 +875,9 @@ int main(int argc, char **argv) {
     RUN(safetensors_entries_that_lie);
     RUN(safetensors_fuzz);
     RUN(llmc_files);
+    RUN(gpt_configs_are_kept);
+    RUN(gpt_configs_are_refused_by_key_and_value);
+    RUN(two_descriptions);
     RUN(untied_output_weights_are_refused);
     RUN(model_limits);
     RUN(idx_files);

@@ -38,12 +38,44 @@ static void config_set(const char *text) {
     if (result != AMP_OK) CLAIM(memcmp(&settings, &before, sizeof settings) == 0);
 }
 
+/* As a model's config.json: read, and written back with all that it had. */
 static void config_json(const char *text, size_t bytes) {
-    static const char *const keys[] = {"n_head", "model_type", "layer_norm_eps", "a"};
-    char value[64];
-    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
-        memset(value, 'x', sizeof value);
-        if (json_find(json_open(text, bytes), keys[i], value, sizeof value)) CLAIM(memchr(value, 0, sizeof value) != NULL);
+    static const config_own own[] = {{"dtype", "\"float32\"", CONFIG_REPLACE, NULL}, {"n_head", "1", CONFIG_ADD, NULL}, {"a", "[]", CONFIG_SET, NULL}};
+    const config_rules *const rules[] = {&gpt_config_rules, &encoder_config_rules};
+    for (int k = 0; k < 2; k++) {
+        text_buffer b = {NULL, 0, 0, 0};
+        model_config m;
+        int64_t windows[2];
+        memset(&m, 0, sizeof m);
+        m.text = (char *)malloc(bytes + 1);
+        if (m.text == NULL) return;
+        memcpy(m.text, text, bytes);
+        m.text[bytes] = 0;
+        m.bytes = bytes;
+        amp_result result = config_check(&m, rules[k]);
+        fuzz_told(result);
+        if (result == AMP_OK) {
+            json members = json_open(text, bytes), value, kept;
+            char key[128];
+            gpt_config g;
+            encoder_config e;
+            memset(&g, 0, sizeof g);
+            memset(&e, 0, sizeof e);
+            g.vocab = 31; g.positions = 13; g.channels = 12; g.layers = 2;
+            e.family = ENCODER_LONGFORMER; e.vocab = 31; e.positions = 13; e.types = 1; e.hidden = e.intermediate = e.embedding = 12; e.layers = 2;
+            fuzz_told(k == 0 ? gpt_read_config(&m, &g) : encoder_read_config(&m, &e, windows));
+            config_merge(&b, m.text, own, 3);
+            CLAIM(!b.failed && json_value(json_open(b.text, b.used), "a", &value) && json_value(json_open(b.text, b.used), "n_head", &value));
+            json_need(&members, '{');
+            for (int more = json_peek(&members) == '"'; more && json_member(&members, key, &value); more = json_take(&members, ',')) {
+                if (key[0] == 0 || strcmp(key, "a") == 0 || strcmp(key, "dtype") == 0) continue;
+                CLAIM(json_value(json_open(b.text, b.used), key, &kept) && kept.end - kept.at == value.end - value.at);
+                CLAIM(memcmp(kept.at, value.at, (size_t)(value.end - value.at)) == 0);
+            }
+            CLAIM(!members.bad);
+        }
+        free(b.text);
+        config_close(&m);
     }
 }
 

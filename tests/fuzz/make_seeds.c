@@ -40,7 +40,11 @@ static void config_seeds(void) {
     add_text(&s, "growth_interval 2000");
     end(&s);
     s = begin("config/json");
-    add_text(&s, "{\"model_type\": \"gpt2\", \"x\": [1, {\"y\": \"\\u00e9\\\"\"}], \"n_head\": 12, \"layer_norm_eps\": 1e-05}");
+    add_text(&s, "{\"model_type\": \"gpt2\", \"x\": [1, {\"y\": \"\\u00e9\\\"\"}], \"n_head\": 12, \"layer_norm_epsilon\": 1e-05, \"n_inner\": null,\n"
+                 "\"activation_function\": \"silu\", \"scale_attn_weights\": false, \"attn_pdrop\": 0.1, \"is_decoder\": false}");
+    end(&s);
+    s = begin("config/longformer");
+    add_text(&s, "{\"attention_window\": [4, 8], \"hidden_act\": \"relu\", \"pad_token_id\": 1, \"num_attention_heads\": 3, \"dtype\": \"float16\"}");
     end(&s);
 }
 

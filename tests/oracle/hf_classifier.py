@@ -1,6 +1,7 @@
 """The example classifier and transformers evaluate the same model on the same texts to the same loss, both ways.
 
-transformers -> C: a random BERT and ELECTRA that save_pretrained wrote, with their vocab.txt, evaluated by `--epochs 0`.
+transformers -> C: random BERTs and ELECTRAs that save_pretrained wrote, with their vocab.txt, evaluated by `--epochs 0`;
+with other activations, epsilons and names of the labels too.
 C -> transformers: what the classifier trained and saved, opened by from_pretrained, with BertTokenizer over its vocab.txt.
 Runs build/train_classifier.  Writes no golden data: it passes or fails.
 """
@@ -71,8 +72,11 @@ def main():
         records = classify(os.path.join(folder, "again"), "--init", os.path.join(ours, "model.safetensors"), "--data", data,
                            "--valid", valid, "--epochs", "0")
         same("C -> transformers", records[-1], *torch_loss(model, os.path.join(ours, "vocab.txt"), valid, names))
-        for config_class, model_class, more in ((hf.BertConfig, hf.BertForSequenceClassification, {}),
-                                                (hf.ElectraConfig, hf.ElectraForSequenceClassification, {"embedding_size": 12})):
+        bert, electra = (hf.BertConfig, hf.BertForSequenceClassification), (hf.ElectraConfig, hf.ElectraForSequenceClassification)
+        turned = {"id2label": {0: names[1], 1: names[0]}, "label2id": {names[1]: 0, names[0]: 1}}
+        for config_class, model_class, more in ((*bert, {}), (*electra, {"embedding_size": 12}), (*bert, {"hidden_act": "relu", **turned}),
+                                                (*bert, {"hidden_act": "silu", "layer_norm_eps": 1e-3}),
+                                                (*electra, {"embedding_size": 12, "hidden_act": "tanh", "layer_norm_eps": 1e-5})):
             torch.manual_seed(5)
             config = config_class(vocab_size=200, hidden_size=20, num_attention_heads=5, intermediate_size=44, num_hidden_layers=3,
                                   max_position_embeddings=32, initializer_range=0.5, **more)
@@ -82,8 +86,8 @@ def main():
             shutil.copy(os.path.join(ours, "vocab.txt"), theirs)
             records = classify(os.path.join(folder, "from"), "--init", os.path.join(theirs, "model.safetensors"), "--data", data,
                                "--valid", valid, "--epochs", "0", "--save", "none")
-            same(f"transformers -> C, {model_class.__name__}", records[-1],
-                 *torch_loss(model, os.path.join(theirs, "vocab.txt"), valid, names))
+            same(f"transformers -> C, {model_class.__name__} {more}", records[-1],
+                 *torch_loss(model, os.path.join(theirs, "vocab.txt"), valid, names[::-1] if "id2label" in more else names))
     finally:
         shutil.rmtree(folder)
     print(f"{passed} passed, {failed} failed, 0 skipped")

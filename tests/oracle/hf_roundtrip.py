@@ -1,10 +1,12 @@
 """Checkpoints between transformers and examples/common.h, both ways, with the same logits.
 
 transformers -> C: fp32, fp16 and bf16 files, with and without the "transformer." prefix.
+The same with every configuration of hf_configs.py, whose config.json must come back.
 C -> transformers: a file that C initialised, and files that C read and wrote again, whose weights are the same bits.
 llm.c -> C: its model files, version 3 (fp32) and 5 (bf16), with a padded vocabulary.
 Builds tests/hf_logits.c with $CC (gcc).  Writes no golden data: it passes or fails.
 """
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import common
 import gpt2
+import hf_configs
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 VOCAB, POSITIONS, CHANNELS, HEADS, LAYERS = 61, 13, 20, 4, 3
@@ -97,6 +100,24 @@ def from_transformers(c, folder):
         same_logits(f"transformers -> C -> transformers, {kind}", torch_logits(opened(again)), torch_logits(model))
 
 
+def other_configs(c, folder):
+    """Every kind of model: computed alike, and after C wrote it still the one that transformers had."""
+    for name, more in hf_configs.GPT.items():
+        config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=POSITIONS, n_embd=CHANNELS, n_head=HEADS, n_layer=LAYERS,
+                                         bos_token_id=0, eos_token_id=0, **{**more, **({"n_inner": 4 * CHANNELS} if "n_inner" in more else {})})
+        config.extra = {"kept": [1, "\u00e9"]}
+        model = transformers.GPT2LMHeadModel(config).eval()
+        gpt2.fill(list(model.named_parameters()), 1)
+        place, again = os.path.join(folder, "config_" + name), os.path.join(folder, "config_again_" + name)
+        model.save_pretrained(place)
+        os.mkdir(again)
+        same_logits(f"transformers -> C, {name}", c.run(os.path.join(place, "model.safetensors"), again), torch_logits(model))
+        same_logits(f"transformers -> C -> transformers, {name}", torch_logits(opened(again)), torch_logits(model))
+        before, after = (json.load(open(os.path.join(p, "config.json"))) for p in (place, again))
+        changed = {k: (before.get(k), v) for k, v in after.items() if before.get(k) != v}
+        check(f"config.json came back, {name}", not changed and set(before) <= set(after), str(changed) if changed else "")
+
+
 def other_spellings(c, folder):
     """The files of the first GPT-2 release have no prefix; others hold the tied output weights a second time."""
     model = new_model(2)
@@ -167,6 +188,7 @@ def main():
     try:
         c = C(folder)
         from_transformers(c, folder)
+        other_configs(c, folder)
         other_spellings(c, folder)
         from_llmc(c, folder)
         from_c(c, folder)
