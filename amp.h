@@ -5320,6 +5320,18 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
     return result;
 }
 
+/* The same of a file that the library writes itself: a pipe there is not waited for. */
+AMPI_PRIVATE amp_result ampi_state_load_own(amp_state **out, const amp_system *system, const char *path) {
+    intptr_t file;
+    int64_t size;
+    int error = ampi_file_open(system, path, 0, &file);
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_state_load", "%s: %s", path, strerror(-error));
+    size = system->file_size(system->user, file);
+    system->file_close(system->user, file);
+    if (size == -ESPIPE) return ampi_fail(AMP_ERR_FORMAT, "amp_state_load", "%s is a pipe or device, must be a regular file", path);
+    return amp_state_load(out, system, path);
+}
+
 /* ==== 6 >>backends: implementation, the CPU backend ================================================= */
 
 enum { AMPI_POOL_BLOCKS = 8 };
@@ -8369,7 +8381,7 @@ static void ampi_plans_read(amp_context *amp) {
     amp_state *state;
     amp_result result;
     if (amp->desc.autotune_file == NULL || amp->backend->plans_load == NULL) return;
-    result = amp_state_load(&state, &amp->system, amp->desc.autotune_file);
+    result = ampi_state_load_own(&state, &amp->system, amp->desc.autotune_file);
     if (result == AMP_ERR_OPEN) return;        /* not yet written */
     if (result == AMP_OK) {
         result = ampi_plans_parse(amp, state);
@@ -18303,7 +18315,7 @@ static int ampi_tune_read(ampi_tune *t) {
     amp_result result;
     if (t->desc.file == NULL) return 0;
     t->key = ampi_tune_hash(t);
-    result = amp_state_load(&t->state, ampi_context_system(t->amp), t->desc.file);
+    result = ampi_state_load_own(&t->state, ampi_context_system(t->amp), t->desc.file);
     if (result == AMP_OK) return ampi_tune_known(t);
     t->foreign = result == AMP_ERR_FORMAT;
     if (result != AMP_ERR_OPEN)                 /* not yet written */

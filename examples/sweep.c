@@ -214,10 +214,12 @@ static amp_result open_records(search *s) {
     size_t bytes;
     const char *line, *end;
     char why[400];
+    struct stat info;
     int torn;
     if (folder_make(s->set.out) != AMP_OK) return refuse("out", "%s", because(why));
     s->file = fopen(s->set.out, s->set.again ? "w" : "a");
     if (s->file == NULL) return refuse("out", "%s", strerror(errno));
+    if (fstat(fileno(s->file), &info) == 0 && !S_ISREG(info.st_mode)) return AMP_OK;        /* a device has no records */
     TRY(amp_file_read_all(NULL, s->set.out, &data, &bytes));
     end = (const char *)data + bytes;
     torn = bytes > 0 && end[-1] != '\n';
