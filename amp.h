@@ -90,6 +90,7 @@
        gradients              amp_set_create amp_set_found amp_set_device amp_set_apply
        optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_outcome_next amp_optimizer_bytes
                               amp_optimizer_set_lr amp_optimizer_set_clip amp_optimizer_set_accumulation
+                              amp_optimizer_set_weight
        graphs                 amp_graph_begin amp_graph_end amp_graph_launch
        data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_stop amp_loader_query
                               amp_loader_info_get
@@ -2112,6 +2113,11 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
 /* The masters are made again from the weights (after a host loaded weights), and cached casts of them are dropped. */
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
+/* Sets a weight of .params from fp32 on the host, as many as it has elements: the master, or weight and remainder, are
+   these values; a 16-bit weight is their rounding, to nearest (STOCHASTIC too).  Weights that are in place when the
+   optimizer is created, or refreshed, make masters that have lost what 16 bits lack, so initialise and load 16-bit models
+   with this.  Waits.  Errors: 101, 102 a finite value is infinite in the weight's dtype, 103, 106, 107, 301, 501. */
+AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
 /* What storage costs: bytes per parameter, averaged over all that have a gradient.  Errors: 101. */
 typedef struct amp_parameter_bytes {
     int64_t parameters;             /* elements of all of them */
@@ -12147,6 +12153,51 @@ AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer) {
     return ampi_make_masters(optimizer);
 }
 
+/* fp32 values as a bf16 weight and its remainder, through `room` for twice as many numbers. */
+AMPI_PRIVATE amp_result ampi_send_remainder(amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *room) {
+    size_t bytes = (size_t)row->count * 2;
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(room, room + row->count, values, row->count);
+    AMPI_TRY(ampi_send(o->amp, row->weight, room, bytes));
+    return ampi_send(o->amp, row->master, room + row->count, bytes);
+}
+
+/* row NULL: the parameter has no gradient, and no master. */
+AMPI_PRIVATE amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values, void *room) {
+    int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
+    AMPI_TRY(amp_convert(room, p->weight.dtype, values, AMP_F32, n, NULL, &new_inf));
+    if (new_inf > 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight", "%s: %lld of %lld finite values are infinite in %s", p->name,
+                         (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
+    if (row != NULL && ampi_has_remainder(row)) return ampi_send_remainder(o, row, values, (uint16_t *)room);
+    AMPI_TRY(ampi_send(o->amp, p->weight.data, room, (size_t)n * amp_dtype_size(p->weight.dtype)));
+    return row != NULL && row->master != NULL ? ampi_send(o->amp, row->master, values, (size_t)n * 4) : AMP_OK;
+}
+
+AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values) {
+    const char *f = "amp_optimizer_set_weight";
+    amp_optimizer *o = optimizer;
+    const amp_system *s;
+    int64_t i, row, n;
+    amp_result r;
+    void *room;
+    if (o == NULL || param == NULL || values == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, "%s is NULL", o == NULL ? "optimizer" : param == NULL ? "param" : "values");
+    for (i = 0; i < o->desc.n_params && &o->desc.params[i] != param; i++) {}
+    if (i == o->desc.n_params)
+        return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params", param->name ? param->name : "the parameter");
+    AMPI_TRY(ampi_check_weights_of(f, param, 1));
+    AMPI_TRY(ampi_may_wait(o->amp));
+    for (row = 0; row < o->set->n && o->set->params[row] != param; row++) {}
+    n = amp_tensor_count(&param->weight);
+    if (n == 0) return AMP_OK;
+    s = ampi_context_system(o->amp);
+    AMPI_TRY(ampi_alloc(s, f, &room, n, 4));
+    r = ampi_set_weight(o, param, row < o->set->n ? &o->set->rows[row] : NULL, values, room);
+    ampi_free(s, room, n, 4);
+    if (r == AMP_OK) amp_param_touch(param);
+    return r;
+}
+
 AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out) {
     int64_t i, n = 0, weight = 0, gradient = 0, arrays[AMPI_ARRAYS] = {0, 0, 0};
     double parameters;
@@ -12810,14 +12861,10 @@ AMPI_PRIVATE amp_result ampi_load_array(amp_optimizer *o, const amp_state *state
 AMPI_PRIVATE amp_result ampi_load_remainder(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t i,
                                             float *room) {
     const amp_k_tensor *row = &o->set->rows[i];
-    uint16_t *weight = (uint16_t *)(room + row->count), *rest = weight + row->count;
-    size_t bytes = (size_t)row->count * 2;
     AMPI_TRY(ampi_get_as(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, room, row->count));
     if (row->count == 0) return AMP_OK;
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(weight, rest, room, row->count);
-    AMPI_TRY(ampi_send(o->amp, row->weight, weight, bytes));
     amp_param_touch(o->set->params[i]);
-    return ampi_send(o->amp, row->master, rest, bytes);
+    return ampi_send_remainder(o, row, room, (uint16_t *)(room + row->count));
 }
 
 AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, const uint8_t *live,

@@ -1370,6 +1370,7 @@ typedef struct gpt {
     float *d_stream, *d_branch;     /* gradients; d_branch is d_stream unless there is dropout */
     void *d_norm, *d_heads, *d_qkv, *d_fc;
     int64_t batch, seq, rows;       /* what the ops are bound to */
+    amp_optimizer *optimizer;       /* weights are set through it, so that masters have what a 16-bit weight lacks; or NULL */
     struct profile *profile;        /* NULL: nothing is timed */
 } gpt;
 
@@ -1725,12 +1726,15 @@ static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activation
     return gpt_bind(g, batch, g->config.seq);
 }
 
-/* Sets a parameter's weight from fp32 on the host, or reads it. */
-static inline amp_result param_set(amp_context *amp, amp_param *param, const float *values) {
+/* Sets a parameter's weight from fp32 on the host, through its optimizer if there is one; or reads it. */
+static inline amp_result param_set(amp_context *amp, amp_optimizer *optimizer, amp_param *param, const float *values) {
     amp_tensor *w = &param->weight;
     int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
-    void *room = malloc((size_t)bytes);
-    amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+    void *room;
+    amp_result result;
+    if (optimizer != NULL) return amp_optimizer_set_weight(optimizer, param, values);
+    room = malloc((size_t)bytes);
+    result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
     if (result == AMP_OK) result = amp_convert(room, w->dtype, values, AMP_F32, count, NULL, NULL);
     if (result == AMP_OK) result = amp_copy(amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
     if (result == AMP_OK) result = amp_sync(amp);
@@ -1749,7 +1753,9 @@ static inline amp_result param_get(amp_context *amp, const amp_param *param, flo
     free(room);
     return result;
 }
-static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) { return param_set(g->amp, &g->params[i], values); }
+static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
+    return param_set(g->amp, g->optimizer, &g->params[i], values);
+}
 static inline amp_result gpt_get(gpt *g, int64_t i, float *values) { return param_get(g->amp, &g->params[i], values); }
 
 /* Independent standard normal numbers: Box & Muller 1958, from counter-based words, so reproducible. */
@@ -3229,6 +3235,7 @@ typedef struct encoder {
     float *d_stream, *d_branch, *d_inner, *d_drop;      /* [rows, C]; forward keeps its embeddings in the first two */
     void *d_heads, *d_qkv, *d_fc, *d_pooled, *d_dense, *d_q_global, *d_kv_global;
     int64_t batch, seq, rows;       /* what the ops are bound to */
+    amp_optimizer *optimizer;       /* as a gpt's */
     struct profile *profile;        /* NULL: nothing is timed */
 } encoder;
 
@@ -3601,7 +3608,7 @@ static inline amp_result encoder_init_param(encoder *e, int64_t i, uint64_t seed
     int norm = strstr(p->name, "LayerNorm.weight") != NULL;
     if (p->weight.ndim == 2) random_normal(room, count, seed, (uint64_t)i + 1, 0.02f);
     else for (k = 0; k < count; k++) room[k] = norm ? 1.0f : 0.0f;
-    return param_set(e->amp, &e->params[i], room);
+    return param_set(e->amp, e->optimizer, &e->params[i], room);
 }
 
 /* Room for the elements of the largest parameter, with the rows that a file has before them; the caller frees it. */
@@ -4050,7 +4057,7 @@ static inline amp_result encoder_file_load(const encoder_file *file, encoder *e,
         if (missing) result = encoder_init_param(e, i, seed, values);
         else {
             result = encoder_file_param(file, e, i, values, room);
-            if (result == AMP_OK) result = param_set(e->amp, &e->params[i], values);
+            if (result == AMP_OK) result = param_set(e->amp, e->optimizer, &e->params[i], values);
         }
     }
     free(values);

@@ -557,8 +557,15 @@ static amp_result open_model(run *r) {
     config.dropout = (float)set->dropout;
     TRY(activation_dtype(r->amp, &config.activations));
     result = encoder_create(&r->model, r->amp, &config);
-    if (result == AMP_ERR_MEMORY) return refuse(*set->init != 0 ? "batch" : "model", "%s", because(why));
-    TRY(result);
+    return result == AMP_ERR_MEMORY ? refuse(*set->init != 0 ? "batch" : "model", "%s", because(why)) : result;
+}
+
+/* Through the optimizer, whose masters begin with what 16-bit weights lack. */
+static amp_result open_weights(run *r) {
+    const settings *set = &r->set;
+    char why[400];
+    amp_result result;
+    r->model.optimizer = r->optimizer;
     if (*set->init == 0) return encoder_init(&r->model, (uint64_t)set->seed);
     result = encoder_file_load(&r->file, &r->model, (uint64_t)set->seed, &r->fresh);
     encoder_file_close(&r->file);
@@ -644,6 +651,7 @@ static amp_result open_run(run *r) {
     TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
     TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
     TRY(open_optimizer(r));
+    TRY(open_weights(r));
     TRY(open_monitor(r));
     return open_batches(r);
 }

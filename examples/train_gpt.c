@@ -372,6 +372,7 @@ typedef struct run {
     amp_loader_info info;           /* of the whole data */
     int64_t split;                  /* tokens before it are trained on */
     amp_loader *loader;
+    gpt_file file;                  /* of --init, until its weights are read; of a checkpoint its config.json */
     gpt model;
     char described[400];            /* what is to be said about its config.json, or "" */
     amp_scaler *scaler;             /* NULL: none */
@@ -634,19 +635,17 @@ static amp_result storage_dtypes(const run *r, gpt_config *c) {
 static amp_result open_model(run *r, const amp_state *resumed) {
     const settings *set = &r->set;
     gpt_config config;
-    gpt_file file;
     int from_file = *set->init != 0;
     char why[400];
     amp_result result = AMP_OK;
     memset(&config, 0, sizeof config);
-    memset(&file, 0, sizeof file);
     if (resumed != NULL) {
         TRY(shape_from_state(resumed, &config));
-        result = config_from_state(r, resumed, &config, &file.described);
+        result = config_from_state(r, resumed, &config, &r->file.described);
     } else if (from_file) {
-        if (gpt_file_open(&file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
-        config = file.config;
-        snprintf(r->described, sizeof r->described, "%s", file.described.note);
+        if (gpt_file_open(&r->file, set->init) != AMP_OK) return refuse("init", "%s", because(why));
+        config = r->file.config;
+        snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     } else TRY(shape_from_flags(r, &config));
     if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(r, &config);
     if (result == AMP_OK && r->tokenizer.n > config.vocab)
@@ -661,11 +660,18 @@ static amp_result open_model(run *r, const amp_state *resumed) {
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
     if (result == AMP_ERR_MEMORY) result = refuse("model", "%s", because(why));
-    if (result == AMP_OK && resumed != NULL) result = config_take(&r->model.json, &file.described);
-    if (result == AMP_OK && resumed != NULL) result = gpt_load_state(&r->model, resumed);
-    else if (result == AMP_OK && from_file) result = gpt_file_load(&file, &r->model);
-    else if (result == AMP_OK) result = gpt_init(&r->model, (uint64_t)set->seed);
-    gpt_file_close(&file);
+    if (result == AMP_OK && resumed != NULL) result = config_take(&r->model.json, &r->file.described);
+    return result;
+}
+
+/* Through the optimizer, whose masters begin with what 16-bit weights lack; those of a checkpoint come with its state. */
+static amp_result open_weights(run *r, const amp_state *resumed) {
+    amp_result result;
+    r->model.optimizer = r->optimizer;
+    if (resumed != NULL) return gpt_load_state(&r->model, resumed);
+    if (*r->set.init == 0) return gpt_init(&r->model, (uint64_t)r->set.seed);
+    result = gpt_file_load(&r->file, &r->model);
+    gpt_file_close(&r->file);
     return result;
 }
 
@@ -869,6 +875,7 @@ static void close_run(run *r) {
     if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
     if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
     gpt_destroy(&r->model);
+    gpt_file_close(&r->file);
     if (r->loader != NULL) amp_loader_destroy(r->loader);
     tokenizer_close(&r->tokenizer);
     amp_close(r->amp);
@@ -884,6 +891,7 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     TRY(open_model(r, resumed));
     TRY(open_scaler(r));
     TRY(open_optimizer(r));
+    TRY(open_weights(r, resumed));
     TRY(open_loader(r));
     TRY(open_step(r));
     if (resumed != NULL) TRY(load_state(r, resumed));

@@ -849,6 +849,7 @@ static amp_result gradients_step(env *e, int i) {
         case 34: return amp_scaler_set_rule(e->scaler, 4, 0.25, 3);
         case 35: return amp_scaler_set_scale(e->scaler, 4096);
         case 36: return gradients_query(e);
+        case 37: return amp_optimizer_set_weight(e->optimizer, &e->out.params[0], (const float *)e->out.params[0].grad.data);
         default: return DONE;
     }
 }

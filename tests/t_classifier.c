@@ -101,7 +101,7 @@ static void fill(encoder *e, uint32_t seed) {
                          plain ? 0.25f : sqrtf(3.0f / (float)piece.cols), norm ? 1.0f : 0.0f);
             memcpy(values + part * n, rows + piece.skip * width, (size_t)n * sizeof *values);
         }
-        CHECK_OK(param_set(e->amp, &e->params[i], values));
+        CHECK_OK(param_set(e->amp, NULL, &e->params[i], values));
         e->params[i].grad_live = 0;             /* the next backward overwrites */
     }
     free(values); free(rows);
@@ -477,6 +477,42 @@ TEST(shuffled_orders) {
     CHECK(memcmp(a, b, sizeof a) != 0);
     for (int64_t i = 0; i < 100; i++) for (int64_t k = 0; k < 100; k++) seen += a[k] == i;
     CHECK_EQ(seen, 100);
+}
+
+/* Level O2: masters are the fp32 numbers of the initialisation and of a file, not what bf16 left of them. */
+TEST(masters_begin_as_fp32) {
+    const char *data = scratch("masters.tsv"), *path = scratch("masters.safetensors");
+    text_buffer b = {NULL, 0, 0, 0};
+    run r[3];
+    for (int i = 0; i < 40; i++) text_add(&b, "%d\ttext %d\n", i % 2, i);
+    write_text(data, b.text);
+    for (int way = 0; way < 3; way++) {             /* fp32 weights; O2 of the same seed; O2 of their file */
+        int64_t narrow = 0;
+        memset(&r[way], 0, sizeof r[way]);
+        CHECK_OK(parse_options(&r[way].set));
+        r[way].set.data = data;
+        r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.threads = 1;
+        r[way].set.seed = 3 + way / 2;
+        r[way].set.precision = "bf16"; r[way].set.level = way ? "O2" : "O1"; r[way].set.save = r[way].set.metrics = "none";
+        if (way == 2) { r[way].set.init = path; r[way].set.lr = 0.01; }
+        CHECK_OK(open_context(&r[way]));
+        CHECK_OK(open_files(&r[way]));
+        CHECK_OK(open_run(&r[way]));
+        if (way == 0) { CHECK_OK(encoder_save(&r[0].model, path)); continue; }
+        CHECK_EQ(r[way].model.n_params, r[0].model.n_params);
+        for (int64_t i = 0; i < r[way].model.n_params; i++) {
+            const amp_param *p = &r[way].model.params[i];
+            if (p->weight.dtype != AMP_BF16) continue;
+            narrow++;
+            CHECK_MSG(p->master != NULL && memcmp(p->master, r[0].model.params[i].weight.data, (size_t)amp_tensor_count(&p->weight) * 4) == 0,
+                      "way %d: %s", way, p->name);
+        }
+        CHECK(narrow > 10);
+    }
+    for (int way = 0; way < 3; way++) close_run(&r[way]);
+    free(b.text);
+    remove(data);
+    remove(path);
 }
 
 /* --shuffle-off: the texts that are trained on stand in the file's order, whichever were drawn for evaluation. */
@@ -988,6 +1024,7 @@ int main(int argc, char **argv) {
     RUN(labelled_text);
     RUN(texts_are_cut);
     RUN(shuffled_orders);
+    RUN(masters_begin_as_fp32);
     RUN(the_order_of_the_file);
     RUN(flags);
     RUN(linear_schedule);

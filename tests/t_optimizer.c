@@ -313,6 +313,98 @@ static uint32_t joined(const model *m, const amp_optimizer *o, int i, int64_t k)
     return ampi_bits_f32(amp_f32_join(m->w16[i][k], ((const uint16_t *)o->set->rows[i].master)[k]));
 }
 
+/* Weights through the optimizer: masters are the fp32 values, 16-bit weights their rounding, whatever holds the rest. */
+TEST(weights_are_set_from_fp32) {
+    static const struct { amp_dtype weight; amp_master_kind master; amp_level level; } kinds[] = {
+        {AMP_F32, AMP_MASTER_DEFAULT, AMP_LEVEL_O1}, {AMP_BF16, AMP_MASTER_DEFAULT, AMP_LEVEL_O2}, {AMP_F16, AMP_MASTER_F32, AMP_LEVEL_O2},
+        {AMP_BF16, AMP_MASTER_REMAINDER, AMP_LEVEL_O2}, {AMP_BF16, AMP_MASTER_NONE, AMP_LEVEL_O3}, {AMP_F16, AMP_MASTER_STOCHASTIC, AMP_LEVEL_O3}};
+    static model m;
+    static float values[ROOM];
+    int k, i;
+    int64_t j;
+    for (k = 0; k < 6; k++) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, kinds[k].level);
+        amp_optimizer_desc d;
+        amp_optimizer *o;
+        amp_param other;
+        model_init(&m, kinds[k].weight, AMP_F32);
+        m.p[3].grad.data = NULL;                                      /* a frozen one */
+        d = adamw(&m);
+        d.master = kinds[k].master;
+        d.seed = 5;
+        o = make(amp, &d);
+        for (i = 0; i < TENSORS; i++) {
+            uint64_t version = m.p[i].version;
+            ampt_uniform(values, count_of(i), 77, (uint32_t)i, 3, 0);
+            values[0] = 1.00390625f;                                  /* a tie in bf16 */
+            if (count_of(i) > 4) { values[1] = INFINITY; values[2] = ampi_f32_of_bits(0x7fc01234u); values[3] = 1e-40f; }
+            CHECK_OK(amp_optimizer_set_weight(o, &m.p[i], values));
+            CHECK(m.p[i].version > version);
+            for (j = 0; j < count_of(i); j++) {
+                uint32_t bits = ampi_bits_f32(values[j]);
+                int row = i - (i > 3);
+                if (kinds[k].weight == AMP_F32) CHECK(ampi_bits_f32(m.w[i][j]) == bits);
+                else if (kinds[k].weight == AMP_F16) CHECK_EQ(m.w16[i][j], amp_f16_from_f32(values[j], 0));
+                else CHECK_EQ(m.w16[i][j], kinds[k].master == AMP_MASTER_REMAINDER && i != 3 ? nearest_away(bits) : amp_bf16_from_f32(values[j], 0));
+                if (i == 3) continue;
+                if (kinds[k].master == AMP_MASTER_REMAINDER) CHECK(ampi_bits_f32(amp_f32_join(m.w16[i][j], ((const uint16_t *)o->set->rows[row].master)[j])) == bits);
+                else if (kinds[k].level == AMP_LEVEL_O2) CHECK(ampi_bits_f32(((const float *)m.p[i].master)[j]) == bits);
+                else CHECK(m.p[i].master == NULL);
+            }
+        }
+        values[0] = 1e30f;
+        CHECK_ERR(amp_optimizer_set_weight(o, &m.p[0], values), kinds[k].weight == AMP_F16 ? AMP_ERR_RANGE : AMP_OK);
+        if (kinds[k].weight == AMP_F16) CHECK(strstr(amp_last_error(), "infinite in fp16") != NULL && m.w16[0][0] == amp_f16_from_f32(1.00390625f, 0));
+        memset(&other, 0, sizeof other);
+        other.name = "other";
+        CHECK_ERR(amp_optimizer_set_weight(o, &other, values), AMP_ERR_NAME);
+        CHECK(strstr(amp_last_error(), "other") != NULL);
+        CHECK_ERR(amp_optimizer_set_weight(NULL, &m.p[0], values), AMP_ERR_NULL);
+        CHECK_ERR(amp_optimizer_set_weight(o, NULL, values), AMP_ERR_NULL);
+        CHECK_ERR(amp_optimizer_set_weight(o, &m.p[0], NULL), AMP_ERR_NULL);
+        amp_optimizer_destroy(o);
+        amp_close(amp);
+    }
+}
+
+/* Training in bf16 weights beside fp32 training with the same gradients: masters that begin as the fp32 weights stay with
+   it to the bit, however they are kept; those made from the rounded weights never come back. */
+TEST(masters_begin_as_fp32) {
+    static model a, b;
+    static const amp_master_kind kinds[] = {AMP_MASTER_F32, AMP_MASTER_REMAINDER};
+    int k, i, step;
+    for (k = 0; k < 4; k++) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
+        amp_optimizer_desc d;
+        amp_optimizer *x, *y;
+        double off = 0;
+        int64_t j;
+        model_init(&a, AMP_F32, AMP_F32);
+        model_init(&b, AMP_BF16, AMP_F32);
+        d = adamw(&a);
+        x = make(amp, &d);
+        d.params = b.p;
+        d.master = kinds[k % 2];
+        y = make(amp, &d);
+        for (i = 0; i < TENSORS && k < 2; i++) CHECK_OK(amp_optimizer_set_weight(y, &b.p[i], a.w[i]));
+        for (step = 0; step < 20; step++) {
+            model_backward(&a, step, 1);
+            model_backward(&b, step, 1);
+            CHECK_OK(amp_step(x, NULL));
+            CHECK_OK(amp_step(y, NULL));
+        }
+        for (i = 0; i < TENSORS; i++)
+            for (j = 0; j < count_of(i); j++) {
+                float master = k % 2 ? ampi_f32_of_bits(joined(&b, y, i, j)) : ((const float *)b.p[i].master)[j];
+                off = fmax(off, fabs((double)master - (double)a.w[i][j]));
+            }
+        CHECK_MSG(k < 2 ? !(off > 0) : off > 1e-4, "%s, %s: %g off", kinds[k % 2] == AMP_MASTER_F32 ? "fp32" : "remainder", k < 2 ? "set" : "as they were", off);
+        amp_optimizer_destroy(x);
+        amp_optimizer_destroy(y);
+        amp_close(amp);
+    }
+}
+
 /* Masters as remainders beside fp32 masters over 200 steps with overflows, skips and gradients of every size.  With
    `nonfinite` nothing is skipped, so that infinities and NaN go through the remainders too. */
 static void compare_remainders(int sgd, amp_cpu_path path, int nonfinite) {
@@ -2048,6 +2140,8 @@ int main(int argc, char **argv) {
     RUN(sixteen_bit_gradients_and_masters);
     RUN(level_o3_updates_sixteen_bit_weights);
     RUN(refresh_makes_masters_from_weights);
+    RUN(weights_are_set_from_fp32);
+    RUN(masters_begin_as_fp32);
     RUN(remainders_are_fp32_masters_bit_for_bit);
     RUN(remainders_of_every_pattern);
     RUN(stochastic_rounding_is_unbiased_where_nearest_stalls);

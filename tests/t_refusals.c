@@ -1153,6 +1153,7 @@ TEST(settings_of_a_context_that_contradict) {
 }
 
 TEST(nothing_for_a_step) {
+    const float one = 1;
     amp_set_desc set_desc;
     amp_optimizer_desc desc;
     amp_set *set;
@@ -1194,6 +1195,8 @@ TEST(nothing_for_a_step) {
     CHECK(amp_optimizer_set(NULL) == NULL);
     NULLS(amp_optimizer_set_lr(NULL, 1)); NULLS(amp_optimizer_set_clip(NULL, 1)); NULLS(amp_optimizer_set_accumulation(NULL, 1));
     NULLS(amp_optimizer_refresh(NULL));
+    NULLS(amp_optimizer_set_weight(NULL, desc.params, &one)); NULLS(amp_optimizer_set_weight(o, NULL, &one));
+    NULLS(amp_optimizer_set_weight(o, desc.params, NULL));
     NULLS(amp_optimizer_bytes(NULL, &bytes)); NULLS(amp_optimizer_bytes(o, NULL));
     NULLS(amp_optimizer_step(NULL, scaler)); NULLS(amp_step(NULL, scaler));
     CHECK(amp_outcome_next(NULL, &outcome) == 0 && amp_outcome_next(o, NULL) == 0 && amp_outcome_next(o, &outcome) == 0);

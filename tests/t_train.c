@@ -856,6 +856,90 @@ TEST(settings_reach_loader_and_logits) {
     remove(scratch("settings"));
 }
 
+/* The masters as the optimizer would save them: fp32, however they are kept. */
+static float *masters_of(run *r, int64_t i, int64_t n) {
+    float *values = (float *)calloc((size_t)n, sizeof *values);
+    amp_state *state = NULL;
+    char key[64];
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_optimizer_save(r->optimizer, state, "o"));
+    snprintf(key, sizeof key, "o.master.%d", (int)i);
+    CHECK_OK(amp_state_get(state, key, AMP_F32, values, n));
+    amp_state_destroy(state);
+    return values;
+}
+
+static void open_level(run *r, const char *flags) {
+    static char texts[10][1000];        /* the settings point into them */
+    static int next;
+    char *argv[32] = {(char *)"train_gpt"}, *words = texts[next++ % 10];
+    int argc = 1;
+    snprintf(words, sizeof texts[0], "--data=%s --steps=3 --batch=2 --seq=8 --metrics=none --threads=1 --workers=0 --precision=bf16 %s",
+             scratch("level"), flags);
+    for (char *flag = strtok(words, " "); flag != NULL && argc < 32; flag = strtok(NULL, " ")) argv[argc++] = flag;
+    open_small(r, argv, argc);
+}
+
+/* Level O2: masters are the fp32 numbers of the initialisation, of a file, and of a checkpoint; not what bf16 left of them. */
+TEST(masters_begin_as_fp32) {
+    static const char *const kinds[] = {"fp32", "remainder"}, model[] = "--layers=1 --heads=1 --channels=8";
+    char text[600], flags[800], file[320], save[300];
+    run r, whole;
+    progress bar;
+    int i, kind, way, narrow;
+    for (i = 0; i < 600; i++) text[i] = (char)(97 + i * i % 23);
+    write_file(scratch("level"), text, sizeof text);
+    snprintf(file, sizeof file, "%s", scratch("level_file.safetensors"));
+    snprintf(save, sizeof save, "%s", scratch("level_save"));
+    silence(1);
+    snprintf(flags, sizeof flags, "--level=O1 --save=none %s", model);
+    open_level(&whole, flags);                                      /* fp32 weights of the same seed */
+    CHECK_OK(gpt_save_safetensors(&whole.model, file, 0));
+    for (kind = 0; kind < 2; kind++)
+        for (way = 0; way < 3; way++) {                             /* seed, file, checkpoint */
+            float *before[32] = {NULL};
+            if (way < 2) snprintf(flags, sizeof flags, "--level=O2 --masters=%s --save=%s --seed=%s %s%s", kinds[kind], save,
+                                  way ? "9" : "1", way ? "--heads=1 --init=" : model, way ? file : "");
+            else {
+                snprintf(flags, sizeof flags, "--level=O2 --masters=%s --save=%s %s", kinds[kind], save, model);
+                open_level(&r, flags);
+                progress_open(&bar, r.steps);
+                CHECK_OK(train(&r, &bar, 1));
+                CHECK_OK(save_run(&r));
+                for (i = 0; i < r.model.n_params && i < 32; i++)
+                    if (r.model.params[i].weight.dtype == AMP_BF16) before[i] = masters_of(&r, i, amp_tensor_count(&r.model.params[i].weight));
+                close_run(&r);
+                snprintf(flags, sizeof flags, "--level=O2 --masters=%s --resume=%s", kinds[kind], save);
+            }
+            open_level(&r, flags);
+            CHECK_EQ(r.model.n_params, whole.model.n_params);
+            for (i = narrow = 0; i < r.model.n_params && i < 32; i++) {
+                int64_t n = amp_tensor_count(&r.model.params[i].weight);
+                float *masters, *expected;
+                if (r.model.params[i].weight.dtype != AMP_BF16) continue;       /* those of norms stay in fp32 */
+                narrow++;
+                masters = masters_of(&r, i, n);
+                expected = before[i] ? before[i] : (float *)calloc((size_t)n, 4);
+                if (way < 2) CHECK_OK(gpt_get(&whole.model, i, expected));
+                CHECK_MSG(memcmp(masters, expected, (size_t)n * 4) == 0, "%s, way %d: %s", kinds[kind], way, r.model.params[i].name);
+                free(masters);
+                free(expected);
+            }
+            CHECK(narrow >= 10);
+            close_run(&r);
+        }
+    close_run(&whole);
+    silence(0);
+    remove(file);
+    remove(scratch("level"));
+    snprintf(file, sizeof file, "%s.state", save);
+    remove(file);
+    snprintf(file, sizeof file, "%s.safetensors", save);
+    remove(file);
+    snprintf(file, sizeof file, "%s.json", save);
+    remove(file);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(defaults_are_legal);
@@ -885,5 +969,6 @@ int main(int argc, char **argv) {
     RUN(smaller_pieces);
     RUN(larger_pieces_again);
     RUN(settings_reach_loader_and_logits);
+    RUN(masters_begin_as_fp32);
     return TEST_END();
 }

@@ -1641,6 +1641,39 @@ CUDA_TEST(gradcheck_of_the_device) {
     }
 }
 
+/* fp32 numbers of the host become masters, or weights and remainders, on the device. */
+CUDA_TEST(weights_are_set_from_fp32) {
+    for (amp_master_kind kind : {AMP_MASTER_F32, AMP_MASTER_REMAINDER}) {
+        network gpu;
+        amp_optimizer_desc d = {};
+        amp_optimizer *o = NULL;
+        amp_state *state = NULL;
+        std::vector<float> values = cuda_random(VOCAB * CHANNELS, 9, -1, 1), masters(values.size());
+        amp_desc settings_of = settings(amp_cuda(), AMP_LEVEL_O2);
+        settings_of.dtype = AMP_BF16;
+        CHECK_OK(gpu.open(settings_of, AMP_NO_WORKERS));
+        d.params = &gpu.params[TABLE];
+        d.n_params = 1;
+        d.master = kind;
+        amp_optimizer_destroy(gpu.optimizer);
+        gpu.optimizer = NULL;
+        CHECK_OK(amp_optimizer_create(gpu.amp, &o, &d));
+        CHECK_OK(amp_optimizer_set_weight(o, &gpu.params[TABLE], values.data()));
+        CHECK_OK(amp_state_create(&state, NULL));
+        CHECK_OK(amp_optimizer_save(o, state, "o"));
+        CHECK_OK(amp_state_get(state, "o.master.0", AMP_F32, masters.data(), (int64_t)masters.size()));
+        CHECK(masters == values);
+        std::string weight = gpu.bytes(gpu.params[TABLE].weight);
+        for (size_t i = 0; i < values.size(); i++) {
+            uint16_t rest, stored;
+            memcpy(&stored, weight.data() + 2 * i, 2);
+            CHECK_EQ(stored, kind == AMP_MASTER_F32 ? amp_bf16_from_f32(values[i], 0) : amp_bf16_split(values[i], &rest));
+        }
+        amp_state_destroy(state);
+        amp_optimizer_destroy(o);
+    }
+}
+
 /* Each change between two steps puts captured graphs out of date; captured again, they are the step under the new
  * settings.  A graph that lives keeps its copies, whatever cleans up. */
 CUDA_TEST(graph_after_settings_change) {
@@ -1759,6 +1792,7 @@ int main(int argc, char **argv) {
     RUN(numerics_of_the_device);
     RUN(placement);
     RUN(gradcheck_of_the_device);
+    RUN(weights_are_set_from_fp32);
     RUN(same_numbers_as_the_cpu);
     RUN(every_order);
     RUN(recomputing_has_the_same_bits);
