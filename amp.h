@@ -1877,13 +1877,13 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
        amp_optimizer_step    new weights, unless something was infinite or NaN
        amp_scaler_update     new scale, once per iteration
    Nothing waits for the device: what was found, the scale and the counters live there, and small rules (at
-   the end of this section) change them there.  Everything gives the same bits for any number of threads. */
+   the end of this section) change them there. */
 
 /* ---- Sets.  Works on parameters or on any arrays of the host's; the device table is built once.
 
    Ranks: where the context has a reducer, a check first sums the gradients over the ranks and averages them,
-   then combines "something was not finite" (MAX), so all ranks decide alike.  Every rank then takes part with
-   every row of the set: a parameter without a gradient on one rank counts as zeros there. */
+   then combines "something was not finite" (MAX), so all ranks decide alike.  Every rank takes part with
+   every row: where a parameter has no gradient it counts as zeros. */
 
 typedef struct amp_set amp_set;
 
@@ -1913,9 +1913,8 @@ typedef struct amp_found {
 } amp_found;
 /* Waits for the device.  Errors: 101, 501. */
 AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out);
-/* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by (one whose
-   gradient buffer is its momentum too folds it into the learning rate), `skip` is 1 when nothing may change.  Never
-   moves. */
+/* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by (with momentum
+   in the gradient buffer: fold it into the learning rate), `skip` is 1 when nothing may change.  Never moves. */
 AMP_API const amp_k_found *amp_set_device(const amp_set *set);
 /* Multiplies the gradients by what the last check left to be multiplied: after AMP_CHECK_UNSCALE clipping, after
    AMP_CHECK_READ also the inverse scale and the average.  For hosts with an optimizer of their own.  Errors: 101. */
@@ -1972,11 +1971,11 @@ typedef enum amp_scaler_preset {
     .tolerance         0 to 1: an overflow also shrinks when overflows / updates since the last change reach this
                        rate, whatever hysteresis is left.  With hysteresis 1 only the rate decides (fairseq's rule).
                        0 means none with hysteresis 1 and in MEGATRON and DEEPSPEED, and 0.25 with more hysteresis
-                       elsewhere, where alternating overflows could otherwise go on for ever; AMP_ZERO: none     */
+                       elsewhere, against endless alternating overflows; AMP_ZERO: none     */
 typedef struct amp_scaler_desc {
     amp_scaler_preset preset;
-    int32_t disable;                /* 1: the scale is 1 and stays (always so at level O0); checks, averages, skips, stages
-                                       and their errors are as when enabled */
+    int32_t disable;                /* 1 (always at level O0): the scale stays 1; averages, skips, stages and their errors
+                                       are as when enabled */
     int32_t frozen;                 /* 1: a static scale; overflows still skip */
     float init_scale;
     double growth_factor, backoff_factor;
@@ -2065,12 +2064,10 @@ typedef struct amp_group {
     .momentum          0          SGD: 0 to less than 1 ...
     .dampening, .nesterov         ... as in torch.optim.SGD
     .clip_norm         0          0: no clipping; max norm of the whole averaged gradient
-    .accumulation      1          micro-batches per step: amp_step steps on every n-th call and averages, so
-                                  losses are not divided by hand
+    .accumulation      1          micro-batches per step: every n-th amp_step steps, and averages
     .outcome_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE: at once
     .master            F32        of 16-bit weights; see amp_master_kind.  At level O3 NONE, or STOCHASTIC
-    .moments           F32        or BF16, rounded stochastically: to nearest, a second moment with beta2 above
-                                  0.996 would never shrink again, as v beta2 rounds back to v
+    .moments           F32        or BF16, rounded stochastically: to nearest, v never shrinks with beta2 above 0.996
     .seed              0          of stochastic rounding; ranks with the same weights need the same.  The number of
                                   an element is a function of seed, step applied, parameter and element         */
 typedef struct amp_optimizer_desc {
@@ -2092,8 +2089,8 @@ typedef struct amp_optimizer_desc {
     int32_t reserved;
     uint64_t seed;
 } amp_optimizer_desc;
-/* Allocates moments and masters, by default in fp32.  All parameters share one step count: one that gets its first
-   gradient later has the others' bias correction.
+/* Allocates moments and masters.  All parameters share one step count: one that gets its first gradient later has the
+   others' bias correction.
    Errors: 101, 102, 103, 104, 105, 107 duplicate names, 110 a storage policy that does not fit, 301. */
 AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
                                           uint64_t abi);
@@ -2113,10 +2110,9 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
 /* The masters are made again from the weights (after a host loaded weights), and cached casts of them are dropped. */
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
-/* Sets a weight of .params from fp32 on the host, as many as it has elements: the master, or weight and remainder, are
-   these values; a 16-bit weight is their rounding, to nearest (STOCHASTIC too).  Weights that are in place when the
-   optimizer is created, or refreshed, make masters that have lost what 16 bits lack, so initialise and load 16-bit models
-   with this.  Waits.  Errors: 101, 102 a finite value is infinite in the weight's dtype, 103, 106, 107, 301, 501. */
+/* Sets a weight of .params from fp32 on the host: the master, or weight and remainder, are these values, a 16-bit weight
+   is rounded to nearest (STOCHASTIC too).  Initialise and load 16-bit models with this: masters made from the weights, at
+   creation or by refresh, lack what these lack.  Waits.  Errors: 101, 102 a value overflows, 103, 106, 107, 301, 501. */
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
 /* What storage costs: bytes per parameter, averaged over all that have a gradient.  Errors: 101. */
 typedef struct amp_parameter_bytes {
@@ -2131,9 +2127,8 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
    and step count then stay.  scaler NULL or disabled: scale 1.  Ends the accumulation cycle: the next backward
    overwrites gradients.  Errors: 101, 106 the set is in use by another scaler, 203, 205, 503. */
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler);
-/* Check, norm, clip, optimizer, new scale: the whole step for one optimizer.  With accumulation n only every
-   n-th call steps.  Nothing waits for the device.  scaler may be NULL.  Errors: as amp_optimizer_step, and 106 the set
-   was checked before the cycle's last micro-batch. */
+/* Check, norm, clip, optimizer, new scale: the whole step for one optimizer, in every n-th call with accumulation n.
+   scaler may be NULL.  Errors: as amp_optimizer_step, and 106 the set was checked before the cycle's last micro-batch. */
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 
 /* What became of one step. */
@@ -2156,7 +2151,7 @@ AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out);
 AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
 
 /* A captured graph (CUDA graphs): what is called between begin and end is not done but recorded, and each launch does
-   all of it at the cost of one call.  A whole training step can be captured, dynamic loss scaling included:
+   all of it at the cost of one call.  A whole step can be captured, dynamic loss scaling included:
 
        step once as usual;                         (buffers, masks and plans exist from then on)
        amp_graph_begin(amp); forward; backward; amp_step; amp_graph_end(amp, &graph);
@@ -2164,11 +2159,10 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
                        amp_optimizer_set_lr; amp_graph_launch(graph); amp_outcome_next;
 
    The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
-   read from device memory.  In between nothing may wait for the device, and accumulation cycles must be whole.  While a
-   graph lives, copies in the cast and mask caches stay.  What is built into it and cannot change: the dtype, overrides, the
-   seed, an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes; launching after such a
-   change is error 207.  A check is captured with its step or update.  Destroy graphs before the optimizers they step, and
-   before the context.
+   read from device memory.  In between nothing may wait for the device, accumulation cycles must be whole, and a check
+   has its step or update.  While a graph lives, copies in the cast and mask caches stay.  Built into it are the dtype,
+   overrides, the seed, an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes:
+   launching after they changed is error 207.  Destroy graphs before the optimizers they step, and before the context.
    Errors: 101; begin: 106 one is being captured, 108 the backend has no graphs (the CPU's has none), 301, 501; end: 106
    nothing is captured, or a cycle is not whole, 501 with what could not be captured; launch: 106, 207, 501.  After a
    failed end nothing was done and nothing changed. */
@@ -2180,11 +2174,11 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
 
 /* Moments, masters, step count, learning rate, seed, position in the accumulation cycle with the gradients that no step
    has used, counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
-   Between two steps the state of any rank loads into each, in any world.  In the middle of a cycle gradients are a rank's
-   own, and of a sharded optimizer everything is: then rank, world and accumulation must be those it was saved with.
-   Weights are the host's to save, and to load first.  Remainders are saved as the fp32 masters they stand for, so each
-   kind loads into the other; loading remainders writes the bf16 weights, which are one with them.  bf16 moments load
-   into fp32 ones too.  Save and load are all or nothing: saving over an earlier save needs room for both.
+   Between two steps any rank's state loads into each, in any world.  In a cycle the gradients are a rank's own, and if
+   sharded everything is: then rank, world and accumulation must be those of the save.
+   Weights are the host's to save, and to load first.  Remainders are saved as fp32 masters, so each kind loads into the
+   other; loading remainders writes the bf16 weights, which are one with them.  bf16 moments load into fp32 ones too.
+   Save and load are all or nothing: saving over an earlier save needs room for both.
    Errors: 101, 102, 106 saved between amp_scaler_check and the step, 107, 301, 408 with the parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
@@ -3057,14 +3051,14 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
 AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n);
 
 /* Finite differences for an operator of the host's own, under autocast: for random directions d of each input,
-   (L(x + h d) - L(x - h d)) / 2h is held against gradient . d, L = sum(outputs * weights) with weights random, and given to
-   backward as the outputs' gradients.  x moves by h d, h = 2^-8 (2^-4 for fp16 and tf32, 2^-3 for bf16) times the root mean
-   square of the input.  The bound is computed: 8 standard deviations of what rounding does to L, over h, and to gradient . d,
-   both measured by changing all inputs at random by up to the coarsest roundoff of dtype, outputs and output_grads; and twice
-   the truncation that halving h shows.  So a factor of 1.01 is found in fp32, the default whatever the context computes in;
-   in bf16 one of 1.1 passes: the report says how large an error must be to be seen.
-   Each forward has the same random numbers, and each backward begins with input_grads zero.  The inputs are restored;
-   gradients that are a parameter's are not live afterwards. */
+   (L(x + h d) - L(x - h d)) / 2h is held against gradient . d, L = sum(outputs * weights) with random weights, which
+   backward gets as the outputs' gradients.  h = 2^-8 (2^-4 for fp16 and tf32, 2^-3 for bf16) times the input's root mean
+   square.  The bound is computed: 8 standard deviations of what rounding does to L, over h, and to gradient . d, both
+   measured by changing all inputs at random by up to the coarsest roundoff of dtype, outputs and output_grads; and twice
+   the truncation that halving h shows.  So a factor of 1.01 is found in fp32, the default whatever the context's dtype;
+   in bf16 one of 1.1 passes: see .detectable.
+   Each forward has the same random numbers, each backward begins with input_grads zero.  The inputs are restored, and
+   gradients of parameters are not live afterwards. */
 typedef struct amp_gradcheck_desc {
     amp_step_function forward, backward;    /* inside and outside of a region, as in training */
     void *user;
@@ -3079,8 +3073,7 @@ typedef struct amp_gradcheck_report {
     amp_dtype dtype;                        /* that the region computed in */
     double error, bound;                    /* of the worst, by error over bound; absolute */
     double expected, found;                 /* by differences, by backward */
-    double detectable;                      /* relative error of an input's gradient that reaches the bound in some direction;
-                                               of the input where it is largest */
+    double detectable;                      /* relative error from which on any input's gradient is found wrong */
     char worst[64];                         /* its input */
 } amp_gradcheck_report;
 /* Errors: 101, 102 a field, or an output or gradient that is not finite, 103, 104, 105, 106 while a graph is captured, 108,
