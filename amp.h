@@ -123,16 +123,23 @@
 
    STEP BY STEP
 
+       0 Set every struct to 0 before filling it: = {.x = x}, = {0}, in C++ = {}.  A field left out has its default.
+         Check every result.  Compile with -O2 (-O0 is many times slower), amp.h in a file of its own: seconds, but once.
        1 amp_open chooses backend and precision; amp_query_choice tells it, with the reason.
-       2 Describe parameters as amp_param (name, weight, grad) and call amp_param_register.
+       2 Describe parameters as amp_param (name, weight, grad) and call amp_param_register; the array must stay.  Call
+         amp_param_touch after changing weights yourself: casts of them are cached.  Level O2 wants weights in 16 bits
+         (amp_param_dtype), set by amp_optimizer_set_weight, which keeps fp32 masters of them.
        3 amp_scaler_create for fp16, amp_optimizer_create for all; amp_loader_create if you read tokens.
        4 Each step: amp_loader_next; amp_autocast_begin; forward operators, loss with dlogits and
          .seed = amp_scaler_seed(scaler); amp_autocast_end; backward operators in reverse; amp_step.
          Gradients need no zeroing: the first backward after a step overwrites them, later ones add.
+         Activations may be stored in any of fp32, fp16 and bf16; amp_autocast_result says which PyTorch would return.
+         To evaluate: a region with .mode = AMP_MODE_INFERENCE, and no backward.
        5 amp_outcome_next tells what became of each step, two steps later: applied or skipped, norm, scale.
        6 To save: amp_state_create, *_save of each object, amp_state_save; your weights in a format of yours.
        7 To watch and to survive: amp_monitor_create (records as JSON lines, in place of amp_outcome_next),
          amp_status_text, amp_numerics_create; amp_verify once before a long run; amp_recovery_create.
+       8 Several ranks: amp_desc.reducer is called for each parameter's gradient in every step, in one order on all.
 
    NUMBERS
 
@@ -169,6 +176,9 @@
               thread's business at a time, but for amp_loader_stop and amp_loader_info_get.  Regions and the
               last-error text belong to their thread.  No callback of yours is called under a lock of the
               library's: a logger, allocator or reducer may call it in turn.
+              Where other programs use the same cores, OpenMP's threads, which wait spinning, make steps many times
+              slower, slower than one thread: set OMP_WAIT_POLICY=passive in the environment (GOMP_SPINCOUNT=20000
+              helps less), or .threads to the cores that are free.
               A child of fork has none of the parent's threads: kernels run on one there, with a warning; calls on
               a loader with workers return 106; destroying that, and amp_close of the parent's context, do nothing.
               The library cannot know of your own OpenMP regions before the fork: there, exec first.
@@ -196,8 +206,7 @@
 #ifndef AMP_H_INCLUDED
 #define AMP_H_INCLUDED
 
-/* The implementation needs POSIX; under -std=c99 the system headers show it only when asked before the first
-   of them is included, so the implementing file includes amp.h first. */
+/* Under -std=c99 system headers show POSIX only when asked before the first of them is included. */
 #if defined(AMP_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE) && !defined(_GNU_SOURCE)
 #  define _POSIX_C_SOURCE 200809L
 #endif
@@ -1698,7 +1707,9 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
 
 /* o = softmax(scale q k^T + mask) v.  q, o [batch, queries, heads, dim]; k, v [batch, keys, heads, dim]; any
    strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of one buffer.
-   lse fp32 [batch, heads, queries] carries what backward needs; never stores queries x keys. */
+   lse fp32 [batch, heads, queries] carries what backward needs, and is written in inference too; never stores queries x
+   keys.  Grouped heads: a call per group, k and v with stride 0 over its heads (their gradients need memory per head).
+   Decoding: k and v are the first `keys` positions of a cache, with its strides; CAUSAL aligns the last query and key. */
 typedef struct amp_attention_op {
     const char *layer;
     amp_tensor q, k, v, o;
@@ -1715,7 +1726,8 @@ AMPI_INLINE amp_result amp_attention(amp_context *amp, amp_attention_op *op) { r
 AMPI_INLINE amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op) { return amp_attention_backward_v(amp, op, AMP_ABI(amp_attention_op)); }
 
 /* sum = x + residual; y = normalised sum.  x, residual, sum, y [rows, cols]; weight, bias [cols], either may be
-   NULL.  Without residual leave residual and sum empty.  mean, rstd fp32 [rows] (RMSNorm: no mean, no bias).
+   NULL.  Without residual leave residual and sum empty.  mean, rstd fp32 [rows], in inference too (RMSNorm: no mean, no
+   bias).
    Backward: dx = gradient of x (and of residual, which is the same), dsum added in if given: the gradient that
    reaches sum on its other way.  sum may be x or residual, dsum may be dx. */
 typedef struct amp_norm_op {
@@ -2565,7 +2577,7 @@ typedef struct amp_loader_info {
     int64_t batches;                /* per epoch, this rank */
     int64_t epoch, index;           /* of the batch that comes next */
     int64_t waits;                  /* amp_loader_next calls that found no batch ready ... */
-    double wait_seconds;            /* ... and what they waited in all: time lost to the data */
+    double wait_seconds;            /* ... and what they waited in all: time lost to the data, or to others on the same cores: THREADS */
     uint64_t hash;                  /* of the sizes and of sample blocks of the files: other data has another */
 } amp_loader_info;
 AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info *out);
@@ -2916,12 +2928,9 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
                     The same for weights and ranges that overflow, which no scale cures; what underflows there is small
                     beside the rest, and counts for nothing.
    wanted_scale is the largest power of two at which the largest gradient is at most a quarter of the format's largest
-   number: two bits of room, as gradients differ from step to step by less than 4 but in exceptional ones, which a scaler
-   skips.  An infinite gradient is taken for twice that largest number; NaN asks for a quarter of the scale at most. */
+   number: two bits of room for what differs from step to step. */
 
-/* Of the values that are not 0.  Those that underflow are the smallest, so at 1% they are less than 1% of the sum of
-   magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of their
-   gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
+/* Of the values that are not 0. */
 #define AMP_UNDERFLOW_SHARE 0.01
 
 typedef enum amp_remedy {
@@ -2990,12 +2999,8 @@ typedef int (*amp_step_function)(void *user, amp_context *amp);
 
 /* How much a precision may differ is measured: in fp32, every weight is changed at random by up to the candidate's roundoff
    u, as one rounding does, twice over, and what that does to a tensor, as a root mean square, is its noise.  A computation in
-   that precision rounds more than the weights, so its errors are some times that.  The noise is taken to be no less than
-       u of what errors are relative to, as what is stored in that precision is rounded once at least; and
-       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
-       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
-       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)
-   Right models were found at 0.5 to 2 times the noise.  Zero weights are left as they are.
+   that precision rounds more than the weights, so its errors are some times that: right models were found at 0.5 to 2 times
+   the noise.  Zero weights are left as they are.
 
     .dtypes        TF32, F16 and BF16 as far as the device has them
     .allowance     8          an error passes up to this many times the noise                                          */
@@ -3107,12 +3112,8 @@ typedef struct amp_advice {
    scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
    bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
    must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
-   lr: the losses in quarters, with the noise s as root mean square of neighbours' differences over sqrt(2).
-       lower    0.5 where one is not finite; 0.8 to 0.5 where the last quarter's mean is above the best one's by more than 4
-                standard errors and 2% (at 50%: 0.5), or where over 2% of the losses jump above both neighbours' mean by more
-                than 6 times their median jump and 10% of the mean (at 10% of the losses: 0.5)
-       higher   where the loss falls, by less than 10% in all (1.5 to 1.2), as smoothly that s is below a tenth of the fall,
-                and no less in the second half than 0.8 times the first: a rate that is right slows down as it gets there
+   lr: lower, by 0.5 to 0.8, where losses are not finite, rise or jump; higher, by 1.2 to 1.5, where they fall smoothly, by
+   less than 10% in all and as fast at the end as before.
    desc may be NULL.  Errors: 101, 102, 105, 501. */
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
 AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
@@ -3163,8 +3164,7 @@ typedef struct amp_tune_report {
     int32_t from_file, reserved;            /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
-/* Precisions alternate in turns of five timed steps, so that a machine's changing speed meets all alike; a turn begins with
-   an untimed step, the first one with .warmup.  A row that fails is no error: its precision is not tried with larger
+/* Precisions alternate in turns of a few timed steps, so that a machine's changing speed meets all alike.  A failing row is no error: its precision is not tried with larger
    batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
    steps have trained), captured graphs are out of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
@@ -16841,6 +16841,9 @@ AMPI_PRIVATE double ampi_largest_of(amp_dtype format) {
 /* The largest power of two at or below a positive normal number. */
 AMPI_PRIVATE double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
 
+/* Why AMP_UNDERFLOW_SHARE is 1%: what underflows are the smallest, so at 1% they are less than 1% of the sum of
+   magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of their
+   gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
 AMPI_PRIVATE void ampi_fit_gradient(const amp_numerics *m, const amp_numerics_row *row, ampi_fitting *f) {
     double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
     if (row->count == 0) return;
@@ -17195,7 +17198,11 @@ AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
     return AMP_OK;
 }
 
-/* What random changes of the weights by up to u make in fp32. */
+/* What random changes of the weights by up to u make in fp32.  The noise is taken to be no less than
+       u of what errors are relative to, as what is stored in that precision is rounded once at least; and
+       what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
+       that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
+       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)            */
 AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -18028,7 +18035,14 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     }
 }
 
-/* ---- The learning rate, from a history of losses */
+/* ---- The learning rate, from a history of losses
+
+   lr: the losses in quarters, with the noise s as root mean square of neighbours' differences over sqrt(2).
+       lower    0.5 where one is not finite; 0.8 to 0.5 where the last quarter's mean is above the best one's by more than 4
+                standard errors and 2% (at 50%: 0.5), or where over 2% of the losses jump above both neighbours' mean by more
+                than 6 times their median jump and 10% of the mean (at 10% of the losses: 0.5)
+       higher   where the loss falls, by less than 10% in all (1.5 to 1.2), as smoothly that s is below a tenth of the fall,
+                and no less in the second half than 0.8 times the first: a rate that is right slows down as it gets there */
 
 /* What a history looks like, in quarters of it. */
 typedef struct ampi_history {

@@ -308,7 +308,7 @@ static void check_choice(check *c) {
     if (speedup > 0)
         add_line(c, speedup >= 1 ? PASS : FAIL, "fast precision", value,
                  "%s", speedup >= 1 ? "products in the chosen precision are faster than in fp32"
-                                    : "products in the chosen precision are slower than in fp32: is the machine busy?");
+                                    : "products in the chosen precision are slower than in fp32: when other programs run here, set OMP_WAIT_POLICY=passive");
 }
 
 /* ==== Data ======================================================================================= */
@@ -684,7 +684,7 @@ static void check_utilisation(check *c) {
     else
         add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s", 100 * c->set.min_utilisation,
                  c->wait_share > 0.05   ? "it waits for data"
-                 : on_cpu(c->amp)       ? "other programs run here"
+                 : on_cpu(c->amp)       ? "other programs run here: set OMP_WAIT_POLICY=passive, or take fewer threads"
                                         : "steps are too small, or other programs run here", more);
 }
 

@@ -246,6 +246,42 @@ static amp_tensor qkv_view(float *data, int which) {
     return t;
 }
 
+/* [1, positions, heads, dim] of a cache with room for more positions. */
+static amp_tensor cached(float *data, int64_t positions, int64_t heads, int64_t dim, int64_t room) {
+    amp_tensor t = amp_tensor4(data, AMP_F32, 1, positions, heads, dim);
+    t.stride[0] = room * heads * dim; t.stride[1] = heads * dim; t.stride[2] = dim; t.stride[3] = 1;
+    return t;
+}
+
+/* What the manual says of decoding, and of heads that share keys and values. */
+TEST(attention_from_a_cache_of_grouped_heads) {
+    enum { T = 6, HEADS = 4, GROUPS = 2, D = 8, CAPACITY = 9 };
+    static float q[T * HEADS * D], k[2][CAPACITY * HEADS * D], few[2][CAPACITY * GROUPS * D], whole[T * HEADS * D], o[T * HEADS * D], sums[HEADS * T];
+    amp_attention_op op;
+    fill(q, T * HEADS * D, 21);
+    for (int kv = 0; kv < 2; kv++) {
+        fill(few[kv], CAPACITY * GROUPS * D, 22 + (uint64_t)kv);
+        for (int i = 0; i < CAPACITY * HEADS * D; i++) k[kv][i] = few[kv][(i / (HEADS * D) * GROUPS + i / D % HEADS / (HEADS / GROUPS)) * D + i % D];
+    }
+    memset(&op, 0, sizeof op);                  /* every head with keys of its own, all queries at once */
+    op.q = amp_tensor4(q, AMP_F32, 1, T, HEADS, D); op.o = amp_tensor4(whole, AMP_F32, 1, T, HEADS, D);
+    op.k = cached(k[0], T, HEADS, D, CAPACITY); op.v = cached(k[1], T, HEADS, D, CAPACITY);
+    op.lse = sums; op.mask.kind = AMP_MASK_CAUSAL;
+    CHECK_OK(amp_attention(amp, &op));
+    for (int t = 0; t < T; t++)                 /* one query at a time, a call per group */
+        for (int g = 0; g < GROUPS; g++) {
+            int64_t at = (t * HEADS + g * (HEADS / GROUPS)) * D;
+            memset(&op, 0, sizeof op);
+            op.q = amp_tensor4(q + at, AMP_F32, 1, 1, HEADS / GROUPS, D); op.o = amp_tensor4(o + at, AMP_F32, 1, 1, HEADS / GROUPS, D);
+            op.k = cached(few[0] + g * D, t + 1, GROUPS, D, CAPACITY); op.v = cached(few[1] + g * D, t + 1, GROUPS, D, CAPACITY);
+            op.k.shape[2] = op.v.shape[2] = HEADS / GROUPS;
+            op.k.stride[2] = op.v.stride[2] = 0;
+            op.lse = sums; op.mask.kind = AMP_MASK_CAUSAL;
+            CHECK_OK(amp_attention(amp, &op));
+        }
+    for (int i = 0; i < T * HEADS * D; i++) CHECK_MSG(fabs((double)o[i] - (double)whole[i]) < 1e-6, "[%d] %g, all at once %g", i, (double)o[i], (double)whole[i]);
+}
+
 TEST(attention_on_packed_qkv) {
     for (int kind = AMP_MASK_NONE; kind <= AMP_MASK_WINDOW; kind++) {
         static const int32_t lengths[2] = {4, 5};
@@ -539,7 +575,7 @@ TEST(refusals) {
 
 static void run_all(void) {
     RUN(linear); RUN(linear_through_activations); RUN(linear_refuses_half_an_activation); RUN(gradients_overwrite_then_add); RUN(matmul);
-    RUN(norms); RUN(attention_on_packed_qkv); RUN(softmax);
+    RUN(norms); RUN(attention_from_a_cache_of_grouped_heads); RUN(attention_on_packed_qkv); RUN(softmax);
     RUN(activations); RUN(activations_with_bias); RUN(swiglu_on_one_buffer); RUN(swiglu_with_biases); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
     RUN(mse); RUN(embedding); RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(refusals);
 }
