@@ -3955,6 +3955,8 @@ AMPI_PRIVATE inline void ampi_put16(void *p, int64_t i, uint16_t x) { memcpy((ch
 AMPI_PRIVATE inline void ampi_put32(void *p, int64_t i, uint32_t x) { memcpy((char *)p + 4 * i, &x, 4); }
 AMPI_PRIVATE inline void ampi_put64(void *p, int64_t i, uint64_t x) { memcpy((char *)p + 8 * i, &x, 8); }
 
+enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row: fp32 within this many elements, fp64 beyond */
+
 /* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  Outputs may be the same
    buffer as any input of the same call. */
 typedef struct ampi_pointwise_vec {
@@ -3963,6 +3965,10 @@ typedef struct ampi_pointwise_vec {
     void (*tanh_backward)(const float *y, const float *dy, float *dx, int64_t n);       /* from the output y */
     void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
     void (*swiglu_backward)(const float *gate, const float *up, const float *dy, float *dgate, float *dup, int64_t n);
+    /* long sums: y = the sum of `count` rows, at least one; total += x; y = total */
+    void (*sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n);
+    void (*widen)(double *total, const float *x, int64_t n);
+    void (*narrow)(float *y, const double *total, int64_t n);
     /* norms */
     float (*sum)(const float *x, int64_t n);
     float (*sum_squares)(const float *x, float mean, int64_t n);                        /* of x - mean */
@@ -5875,40 +5881,50 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
 enum {
     AMPI_GEMV_UNIT = 64,                /* values of C that threads share out */
     AMPI_GEMV_SPAN = 1024,              /* values of C at a time */
-    AMPI_GEMV_ROWS = 8                  /* rows converted to fp32 at a time */
+    AMPI_GEMV_ROWS = 8,                 /* rows converted to fp32 at a time */
+    AMPI_GEMV_BLOCK = 128,              /* of k: sums are fp32 within it, fp64 beyond; the same where k lies side by side: */
+    AMPI_GEMV_DOT = 4096
 };
 
 typedef struct ampi_gemv_call {
     const amp_k_gemm *g;
     const ampi_gemm_vec *vec;
-    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
+    const ampi_pointwise_vec *rows;
     amp_cpu_path path;
     int64_t k, n, units;                /* units of n in each item of the batch */
     int64_t slot;
     float *scratch;
 } ampi_gemv_call;
 
-/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  room: k floats, or GEMV_ROWS rows of GEMV_SPAN. */
-static void ampi_gemv_sums(const ampi_gemm_vec *vec, const ampi_gemm_operand *matrix, const float *x, int64_t k, int64_t j0,
-                           int64_t n, float *sums, float *room) {
+/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  room: k floats, or GEMV_ROWS rows of GEMV_SPAN; total: n. */
+static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k, int64_t j0,
+                           int64_t n, float *sums, double *total, float *room) {
     int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
-    int64_t j, p, i;
+    const ampi_gemm_vec *vec = call->vec;
+    int64_t j, p, q, i, m, rows;
     memset(sums, 0, (size_t)n * sizeof *sums);
     for (j = 0; matrix->along_k && j < n; j++) {
         const void *row = ampi_gemm_at(matrix, 0, j0 + j);
+        double sum = 0;
         if (!words) vec->row(room, row, matrix->dtype, matrix->compute, k);
-        sums[j] = vec->dot(x, words ? (const float *)row : room, k);
+        for (p = 0; p < k; p += AMPI_GEMV_DOT)
+            sum += (double)vec->dot(x + p, (words ? (const float *)row : room) + p, AMPI_MIN(k - p, (int64_t)AMPI_GEMV_DOT));
+        sums[j] = (float)sum;
     }
     if (matrix->along_k) return;
-    if (words) {
-        vec->combine(sums, x, (const float *)ampi_gemm_at(matrix, 0, j0), matrix->ld, k, n);
-        return;
+    memset(total, 0, (size_t)n * sizeof *total);
+    for (p = 0; p < k; p += m) {
+        m = AMPI_MIN(k - p, (int64_t)AMPI_GEMV_BLOCK);
+        memset(sums, 0, (size_t)n * sizeof *sums);
+        if (words) vec->combine(sums, x + p, (const float *)ampi_gemm_at(matrix, p, j0), matrix->ld, m, n);
+        else for (q = p; q < p + m; q += rows) {
+            rows = AMPI_MIN(p + m - q, (int64_t)AMPI_GEMV_ROWS);
+            for (i = 0; i < rows; i++) vec->row(room + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, q + i, j0), matrix->dtype, matrix->compute, n);
+            vec->combine(sums, x + q, room, AMPI_GEMV_SPAN, rows, n);
+        }
+        if (k > AMPI_GEMV_BLOCK) call->rows->widen(total, sums, n);
     }
-    for (p = 0; p < k; p += AMPI_GEMV_ROWS) {
-        int64_t rows = AMPI_MIN(k - p, (int64_t)AMPI_GEMV_ROWS);
-        for (i = 0; i < rows; i++) vec->row(room + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, p + i, j0), matrix->dtype, matrix->compute, n);
-        vec->combine(sums, x + p, room, AMPI_GEMV_SPAN, rows, n);
-    }
+    if (k > AMPI_GEMV_BLOCK) call->rows->narrow(sums, total, n);
 }
 
 /* The vector as fp32. */
@@ -5935,7 +5951,7 @@ static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j
         out.alpha = g->alpha;
         out.beta = g->beta;
         out.bias = g->bias != NULL ? bias : NULL;
-        out.activation = call->activation;
+        out.activation = call->rows->activation;
         out.act = g->act;
         out.pre_dtype = g->pre_dtype;
         out.ld_pre = g->ld_pre;
@@ -5950,7 +5966,8 @@ static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j
 
 static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_gemv_call *call = (const ampi_gemv_call *)arg;
-    float *sums = call->scratch + thread * call->slot, *x = sums + AMPI_GEMV_SPAN, *room = x + call->k;
+    double *total = (double *)(void *)(call->scratch + thread * call->slot);
+    float *sums = (float *)(void *)(total + AMPI_GEMV_SPAN), *x = sums + AMPI_GEMV_SPAN, *room = x + call->k;
     int64_t unit, count;
     for (unit = begin; unit < end; unit += count) {
         int64_t item = unit / call->units, j = unit % call->units * AMPI_GEMV_UNIT, n;
@@ -5958,7 +5975,7 @@ static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
         count = AMPI_MIN(AMPI_MIN(end - unit, call->units - unit % call->units), (int64_t)(AMPI_GEMV_SPAN / AMPI_GEMV_UNIT));
         n = AMPI_MIN(count * AMPI_GEMV_UNIT, call->n - j);
         ampi_gemv_vector(call->vec, call->g->m == 1 ? &a : &b, call->k, x);
-        ampi_gemv_sums(call->vec, call->g->m == 1 ? &b : &a, x, call->k, j, n, sums, room);
+        ampi_gemv_sums(call, call->g->m == 1 ? &b : &a, x, call->k, j, n, sums, total, room);
         ampi_gemv_finish(call, item, j, n, sums);
     }
 }
@@ -5970,12 +5987,12 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     memset(&call, 0, sizeof call);
     call.g = g;
     call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
-    call.activation = AMPI_PICK(ampi_pointwise_kernels, cpu->path)->activation;
+    call.rows = AMPI_PICK(ampi_pointwise_kernels, cpu->path);
     call.path = cpu->path;
     call.k = g->alpha == 0.0f ? 0 : g->k;
     call.n = g->m == 1 ? g->n : g->m;
     call.units = (call.n + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
-    call.slot = AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN);
+    call.slot = (3 * AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN) + 15) / 16 * 16;
     threads = (int)AMPI_MIN(g->batch * call.units, (int64_t)threads);
     bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
     call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
@@ -6074,72 +6091,92 @@ static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *pa
     return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packed);
 }
 
-/* ---- Column sums: ones times x, in blocks of 64 rows, so that rounding errors grow with rows / 64. */
+/* ---- Long sums of rows, element by element.  Rows wait where they lie until AMPI_SUM_ROWS are there; these are added in
+   fp32, and what they give in fp64, so that the error does not grow with the number of rows. */
 
-enum { AMPI_COLUMN_BLOCK = 64 };
+enum { AMPI_SUM_ROWS = 128, AMPI_SUM_COLS = 1024 };
 
-typedef struct ampi_column_call {
-    const amp_k_column_sum *args;
-    const ampi_gemm_vec *vec;
-    int64_t slot;
-    float *scratch;
-} ampi_column_call;
+typedef struct ampi_long_sum {
+    const ampi_pointwise_vec *vec;
+    amp_cpu_path path;
+    amp_dtype dtype;
+    int64_t n, waiting;
+    int32_t wide;                       /* 1: total holds something */
+    const void *rows[AMPI_SUM_ROWS];
+    float part[AMPI_SUM_COLS];
+    double total[AMPI_SUM_COLS];
+} ampi_long_sum;
 
-/* Columns j .. j + n. */
-static void ampi_column_span(const ampi_column_call *call, int64_t j, int64_t n, float *total) {
-    const amp_mat *x = &call->args->x;
-    float *block = total + AMPI_GEMV_SPAN, *room = block + AMPI_GEMV_SPAN, ones[AMPI_COLUMN_BLOCK];
-    ampi_gemm_operand rows;
-    ampi_gemm_out out;
-    int64_t i, done, width = call->vec->cols;
-    for (i = 0; i < AMPI_COLUMN_BLOCK; i++) ones[i] = 1.0f;
-    memset(&rows, 0, sizeof rows);
-    rows.dtype = x->dtype;
-    rows.compute = AMP_F32;
-    rows.ld = x->ld;
-    memset(total, 0, AMPI_GEMV_SPAN * sizeof *total);
-    for (i = 0; i < x->rows; i += AMPI_COLUMN_BLOCK) {
-        rows.data = ampi_at(x->data, x->dtype, i * x->ld);
-        ampi_gemv_sums(call->vec, &rows, ones, AMPI_MIN(x->rows - i, (int64_t)AMPI_COLUMN_BLOCK), j, n, block, room);
-        call->vec->combine(total, ones, block, 0, 1, n);
-    }
-    memset(&out, 0, sizeof out);
-    out.alpha = 1.0f;
-    out.beta = call->args->add ? 1.0f : 0.0f;
-    out.c_dtype = call->args->out_dtype;
-    for (done = 0; done < n; done += AMPI_GEMM_ROOM) {
-        int64_t m = AMPI_MIN(n - done, (int64_t)AMPI_GEMM_ROOM);
-        out.c = ampi_at_mut(call->args->out, out.c_dtype, j + done);
-        call->vec->finish(&out, total + done, (m + width - 1) / width * width, 0, 1, m);
+/* Rows of n elements, at most AMPI_SUM_COLS. */
+AMPI_PRIVATE void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype dtype, int64_t n) {
+    s->vec = AMPI_PICK(ampi_pointwise_kernels, path);
+    s->path = path;
+    s->dtype = dtype;
+    s->n = n;
+    s->waiting = s->wide = 0;
+}
+
+AMPI_PRIVATE void ampi_sum_widen(ampi_long_sum *s) {
+    s->vec->sum_rows(s->part, s->rows, s->dtype, s->waiting, s->n);
+    if (!s->wide) memset(s->total, 0, (size_t)s->n * sizeof *s->total);
+    s->vec->widen(s->total, s->part, s->n);
+    s->wide = 1;
+    s->waiting = 0;
+}
+
+/* Adds `count` rows, ld elements apart. */
+AMPI_PRIVATE inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, int64_t count) {
+    const char *row = (const char *)rows;
+    int64_t step = ld * (int64_t)amp_dtype_size(s->dtype), i, m;
+    for (; count > 0; count -= m, row += m * step) {
+        if (s->waiting == AMPI_SUM_ROWS) ampi_sum_widen(s);
+        m = AMPI_MIN(count, AMPI_SUM_ROWS - s->waiting);
+        for (i = 0; i < m; i++) s->rows[s->waiting + i] = row + i * step;
+        s->waiting += m;
     }
 }
 
+/* to = (old +) the sum */
+AMPI_PRIVATE void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t add) {
+    float old[AMPI_SUM_COLS];
+    if (s->wide) {
+        ampi_sum_widen(s);
+        s->vec->narrow(s->part, s->total, s->n);
+    } else if (s->waiting > 0) s->vec->sum_rows(s->part, s->rows, s->dtype, s->waiting, s->n);
+    else memset(s->part, 0, (size_t)s->n * sizeof *s->part);
+    if (add) s->vec->add(s->part, 1.0f, ampi_row_in(to, dtype, s->n, old, s->path), 1.0f, s->part, s->n);
+    ampi_convert_fast(to, dtype, s->part, AMP_F32, s->n, s->path);
+}
+
+/* ---- Column sums */
+
+typedef struct ampi_column_call { const amp_k_column_sum *args; amp_cpu_path path; } ampi_column_call;
+
+enum { AMPI_COLUMN_UNIT = 64 };         /* columns that threads share out */
+
 static void ampi_column_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_column_call *call = (const ampi_column_call *)arg;
-    int64_t units = AMPI_GEMV_SPAN / AMPI_GEMV_UNIT, unit;
-    for (unit = begin; unit < end; unit += units) {
-        int64_t j = unit * AMPI_GEMV_UNIT, last = AMPI_MIN(AMPI_MIN(unit + units, end) * AMPI_GEMV_UNIT, call->args->x.cols);
-        ampi_column_span(call, j, last - j, call->scratch + thread * call->slot);
+    const amp_k_column_sum *a = call->args;
+    int64_t j, last = AMPI_MIN(end * AMPI_COLUMN_UNIT, a->x.cols);
+    ampi_long_sum sum;
+    (void)thread;
+    for (j = begin * AMPI_COLUMN_UNIT; j < last; j += AMPI_SUM_COLS) {
+        ampi_sum_begin(&sum, call->path, a->x.dtype, AMPI_MIN(last - j, (int64_t)AMPI_SUM_COLS));
+        ampi_sum_add(&sum, ampi_at(a->x.data, a->x.dtype, j), a->x.ld, a->x.rows);
+        ampi_sum_end(&sum, ampi_at_mut(a->out, a->out_dtype, j), a->out_dtype, a->add);
     }
 }
 
 static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    int64_t units = (args->x.cols + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
+    int64_t units = (args->x.cols + AMPI_COLUMN_UNIT - 1) / AMPI_COLUMN_UNIT;
     ampi_column_call call;
     int threads = (double)args->x.rows * (double)args->x.cols < 1e5 ? 1 : (int)AMPI_MIN(units, (int64_t)cpu->threads);
-    size_t bytes;
     (void)stream;
-    if (args->x.cols <= 0) return AMP_OK;
-    memset(&call, 0, sizeof call);
+    if (args->x.cols <= 0 || ampi_scratch_held.asking) return AMP_OK;
     call.args = args;
-    call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
-    call.slot = (int64_t)(2 + AMPI_GEMV_ROWS) * AMPI_GEMV_SPAN;
-    bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
-    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
-    if (call.scratch == NULL) return ampi_cpu_no_scratch("column_sum", bytes);
+    call.path = cpu->path;
     ampi_parallel(threads, units, 1, ampi_column_part, &call);
-    ampi_cpu_release(cpu, call.scratch, bytes);
     return AMP_OK;
 }
 
@@ -6638,11 +6675,14 @@ AMPI_PRIVATE void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h
 AMPI_PRIVATE void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, path);
     float max = vec->row_max(y, n);
+    double sum = 0.0;
     if (ampi_bits_f32(max) == 0xff800000u && !AMPI_PICK(ampi_attention_kernels, path)->has_nan(y, n)) {
         memset(y, 0, (size_t)n * sizeof *y);
         return;
     }
-    vec->scale_shift(y, 1.0f / vec->exp_sum(y, max, y, n), 0.0f, y, n);
+    for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK)
+        sum += (double)vec->exp_sum(y + i, max, y + i, AMPI_MIN(n - i, (int64_t)AMPI_ROW_CHUNK));
+    vec->scale_shift(y, (float)(1.0 / sum), 0.0f, y, n);
 }
 
 static void ampi_softmax_task(void *arg, int64_t begin, int64_t end, int thread) {
@@ -6710,7 +6750,6 @@ static amp_result ampi_cpu_softmax_backward(void *dev, const amp_k_softmax *args
 
 enum {
     AMPI_TILE = 512,                /* elements of one operand that an elementwise kernel holds on the stack */
-    AMPI_ROW_CHUNK = 1024,          /* sums along a row: fp32 within this many elements, fp64 beyond */
     AMPI_PIECE = 16384,             /* elements that are worth a thread */
     AMPI_SUM_BLOCK = 32768          /* elements of one partial loss sum */
 };
@@ -6991,13 +7030,16 @@ static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm */
 
+enum { AMPI_NORM_ROWS = 32 };       /* rows whose part in dweight and dbias is summed in fp32 */
+
 typedef struct ampi_norm_job {
     ampi_cpu *cpu;
     const ampi_pointwise_vec *vec;
     const amp_k_norm *args;
     const float *weight, *bias;     /* fp32, or NULL */
     int64_t stride;                 /* floats between row buffers */
-    float *rooms;                   /* three row buffers per thread */
+    int64_t thread_rooms;           /* row buffers per thread: three, and for long partial sums two in fp32 and two in fp64 */
+    float *rooms;
     int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
     float *partials;                /* [blocks, 2, stride] */
     float *memory;
@@ -7016,7 +7058,8 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
     job->stride = ampi_padded(args->x.cols);
     job->block_rows = AMPI_MAX(16, (args->x.rows + 63) / 64);
     job->blocks = backward ? (args->x.rows + job->block_rows - 1) / job->block_rows : 0;
-    floats = (2 + 3 * (int64_t)cpu->threads + 2 * job->blocks) * job->stride;
+    job->thread_rooms = backward && job->block_rows > AMPI_NORM_ROWS ? 9 : 3;
+    floats = (2 + job->thread_rooms * (int64_t)cpu->threads + 2 * job->blocks) * job->stride;
     AMPI_TRY(ampi_bytes(function, floats, sizeof(float), &job->bytes));
     job->memory = (float *)ampi_cpu_scratch(cpu, job->bytes);
     if (job->memory == NULL) return ampi_cpu_no_scratch(function, job->bytes);
@@ -7024,7 +7067,7 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
     if (args->bias && !args->rms)
         job->bias = ampi_row_in(args->bias, args->weight_dtype, args->x.cols, job->memory + job->stride, cpu->path);
     job->rooms = job->memory + 2 * job->stride;
-    job->partials = job->rooms + 3 * (int64_t)cpu->threads * job->stride;
+    job->partials = job->rooms + job->thread_rooms * (int64_t)cpu->threads * job->stride;
     return AMP_OK;
 }
 
@@ -7065,7 +7108,7 @@ static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float
 static void ampi_norm_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
     const amp_k_norm *a = job->args;
-    float *rooms = job->rooms + 3 * (int64_t)thread * job->stride;
+    float *rooms = job->rooms + job->thread_rooms * (int64_t)thread * job->stride;
     int64_t n = a->x.cols;
     for (int64_t row = begin; row < end; row++) {
         const float *s = ampi_norm_input(job, row, rooms);
@@ -7116,31 +7159,41 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
     ampi_row_done(to, a->dx.dtype, n, dx, path);
 }
 
+/* sums[2, stride] = dweight and dbias of rows begin to end */
+static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int64_t end, float *rooms, float *sums) {
+    const amp_k_norm *a = job->args;
+    memset(sums, 0, 2 * (size_t)job->stride * sizeof(float));
+    for (int64_t row = begin; row < end; row++)
+        ampi_norm_backward_row(job, row, rooms, a->dweight.data ? sums : NULL, a->dbias.data && !a->rms ? sums + job->stride : NULL);
+}
+
 static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
-    const amp_k_norm *a = job->args;
-    float *rooms = job->rooms + 3 * (int64_t)thread * job->stride;
+    float *rooms = job->rooms + job->thread_rooms * (int64_t)thread * job->stride, *sums = rooms + 3 * job->stride;
+    double *total = (double *)(void *)(sums + 2 * job->stride);
     for (int64_t block = begin; block < end; block++) {
         float *partial = job->partials + 2 * block * job->stride;
-        int64_t last = AMPI_MIN(a->x.rows, (block + 1) * job->block_rows);
-        memset(partial, 0, 2 * (size_t)job->stride * sizeof(float));
-        for (int64_t row = block * job->block_rows; row < last; row++)
-            ampi_norm_backward_row(job, row, rooms, a->dweight.data ? partial : NULL,
-                                   a->dbias.data && !a->rms ? partial + job->stride : NULL);
+        int64_t first = block * job->block_rows, last = AMPI_MIN(job->args->x.rows, first + job->block_rows);
+        if (job->block_rows <= AMPI_NORM_ROWS) {
+            ampi_norm_backward_rows(job, first, last, rooms, partial);
+            continue;
+        }
+        memset(total, 0, 2 * (size_t)job->stride * sizeof *total);
+        for (int64_t row = first; row < last; row += AMPI_NORM_ROWS) {
+            ampi_norm_backward_rows(job, row, AMPI_MIN(row + AMPI_NORM_ROWS, last), rooms, sums);
+            job->vec->widen(total, sums, 2 * job->stride);
+        }
+        job->vec->narrow(partial, total, 2 * job->stride);
     }
 }
 
 /* gradient = (old +) the sum of the partials, for columns begin to end */
 static void ampi_norm_reduce(const ampi_norm_job *job, const amp_k_gradient *gradient, int64_t which, int64_t begin, int64_t end) {
-    float sum[AMPI_TILE], old[AMPI_TILE];
-    for (int64_t col = begin; col < end; col += AMPI_TILE) {
-        int64_t n = AMPI_MIN(end - col, (int64_t)AMPI_TILE);
-        void *to = ampi_at_mut(gradient->data, gradient->dtype, col);
-        memset(sum, 0, sizeof sum);
-        for (int64_t block = 0; block < job->blocks; block++)
-            job->vec->add(sum, 1.0f, job->partials + (2 * block + which) * job->stride + col, 1.0f, sum, n);
-        if (gradient->add) job->vec->add(sum, 1.0f, ampi_row_in(to, gradient->dtype, n, old, job->cpu->path), 1.0f, sum, n);
-        ampi_convert_fast(to, gradient->dtype, sum, AMP_F32, n, job->cpu->path);
+    ampi_long_sum sum;
+    for (int64_t col = begin; col < end; col += AMPI_SUM_COLS) {
+        ampi_sum_begin(&sum, job->cpu->path, AMP_F32, AMPI_MIN(end - col, (int64_t)AMPI_SUM_COLS));
+        ampi_sum_add(&sum, job->partials + which * job->stride + col, 2 * job->stride, job->blocks);
+        ampi_sum_end(&sum, ampi_at_mut(gradient->data, gradient->dtype, col), gradient->dtype, gradient->add);
     }
 }
 
@@ -7360,12 +7413,7 @@ static amp_result ampi_cpu_embedding(void *dev, const amp_k_embedding *args, voi
     return AMP_OK;
 }
 
-typedef struct ampi_embedding_job {
-    ampi_cpu *cpu;
-    const ampi_pointwise_vec *vec;
-    const amp_k_embedding *args;
-    const int64_t *order;
-} ampi_embedding_job;
+typedef struct ampi_embedding_job { ampi_cpu *cpu; const amp_k_embedding *args; const int64_t *order; } ampi_embedding_job;
 
 /* order = 0..n-1 sorted by id, equal ids in their order: a counting sort with starts[vocab + 1]. */
 static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, int64_t *starts, int64_t *order) {
@@ -7375,31 +7423,21 @@ static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, in
     for (int64_t i = 0; i < n; i++) order[starts[ids[i]]++] = i;
 }
 
-/* sum += columns col.. of row `row` of dy */
-static void ampi_embedding_gather(const ampi_embedding_job *job, int64_t row, int64_t col, int64_t n, float *sum,
-                                  float *room) {
-    const amp_mat *dy = &job->args->dy;
-    job->vec->add(sum, 1.0f, ampi_row_in(ampi_mat_at(dy, row, col), dy->dtype, n, room, job->cpu->path), 1.0f, sum, n);
-}
-
-/* Columns begin to end of the gradient of every table row that occurs: old + (first occurrence + second + ...).
-   Threads divide the columns, because a few ids make up most of a text. */
+/* Columns begin to end of the gradient of every table row that occurs: its occurrences in their order.  Threads divide the
+   columns, because a few ids make up most of a text. */
 static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
     const amp_k_embedding *a = job->args;
-    float sum[AMPI_TILE], room[AMPI_TILE];
+    ampi_long_sum sum;
     (void)thread;
-    for (int64_t col = begin; col < end; col += AMPI_TILE) {
-        int64_t n = AMPI_MIN(end - col, (int64_t)AMPI_TILE), k = 0;
+    for (int64_t col = begin; col < end; col += AMPI_SUM_COLS) {
+        int64_t k = 0;
         while (k < a->n) {
             int32_t id = a->ids[job->order[k]];
-            void *to = ampi_mat_at(&a->dtable, id, col);
-            memset(sum, 0, sizeof sum);
+            ampi_sum_begin(&sum, job->cpu->path, a->dy.dtype, AMPI_MIN(end - col, (int64_t)AMPI_SUM_COLS));
             for (; k < a->n && a->ids[job->order[k]] == id; k++)
-                ampi_embedding_gather(job, job->order[k], col, n, sum, room);
-            if (a->add_table)
-                job->vec->add(ampi_row_in(to, a->dtable.dtype, n, room, job->cpu->path), 1.0f, sum, 1.0f, sum, n);
-            ampi_convert_fast(to, a->dtable.dtype, sum, AMP_F32, n, job->cpu->path);
+                ampi_sum_add(&sum, ampi_mat_at(&a->dy, job->order[k], col), 0, 1);
+            ampi_sum_end(&sum, ampi_mat_at(&a->dtable, id, col), a->dtable.dtype, a->add_table);
         }
     }
 }
@@ -7407,17 +7445,13 @@ static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int
 static void ampi_embedding_positions_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
     const amp_k_embedding *a = job->args;
-    float sum[AMPI_TILE], room[AMPI_TILE];
+    ampi_long_sum sum;
     (void)thread;
     for (int64_t p = begin; p < end; p++)
-        for (int64_t col = 0; col < a->dy.cols; col += AMPI_TILE) {
-            int64_t n = AMPI_MIN(a->dy.cols - col, (int64_t)AMPI_TILE);
-            void *to = ampi_mat_at(&a->dpositions, p, col);
-            memset(sum, 0, sizeof sum);
-            for (int64_t row = p; row < a->n; row += a->seq) ampi_embedding_gather(job, row, col, n, sum, room);
-            if (a->add_positions)
-                job->vec->add(ampi_row_in(to, a->dpositions.dtype, n, room, job->cpu->path), 1.0f, sum, 1.0f, sum, n);
-            ampi_convert_fast(to, a->dpositions.dtype, sum, AMP_F32, n, job->cpu->path);
+        for (int64_t col = 0; col < a->dy.cols; col += AMPI_SUM_COLS) {
+            ampi_sum_begin(&sum, job->cpu->path, a->dy.dtype, AMPI_MIN(a->dy.cols - col, (int64_t)AMPI_SUM_COLS));
+            ampi_sum_add(&sum, ampi_mat_at(&a->dy, p, col), a->seq * a->dy.ld, (a->n - p + a->seq - 1) / a->seq);
+            ampi_sum_end(&sum, ampi_mat_at(&a->dpositions, p, col), a->dpositions.dtype, a->add_positions);
         }
 }
 
@@ -7436,7 +7470,7 @@ static void ampi_zero_rows(ampi_cpu *cpu, const amp_mat *m, int64_t first) {
 
 static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    ampi_embedding_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL};
+    ampi_embedding_job job = {cpu, args, NULL};
     int64_t *starts = NULL, cols = args->dy.cols, positions = AMPI_MIN(args->seq, args->dpositions.rows);
     size_t bytes = 0;
     (void)stream;
@@ -19719,7 +19753,8 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 }
 
 /* ---- >>backends: the GEMM's kernels.  A tile's sums live in named registers: gcc keeps no array of vectors there.
-   Each sum is one chain of FMAs in the order of k, whatever the tile's height. */
+   Each sum is a chain of FMAs in the order of k, whatever the tile's height, or several of at most AMPI_TILE_CHAIN words,
+   one after the other: the error of a chain grows with its length. */
 
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
@@ -19741,6 +19776,9 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
                            sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
 #define AMPI_TILE_ADD(i)   sum##i##_0 += AMPI_V(ampi_load)(add + i * ldadd); \
                            sum##i##_1 += AMPI_V(ampi_load)(add + i * ldadd + AMPI_W);
+#define AMPI_TILE_JOIN(i)  sum##i##_0 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W); \
+                           sum##i##_1 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W + AMPI_W);
+#define AMPI_TILE_PART(i)  AMPI_V(ampi_store)(part + i * 2 * AMPI_W, sum##i##_0); AMPI_V(ampi_store)(part + i * 2 * AMPI_W + AMPI_W, sum##i##_1);
 #define AMPI_TILE_STORE(i) AMPI_V(ampi_store)(c + i * ldc, sum##i##_0); AMPI_V(ampi_store)(c + i * ldc + AMPI_W, sum##i##_1);
 
 #define AMPI_TILE(name, r) \
@@ -19748,17 +19786,27 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
                                                        const float *add, int64_t ldadd, float *c, int64_t ldc) { \
         /* three rows to a pointer: fourteen addresses do not fit into the registers */ \
         const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
-        AMPI_ROWS_##r(AMPI_TILE_ZERO) \
-        for (; k > 0; k--, b += ldb, at[0]++, at[1]++, at[2]++, at[3]++, at[4]++) { \
-            ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = AMPI_V(ampi_load)(b + AMPI_W); \
-            AMPI_ROWS_##r(AMPI_TILE_STEP) \
-        } \
-        if (add != NULL) { AMPI_ROWS_##r(AMPI_TILE_ADD) } \
-        AMPI_ROWS_##r(AMPI_TILE_STORE) \
+        int64_t chains = (k + AMPI_TILE_CHAIN - 1) / AMPI_TILE_CHAIN, size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
+        float part[2 * AMPI_W * r]; \
+        int joined = 0; \
+        do { \
+            AMPI_ROWS_##r(AMPI_TILE_ZERO) \
+            chain = AMPI_MIN(k, size); \
+            for (k -= chain; chain > 0; chain--, b += ldb, at[0]++, at[1]++, at[2]++, at[3]++, at[4]++) { \
+                ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = AMPI_V(ampi_load)(b + AMPI_W); \
+                AMPI_ROWS_##r(AMPI_TILE_STEP) \
+            } \
+            if (joined) { AMPI_ROWS_##r(AMPI_TILE_JOIN) } \
+            joined = 1; \
+            if (k > 0) { AMPI_ROWS_##r(AMPI_TILE_PART) continue; } \
+            if (add != NULL) { AMPI_ROWS_##r(AMPI_TILE_ADD) } \
+            AMPI_ROWS_##r(AMPI_TILE_STORE) \
+        } while (k > 0); \
     }
 
 #define AMPI_TILE_TARGET
 #define AMPI_TILE_PRODUCT AMPI_V(ampi_fma)
+#define AMPI_TILE_CHAIN 192
 AMPI_TILE(ampi_tile_, 1)  AMPI_TILE(ampi_tile_, 2)  AMPI_TILE(ampi_tile_, 3)
 AMPI_TILE(ampi_tile_, 4)  AMPI_TILE(ampi_tile_, 5)  AMPI_TILE(ampi_tile_, 6)
 #if AMPI_GEMM_ROWS == 14
@@ -19767,6 +19815,7 @@ AMPI_TILE(ampi_tile_, 11) AMPI_TILE(ampi_tile_, 12) AMPI_TILE(ampi_tile_, 13) AM
 #endif
 #undef AMPI_TILE_TARGET
 #undef AMPI_TILE_PRODUCT
+#undef AMPI_TILE_CHAIN
 
 AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                                              const float *add, int64_t ldadd, float *c, int64_t ldc) {
@@ -19992,11 +20041,13 @@ AMPI_PRIVATE AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b
     return (ampi_vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)b);
 }
 #define AMPI_TILE_PRODUCT ampi_gemm_dot2
+#define AMPI_TILE_CHAIN 256
 AMPI_TILE(ampi_tile_bf16_, 1)  AMPI_TILE(ampi_tile_bf16_, 2)  AMPI_TILE(ampi_tile_bf16_, 3)  AMPI_TILE(ampi_tile_bf16_, 4)
 AMPI_TILE(ampi_tile_bf16_, 5)  AMPI_TILE(ampi_tile_bf16_, 6)  AMPI_TILE(ampi_tile_bf16_, 7)  AMPI_TILE(ampi_tile_bf16_, 8)
 AMPI_TILE(ampi_tile_bf16_, 9)  AMPI_TILE(ampi_tile_bf16_, 10) AMPI_TILE(ampi_tile_bf16_, 11) AMPI_TILE(ampi_tile_bf16_, 12)
 AMPI_TILE(ampi_tile_bf16_, 13) AMPI_TILE(ampi_tile_bf16_, 14)
 #undef AMPI_TILE_PRODUCT
+#undef AMPI_TILE_CHAIN
 
 AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                                           const float *add, int64_t ldadd, float *c, int64_t ldc) {
@@ -20180,6 +20231,8 @@ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE_ZERO
 #undef AMPI_TILE_STEP
 #undef AMPI_TILE_ADD
+#undef AMPI_TILE_JOIN
+#undef AMPI_TILE_PART
 #undef AMPI_TILE_STORE
 
 /* ---- >>backends: attention.  One matrix product serves all five of a layer's products: its left factor is read
@@ -20462,13 +20515,19 @@ AMPI_PRIVATE int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
 /* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0 whatever its gradient is. */
 AMPI_PRIVATE void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, float scale, float *dx,
                                                     int64_t n) {
-    ampi_vf s = AMPI_V(ampi_splat)(0.0f), zero = s, factor = AMPI_V(ampi_splat)(scale);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
-        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_W);
-        ampi_vf p = AMPI_V(ampi_load_tail)(y + i, m), d = AMPI_V(ampi_load_tail)(dy + i, m);
-        s += AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(p), zero, p * d);
+    ampi_vf s, zero = AMPI_V(ampi_splat)(0.0f), factor = AMPI_V(ampi_splat)(scale);
+    double sum = 0.0;
+    for (int64_t chunk = 0; chunk < n; chunk += AMPI_ROW_CHUNK) {
+        int64_t end = AMPI_MIN(n, chunk + AMPI_ROW_CHUNK);
+        s = zero;
+        for (int64_t i = chunk; i < end; i += AMPI_W) {
+            int64_t m = AMPI_MIN(end - i, (int64_t)AMPI_W);
+            ampi_vf p = AMPI_V(ampi_load_tail)(y + i, m), d = AMPI_V(ampi_load_tail)(dy + i, m);
+            s += AMPI_V(ampi_select)(AMPI_V(ampi_is_zero)(p), zero, p * d);
+        }
+        sum += (double)AMPI_V(ampi_sum)(s);
     }
-    s = AMPI_V(ampi_splat)(AMPI_V(ampi_sum)(s));
+    s = AMPI_V(ampi_splat)((float)sum);
     for (int64_t i = 0; i < n; i += AMPI_W) {
         int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_W);
         ampi_vf p = AMPI_V(ampi_load_tail)(y + i, m), d = AMPI_V(ampi_load_tail)(dy + i, m);
@@ -20619,6 +20678,93 @@ AMPI_PRIVATE void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const floa
     }
 }
 
+/* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight in pairs, then in their order */
+
+/* AMPI_W elements of a row from i on, of which m are there. */
+AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i, int64_t m) {
+    float room[AMPI_W];
+    if (dtype == AMP_F32) return AMPI_V(ampi_load_upto)((const float *)row + i, m);
+    if (m >= AMPI_W && dtype == AMP_BF16) return (ampi_vf)(AMPI_V(ampi_load16)(row, i) << 16);
+    memset(room, 0, sizeof room);
+    if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(room, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
+    else AMPI_V(ampi_f32_from_f16)(room, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
+    return AMPI_V(ampi_load)(room);
+}
+
+/* The sum of eight rows, or one row, at i. */
+AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf
+AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t i, int64_t m) {
+    ampi_vf s = AMPI_V(ampi_load_as)(r[0], dtype, i, m), a, b, c;
+    if (!eight) return s;
+    s = AMPI_V(ampi_keep)(s + AMPI_V(ampi_load_as)(r[1], dtype, i, m));
+    a = AMPI_V(ampi_keep)(AMPI_V(ampi_load_as)(r[2], dtype, i, m) + AMPI_V(ampi_load_as)(r[3], dtype, i, m));
+    b = AMPI_V(ampi_keep)(AMPI_V(ampi_load_as)(r[4], dtype, i, m) + AMPI_V(ampi_load_as)(r[5], dtype, i, m));
+    c = AMPI_V(ampi_keep)(AMPI_V(ampi_load_as)(r[6], dtype, i, m) + AMPI_V(ampi_load_as)(r[7], dtype, i, m));
+    return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(s + a) + AMPI_V(ampi_keep)(b + c));
+}
+
+/* y = (y +) that */
+AMPI_PRIVATE inline __attribute__((always_inline)) void
+AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
+    const void *r[8];
+    int64_t i, m;
+    for (i = 0; i < (eight ? 8 : 1); i++) r[i] = rows[i];          /* in registers: y may alias what `rows` points to */
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+        ampi_vf s = AMPI_V(ampi_sum_at)(r, dtype, eight, i, AMPI_W);
+        AMPI_V(ampi_store)(y + i, add ? (ampi_vf)(s + AMPI_V(ampi_load)(y + i)) : s);
+    }
+    m = n - i;
+    if (m > 0) {
+        ampi_vf s = AMPI_V(ampi_sum_at)(r, dtype, eight, i, m);
+        AMPI_V(ampi_store_tail)(y + i, add ? (ampi_vf)(s + AMPI_V(ampi_load_tail)(y + i, m)) : s, m);
+    }
+}
+
+AMPI_PRIVATE inline __attribute__((always_inline)) void
+AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
+    int64_t r = 0;
+    if (count >= 8) { AMPI_V(ampi_sum_group)(y, rows, dtype, 1, 0, n); r = 8; }
+    else if (count > 0) { AMPI_V(ampi_sum_group)(y, rows, dtype, 0, 0, n); r = 1; }
+    for (; r + 8 <= count; r += 8) AMPI_V(ampi_sum_group)(y, rows + r, dtype, 1, 1, n);
+    for (; r < count; r++) AMPI_V(ampi_sum_group)(y, rows + r, dtype, 0, 1, n);
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
+    if (dtype == AMP_F16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F16, count, n);
+    else if (dtype == AMP_BF16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_BF16, count, n);
+    else AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F32, count, n);
+}
+
+/* Half a vector of fp32, its bits, and the same numbers in fp64. */
+typedef float AMPI_V(ampi_vhalf) __attribute__((vector_size(AMPI_W * 2), may_alias));
+typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), may_alias));
+typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
+
+AMPI_PRIVATE void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
+        AMPI_V(ampi_vhalf) f;
+        AMPI_V(ampi_vdouble) d;
+        memcpy(&f, x + i, sizeof f);
+        memcpy(&d, total + i, sizeof d);
+        d += __builtin_convertvector(f, AMPI_V(ampi_vdouble));
+        memcpy(total + i, &d, sizeof d);
+    }
+    for (; i < n; i++) total[i] += (double)x[i];
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
+    int64_t i = 0;
+    for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
+        AMPI_V(ampi_vdouble) d;
+        AMPI_V(ampi_vhalf) f;
+        memcpy(&d, total + i, sizeof d);
+        f = __builtin_convertvector(d, AMPI_V(ampi_vhalf));
+        memcpy(y + i, &f, sizeof f);
+    }
+    for (; i < n; i++) y[i] = (float)total[i];
+}
+
 /* ---- Rows: sums with four accumulators (the latency of an addition), then lane by lane in a fixed order */
 
 AMPI_PRIVATE float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
@@ -20717,14 +20863,20 @@ AMPI_PRIVATE float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     return AMPI_V(ampi_reduce_max)(AMPI_V(ampi_max)(m0, m1));
 }
 
+/* Eight vectors at a time, and these sums one after the other: all numbers are positive. */
 AMPI_PRIVATE float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
-    ampi_vf s = AMPI_V(ampi_splat)(0.0f), m = AMPI_V(ampi_splat)(max);
-    for (int64_t i = 0; i < n; i += AMPI_W) {
-        ampi_vf v = AMPI_V(ampi_exp)(AMPI_V(ampi_load_upto)(x + i, n - i) - m);
-        if (e) AMPI_V(ampi_store_upto)(e + i, v, n - i);
-        s += i + AMPI_W <= n ? v : AMPI_V(ampi_first_lanes)(v, n - i);
+    ampi_vf total = AMPI_V(ampi_splat)(0.0f), m = AMPI_V(ampi_splat)(max);
+    for (int64_t begin = 0; begin < n; begin += 8 * AMPI_W) {
+        int64_t end = AMPI_MIN(n, begin + 8 * AMPI_W);
+        ampi_vf s = AMPI_V(ampi_splat)(0.0f);
+        for (int64_t i = begin; i < end; i += AMPI_W) {
+            ampi_vf v = AMPI_V(ampi_exp)(AMPI_V(ampi_load_upto)(x + i, n - i) - m);
+            if (e) AMPI_V(ampi_store_upto)(e + i, v, n - i);
+            s += i + AMPI_W <= n ? v : AMPI_V(ampi_first_lanes)(v, n - i);
+        }
+        total += s;
     }
-    return AMPI_V(ampi_sum)(s);
+    return AMPI_V(ampi_sum)(total);
 }
 
 AMPI_PRIVATE float AMPI_V(ampi_squared_error_row)(const float *x, const float *target, float scale, float *dx,
@@ -20774,6 +20926,7 @@ AMPI_PRIVATE void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, 
 static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
     AMPI_V(ampi_activation_row), AMPI_V(ampi_activation_backward_row), AMPI_V(ampi_tanh_backward_row),
     AMPI_V(ampi_swiglu_row), AMPI_V(ampi_swiglu_backward_row),
+    AMPI_V(ampi_sum_rows), AMPI_V(ampi_widen_row), AMPI_V(ampi_narrow_row),
     AMPI_V(ampi_sum_row), AMPI_V(ampi_sum_squares_row), AMPI_V(ampi_normalize_row), AMPI_V(ampi_norm_sums_row),
     AMPI_V(ampi_norm_dx_row),
     AMPI_V(ampi_row_max), AMPI_V(ampi_exp_sum_row), AMPI_V(ampi_squared_error_row),
@@ -20781,11 +20934,6 @@ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
 };
 
 /* ---- Multi-tensor kernels. */
-
-/* Half a vector of fp32, its bits, and the same numbers in fp64. */
-typedef float AMPI_V(ampi_vhalf) __attribute__((vector_size(AMPI_W * 2), may_alias));
-typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((vector_size(AMPI_W * 2), may_alias));
-typedef double AMPI_V(ampi_vdouble) __attribute__((vector_size(AMPI_W * 4), may_alias));
 
 /* sum += x^2 for AMPI_W / 2 numbers, which are read as bits so that no compiler option hides what is not finite. */
 AMPI_PRIVATE inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) sum, const float *p,

@@ -1344,6 +1344,160 @@ TEST(golden_16bit) {
     free(file.data);
 }
 
+/* ---- Long sums beside PyTorch's (tests/oracle/sums.py): the error in units of 2^-24 may not grow with the number of terms.
+   A sum in fp32 whose every number has passed r roundings of partial sums that are as large as half of the last one has an
+   error of about sqrt(r / 3) units: each rounding's is uniform within one unit of what it rounds. */
+
+enum { L_COLS = 16 };
+
+static double rounded_sum(double r) { return sqrt(r / 3); }
+
+static double sum_error(const matrix *got, const double *exact, double squares) {
+    double off = 0, own = 0;
+    for (int64_t i = 0; i < got->rows * got->cols; i++) {
+        double d = get(got, i / got->cols, i % got->cols) - exact[i];
+        off += d * d;
+        own += exact[i] * exact[i];
+    }
+    return is_nan(off) ? 1e300 : sqrt(off / (own > squares ? own : squares)) / U;
+}
+
+static void check_sum(const ampt_golden *file, const char *name, const matrix *got, const double *exact, double squares,
+                      double bound, amp_cpu_path path) {
+    double error = sum_error(got, exact, squares), theirs = ampt_golden_number(file, name);
+    CHECK_MSG(error <= bound, "%s: %.2f units, of %.2f at most, path %d", name, error, bound, (int)path);
+    if (path > AMP_CPU_SCALAR || strncmp(name, "softmax", 7) != 0)      /* without FMA the exponential itself is worse */
+        CHECK_MSG(error <= 1.2 * theirs, "%s: %.2f units, PyTorch %.2f, path %d", name, error, theirs, (int)path);
+    if ((int)path == paths()) ampt_figure("long sums, fp32", error / theirs, 1.2);
+}
+
+/* The same numbers as sums of columns, of gradients of positions, of a table, and of a norm's bias. */
+static void sums_of_rows(const ampt_golden *file, int64_t rows, int positive, amp_cpu_path path) {
+    static const char *const names[] = {"columns", "positions", "table", "norm"};
+    matrix x = make(AMP_F32, rows, L_COLS, 0), dx = make(AMP_F32, rows, L_COLS, 0), out[4];
+    float *x32 = (float *)(void *)x.data, *stats = (float *)calloc((size_t)rows, 4);
+    int32_t *ids = (int32_t *)malloc((size_t)rows * 4), bad = 0;
+    double exact[2 * L_COLS] = {0}, whole[L_COLS], squares = 0;
+    double eights = rounded_sum(3 + AMPI_SUM_ROWS / 8 / 2 + 2), norm = rounded_sum(AMPI_NORM_ROWS / 2 + 3 + 64 / 8 / 2 + 3);
+    ampi_cpu cpu = device(path, 1);
+    amp_k_column_sum c; amp_k_embedding p, t; amp_k_norm n;
+    ampt_uniform(x32, rows * L_COLS, (uint32_t)rows, 0, positive ? 0.5f : 1, positive ? 0.5f : 0);
+    for (int64_t i = 0; i < rows; i++) {
+        ids[i] = (int32_t)(i % 2);
+        for (int64_t j = 0; j < L_COLS; j++) {
+            double v = (double)x32[i * L_COLS + j];
+            exact[i % 2 * L_COLS + j] += v;
+            squares += v * v;
+        }
+    }
+    for (int j = 0; j < L_COLS; j++) whole[j] = exact[j] + exact[L_COLS + j];
+    for (int i = 0; i < 4; i++) out[i] = make(AMP_F32, i == 1 || i == 2 ? 2 : 1, L_COLS, 0);
+    memset(&c, 0, sizeof c); memset(&p, 0, sizeof p); memset(&n, 0, sizeof n);
+    c.x = mat(&x); c.out = out[0].data; c.out_dtype = AMP_F32;
+    p.ids = ids; p.n = rows; p.seq = 2; p.dy = mat(&x); p.bad_id = &bad;
+    t = p;
+    p.dpositions = mat(&out[1]);
+    t.dtable = mat(&out[2]); t.seq = rows;
+    n.x = n.dy = mat(&x); n.dx = mat(&dx); n.mean = n.rstd = stats; n.dbias.data = out[3].data; n.dbias.dtype = AMP_F32;
+    CHECK_OK(ampi_cpu_column_sum(&cpu, &c, NULL));
+    CHECK_OK(ampi_cpu_embedding_backward(&cpu, &p, NULL));
+    CHECK_OK(ampi_cpu_embedding_backward(&cpu, &t, NULL));
+    CHECK_OK(ampi_cpu_norm_backward(&cpu, &n, NULL));
+    for (int i = 0; i < 4; i++) {
+        char name[40];
+        snprintf(name, sizeof name, "%s/%lld%s", names[i], (long long)rows, positive ? "+" : "");
+        check_sum(file, name, &out[i], i == 1 || i == 2 ? exact : whole, squares, i == 3 ? norm : eights, path);
+        drop(&out[i]);
+    }
+    drop(&x); drop(&dx); free(stats); free(ids);
+}
+
+static amp_k_gemm product_args(const matrix *a, const matrix *b, const matrix *y, int64_t k, int trans_b) {
+    amp_k_gemm g;
+    memset(&g, 0, sizeof g);
+    g.m = y->rows; g.n = y->cols; g.k = k; g.batch = 1; g.alpha = 1; g.trans_b = trans_b;
+    g.a = a->data; g.b = b->data; g.c = y->data; g.lda = a->ld; g.ldb = b->ld; g.ldc = y->ld;
+    g.a_dtype = g.b_dtype = g.c_dtype = g.compute = AMP_F32;
+    return g;
+}
+
+/* Rows of so many numbers: their products with a vector from either side, and their softmax. */
+static void sums_along_rows(const ampt_golden *file, int64_t n, amp_cpu_path path) {
+    matrix x = make(AMP_F32, L_COLS, n, 0), xt = make(AMP_F32, n, L_COLS, 0), w = make(AMP_F32, n, 1, 0), y = make(AMP_F32, L_COLS, n, 0);
+    matrix column = make(AMP_F32, L_COLS, 1, 0), row = make(AMP_F32, 1, L_COLS, 0), wt = w;
+    float *x32 = (float *)(void *)x.data, *w32 = (float *)(void *)w.data;
+    double *exact = (double *)malloc((size_t)(L_COLS * n) * 8), sums[L_COLS] = {0}, squares = 0;
+    ampi_cpu cpu = device(path, 1);
+    amp_k_gemm g;
+    amp_k_softmax s;
+    char name[40];
+    ampt_uniform(x32, L_COLS * n, (uint32_t)n, 0, 1, 0);
+    ampt_uniform(w32, n, (uint32_t)n, 1, 1, 0);
+    for (int64_t i = 0; i < L_COLS; i++) {
+        double sum = 0;
+        for (int64_t j = 0; j < n; j++) {
+            double v = (double)x32[i * n + j] * (double)w32[j];
+            memcpy(xt.data + 4 * (j * L_COLS + i), &x32[i * n + j], 4);
+            sums[i] += v;
+            squares += v * v;
+            sum += exact[i * n + j] = exp((double)x32[i * n + j]);
+        }
+        for (int64_t j = 0; j < n; j++) exact[i * n + j] /= sum;
+    }
+    wt.rows = 1; wt.cols = wt.ld = n;
+    g = product_args(&x, &w, &column, n, 0);
+    CHECK_OK(ampi_cpu_gemm(&cpu, &g, NULL));
+    g = product_args(&wt, &xt, &row, n, 0);
+    CHECK_OK(ampi_cpu_gemm(&cpu, &g, NULL));
+    memset(&s, 0, sizeof s);
+    s.batch = s.heads = 1; s.queries = L_COLS; s.keys = n; s.scale = 1; s.x_dtype = s.y_dtype = AMP_F32; s.x = x.data; s.y = y.data;
+    CHECK_OK(ampi_cpu_softmax(&cpu, &s, NULL));
+    snprintf(name, sizeof name, "matrix_times_column/%lld", (long long)n);      /* a lane of four sums has 1 / (4 width) of the terms */
+    check_sum(file, name, &column, sums, squares, rounded_sum(AMPI_GEMV_DOT / (4 * width(path)) / 2 + 8), path);
+    snprintf(name, sizeof name, "row_times_matrix/%lld", (long long)n);         /* and so has a product of two numbers of one rounding */
+    check_sum(file, name, &row, sums, squares, rounded_sum(AMPI_GEMV_BLOCK / 2 + 3), path);
+    snprintf(name, sizeof name, "softmax/%lld", (long long)n);  /* exponential and scaling, and a sum of positive numbers in chunks */
+    check_sum(file, name, &y, exact, 0, 2 + rounded_sum(AMPI_ROW_CHUNK / width(path) / 3), path);
+    drop(&x); drop(&xt); drop(&w); drop(&y); drop(&column); drop(&row); free(exact);
+}
+
+/* Products: chains of at most 192 terms, three to a block of k, and blocks one after the other. */
+static void sums_of_products(const ampt_golden *file, int64_t k, amp_cpu_path path) {
+    matrix a = make(AMP_F32, 64, k, 0), b = make(AMP_F32, k, 64, 0), c = make(AMP_F32, 64, 64, 0);
+    float *a32 = (float *)(void *)a.data, *b32 = (float *)(void *)b.data;
+    double exact[64 * 64] = {0}, squares = 0;
+    ampi_cpu cpu = device(path, 1);
+    amp_k_gemm g = product_args(&a, &b, &c, k, 0);
+    char name[40];
+    ampt_uniform(a32, 64 * k, (uint32_t)k, 0, 1, 0);
+    ampt_uniform(b32, 64 * k, (uint32_t)k, 1, 1, 0);
+    for (int64_t i = 0; i < 64; i++)
+        for (int64_t p = 0; p < k; p++)
+            for (int64_t j = 0; j < 64; j++) {
+                double v = (double)a32[i * k + p] * (double)b32[p * 64 + j];
+                exact[i * 64 + j] += v;
+                squares += v * v;
+            }
+    CHECK_OK(ampi_cpu_gemm(&cpu, &g, NULL));
+    snprintf(name, sizeof name, "product/%lld", (long long)k);
+    check_sum(file, name, &c, exact, squares, rounded_sum((192 + 3 + (double)k / 256) / 2 + 1), path);
+    drop(&a); drop(&b); drop(&c);
+}
+
+TEST(long_sums) {
+    static const int64_t rows[] = {1000, 10000, 400000}, depths[] = {256, 512, 1024, 4096};
+    ampt_golden file = ampt_golden_open("sums.bin");
+    for (int path = 1; path <= paths() && path <= AMP_CPU_AVX512; path++) {     /* those above differ in bf16 alone */
+        for (int i = 0; i < 3; i++) {
+            sums_of_rows(&file, rows[i], 0, (amp_cpu_path)path);
+            sums_of_rows(&file, rows[i], 1, (amp_cpu_path)path);
+            sums_along_rows(&file, rows[i], (amp_cpu_path)path);
+        }
+        for (int i = 0; i < 4; i++) sums_of_products(&file, depths[i], (amp_cpu_path)path);
+    }
+    free(file.data);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(activations);
@@ -1367,5 +1521,6 @@ int main(int argc, char **argv) {
     RUN(no_memory);
     RUN(golden_fp32);
     RUN(golden_16bit);
+    RUN(long_sums);
     return TEST_END();
 }
