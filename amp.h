@@ -2012,7 +2012,7 @@ AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler);
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out);
 /* The scale alone; 1 for a disabled scaler or NULL.  Waits. */
 AMP_API float amp_scaler_scale(const amp_scaler *scaler);
-/* Sets the scale; the growth tracker stays, as in PyTorch; every set goes back to its first stage.
+/* Sets the scale; the growth tracker stays, as in PyTorch; every set is ready then.
    Errors: 202 (but TORCH takes anything, as PyTorch does). */
 AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale);
 /* Changes growth factor, backoff factor and growth interval; 0 leaves a value.  An interval at or below the
@@ -2038,9 +2038,8 @@ typedef enum amp_check_mode {
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_mode mode);
 /* Grows or shrinks the scale by what all checks since the last update found.  Errors: 101, 206. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
-/* For buffers that hold values at an old scale (momentum in a gradient buffer): multiplies a set's ranges by
-   scale / old_scale.  old_scale 0: the scale before the last update, so call it after every update.
-   Errors: 101, 202. */
+/* For buffers at an old scale (momentum in a gradient buffer): multiplies a set's ranges by scale / old_scale.
+   old_scale 0: the scale before the last update, so call it after every update.  Errors: 101, 202. */
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale);
 /* Records <prefix>.scale and so on (prefix: 1 to 40 bytes): everything the next decision depends on.  All or nothing.
    Errors: 101, 102, 301. */
@@ -2118,15 +2117,15 @@ AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer);
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
 /* The largest allowed norm from the next check on; 0: none.  Errors: 101, 102. */
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm);
-/* Micro-batches per step, from a new cycle on: what the one begun has accumulated is dropped.  Errors: 101, 102. */
+/* Micro-batches per step, from a new cycle on: what has been accumulated is dropped.  Errors: 101, 102. */
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
-/* The masters are made again from the weights (after a host loaded weights), and cached casts of them are dropped. */
+/* Makes masters again from the weights (after a host loaded some), and drops their cached casts. */
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
 /* Sets a weight of .params from fp32 on the host: the master, or weight and remainder, are these values, a 16-bit weight
    is rounded to nearest (STOCHASTIC too).  Initialise and load 16-bit models with this: masters made from the weights, at
    creation or by refresh, lack what these lack.  Waits.  Errors: 101, 102 a value overflows, 103, 106, 107, 301, 501. */
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
-/* What storage costs: bytes per parameter, averaged over all that have a gradient.  Errors: 101. */
+/* What storage costs: bytes per parameter, of those with a gradient.  Errors: 101. */
 typedef struct amp_parameter_bytes {
     int64_t parameters;             /* elements of all of them */
     double weight, gradient, master, moments;
@@ -2157,8 +2156,8 @@ typedef struct amp_outcome {
     int64_t total_skips, consecutive_skips;
 } amp_outcome;
 /* Takes the oldest outcome that is due: at least outcome_lag steps old.  1: *out was filled; 0: none is due, or the
-   device failed.  Waits for that step if it is not done, so what is delivered when is always the same.
-   The last 64 are kept.  amp_outcome_flush makes all of them due, and waits. */
+   device failed.  Waits for that step, so what comes when is always the same.  The last 64 are kept.  amp_outcome_flush
+   makes all of them due, and waits. */
 AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out);
 AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
 
