@@ -309,6 +309,7 @@ static inline void stop_install(void) { on_ending_signals(stop_on_signal, (int)S
 /* Makes the folder that path lies in, and those above it. */
 static inline amp_result folder_make(const char *path) {
     char part[PATH_MAX];
+    struct stat info;
     size_t i;
     if (strlen(path) >= sizeof part) return example_fail(AMP_ERR_OPEN, "%.60s...: the path is too long", path);
     for (i = 0; path[i] != 0; i++) {
@@ -318,6 +319,7 @@ static inline amp_result folder_make(const char *path) {
         part[i] = 0;
         if (mkdir(part, 0777) != 0 && errno != EEXIST)
             return example_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(errno));
+        if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode)) return example_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(ENOTDIR));
         part[i] = '/';
     }
     return AMP_OK;

@@ -86,7 +86,7 @@ static const option options[] = {
 static program_flags given = {
     .program = "train_classifier", .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
     .options = options, .n = (int)(sizeof options / sizeof *options),
-    .ending = "Ctrl-C evaluates, saves and stops.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
+    .ending = "Ctrl-C evaluates, saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
 };
 
 /* ==== Labelled text ============================================================================== */

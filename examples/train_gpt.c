@@ -219,7 +219,7 @@ enum { N_OPTIONS = (int)(sizeof options / sizeof *options) };
 static program_flags given = {
     .program = "train_gpt", .summary = "trains a GPT-2 in mixed precision with amp.h",
     .options = options, .n = N_OPTIONS,
-    .ending = "Ctrl-C saves and stops.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
+    .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."
 };
 static char *saved_options;             /* keeps the texts of the checkpoint that is resumed */
 

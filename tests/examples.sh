@@ -272,6 +272,7 @@ expect_run piped fp16
 mkfifo "$work/fifo"
 refused "must be a regular file" --data "$work/fifo"
 refused "must be a regular file" --data "$work/fif*"
+refused "Not a directory" --save "$work/text/model"
 
 # Nothing waits for ever where a signal is not heard: the first one ends a run that has not begun.
 "$gpt" $small --out "$work/waits" --config "$work/fifo" > "$work/waits.log" 2>&1 &
