@@ -179,14 +179,12 @@
               Where other programs use the same cores, OpenMP's threads, which wait spinning, make steps many times
               slower, slower than one thread: set OMP_WAIT_POLICY=passive in the environment (GOMP_SPINCOUNT=20000
               helps less), or .threads to the cores that are free.
-              A child of fork has none of the parent's threads: kernels run on one there, with a warning; calls on
-              a loader with workers return 106; destroying that, and amp_close of the parent's context, do nothing.
-              The library cannot know of your own OpenMP regions before the fork: there, exec first.
-              When the system has no more threads the loader returns 302, but GCC's OpenMP ends the process with
-              "Thread creation failed": lower .threads.
-   FILES      What is read whole (settings, states) may be a pipe; data must be regular files.  Opening one never
-              waits for a pipe's other end.  The library takes no descriptor below 3, changes no disposition of a
-              signal, and a limit on file sizes is AMP_ERR_WRITE.
+              In a child of fork kernels run on one thread, with a warning; calls on the parent's loader return 106;
+              destroying it, and amp_close of the parent's context, do nothing.  Fork while no other thread is in the
+              library; after OpenMP regions of your own, exec first.  When the system has no more threads, the loader
+              returns 302, but GCC's OpenMP ends the process ("Thread creation failed"): lower .threads.
+   FILES      What is read whole (settings, states) may be a pipe; data must be regular files.  The library takes no
+              descriptor below 3 and changes no disposition of a signal; a limit on file sizes is AMP_ERR_WRITE.
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
               restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
               do not agree:
@@ -2551,7 +2549,7 @@ typedef struct amp_batch {
 
 /* A loader is used by one thread at a time; amp_loader_stop and amp_loader_info_get may come from any.  Errors: 101,
    102, 103 arrays of different length, 104, 105, 109, 110, 301, 302, 401, 402, 404, 405, 410; 102 also when there is less
-   than one batch.  In a child of fork a loader with workers is of no use: its calls end with 106. */
+   than one batch. */
 AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
 /* For closing from another thread: a call that waits, and every later one, returns 106, and the position stays.  Save and
