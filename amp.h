@@ -3097,7 +3097,7 @@ typedef struct amp_advise_desc {
     const double *losses; int64_t n_losses; /* of the last steps, oldest first, after the warmup, for the learning rate; NaN
                                                and infinity count */
 } amp_advise_desc;
-enum { AMP_ADVISE_LOSSES = 40 };            /* fewer tell nothing */
+enum { AMP_ADVISE_LOSSES = 100 };           /* fewer tell nothing */
 typedef struct amp_advice {
     amp_settings settings;                  /* as advised: dtype, level, allow_tf32, autotune, use_scaler, scaler, memory_efficient */
     int64_t batch;                          /* largest batch that should fit, 90% of the memory used; 0 unknown */
@@ -3109,8 +3109,17 @@ typedef struct amp_advice {
    scale at its floor).  level: O1; O2 when the step that ran took more than 90% of the device's memory and the dtype has 16
    bits.  batch: peak memory is fixed + batch * each, fixed being what amp_optimizer_bytes tells and the cast cache; the step
    must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
+<<<<<<< HEAD
    lr: lower, by 0.5 to 0.8, where losses are not finite, rise or jump; higher, by 1.2 to 1.5, where they fall smoothly, by
    less than 10% in all and as fast at the end as before.
+=======
+   lr: from the losses in quarters,
+       lower    0.5 where one is not finite; 0.8 to 0.5 where the last quarter's mean is above the best one's by more than 4
+                standard errors and 5% (at 50%: 0.5), or where 3 losses and 2% of them jump above both neighbours' mean, by
+                more than 6 times the median step and 10% (at 10% of the losses: 0.5)
+       higher   1.5 to 1.2 where the loss falls by less than 10% in all, smoothly (neighbours' differences are below a tenth
+                of the fall), and in the last quarter by no less than 0.8 times the first: a rate that is right slows down
+>>>>>>> 7092b18 (Advice on the learning rate: standard errors that neighbouring losses' likeness does not deceive; mutants of the new settings)
    desc may be NULL.  Errors: 101, 102, 105, 501. */
 AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
 AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
@@ -18078,8 +18087,9 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
 /* What a history looks like, in quarters of it. */
 typedef struct ampi_history {
     int64_t bad;                    /* losses that are not finite */
-    double mean[4], best;           /* best: the lowest of the means */
-    double noise, error;            /* of one loss; the standard error of the difference of two means */
+    double mean[4], error[4];       /* with their standard errors */
+    int best;                       /* the quarter with the lowest mean */
+    double noise;                   /* of one loss */
     int64_t jumps;                  /* losses far above both neighbours */
 } ampi_history;
 
@@ -18104,18 +18114,33 @@ static int64_t ampi_count_jumps(const double *x, int64_t n, double *room) {
     return jumps;
 }
 
+/* The mean of n numbers, and its standard error from the means of their fifths: neighbouring losses are alike. */
+static double ampi_mean_of(const double *x, int64_t n, double *error) {
+    enum { PARTS = 5 };
+    double part[PARTS], mean = 0, sum = 0;
+    int64_t i, k;
+    for (k = 0; k < PARTS; k++) {
+        int64_t from = k * n / PARTS, to = (k + 1) * n / PARTS;
+        for (part[k] = 0, i = from; i < to; i++) part[k] += x[i] / (double)(to - from);
+        mean += part[k] / PARTS;
+    }
+    for (k = 0; k < PARTS; k++) sum += (part[k] - mean) * (part[k] - mean);
+    *error = sqrt(sum / (PARTS * (PARTS - 1)));
+    return mean;
+}
+
 static void ampi_history_read(ampi_history *h, const double *x, int64_t n, double *room) {
-    int64_t i, q, quarter = n / 4, from = n - 4 * quarter;      /* what is left over is the oldest */
+    int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* what is left over is the oldest */
+    int q;
     memset(h, 0, sizeof *h);
     for (i = 0; i < n; i++) h->bad += !amp_is_finite_f64(&x[i]);
     if (h->bad > 0) return;
     for (q = 0; q < 4; q++) {
-        for (i = 0; i < quarter; i++) h->mean[q] += x[from + q * quarter + i] / (double)quarter;
-        if (q == 0 || h->mean[q] < h->best) h->best = h->mean[q];
+        h->mean[q] = ampi_mean_of(x + from + q * quarter, quarter, &h->error[q]);
+        if (h->mean[q] < h->mean[h->best]) h->best = q;
     }
     for (i = 1; i < n; i++) h->noise += (x[i] - x[i - 1]) * (x[i] - x[i - 1]) / (2 * (double)(n - 1));
     h->noise = sqrt(h->noise);
-    h->error = h->noise * sqrt(2 / (double)quarter);
     h->jumps = ampi_count_jumps(x, n, room);
 }
 
@@ -18123,28 +18148,28 @@ static void ampi_history_read(ampi_history *h, const double *x, int64_t n, doubl
 static double ampi_lr_lower(double share) { return 0.8 - 0.3 * AMPI_MIN(share, 1.0); }
 
 static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *out) {
-    double rise = h->mean[3] - h->best, fall = h->mean[0] - h->mean[3], level = fabs(h->mean[0]);
-    double first = h->mean[0] - h->mean[1], last = h->mean[2] - h->mean[3];
+    double best = h->mean[h->best], rise = h->mean[3] - best, fall = h->mean[0] - h->mean[3], level = fabs(h->mean[0]);
+    double error = hypot(h->error[3], h->error[h->best]), first = h->mean[0] - h->mean[1], last = h->mean[2] - h->mean[3];
     char *reason = out->lr_reason;
     size_t size = sizeof out->lr_reason;
     out->lr_factor = 1;
     if (h->bad > 0) {
         out->lr_factor = 0.5;
-        snprintf(reason, size, "x 0.5: %lld of %lld losses are not finite", (long long)h->bad, (long long)n);
-    } else if (rise > 4 * h->error && rise > 0.02 * fabs(h->best)) {
-        out->lr_factor = ampi_lr_lower(rise / (0.5 * AMPI_MAX(fabs(h->best), rise)));
-        snprintf(reason, size, "x %.2f: unstable: the last quarter of %lld losses has mean %.4g, the best one %.4g (noise of a mean %.2g)",
-                 out->lr_factor, (long long)n, h->mean[3], h->best, h->error);
-    } else if (h->jumps > 0 && (double)h->jumps > 0.02 * (double)n) {
+        snprintf(reason, size, "unstable: %lld of %lld losses are not finite", (long long)h->bad, (long long)n);
+    } else if (rise > 4 * error && rise > 0.05 * fabs(best)) {
+        out->lr_factor = ampi_lr_lower(rise / (0.5 * AMPI_MAX(fabs(best), rise)));
+        snprintf(reason, size, "unstable: the last quarter of %lld losses has mean %.4g, the best one %.4g (standard error %.2g)",
+                 (long long)n, h->mean[3], best, error);
+    } else if (h->jumps >= 3 && (double)h->jumps > 0.02 * (double)n) {
         out->lr_factor = ampi_lr_lower((double)h->jumps / (0.1 * (double)n));
-        snprintf(reason, size, "x %.2f: unstable: %lld of %lld losses jump, each by 10%% and 6 times the usual step", out->lr_factor, (long long)h->jumps, (long long)n);
-    } else if (fall > 4 * h->error && fall < 0.1 * level && h->noise < 0.1 * fall && last > 0.8 * first) {
+        snprintf(reason, size, "unstable: %lld of %lld losses jump, each by 10%% and 6 times the usual step", (long long)h->jumps, (long long)n);
+    } else if (fall > 4 * hypot(h->error[0], h->error[3]) && fall < 0.1 * level && h->noise < 0.1 * fall && last > 0.8 * first) {
         out->lr_factor = 1.5 - 0.3 * fall / (0.1 * level);
-        snprintf(reason, size, "x %.2f: slow: %lld losses fell by %.2g%% from %.4g, smoothly (noise %.2g), as fast at the end as at the beginning",
-                 out->lr_factor, (long long)n, 100 * fall / level, h->mean[0], h->noise);
+        snprintf(reason, size, "slow: %lld losses fell by %.2g%% from %.4g, smoothly (noise %.2g), as fast at the end as at the beginning",
+                 (long long)n, 100 * fall / level, h->mean[0], h->noise);
     } else
         snprintf(reason, size, "as it is: %lld losses went from %.4g to %.4g by quarters, best %.4g, noise %.2g, %lld jumps", (long long)n,
-                 h->mean[0], h->mean[3], h->best, h->noise, (long long)h->jumps);
+                 h->mean[0], h->mean[3], best, h->noise, (long long)h->jumps);
 }
 
 static amp_result ampi_advise_lr(const amp_context *amp, const amp_advise_desc *d, amp_advice *out) {

@@ -1310,12 +1310,12 @@ static amp_result care_advise(env *e, int apply) {
     amp_advise_desc d;
     amp_advice advice;
     char text[4000];
-    double losses[64];
+    double losses[128];
     amp_result r;
     int i;
     memset(&d, 0, sizeof d);
-    for (i = 0; i < 64; i++) losses[i] = 3 - 0.01 * i;
-    d.losses = losses; d.n_losses = 64;
+    for (i = 0; i < 128; i++) losses[i] = 3 - 0.01 * i;
+    d.losses = losses; d.n_losses = 128;
     d.optimizer = e->optimizer; d.scaler = e->scaler;
     r = amp_advise(e->amp, &d, &advice);
     if (r == AMP_OK) CHECK(amp_advice_text(&advice, text, sizeof text) > 0);

@@ -920,6 +920,7 @@ TEST(advice_on_the_learning_rate) {
     amp_advise_desc d;
     amp_advice a;
     char text[4000];
+    int hints;
     memset(&d, 0, sizeof d);
     CHECK_OK(amp_optimizer_set_lr(b.o, 0.004));
     d.losses = x;
@@ -956,19 +957,30 @@ TEST(advice_on_the_learning_rate) {
     losses_of(x, 200, "diverging", 0);                  /* too short for any word, and said so; the shortest that is not */
     for (d.n_losses = 0; d.n_losses < AMP_ADVISE_LOSSES; d.n_losses++) {
         CHECK_OK(amp_advise(amp, &d, &a));
-        snprintf(text, sizeof text, "not known from %lld losses: it takes 40 in .losses", (long long)d.n_losses);
+        snprintf(text, sizeof text, "not known from %lld losses: it takes 100 in .losses", (long long)d.n_losses);
         CHECK(a.lr_factor == 0 && a.lr == 0 && strcmp(a.lr_reason, text) == 0);
     }
     CHECK_OK(amp_apply(&a, amp, NULL, b.o));
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.lr == 0.002);
-    losses_of(x, 43, "diverging", 0);
-    d.n_losses = 43;
+    losses_of(x, 103, "diverging", 0);
+    d.n_losses = 103;
     CHECK_OK(amp_advise(amp, &d, &a));
     CHECK(a.lr_factor == 0.5);
+    for (int i = hints = 0; i < 600; i++) {             /* what is right is left alone, though neighbours' noise is alike */
+        double noise = 0;
+        for (int k = 0; k < 200; k++) {
+            noise = (i & 1 ? 0.7 * noise : 0) + 0.2 * (2 * amp_random_uniform(7, (uint64_t)(200 * i + k)) - 1);
+            x[k] = 3 * (i & 2 ? 1 : 0.4 + 0.6 * exp(-4 * k / 200.0)) * (1 + noise);
+        }
+        d.n_losses = 200;
+        CHECK_OK(amp_advise(amp, &d, &a));
+        hints += a.lr_factor != 1;
+    }
+    CHECK_MSG(hints <= 12, "%d hints in 600 healthy histories", hints);
     d.n_losses = -1;
     CHECK_ERR(amp_advise(amp, &d, &a), AMP_ERR_RANGE);
-    d.n_losses = 50; d.losses = NULL;
+    d.n_losses = 150; d.losses = NULL;
     CHECK_ERR(amp_advise(amp, &d, &a), AMP_ERR_NULL);
     CHECK(strstr(amp_last_error(), ".losses") != NULL);
     close_budget(amp, &b);
