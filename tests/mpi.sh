@@ -1,6 +1,6 @@
 #!/bin/sh
-# mpi.sh - train_gpt on two processes with MPI trains what one process with the double batch trains, and an overflow
-# skips the step on both.
+# mpi.sh - train_gpt on two processes with MPI trains what one process with the double batch trains, also from
+# the checkpoint of two, and an overflow skips the step on both.
 . tests/lib.sh
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 if ! have mpicc || ! have mpirun; then skip "train_gpt with MPI" "mpicc or mpirun not found"; closing; exit; fi
@@ -22,6 +22,14 @@ losses both > "$work/both.losses"; losses one > "$work/one.losses"
 if [ "$(wc -l < "$work/both.losses")" -ge 8 ] && paste "$work/both.losses" "$work/one.losses" |
         awk '{d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4 * $2) bad = 1} END {exit bad}'; then pass
 else fail "two processes train as one with the double batch" "$(paste "$work/both.losses" "$work/one.losses" | head -n 9)"; fi
+
+# The checkpoint of two goes on in one process with the same batch in all: the same samples, so the same losses.
+two part --steps 8 --stop-after 4 --batch 4 --precision fp32
+"$work/train_gpt_mpi" --threads 1 --sample 0 --out "$work/part" --resume "$work/part/model" --batch 8 > "$work/rest.log" 2>&1
+losses part > "$work/part.losses"
+if [ "$(wc -l < "$work/part.losses")" -eq 8 ] && paste "$work/part.losses" "$work/both.losses" |
+        awk '{d = $1 - $2; if (d < 0) d = -d; if (d > 1e-4 * $2) bad = 1} END {exit bad}'; then pass
+else fail "one process goes on from the checkpoint of two" "$(tail -n 3 "$work/rest.log"; paste "$work/part.losses" "$work/both.losses" | head -n 9)"; fi
 
 two overflow --steps 6 --batch 4 --precision fp16 --init-scale 1e30
 if [ "$(grep -c "Result" "$work/overflow.log")" -eq 1 ] && grep -q "skipped *6 of 6" "$work/overflow.log"; then pass
