@@ -2621,7 +2621,7 @@ typedef enum amp_nan_action {
     "autocast_dtype"     .autocast_dtype    auto       the same: of regions, where it is another than "dtype"
     "cast_inputs"        .cast_inputs       false      false, true (to the dtype of regions), fp32: see amp_io_cast
     "cast_outputs"       .cast_outputs      false      the same
-    "level"              .level             O1         O0 to O3
+    "level"              .level             O1         O0 to O3; for O2 and O3 store weights in 16 bits
     "policy"             .policy            fused      fused, torch
     "mode"               .mode              training   training, inference
     "memory_efficient"   .memory_efficient  false      the cast cache is emptied when the last region closes, and models

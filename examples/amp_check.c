@@ -739,11 +739,11 @@ static void recommend(check *c) {
     for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
     if (i == PRECISIONS)
         advise(c, "16 bits: no such instructions here: mixed precision saves memory, not time");
-    if (c->wait_share > 0.05) advise(c, "workers: training waits for data: more of amp_loader_desc.workers, then more .prefetch");
+    if (c->wait_share > 0.05) advise(c, "workers: training waits for data: more of amp_loader_desc.workers, then more .prefetch; or other programs take the cores");
     if (!cpu && c->pinned > 1.05 * c->ordinary)
         advise(c, "pinning: leave it on: %.1f x the copies' rate from ordinary memory", c->pinned / c->ordinary);
     if (c->utilisation >= 0 && c->utilisation < c->set.min_utilisation)
-        advise(c, "utilisation: end other programs%s", cpu ? "" : ", or train with larger batches");
+        advise(c, "utilisation: end other programs%s", cpu ? ", or set OMP_WAIT_POLICY=passive" : ", or train with larger batches");
     if (!cpu) advise(c, "autotune: amp_desc.autotune on, with a file, finds the fastest products once and keeps them");
 #if defined(_OPENMP)
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)

@@ -87,6 +87,12 @@ words=$($cc -std=c99 -fsyntax-only -I. "$work/late.c" 2>&1 | grep 'error' | head
 symptom='include amp.h before system headers'
 if echo "$words" | grep -q "$symptom" && grep -q "$symptom" README.md; then pass; else fail "-std=c99" "the first error is: $words"; fi
 
+# Threads that spin against other programs, and the remedy, are named wherever somebody looks who finds a step slow.
+for place in README.md amp.h examples/amp_check.c; do
+    if grep -q "OMP_WAIT_POLICY=passive" $place; then pass; else fail "threads beside other programs" "$place does not name OMP_WAIT_POLICY=passive"; fi
+done
+if grep -q 'wait_seconds;.*: THREADS' amp.h && grep -q '^   THREADS ' amp.h; then pass; else fail "wait_seconds" "does not point to THREADS"; fi
+
 # Without CC make takes gcc.
 if [ "$(env -u CC -u MAKEFLAGS -u MFLAGS -u MAKELEVEL make -pn help CUDA=0 2>/dev/null | grep -E '^CC ?:?=')" = "CC := gcc" ]; then pass; else fail "CC" "the Makefile's default is not gcc"; fi
 
