@@ -18115,7 +18115,7 @@ static double ampi_mean_of(const double *x, int64_t n, double *error) {
     for (k = 0; k < PARTS; k++) {
         int64_t from = k * n / PARTS, to = (k + 1) * n / PARTS;
         for (part[k] = 0, i = from; i < to; i++) part[k] += x[i] / (double)(to - from);
-        mean += part[k] / PARTS;
+        mean += part[k] / (double)PARTS;
     }
     for (k = 0; k < PARTS; k++) sum += (part[k] - mean) * (part[k] - mean);
     *error = sqrt(sum / (PARTS * (PARTS - 1)));
