@@ -1441,7 +1441,9 @@ typedef struct amp_desc {
 /* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 302, 501, 502; *out is NULL on failure. */
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_v(out, desc, AMP_ABI(amp_desc)); }
-/* Closes it: everything created from it must be destroyed before.  NULL is allowed. */
+/* Closes it, amp_alloc's memory included.  What was created from it and not destroyed is stopped, and named in a warning;
+   its calls are then error 106 (or do nothing), and destroying it frees the rest by amp_system.free, which stays until
+   then.  Regions that are open have ended, on all threads.  It touches no amp_param, and NULL is allowed. */
 AMP_API void amp_close(amp_context *amp);
 /* The settings in effect, every default replaced by its value. */
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out);
@@ -8104,6 +8106,21 @@ typedef struct ampi_mask_entry {
 /* A registered parameter, and the id that it was given here. */
 typedef struct ampi_known { amp_param *param; uint64_t id; } ampi_known;
 
+/* What everything that is created from a context begins with.  Closing the context stops what still lives, the newest first:
+   its calls are errors from then on, and destroying it frees the rest.  What others refer to stays until they are gone. */
+typedef struct ampi_object ampi_object;
+struct ampi_object {
+    amp_context *amp;
+    const char *kind; char name[60];                /* for the warning */
+    void (*stop)(ampi_object *object);              /* gives back all but the struct; when the context closes, the host's own
+                                                       arrays (parameters, names) may be gone already */
+    void (*release)(ampi_object *object);           /* gives back the struct; NULL: it has these bytes and nothing else */
+    size_t bytes;
+    ampi_object *next, **link;                      /* the context's list; link NULL: not in it */
+    int holders, stopped;                           /* changed atomically: its owner and those who refer to it */
+    int unfinished;                                 /* 1: the host has no handle yet, so closing the context destroys it */
+};
+
 /* Numbers in device memory. */
 typedef struct ampi_cells {
     int32_t bad_row, reserved;      /* 1 + a row where a kernel found something out of range; 0: none */
@@ -8131,6 +8148,10 @@ struct amp_context {
     ampi_cache_entry *cache; int64_t n_cache, cache_room;
     amp_cache_info cache_info;
     int regions;                    /* open on all threads; changed atomically */
+    pthread_key_t thread_key; int has_key;          /* whose destructor ends what a thread left open; made with the first region */
+    int (*regions_end)(amp_context *amp);           /* ends those of this thread, and says how many */
+    ampi_object *objects;           /* that live, the newest first */
+    int holders, closed, views;     /* changed atomically: objects, regions, mask views and whoever opened it; views: of these */
     ampi_mask_entry *masks; int64_t n_masks, mask_room;
     amp_cache_info mask_info;
     ampi_layer_rule *layers; int64_t n_layers, layer_room;
@@ -8231,6 +8252,7 @@ AMPI_PRIVATE amp_param *ampi_param_of_gradient(const amp_context *amp, const voi
         if (amp->params[i].param->grad.data == data) return amp->params[i].param;
     return NULL;
 }
+AMPI_PRIVATE int ampi_is_closed(const amp_context *amp) { return __atomic_load_n(&amp->closed, __ATOMIC_ACQUIRE); }
 AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
 AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
 
@@ -8264,6 +8286,73 @@ static amp_result ampi_grow(amp_context *amp, const char *function, void **array
     AMPI_TRY(ampi_lock_with_room(amp, function, array, &count, 1, room, size));
     ampi_unlock(amp);
     return AMP_OK;
+}
+
+/* ---- Who lives how long */
+
+AMPI_PRIVATE void ampi_context_hold(amp_context *amp) { __atomic_add_fetch(&amp->holders, 1, __ATOMIC_RELAXED); }
+/* The last of them frees what amp_close leaves. */
+AMPI_PRIVATE void ampi_context_let_go(amp_context *amp) {
+    amp_system system = amp->system;
+    if (__atomic_sub_fetch(&amp->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    if (amp->has_key) pthread_key_delete(amp->thread_key);
+    pthread_cond_destroy(&amp->written);
+    pthread_mutex_destroy(&amp->lock);
+    ampi_free(&system, amp, 1, sizeof *amp);
+}
+
+/* *out: a zeroed struct that begins with an ampi_object, which its maker enlists when it is complete. */
+AMPI_PRIVATE amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind, void (*stop)(ampi_object *object)) {
+    ampi_object *o;
+    AMPI_TRY(ampi_alloc(&amp->system, function, out, 1, bytes));
+    o = (ampi_object *)*out;
+    o->amp = amp;
+    o->kind = kind;
+    o->stop = stop;
+    o->bytes = bytes;
+    o->holders = 1;
+    ampi_context_hold(amp);
+    return AMP_OK;
+}
+AMPI_PRIVATE void ampi_object_enlist(ampi_object *o, const char *name) {
+    amp_context *amp = o->amp;
+    snprintf(o->name, sizeof o->name, "%s", name ? name : "");
+    ampi_lock(amp);
+    o->next = amp->objects;
+    o->link = &amp->objects;
+    if (o->next != NULL) o->next->link = &o->next;
+    amp->objects = o;
+    ampi_unlock(amp);
+}
+AMPI_PRIVATE void ampi_object_unlist(ampi_object *o) {
+    ampi_lock(o->amp);
+    if (o->link != NULL) *o->link = o->next;
+    if (o->link != NULL && o->next != NULL) o->next->link = o->link;
+    o->link = NULL;
+    ampi_unlock(o->amp);
+}
+AMPI_PRIVATE void ampi_object_stop(ampi_object *o) {
+    if (!__atomic_exchange_n(&o->stopped, 1, __ATOMIC_ACQ_REL)) o->stop(o);
+}
+AMPI_PRIVATE void ampi_object_hold(ampi_object *o) { __atomic_add_fetch(&o->holders, 1, __ATOMIC_RELAXED); }
+AMPI_PRIVATE void ampi_object_let_go(ampi_object *o) {
+    amp_context *amp = o->amp;
+    if (__atomic_sub_fetch(&o->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    if (o->release != NULL) o->release(o);
+    else ampi_free(&amp->system, o, 1, o->bytes);
+    ampi_context_let_go(amp);
+}
+AMPI_PRIVATE void ampi_object_destroy(ampi_object *o) {
+    ampi_object_unlist(o);
+    ampi_object_stop(o);
+    ampi_object_let_go(o);
+}
+AMPI_PRIVATE int ampi_is_stopped(const ampi_object *o) { return __atomic_load_n(&o->stopped, __ATOMIC_ACQUIRE); }
+AMPI_PRIVATE amp_result ampi_alive(const ampi_object *o, const char *function) {
+    if (!ampi_is_stopped(o)) return AMP_OK;
+    if (ampi_is_closed(o->amp))
+        return ampi_fail(AMP_ERR_STATE, function, "the context that this %s was created from was closed; only destroying it is left to do", o->kind);
+    return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this one first", o->kind);
 }
 
 /* ---- Log */
@@ -8542,6 +8631,7 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
     amp->backend = amp->desc.backend;
     amp->serial = ampi_serial();
+    amp->holders = 1;
     amp->process = getpid();
     amp->host.user = amp;
     amp->host.fail = ampi_host_fail;
@@ -8566,31 +8656,58 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     return AMP_OK;
 }
 
-AMP_API void amp_close(amp_context *amp) {
-    amp_system system;
-    int64_t i;
-    if (amp == NULL || amp->process != getpid()) return;       /* in a child of fork: its locks may be held, its device is the parent's */
-    system = amp->system;
-    if (amp->dev != NULL) {
-        ampi_plans_write(amp);
-        amp_cast_cache_clear(amp);
-        amp_mask_cache_clear(amp);
-        for (i = 0; i < amp->block_room; i++)
-            if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
-        if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
-        amp->backend->close(amp->dev);
+/* Stops what the host has not destroyed, and says so. */
+static void ampi_close_objects(amp_context *amp) {
+    ampi_object *o;
+    int here = 0, elsewhere;
+    for (;;) {
+        ampi_lock(amp);
+        o = amp->objects;
+        ampi_unlock(amp);
+        if (o == NULL) break;
+        ampi_object_unlist(o);
+        ampi_log(amp, AMP_LOG_WARNING, 1006, "amp_close: the %s %s%s was not destroyed before its context; it is stopped now", o->kind,
+                 o->name[0] ? "of " : "", o->name);
+        ampi_object_stop(o);
+        if (o->unfinished) ampi_object_let_go(o);
     }
-    if (amp->desc.autotune_file) ampi_free(&system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
-    ampi_free(&system, amp->blocks, amp->block_room, sizeof *amp->blocks);
-    ampi_free(&system, amp->params, amp->param_room, sizeof *amp->params);
-    ampi_free(&system, amp->cache, amp->cache_room, sizeof *amp->cache);
-    ampi_free(&system, amp->masks, amp->mask_room, sizeof *amp->masks);
-    ampi_free(&system, amp->layers, amp->layer_room, sizeof *amp->layers);
-    ampi_free(&system, amp->ops, amp->op_room, sizeof *amp->ops);
-    ampi_free(&system, amp->told, AMPI_TOLD_ROOM, sizeof *amp->told);
-    pthread_cond_destroy(&amp->written);
-    pthread_mutex_destroy(&amp->lock);
-    ampi_free(&system, amp, 1, sizeof *amp);
+    if (amp->regions_end != NULL) here = amp->regions_end(amp);
+    elsewhere = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
+    if (here + elsewhere > 0)
+        ampi_log(amp, AMP_LOG_WARNING, 1007, "amp_close: %d regions were open, %d of them on other threads; they have ended", here + elsewhere, elsewhere);
+    if (__atomic_load_n(&amp->views, __ATOMIC_RELAXED) > 0)
+        ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: %d masks of amp_mask_get were not given back; their memory is gone", __atomic_load_n(&amp->views, __ATOMIC_RELAXED));
+}
+
+static void ampi_close_device(amp_context *amp) {
+    int64_t i;
+    ampi_plans_write(amp);
+    amp_cast_cache_clear(amp);
+    amp_mask_cache_clear(amp);
+    for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
+    for (i = 0; i < amp->block_room; i++)
+        if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
+    if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
+    amp->backend->close(amp->dev);
+    amp->dev = NULL;
+}
+
+AMP_API void amp_close(amp_context *amp) {
+    const amp_system *system;
+    if (amp == NULL || amp->process != getpid()) return;       /* in a child of fork: its locks may be held, its device is the parent's */
+    if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
+    system = &amp->system;
+    ampi_close_objects(amp);
+    if (amp->dev != NULL) ampi_close_device(amp);
+    if (amp->desc.autotune_file) ampi_free(system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
+    ampi_free(system, amp->blocks, amp->block_room, sizeof *amp->blocks);
+    ampi_free(system, amp->params, amp->param_room, sizeof *amp->params);
+    ampi_free(system, amp->cache, amp->cache_room, sizeof *amp->cache);
+    ampi_free(system, amp->masks, amp->mask_room, sizeof *amp->masks);
+    ampi_free(system, amp->layers, amp->layer_room, sizeof *amp->layers);
+    ampi_free(system, amp->ops, amp->op_room, sizeof *amp->ops);
+    ampi_free(system, amp->told, AMPI_TOLD_ROOM, sizeof *amp->told);
+    ampi_context_let_go(amp);
 }
 
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out) {
@@ -9157,6 +9274,8 @@ AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t 
         ampi_mask_written(amp, &e, result);
     } else ampi_free(&amp->system, key, e.key_bytes, 1);
     if (result != AMP_OK) return result;
+    ampi_context_hold(amp);
+    __atomic_add_fetch(&amp->views, 1, __ATOMIC_RELAXED);
     memset(out, 0, sizeof *out);
     out->tensor = amp_tensor4(e.data, dtype, ampi_mask_per_batch(mask) ? batch : 1, 1, queries, keys);
     if (dtype != AMP_U8) return AMP_OK;
@@ -9168,13 +9287,21 @@ AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t 
 
 AMP_API void amp_mask_put(amp_context *amp, amp_mask_view *view) {
     int64_t i;
+    int found;
     if (amp == NULL || view == NULL || view->tensor.data == NULL) return;
-    ampi_lock(amp);
-    for (i = 0; i < amp->n_masks; i++)
-        if (amp->masks[i].data == view->tensor.data) { amp->masks[i].users--; break; }
-    ampi_unlock(amp);
-    while (ampi_mask_free_one(amp, AMPI_GO_OLDEST, AMP_MASK_NONE, 0)) {}
+    found = ampi_is_closed(amp);
+    if (!found) {
+        ampi_lock(amp);
+        for (i = 0; i < amp->n_masks && amp->masks[i].data != view->tensor.data; i++) {}
+        found = i < amp->n_masks;
+        if (found) amp->masks[i].users--;
+        ampi_unlock(amp);
+        while (ampi_mask_free_one(amp, AMPI_GO_OLDEST, AMP_MASK_NONE, 0)) {}
+    }
     memset(view, 0, sizeof *view);
+    if (!found) return;
+    __atomic_sub_fetch(&amp->views, 1, __ATOMIC_RELAXED);
+    ampi_context_let_go(amp);
 }
 
 AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out) {
@@ -9256,26 +9383,64 @@ static int ampi_is_recomputing(const amp_context *amp) {
     return 0;
 }
 
-static amp_result ampi_region_check_depth(const char *function) {
-    if (ampi_region_count < AMPI_REGION_DEPTH) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, which is the limit; is an amp_autocast_end or amp_recompute_end missing", AMPI_REGION_DEPTH);
+/* Ends entry i of this thread. */
+static void ampi_region_remove(int i) {
+    amp_context *amp = (amp_context *)(uintptr_t)ampi_regions[i].amp;
+    ampi_region_count--;
+    memmove(&ampi_regions[i], &ampi_regions[i + 1], (size_t)(ampi_region_count - i) * sizeof *ampi_regions);
+    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient && !ampi_is_closed(amp)) ampi_cache_clear_idle(amp);
+    ampi_context_let_go(amp);
+}
+static void ampi_region_drop(void) { ampi_region_remove(ampi_region_count - 1); }
+
+/* Ends what this thread has open of one context, or (NULL) of those that were closed; returns how many. */
+static int ampi_regions_end(const amp_context *amp) {
+    int i, n = 0;
+    for (i = ampi_region_count - 1; i >= 0; i--)
+        if (ampi_regions[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions[i].amp))) { ampi_region_remove(i); n++; }
+    return n;
+}
+static int ampi_regions_end_of(amp_context *amp) { return ampi_regions_end(amp); }
+
+/* A thread ends: so do its regions. */
+static void ampi_thread_left(void *value) {
+    (void)value;
+    while (ampi_region_count > 0) ampi_region_drop();
 }
 
-static void ampi_region_push(amp_context *amp, const amp_autocast_desc *desc, int recompute) {
-    ampi_region *region = &ampi_regions[ampi_region_count++];
+static amp_result ampi_region_key(amp_context *amp, const char *function) {
+    int error = 0;
+    ampi_lock(amp);
+    if (!amp->has_key) error = pthread_key_create(&amp->thread_key, ampi_thread_left);
+    amp->regions_end = ampi_regions_end_of;
+    if (error == 0) __atomic_store_n(&amp->has_key, 1, __ATOMIC_RELEASE);
+    ampi_unlock(amp);
+    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, function, "no key for this context's threads (%s): close contexts that are not needed", strerror(error));
+}
+
+static amp_result ampi_region_push(amp_context *amp, const char *function, const amp_autocast_desc *desc, int recompute) {
+    amp_autocast_desc own = *desc;      /* desc may be in the stack */
+    ampi_region *region;
+    int error;
+    (void)ampi_regions_end(NULL);
+    if (ampi_region_count == AMPI_REGION_DEPTH)
+        return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, which is the limit; is an amp_autocast_end or amp_recompute_end missing", AMPI_REGION_DEPTH);
+    if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
+    error = pthread_setspecific(amp->thread_key, amp);
+    if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
+    region = &ampi_regions[ampi_region_count++];
     region->amp = amp;
-    region->desc = *desc;
+    region->desc = own;
     region->recompute = recompute;
     __atomic_add_fetch(&amp->regions, 1, __ATOMIC_RELAXED);
+    ampi_context_hold(amp);
+    return AMP_OK;
 }
 
-static void ampi_region_drop(void) {
-    amp_context *amp = (amp_context *)(uintptr_t)ampi_regions[--ampi_region_count].amp;
-    if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient) ampi_cache_clear_idle(amp);
-}
-
+/* amp may have been closed: it is only compared. */
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
+    (void)ampi_regions_end(NULL);
     if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
     top = &ampi_regions[ampi_region_count - 1];
     if (top->amp != amp) return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
@@ -9302,7 +9467,6 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     amp_choice choice;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_begin", "amp is NULL");
     AMPI_TRY(ampi_check_abi("amp_autocast_begin", abi, AMP_ABI(amp_autocast_desc)));
-    AMPI_TRY(ampi_region_check_depth("amp_autocast_begin"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_reserved("amp_autocast_begin", d.reserved));
@@ -9318,8 +9482,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
         AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
         d.dtype = choice.dtype;
     }
-    ampi_region_push(amp, &d, 0);
-    return AMP_OK;
+    return ampi_region_push(amp, "amp_autocast_begin", &d, 0);
 }
 
 /* How many entries this thread has; what a callback of the host's then opens inherits nothing from the region around.
@@ -9327,7 +9490,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
 AMPI_PRIVATE int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_region_count;
     amp_autocast_desc outside = ampi_outside(amp);
-    if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) ampi_region_push(amp, &outside, 0);
+    if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) (void)ampi_region_push(amp, "amp_autocast_begin", &outside, 0);
     return depth;
 }
 AMPI_PRIVATE void ampi_regions_close(int depth) {
@@ -9340,11 +9503,9 @@ AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     amp_autocast_desc outside;
     const amp_autocast_desc *around;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recompute_begin", "amp is NULL");
-    AMPI_TRY(ampi_region_check_depth("amp_recompute_begin"));
     outside = ampi_outside(amp);
     around = ampi_region_of(amp);
-    ampi_region_push(amp, around ? around : &outside, 1);
-    return AMP_OK;
+    return ampi_region_push(amp, "amp_recompute_begin", around ? around : &outside, 1);
 }
 
 AMP_API amp_result amp_recompute_end(amp_context *amp) { return ampi_region_pop(amp, "amp_recompute_end", 1); }
@@ -10997,6 +11158,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 
 struct amp_set {
+    ampi_object object;
     amp_context *amp;
     int64_t n;
     amp_k_tensor *rows, *table;     /* the host's copy, and the device's */
@@ -11013,6 +11175,7 @@ struct amp_set {
 };
 
 struct amp_scaler {
+    ampi_object object;
     amp_context *amp;
     amp_scaler_desc desc;           /* effective */
     amp_k_scaler_rule rule;
@@ -11022,6 +11185,7 @@ struct amp_scaler {
 };
 
 struct amp_optimizer {
+    ampi_object object;
     amp_context *amp;
     amp_optimizer_desc desc;        /* effective */
     amp_group *groups; const char **matches; char *text; int64_t text_bytes;
@@ -11037,6 +11201,7 @@ struct amp_optimizer {
 
 /* What a launch has to do on the host beside launching. */
 struct amp_graph {
+    ampi_object object;
     amp_context *amp;
     void *exec;                     /* the backend's; NULL while capturing */
     uint64_t settings_version;
@@ -11134,15 +11299,9 @@ AMPI_PRIVATE void ampi_set_enter(amp_set *set, amp_scaler *scaler, ampi_stage st
     scaler->checked = 1;
 }
 
-AMP_API void amp_set_destroy(amp_set *set) {
-    const amp_system *s;
-    amp_graph *graph;
-    int64_t i;
-    if (set == NULL) return;
-    s = ampi_context_system(set->amp);
-    graph = ampi_capture(set->amp);
-    for (i = graph ? graph->n_sets : 0; i-- > 0;)
-        if (graph->sets[i] == set) graph->sets[i] = graph->sets[--graph->n_sets];
+AMPI_PRIVATE void ampi_set_stop(ampi_object *object) {
+    amp_set *set = (amp_set *)(void *)object;
+    const amp_system *s = ampi_context_system(set->amp);
     ampi_settings_changed(set->amp);
     ampi_set_unlink(set);
     amp_free(set->amp, set->table);
@@ -11151,8 +11310,8 @@ AMP_API void amp_set_destroy(amp_set *set) {
     ampi_free(s, set->params, set->n, sizeof *set->params);
     ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
     ampi_free(s, set->text, set->text_bytes, 1);
-    ampi_free(s, set, 1, sizeof *set);
 }
+AMP_API void amp_set_destroy(amp_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
 
 /* A set of n rows that are still to be filled. */
 AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp_set **out, int64_t n,
@@ -11160,7 +11319,7 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
     const amp_system *s = ampi_context_system(amp);
     amp_result r;
     amp_set *set;
-    AMPI_TRY(ampi_alloc(s, function, (void **)out, 1, sizeof *set));
+    AMPI_TRY(ampi_object_create(amp, function, (void **)out, sizeof *set, "set", ampi_set_stop));
     set = *out;
     set->amp = amp;
     set->n = n;
@@ -11314,19 +11473,22 @@ AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_s
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
     if (r == AMP_OK) r = ampi_set_finish(*out, desc->clip_norm, desc->sharded, 1);
+    if (r == AMP_OK) ampi_object_enlist(&(*out)->object, n > 0 ? (*out)->names[0] : NULL);
     if (r == AMP_OK) return AMP_OK;
     amp_set_destroy(*out);
     *out = NULL;
     return r;
 }
 
+/* NULL once the context closes: parameters' names are the host's, and may be gone. */
 AMPI_PRIVATE const char *ampi_set_name(const amp_set *set, int64_t row) {
-    return row < 0 || row >= set->n ? NULL : set->names[row];
+    return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
 AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) {
     amp_k_found f;
     if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_found", "set or out is NULL");
+    AMPI_TRY(ampi_alive(&set->object, "amp_set_found"));
     AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
     out->found_inf = ampi_is_set(f.found_inf);
     out->norm = f.norm;
@@ -11336,7 +11498,7 @@ AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) {
     return AMP_OK;
 }
 
-AMP_API const amp_k_found *amp_set_device(const amp_set *set) { return set ? set->found : NULL; }
+AMP_API const amp_k_found *amp_set_device(const amp_set *set) { return set && !ampi_is_stopped(&set->object) ? set->found : NULL; }
 
 AMPI_PRIVATE amp_result ampi_set_scale(amp_set *set, const float *factor) {
     void *dev, *stream;
@@ -11352,6 +11514,7 @@ AMPI_PRIVATE amp_result ampi_set_scale(amp_set *set, const float *factor) {
 AMP_API amp_result amp_set_apply(amp_set *set) {
     amp_k_rule rule;
     if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_apply", "set is NULL");
+    AMPI_TRY(ampi_alive(&set->object, "amp_set_apply"));
     AMPI_TRY(ampi_set_scale(set, &set->found->multiplier));
     rule = ampi_rule(AMP_RULE_APPLIED, NULL, set);
     return ampi_run_rule(set->amp, &rule);
@@ -11538,6 +11701,19 @@ AMPI_PRIVATE amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
     return s;
 }
 
+AMPI_PRIVATE void ampi_scaler_release_sets(amp_scaler *scaler) {
+    while (scaler->sets != NULL) ampi_set_unlink(scaler->sets);
+    scaler->checked = 0;
+}
+
+AMPI_PRIVATE void ampi_scaler_stop(ampi_object *object) {
+    amp_scaler *scaler = (amp_scaler *)(void *)object;
+    ampi_settings_changed(scaler->amp);
+    ampi_scaler_release_sets(scaler);
+    amp_free(scaler->amp, scaler->device);
+}
+AMP_API void amp_scaler_destroy(amp_scaler *scaler) { if (scaler != NULL) ampi_object_destroy(&scaler->object); }
+
 AMP_API amp_result amp_scaler_create_v(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc, uint64_t abi) {
     amp_scaler_desc d;
     amp_k_scaler start;
@@ -11554,42 +11730,35 @@ AMP_API amp_result amp_scaler_create_v(amp_context *amp, amp_scaler **out, const
     if (ampi_settings(amp)->level == AMP_LEVEL_O0) d.disable = 1;
     ampi_scaler_defaults(&d);
     AMPI_TRY(ampi_check_scaler("amp_scaler_create", &d));
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_scaler_create", (void **)&scaler, 1, sizeof *scaler));
+    AMPI_TRY(ampi_object_create(amp, "amp_scaler_create", (void **)&scaler, sizeof *scaler, "scaler", ampi_scaler_stop));
     scaler->amp = amp;
     scaler->desc = d;
     scaler->rule = ampi_scaler_rule(&d);
     start = ampi_scaler_start(&d);
     r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&scaler->device, (int64_t)sizeof start);
     if (r == AMP_OK) r = ampi_send(amp, scaler->device, &start, sizeof start);
-    if (r == AMP_OK) *out = scaler;
-    else amp_scaler_destroy(scaler);
-    return r;
-}
-
-AMPI_PRIVATE void ampi_scaler_release_sets(amp_scaler *scaler) {
-    while (scaler->sets != NULL) ampi_set_unlink(scaler->sets);
-    scaler->checked = 0;
-}
-
-AMP_API void amp_scaler_destroy(amp_scaler *scaler) {
-    if (scaler == NULL) return;
-    ampi_settings_changed(scaler->amp);
-    ampi_scaler_release_sets(scaler);
-    amp_free(scaler->amp, scaler->device);
-    ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
+    if (r != AMP_OK) { amp_scaler_destroy(scaler); return r; }
+    ampi_object_enlist(&scaler->object, ampi_presets[d.preset].name);
+    *out = scaler;
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out) {
     if (scaler == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_query", "scaler or out is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_query"));
     *out = scaler->desc;
     return AMP_OK;
 }
 
-AMP_API const float *amp_scaler_seed(const amp_scaler *scaler) { return scaler ? &scaler->device->scale : NULL; }
-AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler) { return scaler ? scaler->device : NULL; }
+AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler) { return scaler && !ampi_is_stopped(&scaler->object) ? scaler->device : NULL; }
+AMP_API const float *amp_scaler_seed(const amp_scaler *scaler) {
+    const amp_k_scaler *device = amp_scaler_device(scaler);
+    return device ? &device->scale : NULL;
+}
 
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
     if (scaler == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_get", "scaler or out is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_get"));
     return ampi_fetch(scaler->amp, out, scaler->device, sizeof *out);
 }
 
@@ -11602,6 +11771,7 @@ AMP_API float amp_scaler_scale(const amp_scaler *scaler) {
 AMP_API amp_result amp_scaler_set_scale(amp_scaler *scaler, float scale) {
     amp_k_rule rule;
     if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_scale", "scaler is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_set_scale"));
     if (!scaler->desc.disable) {
         if (scaler->desc.preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale("amp_scaler_set_scale", "scale", scale));
         rule = ampi_rule(AMP_RULE_SET_SCALE, scaler, NULL);
@@ -11617,6 +11787,7 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     amp_scaler_desc d;
     amp_k_rule rule;
     if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_set_rule", "scaler is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_set_rule"));
     d = scaler->desc;
     if (ampi_is_given(growth_factor)) d.growth_factor = growth_factor;
     if (ampi_is_given(backoff_factor)) d.backoff_factor = backoff_factor;
@@ -11682,12 +11853,15 @@ AMPI_PRIVATE amp_result ampi_graph_note_set(amp_set *set) {
     if (graph == NULL) return AMP_OK;
     AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_room, sizeof(void *)));
     graph->sets[graph->n_sets++] = set;
+    ampi_object_hold(&set->object);
     return AMP_OK;
 }
 
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
     if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_check", "scaler or set is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
+    AMPI_TRY(ampi_alive(&set->object, "amp_scaler_check"));
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
         return ampi_fail(AMP_ERR_RANGE, "amp_scaler_check", "mode = %d, must be AMP_CHECK_UNSCALE or AMP_CHECK_READ",
                          (int)mode);
@@ -11707,6 +11881,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     amp_k_rule rule;
     if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_update", "scaler is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update"));
     if (!scaler->checked)
         return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
     if (!scaler->desc.disable) {
@@ -11720,6 +11895,8 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale) {
     amp_k_rule rule;
     if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_rescale", "scaler or set is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_rescale"));
+    AMPI_TRY(ampi_alive(&set->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
     AMPI_TRY(ampi_check_one_context("amp_scaler_rescale", set, scaler));
     if (scaler->desc.disable) return AMP_OK;
@@ -11792,6 +11969,7 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     amp_state *own;
     amp_result r;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_save"));
     AMPI_TRY(amp_state_create(&own, &state->system));
     r = ampi_save_scaler(scaler, state, own, prefix);
     if (r == AMP_OK) r = ampi_state_move(state, own, "amp_scaler_save");
@@ -11851,6 +12029,7 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     int32_t disabled = 0;
     char key[64];
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_load", "scaler or state is NULL");
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_load"));
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
     if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
     if (scaler->desc.disable) {
@@ -12082,6 +12261,32 @@ AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     return ampi_make_masters(o);
 }
 
+AMPI_PRIVATE void ampi_optimizer_stop(ampi_object *object) {
+    amp_optimizer *o = (amp_optimizer *)(void *)object;
+    const amp_system *s = ampi_context_system(o->amp);
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    int64_t i;
+    ampi_wait(o->amp);
+    ampi_settings_changed(o->amp);
+    for (i = 0; i < AMP_OUTCOMES; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
+    for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
+        if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
+    if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_OUTCOMES * sizeof *o->outcomes);
+    amp_free(o->amp, o->ring);
+    amp_free(o->amp, o->memory);
+    if (o->set != NULL) ampi_object_stop(&o->set->object);
+    ampi_free(s, o->groups, o->desc.n_groups, sizeof *o->groups);
+    ampi_free(s, (void *)o->matches, o->desc.n_groups, sizeof *o->matches);
+    ampi_free(s, o->text, o->text_bytes, 1);
+}
+AMPI_PRIVATE void ampi_optimizer_release(ampi_object *object) {
+    amp_optimizer *o = (amp_optimizer *)(void *)object;
+    if (o->set != NULL) ampi_object_let_go(&o->set->object);
+    ampi_free(ampi_context_system(o->amp), o, 1, sizeof *o);
+}
+AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) { if (optimizer != NULL) ampi_object_destroy(&optimizer->object); }
+
 AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
                                           uint64_t abi) {
     amp_optimizer_desc d;
@@ -12098,41 +12303,21 @@ AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out,
     AMPI_TRY(ampi_check_optimizer(&d, ampi_settings(amp)->level));
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
     AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_optimizer_create", (void **)&o, 1, sizeof *o));
+    AMPI_TRY(ampi_object_create(amp, "amp_optimizer_create", (void **)&o, sizeof *o, "optimizer", ampi_optimizer_stop));
+    o->object.release = ampi_optimizer_release;
     o->amp = amp;
     o->desc = d;
     r = ampi_optimizer_build(o, rows);
-    if (r == AMP_OK) *out = o;
-    else amp_optimizer_destroy(o);
-    return r;
-}
-
-AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
-    amp_optimizer *o = optimizer;
-    const amp_backend *backend;
-    const amp_system *s;
-    void *dev, *stream;
-    int64_t i;
-    if (o == NULL) return;
-    s = ampi_context_system(o->amp);
-    backend = ampi_backend(o->amp, &dev, &stream);
-    ampi_wait(o->amp);
-    ampi_settings_changed(o->amp);
-    for (i = 0; i < AMP_OUTCOMES; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
-    for (i = 0; o->set != NULL && i < o->set->n; i++) if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
-    if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_OUTCOMES * sizeof *o->outcomes);
-    amp_free(o->amp, o->ring);
-    amp_free(o->amp, o->memory);
-    amp_set_destroy(o->set);
-    ampi_free(s, o->groups, o->desc.n_groups, sizeof *o->groups);
-    ampi_free(s, (void *)o->matches, o->desc.n_groups, sizeof *o->matches);
-    ampi_free(s, o->text, o->text_bytes, 1);
-    ampi_free(s, o, 1, sizeof *o);
+    if (r != AMP_OK) { amp_optimizer_destroy(o); return r; }
+    ampi_object_enlist(&o->object, rows > 0 ? o->set->names[0] : NULL);
+    *out = o;
+    return AMP_OK;
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
     if (optimizer == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_optimizer_query", "optimizer or out is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_query"));
     *out = optimizer->desc;
     return AMP_OK;
 }
@@ -12141,6 +12326,7 @@ AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer) { return optimizer 
 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_lr", "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_lr"));
     AMPI_TRY(ampi_check_real("amp_optimizer_set_lr", "lr", lr, lr >= 0, "0 or more and finite"));
     optimizer->desc.lr = lr;
     return AMP_OK;
@@ -12148,6 +12334,7 @@ AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
 
 AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_norm) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_clip", "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_clip"));
     AMPI_TRY(ampi_check_clip("amp_optimizer_set_clip", clip_norm));
     optimizer->desc.clip_norm = optimizer->set->clip_norm = clip_norm;
     ampi_settings_changed(optimizer->amp);
@@ -12158,6 +12345,7 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
     amp_set *set;
     int64_t i;
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_accumulation", "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_accumulation"));
     if (accumulation < 1)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_accumulation", "accumulation = %d, must be 1 or more", accumulation);
     set = optimizer->set;
@@ -12173,6 +12361,7 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
 AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer) {
     int64_t i;
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_refresh", "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_refresh"));
     for (i = 0; i < optimizer->set->n; i++) amp_param_touch(optimizer->set->params[i]);
     return ampi_make_masters(optimizer);
 }
@@ -12228,6 +12417,7 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     int a;
     if (optimizer == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_optimizer_bytes", "optimizer or out is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_bytes"));
     for (i = 0; i < optimizer->set->n; i++) {
         const amp_k_tensor *row = &optimizer->set->rows[i];
         n += row->count;
@@ -12258,6 +12448,7 @@ AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
             return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "an optimizer steps twice: a graph holds one step of each");
     AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->room, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
+    ampi_object_hold(&o->object);
     return AMP_OK;
 }
 
@@ -12313,6 +12504,8 @@ AMPI_PRIVATE void ampi_touch_weights(const amp_set *set) {
 /* The stages that amp_optimizer_step and amp_step can start from. */
 AMPI_PRIVATE amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     if (o == NULL) return ampi_fail(AMP_ERR_NULL, function, "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&o->object, function));
+    if (scaler != NULL) AMPI_TRY(ampi_alive(&scaler->object, function));
     AMPI_TRY(ampi_check_set_known(function, o->set));
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)
@@ -12397,7 +12590,7 @@ AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
     void *dev, *stream;
     const amp_backend *backend;
     int64_t slot;
-    if (o == NULL || out == NULL || ampi_outcome_due(o) == 0) return 0;
+    if (o == NULL || out == NULL || ampi_is_stopped(&o->object) || ampi_outcome_due(o) == 0) return 0;
     backend = ampi_backend(o->amp, &dev, &stream);
     slot = o->delivered % AMP_OUTCOMES;
     if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
@@ -12412,25 +12605,31 @@ AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
 
 AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_outcome_flush", "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_outcome_flush"));
     optimizer->flushed = optimizer->attempts;
     return ampi_wait(optimizer->amp);
 }
 
 /* ---- Capturing and launching */
 
-AMP_API void amp_graph_destroy(amp_graph *graph) {
-    amp_context *amp;
+AMPI_PRIVATE void ampi_graph_stop(ampi_object *object) {
+    amp_graph *graph = (amp_graph *)(void *)object;
+    amp_context *amp = graph->amp;
     void *dev, *stream;
-    const amp_backend *backend;
-    if (graph == NULL) return;
-    amp = graph->amp;
-    backend = ampi_backend(amp, &dev, &stream);
+    const amp_backend *backend = ampi_backend(amp, &dev, &stream);
+    int64_t i;
+    if (ampi_capture(amp) == graph) {           /* the context closes meanwhile */
+        (void)ampi_capture_end(amp);
+        (void)backend->graph_end(dev, stream, &graph->exec);
+    }
     if (graph->exec != NULL) backend->graph_destroy(dev, graph->exec);
+    for (i = 0; i < graph->n; i++) ampi_object_let_go(&graph->optimizers[i]->object);
+    for (i = 0; i < graph->n_sets; i++) ampi_object_let_go(&graph->sets[i]->object);
     ampi_free(ampi_context_system(amp), graph->optimizers, graph->room, sizeof(void *));
     ampi_free(ampi_context_system(amp), graph->sets, graph->set_room, sizeof(void *));
-    ampi_free(ampi_context_system(amp), graph, 1, sizeof *graph);
     ampi_graph_left(amp);
 }
+AMP_API void amp_graph_destroy(amp_graph *graph) { if (graph != NULL) ampi_object_destroy(&graph->object); }
 
 AMP_API amp_result amp_graph_begin(amp_context *amp) {
     const char *f = "amp_graph_begin";
@@ -12444,13 +12643,14 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     if (backend->graph_begin == NULL)
         return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step as it is", backend->name);
     if (ampi_live_gradients(amp, 0)) return ampi_fail(AMP_ERR_STATE, f, "there are gradients of a cycle without its step: step first");
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&graph, 1, sizeof *graph));
+    AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
+    graph->object.unfinished = 1;
     graph->amp = amp;
     graph->settings_version = ampi_settings_version(amp);      /* what changes from here on is only in a part of it */
     amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
     ampi_capture_begin(amp, graph);
     result = backend->graph_begin(dev, stream);
-    if (result == AMP_OK) return AMP_OK;
+    if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
     ampi_capture_end(amp);
     amp_graph_destroy(graph);
     return result;
@@ -12500,6 +12700,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     result = backend->graph_end(dev, stream, &graph->exec);
     amp_cast_cache_clear(amp);      /* what was to be cast has only been recorded */
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
+    graph->object.unfinished = 0;
     if (result == AMP_OK) *out = graph;
     else {
         ampi_graph_undo(graph);
@@ -12525,6 +12726,7 @@ AMP_API amp_result amp_graph_launch(amp_graph *graph) {
     const amp_backend *backend;
     int64_t i;
     if (graph == NULL) return ampi_fail(AMP_ERR_NULL, "amp_graph_launch", "graph is NULL");
+    AMPI_TRY(ampi_alive(&graph->object, "amp_graph_launch"));
     backend = ampi_backend(graph->amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(graph->amp));
     if (graph->settings_version != ampi_settings_version(graph->amp))
@@ -12722,6 +12924,7 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
     amp_state *own;
     amp_result r;
     if (optimizer == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_save"));
     AMPI_TRY(amp_state_create(&own, &state->system));
     r = ampi_save_optimizer(optimizer, own, prefix);
     if (r == AMP_OK) r = ampi_state_move(state, own, "amp_optimizer_save");
@@ -12982,6 +13185,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     void *room = NULL;
     uint8_t *live;
     if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_load", "optimizer or state is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_load"));
     s = ampi_context_system(o->amp);
     bytes = ampi_row_room(o->set);
     seed = (int64_t)o->desc.seed;
@@ -13158,12 +13362,15 @@ AMPI_PRIVATE amp_result ampi_keep_restore(ampi_keep *k) {
     for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
     if (k->optimizer != NULL) {
         ampi_set_unlink(k->optimizer->set);
+        k->optimizer_copy.object = k->optimizer->object;        /* who lives how long is not put back */
+        k->set_copy.object = k->optimizer->set->object;
         *k->optimizer = k->optimizer_copy;
         *k->optimizer->set = k->set_copy;
         memcpy(k->optimizer->outcomes, k->outcomes, sizeof k->outcomes);
     }
     if (k->scaler != NULL) {
         ampi_scaler_release_sets(k->scaler);
+        k->scaler_copy.object = k->scaler->object;
         *k->scaler = k->scaler_copy;
     }
     ampi_precision_set(k->amp, &k->precision);
@@ -13323,6 +13530,7 @@ typedef struct ampi_opener {
 } ampi_opener;
 
 struct amp_loader {
+    ampi_object object;
     amp_context *amp;
     amp_system system;
     amp_loader_desc desc;           /* effective */
@@ -14638,17 +14846,23 @@ static void ampi_loader_free_buffers(amp_loader *l) {
     else b->free_pinned(l->dev, l->ring, (size_t)l->ring_bytes);
 }
 
-AMP_API void amp_loader_destroy(amp_loader *l) {
-    int last = 1;
-    if (l == NULL || ampi_loader_elsewhere(l)) return;
+static void ampi_loader_object_stop(ampi_object *object) {
+    amp_loader *l = (amp_loader *)(void *)object;
     ampi_loader_finish(l);
     ampi_loader_free_buffers(l);
+}
+static void ampi_loader_object_release(ampi_object *object) {
+    amp_loader *l = (amp_loader *)(void *)object;
+    int last = 1;
     if (l->has_lock) {
         pthread_mutex_lock(&l->lock);
         last = --l->holders == 0;
         pthread_mutex_unlock(&l->lock);
     }
     if (last) ampi_loader_free(l);
+}
+AMP_API void amp_loader_destroy(amp_loader *l) {
+    if (l != NULL && !ampi_loader_elsewhere(l)) ampi_object_destroy(&l->object);
 }
 
 /* ---- Creation */
@@ -14748,8 +14962,9 @@ AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const
         return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "%s is NULL", amp == NULL ? "amp" : "desc");
     AMPI_TRY(ampi_check_abi(ampi_loader_create_name, abi, AMP_ABI(amp_loader_desc)));
     AMPI_TRY(ampi_loader_check_desc(desc));
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), ampi_loader_create_name, &memory, 1, sizeof *l));
+    AMPI_TRY(ampi_object_create(amp, ampi_loader_create_name, &memory, sizeof *l, "loader", ampi_loader_object_stop));
     l = (amp_loader *)memory;
+    l->object.release = ampi_loader_object_release;
     l->amp = amp;
     l->system = *ampi_context_system(amp);
     l->backend = ampi_backend(amp, &l->dev, &l->stream);
@@ -14759,6 +14974,7 @@ AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const
     l->process = getpid();
     result = ampi_loader_setup(l, desc);
     if (result != AMP_OK) { amp_loader_destroy(l); return result; }
+    ampi_object_enlist(&l->object, desc->path ? desc->path : desc->source ? "a callback" : "arrays");
     *out = l;
     return AMP_OK;
 }
@@ -14886,6 +15102,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     amp_batch batch;
     if (l == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_alive(&l->object, "amp_loader_next"));
     AMPI_TRY(ampi_loader_enter(l, "amp_loader_next"));
     AMPI_TRY(ampi_loader_leave(l, ampi_next(l, &batch)));
     *out = batch;
@@ -14922,6 +15139,7 @@ static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *fu
 
 AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) {
     if (l == NULL) return ampi_fail(AMP_ERR_NULL, "amp_loader_seek", "loader is NULL");
+    AMPI_TRY(ampi_alive(&l->object, "amp_loader_seek"));
     if (epoch < 0 || index < 0 || index >= l->batches || epoch > (INT64_MAX - index) / l->batches ||
         epoch * l->batches + index > l->end)
         return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek",
@@ -14935,6 +15153,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
     int64_t number;
     if (l == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_loader_info_get", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_alive(&l->object, "amp_loader_info_get"));
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere("amp_loader_info_get");
     memset(out, 0, sizeof *out);
     out->format = l->desc.format;
@@ -14959,6 +15178,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
 AMP_API amp_result amp_loader_query(const amp_loader *l, amp_loader_desc *out) {
     if (l == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_loader_query", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_alive(&l->object, "amp_loader_query"));
     *out = l->desc;
     return AMP_OK;
 }
@@ -14992,6 +15212,7 @@ AMP_API amp_result amp_loader_save(const amp_loader *l, amp_state *state, const 
     int64_t values[AMPI_POSITION_COUNT];
     char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_loader_key("amp_loader_save", l, state, prefix, key, sizeof key));
+    AMPI_TRY(ampi_alive(&l->object, "amp_loader_save"));
     ampi_loader_position(l, values);
     return amp_state_put(state, key, AMP_I64, values, AMPI_POSITION_COUNT);
 }
@@ -15004,6 +15225,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     char key[AMPI_STATE_KEY];
     int i;
     AMPI_TRY(ampi_loader_key("amp_loader_load", l, state, prefix, key, sizeof key));
+    AMPI_TRY(ampi_alive(&l->object, "amp_loader_load"));
     AMPI_TRY(amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT));
     ampi_loader_position(l, own);
     if (saved[4] < 1 || saved[7] < 1 || saved[4] > INT64_MAX / saved[7])
@@ -15053,6 +15275,7 @@ typedef struct ampi_tally {
 enum { AMPI_LINE_BYTES = 256 * 1024, AMPI_NOTES = 2 * AMP_OUTCOMES };
 
 struct amp_monitor {
+    ampi_object object;
     amp_context *amp;
     amp_monitor_desc desc;          /* effective */
     char *text; int64_t text_bytes; /* of desc.path */
@@ -16263,6 +16486,7 @@ AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
     static const char *const names[AMP_PHASES] = {"other", "data", "forward", "backward", "optimizer"};
     amp_monitor *m = monitor;
     if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_phase", "monitor is NULL");
+    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_phase"));
     if ((int)phase < 0 || phase >= AMP_PHASES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
     ampi_range_end(m);
@@ -16455,6 +16679,8 @@ AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *i
     amp_monitor *m = monitor;
     amp_optimizer *o;
     if (m == NULL || info == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_step", "monitor or info is NULL");
+    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_step"));
+    AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_step"));
     o = m->desc.optimizer;
     if (o->sent == m->last)
         return ampi_fail(AMP_ERR_STATE, "amp_monitor_step", "the optimizer has not stepped since the last call: amp_step comes first");
@@ -16473,8 +16699,8 @@ AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *i
 
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     amp_monitor *m = monitor;
-    if (m == NULL || out == NULL) return 0;
-    (void)ampi_records_take(m, 1);          /* what fails here fails in the next step, or has made its line wait */
+    if (m == NULL || out == NULL || ampi_is_stopped(&m->object)) return 0;
+    if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);          /* what fails here fails in the next step, or has made its line wait */
     (void)ampi_lines_write(m, "amp_monitor_next");
     if (m->n_records == 0) return 0;
     *out = m->records[m->first_record++ % AMP_OUTCOMES];
@@ -16489,6 +16715,7 @@ AMPI_PRIVATE amp_result ampi_monitor_take_all(amp_monitor *m) {
 
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
     if (monitor == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_flush", "monitor is NULL");
+    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_flush"));
     AMPI_TRY(ampi_monitor_take_all(monitor));
     return ampi_lines_write(monitor, "amp_monitor_flush");
 }
@@ -16497,6 +16724,7 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
     amp_monitor *m = monitor;
     ampi_sheet s;
     if (m == NULL || json == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_write", "monitor or json is NULL");
+    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_write"));
     if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write", "\"%.40s\" must be one JSON object on one line of at most %d bytes",
                          json, AMPI_LINE_BYTES - 1);
@@ -16559,6 +16787,7 @@ AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
     amp_epoch_record r;
     amp_memory_info memory;
     if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_epoch", "monitor is NULL");
+    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_monitor_take_all(m));
     if (m->epoch.steps == 0) return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
     memset(&memory, 0, sizeof memory);
@@ -16581,6 +16810,7 @@ AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
     const amp_epoch_record *a, *b;
     if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_summary", "monitor or out is NULL");
+    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_summary"));
     memset(out, 0, sizeof *out);
     ampi_epoch_fill(&out->mixed, &monitor->mixed);
     ampi_epoch_fill(&out->full, &monitor->full);
@@ -16658,8 +16888,22 @@ AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
     ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
     ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
     ampi_free(s, m->text, m->text_bytes, 1);
-    ampi_free(s, m, 1, sizeof *m);
+    ampi_object_let_go(&m->desc.optimizer->object);
+    if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
+
+AMPI_PRIVATE void ampi_monitor_stop(ampi_object *object) {
+    amp_monitor *m = (amp_monitor *)(void *)object;
+    amp_result r = AMP_OK;
+    ampi_range_end(m);
+    if (!ampi_is_stopped(&m->desc.optimizer->object)) r = ampi_monitor_take_all(m);
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
+    r = ampi_lines_sync(m, "amp_monitor_destroy");
+    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s; what was kept is lost now", amp_last_error());
+    ampi_monitor_free(m);
+}
+AMP_API void amp_monitor_destroy(amp_monitor *monitor) { if (monitor != NULL) ampi_object_destroy(&monitor->object); }
+
 
 AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi) {
     const char *f = "amp_monitor_create";
@@ -16671,33 +16915,30 @@ AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, con
     if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp, out or desc is NULL");
     d = *desc;
     AMPI_TRY(ampi_check_monitor(amp, &d));
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), f, (void **)&m, 1, sizeof *m));
+    AMPI_TRY(ampi_object_create(amp, f, (void **)&m, sizeof *m, "monitor", ampi_monitor_stop));
     m->amp = amp;
     m->desc = d;
+    ampi_object_hold(&d.optimizer->object);
+    if (d.scaler != NULL) ampi_object_hold(&d.scaler->object);
     m->epochs = d.epoch;
     m->last = d.optimizer->sent;
     r = ampi_copy_texts(amp, f, &m->desc.path, 1, &m->text, &m->text_bytes);
     if (r == AMP_OK) r = ampi_time_begin(m);
     if (r == AMP_OK && d.path != NULL) r = ampi_lines_open(m, f);
-    if (r == AMP_OK) *out = m;
-    else ampi_monitor_free(m);
-    return r;
-}
-
-AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
-    amp_monitor *m = monitor;
-    amp_result r;
-    if (m == NULL) return;
-    ampi_range_end(m);
-    r = ampi_monitor_take_all(m);
-    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s", amp_last_error());
-    r = ampi_lines_sync(m, "amp_monitor_destroy");
-    if (r != AMP_OK) ampi_log(m->amp, AMP_LOG_ERROR, (int)r, "%s; what was kept is lost now", amp_last_error());
+    if (r == AMP_OK) {
+        ampi_object_enlist(&m->object, d.path);
+        *out = m;
+        return AMP_OK;
+    }
     ampi_monitor_free(m);
+    m->object.stopped = 1;
+    amp_monitor_destroy(m);
+    return r;
 }
 
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out) {
     if (monitor == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_query", "monitor or out is NULL");
+    AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_query"));
     *out = monitor->desc;
     return AMP_OK;
 }
@@ -16715,6 +16956,7 @@ AMPI_PRIVATE AMPI_PRINTF(4, 5) size_t ampi_append(char *text, size_t size, size_
 }
 
 struct amp_numerics {
+    ampi_object object;
     amp_context *amp;
     amp_numerics_desc desc;         /* effective */
     int64_t n, gradients, weights;  /* rows: gradients, weights, ranges */
@@ -16727,11 +16969,9 @@ struct amp_numerics {
     amp_numerics_report report;     /* of the last time */
 };
 
-AMP_API void amp_numerics_destroy(amp_numerics *numerics) {
-    const amp_system *s;
-    amp_numerics *m = numerics;
-    if (m == NULL) return;
-    s = ampi_context_system(m->amp);
+AMPI_PRIVATE void ampi_numerics_stop(ampi_object *object) {
+    amp_numerics *m = (amp_numerics *)(void *)object;
+    const amp_system *s = ampi_context_system(m->amp);
     amp_free(m->amp, m->on_device);
     amp_free(m->amp, m->found_on_device);
     ampi_free(s, m->table, m->n, sizeof *m->table);
@@ -16740,8 +16980,9 @@ AMP_API void amp_numerics_destroy(amp_numerics *numerics) {
     ampi_free(s, m->rows, m->n, sizeof *m->rows);
     ampi_free(s, (void *)m->names, m->n, sizeof *m->names);
     ampi_free(s, m->text, m->text_bytes, 1);
-    ampi_free(s, m, 1, sizeof *m);
+    if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
+AMP_API void amp_numerics_destroy(amp_numerics *numerics) { if (numerics != NULL) ampi_object_destroy(&numerics->object); }
 
 AMPI_PRIVATE amp_result ampi_numerics_check(const amp_context *amp, const amp_numerics_desc *d, int64_t *gradients) {
     const char *f = "amp_numerics_create";
@@ -16814,17 +17055,19 @@ AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, c
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
     if (d.interval == 0) d.interval = 100;
     AMPI_TRY(ampi_numerics_check(amp, &d, &gradients));
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_numerics_create", (void **)&m, 1, sizeof *m));
+    AMPI_TRY(ampi_object_create(amp, "amp_numerics_create", (void **)&m, sizeof *m, "numerics", ampi_numerics_stop));
     m->amp = amp;
     m->desc = d;
+    if (d.scaler != NULL) ampi_object_hold(&d.scaler->object);
     m->gradients = gradients;
     m->weights = d.n_params;
     m->n = gradients + d.n_params + d.n_ranges;
     r = ampi_numerics_memory(m);
     if (r == AMP_OK) r = ampi_numerics_fill(m);
-    if (r == AMP_OK) *out = m;
-    else amp_numerics_destroy(m);
-    return r;
+    if (r != AMP_OK) { amp_numerics_destroy(m); return r; }
+    ampi_object_enlist(&m->object, m->rows[0].name);
+    *out = m;
+    return AMP_OK;
 }
 
 AMPI_PRIVATE amp_result ampi_numerics_look(amp_numerics *m) {
@@ -16986,6 +17229,7 @@ AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report
     amp_numerics *m = numerics;
     int64_t i;
     if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_numerics_step", "numerics or out is NULL");
+    AMPI_TRY(ampi_alive(&numerics->object, "amp_numerics_step"));
     AMPI_TRY(ampi_may_wait(m->amp));
     m->report.due = m->calls % m->desc.interval == 0;
     if (m->report.due) {
@@ -18705,6 +18949,7 @@ typedef struct ampi_snapshot {
 } ampi_snapshot;
 
 struct amp_recovery {
+    ampi_object object;
     amp_context *amp;
     amp_recovery_desc desc;         /* effective */
     ampi_snapshot good, candidate;
@@ -18836,6 +19081,24 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
     return AMP_OK;
 }
 
+/* It, and what it puts back. */
+static amp_result ampi_recovery_alive(const amp_recovery *r, const char *function) {
+    AMPI_TRY(ampi_alive(&r->object, function));
+    AMPI_TRY(ampi_alive(&r->desc.optimizer->object, function));
+    if (r->desc.scaler != NULL) AMPI_TRY(ampi_alive(&r->desc.scaler->object, function));
+    return r->desc.loader != NULL ? ampi_alive(&r->desc.loader->object, function) : AMP_OK;
+}
+
+static void ampi_recovery_stop(ampi_object *object) {
+    amp_recovery *r = (amp_recovery *)(void *)object;
+    ampi_snapshot_drop(&r->good);
+    ampi_snapshot_drop(&r->candidate);
+    ampi_object_let_go(&r->desc.optimizer->object);
+    if (r->desc.scaler != NULL) ampi_object_let_go(&r->desc.scaler->object);
+    if (r->desc.loader != NULL) ampi_object_let_go(&r->desc.loader->object);
+}
+AMP_API void amp_recovery_destroy(amp_recovery *recovery) { if (recovery != NULL) ampi_object_destroy(&recovery->object); }
+
 AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi) {
     amp_recovery *r;
     amp_result result;
@@ -18844,24 +19107,21 @@ AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, c
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
     AMPI_TRY(ampi_check_recovery(amp, desc));
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), "amp_recovery_create", (void **)&r, 1, sizeof *r));
+    AMPI_TRY(ampi_object_create(amp, "amp_recovery_create", (void **)&r, sizeof *r, "recovery", ampi_recovery_stop));
     r->amp = amp;
     r->desc = *desc;
+    ampi_object_hold(&desc->optimizer->object);
+    if (desc->scaler != NULL) ampi_object_hold(&desc->scaler->object);
+    if (desc->loader != NULL) ampi_object_hold(&desc->loader->object);
     if (r->desc.interval == 0) r->desc.interval = 100;
     if (r->desc.max_retries == 0) r->desc.max_retries = 3;
     if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
     result = ampi_snapshot_take(r, &r->good);
     if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
     r->next = r->good.applied + r->desc.interval;
+    ampi_object_enlist(&r->object, r->desc.params[0].name);
     *out = r;
     return AMP_OK;
-}
-
-AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
-    if (recovery == NULL) return;
-    ampi_snapshot_drop(&recovery->good);
-    ampi_snapshot_drop(&recovery->candidate);
-    ampi_free(ampi_context_system(recovery->amp), recovery, 1, sizeof *recovery);
 }
 
 /* ---- What is planned */
@@ -19088,6 +19348,7 @@ AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_reco
     amp_recovery *r = recovery;
     if (r == NULL || record == NULL || event == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
+    AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
     AMPI_TRY(ampi_may_wait(r->amp));
     *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
     if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
@@ -19136,6 +19397,7 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
     int64_t freed = 0;
     int again;
     if (r == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
     again = r->cleaned == o->attempts + 1;
@@ -19160,6 +19422,7 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
     amp_result result;
     memset(&now, 0, sizeof now);
     if (r == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_batch", "recovery is NULL");
+    AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_batch"));
     if (r->desc.optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_recovery_batch", "%d of %d micro-batches are accumulated: call it between steps",
                          r->desc.optimizer->micro, r->desc.optimizer->desc.accumulation);
@@ -19181,6 +19444,7 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     const amp_recovery *r = recovery;
     int64_t all[AMPI_SAVED_RECOVERY];
     if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_save", "recovery, state or prefix is NULL");
+    AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_save"));
     all[0] = r->halvings; all[1] = r->fitted; all[2] = r->failures;
     all[3] = r->doubled; all[4] = r->retries; all[5] = r->streak;
     return ampi_put(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY);
@@ -19191,6 +19455,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     int64_t all[AMPI_SAVED_RECOVERY];
     int i;
     if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_load", "recovery, state or prefix is NULL");
+    AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_load"));
     AMPI_TRY(ampi_get(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY));
     for (i = 0; i < AMPI_SAVED_RECOVERY; i++)
         if (all[i] < 0 || (i != 1 && i != 5 && all[i] > (i == 3 ? 1 : 1000)))

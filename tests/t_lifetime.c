@@ -18,7 +18,7 @@ static int counted_unlock(pthread_mutex_t *m) { locks_held--; return pthread_mut
 #include "recording_backend.h"
 #include <sys/wait.h>
 
-static __attribute__((unused)) void sleep_ms(long ms) {
+static void sleep_ms(long ms) {
     struct timespec t;
     t.tv_sec = ms / 1000;
     t.tv_nsec = ms % 1000 * 1000000;
@@ -647,6 +647,303 @@ TEST(no_two_contexts_share_an_id) {
     for (size_t i = 1; i < n; i++) CHECK(all[i] != all[i - 1] && all[0] != 0);
 }
 
+/* ---- Regions */
+
+static int region_dtype(amp_context *amp) {
+    amp_autocast_desc d;
+    return amp_autocast_active(amp, &d) ? (int)d.dtype : -1;
+}
+static amp_result begin_in(amp_context *amp, amp_dtype dtype, amp_mode mode) {
+    amp_autocast_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = dtype; d.mode = mode;
+    return amp_autocast_begin(amp, &d);
+}
+
+/* Closing ends what is open: nothing is inherited, and nothing locks the thread out. */
+TEST(closing_inside_a_region) {
+    amp_context *outer;
+    amp_desc d = watched_desc(1);
+    CHECK_OK(amp_open(&outer, &d));
+    CHECK_OK(begin_in(outer, AMP_F16, AMP_MODE_DEFAULT));
+    for (int i = 0; i < 80; i++) {
+        amp_context *amp = NULL;
+        amp_plan plan;
+        amp_dtype in = AMP_F32;
+        host.last[0] = 0;
+        CHECK_OK(amp_open(&amp, &d));
+        CHECK_EQ(region_dtype(amp), -1);
+        CHECK_OK(amp_autocast_decide(amp, AMP_OP_LINEAR, NULL, &in, 1, &plan));
+        CHECK(plan.mode == AMP_MODE_TRAINING && plan.compute == AMP_F32);
+        CHECK_ERR(amp_autocast_end(amp), AMP_ERR_STATE);
+        for (int k = 0; k < 1 + i % 3; k++) CHECK_OK(k == 2 ? amp_recompute_begin(amp) : begin_in(amp, AMP_BF16, AMP_MODE_INFERENCE));
+        amp_close(amp);
+        CHECK_MSG(strstr(host.last, "regions were open") != NULL, "%s", host.last);
+        CHECK_EQ(region_dtype(outer), (int)AMP_F16);
+    }
+    CHECK_OK(amp_autocast_end(outer));
+    CHECK_ERR(amp_autocast_end(outer), AMP_ERR_STATE);
+    amp_close(outer);
+    CHECK_EQ(host.live, 0);
+}
+
+/* A thread that ends in a region ends the region. */
+static void *leave_regions(void *arg) {
+    amp_context **contexts = (amp_context **)arg;
+    for (int i = 0; i < 5; i++)
+        if (begin_in(contexts[i % 2], AMP_BF16, AMP_MODE_DEFAULT) != AMP_OK) return (void *)"failed";
+    return NULL;
+}
+TEST(a_thread_that_ends_in_a_region) {
+    amp_desc d = watched_desc(1);
+    amp_context *contexts[2];
+    net n;
+    amp_cache_info info;
+    amp_tensor cast;
+    d.memory_efficient = 1;
+    memset(&n, 0, sizeof n);
+    for (int i = 0; i < 2; i++) CHECK_OK(amp_open(&contexts[i], &d));
+    n.amp = contexts[0];
+    net_params(&n);
+    CHECK_OK(amp_param_register(n.amp, n.p, LAYERS));
+    for (int i = 0; i < 8; i++) {
+        pthread_t thread;
+        void *failed = NULL;
+        CHECK_EQ(pthread_create(&thread, NULL, leave_regions, contexts), 0);
+        CHECK_EQ(pthread_join(thread, &failed), 0);
+        CHECK(failed == NULL);
+        CHECK_OK(begin_in(n.amp, AMP_BF16, AMP_MODE_DEFAULT));
+        CHECK_OK(amp_autocast_cast(n.amp, &n.p[0], AMP_BF16, &cast));
+        CHECK_OK(amp_autocast_end(n.amp));
+        CHECK_OK(amp_cast_cache_info(n.amp, &info));
+        CHECK_EQ(info.entries, 0);              /* the last region has closed */
+    }
+    host.last[0] = 0;
+    for (int i = 0; i < 2; i++) amp_close(contexts[i]);
+    CHECK_MSG(host.last[0] == 0, "%s", host.last);
+    CHECK_EQ(host.live, 0);
+}
+
+/* Contexts that are closed while another thread has regions of them open. */
+typedef struct closed_elsewhere { amp_context *amp; int turn, wrong; amp_context *own; } closed_elsewhere;
+static void pass(closed_elsewhere *c, int turn) { __atomic_store_n(&c->turn, turn, __ATOMIC_RELEASE); }
+static void wait_for(closed_elsewhere *c, int turn) { while (__atomic_load_n(&c->turn, __ATOMIC_ACQUIRE) != turn) sleep_ms(1); }
+static void *open_regions(void *arg) {
+    closed_elsewhere *c = (closed_elsewhere *)arg;
+    for (int round = 0; round < 50; round++) {
+        wait_for(c, 2 * round);
+        for (int k = 0; k < 1 + round % 3; k++) c->wrong += begin_in(c->amp, AMP_F16, AMP_MODE_INFERENCE) != AMP_OK;
+        pass(c, 2 * round + 1);                 /* closed meanwhile */
+        wait_for(c, 2 * round + 2);
+        if (round % 4 == 0) c->wrong += region_dtype(c->own) != -1 || amp_autocast_end(c->own) != AMP_ERR_STATE;
+        if (round % 4 == 1) c->wrong += begin_in(c->own, AMP_BF16, AMP_MODE_DEFAULT) != AMP_OK || region_dtype(c->own) != (int)AMP_BF16 ||
+                                        amp_autocast_end(c->own) != AMP_OK;
+        pass(c, 2 * round + 2 == 100 ? 200 : 2 * round + 2);
+    }
+    c->wrong += begin_in(c->own, AMP_BF16, AMP_MODE_DEFAULT) != AMP_OK || amp_autocast_end(c->own) != AMP_OK;
+    return NULL;
+}
+TEST(closing_while_another_thread_has_regions_open) {
+    amp_desc d = watched_desc(1);
+    closed_elsewhere c;
+    pthread_t thread;
+    amp_context *amp = NULL;
+    memset(&c, 0, sizeof c);
+    CHECK_OK(amp_open(&c.own, &d));
+    CHECK_OK(amp_open(&c.amp, &d));
+    CHECK_EQ(pthread_create(&thread, NULL, open_regions, &c), 0);
+    for (int round = 0; round < 50; round++) {
+        wait_for(&c, 2 * round + 1);
+        host.last[0] = 0;
+        amp = c.amp;
+        CHECK_OK(amp_open(&c.amp, &d));
+        amp_close(amp);
+        CHECK_MSG(strstr(host.last, "on other threads") != NULL, "%s", host.last);
+        CHECK_EQ(region_dtype(c.amp), -1);
+        pass(&c, 2 * round + 2);
+    }
+    CHECK_EQ(pthread_join(thread, NULL), 0);
+    CHECK_EQ(c.wrong, 0);
+    amp_close(c.amp);
+    amp_close(c.own);
+    CHECK_EQ(host.live, 0);
+}
+
+/* ---- Objects and their context */
+
+#define CLOSED(call) do { CHECK_ERR(call, AMP_ERR_STATE); CHECK_MSG(says("was closed"), "%s", amp_last_error()); } while (0)
+static void check_calls_are_errors(net *n) {
+    amp_state *state = NULL;
+    amp_found found; amp_scaler_desc sd; amp_k_scaler k; amp_optimizer_desc od; amp_parameter_bytes bytes; amp_outcome outcome;
+    amp_batch batch; amp_loader_info info; amp_loader_desc ld; amp_step_info step; amp_step_record record; amp_epoch_record epoch;
+    amp_epoch_summary summary; amp_monitor_desc md; amp_numerics_report report; amp_recovery_event event;
+    memset(&step, 0, sizeof step); memset(&record, 0, sizeof record);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CLOSED(amp_set_found(n->set, &found)); CLOSED(amp_set_apply(n->set));
+    CHECK(amp_set_device(n->set) == NULL);
+    CLOSED(amp_set_found(amp_optimizer_set(n->opt), &found));
+    CLOSED(amp_scaler_query(n->scaler, &sd)); CLOSED(amp_scaler_get(n->scaler, &k)); CLOSED(amp_scaler_set_scale(n->scaler, 2));
+    CLOSED(amp_scaler_set_rule(n->scaler, 2, 0.5, 9)); CLOSED(amp_scaler_check(n->scaler, n->set, AMP_CHECK_READ)); CLOSED(amp_scaler_update(n->scaler));
+    CLOSED(amp_scaler_rescale(n->scaler, n->set, 0)); CLOSED(amp_scaler_save(n->scaler, state, "s")); CLOSED(amp_scaler_load(n->scaler, state, "s"));
+    CHECK(amp_scaler_seed(n->scaler) == NULL && amp_scaler_device(n->scaler) == NULL && amp_scaler_scale(n->scaler) == 1);
+    CLOSED(amp_optimizer_query(n->opt, &od)); CLOSED(amp_optimizer_set_lr(n->opt, 1)); CLOSED(amp_optimizer_set_clip(n->opt, 1));
+    CLOSED(amp_optimizer_set_accumulation(n->opt, 2)); CLOSED(amp_optimizer_refresh(n->opt)); CLOSED(amp_optimizer_bytes(n->opt, &bytes));
+    CLOSED(amp_optimizer_step(n->opt, NULL)); CLOSED(amp_step(n->opt, n->scaler)); CLOSED(amp_outcome_flush(n->opt));
+    CHECK_EQ(amp_outcome_next(n->opt, &outcome), 0);
+    CLOSED(amp_optimizer_save(n->opt, state, "o")); CLOSED(amp_optimizer_load(n->opt, state, "o"));
+    if (n->graph) CLOSED(amp_graph_launch(n->graph));
+    CLOSED(amp_loader_next(n->loader, &batch)); CLOSED(amp_loader_seek(n->loader, 0, 0)); CLOSED(amp_loader_info_get(n->loader, &info));
+    CLOSED(amp_loader_query(n->loader, &ld)); CLOSED(amp_loader_save(n->loader, state, "l")); CLOSED(amp_loader_load(n->loader, state, "l"));
+    amp_loader_stop(n->loader);
+    CLOSED(amp_monitor_phase(n->monitor, AMP_PHASE_DATA)); CLOSED(amp_monitor_step(n->monitor, &step)); CLOSED(amp_monitor_flush(n->monitor));
+    CLOSED(amp_monitor_write(n->monitor, "{}")); CLOSED(amp_monitor_epoch(n->monitor, &epoch)); CLOSED(amp_monitor_summary(n->monitor, &summary));
+    CLOSED(amp_monitor_query(n->monitor, &md));
+    CHECK_EQ(amp_monitor_next(n->monitor, &record), 0);
+    CLOSED(amp_numerics_step(n->numerics, &report));
+    CLOSED(amp_recovery_step(n->recovery, &record, &event)); CLOSED(amp_recovery_memory(n->recovery, &event));
+    amp_state_destroy(state);
+}
+
+static int lines_of(const char *path) {
+    FILE *file = fopen(path, "r");
+    int c, n = 0;
+    while (file != NULL && (c = getc(file)) != EOF) n += c == '\n';
+    if (file != NULL) fclose(file);
+    return n;
+}
+
+/* Whatever lives is stopped and named; the monitor writes what it has; the host's own arrays are not touched. */
+TEST(closing_with_live_objects) {
+    static const char *const kinds[] = {"optimizer of first", "scaler of default", "set of first", "numerics of", "recovery of first",
+                                        "loader of a callback", "masks of amp_mask_get"};
+    for (int variant = 0; variant < 8; variant++) {
+        int host_visible = variant % 2, captured = !host_visible && variant / 2 % 2, workers = variant / 4 ? 2 : AMP_NO_WORKERS;
+        amp_desc d = watched_desc(host_visible);
+        net *n = (net *)malloc(sizeof *n), husk;
+        amp_step_info info;
+        CHECK_OK(net_open(n, &d, workers));
+        for (int i = 0; i < 3; i++) CHECK_OK(net_step(n));
+        memset(&info, 0, sizeof info);
+        (void)amp_param_accumulate(&n->p[0]);   /* an outcome under way that names a parameter */
+        n->g[0][0] = HUGE_VALF;
+        CHECK_OK(amp_step(n->opt, n->scaler));
+        CHECK_OK(amp_monitor_step(n->monitor, &info));
+        if (!host_visible) {
+            CHECK_OK(amp_graph_begin(n->amp));
+            CHECK_OK(amp_optimizer_step(n->opt, n->scaler));
+            CHECK_OK(amp_scaler_update(n->scaler));
+            if (!captured) CHECK_OK(amp_graph_end(n->amp, &n->graph));
+        }
+        CHECK_OK(begin_in(n->amp, AMP_BF16, AMP_MODE_DEFAULT));
+        CHECK_OK(net_linear(n, &n->p[0]));
+        host.last[0] = 0;
+        husk = *n;
+        memset(n, 0xdd, sizeof *n);             /* the parameters, and all else of the host's, are gone first */
+        free(n);
+        amp_close(husk.amp);
+        for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) CHECK_MSG(strstr(host.last, kinds[i]) != NULL, "%s: %s", kinds[i], host.last);
+        CHECK(strstr(host.last, log_file) != NULL && strstr(host.last, "regions were open") != NULL);
+        if (!host_visible) CHECK(strstr(host.last, "graph") != NULL && graphs.begun == 0 && graphs.made == graphs.ended);
+        CHECK(captured || lines_of(log_file) >= 4);
+        host.last[0] = 0;
+        check_calls_are_errors(&husk);
+        CHECK(host.live > 0);
+        net_destroy(&husk);
+        CHECK_EQ(host.live, 0);
+        CHECK_MSG(host.last[0] == 0, "%s", host.last);
+    }
+}
+
+/* Objects that others refer to may go first. */
+TEST(destroyed_in_any_order) {
+    for (int order = 0; order < 24; order++) {
+        amp_desc d = watched_desc(order % 2);
+        amp_step_info info;
+        amp_step_record record;
+        amp_recovery_event event;
+        amp_numerics_report report;
+        net n;
+        memset(&info, 0, sizeof info); memset(&record, 0, sizeof record);
+        CHECK_OK(net_open(&n, &d, AMP_NO_WORKERS));
+        for (int i = 0; i < 2; i++) CHECK_OK(net_step(&n));
+        for (int i = 0; i < 4; i++) {
+            int which = (order >> i) % 4;       /* not each of them each time */
+            if (which == 0 && n.opt) {
+                amp_optimizer_destroy(n.opt);
+                n.opt = NULL;
+                if (n.monitor) {
+                    CHECK_ERR(amp_monitor_step(n.monitor, &info), AMP_ERR_STATE);
+                    CHECK(says("optimizer that this refers to was destroyed"));
+                    CHECK_EQ(amp_monitor_next(n.monitor, &record), 0);
+                    CHECK_ERR(amp_monitor_flush(n.monitor), AMP_ERR_STATE);
+                }
+                CHECK_ERR(amp_recovery_step(n.recovery, &record, &event), AMP_ERR_STATE);
+            }
+            if (which == 1 && n.scaler) {
+                amp_scaler_destroy(n.scaler);
+                n.scaler = NULL;
+                CHECK_ERR(amp_numerics_step(n.numerics, &report), n.numerics->calls % n.numerics->desc.interval == 0 ? AMP_ERR_STATE : AMP_OK);
+                CHECK_ERR(amp_recovery_memory(n.recovery, &event), AMP_ERR_STATE);
+            }
+            if (which == 2 && n.monitor) { amp_monitor_destroy(n.monitor); n.monitor = NULL; }
+            if (which == 3 && n.loader) { amp_loader_destroy(n.loader); n.loader = NULL; }
+        }
+        if (order % 3 == 0) amp_mask_put(n.amp, &n.view);
+        if (order % 5 == 0) { amp_context *amp = n.amp; amp_close(amp); net_destroy(&n); }
+        else { amp_context *amp = n.amp; net_destroy(&n); amp_close(amp); }
+        CHECK_EQ(host.live, 0);
+    }
+}
+
+/* A thread waits for a batch while the context closes: it is told, and goes on getting errors. */
+static int gate;
+static int read_behind_gate(void *user, const amp_sample *sample, void *const *fields) {
+    (void)user; (void)sample;
+    ((int32_t *)fields[0])[0] = 1;
+    while (__atomic_load_n(&gate, __ATOMIC_ACQUIRE)) sleep_ms(1);
+    return 0;
+}
+static void *take_batches(void *arg) {
+    amp_loader *l = (amp_loader *)arg;
+    amp_batch batch;
+    amp_loader_info info;
+    for (int i = 0; i < 200; i++) {
+        amp_result r = amp_loader_next(l, &batch);
+        if (r != AMP_OK && r != AMP_ERR_STATE) return (void *)"failed";
+        r = amp_loader_info_get(l, &info);
+        if (r != AMP_OK && r != AMP_ERR_STATE) return (void *)"failed";
+        sleep_ms(1);
+    }
+    return NULL;
+}
+TEST(closing_while_a_thread_takes_batches) {
+    for (int round = 0; round < 4; round++) {
+        amp_desc d = watched_desc(round % 2);
+        amp_context *amp = NULL;
+        amp_loader_desc ld;
+        amp_source source;
+        amp_loader *l = NULL;
+        pthread_t thread;
+        void *failed = NULL;
+        memset(&ld, 0, sizeof ld); memset(&source, 0, sizeof source);
+        source.read = read_behind_gate; source.samples = 64; source.n_fields = 1;
+        source.fields[0].dtype = AMP_I32; source.fields[0].count = 1;
+        ld.source = &source; ld.batch = 4; ld.workers = round < 2 ? 2 : AMP_NO_WORKERS;
+        CHECK_OK(amp_open(&amp, &d));
+        CHECK_OK(amp_loader_create(amp, &l, &ld));
+        CHECK_EQ(pthread_create(&thread, NULL, take_batches, l), 0);
+        sleep_ms(20);
+        __atomic_store_n(&gate, round / 2 == 0, __ATOMIC_RELEASE);
+        sleep_ms(20);
+        __atomic_store_n(&gate, 0, __ATOMIC_RELEASE);
+        amp_close(amp);
+        CHECK_EQ(pthread_join(thread, &failed), 0);
+        CHECK(failed == NULL);
+        amp_loader_destroy(l);
+        CHECK_EQ(host.live, 0);
+    }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     (void)recording_backend;
@@ -659,6 +956,12 @@ int main(int argc, char **argv) {
     RUN(a_parameter_that_left_its_optimizer);
     RUN(copies_and_moves_of_a_parameter);
     RUN(no_two_contexts_share_an_id);
+    RUN(closing_inside_a_region);
+    RUN(a_thread_that_ends_in_a_region);
+    RUN(closing_while_another_thread_has_regions_open);
+    RUN(closing_with_live_objects);
+    RUN(destroyed_in_any_order);
+    RUN(closing_while_a_thread_takes_batches);
     if (!ampt.list) { remove(log_file); rmdir(folder); }
     return TEST_END();
 }
