@@ -780,19 +780,19 @@ static int same_model(const run *a, const run *b, double bound) {
 /* A batch that was halved is doubled after so many good steps: every step has the tokens of the undisturbed run, and the
    mean of their gradients, also where an epoch ends in between; the same once more, and when resumed in between. */
 TEST(larger_pieces_again) {
-    static const struct { int bytes; int64_t back; } rows[] = {
-        {600, 7},       /* 59 samples: 14 batches of 4, and 29 of 2 */
-        {370, 7},       /* 36 samples: 9, and 18 */
-        {150, 10}};     /* 14 samples: 3, and 7: before, the next batch would begin in the middle of another or end the epoch */
-    const char *flags = "--nan-action=recover --batch-growth-interval=4 --save=none --workers=0";
+    static const struct { int bytes, interval; int64_t back; } rows[] = {
+        {600, 4, 7},    /* 59 samples: 14 batches of 4, and 29 of 2 */
+        {370, 4, 7},    /* 36 samples: 9, and 18 */
+        {150, 3, 10}};  /* 14 samples: 3, and 7: after step 6 only the last of these is left, then they begin in the middle */
     static const char *const ends[] = {".state", ".safetensors"};
-    char saved[400], resumed[500];
+    char flags[200], saved[400], resumed[500];
     int64_t back[3] = {0, 0, 0};
     amp_loader_info a, b;
     run whole, pieces, again;
     silence(1);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         back[0] = back[1] = 0;
+        snprintf(flags, sizeof flags, "--nan-action=recover --batch-growth-interval=%d --save=none --workers=0", rows[i].interval);
         open_pieces(&whole, rows[i].bytes, flags);
         train_pieces(&whole, 12, 0, NULL);
         open_pieces(&pieces, rows[i].bytes, flags);
