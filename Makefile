@@ -138,7 +138,7 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 	    tests/plot.sh tests/mpi.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh $(CRASH_CI) \
+	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) \
 	    tests/fuzz/run.sh --at-once $(CUDA_TESTS_CI)
 
 # RECORD=FILE: with what, on what and how long, as JSON.
