@@ -1656,9 +1656,9 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
    layer names the layer for overrides; NULL: the weight's name.
    An output may lie over another operand only where its operator says so, and then be the same view, of one dtype size.
-   All return 101 for a missing pointer, 102 for numbers (NaN is none), 103 for shapes, 104 for dtypes, 110 for operands that share memory,
-   301 without scratch memory, and backward 106 when forward has not run; for forwards that run again see
-   amp_recompute_begin.                                                                                  */
+   All return 101 for a missing pointer, 102 for numbers (NaN is none) and a struct that was not set to 0, 103 for shapes,
+   104 for dtypes, 110 for operands that share memory, 301 without scratch memory, and backward 106 when forward has not
+   run; for forwards that run again see amp_recompute_begin.                                                                                  */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out].
    act NONE, GELU, GELU_ERF or RELU; with GELU and a backward to come, pre [rows, out] keeps what went into act. */
@@ -2576,7 +2576,7 @@ typedef struct amp_loader_info {
     int64_t batches;                /* per epoch, this rank */
     int64_t epoch, index;           /* of the batch that comes next */
     int64_t waits;                  /* amp_loader_next calls that found no batch ready ... */
-    double wait_seconds;            /* ... and what they waited in all: time lost to the data, or to others on the same cores: THREADS */
+    double wait_seconds;            /* ... and what they waited in all: lost to the data, or to others on these cores: THREADS */
     uint64_t hash;                  /* of the sizes and of sample blocks of the files: other data has another */
 } amp_loader_info;
 AMP_API amp_result amp_loader_info_get(const amp_loader *loader, amp_loader_info *out);
@@ -2744,8 +2744,8 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
    accumulation, the scaler's rule, intervals and actions change, and so does whether there is scaling: a scaler that is
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
    force is refused (left at their defaults they stay), and then nothing has changed.  Casts of inputs and outputs change
-   for loaders and memory that come after.  scaler, optimizer and monitor may be NULL.  Captured graphs are out of date afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its
-   cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
+   for loaders and memory that come after.  scaler, optimizer and monitor may be NULL.  Captured graphs are out of date
+   afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
                                         amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi);
@@ -3163,8 +3163,8 @@ typedef struct amp_tune_report {
     int32_t from_file, reserved;            /* 1: nothing was timed */
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
-/* Precisions alternate in turns of a few timed steps, so that a machine's changing speed meets all alike.  A failing row is no error: its precision is not tried with larger
-   batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
+/* Precisions alternate in turns of a few timed steps, so that a machine's changing speed meets all alike.  A failing row is
+   no error: its precision is not tried with larger batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
    steps have trained), captured graphs are out of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
    cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
