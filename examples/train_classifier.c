@@ -63,7 +63,7 @@ static const option options[] = {
     {"Optimizer (AdamW)", HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"batch", INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL, "texts in a micro-batch, padded to its longest"},
     {"accumulation", INTEGER, FIELD(accumulation), "1", 1, 1 << 20, NULL, "micro-batches in a step"},
-    {"epochs", INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate"},
+    {"epochs", INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
     {"lr", NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1", "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
     {"warmup", NUMBER, FIELD(warmup), "0.1", 0, 1, NULL, "part of the steps in which it rises; then it falls linearly to 0"},
     {"weight-decay", NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
@@ -330,6 +330,22 @@ typedef struct run {
     amp_step_record record;         /* the last one that arrived */
     double valid_loss, accuracy;    /* of the last evaluation */
 } run;
+
+/* Flags that are legal alone but not together. */
+static amp_result check_flags(const settings *set) {
+    static const char *const of_compat[] = {"compat", "compat-scale", "level", "policy", "allow-fallback", "device", "threads", "out", "metrics", "help", NULL};
+    static const char *const of_scaler[] = {"init-scale", "growth-interval", NULL};
+    int i, k;
+    for (i = 0; i < given.n && set->compat; i++) {
+        for (k = 0; of_compat[k] != NULL && given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0; k++) { }
+        if (given.on_command_line[i] && of_compat[k] == NULL) return refuse(options[i].name, "contradicts --compat, which has models and data of its own");
+    }
+    if (was_given("compat-scale") && !set->compat) return refuse("compat-scale", "is for --compat");
+    for (k = 0; of_scaler[k] != NULL; k++)
+        if (was_given(of_scaler[k]) && strcmp(set->scaler, "off") == 0) return refuse(of_scaler[k], "contradicts --scaler off");
+    if (was_given("validation") && *set->valid != 0) return refuse("validation", "contradicts --valid, which names the texts to evaluate on");
+    return AMP_OK;
+}
 
 static amp_result open_context(run *r) {
     const settings *set = &r->set;
@@ -600,6 +616,9 @@ static amp_result open_optimizer(run *r) {
     desc.accumulation = (int32_t)set->accumulation;
     desc.seed = (uint64_t)set->seed;
     r->steps = set->epochs * batches / set->accumulation;
+    if (set->epochs > 0 && r->steps == 0)
+        return refuse("accumulation", "a step takes %lld micro-batches, and the training has %lld", (long long)set->accumulation,
+                      (long long)(set->epochs * batches));
     return amp_optimizer_create(r->amp, &r->optimizer, &desc);
 }
 
@@ -1085,6 +1104,7 @@ int main(int argc, char **argv) {
     memset(&r, 0, sizeof r);
     if (read_command_line(argc, argv) != AMP_OK || parse_options(&r.set) != AMP_OK) return fail(2);
     if (r.set.help) return print_help(), 0;
+    if (check_flags(&r.set) != AMP_OK) return fail(2);
     result = open_context(&r);
     if (result == AMP_OK) result = open_files(&r);
     if (result == AMP_OK && !r.set.compat) result = open_run(&r);

@@ -293,6 +293,8 @@ static amp_result check_settings(settings *set) {
         return refuse("graph", "contradicts --debug and numerics_interval, which look at gradients inside a step");
     if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
+    if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0) return refuse("min-lr", "contradicts --schedule constant, which ends nowhere else");
+    if (was_given("save-interval") && strcmp(set->save, "none") == 0) return refuse("save-interval", "contradicts --save none");
     for (i = 0; scaler_options[i] != NULL; i++) {
         if (was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
             return refuse(scaler_options[i], "contradicts --scaler off");
@@ -656,6 +658,8 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     config.dropout = (float)set->dropout;
     config.recompute = (int32_t)set->recompute;
     if (result == AMP_OK) result = storage_dtypes(r, &config);
+    if (result == AMP_OK && *set->prompt != 0 && r->tokenizer.n == 0 && config.vocab != 256)
+        result = refuse("prompt", "the model's tokens are no text: give --tokenizer");
     if (result == AMP_OK && config.seq > config.positions)
         result = refuse("seq", "this model has %lld positions", (long long)config.positions);
     if (result == AMP_OK) result = gpt_create(&r->model, r->amp, &config);
@@ -1864,7 +1868,7 @@ static amp_result main_run(run *r) {
     if (r->set.log_interval > 0) bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
     TRY(train(r, &bar, 0));
     stop = stopped(r);
-    if (r->step > start || stop) TRY(report_save(r, &bar));
+    if (r->step > start || stop || *r->set.resume == 0) TRY(report_save(r, &bar));
     else if (*r->set.resume != 0 && weights_are_old(r)) TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
     if (r->trouble[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->trouble);

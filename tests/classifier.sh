@@ -89,6 +89,13 @@ printf '[PAD]\n[CLS]\n[SEP]\nfilm\n' > "$work/no_unk.txt"
 printf 'no model at all' > "$work/not.safetensors"
 head -c 3000 "$saved/model.safetensors" > "$work/short.safetensors"
 : > "$work/empty.tsv"
+refused "1000 micro-batches, and the training has 204" --accumulation 1000
+refused "contradicts --scaler off" --scaler off --init-scale 1024
+refused "contradicts --scaler off" --scaler off --growth-interval 10
+refused "contradicts --valid" --valid "$work/valid.tsv" --validation 0.2
+refused "contradicts --compat" --compat --init "$saved/model.safetensors"
+refused "contradicts --compat" --compat --precision bf16
+refused "is for --compat" --compat-scale 12
 refused "did you mean --precision" --presicion bf16
 refused "--precision" --precision fp7
 refused "--batch" --batch 0

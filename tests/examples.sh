@@ -233,6 +233,9 @@ refused "--prefetch" --prefetch 0
 refused "--pin" --pin maybe
 refused "--timeout" --timeout 0
 refused "takes two files" --tokenizer one.json
+refused "the model's tokens are no text" --prompt "Once" --vocab 300
+refused "contradicts --schedule constant" --schedule constant --min-lr 1e-4
+refused "contradicts --save none" --save none --save-interval 5
 refused "/nonexistent" --tokenizer /nonexistent tests/golden/tokenizer_merges.txt
 refused "README.md: byte 0" --tokenizer README.md tests/golden/tokenizer_merges.txt
 refused "README.md: line 1" --tokenizer tests/golden/tokenizer_vocab.json README.md
@@ -258,6 +261,12 @@ export AMP_"DTIPE"=fp16; refused "AMP_DTYPE" --env; unset AMP_"DTIPE"
 refused "--nan-action" --nan-action panic
 refused "--memory-log-interval" --memory-log-interval 0
 refused "growth" --scaler on --precision fp16 --growth-factor 0.5
+
+# No steps: the model of --init under another name.
+train as_it_is --init "$work/usual/model.safetensors" --steps 0 --save "$work/as_it_is/model"
+weights() { tail -c 20000 "$1/model.safetensors" | cksum; }
+if [ "$(weights "$work/usual")" = "$(weights "$work/as_it_is")" ] && cmp -s "$work/usual/config.json" "$work/as_it_is/config.json"; then pass
+else fail "--steps 0" "$(tail -n 2 "$work/as_it_is.log")"; fi
 
 # Other data is refused on resume.
 train small_run --steps 2 --save "$work/mine"
