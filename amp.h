@@ -3431,13 +3431,20 @@ static void ampi_posix_inherit(int fd, const struct stat *old) {
     (void)fchmod(fd, mode);
 }
 
-/* Never waits: a pipe without a writer, a device without a carrier.  Descriptors that the program was started without,
-   0 to 2, are left free, or what is printed would land in a file. */
+/* Does not wait for a pipe's writer or a device's carrier; for a file's lease, which another process gives back, it does. */
+static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
+    struct stat info;
+    int fd = open(path, flags | O_NONBLOCK, mode);
+    if (fd < 0 && errno == EWOULDBLOCK && stat(path, &info) == 0 && S_ISREG(info.st_mode)) fd = open(path, flags, mode);
+    return fd;
+}
+
+/* Descriptors that the program was started without, 0 to 2, are left free, or what is printed would land in a file. */
 static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
     static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
     struct stat old;
     int inherits = for_writing == 3 && ampi_posix_replaces(path, &old);
-    int fd = open(path, how[for_writing] | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, inherits ? 0600 : 0666), low = fd;
+    int fd = ampi_posix_open_now(path, how[for_writing] | O_NOCTTY | O_CLOEXEC, inherits ? 0600 : 0666), low = fd;
     (void)user;
     if (fd >= 0 && fd < 3) fd = fcntl(low, F_DUPFD_CLOEXEC, 3);
     if (fd < 0) {

@@ -249,6 +249,44 @@ TEST(data_files_are_regular_files) {
     amp_close(amp);
 }
 
+/* What another process holds a lease on (Samba, a server of NFS) is given back first: that is waited for. */
+#if defined(__linux__)
+enum { SET_LEASE = 1024 };          /* F_SETLEASE, which <fcntl.h> keeps for _GNU_SOURCE */
+static int ready[2];
+static int holds_a_lease(void *arg) {
+    sigset_t asked;
+    int number, fd = open((const char *)arg, O_RDWR);
+    sigemptyset(&asked);
+    sigaddset(&asked, SIGIO);
+    sigprocmask(SIG_BLOCK, &asked, NULL);
+    if (fd < 0 || fcntl(fd, SET_LEASE, F_WRLCK) != 0) { if (write(ready[1], "n", 1) != 1) return 2; return 1; }
+    if (write(ready[1], "y", 1) != 1 || sigwait(&asked, &number) != 0) return 3;
+    pause_ms(50);
+    return fcntl(fd, SET_LEASE, F_UNLCK) == 0 ? 0 : 4;
+}
+TEST(leased_files) {
+    const char *path = in_folder("leased");
+    char answer = 0;
+    int status = -1, held;
+    pid_t pid;
+    write_plain(path, "leased", 6);
+    CHECK(pipe(ready) == 0);
+    fflush(stdout);
+    pid = fork();
+    if (pid == 0) { alarm(20); _exit(holds_a_lease((void *)(uintptr_t)path)); }
+    CHECK(read(ready[0], &answer, 1) == 1);
+    held = answer == 'y';
+    CHECK(holds(path, "leased"));
+    CHECK(waitpid(pid, &status, 0) == pid && (!held || (WIFEXITED(status) && WEXITSTATUS(status) == 0)));
+    close(ready[0]);
+    close(ready[1]);
+    unlink(path);
+    if (!held) SKIP("no leases on files here");
+}
+#else
+TEST(leased_files) { SKIP("leases are Linux's"); }
+#endif
+
 /* ---- Descriptors */
 
 static int opens_above_2(void *arg) {
@@ -581,6 +619,7 @@ int main(int argc, char **argv) {
     RUN(the_size_is_a_hint);
     RUN(a_stream_without_an_end);
     RUN(data_files_are_regular_files);
+    RUN(leased_files);
     RUN(standard_descriptors_are_left_alone);
     RUN(a_replaced_file_keeps_its_mode);
     RUN(a_replaced_file_keeps_its_owner);
