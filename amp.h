@@ -170,6 +170,7 @@
    ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
               amp_last_error says id, function, field, value, what is allowed and how to mend it.  Overflow
               and skipped steps are no errors but data: see amp_outcome.
+   TEXTS      Functions that write one take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
    MEMORY     All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
               calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
@@ -700,7 +701,7 @@ typedef struct amp_machine {
 
 /* Fills cpu, and device from it. */
 AMP_API amp_result amp_machine_probe(amp_machine *out);
-/* A table of the machine in text, cut to size bytes with its 0.  Returns the length it needs, as snprintf does. */
+/* A table of the machine. */
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
 
 typedef struct amp_choice {
@@ -2724,7 +2725,7 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings);
    the scaler on; levels O2 and O3, which keep 16-bit weights, with fp32 or tf32; a floor above the ceiling; an initial
    scale outside of them.  What is only without effect is no contradiction.  Errors: 101, 102, 110 with both keys, 202. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
-/* Every effective setting as a file that amp_settings_read_text takes, as snprintf does it. */
+/* Every effective setting as a file that amp_settings_read_text takes. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
 
 /* What a context's other parts are to be created with: fields of the descs that are settings are overwritten, the rest
@@ -2780,7 +2781,7 @@ typedef struct amp_status {
 /* memory_warning: as in amp_settings.  scaler may be NULL.  Waits for the device.  Errors: 101, 102, 106 while a graph is
    captured, 501. */
 AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out);
-/* As a table and as one JSON object; fields that cannot be had say "not here" (JSON: null).  As snprintf does it. */
+/* As a table and as one JSON object; fields that cannot be had say "not here" (JSON: null). */
 AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size);
 AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size);
 
@@ -3380,6 +3381,29 @@ AMPI_PRIVATE amp_result ampi_check_abi(const char *function, uint64_t theirs, ui
 AMPI_PRIVATE amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it", (int)reserved);
+}
+
+/* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
+typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
+
+AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
+    ampi_sheet s;
+    memset(&s, 0, sizeof s);
+    s.text = text;
+    s.size = text ? size : 0;
+    if (s.size > 0) text[0] = 0;
+    return s;
+}
+
+AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) AMPI_PRINTF(2, 3);
+AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) {
+    size_t room = s->used < s->size ? s->size - s->used : 0;
+    va_list args;
+    int n;
+    va_start(args, format);
+    n = vsnprintf(room ? s->text + s->used : NULL, room, format, args);
+    va_end(args);
+    if (n > 0) s->used += (size_t)n;
 }
 
 /* A number of a desc or op: finite, which its bits tell, and what fits. */
@@ -4476,13 +4500,17 @@ static const char *ampi_cpu_path_name(amp_cpu_path path) {
 static const char *ampi_yes_no(int32_t flag) { return flag ? "yes" : "no"; }
 
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size) {
-    const amp_cpu_info *c = &machine->cpu;
-    const amp_device *d = &machine->device;
-    int is_cpu = strcmp(d->kind, "cpu") == 0;
+    ampi_sheet sheet = ampi_sheet_of(text, size);
+    const amp_cpu_info *c;
+    const amp_device *d;
     char compute[64] = "";
-    int n;
+    int is_cpu;
+    if (machine == NULL) return 0;
+    c = &machine->cpu;
+    d = &machine->device;
+    is_cpu = strcmp(d->kind, "cpu") == 0;
     if (d->cc_major > 0) snprintf(compute, sizeof compute, ", compute capability %d.%d, %d SMs", d->cc_major, d->cc_minor, d->multiprocessors);
-    n = snprintf(text, size,
+    ampi_print(&sheet,
         "CPU      %s, %d cores, %.1f GiB\n"
         "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n"
         "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n"
@@ -4495,7 +4523,7 @@ AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t s
         d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name, compute,
         ampi_yes_no(d->fp16), ampi_yes_no(d->bf16), ampi_yes_no(d->tf32), ampi_yes_no(d->fp8),
         is_cpu ? " (others are emulated in fp32)" : "");
-    return n < 0 ? 0 : (size_t)n;
+    return sheet.used;
 }
 
 static amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) AMPI_PRINTF(5, 6);
@@ -15394,29 +15422,6 @@ static const ampi_setting ampi_setting_table[] = {
 };
 enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
 
-/* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
-typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
-
-AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
-    ampi_sheet s;
-    memset(&s, 0, sizeof s);
-    s.text = text;
-    s.size = text ? size : 0;
-    if (s.size > 0) text[0] = 0;
-    return s;
-}
-
-AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) AMPI_PRINTF(2, 3);
-AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) {
-    size_t room = s->used < s->size ? s->size - s->used : 0;
-    va_list args;
-    int n;
-    va_start(args, format);
-    n = vsnprintf(room ? s->text + s->used : NULL, room, format, args);
-    va_end(args);
-    if (n > 0) s->used += (size_t)n;
-}
-
 /* A field's value; 0 (a switch: its opposite, if INVERTED) is the default. */
 static double ampi_setting_get(const amp_settings *s, const ampi_setting *k) {
     const char *at = (const char *)s + k->offset;
@@ -16952,16 +16957,6 @@ AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_des
 
 /* ---- Numerics */
 
-/* Adds formatted text at `at`, as far as there is room; returns where the text then ends. */
-AMPI_PRIVATE AMPI_PRINTF(4, 5) size_t ampi_append(char *text, size_t size, size_t at, const char *format, ...) {
-    va_list args;
-    int n;
-    va_start(args, format);
-    n = at < size ? vsnprintf(text + at, size - at, format, args) : vsnprintf(NULL, 0, format, args);
-    va_end(args);
-    return n > 0 ? at + (size_t)n : at;
-}
-
 struct amp_numerics {
     ampi_object object;
     amp_context *amp;
@@ -17256,19 +17251,18 @@ AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report
 }
 
 AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, size_t size) {
-    size_t at = 0;
+    ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
-    if (size > 0) text[0] = 0;
     if (report == NULL) return 0;
-    at = ampi_append(text, size, at, "step %lld: %s\n%-36s %-8s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
-                     report->text, "tensor", "", "largest", "underflow", "subnormal", "last bin.", "overflow", "infinite", "NaN");
+    ampi_print(&sheet, "step %lld: %s\n%-36s %-8s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
+               report->text, "tensor", "", "largest", "underflow", "subnormal", "last bin.", "overflow", "infinite", "NaN");
     for (i = 0; i < report->n_rows; i++) {
         const amp_numerics_row *r = &report->rows[i];
-        at = ampi_append(text, size, at, "%-36s %-8s %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n", r->name,
-                         r->gradient ? "gradient" : "", (double)r->largest, 100 * r->underflow, 100 * r->subnormal,
-                         100 * r->saturation, 100 * r->overflow, (long long)r->infinite, (long long)r->nan);
+        ampi_print(&sheet, "%-36s %-8s %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n", r->name ? r->name : "range",
+                   r->gradient ? "gradient" : "", (double)r->largest, 100 * r->underflow, 100 * r->subnormal,
+                   100 * r->saturation, 100 * r->overflow, (long long)r->infinite, (long long)r->nan);
     }
-    return at;
+    return sheet.used;
 }
 
 /* ==== 13 >>care: implementation ===================================================================== */
@@ -17706,19 +17700,18 @@ AMPI_PRIVATE const char *ampi_verdict_word(amp_verdict verdict) {
 }
 
 AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size) {
-    size_t at = 0;
+    ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
-    if (size > 0) text[0] = 0;
     if (report == NULL) return 0;
-    at = ampi_append(text, size, at, "%-6s%-12s%10s%10s  %-24s%10s%10s  %-24s%10s  %s\n", "", "verdict", "output", "bound",
-                     "worst", "gradient", "bound", "worst", "seconds", "advice");
-    for (i = 0; i < report->n_rows; i++) {
+    ampi_print(&sheet, "%-6s%-12s%10s%10s  %-24s%10s%10s  %-24s%10s  %s\n", "", "verdict", "output", "bound",
+               "worst", "gradient", "bound", "worst", "seconds", "advice");
+    for (i = 0; i < AMPI_MIN(report->n_rows, (int64_t)AMP_VERIFY_ROWS); i++) {
         const amp_verify_row *r = &report->rows[i];
-        at = ampi_append(text, size, at, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r->dtype),
-                         ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
-                         r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
+        ampi_print(&sheet, "%-6s%-12s%10.2g%10.2g  %-24s%10.2g%10.2g  %-24s%10.3g  %s\n", amp_dtype_name(r->dtype),
+                   ampi_verdict_word(r->verdict), r->output_error, r->output_bound, r->worst_output, r->gradient_error,
+                   r->gradient_bound, r->worst_gradient, r->seconds, r->advice);
     }
-    return at;
+    return sheet.used;
 }
 
 AMPI_PRIVATE const char *ampi_place_word(amp_place place) {
@@ -18126,11 +18119,12 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
 
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
     const amp_gradcheck_report *r = report;
-    if (text != NULL && size > 0) text[0] = 0;
+    ampi_sheet sheet = ampi_sheet_of(text, size);
     if (r == NULL) return 0;
-    return ampi_append(text, size, 0, "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
+    ampi_print(&sheet, "gradient check in %s: %s; worst in %s: %.6g by differences, %.6g by backward, error %.2g, "
                        "bound %.2g; detects relative errors from %.2g%% on\n", amp_dtype_name(r->dtype),
                        r->passed ? "passed" : "failed", r->worst, r->expected, r->found, r->error, r->bound, 100 * r->detectable);
+    return sheet.used;
 }
 
 /* ---- Advice */
