@@ -3371,6 +3371,19 @@ AMPI_PRIVATE uint64_t ampi_serial(void) {
     return (start + __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED)) | (uint64_t)1 << 63;
 }
 
+/* What a public function got from another one, or from a backend, is told as its own failure: the text gets its name. */
+AMPI_PRIVATE amp_result ampi_as(const char *function, amp_result result) {
+    char detail[sizeof ampi_error_text], number[16];
+    const char *colon = strstr(ampi_error_text, ": ");
+    if (result == AMP_OK) return result;
+    snprintf(number, sizeof number, "AMP%04d ", (int)result);
+    if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* an older failure's text */
+        return ampi_fail(result, function, "%s; no reason was given", amp_result_text(result));
+    snprintf(detail, sizeof detail, "%s", colon);
+    snprintf(ampi_error_text, sizeof ampi_error_text, "%s%s%.440s", number, function, detail);
+    return result;
+}
+
 /* Header and implementation must agree, and the caller's struct must have the size we know. */
 AMPI_PRIVATE amp_result ampi_check_abi(const char *function, uint64_t theirs, uint64_t ours) {
     if (theirs == ours) return AMP_OK;
@@ -5342,10 +5355,10 @@ AMP_API amp_result amp_state_save(const amp_state *state, const char *path) {
     amp_result result;
     if (state == NULL || path == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_state_save", state == NULL ? "state" : "path");
-    AMPI_TRY(amp_state_encode(state, &data, &bytes));
+    AMPI_TRY(ampi_as("amp_state_save", amp_state_encode(state, &data, &bytes)));
     result = amp_file_write_atomic(&state->system, path, data, bytes);
     amp_file_free(&state->system, data, bytes);
-    return result;
+    return ampi_as("amp_state_save", result);
 }
 
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path) {
@@ -5353,7 +5366,7 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
     size_t bytes;
     amp_result result;
     if (out == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_load", out == NULL ? "out" : "path");
-    AMPI_TRY(amp_file_read_all(system, path, &data, &bytes));
+    AMPI_TRY(ampi_as("amp_state_load", amp_file_read_all(system, path, &data, &bytes)));
     result = ampi_state_parse(out, system, data, bytes, "amp_state_load", path);
     amp_file_free(system, data, bytes);
     return result;
@@ -8635,8 +8648,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
     AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
     AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
-    AMPI_TRY(ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice));
-    AMPI_TRY(ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions));
+    AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
+    AMPI_TRY(ampi_as("amp_open", ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions)));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     ampi_tell_fallback(amp, &amp->choice);
     amp->desc.dtype = amp->choice.dtype;
@@ -8780,7 +8793,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     amp_choice choice;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_dtype", "amp is NULL");
-    AMPI_TRY(ampi_choose_here(amp, dtype, amp->desc.fallback, &choice));
+    AMPI_TRY(ampi_as("amp_set_dtype", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s", amp_dtype_name(choice.dtype));
     AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
@@ -8889,13 +8902,13 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
     if (amp == NULL || (bytes > 0 && (dst == NULL || src == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
     if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes)) return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src share memory");
-    return bytes == 0 ? AMP_OK : amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream);
+    return bytes == 0 ? AMP_OK : ampi_as("amp_copy", amp->backend->copy(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
 }
 
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes) {
     if (amp == NULL || (bytes > 0 && dst == NULL)) return ampi_fail(AMP_ERR_NULL, "amp_fill", "amp or dst is NULL");
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_fill", "bytes = %lld, must be 0 or more", (long long)bytes);
-    return bytes == 0 ? AMP_OK : amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream);
+    return bytes == 0 ? AMP_OK : ampi_as("amp_fill", amp->backend->fill(amp->dev, dst, byte, (size_t)bytes, amp->desc.stream));
 }
 
 AMP_API amp_result amp_sync(amp_context *amp) {
@@ -8911,12 +8924,12 @@ AMP_API amp_result amp_sync(amp_context *amp) {
 
 AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
     if (amp == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_event_record", "amp or event is NULL");
-    return amp->backend->host_visible ? AMP_OK : amp->backend->event_record(amp->dev, event, amp->desc.stream);
+    return amp->backend->host_visible ? AMP_OK : ampi_as("amp_event_record", amp->backend->event_record(amp->dev, event, amp->desc.stream));
 }
 
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
     if (amp == NULL || event == NULL) return ampi_fail(AMP_ERR_NULL, "amp_event_wait", "amp or event is NULL");
-    return amp->backend->host_visible ? AMP_OK : amp->backend->event_wait(amp->dev, event, amp->desc.stream);
+    return amp->backend->host_visible ? AMP_OK : ampi_as("amp_event_wait", amp->backend->event_wait(amp->dev, event, amp->desc.stream));
 }
 
 /* What the context counts itself, without asking the device. */
@@ -8936,7 +8949,7 @@ AMPI_PRIVATE void ampi_memory_counted(const amp_context *amp, amp_memory_info *o
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
     if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_memory", "amp or out is NULL");
     memset(out, 0, sizeof *out);
-    AMPI_TRY(amp->backend->memory(amp->dev, out));
+    AMPI_TRY(ampi_as("amp_memory", amp->backend->memory(amp->dev, out)));
     ampi_memory_counted(amp, out);
     return AMP_OK;
 }
@@ -9289,7 +9302,7 @@ static void ampi_mask_written(amp_context *amp, const ampi_mask_entry *e, amp_re
     ampi_free(&amp->system, e->key, e->key_bytes, 1);
 }
 
-AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
+AMPI_PRIVATE amp_result ampi_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
                                 amp_dtype dtype, amp_mask_view *out) {
     ampi_mask_entry e;
     amp_result result;
@@ -9319,6 +9332,8 @@ AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t 
     out->mask.allowed_batch_stride = out->tensor.shape[0] > 1 ? queries * keys : 0;
     return AMP_OK;
 }
+AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
+                                amp_dtype dtype, amp_mask_view *out) { return ampi_as("amp_mask_get", ampi_mask_get(amp, mask, batch, queries, keys, dtype, out)); }
 
 AMP_API void amp_mask_put(amp_context *amp, amp_mask_view *view) {
     int64_t i;
@@ -9514,7 +9529,7 @@ AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_des
     if (amp->desc.disable) d.disable = 1;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = outer ? outer->dtype : amp->desc.autocast_dtype;
     else {
-        AMPI_TRY(ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice));
+        AMPI_TRY(ampi_as("amp_autocast_begin", ampi_choose_here(amp, d.dtype, amp->desc.fallback, &choice)));
         d.dtype = choice.dtype;
     }
     return ampi_region_push(amp, "amp_autocast_begin", &d, 0);
@@ -9810,7 +9825,7 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     if (amp == NULL || pattern == NULL) return ampi_fail(AMP_ERR_NULL, "amp_layer_override", "amp or pattern is NULL");
     if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
-    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_here(amp, dtype, amp->desc.fallback, &choice));
+    if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_as("amp_layer_override", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     AMPI_TRY(ampi_lock_with_room(amp, "amp_layer_override", (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_room, sizeof *amp->layers));
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
@@ -10027,7 +10042,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
 }
 
 /* Of section 6; here, because it empties what this section keeps. */
-AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
+AMPI_PRIVATE amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
     amp_memory_info before, after;
     if (freed != NULL) *freed = 0;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
@@ -10042,6 +10057,7 @@ AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) {
     *freed = before.reserved - after.reserved;
     return AMP_OK;
 }
+AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) { return ampi_as("amp_cleanup", ampi_cleanup(amp, freed)); }
 
 /* ==== 9 >>operators: implementation =================================================================
    Each function checks its op struct, asks section 8 for the plan, translates to kernel arguments and
@@ -10193,7 +10209,7 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held, &use));
     inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
     ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
-    result = amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+    result = ampi_as(f, amp->backend->gemm(amp->dev, &g, amp->desc.stream));
     ampi_cache_put(amp, held);
     if (result == AMP_OK) op->plan = plan;
     return result;
@@ -10211,7 +10227,7 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     a.x = in->data; a.x_dtype = in->dtype;
     a.dy = d->data; a.y_dtype = d->dtype;
     a.dx = d->data;
-    return amp->backend->activation_backward(amp->dev, &a, amp->desc.stream);
+    return ampi_as(f, amp->backend->activation_backward(amp->dev, &a, amp->desc.stream));
 }
 
 /* What an activation's backward reads: what went into it, kept beside what came out; RELU does with what came out, because
@@ -10290,13 +10306,13 @@ typedef struct ampi_linear_calls { amp_k_gemm gemms[2]; amp_k_column_sum sum; co
 static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op *op, const ampi_linear_calls *c) {
     if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
     if (c->gemms[0].c) {
-        AMPI_TRY(amp->backend->gemm(amp->dev, &c->gemms[0], amp->desc.stream));
+        AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, &c->gemms[0], amp->desc.stream)));
         op->weight->grad_live = 1;
         if (c->along != NULL) c->along->grad_live = 1;
     }
     AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
     if (c->gemms[1].c == NULL) return AMP_OK;
-    AMPI_TRY(amp->backend->gemm(amp->dev, &c->gemms[1], amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, &c->gemms[1], amp->desc.stream)));
     if (c->x_pre == NULL || c->gemms[1].backward) return AMP_OK;
     return ampi_linear_activation_backward(amp, f, op->x_act, c->x_pre, "x_pre", &op->dx, "dx");
 }
@@ -10410,7 +10426,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
-    AMPI_TRY(amp->backend->gemm(amp->dev, &g, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, &g, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
 }
@@ -10451,7 +10467,7 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     ampi_writes(&at, ".da", &op->da); ampi_writes(&at, ".db", &op->db);
     AMPI_TRY(ampi_check_places(f, &at));
     result = ampi_hold(amp->backend, amp->dev, gemms, n, NULL, 0);
-    for (i = 0; i < n && result == AMP_OK; i++) result = amp->backend->gemm(amp->dev, &gemms[i], amp->desc.stream);
+    for (i = 0; i < n && result == AMP_OK; i++) result = ampi_as(f, amp->backend->gemm(amp->dev, &gemms[i], amp->desc.stream));
     ampi_let_go(amp->dev);
     return result;
 }
@@ -10511,7 +10527,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     g.c = c; g.ldc = ldc;
     g.a_dtype = g.b_dtype = g.c_dtype = AMP_F32;
     g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
-    return amp->backend->gemm(amp->dev, &g, amp->desc.stream);
+    return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
 }
 
 /* ---- Attention */
@@ -10570,7 +10586,7 @@ AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint6
     AMPI_TRY(ampi_check_places("amp_attention", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
     k.compute = plan.compute;
-    AMPI_TRY(amp->backend->attention(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as("amp_attention", amp->backend->attention(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
 }
@@ -10600,7 +10616,7 @@ AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *
     AMPI_TRY(ampi_check_places(f, &at));
     k.compute = op->plan.compute;
     k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
-    return amp->backend->attention_backward(amp->dev, &k, amp->desc.stream);
+    return ampi_as(f, amp->backend->attention_backward(amp->dev, &k, amp->desc.stream));
 }
 
 /* ---- Norms */
@@ -10645,7 +10661,7 @@ static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, rms ? AMP_OP_RMSNORM : AMP_OP_LAYERNORM, ampi_layer_name(op->layer, op->weight), k.x.dtype, AMP_DTYPE_DEFAULT,
                                ampi_versions(op->weight, op->bias), &op->plan, &plan));
-    AMPI_TRY(amp->backend->norm(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->norm(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
 }
@@ -10681,7 +10697,7 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     if (k.sum.data) k.x = k.sum;
     ampi_gradient_of(w, &k.dweight);
     ampi_gradient_of(b, &k.dbias);
-    AMPI_TRY(amp->backend->norm_backward(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->norm_backward(amp->dev, &k, amp->desc.stream)));
     if (ampi_wants_grad(w)) w->grad_live = 1;
     if (ampi_wants_grad(b)) b->grad_live = 1;
     return AMP_OK;
@@ -10726,7 +10742,7 @@ AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t 
     ampi_writes_over(&at, ".y", &op->y, ".x", NULL);
     AMPI_TRY(ampi_check_places("amp_softmax", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_softmax", AMP_OP_SOFTMAX, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
-    AMPI_TRY(amp->backend->softmax(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as("amp_softmax", amp->backend->softmax(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
 }
@@ -10755,7 +10771,7 @@ AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, 
     AMPI_TRY(ampi_check_places(f, &at));
     k.dy = op->dy.data;
     k.dx = op->dx.data;
-    return amp->backend->softmax_backward(amp->dev, &k, amp->desc.stream);
+    return ampi_as(f, amp->backend->softmax_backward(amp->dev, &k, amp->desc.stream));
 }
 
 /* ---- Activations */
@@ -10787,7 +10803,7 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
     ampi_reads(&at, ".x", &op->x); ampi_reads_param(&at, ".bias", op->bias); ampi_writes_over(&at, ".y", &op->y, ".x", NULL);
     AMPI_TRY(ampi_check_places("amp_activation", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_activation", AMP_OP_ACTIVATION, op->layer, k.x_dtype, AMP_DTYPE_DEFAULT, ampi_versions(op->bias, NULL), &op->plan, &plan));
-    AMPI_TRY(amp->backend->activation(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as("amp_activation", amp->backend->activation(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
 }
@@ -10820,7 +10836,7 @@ AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op
     dx.rows = k.cols ? k.n / k.cols : 0; dx.cols = dx.ld = k.cols;
     sum = ampi_dbias_args(k.cols ? op->bias : NULL, &dx);
     AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
-    result = amp->backend->activation_backward(amp->dev, &k, amp->desc.stream);
+    result = ampi_as(f, amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
     if (result == AMP_OK) result = ampi_dbias(amp, op->bias, &sum);
     ampi_let_go(amp->dev);
     return result;
@@ -10859,7 +10875,7 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
     ampi_writes(&at, ".y", &op->y);
     AMPI_TRY(ampi_check_places("amp_swiglu", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_swiglu", AMP_OP_SWIGLU, op->layer, k.gate.dtype, k.up.dtype, ampi_versions(op->gate_bias, op->up_bias), &op->plan, &plan));
-    AMPI_TRY(amp->backend->swiglu(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as("amp_swiglu", amp->backend->swiglu(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
 }
@@ -10886,7 +10902,7 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
     AMPI_TRY(ampi_check_places(f, &at));
     sum = ampi_dbias_args(ampi_wants_grad(op->gate_bias) ? op->gate_bias : op->up_bias, &k.dgate);      /* as large as that of dup */
     AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
-    result = amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream);
+    result = ampi_as(f, amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream));
     sum = ampi_dbias_args(op->gate_bias, &k.dgate);
     if (result == AMP_OK) result = ampi_dbias(amp, op->gate_bias, &sum);
     sum = ampi_dbias_args(op->up_bias, &k.dup);
@@ -10930,7 +10946,7 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
     k.loss = op->loss;
     k.losses = op->losses;
     k.bad_label = ampi_bad_row(amp, &bad);
-    AMPI_TRY(amp->backend->cross_entropy(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->cross_entropy(amp->dev, &k, amp->desc.stream)));
     if (bad != 0)
         return ampi_fail(AMP_ERR_LABEL, f, ".labels[%d] = %d, must be 0 to %lld or ignore_index %d", bad - 1, op->labels[bad - 1], (long long)k.classes - 1, k.ignore_index);
     op->plan = plan;
@@ -10963,7 +10979,7 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     k.factor = op->factor == 0 ? 1 : op->factor;
     k.seed = op->seed;
     k.loss = op->loss;
-    AMPI_TRY(amp->backend->mse(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->mse(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
     return AMP_OK;
 }
@@ -11006,7 +11022,7 @@ AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint6
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_EMBEDDING, ampi_layer_name(op->layer, op->table), k.table.dtype, AMP_DTYPE_DEFAULT,
                                ampi_versions(op->table, op->positions), &op->plan, &plan));
     k.bad_id = ampi_bad_row(amp, &bad);
-    AMPI_TRY(amp->backend->embedding(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->embedding(amp->dev, &k, amp->desc.stream)));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
     op->plan = plan;
     return AMP_OK;
@@ -11038,7 +11054,7 @@ AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *
     ampi_grad_mat(op->table, &k.table, &k.dtable, &k.add_table);
     ampi_grad_mat(op->positions, &k.positions, &k.dpositions, &k.add_positions);
     k.bad_id = ampi_bad_row(amp, &bad);
-    AMPI_TRY(amp->backend->embedding_backward(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->embedding_backward(amp->dev, &k, amp->desc.stream)));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
     if (k.dtable.data) op->table->grad_live = 1;
     if (k.dpositions.data) op->positions->grad_live = 1;
@@ -11051,7 +11067,7 @@ static amp_result ampi_dropout_p(const char *f, const amp_dropout_op *op) {
     return ampi_check_real(f, ".p", (double)op->p, op->p >= 0 && op->p < 1, "0 to less than 1");
 }
 
-static amp_result ampi_dropout_run(amp_context *amp, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to) {
+static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to) {
     amp_k_dropout k;
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(from);
@@ -11061,7 +11077,7 @@ static amp_result ampi_dropout_run(amp_context *amp, const amp_dropout_op *op, c
     k.seed = plan->random_seed;
     k.offset = plan->random_offset;
     k.base = plan->captured ? &amp->cells->random : NULL;
-    return amp->backend->dropout(amp->dev, &k, amp->desc.stream);
+    return ampi_as(f, amp->backend->dropout(amp->dev, &k, amp->desc.stream));
 }
 
 static amp_result ampi_dropout_check(const char *f, const amp_tensor *from, const char *from_name, const amp_tensor *to, const char *to_name) {
@@ -11093,7 +11109,7 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
     AMPI_TRY(ampi_dropout_check(f, &op->x, ".x", &op->y, ".y"));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_DROPOUT, op->layer, op->x.dtype, AMP_DTYPE_DEFAULT, 0, &op->plan, &plan));
     if (!ampi_is_recomputing(amp)) ampi_dropout_numbers(amp, op->p > 0 ? n : 0, &plan);
-    AMPI_TRY(ampi_dropout_run(amp, op, &plan, &op->x, &op->y));
+    AMPI_TRY(ampi_dropout_run(amp, f, op, &plan, &op->x, &op->y));
     op->plan = plan;
     return AMP_OK;
 }
@@ -11105,7 +11121,7 @@ AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, 
     AMPI_TRY(ampi_dropout_p(f, op));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_dropout_check(f, &op->dy, ".dy", &op->dx, ".dx"));
-    return ampi_dropout_run(amp, op, &op->plan, &op->dy, &op->dx);
+    return ampi_dropout_run(amp, f, op, &op->plan, &op->dy, &op->dx);
 }
 
 /* ---- Add, cast, random state */
@@ -11126,7 +11142,7 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
     k.b = b->data; k.b_dtype = b->dtype;
     k.y = y->data; k.y_dtype = y->dtype;
     k.alpha = k.beta = 1;
-    return amp->backend->add(amp->dev, &k, amp->desc.stream);
+    return ampi_as("amp_add", amp->backend->add(amp->dev, &k, amp->desc.stream));
 }
 
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst) {
@@ -11142,7 +11158,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
     AMPI_TRY(ampi_check_places("amp_cast", &at));
     k.src = src->data; k.src_dtype = src->dtype;
     k.dst = dst->data; k.dst_dtype = dst->dtype;
-    return amp->backend->cast(amp->dev, &k, amp->desc.stream);
+    return ampi_as("amp_cast", amp->backend->cast(amp->dev, &k, amp->desc.stream));
 }
 
 /* Records <prefix>.random and <prefix>.rank. */
@@ -11157,13 +11173,13 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     values[1] = (int64_t)amp->random_offset;
     rank[0] = amp->desc.reducer.rank;
     rank[1] = AMPI_MAX(amp->desc.reducer.world, 1);
-    AMPI_TRY(amp_state_create(&own, &state->system));
+    AMPI_TRY(ampi_as("amp_random_save", amp_state_create(&own, &state->system)));
     r = amp_state_put(own, key, AMP_I64, values, 2);
     snprintf(key, sizeof key, "%.56s.rank", prefix);
     if (r == AMP_OK) r = amp_state_put(own, key, AMP_I64, rank, 2);
     if (r == AMP_OK) r = ampi_state_move(state, own, "amp_random_save");
     amp_state_destroy(own);
-    return r;
+    return ampi_as("amp_random_save", r);
 }
 
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
@@ -11172,10 +11188,10 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_load", "amp, state or prefix is NULL");
     if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_load", "prefix has %zu bytes, at most 56", strlen(prefix));
     if (amp->capture != NULL) return ampi_fail(AMP_ERR_STATE, "amp_random_load", "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
-    AMPI_TRY(amp_state_get(state, key, AMP_I64, values, 2));
+    AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, values, 2)));
     snprintf(key, sizeof key, "%.56s.rank", prefix);
     rank[0] = amp->desc.reducer.rank;
-    if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I64, rank, 2));
+    if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, rank, 2)));
     if (rank[0] != amp->desc.reducer.rank && amp->desc.seed != 0 && amp->desc.seed != (uint64_t)values[0])
         return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load", "saved by rank %lld of %lld with seed %llu, this is rank %d with seed %llu: "
                          "ranks with seeds of their own need states of their own", (long long)rank[0], (long long)rank[1],
@@ -11485,7 +11501,7 @@ AMPI_PRIVATE amp_result ampi_check_clip(const char *function, double clip_norm) 
     return ampi_check_real(function, ".clip_norm", clip_norm, clip_norm >= 0, "positive and finite, or 0 for none");
 }
 
-AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi) {
     int64_t n;
     amp_result r;
     AMPI_TRY(ampi_check_abi("amp_set_create", abi, AMP_ABI(amp_set_desc)));
@@ -11514,13 +11530,14 @@ AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_s
     *out = NULL;
     return r;
 }
+AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi) { return ampi_as("amp_set_create", ampi_set_create(amp, out, desc, abi)); }
 
 /* NULL once the context closes: parameters' names are the host's, and may be gone. */
 AMPI_PRIVATE const char *ampi_set_name(const amp_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
-AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) {
+AMPI_PRIVATE amp_result ampi_set_found(const amp_set *set, amp_found *out) {
     amp_k_found f;
     if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_found", "set or out is NULL");
     AMPI_TRY(ampi_alive(&set->object, "amp_set_found"));
@@ -11532,6 +11549,7 @@ AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) {
     out->first_bad_index = f.first_bad;
     return AMP_OK;
 }
+AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) { return ampi_as("amp_set_found", ampi_set_found(set, out)); }
 
 AMP_API const amp_k_found *amp_set_device(const amp_set *set) { return set && !ampi_is_stopped(&set->object) ? set->found : NULL; }
 
@@ -11791,11 +11809,12 @@ AMP_API const float *amp_scaler_seed(const amp_scaler *scaler) {
     return device ? &device->scale : NULL;
 }
 
-AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
+AMPI_PRIVATE amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
     if (scaler == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_get", "scaler or out is NULL");
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_get"));
     return ampi_fetch(scaler->amp, out, scaler->device, sizeof *out);
 }
+AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) { return ampi_as("amp_scaler_get", ampi_scaler_get(scaler, out)); }
 
 AMP_API float amp_scaler_scale(const amp_scaler *scaler) {
     amp_k_scaler state;
@@ -11908,7 +11927,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
     AMPI_TRY(ampi_graph_note_set(set));
-    AMPI_TRY(ampi_check_set(set, enabled, mode, set->divisor, 1));
+    AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, set->divisor, 1)));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
 }
@@ -12000,7 +12019,7 @@ AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_sta
     return ampi_put(state, prefix, "rule", -1, AMP_I64, rule, AMPI_SAVED_RULE);
 }
 
-AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
+AMPI_PRIVATE amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_state *own;
     amp_result r;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
@@ -12011,6 +12030,7 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     amp_state_destroy(own);
     return r;
 }
+AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) { return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix)); }
 
 /* Saved numbers as a state that the rule can go on from. */
 AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *scales, const int64_t *counters,
@@ -12056,7 +12076,7 @@ AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *
     return ampi_check_scaler("amp_scaler_load", d);
 }
 
-AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix) {
+AMPI_PRIVATE amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, const char *prefix) {
     amp_scaler_desc d;
     amp_k_scaler s;
     float scales[AMPI_SAVED_SCALES];
@@ -12087,6 +12107,7 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
     ampi_settings_changed(scaler->amp);
     return AMP_OK;
 }
+AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, const char *prefix) { return ampi_as("amp_scaler_load", ampi_load_scaler(scaler, state, prefix)); }
 
 /* ---- Optimizers */
 
@@ -12322,7 +12343,7 @@ AMPI_PRIVATE void ampi_optimizer_release(ampi_object *object) {
 }
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) { if (optimizer != NULL) ampi_object_destroy(&optimizer->object); }
 
-AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
+AMPI_PRIVATE amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
                                           uint64_t abi) {
     amp_optimizer_desc d;
     amp_optimizer *o;
@@ -12347,6 +12368,9 @@ AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out,
     ampi_object_enlist(&o->object, rows > 0 ? o->set->names[0] : NULL);
     *out = o;
     return AMP_OK;
+}
+AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc, uint64_t abi) {
+    return ampi_as("amp_optimizer_create", ampi_optimizer_create(amp, out, desc, abi));
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
@@ -12569,7 +12593,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_optimizer_step", optimizer, scaler));
     AMPI_TRY(ampi_graph_note(optimizer));
-    return ampi_step(optimizer, scaler);
+    return ampi_as("amp_optimizer_step", ampi_step(optimizer, scaler));
 }
 
 /* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
@@ -12587,12 +12611,12 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
             return ampi_fail(AMP_ERR_STATE, "amp_step", "the set was checked in micro-batch %d of %d, must be in the last: "
                              "amp_optimizer_set_accumulation begins a new cycle", optimizer->micro + 1,
                              optimizer->desc.accumulation);
-        AMPI_TRY(ampi_clip_running(optimizer, scaler));
+        AMPI_TRY(ampi_as("amp_step", ampi_clip_running(optimizer, scaler)));
         optimizer->micro++;
         return AMP_OK;
     }
-    AMPI_TRY(ampi_step(optimizer, scaler));
-    return scaler ? amp_scaler_update(scaler) : AMP_OK;
+    AMPI_TRY(ampi_as("amp_step", ampi_step(optimizer, scaler)));
+    return scaler ? ampi_as("amp_step", amp_scaler_update(scaler)) : AMP_OK;
 }
 
 /* ---- Outcomes */
@@ -12720,7 +12744,7 @@ AMPI_PRIVATE void ampi_graph_undo(const amp_graph *graph) {
     }
 }
 
-AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
+AMPI_PRIVATE amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     const char *f = "amp_graph_end";
     void *dev, *stream;
     const amp_backend *backend;
@@ -12743,6 +12767,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     }
     return result;
 }
+AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) { return ampi_as("amp_graph_end", ampi_graph_end(amp, out)); }
 
 /* The numbers that change from launch to launch go to the device by value. */
 AMPI_PRIVATE amp_result ampi_graph_numbers(const amp_graph *graph) {
@@ -12756,7 +12781,7 @@ AMPI_PRIVATE amp_result ampi_graph_numbers(const amp_graph *graph) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_graph_launch(amp_graph *graph) {
+AMPI_PRIVATE amp_result ampi_graph_launch(amp_graph *graph) {
     void *dev, *stream;
     const amp_backend *backend;
     int64_t i;
@@ -12776,6 +12801,7 @@ AMP_API amp_result amp_graph_launch(amp_graph *graph) {
     }
     return AMP_OK;
 }
+AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
 /* ---- Saving an optimizer.  Records: names, shape, counters, settings, seed, outcomes, and the arrays m.0, v.0, master.0
    and so on by row; cycle: whose the gradients grad.0 ... are, and live: which of them count.  Masters are fp32 in a
@@ -12955,7 +12981,7 @@ AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *s
     return r;
 }
 
-AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+AMPI_PRIVATE amp_result ampi_save_optimizer_whole(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     amp_state *own;
     amp_result r;
     if (optimizer == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
@@ -12966,6 +12992,7 @@ AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state 
     amp_state_destroy(own);
     return r;
 }
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) { return ampi_as("amp_optimizer_save", ampi_save_optimizer_whole(optimizer, state, prefix)); }
 
 /* Refuses what was saved by an optimizer with other parameters, and says which. */
 AMPI_PRIVATE amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
@@ -13210,7 +13237,7 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const
     }
 }
 
-AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
+AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
     amp_optimizer *o = optimizer;
     const amp_system *s;
     int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed;
@@ -13255,6 +13282,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
     ampi_settings_changed(o->amp);
     return r;
 }
+AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) { return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix)); }
 
 /* ---- Keeping: all that a step changes, copied to the host, and put back bit for bit as often as wanted.  Putting it
    back takes no memory, so that it works when a step has failed for want of it. */
@@ -15249,7 +15277,7 @@ AMP_API amp_result amp_loader_save(const amp_loader *l, amp_state *state, const 
     AMPI_TRY(ampi_loader_key("amp_loader_save", l, state, prefix, key, sizeof key));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_save"));
     ampi_loader_position(l, values);
-    return amp_state_put(state, key, AMP_I64, values, AMPI_POSITION_COUNT);
+    return ampi_as("amp_loader_save", amp_state_put(state, key, AMP_I64, values, AMPI_POSITION_COUNT));
 }
 
 AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const char *prefix) {
@@ -15261,7 +15289,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     int i;
     AMPI_TRY(ampi_loader_key("amp_loader_load", l, state, prefix, key, sizeof key));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_load"));
-    AMPI_TRY(amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT));
+    AMPI_TRY(ampi_as("amp_loader_load", amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT)));
     ampi_loader_position(l, own);
     if (saved[4] < 1 || saved[7] < 1 || saved[4] > INT64_MAX / saved[7])
         return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": .batch %lld, .world %lld", key, (long long)saved[4],
@@ -15709,7 +15737,7 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
     void *text;
     size_t bytes;
     if (settings == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or path is NULL");
-    AMPI_TRY(amp_file_read_all(system, path, &text, &bytes));
+    AMPI_TRY(ampi_as(f, amp_file_read_all(system, path, &text, &bytes)));
     result = ampi_settings_read(settings, f, path, (const char *)text, bytes);
     amp_file_free(system, text, bytes);
     return result;
@@ -15917,8 +15945,8 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
-    AMPI_TRY(ampi_choose_for(amp, s->dtype, s->fallback, choice));
-    AMPI_TRY(ampi_choose_regions(amp, s->autocast_dtype, s->fallback, choice, regions));
+    AMPI_TRY(ampi_as("amp_settings_apply", ampi_choose_for(amp, s->dtype, s->fallback, choice)));
+    AMPI_TRY(ampi_as("amp_settings_apply", ampi_choose_regions(amp, s->autocast_dtype, s->fallback, choice, regions)));
     AMPI_TRY(ampi_check_switch(amp, f, choice->dtype));
     *rule = ampi_settings_scaler(s, choice->dtype, regions->dtype);
     if (scaler == NULL) return AMP_OK;
@@ -15950,7 +15978,7 @@ static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp,
     if (d->disable_cache) amp_cast_cache_clear(amp);
 }
 
-AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+AMPI_PRIVATE amp_result ampi_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
                                         amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) {
     const char *f = "amp_settings_apply";
     amp_settings s;
@@ -15974,6 +16002,8 @@ AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_contex
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
 }
+AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) { return ampi_as("amp_settings_apply", ampi_settings_apply(settings, amp, scaler, optimizer, monitor, abi)); }
 
 /* ---- Status */
 
@@ -16068,7 +16098,7 @@ AMPI_PRIVATE amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status 
     return AMP_OK;
 }
 
-AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+AMPI_PRIVATE amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
     void *dev, *stream;
     const amp_backend *backend;
     const amp_desc *d;
@@ -16100,6 +16130,7 @@ AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scal
     *out = s;
     return AMP_OK;
 }
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) { return ampi_as("amp_status_get", ampi_status_get(amp, scaler, memory_warning, out)); }
 
 /* The word of a value; "?" if it has none. */
 AMPI_PRIVATE const char *ampi_word_of(const ampi_word *words, int value) {
@@ -16507,7 +16538,7 @@ AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
     if (ampi_capture(m->amp) != NULL) return AMP_OK;
     if (!m->begun) m->n_marks = 0;
     m->begun = 1;
-    return ampi_mark_now(m, phase);
+    return ampi_as("amp_monitor_phase", ampi_mark_now(m, phase));
 }
 
 /* ---- Records */
@@ -16687,7 +16718,7 @@ AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info
     return ampi_interval_ends(m->desc.memory_interval, note->number) ? ampi_monitor_memory(m, note) : AMP_OK;
 }
 
-AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
+AMPI_PRIVATE amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
     amp_monitor *m = monitor;
     amp_optimizer *o;
     if (m == NULL || info == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_step", "monitor or info is NULL");
@@ -16708,6 +16739,7 @@ AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *i
     if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
     return ampi_lines_write(m, "amp_monitor_step");
 }
+AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) { return ampi_as("amp_monitor_step", ampi_monitor_step(monitor, info)); }
 
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     amp_monitor *m = monitor;
@@ -16794,7 +16826,7 @@ AMPI_PRIVATE void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
     ampi_line_end(m, &s);
 }
 
-AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
+AMPI_PRIVATE amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) {
     amp_monitor *m = monitor;
     amp_epoch_record r;
     amp_memory_info memory;
@@ -16818,6 +16850,7 @@ AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
     AMPI_TRY(ampi_time_begin(m));
     return ampi_lines_sync(m, "amp_monitor_epoch");
 }
+AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out) { return ampi_as("amp_monitor_epoch", ampi_monitor_epoch(monitor, out)); }
 
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
     const amp_epoch_record *a, *b;
@@ -16935,7 +16968,7 @@ AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, con
     m->epochs = d.epoch;
     m->last = d.optimizer->sent;
     r = ampi_copy_texts(amp, f, &m->desc.path, 1, &m->text, &m->text_bytes);
-    if (r == AMP_OK) r = ampi_time_begin(m);
+    if (r == AMP_OK) r = ampi_as(f, ampi_time_begin(m));
     if (r == AMP_OK && d.path != NULL) r = ampi_lines_open(m, f);
     if (r == AMP_OK) {
         ampi_object_enlist(&m->object, d.path);
@@ -17044,7 +17077,7 @@ AMPI_PRIVATE amp_result ampi_numerics_memory(amp_numerics *m) {
     return amp_alloc(m->amp, (void **)&m->found_on_device, m->n * (int64_t)sizeof *m->found);
 }
 
-AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_numerics_create(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) {
     amp_numerics_desc d;
     amp_numerics *m;
     amp_result r;
@@ -17071,6 +17104,7 @@ AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, c
     *out = m;
     return AMP_OK;
 }
+AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) { return ampi_as("amp_numerics_create", ampi_numerics_create(amp, out, desc, abi)); }
 
 AMPI_PRIVATE amp_result ampi_numerics_look(amp_numerics *m) {
     void *dev, *stream;
@@ -17227,7 +17261,7 @@ AMPI_PRIVATE amp_result ampi_numerics_judge(amp_numerics *m) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report *out) {
+AMPI_PRIVATE amp_result ampi_numerics_step(amp_numerics *numerics, amp_numerics_report *out) {
     amp_numerics *m = numerics;
     int64_t i;
     if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_numerics_step", "numerics or out is NULL");
@@ -17249,6 +17283,7 @@ AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report
     *out = m->report;
     return AMP_OK;
 }
+AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report *out) { return ampi_as("amp_numerics_step", ampi_numerics_step(numerics, out)); }
 
 AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
@@ -17666,7 +17701,7 @@ AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *rep
     return AMP_OK;
 }
 
-AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) {
     amp_verify_desc d;
     amp_verify_report report;
     amp_dtype dtypes[3];
@@ -17693,6 +17728,7 @@ AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, a
     if (r == AMP_OK) *out = report;
     return r;
 }
+AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) { return ampi_as("amp_verify", ampi_verify_whole(amp, desc, out, abi)); }
 
 AMPI_PRIVATE const char *ampi_verdict_word(amp_verdict verdict) {
     return verdict == AMP_VERDICT_PASS ? "PASS" : verdict == AMP_VERDICT_INACCURATE ? "INACCURATE"
@@ -17739,7 +17775,7 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
         if (ranges[i].count == 0) continue;
         if (ranges[i].data == NULL || ranges[i].count < 0)
             return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
-        AMPI_TRY(backend->place(dev, ranges[i].data, &place));
+        AMPI_TRY(ampi_as(f, backend->place(dev, ranges[i].data, &place)));
         if (place == AMP_PLACE_UNKNOWN || place == AMP_PLACE_OTHER_DEVICE || (place == AMP_PLACE_HOST && !backend->host_visible))
             return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
                              "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_place_word(place));
@@ -18024,7 +18060,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradche
     *dtype = AMP_F32;
     if (d->dtype == AMP_DTYPE_DEFAULT) return ampi_may_wait(amp);
     AMPI_TRY(amp_query_machine(amp, &machine));
-    AMPI_TRY(amp_choose(&machine, d->dtype, ampi_settings(amp)->allow_fallback, &choice));
+    AMPI_TRY(ampi_as(f, amp_choose(&machine, d->dtype, ampi_settings(amp)->allow_fallback, &choice)));
     *dtype = choice.dtype;
     return ampi_may_wait(amp);
 }
@@ -18080,7 +18116,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_re
     return AMP_OK;
 }
 
-AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) {
     amp_gradcheck_report report;
     ampi_gradchecker c;
     amp_dtype dtype;
@@ -18116,6 +18152,7 @@ AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *d
     if (r == AMP_OK) *out = report;
     return r;
 }
+AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) { return ampi_as("amp_gradcheck", ampi_gradcheck_whole(amp, desc, out, abi)); }
 
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
     const amp_gradcheck_report *r = report;
@@ -18436,7 +18473,7 @@ static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_des
     return amp_scaler_get(desc->scaler, &f->scaler);
 }
 
-AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
@@ -18463,6 +18500,7 @@ AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, a
     *out = advice;
     return AMP_OK;
 }
+AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) { return ampi_as("amp_advise", ampi_advise(amp, desc, out, abi)); }
 
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
@@ -18890,7 +18928,7 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     return result != AMP_OK ? result : restored;
 }
 
-AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) {
     amp_result result = AMP_OK;
     amp_tune_report report;
     char why[200];
@@ -18918,6 +18956,7 @@ AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_t
     if (code == 0 || out->best < 0) return result;
     return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
 }
+AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) { return ampi_as("amp_tune", ampi_tune_whole(amp, desc, out, abi)); }
 
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
@@ -19117,7 +19156,7 @@ AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, c
     if (r->desc.interval == 0) r->desc.interval = 100;
     if (r->desc.max_retries == 0) r->desc.max_retries = 3;
     if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
-    result = ampi_snapshot_take(r, &r->good);
+    result = ampi_as("amp_recovery_create", ampi_snapshot_take(r, &r->good));
     if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
     r->next = r->good.applied + r->desc.interval;
     ampi_object_enlist(&r->object, r->desc.params[0].name);
@@ -19345,7 +19384,7 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
+AMPI_PRIVATE amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     if (r == NULL || record == NULL || event == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
@@ -19361,6 +19400,7 @@ AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_reco
     ampi_note_bad(r);
     return AMP_OK;
 }
+AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) { return ampi_as("amp_recovery_step", ampi_recovery_step(recovery, record, event)); }
 
 /* ---- Memory */
 
@@ -19391,7 +19431,7 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
 
 /* One cleanup per step, then ever smaller micro-batches.  What the cycle has accumulated is dropped, since a part of what
    failed may be in it. */
-AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+AMPI_PRIVATE amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
     amp_optimizer *o;
@@ -19415,8 +19455,9 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
     *event = e;
     return AMP_OK;
 }
+AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) { return ampi_as("amp_recovery_memory", ampi_recovery_memory(recovery, event)); }
 
-AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
+AMPI_PRIVATE amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
     amp_recovery *r = recovery;
     amp_loader *before;
     ampi_snapshot now;
@@ -19438,6 +19479,7 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
     r->next = now.applied + r->desc.interval;
     return AMP_OK;
 }
+AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) { return ampi_as("amp_recovery_batch", ampi_recovery_batch(recovery, loader)); }
 
 enum { AMPI_SAVED_RECOVERY = 6 };
 
@@ -19448,7 +19490,7 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_save"));
     all[0] = r->halvings; all[1] = r->fitted; all[2] = r->failures;
     all[3] = r->doubled; all[4] = r->retries; all[5] = r->streak;
-    return ampi_put(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY);
+    return ampi_as("amp_recovery_save", ampi_put(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY));
 }
 
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix) {
@@ -19457,7 +19499,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     int i;
     if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_load", "recovery, state or prefix is NULL");
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_load"));
-    AMPI_TRY(ampi_get(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY));
+    AMPI_TRY(ampi_as("amp_recovery_load", ampi_get(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY)));
     for (i = 0; i < AMPI_SAVED_RECOVERY; i++)
         if (all[i] < 0 || (i != 1 && i != 5 && all[i] > (i == 3 ? 1 : 1000)))
             return ampi_fail(AMP_ERR_MISMATCH, "amp_recovery_load", "number %d of %.60s.recovery is %lld: no recovery saved it", i, prefix, (long long)all[i]);

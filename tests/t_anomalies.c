@@ -239,6 +239,7 @@ static void check_failure(env *e, amp_result r, const unsigned char *arena, int6
     now.failures++;
     CHECK_MSG(faults_fired() > 0 && (fault_wants(now.f, r) || r == now.s->also[0] || r == now.s->also[1]), "returned %d: %s", (int)r, here());
     CHECK_MSG(says_what(r), "%s", here());
+    ampt_provoked_text(amp_last_error());
     if (e->unfinished) return;
     CHECK_MSG(memcmp(arena, e->arena, (size_t)used) == 0, "memory has changed: %s", here());
     CHECK_MSG(memcmp(out, outputs, sizeof e->out) == 0, "a struct has changed: %s", here());

@@ -230,6 +230,15 @@ static amp_result spoil(const field *f, int how) {
     return f->kind == POINTER ? AMP_OK : spoil_tensor(&p->weight, how, 0);
 }
 
+/* The text of a call that failed names it. */
+static void named(const operator_case *c, operator_call call, amp_result result) {
+    char name[64], *space;
+    snprintf(name, sizeof name, "amp_%s", c->name);
+    if ((space = strchr(name, ' ')) != NULL) *space = 0;
+    if (call == c->backward) strcat(name, "_backward");
+    ampt_named(name, (int)result, amp_last_error(), __FILE__, __LINE__);
+}
+
 /* A spoiled call, refused by name without a trace. */
 static void refuses(const operator_case *c, const field *f, int how, operator_call call) {
     amp_result expected, result;
@@ -239,6 +248,7 @@ static void refuses(const operator_case *c, const field *f, int how, operator_ca
     if (expected == AMP_OK) return;
     memcpy(kept, room, sizeof kept);
     result = call(amp, &memory, c->abi);
+    named(c, call, result);
     CHECK_MSG(result == expected, "%s%s, .%s %s: returned %d, expected %d: %s", c->name, call == c->backward ? " backward" : "", f->name,
               spoil_names[how], (int)result, (int)expected, amp_last_error());
     CHECK_MSG(how >= WIDER || strstr(amp_last_error(), f->name) != NULL, "%s: .%s %s: %s", c->name, f->name, spoil_names[how], amp_last_error());
@@ -269,8 +279,12 @@ TEST(nothing_there_or_of_another_version) {
             make(c);
             CHECK_ERR(call(NULL, &memory, c->abi), AMP_ERR_NULL);
             CHECK_ERR(call(amp, NULL, c->abi), AMP_ERR_NULL);
+            named(c, call, AMP_ERR_NULL);
             CHECK_ERR(call(amp, &memory, c->abi + 8), AMP_ERR_VERSION);
-            if (b) CHECK_ERR(call(amp, &memory, c->abi), AMP_ERR_STATE);       /* forward has not run */
+            named(c, call, AMP_ERR_VERSION);
+            if (!b) continue;
+            CHECK_ERR(call(amp, &memory, c->abi), AMP_ERR_STATE);       /* forward has not run */
+            named(c, call, AMP_ERR_STATE);
         }
     }
 }
@@ -669,6 +683,7 @@ static void overlaps(const operator_case *c, int role, const char *output, const
     }
     CHECK_MSG(call(amp, &memory, c->abi) == AMP_ERR_CONFLICT, "%s%s: %s over %s + %d bytes was accepted", c->name, roles[role].backward ? " backward" : "",
               output, other, shift);
+    named(c, call, AMP_ERR_CONFLICT);
     CHECK_MSG(memcmp(kept, room, sizeof kept) == 0, "%s: %s over %s: something was written", c->name, output, other);
 }
 
