@@ -12992,7 +12992,9 @@ AMPI_PRIVATE amp_result ampi_save_optimizer_whole(const amp_optimizer *optimizer
     amp_state_destroy(own);
     return r;
 }
-AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) { return ampi_as("amp_optimizer_save", ampi_save_optimizer_whole(optimizer, state, prefix)); }
+AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
+    return ampi_as("amp_optimizer_save", ampi_save_optimizer_whole(optimizer, state, prefix));
+}
 
 /* Refuses what was saved by an optimizer with other parameters, and says which. */
 AMPI_PRIVATE amp_result ampi_compare_names(const amp_optimizer *o, const char *saved, int64_t bytes) {
@@ -16130,7 +16132,9 @@ AMPI_PRIVATE amp_result ampi_status_get(const amp_context *amp, const amp_scaler
     *out = s;
     return AMP_OK;
 }
-AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) { return ampi_as("amp_status_get", ampi_status_get(amp, scaler, memory_warning, out)); }
+AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning, amp_status *out) {
+    return ampi_as("amp_status_get", ampi_status_get(amp, scaler, memory_warning, out));
+}
 
 /* The word of a value; "?" if it has none. */
 AMPI_PRIVATE const char *ampi_word_of(const ampi_word *words, int value) {
@@ -17104,7 +17108,9 @@ AMPI_PRIVATE amp_result ampi_numerics_create(amp_context *amp, amp_numerics **ou
     *out = m;
     return AMP_OK;
 }
-AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) { return ampi_as("amp_numerics_create", ampi_numerics_create(amp, out, desc, abi)); }
+AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) {
+    return ampi_as("amp_numerics_create", ampi_numerics_create(amp, out, desc, abi));
+}
 
 AMPI_PRIVATE amp_result ampi_numerics_look(amp_numerics *m) {
     void *dev, *stream;
@@ -18152,7 +18158,9 @@ AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradche
     if (r == AMP_OK) *out = report;
     return r;
 }
-AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) { return ampi_as("amp_gradcheck", ampi_gradcheck_whole(amp, desc, out, abi)); }
+AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) {
+    return ampi_as("amp_gradcheck", ampi_gradcheck_whole(amp, desc, out, abi));
+}
 
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
     const amp_gradcheck_report *r = report;
@@ -19400,7 +19408,9 @@ AMPI_PRIVATE amp_result ampi_recovery_step(amp_recovery *recovery, const amp_ste
     ampi_note_bad(r);
     return AMP_OK;
 }
-AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) { return ampi_as("amp_recovery_step", ampi_recovery_step(recovery, record, event)); }
+AMP_API amp_result amp_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
+    return ampi_as("amp_recovery_step", ampi_recovery_step(recovery, record, event));
+}
 
 /* ---- Memory */
 
