@@ -16005,7 +16005,9 @@ AMPI_PRIVATE amp_result ampi_settings_apply(const amp_settings *settings, amp_co
     return AMP_OK;
 }
 AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
-                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) { return ampi_as("amp_settings_apply", ampi_settings_apply(settings, amp, scaler, optimizer, monitor, abi)); }
+                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) {
+    return ampi_as("amp_settings_apply", ampi_settings_apply(settings, amp, scaler, optimizer, monitor, abi));
+}
 
 /* ---- Status */
 
