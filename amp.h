@@ -15941,6 +15941,8 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, "%s is of another context", scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
+    if (scaler != NULL && scaler->checked)
+        return ampi_fail(AMP_ERR_STATE, f, "gradients were checked since the last update: call amp_scaler_update first");
     for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
         if (optimizer->set->params[i]->grad_live)
             return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation", optimizer->set->names[i]);

@@ -1349,6 +1349,35 @@ TEST(averages_are_taken_once) {
     }
 }
 
+/* Settings that are applied make every set ready, so not between a check and its update: the step would check, and so
+   unscale and average, once more. */
+TEST(settings_wait_for_the_update) {
+    int off;
+    for (off = 0; off < 2; off++) {
+        amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
+        amp_settings settings;
+        amp_scaler_desc d;
+        amp_scaler *s = NULL;
+        float g = 1024;
+        amp_set *set = range_set(amp, &g, 1, AMP_F32);
+        memset(&settings, 0, sizeof settings);
+        memset(&d, 0, sizeof d);
+        d.init_scale = 1024;
+        d.disable = off;
+        CHECK_OK(amp_scaler_create(amp, &s, &d));
+        CHECK_OK(amp_settings_apply(&settings, amp, s, NULL, NULL));
+        CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
+        CHECK_ERR(amp_settings_apply(&settings, amp, s, NULL, NULL), AMP_ERR_STATE);
+        CHECK(strstr(amp_last_error(), "amp_scaler_update") != NULL);
+        CHECK_EQ(stage_of(set), 1);
+        CHECK_OK(amp_scaler_update(s));
+        CHECK_OK(amp_settings_apply(&settings, amp, s, NULL, NULL));
+        amp_set_destroy(set);
+        amp_scaler_destroy(s);
+        amp_close(amp);
+    }
+}
+
 /* Saved between check and update, a disabled scaler too may update after the load, as an enabled one. */
 TEST(disabled_scalers_save_that_they_checked) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
@@ -1412,6 +1441,7 @@ int main(int argc, char **argv) {
     RUN(load_refuses_what_does_not_fit);
     RUN(ranks_sum_gradients_and_agree_on_overflow);
     RUN(averages_are_taken_once);
+    RUN(settings_wait_for_the_update);
     RUN(disabled_scalers_save_that_they_checked);
     return TEST_END();
 }
