@@ -450,14 +450,33 @@ static inline const char *grouped(int64_t n, char *text, size_t size) {
     return text;
 }
 
+/* Length of the UTF-8 character at p, *code its number; what is none has length 1 and code U+FFFD. */
+static inline int64_t utf8_read(const char *p, int64_t left, uint32_t *code) {
+    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    uint32_t c = (unsigned char)p[0];
+    int n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0, i;
+    *code = 0xfffd;
+    if (n == 0 || n > left) return 1;
+    if (n > 1) c &= 0x7fu >> n;
+    for (i = 1; i < n; i++) {
+        if (((unsigned char)p[i] & 0xc0) != 0x80) return 1;
+        c = c << 6 | ((unsigned char)p[i] & 0x3fu);
+    }
+    if (c < least[n] || c > 0x10ffff || (c >= 0xd800 && c < 0xe000)) return 1;
+    *code = c;
+    return n;
+}
+
 /* Metrics as JSON lines: metrics_begin, any number of values, metrics_end.  file NULL: nothing is written. */
 static inline void json_write_text(FILE *file, const char *text) {
+    int64_t left = (int64_t)strlen(text), n;
+    uint32_t code;
     fputc('"', file);
-    for (; *text != 0; text++) {
-        unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
-        else if (c < 0x20 || c >= 0x7f) fprintf(file, "\\u%04x", c);
-        else fputc(c, file);
+    for (; left > 0; text += n, left -= n) {
+        n = utf8_read(text, left, &code);
+        if (code == '"' || code == '\\') fprintf(file, "\\%c", (int)code);
+        else if (code < 0x20 || code == 0x7f || (code == 0xfffd && n == 1)) fprintf(file, "\\u%04x", (unsigned)code);
+        else fwrite(text, 1, (size_t)n, file);
     }
     fputc('"', file);
 }
@@ -2726,23 +2745,6 @@ static inline void tokenizer_alphabet(tokenizer *t) {
         int printable = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
         t->byte_of[printable ? byte : next++] = byte;
     }
-}
-
-/* Length of the UTF-8 character at p, *code its number; what is none has length 1 and code U+FFFD. */
-static inline int64_t utf8_read(const char *p, int64_t left, uint32_t *code) {
-    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
-    uint32_t c = (unsigned char)p[0];
-    int n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0, i;
-    *code = 0xfffd;
-    if (n == 0 || n > left) return 1;
-    if (n > 1) c &= 0x7fu >> n;
-    for (i = 1; i < n; i++) {
-        if (((unsigned char)p[i] & 0xc0) != 0x80) return 1;
-        c = c << 6 | ((unsigned char)p[i] & 0x3fu);
-    }
-    if (c < least[n] || c > 0x10ffff || (c >= 0xd800 && c < 0xe000)) return 1;
-    *code = c;
-    return n;
 }
 
 /* Turns GPT-2's writing of bytes into the bytes, in place.  -1: it holds a character that stands for none. */

@@ -153,12 +153,17 @@ static int64_t label_place(label_names *l, const char *text, int64_t n, int add)
 static amp_result read_line(text_set *t, label_names *l, const char *path, const char *line, int64_t n, int64_t number, int add) {
     const char *tab = (const char *)memchr(line, '\t', (size_t)n);
     text_item *item = &t->items[t->n];
-    int64_t length = tab != NULL ? tab - line : 0, place;
+    int64_t length = tab != NULL ? tab - line : 0, place, i;
+    uint32_t code;
     if (tab == NULL) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and a text", path, (long long)number);
     if (length == 0) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
     if (length > 200) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number, (long long)length);
     if (memchr(line, 0, (size_t)length) != NULL)
         return example_fail(AMP_ERR_FORMAT, "%s: line %lld: a zero byte in the label", path, (long long)number);
+    for (i = 0; i < length; i += place) {
+        place = utf8_read(line + i, length - i, &code);
+        if (code == 0xfffd && place == 1) return example_fail(AMP_ERR_FORMAT, "%s: line %lld: the label is no UTF-8", path, (long long)number);
+    }
     place = label_place(l, line, length, add);
     if (place == -2) return example_fail(AMP_ERR_MEMORY, "%s: no memory for the labels", path);
     if (place < 0) return example_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number, (int)length, line);

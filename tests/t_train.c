@@ -182,6 +182,25 @@ TEST(json_surrogates) {
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) CHECK(!json_find(json_open(bad[i], strlen(bad[i])), "a", value, sizeof value));
 }
 
+/* What the metrics have of a text is read back as it was; bytes that are no UTF-8 become U+FFFD each. */
+TEST(json_of_any_text) {
+    static const char *const texts[][2] = {
+        {"caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \"q\" \\ \t\x7f", "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \"q\" \\ \t\x7f"},
+        {"\xe9 \xc3", "\xef\xbf\xbd \xef\xbf\xbd"}, {"\xed\xa0\x80", "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd"}, {"", ""},
+    };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        char *line = NULL, value[64];
+        size_t bytes = 0;
+        FILE *file = open_memstream(&line, &bytes);
+        metrics_begin(file, "text");
+        metrics_text(file, "a", texts[i][0]);
+        metrics_end(file);
+        fclose(file);
+        CHECK_MSG(json_find(json_open(line, bytes), "a", value, sizeof value) && strcmp(value, texts[i][1]) == 0, "%s", line);
+        free(line);
+    }
+}
+
 TEST(json_errors_do_not_run_away) {
     static const char *const bad[] = {"", "{", "{\"", "{\"a", "{\"a\"", "{\"a\":", "{\"a\":[", "{\"a\":1", "{a:1}", "[", "{\"\\u12\":1}", "{\"\\q\":1}", "]"};
     char value[16];
@@ -952,6 +971,7 @@ int main(int argc, char **argv) {
     RUN(sampling);
     RUN(json_values);
     RUN(json_surrogates);
+    RUN(json_of_any_text);
     RUN(json_errors_do_not_run_away);
     RUN(flops_by_hand);
     RUN(safetensors_round_trip);
