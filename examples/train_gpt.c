@@ -909,9 +909,13 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
    NAME.state alone is the checkpoint: it holds the weights too and is replaced in one rename, so it is always
    whole.  NAME.safetensors, written after it, is the same weights for other programs. */
 
+/* How the data is read belongs to one session, as session_options do: it changes nothing. */
 static amp_result put_settings(const run *r, amp_state *state) {
     char text[4096];
-    size_t bytes = amp_settings_text(&r->set.amp, text, sizeof text);
+    amp_settings kept = r->set.amp;
+    size_t bytes;
+    kept.workers = kept.prefetch = kept.disable_pinned = 0;
+    bytes = amp_settings_text(&kept, text, sizeof text);
     if (bytes >= sizeof text) return example_fail(AMP_ERR_SIZE, "no room for the settings");
     return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);
 }
