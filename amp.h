@@ -259,7 +259,7 @@ extern "C" {
     X(AMP_ERR_UNSUPPORTED, 108, "not supported here",                    "choose what the text offers, or allow the fallback") \
     X(AMP_ERR_SIZE,        109, "a size does not fit into memory",       "use smaller dimensions") \
     X(AMP_ERR_CONFLICT,    110, "settings or operands conflict",         "change one of the two in the text") \
-    X(AMP_ERR_LABEL,       201, "a label or index is out of range",      "labels must be 0..classes-1 or the ignore index") \
+    X(AMP_ERR_LABEL,       201, "a label or index is out of range",      "mend the data, or name the size they were made for") \
     X(AMP_ERR_SCALE,       202, "the loss scale is not usable",          "the scale and its inverse must be finite and normal") \
     X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused",            "only the torch preset does this: use another preset, or fp32 or bf16 gradients") \
     X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update before the next amp_scaler_check") \
@@ -8646,8 +8646,8 @@ static amp_result ampi_open_device(amp_context *amp) {
     b.blas = amp->desc.blas;
     b.memory = amp->desc.memory;
     b.autotune = amp->desc.autotune == AMP_AUTOTUNE_ON;
-    AMPI_TRY(amp->backend->open(&amp->dev, &amp->host, &b));
-    AMPI_TRY(amp->backend->describe(amp->dev, &amp->machine.device));
+    AMPI_TRY(ampi_as("amp_open", amp->backend->open(&amp->dev, &amp->host, &b)));
+    AMPI_TRY(ampi_as("amp_open", amp->backend->describe(amp->dev, &amp->machine.device)));
     AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
     AMPI_TRY(ampi_as("amp_open", ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions)));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
@@ -14123,9 +14123,8 @@ static amp_result ampi_loader_open(amp_loader *l) {
     l->batches = l->whole + (d->last_batch != AMP_LAST_DROP && l->samples > l->whole * d->world * d->batch);
     if (l->batches < 1)
         return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
-                         "%s: %lld samples are less than one batch of %lld on each of %d ranks",
-                         l->n_files > 0 ? l->files[0].path : "callback", (long long)l->samples, (long long)d->batch,
-                         d->world);
+                         "%s: %lld samples are less than one batch of %lld%s", l->n_files > 0 ? l->files[0].path : "callback",
+                         (long long)l->samples, (long long)d->batch, d->world > 1 ? " on each rank" : "");
     l->end = d->epochs == 0 || d->epochs > INT64_MAX / l->batches ? INT64_MAX : d->epochs * l->batches;
     return AMP_OK;
 }

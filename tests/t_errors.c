@@ -4,7 +4,6 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
-#include <ctype.h>
 
 /* The API half of amp.h; "" where it is not in this folder. */
 static char api[1 << 18];
@@ -103,10 +102,123 @@ TEST(no_text_function_is_forgotten) {
     CHECK_EQ(seen, TEXTS);
 }
 
+/* ---- Texts that do not contradict themselves */
+
+#define SAYS(call, result, text) do { CHECK_ERR(call, result); CHECK_MSG(strstr(amp_last_error(), text) != NULL, "%s", amp_last_error()); } while (0)
+#define NEVER(text) CHECK_MSG(strstr(amp_last_error(), text) == NULL, "%s", amp_last_error())
+
+static int read_nothing(void *user, const amp_sample *sample, void *const *fields) { (void)user; (void)sample; memset(fields[0], 0, 4); return 0; }
+
+TEST(advice_that_fits) {
+    static const int32_t ids[2] = {0, 9};
+    static float table[6], y[4];
+    amp_context *amp;
+    amp_loader *loader = NULL;
+    amp_loader_desc d;
+    amp_source source;
+    amp_param p;
+    amp_embedding_op op;
+    CHECK_OK(amp_open(&amp, NULL));
+    memset(&d, 0, sizeof d); memset(&source, 0, sizeof source); memset(&p, 0, sizeof p); memset(&op, 0, sizeof op);
+    source.read = read_nothing; source.samples = 3; source.n_fields = 1; source.fields[0].dtype = AMP_I32; source.fields[0].count = 1;
+    d.source = &source;
+    SAYS(amp_loader_create(amp, &loader, &d), AMP_ERR_RANGE, ".batch = 0, must be 1");       /* it has no default */
+    NEVER("0 is the default");
+    d.batch = 4;
+    SAYS(amp_loader_create(amp, &loader, &d), AMP_ERR_RANGE, "3 samples are less than one batch of 4");
+    NEVER("rank");
+    d.world = 2; d.batch = 2;
+    SAYS(amp_loader_create(amp, &loader, &d), AMP_ERR_RANGE, "one batch of 2 on each rank");
+    p.name = "table"; p.weight = amp_tensor2(table, AMP_F32, 3, 2);
+    op.ids = ids; op.table = &p; op.y = amp_tensor2(y, AMP_F32, 2, 2);
+    SAYS(amp_embedding(amp, &op), AMP_ERR_LABEL, ".ids[1] = 9, must be 0 to 2");            /* no word about labels */
+    NEVER("label"); NEVER("classes");
+    amp_close(amp);
+}
+
+/* ---- A device of which every call fails when it is told to */
+
+static amp_backend device;
+static int broken;
+static amp_result broken_now(void) { return broken ? AMP_ERR_DEVICE : AMP_OK; }
+static amp_result device_copy(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream) {
+    return broken ? AMP_ERR_DEVICE : amp_cpu()->copy(dev, dst, src, bytes, kind, stream);
+}
+static amp_result device_fill(void *dev, void *dst, int byte, size_t bytes, void *stream) { return broken ? AMP_ERR_DEVICE : amp_cpu()->fill(dev, dst, byte, bytes, stream); }
+static amp_result device_describe(void *dev, amp_device *out) { return broken ? AMP_ERR_DEVICE : amp_cpu()->describe(dev, out); }
+static amp_result device_place(void *dev, const void *ptr, amp_place *out) { (void)dev; (void)ptr; *out = AMP_PLACE_DEVICE; return broken_now(); }
+static amp_result device_memory(void *dev, amp_memory_info *out) { return broken ? AMP_ERR_DEVICE : amp_cpu()->memory(dev, out); }
+static amp_result device_sync(void *dev, void *stream) { (void)dev; (void)stream; return broken_now(); }
+static amp_result device_event(void *dev, void *event, void *stream) { (void)dev; (void)event; (void)stream; return broken_now(); }
+static amp_result device_trim(void *dev) { (void)dev; return broken_now(); }
+
+static amp_result failing(int wanted, amp_result result) { broken = wanted; return result; }
+#define BREAKS(call) do { (void)amp_dtype_parse("?", NULL); broken = 1; CHECK_ERR(call, AMP_ERR_DEVICE); (void)failing(0, AMP_OK); } while (0)
+
+TEST(a_broken_device) {
+    static float data[2][8];
+    amp_desc desc;
+    amp_context *amp = NULL;
+    amp_param p;
+    amp_set *set;
+    amp_set_desc sd;
+    amp_scaler *scaler;
+    amp_optimizer *optimizer;
+    amp_optimizer_desc od;
+    amp_numerics *numerics;
+    amp_numerics_desc nd;
+    amp_numerics_report report;
+    amp_recovery *recovery = NULL;
+    amp_recovery_desc rd;
+    amp_recovery_event event;
+    amp_found found;
+    amp_k_scaler state;
+    amp_memory_info memory;
+    amp_status status;
+    amp_range range;
+    void *room;
+    int stamp;
+    device = *amp_cpu();
+    device.name = "broken"; device.host_visible = 0;
+    device.copy = device_copy; device.fill = device_fill; device.describe = device_describe; device.place = device_place;
+    device.memory = device_memory; device.stream_sync = device_sync; device.event_record = device.event_wait = device_event; device.trim = device_trim;
+    memset(&desc, 0, sizeof desc); memset(&p, 0, sizeof p); memset(&sd, 0, sizeof sd); memset(&od, 0, sizeof od); memset(&nd, 0, sizeof nd);
+    memset(&rd, 0, sizeof rd); memset(&range, 0, sizeof range);
+    desc.backend = &device;
+    BREAKS(amp_open(&amp, &desc));
+    CHECK_OK(amp_open(&amp, &desc));
+    p.name = "w"; p.weight = amp_tensor1(data[0], AMP_F32, 8); p.grad = amp_tensor1(data[1], AMP_F32, 8);
+    sd.params = od.params = nd.params = rd.params = &p; sd.n_params = od.n_params = nd.n_params = rd.n_params = 1;
+    CHECK_OK(amp_param_register(amp, &p, 1));
+    CHECK_OK(amp_set_create(amp, &set, &sd)); CHECK_OK(amp_scaler_create(amp, &scaler, NULL)); CHECK_OK(amp_optimizer_create(amp, &optimizer, &od));
+    CHECK_OK(amp_numerics_create(amp, &numerics, &nd));
+    CHECK_OK(amp_alloc(amp, &room, 64));
+    rd.optimizer = optimizer; range.data = data[0]; range.count = 8; range.dtype = AMP_F32;
+    BREAKS(amp_copy(amp, room, data[0], 16, AMP_COPY_TO_DEVICE));
+    BREAKS(amp_fill(amp, room, 0, 16));
+    BREAKS(amp_event_record(amp, &stamp));
+    BREAKS(amp_event_wait(amp, &stamp));
+    BREAKS(amp_memory(amp, &memory));
+    BREAKS(amp_cleanup(amp, NULL));
+    BREAKS(amp_status_get(amp, scaler, 0, &status));
+    BREAKS(amp_set_found(set, &found));
+    BREAKS(amp_scaler_get(scaler, &state));
+    BREAKS(amp_verify_placement(amp, &range, 1));
+    BREAKS(amp_numerics_step(numerics, &report));
+    BREAKS(amp_recovery_create(amp, &recovery, &rd));
+    CHECK_OK(amp_recovery_create(amp, &recovery, &rd));
+    BREAKS(amp_recovery_memory(recovery, &event));
+    amp_recovery_destroy(recovery); amp_numerics_destroy(numerics); amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler); amp_set_destroy(set);
+    amp_free(amp, room);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     read_api();
     RUN(texts_as_snprintf);
     RUN(no_text_function_is_forgotten);
+    RUN(advice_that_fits);
+    RUN(a_broken_device);
     return TEST_END();
 }
