@@ -19136,8 +19136,7 @@ static amp_result ampi_check_recovery(const amp_context *amp, const amp_recovery
 static amp_result ampi_recovery_alive(const amp_recovery *r, const char *function) {
     AMPI_TRY(ampi_alive(&r->object, function));
     AMPI_TRY(ampi_alive(&r->desc.optimizer->object, function));
-    if (r->desc.scaler != NULL) AMPI_TRY(ampi_alive(&r->desc.scaler->object, function));
-    return r->desc.loader != NULL ? ampi_alive(&r->desc.loader->object, function) : AMP_OK;
+    return r->desc.scaler != NULL ? ampi_alive(&r->desc.scaler->object, function) : AMP_OK;
 }
 
 static void ampi_recovery_stop(ampi_object *object) {
@@ -19400,6 +19399,7 @@ AMPI_PRIVATE amp_result ampi_recovery_step(amp_recovery *recovery, const amp_ste
     if (r == NULL || record == NULL || event == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL", r == NULL ? "recovery" : record == NULL ? "record" : "event");
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
+    if (r->desc.loader != NULL) AMPI_TRY(ampi_alive(&r->desc.loader->object, "amp_recovery_step"));
     AMPI_TRY(ampi_may_wait(r->amp));
     *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
     if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
@@ -19478,6 +19478,7 @@ AMPI_PRIVATE amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *
     memset(&now, 0, sizeof now);
     if (r == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_batch", "recovery is NULL");
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_batch"));
+    if (loader != NULL) AMPI_TRY(ampi_alive(&loader->object, "amp_recovery_batch"));
     if (r->desc.optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_recovery_batch", "%d of %d micro-batches are accumulated: call it between steps",
                          r->desc.optimizer->micro, r->desc.optimizer->desc.accumulation);
@@ -19486,6 +19487,8 @@ AMPI_PRIVATE amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *
     r->desc.loader = loader;
     result = ampi_snapshot_take(r, &now);
     if (result != AMP_OK) { r->desc.loader = before; return result; }
+    if (loader != NULL) ampi_object_hold(&loader->object);
+    if (before != NULL) ampi_object_let_go(&before->object);
     ampi_snapshot_drop(&r->good);
     ampi_snapshot_drop(&r->candidate);
     r->good = now;
