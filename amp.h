@@ -6230,7 +6230,8 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
 /* ---- Attention after Dao et al. 2022, on strips of 32 queries and tiles of 64 keys.  A tile is skipped where the
    mask hides all of it, and otherwise computed from the first to the last key that some query of the strip sees.
    Operands and probabilities are rounded to the compute dtype, products and sums are fp32, and the sums over keys
-   (of o, dq) and over queries (of dk, dv) run in order. */
+   (of o, dq) and over queries (of dk, dv) run in order: 1024 at a time, and these sums, so that the error hardly grows. */
+enum { AMPI_FOLD = 1024 / AMPI_KEY_TILE, AMPI_FOLD_TILES = 1024 / (AMPI_STRIPS * AMPI_STRIP) };
 
 /* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
 typedef struct ampi_span { int64_t first, low, high; } ampi_span;
@@ -6369,6 +6370,8 @@ typedef struct ampi_strip {
     ampi_rows32 q, d_o;             /* backward: d_o */
     float *q_copy, *q_t, *d_o_copy, *d_o_t;       /* [AMPI_STRIP, wide] and transposed */
     float *result_t;                /* o or dq, transposed */
+    int32_t tiles, folded;          /* tiles of keys in result_t; 1: those before are in total_t, total and max_then */
+    float *total_t, total[AMPI_STRIP], max_then[AMPI_STRIP];
 } ampi_strip;
 
 typedef struct ampi_attention_room {
@@ -6379,6 +6382,7 @@ typedef struct ampi_attention_room {
     float *k, *v;                   /* [AMPI_KEY_TILE, wide] */
     float *result;                  /* [AMPI_STRIP, wide] */
     float *dk, *dv;                 /* backward: [keys, wide] */
+    float *dk_total, *dv_total;     /* of the queries before */
     int32_t *allowed;               /* [AMPI_KEY_TILE, AMPI_STRIP] */
     int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
 } ampi_attention_room;
@@ -6390,15 +6394,15 @@ AMPI_PRIVATE float *ampi_take(float *base, int64_t *used, int64_t n) {
 }
 
 /* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
-AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_room *room, float *base, int64_t wide, int64_t keys,
-                                          int backward) {
-    int64_t used = 0, strip = AMPI_STRIP * wide, tile = AMPI_KEY_TILE * AMPI_STRIP;
+AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_room *room, float *base, const ampi_attention_call *call, int backward) {
+    int64_t wide = call->wide, keys = call->x->keys, used = 0, strip = AMPI_STRIP * wide, tile = AMPI_KEY_TILE * AMPI_STRIP;
     for (int s = 0; s < AMPI_STRIPS; s++) {
         room->strips[s].q_copy = ampi_take(base, &used, strip);
         room->strips[s].q_t = ampi_take(base, &used, strip);
         room->strips[s].d_o_copy = ampi_take(base, &used, backward ? strip : 0);
         room->strips[s].d_o_t = ampi_take(base, &used, backward ? strip : 0);
         room->strips[s].result_t = ampi_take(base, &used, strip);
+        room->strips[s].total_t = ampi_take(base, &used, strip);
     }
     room->scores = ampi_take(base, &used, tile);
     room->slopes = ampi_take(base, &used, backward ? tile : 0);
@@ -6407,6 +6411,8 @@ AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_room *room, float *base
     room->result = ampi_take(base, &used, strip);
     room->dk = ampi_take(base, &used, backward ? keys * wide : 0);
     room->dv = ampi_take(base, &used, backward ? keys * wide : 0);
+    room->dk_total = ampi_take(base, &used, backward ? keys * wide : 0);
+    room->dv_total = ampi_take(base, &used, backward ? keys * wide : 0);
     room->allowed = (int32_t *)(void *)ampi_take(base, &used, tile);
     return used;
 }
@@ -6495,6 +6501,7 @@ AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_atte
         s->q = ampi_attention_rows(call, room, x->q, x->q_stride, query, n, 1, s->q_copy);
         call->vec->transpose(s->q.data, s->q.ld, s->q_t, AMPI_STRIP, AMPI_STRIP, call->wide);
         memset(s->result_t, 0, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
+        s->tiles = s->folded = 0;
         for (int i = 0; i < AMPI_STRIP; i++) {
             s->max[i] = ampi_f32_of_bits(0xff800000u);
             s->sum[i] = s->lse[i] = s->delta[i] = 0.0f;
@@ -6564,6 +6571,30 @@ AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, 
     ampi_attention_add(call, room, &to_dq, 0);
 }
 
+/* Adds a strip's result, and forward its sums of weights relative to `max`, to those of the keys before. */
+AMPI_PRIVATE void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, int backward) {
+    int64_t n = AMPI_STRIP * call->wide;
+    float factor[AMPI_STRIP];
+    ampi_product rescale = {call->wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->total_t, AMPI_STRIP, 1, 1.0f, factor};
+    if (!s->folded) {
+        memset(s->total_t, 0, (size_t)n * sizeof(float));
+        memset(s->total, 0, sizeof s->total);
+    } else if (!backward) {
+        for (int i = 0; i < AMPI_STRIP; i++)            /* what saw nothing has nothing to rescale */
+            factor[i] = ampi_bits_f32(s->max_then[i]) == 0xff800000u ? s->max_then[i] : s->max_then[i] - s->max[i];
+        (void)call->rows->exp_sum(factor, 0.0f, factor, AMPI_STRIP);
+        call->vec->product(&rescale);
+        for (int i = 0; i < AMPI_STRIP; i++) s->total[i] *= factor[i];
+    }
+    call->rows->add(s->total_t, 1.0f, s->result_t, 1.0f, s->total_t, n);
+    call->rows->add(s->total, 1.0f, s->sum, 1.0f, s->total, AMPI_STRIP);
+    memset(s->result_t, 0, (size_t)n * sizeof(float));
+    memset(s->sum, 0, sizeof s->sum);
+    memcpy(s->max_then, s->max, sizeof s->max);
+    s->folded = 1;
+    s->tiles = 0;
+}
+
 /* All strips of the room against all keys they see. */
 AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_room *room, int backward) {
     const amp_k_attention *x = call->x;
@@ -6583,7 +6614,15 @@ AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_att
             vs = v; vs.data += (begin - j) * v.ld;
             if (backward) ampi_attention_backward_tile(call, room, s, begin, end - begin, ks, vs);
             else ampi_attention_forward_tile(call, room, s, begin, end - begin, ks, vs);
+            if (++s->tiles == AMPI_FOLD && last < x->keys) ampi_attention_fold(call, s, backward);
         }
+    }
+    for (int64_t i = 0; i < room->n_strips; i++) {
+        ampi_strip *s = &room->strips[i];
+        if (!s->folded) continue;
+        ampi_attention_fold(call, s, backward);
+        memcpy(s->result_t, s->total_t, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
+        memcpy(s->sum, s->total, sizeof s->sum);
     }
 }
 
@@ -6608,6 +6647,16 @@ AMPI_PRIVATE int ampi_attention_forward(const ampi_attention_call *call, ampi_at
     return nan;
 }
 
+/* After tile t - 1: total takes what part holds; after the last, part takes what total holds, if anything. */
+AMPI_PRIVATE void ampi_attention_total(const ampi_attention_call *call, float *part, float *total, int64_t t) {
+    int64_t n = call->x->keys * call->wide;
+    int last = t == call->tiles;
+    if (t <= AMPI_FOLD_TILES && last) return;
+    if (t == AMPI_FOLD_TILES) memcpy(total, part, (size_t)n * sizeof *part);
+    else call->rows->add(total, 1.0f, part, 1.0f, last ? part : total, n);
+    if (!last) memset(part, 0, (size_t)n * sizeof *part);
+}
+
 /* The head, backward.  Returns whether a gradient has a NaN. */
 AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_room *room) {
     const amp_k_attention *x = call->x;
@@ -6623,6 +6672,9 @@ AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_a
             call->vec->transpose(s->result_t, AMPI_STRIP, room->result, wide, wide, AMPI_STRIP);
             nan |= ampi_attention_store(call, room, x->dq, x->dq_stride, s->query, s->mask.n, room->result, x->scale);
         }
+        if ((t + 1) % AMPI_FOLD_TILES != 0 && t + 1 < call->tiles) continue;
+        ampi_attention_total(call, room->dk, room->dk_total, t + 1);
+        ampi_attention_total(call, room->dv, room->dv_total, t + 1);
     }
     nan |= ampi_attention_store(call, room, x->dk, x->dk_stride, 0, x->keys, room->dk, x->scale);
     nan |= ampi_attention_store(call, room, x->dv, x->dv_stride, 0, x->keys, room->dv, 1.0f);
@@ -6635,7 +6687,7 @@ static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, i
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
     ampi_attention_room room;
-    ampi_attention_place(&room, call->room + thread * call->room_size, call->wide, x->keys, 0);
+    ampi_attention_place(&room, call->room + thread * call->room_size, call, 0);
     for (int64_t item = begin; item < end; item++) {
         int64_t head = item / call->tiles, t = item % call->tiles;
         t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* early and late tiles in turn: their cost differs */
@@ -6652,7 +6704,7 @@ static void ampi_attention_backward_task(void *arg, int64_t begin, int64_t end, 
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
     ampi_attention_room room;
-    ampi_attention_place(&room, call->room + thread * call->room_size, call->wide, x->keys, 1);
+    ampi_attention_place(&room, call->room + thread * call->room_size, call, 1);
     for (int64_t head = begin; head < end; head++) {
         room.b = head / x->heads;
         room.h = head % x->heads;
@@ -6675,7 +6727,7 @@ AMPI_PRIVATE amp_result ampi_attention_run(ampi_cpu *cpu, const amp_k_attention 
     call.path = cpu->path;
     call.wide = (x->dim + AMPI_STRIP - 1) / AMPI_STRIP * AMPI_STRIP;
     call.tiles = (x->queries + AMPI_STRIPS * AMPI_STRIP - 1) / (AMPI_STRIPS * AMPI_STRIP);
-    call.room_size = ampi_attention_place(&room, NULL, call.wide, x->keys, backward);
+    call.room_size = ampi_attention_place(&room, NULL, &call, backward);
     items = x->batch * x->heads * (backward ? 1 : call.tiles);
     threads = (int)AMPI_MAX((int64_t)1, AMPI_MIN((int64_t)cpu->threads, items));
     AMPI_TRY(ampi_bytes("amp_attention", call.room_size * threads, sizeof(float), &bytes));

@@ -1484,6 +1484,48 @@ static void sums_of_products(const ampt_golden *file, int64_t k, amp_cpu_path pa
     drop(&a); drop(&b); drop(&c);
 }
 
+/* 64 queries over n keys: o; or n queries over 64 keys: the gradient of the values, a sum over the queries. */
+static void sums_of_attention(const ampt_golden *file, int64_t n, int backward, amp_cpu_path path) {
+    enum { DIM = 64 };
+    static const int order[] = {0, 2, 3, 1};
+    int64_t queries = backward ? n : DIM, keys = backward ? DIM : n;
+    matrix in[4], out[4];           /* q, k, v, do; o, dq, dk, dv */
+    double *p = (double *)malloc((size_t)keys * 8), exact[DIM * DIM] = {0}, bound = 0;
+    float *lse = (float *)malloc((size_t)queries * 4);
+    ampi_cpu cpu = device(path, 1);
+    amp_k_attention a;
+    char name[40];
+    for (int i = 0; i < 4; i++) {
+        in[i] = make(AMP_F32, i == 0 || i == 3 ? queries : keys, DIM, 0);
+        out[i] = make(AMP_F32, i < 2 ? queries : keys, DIM, 0);
+        ampt_uniform((float *)(void *)in[i].data, in[i].rows * DIM, (uint32_t)n, (uint32_t)(backward ? order[i] : i), 1, 0);
+    }
+    for (int64_t i = 0; i < queries; i++) {
+        double sum = 0;
+        for (int64_t j = 0; j < keys; j++) {
+            double score = 0;
+            for (int64_t d = 0; d < DIM; d++) score += get(&in[0], i, d) * get(&in[1], j, d);
+            sum += p[j] = exp(score / 8);
+        }
+        for (int64_t j = 0; j < keys; j++)
+            for (int64_t d = 0; d < DIM; d++)
+                exact[(backward ? j : i) * DIM + d] += p[j] / sum * (backward ? get(&in[3], i, d) : get(&in[2], j, d));
+    }
+    memset(&a, 0, sizeof a);
+    a.batch = a.heads = 1; a.queries = queries; a.keys = keys; a.dim = DIM; a.scale = 0.125f; a.dtype = a.compute = AMP_F32; a.lse = lse;
+    a.q = in[0].data; a.k = in[1].data; a.v = in[2].data; a.d_o = in[3].data;
+    a.o = out[0].data; a.dq = out[1].data; a.dk = out[2].data; a.dv = out[3].data;
+    a.q_stride[1] = a.k_stride[1] = a.v_stride[1] = a.o_stride[1] = a.do_stride[1] = a.dq_stride[1] = a.dk_stride[1] = a.dv_stride[1] = DIM;
+    CHECK_OK(ampi_cpu_attention(&cpu, &a, NULL));
+    if (backward) CHECK_OK(ampi_cpu_attention_backward(&cpu, &a, NULL));
+    /* within a tile, the tiles of 1024, and those one after the other; scores and exponentials beside it, 4 units */
+    bound = 4 + rounded_sum((double)(backward ? 32 + 32 : 64 + 16) / 2 + (double)n / 1024 / 2);
+    snprintf(name, sizeof name, "attention_%s/%lld", backward ? "queries" : "keys", (long long)n);
+    check_sum(file, name, &out[backward ? 3 : 0], exact, 0, bound, path);
+    for (int i = 0; i < 4; i++) { drop(&in[i]); drop(&out[i]); }
+    free(p); free(lse);
+}
+
 TEST(long_sums) {
     static const int64_t rows[] = {1000, 10000, 400000}, depths[] = {256, 512, 1024, 4096};
     ampt_golden file = ampt_golden_open("sums.bin");
@@ -1494,6 +1536,7 @@ TEST(long_sums) {
             sums_along_rows(&file, rows[i], (amp_cpu_path)path);
         }
         for (int i = 0; i < 4; i++) sums_of_products(&file, depths[i], (amp_cpu_path)path);
+        for (int i = 0; i < 4; i++) sums_of_attention(&file, i / 2 ? 16384 : 1024, i % 2, (amp_cpu_path)path);
     }
     free(file.data);
 }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import common
 
-ROWS, COLS, CHAINS = (1000, 10000, 400000), 16, (256, 512, 1024, 4096)
+ROWS, COLS, CHAINS, LONG = (1000, 10000, 400000), 16, (256, 512, 1024, 4096), (1024, 16384)
 UNIT = 2.0 ** 24
 
 
@@ -67,6 +67,17 @@ def main():
     for k in CHAINS:
         a, b = (torch.from_numpy(common.uniform(k, stream, shape)) for stream, shape in enumerate(((64, k), (k, 64))))
         record(f"product/{k}", lambda dtype: a.to(dtype) @ b.to(dtype), (a.double() ** 2 @ b.double() ** 2).sum())
+    for n in LONG:
+        q, k, v = (torch.from_numpy(common.uniform(n, stream, (1, 1, rows, 64))) for stream, rows in enumerate((64, n, n)))
+        record(f"attention_keys/{n}", lambda dtype: F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype)), 0)
+        queries, dy, keys, values = (torch.from_numpy(common.uniform(n, stream, (1, 1, rows, 64)))
+                                     for stream, rows in enumerate((n, n, 64, 64)))
+
+        def values_gradient(dtype):
+            p = values.to(dtype).requires_grad_()
+            y = F.scaled_dot_product_attention(queries.to(dtype), keys.to(dtype), p)
+            return torch.autograd.grad(y, p, dy.to(dtype))[0]
+        record(f"attention_queries/{n}", values_gradient, 0)
     common.write_golden("sums.bin", records, lambda name: 0.5)
 
 
