@@ -12760,7 +12760,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     graph->settings_version = ampi_settings_version(amp);      /* what changes from here on is only in a part of it */
     amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
     ampi_capture_begin(amp, graph);
-    result = backend->graph_begin(dev, stream);
+    result = ampi_as(f, backend->graph_begin(dev, stream));
     if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
     ampi_capture_end(amp);
     amp_graph_destroy(graph);

@@ -213,6 +213,86 @@ TEST(a_broken_device) {
     amp_close(amp);
 }
 
+/* ---- What is refused while a graph is captured */
+
+static amp_result device_graph_begin(void *dev, void *stream) { (void)dev; (void)stream; return broken_now(); }
+static amp_result device_graph_end(void *dev, void *stream, void **graph) { (void)dev; (void)stream; *graph = &device; return broken_now(); }
+static amp_result device_graph_launch(void *dev, void *graph, void *stream) { (void)dev; (void)graph; (void)stream; return broken_now(); }
+static void device_graph_destroy(void *dev, void *graph) { (void)dev; (void)graph; }
+
+TEST(a_call_during_capture) {
+    static float data[2][8];
+    static amp_status status;
+    amp_desc desc;
+    amp_context *amp = NULL;
+    amp_param p;
+    amp_numerics *numerics;
+    amp_numerics_desc nd;
+    amp_numerics_report report;
+    amp_graph *graph = NULL;
+    amp_mask mask;
+    amp_mask_view view;
+    amp_state *state;
+    device = *amp_cpu();
+    device.name = "graphs"; device.host_visible = 0;
+    device.copy = device_copy; device.place = device_place; device.stream_sync = device_sync;
+    device.graph_begin = device_graph_begin; device.graph_end = device_graph_end; device.graph_launch = device_graph_launch;
+    device.graph_destroy = device_graph_destroy;
+    memset(&desc, 0, sizeof desc); memset(&p, 0, sizeof p); memset(&nd, 0, sizeof nd); memset(&mask, 0, sizeof mask);
+    desc.backend = &device;
+    CHECK_OK(amp_open(&amp, &desc));
+    p.name = "w"; p.weight = amp_tensor1(data[0], AMP_F32, 8); p.grad = amp_tensor1(data[1], AMP_F32, 8);
+    nd.params = &p; nd.n_params = 1;
+    CHECK_OK(amp_numerics_create(amp, &numerics, &nd));
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_ERR(amp_random_load(amp, state, "none"), AMP_ERR_NAME);
+    CHECK_ERR(amp_random_save(amp, state, "a prefix of more than fifty-six bytes, which no key has room for"), AMP_ERR_RANGE);
+    CHECK_OK(amp_random_save(amp, state, "r"));
+    CHECK_ERR(amp_graph_end(amp, &graph), AMP_ERR_STATE);
+    BREAKS(amp_graph_begin(amp));
+    CHECK_OK(amp_graph_begin(amp));
+    CHECK_ERR(amp_graph_begin(amp), AMP_ERR_STATE);
+    CHECK_ERR(amp_cleanup(amp, NULL), AMP_ERR_STATE);
+    CHECK_ERR(amp_status_get(amp, NULL, 0, &status), AMP_ERR_STATE);
+    CHECK_ERR(amp_numerics_step(numerics, &report), AMP_ERR_STATE);
+    mask.kind = AMP_MASK_CAUSAL;
+    CHECK_ERR(amp_mask_get(amp, &mask, 1, 4, 4, AMP_U8, &view), AMP_ERR_STATE);
+    CHECK_ERR(amp_random_load(amp, state, "r"), AMP_ERR_STATE);
+    CHECK_OK(amp_graph_end(amp, &graph));
+    BREAKS(amp_graph_launch(graph));
+    amp_graph_destroy(graph);
+    amp_state_destroy(state); amp_numerics_destroy(numerics);
+    amp_close(amp);
+}
+
+/* ---- Settings and blobs that are none */
+
+TEST(settings_and_blobs) {
+    amp_settings s;
+    amp_scaler_desc scaler;
+    amp_state *state, *other;
+    void *blob;
+    size_t bytes;
+    memset(&s, 0, sizeof s);
+    CHECK_ERR(amp_settings_read_text(&s, "text", "dtype\n", 6), AMP_ERR_FORMAT);
+    CHECK_ERR(amp_settings_read_text(&s, "text", "debug = on\ndebug = off\n", 23), AMP_ERR_CONFLICT);
+    s.level = AMP_LEVEL_O0; s.dtype = AMP_BF16;
+    CHECK_ERR(amp_settings_check(&s), AMP_ERR_CONFLICT);
+    memset(&s, 0, sizeof s);
+    s.accumulation = -1;
+    CHECK_ERR(amp_settings_fill(&s, NULL, NULL, &scaler, NULL, NULL), AMP_ERR_RANGE);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_OK(amp_state_encode(state, &blob, &bytes));
+    ((char *)blob)[0] ^= 1;
+    CHECK_ERR(amp_state_decode(&other, NULL, blob, bytes), AMP_ERR_FORMAT);
+    ((char *)blob)[0] ^= 1;
+    CHECK_ERR(amp_state_decode(&other, NULL, blob, 4), AMP_ERR_TRUNCATED);
+    ((char *)blob)[8] = 99;
+    CHECK_ERR(amp_state_decode(&other, NULL, blob, bytes), AMP_ERR_NEWER);
+    amp_file_free(NULL, blob, bytes);
+    amp_state_destroy(state);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     read_api();
@@ -220,5 +300,7 @@ int main(int argc, char **argv) {
     RUN(no_text_function_is_forgotten);
     RUN(advice_that_fits);
     RUN(a_broken_device);
+    RUN(a_call_during_capture);
+    RUN(settings_and_blobs);
     return TEST_END();
 }
