@@ -27,7 +27,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive anomalies oracle bench \
+.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -145,6 +145,10 @@ test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
 	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
 	    "$(BUILD)/t_optimizer --full --filter every_pattern"
+
+# What amp.h promises to return, and no test provokes.
+errors: $(TESTS:%=$(BUILD)/%)
+	sh tests/errors.sh $(TESTS:%=$(BUILD)/%)
 
 anomalies: $(BUILD)/t_anomalies
 	mkdir -p tests/records
