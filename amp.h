@@ -16819,6 +16819,7 @@ AMPI_PRIVATE amp_result ampi_monitor_take_all(amp_monitor *m) {
 AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
     if (monitor == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_flush", "monitor is NULL");
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_flush"));
+    AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_flush"));
     AMPI_TRY(ampi_monitor_take_all(monitor));
     return ampi_lines_write(monitor, "amp_monitor_flush");
 }
@@ -16891,6 +16892,7 @@ AMPI_PRIVATE amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_recor
     amp_memory_info memory;
     if (m == NULL) return ampi_fail(AMP_ERR_NULL, "amp_monitor_epoch", "monitor is NULL");
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_epoch"));
+    AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_monitor_take_all(m));
     if (m->epoch.steps == 0) return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
     memset(&memory, 0, sizeof memory);
@@ -17327,6 +17329,7 @@ AMPI_PRIVATE amp_result ampi_numerics_step(amp_numerics *numerics, amp_numerics_
     int64_t i;
     if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_numerics_step", "numerics or out is NULL");
     AMPI_TRY(ampi_alive(&numerics->object, "amp_numerics_step"));
+    if (numerics->desc.scaler != NULL) AMPI_TRY(ampi_alive(&numerics->desc.scaler->object, "amp_numerics_step"));
     AMPI_TRY(ampi_may_wait(m->amp));
     m->report.due = m->calls % m->desc.interval == 0;
     if (m->report.due) {
