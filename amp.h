@@ -19559,8 +19559,9 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     int64_t all[AMPI_SAVED_RECOVERY];
     if (r == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_save", "recovery, state or prefix is NULL");
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_save"));
-    all[0] = r->halvings; all[1] = r->fitted; all[2] = r->failures;
-    all[3] = r->doubled; all[4] = r->retries; all[5] = r->streak;
+    /* good steps that nothing waits for are not counted: whatever came before, runs that stand at the same place save the same bytes */
+    all[0] = r->halvings; all[1] = r->halvings > 0 ? r->fitted : 0; all[2] = r->failures;
+    all[3] = r->doubled; all[4] = r->retries; all[5] = r->retries > 0 ? r->streak : 0;
     return ampi_as("amp_recovery_save", ampi_put(state, prefix, "recovery", -1, AMP_I64, all, AMPI_SAVED_RECOVERY));
 }
 
