@@ -7522,7 +7522,21 @@ static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, in
     for (int64_t i = 0; i < n; i++) order[starts[ids[i]]++] = i;
 }
 
-/* Columns begin to end of the gradient of every table row that occurs: its occurrences in their order.  Threads divide the
+/* 1: nothing but zeros, of either sign. */
+static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        uint32_t wide = 0;
+        uint16_t narrow = 0;
+        if (dtype == AMP_F32) memcpy(&wide, (const float *)row + i, sizeof wide);
+        else memcpy(&narrow, (const uint16_t *)row + i, sizeof narrow);
+        if ((wide & 0x7fffffffu) != 0 || (narrow & 0x7fff) != 0) return 0;
+    }
+    return 1;
+}
+
+/* Columns begin to end of the gradient of every table row that occurs: its occurrences in their order.  Rows of zeros, the
+   gradient of padding, are left out, so that they do not move the others into other groups of the sum.  Threads divide the
    columns, because a few ids make up most of a text. */
 static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
@@ -7534,8 +7548,10 @@ static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int
         while (k < a->n) {
             int32_t id = a->ids[job->order[k]];
             ampi_sum_begin(&sum, job->cpu->path, a->dy.dtype, AMPI_MIN(end - col, (int64_t)AMPI_SUM_COLS));
-            for (; k < a->n && a->ids[job->order[k]] == id; k++)
-                ampi_sum_add(&sum, ampi_mat_at(&a->dy, job->order[k], col), 0, 1);
+            for (; k < a->n && a->ids[job->order[k]] == id; k++) {
+                const void *row = ampi_mat_at(&a->dy, job->order[k], col);
+                if (!ampi_row_is_zero(row, a->dy.dtype, sum.n)) ampi_sum_add(&sum, row, 0, 1);
+            }
             ampi_sum_end(&sum, ampi_mat_at(&a->dtable, id, col), a->dtable.dtype, a->add_table);
         }
     }
