@@ -2126,10 +2126,10 @@ amp_result ampc_check_image(ampc_device *dev) {
 
 /* ==== Column sums ===================================================================================
    A warp adds up every eighth row of 256 columns, eight columns to a lane; then the block's eight warps are added in
-   order.  Tall matrices are cut into runs of rows, whose sums a second kernel adds in order.  How many runs there are
-   follows from the shape alone.                                                                          */
+   order.  Tall matrices are cut into runs of rows, whose sums a second kernel adds in order, in fp64.  How many runs there
+   are follows from the shape alone.                                                                      */
 
-enum { AMPC_SUM_COLS = 256, AMPC_SUM_ROWS = 256, AMPC_SUM_RUNS = 256 };
+enum { AMPC_SUM_COLS = 256, AMPC_SUM_ROWS = 256, AMPC_SUM_RUNS = 256, AMPC_SUM_CHAIN = 32 };
 
 /* Adds `sum` to a stored number or replaces it. */
 template <class T> __device__ __forceinline__ void ampc_put_sum(T *to, float sum, int add) {
@@ -2171,16 +2171,16 @@ ampc_column_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, int64
 /* 32 columns to a block; each warp adds every eighth run, then the warps are added in order. */
 template <class O> __global__ void __launch_bounds__(256)
 ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, O *out, int add) {
-    AMPC_SHARED(float, room, 256);
+    AMPC_SHARED(double, room, 256);
     int64_t column = (int64_t)blockIdx.x * 32 + threadIdx.x % 32;
-    float sum = 0;
+    double sum = 0;
     if (column < cols)
-        for (int64_t i = threadIdx.x / 32; i < runs; i += 8) sum += partial[i * cols + column];
+        for (int64_t i = threadIdx.x / 32; i < runs; i += 8) sum += (double)partial[i * cols + column];
     room[threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.x >= 32 || column >= cols) return;
     for (int i = 1; i < 8; i++) sum += room[32 * i + threadIdx.x];
-    ampc_put_sum(out + column, sum, add);
+    ampc_put_sum(out + column, (float)sum, add);
 }
 
 template <class X, class O> amp_result ampc_column_sum_as(ampc_device *dev, const amp_k_column_sum *a, void *stream) {
@@ -3973,7 +3973,7 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_stretches(am
     }
 }
 
-/* For the id that begins in a stretch and goes on: its tail there and its heads in the stretches that follow. */
+/* For the id that begins in a stretch and goes on: its tail there and its heads in the stretches that follow, in fp64. */
 template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_gather g, const ampc_labels *labels) {
     int64_t parts = g.stretches * g.strips, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
@@ -3981,17 +3981,20 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_ga
         const ampc_gather_part<V> part(g, p);
         int64_t id = g.id(part.end - 1), last = part.stretch;
         unsigned whole = 0xffffffffu;
+        double total[V];
         float sum[V];
         if (id != g.id(part.end) || id == g.id(part.begin - 1)) continue;
         for (; whole == 0xffffffffu; last += __popc(whole))     /* the id is still there where stretch last + 1 + lane begins */
             whole = __ballot_sync(0xffffffffu, g.id((last + 1 + threadIdx.x % 32) * AMPC_STRETCH) == id);
         if (part.at >= g.dy.cols) continue;
         AMPC_UNROLL
-        for (int i = 0; i < V; i++) sum[i] = g.tail[part.stretch * g.dy.cols + part.at + i];
+        for (int i = 0; i < V; i++) total[i] = (double)g.tail[part.stretch * g.dy.cols + part.at + i];
         for (int64_t s = part.stretch + 1; s <= last; s++) {
             AMPC_UNROLL
-            for (int i = 0; i < V; i++) sum[i] += g.head[s * g.dy.cols + part.at + i];
+            for (int i = 0; i < V; i++) total[i] += (double)g.head[s * g.dy.cols + part.at + i];
         }
+        AMPC_UNROLL
+        for (int i = 0; i < V; i++) sum[i] = (float)total[i];
         ampc_piece_sum<V>(ampc_row(g.dtable, id), g.dtable.dtype, part.at, g.dy.cols, sum, g.add);
     }
 }
@@ -4294,14 +4297,19 @@ template <int O> amp_result ampc_gemm_finish_as(ampc_device *dev, const amp_k_ge
     return ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);       /* the product is fp32 */
 }
 
-/* A warp to a row. */
+/* A warp to a row; a lane adds AMPC_SUM_CHAIN numbers in fp32, and their sums in fp64. */
 template <class X, class O> __global__ void __launch_bounds__(256)
 ampc_row_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, O *out, int add) {
     for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < rows; row += (int64_t)gridDim.x * 8) {
-        float sum = 0;
-        for (int64_t i = threadIdx.x % 32; i < cols; i += 32) sum += ampc_float(x[row * ld + i]);
-        sum = ampc_warp_sum(sum);
-        if (threadIdx.x % 32 == 0) ampc_put_sum(out + row, sum, add);
+        double total = 0;
+        for (int64_t i = threadIdx.x % 32; i < cols;) {
+            int64_t end = i + 32 * AMPC_SUM_CHAIN < cols ? i + 32 * AMPC_SUM_CHAIN : cols;
+            float sum = 0;
+            for (; i < end; i += 32) sum += ampc_float(x[row * ld + i]);
+            total += (double)sum;
+        }
+        total = ampc_warp_sum(total);
+        if (threadIdx.x % 32 == 0) ampc_put_sum(out + row, (float)total, add);
     }
 }
 

@@ -1096,6 +1096,52 @@ CUDA_TEST(embedding_backward) {
     far_away([](const cuda_shape &shape, const dtypes &t) { embedding_back({3, shape.cols, 3, 3, 0, 1, 3}, t, shape.pad, 0); });
 }
 
+/* The error of a long sum does not grow with its terms: a chain has at most 128 (the table's stretches), of whose roundings
+   each number meets half, and 8 more after it; a rounding's error is uniform within one unit of u. */
+CUDA_TEST(long_sums) {
+    const double bound = sqrt((128 / 2 + 8) / 3.0) * u;
+    for (int64_t rows : {1000, 60000}) {
+        const int64_t cols = 8;
+        std::vector<float> x = cuda_random(rows * cols, 64, -1, 1);
+        std::vector<int32_t> ids((size_t)rows);
+        doubles halves(2 * cols), whole(cols);
+        double squares = 0;
+        std::string out;
+        cuda_side s(amp_cuda());
+        for (int64_t i = 0; i < rows * cols; i++) {
+            double v = (double)x[(size_t)i];
+            ids[(size_t)(i / cols)] = (int32_t)(i / cols % 2);
+            halves[(size_t)(i / cols % 2 * cols + i % cols)] += v;
+            whole[(size_t)(i % cols)] += v;
+            squares += v * v;
+        }
+        amp_k_embedding k = {};
+        k.ids = s.put(ids);
+        k.n = rows;
+        k.seq = 2;
+        k.dy = s.put_matrix(x.data(), AMP_F32, rows, cols, cols);
+        k.dtable = s.put_matrix(x.data(), AMP_F32, 2, cols, cols);
+        k.bad_id = s.put(std::vector<int32_t>(1, 0));
+        ok(s.backend->embedding_backward(s.dev, &k, NULL));
+        amp_k_column_sum c = {k.dy, s.put_matrix(x.data(), AMP_F32, 1, cols, cols).data, AMP_F32, 0};
+        ok(s.backend->column_sum(s.dev, &c, NULL));
+        struct { const char *name; const void *got; const doubles *exact; } sums[] = {
+            {"columns", c.out, &whole}, {"table", k.dtable.data, &halves}};
+        for (auto &sum : sums) {
+            std::string got;
+            double off = 0, own = 0;
+            s.get(&got, sum.got, sum.exact->size() * 4);
+            doubles y = values_of(got, AMP_F32);
+            for (size_t i = 0; i < y.size(); i++) {
+                off += (y[i] - (*sum.exact)[i]) * (y[i] - (*sum.exact)[i]);
+                own += (*sum.exact)[i] * (*sum.exact)[i];
+            }
+            CHECK_MSG(sqrt(off / fmax(own, squares)) <= bound, "%s of %lld: %.2f u, of %.2f at most", sum.name, (long long)rows,
+                      sqrt(off / fmax(own, squares)) / u, bound / u);
+        }
+    }
+}
+
 /* An id out of range: nothing but the report is written. */
 CUDA_TEST(embedding_backward_bad_id) {
     std::string dy = data_of(5 * 8, 68, AMP_F32), old = data_of(4 * 8, 69, AMP_F32);
@@ -1453,6 +1499,7 @@ int main(int argc, char **argv) {
     RUN(embedding_bad_id);
     RUN(embedding_backward);
     RUN(embedding_backward_bad_id);
+    RUN(long_sums);
     RUN(casts_far_away); RUN(check_far_away);
     RUN(scale_far_away);
     RUN(inspect); RUN(inspect_far_away);
