@@ -2658,7 +2658,7 @@ typedef enum amp_nan_action {
 
    What trainers in Python call these: their names -> a key, a field, a call, or a flag of examples/train_gpt.c.
 
-    use_amp use_mixed_precision mixed_precision_enabled mixed_precision_autocast_enabled -> "enabled"
+    use_amp amp_enabled use_mixed_precision mixed_precision_enabled mixed_precision_autocast_enabled -> "enabled"
     mixed_precision mixed_precision_dtype amp_dtype fp_precision PRECISION -> "dtype"; for no and none fp32, fp8 is refused
     mixed_precision_autocast_dtype mixed_precision_autocast_fast_dtype -> "autocast_dtype"
     mixed_precision_autocast_fallback_dtype -> "fallback"
@@ -2681,7 +2681,7 @@ typedef enum amp_nan_action {
     batch_size BATCH_SIZE seq_len epochs max_steps learning_rate -> .batch .seq .epochs --steps .lr
     enable_mixed_precision disable_mixed_precision -> amp_settings_apply amp_set_enabled
     optimize_mixed_precision_for_hardware get_mixed_precision_status -> amp_advise amp_status_get
-    _setup_mixed_precision _get_optimal_mixed_precision_dtype get_scale -> amp_settings_fill amp_choose amp_scaler_scale
+    _setup_mixed_precision _get_optimal_mixed_precision_dtype get_scale gradient_scaler_scale -> amp_settings_fill amp_choose amp_scaler_scale
     _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
     _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear                                            */
 typedef struct amp_settings {
@@ -13906,6 +13906,9 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
     if (f->bytes < 0)
         return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s", f->path, strerror((int)-f->bytes));
     AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
+    if (n > f->bytes)
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s has a size of %lld and more in it, as files of /proc do; copy it", f->path,
+                         (long long)f->bytes);
     if (l->kind == AMPI_FROM_ARRAYS) return ampi_npy_header(f, head, n, 0);
     if (format == AMP_TOKENS_DEFAULT)
         format = n >= 4 && (ampi_le32(head) == 20240520u || ampi_le32(head) == 20240801u) ? AMP_TOKENS_LLMC
@@ -18432,8 +18435,10 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
 
 /* ---- The learning rate, from a history of losses in quarters
 
-       lower    0.5 where one is not finite; 0.8 to 0.5 where the last quarter's mean is above the best one's by more than 4
-                standard errors and 5% (at 50%: 0.5), or where 3 losses and 2% of them jump above both neighbours' mean, by
+       lower    0.5 where one is not finite, or beyond fp32; 0.8 to 0.5 where the last quarter's mean is above the best one's
+                by more than 4 standard errors and 5% (at 50%: 0.5), which losses that explode are not, whose last ones are
+                all of the mean and of its error: so where each of the last twentieth is above all others of the last half,
+                and above the best mean by as much; or where 3 losses and 2% of them jump above both neighbours' mean, by
                 more than 6 times the median step and 10% (at 10% of the losses: 0.5)
        higher   1.5 to 1.2 where the loss falls by less than 10% in all, smoothly (neighbours' differences are below a tenth
                 of the fall), and in the last quarter by no less than 0.8 times the first: a rate that is right slows down
@@ -18448,6 +18453,8 @@ typedef struct ampi_history {
     int best;                       /* the quarter with the lowest mean */
     double noise;                   /* of one loss */
     int64_t jumps;                  /* losses far above both neighbours */
+    int64_t tail;                   /* the last twentieth, and its lowest where that is above the half before it, else the best mean */
+    double above;
 } ampi_history;
 
 static int ampi_compare_f64(const void *a, const void *b) {
@@ -18490,7 +18497,7 @@ static void ampi_history_read(ampi_history *h, const double *x, int64_t n, doubl
     int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* what is left over is the oldest */
     int q;
     memset(h, 0, sizeof *h);
-    for (i = 0; i < n; i++) h->bad += !amp_is_finite_f64(&x[i]);
+    for (i = 0; i < n; i++) h->bad += !amp_is_finite_f64(&x[i]) || fabs(x[i]) > AMPI_FLT_MAX;
     if (h->bad > 0) return;
     for (q = 0; q < 4; q++) {
         h->mean[q] = ampi_mean_of(x + from + q * quarter, quarter, &h->error[q]);
@@ -18499,6 +18506,10 @@ static void ampi_history_read(ampi_history *h, const double *x, int64_t n, doubl
     for (i = 1; i < n; i++) h->noise += (x[i] - x[i - 1]) * (x[i] - x[i - 1]) / (2 * (double)(n - 1));
     h->noise = sqrt(h->noise);
     h->jumps = ampi_count_jumps(x, n, room);
+    h->tail = n / 20;
+    h->above = x[n - 1];
+    for (i = n - h->tail; i < n; i++) h->above = AMPI_MIN(h->above, x[i]);
+    for (i = n / 2; i < n - h->tail; i++) if (x[i] >= h->above) h->above = h->mean[h->best];
 }
 
 /* The factor, and why; share: of what would ask for the largest change, from 0 to 1. */
@@ -18506,17 +18517,21 @@ static double ampi_lr_lower(double share) { return 0.8 - 0.3 * AMPI_MIN(share, 1
 
 static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *out) {
     double best = h->mean[h->best], rise = h->mean[3] - best, fall = h->mean[0] - h->mean[3], level = fabs(h->mean[0]);
-    double error = hypot(h->error[3], h->error[h->best]), first = h->mean[0] - h->mean[1], last = h->mean[2] - h->mean[3];
+    double error = hypot(h->error[3], h->error[h->best]), burst = h->above - best, first = h->mean[0] - h->mean[1], last = h->mean[2] - h->mean[3];
     char *reason = out->lr_reason;
     size_t size = sizeof out->lr_reason;
     out->lr_factor = 1;
     if (h->bad > 0) {
         out->lr_factor = 0.5;
-        snprintf(reason, size, "unstable: %lld of %lld losses are not finite", (long long)h->bad, (long long)n);
+        snprintf(reason, size, "unstable: %lld of %lld losses are not finite, or beyond fp32", (long long)h->bad, (long long)n);
     } else if (rise > 4 * error && rise > 0.05 * fabs(best)) {
         out->lr_factor = ampi_lr_lower(rise / (0.5 * AMPI_MAX(fabs(best), rise)));
         snprintf(reason, size, "unstable: the last quarter of %lld losses has mean %.4g, the best one %.4g (standard error %.2g)",
                  (long long)n, h->mean[3], best, error);
+    } else if (burst > 0.05 * fabs(best)) {
+        out->lr_factor = ampi_lr_lower(burst / (0.5 * AMPI_MAX(fabs(best), burst)));
+        snprintf(reason, size, "unstable: each of the last %lld of %lld losses is above the half before them, from %.4g; the best quarter's mean is %.4g",
+                 (long long)h->tail, (long long)n, h->above, best);
     } else if (h->jumps >= 3 && (double)h->jumps > 0.02 * (double)n) {
         out->lr_factor = ampi_lr_lower((double)h->jumps / (0.1 * (double)n));
         snprintf(reason, size, "unstable: %lld of %lld losses jump, each by 10%% and 6 times the usual step", (long long)h->jumps, (long long)n);

@@ -81,6 +81,13 @@ static inline int option_index(const char *name) {
 }
 static inline int was_given(const char *name) { return given.on_command_line[option_index(name)]; }
 
+/* Those of the flags that were given, behind what is missing for them. */
+static inline void print_without_effect(const char *const *names) {
+    int i, n = 0;
+    for (i = 0; names[i] != NULL; i++)
+        if (was_given(names[i])) printf("%s--%s", n++ > 0 ? ", " : ", and so no effect of ", names[i]);
+}
+
 /* Sets the error text "--name value: why". */
 static inline amp_result refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
 static inline amp_result refuse(const char *name, const char *format, ...) {

@@ -336,18 +336,19 @@ typedef struct run {
     double valid_loss, accuracy;    /* of the last evaluation */
 } run;
 
+static const char *const scaler_flags[] = {"init-scale", "growth-interval", NULL};
+
 /* Flags that are legal alone but not together. */
 static amp_result check_flags(const settings *set) {
     static const char *const of_compat[] = {"compat", "compat-scale", "level", "policy", "allow-fallback", "device", "threads", "out", "metrics", "help", NULL};
-    static const char *const of_scaler[] = {"init-scale", "growth-interval", NULL};
     int i, k;
     for (i = 0; i < given.n && set->compat; i++) {
         for (k = 0; of_compat[k] != NULL && given.on_command_line[i] && strcmp(of_compat[k], options[i].name) != 0; k++) { }
         if (given.on_command_line[i] && of_compat[k] == NULL) return refuse(options[i].name, "contradicts --compat, which has models and data of its own");
     }
     if (was_given("compat-scale") && !set->compat) return refuse("compat-scale", "is for --compat");
-    for (k = 0; of_scaler[k] != NULL; k++)
-        if (was_given(of_scaler[k]) && strcmp(set->scaler, "off") == 0) return refuse(of_scaler[k], "contradicts --scaler off");
+    for (k = 0; scaler_flags[k] != NULL; k++)
+        if (was_given(scaler_flags[k]) && strcmp(set->scaler, "off") == 0) return refuse(scaler_flags[k], "contradicts --scaler off");
     if (was_given("validation") && *set->valid != 0) return refuse("validation", "contradicts --valid, which names the texts to evaluate on");
     return AMP_OK;
 }
@@ -455,6 +456,7 @@ static amp_result open_tokenizer(run *r) {
         snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->out);
         TRY(make_vocabulary(r->vocab));
     }
+    if (r->vocab[0] == 0 && set->cased) return refuse("cased", "is for a vocabulary: bytes have case as it is, drop it or give --vocab");
     if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
     else if (wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased) != AMP_OK)
         return refuse(*set->vocab != 0 ? "vocab" : "init", "%s", because(why));
@@ -860,8 +862,11 @@ static void print_run(const run *r) {
     if (*set->data == 0) printf("No --data: learning MADE-UP sentences, which %s holds.\n", r->data);
     if (*set->init == 0) printf("No --init: the weights are RANDOM, nothing was learned before.\n");
     printf("  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
-    printf("  level       %s, scaler %s, weights %s, activations %s, the stream between layers fp32\n", set->level,
-           r->scaler != NULL ? "yes" : "no", amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  level       %s, weights %s, activations %s, the stream between layers fp32\n", set->level,
+           amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
+    printf("  scaler      %s", r->scaler != NULL ? "yes" : "no");
+    if (r->scaler == NULL) print_without_effect(scaler_flags);
+    printf("\n");
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
            encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden, grouped(c->vocab, a, sizeof a), grouped(r->model.weights_count, b, sizeof b),
            *set->init != 0 ? ", from " : ", random", set->init);

@@ -276,12 +276,13 @@ static void write_saved_options(text_buffer *b) {
     }
 }
 
+/* Flags that only a scaler reads. */
+static const char *const scaler_options[] = {"preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval", "min-scale",
+                                             "max-scale", "hysteresis", "tolerance",     "static-scale",   NULL};
+
 /* Values that are legal alone but not together. */
 static amp_result check_settings(settings *set) {
-    static const char *const scaler_options[] = {
-        "preset",    "init-scale", "growth-factor", "backoff-factor", "growth-interval",
-        "min-scale", "max-scale",  "hysteresis",    "tolerance",      "static-scale",
-        NULL};
+    static const char *const sample_options[] = {"prompt", "temperature", "top-k", NULL};
     int i;
     if (*set->resume != 0 && *set->init != 0)
         return refuse("init", "a resumed run has its weights already: drop --init or --resume");
@@ -295,6 +296,11 @@ static amp_result check_settings(settings *set) {
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
     if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0) return refuse("min-lr", "contradicts --schedule constant, which ends nowhere else");
     if (was_given("save-interval") && strcmp(set->save, "none") == 0) return refuse("save-interval", "contradicts --save none");
+    if (was_given("prefetch") && set->amp.workers == AMP_NO_WORKERS) return refuse("prefetch", "contradicts --workers 0, which reads nothing ahead");
+    if (was_given("batch-growth-interval") && set->amp.batch_growth_interval > 0 && set->amp.nan_action != AMP_NAN_RECOVER)
+        return refuse("batch-growth-interval", "is for --nan-action recover, which halves batches");
+    for (i = 0; sample_options[i] != NULL; i++)
+        if (was_given(sample_options[i]) && set->sample == 0) return refuse(sample_options[i], "contradicts --sample 0, which writes none");
     for (i = 0; scaler_options[i] != NULL; i++) {
         if (was_given(scaler_options[i]) && set->amp.use_scaler == AMP_SCALER_USE_OFF)
             return refuse(scaler_options[i], "contradicts --scaler off");
@@ -1514,7 +1520,12 @@ static void print_scaler(const run *r) {
     static const char *const presets[] = {"default", "torch",   "apex",    "megatron", "deepspeed", "deepspeed_fused",
                                           "fairseq", "metaseq", "flax",    "keras"};
     amp_scaler_desc desc;
-    if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) { printf("  scaler      no\n"); return; }
+    if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) {
+        printf("  scaler      no");
+        print_without_effect(scaler_options);
+        printf("\n");
+        return;
+    }
     printf("  scaler      yes: preset %s, first scale %g, ", presets[desc.preset], (double)desc.init_scale);
     if (desc.frozen) printf("static\n");
     else

@@ -92,6 +92,7 @@ head -c 3000 "$saved/model.safetensors" > "$work/short.safetensors"
 refused "1000 micro-batches, and the training has 204" --accumulation 1000
 refused "contradicts --scaler off" --scaler off --init-scale 1024
 refused "contradicts --scaler off" --scaler off --growth-interval 10
+refused "is for a vocabulary" --data "$work/odd.tsv" --cased
 refused "contradicts --valid" --valid "$work/valid.tsv" --validation 0.2
 refused "contradicts --compat" --compat --init "$saved/model.safetensors"
 refused "contradicts --compat" --compat --precision bf16

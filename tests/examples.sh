@@ -233,9 +233,16 @@ refused "--prefetch" --prefetch 0
 refused "--pin" --pin maybe
 refused "--timeout" --timeout 0
 refused "takes two files" --tokenizer one.json
-refused "the model's tokens are no text" --prompt "Once" --vocab 300
+refused "the model's tokens are no text" --prompt "Once" --vocab 300 --sample 4
 refused "contradicts --schedule constant" --schedule constant --min-lr 1e-4
 refused "contradicts --save none" --save none --save-interval 5
+refused "contradicts --workers 0" --workers 0 --prefetch 4
+refused "is for --nan-action recover" --batch-growth-interval 4
+refused "contradicts --sample 0" --sample 0 --temperature 0.5
+refused "contradicts --sample 0" --sample 0 --top-k 5
+if train scaleless --steps 1 --precision bf16 --init-scale 8 --growth-interval 2 &&
+   grep -q "scaler *no, and so no effect of --init-scale, --growth-interval$" "$work/scaleless.log"; then pass
+else fail "flags of a scaler where there is none are told" "$(grep scaler "$work/scaleless.log")"; fi
 refused "/nonexistent" --tokenizer /nonexistent tests/golden/tokenizer_merges.txt
 refused "README.md: byte 0" --tokenizer README.md tests/golden/tokenizer_merges.txt
 refused "README.md: line 1" --tokenizer tests/golden/tokenizer_vocab.json README.md

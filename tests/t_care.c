@@ -900,6 +900,8 @@ static void losses_of(double *x, int n, const char *kind, double noise) {
         if (!strcmp(kind, "jumping")) v = (4 - 2 * t) * (i % 20 == 7 ? 1.5 : 1);
         if (!strcmp(kind, "one jump")) v = (4 - 2 * t) * (i == n / 2 ? 1.5 : 1);
         if (!strcmp(kind, "negative")) v = -3 - 0.09 * t;
+        if (!strcmp(kind, "exploding")) v = 2 + exp(0.3 * (i - n / 2));
+        if (!strcmp(kind, "exploding late")) v = 2 * (i < n - 12 ? 1 : pow(1.4, i - n + 13));
         x[i] = v * (1 + noise * (2 * amp_random_uniform(5, (uint64_t)i) - 1));
     }
 }
@@ -912,6 +914,7 @@ TEST(advice_on_the_learning_rate) {
         {"slow", 0.05, 1, 1, "as it is"}, {"slowest", 0.001, 1, 1, "as it is"},       /* the noise hides it */
         {"flattening", 0.00001, 1, 1, "as it is"}, {"negative", 0.0003, 1.4, 1.45, "slow"},
         {"rising", 0.02, 0.6, 0.75, "unstable: the last quarter of 200 losses has mean 2.4"}, {"diverging", 0.02, 0.5, 0.5, "unstable"},
+        {"exploding", 0.01, 0.5, 0.5, "unstable: each of the last 10 of 200 losses is above"}, {"exploding late", 0.02, 0.5, 0.5, "unstable: each of"},
         {"jumping", 0.01, 0.6, 0.7, "unstable: 10 of 200 losses jump"}, {"one jump", 0.01, 1, 1, "1 jumps"}};
     double x[256];
     budget b;
@@ -948,6 +951,10 @@ TEST(advice_on_the_learning_rate) {
         CHECK_OK(amp_advise(amp, &d, &a));
         CHECK(a.lr_factor == 0.5 && a.lr == 0.002 && strstr(a.lr_reason, "1 of 200 losses are not finite") != NULL);
     }
+    losses_of(x, 200, "healthy", 0.01);                 /* of no fp32 training either, and squares of it are infinite */
+    x[150] = -1e160; x[160] = 1e300;
+    CHECK_OK(amp_advise(amp, &d, &a));
+    CHECK(a.lr_factor == 0.5 && strstr(a.lr_reason, "2 of 200 losses are not finite") != NULL);
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.lr == 0.004);                              /* advice alone changes nothing */
     CHECK_OK(amp_apply(&a, amp, NULL, b.o));

@@ -241,6 +241,13 @@ TEST(data_files_are_regular_files) {
     CHECK(says("/dev/zero") && says("regular file"));
     CHECK_ERR(load(amp, folder, &loader), AMP_ERR_READ);
     CHECK(says(folder));
+    if (access("/proc/self/status", R_OK) == 0) {       /* a regular file of size 0, says fstat */
+        CHECK_ERR(load(amp, "/proc/self/status", &loader), AMP_ERR_OPEN);
+        CHECK(says("/proc/self/status") && says("copy it"));
+    }
+    write_plain(in_folder("none"), "", 0);
+    CHECK_ERR(load(amp, in_folder("none"), &loader), AMP_ERR_RANGE);
+    CHECK(says("none: 0 samples are less than one batch of 4"));
     tokens(in_folder("text"));
     CHECK_OK(load(amp, in_folder("text"), &loader));
     amp_loader_destroy(loader);
