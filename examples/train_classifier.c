@@ -583,21 +583,19 @@ static amp_result open_model(run *r) {
     return result == AMP_ERR_MEMORY ? refuse(*set->init != 0 ? "batch" : "model", "%s", because(why)) : result;
 }
 
-/* Through the optimizer, whose masters begin with what 16-bit weights lack. */
+/* Through the optimizer, whose masters begin with what 16-bit weights lack.  Then the names of the classes, over those of the file. */
 static amp_result open_weights(run *r) {
     const settings *set = &r->set;
     char why[400];
     amp_result result;
     r->model.optimizer = r->optimizer;
-    if (*set->init == 0) return encoder_init(&r->model, (uint64_t)set->seed);
-    result = encoder_file_load(&r->file, &r->model, (uint64_t)set->seed, &r->fresh);
-    encoder_file_close(&r->file);
-    return result == AMP_OK ? AMP_OK : refuse("init", "%s", because(why));
-}
-
-/* The model and the names of its classes. */
-static amp_result open_named_model(run *r) {
-    TRY(open_model(r));
+    if (*set->init == 0) result = encoder_init(&r->model, (uint64_t)set->seed);
+    else {
+        result = encoder_file_load(&r->file, &r->model, (uint64_t)set->seed, &r->fresh);
+        encoder_file_close(&r->file);
+        if (result != AMP_OK) return refuse("init", "%s", because(why));
+    }
+    TRY(result);
     return r->labels.n > 0 ? encoder_name_labels(&r->model, (const char *const *)r->labels.name, r->labels.n) : AMP_OK;
 }
 
@@ -673,7 +671,7 @@ static amp_result open_run(run *r) {
     if (r->set.lr < 0) r->set.lr = *r->set.init != 0 ? 5e-5 : 1e-3;
     TRY(open_data(r));
     TRY(open_tokenizer(r));
-    TRY(open_named_model(r));
+    TRY(open_model(r));
     TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
     TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
     TRY(open_optimizer(r));

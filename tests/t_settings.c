@@ -394,7 +394,7 @@ TEST(nothing_is_read_silently) {
 
 /* Every key, flag and call of the five descriptions that the library is to answer. */
 static const char *const python_names[] = {
-    "use_amp", "use_mixed_precision", "mixed_precision_enabled", "mixed_precision_autocast_enabled", "mixed_precision",
+    "use_amp", "amp_enabled", "use_mixed_precision", "mixed_precision_enabled", "mixed_precision_autocast_enabled", "mixed_precision",
     "mixed_precision_dtype", "amp_dtype", "fp_precision", "PRECISION", "mixed_precision_autocast_dtype",
     "mixed_precision_autocast_fast_dtype", "mixed_precision_autocast_fallback_dtype", "mixed_precision_autocast_mode",
     "mixed_precision_autocast_cache_enabled", "mixed_precision_cast_inputs", "mixed_precision_cast_outputs", "amp_opt_level",
@@ -405,7 +405,7 @@ static const char *const python_names[] = {
     "max_norm", "grad_accum_steps", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "non_blocking",
     "gpu_log_interval", "log_gpu_memory", "empty_cache", "debug", "batch_size", "BATCH_SIZE", "seq_len", "epochs", "max_steps",
     "learning_rate", "enable_mixed_precision", "disable_mixed_precision", "optimize_mixed_precision_for_hardware",
-    "get_mixed_precision_status", "_setup_mixed_precision", "_get_optimal_mixed_precision_dtype", "get_scale",
+    "get_mixed_precision_status", "_setup_mixed_precision", "_get_optimal_mixed_precision_dtype", "get_scale", "gradient_scaler_scale",
     "_verify_autocast_compatibility", "GPUDeviceManager", "_causal_mask_cache", "clear_mask_cache"};
 enum { PYTHON_NAMES = sizeof python_names / sizeof *python_names };
 
