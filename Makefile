@@ -1,6 +1,6 @@
 # amp.h - `make help` names every target.
 #
-#   CC=clang            another compiler          OPENMP=0     build without OpenMP
+#   CC=clang            another compiler
 #   CUDA=0              examples for the CPU alone, where there is a GPU
 #   PYTHON=path         for `make oracle` and the peers of `make bench`
 
@@ -12,15 +12,7 @@ PYTHON  ?= python3
 BUILD   := build
 WARN    := -std=c99 -Wall -Wextra -Wpedantic -Wshadow -Wconversion
 
-# OpenMP where the compiler has it.
-OPENMP  ?= $(shell echo 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo 1 || echo 0)
-ifeq ($(OPENMP),1)
-OMP     := -fopenmp
-endif
 LIBS    := -lm -lpthread
-
-# On a busy machine OpenMP threads that wait spinning slow each other down; this lets them sleep after some 30 us.
-export GOMP_SPINCOUNT ?= 20000
 
 HEADERS  := $(wildcard examples/*.h)
 EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
@@ -78,30 +70,30 @@ bench-precision bench-features: bench-%: backend $(BUILD)/amp_bench
 # amp.h compiled once for all programs here; each of them alone compiles without this, as its own head says.
 LINKED := -DAMP_IMPLEMENTATION_INCLUDED
 $(BUILD)/amp.o: amp.h | $(BUILD)
-	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) $(OMP) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
+	echo '#include "amp.h"' | $(CC) -std=c99 $(CFLAGS) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
 
 # With the CUDA backend where there are nvcc and a GPU.
 CUDA ?= $(shell sh tests/gpu/find.sh usable)
 ifeq ($(CUDA),1)
 $(BUILD)/%: examples/%.c $(HEADERS) $(BUILD)/amp.o $(BUILD)/gpu/amp_cuda.o
-	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) -DUSE_CUDA -c $< -o $@.o
-	$$(sh tests/gpu/find.sh nvcc) $(OMP:%=-Xcompiler %) $@.o $(BUILD)/amp.o $(BUILD)/gpu/amp_cuda.o -o $@ -lcublasLt $(LIBS)
+	$(CC) $(WARN) $(CFLAGS) $(LINKED) -DUSE_CUDA -c $< -o $@.o
+	$$(sh tests/gpu/find.sh nvcc) $@.o $(BUILD)/amp.o $(BUILD)/gpu/amp_cuda.o -o $@ -lcublasLt $(LIBS)
 else
 $(BUILD)/%: examples/%.c $(HEADERS) $(BUILD)/amp.o
-	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
+	$(CC) $(WARN) $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 endif
 
 # Tests that look inside amp.h bring it themselves: with optimisation those that compute much, the others without, which
 # compiles in a fifth of the time.
 INSIDE       := t_attention t_gemm t_kernels t_numbers t_optimizer
-INSIDE_QUICK := t_care t_concurrency t_context t_data t_lifetime t_scaler t_settings t_state t_verify
+INSIDE_QUICK := t_care t_concurrency t_context t_data t_lifetime t_scaler t_settings t_state t_threads t_verify
 TEST_HEADERS := $(wildcard tests/*.h tests/fuzz/*.[ch]) $(HEADERS)
 $(INSIDE:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
+	$(CC) $(WARN) $(CFLAGS) $< -o $@ $(LIBS)
 $(INSIDE_QUICK:%=$(BUILD)/%): $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) -O0 $(OMP) $< -o $@ $(LIBS)
+	$(CC) $(WARN) -O0 $< -o $@ $(LIBS)
 $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_classifier.c $(BUILD)/amp.o
-	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
+	$(CC) $(WARN) $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o -o $@ $(LIBS)
 
 # All that computes once more compiled and linked with -Ofast, which folds isnan, takes sums in another order, and makes
 # programs start with subnormal numbers flushed to 0: against one amp.h compiled so, but for those that look inside it.
@@ -109,14 +101,14 @@ FAST        := t_attention t_autocast t_gemm t_kernels t_masks t_model t_numbers
                t_recompute t_scaler t_train t_traps t_verify t_watch
 FAST_INSIDE := $(filter $(INSIDE) $(INSIDE_QUICK),$(FAST))
 $(BUILD)/amp_fast.o: amp.h | $(BUILD)
-	echo '#include "amp.h"' | $(CC) -std=c99 -Ofast $(OMP) -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
+	echo '#include "amp.h"' | $(CC) -std=c99 -Ofast -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
 $(FAST_INSIDE:%=$(BUILD)/fast_%): $(BUILD)/fast_%: tests/%.c $(TEST_HEADERS) amp.h | $(BUILD)
-	$(CC) $(WARN) -Ofast $(OMP) $< -o $@ $(LIBS)
+	$(CC) $(WARN) -Ofast $< -o $@ $(LIBS)
 $(BUILD)/fast_%: tests/%.c $(TEST_HEADERS) examples/train_gpt.c $(BUILD)/amp_fast.o
-	$(CC) $(WARN) -Ofast $(OMP) $(LINKED) $< $(BUILD)/amp_fast.o -o $@ $(LIBS)
+	$(CC) $(WARN) -Ofast $(LINKED) $< $(BUILD)/amp_fast.o -o $@ $(LIBS)
 
 $(BUILD)/bench_%: tests/bench/bench_%.c tests/bench/bench.h amp.h $(HEADERS) | $(BUILD)
-	$(CC) $(WARN) $(CFLAGS) $(OMP) $< -o $@ $(LIBS)
+	$(CC) $(WARN) $(CFLAGS) $< -o $@ $(LIBS)
 
 $(BUILD):
 	mkdir -p $@
@@ -133,7 +125,7 @@ include tests/coverage/rules.mk
 include tests/mutants/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
-	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
+	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
 	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
 	    tests/plot.sh tests/mpi.sh
 
@@ -143,7 +135,7 @@ test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 
 # RECORD=FILE: with what, on what and how long, as JSON.
 test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
-	CC="$(CC)" CFLAGS="$(CFLAGS) $(OMP)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
+	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/exhaustive.sh "$(BUILD)/t_numbers --full" \
 	    "$(BUILD)/t_optimizer --full --filter every_pattern"
 
 # What amp.h promises to return, and no test provokes.
@@ -183,7 +175,7 @@ readme:
 install:
 	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
 	cp amp.h amp_cuda.cu $(DESTDIR)$(PREFIX)/include/
-	printf 'prefix=%s\nName: amp\nDescription: mixed-precision training in one header\nVersion: %s\nCflags: -I$${prefix}/include -fopenmp\nLibs: -fopenmp -lm -lpthread\n' \
+	printf 'prefix=%s\nName: amp\nDescription: mixed-precision training in one header\nVersion: %s\nCflags: -I$${prefix}/include\nLibs: -lm -lpthread\n' \
 	    "$(PREFIX)" "$(VERSION)" > $(DESTDIR)$(PREFIX)/lib/pkgconfig/amp.pc
 
 clean:

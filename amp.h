@@ -45,7 +45,7 @@
            return 0;
        }
 
-       gcc -O2 -fopenmp program.c -o program -lm -lpthread
+       gcc -O2 program.c -o program -lm -lpthread
 
    CONTENTS (search for the tag; the implementation has the same tags in the same order)
 
@@ -110,7 +110,6 @@
                                              when compiling with -std=c99 (it asks them for POSIX)
        AMP_STATIC           in that file     everything private to it; thread state and caches are then per file
        AMP_API              in all files     may be predefined, for example with a visibility attribute
-       -fopenmp             optional         kernels then use several threads; results are the same bits without it
        -lm -lpthread        when linking     no -march is needed: instruction sets are chosen at run time
 
    AMP.H DOES NOT
@@ -177,13 +176,12 @@
               thread's business at a time, but for amp_loader_stop and amp_loader_info_get.  Regions and the
               last-error text belong to their thread.  No callback of yours is called under a lock of the
               library's: a logger, allocator or reducer may call it in turn.
-              Where other programs use the same cores, OpenMP's threads, which wait spinning, make steps many times
-              slower, slower than one thread: set OMP_WAIT_POLICY=passive in the environment (GOMP_SPINCOUNT=20000
-              helps less), or .threads to the cores that are free.
-              In a child of fork kernels run on one thread, with a warning; calls on the parent's loader return 106;
-              destroying it, and amp_close of the parent's context, do nothing.  Fork while no other thread is in the
-              library; after OpenMP regions of your own, exec first.  When the system has no more threads, the loader
-              returns 302, but GCC's OpenMP ends the process ("Thread creation failed"): lower .threads.
+              Kernels run on threads of the context's own (.threads; .share_threads: of another context; .parallel:
+              of the host), started by the first call that is worth it.  In all contexts together no more run than
+              there are cores; where other programs need those, the caller works alone for a while.
+              A child of fork starts threads of its own; calls on the parent's loader return 106; destroying it, and
+              amp_close of the parent's context, do nothing.  Fork while no other thread is in the library.
+              When the system has no more threads, kernels run on fewer, with one warning; a loader returns 302.
    FILES      What is read whole (settings, states) may be a pipe; data must be regular files.  The library takes no
               descriptor below 3 and changes no disposition of a signal; a limit on file sizes is AMP_ERR_WRITE.
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
@@ -1235,7 +1233,16 @@ typedef struct amp_host {
     void (*log)(void *user, amp_log_level level, int id, const char *text);
     void *(*alloc)(void *user, size_t size, size_t align);
     void (*free)(void *user, void *ptr, size_t size);
+    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);  /* as in amp_parallel, but numbers
+                                                       other than 0 may be left out; NULL: one thread */
 } amp_host;
+
+/* The host's own thread pool; all zero: amp.h's.  parallel calls run(arg, i) for i = 0 to n - 1, at the same time, one
+   after the other or anything between, and returns when all of them have returned.  n is at most amp_desc.threads. */
+typedef struct amp_parallel {
+    void *user;
+    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);
+} amp_parallel;
 
 /* The host's own allocator of device memory; all zero: the backend's.  What it hands out may be used at once by work
    in `stream` (NULL: the legacy default stream); what comes back may still be in use by work queued there.  alloc
@@ -1399,7 +1406,9 @@ typedef enum amp_io_cast {
     .mode             TRAINING                     TRAINING, INFERENCE
     .backend          amp_cpu()                    a backend's table
     .device           0                            device index
-    .threads          all cores of the process     1 to 1024 (OpenMP builds, where OMP_NUM_THREADS lowers the default; otherwise 1)
+    .threads          all cores of the process     1 to 1024: most threads that work on one call, the caller included.  In
+                                                   all contexts together no more run than there are cores; beside
+                                                   busy programs fewer, where they would only wait for each other
     .seed             0                            of dropout
     .fallback         none                         F32, TF32, F16, BF16: replaces a dtype the device lacks, instead of an
                                                    error or the nearest; operators overridden to AMP_CAST_FP32 compute in it
@@ -1437,6 +1446,10 @@ typedef struct amp_desc {
     amp_logger logger;
     amp_system system;
     amp_reducer reducer;
+    amp_parallel parallel;          /* the host's own thread pool */
+    amp_context *share_threads;     /* use this open context's threads, and no others; .threads is at most its own */
+    int32_t pin_threads;            /* 1: each thread that amp.h starts keeps to one core (Linux) */
+    int32_t reserved;
 } amp_desc;
 
 /* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 302, 501, 502; *out is NULL on failure. */
@@ -3279,6 +3292,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #include <math.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -3286,11 +3300,14 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__linux__)
+#  include <sys/syscall.h>
+#  if !defined(__cplusplus)
+extern long syscall(long number, ...);      /* unistd.h declares it only where more than POSIX is asked for */
+#  endif
+#endif
 #if !defined(O_CLOEXEC)
 #  error "amp.h: with -std=c99 or -std=c11, include amp.h before system headers in the file with AMP_IMPLEMENTATION, or compile with -std=gnu99"
-#endif
-#if defined(_OPENMP)
-#  include <omp.h>
 #endif
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #  define AMPI_X86 1
@@ -3666,6 +3683,226 @@ AMPI_PRIVATE amp_result ampi_alloc(const amp_system *s, const char *function, vo
 
 AMPI_PRIVATE void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size) {
     if (ptr != NULL) s->free(s->user, ptr, count > 0 ? (size_t)count * size : 1);
+}
+
+/* ---- The thread pool.  A job is a function that several threads run at once, each with a number of its own, to share
+   out some work between them.  The caller is number 0.  It never waits for a thread that has not begun: when it comes
+   out of the function all work has been taken, and only those still at theirs are waited for.  Workers start with the
+   first job; after each they look for another for a while, then sleep. */
+
+enum { AMPI_SPIN_NS = 50000,        /* how long a thread looks before it sleeps ... */
+       AMPI_SPIN_TRIES = 64 };      /* ... and how often between two offers of its core to others */
+
+typedef struct ampi_pool_job {      /* on its caller's stack; in the list until the caller has come out of run */
+    void (*run)(void *arg, int32_t i);
+    void *arg;
+    int32_t n, taken;               /* numbers */
+    int32_t active;                 /* atomic: workers in run */
+    struct ampi_pool_job *next;
+} ampi_pool_job;
+
+typedef struct ampi_threads {
+    amp_system system;
+    int32_t limit, cores;           /* workers at most; threads in jobs at most, those of other pools included */
+    int32_t pinned, arrived;        /* 1: each worker keeps to one core; workers that have begun (atomic) */
+    int32_t holders;                /* atomic: contexts that use it */
+    int32_t closing, posts;         /* atomic; posts changes with each job */
+    int32_t waiting;                /* atomic: callers that wait for `finished` */
+    int64_t owner;                  /* atomic: the process the workers live in; 0: not started; -1: being started */
+    pthread_mutex_t lock;           /* for what follows */
+    pthread_cond_t posted, finished;
+    ampi_pool_job *jobs;
+    int32_t started, asleep;
+    int32_t missing;                /* atomic: workers that could not be started, until that was told */
+    void **workers;
+} ampi_threads;
+
+/* How many threads are in jobs, in all pools: contexts that work at the same time share the cores. */
+static int32_t ampi_threads_running;
+
+/* While (*value == old) is `equal`: looks again and again, then gives up.  1: it no longer is. */
+static int ampi_spin(const int32_t *value, int32_t old, int equal) {
+    int64_t end = ampi_posix_clock(NULL) + AMPI_SPIN_NS;
+    int i;
+    do {
+        for (i = 0; i < AMPI_SPIN_TRIES; i++) {
+            if ((__atomic_load_n(value, __ATOMIC_SEQ_CST) == old) != equal) return 1;
+#if AMPI_X86
+            __builtin_ia32_pause();
+#endif
+        }
+        sched_yield();
+    } while (ampi_posix_clock(NULL) < end);
+    return 0;
+}
+
+/* A job that may take one more thread.  Called with the lock held. */
+static ampi_pool_job *ampi_job_open(const ampi_threads *t) {
+    ampi_pool_job *job = t->jobs;
+    while (job != NULL && job->taken == job->n) job = job->next;
+    return job == NULL || __atomic_load_n(&ampi_threads_running, __ATOMIC_RELAXED) >= t->cores ? NULL : job;
+}
+
+/* A worker's part in a job; the job may be gone when it returns.  Called, and returns, with the lock held. */
+static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
+    int32_t number = job->taken++, left;
+    __atomic_add_fetch(&job->active, 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&t->lock);
+    job->run(job->arg, number);
+    __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
+    left = __atomic_sub_fetch(&job->active, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&t->lock);
+    if (left == 0 && __atomic_load_n(&t->waiting, __ATOMIC_SEQ_CST) > 0) pthread_cond_broadcast(&t->finished);
+}
+
+enum { AMPI_CORE_WORDS = 128 };     /* of 64 cores each */
+
+/* How many cores this thread may run on (its affinity, a container's cpuset), and that set; 0 where nobody tells. */
+AMPI_PRIVATE int32_t ampi_cores(uint64_t *set) {
+    int32_t cores = 0;
+#if defined(__linux__)
+    uint64_t words[AMPI_CORE_WORDS], word;
+    int i;
+    memset(words, 0, sizeof words);
+    if (syscall(SYS_sched_getaffinity, 0, sizeof words, words) < 0) return 0;
+    for (i = 0; i < AMPI_CORE_WORDS; i++)
+        for (word = words[i]; word != 0; word &= word - 1) cores++;
+    if (set != NULL) memcpy(set, words, sizeof words);
+#else
+    (void)set;
+#endif
+    return cores;
+}
+
+/* Keeps this thread to core `number`, counted round through those it may run on. */
+static void ampi_pin(int32_t number) {
+#if defined(__linux__)
+    uint64_t words[AMPI_CORE_WORDS], one[AMPI_CORE_WORDS];
+    int32_t cores = ampi_cores(words), left = number % AMPI_MAX(cores, 1), i = 0;
+    memset(one, 0, sizeof one);
+    if (cores == 0) return;
+    while ((words[i / 64] >> (i % 64) & 1) == 0 || left-- > 0) i++;
+    one[i / 64] = (uint64_t)1 << (i % 64);
+    (void)syscall(SYS_sched_setaffinity, 0, sizeof one, one);
+#else
+    (void)number;
+#endif
+}
+
+static void ampi_threads_main(void *arg) {
+    ampi_threads *t = (ampi_threads *)arg;
+    int32_t number = __atomic_add_fetch(&t->arrived, 1, __ATOMIC_RELAXED);
+    ampi_pool_job *job;
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    if (t->pinned) ampi_pin(number);
+    pthread_mutex_lock(&t->lock);
+    while (!t->closing) {
+        int32_t seen = t->posts;
+        if ((job = ampi_job_open(t)) != NULL) { ampi_job_join(t, job); continue; }
+        pthread_mutex_unlock(&t->lock);
+        (void)ampi_spin(&t->posts, seen, 1);
+        pthread_mutex_lock(&t->lock);
+        t->asleep++;
+        while (!t->closing && t->posts == seen) pthread_cond_wait(&t->posted, &t->lock);
+        t->asleep--;
+    }
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* Starts the workers: with the first job in each process, since a child of fork() has none of its parent's.
+   0: there are none, or another thread is starting them. */
+static int ampi_threads_ready(ampi_threads *t) {
+    int64_t self = (int64_t)getpid(), owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
+    if (owner == self) return t->started > 0;
+    if (owner < 0 || !__atomic_compare_exchange_n(&t->owner, &owner, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
+    if (owner != 0) __atomic_store_n(&ampi_threads_running, 0, __ATOMIC_RELAXED);
+    t->jobs = NULL;
+    t->started = t->asleep = t->waiting = t->arrived = 0;
+    if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 && pthread_cond_init(&t->finished, NULL) == 0)
+        while (t->started < t->limit && t->system.thread_start(t->system.user, &t->workers[t->started], ampi_threads_main, t) == 0) t->started++;
+    __atomic_store_n(&t->missing, t->limit - t->started, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->owner, self, __ATOMIC_RELEASE);
+    return t->started > 0;
+}
+
+static void ampi_job_post(ampi_threads *t, ampi_pool_job *job) {
+    int32_t wake;
+    pthread_mutex_lock(&t->lock);
+    job->next = t->jobs;
+    t->jobs = job;
+    wake = AMPI_MIN(t->asleep, job->n - 1);
+    __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&t->lock);
+    while (wake-- > 0) pthread_cond_signal(&t->posted);
+}
+
+/* Lets no more workers in, and waits for those that are. */
+static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
+    ampi_pool_job **at = &t->jobs;
+    pthread_mutex_lock(&t->lock);
+    while (*at != job) at = &(*at)->next;
+    *at = job->next;
+    pthread_mutex_unlock(&t->lock);
+    if (ampi_spin(&job->active, 0, 0)) return;
+    pthread_mutex_lock(&t->lock);
+    __atomic_add_fetch(&t->waiting, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&job->active, __ATOMIC_SEQ_CST) != 0) pthread_cond_wait(&t->finished, &t->lock);
+    __atomic_sub_fetch(&t->waiting, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&t->lock);
+}
+
+/* Calls run(arg, 0), and run(arg, i) for those i below n that other threads come for before run(arg, 0) returns. */
+AMPI_PRIVATE void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
+    int ready = n > 1 && ampi_threads_ready(t);
+    int alone = __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED) >= t->cores || !ready;
+    ampi_pool_job job;
+    memset(&job, 0, sizeof job);
+    job.run = run;
+    job.arg = arg;
+    job.n = n;
+    job.taken = 1;
+    if (!alone) ampi_job_post(t, &job);
+    run(arg, 0);
+    if (!alone) ampi_job_close(t, &job);
+    __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
+}
+
+AMPI_PRIVATE amp_result ampi_threads_open(ampi_threads **out, const amp_system *system, int32_t threads, int32_t cores, int32_t pinned) {
+    ampi_threads *t;
+    void *memory;
+    AMPI_TRY(ampi_alloc(system, "amp_open", &memory, 1, sizeof *t));
+    t = (ampi_threads *)memory;
+    t->system = *system;
+    t->holders = 1;
+    t->pinned = pinned;
+    t->cores = cores;
+    t->limit = AMPI_MIN(threads, cores) - 1;
+    *out = t;
+    return ampi_alloc(system, "amp_open", (void **)&t->workers, t->limit, sizeof *t->workers);
+}
+
+/* For one holder; the last ends the workers.  In a child of fork() there are none to end.  NULL is allowed. */
+AMPI_PRIVATE void ampi_threads_close(ampi_threads *t) {
+    amp_system system;
+    int32_t i;
+    if (t == NULL || __atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    system = t->system;
+    if (t->owner == (int64_t)getpid()) {
+        pthread_mutex_lock(&t->lock);
+        __atomic_store_n(&t->closing, 1, __ATOMIC_SEQ_CST);
+        __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
+        pthread_cond_broadcast(&t->posted);
+        pthread_mutex_unlock(&t->lock);
+        for (i = 0; i < t->started; i++) system.thread_join(system.user, t->workers[i]);
+        pthread_cond_destroy(&t->finished);
+        pthread_cond_destroy(&t->posted);
+        pthread_mutex_destroy(&t->lock);
+    }
+    ampi_free(&system, t->workers, t->limit, sizeof *t->workers);
+    ampi_free(&system, t, 1, sizeof *t);
 }
 
 /* Reads or writes all bytes, over short transfers and interruptions. Returns bytes moved or -errno. */
@@ -4434,6 +4671,7 @@ static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
 }
 
 static void ampi_probe_cpu(amp_cpu_info *cpu) {
+    int32_t allowed = ampi_cores(NULL);
     memset(cpu, 0, sizeof *cpu);
     snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
     cpu->path = AMP_CPU_SCALAR;
@@ -4443,9 +4681,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
 #if defined(_SC_NPROCESSORS_ONLN)
     cpu->cores = (int32_t)ampi_sysconf(_SC_NPROCESSORS_ONLN);
 #endif
-#if defined(_OPENMP)
-    cpu->cores = AMPI_MIN(cpu->cores, omp_get_num_procs());     /* respects the process's affinity */
-#endif
+    if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
     cpu->cores = AMPI_MAX(cpu->cores, 1);
     cpu->memory = ampi_probe_memory();
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
@@ -4475,11 +4711,6 @@ AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
 #else
 #  define AMPI_COMPILER "gcc "
 #endif
-#if defined(_OPENMP)
-enum { AMPI_OPENMP = _OPENMP };
-#else
-enum { AMPI_OPENMP = 0 };
-#endif
 static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", cpu->name);
@@ -4487,8 +4718,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     out->bf16 = cpu->path >= AMP_CPU_AVX512_BF16;
     out->multiprocessors = cpu->cores;
     out->memory = cpu->memory;
-    if (AMPI_OPENMP != 0) snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s, OpenMP %d", __VERSION__, AMPI_OPENMP);
-    else snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s, no OpenMP", __VERSION__);
+    snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s", __VERSION__);
 }
 
 AMP_API amp_result amp_machine_probe(amp_machine *out) {
@@ -5397,41 +5627,89 @@ typedef struct ampi_cpu {
     pthread_mutex_t lock;           /* for what follows */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
     int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
+    int64_t credit, alone_until;    /* atomic: see ampi_loop_account */
 } ampi_cpu;
 
 /* Work on items [begin, end) of a parallel loop.  thread is below the number of threads asked for. */
 typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
 
-/* OpenMP keeps threads for each thread that asks for some.  A child of fork has the account of them and not the threads:
-   it would wait for them for ever. */
-static AMPI_THREAD_LOCAL struct { pid_t process; int lost, told; } ampi_team;
-#if defined(_OPENMP)
-static int ampi_team_here(void) {
-    pid_t now = getpid();
-    if (ampi_team.process == 0) ampi_team.process = now;
-    ampi_team.lost = ampi_team.process != now;
-    return !ampi_team.lost;
+enum { AMPI_SHARES = 32,            /* pieces of a loop are counted out in so many shares at most ... */
+       AMPI_STEPS = 4 };            /* ... each taken in so many steps */
+
+/* A loop that threads share out.  Each takes pieces of its own share first, which keeps its caches warm from loop to
+   loop, then of the others': one that lost its core costs a step, not its share. */
+typedef struct ampi_loop {
+    ampi_task task;
+    void *arg;
+    int64_t n, grain, step;
+    int32_t shares, threads;
+    int32_t come;                   /* atomic: threads that have come */
+    int64_t taken, started, finished;   /* what the caller of the loop did itself, from when on, and when it found no more */
+    struct { int64_t next, end; char line[48]; } share[AMPI_SHARES];
+} ampi_loop;
+
+static void ampi_loop_run(void *arg, int32_t number) {
+    ampi_loop *loop = (ampi_loop *)arg;
+    int64_t begin, end, taken = 0;
+    int32_t thread = __atomic_fetch_add(&loop->come, 1, __ATOMIC_RELAXED), i;
+    if (thread >= loop->threads) return;
+    if (number == 0) loop->started = ampi_posix_clock(NULL);
+    for (i = 0; i < loop->shares; i++) {
+        int32_t s = (thread + i) % loop->shares;
+        while ((begin = __atomic_fetch_add(&loop->share[s].next, loop->step, __ATOMIC_RELAXED)) < loop->share[s].end) {
+            end = AMPI_MIN(begin + loop->step, loop->share[s].end);
+            loop->task(loop->arg, begin * loop->grain, AMPI_MIN(end * loop->grain, loop->n), thread);
+            taken += end - begin;
+        }
+    }
+    if (number != 0) return;
+    loop->taken = taken;
+    loop->finished = ampi_posix_clock(NULL);
 }
-#endif
+
+/* Whether threads are worth it now.  Beside other programs a thread may come too late to find work, or lose its core in
+   the middle of a piece, which keeps the caller waiting.  What loops gained and lost by their threads, against the time that the caller alone would have
+   taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times the debt. */
+enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
+
+static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces, int64_t begin) {
+    int64_t now = ampi_posix_clock(NULL), credit = __atomic_load_n(&cpu->credit, __ATOMIC_RELAXED);
+    double alone = (double)(loop->finished - loop->started) * (double)pieces / (double)AMPI_MAX(loop->taken, 1);
+    credit = AMPI_MIN(credit + (int64_t)alone - (now - begin), (int64_t)AMPI_CREDIT_NS);
+    if (credit < 0) __atomic_store_n(&cpu->alone_until, now - AMPI_REST * credit, __ATOMIC_RELAXED);
+    __atomic_store_n(&cpu->credit, AMPI_MAX(credit, 0), __ATOMIC_RELAXED);
+}
 
 /* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.
    Items must be independent, so that the result does not depend on how they are cut. */
-AMPI_PRIVATE void ampi_parallel(int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
-    int64_t pieces = (n + grain - 1) / grain;
+AMPI_PRIVATE void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
+    int64_t pieces = (n + grain - 1) / grain, begin;
+    ampi_loop loop;
+    int32_t i;
     if (n <= 0) return;
-    if (pieces < threads) threads = (int)pieces;
-#if defined(_OPENMP)
-    if (threads > 1 && ampi_team_here()) {
-        #pragma omp parallel num_threads(threads)
-        {
-            int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
-            int64_t begin = pieces * me / team * grain, end = pieces * (me + 1) / team * grain;
-            if (begin < n) task(arg, begin, AMPI_MIN(end, n), (int)me);
-        }
+    threads = (int)AMPI_MIN(pieces, (int64_t)threads);
+    begin = threads > 1 ? ampi_posix_clock(NULL) : 0;
+    if (threads == 1 || cpu->host.parallel == NULL || begin < __atomic_load_n(&cpu->alone_until, __ATOMIC_RELAXED)) {
+        task(arg, 0, n, 0);
         return;
     }
-#endif
-    task(arg, 0, n, 0);
+    loop.task = task;
+    loop.arg = arg;
+    loop.n = n;
+    loop.grain = grain;
+    loop.shares = AMPI_MIN(threads, (int)AMPI_SHARES);
+    loop.step = (pieces + (int64_t)loop.shares * AMPI_STEPS - 1) / ((int64_t)loop.shares * AMPI_STEPS);
+    loop.threads = threads;
+    loop.come = 0;
+    loop.taken = loop.started = loop.finished = 0;
+    for (i = 0; i < loop.shares; i++) {
+        loop.share[i].next = pieces * i / loop.shares;
+        loop.share[i].end = pieces * (i + 1) / loop.shares;
+    }
+    cpu->host.parallel(cpu->host.user, threads, ampi_loop_run, &loop);
+    loop.come = 0;
+    ampi_loop_run(&loop, -1);       /* what a host's pool left over */
+    ampi_loop_account(cpu, &loop, pieces, begin);
 }
 
 /* A block of the pool for `bytes`: the smallest free one that fits, else a free place where one is made: it is busy
@@ -5533,7 +5811,8 @@ enum {
     AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C, where fp32 sums are kept between blocks of k */
-    AMPI_GEMM_LOCAL = 4096              /* words of scratch memory on the stack */
+    AMPI_GEMM_LOCAL = 4096,             /* words of scratch memory on the stack */
+    AMPI_GEMM_PIECE = 4000000           /* multiplications that are worth a part */
 };
 
 /* op(a) or op(b), seen as k values for each of its rows or columns j.  along_k: those values lie side by side. */
@@ -5835,18 +6114,35 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
     if (call->past_cache) __atomic_thread_fence(__ATOMIC_SEQ_CST);      /* such stores have no order of their own */
 }
 
-/* Chooses the parts: the cut of each C with the least time for the busiest thread.  A part of r rows and c columns
-   takes r c / 64 cycles for each k, and packing about 5 r / 8 + c / 2. */
+/* What the busiest thread does when each C is cut into m x n parts.  A part of r rows and c columns takes r c / 64 cycles
+   for each k, and packing about 5 r / 8 + c / 2. */
+static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64_t m, int64_t n) {
+    int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows;
+    int64_t r = (tiles + m - 1) / m * call->vec->rows, c = (call->panels + n - 1) / n * call->vec->cols;
+    int64_t rounds = (call->g->batch * m * n + threads - 1) / threads;
+    return rounds * (r * c + 40 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
+}
+
+/* Chooses the parts: the cheapest cut into one for each thread, then finer ones where that costs no more than 1%, so that
+   a thread that lost its core holds up little. */
 static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
-    int64_t rows = call->vec->rows, cols = call->vec->cols, tiles = (call->g->m + rows - 1) / rows, least = INT64_MAX, m, n;
+    int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows, least = INT64_MAX, cost, m, n, best_m, best_n;
     call->cut_m = call->cut_n = 1;
     for (m = 1; m <= AMPI_MIN(threads, tiles); m++)
         for (n = 1; n <= AMPI_MIN(threads / m, call->panels); n++) {
-            int64_t r = (tiles + m - 1) / m * rows, c = (call->panels + n - 1) / n * cols;
-            int64_t rounds = (call->g->batch * m * n + threads - 1) / threads;
-            int64_t cost = rounds * (r * c + 40 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
+            cost = ampi_gemm_cut_cost(call, threads, m, n);
             if (cost >= least) continue;
             least = cost;
+            call->cut_m = m;
+            call->cut_n = n;
+        }
+    if (threads == 1) return;
+    best_m = call->cut_m;
+    best_n = call->cut_n;
+    for (m = best_m; m <= AMPI_MIN(best_m * AMPI_STEPS, tiles); m *= 2)
+        for (n = best_n; n <= AMPI_MIN(best_n * AMPI_STEPS, call->panels) && m * n <= AMPI_STEPS * best_m * best_n; n *= 2) {
+            if (m * n <= call->cut_m * call->cut_n || (double)call->g->m * (double)call->g->n * (double)call->k < (double)AMPI_GEMM_PIECE * (double)(m * n)) continue;
+            if (100 * ampi_gemm_cut_cost(call, threads, m, n) > 101 * least) continue;
             call->cut_m = m;
             call->cut_n = n;
         }
@@ -5918,7 +6214,7 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
     bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
     call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
     if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
-    ampi_parallel(threads, parts, 1, ampi_gemm_part, &call);
+    ampi_parallel(cpu, threads, parts, 1, ampi_gemm_part, &call);
     ampi_cpu_release(cpu, call.scratch, bytes);
     return AMP_OK;
 }
@@ -6044,7 +6340,7 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
     call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
     if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
-    ampi_parallel(threads, g->batch * call.units, 1, ampi_gemv_part, &call);
+    ampi_parallel(cpu, threads, g->batch * call.units, 1, ampi_gemv_part, &call);
     ampi_cpu_release(cpu, call.scratch, bytes);
     return AMP_OK;
 }
@@ -6120,7 +6416,7 @@ static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, c
     p.packed = (float *)packed;
     p.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
     if (p.scratch == NULL) return ampi_cpu_no_scratch("gemm_pack", bytes);
-    ampi_parallel(threads, p.panels, 1, ampi_gemm_pack_part, &p);
+    ampi_parallel(cpu, threads, p.panels, 1, ampi_gemm_pack_part, &p);
     ampi_cpu_release(cpu, p.scratch, bytes);
     return AMP_OK;
 }
@@ -6223,7 +6519,7 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
     if (args->x.cols <= 0 || ampi_scratch_held.asking) return AMP_OK;
     call.args = args;
     call.path = cpu->path;
-    ampi_parallel(threads, units, 1, ampi_column_part, &call);
+    ampi_parallel(cpu, threads, units, 1, ampi_column_part, &call);
     return AMP_OK;
 }
 
@@ -6733,7 +7029,7 @@ AMPI_PRIVATE amp_result ampi_attention_run(ampi_cpu *cpu, const amp_k_attention 
     AMPI_TRY(ampi_bytes("amp_attention", call.room_size * threads, sizeof(float), &bytes));
     call.room = (float *)ampi_cpu_scratch(cpu, bytes);
     if (call.room == NULL) return ampi_cpu_no_scratch("amp_attention", bytes);
-    ampi_parallel(threads, items, 1, backward ? ampi_attention_backward_task : ampi_attention_forward_task, &call);
+    ampi_parallel(cpu, threads, items, 1, backward ? ampi_attention_backward_task : ampi_attention_forward_task, &call);
     ampi_cpu_release(cpu, call.room, bytes);
     return AMP_OK;
 }
@@ -6829,7 +7125,7 @@ AMPI_PRIVATE amp_result ampi_softmax_run(ampi_cpu *cpu, const amp_k_softmax *x, 
     call.path = cpu->path;
     call.room = (float *)ampi_cpu_scratch(cpu, bytes);
     if (call.room == NULL) return ampi_cpu_no_scratch("amp_softmax", bytes);
-    ampi_parallel(threads, rows, grain, task, &call);
+    ampi_parallel(cpu, threads, rows, grain, task, &call);
     ampi_cpu_release(cpu, call.room, bytes);
     return AMP_OK;
 }
@@ -6877,7 +7173,7 @@ AMPI_PRIVATE void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t 
     job->rows = rows;
     job->cols = cols;
     job->tiles_per_row = (cols + AMPI_TILE - 1) / AMPI_TILE;
-    ampi_parallel(job->cpu->threads, rows * job->tiles_per_row, ampi_grain(AMPI_MIN(cols, (int64_t)AMPI_TILE)), task, job);
+    ampi_parallel(job->cpu, job->cpu->threads, rows * job->tiles_per_row, ampi_grain(AMPI_MIN(cols, (int64_t)AMPI_TILE)), task, job);
 }
 
 /* Tile i starts at (row, col) and has so many elements. */
@@ -6932,7 +7228,7 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
         if (job.new_inf == NULL) return ampi_cpu_no_scratch("amp_cast", bytes);
         memset(job.new_inf, 0, bytes);
     }
-    ampi_parallel(cpu->threads, args->n, AMPI_PIECE, ampi_cast_task, &job);
+    ampi_parallel(cpu, cpu->threads, args->n, AMPI_PIECE, ampi_cast_task, &job);
     if (job.new_inf != NULL) {
         for (int thread = 0; thread < cpu->threads; thread++) __atomic_fetch_add(args->new_inf, job.new_inf[thread], __ATOMIC_RELAXED);
         ampi_cpu_release(cpu, job.new_inf, bytes);
@@ -7226,7 +7522,7 @@ static amp_result ampi_cpu_norm(void *dev, const amp_k_norm *args, void *stream)
     ampi_norm_job job;
     (void)stream;
     AMPI_TRY(ampi_norm_open(&job, dev, args, args->rms ? "amp_rmsnorm" : "amp_layernorm", 0));
-    ampi_parallel(job.cpu->threads, args->x.rows, ampi_grain(args->x.cols), ampi_norm_task, &job);
+    ampi_parallel(job.cpu, job.cpu->threads, args->x.rows, ampi_grain(args->x.cols), ampi_norm_task, &job);
     ampi_cpu_release(job.cpu, job.memory, job.bytes);
     return AMP_OK;
 }
@@ -7308,9 +7604,9 @@ static amp_result ampi_cpu_norm_backward(void *dev, const amp_k_norm *args, void
     ampi_norm_job job;
     (void)stream;
     AMPI_TRY(ampi_norm_open(&job, dev, args, args->rms ? "amp_rmsnorm_backward" : "amp_layernorm_backward", 1));
-    ampi_parallel(job.cpu->threads, job.blocks, ampi_grain(job.block_rows * args->x.cols), ampi_norm_backward_task,
+    ampi_parallel(job.cpu, job.cpu->threads, job.blocks, ampi_grain(job.block_rows * args->x.cols), ampi_norm_backward_task,
                   &job);
-    ampi_parallel(job.cpu->threads, args->x.cols, AMPI_TILE, ampi_norm_reduce_task, &job);
+    ampi_parallel(job.cpu, job.cpu->threads, args->x.cols, AMPI_TILE, ampi_norm_reduce_task, &job);
     ampi_cpu_release(job.cpu, job.memory, job.bytes);
     return AMP_OK;
 }
@@ -7425,7 +7721,7 @@ static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *a
     job.losses = (double *)ampi_cpu_scratch(cpu, loss_bytes);
     job.rooms = (float *)ampi_cpu_scratch(cpu, room_bytes);
     if (job.losses != NULL && job.rooms != NULL) {
-        ampi_parallel(cpu->threads, rows, ampi_grain(args->logits.cols), ampi_cross_entropy_task, &job);
+        ampi_parallel(cpu, cpu->threads, rows, ampi_grain(args->logits.cols), ampi_cross_entropy_task, &job);
         ampi_cross_entropy_total(&job, counted);
     }
     ampi_cpu_release(cpu, job.losses, loss_bytes);
@@ -7470,7 +7766,7 @@ static amp_result ampi_cpu_mse(void *dev, const amp_k_mse *args, void *stream) {
     job.scale = (float)(2.0 * (double)args->factor * (args->seed ? (double)*args->seed : 1.0) / divisor);
     job.partials = (double *)ampi_cpu_scratch(cpu, bytes);
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_mse", bytes);
-    ampi_parallel(cpu->threads, blocks, 1, ampi_mse_task, &job);
+    ampi_parallel(cpu, cpu->threads, blocks, 1, ampi_mse_task, &job);
     for (int64_t block = 0; block < blocks; block++) total += job.partials[block];
     *args->loss = args->sum || args->n > 0 ? (float)(total / divisor) : ampi_f32_of_bits(0x7fc00000u);
     ampi_cpu_release(cpu, job.partials, bytes);
@@ -7580,7 +7876,7 @@ static void ampi_zero_rows_task(void *arg, int64_t begin, int64_t end, int threa
 static void ampi_zero_rows(ampi_cpu *cpu, const amp_mat *m, int64_t first) {
     amp_mat rest = *m;
     rest.data = ampi_mat_at(m, first, 0);
-    ampi_parallel(cpu->threads, m->rows - first, ampi_grain(m->cols), ampi_zero_rows_task, &rest);
+    ampi_parallel(cpu, cpu->threads, m->rows - first, ampi_grain(m->cols), ampi_zero_rows_task, &rest);
 }
 
 static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *args, void *stream) {
@@ -7598,13 +7894,13 @@ static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *
         job.order = starts + args->dtable.rows + 1;
         ampi_embedding_sort(args->ids, args->n, args->dtable.rows, starts, starts + args->dtable.rows + 1);
         if (!args->add_table) ampi_zero_rows(cpu, &args->dtable, 0);
-        ampi_parallel(cpu->threads, cols, AMPI_MAX(64, ampi_padded(ampi_grain(args->n))), ampi_embedding_table_task,
+        ampi_parallel(cpu, cpu->threads, cols, AMPI_MAX(64, ampi_padded(ampi_grain(args->n))), ampi_embedding_table_task,
                       &job);
         ampi_cpu_release(cpu, starts, bytes);
     }
     if (args->dpositions.data != NULL) {
         if (!args->add_positions) ampi_zero_rows(cpu, &args->dpositions, positions);
-        ampi_parallel(cpu->threads, positions, ampi_grain(cols), ampi_embedding_positions_task, &job);
+        ampi_parallel(cpu, cpu->threads, positions, ampi_grain(cols), ampi_embedding_positions_task, &job);
     }
     return AMP_OK;
 }
@@ -7666,7 +7962,7 @@ AMPI_PRIVATE void ampi_multi_run(ampi_cpu *cpu, ampi_multi_job *job, const amp_k
     job->vec = AMPI_PICK(ampi_multi_kernels, cpu->path);
     job->path = cpu->path;
     job->args = args;
-    ampi_parallel(cpu->threads, ampi_multi_chunks(table, tensors), 1, ampi_multi_task, job);
+    ampi_parallel(cpu, cpu->threads, ampi_multi_chunks(table, tensors), 1, ampi_multi_task, job);
 }
 
 /* ---- Check and scale */
@@ -7946,6 +8242,7 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     cpu->host = *host;
     cpu->threads = desc->threads;
     cpu->path = desc->cpu_path;
+    cpu->credit = AMPI_CREDIT_NS;
     cpu->wall = ampi_posix_clock(NULL);
     cpu->busy = ampi_cpu_time();
     *dev = cpu;
@@ -8250,6 +8547,7 @@ struct amp_context {
     amp_host host;
     const amp_backend *backend;
     void *dev;
+    ampi_threads *threads;
     amp_machine machine;
     amp_choice choice;
     /* For everything below.  THE LOCK RULE: no call of the host's (logger, allocator, reducer, callbacks, amp_system) and
@@ -8508,13 +8806,6 @@ AMPI_PRIVATE void ampi_log(const amp_context *amp, amp_log_level level, int id, 
     ampi_log_text(amp, level, id, text);
 }
 
-/* Says once, in a child of fork, what it costs. */
-AMPI_PRIVATE void ampi_tell_fork(const amp_context *amp) {
-    if (!ampi_team.lost || ampi_team.told) return;
-    ampi_team.told = 1;
-    ampi_log(amp, AMP_LOG_WARNING, 1005, "in a child of fork kernels run on one thread: OpenMP's threads stayed in the parent");
-}
-
 static amp_result ampi_host_fail(void *user, amp_result result, const char *text) { (void)user; return ampi_fail(result, "backend", "%s", text); }
 static void ampi_host_log(void *user, amp_log_level level, int id, const char *text) { ampi_log_text((const amp_context *)user, level, id, text); }
 static void *ampi_host_alloc(void *user, size_t size, size_t align) {
@@ -8531,6 +8822,15 @@ static void ampi_host_free(void *user, void *ptr, size_t size) {
     amp_context *amp = (amp_context *)user;
     __atomic_sub_fetch(&amp->taken, (int64_t)size, __ATOMIC_RELAXED);
     amp->system.free(amp->system.user, ptr, size);
+}
+static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
+    const amp_context *amp = (const amp_context *)user;
+    const amp_parallel *own = &amp->desc.parallel;
+    if (own->parallel != NULL) own->parallel(own->user, n, run, arg);
+    else ampi_threads_run(amp->threads, n, run, arg);
+    if (own->parallel == NULL && __atomic_load_n(&amp->threads->missing, __ATOMIC_RELAXED) > 0 && __atomic_exchange_n(&amp->threads->missing, 0, __ATOMIC_RELAXED) > 0)
+        ampi_log(amp, AMP_LOG_WARNING, 1009, "out of threads: calls run on %d in place of %d; raise the limit (ulimit -u, a container's pids), or lower .threads",
+                 (int)amp->threads->started + 1, (int)amp->threads->limit + 1);
 }
 
 /* ---- Opening */
@@ -8553,6 +8853,9 @@ static amp_result ampi_check_desc(const amp_desc *d) {
         return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be fp32, tf32, fp16 or bf16", amp_dtype_name(d->fallback));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
     if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
+    if (d->share_threads != NULL && d->threads > d->share_threads->desc.threads)
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d", d->threads, d->share_threads->desc.threads);
+    if (d->share_threads != NULL && d->parallel.parallel != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel both say which threads to use");
     if (d->device < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".device = %d, must be 0 or more", d->device);
     if (d->cache_limit < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".cache_limit = %lld, must be 0 (none) or more", (long long)d->cache_limit);
     if (d->mask_limit < 0) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".mask_limit = %lld, must be 0 (none) or more", (long long)d->mask_limit);
@@ -8584,14 +8887,7 @@ static void ampi_fill_defaults(amp_desc *d) {
     if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
     if (d->backend == NULL) d->backend = amp_cpu();
     if (d->cpu_path == 0) d->cpu_path = cpu.path;
-#if defined(_OPENMP)
-    if (d->threads == 0) d->threads = AMPI_MIN(cpu.cores, omp_get_max_threads());
-#else
-    if (d->threads == 0) d->threads = cpu.cores;
-#endif
-#if !defined(_OPENMP)
-    d->threads = 1;
-#endif
+    if (d->threads == 0) d->threads = d->share_threads ? d->share_threads->desc.threads : cpu.cores;
     if (d->reducer.world == 0) d->reducer.world = 1;
 }
 
@@ -8703,6 +8999,15 @@ static void ampi_tell_fallback(const amp_context *amp, const amp_choice *choice)
     if (choice->fell_back) ampi_log(amp, AMP_LOG_WARNING, 1001, "%s", choice->reason);
 }
 
+static amp_result ampi_open_threads(amp_context *amp) {
+    amp_context *other = amp->desc.share_threads;
+    if (other == NULL)
+        return ampi_threads_open(&amp->threads, &amp->system, amp->desc.threads, amp->machine.cpu.cores, amp->desc.pin_threads);
+    amp->threads = other->threads;
+    __atomic_add_fetch(&amp->threads->holders, 1, __ATOMIC_RELAXED);
+    return AMP_OK;
+}
+
 static amp_result ampi_open_device(amp_context *amp) {
     amp_choice regions;
     amp_backend_desc b;
@@ -8754,6 +9059,7 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     amp->host.log = ampi_host_log;
     amp->host.alloc = ampi_host_alloc;
     amp->host.free = ampi_host_free;
+    amp->host.parallel = ampi_host_parallel;
     if (pthread_mutex_init(&amp->lock, NULL) != 0) {
         ampi_free(&system, amp, 1, sizeof *amp);
         return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
@@ -8766,7 +9072,8 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
     ampi_probe_cpu(&amp->machine.cpu);
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
-    else result = ampi_open_device(amp);
+    else result = ampi_open_threads(amp);
+    if (result == AMP_OK) result = ampi_open_device(amp);
     if (result != AMP_OK) { amp_close(amp); return result; }
     *out = amp;
     return AMP_OK;
@@ -8815,6 +9122,8 @@ AMP_API void amp_close(amp_context *amp) {
     system = &amp->system;
     ampi_close_objects(amp);
     if (amp->dev != NULL) ampi_close_device(amp);
+    ampi_threads_close(amp->threads);
+    amp->threads = NULL;
     if (amp->desc.autotune_file) ampi_free(system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
     ampi_free(system, amp->blocks, amp->block_room, sizeof *amp->blocks);
     ampi_free(system, amp->params, amp->param_room, sizeof *amp->params);
@@ -9758,7 +10067,6 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     const amp_autocast_desc *region;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
-    ampi_tell_fork(amp);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open the region it ran in again around it", ampi_op_name(amp, op));
@@ -21520,6 +21828,15 @@ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 #endif /* AMPI_PASS */
 
 /* ---- Change log
+   after 0.1.0
+          Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.
+          Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
+          A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_ZERO is no
+          longer -1; operands that share memory, numbers that are NaN and structs that were not zeroed are refused.
+          amp_optimizer_set_weight: masters from fp32 values.  States say rank, world and place in the cycle.
+          Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on
+          the learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
+          Long fp32 sums no longer lose accuracy with their number of terms.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

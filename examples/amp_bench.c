@@ -1,6 +1,6 @@
 /* amp_bench.c - what mixed precision gains here, and what each of amp.h's features costs and saves.
  *
- *     gcc -O2 -fopenmp examples/amp_bench.c -o amp_bench -lm -lpthread
+ *     gcc -O2 examples/amp_bench.c -o amp_bench -lm -lpthread
  *     ./amp_bench --precision         an encoder and a decoder in every precision: time, and memory by what it is for
  *     ./amp_bench --features          each feature on and off, in turn, in one run
  *
@@ -647,9 +647,6 @@ static amp_result open_bench(bench *b) {
     if (!set->features && was_given("feature")) return refuse("feature", "goes with --features");
     if (!set->features && was_given("dtype")) return refuse("dtype", "goes with --features; the table of precisions has them all");
     if (set->features && was_given("model")) return refuse("model", "goes with --precision; features are measured on a decoder");
-#if !defined(_OPENMP)
-    if (set->threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
-#endif
     memset(&desc, 0, sizeof desc);
     amp_dtype_parse(set->dtype, &desc.dtype);
     result = open_context(b, &desc, &b->amp);

@@ -1,6 +1,6 @@
 /* amp_check.c - what mixed precision can do on this machine, and whether it works: the first thing to run on a new one.
  *
- *     gcc -O2 -fopenmp examples/amp_check.c -o amp_check -lm -lpthread
+ *     gcc -O2 examples/amp_check.c -o amp_check -lm -lpthread
  *     ./amp_check                     about 15 seconds; --quick: about 3; --help lists every flag
  *     ./amp_check --json > check.json the same facts as one JSON object
  *
@@ -308,7 +308,7 @@ static void check_choice(check *c) {
     if (speedup > 0)
         add_line(c, speedup >= 1 ? PASS : FAIL, "fast precision", value,
                  "%s", speedup >= 1 ? "products in the chosen precision are faster than in fp32"
-                                    : "products in the chosen precision are slower than in fp32: when other programs run here, set OMP_WAIT_POLICY=passive");
+                                    : "products in the chosen precision are slower than in fp32: do other programs run here?");
 }
 
 /* ==== Data ======================================================================================= */
@@ -684,7 +684,7 @@ static void check_utilisation(check *c) {
     else
         add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s", 100 * c->set.min_utilisation,
                  c->wait_share > 0.05   ? "it waits for data"
-                 : on_cpu(c->amp)       ? "other programs run here: set OMP_WAIT_POLICY=passive, or take fewer threads"
+                 : on_cpu(c->amp)       ? "other programs run here, or threads are too many"
                                         : "steps are too small, or other programs run here", more);
 }
 
@@ -743,14 +743,10 @@ static void recommend(check *c) {
     if (!cpu && c->pinned > 1.05 * c->ordinary)
         advise(c, "pinning: leave it on: %.1f x the copies' rate from ordinary memory", c->pinned / c->ordinary);
     if (c->utilisation >= 0 && c->utilisation < c->set.min_utilisation)
-        advise(c, "utilisation: end other programs%s", cpu ? ", or set OMP_WAIT_POLICY=passive" : ", or train with larger batches");
+        advise(c, "utilisation: end other programs, or train with larger batches");
     if (!cpu) advise(c, "autotune: amp_desc.autotune on, with a file, finds the fastest products once and keeps them");
-#if defined(_OPENMP)
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)
         advise(c, "threads: this process may use %d cores, --threads gave it %lld", (int)c->machine.cpu.cores, (long long)c->set.threads);
-#else
-    if (cpu && c->machine.cpu.cores > 1) advise(c, "threads: compile with -fopenmp: %d cores, one of them used", (int)c->machine.cpu.cores);
-#endif
 }
 
 /* ==== Text and JSON ============================================================================== */
@@ -855,9 +851,6 @@ static amp_result open_check(check *c) {
     amp_result result;
     memset(&desc, 0, sizeof desc);
     desc.threads = (int32_t)c->set.threads;
-#if !defined(_OPENMP)
-    if (c->set.threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
-#endif
     if (c->set.channels % 64 != 0) return refuse("channels", "must be a multiple of 64");
     result = device_open(&c->amp, &desc, c->set.device);
     if (result == AMP_ERR_NAME || result == AMP_ERR_DEVICE) return refuse("device", "%s", because(why));

@@ -1,6 +1,6 @@
 /* quickstart.c - the shortest complete use of amp.h: a classifier for Fashion-MNIST in mixed precision.
  *
- *     gcc -O2 -fopenmp examples/quickstart.c -o quickstart -lm -lpthread && ./quickstart [folder of the IDX files]
+ *     gcc -O2 examples/quickstart.c -o quickstart -lm -lpthread && ./quickstart [folder of the IDX files]
  *
  * Built with -DUSE_CUDA and amp_cuda.o it runs on the GPU: everything but the reports lies in the device's memory.
  * The files are those of Debian's package dataset-fashion-mnist; without them it learns synthetic pictures. */

@@ -1,6 +1,6 @@
 /* scaler_only.c - your kernels, your arrays, your optimizer: only the loss scaler is amp.h's.
  *
- *     gcc -O2 -fopenmp examples/scaler_only.c -o scaler_only -lm -lpthread && ./scaler_only [steps]
+ *     gcc -O2 examples/scaler_only.c -o scaler_only -lm -lpthread && ./scaler_only [steps]
  *
  * Fits y = sin(3 x) with a small tanh network written in plain loops, whose gradients are rounded to fp16, as a GPU
  * kernel would store them: anything above 65504 is infinite, anything below 3e-8 is lost.  The scale starts too high:

@@ -1,6 +1,6 @@
 /* sweep.c - searches precision, learning rate and batch size: short trainings of a small GPT on bytes, best first.
  *
- *     gcc -O2 -fopenmp examples/sweep.c -o sweep -lm -lpthread
+ *     gcc -O2 examples/sweep.c -o sweep -lm -lpthread
  *     ./sweep                                                       a grid of twelve trials, about a minute
  *     ./sweep --search random --trials 30 --lrs 1e-4,1e-2           learning rates in between, evenly in their logarithm
  *

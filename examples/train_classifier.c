@@ -1,6 +1,6 @@
 /* train_classifier.c - fine-tunes an encoder (BERT) on labelled text in mixed precision, with amp.h alone.
  *
- *     gcc -O2 -fopenmp examples/train_classifier.c -o train_classifier -lm -lpthread
+ *     gcc -O2 examples/train_classifier.c -o train_classifier -lm -lpthread
  *     ./train_classifier                made-up sentences and a small model with random weights: a few seconds
  *     ./train_classifier --data reviews.tsv --init bert-base-uncased/model.safetensors --precision bf16
  *     ./train_classifier --compat       BERT, RoBERTa, XLM-R, ELECTRA and Longformer in every precision, as a table

@@ -1,17 +1,17 @@
 /* train_gpt.c - trains a GPT-2 in mixed precision, on any text, with amp.h alone.
  *
- *     gcc -O2 -fopenmp examples/train_gpt.c -o train_gpt -lm -lpthread        (without -fopenmp: one thread)
+ *     gcc -O2 examples/train_gpt.c -o train_gpt -lm -lpthread
  *     ./train_gpt                       learns this project's own source, compares fp32, fp16 and bf16
  *     ./train_gpt --data book.txt --model d6 --steps 2000 --save out/book
  *     ./train_gpt --resume out/book     goes on exactly where it stopped; --help lists every flag
  *
  * On an NVIDIA GPU, with the backend compiled by nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu:
  *
- *     gcc -DUSE_CUDA -O2 -fopenmp -c examples/train_gpt.c && nvcc -Xcompiler -fopenmp train_gpt.o amp_cuda.o -o train_gpt -lcublasLt
+ *     gcc -DUSE_CUDA -O2 -c examples/train_gpt.c && nvcc train_gpt.o amp_cuda.o -o train_gpt -lcublasLt
  *
  * On several processes, each with its own batches and the sum of all gradients:
  *
- *     mpicc -DUSE_MPI -O2 -fopenmp examples/train_gpt.c -o train_gpt_mpi -lm -lpthread
+ *     mpicc -DUSE_MPI -O2 examples/train_gpt.c -o train_gpt_mpi -lm -lpthread
  *     mpirun -np 2 ./train_gpt_mpi --batch 8
  *
  * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, open_scaler and
@@ -286,9 +286,6 @@ static amp_result check_settings(settings *set) {
     int i;
     if (*set->resume != 0 && *set->init != 0)
         return refuse("init", "a resumed run has its weights already: drop --init or --resume");
-#if !defined(_OPENMP)
-    if (set->threads > 1) return refuse("threads", "this build has one thread: compile with -fopenmp");
-#endif
     if (set->graph && set->profile) return refuse("graph", "contradicts --profile, which times every operator by itself");
     if (set->graph && set->numerics_interval > 0)
         return refuse("graph", "contradicts --debug and numerics_interval, which look at gradients inside a step");

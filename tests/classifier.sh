@@ -3,7 +3,6 @@
 # files, compares precisions on every architecture, and refuses bad input by name.
 . tests/lib.sh
 program="$PWD/build/train_classifier"
-export OMP_NUM_THREADS=2
 
 # train NAME FLAGS...: a run into its own folder.
 train() { name=$1; shift; "$program" --out "$work/$name" --threads 1 "$@" > "$work/$name.log" 2>&1; }

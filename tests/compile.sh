@@ -30,9 +30,16 @@ matrix clang++ c++ c++11 c++20
 at_once "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
 at_once "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
 at_once "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"
-at_once "-fopenmp" "${CC:-gcc}" -std=c99 -O2 -fopenmp $strict -c "$work/impl.c" -o "$work/omp.o"
-have g++ && at_once "g++ -fopenmp" g++ -x c++ -fopenmp -Wall -Werror -I. -c "$work/impl.c" -o "$work/omp_cpp.o"
+have g++ && at_once "g++ -Wall -Werror" g++ -x c++ -Wall -Werror -I. -c "$work/impl.c" -o "$work/wall_cpp.o"
 collect
+
+# A host's own thread pools.
+if have g++; then
+    check "a pool of std::thread builds" g++ -std=c++11 $strict tests/host_pool.cpp -o "$work/host_pool" -lpthread
+    check "a pool of std::thread runs" "$work/host_pool"
+    if g++ -fopenmp tests/host_pool.cpp -o "$work/host_pool" -lpthread 2>/dev/null; then check "a pool of OpenMP runs" "$work/host_pool"
+    else skip "a pool of OpenMP" "this g++ has none"; fi
+else skip "a host's thread pools" "no g++"; fi
 
 # Two files linked: one brings the implementation, the other calls it; and twice the static mode.
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint other(void);\nint main(void) { return other() != amp_version(); }\n' > "$work/one.c"

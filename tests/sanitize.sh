@@ -1,6 +1,6 @@
 #!/bin/sh
 # sanitize.sh - the unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, and those with threads
-# under ThreadSanitizer (without OpenMP, whose runtime it does not know); as many at once as there are cores.
+# under ThreadSanitizer; as many at once as there are cores.
 # INSIDE names the tests that bring amp.h themselves, INSIDE_QUICK those of them that compute little; the others share one
 # compilation.
 . tests/lib.sh
@@ -32,5 +32,5 @@ for program in $(cd tests && ls t_*.c | sed 's/\.c$//'); do
     case " $INSIDE $INSIDE_QUICK " in *" $program "*) ;; *) rest="$rest $program" ;; esac
 done
 run "asan+ubsan" "-fsanitize=address,undefined -fno-sanitize-recover=undefined" $INSIDE $INSIDE_QUICK $rest
-run "tsan" "-fsanitize=thread" t_concurrency t_lifetime t_data t_autocast t_gemm t_context t_debug_log t_differential t_recompute t_watch
+run "tsan" "-fsanitize=thread" t_threads t_concurrency t_lifetime t_data t_autocast t_gemm t_context t_debug_log t_differential t_recompute t_watch
 closing

@@ -7,7 +7,7 @@
  *     t_anomalies --all --record FILE  every call of every kind in every style; counts go to FILE as JSON
  *     t_anomalies --only SCENARIO      one of them
  *
- *     gcc -O2 -fopenmp tests/t_anomalies.c -o t_anomalies -lm -lpthread && ./t_anomalies     (from the project root) */
+ *     gcc -O2 tests/t_anomalies.c -o t_anomalies -lm -lpthread && ./t_anomalies     (from the project root) */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

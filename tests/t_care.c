@@ -1,7 +1,7 @@
 /* Advice, tuning and recovery: what is chosen and why, what is timed in which order, and that a training that was
  * restored goes on bit for bit as one that began there.
  *
- *     gcc -O2 -fopenmp tests/t_care.c -o t_care -lm -lpthread && ./t_care      (from the project root) */
+ *     gcc -O2 tests/t_care.c -o t_care -lm -lpthread && ./t_care      (from the project root) */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

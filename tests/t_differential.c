@@ -1,7 +1,7 @@
 /* t_differential.c - replays a corpus of random programs, each call beside what PyTorch made of it: scaler calls in all
  * orders, presets side by side, autocast regions in several threads.
  *
- *     gcc -O2 -fopenmp tests/t_differential.c -o t_differential -lm -lpthread && ./t_differential [CORPUS]
+ *     gcc -O2 tests/t_differential.c -o t_differential -lm -lpthread && ./t_differential [CORPUS]
  *
  * tests/oracle/fuzz_logic.py writes corpora, and says there what amp.h does otherwise than PyTorch.  Without an argument:
  * the small one in tests/golden; `make differential` makes a large one. */

@@ -5,6 +5,7 @@
  * Numerical Algorithms, 3.1); a few more roundings follow it, and the last one is to the dtype of C. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
+#include "parallel.h"
 #include "test.h"
 
 #include <math.h>
@@ -40,6 +41,7 @@ static ampi_cpu cpu_of(const way *w, int threads) {
     memset(&cpu, 0, sizeof cpu);
     cpu.host.alloc = test_alloc;
     cpu.host.free = test_free;
+    cpu.host.parallel = ampt_parallel;
     cpu.threads = threads;
     cpu.path = w->path;
     return cpu;

@@ -7,6 +7,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "golden.h"
+#include "parallel.h"
 #include "test.h"
 
 static const double U = 1.0 / 16777216.0;
@@ -102,6 +103,7 @@ static ampi_cpu device(amp_cpu_path path, int threads) {
     memset(&cpu, 0, sizeof cpu);
     cpu.host.alloc = host_alloc;
     cpu.host.free = host_free;
+    cpu.host.parallel = ampt_parallel;
     cpu.threads = threads;
     cpu.path = path;
     return cpu;

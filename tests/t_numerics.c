@@ -1,9 +1,10 @@
 /* How values fit a format: counts against a plain loop, the remedies at their thresholds, bad input.
  *
- *     gcc -O2 -fopenmp tests/t_numerics.c -o t_numerics -lm -lpthread && ./t_numerics      (from the project root) */
+ *     gcc -O2 tests/t_numerics.c -o t_numerics -lm -lpthread && ./t_numerics      (from the project root) */
 #define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
+#include "parallel.h"
 #include "test.h"
 #include <math.h>
 
@@ -92,6 +93,7 @@ static void *open_device(int threads, amp_cpu_path path) {
     memset(&host, 0, sizeof host);
     host.alloc = host_alloc;
     host.free = host_free;
+    host.parallel = ampt_parallel;
     d.threads = threads;
     d.cpu_path = path;
     CHECK_OK(amp_cpu()->open(&dev, &host, &d));

@@ -1,6 +1,6 @@
 /* Optimizers and the step: against PyTorch, skips, accumulation, groups, masters, outcomes, save and load.
  *
- *     gcc -O2 -fopenmp tests/t_optimizer.c -o t_optimizer -lm -lpthread && ./t_optimizer      (from the project root)
+ *     gcc -O2 tests/t_optimizer.c -o t_optimizer -lm -lpthread && ./t_optimizer      (from the project root)
  *
  * tests/oracle/optimizer.py writes the golden data.  `t_optimizer --full` takes every fp32 pattern through a remainder, not
  * only those at edges. */

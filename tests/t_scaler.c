@@ -1,6 +1,6 @@
 /* The loss scaler: PyTorch's bit for bit, the other presets, stages and errors, save and load.
  *
- *     gcc -O2 -fopenmp tests/t_scaler.c -o t_scaler -lm -lpthread && ./t_scaler      (from the project root)
+ *     gcc -O2 tests/t_scaler.c -o t_scaler -lm -lpthread && ./t_scaler      (from the project root)
  *
  * tests/oracle/scaler.py writes the golden data. */
 #define AMP_IMPLEMENTATION

@@ -1,7 +1,7 @@
 /* amp_verify: right models pass, broken ones are found by name, and a training goes on as if nothing had been;
  * placement; amp_gradcheck on right and wrong operators.
  *
- *     gcc -O2 -fopenmp tests/t_verify.c -o t_verify -lm -lpthread && ./t_verify      (from the project root) */
+ *     gcc -O2 tests/t_verify.c -o t_verify -lm -lpthread && ./t_verify      (from the project root) */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

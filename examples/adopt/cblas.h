@@ -1,6 +1,6 @@
 /* cblas.h - cblas_sgemm through amp.h: an unchanged program's products in bf16, fp16 or tf32, by an include path.
  *
- *     gcc -O2 -fopenmp -Iexamples/adopt program.c -o program -lm -lpthread         and the libraries it had before
+ *     gcc -O2 -Iexamples/adopt program.c -o program -lm -lpthread         and the libraries it had before
  *     AMP_DTYPE=bf16 ./program
  *
  * Operands are rounded to AMP_DTYPE, products and sums are fp32, and so is C.  The variable is read once, at the first

@@ -1,7 +1,7 @@
 /* bench_curves.c - how costs grow: attention's memory over the length, resuming over the position, a step's host cost
  * over the number of tensors, a step's time over the threads.
  *
- *     cc -O2 -fopenmp tests/bench/bench_curves.c -o bench_curves -lm -lpthread
+ *     cc -O2 tests/bench/bench_curves.c -o bench_curves -lm -lpthread
  *     ./bench_curves [--curve attention|resume|tensors|threads] */
 #define AMP_IMPLEMENTATION
 #include "bench.h"

@@ -1,6 +1,6 @@
 /* bench_gemm.c - matrix products against the peak of the same instruction, measured in the same run.
  *
- *     cc -std=c99 -D_GNU_SOURCE -O2 -fopenmp -o bench_gemm tests/bench/bench_gemm.c -lm -lpthread
+ *     cc -std=c99 -D_GNU_SOURCE -O2 -o bench_gemm tests/bench/bench_gemm.c -lm -lpthread
  *     ./bench_gemm [--threads N] [--rounds N] [--json FILE]
  *
  * Each round times the peak loops and every case in turn; a case's figure is the median over the rounds of its rate,
@@ -85,6 +85,8 @@ static void bench_free(void *user, void *p, size_t size) {
     spare = p;
     spare_size = size;
 }
+/* user: the pool */
+static void bench_parallel(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg) { ampi_threads_run((ampi_threads *)user, n, run, arg); }
 
 static void *numbers(amp_dtype dtype, int64_t n) {
     char *p = (char *)bench_alloc(NULL, (size_t)n * 4, 64);
@@ -167,6 +169,8 @@ static void write_json(const char *path, const amp_cpu_info *info, int threads, 
 int main(int argc, char **argv) {
     amp_machine machine;
     ampi_cpu cpu;
+    amp_system system = ampi_system(NULL);
+    ampi_threads *pool = NULL;
     const char *json = NULL;
     double fma[64], dot[64], amx[64], ghz = 0;
     peak_set peaks;
@@ -185,12 +189,15 @@ int main(int argc, char **argv) {
         if (!strcmp(argv[i], "--path")) cpu.path = (amp_cpu_path)atoi(argv[i + 1]);
         if (!strcmp(argv[i], "--json")) json = argv[i + 1];
     }
+    if (ampi_threads_open(&pool, &system, cpu.threads, machine.cpu.cores, 0) != AMP_OK) return 1;
+    cpu.host.user = pool;
+    cpu.host.parallel = bench_parallel;
     rounds = AMPI_MAX(1, AMPI_MIN(rounds, 63));
     loop = peak_of_path(cpu.path, AMP_F32);
     loop16 = peak_of_path(cpu.path >= AMP_CPU_AVX512_BF16 ? AMP_CPU_AVX512_BF16 : AMP_CPU_SCALAR, AMP_BF16);
     loop_amx = peak_of_path(cpu.path == AMP_CPU_AMX ? AMP_CPU_AMX : AMP_CPU_SCALAR, AMP_BF16);
     lanes = cpu.path >= AMP_CPU_AVX512 ? 16 : 8;
-    if (loop.loop == NULL) { printf("skipped: this CPU has no FMA, there is no peak to compare with\n"); return 0; }
+    if (loop.loop == NULL) { printf("skipped: this CPU has no FMA, there is no peak to compare with\n"); ampi_threads_close(pool); return 0; }
     for (i = 0; i < CASES; i++) if (!prepare(&cases[i], &cpu)) cases[i].g.m = 0;
     for (round = -1; round < rounds; round++) {             /* round -1 warms up */
         int at = AMPI_MAX(round, 0);
@@ -223,5 +230,6 @@ int main(int argc, char **argv) {
         printf("\n");
     }
     if (json) write_json(json, &machine.cpu, cpu.threads, rounds, &peaks);
+    ampi_threads_close(pool);
     return failed;
 }

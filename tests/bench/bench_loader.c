@@ -1,7 +1,7 @@
 /* bench_loader.c - what reading costs: next() with a batch ready, tokens per second and worker, closing, allocations,
  * resuming.
  *
- *     cc -O2 -fopenmp tests/bench/bench_loader.c -o bench_loader -lm -lpthread
+ *     cc -O2 tests/bench/bench_loader.c -o bench_loader -lm -lpthread
  *     ./bench_loader --tokens 33554432 --seconds 2
  *
  * Works on a file of random 16-bit tokens that it makes in the temporary folder and removes; the file is in the page

@@ -1,7 +1,7 @@
 /* bench_masks.c - what the mask cache saves: softmax over scores with a mask tensor from the cache, with the mask made
  * anew each time, and attention that reads the mask from its description.
  *
- *     cc -O2 -fopenmp tests/bench/bench_masks.c -o bench_masks -lm -lpthread
+ *     cc -O2 tests/bench/bench_masks.c -o bench_masks -lm -lpthread
  *     ./bench_masks --longest 2048 --rounds 20
  *
  * One line per kind of mask and length: microseconds of getting the mask (cached and cleared), of the softmax

@@ -5,10 +5,10 @@
 # build/coverage.json.  run.sh PROGRAM...: those programs alone, and the list of what they reach, without a verdict.
 #
 # INSIDE names the tests that bring amp.h themselves; the others share one compilation of it, and so do those on the model
-# GPU (MODEL: their objects), which run the host's side of it.  CC, CXX, OMP: as in the Makefile.
+# GPU (MODEL: their objects), which run the host's side of it.  CC, CXX, OMP (the model's): as in the Makefile.
 . tests/lib.sh
 cc=${CC:-gcc} cxx=${CXX:-g++} gcov=${GCOV:-gcov}
-flags="-O0 $OMP --coverage -w"
+flags="-O0 --coverage -w"
 only="-fprofile-filter-files=.*amp\\.h"      # the tests themselves are not counted, which would only slow them down
 begun=$(date +%s)
 if ! $cc --version | head -n 1 | grep -qi 'gcc\|^cc'; then echo "FAIL coverage: needs gcc and its gcov"; exit 1; fi
@@ -23,8 +23,8 @@ c_test() {
 model_test() { $cxx -std=c++17 -w $OMP --coverage -I. -Itests/cuda_on_cpu -Itests/cuda_on_cpu/include "tests/cuda_on_cpu/$1.cpp" $MODEL "$work/amp.o" -o "$work/$1" -ldl -lm -lpthread; }
 # These compute most, and counters that several threads write slow them down: one thread reaches the same.
 run() {
-    case $1 in t_gemm|t_attention) threads=1 ;; *) threads= ;; esac
-    env ${threads:+OMP_THREAD_LIMIT=$threads} "$work/$1" > "$work/$1.log" 2>&1 || tail -n 5 "$work/$1.log"
+    case $1 in t_gemm|t_attention) one="taskset -c 0" ;; *) one= ;; esac
+    ${one:-} "$work/$1" > "$work/$1.log" 2>&1 || tail -n 5 "$work/$1.log"
 }
 tests=${*:-$(cd tests && ls t_*.c | sed 's/\.c$//')}
 [ -n "$MODEL" ] && [ $# -eq 0 ] && models="t_cuda_training t_cuda_operators"

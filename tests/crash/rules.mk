@@ -17,7 +17,7 @@ CRASH_CI    := $(if $(HAVE_WRAP),$(BUILD)/crash)
 $(BUILD)/crash: WRAPS := $(CRASH_WRAPS)
 $(BUILD)/soak: WRAPS := $(SOAK_WRAPS)
 $(BUILD)/crash $(BUILD)/soak: $(BUILD)/%: tests/crash/%.c tests/crash/trainer.h examples/train_gpt.c $(TEST_HEADERS) $(BUILD)/amp.o
-	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) $< $(BUILD)/amp.o $(call WRAP,$(WRAPS)) -o $@ $(LIBS)
+	$(CC) $(WARN) $(CFLAGS) $(LINKED) $< $(BUILD)/amp.o $(call WRAP,$(WRAPS)) -o $@ $(LIBS)
 
 .PHONY: crash soak
 crash: $(BUILD)/crash

@@ -10,6 +10,8 @@
 CXX        ?= g++
 COC        := tests/cuda_on_cpu
 CXXWARN    := -std=c++17 -Wall -Wextra -Wshadow -Wconversion -Wno-unknown-pragmas
+# The model runs blocks on OpenMP's threads, where the compiler has them.
+OMP        := $(shell echo 'int main(void){return 0;}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
 COC_FLAGS  := -O1 -g1 $(OMP) -DAMP_NVTX -I. -I$(COC) -I$(COC)/include
 COC_ASAN   := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 COC_LIBS   := -ldl -lm -lpthread
@@ -60,5 +62,5 @@ $(BUILD)/coc_nvml.so: $(COC)/coc_nvml.c | $(BUILD)
 
 # The examples on the model GPU, for examples.sh.
 $(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) $(BUILD)/amp.o $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%)
-	$(CC) $(WARN) -O1 -g $(OMP) $(LINKED) -DUSE_CUDA -c $< -o $@.o
+	$(CC) $(WARN) -O1 -g $(LINKED) -DUSE_CUDA -c $< -o $@.o
 	$(CXX) $(OMP) $@.o $(filter %.o,$^) -o $@ $(COC_LIBS)

@@ -6,5 +6,5 @@ fuzz:
 
 # The seeds that a program makes, once more.
 fuzz-seeds: $(BUILD)/amp.o
-	$(CC) $(WARN) $(CFLAGS) $(OMP) $(LINKED) tests/fuzz/make_seeds.c $(BUILD)/amp.o -o $(BUILD)/make_seeds $(LIBS)
+	$(CC) $(WARN) $(CFLAGS) $(LINKED) tests/fuzz/make_seeds.c $(BUILD)/amp.o -o $(BUILD)/make_seeds $(LIBS)
 	$(BUILD)/make_seeds

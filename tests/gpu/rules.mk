@@ -47,7 +47,7 @@ GPU_LIBS := $(COC_LIBS)
 else
 GPU_BIN  := $(BUILD)/gpu
 GPU_ARCH  = $(shell sh tests/gpu/find.sh gpu | sed 's/.*, //; s/[.]//')
-GPU_NVCC  = $(shell sh tests/gpu/find.sh nvcc) -std=c++17 -O2 $(GPU_INCLUDE) $(if $(OMP),-Xcompiler $(OMP))
+GPU_NVCC  = $(shell sh tests/gpu/find.sh nvcc) -std=c++17 -O2 $(GPU_INCLUDE)
 GPU_CXX   = $(GPU_NVCC)
 GPU_CU    = $(GPU_NVCC) -gencode arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH)
 GPU_CUDA := $(BUILD)/gpu/amp_cuda.o
@@ -75,7 +75,7 @@ $(patsubst %,$(GPU_BIN)/%,$(filter-out t_models,$(GPU_PROGRAMS))): %: %.o $(GPU_
 
 # The example as its head builds it, with the backend compiled above.
 $(GPU_BIN)/train_gpt: examples/train_gpt.c $(HEADERS) amp.h $(GPU_CUDA) $(GPU_REST)
-	$(CC) $(WARN) $(CFLAGS) $(OMP) -DUSE_CUDA -c $< -o $@.o
+	$(CC) $(WARN) $(CFLAGS) -DUSE_CUDA -c $< -o $@.o
 	$(GPU_CXX) $@.o $(GPU_CUDA) $(GPU_REST) -o $@ $(GPU_LIBS)
 
 gpu-programs: $(GPU_PROGRAMS:%=$(GPU_BIN)/%)
