@@ -1078,7 +1078,11 @@ typedef struct config_only { const char *key, *values; } config_only;   /* value
 
 /* Of one kind of model.  read: keys that its reader takes; kept: keys that change nothing; only: keys of which it has these
    values alone, up to a NULL. */
-typedef struct config_rules { const char *read, *kept; const config_only *only; } config_rules;
+typedef struct config_rules {
+    const char *read, *kept;
+    const config_only *only;
+    const char *unseen;             /* of `read` what the weights' shapes do not tell */
+} config_rules;
 
 /* Of every kind.  The last three lines are of old files: how text was to be generated. */
 static const char config_kept[] =
@@ -1274,7 +1278,7 @@ static inline amp_result config_check(model_config *m, const config_rules *rules
     return AMP_OK;
 }
 
-/* Both say the same where both speak of what is read: they are of one model. */
+/* Both say the same of what is read: they are of one model. */
 static inline amp_result config_agree(const model_config *m, const model_config *other, const config_rules *rules) {
     const char *at = rules->read;
     while (*at != 0) {
@@ -1283,7 +1287,12 @@ static inline amp_result config_agree(const model_config *m, const model_config 
         json mine, theirs;
         snprintf(key, sizeof key, "%.*s", n, at);
         at += n + (at[n] == ' ');
-        if (!config_get(m, key, &mine) || !config_get(other, key, &theirs)) continue;
+        if (!config_get(other, key, &theirs)) continue;
+        if (!config_get(m, key, &mine)) {
+            if (word_place(rules->unseen, key) < 0) continue;
+            return example_fail(AMP_ERR_UNSUPPORTED, "%s: no %s: %s was saved with %.*s: put that back, or delete this file", m->path, key,
+                                other->path, (int)(theirs.end - theirs.at < 60 ? theirs.end - theirs.at : 60), theirs.at);
+        }
         if (!json_text(mine, a, sizeof a) || !json_text(theirs, b, sizeof b) || strcmp(a, b) == 0) continue;
         if (strtod(a, &a_end) == strtod(b, &b_end) && *a_end == 0 && *b_end == 0) continue;
         return config_refuse(m, key, "%s was saved with %s = %s: put that back, or delete this file", other->path, key, b);
@@ -1994,7 +2003,8 @@ static const config_rules gpt_config_rules = {
     "resid_pdrop attn_pdrop",
     "n_ctx is_decoder problem_type hidden_dropout classifier_dropout "
     "reorder_and_upcast_attn",      /* where PyTorch rounds: scores are fp32 here anyway */
-    gpt_config_only
+    gpt_config_only,
+    "n_head activation_function layer_norm_epsilon scale_attn_weights scale_attn_by_inverse_layer_idx"
 };
 
 /* What stands in no shape, and that the rest agrees with the weights'. */
@@ -3880,7 +3890,8 @@ static const config_rules encoder_config_rules = {
     "classifier_dropout",
     "tie_word_embeddings onnx_export directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
     "pooler_size_per_head pooler_type",
-    encoder_config_only
+    encoder_config_only,
+    "num_attention_heads hidden_act layer_norm_eps attention_window"
 };
 
 /* Longformer's windows: one for each layer, or one for all.  windows: room for one of each layer. */

@@ -205,7 +205,8 @@ if [ -e /dev/full ]; then
     else fail "metrics on a full disk" "$(tail -n 3 "$work/full.log")"; fi
 fi
 
-mkdir "$work/mixed" "$work/alone"
+mkdir "$work/mixed" "$work/alone" "$work/silent"
+cp "$work/relu/model.safetensors" "$work/silent"; grep -v activation_function "$work/relu/config.json" > "$work/silent/config.json"
 cp "$work/usual/model.safetensors" "$work/mixed"; cp "$work/relu/config.json" "$work/mixed"
 LC_ALL=C sed 's/"crc32c"/"others"/; s/"config"/"konfig"/' "$work/usual/model.safetensors" > "$work/alone/model.safetensors"
 
@@ -223,6 +224,7 @@ refused "--heads" --heads 5 --channels 32
 refused "the file's model has heads 2" --init "$work/usual/model.safetensors" --heads 4
 refused "the file's model has channels 32" --init "$work/usual/model.safetensors" --channels 64
 refused "model.safetensors was saved with activation_function = gelu_new" --init "$work/mixed/model.safetensors"
+refused "no activation_function: .*model.safetensors was saved with \"relu\"" --init "$work/silent/model.safetensors"
 refused "no config.json beside it" --init "$work/alone/model.safetensors"
 refused "--batch" --batch 0
 refused "--lr" --lr fast
