@@ -77,7 +77,7 @@ static int ampt_has_members(json original, const char *text, size_t bytes) {
 /* The loss, the norm of all gradients, that of the word embeddings', which come first: each as the golden file has it. */
 static __attribute__((unused)) void ampt_check_numbers(const ampt_golden *golden, const char *name, const amp_param *params, int64_t n_params, double loss) {
     double got[3], *exact, norms[2] = {0, 0};
-    char record[128];
+    char record[160];
     int64_t i, k, n;
     for (i = 0; i < n_params; i++)
         for (k = 0; k < amp_tensor_count(&params[i].grad); k++) {
@@ -92,7 +92,7 @@ static __attribute__((unused)) void ampt_check_numbers(const ampt_golden *golden
     free(exact);
 }
 static __attribute__((unused)) void ampt_check_logits(const ampt_golden *golden, const char *name, const float *logits, int64_t n_logits) {
-    char record[128];
+    char record[160];
     int64_t n;
     ampt_norms none = {0, 1};
     snprintf(record, sizeof record, "%s/logits", name);
