@@ -1221,7 +1221,7 @@ static void optimizer_call(kase *k, amp_context *amp, void *arg) {
     d.params = o->p; d.n_params = o->tensors;
     for (int i = 0; i < 2; i++) {
         o->groups[i].match = weight_names[2 * i + 1];
-        o->groups[i].lr_scale = o->group_rate; o->groups[i].weight_decay = o->group_decay;
+        o->groups[i].lr_scale = o->group_rate; o->groups[i].weight_decay = o->group_decay < 0 ? (double)AMP_ZERO : o->group_decay;
     }
     if (o->grouped) { d.groups = o->groups; d.n_groups = 2; }
     CHECK_OK(amp_optimizer_create(amp, &opt, &d));
