@@ -1667,12 +1667,13 @@ AMP_API void amp_cast_cache_clear(amp_context *amp);
    overlapping, the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
    0); elements of an output are never the same.  Storage is fp32, fp16 or bf16 unless said otherwise.
    Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
-   parameters without grad are frozen.  Input gradients (dx) are overwritten; dx.data NULL: not wanted.
+   parameters without grad are frozen.  Input gradients (dx) are overwritten; only linear, matmul and the losses can do
+   without one (data NULL: not wanted).
    layer names the layer for overrides; NULL: the weight's name.
    An output may lie over another operand only where its operator says so, and then be the same view, of one dtype size.
    All return 101 for a missing pointer, 102 for numbers (NaN is none) and a struct that was not set to 0, 103 for shapes,
    104 for dtypes, 110 for operands that share memory, 301 without scratch memory, and backward 106 when forward has not
-   run; for forwards that run again see amp_recompute_begin.                                                                                  */
+   run; for forwards that run again see amp_recompute_begin. */
 
 /* y = act(x weight^T + bias).  x [rows, in], weight [out, in], bias [out], y [rows, out].
    act NONE, GELU, GELU_ERF or RELU; with GELU and a backward to come, pre [rows, out] keeps what went into act. */
@@ -8591,7 +8592,7 @@ AMPI_PRIVATE const amp_backend *ampi_backend(const amp_context *amp, void **dev,
 }
 AMPI_PRIVATE amp_result ampi_may_wait(const amp_context *amp) {
     if (amp->capture == NULL) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "a call since then waits for the device, which only records: move it behind amp_graph_end");
+    return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "the call waits for the device, which only records while a graph is captured: move it behind amp_graph_end");
 }
 /* Something changed that captured graphs have built in. */
 AMPI_PRIVATE void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
@@ -9097,9 +9098,9 @@ static void ampi_close_objects(amp_context *amp) {
     if (amp->regions_end != NULL) here = amp->regions_end(amp);
     elsewhere = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
     if (here + elsewhere > 0)
-        ampi_log(amp, AMP_LOG_WARNING, 1007, "amp_close: %d regions were open, %d of them on other threads; they have ended", here + elsewhere, elsewhere);
+        ampi_log(amp, AMP_LOG_WARNING, 1007, "amp_close: open regions have ended: %d on this thread, %d on other threads", here, elsewhere);
     if (__atomic_load_n(&amp->views, __ATOMIC_RELAXED) > 0)
-        ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: %d masks of amp_mask_get were not given back; their memory is gone", __atomic_load_n(&amp->views, __ATOMIC_RELAXED));
+        ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: masks of amp_mask_get that were not given back, and whose memory is gone: %d", __atomic_load_n(&amp->views, __ATOMIC_RELAXED));
 }
 
 static void ampi_close_device(amp_context *amp) {
@@ -10385,7 +10386,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
     if (dtype == param->weight.dtype) { *out = param->weight; return AMP_OK; }
     AMPI_TRY(ampi_check_known(amp, "amp_autocast_cast", param));
     if (param->id == 0) return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "%s is not registered; call amp_param_register first", param->name ? param->name : "the parameter");
-    AMPI_TRY(ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use));
+    AMPI_TRY(ampi_as("amp_autocast_cast", ampi_cache_lookup(amp, param, dtype, AMPI_PACK_CAST, 1, ampi_cache_is_off(amp), &data, &use)));
     if (data == NULL && amp_tensor_count(&param->weight) > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_cast", "called from a callback of the call that is casting %s; it cannot wait for that", param->name);
     ampi_cache_put(amp, data);
@@ -12302,7 +12303,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
-    AMPI_TRY(ampi_graph_note_set(set));
+    AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, set->divisor, 1)));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
@@ -12830,17 +12831,18 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     void *room;
     if (o == NULL || param == NULL || values == NULL)
         return ampi_fail(AMP_ERR_NULL, f, "%s is NULL", o == NULL ? "optimizer" : param == NULL ? "param" : "values");
+    AMPI_TRY(ampi_alive(&o->object, f));
     for (i = 0; i < o->desc.n_params && &o->desc.params[i] != param; i++) {}
     if (i == o->desc.n_params)
         return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params", param->name ? param->name : "the parameter");
     AMPI_TRY(ampi_check_weights_of(f, param, 1));
-    AMPI_TRY(ampi_may_wait(o->amp));
+    AMPI_TRY(ampi_as(f, ampi_may_wait(o->amp)));
     for (row = 0; row < o->set->n && o->set->params[row] != param; row++) {}
     n = amp_tensor_count(&param->weight);
     if (n == 0) return AMP_OK;
     s = ampi_context_system(o->amp);
     AMPI_TRY(ampi_alloc(s, f, &room, n, 4));
-    r = ampi_set_weight(o, param, row < o->set->n ? &o->set->rows[row] : NULL, values, room);
+    r = ampi_as(f, ampi_set_weight(o, param, row < o->set->n ? &o->set->rows[row] : NULL, values, room));
     ampi_free(s, room, n, 4);
     if (r == AMP_OK) amp_param_touch(param);
     return r;
@@ -12968,7 +12970,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
 
 AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_optimizer_step", optimizer, scaler));
-    AMPI_TRY(ampi_graph_note(optimizer));
+    AMPI_TRY(ampi_as("amp_optimizer_step", ampi_graph_note(optimizer)));
     return ampi_as("amp_optimizer_step", ampi_step(optimizer, scaler));
 }
 
@@ -12981,7 +12983,7 @@ AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) 
 
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
     AMPI_TRY(ampi_check_step("amp_step", optimizer, scaler));
-    AMPI_TRY(ampi_graph_note(optimizer));
+    AMPI_TRY(ampi_as("amp_step", ampi_graph_note(optimizer)));
     if (optimizer->micro + 1 < optimizer->desc.accumulation) {
         if (optimizer->set->stage != AMPI_READY)
             return ampi_fail(AMP_ERR_STATE, "amp_step", "the set was checked in micro-batch %d of %d, must be in the last: "

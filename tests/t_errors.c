@@ -265,6 +265,197 @@ TEST(a_call_during_capture) {
     amp_close(amp);
 }
 
+/* ---- A training on that device, each call of which is refused or fails in turn */
+
+static amp_result device_event_done(void *dev, void *event, int32_t *done) { (void)dev; (void)event; *done = 1; return broken_now(); }
+static amp_result device_event_create(void *dev, void **event) { return broken ? AMP_ERR_DEVICE : amp_cpu()->event_create(dev, event); }
+
+static amp_system posix;
+static int starved;
+static void *scarce(void *user, size_t size, size_t align) { return starved ? NULL : posix.alloc(user, size, align); }
+#define STARVES(call) do { (void)amp_dtype_parse("?", NULL); starved = 1; CHECK_ERR(call, AMP_ERR_MEMORY); starved = 0; } while (0)
+
+/* Of two parameters the second is frozen and has no memory. */
+static struct training {
+    float data[2][8], x[8], dx[8], y[8], dy[8];
+    amp_context *amp;
+    amp_param p[2];
+    amp_optimizer *optimizer;
+    amp_optimizer_desc od;
+    amp_scaler *scaler;
+    amp_monitor *monitor;
+    amp_monitor_desc md;
+    amp_recovery *recovery;
+    amp_recovery_desc rd;
+} tr;
+
+static void open_training(void) {
+    amp_desc desc;
+    memset(&tr, 0, sizeof tr); memset(&desc, 0, sizeof desc);
+    device = *amp_cpu();
+    device.name = "breakable"; device.host_visible = 0;
+    device.copy = device_copy; device.fill = device_fill; device.memory = device_memory; device.place = device_place;
+    device.stream_sync = device_sync; device.event_create = device_event_create; device.event_record = device_event; device.event_done = device_event_done;
+    device.graph_begin = device_graph_begin; device.graph_end = device_graph_end; device.graph_launch = device_graph_launch;
+    device.graph_destroy = device_graph_destroy;
+    amp_system_default(&posix);
+    desc.system = posix; desc.system.alloc = scarce;
+    desc.backend = &device; desc.logger.level = AMP_LOG_OFF;
+    CHECK_OK(amp_open(&tr.amp, &desc));
+    tr.p[0].name = "w"; tr.p[0].weight = amp_tensor1(tr.data[0], AMP_F32, 8); tr.p[0].grad = amp_tensor1(tr.data[1], AMP_F32, 8);
+    tr.p[1].name = "frozen";
+    CHECK_OK(amp_param_register(tr.amp, tr.p, 1));
+    tr.od.params = tr.p; tr.od.n_params = 2;
+    CHECK_OK(amp_optimizer_create(tr.amp, &tr.optimizer, &tr.od));
+    CHECK_OK(amp_scaler_create(tr.amp, &tr.scaler, NULL));
+    tr.md.optimizer = tr.optimizer;
+    tr.rd.optimizer = tr.optimizer; tr.rd.params = tr.p; tr.rd.n_params = 1;
+    CHECK_OK(amp_recovery_create(tr.amp, &tr.recovery, &tr.rd));
+}
+static void close_training(void) {
+    amp_recovery_destroy(tr.recovery); amp_monitor_destroy(tr.monitor); amp_scaler_destroy(tr.scaler); amp_optimizer_destroy(tr.optimizer);
+    amp_close(tr.amp);
+}
+
+static int copy_forward(void *user, amp_context *amp) { (void)user; (void)amp; memcpy(tr.y, tr.x, sizeof tr.y); return 0; }
+static int copy_backward(void *user, amp_context *amp) { (void)user; (void)amp; memcpy(tr.dx, tr.dy, sizeof tr.dx); return 0; }
+static amp_range row_of(float *data) {
+    amp_range range;
+    memset(&range, 0, sizeof range);
+    range.name = "row"; range.data = data; range.count = 8; range.dtype = AMP_F32;
+    return range;
+}
+static amp_step_record bad_step(void) {
+    amp_step_record record;
+    memset(&record, 0, sizeof record);
+    record.outcome.step = 1;
+    record.trouble = AMP_TROUBLE_LOSS; record.action = AMP_NAN_RECOVER;
+    return record;
+}
+
+TEST(a_device_that_breaks_in_training) {
+    amp_advice advice;
+    amp_settings settings;
+    amp_gradcheck_desc gd;
+    amp_gradcheck_report checked;
+    amp_verify_desc vd;
+    amp_verify_report verified;
+    amp_range x, dx, y, dy;
+    amp_mask mask;
+    amp_mask_view view;
+    amp_step_info info;
+    amp_step_record record = bad_step();
+    amp_recovery_event event;
+    memset(&settings, 0, sizeof settings); memset(&gd, 0, sizeof gd); memset(&vd, 0, sizeof vd); memset(&mask, 0, sizeof mask); memset(&info, 0, sizeof info);
+    open_training();
+    x = row_of(tr.x); dx = row_of(tr.dx); y = row_of(tr.y); dy = row_of(tr.dy);
+    gd.forward = copy_forward; gd.backward = copy_backward;
+    gd.inputs = &x; gd.input_grads = &dx; gd.outputs = &y; gd.output_grads = &dy; gd.n_inputs = gd.n_outputs = 1;
+    vd.step = copy_forward; vd.outputs = &y; vd.n_outputs = 1; vd.params = tr.p; vd.n_params = 1;
+    mask.kind = AMP_MASK_CAUSAL;
+    BREAKS(amp_advise(tr.amp, NULL, &advice));
+    BREAKS(amp_gradcheck(tr.amp, &gd, &checked));
+    BREAKS(amp_verify(tr.amp, &vd, &verified));
+    BREAKS(amp_mask_get(tr.amp, &mask, 1, 4, 4, AMP_U8, &view));
+    BREAKS(amp_settings_apply(&settings, tr.amp, tr.scaler, NULL, NULL));
+    BREAKS(amp_optimizer_set_weight(tr.optimizer, &tr.p[0], tr.x));
+    BREAKS(amp_recovery_batch(tr.recovery, NULL));
+    BREAKS(amp_recovery_step(tr.recovery, &record, &event));
+    BREAKS(amp_monitor_create(tr.amp, &tr.monitor, &tr.md));
+    CHECK_OK(amp_monitor_create(tr.amp, &tr.monitor, &tr.md));
+    BREAKS(amp_monitor_phase(tr.monitor, AMP_PHASE_FORWARD));
+    (void)amp_param_accumulate(&tr.p[0]);
+    CHECK_OK(amp_step(tr.optimizer, NULL));
+    BREAKS(amp_monitor_step(tr.monitor, &info));
+    BREAKS(amp_monitor_epoch(tr.monitor, NULL));
+    close_training();
+}
+
+TEST(a_host_without_memory) {
+    amp_state *state;
+    amp_system host;
+    amp_tensor cast;
+    void *blob;
+    size_t bytes;
+    open_training();
+    host = posix; host.alloc = scarce;
+    CHECK_OK(amp_state_create(&state, &host));
+    STARVES(amp_recovery_save(tr.recovery, state, "r"));
+    STARVES(amp_state_encode(state, &blob, &bytes));
+    STARVES(amp_autocast_cast(tr.amp, &tr.p[0], AMP_BF16, &cast));
+    CHECK_OK(amp_autocast_cast(tr.amp, &tr.p[0], AMP_BF16, &cast));
+    amp_state_destroy(state);
+    close_training();
+}
+
+static int no_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream) {
+    (void)user; (void)data; (void)count; (void)dtype; (void)op; (void)stream;
+    return 1;
+}
+
+TEST(a_training_that_is_refused) {
+    static float half[8];               /* as fp16: zeros */
+    amp_graph *graph;
+    amp_settings settings;
+    amp_gradcheck_desc gd;
+    amp_gradcheck_report checked;
+    amp_range x, dx, y, dy;
+    amp_state *state;
+    amp_step_record record = bad_step();
+    amp_recovery_event event;
+    amp_optimizer *second = NULL;
+    amp_optimizer_desc od;
+    amp_scaler *torch;
+    amp_scaler_desc sd;
+    amp_param p;
+    amp_context *ranks;
+    amp_desc desc;
+    memset(&settings, 0, sizeof settings); memset(&gd, 0, sizeof gd); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd);
+    memset(&p, 0, sizeof p); memset(&desc, 0, sizeof desc);
+    open_training();
+    x = row_of(tr.x); dx = row_of(tr.dx); y = row_of(tr.y); dy = row_of(tr.dy);
+    gd.forward = copy_forward; gd.backward = copy_backward;
+    gd.inputs = &x; gd.input_grads = &dx; gd.outputs = &y; gd.output_grads = &dy; gd.n_inputs = gd.n_outputs = 1;
+    CHECK_ERR(amp_optimizer_set_weight(tr.optimizer, &tr.p[1], tr.x), AMP_ERR_SHAPE);
+    settings.scaler.max_scale = 1.7014118e38f;          /* 2^127, whose inverse is subnormal */
+    CHECK_ERR(amp_settings_check(&settings), AMP_ERR_SCALE);
+    CHECK_ERR(amp_settings_apply(&settings, tr.amp, tr.scaler, NULL, NULL), AMP_ERR_SCALE);
+    CHECK_OK(amp_state_create(&state, NULL));
+    CHECK_ERR(amp_recovery_save(tr.recovery, state, "a prefix of more than fifty-six bytes, which no key has room for"), AMP_ERR_RANGE);
+    amp_state_destroy(state);
+
+    CHECK_OK(amp_graph_begin(tr.amp));
+    CHECK_ERR(amp_gradcheck(tr.amp, &gd, &checked), AMP_ERR_STATE);
+    CHECK_ERR(amp_optimizer_set_weight(tr.optimizer, &tr.p[0], tr.x), AMP_ERR_STATE);
+    CHECK_ERR(amp_recovery_step(tr.recovery, &record, &event), AMP_ERR_STATE);
+    CHECK_OK(amp_optimizer_step(tr.optimizer, NULL));
+    SAYS(amp_optimizer_step(tr.optimizer, NULL), AMP_ERR_STATE, "steps twice");
+    CHECK_OK(amp_graph_end(tr.amp, &graph));
+    CHECK_OK(amp_set_dtype(tr.amp, AMP_BF16));
+    CHECK_ERR(amp_graph_launch(graph), AMP_ERR_GRAPH);
+    amp_graph_destroy(graph);
+
+    p = tr.p[0]; p.id = 0; p.grad = amp_tensor1(tr.data[1], AMP_F32, 7);
+    od.params = &p; od.n_params = 1;
+    CHECK_ERR(amp_optimizer_create(tr.amp, &second, &od), AMP_ERR_SHAPE);
+    p.weight = amp_tensor1(half, AMP_F16, 8); p.grad = amp_tensor1(half + 4, AMP_F16, 8);
+    sd.preset = AMP_SCALER_TORCH;
+    CHECK_OK(amp_scaler_create(tr.amp, &torch, &sd));
+    CHECK_OK(amp_optimizer_create(tr.amp, &second, &od));
+    (void)amp_param_accumulate(&p);
+    CHECK_ERR(amp_optimizer_step(second, torch), AMP_ERR_GRAD_16BIT);
+    amp_optimizer_destroy(second); amp_scaler_destroy(torch);
+    close_training();
+
+    desc.reducer.reduce = no_reduce; desc.reducer.world = 2;
+    CHECK_OK(amp_open(&ranks, &desc));
+    CHECK_OK(amp_optimizer_create(ranks, &second, &od));
+    (void)amp_param_accumulate(&p);
+    CHECK_ERR(amp_optimizer_step(second, NULL), AMP_ERR_REDUCE);
+    amp_optimizer_destroy(second);
+    amp_close(ranks);
+}
+
 /* ---- Settings and blobs that are none */
 
 TEST(settings_and_blobs) {
@@ -301,6 +492,9 @@ int main(int argc, char **argv) {
     RUN(advice_that_fits);
     RUN(a_broken_device);
     RUN(a_call_during_capture);
+    RUN(a_device_that_breaks_in_training);
+    RUN(a_host_without_memory);
+    RUN(a_training_that_is_refused);
     RUN(settings_and_blobs);
     return TEST_END();
 }
