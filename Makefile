@@ -127,7 +127,7 @@ include tests/mutants/rules.mk
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
 	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
-	    tests/plot.sh tests/mpi.sh
+	    tests/plot.sh tests/mpi.sh tests/errors.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
 	CC="$(CC)" INSIDE="$(INSIDE)" INSIDE_QUICK="$(INSIDE_QUICK)" sh tests/run.sh tests/compile.sh tests/sanitize.sh tests/lifetime.sh $(CRASH_CI) \
@@ -140,7 +140,7 @@ test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer
 
 # What amp.h promises to return, and no test provokes.
 errors: $(TESTS:%=$(BUILD)/%)
-	sh tests/errors.sh $(TESTS:%=$(BUILD)/%)
+	sh tests/run.sh $(TESTS:%=$(BUILD)/%) tests/errors.sh
 
 anomalies: $(BUILD)/t_anomalies
 	mkdir -p tests/records

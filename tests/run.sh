@@ -4,6 +4,7 @@
 # ends without such a line counts as one failure.
 work=$(mktemp -d) passed=0 failed=0 skipped=0 running=0 most=1
 trap 'rm -rf "$work"' EXIT
+export AMPT_ERRORS="${AMPT_ERRORS:-$work/provoked}"     # what tests add for errors.sh
 
 start() {
     case $1 in *.sh) run="sh $1" ;; */*) run=$1 ;; *) run=./$1 ;; esac

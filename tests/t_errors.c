@@ -373,10 +373,16 @@ TEST(a_device_that_breaks_in_training) {
 
 TEST(a_host_without_memory) {
     amp_state *state;
+    amp_state *none;
+    amp_optimizer *optimizer;
+    amp_scaler *scaler;
+    amp_tune_desc td;
+    amp_tune_report tuned;
     amp_system host;
     amp_tensor cast;
     void *blob;
     size_t bytes;
+    memset(&td, 0, sizeof td);
     open_training();
     host = posix; host.alloc = scarce;
     CHECK_OK(amp_state_create(&state, &host));
@@ -384,6 +390,15 @@ TEST(a_host_without_memory) {
     STARVES(amp_state_encode(state, &blob, &bytes));
     STARVES(amp_autocast_cast(tr.amp, &tr.p[0], AMP_BF16, &cast));
     CHECK_OK(amp_autocast_cast(tr.amp, &tr.p[0], AMP_BF16, &cast));
+    STARVES(amp_state_create(&none, &host));
+    STARVES(amp_optimizer_create(tr.amp, &optimizer, &tr.od));
+    STARVES(amp_optimizer_set_weight(tr.optimizer, &tr.p[0], tr.x));
+    STARVES(amp_scaler_create(tr.amp, &scaler, NULL));
+    STARVES(amp_monitor_create(tr.amp, &tr.monitor, &tr.md));
+    STARVES(amp_recovery_batch(tr.recovery, NULL));
+    STARVES(amp_graph_begin(tr.amp));
+    td.step = copy_forward; td.batch = 1;
+    STARVES(amp_tune(tr.amp, &td, &tuned));
     amp_state_destroy(state);
     close_training();
 }
