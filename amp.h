@@ -7210,13 +7210,15 @@ static void ampi_cast_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_cast_job *job = (const ampi_cast_job *)arg;
     const amp_k_cast *a = job->args;
     amp_convert_desc how = a->how;
+    int64_t found = 0;                  /* a thread may have several pieces */
     if (a->src_dtype == AMP_U16 && a->dst_dtype == AMP_I32) {
         for (; begin < end; begin++) ampi_put32(a->dst, begin, ampi_get16(a->src, begin));
         return;
     }
     how.offset += (uint64_t)begin;
     ampi_convert(ampi_at_mut(a->dst, a->dst_dtype, begin), a->dst_dtype, ampi_at(a->src, a->src_dtype, begin),
-                 a->src_dtype, end - begin, &how, job->new_inf ? &job->new_inf[thread] : NULL, job->cpu->path);
+                 a->src_dtype, end - begin, &how, job->new_inf ? &found : NULL, job->cpu->path);
+    if (job->new_inf) job->new_inf[thread] += found;
 }
 
 static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream) {
