@@ -6475,7 +6475,10 @@ AMPI_PRIVATE inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_
     for (; count > 0; count -= m, row += m * step) {
         if (s->waiting == AMPI_SUM_ROWS) ampi_sum_widen(s);
         m = AMPI_MIN(count, AMPI_SUM_ROWS - s->waiting);
-        for (i = 0; i < m; i++) s->rows[s->waiting + i] = row + i * step;
+        for (i = 0; i < m; i++) {
+            s->rows[s->waiting + i] = row + i * step;
+            __builtin_prefetch(row + i * step);         /* short rows arrive while their addresses are noted */
+        }
         s->waiting += m;
     }
 }
@@ -7428,7 +7431,7 @@ static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
 
 /* ---- LayerNorm and RMSNorm */
 
-enum { AMPI_NORM_ROWS = 32 };       /* rows whose part in dweight and dbias is summed in fp32 */
+enum { AMPI_NORM_ROWS = 32, AMPI_NORM_RUNS = 8 };   /* rows whose part in dweight and dbias is one chain in fp32; chains summed in fp32 */
 
 typedef struct ampi_norm_job {
     ampi_cpu *cpu;
@@ -7436,7 +7439,7 @@ typedef struct ampi_norm_job {
     const amp_k_norm *args;
     const float *weight, *bias;     /* fp32, or NULL */
     int64_t stride;                 /* floats between row buffers */
-    int64_t thread_rooms;           /* row buffers per thread: three, and for long partial sums two in fp32 and two in fp64 */
+    int64_t thread_rooms;           /* row buffers per thread: three, and for long partial sums two for each chain, their sum, and two in fp64 */
     float *rooms;
     int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
     float *partials;                /* [blocks, 2, stride] */
@@ -7456,7 +7459,7 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
     job->stride = ampi_padded(args->x.cols);
     job->block_rows = AMPI_MAX(16, (args->x.rows + 63) / 64);
     job->blocks = backward ? (args->x.rows + job->block_rows - 1) / job->block_rows : 0;
-    job->thread_rooms = backward && job->block_rows > AMPI_NORM_ROWS ? 9 : 3;
+    job->thread_rooms = backward && job->block_rows > AMPI_NORM_ROWS ? 9 + 2 * AMPI_NORM_RUNS : 3;
     floats = (2 + job->thread_rooms * (int64_t)cpu->threads + 2 * job->blocks) * job->stride;
     AMPI_TRY(ampi_bytes(function, floats, sizeof(float), &job->bytes));
     job->memory = (float *)ampi_cpu_scratch(cpu, job->bytes);
@@ -7568,7 +7571,11 @@ static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int
 static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
     float *rooms = job->rooms + job->thread_rooms * (int64_t)thread * job->stride, *sums = rooms + 3 * job->stride;
-    double *total = (double *)(void *)(sums + 2 * job->stride);
+    int64_t both = 2 * job->stride, run;
+    float *part = sums + AMPI_NORM_RUNS * both;
+    double *total = (double *)(void *)(part + both);
+    const void *runs[AMPI_NORM_RUNS];
+    for (run = 0; run < AMPI_NORM_RUNS; run++) runs[run] = sums + run * both;
     for (int64_t block = begin; block < end; block++) {
         float *partial = job->partials + 2 * block * job->stride;
         int64_t first = block * job->block_rows, last = AMPI_MIN(job->args->x.rows, first + job->block_rows);
@@ -7576,12 +7583,22 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
             ampi_norm_backward_rows(job, first, last, rooms, partial);
             continue;
         }
-        memset(total, 0, 2 * (size_t)job->stride * sizeof *total);
-        for (int64_t row = first; row < last; row += AMPI_NORM_ROWS) {
-            ampi_norm_backward_rows(job, row, AMPI_MIN(row + AMPI_NORM_ROWS, last), rooms, sums);
-            job->vec->widen(total, sums, 2 * job->stride);
+        int wide = 0;
+        run = 0;
+        for (int64_t row = first; row < last; row += AMPI_NORM_ROWS, run++) {
+            if (run == AMPI_NORM_RUNS) {
+                job->vec->sum_rows(part, runs, AMP_F32, run, both);
+                if (!wide) memset(total, 0, (size_t)both * sizeof *total);
+                job->vec->widen(total, part, both);
+                wide = 1;
+                run = 0;
+            }
+            ampi_norm_backward_rows(job, row, AMPI_MIN(row + AMPI_NORM_ROWS, last), rooms, sums + run * both);
         }
-        job->vec->narrow(partial, total, 2 * job->stride);
+        job->vec->sum_rows(partial, runs, AMP_F32, run, both);
+        if (!wide) continue;
+        job->vec->widen(total, partial, both);
+        job->vec->narrow(partial, total, both);
     }
 }
 
@@ -20728,8 +20745,28 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, amp
     return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[3]), b3, v);
 }
 
+/* Four vectors of y over all k: they stay in registers. */
+AMPI_PRIVATE inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const float *b, int64_t ld, int64_t k) {
+    ampi_vf s0 = AMPI_V(ampi_load)(y), s1 = AMPI_V(ampi_load)(y + AMPI_W);
+    ampi_vf s2 = AMPI_V(ampi_load)(y + 2 * AMPI_W), s3 = AMPI_V(ampi_load)(y + 3 * AMPI_W);
+    for (int64_t p = 0; p < k; p++, b += ld) {
+        ampi_vf factor = AMPI_V(ampi_splat)(x[p]);
+        s0 = AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(b), s0);
+        s1 = AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(b + AMPI_W), s1);
+        s2 = AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(b + 2 * AMPI_W), s2);
+        s3 = AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(b + 3 * AMPI_W), s3);
+    }
+    AMPI_V(ampi_store)(y, s0);
+    AMPI_V(ampi_store)(y + AMPI_W, s1);
+    AMPI_V(ampi_store)(y + 2 * AMPI_W, s2);
+    AMPI_V(ampi_store)(y + 3 * AMPI_W, s3);
+}
+
 AMPI_PRIVATE void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n) {
-    int64_t j, p, whole = n - n % AMPI_W, rest = n % AMPI_W;
+    int64_t j, p, whole, rest = n % AMPI_W;
+    for (; n >= 4 * AMPI_W && n <= 8 * AMPI_W; n -= 4 * AMPI_W, y += 4 * AMPI_W, b += 4 * AMPI_W) AMPI_V(ampi_combine_strip)(y, x, b, ld, k);
+    if (n == 0) return;
+    whole = n - rest;
     for (p = 0; p + 4 <= k; p += 4, b += 4 * ld) {
         for (j = 0; j < whole; j += AMPI_W)
             AMPI_V(ampi_store)(y + j, AMPI_V(ampi_combine4)(AMPI_V(ampi_load)(y + j), x + p,
@@ -21458,9 +21495,21 @@ AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int e
     }
 }
 
+/* The same for AMPI_W columns and all rows: the sum stays in a register. */
+AMPI_PRIVATE inline __attribute__((always_inline)) void
+AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
+    int64_t r = count >= 8 ? 8 : 1;
+    ampi_vf s = AMPI_V(ampi_sum_at)(rows, dtype, count >= 8, i, m);
+    for (; r + 8 <= count; r += 8) s = AMPI_V(ampi_keep)(s + AMPI_V(ampi_sum_at)(rows + r, dtype, 1, i, m));
+    for (; r < count; r++) s = AMPI_V(ampi_keep)(s + AMPI_V(ampi_load_as)(rows[r], dtype, i, m));
+    AMPI_V(ampi_store_upto)(y + i, s, m);
+}
+
 AMPI_PRIVATE inline __attribute__((always_inline)) void
 AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
     int64_t r = 0;
+    for (; n <= 4 * AMPI_W && r * AMPI_W < n; r++) AMPI_V(ampi_sum_strip)(y, rows, dtype, count, r * AMPI_W, n - r * AMPI_W);
+    if (r > 0) return;
     if (count >= 8) { AMPI_V(ampi_sum_group)(y, rows, dtype, 1, 0, n); r = 8; }
     else if (count > 0) { AMPI_V(ampi_sum_group)(y, rows, dtype, 0, 0, n); r = 1; }
     for (; r + 8 <= count; r += 8) AMPI_V(ampi_sum_group)(y, rows + r, dtype, 1, 1, n);
@@ -21601,20 +21650,23 @@ AMPI_PRIVATE float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     return AMPI_V(ampi_reduce_max)(AMPI_V(ampi_max)(m0, m1));
 }
 
-/* Eight vectors at a time, and these sums one after the other: all numbers are positive. */
+/* Two sums that take turns: unrolled, a short row would end with two badly predicted branches. */
 AMPI_PRIVATE float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
-    ampi_vf total = AMPI_V(ampi_splat)(0.0f), m = AMPI_V(ampi_splat)(max);
-    for (int64_t begin = 0; begin < n; begin += 8 * AMPI_W) {
-        int64_t end = AMPI_MIN(n, begin + 8 * AMPI_W);
-        ampi_vf s = AMPI_V(ampi_splat)(0.0f);
-        for (int64_t i = begin; i < end; i += AMPI_W) {
-            ampi_vf v = AMPI_V(ampi_exp)(AMPI_V(ampi_load_upto)(x + i, n - i) - m);
-            if (e) AMPI_V(ampi_store_upto)(e + i, v, n - i);
-            s += i + AMPI_W <= n ? v : AMPI_V(ampi_first_lanes)(v, n - i);
-        }
-        total += s;
+    ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, m = AMPI_V(ampi_splat)(max), v, next;
+    int64_t i = 0;
+    for (; i + AMPI_W <= n; i += AMPI_W) {
+        v = AMPI_V(ampi_exp)(AMPI_V(ampi_load)(x + i) - m);
+        if (e) AMPI_V(ampi_store)(e + i, v);
+        next = s0 + v;
+        s0 = s1;
+        s1 = next;
     }
-    return AMPI_V(ampi_sum)(total);
+    if (i < n) {
+        v = AMPI_V(ampi_exp)(AMPI_V(ampi_load_tail)(x + i, n - i) - m);
+        if (e) AMPI_V(ampi_store_tail)(e + i, v, n - i);
+        s0 += AMPI_V(ampi_first_lanes)(v, n - i);
+    }
+    return AMPI_V(ampi_sum)(s0 + s1);
 }
 
 AMPI_PRIVATE float AMPI_V(ampi_squared_error_row)(const float *x, const float *target, float scale, float *dx,

@@ -3,10 +3,25 @@
  *     cc -std=c99 -D_GNU_SOURCE -O2 -fopenmp -o bench_sums tests/bench/bench_sums.c -lm -lpthread
  *     ./bench_sums [--case NAME] [--threads N] [--path N] [--repeats N]
  *
+ * Beside another amp.h, in one process and on the same buffers, a few calls of each in turn (A B B A); what a backward reads of
+ * its forward is this one's:
+ *
+ *     cc ... -DSUMS_BESIDE -c -o beside.o OTHER/tests/bench/bench_sums.c     # this file, in the tree of the other amp.h
+ *     cc ... -DSUMS_PAIR -o bench_sums tests/bench/bench_sums.c beside.o -lm -lpthread
+ *
  * The error is |result - exact| / |exact| over all results, in units of 2^-24; exact is the sum in fp64 of the same fp32
  * numbers, uniform in [-1, 1).  The time is the least of the repeated calls.  tests/bench/sums.py runs this program beside
  * the same with another amp.h, and beside PyTorch on the same numbers. */
 #define AMP_IMPLEMENTATION
+#if defined(SUMS_BESIDE)
+#  define AMP_STATIC
+#  define SUMS_SHARED extern        /* the buffers are the other's */
+#elif defined(SUMS_PAIR)
+#  define AMP_STATIC
+#  define SUMS_SHARED
+#else
+#  define SUMS_SHARED static
+#endif
 #include "../../amp.h"
 #include "bench.h"
 
@@ -39,10 +54,10 @@ static const sums_case cases[] = {
 enum { CASES = sizeof cases / sizeof *cases, POSITIONS = 2, KEYS = 64 };
 
 static ampi_cpu cpu;
-static const sums_case *now_case;
-static float *x, *w, *y, *y2, *aux;
-static uint16_t *half;
-static int32_t *ids, bad;
+SUMS_SHARED const sums_case *now_case;
+SUMS_SHARED float *x, *w, *y, *y2, *aux;
+SUMS_SHARED uint16_t *half;
+SUMS_SHARED int32_t *ids, bad;
 static double *exact;
 
 static void *bench_host_alloc(void *user, size_t bytes, size_t align) { (void)user; (void)align; return bench_memory(bytes); }
@@ -262,6 +277,58 @@ static double error(void) {
     return sqrt(off / own) * 16777216;
 }
 
+/* Seconds of one call, the mean of `calls`. */
+static double seconds_of(amp_result (*call)(void), int64_t calls) {
+    double start = bench_thread_seconds();
+    int64_t c;
+    for (c = 0; c < calls; c++) (void)call();
+    return (bench_thread_seconds() - start) / (double)calls;
+}
+
+static void open_cpu(int64_t threads, int64_t path) {
+    cpu.host.alloc = bench_host_alloc; cpu.host.free = bench_host_free;
+    cpu.threads = (int)threads; cpu.path = (amp_cpu_path)path; cpu.pooled = 1;
+    pthread_mutex_init(&cpu.lock, NULL);
+}
+
+#if defined(SUMS_BESIDE) || defined(SUMS_PAIR)
+void sums_beside_open(int64_t threads, int64_t path);
+amp_result sums_beside(void);
+#endif
+
+#if defined(SUMS_BESIDE)
+void sums_beside_open(int64_t threads, int64_t path) { open_cpu(threads, path); }
+amp_result sums_beside(void) { return call_sums(); }
+#else
+
+#if defined(SUMS_PAIR)
+static int ascending(const void *a, const void *b) {
+    double p = *(const double *)a, q = *(const double *)b;
+    return p < q ? -1 : p > q;
+}
+
+/* Some 50 us of each in turn: the least and the median time of both, and the median of the ratios other / this. */
+static void print_beside(int64_t repeats) {
+    double *time = (double *)bench_memory(3 * (size_t)repeats * sizeof *time), *other = time + repeats, *ratio = other + repeats, one;
+    int64_t r, calls;
+    (void)sums_beside();
+    one = seconds_of(call_sums, 1);
+    calls = (int64_t)AMPI_MAX(1.0, 5e-5 / one);
+    for (r = 0; r < repeats; r++) {
+        if (r % 2) other[r] = seconds_of(sums_beside, calls);
+        time[r] = seconds_of(call_sums, calls);
+        if (r % 2 == 0) other[r] = seconds_of(sums_beside, calls);
+        ratio[r] = other[r] / time[r];
+    }
+    qsort(time, (size_t)repeats, sizeof *time, ascending);
+    qsort(other, (size_t)repeats, sizeof *other, ascending);
+    qsort(ratio, (size_t)repeats, sizeof *ratio, ascending);
+    printf(", \"seconds\": %.4g, \"seconds_base\": %.4g, \"least\": %.4g, \"least_base\": %.4g, \"speed\": %.3f, \"speed_of_least\": %.3f",
+           time[repeats / 2], other[repeats / 2], time[0], other[0], ratio[repeats / 2], other[0] / time[0]);
+    free(time);
+}
+#endif
+
 int main(int argc, char **argv) {
     int64_t threads = 1, path = (int64_t)ampi_cpu_best_path(), repeats = 5, i, r, calls;
     const char *only = "";
@@ -272,9 +339,10 @@ int main(int argc, char **argv) {
         {"repeats", &repeats, NULL, "timed calls"},
     };
     bench_flags(argc, argv, flags, 4);
-    cpu.host.alloc = bench_host_alloc; cpu.host.free = bench_host_free;
-    cpu.threads = (int)threads; cpu.path = (amp_cpu_path)path; cpu.pooled = 1;
-    pthread_mutex_init(&cpu.lock, NULL);
+    open_cpu(threads, path);
+#if defined(SUMS_PAIR)
+    sums_beside_open(threads, path);
+#endif
     for (i = 0; i < CASES; i++) {
         double least = 1e30, one;
         now_case = &cases[i];
@@ -284,20 +352,25 @@ int main(int argc, char **argv) {
         bench_need(call_sums(), now_case->name);
         printf("{\"event\": \"sum\", \"case\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"error\": %.3f", now_case->name,
                (long long)now_case->rows, (long long)now_case->cols, error());
+#if defined(SUMS_PAIR)
+        bench_need(sums_beside(), now_case->name);
+        printf(", \"error_base\": %.3f", error());
+        if (now_case->timed) print_beside(repeats);
+        (void)least; (void)one; (void)r; (void)calls;
+#else
         if (now_case->timed) {
             for (r = 0, calls = 1; r < repeats; r++) {
-                double start = bench_thread_seconds();
-                int64_t c;
-                for (c = 0; c < calls; c++) (void)call_sums();
-                one = (bench_thread_seconds() - start) / (double)calls;
+                one = seconds_of(call_sums, calls);
                 least = AMPI_MIN(least, one);
                 if (r == 0) calls = (int64_t)AMPI_MAX(1.0, 0.002 / one);
             }
             printf(", \"seconds\": %.4g", least);
         }
+#endif
         printf("}\n");
         fflush(stdout);
         free(x); free(w); free(y); free(y2); free(aux); free(half); free(ids); free(exact);
     }
     return 0;
 }
+#endif

@@ -1,10 +1,12 @@
 """Error and speed of the long sums and products in fp32, beside those of another commit and of PyTorch.
 
-    python tests/bench/sums.py --base COMMIT [--rounds 9] [--path N]
+    python tests/bench/sums.py --base COMMIT [--rounds 3] [--repeats 100] [--path N] [--core N]
 
-Builds bench_sums.c with this amp.h and with that commit's, runs the two in turn on one thread, and PyTorch on the same
-numbers in between.  Errors are in units of 2^-24 relative to an fp64 result; times are medians over the rounds of the least
-of each round; `speed` is the median of the rounds' ratios base / now.  Writes tests/bench/results/sums-CPU-DATE.json.
+Builds one program of bench_sums.c with this amp.h and with that commit's.  It calls the two in turn, some 50 us of each, in
+one thread and on the same buffers, so that a busy machine slows both alike.  PyTorch runs on the same numbers between the
+rounds.  Errors are in units of 2^-24 relative to an fp64 result.  `speed` is the median of the ratios base / now of such
+neighbours, `speed_of_least` the ratio of the least times, each the median over the rounds; `seconds` are medians, `least`
+the least.  Writes tests/bench/results/sums-CPU-DATE.json.
 """
 import argparse
 import datetime
@@ -28,13 +30,16 @@ ROOT = run.ROOT
 FLAGS = ["-std=c99", "-D_GNU_SOURCE", "-O2", "-w", "-fopenmp"]
 
 
-def build(tree, out):
-    subprocess.run(["gcc", *FLAGS, "-o", out, os.path.join(tree, "tests/bench/bench_sums.c"), "-lm", "-lpthread"], check=True)
+def build(base, work):
+    beside, out = os.path.join(work, "beside.o"), os.path.join(work, "pair")
+    subprocess.run(["gcc", *FLAGS, "-DSUMS_BESIDE", "-c", "-o", beside, os.path.join(base, "tests/bench/bench_sums.c")], check=True)
+    subprocess.run(["gcc", *FLAGS, "-DSUMS_PAIR", "-o", out, os.path.join(ROOT, "tests/bench/bench_sums.c"), beside, "-lm", "-lpthread"],
+                   check=True)
     return out
 
 
-def measure(program, path):
-    command = [program] + (["--path", str(path)] if path else [])
+def measure(program, path, repeats):
+    command = [program, "--repeats", str(repeats)] + (["--path", str(path)] if path else [])
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return {(r["case"], r["rows"], r["cols"]): r for r in map(json.loads, out.splitlines())}
 
@@ -98,12 +103,16 @@ def torch_measure(keys):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=100, help="timed neighbours of each case in a round")
+    parser.add_argument("--core", type=int, default=-1, help="the core to stay on; -1: any")
     parser.add_argument("--path", type=int, default=0, help="amp_cpu_path; 0: the best")
     parser.add_argument("--machine", default="", help="short name of the CPU in the file's name")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    now, base, peer = [], [], []
+    if args.core >= 0:
+        os.sched_setaffinity(0, {args.core})
+    now, peer = [], []
     with open(os.path.join(ROOT, "amp.h"), "rb") as f:
         digest = hashlib.sha256(f.read()).hexdigest()[:16]
     with tempfile.TemporaryDirectory() as work:
@@ -114,23 +123,21 @@ def main():
         for name in ("bench_sums.c", "bench.h"):
             with open(os.path.join(ROOT, "tests/bench", name)) as f, open(os.path.join(tree, "tests/bench", name), "w") as to:
                 to.write(f.read())
-        programs = build(ROOT, os.path.join(work, "now")), build(tree, os.path.join(work, "then"))
+        program = build(tree, work)
         for i in range(args.rounds):
-            now.append(measure(programs[0], args.path))
-            base.append(measure(programs[1], args.path))
-            if i < 3:
-                peer.append(torch_measure(now[0]))
+            now.append(measure(program, args.path, args.repeats))
+            peer.append(torch_measure(now[0]))
             print(f"round {i + 1} of {args.rounds}", flush=True)
     rows = []
     for key, r in now[0].items():
-        row = {"case": key[0], "rows": key[1], "cols": key[2], "error": r["error"], "error_base": base[0][key]["error"]}
+        row = {"case": key[0], "rows": key[1], "cols": key[2], "error": r["error"], "error_base": r["error_base"]}
         if key in peer[0]:
             row["error_torch"] = round(peer[0][key][0], 3)
         if "seconds" in r:
-            row["seconds"] = statistics.median(x[key]["seconds"] for x in now)
-            row["seconds_base"] = statistics.median(x[key]["seconds"] for x in base)
-            row["speed"] = round(statistics.median(b[key]["seconds"] / n[key]["seconds"] for n, b in zip(now, base)), 3)
-            row["speed_of_least"] = round(min(b[key]["seconds"] for b in base) / min(n[key]["seconds"] for n in now), 3)
+            for name in ("seconds", "seconds_base", "speed", "speed_of_least"):
+                row[name] = statistics.median(x[key][name] for x in now)
+            for name in ("least", "least_base"):
+                row[name] = min(x[key][name] for x in now)
             if key in peer[0]:
                 row["seconds_torch"] = float(f"{statistics.median(p[key][1] for p in peer):.4g}")
         rows.append(row)
@@ -141,8 +148,9 @@ def main():
     whole = {"date": time_now.strftime("%Y-%m-%d %H:%M UTC"), "machine": {"cpu": cpu, "cores": os.cpu_count(), "path": args.path or "best"},
              "versions": {"amp.h": f"sha256 {digest}", "base": base_commit, "torch": torch.__version__,
                           "torch_cpu": torch.backends.cpu.get_cpu_capability()},
-             "settings": {"threads": 1, "rounds": args.rounds},
-             "commands": [f"python tests/bench/sums.py --base {base_commit} --rounds {args.rounds}" + (f" --path {args.path}" if args.path else "")],
+             "settings": {"threads": 1, "rounds": args.rounds, "repeats": args.repeats},
+             "commands": [f"python tests/bench/sums.py --base {base_commit} --rounds {args.rounds} --repeats {args.repeats}"
+                          + (f" --path {args.path}" if args.path else "") + (f" --core {args.core}" if args.core >= 0 else "")],
              "sums": rows}
     name = f"sums-{args.machine or run.short_name(cpu)}{'-path' + str(args.path) if args.path else ''}-{time_now.strftime('%Y-%m-%d')}.json"
     path = os.path.join(ROOT, "tests/bench/results", name)
