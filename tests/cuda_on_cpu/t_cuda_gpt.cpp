@@ -42,7 +42,16 @@ struct gpt_training {
     amp_result open(const way &w) {
         amp_desc d = {};
         amp_dtype storage = w.dtype == AMP_TF32 ? AMP_F32 : w.dtype;
-        gpt_config config = {VOCAB, SEQ, CHANNELS, w.heads, w.layers, BATCH, SEQ, storage, w.dropout, w.recompute};
+        gpt_config config = {};
+        config.vocab = VOCAB;
+        config.positions = config.seq = SEQ;
+        config.channels = CHANNELS;
+        config.heads = w.heads;
+        config.layers = w.layers;
+        config.batch = BATCH;
+        config.activations = storage;
+        config.dropout = w.dropout;
+        config.recompute = w.recompute;
         amp_optimizer_desc o = {};
         amp_scaler_desc s = {};
         d.backend = w.backend;

@@ -41,7 +41,7 @@ struct side {
 
     explicit side(const amp_backend *backend, int device = 0, void *stream = NULL, const amp_device_memory *memory = NULL)
         : b(backend) {
-        const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free, NULL};
         amp_backend_desc desc;
         memset(&desc, 0, sizeof desc);
         desc.device = device;
@@ -1268,7 +1268,7 @@ struct session {
         return b->adamw(dev, &adamw, NULL);
     }
     amp_result run() {
-        const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free, NULL};
         amp_backend_desc desc;
         int32_t done;
         double seconds;

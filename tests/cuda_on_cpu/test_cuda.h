@@ -68,7 +68,7 @@ static inline void *cuda_host_alloc(void *, size_t size, size_t align) {
 }
 static inline void cuda_host_free(void *, void *p, size_t) { free(p); }
 static inline const amp_host *cuda_host() {
-    static const amp_host host = {NULL, cuda_host_fail, cuda_host_log, cuda_host_alloc, cuda_host_free};
+    static const amp_host host = {NULL, cuda_host_fail, cuda_host_log, cuda_host_alloc, cuda_host_free, NULL};
     return &host;
 }
 
