@@ -9311,7 +9311,7 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int byte, int64_t bytes
 AMP_API amp_result amp_sync(amp_context *amp) {
     int32_t bad = 0;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_sync", "amp is NULL");
-    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(ampi_as("amp_sync", ampi_may_wait(amp)));
     if (!amp->backend->host_visible) AMPI_TRY(amp->backend->copy(amp->dev, &bad, &amp->cells->bad_row, sizeof bad, AMP_COPY_TO_HOST, amp->desc.stream));
     AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
     if (bad == 0) return AMP_OK;
@@ -10422,7 +10422,7 @@ AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *o
     out->limit = amp->desc.cache_limit;
     ampi_unlock(amp);
     if (amp->backend->host_visible) return AMP_OK;
-    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(ampi_as("amp_cast_cache_info", ampi_may_wait(amp)));
     AMPI_TRY(amp->backend->copy(amp->dev, &out->new_inf, &amp->cells->new_inf, sizeof out->new_inf, AMP_COPY_TO_HOST, amp->desc.stream));
     return amp->backend->stream_sync(amp->dev, amp->desc.stream);
 }
@@ -13063,7 +13063,7 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_outcome_flush", "optimizer is NULL");
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_outcome_flush"));
     optimizer->flushed = optimizer->attempts;
-    return ampi_wait(optimizer->amp);
+    return ampi_as("amp_outcome_flush", ampi_wait(optimizer->amp));
 }
 
 /* ---- Capturing and launching */
