@@ -1,6 +1,6 @@
 /* after.c - a training program in fp16 or bf16: the product in any precision, fp16's loss scaler, all else its own.
  *
- *     gcc -O3 -march=native after.c -o after -lm -lpthread && ./after [seed [steps [fp32|fp16|bf16]]]
+ *     gcc -O3 -march=native -fopenmp after.c -o after -lm -lpthread && ./after [seed [steps [fp32|fp16|bf16]]]
  *
  * A perceptron of three layers learns digits drawn from a 5 x 7 font: shifted, stretched, turned, and under noise.
  * before.c has nothing of amp.h; after.c is the same program in mixed precision; `diff before.c after.c` is what it took. */

@@ -10,7 +10,7 @@ cc=${CC:-gcc} rounds=${1:-5} steps=${2:-200}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 $cc -O3 -march=native -fopenmp examples/adopt/before.c -o "$work/before" -lm
-$cc -O3 -march=native examples/adopt/after.c -o "$work/after" -lm -lpthread
+$cc -O3 -march=native -fopenmp examples/adopt/after.c -o "$work/after" -lm -lpthread
 
 # one ROW COMMAND...: notes the time and the result of a run.
 one() { row=$1; shift; "$@" | awk -v row="$row" '/^trained/ {t = $3} /^test/ {print row, t, $3 + 0, $5}' >> "$work/runs"; }
