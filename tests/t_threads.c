@@ -259,7 +259,7 @@ TEST(a_child_computes_and_closes) {
     pid_t child;
 #if defined(THREAD_SANITIZER)
     amp_close(amp);
-    SKIP("ThreadSanitizer allows no threads in a child");
+    SKIP("this sanitizer allows no threads in a child");
 #endif
     CHECK(same_bits(amp));
     child = fork();

@@ -701,10 +701,13 @@ static void silence(int on) {
 static void open_small(run *r, char **argv, int argc) {
     settings set;
     amp_state *resumed = NULL;
+    free(saved_options);            /* of the run before, which is closed */
+    saved_options = NULL;
     memset(given.text, 0, sizeof given.text);
     memset(given.on_command_line, 0, sizeof given.on_command_line);
     CHECK_MSG(read_settings(argc, argv, &set, &resumed) == AMP_OK, "%s", example_error());
     CHECK_MSG(open_run(r, &set, resumed) == AMP_OK, "%s", example_error());
+    amp_state_destroy(resumed);
 }
 
 /* The step is done again from the same batch, then in halves of it, which hold the same tokens; training goes on. */
@@ -990,5 +993,6 @@ int main(int argc, char **argv) {
     RUN(larger_pieces_again);
     RUN(settings_reach_loader_and_logits);
     RUN(masters_begin_as_fp32);
+    free(saved_options);
     return TEST_END();
 }
