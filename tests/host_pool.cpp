@@ -41,6 +41,7 @@ int main() {
     int calls[2] = {0, 0};
     const std::vector<float> want = product(amp_parallel{});
     const bool same = product(amp_parallel{&calls[0], std_threads}) == want && product(amp_parallel{&calls[1], openmp_threads}) == want;
-    std::printf("%s: %d and %d calls of the host's pools\n", same ? "the same bits" : "other bits", calls[0], calls[1]);
-    return !(same && calls[0] > 0 && calls[1] > 0);
+    const bool called = calls[0] > 0 && calls[1] > 0;
+    if (!same || !called) std::printf("%s; %d and %d calls of the host's pools\n", same ? "the same bits" : "other bits", calls[0], calls[1]);
+    return !(same && called);
 }
