@@ -1452,7 +1452,8 @@ typedef struct amp_desc {
     int32_t reserved;
 } amp_desc;
 
-/* Opens a context.  Errors: 101, 102, 104, 105, 108, 301, 302, 501, 502; *out is NULL on failure. */
+/* Opens a context.  Errors: 101, 102, 104, 105, 106 .share_threads was closed, 108, 110, 301, 302, 501, 502; *out is
+   NULL on failure. */
 AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi);
 AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_v(out, desc, AMP_ABI(amp_desc)); }
 /* Closes it, amp_alloc's memory included.  What was created from it and not destroyed is stopped, and named in a warning;
@@ -5669,8 +5670,8 @@ static void ampi_loop_run(void *arg, int32_t number) {
 }
 
 /* Whether threads are worth it now.  Beside other programs a thread may come too late to find work, or lose its core in
-   the middle of a piece, which keeps the caller waiting.  What loops gained and lost by their threads, against the time that the caller alone would have
-   taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times the debt. */
+   the middle of a piece, which keeps the caller waiting.  What loops gained and lost by their threads, against the time
+   that the caller alone would have taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times the debt. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces, int64_t begin) {
@@ -8873,6 +8874,8 @@ static amp_result ampi_check_desc(const amp_desc *d) {
         return ampi_fail(AMP_ERR_DTYPE, "amp_open", ".fallback = %s, must be fp32, tf32, fp16 or bf16", amp_dtype_name(d->fallback));
     AMPI_TRY(ampi_check_enum("logger.level", (int)d->logger.level, AMP_LOG_DEBUG));
     if (d->threads < 0 || d->threads > 1024) return ampi_fail(AMP_ERR_RANGE, "amp_open", ".threads = %d, must be 1 to 1024, or 0 for all cores", d->threads);
+    if (d->share_threads != NULL && d->share_threads->threads == NULL)
+        return ampi_fail(AMP_ERR_STATE, "amp_open", "the context of .share_threads was closed, must be open");
     if (d->share_threads != NULL && d->threads > d->share_threads->desc.threads)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d", d->threads, d->share_threads->desc.threads);
     if (d->share_threads != NULL && d->parallel.parallel != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel both say which threads to use");
@@ -9024,6 +9027,7 @@ static amp_result ampi_open_threads(amp_context *amp) {
     if (other == NULL)
         return ampi_threads_open(&amp->threads, &amp->system, amp->desc.threads, amp->machine.cpu.cores, amp->desc.pin_threads);
     amp->threads = other->threads;
+    amp->desc.parallel = other->desc.parallel;
     __atomic_add_fetch(&amp->threads->holders, 1, __ATOMIC_RELAXED);
     return AMP_OK;
 }

@@ -340,6 +340,35 @@ static void check_host_pool(void (*parallel)(void *, int32_t, void (*)(void *, i
     amp_close(amp);
 }
 
+/* Sharing with a context that has the host's pool is using that. */
+TEST(a_hosts_pool_is_shared) {
+    amp_desc desc = threads_of(3);
+    amp_context *one, *two;
+    desc.parallel.parallel = ampt_parallel;
+    one = open_with(desc);
+    desc = threads_of(0);
+    desc.share_threads = one;
+    two = open_with(desc);
+    CHECK(same_bits(two));
+    CHECK_EQ(two->threads->started, 0);
+    amp_close(two);
+    amp_close(one);
+}
+
+/* A closed context that an object of its own still holds has no threads to share. */
+TEST(a_closed_context_shares_nothing) {
+    amp_desc desc = threads_of(2);
+    amp_context *one, *none;
+    amp_scaler *scaler = NULL;
+    desc.logger.level = AMP_LOG_OFF;
+    one = open_with(desc);
+    CHECK_OK(amp_scaler_create(one, &scaler, NULL));
+    amp_close(one);
+    desc.share_threads = one;
+    CHECK_ERR(amp_open(&none, &desc), AMP_ERR_STATE);
+    amp_scaler_destroy(scaler);
+}
+
 TEST(a_pool_of_the_hosts_own) {
     check_host_pool(ampt_parallel);
     check_host_pool(backwards);
@@ -357,5 +386,6 @@ int main(int argc, char **argv) {
     RUN(the_same_bits_on_any_number_of_threads); RUN(several_callers_on_one_context); RUN(two_contexts_at_work);
     RUN(contexts_share_threads); RUN(no_more_threads_run_than_there_are_cores); RUN(pinned_threads_give_the_same_bits);
     RUN(a_child_computes_and_closes); RUN(out_of_threads); RUN(a_pool_of_the_hosts_own);
+    RUN(a_hosts_pool_is_shared); RUN(a_closed_context_shares_nothing);
     return TEST_END();
 }
