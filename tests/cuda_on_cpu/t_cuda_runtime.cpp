@@ -283,7 +283,7 @@ static void asking_release(void *, void *p, size_t, int, void *) { ask(), (void)
 
 TEST(callbacks) {
     coc_reset();
-    const amp_host host = {NULL, host_fail, asking_log, asking_alloc, asking_free};
+    const amp_host host = {NULL, host_fail, asking_log, asking_alloc, asking_free, NULL};
     amp_backend_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.memory.alloc = asking_memory;
