@@ -1,4 +1,4 @@
-/* amp.h - v0.1.0 - mixed-precision training for C, C++ and CUDA programs - MIT licence, text at the end
+/* amp.h - v0.2.0 - mixed-precision training for C, C++ and CUDA programs - MIT licence, text at the end
    SPDX-License-Identifier: MIT
 
    In one C file of a program:
@@ -74,21 +74,21 @@
        numbers                amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
        tensors                amp_tensor1 to amp_tensor4, amp_tensor_count
        precision              amp_machine_probe amp_machine_text amp_choose
-       parameters             amp_param_register amp_param_forget amp_param_touch amp_param_accumulate amp_param_dtype
+       parameters             amp_param_register amp_param_forget amp_param_changed amp_param_accumulate amp_param_dtype
        regions                amp_autocast_begin amp_autocast_end amp_autocast_active
        recomputing            amp_recompute_begin amp_recompute_end
        decisions              amp_autocast_decide amp_autocast_compute amp_autocast_result amp_autocast_cast
                               amp_autocast_input amp_autocast_output
        policies               amp_operator_register amp_operator_override amp_layer_override
        cast cache             amp_cast_cache_info amp_cast_cache_clear
-       mask cache             amp_mask_get amp_mask_put amp_mask_cache_info amp_mask_cache_drop amp_mask_cache_clear
+       mask cache             amp_mask_get amp_mask_release amp_mask_cache_info amp_mask_cache_drop amp_mask_cache_clear
        operators              amp_linear amp_matmul amp_gemm amp_attention amp_layernorm amp_rmsnorm amp_softmax
                               amp_activation amp_swiglu amp_cross_entropy amp_mse amp_embedding amp_dropout
                               (each but gemm and the losses with _backward), amp_add amp_cast
-       loss scaling           amp_scaler_create amp_scaler_seed amp_scaler_check amp_scaler_update amp_scaler_get
+       loss scaling           amp_scaler_create amp_scaler_scale_ptr amp_scaler_check amp_scaler_update amp_scaler_get
                               amp_scaler_set_scale amp_scaler_rescale
-       gradients              amp_set_create amp_set_found amp_set_device amp_set_apply
-       optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_outcome_next amp_optimizer_bytes
+       gradients              amp_grad_set_create amp_grad_set_stats amp_grad_set_device amp_grad_set_apply
+       optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_step_result_next amp_optimizer_bytes
                               amp_optimizer_set_lr amp_optimizer_set_clip amp_optimizer_set_accumulation
                               amp_optimizer_set_weight
        graphs                 amp_graph_begin amp_graph_end amp_graph_launch
@@ -100,8 +100,8 @@
        settings               amp_settings_set amp_settings_read_file amp_settings_read_env amp_settings_fill
                               amp_settings_fill_loader amp_settings_apply amp_settings_text
        watching               amp_status_get amp_monitor_create amp_monitor_phase amp_monitor_step amp_monitor_next
-                              amp_monitor_epoch amp_numerics_create amp_numerics_step amp_range_push
-       care                   amp_verify amp_verify_placement amp_gradcheck amp_gradcheck_text amp_advise amp_apply
+                              amp_monitor_epoch amp_tensor_stats_create amp_tensor_stats_step amp_profile_push
+       care                   amp_verify amp_verify_placement amp_gradcheck amp_gradcheck_text amp_advise amp_advice_apply
                               amp_tune amp_recovery_create amp_recovery_step amp_recovery_memory amp_recovery_batch
 
    BUILD
@@ -126,18 +126,18 @@
          Check every result.  Compile with -O2 (-O0 is many times slower), amp.h in a file of its own: seconds, but once.
        1 amp_open chooses backend and precision; amp_query_choice tells it, with the reason.
        2 Describe parameters as amp_param (name, weight, grad) and call amp_param_register; the array must stay.  Call
-         amp_param_touch after changing weights yourself: casts of them are cached.  Level O2 wants weights in 16 bits
+         amp_param_changed after changing weights yourself: casts of them are cached.  Level O2 wants weights in 16 bits
          (amp_param_dtype), set by amp_optimizer_set_weight, which keeps fp32 masters of them.
        3 amp_scaler_create for fp16, amp_optimizer_create for all; amp_loader_create if you read tokens.
        4 Each step: amp_loader_next; amp_autocast_begin; forward operators, loss with dlogits and
-         .seed = amp_scaler_seed(scaler); amp_autocast_end; backward operators in reverse; amp_step.
+         .grad_scale = amp_scaler_scale_ptr(scaler); amp_autocast_end; backward operators in reverse; amp_step.
          Gradients need no zeroing: the first backward after a step overwrites them, later ones add.
          Activations may be stored in any of fp32, fp16 and bf16; amp_autocast_result says which PyTorch would return.
          To evaluate: a region with .mode = AMP_MODE_INFERENCE, and no backward.
-       5 amp_outcome_next tells what became of each step, two steps later: applied or skipped, norm, scale.
+       5 amp_step_result_next tells what became of each step, two steps later: applied or skipped, norm, scale.
        6 To save: amp_state_create, *_save of each object, amp_state_save; your weights in a format of yours.
-       7 To watch and to survive: amp_monitor_create (records as JSON lines, in place of amp_outcome_next),
-         amp_status_text, amp_numerics_create; amp_verify once before a long run; amp_recovery_create.
+       7 To watch and to survive: amp_monitor_create (records as JSON lines, in place of amp_step_result_next),
+         amp_status_text, amp_tensor_stats_create; amp_verify once before a long run; amp_recovery_create.
        8 Several ranks: amp_desc.reducer is called for each parameter's gradient in every step, in one order on all.
 
    NUMBERS
@@ -168,7 +168,7 @@
 
    ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
               amp_last_error says id, function, field, value, what is allowed and how to mend it.  Overflow
-              and skipped steps are no errors but data: see amp_outcome.
+              and skipped steps are no errors but data: see amp_step_result.
    TEXTS      Functions that write one take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
    MEMORY     All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
@@ -217,10 +217,10 @@ extern "C" {
 #endif
 
 #define AMP_VERSION_MAJOR 0
-#define AMP_VERSION_MINOR 1
+#define AMP_VERSION_MINOR 2
 #define AMP_VERSION_PATCH 0
 #define AMP_VERSION (AMP_VERSION_MAJOR * 10000 + AMP_VERSION_MINOR * 100 + AMP_VERSION_PATCH)
-#define AMP_VERSION_TEXT "0.1.0"
+#define AMP_VERSION_TEXT "0.2.0"
 
 /* AMP_STATIC: every function private to this file.  AMP_API may be predefined, e.g. for visibility. */
 #if defined(AMP_STATIC)
@@ -968,7 +968,7 @@ typedef struct amp_k_swiglu {       /* y = silu(gate + gate_bias) (up + up_bias)
 
 /* loss = sum or mean over the rows whose label is not ignore_index of
    (1 - smoothing) (lse - x[label]) + smoothing (lse - mean(x)) over the first `classes` columns.
-   dlogits = (softmax - target) factor seed / (rows counted, for the mean); ignored rows and the columns beyond
+   dlogits = (softmax - target) factor grad_scale / (rows counted, for the mean); ignored rows and the columns beyond
    classes get 0.  One read of the logits; dlogits may be their own buffer. */
 typedef struct amp_k_cross_entropy {
     amp_mat logits, dlogits;        /* dlogits.data NULL: loss only */
@@ -976,18 +976,18 @@ typedef struct amp_k_cross_entropy {
     const int32_t *labels;          /* [rows] */
     int32_t ignore_index, sum;      /* sum 1: no mean */
     float smoothing, factor;
-    const float *seed;              /* device; NULL: 1 */
+    const float *grad_scale;        /* device; NULL: 1 */
     float *losses;                  /* [rows], 0 where ignored; NULL: not wanted */
     float *loss;                    /* [1]; NaN for a mean over no rows */
     int32_t *bad_label;             /* [1]: 1 + the first row whose label is out of range, else 0 */
 } amp_k_cross_entropy;
 
-typedef struct amp_k_mse {          /* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor seed / n */
+typedef struct amp_k_mse {          /* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor grad_scale / n */
     const void *x, *target; void *dx;
     amp_dtype x_dtype, target_dtype;
     int64_t n;
     int32_t sum; float factor;
-    const float *seed; float *loss;
+    const float *grad_scale; float *loss;
 } amp_k_mse;
 
 /* y[i] = table[ids[i]] + positions[i mod seq]. */
@@ -1039,7 +1039,7 @@ typedef struct amp_k_tensor {
 } amp_k_tensor;
 
 /* What a check finds and what follows from it, in device memory: one per set. */
-typedef struct amp_k_found {
+typedef struct amp_k_grad_stats {
     double sum_sq;                  /* of the gradients before any multiplication; inf or NaN with them */
     float found_inf;                /* 0, or not 0: something was infinite or NaN */
     int32_t first_bad;              /* lowest row with a non-finite element; -1: none */
@@ -1052,28 +1052,28 @@ typedef struct amp_k_found {
     int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
     double beta1_power, beta2_power;/* beta^step */
     double lr;
-} amp_k_found;
+} amp_k_grad_stats;
 
 /* What became of one attempt: record (number - 1) % AMP_OUTCOMES of a ring in device memory. */
 #define AMP_OUTCOMES 64
-typedef struct amp_k_outcome {
+typedef struct amp_k_step_result {
     int64_t number, step, skips, consecutive_skips;     /* counters after the attempt */
     double lr;
     float norm, clip_coef, scale;
     int32_t applied, at_floor, first_bad;
     int32_t growth_tracker, reserved;                   /* as scale, before the attempt's update */
-} amp_k_outcome;
+} amp_k_step_result;
 
 typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
     const amp_k_tensor *table; int64_t tensors;
     const float *multiply;          /* device; NULL: read only.  Only the values before it count for `found` */
-    amp_k_found *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
+    amp_k_grad_stats *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
 /* By ampi_adamw_row and ampi_sgd_row of section 10.  A row with master writes both weights in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
-    const amp_k_found *found;
+    const amp_k_grad_stats *found;
     double beta1, beta2, eps;
     uint64_t seed;                  /* of stochastic rounding */
     int32_t maximize, reserved;
@@ -1081,7 +1081,7 @@ typedef struct amp_k_adamw {
 
 typedef struct amp_k_sgd {
     const amp_k_tensor *table; int64_t tensors;
-    const amp_k_found *found;
+    const amp_k_grad_stats *found;
     double momentum, dampening;
     uint64_t seed;
     int32_t nesterov, maximize;
@@ -1187,8 +1187,8 @@ typedef struct amp_k_rule {
     amp_rule_kind kind;
     float value;
     amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
-    amp_k_found *found;             /* device */
-    amp_k_outcome *outcomes;        /* device; the ring */
+    amp_k_grad_stats *found;             /* device */
+    amp_k_step_result *outcomes;        /* device; the ring */
     uint64_t *random;               /* device */
     uint64_t random_offset;
     amp_k_scaler_rule scaler_rule;  /* by value */
@@ -1202,15 +1202,15 @@ typedef enum amp_copy_kind {
 } amp_copy_kind;
 
 /* Where memory lies. */
-typedef enum amp_place {
-    AMP_PLACE_UNKNOWN = 0,
-    AMP_PLACE_HOST = 1,             /* pageable memory of the host */
-    AMP_PLACE_PINNED = 2,           /* host memory that the device can read */
-    AMP_PLACE_DEVICE = 3,
-    AMP_PLACE_OTHER_DEVICE = 4,
-    AMP_PLACE_MANAGED = 5,          /* moves between host and device by itself */
-    AMP_PLACE_FORCE_I32 = 0x7fffffff
-} amp_place;
+typedef enum amp_memory_kind {
+    AMP_MEMORY_UNKNOWN = 0,
+    AMP_MEMORY_HOST = 1,            /* pageable memory of the host */
+    AMP_MEMORY_PINNED = 2,          /* host memory that the device can read */
+    AMP_MEMORY_DEVICE = 3,
+    AMP_MEMORY_OTHER_DEVICE = 4,
+    AMP_MEMORY_MANAGED = 5,         /* moves between host and device by itself */
+    AMP_MEMORY_FORCE_I32 = 0x7fffffff
+} amp_memory_kind;
 
 typedef struct amp_memory_info {
     int64_t allocated;              /* bytes handed out now: the caller's, the caches', the optimizers' */
@@ -1279,7 +1279,7 @@ typedef struct amp_backend {
     void (*free_pinned)(void *dev, void *ptr, size_t bytes);
     amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
     amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
-    amp_result (*place)(void *dev, const void *ptr, amp_place *out);
+    amp_result (*memory_kind)(void *dev, const void *ptr, amp_memory_kind *out);
     amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved, pinned and device_total only */
     /* streams and events; stream NULL is the context's own */
     amp_result (*stream_create)(void *dev, void **stream);
@@ -1299,8 +1299,8 @@ typedef struct amp_backend {
     void (*graph_destroy)(void *dev, void *graph);
     /* optional: NULL where there is none */
     amp_result (*telemetry)(void *dev, amp_telemetry *out);
-    void (*range_push)(void *dev, const char *name);
-    void (*range_pop)(void *dev);
+    void (*profile_push)(void *dev, const char *name);
+    void (*profile_pop)(void *dev);
     /* What autotuning found.  save: the bytes it takes, 0 for nothing new since load; copied to buffer if size is enough.
        load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
     size_t (*plans_save)(void *dev, void *buffer, size_t size);
@@ -1498,7 +1498,7 @@ AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed);
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n);
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n);
 /* The host changed the weights itself: cached casts of them are stale. */
-AMP_API void amp_param_touch(amp_param *param);
+AMP_API void amp_param_changed(amp_param *param);
 /* For a host's own backward kernels: 1 if the gradient must be added to param->grad, 0 if it overwrites.
    Marks the gradient as live. */
 AMP_API int32_t amp_param_accumulate(amp_param *param);
@@ -1525,11 +1525,11 @@ typedef struct amp_mask_view {
 /* Writes a mask out, or finds it in the cache: by kind, sizes, dtype and the contents of its arrays.
    dtype AMP_U8: 1 seen, 0 hidden.  AMP_F32, AMP_F16, AMP_BF16: 0 seen, -inf hidden, to be added to scores.
    The arrays of mask must be readable by the host, and `allowed` the same for all heads.  The view stays until
-   amp_mask_put gives it back; views given back may be evicted (least recently used first) when amp_desc.mask_limit
+   amp_mask_release gives it back; views given back may be evicted (least recently used first) when amp_desc.mask_limit
    is reached.  Errors: 101, 102, 104, 106, 108 a mask per head, 301, 501. */
 AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
                                 amp_dtype dtype, amp_mask_view *out);
-AMP_API void amp_mask_put(amp_context *amp, amp_mask_view *view);
+AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view);
 AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out);
 /* Frees the masks of one kind, or of all kinds, that nobody holds. */
 AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
@@ -1819,7 +1819,7 @@ typedef enum amp_reduction {
 
 /* Softmax cross-entropy over the last dimension, loss and gradient in one read of the logits.
    logits [rows, cols], labels int32 [rows] in 0..classes-1 or ignore_index; the mean is over the rows that
-   count.  With dlogits the gradient is computed in the same call, starting from seed (see amp_scaler_seed)
+   count.  With dlogits the gradient is computed in the same call, starting from grad_scale (see amp_scaler_scale_ptr)
    times factor; dlogits may be the logits themselves.  The loss is never scaled.
    Errors: 201 for a label out of range (on a device: at the next call that waits). */
 typedef struct amp_cross_entropy_op {
@@ -1831,7 +1831,7 @@ typedef struct amp_cross_entropy_op {
     amp_reduction reduction;
     float label_smoothing;          /* 0 to 1 */
     float factor;                   /* 0: 1 */
-    const float *seed;              /* device; NULL: 1 */
+    const float *grad_scale;        /* device; NULL: 1 */
     float *loss;                    /* device, [1] */
     float *losses;                  /* device, [rows]; may be NULL */
     amp_plan plan;
@@ -1845,7 +1845,7 @@ typedef struct amp_mse_op {
     amp_tensor x, target, dx;       /* dx.data NULL: loss only */
     amp_reduction reduction;
     float factor;                   /* 0: 1 */
-    const float *seed;
+    const float *grad_scale;
     float *loss;
     amp_plan plan;
 } amp_mse_op;
@@ -1913,40 +1913,40 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
    then combines "something was not finite" (MAX), so all ranks decide alike.  Every rank takes part with
    every row: where a parameter has no gradient it counts as zeros. */
 
-typedef struct amp_set amp_set;
+typedef struct amp_grad_set amp_grad_set;
 
 /* Either params or ranges.  sharded 1: each rank holds other elements, so gradients are not summed over ranks,
    but norms and flags are combined. */
-typedef struct amp_set_desc {
+typedef struct amp_grad_set_desc {
     amp_param *params; int64_t n_params;            /* their gradients, where grad_live is set; the array must stay.  A
                                                        host with an optimizer of its own sets grad_live = 0 after it */
     const amp_range *ranges; int64_t n_ranges;      /* copied; F32, F16, BF16 or F64; count 0 is allowed */
     int32_t sharded, reserved;
     double clip_norm;               /* largest allowed norm; 0: no clipping */
-} amp_set_desc;
+} amp_grad_set_desc;
 /* Errors: 101, 102, 103, 104, 105, 110 both or neither given, 301. */
-AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_set_create(amp_context *amp, amp_set **out, const amp_set_desc *desc) {
-    return amp_set_create_v(amp, out, desc, AMP_ABI(amp_set_desc));
+AMP_API amp_result amp_grad_set_create_v(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
+    return amp_grad_set_create_v(amp, out, desc, AMP_ABI(amp_grad_set_desc));
 }
-AMP_API void amp_set_destroy(amp_set *set);
+AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 
 /* What the last check of a set found. */
-typedef struct amp_found {
+typedef struct amp_grad_stats {
     int32_t found_inf;              /* 1: some element was infinite or NaN */
     float norm;                     /* Euclidean, of the unscaled, averaged gradients; inf or NaN if found_inf */
     float clip_coef;                /* what clipping multiplies by */
     const char *first_bad;          /* name of the first range with a bad element, or NULL */
     int64_t first_bad_index;        /* its place in the set, -1: none */
-} amp_found;
+} amp_grad_stats;
 /* Waits for the device.  Errors: 101, 501. */
-AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out);
+AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out);
 /* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by (with momentum
    in the gradient buffer: fold it into the learning rate), `skip` is 1 when nothing may change.  Never moves. */
-AMP_API const amp_k_found *amp_set_device(const amp_set *set);
+AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set);
 /* Multiplies the gradients by what the last check left to be multiplied: after AMP_CHECK_UNSCALE clipping, after
    AMP_CHECK_READ also the inverse scale and the average.  For hosts with an optimizer of their own.  Errors: 101. */
-AMP_API amp_result amp_set_apply(amp_set *set);
+AMP_API amp_result amp_grad_set_apply(amp_grad_set *set);
 
 /* ---- The loss scaler */
 
@@ -1969,8 +1969,8 @@ typedef enum amp_scaler_preset {
 #define AMP_NO_FLOOR (-1.0f)        /* min_scale: none */
 #define AMP_NO_CEILING (-1.0f)      /* max_scale: none, not even the guard */
 #define AMP_NO_INTERVAL (-1)        /* growth_interval: never grow */
-#define AMP_ZERO (-1.0f / 18446744073709551616.0f)  /* -2^-64: an explicit 0 where 0 means the default */
-#define AMP_LAG_NONE (-1)           /* outcome_lag: none, so that amp_outcome_next waits for the step itself */
+#define AMP_EXPLICIT_ZERO (-1.0f / 18446744073709551616.0f)  /* -2^-64: an explicit 0 where 0 means the default */
+#define AMP_LAG_NONE (-1)           /* result_lag: none, so that amp_step_result_next waits for the step itself */
 
 /*                   init    grow  shrink  interval  floor   ceiling  hysteresis
     DEFAULT          2^16    2     1/2     2000      1       2^126    1
@@ -1999,7 +1999,7 @@ typedef enum amp_scaler_preset {
     .tolerance         0 to 1: an overflow also shrinks when overflows / updates since the last change reach this
                        rate, whatever hysteresis is left.  With hysteresis 1 only the rate decides (fairseq's rule).
                        0 means none with hysteresis 1 and in MEGATRON and DEEPSPEED, and 0.25 with more hysteresis
-                       elsewhere, against endless alternating overflows; AMP_ZERO: none     */
+                       elsewhere, against endless alternating overflows; AMP_EXPLICIT_ZERO: none     */
 typedef struct amp_scaler_desc {
     amp_scaler_preset preset;
     int32_t disable;                /* 1 (always at level O0): the scale stays 1; averages, skips, stages and their errors
@@ -2021,7 +2021,7 @@ AMP_API void amp_scaler_destroy(amp_scaler *scaler);
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
 /* Device address of the scale: what a backward pass starts from, d(loss)/d(loss) = scale.  Never moves.
    NULL, which operators take as 1, for NULL. */
-AMP_API const float *amp_scaler_seed(const amp_scaler *scaler);
+AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler);
 /* Device address of the whole state, for a user's own kernels. */
 AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler);
 /* A copy of the state.  Waits for the device. */
@@ -2051,12 +2051,12 @@ typedef enum amp_check_mode {
    An empty set counts as checked.  On failure the set stays where it was.  Only the values before the
    multiplication are looked at: one that overflows by it is not found.
    Errors: 101, 102 mode, 106 the set is in use by another scaler, 203, 204, 205, 503. */
-AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_mode mode);
+AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
 /* Grows or shrinks the scale by what all checks since the last update found.  Errors: 101, 206. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
 /* For buffers at an old scale (momentum in a gradient buffer): multiplies a set's ranges by scale / old_scale.
    old_scale 0: the scale before the last update, so call it after every update.  Errors: 101, 202. */
-AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale);
+AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale);
 /* Records <prefix>.scale and so on (prefix: 1 to 40 bytes): everything the next decision depends on.  All or nothing.
    Errors: 101, 102, 301. */
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix);
@@ -2076,23 +2076,23 @@ typedef enum amp_optimizer_kind {
 } amp_optimizer_kind;
 
 /* Parameters whose name matches get other settings; the first match wins. */
-typedef struct amp_group {
+typedef struct amp_param_group {
     const char *match;              /* pattern with * and ? */
-    double lr_scale;                /* 0: 1; AMP_ZERO: 0 */
-    double weight_decay;            /* 0: the optimizer's; AMP_ZERO: none; else this, also on vectors */
+    double lr_scale;                /* 0: 1; AMP_EXPLICIT_ZERO: 0 */
+    double weight_decay;            /* 0: the optimizer's; AMP_EXPLICIT_ZERO: none; else this, also on vectors */
     amp_master_kind master;         /* DEFAULT: the optimizer's; fp32 weights have none */
     amp_dtype moments;              /* DEFAULT: the optimizer's */
-} amp_group;
+} amp_param_group;
 
-/*  .lr                1e-3       finite, 0 or more by amp_optimizer_set_lr; AMP_ZERO
-    .beta1, .beta2     0.9, 0.999 0 to less than 1; AMP_ZERO
-    .eps               1e-8       AMP_ZERO
+/*  .lr                1e-3       finite, 0 or more by amp_optimizer_set_lr; AMP_EXPLICIT_ZERO
+    .beta1, .beta2     0.9, 0.999 0 to less than 1; AMP_EXPLICIT_ZERO
+    .eps               1e-8       AMP_EXPLICIT_ZERO
     .weight_decay      0          on matrices only, unless decay_vectors
     .momentum          0          SGD: 0 to less than 1 ...
     .dampening, .nesterov         ... as in torch.optim.SGD
     .clip_norm         0          0: no clipping; max norm of the whole averaged gradient
     .accumulation      1          micro-batches per step: every n-th amp_step steps, and averages
-    .outcome_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE: at once
+    .result_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE: at once
     .master            F32        of 16-bit weights; see amp_master_kind.  At level O3 NONE, or STOCHASTIC
     .moments           F32        or BF16, rounded stochastically: to nearest, v never shrinks with beta2 above 0.996
     .seed              0          of stochastic rounding; ranks with the same weights need the same.  The number of
@@ -2101,16 +2101,16 @@ typedef struct amp_optimizer_desc {
     amp_optimizer_kind kind;
     int32_t accumulation;
     amp_param *params; int64_t n_params;            /* those without grad are left out; the array must stay */
-    const amp_group *groups; int64_t n_groups;      /* copied */
+    const amp_param_group *groups; int64_t n_groups;      /* copied */
     double lr, beta1, beta2, eps, weight_decay;
     double momentum, dampening;
     double clip_norm;
     int32_t nesterov, maximize;
     int32_t decay_vectors;          /* 1: weight decay on parameters of one dimension too */
     int32_t clip_each;              /* 1: also clip the running sum after every micro-batch; 0: once per step */
-    int32_t outcome_lag;
+    int32_t result_lag;
     int32_t apply_nonfinite;        /* 1: without a scaler, step even with inf or NaN gradients (as PyTorch does) */
-    int32_t sharded;                /* as in amp_set_desc */
+    int32_t sharded;                /* as in amp_grad_set_desc */
     amp_master_kind master;
     amp_dtype moments;
     int32_t reserved;
@@ -2128,7 +2128,7 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 /* Effective settings. */
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
 /* The set of its gradients, for amp_scaler_check. */
-AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer);
+AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer);
 /* From the next step on.  0 is a learning rate.  Errors: 102 negative or not finite. */
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr);
 /* The largest allowed norm from the next check on; 0: none.  Errors: 101, 102. */
@@ -2136,7 +2136,7 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
 /* Micro-batches per step, from a new cycle on: what has been accumulated is dropped.  Errors: 101, 102. */
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation);
 /* Makes masters again from the weights (after a host loaded some), and drops their cached casts. */
-AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer);
+AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer);
 /* Sets a weight of .params from fp32 on the host: the master, or weight and remainder, are these values, a 16-bit weight
    is rounded to nearest (STOCHASTIC too).  Initialise and load 16-bit models with this: masters made from the weights, at
    creation or by refresh, lack what these lack.  Waits.  Errors: 101, 102 a value overflows, 103, 106, 107, 301, 501. */
@@ -2159,23 +2159,23 @@ AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scal
 AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
 
 /* What became of one step. */
-typedef struct amp_outcome {
+typedef struct amp_step_result {
     int64_t step;                   /* number of the amp_step or amp_optimizer_step that stepped, from 1 */
     int64_t applied_steps;          /* of them applied so far */
     int32_t applied;                /* 0: skipped */
     int32_t at_floor;               /* 1: it overflowed, and the scale cannot shrink further */
-    float norm, clip_coef;          /* as in amp_found */
+    float norm, clip_coef;          /* as in amp_grad_stats */
     float scale;                    /* the scale this step's gradients carried ... */
     int32_t growth_tracker;         /* ... and the scaler's clean updates when the step began; 0 without a scaler */
     double lr;
     const char *first_bad;          /* name of the first parameter with a bad gradient, or NULL */
     int64_t total_skips, consecutive_skips;
-} amp_outcome;
-/* Takes the oldest outcome that is due: at least outcome_lag steps old.  1: *out was filled; 0: none is due, or the
-   device failed.  Waits for that step, so what comes when is always the same.  The last 64 are kept.  amp_outcome_flush
+} amp_step_result;
+/* Takes the oldest outcome that is due: at least result_lag steps old.  1: *out was filled; 0: none is due, or the
+   device failed.  Waits for that step, so what comes when is always the same.  The last 64 are kept.  amp_step_result_flush
    makes all of them due, and waits. */
-AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out);
-AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
+AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *out);
+AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
 
 /* A captured graph (CUDA graphs): what is called between begin and end is not done but recorded, and each launch does
    all of it at the cost of one call.  A whole step can be captured, dynamic loss scaling included:
@@ -2183,7 +2183,7 @@ AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer);
        step once as usual;                         (buffers, masks and plans exist from then on)
        amp_graph_begin(amp); forward; backward; amp_step; amp_graph_end(amp, &graph);
        then each step: amp_loader_next; amp_copy of the batch into the buffers that were captured;
-                       amp_optimizer_set_lr; amp_graph_launch(graph); amp_outcome_next;
+                       amp_optimizer_set_lr; amp_graph_launch(graph); amp_step_result_next;
 
    The bits are those of the same calls without a graph: learning rate, loss scale, step count and random offsets are
    read from device memory.  In between nothing may wait for the device, accumulation cycles must be whole, and a check
@@ -2214,7 +2214,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
    integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
 
 /* Not 0, NaN included. */
-AMPI_HD int ampi_is_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
+AMPI_HD int ampi_is_grad_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
 /* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
 AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
 /* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
@@ -2235,7 +2235,7 @@ AMPI_HD double ampi_root(double x) {
 }
 
 AMPI_HD void ampi_rule_begin(const amp_k_rule *rule) {
-    amp_k_found *f = rule->found;
+    amp_k_grad_stats *f = rule->found;
     float inverse = rule->scaler ? rule->scaler->inv_scale : 1.0f;
     f->sum_sq = 0;
     f->found_inf = 0;
@@ -2247,12 +2247,12 @@ AMPI_HD void ampi_rule_begin(const amp_k_rule *rule) {
 }
 
 AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
-    amp_k_found *f = rule->found;
+    amp_k_grad_stats *f = rule->found;
     amp_k_scaler *s = rule->scaler;
     const amp_k_step_rule *step = &rule->step_rule;
     double inverse = s ? (double)s->inv_scale : 1.0;
     double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
-    int bad = ampi_is_set(f->found_inf);
+    int bad = ampi_is_grad_set(f->found_inf);
     if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
     if (!(clip < 1)) clip = 1;
     f->norm = (float)norm;
@@ -2282,10 +2282,10 @@ AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
 }
 
 AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
-    amp_k_found *f = rule->found;
+    amp_k_grad_stats *f = rule->found;
     const amp_k_scaler *s = rule->scaler;
     const amp_k_scaler_rule *r = &rule->scaler_rule;
-    amp_k_outcome *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
+    amp_k_step_result *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
     f->attempts++;
     if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
     if (f->skip) {
@@ -2352,7 +2352,7 @@ AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
 /* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
    clean updates since the last overflow and grows at each multiple of its interval. */
 AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    int overflow = ampi_is_set(s->found_inf), due;
+    int overflow = ampi_is_grad_set(s->found_inf), due;
     s->found_inf = 0;
     s->previous_scale = s->scale;
     s->updates++;
@@ -2380,8 +2380,8 @@ AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
 
 AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
     amp_k_scaler *s = rule->scaler;
-    amp_k_found *f = rule->found;
-    float old = ampi_is_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
+    amp_k_grad_stats *f = rule->found;
+    float old = ampi_is_grad_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
     switch (rule->kind) {
         case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
         case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
@@ -2392,7 +2392,7 @@ AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
         case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
         case AMP_RULE_SET_INTERVAL:
             s->growth_interval = rule->scaler_rule.growth_interval;
-            if (ampi_is_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+            if (ampi_is_grad_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
             break;
         case AMP_RULE_LAUNCH:
             if (f) f->lr = rule->step_rule.lr;
@@ -2421,7 +2421,7 @@ typedef struct ampi_adamw_step {
     uint64_t seed;                  /* of ampi_row_seed */
 } ampi_adamw_step;
 AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
-    const amp_k_found *f = args->found;
+    const amp_k_grad_stats *f = args->found;
     ampi_adamw_step s;
     double lr = f->lr * row->lr_scale;
     s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
@@ -2444,7 +2444,7 @@ typedef struct ampi_sgd_step {
     uint64_t seed;
 } ampi_sgd_step;
 AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
-    const amp_k_found *f = args->found;
+    const amp_k_grad_stats *f = args->found;
     int first = f->step == 1;
     ampi_sgd_step s;
     s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
@@ -2618,7 +2618,7 @@ typedef enum amp_scaler_use {
     AMP_SCALER_USE_FORCE_I32 = 0x7fffffff
 } amp_scaler_use;
 
-/* What to do about trouble: see amp_trouble. */
+/* What to do about anomaly: see amp_anomaly. */
 typedef enum amp_nan_action {
     AMP_NAN_DEFAULT = 0,            /* SKIP */
     AMP_NAN_REPORT = 1,             /* a warning; without a scaler the step is applied all the same, as in PyTorch */
@@ -2658,11 +2658,11 @@ typedef enum amp_nan_action {
     "log_interval"       .log_interval      100        steps between step records
     "memory_interval"    .memory_interval   100        steps between memory queries
     "cleanup_interval"   .cleanup_interval  off        steps between calls of amp_cleanup
-    "numerics_interval"  .numerics_interval off        steps between looks at the tensors: where it is above 0 the host
-                                                       makes an amp_numerics with it
+    "tensor_stats_interval"  .tensor_stats_interval off        steps between looks at the tensors: where it is above 0 the host
+                                                       makes an amp_tensor_stats with it
     "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
-    "max_skips"          .max_skips         25         consecutive skips that are trouble; 1 or more
+    "max_skips"          .max_skips         25         consecutive skips that are anomaly; 1 or more
     "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
     "batch_growth_interval" .batch_growth_interval off  good steps until a batch that was halved for memory is doubled
                                                        again: for the amp_recovery
@@ -2692,7 +2692,7 @@ typedef enum amp_nan_action {
     num_workers prefetch_factor pin_memory -> "workers" "prefetch" "pin"
     persistent_workers non_blocking -> amp_loader_next; always so
     gpu_log_interval log_gpu_memory empty_cache -> "log_interval" "memory_interval" "cleanup_interval"
-    debug -> "debug" "numerics_interval"
+    debug -> "debug" "tensor_stats_interval"
     batch_size BATCH_SIZE seq_len epochs max_steps learning_rate -> .batch .seq .epochs --steps .lr
     enable_mixed_precision disable_mixed_precision -> amp_settings_apply amp_set_enabled
     optimize_mixed_precision_for_hardware get_mixed_precision_status -> amp_advise amp_status_get
@@ -2719,7 +2719,7 @@ typedef struct amp_settings {
     int32_t workers;                /* 0: the default; AMP_NO_WORKERS: none */
     int32_t prefetch, disable_pinned;
     int32_t debug;
-    int64_t log_interval, memory_interval, cleanup_interval, numerics_interval;     /* 0: the default; AMP_INTERVAL_OFF */
+    int64_t log_interval, memory_interval, cleanup_interval, tensor_stats_interval;     /* 0: the default; AMP_INTERVAL_OFF */
     int64_t batch_growth_interval;
     double memory_warning;          /* 0: the default; 1: never */
 } amp_settings;
@@ -2802,8 +2802,8 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
 
 /* Names a stretch of work for a profiler (NVTX ranges, where amp_cuda.cu was built with -DAMP_NVTX); ranges nest.
    Without a profiler nothing happens. */
-AMP_API void amp_range_push(amp_context *amp, const char *name);
-AMP_API void amp_range_pop(amp_context *amp);
+AMP_API void amp_profile_push(amp_context *amp, const char *name);
+AMP_API void amp_profile_pop(amp_context *amp);
 
 /* ---- Monitor: records of steps and epochs, one JSON object per line
 
@@ -2813,14 +2813,14 @@ AMP_API void amp_range_pop(amp_context *amp);
            amp_monitor_phase(monitor, AMP_PHASE_BACKWARD);  ...
            amp_monitor_phase(monitor, AMP_PHASE_OPTIMIZER); amp_step ...
            amp_monitor_step(monitor, &info);
-           while (amp_monitor_next(monitor, &record)) ...;      in place of amp_outcome_next
+           while (amp_monitor_next(monitor, &record)) ...;      in place of amp_step_result_next
        at an epoch's end: amp_monitor_epoch(monitor, &epoch);
 
    A line of the file, by its "event":
        "step"     step epoch loss norm scale tracker skipped skips dtype lr tokens_per_s seconds data_s forward_s
                   backward_s optimizer_s; where memory was queried allocated reserved peak; where there is one
-                  trouble ("loss", "gradients", "floor", "skips") and first_bad
-       "epoch"    epoch steps skipped troubles loss dtype tokens_per_s seconds data_s ... optimizer_s peak
+                  anomaly ("loss", "gradients", "floor", "skips") and first_bad
+       "epoch"    epoch steps skipped anomalies loss dtype tokens_per_s seconds data_s ... optimizer_s peak
    A loss that was not read is left out; null stands for infinities and NaN, which JSON has none of.  tracker is the
    scaler's before the step, skipped 0 or 1, skips their sum so far.                                                  */
 
@@ -2830,19 +2830,19 @@ typedef enum amp_phase {
     AMP_PHASE_FORCE_I32 = 0x7fffffff
 } amp_phase;
 
-/* What is wrong with a step.  An overflow that a scaler answers is not trouble. */
-typedef enum amp_trouble {
-    AMP_TROUBLE_NONE = 0,
-    AMP_TROUBLE_LOSS = 1,           /* the loss is infinite or NaN */
-    AMP_TROUBLE_GRADIENTS = 2,      /* gradients are, and there is no scaler whose scale could shrink */
-    AMP_TROUBLE_FLOOR = 3,          /* they are, and the scale is at its floor */
-    AMP_TROUBLE_SKIPS = 4,          /* max_skips steps in a row were skipped */
-    AMP_TROUBLE_FORCE_I32 = 0x7fffffff
-} amp_trouble;
+/* What is wrong with a step.  An overflow that a scaler answers is not anomaly. */
+typedef enum amp_anomaly {
+    AMP_ANOMALY_NONE = 0,
+    AMP_ANOMALY_LOSS = 1,           /* the loss is infinite or NaN */
+    AMP_ANOMALY_GRADIENTS = 2,      /* gradients are, and there is no scaler whose scale could shrink */
+    AMP_ANOMALY_FLOOR = 3,          /* they are, and the scale is at its floor */
+    AMP_ANOMALY_SKIPS = 4,          /* max_skips steps in a row were skipped */
+    AMP_ANOMALY_FORCE_I32 = 0x7fffffff
+} amp_anomaly;
 
 /*  .path              none         JSON lines go here
     .append            0            1: behind what is there (a torn last line is closed first); 0: a new file
-    .log_interval      100          steps between step records in the file; those with trouble or a skip are always written
+    .log_interval      100          steps between step records in the file; those with anomaly or a skip are always written
     .memory_interval   100          steps between memory queries; the device is asked at no other time
     .cleanup_interval  off          steps between calls of amp_cleanup
     .memory_warning    0.9          as in amp_settings; said once per crossing
@@ -2887,13 +2887,13 @@ typedef struct amp_step_info {
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
 
 typedef struct amp_step_record {
-    amp_outcome outcome;
+    amp_step_result outcome;
     int64_t epoch;                  /* from 0 */
     double loss;                    /* NaN: not read */
     int64_t tokens;
     double tokens_per_second, seconds, phase_seconds[AMP_PHASES];
     amp_dtype dtype;                /* AMP_F32 while disabled */
-    amp_trouble trouble;
+    amp_anomaly anomaly;
     amp_nan_action action;          /* what is to be done about it; DEFAULT: nothing */
     int32_t has_memory;             /* 1: memory was queried in this step */
     amp_memory_info memory;
@@ -2909,7 +2909,7 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json);
 /* One epoch, or the mean of several. */
 typedef struct amp_epoch_record {
     int64_t epoch;                  /* its number; in a mean: how many */
-    int64_t steps, skipped, troubles;   /* in a mean: of all together; troubles: steps with any */
+    int64_t steps, skipped, anomalies;   /* in a mean: of all together; anomalies: steps with any */
     double loss;                    /* mean of the finite ones; NaN: there was none */
     double seconds, phase_seconds[AMP_PHASES], tokens_per_second;
     int64_t peak;                   /* bytes, most in the epoch */
@@ -2932,7 +2932,7 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 
 /* ---- Numerics: how the values of each tensor fit a format
 
-   Which remedy, in this order; a gradient is taken as it lies in memory, with the loss scale S in it:
+   Which recommendation, in this order; a gradient is taken as it lies in memory, with the loss scale S in it:
        LOOK         NaN or infinities that a wider format does not prevent: in weights or ranges (infinities in fp16 ranges
                     aside), or in gradients when the format is bf16 or the scale cannot fall any further.
        LOWER_SCALE  a gradient overflows in the format, or is infinite or NaN, and fits at a smaller scale that is not below
@@ -2948,17 +2948,17 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 /* Of the values that are not 0. */
 #define AMP_UNDERFLOW_SHARE 0.01
 
-typedef enum amp_remedy {
-    AMP_REMEDY_NONE = 0,
-    AMP_REMEDY_LOWER_SCALE = 1,     /* scaled gradients overflow and would fit */
-    AMP_REMEDY_RAISE_SCALE = 2,     /* scaled gradients underflow, and there is room above */
-    AMP_REMEDY_LAYER_FP32 = 3,      /* few tensors do not fit whatever the scale: amp_layer_override for these */
-    AMP_REMEDY_BF16 = 4,            /* many do not: a format with a wider range */
-    AMP_REMEDY_LOOK = 5,            /* NaN that no precision causes: data, learning rate, a division in the model */
-    AMP_REMEDY_FORCE_I32 = 0x7fffffff
-} amp_remedy;
+typedef enum amp_recommendation {
+    AMP_RECOMMEND_NONE = 0,
+    AMP_RECOMMEND_LOWER_SCALE = 1,  /* scaled gradients overflow and would fit */
+    AMP_RECOMMEND_RAISE_SCALE = 2,  /* scaled gradients underflow, and there is room above */
+    AMP_RECOMMEND_LAYER_FP32 = 3,   /* few tensors do not fit whatever the scale: amp_layer_override for these */
+    AMP_RECOMMEND_BF16 = 4,         /* many do not: a format with a wider range */
+    AMP_RECOMMEND_LOOK = 5,         /* NaN that no precision causes: data, learning rate, a division in the model */
+    AMP_RECOMMEND_FORCE_I32 = 0x7fffffff
+} amp_recommendation;
 
-typedef struct amp_numerics_row {
+typedef struct amp_tensor_stats_row {
     const char *name;
     int32_t gradient;               /* 1: of the gradient, as it lies in memory (scaled); 0: of the weight */
     float largest;                  /* largest finite magnitude; 0 if there is none */
@@ -2967,40 +2967,40 @@ typedef struct amp_numerics_row {
     double subnormal;               /* ... or subnormal, which has fewer digits, ... */
     double overflow;                /* ... or infinite, or is infinite, ... */
     double saturation;              /* ... or comes into the format's last binade: one doubling away from that */
-} amp_numerics_row;
+} amp_tensor_stats_row;
 
-typedef struct amp_numerics_report {
+typedef struct amp_tensor_stats_report {
     int64_t step;                   /* calls so far */
     int32_t due;                    /* 0: the interval has not come; the rest is that of the last time */
-    amp_remedy remedy;
-    const amp_numerics_row *rows; int64_t n_rows;       /* the object's; gradients first */
+    amp_recommendation recommendation;
+    const amp_tensor_stats_row *rows; int64_t n_rows;       /* the object's; gradients first */
     const char *first_bad;          /* first tensor with an infinity or NaN, or NULL */
-    const char *worst;              /* the tensor the remedy is about, or NULL */
+    const char *worst;              /* the tensor the recommendation is about, or NULL */
     float wanted_scale;             /* LOWER_SCALE, RAISE_SCALE: a power of two */
-    char text[240];                 /* the remedy and its reason in words */
-} amp_numerics_report;
+    char text[240];                 /* the recommendation and its reason in words */
+} amp_tensor_stats_report;
 
 /*  .dtype      the context's now; F16 for F32, TF32    F16, BF16, E4M3, E5M2: the format that values are held against
     .interval   100                                     calls; the first one is due                                     */
-typedef struct amp_numerics_desc {
+typedef struct amp_tensor_stats_desc {
     amp_param *params; int64_t n_params;                /* weights and live gradients; the array must stay */
     const amp_range *ranges; int64_t n_ranges;          /* and any others, such as activations; copied */
     amp_scaler *scaler;                                 /* whose scale the gradients carry; may be NULL */
     amp_dtype dtype;
     int32_t reserved;
     int64_t interval;
-} amp_numerics_desc;
-typedef struct amp_numerics amp_numerics;
+} amp_tensor_stats_desc;
+typedef struct amp_tensor_stats amp_tensor_stats;
 /* Errors: 101, 102, 104, 105, 301. */
-AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_numerics_create(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc) {
-    return amp_numerics_create_v(amp, out, desc, AMP_ABI(amp_numerics_desc));
+AMP_API amp_result amp_tensor_stats_create_v(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc, uint64_t abi);
+AMPI_INLINE amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
+    return amp_tensor_stats_create_v(amp, out, desc, AMP_ABI(amp_tensor_stats_desc));
 }
-AMP_API void amp_numerics_destroy(amp_numerics *numerics);
+AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *numerics);
 /* Between backward and step.  At its interval it reads every tensor once and waits; otherwise it only counts.
    Errors: 101, 106 while a graph is captured, 501. */
-AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report *out);
-AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, size_t size);
+AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *numerics, amp_tensor_stats_report *out);
+AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size);
 
 /* ==== 13 >>care =====================================================================================
    Does mixed precision work here, which is best, and what to do when it goes wrong.                    */
@@ -3138,7 +3138,7 @@ AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size
 /* Applies what can change while training runs, as amp_settings_apply does, and the learning rate; the level stays, and a log
    line says that it takes a new context where another was advised.  A host that sets the rate in each step applies lr_factor
    to its schedule.  Errors: as there. */
-AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer);
+AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer);
 
 /* ---- Tune: the host's step over precisions and batch sizes, timed and verified */
 
@@ -3211,18 +3211,18 @@ typedef enum amp_recovery_action {
 } amp_recovery_action;
 
 /* What a recovery does about the cause, beside restoring. */
-typedef enum amp_recovery_cure {
-    AMP_CURE_NONE = 0,              /* the same once more */
-    AMP_CURE_LAYERS = 1,            /* the layer of the first bad tensor computes in fp32 from now on */
-    AMP_CURE_DTYPE = 2,             /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32.  The
+typedef enum amp_mitigation {
+    AMP_MITIGATE_NONE = 0,          /* the same once more */
+    AMP_MITIGATE_LAYERS = 1,        /* the layer of the first bad tensor computes in fp32 from now on */
+    AMP_MITIGATE_DTYPE = 2,         /* fp16 becomes bf16 where the device has it, else fp32; bf16 and tf32 become fp32.  The
                                        scaler is turned off with fp16; levels O2 and O3 keep their dtype */
-    AMP_CURE_FORCE_I32 = 0x7fffffff
-} amp_recovery_cure;
+    AMP_MITIGATE_FORCE_I32 = 0x7fffffff
+} amp_mitigation;
 
 typedef struct amp_recovery_event {
-    amp_recovery_action action;     /* what is about to be done; a policy may change action and cure */
-    amp_recovery_cure cure;
-    amp_trouble trouble;
+    amp_recovery_action action;     /* what is about to be done; a policy may change action and mitigation */
+    amp_mitigation mitigation;
+    amp_anomaly anomaly;
     amp_dtype dtype;                /* in force afterwards */
     int64_t step;                   /* of the snapshot: applied steps */
     int32_t retries, left;
@@ -3234,7 +3234,7 @@ typedef struct amp_recovery_event {
     .max_retries   3         AMP_NO_RETRIES: none; they count anew after .interval good steps
     .batch_growth_interval  off   good steps after which DOUBLE_BATCH takes a HALVE_BATCH back; twice as many each time
                              that memory then ends again.  With .loader only where its next two batches make one
-    .policy        NULL      decides: gets the event as planned, and may change action, cure and layer.  A learning rate that
+    .policy        NULL      decides: gets the event as planned, and may change action, mitigation and layer.  A learning rate that
                              it sets stays; otherwise the snapshot's comes back
     .save, .load   NULL      what the host wants restored too, into and from records of its own; keys "amp..." are taken.
                              They return 0, or an amp_result or other number for failure                               */
@@ -3257,8 +3257,8 @@ AMPI_INLINE amp_result amp_recovery_create(amp_context *amp, amp_recovery **out,
     return amp_recovery_create_v(amp, out, desc, AMP_ABI(amp_recovery_desc));
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* For every record: good ones lead to snapshots, ones with trouble and action RECOVER to recovery.  A snapshot replaces
-   the one before only when a later step, computed from its weights, was applied without trouble; until then both are kept.
+/* For every record: good ones lead to snapshots, ones with anomaly and action RECOVER to recovery.  A snapshot replaces
+   the one before only when a later step, computed from its weights, was applied without anomaly; until then both are kept.
    One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
    finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
    fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.  Ranks must see
@@ -3429,11 +3429,11 @@ AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
 
 AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) AMPI_PRINTF(2, 3);
 AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) {
-    size_t room = s->used < s->size ? s->size - s->used : 0;
+    size_t capacity = s->used < s->size ? s->size - s->used : 0;
     va_list args;
     int n;
     va_start(args, format);
-    n = vsnprintf(room ? s->text + s->used : NULL, room, format, args);
+    n = vsnprintf(capacity ? s->text + s->used : NULL, capacity, format, args);
     va_end(args);
     if (n > 0) s->used += (size_t)n;
 }
@@ -3997,15 +3997,15 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
 }
 
 /* Moves what a buffer holds into one of another size; 0: no memory, and all stays. */
-static int ampi_resize(const amp_system *s, char **buffer, int64_t *room, int64_t wanted) {
+static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
     char *moved = (char *)s->alloc(s->user, (size_t)wanted, 64);
     if (moved == NULL) return 0;
     if (*buffer != NULL) {
-        memcpy(moved, *buffer, (size_t)AMPI_MIN(*room, wanted));
-        s->free(s->user, *buffer, (size_t)*room);
+        memcpy(moved, *buffer, (size_t)AMPI_MIN(*capacity, wanted));
+        s->free(s->user, *buffer, (size_t)*capacity);
     }
     *buffer = moved;
-    *room = wanted;
+    *capacity = wanted;
     return 1;
 }
 
@@ -4013,28 +4013,28 @@ enum { AMPI_LONGEST_STREAM = 1 << 28 };
 
 /* Reads to the end: `size`, what the file says it has, may be old, or 0 where nobody knows. */
 static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const char *path, int64_t size, char **buffer,
-                                   int64_t *room) {
+                                   int64_t *capacity) {
     int64_t used = 0, n, wanted = size > 0 ? size + 1 : 4096;
     do {
         if (used >= AMPI_LONGEST_STREAM && size == -ESPIPE)
             return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: a stream without an end after %lld bytes, copy it into a file", path, (long long)used);
-        if (!ampi_resize(s, buffer, room, wanted))
+        if (!ampi_resize(s, buffer, capacity, wanted))
             return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)wanted, path);
-        n = ampi_read_fully(s, file, *buffer + used, *room - used, used);
+        n = ampi_read_fully(s, file, *buffer + used, *capacity - used, used);
         if (n > 0) used += n;
-        wanted = 2 * *room;
-    } while (n >= 0 && used == *room);
+        wanted = 2 * *capacity;
+    } while (n >= 0 && used == *capacity);
     if (n < 0 || used < size)
         return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path, n < 0 ? strerror((int)-n) : "ends early", (long long)used);
     (*buffer)[used] = 0;
-    if (used + 1 == *room || ampi_resize(s, buffer, room, used + 1)) return AMP_OK;
+    if (used + 1 == *capacity || ampi_resize(s, buffer, capacity, used + 1)) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)used + 1, path);
 }
 
 AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes) {
     amp_system s = ampi_system(system);
     intptr_t file = -1;
-    int64_t size, room = 0;
+    int64_t size, capacity = 0;
     char *buffer = NULL;
     amp_result result;
     int error;
@@ -4043,14 +4043,14 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = s.file_size(s.user, file);
     result = size < 0 && size != -ESPIPE ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
-                                         : ampi_read_to_end(&s, file, path, size, &buffer, &room);
+                                         : ampi_read_to_end(&s, file, path, size, &buffer, &capacity);
     s.file_close(s.user, file);
     if (result != AMP_OK) {
-        if (buffer != NULL) s.free(s.user, buffer, (size_t)room);
+        if (buffer != NULL) s.free(s.user, buffer, (size_t)capacity);
         return result;
     }
     *data = buffer;
-    *bytes = (size_t)room - 1;
+    *bytes = (size_t)capacity - 1;
     return AMP_OK;
 }
 
@@ -4111,7 +4111,7 @@ typedef struct ampi_attention_vec {
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
-    AMPI_GEMM_ROOM = 256                /* values of a buffer on the stack */
+    AMPI_GEMM_BUFFER = 256                /* values of a buffer on the stack */
 };
 
 /* The bf16 dot product needs a compiler that knows it. */
@@ -4430,7 +4430,7 @@ AMPI_PRIVATE void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, in
 /* Nearest even, no saturation, nothing counted, on the calling thread: what the CPU kernels use. */
 AMPI_PRIVATE void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                     amp_cpu_path path) {
-    float room[AMPI_CONVERT_CHUNK];
+    float scratch[AMPI_CONVERT_CHUNK];
     size_t dst_size = amp_dtype_size(dst_dtype), src_size = amp_dtype_size(src_dtype);
     int64_t i;
     if (n <= 0) return;
@@ -4440,8 +4440,8 @@ AMPI_PRIVATE void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *
     else if (dst_dtype == AMP_F32) ampi_to_fp32(dst, src, src_dtype, n, path);
     else for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
         int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
-        ampi_to_fp32(room, (const char *)src + i * (int64_t)src_size, src_dtype, m, path);
-        ampi_from_fp32((char *)dst + i * (int64_t)dst_size, dst_dtype, room, m, path);
+        ampi_to_fp32(scratch, (const char *)src + i * (int64_t)src_size, src_dtype, m, path);
+        ampi_from_fp32((char *)dst + i * (int64_t)dst_size, dst_dtype, scratch, m, path);
     }
 }
 
@@ -4521,7 +4521,7 @@ AMPI_PRIVATE void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void 
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
     int mode = desc->rounding == AMP_ROUND_STOCHASTIC ? AMPI_STOCHASTIC : AMPI_EVEN;
     uint32_t random[AMPI_CONVERT_CHUNK];
-    float room[AMPI_CONVERT_CHUNK];
+    float scratch[AMPI_CONVERT_CHUNK];
     if (mode == AMPI_STOCHASTIC) vec->random(random, n, desc->seed, index);
     if (src_dtype == AMP_F64 && dst_dtype != AMP_F64) {
         ampi_from_fp64(dst, dst_dtype, src, n, desc->saturate, mode, mode == AMPI_STOCHASTIC ? random : NULL);
@@ -4531,10 +4531,10 @@ AMPI_PRIVATE void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void 
         ampi_convert_fast(dst, dst_dtype, src, src_dtype, n, path);
         return;
     }
-    ampi_to_fp32(room, src, src_dtype, n, path);
-    if (desc->saturate) vec->clamp(room, room, n, ampi_largest_bits(dst_dtype));
-    if (mode == AMPI_STOCHASTIC) ampi_stochastic(dst, dst_dtype, room, n, random, path);
-    else ampi_from_fp32(dst, dst_dtype, room, n, path);
+    ampi_to_fp32(scratch, src, src_dtype, n, path);
+    if (desc->saturate) vec->clamp(scratch, scratch, n, ampi_largest_bits(dst_dtype));
+    if (mode == AMPI_STOCHASTIC) ampi_stochastic(dst, dst_dtype, scratch, n, random, path);
+    else ampi_from_fp32(dst, dst_dtype, scratch, n, path);
 }
 
 /* amp_convert with checked arguments and a chosen path.  Without saturation a number that is not finite stays so,
@@ -5162,8 +5162,8 @@ typedef struct ampi_record {
 struct amp_state {
     amp_system system;
     ampi_record *records;
-    int64_t n, room;
-    int64_t *table;                 /* by hash of the key: 1 + place of the record, 0 empty; 2 * room, a power of two */
+    int64_t n, capacity;
+    int64_t *table;                 /* by hash of the key: 1 + place of the record, 0 empty; 2 * capacity, a power of two */
 };
 
 /* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI), with the CPU's instruction where there
@@ -5253,7 +5253,7 @@ static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
 
 /* Where the key stands in the table, or the empty entry where it would stand. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
-    uint64_t mask = (uint64_t)state->room * 2 - 1, i = ampi_text_hash(key) & mask;
+    uint64_t mask = (uint64_t)state->capacity * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
     return state->table + i;
 }
@@ -5263,21 +5263,21 @@ static ampi_record *ampi_state_find(const amp_state *state, const char *key) {
     return place == 0 ? NULL : state->records + (place - 1);
 }
 
-/* Makes room for `room` records (a power of two) in all. */
-static amp_result ampi_state_grow(amp_state *state, const char *function, int64_t room) {
+/* Makes room for `capacity` records (a power of two) in all. */
+static amp_result ampi_state_grow(amp_state *state, const char *function, int64_t capacity) {
     void *records, *table;
     int64_t i;
-    AMPI_TRY(ampi_alloc(&state->system, function, &records, room, sizeof(ampi_record)));
-    if (ampi_alloc(&state->system, function, &table, 2 * room, sizeof(int64_t)) != AMP_OK) {
-        ampi_free(&state->system, records, room, sizeof(ampi_record));
+    AMPI_TRY(ampi_alloc(&state->system, function, &records, capacity, sizeof(ampi_record)));
+    if (ampi_alloc(&state->system, function, &table, 2 * capacity, sizeof(int64_t)) != AMP_OK) {
+        ampi_free(&state->system, records, capacity, sizeof(ampi_record));
         return AMP_ERR_MEMORY;
     }
     if (state->n > 0) memcpy(records, state->records, (size_t)state->n * sizeof(ampi_record));
-    ampi_free(&state->system, state->records, state->room, sizeof(ampi_record));
-    ampi_free(&state->system, state->table, 2 * state->room, sizeof(int64_t));
+    ampi_free(&state->system, state->records, state->capacity, sizeof(ampi_record));
+    ampi_free(&state->system, state->table, 2 * state->capacity, sizeof(int64_t));
     state->records = (ampi_record *)records;
     state->table = (int64_t *)table;
-    state->room = room;
+    state->capacity = capacity;
     for (i = 0; i < state->n; i++) *ampi_state_entry(state, state->records[i].key) = i + 1;
     return AMP_OK;
 }
@@ -5297,7 +5297,7 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
         *old = *record;
         return AMP_OK;
     }
-    if (state->n == state->room) AMPI_TRY(ampi_state_grow(state, function, state->room == 0 ? 16 : 2 * state->room));
+    if (state->n == state->capacity) AMPI_TRY(ampi_state_grow(state, function, state->capacity == 0 ? 16 : 2 * state->capacity));
     state->records[state->n] = *record;
     *ampi_state_entry(state, record->key) = state->n + 1;
     state->n++;
@@ -5306,9 +5306,9 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
 
 /* Moves the records of `from`, of the same system, into `to`: all of them or, without memory, none. */
 AMPI_PRIVATE amp_result ampi_state_move(amp_state *to, amp_state *from, const char *function) {
-    int64_t room = AMPI_MAX(to->room, 16), i;
-    while (room < to->n + from->n) room *= 2;
-    if (room > to->room) AMPI_TRY(ampi_state_grow(to, function, room));
+    int64_t capacity = AMPI_MAX(to->capacity, 16), i;
+    while (capacity < to->n + from->n) capacity *= 2;
+    if (capacity > to->capacity) AMPI_TRY(ampi_state_grow(to, function, capacity));
     for (i = 0; i < from->n; i++) (void)ampi_state_insert(to, function, from->records + i);
     from->n = 0;
     return AMP_OK;
@@ -5331,8 +5331,8 @@ AMP_API void amp_state_destroy(amp_state *state) {
     if (state == NULL) return;
     s = state->system;
     for (i = 0; i < state->n; i++) ampi_state_release(state, state->records + i);
-    ampi_free(&s, state->records, state->room, sizeof(ampi_record));
-    ampi_free(&s, state->table, 2 * state->room, sizeof(int64_t));
+    ampi_free(&s, state->records, state->capacity, sizeof(ampi_record));
+    ampi_free(&s, state->table, 2 * state->capacity, sizeof(int64_t));
     ampi_free(&s, state, 1, sizeof(amp_state));
 }
 
@@ -5783,16 +5783,16 @@ AMPI_PRIVATE amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
 AMPI_PRIVATE const void *ampi_at(const void *data, amp_dtype dtype, int64_t i) { return (const char *)data + i * (int64_t)amp_dtype_size(dtype); }
 AMPI_PRIVATE void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) { return (char *)data + i * (int64_t)amp_dtype_size(dtype); }
 
-/* Rows as fp32.  Kernels are written for fp32 rows: a 16-bit row is widened into `room` first, and a result
-   row is computed in place or in `room` and then rounded once. */
-AMPI_PRIVATE const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *room, amp_cpu_path path) {
+/* Rows as fp32.  Kernels are written for fp32 rows: a 16-bit row is widened into `scratch` first, and a result
+   row is computed in place or in `scratch` and then rounded once. */
+AMPI_PRIVATE const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
     if (dtype == AMP_F32) return (const float *)row;
-    ampi_convert_fast(room, AMP_F32, row, dtype, n, path);
-    return room;
+    ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
+    return scratch;
 }
-AMPI_PRIVATE float *ampi_row_out(void *row, amp_dtype dtype, float *room) { return dtype == AMP_F32 ? (float *)row : room; }
-AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *room, amp_cpu_path path) {
-    if (dtype != AMP_F32) ampi_convert_fast(row, dtype, room, AMP_F32, n, path);
+AMPI_PRIVATE float *ampi_row_out(void *row, amp_dtype dtype, float *scratch) { return dtype == AMP_F32 ? (float *)row : scratch; }
+AMPI_PRIVATE void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *scratch, amp_cpu_path path) {
+    if (dtype != AMP_F32) ampi_convert_fast(row, dtype, scratch, AMP_F32, n, path);
 }
 
 /* ---- >>backends: GEMM on the CPU
@@ -5884,10 +5884,10 @@ static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 
 
 /* ---- Packing */
 
-/* Columns j0 .. j0 + n of B, k values from k0 on, into panels, `stride` words apart.  room: cols * pitch words. */
+/* Columns j0 .. j0 + n of B, k values from k0 on, into panels, `stride` words apart.  scratch: cols * pitch words. */
 static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t j0,
-                                   int64_t n, float *dst, int64_t stride, float *room) {
-    int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words), step = x->along_k ? vec->cols : (int64_t)AMPI_GEMM_ROOM;
+                                   int64_t n, float *dst, int64_t stride, float *scratch) {
+    int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words), step = x->along_k ? vec->cols : (int64_t)AMPI_GEMM_BUFFER;
     int64_t j, i;
     for (j = 0; j < n; j += step) {
         float *panel = dst + j / vec->cols * stride;
@@ -5902,14 +5902,14 @@ static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_ope
             vec->transpose(panel, vec->cols, (const float *)src, x->ld / vec->unit, cols, words);
             continue;
         }
-        for (i = 0; i < cols; i++) vec->row(room + i * pitch, ampi_gemm_at(x, k0, j0 + j + i), x->dtype, x->compute, k);
-        vec->transpose(panel, vec->cols, room, pitch, cols, words);
+        for (i = 0; i < cols; i++) vec->row(scratch + i * pitch, ampi_gemm_at(x, k0, j0 + j + i), x->dtype, x->compute, k);
+        vec->transpose(panel, vec->cols, scratch, pitch, cols, words);
     }
 }
 
-/* Rows i0 .. i0 + m of A, k values from k0 on, into rows of words, `pitch` apart.  room: cols * words. */
+/* Rows i0 .. i0 + m of A, k values from k0 on, into rows of words, `pitch` apart.  scratch: cols * words. */
 static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t i0,
-                                int64_t m, float *dst, int64_t pitch, float *room) {
+                                int64_t m, float *dst, int64_t pitch, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, i;
     if (x->along_k) {
         for (i = 0; i < m; i++) vec->row(dst + i * pitch, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, k);
@@ -5921,8 +5921,8 @@ static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operan
     }
     for (i = 0; i < m; i += vec->cols) {
         int64_t cols = AMPI_MIN(m - i, (int64_t)vec->cols);
-        vec->weave(room, 0, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, x->ld, k, cols);
-        vec->transpose(dst + i * pitch, pitch, room, vec->cols, words, cols);
+        vec->weave(scratch, 0, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, x->ld, k, cols);
+        vec->transpose(dst + i * pitch, pitch, scratch, vec->cols, words, cols);
     }
 }
 
@@ -5942,7 +5942,7 @@ typedef struct ampi_gemm_call {
     int use_a, use_b;                   /* 1: where it lies, unpacked */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
-    int64_t at_a, at_b, at_room, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
+    int64_t at_a, at_b, at_scratch, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
     float *scratch;
 } ampi_gemm_call;
 
@@ -6058,7 +6058,7 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
         ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packed, stride,
-                               s->scratch + call->at_room);
+                               s->scratch + call->at_scratch);
         ampi_gemm_bands(call, s, q, end, packed, stride, width, 0);
     }
 }
@@ -6079,7 +6079,7 @@ static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
             s->a = s->scratch + call->at_a;
             s->lda = ampi_gemm_pitch(call->blocks.size);
             ampi_gemm_pack_rows(call->vec, &a, block * size, s->k, s->row, s->rows, s->scratch + call->at_a, s->lda,
-                                s->scratch + call->at_room);
+                                s->scratch + call->at_scratch);
         }
         ampi_gemm_columns(call, s, block);
     }
@@ -6180,8 +6180,8 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
     call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
-    call->at_room = call->at_b + (g->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
-    call->at_sums = call->at_room + width * ampi_gemm_pitch(words);
+    call->at_scratch = call->at_b + (g->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
+    call->at_sums = call->at_scratch + width * ampi_gemm_pitch(words);
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
@@ -6241,9 +6241,9 @@ typedef struct ampi_gemv_call {
     float *scratch;
 } ampi_gemv_call;
 
-/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  room: k floats, or GEMV_ROWS rows of GEMV_SPAN; total: n. */
+/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or GEMV_ROWS rows of GEMV_SPAN; total: n. */
 static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k, int64_t j0,
-                           int64_t n, float *sums, double *total, float *room) {
+                           int64_t n, float *sums, double *total, float *scratch) {
     int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
     const ampi_gemm_vec *vec = call->vec;
     int64_t j, p, q, i, m, rows;
@@ -6251,9 +6251,9 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
     for (j = 0; matrix->along_k && j < n; j++) {
         const void *row = ampi_gemm_at(matrix, 0, j0 + j);
         double sum = 0;
-        if (!words) vec->row(room, row, matrix->dtype, matrix->compute, k);
+        if (!words) vec->row(scratch, row, matrix->dtype, matrix->compute, k);
         for (p = 0; p < k; p += AMPI_GEMV_DOT)
-            sum += (double)vec->dot(x + p, (words ? (const float *)row : room) + p, AMPI_MIN(k - p, (int64_t)AMPI_GEMV_DOT));
+            sum += (double)vec->dot(x + p, (words ? (const float *)row : scratch) + p, AMPI_MIN(k - p, (int64_t)AMPI_GEMV_DOT));
         sums[j] = (float)sum;
     }
     if (matrix->along_k) return;
@@ -6264,8 +6264,8 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
         if (words) vec->combine(sums, x + p, (const float *)ampi_gemm_at(matrix, p, j0), matrix->ld, m, n);
         else for (q = p; q < p + m; q += rows) {
             rows = AMPI_MIN(p + m - q, (int64_t)AMPI_GEMV_ROWS);
-            for (i = 0; i < rows; i++) vec->row(room + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, q + i, j0), matrix->dtype, matrix->compute, n);
-            vec->combine(sums, x + q, room, AMPI_GEMV_SPAN, rows, n);
+            for (i = 0; i < rows; i++) vec->row(scratch + i * AMPI_GEMV_SPAN, ampi_gemm_at(matrix, q + i, j0), matrix->dtype, matrix->compute, n);
+            vec->combine(sums, x + q, scratch, AMPI_GEMV_SPAN, rows, n);
         }
         if (k > AMPI_GEMV_BLOCK) call->rows->widen(total, sums, n);
     }
@@ -6282,8 +6282,8 @@ static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *
 /* Writes n values from j on: a row of C in pieces of GEMM_ROOM columns, or a column, one value in each row of a tile. */
 static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j, int64_t n, const float *sums) {
     const amp_k_gemm *g = call->g;
-    int64_t room = AMPI_GEMM_ROOM, width = call->vec->cols, most = g->m == 1 ? room : room / width, i, done, m;
-    float x[AMPI_GEMM_ROOM], bias[AMPI_GEMM_ROOM];
+    int64_t capacity = AMPI_GEMM_BUFFER, width = call->vec->cols, most = g->m == 1 ? capacity : capacity / width, i, done, m;
+    float x[AMPI_GEMM_BUFFER], bias[AMPI_GEMM_BUFFER];
     for (done = 0; done < n; done += m, j += m) {
         int64_t row = g->m == 1 ? 0 : j, col = g->m == 1 ? j : 0;
         ampi_gemm_out out;
@@ -6312,7 +6312,7 @@ static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j
 static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_gemv_call *call = (const ampi_gemv_call *)arg;
     double *total = (double *)(void *)(call->scratch + thread * call->slot);
-    float *sums = (float *)(void *)(total + AMPI_GEMV_SPAN), *x = sums + AMPI_GEMV_SPAN, *room = x + call->k;
+    float *sums = (float *)(void *)(total + AMPI_GEMV_SPAN), *x = sums + AMPI_GEMV_SPAN, *scratch = x + call->k;
     int64_t unit, count;
     for (unit = begin; unit < end; unit += count) {
         int64_t item = unit / call->units, j = unit % call->units * AMPI_GEMV_UNIT, n;
@@ -6320,7 +6320,7 @@ static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
         count = AMPI_MIN(AMPI_MIN(end - unit, call->units - unit % call->units), (int64_t)(AMPI_GEMV_SPAN / AMPI_GEMV_UNIT));
         n = AMPI_MIN(count * AMPI_GEMV_UNIT, call->n - j);
         ampi_gemv_vector(call->vec, call->g->m == 1 ? &a : &b, call->k, x);
-        ampi_gemv_sums(call, call->g->m == 1 ? &b : &a, x, call->k, j, n, sums, total, room);
+        ampi_gemv_sums(call, call->g->m == 1 ? &b : &a, x, call->k, j, n, sums, total, scratch);
         ampi_gemv_finish(call, item, j, n, sums);
     }
 }
@@ -6395,14 +6395,14 @@ static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t
 static void ampi_gemm_pack_part(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_gemm_packing *p = (const ampi_gemm_packing *)arg;
     int64_t width = p->vec->cols, block, q;
-    float *room = p->scratch + thread * width * p->pitch;
+    float *scratch = p->scratch + thread * width * p->pitch;
     for (block = 0; block < p->blocks.count; block++) {
         int64_t k0 = block * p->blocks.size * p->vec->unit, k = AMPI_MIN(p->args->k - k0, p->blocks.size * p->vec->unit);
         int64_t words = (k + p->vec->unit - 1) / p->vec->unit;
         float *to = p->packed + block * p->blocks.size * p->panels * width;
         for (q = begin; q < end; q += AMPI_GEMM_GROUP) {
             int64_t last = AMPI_MIN(q + AMPI_GEMM_GROUP, end), n = AMPI_MIN(last * width, p->args->n) - q * width, found;
-            ampi_gemm_pack_columns(p->vec, &p->b, k0, k, q * width, n, to + q * words * width, words * width, room);
+            ampi_gemm_pack_columns(p->vec, &p->b, k0, k, q * width, n, to + q * words * width, words * width, scratch);
             if (p->args->new_inf == NULL) continue;
             found = ampi_gemm_new_inf(p, k0, k, q * width, n, to + q * words * width, (last - q) * words * width);
             __atomic_fetch_add(p->args->new_inf, found, __ATOMIC_RELAXED);
@@ -6625,14 +6625,14 @@ AMPI_PRIVATE int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int6
     return 1;
 }
 
-/* The mask of the keys [begin, end) for the strip.  Returns 0 where all of them are seen by all.  `room` holds
+/* The mask of the keys [begin, end) for the strip.  Returns 0 where all of them are seen by all.  `scratch` holds
    the transposed part of an arbitrary mask. */
 AMPI_PRIVATE int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t end, ampi_tile_mask *m,
-                                      int32_t *room) {
+                                      int32_t *scratch) {
     int64_t rows = end - begin, i, j;
     int open = end <= s->least.first || (begin >= s->most.low && end <= s->least.high);
     m->documents = NULL;
-    m->allowed = s->allowed ? room : NULL;
+    m->allowed = s->allowed ? scratch : NULL;
     for (j = begin; s->documents && j < end; j++) {
         int same = s->documents[j] == s->least_document && s->documents[j] == s->most_document;
         if (!same) m->documents = s->documents + begin;
@@ -6644,7 +6644,7 @@ AMPI_PRIVATE int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, i
         m->high[i] = (int32_t)ampi_clamp(s->span[i].high - begin, 0, rows);
         m->document[i] = s->document[i];
         for (j = 0; m->allowed && j < rows; j++) {
-            room[j * AMPI_STRIP + i] = i < s->n && s->allowed[i * s->keys + begin + j] ? -1 : 0;
+            scratch[j * AMPI_STRIP + i] = i < s->n && s->allowed[i * s->keys + begin + j] ? -1 : 0;
         }
     }
     return 1;
@@ -6658,7 +6658,7 @@ typedef struct ampi_attention_call {
     const ampi_pointwise_vec *rows;
     amp_cpu_path path;
     int64_t wide, tiles;            /* tiles of AMPI_STRIPS strips per head */
-    float *room; int64_t room_size; /* floats per thread */
+    float *scratch; int64_t scratch_size; /* floats per thread */
 } ampi_attention_call;
 
 /* Rows of fp32 numbers of the compute dtype, ld floats apart. */
@@ -6675,7 +6675,7 @@ typedef struct ampi_strip {
     float *total_t, total[AMPI_STRIP], max_then[AMPI_STRIP];
 } ampi_strip;
 
-typedef struct ampi_attention_room {
+typedef struct ampi_attention_scratch {
     int64_t b, h;                   /* the head being worked on */
     ampi_strip strips[AMPI_STRIPS];
     int64_t n_strips;
@@ -6686,7 +6686,7 @@ typedef struct ampi_attention_room {
     float *dk_total, *dv_total;     /* of the queries before */
     int32_t *allowed;               /* [AMPI_KEY_TILE, AMPI_STRIP] */
     int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
-} ampi_attention_room;
+} ampi_attention_scratch;
 
 AMPI_PRIVATE float *ampi_take(float *base, int64_t *used, int64_t n) {
     float *p = base ? base + *used : NULL;
@@ -6695,26 +6695,26 @@ AMPI_PRIVATE float *ampi_take(float *base, int64_t *used, int64_t n) {
 }
 
 /* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
-AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_room *room, float *base, const ampi_attention_call *call, int backward) {
+AMPI_PRIVATE int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call, int backward) {
     int64_t wide = call->wide, keys = call->x->keys, used = 0, strip = AMPI_STRIP * wide, tile = AMPI_KEY_TILE * AMPI_STRIP;
     for (int s = 0; s < AMPI_STRIPS; s++) {
-        room->strips[s].q_copy = ampi_take(base, &used, strip);
-        room->strips[s].q_t = ampi_take(base, &used, strip);
-        room->strips[s].d_o_copy = ampi_take(base, &used, backward ? strip : 0);
-        room->strips[s].d_o_t = ampi_take(base, &used, backward ? strip : 0);
-        room->strips[s].result_t = ampi_take(base, &used, strip);
-        room->strips[s].total_t = ampi_take(base, &used, strip);
+        scratch->strips[s].q_copy = ampi_take(base, &used, strip);
+        scratch->strips[s].q_t = ampi_take(base, &used, strip);
+        scratch->strips[s].d_o_copy = ampi_take(base, &used, backward ? strip : 0);
+        scratch->strips[s].d_o_t = ampi_take(base, &used, backward ? strip : 0);
+        scratch->strips[s].result_t = ampi_take(base, &used, strip);
+        scratch->strips[s].total_t = ampi_take(base, &used, strip);
     }
-    room->scores = ampi_take(base, &used, tile);
-    room->slopes = ampi_take(base, &used, backward ? tile : 0);
-    room->k = ampi_take(base, &used, AMPI_KEY_TILE * wide);
-    room->v = ampi_take(base, &used, AMPI_KEY_TILE * wide);
-    room->result = ampi_take(base, &used, strip);
-    room->dk = ampi_take(base, &used, backward ? keys * wide : 0);
-    room->dv = ampi_take(base, &used, backward ? keys * wide : 0);
-    room->dk_total = ampi_take(base, &used, backward ? keys * wide : 0);
-    room->dv_total = ampi_take(base, &used, backward ? keys * wide : 0);
-    room->allowed = (int32_t *)(void *)ampi_take(base, &used, tile);
+    scratch->scores = ampi_take(base, &used, tile);
+    scratch->slopes = ampi_take(base, &used, backward ? tile : 0);
+    scratch->k = ampi_take(base, &used, AMPI_KEY_TILE * wide);
+    scratch->v = ampi_take(base, &used, AMPI_KEY_TILE * wide);
+    scratch->result = ampi_take(base, &used, strip);
+    scratch->dk = ampi_take(base, &used, backward ? keys * wide : 0);
+    scratch->dv = ampi_take(base, &used, backward ? keys * wide : 0);
+    scratch->dk_total = ampi_take(base, &used, backward ? keys * wide : 0);
+    scratch->dv_total = ampi_take(base, &used, backward ? keys * wide : 0);
+    scratch->allowed = (int32_t *)(void *)ampi_take(base, &used, tile);
     return used;
 }
 
@@ -6724,16 +6724,16 @@ AMPI_PRIVATE int ampi_is_exact(amp_dtype storage, amp_dtype compute) {
 }
 
 /* Row i of the head in a tensor. */
-AMPI_PRIVATE int64_t ampi_attention_at(const ampi_attention_room *room, const int64_t stride[3], int64_t i) {
-    return room->b * stride[0] + i * stride[1] + room->h * stride[2];
+AMPI_PRIVATE int64_t ampi_attention_at(const ampi_attention_scratch *scratch, const int64_t stride[3], int64_t i) {
+    return scratch->b * stride[0] + i * stride[1] + scratch->h * stride[2];
 }
 
-/* n rows of dim values at `data`, `stride` elements apart, as fp32 numbers of the compute dtype in room[n][wide]. */
+/* n rows of dim values at `data`, `stride` elements apart, as fp32 numbers of the compute dtype in scratch[n][wide]. */
 AMPI_PRIVATE void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
-                                      float *room) {
+                                      float *scratch) {
     const amp_k_attention *x = call->x;
     for (int64_t i = 0; i < n; i++) {
-        float *row = room + i * call->wide;
+        float *row = scratch + i * call->wide;
         ampi_convert_fast(row, AMP_F32, ampi_at(data, x->dtype, i * stride), x->dtype, x->dim, call->path);
         memset(row + x->dim, 0, (size_t)(call->wide - x->dim) * sizeof *row);
         if (!ampi_is_exact(x->dtype, x->compute)) call->vec->round(row, x->dim, x->compute);
@@ -6742,11 +6742,11 @@ AMPI_PRIVATE void ampi_attention_load(const ampi_attention_call *call, const voi
 
 /* Rows [begin, begin + n) of the head: where they lie if they are fp32 and stay so, else in `copy`.  A strip is
    filled up with zeros to AMPI_STRIP rows of `wide`. */
-AMPI_PRIVATE ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const ampi_attention_room *room,
+AMPI_PRIVATE ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                              const void *data, const int64_t stride[3], int64_t begin, int64_t n,
                                              int strip, float *copy) {
     const amp_k_attention *x = call->x;
-    const void *from = ampi_at(data, x->dtype, ampi_attention_at(room, stride, begin));
+    const void *from = ampi_at(data, x->dtype, ampi_attention_at(scratch, stride, begin));
     int64_t wide = call->wide;
     int usable = x->dtype == AMP_F32 && x->compute == AMP_F32 && (!strip || (n == AMPI_STRIP && x->dim == wide));
     ampi_rows32 rows = {copy, wide};
@@ -6761,13 +6761,13 @@ AMPI_PRIVATE ampi_rows32 ampi_attention_rows(const ampi_attention_call *call, co
 }
 
 /* Rounds factor * rows[n][wide] into rows begin, begin + 1, ... of a tensor.  Returns whether there was a NaN. */
-AMPI_PRIVATE int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_room *room, void *data,
+AMPI_PRIVATE int ampi_attention_store(const ampi_attention_call *call, const ampi_attention_scratch *scratch, void *data,
                                       const int64_t stride[3], int64_t begin, int64_t n, float *rows, float factor) {
     const amp_k_attention *x = call->x;
     int nan = call->vec->has_nan(rows, n * call->wide);
     for (int64_t i = 0; i < n; i++) {
         float *row = rows + i * call->wide;
-        void *to = ampi_at_mut(data, x->dtype, ampi_attention_at(room, stride, begin + i));
+        void *to = ampi_at_mut(data, x->dtype, ampi_attention_at(scratch, stride, begin + i));
         if (ampi_bits_f32(factor) != 0x3f800000u) call->rows->scale_shift(row, factor, 0.0f, row, x->dim);
         ampi_convert_fast(to, x->dtype, row, AMP_F32, x->dim, call->path);
     }
@@ -6775,31 +6775,31 @@ AMPI_PRIVATE int ampi_attention_store(const ampi_attention_call *call, const amp
 }
 
 /* delta[i] = sum over d of do[i][d] o[i][d], which is sum over keys of p dp. */
-AMPI_PRIVATE void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_room *room,
+AMPI_PRIVATE void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                        ampi_strip *s) {
     const amp_k_attention *x = call->x;
-    float *row = room->result;
+    float *row = scratch->result;
     memset(row, 0, (size_t)call->wide * sizeof *row);
     for (int64_t i = 0; i < s->mask.n; i++) {
-        const void *o = ampi_at(x->o, x->dtype, ampi_attention_at(room, x->o_stride, s->query + i));
+        const void *o = ampi_at(x->o, x->dtype, ampi_attention_at(scratch, x->o_stride, s->query + i));
         ampi_convert_fast(row, AMP_F32, o, x->dtype, x->dim, call->path);
         s->delta[i] = call->vec->dot(s->d_o.data + i * s->d_o.ld, row, call->wide);
-        s->lse[i] = x->lse[(room->b * x->heads + room->h) * x->queries + s->query + i];
+        s->lse[i] = x->lse[(scratch->b * x->heads + scratch->h) * x->queries + s->query + i];
     }
 }
 
 /* Prepares the strips of tile t of the head. */
-AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_attention_room *room, int64_t t,
+AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t,
                                       int backward) {
     const amp_k_attention *x = call->x;
     int64_t query = t * AMPI_STRIPS * AMPI_STRIP;
-    room->n_strips = 0;
-    for (; query < x->queries && room->n_strips < AMPI_STRIPS; query += AMPI_STRIP) {
-        ampi_strip *s = &room->strips[room->n_strips++];
+    scratch->n_strips = 0;
+    for (; query < x->queries && scratch->n_strips < AMPI_STRIPS; query += AMPI_STRIP) {
+        ampi_strip *s = &scratch->strips[scratch->n_strips++];
         int64_t n = AMPI_MIN(x->queries - query, (int64_t)AMPI_STRIP);
-        ampi_strip_mask_open(&s->mask, &x->mask, room->b, room->h, query, n, x->queries, x->keys);
+        ampi_strip_mask_open(&s->mask, &x->mask, scratch->b, scratch->h, query, n, x->queries, x->keys);
         s->query = query;
-        s->q = ampi_attention_rows(call, room, x->q, x->q_stride, query, n, 1, s->q_copy);
+        s->q = ampi_attention_rows(call, scratch, x->q, x->q_stride, query, n, 1, s->q_copy);
         call->vec->transpose(s->q.data, s->q.ld, s->q_t, AMPI_STRIP, AMPI_STRIP, call->wide);
         memset(s->result_t, 0, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
         s->tiles = s->folded = 0;
@@ -6808,9 +6808,9 @@ AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_atte
             s->sum[i] = s->lse[i] = s->delta[i] = 0.0f;
         }
         if (!backward) continue;
-        s->d_o = ampi_attention_rows(call, room, x->d_o, x->do_stride, query, n, 1, s->d_o_copy);
+        s->d_o = ampi_attention_rows(call, scratch, x->d_o, x->do_stride, query, n, 1, s->d_o_copy);
         call->vec->transpose(s->d_o.data, s->d_o.ld, s->d_o_t, AMPI_STRIP, AMPI_STRIP, call->wide);
-        ampi_attention_delta(call, room, s);
+        ampi_attention_delta(call, scratch, s);
     }
 }
 
@@ -6822,35 +6822,35 @@ AMPI_PRIVATE void ampi_attention_scores(const ampi_attention_call *call, ampi_ro
     call->vec->product(&p);
 }
 
-AMPI_PRIVATE void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_room *room,
+AMPI_PRIVATE void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                      const ampi_product *p, int32_t a_is_weight) {
-    if (room->careful) call->vec->product_weighted(p, a_is_weight);
+    if (scratch->careful) call->vec->product_weighted(p, a_is_weight);
     else call->vec->product(p);
 }
 
 /* One strip and n keys from `begin` on: o = o rescale + v^T p. */
-AMPI_PRIVATE void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_attention_room *room, ampi_strip *s,
+AMPI_PRIVATE void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch, ampi_strip *s,
                                               int64_t begin, int64_t n, ampi_rows32 k, ampi_rows32 v) {
     const amp_k_attention *x = call->x;
     float rescale[AMPI_STRIP];
     ampi_tile_mask mask;
-    ampi_product p = {x->dim, AMPI_STRIP, n, v.data, 1, v.ld, room->scores, AMPI_STRIP, s->result_t, AMPI_STRIP,
+    ampi_product p = {x->dim, AMPI_STRIP, n, v.data, 1, v.ld, scratch->scores, AMPI_STRIP, s->result_t, AMPI_STRIP,
                       1, 1.0f, rescale};
-    ampi_attention_scores(call, k, n, s->q_t, x->scale, room->scores);
-    if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, room->allowed))
-        call->vec->hide(room->scores, n, &mask, ampi_f32_of_bits(0xff800000u));
-    call->vec->soften(room->scores, n, s->max, s->sum, rescale, x->compute);
-    ampi_attention_add(call, room, &p, 0);
+    ampi_attention_scores(call, k, n, s->q_t, x->scale, scratch->scores);
+    if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, scratch->allowed))
+        call->vec->hide(scratch->scores, n, &mask, ampi_f32_of_bits(0xff800000u));
+    call->vec->soften(scratch->scores, n, s->max, s->sum, rescale, x->compute);
+    ampi_attention_add(call, scratch, &p, 0);
 }
 
 /* One strip and n keys from `begin` on, with s the scaled scores:
    p = exp(s - lse), dp = do v^T, ds = p (dp - delta), dv += p^T do, dk += ds^T q, dq += ds k. */
-AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_attention_room *room,
+AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch,
                                                ampi_strip *s, int64_t begin, int64_t n, ampi_rows32 k,
                                                ampi_rows32 v) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide, queries = s->mask.n;
-    float *p = room->scores, *ds = room->slopes, *dk = room->dk + begin * wide, *dv = room->dv + begin * wide;
+    float *p = scratch->scores, *ds = scratch->slopes, *dk = scratch->dk + begin * wide, *dv = scratch->dv + begin * wide;
     ampi_tile_mask mask;
     ampi_product to_dv = {n, wide, queries, p, AMPI_STRIP, 1, s->d_o.data, s->d_o.ld, dv, wide, 1, 1.0f, NULL};
     ampi_product to_dk = {n, wide, queries, ds, AMPI_STRIP, 1, s->q.data, s->q.ld, dk, wide, 1, 1.0f, NULL};
@@ -6859,7 +6859,7 @@ AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, 
     ampi_attention_scores(call, k, n, s->q_t, x->scale, p);
     ampi_attention_scores(call, v, n, s->d_o_t, 1.0f, ds);
     call->vec->slopes(p, ds, n, s->lse, s->delta);
-    if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, room->allowed)) {
+    if (ampi_strip_tile_mask(&s->mask, begin, begin + n, &mask, scratch->allowed)) {
         call->vec->hide(p, n, &mask, 0.0f);
         call->vec->hide(ds, n, &mask, 0.0f);
     }
@@ -6867,9 +6867,9 @@ AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, 
         call->vec->round(p, n * AMPI_STRIP, x->compute);
         call->vec->round(ds, n * AMPI_STRIP, x->compute);
     }
-    ampi_attention_add(call, room, &to_dv, 1);
-    ampi_attention_add(call, room, &to_dk, 1);
-    ampi_attention_add(call, room, &to_dq, 0);
+    ampi_attention_add(call, scratch, &to_dv, 1);
+    ampi_attention_add(call, scratch, &to_dk, 1);
+    ampi_attention_add(call, scratch, &to_dq, 0);
 }
 
 /* Adds a strip's result, and forward its sums of weights relative to `max`, to those of the keys before. */
@@ -6896,30 +6896,30 @@ AMPI_PRIVATE void ampi_attention_fold(const ampi_attention_call *call, ampi_stri
     s->tiles = 0;
 }
 
-/* All strips of the room against all keys they see. */
-AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_room *room, int backward) {
+/* All strips of the scratch against all keys they see. */
+AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
     const amp_k_attention *x = call->x;
     for (int64_t j = 0; j < x->keys; j += AMPI_KEY_TILE) {
         int64_t last = AMPI_MIN(x->keys, j + AMPI_KEY_TILE);
         ampi_rows32 k = {NULL, 0}, v = {NULL, 0};
-        for (int64_t i = 0; i < room->n_strips; i++) {
-            ampi_strip *s = &room->strips[i];
+        for (int64_t i = 0; i < scratch->n_strips; i++) {
+            ampi_strip *s = &scratch->strips[i];
             int64_t begin = j, end = last;
             ampi_rows32 ks, vs;
             if (!ampi_strip_range(&s->mask, &begin, &end)) continue;
             if (k.data == NULL) {
-                k = ampi_attention_rows(call, room, x->k, x->k_stride, j, last - j, 0, room->k);
-                v = ampi_attention_rows(call, room, x->v, x->v_stride, j, last - j, 0, room->v);
+                k = ampi_attention_rows(call, scratch, x->k, x->k_stride, j, last - j, 0, scratch->k);
+                v = ampi_attention_rows(call, scratch, x->v, x->v_stride, j, last - j, 0, scratch->v);
             }
             ks = k; ks.data += (begin - j) * k.ld;
             vs = v; vs.data += (begin - j) * v.ld;
-            if (backward) ampi_attention_backward_tile(call, room, s, begin, end - begin, ks, vs);
-            else ampi_attention_forward_tile(call, room, s, begin, end - begin, ks, vs);
+            if (backward) ampi_attention_backward_tile(call, scratch, s, begin, end - begin, ks, vs);
+            else ampi_attention_forward_tile(call, scratch, s, begin, end - begin, ks, vs);
             if (++s->tiles == AMPI_FOLD && last < x->keys) ampi_attention_fold(call, s, backward);
         }
     }
-    for (int64_t i = 0; i < room->n_strips; i++) {
-        ampi_strip *s = &room->strips[i];
+    for (int64_t i = 0; i < scratch->n_strips; i++) {
+        ampi_strip *s = &scratch->strips[i];
         if (!s->folded) continue;
         ampi_attention_fold(call, s, backward);
         memcpy(s->result_t, s->total_t, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
@@ -6928,21 +6928,21 @@ AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_att
 }
 
 /* Tile t of the head, forward.  Returns whether o has a NaN. */
-AMPI_PRIVATE int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_room *room, int64_t t) {
+AMPI_PRIVATE int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide;
     int nan = 0;
-    ampi_attention_open(call, room, t, 0);
-    ampi_attention_sweep(call, room, 0);
-    for (int64_t i = 0; i < room->n_strips; i++) {
-        ampi_strip *s = &room->strips[i];
-        int64_t n = s->mask.n, row = (room->b * x->heads + room->h) * x->queries + s->query;
+    ampi_attention_open(call, scratch, t, 0);
+    ampi_attention_sweep(call, scratch, 0);
+    for (int64_t i = 0; i < scratch->n_strips; i++) {
+        ampi_strip *s = &scratch->strips[i];
+        int64_t n = s->mask.n, row = (scratch->b * x->heads + scratch->h) * x->queries + s->query;
         float inverse[AMPI_STRIP];
         ampi_product divide = {wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->result_t, AMPI_STRIP, 1, 1.0f, inverse};
         call->vec->finish(s->max, s->sum, s->lse, inverse);
         call->vec->product(&divide);                        /* an empty product: only rescales */
-        call->vec->transpose(s->result_t, AMPI_STRIP, room->result, wide, wide, AMPI_STRIP);
-        nan |= ampi_attention_store(call, room, x->o, x->o_stride, s->query, n, room->result, 1.0f);
+        call->vec->transpose(s->result_t, AMPI_STRIP, scratch->result, wide, wide, AMPI_STRIP);
+        nan |= ampi_attention_store(call, scratch, x->o, x->o_stride, s->query, n, scratch->result, 1.0f);
         if (x->lse) memcpy(x->lse + row, s->lse, (size_t)n * sizeof(float));
     }
     return nan;
@@ -6959,26 +6959,26 @@ AMPI_PRIVATE void ampi_attention_total(const ampi_attention_call *call, float *p
 }
 
 /* The head, backward.  Returns whether a gradient has a NaN. */
-AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_room *room) {
+AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_scratch *scratch) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide;
     int nan = 0;
-    memset(room->dk, 0, (size_t)(x->keys * wide) * sizeof(float));
-    memset(room->dv, 0, (size_t)(x->keys * wide) * sizeof(float));
+    memset(scratch->dk, 0, (size_t)(x->keys * wide) * sizeof(float));
+    memset(scratch->dv, 0, (size_t)(x->keys * wide) * sizeof(float));
     for (int64_t t = 0; t < call->tiles; t++) {
-        ampi_attention_open(call, room, t, 1);
-        ampi_attention_sweep(call, room, 1);
-        for (int64_t i = 0; i < room->n_strips; i++) {
-            ampi_strip *s = &room->strips[i];
-            call->vec->transpose(s->result_t, AMPI_STRIP, room->result, wide, wide, AMPI_STRIP);
-            nan |= ampi_attention_store(call, room, x->dq, x->dq_stride, s->query, s->mask.n, room->result, x->scale);
+        ampi_attention_open(call, scratch, t, 1);
+        ampi_attention_sweep(call, scratch, 1);
+        for (int64_t i = 0; i < scratch->n_strips; i++) {
+            ampi_strip *s = &scratch->strips[i];
+            call->vec->transpose(s->result_t, AMPI_STRIP, scratch->result, wide, wide, AMPI_STRIP);
+            nan |= ampi_attention_store(call, scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result, x->scale);
         }
         if ((t + 1) % AMPI_FOLD_TILES != 0 && t + 1 < call->tiles) continue;
-        ampi_attention_total(call, room->dk, room->dk_total, t + 1);
-        ampi_attention_total(call, room->dv, room->dv_total, t + 1);
+        ampi_attention_total(call, scratch->dk, scratch->dk_total, t + 1);
+        ampi_attention_total(call, scratch->dv, scratch->dv_total, t + 1);
     }
-    nan |= ampi_attention_store(call, room, x->dk, x->dk_stride, 0, x->keys, room->dk, x->scale);
-    nan |= ampi_attention_store(call, room, x->dv, x->dv_stride, 0, x->keys, room->dv, 1.0f);
+    nan |= ampi_attention_store(call, scratch, x->dk, x->dk_stride, 0, x->keys, scratch->dk, x->scale);
+    nan |= ampi_attention_store(call, scratch, x->dv, x->dv_stride, 0, x->keys, scratch->dv, 1.0f);
     return nan;
 }
 
@@ -6987,38 +6987,38 @@ AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_a
 static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
-    ampi_attention_room room;
-    ampi_attention_place(&room, call->room + thread * call->room_size, call, 0);
+    ampi_attention_scratch scratch;
+    ampi_attention_place(&scratch, call->scratch + thread * call->scratch_size, call, 0);
     for (int64_t item = begin; item < end; item++) {
         int64_t head = item / call->tiles, t = item % call->tiles;
         t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* early and late tiles in turn: their cost differs */
-        room.b = head / x->heads;
-        room.h = head % x->heads;
-        room.careful = 0;
-        if (!ampi_attention_forward(call, &room, t) || !ampi_mask_hides(&x->mask)) continue;
-        room.careful = 1;
-        ampi_attention_forward(call, &room, t);
+        scratch.b = head / x->heads;
+        scratch.h = head % x->heads;
+        scratch.careful = 0;
+        if (!ampi_attention_forward(call, &scratch, t) || !ampi_mask_hides(&x->mask)) continue;
+        scratch.careful = 1;
+        ampi_attention_forward(call, &scratch, t);
     }
 }
 
 static void ampi_attention_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
-    ampi_attention_room room;
-    ampi_attention_place(&room, call->room + thread * call->room_size, call, 1);
+    ampi_attention_scratch scratch;
+    ampi_attention_place(&scratch, call->scratch + thread * call->scratch_size, call, 1);
     for (int64_t head = begin; head < end; head++) {
-        room.b = head / x->heads;
-        room.h = head % x->heads;
-        room.careful = 0;
-        if (!ampi_attention_backward(call, &room) || !ampi_mask_hides(&x->mask)) continue;
-        room.careful = 1;
-        ampi_attention_backward(call, &room);
+        scratch.b = head / x->heads;
+        scratch.h = head % x->heads;
+        scratch.careful = 0;
+        if (!ampi_attention_backward(call, &scratch) || !ampi_mask_hides(&x->mask)) continue;
+        scratch.careful = 1;
+        ampi_attention_backward(call, &scratch);
     }
 }
 
 AMPI_PRIVATE amp_result ampi_attention_run(ampi_cpu *cpu, const amp_k_attention *x, int backward) {
     ampi_attention_call call;
-    ampi_attention_room room;
+    ampi_attention_scratch scratch;
     int64_t items;
     size_t bytes;
     int threads;
@@ -7028,14 +7028,14 @@ AMPI_PRIVATE amp_result ampi_attention_run(ampi_cpu *cpu, const amp_k_attention 
     call.path = cpu->path;
     call.wide = (x->dim + AMPI_STRIP - 1) / AMPI_STRIP * AMPI_STRIP;
     call.tiles = (x->queries + AMPI_STRIPS * AMPI_STRIP - 1) / (AMPI_STRIPS * AMPI_STRIP);
-    call.room_size = ampi_attention_place(&room, NULL, &call, backward);
+    call.scratch_size = ampi_attention_place(&scratch, NULL, &call, backward);
     items = x->batch * x->heads * (backward ? 1 : call.tiles);
     threads = (int)AMPI_MAX((int64_t)1, AMPI_MIN((int64_t)cpu->threads, items));
-    AMPI_TRY(ampi_bytes("amp_attention", call.room_size * threads, sizeof(float), &bytes));
-    call.room = (float *)ampi_cpu_scratch(cpu, bytes);
-    if (call.room == NULL) return ampi_cpu_no_scratch("amp_attention", bytes);
+    AMPI_TRY(ampi_bytes("amp_attention", call.scratch_size * threads, sizeof(float), &bytes));
+    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (call.scratch == NULL) return ampi_cpu_no_scratch("amp_attention", bytes);
     ampi_parallel(cpu, threads, items, 1, backward ? ampi_attention_backward_task : ampi_attention_forward_task, &call);
-    ampi_cpu_release(cpu, call.room, bytes);
+    ampi_cpu_release(cpu, call.scratch, bytes);
     return AMP_OK;
 }
 
@@ -7054,7 +7054,7 @@ static amp_result ampi_cpu_attention_backward(void *dev, const amp_k_attention *
 typedef struct ampi_softmax_call {
     const amp_k_softmax *x;
     amp_cpu_path path;
-    float *room;                    /* two rows of `keys` per thread */
+    float *scratch;                    /* two rows of `keys` per thread */
 } ampi_softmax_call;
 
 /* -inf into the hidden ones among scores [0, end) of a row. */
@@ -7089,13 +7089,13 @@ static void ampi_softmax_task(void *arg, int64_t begin, int64_t end, int thread)
     const ampi_softmax_call *call = (const ampi_softmax_call *)arg;
     const amp_k_softmax *x = call->x;
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, call->path);
-    float *room = call->room + 2 * x->keys * thread;
+    float *scratch = call->scratch + 2 * x->keys * thread;
     for (int64_t r = begin; r < end; r++) {
         int64_t query = r % x->queries, head = r / x->queries, b = head / x->heads;
         ampi_span span = ampi_mask_span(&x->mask, b, query + x->keys - x->queries, x->keys);
         int64_t n = AMPI_MAX(span.first, span.high);
-        const float *in = ampi_row_in(ampi_at(x->x, x->x_dtype, r * x->keys), x->x_dtype, n, room, call->path);
-        float *out = ampi_row_out(ampi_at_mut(x->y, x->y_dtype, r * x->keys), x->y_dtype, room + x->keys);
+        const float *in = ampi_row_in(ampi_at(x->x, x->x_dtype, r * x->keys), x->x_dtype, n, scratch, call->path);
+        float *out = ampi_row_out(ampi_at_mut(x->y, x->y_dtype, r * x->keys), x->y_dtype, scratch + x->keys);
         vec->scale_shift(in, x->scale, 0.0f, out, n);
         ampi_softmax_hide(x, b, head % x->heads, query, span, out, n);
         ampi_softmax_row(call->path, out, n);
@@ -7108,12 +7108,12 @@ static void ampi_softmax_backward_task(void *arg, int64_t begin, int64_t end, in
     const ampi_softmax_call *call = (const ampi_softmax_call *)arg;
     const amp_k_softmax *x = call->x;
     const ampi_attention_vec *vec = AMPI_PICK(ampi_attention_kernels, call->path);
-    float *room = call->room + 2 * x->keys * thread;
+    float *scratch = call->scratch + 2 * x->keys * thread;
     for (int64_t r = begin; r < end; r++) {
         int64_t at = r * x->keys;
-        const float *y = ampi_row_in(ampi_at(x->y, x->y_dtype, at), x->y_dtype, x->keys, room, call->path);
-        const float *dy = ampi_row_in(ampi_at(x->dy, x->y_dtype, at), x->y_dtype, x->keys, room + x->keys, call->path);
-        float *dx = ampi_row_out(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, room + x->keys);
+        const float *y = ampi_row_in(ampi_at(x->y, x->y_dtype, at), x->y_dtype, x->keys, scratch, call->path);
+        const float *dy = ampi_row_in(ampi_at(x->dy, x->y_dtype, at), x->y_dtype, x->keys, scratch + x->keys, call->path);
+        float *dx = ampi_row_out(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, scratch + x->keys);
         vec->softmax_backward(y, dy, x->scale, dx, x->keys);
         ampi_row_done(ampi_at_mut(x->dx, x->x_dtype, at), x->x_dtype, x->keys, dx, call->path);
     }
@@ -7128,10 +7128,10 @@ AMPI_PRIVATE amp_result ampi_softmax_run(ampi_cpu *cpu, const amp_k_softmax *x, 
     AMPI_TRY(ampi_bytes("amp_softmax", 2 * x->keys * threads, sizeof(float), &bytes));
     call.x = x;
     call.path = cpu->path;
-    call.room = (float *)ampi_cpu_scratch(cpu, bytes);
-    if (call.room == NULL) return ampi_cpu_no_scratch("amp_softmax", bytes);
+    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
+    if (call.scratch == NULL) return ampi_cpu_no_scratch("amp_softmax", bytes);
     ampi_parallel(cpu, threads, rows, grain, task, &call);
-    ampi_cpu_release(cpu, call.room, bytes);
+    ampi_cpu_release(cpu, call.scratch, bytes);
     return AMP_OK;
 }
 
@@ -7245,28 +7245,28 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
-/* x + bias[col..], in `room`; without a bias x itself. */
+/* x + bias[col..], in `scratch`; without a bias x itself. */
 AMPI_PRIVATE const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
-                                          float *room, amp_cpu_path path) {
-    float bias_room[AMPI_TILE];
+                                          float *scratch, amp_cpu_path path) {
+    float bias_scratch[AMPI_TILE];
     const float *b;
     if (bias == NULL) return x;
-    b = ampi_row_in(ampi_at(bias, dtype, col), dtype, n, bias_room, path);
-    for (int64_t i = 0; i < n; i++) room[i] = x[i] + b[i];
-    return room;
+    b = ampi_row_in(ampi_at(bias, dtype, col), dtype, n, bias_scratch, path);
+    for (int64_t i = 0; i < n; i++) scratch[i] = x[i] + b[i];
+    return scratch;
 }
 
 static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
-    float x_room[AMPI_TILE], y_room[AMPI_TILE];
+    float x_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->y, a->y_dtype, at);
-        const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_room, job->cpu->path);
-        float *y = ampi_row_out(to, a->y_dtype, y_room);
-        x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
+        const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, at), a->x_dtype, n, x_scratch, job->cpu->path);
+        float *y = ampi_row_out(to, a->y_dtype, y_scratch);
+        x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_scratch, job->cpu->path);
         job->vec->activation(a->act, x, y, n);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
@@ -7291,15 +7291,15 @@ static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end,
     const amp_k_activation *a = (const amp_k_activation *)job->args;
     int from_y = a->act == AMP_ACT_TANH && a->y != NULL;
     amp_dtype dtype = from_y ? a->y_dtype : a->x_dtype;
-    float x_room[AMPI_TILE], dy_room[AMPI_TILE], dx_room[AMPI_TILE];
+    float x_scratch[AMPI_TILE], dy_scratch[AMPI_TILE], dx_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col), at = row * job->cols + col;
         void *to = ampi_at_mut(a->dx, a->x_dtype, at);
-        const float *x = ampi_row_in(ampi_at(from_y ? a->y : a->x, dtype, at), dtype, n, x_room, job->cpu->path);
-        const float *dy = ampi_row_in(ampi_at(a->dy, a->y_dtype, at), a->y_dtype, n, dy_room, job->cpu->path);
-        float *dx = ampi_row_out(to, a->x_dtype, dx_room);
-        if (!from_y) x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_room, job->cpu->path);
+        const float *x = ampi_row_in(ampi_at(from_y ? a->y : a->x, dtype, at), dtype, n, x_scratch, job->cpu->path);
+        const float *dy = ampi_row_in(ampi_at(a->dy, a->y_dtype, at), a->y_dtype, n, dy_scratch, job->cpu->path);
+        float *dx = ampi_row_out(to, a->x_dtype, dx_scratch);
+        if (!from_y) x = ampi_row_biased(x, a->bias, a->bias_dtype, col, n, x_scratch, job->cpu->path);
         if (from_y) job->vec->tanh_backward(x, dy, dx, n);
         else job->vec->activation_backward(a->act, x, dy, dx, n);
         ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
@@ -7317,16 +7317,16 @@ static void ampi_swiglu_task(void *arg, int64_t begin, int64_t end, int thread) 
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_swiglu *a = (const amp_k_swiglu *)job->args;
     amp_cpu_path path = job->cpu->path;
-    float gate_room[AMPI_TILE], up_room[AMPI_TILE], y_room[AMPI_TILE];
+    float gate_scratch[AMPI_TILE], up_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col);
         void *to = ampi_mat_at(&a->y, row, col);
-        const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_room, path);
-        const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_room, path);
-        float *y = ampi_row_out(to, a->y.dtype, y_room);
-        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
-        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
+        const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_scratch, path);
+        const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_scratch, path);
+        float *y = ampi_row_out(to, a->y.dtype, y_scratch);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_scratch, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_scratch, path);
         job->vec->swiglu(gate, up, y, n);
         ampi_row_done(to, a->y.dtype, n, y, path);
     }
@@ -7346,18 +7346,18 @@ static void ampi_swiglu_backward_task(void *arg, int64_t begin, int64_t end, int
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_swiglu *a = (const amp_k_swiglu *)job->args;
     amp_cpu_path path = job->cpu->path;
-    float gate_room[AMPI_TILE], up_room[AMPI_TILE], dy_room[AMPI_TILE], dgate_room[AMPI_TILE], dup_room[AMPI_TILE];
+    float gate_scratch[AMPI_TILE], up_scratch[AMPI_TILE], dy_scratch[AMPI_TILE], dgate_scratch[AMPI_TILE], dup_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col);
         void *to_gate = ampi_mat_at(&a->dgate, row, col), *to_up = ampi_mat_at(&a->dup, row, col);
-        const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_room, path);
-        const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_room, path);
-        const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, col), a->dy.dtype, n, dy_room, path);
-        float *dgate = ampi_row_out(to_gate, a->dgate.dtype, dgate_room);
-        float *dup = ampi_row_out(to_up, a->dup.dtype, dup_room);
-        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_room, path);
-        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_room, path);
+        const float *gate = ampi_row_in(ampi_mat_at(&a->gate, row, col), a->gate.dtype, n, gate_scratch, path);
+        const float *up = ampi_row_in(ampi_mat_at(&a->up, row, col), a->up.dtype, n, up_scratch, path);
+        const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, col), a->dy.dtype, n, dy_scratch, path);
+        float *dgate = ampi_row_out(to_gate, a->dgate.dtype, dgate_scratch);
+        float *dup = ampi_row_out(to_up, a->dup.dtype, dup_scratch);
+        gate = ampi_row_biased(gate, a->gate_bias, a->gate_bias_dtype, col, n, gate_scratch, path);
+        up = ampi_row_biased(up, a->up_bias, a->up_bias_dtype, col, n, up_scratch, path);
         job->vec->swiglu_backward(gate, up, dy, dgate, dup, n);
         ampi_row_done(to_gate, a->dgate.dtype, n, dgate, path);
         ampi_row_done(to_up, a->dup.dtype, n, dup, path);
@@ -7381,7 +7381,7 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
     const amp_k_dropout *a = (const amp_k_dropout *)job->args;
     uint32_t threshold = (uint32_t)ceil((double)a->p * 16777216.0);
     uint64_t offset = a->offset + (a->base != NULL ? *a->base : 0);
-    float scale = 1.0f / (1.0f - a->p), x_room[AMPI_TILE], y_room[AMPI_TILE];
+    float scale = 1.0f / (1.0f - a->p), x_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, at, n = ampi_tile(job, i, &row, &at);
@@ -7393,8 +7393,8 @@ static void ampi_dropout_task(void *arg, int64_t begin, int64_t end, int thread)
             ampi_convert_fast(to, a->y_dtype, from, a->x_dtype, n, job->cpu->path);
             continue;
         }
-        x = ampi_row_in(from, a->x_dtype, n, x_room, job->cpu->path);
-        y = ampi_row_out(to, a->y_dtype, y_room);
+        x = ampi_row_in(from, a->x_dtype, n, x_scratch, job->cpu->path);
+        y = ampi_row_out(to, a->y_dtype, y_scratch);
         job->vec->dropout(x, y, n, threshold, scale, a->seed, offset + (uint64_t)at);
         ampi_row_done(to, a->y_dtype, n, y, job->cpu->path);
     }
@@ -7410,14 +7410,14 @@ static amp_result ampi_cpu_dropout(void *dev, const amp_k_dropout *args, void *s
 static void ampi_add_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_add *p = (const amp_k_add *)job->args;
-    float a_room[AMPI_TILE], b_room[AMPI_TILE], y_room[AMPI_TILE];
+    float a_scratch[AMPI_TILE], b_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, at, n = ampi_tile(job, i, &row, &at);
         void *to = ampi_at_mut(p->y, p->y_dtype, at);
-        const float *a = ampi_row_in(ampi_at(p->a, p->a_dtype, at), p->a_dtype, n, a_room, job->cpu->path), *b = NULL;
-        float *y = ampi_row_out(to, p->y_dtype, y_room);
-        if (p->b != NULL) b = ampi_row_in(ampi_at(p->b, p->b_dtype, at), p->b_dtype, n, b_room, job->cpu->path);
+        const float *a = ampi_row_in(ampi_at(p->a, p->a_dtype, at), p->a_dtype, n, a_scratch, job->cpu->path), *b = NULL;
+        float *y = ampi_row_out(to, p->y_dtype, y_scratch);
+        if (p->b != NULL) b = ampi_row_in(ampi_at(p->b, p->b_dtype, at), p->b_dtype, n, b_scratch, job->cpu->path);
         job->vec->add(a, p->alpha, b, p->beta, y, n);
         ampi_row_done(to, p->y_dtype, n, y, job->cpu->path);
     }
@@ -7440,8 +7440,8 @@ typedef struct ampi_norm_job {
     const amp_k_norm *args;
     const float *weight, *bias;     /* fp32, or NULL */
     int64_t stride;                 /* floats between row buffers */
-    int64_t thread_rooms;           /* row buffers per thread: three, and for long partial sums two for each chain, their sum, and two in fp64 */
-    float *rooms;
+    int64_t thread_scratch;           /* row buffers per thread: three, and for long partial sums two for each chain, their sum, and two in fp64 */
+    float *scratch;
     int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
     float *partials;                /* [blocks, 2, stride] */
     float *memory;
@@ -7460,16 +7460,16 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
     job->stride = ampi_padded(args->x.cols);
     job->block_rows = AMPI_MAX(16, (args->x.rows + 63) / 64);
     job->blocks = backward ? (args->x.rows + job->block_rows - 1) / job->block_rows : 0;
-    job->thread_rooms = backward && job->block_rows > AMPI_NORM_ROWS ? 9 + 2 * AMPI_NORM_RUNS : 3;
-    floats = (2 + job->thread_rooms * (int64_t)cpu->threads + 2 * job->blocks) * job->stride;
+    job->thread_scratch = backward && job->block_rows > AMPI_NORM_ROWS ? 9 + 2 * AMPI_NORM_RUNS : 3;
+    floats = (2 + job->thread_scratch * (int64_t)cpu->threads + 2 * job->blocks) * job->stride;
     AMPI_TRY(ampi_bytes(function, floats, sizeof(float), &job->bytes));
     job->memory = (float *)ampi_cpu_scratch(cpu, job->bytes);
     if (job->memory == NULL) return ampi_cpu_no_scratch(function, job->bytes);
     if (args->weight) job->weight = ampi_row_in(args->weight, args->weight_dtype, args->x.cols, job->memory, cpu->path);
     if (args->bias && !args->rms)
         job->bias = ampi_row_in(args->bias, args->weight_dtype, args->x.cols, job->memory + job->stride, cpu->path);
-    job->rooms = job->memory + 2 * job->stride;
-    job->partials = job->rooms + job->thread_rooms * (int64_t)cpu->threads * job->stride;
+    job->scratch = job->memory + 2 * job->stride;
+    job->partials = job->scratch + job->thread_scratch * (int64_t)cpu->threads * job->stride;
     return AMP_OK;
 }
 
@@ -7488,15 +7488,15 @@ static double ampi_row_variance(const ampi_norm_job *job, const float *x, float 
 }
 
 /* The row to normalise.  What is normalised is the sum as it was stored, because that is what backward reads. */
-static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float *rooms) {
+static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float *scratch) {
     const amp_k_norm *a = job->args;
     amp_cpu_path path = job->cpu->path;
     int64_t n = a->x.cols;
-    const float *x = ampi_row_in(ampi_mat_at(&a->x, row, 0), a->x.dtype, n, rooms, path), *residual;
-    float *sum = rooms + 2 * job->stride;
+    const float *x = ampi_row_in(ampi_mat_at(&a->x, row, 0), a->x.dtype, n, scratch, path), *residual;
+    float *sum = scratch + 2 * job->stride;
     void *to;
     if (a->residual.data == NULL) return x;
-    residual = ampi_row_in(ampi_mat_at(&a->residual, row, 0), a->residual.dtype, n, rooms + job->stride, path);
+    residual = ampi_row_in(ampi_mat_at(&a->residual, row, 0), a->residual.dtype, n, scratch + job->stride, path);
     if (a->sum.data == NULL) {
         job->vec->add(x, 1.0f, residual, 1.0f, sum, n);
         return sum;
@@ -7510,12 +7510,12 @@ static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float
 static void ampi_norm_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
     const amp_k_norm *a = job->args;
-    float *rooms = job->rooms + job->thread_rooms * (int64_t)thread * job->stride;
+    float *scratch = job->scratch + job->thread_scratch * (int64_t)thread * job->stride;
     int64_t n = a->x.cols;
     for (int64_t row = begin; row < end; row++) {
-        const float *s = ampi_norm_input(job, row, rooms);
+        const float *s = ampi_norm_input(job, row, scratch);
         void *to = ampi_mat_at(&a->y, row, 0);
-        float *y = ampi_row_out(to, a->y.dtype, rooms + job->stride);
+        float *y = ampi_row_out(to, a->y.dtype, scratch + job->stride);
         float mean = a->rms ? 0.0f : (float)ampi_row_mean(job, s, n);
         float rstd = (float)(1.0 / sqrt(ampi_row_variance(job, s, mean, n) + (double)a->eps));
         job->vec->normalize(s, mean, rstd, job->weight, job->bias, y, n);
@@ -7536,16 +7536,16 @@ static amp_result ampi_cpu_norm(void *dev, const amp_k_norm *args, void *stream)
 
 /* With g = dy weight, h = (x - mean) rstd and means over the row:
    dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy. */
-static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float *rooms, float *dweight, float *dbias) {
+static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float *scratch, float *dweight, float *dbias) {
     const amp_k_norm *a = job->args;
     amp_cpu_path path = job->cpu->path;
     int64_t n = a->x.cols;
     float mean = a->rms ? 0.0f : a->mean[row], sums[2], means[2];
     double sum_g = 0.0, sum_gh = 0.0;
     void *to = ampi_mat_at(&a->dx, row, 0);
-    const float *x = ampi_row_in(ampi_mat_at(&a->x, row, 0), a->x.dtype, n, rooms, path), *dsum = NULL;
-    const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, 0), a->dy.dtype, n, rooms + job->stride, path);
-    float *dx = ampi_row_out(to, a->dx.dtype, rooms + 2 * job->stride);
+    const float *x = ampi_row_in(ampi_mat_at(&a->x, row, 0), a->x.dtype, n, scratch, path), *dsum = NULL;
+    const float *dy = ampi_row_in(ampi_mat_at(&a->dy, row, 0), a->dy.dtype, n, scratch + job->stride, path);
+    float *dx = ampi_row_out(to, a->dx.dtype, scratch + 2 * job->stride);
     for (int64_t i = 0; i < n; i += AMPI_ROW_CHUNK) {
         job->vec->norm_sums(x + i, dy + i, job->weight ? job->weight + i : NULL, mean, a->rstd[row],
                             dweight ? dweight + i : NULL, dbias ? dbias + i : NULL, sums,
@@ -7556,22 +7556,22 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
     means[0] = a->rms ? 0.0f : (float)(sum_g / (double)n);
     means[1] = (float)(sum_gh / (double)n);
     if (a->dsum.data)
-        dsum = ampi_row_in(ampi_mat_at(&a->dsum, row, 0), a->dsum.dtype, n, rooms + 2 * job->stride, path);
+        dsum = ampi_row_in(ampi_mat_at(&a->dsum, row, 0), a->dsum.dtype, n, scratch + 2 * job->stride, path);
     job->vec->norm_dx(x, dy, job->weight, dsum, mean, a->rstd[row], means, dx, n);
     ampi_row_done(to, a->dx.dtype, n, dx, path);
 }
 
 /* sums[2, stride] = dweight and dbias of rows begin to end */
-static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int64_t end, float *rooms, float *sums) {
+static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int64_t end, float *scratch, float *sums) {
     const amp_k_norm *a = job->args;
     memset(sums, 0, 2 * (size_t)job->stride * sizeof(float));
     for (int64_t row = begin; row < end; row++)
-        ampi_norm_backward_row(job, row, rooms, a->dweight.data ? sums : NULL, a->dbias.data && !a->rms ? sums + job->stride : NULL);
+        ampi_norm_backward_row(job, row, scratch, a->dweight.data ? sums : NULL, a->dbias.data && !a->rms ? sums + job->stride : NULL);
 }
 
 static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_norm_job *job = (const ampi_norm_job *)arg;
-    float *rooms = job->rooms + job->thread_rooms * (int64_t)thread * job->stride, *sums = rooms + 3 * job->stride;
+    float *scratch = job->scratch + job->thread_scratch * (int64_t)thread * job->stride, *sums = scratch + 3 * job->stride;
     int64_t both = 2 * job->stride, run;
     float *part = sums + AMPI_NORM_RUNS * both;
     double *total = (double *)(void *)(part + both);
@@ -7581,7 +7581,7 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
         float *partial = job->partials + 2 * block * job->stride;
         int64_t first = block * job->block_rows, last = AMPI_MIN(job->args->x.rows, first + job->block_rows);
         if (job->block_rows <= AMPI_NORM_ROWS) {
-            ampi_norm_backward_rows(job, first, last, rooms, partial);
+            ampi_norm_backward_rows(job, first, last, scratch, partial);
             continue;
         }
         int wide = 0;
@@ -7594,7 +7594,7 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
                 wide = 1;
                 run = 0;
             }
-            ampi_norm_backward_rows(job, row, AMPI_MIN(row + AMPI_NORM_ROWS, last), rooms, sums + run * both);
+            ampi_norm_backward_rows(job, row, AMPI_MIN(row + AMPI_NORM_ROWS, last), scratch, sums + run * both);
         }
         job->vec->sum_rows(partial, runs, AMP_F32, run, both);
         if (!wide) continue;
@@ -7639,9 +7639,9 @@ typedef struct ampi_cross_entropy_job {
     const ampi_pointwise_vec *vec;
     const amp_k_cross_entropy *args;
     double *losses;                 /* [rows] */
-    float *rooms;                   /* one row buffer per thread */
+    float *scratch;                   /* one row buffer per thread */
     int64_t stride;
-    double scale;                   /* of the gradient: factor seed / rows counted */
+    double scale;                   /* of the gradient: factor grad_scale / rows counted */
 } ampi_cross_entropy_job;
 
 /* What the first pass over a row finds out. */
@@ -7669,11 +7669,11 @@ static const float *ampi_logits_scan(const ampi_cross_entropy_job *job, int64_t 
 static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row, const float *e, double sum) {
     const amp_k_cross_entropy *a = job->args;
     double shift = -(double)a->smoothing / (double)a->classes, p = (double)e[a->labels[row]] / sum;
-    float at_label = (float)(job->scale * (p + shift - (1.0 - (double)a->smoothing))), room[AMPI_ROW_CHUNK];
+    float at_label = (float)(job->scale * (p + shift - (1.0 - (double)a->smoothing))), scratch[AMPI_ROW_CHUNK];
     for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK) {
         int64_t n = AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK), label = a->labels[row] - i;
         void *to = ampi_mat_at(&a->dlogits, row, i);
-        float *g = ampi_row_out(to, a->dlogits.dtype, room);
+        float *g = ampi_row_out(to, a->dlogits.dtype, scratch);
         job->vec->scale_shift(e + i, (float)(job->scale / sum), (float)(job->scale * shift), g, n);
         if (label >= 0 && label < n) g[label] = at_label;
         ampi_row_done(to, a->dlogits.dtype, n, g, job->cpu->path);
@@ -7687,13 +7687,13 @@ static void ampi_logits_zero(const ampi_cross_entropy_job *job, int64_t row, int
 
 /* The loss of a row, and its gradient if wanted.  In a row with NaN, with +inf or with nothing but -inf some x - max is
    NaN, and so are loss and gradient, as in PyTorch. */
-static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t row, float *room) {
+static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t row, float *scratch) {
     const amp_k_cross_entropy *a = job->args;
     double sum = 0.0, lse, loss;
     int gradient = a->dlogits.data != NULL;
     ampi_logit_row found;
-    const float *x = ampi_logits_scan(job, row, room, &found);
-    float *e = gradient ? ampi_row_out(ampi_mat_at(&a->dlogits, row, 0), a->dlogits.dtype, room) : NULL;
+    const float *x = ampi_logits_scan(job, row, scratch, &found);
+    float *e = gradient ? ampi_row_out(ampi_mat_at(&a->dlogits, row, 0), a->dlogits.dtype, scratch) : NULL;
     for (int64_t i = 0; i < a->classes; i += AMPI_ROW_CHUNK)
         sum += (double)job->vec->exp_sum(x + i, found.max, e ? e + i : NULL,
                                          AMPI_MIN(a->classes - i, (int64_t)AMPI_ROW_CHUNK));
@@ -7710,7 +7710,7 @@ static void ampi_cross_entropy_task(void *arg, int64_t begin, int64_t end, int t
     const amp_k_cross_entropy *a = job->args;
     for (int64_t row = begin; row < end; row++) {
         int ignored = a->labels[row] == a->ignore_index;
-        job->losses[row] = ignored ? 0.0 : ampi_cross_entropy_row(job, row, job->rooms + thread * job->stride);
+        job->losses[row] = ignored ? 0.0 : ampi_cross_entropy_row(job, row, job->scratch + thread * job->stride);
         if (a->dlogits.data) ampi_logits_zero(job, row, ignored ? 0 : a->classes, a->logits.cols);
         if (a->losses) a->losses[row] = (float)job->losses[row];
     }
@@ -7726,28 +7726,28 @@ static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t 
 
 static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    int64_t rows = args->logits.rows, counted = 0, room_floats;
-    size_t loss_bytes, room_bytes;
+    int64_t rows = args->logits.rows, counted = 0, scratch_floats;
+    size_t loss_bytes, scratch_bytes;
     ampi_cross_entropy_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL, NULL, 0, 0.0};
     (void)stream;
     *args->bad_label = ampi_first_outside(args->labels, rows, args->classes, args->ignore_index);
     if (*args->bad_label != 0) return AMP_OK;
     for (int64_t row = 0; row < rows; row++) counted += args->labels[row] != args->ignore_index;
-    job.scale = (double)args->factor * (args->seed ? (double)*args->seed : 1.0) /
+    job.scale = (double)args->factor * (args->grad_scale ? (double)*args->grad_scale : 1.0) /
                 (args->sum ? 1.0 : (double)AMPI_MAX(counted, 1));
     job.stride = ampi_padded(args->classes);
-    room_floats = job.stride * cpu->threads;
+    scratch_floats = job.stride * cpu->threads;
     AMPI_TRY(ampi_bytes("amp_cross_entropy", rows, sizeof(double), &loss_bytes));
-    AMPI_TRY(ampi_bytes("amp_cross_entropy", room_floats, sizeof(float), &room_bytes));
+    AMPI_TRY(ampi_bytes("amp_cross_entropy", scratch_floats, sizeof(float), &scratch_bytes));
     job.losses = (double *)ampi_cpu_scratch(cpu, loss_bytes);
-    job.rooms = (float *)ampi_cpu_scratch(cpu, room_bytes);
-    if (job.losses != NULL && job.rooms != NULL) {
+    job.scratch = (float *)ampi_cpu_scratch(cpu, scratch_bytes);
+    if (job.losses != NULL && job.scratch != NULL) {
         ampi_parallel(cpu, cpu->threads, rows, ampi_grain(args->logits.cols), ampi_cross_entropy_task, &job);
         ampi_cross_entropy_total(&job, counted);
     }
     ampi_cpu_release(cpu, job.losses, loss_bytes);
-    ampi_cpu_release(cpu, job.rooms, room_bytes);
-    return job.losses && job.rooms ? AMP_OK : ampi_cpu_no_scratch("amp_cross_entropy", loss_bytes + room_bytes);
+    ampi_cpu_release(cpu, job.scratch, scratch_bytes);
+    return job.losses && job.scratch ? AMP_OK : ampi_cpu_no_scratch("amp_cross_entropy", loss_bytes + scratch_bytes);
 }
 
 /* ---- Mean squared error */
@@ -7758,7 +7758,7 @@ static void ampi_mse_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_mse_job *job = (const ampi_mse_job *)arg;
     const amp_k_mse *a = job->args;
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, job->cpu->path);
-    float x_room[AMPI_TILE], target_room[AMPI_TILE], dx_room[AMPI_TILE];
+    float x_scratch[AMPI_TILE], target_scratch[AMPI_TILE], dx_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t block = begin; block < end; block++) {
         int64_t last = AMPI_MIN(a->n, (block + 1) * AMPI_SUM_BLOCK);
@@ -7766,10 +7766,10 @@ static void ampi_mse_task(void *arg, int64_t begin, int64_t end, int thread) {
         for (int64_t i = block * AMPI_SUM_BLOCK; i < last; i += AMPI_TILE) {
             int64_t n = AMPI_MIN(last - i, (int64_t)AMPI_TILE);
             void *to = a->dx ? ampi_at_mut(a->dx, a->x_dtype, i) : NULL;
-            const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, i), a->x_dtype, n, x_room, job->cpu->path);
+            const float *x = ampi_row_in(ampi_at(a->x, a->x_dtype, i), a->x_dtype, n, x_scratch, job->cpu->path);
             const float *target =
-                ampi_row_in(ampi_at(a->target, a->target_dtype, i), a->target_dtype, n, target_room, job->cpu->path);
-            float *dx = to ? ampi_row_out(to, a->x_dtype, dx_room) : NULL;
+                ampi_row_in(ampi_at(a->target, a->target_dtype, i), a->target_dtype, n, target_scratch, job->cpu->path);
+            float *dx = to ? ampi_row_out(to, a->x_dtype, dx_scratch) : NULL;
             sum += (double)vec->squared_error(x, target, job->scale, dx, n);
             if (to) ampi_row_done(to, a->x_dtype, n, dx, job->cpu->path);
         }
@@ -7784,7 +7784,7 @@ static amp_result ampi_cpu_mse(void *dev, const amp_k_mse *args, void *stream) {
     double total = 0.0, divisor = args->sum ? 1.0 : (double)AMPI_MAX(args->n, 1);
     ampi_mse_job job = {cpu, args, 0.0f, NULL};
     (void)stream;
-    job.scale = (float)(2.0 * (double)args->factor * (args->seed ? (double)*args->seed : 1.0) / divisor);
+    job.scale = (float)(2.0 * (double)args->factor * (args->grad_scale ? (double)*args->grad_scale : 1.0) / divisor);
     job.partials = (double *)ampi_cpu_scratch(cpu, bytes);
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_mse", bytes);
     ampi_parallel(cpu, cpu->threads, blocks, 1, ampi_mse_task, &job);
@@ -7800,7 +7800,7 @@ static void ampi_embedding_task(void *arg, int64_t begin, int64_t end, int threa
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_embedding *a = (const amp_k_embedding *)job->args;
     amp_cpu_path path = job->cpu->path;
-    float token_room[AMPI_TILE], position_room[AMPI_TILE], y_room[AMPI_TILE];
+    float token_scratch[AMPI_TILE], position_scratch[AMPI_TILE], y_scratch[AMPI_TILE];
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         int64_t row, col, n = ampi_tile(job, i, &row, &col);
@@ -7812,10 +7812,10 @@ static void ampi_embedding_task(void *arg, int64_t begin, int64_t end, int threa
             ampi_convert_fast(to, a->y.dtype, from, a->table.dtype, n, path);
             continue;
         }
-        token = ampi_row_in(from, a->table.dtype, n, token_room, path);
+        token = ampi_row_in(from, a->table.dtype, n, token_scratch, path);
         position =
-            ampi_row_in(ampi_mat_at(&a->positions, row % a->seq, col), a->positions.dtype, n, position_room, path);
-        y = ampi_row_out(to, a->y.dtype, y_room);
+            ampi_row_in(ampi_mat_at(&a->positions, row % a->seq, col), a->positions.dtype, n, position_scratch, path);
+        y = ampi_row_out(to, a->y.dtype, y_scratch);
         job->vec->add(token, 1.0f, position, 1.0f, y, n);
         ampi_row_done(to, a->y.dtype, n, y, path);
     }
@@ -8004,14 +8004,14 @@ AMPI_PRIVATE double ampi_check_f64(void *data, int64_t n, const float *factor, i
 
 /* 16-bit gradients are widened (exactly), multiplied in fp32 and rounded once. */
 AMPI_PRIVATE double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype dtype, int64_t n, int32_t *bad) {
-    float room[AMPI_MULTI_BLOCK];
+    float scratch[AMPI_MULTI_BLOCK];
     double sum = 0;
     int64_t i, k;
     for (i = 0; i < n; i += k) {
         k = AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
-        ampi_convert_fast(room, AMP_F32, ampi_at(data, dtype, i), dtype, k, job->path);
-        sum += job->vec->check(room, k, job->factor, bad);
-        if (job->factor != NULL) ampi_convert_fast(ampi_at_mut(data, dtype, i), dtype, room, AMP_F32, k, job->path);
+        ampi_convert_fast(scratch, AMP_F32, ampi_at(data, dtype, i), dtype, k, job->path);
+        sum += job->vec->check(scratch, k, job->factor, bad);
+        if (job->factor != NULL) ampi_convert_fast(ampi_at_mut(data, dtype, i), dtype, scratch, AMP_F32, k, job->path);
     }
     return sum;
 }
@@ -8032,7 +8032,7 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
     ampi_cpu *cpu = (ampi_cpu *)dev;
     int64_t chunks = ampi_multi_chunks(args->table, args->tensors), i;
     size_t bytes = (size_t)chunks * sizeof(ampi_partial);
-    amp_k_found *f = args->found;
+    amp_k_grad_stats *f = args->found;
     ampi_multi_job job;
     float factor;
     (void)stream;
@@ -8057,7 +8057,7 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
 static void ampi_scale_piece(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                              int64_t chunk) {
     void *data = ampi_at_mut(row->grad, row->grad_dtype, first);
-    float room[AMPI_MULTI_BLOCK];
+    float scratch[AMPI_MULTI_BLOCK];
     int64_t i, k;
     int32_t bad = 0;
     (void)chunk;
@@ -8065,9 +8065,9 @@ static void ampi_scale_piece(const ampi_multi_job *job, const amp_k_tensor *row,
     else if (row->grad_dtype == AMP_F32) job->vec->scale((float *)data, n, *job->factor);
     else for (i = 0; i < n; i += k) {
         k = AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
-        ampi_convert_fast(room, AMP_F32, ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, job->path);
-        job->vec->scale(room, k, *job->factor);
-        ampi_convert_fast(ampi_at_mut(data, row->grad_dtype, i), row->grad_dtype, room, AMP_F32, k, job->path);
+        ampi_convert_fast(scratch, AMP_F32, ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, job->path);
+        job->vec->scale(scratch, k, *job->factor);
+        ampi_convert_fast(ampi_at_mut(data, row->grad_dtype, i), row->grad_dtype, scratch, AMP_F32, k, job->path);
     }
 }
 
@@ -8101,14 +8101,14 @@ static void ampi_inspect_piece(const ampi_multi_job *job, const amp_k_tensor *ro
     const void *data = ampi_at(row->grad, row->grad_dtype, first);
     amp_k_inspected *out = &job->inspected[chunk];
     int64_t above[AMPI_FIT_LIMITS] = {0}, i, k;
-    float room[AMPI_MULTI_BLOCK];
+    float scratch[AMPI_MULTI_BLOCK];
     uint32_t largest = 0;
     memset(out, 0, sizeof *out);
     if (row->grad_dtype == AMP_F64) out->largest = ampi_inspect_f64(data, n, &job->fit[1], above);
     else {
         for (i = 0; i < n; i += k) {
             k = row->grad_dtype == AMP_F32 ? n : AMPI_MIN(n - i, AMPI_MULTI_BLOCK);
-            job->vec->inspect(ampi_row_in(ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, room, job->path), k,
+            job->vec->inspect(ampi_row_in(ampi_at(data, row->grad_dtype, i), row->grad_dtype, k, scratch, job->path), k,
                               job->fit, above, &largest);
         }
         out->largest = ampi_f32_of_bits(largest);
@@ -8128,7 +8128,7 @@ static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *s
     fit[1] = ampi_fit_of(1, args->dtype);
     job.fit = fit;
     job.inspected = (amp_k_inspected *)ampi_cpu_scratch(cpu, bytes);
-    if (job.inspected == NULL) return ampi_cpu_no_scratch("amp_numerics_step", bytes);
+    if (job.inspected == NULL) return ampi_cpu_no_scratch("amp_tensor_stats_step", bytes);
     ampi_multi_run(cpu, &job, args->table, args->tensors, ampi_inspect_piece, args);
     for (r = 0; r < args->tensors; r++) {
         memset(&args->out[r], 0, sizeof *args->out);
@@ -8140,12 +8140,12 @@ static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *s
 }
 
 /* ---- Optimizers.  The fp32 weight of a row is its master, or the weight itself, or joined with its remainder, or a
-   16-bit weight widened.  What is not fp32 is worked on in rooms. */
+   16-bit weight widened.  What is not fp32 is worked on in scratch. */
 
 typedef struct ampi_update {
     float *w, *m, *v;               /* m and v NULL where a row has none */
     const float *g;
-    float w_room[AMPI_MULTI_BLOCK], g_room[AMPI_MULTI_BLOCK], m_room[AMPI_MULTI_BLOCK], v_room[AMPI_MULTI_BLOCK];
+    float w_scratch[AMPI_MULTI_BLOCK], g_scratch[AMPI_MULTI_BLOCK], m_scratch[AMPI_MULTI_BLOCK], v_scratch[AMPI_MULTI_BLOCK];
 } ampi_update;
 
 AMPI_PRIVATE int ampi_has_remainder(const amp_k_tensor *row) {
@@ -8157,25 +8157,25 @@ AMPI_PRIVATE int64_t ampi_update_block(const amp_k_tensor *row) {
                ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
 }
 
-AMPI_PRIVATE float *ampi_moment_in(const amp_k_tensor *row, void *moment, int64_t first, int64_t n, float *room,
+AMPI_PRIVATE float *ampi_moment_in(const amp_k_tensor *row, void *moment, int64_t first, int64_t n, float *scratch,
                                    amp_cpu_path path) {
     if (moment == NULL) return NULL;
     if (row->moment_dtype != AMP_BF16) return (float *)moment + first;
-    ampi_convert_fast(room, AMP_F32, ampi_at(moment, AMP_BF16, first), AMP_BF16, n, path);
-    return room;
+    ampi_convert_fast(scratch, AMP_F32, ampi_at(moment, AMP_BF16, first), AMP_BF16, n, path);
+    return scratch;
 }
 
 AMPI_PRIVATE void ampi_update_in(ampi_update *x, const amp_k_tensor *row, int64_t first, int64_t n, amp_cpu_path path) {
     const void *weight = ampi_at(row->weight, row->weight_dtype, first);
-    x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_room, path);
-    x->m = ampi_moment_in(row, row->m, first, n, x->m_room, path);
-    x->v = ampi_moment_in(row, row->v, first, n, x->v_room, path);
-    x->w = x->w_room;
+    x->g = ampi_row_in(ampi_at(row->grad, row->grad_dtype, first), row->grad_dtype, n, x->g_scratch, path);
+    x->m = ampi_moment_in(row, row->m, first, n, x->m_scratch, path);
+    x->v = ampi_moment_in(row, row->v, first, n, x->v_scratch, path);
+    x->w = x->w_scratch;
     if (ampi_has_remainder(row))
         AMPI_PICK(ampi_numbers_kernels, path)->f32_join(x->w, weight, (uint16_t *)row->master + first, n);
     else if (row->master != NULL) x->w = (float *)row->master + first;
     else if (row->weight_dtype == AMP_F32) x->w = (float *)row->weight + first;
-    else ampi_row_in(weight, row->weight_dtype, n, x->w_room, path);
+    else ampi_row_in(weight, row->weight_dtype, n, x->w_scratch, path);
 }
 
 AMPI_PRIVATE void ampi_update_out(const ampi_update *x, const amp_k_tensor *row, uint64_t seed, int64_t first, int64_t n,
@@ -8311,9 +8311,9 @@ static amp_result ampi_cpu_fill(void *dev, void *dst, int byte, size_t bytes, vo
     return AMP_OK;
 }
 
-static amp_result ampi_cpu_place(void *dev, const void *ptr, amp_place *out) {
+static amp_result ampi_cpu_place(void *dev, const void *ptr, amp_memory_kind *out) {
     (void)dev;
-    *out = ptr != NULL ? AMP_PLACE_HOST : AMP_PLACE_UNKNOWN;
+    *out = ptr != NULL ? AMP_MEMORY_HOST : AMP_MEMORY_UNKNOWN;
     return AMP_OK;
 }
 
@@ -8499,7 +8499,7 @@ static void ampi_let_go(void *dev) {
 
 /* ==== 6 >>backends: implementation, the context ===================================================== */
 
-enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_ROOM = 2 * AMPI_TOLD };
+enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_CAPACITY = 2 * AMPI_TOLD };
 
 typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
 
@@ -8575,22 +8575,22 @@ struct amp_context {
        none of a backend is made with a lock held, here or anywhere: it might come back, or fail and log. */
     pthread_mutex_t lock;
     pthread_cond_t written;         /* a copy or a mask is made, or cannot be */
-    ampi_block *blocks; int64_t n_blocks, block_room;       /* room is a power of two */
+    ampi_block *blocks; int64_t n_blocks, block_capacity;       /* scratch is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
     int64_t taken, taken_peak;      /* host memory of the backend, scratch included; changed atomically */
-    ampi_known *params; int64_t n_params, param_room;
+    ampi_known *params; int64_t n_params, param_capacity;
     uint64_t serial, random_offset, clock;
-    ampi_cache_entry *cache; int64_t n_cache, cache_room;
+    ampi_cache_entry *cache; int64_t n_cache, cache_capacity;
     amp_cache_info cache_info;
     int regions;                    /* open on all threads; changed atomically */
     pthread_key_t thread_key; int has_key;          /* whose destructor ends what a thread left open; made with the first region */
     int (*regions_end)(amp_context *amp);           /* ends those of this thread, and says how many */
     ampi_object *objects;           /* that live, the newest first */
     int holders, closed, views;     /* changed atomically: objects, regions, mask views and whoever opened it; views: of these */
-    ampi_mask_entry *masks; int64_t n_masks, mask_room;
+    ampi_mask_entry *masks; int64_t n_masks, mask_capacity;
     amp_cache_info mask_info;
-    ampi_layer_rule *layers; int64_t n_layers, layer_room;
-    ampi_user_op *ops; int64_t n_ops, op_room;
+    ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
+    ampi_user_op *ops; int64_t n_ops, op_capacity;
     amp_cast_policy override_policy[AMPI_BUILTIN_OPS];
     ampi_cells *cells;              /* device memory; NULL where the host sees it anyway and there are no graphs */
     amp_graph *capture;             /* being captured, else NULL */
@@ -8598,7 +8598,7 @@ struct amp_context {
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
-    uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_ROOM hashes; NULL before the first */
+    uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
     pid_t process;                  /* that opened it */
 };
@@ -8695,19 +8695,19 @@ AMPI_PRIVATE void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_
 AMPI_PRIVATE void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
 
 /* Returns with the lock held and room for `more` elements of a growing array of the context, or without it and the error. */
-static amp_result ampi_lock_with_room(amp_context *amp, const char *function, void **array, const int64_t *count, int64_t more, int64_t *room, size_t size) {
-    for (ampi_lock(amp); *room - *count < more; ampi_lock(amp)) {
-        int64_t old = *room, bigger = AMPI_MAX(2 * old, AMPI_MAX(*count + more, 16));
+static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, void **array, const int64_t *count, int64_t more, int64_t *capacity, size_t size) {
+    for (ampi_lock(amp); *capacity - *count < more; ampi_lock(amp)) {
+        int64_t old = *capacity, bigger = AMPI_MAX(2 * old, AMPI_MAX(*count + more, 16));
         void *memory, *left;
         ampi_unlock(amp);
         AMPI_TRY(ampi_alloc(&amp->system, function, &memory, bigger, size));
         ampi_lock(amp);
         left = memory;
-        if (*room == old) {
+        if (*capacity == old) {
             if (*count > 0) memcpy(memory, *array, (size_t)*count * size);
             left = *array;
             *array = memory;
-            *room = bigger;
+            *capacity = bigger;
             bigger = old;
         }
         ampi_unlock(amp);
@@ -8717,8 +8717,8 @@ static amp_result ampi_lock_with_room(amp_context *amp, const char *function, vo
 }
 
 /* Room for one more element of an array that one thread at a time uses. */
-static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *room, size_t size) {
-    AMPI_TRY(ampi_lock_with_room(amp, function, array, &count, 1, room, size));
+static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *capacity, size_t size) {
+    AMPI_TRY(ampi_lock_and_grow(amp, function, array, &count, 1, capacity, size));
     ampi_unlock(amp);
     return AMP_OK;
 }
@@ -9132,7 +9132,7 @@ static void ampi_close_device(amp_context *amp) {
     amp_cast_cache_clear(amp);
     amp_mask_cache_clear(amp);
     for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
-    for (i = 0; i < amp->block_room; i++)
+    for (i = 0; i < amp->block_capacity; i++)
         if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
     if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
     amp->backend->close(amp->dev);
@@ -9149,13 +9149,13 @@ AMP_API void amp_close(amp_context *amp) {
     ampi_threads_close(amp->threads);
     amp->threads = NULL;
     if (amp->desc.autotune_file) ampi_free(system, (void *)(uintptr_t)amp->desc.autotune_file, (int64_t)strlen(amp->desc.autotune_file) + 1, 1);
-    ampi_free(system, amp->blocks, amp->block_room, sizeof *amp->blocks);
-    ampi_free(system, amp->params, amp->param_room, sizeof *amp->params);
-    ampi_free(system, amp->cache, amp->cache_room, sizeof *amp->cache);
-    ampi_free(system, amp->masks, amp->mask_room, sizeof *amp->masks);
-    ampi_free(system, amp->layers, amp->layer_room, sizeof *amp->layers);
-    ampi_free(system, amp->ops, amp->op_room, sizeof *amp->ops);
-    ampi_free(system, amp->told, AMPI_TOLD_ROOM, sizeof *amp->told);
+    ampi_free(system, amp->blocks, amp->block_capacity, sizeof *amp->blocks);
+    ampi_free(system, amp->params, amp->param_capacity, sizeof *amp->params);
+    ampi_free(system, amp->cache, amp->cache_capacity, sizeof *amp->cache);
+    ampi_free(system, amp->masks, amp->mask_capacity, sizeof *amp->masks);
+    ampi_free(system, amp->layers, amp->layer_capacity, sizeof *amp->layers);
+    ampi_free(system, amp->ops, amp->op_capacity, sizeof *amp->ops);
+    ampi_free(system, amp->told, AMPI_TOLD_CAPACITY, sizeof *amp->told);
     ampi_context_let_go(amp);
 }
 
@@ -9211,29 +9211,29 @@ AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
 
 /* ---- Memory */
 
-static int64_t ampi_block_slot(const ampi_block *blocks, int64_t room, const void *ptr) {
+static int64_t ampi_block_slot(const ampi_block *blocks, int64_t capacity, const void *ptr) {
     uint64_t slot = ((uint64_t)(uintptr_t)ptr >> 4) * 0x9e3779b97f4a7c15u;
-    int64_t i = (int64_t)(slot >> 20) & (room - 1);
-    while (blocks[i].ptr != NULL && blocks[i].ptr != ptr) i = (i + 1) & (room - 1);
+    int64_t i = (int64_t)(slot >> 20) & (capacity - 1);
+    while (blocks[i].ptr != NULL && blocks[i].ptr != ptr) i = (i + 1) & (capacity - 1);
     return i;
 }
 
-/* As ampi_lock_with_room, for one more block: the table stays at most half full. */
+/* As ampi_lock_and_grow, for one more block: the table stays at most half full. */
 static amp_result ampi_lock_with_block(amp_context *amp) {
-    for (ampi_lock(amp); 2 * (amp->n_blocks + 1) > amp->block_room; ampi_lock(amp)) {
-        int64_t old = amp->block_room, bigger = old ? 2 * old : 64, i;
+    for (ampi_lock(amp); 2 * (amp->n_blocks + 1) > amp->block_capacity; ampi_lock(amp)) {
+        int64_t old = amp->block_capacity, bigger = old ? 2 * old : 64, i;
         ampi_block *left;
         void *memory;
         ampi_unlock(amp);
         AMPI_TRY(ampi_alloc(&amp->system, "amp_alloc", &memory, bigger, sizeof(ampi_block)));
         ampi_lock(amp);
         left = (ampi_block *)memory;
-        if (amp->block_room == old) {
+        if (amp->block_capacity == old) {
             for (i = 0; i < old; i++)
                 if (amp->blocks[i].ptr) left[ampi_block_slot(left, bigger, amp->blocks[i].ptr)] = amp->blocks[i];
             left = amp->blocks;
             amp->blocks = (ampi_block *)memory;
-            amp->block_room = bigger;
+            amp->block_capacity = bigger;
             bigger = old;
         }
         ampi_unlock(amp);
@@ -9244,17 +9244,17 @@ static amp_result ampi_lock_with_block(amp_context *amp) {
 
 /* Takes a block out, with its bytes, and closes the gap in its probe chain; 0: there is none.  Called with the lock held. */
 static int64_t ampi_block_take(amp_context *amp, const void *ptr) {
-    int64_t mask = amp->block_room - 1, hole, i;
+    int64_t mask = amp->block_capacity - 1, hole, i;
     ampi_block block;
-    if (amp->block_room == 0) return 0;
-    hole = ampi_block_slot(amp->blocks, amp->block_room, ptr);
+    if (amp->block_capacity == 0) return 0;
+    hole = ampi_block_slot(amp->blocks, amp->block_capacity, ptr);
     block = amp->blocks[hole];
     if (block.ptr == NULL) return 0;
     amp->blocks[hole].ptr = NULL;
     for (i = (hole + 1) & mask; amp->blocks[i].ptr != NULL; i = (i + 1) & mask) {
         ampi_block moved = amp->blocks[i];
         amp->blocks[i].ptr = NULL;
-        amp->blocks[ampi_block_slot(amp->blocks, amp->block_room, moved.ptr)] = moved;
+        amp->blocks[ampi_block_slot(amp->blocks, amp->block_capacity, moved.ptr)] = moved;
     }
     amp->n_blocks--;
     amp->part_bytes[block.part] -= block.bytes;
@@ -9272,7 +9272,7 @@ AMPI_PRIVATE amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void *
     AMPI_TRY(amp->backend->alloc(amp->dev, &memory, (size_t)bytes));
     result = ampi_lock_with_block(amp);
     if (result != AMP_OK) { amp->backend->free(amp->dev, memory, (size_t)bytes); return result; }
-    block = &amp->blocks[ampi_block_slot(amp->blocks, amp->block_room, memory)];
+    block = &amp->blocks[ampi_block_slot(amp->blocks, amp->block_capacity, memory)];
     block->ptr = memory;
     block->bytes = bytes;
     block->part = part;
@@ -9427,7 +9427,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
     int64_t i;
     if (amp == NULL || (params == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_param_register", "n = %lld, must be 0 or more", (long long)n);
-    AMPI_TRY(ampi_lock_with_room(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n, &amp->param_room, sizeof *amp->params));
+    AMPI_TRY(ampi_lock_and_grow(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n, &amp->param_capacity, sizeof *amp->params));
     ampi_params_drop(amp, params, n, 0);
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_check_param(amp, params, i);
     for (i = 0; i < n && result == AMP_OK; i++) {
@@ -9454,7 +9454,7 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     ampi_cache_free_dropped(amp);
 }
 
-AMP_API void amp_param_touch(amp_param *param) { if (param != NULL) param->version++; }
+AMP_API void amp_param_changed(amp_param *param) { if (param != NULL) param->version++; }
 
 AMP_API int32_t amp_param_accumulate(amp_param *param) {
     int32_t add;
@@ -9588,10 +9588,10 @@ static void ampi_mask_add_row(const uint8_t *row, int64_t keys, amp_dtype dtype,
 static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype, void *data) {
     int64_t size = (int64_t)amp_dtype_size(dtype), b, i;
     amp_result result = AMP_OK;
-    void *room;
+    void *scratch;
     uint8_t *row, *out;
-    AMPI_TRY(ampi_alloc(&amp->system, "amp_mask_get", &room, keys, 1 + (size_t)size));
-    row = (uint8_t *)room;
+    AMPI_TRY(ampi_alloc(&amp->system, "amp_mask_get", &scratch, keys, 1 + (size_t)size));
+    row = (uint8_t *)scratch;
     for (b = 0; b < batch && result == AMP_OK; b++)
         for (i = 0; i < queries && result == AMP_OK; i++) {
             void *target = (char *)data + (b * queries + i) * keys * size;
@@ -9601,7 +9601,7 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
             result = amp->backend->copy(amp->dev, target, out, (size_t)(keys * size), AMP_COPY_TO_DEVICE, amp->desc.stream);
             if (result == AMP_OK && !amp->backend->host_visible) result = amp->backend->stream_sync(amp->dev, amp->desc.stream);
         }
-    ampi_free(&amp->system, room, keys, 1 + (size_t)size);
+    ampi_free(&amp->system, scratch, keys, 1 + (size_t)size);
     return result;
 }
 
@@ -9647,7 +9647,7 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     ampi_mask_entry *at;
     int64_t i;
     for (;;) {
-        AMPI_TRY(ampi_lock_with_room(amp, "amp_mask_get", (void **)&amp->masks, &amp->n_masks, 1, &amp->mask_room, sizeof *amp->masks));
+        AMPI_TRY(ampi_lock_and_grow(amp, "amp_mask_get", (void **)&amp->masks, &amp->n_masks, 1, &amp->mask_capacity, sizeof *amp->masks));
         i = ampi_mask_at(amp, e);
         if (i == amp->n_masks || !amp->masks[i].writing) break;
         if (ampi_is_writing(amp)) {
@@ -9736,7 +9736,7 @@ AMPI_PRIVATE amp_result ampi_mask_get(amp_context *amp, const amp_mask *mask, in
 AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
                                 amp_dtype dtype, amp_mask_view *out) { return ampi_as("amp_mask_get", ampi_mask_get(amp, mask, batch, queries, keys, dtype, out)); }
 
-AMP_API void amp_mask_put(amp_context *amp, amp_mask_view *view) {
+AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view) {
     int64_t i;
     int found;
     if (amp == NULL || view == NULL || view->tensor.data == NULL) return;
@@ -10115,24 +10115,24 @@ typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT
 /* 1: this text is new, and is now remembered by its hash; 2: so it is, and it is the last one. */
 static int ampi_told_add(amp_context *amp, const char *text) {
     uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
-    void *room = NULL;
+    void *scratch = NULL;
     int added = 0;
     ampi_lock(amp);
     if (amp->told == NULL) {
         ampi_unlock(amp);
-        (void)ampi_alloc(&amp->system, "debug log", &room, AMPI_TOLD_ROOM, sizeof *amp->told);
+        (void)ampi_alloc(&amp->system, "debug log", &scratch, AMPI_TOLD_CAPACITY, sizeof *amp->told);
         ampi_lock(amp);
-        if (amp->told == NULL) { amp->told = (uint64_t *)room; room = NULL; }
+        if (amp->told == NULL) { amp->told = (uint64_t *)scratch; scratch = NULL; }
     }
     if (amp->told != NULL && amp->n_told < AMPI_TOLD) {
-        while (amp->told[i %= AMPI_TOLD_ROOM] != 0 && amp->told[i] != hash) i++;
+        while (amp->told[i %= AMPI_TOLD_CAPACITY] != 0 && amp->told[i] != hash) i++;
         if (amp->told[i] == 0) {
             amp->told[i] = hash;
             added = ++amp->n_told < AMPI_TOLD ? 1 : 2;
         }
     }
     ampi_unlock(amp);
-    ampi_free(&amp->system, room, AMPI_TOLD_ROOM, sizeof *amp->told);
+    ampi_free(&amp->system, scratch, AMPI_TOLD_CAPACITY, sizeof *amp->told);
     return added;
 }
 
@@ -10202,7 +10202,7 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
         if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_op_names[i] : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
             return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s exists already", name);
-    AMPI_TRY(ampi_lock_with_room(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_room, sizeof *amp->ops));
+    AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity, sizeof *amp->ops));
     snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
     amp->ops[amp->n_ops].policy = policy;
     *op = AMP_OP_USER + (int32_t)amp->n_ops++;
@@ -10226,7 +10226,7 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     if (strlen(pattern) >= sizeof amp->layers->pattern) return ampi_fail(AMP_ERR_RANGE, "amp_layer_override", "pattern has %zu bytes, at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
     if (dtype != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_as("amp_layer_override", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
-    AMPI_TRY(ampi_lock_with_room(amp, "amp_layer_override", (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_room, sizeof *amp->layers));
+    AMPI_TRY(ampi_lock_and_grow(amp, "amp_layer_override", (void **)&amp->layers, &amp->n_layers, 1, &amp->layer_capacity, sizeof *amp->layers));
     for (i = 0; i < amp->n_layers; i++)
         if (strcmp(amp->layers[i].pattern, pattern) != 0) amp->layers[kept++] = amp->layers[i];
     amp->n_layers = kept;
@@ -10288,7 +10288,7 @@ static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dty
     int64_t i;
     memset(e, 0, sizeof *e);
     for (;;) {
-        AMPI_TRY(ampi_lock_with_room(amp, "cast cache", (void **)&amp->cache, &amp->n_cache, 1, &amp->cache_room, sizeof *amp->cache));
+        AMPI_TRY(ampi_lock_and_grow(amp, "cast cache", (void **)&amp->cache, &amp->n_cache, 1, &amp->cache_capacity, sizeof *amp->cache));
         for (i = 0; i < amp->n_cache; i++)
             if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
         if (i == amp->n_cache || !amp->cache[i].writing) break;
@@ -11331,7 +11331,7 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
     at.n = 0;
     ampi_reads(&at, ".logits", &op->logits); ampi_reads_array(&at, ".labels", op->labels, k.logits.rows * (int64_t)sizeof *op->labels);
-    ampi_reads_array(&at, ".seed", op->seed, sizeof *op->seed);
+    ampi_reads_array(&at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
     ampi_writes_over(&at, ".dlogits", &op->dlogits, ".logits", NULL); ampi_writes_array(&at, ".loss", op->loss, sizeof *op->loss);
     ampi_writes_array(&at, ".losses", op->losses, k.logits.rows * (int64_t)sizeof *op->losses);
     AMPI_TRY(ampi_check_places(f, &at));
@@ -11342,7 +11342,7 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
     k.sum = op->reduction == AMP_REDUCTION_SUM;
     k.smoothing = op->label_smoothing;
     k.factor = op->factor == 0 ? 1 : op->factor;
-    k.seed = op->seed;
+    k.grad_scale = op->grad_scale;
     k.loss = op->loss;
     k.losses = op->losses;
     k.bad_label = ampi_bad_row(amp, &bad);
@@ -11368,7 +11368,7 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     AMPI_TRY(ampi_check_real(f, ".factor", (double)op->factor, 1, "finite"));
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
     at.n = 0;
-    ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".target", &op->target); ampi_reads_array(&at, ".seed", op->seed, sizeof *op->seed);
+    ampi_reads(&at, ".x", &op->x); ampi_reads(&at, ".target", &op->target); ampi_reads_array(&at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
     ampi_writes_over(&at, ".dx", &op->dx, ".x", NULL); ampi_writes_array(&at, ".loss", op->loss, sizeof *op->loss);
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MSE, op->layer, op->x.dtype, op->target.dtype, 0, &op->plan, &plan));
@@ -11377,7 +11377,7 @@ AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
     k.dx = op->dx.data;
     k.sum = op->reduction == AMP_REDUCTION_SUM;
     k.factor = op->factor == 0 ? 1 : op->factor;
-    k.seed = op->seed;
+    k.grad_scale = op->grad_scale;
     k.loss = op->loss;
     AMPI_TRY(ampi_as(f, amp->backend->mse(amp->dev, &k, amp->desc.stream)));
     op->plan = plan;
@@ -11608,21 +11608,21 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 
-struct amp_set {
+struct amp_grad_set {
     ampi_object object;
     amp_context *amp;
     int64_t n;
     amp_k_tensor *rows, *table;     /* the host's copy, and the device's */
     amp_param **params;             /* of each row; NULL: the rows are ranges */
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
-    amp_k_found *found;             /* device */
+    amp_k_grad_stats *found;             /* device */
     double clip_norm, divisor;
     int32_t sharded;
     int32_t unscaled;               /* 1: the last check multiplied */
     int32_t apply_nonfinite;        /* of its optimizer */
     ampi_stage stage;
     amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
-    amp_set *next;                  /* ... and the next set in that scaler's list */
+    amp_grad_set *next;                  /* ... and the next set in that scaler's list */
 };
 
 struct amp_scaler {
@@ -11631,7 +11631,7 @@ struct amp_scaler {
     amp_scaler_desc desc;           /* effective */
     amp_k_scaler_rule rule;
     amp_k_scaler *device;
-    amp_set *sets;                  /* checked since the last update */
+    amp_grad_set *sets;                  /* checked since the last update */
     int32_t checked;                /* 1: some set was, perhaps before a load */
 };
 
@@ -11639,11 +11639,11 @@ struct amp_optimizer {
     ampi_object object;
     amp_context *amp;
     amp_optimizer_desc desc;        /* effective */
-    amp_group *groups; const char **matches; char *text; int64_t text_bytes;
-    amp_set *set;
+    amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
+    amp_grad_set *set;
     void *memory;                   /* device: moments and masters of all rows */
-    amp_k_outcome *ring;            /* device */
-    amp_k_outcome *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
+    amp_k_step_result *ring;            /* device */
+    amp_k_step_result *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
     void *events[AMP_OUTCOMES];
     int64_t attempts, delivered, flushed;   /* steps so far; their outcomes taken, and made due by a flush */
     int64_t sent;                   /* outcomes sent by this object: steps, whatever was loaded in between */
@@ -11657,8 +11657,8 @@ struct amp_graph {
     void *exec;                     /* the backend's; NULL while capturing */
     uint64_t settings_version;
     uint64_t random;                /* random numbers that a launch takes */
-    amp_optimizer **optimizers; int64_t n, room;    /* that it steps, each once */
-    amp_set **sets; int64_t n_sets, set_room;       /* that it checks by amp_scaler_check */
+    amp_optimizer **optimizers; int64_t n, capacity;    /* that it steps, each once */
+    amp_grad_set **sets; int64_t n_sets, set_capacity;       /* that it checks by amp_scaler_check */
 };
 
 AMPI_PRIVATE int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
@@ -11689,7 +11689,7 @@ AMPI_PRIVATE amp_result ampi_send(amp_context *amp, void *dst, const void *src, 
     return ampi_wait(amp);
 }
 
-AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const amp_set *set) {
+AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const amp_grad_set *set) {
     amp_k_rule rule;
     memset(&rule, 0, sizeof rule);
     rule.kind = kind;
@@ -11731,8 +11731,8 @@ AMPI_PRIVATE amp_result ampi_copy_texts(const amp_context *amp, const char *func
 
 /* ---- Sets */
 
-AMPI_PRIVATE void ampi_set_unlink(amp_set *set) {
-    amp_set **link;
+AMPI_PRIVATE void ampi_set_unlink(amp_grad_set *set) {
+    amp_grad_set **link;
     set->stage = AMPI_READY;
     if (set->scaler == NULL) return;
     for (link = &set->scaler->sets; *link != set; link = &(*link)->next) {}
@@ -11740,7 +11740,7 @@ AMPI_PRIVATE void ampi_set_unlink(amp_set *set) {
     set->scaler = NULL;
 }
 
-AMPI_PRIVATE void ampi_set_enter(amp_set *set, amp_scaler *scaler, ampi_stage stage) {
+AMPI_PRIVATE void ampi_set_enter(amp_grad_set *set, amp_scaler *scaler, ampi_stage stage) {
     if (set->scaler == NULL) {
         set->scaler = scaler;
         set->next = scaler->sets;
@@ -11751,7 +11751,7 @@ AMPI_PRIVATE void ampi_set_enter(amp_set *set, amp_scaler *scaler, ampi_stage st
 }
 
 AMPI_PRIVATE void ampi_set_stop(ampi_object *object) {
-    amp_set *set = (amp_set *)(void *)object;
+    amp_grad_set *set = (amp_grad_set *)(void *)object;
     const amp_system *s = ampi_context_system(set->amp);
     ampi_settings_changed(set->amp);
     ampi_set_unlink(set);
@@ -11762,14 +11762,14 @@ AMPI_PRIVATE void ampi_set_stop(ampi_object *object) {
     ampi_free(s, (void *)set->names, set->n, sizeof *set->names);
     ampi_free(s, set->text, set->text_bytes, 1);
 }
-AMP_API void amp_set_destroy(amp_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
+AMP_API void amp_grad_set_destroy(amp_grad_set *set) { if (set != NULL) ampi_object_destroy(&set->object); }
 
 /* A set of n rows that are still to be filled. */
-AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp_set **out, int64_t n,
+AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
                                      int with_params) {
     const amp_system *s = ampi_context_system(amp);
     amp_result r;
-    amp_set *set;
+    amp_grad_set *set;
     AMPI_TRY(ampi_object_create(amp, function, (void **)out, sizeof *set, "set", ampi_set_stop));
     set = *out;
     set->amp = amp;
@@ -11782,19 +11782,19 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
         r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->table, n * (int64_t)sizeof *set->table);
     if (r == AMP_OK) r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&set->found, (int64_t)sizeof *set->found);
     if (r == AMP_OK) return AMP_OK;
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     *out = NULL;
     return r;
 }
 
 /* What gradients are averaged by. */
-AMPI_PRIVATE void ampi_set_average(amp_set *set, double accumulation) {
+AMPI_PRIVATE void ampi_set_average(amp_grad_set *set, double accumulation) {
     set->divisor = accumulation * (set->sharded ? 1 : ampi_world(set->amp));
 }
 
 /* Everything is filled in: to the device. */
-AMPI_PRIVATE amp_result ampi_set_finish(amp_set *set, double clip_norm, int32_t sharded, double accumulation) {
-    amp_k_found found;
+AMPI_PRIVATE amp_result ampi_set_finish(amp_grad_set *set, double clip_norm, int32_t sharded, double accumulation) {
+    amp_k_grad_stats found;
     memset(&found, 0, sizeof found);
     found.first_bad = -1;
     found.clip_coef = found.multiplier = found.factor = 1;
@@ -11849,7 +11849,7 @@ AMPI_PRIVATE amp_result ampi_check_weights_of(const char *function, const amp_pa
     return AMP_OK;
 }
 
-AMPI_PRIVATE void ampi_set_fill_params(amp_set *set, amp_param *params, int64_t n) {
+AMPI_PRIVATE void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n) {
     int64_t i, r = 0;
     for (i = 0; i < n; i++) {
         amp_param *p = &params[i];
@@ -11883,9 +11883,9 @@ AMPI_PRIVATE amp_result ampi_check_ranges(const char *function, const amp_range 
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *ranges) {
+AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_grad_set *set, const amp_range *ranges) {
     int64_t i;
-    AMPI_TRY(ampi_check_ranges("amp_set_create", ranges, set->n));
+    AMPI_TRY(ampi_check_ranges("amp_grad_set_create", ranges, set->n));
     for (i = 0; i < set->n; i++) {
         const amp_range *range = &ranges[i];
         set->rows[i].grad = range->data;
@@ -11894,66 +11894,66 @@ AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_set *set, const amp_range *rang
         set->rows[i].live = 1;
         set->names[i] = range->name;
     }
-    return ampi_copy_texts(set->amp, "amp_set_create", set->names, set->n, &set->text, &set->text_bytes);
+    return ampi_copy_texts(set->amp, "amp_grad_set_create", set->names, set->n, &set->text, &set->text_bytes);
 }
 
 AMPI_PRIVATE amp_result ampi_check_clip(const char *function, double clip_norm) {
     return ampi_check_real(function, ".clip_norm", clip_norm, clip_norm >= 0, "positive and finite, or 0 for none");
 }
 
-AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc, uint64_t abi) {
     int64_t n;
     amp_result r;
-    AMPI_TRY(ampi_check_abi("amp_set_create", abi, AMP_ABI(amp_set_desc)));
+    AMPI_TRY(ampi_check_abi("amp_grad_set_create", abi, AMP_ABI(amp_grad_set_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_set_create", "amp, out or desc is NULL");
-    AMPI_TRY(ampi_check_reserved("amp_set_create", desc->reserved));
+        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", "amp, out or desc is NULL");
+    AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_set_create", ".n_params or .n_ranges is negative");
+        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
     if ((desc->params != NULL) == (desc->ranges != NULL))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_create", "give .params or .ranges, %s",
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", "give .params or .ranges, %s",
                          desc->params ? "not both" : "neither is there");
-    AMPI_TRY(ampi_check_clip("amp_set_create", desc->clip_norm));
+    AMPI_TRY(ampi_check_clip("amp_grad_set_create", desc->clip_norm));
     n = desc->n_ranges;
     if (desc->params != NULL) {
-        AMPI_TRY(ampi_check_params("amp_set_create", desc->params, desc->n_params, &n));
-        AMPI_TRY(ampi_check_all_known(amp, "amp_set_create", desc->params, desc->n_params));
+        AMPI_TRY(ampi_check_params("amp_grad_set_create", desc->params, desc->n_params, &n));
+        AMPI_TRY(ampi_check_all_known(amp, "amp_grad_set_create", desc->params, desc->n_params));
     }
-    AMPI_TRY(ampi_set_new(amp, "amp_set_create", out, n, desc->params != NULL));
+    AMPI_TRY(ampi_set_new(amp, "amp_grad_set_create", out, n, desc->params != NULL));
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
     if (r == AMP_OK) r = ampi_set_finish(*out, desc->clip_norm, desc->sharded, 1);
     if (r == AMP_OK) ampi_object_enlist(&(*out)->object, n > 0 ? (*out)->names[0] : NULL);
     if (r == AMP_OK) return AMP_OK;
-    amp_set_destroy(*out);
+    amp_grad_set_destroy(*out);
     *out = NULL;
     return r;
 }
-AMP_API amp_result amp_set_create_v(amp_context *amp, amp_set **out, const amp_set_desc *desc, uint64_t abi) { return ampi_as("amp_set_create", ampi_set_create(amp, out, desc, abi)); }
+AMP_API amp_result amp_grad_set_create_v(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc, uint64_t abi) { return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc, abi)); }
 
 /* NULL once the context closes: parameters' names are the host's, and may be gone. */
-AMPI_PRIVATE const char *ampi_set_name(const amp_set *set, int64_t row) {
+AMPI_PRIVATE const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
-AMPI_PRIVATE amp_result ampi_set_found(const amp_set *set, amp_found *out) {
-    amp_k_found f;
-    if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_found", "set or out is NULL");
-    AMPI_TRY(ampi_alive(&set->object, "amp_set_found"));
+AMPI_PRIVATE amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
+    amp_k_grad_stats f;
+    if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_stats", "set or out is NULL");
+    AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
-    out->found_inf = ampi_is_set(f.found_inf);
+    out->found_inf = ampi_is_grad_set(f.found_inf);
     out->norm = f.norm;
     out->clip_coef = f.clip_coef;
     out->first_bad = ampi_set_name(set, f.first_bad);
     out->first_bad_index = f.first_bad;
     return AMP_OK;
 }
-AMP_API amp_result amp_set_found(const amp_set *set, amp_found *out) { return ampi_as("amp_set_found", ampi_set_found(set, out)); }
+AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) { return ampi_as("amp_grad_set_stats", ampi_grad_set_stats(set, out)); }
 
-AMP_API const amp_k_found *amp_set_device(const amp_set *set) { return set && !ampi_is_stopped(&set->object) ? set->found : NULL; }
+AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) { return set && !ampi_is_stopped(&set->object) ? set->found : NULL; }
 
-AMPI_PRIVATE amp_result ampi_set_scale(amp_set *set, const float *factor) {
+AMPI_PRIVATE amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
     amp_k_scale_ranges args;
@@ -11964,24 +11964,24 @@ AMPI_PRIVATE amp_result ampi_set_scale(amp_set *set, const float *factor) {
     return backend->scale_ranges(dev, &args, stream);
 }
 
-AMP_API amp_result amp_set_apply(amp_set *set) {
+AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
     amp_k_rule rule;
-    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_set_apply", "set is NULL");
-    AMPI_TRY(ampi_alive(&set->object, "amp_set_apply"));
+    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_apply", "set is NULL");
+    AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_apply"));
     AMPI_TRY(ampi_set_scale(set, &set->found->multiplier));
     rule = ampi_rule(AMP_RULE_APPLIED, NULL, set);
     return ampi_run_rule(set->amp, &rule);
 }
 
 /* Its parameters are still this context's. */
-AMPI_PRIVATE amp_result ampi_check_set_known(const char *function, const amp_set *set) {
+AMPI_PRIVATE amp_result ampi_check_set_known(const char *function, const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++) AMPI_TRY(ampi_check_known(set->amp, function, set->params[i]));
     return AMP_OK;
 }
 
 /* Which rows have a gradient now.  With several ranks all take part in the sums, zeros where there is none. */
-AMPI_PRIVATE amp_result ampi_set_refresh(amp_set *set) {
+AMPI_PRIVATE amp_result ampi_set_refresh(amp_grad_set *set) {
     int all = ampi_world(set->amp) > 1 && !set->sharded, changed = 0;
     int64_t i;
     if (set->params == NULL) return AMP_OK;
@@ -12012,7 +12012,7 @@ AMPI_PRIVATE amp_result ampi_reduce(const amp_context *amp, void *data, int64_t 
                      amp_dtype_name(dtype), op == AMP_REDUCE_SUM ? "sum" : "max", code);
 }
 
-AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
+AMPI_PRIVATE amp_result ampi_run_check(amp_grad_set *set, const float *multiply) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(set->amp, &dev, &stream);
     amp_k_check args;
@@ -12026,7 +12026,7 @@ AMPI_PRIVATE amp_result ampi_run_check(amp_set *set, const float *multiply) {
 
 /* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
    clip_each) is a rank's own affair, with its own average. */
-AMPI_PRIVATE amp_result ampi_check_set(amp_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last) {
+AMPI_PRIVATE amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last) {
     amp_k_rule rule;
     int64_t i;
     AMPI_TRY(ampi_set_refresh(set));
@@ -12083,14 +12083,14 @@ AMPI_PRIVATE int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 
 AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
     const ampi_preset *p = &ampi_presets[d->preset];
     int livelock = d->preset != AMP_SCALER_MEGATRON && d->preset != AMP_SCALER_DEEPSPEED;
-    if (!ampi_is_set(d->init_scale)) d->init_scale = p->init_scale;
-    if (!ampi_is_set(d->min_scale)) d->min_scale = p->min_scale;
-    if (!ampi_is_set(d->max_scale)) d->max_scale = p->max_scale;
+    if (!ampi_is_grad_set(d->init_scale)) d->init_scale = p->init_scale;
+    if (!ampi_is_grad_set(d->min_scale)) d->min_scale = p->min_scale;
+    if (!ampi_is_grad_set(d->max_scale)) d->max_scale = p->max_scale;
     if (d->growth_interval == 0) d->growth_interval = p->growth_interval;
     if (d->hysteresis == 0) d->hysteresis = p->hysteresis;
     if (!ampi_is_given(d->growth_factor)) d->growth_factor = 2;
     if (!ampi_is_given(d->backoff_factor)) d->backoff_factor = 0.5;
-    if (!ampi_is_given(d->tolerance)) d->tolerance = d->hysteresis > 1 && livelock ? 0.25 : (double)AMP_ZERO;
+    if (!ampi_is_given(d->tolerance)) d->tolerance = d->hysteresis > 1 && livelock ? 0.25 : (double)AMP_EXPLICIT_ZERO;
 }
 
 AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
@@ -12102,7 +12102,7 @@ AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, 
     return AMP_OK;
 }
 
-AMPI_PRIVATE int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_ZERO); }
+AMPI_PRIVATE int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
 AMPI_PRIVATE int ampi_is_none(float limit) { return ampi_bits_f32(limit) == ampi_bits_f32(AMPI_NONE); }
 
 AMPI_PRIVATE amp_result ampi_check_scale(const char *function, const char *field, float scale) {
@@ -12118,7 +12118,7 @@ AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler
     AMPI_TRY(ampi_check_factors(function, d->growth_factor, d->backoff_factor, d->growth_interval));
     if (d->hysteresis < 1)
         return ampi_fail(AMP_ERR_RANGE, function, ".hysteresis = %d, must be 1 or more", d->hysteresis);
-    AMPI_TRY(ampi_check_real(function, ".tolerance", d->tolerance, ampi_is_zero(d->tolerance) || (d->tolerance >= 0 && d->tolerance <= 1), "0 to 1, or AMP_ZERO"));
+    AMPI_TRY(ampi_check_real(function, ".tolerance", d->tolerance, ampi_is_zero(d->tolerance) || (d->tolerance >= 0 && d->tolerance <= 1), "0 to 1, or AMP_EXPLICIT_ZERO"));
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(function, ".init_scale", d->init_scale));
     if (floor) AMPI_TRY(ampi_check_scale(function, ".min_scale", d->min_scale));
     if (ceiling && !own) AMPI_TRY(ampi_check_scale(function, ".max_scale", d->max_scale));
@@ -12204,7 +12204,7 @@ AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *o
 }
 
 AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler) { return scaler && !ampi_is_stopped(&scaler->object) ? scaler->device : NULL; }
-AMP_API const float *amp_scaler_seed(const amp_scaler *scaler) {
+AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler) {
     const amp_k_scaler *device = amp_scaler_device(scaler);
     return device ? &device->scale : NULL;
 }
@@ -12277,20 +12277,20 @@ AMPI_PRIVATE amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_check_one_context(const char *function, const amp_set *set, const amp_scaler *scaler) {
+AMPI_PRIVATE amp_result ampi_check_one_context(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     if (scaler == NULL || scaler->amp == set->amp) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler is of another context");
 }
 
 /* A set serves one scaler between two updates of it. */
-AMPI_PRIVATE amp_result ampi_check_owner(const char *function, const amp_set *set, const amp_scaler *scaler) {
+AMPI_PRIVATE amp_result ampi_check_owner(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     AMPI_TRY(ampi_check_one_context(function, set, scaler));
     if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
                      "the set was checked by another scaler; call amp_scaler_update on that one first");
 }
 
-AMPI_PRIVATE amp_result ampi_refuse_fp16(const char *function, const amp_set *set, const amp_scaler *scaler) {
+AMPI_PRIVATE amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     int64_t i;
     if (scaler == NULL || scaler->desc.preset != AMP_SCALER_TORCH) return AMP_OK;
     for (i = 0; i < set->n; i++) {
@@ -12302,16 +12302,16 @@ AMPI_PRIVATE amp_result ampi_refuse_fp16(const char *function, const amp_set *se
 }
 
 /* Records a set that is checked in the graph being captured. */
-AMPI_PRIVATE amp_result ampi_graph_note_set(amp_set *set) {
+AMPI_PRIVATE amp_result ampi_graph_note_set(amp_grad_set *set) {
     amp_graph *graph = ampi_capture(set->amp);
     if (graph == NULL) return AMP_OK;
-    AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_room, sizeof(void *)));
+    AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_capacity, sizeof(void *)));
     graph->sets[graph->n_sets++] = set;
     ampi_object_hold(&set->object);
     return AMP_OK;
 }
 
-AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_set *set, amp_check_mode mode) {
+AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
     if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_check", "scaler or set is NULL");
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
@@ -12346,7 +12346,7 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float old_scale) {
+AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale) {
     amp_k_rule rule;
     if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_rescale", "scaler or set is NULL");
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_rescale"));
@@ -12354,7 +12354,7 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_set *set, float ol
     AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
     AMPI_TRY(ampi_check_one_context("amp_scaler_rescale", set, scaler));
     if (scaler->desc.disable) return AMP_OK;
-    if (ampi_is_set(old_scale)) AMPI_TRY(ampi_check_scale("amp_scaler_rescale", "old_scale", old_scale));
+    if (ampi_is_grad_set(old_scale)) AMPI_TRY(ampi_check_scale("amp_scaler_rescale", "old_scale", old_scale));
     AMPI_TRY(ampi_set_refresh(set));
     rule = ampi_rule(AMP_RULE_RATIO, scaler, set);
     rule.value = old_scale;
@@ -12390,7 +12390,7 @@ AMPI_PRIVATE amp_result ampi_get(const amp_state *state, const char *prefix, con
 enum { AMPI_DISABLED_CHECKED = 3, AMPI_SAVED_SCALES = 3, AMPI_SAVED_COUNTERS = 10, AMPI_SAVED_FACTORS = 6, AMPI_SAVED_RULE = 3 };
 #define AMPI_COUNT_MOST ((int64_t)1 << 53)      /* of saved counters: what fp64 holds, and what still can be counted on from */
 
-#define AMPI_SAVED_ZERO (-1.0)                  /* how a state says AMP_ZERO */
+#define AMPI_SAVED_ZERO (-1.0)                  /* how a state says AMP_EXPLICIT_ZERO */
 
 /* before: what the records will be added to. */
 AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state, const char *prefix) {
@@ -12448,7 +12448,7 @@ AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *
     s->scale = scales[0];
     s->inv_scale = ampi_inverse(s->scale);
     s->previous_scale = scales[1];
-    s->found_inf = ampi_is_set(scales[2]) ? 1.0f : 0.0f;
+    s->found_inf = ampi_is_grad_set(scales[2]) ? 1.0f : 0.0f;
     s->growth_tracker = (int32_t)counters[0];
     s->growth_interval = (int32_t)counters[1];
     s->hysteresis_left = (int32_t)counters[2];
@@ -12470,7 +12470,7 @@ AMPI_PRIVATE amp_result ampi_saved_settings(const amp_state *state, const char *
         return ampi_fail(AMP_ERR_RANGE, "amp_scaler_load", "saved interval %lld or hysteresis %lld is out of range",
                          (long long)rule[1], (long long)rule[2]);
     d->growth_factor = factors[0]; d->backoff_factor = factors[1];
-    d->tolerance = ampi_bits_f64(factors[2]) == ampi_bits_f64(AMPI_SAVED_ZERO) ? (double)AMP_ZERO : factors[2];
+    d->tolerance = ampi_bits_f64(factors[2]) == ampi_bits_f64(AMPI_SAVED_ZERO) ? (double)AMP_EXPLICIT_ZERO : factors[2];
     d->min_scale = (float)factors[3]; d->max_scale = (float)factors[4]; d->init_scale = (float)factors[5];
     d->growth_interval = (int32_t)rule[1]; d->hysteresis = (int32_t)rule[2];
     return ampi_check_scaler("amp_scaler_load", d);
@@ -12511,13 +12511,13 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ---- Optimizers */
 
-/* 0 means the default, AMP_ZERO 0. */
+/* 0 means the default, AMP_EXPLICIT_ZERO 0. */
 AMPI_PRIVATE double ampi_or(double value, double otherwise) {
     return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
 }
 
 AMPI_PRIVATE amp_result ampi_check_number(const char *field, double value, double limit) {
-    const char *allowed = limit > 1 ? "0 or more and finite, and AMP_ZERO for 0 where that is a default" : "from 0 to below 1";
+    const char *allowed = limit > 1 ? "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default" : "from 0 to below 1";
     return ampi_check_real("amp_optimizer_create", field, value, value >= 0 && value < limit, allowed);
 }
 
@@ -12528,7 +12528,7 @@ AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level
     d->beta2 = ampi_or(d->beta2, 0.999);
     d->eps = ampi_or(d->eps, 1e-8);
     if (d->accumulation == 0) d->accumulation = 1;
-    if (d->outcome_lag == 0) d->outcome_lag = 2;
+    if (d->result_lag == 0) d->result_lag = 2;
     if (d->master == AMP_MASTER_DEFAULT) d->master = level == AMP_LEVEL_O3 ? AMP_MASTER_NONE : AMP_MASTER_F32;
     if (d->moments == AMP_DTYPE_DEFAULT) d->moments = AMP_F32;
 }
@@ -12566,9 +12566,9 @@ AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_le
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
     if (d->accumulation < 1)
         return ampi_fail(AMP_ERR_RANGE, function, ".accumulation = %d, must be 1 or more", d->accumulation);
-    if (d->outcome_lag != AMP_LAG_NONE && (d->outcome_lag < 0 || d->outcome_lag >= AMP_OUTCOMES))
-        return ampi_fail(AMP_ERR_RANGE, function, ".outcome_lag = %d, must be 1 to %d, 0 (2) or AMP_LAG_NONE",
-                         d->outcome_lag, AMP_OUTCOMES - 1);
+    if (d->result_lag != AMP_LAG_NONE && (d->result_lag < 0 || d->result_lag >= AMP_OUTCOMES))
+        return ampi_fail(AMP_ERR_RANGE, function, ".result_lag = %d, must be 1 to %d, 0 (2) or AMP_LAG_NONE",
+                         d->result_lag, AMP_OUTCOMES - 1);
     if (d->n_params < 0 || d->n_groups < 0)
         return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
     if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
@@ -12603,7 +12603,7 @@ AMPI_PRIVATE void ampi_apply_groups(amp_optimizer *o) {
     int64_t i, g;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
-        const amp_group *group;
+        const amp_param_group *group;
         row->lr_scale = 1;
         row->weight_decay = o->set->params[i]->weight.ndim >= 2 || o->desc.decay_vectors ? o->desc.weight_decay : 0;
         row->master_kind = o->desc.master;
@@ -12692,14 +12692,14 @@ AMPI_PRIVATE amp_result ampi_make_masters(amp_optimizer *o) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_outcome_memory(amp_optimizer *o) {
+AMPI_PRIVATE amp_result ampi_result_memory(amp_optimizer *o) {
     void *dev, *stream, *pinned;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     size_t bytes = AMP_OUTCOMES * sizeof *o->ring;
     int i;
     AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, (void **)&o->ring, (int64_t)bytes));
     AMPI_TRY(backend->alloc_pinned(dev, &pinned, bytes));
-    o->outcomes = (amp_k_outcome *)pinned;
+    o->outcomes = (amp_k_step_result *)pinned;
     for (i = 0; i < AMP_OUTCOMES; i++) AMPI_TRY(backend->event_create(dev, &o->events[i]));
     return AMP_OK;
 }
@@ -12712,7 +12712,7 @@ AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_optimizer_memory(o));
-    AMPI_TRY(ampi_outcome_memory(o));
+    AMPI_TRY(ampi_result_memory(o));
     AMPI_TRY(ampi_set_finish(o->set, o->desc.clip_norm, o->desc.sharded, o->desc.accumulation));
     return ampi_make_masters(o);
 }
@@ -12781,7 +12781,7 @@ AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optim
     return AMP_OK;
 }
 
-AMP_API amp_set *amp_optimizer_set(amp_optimizer *optimizer) { return optimizer ? optimizer->set : NULL; }
+AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer) { return optimizer ? optimizer->set : NULL; }
 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_lr", "optimizer is NULL");
@@ -12801,7 +12801,7 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
 }
 
 AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int32_t accumulation) {
-    amp_set *set;
+    amp_grad_set *set;
     int64_t i;
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_accumulation", "optimizer is NULL");
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_accumulation"));
@@ -12817,31 +12817,31 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
     return AMP_OK;
 }
 
-AMP_API amp_result amp_optimizer_refresh(amp_optimizer *optimizer) {
+AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     int64_t i;
-    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_refresh", "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_refresh"));
-    for (i = 0; i < optimizer->set->n; i++) amp_param_touch(optimizer->set->params[i]);
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_rebuild_masters", "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_rebuild_masters"));
+    for (i = 0; i < optimizer->set->n; i++) amp_param_changed(optimizer->set->params[i]);
     return ampi_make_masters(optimizer);
 }
 
-/* fp32 values as a bf16 weight and its remainder, through `room` for twice as many numbers. */
-AMPI_PRIVATE amp_result ampi_send_remainder(amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *room) {
+/* fp32 values as a bf16 weight and its remainder, through `scratch` for twice as many numbers. */
+AMPI_PRIVATE amp_result ampi_send_remainder(amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *scratch) {
     size_t bytes = (size_t)row->count * 2;
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(room, room + row->count, values, row->count);
-    AMPI_TRY(ampi_send(o->amp, row->weight, room, bytes));
-    return ampi_send(o->amp, row->master, room + row->count, bytes);
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(scratch, scratch + row->count, values, row->count);
+    AMPI_TRY(ampi_send(o->amp, row->weight, scratch, bytes));
+    return ampi_send(o->amp, row->master, scratch + row->count, bytes);
 }
 
 /* row NULL: the parameter has no gradient, and no master. */
-AMPI_PRIVATE amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values, void *room) {
+AMPI_PRIVATE amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values, void *scratch) {
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
-    AMPI_TRY(amp_convert(room, p->weight.dtype, values, AMP_F32, n, NULL, &new_inf));
+    AMPI_TRY(amp_convert(scratch, p->weight.dtype, values, AMP_F32, n, NULL, &new_inf));
     if (new_inf > 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight", "%s: %lld of %lld finite values are infinite in %s", p->name,
                          (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
-    if (row != NULL && ampi_has_remainder(row)) return ampi_send_remainder(o, row, values, (uint16_t *)room);
-    AMPI_TRY(ampi_send(o->amp, p->weight.data, room, (size_t)n * amp_dtype_size(p->weight.dtype)));
+    if (row != NULL && ampi_has_remainder(row)) return ampi_send_remainder(o, row, values, (uint16_t *)scratch);
+    AMPI_TRY(ampi_send(o->amp, p->weight.data, scratch, (size_t)n * amp_dtype_size(p->weight.dtype)));
     return row != NULL && row->master != NULL ? ampi_send(o->amp, row->master, values, (size_t)n * 4) : AMP_OK;
 }
 
@@ -12851,7 +12851,7 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     const amp_system *s;
     int64_t i, row, n;
     amp_result r;
-    void *room;
+    void *scratch;
     if (o == NULL || param == NULL || values == NULL)
         return ampi_fail(AMP_ERR_NULL, f, "%s is NULL", o == NULL ? "optimizer" : param == NULL ? "param" : "values");
     AMPI_TRY(ampi_alive(&o->object, f));
@@ -12864,10 +12864,10 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     n = amp_tensor_count(&param->weight);
     if (n == 0) return AMP_OK;
     s = ampi_context_system(o->amp);
-    AMPI_TRY(ampi_alloc(s, f, &room, n, 4));
-    r = ampi_as(f, ampi_set_weight(o, param, row < o->set->n ? &o->set->rows[row] : NULL, values, room));
-    ampi_free(s, room, n, 4);
-    if (r == AMP_OK) amp_param_touch(param);
+    AMPI_TRY(ampi_alloc(s, f, &scratch, n, 4));
+    r = ampi_as(f, ampi_set_weight(o, param, row < o->set->n ? &o->set->rows[row] : NULL, values, scratch));
+    ampi_free(s, scratch, n, 4);
+    if (r == AMP_OK) amp_param_changed(param);
     return r;
 }
 
@@ -12906,7 +12906,7 @@ AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
     for (i = 0; i < graph->n; i++)
         if (graph->optimizers[i] == o)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_begin", "an optimizer steps twice: a graph holds one step of each");
-    AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->room, sizeof(void *)));
+    AMPI_TRY(ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->capacity, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
     ampi_object_hold(&o->object);
     return AMP_OK;
@@ -12944,7 +12944,7 @@ AMPI_PRIVATE amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler
 }
 
 /* Sends the step's outcome on the way to the host. */
-AMPI_PRIVATE amp_result ampi_send_outcome(amp_optimizer *o) {
+AMPI_PRIVATE amp_result ampi_send_result(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
     int64_t slot = o->attempts % AMP_OUTCOMES;
@@ -12956,9 +12956,9 @@ AMPI_PRIVATE amp_result ampi_send_outcome(amp_optimizer *o) {
 }
 
 /* The weights have other values now. */
-AMPI_PRIVATE void ampi_touch_weights(const amp_set *set) {
+AMPI_PRIVATE void ampi_weights_changed(const amp_grad_set *set) {
     int64_t i;
-    for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_touch(set->params[i]);
+    for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_changed(set->params[i]);
 }
 
 /* The stages that amp_optimizer_step and amp_step can start from. */
@@ -12975,16 +12975,16 @@ AMPI_PRIVATE amp_result ampi_check_step(const char *function, amp_optimizer *o, 
 
 AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_scaler *enabled = ampi_enabled(scaler);
-    amp_set *set = o->set;
+    amp_grad_set *set = o->set;
     int64_t i;
     if (set->stage != AMPI_CHECKED) {
         AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
     } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have come and gone since the check */
     AMPI_TRY(ampi_count_step(o, enabled));
-    if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_outcome(o));
+    if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_run_optimizer(o));
-    ampi_touch_weights(set);
+    ampi_weights_changed(set);
     for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
@@ -13022,7 +13022,7 @@ AMP_API amp_result amp_step(amp_optimizer *optimizer, amp_scaler *scaler) {
 
 /* ---- Outcomes */
 
-AMPI_PRIVATE void ampi_outcome_fill(const amp_optimizer *o, const amp_k_outcome *k, amp_outcome *out) {
+AMPI_PRIVATE void ampi_result_fill(const amp_optimizer *o, const amp_k_step_result *k, amp_step_result *out) {
     memset(out, 0, sizeof *out);
     out->step = k->number;
     out->applied_steps = k->step;
@@ -13039,22 +13039,22 @@ AMPI_PRIVATE void ampi_outcome_fill(const amp_optimizer *o, const amp_k_outcome 
 }
 
 /* The number of the oldest outcome that is due, 0 if none is. */
-AMPI_PRIVATE int64_t ampi_outcome_due(amp_optimizer *o) {
-    int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.outcome_lag, 0));
+AMPI_PRIVATE int64_t ampi_result_due(amp_optimizer *o) {
+    int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.result_lag, 0));
     o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
     return o->delivered < due ? o->delivered + 1 : 0;
 }
 
-AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
+AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *out) {
     amp_optimizer *o = optimizer;
     void *dev, *stream;
     const amp_backend *backend;
     int64_t slot;
-    if (o == NULL || out == NULL || ampi_is_stopped(&o->object) || ampi_outcome_due(o) == 0) return 0;
+    if (o == NULL || out == NULL || ampi_is_stopped(&o->object) || ampi_result_due(o) == 0) return 0;
     backend = ampi_backend(o->amp, &dev, &stream);
     slot = o->delivered % AMP_OUTCOMES;
     if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
-    ampi_outcome_fill(o, &o->outcomes[slot], out);
+    ampi_result_fill(o, &o->outcomes[slot], out);
     o->delivered++;
     if (out->at_floor)
         ampi_log(o->amp, AMP_LOG_WARNING, 1101,
@@ -13063,11 +13063,11 @@ AMP_API int32_t amp_outcome_next(amp_optimizer *optimizer, amp_outcome *out) {
     return 1;
 }
 
-AMP_API amp_result amp_outcome_flush(amp_optimizer *optimizer) {
-    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_outcome_flush", "optimizer is NULL");
-    AMPI_TRY(ampi_alive(&optimizer->object, "amp_outcome_flush"));
+AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer) {
+    if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_step_result_flush", "optimizer is NULL");
+    AMPI_TRY(ampi_alive(&optimizer->object, "amp_step_result_flush"));
     optimizer->flushed = optimizer->attempts;
-    return ampi_as("amp_outcome_flush", ampi_wait(optimizer->amp));
+    return ampi_as("amp_step_result_flush", ampi_wait(optimizer->amp));
 }
 
 /* ---- Capturing and launching */
@@ -13085,8 +13085,8 @@ AMPI_PRIVATE void ampi_graph_stop(ampi_object *object) {
     if (graph->exec != NULL) backend->graph_destroy(dev, graph->exec);
     for (i = 0; i < graph->n; i++) ampi_object_let_go(&graph->optimizers[i]->object);
     for (i = 0; i < graph->n_sets; i++) ampi_object_let_go(&graph->sets[i]->object);
-    ampi_free(ampi_context_system(amp), graph->optimizers, graph->room, sizeof(void *));
-    ampi_free(ampi_context_system(amp), graph->sets, graph->set_room, sizeof(void *));
+    ampi_free(ampi_context_system(amp), graph->optimizers, graph->capacity, sizeof(void *));
+    ampi_free(ampi_context_system(amp), graph->sets, graph->set_capacity, sizeof(void *));
     ampi_graph_left(amp);
 }
 AMP_API void amp_graph_destroy(amp_graph *graph) { if (graph != NULL) ampi_object_destroy(&graph->object); }
@@ -13128,7 +13128,7 @@ AMPI_PRIVATE amp_result ampi_graph_check(const amp_graph *graph, const char *fun
 }
 
 /* The set is ready, as if it had not been checked. */
-AMPI_PRIVATE void ampi_set_undo(amp_set *set) {
+AMPI_PRIVATE void ampi_set_undo(amp_grad_set *set) {
     amp_scaler *scaler = set->scaler;
     ampi_set_unlink(set);
     if (scaler != NULL && scaler->sets == NULL) scaler->checked = 0;
@@ -13197,8 +13197,8 @@ AMPI_PRIVATE amp_result ampi_graph_launch(amp_graph *graph) {
     AMPI_TRY(backend->graph_launch(dev, graph->exec, stream));
     ampi_random_advance(graph->amp, graph->random);
     for (i = 0; i < graph->n; i++) {
-        ampi_touch_weights(graph->optimizers[i]->set);
-        AMPI_TRY(ampi_send_outcome(graph->optimizers[i]));
+        ampi_weights_changed(graph->optimizers[i]->set);
+        AMPI_TRY(ampi_send_result(graph->optimizers[i]));
     }
     return AMP_OK;
 }
@@ -13260,7 +13260,7 @@ AMPI_PRIVATE amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state,
 }
 
 AMPI_PRIVATE amp_result ampi_save_counters(const amp_optimizer *o, amp_state *state, const char *prefix) {
-    amp_k_found f;
+    amp_k_grad_stats f;
     int64_t steps[AMPI_SAVED_STEPS], seed;
     double reals[AMPI_SAVED_REALS];
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
@@ -13303,7 +13303,7 @@ AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *st
     int32_t trackers[AMP_OUTCOMES];
     int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES), n = o->attempts - first;
     for (i = 0; i < n; i++) {
-        const amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
+        const amp_k_step_result *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
         double *row = rows + i * AMPI_SAVED_OUTCOME;
         row[0] = (double)k->number; row[1] = (double)k->step;
         row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
@@ -13320,65 +13320,65 @@ AMPI_PRIVATE amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
     return which != AMPI_MASTER && row->moment_dtype == AMP_BF16 ? AMP_BF16 : AMP_F32;
 }
 
-/* One array between the device and a record, through `room`. */
+/* One array between the device and a record, through `scratch`. */
 AMPI_PRIVATE amp_result ampi_save_array(const amp_optimizer *o, amp_state *state, const char *prefix, const char *name,
-                                        int64_t i, const void *data, amp_dtype dtype, void *room) {
+                                        int64_t i, const void *data, amp_dtype dtype, void *scratch) {
     int64_t n = o->set->rows[i].count;
-    if (n > 0) AMPI_TRY(ampi_fetch(o->amp, room, data, (size_t)n * amp_dtype_size(dtype)));
-    return ampi_put(state, prefix, name, i, dtype, room, n);
+    if (n > 0) AMPI_TRY(ampi_fetch(o->amp, scratch, data, (size_t)n * amp_dtype_size(dtype)));
+    return ampi_put(state, prefix, name, i, dtype, scratch, n);
 }
 
-/* A weight and its remainder as an fp32 record, through `room` for twice as many numbers. */
+/* A weight and its remainder as an fp32 record, through `scratch` for twice as many numbers. */
 AMPI_PRIVATE amp_result ampi_save_remainder(const amp_optimizer *o, amp_state *state, const char *prefix, int64_t i,
-                                            float *room) {
+                                            float *scratch) {
     const amp_k_tensor *row = &o->set->rows[i];
-    uint16_t *weight = (uint16_t *)(room + row->count), *rest = weight + row->count;
+    uint16_t *weight = (uint16_t *)(scratch + row->count), *rest = weight + row->count;
     size_t bytes = (size_t)row->count * 2;
     if (row->count > 0) {
         AMPI_TRY(ampi_fetch(o->amp, weight, row->weight, bytes));
         AMPI_TRY(ampi_fetch(o->amp, rest, row->master, bytes));
     }
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->f32_join(room, weight, rest, row->count);
-    return ampi_put(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, room, row->count);
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->f32_join(scratch, weight, rest, row->count);
+    return ampi_put(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, scratch, row->count);
 }
 
 /* Bytes that the largest row needs on its way. */
-AMPI_PRIVATE int64_t ampi_row_room(const amp_set *set) {
+AMPI_PRIVATE int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
     for (i = 0; i < set->n; i++)
         largest = AMPI_MAX(largest, set->rows[i].count * (ampi_has_remainder(&set->rows[i]) ? 8 : 4));
     return largest;
 }
 
-AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *state, const char *prefix, void *room) {
+AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *state, const char *prefix, void *scratch) {
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (a == AMPI_MASTER && ampi_has_remainder(row))
-                AMPI_TRY(ampi_save_remainder(o, state, prefix, i, (float *)room));
+                AMPI_TRY(ampi_save_remainder(o, state, prefix, i, (float *)scratch));
             else if (ampi_has_array(o, row, a))
                 AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
-                                         ampi_saved_dtype(row, a), room));
+                                         ampi_saved_dtype(row, a), scratch));
         if (o->set->params[i]->grad_live)
-            AMPI_TRY(ampi_save_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
+            AMPI_TRY(ampi_save_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, scratch));
     }
     return AMP_OK;
 }
 
 AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
-    int64_t bytes = ampi_row_room(o->set);
+    int64_t bytes = ampi_row_scratch(o->set);
     amp_result r;
-    void *room;
+    void *scratch;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
     AMPI_TRY(ampi_save_cycle(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &room, bytes, 1));
-    r = ampi_save_arrays(o, state, prefix, room);
-    ampi_free(s, room, bytes, 1);
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &scratch, bytes, 1));
+    r = ampi_save_arrays(o, state, prefix, scratch);
+    ampi_free(s, scratch, bytes, 1);
     return r;
 }
 
@@ -13528,52 +13528,52 @@ AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_stat
     return AMP_OK;
 }
 
-/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the room, and each number
+/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the scratch, and each number
    is read before it is written over. */
 AMPI_PRIVATE amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
-                                    amp_dtype dtype, void *room, int64_t n) {
+                                    amp_dtype dtype, void *scratch, int64_t n) {
     char key[64];
     amp_dtype saved;
     AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
     if (dtype != AMP_F32 || amp_state_count(state, key, &saved) != n || saved != AMP_BF16)
-        return amp_state_get(state, key, dtype, room, n);
-    AMPI_TRY(amp_state_get(state, key, AMP_BF16, (char *)room + 2 * n, n));
-    ampi_convert_fast(room, AMP_F32, (char *)room + 2 * n, AMP_BF16, n, ampi_cpu_best_path());
+        return amp_state_get(state, key, dtype, scratch, n);
+    AMPI_TRY(amp_state_get(state, key, AMP_BF16, (char *)scratch + 2 * n, n));
+    ampi_convert_fast(scratch, AMP_F32, (char *)scratch + 2 * n, AMP_BF16, n, ampi_cpu_best_path());
     return AMP_OK;
 }
 
 AMPI_PRIVATE amp_result ampi_load_array(amp_optimizer *o, const amp_state *state, const char *prefix, const char *name,
-                                        int64_t i, void *data, amp_dtype dtype, void *room) {
+                                        int64_t i, void *data, amp_dtype dtype, void *scratch) {
     int64_t n = o->set->rows[i].count;
-    AMPI_TRY(ampi_get_as(state, prefix, name, i, dtype, room, n));
-    return n > 0 ? ampi_send(o->amp, data, room, (size_t)n * amp_dtype_size(dtype)) : AMP_OK;
+    AMPI_TRY(ampi_get_as(state, prefix, name, i, dtype, scratch, n));
+    return n > 0 ? ampi_send(o->amp, data, scratch, (size_t)n * amp_dtype_size(dtype)) : AMP_OK;
 }
 
 /* An fp32 record as a weight and its remainder. */
 AMPI_PRIVATE amp_result ampi_load_remainder(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t i,
-                                            float *room) {
+                                            float *scratch) {
     const amp_k_tensor *row = &o->set->rows[i];
-    AMPI_TRY(ampi_get_as(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, room, row->count));
+    AMPI_TRY(ampi_get_as(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, scratch, row->count));
     if (row->count == 0) return AMP_OK;
-    amp_param_touch(o->set->params[i]);
-    return ampi_send_remainder(o, row, room, (uint16_t *)(room + row->count));
+    amp_param_changed(o->set->params[i]);
+    return ampi_send_remainder(o, row, scratch, (uint16_t *)(scratch + row->count));
 }
 
 AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, const uint8_t *live,
-                                         void *room) {
+                                         void *scratch) {
     int64_t i;
     int a;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
         for (a = 0; a < AMPI_ARRAYS; a++)
             if (a == AMPI_MASTER && ampi_has_remainder(row))
-                AMPI_TRY(ampi_load_remainder(o, state, prefix, i, (float *)room));
+                AMPI_TRY(ampi_load_remainder(o, state, prefix, i, (float *)scratch));
             else if (ampi_has_array(o, row, a))
                 AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
-                                         ampi_saved_dtype(row, a), room));
+                                         ampi_saved_dtype(row, a), scratch));
         o->set->params[i]->grad_live = live[i] != 0;
         if (o->set->params[i]->grad_live)
-            AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, room));
+            AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, scratch));
     }
     return AMP_OK;
 }
@@ -13599,7 +13599,7 @@ AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int
 }
 
 AMPI_PRIVATE amp_result ampi_load_counters(amp_optimizer *o, const int64_t *steps, const double *reals) {
-    amp_k_found f;
+    amp_k_grad_stats f;
     AMPI_TRY(ampi_fetch(o->amp, &f, o->set->found, sizeof f));
     f.attempts = steps[2]; f.step = steps[5]; f.skips = steps[6];
     f.consecutive_skips = (int32_t)AMPI_MIN(steps[7], INT32_MAX / 2);
@@ -13630,7 +13630,7 @@ AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
 AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
     int64_t i, first = o->attempts - n;
     for (i = 0; i < n; i++) {
-        amp_k_outcome *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
+        amp_k_step_result *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
         const double *row = rows + i * AMPI_SAVED_OUTCOME;
         k->number = (int64_t)row[0]; k->step = (int64_t)row[1];
         k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
@@ -13647,12 +13647,12 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
     int32_t trackers[AMP_OUTCOMES];
     double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
     amp_result r;
-    void *room = NULL;
+    void *scratch = NULL;
     uint8_t *live;
     if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_load", "optimizer or state is NULL");
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_load"));
     s = ampi_context_system(o->amp);
-    bytes = ampi_row_room(o->set);
+    bytes = ampi_row_scratch(o->set);
     seed = (int64_t)o->desc.seed;
     AMPI_TRY(ampi_get(state, prefix, "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
     AMPI_TRY(ampi_get(state, prefix, "settings", -1, AMP_F64, reals, AMPI_SAVED_REALS));
@@ -13668,18 +13668,18 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
     r = ampi_load_cycle(o, state, prefix, steps[1], live);
     if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
-    if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &room, bytes, 1);
+    if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &scratch, bytes, 1);
     if (r == AMP_OK) r = ampi_wait(o->amp);
     if (r != AMP_OK) {
-        ampi_free(s, room, bytes, 1);
+        ampi_free(s, scratch, bytes, 1);
         ampi_free(s, live, o->set->n, 1);
         return r;
     }
-    r = ampi_load_arrays(o, state, prefix, live, room);
+    r = ampi_load_arrays(o, state, prefix, live, scratch);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
     if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
-    ampi_free(s, room, bytes, 1);
+    ampi_free(s, scratch, bytes, 1);
     ampi_free(s, live, o->set->n, 1);
     ampi_set_unlink(o->set);
     ampi_settings_changed(o->amp);
@@ -13693,10 +13693,10 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
 typedef struct ampi_keep {
     amp_context *amp;
     amp_param **params, *param_copies; int64_t n_params;    /* the host's, and the optimizer's that are not among them */
-    amp_range *ranges; int64_t n_ranges, range_room;        /* device memory; counts are bytes */
+    amp_range *ranges; int64_t n_ranges, range_capacity;        /* device memory; counts are bytes */
     char *copy; int64_t bytes;      /* of the ranges, one behind the other */
-    amp_optimizer *optimizer, optimizer_copy; amp_set set_copy;
-    amp_k_outcome outcomes[AMP_OUTCOMES];
+    amp_optimizer *optimizer, optimizer_copy; amp_grad_set set_copy;
+    amp_k_step_result outcomes[AMP_OUTCOMES];
     amp_scaler *scaler, scaler_copy;
     ampi_precision precision;
 } ampi_keep;
@@ -13707,7 +13707,7 @@ AMPI_PRIVATE void ampi_keep_destroy(ampi_keep *k) {
     s = ampi_context_system(k->amp);
     ampi_free(s, k->params, k->n_params, sizeof *k->params);
     ampi_free(s, k->param_copies, k->n_params, sizeof *k->param_copies);
-    ampi_free(s, k->ranges, k->range_room, sizeof *k->ranges);
+    ampi_free(s, k->ranges, k->range_capacity, sizeof *k->ranges);
     ampi_free(s, k->copy, k->bytes, 1);
     ampi_free(s, k, 1, sizeof *k);
 }
@@ -13784,10 +13784,10 @@ AMPI_PRIVATE amp_result ampi_keep_check(const char *function, const amp_context 
 
 AMPI_PRIVATE amp_result ampi_keep_memory(ampi_keep *k, const char *function) {
     const amp_system *s = ampi_context_system(k->amp);
-    k->range_room = 3 * k->n_params + (k->optimizer ? AMPI_ARRAYS * k->optimizer->set->n : 0) + 3;
+    k->range_capacity = 3 * k->n_params + (k->optimizer ? AMPI_ARRAYS * k->optimizer->set->n : 0) + 3;
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->n_params, sizeof *k->params));
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->n_params, sizeof *k->param_copies));
-    return ampi_alloc(s, function, (void **)&k->ranges, k->range_room, sizeof *k->ranges);
+    return ampi_alloc(s, function, (void **)&k->ranges, k->range_capacity, sizeof *k->ranges);
 }
 
 AMPI_PRIVATE amp_result ampi_keep_create(amp_context *amp, const char *function, amp_param *params, int64_t n, amp_optimizer *o,
@@ -15734,7 +15734,7 @@ typedef struct ampi_mark {
 
 /* Sums of epochs. */
 typedef struct ampi_tally {
-    int64_t epochs, steps, skipped, troubles, tokens, peak;
+    int64_t epochs, steps, skipped, anomalies, tokens, peak;
     int64_t losses, dtypes[AMP_TF32 + 1];
     double loss, phase_seconds[AMP_PHASES];
 } ampi_tally;
@@ -15752,7 +15752,7 @@ struct amp_monitor {
     ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
     int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are not needed any more */
     int64_t last;                   /* the optimizer's steps at the last of them */
-    ampi_mark *marks; int64_t first_mark, n_marks, mark_room;   /* a ring; room is a power of two */
+    ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; scratch is a power of two */
     int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
     int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was said */
     amp_step_record records[AMP_OUTCOMES]; int64_t first_record, n_records;
@@ -15783,7 +15783,7 @@ static const ampi_word ampi_io_words[] = {
     {"false", AMP_IO_NONE}, {"true", AMP_IO_REGION}, {"fp32", AMP_IO_F32}, {"off", AMP_IO_NONE}, {"on", AMP_IO_REGION}, {NULL, 0}};
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
-static const ampi_word ampi_zero_words[] = {{"0", AMP_ZERO}, {NULL, 0}};
+static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}}, ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
 
@@ -15842,7 +15842,7 @@ static const ampi_setting ampi_setting_table[] = {
     {"log_interval", AMPI_I64, AMPI_AT(log_interval), ampi_interval_words, 100, AMPI_STEPS},
     {"memory_interval", AMPI_I64, AMPI_AT(memory_interval), ampi_interval_words, 100, AMPI_STEPS},
     {"cleanup_interval", AMPI_I64, AMPI_AT(cleanup_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
-    {"numerics_interval", AMPI_I64, AMPI_AT(numerics_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
+    {"tensor_stats_interval", AMPI_I64, AMPI_AT(tensor_stats_interval), ampi_interval_words, AMP_INTERVAL_OFF, AMPI_STEPS},
     {"memory_warning", AMPI_REAL64, AMPI_AT(memory_warning), NULL, 0.9, AMPI_ABOVE_0, 1, "a number above 0, at most 1"},
     {"nan_action", AMPI_WORD, AMPI_AT(nan_action), ampi_action_words, AMP_NAN_SKIP, 0, 0, NULL},
     {"max_skips", AMPI_I32, AMPI_AT(max_skips), NULL, 25, 1, INT32_MAX, "a whole number from 1 to 2147483647"},
@@ -15904,10 +15904,10 @@ static int ampi_same_word(const char *word, const char *text, size_t n) {
 }
 
 /* The decimal point of the locale in force. */
-static const char *ampi_point(char room[16]) {
-    snprintf(room, 16, "%.1f", 0.5);
-    room[strlen(room) - 1] = 0;
-    return room + 1;
+static const char *ampi_point(char scratch[16]) {
+    snprintf(scratch, 16, "%.1f", 0.5);
+    scratch[strlen(scratch) - 1] = 0;
+    return scratch + 1;
 }
 
 /* [sign] digits [. digits] [e [sign] digits], with at least one digit before the e; whole: [sign] digits. */
@@ -15926,19 +15926,19 @@ static int ampi_is_number(const char *text, size_t n, int whole) {
 
 /* The same number in every locale; 0: none, or too large for an fp64. */
 static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
-    char copy[96], room[16], *end;
+    char copy[96], scratch[16], *end;
     const char *point = (const char *)memchr(text, '.', n);
     size_t before = point ? (size_t)(point - text) : n;
     if (n >= 64 || !ampi_is_number(text, n, whole)) return 0;
-    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(room) : "", point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
+    snprintf(copy, sizeof copy, "%.*s%s%.*s", (int)before, text, point ? ampi_point(scratch) : "", point ? (int)(n - before - 1) : 0, point ? point + 1 : "");
     *out = strtod(copy, &end);
     return *end == 0 && amp_is_finite_f64(out);
 }
 
 /* The shortest text that ampi_parse_number reads as this number, or as one that rounds to the same fp32. */
 static void ampi_number_text(double value, int single, char out[64]) {
-    char room[16], *at;
-    const char *point = ampi_point(room);
+    char scratch[16], *at;
+    const char *point = ampi_point(scratch);
     double back = 0;
     int digits;
     for (digits = 1; digits <= 17; digits++) {
@@ -16717,20 +16717,20 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
     return s.used;
 }
 
-AMP_API void amp_range_push(amp_context *amp, const char *name) {
+AMP_API void amp_profile_push(amp_context *amp, const char *name) {
     void *dev, *stream;
     const amp_backend *backend;
     if (amp == NULL || name == NULL) return;
     backend = ampi_backend(amp, &dev, &stream);
-    if (backend->range_push != NULL) backend->range_push(dev, name);
+    if (backend->profile_push != NULL) backend->profile_push(dev, name);
 }
 
-AMP_API void amp_range_pop(amp_context *amp) {
+AMP_API void amp_profile_pop(amp_context *amp) {
     void *dev, *stream;
     const amp_backend *backend;
     if (amp == NULL) return;
     backend = ampi_backend(amp, &dev, &stream);
-    if (backend->range_pop != NULL) backend->range_pop(dev);
+    if (backend->profile_pop != NULL) backend->profile_pop(dev);
 }
 
 /* ---- Monitor.  A step's record waits for its outcome, and for the events that measure it; lines wait for room on disk. */
@@ -16813,11 +16813,11 @@ AMPI_PRIVATE amp_result ampi_lines_write(amp_monitor *m, const char *function) {
 }
 
 /* A sheet for one more line, behind those that are kept. */
-AMPI_PRIVATE ampi_sheet ampi_line_room(const amp_monitor *m) {
+AMPI_PRIVATE ampi_sheet ampi_line_scratch(const amp_monitor *m) {
     return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
 }
 AMPI_PRIVATE ampi_sheet ampi_line_begin(const amp_monitor *m, const char *event) {
-    ampi_sheet s = ampi_line_room(m);
+    ampi_sheet s = ampi_line_scratch(m);
     ampi_json_open(&s, NULL);
     ampi_json_text(&s, "event", event);
     return s;
@@ -16867,23 +16867,23 @@ AMPI_PRIVATE amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
 /* ---- Time */
 
 AMPI_PRIVATE ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
-    return &m->marks[(m->first_mark + i) & (m->mark_room - 1)];
+    return &m->marks[(m->first_mark + i) & (m->mark_capacity - 1)];
 }
 
-/* Twice the room, with an event at each place.  The ring begins anew at 0; the places not in use move along. */
+/* Twice the capacity, with an event at each place.  The ring begins anew at 0; the places not in use move along. */
 AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
-    int64_t old = m->mark_room, room = old ? 2 * old : 64, i;
+    int64_t old = m->mark_capacity, capacity = old ? 2 * old : 64, i;
     ampi_mark *marks;
-    AMPI_TRY(ampi_alloc(s, "amp_monitor_phase", (void **)&marks, room, sizeof *marks));
-    for (i = 0; i < m->mark_room; i++) marks[i] = *ampi_mark_at(m, i);
-    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    AMPI_TRY(ampi_alloc(s, "amp_monitor_phase", (void **)&marks, capacity, sizeof *marks));
+    for (i = 0; i < m->mark_capacity; i++) marks[i] = *ampi_mark_at(m, i);
+    ampi_free(s, m->marks, m->mark_capacity, sizeof *m->marks);
     m->marks = marks;
-    m->mark_room = room;
+    m->mark_capacity = capacity;
     m->first_mark = 0;
-    for (i = old; i < room && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event));
+    for (i = old; i < capacity && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event));
     return AMP_OK;
 }
 
@@ -16891,7 +16891,7 @@ AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
 AMPI_PRIVATE amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
-    for (; m->n_marks >= 2; m->first_mark = (m->first_mark + 1) & (m->mark_room - 1), m->n_marks--) {
+    for (; m->n_marks >= 2; m->first_mark = (m->first_mark + 1) & (m->mark_capacity - 1), m->n_marks--) {
         const ampi_mark *from = ampi_mark_at(m, 0), *to = ampi_mark_at(m, 1);
         double seconds = 1e-9 * (double)(to->ns - from->ns);
         int32_t done = 1;
@@ -16913,7 +16913,7 @@ AMPI_PRIVATE amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     ampi_mark *mark;
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
-    if (m->n_marks == m->mark_room) AMPI_TRY(ampi_marks_grow(m));
+    if (m->n_marks == m->mark_capacity) AMPI_TRY(ampi_marks_grow(m));
     mark = ampi_mark_at(m, m->n_marks);
     if (mark->event != NULL) AMPI_TRY(backend->event_record(dev, mark->event, stream));
     mark->ns = s->clock_ns(s->user);
@@ -16932,7 +16932,7 @@ AMPI_PRIVATE amp_result ampi_time_begin(amp_monitor *m) {
 }
 
 AMPI_PRIVATE void ampi_range_end(amp_monitor *m) {
-    if (m->in_range) amp_range_pop(m->amp);
+    if (m->in_range) amp_profile_pop(m->amp);
     m->in_range = 0;
 }
 
@@ -16944,7 +16944,7 @@ AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
     if ((int)phase < 0 || phase >= AMP_PHASES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
     ampi_range_end(m);
-    if (phase != AMP_PHASE_OTHER) amp_range_push(m->amp, names[phase]);
+    if (phase != AMP_PHASE_OTHER) amp_profile_push(m->amp, names[phase]);
     m->in_range = phase != AMP_PHASE_OTHER;
     if (ampi_capture(m->amp) != NULL) return AMP_OK;
     if (!m->begun) m->n_marks = 0;
@@ -16954,25 +16954,25 @@ AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
 
 /* ---- Records */
 
-AMPI_PRIVATE const char *ampi_trouble_name(amp_trouble trouble) {
+AMPI_PRIVATE const char *ampi_anomaly_name(amp_anomaly anomaly) {
     static const char *const names[] = {NULL, "loss", "gradients", "floor", "skips"};
-    return names[trouble];
+    return names[anomaly];
 }
 
-AMPI_PRIVATE amp_trouble ampi_trouble_of(const amp_monitor *m, const amp_step_record *r, int read) {
-    const amp_outcome *o = &r->outcome;
+AMPI_PRIVATE amp_anomaly ampi_anomaly_of(const amp_monitor *m, const amp_step_record *r, int read) {
+    const amp_step_result *o = &r->outcome;
     int scales = m->desc.scaler != NULL && !m->desc.scaler->desc.disable && !m->desc.scaler->desc.frozen;
-    if (read && !amp_is_finite_f64(&r->loss)) return AMP_TROUBLE_LOSS;
-    if (!scales && (!o->applied || o->first_bad != NULL || !amp_is_finite_f32(&o->norm))) return AMP_TROUBLE_GRADIENTS;
-    if (o->at_floor) return AMP_TROUBLE_FLOOR;
-    return o->consecutive_skips >= m->desc.max_skips ? AMP_TROUBLE_SKIPS : AMP_TROUBLE_NONE;
+    if (read && !amp_is_finite_f64(&r->loss)) return AMP_ANOMALY_LOSS;
+    if (!scales && (!o->applied || o->first_bad != NULL || !amp_is_finite_f32(&o->norm))) return AMP_ANOMALY_GRADIENTS;
+    if (o->at_floor) return AMP_ANOMALY_FLOOR;
+    return o->consecutive_skips >= m->desc.max_skips ? AMP_ANOMALY_SKIPS : AMP_ANOMALY_NONE;
 }
 
-AMPI_PRIVATE void ampi_trouble_log(const amp_monitor *m, const amp_step_record *r) {
+AMPI_PRIVATE void ampi_anomaly_log(const amp_monitor *m, const amp_step_record *r) {
     static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
                                         "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
     ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->outcome.step,
-             words[r->trouble], r->outcome.first_bad ? ", first in " : "", r->outcome.first_bad ? r->outcome.first_bad : "",
+             words[r->anomaly], r->outcome.first_bad ? ", first in " : "", r->outcome.first_bad ? r->outcome.first_bad : "",
              (long long)r->outcome.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
 }
 
@@ -16985,7 +16985,7 @@ AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *
 }
 
 AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
-    const amp_outcome *o = &r->outcome;
+    const amp_step_result *o = &r->outcome;
     ampi_sheet s = ampi_line_begin(m, "step");
     ampi_json_integer(&s, "step", o->step);
     ampi_json_integer(&s, "epoch", r->epoch);
@@ -17004,7 +17004,7 @@ AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int r
         ampi_json_integer(&s, "reserved", r->memory.reserved);
         ampi_json_integer(&s, "peak", r->memory.peak);
     }
-    if (r->trouble != AMP_TROUBLE_NONE) ampi_json_text(&s, "trouble", ampi_trouble_name(r->trouble));
+    if (r->anomaly != AMP_ANOMALY_NONE) ampi_json_text(&s, "anomaly", ampi_anomaly_name(r->anomaly));
     if (o->first_bad != NULL) ampi_json_text(&s, "first_bad", o->first_bad);
     ampi_json_close(&s);
     ampi_line_end(m, &s);
@@ -17021,7 +17021,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     int p;
     t->steps++;
     t->skipped += !r->outcome.applied;
-    t->troubles += r->trouble != AMP_TROUBLE_NONE;
+    t->anomalies += r->anomaly != AMP_ANOMALY_NONE;
     t->tokens += r->tokens;
     t->dtypes[r->dtype]++;
     for (p = 0; p < AMP_PHASES; p++) t->phase_seconds[p] += r->phase_seconds[p];
@@ -17031,7 +17031,7 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
 }
 
 /* Makes the record of a step: its outcome has come. */
-AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_outcome *outcome) {
+AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_step_result *outcome) {
     int64_t interval = m->desc.log_interval;
     amp_step_record *r;
     if (m->n_records == AMP_OUTCOMES) { m->first_record++; m->n_records--; }
@@ -17047,14 +17047,14 @@ AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const a
     memcpy(r->phase_seconds, note->phase_seconds, sizeof r->phase_seconds);
     r->seconds = ampi_sum_phases(r->phase_seconds);
     r->tokens_per_second = r->seconds > 0 ? (double)r->tokens / r->seconds : 0;
-    r->trouble = ampi_trouble_of(m, r, note->read);
-    if (r->trouble != AMP_TROUBLE_NONE) {
+    r->anomaly = ampi_anomaly_of(m, r, note->read);
+    if (r->anomaly != AMP_ANOMALY_NONE) {
         r->action = m->desc.nan_action;
-        ampi_trouble_log(m, r);
+        ampi_anomaly_log(m, r);
     }
     ampi_tally_step(&m->epoch, r);
     if (!m->open) return;
-    if (r->trouble == AMP_TROUBLE_NONE && outcome->applied && (interval < 1 || outcome->step % interval != 0)) return;
+    if (r->anomaly == AMP_ANOMALY_NONE && outcome->applied && (interval < 1 || outcome->step % interval != 0)) return;
     ampi_step_line(m, r, note->read);
 }
 
@@ -17066,7 +17066,7 @@ AMPI_PRIVATE const ampi_note *ampi_note_find(const amp_monitor *m, int64_t numbe
 }
 
 /* 1: outcome `number`, the next one that is due, and the times of its step are there. */
-AMPI_PRIVATE int ampi_outcome_here(amp_monitor *m, int64_t number) {
+AMPI_PRIVATE int ampi_result_here(amp_monitor *m, int64_t number) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     int64_t step;
@@ -17079,13 +17079,13 @@ AMPI_PRIVATE int ampi_outcome_here(amp_monitor *m, int64_t number) {
 AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_optimizer *o = m->desc.optimizer;
     const ampi_note *note;
-    amp_outcome outcome;
+    amp_step_result outcome;
     int64_t number, step;
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
-    while ((number = ampi_outcome_due(o)) != 0 && (wait || ampi_outcome_here(m, number))) {
+    while ((number = ampi_result_due(o)) != 0 && (wait || ampi_result_here(m, number))) {
         note = ampi_note_find(m, number, &step);
         if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the outcome has come, too */
-        if (!amp_outcome_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
+        if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         if (note == NULL) continue;
         ampi_record_add(m, note, &outcome);
         m->taken = step + 1;
@@ -17164,7 +17164,7 @@ AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
 }
 
 AMPI_PRIVATE amp_result ampi_monitor_take_all(amp_monitor *m) {
-    AMPI_TRY(amp_outcome_flush(m->desc.optimizer));
+    AMPI_TRY(amp_step_result_flush(m->desc.optimizer));
     return ampi_records_take(m, 1);
 }
 
@@ -17185,7 +17185,7 @@ AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write", "\"%.40s\" must be one JSON object on one line of at most %d bytes",
                          json, AMPI_LINE_BYTES - 1);
     if (!m->open) return AMP_OK;
-    s = ampi_line_room(m);
+    s = ampi_line_scratch(m);
     ampi_print(&s, "%s", json);
     ampi_line_end(m, &s);
     return ampi_lines_write(m, "amp_monitor_write");
@@ -17200,7 +17200,7 @@ AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
     r->epoch = t->epochs;
     r->steps = t->steps;
     r->skipped = t->skipped;
-    r->troubles = t->troubles;
+    r->anomalies = t->anomalies;
     r->loss = t->losses > 0 ? t->loss / (double)t->losses : ampi_f64_of_bits(AMPI_NAN);
     r->seconds = seconds / n;
     for (p = 0; p < AMP_PHASES; p++) r->phase_seconds[p] = t->phase_seconds[p] / n;
@@ -17214,7 +17214,7 @@ AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
 AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double loss) {
     int p;
     sum->epochs++;
-    sum->steps += t->steps; sum->skipped += t->skipped; sum->troubles += t->troubles; sum->tokens += t->tokens;
+    sum->steps += t->steps; sum->skipped += t->skipped; sum->anomalies += t->anomalies; sum->tokens += t->tokens;
     sum->peak = AMPI_MAX(sum->peak, t->peak);
     for (p = 0; p < AMP_PHASES; p++) sum->phase_seconds[p] += t->phase_seconds[p];
     for (p = 0; p <= AMP_TF32; p++) sum->dtypes[p] += t->dtypes[p];
@@ -17228,7 +17228,7 @@ AMPI_PRIVATE void ampi_epoch_line(amp_monitor *m, const amp_epoch_record *r) {
     ampi_json_integer(&s, "epoch", r->epoch);
     ampi_json_integer(&s, "steps", r->steps);
     ampi_json_integer(&s, "skipped", r->skipped);
-    ampi_json_integer(&s, "troubles", r->troubles);
+    ampi_json_integer(&s, "anomalies", r->anomalies);
     ampi_json_number(&s, "loss", r->loss);
     ampi_json_text(&s, "dtype", amp_dtype_name(r->dtype));
     ampi_json_number(&s, "tokens_per_s", r->tokens_per_second);
@@ -17342,8 +17342,8 @@ AMPI_PRIVATE void ampi_monitor_free(amp_monitor *m) {
     int64_t i;
     int error = m->open ? ampi_file_close(s, m->file) : 0;
     if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
-    for (i = 0; i < m->mark_room; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
-    ampi_free(s, m->marks, m->mark_room, sizeof *m->marks);
+    for (i = 0; i < m->mark_capacity; i++) if (m->marks[i].event != NULL) backend->event_destroy(dev, m->marks[i].event);
+    ampi_free(s, m->marks, m->mark_capacity, sizeof *m->marks);
     ampi_free(s, m->lines, AMPI_LINE_BYTES, 1);
     ampi_free(s, m->text, m->text_bytes, 1);
     ampi_object_let_go(&m->desc.optimizer->object);
@@ -17403,22 +17403,22 @@ AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_des
 
 /* ---- Numerics */
 
-struct amp_numerics {
+struct amp_tensor_stats {
     ampi_object object;
     amp_context *amp;
-    amp_numerics_desc desc;         /* effective */
+    amp_tensor_stats_desc desc;         /* effective */
     int64_t n, gradients, weights;  /* rows: gradients, weights, ranges */
     amp_k_tensor *table, *on_device;
     amp_k_inspected *found, *found_on_device;
     amp_param **params;             /* of the gradients */
-    amp_numerics_row *rows;
+    amp_tensor_stats_row *rows;
     const char **names; char *text; int64_t text_bytes;     /* of ranges, copied */
     int64_t calls;
-    amp_numerics_report report;     /* of the last time */
+    amp_tensor_stats_report report;     /* of the last time */
 };
 
-AMPI_PRIVATE void ampi_numerics_stop(ampi_object *object) {
-    amp_numerics *m = (amp_numerics *)(void *)object;
+AMPI_PRIVATE void ampi_tensor_stats_stop(ampi_object *object) {
+    amp_tensor_stats *m = (amp_tensor_stats *)(void *)object;
     const amp_system *s = ampi_context_system(m->amp);
     amp_free(m->amp, m->on_device);
     amp_free(m->amp, m->found_on_device);
@@ -17430,10 +17430,10 @@ AMPI_PRIVATE void ampi_numerics_stop(ampi_object *object) {
     ampi_free(s, m->text, m->text_bytes, 1);
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
-AMP_API void amp_numerics_destroy(amp_numerics *numerics) { if (numerics != NULL) ampi_object_destroy(&numerics->object); }
+AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *numerics) { if (numerics != NULL) ampi_object_destroy(&numerics->object); }
 
-AMPI_PRIVATE amp_result ampi_numerics_check(const amp_context *amp, const amp_numerics_desc *d, int64_t *gradients) {
-    const char *f = "amp_numerics_create";
+AMPI_PRIVATE amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tensor_stats_desc *d, int64_t *gradients) {
+    const char *f = "amp_tensor_stats_create";
     if (d->n_params < 0 || d->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
                          (long long)AMPI_MIN(d->n_params, d->n_ranges));
@@ -17450,7 +17450,7 @@ AMPI_PRIVATE amp_result ampi_numerics_check(const amp_context *amp, const amp_nu
     return ampi_check_all_known(amp, f, d->params, d->n_params);
 }
 
-AMPI_PRIVATE void ampi_numerics_row(amp_numerics *m, int64_t i, const char *name, int gradient, void *data,
+AMPI_PRIVATE void ampi_tensor_stats_row(amp_tensor_stats *m, int64_t i, const char *name, int gradient, void *data,
                                     amp_dtype dtype, int64_t count) {
     m->table[i].grad = data;
     m->table[i].grad_dtype = dtype;
@@ -17460,27 +17460,27 @@ AMPI_PRIVATE void ampi_numerics_row(amp_numerics *m, int64_t i, const char *name
     m->rows[i].gradient = gradient;
 }
 
-AMPI_PRIVATE amp_result ampi_numerics_fill(amp_numerics *m) {
-    const amp_numerics_desc *d = &m->desc;
+AMPI_PRIVATE amp_result ampi_tensor_stats_fill(amp_tensor_stats *m) {
+    const amp_tensor_stats_desc *d = &m->desc;
     int64_t i, g = 0;
     for (i = 0; i < d->n_params; i++) {
         amp_param *p = &d->params[i];
-        ampi_numerics_row(m, m->gradients + i, p->name, 0, p->weight.data, p->weight.dtype, amp_tensor_count(&p->weight));
+        ampi_tensor_stats_row(m, m->gradients + i, p->name, 0, p->weight.data, p->weight.dtype, amp_tensor_count(&p->weight));
         if (p->grad.data == NULL) continue;
         m->params[g] = p;
-        ampi_numerics_row(m, g++, p->name, 1, p->grad.data, p->grad.dtype, amp_tensor_count(&p->grad));
+        ampi_tensor_stats_row(m, g++, p->name, 1, p->grad.data, p->grad.dtype, amp_tensor_count(&p->grad));
     }
     for (i = 0; i < d->n_ranges; i++) m->names[i] = d->ranges[i].name;
-    AMPI_TRY(ampi_copy_texts(m->amp, "amp_numerics_create", m->names, d->n_ranges, &m->text, &m->text_bytes));
+    AMPI_TRY(ampi_copy_texts(m->amp, "amp_tensor_stats_create", m->names, d->n_ranges, &m->text, &m->text_bytes));
     for (i = 0; i < d->n_ranges; i++)
-        ampi_numerics_row(m, m->gradients + m->weights + i, m->names[i] ? m->names[i] : "range", 0, d->ranges[i].data,
+        ampi_tensor_stats_row(m, m->gradients + m->weights + i, m->names[i] ? m->names[i] : "range", 0, d->ranges[i].data,
                           d->ranges[i].dtype, d->ranges[i].count);
     return ampi_send(m->amp, m->on_device, m->table, (size_t)m->n * sizeof *m->table);
 }
 
-AMPI_PRIVATE amp_result ampi_numerics_memory(amp_numerics *m) {
+AMPI_PRIVATE amp_result ampi_tensor_stats_memory(amp_tensor_stats *m) {
     const amp_system *s = ampi_context_system(m->amp);
-    const char *f = "amp_numerics_create";
+    const char *f = "amp_tensor_stats_create";
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->table, m->n, sizeof *m->table));
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->found, m->n, sizeof *m->found));
     AMPI_TRY(ampi_alloc(s, f, (void **)&m->params, m->n, sizeof *m->params));
@@ -17490,38 +17490,38 @@ AMPI_PRIVATE amp_result ampi_numerics_memory(amp_numerics *m) {
     return amp_alloc(m->amp, (void **)&m->found_on_device, m->n * (int64_t)sizeof *m->found);
 }
 
-AMPI_PRIVATE amp_result ampi_numerics_create(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) {
-    amp_numerics_desc d;
-    amp_numerics *m;
+AMPI_PRIVATE amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc, uint64_t abi) {
+    amp_tensor_stats_desc d;
+    amp_tensor_stats *m;
     amp_result r;
     int64_t gradients;
-    AMPI_TRY(ampi_check_abi("amp_numerics_create", abi, AMP_ABI(amp_numerics_desc)));
+    AMPI_TRY(ampi_check_abi("amp_tensor_stats_create", abi, AMP_ABI(amp_tensor_stats_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_numerics_create", "amp, out or desc is NULL");
+        return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_create", "amp, out or desc is NULL");
     d = *desc;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
     if (d.interval == 0) d.interval = 100;
-    AMPI_TRY(ampi_numerics_check(amp, &d, &gradients));
-    AMPI_TRY(ampi_object_create(amp, "amp_numerics_create", (void **)&m, sizeof *m, "numerics", ampi_numerics_stop));
+    AMPI_TRY(ampi_tensor_stats_check(amp, &d, &gradients));
+    AMPI_TRY(ampi_object_create(amp, "amp_tensor_stats_create", (void **)&m, sizeof *m, "numerics", ampi_tensor_stats_stop));
     m->amp = amp;
     m->desc = d;
     if (d.scaler != NULL) ampi_object_hold(&d.scaler->object);
     m->gradients = gradients;
     m->weights = d.n_params;
     m->n = gradients + d.n_params + d.n_ranges;
-    r = ampi_numerics_memory(m);
-    if (r == AMP_OK) r = ampi_numerics_fill(m);
-    if (r != AMP_OK) { amp_numerics_destroy(m); return r; }
+    r = ampi_tensor_stats_memory(m);
+    if (r == AMP_OK) r = ampi_tensor_stats_fill(m);
+    if (r != AMP_OK) { amp_tensor_stats_destroy(m); return r; }
     ampi_object_enlist(&m->object, m->rows[0].name);
     *out = m;
     return AMP_OK;
 }
-AMP_API amp_result amp_numerics_create_v(amp_context *amp, amp_numerics **out, const amp_numerics_desc *desc, uint64_t abi) {
-    return ampi_as("amp_numerics_create", ampi_numerics_create(amp, out, desc, abi));
+AMP_API amp_result amp_tensor_stats_create_v(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc, uint64_t abi) {
+    return ampi_as("amp_tensor_stats_create", ampi_tensor_stats_create(amp, out, desc, abi));
 }
 
-AMPI_PRIVATE amp_result ampi_numerics_look(amp_numerics *m) {
+AMPI_PRIVATE amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     amp_k_inspect args;
@@ -17537,7 +17537,7 @@ AMPI_PRIVATE amp_result ampi_numerics_look(amp_numerics *m) {
     return ampi_fetch(m->amp, m->found, m->found_on_device, (size_t)m->n * sizeof *m->found);
 }
 
-AMPI_PRIVATE void ampi_numerics_shares(amp_numerics_row *row, const amp_k_tensor *tensor, const amp_k_inspected *k) {
+AMPI_PRIVATE void ampi_tensor_stats_shares(amp_tensor_stats_row *row, const amp_k_tensor *tensor, const amp_k_inspected *k) {
     double values = (double)AMPI_MAX(k->nonzero, (int64_t)1);
     row->largest = k->largest;
     row->count = tensor->live ? tensor->count : 0;
@@ -17549,11 +17549,11 @@ AMPI_PRIVATE void ampi_numerics_shares(amp_numerics_row *row, const amp_k_tensor
     row->saturation = (double)k->saturated / values;
 }
 
-/* ---- The remedy: see amp_remedy */
+/* ---- The recommendation: see amp_recommendation */
 
 typedef struct ampi_fitting {
-    const amp_numerics_row *over, *under, *bad, *look;      /* the worst gradient of each kind, ... */
-    const amp_numerics_row *wide;   /* ... what else overflows, most; any row; NULL: none */
+    const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradient of each kind, ... */
+    const amp_tensor_stats_row *wide;   /* ... what else overflows, most; any row; NULL: none */
     double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
     int64_t gradients, misfits, others, wide_ones;          /* gradients there are, those that do not fit; the same of the rest */
     float scale, floor, ceiling, wanted;
@@ -17569,7 +17569,7 @@ AMPI_PRIVATE double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bi
 /* Why AMP_UNDERFLOW_SHARE is 1%: what underflows are the smallest, so at 1% they are less than 1% of the sum of
    magnitudes, which is what bf16's roundoff (0.4%) makes of every sum anyway; networks were found to train with 5% of their
    gradients' values lost, and not with 31% (Micikevicius et al. 2018). */
-AMPI_PRIVATE void ampi_fit_gradient(const amp_numerics *m, const amp_numerics_row *row, ampi_fitting *f) {
+AMPI_PRIVATE void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
     if (row->count == 0) return;
     f->gradients++;
@@ -17581,7 +17581,7 @@ AMPI_PRIVATE void ampi_fit_gradient(const amp_numerics *m, const amp_numerics_ro
 }
 
 /* What is infinite in fp32's range was not made so by a narrower format. */
-AMPI_PRIVATE void ampi_fit_other(const amp_numerics *m, const amp_numerics_row *row, ampi_fitting *f) {
+AMPI_PRIVATE void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     amp_dtype dtype = m->table[row - m->rows].grad_dtype;
     if (row->count == 0) return;
     f->others++;
@@ -17591,7 +17591,7 @@ AMPI_PRIVATE void ampi_fit_other(const amp_numerics *m, const amp_numerics_row *
     if (f->wide == NULL || row->overflow > f->wide->overflow) f->wide = row;
 }
 
-AMPI_PRIVATE amp_result ampi_fit_scale(const amp_numerics *m, ampi_fitting *f) {
+AMPI_PRIVATE amp_result ampi_fit_scale(const amp_tensor_stats *m, ampi_fitting *f) {
     amp_scaler *scaler = ampi_enabled(m->desc.scaler);
     amp_k_scaler state;
     f->scale = f->floor = 1;
@@ -17605,51 +17605,51 @@ AMPI_PRIVATE amp_result ampi_fit_scale(const amp_numerics *m, ampi_fitting *f) {
 }
 
 /* The power of two that leaves two bits above the largest gradient. */
-AMPI_PRIVATE float ampi_wanted_scale(const amp_numerics *m, const ampi_fitting *f) {
+AMPI_PRIVATE float ampi_wanted_scale(const amp_tensor_stats *m, const ampi_fitting *f) {
     double wanted = (double)f->scale * ampi_largest_of(m->desc.dtype) / 4 / f->largest;
     if (!(f->largest > 0)) return f->scale;
     return (float)ampi_power_below(AMPI_MIN(wanted, (double)f->ceiling));
 }
 
-AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_remedy_is(amp_numerics_report *r, amp_remedy remedy, const amp_numerics_row *worst, const char *format, ...) {
+AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_recommendation recommendation, const amp_tensor_stats_row *worst, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(r->text, sizeof r->text, format, args);
     va_end(args);
-    r->remedy = remedy;
+    r->recommendation = recommendation;
     r->worst = worst ? worst->name : NULL;
 }
 
 /* `worst` does not fit, and no scale helps: `few` of `all` tensors. */
-AMPI_PRIVATE void ampi_remedy_format(amp_numerics *m, const amp_numerics_row *worst, int64_t few, int64_t all) {
+AMPI_PRIVATE void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_row *worst, int64_t few, int64_t all) {
     const char *format = amp_dtype_name(m->desc.dtype), *what = worst->overflow > 0 ? "overflow" : "underflow";
     double share = 100 * (worst->overflow > 0 ? worst->overflow : worst->underflow);
     if (4 * few < all || m->desc.dtype == AMP_BF16)
-        ampi_remedy_is(&m->report, AMP_REMEDY_LAYER_FP32, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever "
+        ampi_recommend_is(&m->report, AMP_RECOMMEND_LAYER_FP32, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever "
                     "the scale: compute such layers in fp32, amp_layer_override(amp, \"%s\", AMP_F32)", share, worst->name,
                     worst->gradient ? "'s gradient" : "", what, format, (long long)few, (long long)all, worst->name);
     else
-        ampi_remedy_is(&m->report, AMP_REMEDY_BF16, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever the "
+        ampi_recommend_is(&m->report, AMP_RECOMMEND_BF16, worst, "%.3g%% of %s%s %s in %s, as in %lld of %lld tensors, whatever the "
                     "scale: bf16 has the range", share, worst->name, worst->gradient ? "'s gradient" : "", what, format,
                     (long long)few, (long long)all);
 }
 
-AMPI_PRIVATE void ampi_remedy_scale(amp_numerics *m, const ampi_fitting *f) {
-    amp_numerics_report *r = &m->report;
+AMPI_PRIVATE void ampi_recommend_scale(amp_tensor_stats *m, const ampi_fitting *f) {
+    amp_tensor_stats_report *r = &m->report;
     const char *format = amp_dtype_name(m->desc.dtype);
     r->wanted_scale = f->wanted;
     if (f->over != NULL || f->bad != NULL)
-        ampi_remedy_is(r, AMP_REMEDY_LOWER_SCALE, f->over ? f->over : f->bad, "%s's gradient overflows in %s at scale %g and fits "
+        ampi_recommend_is(r, AMP_RECOMMEND_LOWER_SCALE, f->over ? f->over : f->bad, "%s's gradient overflows in %s at scale %g and fits "
                     "at %g: lower the scale, amp_scaler_set_scale", (f->over ? f->over : f->bad)->name, format,
                     (double)f->scale, (double)f->wanted);
     else
-        ampi_remedy_is(r, AMP_REMEDY_RAISE_SCALE, f->under, "%.3g%% of %s's gradient becomes 0 in %s at scale %g, and %g would still "
+        ampi_recommend_is(r, AMP_RECOMMEND_RAISE_SCALE, f->under, "%.3g%% of %s's gradient becomes 0 in %s at scale %g, and %g would still "
                     "leave room: %s", 100 * f->under->underflow, f->under->name, format, (double)f->scale, (double)f->wanted,
                     ampi_enabled(m->desc.scaler) ? "raise the scale, amp_scaler_set_scale" : "train with a loss scaler");
 }
 
-AMPI_PRIVATE amp_result ampi_numerics_judge(amp_numerics *m) {
-    amp_numerics_report *r = &m->report;
+AMPI_PRIVATE amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
+    amp_tensor_stats_report *r = &m->report;
     ampi_fitting f;
     int64_t i;
     int lower, raise;
@@ -17663,52 +17663,52 @@ AMPI_PRIVATE amp_result ampi_numerics_judge(amp_numerics *m) {
     raise = f.wanted > f.scale;
     r->wanted_scale = 0;
     if (f.look != NULL || ((f.bad != NULL || (f.over != NULL && f.over->infinite > 0)) && (!lower || m->desc.dtype == AMP_BF16))) {
-        const amp_numerics_row *worst = f.look ? f.look : f.bad ? f.bad : f.over;
-        ampi_remedy_is(r, AMP_REMEDY_LOOK, worst, "%s%s has %lld NaN and %lld infinities that no smaller scale or wider format "
+        const amp_tensor_stats_row *worst = f.look ? f.look : f.bad ? f.bad : f.over;
+        ampi_recommend_is(r, AMP_RECOMMEND_LOOK, worst, "%s%s has %lld NaN and %lld infinities that no smaller scale or wider format "
                     "prevents: look at the data, the learning rate, divisions and logarithms", worst->name,
                     worst->gradient ? "'s gradient" : "", (long long)worst->nan, (long long)worst->infinite);
-    } else if ((f.over != NULL || f.bad != NULL) && f.under == NULL && lower) ampi_remedy_scale(m, &f);
-    else if (f.over == NULL && f.under != NULL && raise) ampi_remedy_scale(m, &f);
-    else if (f.over != NULL || f.under != NULL) ampi_remedy_format(m, f.over ? f.over : f.under, f.misfits, f.gradients);
-    else if (f.wide != NULL) ampi_remedy_format(m, f.wide, f.wide_ones, f.others);
-    else ampi_remedy_is(r, AMP_REMEDY_NONE, NULL, "all tensors fit %s", amp_dtype_name(m->desc.dtype));
-    if (r->remedy != AMP_REMEDY_LOWER_SCALE && r->remedy != AMP_REMEDY_RAISE_SCALE) r->wanted_scale = 0;
+    } else if ((f.over != NULL || f.bad != NULL) && f.under == NULL && lower) ampi_recommend_scale(m, &f);
+    else if (f.over == NULL && f.under != NULL && raise) ampi_recommend_scale(m, &f);
+    else if (f.over != NULL || f.under != NULL) ampi_recommend_format(m, f.over ? f.over : f.under, f.misfits, f.gradients);
+    else if (f.wide != NULL) ampi_recommend_format(m, f.wide, f.wide_ones, f.others);
+    else ampi_recommend_is(r, AMP_RECOMMEND_NONE, NULL, "all tensors fit %s", amp_dtype_name(m->desc.dtype));
+    if (r->recommendation != AMP_RECOMMEND_LOWER_SCALE && r->recommendation != AMP_RECOMMEND_RAISE_SCALE) r->wanted_scale = 0;
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_numerics_step(amp_numerics *numerics, amp_numerics_report *out) {
-    amp_numerics *m = numerics;
+AMPI_PRIVATE amp_result ampi_tensor_stats_step(amp_tensor_stats *numerics, amp_tensor_stats_report *out) {
+    amp_tensor_stats *m = numerics;
     int64_t i;
-    if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_numerics_step", "numerics or out is NULL");
-    AMPI_TRY(ampi_alive(&numerics->object, "amp_numerics_step"));
-    if (numerics->desc.scaler != NULL) AMPI_TRY(ampi_alive(&numerics->desc.scaler->object, "amp_numerics_step"));
+    if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_step", "numerics or out is NULL");
+    AMPI_TRY(ampi_alive(&numerics->object, "amp_tensor_stats_step"));
+    if (numerics->desc.scaler != NULL) AMPI_TRY(ampi_alive(&numerics->desc.scaler->object, "amp_tensor_stats_step"));
     AMPI_TRY(ampi_may_wait(m->amp));
     m->report.due = m->calls % m->desc.interval == 0;
     if (m->report.due) {
-        AMPI_TRY(ampi_numerics_look(m));
+        AMPI_TRY(ampi_tensor_stats_look(m));
         m->report.first_bad = NULL;
         for (i = 0; i < m->n; i++) {
-            ampi_numerics_shares(&m->rows[i], &m->table[i], &m->found[i]);
+            ampi_tensor_stats_shares(&m->rows[i], &m->table[i], &m->found[i]);
             if (m->rows[i].nan + m->rows[i].infinite > 0 && m->report.first_bad == NULL) m->report.first_bad = m->rows[i].name;
         }
         m->report.rows = m->rows;
         m->report.n_rows = m->n;
-        AMPI_TRY(ampi_numerics_judge(m));
+        AMPI_TRY(ampi_tensor_stats_judge(m));
     }
     m->report.step = ++m->calls;
     *out = m->report;
     return AMP_OK;
 }
-AMP_API amp_result amp_numerics_step(amp_numerics *numerics, amp_numerics_report *out) { return ampi_as("amp_numerics_step", ampi_numerics_step(numerics, out)); }
+AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *numerics, amp_tensor_stats_report *out) { return ampi_as("amp_tensor_stats_step", ampi_tensor_stats_step(numerics, out)); }
 
-AMP_API size_t amp_numerics_text(const amp_numerics_report *report, char *text, size_t size) {
+AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
     if (report == NULL) return 0;
     ampi_print(&sheet, "step %lld: %s\n%-36s %-8s %10s %9s %9s %9s %9s %8s %8s\n", (long long)report->step,
                report->text, "tensor", "", "largest", "underflow", "subnormal", "last bin.", "overflow", "infinite", "NaN");
     for (i = 0; i < report->n_rows; i++) {
-        const amp_numerics_row *r = &report->rows[i];
+        const amp_tensor_stats_row *r = &report->rows[i];
         ampi_print(&sheet, "%-36s %-8s %10.3g %8.2f%% %8.2f%% %8.2f%% %8.2f%% %8lld %8lld\n", r->name ? r->name : "range",
                    r->gradient ? "gradient" : "", (double)r->largest, 100 * r->underflow, 100 * r->subnormal,
                    100 * r->saturation, 100 * r->overflow, (long long)r->infinite, (long long)r->nan);
@@ -17738,7 +17738,7 @@ typedef struct ampi_verifier {
     amp_context *amp;
     const amp_verify_desc *desc;
     ampi_keep *keep;
-    ampi_verify_tensor *tensors; int64_t n, n_room;
+    ampi_verify_tensor *tensors; int64_t n, n_capacity;
     char *reference; int64_t bytes;
     char *stage;                    /* 8 bytes for each element */
     float scale, own_scale;         /* the loss scale of all runs, 0: the scaler's own; and that */
@@ -17845,7 +17845,7 @@ AMPI_PRIVATE double ampi_square(double x) { return x * x; }
 
 /* Adds n elements to a tensor's difference; those that are not finite are marked and left out. */
 AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
-    float a_room[AMPI_MULTI_BLOCK], b_room[AMPI_MULTI_BLOCK];
+    float a_scratch[AMPI_MULTI_BLOCK], b_scratch[AMPI_MULTI_BLOCK];
     amp_cpu_path path = ampi_cpu_best_path();
     double sum = 0, a64, b64;
     int64_t i, k, m;
@@ -17859,8 +17859,8 @@ AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, cons
     } else for (k = 0; k < n; k += m) {
         const float *a, *b;
         m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
-        a = ampi_row_in(ampi_at(x, t->dtype, k), t->dtype, m, a_room, path);
-        b = ampi_row_in(ampi_at(reference, t->dtype, k), t->dtype, m, b_room, path);
+        a = ampi_row_in(ampi_at(x, t->dtype, k), t->dtype, m, a_scratch, path);
+        b = ampi_row_in(ampi_at(reference, t->dtype, k), t->dtype, m, b_scratch, path);
         for (i = 0; i < m; i++)
             if (amp_is_finite_f32(&a[i])) sum += ampi_square((double)a[i] - (double)b[i]);
             else t->bad = 1;
@@ -18090,8 +18090,8 @@ AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
     const amp_verify_desc *d = v->desc;
     int64_t i;
-    v->n_room = d->n_params + d->n_outputs;
-    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->tensors, v->n_room, sizeof *v->tensors));
+    v->n_capacity = d->n_params + d->n_outputs;
+    AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->tensors, v->n_capacity, sizeof *v->tensors));
     for (i = 0; i < d->n_outputs; i++)
         ampi_verify_add(v, d->outputs[i].name, 0, d->outputs[i].data, d->outputs[i].dtype, d->outputs[i].count);
     for (i = 0; i < d->n_params; i++) {
@@ -18139,7 +18139,7 @@ AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_des
     ampi_keep_destroy(v.keep);
     ampi_free(ampi_context_system(amp), v.stage, AMPI_VERIFY_STAGE, 8);
     ampi_free(ampi_context_system(amp), v.reference, v.bytes, 1);
-    ampi_free(ampi_context_system(amp), v.tensors, v.n_room, sizeof *v.tensors);
+    ampi_free(ampi_context_system(amp), v.tensors, v.n_capacity, sizeof *v.tensors);
     if (r == AMP_OK) r = restored;
     if (r == AMP_OK) *out = report;
     return r;
@@ -18166,13 +18166,13 @@ AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size
     return sheet.used;
 }
 
-AMPI_PRIVATE const char *ampi_place_word(amp_place place) {
+AMPI_PRIVATE const char *ampi_memory_kind_word(amp_memory_kind place) {
     switch (place) {
-        case AMP_PLACE_HOST: return "pageable memory of the host";
-        case AMP_PLACE_PINNED: return "pinned memory of the host";
-        case AMP_PLACE_DEVICE: return "memory of this device";
-        case AMP_PLACE_OTHER_DEVICE: return "memory of another device";
-        case AMP_PLACE_MANAGED: return "managed memory";
+        case AMP_MEMORY_HOST: return "pageable memory of the host";
+        case AMP_MEMORY_PINNED: return "pinned memory of the host";
+        case AMP_MEMORY_DEVICE: return "memory of this device";
+        case AMP_MEMORY_OTHER_DEVICE: return "memory of another device";
+        case AMP_MEMORY_MANAGED: return "managed memory";
         default: return "memory that nobody knows";
     }
 }
@@ -18187,15 +18187,15 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
     backend = ampi_backend(amp, &dev, &stream);
     for (i = 0; i < n; i++) {
         const char *name = ranges[i].name ? ranges[i].name : "range";
-        amp_place place;
+        amp_memory_kind place;
         if (ranges[i].count == 0) continue;
         if (ranges[i].data == NULL || ranges[i].count < 0)
             return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
-        AMPI_TRY(ampi_as(f, backend->place(dev, ranges[i].data, &place)));
-        if (place == AMP_PLACE_UNKNOWN || place == AMP_PLACE_OTHER_DEVICE || (place == AMP_PLACE_HOST && !backend->host_visible))
+        AMPI_TRY(ampi_as(f, backend->memory_kind(dev, ranges[i].data, &place)));
+        if (place == AMP_MEMORY_UNKNOWN || place == AMP_MEMORY_OTHER_DEVICE || (place == AMP_MEMORY_HOST && !backend->host_visible))
             return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, lies in %s, where kernels of this context cannot read it: take "
-                             "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_place_word(place));
-        if (place == AMP_PLACE_PINNED && !backend->host_visible)
+                             "memory from amp_alloc, and amp_copy it there", name, (long long)i, ampi_memory_kind_word(place));
+        if (place == AMP_MEMORY_PINNED && !backend->host_visible)
             ampi_log(amp, AMP_LOG_WARNING, 1306, "%s lies in pinned memory of the host: kernels read it over the bus", name);
     }
     return AMP_OK;
@@ -18258,7 +18258,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_functi
 
 AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output) {
     const amp_range *y = &c->desc->outputs[output];
-    float room[AMPI_MULTI_BLOCK];
+    float scratch[AMPI_MULTI_BLOCK];
     int64_t first, n, k, m, i;
     for (first = 0; first < y->count; first += n) {
         n = AMPI_MIN(y->count - first, (int64_t)AMPI_VERIFY_STAGE);
@@ -18266,7 +18266,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
         for (k = 0; k < n; k += m) {
             const float *row;
             m = AMPI_MIN(n - k, AMPI_MULTI_BLOCK);
-            row = ampi_row_in(ampi_at(c->stage, y->dtype, k), y->dtype, m, room, ampi_cpu_best_path());
+            row = ampi_row_in(ampi_at(c->stage, y->dtype, k), y->dtype, m, scratch, ampi_cpu_best_path());
             for (i = 0; i < m; i++) {
                 double wy = ampi_gradcheck_weight(c, output, first + k + i) * (double)row[i];
                 if (!amp_is_finite_f32(&row[i]))
@@ -18749,20 +18749,20 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
         d->init_scale = s->scale;
         snprintf(reason, size, "the scale came down from %g to %g in %lld skips: begin there", init, (double)s->scale, (long long)s->skips);
     } else {
-        const char *cure = "backoff 0.25, and begin at a quarter of it";
+        const char *mitigation = "backoff 0.25, and begin at a quarter of it";
         if (s->scale < d->init_scale) d->init_scale = s->scale;
         if (d->hysteresis > 1) {
             d->hysteresis = 1;
-            cure = "hysteresis 1, so that one skip shrinks it";
+            mitigation = "hysteresis 1, so that one skip shrinks it";
         } else if (d->growth_interval > 0 && d->growth_interval < 2000) {
             d->growth_interval = 2000;
-            cure = "growth interval 2000";
+            mitigation = "growth interval 2000";
         } else {
             d->backoff_factor = AMPI_MIN(d->backoff_factor, 0.25);
             d->init_scale = AMPI_MAX(s->scale / 4, ampi_is_none(d->min_scale) ? 1.1754944e-38f : d->min_scale);
         }
         snprintf(reason, size, "%lld of %lld steps skipped, over 1%%, scale %g: %s", (long long)s->skips, (long long)s->updates,
-                 (double)s->scale, cure);
+                 (double)s->scale, mitigation);
     }
 }
 
@@ -18797,13 +18797,13 @@ static int ampi_compare_f64(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Losses further above both neighbours' mean than 6 times what is usual, and than a tenth of it; room: n numbers. */
-static int64_t ampi_count_jumps(const double *x, int64_t n, double *room) {
+/* Losses further above both neighbours' mean than 6 times what is usual, and than a tenth of it; scratch: n numbers. */
+static int64_t ampi_count_jumps(const double *x, int64_t n, double *scratch) {
     int64_t i, jumps = 0;
     double usual;
-    for (i = 1; i + 1 < n; i++) room[i - 1] = fabs(x[i] - (x[i - 1] + x[i + 1]) / 2);
-    qsort(room, (size_t)(n - 2), sizeof *room, ampi_compare_f64);
-    usual = room[(n - 2) / 2];
+    for (i = 1; i + 1 < n; i++) scratch[i - 1] = fabs(x[i] - (x[i - 1] + x[i + 1]) / 2);
+    qsort(scratch, (size_t)(n - 2), sizeof *scratch, ampi_compare_f64);
+    usual = scratch[(n - 2) / 2];
     for (i = 1; i + 1 < n; i++) {
         double around = (x[i - 1] + x[i + 1]) / 2, above = x[i] - around;
         jumps += above > 6 * usual && above > 0.1 * fabs(around) && x[i] > x[i - 1] && x[i] > x[i + 1];
@@ -18826,7 +18826,7 @@ static double ampi_mean_of(const double *x, int64_t n, double *error) {
     return mean;
 }
 
-static void ampi_history_read(ampi_history *h, const double *x, int64_t n, double *room) {
+static void ampi_history_read(ampi_history *h, const double *x, int64_t n, double *scratch) {
     int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* what is left over is the oldest */
     int q;
     memset(h, 0, sizeof *h);
@@ -18838,7 +18838,7 @@ static void ampi_history_read(ampi_history *h, const double *x, int64_t n, doubl
     }
     for (i = 1; i < n; i++) h->noise += (x[i] - x[i - 1]) * (x[i] - x[i - 1]) / (2 * (double)(n - 1));
     h->noise = sqrt(h->noise);
-    h->jumps = ampi_count_jumps(x, n, room);
+    h->jumps = ampi_count_jumps(x, n, scratch);
     h->tail = n / 20;
     h->above = x[n - 1];
     for (i = n - h->tail; i < n; i++) h->above = AMPI_MIN(h->above, x[i]);
@@ -18880,14 +18880,14 @@ static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *ou
 static amp_result ampi_advise_lr(const amp_context *amp, const amp_advise_desc *d, amp_advice *out) {
     const amp_system *s = ampi_context_system(amp);
     ampi_history history;
-    void *room;
+    void *scratch;
     if (d->n_losses < AMP_ADVISE_LOSSES) {
         snprintf(out->lr_reason, sizeof out->lr_reason, "not known from %lld losses: it takes %d in .losses", (long long)d->n_losses, (int)AMP_ADVISE_LOSSES);
         return AMP_OK;
     }
-    AMPI_TRY(ampi_alloc(s, "amp_advise", &room, d->n_losses, sizeof(double)));
-    ampi_history_read(&history, d->losses, d->n_losses, (double *)room);
-    ampi_free(s, room, d->n_losses, sizeof(double));
+    AMPI_TRY(ampi_alloc(s, "amp_advise", &scratch, d->n_losses, sizeof(double)));
+    ampi_history_read(&history, d->losses, d->n_losses, (double *)scratch);
+    ampi_free(s, scratch, d->n_losses, sizeof(double));
     ampi_advise_history(&history, d->n_losses, out);
     if (d->optimizer != NULL) out->lr = d->optimizer->desc.lr * out->lr_factor;
     return AMP_OK;
@@ -18950,10 +18950,10 @@ AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size
     return sheet.used;
 }
 
-AMP_API amp_result amp_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
+AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler, amp_optimizer *optimizer) {
     const amp_scaler_desc *rule;
     amp_settings s;
-    if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    if (advice == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advice_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
     ampi_settings_now(amp, scaler, optimizer, &s);
     s.dtype = advice->settings.dtype;
     s.autocast_dtype = advice->settings.autocast_dtype;
@@ -19405,7 +19405,7 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
 
 /* ---- Recover.  Records come some steps late, so a snapshot is taken of weights that no record speaks of yet: it is a
    candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
-   one before; trouble drops it.  Two snapshots are held at most.
+   one before; anomaly drops it.  Two snapshots are held at most.
 
    Restoring sets the optimizer's count of steps back and drops the outcomes that were pending.  What a monitor or the host
    still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
@@ -19424,7 +19424,7 @@ struct amp_recovery {
     amp_recovery_desc desc;         /* effective */
     ampi_snapshot good, candidate;
     int32_t retries;                /* since .interval good steps */
-    int64_t streak;                 /* applied steps without trouble */
+    int64_t streak;                 /* applied steps without anomaly */
     int64_t next;                   /* applied steps when a snapshot is due */
     int64_t seen;                   /* the last record's number */
     int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
@@ -19442,20 +19442,20 @@ static void ampi_snapshot_drop(ampi_snapshot *s) {
 
 static int64_t ampi_weight_bytes(const amp_param *p) { return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype); }
 
-/* Every weight between its memory and the state, through `room`. */
-static amp_result ampi_snapshot_weights(const amp_recovery *r, amp_state *state, int load, void *room) {
+/* Every weight between its memory and the state, through `scratch`. */
+static amp_result ampi_snapshot_weights(const amp_recovery *r, amp_state *state, int load, void *scratch) {
     int64_t i;
     for (i = 0; i < r->desc.n_params; i++) {
         amp_param *p = &r->desc.params[i];
         int64_t n = amp_tensor_count(&p->weight), bytes = ampi_weight_bytes(p);
         if (n <= 0) continue;
         if (!load) {
-            AMPI_TRY(ampi_fetch(r->amp, room, p->weight.data, (size_t)bytes));
-            AMPI_TRY(ampi_put(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
+            AMPI_TRY(ampi_fetch(r->amp, scratch, p->weight.data, (size_t)bytes));
+            AMPI_TRY(ampi_put(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, scratch, n));
         } else {
-            AMPI_TRY(ampi_get(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, room, n));
-            AMPI_TRY(ampi_send(r->amp, p->weight.data, room, (size_t)bytes));
-            amp_param_touch(p);
+            AMPI_TRY(ampi_get(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, scratch, n));
+            AMPI_TRY(ampi_send(r->amp, p->weight.data, scratch, (size_t)bytes));
+            amp_param_changed(p);
         }
     }
     return AMP_OK;
@@ -19465,11 +19465,11 @@ static amp_result ampi_snapshot_move(const amp_recovery *r, amp_state *state, in
     const amp_system *s = ampi_context_system(r->amp);
     int64_t i, most = 0;
     amp_result result;
-    void *room;
+    void *scratch;
     for (i = 0; i < r->desc.n_params; i++) most = AMPI_MAX(most, ampi_weight_bytes(&r->desc.params[i]));
-    AMPI_TRY(ampi_alloc(s, "amp_recovery", &room, most, 1));
-    result = ampi_snapshot_weights(r, state, load, room);
-    ampi_free(s, room, most, 1);
+    AMPI_TRY(ampi_alloc(s, "amp_recovery", &scratch, most, 1));
+    result = ampi_snapshot_weights(r, state, load, scratch);
+    ampi_free(s, scratch, most, 1);
     return result;
 }
 
@@ -19627,31 +19627,31 @@ static int ampi_can_widen(const amp_context *amp) {
 
 /* A gradient that is not finite points to its layer.  A loss that is not makes every gradient NaN, and a scale at its floor
    is no single layer's doing: both take a wider format, where there is one. */
-static void ampi_plan_cure(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
+static void ampi_plan_mitigation(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
     const amp_context *amp = r->amp;
     const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->outcome.first_bad;    /* sharded: this rank's own */
-    int everywhere = record->trouble == AMP_TROUBLE_LOSS || record->trouble == AMP_TROUBLE_FLOOR, wide = ampi_can_widen(amp);
+    int everywhere = record->anomaly == AMP_ANOMALY_LOSS || record->anomaly == AMP_ANOMALY_FLOOR, wide = ampi_can_widen(amp);
     if (ampi_settings(amp)->disable || ampi_settings(amp)->autocast_dtype == AMP_F32) return;
     if (bad != NULL) ampi_layer_pattern(bad, event->layer);
-    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->cure = AMP_CURE_LAYERS;
-    else if (wide) { event->cure = AMP_CURE_DTYPE; event->dtype = ampi_next_dtype(amp); }
+    if (bad != NULL && !(everywhere && wide) && !ampi_layer_is_fp32(amp, event->layer)) event->mitigation = AMP_MITIGATE_LAYERS;
+    else if (wide) { event->mitigation = AMP_MITIGATE_DTYPE; event->dtype = ampi_next_dtype(amp); }
 }
 
-static const char *ampi_trouble_text(amp_trouble trouble) {
-    switch (trouble) {
-        case AMP_TROUBLE_LOSS: return "the loss is not finite";
-        case AMP_TROUBLE_GRADIENTS: return "gradients are not finite";
-        case AMP_TROUBLE_FLOOR: return "gradients overflow at the scale's floor";
-        case AMP_TROUBLE_SKIPS: return "too many steps in a row were skipped";
+static const char *ampi_anomaly_text(amp_anomaly anomaly) {
+    switch (anomaly) {
+        case AMP_ANOMALY_LOSS: return "the loss is not finite";
+        case AMP_ANOMALY_GRADIENTS: return "gradients are not finite";
+        case AMP_ANOMALY_FLOOR: return "gradients overflow at the scale's floor";
+        case AMP_ANOMALY_SKIPS: return "too many steps in a row were skipped";
         default: return "asked for";
     }
 }
 
-static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action action, amp_trouble trouble) {
+static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action action, amp_anomaly anomaly) {
     amp_recovery_event e;
     memset(&e, 0, sizeof e);
     e.action = action;
-    e.trouble = trouble;
+    e.anomaly = anomaly;
     e.dtype = ampi_settings(r->amp)->autocast_dtype;
     e.step = r->good.applied;
     e.retries = r->retries;
@@ -19668,15 +19668,15 @@ static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     if (r->desc.policy == NULL) return 0;
     r->desc.policy(r->desc.user, event);
     if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
-    if (event->cure < AMP_CURE_NONE || event->cure > AMP_CURE_DTYPE) event->cure = planned.cure;
+    if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE) event->mitigation = planned.mitigation;
     event->layer[sizeof event->layer - 1] = 0;
-    event->trouble = planned.trouble;
+    event->anomaly = planned.anomaly;
     event->step = planned.step;
     return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
 }
 
 /* Without fp16 there is nothing to scale, as for settings with "scaler" auto. */
-static amp_result ampi_cure_dtype(const amp_recovery *r, amp_dtype dtype) {
+static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     amp_scaler *scaler = ampi_enabled(r->desc.scaler);
     amp_scaler_desc d;
     AMPI_TRY(amp_set_dtype(r->amp, dtype));
@@ -19686,11 +19686,11 @@ static amp_result ampi_cure_dtype(const amp_recovery *r, amp_dtype dtype) {
     return ampi_scaler_change(scaler, &d);
 }
 
-static amp_result ampi_cure(const amp_recovery *r, amp_recovery_event *event) {
-    if (event->cure == AMP_CURE_LAYERS && event->layer[0] == 0) event->cure = AMP_CURE_NONE;
-    if (event->cure == AMP_CURE_DTYPE && !ampi_can_widen(r->amp)) event->cure = AMP_CURE_NONE;
-    if (event->cure == AMP_CURE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
-    if (event->cure == AMP_CURE_DTYPE) AMPI_TRY(ampi_cure_dtype(r, ampi_next_dtype(r->amp)));
+static amp_result ampi_mitigate(const amp_recovery *r, amp_recovery_event *event) {
+    if (event->mitigation == AMP_MITIGATE_LAYERS && event->layer[0] == 0) event->mitigation = AMP_MITIGATE_NONE;
+    if (event->mitigation == AMP_MITIGATE_DTYPE && !ampi_can_widen(r->amp)) event->mitigation = AMP_MITIGATE_NONE;
+    if (event->mitigation == AMP_MITIGATE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
+    if (event->mitigation == AMP_MITIGATE_DTYPE) AMPI_TRY(ampi_mitigate_dtype(r, ampi_next_dtype(r->amp)));
     event->dtype = ampi_settings(r->amp)->autocast_dtype;
     return AMP_OK;
 }
@@ -19711,12 +19711,12 @@ static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
 
 static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
     const char *where = record->outcome.first_bad;
-    char cure[100] = "nothing else changed";
-    if (e->cure == AMP_CURE_LAYERS) snprintf(cure, sizeof cure, "%.63s in fp32 from now on", e->layer);
-    if (e->cure == AMP_CURE_DTYPE) snprintf(cure, sizeof cure, "%s from now on", amp_dtype_name(e->dtype));
+    char mitigation[100] = "nothing else changed";
+    if (e->mitigation == AMP_MITIGATE_LAYERS) snprintf(mitigation, sizeof mitigation, "%.63s in fp32 from now on", e->layer);
+    if (e->mitigation == AMP_MITIGATE_DTYPE) snprintf(mitigation, sizeof mitigation, "%s from now on", amp_dtype_name(e->dtype));
     snprintf(e->text, sizeof e->text, "step %lld: %s%s%.40s; back to %lld applied steps, %s", (long long)record->outcome.step,
-             ampi_trouble_text(e->trouble), where ? ", first in " : "", where ? where : "", (long long)e->step,
-             e->action == AMP_RECOVERY_STOP ? "stop" : cure);
+             ampi_anomaly_text(e->anomaly), where ? ", first in " : "", where ? where : "", (long long)e->step,
+             e->action == AMP_RECOVERY_STOP ? "stop" : mitigation);
 }
 
 /* Trouble that is only noted: snapshots since are worth nothing. */
@@ -19727,20 +19727,20 @@ static void ampi_note_bad(amp_recovery *r) {
 }
 
 static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, amp_recovery_event *out) {
-    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_RESTORED, record->trouble);
+    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_RESTORED, record->anomaly);
     int keep_lr;
     if (e.left > 0) {
-        ampi_plan_cure(r, record, &e);
+        ampi_plan_mitigation(r, record, &e);
         e.retries++;
         e.left--;
     } else e.action = AMP_RECOVERY_STOP;
     ampi_event_text(&e, record);
     keep_lr = ampi_ask(r, &e);
     if (e.action == AMP_RECOVERY_NONE) { ampi_note_bad(r); *out = e; return AMP_OK; }
-    if (e.action == AMP_RECOVERY_STOP) e.cure = AMP_CURE_NONE;
+    if (e.action == AMP_RECOVERY_STOP) e.mitigation = AMP_MITIGATE_NONE;
     else e.action = AMP_RECOVERY_RESTORED;
     AMPI_TRY(ampi_go_back(r, keep_lr));
-    AMPI_TRY(ampi_cure(r, &e));
+    AMPI_TRY(ampi_mitigate(r, &e));
     r->retries = e.retries;
     ampi_event_text(&e, record);
     ampi_log(r->amp, e.action == AMP_RECOVERY_STOP ? AMP_LOG_ERROR : AMP_LOG_WARNING, 1303, "%s", e.text);
@@ -19799,7 +19799,7 @@ static int64_t ampi_patience(const amp_recovery *r) {
 /* Takes a halving back, when it has fitted long enough. */
 static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     amp_optimizer *o = r->desc.optimizer;
-    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_TROUBLE_NONE);
+    amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_ANOMALY_NONE);
     int32_t n = o->desc.accumulation;
     if (r->halvings == 0 || r->fitted < ampi_patience(r) || o->micro > 0 || n % 2 != 0 || !ampi_batch_is_even(r)) return AMP_OK;
     snprintf(e.text, sizeof e.text, "%lld good steps since the micro-batch was %s for memory: twice its size again from step %lld, and %d instead of %d of them",
@@ -19820,9 +19820,9 @@ AMPI_PRIVATE amp_result ampi_recovery_step(amp_recovery *recovery, const amp_ste
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
     if (r->desc.loader != NULL) AMPI_TRY(ampi_alive(&r->desc.loader->object, "amp_recovery_step"));
     AMPI_TRY(ampi_may_wait(r->amp));
-    *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_TROUBLE_NONE);
+    *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_ANOMALY_NONE);
     if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
-    if (record->trouble == AMP_TROUBLE_NONE) {
+    if (record->anomaly == AMP_ANOMALY_NONE) {
         ampi_note_good(r, record);
         return ampi_double(r, event);
     }
@@ -19855,7 +19855,7 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     if (e->action == AMP_RECOVERY_NONE || e->action == AMP_RECOVERY_RETRY) return AMP_OK;
     if (e->action == AMP_RECOVERY_HALVE_BATCH) e->action = AMP_RECOVERY_STOP;
     AMPI_TRY(ampi_go_back(r, keep_lr));
-    if (e->action == AMP_RECOVERY_RESTORED) AMPI_TRY(ampi_cure(r, e));
+    if (e->action == AMP_RECOVERY_RESTORED) AMPI_TRY(ampi_mitigate(r, e));
     snprintf(e->text, sizeof e->text, "out of memory: back to %lld applied steps%s", (long long)e->step,
              e->action == AMP_RECOVERY_STOP ? ", stop" : "");
     return AMP_OK;
@@ -19874,7 +19874,7 @@ AMPI_PRIVATE amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recover
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
     again = r->cleaned == o->attempts + 1;
-    e = ampi_event(r, AMP_RECOVERY_RETRY, AMP_TROUBLE_NONE);
+    e = ampi_event(r, AMP_RECOVERY_RETRY, AMP_ANOMALY_NONE);
     AMPI_TRY(amp_cleanup(r->amp, &freed));
     r->cleaned = o->attempts + 1;
     if (again) AMPI_TRY(ampi_halve(r, &e));
@@ -20592,17 +20592,17 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t k, const floa
 
 /* fp32 values rounded to bf16, fp16 or tf32; dst may be src. */
 AMPI_PRIVATE void AMPI_V(ampi_gemm_round)(float *dst, const float *src, amp_dtype compute, int64_t n) {
-    uint16_t room[AMPI_GEMM_ROOM];
+    uint16_t scratch[AMPI_GEMM_BUFFER];
     int64_t i, m;
     if (compute == AMP_TF32) AMPI_V(ampi_tf32_from_f32)(dst, src, n);
     else for (i = 0; i < n; i += m) {
-        m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_ROOM);
+        m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_BUFFER);
         if (compute == AMP_F16) {
-            AMPI_V(ampi_f16_from_f32)(room, src + i, m);
-            AMPI_V(ampi_f32_from_f16)(dst + i, room, m);
+            AMPI_V(ampi_f16_from_f32)(scratch, src + i, m);
+            AMPI_V(ampi_f32_from_f16)(dst + i, scratch, m);
         } else {
-            AMPI_V(ampi_bf16_from_f32)(room, src + i, m);
-            AMPI_V(ampi_f32_from_bf16)(dst + i, room, m);
+            AMPI_V(ampi_bf16_from_f32)(scratch, src + i, m);
+            AMPI_V(ampi_f32_from_bf16)(dst + i, scratch, m);
         }
     }
 }
@@ -20630,7 +20630,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, cons
 
 AMPI_PRIVATE void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
                                           int64_t ld, int64_t k, int64_t n) {
-    float room[AMPI_GEMM_ROOM];
+    float scratch[AMPI_GEMM_BUFFER];
     int64_t size = (int64_t)amp_dtype_size(dtype), p;
     for (p = 0; p < k; p++, dst += 2 * AMPI_W) {
         const char *row = (const char *)src + p * ld * size;
@@ -20638,8 +20638,8 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void
             AMPI_V(ampi_gemm_deal)(dst, stride, (const float *)(const void *)row, n);
             continue;
         }
-        AMPI_V(ampi_gemm_row)(room, row, dtype, compute, n);
-        AMPI_V(ampi_gemm_deal)(dst, stride, room, n);
+        AMPI_V(ampi_gemm_row)(scratch, row, dtype, compute, n);
+        AMPI_V(ampi_gemm_deal)(dst, stride, scratch, n);
     }
 }
 
@@ -20712,15 +20712,15 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_scale)(float *x, float alpha, const float *bi
     }
 }
 
-/* x += beta c, n at most AMPI_GEMM_ROOM */
+/* x += beta c, n at most AMPI_GEMM_BUFFER */
 AMPI_PRIVATE void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, amp_dtype dtype, int64_t offset, int64_t n) {
-    float room[AMPI_GEMM_ROOM + AMPI_W];
+    float scratch[AMPI_GEMM_BUFFER + AMPI_W];
     ampi_vf factor = AMPI_V(ampi_splat)(beta), zero = {0.0f};
     int64_t j;
-    AMPI_V(ampi_gemm_row)(room, (const char *)c + offset * (int64_t)amp_dtype_size(dtype), dtype, AMP_F32, n);
-    AMPI_V(ampi_store)(room + n, zero);
+    AMPI_V(ampi_gemm_row)(scratch, (const char *)c + offset * (int64_t)amp_dtype_size(dtype), dtype, AMP_F32, n);
+    AMPI_V(ampi_store)(scratch + n, zero);
     for (j = 0; j < n; j += AMPI_W)
-        AMPI_V(ampi_store)(x + j, AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(room + j), AMPI_V(ampi_load)(x + j)));
+        AMPI_V(ampi_store)(x + j, AMPI_V(ampi_fma)(factor, AMPI_V(ampi_load)(scratch + j), AMPI_V(ampi_load)(x + j)));
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols) {
@@ -20852,13 +20852,13 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_row_from_f32(float *dst, const floa
 }
 
 AMPI_PRIVATE void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
-    float room[AMPI_GEMM_ROOM];
+    float scratch[AMPI_GEMM_BUFFER];
     int64_t i;
     if (dtype == AMP_F32) ampi_gemm_row_from_f32(dst, (const float *)src, n);
-    for (i = 0; dtype == AMP_F16 && i < n; i += AMPI_GEMM_ROOM) {
-        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_ROOM);
-        AMPI_V(ampi_f32_from_f16)(room, (const char *)src + 2 * i, m);
-        ampi_gemm_row_from_f32(dst + i / 2, room, m);
+    for (i = 0; dtype == AMP_F16 && i < n; i += AMPI_GEMM_BUFFER) {
+        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_BUFFER);
+        AMPI_V(ampi_f32_from_f16)(scratch, (const char *)src + 2 * i, m);
+        ampi_gemm_row_from_f32(dst + i / 2, scratch, m);
     }
     if (dtype != AMP_BF16) return;
     if (n % 2) memset(dst + n / 2, 0, sizeof *dst);
@@ -20884,16 +20884,16 @@ AMPI_PRIVATE inline __m512i ampi_gemm_pairs_16(const uint16_t *low, const uint16
 
 AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
                                                         int64_t ld, int64_t k, int64_t n) {
-    float room[2][AMPI_GEMM_ROOM];
+    float scratch[2][AMPI_GEMM_BUFFER];
     int64_t size = (int64_t)amp_dtype_size(dtype), p, j;
     (void)compute;
     for (p = 0; p < k; p += 2, dst += 32) {
         const void *low = (const char *)src + p * ld * size, *high = p + 1 < k ? (const char *)src + (p + 1) * ld * size : NULL;
         if (dtype == AMP_F16) {
-            AMPI_V(ampi_f32_from_f16)(room[0], low, n);
-            if (high != NULL) AMPI_V(ampi_f32_from_f16)(room[1], high, n);
-            low = room[0];
-            high = high != NULL ? room[1] : NULL;
+            AMPI_V(ampi_f32_from_f16)(scratch[0], low, n);
+            if (high != NULL) AMPI_V(ampi_f32_from_f16)(scratch[1], high, n);
+            low = scratch[0];
+            high = high != NULL ? scratch[1] : NULL;
         }
         for (j = 0; j < n || j % 32 != 0; j += 16) {
             __m512i words;
@@ -21461,13 +21461,13 @@ AMPI_PRIVATE void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const floa
 
 /* AMPI_W elements of a row from i on, of which m are there. */
 AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i, int64_t m) {
-    float room[AMPI_W];
+    float scratch[AMPI_W];
     if (dtype == AMP_F32) return AMPI_V(ampi_load_upto)((const float *)row + i, m);
     if (m >= AMPI_W && dtype == AMP_BF16) return (ampi_vf)(AMPI_V(ampi_load16)(row, i) << 16);
-    memset(room, 0, sizeof room);
-    if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(room, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
-    else AMPI_V(ampi_f32_from_f16)(room, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
-    return AMPI_V(ampi_load)(room);
+    memset(scratch, 0, sizeof scratch);
+    if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(scratch, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
+    else AMPI_V(ampi_f32_from_f16)(scratch, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
+    return AMPI_V(ampi_load)(scratch);
 }
 
 /* The sum of eight rows, or one row, at i. */
@@ -21821,17 +21821,17 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_sgd_one)(ampi_vf w, ampi_vf g, ampi_vf *
 
 AMPI_PRIVATE void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s) {
     int64_t i, rest;
-    ampi_vf a = {0}, x, *room = m != NULL ? &a : NULL;
+    ampi_vf a = {0}, x, *scratch = m != NULL ? &a : NULL;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         if (m != NULL) a = AMPI_V(ampi_load)(m + i);
-        x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), room, s);
+        x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), scratch, s);
         AMPI_V(ampi_store)(w + i, x);
         if (m != NULL) AMPI_V(ampi_store)(m + i, a);
     }
     if (i == n) return;
     rest = n - i;
     if (m != NULL) a = AMPI_V(ampi_load_tail)(m + i, rest);
-    x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load_tail)(w + i, rest), AMPI_V(ampi_load_tail)(g + i, rest), room, s);
+    x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load_tail)(w + i, rest), AMPI_V(ampi_load_tail)(g + i, rest), scratch, s);
     AMPI_V(ampi_store_tail)(w + i, x, rest);
     if (m != NULL) AMPI_V(ampi_store_tail)(m + i, a, rest);
 }
@@ -21888,10 +21888,34 @@ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 #endif /* AMPI_PASS */
 
 /* ---- Change log
-   after 0.1.0
+   0.2.0  Names changed, meanings did not:
+
+              0.1.0                             0.2.0
+              amp_set, amp_set_create ...       amp_grad_set, amp_grad_set_create ...
+              amp_found, amp_set_found          amp_grad_stats, amp_grad_set_stats
+              amp_optimizer_set                 amp_optimizer_grad_set
+              amp_outcome, _next, _flush        amp_step_result, _next, _flush
+              amp_desc.outcome_lag              .result_lag
+              amp_group                         amp_param_group
+              amp_scaler_seed                   amp_scaler_scale_ptr
+              .seed of the losses               .grad_scale
+              AMP_ZERO                          AMP_EXPLICIT_ZERO
+              amp_mask_put                      amp_mask_release
+              amp_param_touch                   amp_param_changed
+              amp_optimizer_refresh             amp_optimizer_rebuild_masters
+              amp_place, AMP_PLACE_...          amp_memory_kind, AMP_MEMORY_...
+              amp_range_push, amp_range_pop     amp_profile_push, amp_profile_pop
+              amp_numerics ...                  amp_tensor_stats ...
+              numerics_interval                 tensor_stats_interval (a setting, too)
+              amp_remedy, AMP_REMEDY_...        amp_recommendation, AMP_RECOMMEND_...
+              amp_trouble, AMP_TROUBLE_...      amp_anomaly, AMP_ANOMALY_... (and "anomaly" in records)
+              amp_recovery_cure, AMP_CURE_...   amp_mitigation, AMP_MITIGATE_...
+              amp_apply                         amp_advice_apply
+              amp_backend.place                 .memory_kind
+
           Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.
           Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
-          A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_ZERO is no
+          A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_EXPLICIT_ZERO is no
           longer -1; operands that share memory, numbers that are NaN and structs that were not zeroed are refused.
           amp_optimizer_set_weight: masters from fp32 values.  States say rank, world and place in the cycle.
           Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on

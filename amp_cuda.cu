@@ -5,7 +5,7 @@
        nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_70 and later)
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
-   With -DAMP_NVTX, amp_range_push and amp_monitor_phase are seen by profilers (nsys profile -t nvtx,cuda ./train).
+   With -DAMP_NVTX, amp_profile_push and amp_monitor_phase are seen by profilers (nsys profile -t nvtx,cuda ./train).
 
    and name it when the context is opened:
 
@@ -521,7 +521,7 @@ __host__ __device__ inline bool ampc_aligned(const void *p, int64_t row_bytes = 
 
 /* ==== Sums ==========================================================================================
    Over a warp and over a block, in one fixed order, with the result in every thread.  Blocks have whole
-   warps.  room: 32 values of shared memory; it may be used again at once.                               */
+   warps.  scratch: 32 values of shared memory; it may be used again at once.                               */
 
 template <class T> __device__ __forceinline__ T ampc_warp_sum(T x) {
     AMPC_UNROLL
@@ -535,21 +535,21 @@ template <class T> __device__ __forceinline__ T ampc_warp_max(T x) {
     for (int step = 16; step > 0; step >>= 1) x = ampc_larger(x, __shfl_xor_sync(0xffffffffu, x, step));
     return x;
 }
-template <class T> __device__ __forceinline__ T ampc_block_sum(T x, T *room) {
+template <class T> __device__ __forceinline__ T ampc_block_sum(T x, T *scratch) {
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     x = ampc_warp_sum(x);
-    if (lane == 0) room[warp] = x;
+    if (lane == 0) scratch[warp] = x;
     __syncthreads();
-    x = ampc_warp_sum(lane < warps ? room[lane] : (T)0);
+    x = ampc_warp_sum(lane < warps ? scratch[lane] : (T)0);
     __syncthreads();
     return x;
 }
-template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *room) {
+template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *scratch) {
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     x = ampc_warp_max(x);
-    if (lane == 0) room[warp] = x;
+    if (lane == 0) scratch[warp] = x;
     __syncthreads();
-    x = ampc_warp_max(room[lane < warps ? lane : 0]);
+    x = ampc_warp_max(scratch[lane < warps ? lane : 0]);
     __syncthreads();
     return x;
 }
@@ -1005,18 +1005,18 @@ amp_result ampc_fill(void *device, void *dst, int byte, size_t bytes, void *stre
     return ampc_check(dev, cudaMemsetAsync(dst, byte, bytes, ampc_stream(dev, stream)), "cudaMemsetAsync", NULL);
 }
 
-amp_result ampc_place_of(void *device, const void *ptr, amp_place *out) {
+amp_result ampc_place_of(void *device, const void *ptr, amp_memory_kind *out) {
     ampc_device *dev = (ampc_device *)device;
     cudaPointerAttributes where;
-    *out = AMP_PLACE_UNKNOWN;
+    *out = AMP_MEMORY_UNKNOWN;
     AMPC_ENTER(dev, "place");
     if (ptr == NULL) return AMP_OK;
     AMPC_TRY(ampc_check(dev, cudaPointerGetAttributes(&where, ptr), "cudaPointerGetAttributes", NULL));
     switch (where.type) {
-        case cudaMemoryTypeDevice: *out = where.device == dev->index ? AMP_PLACE_DEVICE : AMP_PLACE_OTHER_DEVICE; break;
-        case cudaMemoryTypeHost: *out = AMP_PLACE_PINNED; break;
-        case cudaMemoryTypeManaged: *out = AMP_PLACE_MANAGED; break;
-        default: *out = AMP_PLACE_HOST; break;
+        case cudaMemoryTypeDevice: *out = where.device == dev->index ? AMP_MEMORY_DEVICE : AMP_MEMORY_OTHER_DEVICE; break;
+        case cudaMemoryTypeHost: *out = AMP_MEMORY_PINNED; break;
+        case cudaMemoryTypeManaged: *out = AMP_MEMORY_MANAGED; break;
+        default: *out = AMP_MEMORY_HOST; break;
     }
     return AMP_OK;
 }
@@ -1091,11 +1091,11 @@ amp_result ampc_telemetry(void *device, amp_telemetry *out) {
 }
 
 #if defined(AMP_NVTX)
-void ampc_range_push(void *device, const char *name) { (void)device; (void)nvtxRangePushA(name); }
-void ampc_range_pop(void *device) { (void)device; (void)nvtxRangePop(); }
+void ampc_profile_push(void *device, const char *name) { (void)device; (void)nvtxRangePushA(name); }
+void ampc_profile_pop(void *device) { (void)device; (void)nvtxRangePop(); }
 #else
-void (*const ampc_range_push)(void *device, const char *name) = NULL;
-void (*const ampc_range_pop)(void *device) = NULL;
+void (*const ampc_profile_push)(void *device, const char *name) = NULL;
+void (*const ampc_profile_pop)(void *device) = NULL;
 #endif
 
 /* ---- Streams */
@@ -1382,8 +1382,8 @@ template <class T, int N> __device__ __forceinline__ void ampc_leave(T *p, const
 }
 
 /* new_inf is a 64-bit count; integer atomics come out the same in any order. */
-__device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, int *room) {
-    int sum = ampc_block_sum(mine, room);
+__device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, int *scratch) {
+    int sum = ampc_block_sum(mine, scratch);
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
@@ -1407,7 +1407,7 @@ template <class D, class S> __global__ void
 __launch_bounds__(256, (ampc_cast_shape<D, S>::per_sm < AMPC_RESIDENT ? ampc_cast_shape<D, S>::per_sm : AMPC_RESIDENT))
 ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, unsigned long long *new_inf) {
     enum { W = ampc_cast_shape<D, S>::width, U = ampc_cast_shape<D, S>::pieces };
-    AMPC_SHARED(int, room, 32);
+    AMPC_SHARED(int, scratch, 32);
     int64_t at = (int64_t)blockIdx.x * blockDim.x * U + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x * U;
     int64_t pieces = aligned ? n / W : 0, i;
     int found = 0;
@@ -1435,7 +1435,7 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
         if (new_inf != NULL) found += ampc_beyond(y) - ampc_beyond(x);
         dst[i] = y;
     }
-    if (new_inf != NULL) ampc_count(new_inf, found, room);
+    if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
 
 /* Stochastic rounding to 16 and 8 bits.  A thread takes the elements whose random words are one block of Philox. */
@@ -1467,7 +1467,7 @@ __device__ inline int ampc_round_stochastic(void *dst, amp_dtype to, const void 
 __global__ void __launch_bounds__(256)
 ampc_cast_stochastic_kernel(void *dst, amp_dtype to, const void *src, amp_dtype from, int64_t n, int saturate,
                             uint64_t seed, uint64_t offset, unsigned long long *new_inf) {
-    AMPC_SHARED(int, room, 32);
+    AMPC_SHARED(int, scratch, 32);
     uint64_t first = offset / 4, groups = (offset + (uint64_t)n + 3) / 4 - first;
     uint64_t g = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
     int found = 0;
@@ -1480,7 +1480,7 @@ ampc_cast_stochastic_kernel(void *dst, amp_dtype to, const void *src, amp_dtype 
             if (i >= 0 && i < n) found += ampc_round_stochastic(dst, to, src, from, i, saturate, words[j]);
         }
     }
-    if (new_inf != NULL) ampc_count(new_inf, found, room);
+    if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
 
 /* Token ids travel as u16 and are used as i32. */
@@ -1701,7 +1701,7 @@ ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multi
     partials[blockIdx.x].bad_row = bad_row;
 }
 
-__global__ void __launch_bounds__(AMPC_CHECK_BLOCKS) ampc_check_finish_kernel(const ampc_partial *partials, amp_k_found *found) {
+__global__ void __launch_bounds__(AMPC_CHECK_BLOCKS) ampc_check_finish_kernel(const ampc_partial *partials, amp_k_grad_stats *found) {
     AMPC_SHARED(double, sums, 32);
     AMPC_SHARED(int, rows, 32);
     double sum = ampc_block_sum(partials[threadIdx.x].sum_sq, sums);
@@ -1847,9 +1847,9 @@ amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     unsigned grid = (unsigned)(dev->multiprocessors * AMPC_MULTI_PER_SM);
     ampc_fits fits = {ampi_fit_of(0, a->dtype), ampi_fit_of(1, a->dtype)};
-    if (a->tensors <= 0) return ampc_usable(dev, "amp_numerics_step");
+    if (a->tensors <= 0) return ampc_usable(dev, "amp_tensor_stats_step");
     AMPC_TRY(ampc_fill(dev, a->out, 0, (size_t)a->tensors * sizeof *a->out, stream));
-    return ampc_launch(dev, "amp_numerics_step", ampc_inspect_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
+    return ampc_launch(dev, "amp_tensor_stats_step", ampc_inspect_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table,
                        a->tensors, fits, a->out);
 }
 
@@ -2068,7 +2068,7 @@ template <class A, class S> __global__ void __launch_bounds__(128) ampc_row_step
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found *found, const ampi_adamw_step *steps) {
+ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_adamw_step *steps) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
         const ampi_adamw_step s = steps[number];
@@ -2079,7 +2079,7 @@ ampc_adamw_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found 
 }
 
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_OPTIMIZER_PER_SM)
-ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found *found, const ampi_sgd_step *steps) {
+ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, const ampi_sgd_step *steps) {
     if (found->skip) return;
     ampc_for_chunks(table, tensors, [&](int number, const amp_k_tensor &row, int64_t first, int n) {
         const ampi_sgd_step s = steps[number];
@@ -2092,7 +2092,7 @@ ampc_sgd_kernel(const amp_k_tensor *table, int64_t tensors, const amp_k_found *f
 
 template <class A, class S>
 amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *stream,
-                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_found *, const S *)) {
+                         void (*kernel)(const amp_k_tensor *, int64_t, const amp_k_grad_stats *, const S *)) {
     ampc_scratch steps(dev, stream);
     if (a->tensors <= 0) return ampc_usable(dev, name);
     AMPC_TRY(steps.get((size_t)a->tensors * sizeof(S), name));
@@ -2140,7 +2140,7 @@ template <class T> __device__ __forceinline__ void ampc_put_sum(T *to, float sum
 template <class X, class O> __global__ void __launch_bounds__(256)
 ampc_column_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, int64_t tiles, int64_t run, int aligned,
                        float *partial, O *out, int add) {
-    AMPC_SHARED(float, room, 8 * AMPC_SUM_COLS);
+    AMPC_SHARED(float, scratch, 8 * AMPC_SUM_COLS);
     int64_t tile = blockIdx.x % tiles, number = blockIdx.x / tiles;
     int64_t begin = number * run, end = begin + run < rows ? begin + run : rows, row;
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -2160,10 +2160,10 @@ ampc_column_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, int64
         }
     }
     AMPC_UNROLL
-    for (int i = 0; i < AMPC_LANES; i++) room[warp * AMPC_SUM_COLS + lane * AMPC_LANES + i] = sum[i];
+    for (int i = 0; i < AMPC_LANES; i++) scratch[warp * AMPC_SUM_COLS + lane * AMPC_LANES + i] = sum[i];
     __syncthreads();
     if (mine >= cols) return;
-    for (int i = 0; i < 8; i++) total += room[i * AMPC_SUM_COLS + threadIdx.x];
+    for (int i = 0; i < 8; i++) total += scratch[i * AMPC_SUM_COLS + threadIdx.x];
     if (partial != NULL) partial[number * cols + mine] = total;
     else ampc_put_sum(out + mine, total, add);
 }
@@ -2171,15 +2171,15 @@ ampc_column_sum_kernel(const X *x, int64_t rows, int64_t cols, int64_t ld, int64
 /* 32 columns to a block; each warp adds every eighth run, then the warps are added in order. */
 template <class O> __global__ void __launch_bounds__(256)
 ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, O *out, int add) {
-    AMPC_SHARED(double, room, 256);
+    AMPC_SHARED(double, scratch, 256);
     int64_t column = (int64_t)blockIdx.x * 32 + threadIdx.x % 32;
     double sum = 0;
     if (column < cols)
         for (int64_t i = threadIdx.x / 32; i < runs; i += 8) sum += (double)partial[i * cols + column];
-    room[threadIdx.x] = sum;
+    scratch[threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.x >= 32 || column >= cols) return;
-    for (int i = 1; i < 8; i++) sum += room[32 * i + threadIdx.x];
+    for (int i = 1; i < 8; i++) sum += scratch[32 * i + threadIdx.x];
     ampc_put_sum(out + column, (float)sum, add);
 }
 
@@ -2400,7 +2400,7 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or the largest over the threads of a group, in every thread.  room: 64 N floats of shared memory, of which the
+/* Sums or the largest over the threads of a group, in every thread.  scratch: 64 N floats of shared memory, of which the
    calls take one half and the other in turn, so that none writes what others may still be reading.  All threads of the
    block call it. */
 struct ampc_plus {
@@ -2419,24 +2419,24 @@ template <class Op, int N> __device__ __forceinline__ void ampc_over_warp(float 
     }
 }
 template <class Op, int N, class Place>
-__device__ __forceinline__ void ampc_over_group(float (&x)[N], const Place &place, float *room, int &turn) {
+__device__ __forceinline__ void ampc_over_group(float (&x)[N], const Place &place, float *scratch, int &turn) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = place.lanes / 32, first = place.group * warps;
     ampc_over_warp<Op>(x);
     if (warps == 1) return;
-    room += 32 * N * turn;
+    scratch += 32 * N * turn;
     turn ^= 1;
     AMPC_UNROLL
     for (int i = 0; i < N; i++)
-        if (lane == 0) room[32 * i + warp] = x[i];
+        if (lane == 0) scratch[32 * i + warp] = x[i];
     __syncthreads();
-    room += first;
+    scratch += first;
     if (warps == 2) {
         AMPC_UNROLL
-        for (int i = 0; i < N; i++) x[i] = Op::of(room[32 * i], room[32 * i + 1]);
+        for (int i = 0; i < N; i++) x[i] = Op::of(scratch[32 * i], scratch[32 * i + 1]);
         return;
     }
     AMPC_UNROLL
-    for (int i = 0; i < N; i++) x[i] = lane < warps ? room[32 * i + lane] : Op::none();
+    for (int i = 0; i < N; i++) x[i] = lane < warps ? scratch[32 * i + lane] : Op::none();
     ampc_over_warp<Op>(x);
 }
 
@@ -2477,9 +2477,9 @@ __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place,
 template <int V, int E, bool KEEP> struct ampc_norm_affine {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
-    uint4 *const room;              /* [2, E / 4, lanes] */
+    uint4 *const scratch;              /* [2, E / 4, lanes] */
     __device__ __forceinline__ ampc_norm_affine(const amp_k_norm &args, const ampc_place<V, E> &where, void *memory)
-        : a(args), place(where), room((uint4 *)memory) {
+        : a(args), place(where), scratch((uint4 *)memory) {
         if constexpr (KEEP) fill();
     }
     __device__ __forceinline__ void fill() {
@@ -2498,7 +2498,7 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
     }
     /* Element k of a thread's part of the weight (array 0) or the bias (1), and the three behind it. */
     __device__ __forceinline__ uint4 *slot(int array, int k) const {
-        return room + (array * (E / 4) + k / 4) * place.lanes + place.lane;
+        return scratch + (array * (E / 4) + k / 4) * place.lanes + place.lane;
     }
     __device__ __forceinline__ void read(int64_t start, int at, float *weight, float *bias) const {
         AMPC_UNROLL
@@ -2585,7 +2585,7 @@ template <int V, int E> struct ampc_norm_chunk {
 /* share: 1 / cols. */
 template <int V, int E, bool KEEP> __global__ void AMPC_ROW_BOUNDS(KEEP)
 ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
-    AMPC_SHARED(float, room, 64);
+    AMPC_SHARED(float, scratch, 64);
     AMPC_DYNAMIC(memory);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
@@ -2603,14 +2603,14 @@ ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
             if (!a.rms) sum[0] = chunk.sum(sum[0]);
         }
         if (!a.rms) {
-            ampc_over_group<ampc_plus>(sum, place, room, turn);
+            ampc_over_group<ampc_plus>(sum, place, scratch, turn);
             mean = ampc_mul(sum[0], share);
         }
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) chunk.fetch(row, c, cols, false);
             squares[0] = chunk.squares(squares[0], mean);
         }
-        ampc_over_group<ampc_plus>(squares, place, room, turn);
+        ampc_over_group<ampc_plus>(squares, place, scratch, turn);
         rstd = rsqrtf(ampc_fma(squares[0], share, a.eps));
         for (c = 0; c < chunks; c++) {
             if (c != 0) chunk.fetch(row, c, cols, false);
@@ -2732,7 +2732,7 @@ template <int V, int E> struct ampc_column_sums {
 };
 
 /* Bytes of shared memory for them. */
-size_t ampc_column_room(const ampc_row_plan &p) {
+size_t ampc_column_scratch(const ampc_row_plan &p) {
     return (size_t)(p.e < AMPC_SHARED_SUMS ? p.lanes : (int)AMPC_ROW_THREADS) * 2 * (size_t)p.e * sizeof(float);
 }
 
@@ -2760,7 +2760,7 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
 /* partials NULL: dx alone. */
 template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, float *partials) {
-    AMPC_SHARED(float, room, 128);
+    AMPC_SHARED(float, scratch, 128);
     AMPC_DYNAMIC(memory);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
@@ -2779,7 +2779,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, f
             fetch(place.start(c), place.left(c, cols));
             ampc_norm_look(a, place, place.start(c), place.left(c, cols), mean, rstd, x, dy, sums, means);
         }
-        ampc_over_group<ampc_plus>(means, place, room, turn);
+        ampc_over_group<ampc_plus>(means, place, scratch, turn);
         means[0] = a.rms ? 0.0f : ampc_mul(means[0], share);
         means[1] = ampc_mul(means[1], share);
         for (c = chunks - 1; c >= 0; c--) {
@@ -2820,7 +2820,7 @@ template <int V> __global__ void __launch_bounds__(128) ampc_norm_gradient_colum
 /* gradient = (old +) the sum of the partial sums: 32 columns per block, 32 threads for each. */
 __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight, amp_k_gradient dbias, const float *partials,
                                                          int64_t blocks, int64_t cols) {
-    AMPC_SHARED(float, room, 32 * 33);
+    AMPC_SHARED(float, scratch, 32 * 33);
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, which = (int)(blockIdx.x % 2);
     int64_t col = blockIdx.x / 2 * (int64_t)32 + lane;
     amp_k_gradient to = which ? dbias : dweight;
@@ -2829,10 +2829,10 @@ __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight,
     if (col < cols) {
         for (int64_t b = warp; b < blocks; b += 32) sum[0] += partials[(2 * b + which) * cols + col];
     }
-    room[warp * 33 + lane] = sum[0];
+    scratch[warp * 33 + lane] = sum[0];
     __syncthreads();
     if (warp != 0 || col >= cols) return;
-    for (int i = 1; i < 32; i++) sum[0] += room[i * 33 + lane];
+    for (int i = 1; i < 32; i++) sum[0] += scratch[i * 33 + lane];
     ampc_piece_sum<1>(to.data, to.dtype, col, cols, sum, to.add);
 }
 
@@ -2845,7 +2845,7 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     if (a.rms) a.dbias.data = NULL;
     v = ampc_width_shared(v, a.weight, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols, true);
-    size_t shared = ampc_column_room(plan);
+    size_t shared = ampc_column_scratch(plan);
     bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1 || shared + 1024 > d->shared_limit;
     unsigned blocks = plan.grid;
     if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
@@ -2991,7 +2991,7 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
 /* A row without a seen key has only -inf, and gives zeros; NaN and +inf make a row NaN. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
-    AMPC_SHARED(float, room, 64);
+    AMPC_SHARED(float, scratch, 64);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     int turn = 0;
@@ -3005,14 +3005,14 @@ ampc_softmax_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
             AMPC_UNROLL
             for (int k = 0; k < E; k++) max[0] = fmaxf(max[0], s[k]);
         }
-        ampc_over_group<ampc_max>(max, place, room, turn);
+        ampc_over_group<ampc_max>(max, place, scratch, turn);
         shift = ampi_bits_f32(max[0]) == 0xff800000u ? 0.0f : max[0];
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) ampc_scores_fetch(a, place, sight, row, c, s);
             AMPC_UNROLL
             for (int k = 0; k < E; k++) sum[0] += s[k] = ampc_exp_below(s[k], shift);
         }
-        ampc_over_group<ampc_plus>(sum, place, room, turn);
+        ampc_over_group<ampc_plus>(sum, place, scratch, turn);
         sum[0] = sum[0] == 0.0f ? 0.0f : 1.0f / sum[0];
         for (c = 0; c < chunks; c++) {
             if (c != 0) {
@@ -3040,7 +3040,7 @@ template <int V> __device__ __forceinline__ void ampc_softmax_slopes(const uint4
    not read. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t planned) {
-    AMPC_SHARED(float, room, 64);
+    AMPC_SHARED(float, scratch, 64);
     const ampc_place<V, E> place(lanes);
     const int64_t chunks = place.chunks(planned);
     int turn = 0;
@@ -3063,7 +3063,7 @@ ampc_softmax_gradient_rows(amp_k_softmax a, int64_t rows, int lanes, int64_t pla
                 for (int i = 0; i < V; i++) sum[0] = ampc_fma(value[i], value[i] == 0.0f ? 0.0f : slope[i], sum[0]);
             }
         }
-        ampc_over_group<ampc_plus>(sum, place, room, turn);
+        ampc_over_group<ampc_plus>(sum, place, scratch, turn);
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(c);
             int left = place.left(c, cols), seen = place.left(c, end);
@@ -3469,11 +3469,11 @@ struct ampc_labels {
     float scale;                    /* of the gradient */
 };
 
-/* One block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`; scale = factor seed / counted. */
+/* One block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`; scale = factor grad_scale / counted. */
 __global__ void __launch_bounds__(1024) ampc_labels_scan(const int32_t *values, int64_t n, int64_t limit, int may_ignore,
-                                                         int32_t ignore, int sum, double factor, const float *seed,
+                                                         int32_t ignore, int sum, double factor, const float *grad_scale,
                                                          ampc_labels *out, int32_t *report) {
-    AMPC_SHARED(int64_t, room, 32);
+    AMPC_SHARED(int64_t, scratch, 32);
     enum { U = 8 };                 /* reads under way */
     int64_t counted = 0, first = n;
     for (int64_t i = threadIdx.x; i < n; i += U * blockDim.x) {
@@ -3488,23 +3488,23 @@ __global__ void __launch_bounds__(1024) ampc_labels_scan(const int32_t *values, 
             if ((value[u] < 0 || value[u] >= limit) && at < first) first = at;
         }
     }
-    counted = ampc_block_sum(counted, room);
-    first = -ampc_block_max(-first, room);
+    counted = ampc_block_sum(counted, scratch);
+    first = -ampc_block_max(-first, scratch);
     if (threadIdx.x != 0) return;
     out->counted = counted;
     out->bad = first < n;
-    out->scale = (float)(factor * (seed ? (double)*seed : 1.0) / (double)(sum ? 1 : counted > 0 ? counted : 1));
+    out->scale = (float)(factor * (grad_scale ? (double)*grad_scale : 1.0) / (double)(sum ? 1 : counted > 0 ? counted : 1));
     if (out->bad) ampc_report(report, first);
 }
 
 /* loss = the sum of n values, or their mean over what `labels` counted (NULL: `counted`), NaN over none.  One block. */
 template <class T> __global__ void __launch_bounds__(1024) ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels,
                                                                            int64_t counted, int sum, float *loss) {
-    AMPC_SHARED(double, room, 32);
+    AMPC_SHARED(double, scratch, 32);
     double total = 0.0;
     if (labels && labels->bad) return;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) total += (double)values[i];
-    total = ampc_block_sum(total, room);
+    total = ampc_block_sum(total, scratch);
     if (threadIdx.x != 0) return;
     if (labels) counted = labels->counted;
     *loss = (float)(sum ? total : total / (double)counted);         /* 0 / 0 is NaN */
@@ -3641,15 +3641,15 @@ template <int V> __device__ __forceinline__ void ampc_logits_clear(const amp_k_c
 
 /* In a row with NaN, with +inf or with nothing but -inf some x - max is NaN, and so are loss and gradient. */
 template <int V, bool KEEP>
-__device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r, float *room) {
+__device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entropy &a, ampc_logit_row &r, float *scratch) {
     ampc_running found = ampc_logits_scan<V, KEEP>(a, r);
     float loss;
-    r.max = ampc_block_max(found.max, room);
+    r.max = ampc_block_max(found.max, scratch);
     found.rescale(r.max);
-    r.sum = ampc_block_sum(found.sum, room);
+    r.sum = ampc_block_sum(found.sum, scratch);
     loss = logf(r.sum) + (r.max - r.at_label);
     if (a.smoothing > 0.0f) {
-        float mean = ampc_block_sum(found.total, room) / (float)a.classes;
+        float mean = ampc_block_sum(found.total, scratch) / (float)a.classes;
         loss = (1.0f - a.smoothing) * loss + a.smoothing * (logf(r.sum) + (r.max - mean));
     }
     return loss;
@@ -3658,14 +3658,14 @@ __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entrop
 /* even: smoothing / classes. */
 template <int V, bool KEEP> __global__ void __launch_bounds__(512, 2)
 ampc_cross_entropy_rows(amp_k_cross_entropy a, double even, const ampc_labels *labels, float *losses) {
-    AMPC_SHARED(float, room, 32);
+    AMPC_SHARED(float, scratch, 32);
     AMPC_DYNAMIC(memory);
     if (labels->bad) return;
     const float scale = labels->scale, share = (float)((double)scale * -even);
     const float less = (float)(-even - (1.0 - (double)a.smoothing));
     for (int64_t row = blockIdx.x; row < a.logits.rows; row += gridDim.x) {
         ampc_logit_row r = ampc_logits_of<V>(a, row, memory);
-        float loss = r.label < 0 ? 0.0f : ampc_cross_entropy_row<V, KEEP>(a, r, room);
+        float loss = r.label < 0 ? 0.0f : ampc_cross_entropy_row<V, KEEP>(a, r, scratch);
         if (r.to && r.label < 0) ampc_logits_clear<V>(a, r);
         else if (r.to) ampc_logits_gradient<V, KEEP>(a, r, scale, share, less);
         if (threadIdx.x == 0) losses[row] = loss;
@@ -3703,7 +3703,7 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     int per_sm = (int)(1024 / threads);
     while (per_sm > 1 && (size_t)per_sm * (shared + 2048) > d->shared_limit) per_sm--;
     AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index, a.sum,
-                         (double)a.factor, a.seed, labels, a.bad_label));
+                         (double)a.factor, a.grad_scale, labels, a.bad_label));
     AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
                          ampc_grid(d, rows, per_sm), (unsigned)threads, shared, stream, a,
                          (double)a.smoothing / (double)a.classes, labels, losses));
@@ -3734,8 +3734,8 @@ template <int V> __device__ __forceinline__ double ampc_mse_piece(const amp_k_ms
 }
 
 template <int V> __global__ void __launch_bounds__(256, 4) ampc_mse_stretches(amp_k_mse a, double divisor, double *partials) {
-    AMPC_SHARED(double, room, 32);
-    float scale = (float)(2.0 * (double)a.factor * (a.seed ? (double)*a.seed : 1.0) / divisor);
+    AMPC_SHARED(double, scratch, 32);
+    float scale = (float)(2.0 * (double)a.factor * (a.grad_scale ? (double)*a.grad_scale : 1.0) / divisor);
     const int64_t length = ampc_mse_stretch(a.n), stretches = ampc_blocks(a.n, length);
     for (int64_t stretch = blockIdx.x; stretch < stretches; stretch += gridDim.x) {
         int64_t begin = stretch * length, end = begin + length < a.n ? begin + length : a.n;
@@ -3745,7 +3745,7 @@ template <int V> __global__ void __launch_bounds__(256, 4) ampc_mse_stretches(am
             else
                 for (int64_t i = at; i < end; i++) sum += ampc_mse_piece<1>(a, i, scale);
         }
-        sum = ampc_block_sum(sum, room);
+        sum = ampc_block_sum(sum, scratch);
         if (threadIdx.x == 0) partials[stretch] = sum;
     }
 }
@@ -3824,7 +3824,7 @@ __global__ void __launch_bounds__(256) ampc_sort_count(ampc_sort s, const ampc_l
 }
 
 /* The sum over the threads before this one. */
-__device__ inline int64_t ampc_block_before(int64_t x, int64_t *room) {
+__device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
     int64_t sum = x, before = 0;
     AMPC_UNROLL
@@ -3832,20 +3832,20 @@ __device__ inline int64_t ampc_block_before(int64_t x, int64_t *room) {
         int64_t other = __shfl_up_sync(0xffffffffu, sum, (unsigned)step);
         if (lane >= step) sum += other;
     }
-    if (lane == 31) room[warp] = sum;
+    if (lane == 31) scratch[warp] = sum;
     __syncthreads();
     for (int w = 0; w < warps; w++)
-        if (w < warp) before += room[w];
+        if (w < warp) before += scratch[w];
     return before + sum - x;
 }
 
 /* counts becomes the sum of all counts before it.  One block. */
 __global__ void __launch_bounds__(1024) ampc_sort_scan(const ampc_labels *labels, int64_t *counts, int64_t n) {
-    AMPC_SHARED(int64_t, room, 32);
+    AMPC_SHARED(int64_t, scratch, 32);
     int64_t each = ampc_blocks(n, blockDim.x), begin = each * threadIdx.x, end = begin + each < n ? begin + each : n, sum = 0;
     if (labels->bad) return;
     for (int64_t i = begin; i < end; i++) sum += counts[i];
-    sum = ampc_block_before(sum, room);
+    sum = ampc_block_before(sum, scratch);
     for (int64_t i = begin; i < end; i++) {
         int64_t count = counts[i];
         counts[i] = sum;
@@ -4120,7 +4120,7 @@ struct ampc_operand {
     int64_t outer, inner, count;    /* count: of i */
 };
 
-typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, with room against bank conflicts */
+typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, with scratch against bank conflicts */
 
 /* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0.  They are on their way together. */
 __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di, int j_left,
@@ -4195,7 +4195,7 @@ __device__ __forceinline__ void ampc_gemm_finish(const amp_k_gemm &g, int64_t it
     if (g.pre != NULL) ampc_put_stored(g.pre, g.pre_dtype, row * g.ld_pre + col, x[0][0]);
     y[0][0] = x[0][0];
     if (g.act != AMP_ACT_NONE) ampc_act{g.act}.run<1>(x, y, 0);
-    if (ampi_is_set(g.beta)) y[0][0] = ampc_fma(g.beta, ampc_stored(g.c, g.c_dtype, at), y[0][0]);
+    if (ampi_is_grad_set(g.beta)) y[0][0] = ampc_fma(g.beta, ampc_stored(g.c, g.c_dtype, at), y[0][0]);
     ampc_put_stored(g.c, g.c_dtype, at, y[0][0]);
 }
 
@@ -4238,26 +4238,26 @@ struct ampc_same {
 };
 
 /* x in another dtype, in scratch memory: as it lies where its elements fill their memory, else row after row. */
-amp_result ampc_gemm_cast(ampc_device *dev, ampc_scratch &room, const void **x, amp_dtype *from, amp_dtype to, int64_t rows,
+amp_result ampc_gemm_cast(ampc_device *dev, ampc_scratch &scratch, const void **x, amp_dtype *from, amp_dtype to, int64_t rows,
                           int64_t cols, int64_t *ld, int64_t batch, int64_t *stride, void *stream) {
     int64_t items = *stride == 0 ? 1 : batch, count = items * rows * cols;
     amp_k_cast all = {};
     if (*from == to) return AMP_OK;
-    AMPC_TRY(room.get((size_t)(count * ampc_dtype_size(to)), "gemm"));
+    AMPC_TRY(scratch.get((size_t)(count * ampc_dtype_size(to)), "gemm"));
     if ((items - 1) * *stride + (rows - 1) * *ld + cols == count) {
-        all.dst = room.data, all.dst_dtype = to, all.src = *x, all.src_dtype = *from, all.n = count;
+        all.dst = scratch.data, all.dst_dtype = to, all.src = *x, all.src_dtype = *from, all.n = count;
         AMPC_TRY(ampc_cast(dev, &all, stream));
     } else {
         for (int64_t i = 0; i < items; i++) {
             ampc_map<1, 1> m;
             m.in[0] = amp_mat{const_cast<void *>(ampc_at(*x, *from, i * *stride)), *from, 0, rows, cols, *ld};
-            m.out[0] = amp_mat{ampc_at(room.data, to, i * rows * cols), to, 0, rows, cols, cols};
+            m.out[0] = amp_mat{ampc_at(scratch.data, to, i * rows * cols), to, 0, rows, cols, cols};
             AMPC_TRY(ampc_map_run(dev, "gemm", m, ampc_same(), stream));
         }
         *ld = cols;
         *stride = items == 1 ? 0 : rows * cols;
     }
-    *x = room.data;
+    *x = scratch.data;
     *from = to;
     return AMP_OK;
 }
@@ -4279,7 +4279,7 @@ template <int O> struct ampc_finish {
         else ampc_act{act}.run<V>(x, y, at);
         AMPC_UNROLL
         for (int i = 0; i < V; i++) {
-            out[0][i] = ampi_is_set(beta) ? ampc_fma(beta, in[2][i], y[0][i]) : y[0][i];
+            out[0][i] = ampi_is_grad_set(beta) ? ampc_fma(beta, in[2][i], y[0][i]) : y[0][i];
             if (O == 2) out[1][i] = x[0][i];
         }
     }
@@ -4291,7 +4291,7 @@ template <int O> amp_result ampc_gemm_finish_as(ampc_device *dev, const amp_k_ge
     ampc_map<3, O> m;
     m.in[0] = product;
     m.in[1] = g.backward ? pre : amp_mat{const_cast<void *>(g.bias), g.bias_dtype, 0, g.m, g.n, 0};
-    m.in[2] = ampi_is_set(g.beta) ? c : none;
+    m.in[2] = ampi_is_grad_set(g.beta) ? c : none;
     m.out[0] = c;
     if (O == 2) m.out[O - 1] = pre;
     return ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);       /* the product is fp32 */
@@ -4440,7 +4440,7 @@ int ampc_gemm_epilogue(const amp_k_gemm &g) {
     if (row) return plain && g.bias == NULL && !column && ampc_epilogue_sums(g, g.row_sum) ? CUBLASLT_EPILOGUE_BGRADB : -1;
     if (column && !(g.backward && ampc_epilogue_sums(g, g.column_sum))) return -1;
     if (plain) return CUBLASLT_EPILOGUE_BIAS;
-    if (ampi_is_set(g.beta) || (g.pre != NULL && !aux)) return -1;
+    if (ampi_is_grad_set(g.beta) || (g.pre != NULL && !aux)) return -1;
     if (g.act == AMP_ACT_RELU && g.pre == NULL) return g.bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
     if (g.act != AMP_ACT_GELU || g.c_dtype == AMP_F32) return -1;
     if (g.backward) return column ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
@@ -4461,7 +4461,7 @@ ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
     key.lda = g.lda, key.ldb = g.ldb, key.ldc = g.ldc, key.ld_aux = g.pre ? g.ld_pre : 0;
     key.stride_a = g.stride_a, key.stride_b = g.stride_b, key.stride_c = g.stride_c;
     key.compute = g.compute, key.c_dtype = g.c_dtype, key.trans_a = g.trans_a, key.trans_b = g.trans_b;
-    key.epilogue = epilogue, key.adds = ampi_is_set(g.beta);
+    key.epilogue = epilogue, key.adds = ampi_is_grad_set(g.beta);
     key.align[0] = (uint8_t)ampc_align_class(g.a, g.stride_a * size);
     key.align[1] = (uint8_t)ampc_align_class(g.b, g.stride_b * size);
     key.align[2] = (uint8_t)ampc_align_class(g.c, g.stride_c * ampc_dtype_size(g.c_dtype));
@@ -4658,20 +4658,20 @@ amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *str
     const amp_k_gradient *sum = ampc_epilogue_sum(args);
     int64_t count = args.row_sum.data ? args.m : args.n;
     bool apart = sum != NULL && (sum->add || sum->dtype != args.c_dtype || !ampc_aligned(sum->data));
-    ampc_scratch room(dev, stream);
+    ampc_scratch scratch(dev, stream);
     amp_k_gemm g = args;
     ampc_plan *plan;
     *done = false;
     if (epilogue < 0) return AMP_OK;
     if (g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) {
         amp_k_cast cast = {};
-        AMPC_TRY(room.get((size_t)(g.n * ampc_dtype_size(g.c_dtype)), "gemm"));
-        cast.dst = room.data, cast.dst_dtype = g.c_dtype, cast.src = g.bias, cast.src_dtype = g.bias_dtype, cast.n = g.n;
+        AMPC_TRY(scratch.get((size_t)(g.n * ampc_dtype_size(g.c_dtype)), "gemm"));
+        cast.dst = scratch.data, cast.dst_dtype = g.c_dtype, cast.src = g.bias, cast.src_dtype = g.bias_dtype, cast.n = g.n;
         AMPC_TRY(ampc_cast(dev, &cast, stream));
-        g.bias = room.data;
+        g.bias = scratch.data;
     }
-    if (apart) AMPC_TRY(room.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
-    if (sum != NULL) g.bias = apart ? room.data : sum->data;
+    if (apart) AMPC_TRY(scratch.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
+    if (sum != NULL) g.bias = apart ? scratch.data : sum->data;
     {
         ampc_locked locked(&dev->blas.lock);
         AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
@@ -4680,7 +4680,7 @@ amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *str
         AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
     }
     if (!*done || !apart) return AMP_OK;
-    amp_k_add add = {room.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
+    amp_k_add add = {scratch.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
     return ampc_add(dev, &add, stream);
 }
 
@@ -4692,15 +4692,15 @@ amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *str
 
 /* The plain product in fp32, and then everything else. */
 amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library, bool *done) {
-    bool in_c = g.c_dtype == AMP_F32 && !ampi_is_set(g.beta);
-    ampc_scratch room(dev, stream);
+    bool in_c = g.c_dtype == AMP_F32 && !ampi_is_grad_set(g.beta);
+    ampc_scratch scratch(dev, stream);
     amp_k_gemm p = g;
     *done = false;
     p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0;
     p.c_dtype = AMP_F32;
     if (!in_c) {
-        AMPC_TRY(room.get((size_t)(g.batch * g.m * g.n) * sizeof(float), "gemm"));
-        p.c = room.data, p.ldc = g.n, p.stride_c = g.m * g.n;
+        AMPC_TRY(scratch.get((size_t)(g.batch * g.m * g.n) * sizeof(float), "gemm"));
+        p.c = scratch.data, p.ldc = g.n, p.stride_c = g.m * g.n;
     }
     if (library) {
         AMPC_TRY(ampc_gemm_library(dev, p, stream, done));
@@ -4721,7 +4721,7 @@ amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream,
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
     int64_t most = g.m;
     for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
-    return most <= INT32_MAX && g.k > 0 && ampi_is_set(g.alpha);
+    return most <= INT32_MAX && g.k > 0 && ampi_is_grad_set(g.alpha);
 }
 
 /* Distances that nothing is reached by become what a packed matrix has. */
@@ -4732,7 +4732,7 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
     if (g->batch == 1) g->stride_a = g->stride_b = g->stride_c = 0;
     if (g->backward) g->bias = NULL;
     if (g->act == AMP_ACT_NONE && g->backward) g->backward = 0, g->pre = NULL;
-    if (!ampi_is_set(g->alpha)) g->k = 0;
+    if (!ampi_is_grad_set(g->alpha)) g->k = 0;
 }
 
 /* All but the first. */
@@ -4782,10 +4782,10 @@ struct ampc_tuning {
     ampc_plan *plan;
     size_t a, b, c, pre, vector, sum, bytes;    /* of one set: where each begins, and how much it is */
     int sets;
-    ampc_scratch room;
+    ampc_scratch scratch;
     cudaEvent_t from, to;
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s) : dev(d), stream(s), g(args), plan(p), bytes(0),
-        room(d, s), from(NULL), to(NULL) {}
+        scratch(d, s), from(NULL), to(NULL) {}
     ~ampc_tuning() {
         if (from) (void)cudaEventDestroy(from);
         if (to) (void)cudaEventDestroy(to);
@@ -4824,7 +4824,7 @@ amp_result ampc_tune_open(ampc_tuning *t) {
     t->sum = t->place(sum ? sum->data : NULL, g.row_sum.data ? g.m : g.n, AMP_F32);
     sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
     t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
-    AMPC_TRY(t->room.get(t->bytes * (size_t)t->sets, "autotune"));
+    AMPC_TRY(t->scratch.get(t->bytes * (size_t)t->sets, "autotune"));
     for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
     AMPC_TRY(ampc_check(t->dev, cudaEventCreateWithFlags(&t->from, cudaEventDefault), "cudaEventCreateWithFlags", NULL));
     return ampc_check(t->dev, cudaEventCreateWithFlags(&t->to, cudaEventDefault), "cudaEventCreateWithFlags", NULL);
@@ -4833,7 +4833,7 @@ amp_result ampc_tune_open(ampc_tuning *t) {
 /* The product on set i. */
 amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i) {
     amp_k_gemm g = t->g;
-    char *set = (char *)t->room.data + (size_t)i * t->bytes;
+    char *set = (char *)t->scratch.data + (size_t)i * t->bytes;
     g.a = set + t->a, g.b = set + t->b, g.c = set + t->c;
     if (g.pre) g.pre = set + t->pre;
     if (g.bias) g.bias = set + t->vector;
@@ -4855,7 +4855,7 @@ __global__ void __launch_bounds__(256) ampc_tune_fill_kernel(void *p, amp_dtype 
 /* How many numbers of two matrices are further apart than `share` of their size. */
 __global__ void __launch_bounds__(256)
 ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsigned long long *wrong) {
-    AMPC_SHARED(int, room, 32);
+    AMPC_SHARED(int, scratch, 32);
     int found = 0;
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (; i < total; i += (int64_t)gridDim.x * blockDim.x) {
@@ -4864,7 +4864,7 @@ ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsig
         float far = share * (1.0f + fabsf(v));
         found += !(u == v || (u != u && v != v) || fabsf(u - v) <= far);
     }
-    ampc_count(wrong, found, room);
+    ampc_count(wrong, found, scratch);
 }
 
 amp_result ampc_tune_fill(const ampc_tuning *t, const void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
@@ -5321,9 +5321,9 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
 }
 
 /* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them; the warp's part of a tile,
-   `room`, is used on the way. */
+   `scratch`, is used on the way. */
 template <int D, bool BF16, int M>
-__device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2], unsigned char *room,
+__device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2], unsigned char *scratch,
                                                 void *to, int64_t stride, int count) {
     const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
     const int pieces = D / 8, step = 32 / pieces;
@@ -5335,7 +5335,7 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
         for (int n = 0; n < D / 8; n++) {
             AMPC_UNROLL
             for (int h = 0; h < 2; h++)
-                *(uint32_t *)(room + ampc_tile_at<D>(16 * m + 8 * h + lane / 4, n) + lane % 4 * 4) =
+                *(uint32_t *)(scratch + ampc_tile_at<D>(16 * m + 8 * h + lane / 4, n) + lane % 4 * 4) =
                     ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]), dtype);
         }
     }
@@ -5343,7 +5343,7 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
     char *p = (char *)to + row * stride + piece * 16;
     AMPC_UNROLL
     for (int i = 0; i < 16 * M; i += step, p += step * stride)
-        if (row + i < count) ampc_put16<AMPC_KEEP>(p, ampc_get16<AMPC_KEEP>(room + ampc_tile_at<D>(row + i, piece)));
+        if (row + i < count) ampc_put16<AMPC_KEEP>(p, ampc_get16<AMPC_KEEP>(scratch + ampc_tile_at<D>(row + i, piece)));
 }
 
 #endif /* AMPC_TENSOR_CORES */
@@ -5683,25 +5683,25 @@ template <int M> __device__ __forceinline__ void ampc_flash_finish(float (&max)[
 }
 
 /* What each row's weights are computed from, for ampc_flash_again. */
-template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *room, const float (&shift)[M][2], const float (&inverse)[M][2]) {
+template <int M> __device__ __forceinline__ void ampc_flash_note(float2 *scratch, const float (&shift)[M][2], const float (&inverse)[M][2]) {
     int lane = (int)threadIdx.x % 32;
     __syncwarp();
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++)
-        if (lane % 4 == 0) room[8 * i + lane / 4] = float2{shift[i / 2][i % 2], inverse[i / 2][i % 2]};
+        if (lane % 4 == 0) scratch[8 * i + lane / 4] = float2{shift[i / 2][i % 2], inverse[i / 2][i % 2]};
     __syncwarp();
 }
 
 /* Writes the warp's rows of o, and their log-sum-exp. */
 template <int D, bool BF16, int M>
-__device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep, unsigned char *room,
+__device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep, unsigned char *scratch,
                                                const float (&o)[M][D / 8][4], float (&max)[M][2], float (&sum)[M][2]) {
     int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = a.queries - own;
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
-    float2 *notes = (float2 *)(room + mine * 2 * D);
+    float2 *notes = (float2 *)(scratch + mine * 2 * D);
     if (left <= 0) return;
     ampc_flash_finish(max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
-    ampc_tile_write<D, BF16>(o, sum, room + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    ampc_tile_write<D, BF16>(o, sum, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
     if (!a.hides || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
     for (int i = 0; i < min(left, 16 * M); i++) ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
@@ -5789,9 +5789,9 @@ __device__ __forceinline__ const float2 *ampc_flash_stats(const ampc_flash_call 
 }
 
 /* Starts to copy lse and delta of n queries. */
-__device__ __forceinline__ void ampc_flash_fetch_stats(float2 *room, const float2 *stats, int n) {
+__device__ __forceinline__ void ampc_flash_fetch_stats(float2 *scratch, const float2 *stats, int n) {
     int i = 2 * (int)threadIdx.x;
-    if (i < n) ampc_copy_async(room + i, stats + i, true);
+    if (i < n) ampc_copy_async(scratch + i, stats + i, true);
 }
 
 /* Scores and do v^T become p and ds; stats: of the columns if those are the queries, else of the warp's rows. */
@@ -5814,7 +5814,7 @@ __device__ __forceinline__ void ampc_flash_slopes(float (&s)[M][N][4], float (&d
 /* Writes the warp's rows of the results, of `rows`. */
 template <ampc_flash_pass PASS, int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a, const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
-                                                        unsigned char *room, int rows, const float (&first)[M][D / 8][4],
+                                                        unsigned char *scratch, int rows, const float (&first)[M][D / 8][4],
                                                         const float (&second)[M][D / 8][4]) {
     const bool KEYS = PASS == AMPC_TO_KEYS;
     int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = rows - own;
@@ -5823,10 +5823,10 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
     if (left <= 0) return;
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor;
-    ampc_tile_write<D, BF16>(first, factor, room + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    ampc_tile_write<D, BF16>(first, factor, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
-    if (KEYS) ampc_tile_write<D, BF16>(second, factor, room + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row, left);
+    if (KEYS) ampc_tile_write<D, BF16>(second, factor, scratch + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row, left);
     if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
     __syncwarp();
     for (int i = own; i < own + min(left, 16 * M); i++)
@@ -5845,15 +5845,15 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS))
     if (threadIdx.x % 32 == 0) sweep->open(a, R);
     __syncthreads();
     unsigned char *others = shared + 2 * R * 2 * D;
-    float2 *stats_room = (float2 *)(others + 2 * side);         /* of the tiles' queries, or of the own ones */
+    float2 *stats_scratch = (float2 *)(others + 2 * side);         /* of the tiles' queries, or of the own ones */
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
         ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, sweep->place, from, columns);
-        if (KEYS) ampc_flash_fetch_stats(stats_room + to * AMPC_FLASH_TILE, ampc_flash_stats(a, sweep->place) + from, AMPC_FLASH_TILE);
+        if (KEYS) ampc_flash_fetch_stats(stats_scratch + to * AMPC_FLASH_TILE, ampc_flash_stats(a, sweep->place) + from, AMPC_FLASH_TILE);
     };
     ampc_flash_fetch<D, R>(shared, a.own, sweep->place, sweep->own, rows);
-    if (!KEYS) ampc_flash_fetch_stats(stats_room, ampc_flash_stats(a, sweep->place) + sweep->own, R);
+    if (!KEYS) ampc_flash_fetch_stats(stats_scratch, ampc_flash_stats(a, sweep->place) + sweep->own, R);
     int at = sweep->next(sweep->first), turn = 0;
     if (at < sweep->end) fetch(at, 0);
     ampc_copy_commit();
@@ -5873,7 +5873,7 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS))
             ampc_tile_scores<D, BF16>(s, x, u);
             __syncwarp();                       /* or the compiler loads for both products at once, and spills */
             ampc_tile_scores<D, BF16>(ds, x + R * 2 * D, w);
-            ampc_flash_slopes<KEYS>(s, ds, a.scale, stats_room + (KEYS ? turn * AMPC_FLASH_TILE + c : mine));
+            ampc_flash_slopes<KEYS>(s, ds, a.scale, stats_scratch + (KEYS ? turn * AMPC_FLASH_TILE + c : mine));
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, at + c, s, ds, 0.0f);
             if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w);
             ampc_tile_weigh<D, BF16>(first, ds, u);
@@ -5965,11 +5965,11 @@ amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void 
 amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void *stream) {
     const ampc_flash_call call = ampc_flash_prepare(a, AMPC_TO_QUERIES);
     int64_t rows = call.all_heads * call.padded;
-    ampc_scratch room(dev, stream);
-    AMPC_TRY(room.get((size_t)rows * sizeof(float2), "amp_attention_backward"));
+    ampc_scratch scratch(dev, stream);
+    AMPC_TRY(scratch.get((size_t)rows * sizeof(float2), "amp_attention_backward"));
     return ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
-        float2 *stats = (float2 *)room.data;
+        float2 *stats = (float2 *)scratch.data;
         AMPC_TRY(ampc_launch(dev, "amp_attention_backward", ampc_flash_delta<K::d>, ampc_grid(dev, ampc_blocks(rows * K::d, 2048), 8),
                              256, 0, stream, call, ampc_flash_operand_of(a.o, a.o_stride), call.own[1], stats));
         AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, stats)));
@@ -6005,7 +6005,7 @@ __device__ __forceinline__ ampc_operand ampc_head_columns(const amp_k_attention 
 }
 
 /* Shared memory of a block.  Each product uses it again at once. */
-struct ampc_attention_room {
+struct ampc_attention_scratch {
     ampc_strip tiles[2][AMPC_GEMM_DEPTH];
     ampc_strip weights[AMPC_GEMM_TILE];         /* of [other row][owned row] */
     ampc_sight sights[AMPC_GEMM_TILE];          /* of the queries at hand */
@@ -6018,10 +6018,10 @@ struct ampc_attention_room {
    same, run together.  It lies in shared memory to leave the registers to sums. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups, int64_t tiles,
-                                                     bool last_first, ampc_attention_room *room) {
+                                                     bool last_first, ampc_attention_scratch *scratch) {
     int64_t heads = a.batch * a.heads, place = number / heads, head = number - place * heads, tile = place / groups;
     if (threadIdx.x == 0)
-        room->item = ampc_attention_item{head / a.heads, head % a.heads, (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE,
+        scratch->item = ampc_attention_item{head / a.heads, head % a.heads, (last_first ? tiles - 1 - tile : tile) * AMPC_GEMM_TILE,
                                          (place - tile * groups) * AMPC_GEMM_TILE * N};
     __syncthreads();
 }
@@ -6029,41 +6029,41 @@ __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, i
 /* The queries from `query` on; those beyond the last see nothing.  Backward: lse is +inf where nothing is seen, so that
    every probability is 0. */
 __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float *delta,
-                                                    ampc_attention_room *room) {
-    const ampc_attention_item &item = room->item;
+                                                    ampc_attention_scratch *scratch) {
+    const ampc_attention_item &item = scratch->item;
     if (threadIdx.x < AMPC_GEMM_TILE) {
         int64_t q = query + threadIdx.x, row = (item.b * a.heads + item.h) * a.queries + q;
         ampc_sight blind = {{0, INT64_MAX, 0}, 0, NULL, 0, NULL};
         bool live = q < a.queries;
-        room->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
+        scratch->sights[threadIdx.x] = live ? ampc_sight_of(a.mask, item.b, item.h, q, a.queries, a.keys) : blind;
         if (delta != NULL) {
             float lse = live ? a.lse[row] : 0.0f;
-            room->lse[threadIdx.x] = ampi_bits_f32(lse) == 0xff800000u ? -lse : lse;
-            room->delta[threadIdx.x] = live ? delta[row] : 0.0f;
+            scratch->lse[threadIdx.x] = ampi_bits_f32(lse) == 0xff800000u ? -lse : lse;
+            scratch->delta[threadIdx.x] = live ? delta[row] : 0.0f;
         }
     }
     __syncthreads();
 }
 
 /* Says what the open queries reach. */
-__device__ __forceinline__ void ampc_attention_reach(ampc_attention_room *room) {
+__device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scratch) {
     if (threadIdx.x < 32) {
-        const ampc_span &s = room->sights[threadIdx.x].span, &t = room->sights[threadIdx.x + 32].span;
+        const ampc_span &s = scratch->sights[threadIdx.x].span, &t = scratch->sights[threadIdx.x + 32].span;
         int64_t first = ampc_warp_max(s.first > t.first ? s.first : t.first);
         int64_t low = ampc_warp_max(-(s.low < t.low ? s.low : t.low)), high = ampc_warp_max(s.high > t.high ? s.high : t.high);
-        if (threadIdx.x == 0) room->reach = ampc_span{first, -low, high};
+        if (threadIdx.x == 0) scratch->reach = ampc_span{first, -low, high};
     }
     __syncthreads();
 }
 
 /* Bit 4 i + j: whether this thread's owned row i and other row j see each other.  The keys at hand start at `key`.
    KEYS: they are the owned rows. */
-template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_room *room, int64_t key) {
+template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_scratch *scratch, int64_t key) {
     int x = 4 * (int)(threadIdx.x % 16), y = 4 * (int)(threadIdx.x / 16);
     unsigned seen = 0;
     AMPC_UNROLL
     for (int q = 0; q < 4; q++) {
-        const ampc_sight &s = room->sights[(KEYS ? x : y) + q];
+        const ampc_sight &s = scratch->sights[(KEYS ? x : y) + q];
         int first = (int)ampc_clamp(s.span.first - key, 0, AMPC_GEMM_TILE);
         int low = (int)ampc_clamp(s.span.low - key, 0, AMPC_GEMM_TILE);
         int high = (int)ampc_clamp(s.span.high - key, 0, AMPC_GEMM_TILE);
@@ -6079,18 +6079,18 @@ template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(con
 
 /* sum[i][j] = row i0 + 4 y + i of x times row j0 + 4 x + j of y */
 __device__ __forceinline__ void ampc_attention_sum(const amp_k_attention &a, const ampc_operand &own, int64_t i0,
-                                                   const ampc_operand &other, int64_t j0, ampc_attention_room *room,
+                                                   const ampc_operand &other, int64_t j0, ampc_attention_scratch *capacity,
                                                    float (&sum)[4][4]) {
-    ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, room->tiles[0], room->tiles[1], sum);
+    ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, capacity->tiles[0], capacity->tiles[1], sum);
 }
 
 /* Hands this thread's weights to the block, rounded to the compute dtype. */
-__device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_dtype compute, ampc_attention_room *room) {
+__device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_dtype compute, ampc_attention_scratch *scratch) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
     AMPC_UNROLL
     for (int j = 0; j < 4; j++) {
         AMPC_UNROLL
-        for (int i = 0; i < 4; i++) room->weights[4 * x + j][4 * y + i] = ampc_rounded(w[i][j], compute);
+        for (int i = 0; i < 4; i++) scratch->weights[4 * x + j][4 * y + i] = ampc_rounded(w[i][j], compute);
     }
 }
 
@@ -6098,17 +6098,17 @@ __device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_
    infinities and NaN that hidden rows may hold. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_add(const ampc_operand &z, int64_t begin, int64_t rows, bool masked,
-                                                   ampc_attention_room *room, float (&sum)[N][4][4]) {
+                                                   ampc_attention_scratch *scratch, float (&sum)[N][4][4]) {
     for (int d = 0; d < AMPC_GEMM_TILE && begin + d < rows; d += AMPC_GEMM_DEPTH) {
         bool wild = false;
         AMPC_UNROLL
         for (int n = 0; n < N; n++)
-            wild |= ampc_gemm_fetch(z, 0, n * AMPC_GEMM_TILE, begin + d, rows, room->tiles[n]);
+            wild |= ampc_gemm_fetch(z, 0, n * AMPC_GEMM_TILE, begin + d, rows, scratch->tiles[n]);
         bool careful = __syncthreads_or(wild && masked);
         AMPC_UNROLL
         for (int n = 0; n < N; n++) {
-            if (careful) ampc_gemm_add<true>(room->weights + d, room->tiles[n], sum[n]);
-            else ampc_gemm_add<false>(room->weights + d, room->tiles[n], sum[n]);
+            if (careful) ampc_gemm_add<true>(scratch->weights + d, scratch->tiles[n], sum[n]);
+            else ampc_gemm_add<false>(scratch->weights + d, scratch->tiles[n], sum[n]);
         }
         __syncthreads();
     }
@@ -6171,29 +6171,29 @@ struct ampc_row_softmax {
 
 template <int N> __global__ void __launch_bounds__(256, AMPC_ATTENTION_PER_SM)
 ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
-    AMPC_SHARED(ampc_attention_room, room, 1);
+    AMPC_SHARED(ampc_attention_scratch, scratch, 1);
     const bool masked = ampc_mask_hides(a.mask);
-    const ampc_attention_item &item = room->item;
-    const ampc_span &reach = room->reach;
+    const ampc_attention_item &item = scratch->item;
+    const ampc_span &reach = scratch->reach;
     for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
         const float lowest = ampi_f32_of_bits(0xff800000u);
         ampc_row_softmax running = {{lowest, lowest, lowest, lowest}, {0.0f, 0.0f, 0.0f, 0.0f}};
         float sum[N][4][4] = {};
-        ampc_attention_begin<N>(a, number, groups, tiles, true, room);
-        ampc_attention_open(a, item.i0, NULL, room);
-        ampc_attention_reach(room);
+        ampc_attention_begin<N>(a, number, groups, tiles, true, scratch);
+        ampc_attention_open(a, item.i0, NULL, scratch);
+        ampc_attention_reach(scratch);
         for (int64_t key = 0; key < reach.first || key < reach.high; key += AMPC_GEMM_TILE) {
             float s[4][4], rescale[4];
             if (key >= reach.first && key + AMPC_GEMM_TILE <= reach.low) continue;
-            unsigned seen = ampc_attention_look<false>(room, key);
+            unsigned seen = ampc_attention_look<false>(scratch, key);
             if (!__syncthreads_or(seen != 0)) continue;
             ampc_attention_sum(a, ampc_head_rows(a, item, a.q, a.q_stride, a.queries), item.i0,
-                               ampc_head_rows(a, item, a.k, a.k_stride, a.keys), key, room, s);
+                               ampc_head_rows(a, item, a.k, a.k_stride, a.keys), key, scratch, s);
             running.add(s, seen, a.scale, rescale);
             AMPC_UNROLL
             for (int e = 0; e < 16 * N; e++) sum[e / 16][e / 4 % 4][e % 4] = ampc_mul(sum[e / 16][e / 4 % 4][e % 4], rescale[e / 4 % 4]);
-            ampc_attention_hand(s, a.compute, room);
-            ampc_attention_add<N>(ampc_head_columns(a, item, a.v, a.v_stride), key, a.keys, masked, room, sum);
+            ampc_attention_hand(s, a.compute, scratch);
+            ampc_attention_add<N>(ampc_head_columns(a, item, a.v, a.v_stride), key, a.keys, masked, scratch, sum);
         }
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -6229,29 +6229,29 @@ __global__ void __launch_bounds__(256) ampc_attention_delta_kernel(amp_k_attenti
 /* Scores become p, and dp becomes ds; hidden ones 0. */
 template <bool KEYS>
 __device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&dp)[4][4], unsigned seen, float scale,
-                                                      const ampc_attention_room *room) {
+                                                      const ampc_attention_scratch *scratch) {
     AMPC_UNROLL
     for (int e = 0; e < 16; e++) {
         int i = e / 4, j = e % 4, q = KEYS ? 4 * (int)(threadIdx.x % 16) + j : 4 * (int)(threadIdx.x / 16) + i;
-        float p = ampc_exp_below(ampc_mul(s[i][j], scale), room->lse[q]);
+        float p = ampc_exp_below(ampc_mul(s[i][j], scale), scratch->lse[q]);
         bool see = seen >> e & 1;
         s[i][j] = see ? p : 0.0f;
-        dp[i][j] = see ? ampc_mul(p, dp[i][j] - room->delta[q]) : 0.0f;
+        dp[i][j] = see ? ampc_mul(p, dp[i][j] - scratch->delta[q]) : 0.0f;
     }
 }
 
 template <int N, bool KEYS> __global__ void __launch_bounds__(256, KEYS && N > 1 ? 1 : AMPC_ATTENTION_PER_SM)
 ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t tiles, int64_t groups) {
-    AMPC_SHARED(ampc_attention_room, room, 1);
+    AMPC_SHARED(ampc_attention_scratch, scratch, 1);
     const bool masked = ampc_mask_hides(a.mask);
-    const ampc_attention_item &item = room->item;
-    const ampc_span &reach = room->reach;
+    const ampc_attention_item &item = scratch->item;
+    const ampc_span &reach = scratch->reach;
     for (int64_t number = blockIdx.x; number < a.batch * a.heads * tiles * groups; number += gridDim.x) {
         float first[N][4][4] = {}, second[KEYS ? N : 1][4][4] = {};         /* dq; or dk and dv */
-        ampc_attention_begin<N>(a, number, groups, tiles, !KEYS, room);
+        ampc_attention_begin<N>(a, number, groups, tiles, !KEYS, scratch);
         if (!KEYS) {
-            ampc_attention_open(a, item.i0, delta, room);
-            ampc_attention_reach(room);
+            ampc_attention_open(a, item.i0, delta, scratch);
+            ampc_attention_reach(scratch);
         }
         for (int64_t other = 0; KEYS ? other < a.queries : other < reach.first || other < reach.high; other += AMPC_GEMM_TILE) {
             const ampc_operand q = ampc_head_rows(a, item, a.q, a.q_stride, a.queries);
@@ -6260,19 +6260,19 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float *delta, int64_t ti
             const ampc_operand d_o = ampc_head_rows(a, item, a.d_o, a.do_stride, a.queries);
             float s[4][4], dp[4][4];
             if (!KEYS && other >= reach.first && other + AMPC_GEMM_TILE <= reach.low) continue;
-            if (KEYS) ampc_attention_open(a, other, delta, room);
-            unsigned seen = ampc_attention_look<KEYS>(room, KEYS ? item.i0 : other);
+            if (KEYS) ampc_attention_open(a, other, delta, scratch);
+            unsigned seen = ampc_attention_look<KEYS>(scratch, KEYS ? item.i0 : other);
             if (!__syncthreads_or(seen != 0)) continue;
-            ampc_attention_sum(a, KEYS ? k : q, item.i0, KEYS ? q : k, other, room, s);
-            ampc_attention_sum(a, KEYS ? v : d_o, item.i0, KEYS ? d_o : v, other, room, dp);
-            ampc_attention_slopes<KEYS>(s, dp, seen, a.scale, room);
+            ampc_attention_sum(a, KEYS ? k : q, item.i0, KEYS ? q : k, other, scratch, s);
+            ampc_attention_sum(a, KEYS ? v : d_o, item.i0, KEYS ? d_o : v, other, scratch, dp);
+            ampc_attention_slopes<KEYS>(s, dp, seen, a.scale, scratch);
             if constexpr (KEYS) {
-                ampc_attention_hand(s, a.compute, room);
-                ampc_attention_add<N>(ampc_head_columns(a, item, a.d_o, a.do_stride), other, a.queries, masked, room, second);
+                ampc_attention_hand(s, a.compute, scratch);
+                ampc_attention_add<N>(ampc_head_columns(a, item, a.d_o, a.do_stride), other, a.queries, masked, scratch, second);
             }
-            ampc_attention_hand(dp, a.compute, room);
+            ampc_attention_hand(dp, a.compute, scratch);
             ampc_attention_add<N>(KEYS ? ampc_head_columns(a, item, a.q, a.q_stride) : ampc_head_columns(a, item, a.k, a.k_stride),
-                                  other, KEYS ? a.queries : a.keys, masked, room, first);
+                                  other, KEYS ? a.queries : a.keys, masked, scratch, first);
         }
         const float scales[4] = {a.scale, a.scale, a.scale, a.scale}, ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
         if constexpr (KEYS) {
@@ -6339,7 +6339,7 @@ const amp_backend ampc_backend = {
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
     ampc_event_done, ampc_event_sync, ampc_event_elapsed,
     ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
-    ampc_telemetry, ampc_range_push, ampc_range_pop, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
+    ampc_telemetry, ampc_profile_push, ampc_profile_pop, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
     ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
     ampc_attention, ampc_attention_backward, ampc_norm, ampc_norm_backward,
     ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,

@@ -401,7 +401,7 @@ static amp_result pass_alone(side *s) { return workload_pass(&s->work, NULL, NUL
 static amp_result step_fused(side *s) {
     workload *w = &s->work;
     if (s->on) return amp_step(w->optimizer, w->scaler);
-    TRY(amp_scaler_check(w->scaler, amp_optimizer_set(w->optimizer), AMP_CHECK_UNSCALE));
+    TRY(amp_scaler_check(w->scaler, amp_optimizer_grad_set(w->optimizer), AMP_CHECK_UNSCALE));
     TRY(amp_optimizer_step(w->optimizer, w->scaler));
     return amp_scaler_update(w->scaler);
 }
@@ -455,7 +455,7 @@ static amp_result step_masked(side *s) {
     op.y = amp_tensor4(s->scores + batch * heads * seq * seq, AMP_F32, batch, heads, seq, seq);
     op.mask = view.mask;
     result = amp_softmax(s->amp, &op);
-    amp_mask_put(s->amp, &view);
+    amp_mask_release(s->amp, &view);
     return result;
 }
 

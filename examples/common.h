@@ -661,14 +661,14 @@ static inline amp_result profile_add(profile *p, amp_context *amp, int row, int 
     } while (0)
 
 /* The mean cross-entropy of logits against labels, one a row, in *value; with backward the logits become their gradient,
-   starting from *seed (see amp_scaler_seed; NULL: 1). */
+   starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
 static inline amp_result mean_loss(profile *p, amp_context *amp, amp_cross_entropy_op *op, amp_tensor logits, const int32_t *labels,
-                                   float *value, int backward, const float *seed) {
+                                   float *value, int backward, const float *grad_scale) {
     memset(op, 0, sizeof *op);
     op->logits = logits;
     if (backward) op->dlogits = logits;
     op->labels = labels;
-    op->seed = seed;
+    op->grad_scale = grad_scale;
     op->loss = value;
     TIMED(p, amp, PROFILE_LOSS, 0, amp_cross_entropy(amp, op));
     return AMP_OK;
@@ -1776,7 +1776,7 @@ static inline amp_result param_set(amp_context *amp, amp_optimizer *optimizer, a
     if (result == AMP_OK) result = amp_copy(amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
     if (result == AMP_OK) result = amp_sync(amp);
     free(room);
-    amp_param_touch(param);
+    amp_param_changed(param);
     return result;
 }
 static inline amp_result param_get(amp_context *amp, const amp_param *param, float *values) {
@@ -1883,15 +1883,15 @@ static inline amp_result gpt_forward(gpt *g, const int32_t *ids, int64_t batch, 
 }
 
 /* The mean loss against labels [batch, seq], in g->loss_value.  With backward the logits become their
-   gradient, starting from *seed (see amp_scaler_seed; NULL: 1). */
-static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *seed) {
-    return mean_loss(g->profile, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, seed);
+   gradient, starting from *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
+static inline amp_result gpt_loss(gpt *g, const int32_t *labels, int backward, const float *grad_scale) {
+    return mean_loss(g->profile, g->amp, &g->loss, g->head.y, labels, g->loss_value, backward, grad_scale);
 }
 
 /* The loss on the host.  Waits for the device. */
 static inline amp_result gpt_loss_read(gpt *g, float *out) { return value_read(g->amp, g->loss_value, out); }
 
-/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's seed (NULL: 1). */
+/* Forward and loss of a batch in a region; with backward the logits become their gradient, from the scaler's scale (NULL: 1). */
 static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_scaler *scaler, int backward) {
     amp_autocast_desc region;
     amp_result result;
@@ -1899,7 +1899,7 @@ static inline amp_result gpt_forward_loss(gpt *g, const amp_batch *batch, amp_sc
     region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
     TRY(amp_autocast_begin(g->amp, &region));
     result = gpt_forward(g, batch->inputs, batch->batch, batch->seq);
-    if (result == AMP_OK) result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_seed(scaler) : NULL);
+    if (result == AMP_OK) result = gpt_loss(g, batch->targets, backward, scaler != NULL ? amp_scaler_scale_ptr(scaler) : NULL);
     TRY(amp_autocast_end(g->amp));
     return result;
 }
@@ -2486,7 +2486,7 @@ static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
         result = amp_state_get(state, key, w->dtype, room, count);
         if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
         if (result == AMP_OK) result = amp_sync(g->amp);
-        amp_param_touch(&g->params[i]);
+        amp_param_changed(&g->params[i]);
     }
     free(room);
     return result;
@@ -3706,9 +3706,9 @@ static inline amp_result encoder_forward(encoder *e, const encoder_input *in) {
 }
 
 /* The mean loss against labels [batch], in e->loss_value; with backward the logits become their gradient, starting from
-   *seed (see amp_scaler_seed; NULL: 1). */
-static inline amp_result encoder_loss(encoder *e, const int32_t *labels, int backward, const float *seed) {
-    return mean_loss(e->profile, e->amp, &e->loss, e->out.y, labels, e->loss_value, backward, seed);
+   *grad_scale (see amp_scaler_scale_ptr; NULL: 1). */
+static inline amp_result encoder_loss(encoder *e, const int32_t *labels, int backward, const float *grad_scale) {
+    return mean_loss(e->profile, e->amp, &e->loss, e->out.y, labels, e->loss_value, backward, grad_scale);
 }
 
 /* The loss on the host.  Waits for the device. */

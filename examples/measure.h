@@ -224,12 +224,12 @@ static inline amp_result workload_store(workload *w) {
 }
 
 static inline amp_result workload_forward(workload *w, const int32_t *inputs, const int32_t *targets, int backward) {
-    const float *seed = amp_scaler_seed(w->scaler);
+    const float *grad_scale = amp_scaler_scale_ptr(w->scaler);
     int64_t batch = w->desc.batch, seq = w->desc.seq;
     encoder_input in;
     if (!w->desc.encoder) {
         TRY(gpt_forward(&w->gpt, inputs, batch, seq));
-        return gpt_loss(&w->gpt, targets, backward, seed);
+        return gpt_loss(&w->gpt, targets, backward, grad_scale);
     }
     memset(&in, 0, sizeof in);
     in.ids = inputs;
@@ -237,7 +237,7 @@ static inline amp_result workload_forward(workload *w, const int32_t *inputs, co
     in.batch = batch;
     in.seq = seq;
     TRY(encoder_forward(&w->bert, &in));
-    return encoder_loss(&w->bert, in.lengths + batch, backward, seed);
+    return encoder_loss(&w->bert, in.lengths + batch, backward, grad_scale);
 }
 
 /* Forward and loss in a region; with backward all gradients.  inputs NULL: the workload's own batch. */

@@ -66,7 +66,7 @@ static device_pictures upload(const pictures *p) {
 static void forward(const device_pictures *data, int64_t i, int training, const float *seed) {
     first.x = amp_tensor2(data->x + i * PIXELS, AMP_F32, BATCH, PIXELS);
     loss.labels = data->y + i;
-    loss.seed = seed;
+    loss.grad_scale = seed;
     loss.dlogits = second.y;
     if (!training) loss.dlogits.data = NULL;
     CHECK(amp_autocast_begin(amp, NULL));
@@ -112,7 +112,7 @@ int main(int argc, char **argv) {
     CHECK(amp_optimizer_create(amp, &adamw, &desc));
     for (int epoch = 1; epoch <= EPOCHS; epoch++) {
         for (int64_t i = 0; i + BATCH <= train.n; i += BATCH) {
-            forward(&train_there, i, 1, amp_scaler_seed(scaler));
+            forward(&train_there, i, 1, amp_scaler_scale_ptr(scaler));
             CHECK(amp_linear_backward(amp, &second));
             CHECK(amp_linear_backward(amp, &first));
             CHECK(amp_step(adamw, scaler));         /* check, AdamW, new scale */

@@ -54,10 +54,10 @@ static void step(float lr) {
 int main(int argc, char **argv) {
     amp_context *amp;
     amp_scaler *scaler;
-    amp_set *set;
+    amp_grad_set *set;
     amp_scaler_desc desc = {0};
     amp_range range = {"gradient", NULL, WEIGHTS, AMP_F32};             /* any number of your own arrays */
-    amp_set_desc ranges = {0};
+    amp_grad_set_desc ranges = {0};
     amp_desc settings = {0};
     int skipped = 0, steps = argc > 1 ? atoi(argv[1]) : 2000;
     if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number from 1 on\n", argv[1]), 2;
@@ -72,17 +72,17 @@ int main(int argc, char **argv) {
     CHECK(amp_open(&amp, &settings));
     CHECK(amp_alloc(amp, &range.data, (int64_t)sizeof gradient));       /* in the memory that the backend works on */
     CHECK(amp_scaler_create(amp, &scaler, &desc));
-    CHECK(amp_set_create(amp, &set, &ranges));
+    CHECK(amp_grad_set_create(amp, &set, &ranges));
     for (int i = 0; i < WEIGHTS; i++) w[i] = 2 * amp_random_uniform(1, (uint64_t)i) - 1;
     for (int i = 2 * HIDDEN; i < WEIGHTS; i++) w[i] *= 0.2f;
 
     for (int i = 1; i <= steps; i++) {
         float scale = amp_scaler_scale(scaler), error = forward_backward(scale);
-        amp_found found;
+        amp_grad_stats found;
         CHECK(amp_copy(amp, range.data, gradient, (int64_t)sizeof gradient, AMP_COPY_TO_DEVICE));
         CHECK(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE)); /* divides by the scale, looks for inf and NaN */
         CHECK(amp_copy(amp, gradient, range.data, (int64_t)sizeof gradient, AMP_COPY_TO_HOST));
-        CHECK(amp_set_found(set, &found));                      /* waits for all of it */
+        CHECK(amp_grad_set_stats(set, &found));                      /* waits for all of it */
         if (!found.found_inf) step(0.02f);
         CHECK(amp_scaler_update(scaler));                               /* halves, counts, or doubles */
         skipped += found.found_inf;
@@ -93,7 +93,7 @@ int main(int argc, char **argv) {
             printf("step %4d: error %.6f, gradient norm %.6f, %d skipped\n", i, (double)error, (double)found.norm,
                    skipped);
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(scaler);
     amp_free(amp, range.data);
     amp_close(amp);

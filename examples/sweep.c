@@ -323,8 +323,8 @@ static amp_result validate(session *r, double *loss) {
 }
 
 static void take_outcomes(session *r) {
-    amp_outcome o;
-    while (amp_outcome_next(r->optimizer, &o)) {
+    amp_step_result o;
+    while (amp_step_result_next(r->optimizer, &o)) {
         r->trial->skips = o.total_skips;
         r->at_floor = o.at_floor;
     }
@@ -365,7 +365,7 @@ static amp_result train(session *r, int64_t steps, const char **why) {
         if (step >= look || !amp_is_finite_f32(&loss) || r->at_floor) *why = divergence(r, recent);
     }
     t->training = recent;
-    TRY(amp_outcome_flush(r->optimizer));
+    TRY(amp_step_result_flush(r->optimizer));
     take_outcomes(r);
     return AMP_OK;
 }

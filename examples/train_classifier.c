@@ -599,7 +599,7 @@ static amp_result open_weights(run *r) {
     return r->labels.n > 0 ? encoder_name_labels(&r->model, (const char *const *)r->labels.name, r->labels.n) : AMP_OK;
 }
 
-static float or_zero(double value) { return value > 0 ? (float)value : AMP_ZERO; }
+static float or_zero(double value) { return value > 0 ? (float)value : AMP_EXPLICIT_ZERO; }
 
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
@@ -717,7 +717,7 @@ static amp_result forward_loss(run *r, const encoder_input *in, const int32_t *l
     region.mode = backward ? AMP_MODE_TRAINING : AMP_MODE_INFERENCE;
     TRY(amp_autocast_begin(r->amp, &region));
     result = encoder_forward(&r->model, in);
-    if (result == AMP_OK) result = encoder_loss(&r->model, labels, backward, r->scaler != NULL ? amp_scaler_seed(r->scaler) : NULL);
+    if (result == AMP_OK) result = encoder_loss(&r->model, labels, backward, r->scaler != NULL ? amp_scaler_scale_ptr(r->scaler) : NULL);
     TRY(amp_autocast_end(r->amp));
     return result;
 }
@@ -800,7 +800,7 @@ static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, doubl
     printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld", (long long)epoch, e->loss,
            r->valid_loss, 100 * r->accuracy, e->seconds, grouped((int64_t)e->tokens_per_second, rate, sizeof rate),
            (long long)r->record.outcome.total_skips);
-    if (e->troubles > 0) printf(" | %lld of %lld steps were in trouble", (long long)e->troubles, (long long)e->steps);
+    if (e->anomalies > 0) printf(" | %lld of %lld steps were in trouble", (long long)e->anomalies, (long long)e->steps);
     printf("\n");
     metrics_begin(r->metrics.file, "evaluation");
     metrics_integer(r->metrics.file, "epoch", epoch);
@@ -1010,7 +1010,7 @@ static amp_result compat_run(compat *c) {
     TRY(amp_autocast_begin(amp, NULL));
     result = encoder_forward(e, &c->input);
     if (result == AMP_OK) result = amp_cast(amp, &e->out.y, &logits);
-    if (result == AMP_OK) result = encoder_loss(e, c->labels, 1, amp_scaler_seed(c->scaler));
+    if (result == AMP_OK) result = encoder_loss(e, c->labels, 1, amp_scaler_scale_ptr(c->scaler));
     TRY(amp_autocast_end(amp));
     TRY(result);
     return encoder_backward(e);

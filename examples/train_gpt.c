@@ -85,7 +85,7 @@ typedef struct settings {
     int64_t allow_fallback, threads, static_scale, recompute, graph;
     int64_t save_interval, eval_interval, eval_batches, sample, top_k, compare, help, stop_after, profile;
     int64_t env, log_memory, debug;
-    int64_t accumulation, log_interval, numerics_interval;      /* as .amp has them, with defaults; an interval 0: never */
+    int64_t accumulation, log_interval, tensor_stats_interval;      /* as .amp has them, with defaults; an interval 0: never */
     double validation, dropout, lr, min_lr, weight_decay, beta1, beta2, eps, temperature, timeout;
 } settings;
 
@@ -287,8 +287,8 @@ static amp_result check_settings(settings *set) {
     if (*set->resume != 0 && *set->init != 0)
         return refuse("init", "a resumed run has its weights already: drop --init or --resume");
     if (set->graph && set->profile) return refuse("graph", "contradicts --profile, which times every operator by itself");
-    if (set->graph && set->numerics_interval > 0)
-        return refuse("graph", "contradicts --debug and numerics_interval, which look at gradients inside a step");
+    if (set->graph && set->tensor_stats_interval > 0)
+        return refuse("graph", "contradicts --debug and tensor_stats_interval, which look at gradients inside a step");
     if (ranks.world > 1) set->compare = 0;      /* the short runs are for one process */
     if (set->compare < 0) set->compare = *set->data != 0 || *set->init != 0 || *set->resume != 0 ? 0 : 50;
     if (was_given("min-lr") && strcmp(set->schedule, "constant") == 0) return refuse("min-lr", "contradicts --schedule constant, which ends nowhere else");
@@ -341,8 +341,8 @@ static amp_result read_amp_settings(settings *set, const amp_state *resumed) {
         return example_fail(AMP_ERR_CONFLICT, "the settings do not go together: %s", amp_last_error());
     set->accumulation = optimizer.accumulation;
     set->log_interval = monitor.log_interval > 0 ? monitor.log_interval : 0;
-    set->numerics_interval = set->amp.numerics_interval > 0 ? set->amp.numerics_interval : 0;
-    if (set->amp.debug && set->amp.numerics_interval == 0) set->numerics_interval = 100;
+    set->tensor_stats_interval = set->amp.tensor_stats_interval > 0 ? set->amp.tensor_stats_interval : 0;
+    if (set->amp.debug && set->amp.tensor_stats_interval == 0) set->tensor_stats_interval = 100;
     return AMP_OK;
 }
 
@@ -387,17 +387,17 @@ typedef struct run {
     int32_t *micro_tokens;          /* device, with --graph: their inputs and targets; else NULL */
     amp_monitor *monitor;           /* keeps the metrics of steps */
     metrics_line metrics;           /* other lines go through the monitor too */
-    amp_numerics *numerics;         /* NULL: not wanted */
+    amp_tensor_stats *numerics;         /* NULL: not wanted */
     amp_recovery *recovery;         /* NULL: not wanted */
     text_buffer fp32_layers;        /* patterns of the layers that recovery put into fp32, one a line */
     board board;
-    char trouble[256];              /* why training stops, or "" */
+    char anomaly[256];              /* why training stops, or "" */
     char note[300];                 /* to be said after the step, or "" */
     int64_t epoch, index;           /* the first batch of the step that runs; epoch -1: not read yet */
     int64_t start, step, steps;     /* start: where this session began */
     int64_t epoch_steps;            /* since the monitor's epoch began */
     float losses[64];               /* of the last steps, by step % 64 */
-    amp_outcome outcome;            /* the last one that arrived */
+    amp_step_result outcome;            /* the last one that arrived */
     int64_t outcomes;               /* that arrived in this session */
     int64_t peak;                   /* most bytes of memory in any epoch of the monitor's */
     double busy;                    /* seconds in training steps */
@@ -691,7 +691,7 @@ static amp_result open_scaler(run *r) {
     return example_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
 }
 
-static float or_zero(double value) { return value > 0 ? (float)value : AMP_ZERO; }
+static float or_zero(double value) { return value > 0 ? (float)value : AMP_EXPLICIT_ZERO; }
 
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
@@ -813,7 +813,7 @@ static amp_result open_recovery(run *r) {
 static amp_result open_watch(run *r) {
     const settings *set = &r->set;
     amp_monitor_desc monitor;
-    amp_numerics_desc numerics;
+    amp_tensor_stats_desc numerics;
     memset(&monitor, 0, sizeof monitor);
     TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
     if (r->metrics.file != NULL) monitor.path = r->metrics_path;
@@ -830,8 +830,8 @@ static amp_result open_watch(run *r) {
     numerics.params = r->model.params;
     numerics.n_params = r->model.n_params;
     numerics.scaler = r->scaler;
-    numerics.interval = set->numerics_interval;
-    if (set->numerics_interval > 0) TRY(amp_numerics_create(r->amp, &r->numerics, &numerics));
+    numerics.interval = set->tensor_stats_interval;
+    if (set->tensor_stats_interval > 0) TRY(amp_tensor_stats_create(r->amp, &r->numerics, &numerics));
     return open_recovery(r);
 }
 
@@ -870,7 +870,7 @@ static amp_result load_state(run *r, const amp_state *state) {
 static void close_run(run *r) {
     amp_graph_destroy(r->graph);
     amp_monitor_destroy(r->monitor);
-    amp_numerics_destroy(r->numerics);
+    amp_tensor_stats_destroy(r->numerics);
     amp_recovery_destroy(r->recovery);
     board_close(&r->board);
     if (r->metrics.file != NULL) fclose(r->metrics.file);
@@ -1137,8 +1137,8 @@ static amp_result measure_bigrams(run *r) {
 
 /* How gradients and weights fit their format, at an interval. */
 static amp_result look_at_numbers(run *r) {
-    amp_numerics_report report;
-    TRY(amp_numerics_step(r->numerics, &report));
+    amp_tensor_stats_report report;
+    TRY(amp_tensor_stats_step(r->numerics, &report));
     if (!report.due) return AMP_OK;
     snprintf(r->note, sizeof r->note, "step %lld: %s", (long long)(r->step + 1), report.text);
     metrics_begin(r->metrics.file, "numerics");
@@ -1282,14 +1282,14 @@ static void report_event(run *r, progress *bar, const amp_recovery_event *event)
     metrics_text(r->metrics.file, "dtype", amp_dtype_name(event->dtype));
     metrics_text(r->metrics.file, "text", event->text);
     metrics_line_end(&r->metrics, r->monitor);
-    if (event->action == AMP_RECOVERY_STOP) snprintf(r->trouble, sizeof r->trouble, "%s", event->text);
+    if (event->action == AMP_RECOVERY_STOP) snprintf(r->anomaly, sizeof r->anomaly, "%s", event->text);
 }
 
 /* What a recovery changed are the run's settings from now on, so that a checkpoint keeps them: its dtype, and as without
    fp16 nothing is scaled any more, no scaler that was asked for either. */
 static amp_result keep_cure(run *r, const amp_recovery_event *event) {
-    if (event->cure == AMP_CURE_LAYERS) return keep_fp32_layer(r, event->layer);
-    if (event->cure != AMP_CURE_DTYPE) return AMP_OK;
+    if (event->mitigation == AMP_MITIGATE_LAYERS) return keep_fp32_layer(r, event->layer);
+    if (event->mitigation != AMP_MITIGATE_DTYPE) return AMP_OK;
     r->set.amp.dtype = event->dtype;
     if (r->set.amp.use_scaler == AMP_SCALER_USE_ON) r->set.amp.use_scaler = AMP_SCALER_USE_AUTO;
     return AMP_OK;
@@ -1357,10 +1357,10 @@ static amp_result double_batch(run *r, progress *bar) {
 static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *record) {
     amp_recovery_event event;
     gpt_config now = r->model.config;
-    if (r->trouble[0] != 0) return AMP_OK;
+    if (r->anomaly[0] != 0) return AMP_OK;
     if (r->recovery == NULL) {
         if (record->action == AMP_NAN_STOP)
-            snprintf(r->trouble, sizeof r->trouble, "stopped in trouble at step %lld, as --nan-action stop asks",
+            snprintf(r->anomaly, sizeof r->anomaly, "stopped in trouble at step %lld, as --nan-action stop asks",
                      (long long)record->outcome.step);
         return AMP_OK;
     }
@@ -1450,14 +1450,14 @@ static int stopped(const run *r) {
     return stop_requested || (r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps);
 }
 
-/* Steps up to r->steps, the end of the data, trouble, or Ctrl-C. */
+/* Steps up to r->steps, the end of the data, anomaly, or Ctrl-C. */
 static amp_result train_steps(run *r, progress *bar, int quiet) {
     const settings *set = &r->set;
     schedule_kind kind = strcmp(set->schedule, "constant") == 0 ? SCHEDULE_CONSTANT : SCHEDULE_COSINE;
     double min_lr = set->min_lr >= 0 ? set->min_lr : 0.1 * set->lr, shown = 0, loss_at_eval;
     float loss = 0;
     amp_result result = AMP_OK;
-    while (r->step < r->steps && r->trouble[0] == 0 && !stopped(r)) {
+    while (r->step < r->steps && r->anomaly[0] == 0 && !stopped(r)) {
         int64_t next = r->step + 1;
         double began = seconds_now();
         int log = (set->log_interval > 0 && next % set->log_interval == 0) || next == r->steps;
@@ -1799,7 +1799,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
     TRY(amp_settings_set(&mine.amp, "dtype", precision));
     if (mine.amp.dtype == AMP_F32 ? mine.amp.level >= AMP_LEVEL_O2 : mine.amp.level == AMP_LEVEL_O0) mine.amp.level = AMP_LEVEL_O1;
     mine.amp.debug = 0;
-    mine.numerics_interval = mine.log_memory = 0;
+    mine.tensor_stats_interval = mine.log_memory = 0;
     mine.save = mine.metrics = "none";
     mine.resume = mine.tensorboard = "";
     mine.steps = set->compare;
@@ -1883,7 +1883,7 @@ static amp_result main_run(run *r) {
     if (r->step > start || stop || *r->set.resume == 0) TRY(report_save(r, &bar));
     else if (*r->set.resume != 0 && weights_are_old(r)) TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) TRY(print_profile(r));
-    if (r->trouble[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->trouble);
+    if (r->anomaly[0] != 0) return example_fail(AMP_ERR_STATE, "%s", r->anomaly);
     if (stop) {
         printf("stopped at step %lld", (long long)r->step);
         if (r->save[0] != 0) printf("; go on with --resume %s", r->save);

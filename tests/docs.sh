@@ -94,7 +94,7 @@ if [ "$(env -u CC -u MAKEFLAGS -u MFLAGS -u MAKELEVEL make -pn help CUDA=0 2>/de
 
 # The functions that an example's head points to are mixed precision: its region, its scale and its step.
 for program in train_gpt train_classifier; do
-    for call in amp_autocast_begin amp_scaler_create amp_scaler_seed amp_step; do
+    for call in amp_autocast_begin amp_scaler_create amp_scaler_scale_ptr amp_step; do
         held=
         for name in $(sed -n '/Read it from the bottom/,/\*\//p' examples/$program.c | grep -oE '[a-z]+_[a-z_]+'); do
             if sed -n "/^static .*[ *]$name(.*{\$/,/^}/p" examples/$program.c examples/common.h | grep -q "$call("; then held=$name; fi

@@ -165,7 +165,7 @@ else fail "TensorBoard reads the event file" "$(cat "$work/board.txt")"; fi
 # Trouble: a static scale that always overflows.  Skipping goes on; stopping says so, and keeps what was there.
 hopeless="--precision fp16 --init-scale 1e30 --static-scale --steps 4"
 train skip $hopeless
-if [ $? -eq 0 ] && grep -q "skipped *4 of 4" "$work/skip.log" && [ "$(count '"trouble": "gradients"' "$work/skip/metrics.jsonl")" -eq 4 ]; then pass
+if [ $? -eq 0 ] && grep -q "skipped *4 of 4" "$work/skip.log" && [ "$(count '"anomaly": "gradients"' "$work/skip/metrics.jsonl")" -eq 4 ]; then pass
 else fail "--nan-action skip" "$(tail -n 3 "$work/skip.log")"; fi
 train stop $hopeless --nan-action stop
 if [ $? -eq 1 ] && grep -q "stopped in trouble at step 1" "$work/stop.log" && [ -s "$work/stop/model.state" ]; then pass
@@ -185,7 +185,7 @@ if grep -q "bf16 from now on" "$work/late.log" && grep -q "^step 2: saved" "$wor
 else fail "recovery behind the last step" "$(tail -n 3 "$work/late.log")"; fi
 
 # A layer in fp32, then bf16 without the scaler: a checkpoint keeps both.  A flag wins over its precision; the layer is in fp32
-# then too, so that the next cure is bf16.
+# then too, so that the next mitigation is bf16.
 cured="--precision fp16 --scaler on --init-scale 1e7 --static-scale --nan-action recover"
 train cured $cured --steps 8 --save "$work/cured"
 train cured_first $cured --steps 8 --save "$work/cured_two" --stop-after 4

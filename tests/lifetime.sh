@@ -44,9 +44,9 @@ struct training {
     owned<amp_scaler, amp_scaler_destroy> scaler;
     owned<amp_loader, amp_loader_destroy> loader;
     owned<amp_monitor, amp_monitor_destroy> monitor;
-    owned<amp_numerics, amp_numerics_destroy> numerics;
+    owned<amp_tensor_stats, amp_tensor_stats_destroy> numerics;
     owned<amp_recovery, amp_recovery_destroy> recovery;
-    owned<amp_set, amp_set_destroy> set;
+    owned<amp_grad_set, amp_grad_set_destroy> set;
     owned<amp_context, amp_close> context;      /* declared last: closed first */
     std::vector<amp_param> params;              /* and these are gone even before */
     std::vector<std::string> names;
@@ -81,15 +81,15 @@ struct training {
         md.optimizer = optimizer.p; md.scaler = scaler.p;
         must(amp_monitor_create(context.p, &monitor.p, &md));
         point();
-        amp_numerics_desc nd = {};
+        amp_tensor_stats_desc nd = {};
         nd.params = params.data(); nd.n_params = 1; nd.scaler = scaler.p;
-        must(amp_numerics_create(context.p, &numerics.p, &nd));
+        must(amp_tensor_stats_create(context.p, &numerics.p, &nd));
         amp_recovery_desc rd = {};
         rd.params = params.data(); rd.n_params = 1; rd.optimizer = optimizer.p; rd.scaler = scaler.p; rd.loader = loader.p;
         must(amp_recovery_create(context.p, &recovery.p, &rd));
-        amp_set_desc sd = {};
+        amp_grad_set_desc sd = {};
         sd.params = params.data(); sd.n_params = 1;
-        must(amp_set_create(context.p, &set.p, &sd));
+        must(amp_grad_set_create(context.p, &set.p, &sd));
         for (int step = 0; step < 4; step++) {
             amp_batch batch;
             amp_step_info info = {};
@@ -132,20 +132,20 @@ cat > "$work/returns.c" <<'END'
 #include <stdlib.h>
 static amp_optimizer *o;
 static amp_scaler *s;
-static amp_set *set;
+static amp_grad_set *set;
 /* Returns early, with the arrays of its frame gone, after closing what it opened first. */
 static int train(int when) {
     float w[16] = {1}, g[16] = {1};
     amp_context *amp;
     amp_param p;
     amp_optimizer_desc od;
-    amp_set_desc sd;
+    amp_grad_set_desc sd;
     memset(&p, 0, sizeof p); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd);
     p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, 4, 4); p.grad = amp_tensor2(g, AMP_F32, 4, 4);
     od.params = sd.params = &p; od.n_params = sd.n_params = 1;
     if (amp_open(&amp, NULL) != AMP_OK || amp_param_register(amp, &p, 1) != AMP_OK || amp_optimizer_create(amp, &o, &od) != AMP_OK) return 1;
     if (when > 0 && amp_scaler_create(amp, &s, NULL) != AMP_OK) return 1;
-    if (when > 1 && amp_set_create(amp, &set, &sd) != AMP_OK) return 1;
+    if (when > 1 && amp_grad_set_create(amp, &set, &sd) != AMP_OK) return 1;
     if (when > 2 && (amp_param_accumulate(&p), amp_scaler_check(s, set, AMP_CHECK_READ)) != AMP_OK) return 1;
     if (when > 3 && amp_autocast_begin(amp, NULL) != AMP_OK) return 1;
     amp_close(amp);
@@ -159,7 +159,7 @@ int main(int argc, char **argv) {
     if (amp_step(o, s) != AMP_ERR_STATE || strstr(amp_last_error(), "was closed") == NULL) return puts("wrong: it steps"), (int)dirt[when];
     if (when > 0 && amp_scaler_update(s) != AMP_ERR_STATE) return puts("wrong: it updates"), 1;
     amp_optimizer_destroy(o);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
     return 0;
 }

@@ -28,13 +28,13 @@ typedef struct env {
     /* objects */
     amp_context *amp;
     amp_state *state, *loaded;
-    amp_set *set;
+    amp_grad_set *set;
     amp_scaler *scaler;
     amp_optimizer *optimizer;
     amp_graph *graph;
     amp_loader *loader;
     amp_monitor *monitor;
-    amp_numerics *numerics;
+    amp_tensor_stats *numerics;
     amp_recovery *recovery;
     void *memory[8];
     size_t memory_bytes[8];
@@ -65,7 +65,7 @@ typedef struct env {
     int told;                       /* messages of the log */
     int unfinished;                 /* 1: a call that failed is to be called again, and has changed what it was to change */
     int fallen_back;                /* 1: a failure was allowed to change what comes after */
-    amp_outcome outcome;
+    amp_step_result outcome;
     amp_step_record record;
     int has_record;
     char path[2][256];
@@ -494,7 +494,7 @@ static amp_result context_step(env *e, int i) {
         case 11: return context_queries(e);
         case 12: parameter(e, 0, "w", AMP_F32, 6, 4); parameter(e, 1, "b", AMP_F32, 6, 0); return AMP_OK;
         case 13: return amp_param_register(e->amp, e->out.params, 2);
-        case 14: amp_param_touch(e->out.params); note_number(e, amp_param_accumulate(e->out.params)); e->out.params[0].grad_live = 0; return AMP_OK;
+        case 14: amp_param_changed(e->out.params); note_number(e, amp_param_accumulate(e->out.params)); e->out.params[0].grad_live = 0; return AMP_OK;
         case 15: return amp_graph_begin(e->amp);
         case 16: return amp_fill(e->amp, e->memory[1], 9, 500);
         case 17: return created(amp_graph_end(e->amp, &e->graph), &e->graph);
@@ -526,7 +526,7 @@ static amp_result masks_step(env *e, int i) {
         case 3: mask.lengths = (const int32_t *)e->memory[2]; return amp_mask_get(e->amp, &mask, 2, 7, 9, AMP_BF16, &e->views[1]);
         case 4: return amp_mask_get(e->amp, &mask, 2, 7, 9, AMP_U8, &e->views[2]);
         case 5: note(e, e->views[2].tensor.data, 63); note(e, e->views[1].tensor.data, 2 * 63 * 2); return AMP_OK;
-        case 6: amp_mask_put(e->amp, &e->views[0]); amp_mask_cache_drop(e->amp, AMP_MASK_WINDOW); return AMP_OK;
+        case 6: amp_mask_release(e->amp, &e->views[0]); amp_mask_cache_drop(e->amp, AMP_MASK_WINDOW); return AMP_OK;
         case 7: return amp_mask_cache_info(e->amp, &info);
         case 8: return amp_mask_get(e->amp, &mask, 1, 30, 40, AMP_F32, &e->views[0]);
         case 9: note(e, e->views[0].tensor.data, 30 * 40 * 4); return AMP_OK;
@@ -535,7 +535,7 @@ static amp_result masks_step(env *e, int i) {
 }
 static void masks_close(env *e) {
     int i;
-    for (i = 0; i < 3 && e->amp != NULL; i++) if (e->views[i].tensor.data != NULL) amp_mask_put(e->amp, &e->views[i]);
+    for (i = 0; i < 3 && e->amp != NULL; i++) if (e->views[i].tensor.data != NULL) amp_mask_release(e->amp, &e->views[i]);
     if (e->amp != NULL) amp_mask_cache_clear(e->amp);
     amp_close(e->amp);
 }
@@ -738,10 +738,10 @@ static uint64_t operators_observe(env *e) {
 /* ---- Sets, scalers and optimizers: variant 1 on a device, variant 2 with fp32 masters of bf16 weights by remainders */
 
 static amp_result gradients_create(env *e, int i) {
-    static const amp_group groups[] = {{"*.bias", 0.5, AMP_ZERO, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT}};
+    static const amp_param_group groups[] = {{"*.bias", 0.5, AMP_EXPLICIT_ZERO, AMP_MASTER_DEFAULT, AMP_DTYPE_DEFAULT}};
     amp_optimizer_desc o;
     amp_scaler_desc sc;
-    amp_set_desc set;
+    amp_grad_set_desc set;
     amp_range ranges[2];
     memset(&o, 0, sizeof o); memset(&sc, 0, sizeof sc); memset(&set, 0, sizeof set); memset(ranges, 0, sizeof ranges);
     if (i == 0) {
@@ -752,23 +752,23 @@ static amp_result gradients_create(env *e, int i) {
         ranges[0].name = "a"; ranges[0].data = e->memory[2]; ranges[0].count = 50; ranges[0].dtype = AMP_F32;
         ranges[1].name = "b"; ranges[1].data = e->memory[3]; ranges[1].count = 30; ranges[1].dtype = AMP_F32;
         set.ranges = ranges; set.n_ranges = 2; set.clip_norm = 0.5;
-        return created(amp_set_create(e->amp, &e->set, &set), &e->set);
+        return created(amp_grad_set_create(e->amp, &e->set, &set), &e->set);
     }
     o.params = e->out.params; o.n_params = 3;
     o.groups = groups; o.n_groups = 1;
-    o.lr = 0.01; o.weight_decay = 0.1; o.clip_norm = 1; o.outcome_lag = AMP_LAG_NONE;
+    o.lr = 0.01; o.weight_decay = 0.1; o.clip_norm = 1; o.result_lag = AMP_LAG_NONE;
     if (e->variant == 2) { o.master = AMP_MASTER_REMAINDER; o.moments = AMP_BF16; }
     if (e->variant == 3) { o.kind = AMP_SGD; o.momentum = 0.9; o.nesterov = 1; }
     return created(amp_optimizer_create(e->amp, &e->optimizer, &o), &e->optimizer);
 }
 
 static amp_result gradients_outcome(env *e) {
-    amp_outcome outcome;
-    amp_found found;
-    amp_result r = amp_set_found(amp_optimizer_set(e->optimizer), &found);
+    amp_step_result outcome;
+    amp_grad_stats found;
+    amp_result r = amp_grad_set_stats(amp_optimizer_grad_set(e->optimizer), &found);
     memset(&outcome, 0, sizeof outcome);
     if (r != AMP_OK) return r;
-    note_number(e, amp_outcome_next(e->optimizer, &outcome));
+    note_number(e, amp_step_result_next(e->optimizer, &outcome));
     note(e, &outcome.norm, sizeof outcome.norm);
     note_number(e, outcome.applied * 100 + outcome.growth_tracker);
     note(e, &found.norm, sizeof found.norm);
@@ -786,7 +786,7 @@ static amp_result gradients_query(env *e) {
     if (r == AMP_OK) r = amp_scaler_get(e->scaler, &state);
     if (r != AMP_OK) return r;
     note_number(e, scaler.growth_interval + bytes.parameters + (int64_t)amp_scaler_scale(e->scaler) + state.growth_tracker);
-    CHECK(amp_scaler_seed(e->scaler) != NULL && amp_scaler_device(e->scaler) != NULL && amp_set_device(e->set) != NULL);
+    CHECK(amp_scaler_scale_ptr(e->scaler) != NULL && amp_scaler_device(e->scaler) != NULL && amp_grad_set_device(e->set) != NULL);
     return AMP_OK;
 }
 
@@ -824,8 +824,8 @@ static amp_result gradients_step(env *e, int i) {
         case 8: return gradients_outcome(e);
         case 9: gradients_fill(e, 2); return AMP_OK;
         case 10: return amp_scaler_check(e->scaler, e->set, AMP_CHECK_UNSCALE);
-        case 11: return amp_set_apply(e->set);
-        case 12: return amp_scaler_check(e->scaler, amp_optimizer_set(e->optimizer), AMP_CHECK_READ);
+        case 11: return amp_grad_set_apply(e->set);
+        case 12: return amp_scaler_check(e->scaler, amp_optimizer_grad_set(e->optimizer), AMP_CHECK_READ);
         case 13: return amp_optimizer_step(e->optimizer, e->scaler);
         case 14: return amp_scaler_update(e->scaler);
         case 15: return gradients_outcome(e);
@@ -844,9 +844,9 @@ static amp_result gradients_step(env *e, int i) {
         case 28: return amp_scaler_load(e->scaler, e->state, "scaler");
         case 29: gradients_fill(e, 5); return AMP_OK;
         case 30: return amp_step(e->optimizer, e->scaler);
-        case 31: return amp_outcome_flush(e->optimizer);
+        case 31: return amp_step_result_flush(e->optimizer);
         case 32: return gradients_outcome(e);
-        case 33: return amp_optimizer_refresh(e->optimizer);
+        case 33: return amp_optimizer_rebuild_masters(e->optimizer);
         case 34: return amp_scaler_set_rule(e->scaler, 4, 0.25, 3);
         case 35: return amp_scaler_set_scale(e->scaler, 4096);
         case 36: return gradients_query(e);
@@ -855,7 +855,7 @@ static amp_result gradients_step(env *e, int i) {
     }
 }
 static void gradients_close(env *e) {
-    amp_set_destroy(e->set);
+    amp_grad_set_destroy(e->set);
     amp_optimizer_destroy(e->optimizer);
     amp_scaler_destroy(e->scaler);
     amp_state_destroy(e->state);
@@ -1049,7 +1049,7 @@ static amp_result kept(env *e, amp_result r) {
 static amp_result watch_open(env *e, int i) {
     static const char torn[] = "{\"event\": \"host\"}\n{\"event\": \"to";
     amp_monitor_desc m;
-    amp_numerics_desc n;
+    amp_tensor_stats_desc n;
     memset(&m, 0, sizeof m);
     memset(&n, 0, sizeof n);
     switch (i) {
@@ -1068,16 +1068,16 @@ static amp_result watch_open(env *e, int i) {
             n.scaler = e->scaler;
             n.dtype = AMP_F16;
             n.interval = 1;
-            return created(amp_numerics_create(e->amp, &e->numerics, &n), &e->numerics);
+            return created(amp_tensor_stats_create(e->amp, &e->numerics, &n), &e->numerics);
     }
 }
 
 static amp_result watch_numerics(env *e) {
-    amp_numerics_report report;
+    amp_tensor_stats_report report;
     char text[2000];
-    amp_result r = amp_numerics_step(e->numerics, &report);
+    amp_result r = amp_tensor_stats_step(e->numerics, &report);
     if (r != AMP_OK) return r;
-    note_number(e, (int64_t)amp_numerics_text(&report, text, sizeof text));
+    note_number(e, (int64_t)amp_tensor_stats_text(&report, text, sizeof text));
     note_text(e, text);
     return AMP_OK;
 }
@@ -1098,7 +1098,7 @@ static amp_result watch_iteration(env *e, int phase, int step) {
     info.tokens = 100;
     switch (phase) {
         case 0: return amp_monitor_phase(e->monitor, AMP_PHASE_DATA);
-        case 1: amp_range_push(e->amp, "here"); gradients_fill(e, step); amp_range_pop(e->amp); return AMP_OK;
+        case 1: amp_profile_push(e->amp, "here"); gradients_fill(e, step); amp_profile_pop(e->amp); return AMP_OK;
         case 2: return amp_monitor_phase(e->monitor, AMP_PHASE_BACKWARD);
         case 3: return watch_numerics(e);
         case 4: return amp_monitor_phase(e->monitor, AMP_PHASE_OPTIMIZER);
@@ -1160,7 +1160,7 @@ static amp_result watch_step(env *e, int i) {
     return watch_end(e, i - 40);
 }
 static void watch_close(env *e) {
-    amp_numerics_destroy(e->numerics);
+    amp_tensor_stats_destroy(e->numerics);
     amp_monitor_destroy(e->monitor);
     gradients_close(e);
 }
@@ -1213,7 +1213,7 @@ static int model_forward(void *user, amp_context *amp) {
     env *e = (env *)user;
     amp_result r = amp_autocast_begin(amp, NULL), end;
     if (r != AMP_OK) return (int)r;
-    model.ce.seed = e->scaler ? amp_scaler_seed(e->scaler) : NULL;
+    model.ce.grad_scale = e->scaler ? amp_scaler_scale_ptr(e->scaler) : NULL;
     r = amp_linear(amp, &model.linear);
     if (r == AMP_OK) r = amp_cross_entropy(amp, &model.ce);
     end = amp_autocast_end(amp);
@@ -1320,7 +1320,7 @@ static amp_result care_advise(env *e, int apply) {
     d.optimizer = e->optimizer; d.scaler = e->scaler;
     r = amp_advise(e->amp, &d, &advice);
     if (r == AMP_OK) CHECK(amp_advice_text(&advice, text, sizeof text) > 0);
-    return r == AMP_OK && apply ? amp_apply(&advice, e->amp, e->scaler, e->optimizer) : r;
+    return r == AMP_OK && apply ? amp_advice_apply(&advice, e->amp, e->scaler, e->optimizer) : r;
 }
 
 static int own_save(void *user, amp_state *state) { int32_t x = 7; (void)user; return (int)amp_state_put(state, "mine", AMP_I32, &x, 1); }
@@ -1346,7 +1346,7 @@ static amp_result care_record(env *e, int bad) {
     memset(&record, 0, sizeof record);
     record.outcome = e->outcome;
     record.dtype = AMP_F32;
-    if (bad) { record.trouble = AMP_TROUBLE_LOSS; record.action = AMP_NAN_RECOVER; record.loss = (double)amp_f32_from_f16(0x7e00); }
+    if (bad) { record.anomaly = AMP_ANOMALY_LOSS; record.action = AMP_NAN_RECOVER; record.loss = (double)amp_f32_from_f16(0x7e00); }
     e->unfinished = bad;
     r = amp_recovery_step(e->recovery, &record, &event);
     if (r != AMP_OK) return r;
@@ -1357,7 +1357,7 @@ static amp_result care_record(env *e, int bad) {
 
 static amp_result care_train(env *e) {
     amp_result r = amp_step(e->optimizer, e->scaler);
-    if (r == AMP_OK) CHECK_EQ(amp_outcome_next(e->optimizer, &e->outcome), 1);
+    if (r == AMP_OK) CHECK_EQ(amp_step_result_next(e->optimizer, &e->outcome), 1);
     return r;
 }
 
@@ -1449,7 +1449,7 @@ static amp_result training_recover(env *e) {
     int told = e->told;
     while (e->has_record || amp_monitor_next(e->monitor, &e->record) == 1) {
         e->has_record = 1;
-        e->unfinished = e->record.trouble != AMP_TROUBLE_NONE;
+        e->unfinished = e->record.anomaly != AMP_ANOMALY_NONE;
         r = amp_recovery_step(e->recovery, &e->record, &event);
         if (r != AMP_OK) return r;
         e->fallen_back |= !e->unfinished && e->told > told;
@@ -1467,7 +1467,7 @@ static amp_result training_iteration(env *e, int phase, int step) {
     switch (phase) {
         case 0: return amp_monitor_phase(e->monitor, AMP_PHASE_DATA);
         case 1: return data_next(e);
-        case 2: e->out.embedding.ids = e->out.batch.inputs; e->out.cross_entropy.labels = e->out.batch.targets; e->out.cross_entropy.seed = amp_scaler_seed(e->scaler); return AMP_OK;
+        case 2: e->out.embedding.ids = e->out.batch.inputs; e->out.cross_entropy.labels = e->out.batch.targets; e->out.cross_entropy.grad_scale = amp_scaler_scale_ptr(e->scaler); return AMP_OK;
         case 3: return amp_autocast_begin(e->amp, NULL);
         case 4: return amp_embedding(e->amp, &e->out.embedding);
         case 5: return amp_linear(e->amp, &e->out.linear[0]);

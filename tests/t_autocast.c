@@ -828,7 +828,7 @@ TEST(cpu_packs_for_the_second_use) {
     CHECK_EQ(cache_info(t.amp).entries, 1);
     CHECK_OK(amp_linear_backward(t.amp, &t.op));
     CHECK_EQ(cache_info(t.amp).entries, 2);
-    amp_param_touch(&t.weight);
+    amp_param_changed(&t.weight);
     use(&t);                                        /* the first use of the new value */
     CHECK_EQ(cache_info(t.amp).misses, 2);
     use(&t);
@@ -869,7 +869,7 @@ TEST(cache_knows_dtypes_and_uses) {
     free(g.data);
 }
 
-/* A changed weight is seen after amp_param_touch, and after an optimizer's step without it. */
+/* A changed weight is seen after amp_param_changed, and after an optimizer's step without it. */
 TEST(cache_follows_the_weight) {
     cache_test t;
     amp_optimizer *optimizer = NULL;
@@ -882,7 +882,7 @@ TEST(cache_follows_the_weight) {
     for (int i = 0; i < OUT * IN; i++) t.p.w[i] *= 2;
     use(&t);
     CHECK(t.p.y[0] == before);                      /* nobody said so: the copy is the old one, as documented */
-    amp_param_touch(&t.weight);
+    amp_param_changed(&t.weight);
     use(&t);
     CHECK(t.p.y[0] == 2 * before);
     CHECK_EQ(counted.packs, 2);
@@ -896,7 +896,7 @@ TEST(cache_follows_the_weight) {
     CHECK_OK(amp_autocast_begin(t.amp, NULL));
     use(&t);
     after = t.p.y[0];
-    amp_param_touch(&t.weight);
+    amp_param_changed(&t.weight);
     use(&t);
     end(t.amp);
     CHECK(after != 2 * before && after == t.p.y[0]);
@@ -1022,7 +1022,7 @@ TEST(host_kernels_get_casts) {
     CHECK_EQ(cache_info(amp).new_inf, 2);
     CHECK_EQ(cache_info(amp).entries, 2);
     w[0] = 3.0f;
-    amp_param_touch(&weight);
+    amp_param_changed(&weight);
     CHECK_OK(amp_autocast_cast(amp, &weight, AMP_BF16, &low));
     CHECK_OK(amp_convert(back, AMP_F32, low.data, AMP_BF16, 4, NULL, NULL));
     CHECK(back[0] == 3.0f);

@@ -816,8 +816,8 @@ TEST(advice_on_the_batch) {
 static amp_scaler *lived_through(amp_context *amp, const amp_scaler_desc *desc, const char *history, int times) {
     float value = 0;
     amp_range range = {"g", NULL, 1, AMP_F32};
-    amp_set_desc d;
-    amp_set *set;
+    amp_grad_set_desc d;
+    amp_grad_set *set;
     amp_scaler *scaler;
     void *memory;
     int i;
@@ -827,7 +827,7 @@ static amp_scaler *lived_through(amp_context *amp, const amp_scaler_desc *desc, 
     range.data = memory;
     d.ranges = &range;
     d.n_ranges = 1;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     CHECK_OK(amp_scaler_create(amp, &scaler, desc));
     for (i = 0; i < times; i++)
         for (k = 0; history[k]; k++) {
@@ -836,7 +836,7 @@ static amp_scaler *lived_through(amp_context *amp, const amp_scaler_desc *desc, 
             CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
             CHECK_OK(amp_scaler_update(scaler));
         }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_free(amp, memory);
     return scaler;
 }
@@ -957,8 +957,8 @@ TEST(advice_on_the_learning_rate) {
     CHECK(a.lr_factor == 0.5 && strstr(a.lr_reason, "2 of 200 losses are not finite") != NULL);
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.lr == 0.004);                              /* advice alone changes nothing */
-    CHECK_OK(amp_apply(&a, amp, NULL, b.o));
-    CHECK_OK(amp_apply(&a, amp, NULL, b.o));            /* twice is as once */
+    CHECK_OK(amp_advice_apply(&a, amp, NULL, b.o));
+    CHECK_OK(amp_advice_apply(&a, amp, NULL, b.o));            /* twice is as once */
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.lr == 0.002);
     losses_of(x, 200, "diverging", 0);                  /* too short for any word, and said so; the shortest that is not */
@@ -967,7 +967,7 @@ TEST(advice_on_the_learning_rate) {
         snprintf(text, sizeof text, "not known from %lld losses: it takes 100 in .losses", (long long)d.n_losses);
         CHECK(a.lr_factor == 0 && a.lr == 0 && strcmp(a.lr_reason, text) == 0);
     }
-    CHECK_OK(amp_apply(&a, amp, NULL, b.o));
+    CHECK_OK(amp_advice_apply(&a, amp, NULL, b.o));
     CHECK_OK(amp_optimizer_query(b.o, &od));
     CHECK(od.lr == 0.002);
     losses_of(x, 103, "diverging", 0);
@@ -1011,7 +1011,7 @@ TEST(advice_is_applied) {
     a.settings.scaler.backoff_factor = 0.25;
     a.settings.scaler.growth_interval = 77;
     a.settings.scaler.hysteresis = 3;
-    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_advice_apply(&a, amp, scaler, b.o));
     CHECK_OK(amp_query(amp, &d));
     CHECK(d.dtype == AMP_F16 && d.allow_tf32 == 1 && d.memory_efficient == 1 && d.level == AMP_LEVEL_O1);
     CHECK(host.warnings == 1 && strstr(host.last, "O2 is advised") != NULL);
@@ -1023,20 +1023,20 @@ TEST(advice_is_applied) {
     a.settings.dtype = AMP_F16;
     amp->desc.logger.level = AMP_LOG_DEBUG;
     b.o->desc.apply_nonfinite = 1;
-    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_advice_apply(&a, amp, scaler, b.o));
     CHECK_OK(amp_scaler_query(scaler, &s));
     CHECK(s.backoff_factor == 0.25 && s.growth_interval == 77 && s.hysteresis == 3 && !s.disable);
     CHECK(amp->desc.logger.level == AMP_LOG_DEBUG && b.o->desc.apply_nonfinite == 1);
     a.settings.dtype = AMP_BF16;
-    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_advice_apply(&a, amp, scaler, b.o));
     CHECK_OK(amp_scaler_query(scaler, &s));
     CHECK(s.disable);
     a.settings.use_scaler = AMP_SCALER_USE_ON;
-    CHECK_OK(amp_apply(&a, amp, scaler, b.o));
+    CHECK_OK(amp_advice_apply(&a, amp, scaler, b.o));
     CHECK_OK(amp_scaler_query(scaler, &s));
     CHECK(!s.disable && s.growth_interval == 77);
-    CHECK_ERR(amp_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
-    CHECK_ERR(amp_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
+    CHECK_ERR(amp_advice_apply(NULL, amp, scaler, b.o), AMP_ERR_NULL);
+    CHECK_ERR(amp_advice_apply(&a, NULL, scaler, b.o), AMP_ERR_NULL);
     amp_scaler_destroy(scaler);
     close_budget(amp, &b);
 }
@@ -1061,7 +1061,7 @@ TEST(advice_refuses_bad_input) {
     amp_close(amp);
 }
 
-/* ---- Recovery: a perceptron with dropout, a shuffling loader and a scaler, into which trouble is put */
+/* ---- Recovery: a perceptron with dropout, a shuffling loader and a scaler, into which anomaly is put */
 
 enum { ROWS = 8, IN = 12, HIDDEN = 16, OUT = 10, SAMPLES = 96, PARAMS = 4, EVENTS = 32, LOSSES = 256 };
 static const int64_t param_shape[PARAMS][2] = {{HIDDEN, IN}, {HIDDEN, 0}, {OUT, HIDDEN}, {OUT, 0}};
@@ -1085,7 +1085,7 @@ typedef struct trainee {
     int32_t *labels;
     float *loss;
     double losses[LOSSES];
-    fault trouble;
+    fault anomaly;
     int max_skips, lr_drops;
     int64_t host_count, saved_count;    /* of the host's own */
     int fail_save, fail_load;
@@ -1122,7 +1122,7 @@ typedef struct training_plan {
     float init_scale;
     int64_t interval;
     int retries, max_skips, no_loader;
-    fault trouble;
+    fault anomaly;
     void (*policy)(void *, amp_recovery_event *);
     int own_state;
 } training_plan;
@@ -1198,16 +1198,16 @@ static void trainee_open(trainee *t, const training_plan *plan, int recover) {
     CHECK_OK(amp_open(&t->amp, &d));
     trainee_params(t);
     trainee_buffers(t);
-    o.params = t->p; o.n_params = PARAMS; o.lr = 0.01; o.weight_decay = 0.1; o.master = plan->master; o.outcome_lag = plan->lag;
+    o.params = t->p; o.n_params = PARAMS; o.lr = 0.01; o.weight_decay = 0.1; o.master = plan->master; o.result_lag = plan->lag;
     o.accumulation = plan->accumulation; o.clip_norm = 0.5;
     CHECK_OK(amp_optimizer_create(t->amp, &t->o, &o));
     s.init_scale = plan->init_scale;
     s.growth_interval = 3;
     if (plan->scaler) CHECK_OK(amp_scaler_create(t->amp, &t->scaler, &s));
     if (!plan->no_loader) trainee_loader(t);
-    t->trouble = plan->trouble;
+    t->anomaly = plan->anomaly;
     t->max_skips = plan->max_skips ? plan->max_skips : 1000;
-    if (!recover) { t->trouble.kind = FAULT_NONE; return; }
+    if (!recover) { t->anomaly.kind = FAULT_NONE; return; }
     r.params = t->p; r.n_params = PARAMS; r.optimizer = t->o; r.scaler = t->scaler; r.loader = t->loader;
     r.interval = plan->interval; r.max_retries = plan->retries; r.policy = plan->policy; r.user = t;
     if (plan->own_state) { r.save = own_save; r.load = own_load; }
@@ -1230,9 +1230,9 @@ static void poison(trainee *t, const amp_tensor *where, float value) {
     CHECK_OK(amp_sync(t->amp));
 }
 
-/* 1: the trouble is due now. */
+/* 1: the anomaly is due now. */
 static int strikes(trainee *t, fault_kind kind) {
-    fault *f = &t->trouble;
+    fault *f = &t->anomaly;
     if (f->kind != kind) return 0;
     if (kind == FAULT_OVERFLOW) return ampi_settings(t->amp)->dtype == AMP_F16 && t->o->attempts + 1 >= f->step;
     if (t->o->attempts + 1 != f->step || t->o->micro > 0) return 0;
@@ -1271,11 +1271,11 @@ static void trainee_micro(trainee *t) {
     memset(&drop, 0, sizeof drop);
     memset(&ce, 0, sizeof ce);
     trainee_batch(t);
-    if (strikes(t, FAULT_WEIGHT)) { poison(t, &t->p[2].weight, NAN); amp_param_touch(&t->p[2]); }
+    if (strikes(t, FAULT_WEIGHT)) { poison(t, &t->p[2].weight, NAN); amp_param_changed(&t->p[2]); }
     a.x = t->x; a.weight = &t->p[0]; a.bias = &t->p[1]; a.y = t->hidden;
     drop.x = t->hidden; drop.y = t->kept; drop.p = 0.25f;
     b.x = t->kept; b.weight = &t->p[2]; b.bias = &t->p[3]; b.y = t->logits;
-    ce.logits = t->logits; ce.dlogits = t->dlogits; ce.labels = t->labels; ce.loss = t->loss; ce.seed = amp_scaler_seed(t->scaler);
+    ce.logits = t->logits; ce.dlogits = t->dlogits; ce.labels = t->labels; ce.loss = t->loss; ce.grad_scale = amp_scaler_scale_ptr(t->scaler);
     CHECK_OK(amp_autocast_begin(t->amp, NULL));
     CHECK_OK(amp_linear(t->amp, &a));
     CHECK_OK(amp_dropout(t->amp, &drop));
@@ -1303,13 +1303,13 @@ static int finite_double(double x) { return amp_is_finite_f64(&x); }
 static int trainee_record(trainee *t, amp_step_record *r) {
     int scaled = t->scaler != NULL && !t->scaler->desc.disable;
     memset(r, 0, sizeof *r);
-    if (!amp_outcome_next(t->o, &r->outcome)) return 0;
+    if (!amp_step_result_next(t->o, &r->outcome)) return 0;
     r->loss = t->losses[r->outcome.step % LOSSES];
-    if (!finite_double(r->loss)) r->trouble = AMP_TROUBLE_LOSS;
-    else if (!finite_double((double)r->outcome.norm) && !scaled) r->trouble = AMP_TROUBLE_GRADIENTS;
-    else if (r->outcome.at_floor) r->trouble = AMP_TROUBLE_FLOOR;
-    else if (r->outcome.consecutive_skips >= t->max_skips) r->trouble = AMP_TROUBLE_SKIPS;
-    if (r->trouble) r->action = AMP_NAN_RECOVER;
+    if (!finite_double(r->loss)) r->anomaly = AMP_ANOMALY_LOSS;
+    else if (!finite_double((double)r->outcome.norm) && !scaled) r->anomaly = AMP_ANOMALY_GRADIENTS;
+    else if (r->outcome.at_floor) r->anomaly = AMP_ANOMALY_FLOOR;
+    else if (r->outcome.consecutive_skips >= t->max_skips) r->anomaly = AMP_ANOMALY_SKIPS;
+    if (r->anomaly) r->action = AMP_NAN_RECOVER;
     return 1;
 }
 
@@ -1337,14 +1337,14 @@ static void trainee_run(trainee *t, int64_t target) {
 /* Everything that the next step depends on, as one blob. */
 static void *trainee_blob(trainee *t, size_t *bytes) {
     amp_state *state;
-    amp_outcome o;
+    amp_step_result o;
     amp_dtype dtype = ampi_settings(t->amp)->dtype;
     uint8_t values[4 * HIDDEN * IN + 4 * OUT * HIDDEN];
     char key[32];
     void *data;
     int i;
-    CHECK_OK(amp_outcome_flush(t->o));
-    while (amp_outcome_next(t->o, &o)) {}
+    CHECK_OK(amp_step_result_flush(t->o));
+    while (amp_step_result_next(t->o, &o)) {}
     CHECK_OK(amp_state_create(&state, NULL));
     for (i = 0; i < PARAMS; i++) {
         int64_t size = amp_tensor_count(&t->p[i].weight) * (int64_t)amp_dtype_size(t->p[i].weight.dtype);
@@ -1372,7 +1372,7 @@ static int same_training(trainee *a, trainee *b) {
     return same;
 }
 
-/* What a host does that knows the cure beforehand. */
+/* What a host does that knows the mitigation beforehand. */
 static void cure_by_hand(trainee *t, amp_dtype dtype, const char *layer) {
     amp_settings s;
     if (layer != NULL) CHECK_OK(amp_layer_override(t->amp, layer, AMP_F32));
@@ -1383,14 +1383,14 @@ static void cure_by_hand(trainee *t, amp_dtype dtype, const char *layer) {
     CHECK_OK(amp_settings_apply(&s, t->amp, t->scaler, t->o, NULL));
 }
 
-/* One trouble, one recovery: from the snapshot on, the run is a twin's that was cured there by hand. */
-static void recovers(const training_plan *plan, amp_trouble trouble, int64_t snapshot, amp_recovery_cure cure, amp_dtype dtype, const char *layer) {
+/* One anomaly, one recovery: from the snapshot on, the run is a twin's that was cured there by hand. */
+static void recovers(const training_plan *plan, amp_anomaly anomaly, int64_t snapshot, amp_mitigation mitigation, amp_dtype dtype, const char *layer) {
     static trainee t, twin;
     trainee_open(&t, plan, 1);
     trainee_run(&t, 24);
     CHECK_EQ(t.n_events, 1);
-    CHECK_MSG(t.events[0].action == AMP_RECOVERY_RESTORED && t.events[0].trouble == trouble && t.events[0].cure == cure,
-              "action %d, trouble %d, cure %d: %s", (int)t.events[0].action, (int)t.events[0].trouble, (int)t.events[0].cure, t.events[0].text);
+    CHECK_MSG(t.events[0].action == AMP_RECOVERY_RESTORED && t.events[0].anomaly == anomaly && t.events[0].mitigation == mitigation,
+              "action %d, anomaly %d, mitigation %d: %s", (int)t.events[0].action, (int)t.events[0].anomaly, (int)t.events[0].mitigation, t.events[0].text);
     CHECK_EQ(t.events[0].step, snapshot);
     CHECK_EQ(t.events[0].retries, 1);
     CHECK(t.events[0].dtype == (dtype ? dtype : plan->dtype));
@@ -1411,12 +1411,12 @@ static training_plan plan_of(amp_dtype dtype, fault_kind kind, int64_t step) {
     p.dtype = dtype;
     p.scaler = dtype == AMP_F16;
     p.interval = 4;
-    p.trouble.kind = kind;
-    p.trouble.step = step;
+    p.anomaly.kind = kind;
+    p.anomaly.step = step;
     return p;
 }
 
-/* A snapshot of 6 steps is taken when the record of step 4 comes, two steps late, and proven by that of step 7: trouble in
+/* A snapshot of 6 steps is taken when the record of step 4 comes, two steps late, and proven by that of step 7: anomaly in
    step 7 goes back to the beginning, in step 8 to 6. */
 TEST(recovery_from_a_loss_that_is_not_finite) {
     static const amp_dtype dtypes[] = {AMP_F16, AMP_BF16, AMP_F32};
@@ -1425,32 +1425,32 @@ TEST(recovery_from_a_loss_that_is_not_finite) {
     for (i = 0; i < 3; i++)
         for (k = 0; k < 3; k++) {
             training_plan p = plan_of(dtypes[i], kinds[k], 8);
-            amp_recovery_cure cure = dtypes[i] == AMP_F32 ? AMP_CURE_NONE : AMP_CURE_DTYPE;
+            amp_mitigation mitigation = dtypes[i] == AMP_F32 ? AMP_MITIGATE_NONE : AMP_MITIGATE_DTYPE;
             amp_dtype then = dtypes[i] == AMP_F16 ? AMP_BF16 : dtypes[i] == AMP_BF16 ? AMP_F32 : AMP_DTYPE_DEFAULT;
-            recovers(&p, AMP_TROUBLE_LOSS, 6, cure, then, NULL);
-            p.trouble.step = 7;
-            recovers(&p, AMP_TROUBLE_LOSS, 0, cure, then, NULL);
+            recovers(&p, AMP_ANOMALY_LOSS, 6, mitigation, then, NULL);
+            p.anomaly.step = 7;
+            recovers(&p, AMP_ANOMALY_LOSS, 0, mitigation, then, NULL);
         }
 }
 
 TEST(recovery_from_gradients_that_are_not_finite) {
     training_plan p = plan_of(AMP_BF16, FAULT_GRADIENT, 8);
-    recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
+    recovers(&p, AMP_ANOMALY_GRADIENTS, 6, AMP_MITIGATE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
     p = plan_of(AMP_F32, FAULT_GRADIENT, 8);
-    recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_NONE, AMP_DTYPE_DEFAULT, NULL);
+    recovers(&p, AMP_ANOMALY_GRADIENTS, 6, AMP_MITIGATE_NONE, AMP_DTYPE_DEFAULT, NULL);
     p = plan_of(AMP_TF32, FAULT_GRADIENT, 8);
     p.backend = device();
-    recovers(&p, AMP_TROUBLE_GRADIENTS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
+    recovers(&p, AMP_ANOMALY_GRADIENTS, 6, AMP_MITIGATE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
 }
 
 /* The scale grew to 4 in six steps; the first overflows shrink it, and the third finds it at its floor. */
 TEST(recovery_from_a_scale_at_its_floor) {
     training_plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 9);
     p.init_scale = 1;
-    recovers(&p, AMP_TROUBLE_FLOOR, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
+    recovers(&p, AMP_ANOMALY_FLOOR, 6, AMP_MITIGATE_DTYPE, AMP_BF16, NULL);
 }
 
-/* Five skips in a row are trouble; the layer is tried first, and then the format. */
+/* Five skips in a row are anomaly; the layer is tried first, and then the format. */
 TEST(recovery_from_skips) {
     static trainee t, twin;
     training_plan p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);
@@ -1458,9 +1458,9 @@ TEST(recovery_from_skips) {
     trainee_open(&t, &p, 1);
     trainee_run(&t, 24);
     CHECK_EQ(t.n_events, 2);
-    CHECK(t.events[0].trouble == AMP_TROUBLE_SKIPS && t.events[0].cure == AMP_CURE_LAYERS && strcmp(t.events[0].layer, "net.b.*") == 0);
+    CHECK(t.events[0].anomaly == AMP_ANOMALY_SKIPS && t.events[0].mitigation == AMP_MITIGATE_LAYERS && strcmp(t.events[0].layer, "net.b.*") == 0);
     CHECK(t.events[0].dtype == AMP_F16 && t.events[0].step == 6 && t.events[0].retries == 1 && t.events[0].left == 2);
-    CHECK(t.events[1].trouble == AMP_TROUBLE_SKIPS && t.events[1].cure == AMP_CURE_DTYPE && t.events[1].dtype == AMP_BF16);
+    CHECK(t.events[1].anomaly == AMP_ANOMALY_SKIPS && t.events[1].mitigation == AMP_MITIGATE_DTYPE && t.events[1].dtype == AMP_BF16);
     CHECK(t.events[1].step == 6 && t.events[1].retries == 2 && t.events[1].left == 1);
     trainee_open(&twin, &p, 0);
     trainee_run(&twin, 6);
@@ -1480,16 +1480,16 @@ TEST(recovery_by_device_and_level) {
     training_plan p = plan_of(AMP_F16, FAULT_WEIGHT, 8);
     size_t i;
     p.backend = device();
-    recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_DTYPE, AMP_BF16, NULL);
+    recovers(&p, AMP_ANOMALY_LOSS, 6, AMP_MITIGATE_DTYPE, AMP_BF16, NULL);
     p.backend = device();
     lacks_bf16 = 1;
-    recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_DTYPE, AMP_F32, NULL);
+    recovers(&p, AMP_ANOMALY_LOSS, 6, AMP_MITIGATE_DTYPE, AMP_F32, NULL);
     lacks_bf16 = 0;
     for (i = 0; i < sizeof stored / sizeof stored[0]; i++) {
         p = plan_of(stored[i].dtype, FAULT_WEIGHT, 8);
         p.level = stored[i].level;
         p.master = stored[i].master;
-        recovers(&p, AMP_TROUBLE_LOSS, 6, AMP_CURE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
+        recovers(&p, AMP_ANOMALY_LOSS, 6, AMP_MITIGATE_LAYERS, AMP_DTYPE_DEFAULT, "net.a.*");
     }
 }
 
@@ -1500,9 +1500,9 @@ TEST(recovery_with_any_lag_and_accumulation) {
     for (i = 0; i < 3; i++) {
         training_plan p = plan_of(AMP_BF16, FAULT_DATA, snapshots[i] + 2);
         p.lag = lags[i];
-        recovers(&p, AMP_TROUBLE_LOSS, snapshots[i], AMP_CURE_DTYPE, AMP_F32, NULL);
-        p.trouble.step = snapshots[i] + 1;          /* the step that would prove it */
-        recovers(&p, AMP_TROUBLE_LOSS, 0, AMP_CURE_DTYPE, AMP_F32, NULL);
+        recovers(&p, AMP_ANOMALY_LOSS, snapshots[i], AMP_MITIGATE_DTYPE, AMP_F32, NULL);
+        p.anomaly.step = snapshots[i] + 1;          /* the step that would prove it */
+        recovers(&p, AMP_ANOMALY_LOSS, 0, AMP_MITIGATE_DTYPE, AMP_F32, NULL);
     }
 }
 
@@ -1517,10 +1517,10 @@ TEST(recovery_passes_over_undone_records) {
     trainee_open(&t, &p, 1);
     trainee_run(&t, 15);                        /* records up to 10 */
     CHECK_EQ(t.n_events, 0);
-    CHECK_OK(amp_outcome_flush(t.o));
+    CHECK_OK(amp_step_result_flush(t.o));
     while (trainee_record(&t, &held[n])) n++;
     CHECK_EQ(n, 5);
-    CHECK(held[0].trouble == AMP_TROUBLE_NONE && held[1].trouble == AMP_TROUBLE_LOSS && held[4].trouble == AMP_TROUBLE_LOSS);
+    CHECK(held[0].anomaly == AMP_ANOMALY_NONE && held[1].anomaly == AMP_ANOMALY_LOSS && held[4].anomaly == AMP_ANOMALY_LOSS);
     for (i = 0; i < 3; i++) trainee_feed(&t, &held[i]);
     CHECK(t.n_events == 1 && t.events[0].step == 9);
     CHECK_EQ(t.o->attempts, 9);
@@ -1539,7 +1539,7 @@ TEST(recovery_passes_over_undone_records) {
     trainee_close(&twin);
 }
 
-/* The same with a monitor, whose epoch ends between the trouble and its record: it then holds records of undone steps. */
+/* The same with a monitor, whose epoch ends between the anomaly and its record: it then holds records of undone steps. */
 TEST(recovery_from_a_monitors_records) {
     static trainee t, twin;
     training_plan p = plan_of(AMP_F16, FAULT_WEIGHT, 12);
@@ -1565,7 +1565,7 @@ TEST(recovery_from_a_monitors_records) {
         while (amp_monitor_next(monitor, &record)) trainee_feed(&t, &record);
     }
     CHECK_EQ(t.n_events, 1);
-    CHECK(t.events[0].trouble == AMP_TROUBLE_LOSS && t.events[0].step == 9 && t.events[0].dtype == AMP_BF16);
+    CHECK(t.events[0].anomaly == AMP_ANOMALY_LOSS && t.events[0].step == 9 && t.events[0].dtype == AMP_BF16);
     CHECK_EQ(calls, 15 + 30 - 9);
     amp_monitor_destroy(monitor);
     trainee_open(&twin, &p, 0);
@@ -1577,17 +1577,17 @@ TEST(recovery_from_a_monitors_records) {
     trainee_close(&twin);
 }
 
-/* The same trouble, whatever is done: three recoveries, then the good snapshot is left in place. */
+/* The same anomaly, whatever is done: three recoveries, then the good snapshot is left in place. */
 TEST(recovery_is_bounded) {
     static trainee t, twin;
     training_plan p = plan_of(AMP_F32, FAULT_DATA, 8);
     int i;
-    p.trouble.times = 100;
+    p.anomaly.times = 100;
     trainee_open(&t, &p, 1);
     trainee_run(&t, 24);
     CHECK_EQ(t.n_events, 4);
     for (i = 0; i < 3; i++) CHECK(t.events[i].action == AMP_RECOVERY_RESTORED && t.events[i].retries == i + 1 && t.events[i].left == 2 - i);
-    CHECK(t.events[3].action == AMP_RECOVERY_STOP && t.events[3].left == 0 && t.events[3].step == 6 && t.events[3].cure == AMP_CURE_NONE);
+    CHECK(t.events[3].action == AMP_RECOVERY_STOP && t.events[3].left == 0 && t.events[3].step == 6 && t.events[3].mitigation == AMP_MITIGATE_NONE);
     CHECK(strstr(t.events[3].text, "stop") != NULL);
     trainee_open(&twin, &p, 0);
     trainee_run(&twin, 6);
@@ -1602,7 +1602,7 @@ TEST(recovery_is_bounded) {
     trainee_close(&twin);
 }
 
-/* Retries count anew after .interval good steps: a later trouble has all of them. */
+/* Retries count anew after .interval good steps: a later anomaly has all of them. */
 TEST(recovery_counts_anew_after_good_steps) {
     static trainee t;
     training_plan p = plan_of(AMP_F32, FAULT_LOSS, 8);
@@ -1615,13 +1615,13 @@ TEST(recovery_counts_anew_after_good_steps) {
     }
     CHECK_EQ(t.n_events, 1);
     CHECK_EQ(t.recovery->good.applied, 20);     /* due at 6 + 4, 14, 18: each two steps late, and that of 24 is not proven */
-    t.trouble.kind = FAULT_LOSS;
-    t.trouble.step = 26;
-    t.trouble.times = 0;
+    t.anomaly.kind = FAULT_LOSS;
+    t.anomaly.step = 26;
+    t.anomaly.times = 0;
     trainee_run(&t, 36);
     CHECK(t.n_events == 2 && t.events[1].action == AMP_RECOVERY_RESTORED);
     trainee_close(&t);
-    p.trouble.times = 1;                        /* twice within fewer steps: no */
+    p.anomaly.times = 1;                        /* twice within fewer steps: no */
     trainee_open(&t, &p, 1);
     trainee_run(&t, 30);
     CHECK(t.n_events == 2 && t.events[1].action == AMP_RECOVERY_STOP);
@@ -1656,7 +1656,7 @@ TEST(recovery_waits_to_be_asked) {
     while (t.o->attempts < 9) {
         trainee_micro(&t);
         while (trainee_record(&t, &record)) {
-            if (record.trouble) record.action = AMP_NAN_SKIP;
+            if (record.anomaly) record.action = AMP_NAN_SKIP;
             CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
             CHECK(e.action == AMP_RECOVERY_NONE && e.retries == 0 && e.left == 3);
         }
@@ -1686,7 +1686,7 @@ TEST(recovery_drops_casts) {
     trainee_micro(&t);
     CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
     CHECK(memcmp(cast.data, expected, sizeof expected) != 0);
-    record.trouble = AMP_TROUBLE_LOSS;
+    record.anomaly = AMP_ANOMALY_LOSS;
     record.action = AMP_NAN_RECOVER;
     record.outcome.step = 2;
     CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
@@ -1704,16 +1704,16 @@ static void wish_policy(void *user, amp_recovery_event *event) {
     t->asked++;
     CHECK(event->text[0] != 0);
     if (t->wish.action) event->action = t->wish.action;
-    if ((int)t->wish.cure >= 0) event->cure = t->wish.cure;
+    if ((int)t->wish.mitigation >= 0) event->mitigation = t->wish.mitigation;
     if (t->wish.layer[0]) memcpy(event->layer, t->wish.layer, sizeof event->layer);
     if (t->lr_drops) CHECK_OK(amp_optimizer_set_lr(t->o, t->o->desc.lr / 2));
 }
 
-static void wishes(trainee *t, training_plan *p, amp_recovery_action action, int cure, const char *layer) {
+static void wishes(trainee *t, training_plan *p, amp_recovery_action action, int mitigation, const char *layer) {
     p->policy = wish_policy;
     trainee_open(t, p, 1);
     t->wish.action = action;
-    t->wish.cure = (amp_recovery_cure)cure;
+    t->wish.mitigation = (amp_mitigation)mitigation;
     snprintf(t->wish.layer, sizeof t->wish.layer, "%s", layer);
     trainee_run(t, 20);
 }
@@ -1724,32 +1724,32 @@ TEST(recovery_asks_the_policy) {
     trainee_open(&twin, &p, 0);
     trainee_run(&twin, 6);
     wishes(&t, &p, AMP_RECOVERY_STOP, -1, "");
-    CHECK(t.asked == 1 && t.n_events == 1 && t.events[0].action == AMP_RECOVERY_STOP && t.events[0].cure == AMP_CURE_NONE);
+    CHECK(t.asked == 1 && t.n_events == 1 && t.events[0].action == AMP_RECOVERY_STOP && t.events[0].mitigation == AMP_MITIGATE_NONE);
     CHECK(same_training(&t, &twin));
     trainee_close(&t);
-    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_LAYERS, "net.b.*");
-    CHECK(t.n_events == 1 && t.events[0].cure == AMP_CURE_LAYERS && t.events[0].dtype == AMP_BF16);
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_MITIGATE_LAYERS, "net.b.*");
+    CHECK(t.n_events == 1 && t.events[0].mitigation == AMP_MITIGATE_LAYERS && t.events[0].dtype == AMP_BF16);
     cure_by_hand(&twin, AMP_DTYPE_DEFAULT, "net.b.*");
     trainee_run(&twin, 20);
     CHECK(same_training(&t, &twin));
     trainee_close(&t);
     trainee_close(&twin);
     wishes(&t, &p, (amp_recovery_action)99, 99, "");        /* nonsense is as if nothing was said */
-    CHECK(t.n_events == 1 && t.events[0].action == AMP_RECOVERY_RESTORED && t.events[0].cure == AMP_CURE_DTYPE && t.events[0].dtype == AMP_F32);
+    CHECK(t.n_events == 1 && t.events[0].action == AMP_RECOVERY_RESTORED && t.events[0].mitigation == AMP_MITIGATE_DTYPE && t.events[0].dtype == AMP_F32);
     trainee_close(&t);
-    wishes(&t, &p, AMP_RECOVERY_HALVE_BATCH, AMP_CURE_NONE, "");    /* no answer to this question */
+    wishes(&t, &p, AMP_RECOVERY_HALVE_BATCH, AMP_MITIGATE_NONE, "");    /* no answer to this question */
     CHECK(t.n_events == 1 && t.events[0].action == AMP_RECOVERY_RESTORED && t.o->desc.accumulation == 1);
     trainee_close(&t);
     p = plan_of(AMP_F32, FAULT_DATA, 8);
-    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_DTYPE, "");  /* there is no wider one */
-    CHECK(t.n_events == 1 && t.events[0].cure == AMP_CURE_NONE && t.events[0].dtype == AMP_F32);
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_MITIGATE_DTYPE, "");  /* there is no wider one */
+    CHECK(t.n_events == 1 && t.events[0].mitigation == AMP_MITIGATE_NONE && t.events[0].dtype == AMP_F32);
     trainee_close(&t);
-    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_LAYERS, "");
-    CHECK(t.n_events == 1 && t.events[0].cure == AMP_CURE_NONE && t.amp->n_layers == 0);
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_MITIGATE_LAYERS, "");
+    CHECK(t.n_events == 1 && t.events[0].mitigation == AMP_MITIGATE_NONE && t.amp->n_layers == 0);
     trainee_close(&t);
     p = plan_of(AMP_F16, FAULT_OVERFLOW, 10);       /* the scaler stays in fp16, and at its scale */
     p.max_skips = 5;
-    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_CURE_NONE, "");
+    wishes(&t, &p, AMP_RECOVERY_NONE, AMP_MITIGATE_NONE, "");
     CHECK(t.n_events == 4 && t.events[3].action == AMP_RECOVERY_STOP && !t.scaler->desc.disable && amp_scaler_scale(t.scaler) == 262144);
     trainee_close(&t);
 }
@@ -1778,7 +1778,7 @@ TEST(recovery_keeps_the_policys_learning_rate) {
     for (drop = 0; drop < 2; drop++) {
         p.policy = wish_policy;
         trainee_open(&t, &p, 1);
-        t.wish.cure = (amp_recovery_cure)-1;
+        t.wish.mitigation = (amp_mitigation)-1;
         t.lr_drops = drop;
         trainee_run(&t, 7);
         CHECK_OK(amp_optimizer_set_lr(t.o, 0.004));
@@ -1824,7 +1824,7 @@ TEST(recovery_restores_what_is_the_hosts) {
     t.fail_load = AMP_ERR_READ;
     memset(&record, 0, sizeof record);
     record.outcome.step = 69;
-    record.trouble = AMP_TROUBLE_LOSS;
+    record.anomaly = AMP_ANOMALY_LOSS;
     record.action = AMP_NAN_RECOVER;
     memset(&e, 0x5a, sizeof e);
     CHECK_ERR(amp_recovery_step(t.recovery, &record, &e), AMP_ERR_READ);
@@ -1890,7 +1890,7 @@ TEST(recovery_survives_failing_allocations) {
             trainee_micro(&t);
             while (t.o->attempts < 10 && trainee_record(&t, &record)) trainee_feed(&t, &record);
         }
-        CHECK(trainee_record(&t, &record) && record.trouble == AMP_TROUBLE_LOSS);
+        CHECK(trainee_record(&t, &record) && record.anomaly == AMP_ANOMALY_LOSS);
         host.fail_alloc = n;
         result = amp_recovery_step(t.recovery, &record, &e);
         done = host.fail_alloc > 0;
@@ -2238,7 +2238,7 @@ TEST(memory_recovery_asks_the_policy) {
         trainee_open(&t, &p, 1);
         trainee_run(&t, 11);
         t.wish.action = restored ? AMP_RECOVERY_RESTORED : AMP_RECOVERY_STOP;
-        t.wish.cure = restored ? AMP_CURE_DTYPE : (amp_recovery_cure)-1;
+        t.wish.mitigation = restored ? AMP_MITIGATE_DTYPE : (amp_mitigation)-1;
         CHECK_OK(amp_recovery_memory(t.recovery, &e));
         CHECK(e.action == AMP_RECOVERY_RETRY && t.asked == 0);
         CHECK_OK(amp_recovery_memory(t.recovery, &e));
@@ -2247,7 +2247,7 @@ TEST(memory_recovery_asks_the_policy) {
         trainee_run(&twin, 6);
         if (restored) cure_by_hand(&twin, AMP_BF16, NULL);
         CHECK(same_training(&t, &twin));
-        t.wish.cure = AMP_CURE_NONE;
+        t.wish.mitigation = AMP_MITIGATE_NONE;
         CHECK_OK(amp_recovery_memory(t.recovery, &e));      /* and once more, before a record came */
         CHECK_OK(amp_recovery_memory(t.recovery, &e));
         CHECK(e.action == t.wish.action && t.o->attempts == 6);

@@ -564,7 +564,7 @@ static int run_masked(amp_context *amp, int m, answers *out) {
     op.mask = view.mask;
     wrong += amp_attention(amp, &op) != AMP_OK;
     memcpy(out->mask, view.tensor.data, sizeof out->mask);
-    amp_mask_put(amp, &view);
+    amp_mask_release(amp, &view);
     return wrong;
 }
 
@@ -720,7 +720,7 @@ typedef struct training {
     amp_optimizer *opt;
     amp_scaler *scaler;
     amp_monitor *monitor;
-    amp_numerics *numerics;
+    amp_tensor_stats *numerics;
     amp_recovery *recovery;
     amp_param p[2];
     float w[2][CLASSES * FEATURES], g[2][CLASSES * FEATURES], x[BATCH * FEATURES], y[BATCH * CLASSES], loss;
@@ -732,7 +732,7 @@ static void training_objects(training *t, int kind, int recovers, const char *lo
     amp_optimizer_desc od;
     amp_scaler_desc sd;
     amp_monitor_desc md;
-    amp_numerics_desc nd;
+    amp_tensor_stats_desc nd;
     amp_recovery_desc rd;
     memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&md, 0, sizeof md); memset(&nd, 0, sizeof nd);
     memset(&rd, 0, sizeof rd);
@@ -748,7 +748,7 @@ static void training_objects(training *t, int kind, int recovers, const char *lo
     md.path = log; md.optimizer = t->opt; md.scaler = t->scaler; md.log_interval = 50; md.append = kind % 2;
     t->failed += amp_monitor_create(t->amp, &t->monitor, &md) != AMP_OK;
     nd.params = t->p; nd.n_params = 2; nd.scaler = t->scaler;
-    t->failed += amp_numerics_create(t->amp, &t->numerics, &nd) != AMP_OK;
+    t->failed += amp_tensor_stats_create(t->amp, &t->numerics, &nd) != AMP_OK;
     rd.params = t->p; rd.n_params = 2; rd.optimizer = t->opt; rd.scaler = t->scaler; rd.interval = 100;
     if (recovers) t->failed += amp_recovery_create(t->amp, &t->recovery, &rd) != AMP_OK;
 }
@@ -767,7 +767,7 @@ static void training_step(training *t) {
     amp_step_info info;
     amp_step_record record;
     amp_recovery_event event;
-    amp_numerics_report report;
+    amp_tensor_stats_report report;
     memset(&lin, 0, sizeof lin); memset(&ce, 0, sizeof ce); memset(&info, 0, sizeof info);
     t->failed += amp_loader_next(t->loader, &b) != AMP_OK;
     if (t->failed) return;
@@ -775,11 +775,11 @@ static void training_step(training *t) {
     for (int i = 0; i < BATCH; i++) t->labels[i] = b.inputs[i * SEQ] / SEQ % CLASSES;
     lin.x = amp_tensor2(t->x, AMP_F32, BATCH, FEATURES); lin.weight = &t->p[0]; lin.bias = &t->p[1];
     lin.y = amp_tensor2(t->y, AMP_F32, BATCH, CLASSES);
-    ce.logits = ce.dlogits = lin.y; ce.labels = t->labels; ce.loss = &t->loss; ce.seed = amp_scaler_seed(t->scaler);
+    ce.logits = ce.dlogits = lin.y; ce.labels = t->labels; ce.loss = &t->loss; ce.grad_scale = amp_scaler_scale_ptr(t->scaler);
     t->failed += amp_autocast_begin(t->amp, NULL) != AMP_OK || amp_linear(t->amp, &lin) != AMP_OK ||
                  amp_cross_entropy(t->amp, &ce) != AMP_OK || amp_autocast_end(t->amp) != AMP_OK;
     lin.dy = ce.dlogits;
-    t->failed += amp_linear_backward(t->amp, &lin) != AMP_OK || amp_numerics_step(t->numerics, &report) != AMP_OK;
+    t->failed += amp_linear_backward(t->amp, &lin) != AMP_OK || amp_tensor_stats_step(t->numerics, &report) != AMP_OK;
     t->failed += amp_step(t->opt, t->scaler) != AMP_OK;
     info.loss = t->loss;
     t->failed += amp_monitor_step(t->monitor, &info) != AMP_OK;
@@ -789,7 +789,7 @@ static void training_step(training *t) {
 
 static void training_close(training *t) {
     amp_recovery_destroy(t->recovery);
-    amp_numerics_destroy(t->numerics);
+    amp_tensor_stats_destroy(t->numerics);
     amp_monitor_destroy(t->monitor);
     amp_loader_destroy(t->loader);
     amp_scaler_destroy(t->scaler);

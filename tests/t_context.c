@@ -355,7 +355,7 @@ TEST(parameters) {
     CHECK_EQ(amp_param_accumulate(&p[0]), 0);
     CHECK_EQ(amp_param_accumulate(&p[0]), 1);
     uint64_t version = p[0].version;
-    amp_param_touch(&p[0]);
+    amp_param_changed(&p[0]);
     CHECK_EQ(p[0].version, version + 1);
     amp_param_forget(amp, p, 2);
     CHECK_EQ(p[0].id, 0);

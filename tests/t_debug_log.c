@@ -107,7 +107,7 @@ TEST(each_decision_once) {
     model_forward(&m, amp, NULL);
     CHECK_LINES(second);
     for (i = 0; i < 5; i++) {
-        amp_param_touch(&m.params[0]);                  /* a miss again: that has been told */
+        amp_param_changed(&m.params[0]);                  /* a miss again: that has been told */
         model_forward(&m, amp, NULL);
     }
     CHECK_EQ(heard->n, 0);

@@ -134,7 +134,7 @@ static void do_masks(kind k) {
         CHECK_OK(amp_mask_get(amp, &mask, 3, 65, 70, i ? AMP_U8 : k.storage, &view));
         bytes = (size_t)amp_tensor_count(&view.tensor) * amp_dtype_size(view.tensor.dtype);
         memcpy(output(view.tensor.dtype, amp_tensor_count(&view.tensor), 0, 0, 0).data, view.tensor.data, bytes);
-        amp_mask_put(amp, &view);
+        amp_mask_release(amp, &view);
     }
 }
 
@@ -275,14 +275,14 @@ static void do_mse(kind k) {
 enum { KEPT = 5, KEPT_COUNT = 5003, HIDDEN = 96, WIDTH = 64, CLASSES = 33, BATCH = 12 };
 
 static const amp_dtype kept_dtypes[KEPT] = {AMP_F32, AMP_BF16, AMP_BF16, AMP_F16, AMP_BF16};
-static const amp_group kept_groups[3] = {{"remainder", 0, 0, AMP_MASTER_REMAINDER, AMP_DTYPE_DEFAULT},
+static const amp_param_group kept_groups[3] = {{"remainder", 0, 0, AMP_MASTER_REMAINDER, AMP_DTYPE_DEFAULT},
                                          {"stochastic", 0, 0, AMP_MASTER_STOCHASTIC, AMP_BF16},
                                          {"none", 0, 0, AMP_MASTER_NONE, AMP_DTYPE_DEFAULT}};
 static const char *const kept_names[KEPT] = {"fp32", "master", "remainder", "stochastic", "none"};
 
 typedef struct stepped { amp_optimizer *opt; amp_param p[KEPT]; char memory[2][KEPT][4 * KEPT_COUNT]; } stepped;
 static stepped adamw, sgd;
-static struct { amp_scaler *scaler; amp_set *set; float grad[1001]; } scaling;
+static struct { amp_scaler *scaler; amp_grad_set *set; float grad[1001]; } scaling;
 static struct {
     amp_scaler *scaler; amp_optimizer *opt; amp_loader *loader;
     amp_param p[5];
@@ -320,35 +320,35 @@ static void do_sgd(kind k) { (void)k; stepped_run(&sgd); }
 
 static void do_clip(kind k) {
     amp_range r;
-    amp_set_desc d;
-    amp_set *set = NULL;
+    amp_grad_set_desc d;
+    amp_grad_set *set = NULL;
     amp_scaler *scaler = NULL;
-    amp_found found;
+    amp_grad_stats found;
     memset(&r, 0, sizeof r); memset(&d, 0, sizeof d);
     r.count = 36021; r.dtype = k.storage;
     r.data = input(k.storage, r.count, 0, 0, 0).data;
     watch(r.data, (size_t)r.count * amp_dtype_size(k.storage));
     d.ranges = &r; d.n_ranges = 1; d.clip_norm = 1;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
     CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE));
-    CHECK_OK(amp_set_found(set, &found));
-    CHECK_OK(amp_set_apply(set));
-    memcpy(output_f32(4), &amp_set_device(set)->sum_sq, sizeof(double));
+    CHECK_OK(amp_grad_set_stats(set, &found));
+    CHECK_OK(amp_grad_set_apply(set));
+    memcpy(output_f32(4), &amp_grad_set_device(set)->sum_sq, sizeof(double));
     memcpy(output_f32(1), &found.norm, sizeof found.norm);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(scaler);
 }
 
 static void scaling_open(void) {
     amp_range r;
-    amp_set_desc d;
+    amp_grad_set_desc d;
     amp_scaler_desc sd;
     memset(&r, 0, sizeof r); memset(&d, 0, sizeof d); memset(&sd, 0, sizeof sd);
     r.data = scaling.grad; r.count = 1001; r.dtype = AMP_F32;
     d.ranges = &r; d.n_ranges = 1;
     sd.growth_interval = 2; sd.growth_factor = 1.7; sd.backoff_factor = 0.3;
-    CHECK_OK(amp_set_create(amp, &scaling.set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &scaling.set, &d));
     CHECK_OK(amp_scaler_create(amp, &scaling.scaler, &sd));
 }
 
@@ -396,7 +396,7 @@ static void do_training(kind k) {
     norm.mean = (float *)take(BATCH * 4); norm.rstd = (float *)take(BATCH * 4);
     two.x = norm.y; two.weight = &model.p[3]; two.bias = &model.p[4]; two.y = output(AMP_F32, BATCH, CLASSES, 0, 0);
     ce.logits = ce.dlogits = two.y; ce.labels = (const int32_t *)batch.fields[1]; ce.loss = output_f32(1);
-    ce.seed = amp_scaler_seed(model.scaler);
+    ce.grad_scale = amp_scaler_scale_ptr(model.scaler);
     CHECK_OK(amp_linear(amp, &one)); CHECK_OK(amp_dropout(amp, &drop)); CHECK_OK(amp_layernorm(amp, &norm));
     CHECK_OK(amp_linear(amp, &two)); CHECK_OK(amp_cross_entropy(amp, &ce));
     two.dy = ce.dlogits; two.dx = shaped(AMP_F32, BATCH, HIDDEN, 0, 0);
@@ -598,7 +598,7 @@ static void close_all(void) {
     amp_scaler_destroy(model.scaler);
     amp_optimizer_destroy(adamw.opt);
     amp_optimizer_destroy(sgd.opt);
-    amp_set_destroy(scaling.set);
+    amp_grad_set_destroy(scaling.set);
     amp_scaler_destroy(scaling.scaler);
     amp_close(amp);
 }

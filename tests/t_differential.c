@@ -67,7 +67,7 @@ typedef struct sgd {
     float w[PARAMS][LENGTH];
     union { float f[LENGTH]; double d[LENGTH]; uint16_t h[LENGTH]; } g[PARAMS];
     amp_param p[PARAMS];
-    amp_set *set;
+    amp_grad_set *set;
     amp_optimizer *o;
 } sgd;
 
@@ -116,7 +116,7 @@ static void make_optimizer(scaler_program *t, const corpus_line *l) {
     static const char *const names[PARAMS] = {"a", "b", "c"};
     sgd *o = &t->o[t->optimizers++];
     amp_range ranges[PARAMS];
-    amp_set_desc set;
+    amp_grad_set_desc set;
     amp_optimizer_desc desc;
     memset(o, 0, sizeof *o);
     memset(ranges, 0, sizeof ranges);
@@ -139,12 +139,12 @@ static void make_optimizer(scaler_program *t, const corpus_line *l) {
     desc.apply_nonfinite = 1;                       /* as PyTorch without a scaler */
     if (o->is_range) {
         fill_ranges(o, 1, 0);
-        CHECK_OK(amp_set_create(t->amp, &o->set, &set));
+        CHECK_OK(amp_grad_set_create(t->amp, &o->set, &set));
         return;
     }
     set_weights(o, (uint64_t)integer(l, 3));
     CHECK_OK(amp_optimizer_create(t->amp, &o->o, &desc));
-    o->set = amp_optimizer_set(o->o);
+    o->set = amp_optimizer_grad_set(o->o);
 }
 
 static void create_scaler(scaler_program *t, int i, float scale, double growth, double backoff, int interval, int enabled) {
@@ -157,7 +157,7 @@ static void create_scaler(scaler_program *t, int i, float scale, double growth, 
 
 static void close_program(scaler_program *t) {
     for (int i = 0; i < t->optimizers; i++) {
-        if (t->o[i].is_range) amp_set_destroy(t->o[i].set);
+        if (t->o[i].is_range) amp_grad_set_destroy(t->o[i].set);
         amp_optimizer_destroy(t->o[i].o);
     }
     for (int i = 0; i < t->scalers; i++) amp_scaler_destroy(t->s[i]);
@@ -201,7 +201,7 @@ static float scaled(float c, float scale) { volatile float product = c * scale; 
 
 /* "b SCALER SEED LOSSES BAD JOINT".  A joint pass adds up the losses before it adds them to the gradients. */
 static void backward(scaler_program *t, const corpus_line *l) {
-    float scale = *amp_scaler_seed(t->s[integer(l, 1)]), sum[OPTIMIZERS][PARAMS][LENGTH] = {{{0}}};
+    float scale = *amp_scaler_scale_ptr(t->s[integer(l, 1)]), sum[OPTIMIZERS][PARAMS][LENGTH] = {{{0}}};
     int losses = integer(l, 3), left = integer(l, 4), joint = integer(l, 5), met[OPTIMIZERS][PARAMS] = {{0}};
     rng r;
     r.x = strtoull(l->word[2], NULL, 10);
@@ -337,7 +337,7 @@ static amp_result scaler_call(scaler_program *t, const corpus_line *l) {
         case 'i': return amp_scaler_set_rule(s, 0, 0, integer(l, 2));
         case 'q': return getters(s, l);
         case 's':
-            CHECK_EQ(canonical(scaled(of_bits(hex32(l, 2)), *amp_scaler_seed(s))), strtoul(outcome(l, 4), NULL, 16));
+            CHECK_EQ(canonical(scaled(of_bits(hex32(l, 2)), *amp_scaler_scale_ptr(s))), strtoul(outcome(l, 4), NULL, 16));
             return AMP_OK;
         case 'v': return save(t, s, l->word[2]);
         case 'l': return load(t, s, l->word[2]);
@@ -422,7 +422,7 @@ static amp_scaler *preset_scaler(amp_context *amp, int preset, int window, float
     return s;
 }
 
-typedef struct preset_program { amp_context *amp; amp_set *set[5]; amp_scaler *s[5]; float g[5]; int n; } preset_program;
+typedef struct preset_program { amp_context *amp; amp_grad_set *set[5]; amp_scaler *s[5]; float g[5]; int n; } preset_program;
 
 static void preset_drive(preset_program *t, int i, int overflow) {
     t->g[i] = overflow ? INFINITY : 1.0f;
@@ -449,18 +449,18 @@ static void preset_open(preset_program *t) {
     CHECK_OK(amp_open(&t->amp, &desc));
     for (int i = 0; i < 5; i++) {
         amp_range range;
-        amp_set_desc d;
+        amp_grad_set_desc d;
         memset(&range, 0, sizeof range);
         memset(&d, 0, sizeof d);
         range.data = &t->g[i]; range.count = 1; range.dtype = AMP_F32;
         d.ranges = &range; d.n_ranges = 1;
-        CHECK_OK(amp_set_create(t->amp, &t->set[i], &d));
+        CHECK_OK(amp_grad_set_create(t->amp, &t->set[i], &d));
     }
 }
 
 static void preset_close(preset_program *t) {
     preset_release(t);
-    for (int i = 0; i < 5; i++) amp_set_destroy(t->set[i]);
+    for (int i = 0; i < 5; i++) amp_grad_set_destroy(t->set[i]);
     amp_close(t->amp);
 }
 
@@ -652,7 +652,7 @@ static void do_line(autocast_program *t) {
         case 'g': run_backward(t); break;
         case 'w':
             t->shared[c].w = of_bits(hex32(l, 3));
-            amp_param_touch(&t->shared[c].p);
+            amp_param_changed(&t->shared[c].p);
             break;
         case 'c': amp_cast_cache_clear(t->amp[c]); break;
         case 's': must_be(t, amp_set_dtype(t->amp[c], dtype_of(l->word[3])) == AMP_OK, amp_last_error()); break;

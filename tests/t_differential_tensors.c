@@ -975,7 +975,7 @@ static void entropy_call(kase *k, amp_context *amp, void *arg) {
     op.labels = e->labels; op.classes = e->classes;
     op.ignore_index = e->ignore;
     op.reduction = e->sum ? AMP_REDUCTION_SUM : AMP_REDUCTION_MEAN;
-    op.label_smoothing = (float)e->smoothing; op.factor = e->factor; op.seed = &e->seed;
+    op.label_smoothing = (float)e->smoothing; op.factor = e->factor; op.grad_scale = &e->seed;
     op.loss = (float *)(void *)e->loss.data; op.losses = (float *)(void *)e->losses.data;
     CHECK_OK(amp_cross_entropy(amp, &op));
 }
@@ -1029,10 +1029,10 @@ static void unscale_reference(kase *k, void *arg) {
 static void unscale_call(kase *k, amp_context *amp, void *arg) {
     unscale *u = (unscale *)arg;
     amp_scaler_desc sd;
-    amp_set_desc d;
+    amp_grad_set_desc d;
     amp_scaler *scaler = NULL;
-    amp_set *set = NULL;
-    amp_found found;
+    amp_grad_set *set = NULL;
+    amp_grad_stats found;
     int bad = 0;
     (void)k;
     memset(&d, 0, sizeof d);
@@ -1045,17 +1045,17 @@ static void unscale_call(kase *k, amp_context *amp, void *arg) {
     sd.preset = u->g[0].dtype == AMP_F32 || u->g[0].dtype == AMP_F64 ? AMP_SCALER_TORCH : AMP_SCALER_DEFAULT;
     sd.init_scale = u->scale;
     if (sd.preset == AMP_SCALER_DEFAULT) sd.min_scale = AMP_NO_FLOOR;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
     CHECK_OK(amp_scaler_check(scaler, set, u->read ? AMP_CHECK_READ : AMP_CHECK_UNSCALE));
-    CHECK_OK(amp_set_found(set, &found));
+    CHECK_OK(amp_grad_set_stats(set, &found));
     CHECK_EQ(found.found_inf, bad);
     memcpy(u->norm.data, &found.norm, sizeof found.norm);
-    CHECK_OK(amp_set_apply(set));
+    CHECK_OK(amp_grad_set_apply(set));
     CHECK_OK(amp_scaler_update(scaler));
     CHECK(bad ? amp_scaler_scale(scaler) < u->scale : amp_scaler_scale(scaler) >= u->scale);
     amp_scaler_destroy(scaler);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
 }
 
 static void run_unscale(kase *k) {
@@ -1084,7 +1084,7 @@ enum { TENSORS = 4, STEPS = 12 };
 typedef struct optimizer {
     amp_dtype gradient_dtype;
     amp_optimizer_desc d;
-    amp_group groups[2];                /* of the second and the fourth tensor */
+    amp_param_group groups[2];                /* of the second and the fourth tensor */
     int tensors, steps, schedule, bad_step, grouped, frozen, wide;
     double loss_scale, group_rate, group_decay, gradient;
     int64_t rows[TENSORS], cols[TENSORS];
@@ -1217,11 +1217,11 @@ static void optimizer_call(kase *k, amp_context *amp, void *arg) {
         o->p[i].weight.shape[1] = o->p[i].grad.shape[1] = o->cols[i];
         o->p[i].name = weight_names[i];
     }
-    if (!(d.beta1 > 0)) d.beta1 = AMP_ZERO;
+    if (!(d.beta1 > 0)) d.beta1 = AMP_EXPLICIT_ZERO;
     d.params = o->p; d.n_params = o->tensors;
     for (int i = 0; i < 2; i++) {
         o->groups[i].match = weight_names[2 * i + 1];
-        o->groups[i].lr_scale = o->group_rate; o->groups[i].weight_decay = o->group_decay < 0 ? (double)AMP_ZERO : o->group_decay;
+        o->groups[i].lr_scale = o->group_rate; o->groups[i].weight_decay = o->group_decay < 0 ? (double)AMP_EXPLICIT_ZERO : o->group_decay;
     }
     if (o->grouped) { d.groups = o->groups; d.n_groups = 2; }
     CHECK_OK(amp_optimizer_create(amp, &opt, &d));

@@ -22,11 +22,11 @@ static void read_api(void) {
 typedef size_t (*text_call)(const void *thing, char *text, size_t size);
 #define TEXT(name, type) static size_t call_##name(const void *thing, char *text, size_t size) { return name((const type *)thing, text, size); }
 TEXT(amp_machine_text, amp_machine) TEXT(amp_settings_text, amp_settings) TEXT(amp_status_text, amp_status) TEXT(amp_status_json, amp_status)
-TEXT(amp_epoch_summary_text, amp_epoch_summary) TEXT(amp_numerics_text, amp_numerics_report) TEXT(amp_verify_text, amp_verify_report)
+TEXT(amp_epoch_summary_text, amp_epoch_summary) TEXT(amp_tensor_stats_text, amp_tensor_stats_report) TEXT(amp_verify_text, amp_verify_report)
 TEXT(amp_gradcheck_text, amp_gradcheck_report) TEXT(amp_advice_text, amp_advice) TEXT(amp_tune_text, amp_tune_report)
 
 static union {
-    amp_machine machine; amp_settings settings; amp_status status; amp_epoch_summary summary; amp_numerics_report numerics;
+    amp_machine machine; amp_settings settings; amp_status status; amp_epoch_summary summary; amp_tensor_stats_report numerics;
     amp_verify_report verify; amp_gradcheck_report gradcheck; amp_advice advice; amp_tune_report tune;
 } thing;
 static void no_more(void) {}
@@ -39,7 +39,7 @@ static void fill_status(void) {
 }
 static void fill_summary(void) { thing.summary.mixed.epoch = thing.summary.full.epoch = 2; thing.summary.speedup = 1.5; }
 static void fill_numerics(void) {
-    static amp_numerics_row rows[2];
+    static amp_tensor_stats_row rows[2];
     rows[0].name = "fc.weight";                         /* the other is a range without a name */
     thing.numerics.rows = rows; thing.numerics.n_rows = 2;
 }
@@ -51,7 +51,7 @@ static void fill_advice(void) { thing.advice.batch = 8; }
 #define ROW(name, fill) {#name, call_##name, fill}
 static const struct { const char *name; text_call call; void (*fill)(void); } texts[] = {
     ROW(amp_machine_text, fill_machine), ROW(amp_settings_text, no_more), ROW(amp_status_text, fill_status), ROW(amp_status_json, fill_status),
-    ROW(amp_epoch_summary_text, fill_summary), ROW(amp_numerics_text, fill_numerics), ROW(amp_verify_text, fill_verify),
+    ROW(amp_epoch_summary_text, fill_summary), ROW(amp_tensor_stats_text, fill_numerics), ROW(amp_verify_text, fill_verify),
     ROW(amp_gradcheck_text, fill_gradcheck), ROW(amp_advice_text, fill_advice), ROW(amp_tune_text, fill_tune)};
 enum { TEXTS = sizeof texts / sizeof *texts, GUARD = 0x5a };
 
@@ -146,7 +146,7 @@ static amp_result device_copy(void *dev, void *dst, const void *src, size_t byte
 }
 static amp_result device_fill(void *dev, void *dst, int byte, size_t bytes, void *stream) { return broken ? AMP_ERR_DEVICE : amp_cpu()->fill(dev, dst, byte, bytes, stream); }
 static amp_result device_describe(void *dev, amp_device *out) { return broken ? AMP_ERR_DEVICE : amp_cpu()->describe(dev, out); }
-static amp_result device_place(void *dev, const void *ptr, amp_place *out) { (void)dev; (void)ptr; *out = AMP_PLACE_DEVICE; return broken_now(); }
+static amp_result device_place(void *dev, const void *ptr, amp_memory_kind *out) { (void)dev; (void)ptr; *out = AMP_MEMORY_DEVICE; return broken_now(); }
 static amp_result device_memory(void *dev, amp_memory_info *out) { return broken ? AMP_ERR_DEVICE : amp_cpu()->memory(dev, out); }
 static amp_result device_sync(void *dev, void *stream) { (void)dev; (void)stream; return broken_now(); }
 static amp_result device_event(void *dev, void *event, void *stream) { (void)dev; (void)event; (void)stream; return broken_now(); }
@@ -160,18 +160,18 @@ TEST(a_broken_device) {
     amp_desc desc;
     amp_context *amp = NULL;
     amp_param p;
-    amp_set *set;
-    amp_set_desc sd;
+    amp_grad_set *set;
+    amp_grad_set_desc sd;
     amp_scaler *scaler;
     amp_optimizer *optimizer;
     amp_optimizer_desc od;
-    amp_numerics *numerics;
-    amp_numerics_desc nd;
-    amp_numerics_report report;
+    amp_tensor_stats *numerics;
+    amp_tensor_stats_desc nd;
+    amp_tensor_stats_report report;
     amp_recovery *recovery = NULL;
     amp_recovery_desc rd;
     amp_recovery_event event;
-    amp_found found;
+    amp_grad_stats found;
     amp_k_scaler state;
     amp_memory_info memory;
     amp_status status;
@@ -180,7 +180,7 @@ TEST(a_broken_device) {
     int stamp;
     device = *amp_cpu();
     device.name = "broken"; device.host_visible = 0;
-    device.copy = device_copy; device.fill = device_fill; device.describe = device_describe; device.place = device_place;
+    device.copy = device_copy; device.fill = device_fill; device.describe = device_describe; device.memory_kind = device_place;
     device.memory = device_memory; device.stream_sync = device_sync; device.event_record = device.event_wait = device_event; device.trim = device_trim;
     memset(&desc, 0, sizeof desc); memset(&p, 0, sizeof p); memset(&sd, 0, sizeof sd); memset(&od, 0, sizeof od); memset(&nd, 0, sizeof nd);
     memset(&rd, 0, sizeof rd); memset(&range, 0, sizeof range);
@@ -190,8 +190,8 @@ TEST(a_broken_device) {
     p.name = "w"; p.weight = amp_tensor1(data[0], AMP_F32, 8); p.grad = amp_tensor1(data[1], AMP_F32, 8);
     sd.params = od.params = nd.params = rd.params = &p; sd.n_params = od.n_params = nd.n_params = rd.n_params = 1;
     CHECK_OK(amp_param_register(amp, &p, 1));
-    CHECK_OK(amp_set_create(amp, &set, &sd)); CHECK_OK(amp_scaler_create(amp, &scaler, NULL)); CHECK_OK(amp_optimizer_create(amp, &optimizer, &od));
-    CHECK_OK(amp_numerics_create(amp, &numerics, &nd));
+    CHECK_OK(amp_grad_set_create(amp, &set, &sd)); CHECK_OK(amp_scaler_create(amp, &scaler, NULL)); CHECK_OK(amp_optimizer_create(amp, &optimizer, &od));
+    CHECK_OK(amp_tensor_stats_create(amp, &numerics, &nd));
     CHECK_OK(amp_alloc(amp, &room, 64));
     rd.optimizer = optimizer; range.data = data[0]; range.count = 8; range.dtype = AMP_F32;
     BREAKS(amp_copy(amp, room, data[0], 16, AMP_COPY_TO_DEVICE));
@@ -201,14 +201,14 @@ TEST(a_broken_device) {
     BREAKS(amp_memory(amp, &memory));
     BREAKS(amp_cleanup(amp, NULL));
     BREAKS(amp_status_get(amp, scaler, 0, &status));
-    BREAKS(amp_set_found(set, &found));
+    BREAKS(amp_grad_set_stats(set, &found));
     BREAKS(amp_scaler_get(scaler, &state));
     BREAKS(amp_verify_placement(amp, &range, 1));
-    BREAKS(amp_numerics_step(numerics, &report));
+    BREAKS(amp_tensor_stats_step(numerics, &report));
     BREAKS(amp_recovery_create(amp, &recovery, &rd));
     CHECK_OK(amp_recovery_create(amp, &recovery, &rd));
     BREAKS(amp_recovery_memory(recovery, &event));
-    amp_recovery_destroy(recovery); amp_numerics_destroy(numerics); amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler); amp_set_destroy(set);
+    amp_recovery_destroy(recovery); amp_tensor_stats_destroy(numerics); amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler); amp_grad_set_destroy(set);
     amp_free(amp, room);
     amp_close(amp);
 }
@@ -226,16 +226,16 @@ TEST(a_call_during_capture) {
     amp_desc desc;
     amp_context *amp = NULL;
     amp_param p;
-    amp_numerics *numerics;
-    amp_numerics_desc nd;
-    amp_numerics_report report;
+    amp_tensor_stats *numerics;
+    amp_tensor_stats_desc nd;
+    amp_tensor_stats_report report;
     amp_graph *graph = NULL;
     amp_mask mask;
     amp_mask_view view;
     amp_state *state;
     device = *amp_cpu();
     device.name = "graphs"; device.host_visible = 0;
-    device.copy = device_copy; device.place = device_place; device.stream_sync = device_sync;
+    device.copy = device_copy; device.memory_kind = device_place; device.stream_sync = device_sync;
     device.graph_begin = device_graph_begin; device.graph_end = device_graph_end; device.graph_launch = device_graph_launch;
     device.graph_destroy = device_graph_destroy;
     memset(&desc, 0, sizeof desc); memset(&p, 0, sizeof p); memset(&nd, 0, sizeof nd); memset(&mask, 0, sizeof mask);
@@ -243,7 +243,7 @@ TEST(a_call_during_capture) {
     CHECK_OK(amp_open(&amp, &desc));
     p.name = "w"; p.weight = amp_tensor1(data[0], AMP_F32, 8); p.grad = amp_tensor1(data[1], AMP_F32, 8);
     nd.params = &p; nd.n_params = 1;
-    CHECK_OK(amp_numerics_create(amp, &numerics, &nd));
+    CHECK_OK(amp_tensor_stats_create(amp, &numerics, &nd));
     CHECK_OK(amp_state_create(&state, NULL));
     CHECK_ERR(amp_random_load(amp, state, "none"), AMP_ERR_NAME);
     CHECK_ERR(amp_random_save(amp, state, "a prefix of more than fifty-six bytes, which no key has room for"), AMP_ERR_RANGE);
@@ -254,14 +254,14 @@ TEST(a_call_during_capture) {
     CHECK_ERR(amp_graph_begin(amp), AMP_ERR_STATE);
     CHECK_ERR(amp_cleanup(amp, NULL), AMP_ERR_STATE);
     CHECK_ERR(amp_status_get(amp, NULL, 0, &status), AMP_ERR_STATE);
-    CHECK_ERR(amp_numerics_step(numerics, &report), AMP_ERR_STATE);
+    CHECK_ERR(amp_tensor_stats_step(numerics, &report), AMP_ERR_STATE);
     mask.kind = AMP_MASK_CAUSAL;
     CHECK_ERR(amp_mask_get(amp, &mask, 1, 4, 4, AMP_U8, &view), AMP_ERR_STATE);
     CHECK_ERR(amp_random_load(amp, state, "r"), AMP_ERR_STATE);
     CHECK_OK(amp_graph_end(amp, &graph));
     BREAKS(amp_graph_launch(graph));
     amp_graph_destroy(graph);
-    amp_state_destroy(state); amp_numerics_destroy(numerics);
+    amp_state_destroy(state); amp_tensor_stats_destroy(numerics);
     amp_close(amp);
 }
 
@@ -294,7 +294,7 @@ static void open_training(void) {
     memset(&tr, 0, sizeof tr); memset(&desc, 0, sizeof desc);
     device = *amp_cpu();
     device.name = "breakable"; device.host_visible = 0;
-    device.copy = device_copy; device.fill = device_fill; device.memory = device_memory; device.place = device_place;
+    device.copy = device_copy; device.fill = device_fill; device.memory = device_memory; device.memory_kind = device_place;
     device.stream_sync = device_sync; device.event_create = device_event_create; device.event_record = device_event; device.event_done = device_event_done;
     device.graph_begin = device_graph_begin; device.graph_end = device_graph_end; device.graph_launch = device_graph_launch;
     device.graph_destroy = device_graph_destroy;
@@ -329,7 +329,7 @@ static amp_step_record bad_step(void) {
     amp_step_record record;
     memset(&record, 0, sizeof record);
     record.outcome.step = 1;
-    record.trouble = AMP_TROUBLE_LOSS; record.action = AMP_NAN_RECOVER;
+    record.anomaly = AMP_ANOMALY_LOSS; record.action = AMP_NAN_RECOVER;
     return record;
 }
 

@@ -107,14 +107,14 @@ static amp_scaler *make_scaler(amp_context *amp, float scale) {
     CHECK_OK(amp_scaler_create(amp, &s, &d));
     return s;
 }
-static amp_set *make_set(amp_context *amp, amp_range *ranges, int n, double clip) {
-    amp_set_desc d;
-    amp_set *set = NULL;
+static amp_grad_set *make_set(amp_context *amp, amp_range *ranges, int n, double clip) {
+    amp_grad_set_desc d;
+    amp_grad_set *set = NULL;
     memset(&d, 0, sizeof d);
     d.ranges = ranges;
     d.n_ranges = n;
     d.clip_norm = clip;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     return set;
 }
 static amp_range range_of(const char *name, void *data, int64_t count, amp_dtype dtype) {
@@ -122,15 +122,15 @@ static amp_range range_of(const char *name, void *data, int64_t count, amp_dtype
     r.name = name; r.data = data; r.count = count; r.dtype = dtype;
     return r;
 }
-static amp_found found_in(amp_context *amp, amp_range *ranges, int n, float scale, amp_check_mode mode) {
+static amp_grad_stats found_in(amp_context *amp, amp_range *ranges, int n, float scale, amp_check_mode mode) {
     amp_scaler *s = make_scaler(amp, scale);
-    amp_set *set = make_set(amp, ranges, n, 0);
-    amp_found f;
+    amp_grad_set *set = make_set(amp, ranges, n, 0);
+    amp_grad_stats f;
     memset(&f, 0, sizeof f);
     CHECK_OK(amp_scaler_check(s, set, mode));
-    CHECK_OK(amp_set_found(set, &f));
+    CHECK_OK(amp_grad_set_stats(set, &f));
     f.first_bad = NULL;             /* goes with the set */
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
     return f;
 }
@@ -146,7 +146,7 @@ TEST(gradients_that_are_not_finite_are_found_everywhere) {
                 int bad = (odd[k] & 0x7f800000u) == 0x7f800000u;
                 for (int i = 0; i < N; i++) grad[i] = i % 2 ? 0x80000000u : 0x00000001u;
                 grad[at] = odd[k];
-                amp_found f = found_in(contexts[c], &r, 1, 1, AMP_CHECK_READ);
+                amp_grad_stats f = found_in(contexts[c], &r, 1, 1, AMP_CHECK_READ);
                 CHECK_MSG(f.found_inf == bad && f.first_bad_index == (bad ? 0 : -1) && grad[at] == odd[k], "%08x at %d", odd[k], at);
                 CHECK(amp_is_finite_f32(&f.norm) == !bad);
             }
@@ -187,7 +187,7 @@ TEST(norms_at_both_ends_of_the_range) {
                 for (int i = 0; i < n; i++) memcpy((char *)data + (size_t)i * size, &cases[k].x, size);
                 CHECK_OK(amp_convert(&x, AMP_F64, data, cases[k].dtype, 1, NULL, NULL));
                 want = x * sqrt((double)n);
-                amp_found f = found_in(contexts[c], &r, 1, 1, AMP_CHECK_READ);
+                amp_grad_stats f = found_in(contexts[c], &r, 1, 1, AMP_CHECK_READ);
                 CHECK_EQ(f.found_inf, 0);
                 if (want > 3.4028234e38) CHECK(bits(f.norm) == 0x7f800000u || f.norm > 3.4e38f);      /* more than fp32 holds */
                 else CHECK_MSG(fabs((double)f.norm - want) <= want * (ldexp(1, -24) + (n + 3) * ldexp(1, -53)) + ldexp(1, -150),
@@ -204,18 +204,18 @@ TEST(clipping_of_huge_and_tiny_norms) {
             float grad[N];
             amp_range r = range_of("g", grad, N, AMP_F32);
             amp_scaler *s = make_scaler(contexts[c], 1);
-            amp_set *set = make_set(contexts[c], &r, 1, 1.0);
+            amp_grad_set *set = make_set(contexts[c], &r, 1, 1.0);
             double norm = (double)sizes[k] * 8, clip = 1 / (norm + 1e-6);
             for (int i = 0; i < N; i++) grad[i] = i % 2 ? -sizes[k] : sizes[k];
             CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-            CHECK_OK(amp_set_apply(set));
+            CHECK_OK(amp_grad_set_apply(set));
             /* The factor has one rounding to fp32, in its subnormal range an absolute one, and so has the product. */
             for (int i = 0; i < N; i++) {
                 double want = (clip < 1 ? clip : 1) * (double)sizes[k];
                 CHECK_MSG(fabs(fabs((double)grad[i]) - want) <= want * ldexp(1, -22) + ldexp(1, -149) * (double)sizes[k] + ldexp(1, -149) && (grad[i] < 0) == (i % 2),
                           "%g: %g, must be %g", (double)sizes[k], (double)grad[i], want);
             }
-            amp_set_destroy(set);
+            amp_grad_set_destroy(set);
             amp_scaler_destroy(s);
         }
 }
@@ -244,14 +244,14 @@ TEST(scales_at_both_ends) {
         for (int i = 0; i < 3; i++) {                           /* 1 comes back, and so does the largest that does not overflow */
             float grad[2], ends[3];
             amp_range r = range_of("g", grad, 2, AMP_F32);
-            amp_set *set = make_set(amp, &r, 1, 0);
+            amp_grad_set *set = make_set(amp, &r, 1, 0);
             ends[0] = 1; ends[1] = -1.5f; ends[2] = 0x1.fffffep0f;
             grad[0] = ends[i] * scale; grad[1] = -grad[0];
             CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
             CHECK(grad[0] == ends[i] && grad[1] == -ends[i]);
             CHECK_OK(amp_scaler_update(s));
             CHECK(bits(amp_scaler_scale(s)) == cases[k].scale);
-            amp_set_destroy(set);
+            amp_grad_set_destroy(set);
         }
     }
     amp_scaler_destroy(s);
@@ -264,18 +264,18 @@ TEST(a_scale_without_floor_falls_to_the_smallest_usable) {
     amp_scaler *s = make_scaler(amp, of_bits(0x00800000));
     float grad = of_bits(0x7f800000);
     amp_range r = range_of("g", &grad, 1, AMP_F32);
-    amp_set *set = make_set(amp, &r, 1, 0);
+    amp_grad_set *set = make_set(amp, &r, 1, 0);
     for (int i = 0; i < 200; i++) {
-        amp_found f;
+        amp_grad_stats f;
         CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-        CHECK_OK(amp_set_found(set, &f));
-        CHECK(f.found_inf == 1 && amp_set_device(set)->skip == 1);
+        CHECK_OK(amp_grad_set_stats(set, &f));
+        CHECK(f.found_inf == 1 && amp_grad_set_device(set)->skip == 1);
         CHECK_OK(amp_scaler_update(s));
     }
     grad = 1;                       /* a step with such a scale is not taken: its inverse is no number to multiply by */
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-    CHECK(amp_scaler_scale(s) >= of_bits(0x00800000) || amp_set_device(set)->skip == 1);
-    amp_set_destroy(set);
+    CHECK(amp_scaler_scale(s) >= of_bits(0x00800000) || amp_grad_set_device(set)->skip == 1);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
 }
 
@@ -433,30 +433,30 @@ TEST(training_of_no_elements) {
         amp_range none = range_of("none", NULL, 0, AMP_F32);
         amp_optimizer_desc od;
         amp_optimizer *opt = NULL;
-        amp_numerics_desc nd;
-        amp_numerics *numerics = NULL;
-        amp_numerics_report report;
-        amp_outcome outcome;
+        amp_tensor_stats_desc nd;
+        amp_tensor_stats *numerics = NULL;
+        amp_tensor_stats_report report;
+        amp_step_result outcome;
         int64_t first = 3, new_inf = 3;
         float dummy = 1;
         fresh();
         p[0] = param_of("a", in, out, 0, 4); p[1] = param_of("b", in, out, 3, 0);
         memset(&od, 0, sizeof od);
         memset(&nd, 0, sizeof nd);
-        od.params = p; od.n_params = 2; od.clip_norm = 1; od.outcome_lag = AMP_LAG_NONE;
+        od.params = p; od.n_params = 2; od.clip_norm = 1; od.result_lag = AMP_LAG_NONE;
         CHECK_OK(amp_optimizer_create(amp, &opt, &od));
         (void)amp_param_accumulate(&p[0]);
         CHECK_OK(amp_step(opt, NULL));
-        CHECK(amp_outcome_next(opt, &outcome) == 1 && outcome.applied == 1 && outcome.norm == 0 && outcome.clip_coef == 1);
+        CHECK(amp_step_result_next(opt, &outcome) == 1 && outcome.applied == 1 && outcome.norm == 0 && outcome.clip_coef == 1);
         amp_optimizer_destroy(opt);
         CHECK(untouched(out, 0));
-        amp_found f = found_in(amp, &none, 1, 1024, AMP_CHECK_UNSCALE);
+        amp_grad_stats f = found_in(amp, &none, 1, 1024, AMP_CHECK_UNSCALE);
         CHECK(f.found_inf == 0 && f.norm == 0 && f.first_bad_index == -1);
         nd.ranges = &none; nd.n_ranges = 1; nd.dtype = AMP_F16;
-        CHECK_OK(amp_numerics_create(amp, &numerics, &nd));
-        CHECK_OK(amp_numerics_step(numerics, &report));
-        CHECK(report.remedy == AMP_REMEDY_NONE && report.rows[0].count == 0 && report.rows[0].largest == 0);
-        amp_numerics_destroy(numerics);
+        CHECK_OK(amp_tensor_stats_create(amp, &numerics, &nd));
+        CHECK_OK(amp_tensor_stats_step(numerics, &report));
+        CHECK(report.recommendation == AMP_RECOMMEND_NONE && report.rows[0].count == 0 && report.rows[0].largest == 0);
+        amp_tensor_stats_destroy(numerics);
         CHECK_OK(amp_convert(&dummy, AMP_F32, &dummy, AMP_BF16, 0, NULL, &new_inf));
         CHECK(new_inf == 0 && dummy == 1 && amp_count_nonfinite(&dummy, AMP_F32, 0, &first) == 0 && first == -1);
     }
@@ -568,7 +568,7 @@ static void mask_is_exact(amp_context *amp, const amp_mask *mask) {
             for (int64_t j = 0; j < T; j++) any |= sees(mask, b, i, j);
             for (int64_t e = 0; e < H * D && !any; e++) CHECK_EQ(by_rule[(b * T + i) * H * D + e], 0);      /* sees nothing */
         }
-    amp_mask_put(amp, &view);
+    amp_mask_release(amp, &view);
 }
 
 TEST(masks_at_and_beyond_their_ends) {
@@ -732,11 +732,11 @@ TEST(more_elements_than_32_bits_count) {
     uint8_t *all = many_ones(&tail);
     amp_context *amp = contexts[n_contexts - 1];
     amp_range range = range_of("many", all, MANY, AMP_BF16);
-    amp_numerics_desc nd;
-    amp_numerics *numerics = NULL;
-    amp_numerics_report report;
+    amp_tensor_stats_desc nd;
+    amp_tensor_stats *numerics = NULL;
+    amp_tensor_stats_report report;
     amp_mse_op mse;
-    amp_found f;
+    amp_grad_stats f;
     int64_t first = 0;
     float loss = 0;
     if (all == NULL) SKIP("no memory can be mapped so often");
@@ -750,10 +750,10 @@ TEST(more_elements_than_32_bits_count) {
     tail[0] = 0x4380;               /* 256 */
     memset(&nd, 0, sizeof nd);
     nd.ranges = &range; nd.n_ranges = 1; nd.dtype = AMP_E4M3;
-    CHECK_OK(amp_numerics_create(amp, &numerics, &nd));
-    CHECK_OK(amp_numerics_step(numerics, &report));
+    CHECK_OK(amp_tensor_stats_create(amp, &numerics, &nd));
+    CHECK_OK(amp_tensor_stats_step(numerics, &report));
     CHECK(report.rows[0].count == MANY && report.rows[0].largest == 256 && report.rows[0].saturation == 1 / (double)MANY);
-    amp_numerics_destroy(numerics);
+    amp_tensor_stats_destroy(numerics);
     memset(&mse, 0, sizeof mse);    /* x[i] and x[i + 1]: the last two differ by 255 */
     tail[1] = 0x4380;
     mse.x = amp_tensor1(all, AMP_BF16, MANY); mse.target = amp_tensor1(all + 2, AMP_BF16, MANY);

@@ -719,7 +719,7 @@ static void check_entropy(const entropy_case *c, int64_t rows, int64_t classes, 
     a.labels = labels;
     a.ignore_index = IGNORE;
     a.sum = c->sum;
-    a.smoothing = c->smoothing; a.factor = c->factor; a.seed = c->seed == 1 ? NULL : &c->seed;
+    a.smoothing = c->smoothing; a.factor = c->factor; a.grad_scale = c->seed == 1 ? NULL : &c->seed;
     a.losses = (float *)(void *)losses.data; a.loss = (float *)(void *)loss.data; a.bad_label = &bad;
     out[0] = &g; out[1] = &losses; out[2] = &loss;
     RUN_KERNEL(ampi_cpu_cross_entropy, &a, path, out, 3);
@@ -878,7 +878,7 @@ TEST(mse) {
                     a.n = n;
                     a.sum = sum;
                     a.factor = 0.5f;
-                    a.seed = sum ? &seed : NULL;
+                    a.grad_scale = sum ? &seed : NULL;
                     a.loss = (float *)(void *)loss.data;
                     out[0] = &dx; out[1] = &loss;
                     RUN_KERNEL(ampi_cpu_mse, &a, (amp_cpu_path)path, out, 2);

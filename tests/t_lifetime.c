@@ -108,7 +108,7 @@ static amp_result device_copy(void *dev, void *dst, const void *src, size_t byte
     return failing.copy ? broken("copy") : amp_cpu()->copy(dev, dst, src, bytes, kind, stream);
 }
 VALUE(amp_result, fill, (void *dev, void *dst, int byte, size_t bytes, void *stream), (dev, dst, byte, bytes, stream))
-VALUE(amp_result, place, (void *dev, const void *ptr, amp_place *out), (dev, ptr, out))
+VALUE(amp_result, place, (void *dev, const void *ptr, amp_memory_kind *out), (dev, ptr, out))
 VALUE(amp_result, memory, (void *dev, amp_memory_info *out), (dev, out))
 VALUE(amp_result, stream_create, (void *dev, void **stream), (dev, stream))
 NOTHING(stream_destroy, (void *dev, void *stream), (dev, stream))
@@ -180,7 +180,7 @@ typedef struct net {
     amp_param p[LAYERS];
     float w[LAYERS][IN * OUT], g[LAYERS][IN * OUT], x[ROWS * IN], y[ROWS * OUT], dy[ROWS * OUT];
     amp_linear_op op;
-    amp_optimizer *opt; amp_scaler *scaler; amp_set *set; amp_monitor *monitor; amp_numerics *numerics;
+    amp_optimizer *opt; amp_scaler *scaler; amp_grad_set *set; amp_monitor *monitor; amp_tensor_stats *numerics;
     amp_recovery *recovery; amp_loader *loader; amp_graph *graph;
     amp_mask_view view;
 } net;
@@ -206,9 +206,9 @@ static void net_params(net *n) {
 
 static amp_result net_objects(net *n, int workers) {
     amp_optimizer_desc od;
-    amp_set_desc sd;
+    amp_grad_set_desc sd;
     amp_monitor_desc md;
-    amp_numerics_desc nd;
+    amp_tensor_stats_desc nd;
     amp_recovery_desc rd;
     amp_loader_desc ld;
     amp_source source;
@@ -219,11 +219,11 @@ static amp_result net_objects(net *n, int workers) {
     od.n_params = nd.n_params = rd.n_params = sd.n_params = LAYERS;
     AMPI_TRY(amp_optimizer_create(n->amp, &n->opt, &od));
     AMPI_TRY(amp_scaler_create(n->amp, &n->scaler, NULL));
-    AMPI_TRY(amp_set_create(n->amp, &n->set, &sd));
+    AMPI_TRY(amp_grad_set_create(n->amp, &n->set, &sd));
     md.optimizer = rd.optimizer = n->opt; md.scaler = rd.scaler = nd.scaler = n->scaler;
     md.path = log_file; md.log_interval = 1;
     AMPI_TRY(amp_monitor_create(n->amp, &n->monitor, &md));
-    AMPI_TRY(amp_numerics_create(n->amp, &n->numerics, &nd));
+    AMPI_TRY(amp_tensor_stats_create(n->amp, &n->numerics, &nd));
     AMPI_TRY(amp_recovery_create(n->amp, &n->recovery, &rd));
     source.read = read_sample; source.samples = 64; source.n_fields = 2;
     source.fields[0].dtype = source.fields[1].dtype = AMP_I32;
@@ -256,7 +256,7 @@ static amp_result net_step(net *n) {
     amp_step_info info;
     amp_step_record record;
     amp_recovery_event event;
-    amp_numerics_report report;
+    amp_tensor_stats_report report;
     memset(&info, 0, sizeof info);
     AMPI_TRY(amp_loader_next(n->loader, &batch));
     for (int k = 0; k < ROWS * OUT; k++) n->dy[k] = (float)(k % 5 - 2) / 4;
@@ -266,7 +266,7 @@ static amp_result net_step(net *n) {
         AMPI_TRY(amp_linear_backward(n->amp, &n->op));
     }
     AMPI_TRY(amp_autocast_end(n->amp));
-    AMPI_TRY(amp_numerics_step(n->numerics, &report));
+    AMPI_TRY(amp_tensor_stats_step(n->numerics, &report));
     AMPI_TRY(amp_step(n->opt, n->scaler));
     AMPI_TRY(amp_monitor_step(n->monitor, &info));
     while (amp_monitor_next(n->monitor, &record)) AMPI_TRY(amp_recovery_step(n->recovery, &record, &event));
@@ -274,13 +274,13 @@ static amp_result net_step(net *n) {
 }
 
 static void net_destroy(net *n) {
-    if (n->amp) amp_mask_put(n->amp, &n->view);
+    if (n->amp) amp_mask_release(n->amp, &n->view);
     amp_graph_destroy(n->graph);
     amp_loader_destroy(n->loader);
     amp_recovery_destroy(n->recovery);
-    amp_numerics_destroy(n->numerics);
+    amp_tensor_stats_destroy(n->numerics);
     amp_monitor_destroy(n->monitor);
-    amp_set_destroy(n->set);
+    amp_grad_set_destroy(n->set);
     amp_scaler_destroy(n->scaler);
     amp_optimizer_destroy(n->opt);
 }
@@ -300,13 +300,13 @@ static amp_result use_caches(net *n, int more) {
     for (int i = 0; i < 40; i++) {
         mask.window = i % 20 + 1;
         AMPI_TRY(amp_mask_get(n->amp, &mask, 1, 9, 9, i % 2 ? AMP_U8 : AMP_F32, &view));
-        amp_mask_put(n->amp, &view);
+        amp_mask_release(n->amp, &view);
         AMPI_TRY(amp_alloc(n->amp, &blocks[i], 100 + i));
         AMPI_TRY(amp_autocast_begin(n->amp, NULL));
         AMPI_TRY(amp_autocast_cast(n->amp, &n->p[i % LAYERS], i % 4 < 2 ? AMP_BF16 : AMP_F16, &cast));
         AMPI_TRY(net_linear(n, &n->p[i % LAYERS]));
         AMPI_TRY(amp_autocast_end(n->amp));
-        if (i % 8 == 7) for (int k = 0; k < LAYERS; k++) amp_param_touch(&n->p[k]);
+        if (i % 8 == 7) for (int k = 0; k < LAYERS; k++) amp_param_changed(&n->p[k]);
         if (!more) continue;
         snprintf(name, sizeof name, "op%d", i);
         AMPI_TRY(amp_operator_register(n->amp, name, AMP_CAST_LOWER, &op));
@@ -405,7 +405,7 @@ static int failure_of(int which, int host_visible) {
         memset(&failing, 0, sizeof failing);            /* nothing is left half made */
         if (net_linear(&n, &n.p[0]) != AMP_OK || amp_mask_get(n.amp, &mask, 1, 4, 4, AMP_U8, &view) != AMP_OK ||
             amp_autocast_cast(n.amp, &n.p[0], AMP_F16, &cast) != AMP_OK) _exit(94);
-        amp_mask_put(n.amp, &view);
+        amp_mask_release(n.amp, &view);
         (void)amp_autocast_end(n.amp);
         amp_close(n.amp);
         _exit(host.live != 0 ? 93 : r == AMP_ERR_DEVICE ? 0 : 92);
@@ -494,11 +494,11 @@ static void check_refused(amp_context *amp, net *n, amp_param *q) {
     amp_swiglu_op glu;
     amp_embedding_op emb;
     amp_optimizer_desc od;
-    amp_set_desc sd;
-    amp_numerics_desc nd;
+    amp_grad_set_desc sd;
+    amp_tensor_stats_desc nd;
     amp_optimizer *opt = NULL;
-    amp_set *set = NULL;
-    amp_numerics *numerics = NULL;
+    amp_grad_set *set = NULL;
+    amp_tensor_stats *numerics = NULL;
     amp_tensor cast;
     amp_param vector = *q;
     static float wide[IN * OUT], stat[ROWS];
@@ -523,8 +523,8 @@ static void check_refused(amp_context *amp, net *n, amp_param *q) {
     REFUSED(amp_swiglu(amp, &glu)); REFUSED(amp_swiglu_backward(amp, &glu));
     REFUSED(amp_autocast_cast(amp, q, AMP_BF16, &cast));
     REFUSED(amp_optimizer_create(amp, &opt, &od));
-    REFUSED(amp_set_create(amp, &set, &sd));
-    REFUSED(amp_numerics_create(amp, &numerics, &nd));
+    REFUSED(amp_grad_set_create(amp, &set, &sd));
+    REFUSED(amp_tensor_stats_create(amp, &numerics, &nd));
 }
 
 TEST(a_parameter_of_a_closed_context) {
@@ -548,15 +548,15 @@ TEST(a_parameter_that_left_its_optimizer) {
     net *n = two_params();
     amp_context *a = open_plain(AMP_BF16), *b = open_plain(AMP_BF16);
     amp_optimizer_desc od;
-    amp_set_desc sd;
+    amp_grad_set_desc sd;
     amp_optimizer *opt = NULL;
-    amp_set *set = NULL;
+    amp_grad_set *set = NULL;
     amp_scaler *scaler = NULL, *others = NULL;
     memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd);
     od.params = sd.params = n->p; od.n_params = sd.n_params = 2;
     CHECK_OK(amp_param_register(a, n->p, 2));
     CHECK_OK(amp_optimizer_create(a, &opt, &od));
-    CHECK_OK(amp_set_create(a, &set, &sd));
+    CHECK_OK(amp_grad_set_create(a, &set, &sd));
     CHECK_OK(amp_scaler_create(a, &scaler, NULL));
     CHECK_OK(amp_scaler_create(b, &others, NULL));
     CHECK_OK(amp_step(opt, scaler));
@@ -569,7 +569,7 @@ TEST(a_parameter_that_left_its_optimizer) {
     REFUSED(amp_optimizer_step(opt, NULL));
     REFUSED(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE));
     REFUSED(amp_scaler_rescale(scaler, set, 0));
-    amp_scaler_destroy(scaler); amp_scaler_destroy(others); amp_set_destroy(set); amp_optimizer_destroy(opt);
+    amp_scaler_destroy(scaler); amp_scaler_destroy(others); amp_grad_set_destroy(set); amp_optimizer_destroy(opt);
     amp_close(a);
     amp_close(b);
 }
@@ -774,22 +774,22 @@ TEST(closing_while_another_thread_has_regions_open) {
 #define CLOSED(call) do { CHECK_ERR(call, AMP_ERR_STATE); CHECK_MSG(says("was closed"), "%s", amp_last_error()); } while (0)
 static void check_calls_are_errors(net *n) {
     amp_state *state = NULL;
-    amp_found found; amp_scaler_desc sd; amp_k_scaler k; amp_optimizer_desc od; amp_parameter_bytes bytes; amp_outcome outcome;
+    amp_grad_stats found; amp_scaler_desc sd; amp_k_scaler k; amp_optimizer_desc od; amp_parameter_bytes bytes; amp_step_result outcome;
     amp_batch batch; amp_loader_info info; amp_loader_desc ld; amp_step_info step; amp_step_record record; amp_epoch_record epoch;
-    amp_epoch_summary summary; amp_monitor_desc md; amp_numerics_report report; amp_recovery_event event;
+    amp_epoch_summary summary; amp_monitor_desc md; amp_tensor_stats_report report; amp_recovery_event event;
     memset(&step, 0, sizeof step); memset(&record, 0, sizeof record);
     CHECK_OK(amp_state_create(&state, NULL));
-    CLOSED(amp_set_found(n->set, &found)); CLOSED(amp_set_apply(n->set));
-    CHECK(amp_set_device(n->set) == NULL);
-    CLOSED(amp_set_found(amp_optimizer_set(n->opt), &found));
+    CLOSED(amp_grad_set_stats(n->set, &found)); CLOSED(amp_grad_set_apply(n->set));
+    CHECK(amp_grad_set_device(n->set) == NULL);
+    CLOSED(amp_grad_set_stats(amp_optimizer_grad_set(n->opt), &found));
     CLOSED(amp_scaler_query(n->scaler, &sd)); CLOSED(amp_scaler_get(n->scaler, &k)); CLOSED(amp_scaler_set_scale(n->scaler, 2));
     CLOSED(amp_scaler_set_rule(n->scaler, 2, 0.5, 9)); CLOSED(amp_scaler_check(n->scaler, n->set, AMP_CHECK_READ)); CLOSED(amp_scaler_update(n->scaler));
     CLOSED(amp_scaler_rescale(n->scaler, n->set, 0)); CLOSED(amp_scaler_save(n->scaler, state, "s")); CLOSED(amp_scaler_load(n->scaler, state, "s"));
-    CHECK(amp_scaler_seed(n->scaler) == NULL && amp_scaler_device(n->scaler) == NULL && amp_scaler_scale(n->scaler) == 1);
+    CHECK(amp_scaler_scale_ptr(n->scaler) == NULL && amp_scaler_device(n->scaler) == NULL && amp_scaler_scale(n->scaler) == 1);
     CLOSED(amp_optimizer_query(n->opt, &od)); CLOSED(amp_optimizer_set_lr(n->opt, 1)); CLOSED(amp_optimizer_set_clip(n->opt, 1));
-    CLOSED(amp_optimizer_set_accumulation(n->opt, 2)); CLOSED(amp_optimizer_refresh(n->opt)); CLOSED(amp_optimizer_bytes(n->opt, &bytes));
-    CLOSED(amp_optimizer_step(n->opt, NULL)); CLOSED(amp_step(n->opt, n->scaler)); CLOSED(amp_outcome_flush(n->opt));
-    CHECK_EQ(amp_outcome_next(n->opt, &outcome), 0);
+    CLOSED(amp_optimizer_set_accumulation(n->opt, 2)); CLOSED(amp_optimizer_rebuild_masters(n->opt)); CLOSED(amp_optimizer_bytes(n->opt, &bytes));
+    CLOSED(amp_optimizer_step(n->opt, NULL)); CLOSED(amp_step(n->opt, n->scaler)); CLOSED(amp_step_result_flush(n->opt));
+    CHECK_EQ(amp_step_result_next(n->opt, &outcome), 0);
     CLOSED(amp_optimizer_save(n->opt, state, "o")); CLOSED(amp_optimizer_load(n->opt, state, "o"));
     if (n->graph) CLOSED(amp_graph_launch(n->graph));
     CLOSED(amp_loader_next(n->loader, &batch)); CLOSED(amp_loader_seek(n->loader, 0, 0)); CLOSED(amp_loader_info_get(n->loader, &info));
@@ -799,7 +799,7 @@ static void check_calls_are_errors(net *n) {
     CLOSED(amp_monitor_write(n->monitor, "{}")); CLOSED(amp_monitor_epoch(n->monitor, &epoch)); CLOSED(amp_monitor_summary(n->monitor, &summary));
     CLOSED(amp_monitor_query(n->monitor, &md));
     CHECK_EQ(amp_monitor_next(n->monitor, &record), 0);
-    CLOSED(amp_numerics_step(n->numerics, &report));
+    CLOSED(amp_tensor_stats_step(n->numerics, &report));
     CLOSED(amp_recovery_step(n->recovery, &record, &event)); CLOSED(amp_recovery_memory(n->recovery, &event));
     amp_state_destroy(state);
 }
@@ -861,7 +861,7 @@ TEST(destroyed_in_any_order) {
         amp_step_info info;
         amp_step_record record;
         amp_recovery_event event;
-        amp_numerics_report report;
+        amp_tensor_stats_report report;
         net n;
         memset(&info, 0, sizeof info); memset(&record, 0, sizeof record);
         CHECK_OK(net_open(&n, &d, AMP_NO_WORKERS));
@@ -882,13 +882,13 @@ TEST(destroyed_in_any_order) {
             if (which == 1 && n.scaler) {
                 amp_scaler_destroy(n.scaler);
                 n.scaler = NULL;
-                CHECK_ERR(amp_numerics_step(n.numerics, &report), AMP_ERR_STATE);
+                CHECK_ERR(amp_tensor_stats_step(n.numerics, &report), AMP_ERR_STATE);
                 CHECK_ERR(amp_recovery_memory(n.recovery, &event), AMP_ERR_STATE);
             }
             if (which == 2 && n.monitor) { amp_monitor_destroy(n.monitor); n.monitor = NULL; }
             if (which == 3 && n.loader) { amp_loader_destroy(n.loader); n.loader = NULL; }
         }
-        if (order % 3 == 0) amp_mask_put(n.amp, &n.view);
+        if (order % 3 == 0) amp_mask_release(n.amp, &n.view);
         if (order % 5 == 0) { amp_context *amp = n.amp; amp_close(amp); net_destroy(&n); }
         else { amp_context *amp = n.amp; net_destroy(&n); amp_close(amp); }
         CHECK_EQ(host.live, 0);

@@ -57,7 +57,7 @@ TEST(every_kind_is_written_out) {
                     int at = ((view.tensor.shape[0] > 1 ? b : 0) * QUERIES + i) * KEYS + j;
                     CHECK_MSG(((const uint8_t *)view.tensor.data)[at] == seen(&masks[k], b, i, j), "mask %d, [%d, %d, %d]", k, b, i, j);
                 }
-        amp_mask_put(amp, &view);
+        amp_mask_release(amp, &view);
     }
 }
 
@@ -73,7 +73,7 @@ TEST(additive_masks) {
             memcpy(&bits, &row[j], 4);
             CHECK_EQ(bits, seen(&masks[4], 0, 0, j) ? 0 : 0xff800000u);
         }
-        amp_mask_put(amp, &view);
+        amp_mask_release(amp, &view);
     }
 }
 
@@ -100,9 +100,9 @@ TEST(another_description_another_mask) {
         CHECK_OK(amp_mask_get(amp, &n, 1, queries, keys, i == 6 ? AMP_F32 : AMP_U8, &other));
         CHECK_MSG(other.tensor.data != first.tensor.data, "case %d", i);
         CHECK_EQ(other.tensor.shape[2], queries);
-        amp_mask_put(amp, &other);
+        amp_mask_release(amp, &other);
     }
-    amp_mask_put(amp, &first);
+    amp_mask_release(amp, &first);
     amp_mask_cache_clear(amp);
 }
 
@@ -125,7 +125,7 @@ TEST(same_description_same_mask) {
     CHECK_EQ(after.hits - before.hits, 1);
     CHECK_EQ(after.misses - before.misses, 2);
     CHECK_EQ(after.bytes, 2 * BATCH * QUERIES * KEYS);
-    amp_mask_put(amp, &a); amp_mask_put(amp, &b); amp_mask_put(amp, &c);
+    amp_mask_release(amp, &a); amp_mask_release(amp, &b); amp_mask_release(amp, &c);
     amp_mask_cache_drop(amp, AMP_MASK_WINDOW);
     amp_mask_cache_info(amp, &after);
     CHECK_EQ(after.entries, 2);
@@ -152,7 +152,7 @@ TEST(the_limit_evicts_the_least_recently_used) {
     first = held.tensor.data;
     for (m.window = 2; m.window <= 4; m.window++) {
         CHECK_OK(amp_mask_get(small, &m, 1, 4, 4, AMP_U8, &view));
-        amp_mask_put(small, &view);
+        amp_mask_release(small, &view);
     }
     amp_mask_cache_info(small, &info);
     CHECK_EQ(info.entries, 3);
@@ -161,11 +161,11 @@ TEST(the_limit_evicts_the_least_recently_used) {
     CHECK_OK(amp_mask_get(small, &m, 1, 4, 4, AMP_U8, &view));
     CHECK(view.tensor.data == first);
     m.window = 2;                                           /* the oldest of the others is gone */
-    amp_mask_put(small, &view); amp_mask_put(small, &held);
+    amp_mask_release(small, &view); amp_mask_release(small, &held);
     CHECK_OK(amp_mask_get(small, &m, 1, 4, 4, AMP_U8, &view));
     amp_mask_cache_info(small, &info);
     CHECK_EQ(info.misses, 5);
-    amp_mask_put(small, &view);
+    amp_mask_release(small, &view);
     amp_close(small);
 }
 
@@ -195,7 +195,7 @@ TEST(written_out_and_described_give_the_same_bits) {
         }
         CHECK_MSG(memcmp(o[0], o[1], sizeof o[0]) == 0, "attention, mask %d", n);
         CHECK_MSG(memcmp(y[0], y[1], sizeof y[0]) == 0, "softmax, mask %d", n);
-        amp_mask_put(amp, &view);
+        amp_mask_release(amp, &view);
     }
 }
 

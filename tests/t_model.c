@@ -560,7 +560,7 @@ static void enc_build(enc_model *e) {
     enc_linear(e, &e->head, "head", -1, x, c->classes);
     e->head.dx = e->d_stream;
     e->head.dy = e->loss.dlogits = enc_matrix(e, e->head.y.dtype, e->rows, c->classes);
-    e->loss.logits = e->head.y; e->loss.labels = e->labels; e->loss.seed = e->scale;
+    e->loss.logits = e->head.y; e->loss.labels = e->labels; e->loss.grad_scale = e->scale;
 }
 
 static void enc_forward(enc_model *e) {
@@ -620,7 +620,7 @@ static void enc_fill(enc_model *e, uint32_t seed) {
         float scale = p->weight.ndim == 2 && !table ? sqrtf(3.0f / (float)p->weight.shape[1]) : 0.25f;
         ampt_uniform((float *)p->weight.data, amp_tensor_count(&p->weight), seed, (uint32_t)i, scale,
                      norm_weight ? 1.0f : 0.0f);
-        amp_param_touch(&e->params[i]);
+        amp_param_changed(&e->params[i]);
     }
 }
 
@@ -871,7 +871,7 @@ static void check_training(amp_dtype dtype, amp_level level) {
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
     CHECK_OK(amp_optimizer_create(amp, &optimizer, &desc));
     for (int step = 0; step < 10; step++) {
-        *t->scale = *amp_scaler_seed(scaler);
+        *t->scale = *amp_scaler_scale_ptr(scaler);
         m->run(m);
         CHECK_OK(amp_step(optimizer, scaler));
         if (step == 0) first = m->loss;

@@ -361,7 +361,7 @@ TEST(activations_with_bias) {
         op.y = amp_tensor2(y, AMP_F32, 4, 5);
         check_gradient("activation with bias", x, dx, 20, run_activation_4x5, &op);
         check_gradient("activation's bias", b, db, 5, run_activation_4x5, &op);
-        amp_param_touch(&bias);             /* recomputing wants the bias of the forward */
+        amp_param_changed(&bias);             /* recomputing wants the bias of the forward */
         CHECK_OK(amp_recompute_begin(amp));
         CHECK_ERR(amp_activation(amp, &op), AMP_ERR_STATE);
         CHECK_OK(amp_recompute_end(amp));
@@ -411,7 +411,7 @@ TEST(swiglu_with_biases) {
         CHECK(gate_bias.grad_live == (which & 1) && up_bias.grad_live == which >> 1);
         if (which & 1) check_gradient("gate_bias", b, db, 4, run_swiglu, &op);
         if (which & 2) check_gradient("up_bias", b + 4, db + 4, 4, run_swiglu, &op);
-        amp_param_touch(which & 1 ? &gate_bias : &up_bias);
+        amp_param_changed(which & 1 ? &gate_bias : &up_bias);
         CHECK_OK(amp_recompute_begin(amp));
         CHECK_ERR(amp_swiglu(amp, &op), AMP_ERR_STATE);
         CHECK_OK(amp_recompute_end(amp));
@@ -453,7 +453,7 @@ TEST(cross_entropy_seed_scales_the_gradient_only) {
     op.labels = labels; op.loss = &loss;
     CHECK_OK(amp_cross_entropy(amp, &op));
     plain_loss = loss;
-    op.dlogits.data = scaled; op.seed = &seed;
+    op.dlogits.data = scaled; op.grad_scale = &seed;
     CHECK_OK(amp_cross_entropy(amp, &op));
     CHECK(loss == plain_loss);
     for (int i = 0; i < 6; i++) CHECK(fabsf(scaled[i] - 1024 * plain[i]) <= 1e-6f * fabsf(scaled[i]));

@@ -145,11 +145,11 @@ static void compare_with_torch(const kase *c, amp_cpu_path path, const ampt_gold
     snprintf(record, sizeof record, "%s/norms", c->name);
     if (c->clip > 0) norms = (double *)ampt_golden_read(golden, record, 2, &n);
     for (step = 0; step < 100; step++) {
-        amp_found found;
+        amp_grad_stats found;
         model_backward(&m, step, 1);
         CHECK_OK(amp_optimizer_set_lr(o, case_rate(c, step)));
         CHECK_OK(amp_step(o, NULL));
-        CHECK_OK(amp_set_found(amp_optimizer_set(o), &found));
+        CHECK_OK(amp_grad_set_stats(amp_optimizer_grad_set(o), &found));
         if (norms != NULL) CHECK_MSG(fabs((double)found.norm - norms[step]) <= 1.01 * u * norms[step], "%s step %d: norm %.9g, torch %.9g", c->name, step, (double)found.norm, norms[step]);
     }
     for (i = 0; i < TENSORS; i++) {
@@ -195,7 +195,7 @@ TEST(scale_does_not_change_the_weights) {
     for (step = 0; step < 40; step++) {
         for (k = 0; k < 3; k++) {
             model_backward(&m[k], step, amp_scaler_scale(s[k]));
-            if (k == 2) CHECK_OK(amp_scaler_check(s[k], amp_optimizer_set(o[k]), AMP_CHECK_UNSCALE));
+            if (k == 2) CHECK_OK(amp_scaler_check(s[k], amp_optimizer_grad_set(o[k]), AMP_CHECK_UNSCALE));
             CHECK_OK(amp_step(o[k], s[k]));
         }
         CHECK(memcmp(m[0].w, m[1].w, sizeof m[0].w) == 0);
@@ -292,7 +292,7 @@ TEST(refresh_makes_masters_from_weights) {
     CHECK_OK(amp_step(o, NULL));
     version = m.p[0].version;
     m.w16[0][3] = amp_bf16_from_f32(3.5f, 0);
-    CHECK_OK(amp_optimizer_refresh(o));
+    CHECK_OK(amp_optimizer_rebuild_masters(o));
     widened = 3.5f;
     CHECK(memcmp((float *)m.p[0].master + 3, &widened, 4) == 0);
     CHECK(m.p[0].version > version);
@@ -483,7 +483,7 @@ static amp_optimizer *sweep_optimizer(remainder_sweep *s, amp_context *amp, amp_
     p->name = "w";
     p->weight = amp_tensor1(s->w, AMP_BF16, SWEEP + SWEEP_TAIL);
     p->grad = amp_tensor1(s->g, AMP_BF16, SWEEP + SWEEP_TAIL);
-    d.params = p; d.n_params = 1; d.kind = s->kind; d.lr = (double)AMP_ZERO; d.master = AMP_MASTER_REMAINDER;
+    d.params = p; d.n_params = 1; d.kind = s->kind; d.lr = (double)AMP_EXPLICIT_ZERO; d.master = AMP_MASTER_REMAINDER;
     s->failed += amp_optimizer_create(amp, &o, &d) != AMP_OK;
     return o;
 }
@@ -966,7 +966,7 @@ TEST(refresh_clears_remainders) {
     CHECK_OK(amp_step(o, NULL));
     CHECK(joined(&m, o, 0, 0) != (uint32_t)m.w16[0][0] << 16);
     for (k = 0; k < count_of(0); k++) m.w16[0][k] = 0;
-    CHECK_OK(amp_optimizer_refresh(o));
+    CHECK_OK(amp_optimizer_rebuild_masters(o));
     for (i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) CHECK(joined(&m, o, i, k) == (uint32_t)m.w16[i][k] << 16);
     amp_optimizer_destroy(o);
     amp_close(amp);
@@ -985,7 +985,7 @@ TEST(bytes_per_parameter) {
         {AMP_BF16, AMP_BF16, AMP_SGD, AMP_MASTER_F32, AMP_BF16, {2, 2, 4, 2, 10}}};
     static model m;
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2);
-    amp_group group;
+    amp_param_group group;
     amp_parameter_bytes bytes;
     amp_optimizer_desc d;
     amp_optimizer *o;
@@ -1033,7 +1033,7 @@ TEST(storage_that_cannot_be_is_refused) {
     amp_context *o2 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O2), *o3 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O3);
     amp_optimizer_desc good, d;
     amp_optimizer *o = NULL;
-    amp_group group;
+    amp_param_group group;
     memset(&group, 0, sizeof group);
     group.match = "nothing";
 #define REFUSED(context, change, error, text) do { d = good; change; CHECK_ERR(amp_optimizer_create(context, &o, &d), error); \
@@ -1095,17 +1095,17 @@ TEST(a_skip_leaves_everything_bit_for_bit) {
         amp_optimizer_desc d;
         amp_optimizer *o;
         amp_scaler *s = scaled ? make_scaler(amp, 1024, 0) : NULL;
-        amp_outcome out;
+        amp_step_result out;
         int step;
         model_init(&m, kind ? AMP_BF16 : AMP_F32, AMP_F32);
         d = adamw(&m);
         if (kind) { d.kind = AMP_SGD; d.momentum = 0.5; }
-        d.outcome_lag = AMP_LAG_NONE;
+        d.result_lag = AMP_LAG_NONE;
         o = make(amp, &d);
         for (step = 0; step < 3; step++) {
             model_backward(&m, step, scaled ? 1024.0f : 1.0f);
             CHECK_OK(amp_step(o, s));
-            CHECK(amp_outcome_next(o, &out) == 1 && out.applied == 1);
+            CHECK(amp_step_result_next(o, &out) == 1 && out.applied == 1);
         }
         take(&before, &m, o);
         model_backward(&m, step, scaled ? 1024.0f : 1.0f);
@@ -1114,14 +1114,14 @@ TEST(a_skip_leaves_everything_bit_for_bit) {
         take(&after, &m, o);
         CHECK(memcmp(&before, &after, sizeof before) == 0);
         CHECK(m.p[0].grad_live == 0);                                 /* the cycle is over all the same */
-        CHECK(amp_outcome_next(o, &out) == 1);
+        CHECK(amp_step_result_next(o, &out) == 1);
         CHECK(out.applied == 0 && out.step == 4 && out.applied_steps == 3 && out.total_skips == 1 && out.consecutive_skips == 1);
         CHECK(out.first_bad != NULL && strcmp(out.first_bad, "b.bias") == 0);
         CHECK(out.scale == (scaled ? 1024 : 1) && out.at_floor == 0);
         if (scaled) CHECK(amp_scaler_scale(s) == 512);
         model_backward(&m, 4, scaled ? 512.0f : 1.0f);
         CHECK_OK(amp_step(o, s));
-        CHECK(amp_outcome_next(o, &out) == 1 && out.applied == 1 && out.applied_steps == 4 && out.consecutive_skips == 0 && out.total_skips == 1);
+        CHECK(amp_step_result_next(o, &out) == 1 && out.applied == 1 && out.applied_steps == 4 && out.consecutive_skips == 0 && out.total_skips == 1);
         CHECK_EQ(o->set->found->step, 4);
         amp_optimizer_destroy(o);
         amp_scaler_destroy(s);
@@ -1262,7 +1262,7 @@ TEST(clip_each_clips_the_running_sum) {
     amp_scaler *s = make_scaler(amp, 64, 0);
     amp_optimizer_desc d;
     amp_optimizer *o;
-    amp_outcome out;
+    amp_step_result out;
     double norm = 0, want;
     int i, k;
     model_init(&m, AMP_F32, AMP_F32);
@@ -1270,7 +1270,7 @@ TEST(clip_each_clips_the_running_sum) {
     d.clip_norm = 0.01;
     d.clip_each = 1;
     d.accumulation = 2;
-    d.outcome_lag = AMP_LAG_NONE;
+    d.result_lag = AMP_LAG_NONE;
     o = make(amp, &d);
     model_backward(&m, 3, 64);
     for (i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) norm += (double)m.g[i][k] * (double)m.g[i][k];
@@ -1279,16 +1279,16 @@ TEST(clip_each_clips_the_running_sum) {
     CHECK_OK(amp_step(o, s));
     for (want = 0, i = 0; i < TENSORS; i++) for (k = 0; k < count_of(i); k++) want += (double)m.g[i][k] * (double)m.g[i][k];
     CHECK_MSG(fabs(sqrt(want) / 64 / 2 - 0.01) < 2e-6, "the running sum has norm %g", sqrt(want) / 64 / 2);
-    CHECK_EQ(amp_outcome_next(o, &out), 0);
+    CHECK_EQ(amp_step_result_next(o, &out), 0);
     CHECK_OK(amp_step(o, s));           /* nothing added: the norm is the clipped one */
-    CHECK_EQ(amp_outcome_next(o, &out), 1);
+    CHECK_EQ(amp_step_result_next(o, &out), 1);
     CHECK(out.applied == 1 && fabs((double)out.norm - 0.01) < 2e-6);
     /* an overflow in the first micro-batch skips the whole step */
     model_backward(&m, 0, 64);
     m.g[4][7] = INFINITY;
     CHECK_OK(amp_step(o, s));
     CHECK_OK(amp_step(o, s));
-    CHECK_EQ(amp_outcome_next(o, &out), 1);
+    CHECK_EQ(amp_step_result_next(o, &out), 1);
     CHECK(out.applied == 0 && strcmp(out.first_bad, "c.weight") == 0 && amp_scaler_scale(s) == 32);
     amp_optimizer_destroy(o);
     amp_scaler_destroy(s);
@@ -1298,7 +1298,7 @@ TEST(clip_each_clips_the_running_sum) {
 TEST(groups_by_name) {
     static model m;
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
-    amp_group groups[4];
+    amp_param_group groups[4];
     amp_optimizer_desc d;
     amp_optimizer *o;
     char pattern[] = "a.*";
@@ -1306,7 +1306,7 @@ TEST(groups_by_name) {
     memset(groups, 0, sizeof groups);
     groups[0].match = "?.bias"; groups[0].weight_decay = 0.5;
     groups[1].match = pattern; groups[1].lr_scale = 2;
-    groups[2].match = "b*"; groups[2].lr_scale = (double)AMP_ZERO; groups[2].weight_decay = (double)AMP_ZERO;
+    groups[2].match = "b*"; groups[2].lr_scale = (double)AMP_EXPLICIT_ZERO; groups[2].weight_decay = (double)AMP_EXPLICIT_ZERO;
     groups[3].match = "*"; groups[3].lr_scale = 4;
     model_init(&m, AMP_F32, AMP_F32);
     d = adamw(&m);
@@ -1399,13 +1399,13 @@ static void run_big(big_run *r, int threads, amp_optimizer_kind kind, amp_dtype 
     d.master = master; d.moments = moments;
     o = make(amp, &d);
     for (step = 0; step < 3; step++) {
-        amp_found f;
+        amp_grad_stats f;
         ampt_uniform(r->g, N, 51, (uint32_t)step, 1, 0);
         ampt_uniform(r->small_g, 3, 52, (uint32_t)step, 1, 0);
         if (dtype != AMP_F32) CHECK_OK(amp_convert(r->g16, dtype, r->g, AMP_F32, N, NULL, NULL));
         p[0].grad_live = p[1].grad_live = 1;
         CHECK_OK(amp_step(o, NULL));
-        CHECK_OK(amp_set_found(amp_optimizer_set(o), &f));
+        CHECK_OK(amp_grad_set_stats(amp_optimizer_grad_set(o), &f));
         r->norm = f.norm;
     }
     if (p[1].master != NULL) memcpy(r->w, p[1].master, sizeof r->w);
@@ -1443,19 +1443,19 @@ TEST(outcomes_come_at_a_fixed_lag) {
         amp_scaler *s = make_scaler(amp, 4, 0);
         amp_optimizer_desc d;
         amp_optimizer *o;
-        amp_outcome out;
+        amp_step_result out;
         int lag = lags[l] == AMP_LAG_NONE ? 0 : lags[l] == 0 ? 2 : lags[l], got = 0;
         model_init(&m, AMP_F32, AMP_F32);
         d = adamw(&m);
-        d.outcome_lag = lags[l];
+        d.result_lag = lags[l];
         o = make(amp, &d);
-        CHECK_EQ(amp_outcome_next(o, &out), 0);
+        CHECK_EQ(amp_step_result_next(o, &out), 0);
         for (step = 1; step <= 80; step++) {
             model_backward(&m, step, amp_scaler_scale(s));
             if (step % 8 == 0 || step > 60) m.g[1][0] = NAN;
             CHECK_OK(amp_optimizer_set_lr(o, 1e-3 * step));
             CHECK_OK(amp_step(o, s));
-            while (amp_outcome_next(o, &out)) {
+            while (amp_step_result_next(o, &out)) {
                 got++;
                 CHECK_EQ(out.step, got);
                 CHECK_EQ(out.step, step - lag);
@@ -1466,8 +1466,8 @@ TEST(outcomes_come_at_a_fixed_lag) {
             }
         }
         CHECK_EQ(got, 80 - lag);
-        CHECK_OK(amp_outcome_flush(o));
-        while (amp_outcome_next(o, &out)) CHECK_EQ(out.step, ++got);
+        CHECK_OK(amp_step_result_flush(o));
+        while (amp_step_result_next(o, &out)) CHECK_EQ(out.step, ++got);
         CHECK_EQ(got, 80);
         CHECK(lag == 0 || (out.total_skips == 27 && out.consecutive_skips == 20 && out.applied_steps == 53));
         amp_optimizer_destroy(o);
@@ -1493,7 +1493,7 @@ TEST(an_overflow_at_the_floor_is_logged) {
     amp_optimizer_desc d;
     amp_optimizer *o;
     amp_scaler *s;
-    amp_outcome out;
+    amp_step_result out;
     int step;
     memset(&h, 0, sizeof h);
     memset(&c, 0, sizeof c);
@@ -1504,13 +1504,13 @@ TEST(an_overflow_at_the_floor_is_logged) {
     s = make_scaler(amp, 2, 0);
     model_init(&m, AMP_F32, AMP_F32);
     d = adamw(&m);
-    d.outcome_lag = AMP_LAG_NONE;
+    d.result_lag = AMP_LAG_NONE;
     o = make(amp, &d);
     for (step = 0; step < 2; step++) {
         model_backward(&m, step, 1);
         m.g[2][1] = NAN;
         CHECK_OK(amp_step(o, s));
-        CHECK_EQ(amp_outcome_next(o, &out), 1);
+        CHECK_EQ(amp_step_result_next(o, &out), 1);
         CHECK_EQ(h.count, step);
         CHECK_EQ(out.at_floor, step);
     }
@@ -1525,14 +1525,14 @@ TEST(the_last_64_outcomes_are_kept) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_optimizer_desc d;
     amp_optimizer *o;
-    amp_outcome out;
+    amp_step_result out;
     int step, got = 0;
     model_init(&m, AMP_F32, AMP_F32);
     d = adamw(&m);
     o = make(amp, &d);
     for (step = 0; step < 150; step++) { model_backward(&m, step, 1); CHECK_OK(amp_step(o, NULL)); }
-    CHECK_OK(amp_outcome_flush(o));
-    while (amp_outcome_next(o, &out)) { CHECK_EQ(out.step, 87 + got); got++; }
+    CHECK_OK(amp_step_result_flush(o));
+    while (amp_step_result_next(o, &out)) { CHECK_EQ(out.step, 87 + got); got++; }
     CHECK_EQ(got, 64);
     amp_optimizer_destroy(o);
     amp_close(amp);
@@ -1542,14 +1542,14 @@ TEST(the_last_64_outcomes_are_kept) {
 
 /* Takes every outcome that is due, and checks that the other optimizer, if any, delivers the same. */
 static int deliver(amp_optimizer *x, amp_optimizer *y) {
-    amp_outcome p, q;
+    amp_step_result p, q;
     int n = 0;
-    for (; amp_outcome_next(x, &p); n++) {
+    for (; amp_step_result_next(x, &p); n++) {
         if (y == NULL) continue;
-        CHECK_EQ(amp_outcome_next(y, &q), 1);
+        CHECK_EQ(amp_step_result_next(y, &q), 1);
         CHECK_MSG(memcmp(&p, &q, sizeof p) == 0, "outcome %d, not %d", (int)q.step, (int)p.step);
     }
-    if (y != NULL) CHECK_EQ(amp_outcome_next(y, &q), 0);
+    if (y != NULL) CHECK_EQ(amp_step_result_next(y, &q), 0);
     return n;
 }
 
@@ -1615,8 +1615,8 @@ TEST(resume_is_bit_identical) {
             if (call < cut) continue;
             CHECK_MSG(memcmp(a.w, b.w, sizeof a.w) == 0 && memcmp(a.w16, b.w16, sizeof a.w16) == 0, "variant %d, cut %d, call %d", variant, cut, call);
         }
-        CHECK_OK(amp_outcome_flush(x));
-        CHECK_OK(amp_outcome_flush(y));
+        CHECK_OK(amp_step_result_flush(x));
+        CHECK_OK(amp_step_result_flush(y));
         CHECK_EQ(deliver(x, y), 2);
         amp_optimizer_destroy(x);
         amp_optimizer_destroy(y);
@@ -1723,10 +1723,10 @@ TEST(load_refuses_other_parameters_by_name) {
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
     s = make_scaler(amp, 4, 0);
     model_backward(&m, 0, 4);
-    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_READ));
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_READ));
     CHECK_OK(amp_optimizer_load(o, state, "o"));
     CHECK_EQ(o->set->found->step, 1);
-    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_READ));      /* a load makes the set ready */
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_READ));      /* a load makes the set ready */
     amp_scaler_destroy(s);
     steps[1] = 1;                                                     /* in the middle of a cycle, where there are no cycles */
     CHECK_OK(amp_state_put(state, "o.step", AMP_I64, steps, 8));
@@ -1772,7 +1772,7 @@ TEST(optimizer_settings_are_checked) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_optimizer_desc good, d;
     amp_optimizer *o = NULL;
-    amp_group group;
+    amp_param_group group;
     model_init(&m, AMP_F32, AMP_F32);
     good = adamw(&m);
     memset(&group, 0, sizeof group);
@@ -1789,8 +1789,8 @@ TEST(optimizer_settings_are_checked) {
     REFUSED(dampening, -1.0, AMP_ERR_RANGE);
     REFUSED(clip_norm, -1.0, AMP_ERR_RANGE);
     REFUSED(accumulation, -1, AMP_ERR_RANGE);
-    REFUSED(outcome_lag, 64, AMP_ERR_RANGE);
-    REFUSED(outcome_lag, -2, AMP_ERR_RANGE);
+    REFUSED(result_lag, 64, AMP_ERR_RANGE);
+    REFUSED(result_lag, -2, AMP_ERR_RANGE);
     REFUSED(nesterov, 1, AMP_ERR_CONFLICT);
     REFUSED(n_params, -1, AMP_ERR_RANGE);
     REFUSED(params, NULL, AMP_ERR_NULL);
@@ -1811,10 +1811,10 @@ TEST(optimizer_settings_are_checked) {
     CHECK_ERR(amp_optimizer_create(amp, &o, &good), AMP_ERR_DTYPE);
     m.p[4].weight.dtype = m.p[4].grad.dtype = AMP_F32;
     d = good;
-    d.lr = d.beta1 = d.eps = (double)AMP_ZERO;
+    d.lr = d.beta1 = d.eps = (double)AMP_EXPLICIT_ZERO;
     CHECK_OK(amp_optimizer_create(amp, &o, &d));
     CHECK_OK(amp_optimizer_query(o, &d));
-    CHECK(d.lr == 0 && d.beta1 == 0 && d.beta2 == 0.999 && d.eps == 0 && d.accumulation == 1 && d.outcome_lag == 2 && d.kind == AMP_ADAMW);
+    CHECK(d.lr == 0 && d.beta1 == 0 && d.beta2 == 0.999 && d.eps == 0 && d.accumulation == 1 && d.result_lag == 2 && d.kind == AMP_ADAMW);
     CHECK_ERR(amp_optimizer_set_lr(o, -1), AMP_ERR_RANGE);
     CHECK_ERR(amp_optimizer_set_lr(o, NAN), AMP_ERR_RANGE);
     CHECK_OK(amp_optimizer_set_lr(o, 0));
@@ -1827,10 +1827,10 @@ TEST(optimizer_settings_are_checked) {
     }
     CHECK_ERR(amp_step(NULL, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_optimizer_step(NULL, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_optimizer_refresh(NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_outcome_flush(NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_optimizer_rebuild_masters(NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_step_result_flush(NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_optimizer_query(o, NULL), AMP_ERR_NULL);
-    CHECK(amp_optimizer_set(NULL) == NULL);
+    CHECK(amp_optimizer_grad_set(NULL) == NULL);
     amp_optimizer_destroy(o);
     amp_optimizer_destroy(NULL);
     amp_close(amp);
@@ -1853,7 +1853,7 @@ TEST(every_failing_allocation_is_survived) {
     amp_context *amp = NULL;
     amp_desc c;
     meter heap = {1000000, 0};
-    amp_group group;
+    amp_param_group group;
     int64_t k, base;
     int done = 0;
     memset(&c, 0, sizeof c);
@@ -2083,7 +2083,7 @@ TEST(gradients_of_a_state) {
     for (i = 0; i < TENSORS; i++) CHECK_EQ(n.p[i].grad_live, 0);
     CHECK_OK(amp_step(o, NULL));
     model_backward(&m, 1, 1);
-    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_UNSCALE));
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_UNSCALE));
     CHECK_ERR(amp_optimizer_save(o, state, "o"), AMP_ERR_STATE);
     CHECK(strstr(amp_last_error(), "amp_optimizer_save") != NULL);
     CHECK_OK(amp_step(o, s));

@@ -74,7 +74,7 @@ static void train(int rank, int world, int rows, int bad_rank, int idle_rank) {
     amp_optimizer_desc od;
     amp_scaler_desc sd;
     amp_param p;
-    amp_outcome outcome;
+    amp_step_result outcome;
     static float w[IN * OUT], g[IN * OUT], x[RANKS * ROWS * IN], t[RANKS * ROWS * OUT], y[RANKS * ROWS * OUT], loss;
     memset(&desc, 0, sizeof desc); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&p, 0, sizeof p);
     desc.reducer.reduce = world > 1 ? reduce : NULL;
@@ -85,7 +85,7 @@ static void train(int rank, int world, int rows, int bad_rank, int idle_rank) {
     for (int i = 0; i < IN * OUT; i++) w[i] = value(i);
     p.name = "w"; p.weight = amp_tensor2(w, AMP_F32, OUT, IN); p.grad = amp_tensor2(g, AMP_F32, OUT, IN);
     CHECK_OK(amp_param_register(amp, &p, 1));
-    od.params = &p; od.n_params = 1; od.lr = 0.05f; od.clip_norm = 0.5f; od.outcome_lag = AMP_LAG_NONE;
+    od.params = &p; od.n_params = 1; od.lr = 0.05f; od.clip_norm = 0.5f; od.result_lag = AMP_LAG_NONE;
     sd.init_scale = 1024;
     CHECK_OK(amp_optimizer_create(amp, &opt, &od));
     CHECK_OK(amp_scaler_create(amp, &scaler, &sd));
@@ -98,13 +98,13 @@ static void train(int rank, int world, int rows, int bad_rank, int idle_rank) {
         if (rank == bad_rank && step == 2) x[0] = INFINITY;
         lin.x = amp_tensor2(x, AMP_F32, rows, IN); lin.y = amp_tensor2(y, AMP_F32, rows, OUT); lin.weight = &p;
         mse.x = lin.y; mse.dx = lin.y; mse.target = amp_tensor2(t, AMP_F32, rows, OUT);
-        mse.loss = &loss; mse.seed = amp_scaler_seed(scaler);
+        mse.loss = &loss; mse.grad_scale = amp_scaler_scale_ptr(scaler);
         CHECK_OK(amp_linear(amp, &lin));
         CHECK_OK(amp_mse(amp, &mse));
         lin.dy = mse.dx;
         if (rank != idle_rank) CHECK_OK(amp_linear_backward(amp, &lin));
         CHECK_OK(amp_step(opt, scaler));
-        while (amp_outcome_next(opt, &outcome)) all->skipped[rank] += !outcome.applied;
+        while (amp_step_result_next(opt, &outcome)) all->skipped[rank] += !outcome.applied;
     }
     memcpy(all->weights[rank], w, sizeof w);
     all->scale[rank] = amp_scaler_scale(scaler);

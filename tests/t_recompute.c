@@ -289,7 +289,7 @@ TEST(changed_parameters_are_refused) {
         set_ops();
         CHECK_OK(c->run());
         run_again(c, OUTSIDE, AMP_F32);
-        amp_param_touch(changed[i].param);
+        amp_param_changed(changed[i].param);
         check_refused(c, "has changed since");
         CHECK_OK(c->run());
         run_again(c, OUTSIDE, AMP_F32);
@@ -439,7 +439,7 @@ TEST(the_cache_gives_and_does_not_grow) {
     set_ops();
     CHECK_OK(amp_param_register(amp, &weight, 1));
     for (int uses = 1; uses < 4; uses++) {
-        amp_param_touch(&weight);
+        amp_param_changed(&weight);
         begin(amp, AMP_BF16);
         for (int i = 0; i < uses; i++) CHECK_OK(run_linear());
         end(amp);
@@ -499,7 +499,7 @@ static void train_micro(gpt *g, const training *how, const amp_scaler *scaler, i
     float loss = 0;
     begin(amp, AMP_DTYPE_DEFAULT);
     CHECK_OK(gpt_forward(g, tokens, g->config.batch, g->config.seq));
-    CHECK_OK(gpt_loss(g, tokens + 1, 1, amp_scaler_seed(scaler)));
+    CHECK_OK(gpt_loss(g, tokens + 1, 1, amp_scaler_scale_ptr(scaler)));
     end(amp);
     if (how->in_region) begin(amp, how->dtype == AMP_F32 ? AMP_BF16 : AMP_F32);
     CHECK_OK(gpt_backward(g));

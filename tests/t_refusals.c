@@ -176,10 +176,10 @@ static const operator_case cases[] = {
     {"cross_entropy", sizeof(amp_cross_entropy_op), AMP_ABI(amp_cross_entropy_op), call_amp_cross_entropy, NULL, make_cross_entropy,
      {{AT(amp_cross_entropy_op, logits), TENSOR, BOTH}, {AT(amp_cross_entropy_op, dlogits), OPTIONAL, BOTH}, {AT(amp_cross_entropy_op, labels), POINTER, BOTH},
       {AT(amp_cross_entropy_op, loss), POINTER, BOTH}, {AT(amp_cross_entropy_op, losses), OPTIONAL_POINTER, BOTH},
-      {AT(amp_cross_entropy_op, seed), OPTIONAL_POINTER, BOTH}}},
+      {AT(amp_cross_entropy_op, grad_scale), OPTIONAL_POINTER, BOTH}}},
     {"mse", sizeof(amp_mse_op), AMP_ABI(amp_mse_op), call_amp_mse, NULL, make_mse,
      {{AT(amp_mse_op, x), TENSOR, BOTH}, {AT(amp_mse_op, target), TENSOR, BOTH}, {AT(amp_mse_op, dx), OPTIONAL, BOTH}, {AT(amp_mse_op, loss), POINTER, BOTH},
-      {AT(amp_mse_op, seed), OPTIONAL_POINTER, BOTH}}},
+      {AT(amp_mse_op, grad_scale), OPTIONAL_POINTER, BOTH}}},
     {"embedding", sizeof(amp_embedding_op), AMP_ABI(amp_embedding_op), call_amp_embedding, call_amp_embedding_backward, make_embedding,
      {{AT(amp_embedding_op, ids), POINTER, BOTH}, {AT(amp_embedding_op, table), PARAM, BOTH}, {AT(amp_embedding_op, positions), OPTIONAL_PARAM, BOTH},
       {AT(amp_embedding_op, y), TENSOR, BOTH}, {AT(amp_embedding_op, dy), TENSOR, BACKWARD}}},
@@ -295,11 +295,11 @@ TEST(nothing_there_or_of_another_version) {
 TEST(structs_that_were_not_zeroed) {
     static const unsigned char left[] = {0xa5, 0xff, 0x7f, 0x01};
     static unsigned char made[sizeof memory];
-    union { amp_desc open; amp_autocast_desc region; amp_scaler_desc scaler; amp_optimizer_desc optimizer; amp_set_desc set; amp_monitor_desc monitor; } desc;
+    union { amp_desc open; amp_autocast_desc region; amp_scaler_desc scaler; amp_optimizer_desc optimizer; amp_grad_set_desc set; amp_monitor_desc monitor; } desc;
     amp_context *other = NULL;
     amp_scaler *scaler = NULL;
     amp_optimizer *optimizer = NULL;
-    amp_set *set = NULL;
+    amp_grad_set *set = NULL;
     amp_monitor *monitor = NULL;
     amp_param p;
     fill_room();
@@ -327,7 +327,7 @@ TEST(structs_that_were_not_zeroed) {
         desc.optimizer.params = params; desc.optimizer.n_params = 1;
         CHECK_ERR(amp_optimizer_create(amp, &optimizer, &desc.optimizer), AMP_ERR_RANGE);
         desc.set.params = params; desc.set.n_params = 1;
-        CHECK(amp_set_create(amp, &set, &desc.set) != AMP_OK);
+        CHECK(amp_grad_set_create(amp, &set, &desc.set) != AMP_OK);
         CHECK_ERR(amp_monitor_create(amp, &monitor, &desc.monitor), AMP_ERR_RANGE);
     }
     for (int i = 0; i < CASES; i++) {           /* a struct that was used holds a plan, and is used again */
@@ -381,16 +381,16 @@ TEST(numbers_out_of_range) {
 
 static amp_param own_param;
 static amp_optimizer *own_optimizer;
-static amp_set *own_set;
+static amp_grad_set *own_set;
 static amp_scaler *own_scaler;
 static float own_data[4][16];
 
 static amp_result try_set(void *d) {
-    amp_set *out;
-    amp_set_desc *desc = (amp_set_desc *)d;
+    amp_grad_set *out;
+    amp_grad_set_desc *desc = (amp_grad_set_desc *)d;
     desc->params = &own_param; desc->n_params = 1;
-    amp_result r = amp_set_create(amp, &out, desc);
-    amp_set_destroy(out);
+    amp_result r = amp_grad_set_create(amp, &out, desc);
+    amp_grad_set_destroy(out);
     return r;
 }
 static amp_result try_scaler(void *d) {
@@ -412,8 +412,8 @@ static amp_result try_sgd(void *d) { ((amp_optimizer_desc *)d)->kind = AMP_SGD; 
 static amp_result try_group(void *d) {
     amp_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    ((amp_group *)d)->match = "*";
-    desc.groups = (amp_group *)d; desc.n_groups = 1;
+    ((amp_param_group *)d)->match = "*";
+    desc.groups = (amp_param_group *)d; desc.n_groups = 1;
     return try_optimizer(&desc);
 }
 static amp_result try_settings(void *d) { return amp_settings_check((amp_settings *)d); }
@@ -446,11 +446,11 @@ static const struct number { const char *type, *member; size_t at; int wide; amp
     OF(amp_matmul_op, alpha, 0, NULL), OF(amp_attention_op, scale, 0, NULL), OF(amp_norm_op, eps, 0, NULL), OF(amp_softmax_op, scale, 0, NULL),
     OF(amp_cross_entropy_op, label_smoothing, 0, NULL), OF(amp_cross_entropy_op, factor, 0, NULL), OF(amp_mse_op, factor, 0, NULL),
     OF(amp_dropout_op, p, 0, NULL),
-    OF(amp_set_desc, clip_norm, 1, try_set),
+    OF(amp_grad_set_desc, clip_norm, 1, try_set),
     OF(amp_scaler_desc, init_scale, 0, try_scaler), OF(amp_scaler_desc, growth_factor, 1, try_scaler), OF(amp_scaler_desc, backoff_factor, 1, try_scaler),
     OF(amp_scaler_desc, min_scale, 0, try_scaler), OF(amp_scaler_desc, max_scale, 0, try_scaler), OF(amp_scaler_desc, tolerance, 1, try_scaler),
     OF(amp_scaler_desc, min_scale, 0, try_torch), OF(amp_scaler_desc, max_scale, 0, try_torch),
-    OF(amp_group, lr_scale, 1, try_group), OF(amp_group, weight_decay, 1, try_group),
+    OF(amp_param_group, lr_scale, 1, try_group), OF(amp_param_group, weight_decay, 1, try_group),
     OF(amp_optimizer_desc, lr, 1, try_optimizer), OF(amp_optimizer_desc, beta1, 1, try_optimizer), OF(amp_optimizer_desc, beta2, 1, try_optimizer),
     OF(amp_optimizer_desc, eps, 1, try_optimizer), OF(amp_optimizer_desc, weight_decay, 1, try_optimizer),
     OF(amp_optimizer_desc, momentum, 1, try_sgd), OF(amp_optimizer_desc, dampening, 1, try_sgd), OF(amp_optimizer_desc, clip_norm, 1, try_optimizer),
@@ -483,13 +483,13 @@ static void refuses_nan(const struct number *n, amp_result result, const char *c
 
 static void own_objects(void) {
     amp_optimizer_desc od;
-    amp_set_desc sd;
+    amp_grad_set_desc sd;
     memset(&own_param, 0, sizeof own_param); memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd);
     own_param.name = "w"; own_param.weight = amp_tensor1(own_data[0], AMP_F32, 4); own_param.grad = amp_tensor1(own_data[1], AMP_F32, 4);
     od.params = sd.params = &own_param; od.n_params = sd.n_params = 1;
-    CHECK_OK(amp_optimizer_create(amp, &own_optimizer, &od)); CHECK_OK(amp_set_create(amp, &own_set, &sd)); CHECK_OK(amp_scaler_create(amp, &own_scaler, NULL));
+    CHECK_OK(amp_optimizer_create(amp, &own_optimizer, &od)); CHECK_OK(amp_grad_set_create(amp, &own_set, &sd)); CHECK_OK(amp_scaler_create(amp, &own_scaler, NULL));
 }
-static void destroy_own(void) { amp_scaler_destroy(own_scaler); amp_set_destroy(own_set); amp_optimizer_destroy(own_optimizer); }
+static void destroy_own(void) { amp_scaler_destroy(own_scaler); amp_grad_set_destroy(own_set); amp_optimizer_destroy(own_optimizer); }
 
 TEST(not_a_number) {
     static union { amp_optimizer_desc optimizer; amp_settings settings; char bytes[1024]; double align; } desc;
@@ -525,7 +525,7 @@ static int is_in_the_table(const char *type, const char *name) {
 
 /* Every "float x, y;" of a desc, an op, a group or the settings, and every float argument of a function that can refuse it. */
 TEST(no_number_is_forgotten) {
-    static const char *const kinds[] = {"_desc", "_op", "amp_group", "amp_settings"};
+    static const char *const kinds[] = {"_desc", "_op", "amp_param_group", "amp_settings"};
     FILE *file = fopen("amp.h", "r");
     char line[512], type[64] = "", function[64] = "";
     int seen = 0;
@@ -556,7 +556,7 @@ TEST(no_number_is_forgotten) {
     CHECK_MSG(seen >= 38, "%d numbers seen", seen);
 }
 
-/* A typed -1 is a value, not AMP_ZERO, and is refused. */
+/* A typed -1 is a value, not AMP_EXPLICIT_ZERO, and is refused. */
 TEST(minus_one_is_no_zero) {
     own_objects();
     for (int i = 0; i < NUMBERS; i++) {
@@ -572,13 +572,13 @@ TEST(minus_one_is_no_zero) {
         else memcpy((char *)&desc + n->at, &narrow, sizeof narrow);
         CHECK_MSG(n->call(&desc) != AMP_OK, "%s.%s = -1 is accepted", n->type, n->member);
     }
-    for (int i = 0; i < NUMBERS; i++) {                 /* and AMP_ZERO is taken where its comment says so */
-        static const char *const zeros[] = {"amp_scaler_desc.tolerance", "amp_settings.scaler.tolerance", "amp_group.lr_scale", "amp_group.weight_decay",
+    for (int i = 0; i < NUMBERS; i++) {                 /* and AMP_EXPLICIT_ZERO is taken where its comment says so */
+        static const char *const zeros[] = {"amp_scaler_desc.tolerance", "amp_settings.scaler.tolerance", "amp_param_group.lr_scale", "amp_param_group.weight_decay",
                                             "amp_optimizer_desc.lr", "amp_optimizer_desc.beta1", "amp_optimizer_desc.beta2", "amp_optimizer_desc.eps"};
         const struct number *n = &numbers_of[i];
         union { amp_optimizer_desc optimizer; amp_settings settings; char bytes[1024]; double align; } desc;
         char name[96];
-        double wide = (double)AMP_ZERO;
+        double wide = (double)AMP_EXPLICIT_ZERO;
         int taken = 0;
         if (!n->wide || n->call == NULL || n->at == 0) continue;
         snprintf(name, sizeof name, "%s.%s", n->type, n->member);
@@ -586,8 +586,8 @@ TEST(minus_one_is_no_zero) {
         if (n->call == try_verify || n->call == try_monitor) continue;
         memset(&desc, 0, sizeof desc);
         memcpy((char *)&desc + n->at, &wide, sizeof wide);
-        if (taken) CHECK_MSG(n->call(&desc) == AMP_OK, "%s = AMP_ZERO: %s", name, amp_last_error());
-        else CHECK_MSG(n->call(&desc) != AMP_OK, "%s = AMP_ZERO is accepted", name);
+        if (taken) CHECK_MSG(n->call(&desc) == AMP_OK, "%s = AMP_EXPLICIT_ZERO: %s", name, amp_last_error());
+        else CHECK_MSG(n->call(&desc) != AMP_OK, "%s = AMP_EXPLICIT_ZERO is accepted", name);
     }
     destroy_own();
 }
@@ -609,8 +609,8 @@ static const struct { const char *name; int backward; const char *reads, *writes
     {"activation", 0, "x bias", "y", "y=x"}, {"activation", 1, "x bias dy", "dx bias.grad", "dx=dy"},
     {"swiglu", 0, "gate up gate_bias up_bias", "y", ""},
     {"swiglu", 1, "gate up gate_bias up_bias dy", "dgate dup gate_bias.grad up_bias.grad", ""},
-    {"cross_entropy", 0, "logits labels seed", "dlogits loss losses", "dlogits=logits"},
-    {"mse", 0, "x target seed", "dx loss", "dx=x"},
+    {"cross_entropy", 0, "logits labels grad_scale", "dlogits loss losses", "dlogits=logits"},
+    {"mse", 0, "x target grad_scale", "dx loss", "dx=x"},
     {"embedding", 0, "ids table positions", "y", ""}, {"embedding", 1, "ids dy", "table.grad positions.grad", ""},
     {"dropout", 0, "x", "y", "y=x"}, {"dropout", 1, "dy", "dx", "dx=dy"}};
 enum { ROLES = sizeof roles / sizeof *roles };
@@ -649,13 +649,13 @@ static int is_listed(const char *list, const char *a, const char *b) {
     return 0;
 }
 
-/* An op whose seed is there, with its forward done where a backward follows; always the same random numbers. */
+/* An op whose grad_scale is there, with its forward done where a backward follows; always the same random numbers. */
 static amp_state *numbers;
 static void prepare(const operator_case *c, int backward) {
     static const float one = 1;
     make(c);
-    if (!strcmp(c->name, "cross_entropy")) ((amp_cross_entropy_op *)(void *)&memory)->seed = &one;
-    if (!strcmp(c->name, "mse")) ((amp_mse_op *)(void *)&memory)->seed = &one;
+    if (!strcmp(c->name, "cross_entropy")) ((amp_cross_entropy_op *)(void *)&memory)->grad_scale = &one;
+    if (!strcmp(c->name, "mse")) ((amp_mse_op *)(void *)&memory)->grad_scale = &one;
     fill_room();
     CHECK_OK(amp_random_load(amp, numbers, "start"));
     if (backward) CHECK_OK(c->forward(amp, &memory, c->abi));
@@ -702,7 +702,7 @@ TEST(outputs_that_overlap) {
                 while (next_word(&others, other)) {
                     if (!strcmp(output, other)) continue;
                     overlaps(c, r, output, other, 0);
-                    if (strcmp(output, "loss") && strcmp(other, "seed") && strcmp(other, "loss")) overlaps(c, r, output, other, 4);
+                    if (strcmp(output, "loss") && strcmp(other, "grad_scale") && strcmp(other, "loss")) overlaps(c, r, output, other, 4);
                 }
             }
         }
@@ -739,8 +739,8 @@ TEST(overlap_without_an_op) {
     float *a = (float *)(void *)bytes, *b = a + 64, *c = a + 128;
     amp_tensor x = rows(0, 4, 6), y = rows(1, 4, 6), z = rows(0, 4, 6);
     amp_param p;
-    amp_set *set;
-    amp_set_desc sd;
+    amp_grad_set *set;
+    amp_grad_set_desc sd;
     amp_optimizer *opt;
     amp_optimizer_desc od;
     z.data = room[0] + 1;
@@ -775,7 +775,7 @@ TEST(overlap_without_an_op) {
         p.grad.data = room[0] + shift;
         sd.params = od.params = &p; sd.n_params = od.n_params = 1;
         REFUSED(amp_param_register(amp, &p, 1), AMP_ERR_CONFLICT, "w: ");
-        REFUSED(amp_set_create(amp, &set, &sd), AMP_ERR_CONFLICT, "w: ");
+        REFUSED(amp_grad_set_create(amp, &set, &sd), AMP_ERR_CONFLICT, "w: ");
         REFUSED(amp_optimizer_create(amp, &opt, &od), AMP_ERR_CONFLICT, "w: ");
     }
 }
@@ -1104,14 +1104,14 @@ TEST(nothing_for_a_context) {
     NULLS(amp_param_register(NULL, p, 1)); NULLS(amp_param_register(amp, NULL, 1));
     CHECK_ERR(amp_param_register(amp, p, -1), AMP_ERR_RANGE);
     amp_param_forget(NULL, p, 1); amp_param_forget(amp, NULL, 1);
-    amp_param_touch(NULL);
+    amp_param_changed(NULL);
     CHECK(amp_param_accumulate(NULL) == 0 && amp_param_dtype(NULL, 0) == AMP_F32);
     NULLS(amp_mask_get(NULL, &mask, 1, 1, 1, AMP_U8, &view)); NULLS(amp_mask_get(amp, NULL, 1, 1, 1, AMP_U8, &view));
     NULLS(amp_mask_get(amp, &mask, 1, 1, 1, AMP_U8, NULL));
     CHECK_ERR(amp_mask_get(amp, &mask, 1, 0, 1, AMP_U8, &view), AMP_ERR_RANGE);
     CHECK_ERR(amp_mask_get(amp, &mask, 1, 1, 0, AMP_U8, &view), AMP_ERR_RANGE);
     CHECK_ERR(amp_mask_get(amp, &mask, 4, INT64_MAX / 4, 8, AMP_U8, &view), AMP_ERR_SIZE);
-    amp_mask_put(NULL, &view); amp_mask_put(amp, NULL); memset(&view, 0, sizeof view); amp_mask_put(amp, &view);
+    amp_mask_release(NULL, &view); amp_mask_release(amp, NULL); memset(&view, 0, sizeof view); amp_mask_release(amp, &view);
     NULLS(amp_mask_cache_info(NULL, &cache)); NULLS(amp_mask_cache_info(amp, NULL));
     amp_mask_cache_clear(NULL);
     NULLS(amp_autocast_begin(NULL, NULL)); NULLS(amp_recompute_begin(NULL));
@@ -1169,34 +1169,34 @@ TEST(settings_of_a_context_that_contradict) {
 
 TEST(nothing_for_a_step) {
     const float one = 1;
-    amp_set_desc set_desc;
+    amp_grad_set_desc set_desc;
     amp_optimizer_desc desc;
-    amp_set *set;
+    amp_grad_set *set;
     amp_scaler *scaler;
     amp_optimizer *o;
     amp_scaler_desc query;
     amp_k_scaler now;
-    amp_found found;
+    amp_grad_stats found;
     amp_parameter_bytes bytes;
-    amp_outcome outcome;
+    amp_step_result outcome;
     amp_state *state;
     memset(&set_desc, 0, sizeof set_desc);
     memset(&desc, 0, sizeof desc);
     desc.params = set_desc.params = param(0, 0, 4, 6);
     desc.n_params = set_desc.n_params = 1;
     CHECK_OK(amp_state_create(&state, NULL));
-    NULLS(amp_set_create(NULL, &set, &set_desc)); NULLS(amp_set_create(amp, NULL, &set_desc)); NULLS(amp_set_create(amp, &set, NULL));
+    NULLS(amp_grad_set_create(NULL, &set, &set_desc)); NULLS(amp_grad_set_create(amp, NULL, &set_desc)); NULLS(amp_grad_set_create(amp, &set, NULL));
     set_desc.n_params = -1;
-    CHECK_ERR(amp_set_create(amp, &set, &set_desc), AMP_ERR_RANGE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &set_desc), AMP_ERR_RANGE);
     set_desc.n_params = 1;
-    CHECK_OK(amp_set_create(amp, &set, &set_desc));
-    NULLS(amp_set_found(NULL, &found)); NULLS(amp_set_found(set, NULL));
-    CHECK(amp_set_device(NULL) == NULL);
-    NULLS(amp_set_apply(NULL));
+    CHECK_OK(amp_grad_set_create(amp, &set, &set_desc));
+    NULLS(amp_grad_set_stats(NULL, &found)); NULLS(amp_grad_set_stats(set, NULL));
+    CHECK(amp_grad_set_device(NULL) == NULL);
+    NULLS(amp_grad_set_apply(NULL));
     NULLS(amp_scaler_create(NULL, &scaler, NULL)); NULLS(amp_scaler_create(amp, NULL, NULL));
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
     NULLS(amp_scaler_query(NULL, &query)); NULLS(amp_scaler_query(scaler, NULL));
-    CHECK(amp_scaler_device(NULL) == NULL && amp_scaler_seed(NULL) == NULL && amp_scaler_scale(NULL) == 1);
+    CHECK(amp_scaler_device(NULL) == NULL && amp_scaler_scale_ptr(NULL) == NULL && amp_scaler_scale(NULL) == 1);
     NULLS(amp_scaler_get(NULL, &now)); NULLS(amp_scaler_get(scaler, NULL));
     NULLS(amp_scaler_set_scale(NULL, 1)); NULLS(amp_scaler_set_rule(NULL, 2, 0.5, 1));
     NULLS(amp_scaler_check(NULL, set, AMP_CHECK_READ)); NULLS(amp_scaler_check(scaler, NULL, AMP_CHECK_READ));
@@ -1207,20 +1207,20 @@ TEST(nothing_for_a_step) {
     NULLS(amp_optimizer_create(NULL, &o, &desc)); NULLS(amp_optimizer_create(amp, NULL, &desc)); NULLS(amp_optimizer_create(amp, &o, NULL));
     CHECK_OK(amp_optimizer_create(amp, &o, &desc));
     NULLS(amp_optimizer_query(NULL, &desc)); NULLS(amp_optimizer_query(o, NULL));
-    CHECK(amp_optimizer_set(NULL) == NULL);
+    CHECK(amp_optimizer_grad_set(NULL) == NULL);
     NULLS(amp_optimizer_set_lr(NULL, 1)); NULLS(amp_optimizer_set_clip(NULL, 1)); NULLS(amp_optimizer_set_accumulation(NULL, 1));
-    NULLS(amp_optimizer_refresh(NULL));
+    NULLS(amp_optimizer_rebuild_masters(NULL));
     NULLS(amp_optimizer_set_weight(NULL, desc.params, &one)); NULLS(amp_optimizer_set_weight(o, NULL, &one));
     NULLS(amp_optimizer_set_weight(o, desc.params, NULL));
     NULLS(amp_optimizer_bytes(NULL, &bytes)); NULLS(amp_optimizer_bytes(o, NULL));
     NULLS(amp_optimizer_step(NULL, scaler)); NULLS(amp_step(NULL, scaler));
-    CHECK(amp_outcome_next(NULL, &outcome) == 0 && amp_outcome_next(o, NULL) == 0 && amp_outcome_next(o, &outcome) == 0);
-    NULLS(amp_outcome_flush(NULL));
+    CHECK(amp_step_result_next(NULL, &outcome) == 0 && amp_step_result_next(o, NULL) == 0 && amp_step_result_next(o, &outcome) == 0);
+    NULLS(amp_step_result_flush(NULL));
     NULLS(amp_optimizer_save(NULL, state, "x")); NULLS(amp_optimizer_save(o, NULL, "x")); NULLS(amp_optimizer_save(o, state, NULL));
     NULLS(amp_optimizer_load(NULL, state, "x")); NULLS(amp_optimizer_load(o, NULL, "x")); NULLS(amp_optimizer_load(o, state, NULL));
     amp_optimizer_destroy(o); amp_optimizer_destroy(NULL);
     amp_scaler_destroy(scaler); amp_scaler_destroy(NULL);
-    amp_set_destroy(set); amp_set_destroy(NULL);
+    amp_grad_set_destroy(set); amp_grad_set_destroy(NULL);
     amp_state_destroy(state);
 }
 

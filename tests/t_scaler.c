@@ -49,10 +49,10 @@ static amp_scaler *make_scaler(amp_context *amp, amp_scaler_preset preset, float
     return s;
 }
 
-static amp_set *range_set(amp_context *amp, void *data, int64_t n, amp_dtype dtype) {
-    amp_set *set = NULL;
+static amp_grad_set *range_set(amp_context *amp, void *data, int64_t n, amp_dtype dtype) {
+    amp_grad_set *set = NULL;
     amp_range range;
-    amp_set_desc d;
+    amp_grad_set_desc d;
     memset(&range, 0, sizeof range);
     memset(&d, 0, sizeof d);
     range.name = "g";
@@ -61,12 +61,12 @@ static amp_set *range_set(amp_context *amp, void *data, int64_t n, amp_dtype dty
     range.dtype = dtype;
     d.ranges = &range;
     d.n_ranges = 1;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     return set;
 }
 
 /* One update after a check that finds an overflow or not. */
-static void drive(amp_scaler *s, amp_set *set, float *g, int overflow) {
+static void drive(amp_scaler *s, amp_grad_set *set, float *g, int overflow) {
     *g = overflow ? of_bits(0x7f800000) : 1.0f;
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
     CHECK_OK(amp_scaler_update(s));
@@ -119,7 +119,7 @@ TEST(update_rule_is_torchs_bit_for_bit) {
 /* Calls of one event on one optimizer; step unscales first, as PyTorch's does on a plain optimizer. */
 static void attempt(uint64_t *h, amp_result result) { hash_add(h, result != AMP_OK); }
 static amp_result unscale_and_step(amp_scaler *s, amp_optimizer *o) {
-    amp_result checked = amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_UNSCALE);
+    amp_result checked = amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_UNSCALE);
     (void)checked;
     return amp_optimizer_step(o, s);
 }
@@ -138,7 +138,7 @@ static void trace_event(trace *t) {
     }
     if (op < 9) {
         for (i = 0; i < 2; i++) {
-            if (below(&t->r, 2)) attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_set(t->o[i]), AMP_CHECK_UNSCALE));
+            if (below(&t->r, 2)) attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_grad_set(t->o[i]), AMP_CHECK_UNSCALE));
             attempt(&t->h, unscale_and_step(t->s, t->o[i]));
         }
         attempt(&t->h, amp_scaler_update(t->s));
@@ -150,19 +150,19 @@ static void trace_event(trace *t) {
         double a = growth[below(&t->r, 4)], b = backoff[below(&t->r, 4)];
         CHECK_OK(amp_scaler_set_rule(t->s, a, b, 0));
     } else if (op == 12) {
-        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_set(t->o[below(&t->r, 2)]), AMP_CHECK_UNSCALE));
+        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_grad_set(t->o[below(&t->r, 2)]), AMP_CHECK_UNSCALE));
         attempt(&t->h, amp_scaler_update(t->s));
     } else if (op == 13) {
         amp_optimizer *o = t->o[below(&t->r, 2)];
-        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_set(o), AMP_CHECK_UNSCALE));
-        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_set(o), AMP_CHECK_UNSCALE));
+        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_grad_set(o), AMP_CHECK_UNSCALE));
+        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_grad_set(o), AMP_CHECK_UNSCALE));
         attempt(&t->h, unscale_and_step(t->s, o));
-        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_set(o), AMP_CHECK_UNSCALE));
+        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_grad_set(o), AMP_CHECK_UNSCALE));
         attempt(&t->h, unscale_and_step(t->s, o));
         attempt(&t->h, amp_scaler_update(t->s));
         attempt(&t->h, amp_scaler_update(t->s));
     } else if (op == 14) {
-        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_set(t->o[below(&t->r, 2)]), AMP_CHECK_UNSCALE));
+        attempt(&t->h, amp_scaler_check(t->s, amp_optimizer_grad_set(t->o[below(&t->r, 2)]), AMP_CHECK_UNSCALE));
     } else {
         attempt(&t->h, amp_scaler_update(t->s));
     }
@@ -186,7 +186,7 @@ static void make_trace(trace *t, amp_context *amp, float weights[2][3]) {
         t->p[i].weight = amp_tensor1(weights[i], AMP_F32, i == 0 ? 3 : 2);
         t->p[i].grad = amp_tensor1(t->g[i], AMP_F32, i == 0 ? 3 : 2);
         d.kind = AMP_SGD;
-        d.lr = (double)AMP_ZERO;
+        d.lr = (double)AMP_EXPLICIT_ZERO;
         d.params = &t->p[i];
         d.n_params = 1;
         CHECK_OK(amp_optimizer_create(amp, &t->o[i], &d));
@@ -249,7 +249,7 @@ static uint64_t unscale_once(amp_context *amp, char *data, int n, amp_dtype dtyp
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     amp_k_tensor row;
-    amp_k_found found;
+    amp_k_grad_stats found;
     amp_k_check args;
     uint64_t h = hash_start, magnitude = ((uint64_t)1 << (width - 1)) - 1;
     int i;
@@ -359,7 +359,7 @@ TEST(presets_behave_as_compared) {
         {AMP_SCALER_FAIRSEQ, 0.25, 10, 10, 4, 6, 6}};
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     size_t i;
     int column;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
@@ -384,7 +384,7 @@ TEST(presets_behave_as_compared) {
             amp_scaler_destroy(s);
         }
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -396,7 +396,7 @@ TEST(presets_at_their_ceiling) {
         {AMP_SCALER_FAIRSEQ, 0x7f800000}, {AMP_SCALER_DEFAULT, 0x7e800000}};
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     size_t i;
     int n;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
@@ -407,7 +407,7 @@ TEST(presets_at_their_ceiling) {
         CHECK_MSG(bits(state.scale) == rows[i].end, "preset %d ends at %g", (int)rows[i].preset, (double)state.scale);
         amp_scaler_destroy(s);
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -417,7 +417,7 @@ TEST(presets_at_their_floor) {
         {AMP_SCALER_FAIRSEQ, 1.0f / 8192}, {AMP_SCALER_METASEQ, 0.03125f}, {AMP_SCALER_FLAX, 1.17549435e-38f}};
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     size_t i;
     int n;
     for (i = 0; i < sizeof rows / sizeof rows[0]; i++) {
@@ -433,7 +433,7 @@ TEST(presets_at_their_floor) {
         CHECK(state.at_floor == 0 && state.consecutive_skips == 0);
         amp_scaler_destroy(s);
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -441,7 +441,7 @@ TEST(presets_at_their_floor) {
 TEST(guard_skips_where_torch_steps_with_nan) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     int preset, n;
     for (preset = AMP_SCALER_TORCH; preset <= AMP_SCALER_APEX; preset++) {
         amp_scaler *s = make_scaler(amp, (amp_scaler_preset)preset, 0, 0);
@@ -449,11 +449,11 @@ TEST(guard_skips_where_torch_steps_with_nan) {
         CHECK(amp_scaler_scale(s) == 0);
         g = 0;
         CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-        CHECK_EQ(amp_set_device(set)->skip, preset != AMP_SCALER_TORCH);
-        CHECK(amp_set_device(set)->found_inf == 0);
+        CHECK_EQ(amp_grad_set_device(set)->skip, preset != AMP_SCALER_TORCH);
+        CHECK(amp_grad_set_device(set)->found_inf == 0);
         amp_scaler_destroy(s);
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -461,7 +461,7 @@ TEST(guard_skips_where_torch_steps_with_nan) {
 TEST(negative_scales_are_torchs) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     amp_scaler *s = make_scaler(amp, AMP_SCALER_TORCH, -1024, 1);
     drive(s, set, &g, 1);
     CHECK(amp_scaler_scale(s) == -512);
@@ -471,7 +471,7 @@ TEST(negative_scales_are_torchs) {
     drive(s, set, &g, 0);
     CHECK(amp_scaler_scale(s) == -ldexpf(1, 127));
     amp_scaler_destroy(s);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -480,8 +480,8 @@ TEST(negative_scales_are_torchs) {
 TEST(rate_rule_ends_livelock) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
-    double tolerance[2] = {(double)AMP_ZERO, 0};
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
+    double tolerance[2] = {(double)AMP_EXPLICIT_ZERO, 0};
     float end[2];
     int i, n;
     /* Every clean update grows the scale and refills the hysteresis: alternating overflows then never shrink it. */
@@ -497,19 +497,19 @@ TEST(rate_rule_ends_livelock) {
         for (n = 0; n < 60; n++) drive(s, set, &g, n % 2 == 0);
         end[i] = amp_scaler_scale(s);
         CHECK_OK(amp_scaler_query(s, &d));
-        CHECK(d.tolerance == (i == 0 ? (double)AMP_ZERO : 0.25));
+        CHECK(d.tolerance == (i == 0 ? (double)AMP_EXPLICIT_ZERO : 0.25));
         amp_scaler_destroy(s);
     }
     CHECK(end[0] == ldexpf(1, 40));
     CHECK(end[1] == 1024);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
 TEST(hysteresis_is_refilled_on_growth) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     amp_scaler *s = NULL;
     amp_scaler_desc d;
     amp_k_scaler state;
@@ -518,7 +518,7 @@ TEST(hysteresis_is_refilled_on_growth) {
     d.init_scale = 1024;
     d.growth_interval = 4;
     d.hysteresis = 3;
-    d.tolerance = (double)AMP_ZERO;
+    d.tolerance = (double)AMP_EXPLICIT_ZERO;
     CHECK_OK(amp_scaler_create(amp, &s, &d));
     for (e = "...X...X"; *e; e++) drive(s, set, &g, *e == 'X');      /* an overflow with the tracker at interval - 1 */
     CHECK_OK(amp_scaler_get(s, &state));
@@ -531,22 +531,22 @@ TEST(hysteresis_is_refilled_on_growth) {
     drive(s, set, &g, 1);                                             /* spent: every further overflow shrinks */
     CHECK(amp_scaler_scale(s) == 512);
     amp_scaler_destroy(s);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
 /* ---- Stages, errors, settings */
 
-static int stage_of(amp_set *set) { return (int)set->stage; }
+static int stage_of(amp_grad_set *set) { return (int)set->stage; }
 
 /* Brings a set to a stage: 0 ready, 1 checked, 2 stepped. */
 static void bring(amp_scaler *s, amp_optimizer *o, amp_param *p, int stage) {
     p->grad_live = 1;
     CHECK_OK(amp_scaler_set_scale(s, 1024));
-    CHECK_EQ(stage_of(amp_optimizer_set(o)), 0);
-    if (stage >= 1) CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_READ));
+    CHECK_EQ(stage_of(amp_optimizer_grad_set(o)), 0);
+    if (stage >= 1) CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_READ));
     if (stage >= 2) CHECK_OK(amp_optimizer_step(o, s));
-    CHECK_EQ(stage_of(amp_optimizer_set(o)), stage);
+    CHECK_EQ(stage_of(amp_optimizer_grad_set(o)), stage);
     p->grad_live = 1;
 }
 
@@ -560,11 +560,11 @@ static void stage_table(int off) {
     amp_scaler_desc scaling;
     float w[2] = {1, 2}, g[2] = {1024, 2048}, g16[1] = {0};
     uint16_t half = 0x3c00;
-    amp_set *set16 = range_set(amp, &half, 1, AMP_F16), *empty = range_set(amp, g16, 0, AMP_F32);
+    amp_grad_set *set16 = range_set(amp, &half, 1, AMP_F16), *empty = range_set(amp, g16, 0, AMP_F32);
     amp_optimizer *o = NULL;
     amp_optimizer_desc d;
     amp_param p;
-    amp_set *set;
+    amp_grad_set *set;
     int stage;
     memset(&scaling, 0, sizeof scaling);
     scaling.init_scale = 1024;
@@ -578,7 +578,7 @@ static void stage_table(int off) {
     d.params = &p;
     d.n_params = 1;
     CHECK_OK(amp_optimizer_create(amp, &o, &d));
-    set = amp_optimizer_set(o);
+    set = amp_optimizer_grad_set(o);
     for (stage = 0; stage < 3; stage++) {
         float before[2];
         bring(s, o, &p, stage);
@@ -616,8 +616,8 @@ static void stage_table(int off) {
     amp_scaler_destroy(s);                                            /* with a set in flight: it is ready again */
     CHECK_EQ(stage_of(set16), 0);
     amp_optimizer_destroy(o);
-    amp_set_destroy(set16);
-    amp_set_destroy(empty);
+    amp_grad_set_destroy(set16);
+    amp_grad_set_destroy(empty);
     amp_scaler_destroy(other);
     amp_close(amp);
 }
@@ -654,7 +654,7 @@ TEST(gradients_come_and_go_between_check_and_step) {
     pair t;
     make_pair(&t, amp);
     t.p[1].grad_live = 0;
-    CHECK_OK(amp_scaler_check(s, amp_optimizer_set(t.o), AMP_CHECK_UNSCALE));
+    CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(t.o), AMP_CHECK_UNSCALE));
     t.p[0].grad_live = 0;
     t.p[1].grad_live = 1;
     t.g[1] = 3;
@@ -679,7 +679,7 @@ TEST(disabled_scaler_applies_nonfinite) {
         make_pair(&t, amp);
         t.g[0] = INFINITY;
         t.g[1] = 3;
-        if (checked) CHECK_OK(amp_scaler_check(s, amp_optimizer_set(t.o), AMP_CHECK_UNSCALE));
+        if (checked) CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(t.o), AMP_CHECK_UNSCALE));
         CHECK_OK(amp_optimizer_step(t.o, s));
         CHECK(bits(t.w[0]) == bits(-INFINITY) && t.w[1] == 5);
         t.g[0] = 1;                                 /* an infinite weight stays what it is */
@@ -700,34 +700,34 @@ TEST(torch_preset_refuses_fp16_gradients_alone) {
     float g = 1024;
     uint16_t h[2] = {0x7c00, 0x3c00}, b[3] = {0x4480, 0x3f81, 0x7f80};     /* inf, 1; 1024, 1.0078125, inf */
     amp_range ranges[2];
-    amp_set_desc d;
-    amp_set *set = NULL;
+    amp_grad_set_desc d;
+    amp_grad_set *set = NULL;
     memset(ranges, 0, sizeof ranges);
     memset(&d, 0, sizeof d);
     ranges[0].data = &g; ranges[0].count = 1; ranges[0].dtype = AMP_F32;
     ranges[1].name = "sixteen"; ranges[1].data = h; ranges[1].count = 2; ranges[1].dtype = AMP_F16;
     d.ranges = ranges;
     d.n_ranges = 2;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     CHECK_ERR(amp_scaler_check(s, set, AMP_CHECK_UNSCALE), AMP_ERR_GRAD_16BIT);
     CHECK(strstr(amp_last_error(), "sixteen") != NULL);
     CHECK(g == 1024 && h[1] == 0x3c00);                               /* nothing was touched, and the set is ready */
     CHECK_EQ(stage_of(set), 0);
     CHECK_ERR(amp_scaler_update(s), AMP_ERR_NO_CHECK);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     ranges[1].data = b; ranges[1].count = 3; ranges[1].dtype = AMP_BF16;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
     CHECK(g == 1 && b[0] == 0x3f80 && b[1] == 0x3a81 && b[2] == 0x7f80);
-    CHECK_EQ(amp_set_device(set)->skip, 1);
+    CHECK_EQ(amp_grad_set_device(set)->skip, 1);
     CHECK_OK(amp_scaler_update(s));
     CHECK(amp_scaler_scale(s) == 512);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
 
-/* A state says -1 where a desc says AMP_ZERO, as the first states did. */
+/* A state says -1 where a desc says AMP_EXPLICIT_ZERO, as the first states did. */
 TEST(zero_in_a_state) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     amp_scaler_desc d;
@@ -737,7 +737,7 @@ TEST(zero_in_a_state) {
     memset(&d, 0, sizeof d);
     d.hysteresis = 2;
     CHECK_OK(amp_scaler_create(amp, &t, &d));
-    d.tolerance = (double)AMP_ZERO;
+    d.tolerance = (double)AMP_EXPLICIT_ZERO;
     CHECK_OK(amp_scaler_create(amp, &s, &d));
     CHECK_OK(amp_state_create(&state, NULL));
     CHECK_OK(amp_scaler_save(s, state, "s"));
@@ -745,7 +745,7 @@ TEST(zero_in_a_state) {
     CHECK(factors[2] == -1);
     CHECK_OK(amp_scaler_load(t, state, "s"));
     CHECK_OK(amp_scaler_query(t, &d));
-    CHECK(d.tolerance == (double)AMP_ZERO);
+    CHECK(d.tolerance == (double)AMP_EXPLICIT_ZERO);
     amp_state_destroy(state);
     amp_scaler_destroy(s); amp_scaler_destroy(t);
     amp_close(amp);
@@ -808,7 +808,7 @@ TEST(settings_are_checked) {
 TEST(set_rule_and_set_scale) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 10), *torch = make_scaler(amp, AMP_SCALER_TORCH, 1024, 10);
     amp_k_scaler state;
     int n;
@@ -844,17 +844,17 @@ TEST(set_rule_and_set_scale) {
     CHECK(state.scale == 0.5f && state.at_floor == 1);
     amp_scaler_destroy(s);
     amp_scaler_destroy(torch);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
 TEST(disabled_and_frozen) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT), *o0 = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_O0);
     float g = NAN;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     amp_scaler *s = NULL;
     amp_scaler_desc d;
-    amp_found found;
+    amp_grad_stats found;
     amp_k_scaler state;
     memset(&d, 0, sizeof d);
     d.disable = 1;
@@ -862,20 +862,20 @@ TEST(disabled_and_frozen) {
     CHECK_ERR(amp_scaler_update(s), AMP_ERR_NO_CHECK);
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));
     CHECK_ERR(amp_scaler_check(s, set, AMP_CHECK_UNSCALE), AMP_ERR_UNSCALED);
-    CHECK_OK(amp_set_found(set, &found));
+    CHECK_OK(amp_grad_set_stats(set, &found));
     CHECK(found.found_inf == 1 && found.first_bad_index == 0 && strcmp(found.first_bad, "g") == 0);
     CHECK_OK(amp_scaler_update(s));
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
     CHECK_OK(amp_scaler_set_scale(s, 77));                            /* makes every set ready, and the scale stays */
     CHECK_EQ(stage_of(set), 0);
-    CHECK(amp_scaler_scale(s) == 1 && *amp_scaler_seed(s) == 1);
+    CHECK(amp_scaler_scale(s) == 1 && *amp_scaler_scale_ptr(s) == 1);
     amp_scaler_destroy(s);
-    CHECK(amp_scaler_scale(NULL) == 1 && amp_scaler_seed(NULL) == NULL);
+    CHECK(amp_scaler_scale(NULL) == 1 && amp_scaler_scale_ptr(NULL) == NULL);
     /* level O0 disables it */
     memset(&d, 0, sizeof d);
     CHECK_OK(amp_scaler_create(o0, &s, &d));
     CHECK_OK(amp_scaler_query(s, &d));
-    CHECK(d.disable == 1 && *amp_scaler_seed(s) == 1);
+    CHECK(d.disable == 1 && *amp_scaler_scale_ptr(s) == 1);
     amp_scaler_destroy(s);
     /* frozen: the scale stays, skips are counted */
     memset(&d, 0, sizeof d);
@@ -889,7 +889,7 @@ TEST(disabled_and_frozen) {
     CHECK_OK(amp_scaler_get(s, &state));
     CHECK(state.scale == 128 && state.skips == 2 && state.updates == 3 && state.consecutive_skips == 1 && state.at_floor == 0);
     amp_scaler_destroy(s);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
     amp_close(o0);
 }
@@ -922,17 +922,17 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
     ranges[3].name = "c"; ranges[3].data = c; ranges[3].count = N; ranges[3].dtype = AMP_BF16;
     for (k = 0; k < 2; k++) {
         amp_scaler *s = make_scaler(contexts[k], AMP_SCALER_DEFAULT, ldexpf(1, 20), 0);
-        amp_set_desc d;
-        amp_set *set = NULL;
-        amp_found f;
+        amp_grad_set_desc d;
+        amp_grad_set *set = NULL;
+        amp_grad_stats f;
         double want = sqrt(exact) * ldexp(1, -20);
         memset(&d, 0, sizeof d);
         d.ranges = ranges;
         d.n_ranges = 4;
         d.clip_norm = want / 4;
-        CHECK_OK(amp_set_create(contexts[k], &set, &d));
+        CHECK_OK(amp_grad_set_create(contexts[k], &set, &d));
         CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-        CHECK_OK(amp_set_found(set, &f));
+        CHECK_OK(amp_grad_set_stats(set, &f));
         /* fp64 sums of N terms: N 2^-53 at most, rounded to fp32 (2^-24) */
         CHECK_MSG(fabs((double)f.norm - want) <= want * (ldexp(1, -24) + 3.0 * (double)N * ldexp(1, -53)), "norm %.9g, must be %.9g", (double)f.norm, want);
         CHECK(fabs((double)f.clip_coef - 0.25) < 1e-6 && f.found_inf == 0 && f.first_bad == NULL && f.first_bad_index == -1);
@@ -942,12 +942,12 @@ TEST(check_finds_the_first_bad_range_and_the_norm) {
         b[N - 1] = INFINITY;
         c[0] = 0x7fff;
         CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-        CHECK_OK(amp_set_found(set, &f));
+        CHECK_OK(amp_grad_set_stats(set, &f));
         CHECK(f.found_inf == 1 && f.first_bad_index == 2 && strcmp(f.first_bad, "b") == 0);
         CHECK(!amp_is_finite_f32(&f.norm));
         b[N - 1] = -a[N - 1];
         c[0] = kept;
-        amp_set_destroy(set);
+        amp_grad_set_destroy(set);
         amp_scaler_destroy(s);
     }
     CHECK(bits(norms[0]) == bits(norms[1]));
@@ -962,42 +962,42 @@ TEST(apply_and_rescale) {
     float g[2];
     double d64[2] = {3e200, 4e200};
     amp_range range;
-    amp_set_desc d;
-    amp_set *set = NULL, *wide = range_set(amp, d64, 2, AMP_F64);
+    amp_grad_set_desc d;
+    amp_grad_set *set = NULL, *wide = range_set(amp, d64, 2, AMP_F64);
     int mode;
     memset(&range, 0, sizeof range);
     memset(&d, 0, sizeof d);
     range.data = g; range.count = 2; range.dtype = AMP_F32;
     d.ranges = &range; d.n_ranges = 1; d.clip_norm = 2.5;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     for (mode = AMP_CHECK_UNSCALE; mode <= AMP_CHECK_READ; mode++) {
-        amp_found f;
+        amp_grad_stats f;
         CHECK_OK(amp_scaler_set_scale(s, 1024));
         g[0] = 3 * 1024; g[1] = 4 * 1024;
         CHECK_OK(amp_scaler_check(s, set, (amp_check_mode)mode));
         CHECK(g[0] == (mode == AMP_CHECK_UNSCALE ? 3 : 3072));
-        CHECK_OK(amp_set_found(set, &f));
+        CHECK_OK(amp_grad_set_stats(set, &f));
         CHECK(f.norm == 5 && fabs((double)f.clip_coef - 0.5) < 1e-6);
-        CHECK_OK(amp_set_apply(set));
+        CHECK_OK(amp_grad_set_apply(set));
         CHECK(fabs((double)g[0] - 1.5) < 2e-6 && fabs((double)g[1] - 2) < 2e-6);
-        CHECK(amp_set_device(set)->multiplier == 1);
-        CHECK_OK(amp_set_apply(set));                                 /* nothing is left */
+        CHECK(amp_grad_set_device(set)->multiplier == 1);
+        CHECK_OK(amp_grad_set_apply(set));                                 /* nothing is left */
         CHECK(fabs((double)g[0] - 1.5) < 2e-6);
     }
-    CHECK_ERR(amp_set_apply(NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_grad_set_apply(NULL), AMP_ERR_NULL);
     {   /* 16 bits: one multiplication in fp32, one rounding */
         uint16_t h[3] = {0x6000, 0x7800, 0x0001};                     /* 512, 32768, 2^-24 */
-        amp_set *narrow = range_set(amp, h, 3, AMP_F16);
+        amp_grad_set *narrow = range_set(amp, h, 3, AMP_F16);
         CHECK_OK(amp_scaler_set_scale(s, 1024));
         CHECK_OK(amp_scaler_check(s, narrow, AMP_CHECK_READ));
-        CHECK_OK(amp_set_apply(narrow));
+        CHECK_OK(amp_grad_set_apply(narrow));
         CHECK(h[0] == 0x3800 && h[1] == 0x5000 && h[2] == 0);
         CHECK_OK(amp_scaler_set_scale(s, 1024));
-        amp_set_destroy(narrow);
+        amp_grad_set_destroy(narrow);
     }
     /* double gradients in double: neither the check nor the multiplication goes through fp32 */
     CHECK_OK(amp_scaler_check(s, wide, AMP_CHECK_UNSCALE));
-    CHECK(amp_set_device(wide)->found_inf == 0 && d64[0] == 3e200 / 1024);
+    CHECK(amp_grad_set_device(wide)->found_inf == 0 && d64[0] == 3e200 / 1024);
     CHECK_OK(amp_scaler_set_scale(s, 1024));
     /* a buffer that holds values at the old scale follows the scale */
     g[0] = 1024; g[1] = 2048;
@@ -1012,8 +1012,8 @@ TEST(apply_and_rescale) {
     CHECK_OK(amp_scaler_rescale(s, set, 16384));
     CHECK(g[0] == 1024 && g[1] == 2048);
     CHECK_ERR(amp_scaler_rescale(s, set, -1), AMP_ERR_SCALE);
-    amp_set_destroy(set);
-    amp_set_destroy(wide);
+    amp_grad_set_destroy(set);
+    amp_grad_set_destroy(wide);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -1027,16 +1027,16 @@ TEST(clip_coefficient_is_torchs) {
     int i;
     for (i = 0; i < 4; i++) {
         amp_range range;
-        amp_set_desc d;
-        amp_set *set = NULL;
+        amp_grad_set_desc d;
+        amp_grad_set *set = NULL;
         memset(&range, 0, sizeof range);
         memset(&d, 0, sizeof d);
         range.data = &g; range.count = 1; range.dtype = AMP_F32;
         d.ranges = &range; d.n_ranges = 1; d.clip_norm = clips[i];
-        CHECK_OK(amp_set_create(amp, &set, &d));
+        CHECK_OK(amp_grad_set_create(amp, &set, &d));
         CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-        CHECK_MSG(fabs((double)amp_set_device(set)->clip_coef - want[i]) < 1e-6, "%g", (double)amp_set_device(set)->clip_coef);
-        amp_set_destroy(set);
+        CHECK_MSG(fabs((double)amp_grad_set_device(set)->clip_coef - want[i]) < 1e-6, "%g", (double)amp_grad_set_device(set)->clip_coef);
+        amp_grad_set_destroy(set);
     }
     amp_scaler_destroy(s);
     amp_close(amp);
@@ -1047,39 +1047,39 @@ TEST(sets_are_checked) {
     float w[4], g[4];
     amp_range range;
     amp_param p;
-    amp_set_desc d;
-    amp_set *set;
+    amp_grad_set_desc d;
+    amp_grad_set *set;
     memset(&range, 0, sizeof range);
     memset(&p, 0, sizeof p);
     memset(&d, 0, sizeof d);
-    CHECK_ERR(amp_set_create(amp, &set, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_grad_set_create(amp, &set, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_CONFLICT);
     d.ranges = &range; d.n_ranges = -1;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_RANGE);
     d.ranges = &range; d.n_ranges = 1; d.params = &p; d.n_params = 1;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_CONFLICT);
     d.params = NULL; d.n_params = 0;
     range.name = "r"; range.data = g; range.count = -1; range.dtype = AMP_F32;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_RANGE);
     range.count = 4; range.dtype = AMP_I32;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_DTYPE);
     range.dtype = AMP_F32; range.data = NULL;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_NULL);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_NULL);
     range.data = g; d.clip_norm = -1;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_RANGE);
     d.clip_norm = NAN;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_RANGE);
     d.clip_norm = 0; d.ranges = NULL; d.n_ranges = 0; d.params = &p; d.n_params = 1;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_NULL);           /* no name */
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_NULL);           /* no name */
     p.name = "p"; p.weight = amp_tensor2(w, AMP_F32, 2, 2); p.grad = amp_tensor1(g, AMP_F32, 3);
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_SHAPE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_SHAPE);
     p.grad = amp_tensor2(g, AMP_F32, 2, 2); p.grad.stride[0] = 3; p.grad.stride[1] = 1;
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_SHAPE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_SHAPE);
     p.grad = amp_tensor2(g, AMP_F16, 2, 2);
-    CHECK_ERR(amp_set_create(amp, &set, &d), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_DTYPE);
     CHECK(set == NULL);
-    CHECK_ERR(amp_set_create_v(amp, &set, &d, 0), AMP_ERR_VERSION);
-    amp_set_destroy(NULL);
+    CHECK_ERR(amp_grad_set_create_v(amp, &set, &d, 0), AMP_ERR_VERSION);
+    amp_grad_set_destroy(NULL);
     amp_close(amp);
 }
 
@@ -1088,7 +1088,7 @@ TEST(sets_are_checked) {
 TEST(save_and_load_at_every_point) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32), *set2 = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32), *set2 = range_set(amp, &g, 1, AMP_F32);
     int preset, cut;
     for (preset = 0; preset <= AMP_SCALER_KERAS; preset++) {
         for (cut = 0; cut < 40; cut += 3) {
@@ -1121,8 +1121,8 @@ TEST(save_and_load_at_every_point) {
             amp_scaler_destroy(b);
         }
     }
-    amp_set_destroy(set);
-    amp_set_destroy(set2);
+    amp_grad_set_destroy(set);
+    amp_grad_set_destroy(set2);
     amp_close(amp);
 }
 
@@ -1249,10 +1249,10 @@ TEST(ranks_sum_gradients_and_agree_on_overflow) {
     rank_log log;
     float g[2] = {3, 4};
     amp_scaler *s = NULL;
-    amp_set *set, *sharded = NULL;
-    amp_set_desc d;
+    amp_grad_set *set, *sharded = NULL;
+    amp_grad_set_desc d;
     amp_range range;
-    amp_found f;
+    amp_grad_stats f;
     memset(&c, 0, sizeof c);
     memset(&log, 0, sizeof log);
     memset(&d, 0, sizeof d);
@@ -1265,28 +1265,28 @@ TEST(ranks_sum_gradients_and_agree_on_overflow) {
     set = range_set(amp, g, 2, AMP_F32);
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_UNSCALE));            /* both ranks have the same: the average is the gradient */
     CHECK(g[0] == 3 && g[1] == 4 && log.sums == 1 && log.maxes == 1 && log.doubles == 0 && log.elements == 2);
-    CHECK_OK(amp_set_found(set, &f));
+    CHECK_OK(amp_grad_set_stats(set, &f));
     CHECK(f.norm == 5);
     CHECK_OK(amp_scaler_update(s));
     log.flag = 1;                                                     /* the other rank overflowed */
     CHECK_OK(amp_scaler_check(s, set, AMP_CHECK_READ));
-    CHECK_EQ(amp_set_device(set)->skip, 1);
+    CHECK_EQ(amp_grad_set_device(set)->skip, 1);
     CHECK_OK(amp_scaler_update(s));
     CHECK_EQ(amp_scaler_device(s)->skips, 1);
     log.flag = 0;
     range.data = g; range.count = 2; range.dtype = AMP_F32;
     g[0] = 3; g[1] = 4;
     d.ranges = &range; d.n_ranges = 1; d.sharded = 1;
-    CHECK_OK(amp_set_create(amp, &sharded, &d));
+    CHECK_OK(amp_grad_set_create(amp, &sharded, &d));
     CHECK_OK(amp_scaler_check(s, sharded, AMP_CHECK_READ));
-    CHECK_OK(amp_set_found(sharded, &f));
+    CHECK_OK(amp_grad_set_stats(sharded, &f));
     CHECK(log.sums == 2 && log.doubles == 1 && g[0] == 3 && fabs((double)f.norm - sqrt(50)) < 1e-6);
     CHECK_OK(amp_scaler_update(s));
     log.fail = 1;
     CHECK_ERR(amp_scaler_check(s, set, AMP_CHECK_READ), AMP_ERR_REDUCE);
     CHECK_EQ(stage_of(set), 0);
-    amp_set_destroy(set);
-    amp_set_destroy(sharded);
+    amp_grad_set_destroy(set);
+    amp_grad_set_destroy(sharded);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -1304,7 +1304,7 @@ TEST(averages_are_taken_once) {
             amp_optimizer *o = NULL;
             amp_scaler *s = NULL, *other = NULL;
             amp_param p;
-            amp_found found;
+            amp_grad_stats found;
             rank_log log;
             float w = 16, g = 8, read = mode == AMP_CHECK_READ;
             memset(&c, 0, sizeof c); memset(&sd, 0, sizeof sd); memset(&od, 0, sizeof od); memset(&p, 0, sizeof p);
@@ -1320,23 +1320,23 @@ TEST(averages_are_taken_once) {
             od.kind = AMP_SGD; od.lr = 1; od.params = &p; od.n_params = 1; od.accumulation = 2;
             CHECK_OK(amp_optimizer_create(amp, &o, &od));
             /* what was checked before its cycle was whole cannot be added to */
-            CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), AMP_CHECK_READ));
+            CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), AMP_CHECK_READ));
             g /= 2;                                                   /* the sum over ranks */
             CHECK_ERR(amp_step(o, s), AMP_ERR_STATE);
             CHECK(strstr(amp_last_error(), "micro-batch 1 of 2") != NULL);
             CHECK_OK(amp_scaler_update(s));
             CHECK_OK(amp_step(o, s));                                 /* the first micro-batch */
-            CHECK_OK(amp_scaler_check(s, amp_optimizer_set(o), (amp_check_mode)mode));
+            CHECK_OK(amp_scaler_check(s, amp_optimizer_grad_set(o), (amp_check_mode)mode));
             CHECK(g == (read ? kind == 0 ? 64.0f : 16.0f : 4.0f));
-            CHECK_ERR(amp_scaler_check(s, amp_optimizer_set(o), (amp_check_mode)mode), AMP_ERR_UNSCALED);
-            CHECK_ERR(amp_scaler_check(other, amp_optimizer_set(o), (amp_check_mode)mode), AMP_ERR_STATE);
+            CHECK_ERR(amp_scaler_check(s, amp_optimizer_grad_set(o), (amp_check_mode)mode), AMP_ERR_UNSCALED);
+            CHECK_ERR(amp_scaler_check(other, amp_optimizer_grad_set(o), (amp_check_mode)mode), AMP_ERR_STATE);
             CHECK_ERR(amp_optimizer_step(o, NULL), AMP_ERR_STATE);
             CHECK(g == (read ? kind == 0 ? 64.0f : 16.0f : 4.0f) && log.sums == 2);
-            CHECK_OK(amp_set_found(amp_optimizer_set(o), &found));
+            CHECK_OK(amp_grad_set_stats(amp_optimizer_grad_set(o), &found));
             CHECK(found.norm == 4);
             CHECK_OK(amp_optimizer_step(o, s));
             CHECK(w == 12);
-            CHECK_ERR(amp_scaler_check(s, amp_optimizer_set(o), (amp_check_mode)mode), AMP_ERR_STEPPED);
+            CHECK_ERR(amp_scaler_check(s, amp_optimizer_grad_set(o), (amp_check_mode)mode), AMP_ERR_STEPPED);
             CHECK_ERR(amp_optimizer_step(o, s), AMP_ERR_STEPPED);
             CHECK_ERR(amp_step(o, s), AMP_ERR_STEPPED);
             CHECK(w == 12);
@@ -1359,7 +1359,7 @@ TEST(settings_wait_for_the_update) {
         amp_scaler_desc d;
         amp_scaler *s = NULL;
         float g = 1024;
-        amp_set *set = range_set(amp, &g, 1, AMP_F32);
+        amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
         memset(&settings, 0, sizeof settings);
         memset(&d, 0, sizeof d);
         d.init_scale = 1024;
@@ -1372,7 +1372,7 @@ TEST(settings_wait_for_the_update) {
         CHECK_EQ(stage_of(set), 1);
         CHECK_OK(amp_scaler_update(s));
         CHECK_OK(amp_settings_apply(&settings, amp, s, NULL, NULL));
-        amp_set_destroy(set);
+        amp_grad_set_destroy(set);
         amp_scaler_destroy(s);
         amp_close(amp);
     }
@@ -1382,7 +1382,7 @@ TEST(settings_wait_for_the_update) {
 TEST(disabled_scalers_save_that_they_checked) {
     amp_context *amp = open_context(AMP_CPU_DEFAULT, 1, AMP_LEVEL_DEFAULT);
     float g = 1;
-    amp_set *set = range_set(amp, &g, 1, AMP_F32);
+    amp_grad_set *set = range_set(amp, &g, 1, AMP_F32);
     int from, checked;
     for (from = 0; from < 2; from++)
         for (checked = 0; checked < 2; checked++) {
@@ -1406,7 +1406,7 @@ TEST(disabled_scalers_save_that_they_checked) {
             amp_scaler_destroy(s);
             amp_scaler_destroy(t);
         }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 

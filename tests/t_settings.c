@@ -34,7 +34,7 @@ static const char *const keys[] = {
     "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "fallback", "tf32", "autotune", "scaler",
     "scaler_preset", "frozen", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
     "hysteresis", "tolerance", "clip_norm", "accumulation", "log_interval", "memory_interval", "cleanup_interval",
-    "numerics_interval", "memory_warning", "nan_action", "max_skips", "max_retries",
+    "tensor_stats_interval", "memory_warning", "nan_action", "max_skips", "max_retries",
     "batch_growth_interval", "workers", "prefetch", "pin", "debug"};
 enum { KEYS = sizeof keys / sizeof *keys };
 
@@ -104,7 +104,7 @@ TEST(words_come_in_either_case_and_switches_in_four_ways) {
     CHECK_OK(amp_settings_set(&s, "min_scale", "none"));        CHECK(s.scaler.min_scale == AMP_NO_FLOOR);
     CHECK_OK(amp_settings_set(&s, "max_scale", "none"));        CHECK(s.scaler.max_scale == AMP_NO_CEILING);
     CHECK_OK(amp_settings_set(&s, "growth_interval", "none"));  CHECK_EQ(s.scaler.growth_interval, AMP_NO_INTERVAL);
-    CHECK_OK(amp_settings_set(&s, "tolerance", "0.0"));         CHECK(s.scaler.tolerance == (double)AMP_ZERO);
+    CHECK_OK(amp_settings_set(&s, "tolerance", "0.0"));         CHECK(s.scaler.tolerance == (double)AMP_EXPLICIT_ZERO);
     CHECK_OK(amp_settings_set(&s, "max_retries", "0"));         CHECK_EQ(s.max_retries, AMP_NO_RETRIES);
     CHECK_OK(amp_settings_set(&s, "log_interval", "off"));      CHECK_EQ(s.log_interval, AMP_INTERVAL_OFF);
     CHECK_OK(amp_settings_set(&s, "clip_norm", "none"));        CHECK(s.clip_norm == 0);
@@ -154,7 +154,7 @@ TEST(every_key_refuses_what_is_out_of_range) {
         {"growth_interval", "0"}, {"growth_interval", "1.5"}, {"growth_interval", "2147483648"}, {"min_scale", "1e39"},
         {"max_scale", "off"}, {"hysteresis", "0"}, {"hysteresis", "99999999999999999999"}, {"tolerance", "1.01"},
         {"tolerance", "-0.1"}, {"clip_norm", "0"}, {"accumulation", "0"}, {"accumulation", "1000001"}, {"log_interval", "0"},
-        {"log_interval", "-1"}, {"memory_interval", "none"}, {"cleanup_interval", "1e3"}, {"numerics_interval", "1000000000000001"},
+        {"log_interval", "-1"}, {"memory_interval", "none"}, {"cleanup_interval", "1e3"}, {"tensor_stats_interval", "1000000000000001"},
         {"memory_warning", "1.1"}, {"memory_warning", "0"}, {"nan_action", "ignore"}, {"max_skips", "0"}, {"max_retries", "1001"},
         {"max_retries", "-1"}, {"debug", "debug"}, {"autocast_dtype", "fp64"}, {"cast_inputs", "bf16"}, {"cast_outputs", "2"},
         {"workers", "65"}, {"workers", "-1"}, {"prefetch", "0"}, {"prefetch", "1025"}, {"pin", "pinned"}, {"batch_growth_interval", "0"}};
@@ -743,7 +743,7 @@ static net *net_open(const amp_settings *s) {
     memset(&optimizer, 0, sizeof optimizer);
     CHECK_OK(amp_settings_fill(s, n->amp, NULL, &scaler, &optimizer, NULL));
     optimizer.params = n->params; optimizer.n_params = PARAMS;
-    optimizer.lr = 0.01; optimizer.weight_decay = 0.01; optimizer.outcome_lag = AMP_LAG_NONE;
+    optimizer.lr = 0.01; optimizer.weight_decay = 0.01; optimizer.result_lag = AMP_LAG_NONE;
     CHECK_OK(amp_scaler_create(n->amp, &n->scaler, &scaler));
     CHECK_OK(amp_optimizer_create(n->amp, &n->optimizer, &optimizer));
     return n;
@@ -764,7 +764,7 @@ static void net_close(net *n) {
 static float net_forward(net *n, int step, int training) {
     random_values(n->x, BATCH * IN, 1000 + (uint64_t)step, 1);
     for (int i = 0; i < BATCH; i++) n->labels[i] = (int32_t)(n->x[i * IN] > 0) + 2 * (int32_t)(n->x[i * IN + 1] > 0);
-    n->ce.seed = training ? amp_scaler_seed(n->scaler) : NULL;
+    n->ce.grad_scale = training ? amp_scaler_scale_ptr(n->scaler) : NULL;
     n->ce.dlogits = n->second.y;
     if (!training) n->ce.dlogits.data = NULL;
     CHECK_OK(amp_autocast_begin(n->amp, NULL));
@@ -1062,7 +1062,7 @@ TEST(cleanup_gives_back_what_can_be_made_again) {
     CHECK_OK(amp_autocast_end(n->amp));
     CHECK_OK(amp_mask_get(n->amp, &mask, 1, 64, 64, AMP_F32, &held));
     CHECK_OK(amp_mask_get(n->amp, &mask, 1, 32, 32, AMP_F32, &given));
-    amp_mask_put(n->amp, &given);
+    amp_mask_release(n->amp, &given);
     CHECK_OK(amp_memory(n->amp, &before));
     CHECK_OK(amp_cast_cache_info(n->amp, &kept));
     CHECK_OK(amp_cleanup(n->amp, &freed));
@@ -1079,7 +1079,7 @@ TEST(cleanup_gives_back_what_can_be_made_again) {
     CHECK_EQ(freed, 0);
     net_train(n, 3, NULL);
     CHECK(same_weights(n, same));
-    amp_mask_put(n->amp, &held);
+    amp_mask_release(n->amp, &held);
     CHECK_ERR(amp_cleanup(NULL, &freed), AMP_ERR_NULL);
     net_close(n);
     net_close(same);
@@ -1266,15 +1266,15 @@ TEST(scaler_is_there_when_asked_for) {
 static void scales_are(const char *lines, const char *updates, const float *expected) {
     amp_context *amp = open_lines("dtype=fp16");
     amp_scaler *scaler = scaler_of(amp, lines);
-    amp_set *set;
-    amp_set_desc d;
+    amp_grad_set *set;
+    amp_grad_set_desc d;
     amp_range range;
     float value;
     memset(&range, 0, sizeof range);
     memset(&d, 0, sizeof d);
     range.data = &value; range.count = 1; range.dtype = AMP_F32;
     d.ranges = &range; d.n_ranges = 1;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     for (int i = 0; updates[i]; i++) {
         uint32_t infinite = 0x7f800000u;
         value = 1;
@@ -1283,7 +1283,7 @@ static void scales_are(const char *lines, const char *updates, const float *expe
         CHECK_OK(amp_scaler_update(scaler));
         CHECK_MSG(amp_scaler_scale(scaler) == expected[i], "%s: update %d: %g, expected %g", lines, i, (double)amp_scaler_scale(scaler), (double)expected[i]);
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(scaler);
     amp_close(amp);
 }
@@ -1309,21 +1309,21 @@ TEST(every_number_of_the_scaler_does_what_it_says) {
 
 TEST(clip_norm_bounds_the_step) {
     net *free_ = net_lines("dtype=fp32"), *clipped = net_lines("dtype=fp32\nclip_norm=0.125");
-    amp_outcome a, b;
+    amp_step_result a, b;
     net_train(free_, 1, NULL);
     net_train(clipped, 1, NULL);
-    CHECK_EQ(amp_outcome_next(free_->optimizer, &a), 1);
-    CHECK_EQ(amp_outcome_next(clipped->optimizer, &b), 1);
+    CHECK_EQ(amp_step_result_next(free_->optimizer, &a), 1);
+    CHECK_EQ(amp_step_result_next(clipped->optimizer, &b), 1);
     CHECK(a.norm == b.norm && a.norm > 0.125f);
     CHECK(a.clip_coef == 1.0f);
     CHECK(b.clip_coef * b.norm <= 0.125f && b.clip_coef * b.norm > 0.1249f);
     CHECK_OK(amp_optimizer_set_clip(clipped->optimizer, 0));            /* from the next check on */
     net_train(clipped, 1, NULL);
-    CHECK_EQ(amp_outcome_next(clipped->optimizer, &b), 1);
+    CHECK_EQ(amp_step_result_next(clipped->optimizer, &b), 1);
     CHECK(b.clip_coef == 1.0f);
     CHECK_OK(amp_optimizer_set_clip(clipped->optimizer, 0.25));
     net_train(clipped, 1, NULL);
-    CHECK_EQ(amp_outcome_next(clipped->optimizer, &b), 1);
+    CHECK_EQ(amp_step_result_next(clipped->optimizer, &b), 1);
     CHECK(b.clip_coef * b.norm <= 0.25f && b.clip_coef < 1);
     amp_optimizer_desc d;
     memset(&d, 0, sizeof d);
@@ -1338,13 +1338,13 @@ TEST(clip_norm_bounds_the_step) {
 
 TEST(accumulation_decides_when_amp_step_steps) {
     net *n = net_lines("dtype=fp32\naccumulation=3");
-    amp_outcome outcome;
+    amp_step_result outcome;
     float before[HIDDEN * IN];
     int steps = 0;
     for (int i = 1; i <= 9; i++) {
         memcpy(before, n->w1, sizeof before);
         net_train(n, 1, NULL);
-        while (amp_outcome_next(n->optimizer, &outcome)) steps++;
+        while (amp_step_result_next(n->optimizer, &outcome)) steps++;
         CHECK_EQ(steps, i / 3);
         CHECK_EQ(memcmp(before, n->w1, sizeof before) != 0, i % 3 == 0);
     }
@@ -1388,7 +1388,7 @@ TEST(nan_action_reaches_optimizer_and_monitor) {
         snprintf(lines, sizeof lines, "dtype=fp32\n%s", rows[i].lines);
         amp_settings s = settings_of(lines);
         amp_monitor_desc monitor;
-        amp_outcome outcome;
+        amp_step_result outcome;
         net *n = net_open(&s);
         memset(&monitor, 0, sizeof monitor);
         CHECK_OK(amp_settings_fill(&s, n->amp, NULL, NULL, NULL, &monitor));
@@ -1397,7 +1397,7 @@ TEST(nan_action_reaches_optimizer_and_monitor) {
         memcpy(&n->logits[0], &nan_bits, 4);
         net_backward(n);
         CHECK_OK(amp_step(n->optimizer, n->scaler));
-        CHECK_EQ(amp_outcome_next(n->optimizer, &outcome), 1);
+        CHECK_EQ(amp_step_result_next(n->optimizer, &outcome), 1);
         CHECK_EQ(outcome.applied, rows[i].action == AMP_NAN_REPORT);
         net_close(n);
     }
@@ -1468,7 +1468,7 @@ TEST(debug_tells_each_decision_once) {
 /* ---- What the monitor does by them */
 
 /* Steps with a monitor; step `bad` (from 0) has a NaN in its gradients.  Counts records by what they say. */
-typedef struct seen { int records, skipped, memory, actions[5], troubles[5]; int64_t cleaned; } seen;
+typedef struct seen { int records, skipped, memory, actions[5], anomalies[5]; int64_t cleaned; } seen;
 
 static amp_monitor *monitor_of(net *n, const amp_settings *s, const char *path) {
     amp_monitor *monitor = NULL;
@@ -1503,7 +1503,7 @@ static seen monitored(net *n, amp_monitor *monitor, int steps, int first_bad, in
             count.skipped += !record.outcome.applied;
             count.memory += record.has_memory;
             count.actions[record.action]++;
-            count.troubles[record.trouble]++;
+            count.anomalies[record.anomaly]++;
         }
     }
     return count;
@@ -1530,7 +1530,7 @@ TEST(nan_action_decides_what_is_done) {
         n->amp->desc.logger.write = count_log;
         amp_monitor *monitor = monitor_of(n, &s, NULL);
         seen count = monitored(n, monitor, 6, 5, 5);
-        CHECK_EQ(count.troubles[AMP_TROUBLE_GRADIENTS], 1);
+        CHECK_EQ(count.anomalies[AMP_ANOMALY_GRADIENTS], 1);
         CHECK_EQ(count.actions[rows[i].action], 1);
         CHECK_EQ(count.skipped, rows[i].action != AMP_NAN_REPORT);
         amp_monitor_destroy(monitor);
@@ -1549,7 +1549,7 @@ TEST(max_skips_decides_when_skips_are_trouble) {
         seen count = monitored(n, monitor, 6, 1, 3);
         CHECK_EQ(count.skipped, 3);
         CHECK_EQ(count.actions[AMP_NAN_STOP] > 0, most <= 3);
-        CHECK_EQ(count.troubles[AMP_TROUBLE_SKIPS] > 0, most <= 3);
+        CHECK_EQ(count.anomalies[AMP_ANOMALY_SKIPS] > 0, most <= 3);
         amp_monitor_destroy(monitor);
         net_close(n);
     }
@@ -1686,20 +1686,20 @@ TEST(batch_growth_interval_takes_halving_back) {
 TEST(numerics_interval_is_that_of_the_looks) {
     amp_settings s = settings_of("dtype=fp16\nnumerics_interval=4");
     net *n = net_open(&s);
-    amp_numerics *numerics;
-    amp_numerics_desc d;
-    amp_numerics_report report;
+    amp_tensor_stats *numerics;
+    amp_tensor_stats_desc d;
+    amp_tensor_stats_report report;
     int due = 0;
     memset(&d, 0, sizeof d);
     d.params = n->params; d.n_params = PARAMS;
-    d.interval = s.numerics_interval;
-    CHECK_OK(amp_numerics_create(n->amp, &numerics, &d));
+    d.interval = s.tensor_stats_interval;
+    CHECK_OK(amp_tensor_stats_create(n->amp, &numerics, &d));
     for (int i = 0; i < 12; i++) {
-        CHECK_OK(amp_numerics_step(numerics, &report));
+        CHECK_OK(amp_tensor_stats_step(numerics, &report));
         due += report.due;
     }
     CHECK_EQ(due, 3);
-    amp_numerics_destroy(numerics);
+    amp_tensor_stats_destroy(numerics);
     net_close(n);
 }
 
@@ -1740,7 +1740,7 @@ TEST(switching_is_resuming) {
     amp_settings s = settings_of(segments[0]);
     net *run = net_open(&s);
     float losses[SEGMENT], again[SEGMENT], last = 0;
-    amp_outcome outcome;
+    amp_step_result outcome;
     int skipped = 0;
     for (size_t i = 0; i < sizeof segments / sizeof *segments; i++) {
         amp_state *state = net_save(run);
@@ -1756,7 +1756,7 @@ TEST(switching_is_resuming) {
         CHECK(amp_scaler_scale(run->scaler) == amp_scaler_scale(other->scaler));
         CHECK(losses[SEGMENT - 1] != last);
         last = losses[SEGMENT - 1];
-        while (amp_outcome_next(run->optimizer, &outcome)) skipped += !outcome.applied;
+        while (amp_step_result_next(run->optimizer, &outcome)) skipped += !outcome.applied;
         amp_state_destroy(state);
         net_close(other);
     }
@@ -2002,7 +2002,7 @@ TEST(example_files_train) {
     trains_with("stable.conf", &s);
     CHECK(s.scaler.init_scale == 2048.0f && s.scaler.backoff_factor == 0.25 && s.clip_norm == 1 && s.nan_action == AMP_NAN_RECOVER);
     trains_with("debug.conf", &s);
-    CHECK(s.log_interval == 1 && s.debug && s.fallback == AMP_F32 && s.numerics_interval > 0);
+    CHECK(s.log_interval == 1 && s.debug && s.fallback == AMP_F32 && s.tensor_stats_interval > 0);
 }
 
 int main(int argc, char **argv) {

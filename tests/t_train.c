@@ -733,12 +733,12 @@ TEST(smaller_pieces) {
     CHECK_OK(next_batch(&r, 0, &batch));
     memcpy(before, batch.inputs, sizeof before / 2);
     CHECK_OK(answer_memory(&r, &bar));
-    CHECK(r.trouble[0] == 0 && r.set.batch == 4);
+    CHECK(r.anomaly[0] == 0 && r.set.batch == 4);
     CHECK_OK(next_batch(&r, 0, &batch));
     CHECK_EQ(batch.batch, 4);
     CHECK(memcmp(before, batch.inputs, sizeof before / 2) == 0);
     CHECK_OK(answer_memory(&r, &bar));
-    CHECK(r.trouble[0] == 0 && r.set.batch == 2 && r.set.accumulation == 2);
+    CHECK(r.anomaly[0] == 0 && r.set.batch == 2 && r.set.accumulation == 2);
     CHECK_OK(amp_optimizer_query(r.optimizer, &optimizer));
     CHECK_EQ(optimizer.accumulation, 2);
     for (i = 0; i < 2; i++) {

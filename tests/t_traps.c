@@ -8,7 +8,7 @@
  *     NaN becomes 0 or infinite where a master     t_numbers.split_and_join t_optimizer.remainders_of_every_pattern
  *       is split, finite ones become infinite      t_optimizer.remainders_are_fp32_masters_bit_for_bit
  *     a saturating cast to fp8 hides infinity      t_traps.fp8_casts_keep_infinities_in_sight t_numbers.saturation
- *     a maximum that passes over NaN hides it      t_numerics.infinities_and_nan t_attention.softmax_of_special_values
+ *     a maximum that passes over NaN hides it      t_tensor_stats.infinities_and_nan t_attention.softmax_of_special_values
  *                                                  t_attention.seen_nan_spoils_its_rows_only
  *                                                  t_kernels.cross_entropy_special_rows t_traps.what_a_check_reports
  *     small updates are lost, or biased            t_traps.drift_of_20000_updates t_numbers.stochastic_unbiased
@@ -58,9 +58,9 @@
  *                                                  t_scaler.unscale_kernel_is_torchs_bit_for_bit
  *      7 no -march: instructions chosen as it runs t_traps.instructions_are_chosen_at_run_time
  *      8 fp64, rounded to bf16 once                t_numbers.f64_golden t_scaler.apply_and_rescale
- *                                                  t_numerics.counts t_traps.a_fused_update_without_gradients
+ *                                                  t_tensor_stats.counts t_traps.a_fused_update_without_gradients
  *      9 fp16 overflows in inputs and weights      t_traps.fp16_overflow_is_reported_by_name t_gemm.pack_counts_new_inf
- *                                                  t_numerics.ranges t_verify.overflow
+ *                                                  t_tensor_stats.ranges t_verify.overflow
  *     10 losses are reported unscaled              t_operators.cross_entropy_seed_scales_the_gradient_only
  *                                                  t_traps.losses_are_never_scaled
  *     11 few lines to adopt it; in fp32, with the  adopt.sh t_traps.fp32_with_the_hosts_own_product
@@ -124,19 +124,19 @@ static amp_range range_of(const char *name, void *data, int64_t n, amp_dtype dty
     r.name = name; r.data = data; r.count = n; r.dtype = dtype;
     return r;
 }
-static amp_set *make_set(amp_context *amp, const amp_range *ranges, int64_t n, double clip) {
-    amp_set *set = NULL;
-    amp_set_desc d;
+static amp_grad_set *make_set(amp_context *amp, const amp_range *ranges, int64_t n, double clip) {
+    amp_grad_set *set = NULL;
+    amp_grad_set_desc d;
     memset(&d, 0, sizeof d);
     d.ranges = ranges; d.n_ranges = n; d.clip_norm = clip;
-    CHECK_OK(amp_set_create(amp, &set, &d));
+    CHECK_OK(amp_grad_set_create(amp, &set, &d));
     return set;
 }
-static amp_found found_by(amp_scaler *s, amp_set *set, amp_check_mode mode) {
-    amp_found f;
+static amp_grad_stats found_by(amp_scaler *s, amp_grad_set *set, amp_check_mode mode) {
+    amp_grad_stats f;
     memset(&f, 0, sizeof f);
     CHECK_OK(amp_scaler_check(s, set, mode));
-    CHECK_OK(amp_set_found(set, &f));
+    CHECK_OK(amp_grad_set_stats(set, &f));
     return f;
 }
 
@@ -152,7 +152,7 @@ static amp_optimizer *make_optimizer(amp_context *amp, amp_optimizer_kind kind, 
     amp_optimizer *o = NULL;
     amp_optimizer_desc d;
     memset(&d, 0, sizeof d);
-    d.kind = kind; d.params = params; d.n_params = n; d.lr = lr; d.clip_norm = clip; d.outcome_lag = AMP_LAG_NONE;
+    d.kind = kind; d.params = params; d.n_params = n; d.lr = lr; d.clip_norm = clip; d.result_lag = AMP_LAG_NONE;
     CHECK_OK(amp_optimizer_create(amp, &o, &d));
     return o;
 }
@@ -203,7 +203,7 @@ TEST(fp8_casts_keep_infinities_in_sight) {
     float g[40], back[40];
     uint8_t low[40];
     amp_range before = range_of("before", g, 40, AMP_F32), after = range_of("after", back, 40, AMP_F32);
-    amp_set *set = make_set(amp, &before, 1, 0), *behind = make_set(amp, &after, 1, 0);
+    amp_grad_set *set = make_set(amp, &before, 1, 0), *behind = make_set(amp, &after, 1, 0);
     amp_convert_desc d;
     int format, kind, saturate, i;
     memset(&d, 0, sizeof d);
@@ -223,8 +223,8 @@ TEST(fp8_casts_keep_infinities_in_sight) {
         CHECK_OK(amp_scaler_update(s));
         CHECK_OK(amp_scaler_set_scale(s, 1));
     }
-    amp_set_destroy(set);
-    amp_set_destroy(behind);
+    amp_grad_set_destroy(set);
+    amp_grad_set_destroy(behind);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -256,7 +256,7 @@ typedef struct drift {
 } drift;
 
 static void drift_start(drift *x, amp_context *amp) {
-    amp_group groups[STORAGES];
+    amp_param_group groups[STORAGES];
     amp_optimizer_desc d;
     char match[STORAGES][16];
     int i, k;
@@ -381,12 +381,12 @@ static void check_unusable(amp_context *amp, amp_scaler *s, uint32_t scale, int 
     amp_param p = make_param("w", &w, AMP_F32, &g, AMP_F32, 1);
     amp_optimizer *o = make_optimizer(amp, AMP_SGD, &p, 1, 1, 0);
     amp_k_scaler state;
-    amp_outcome out;
+    amp_step_result out;
     CHECK_OK(amp_scaler_get(s, &state));
     CHECK_MSG(bits(state.scale) == scale, "scale %08x, must be %08x, flush %d", bits(state.scale), scale, flush);
     p.grad_live = 1;
     CHECK_OK(amp_optimizer_step(o, s));
-    CHECK_EQ(amp_outcome_next(o, &out), 1);
+    CHECK_EQ(amp_step_result_next(o, &out), 1);
     CHECK_MSG(w == 3 && out.applied == 0, "scale %08x, flush %d: w = %g", scale, flush, (double)w);
     CHECK(out.first_bad == NULL);
     CHECK_OK(amp_scaler_update(s));
@@ -400,7 +400,7 @@ TEST(no_step_at_an_unusable_scale) {
     amp_context *amp = open_default();
     float g = 1;
     amp_range range = range_of("g", &g, 1, AMP_F32);
-    amp_set *set = make_set(amp, &range, 1, 0);
+    amp_grad_set *set = make_set(amp, &range, 1, 0);
     int flush, i;
     for (flush = 0; flush < 2; flush++) {
         amp_scaler *s;
@@ -424,7 +424,7 @@ TEST(no_step_at_an_unusable_scale) {
         }
     }
     flush_subnormals(0);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -433,7 +433,7 @@ TEST(the_largest_scale_is_exact) {
     amp_context *amp = open_default();
     float g[41];
     amp_range range = range_of("g", g, 41, AMP_F32);
-    amp_set *set = make_set(amp, &range, 1, 0);
+    amp_grad_set *set = make_set(amp, &range, 1, 0);
     int flush, n, i;
     for (flush = 0; flush < 2; flush++) {
         amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1, 1);
@@ -447,7 +447,7 @@ TEST(the_largest_scale_is_exact) {
         amp_scaler_destroy(s);
     }
     flush_subnormals(0);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -458,7 +458,7 @@ TEST(an_overflow_when_growth_is_due) {
     amp_context *amp = open_default();
     float g;
     amp_range range = range_of("g", &g, 1, AMP_F32);
-    amp_set *set = make_set(amp, &range, 1, 0);
+    amp_grad_set *set = make_set(amp, &range, 1, 0);
     int preset, n;
     for (preset = AMP_SCALER_DEFAULT; preset <= AMP_SCALER_KERAS; preset++) {
         amp_scaler *s = make_scaler(amp, (amp_scaler_preset)preset, 1024, 4);
@@ -479,7 +479,7 @@ TEST(an_overflow_when_growth_is_due) {
         CHECK_MSG(n == want[preset].clean && amp_scaler_scale(s) == 2 * before, "preset %d grows after %d", preset, n);
         amp_scaler_destroy(s);
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_close(amp);
 }
 
@@ -491,7 +491,7 @@ TEST(clipping_sees_unscaled_gradients) {
     static float w[3][N], g[3][N];
     static const float scales[3] = {1, 32768, 1048576};
     amp_context *amp = open_default();
-    amp_outcome out[3];
+    amp_step_result out[3];
     amp_param p[3];
     amp_optimizer *o[3];
     amp_scaler *s[3];
@@ -508,7 +508,7 @@ TEST(clipping_sees_unscaled_gradients) {
             for (i = 0; i < N; i++) g[k][i] *= scales[k];
             p[k].grad_live = 1;
             CHECK_OK(amp_step(o[k], s[k]));
-            CHECK_EQ(amp_outcome_next(o[k], &out[k]), 1);
+            CHECK_EQ(amp_step_result_next(o[k], &out[k]), 1);
             CHECK(out[k].applied && bits(out[k].norm) == bits(out[0].norm) && bits(out[k].clip_coef) == bits(out[0].clip_coef));
             CHECK(step % 2 ? out[k].clip_coef < 1 : out[k].clip_coef == 1);
             CHECK(memcmp(w[k], w[0], sizeof w[0]) == 0);
@@ -525,14 +525,14 @@ TEST(what_a_check_reports) {
     float g[23];
     uint16_t h[23];
     amp_range ranges[2];
-    amp_set *set;
+    amp_grad_set *set;
     int k, i;
     ranges[0] = range_of("g", g, 23, AMP_F32);
     ranges[1] = range_of("h", h, 23, AMP_BF16);
     set = make_set(amp, ranges, 2, 1);
     for (k = 0; k < 4; k++) {
         double sum = 0, norm;
-        amp_found f;
+        amp_grad_stats f;
         for (i = 0; i < 23; i++) {
             g[i] = sizes[k];
             h[i] = amp_bf16_from_f32(-sizes[k], 1);
@@ -544,19 +544,19 @@ TEST(what_a_check_reports) {
         CHECK_MSG(f.found_inf == 0 && fabs((double)f.norm - norm) <= norm * (ldexp(1, -24) + 100 * ldexp(1, -53)),
                   "%g: norm %g, must be %g", (double)sizes[k], (double)f.norm, norm);
         CHECK(k == 3 ? f.clip_coef == 1 : fabs((double)f.clip_coef * norm - 1) <= 4 * ldexp(1, -24));
-        CHECK_EQ(amp_set_device(set)->skip, 0);
+        CHECK_EQ(amp_grad_set_device(set)->skip, 0);
         CHECK_OK(amp_scaler_update(s));
     }
     for (k = 0; k < 4; k++) {
-        amp_found f;
+        amp_grad_stats f;
         g[7] = k == 0 ? of_bits(infinity) : k == 1 ? of_bits(0x7fc00000) : 1;
         h[11] = k == 2 ? 0xff80 : k == 3 ? 0xffff : 0;
         f = found_by(s, set, AMP_CHECK_READ);
         CHECK(f.found_inf == 1 && f.first_bad_index == k / 2 && strcmp(f.first_bad, k < 2 ? "g" : "h") == 0 && !amp_is_finite_f32(&f.norm));
-        CHECK_EQ(amp_set_device(set)->skip, 1);
+        CHECK_EQ(amp_grad_set_device(set)->skip, 1);
         CHECK_OK(amp_scaler_update(s));
     }
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -572,10 +572,10 @@ TEST(nothing_to_do_is_no_error) {
         amp_optimizer *o = NULL;
         amp_optimizer_desc d;
         amp_state *state = NULL;
-        amp_outcome out;
-        amp_found f;
+        amp_step_result out;
+        amp_grad_stats f;
         memset(&d, 0, sizeof d);
-        d.params = &p; d.n_params = kind > 0; d.outcome_lag = AMP_LAG_NONE; d.clip_norm = 1;
+        d.params = &p; d.n_params = kind > 0; d.result_lag = AMP_LAG_NONE; d.clip_norm = 1;
         p.grad.data = kind == 1 ? NULL : g;
         CHECK_OK(amp_optimizer_create(amp, &o, &d));
         for (step = 1; step <= 3; step++) {
@@ -583,15 +583,15 @@ TEST(nothing_to_do_is_no_error) {
             p.grad_live = 0;
             CHECK_OK(amp_step(o, s));
             CHECK(amp_scaler_scale(s) == 2 * scale);
-            CHECK_EQ(amp_outcome_next(o, &out), 1);
+            CHECK_EQ(amp_step_result_next(o, &out), 1);
             CHECK(out.applied == 1 && out.applied_steps == step && out.norm == 0 && out.clip_coef == 1 && out.first_bad == NULL);
         }
-        CHECK_OK(amp_set_found(amp_optimizer_set(o), &f));
+        CHECK_OK(amp_grad_set_stats(amp_optimizer_grad_set(o), &f));
         CHECK(f.found_inf == 0 && f.first_bad_index == -1);
         CHECK_OK(amp_state_create(&state, NULL));
         CHECK_OK(amp_optimizer_save(o, state, "o"));
         CHECK_OK(amp_optimizer_load(o, state, "o"));
-        CHECK_OK(amp_optimizer_refresh(o));
+        CHECK_OK(amp_optimizer_rebuild_masters(o));
         CHECK(w[0] == 1 && w[1] == 2 && w[2] == 3);
         amp_state_destroy(state);
         amp_optimizer_destroy(o);
@@ -628,7 +628,7 @@ static void step_with_empty(amp_master_kind master, amp_dtype weight, int emptie
         CHECK_OK(amp_step(o, s));
         CHECK_OK(amp_optimizer_save(o, state, "o"));
         CHECK_OK(amp_optimizer_load(o, state, "o"));
-        if (step == 1) CHECK_OK(amp_optimizer_refresh(o));
+        if (step == 1) CHECK_OK(amp_optimizer_rebuild_masters(o));
     }
     amp_state_destroy(state);
     amp_optimizer_destroy(o);
@@ -678,8 +678,8 @@ TEST(momentum_in_the_gradient_buffer) {
     amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 1024, 3);
     float w[WEIGHTS] = {0}, b[WEIGHTS] = {0}, plain_w[WEIGHTS] = {0}, plain_b[WEIGHTS] = {0}, g[WEIGHTS], kept[WEIGHTS];
     amp_range range = range_of("b", b, WEIGHTS, AMP_F32);
-    amp_set *set = make_set(amp, &range, 1, 0);
-    const amp_k_found *f = amp_set_device(set);
+    amp_grad_set *set = make_set(amp, &range, 1, 0);
+    const amp_k_grad_stats *f = amp_grad_set_device(set);
     int step, i, scales = 0;
     for (step = 0; step < 60; step++) {
         float scale = amp_scaler_scale(s);
@@ -701,7 +701,7 @@ TEST(momentum_in_the_gradient_buffer) {
         for (i = 0; i < WEIGHTS; i++) CHECK(b[i] == plain_b[i] * amp_scaler_scale(s));
     }
     CHECK(scales > 15);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -769,7 +769,7 @@ TEST(a_fused_update_without_gradients) {
     amp_scaler *s = make_scaler(amp, AMP_SCALER_DEFAULT, 4096, 2);
     fused_host h, plain;
     amp_range ranges[3];
-    amp_set *set;
+    amp_grad_set *set;
     int step, skips = 0;
     memset(&h, 0, sizeof h);
     memset(&plain, 0, sizeof plain);
@@ -778,12 +778,12 @@ TEST(a_fused_update_without_gradients) {
     ranges[2] = range_of("d64", h.d64, 4, AMP_F64);
     set = make_set(amp, ranges, 3, 0);
     for (step = 0; step < 40; step++) {
-        amp_found f;
+        amp_grad_stats f;
         fused_deltas(&h, step, amp_scaler_scale(s));
         f = found_by(s, set, AMP_CHECK_READ);
         CHECK(f.found_inf == overflows(step) && (f.first_bad == NULL || strcmp(f.first_bad, "d64") == 0));
-        if (!amp_set_device(set)->skip) {
-            fused_update(&h, step, amp_set_device(set)->multiplier);
+        if (!amp_grad_set_device(set)->skip) {
+            fused_update(&h, step, amp_grad_set_device(set)->multiplier);
             fused_deltas(&plain, step, 1);
             fused_update(&plain, step, 1);
         } else skips++;
@@ -791,7 +791,7 @@ TEST(a_fused_update_without_gradients) {
         CHECK_MSG(memcmp(h.w, plain.w, sizeof h.w) == 0, "step %d", step);
     }
     CHECK_EQ(skips, 6);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -1085,9 +1085,9 @@ TEST(fp16_overflow_is_reported_by_name) {
     float w[12], x[12], y[9], fine[2] = {1, 2};
     amp_param p = make_param("fc.weight", w, AMP_F32, w, AMP_F32, 12);
     amp_range ranges[9];
-    amp_numerics *numerics = NULL;
-    amp_numerics_desc d;
-    amp_numerics_report r;
+    amp_tensor_stats *numerics = NULL;
+    amp_tensor_stats_desc d;
+    amp_tensor_stats_report r;
     amp_cache_info cache;
     amp_linear_op op;
     int which, i;
@@ -1099,7 +1099,7 @@ TEST(fp16_overflow_is_reported_by_name) {
     for (i = 1; i < 9; i++) ranges[i] = range_of("fine", fine, 2, AMP_F32);
     d.params = &p; d.n_params = 1; d.ranges = ranges; d.n_ranges = 9; d.dtype = AMP_F16; d.interval = 1;
     CHECK_OK(amp_param_register(amp, &p, 1));
-    CHECK_OK(amp_numerics_create(amp, &numerics, &d));
+    CHECK_OK(amp_tensor_stats_create(amp, &numerics, &d));
     op.x = amp_tensor2(x, AMP_F32, 3, 4); op.y = amp_tensor2(y, AMP_F32, 3, 3); op.weight = &p;
     for (which = 0; which < 3; which++) {
         uint16_t low[12];
@@ -1107,22 +1107,22 @@ TEST(fp16_overflow_is_reported_by_name) {
         for (i = 0; i < 12; i++) w[i] = x[i] = 0.5f;
         if (which == 1) w[7] = 70000;
         if (which == 2) x[5] = -80000;
-        amp_param_touch(&p);
+        amp_param_changed(&p);
         CHECK_OK(amp_autocast_begin(amp, NULL));
         for (i = 0; i < 3; i++) CHECK_OK(amp_linear(amp, &op));       /* the second use makes a copy */
         CHECK_OK(amp_cast_cache_info(amp, &cache));
         CHECK_OK(amp_autocast_end(amp));
         CHECK_EQ(cache.new_inf, which >= 1);
         CHECK_EQ(amp_count_nonfinite(y, AMP_F32, 9, NULL) > 0, which > 0);
-        CHECK_OK(amp_numerics_step(numerics, &r));
-        CHECK(r.remedy == (which ? AMP_REMEDY_LAYER_FP32 : AMP_REMEDY_NONE));
+        CHECK_OK(amp_tensor_stats_step(numerics, &r));
+        CHECK(r.recommendation == (which ? AMP_RECOMMEND_LAYER_FP32 : AMP_RECOMMEND_NONE));
         CHECK(which == 0 || (r.worst != NULL && strcmp(r.worst, which == 1 ? "fc.weight" : "bn.out") == 0));
         CHECK_OK(amp_convert(low, AMP_F16, x, AMP_F32, 12, NULL, &new_inf));
         CHECK_EQ(new_inf, which == 2);
         CHECK_EQ(amp_count_nonfinite(low, AMP_F16, 12, &first), which == 2);
         CHECK_EQ(first, which == 2 ? 5 : -1);
     }
-    amp_numerics_destroy(numerics);
+    amp_tensor_stats_destroy(numerics);
     amp_close(amp);
 }
 
@@ -1139,7 +1139,7 @@ TEST(losses_are_never_scaled) {
         amp_cross_entropy_op ce;
         memset(&ce, 0, sizeof ce);
         ce.logits = amp_tensor2(x, AMP_F32, 4, 3); ce.dlogits = amp_tensor2(d[k], AMP_F32, 4, 3);
-        ce.labels = labels; ce.seed = amp_scaler_seed(k ? s : NULL); ce.loss = &loss[k][0]; ce.losses = losses[k];
+        ce.labels = labels; ce.grad_scale = amp_scaler_scale_ptr(k ? s : NULL); ce.loss = &loss[k][0]; ce.losses = losses[k];
         CHECK_OK(amp_cross_entropy(amp, &ce));
         if (k) for (i = 0; i < 12; i++) CHECK(d[1][i] == 8192 * d[0][i] && d[1][i] != 0);
     }
@@ -1147,7 +1147,7 @@ TEST(losses_are_never_scaled) {
         amp_mse_op mse;
         memset(&mse, 0, sizeof mse);
         mse.x = amp_tensor1(x, AMP_F32, 12); mse.target = amp_tensor1(target, AMP_F32, 12); mse.dx = amp_tensor1(d[k], AMP_F32, 12);
-        mse.seed = amp_scaler_seed(k ? s : NULL); mse.loss = &loss[k][1];
+        mse.grad_scale = amp_scaler_scale_ptr(k ? s : NULL); mse.loss = &loss[k][1];
         CHECK_OK(amp_mse(amp, &mse));
         if (k) for (i = 0; i < 12; i++) CHECK(d[1][i] == 8192 * d[0][i] && d[1][i] != 0);
     }
@@ -1222,7 +1222,7 @@ TEST(fp32_with_the_hosts_own_product) {
     amp_desc d;
     amp_scaler *s;
     amp_range range = range_of("g", after.g, ALL, AMP_F32);
-    amp_set *set;
+    amp_grad_set *set;
     float first = 0, loss[2] = {0, 0};
     int step;
     memset(&d, 0, sizeof d);
@@ -1247,7 +1247,7 @@ TEST(fp32_with_the_hosts_own_product) {
     }
     CHECK_EQ(plugged_in, 40 * 5);
     CHECK(loss[0] < first && amp_scaler_scale(s) == 1024 * 1024);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_scaler_destroy(s);
     amp_close(after.amp);
 }

@@ -132,7 +132,7 @@ static int step(void *user, amp_context *amp) {
     TRY(amp_linear(amp, &head));
     if (m->broken == BREAK_NAN && low) m->logits[7] = ampi_f32_of_bits(0x7fc00000u);
     ce.logits = head.y; ce.dlogits = amp_tensor2(m->act[8], h == AMP_F32 ? AMP_F32 : h, ROWS, VOCAB); ce.labels = m->labels; ce.loss = &m->loss;
-    ce.seed = amp_scaler_seed(m->scaler);
+    ce.grad_scale = amp_scaler_scale_ptr(m->scaler);
     TRY(amp_cross_entropy(amp, &ce));
     TRY(amp_autocast_end(amp));
     head.dy = ce.dlogits; head.dx = amp_tensor2(m->act[9], h, ROWS, WIDE);
@@ -359,7 +359,7 @@ static uint64_t state_hash(uint64_t h, model *m) {
     amp_state *state = NULL;
     void *data = NULL;
     size_t bytes = 0;
-    amp_outcome outcome;
+    amp_step_result outcome;
     int i;
     for (i = 0; i < PARAMS; i++) {
         h = add_hash(h, m->weights[i], sizeof m->weights[i]);
@@ -374,7 +374,7 @@ static uint64_t state_hash(uint64_t h, model *m) {
     h = add_hash(h, data, bytes);
     amp_file_free(NULL, data, bytes);
     amp_state_destroy(state);
-    while (amp_outcome_next(m->optimizer, &outcome)) h = add_hash(h, &outcome.norm, sizeof outcome.norm) + (uint64_t)outcome.step;
+    while (amp_step_result_next(m->optimizer, &outcome)) h = add_hash(h, &outcome.norm, sizeof outcome.norm) + (uint64_t)outcome.step;
     return add_hash(h, &m->loss, sizeof m->loss);
 }
 
@@ -582,7 +582,7 @@ TEST(bad_input) {
     d = good;
     CHECK_ERR(amp_verify(other, &d, &r), AMP_ERR_STATE);
     CHECK(strstr(amp_last_error(), "the optimizer belongs to another context") != NULL);
-    CHECK_OK(amp_scaler_check(a_model.scaler, amp_optimizer_set(own), AMP_CHECK_READ));
+    CHECK_OK(amp_scaler_check(a_model.scaler, amp_optimizer_grad_set(own), AMP_CHECK_READ));
     REFUSED(d.allowance = 1, AMP_ERR_STATE);
     CHECK_OK(amp_scaler_update(a_model.scaler));
     CHECK_EQ(r.n_rows, 77);

@@ -244,7 +244,7 @@ static const amp_backend *counting_backend(int host_visible) {
     table.memory = count_memory;
     table.event_record = count_record; table.event_done = count_done; table.event_sync = count_sync;
     table.event_create = count_create; table.event_destroy = count_destroy;
-    table.range_push = count_push; table.range_pop = count_pop;
+    table.profile_push = count_push; table.profile_pop = count_pop;
     memset(&asked, 0, sizeof asked);
     return &table;
 }
@@ -513,10 +513,10 @@ TEST(ranges) {
     amp_desc d;
     amp_context *amp;
     if (!training_begin(&t, counting_backend(1), NULL, NULL, NULL)) return;
-    amp_range_push(t.amp, "a");
-    amp_range_push(t.amp, "b");
-    amp_range_pop(t.amp);
-    amp_range_pop(t.amp);
+    amp_profile_push(t.amp, "a");
+    amp_profile_push(t.amp, "b");
+    amp_profile_pop(t.amp);
+    amp_profile_pop(t.amp);
     CHECK(strcmp(asked.names, "a b ") == 0 && asked.pops == 2);
     asked.names[0] = 0;
     CHECK_OK(amp_monitor_phase(t.monitor, AMP_PHASE_DATA));
@@ -532,11 +532,11 @@ TEST(ranges) {
     CHECK_EQ(asked.depth, 0);
     memset(&d, 0, sizeof d);
     CHECK_OK(amp_open(&amp, &d));
-    amp_range_push(amp, "a");
-    amp_range_pop(amp);
-    amp_range_push(NULL, "a");
-    amp_range_push(amp, NULL);
-    amp_range_pop(NULL);
+    amp_profile_push(amp, "a");
+    amp_profile_pop(amp);
+    amp_profile_push(NULL, "a");
+    amp_profile_push(amp, NULL);
+    amp_profile_pop(NULL);
     amp_close(amp);
 }
 
@@ -563,13 +563,13 @@ static amp_state *state_without(const amp_state *from, const char *leave) {
 TEST(tracker) {
     static const int bad[12] = {0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0}, expected[12] = {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 1};
     training t;
-    amp_outcome o;
+    amp_step_result o;
     amp_state *state, *old;
     int i, n = 0, without;
     if (!training_begin(&t, NULL, a_scaler(3), NULL, NULL)) return;
     for (i = 0; i < 10; i++) {
         training_grad(&t, bad[i] ? infinite() : 1);
-        while (amp_outcome_next(t.optimizer, &o)) { CHECK_EQ(o.growth_tracker, expected[n]); CHECK_EQ(o.applied, !bad[n]); n++; }
+        while (amp_step_result_next(t.optimizer, &o)) { CHECK_EQ(o.growth_tracker, expected[n]); CHECK_EQ(o.applied, !bad[n]); n++; }
     }
     CHECK_EQ(n, 8);
     CHECK_OK(amp_state_create(&state, NULL));
@@ -580,8 +580,8 @@ TEST(tracker) {
         CHECK_OK(amp_optimizer_load(t.optimizer, without ? old : state, "o"));
         CHECK_OK(amp_scaler_load(t.scaler, state, "s"));
         for (i = 10, n = 8; i < 12; i++) training_grad(&t, bad[i] ? infinite() : 1);
-        CHECK_OK(amp_outcome_flush(t.optimizer));
-        while (amp_outcome_next(t.optimizer, &o)) {
+        CHECK_OK(amp_step_result_flush(t.optimizer));
+        while (amp_step_result_next(t.optimizer, &o)) {
             CHECK_EQ(o.growth_tracker, without && n < 10 ? 0 : expected[n]);
             CHECK_EQ(o.step, n + 1);
             n++;
@@ -593,8 +593,8 @@ TEST(tracker) {
     training_end(&t);
     if (!training_begin(&t, NULL, NULL, NULL, NULL)) return;
     training_grad(&t, 1);
-    CHECK_OK(amp_outcome_flush(t.optimizer));
-    CHECK(amp_outcome_next(t.optimizer, &o) && o.growth_tracker == 0 && o.scale == 1);
+    CHECK_OK(amp_step_result_flush(t.optimizer));
+    CHECK(amp_step_result_next(t.optimizer, &o) && o.growth_tracker == 0 && o.scale == 1);
     training_end(&t);
 }
 
@@ -646,12 +646,12 @@ TEST(records) {
         for (i = 0, n = 0; i < 10; i++) {
             timed_step(&t, 1, i == 5 ? infinite() : 2, 10 - i);
             while (amp_monitor_next(t.monitor, &r)) {
-                const amp_outcome *o = &r.outcome;
+                const amp_step_result *o = &r.outcome;
                 CHECK_EQ(o->step, n + 1);
                 CHECK(r.epoch == 0 && r.loss == 10 - n && r.tokens == 60 && r.dtype == AMP_F16);
                 CHECK(o->applied == (n != 5) && o->growth_tracker == (n < 4 ? n : n == 5 ? 1 : n == 4 ? 0 : n - 6));
                 CHECK(o->scale == (n < 4 ? 1024 : n < 6 ? 2048 : 1024));
-                CHECK(r.trouble == AMP_TROUBLE_NONE && r.action == AMP_NAN_DEFAULT);
+                CHECK(r.anomaly == AMP_ANOMALY_NONE && r.action == AMP_NAN_DEFAULT);
                 CHECK_EQ(r.has_memory, n % 3 == 2);
                 CHECK(!r.has_memory || (r.memory.allocated > 0 && (r.memory.reserved > 0) == host_visible && r.memory.peak > 0));
                 CHECK(r.phase_seconds[AMP_PHASE_DATA] == 1.0 / 64 && r.phase_seconds[AMP_PHASE_FORWARD] == 2.0 / 64);
@@ -679,7 +679,7 @@ TEST(records) {
             CHECK(json_double(line, "scale") == (i < 4 ? 1024 : i < 6 ? 2048 : 1024));
             CHECK(json_double(line, "tracker") == (i < 4 ? i : i == 5 ? 1 : i == 4 ? 0 : i - 6));
             CHECK((json_at(line, "allocated") != NULL) == (i % 3 == 2) && (json_at(line, "peak") != NULL) == (i % 3 == 2));
-            CHECK((json_at(line, "reserved") != NULL) == (i % 3 == 2) && !json_at(line, "trouble"));
+            CHECK((json_at(line, "reserved") != NULL) == (i % 3 == 2) && !json_at(line, "anomaly"));
             CHECK(json_is(line, "tokens_per_s", "256") && json_is(line, "seconds", "0.234375") && json_is(line, "data_s", "0.015625") &&
                   json_is(line, "forward_s", "0.03125") && json_is(line, "backward_s", "0.0625") && json_is(line, "optimizer_s", "0.125"));
         }
@@ -696,7 +696,7 @@ TEST(phases_add_up) {
     int i;
     memset(&od, 0, sizeof od);
     od.accumulation = 3;
-    od.outcome_lag = AMP_LAG_NONE;
+    od.result_lag = AMP_LAG_NONE;
     if (!training_begin(&t, NULL, NULL, &od, NULL)) return;
     timed_step(&t, 3, 1, 1);
     CHECK(amp_monitor_next(t.monitor, &r) == 1 && r.outcome.step == 1 && r.tokens == 180);
@@ -737,7 +737,7 @@ TEST(intervals) {
         t.monitor = NULL;
         CHECK_EQ(disk_lines(), k == 0 ? 4 : 2);
         CHECK(json_is(disk_line(1 - k), "step", "7") && json_is(disk_line(2 - k), "step", "9"));
-        CHECK(json_is(disk_line(2 - k), "loss", "null") && json_is(disk_line(2 - k), "trouble", "loss"));
+        CHECK(json_is(disk_line(2 - k), "loss", "null") && json_is(disk_line(2 - k), "anomaly", "loss"));
         if (k == 0) CHECK(json_is(disk_line(0), "step", "5") && !json_at(disk_line(0), "loss") && json_is(disk_line(3), "step", "10"));
         training_end(&t);
     }
@@ -788,7 +788,7 @@ TEST(nobody_takes_records) {
         training t;
         amp_step_record r = no_record;
         memset(&od, 0, sizeof od);
-        od.outcome_lag = 63;
+        od.result_lag = 63;
         if (!training_begin(&t, counting_backend(0), NULL, &od, &d)) return;
         for (i = 0; i < 300; i++) {
             asked.cold = cold && i >= 50;               /* by then the ring of moments has turned */
@@ -853,7 +853,7 @@ TEST(settings_reach_it) {
 
 /* ---- Trouble */
 
-TEST(trouble) {
+TEST(anomaly) {
     amp_scaler_desc frozen, floor;
     amp_optimizer_desc apply;
     amp_monitor_desc d;
@@ -861,7 +861,7 @@ TEST(trouble) {
     training t;
     int kind, action, i;
     memset(&apply, 0, sizeof apply);
-    apply.outcome_lag = AMP_LAG_NONE;
+    apply.result_lag = AMP_LAG_NONE;
     apply.apply_nonfinite = 1;
     frozen = *a_scaler(10);
     frozen.frozen = 1;
@@ -869,8 +869,8 @@ TEST(trouble) {
     floor.min_scale = 1024;
     for (action = AMP_NAN_DEFAULT; action <= AMP_NAN_RECOVER; action++)
         for (kind = 0; kind < 6; kind++) {              /* loss; no scaler; the same applied; frozen; floor; skips */
-            static const amp_trouble expected[] = {AMP_TROUBLE_LOSS, AMP_TROUBLE_GRADIENTS, AMP_TROUBLE_GRADIENTS, AMP_TROUBLE_GRADIENTS,
-                                                   AMP_TROUBLE_FLOOR, AMP_TROUBLE_SKIPS};
+            static const amp_anomaly expected[] = {AMP_ANOMALY_LOSS, AMP_ANOMALY_GRADIENTS, AMP_ANOMALY_GRADIENTS, AMP_ANOMALY_GRADIENTS,
+                                                   AMP_ANOMALY_FLOOR, AMP_ANOMALY_SKIPS};
             static const char *const names[] = {"loss", "gradients", "gradients", "gradients", "floor", "skips"};
             const amp_scaler_desc *scaler = kind == 1 || kind == 2 ? NULL : kind == 3 ? &frozen : kind == 4 ? &floor : a_scaler(10);
             d = a_monitor(AMP_INTERVAL_OFF);
@@ -880,18 +880,18 @@ TEST(trouble) {
             if (!training_begin(&t, NULL, scaler, &apply, &d)) return;
             training_grad(&t, 1);
             CHECK_OK(training_info(&t, 1, 1));
-            CHECK(amp_monitor_next(t.monitor, &r) && r.trouble == AMP_TROUBLE_NONE);
+            CHECK(amp_monitor_next(t.monitor, &r) && r.anomaly == AMP_ANOMALY_NONE);
             for (i = 0; i < (kind == 5 ? 3 : 1); i++) {
                 training_grad(&t, kind == 0 ? 1 : infinite());
                 CHECK_OK(training_info(&t, kind == 0 ? infinite64() : 1, 1));
                 CHECK(amp_monitor_next(t.monitor, &r));
-                if (kind == 5) CHECK_EQ(r.trouble, i < 2 ? AMP_TROUBLE_NONE : AMP_TROUBLE_SKIPS);
+                if (kind == 5) CHECK_EQ(r.anomaly, i < 2 ? AMP_ANOMALY_NONE : AMP_ANOMALY_SKIPS);
             }
-            CHECK_EQ(r.trouble, expected[kind]);
+            CHECK_EQ(r.anomaly, expected[kind]);
             CHECK_EQ(r.action, action == AMP_NAN_DEFAULT ? (int)AMP_NAN_SKIP : action);
             CHECK_EQ(r.outcome.applied, kind == 0 || kind == 2);
             CHECK_EQ(logs_of(1212), 1);
-            CHECK(json_is(disk_line(disk_lines() - 1), "trouble", names[kind]));
+            CHECK(json_is(disk_line(disk_lines() - 1), "anomaly", names[kind]));
             CHECK((json_at(disk_line(disk_lines() - 1), "first_bad") != NULL) == (kind != 0));
             training_end(&t);
         }
@@ -947,7 +947,7 @@ TEST(epochs) {
         }
         pass(1000);                                     /* validation */
         CHECK_OK(amp_monitor_epoch(t.monitor, &e));
-        CHECK(e.epoch == 3 + epoch && e.steps == 5 && e.skipped == (epoch == 1) && e.troubles == (epoch == 0));
+        CHECK(e.epoch == 3 + epoch && e.steps == 5 && e.skipped == (epoch == 1) && e.anomalies == (epoch == 0));
         CHECK(fabs(e.loss - (epoch == 0 ? 7.0 / 4 : epoch + 2)) < 1e-15);
         CHECK(e.mixed == (epoch < 2) && e.dtype == (epoch < 2 ? AMP_F16 : AMP_F32));
         CHECK(e.phase_seconds[AMP_PHASE_DATA] == (epoch < 2 ? 5 : 10) / 64.0 && e.phase_seconds[AMP_PHASE_OPTIMIZER] == 40 / 64.0);
@@ -962,7 +962,7 @@ TEST(epochs) {
         n = (size_t)disk_lines() - 1;
         CHECK(json_is(disk_line((int)n), "event", "epoch") && json_double(disk_line((int)n), "epoch") == 3 + epoch);
         CHECK(json_is(disk_line((int)n), "steps", "5") && json_is(disk_line((int)n), "skipped", epoch == 1 ? "1" : "0"));
-        CHECK(json_is(disk_line((int)n), "troubles", epoch == 0 ? "1" : "0") && json_is(disk_line((int)n), "dtype", epoch < 2 ? "fp16" : "fp32"));
+        CHECK(json_is(disk_line((int)n), "anomalies", epoch == 0 ? "1" : "0") && json_is(disk_line((int)n), "dtype", epoch < 2 ? "fp16" : "fp32"));
         CHECK(json_double(disk_line((int)n), "seconds") == (epoch < 2 ? 75 : 114) / 64.0);
         CHECK(json_at(disk_line((int)n), "peak") && json_at(disk_line((int)n), "loss") && json_at(disk_line((int)n), "forward_s"));
         CHECK_EQ(sys.syncs, epoch + 1);
@@ -1416,7 +1416,7 @@ int main(int argc, char **argv) {
     RUN(steady_state);
     RUN(nobody_takes_records);
     RUN(settings_reach_it);
-    RUN(trouble);
+    RUN(anomaly);
     RUN(memory_warning);
     RUN(epochs);
     RUN(epoch_without_loss);

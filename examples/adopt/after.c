@@ -172,13 +172,13 @@ static double seconds(void) {
 int main(int argc, char **argv) {
     int seed = argc > 1 ? atoi(argv[1]) : 1, steps = argc > 2 ? atoi(argv[2]) : 200, step, at, right = 0;
     double loss = 0, began;
-    amp_scaler *scaler; amp_set *set; amp_found found;
+    amp_scaler *scaler; amp_grad_set *set; amp_grad_stats found;
     amp_desc desc = {0};
-    amp_set_desc ranges = {.ranges = &(amp_range){"gradients", gradients, PARAMETERS, AMP_F32}, .n_ranges = 1};
+    amp_grad_set_desc ranges = {.ranges = &(amp_range){"gradients", gradients, PARAMETERS, AMP_F32}, .n_ranges = 1};
     check(amp_dtype_parse(argc > 3 ? argv[3] : "auto", &desc.dtype));
     check(amp_open(&amp, &desc));
     check(amp_scaler_create(amp, &scaler, NULL));
-    check(amp_set_create(amp, &set, &ranges));
+    check(amp_grad_set_create(amp, &set, &ranges));
     random_state = 12345;                               /* every seed has the same data */
     draw_all(train_x, train_y, TRAIN);
     draw_all(test_x, test_y, TEST);
@@ -193,7 +193,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < BATCH * CLASSES; i++) gradient[LAYERS][i] *= scale;
         backward();
         check(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE));
-        check(amp_set_found(set, &found));
+        check(amp_grad_set_stats(set, &found));
         if (!found.found_inf) adamw(1e-3f);
         check(amp_scaler_update(scaler));
         if (step % 50 == 0) printf("step %d: loss %.4f\n", step, loss);

@@ -95,7 +95,7 @@ static void with_tensor(bench *b, const amp_mask *mask, int cleared, double *get
     *all = seconds_now() - start;
     bench_need(amp_mask_cache_info(b->amp, &info), "amp_mask_cache_info");
     *bytes = info.bytes;
-    amp_mask_put(b->amp, &view);
+    amp_mask_release(b->amp, &view);
 }
 
 static void measure(bench *b, int kind) {

@@ -57,7 +57,7 @@ static void set_weights(run *r) {
             if (p->weight.ndim == 2) w[k] = ((float)(state >> 40) / 16777216.0f - 0.5f) * 0.0693f;
             else w[k] = is_scale ? 1.0f : 0.0f;
         }
-        amp_param_touch(p);
+        amp_param_changed(p);
     }
 }
 
@@ -97,7 +97,7 @@ static amp_result step(run *r, int64_t number, double at[PARTS]) {
     amp_result result;
     TRY(amp_autocast_begin(r->amp, NULL));
     result = gpt_forward(&r->gpt, tokens, r->batch, r->seq);
-    if (result == AMP_OK) result = gpt_loss(&r->gpt, tokens + 1, 1, amp_scaler_seed(r->scaler));
+    if (result == AMP_OK) result = gpt_loss(&r->gpt, tokens + 1, 1, amp_scaler_scale_ptr(r->scaler));
     amp_autocast_end(r->amp);
     TRY(result);
     forward = seconds_now();

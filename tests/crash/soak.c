@@ -339,7 +339,7 @@ static void soak_step(session *s, fault kind) {
     r->step++;
     note_loss(r, loss);
     if (take_records(r, &s->bar) != AMP_OK) failed("records: %s", example_error());
-    if (r->trouble[0] != 0) failed("%s", r->trouble);
+    if (r->anomaly[0] != 0) failed("%s", r->anomaly);
 }
 
 /* Files of a save that was cut short. */

@@ -535,7 +535,7 @@ CUDA_TEST(weights_are_cast_once) {
     step();
     step();
     CHECK(coc_kernel_launches("ampc_cast_kernel") == 1 && coc_count().blas_matmuls == 6);
-    amp_param_touch(&w);
+    amp_param_changed(&w);
     step();
     CHECK_EQ(coc_kernel_launches("ampc_cast_kernel"), 2);
     amp_param_forget(amp, &w, 1);

@@ -81,7 +81,7 @@ struct gpt_training {
     amp_result forward() {
         const int32_t *inputs = (const int32_t *)ids;
         TRY(gpt_forward(&model, inputs, BATCH, SEQ));
-        return gpt_loss(&model, inputs + ROWS, 1, scaler ? amp_scaler_seed(scaler) : NULL);
+        return gpt_loss(&model, inputs + ROWS, 1, scaler ? amp_scaler_scale_ptr(scaler) : NULL);
     }
     amp_result forward_backward() {
         amp_autocast_desc region = {};

@@ -816,7 +816,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
         k.sum = c.sum;
         k.smoothing = c.smoothing;
         k.factor = 0.5f;
-        k.seed = c.seeded ? s.put(seed) : NULL;
+        k.grad_scale = c.seeded ? s.put(seed) : NULL;
         k.loss = (float *)s.room(4);
         k.losses = c.losses ? (float *)s.room((size_t)rows * 4) : NULL;
         k.bad_label = s.put(std::vector<int32_t>(1, 0));
@@ -950,7 +950,7 @@ static void mse(const cuda_shape &shape, const dtypes &t, int sum) {
         k.n = count_of(s, shape);
         k.sum = sum;
         k.factor = 0.25f;
-        k.seed = sum ? s.put(std::vector<float>(1, 512)) : NULL;
+        k.grad_scale = sum ? s.put(std::vector<float>(1, 512)) : NULL;
         k.loss = (float *)s.room(4);
         ok(s.backend->mse(s.dev, &k, NULL));
         s.get(out, k.loss, 4);
@@ -1203,8 +1203,8 @@ CUDA_TEST(casts_far_away) {
     }
 }
 
-static amp_k_found a_found() {
-    amp_k_found f = {};
+static amp_k_grad_stats a_found() {
+    amp_k_grad_stats f = {};
     f.first_bad = -1;
     f.multiplier = 0.37f;
     f.factor = 0.126f;
@@ -1230,7 +1230,7 @@ static void check_far(amp_dtype dtype, int64_t offset, int bad) {
         rows[1].grad_dtype = dtype;
         rows[1].count = count_of(s, shape);
         rows[1].live = 1;
-        amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+        amp_k_grad_stats *found = s.put(std::vector<amp_k_grad_stats>(1, a_found()));
         amp_k_check k = {s.put(rows), 2, &found->factor, found};
         ok(s.backend->check(s.dev, &k, NULL));
         get_at(s, out, rows[1].grad, shape, dtype);
@@ -1262,7 +1262,7 @@ CUDA_TEST(scale_far_away) {
                 row.grad_dtype = dtype;
                 row.count = count_of(s, shape);
                 row.live = 1;
-                amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+                amp_k_grad_stats *found = s.put(std::vector<amp_k_grad_stats>(1, a_found()));
                 amp_k_scale_ranges k = {s.put(std::vector<amp_k_tensor>(1, row)), 1, &found->factor};
                 ok(s.backend->scale_ranges(s.dev, &k, NULL));
                 get_at(s, out, row.grad, shape, dtype);
@@ -1288,7 +1288,7 @@ static void optimizer_far(const cuda_shape &shape, int adamw, amp_master_kind ki
     for (double x : values_of(w, AMP_BF16)) wide += cuda_stored(std::vector<float>(1, (float)x), AMP_F32);
     last_blocks last(one_chunk_each(3), 8);
     cuda_once_on_both([&](cuda_side &s, std::string *out) {
-        amp_k_found *found = s.put(std::vector<amp_k_found>(1, a_found()));
+        amp_k_grad_stats *found = s.put(std::vector<amp_k_grad_stats>(1, a_found()));
         bool stand_in = kind == AMP_MASTER_STOCHASTIC && !s.gpu;
         amp_k_tensor row = {};
         row.weight = put_at(s, w, shape, AMP_BF16);

@@ -174,9 +174,9 @@ TEST(several_contexts) {
         cudaPointerAttributes where;
         CHECK_EQ(cudaPointerGetAttributes(&where, on_b), cudaSuccess);
         CHECK_EQ(where.device, 1);
-        amp_place place = AMP_PLACE_UNKNOWN;
-        CHECK(b.b->place(b.dev, on_c, &place) == AMP_OK && place == AMP_PLACE_DEVICE);
-        CHECK(b.b->place(b.dev, on_a, &place) == AMP_OK && place == AMP_PLACE_OTHER_DEVICE);
+        amp_memory_kind place = AMP_MEMORY_UNKNOWN;
+        CHECK(b.b->memory_kind(b.dev, on_c, &place) == AMP_OK && place == AMP_MEMORY_DEVICE);
+        CHECK(b.b->memory_kind(b.dev, on_a, &place) == AMP_OK && place == AMP_MEMORY_OTHER_DEVICE);
         b.down(&y, on_b);
         CHECK(y == x);
         CHECK_EQ(cudaGetDevice(&current), cudaSuccess);
@@ -573,8 +573,8 @@ static void compare_rows(const std::vector<row_spec> &specs, const std::vector<r
     }
 }
 
-static amp_k_found a_found() {
-    amp_k_found f;
+static amp_k_grad_stats a_found() {
+    amp_k_grad_stats f;
     memset(&f, 0, sizeof f);
     f.first_bad = -1;
     f.multiplier = 0.37f;
@@ -587,7 +587,7 @@ static amp_k_found a_found() {
 }
 
 /* kind 0: AdamW, 1: SGD with momentum, 2: plain SGD, 3: scale_ranges */
-static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n, const amp_k_found *found, int variant) {
+static amp_result update(side *s, int kind, const amp_k_tensor *table, int64_t n, const amp_k_grad_stats *found, int variant) {
     if (kind == 0) {
         amp_k_adamw a = {table, n, found, 0.9, 0.999, 1e-8, 7, variant & 1, 0};
         return s->b->adamw(s->dev, &a, NULL);
@@ -604,14 +604,14 @@ static void update_both(int kind, int variant, int skip, const std::vector<row_s
     static const int moments[] = {2, 1, 0, 0};
     int rows = (int)specs.size();
     std::vector<row_data> before = fill_rows(specs, 0.5f), results[2] = {before, before};
-    amp_k_found found = a_found();
+    amp_k_grad_stats found = a_found();
     found.skip = skip;
     if (variant == 3) found.step = 1;
     for (int s = 0; s < 2; s++) {
         side x(s ? amp_cuda() : amp_cpu());
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, moments[kind]);
         amp_k_tensor *on = x.up(table);
-        amp_k_found *f = (amp_k_found *)x.up(&found, sizeof found);
+        amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&found, sizeof found);
         CHECK_EQ(update(&x, kind, on, rows, f, variant), AMP_OK);
         bring_rows(&x, table, &results[s]);
     }
@@ -635,7 +635,7 @@ TEST(adamw_bits) {
 /* 1 - lr decay where rounding the product or not decides between two fp32 numbers. */
 TEST(adamw_decay_rounds_twice) {
     coc_reset();
-    amp_k_found found = a_found();
+    amp_k_grad_stats found = a_found();
     double decay = 0;
     found.lr = 0.7;
     for (int k = 1; k < 20000 && decay == 0; k += 2) {
@@ -661,7 +661,7 @@ TEST(adamw_decay_rounds_twice) {
         row.weight_decay = decay;
         row.live = 1;
         const amp_k_tensor *table = (const amp_k_tensor *)x.up(&row, sizeof row);
-        amp_k_found *f = (amp_k_found *)x.up(&found, sizeof found);
+        amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&found, sizeof found);
         CHECK_EQ(update(&x, 0, table, 1, f, 0), AMP_OK);
         w[s] = x.one<float>(row.weight);
     }
@@ -679,7 +679,7 @@ TEST(sgd_bits) {
 /* Without decay nothing is added to the gradient: 0 times an infinite weight would be NaN. */
 TEST(sgd_without_decay_leaves_infinity) {
     coc_reset();
-    amp_k_found found = a_found();
+    amp_k_grad_stats found = a_found();
     for (int s = 0; s < 2; s++) {
         side x(s ? amp_cuda() : amp_cpu());
         std::vector<float> infinite(11, HUGE_VALF), zero(11, 0.0f);
@@ -691,7 +691,7 @@ TEST(sgd_without_decay_leaves_infinity) {
         row.lr_scale = 1;
         row.live = 1;
         const amp_k_tensor *table = (const amp_k_tensor *)x.up(&row, sizeof row);
-        amp_k_found *f = (amp_k_found *)x.up(&found, sizeof found);
+        amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&found, sizeof found);
         CHECK_EQ(update(&x, 2, table, 1, f, 0), AMP_OK);
         CHECK(x.one<float>(row.weight) == HUGE_VALF);
     }
@@ -717,7 +717,7 @@ static void check_both(int rows, int multiply, int bad) {
     for (size_t i = 0; i < specs.size(); i++)
         if (i % 5 == 4) specs[i].grad = AMP_F64;
     std::vector<row_data> before = fill_rows(specs, 1.0f), results[2] = {before, before};
-    amp_k_found found[2];
+    amp_k_grad_stats found[2];
     int64_t total = 0, first = -1;
     for (size_t i = 0; i < specs.size(); i++) {
         size_t size = amp_dtype_size(specs[i].grad);
@@ -736,14 +736,14 @@ static void check_both(int rows, int multiply, int bad) {
         side x(s ? amp_cuda() : amp_cpu());
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, 0);
         amp_k_tensor *on = x.up(table);
-        amp_k_found start = a_found();
+        amp_k_grad_stats start = a_found();
         start.sum_sq = 1.0;
-        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start);
+        amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&start, sizeof start);
         amp_k_check k = {on, rows, multiply ? &f->factor : NULL, f};
         if (s) coc_reset_counts();
         CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
         if (s && CUDA_IS_MODEL) CHECK(coc_count().launches <= 2);
-        found[s] = x.one<amp_k_found>(f);
+        found[s] = x.one<amp_k_grad_stats>(f);
         bring_rows(&x, table, &results[s]);
     }
     if (bad == 1) for (int s = 0; s < 2; s++) found[s].sum_sq = 0;      /* inf or NaN: which of them is not promised */
@@ -772,8 +772,8 @@ TEST(rules) {
     coc_reset();
     side cuda(amp_cuda());
     amp_k_scaler scaler;
-    amp_k_found found = a_found();
-    std::vector<amp_k_outcome> ring(AMP_OUTCOMES);
+    amp_k_grad_stats found = a_found();
+    std::vector<amp_k_step_result> ring(AMP_OUTCOMES);
     memset(&scaler, 0, sizeof scaler);
     memset((void *)ring.data(), 0, ring.size() * sizeof ring[0]);
     scaler.scale = 65536;
@@ -782,8 +782,8 @@ TEST(rules) {
     found.beta1_power = found.beta2_power = 1;
     found.step = 0;
     amp_k_scaler *d_scaler = (amp_k_scaler *)cuda.up(&scaler, sizeof scaler);
-    amp_k_found *d_found = (amp_k_found *)cuda.up(&found, sizeof found);
-    amp_k_outcome *d_ring = cuda.up(ring);
+    amp_k_grad_stats *d_found = (amp_k_grad_stats *)cuda.up(&found, sizeof found);
+    amp_k_step_result *d_ring = cuda.up(ring);
     for (int step = 0; step < 12; step++)
         for (int kind = AMP_RULE_BEGIN; kind <= AMP_RULE_UPDATE; kind++) {
             amp_k_rule r;
@@ -813,12 +813,12 @@ TEST(rules) {
             r.found = &found;
             r.outcomes = ring.data();
             ampi_rule_run(&r);
-            amp_k_found f = cuda.one<amp_k_found>(d_found);
+            amp_k_grad_stats f = cuda.one<amp_k_grad_stats>(d_found);
             amp_k_scaler s = cuda.one<amp_k_scaler>(d_scaler);
             CHECK(memcmp(&f, &found, sizeof f) == 0);
             CHECK(memcmp(&s, &scaler, sizeof s) == 0);
         }
-    std::vector<amp_k_outcome> got(AMP_OUTCOMES);
+    std::vector<amp_k_step_result> got(AMP_OUTCOMES);
     cuda.down(&got, d_ring);
     CHECK(memcmp(got.data(), ring.data(), got.size() * sizeof got[0]) == 0);
     CHECK(found.skips == 2 && found.step == 10);
@@ -1024,8 +1024,8 @@ TEST(orders) {
         std::vector<row_data> after = before;
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, 2);
         amp_k_tensor *on = x.up(table);
-        amp_k_found start = a_found();
-        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start);
+        amp_k_grad_stats start = a_found();
+        amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&start, sizeof start);
         amp_k_check k = {on, 25, &f->factor, f};
         std::vector<float> sums(72);
         amp_k_column_sum c;
@@ -1041,7 +1041,7 @@ TEST(orders) {
         CHECK_EQ(x.b->column_sum(x.dev, &c, NULL), AMP_OK);
         bring_rows(&x, table, &after);
         x.down(&sums, c.out);
-        start = x.one<amp_k_found>(f);
+        start = x.one<amp_k_grad_stats>(f);
         results->append((const char *)&start, sizeof start);
         results->append((const char *)sums.data(), sums.size() * 4);
         for (row_data &d : after) {
@@ -1057,19 +1057,19 @@ TEST(orders) {
 TEST(grids) {
     std::vector<row_spec> specs = many_rows(25);
     std::vector<row_data> before = fill_rows(specs, 0.5f);
-    amp_k_found found[2];
+    amp_k_grad_stats found[2];
     for (int i = 0; i < 2; i++) {
         coc_reset();
         coc_set_devices(1, (size_t)1 << 30, i ? 132 : 1);
         side x(amp_cuda());
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, 2);
         amp_k_tensor *on = x.up(table);
-        amp_k_found start = a_found();
-        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start);
+        amp_k_grad_stats start = a_found();
+        amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&start, sizeof start);
         amp_k_check k = {on, 25, NULL, f};
         CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
         CHECK_EQ(update(&x, 0, on, 25, f, 0), AMP_OK);
-        found[i] = x.one<amp_k_found>(f);
+        found[i] = x.one<amp_k_grad_stats>(f);
     }
     CHECK(memcmp(&found[0], &found[1], sizeof found[0]) == 0);
     CHECK_EQ(coc_faults(), 0);
@@ -1085,13 +1085,13 @@ TEST(graph_replays) {
     coc_reset();
     std::vector<row_spec> specs = many_rows(12);
     std::vector<row_data> before = fill_rows(specs, 0.5f), results[2] = {before, before};
-    amp_k_found found[2];
+    amp_k_grad_stats found[2];
     for (int graphed = 0; graphed < 2; graphed++) {
         side x(amp_cuda());
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, 2);
         amp_k_tensor *on = x.up(table);
-        amp_k_found start = a_found();
-        amp_k_found *f = (amp_k_found *)x.up(&start, sizeof start), *other = (amp_k_found *)x.up(&start, sizeof start);
+        amp_k_grad_stats start = a_found();
+        amp_k_grad_stats *f = (amp_k_grad_stats *)x.up(&start, sizeof start), *other = (amp_k_grad_stats *)x.up(&start, sizeof start);
         void *graph = NULL, *stream = NULL;
         CHECK_EQ(x.b->stream_create(x.dev, &stream), AMP_OK);
         CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
@@ -1118,7 +1118,7 @@ TEST(graph_replays) {
             CHECK_EQ(x.b->check(x.dev, &k2, NULL), AMP_OK);
             CHECK_EQ(x.b->stream_sync(x.dev, stream), AMP_OK);
         }
-        found[graphed] = x.one<amp_k_found>(f);
+        found[graphed] = x.one<amp_k_grad_stats>(f);
         bring_rows(&x, table, &results[graphed]);
         if (graphed) {
             coc_reset_counts();
@@ -1140,17 +1140,17 @@ TEST(host_captures) {
     coc_reset();
     std::vector<row_spec> specs = many_rows(5);
     std::vector<row_data> before = fill_rows(specs, 0.5f);
-    amp_k_found start = a_found(), eager;
+    amp_k_grad_stats start = a_found(), eager;
     cudaGraphExec_t execs[5] = {};
     cudaStream_t stream = NULL;
     CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
     {
         side x(amp_cuda());
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, 0);
-        amp_k_check k = {x.up(table), 5, NULL, (amp_k_found *)x.up(&start, sizeof start)};
+        amp_k_check k = {x.up(table), 5, NULL, (amp_k_grad_stats *)x.up(&start, sizeof start)};
         amp_memory_info info[5];
         CHECK_EQ(x.b->check(x.dev, &k, NULL), AMP_OK);
-        eager = x.one<amp_k_found>(k.found);
+        eager = x.one<amp_k_grad_stats>(k.found);
         for (int i = 0; i < 5; i++) {
             cudaGraph_t graph = NULL;
             CHECK_EQ(x.b->copy(x.dev, k.found, &start, sizeof start, AMP_COPY_TO_DEVICE, NULL), AMP_OK);
@@ -1167,7 +1167,7 @@ TEST(host_captures) {
             CHECK_EQ(x.b->copy(x.dev, k.found, &start, sizeof start, AMP_COPY_TO_DEVICE, stream), AMP_OK);
             CHECK_EQ(cudaGraphLaunch(execs[i], stream), cudaSuccess);
             CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-            CHECK(x.one<amp_k_found>(k.found).sum_sq == 2 * eager.sum_sq);
+            CHECK(x.one<amp_k_grad_stats>(k.found).sum_sq == 2 * eager.sum_sq);
         }
         CHECK_EQ(info[1].reserved - info[0].reserved, 512 * 16);       /* the first lives: more memory */
         if (CUDA_IS_MODEL) CHECK_EQ(info[4].reserved, info[1].reserved);
@@ -1192,7 +1192,7 @@ TEST(graph_outlives_its_stream) {
     coc_reset();
     std::vector<row_spec> specs = many_rows(3);
     std::vector<row_data> before = fill_rows(specs, 0.5f);
-    amp_k_found start = a_found();
+    amp_k_grad_stats start = a_found();
     amp_device_memory memory;
     memset(&memory, 0, sizeof memory);
     memory.alloc = plain_memory;
@@ -1202,7 +1202,7 @@ TEST(graph_outlives_its_stream) {
     {
         side x(amp_cuda(), 0, NULL, &memory);
         std::vector<amp_k_tensor> table = table_of(&x, specs, before, 0);
-        amp_k_check k = {x.up(table), 3, NULL, (amp_k_found *)x.up(&start, sizeof start)};
+        amp_k_check k = {x.up(table), 3, NULL, (amp_k_grad_stats *)x.up(&start, sizeof start)};
         CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
         CHECK_EQ(x.b->stream_create(x.dev, &stream), AMP_OK);
         CHECK_EQ(x.b->graph_begin(x.dev, stream), AMP_OK);
@@ -1244,7 +1244,7 @@ struct session {
     const amp_backend *b = amp_cuda();
 
     amp_result kernels(int captured) {
-        amp_k_found *f = (amp_k_found *)a;
+        amp_k_grad_stats *f = (amp_k_grad_stats *)a;
         const amp_k_tensor *t = (const amp_k_tensor *)table;
         amp_k_column_sum sum = {{(char *)a + 16384, AMP_F32, 0, 300, 8, 8}, (char *)a + 4096, AMP_F32, 0};
         amp_k_adamw adamw = {t, 1, f, 0.9, 0.999, 1e-8, 0, 0, 0};
@@ -1514,7 +1514,7 @@ struct training {
 TEST(steady_step) {
     NEEDS_FMA();
     training runs[2];
-    std::vector<amp_outcome> outcomes[2];
+    std::vector<amp_step_result> outcomes[2];
     std::vector<bytes> weights[2];
     coc_reset();
     coc_set_patience(0);
@@ -1522,7 +1522,7 @@ TEST(steady_step) {
         training &t = runs[r];
         t.open(r ? amp_cuda() : amp_cpu());
         for (int i = 0; i < 12; i++) {
-            amp_outcome o;
+            amp_step_result o;
             if (i == 3) coc_reset_counts();
             if (CUDA_IS_MODEL && i == 8 && r) {             /* the five clean steps 3 to 7 */
                 coc_counts c = coc_count();
@@ -1533,11 +1533,11 @@ TEST(steady_step) {
                 CHECK_EQ(c.copies, 5);          /* outcomes */
             }
             t.step(i == 9);
-            while (amp_outcome_next(t.optimizer, &o)) outcomes[r].push_back(o);
+            while (amp_step_result_next(t.optimizer, &o)) outcomes[r].push_back(o);
         }
         CHECK_EQ((int)outcomes[r].size(), 10);  /* the last two are not due */
-        CHECK_OK(amp_outcome_flush(t.optimizer));
-        for (amp_outcome o; amp_outcome_next(t.optimizer, &o);) outcomes[r].push_back(o);
+        CHECK_OK(amp_step_result_flush(t.optimizer));
+        for (amp_step_result o; amp_step_result_next(t.optimizer, &o);) outcomes[r].push_back(o);
         for (amp_param &p : t.params) {
             bytes w((size_t)amp_tensor_count(&p.weight) * amp_dtype_size(p.weight.dtype));
             CHECK_OK(amp_copy(t.amp, w.data(), p.weight.data, (int64_t)w.size(), AMP_COPY_TO_HOST));
@@ -1547,7 +1547,7 @@ TEST(steady_step) {
     }
     CHECK(outcomes[0].size() == 12 && outcomes[1].size() == 12);
     for (size_t i = 0; i < outcomes[0].size() && i < outcomes[1].size(); i++) {
-        const amp_outcome &a = outcomes[0][i], &b = outcomes[1][i];
+        const amp_step_result &a = outcomes[0][i], &b = outcomes[1][i];
         CHECK(a.step == b.step && a.applied == b.applied && a.scale == b.scale && a.lr == b.lr);
         CHECK(a.total_skips == b.total_skips && a.applied_steps == b.applied_steps);
         CHECK((a.first_bad == NULL) == (b.first_bad == NULL) && (a.first_bad == NULL || strcmp(a.first_bad, b.first_bad) == 0));

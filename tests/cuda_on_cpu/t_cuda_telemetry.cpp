@@ -176,16 +176,16 @@ TEST(ranges) {
     coc_reset();
 #if defined(AMP_NVTX)
     CHECK_EQ(b->open(&dev, cuda_host(), &d), AMP_OK);
-    b->range_push(dev, "step");
-    b->range_push(dev, "forward");
-    b->range_pop(dev);
-    b->range_pop(dev);
-    b->range_pop(dev);                      /* one too many does no harm */
+    b->profile_push(dev, "step");
+    b->profile_push(dev, "forward");
+    b->profile_pop(dev);
+    b->profile_pop(dev);
+    b->profile_pop(dev);                      /* one too many does no harm */
     b->close(dev);
     CHECK_MSG(coc_ranges() == "step{forward{}}", "%s", coc_ranges().c_str());
 #else
     (void)dev; (void)d;
-    CHECK(b->range_push == NULL && b->range_pop == NULL);
+    CHECK(b->profile_push == NULL && b->profile_pop == NULL);
 #endif
     coc_reset();
 }

@@ -212,7 +212,7 @@ struct network {
     }
     amp_result compute() {
         amp_autocast_desc region = {};
-        loss.seed = amp_scaler_seed(scaler);
+        loss.grad_scale = amp_scaler_scale_ptr(scaler);
         TRY(amp_autocast_begin(amp, &region));
         amp_result result = forward();
         amp_result ended = amp_autocast_end(amp);
@@ -244,9 +244,9 @@ struct network {
         TRY(amp_recompute_end(amp));
         return result;
     }
-    amp_result step(std::vector<amp_outcome> *outcomes) {
+    amp_result step(std::vector<amp_step_result> *outcomes) {
         TRY(amp_step(optimizer, scaler));
-        for (amp_outcome o; amp_outcome_next(optimizer, &o);) outcomes->push_back(o);
+        for (amp_step_result o; amp_step_result_next(optimizer, &o);) outcomes->push_back(o);
         return AMP_OK;
     }
 
@@ -505,10 +505,10 @@ static int cpu_has_fma() {
     return amp_machine_probe(&machine) == AMP_OK && machine.cpu.path >= AMP_CPU_AVX2;
 }
 
-static void compare_outcomes(const std::vector<amp_outcome> &cpu, const std::vector<amp_outcome> &gpu) {
+static void compare_outcomes(const std::vector<amp_step_result> &cpu, const std::vector<amp_step_result> &gpu) {
     CHECK_EQ(gpu.size(), cpu.size());
     for (size_t i = 0; i < gpu.size() && i < cpu.size(); i++) {
-        const amp_outcome &a = cpu[i], &b = gpu[i];
+        const amp_step_result &a = cpu[i], &b = gpu[i];
         CHECK(a.step == b.step && a.applied == b.applied && a.scale == b.scale && a.lr == b.lr && a.total_skips == b.total_skips);
         CHECK((a.first_bad == NULL) == (b.first_bad == NULL) && (a.first_bad == NULL || strcmp(a.first_bad, b.first_bad) == 0));
         /* sums in fp64, rounded once; the coefficient is a quotient of it */
@@ -519,7 +519,7 @@ static void compare_outcomes(const std::vector<amp_outcome> &cpu, const std::vec
 /* The GPU gets the CPU's gradients before each step, so that the next one starts from the same weights. */
 static void same_numbers(amp_level level) {
     network cpu, gpu;
-    std::vector<amp_outcome> outcomes[2];
+    std::vector<amp_step_result> outcomes[2];
     double first = 0, last = 0;
     CHECK_OK(cpu.open(settings(amp_cpu(), level), AMP_NO_WORKERS));
     CHECK_OK(gpu.open(settings(amp_cuda(), level), AMP_NO_WORKERS));
@@ -543,10 +543,10 @@ static void same_numbers(amp_level level) {
         CHECK_OK(gpu.step(&outcomes[1]));
         CHECK_MSG(cpu.weights() == gpu.weights(), "weights after step %d", i);
     }
-    CHECK_OK(amp_outcome_flush(cpu.optimizer));
-    CHECK_OK(amp_outcome_flush(gpu.optimizer));
-    for (amp_outcome o; amp_outcome_next(cpu.optimizer, &o);) outcomes[0].push_back(o);
-    for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) outcomes[1].push_back(o);
+    CHECK_OK(amp_step_result_flush(cpu.optimizer));
+    CHECK_OK(amp_step_result_flush(gpu.optimizer));
+    for (amp_step_result o; amp_step_result_next(cpu.optimizer, &o);) outcomes[0].push_back(o);
+    for (amp_step_result o; amp_step_result_next(gpu.optimizer, &o);) outcomes[1].push_back(o);
     compare_outcomes(outcomes[0], outcomes[1]);
     CHECK(outcomes[1].size() == 8 && !outcomes[1][5].applied && strcmp(outcomes[1][5].first_bad, "norm.bias") == 0);
     CHECK_MSG(last < first - 0.2, "the loss went from %g to %g", first, last);
@@ -561,7 +561,7 @@ CUDA_TEST(same_numbers_as_the_cpu) {
 CUDA_TEST(every_order) {
     std::string differs = coc_every_order([](std::string *results) {
         network gpu;
-        std::vector<amp_outcome> outcomes;
+        std::vector<amp_step_result> outcomes;
         CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), 2));
         for (int i = 0; i < 6; i++) {
             CHECK_OK(gpu.forward_backward());
@@ -570,7 +570,7 @@ CUDA_TEST(every_order) {
             CHECK_OK(gpu.step(&outcomes));
         }
         results->append(gpu.weights());
-        for (const amp_outcome &o : outcomes) {
+        for (const amp_step_result &o : outcomes) {
             results->append((const char *)&o.norm, sizeof o.norm);
             results->append((const char *)&o.scale, sizeof o.scale);
         }
@@ -583,7 +583,7 @@ CUDA_TEST(recomputing_has_the_same_bits) {
         std::string results[2];
         for (int again = 0; again < 2; again++) {
             network gpu;
-            std::vector<amp_outcome> outcomes;
+            std::vector<amp_step_result> outcomes;
             CHECK_OK(gpu.open(settings(amp_cuda(), level), AMP_NO_WORKERS));
             gpu.recompute = again;
             for (int i = 0; i < 4; i++) {
@@ -602,7 +602,7 @@ CUDA_TEST(recomputing_has_the_same_bits) {
 CUDA_TEST(steady_step_does_not_wait) {
     for (int workers : {AMP_NO_WORKERS, 2}) {
         network gpu;
-        std::vector<amp_outcome> outcomes;
+        std::vector<amp_step_result> outcomes;
         CHECK_OK(gpu.open(settings(amp_cuda(), workers == 2 ? AMP_LEVEL_O1 : AMP_LEVEL_O2), workers));
         coc_set_patience(0);
         for (int i = 0; i < 12; i++) {
@@ -628,7 +628,7 @@ CUDA_TEST(late_step_waits_for_two_before) {
     std::vector<double> losses;
     for (int late = 0; late < 2; late++) {
         network gpu;
-        std::vector<amp_outcome> outcomes;
+        std::vector<amp_step_result> outcomes;
         CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS));
         coc_set_schedule(COC_LATE);
         coc_set_hidden(!late);
@@ -725,13 +725,13 @@ CUDA_TEST(records_are_the_cpus) {
         const amp_step_record &a = side[0].records[n], &b = side[1].records[n];
         CHECK(a.outcome.step == b.outcome.step && a.outcome.applied == b.outcome.applied && a.outcome.applied == (n != 4));
         CHECK(a.outcome.scale == b.outcome.scale && a.outcome.growth_tracker == b.outcome.growth_tracker && a.outcome.lr == b.outcome.lr);
-        CHECK(a.dtype == b.dtype && a.trouble == b.trouble && a.has_memory == b.has_memory && a.has_memory == (n % 4 == 3));
+        CHECK(a.dtype == b.dtype && a.anomaly == b.anomaly && a.has_memory == b.has_memory && a.has_memory == (n % 4 == 3));
         CHECK(b.phase_seconds[AMP_PHASE_FORWARD] > 0 && b.phase_seconds[AMP_PHASE_OPTIMIZER] > 0 && b.phase_seconds[AMP_PHASE_OTHER] < b.seconds / 10);
         if (CUDA_IS_MODEL && n > 1) CHECK_MSG(fabs(b.seconds / side[1].records[1].seconds - 1) < 1e-3, "%g s", b.seconds);     /* the same work */
         if (b.has_memory) CHECK(b.memory.allocated > 0 && b.memory.reserved >= b.memory.allocated && b.memory.device_total > 0);
     }
     for (size_t n = 0; n < 10; n++)
-        for (const char *key : {"event", "step", "epoch", "scale", "tracker", "skipped", "skips", "troubles", "dtype", "lr", "first_bad"})
+        for (const char *key : {"event", "step", "epoch", "scale", "tracker", "skipped", "skips", "anomalies", "dtype", "lr", "first_bad"})
             CHECK_MSG(field(side[0].lines()[n], key) == field(side[1].lines()[n], key), "%s: %s and %s", key, side[0].lines()[n].c_str(),
                       side[1].lines()[n].c_str());
     CHECK(field(side[1].lines()[4], "first_bad") == "\"head.weight\"" && field(side[1].lines()[9], "event") == "\"epoch\"");
@@ -937,7 +937,7 @@ CUDA_TEST(two_devices) {
     if (gpus_here() < 2) SKIP("needs two GPUs");
     std::string weights[2];
     network gpus[2];
-    std::vector<amp_outcome> outcomes[2];
+    std::vector<amp_step_result> outcomes[2];
     int current = -1;
     for (int i = 0; i < 2; i++) {
         amp_desc d = settings(amp_cuda(), AMP_LEVEL_O2);
@@ -976,7 +976,7 @@ CUDA_TEST(stream_and_memory_of_the_host) {
     for (int own = 0; own < 2; own++) {
         cudaStream_t stream = NULL;
         amp_desc d = settings(amp_cuda(), AMP_LEVEL_O2);
-        std::vector<amp_outcome> outcomes;
+        std::vector<amp_step_result> outcomes;
         d.device = pool_device;
         CHECK(cudaSetDevice(pool_device) == cudaSuccess && cudaStreamCreate(&stream) == cudaSuccess && cudaSetDevice(0) == cudaSuccess);
         if (own) {
@@ -1023,7 +1023,7 @@ struct run_result {
 static run_result small_run() {
     run_result r = {AMP_OK, "", 0, 0, 0};
     network gpu;
-    std::vector<amp_outcome> outcomes;
+    std::vector<amp_step_result> outcomes;
     r.result = gpu.open(settings(amp_cuda(), AMP_LEVEL_O2), AMP_NO_WORKERS);
     for (int i = 0; i < 3 && r.result == AMP_OK; i++) {
         r.result = gpu.forward_backward();
@@ -1067,7 +1067,7 @@ static const char *const failing[] = {
     "cudaMalloc", "cudaHostAlloc", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaEventCreateWithFlags", "cudaEventRecord",
     "cudaStreamWaitEvent", "cudaEventQuery", "cudaEventSynchronize", "cudaLaunchKernel", "cudaStreamSynchronize"};
 
-/* Every call of every function, failing once: the error comes back with its name and the call's (amp_outcome_next says
+/* Every call of every function, failing once: the error comes back with its name and the call's (amp_step_result_next says
    no more than that there is no outcome), and nothing is lost. */
 CUDA_TEST(every_call_may_fail) {
     small_machine machine;
@@ -1144,7 +1144,7 @@ enum { GRAPH_STEPS = 20, GRAPH_BAD_STEP = 9 };
 static std::string graph_run(amp_level level, int accumulation, bool captured, int steps = GRAPH_STEPS) {
     network gpu;
     std::string result;
-    std::vector<amp_outcome> outcomes;
+    std::vector<amp_step_result> outcomes;
     amp_graph *graph = NULL;
     const int64_t OTHER_BYTES = HIDDEN * CHANNELS * 2;
     void *others[4];
@@ -1168,7 +1168,7 @@ static std::string graph_run(amp_level level, int accumulation, bool captured, i
             const void *value = narrow ? (const void *)(poison ? &bad : &good) : (const void *)(poison ? &bad_wide : &good_wide);
             CHECK_OK(amp_copy(gpu.amp, head.data, value, narrow ? 2 : 4, AMP_COPY_TO_DEVICE));
             CHECK_OK(amp_sync(gpu.amp));
-            amp_param_touch(&gpu.params[HEAD_WEIGHT]);
+            amp_param_changed(&gpu.params[HEAD_WEIGHT]);
         }
         CHECK_OK(gpu.next_copied());        /* the micro-batches of a step are the same here */
         if (i == 1) CHECK_OK(gpu.evaluate());           /* leaves casts that are valid, which the graph must not rely on */
@@ -1186,16 +1186,16 @@ static std::string graph_run(amp_level level, int accumulation, bool captured, i
         }
         if (graph != NULL) CHECK_OK(amp_graph_launch(graph));
         else micro_batches();
-        for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) outcomes.push_back(o);
+        for (amp_step_result o; amp_step_result_next(gpu.optimizer, &o);) outcomes.push_back(o);
         result += gpu.bytes(gpu.loss.loss, 4);
     }
     for (void *p : others) CHECK(gpu.bytes(p, (size_t)OTHER_BYTES) == std::string((size_t)OTHER_BYTES, 0x5a));
-    CHECK_OK(amp_outcome_flush(gpu.optimizer));
-    for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) outcomes.push_back(o);
+    CHECK_OK(amp_step_result_flush(gpu.optimizer));
+    for (amp_step_result o; amp_step_result_next(gpu.optimizer, &o);) outcomes.push_back(o);
     int skipped = 0, grown = 0;
     CHECK_EQ(outcomes.size(), steps);
     for (size_t i = 0; i < outcomes.size(); i++) {
-        const amp_outcome &o = outcomes[i];
+        const amp_step_result &o = outcomes[i];
         skipped += !o.applied;
         grown += i > 0 && o.scale > outcomes[i - 1].scale;
         CHECK(o.step == (int64_t)i + 1);
@@ -1243,7 +1243,7 @@ CUDA_TEST(graph_launch_is_cheap) {
         }
         if (i == 1) CHECK_OK(amp_graph_end(gpu.amp, &graph));
         if (i >= 1) CHECK_OK(amp_graph_launch(graph));
-        for (amp_outcome o; amp_outcome_next(gpu.optimizer, &o);) {}
+        for (amp_step_result o; amp_step_result_next(gpu.optimizer, &o);) {}
         if (i == 3) coc_reset_counts();
     }
     coc_set_patience(1);
@@ -1263,7 +1263,7 @@ static bool says(const char *text) { return strstr(amp_last_error(), text) != NU
 CUDA_TEST(graph_refusals) {
     network gpu, plain;
     amp_graph *graph = NULL;
-    std::vector<amp_outcome> outcomes;
+    std::vector<amp_step_result> outcomes;
     auto step = [&](network *n) {
         CHECK_OK(n->compute());
         CHECK_OK(amp_step(n->optimizer, n->scaler));
@@ -1287,7 +1287,7 @@ CUDA_TEST(graph_refusals) {
     amp_k_scaler scaler;
     CHECK_ERR(amp_scaler_get(gpu.scaler, &scaler), AMP_ERR_STATE);
     step(&gpu);
-    CHECK_ERR(amp_outcome_flush(gpu.optimizer), AMP_ERR_STATE);
+    CHECK_ERR(amp_step_result_flush(gpu.optimizer), AMP_ERR_STATE);
     CHECK_OK(gpu.compute());                                    /* a backward without its step */
     CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
     CHECK(graph == NULL && says("whole steps"));
@@ -1336,8 +1336,8 @@ CUDA_TEST(graph_refusals) {
     float one = 4096, *g = NULL;
     void *room = NULL;
     amp_range range;
-    amp_set_desc desc;
-    amp_set *set = NULL;
+    amp_grad_set_desc desc;
+    amp_grad_set *set = NULL;
     CHECK_OK(amp_alloc(gpu.amp, &room, sizeof one));
     g = (float *)room;
     CHECK_OK(amp_copy(gpu.amp, g, &one, sizeof one, AMP_COPY_TO_DEVICE));
@@ -1346,17 +1346,17 @@ CUDA_TEST(graph_refusals) {
     memset((void *)&desc, 0, sizeof desc);
     range.data = g; range.count = 1; range.dtype = AMP_F32;
     desc.ranges = &range; desc.n_ranges = 1;
-    CHECK_OK(amp_set_create(gpu.amp, &set, &desc));
+    CHECK_OK(amp_grad_set_create(gpu.amp, &set, &desc));
     CHECK_OK(amp_graph_begin(gpu.amp));
     CHECK_OK(amp_scaler_check(gpu.scaler, set, AMP_CHECK_UNSCALE));
     CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
     CHECK(graph == NULL && says("amp_scaler_update"));
     CHECK_ERR(amp_scaler_update(gpu.scaler), AMP_ERR_NO_CHECK); /* nothing was done */
-    amp_set *gone = NULL;                                       /* and a set that is gone before the end */
-    CHECK_OK(amp_set_create(gpu.amp, &gone, &desc));
+    amp_grad_set *gone = NULL;                                       /* and a set that is gone before the end */
+    CHECK_OK(amp_grad_set_create(gpu.amp, &gone, &desc));
     CHECK_OK(amp_graph_begin(gpu.amp));
     CHECK_OK(amp_scaler_check(gpu.scaler, gone, AMP_CHECK_UNSCALE));
-    amp_set_destroy(gone);
+    amp_grad_set_destroy(gone);
     (void)amp_graph_end(gpu.amp, &graph);
     amp_graph_destroy(graph);
     CHECK_OK(amp_graph_begin(gpu.amp));
@@ -1375,7 +1375,7 @@ CUDA_TEST(graph_refusals) {
     CHECK_OK(amp_sync(gpu.amp));
     CHECK(one == 64);
     amp_graph_destroy(graph);
-    amp_set_destroy(set);
+    amp_grad_set_destroy(set);
     amp_free(gpu.amp, room);
 
     amp_context *cpu = NULL;
@@ -1438,7 +1438,7 @@ struct guarded {
         for (int k = from; k < to; k++) {
             if (k == bad) {
                 CHECK_OK(amp_fill(n.amp, n.params[HEAD_WEIGHT].weight.data, 0xff, 64));
-                amp_param_touch(&n.params[HEAD_WEIGHT]);
+                amp_param_changed(&n.params[HEAD_WEIGHT]);
                 bad = -1;
             }
             step(k);
@@ -1462,7 +1462,7 @@ CUDA_TEST(recovers_with_graphs) {
     w.open(true);
     w.train(0, 18, 12);
     CHECK_EQ(w.events.size(), 1);
-    CHECK(w.events[0].action == AMP_RECOVERY_RESTORED && w.events[0].cure == AMP_CURE_DTYPE && w.events[0].dtype == AMP_BF16);
+    CHECK(w.events[0].action == AMP_RECOVERY_RESTORED && w.events[0].mitigation == AMP_MITIGATE_DTYPE && w.events[0].dtype == AMP_BF16);
     CHECK_MSG(w.events[0].step == 11, "%s", w.events[0].text);
     twin.open(false);
     twin.train(0, 11, -1);
@@ -1486,7 +1486,7 @@ static int verify_whole_step(void *user, amp_context *) {
 
 static std::string train_and_verify(bool verify, bool whole) {
     network gpu;
-    std::vector<amp_outcome> outcomes;
+    std::vector<amp_step_result> outcomes;
     std::string all;
     CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
     CHECK_OK(gpu.for_graphs(0.1f));
@@ -1514,7 +1514,7 @@ static std::string train_and_verify(bool verify, bool whole) {
         CHECK_OK(gpu.step(&outcomes));
         all += gpu.weights();
     }
-    for (const amp_outcome &o : outcomes) {
+    for (const amp_step_result &o : outcomes) {
         all.append((const char *)&o.norm, sizeof o.norm);
         all.append((const char *)&o.step, sizeof o.step);
     }
@@ -1530,9 +1530,9 @@ CUDA_TEST(verified_training_goes_on) {
 static std::string launch_and_verify(bool verify) {
     network gpu;
     amp_graph *graph = NULL;
-    amp_numerics *m = NULL;
-    amp_numerics_desc nd = {};
-    amp_numerics_report looked;
+    amp_tensor_stats *m = NULL;
+    amp_tensor_stats_desc nd = {};
+    amp_tensor_stats_report looked;
     amp_verify_desc d = {};
     amp_verify_report r = {};
     std::string all;
@@ -1546,11 +1546,11 @@ static std::string launch_and_verify(bool verify) {
     d.optimizer = gpu.optimizer;
     d.scaler = gpu.scaler;
     nd.params = gpu.params; nd.n_params = PARAMS;
-    CHECK_OK(amp_numerics_create(gpu.amp, &m, &nd));
+    CHECK_OK(amp_tensor_stats_create(gpu.amp, &m, &nd));
     CHECK_OK(amp_graph_begin(gpu.amp));
     CHECK_EQ(verify_whole_step(&gpu, NULL), AMP_OK);
     CHECK_ERR(amp_verify(gpu.amp, &d, &r), AMP_ERR_STATE);
-    CHECK_ERR(amp_numerics_step(m, &looked), AMP_ERR_STATE);
+    CHECK_ERR(amp_tensor_stats_step(m, &looked), AMP_ERR_STATE);
     CHECK_OK(amp_graph_end(gpu.amp, &graph));
     for (int i = 0; i < 4; i++) {
         CHECK_OK(gpu.next_copied());
@@ -1558,7 +1558,7 @@ static std::string launch_and_verify(bool verify) {
         CHECK_OK(amp_graph_launch(graph));
         all += gpu.weights();
     }
-    amp_numerics_destroy(m);
+    amp_tensor_stats_destroy(m);
     amp_graph_destroy(graph);
     return all;
 }
@@ -1566,27 +1566,27 @@ CUDA_TEST(verify_beside_a_graph) { CHECK(launch_and_verify(true) == launch_and_v
 
 CUDA_TEST(numerics_of_the_device) {
     network gpu;
-    amp_numerics *m = NULL;
-    amp_numerics_desc d = {};
-    amp_numerics_report r;
+    amp_tensor_stats *m = NULL;
+    amp_tensor_stats_desc d = {};
+    amp_tensor_stats_report r;
     CHECK_OK(gpu.open(settings(amp_cuda(), AMP_LEVEL_O1), AMP_NO_WORKERS));
     CHECK_OK(gpu.forward_backward());
     d.params = gpu.params; d.n_params = PARAMS;
     d.scaler = gpu.scaler;
-    CHECK_OK(amp_numerics_create(gpu.amp, &m, &d));
-    CHECK_OK(amp_numerics_step(m, &r));
-    CHECK(r.due && r.n_rows == 2 * PARAMS && r.remedy == AMP_REMEDY_NONE && r.first_bad == NULL);
+    CHECK_OK(amp_tensor_stats_create(gpu.amp, &m, &d));
+    CHECK_OK(amp_tensor_stats_step(m, &r));
+    CHECK(r.due && r.n_rows == 2 * PARAMS && r.recommendation == AMP_RECOMMEND_NONE && r.first_bad == NULL);
     for (int p = 0; p < PARAMS && p < r.n_rows; p++) {
         double largest = 0;
         for (double x : gpu.values(gpu.params[p].grad)) largest = std::max(largest, fabs(x));
         CHECK_MSG((double)r.rows[p].largest == largest && largest > 0, "%s: %g, %g", r.rows[p].name, (double)r.rows[p].largest, largest);
     }
     CHECK_OK(amp_fill(gpu.amp, gpu.params[HIDDEN_BIAS].grad.data, 0xff, 4));
-    for (int i = 0; i < 99; i++) CHECK_OK(amp_numerics_step(m, &r));
+    for (int i = 0; i < 99; i++) CHECK_OK(amp_tensor_stats_step(m, &r));
     CHECK(r.first_bad == NULL && !r.due);
-    CHECK_OK(amp_numerics_step(m, &r));
+    CHECK_OK(amp_tensor_stats_step(m, &r));
     CHECK(r.due && r.first_bad != NULL && strcmp(r.first_bad, "hidden.bias") == 0 && r.rows[HIDDEN_BIAS].nan == 1);
-    amp_numerics_destroy(m);
+    amp_tensor_stats_destroy(m);
 }
 
 CUDA_TEST(placement) {

@@ -130,12 +130,12 @@ static void state_make_objects(void) {
 
 /* A few steps from whatever was loaded. */
 static void state_go_on(int kind) {
-    amp_outcome outcome;
+    amp_step_result outcome;
     amp_batch batch;
     for (int i = 0; i < 5 && kind < 2; i++) {
         for (int k = 0; k < 2; k++) { (void)amp_param_accumulate(&objects.params[k]); objects.grad[i] = objects.grad16[i % 4] = (float)i; }
         fuzz_told(amp_step(objects.optimizer, objects.scaler));
-        while (amp_outcome_next(objects.optimizer, &outcome)) CLAIM(outcome.first_bad == NULL || strlen(outcome.first_bad) == 1);
+        while (amp_step_result_next(objects.optimizer, &outcome)) CLAIM(outcome.first_bad == NULL || strlen(outcome.first_bad) == 1);
     }
     if (kind == 2) fuzz_told(amp_loader_next(objects.loader, &batch));
 }

@@ -317,7 +317,7 @@ double step_bytes(const optimizer_layout &p) {
            2 * moment * ((p.m ? 1 : 0) + (p.v ? 1 : 0));
 }
 
-struct parameter_table { const amp_k_tensor *rows; int64_t count; amp_k_found *found; float *factors; amp_k_inspected *inspected; };
+struct parameter_table { const amp_k_tensor *rows; int64_t count; amp_k_grad_stats *found; float *factors; amp_k_inspected *inspected; };
 amp_k_tensor put_parameter(const optimizer_layout &layout, int64_t n) {
     amp_k_tensor t = {};
     int64_t moment_bytes = n * (int64_t)amp_dtype_size(layout.moments);
@@ -332,7 +332,7 @@ amp_k_tensor put_parameter(const optimizer_layout &layout, int64_t n) {
 }
 parameter_table put_parameters(const optimizer_layout &layout) {
     std::vector<amp_k_tensor> rows;
-    std::vector<amp_k_found> found(1, amp_k_found());
+    std::vector<amp_k_grad_stats> found(1, amp_k_grad_stats());
     for (int64_t n : parameter_sizes()) rows.push_back(put_parameter(layout, n));
     found[0].multiplier = found[0].factor = found[0].clip_coef = 1;
     found[0].attempts = found[0].step = 1, found[0].first_bad = -1;

@@ -805,7 +805,7 @@ class AutocastProgram:
         self.line(t, f"l {c} {slot} {f32_bits(number):08x} {shared}", f"{canonical32(y):08x} {NAMES[y.dtype]}")
 
     def change(self, t):
-        """Another weight: a step's, or by hand and amp_param_touch.  Backwards of the old one are over."""
+        """Another weight: a step's, or by hand and amp_param_changed.  Backwards of the old one are over."""
         c, number = self.rng.below(self.contexts), 1.0 + self.rng.below(1 << 20) * 2.0 ** -20
         self.slots = {k: v for k, v in self.slots.items() if v[2] is not self.weights[c]}
         with torch.no_grad():

@@ -66,8 +66,8 @@ def main():
         open(valid, "w", encoding="utf-8").writelines(lines[:50] + ["good\tThe film was SUPERB, d\u00e9j\u00e0 vu\u2026 and so on and on and on and on!\n"])
         names = ["good", "bad"] if lines[0].startswith("good") else ["bad", "good"]
         model, info = hf.BertForSequenceClassification.from_pretrained(ours, output_loading_info=True, dtype=torch.float32)
-        trouble = {k: v for k, v in info.items() if v}
-        check("transformers opens the saved model completely", not trouble, str(trouble) if trouble else "")
+        anomaly = {k: v for k, v in info.items() if v}
+        check("transformers opens the saved model completely", not anomaly, str(anomaly) if anomaly else "")
         check("the labels' names are in config.json", [model.config.id2label[i] for i in range(2)] == names)
         records = classify(os.path.join(folder, "again"), "--init", os.path.join(ours, "model.safetensors"), "--data", data,
                            "--valid", valid, "--epochs", "0")

@@ -79,8 +79,8 @@ def same_logits(what, got, exact):
 def opened(folder):
     """The model that transformers opens in the folder, which must fit it completely."""
     model, info = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
-    trouble = {k: v for k, v in info.items() if v and not (k == "missing_keys" and set(v) == {"lm_head.weight"})}
-    check(f"transformers opens {os.path.basename(folder)} completely", not trouble, str(trouble) if trouble else "")
+    anomaly = {k: v for k, v in info.items() if v and not (k == "missing_keys" and set(v) == {"lm_head.weight"})}
+    check(f"transformers opens {os.path.basename(folder)} completely", not anomaly, str(anomaly) if anomaly else "")
     return model.eval()
 
 

@@ -1,6 +1,6 @@
-/* How values fit a format: counts against a plain loop, the remedies at their thresholds, bad input.
+/* How values fit a format: counts against a plain loop, the recommendations at their thresholds, bad input.
  *
- *     gcc -O2 tests/t_numerics.c -o t_numerics -lm -lpthread && ./t_numerics      (from the project root) */
+ *     gcc -O2 tests/t_tensor_stats.c -o t_tensor_stats -lm -lpthread && ./t_tensor_stats      (from the project root) */
 #define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
@@ -253,10 +253,10 @@ static void put(int t, int first, int n, float gradient, float scale) {
 
 /* One look at the parameters, and at ranges if there are any. */
 static char worst[64], bad[64];
-static amp_numerics_report look(amp_context *amp, amp_scaler *scaler, amp_dtype format, const amp_range *ranges, int64_t n) {
-    amp_numerics_report report;
-    amp_numerics_desc d;
-    amp_numerics *m = NULL;
+static amp_tensor_stats_report look(amp_context *amp, amp_scaler *scaler, amp_dtype format, const amp_range *ranges, int64_t n) {
+    amp_tensor_stats_report report;
+    amp_tensor_stats_desc d;
+    amp_tensor_stats *m = NULL;
     memset(&d, 0, sizeof d);
     memset(&report, 0, sizeof report);
     d.params = params;
@@ -265,15 +265,15 @@ static amp_numerics_report look(amp_context *amp, amp_scaler *scaler, amp_dtype 
     d.n_ranges = n;
     d.scaler = scaler;
     d.dtype = format;
-    CHECK_OK(amp_numerics_create(amp, &m, &d));
-    CHECK_OK(amp_numerics_step(m, &report));
+    CHECK_OK(amp_tensor_stats_create(amp, &m, &d));
+    CHECK_OK(amp_tensor_stats_step(m, &report));
     CHECK(report.due == 1 && report.step == 1 && report.n_rows == 2 * TENSORS + n);
     if (report.worst != NULL) snprintf(worst, sizeof worst, "%s", report.worst);      /* names of ranges go with the object */
     if (report.worst != NULL) report.worst = worst;
     if (report.first_bad != NULL) snprintf(bad, sizeof bad, "%s", report.first_bad);
     if (report.first_bad != NULL) report.first_bad = bad;
     report.rows = NULL;
-    amp_numerics_destroy(m);
+    amp_tensor_stats_destroy(m);
     return report;
 }
 
@@ -287,21 +287,21 @@ static amp_scaler *make_scaler(amp_context *amp, float scale) {
 }
 
 /* tensor NULL: nobody. */
-static int about(const amp_numerics_report *r, const char *tensor) {
+static int about(const amp_tensor_stats_report *r, const char *tensor) {
     return tensor == NULL || r->worst == NULL ? tensor == NULL && r->worst == NULL : strcmp(r->worst, tensor) == 0;
 }
 #define CHECK_REMEDY(r, what, tensor, scale) do { \
-    CHECK_MSG((r).remedy == (what), "remedy %d: %s", (int)(r).remedy, (r).text); \
+    CHECK_MSG((r).recommendation == (what), "recommendation %d: %s", (int)(r).recommendation, (r).text); \
     CHECK_MSG(about(&(r), tensor), "%s", (r).text); \
     CHECK_MSG((double)(r).wanted_scale == (double)(scale), "wanted %g: %s", (double)(r).wanted_scale, (r).text); } while (0)
 
 TEST(nothing_to_mend) {
     amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1024);
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     fill_params(0.01f, 1024);
     r = look(amp, s, AMP_DTYPE_DEFAULT, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_NONE, NULL, 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_NONE, NULL, 0);
     CHECK(r.first_bad == NULL);
     amp_scaler_destroy(s);
     amp_close(amp);
@@ -311,20 +311,20 @@ TEST(nothing_to_mend) {
 TEST(lower_the_scale) {
     amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 65536);
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     fill_params(0.01f, 65536);
     grads[2][77] = 65519;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_NONE, NULL, 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_NONE, NULL, 0);
     grads[2][77] = -65520;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOWER_SCALE, "b.0", 8192);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOWER_SCALE, "b.0", 8192);
     grads[2][77] = 16376.0f * 16;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOWER_SCALE, "b.0", 4096);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOWER_SCALE, "b.0", 4096);
     grads[2][77] = 16376.0f * 16 + 1;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOWER_SCALE, "b.0", 2048);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOWER_SCALE, "b.0", 2048);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -333,20 +333,20 @@ TEST(lower_the_scale) {
 TEST(lower_to_the_floor) {
     amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 8);
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     fill_params(0.01f, 8);
     grads[1][0] = 16376.0f * 8;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOWER_SCALE, "a.1", 1);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOWER_SCALE, "a.1", 1);
     grads[1][0] = 16376.0f * 8 + 1;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LAYER_FP32, "a.1", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LAYER_FP32, "a.1", 0);
     CHECK(strstr(r.text, "amp_layer_override(amp, \"a.1\", AMP_F32)") != NULL);
     r = look(amp, NULL, AMP_F16, NULL, 0);          /* without a scaler the scale is 1 */
-    CHECK_REMEDY(r, AMP_REMEDY_LAYER_FP32, "a.1", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LAYER_FP32, "a.1", 0);
     grads[3][0] = 70000 * 8;
     r = look(amp, NULL, AMP_F16, NULL, 0);          /* 2 of 8 are a quarter */
-    CHECK_REMEDY(r, AMP_REMEDY_BF16, "a.1", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_BF16, "a.1", 0);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -355,21 +355,21 @@ TEST(lower_to_the_floor) {
 TEST(raise_the_scale) {
     amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1);
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     fill_params(0.25f, 1);
     put(5, 0, 10, 0x1p-26f, 1);
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_NONE, NULL, 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_NONE, NULL, 0);
     put(5, 0, 11, 0x1p-26f, 1);
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_RAISE_SCALE, "c.1", 32768);
+    CHECK_REMEDY(r, AMP_RECOMMEND_RAISE_SCALE, "c.1", 32768);
     CHECK(strstr(r.text, "amp_scaler_set_scale") != NULL);
     r = look(amp, NULL, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_RAISE_SCALE, "c.1", 32768);
+    CHECK_REMEDY(r, AMP_RECOMMEND_RAISE_SCALE, "c.1", 32768);
     CHECK(strstr(r.text, "train with a loss scaler") != NULL);
     put(5, 0, 11, 0, 1);            /* zeros are no underflow */
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_NONE, NULL, 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_NONE, NULL, 0);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -378,18 +378,18 @@ TEST(raise_the_scale) {
 TEST(room_above) {
     amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1024);
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     fill_params(0.01f, 1024);
     put(0, 0, 20, 0x1p-36f, 1024);
     grads[7][0] = 16376.0f / 2;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_RAISE_SCALE, "a.0", 2048);
+    CHECK_REMEDY(r, AMP_RECOMMEND_RAISE_SCALE, "a.0", 2048);
     grads[7][0] = 16376.0f / 2 + 0.5f;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LAYER_FP32, "a.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LAYER_FP32, "a.0", 0);
     put(1, 0, 20, 0x1p-36f, 1024);
     r = look(amp, s, AMP_F16, NULL, 0);             /* 2 of 8 */
-    CHECK_REMEDY(r, AMP_REMEDY_BF16, "a.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_BF16, "a.0", 0);
     CHECK(strstr(r.text, "bf16 has the range") != NULL);
     amp_scaler_destroy(s);
     amp_close(amp);
@@ -399,19 +399,19 @@ TEST(room_above) {
 TEST(too_wide_a_spread) {
     amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 1024);
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     fill_params(0.01f, 1024);
     put(4, 0, 20, 0x1p-36f, 1024);
     put(4, 500, 1, 100, 1024);
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LAYER_FP32, "c.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LAYER_FP32, "c.0", 0);
     put(4, 0, 20, 0.01f, 1024);
     put(6, 0, 20, 0x1p-36f, 1024);
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_BF16, "c.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_BF16, "c.0", 0);
     params[6].grad_live = 0;        /* not a gradient of this step */
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOWER_SCALE, "c.0", 128);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOWER_SCALE, "c.0", 128);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -419,31 +419,31 @@ TEST(too_wide_a_spread) {
 TEST(infinities_and_nan) {
     amp_context *amp = open_context(AMP_F16);
     amp_scaler *s = make_scaler(amp, 65536);
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     float inf = ampi_f32_of_bits(0x7f800000u), nan = ampi_f32_of_bits(0x7fc00000u);
     fill_params(0.01f, 65536);
     grads[3][5] = -inf;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOWER_SCALE, "b.1", 8192);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOWER_SCALE, "b.1", 8192);
     CHECK(r.first_bad != NULL && strcmp(r.first_bad, "b.1") == 0);
     grads[3][5] = nan;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOWER_SCALE, "b.1", 16384);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOWER_SCALE, "b.1", 16384);
     r = look(amp, s, AMP_BF16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOOK, "b.1", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOOK, "b.1", 0);
     CHECK_OK(amp_scaler_set_scale(s, 2));
     r = look(amp, s, AMP_F16, NULL, 0);             /* a quarter of 2 is below the floor */
-    CHECK_REMEDY(r, AMP_REMEDY_LOOK, "b.1", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOOK, "b.1", 0);
     r = look(amp, NULL, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOOK, "b.1", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOOK, "b.1", 0);
     fill_params(0.01f, 1);
     weights[6][999] = nan;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOOK, "d.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOOK, "d.0", 0);
     CHECK(r.first_bad != NULL && strcmp(r.first_bad, "d.0") == 0);
     weights[6][999] = inf;
     r = look(amp, s, AMP_F16, NULL, 0);
-    CHECK_REMEDY(r, AMP_REMEDY_LOOK, "d.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LOOK, "d.0", 0);
     amp_scaler_destroy(s);
     amp_close(amp);
 }
@@ -454,7 +454,7 @@ TEST(ranges) {
     static uint16_t half[100];
     amp_context *amp = open_context(AMP_F16);
     amp_range ranges[5];
-    amp_numerics_report r;
+    amp_tensor_stats_report r;
     char names[5][16];
     int i, k;
     fill_params(0.01f, 1);
@@ -468,16 +468,16 @@ TEST(ranges) {
     }
     for (k = 0; k < 100; k++) half[k] = 0x3c00;
     r = look(amp, NULL, AMP_F16, ranges, 5);
-    CHECK_REMEDY(r, AMP_REMEDY_NONE, NULL, 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_NONE, NULL, 0);
     h[2][7] = 1e5f;
     r = look(amp, NULL, AMP_F16, ranges, 5);
-    CHECK_REMEDY(r, AMP_REMEDY_LAYER_FP32, "h.2", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LAYER_FP32, "h.2", 0);
     h[1][7] = h[0][3] = h[0][4] = 1e5f;
     r = look(amp, NULL, AMP_F16, ranges, 5);        /* 3 of 13 */
-    CHECK_REMEDY(r, AMP_REMEDY_LAYER_FP32, "h.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_LAYER_FP32, "h.0", 0);
     half[50] = 0xfc00;
     r = look(amp, NULL, AMP_F16, ranges, 5);        /* 4 of 13 */
-    CHECK_REMEDY(r, AMP_REMEDY_BF16, "h.0", 0);
+    CHECK_REMEDY(r, AMP_RECOMMEND_BF16, "h.0", 0);
     CHECK(r.first_bad != NULL && strcmp(r.first_bad, "h.4") == 0);
     amp_close(amp);
 }
@@ -486,9 +486,9 @@ TEST(ranges) {
 
 TEST(interval_and_rows) {
     amp_context *amp = open_context(AMP_BF16);
-    amp_numerics_report r;
-    amp_numerics_desc d;
-    amp_numerics *m = NULL;
+    amp_tensor_stats_report r;
+    amp_tensor_stats_desc d;
+    amp_tensor_stats *m = NULL;
     char text[8000];
     size_t length;
     int i;
@@ -499,10 +499,10 @@ TEST(interval_and_rows) {
     d.params = params;
     d.n_params = TENSORS;
     d.interval = 3;
-    CHECK_OK(amp_numerics_create(amp, &m, &d));
+    CHECK_OK(amp_tensor_stats_create(amp, &m, &d));
     for (i = 1; i <= 7; i++) {
         grads[0][0] = (float)i;
-        CHECK_OK(amp_numerics_step(m, &r));
+        CHECK_OK(amp_tensor_stats_step(m, &r));
         CHECK_EQ(r.step, i);
         CHECK_EQ(r.due, i % 3 == 1);
         CHECK(r.rows[0].largest == (float)((i - 1) / 3 * 3 + 1));
@@ -511,11 +511,11 @@ TEST(interval_and_rows) {
     CHECK(r.rows[0].gradient == 1 && r.rows[6].gradient == 1 && r.rows[7].gradient == 0);
     CHECK(strcmp(r.rows[6].name, "d.0") == 0 && strcmp(r.rows[7].name, "a.0") == 0 && strcmp(r.rows[14].name, "d.1") == 0);
     CHECK(r.rows[0].count == SIZE && r.rows[1].count == 0 && r.rows[14].count == SIZE);
-    length = amp_numerics_text(&r, text, sizeof text);
+    length = amp_tensor_stats_text(&r, text, sizeof text);
     CHECK(length == strlen(text) && strstr(text, "a.0") != NULL && strstr(text, "all tensors fit bf16") != NULL);
-    CHECK(amp_numerics_text(&r, NULL, 0) == length && amp_numerics_text(&r, text, 10) == length && strlen(text) == 9);
-    amp_numerics_destroy(m);
-    amp_numerics_destroy(NULL);
+    CHECK(amp_tensor_stats_text(&r, NULL, 0) == length && amp_tensor_stats_text(&r, text, 10) == length && strlen(text) == 9);
+    amp_tensor_stats_destroy(m);
+    amp_tensor_stats_destroy(NULL);
     amp_close(amp);
 }
 
@@ -523,17 +523,17 @@ TEST(shares) {
     static float x[8] = {0, 0x1p-30f, 0x1p-20f, 1, 40000, 70000, 0, 0};
     amp_context *amp = open_context(AMP_F32);
     amp_range range = {"x", x, 8, AMP_F32};
-    amp_numerics_report r;
-    amp_numerics_desc d;
-    amp_numerics *m = NULL;
+    amp_tensor_stats_report r;
+    amp_tensor_stats_desc d;
+    amp_tensor_stats *m = NULL;
     memset(&d, 0, sizeof d);
     d.ranges = &range;
     d.n_ranges = 1;
-    CHECK_OK(amp_numerics_create(amp, &m, &d));     /* fp32: held against fp16 */
-    CHECK_OK(amp_numerics_step(m, &r));
+    CHECK_OK(amp_tensor_stats_create(amp, &m, &d));     /* fp32: held against fp16 */
+    CHECK_OK(amp_tensor_stats_step(m, &r));
     CHECK(r.rows[0].underflow == 0.2 && r.rows[0].subnormal == 0.2 && r.rows[0].saturation == 0.2 && r.rows[0].overflow == 0.2);
     CHECK(r.rows[0].count == 8 && r.rows[0].largest == 70000);
-    amp_numerics_destroy(m);
+    amp_tensor_stats_destroy(m);
     amp_close(amp);
 }
 
@@ -541,51 +541,51 @@ TEST(bad_input) {
     static float x[4];
     amp_context *amp = open_context(AMP_F16);
     amp_range range = {"x", x, 4, AMP_F32};
-    amp_numerics_desc good, d;
-    amp_numerics *m = NULL;
-    amp_numerics_report r;
+    amp_tensor_stats_desc good, d;
+    amp_tensor_stats *m = NULL;
+    amp_tensor_stats_report r;
     amp_param p;
     memset(&good, 0, sizeof good);
     memset(&p, 0, sizeof p);
     good.ranges = &range;
     good.n_ranges = 1;
-    CHECK_ERR(amp_numerics_create(NULL, &m, &good), AMP_ERR_NULL);
-    CHECK_ERR(amp_numerics_create(amp, NULL, &good), AMP_ERR_NULL);
-    CHECK_ERR(amp_numerics_create(amp, &m, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_numerics_create_v(amp, &m, &good, 1), AMP_ERR_VERSION);
+    CHECK_ERR(amp_tensor_stats_create(NULL, &m, &good), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create(amp, NULL, &good), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, NULL), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create_v(amp, &m, &good, 1), AMP_ERR_VERSION);
     d = good; d.n_ranges = 0;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_NULL);
     d = good; d.ranges = NULL;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_NULL);
     d = good; d.n_ranges = -1;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_RANGE);
     d = good; d.n_params = -1;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_RANGE);
     d = good; d.n_params = 1;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_NULL);
     d.params = &p;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_SHAPE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_SHAPE);
     p.weight = amp_tensor1(x, AMP_F32, 4);
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_NULL);
     d = good; d.interval = -1;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_RANGE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_RANGE);
     CHECK(strstr(amp_last_error(), ".interval = -1") != NULL);
     d = good; d.dtype = AMP_F32;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_DTYPE);
     d.dtype = (amp_dtype)99;
-    CHECK_ERR(amp_numerics_create(amp, &m, &d), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_DTYPE);
     range.dtype = AMP_I32;
-    CHECK_ERR(amp_numerics_create(amp, &m, &good), AMP_ERR_DTYPE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &good), AMP_ERR_DTYPE);
     range.dtype = AMP_F32; range.count = -4;
-    CHECK_ERR(amp_numerics_create(amp, &m, &good), AMP_ERR_RANGE);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &good), AMP_ERR_RANGE);
     range.count = 4; range.data = NULL;
-    CHECK_ERR(amp_numerics_create(amp, &m, &good), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_create(amp, &m, &good), AMP_ERR_NULL);
     CHECK(m == NULL);
-    CHECK_ERR(amp_numerics_step(NULL, &r), AMP_ERR_NULL);
+    CHECK_ERR(amp_tensor_stats_step(NULL, &r), AMP_ERR_NULL);
     range.data = x;
-    CHECK_OK(amp_numerics_create(amp, &m, &good));
-    CHECK_ERR(amp_numerics_step(m, NULL), AMP_ERR_NULL);
-    amp_numerics_destroy(m);
+    CHECK_OK(amp_tensor_stats_create(amp, &m, &good));
+    CHECK_ERR(amp_tensor_stats_step(m, NULL), AMP_ERR_NULL);
+    amp_tensor_stats_destroy(m);
     amp_close(amp);
 }
 
