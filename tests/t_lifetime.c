@@ -108,7 +108,7 @@ static amp_result device_copy(void *dev, void *dst, const void *src, size_t byte
     return failing.copy ? broken("copy") : amp_cpu()->copy(dev, dst, src, bytes, kind, stream);
 }
 VALUE(amp_result, fill, (void *dev, void *dst, int byte, size_t bytes, void *stream), (dev, dst, byte, bytes, stream))
-VALUE(amp_result, place, (void *dev, const void *ptr, amp_memory_kind *out), (dev, ptr, out))
+VALUE(amp_result, memory_kind, (void *dev, const void *ptr, amp_memory_kind *out), (dev, ptr, out))
 VALUE(amp_result, memory, (void *dev, amp_memory_info *out), (dev, out))
 VALUE(amp_result, stream_create, (void *dev, void **stream), (dev, stream))
 NOTHING(stream_destroy, (void *dev, void *stream), (dev, stream))
@@ -145,7 +145,7 @@ static const amp_backend *device(int host_visible) {
     t->host_visible = host_visible;
 #define ENTRY(name) t->name = device_##name;
     ENTRY(open) ENTRY(close) ENTRY(describe) ENTRY(alloc) ENTRY(free) ENTRY(alloc_pinned) ENTRY(free_pinned) ENTRY(copy) ENTRY(fill)
-    ENTRY(place) ENTRY(memory) ENTRY(stream_create) ENTRY(stream_destroy) ENTRY(stream_sync) ENTRY(event_create) ENTRY(event_destroy)
+    ENTRY(memory_kind) ENTRY(memory) ENTRY(stream_create) ENTRY(stream_destroy) ENTRY(stream_sync) ENTRY(event_create) ENTRY(event_destroy)
     ENTRY(event_record) ENTRY(event_wait) ENTRY(event_done) ENTRY(event_sync) ENTRY(event_elapsed) ENTRY(telemetry) ENTRY(trim)
     ENTRY(gemm_pack_size) ENTRY(gemm_pack)
     if (!host_visible) { ENTRY(graph_begin) ENTRY(graph_end) ENTRY(graph_launch) ENTRY(graph_destroy) }
