@@ -3326,6 +3326,18 @@ extern long syscall(long number, ...);      /* unistd.h declares it only where m
 #else
 #  define AMPI_X86 0
 #endif
+/* The bf16 dot product needs a compiler that knows it. */
+#if AMPI_X86 && (defined(__clang__) || __GNUC__ >= 10)
+#  define AMPI_GEMM_BF16 1
+#else
+#  define AMPI_GEMM_BF16 0
+#endif
+/* AMX needs one, and a system that lets a process ask for it. */
+#if AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#  define AMPI_GEMM_AMX 1
+#else
+#  define AMPI_GEMM_AMX 0
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -4059,164 +4071,6 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     if (data != NULL) s.free(s.user, data, bytes + 1);
 }
 
-
-/* ---- Attention on the CPU works on strips of queries times tiles of keys; AMPI_STRIPS strips share one pass over
-   the keys.  A tile of scores is stored with the queries of the strip as lanes: element (key, query) at
-   tile[key * AMPI_STRIP + query]. */
-enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
-
-/* c = scale a b, or with add: c = c rescale + a b.  Element (r, k) of a lies at a[r * a_row + k * a_depth], that of b
-   (k, x) at b[k * ldb + x], that of c (r, x) at c[r * ldc + x]; cols is a multiple of AMPI_STRIP.  Sums run over k in
-   order. */
-typedef struct ampi_product {
-    int64_t rows, cols, depth;
-    const float *a; int64_t a_row, a_depth;
-    const float *b; int64_t ldb;
-    float *c; int64_t ldc;
-    int32_t add;
-    float scale;
-    const float *rescale;           /* [cols]; NULL: 1 */
-} ampi_product;
-
-/* Which rows (keys) of a tile each of its lanes (queries) sees: row r if r < first or low <= r < high, and if the
-   documents are equal, and if allowed. */
-typedef struct ampi_tile_mask {
-    int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
-    const int32_t *documents;       /* of the rows; NULL: all equal */
-    const int32_t *allowed;         /* [rows, AMPI_STRIP]: -1 seen, 0 hidden; NULL: all seen */
-} ampi_tile_mask;
-
-typedef struct ampi_attention_vec {
-    void (*product)(const ampi_product *p);
-    /* The same, and a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN. */
-    void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    /* dst[c * dst_ld + r] = src[r * src_ld + c]; rows a multiple of 16, cols of 4. */
-    void (*transpose)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld, int64_t rows, int64_t cols);
-    void (*round)(float *x, int64_t n, amp_dtype compute);
-    void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
-    /* Scores become exp(score - running maximum), rounded to compute; max, sum and rescale are lanes. */
-    void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
-    /* p = exp(p - lse), ds = p (ds - delta) */
-    void (*slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta);
-    /* lse = max + log(sum), inverse = 1 / sum; -inf and 0 where nothing was seen */
-    void (*finish)(const float *max, const float *sum, float *lse, float *inverse);
-    float (*dot)(const float *a, const float *b, int64_t n);        /* n a multiple of AMPI_STRIP */
-    int32_t (*has_nan)(const float *x, int64_t n);
-    void (*softmax_backward)(const float *y, const float *dy, float scale, float *dx, int64_t n);
-} ampi_attention_vec;
-
-/* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words: one fp32 value, or two bf16 values with
-   consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs
-   of bf16 with the dot product instruction or with AMX; the loops around the tables know nothing but their sizes. */
-
-enum {
-    AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
-    AMPI_GEMM_BUFFER = 256                /* values of a buffer on the stack */
-};
-
-/* The bf16 dot product needs a compiler that knows it. */
-#if AMPI_X86 && (defined(__clang__) || __GNUC__ >= 10)
-#  define AMPI_GEMM_BF16 1
-#else
-#  define AMPI_GEMM_BF16 0
-#endif
-/* AMX needs one, and a system that lets a process ask for it. */
-#if AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
-#  define AMPI_GEMM_AMX 1
-#else
-#  define AMPI_GEMM_AMX 0
-#endif
-
-/* X(0) X(1) .. once for each row of a tile */
-#define AMPI_ROWS_1(X)  X(0)
-#define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
-#define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
-#define AMPI_ROWS_4(X)  AMPI_ROWS_3(X) X(3)
-#define AMPI_ROWS_5(X)  AMPI_ROWS_4(X) X(4)
-#define AMPI_ROWS_6(X)  AMPI_ROWS_5(X) X(5)
-#define AMPI_ROWS_7(X)  AMPI_ROWS_6(X) X(6)
-#define AMPI_ROWS_8(X)  AMPI_ROWS_7(X) X(7)
-#define AMPI_ROWS_9(X)  AMPI_ROWS_8(X) X(8)
-#define AMPI_ROWS_10(X) AMPI_ROWS_9(X) X(9)
-#define AMPI_ROWS_11(X) AMPI_ROWS_10(X) X(10)
-#define AMPI_ROWS_12(X) AMPI_ROWS_11(X) X(11)
-#define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
-#define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
-
-/* A tile of a fixed number of rows. */
-typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                               const float *add, int64_t ldadd, float *c, int64_t ldc);
-
-/* c (`rows` rows, `cols` columns) = add + a b over k words: a[i * lda + p], b[p * ldb + j]; add NULL counts as 0. */
-typedef void (*ampi_gemm_tile)(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                               const float *add, int64_t ldadd, float *c, int64_t ldc);
-
-/* What becomes of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
-typedef struct ampi_gemm_out {
-    float alpha, beta;
-    const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
-    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
-    amp_activation_kind act;
-    void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
-    void *c; amp_dtype c_dtype; int64_t ldc;
-    int past_cache;                     /* 1: c is fp32 in whole cache lines, and is written to memory directly */
-} ampi_gemm_out;
-
-typedef struct ampi_gemm_vec {
-    int32_t rows, cols;                 /* of the largest tile */
-    int32_t unit;                       /* values of k in one word */
-    int32_t block;                      /* words of k multiplied at a time */
-    int32_t band;                       /* rows of A that wait in the second-level cache */
-    int32_t spare;                      /* rows of packed A that a tile may read, and ignore, beyond its own */
-    ampi_gemm_tile multiply;
-    void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
-    /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled with 0. */
-    void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
-    /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the right:
-       panel q at dst + q * stride, in it the word of column j and word row w at w * cols + j. */
-    void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
-                  int64_t k, int64_t n);
-    /* dst[c * ldd + r] = src[r * lds + c], words */
-    void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
-    /* Writes out a tile, to rows `row` on of what `out` names; x is changed.  ld is a whole number of vectors. */
-    void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
-    /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n; and the sum of x[p] row[p]. */
-    void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    float (*dot)(const float *x, const float *row, int64_t k);
-} ampi_gemm_vec;
-/* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
-   stands, and for a sum over the same n elements. */
-typedef struct ampi_multi_vec {
-    /* Sum of squares in fp64; *bad becomes 1 if an element is infinite or NaN; g *= *factor unless that is NULL. */
-    double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
-    void (*scale)(float *g, int64_t n, float factor);
-    void (*adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s);
-    void (*sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s);     /* m may be NULL */
-    /* above[i] += magnitudes above limit[i], *largest: the greatest finite one, as bits; n below 2^31 */
-    void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
-} ampi_multi_vec;
-
-/* ---- Vector kernels of section 2.  Pointers need no alignment; dst may be src where the sizes agree. */
-typedef struct ampi_numbers_vec {
-    void (*f32_from_f16)(void *dst, const void *src, int64_t n);
-    void (*f16_from_f32)(void *dst, const void *src, int64_t n);
-    void (*f32_from_bf16)(void *dst, const void *src, int64_t n);
-    void (*bf16_from_f32)(void *dst, const void *src, int64_t n);
-    void (*tf32_from_f32)(void *dst, const void *src, int64_t n);
-    /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
-    void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
-    /* random[i] << shift is the random word of element i, as in amp_bf16_stochastic. */
-    void (*bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random, int shift);
-    /* amp_bf16_split and amp_f32_join */
-    void (*bf16_split)(void *bf16, void *rest, const void *src, int64_t n);
-    void (*f32_join)(void *dst, const void *bf16, const void *rest, int64_t n);
-    /* How many 16-bit or 32-bit elements have every bit of `mask`. */
-    int64_t (*count16)(const void *src, int64_t n, uint32_t mask);
-    int64_t (*count32)(const void *src, int64_t n, uint32_t mask);
-    /* out[i] = amp_random_u32(seed, index + i) */
-    void (*random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index);
-} ampi_numbers_vec;
-
 /* Element i of an array that need not be aligned. */
 AMPI_PRIVATE inline uint16_t ampi_get16(const void *p, int64_t i) {
     uint16_t x;
@@ -4237,44 +4091,9 @@ AMPI_PRIVATE inline void ampi_put16(void *p, int64_t i, uint16_t x) { memcpy((ch
 AMPI_PRIVATE inline void ampi_put32(void *p, int64_t i, uint32_t x) { memcpy((char *)p + 4 * i, &x, 4); }
 AMPI_PRIVATE inline void ampi_put64(void *p, int64_t i, uint64_t x) { memcpy((char *)p + 8 * i, &x, 8); }
 
-enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row: fp32 within this many elements, fp64 beyond */
-
-/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  Outputs may be the same
-   buffer as any input of the same call. */
-typedef struct ampi_pointwise_vec {
-    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
-    void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
-    void (*tanh_backward)(const float *y, const float *dy, float *dx, int64_t n);       /* from the output y */
-    void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
-    void (*swiglu_backward)(const float *gate, const float *up, const float *dy, float *dgate, float *dup, int64_t n);
-    /* long sums: y = the sum of `count` rows, at least one; total += x; y = total */
-    void (*sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n);
-    void (*widen)(double *total, const float *x, int64_t n);
-    void (*narrow)(float *y, const double *total, int64_t n);
-    /* norms */
-    float (*sum)(const float *x, int64_t n);
-    float (*sum_squares)(const float *x, float mean, int64_t n);                        /* of x - mean */
-    void (*normalize)(const float *x, float mean, float rstd, const float *weight, const float *bias, float *y,
-                      int64_t n);
-    void (*norm_sums)(const float *x, const float *dy, const float *weight, float mean, float rstd,
-                      float *dweight, float *dbias, float sums[2], int64_t n);
-    void (*norm_dx)(const float *x, const float *dy, const float *weight, const float *dsum, float mean, float rstd,
-                    const float means[2], float *dx, int64_t n);
-    /* losses */
-    float (*row_max)(const float *x, int64_t n);
-    float (*exp_sum)(const float *x, float max, float *e, int64_t n); /* e = exp(x - max); may be NULL */
-    float (*squared_error)(const float *x, const float *target, float scale, float *dx, int64_t n);
-    /* y = a x + b, and y = alpha a + beta b */
-    void (*scale_shift)(const float *x, float a, float b, float *y, int64_t n);
-    void (*add)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n);
-    /* y[i] = uniform number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
-    void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
-                    uint64_t index);
-} ampi_pointwise_vec;
-
-/* ---- Vector kernels.  They stand at the end of this file, which includes itself once per instruction set:
-   AMPI_V(name) is name_scalar, name_avx2 or name_avx512, AMPI_W the floats in a vector.  The loops that call
-   them, and everything with threads, are ordinary code. */
+/* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include: their number in AMPI_KERNELS
+   gets them their kernels, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or name_avx512, AMPI_W the
+   floats in a vector.  The loops that call them, and everything with threads, are ordinary code. */
 
 #if defined(__NVCC__)               /* whose front end does not know the pragma */
 #  define AMPI_UNROLL
@@ -4286,59 +4105,38 @@ typedef struct ampi_pointwise_vec {
 #define AMPI_V(name) AMPI_CAT(name, AMPI_SUFFIX)
 #define ampi_vf AMPI_V(ampi_vfloat)      /* AMPI_W floats */
 #define ampi_vi AMPI_V(ampi_vint)        /* AMPI_W int32 */
-
-#define AMPI_PASS 1
-#define AMPI_SUFFIX _scalar
-#define AMPI_W 4
-#include "amp.h"
-#undef AMPI_PASS
-#undef AMPI_SUFFIX
-#undef AMPI_W
-
 #if AMPI_X86
-#define AMPI_PASS 2
-#define AMPI_SUFFIX _avx2
-#define AMPI_W 8
-#if defined(__clang__)
-#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#  pragma GCC push_options
-#  pragma GCC target("avx2,fma,f16c")
-#endif
-#include "amp.h"
-#if defined(__clang__)
-#  pragma clang attribute pop
-#else
-#  pragma GCC pop_options
-#endif
-#undef AMPI_PASS
-#undef AMPI_SUFFIX
-#undef AMPI_W
-
-#define AMPI_PASS 3
-#define AMPI_SUFFIX _avx512
-#define AMPI_W 16
-#if defined(__clang__)
-#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
-#else
-#  pragma GCC push_options
-#  pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
-#endif
-#include "amp.h"
-#if defined(__clang__)
-#  pragma clang attribute pop
-#else
-#  pragma GCC pop_options
-#endif
-#undef AMPI_PASS
-#undef AMPI_SUFFIX
-#undef AMPI_W
 #  define AMPI_PICK(table, path) ((path) >= AMP_CPU_AVX512 ? &table##_avx512 : (path) == AMP_CPU_AVX2 ? &table##_avx2 : &table##_scalar)
 #else
 #  define AMPI_PICK(table, path) ((void)(path), &table##_scalar)
 #endif
 
 /* ==== 2 >>numbers: implementation ================================================================== */
+
+/* ---- Vector kernels.  Pointers need no alignment; dst may be src where the sizes agree. */
+typedef struct ampi_numbers_vec {
+    void (*f32_from_f16)(void *dst, const void *src, int64_t n);
+    void (*f16_from_f32)(void *dst, const void *src, int64_t n);
+    void (*f32_from_bf16)(void *dst, const void *src, int64_t n);
+    void (*bf16_from_f32)(void *dst, const void *src, int64_t n);
+    void (*tf32_from_f32)(void *dst, const void *src, int64_t n);
+    /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
+    void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
+    /* random[i] << shift is the random word of element i, as in amp_bf16_stochastic. */
+    void (*bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random, int shift);
+    /* amp_bf16_split and amp_f32_join */
+    void (*bf16_split)(void *bf16, void *rest, const void *src, int64_t n);
+    void (*f32_join)(void *dst, const void *bf16, const void *rest, int64_t n);
+    /* How many 16-bit or 32-bit elements have every bit of `mask`. */
+    int64_t (*count16)(const void *src, int64_t n, uint32_t mask);
+    int64_t (*count32)(const void *src, int64_t n, uint32_t mask);
+    /* out[i] = amp_random_u32(seed, index + i) */
+    void (*random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index);
+} ampi_numbers_vec;
+
+#define AMPI_KERNELS 2
+#include "amp.h"
+#undef AMPI_KERNELS
 
 AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void);
 
@@ -5617,6 +5415,168 @@ AMPI_PRIVATE amp_result ampi_state_load_own(amp_state **out, const amp_system *s
 }
 
 /* ==== 6 >>backends: implementation, the CPU backend ================================================= */
+
+/* ---- Attention on the CPU works on strips of queries times tiles of keys; AMPI_STRIPS strips share one pass over
+   the keys.  A tile of scores is stored with the queries of the strip as lanes: element (key, query) at
+   tile[key * AMPI_STRIP + query]. */
+enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
+
+/* c = scale a b, or with add: c = c rescale + a b.  Element (r, k) of a lies at a[r * a_row + k * a_depth], that of b
+   (k, x) at b[k * ldb + x], that of c (r, x) at c[r * ldc + x]; cols is a multiple of AMPI_STRIP.  Sums run over k in
+   order. */
+typedef struct ampi_product {
+    int64_t rows, cols, depth;
+    const float *a; int64_t a_row, a_depth;
+    const float *b; int64_t ldb;
+    float *c; int64_t ldc;
+    int32_t add;
+    float scale;
+    const float *rescale;           /* [cols]; NULL: 1 */
+} ampi_product;
+
+/* Which rows (keys) of a tile each of its lanes (queries) sees: row r if r < first or low <= r < high, and if the
+   documents are equal, and if allowed. */
+typedef struct ampi_tile_mask {
+    int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
+    const int32_t *documents;       /* of the rows; NULL: all equal */
+    const int32_t *allowed;         /* [rows, AMPI_STRIP]: -1 seen, 0 hidden; NULL: all seen */
+} ampi_tile_mask;
+
+typedef struct ampi_attention_vec {
+    void (*product)(const ampi_product *p);
+    /* The same, and a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN. */
+    void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
+    /* dst[c * dst_ld + r] = src[r * src_ld + c]; rows a multiple of 16, cols of 4. */
+    void (*transpose)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld, int64_t rows, int64_t cols);
+    void (*round)(float *x, int64_t n, amp_dtype compute);
+    void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
+    /* Scores become exp(score - running maximum), rounded to compute; max, sum and rescale are lanes. */
+    void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
+    /* p = exp(p - lse), ds = p (ds - delta) */
+    void (*slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta);
+    /* lse = max + log(sum), inverse = 1 / sum; -inf and 0 where nothing was seen */
+    void (*finish)(const float *max, const float *sum, float *lse, float *inverse);
+    float (*dot)(const float *a, const float *b, int64_t n);        /* n a multiple of AMPI_STRIP */
+    int32_t (*has_nan)(const float *x, int64_t n);
+    void (*softmax_backward)(const float *y, const float *dy, float scale, float *dx, int64_t n);
+} ampi_attention_vec;
+
+/* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words: one fp32 value, or two bf16 values with
+   consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs
+   of bf16 with the dot product instruction or with AMX; the loops around the tables know nothing but their sizes. */
+
+enum {
+    AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
+    AMPI_GEMM_BUFFER = 256                /* values of a buffer on the stack */
+};
+
+/* X(0) X(1) .. once for each row of a tile */
+#define AMPI_ROWS_1(X)  X(0)
+#define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
+#define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
+#define AMPI_ROWS_4(X)  AMPI_ROWS_3(X) X(3)
+#define AMPI_ROWS_5(X)  AMPI_ROWS_4(X) X(4)
+#define AMPI_ROWS_6(X)  AMPI_ROWS_5(X) X(5)
+#define AMPI_ROWS_7(X)  AMPI_ROWS_6(X) X(6)
+#define AMPI_ROWS_8(X)  AMPI_ROWS_7(X) X(7)
+#define AMPI_ROWS_9(X)  AMPI_ROWS_8(X) X(8)
+#define AMPI_ROWS_10(X) AMPI_ROWS_9(X) X(9)
+#define AMPI_ROWS_11(X) AMPI_ROWS_10(X) X(10)
+#define AMPI_ROWS_12(X) AMPI_ROWS_11(X) X(11)
+#define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
+#define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
+
+/* A tile of a fixed number of rows. */
+typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                               const float *add, int64_t ldadd, float *c, int64_t ldc);
+
+/* c (`rows` rows, `cols` columns) = add + a b over k words: a[i * lda + p], b[p * ldb + j]; add NULL counts as 0. */
+typedef void (*ampi_gemm_tile)(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                               const float *add, int64_t ldadd, float *c, int64_t ldc);
+
+/* What becomes of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
+typedef struct ampi_gemm_out {
+    float alpha, beta;
+    const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
+    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
+    amp_activation_kind act;
+    void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
+    void *c; amp_dtype c_dtype; int64_t ldc;
+    int past_cache;                     /* 1: c is fp32 in whole cache lines, and is written to memory directly */
+} ampi_gemm_out;
+
+typedef struct ampi_gemm_vec {
+    int32_t rows, cols;                 /* of the largest tile */
+    int32_t unit;                       /* values of k in one word */
+    int32_t block;                      /* words of k multiplied at a time */
+    int32_t band;                       /* rows of A that wait in the second-level cache */
+    int32_t spare;                      /* rows of packed A that a tile may read, and ignore, beyond its own */
+    ampi_gemm_tile multiply;
+    void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
+    /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled with 0. */
+    void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
+    /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the right:
+       panel q at dst + q * stride, in it the word of column j and word row w at w * cols + j. */
+    void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
+                  int64_t k, int64_t n);
+    /* dst[c * ldd + r] = src[r * lds + c], words */
+    void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
+    /* Writes out a tile, to rows `row` on of what `out` names; x is changed.  ld is a whole number of vectors. */
+    void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
+    /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n; and the sum of x[p] row[p]. */
+    void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
+    float (*dot)(const float *x, const float *row, int64_t k);
+} ampi_gemm_vec;
+/* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
+   stands, and for a sum over the same n elements. */
+typedef struct ampi_multi_vec {
+    /* Sum of squares in fp64; *bad becomes 1 if an element is infinite or NaN; g *= *factor unless that is NULL. */
+    double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
+    void (*scale)(float *g, int64_t n, float factor);
+    void (*adamw)(float *w, const float *g, float *m, float *v, int64_t n, const ampi_adamw_step *s);
+    void (*sgd)(float *w, const float *g, float *m, int64_t n, const ampi_sgd_step *s);     /* m may be NULL */
+    /* above[i] += magnitudes above limit[i], *largest: the greatest finite one, as bits; n below 2^31 */
+    void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
+} ampi_multi_vec;
+
+enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row: fp32 within this many elements, fp64 beyond */
+
+/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  Outputs may be the same
+   buffer as any input of the same call. */
+typedef struct ampi_pointwise_vec {
+    void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
+    void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
+    void (*tanh_backward)(const float *y, const float *dy, float *dx, int64_t n);       /* from the output y */
+    void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
+    void (*swiglu_backward)(const float *gate, const float *up, const float *dy, float *dgate, float *dup, int64_t n);
+    /* long sums: y = the sum of `count` rows, at least one; total += x; y = total */
+    void (*sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n);
+    void (*widen)(double *total, const float *x, int64_t n);
+    void (*narrow)(float *y, const double *total, int64_t n);
+    /* norms */
+    float (*sum)(const float *x, int64_t n);
+    float (*sum_squares)(const float *x, float mean, int64_t n);                        /* of x - mean */
+    void (*normalize)(const float *x, float mean, float rstd, const float *weight, const float *bias, float *y,
+                      int64_t n);
+    void (*norm_sums)(const float *x, const float *dy, const float *weight, float mean, float rstd,
+                      float *dweight, float *dbias, float sums[2], int64_t n);
+    void (*norm_dx)(const float *x, const float *dy, const float *weight, const float *dsum, float mean, float rstd,
+                    const float means[2], float *dx, int64_t n);
+    /* losses */
+    float (*row_max)(const float *x, int64_t n);
+    float (*exp_sum)(const float *x, float max, float *e, int64_t n); /* e = exp(x - max); may be NULL */
+    float (*squared_error)(const float *x, const float *target, float scale, float *dx, int64_t n);
+    /* y = a x + b, and y = alpha a + beta b */
+    void (*scale_shift)(const float *x, float a, float b, float *y, int64_t n);
+    void (*add)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n);
+    /* y[i] = uniform number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
+    void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
+                    uint64_t index);
+} ampi_pointwise_vec;
+
+#define AMPI_KERNELS 6
+#include "amp.h"
+#undef AMPI_KERNELS
 
 enum { AMPI_POOL_BLOCKS = 8 };
 
@@ -19952,8 +19912,58 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #endif
 #endif /* AMP_IMPLEMENTATION */
 
-/* ==== Vector kernels: compiled once per instruction set, see AMPI_PASS ============================== */
-#if defined(AMPI_PASS)
+/* ==== Vector kernels of the section whose number is AMPI_KERNELS, compiled once per instruction set ====== */
+#if defined(AMPI_KERNELS) && !defined(AMPI_PASS)
+#define AMPI_PASS 1
+#define AMPI_SUFFIX _scalar
+#define AMPI_W 4
+#include "amp.h"
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+
+#if AMPI_X86
+#define AMPI_PASS 2
+#define AMPI_SUFFIX _avx2
+#define AMPI_W 8
+#if defined(__clang__)
+#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#  pragma GCC push_options
+#  pragma GCC target("avx2,fma,f16c")
+#endif
+#include "amp.h"
+#if defined(__clang__)
+#  pragma clang attribute pop
+#else
+#  pragma GCC pop_options
+#endif
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+
+#define AMPI_PASS 3
+#define AMPI_SUFFIX _avx512
+#define AMPI_W 16
+#if defined(__clang__)
+#  pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#  pragma GCC push_options
+#  pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#include "amp.h"
+#if defined(__clang__)
+#  pragma clang attribute pop
+#else
+#  pragma GCC pop_options
+#endif
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+#endif
+#elif defined(AMPI_PASS)
+#if AMPI_KERNELS == 2
+/* ==== 2 >>numbers: vector kernels =================================================================== */
 
 typedef float ampi_vf __attribute__((vector_size(AMPI_W * 4), may_alias));
 typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
@@ -20239,6 +20249,8 @@ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
 };
 #undef ampi_vu
 
+#else
+/* ==== 6 >>backends: vector kernels ================================================================== */
 
 /* ---- Vector helpers and elementary functions.  They hold under -Ofast too: special values are told apart by
    their bits, and AMPI_V(ampi_keep) stops the compiler from rearranging a sum whose order matters. */
@@ -21885,6 +21897,7 @@ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
     AMPI_V(ampi_multi_inspect)
 };
 
+#endif /* AMPI_KERNELS == 2 */
 #endif /* AMPI_PASS */
 
 /* ---- Change log

@@ -38,7 +38,7 @@ if [ -z "$long" ]; then pass; else fail "lines over 200 columns" "$long"; fi
 # Both halves carry the same tags in the same order.
 tags() { grep -o '^/\* ==== [0-9]* >>[a-z]*' | awk '{print $4}' | uniq; }
 api_tags=$(awk '/^\/\* Stop here/ {exit} {print}' amp.h | tags | tr '\n' ' ')
-impl_tags=$(awk 'p {print} /^\/\* Stop here/ {p = 1}' amp.h | tags | tr '\n' ' ')
+impl_tags=$(awk '/^#endif \/\* AMP_IMPLEMENTATION/ {exit} p {print} /^\/\* Stop here/ {p = 1}' amp.h | tags | tr '\n' ' ')
 if [ -n "$api_tags" ] && [ "$api_tags" = "$impl_tags" ]; then pass; else fail "sections" "API has $api_tags, implementation $impl_tags"; fi
 
 # A section calls only those above it: its static functions are not named before they are defined.
