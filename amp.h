@@ -352,6 +352,27 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
 AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 
+/* The instruction set that the CPU kernels use, best last; amp_desc.cpu_path forces one. */
+typedef enum amp_cpu_path {
+    AMP_CPU_DEFAULT = 0,            /* the best this CPU has */
+    AMP_CPU_SCALAR = 1,             /* C99 */
+    AMP_CPU_AVX2 = 2,               /* with FMA and F16C */
+    AMP_CPU_AVX512 = 3,             /* F, BW, DQ, VL */
+    AMP_CPU_AVX512_BF16 = 4,        /* products of bf16, which take subnormal numbers as 0, here and in AMX */
+    AMP_CPU_AMX = 5,                /* AMX-BF16: products of bf16; the rest as AVX-512 */
+    AMP_CPU_FORCE_I32 = 0x7fffffff
+} amp_cpu_path;
+
+typedef struct amp_cpu_info {
+    char name[64];
+    int32_t cores;                  /* that this process may use */
+    amp_cpu_path path;              /* best path this CPU and system support */
+    int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
+    int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
+    int64_t l1d, l2, l3;            /* bytes per core, core and socket; 0 unknown */
+    int64_t memory;                 /* bytes of RAM; 0 unknown */
+} amp_cpu_info;
+
 /* ==== 2 >>numbers ===================================================================================
    Number formats and their conversions.  All of this is integer arithmetic on bit patterns: the same
    bits on every machine, under every compiler flag, with flush-to-zero set or not.                    */
@@ -658,27 +679,6 @@ AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n
 
 /* ==== 3 >>machine ===================================================================================
    What this machine can do, and which precision to use on it, with the reason.                        */
-
-/* The instruction set that the CPU kernels use, best last; amp_desc.cpu_path forces one. */
-typedef enum amp_cpu_path {
-    AMP_CPU_DEFAULT = 0,            /* the best this CPU has */
-    AMP_CPU_SCALAR = 1,             /* C99 */
-    AMP_CPU_AVX2 = 2,               /* with FMA and F16C */
-    AMP_CPU_AVX512 = 3,             /* F, BW, DQ, VL */
-    AMP_CPU_AVX512_BF16 = 4,        /* products of bf16, which take subnormal numbers as 0, here and in AMX */
-    AMP_CPU_AMX = 5,                /* AMX-BF16: products of bf16; the rest as AVX-512 */
-    AMP_CPU_FORCE_I32 = 0x7fffffff
-} amp_cpu_path;
-
-typedef struct amp_cpu_info {
-    char name[64];
-    int32_t cores;                  /* that this process may use */
-    amp_cpu_path path;              /* best path this CPU and system support */
-    int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
-    int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
-    int64_t l1d, l2, l3;            /* bytes per core, core and socket; 0 unknown */
-    int64_t memory;                 /* bytes of RAM; 0 unknown */
-} amp_cpu_info;
 
 /* Filled by a backend. */
 typedef struct amp_device {
@@ -1070,7 +1070,7 @@ typedef struct amp_k_check {        /* finite check and sum of squares; grad *= 
     amp_k_grad_stats *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
 } amp_k_check;
 
-/* By ampi_adamw_row and ampi_sgd_row of section 10.  A row with master writes both weights in one pass. */
+/* By ampi_adamw_row and ampi_sgd_row.  A row with master writes both weights in one pass. */
 typedef struct amp_k_adamw {
     const amp_k_tensor *table; int64_t tensors;
     const amp_k_grad_stats *found;
@@ -1126,7 +1126,7 @@ AMPI_HD void ampi_fit_add(amp_k_inspected *sum, const amp_k_inspected *piece) {
     if (ampi_bits_f32(piece->largest) > ampi_bits_f32(sum->largest)) sum->largest = piece->largest;
 }
 
-/* The loss scaler as it lives in device memory; section 10 has the rules.  found_inf is the "any of the sets
+/* The loss scaler as it lives in device memory; the rules stand below.  found_inf is the "any of the sets
    since the last update"; the counters serve the rate rule, hysteresis and reports. */
 typedef struct amp_k_scaler {
     float scale, inv_scale;         /* inv_scale = fp32(1 / double(scale)) */
@@ -1343,6 +1343,252 @@ AMP_API const amp_backend *amp_cpu(void);
 /* The CUDA backend's table: from amp_cuda.cu, which nvcc compiles and the program links. */
 extern const amp_backend *amp_cuda(void);
 
+/* ---- The rules.  Single-thread arithmetic on the structs in device memory, written once for host and device: only
+   integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
+
+/* Not 0, NaN included. */
+AMPI_HD int ampi_is_grad_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
+/* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
+AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
+/* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
+AMPI_HD int ampi_is_usable(float scale) {
+    uint32_t bits = ampi_bits_f32(scale);
+    return bits >= 0x00800000u && bits <= 0x7e800000u;
+}
+
+/* Square root to an ulp by Newton's iteration; an argument that is not positive, normal and finite comes back. */
+AMPI_HD double ampi_root(double x) {
+    uint64_t bits = ampi_bits_f64(x);
+    double r;
+    int i;
+    if (bits < (uint64_t)1 << 52 || bits >= (uint64_t)0x7ff << 52) return x;
+    r = ampi_f64_of_bits((bits >> 1) + ((uint64_t)1023 << 51));
+    for (i = 0; i < 5; i++) r = 0.5 * (r + x / r);
+    return r;
+}
+
+AMPI_HD void ampi_rule_begin(const amp_k_rule *rule) {
+    amp_k_grad_stats *f = rule->found;
+    float inverse = rule->scaler ? rule->scaler->inv_scale : 1.0f;
+    f->sum_sq = 0;
+    f->found_inf = 0;
+    f->first_bad = -1;
+    f->norm = 0;
+    f->clip_coef = 1;
+    f->factor = f->multiplier = (float)((double)inverse / rule->step_rule.divisor);
+    f->skip = 0;
+}
+
+AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
+    amp_k_grad_stats *f = rule->found;
+    amp_k_scaler *s = rule->scaler;
+    const amp_k_step_rule *step = &rule->step_rule;
+    double inverse = s ? (double)s->inv_scale : 1.0;
+    double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
+    int bad = ampi_is_grad_set(f->found_inf);
+    if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
+    if (!(clip < 1)) clip = 1;
+    f->norm = (float)norm;
+    f->clip_coef = (float)clip;
+    f->multiplier = (float)(step->unscaled ? clip : inverse * clip / step->divisor);
+    f->skip = bad && !step->apply_nonfinite;
+    if (s == NULL) return;
+    if (bad) s->found_inf = 1;
+    if ((rule->scaler_rule.bits & AMP_SCALE_GUARDED) && !ampi_is_usable(s->scale)) f->skip = 1;
+}
+
+/* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
+AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
+    float next = (float)((double)scale * r->backoff_factor);
+    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
+    if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
+    return next > scale ? scale : next;
+}
+
+/* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
+AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
+    const double limit = 340282356779733661637539395458142568448.0;
+    double next = (double)scale * r->growth_factor;
+    if (next > (double)r->max_scale) next = (double)r->max_scale;
+    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < limit && next > -limit)) return scale;
+    return (float)next;
+}
+
+AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
+    amp_k_grad_stats *f = rule->found;
+    const amp_k_scaler *s = rule->scaler;
+    const amp_k_scaler_rule *r = &rule->scaler_rule;
+    amp_k_step_result *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
+    f->attempts++;
+    if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
+    if (f->skip) {
+        f->skips++;
+        f->consecutive_skips++;
+    } else {
+        f->step++;
+        f->consecutive_skips = 0;
+        f->beta1_power *= rule->step_rule.beta1;
+        f->beta2_power *= rule->step_rule.beta2;
+    }
+    o->number = f->attempts;
+    o->step = f->step;
+    o->skips = f->skips;
+    o->consecutive_skips = f->consecutive_skips;
+    o->lr = f->lr;
+    o->norm = f->norm;
+    o->clip_coef = f->clip_coef;
+    o->scale = s ? s->scale : 1.0f;
+    o->growth_tracker = s ? s->growth_tracker : 0;
+    o->applied = !f->skip;
+    o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
+    o->first_bad = f->first_bad;
+}
+
+/* What shrinking and growing have in common. */
+AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
+    s->scale = scale;
+    s->inv_scale = ampi_inverse(scale);
+    s->steps = 0;
+}
+
+AMPI_HD void ampi_update_overflow(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    int spent, rate;
+    float next;
+    s->skips++;
+    s->consecutive_skips++;
+    s->growth_tracker = 0;
+    s->at_floor = 0;
+    if (s->overflows < INT32_MAX) s->overflows++;
+    if (s->hysteresis_left > 0) s->hysteresis_left--;
+    spent = s->hysteresis_left == 0 && (r->hysteresis > 1 || !(r->tolerance > 0));
+    rate = r->tolerance > 0 && (double)s->overflows / (double)s->steps >= r->tolerance;
+    if (r->frozen || !(spent || rate)) return;
+    next = ampi_scale_shrunk(r, s->scale);
+    s->at_floor = !(next < s->scale);
+    s->overflows = 0;
+    if (r->bits & AMP_WINDOW_MOVES) {
+        s->growth_interval = (int32_t)((double)s->growth_interval / r->growth_factor);
+        if (s->growth_interval < 1) s->growth_interval = 1;
+    }
+    ampi_scale_changed(s, next);
+}
+
+AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    if (!(r->bits & AMP_WINDOW_MOVES)) s->growth_tracker = r->bits & AMP_GROWTH_COUNTS_ON ? 1 : 0;
+    else if ((double)s->growth_interval * r->growth_factor < 2147483647.0)
+        s->growth_interval = (int32_t)((double)s->growth_interval * r->growth_factor);
+    s->hysteresis_left = r->hysteresis;
+    if (!(r->bits & AMP_OVERFLOWS_KEPT)) s->overflows = 0;
+    ampi_scale_changed(s, ampi_scale_grown(r, s->scale));
+}
+
+/* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
+   clean updates since the last overflow and grows at each multiple of its interval. */
+AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    int overflow = ampi_is_grad_set(s->found_inf), due;
+    s->found_inf = 0;
+    s->previous_scale = s->scale;
+    s->updates++;
+    if (s->steps < INT32_MAX) s->steps++;
+    if (overflow) {
+        ampi_update_overflow(s, r);
+        return;
+    }
+    s->consecutive_skips = 0;
+    s->at_floor = 0;
+    if (s->growth_tracker < INT32_MAX) s->growth_tracker++;
+    if (r->frozen || s->growth_interval < 1) return;
+    if (r->bits & AMP_WINDOW_MOVES) due = s->growth_tracker % s->growth_interval == 0;
+    else due = s->growth_tracker == s->growth_interval + (r->bits & AMP_GROWTH_ONE_LATER ? 1 : 0);
+    if (due) ampi_update_growth(s, r);
+}
+
+AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
+    s->previous_scale = s->scale;
+    s->found_inf = 0;
+    s->at_floor = 0;
+    s->overflows = 0;
+    ampi_scale_changed(s, scale);
+}
+
+AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
+    amp_k_scaler *s = rule->scaler;
+    amp_k_grad_stats *f = rule->found;
+    float old = ampi_is_grad_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
+    switch (rule->kind) {
+        case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
+        case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
+        case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
+        case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
+        case AMP_RULE_APPLIED: f->multiplier = 1; break;
+        case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)old); break;
+        case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
+        case AMP_RULE_SET_INTERVAL:
+            s->growth_interval = rule->scaler_rule.growth_interval;
+            if (ampi_is_grad_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+            break;
+        case AMP_RULE_LAUNCH:
+            if (f) f->lr = rule->step_rule.lr;
+            if (rule->random) *rule->random = rule->random_offset;
+            break;
+        default: break;
+    }
+}
+
+/* ---- Stochastic rounding in an optimizer.  Element i of a row takes the word amp_random_u32(s, i), s the seed of the
+   row and step.  The weight takes the word, of which bf16 uses the upper half; bf16 moments both take the lower half,
+   each unbiased by itself.  The step counts those applied, so a skipped one leaves no trace here either. */
+AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
+    uint32_t words[4];
+    amp_philox(seed, (uint64_t)step, (uint64_t)row, words);
+    return words[0] | (uint64_t)words[1] << 32;
+}
+AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
+
+/* What every element of a row needs, in fp32; computed in fp64 from the device's own counters.
+
+   AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 - beta2) g^2;
+   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
+typedef struct ampi_adamw_step {
+    float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
+    uint64_t seed;                  /* of ampi_row_seed */
+} ampi_adamw_step;
+AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
+    const amp_k_grad_stats *f = args->found;
+    ampi_adamw_step s;
+    double lr = f->lr * row->lr_scale;
+    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
+    s.beta2 = (float)args->beta2;
+    s.rest1 = (float)(1.0 - args->beta1);
+    s.rest2 = (float)(1.0 - args->beta2);
+    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* two roundings; nvcc fuses them, and its kernel makes `keep` again */
+    s.rate = (float)(lr / (1.0 - f->beta1_power));
+    s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
+    s.eps = (float)args->eps;
+    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
+    return s;
+}
+
+/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
+   b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
+typedef struct ampi_sgd_step {
+    float multiplier, decay, momentum, rest, rate;
+    int32_t nesterov;
+    uint64_t seed;
+} ampi_sgd_step;
+AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
+    const amp_k_grad_stats *f = args->found;
+    int first = f->step == 1;
+    ampi_sgd_step s;
+    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
+    s.decay = (float)row->weight_decay;
+    s.momentum = (float)args->momentum;
+    s.rest = first ? 1.0f : (float)(1.0 - args->dampening);
+    s.rate = (float)(f->lr * row->lr_scale);
+    s.nesterov = args->nesterov;
+    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
+    return s;
+}
 /* ---- The context */
 
 typedef enum amp_level {            /* Apex's levels */
@@ -2210,252 +2456,6 @@ AMP_API void amp_graph_destroy(amp_graph *graph);
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 
-/* ---- The rules.  Single-thread arithmetic on the structs in device memory, written once for host and device: only
-   integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
-
-/* Not 0, NaN included. */
-AMPI_HD int ampi_is_grad_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
-/* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
-AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
-/* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
-AMPI_HD int ampi_is_usable(float scale) {
-    uint32_t bits = ampi_bits_f32(scale);
-    return bits >= 0x00800000u && bits <= 0x7e800000u;
-}
-
-/* Square root to an ulp by Newton's iteration; an argument that is not positive, normal and finite comes back. */
-AMPI_HD double ampi_root(double x) {
-    uint64_t bits = ampi_bits_f64(x);
-    double r;
-    int i;
-    if (bits < (uint64_t)1 << 52 || bits >= (uint64_t)0x7ff << 52) return x;
-    r = ampi_f64_of_bits((bits >> 1) + ((uint64_t)1023 << 51));
-    for (i = 0; i < 5; i++) r = 0.5 * (r + x / r);
-    return r;
-}
-
-AMPI_HD void ampi_rule_begin(const amp_k_rule *rule) {
-    amp_k_grad_stats *f = rule->found;
-    float inverse = rule->scaler ? rule->scaler->inv_scale : 1.0f;
-    f->sum_sq = 0;
-    f->found_inf = 0;
-    f->first_bad = -1;
-    f->norm = 0;
-    f->clip_coef = 1;
-    f->factor = f->multiplier = (float)((double)inverse / rule->step_rule.divisor);
-    f->skip = 0;
-}
-
-AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
-    amp_k_grad_stats *f = rule->found;
-    amp_k_scaler *s = rule->scaler;
-    const amp_k_step_rule *step = &rule->step_rule;
-    double inverse = s ? (double)s->inv_scale : 1.0;
-    double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
-    int bad = ampi_is_grad_set(f->found_inf);
-    if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
-    if (!(clip < 1)) clip = 1;
-    f->norm = (float)norm;
-    f->clip_coef = (float)clip;
-    f->multiplier = (float)(step->unscaled ? clip : inverse * clip / step->divisor);
-    f->skip = bad && !step->apply_nonfinite;
-    if (s == NULL) return;
-    if (bad) s->found_inf = 1;
-    if ((rule->scaler_rule.bits & AMP_SCALE_GUARDED) && !ampi_is_usable(s->scale)) f->skip = 1;
-}
-
-/* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
-AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
-    float next = (float)((double)scale * r->backoff_factor);
-    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
-    if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
-    return next > scale ? scale : next;
-}
-
-/* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
-AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
-    const double limit = 340282356779733661637539395458142568448.0;
-    double next = (double)scale * r->growth_factor;
-    if (next > (double)r->max_scale) next = (double)r->max_scale;
-    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < limit && next > -limit)) return scale;
-    return (float)next;
-}
-
-AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
-    amp_k_grad_stats *f = rule->found;
-    const amp_k_scaler *s = rule->scaler;
-    const amp_k_scaler_rule *r = &rule->scaler_rule;
-    amp_k_step_result *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
-    f->attempts++;
-    if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
-    if (f->skip) {
-        f->skips++;
-        f->consecutive_skips++;
-    } else {
-        f->step++;
-        f->consecutive_skips = 0;
-        f->beta1_power *= rule->step_rule.beta1;
-        f->beta2_power *= rule->step_rule.beta2;
-    }
-    o->number = f->attempts;
-    o->step = f->step;
-    o->skips = f->skips;
-    o->consecutive_skips = f->consecutive_skips;
-    o->lr = f->lr;
-    o->norm = f->norm;
-    o->clip_coef = f->clip_coef;
-    o->scale = s ? s->scale : 1.0f;
-    o->growth_tracker = s ? s->growth_tracker : 0;
-    o->applied = !f->skip;
-    o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
-    o->first_bad = f->first_bad;
-}
-
-/* What shrinking and growing have in common. */
-AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
-    s->scale = scale;
-    s->inv_scale = ampi_inverse(scale);
-    s->steps = 0;
-}
-
-AMPI_HD void ampi_update_overflow(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    int spent, rate;
-    float next;
-    s->skips++;
-    s->consecutive_skips++;
-    s->growth_tracker = 0;
-    s->at_floor = 0;
-    if (s->overflows < INT32_MAX) s->overflows++;
-    if (s->hysteresis_left > 0) s->hysteresis_left--;
-    spent = s->hysteresis_left == 0 && (r->hysteresis > 1 || !(r->tolerance > 0));
-    rate = r->tolerance > 0 && (double)s->overflows / (double)s->steps >= r->tolerance;
-    if (r->frozen || !(spent || rate)) return;
-    next = ampi_scale_shrunk(r, s->scale);
-    s->at_floor = !(next < s->scale);
-    s->overflows = 0;
-    if (r->bits & AMP_WINDOW_MOVES) {
-        s->growth_interval = (int32_t)((double)s->growth_interval / r->growth_factor);
-        if (s->growth_interval < 1) s->growth_interval = 1;
-    }
-    ampi_scale_changed(s, next);
-}
-
-AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    if (!(r->bits & AMP_WINDOW_MOVES)) s->growth_tracker = r->bits & AMP_GROWTH_COUNTS_ON ? 1 : 0;
-    else if ((double)s->growth_interval * r->growth_factor < 2147483647.0)
-        s->growth_interval = (int32_t)((double)s->growth_interval * r->growth_factor);
-    s->hysteresis_left = r->hysteresis;
-    if (!(r->bits & AMP_OVERFLOWS_KEPT)) s->overflows = 0;
-    ampi_scale_changed(s, ampi_scale_grown(r, s->scale));
-}
-
-/* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
-   clean updates since the last overflow and grows at each multiple of its interval. */
-AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    int overflow = ampi_is_grad_set(s->found_inf), due;
-    s->found_inf = 0;
-    s->previous_scale = s->scale;
-    s->updates++;
-    if (s->steps < INT32_MAX) s->steps++;
-    if (overflow) {
-        ampi_update_overflow(s, r);
-        return;
-    }
-    s->consecutive_skips = 0;
-    s->at_floor = 0;
-    if (s->growth_tracker < INT32_MAX) s->growth_tracker++;
-    if (r->frozen || s->growth_interval < 1) return;
-    if (r->bits & AMP_WINDOW_MOVES) due = s->growth_tracker % s->growth_interval == 0;
-    else due = s->growth_tracker == s->growth_interval + (r->bits & AMP_GROWTH_ONE_LATER ? 1 : 0);
-    if (due) ampi_update_growth(s, r);
-}
-
-AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
-    s->previous_scale = s->scale;
-    s->found_inf = 0;
-    s->at_floor = 0;
-    s->overflows = 0;
-    ampi_scale_changed(s, scale);
-}
-
-AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
-    amp_k_scaler *s = rule->scaler;
-    amp_k_grad_stats *f = rule->found;
-    float old = ampi_is_grad_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
-    switch (rule->kind) {
-        case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
-        case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
-        case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
-        case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
-        case AMP_RULE_APPLIED: f->multiplier = 1; break;
-        case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)old); break;
-        case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
-        case AMP_RULE_SET_INTERVAL:
-            s->growth_interval = rule->scaler_rule.growth_interval;
-            if (ampi_is_grad_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
-            break;
-        case AMP_RULE_LAUNCH:
-            if (f) f->lr = rule->step_rule.lr;
-            if (rule->random) *rule->random = rule->random_offset;
-            break;
-        default: break;
-    }
-}
-
-/* ---- Stochastic rounding in an optimizer.  Element i of a row takes the word amp_random_u32(s, i), s the seed of the
-   row and step.  The weight takes the word, of which bf16 uses the upper half; bf16 moments both take the lower half,
-   each unbiased by itself.  The step counts those applied, so a skipped one leaves no trace here either. */
-AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
-    uint32_t words[4];
-    amp_philox(seed, (uint64_t)step, (uint64_t)row, words);
-    return words[0] | (uint64_t)words[1] << 32;
-}
-AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
-
-/* What every element of a row needs, in fp32; computed in fp64 from the device's own counters.
-
-   AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 - beta2) g^2;
-   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
-typedef struct ampi_adamw_step {
-    float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
-    uint64_t seed;                  /* of ampi_row_seed */
-} ampi_adamw_step;
-AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
-    const amp_k_grad_stats *f = args->found;
-    ampi_adamw_step s;
-    double lr = f->lr * row->lr_scale;
-    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
-    s.beta2 = (float)args->beta2;
-    s.rest1 = (float)(1.0 - args->beta1);
-    s.rest2 = (float)(1.0 - args->beta2);
-    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* two roundings; nvcc fuses them, and its kernel makes `keep` again */
-    s.rate = (float)(lr / (1.0 - f->beta1_power));
-    s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
-    s.eps = (float)args->eps;
-    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
-    return s;
-}
-
-/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
-   b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
-typedef struct ampi_sgd_step {
-    float multiplier, decay, momentum, rest, rate;
-    int32_t nesterov;
-    uint64_t seed;
-} ampi_sgd_step;
-AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
-    const amp_k_grad_stats *f = args->found;
-    int first = f->step == 1;
-    ampi_sgd_step s;
-    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
-    s.decay = (float)row->weight_decay;
-    s.momentum = (float)args->momentum;
-    s.rest = first ? 1.0f : (float)(1.0 - args->dampening);
-    s.rate = (float)(f->lr * row->lr_scale);
-    s.nesterov = args->nesterov;
-    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
-    return s;
-}
 /* ==== 11 >>data =====================================================================================
    Samples, read by worker threads ahead of the training loop, delivered in one order whatever the number
    of workers, and resumed exactly.  They come from token files, from .npy arrays or from a callback.    */
@@ -3450,12 +3450,6 @@ AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) {
     if (n > 0) s->used += (size_t)n;
 }
 
-/* A number of a desc or op: finite, which its bits tell, and what fits. */
-AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
-    if (fits && amp_is_finite_f64(&value)) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
-}
-
 /* *bytes = count * size, unless that overflows. */
 AMPI_PRIVATE amp_result ampi_bytes(const char *function, int64_t count, size_t size, size_t *bytes) {
     if (count < 0 || (size != 0 && (uint64_t)count > (uint64_t)PTRDIFF_MAX / size))
@@ -4091,6 +4085,135 @@ AMPI_PRIVATE inline void ampi_put16(void *p, int64_t i, uint16_t x) { memcpy((ch
 AMPI_PRIVATE inline void ampi_put32(void *p, int64_t i, uint32_t x) { memcpy((char *)p + 4 * i, &x, 4); }
 AMPI_PRIVATE inline void ampi_put64(void *p, int64_t i, uint64_t x) { memcpy((char *)p + 8 * i, &x, 8); }
 
+/* ---- The CPU */
+
+#if AMPI_X86
+static uint64_t ampi_xgetbv(void) {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+/* Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+static int ampi_ask_for_tiles(void) {
+#if AMPI_GEMM_AMX
+    long result;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(158L), "D"(0x1023L), "S"(18L) : "rcx", "r11", "memory");
+    return result == 0;
+#else
+    return 0;
+#endif
+}
+
+/* On cores with AMX, vdpbf16ps has a quarter of the rate of an FMA and does twice its work: there bf16 is multiplied
+   with AMX or with FMA. */
+static amp_cpu_path ampi_path_of(const amp_cpu_info *cpu, int cores_have_amx) {
+    if (cpu->amx_bf16) return AMP_CPU_AMX;
+    if (cpu->avx512_bf16 && !cores_have_amx) return AMP_CPU_AVX512_BF16;
+    return cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
+}
+
+/* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm, 0x60000 tiles). */
+static void ampi_probe_x86(amp_cpu_info *cpu) {
+    uint32_t a, b, c, d, brand[12];
+    uint64_t saved;
+    int i, amx;
+    if (__get_cpuid(0x80000000u, &a, &b, &c, &d) && a >= 0x80000004u) {
+        const char *name = (const char *)brand;
+        for (i = 0; i < 3; i++)
+            __get_cpuid(0x80000002u + (uint32_t)i, &brand[4 * i], &brand[4 * i + 1], &brand[4 * i + 2], &brand[4 * i + 3]);
+        while (*name == ' ') name++;
+        snprintf(cpu->name, sizeof cpu->name, "%.47s", name);
+    }
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return;
+    saved = ampi_xgetbv();
+    if ((saved & 0x06) == 0x06 && (c >> 12 & 1) && (c >> 28 & 1) && (c >> 29 & 1)) cpu->avx2 = 1;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) { cpu->avx2 = 0; return; }
+    cpu->avx2 = cpu->avx2 && (b >> 5 & 1);
+    cpu->avx512 = cpu->avx2 && (saved & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
+    cpu->avx512_fp16 = cpu->avx512 && (d >> 23 & 1);
+    amx = (d >> 22 & 1) && (d >> 24 & 1);
+    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu->avx512_bf16 = cpu->avx512 && (a >> 5 & 1);
+    cpu->amx_bf16 = cpu->avx512_bf16 && amx && (saved & 0x60000) == 0x60000 && ampi_ask_for_tiles();
+    cpu->path = ampi_path_of(cpu, amx);
+}
+#endif
+
+static int64_t ampi_sysconf(int name) {
+    long value = sysconf(name);
+    return value > 0 ? (int64_t)value : 0;
+}
+
+/* Bytes of RAM; 0 unknown. */
+static int64_t ampi_probe_memory(void) {
+#if defined(_SC_PHYS_PAGES)
+    return ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
+#else
+    return 0;
+#endif
+}
+
+/* A line of FOLDER/indexI/NAME; "" where there is none. */
+static void ampi_cache_line(const char *folder, int index, const char *name, char *line, size_t size) {
+    char path[128];
+    ssize_t n = -1;
+    int fd = snprintf(path, sizeof path, "%s/index%d/%s", folder, index, name) < (int)sizeof path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd >= 0) { n = read(fd, line, size - 1); close(fd); }
+    line[n > 0 ? n : 0] = 0;
+}
+
+/* Caches for data as Linux lists them, in *l1d, *l2 and *l3; what the list lacks stays. */
+static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
+    int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
+    char line[32], *end;
+    int index, level;
+    for (index = 0; index < 16; index++) {
+        long long bytes;
+        ampi_cache_line(folder, index, "level", line, sizeof line);
+        level = line[0] >= '1' && line[0] <= '3' ? line[0] - '1' : -1;
+        ampi_cache_line(folder, index, "type", line, sizeof line);
+        if (level < 0 || line[0] == 'I') continue;
+        ampi_cache_line(folder, index, "size", line, sizeof line);
+        bytes = strtoll(line, &end, 10);
+        if (bytes > 0 && bytes < 1 << 30) *caches[level] = bytes << (*end == 'K' ? 10 : *end == 'M' ? 20 : 0);
+    }
+}
+
+static void ampi_probe_cpu(amp_cpu_info *cpu) {
+    int32_t allowed = ampi_cores(NULL);
+    memset(cpu, 0, sizeof *cpu);
+    snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
+    cpu->path = AMP_CPU_SCALAR;
+#if AMPI_X86
+    ampi_probe_x86(cpu);
+#endif
+#if defined(_SC_NPROCESSORS_ONLN)
+    cpu->cores = (int32_t)ampi_sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
+    cpu->cores = AMPI_MAX(cpu->cores, 1);
+    cpu->memory = ampi_probe_memory();
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    cpu->l1d = ampi_sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
+    cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+    ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");      /* what the C library tells is 0 or wrong in some machines */
+}
+
+/* The library's one global: the best path, probed once.  Threads that race store the same value. */
+AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
+    static int cached;
+    int path = __atomic_load_n(&cached, __ATOMIC_RELAXED);
+    if (path == 0) {
+        amp_cpu_info cpu;
+        ampi_probe_cpu(&cpu);
+        path = (int)cpu.path;
+        __atomic_store_n(&cached, path, __ATOMIC_RELAXED);
+    }
+    return (amp_cpu_path)path;
+}
+
 /* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include: their number in AMPI_KERNELS
    gets them their kernels, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or name_avx512, AMPI_W the
    floats in a vector.  The loops that call them, and everything with threads, are ordinary code. */
@@ -4138,8 +4261,6 @@ typedef struct ampi_numbers_vec {
 #include "amp.h"
 #undef AMPI_KERNELS
 
-AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void);
-
 AMP_API size_t amp_dtype_size(amp_dtype dtype) {
     switch (dtype) {
         case AMP_E4M3: case AMP_E5M2: case AMP_U8: return 1;
@@ -4172,6 +4293,12 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
 }
 
 AMPI_PRIVATE int ampi_dtype_is_float(amp_dtype dtype) { return (int)dtype >= AMP_F32 && (int)dtype <= AMP_E5M2; }
+
+/* A number of a desc or op: finite, which its bits tell, and what fits. */
+AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
+    if (fits && amp_is_finite_f64(&value)) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
+}
 
 /* ---- Bulk conversion.  Everything goes through fp32, which holds each value of the narrower formats; fp64 is
    converted directly, because two roundings are not one. */
@@ -4377,133 +4504,6 @@ AMP_API amp_result amp_convert_v(void *dst, amp_dtype dst_dtype, const void *src
 }
 
 /* ==== 3 >>machine: implementation ================================================================= */
-
-#if AMPI_X86
-static uint64_t ampi_xgetbv(void) {
-    uint32_t low, high;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return (uint64_t)high << 32 | low;
-}
-
-/* Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
-static int ampi_ask_for_tiles(void) {
-#if AMPI_GEMM_AMX
-    long result;
-    __asm__ volatile("syscall" : "=a"(result) : "a"(158L), "D"(0x1023L), "S"(18L) : "rcx", "r11", "memory");
-    return result == 0;
-#else
-    return 0;
-#endif
-}
-
-/* On cores with AMX, vdpbf16ps has a quarter of the rate of an FMA and does twice its work: there bf16 is multiplied
-   with AMX or with FMA. */
-static amp_cpu_path ampi_path_of(const amp_cpu_info *cpu, int cores_have_amx) {
-    if (cpu->amx_bf16) return AMP_CPU_AMX;
-    if (cpu->avx512_bf16 && !cores_have_amx) return AMP_CPU_AVX512_BF16;
-    return cpu->avx512 ? AMP_CPU_AVX512 : cpu->avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
-}
-
-/* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm, 0x60000 tiles). */
-static void ampi_probe_x86(amp_cpu_info *cpu) {
-    uint32_t a, b, c, d, brand[12];
-    uint64_t saved;
-    int i, amx;
-    if (__get_cpuid(0x80000000u, &a, &b, &c, &d) && a >= 0x80000004u) {
-        const char *name = (const char *)brand;
-        for (i = 0; i < 3; i++)
-            __get_cpuid(0x80000002u + (uint32_t)i, &brand[4 * i], &brand[4 * i + 1], &brand[4 * i + 2], &brand[4 * i + 3]);
-        while (*name == ' ') name++;
-        snprintf(cpu->name, sizeof cpu->name, "%.47s", name);
-    }
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return;
-    saved = ampi_xgetbv();
-    if ((saved & 0x06) == 0x06 && (c >> 12 & 1) && (c >> 28 & 1) && (c >> 29 & 1)) cpu->avx2 = 1;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) { cpu->avx2 = 0; return; }
-    cpu->avx2 = cpu->avx2 && (b >> 5 & 1);
-    cpu->avx512 = cpu->avx2 && (saved & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
-    cpu->avx512_fp16 = cpu->avx512 && (d >> 23 & 1);
-    amx = (d >> 22 & 1) && (d >> 24 & 1);
-    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) cpu->avx512_bf16 = cpu->avx512 && (a >> 5 & 1);
-    cpu->amx_bf16 = cpu->avx512_bf16 && amx && (saved & 0x60000) == 0x60000 && ampi_ask_for_tiles();
-    cpu->path = ampi_path_of(cpu, amx);
-}
-#endif
-
-static int64_t ampi_sysconf(int name) {
-    long value = sysconf(name);
-    return value > 0 ? (int64_t)value : 0;
-}
-
-/* Bytes of RAM; 0 unknown. */
-static int64_t ampi_probe_memory(void) {
-#if defined(_SC_PHYS_PAGES)
-    return ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
-#else
-    return 0;
-#endif
-}
-
-/* A line of FOLDER/indexI/NAME; "" where there is none. */
-static void ampi_cache_line(const char *folder, int index, const char *name, char *line, size_t size) {
-    char path[128];
-    ssize_t n = -1;
-    int fd = snprintf(path, sizeof path, "%s/index%d/%s", folder, index, name) < (int)sizeof path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
-    if (fd >= 0) { n = read(fd, line, size - 1); close(fd); }
-    line[n > 0 ? n : 0] = 0;
-}
-
-/* Caches for data as Linux lists them, in *l1d, *l2 and *l3; what the list lacks stays. */
-static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
-    int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
-    char line[32], *end;
-    int index, level;
-    for (index = 0; index < 16; index++) {
-        long long bytes;
-        ampi_cache_line(folder, index, "level", line, sizeof line);
-        level = line[0] >= '1' && line[0] <= '3' ? line[0] - '1' : -1;
-        ampi_cache_line(folder, index, "type", line, sizeof line);
-        if (level < 0 || line[0] == 'I') continue;
-        ampi_cache_line(folder, index, "size", line, sizeof line);
-        bytes = strtoll(line, &end, 10);
-        if (bytes > 0 && bytes < 1 << 30) *caches[level] = bytes << (*end == 'K' ? 10 : *end == 'M' ? 20 : 0);
-    }
-}
-
-static void ampi_probe_cpu(amp_cpu_info *cpu) {
-    int32_t allowed = ampi_cores(NULL);
-    memset(cpu, 0, sizeof *cpu);
-    snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
-    cpu->path = AMP_CPU_SCALAR;
-#if AMPI_X86
-    ampi_probe_x86(cpu);
-#endif
-#if defined(_SC_NPROCESSORS_ONLN)
-    cpu->cores = (int32_t)ampi_sysconf(_SC_NPROCESSORS_ONLN);
-#endif
-    if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
-    cpu->cores = AMPI_MAX(cpu->cores, 1);
-    cpu->memory = ampi_probe_memory();
-#if defined(_SC_LEVEL1_DCACHE_SIZE)
-    cpu->l1d = ampi_sysconf(_SC_LEVEL1_DCACHE_SIZE);
-    cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
-    cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
-#endif
-    ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");      /* what the C library tells is 0 or wrong in some machines */
-}
-
-/* The library's one global: the best path, probed once.  Threads that race store the same value. */
-AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
-    static int cached;
-    int path = __atomic_load_n(&cached, __ATOMIC_RELAXED);
-    if (path == 0) {
-        amp_cpu_info cpu;
-        ampi_probe_cpu(&cpu);
-        path = (int)cpu.path;
-        __atomic_store_n(&cached, path, __ATOMIC_RELAXED);
-    }
-    return (amp_cpu_path)path;
-}
 
 /* A CPU as a device: tf32 and fp8 have no instructions there, fp16 has them with AVX512-FP16. */
 #if defined(__clang__)
@@ -4713,34 +4713,6 @@ AMPI_PRIVATE amp_result ampi_check_output(const char *function, const char *fiel
         reach += (t->shape[next] - 1) * ampi_stride(t, next);
     }
     return AMP_OK;
-}
-
-/* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
-AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
-    int last = t->ndim - 1, i, given = 0;
-    int64_t rows = 1, expect = 0;
-    AMPI_TRY(ampi_check_tensor(function, field, t));
-    memset(out, 0, sizeof *out);
-    for (i = last - 1; i >= 0; i--) {
-        if (t->shape[i] == 1) continue;
-        if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
-        if (ampi_stride(t, i) != expect && amp_tensor_count(t) > 0)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
-        expect *= t->shape[i];
-    }
-    for (i = 0; i < last; i++) rows *= t->shape[i];
-    out->data = t->data;
-    out->dtype = t->dtype;
-    out->rows = rows;
-    out->cols = t->shape[last];
-    if (!given) out->ld = out->cols;
-    return ampi_check_ld(function, field, rows, out->cols, out->ld);
-}
-
-AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
-    if (m->rows == like->rows && m->cols == like->cols) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is [%lld, %lld], .%s is [%lld, %lld]; they must agree", field,
-                     (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
 }
 
 /* ---- Where operands lie.  An output may not share memory with another operand, but where an operator says that it may
@@ -10422,6 +10394,34 @@ AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) { return ampi_a
 /* ==== 9 >>operators: implementation =================================================================
    Each function checks its op struct, asks section 8 for the plan, translates to kernel arguments and
    calls the backend.                                                                                   */
+
+/* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
+AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
+    int last = t->ndim - 1, i, given = 0;
+    int64_t rows = 1, expect = 0;
+    AMPI_TRY(ampi_check_tensor(function, field, t));
+    memset(out, 0, sizeof *out);
+    for (i = last - 1; i >= 0; i--) {
+        if (t->shape[i] == 1) continue;
+        if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
+        if (ampi_stride(t, i) != expect && amp_tensor_count(t) > 0)
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
+        expect *= t->shape[i];
+    }
+    for (i = 0; i < last; i++) rows *= t->shape[i];
+    out->data = t->data;
+    out->dtype = t->dtype;
+    out->rows = rows;
+    out->cols = t->shape[last];
+    if (!given) out->ld = out->cols;
+    return ampi_check_ld(function, field, rows, out->cols, out->ld);
+}
+
+AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *field, const amp_mat *m, const char *other, const amp_mat *like) {
+    if (m->rows == like->rows && m->cols == like->cols) return AMP_OK;
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is [%lld, %lld], .%s is [%lld, %lld]; they must agree", field,
+                     (long long)m->rows, (long long)m->cols, other, (long long)like->rows, (long long)like->cols);
+}
 
 /* The first lines of every operator. */
 /* A plan is 0 or what a forward wrote.  Anything else was left there by the stack, and so was the rest of the op. */
@@ -19912,7 +19912,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #endif
 #endif /* AMP_IMPLEMENTATION */
 
-/* ==== Vector kernels of the section whose number is AMPI_KERNELS, compiled once per instruction set ====== */
+/* ==== 1 >>base: the vector kernels of the section whose number is AMPI_KERNELS, once per instruction set */
 #if defined(AMPI_KERNELS) && !defined(AMPI_PASS)
 #define AMPI_PASS 1
 #define AMPI_SUFFIX _scalar
