@@ -881,7 +881,7 @@ typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
    a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
    dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
-   sums: batch 1. */
+   sums: batch 1; backward and the sums: only where the backend fuses. */
 typedef struct amp_k_gemm {
     int64_t m, n, k, batch;
     const void *a, *b; void *c;
@@ -1271,8 +1271,9 @@ typedef struct amp_backend {
     amp_result (*open)(void **dev, const amp_host *host, const amp_backend_desc *desc);
     void (*close)(void *dev);
     amp_result (*describe)(void *dev, amp_device *out);
+    int32_t fuses;                  /* 1: gemm may be given .backward and the sums; 0: its caller calls the kernels for them */
     /* memory; host_visible 1: device pointers can be read by the host */
-    int32_t host_visible, reserved;
+    int32_t host_visible;
     amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
     void (*free)(void *dev, void *ptr, size_t bytes);
     amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
@@ -6280,7 +6281,11 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
 }
 
 /* alpha 0 reads neither a nor b, as in BLAS. */
-static amp_result ampi_cpu_product(ampi_cpu *cpu, const amp_k_gemm *args) {
+static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    (void)stream;
+    if (args->backward || args->column_sum.data != NULL || args->row_sum.data != NULL)
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm", "this backend has .fuses 0: an activation's backward and sums are calls of their own");
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
     if (args->m == 1 || args->n == 1) return ampi_gemv(cpu, args);
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
@@ -8249,83 +8254,6 @@ static amp_result ampi_cpu_place(void *dev, const void *ptr, amp_memory_kind *ou
     return AMP_OK;
 }
 
-/* ---- GEMM with what may come with it: the other kernels in turn */
-
-/* c = act'(pre) * product + beta c: the product in fp32, then row by row. */
-static amp_result ampi_cpu_gemm_backward(ampi_cpu *cpu, const amp_k_gemm *args) {
-    size_t bytes = (size_t)(args->m * args->n + args->n) * sizeof(float);
-    float *product = (float *)ampi_cpu_scratch(cpu, bytes), *pre;
-    amp_k_gemm g = *args;
-    amp_k_activation slope;
-    amp_k_add sum;
-    amp_result result;
-    int64_t i;
-    if (product == NULL) return ampi_cpu_no_scratch("gemm", bytes);
-    pre = product + args->m * args->n;
-    g.c = product; g.c_dtype = AMP_F32; g.ldc = g.n; g.beta = 0;
-    g.pre = NULL; g.bias = NULL; g.act = AMP_ACT_NONE;
-    result = ampi_cpu_product(cpu, &g);
-    memset(&slope, 0, sizeof slope);
-    slope.act = args->act; slope.n = args->n;
-    slope.x_dtype = slope.y_dtype = AMP_F32;
-    memset(&sum, 0, sizeof sum);
-    sum.a_dtype = AMP_F32; sum.b_dtype = sum.y_dtype = args->c_dtype;
-    sum.n = args->n; sum.alpha = 1; sum.beta = args->beta;
-    for (i = 0; i < args->m && result == AMP_OK; i++) {
-        float *row = product + i * args->n;
-        ampi_convert_fast(pre, AMP_F32, ampi_at(args->pre, args->pre_dtype, i * args->ld_pre), args->pre_dtype, args->n, cpu->path);
-        slope.x = pre; slope.dy = row; slope.dx = row;
-        (void)ampi_cpu_activation_backward(cpu, &slope, NULL);
-        sum.a = row;
-        sum.y = ampi_at_mut(args->c, args->c_dtype, i * args->ldc);
-        sum.b = args->beta == 0.0f ? NULL : sum.y;
-        result = ampi_cpu_add(cpu, &sum, NULL);
-    }
-    ampi_cpu_release(cpu, product, bytes);
-    return result;
-}
-
-static amp_result ampi_cpu_column_sum_of(ampi_cpu *cpu, const void *data, amp_dtype dtype, int64_t rows, int64_t cols,
-                                         int64_t ld, const amp_k_gradient *out) {
-    amp_k_column_sum s;
-    s.x.data = ampi_at_mut((void *)(uintptr_t)data, dtype, 0);
-    s.x.dtype = dtype; s.x.reserved = 0;
-    s.x.rows = rows; s.x.cols = cols; s.x.ld = ld;
-    s.out = out->data; s.out_dtype = out->dtype; s.add = out->add;
-    return ampi_cpu_column_sum(cpu, &s, NULL);
-}
-
-/* Row sums of op(a): the columns of a where it is stored transposed, otherwise a times ones. */
-static amp_result ampi_cpu_row_sum(ampi_cpu *cpu, const amp_k_gemm *args) {
-    size_t bytes = (size_t)AMPI_MAX(args->k, 1) * sizeof(float);
-    amp_k_gemm g;
-    amp_result result;
-    float *ones;
-    int64_t i;
-    if (args->trans_a) return ampi_cpu_column_sum_of(cpu, args->a, args->a_dtype, args->k, args->m, args->lda, &args->row_sum);
-    ones = (float *)ampi_cpu_scratch(cpu, bytes);
-    if (ones == NULL) return ampi_cpu_no_scratch("gemm", bytes);
-    for (i = 0; i < args->k; i++) ones[i] = 1.0f;
-    memset(&g, 0, sizeof g);
-    g.m = args->m; g.n = 1; g.k = args->k; g.batch = 1;
-    g.a = args->a; g.a_dtype = args->a_dtype; g.lda = args->lda;
-    g.b = ones; g.b_dtype = AMP_F32; g.ldb = 1;
-    g.c = args->row_sum.data; g.c_dtype = args->row_sum.dtype; g.ldc = 1;
-    g.alpha = 1; g.beta = args->row_sum.add ? 1.0f : 0.0f; g.compute = AMP_F32;
-    result = ampi_cpu_product(cpu, &g);
-    ampi_cpu_release(cpu, ones, bytes);
-    return result;
-}
-
-static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
-    ampi_cpu *cpu = (ampi_cpu *)dev;
-    (void)stream;
-    AMPI_TRY(args->backward ? ampi_cpu_gemm_backward(cpu, args) : ampi_cpu_product(cpu, args));
-    if (args->column_sum.data != NULL)
-        AMPI_TRY(ampi_cpu_column_sum_of(cpu, args->c, args->c_dtype, args->m, args->n, args->ldc, &args->column_sum));
-    return args->row_sum.data != NULL ? ampi_cpu_row_sum(cpu, args) : AMP_OK;
-}
-
 static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     (void)dev;
     out->device_total = ampi_probe_memory();    /* the rest of the probe takes a virtual machine a millisecond */
@@ -8390,7 +8318,7 @@ static amp_result ampi_cpu_trim(void *dev) {
 static const amp_backend ampi_cpu_backend = {
     AMP_ABI(amp_backend), "cpu",
     ampi_cpu_open, ampi_cpu_close, ampi_cpu_describe,
-    1, 0,
+    0, 1,
     ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_copy, ampi_cpu_fill, ampi_cpu_place, ampi_cpu_memory,
     ampi_cpu_stream_create, ampi_cpu_stream_destroy, ampi_cpu_stream_sync,
     ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
@@ -10602,10 +10530,6 @@ static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const
     return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
 }
 
-/* Whether products take sums and activations along: on a device that saves passes over memory.  The CPU is as fast
-   without, and keeps its bits. */
-static int ampi_linear_fuses(const amp_context *amp) { return !amp->backend->host_visible; }
-
 /* bias: takes its gradient along; NULL: none. */
 static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, const amp_param *bias) {
     const amp_param *w = op->weight;
@@ -10652,7 +10576,7 @@ static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp
     g->ldb = dx->cols;
     g->c = dx->data; g->c_dtype = dx->dtype; g->ldc = dx->ld;
     g->alpha = 1; g->compute = op->plan.compute;
-    if (pre != NULL && ampi_linear_fuses(amp)) {
+    if (pre != NULL && amp->backend->fuses) {
         AMPI_TRY(ampi_rows(f, "x_pre", pre, &at));
         g->backward = 1; g->act = op->x_act;
         g->pre = at.data; g->pre_dtype = at.dtype; g->ld_pre = at.ld;
@@ -10714,7 +10638,7 @@ AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, ui
         AMPI_TRY(ampi_rows_like(f, "pre", c.pre, "y", &y, &same));
     }
     AMPI_TRY(ampi_linear_places(f, op, c.pre, c.x_pre));
-    c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && ampi_linear_fuses(amp) ? op->bias : NULL;
+    c.along = ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && amp->backend->fuses ? op->bias : NULL;
     c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
     c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
     AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], &held));

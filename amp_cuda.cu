@@ -6333,7 +6333,7 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void 
 const amp_backend ampc_backend = {
     AMP_ABI(amp_backend), "cuda",
     ampc_open, ampc_close, ampc_describe,
-    0, 0,
+    1, 0,
     ampc_alloc, ampc_free, ampc_alloc_pinned, ampc_free_pinned, ampc_copy, ampc_fill, ampc_place_of, ampc_memory,
     ampc_stream_create, ampc_stream_destroy, ampc_stream_sync,
     ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,

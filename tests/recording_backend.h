@@ -1,8 +1,10 @@
 /* recording_backend.h - a third backend, for tests: it counts every call and hands it to the CPU kernels.  Its
- * memory is not host-visible, as far as amp.h knows, so the paths for real devices are taken.  A kernel can be
- * made to fail: recording.fail_at = n makes the n-th call from now return AMP_ERR_DEVICE. */
+ * memory is not host-visible, and its products fuse, as far as amp.h knows, so the paths for real devices are taken.
+ * A kernel can be made to fail: recording.fail_at = n makes the n-th call from now return AMP_ERR_DEVICE. */
 #ifndef AMPT_RECORDING_BACKEND_H
 #define AMPT_RECORDING_BACKEND_H
+
+#include "gemm_parts.h"
 
 static struct { int calls, allocs, frees, copies, fail_at; char last[32]; } recording;
 
@@ -32,7 +34,7 @@ static amp_result recording_describe(void *dev, amp_device *out) {
         return result != AMP_OK ? result : amp_cpu()->name(dev, args, stream); \
     }
 #define RECORDED_KERNELS(X) \
-    X(cast, amp_k_cast) X(gemm, amp_k_gemm) X(column_sum, amp_k_column_sum) \
+    X(cast, amp_k_cast) X(column_sum, amp_k_column_sum) \
     X(attention, amp_k_attention) X(attention_backward, amp_k_attention) X(norm, amp_k_norm) X(norm_backward, amp_k_norm) \
     X(softmax, amp_k_softmax) X(softmax_backward, amp_k_softmax) \
     X(activation, amp_k_activation) X(activation_backward, amp_k_activation) \
@@ -41,16 +43,23 @@ static amp_result recording_describe(void *dev, amp_device *out) {
     X(check, amp_k_check) X(adamw, amp_k_adamw) X(sgd, amp_k_sgd) X(scale_ranges, amp_k_scale_ranges) \
     X(inspect, amp_k_inspect) X(rule, amp_k_rule)
 RECORDED_KERNELS(RECORDED)
+static amp_result recording_gemm(void *dev, const amp_k_gemm *args, void *stream) {
+    amp_result result = recording_call("gemm");
+    (void)stream;
+    return result != AMP_OK ? result : gemm_parts(dev, args);
+}
 
 static const amp_backend *recording_backend(void) {
     static amp_backend table;
     table = *amp_cpu();
     table.name = "recording";
+    table.fuses = 1;
     table.host_visible = 0;
     table.describe = recording_describe;
     table.alloc = recording_alloc;
     table.free = recording_free;
     table.copy = recording_copy;
+    table.gemm = recording_gemm;
 #define RECORDED_ENTRY(name, args_type) table.name = recording_##name;
     RECORDED_KERNELS(RECORDED_ENTRY)
     return &table;

@@ -528,109 +528,20 @@ TEST(column_sums) {
     }
 }
 
-/* ---- What may come with a product: an activation's backward, sums of c's columns and op(a)'s rows */
-
-static double slope_of(amp_activation_kind act, double x) {
-    double t = tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x));
-    switch (act) {
-        case AMP_ACT_GELU: return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.79788456080286535588 * (1 + 3 * 0.044715 * x * x);
-        case AMP_ACT_GELU_ERF: return 0.5 * (1 + erf(x / sqrt(2.0))) + x * exp(-x * x / 2) * 0.39894228040143267794;
-        case AMP_ACT_RELU: return x > 0;
-        default: return 1;
-    }
-}
-
-/* Whether sums[at] is the sum of n numbers, after what was there before if it is added. */
-static int is_sum(const amp_k_gradient *out, const void *before, int64_t at, double sum, double magnitude, int64_t n) {
-    double unit = (double)(n + 2) * 0x1p-24, error;
-    if (out->add) { sum += get(before, out->dtype, at); magnitude += fabs(get(before, out->dtype, at)); }
-    error = unit / (1 - unit) * magnitude;
-    return excess(get(out->data, out->dtype, at), sum, error + roundoff(out->dtype) * (fabs(sum) + error) + underflow(out->dtype)) == 0;
-}
-
-/* c = act'(pre) product + beta c: the product's error times the slope, which is computed to 32 u (1 + |pre|). */
-static double worst_backward(const problem *p) {
-    const amp_k_gemm *g = &p->g;
-    double u = 0x1p-24, n = (double)g->k + 4, gamma = n * u / (1 - n * u), worst = 0;
-    int64_t i, j;
-    for (i = 0; i < g->m; i++)
-        for (j = 0; j < g->n; j++) {
-            double sum, magnitude, x = get(g->pre, g->pre_dtype, i * g->ld_pre + j), slope = slope_of(g->act, x), want, error;
-            double before = g->beta != 0 ? (double)g->beta * get(p->c_before, g->c_dtype, i * g->ldc + j) : 0;
-            exact(p, 0, i, j, &sum, &magnitude);
-            sum *= (double)g->alpha;
-            want = slope * sum + before;
-            error = 1.13 * gamma * fabs((double)g->alpha) * magnitude + 32 * u * (1 + fabs(x)) * fabs(sum) + 3 * u * (fabs(before) + fabs(want)) + n * 0x1p-126;
-            worst = AMPI_MAX(worst, excess(get(g->c, g->c_dtype, i * g->ldc + j), want,
-                                           error + roundoff(g->c_dtype) * (fabs(want) + error) + underflow(g->c_dtype)));
-        }
-    return worst;
-}
-
-static void check_company(const way *w, test_case t, int backward, amp_dtype sums, int add) {
-    problem p = make(t);
-    amp_k_gemm *g = &p.g;
-    size_t c_bytes = (size_t)p.c_count * amp_dtype_size(t.c), size = amp_dtype_size(sums);
-    void *c = keep((int64_t)c_bytes), *columns = keep(t.n * 4), *rows = keep(t.m * 4);
-    void *columns_before = fill(sums, t.n), *rows_before = fill(sums, t.m);
-    int64_t i, j, threads;
-    g->backward = backward;
-    for (i = 0; backward && i < p.pre_count; i++) put(g->pre, t.pre_dtype, i, 4 * uniform());
-    g->column_sum.data = keep(t.n * 4); g->row_sum.data = keep(t.m * 4);
-    g->column_sum.dtype = g->row_sum.dtype = sums;
-    g->column_sum.add = g->row_sum.add = add;
-    for (threads = 1; threads <= 3; threads++) {
-        ampi_cpu cpu = cpu_of(w, (int)threads);
-        memcpy(g->c, p.c_before, c_bytes);
-        memcpy(g->column_sum.data, columns_before, (size_t)t.n * size);
-        memcpy(g->row_sum.data, rows_before, (size_t)t.m * size);
-        CHECK_OK(ampi_cpu_gemm(&cpu, g, NULL));
-        if (threads == 1) { memcpy(c, g->c, c_bytes); memcpy(columns, g->column_sum.data, (size_t)t.n * size); memcpy(rows, g->row_sum.data, (size_t)t.m * size); }
-        CHECK(memcmp(c, g->c, c_bytes) == 0 && memcmp(columns, g->column_sum.data, (size_t)t.n * size) == 0 && memcmp(rows, g->row_sum.data, (size_t)t.m * size) == 0);
-    }
-    if (backward) CHECK_MSG(worst_backward(&p) == 0, "%s: error is %.3g of what is allowed", describe(w, &t), worst_backward(&p));
-    else CHECK_MSG(worst_excess(&p) == 0, "%s: error is %.3g of what is allowed", describe(w, &t), worst_excess(&p));
-    for (j = 0; j < t.n; j++) {
-        double sum = 0, magnitude = 0;
-        for (i = 0; i < t.m; i++) { double v = get(g->c, t.c, i * g->ldc + j); sum += v; magnitude += fabs(v); }
-        CHECK_MSG(is_sum(&g->column_sum, columns_before, j, sum, magnitude, t.m), "%s: sum of column %d", describe(w, &t), (int)j);
-    }
-    for (i = 0; i < t.m; i++) {
-        double sum = 0, magnitude = 0;
-        for (j = 0; j < t.k; j++) { double v = get(g->a, t.a, t.trans_a ? j * g->lda + i : i * g->lda + j); sum += v; magnitude += fabs(v); }
-        CHECK_MSG(is_sum(&g->row_sum, rows_before, i, sum, magnitude, t.k), "%s: sum of row %d", describe(w, &t), (int)i);
-    }
-    CHECK_EQ(alloc_live, 0);
-    drop();
-}
-
-TEST(backward_and_sums) {
-    static const int64_t shapes[][3] = {{1, 1, 1}, {1, 40, 17}, {33, 1, 9}, {7, 30, 0}, {24, 64, 40}, {65, 50, 130}};
-    static const amp_activation_kind acts[] = {AMP_ACT_NONE, AMP_ACT_GELU, AMP_ACT_GELU_ERF, AMP_ACT_RELU};
-    int w, s, x;
-    for (w = 0; w < ways(); w++) for (s = 0; s < 6; s++) for (x = 0; x < 12; x++) {
-        test_case t = plain(shapes[s][0], shapes[s][1], shapes[s][2]);
-        t.trans_a = x & 1; t.trans_b = x >> 1 & 1; t.slack = x % 3;
-        t.a = dtypes[x % 3]; t.b = dtypes[(x + s) % 3]; t.c = dtypes[x / 2 % 3]; t.compute = computes[x % 4];
-        t.alpha = x % 5 == 0 ? 1 : 0.5; t.beta = x % 3 == 1 ? 0.75 : 0;
-        t.act = acts[(x + s) % 4];
-        t.pre = 1; t.pre_dtype = dtypes[(x + 1) % 3];
-        check_company(&all_ways[w], t, x % 4 != 3, dtypes[x % 3 == 0 ? 0 : s % 3], x & 1);
-    }
-}
-
-/* Memory for parts of it that is not there is an error, and nothing is kept. */
-TEST(backward_out_of_memory) {
-    test_case t = plain(200, 300, 100);
+/* What only a backend that fuses takes along with a product is refused, and nothing is written. */
+TEST(fused_products_are_refused) {
     ampi_cpu cpu = cpu_of(&all_ways[0], 1);
-    problem p;
-    t.pre = 1; t.act = AMP_ACT_GELU;
-    p = make(t);
-    p.g.backward = 1;
-    alloc_fails = 1;
-    CHECK_ERR(ampi_cpu_gemm(&cpu, &p.g, NULL), AMP_ERR_MEMORY);
-    alloc_fails = 0;
-    CHECK_EQ(alloc_live, 0);
+    problem p = make(plain(4, 5, 6));
+    amp_k_gemm g[3] = {p.g, p.g, p.g};
+    float sums[5] = {0};
+    int i;
+    g[0].backward = 1;
+    g[1].column_sum.data = g[2].row_sum.data = sums;
+    g[1].column_sum.dtype = g[2].row_sum.dtype = AMP_F32;
+    CHECK_EQ(amp_cpu()->fuses, 0);
+    for (i = 0; i < 3; i++) CHECK_ERR(ampi_cpu_gemm(&cpu, &g[i], NULL), AMP_ERR_UNSUPPORTED);
+    CHECK(memcmp(p.g.c, p.c_before, (size_t)p.c_count * 4) == 0);
+    for (i = 0; i < 5; i++) CHECK(sums[i] == 0);
     drop();
 }
 
@@ -686,8 +597,7 @@ int main(int argc, char **argv) {
     RUN(pack_counts_new_inf);
     RUN(out_of_memory);
     RUN(column_sums);
-    RUN(backward_and_sums);
-    RUN(backward_out_of_memory);
+    RUN(fused_products_are_refused);
     RUN(four_host_threads);
     return TEST_END();
 }
