@@ -1221,6 +1221,13 @@ typedef struct amp_memory_info {
     int64_t device_total;           /* 0: unknown */
 } amp_memory_info;
 
+/* One of the two caches. */
+typedef struct amp_cache_info {
+    int64_t entries, bytes, limit;  /* limit 0: none */
+    int64_t hits, misses, evictions;
+    int64_t new_inf;                /* cast cache: finite weights that became infinite in a copy */
+} amp_cache_info;
+
 typedef struct amp_telemetry {      /* each -1 where it cannot be had */
     float utilization, memory_utilization;      /* 0 to 1 */
     float temperature, power;       /* degrees C, W */
@@ -1756,12 +1763,6 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm);
    Masks written out, and kept.  amp_attention and amp_softmax read structured masks from their description
    and need none of this; it is for softmax over scores of your own, for kernels that want a mask tensor, and
    for arbitrary masks that are used again and again.                                                    */
-
-typedef struct amp_cache_info {
-    int64_t entries, bytes, limit;  /* limit 0: none */
-    int64_t hits, misses, evictions;
-    int64_t new_inf;                /* cast cache: finite weights that became infinite in a copy */
-} amp_cache_info;
 
 /* A mask of the cache, read-only and shared. */
 typedef struct amp_mask_view {
@@ -8367,7 +8368,7 @@ typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, A
 typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
 
 typedef struct ampi_layer_rule { char pattern[128]; amp_dtype dtype; } ampi_layer_rule;
-typedef struct ampi_user_op { char name[64]; amp_cast_policy policy; } ampi_user_op;
+typedef struct ampi_user_op { char name[64]; uint8_t policy; } ampi_user_op;      /* an amp_cast_policy */
 
 /* What a cached copy of a weight is good for. */
 typedef enum ampi_pack_kind {
@@ -8422,6 +8423,17 @@ typedef struct ampi_cells {
     uint64_t random;                /* where the random numbers of the graph launched last begin */
 } ampi_cells;
 
+/* What happens to a context, told to the later sections that keep something in it. */
+typedef enum ampi_notice {
+    AMPI_PARAM_FORGOTTEN,           /* the parameter with this id; called with the lock held */
+    AMPI_PARAMS_FORGOTTEN,          /* after these, without the lock */
+    AMPI_CASTS_OUTDATED,            /* the dtype changed, or weights did */
+    AMPI_CLEANUP,                   /* what nobody uses is to be given back */
+    AMPI_CLOSING                    /* the device is still open */
+} ampi_notice;
+typedef void (*ampi_listener)(amp_context *amp, ampi_notice notice, uint64_t id);
+enum { AMPI_LISTENERS = 8 };        /* sections after this one, and a NULL */
+
 struct amp_context {
     amp_desc desc;                  /* effective */
     amp_system system;
@@ -8444,16 +8456,16 @@ struct amp_context {
     amp_cache_info cache_info;
     int regions;                    /* open on all threads; changed atomically */
     pthread_key_t thread_key; int has_key;          /* whose destructor ends what a thread left open; made with the first region */
-    int (*regions_end)(amp_context *amp);           /* ends those of this thread, and says how many */
+    ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
     ampi_object *objects;           /* that live, the newest first */
     int holders, closed, views;     /* changed atomically: objects, regions, mask views and whoever opened it; views: of these */
     ampi_mask_entry *masks; int64_t n_masks, mask_capacity;
     amp_cache_info mask_info;
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
     ampi_user_op *ops; int64_t n_ops, op_capacity;
-    amp_cast_policy override_policy[AMPI_BUILTIN_OPS];
+    uint8_t override_policy[AMPI_BUILTIN_OPS];              /* amp_cast_policy */
     ampi_cells *cells;              /* device memory; NULL where the host sees it anyway and there are no graphs */
-    amp_graph *capture;             /* being captured, else NULL */
+    ampi_object *capture;           /* the graph being captured, else NULL */
     int graphs;                     /* that live: the caches keep what they refer to */
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
@@ -8464,6 +8476,18 @@ struct amp_context {
 };
 
 /* ---- What other sections may ask of a context */
+
+/* Has a section's listener called from now on.  Called with the lock held. */
+AMPI_PRIVATE void ampi_listen(amp_context *amp, ampi_listener listener) {
+    int i = 0;
+    while (amp->listeners[i] != NULL && amp->listeners[i] != listener) i++;
+    __atomic_store_n(&amp->listeners[i], listener, __ATOMIC_RELEASE);
+}
+AMPI_PRIVATE void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
+    ampi_listener listener;
+    int i;
+    for (i = 0; (listener = __atomic_load_n(&amp->listeners[i], __ATOMIC_ACQUIRE)) != NULL; i++) listener(amp, notice, id);
+}
 
 AMPI_PRIVATE const amp_backend *ampi_backend(const amp_context *amp, void **dev, void **stream) {
     *dev = amp->dev;
@@ -8478,8 +8502,8 @@ AMPI_PRIVATE amp_result ampi_may_wait(const amp_context *amp) {
 AMPI_PRIVATE void ampi_settings_changed(amp_context *amp) { amp->settings_version++; }
 AMPI_PRIVATE uint64_t ampi_settings_version(const amp_context *amp) { return amp->settings_version; }
 /* The graph that is being captured, or NULL. */
-AMPI_PRIVATE amp_graph *ampi_capture(const amp_context *amp) { return amp->capture; }
-AMPI_PRIVATE void ampi_capture_begin(amp_context *amp, amp_graph *graph) {
+AMPI_PRIVATE ampi_object *ampi_capture(const amp_context *amp) { return amp->capture; }
+AMPI_PRIVATE void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
     amp->capture = graph;
     amp->graphs++;
     amp->capture_random = amp->random_offset;
@@ -8529,7 +8553,7 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
     amp->desc.fallback = p->fallback;
     amp->n_layers = p->n_layers;
     amp->random_offset = p->random_offset;
-    amp_cast_cache_clear(amp);
+    ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 /* 1: some registered parameter has a gradient that no step has used; clear 1: no more. */
 AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
@@ -8966,7 +8990,6 @@ AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t 
 /* Stops what the host has not destroyed, and says so. */
 static void ampi_close_objects(amp_context *amp) {
     ampi_object *o;
-    int here = 0, elsewhere;
     for (;;) {
         ampi_lock(amp);
         o = amp->objects;
@@ -8978,20 +9001,11 @@ static void ampi_close_objects(amp_context *amp) {
         ampi_object_stop(o);
         if (o->unfinished) ampi_object_let_go(o);
     }
-    if (amp->regions_end != NULL) here = amp->regions_end(amp);
-    elsewhere = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
-    if (here + elsewhere > 0)
-        ampi_log(amp, AMP_LOG_WARNING, 1007, "amp_close: open regions have ended: %d on this thread, %d on other threads", here, elsewhere);
-    if (__atomic_load_n(&amp->views, __ATOMIC_RELAXED) > 0)
-        ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: masks of amp_mask_get that were not given back, and whose memory is gone: %d", __atomic_load_n(&amp->views, __ATOMIC_RELAXED));
 }
 
 static void ampi_close_device(amp_context *amp) {
     int64_t i;
     ampi_plans_write(amp);
-    amp_cast_cache_clear(amp);
-    amp_mask_cache_clear(amp);
-    for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
     for (i = 0; i < amp->block_capacity; i++)
         if (amp->blocks[i].ptr) amp->backend->free(amp->dev, amp->blocks[i].ptr, (size_t)amp->blocks[i].bytes);
     if (amp->cells) amp->backend->free(amp->dev, amp->cells, sizeof *amp->cells);
@@ -9005,6 +9019,7 @@ AMP_API void amp_close(amp_context *amp) {
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
     ampi_close_objects(amp);
+    ampi_notify(amp, AMPI_CLOSING, 0);
     if (amp->dev != NULL) ampi_close_device(amp);
     ampi_threads_close(amp->threads);
     amp->threads = NULL;
@@ -9048,7 +9063,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
     amp->choice = *choice;
     amp->desc.dtype = amp->desc.autocast_dtype = choice->dtype;
     ampi_settings_changed(amp);
-    amp_cast_cache_clear(amp);
+    ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
@@ -9223,6 +9238,22 @@ AMP_API void amp_memory_reset_peak(amp_context *amp) {
     ampi_unlock(amp);
 }
 
+AMPI_PRIVATE amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
+    amp_memory_info before, after;
+    if (freed != NULL) *freed = 0;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
+    AMPI_TRY(ampi_may_wait(amp));
+    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
+    if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
+    ampi_notify(amp, AMPI_CLEANUP, 0);
+    if (amp->backend->trim != NULL) AMPI_TRY(amp->backend->trim(amp->dev));
+    if (freed == NULL) return AMP_OK;
+    AMPI_TRY(amp_memory(amp, &after));
+    *freed = before.reserved - after.reserved;
+    return AMP_OK;
+}
+AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) { return ampi_as("amp_cleanup", ampi_cleanup(amp, freed)); }
+
 /* ---- Parameters */
 
 static int ampi_is_known(const amp_context *amp, const amp_param *p) { return p->id != 0 && p->context == amp->serial && p->place == p; }
@@ -9266,21 +9297,19 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
 }
 
 /* Drops a range of parameters: all, or those that were registered elsewhere since, or whose memory begins anew.  Called with
-   the lock held; ampi_cache_free_dropped follows. */
+   the lock held; AMPI_PARAMS_FORGOTTEN follows. */
 static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t n, int all) {
-    int64_t i, j, kept = 0;
+    int64_t i, kept = 0;
     for (i = 0; i < amp->n_params; i++) {
         const ampi_known known = amp->params[i];
         int own = known.param >= params && known.param < params + n && (all || !ampi_is_known(amp, known.param));
         if (!own) { amp->params[kept++] = known; continue; }
-        for (j = 0; j < amp->n_cache; j++) if (amp->cache[j].id == known.id) amp->cache[j].id = 0;
+        ampi_notify(amp, AMPI_PARAM_FORGOTTEN, known.id);
         if (known.param->id == known.id) known.param->id = 0;
     }
     if (kept < amp->n_params) ampi_settings_changed(amp);
     amp->n_params = kept;
 }
-
-static void ampi_cache_free_dropped(amp_context *amp);
 
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
     amp_result result = AMP_OK;
@@ -9302,7 +9331,7 @@ AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64
         amp->params[amp->n_params++].id = p->id;
     }
     ampi_unlock(amp);
-    ampi_cache_free_dropped(amp);
+    ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
     return result;
 }
 
@@ -9311,7 +9340,7 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     ampi_lock(amp);
     ampi_params_drop(amp, params, n, 1);
     ampi_unlock(amp);
-    ampi_cache_free_dropped(amp);
+    ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
 }
 
 AMP_API void amp_param_changed(amp_param *param) { if (param != NULL) param->version++; }
@@ -9502,6 +9531,17 @@ static int64_t ampi_mask_at(const amp_context *amp, const ampi_mask_entry *e) {
     return i;
 }
 
+/* What else happens to the context does not concern masks. */
+static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
+    int64_t i;
+    int views = __atomic_load_n(&amp->views, __ATOMIC_RELAXED);
+    (void)id;
+    if (notice == AMPI_CLEANUP) amp_mask_cache_clear(amp);
+    if (notice != AMPI_CLOSING) return;
+    if (views > 0) ampi_log(amp, AMP_LOG_WARNING, 1008, "amp_close: masks of amp_mask_get that were not given back, and whose memory is gone: %d", views);
+    for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
+}
+
 /* Finds the mask with e's key, in use from now on, or takes its place: e->writing, and the key is the entry's then. */
 static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     ampi_mask_entry *at;
@@ -9524,6 +9564,7 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
         e->by = pthread_self();
         *at = *e;
         amp->n_masks++;
+        ampi_listen(amp, ampi_masks_hear);
     }
     at->users++;
     at->last_use = ++amp->clock;
@@ -9711,7 +9752,25 @@ static int ampi_regions_end(const amp_context *amp) {
         if (ampi_regions[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions[i].amp))) { ampi_region_remove(i); n++; }
     return n;
 }
-static int ampi_regions_end_of(amp_context *amp) { return ampi_regions_end(amp); }
+
+static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
+    int64_t i;
+    int here, elsewhere;
+    switch (notice) {
+        case AMPI_PARAM_FORGOTTEN:
+            for (i = 0; i < amp->n_cache; i++) if (amp->cache[i].id == id) amp->cache[i].id = 0;
+            break;
+        case AMPI_PARAMS_FORGOTTEN: ampi_cache_free_dropped(amp); break;
+        case AMPI_CASTS_OUTDATED: amp_cast_cache_clear(amp); break;
+        case AMPI_CLEANUP: ampi_cache_clear_idle(amp); break;
+        case AMPI_CLOSING:
+            here = ampi_regions_end(amp);
+            elsewhere = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED);
+            if (here + elsewhere > 0)
+                ampi_log(amp, AMP_LOG_WARNING, 1007, "amp_close: open regions have ended: %d on this thread, %d on other threads", here, elsewhere);
+            break;
+    }
+}
 
 /* A thread ends: so do its regions. */
 static void ampi_thread_left(void *value) {
@@ -9723,7 +9782,7 @@ static amp_result ampi_region_key(amp_context *amp, const char *function) {
     int error = 0;
     ampi_lock(amp);
     if (!amp->has_key) error = pthread_key_create(&amp->thread_key, ampi_thread_left);
-    amp->regions_end = ampi_regions_end_of;
+    ampi_listen(amp, ampi_autocast_hear);
     if (error == 0) __atomic_store_n(&amp->has_key, 1, __ATOMIC_RELEASE);
     ampi_unlock(amp);
     return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, function, "no key for this context's threads (%s): close contexts that are not needed", strerror(error));
@@ -9864,8 +9923,8 @@ static int ampi_op_exists(const amp_context *amp, int32_t op) {
 
 static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_policy table, amp_rule *rule) {
     *rule = AMP_BY_REGION;
-    if (op >= AMP_OP_USER) return amp->ops[op - AMP_OP_USER].policy;
-    if (amp->override_policy[op] != AMP_CAST_DEFAULT) { *rule = AMP_BY_OPERATOR; return amp->override_policy[op]; }
+    if (op >= AMP_OP_USER) return (amp_cast_policy)amp->ops[op - AMP_OP_USER].policy;
+    if (amp->override_policy[op] != AMP_CAST_DEFAULT) { *rule = AMP_BY_OPERATOR; return (amp_cast_policy)amp->override_policy[op]; }
     return (amp_cast_policy)ampi_policy_table[op][table == AMP_POLICY_TORCH];
 }
 
@@ -10064,7 +10123,7 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
             return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s exists already", name);
     AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity, sizeof *amp->ops));
     snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
-    amp->ops[amp->n_ops].policy = policy;
+    amp->ops[amp->n_ops].policy = (uint8_t)policy;
     *op = AMP_OP_USER + (int32_t)amp->n_ops++;
     ampi_unlock(amp);
     return AMP_OK;
@@ -10074,7 +10133,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_operator_override", "amp is NULL");
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS) return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is no built-in operator", op);
     if (!ampi_is_cast_policy(policy)) return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
-    amp->override_policy[op] = policy;
+    amp->override_policy[op] = (uint8_t)policy;
     ampi_settings_changed(amp);
     return AMP_OK;
 }
@@ -10163,6 +10222,7 @@ static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dty
         at->dtype = dtype;
         at->kind = kind;
         amp->n_cache++;
+        ampi_listen(amp, ampi_autocast_hear);
     }
     at->users++;
     at->last_use = ++amp->clock;
@@ -10300,24 +10360,6 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     ampi_unlock(amp);
     while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
-
-/* Of section 6; here, because it empties what this section keeps. */
-AMPI_PRIVATE amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
-    amp_memory_info before, after;
-    if (freed != NULL) *freed = 0;
-    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_cleanup", "amp is NULL");
-    AMPI_TRY(ampi_may_wait(amp));
-    AMPI_TRY(amp->backend->stream_sync(amp->dev, amp->desc.stream));
-    if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
-    ampi_cache_clear_idle(amp);
-    amp_mask_cache_clear(amp);
-    if (amp->backend->trim != NULL) AMPI_TRY(amp->backend->trim(amp->dev));
-    if (freed == NULL) return AMP_OK;
-    AMPI_TRY(amp_memory(amp, &after));
-    *freed = before.reserved - after.reserved;
-    return AMP_OK;
-}
-AMP_API amp_result amp_cleanup(amp_context *amp, int64_t *freed) { return ampi_as("amp_cleanup", ampi_cleanup(amp, freed)); }
 
 /* ==== 9 >>operators: implementation =================================================================
    Each function checks its op struct, asks section 8 for the plan, translates to kernel arguments and
@@ -12187,7 +12229,7 @@ AMPI_PRIVATE amp_result ampi_refuse_fp16(const char *function, const amp_grad_se
 
 /* Records a set that is checked in the graph being captured. */
 AMPI_PRIVATE amp_result ampi_graph_note_set(amp_grad_set *set) {
-    amp_graph *graph = ampi_capture(set->amp);
+    amp_graph *graph = (amp_graph *)ampi_capture(set->amp);
     if (graph == NULL) return AMP_OK;
     AMPI_TRY(ampi_grow(set->amp, "amp_graph_begin", (void **)&graph->sets, graph->n_sets, &graph->set_capacity, sizeof(void *)));
     graph->sets[graph->n_sets++] = set;
@@ -12784,7 +12826,7 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
 
 /* Records an optimizer whose cycle begins in the graph that is being captured. */
 AMPI_PRIVATE amp_result ampi_graph_note(amp_optimizer *o) {
-    amp_graph *graph = ampi_capture(o->amp);
+    amp_graph *graph = (amp_graph *)ampi_capture(o->amp);
     int64_t i;
     if (graph == NULL || o->micro > 0) return AMP_OK;
     for (i = 0; i < graph->n; i++)
@@ -12962,7 +13004,7 @@ AMPI_PRIVATE void ampi_graph_stop(ampi_object *object) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
     int64_t i;
-    if (ampi_capture(amp) == graph) {           /* the context closes meanwhile */
+    if (ampi_capture(amp) == &graph->object) {           /* the context closes meanwhile */
         (void)ampi_capture_end(amp);
         (void)backend->graph_end(dev, stream, &graph->exec);
     }
@@ -12992,7 +13034,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     graph->amp = amp;
     graph->settings_version = ampi_settings_version(amp);      /* what changes from here on is only in a part of it */
     amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
-    ampi_capture_begin(amp, graph);
+    ampi_capture_begin(amp, &graph->object);
     result = ampi_as(f, backend->graph_begin(dev, stream));
     if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
     ampi_capture_end(amp);
@@ -13038,7 +13080,7 @@ AMPI_PRIVATE amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp or out is NULL");
     backend = ampi_backend(amp, &dev, &stream);
-    graph = ampi_capture(amp);
+    graph = (amp_graph *)ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
     graph->random = ampi_capture_end(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
