@@ -72,7 +72,7 @@ TEST(the_defaults_are_those_documented) {
         "fallback = none\ntf32 = false\nautotune = off\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
         "init_scale = 65536\ngrowth_factor = 2\nbackoff_factor = 0.5\ngrowth_interval = 2000\nmin_scale = 1\n"
         "max_scale = 8.507059e+37\nhysteresis = 1\ntolerance = 0\nclip_norm = none\naccumulation = 1\nlog_interval = 100\n"
-        "memory_interval = 100\ncleanup_interval = off\nnumerics_interval = off\nmemory_warning = 0.9\nnan_action = skip\n"
+        "memory_interval = 100\ncleanup_interval = off\ntensor_stats_interval = off\nmemory_warning = 0.9\nnan_action = skip\n"
         "max_skips = 25\nmax_retries = 3\nbatch_growth_interval = off\nworkers = 2\nprefetch = 2\npin = true\n"
         "debug = false\n";
     char text[2048], part[20];
@@ -1683,23 +1683,23 @@ TEST(batch_growth_interval_takes_halving_back) {
     }
 }
 
-TEST(numerics_interval_is_that_of_the_looks) {
-    amp_settings s = settings_of("dtype=fp16\nnumerics_interval=4");
+TEST(tensor_stats_interval_is_that_of_the_looks) {
+    amp_settings s = settings_of("dtype=fp16\ntensor_stats_interval=4");
     net *n = net_open(&s);
-    amp_tensor_stats *numerics;
+    amp_tensor_stats *stats;
     amp_tensor_stats_desc d;
     amp_tensor_stats_report report;
     int due = 0;
     memset(&d, 0, sizeof d);
     d.params = n->params; d.n_params = PARAMS;
     d.interval = s.tensor_stats_interval;
-    CHECK_OK(amp_tensor_stats_create(n->amp, &numerics, &d));
+    CHECK_OK(amp_tensor_stats_create(n->amp, &stats, &d));
     for (int i = 0; i < 12; i++) {
-        CHECK_OK(amp_tensor_stats_step(numerics, &report));
+        CHECK_OK(amp_tensor_stats_step(stats, &report));
         due += report.due;
     }
     CHECK_EQ(due, 3);
-    amp_tensor_stats_destroy(numerics);
+    amp_tensor_stats_destroy(stats);
     net_close(n);
 }
 
@@ -2029,7 +2029,7 @@ int main(int argc, char **argv) {
     RUN(debug_tells_each_decision_once); RUN(nan_action_decides_what_is_done); RUN(max_skips_decides_when_skips_are_trouble);
     RUN(intervals_decide_when_the_monitor_acts); RUN(memory_warning_is_a_share_of_the_device);
     RUN(max_retries_bounds_recoveries); RUN(batch_growth_interval_takes_halving_back);
-    RUN(numerics_interval_is_that_of_the_looks);
+    RUN(tensor_stats_interval_is_that_of_the_looks);
     RUN(switching_is_resuming); RUN(a_switch_of_dtype_empties_the_cast_cache); RUN(formats_differ); RUN(validation_in_fp32_leaves_no_trace);
     RUN(evaluation_is_in_the_trainings_precision); RUN(the_scalers_rule_changes_in_place);
     RUN(what_cannot_change_is_refused_and_nothing_changes); RUN(a_device_without_the_dtype_refuses_the_switch);
