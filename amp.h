@@ -4236,6 +4236,9 @@ AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
 #  define AMPI_PICK(table, path) ((void)(path), &table##_scalar)
 #endif
 
+/* Tables of functions name their entries: the compiler checks name, order and type.  C++ has that from C++20 on, and gcc and
+   clang before, where __extension__ keeps -Wpedantic quiet. */
+
 /* ==== 2 >>numbers: implementation ================================================================== */
 
 /* ---- Vector kernels.  Pointers need no alignment; dst may be src where the sizes agree. */
@@ -8316,22 +8319,31 @@ static amp_result ampi_cpu_trim(void *dev) {
     return AMP_OK;
 }
 
-static const amp_backend ampi_cpu_backend = {
-    AMP_ABI(amp_backend), "cpu",
-    ampi_cpu_open, ampi_cpu_close, ampi_cpu_describe,
-    0, 1,
-    ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_alloc, ampi_cpu_free, ampi_cpu_copy, ampi_cpu_fill, ampi_cpu_place, ampi_cpu_memory,
-    ampi_cpu_stream_create, ampi_cpu_stream_destroy, ampi_cpu_stream_sync,
-    ampi_cpu_event_create, ampi_cpu_event_destroy, ampi_cpu_event_record, ampi_cpu_event_wait,
-    ampi_cpu_event_done, ampi_cpu_event_sync, ampi_cpu_event_elapsed,
-    NULL, NULL, NULL, NULL,
-    ampi_cpu_telemetry, NULL, NULL, NULL, NULL, ampi_cpu_trim,
-    ampi_cpu_cast, ampi_cpu_gemm, ampi_cpu_gemm_pack_size, ampi_cpu_gemm_pack, ampi_cpu_column_sum,
-    ampi_cpu_attention, ampi_cpu_attention_backward, ampi_cpu_norm, ampi_cpu_norm_backward,
-    ampi_cpu_softmax, ampi_cpu_softmax_backward, ampi_cpu_activation, ampi_cpu_activation_backward,
-    ampi_cpu_swiglu, ampi_cpu_swiglu_backward, ampi_cpu_cross_entropy, ampi_cpu_mse,
-    ampi_cpu_embedding, ampi_cpu_embedding_backward, ampi_cpu_dropout, ampi_cpu_add,
-    ampi_cpu_check, ampi_cpu_adamw, ampi_cpu_sgd, ampi_cpu_scale_ranges, ampi_cpu_inspect, ampi_cpu_rule
+__extension__ static const amp_backend ampi_cpu_backend = {
+    .abi = AMP_ABI(amp_backend), .name = "cpu",
+    .open = ampi_cpu_open, .close = ampi_cpu_close, .describe = ampi_cpu_describe,
+    .fuses = 0, .host_visible = 1, .alloc = ampi_cpu_alloc, .free = ampi_cpu_free, .alloc_pinned = ampi_cpu_alloc,
+    .free_pinned = ampi_cpu_free,
+    .copy = ampi_cpu_copy, .fill = ampi_cpu_fill, .memory_kind = ampi_cpu_place, .memory = ampi_cpu_memory,
+    .stream_create = ampi_cpu_stream_create, .stream_destroy = ampi_cpu_stream_destroy, .stream_sync = ampi_cpu_stream_sync,
+    .event_create = ampi_cpu_event_create, .event_destroy = ampi_cpu_event_destroy, .event_record = ampi_cpu_event_record,
+    .event_wait = ampi_cpu_event_wait,
+    .event_done = ampi_cpu_event_done, .event_sync = ampi_cpu_event_sync, .event_elapsed = ampi_cpu_event_elapsed,
+    .graph_begin = NULL, .graph_end = NULL, .graph_launch = NULL, .graph_destroy = NULL,
+    .telemetry = ampi_cpu_telemetry, .profile_push = NULL, .profile_pop = NULL,
+    .plans_save = NULL, .plans_load = NULL, .trim = ampi_cpu_trim,
+    .cast = ampi_cpu_cast, .gemm = ampi_cpu_gemm,
+    .gemm_pack_size = ampi_cpu_gemm_pack_size, .gemm_pack = ampi_cpu_gemm_pack, .column_sum = ampi_cpu_column_sum,
+    .attention = ampi_cpu_attention, .attention_backward = ampi_cpu_attention_backward,
+    .norm = ampi_cpu_norm, .norm_backward = ampi_cpu_norm_backward,
+    .softmax = ampi_cpu_softmax, .softmax_backward = ampi_cpu_softmax_backward,
+    .activation = ampi_cpu_activation, .activation_backward = ampi_cpu_activation_backward,
+    .swiglu = ampi_cpu_swiglu, .swiglu_backward = ampi_cpu_swiglu_backward,
+    .cross_entropy = ampi_cpu_cross_entropy, .mse = ampi_cpu_mse,
+    .embedding = ampi_cpu_embedding, .embedding_backward = ampi_cpu_embedding_backward,
+    .dropout = ampi_cpu_dropout, .add = ampi_cpu_add,
+    .check = ampi_cpu_check, .adamw = ampi_cpu_adamw, .sgd = ampi_cpu_sgd,
+    .scale_ranges = ampi_cpu_scale_ranges, .inspect = ampi_cpu_inspect, .rule = ampi_cpu_rule
 };
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
@@ -20208,10 +20220,12 @@ AMPI_PRIVATE void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, u
     }
 }
 
-static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
-    AMPI_V(ampi_f32_from_f16), AMPI_V(ampi_f16_from_f32), AMPI_V(ampi_f32_from_bf16), AMPI_V(ampi_bf16_from_f32),
-    AMPI_V(ampi_tf32_from_f32), AMPI_V(ampi_clamp), AMPI_V(ampi_bf16_stochastic), AMPI_V(ampi_bf16_split),
-    AMPI_V(ampi_f32_join), AMPI_V(ampi_count16), AMPI_V(ampi_count32), AMPI_V(ampi_random),
+__extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
+    .f32_from_f16 = AMPI_V(ampi_f32_from_f16), .f16_from_f32 = AMPI_V(ampi_f16_from_f32),
+    .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16), .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32),
+    .tf32_from_f32 = AMPI_V(ampi_tf32_from_f32), .clamp = AMPI_V(ampi_clamp), .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
+    .bf16_split = AMPI_V(ampi_bf16_split), .f32_join = AMPI_V(ampi_f32_join), .count16 = AMPI_V(ampi_count16),
+    .count32 = AMPI_V(ampi_count32), .random = AMPI_V(ampi_random)
 };
 #undef ampi_vu
 
@@ -20783,9 +20797,12 @@ AMPI_PRIVATE float AMPI_V(ampi_gemm_dot)(const float *x, const float *row, int64
     return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
 }
 
-static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
-    AMPI_GEMM_ROWS, 2 * AMPI_W, 1, AMPI_GEMM_BLOCK, 14 * AMPI_GEMM_ROWS, 0, AMPI_V(ampi_gemm_multiply), NULL, NULL, AMPI_V(ampi_gemm_row), AMPI_V(ampi_gemm_weave),
-    AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
+__extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
+    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 1, .block = AMPI_GEMM_BLOCK, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
+    .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
+    .row = AMPI_V(ampi_gemm_row), .weave = AMPI_V(ampi_gemm_weave),
+    .transpose = AMPI_V(ampi_gemm_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .dot = AMPI_V(ampi_gemm_dot)
 };
 
 /* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
@@ -20884,9 +20901,12 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stri
     }
 }
 
-static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
-    AMPI_GEMM_ROWS, 2 * AMPI_W, 2, 256, 14 * AMPI_GEMM_ROWS, 0, ampi_gemm_multiply_bf16, NULL, NULL, ampi_gemm_row_bf16, ampi_gemm_weave_bf16,
-    AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
+__extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
+    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
+    .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
+    .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
+    .transpose = AMPI_V(ampi_gemm_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .dot = AMPI_V(ampi_gemm_dot)
 };
 #undef AMPI_TILE_TARGET
 #endif
@@ -20975,9 +20995,12 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t 
     for (i = 0; !whole && i < rows; i++) memcpy(c + i * ldc, part + 32 * i, 32 * sizeof *c);
 }
 
-static const ampi_gemm_vec ampi_gemm_kernels_amx = {
-    32, 32, 2, 128, 384, 15, ampi_gemm_multiply_amx, ampi_amx_begin, ampi_amx_end, ampi_gemm_row_bf16, ampi_gemm_weave_bf16,
-    AMPI_V(ampi_gemm_transpose), AMPI_V(ampi_gemm_finish), AMPI_V(ampi_gemm_combine), AMPI_V(ampi_gemm_dot),
+__extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
+    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .spare = 15,
+    .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
+    .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
+    .transpose = AMPI_V(ampi_gemm_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .dot = AMPI_V(ampi_gemm_dot)
 };
 #undef AMPI_TILE_TARGET
 #endif
@@ -21293,10 +21316,11 @@ AMPI_PRIVATE void AMPI_V(ampi_softmax_backward_row)(const float *y, const float 
     }
 }
 
-static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
-    AMPI_V(ampi_product_all), AMPI_V(ampi_product_weighted), AMPI_V(ampi_transpose), AMPI_V(ampi_round_row),
-    AMPI_V(ampi_hide), AMPI_V(ampi_soften), AMPI_V(ampi_slopes), AMPI_V(ampi_finish), AMPI_V(ampi_dot),
-    AMPI_V(ampi_has_nan), AMPI_V(ampi_softmax_backward_row)
+__extension__ static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
+    .product = AMPI_V(ampi_product_all), .product_weighted = AMPI_V(ampi_product_weighted),
+    .transpose = AMPI_V(ampi_transpose), .round = AMPI_V(ampi_round_row), .hide = AMPI_V(ampi_hide),
+    .soften = AMPI_V(ampi_soften), .slopes = AMPI_V(ampi_slopes), .finish = AMPI_V(ampi_finish), .dot = AMPI_V(ampi_dot),
+    .has_nan = AMPI_V(ampi_has_nan), .softmax_backward = AMPI_V(ampi_softmax_backward_row)
 };
 /* ---- >>backends: the bandwidth-bound operators on fp32 rows.  Each element is computed by the same
    instructions wherever it stands in a row; the last n % AMPI_W go through a partly filled vector. */
@@ -21695,14 +21719,15 @@ AMPI_PRIVATE void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, 
     }
 }
 
-static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
-    AMPI_V(ampi_activation_row), AMPI_V(ampi_activation_backward_row), AMPI_V(ampi_tanh_backward_row),
-    AMPI_V(ampi_swiglu_row), AMPI_V(ampi_swiglu_backward_row),
-    AMPI_V(ampi_sum_rows), AMPI_V(ampi_widen_row), AMPI_V(ampi_narrow_row),
-    AMPI_V(ampi_sum_row), AMPI_V(ampi_sum_squares_row), AMPI_V(ampi_normalize_row), AMPI_V(ampi_norm_sums_row),
-    AMPI_V(ampi_norm_dx_row),
-    AMPI_V(ampi_row_max), AMPI_V(ampi_exp_sum_row), AMPI_V(ampi_squared_error_row),
-    AMPI_V(ampi_scale_shift_row), AMPI_V(ampi_add_row), AMPI_V(ampi_dropout_row),
+__extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
+    .activation = AMPI_V(ampi_activation_row), .activation_backward = AMPI_V(ampi_activation_backward_row),
+    .tanh_backward = AMPI_V(ampi_tanh_backward_row), .swiglu = AMPI_V(ampi_swiglu_row),
+    .swiglu_backward = AMPI_V(ampi_swiglu_backward_row),
+    .sum_rows = AMPI_V(ampi_sum_rows), .widen = AMPI_V(ampi_widen_row), .narrow = AMPI_V(ampi_narrow_row),
+    .sum = AMPI_V(ampi_sum_row), .sum_squares = AMPI_V(ampi_sum_squares_row), .normalize = AMPI_V(ampi_normalize_row),
+    .norm_sums = AMPI_V(ampi_norm_sums_row), .norm_dx = AMPI_V(ampi_norm_dx_row),
+    .row_max = AMPI_V(ampi_row_max), .exp_sum = AMPI_V(ampi_exp_sum_row), .squared_error = AMPI_V(ampi_squared_error_row),
+    .scale_shift = AMPI_V(ampi_scale_shift_row), .add = AMPI_V(ampi_add_row), .dropout = AMPI_V(ampi_dropout_row)
 };
 
 /* ---- Multi-tensor kernels. */
@@ -21858,9 +21883,9 @@ AMPI_PRIVATE void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const am
     }
 }
 
-static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
-    AMPI_V(ampi_multi_check), AMPI_V(ampi_multi_scale), AMPI_V(ampi_multi_adamw), AMPI_V(ampi_multi_sgd),
-    AMPI_V(ampi_multi_inspect)
+__extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
+    .check = AMPI_V(ampi_multi_check), .scale = AMPI_V(ampi_multi_scale), .adamw = AMPI_V(ampi_multi_adamw),
+    .sgd = AMPI_V(ampi_multi_sgd), .inspect = AMPI_V(ampi_multi_inspect)
 };
 
 #endif /* AMPI_KERNELS == 2 */

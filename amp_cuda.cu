@@ -6330,22 +6330,32 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void 
 
 /* ==== Table ========================================================================================= */
 
-const amp_backend ampc_backend = {
-    AMP_ABI(amp_backend), "cuda",
-    ampc_open, ampc_close, ampc_describe,
-    1, 0,
-    ampc_alloc, ampc_free, ampc_alloc_pinned, ampc_free_pinned, ampc_copy, ampc_fill, ampc_place_of, ampc_memory,
-    ampc_stream_create, ampc_stream_destroy, ampc_stream_sync,
-    ampc_event_create, ampc_event_destroy, ampc_event_record, ampc_event_wait,
-    ampc_event_done, ampc_event_sync, ampc_event_elapsed,
-    ampc_graph_begin, ampc_graph_end, ampc_graph_launch, ampc_graph_destroy,
-    ampc_telemetry, ampc_profile_push, ampc_profile_pop, ampc_plans_save, ampc_plans_load, ampc_trim_idle,
-    ampc_cast, ampc_gemm, ampc_gemm_pack_size, ampc_gemm_pack, ampc_column_sum,
-    ampc_attention, ampc_attention_backward, ampc_norm, ampc_norm_backward,
-    ampc_softmax, ampc_softmax_backward, ampc_activation, ampc_activation_backward,
-    ampc_swiglu, ampc_swiglu_backward, ampc_cross_entropy, ampc_mse,
-    ampc_embedding, ampc_embedding_backward, ampc_dropout, ampc_add,
-    ampc_check_grads, ampc_adamw, ampc_sgd, ampc_scale_ranges, ampc_inspect, ampc_rule
+__extension__ const amp_backend ampc_backend = {
+    .abi = AMP_ABI(amp_backend), .name = "cuda",
+    .open = ampc_open, .close = ampc_close, .describe = ampc_describe,
+    .fuses = 1, .host_visible = 0, .alloc = ampc_alloc, .free = ampc_free, .alloc_pinned = ampc_alloc_pinned,
+    .free_pinned = ampc_free_pinned,
+    .copy = ampc_copy, .fill = ampc_fill, .memory_kind = ampc_place_of, .memory = ampc_memory,
+    .stream_create = ampc_stream_create, .stream_destroy = ampc_stream_destroy, .stream_sync = ampc_stream_sync,
+    .event_create = ampc_event_create, .event_destroy = ampc_event_destroy, .event_record = ampc_event_record,
+    .event_wait = ampc_event_wait,
+    .event_done = ampc_event_done, .event_sync = ampc_event_sync, .event_elapsed = ampc_event_elapsed,
+    .graph_begin = ampc_graph_begin, .graph_end = ampc_graph_end, .graph_launch = ampc_graph_launch,
+    .graph_destroy = ampc_graph_destroy,
+    .telemetry = ampc_telemetry, .profile_push = ampc_profile_push, .profile_pop = ampc_profile_pop,
+    .plans_save = ampc_plans_save, .plans_load = ampc_plans_load, .trim = ampc_trim_idle,
+    .cast = ampc_cast, .gemm = ampc_gemm,
+    .gemm_pack_size = ampc_gemm_pack_size, .gemm_pack = ampc_gemm_pack, .column_sum = ampc_column_sum,
+    .attention = ampc_attention, .attention_backward = ampc_attention_backward,
+    .norm = ampc_norm, .norm_backward = ampc_norm_backward,
+    .softmax = ampc_softmax, .softmax_backward = ampc_softmax_backward,
+    .activation = ampc_activation, .activation_backward = ampc_activation_backward,
+    .swiglu = ampc_swiglu, .swiglu_backward = ampc_swiglu_backward,
+    .cross_entropy = ampc_cross_entropy, .mse = ampc_mse,
+    .embedding = ampc_embedding, .embedding_backward = ampc_embedding_backward,
+    .dropout = ampc_dropout, .add = ampc_add,
+    .check = ampc_check_grads, .adamw = ampc_adamw, .sgd = ampc_sgd,
+    .scale_ranges = ampc_scale_ranges, .inspect = ampc_inspect, .rule = ampc_rule
 };
 
 } /* namespace */
