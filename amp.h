@@ -169,6 +169,15 @@
    ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
               amp_last_error says id, function, field, value, what is allowed and how to mend it.  Overflow
               and skipped steps are no errors but data: see amp_step_result.
+   HEADERS    All files of a program include one amp.h.  amp_open looks at every file that is linked with its caller, and
+              error 105 names the first that was compiled against another version, or against this one with other
+              sizes of structs (flags, packing).  So do the calls that take a struct before amp_open:
+              amp_machine_*, amp_choose, amp_settings_*; what amp_system, amp_convert_desc and amp_tensor look like
+              never changes.  With amp.h in a shared library these calls see that library's files alone: give its
+              soname the version.  With AMP_STATIC, and where programs are neither ELF nor Mach-O, amp_open sees
+              the file it is called in.
+              Every function is a symbol by its own name, for other languages; inline are the scalar conversions,
+              amp_tensor1 to 4, and amp_open, for which they call amp_open_abi.
    TEXTS      Functions that write one take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
    MEMORY     All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
@@ -237,8 +246,6 @@ extern "C" {
 #  define AMPI_HD AMPI_INLINE
 #endif
 
-/* What a caller was compiled against: header version and size of the struct it passes. */
-#define AMP_ABI(type) (((uint64_t)AMP_VERSION << 32) | (uint64_t)sizeof(type))
 /* ==== 1 >>base ======================================================================================
    Result codes, the last-error text, the log, and the layer through which all memory, files, threads
    and time go.  Every fallible function returns an amp_result; 0 is success.                          */
@@ -667,12 +674,8 @@ typedef struct amp_convert_desc {
    TF32 as destination rounds within fp32 storage.
    Errors: 101, 102 n < 0, 104 not floating, or stochastic to fp32, fp64 or TF32, 110 dst and src share memory
    otherwise. */
-AMP_API amp_result amp_convert_v(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                                 const amp_convert_desc *desc, int64_t *new_inf, uint64_t abi);
-AMPI_INLINE amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                                   const amp_convert_desc *desc, int64_t *new_inf) {
-    return amp_convert_v(dst, dst_dtype, src, src_dtype, n, desc, new_inf, AMP_ABI(amp_convert_desc));
-}
+AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                               const amp_convert_desc *desc, int64_t *new_inf);
 /* How many of n elements are infinite or NaN, found by their bits (isfinite is folded away by -Ofast);
    *first, if not NULL, is the index of the first, or -1.  -1 is returned for a dtype that is not floating. */
 AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
@@ -697,7 +700,7 @@ typedef struct amp_machine {
     amp_device device;              /* of the context's backend; kind "cpu" where that is the CPU */
 } amp_machine;
 
-/* Fills cpu, and device from it. */
+/* Fills cpu, and device from it.  Errors: 101, 105. */
 AMP_API amp_result amp_machine_probe(amp_machine *out);
 /* A table of the machine. */
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
@@ -713,7 +716,7 @@ typedef struct amp_choice {
 /* Chooses a compute dtype: a pure function of its arguments.
    wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0 and later or a CPU with bf16 instructions;
    fp16 with a scaler on 7.0 to 7.5; else fp32.  Anything else: that dtype if the device has it.
-   Errors: 104 not a compute dtype; 108 the device lacks it (fp8: always) and allow_fallback is 0.  With
+   Errors: 101, 104 not a compute dtype; 105; 108 the device lacks it (fp8: always) and allow_fallback is 0.  With
    allow_fallback the nearest dtype that works is chosen and the reason says so. */
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
 
@@ -1273,7 +1276,7 @@ typedef struct amp_backend_desc {
 /* `dev` is what open returned.  All calls but those named sync or wait return before the device is done.
    Every entry is set, or NULL where its comment allows that. */
 typedef struct amp_backend {
-    uint64_t abi;                   /* AMP_ABI(amp_backend) */
+    uint64_t abi;                   /* AMP_ABI */
     const char *name;
     amp_result (*open)(void **dev, const amp_host *host, const amp_backend_desc *desc);
     void (*close)(void *dev);
@@ -1708,8 +1711,7 @@ typedef struct amp_desc {
 
 /* Opens a context.  Errors: 101, 102, 104, 105, 106 .share_threads was closed, 108, 110, 301, 302, 501, 502; *out is
    NULL on failure. */
-AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_v(out, desc, AMP_ABI(amp_desc)); }
+AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc);
 /* Closes it, amp_alloc's memory included.  What was created from it and not destroyed is stopped, and named in a warning;
    its calls are then error 106 (or do nothing), and destroying it frees the rest by amp_system.free, which stays until
    then.  Regions that are open have ended, on all threads.  It touches no amp_param, and NULL is allowed. */
@@ -1851,10 +1853,7 @@ typedef struct amp_autocast_desc {
 /* Opens a region on this thread; regions nest up to 32 deep on a stack of the thread, so a region begun in
    one thread does not exist in another.  desc NULL: defaults.  Errors: 101, 102, 104, 108 as in amp_choose,
    106 nested too deep.  On failure no region was opened. */
-AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc) {
-    return amp_autocast_begin_v(amp, desc, AMP_ABI(amp_autocast_desc));
-}
+AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc);
 /* Closes the innermost region of this thread.  Errors: 106 none is open, or it belongs to another context. */
 AMP_API amp_result amp_autocast_end(amp_context *amp);
 /* 1 if this thread is in a region of this context that is not an island, and no level O0.  *out: the region's
@@ -1938,10 +1937,8 @@ typedef struct amp_linear_op {
     int32_t reserved;
     amp_tensor x_pre;               /* like dx; RELU can do without */
 } amp_linear_op;
-AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
-AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_linear(amp_context *amp, amp_linear_op *op) { return amp_linear_v(amp, op, AMP_ABI(amp_linear_op)); }
-AMPI_INLINE amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) { return amp_linear_backward_v(amp, op, AMP_ABI(amp_linear_op)); }
+AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op);
+AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op);
 
 /* y[i] = alpha op(a[i]) op(b[i]).  a [batch, m, k] or transposed [batch, k, m], b [batch, k, n] or [batch, n, k],
    y [batch, m, n]; a 2-d tensor is a batch of one. */
@@ -1954,10 +1951,8 @@ typedef struct amp_matmul_op {
     amp_plan plan;
     amp_tensor dy, da, db;          /* da, db: data NULL means not wanted */
 } amp_matmul_op;
-AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t abi);
-AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) { return amp_matmul_v(amp, op, AMP_ABI(amp_matmul_op)); }
-AMPI_INLINE amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) { return amp_matmul_backward_v(amp, op, AMP_ABI(amp_matmul_op)); }
+AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op);
+AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op);
 
 /* The BLAS-shaped entry: replaces cblas_sgemm in one line and obeys the region.  The numbers of the enums are
    CBLAS's.  C = alpha op(A) op(B) + beta C, op(A) m x k, op(B) k x n; fp32, no alignment needed; beta 0 does
@@ -1984,10 +1979,8 @@ typedef struct amp_attention_op {
     amp_plan plan;
     amp_tensor d_o, dq, dk, dv;
 } amp_attention_op;
-AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint64_t abi);
-AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_attention(amp_context *amp, amp_attention_op *op) { return amp_attention_v(amp, op, AMP_ABI(amp_attention_op)); }
-AMPI_INLINE amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op) { return amp_attention_backward_v(amp, op, AMP_ABI(amp_attention_op)); }
+AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op);
+AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op);
 
 /* sum = x + residual; y = normalised sum.  x, residual, sum, y [rows, cols]; weight, bias [cols], either may be
    NULL.  Without residual leave residual and sum empty.  mean, rstd fp32 [rows], in inference too (RMSNorm: no mean, no
@@ -2004,14 +1997,10 @@ typedef struct amp_norm_op {
     amp_plan plan;
     amp_tensor dy, dsum, dx;
 } amp_norm_op;
-AMP_API amp_result amp_layernorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
-AMP_API amp_result amp_layernorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
-AMP_API amp_result amp_rmsnorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
-AMP_API amp_result amp_rmsnorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) { return amp_layernorm_v(amp, op, AMP_ABI(amp_norm_op)); }
-AMPI_INLINE amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op) { return amp_layernorm_backward_v(amp, op, AMP_ABI(amp_norm_op)); }
-AMPI_INLINE amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op) { return amp_rmsnorm_v(amp, op, AMP_ABI(amp_norm_op)); }
-AMPI_INLINE amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) { return amp_rmsnorm_backward_v(amp, op, AMP_ABI(amp_norm_op)); }
+AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op);
+AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op);
+AMP_API amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op);
+AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op);
 
 /* y = softmax(scale x) over the last dimension, masked; x, y [batch, heads, queries, keys], or fewer dimensions
    (rows, keys) without a mask.  y may be x. */
@@ -2024,10 +2013,8 @@ typedef struct amp_softmax_op {
     amp_plan plan;
     amp_tensor dy, dx;              /* dx may be dy */
 } amp_softmax_op;
-AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t abi);
-AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) { return amp_softmax_v(amp, op, AMP_ABI(amp_softmax_op)); }
-AMPI_INLINE amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) { return amp_softmax_backward_v(amp, op, AMP_ABI(amp_softmax_op)); }
+AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op);
+AMP_API amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op);
 
 /* y = act(x + bias), any shape, contiguous.  y may be x; a backward can then follow for TANH, and for RELU without a
    bias (they need y or the sign of it); that of the others reads x again.  Errors: 102; backward 110 (such a y). */
@@ -2040,10 +2027,8 @@ typedef struct amp_activation_op {
     amp_plan plan;
     amp_tensor dy, dx;              /* dx may be dy */
 } amp_activation_op;
-AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uint64_t abi);
-AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_activation(amp_context *amp, amp_activation_op *op) { return amp_activation_v(amp, op, AMP_ABI(amp_activation_op)); }
-AMPI_INLINE amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) { return amp_activation_backward_v(amp, op, AMP_ABI(amp_activation_op)); }
+AMP_API amp_result amp_activation(amp_context *amp, amp_activation_op *op);
+AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op);
 
 /* y = silu(gate + gate_bias) * (up + up_bias).  gate, up, y [rows, cols]; gate and up may be halves of one
    [rows, 2 cols] buffer. */
@@ -2054,10 +2039,8 @@ typedef struct amp_swiglu_op {
     amp_plan plan;
     amp_tensor dy, dgate, dup;
 } amp_swiglu_op;
-AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi);
-AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op) { return amp_swiglu_v(amp, op, AMP_ABI(amp_swiglu_op)); }
-AMPI_INLINE amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) { return amp_swiglu_backward_v(amp, op, AMP_ABI(amp_swiglu_op)); }
+AMP_API amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op);
+AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op);
 
 typedef enum amp_reduction {
     AMP_REDUCTION_DEFAULT = 0,      /* mean */
@@ -2084,8 +2067,7 @@ typedef struct amp_cross_entropy_op {
     float *losses;                  /* device, [rows]; may be NULL */
     amp_plan plan;
 } amp_cross_entropy_op;
-AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) { return amp_cross_entropy_v(amp, op, AMP_ABI(amp_cross_entropy_op)); }
+AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op);
 
 /* loss = mean or sum of (x - target)^2, and its gradient dx in the same call, as above; dx may be x. */
 typedef struct amp_mse_op {
@@ -2097,8 +2079,7 @@ typedef struct amp_mse_op {
     float *loss;
     amp_plan plan;
 } amp_mse_op;
-AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_mse(amp_context *amp, amp_mse_op *op) { return amp_mse_v(amp, op, AMP_ABI(amp_mse_op)); }
+AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op);
 
 /* y[i] = table[ids[i]] + positions[i mod seq].  ids int32 [rows], table [vocab, cols], positions [>= seq, cols]
    or NULL, y [rows, cols].  Backward adds rows up in a fixed order.  Errors: 201 for an id out of range. */
@@ -2111,10 +2092,8 @@ typedef struct amp_embedding_op {
     amp_plan plan;
     amp_tensor dy;
 } amp_embedding_op;
-AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint64_t abi);
-AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) { return amp_embedding_v(amp, op, AMP_ABI(amp_embedding_op)); }
-AMPI_INLINE amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op) { return amp_embedding_backward_v(amp, op, AMP_ABI(amp_embedding_op)); }
+AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op);
+AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op);
 
 /* y = x with each element zeroed with probability p, the rest divided by 1 - p.  No mask is stored: the
    random numbers are a function of (seed, offset, element), and the offset stands in the plan.  In inference
@@ -2127,10 +2106,8 @@ typedef struct amp_dropout_op {
     amp_plan plan;
     amp_tensor dy, dx;              /* dx may be dy */
 } amp_dropout_op;
-AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t abi);
-AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, uint64_t abi);
-AMPI_INLINE amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) { return amp_dropout_v(amp, op, AMP_ABI(amp_dropout_op)); }
-AMPI_INLINE amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) { return amp_dropout_backward_v(amp, op, AMP_ABI(amp_dropout_op)); }
+AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op);
+AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op);
 
 /* y = a + b, contiguous, any storage dtypes, one rounding; y may be a or b.  The gradient of both is dy.
    Errors: 101, 103, 104, 110. */
@@ -2172,11 +2149,8 @@ typedef struct amp_grad_set_desc {
     int32_t sharded, reserved;
     double clip_norm;               /* largest allowed norm; 0: no clipping */
 } amp_grad_set_desc;
-/* Errors: 101, 102, 103, 104, 105, 110 both or neither given, 301. */
-AMP_API amp_result amp_grad_set_create_v(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
-    return amp_grad_set_create_v(amp, out, desc, AMP_ABI(amp_grad_set_desc));
-}
+/* Errors: 101, 102, 103, 104, 110 both or neither given, 301. */
+AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc);
 AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 
 /* What the last check of a set found. */
@@ -2259,11 +2233,8 @@ typedef struct amp_scaler_desc {
     float min_scale, max_scale;
     double tolerance;
 } amp_scaler_desc;
-/* Errors: 101, 102, 105, 202, 301. */
-AMP_API amp_result amp_scaler_create_v(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc) {
-    return amp_scaler_create_v(amp, out, desc, AMP_ABI(amp_scaler_desc));
-}
+/* Errors: 101, 102, 202, 301. */
+AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
 AMP_API void amp_scaler_destroy(amp_scaler *scaler);
 /* Effective settings; creating a scaler from them gives the same scaler. */
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
@@ -2366,12 +2337,8 @@ typedef struct amp_optimizer_desc {
 } amp_optimizer_desc;
 /* Allocates moments and masters.  All parameters share one step count: one that gets its first gradient later has the
    others' bias correction.
-   Errors: 101, 102, 103, 104, 105, 107 duplicate names, 110 a storage policy that does not fit, 301. */
-AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
-                                          uint64_t abi);
-AMPI_INLINE amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
-    return amp_optimizer_create_v(amp, out, desc, AMP_ABI(amp_optimizer_desc));
-}
+   Errors: 101, 102, 103, 104, 107 duplicate names, 110 a storage policy that does not fit, 301. */
+AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc);
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer);
 /* Effective settings. */
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out);
@@ -2568,10 +2535,9 @@ typedef struct amp_batch {
 } amp_batch;
 
 /* A loader is used by one thread at a time; amp_loader_stop and amp_loader_info_get may come from any.  Errors: 101,
-   102, 103 arrays of different length, 104, 105, 109, 110, 301, 302, 401, 402, 404, 405, 410; 102 also when there is less
+   102, 103 arrays of different length, 104, 109, 110, 301, 302, 401, 402, 404, 405, 410; 102 also when there is less
    than one batch. */
-AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) { return amp_loader_create_v(amp, out, desc, AMP_ABI(amp_loader_desc)); }
+AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc);
 /* For closing from another thread: a call that waits, and every later one, returns 106, and the position stays.  Save and
    destroy remain. */
 AMP_API void amp_loader_stop(amp_loader *loader);
@@ -2727,7 +2693,7 @@ typedef struct amp_settings {
 } amp_settings;
 #define AMP_NO_RETRIES (-1)
 
-/* Sets one by its key.  On failure nothing changes.  Errors: 101, 107 no such key (the text names the nearest), 102 a
+/* Sets one by its key.  On failure nothing changes.  Errors: 101, 105, 107 no such key (the text names the nearest), 102 a
    value out of range or no value of this key. */
 AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value);
 /* Lines "key = value"; # begins a comment, blank lines are allowed, a key may stand only once.  All or nothing.
@@ -2740,7 +2706,7 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
 /* Each field by itself, and what contradicts: level O0, which is fp32 throughout, with another dtype, with tf32 or with
    the scaler on; levels O2 and O3, which keep 16-bit weights, with fp32 or tf32; a floor above the ceiling; an initial
-   scale outside of them.  What is only without effect is no contradiction.  Errors: 101, 102, 110 with both keys, 202. */
+   scale outside of them.  What is only without effect is no contradiction.  Errors: 101, 102, 105, 110 with both keys, 202. */
 AMP_API amp_result amp_settings_check(const amp_settings *settings);
 /* Every effective setting as a file that amp_settings_read_text takes. */
 AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size);
@@ -2749,13 +2715,8 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
    stays.  Each pointer may be NULL.  scaler->disable becomes 1 where no scaler is wanted; for "auto" that takes the
    context's dtype, so pass amp when it is open, and NULL before.  Errors: 101, 102, 105, 110, 202. */
 typedef struct amp_monitor_desc amp_monitor_desc;
-AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
-                                       amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor,
-                                       uint64_t abi);
-AMPI_INLINE amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
-                                         amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor) {
-    return amp_settings_fill_v(settings, amp, desc, scaler, optimizer, monitor, AMP_ABI(amp_settings));
-}
+AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
+                                     amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor);
 /* And a loader: .workers, .prefetch and .disable_pinned.  Errors: as above. */
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader);
 /* The same between two steps of a running training: dtypes, enabled, mode, caches, fallback, tf32, clipping,
@@ -2763,14 +2724,10 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
    turned on starts anew, one turned off has scale 1.  A level, policy, autotune or scaler preset other than that in
    force is refused (left at their defaults they stay), and then nothing has changed.  Casts of inputs and outputs change
    for loaders and memory that come after.  scaler, optimizer and monitor may be NULL.  Captured graphs are out of date
-   afterwards.  Errors: 101, 102, 105, 106 in the middle of a step, its cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
+   afterwards.  Errors: 101, 102, 106 in the middle of a step, its cycle or a capture, 108 the device lacks the dtype, 110 what cannot change, 202, 501. */
 typedef struct amp_monitor amp_monitor;
-AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
-                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi);
-AMPI_INLINE amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
-                                          amp_optimizer *optimizer, amp_monitor *monitor) {
-    return amp_settings_apply_v(settings, amp, scaler, optimizer, monitor, AMP_ABI(amp_settings));
-}
+AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                      amp_optimizer *optimizer, amp_monitor *monitor);
 
 /* ---- Status: everything at a glance */
 
@@ -2862,12 +2819,9 @@ struct amp_monitor_desc {
     int32_t reserved;
     int64_t epoch;
 };
-/* Destroy it before its optimizer.  Errors: 101, 102, 105, 110 optimizer or scaler of another context, 301, 401, 402, 403,
+/* Destroy it before its optimizer.  Errors: 101, 102, 110 optimizer or scaler of another context, 301, 401, 402, 403,
    501. */
-AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
-    return amp_monitor_create_v(amp, out, desc, AMP_ABI(amp_monitor_desc));
-}
+AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc);
 /* Writes what is still to be written, the records of the last steps too; errors are logged. */
 AMP_API void amp_monitor_destroy(amp_monitor *monitor);
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out);
@@ -2993,11 +2947,8 @@ typedef struct amp_tensor_stats_desc {
     int64_t interval;
 } amp_tensor_stats_desc;
 typedef struct amp_tensor_stats amp_tensor_stats;
-/* Errors: 101, 102, 104, 105, 301. */
-AMP_API amp_result amp_tensor_stats_create_v(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
-    return amp_tensor_stats_create_v(amp, out, desc, AMP_ABI(amp_tensor_stats_desc));
-}
+/* Errors: 101, 102, 104, 301. */
+AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc);
 AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *numerics);
 /* Between backward and step.  At its interval it reads every tensor once and waits; otherwise it only counts.
    Errors: 101, 106 while a graph is captured, 501. */
@@ -3059,13 +3010,10 @@ typedef struct amp_verify_report {
    scale that the scaler would come to.
    Afterwards parameters, gradients, optimizer, scaler, random offsets and dtype are bit for bit what they were, whatever the
    step did; outputs are not.  It takes host memory for all of these, the gradients twice.  A candidate that fails, or that the
-   device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 105, 106 while a graph is captured or between
+   device lacks, is a row, not an error.  Errors: 101, 102, 103, 104, 106 while a graph is captured or between
    amp_scaler_check and amp_scaler_update, 107, 110 level O0 or several ranks, 301, 501; 102 too when the step is not finite or fails in fp32
    already: the text names the first bad tensor, or has the step's own error. */
-AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi);
-AMPI_INLINE amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
-    return amp_verify_v(amp, desc, out, AMP_ABI(amp_verify_desc));
-}
+AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out);
 AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size);
 
 /* Does memory lie where the context's kernels can use it?  Errors: 101, 103 a range without data, 501 with the first name
@@ -3098,12 +3046,9 @@ typedef struct amp_gradcheck_report {
     double detectable;                      /* relative error from which on any input's gradient is found wrong */
     char worst[64];                         /* its input */
 } amp_gradcheck_report;
-/* Errors: 101, 102 a field, or an output or gradient that is not finite, 103, 104, 105, 106 while a graph is captured, 108,
+/* Errors: 101, 102 a field, or an output or gradient that is not finite, 103, 104, 106 while a graph is captured, 108,
    301, 501; what the host's functions return. */
-AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi);
-AMPI_INLINE amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
-    return amp_gradcheck_v(amp, desc, out, AMP_ABI(amp_gradcheck_desc));
-}
+AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out);
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size);
 
 /* ---- Advice */
@@ -3131,11 +3076,8 @@ typedef struct amp_advice {
    must be the largest since amp_memory_reset_peak, and its memory amp_alloc's.  scaler: by its share of skipped steps.
    lr: lower, by 0.5 to 0.8, where losses are not finite, rise or jump; higher, by 1.2 to 1.5, where they fall smoothly, by
    less than 10% in all and as fast at the end as before.
-   desc may be NULL.  Errors: 101, 102, 105, 501. */
-AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi);
-AMPI_INLINE amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
-    return amp_advise_v(amp, desc, out, AMP_ABI(amp_advise_desc));
-}
+   desc may be NULL.  Errors: 101, 102, 501. */
+AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out);
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size);
 /* Applies what can change while training runs, as amp_settings_apply does, and the learning rate; the level stays, and a log
    line says that it takes a new context where another was advised.  A host that sets the rate in each step applies lr_factor
@@ -3186,12 +3128,9 @@ typedef struct amp_tune_report {
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
    steps have trained), captured graphs are out of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
    cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
-   Errors: 101, 102, 104, 105, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 110
+   Errors: 101, 102, 104, 106 while a graph is captured, in a disabled context or when `prepare` fails at the end, 110
    several ranks, 301, those of amp_verify; 403 the results are there, but the file could not be written. */
-AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi);
-AMPI_INLINE amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
-    return amp_tune_v(amp, desc, out, AMP_ABI(amp_tune_desc));
-}
+AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
 
 /* ---- Recover: snapshots in memory, and what to do in trouble
@@ -3253,11 +3192,8 @@ typedef struct amp_recovery_desc {
     void *user;
 } amp_recovery_desc;
 typedef struct amp_recovery amp_recovery;
-/* Errors: 101, 102, 103, 104, 105, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
-AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi);
-AMPI_INLINE amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
-    return amp_recovery_create_v(amp, out, desc, AMP_ABI(amp_recovery_desc));
-}
+/* Errors: 101, 102, 103, 104, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
+AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc);
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
 /* For every record: good ones lead to snapshots, ones with anomaly and action RECOVER to recovery.  A snapshot replaces
    the one before only when a later step, computed from its weights, was applied without anomaly; until then both are kept.
@@ -3278,6 +3214,73 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
 /* Record <prefix>.recovery: what a resumed run counts on from, not the snapshots.  Errors: 101, 102, 301; of load: 107, 408. */
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
+
+/* ---- Header and implementation
+
+   Every file that includes amp.h leaves in the program which amp.h that was, and amp_open, the only inline wrapper, shows all
+   of them to the implementation: its own file alone with AMP_STATIC, and where programs are neither ELF nor Mach-O.
+   amp_header and amp_open_abi, amp_system, amp_convert_desc and amp_tensor keep their layout for ever. */
+
+/* Every struct of this header, but amp_header. */
+#define AMPI_STRUCTS(X) \
+    X(amp_logger) X(amp_system) X(amp_convert_desc) X(amp_cpu_info) X(amp_device) X(amp_machine) X(amp_choice) \
+    X(amp_tensor) X(amp_range) X(amp_param) X(amp_mask) X(amp_mat) X(amp_k_cast) X(amp_k_gradient) X(amp_k_gemm) \
+    X(amp_k_pack) X(amp_k_column_sum) X(amp_k_attention) X(amp_k_norm) X(amp_k_softmax) X(amp_k_activation) \
+    X(amp_k_swiglu) X(amp_k_cross_entropy) X(amp_k_mse) X(amp_k_embedding) X(amp_k_dropout) X(amp_k_add) \
+    X(amp_k_tensor) X(amp_k_grad_stats) X(amp_k_step_result) X(amp_k_check) X(amp_k_adamw) X(amp_k_sgd) \
+    X(amp_k_scale_ranges) X(amp_k_inspected) X(amp_k_inspect) X(amp_k_scaler) X(amp_k_scaler_rule) \
+    X(amp_k_step_rule) X(amp_k_rule) X(amp_memory_info) X(amp_telemetry) X(amp_host) X(amp_parallel) \
+    X(amp_device_memory) X(amp_backend_desc) X(amp_backend) X(amp_reducer) X(amp_desc) X(amp_cache_info) \
+    X(amp_mask_view) X(amp_plan) X(amp_autocast_desc) X(amp_linear_op) X(amp_matmul_op) X(amp_attention_op) \
+    X(amp_norm_op) X(amp_softmax_op) X(amp_activation_op) X(amp_swiglu_op) X(amp_cross_entropy_op) X(amp_mse_op) \
+    X(amp_embedding_op) X(amp_dropout_op) X(amp_grad_set_desc) X(amp_grad_stats) X(amp_scaler_desc) \
+    X(amp_param_group) X(amp_optimizer_desc) X(amp_parameter_bytes) X(amp_step_result) X(amp_field) X(amp_sample) \
+    X(amp_source) X(amp_loader_desc) X(amp_batch) X(amp_loader_info) X(amp_settings) X(amp_status) \
+    X(amp_monitor_desc) X(amp_step_info) X(amp_step_record) X(amp_epoch_record) X(amp_epoch_summary) \
+    X(amp_tensor_stats_row) X(amp_tensor_stats_report) X(amp_tensor_stats_desc) X(amp_verify_desc) X(amp_verify_row) \
+    X(amp_verify_report) X(amp_gradcheck_desc) X(amp_gradcheck_report) X(amp_advise_desc) X(amp_advice) \
+    X(amp_tune_desc) X(amp_tune_row) X(amp_tune_report) X(amp_recovery_event) X(amp_recovery_desc)
+#define AMPI_PLACE(type) AMPI_PLACE_##type,
+enum { AMPI_STRUCTS(AMPI_PLACE) AMPI_PLACES };
+#undef AMPI_PLACE
+/* The version above, and below the sum of all sizes, each times an odd number of its own. */
+#define AMPI_SIZE(type) + (uint64_t)sizeof(type) * (2 * AMPI_PLACE_##type + 1)
+#define AMP_ABI (((uint64_t)AMP_VERSION << 32) | (uint32_t)(0 AMPI_STRUCTS(AMPI_SIZE)))
+
+/* Against which amp.h a file was compiled. */
+typedef struct amp_header {
+    uint64_t abi;                   /* AMP_ABI */
+    const char *file;
+} amp_header;
+
+#if defined(__has_attribute)
+#  if __has_attribute(retain)
+#    define AMPI_RETAIN __attribute__((used, retain))
+#  endif
+#endif
+#if !defined(AMPI_RETAIN)
+#  define AMPI_RETAIN __attribute__((used))
+#endif
+#if !defined(AMP_STATIC) && defined(__ELF__)        /* the linker names the ends of a section */
+#  define AMPI_SECTION __attribute__((section("amp_headers")))
+extern const amp_header ampi_headers[] __asm__("__start_amp_headers") __attribute__((visibility("hidden")));
+extern const amp_header ampi_headers_end[] __asm__("__stop_amp_headers") __attribute__((visibility("hidden")));
+#  define AMPI_HEADERS ampi_headers, ampi_headers_end - ampi_headers
+#elif !defined(AMP_STATIC) && defined(__APPLE__)
+#  define AMPI_SECTION __attribute__((section("__DATA,amp_headers")))
+extern const amp_header ampi_headers[] __asm("section$start$__DATA$amp_headers");
+extern const amp_header ampi_headers_end[] __asm("section$end$__DATA$amp_headers");
+#  define AMPI_HEADERS ampi_headers, ampi_headers_end - ampi_headers
+#else
+#  define AMPI_SECTION
+#  define AMPI_HEADERS &ampi_header, 1
+#endif
+static const amp_header ampi_header AMPI_RETAIN AMPI_SECTION = {AMP_ABI, __BASE_FILE__};
+
+/* amp_open for other languages: headers holds what their own structs were made from, an AMP_ABI that a C file printed. */
+AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n);
+AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { return amp_open_abi(out, desc, AMPI_HEADERS); }
+
 #ifdef __cplusplus
 }
 #endif
@@ -3417,11 +3420,21 @@ AMPI_PRIVATE amp_result ampi_as(const char *function, amp_result result) {
     return result;
 }
 
-/* Header and implementation must agree, and the caller's struct must have the size we know. */
-AMPI_PRIVATE amp_result ampi_check_abi(const char *function, uint64_t theirs, uint64_t ours) {
-    if (theirs == ours) return AMP_OK;
-    return ampi_fail(AMP_ERR_VERSION, function, "called with header version %u and struct size %u, the implementation has %u and %u",
-                     (unsigned)(theirs >> 32), (unsigned)theirs, (unsigned)(ours >> 32), (unsigned)ours);
+/* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open look at the files that are
+   linked with this one: AMPI_HEADERS. */
+AMPI_PRIVATE amp_result ampi_check_headers(const char *function, const amp_header *headers, int64_t n) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        const char *file = headers[i].file != NULL ? headers[i].file : "a file";
+        unsigned theirs = (unsigned)(headers[i].abi >> 32);
+        if (theirs != AMP_VERSION)
+            return ampi_fail(AMP_ERR_VERSION, function, "%.200s was compiled against amp.h %u.%u.%u, the implementation is " AMP_VERSION_TEXT,
+                             file, theirs / 10000, theirs / 100 % 100, theirs % 100);
+        if (headers[i].abi != AMP_ABI)
+            return ampi_fail(AMP_ERR_VERSION, function, "%.200s was compiled against this version, but struct sizes differ: compiled with "
+                             "other flags or packing", file);
+    }
+    return AMP_OK;
 }
 /* 0 in every struct that was set to 0 before it was filled; anything else was left there by the stack. */
 AMPI_PRIVATE amp_result ampi_check_reserved(const char *function, int32_t reserved) {
@@ -4485,11 +4498,10 @@ AMPI_PRIVATE void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     if (new_inf != NULL) *new_inf = found;
 }
 
-AMP_API amp_result amp_convert_v(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                                 const amp_convert_desc *desc, int64_t *new_inf, uint64_t abi) {
+AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                               const amp_convert_desc *desc, int64_t *new_inf) {
     const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
-    AMPI_TRY(ampi_check_abi("amp_convert", abi, AMP_ABI(amp_convert_desc)));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
     if (n > 0 && (dst == NULL || src == NULL))
         return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
@@ -4528,6 +4540,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
 
 AMP_API amp_result amp_machine_probe(amp_machine *out) {
     if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_machine_probe", "out is NULL");
+    AMPI_TRY(ampi_check_headers("amp_machine_probe", AMPI_HEADERS));
     memset(out, 0, sizeof *out);
     ampi_probe_cpu(&out->cpu);
     ampi_cpu_as_device(&out->cpu, &out->device);
@@ -4553,7 +4566,7 @@ AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t s
     const amp_device *d;
     char compute[64] = "";
     int is_cpu;
-    if (machine == NULL) return 0;
+    if (machine == NULL || ampi_check_headers("amp_machine_text", AMPI_HEADERS) != AMP_OK) return 0;
     c = &machine->cpu;
     d = &machine->device;
     is_cpu = strcmp(d->kind, "cpu") == 0;
@@ -4603,6 +4616,7 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     const char *scaler;
     int is_cpu, has;
     if (machine == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_choose", "machine or out is NULL");
+    AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
     d = &machine->device;
     is_cpu = strcmp(d->kind, "cpu") == 0;
     switch (wanted) {
@@ -8320,7 +8334,7 @@ static amp_result ampi_cpu_trim(void *dev) {
 }
 
 __extension__ static const amp_backend ampi_cpu_backend = {
-    .abi = AMP_ABI(amp_backend), .name = "cpu",
+    .abi = AMP_ABI, .name = "cpu",
     .open = ampi_cpu_open, .close = ampi_cpu_close, .describe = ampi_cpu_describe,
     .fuses = 0, .host_visible = 1, .alloc = ampi_cpu_alloc, .free = ampi_cpu_free, .alloc_pinned = ampi_cpu_alloc,
     .free_pinned = ampi_cpu_free,
@@ -8789,7 +8803,7 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank, d->reducer.world);
     if (d->reducer.world > 1 && d->reducer.reduce == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
-    if (d->backend != NULL && d->backend->abi != AMP_ABI(amp_backend))
+    if (d->backend != NULL && d->backend->abi != AMP_ABI)
         return ampi_fail(AMP_ERR_BACKEND, "amp_open", "backend %s was built against another amp.h", d->backend->name ? d->backend->name : "?");
     return AMP_OK;
 }
@@ -8954,14 +8968,15 @@ static amp_result ampi_open_device(amp_context *amp) {
     return amp->backend->fill(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
 }
 
-AMP_API amp_result amp_open_v(amp_context **out, const amp_desc *desc, uint64_t abi) {
+AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n) {
     amp_system system;
     amp_context *amp;
     amp_result result;
     void *memory;
     if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", "out is NULL");
     *out = NULL;
-    AMPI_TRY(ampi_check_abi("amp_open", abi, AMP_ABI(amp_desc)));
+    if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or none");
+    AMPI_TRY(ampi_check_headers("amp_open", headers, n));
     if (desc != NULL) AMPI_TRY(ampi_check_desc(desc));
     system = ampi_system(desc ? &desc->system : NULL);
     AMPI_TRY(ampi_alloc(&system, "amp_open", &memory, 1, sizeof *amp));
@@ -9843,12 +9858,11 @@ static amp_autocast_desc ampi_outside(const amp_context *amp) {
     return d;
 }
 
-AMP_API amp_result amp_autocast_begin_v(amp_context *amp, const amp_autocast_desc *desc, uint64_t abi) {
+AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc *desc) {
     const amp_autocast_desc *outer;
     amp_autocast_desc d;
     amp_choice choice;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_begin", "amp is NULL");
-    AMPI_TRY(ampi_check_abi("amp_autocast_begin", abi, AMP_ABI(amp_autocast_desc)));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_reserved("amp_autocast_begin", d.reserved));
@@ -10413,9 +10427,8 @@ static int ampi_plan_is_garbage(const amp_plan *p) {
 }
 
 /* What every call with an op begins with.  plan: where in the op its plan is. */
-static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, uint64_t abi, uint64_t ours, size_t plan) {
+static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
     if (amp == NULL || op == NULL) return ampi_fail(AMP_ERR_NULL, function, "amp or op is NULL");
-    AMPI_TRY(ampi_check_abi(function, abi, ours));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
         return ampi_fail(AMP_ERR_RANGE, function, ".plan holds what no forward wrote: set the struct to 0 before filling it");
     return AMP_OK;
@@ -10519,7 +10532,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     return AMP_OK;
 }
 
-AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
+AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     const char *f = "amp_linear";
     ampi_places at;
     amp_mat x, y, pre;
@@ -10529,7 +10542,7 @@ AMP_API amp_result amp_linear_v(amp_context *amp, amp_linear_op *op, uint64_t ab
     ampi_cache_use use;
     amp_result result;
     const void *held;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), offsetof(amp_linear_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_linear_rows(f, op, &x, &y));
@@ -10669,14 +10682,14 @@ static amp_result ampi_linear_places(const char *f, const amp_linear_op *op, con
     return ampi_check_places(f, &at);
 }
 
-AMP_API amp_result amp_linear_backward_v(amp_context *amp, amp_linear_op *op, uint64_t abi) {
+AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
     const char *f = "amp_linear_backward";
     ampi_linear_calls c;
     amp_mat x, y, dy, dx, same;
     const void *held;
     amp_result result;
     memset(&c, 0, sizeof c);
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_linear_op), offsetof(amp_linear_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -10747,13 +10760,13 @@ static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int tr
     return AMP_OK;
 }
 
-AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
+AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     const char *f = "amp_matmul";
     ampi_operand a, b, y;
     ampi_places at;
     amp_k_gemm g;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), offsetof(amp_matmul_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_matmul_op, plan)));
     AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
@@ -10770,7 +10783,7 @@ AMP_API amp_result amp_matmul_v(amp_context *amp, amp_matmul_op *op, uint64_t ab
 }
 
 /* With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; a transposed operand takes the transposed product. */
-AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, uint64_t abi) {
+AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     const char *f = "amp_matmul_backward";
     ampi_operand a, b, dy, da, db;
     ampi_places at;
@@ -10778,7 +10791,7 @@ AMP_API amp_result amp_matmul_backward_v(amp_context *amp, amp_matmul_op *op, ui
     amp_result result;
     float alpha;
     int n = 0, i;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_matmul_op), offsetof(amp_matmul_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_matmul_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
     alpha = op->alpha == 0 ? 1 : op->alpha;
@@ -10910,11 +10923,11 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     return AMP_OK;
 }
 
-AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint64_t abi) {
+AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op) {
     ampi_places at;
     amp_k_attention k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_attention", amp, op, abi, AMP_ABI(amp_attention_op), offsetof(amp_attention_op, plan)));
+    AMPI_TRY(ampi_op_begin("amp_attention", amp, op, offsetof(amp_attention_op, plan)));
     AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
     at.n = 0;
     ampi_reads(&at, ".q", &op->q); ampi_reads(&at, ".k", &op->k); ampi_reads(&at, ".v", &op->v);
@@ -10929,12 +10942,12 @@ AMP_API amp_result amp_attention_v(amp_context *amp, amp_attention_op *op, uint6
     return AMP_OK;
 }
 
-AMP_API amp_result amp_attention_backward_v(amp_context *amp, amp_attention_op *op, uint64_t abi) {
+AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op) {
     const char *f = "amp_attention_backward";
     int64_t k_shape[4];
     ampi_places at;
     amp_k_attention k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_attention_op), offsetof(amp_attention_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_attention_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_attention_args(f, op, &k));
     memcpy(k_shape, op->k.shape, sizeof k_shape);
@@ -10982,11 +10995,11 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     return AMP_OK;
 }
 
-static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op *op, int rms, uint64_t abi) {
+static amp_result ampi_norm_forward(amp_context *amp, const char *f, amp_norm_op *op, int rms) {
     ampi_places at;
     amp_k_norm k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op), offsetof(amp_norm_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_norm_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_norm_args(f, op, rms, &k));
@@ -11011,11 +11024,11 @@ static void ampi_gradient_of(const amp_param *p, amp_k_gradient *out) {
     out->add = p->grad_live;
 }
 
-static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_op *op, int rms, uint64_t abi) {
+static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_op *op, int rms) {
     amp_param *w = op ? op->weight : NULL, *b = op ? op->bias : NULL;
     ampi_places at;
     amp_k_norm k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_norm_op), offsetof(amp_norm_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_norm_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -11041,10 +11054,10 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     return AMP_OK;
 }
 
-AMP_API amp_result amp_layernorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_forward(amp, "amp_layernorm", op, 0, abi); }
-AMP_API amp_result amp_layernorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_backward(amp, "amp_layernorm_backward", op, 0, abi); }
-AMP_API amp_result amp_rmsnorm_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_forward(amp, "amp_rmsnorm", op, 1, abi); }
-AMP_API amp_result amp_rmsnorm_backward_v(amp_context *amp, amp_norm_op *op, uint64_t abi) { return ampi_norm_backward(amp, "amp_rmsnorm_backward", op, 1, abi); }
+AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op) { return ampi_norm_forward(amp, "amp_layernorm", op, 0); }
+AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op) { return ampi_norm_backward(amp, "amp_layernorm_backward", op, 0); }
+AMP_API amp_result amp_rmsnorm(amp_context *amp, amp_norm_op *op) { return ampi_norm_forward(amp, "amp_rmsnorm", op, 1); }
+AMP_API amp_result amp_rmsnorm_backward(amp_context *amp, amp_norm_op *op) { return ampi_norm_backward(amp, "amp_rmsnorm_backward", op, 1); }
 
 /* ---- Softmax */
 
@@ -11069,11 +11082,11 @@ static amp_result ampi_softmax_args(const char *f, const amp_softmax_op *op, amp
     return AMP_OK;
 }
 
-AMP_API amp_result amp_softmax_v(amp_context *amp, amp_softmax_op *op, uint64_t abi) {
+AMP_API amp_result amp_softmax(amp_context *amp, amp_softmax_op *op) {
     ampi_places at;
     amp_k_softmax k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, abi, AMP_ABI(amp_softmax_op), offsetof(amp_softmax_op, plan)));
+    AMPI_TRY(ampi_op_begin("amp_softmax", amp, op, offsetof(amp_softmax_op, plan)));
     AMPI_TRY(ampi_softmax_args("amp_softmax", op, &k));
     at.n = 0;
     ampi_reads(&at, ".x", &op->x); ampi_reads_mask(&at, &op->mask, k.batch, k.heads, k.queries, k.keys);
@@ -11094,11 +11107,11 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
-AMP_API amp_result amp_softmax_backward_v(amp_context *amp, amp_softmax_op *op, uint64_t abi) {
+AMP_API amp_result amp_softmax_backward(amp_context *amp, amp_softmax_op *op) {
     const char *f = "amp_softmax_backward";
     ampi_places at;
     amp_k_softmax k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_softmax_op), offsetof(amp_softmax_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_softmax_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_softmax_args(f, op, &k));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k.y_dtype));
@@ -11130,11 +11143,11 @@ static amp_result ampi_activation_args(const char *f, const amp_activation_op *o
     return AMP_OK;
 }
 
-AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
+AMP_API amp_result amp_activation(amp_context *amp, amp_activation_op *op) {
     ampi_places at;
     amp_k_activation k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_activation", amp, op, abi, AMP_ABI(amp_activation_op), offsetof(amp_activation_op, plan)));
+    AMPI_TRY(ampi_op_begin("amp_activation", amp, op, offsetof(amp_activation_op, plan)));
     AMPI_TRY(ampi_check_known(amp, "amp_activation", op->bias));
     AMPI_TRY(ampi_activation_args("amp_activation", op, &k));
     at.n = 0;
@@ -11146,14 +11159,14 @@ AMP_API amp_result amp_activation_v(amp_context *amp, amp_activation_op *op, uin
     return AMP_OK;
 }
 
-AMP_API amp_result amp_activation_backward_v(amp_context *amp, amp_activation_op *op, uint64_t abi) {
+AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *op) {
     const char *f = "amp_activation_backward";
     ampi_places at;
     amp_k_activation k;
     amp_k_column_sum sum;
     amp_mat dx;
     amp_result result;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_activation_op), offsetof(amp_activation_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_activation_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_activation_args(f, op, &k));
@@ -11201,11 +11214,11 @@ static void ampi_swiglu_reads(ampi_places *at, const amp_swiglu_op *op) {
     ampi_reads_param(at, ".gate_bias", op->gate_bias); ampi_reads_param(at, ".up_bias", op->up_bias);
 }
 
-AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
+AMP_API amp_result amp_swiglu(amp_context *amp, amp_swiglu_op *op) {
     ampi_places at;
     amp_k_swiglu k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, abi, AMP_ABI(amp_swiglu_op), offsetof(amp_swiglu_op, plan)));
+    AMPI_TRY(ampi_op_begin("amp_swiglu", amp, op, offsetof(amp_swiglu_op, plan)));
     AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->gate_bias));
     AMPI_TRY(ampi_check_known(amp, "amp_swiglu", op->up_bias));
     AMPI_TRY(ampi_swiglu_args("amp_swiglu", op, &k));
@@ -11218,13 +11231,13 @@ AMP_API amp_result amp_swiglu_v(amp_context *amp, amp_swiglu_op *op, uint64_t ab
     return AMP_OK;
 }
 
-AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, uint64_t abi) {
+AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) {
     const char *f = "amp_swiglu_backward";
     ampi_places at;
     amp_k_swiglu k;
     amp_k_column_sum sum;
     amp_result result;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_swiglu_op), offsetof(amp_swiglu_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_swiglu_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->gate_bias));
     AMPI_TRY(ampi_check_known(amp, f, op->up_bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -11251,13 +11264,13 @@ AMP_API amp_result amp_swiglu_backward_v(amp_context *amp, amp_swiglu_op *op, ui
 
 /* ---- Losses */
 
-AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *op, uint64_t abi) {
+AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op) {
     const char *f = "amp_cross_entropy";
     int32_t bad = 0;
     ampi_places at;
     amp_k_cross_entropy k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_cross_entropy_op), offsetof(amp_cross_entropy_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_cross_entropy_op, plan)));
     memset(&k, 0, sizeof k);
     AMPI_TRY(ampi_rows(f, "logits", &op->logits, &k.logits));
     AMPI_TRY(ampi_optional_rows(f, "dlogits", &op->dlogits, "logits", &k.logits, &k.dlogits));
@@ -11291,12 +11304,12 @@ AMP_API amp_result amp_cross_entropy_v(amp_context *amp, amp_cross_entropy_op *o
     return AMP_OK;
 }
 
-AMP_API amp_result amp_mse_v(amp_context *amp, amp_mse_op *op, uint64_t abi) {
+AMP_API amp_result amp_mse(amp_context *amp, amp_mse_op *op) {
     const char *f = "amp_mse";
     ampi_places at;
     amp_k_mse k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_mse_op), offsetof(amp_mse_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_mse_op, plan)));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, k.n, AMP_DTYPE_DEFAULT));
@@ -11342,13 +11355,13 @@ static amp_result ampi_embedding_args(const char *f, const amp_embedding_op *op,
     return AMP_OK;
 }
 
-AMP_API amp_result amp_embedding_v(amp_context *amp, amp_embedding_op *op, uint64_t abi) {
+AMP_API amp_result amp_embedding(amp_context *amp, amp_embedding_op *op) {
     const char *f = "amp_embedding";
     int32_t bad = 0;
     ampi_places at;
     amp_k_embedding k;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op), offsetof(amp_embedding_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_embedding_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->table));
     AMPI_TRY(ampi_check_known(amp, f, op->positions));
     AMPI_TRY(ampi_embedding_args(f, op, &k));
@@ -11374,12 +11387,12 @@ static void ampi_grad_mat(const amp_param *p, const amp_mat *like, amp_mat *grad
     *add = p->grad_live;
 }
 
-AMP_API amp_result amp_embedding_backward_v(amp_context *amp, amp_embedding_op *op, uint64_t abi) {
+AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op) {
     const char *f = "amp_embedding_backward";
     int32_t bad = 0;
     ampi_places at;
     amp_k_embedding k;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_embedding_op), offsetof(amp_embedding_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_embedding_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->table));
     AMPI_TRY(ampi_check_known(amp, f, op->positions));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -11436,11 +11449,11 @@ static void ampi_dropout_numbers(amp_context *amp, int64_t n, amp_plan *plan) {
     ampi_unlock(amp);
 }
 
-AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
+AMP_API amp_result amp_dropout(amp_context *amp, amp_dropout_op *op) {
     const char *f = "amp_dropout";
     int64_t n;
     amp_plan plan;
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op), offsetof(amp_dropout_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_dropout_op, plan)));
     AMPI_TRY(ampi_dropout_p(f, op));
     n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, n, AMP_DTYPE_DEFAULT));
@@ -11452,9 +11465,9 @@ AMP_API amp_result amp_dropout_v(amp_context *amp, amp_dropout_op *op, uint64_t 
     return AMP_OK;
 }
 
-AMP_API amp_result amp_dropout_backward_v(amp_context *amp, amp_dropout_op *op, uint64_t abi) {
+AMP_API amp_result amp_dropout_backward(amp_context *amp, amp_dropout_op *op) {
     const char *f = "amp_dropout_backward";
-    AMPI_TRY(ampi_op_begin(f, amp, op, abi, AMP_ABI(amp_dropout_op), offsetof(amp_dropout_op, plan)));
+    AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_dropout_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_dropout_p(f, op));
     AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
@@ -11839,10 +11852,9 @@ AMPI_PRIVATE amp_result ampi_check_clip(const char *function, double clip_norm) 
     return ampi_check_real(function, ".clip_norm", clip_norm, clip_norm >= 0, "positive and finite, or 0 for none");
 }
 
-AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
     int64_t n;
     amp_result r;
-    AMPI_TRY(ampi_check_abi("amp_grad_set_create", abi, AMP_ABI(amp_grad_set_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", "amp, out or desc is NULL");
@@ -11868,7 +11880,7 @@ AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, co
     *out = NULL;
     return r;
 }
-AMP_API amp_result amp_grad_set_create_v(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc, uint64_t abi) { return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc, abi)); }
+AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) { return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc)); }
 
 /* NULL once the context closes: parameters' names are the host's, and may be gone. */
 AMPI_PRIVATE const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
@@ -12105,12 +12117,11 @@ AMPI_PRIVATE void ampi_scaler_stop(ampi_object *object) {
 }
 AMP_API void amp_scaler_destroy(amp_scaler *scaler) { if (scaler != NULL) ampi_object_destroy(&scaler->object); }
 
-AMP_API amp_result amp_scaler_create_v(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc, uint64_t abi) {
+AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc) {
     amp_scaler_desc d;
     amp_k_scaler start;
     amp_scaler *scaler;
     amp_result r;
-    AMPI_TRY(ampi_check_abi("amp_scaler_create", abi, AMP_ABI(amp_scaler_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_create", "amp or out is NULL");
     memset(&d, 0, sizeof d);
@@ -12681,13 +12692,11 @@ AMPI_PRIVATE void ampi_optimizer_release(ampi_object *object) {
 }
 AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) { if (optimizer != NULL) ampi_object_destroy(&optimizer->object); }
 
-AMPI_PRIVATE amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc,
-                                          uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
     amp_optimizer_desc d;
     amp_optimizer *o;
     amp_result r;
     int64_t rows;
-    AMPI_TRY(ampi_check_abi("amp_optimizer_create", abi, AMP_ABI(amp_optimizer_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_optimizer_create", "amp, out or desc is NULL");
@@ -12707,8 +12716,8 @@ AMPI_PRIVATE amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **
     *out = o;
     return AMP_OK;
 }
-AMP_API amp_result amp_optimizer_create_v(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc, uint64_t abi) {
-    return ampi_as("amp_optimizer_create", ampi_optimizer_create(amp, out, desc, abi));
+AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
+    return ampi_as("amp_optimizer_create", ampi_optimizer_create(amp, out, desc));
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
@@ -15358,7 +15367,7 @@ static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) 
     return ampi_loader_start(l);
 }
 
-AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi) {
+AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) {
     amp_loader *l;
     void *memory;
     amp_result result;
@@ -15366,7 +15375,6 @@ AMP_API amp_result amp_loader_create_v(amp_context *amp, amp_loader **out, const
     *out = NULL;
     if (amp == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "%s is NULL", amp == NULL ? "amp" : "desc");
-    AMPI_TRY(ampi_check_abi(ampi_loader_create_name, abi, AMP_ABI(amp_loader_desc)));
     AMPI_TRY(ampi_loader_check_desc(desc));
     AMPI_TRY(ampi_object_create(amp, ampi_loader_create_name, &memory, sizeof *l, "loader", ampi_loader_object_stop));
     l = (amp_loader *)memory;
@@ -16010,6 +16018,7 @@ AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, con
     memset(&from, 0, sizeof from);
     from.function = "amp_settings_set";
     if (settings == NULL || key == NULL || value == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings, key or value is NULL");
+    AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     k = ampi_setting_find(key, strlen(key));
     return k == NULL ? ampi_setting_unknown(&from, key, strlen(key)) : ampi_setting_set(settings, &from, k, value, strlen(value));
 }
@@ -16071,6 +16080,7 @@ static amp_result ampi_settings_read(amp_settings *settings, const char *functio
 AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes) {
     const char *f = "amp_settings_read_text";
     if (settings == NULL || (text == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, f, "settings or text is NULL");
+    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     return ampi_settings_read(settings, f, name ? name : "settings", text ? text : "", bytes);
 }
 
@@ -16080,6 +16090,7 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
     void *text;
     size_t bytes;
     if (settings == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or path is NULL");
+    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_as(f, amp_file_read_all(system, path, &text, &bytes)));
     result = ampi_settings_read(settings, f, path, (const char *)text, bytes);
     amp_file_free(system, text, bytes);
@@ -16098,6 +16109,7 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
     from.function = "amp_settings_read_env";
     from.environment = 1;
     if (settings == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings is NULL");
+    AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     next = *settings;
     for (i = 0; environ != NULL && environ[i] != NULL; i++) {
         const char *name = environ[i], *equals = strchr(name, '=');
@@ -16131,7 +16143,7 @@ AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_
     ampi_sheet t = ampi_sheet_of(text, size);
     char value[64];
     int i;
-    if (settings == NULL) return 0;
+    if (settings == NULL || ampi_check_headers("amp_settings_text", AMPI_HEADERS) != AMP_OK) return 0;
     s = ampi_settings_effective(settings);
     for (i = 0; i < AMPI_SETTINGS; i++) {
         ampi_setting_text(&ampi_setting_table[i], ampi_setting_get(&s, &ampi_setting_table[i]), value);
@@ -16196,6 +16208,7 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
 AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     const char *f = "amp_settings_check";
     if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
+    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     return ampi_settings_check(f, settings);
 }
 
@@ -16233,13 +16246,12 @@ static void ampi_settings_fill_monitor(const amp_settings *s, amp_monitor_desc *
     d->max_skips = s->max_skips;
 }
 
-AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
-                                       amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor,
-                                       uint64_t abi) {
+AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
+                                     amp_scaler_desc *scaler, amp_optimizer_desc *optimizer, amp_monitor_desc *monitor) {
     const char *f = "amp_settings_fill";
     amp_settings s;
     if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
-    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
+    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_settings_check(f, settings));
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
@@ -16257,6 +16269,7 @@ AMP_API amp_result amp_settings_fill_v(const amp_settings *settings, const amp_c
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
     const char *f = "amp_settings_fill_loader";
     if (settings == NULL || loader == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or loader is NULL");
+    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_settings_check(f, settings));
     loader->workers = settings->workers;
     loader->prefetch = settings->prefetch;
@@ -16324,13 +16337,12 @@ static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp,
 }
 
 AMPI_PRIVATE amp_result ampi_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
-                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) {
+                                        amp_optimizer *optimizer, amp_monitor *monitor) {
     const char *f = "amp_settings_apply";
     amp_settings s;
     amp_choice choice, regions;
     amp_scaler_desc rule;
     if (settings == NULL || amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or amp is NULL");
-    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_settings)));
     AMPI_TRY(ampi_settings_check(f, settings));
     if (monitor != NULL && monitor->amp != amp) return ampi_fail(AMP_ERR_CONFLICT, f, "monitor is of another context");
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &choice, &regions, &rule));
@@ -16347,9 +16359,9 @@ AMPI_PRIVATE amp_result ampi_settings_apply(const amp_settings *settings, amp_co
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
 }
-AMP_API amp_result amp_settings_apply_v(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
-                                        amp_optimizer *optimizer, amp_monitor *monitor, uint64_t abi) {
-    return ampi_as("amp_settings_apply", ampi_settings_apply(settings, amp, scaler, optimizer, monitor, abi));
+AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                      amp_optimizer *optimizer, amp_monitor *monitor) {
+    return ampi_as("amp_settings_apply", ampi_settings_apply(settings, amp, scaler, optimizer, monitor));
 }
 
 /* ---- Status */
@@ -17301,12 +17313,11 @@ AMPI_PRIVATE void ampi_monitor_stop(ampi_object *object) {
 AMP_API void amp_monitor_destroy(amp_monitor *monitor) { if (monitor != NULL) ampi_object_destroy(&monitor->object); }
 
 
-AMP_API amp_result amp_monitor_create_v(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc, uint64_t abi) {
+AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
     const char *f = "amp_monitor_create";
     amp_monitor_desc d;
     amp_monitor *m;
     amp_result r;
-    AMPI_TRY(ampi_check_abi(f, abi, AMP_ABI(amp_monitor_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp, out or desc is NULL");
     d = *desc;
@@ -17428,12 +17439,11 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_memory(amp_tensor_stats *m) {
     return amp_alloc(m->amp, (void **)&m->found_on_device, m->n * (int64_t)sizeof *m->found);
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
     amp_tensor_stats_desc d;
     amp_tensor_stats *m;
     amp_result r;
     int64_t gradients;
-    AMPI_TRY(ampi_check_abi("amp_tensor_stats_create", abi, AMP_ABI(amp_tensor_stats_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_create", "amp, out or desc is NULL");
@@ -17455,8 +17465,8 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_st
     *out = m;
     return AMP_OK;
 }
-AMP_API amp_result amp_tensor_stats_create_v(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc, uint64_t abi) {
-    return ampi_as("amp_tensor_stats_create", ampi_tensor_stats_create(amp, out, desc, abi));
+AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc) {
+    return ampi_as("amp_tensor_stats_create", ampi_tensor_stats_create(amp, out, desc));
 }
 
 AMPI_PRIVATE amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
@@ -18055,13 +18065,12 @@ AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *rep
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     amp_verify_desc d;
     amp_verify_report report;
     amp_dtype dtypes[3];
     ampi_verifier v;
     amp_result r, restored = AMP_OK;
-    AMPI_TRY(ampi_check_abi("amp_verify", abi, AMP_ABI(amp_verify_desc)));
     if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_verify", "amp, desc or out is NULL");
     AMPI_TRY(ampi_verify_check(amp, desc));
     d = *desc;
@@ -18082,7 +18091,7 @@ AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_des
     if (r == AMP_OK) *out = report;
     return r;
 }
-AMP_API amp_result amp_verify_v(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out, uint64_t abi) { return ampi_as("amp_verify", ampi_verify_whole(amp, desc, out, abi)); }
+AMP_API amp_result amp_verify(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) { return ampi_as("amp_verify", ampi_verify_whole(amp, desc, out)); }
 
 AMPI_PRIVATE const char *ampi_verdict_word(amp_verdict verdict) {
     return verdict == AMP_VERDICT_PASS ? "PASS" : verdict == AMP_VERDICT_INACCURATE ? "INACCURATE"
@@ -18470,13 +18479,12 @@ AMPI_PRIVATE amp_result ampi_gradcheck_run(ampi_gradchecker *c, amp_gradcheck_re
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
     amp_gradcheck_report report;
     ampi_gradchecker c;
     amp_dtype dtype;
     amp_result r;
     int64_t i;
-    AMPI_TRY(ampi_check_abi("amp_gradcheck", abi, AMP_ABI(amp_gradcheck_desc)));
     if (amp == NULL || desc == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_gradcheck", "amp, desc or out is NULL");
     AMPI_TRY(ampi_gradcheck_check(amp, desc, &dtype));
     memset(&c, 0, sizeof c);
@@ -18506,8 +18514,8 @@ AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradche
     if (r == AMP_OK) *out = report;
     return r;
 }
-AMP_API amp_result amp_gradcheck_v(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out, uint64_t abi) {
-    return ampi_as("amp_gradcheck", ampi_gradcheck_whole(amp, desc, out, abi));
+AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
+    return ampi_as("amp_gradcheck", ampi_gradcheck_whole(amp, desc, out));
 }
 
 AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text, size_t size) {
@@ -18841,11 +18849,10 @@ static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_des
     return amp_scaler_get(desc->scaler, &f->scaler);
 }
 
-AMPI_PRIVATE amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
-    AMPI_TRY(ampi_check_abi("amp_advise", abi, AMP_ABI(amp_advise_desc)));
     if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
     if (desc == NULL) desc = &none;
     if (desc->batch < 0)
@@ -18868,7 +18875,7 @@ AMPI_PRIVATE amp_result ampi_advise(amp_context *amp, const amp_advise_desc *des
     *out = advice;
     return AMP_OK;
 }
-AMP_API amp_result amp_advise_v(amp_context *amp, const amp_advise_desc *desc, amp_advice *out, uint64_t abi) { return ampi_as("amp_advise", ampi_advise(amp, desc, out, abi)); }
+AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) { return ampi_as("amp_advise", ampi_advise(amp, desc, out)); }
 
 AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
@@ -19296,13 +19303,12 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     return result != AMP_OK ? result : restored;
 }
 
-AMPI_PRIVATE amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) {
+AMPI_PRIVATE amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     amp_result result = AMP_OK;
     amp_tune_report report;
     char why[200];
     ampi_tune t;
     int code = 0;
-    AMPI_TRY(ampi_check_abi("amp_tune", abi, AMP_ABI(amp_tune_desc)));
     if (amp == NULL || desc == NULL || out == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
     AMPI_TRY(ampi_check_tune(amp, desc));
@@ -19324,7 +19330,7 @@ AMPI_PRIVATE amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *d
     if (code == 0 || out->best < 0) return result;
     return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed and is the best, but now %s", (long long)out->rows[out->best].batch, why);
 }
-AMP_API amp_result amp_tune_v(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out, uint64_t abi) { return ampi_as("amp_tune", ampi_tune_whole(amp, desc, out, abi)); }
+AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) { return ampi_as("amp_tune", ampi_tune_whole(amp, desc, out)); }
 
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
@@ -19506,10 +19512,9 @@ static void ampi_recovery_stop(ampi_object *object) {
 }
 AMP_API void amp_recovery_destroy(amp_recovery *recovery) { if (recovery != NULL) ampi_object_destroy(&recovery->object); }
 
-AMP_API amp_result amp_recovery_create_v(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc, uint64_t abi) {
+AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
     amp_recovery *r;
     amp_result result;
-    AMPI_TRY(ampi_check_abi("amp_recovery_create", abi, AMP_ABI(amp_recovery_desc)));
     if (out != NULL) *out = NULL;
     if (amp == NULL || out == NULL || desc == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL", amp == NULL ? "amp" : out == NULL ? "out" : "desc");
@@ -21917,6 +21922,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
               amp_apply                         amp_advice_apply
               amp_backend.place                 .memory_kind
 
+          Header and implementation are compared once, in amp_open, and file by file: functions are plain symbols (no
+          more _v); AMP_ABI takes no argument, and amp_backend.abi is AMP_ABI.
           Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.
           Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
           A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_EXPLICIT_ZERO is no

@@ -6331,7 +6331,7 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void 
 /* ==== Table ========================================================================================= */
 
 __extension__ const amp_backend ampc_backend = {
-    .abi = AMP_ABI(amp_backend), .name = "cuda",
+    .abi = AMP_ABI, .name = "cuda",
     .open = ampc_open, .close = ampc_close, .describe = ampc_describe,
     .fuses = 1, .host_visible = 0, .alloc = ampc_alloc, .free = ampc_free, .alloc_pinned = ampc_alloc_pinned,
     .free_pinned = ampc_free_pinned,

@@ -7,11 +7,10 @@ comment && !(text ~ /^ +[a-z0-9_]+.*;.*\/\*/) { said = said " " text }
 comment && text ~ /\*\// { comment = 0; next }
 comment { next }
 /^(AMP_API|AMPI_INLINE) / || /^} amp_|^$/ {
-    if (/^AMP_API amp_result / && match($0, / amp_[a-z0-9_]+\(/)) {
+    if (/^(AMP_API|AMPI_INLINE) amp_result / && match($0, / amp_[a-z0-9_]+\(/)) {
         name = substr($0, RSTART + 1, RLENGTH - 2)
-        sub(/_v$/, "", name)
-        if (/ \*op, uint64_t abi\)/) {
-            split("101 103 104 105 110", always, " ")
+        if (/ \*op\)/) {
+            split("101 103 104 110", always, " ")
             for (i in always) print always[i], name
             if (name ~ /_backward$/) print 106, name
         }

@@ -47,6 +47,12 @@ early=$(grep -n -oE '^(static|AMPI_PRIVATE) [^(=;]*\bampi_[a-z0-9_]+\(' "$work/i
 declared=$(grep -cE '^(static|AMPI_PRIVATE) [^{]*\);( *$| *AMPI_PRINTF)' "$work/impl_half")
 if [ "$declared" -le 8 ]; then pass; else fail "forward declarations" "$declared in the implementation (at most 8), $early names appear twice"; fi
 
+# What amp_open compares: every struct of the API half stands in the list of sizes, but the one it compares by.
+awk '/^\/\* Stop here/ {exit} {print}' amp.h | sed -nE 's/^(typedef )?struct (amp_[a-z0-9_]+) \{.*/\2/p' | grep -v '^amp_header$' | sort > "$work/structs"
+awk '/^#define AMPI_STRUCTS\(X\)/ {p = 1} p {print} p && !/\\$/ {exit}' amp.h | grep -oE 'X\(amp_[a-z0-9_]+\)' | sed 's/X(\(.*\))/\1/' | sort > "$work/listed"
+odd=$(sort "$work/structs" "$work/listed" | uniq -u | tr '\n' ' ')
+if [ "$(wc -l < "$work/listed")" -ge 90 ] && [ -z "$odd" ]; then pass; else fail "AMPI_STRUCTS" "lacks, or has and the header has not: $odd"; fi
+
 # One version, everywhere the same.
 text=$(sed -n 's/^#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
 if head -n 1 amp.h | grep -q "v$text "; then pass; else fail "version" "line 1 does not say v$text"; fi
@@ -69,7 +75,7 @@ for script in $(grep -oE '\b[a-z]+\.sh\b' "$work/traps" | sort -u); do
 done
 
 # Every public function is called where the host fails.
-for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API [^(]*\bamp_[a-z0-9_]+\(' | grep -oE 'amp_[a-z0-9_]+\($' | sed -E 's/(_v)?\($//' | sort -u); do
+for name in $(awk '/^\/\* Stop here/ {exit} {print}' amp.h | grep -oE '^AMP_API [^(]*\bamp_[a-z0-9_]+\(' | grep -oE 'amp_[a-z0-9_]+\($' | sed 's/($//; s/^amp_open_abi$/amp_open/' | sort -u); do
     if grep -q "\b$name(" tests/t_anomalies.c; then pass; else fail "anomalies" "tests/t_anomalies.c does not call $name"; fi
 done
 

@@ -286,7 +286,6 @@ TEST(bad_regions_are_refused) {
     int depth = 0;
     CHECK_ERR(amp_autocast_end(amp), AMP_ERR_STATE);
     CHECK_ERR(amp_autocast_begin(NULL, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_autocast_begin_v(amp, NULL, AMP_ABI(amp_autocast_desc) + 8), AMP_ERR_VERSION);
     memset(&desc, 0, sizeof desc);
     desc.dtype = AMP_U8;
     CHECK_ERR(amp_autocast_begin(amp, &desc), AMP_ERR_DTYPE);

@@ -563,7 +563,6 @@ TEST(tune_refuses_bad_input) {
     CHECK_ERR(amp_tune(NULL, &good, &r), AMP_ERR_NULL);
     CHECK_ERR(amp_tune(amp, NULL, &r), AMP_ERR_NULL);
     CHECK_ERR(amp_tune(amp, &good, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_tune_v(amp, &good, &r, 1), AMP_ERR_VERSION);
     CHECK_OK(amp_set_enabled(amp, 0));
     CHECK_ERR(amp_tune(amp, &good, &r), AMP_ERR_STATE);
     CHECK_OK(amp_set_enabled(amp, 1));
@@ -1049,7 +1048,6 @@ TEST(advice_refuses_bad_input) {
     memset(&d, 0, sizeof d);
     CHECK_ERR(amp_advise(NULL, NULL, &a), AMP_ERR_NULL);
     CHECK_ERR(amp_advise(amp, NULL, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_advise_v(amp, NULL, &a, 3), AMP_ERR_VERSION);
     d.batch = -1;
     CHECK_ERR(amp_advise(amp, &d, &a), AMP_ERR_RANGE);
     d.batch = 0;
@@ -2327,7 +2325,6 @@ TEST(recovery_refuses_bad_input) {
     CHECK_ERR(amp_recovery_create(NULL, &made, &good), AMP_ERR_NULL);
     CHECK_ERR(amp_recovery_create(t.amp, NULL, &good), AMP_ERR_NULL);
     CHECK_ERR(amp_recovery_create(t.amp, &made, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_recovery_create_v(t.amp, &made, &good, 2), AMP_ERR_VERSION);
     CHECK_OK(amp_recovery_create(t.amp, &made, &good));
     CHECK_ERR(amp_recovery_step(NULL, &record, &e), AMP_ERR_NULL);
     CHECK_ERR(amp_recovery_step(made, NULL, &e), AMP_ERR_NULL);

@@ -49,10 +49,22 @@ TEST(last_error_names_field_value_and_mend) {
     CHECK(says(amp_result_hint(AMP_ERR_RANGE)));
 }
 
+/* What other languages call, with what their structs were made from. */
 TEST(a_stale_header_is_an_error) {
+    const amp_header none = {AMP_ABI, NULL}, packed = {AMP_ABI + 8, "packed.c"}, pair[] = {{AMP_ABI, "good.c"}, {AMP_ABI - 8, NULL}};
     amp_context *amp;
-    CHECK_ERR(amp_open_v(&amp, NULL, AMP_ABI(amp_desc) - 8), AMP_ERR_VERSION);
-    CHECK_ERR(amp_open_v(&amp, NULL, AMP_ABI(amp_desc) + ((uint64_t)1 << 32)), AMP_ERR_VERSION);
+    CHECK_OK(amp_open_abi(&amp, NULL, &none, 1));
+    amp_close(amp);
+    CHECK_EQ(amp_open_abi(&amp, NULL, &packed, 1), AMP_ERR_VERSION);
+    CHECK(amp == NULL);
+    CHECK_MSG(strstr(amp_last_error(), "AMP0105 amp_open: packed.c was compiled against this version, but struct sizes differ: compiled with other flags or "
+                     "packing; ") != NULL, "%s", amp_last_error());
+    CHECK_EQ(amp_open_abi(&amp, NULL, pair, 2), AMP_ERR_VERSION);
+    CHECK(strstr(amp_last_error(), "AMP0105 amp_open: a file was compiled against this version, but") != NULL);
+    CHECK_OK(amp_open_abi(&amp, NULL, pair, 1));
+    amp_close(amp);
+    CHECK_EQ(amp_open_abi(&amp, NULL, NULL, 1), AMP_ERR_NULL);
+    CHECK_EQ(amp_open_abi(&amp, NULL, pair, 0), AMP_ERR_NULL);
 }
 
 /* ---- machine */

@@ -1101,7 +1101,6 @@ TEST(bad_settings) {
     CHECK(l == NULL);
     CHECK_ERR(amp_loader_create(amp, NULL, &good), AMP_ERR_NULL);
     CHECK_ERR(amp_loader_create(amp, &l, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_loader_create_v(amp, &l, &good, AMP_ABI(amp_loader_desc) + 1), AMP_ERR_VERSION);
     d = good; d.path = NULL;                    CHECK_ERR(amp_loader_create(amp, &l, &d), AMP_ERR_NULL);
     d = good; d.source = &source;               CHECK_ERR(amp_loader_create(amp, &l, &d), AMP_ERR_CONFLICT);
     d = good; d.path = NULL; d.arrays = none;   CHECK_ERR(amp_loader_create(amp, &l, &d), AMP_ERR_CONFLICT);

@@ -760,7 +760,6 @@ TEST(convert_errors) {
     CHECK_ERR(amp_convert(&x, AMP_TF32, &half, AMP_F16, 1, &desc, NULL), AMP_ERR_DTYPE);
     desc.rounding = (amp_rounding)9;
     CHECK_ERR(amp_convert(&half, AMP_F16, &x, AMP_F32, 1, &desc, NULL), AMP_ERR_RANGE);
-    CHECK_ERR(amp_convert_v(&half, AMP_F16, &x, AMP_F32, 1, NULL, NULL, 0), AMP_ERR_VERSION);
 }
 
 int main(int argc, char **argv) {

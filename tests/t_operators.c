@@ -554,7 +554,6 @@ TEST(refusals) {
     CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_STATE);
     op.x.dtype = AMP_F64;
     CHECK_ERR(amp_linear(amp, &op), AMP_ERR_DTYPE);
-    CHECK_ERR(amp_linear_v(amp, &op, AMP_ABI(amp_linear_op) + 8), AMP_ERR_VERSION);
     {
         static const int32_t bad[2] = {0, 3};
         amp_cross_entropy_op ce;

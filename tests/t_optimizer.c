@@ -1801,7 +1801,6 @@ TEST(optimizer_settings_are_checked) {
     CHECK_ERR(amp_optimizer_create(amp, &o, &d), AMP_ERR_RANGE);
 #undef REFUSED
     CHECK_ERR(amp_optimizer_create(amp, &o, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_optimizer_create_v(amp, &o, &good, 3), AMP_ERR_VERSION);
     m.p[4].name = m.p[0].name;
     CHECK_ERR(amp_optimizer_create(amp, &o, &good), AMP_ERR_NAME);
     m.p[4].name = NULL;

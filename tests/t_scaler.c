@@ -779,7 +779,6 @@ TEST(settings_are_checked) {
     REFUSED(tolerance, 1.5, AMP_ERR_RANGE);
     REFUSED(tolerance, NAN, AMP_ERR_RANGE);
 #undef REFUSED
-    CHECK_ERR(amp_scaler_create_v(amp, &s, &good, 1), AMP_ERR_VERSION);
     CHECK_ERR(amp_scaler_create(NULL, &s, &good), AMP_ERR_NULL);
     /* torch takes any scale; what query returns makes the same scaler */
     d = good;
@@ -1078,7 +1077,6 @@ TEST(sets_are_checked) {
     p.grad = amp_tensor2(g, AMP_F16, 2, 2);
     CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_DTYPE);
     CHECK(set == NULL);
-    CHECK_ERR(amp_grad_set_create_v(amp, &set, &d, 0), AMP_ERR_VERSION);
     amp_grad_set_destroy(NULL);
     amp_close(amp);
 }

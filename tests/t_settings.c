@@ -523,7 +523,6 @@ TEST(fields_out_of_range_are_refused) {
     uint32_t nan_bits = 0x7fc00000u;
     amp_settings s;
     memset(&s, 0, sizeof s);
-    CHECK_ERR(amp_settings_fill_v(&s, NULL, NULL, NULL, NULL, NULL, 7), AMP_ERR_VERSION);
 #define FIELD(assignment, why) \
     do { memset(&s, 0, sizeof s); assignment; CHECK_ERR(amp_settings_check(&s), AMP_ERR_RANGE); CHECK(says(why)); } while (0)
     FIELD(s.dtype = AMP_F64, ".dtype = 2, must be one of auto");
@@ -1897,7 +1896,6 @@ TEST(what_cannot_change_is_refused_and_nothing_changes) {
     CHECK_ERR(amp_settings_apply(&s, n->amp, n->scaler, other->optimizer, NULL), AMP_ERR_CONFLICT);
     CHECK_ERR(amp_settings_apply(NULL, n->amp, NULL, NULL, NULL), AMP_ERR_NULL);
     CHECK_ERR(amp_settings_apply(&s, NULL, NULL, NULL, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_settings_apply_v(&s, n->amp, NULL, NULL, NULL, 1), AMP_ERR_VERSION);
     s.clip_norm = -1;
     CHECK_ERR(amp_settings_apply(&s, n->amp, n->scaler, n->optimizer, NULL), AMP_ERR_RANGE);
     CHECK_OK(amp_query(n->amp, &after));

@@ -552,7 +552,6 @@ TEST(bad_input) {
     CHECK_ERR(amp_tensor_stats_create(NULL, &m, &good), AMP_ERR_NULL);
     CHECK_ERR(amp_tensor_stats_create(amp, NULL, &good), AMP_ERR_NULL);
     CHECK_ERR(amp_tensor_stats_create(amp, &m, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_tensor_stats_create_v(amp, &m, &good, 1), AMP_ERR_VERSION);
     d = good; d.n_ranges = 0;
     CHECK_ERR(amp_tensor_stats_create(amp, &m, &d), AMP_ERR_NULL);
     d = good; d.ranges = NULL;

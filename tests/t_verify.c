@@ -543,7 +543,6 @@ TEST(bad_input) {
     CHECK_ERR(amp_verify(NULL, &d, &r), AMP_ERR_NULL);
     CHECK_ERR(amp_verify(a_model.amp, NULL, &r), AMP_ERR_NULL);
     CHECK_ERR(amp_verify(a_model.amp, &d, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_verify_v(a_model.amp, &d, &r, 3), AMP_ERR_VERSION);
 #define REFUSED(change, result) do { d = good; change; CHECK_ERR(amp_verify(a_model.amp, &d, &r), result); } while (0)
     REFUSED(d.step = NULL, AMP_ERR_NULL);
     REFUSED(d.params = NULL, AMP_ERR_NULL);
@@ -920,7 +919,6 @@ TEST(gradcheck_bad_input) {
     CHECK_ERR(amp_gradcheck(NULL, &d, &r), AMP_ERR_NULL);
     CHECK_ERR(amp_gradcheck(a_scan.amp, NULL, &r), AMP_ERR_NULL);
     CHECK_ERR(amp_gradcheck(a_scan.amp, &d, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_gradcheck_v(a_scan.amp, &d, &r, 3), AMP_ERR_VERSION);
 #undef REFUSED
 #define REFUSED(change, result) do { d = good; change; CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), result); scan_desc(&a_scan, AMP_F32, 1); } while (0)
     REFUSED(d.forward = NULL, AMP_ERR_NULL);

@@ -1322,7 +1322,6 @@ TEST(refusals) {
     CHECK(other == NULL);
     CHECK_ERR(amp_monitor_create(t.amp, NULL, &good), AMP_ERR_NULL);
     CHECK_ERR(amp_monitor_create(t.amp, &other, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_monitor_create_v(t.amp, &other, &good, 1), AMP_ERR_VERSION);
 #define REFUSED(field, value, result) do { d = good; d.field = value; CHECK_ERR(amp_monitor_create(t.amp, &other, &d), result); CHECK(other == NULL); \
                                            CHECK(strstr(amp_last_error(), #field) != NULL); } while (0)
     REFUSED(optimizer, NULL, AMP_ERR_NULL);

@@ -74,7 +74,6 @@ static __attribute__((unused)) void ampt_named(const char *call, int result, con
     char start[80];
     size_t n = strspn(call, "abcdefghijklmnopqrstuvwxyz0123456789_");
     if (strncmp(call, "amp_", 4) != 0 || result <= 0) return;
-    if (n > 2 && !strncmp(call + n - 2, "_v", 2)) n -= 2;
     snprintf(start, sizeof start, "AMP%04d %.*s: ", result, (int)n, call);
     if (!ampt_check(strncmp(text, start, strlen(start)) == 0, call, file, line)) printf("      the text is of another call: %s\n", text);
     else ampt_provoked_text(text);

@@ -11,7 +11,7 @@ WRAP      = $(patsubst %,-Wl$(comma)--wrap=%,$(1))
 HAVE_WRAP := $(shell echo 'int main(void){return 0;}' | $(CC) -Wl,--wrap=open -x c - -o /dev/null 2>/dev/null && echo 1)
 
 CRASH_WRAPS := open pwrite fsync rename amp_loader_next
-SOAK_WRAPS  := malloc calloc realloc free posix_memalign open pread pwrite fsync rename pthread_create amp_step amp_loader_create_v
+SOAK_WRAPS  := malloc calloc realloc free posix_memalign open pread pwrite fsync rename pthread_create amp_step amp_loader_create
 CRASH_CI    := $(if $(HAVE_WRAP),$(BUILD)/crash)
 
 $(BUILD)/crash: WRAPS := $(CRASH_WRAPS)

@@ -102,8 +102,8 @@ void __real_free(void *ptr);
 ssize_t __real_pread(int file, void *data, size_t bytes, off_t offset);
 int __real_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*run)(void *), void *arg);
 amp_result __real_amp_step(amp_optimizer *optimizer, amp_scaler *scaler);
-amp_result __real_amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
-amp_result __wrap_amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi);
+amp_result __real_amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc);
+amp_result __wrap_amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc);
 void *__wrap_malloc(size_t bytes);
 void *__wrap_calloc(size_t n, size_t bytes);
 void *__wrap_realloc(void *ptr, size_t bytes);
@@ -186,10 +186,10 @@ int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(
     return allocation_fails() ? EAGAIN : __real_pthread_create(thread, attr, start, arg);
 }
 /* A cache that holds a third of the text, so that samples are read from their file all the time. */
-amp_result __wrap_amp_loader_create_v(amp_context *amp, amp_loader **out, const amp_loader_desc *desc, uint64_t abi) {
+amp_result __wrap_amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) {
     amp_loader_desc d = *desc;
     d.cache_mb = 1;
-    return __real_amp_loader_create_v(amp, out, &d, abi);
+    return __real_amp_loader_create(amp, out, &d);
 }
 
 /* Some steps' gradients overflow, in both runs. */

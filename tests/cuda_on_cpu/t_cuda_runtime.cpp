@@ -143,7 +143,7 @@ TEST(open_and_describe) {
         CHECK(d.cc_major >= 7 && d.multiprocessors > 0 && d.memory > 0 && d.index == 0);
         CHECK_EQ(cuda.b->memory(cuda.dev, &info), AMP_OK);
         CHECK(info.reserved == 0 && info.device_total == d.memory);
-        CHECK(!cuda.b->host_visible && cuda.b->abi == AMP_ABI(amp_backend));
+        CHECK(!cuda.b->host_visible && cuda.b->abi == AMP_ABI);
     }
     {
         side wrong(amp_cuda(), 7);
