@@ -3388,8 +3388,7 @@ AMP_API const char *amp_last_error(void) { return ampi_error_text; }
 AMP_API int amp_version(void) { return AMP_VERSION; }
 
 /* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
-AMPI_PRIVATE amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) AMPI_PRINTF(3, 4);
-AMPI_PRIVATE amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
+AMPI_PRIVATE AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
     char detail[352];
     va_list args;
     va_start(args, format);
@@ -3454,8 +3453,7 @@ AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
     return s;
 }
 
-AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) AMPI_PRINTF(2, 3);
-AMPI_PRIVATE void ampi_print(ampi_sheet *s, const char *format, ...) {
+AMPI_PRIVATE AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...) {
     size_t capacity = s->used < s->size ? s->size - s->used : 0;
     va_list args;
     int n;
@@ -4587,8 +4585,7 @@ AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t s
     return sheet.used;
 }
 
-static amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) AMPI_PRINTF(5, 6);
-static amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) {
+static AMPI_PRINTF(5, 6) amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) {
     va_list args;
     memset(out, 0, sizeof *out);
     out->dtype = dtype;
@@ -8727,8 +8724,7 @@ AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int
         fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text, count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
 }
 
-AMPI_PRIVATE void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) AMPI_PRINTF(4, 5);
-AMPI_PRIVATE void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
+AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
     char text[512];
     va_list args;
     va_start(args, format);

@@ -41,11 +41,23 @@ api_tags=$(awk '/^\/\* Stop here/ {exit} {print}' amp.h | tags | tr '\n' ' ')
 impl_tags=$(awk '/^#endif \/\* AMP_IMPLEMENTATION/ {exit} p {print} /^\/\* Stop here/ {p = 1}' amp.h | tags | tr '\n' ' ')
 if [ -n "$api_tags" ] && [ "$api_tags" = "$impl_tags" ]; then pass; else fail "sections" "API has $api_tags, implementation $impl_tags"; fi
 
-# A section calls only those above it: its static functions are not named before they are defined.
-awk '/^\/\* Stop here/ {p = 1} p' amp.h > "$work/impl_half"
-early=$(grep -n -oE '^(static|AMPI_PRIVATE) [^(=;]*\bampi_[a-z0-9_]+\(' "$work/impl_half" | sed -E 's/^([0-9]+):.*[ *](ampi_[a-z0-9_]+)\($/\2/' | sort | uniq -d | wc -l)
-declared=$(grep -cE '^(static|AMPI_PRIVATE) [^{]*\);( *$| *AMPI_PRINTF)' "$work/impl_half")
-if [ "$declared" -le 8 ]; then pass; else fail "forward declarations" "$declared in the implementation (at most 8), $early names appear twice"; fi
+# A section of the implementation names only what stands in it or above it; the check finds each kind of breach, set into >>tensors.
+upward() { awk -f tests/layers.awk "$1" "$1"; }
+breaches=$(upward amp.h)
+if [ -z "$breaches" ]; then pass; else fail "layers" "$(echo "$breaches" | head -n 8)"; fi
+while read -r breach; do
+    awk -v line="$breach" '/^\/\* ==== 5 >>state: implementation/ {print line} {print}' amp.h > "$work/breach.h"
+    if [ "$(upward "$work/breach.h" | wc -l)" -eq 1 ]; then pass; else fail "the check of layers" "$breach: $(upward "$work/breach.h" | head -n 2)"; fi
+done << 'end'
+static void ampi_x(void) { amp_cast_cache_clear(NULL); }
+static void ampi_x(void) { ampi_cache_clear_idle(NULL); }
+static void *ampi_x(void) { return (void *)ampi_autocast_hear; }
+static int ampi_x(void) { return AMPI_REGION_DEPTH; }
+static void ampi_x(const amp_optimizer *o) { (void)o; }
+static void ampi_x(void) { AMPI_PICK(ampi_gemm_kernels, AMP_CPU_SCALAR)->end(); }
+static int ampi_x(int a, int b);
+AMP_API size_t amp_tune_text(void) { return 0; }
+end
 
 # What amp_open compares: every struct of the API half stands in the list of sizes, but the one it compares by.
 awk '/^\/\* Stop here/ {exit} {print}' amp.h | sed -nE 's/^(typedef )?struct (amp_[a-z0-9_]+) \{.*/\2/p' | grep -v '^amp_header$' | sort > "$work/structs"

@@ -1,0 +1,68 @@
+# layers.awk - prints where amp.h breaks the order of its sections; silent when all is well.
+#     awk -f tests/layers.awk amp.h amp.h
+# A section of the implementation names only what is defined in it or in a section above: functions, be they called or passed
+# on, tables, types, constants and macros.  Comments, strings, and macros that are undefined again do not count.  A public
+# function is defined in the section that declares it, and nothing is declared ahead of its definition.
+# The first reading notes what each section defines, the second looks at every name.
+function bare(s,    kept) {                             # s without comments, strings and characters
+    for (kept = ""; ; s = substr(s, RSTART + (comment ? 2 : RLENGTH))) {
+        if (comment) {
+            if (!match(s, /\*\//)) return kept
+            comment = 0
+            s = substr(s, RSTART + 2)
+        }
+        if (!match(s, /\/\*|"([^"\\]|\\.)*"|'([^'\\]|\\.)*'/)) return kept s
+        kept = kept substr(s, 1, RSTART - 1) " "
+        comment = substr(s, RSTART, 2) == "/*"
+    }
+}
+function say(text) { gsub(/AMPI_V_/, "", text); print FILENAME ":" FNR ": " text }
+function first_name(s) { sub(/^[^A-Za-z_]+/, "", s); sub(/[^A-Za-z0-9_].*/, "", s); return s }
+function last_name(s) { gsub(/[^A-Za-z0-9_]+/, " ", s); sub(/ $/, "", s); sub(/.* /, "", s); return s }
+function define(name) {
+    if (name !~ /^(amp|ampi|AMP|AMPI)_/ || name in home) return
+    home[name] = section
+    if (name in declared && declared[name] != section) say(name " is declared in >>" title[declared[name]] ", and defined in >>" title[section])
+}
+# A declaration at column 0, up to its body, value or end.
+function declare(head,    is_prototype) {
+    gsub(/AMPI_PRINTF\([^)]*\)|__attribute__\(\([^)]*(\([^)]*\))?[^)]*\)\)/, "", head)
+    is_prototype = head ~ /\).*;/ && head !~ /[={]/ && head !~ /^typedef/
+    if (head ~ /^typedef [^{]*\(\*/) { sub(/.*\(\*/, "", head); define(first_name(head)); return }
+    if (match(head, /^(typedef )?(struct|enum) ?[A-Za-z_0-9]* *\{/)) {
+        in_enum = head ~ /^(typedef )?enum/
+        sub(/^(typedef )?(struct|enum)/, "", head)
+        define(first_name(head))
+        return
+    }
+    if (head !~ /^typedef/) sub(/[(=[;{].*/, "", head)
+    if (!is_prototype) define(last_name(head))
+    else if (implementation) say(last_name(head) " is declared before it is defined")
+    else declared[last_name(head)] = section
+}
+FNR == 1 { reading++; section = 0; comment = 0; implementation = 0 }
+/^\/\* ==== [0-9]+ >>/ { section = $3 + 0; title[section] = $4; gsub(/[>:]/, "", title[section]) }
+/^\/\* Stop here/ { implementation = 1; section = 0 }
+{
+    line = bare($0)
+    gsub(/AMPI_(V|PICK)\(/, "AMPI_V_", line)           # the vector kernel of that name is another one
+}
+reading == 1 && line ~ /^# *define / { sub(/^# *define +/, "", line); define(first_name(line)); next }
+reading == 1 && line ~ /^# *undef / { temporary[last_name(line)] = 1; next }
+reading == 1 {
+    if (open != "" || line ~ /^(static|AMPI_PRIVATE|AMPI_INLINE|AMPI_HD|AMP_API|typedef|struct|enum) /) open = open line
+    if (open ~ /[{;]/) { declare(open); open = "" }
+    if (in_enum) {
+        n = split(line, part, /[,{]/)
+        for (i = 1; i <= n; i++) { sub(/=.*/, "", part[i]); define(first_name(part[i])) }
+        in_enum = line !~ /\}/
+    }
+    if (line ~ /^\} *[A-Za-z_]/) define(first_name(line))
+}
+reading == 2 && implementation {
+    while (match(line, /[A-Za-z_][A-Za-z0-9_]*/)) {
+        name = substr(line, RSTART, RLENGTH)
+        line = substr(line, RSTART + RLENGTH)
+        if (name in home && home[name] > section && !(name in temporary)) say(">>" title[section] " names " name " of >>" title[home[name]])
+    }
+}
