@@ -3215,7 +3215,7 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 
-/* ---- Header and implementation
+/* ==== Header and implementation ====================================================================
 
    Every file that includes amp.h leaves in the program which amp.h that was, and amp_open, the only inline wrapper, shows all
    of them to the implementation: its own file alone with AMP_STATIC, and where programs are neither ELF nor Mach-O.

@@ -2,7 +2,8 @@
 #     awk -f tests/layers.awk amp.h amp.h
 # A section of the implementation names only what is defined in it or in a section above: functions, be they called or passed
 # on, tables, types, constants and macros.  Comments, strings, and macros that are undefined again do not count.  A public
-# function is defined in the section that declares it, and nothing is declared ahead of its definition.
+# function is defined in the section that declares it, and nothing is declared ahead of its definition.  What stands under a
+# title without a number belongs to all.
 # The first reading notes what each section defines, the second looks at every name.
 function bare(s,    kept) {                             # s without comments, strings and characters
     for (kept = ""; ; s = substr(s, RSTART + (comment ? 2 : RLENGTH))) {
@@ -21,8 +22,8 @@ function first_name(s) { sub(/^[^A-Za-z_]+/, "", s); sub(/[^A-Za-z0-9_].*/, "", 
 function last_name(s) { gsub(/[^A-Za-z0-9_]+/, " ", s); sub(/ $/, "", s); sub(/.* /, "", s); return s }
 function define(name) {
     if (name !~ /^(amp|ampi|AMP|AMPI)_/ || name in home) return
-    home[name] = section
-    if (name in declared && declared[name] != section) say(name " is declared in >>" title[declared[name]] ", and defined in >>" title[section])
+    home[name] = section ? section : declared[name] + 0
+    if (name in declared && declared[name] != home[name] && declared[name]) say(name " is declared in >>" title[declared[name]] ", and defined in >>" title[section])
 }
 # A declaration at column 0, up to its body, value or end.
 function declare(head,    is_prototype) {
@@ -42,6 +43,7 @@ function declare(head,    is_prototype) {
 }
 FNR == 1 { reading++; section = 0; comment = 0; implementation = 0 }
 /^\/\* ==== [0-9]+ >>/ { section = $3 + 0; title[section] = $4; gsub(/[>:]/, "", title[section]) }
+/^\/\* ==== [^0-9]/ { section = 0 }
 /^\/\* Stop here/ { implementation = 1; section = 0 }
 {
     line = bare($0)
