@@ -372,7 +372,7 @@ typedef enum amp_cpu_path {
 
 typedef struct amp_cpu_info {
     char name[64];
-    int32_t cores;                  /* that this process may use */
+    int32_t cores;                  /* that this process may use, less by a CPU quota */
     amp_cpu_path path;              /* best path this CPU and system support */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
     int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
@@ -1663,7 +1663,7 @@ typedef enum amp_io_cast {
     .mode             TRAINING                     TRAINING, INFERENCE
     .backend          amp_cpu()                    a backend's table
     .device           0                            device index
-    .threads          all cores of the process     1 to 1024: most threads that work on one call, the caller included.  In
+    .threads          cores, less by a CPU quota   1 to 1024: most threads that work on one call, the caller included.  In
                                                    all contexts together no more run than there are cores; beside
                                                    busy programs fewer, where they would only wait for each other
     .seed             0                            of dropout
@@ -4166,13 +4166,18 @@ static int64_t ampi_probe_memory(void) {
 #endif
 }
 
-/* A line of FOLDER/indexI/NAME; "" where there is none. */
-static void ampi_cache_line(const char *folder, int index, const char *name, char *line, size_t size) {
-    char path[128];
+/* What a small file begins with; "" where there is none.  path and what follows: as for printf. */
+static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const char *path, ...) {
+    char name[1024];
+    va_list args;
     ssize_t n = -1;
-    int fd = snprintf(path, sizeof path, "%s/index%d/%s", folder, index, name) < (int)sizeof path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
-    if (fd >= 0) { n = read(fd, line, size - 1); close(fd); }
-    line[n > 0 ? n : 0] = 0;
+    int fd, length;
+    va_start(args, path);
+    length = vsnprintf(name, sizeof name, path, args);
+    va_end(args);
+    fd = length < (int)sizeof name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd >= 0) { n = read(fd, text, size - 1); close(fd); }
+    text[n > 0 ? n : 0] = 0;
 }
 
 /* Caches for data as Linux lists them, in *l1d, *l2 and *l3; what the list lacks stays. */
@@ -4182,18 +4187,55 @@ static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
     int index, level;
     for (index = 0; index < 16; index++) {
         long long bytes;
-        ampi_cache_line(folder, index, "level", line, sizeof line);
+        ampi_file_start(line, sizeof line, "%s/index%d/level", folder, index);
         level = line[0] >= '1' && line[0] <= '3' ? line[0] - '1' : -1;
-        ampi_cache_line(folder, index, "type", line, sizeof line);
+        ampi_file_start(line, sizeof line, "%s/index%d/type", folder, index);
         if (level < 0 || line[0] == 'I') continue;
-        ampi_cache_line(folder, index, "size", line, sizeof line);
+        ampi_file_start(line, sizeof line, "%s/index%d/size", folder, index);
         bytes = strtoll(line, &end, 10);
         if (bytes > 0 && bytes < 1 << 30) *caches[level] = bytes << (*end == 'K' ? 10 : *end == 'M' ? 20 : 0);
     }
 }
 
+/* Cores' worth of CPU time in "quota period", rounded up; 0: "max", -1 or no such text. */
+static int32_t ampi_quota(const char *text) {
+    char *end;
+    long long quota = strtoll(text, &end, 10), period = strtoll(end, NULL, 10);
+    return quota > 0 && period > 0 ? (int32_t)AMPI_MIN((quota - 1) / period + 1, (long long)INT32_MAX) : 0;
+}
+
+/* The smallest CPU quota of this process's cgroups and of those above them, in cores; 0: none.  list: /proc/self/cgroup, with
+   lines "number:controllers:path", of version 2 without controllers; root: where cgroups are mounted. */
+static int32_t ampi_quota_cores(const char *list, const char *root) {
+    char text[4096], quota[64], *line, *names, *path, *rest = NULL;
+    int32_t least = 0, cores;
+    ampi_file_start(text, sizeof text, "%s", list);
+    for (line = strtok_r(text, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest)) {
+        const char *cpu;
+        int length;
+        if ((names = strchr(line, ':')) == NULL || (path = strchr(names + 1, ':')) == NULL) continue;
+        *names = *path = ',';
+        cpu = strstr(names, ",cpu,");
+        if (path != names + 1 && (cpu == NULL || cpu >= path)) continue;
+        for (length = (int)strlen(path + 1);; length = (int)(strrchr(path, '/') - path - 1)) {
+            path[1 + length] = 0;
+            if (path == names + 1) ampi_file_start(quota, sizeof quota, "%s%s/cpu.max", root, path + 1);
+            else {
+                size_t used;
+                ampi_file_start(quota, 32, "%s/cpu%s/cpu.cfs_quota_us", root, path + 1);
+                used = strlen(quota);
+                ampi_file_start(quota + used, sizeof quota - used, "%s/cpu%s/cpu.cfs_period_us", root, path + 1);
+            }
+            cores = ampi_quota(quota);
+            if (cores > 0 && (least == 0 || cores < least)) least = cores;
+            if (strchr(path, '/') == NULL) break;
+        }
+    }
+    return least;
+}
+
 static void ampi_probe_cpu(amp_cpu_info *cpu) {
-    int32_t allowed = ampi_cores(NULL);
+    int32_t allowed = ampi_cores(NULL), granted = ampi_quota_cores("/proc/self/cgroup", "/sys/fs/cgroup");
     memset(cpu, 0, sizeof *cpu);
     snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
     cpu->path = AMP_CPU_SCALAR;
@@ -4204,6 +4246,7 @@ static void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->cores = (int32_t)ampi_sysconf(_SC_NPROCESSORS_ONLN);
 #endif
     if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
+    if (granted > 0) cpu->cores = AMPI_MIN(cpu->cores, granted);
     cpu->cores = AMPI_MAX(cpu->cores, 1);
     cpu->memory = ampi_probe_memory();
 #if defined(_SC_LEVEL1_DCACHE_SIZE)

@@ -166,6 +166,65 @@ TEST(caches_are_those_that_linux_lists) {
     CHECK(system(command) == 0);
 }
 
+/* Writes text to TREE/NAME, in a folder that is made if need be. */
+static void cgroup_file(const char *tree, const char *name, const char *text) {
+    char path[200];
+    FILE *f;
+    snprintf(path, sizeof path, "mkdir -p \"$(dirname '%s/%s')\"", tree, name);
+    CHECK(system(path) == 0);
+    snprintf(path, sizeof path, "%s/%s", tree, name);
+    f = fopen(path, "w");
+    CHECK(f != NULL);
+    if (f != NULL) { fputs(text, f); fclose(f); }
+}
+static int32_t quota_of(const char *tree, const char *list) {
+    char path[100];
+    cgroup_file(tree, "list", list);
+    snprintf(path, sizeof path, "%s/list", tree);
+    return ampi_quota_cores(path, tree);
+}
+TEST(cpu_quotas_limit_the_cores) {
+    char tree[] = "/tmp/amp_quota_XXXXXX", command[64], long_list[6000];
+    if (mkdtemp(tree) == NULL) SKIP("no temporary folder");
+    CHECK_EQ(ampi_quota_cores("/nowhere/list", tree), 0);
+    cgroup_file(tree, "cpu.max", "max 100000\n");
+    cgroup_file(tree, "a/cpu.max", "250000 100000\n");
+    cgroup_file(tree, "a/b/cpu.max", "400000 100000\n");
+    cgroup_file(tree, "a/b/c/cpu.max", "100000 100000\n");
+    cgroup_file(tree, "d/cpu.max", "1 100000\n");
+    CHECK_EQ(quota_of(tree, "0::/\n"), 0);
+    CHECK_EQ(quota_of(tree, "0::/a\n"), 3);                  /* rounded up */
+    CHECK_EQ(quota_of(tree, "0::/a/b\n"), 3);                /* the folder's above is smaller */
+    CHECK_EQ(quota_of(tree, "0::/a/b/c\n"), 1);
+    CHECK_EQ(quota_of(tree, "0::/a/gone/gone\n"), 3);        /* a path that this mount does not have */
+    CHECK_EQ(quota_of(tree, "5:memory:/d\n0::/a"), 3);
+    CHECK_EQ(quota_of(tree, "0::/d\n"), 1);
+    cgroup_file(tree, "cpu/cpu.cfs_quota_us", "-1\n");       /* version 1 */
+    cgroup_file(tree, "cpu/cpu.cfs_period_us", "100000\n");
+    cgroup_file(tree, "cpu/e/cpu.cfs_quota_us", "150000\n");
+    cgroup_file(tree, "cpu/e/cpu.cfs_period_us", "50000\n");
+    cgroup_file(tree, "cpu/f/cpu.cfs_quota_us", "150000\n");
+    CHECK_EQ(quota_of(tree, "1:cpu:/\n0::/\n"), 0);
+    CHECK_EQ(quota_of(tree, "1:cpu,cpuacct:/e\n0::/\n"), 3);
+    CHECK_EQ(quota_of(tree, "1:cpuacct,cpu:/e/g\n0::/\n"), 3);
+    CHECK_EQ(quota_of(tree, "1:cpuset:/e\n2:cpuacct:/e,cpu,\n"), 0);
+    CHECK_EQ(quota_of(tree, "1:cpu:/f\n"), 0);               /* no period */
+    CHECK_EQ(quota_of(tree, "0::/d\n1:cpu:/e\n"), 1);
+    CHECK_EQ(quota_of(tree, ""), 0);                         /* nonsense */
+    CHECK_EQ(quota_of(tree, "\n\n:\n::\n:::\n0:\n0::\n0::a\n"), 0);
+    memset(long_list, '/', sizeof long_list - 1);
+    long_list[sizeof long_list - 1] = 0;
+    memcpy(long_list, "0::", 3);
+    CHECK_EQ(quota_of(tree, long_list), 0);
+    snprintf(command, sizeof command, "rm -rf '%s'", tree);
+    CHECK(system(command) == 0);
+    CHECK_EQ(ampi_quota("max 100000"), 0);   CHECK_EQ(ampi_quota("-1 100000"), 0);  CHECK_EQ(ampi_quota(""), 0);
+    CHECK_EQ(ampi_quota("100000"), 0);       CHECK_EQ(ampi_quota("100000 0"), 0);   CHECK_EQ(ampi_quota("x 100000"), 0);
+    CHECK_EQ(ampi_quota("100000 100000"), 1); CHECK_EQ(ampi_quota("100001 100000"), 2);
+    CHECK_EQ(ampi_quota("99999999999999999999 1"), INT32_MAX);
+    CHECK_EQ(ampi_quota("100000 -5"), 0);
+}
+
 TEST(defaults_are_filled_in) {
     amp_context *amp = open_with(NULL);
     amp_desc d;
@@ -483,7 +542,7 @@ int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(results_have_texts_and_hints); RUN(result_numbers_never_change); RUN(last_error_names_field_value_and_mend);
     RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(choice_refuses_or_falls_back_by_name);
-    RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
+    RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned); RUN(opening_survives_every_failing_allocation);
     RUN(a_fallback_is_logged_with_its_reason); RUN(parameters); RUN(tensor_counts); RUN(patterns); RUN(files); RUN(autotune_on_the_cpu);
     RUN(several_threads_share_a_context);
