@@ -15769,7 +15769,8 @@ static const ampi_word ampi_io_words[] = {
 static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
-static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}}, ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
+static const ampi_word ampi_retries_words[] = {{"0", AMP_NO_RETRIES}, {NULL, 0}};
+static const ampi_word ampi_workers_words[] = {{"0", AMP_NO_WORKERS}, {NULL, 0}};
 static const ampi_word ampi_interval_words[] = {{"off", AMP_INTERVAL_OFF}, {NULL, 0}};
 
 /* What a field of amp_settings holds.  INVERTED: a switch whose field says the opposite. */

@@ -38,7 +38,7 @@ function declare(head,    is_prototype) {
     }
     if (head !~ /^typedef/) sub(/[(=[;{].*/, "", head)
     if (!is_prototype) define(last_name(head))
-    else if (implementation) say(last_name(head) " is declared before it is defined")
+    else if (implementation && last_name(head) ~ /^ampi?_/) say(last_name(head) " is declared before it is defined")
     else declared[last_name(head)] = section
 }
 FNR == 1 { reading++; section = 0; comment = 0; implementation = 0 }
@@ -52,7 +52,8 @@ FNR == 1 { reading++; section = 0; comment = 0; implementation = 0 }
 reading == 1 && line ~ /^# *define / { sub(/^# *define +/, "", line); define(first_name(line)); next }
 reading == 1 && line ~ /^# *undef / { temporary[last_name(line)] = 1; next }
 reading == 1 {
-    if (open != "" || line ~ /^(static|AMPI_PRIVATE|AMPI_INLINE|AMPI_HD|AMP_API|typedef|struct|enum) /) open = open line
+    if (open != "") open = open " " line
+    else if (line ~ /^([a-z_]|AMP_API |AMPI_[A-Z]+ )/) { open = line; sub(/^__extension__ /, "", open) }
     if (open ~ /[{;]/) { declare(open); open = "" }
     if (in_enum) {
         n = split(line, part, /[,{]/)
@@ -65,6 +66,7 @@ reading == 2 && implementation {
     while (match(line, /[A-Za-z_][A-Za-z0-9_]*/)) {
         name = substr(line, RSTART, RLENGTH)
         line = substr(line, RSTART + RLENGTH)
+        if (!(name in home) && name ~ /^ampi?_/ && line ~ /^\(/) say("where " name " is defined, this check does not see")
         if (name in home && home[name] > section && !(name in temporary)) say(">>" title[section] " names " name " of >>" title[home[name]])
     }
 }
