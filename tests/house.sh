@@ -55,7 +55,7 @@ static void *ampi_x(void) { return (void *)ampi_autocast_hear; }
 static int ampi_x(void) { return AMPI_REGION_DEPTH; }
 static void ampi_x(const amp_optimizer *o) { (void)o; }
 static void ampi_x(void) { AMPI_PICK(ampi_gemm_kernels, AMP_CPU_SCALAR)->end(); }
-static int ampi_x(int a, int b);
+static int ampi_is_storage(amp_dtype dtype);
 AMP_API size_t amp_tune_text(void) { return 0; }
 end
 
