@@ -47,7 +47,8 @@
 
        gcc -O2 program.c -o program -lm -lpthread
 
-   CONTENTS (search for the tag; the implementation has the same tags in the same order)
+   CONTENTS (search for the tag; the API has them in three parts: what a training program calls, the rest, and what
+   kernels and backends are made of; each part, and the implementation, in this order)
 
        >>base        results, last error, log, memory, files, threads, clock
        >>numbers     formats, conversions, rounding, finite checks, random numbers
@@ -169,15 +170,14 @@
    ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
               amp_last_error says id, function, field, value, what is allowed and how to mend it.  Overflow
               and skipped steps are no errors but data: see amp_step_result.
-   HEADERS    All files of a program include one amp.h.  amp_open looks at every file that is linked with its caller, and
-              error 105 names the first that was compiled against another version, or against this one with other
-              sizes of structs (flags, packing).  So do the calls that take a struct before amp_open:
-              amp_machine_*, amp_choose, amp_settings_*; what amp_system, amp_convert_desc and amp_tensor look like
-              never changes.  With amp.h in a shared library these calls see that library's files alone: give its
-              soname the version.  With AMP_STATIC, and where programs are neither ELF nor Mach-O, amp_open sees
-              the file it is called in.
-              Every function is a symbol by its own name, for other languages; inline are the scalar conversions,
-              amp_tensor1 to 4, and amp_open, for which they call amp_open_abi.
+   HEADERS    All files of a program include one amp.h: amp_open looks at each that is linked with its caller, and error
+              105 names the first that was compiled against another version, or with other sizes of structs (flags,
+              packing).  So do calls that take a struct before amp_open: amp_machine_*, amp_choose, amp_settings_*;
+              amp_system, amp_convert_desc and amp_tensor never change.  Not seen: with amp.h in a shared library,
+              what the program calls before amp_open (give its soname the version); with AMP_STATIC, and where
+              programs are neither ELF nor Mach-O, other files than the one that calls amp_open.
+              Every function is a symbol by its own name; inline are scalar conversions, amp_tensor1 to 4, and
+              amp_open, which other languages call as amp_open_abi.
    TEXTS      Functions that write one take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
    MEMORY     All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
    THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
@@ -245,6 +245,9 @@ extern "C" {
 #else
 #  define AMPI_HD AMPI_INLINE
 #endif
+
+/* ==== PART ONE: what a training program calls =======================================================
+   Each part has its sections in the order of the implementation. */
 
 /* ==== 1 >>base ======================================================================================
    Result codes, the last-error text, the log, and the layer through which all memory, files, threads
@@ -346,19 +349,6 @@ typedef struct amp_system {
     int64_t (*clock_ns)(void *user);        /* monotonic */
 } amp_system;
 
-/* *out = the POSIX table, every member set. */
-AMP_API void amp_system_default(amp_system *out);
-/* Writes a file so that after a crash, and whoever else writes it, one whole content is there: temporary file beside it,
-   write, fsync, rename.  The file keeps its permissions and, where possible, its owner.  A symbolic link is replaced; a
-   device or pipe is refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that
-   is killed in it leaves is PATH.tmpPID@HOST-RANDOM. */
-AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
-/* Reads a file, a pipe or a device to its end into *data (from system->alloc, one extra 0 byte behind it; amp_file_free
-   frees it); at most 256 MiB of what is no regular file.  A pipe that nobody writes to yet is waited for.
-   Errors: 301, 401, 402. */
-AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
-AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
-
 /* The instruction set that the CPU kernels use, best last; amp_desc.cpu_path forces one. */
 typedef enum amp_cpu_path {
     AMP_CPU_DEFAULT = 0,            /* the best this CPU has */
@@ -370,19 +360,7 @@ typedef enum amp_cpu_path {
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
 
-typedef struct amp_cpu_info {
-    char name[64];
-    int32_t cores;                  /* that this process may use, less by a CPU quota */
-    amp_cpu_path path;              /* best path this CPU and system support */
-    int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
-    int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
-    int64_t l1d, l2, l3;            /* bytes per core, core and socket; 0 unknown */
-    int64_t memory;                 /* bytes of RAM; 0 unknown */
-} amp_cpu_info;
-
-/* ==== 2 >>numbers ===================================================================================
-   Number formats and their conversions.  All of this is integer arithmetic on bit patterns: the same
-   bits on every machine, under every compiler flag, with flush-to-zero set or not.                    */
+/* ==== 2 >>numbers ================================================================================ */
 
 typedef enum amp_dtype {
     AMP_DTYPE_DEFAULT = 0,
@@ -400,325 +378,6 @@ AMP_API size_t amp_dtype_size(amp_dtype dtype);
 AMP_API const char *amp_dtype_name(amp_dtype dtype);
 /* The inverse, also "float32", "float16", "half", "bfloat16", "float", "double", and "auto" for 0.  Errors: 107. */
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
-
-/* ---- Scalar conversions.  16-bit and 8-bit numbers are uint16_t and uint8_t bit patterns.
-
-   Narrowing rounds once, to nearest, ties to even (IEEE 754-2019, 4.3.1); subnormals are kept.  Overflow: with
-   saturate 0, fp16, bf16 and E5M2 become infinite, as in PyTorch, and E4M3, which has no infinity, becomes NaN
-   (beyond 464), as in ml_dtypes and in PyTorch before 2.12 (which saturates E4M3 alone); with saturate 1 the result
-   is the largest finite value, for an infinite input too.  NaN stays NaN, with its sign and its upper payload bits,
-   and becomes quiet, as in the F16C instructions. */
-
-enum { AMPI_EVEN = 0, AMPI_AWAY = 1, AMPI_STOCHASTIC = 2 };     /* how ampi_round_bits rounds */
-
-/* The bits of a number.  The empty asm hides their origin from compilers that, under -ffast-math, would
-   conclude that a computed number is finite. */
-AMPI_HD uint32_t ampi_bits_f32(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    __asm__("" : "+r"(bits));
-    return bits;
-}
-AMPI_HD uint64_t ampi_bits_f64(double x) {
-    uint64_t bits;
-    uint32_t high;
-    memcpy(&bits, &x, sizeof bits);
-    high = (uint32_t)(bits >> 32);
-    __asm__("" : "+r"(high));
-    return (uint64_t)high << 32 | (uint32_t)bits;
-}
-AMPI_HD float ampi_f32_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
-AMPI_HD double ampi_f64_of_bits(uint64_t bits) { double x; memcpy(&x, &bits, sizeof x); return x; }
-
-/* Rounds a finite magnitude, given as a pattern with sm mantissa bits and exponent bias sb, to dm mantissa bits
-   and bias db.  Returns the pattern with an unbounded exponent, so a result above the format's largest finite
-   pattern is an overflow.  Stochastic: up if fraction + random / 2^32 >= 1, the fraction cut to 32 bits. */
-AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, int mode, uint32_t random) {
-    uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, middle;
-    int e = (int)(bits >> sm), shift = sm - dm;
-    if (e > 0) m |= (uint64_t)1 << sm;
-    else e = 1;
-    e += db - sb;
-    if (e < 1) { shift += 1 - e; e = 1; }
-    if (shift > 62) { m = shift > 120 ? 0 : m >> (shift - 62); shift = 62; }
-    if (shift == 0) return ((uint64_t)(e - 1) << dm) + m;
-    q = m >> shift;
-    rest = m & (((uint64_t)1 << shift) - 1);
-    middle = (uint64_t)1 << (shift - 1);
-    if (mode == AMPI_STOCHASTIC) q += ((rest << (64 - shift) >> 32) + random) >> 32;
-    else if (mode == AMPI_AWAY) q += rest >= middle;
-    else q += rest > middle || (rest == middle && (q & 1) != 0);
-    return ((uint64_t)(e - 1) << dm) + q;
-}
-
-/* The magnitude pattern, in a format with dm mantissa bits, bias db and this largest finite pattern, of an fp32
-   (wide 0) or fp64 (wide 1) pattern.  largest + 1 is infinity, in E4M3 NaN. */
-AMPI_HD uint32_t ampi_narrow(uint64_t x, int wide, int dm, int db, uint32_t largest, int saturate, int mode,
-                             uint32_t random) {
-    int sm = wide ? 52 : 23, sb = wide ? 1023 : 127;
-    uint64_t magnitude = x & (wide ? ~(uint64_t)0 >> 1 : (uint64_t)0x7fffffff);
-    uint64_t infinity = (uint64_t)(2 * sb + 1) << sm, r;
-    if (magnitude > infinity)
-        return (largest + 1) | (uint32_t)1 << (dm - 1) | (uint32_t)((magnitude - infinity) >> (sm - dm));
-    if (magnitude == infinity) return saturate ? largest : largest + 1;
-    r = ampi_round_bits(magnitude, sm, sb, dm, db, mode, random);
-    return r <= largest ? (uint32_t)r : saturate ? largest : largest + 1;
-}
-
-AMPI_HD uint32_t ampi_sign(uint64_t x, int wide) { return (uint32_t)(x >> (wide ? 63 : 31)); }
-AMPI_HD uint16_t ampi_to_f16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 10, 15, 0x7bff, saturate, mode, random));
-}
-AMPI_HD uint16_t ampi_to_bf16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 7, 127, 0x7f7f, saturate, mode, random));
-}
-AMPI_HD uint8_t ampi_to_e4m3(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 3, 7, 0x7e, saturate, mode, random));
-}
-AMPI_HD uint8_t ampi_to_e5m2(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
-    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 2, 15, 0x7b, saturate, mode, random));
-}
-AMPI_HD uint32_t ampi_to_tf32(uint64_t x, int wide, int saturate) {
-    return ampi_sign(x, wide) << 31 | ampi_narrow(x, wide, 10, 127, 0x3fbff, saturate, AMPI_AWAY, 0) << 13;
-}
-AMPI_HD uint32_t ampi_to_f32(uint64_t x, int saturate) {
-    return ampi_sign(x, 1) << 31 | ampi_narrow(x, 1, 23, 127, 0x7f7fffff, saturate, AMPI_EVEN, 0);
-}
-
-/* fp32 to 16 and 8 bits, and to TF32 (10 mantissa bits in fp32 storage, ties away from zero as cvt.rna.tf32.f32). */
-AMPI_HD uint16_t amp_f16_from_f32(float x, int saturate) {
-    return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
-}
-AMPI_HD uint16_t amp_bf16_from_f32(float x, int saturate) {
-    uint32_t bits = ampi_bits_f32(x), magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
-    if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-AMPI_HD uint8_t amp_e4m3_from_f32(float x, int saturate) {
-    return ampi_to_e4m3(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
-}
-AMPI_HD uint8_t amp_e5m2_from_f32(float x, int saturate) {
-    return ampi_to_e5m2(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
-}
-AMPI_HD float amp_tf32_from_f32(float x, int saturate) {
-    return ampi_f32_of_bits(ampi_to_tf32(ampi_bits_f32(x), 0, saturate));
-}
-
-/* fp64 to 16 and 8 bits with one rounding: going through fp32 would round twice. */
-AMPI_HD uint16_t amp_f16_from_f64(double x, int saturate) {
-    return ampi_to_f16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
-}
-AMPI_HD uint16_t amp_bf16_from_f64(double x, int saturate) {
-    return ampi_to_bf16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
-}
-AMPI_HD uint8_t amp_e4m3_from_f64(double x, int saturate) {
-    return ampi_to_e4m3(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
-}
-AMPI_HD uint8_t amp_e5m2_from_f64(double x, int saturate) {
-    return ampi_to_e5m2(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
-}
-
-/* Stochastic rounding (Gupta et al. 2015): of the two neighbours, the one away from zero with probability equal to
-   the discarded fraction, so that the mean over uniform `random` is x.  Finite x beyond the largest finite value
-   overflows as above; infinity and NaN do not depend on random. */
-AMPI_HD uint16_t amp_f16_stochastic(float x, uint32_t random, int saturate) {
-    return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
-}
-AMPI_HD uint16_t amp_bf16_stochastic(float x, uint32_t random, int saturate) {
-    uint32_t bits = ampi_bits_f32(x), magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
-    if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
-    return (uint16_t)((bits + (random >> 16)) >> 16);
-}
-/* A number as a bf16 number and the 16 bits it lacks, and back: every fp32 number but a signalling NaN, which becomes
-   quiet, comes back bit for bit.  The bf16 number is the nearest; ties go away from zero, because with ties to even two
-   numbers would have the same two halves. */
-AMPI_HD uint16_t amp_bf16_split(float x, uint16_t *rest) {
-    uint32_t bits = ampi_bits_f32(x);
-    *rest = (uint16_t)bits;
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x8000u) >> 16);
-}
-AMPI_HD float amp_f32_join(uint16_t bf16, uint16_t rest) {
-    uint32_t rounded_up = (bf16 & 0x7fffu) - 1u < 0x7f80u ? (uint32_t)rest >> 15 : 0;      /* not in 0 and NaN */
-    return ampi_f32_of_bits((bf16 - rounded_up) << 16 | rest);
-}
-AMPI_HD uint8_t amp_e4m3_stochastic(float x, uint32_t random, int saturate) {
-    return ampi_to_e4m3(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
-}
-AMPI_HD uint8_t amp_e5m2_stochastic(float x, uint32_t random, int saturate) {
-    return ampi_to_e5m2(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
-}
-
-/* The fp32 pattern of a finite magnitude with m mantissa bits and exponent bias b. */
-AMPI_HD uint32_t ampi_widen(uint32_t magnitude, int m, int b) {
-    uint32_t e = magnitude >> m, fraction = magnitude & ((1u << m) - 1);
-    if (magnitude == 0) return 0;
-    if (e == 0) for (e = 1; (fraction >> m) == 0; e--) fraction <<= 1;
-    return ((e + (uint32_t)(127 - b)) << 23) + ((fraction & ((1u << m) - 1)) << (23 - m));
-}
-AMPI_HD uint32_t ampi_bits_of_f16(uint16_t x) {
-    uint32_t sign = (uint32_t)(x & 0x8000) << 16, magnitude = x & 0x7fff;
-    if (magnitude > 0x7c00) return sign | 0x7fc00000u | magnitude << 13;
-    return sign | (magnitude == 0x7c00 ? 0x7f800000u : ampi_widen(magnitude, 10, 15));
-}
-AMPI_HD uint32_t ampi_bits_of_e4m3(uint8_t x) {
-    uint32_t sign = (uint32_t)(x & 0x80) << 24, magnitude = x & 0x7f;
-    return sign | (magnitude == 0x7f ? 0x7fc00000u : ampi_widen(magnitude, 3, 7));
-}
-AMPI_HD uint64_t ampi_f64_bits_of_f32_bits(uint32_t x) {
-    uint64_t sign = (uint64_t)(x & 0x80000000u) << 32, fraction = x & 0x7fffff, e = x >> 23 & 255;
-    if (e == 255) return sign | (uint64_t)0x7ff << 52 | (fraction ? (uint64_t)1 << 51 | fraction << 29 : 0);
-    if (e == 0 && fraction == 0) return sign;
-    if (e == 0) for (e = 1; (fraction >> 23) == 0; e--) fraction <<= 1;
-    return sign | (e + 896) << 52 | (fraction & 0x7fffff) << 29;
-}
-
-/* Widening to fp32 is exact.  A signalling fp16 NaN becomes quiet; bf16 keeps every bit. */
-AMPI_HD float amp_f32_from_f16(uint16_t x)  { return ampi_f32_of_bits(ampi_bits_of_f16(x)); }
-AMPI_HD float amp_f32_from_bf16(uint16_t x) { return ampi_f32_of_bits((uint32_t)x << 16); }
-AMPI_HD float amp_f32_from_e4m3(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_e4m3(x)); }
-AMPI_HD float amp_f32_from_e5m2(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_f16((uint16_t)(x << 8))); }
-
-/* 1 if neither infinite nor NaN.  They test the exponent's bits, where isfinite() is constant under -Ofast. */
-AMPI_HD int amp_is_finite_f32(const float *x)  { return (ampi_bits_f32(*x) & 0x7f800000u) != 0x7f800000u; }
-AMPI_HD int amp_is_finite_f64(const double *x) { return (ampi_bits_f64(*x) >> 52 & 0x7ff) != 0x7ff; }
-AMPI_HD int amp_is_finite_f16(uint16_t x)      { return (x & 0x7c00) != 0x7c00; }
-AMPI_HD int amp_is_finite_bf16(uint16_t x)     { return (x & 0x7f80) != 0x7f80; }
-
-/* ---- How numbers fit a format: where, among the magnitudes of finite fp32 (wide 0) or fp64 (wide 1) numbers, rounding to
-   fp16, bf16, E4M3 or E5M2 to nearest even changes kind.  A number x is counted at i where |x|, as an integer, is above
-   limit[i]; rounding is monotone, so the differences of these counts are those of the kinds. */
-enum { AMPI_FIT_ZERO = 0,           /* above: x is not 0 ... */
-       AMPI_FIT_KEPT = 1,           /* ... nor does it become 0 ... */
-       AMPI_FIT_NORMAL = 2,         /* ... nor subnormal; */
-       AMPI_FIT_LAST = 3,           /* it comes into the last binade ... */
-       AMPI_FIT_OVER = 4,           /* ... or beyond the largest number; */
-       AMPI_FIT_INFINITE = 5,       /* it is infinite ... */
-       AMPI_FIT_NAN = 6,            /* ... or NaN */
-       AMPI_FIT_LIMITS = 7 };
-typedef struct ampi_fit { uint64_t limit[AMPI_FIT_LIMITS]; } ampi_fit;
-
-/* The largest finite magnitude that rounds to at most `pattern`, by bisection. */
-AMPI_HD uint64_t ampi_fit_limit(int wide, int dm, int db, uint32_t largest, uint32_t pattern) {
-    uint64_t low = 0, high = (wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23) - 1;
-    while (low < high) {
-        uint64_t middle = low + (high - low + 1) / 2;
-        if (ampi_narrow(middle, wide, dm, db, largest, 0, AMPI_EVEN, 0) <= pattern) low = middle;
-        else high = middle - 1;
-    }
-    return low;
-}
-AMPI_HD ampi_fit ampi_fit_of(int wide, amp_dtype format) {
-    int dm = format == AMP_F16 ? 10 : format == AMP_BF16 ? 7 : format == AMP_E4M3 ? 3 : 2;
-    int db = format == AMP_BF16 ? 127 : format == AMP_E4M3 ? 7 : 15;
-    uint32_t largest = format == AMP_F16 ? 0x7bff : format == AMP_BF16 ? 0x7f7f : format == AMP_E4M3 ? 0x7e : 0x7b;
-    ampi_fit f;
-    f.limit[AMPI_FIT_ZERO] = 0;
-    f.limit[AMPI_FIT_KEPT] = ampi_fit_limit(wide, dm, db, largest, 0);
-    f.limit[AMPI_FIT_NORMAL] = ampi_fit_limit(wide, dm, db, largest, ((uint32_t)1 << dm) - 1);
-    f.limit[AMPI_FIT_LAST] = ampi_fit_limit(wide, dm, db, largest, (largest >> dm << dm) - 1);
-    f.limit[AMPI_FIT_OVER] = ampi_fit_limit(wide, dm, db, largest, largest);
-    f.limit[AMPI_FIT_NAN] = wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23;
-    f.limit[AMPI_FIT_INFINITE] = f.limit[AMPI_FIT_NAN] - 1;
-    return f;
-}
-
-/* ---- Random numbers that are a function of (seed, position), so any element can be computed anywhere, in any order.
-   Philox4x32-10 (Salmon et al. 2011): four words from key = seed and counter = {block, stream}, low words first. */
-AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]) {
-    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    int round;
-    for (round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)b;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)a;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
-}
-/* Word `index` of the sequence of a seed: word index % 4 of block index / 4 of stream 0. */
-AMPI_HD uint32_t amp_random_u32(uint64_t seed, uint64_t index) {
-    uint32_t words[4];
-    amp_philox(seed, 0, index / 4, words);
-    return words[index % 4];
-}
-/* Uniform in [0, 1): the upper 24 bits of that word times 2^-24. */
-AMPI_HD float amp_random_uniform(uint64_t seed, uint64_t index) {
-    return (float)(amp_random_u32(seed, index) >> 8) * (1.0f / 16777216);
-}
-
-typedef enum amp_rounding {
-    AMP_ROUND_DEFAULT = 0,          /* nearest, ties to even (TF32: ties away from zero, as the hardware does) */
-    AMP_ROUND_STOCHASTIC = 1,       /* to bf16, fp16 or fp8: away from zero with probability equal to the discarded
-                                       fraction, so unbiased; NaN stays NaN */
-    AMP_ROUND_FORCE_I32 = 0x7fffffff
-} amp_rounding;
-
-/* What bulk conversion may be told.  NULL or all zero: nearest even, no saturation. */
-typedef struct amp_convert_desc {
-    amp_rounding rounding;
-    int32_t saturate;               /* 1: beyond the largest finite value, infinity included, becomes that value; NaN
-                                       stays NaN; to fp64 nothing saturates */
-    uint64_t seed, offset;          /* of AMP_ROUND_STOCHASTIC: element i uses amp_random_u32(seed, offset + i) */
-} amp_convert_desc;
-
-/* Bulk conversion of n elements between floating dtypes on the host, with the CPU's instructions and
-   the scalar functions' bits.  dst and src may be the same buffer when the element sizes agree, and
-   need no alignment.  new_inf, if not NULL, receives how many finite inputs became infinite (E4M3: NaN).
-   TF32 as destination rounds within fp32 storage.
-   Errors: 101, 102 n < 0, 104 not floating, or stochastic to fp32, fp64 or TF32, 110 dst and src share memory
-   otherwise. */
-AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
-                               const amp_convert_desc *desc, int64_t *new_inf);
-/* How many of n elements are infinite or NaN, found by their bits (isfinite is folded away by -Ofast);
-   *first, if not NULL, is the index of the first, or -1.  -1 is returned for a dtype that is not floating. */
-AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
-
-/* ==== 3 >>machine ===================================================================================
-   What this machine can do, and which precision to use on it, with the reason.                        */
-
-/* Filled by a backend. */
-typedef struct amp_device {
-    char name[128];
-    char kind[16];                  /* "cpu", "cuda", ... */
-    int32_t index;
-    int32_t cc_major, cc_minor;     /* CUDA compute capability; 0 for a CPU */
-    int32_t fp16, bf16, tf32, fp8;  /* matrix instructions of that format: 0 or 1 */
-    int32_t multiprocessors;
-    int64_t memory;                 /* bytes in all */
-    char versions[96];              /* of the compiler, driver and libraries the backend runs on */
-} amp_device;
-
-typedef struct amp_machine {
-    amp_cpu_info cpu;
-    amp_device device;              /* of the context's backend; kind "cpu" where that is the CPU */
-} amp_machine;
-
-/* Fills cpu, and device from it.  Errors: 101, 105. */
-AMP_API amp_result amp_machine_probe(amp_machine *out);
-/* A table of the machine. */
-AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
-
-typedef struct amp_choice {
-    amp_dtype dtype;                /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
-    int32_t scaler;                 /* 1: train with a loss scaler (fp16) */
-    int32_t emulated;               /* 1: the CPU rounds to this dtype and computes in fp32 */
-    int32_t fell_back;              /* 1: not what was asked for */
-    char reason[160];               /* one line */
-} amp_choice;
-
-/* Chooses a compute dtype: a pure function of its arguments.
-   wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0 and later or a CPU with bf16 instructions;
-   fp16 with a scaler on 7.0 to 7.5; else fp32.  Anything else: that dtype if the device has it.
-   Errors: 101, 104 not a compute dtype; 105; 108 the device lacks it (fp8: always) and allow_fallback is 0.  With
-   allow_fallback the nearest dtype that works is chosen and the reason says so. */
-AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
 
 /* ==== 4 >>tensors ===================================================================================
    Views on memory that the caller owns.  Nothing here allocates.                                      */
@@ -813,794 +472,21 @@ typedef struct amp_mask {
     int64_t allowed_head_stride;    /* elements; 0: the same for every head */
 } amp_mask;
 
-/* ==== 5 >>state =====================================================================================
-   One blob for everything that must survive a restart: a list of named records, little-endian on every
-   machine, each with a checksum, behind a header with magic and format version.  Objects save into it
-   and load from it; a program adds records of its own.                                                */
-
-typedef struct amp_state amp_state;
-
-/* An empty state.  system NULL: POSIX.  Errors: 301. */
-AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system);
-AMP_API void amp_state_destroy(amp_state *state);
-/* Adds or replaces the record `key` (1 to 63 bytes): n values of dtype (F32, F64, F16, BF16, U8, U16, I32, I64).
-   Errors: 101, 102 key length, 104, 301. */
-AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n);
-/* Copies the record out; it must have this dtype and count.  On failure values is untouched.
-   Errors: 107 no such key, 408 other dtype or count. */
-AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n);
-/* Count and dtype of a record, -1 if there is none. */
-AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dtype *dtype);
-/* Name of record i, NULL beyond the last. */
-AMP_API const char *amp_state_key(const amp_state *state, int64_t i);
-/* The blob as bytes; *data comes from the state's system and goes back by amp_file_free.  Errors: 301. */
-AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes);
-/* Errors: 301, 404 foreign, 405 ends early, 406 damaged, 407 newer format.  *out is untouched on failure. */
-AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, const void *data, size_t bytes);
-/* To and from a file, written atomically.  Errors: as above and 401, 402, 403. */
-AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
-AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
-
 /* ==== 6 >>backends ==================================================================================
-   The context, and the table through which everything a device does goes: memory, copies, streams,
-   events, graphs and kernels.  The CPU backend is built in; amp_cuda.cu brings another; a third needs no
-   change here.  A host may also copy a table and replace one entry, for example gemm by its own BLAS.   */
+   The context: backend, precision and threads of all that follows, memory, parameters. */
 
 typedef struct amp_context amp_context;
-
-/* A matrix as kernels see it: element (i, j) at data[i * ld + j], counted in elements of dtype. */
-typedef struct amp_mat {
-    void *data;
-    amp_dtype dtype;
-    int32_t reserved;
-    int64_t rows, cols, ld;
-} amp_mat;
-
-typedef enum amp_activation_kind {
-    AMP_ACT_NONE = 0,
-    AMP_ACT_GELU = 1,               /* tanh form, "gelu_new": 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
-    AMP_ACT_GELU_ERF = 2,           /* exact form: 0.5 x (1 + erf(x / sqrt 2)) */
-    AMP_ACT_TANH = 3,
-    AMP_ACT_SILU = 4,               /* x / (1 + exp(-x)) */
-    AMP_ACT_RELU = 5,               /* relu(NaN) is NaN */
-    AMP_ACT_FORCE_I32 = 0x7fffffff
-} amp_activation_kind;
-
-/* ---- Kernel arguments.  All pointers are device pointers; kernels do not check them.  Sums are fp32 (or
-   wider) with one rounding to the output's dtype, and come out the same for any number of threads.
-   "add" fields: 1 = add to what is there, 0 = overwrite. */
-
-typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes; or U16 to I32, which ignores `how` */
-    void *dst; const void *src;
-    amp_dtype dst_dtype, src_dtype;
-    int64_t n;
-    amp_convert_desc how;
-    int64_t *new_inf;               /* + finite inputs that became non-finite; NULL: not counted */
-} amp_k_cast;
-
-/* The gradient of a parameter: where it goes; data NULL: not wanted. */
-typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
-
-/* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
-   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
-   dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
-   sums: batch 1; backward and the sums: only where the backend fuses. */
-typedef struct amp_k_gemm {
-    int64_t m, n, k, batch;
-    const void *a, *b; void *c;
-    amp_dtype a_dtype, b_dtype, c_dtype, compute;
-    int32_t trans_a, trans_b;       /* 1: the matrix is stored transposed (a: k x m, b: n x k) */
-    int64_t lda, ldb, ldc;
-    int64_t stride_a, stride_b, stride_c;
-    float alpha, beta;
-    const void *bias; amp_dtype bias_dtype;     /* [n], added to every row; NULL: none */
-    amp_activation_kind act;        /* NONE, GELU, GELU_ERF or RELU */
-    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here */
-    const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
-    int32_t backward, reserved;     /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
-    amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
-    amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
-} amp_k_gemm;
-
-typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
-    const void *b; amp_dtype b_dtype, compute;
-    int32_t trans_b;
-    int32_t repeated;               /* 0: this is the first product with this b since it changed */
-    int64_t k, n, ldb;
-    int64_t *new_inf;               /* as in amp_k_cast */
-} amp_k_pack;
-
-typedef struct amp_k_column_sum {   /* out[j] = sum over i of x[i][j] */
-    amp_mat x;
-    void *out; amp_dtype out_dtype; int32_t add;
-} amp_k_column_sum;
-
-/* o = softmax(scale q k^T, masked) v per batch and head.  Strides in elements between [batch, position, head];
-   the head dimension is contiguous.  Nothing of size queries x keys is stored. */
-typedef struct amp_k_attention {
-    int64_t batch, heads, queries, keys, dim;
-    const void *q, *k, *v; void *o;
-    amp_dtype dtype, compute;       /* dtype: storage of q, k, v, o and their gradients */
-    int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];
-    float scale;
-    amp_mask mask;
-    float *lse;                     /* [batch, heads, queries] log-sum-exp of the scaled scores; -inf for a fully masked row */
-    /* backward */
-    const void *d_o; void *dq, *dk, *dv;
-    int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
-} amp_k_attention;
-
-/* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
-typedef struct amp_k_norm {
-    int32_t rms;
-    float eps;                      /* rstd = 1 / sqrt(variance + eps), variance over cols without Bessel's correction */
-    amp_mat x, residual, sum, y;    /* residual.data and sum.data may be NULL; sum may be x or residual */
-    const void *weight, *bias; amp_dtype weight_dtype;      /* [cols]; either may be NULL */
-    float *mean, *rstd;             /* [rows]; mean unused by RMSNorm */
-    /* backward: x is the sum that was normalised; dx = gradient of that sum (+ dsum if given) */
-    amp_mat dy, dsum, dx;           /* dsum.data may be NULL, and may be dx */
-    amp_k_gradient dweight, dbias;  /* [cols] */
-} amp_k_norm;
-
-/* y = softmax(scale x) over the last dimension of [batch, heads, queries, keys], masked. */
-typedef struct amp_k_softmax {
-    int64_t batch, heads, queries, keys;
-    const void *x; void *y;
-    amp_dtype x_dtype, y_dtype;
-    float scale;
-    amp_mask mask;
-    const void *dy; void *dx;       /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
-} amp_k_softmax;
-
-/* y = act(x + bias); dx = dy act'(x + bias), tanh's from y if given.  y may be x, dx may be dy. */
-typedef struct amp_k_activation {
-    amp_activation_kind act;
-    amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
-    int64_t n;
-    const void *x; void *y;
-    const void *dy; void *dx;
-    const void *bias; amp_dtype bias_dtype;     /* [cols], added to every row; NULL: none */
-    int64_t cols;                   /* divides n; used with a bias only */
-} amp_k_activation;
-
-typedef struct amp_k_swiglu {       /* y = silu(gate + gate_bias) (up + up_bias) */
-    amp_mat gate, up, y;
-    amp_mat dy, dgate, dup;
-    const void *gate_bias, *up_bias; amp_dtype gate_bias_dtype, up_bias_dtype;      /* [cols]; either may be NULL */
-} amp_k_swiglu;
-
-/* loss = sum or mean over the rows whose label is not ignore_index of
-   (1 - smoothing) (lse - x[label]) + smoothing (lse - mean(x)) over the first `classes` columns.
-   dlogits = (softmax - target) factor grad_scale / (rows counted, for the mean); ignored rows and the columns beyond
-   classes get 0.  One read of the logits; dlogits may be their own buffer. */
-typedef struct amp_k_cross_entropy {
-    amp_mat logits, dlogits;        /* dlogits.data NULL: loss only */
-    int64_t classes;
-    const int32_t *labels;          /* [rows] */
-    int32_t ignore_index, sum;      /* sum 1: no mean */
-    float smoothing, factor;
-    const float *grad_scale;        /* device; NULL: 1 */
-    float *losses;                  /* [rows], 0 where ignored; NULL: not wanted */
-    float *loss;                    /* [1]; NaN for a mean over no rows */
-    int32_t *bad_label;             /* [1]: 1 + the first row whose label is out of range, else 0 */
-} amp_k_cross_entropy;
-
-typedef struct amp_k_mse {          /* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor grad_scale / n */
-    const void *x, *target; void *dx;
-    amp_dtype x_dtype, target_dtype;
-    int64_t n;
-    int32_t sum; float factor;
-    const float *grad_scale; float *loss;
-} amp_k_mse;
-
-/* y[i] = table[ids[i]] + positions[i mod seq]. */
-typedef struct amp_k_embedding {
-    const int32_t *ids; int64_t n, seq;
-    amp_mat table, positions, y;    /* positions.data may be NULL */
-    amp_mat dy, dtable, dpositions; /* gradients: either may have data NULL */
-    int32_t add_table, add_positions;
-    int32_t *bad_id;                /* [1]: 1 + the first i whose id is out of range, else 0 */
-} amp_k_embedding;
-
-typedef struct amp_k_dropout {      /* y = kept ? x / (1 - p) : 0; element i is kept if its uniform number >= p */
-    const void *x; void *y;         /* backward: x = dy, y = dx */
-    amp_dtype x_dtype, y_dtype;
-    int64_t n;
-    float p;
-    uint64_t seed, offset;
-    const uint64_t *base;           /* device; added to offset; NULL: 0 */
-} amp_k_dropout;
-
-typedef struct amp_k_add {          /* y = alpha a + beta b; b NULL: y = alpha a */
-    const void *a, *b; void *y;
-    amp_dtype a_dtype, b_dtype, y_dtype;
-    int64_t n;
-    float alpha, beta;
-} amp_k_add;
-
-/* What a 16-bit weight loses by rounding, and where it is kept.  The figures are bytes per parameter. */
-typedef enum amp_master_kind {
-    AMP_MASTER_DEFAULT = 0,         /* F32; at level O3 NONE */
-    AMP_MASTER_F32 = 1,             /* 4: an fp32 master, rounded to the weight in the same pass */
-    AMP_MASTER_REMAINDER = 2,       /* 2: bf16 weights only; weight and remainder are the master, by amp_bf16_split: bit
-                                       for bit that of F32.  The weight differs in exact ties, away from zero here */
-    AMP_MASTER_NONE = 3,            /* 0: rounded to nearest; an update below half a step of the weight is lost */
-    AMP_MASTER_STOCHASTIC = 4,      /* 0: rounded stochastically; such updates count on average */
-    AMP_MASTER_FORCE_I32 = 0x7fffffff
-} amp_master_kind;
-
-/* The rows of a multi-tensor call.  The table lies in device memory and is built once. */
-typedef struct amp_k_tensor {
-    void *weight, *grad, *master, *m, *v;       /* those a call does not use are NULL; master: fp32, or u16 remainders */
-    amp_dtype weight_dtype, grad_dtype;
-    amp_dtype moment_dtype;         /* of m and v: BF16, else fp32 */
-    amp_master_kind master_kind;    /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
-    int64_t count;
-    double lr_scale, weight_decay;
-    int32_t live;                   /* 0: has no gradient in this step, is passed over */
-    int32_t reserved;
-} amp_k_tensor;
-
-/* What a check finds and what follows from it, in device memory: one per set. */
-typedef struct amp_k_grad_stats {
-    double sum_sq;                  /* of the gradients before any multiplication; inf or NaN with them */
-    float found_inf;                /* 0, or not 0: something was infinite or NaN */
-    int32_t first_bad;              /* lowest row with a non-finite element; -1: none */
-    float norm;                     /* of the gradients after unscaling and averaging; what clipping compares */
-    float clip_coef;                /* min(1, clip / (norm + 1e-6)), 1 without clipping */
-    float multiplier;               /* fp32(inverse scale * clip / divisor), or what of it is not yet in memory */
-    float factor;                   /* what the next pass over the gradients multiplies by */
-    int32_t skip;                   /* 1: the optimizer leaves everything as it is */
-    int32_t consecutive_skips;
-    int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
-    double beta1_power, beta2_power;/* beta^step */
-    double lr;
-} amp_k_grad_stats;
-
-/* What became of one attempt: record (number - 1) % AMP_OUTCOMES of a ring in device memory. */
-#define AMP_OUTCOMES 64
-typedef struct amp_k_step_result {
-    int64_t number, step, skips, consecutive_skips;     /* counters after the attempt */
-    double lr;
-    float norm, clip_coef, scale;
-    int32_t applied, at_floor, first_bad;
-    int32_t growth_tracker, reserved;                   /* as scale, before the attempt's update */
-} amp_k_step_result;
-
-typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
-    const amp_k_tensor *table; int64_t tensors;
-    const float *multiply;          /* device; NULL: read only.  Only the values before it count for `found` */
-    amp_k_grad_stats *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
-} amp_k_check;
-
-/* By ampi_adamw_row and ampi_sgd_row.  A row with master writes both weights in one pass. */
-typedef struct amp_k_adamw {
-    const amp_k_tensor *table; int64_t tensors;
-    const amp_k_grad_stats *found;
-    double beta1, beta2, eps;
-    uint64_t seed;                  /* of stochastic rounding */
-    int32_t maximize, reserved;
-} amp_k_adamw;
-
-typedef struct amp_k_sgd {
-    const amp_k_tensor *table; int64_t tensors;
-    const amp_k_grad_stats *found;
-    double momentum, dampening;
-    uint64_t seed;
-    int32_t nesterov, maximize;
-} amp_k_sgd;
-
-typedef struct amp_k_scale_ranges { /* data *= *factor, in fp32 (fp64 in fp64), rounded once */
-    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype, count, live */
-    const float *factor;
-} amp_k_scale_ranges;
-
-/* How the values of a row fit a format. */
-typedef struct amp_k_inspected {
-    int64_t nan, infinite;          /* as they are */
-    int64_t nonzero;                /* NaN and infinite ones too */
-    int64_t underflow, subnormal;   /* not 0, and become 0, become subnormal, ... */
-    int64_t overflow, saturated;    /* ... finite, and become infinite (E4M3: NaN), come into the last binade */
-    float largest;                  /* largest finite magnitude, in fp32 to nearest (fp64 beyond it: fp32's largest); 0: none */
-    int32_t reserved;
-} amp_k_inspected;
-/* What nearest even to `dtype` would do to the values; nothing is changed.  Integer tests on bits: exact. */
-typedef struct amp_k_inspect {
-    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype (F32, F16, BF16 or F64), count, live */
-    amp_dtype dtype;                /* F16, BF16, E4M3 or E5M2 */
-    int32_t reserved;
-    amp_k_inspected *out;           /* one per row, overwritten; zeros where a row is not live */
-} amp_k_inspect;
-
-/* From the counts above each limit of ampi_fit to those of each kind; and one piece of a row added to another. */
-AMPI_HD void ampi_fit_count(const int64_t above[AMPI_FIT_LIMITS], amp_k_inspected *out) {
-    out->nan = above[AMPI_FIT_NAN];
-    out->infinite = above[AMPI_FIT_INFINITE] - above[AMPI_FIT_NAN];
-    out->nonzero = above[AMPI_FIT_ZERO];
-    out->underflow = above[AMPI_FIT_ZERO] - above[AMPI_FIT_KEPT];
-    out->subnormal = above[AMPI_FIT_KEPT] - above[AMPI_FIT_NORMAL];
-    out->saturated = above[AMPI_FIT_LAST] - above[AMPI_FIT_OVER];
-    out->overflow = above[AMPI_FIT_OVER] - above[AMPI_FIT_INFINITE];
-}
-AMPI_HD void ampi_fit_add(amp_k_inspected *sum, const amp_k_inspected *piece) {
-    sum->nan += piece->nan; sum->infinite += piece->infinite; sum->nonzero += piece->nonzero;
-    sum->underflow += piece->underflow; sum->subnormal += piece->subnormal;
-    sum->overflow += piece->overflow; sum->saturated += piece->saturated;
-    if (ampi_bits_f32(piece->largest) > ampi_bits_f32(sum->largest)) sum->largest = piece->largest;
-}
-
-/* The loss scaler as it lives in device memory; the rules stand below.  found_inf is the "any of the sets
-   since the last update"; the counters serve the rate rule, hysteresis and reports. */
-typedef struct amp_k_scaler {
-    float scale, inv_scale;         /* inv_scale = fp32(1 / double(scale)) */
-    float previous_scale;           /* before the last update or amp_scaler_set_scale */
-    float found_inf;
-    int32_t growth_tracker;         /* clean updates since the last change */
-    int32_t growth_interval;        /* in force; metaseq's moves with the scale; -1: never */
-    int32_t hysteresis_left;        /* overflows until the scale shrinks */
-    int32_t overflows, steps;       /* since the scale last changed */
-    int32_t at_floor;               /* 1: the last update found an overflow and could not shrink the scale */
-    int64_t updates, skips, consecutive_skips;
-} amp_k_scaler;
-
-/* Where the presets differ beyond their numbers. */
-enum {
-    AMP_GROWTH_REFUSES_INF = 1,     /* a scale that would become infinite stays (torch, keras) */
-    AMP_GROWTH_ONE_LATER = 2,       /* growth takes growth_interval + 1 clean updates (flax, deepspeed_fused) */
-    AMP_GROWTH_COUNTS_ON = 4,       /* ... but only the first: the growing update counts on (deepspeed_fused) */
-    AMP_WINDOW_MOVES = 8,           /* growth_interval grows and shrinks with the scale (metaseq) */
-    AMP_FLOOR_REFUSES = 16,         /* a scale stays rather than fall to min_scale (fairseq, metaseq) */
-    AMP_OVERFLOWS_KEPT = 32,        /* growth does not restart the overflow count of the rate rule (fairseq, metaseq) */
-    AMP_SCALE_GUARDED = 64          /* steps skip while scale or inverse is 0, subnormal or inf (all but torch) */
-};
-
-/* A scaler's constants; see amp_scaler_desc for their meaning. */
-typedef struct amp_k_scaler_rule {
-    double growth_factor, backoff_factor, tolerance;
-    float min_scale, max_scale;     /* 0 and +inf: none */
-    int32_t growth_interval, hysteresis;
-    uint32_t bits;                  /* the AMP_GROWTH_... bits above */
-    int32_t frozen;                 /* 1: static scale */
-} amp_k_scaler_rule;
-
-/* One step's constants, as the rules need them. */
-typedef struct amp_k_step_rule {
-    double divisor;                 /* micro-batches times ranks: gradients are averaged by it */
-    double beta1, beta2, lr;        /* lr below 0: found->lr is in force */
-    double clip_norm;               /* 0: none */
-    int32_t unscaled;               /* 1: the check multiplied the gradients in memory by `factor` */
-    int32_t apply_nonfinite;        /* 1: never skip */
-} amp_k_step_rule;
-
-typedef enum amp_rule_kind {
-    AMP_RULE_BEGIN = 1,             /* clears `found`, but no counters; factor = fp32(inverse scale / divisor) */
-    AMP_RULE_CHECKED = 2,           /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
-    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step or skip, writes the outcome */
-    AMP_RULE_UPDATE = 4,            /* the scaler's update */
-    AMP_RULE_APPLIED = 5,           /* the gradients in memory have been multiplied by `multiplier`: it becomes 1 */
-    AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
-    AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
-    AMP_RULE_SET_INTERVAL = 8,      /* the rule's interval; value not 0: a tracker at or beyond it restarts */
-    AMP_RULE_LAUNCH = 9,            /* before a captured step: found->lr = lr, *random = random_offset; either may be NULL */
-    AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
-} amp_rule_kind;
-
-/* One thread on the device runs one rule.  Pointers that a kind does not use are NULL. */
-typedef struct amp_k_rule {
-    amp_rule_kind kind;
-    float value;
-    amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
-    amp_k_grad_stats *found;             /* device */
-    amp_k_step_result *outcomes;        /* device; the ring */
-    uint64_t *random;               /* device */
-    uint64_t random_offset;
-    amp_k_scaler_rule scaler_rule;  /* by value */
-    amp_k_step_rule step_rule;      /* by value */
-} amp_k_rule;
-
-typedef enum amp_copy_kind {
-    AMP_COPY_DEFAULT = 0,           /* found out from the pointers */
-    AMP_COPY_TO_DEVICE = 1, AMP_COPY_TO_HOST = 2, AMP_COPY_ON_DEVICE = 3,
-    AMP_COPY_FORCE_I32 = 0x7fffffff
-} amp_copy_kind;
-
-/* Where memory lies. */
-typedef enum amp_memory_kind {
-    AMP_MEMORY_UNKNOWN = 0,
-    AMP_MEMORY_HOST = 1,            /* pageable memory of the host */
-    AMP_MEMORY_PINNED = 2,          /* host memory that the device can read */
-    AMP_MEMORY_DEVICE = 3,
-    AMP_MEMORY_OTHER_DEVICE = 4,
-    AMP_MEMORY_MANAGED = 5,         /* moves between host and device by itself */
-    AMP_MEMORY_FORCE_I32 = 0x7fffffff
-} amp_memory_kind;
-
-typedef struct amp_memory_info {
-    int64_t allocated;              /* bytes handed out now: the caller's, the caches', the optimizers' */
-    int64_t reserved;               /* bytes taken from the system, the kernels' scratch included */
-    int64_t peak;                   /* most bytes since the last reset: of reserved on the CPU, of allocated on a device */
-    int64_t pinned;                 /* bytes of pinned host memory */
-    int64_t cast_cache, optimizer;  /* parts of allocated */
-    int64_t device_total;           /* 0: unknown */
-} amp_memory_info;
-
-/* One of the two caches. */
-typedef struct amp_cache_info {
-    int64_t entries, bytes, limit;  /* limit 0: none */
-    int64_t hits, misses, evictions;
-    int64_t new_inf;                /* cast cache: finite weights that became infinite in a copy */
-} amp_cache_info;
-
-typedef struct amp_telemetry {      /* each -1 where it cannot be had */
-    float utilization, memory_utilization;      /* 0 to 1 */
-    float temperature, power;       /* degrees C, W */
-} amp_telemetry;
-
-/* What a backend may call back: fail sets the thread's last-error text and returns the result. */
-typedef struct amp_host {
-    void *user;
-    amp_result (*fail)(void *user, amp_result result, const char *text);
-    void (*log)(void *user, amp_log_level level, int id, const char *text);
-    void *(*alloc)(void *user, size_t size, size_t align);
-    void (*free)(void *user, void *ptr, size_t size);
-    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);  /* as in amp_parallel, but numbers
-                                                       other than 0 may be left out; NULL: one thread */
-} amp_host;
-
-/* The host's own thread pool; all zero: amp.h's.  parallel calls run(arg, i) for i = 0 to n - 1, at the same time, one
-   after the other or anything between, and returns when all of them have returned.  n is at most amp_desc.threads. */
-typedef struct amp_parallel {
-    void *user;
-    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);
-} amp_parallel;
-
-/* The host's own allocator of device memory; all zero: the backend's.  What it hands out may be used at once by work
-   in `stream` (NULL: the legacy default stream); what comes back may still be in use by work queued there.  alloc
-   returns NULL where there is no memory left. */
-typedef struct amp_device_memory {
-    void *user;
-    void *(*alloc)(void *user, size_t bytes, int32_t device, void *stream);
-    void (*free)(void *user, void *ptr, size_t bytes, int32_t device, void *stream);
-} amp_device_memory;
-
-typedef struct amp_backend_desc {
-    int32_t device;                 /* index */
-    int32_t threads;                /* CPU: threads a kernel may use */
-    amp_cpu_path cpu_path;
-    int32_t autotune;               /* 1: the first product of a shape tries which way is the fastest */
-    void *stream;                   /* the host's own stream, or NULL */
-    void *blas;                     /* the host's own BLAS handle, or NULL */
-    amp_device_memory memory;
-} amp_backend_desc;
-
-/* `dev` is what open returned.  All calls but those named sync or wait return before the device is done.
-   Every entry is set, or NULL where its comment allows that. */
-typedef struct amp_backend {
-    uint64_t abi;                   /* AMP_ABI */
-    const char *name;
-    amp_result (*open)(void **dev, const amp_host *host, const amp_backend_desc *desc);
-    void (*close)(void *dev);
-    amp_result (*describe)(void *dev, amp_device *out);
-    int32_t fuses;                  /* 1: gemm may be given .backward and the sums; 0: its caller calls the kernels for them */
-    /* memory; host_visible 1: device pointers can be read by the host */
-    int32_t host_visible;
-    amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
-    void (*free)(void *dev, void *ptr, size_t bytes);
-    amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
-    void (*free_pinned)(void *dev, void *ptr, size_t bytes);
-    amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
-    amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
-    amp_result (*memory_kind)(void *dev, const void *ptr, amp_memory_kind *out);
-    amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved, pinned and device_total only */
-    /* streams and events; stream NULL is the context's own */
-    amp_result (*stream_create)(void *dev, void **stream);
-    void (*stream_destroy)(void *dev, void *stream);
-    amp_result (*stream_sync)(void *dev, void *stream);
-    amp_result (*event_create)(void *dev, void **event);
-    void (*event_destroy)(void *dev, void *event);
-    amp_result (*event_record)(void *dev, void *event, void *stream);
-    amp_result (*event_wait)(void *dev, void *event, void *stream); /* the stream waits, the host does not */
-    amp_result (*event_done)(void *dev, void *event, int32_t *done);
-    amp_result (*event_sync)(void *dev, void *event);
-    amp_result (*event_elapsed)(void *dev, void *from, void *to, double *seconds);
-    /* graphs: NULL where the device has none */
-    amp_result (*graph_begin)(void *dev, void *stream);
-    amp_result (*graph_end)(void *dev, void *stream, void **graph);
-    amp_result (*graph_launch)(void *dev, void *graph, void *stream);
-    void (*graph_destroy)(void *dev, void *graph);
-    /* optional: NULL where there is none */
-    amp_result (*telemetry)(void *dev, amp_telemetry *out);
-    void (*profile_push)(void *dev, const char *name);
-    void (*profile_pop)(void *dev);
-    /* What autotuning found.  save: the bytes it takes, 0 for nothing new since load; copied to buffer if size is enough.
-       load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
-    size_t (*plans_save)(void *dev, void *buffer, size_t size);
-    amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
-    /* Gives memory that is kept for later use, and that no graph needs, back to the system. */
-    amp_result (*trim)(void *dev);
-    /* kernels */
-    amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
-    amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
-    size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);    /* 0: no use packing this */
-    amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packed, void *stream);
-    amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
-    amp_result (*attention)(void *dev, const amp_k_attention *args, void *stream);
-    amp_result (*attention_backward)(void *dev, const amp_k_attention *args, void *stream);
-    amp_result (*norm)(void *dev, const amp_k_norm *args, void *stream);
-    amp_result (*norm_backward)(void *dev, const amp_k_norm *args, void *stream);
-    amp_result (*softmax)(void *dev, const amp_k_softmax *args, void *stream);
-    amp_result (*softmax_backward)(void *dev, const amp_k_softmax *args, void *stream);
-    amp_result (*activation)(void *dev, const amp_k_activation *args, void *stream);
-    amp_result (*activation_backward)(void *dev, const amp_k_activation *args, void *stream);
-    amp_result (*swiglu)(void *dev, const amp_k_swiglu *args, void *stream);
-    amp_result (*swiglu_backward)(void *dev, const amp_k_swiglu *args, void *stream);
-    amp_result (*cross_entropy)(void *dev, const amp_k_cross_entropy *args, void *stream);
-    amp_result (*mse)(void *dev, const amp_k_mse *args, void *stream);
-    amp_result (*embedding)(void *dev, const amp_k_embedding *args, void *stream);
-    amp_result (*embedding_backward)(void *dev, const amp_k_embedding *args, void *stream);
-    amp_result (*dropout)(void *dev, const amp_k_dropout *args, void *stream);
-    amp_result (*add)(void *dev, const amp_k_add *args, void *stream);
-    /* multi-tensor kernels; `rules` are single-thread calls of an AMPI_HD rule on device memory */
-    amp_result (*check)(void *dev, const amp_k_check *args, void *stream);
-    amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
-    amp_result (*sgd)(void *dev, const amp_k_sgd *args, void *stream);
-    amp_result (*scale_ranges)(void *dev, const amp_k_scale_ranges *args, void *stream);
-    amp_result (*inspect)(void *dev, const amp_k_inspect *args, void *stream);
-    amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
-} amp_backend;
+typedef struct amp_backend amp_backend;                 /* in part three */
+typedef struct amp_machine amp_machine;                 /* in part two */
+typedef struct amp_choice amp_choice;
+typedef struct amp_state amp_state;
+typedef struct amp_k_scaler amp_k_scaler;               /* in part three */
+typedef struct amp_k_grad_stats amp_k_grad_stats;
 
 /* The CPU backend's table. */
 AMP_API const amp_backend *amp_cpu(void);
 /* The CUDA backend's table: from amp_cuda.cu, which nvcc compiles and the program links. */
 extern const amp_backend *amp_cuda(void);
-
-/* ---- The rules.  Single-thread arithmetic on the structs in device memory, written once for host and device: only
-   integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
-
-/* Not 0, NaN included. */
-AMPI_HD int ampi_is_grad_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
-/* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
-AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
-/* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
-AMPI_HD int ampi_is_usable(float scale) {
-    uint32_t bits = ampi_bits_f32(scale);
-    return bits >= 0x00800000u && bits <= 0x7e800000u;
-}
-
-/* Square root to an ulp by Newton's iteration; an argument that is not positive, normal and finite comes back. */
-AMPI_HD double ampi_root(double x) {
-    uint64_t bits = ampi_bits_f64(x);
-    double r;
-    int i;
-    if (bits < (uint64_t)1 << 52 || bits >= (uint64_t)0x7ff << 52) return x;
-    r = ampi_f64_of_bits((bits >> 1) + ((uint64_t)1023 << 51));
-    for (i = 0; i < 5; i++) r = 0.5 * (r + x / r);
-    return r;
-}
-
-AMPI_HD void ampi_rule_begin(const amp_k_rule *rule) {
-    amp_k_grad_stats *f = rule->found;
-    float inverse = rule->scaler ? rule->scaler->inv_scale : 1.0f;
-    f->sum_sq = 0;
-    f->found_inf = 0;
-    f->first_bad = -1;
-    f->norm = 0;
-    f->clip_coef = 1;
-    f->factor = f->multiplier = (float)((double)inverse / rule->step_rule.divisor);
-    f->skip = 0;
-}
-
-AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
-    amp_k_grad_stats *f = rule->found;
-    amp_k_scaler *s = rule->scaler;
-    const amp_k_step_rule *step = &rule->step_rule;
-    double inverse = s ? (double)s->inv_scale : 1.0;
-    double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
-    int bad = ampi_is_grad_set(f->found_inf);
-    if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
-    if (!(clip < 1)) clip = 1;
-    f->norm = (float)norm;
-    f->clip_coef = (float)clip;
-    f->multiplier = (float)(step->unscaled ? clip : inverse * clip / step->divisor);
-    f->skip = bad && !step->apply_nonfinite;
-    if (s == NULL) return;
-    if (bad) s->found_inf = 1;
-    if ((rule->scaler_rule.bits & AMP_SCALE_GUARDED) && !ampi_is_usable(s->scale)) f->skip = 1;
-}
-
-/* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
-AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
-    float next = (float)((double)scale * r->backoff_factor);
-    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
-    if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
-    return next > scale ? scale : next;
-}
-
-/* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
-AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
-    const double limit = 340282356779733661637539395458142568448.0;
-    double next = (double)scale * r->growth_factor;
-    if (next > (double)r->max_scale) next = (double)r->max_scale;
-    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < limit && next > -limit)) return scale;
-    return (float)next;
-}
-
-AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
-    amp_k_grad_stats *f = rule->found;
-    const amp_k_scaler *s = rule->scaler;
-    const amp_k_scaler_rule *r = &rule->scaler_rule;
-    amp_k_step_result *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
-    f->attempts++;
-    if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
-    if (f->skip) {
-        f->skips++;
-        f->consecutive_skips++;
-    } else {
-        f->step++;
-        f->consecutive_skips = 0;
-        f->beta1_power *= rule->step_rule.beta1;
-        f->beta2_power *= rule->step_rule.beta2;
-    }
-    o->number = f->attempts;
-    o->step = f->step;
-    o->skips = f->skips;
-    o->consecutive_skips = f->consecutive_skips;
-    o->lr = f->lr;
-    o->norm = f->norm;
-    o->clip_coef = f->clip_coef;
-    o->scale = s ? s->scale : 1.0f;
-    o->growth_tracker = s ? s->growth_tracker : 0;
-    o->applied = !f->skip;
-    o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
-    o->first_bad = f->first_bad;
-}
-
-/* What shrinking and growing have in common. */
-AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
-    s->scale = scale;
-    s->inv_scale = ampi_inverse(scale);
-    s->steps = 0;
-}
-
-AMPI_HD void ampi_update_overflow(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    int spent, rate;
-    float next;
-    s->skips++;
-    s->consecutive_skips++;
-    s->growth_tracker = 0;
-    s->at_floor = 0;
-    if (s->overflows < INT32_MAX) s->overflows++;
-    if (s->hysteresis_left > 0) s->hysteresis_left--;
-    spent = s->hysteresis_left == 0 && (r->hysteresis > 1 || !(r->tolerance > 0));
-    rate = r->tolerance > 0 && (double)s->overflows / (double)s->steps >= r->tolerance;
-    if (r->frozen || !(spent || rate)) return;
-    next = ampi_scale_shrunk(r, s->scale);
-    s->at_floor = !(next < s->scale);
-    s->overflows = 0;
-    if (r->bits & AMP_WINDOW_MOVES) {
-        s->growth_interval = (int32_t)((double)s->growth_interval / r->growth_factor);
-        if (s->growth_interval < 1) s->growth_interval = 1;
-    }
-    ampi_scale_changed(s, next);
-}
-
-AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    if (!(r->bits & AMP_WINDOW_MOVES)) s->growth_tracker = r->bits & AMP_GROWTH_COUNTS_ON ? 1 : 0;
-    else if ((double)s->growth_interval * r->growth_factor < 2147483647.0)
-        s->growth_interval = (int32_t)((double)s->growth_interval * r->growth_factor);
-    s->hysteresis_left = r->hysteresis;
-    if (!(r->bits & AMP_OVERFLOWS_KEPT)) s->overflows = 0;
-    ampi_scale_changed(s, ampi_scale_grown(r, s->scale));
-}
-
-/* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
-   clean updates since the last overflow and grows at each multiple of its interval. */
-AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    int overflow = ampi_is_grad_set(s->found_inf), due;
-    s->found_inf = 0;
-    s->previous_scale = s->scale;
-    s->updates++;
-    if (s->steps < INT32_MAX) s->steps++;
-    if (overflow) {
-        ampi_update_overflow(s, r);
-        return;
-    }
-    s->consecutive_skips = 0;
-    s->at_floor = 0;
-    if (s->growth_tracker < INT32_MAX) s->growth_tracker++;
-    if (r->frozen || s->growth_interval < 1) return;
-    if (r->bits & AMP_WINDOW_MOVES) due = s->growth_tracker % s->growth_interval == 0;
-    else due = s->growth_tracker == s->growth_interval + (r->bits & AMP_GROWTH_ONE_LATER ? 1 : 0);
-    if (due) ampi_update_growth(s, r);
-}
-
-AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
-    s->previous_scale = s->scale;
-    s->found_inf = 0;
-    s->at_floor = 0;
-    s->overflows = 0;
-    ampi_scale_changed(s, scale);
-}
-
-AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
-    amp_k_scaler *s = rule->scaler;
-    amp_k_grad_stats *f = rule->found;
-    float old = ampi_is_grad_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
-    switch (rule->kind) {
-        case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
-        case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
-        case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
-        case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
-        case AMP_RULE_APPLIED: f->multiplier = 1; break;
-        case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)old); break;
-        case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
-        case AMP_RULE_SET_INTERVAL:
-            s->growth_interval = rule->scaler_rule.growth_interval;
-            if (ampi_is_grad_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
-            break;
-        case AMP_RULE_LAUNCH:
-            if (f) f->lr = rule->step_rule.lr;
-            if (rule->random) *rule->random = rule->random_offset;
-            break;
-        default: break;
-    }
-}
-
-/* ---- Stochastic rounding in an optimizer.  Element i of a row takes the word amp_random_u32(s, i), s the seed of the
-   row and step.  The weight takes the word, of which bf16 uses the upper half; bf16 moments both take the lower half,
-   each unbiased by itself.  The step counts those applied, so a skipped one leaves no trace here either. */
-AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
-    uint32_t words[4];
-    amp_philox(seed, (uint64_t)step, (uint64_t)row, words);
-    return words[0] | (uint64_t)words[1] << 32;
-}
-AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
-
-/* What every element of a row needs, in fp32; computed in fp64 from the device's own counters.
-
-   AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 - beta2) g^2;
-   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
-typedef struct ampi_adamw_step {
-    float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
-    uint64_t seed;                  /* of ampi_row_seed */
-} ampi_adamw_step;
-AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
-    const amp_k_grad_stats *f = args->found;
-    ampi_adamw_step s;
-    double lr = f->lr * row->lr_scale;
-    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
-    s.beta2 = (float)args->beta2;
-    s.rest1 = (float)(1.0 - args->beta1);
-    s.rest2 = (float)(1.0 - args->beta2);
-    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* two roundings; nvcc fuses them, and its kernel makes `keep` again */
-    s.rate = (float)(lr / (1.0 - f->beta1_power));
-    s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
-    s.eps = (float)args->eps;
-    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
-    return s;
-}
-
-/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
-   b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
-typedef struct ampi_sgd_step {
-    float multiplier, decay, momentum, rest, rate;
-    int32_t nesterov;
-    uint64_t seed;
-} ampi_sgd_step;
-AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
-    const amp_k_grad_stats *f = args->found;
-    int first = f->step == 1;
-    ampi_sgd_step s;
-    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
-    s.decay = (float)row->weight_decay;
-    s.momentum = (float)args->momentum;
-    s.rest = first ? 1.0f : (float)(1.0 - args->dampening);
-    s.rate = (float)(f->lr * row->lr_scale);
-    s.nesterov = args->nesterov;
-    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
-    return s;
-}
-/* ---- The context */
 
 typedef enum amp_level {            /* Apex's levels */
     AMP_LEVEL_DEFAULT = 0,          /* O1 */
@@ -1653,6 +539,22 @@ typedef enum amp_io_cast {
     AMP_IO_F32 = 3,
     AMP_IO_FORCE_I32 = 0x7fffffff
 } amp_io_cast;
+
+/* The host's own thread pool; all zero: amp.h's.  parallel calls run(arg, i) for i = 0 to n - 1, at the same time, one
+   after the other or anything between, and returns when all of them have returned.  n is at most amp_desc.threads. */
+typedef struct amp_parallel {
+    void *user;
+    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);
+} amp_parallel;
+
+/* The host's own allocator of device memory; all zero: the backend's.  What it hands out may be used at once by work
+   in `stream` (NULL: the legacy default stream); what comes back may still be in use by work queued there.  alloc
+   returns NULL where there is no memory left. */
+typedef struct amp_device_memory {
+    void *user;
+    void *(*alloc)(void *user, size_t bytes, int32_t device, void *stream);
+    void (*free)(void *user, void *ptr, size_t bytes, int32_t device, void *stream);
+} amp_device_memory;
 
 /*  .field            default                      legal
     .dtype            auto: see amp_choose          F32, TF32, F16, BF16
@@ -1728,6 +630,12 @@ AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype);
    Everything else goes on: the scaler scales, caches stay.  Errors: 101. */
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled);
 
+typedef enum amp_copy_kind {
+    AMP_COPY_DEFAULT = 0,           /* found out from the pointers */
+    AMP_COPY_TO_DEVICE = 1, AMP_COPY_TO_HOST = 2, AMP_COPY_ON_DEVICE = 3,
+    AMP_COPY_FORCE_I32 = 0x7fffffff
+} amp_copy_kind;
+
 /* Device memory, 64-byte aligned (256 on CUDA).  *ptr is NULL for 0 bytes.  Errors: 102, 301. */
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes);
 AMP_API void amp_free(amp_context *amp, void *ptr);
@@ -1741,6 +649,14 @@ AMP_API amp_result amp_sync(amp_context *amp);
    calls return when they are done, both do nothing.  Errors: 101, 501. */
 AMP_API amp_result amp_event_record(amp_context *amp, void *event);
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event);
+typedef struct amp_memory_info {
+    int64_t allocated;              /* bytes handed out now: the caller's, the caches', the optimizers' */
+    int64_t reserved;               /* bytes taken from the system, the kernels' scratch included */
+    int64_t peak;                   /* most bytes since the last reset: of reserved on the CPU, of allocated on a device */
+    int64_t pinned;                 /* bytes of pinned host memory */
+    int64_t cast_cache, optimizer;  /* parts of allocated */
+    int64_t device_total;           /* 0: unknown */
+} amp_memory_info;
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out);
 AMP_API void amp_memory_reset_peak(amp_context *amp);
 /* Gives back what can be made again: cached casts and masks nobody holds, scratch kept for later.  Waits.  *freed: bytes
@@ -1761,29 +677,39 @@ AMP_API int32_t amp_param_accumulate(amp_param *param);
 /* The dtype to store a weight in at this context's level. */
 AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm);
 
-/* ==== 7 >>masks =====================================================================================
-   Masks written out, and kept.  amp_attention and amp_softmax read structured masks from their description
-   and need none of this; it is for softmax over scores of your own, for kernels that want a mask tensor, and
-   for arbitrary masks that are used again and again.                                                    */
+/* What operators, optimizers and kernels have in common. */
+typedef enum amp_activation_kind {
+    AMP_ACT_NONE = 0,
+    AMP_ACT_GELU = 1,               /* tanh form, "gelu_new": 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
+    AMP_ACT_GELU_ERF = 2,           /* exact form: 0.5 x (1 + erf(x / sqrt 2)) */
+    AMP_ACT_TANH = 3,
+    AMP_ACT_SILU = 4,               /* x / (1 + exp(-x)) */
+    AMP_ACT_RELU = 5,               /* relu(NaN) is NaN */
+    AMP_ACT_FORCE_I32 = 0x7fffffff
+} amp_activation_kind;
 
-/* A mask of the cache, read-only and shared. */
-typedef struct amp_mask_view {
-    amp_mask mask;                  /* U8: kind ARBITRARY over the tensor, for amp_attention and amp_softmax */
-    amp_tensor tensor;              /* device, [batch or 1, 1, queries, keys]; 1 where all sequences have the same mask */
-} amp_mask_view;
+/* What a 16-bit weight loses by rounding, and where it is kept.  The figures are bytes per parameter. */
+typedef enum amp_master_kind {
+    AMP_MASTER_DEFAULT = 0,         /* F32; at level O3 NONE */
+    AMP_MASTER_F32 = 1,             /* 4: an fp32 master, rounded to the weight in the same pass */
+    AMP_MASTER_REMAINDER = 2,       /* 2: bf16 weights only; weight and remainder are the master, by amp_bf16_split: bit
+                                       for bit that of F32.  The weight differs in exact ties, away from zero here */
+    AMP_MASTER_NONE = 3,            /* 0: rounded to nearest; an update below half a step of the weight is lost */
+    AMP_MASTER_STOCHASTIC = 4,      /* 0: rounded stochastically; such updates count on average */
+    AMP_MASTER_FORCE_I32 = 0x7fffffff
+} amp_master_kind;
 
-/* Writes a mask out, or finds it in the cache: by kind, sizes, dtype and the contents of its arrays.
-   dtype AMP_U8: 1 seen, 0 hidden.  AMP_F32, AMP_F16, AMP_BF16: 0 seen, -inf hidden, to be added to scores.
-   The arrays of mask must be readable by the host, and `allowed` the same for all heads.  The view stays until
-   amp_mask_release gives it back; views given back may be evicted (least recently used first) when amp_desc.mask_limit
-   is reached.  Errors: 101, 102, 104, 106, 108 a mask per head, 301, 501. */
-AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
-                                amp_dtype dtype, amp_mask_view *out);
-AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view);
-AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out);
-/* Frees the masks of one kind, or of all kinds, that nobody holds. */
-AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
-AMP_API void amp_mask_cache_clear(amp_context *amp);
+/* One of the two caches. */
+typedef struct amp_cache_info {
+    int64_t entries, bytes, limit;  /* limit 0: none */
+    int64_t hits, misses, evictions;
+    int64_t new_inf;                /* cast cache: finite weights that became infinite in a copy */
+} amp_cache_info;
+
+typedef struct amp_telemetry {      /* each -1 where it cannot be had */
+    float utilization, memory_utilization;      /* 0 to 1 */
+    float temperature, power;       /* degrees C, W */
+} amp_telemetry;
 
 /* ==== 8 >>autocast ==================================================================================
    Which dtype each operator computes in.  A tensor's dtype is storage and the caller's choice; a region
@@ -2120,7 +1046,6 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
 
-
 /* ==== 10 >>gradients ================================================================================
    From gradients to new weights: sets of ranges, the loss scaler, check + norm + clip, optimizers, the
    step.  The scaler is PyTorch's, bit for bit, with more presets and a floor.
@@ -2129,8 +1054,8 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
        amp_scaler_check      looks for infinities and NaN, takes the norm; optional, the next call does it too
        amp_optimizer_step    new weights, unless something was infinite or NaN
        amp_scaler_update     new scale, once per iteration
-   Nothing waits for the device: what was found, the scale and the counters live there, and small rules (at
-   the end of this section) change them there. */
+   Nothing waits for the device: what was found, the scale and the counters live there, and small rules (in
+   part three) change them there. */
 
 /* ---- Sets.  Works on parameters or on any arrays of the host's; the device table is built once.
 
@@ -2572,6 +1497,152 @@ AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *o
    Errors of save: 102, 301; of load: 106, 107, 408, 410. */
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
+
+/* ==== PART TWO: the rest ========================================================================= */
+
+/* ==== 1 >>base =================================================================================== */
+
+/* *out = the POSIX table, every member set. */
+AMP_API void amp_system_default(amp_system *out);
+/* Writes a file so that after a crash, and whoever else writes it, one whole content is there: temporary file beside it,
+   write, fsync, rename.  The file keeps its permissions and, where possible, its owner.  A symbolic link is replaced; a
+   device or pipe is refused.  system may be NULL.  Errors: 401, 403; the old file is then untouched.  What a process that
+   is killed in it leaves is PATH.tmpPID@HOST-RANDOM. */
+AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes);
+/* Reads a file, a pipe or a device to its end into *data (from system->alloc, one extra 0 byte behind it; amp_file_free
+   frees it); at most 256 MiB of what is no regular file.  A pipe that nobody writes to yet is waited for.
+   Errors: 301, 401, 402. */
+AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path, void **data, size_t *bytes);
+AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
+
+typedef struct amp_cpu_info {
+    char name[64];
+    int32_t cores;                  /* that this process may use, less by a CPU quota */
+    amp_cpu_path path;              /* best path this CPU and system support */
+    int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
+    int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
+    int64_t l1d, l2, l3;            /* bytes per core, core and socket; 0 unknown */
+    int64_t memory;                 /* bytes of RAM; 0 unknown */
+} amp_cpu_info;
+
+/* ==== 2 >>numbers ================================================================================ */
+
+typedef enum amp_rounding {
+    AMP_ROUND_DEFAULT = 0,          /* nearest, ties to even (TF32: ties away from zero, as the hardware does) */
+    AMP_ROUND_STOCHASTIC = 1,       /* to bf16, fp16 or fp8: away from zero with probability equal to the discarded
+                                       fraction, so unbiased; NaN stays NaN */
+    AMP_ROUND_FORCE_I32 = 0x7fffffff
+} amp_rounding;
+
+/* What bulk conversion may be told.  NULL or all zero: nearest even, no saturation. */
+typedef struct amp_convert_desc {
+    amp_rounding rounding;
+    int32_t saturate;               /* 1: beyond the largest finite value, infinity included, becomes that value; NaN
+                                       stays NaN; to fp64 nothing saturates */
+    uint64_t seed, offset;          /* of AMP_ROUND_STOCHASTIC: element i uses amp_random_u32(seed, offset + i) */
+} amp_convert_desc;
+
+/* Bulk conversion of n elements between floating dtypes on the host, with the CPU's instructions and
+   the scalar functions' bits.  dst and src may be the same buffer when the element sizes agree, and
+   need no alignment.  new_inf, if not NULL, receives how many finite inputs became infinite (E4M3: NaN).
+   TF32 as destination rounds within fp32 storage.
+   Errors: 101, 102 n < 0, 104 not floating, or stochastic to fp32, fp64 or TF32, 110 dst and src share memory
+   otherwise. */
+AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
+                               const amp_convert_desc *desc, int64_t *new_inf);
+/* How many of n elements are infinite or NaN, found by their bits (isfinite is folded away by -Ofast);
+   *first, if not NULL, is the index of the first, or -1.  -1 is returned for a dtype that is not floating. */
+AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
+
+/* ==== 3 >>machine ===================================================================================
+   What this machine can do, and which precision to use on it, with the reason.                        */
+
+/* Filled by a backend. */
+typedef struct amp_device {
+    char name[128];
+    char kind[16];                  /* "cpu", "cuda", ... */
+    int32_t index;
+    int32_t cc_major, cc_minor;     /* CUDA compute capability; 0 for a CPU */
+    int32_t fp16, bf16, tf32, fp8;  /* matrix instructions of that format: 0 or 1 */
+    int32_t multiprocessors;
+    int64_t memory;                 /* bytes in all */
+    char versions[96];              /* of the compiler, driver and libraries the backend runs on */
+} amp_device;
+
+struct amp_machine {
+    amp_cpu_info cpu;
+    amp_device device;              /* of the context's backend; kind "cpu" where that is the CPU */
+};
+
+/* Fills cpu, and device from it.  Errors: 101, 105. */
+AMP_API amp_result amp_machine_probe(amp_machine *out);
+/* A table of the machine. */
+AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
+
+struct amp_choice {
+    amp_dtype dtype;                /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
+    int32_t scaler;                 /* 1: train with a loss scaler (fp16) */
+    int32_t emulated;               /* 1: the CPU rounds to this dtype and computes in fp32 */
+    int32_t fell_back;              /* 1: not what was asked for */
+    char reason[160];               /* one line */
+};
+
+/* Chooses a compute dtype: a pure function of its arguments.
+   wanted AMP_DTYPE_DEFAULT ("auto"): bf16 on compute capability 8.0 and later or a CPU with bf16 instructions;
+   fp16 with a scaler on 7.0 to 7.5; else fp32.  Anything else: that dtype if the device has it.
+   Errors: 101, 104 not a compute dtype; 105; 108 the device lacks it (fp8: always) and allow_fallback is 0.  With
+   allow_fallback the nearest dtype that works is chosen and the reason says so. */
+AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
+
+/* ==== 5 >>state =====================================================================================
+   One blob for everything that must survive a restart: a list of named records, little-endian on every
+   machine, each with a checksum, behind a header with magic and format version.  Objects save into it
+   and load from it; a program adds records of its own.                                                */
+
+/* An empty state.  system NULL: POSIX.  Errors: 301. */
+AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system);
+AMP_API void amp_state_destroy(amp_state *state);
+/* Adds or replaces the record `key` (1 to 63 bytes): n values of dtype (F32, F64, F16, BF16, U8, U16, I32, I64).
+   Errors: 101, 102 key length, 104, 301. */
+AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n);
+/* Copies the record out; it must have this dtype and count.  On failure values is untouched.
+   Errors: 107 no such key, 408 other dtype or count. */
+AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n);
+/* Count and dtype of a record, -1 if there is none. */
+AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dtype *dtype);
+/* Name of record i, NULL beyond the last. */
+AMP_API const char *amp_state_key(const amp_state *state, int64_t i);
+/* The blob as bytes; *data comes from the state's system and goes back by amp_file_free.  Errors: 301. */
+AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes);
+/* Errors: 301, 404 foreign, 405 ends early, 406 damaged, 407 newer format.  *out is untouched on failure. */
+AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, const void *data, size_t bytes);
+/* To and from a file, written atomically.  Errors: as above and 401, 402, 403. */
+AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
+AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
+
+/* ==== 7 >>masks =====================================================================================
+   Masks written out, and kept.  amp_attention and amp_softmax read structured masks from their description
+   and need none of this; it is for softmax over scores of your own, for kernels that want a mask tensor, and
+   for arbitrary masks that are used again and again.                                                    */
+
+/* A mask of the cache, read-only and shared. */
+typedef struct amp_mask_view {
+    amp_mask mask;                  /* U8: kind ARBITRARY over the tensor, for amp_attention and amp_softmax */
+    amp_tensor tensor;              /* device, [batch or 1, 1, queries, keys]; 1 where all sequences have the same mask */
+} amp_mask_view;
+
+/* Writes a mask out, or finds it in the cache: by kind, sizes, dtype and the contents of its arrays.
+   dtype AMP_U8: 1 seen, 0 hidden.  AMP_F32, AMP_F16, AMP_BF16: 0 seen, -inf hidden, to be added to scores.
+   The arrays of mask must be readable by the host, and `allowed` the same for all heads.  The view stays until
+   amp_mask_release gives it back; views given back may be evicted (least recently used first) when amp_desc.mask_limit
+   is reached.  Errors: 101, 102, 104, 106, 108 a mask per head, 301, 501. */
+AMP_API amp_result amp_mask_get(amp_context *amp, const amp_mask *mask, int64_t batch, int64_t queries, int64_t keys,
+                                amp_dtype dtype, amp_mask_view *out);
+AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view);
+AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out);
+/* Frees the masks of one kind, or of all kinds, that nobody holds. */
+AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
+AMP_API void amp_mask_cache_clear(amp_context *amp);
 
 /* ==== 12 >>watch ====================================================================================
    Settings that reach every part, what the library is doing, records of each step and epoch, and what the
@@ -3215,36 +2286,979 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 
+/* ==== PART THREE: for kernels and backends ======================================================= */
+
+/* ==== 2 >>numbers ===================================================================================
+   Conversions of single numbers, and random ones.  All of this is integer arithmetic on bit patterns: the same
+   bits on every machine, under every compiler flag, with flush-to-zero set or not. */
+
+/* ---- Scalar conversions.  16-bit and 8-bit numbers are uint16_t and uint8_t bit patterns.
+
+   Narrowing rounds once, to nearest, ties to even (IEEE 754-2019, 4.3.1); subnormals are kept.  Overflow: with
+   saturate 0, fp16, bf16 and E5M2 become infinite, as in PyTorch, and E4M3, which has no infinity, becomes NaN
+   (beyond 464), as in ml_dtypes and in PyTorch before 2.12 (which saturates E4M3 alone); with saturate 1 the result
+   is the largest finite value, for an infinite input too.  NaN stays NaN, with its sign and its upper payload bits,
+   and becomes quiet, as in the F16C instructions. */
+
+enum { AMPI_EVEN = 0, AMPI_AWAY = 1, AMPI_STOCHASTIC = 2 };     /* how ampi_round_bits rounds */
+
+/* The bits of a number.  The empty asm hides their origin from compilers that, under -ffast-math, would
+   conclude that a computed number is finite. */
+AMPI_HD uint32_t ampi_bits_f32(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    __asm__("" : "+r"(bits));
+    return bits;
+}
+AMPI_HD uint64_t ampi_bits_f64(double x) {
+    uint64_t bits;
+    uint32_t high;
+    memcpy(&bits, &x, sizeof bits);
+    high = (uint32_t)(bits >> 32);
+    __asm__("" : "+r"(high));
+    return (uint64_t)high << 32 | (uint32_t)bits;
+}
+AMPI_HD float ampi_f32_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
+AMPI_HD double ampi_f64_of_bits(uint64_t bits) { double x; memcpy(&x, &bits, sizeof x); return x; }
+
+/* Rounds a finite magnitude, given as a pattern with sm mantissa bits and exponent bias sb, to dm mantissa bits
+   and bias db.  Returns the pattern with an unbounded exponent, so a result above the format's largest finite
+   pattern is an overflow.  Stochastic: up if fraction + random / 2^32 >= 1, the fraction cut to 32 bits. */
+AMPI_HD uint64_t ampi_round_bits(uint64_t bits, int sm, int sb, int dm, int db, int mode, uint32_t random) {
+    uint64_t m = bits & (((uint64_t)1 << sm) - 1), q, rest, middle;
+    int e = (int)(bits >> sm), shift = sm - dm;
+    if (e > 0) m |= (uint64_t)1 << sm;
+    else e = 1;
+    e += db - sb;
+    if (e < 1) { shift += 1 - e; e = 1; }
+    if (shift > 62) { m = shift > 120 ? 0 : m >> (shift - 62); shift = 62; }
+    if (shift == 0) return ((uint64_t)(e - 1) << dm) + m;
+    q = m >> shift;
+    rest = m & (((uint64_t)1 << shift) - 1);
+    middle = (uint64_t)1 << (shift - 1);
+    if (mode == AMPI_STOCHASTIC) q += ((rest << (64 - shift) >> 32) + random) >> 32;
+    else if (mode == AMPI_AWAY) q += rest >= middle;
+    else q += rest > middle || (rest == middle && (q & 1) != 0);
+    return ((uint64_t)(e - 1) << dm) + q;
+}
+
+/* The magnitude pattern, in a format with dm mantissa bits, bias db and this largest finite pattern, of an fp32
+   (wide 0) or fp64 (wide 1) pattern.  largest + 1 is infinity, in E4M3 NaN. */
+AMPI_HD uint32_t ampi_narrow(uint64_t x, int wide, int dm, int db, uint32_t largest, int saturate, int mode,
+                             uint32_t random) {
+    int sm = wide ? 52 : 23, sb = wide ? 1023 : 127;
+    uint64_t magnitude = x & (wide ? ~(uint64_t)0 >> 1 : (uint64_t)0x7fffffff);
+    uint64_t infinity = (uint64_t)(2 * sb + 1) << sm, r;
+    if (magnitude > infinity)
+        return (largest + 1) | (uint32_t)1 << (dm - 1) | (uint32_t)((magnitude - infinity) >> (sm - dm));
+    if (magnitude == infinity) return saturate ? largest : largest + 1;
+    r = ampi_round_bits(magnitude, sm, sb, dm, db, mode, random);
+    return r <= largest ? (uint32_t)r : saturate ? largest : largest + 1;
+}
+
+AMPI_HD uint32_t ampi_sign(uint64_t x, int wide) { return (uint32_t)(x >> (wide ? 63 : 31)); }
+AMPI_HD uint16_t ampi_to_f16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 10, 15, 0x7bff, saturate, mode, random));
+}
+AMPI_HD uint16_t ampi_to_bf16(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint16_t)(ampi_sign(x, wide) << 15 | ampi_narrow(x, wide, 7, 127, 0x7f7f, saturate, mode, random));
+}
+AMPI_HD uint8_t ampi_to_e4m3(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 3, 7, 0x7e, saturate, mode, random));
+}
+AMPI_HD uint8_t ampi_to_e5m2(uint64_t x, int wide, int saturate, int mode, uint32_t random) {
+    return (uint8_t)(ampi_sign(x, wide) << 7 | ampi_narrow(x, wide, 2, 15, 0x7b, saturate, mode, random));
+}
+AMPI_HD uint32_t ampi_to_tf32(uint64_t x, int wide, int saturate) {
+    return ampi_sign(x, wide) << 31 | ampi_narrow(x, wide, 10, 127, 0x3fbff, saturate, AMPI_AWAY, 0) << 13;
+}
+AMPI_HD uint32_t ampi_to_f32(uint64_t x, int saturate) {
+    return ampi_sign(x, 1) << 31 | ampi_narrow(x, 1, 23, 127, 0x7f7fffff, saturate, AMPI_EVEN, 0);
+}
+
+/* fp32 to 16 and 8 bits, and to TF32 (10 mantissa bits in fp32 storage, ties away from zero as cvt.rna.tf32.f32). */
+AMPI_HD uint16_t amp_f16_from_f32(float x, int saturate) {
+    return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint16_t amp_bf16_from_f32(float x, int saturate) {
+    uint32_t bits = ampi_bits_f32(x), magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+AMPI_HD uint8_t amp_e4m3_from_f32(float x, int saturate) {
+    return ampi_to_e4m3(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint8_t amp_e5m2_from_f32(float x, int saturate) {
+    return ampi_to_e5m2(ampi_bits_f32(x), 0, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD float amp_tf32_from_f32(float x, int saturate) {
+    return ampi_f32_of_bits(ampi_to_tf32(ampi_bits_f32(x), 0, saturate));
+}
+
+/* fp64 to 16 and 8 bits with one rounding: going through fp32 would round twice. */
+AMPI_HD uint16_t amp_f16_from_f64(double x, int saturate) {
+    return ampi_to_f16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint16_t amp_bf16_from_f64(double x, int saturate) {
+    return ampi_to_bf16(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint8_t amp_e4m3_from_f64(double x, int saturate) {
+    return ampi_to_e4m3(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+AMPI_HD uint8_t amp_e5m2_from_f64(double x, int saturate) {
+    return ampi_to_e5m2(ampi_bits_f64(x), 1, saturate, AMPI_EVEN, 0);
+}
+
+/* Stochastic rounding (Gupta et al. 2015): of the two neighbours, the one away from zero with probability equal to
+   the discarded fraction, so that the mean over uniform `random` is x.  Finite x beyond the largest finite value
+   overflows as above; infinity and NaN do not depend on random. */
+AMPI_HD uint16_t amp_f16_stochastic(float x, uint32_t random, int saturate) {
+    return ampi_to_f16(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
+}
+AMPI_HD uint16_t amp_bf16_stochastic(float x, uint32_t random, int saturate) {
+    uint32_t bits = ampi_bits_f32(x), magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    if (saturate && magnitude > 0x7f7f0000u) return (uint16_t)((bits >> 16 & 0x8000u) | 0x7f7f);
+    return (uint16_t)((bits + (random >> 16)) >> 16);
+}
+/* A number as a bf16 number and the 16 bits it lacks, and back: every fp32 number but a signalling NaN, which becomes
+   quiet, comes back bit for bit.  The bf16 number is the nearest; ties go away from zero, because with ties to even two
+   numbers would have the same two halves. */
+AMPI_HD uint16_t amp_bf16_split(float x, uint16_t *rest) {
+    uint32_t bits = ampi_bits_f32(x);
+    *rest = (uint16_t)bits;
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x8000u) >> 16);
+}
+AMPI_HD float amp_f32_join(uint16_t bf16, uint16_t rest) {
+    uint32_t rounded_up = (bf16 & 0x7fffu) - 1u < 0x7f80u ? (uint32_t)rest >> 15 : 0;      /* not in 0 and NaN */
+    return ampi_f32_of_bits((bf16 - rounded_up) << 16 | rest);
+}
+AMPI_HD uint8_t amp_e4m3_stochastic(float x, uint32_t random, int saturate) {
+    return ampi_to_e4m3(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
+}
+AMPI_HD uint8_t amp_e5m2_stochastic(float x, uint32_t random, int saturate) {
+    return ampi_to_e5m2(ampi_bits_f32(x), 0, saturate, AMPI_STOCHASTIC, random);
+}
+
+/* The fp32 pattern of a finite magnitude with m mantissa bits and exponent bias b. */
+AMPI_HD uint32_t ampi_widen(uint32_t magnitude, int m, int b) {
+    uint32_t e = magnitude >> m, fraction = magnitude & ((1u << m) - 1);
+    if (magnitude == 0) return 0;
+    if (e == 0) for (e = 1; (fraction >> m) == 0; e--) fraction <<= 1;
+    return ((e + (uint32_t)(127 - b)) << 23) + ((fraction & ((1u << m) - 1)) << (23 - m));
+}
+AMPI_HD uint32_t ampi_bits_of_f16(uint16_t x) {
+    uint32_t sign = (uint32_t)(x & 0x8000) << 16, magnitude = x & 0x7fff;
+    if (magnitude > 0x7c00) return sign | 0x7fc00000u | magnitude << 13;
+    return sign | (magnitude == 0x7c00 ? 0x7f800000u : ampi_widen(magnitude, 10, 15));
+}
+AMPI_HD uint32_t ampi_bits_of_e4m3(uint8_t x) {
+    uint32_t sign = (uint32_t)(x & 0x80) << 24, magnitude = x & 0x7f;
+    return sign | (magnitude == 0x7f ? 0x7fc00000u : ampi_widen(magnitude, 3, 7));
+}
+AMPI_HD uint64_t ampi_f64_bits_of_f32_bits(uint32_t x) {
+    uint64_t sign = (uint64_t)(x & 0x80000000u) << 32, fraction = x & 0x7fffff, e = x >> 23 & 255;
+    if (e == 255) return sign | (uint64_t)0x7ff << 52 | (fraction ? (uint64_t)1 << 51 | fraction << 29 : 0);
+    if (e == 0 && fraction == 0) return sign;
+    if (e == 0) for (e = 1; (fraction >> 23) == 0; e--) fraction <<= 1;
+    return sign | (e + 896) << 52 | (fraction & 0x7fffff) << 29;
+}
+
+/* Widening to fp32 is exact.  A signalling fp16 NaN becomes quiet; bf16 keeps every bit. */
+AMPI_HD float amp_f32_from_f16(uint16_t x)  { return ampi_f32_of_bits(ampi_bits_of_f16(x)); }
+AMPI_HD float amp_f32_from_bf16(uint16_t x) { return ampi_f32_of_bits((uint32_t)x << 16); }
+AMPI_HD float amp_f32_from_e4m3(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_e4m3(x)); }
+AMPI_HD float amp_f32_from_e5m2(uint8_t x)  { return ampi_f32_of_bits(ampi_bits_of_f16((uint16_t)(x << 8))); }
+
+/* 1 if neither infinite nor NaN.  They test the exponent's bits, where isfinite() is constant under -Ofast. */
+AMPI_HD int amp_is_finite_f32(const float *x)  { return (ampi_bits_f32(*x) & 0x7f800000u) != 0x7f800000u; }
+AMPI_HD int amp_is_finite_f64(const double *x) { return (ampi_bits_f64(*x) >> 52 & 0x7ff) != 0x7ff; }
+AMPI_HD int amp_is_finite_f16(uint16_t x)      { return (x & 0x7c00) != 0x7c00; }
+AMPI_HD int amp_is_finite_bf16(uint16_t x)     { return (x & 0x7f80) != 0x7f80; }
+
+/* ---- How numbers fit a format: where, among the magnitudes of finite fp32 (wide 0) or fp64 (wide 1) numbers, rounding to
+   fp16, bf16, E4M3 or E5M2 to nearest even changes kind.  A number x is counted at i where |x|, as an integer, is above
+   limit[i]; rounding is monotone, so the differences of these counts are those of the kinds. */
+enum { AMPI_FIT_ZERO = 0,           /* above: x is not 0 ... */
+       AMPI_FIT_KEPT = 1,           /* ... nor does it become 0 ... */
+       AMPI_FIT_NORMAL = 2,         /* ... nor subnormal; */
+       AMPI_FIT_LAST = 3,           /* it comes into the last binade ... */
+       AMPI_FIT_OVER = 4,           /* ... or beyond the largest number; */
+       AMPI_FIT_INFINITE = 5,       /* it is infinite ... */
+       AMPI_FIT_NAN = 6,            /* ... or NaN */
+       AMPI_FIT_LIMITS = 7 };
+typedef struct ampi_fit { uint64_t limit[AMPI_FIT_LIMITS]; } ampi_fit;
+
+/* The largest finite magnitude that rounds to at most `pattern`, by bisection. */
+AMPI_HD uint64_t ampi_fit_limit(int wide, int dm, int db, uint32_t largest, uint32_t pattern) {
+    uint64_t low = 0, high = (wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23) - 1;
+    while (low < high) {
+        uint64_t middle = low + (high - low + 1) / 2;
+        if (ampi_narrow(middle, wide, dm, db, largest, 0, AMPI_EVEN, 0) <= pattern) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+AMPI_HD ampi_fit ampi_fit_of(int wide, amp_dtype format) {
+    int dm = format == AMP_F16 ? 10 : format == AMP_BF16 ? 7 : format == AMP_E4M3 ? 3 : 2;
+    int db = format == AMP_BF16 ? 127 : format == AMP_E4M3 ? 7 : 15;
+    uint32_t largest = format == AMP_F16 ? 0x7bff : format == AMP_BF16 ? 0x7f7f : format == AMP_E4M3 ? 0x7e : 0x7b;
+    ampi_fit f;
+    f.limit[AMPI_FIT_ZERO] = 0;
+    f.limit[AMPI_FIT_KEPT] = ampi_fit_limit(wide, dm, db, largest, 0);
+    f.limit[AMPI_FIT_NORMAL] = ampi_fit_limit(wide, dm, db, largest, ((uint32_t)1 << dm) - 1);
+    f.limit[AMPI_FIT_LAST] = ampi_fit_limit(wide, dm, db, largest, (largest >> dm << dm) - 1);
+    f.limit[AMPI_FIT_OVER] = ampi_fit_limit(wide, dm, db, largest, largest);
+    f.limit[AMPI_FIT_NAN] = wide ? (uint64_t)0x7ff << 52 : (uint64_t)0xff << 23;
+    f.limit[AMPI_FIT_INFINITE] = f.limit[AMPI_FIT_NAN] - 1;
+    return f;
+}
+
+/* ---- Random numbers that are a function of (seed, position), so any element can be computed anywhere, in any order.
+   Philox4x32-10 (Salmon et al. 2011): four words from key = seed and counter = {block, stream}, low words first. */
+AMPI_HD void amp_philox(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]) {
+    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    int round;
+    for (round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53u * c0, b = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
+}
+/* Word `index` of the sequence of a seed: word index % 4 of block index / 4 of stream 0. */
+AMPI_HD uint32_t amp_random_u32(uint64_t seed, uint64_t index) {
+    uint32_t words[4];
+    amp_philox(seed, 0, index / 4, words);
+    return words[index % 4];
+}
+/* Uniform in [0, 1): the upper 24 bits of that word times 2^-24. */
+AMPI_HD float amp_random_uniform(uint64_t seed, uint64_t index) {
+    return (float)(amp_random_u32(seed, index) >> 8) * (1.0f / 16777216);
+}
+
+/* ==== 6 >>backends ==================================================================================
+   The table through which everything a device does goes: memory, copies, streams, events, graphs and
+   kernels.  The CPU backend is built in; amp_cuda.cu brings another; a third needs no change here.  A host
+   may also copy a table and replace one entry, for example gemm by its own BLAS. */
+
+/* A matrix as kernels see it: element (i, j) at data[i * ld + j], counted in elements of dtype. */
+typedef struct amp_mat {
+    void *data;
+    amp_dtype dtype;
+    int32_t reserved;
+    int64_t rows, cols, ld;
+} amp_mat;
+
+/* ---- Kernel arguments.  All pointers are device pointers; kernels do not check them.  Sums are fp32 (or
+   wider) with one rounding to the output's dtype, and come out the same for any number of threads.
+   "add" fields: 1 = add to what is there, 0 = overwrite. */
+
+typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes; or U16 to I32, which ignores `how` */
+    void *dst; const void *src;
+    amp_dtype dst_dtype, src_dtype;
+    int64_t n;
+    amp_convert_desc how;
+    int64_t *new_inf;               /* + finite inputs that became non-finite; NULL: not counted */
+} amp_k_cast;
+
+/* The gradient of a parameter: where it goes; data NULL: not wanted. */
+typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
+
+/* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
+   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
+   dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
+   sums: batch 1; backward and the sums: only where the backend fuses. */
+typedef struct amp_k_gemm {
+    int64_t m, n, k, batch;
+    const void *a, *b; void *c;
+    amp_dtype a_dtype, b_dtype, c_dtype, compute;
+    int32_t trans_a, trans_b;       /* 1: the matrix is stored transposed (a: k x m, b: n x k) */
+    int64_t lda, ldb, ldc;
+    int64_t stride_a, stride_b, stride_c;
+    float alpha, beta;
+    const void *bias; amp_dtype bias_dtype;     /* [n], added to every row; NULL: none */
+    amp_activation_kind act;        /* NONE, GELU, GELU_ERF or RELU */
+    void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here */
+    const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
+    int32_t backward, reserved;     /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
+    amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
+    amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
+} amp_k_gemm;
+
+typedef struct amp_k_pack {         /* op(b) k x n, to be used with `compute` */
+    const void *b; amp_dtype b_dtype, compute;
+    int32_t trans_b;
+    int32_t repeated;               /* 0: this is the first product with this b since it changed */
+    int64_t k, n, ldb;
+    int64_t *new_inf;               /* as in amp_k_cast */
+} amp_k_pack;
+
+typedef struct amp_k_column_sum {   /* out[j] = sum over i of x[i][j] */
+    amp_mat x;
+    void *out; amp_dtype out_dtype; int32_t add;
+} amp_k_column_sum;
+
+/* o = softmax(scale q k^T, masked) v per batch and head.  Strides in elements between [batch, position, head];
+   the head dimension is contiguous.  Nothing of size queries x keys is stored. */
+typedef struct amp_k_attention {
+    int64_t batch, heads, queries, keys, dim;
+    const void *q, *k, *v; void *o;
+    amp_dtype dtype, compute;       /* dtype: storage of q, k, v, o and their gradients */
+    int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];
+    float scale;
+    amp_mask mask;
+    float *lse;                     /* [batch, heads, queries] log-sum-exp of the scaled scores; -inf for a fully masked row */
+    /* backward */
+    const void *d_o; void *dq, *dk, *dv;
+    int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
+} amp_k_attention;
+
+/* s = x + residual; y = (s - mean) rstd weight + bias per row (RMSNorm: mean 0, no bias). */
+typedef struct amp_k_norm {
+    int32_t rms;
+    float eps;                      /* rstd = 1 / sqrt(variance + eps), variance over cols without Bessel's correction */
+    amp_mat x, residual, sum, y;    /* residual.data and sum.data may be NULL; sum may be x or residual */
+    const void *weight, *bias; amp_dtype weight_dtype;      /* [cols]; either may be NULL */
+    float *mean, *rstd;             /* [rows]; mean unused by RMSNorm */
+    /* backward: x is the sum that was normalised; dx = gradient of that sum (+ dsum if given) */
+    amp_mat dy, dsum, dx;           /* dsum.data may be NULL, and may be dx */
+    amp_k_gradient dweight, dbias;  /* [cols] */
+} amp_k_norm;
+
+/* y = softmax(scale x) over the last dimension of [batch, heads, queries, keys], masked. */
+typedef struct amp_k_softmax {
+    int64_t batch, heads, queries, keys;
+    const void *x; void *y;
+    amp_dtype x_dtype, y_dtype;
+    float scale;
+    amp_mask mask;
+    const void *dy; void *dx;       /* backward reads y; dx in x_dtype, dy in y_dtype; dx may be dy */
+} amp_k_softmax;
+
+/* y = act(x + bias); dx = dy act'(x + bias), tanh's from y if given.  y may be x, dx may be dy. */
+typedef struct amp_k_activation {
+    amp_activation_kind act;
+    amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
+    int64_t n;
+    const void *x; void *y;
+    const void *dy; void *dx;
+    const void *bias; amp_dtype bias_dtype;     /* [cols], added to every row; NULL: none */
+    int64_t cols;                   /* divides n; used with a bias only */
+} amp_k_activation;
+
+typedef struct amp_k_swiglu {       /* y = silu(gate + gate_bias) (up + up_bias) */
+    amp_mat gate, up, y;
+    amp_mat dy, dgate, dup;
+    const void *gate_bias, *up_bias; amp_dtype gate_bias_dtype, up_bias_dtype;      /* [cols]; either may be NULL */
+} amp_k_swiglu;
+
+/* loss = sum or mean over the rows whose label is not ignore_index of
+   (1 - smoothing) (lse - x[label]) + smoothing (lse - mean(x)) over the first `classes` columns.
+   dlogits = (softmax - target) factor grad_scale / (rows counted, for the mean); ignored rows and the columns beyond
+   classes get 0.  One read of the logits; dlogits may be their own buffer. */
+typedef struct amp_k_cross_entropy {
+    amp_mat logits, dlogits;        /* dlogits.data NULL: loss only */
+    int64_t classes;
+    const int32_t *labels;          /* [rows] */
+    int32_t ignore_index, sum;      /* sum 1: no mean */
+    float smoothing, factor;
+    const float *grad_scale;        /* device; NULL: 1 */
+    float *losses;                  /* [rows], 0 where ignored; NULL: not wanted */
+    float *loss;                    /* [1]; NaN for a mean over no rows */
+    int32_t *bad_label;             /* [1]: 1 + the first row whose label is out of range, else 0 */
+} amp_k_cross_entropy;
+
+typedef struct amp_k_mse {          /* loss = mean (or sum) of (x - target)^2; dx = 2 (x - target) factor grad_scale / n */
+    const void *x, *target; void *dx;
+    amp_dtype x_dtype, target_dtype;
+    int64_t n;
+    int32_t sum; float factor;
+    const float *grad_scale; float *loss;
+} amp_k_mse;
+
+/* y[i] = table[ids[i]] + positions[i mod seq]. */
+typedef struct amp_k_embedding {
+    const int32_t *ids; int64_t n, seq;
+    amp_mat table, positions, y;    /* positions.data may be NULL */
+    amp_mat dy, dtable, dpositions; /* gradients: either may have data NULL */
+    int32_t add_table, add_positions;
+    int32_t *bad_id;                /* [1]: 1 + the first i whose id is out of range, else 0 */
+} amp_k_embedding;
+
+typedef struct amp_k_dropout {      /* y = kept ? x / (1 - p) : 0; element i is kept if its uniform number >= p */
+    const void *x; void *y;         /* backward: x = dy, y = dx */
+    amp_dtype x_dtype, y_dtype;
+    int64_t n;
+    float p;
+    uint64_t seed, offset;
+    const uint64_t *base;           /* device; added to offset; NULL: 0 */
+} amp_k_dropout;
+
+typedef struct amp_k_add {          /* y = alpha a + beta b; b NULL: y = alpha a */
+    const void *a, *b; void *y;
+    amp_dtype a_dtype, b_dtype, y_dtype;
+    int64_t n;
+    float alpha, beta;
+} amp_k_add;
+
+/* The rows of a multi-tensor call.  The table lies in device memory and is built once. */
+typedef struct amp_k_tensor {
+    void *weight, *grad, *master, *m, *v;       /* those a call does not use are NULL; master: fp32, or u16 remainders */
+    amp_dtype weight_dtype, grad_dtype;
+    amp_dtype moment_dtype;         /* of m and v: BF16, else fp32 */
+    amp_master_kind master_kind;    /* REMAINDER: what master is; STOCHASTIC: how the weight is rounded */
+    int64_t count;
+    double lr_scale, weight_decay;
+    int32_t live;                   /* 0: has no gradient in this step, is passed over */
+    int32_t reserved;
+} amp_k_tensor;
+
+/* What a check finds and what follows from it, in device memory: one per set. */
+struct amp_k_grad_stats {
+    double sum_sq;                  /* of the gradients before any multiplication; inf or NaN with them */
+    float found_inf;                /* 0, or not 0: something was infinite or NaN */
+    int32_t first_bad;              /* lowest row with a non-finite element; -1: none */
+    float norm;                     /* of the gradients after unscaling and averaging; what clipping compares */
+    float clip_coef;                /* min(1, clip / (norm + 1e-6)), 1 without clipping */
+    float multiplier;               /* fp32(inverse scale * clip / divisor), or what of it is not yet in memory */
+    float factor;                   /* what the next pass over the gradients multiplies by */
+    int32_t skip;                   /* 1: the optimizer leaves everything as it is */
+    int32_t consecutive_skips;
+    int64_t attempts, step, skips;  /* attempts = step + skips; step counts those applied */
+    double beta1_power, beta2_power;/* beta^step */
+    double lr;
+};
+
+/* What became of one attempt: record (number - 1) % AMP_OUTCOMES of a ring in device memory. */
+#define AMP_OUTCOMES 64
+typedef struct amp_k_step_result {
+    int64_t number, step, skips, consecutive_skips;     /* counters after the attempt */
+    double lr;
+    float norm, clip_coef, scale;
+    int32_t applied, at_floor, first_bad;
+    int32_t growth_tracker, reserved;                   /* as scale, before the attempt's update */
+} amp_k_step_result;
+
+typedef struct amp_k_check {        /* finite check and sum of squares; grad *= *multiply if that is given and not 1 */
+    const amp_k_tensor *table; int64_t tensors;
+    const float *multiply;          /* device; NULL: read only.  Only the values before it count for `found` */
+    amp_k_grad_stats *found;             /* adds to sum_sq, sets found_inf and first_bad (lowest), clears nothing */
+} amp_k_check;
+
+/* By ampi_adamw_row and ampi_sgd_row.  A row with master writes both weights in one pass. */
+typedef struct amp_k_adamw {
+    const amp_k_tensor *table; int64_t tensors;
+    const amp_k_grad_stats *found;
+    double beta1, beta2, eps;
+    uint64_t seed;                  /* of stochastic rounding */
+    int32_t maximize, reserved;
+} amp_k_adamw;
+
+typedef struct amp_k_sgd {
+    const amp_k_tensor *table; int64_t tensors;
+    const amp_k_grad_stats *found;
+    double momentum, dampening;
+    uint64_t seed;
+    int32_t nesterov, maximize;
+} amp_k_sgd;
+
+typedef struct amp_k_scale_ranges { /* data *= *factor, in fp32 (fp64 in fp64), rounded once */
+    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype, count, live */
+    const float *factor;
+} amp_k_scale_ranges;
+
+/* How the values of a row fit a format. */
+typedef struct amp_k_inspected {
+    int64_t nan, infinite;          /* as they are */
+    int64_t nonzero;                /* NaN and infinite ones too */
+    int64_t underflow, subnormal;   /* not 0, and become 0, become subnormal, ... */
+    int64_t overflow, saturated;    /* ... finite, and become infinite (E4M3: NaN), come into the last binade */
+    float largest;                  /* largest finite magnitude, in fp32 to nearest (fp64 beyond it: fp32's largest); 0: none */
+    int32_t reserved;
+} amp_k_inspected;
+/* What nearest even to `dtype` would do to the values; nothing is changed.  Integer tests on bits: exact. */
+typedef struct amp_k_inspect {
+    const amp_k_tensor *table; int64_t tensors;     /* grad, grad_dtype (F32, F16, BF16 or F64), count, live */
+    amp_dtype dtype;                /* F16, BF16, E4M3 or E5M2 */
+    int32_t reserved;
+    amp_k_inspected *out;           /* one per row, overwritten; zeros where a row is not live */
+} amp_k_inspect;
+
+/* From the counts above each limit of ampi_fit to those of each kind; and one piece of a row added to another. */
+AMPI_HD void ampi_fit_count(const int64_t above[AMPI_FIT_LIMITS], amp_k_inspected *out) {
+    out->nan = above[AMPI_FIT_NAN];
+    out->infinite = above[AMPI_FIT_INFINITE] - above[AMPI_FIT_NAN];
+    out->nonzero = above[AMPI_FIT_ZERO];
+    out->underflow = above[AMPI_FIT_ZERO] - above[AMPI_FIT_KEPT];
+    out->subnormal = above[AMPI_FIT_KEPT] - above[AMPI_FIT_NORMAL];
+    out->saturated = above[AMPI_FIT_LAST] - above[AMPI_FIT_OVER];
+    out->overflow = above[AMPI_FIT_OVER] - above[AMPI_FIT_INFINITE];
+}
+AMPI_HD void ampi_fit_add(amp_k_inspected *sum, const amp_k_inspected *piece) {
+    sum->nan += piece->nan; sum->infinite += piece->infinite; sum->nonzero += piece->nonzero;
+    sum->underflow += piece->underflow; sum->subnormal += piece->subnormal;
+    sum->overflow += piece->overflow; sum->saturated += piece->saturated;
+    if (ampi_bits_f32(piece->largest) > ampi_bits_f32(sum->largest)) sum->largest = piece->largest;
+}
+
+/* The loss scaler as it lives in device memory; the rules stand below.  found_inf is the "any of the sets
+   since the last update"; the counters serve the rate rule, hysteresis and reports. */
+struct amp_k_scaler {
+    float scale, inv_scale;         /* inv_scale = fp32(1 / double(scale)) */
+    float previous_scale;           /* before the last update or amp_scaler_set_scale */
+    float found_inf;
+    int32_t growth_tracker;         /* clean updates since the last change */
+    int32_t growth_interval;        /* in force; metaseq's moves with the scale; -1: never */
+    int32_t hysteresis_left;        /* overflows until the scale shrinks */
+    int32_t overflows, steps;       /* since the scale last changed */
+    int32_t at_floor;               /* 1: the last update found an overflow and could not shrink the scale */
+    int64_t updates, skips, consecutive_skips;
+};
+
+/* Where the presets differ beyond their numbers. */
+enum {
+    AMP_GROWTH_REFUSES_INF = 1,     /* a scale that would become infinite stays (torch, keras) */
+    AMP_GROWTH_ONE_LATER = 2,       /* growth takes growth_interval + 1 clean updates (flax, deepspeed_fused) */
+    AMP_GROWTH_COUNTS_ON = 4,       /* ... but only the first: the growing update counts on (deepspeed_fused) */
+    AMP_WINDOW_MOVES = 8,           /* growth_interval grows and shrinks with the scale (metaseq) */
+    AMP_FLOOR_REFUSES = 16,         /* a scale stays rather than fall to min_scale (fairseq, metaseq) */
+    AMP_OVERFLOWS_KEPT = 32,        /* growth does not restart the overflow count of the rate rule (fairseq, metaseq) */
+    AMP_SCALE_GUARDED = 64          /* steps skip while scale or inverse is 0, subnormal or inf (all but torch) */
+};
+
+/* A scaler's constants; see amp_scaler_desc for their meaning. */
+typedef struct amp_k_scaler_rule {
+    double growth_factor, backoff_factor, tolerance;
+    float min_scale, max_scale;     /* 0 and +inf: none */
+    int32_t growth_interval, hysteresis;
+    uint32_t bits;                  /* the AMP_GROWTH_... bits above */
+    int32_t frozen;                 /* 1: static scale */
+} amp_k_scaler_rule;
+
+/* One step's constants, as the rules need them. */
+typedef struct amp_k_step_rule {
+    double divisor;                 /* micro-batches times ranks: gradients are averaged by it */
+    double beta1, beta2, lr;        /* lr below 0: found->lr is in force */
+    double clip_norm;               /* 0: none */
+    int32_t unscaled;               /* 1: the check multiplied the gradients in memory by `factor` */
+    int32_t apply_nonfinite;        /* 1: never skip */
+} amp_k_step_rule;
+
+typedef enum amp_rule_kind {
+    AMP_RULE_BEGIN = 1,             /* clears `found`, but no counters; factor = fp32(inverse scale / divisor) */
+    AMP_RULE_CHECKED = 2,           /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
+    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step or skip, writes the outcome */
+    AMP_RULE_UPDATE = 4,            /* the scaler's update */
+    AMP_RULE_APPLIED = 5,           /* the gradients in memory have been multiplied by `multiplier`: it becomes 1 */
+    AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
+    AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
+    AMP_RULE_SET_INTERVAL = 8,      /* the rule's interval; value not 0: a tracker at or beyond it restarts */
+    AMP_RULE_LAUNCH = 9,            /* before a captured step: found->lr = lr, *random = random_offset; either may be NULL */
+    AMP_RULE_KIND_FORCE_I32 = 0x7fffffff
+} amp_rule_kind;
+
+/* One thread on the device runs one rule.  Pointers that a kind does not use are NULL. */
+typedef struct amp_k_rule {
+    amp_rule_kind kind;
+    float value;
+    amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
+    amp_k_grad_stats *found;             /* device */
+    amp_k_step_result *outcomes;        /* device; the ring */
+    uint64_t *random;               /* device */
+    uint64_t random_offset;
+    amp_k_scaler_rule scaler_rule;  /* by value */
+    amp_k_step_rule step_rule;      /* by value */
+} amp_k_rule;
+
+/* Where memory lies. */
+typedef enum amp_memory_kind {
+    AMP_MEMORY_UNKNOWN = 0,
+    AMP_MEMORY_HOST = 1,            /* pageable memory of the host */
+    AMP_MEMORY_PINNED = 2,          /* host memory that the device can read */
+    AMP_MEMORY_DEVICE = 3,
+    AMP_MEMORY_OTHER_DEVICE = 4,
+    AMP_MEMORY_MANAGED = 5,         /* moves between host and device by itself */
+    AMP_MEMORY_FORCE_I32 = 0x7fffffff
+} amp_memory_kind;
+
+/* What a backend may call back: fail sets the thread's last-error text and returns the result. */
+typedef struct amp_host {
+    void *user;
+    amp_result (*fail)(void *user, amp_result result, const char *text);
+    void (*log)(void *user, amp_log_level level, int id, const char *text);
+    void *(*alloc)(void *user, size_t size, size_t align);
+    void (*free)(void *user, void *ptr, size_t size);
+    void (*parallel)(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg);  /* as in amp_parallel, but numbers
+                                                       other than 0 may be left out; NULL: one thread */
+} amp_host;
+
+typedef struct amp_backend_desc {
+    int32_t device;                 /* index */
+    int32_t threads;                /* CPU: threads a kernel may use */
+    amp_cpu_path cpu_path;
+    int32_t autotune;               /* 1: the first product of a shape tries which way is the fastest */
+    void *stream;                   /* the host's own stream, or NULL */
+    void *blas;                     /* the host's own BLAS handle, or NULL */
+    amp_device_memory memory;
+} amp_backend_desc;
+
+/* `dev` is what open returned.  All calls but those named sync or wait return before the device is done.
+   Every entry is set, or NULL where its comment allows that. */
+struct amp_backend {
+    uint64_t abi;                   /* AMP_ABI */
+    const char *name;
+    amp_result (*open)(void **dev, const amp_host *host, const amp_backend_desc *desc);
+    void (*close)(void *dev);
+    amp_result (*describe)(void *dev, amp_device *out);
+    int32_t fuses;                  /* 1: gemm may be given .backward and the sums; 0: its caller calls the kernels for them */
+    /* memory; host_visible 1: device pointers can be read by the host */
+    int32_t host_visible;
+    amp_result (*alloc)(void *dev, void **ptr, size_t bytes);
+    void (*free)(void *dev, void *ptr, size_t bytes);
+    amp_result (*alloc_pinned)(void *dev, void **ptr, size_t bytes);
+    void (*free_pinned)(void *dev, void *ptr, size_t bytes);
+    amp_result (*copy)(void *dev, void *dst, const void *src, size_t bytes, amp_copy_kind kind, void *stream);
+    amp_result (*fill)(void *dev, void *dst, int byte, size_t bytes, void *stream);
+    amp_result (*memory_kind)(void *dev, const void *ptr, amp_memory_kind *out);
+    amp_result (*memory)(void *dev, amp_memory_info *out);          /* reserved, pinned and device_total only */
+    /* streams and events; stream NULL is the context's own */
+    amp_result (*stream_create)(void *dev, void **stream);
+    void (*stream_destroy)(void *dev, void *stream);
+    amp_result (*stream_sync)(void *dev, void *stream);
+    amp_result (*event_create)(void *dev, void **event);
+    void (*event_destroy)(void *dev, void *event);
+    amp_result (*event_record)(void *dev, void *event, void *stream);
+    amp_result (*event_wait)(void *dev, void *event, void *stream); /* the stream waits, the host does not */
+    amp_result (*event_done)(void *dev, void *event, int32_t *done);
+    amp_result (*event_sync)(void *dev, void *event);
+    amp_result (*event_elapsed)(void *dev, void *from, void *to, double *seconds);
+    /* graphs: NULL where the device has none */
+    amp_result (*graph_begin)(void *dev, void *stream);
+    amp_result (*graph_end)(void *dev, void *stream, void **graph);
+    amp_result (*graph_launch)(void *dev, void *graph, void *stream);
+    void (*graph_destroy)(void *dev, void *graph);
+    /* optional: NULL where there is none */
+    amp_result (*telemetry)(void *dev, amp_telemetry *out);
+    void (*profile_push)(void *dev, const char *name);
+    void (*profile_pop)(void *dev);
+    /* What autotuning found.  save: the bytes it takes, 0 for nothing new since load; copied to buffer if size is enough.
+       load: what save gave, in another process; what does not fit this device and library is left out, and logged. */
+    size_t (*plans_save)(void *dev, void *buffer, size_t size);
+    amp_result (*plans_load)(void *dev, const void *buffer, size_t size);
+    /* Gives memory that is kept for later use, and that no graph needs, back to the system. */
+    amp_result (*trim)(void *dev);
+    /* kernels */
+    amp_result (*cast)(void *dev, const amp_k_cast *args, void *stream);
+    amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
+    size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);    /* 0: no use packing this */
+    amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packed, void *stream);
+    amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
+    amp_result (*attention)(void *dev, const amp_k_attention *args, void *stream);
+    amp_result (*attention_backward)(void *dev, const amp_k_attention *args, void *stream);
+    amp_result (*norm)(void *dev, const amp_k_norm *args, void *stream);
+    amp_result (*norm_backward)(void *dev, const amp_k_norm *args, void *stream);
+    amp_result (*softmax)(void *dev, const amp_k_softmax *args, void *stream);
+    amp_result (*softmax_backward)(void *dev, const amp_k_softmax *args, void *stream);
+    amp_result (*activation)(void *dev, const amp_k_activation *args, void *stream);
+    amp_result (*activation_backward)(void *dev, const amp_k_activation *args, void *stream);
+    amp_result (*swiglu)(void *dev, const amp_k_swiglu *args, void *stream);
+    amp_result (*swiglu_backward)(void *dev, const amp_k_swiglu *args, void *stream);
+    amp_result (*cross_entropy)(void *dev, const amp_k_cross_entropy *args, void *stream);
+    amp_result (*mse)(void *dev, const amp_k_mse *args, void *stream);
+    amp_result (*embedding)(void *dev, const amp_k_embedding *args, void *stream);
+    amp_result (*embedding_backward)(void *dev, const amp_k_embedding *args, void *stream);
+    amp_result (*dropout)(void *dev, const amp_k_dropout *args, void *stream);
+    amp_result (*add)(void *dev, const amp_k_add *args, void *stream);
+    /* multi-tensor kernels; `rules` are single-thread calls of an AMPI_HD rule on device memory */
+    amp_result (*check)(void *dev, const amp_k_check *args, void *stream);
+    amp_result (*adamw)(void *dev, const amp_k_adamw *args, void *stream);
+    amp_result (*sgd)(void *dev, const amp_k_sgd *args, void *stream);
+    amp_result (*scale_ranges)(void *dev, const amp_k_scale_ranges *args, void *stream);
+    amp_result (*inspect)(void *dev, const amp_k_inspect *args, void *stream);
+    amp_result (*rule)(void *dev, const amp_k_rule *args, void *stream);
+};
+
+/* ---- The rules.  Single-thread arithmetic on the structs in device memory, written once for host and device: only
+   integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
+
+/* Not 0, NaN included. */
+AMPI_HD int ampi_is_grad_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
+/* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
+AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
+/* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
+AMPI_HD int ampi_is_usable(float scale) {
+    uint32_t bits = ampi_bits_f32(scale);
+    return bits >= 0x00800000u && bits <= 0x7e800000u;
+}
+
+/* Square root to an ulp by Newton's iteration; an argument that is not positive, normal and finite comes back. */
+AMPI_HD double ampi_root(double x) {
+    uint64_t bits = ampi_bits_f64(x);
+    double r;
+    int i;
+    if (bits < (uint64_t)1 << 52 || bits >= (uint64_t)0x7ff << 52) return x;
+    r = ampi_f64_of_bits((bits >> 1) + ((uint64_t)1023 << 51));
+    for (i = 0; i < 5; i++) r = 0.5 * (r + x / r);
+    return r;
+}
+
+AMPI_HD void ampi_rule_begin(const amp_k_rule *rule) {
+    amp_k_grad_stats *f = rule->found;
+    float inverse = rule->scaler ? rule->scaler->inv_scale : 1.0f;
+    f->sum_sq = 0;
+    f->found_inf = 0;
+    f->first_bad = -1;
+    f->norm = 0;
+    f->clip_coef = 1;
+    f->factor = f->multiplier = (float)((double)inverse / rule->step_rule.divisor);
+    f->skip = 0;
+}
+
+AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
+    amp_k_grad_stats *f = rule->found;
+    amp_k_scaler *s = rule->scaler;
+    const amp_k_step_rule *step = &rule->step_rule;
+    double inverse = s ? (double)s->inv_scale : 1.0;
+    double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
+    int bad = ampi_is_grad_set(f->found_inf);
+    if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
+    if (!(clip < 1)) clip = 1;
+    f->norm = (float)norm;
+    f->clip_coef = (float)clip;
+    f->multiplier = (float)(step->unscaled ? clip : inverse * clip / step->divisor);
+    f->skip = bad && !step->apply_nonfinite;
+    if (s == NULL) return;
+    if (bad) s->found_inf = 1;
+    if ((rule->scaler_rule.bits & AMP_SCALE_GUARDED) && !ampi_is_usable(s->scale)) f->skip = 1;
+}
+
+/* The scale after an overflow.  Never larger: a floor above the scale leaves it. */
+AMPI_HD float ampi_scale_shrunk(const amp_k_scaler_rule *r, float scale) {
+    float next = (float)((double)scale * r->backoff_factor);
+    if (!(r->min_scale > 0)) return next;               /* a negative one shrinks too, as in PyTorch */
+    if (next < r->min_scale) next = r->bits & AMP_FLOOR_REFUSES ? scale : r->min_scale;
+    return next > scale ? scale : next;
+}
+
+/* The scale after a clean interval.  fp32 overflows from 2^128 - 2^103 on. */
+AMPI_HD float ampi_scale_grown(const amp_k_scaler_rule *r, float scale) {
+    const double limit = 340282356779733661637539395458142568448.0;
+    double next = (double)scale * r->growth_factor;
+    if (next > (double)r->max_scale) next = (double)r->max_scale;
+    if ((r->bits & AMP_GROWTH_REFUSES_INF) && !(next < limit && next > -limit)) return scale;
+    return (float)next;
+}
+
+AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
+    amp_k_grad_stats *f = rule->found;
+    const amp_k_scaler *s = rule->scaler;
+    const amp_k_scaler_rule *r = &rule->scaler_rule;
+    amp_k_step_result *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
+    f->attempts++;
+    if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
+    if (f->skip) {
+        f->skips++;
+        f->consecutive_skips++;
+    } else {
+        f->step++;
+        f->consecutive_skips = 0;
+        f->beta1_power *= rule->step_rule.beta1;
+        f->beta2_power *= rule->step_rule.beta2;
+    }
+    o->number = f->attempts;
+    o->step = f->step;
+    o->skips = f->skips;
+    o->consecutive_skips = f->consecutive_skips;
+    o->lr = f->lr;
+    o->norm = f->norm;
+    o->clip_coef = f->clip_coef;
+    o->scale = s ? s->scale : 1.0f;
+    o->growth_tracker = s ? s->growth_tracker : 0;
+    o->applied = !f->skip;
+    o->at_floor = s && f->skip && !r->frozen && !(ampi_scale_shrunk(r, s->scale) < s->scale);
+    o->first_bad = f->first_bad;
+}
+
+/* What shrinking and growing have in common. */
+AMPI_HD void ampi_scale_changed(amp_k_scaler *s, float scale) {
+    s->scale = scale;
+    s->inv_scale = ampi_inverse(scale);
+    s->steps = 0;
+}
+
+AMPI_HD void ampi_update_overflow(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    int spent, rate;
+    float next;
+    s->skips++;
+    s->consecutive_skips++;
+    s->growth_tracker = 0;
+    s->at_floor = 0;
+    if (s->overflows < INT32_MAX) s->overflows++;
+    if (s->hysteresis_left > 0) s->hysteresis_left--;
+    spent = s->hysteresis_left == 0 && (r->hysteresis > 1 || !(r->tolerance > 0));
+    rate = r->tolerance > 0 && (double)s->overflows / (double)s->steps >= r->tolerance;
+    if (r->frozen || !(spent || rate)) return;
+    next = ampi_scale_shrunk(r, s->scale);
+    s->at_floor = !(next < s->scale);
+    s->overflows = 0;
+    if (r->bits & AMP_WINDOW_MOVES) {
+        s->growth_interval = (int32_t)((double)s->growth_interval / r->growth_factor);
+        if (s->growth_interval < 1) s->growth_interval = 1;
+    }
+    ampi_scale_changed(s, next);
+}
+
+AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    if (!(r->bits & AMP_WINDOW_MOVES)) s->growth_tracker = r->bits & AMP_GROWTH_COUNTS_ON ? 1 : 0;
+    else if ((double)s->growth_interval * r->growth_factor < 2147483647.0)
+        s->growth_interval = (int32_t)((double)s->growth_interval * r->growth_factor);
+    s->hysteresis_left = r->hysteresis;
+    if (!(r->bits & AMP_OVERFLOWS_KEPT)) s->overflows = 0;
+    ampi_scale_changed(s, ampi_scale_grown(r, s->scale));
+}
+
+/* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
+   clean updates since the last overflow and grows at each multiple of its interval. */
+AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
+    int overflow = ampi_is_grad_set(s->found_inf), due;
+    s->found_inf = 0;
+    s->previous_scale = s->scale;
+    s->updates++;
+    if (s->steps < INT32_MAX) s->steps++;
+    if (overflow) {
+        ampi_update_overflow(s, r);
+        return;
+    }
+    s->consecutive_skips = 0;
+    s->at_floor = 0;
+    if (s->growth_tracker < INT32_MAX) s->growth_tracker++;
+    if (r->frozen || s->growth_interval < 1) return;
+    if (r->bits & AMP_WINDOW_MOVES) due = s->growth_tracker % s->growth_interval == 0;
+    else due = s->growth_tracker == s->growth_interval + (r->bits & AMP_GROWTH_ONE_LATER ? 1 : 0);
+    if (due) ampi_update_growth(s, r);
+}
+
+AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
+    s->previous_scale = s->scale;
+    s->found_inf = 0;
+    s->at_floor = 0;
+    s->overflows = 0;
+    ampi_scale_changed(s, scale);
+}
+
+AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
+    amp_k_scaler *s = rule->scaler;
+    amp_k_grad_stats *f = rule->found;
+    float old = ampi_is_grad_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
+    switch (rule->kind) {
+        case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
+        case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
+        case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
+        case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
+        case AMP_RULE_APPLIED: f->multiplier = 1; break;
+        case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)old); break;
+        case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
+        case AMP_RULE_SET_INTERVAL:
+            s->growth_interval = rule->scaler_rule.growth_interval;
+            if (ampi_is_grad_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+            break;
+        case AMP_RULE_LAUNCH:
+            if (f) f->lr = rule->step_rule.lr;
+            if (rule->random) *rule->random = rule->random_offset;
+            break;
+        default: break;
+    }
+}
+
+/* ---- Stochastic rounding in an optimizer.  Element i of a row takes the word amp_random_u32(s, i), s the seed of the
+   row and step.  The weight takes the word, of which bf16 uses the upper half; bf16 moments both take the lower half,
+   each unbiased by itself.  The step counts those applied, so a skipped one leaves no trace here either. */
+AMPI_HD uint64_t ampi_row_seed(uint64_t seed, int64_t step, int64_t row) {
+    uint32_t words[4];
+    amp_philox(seed, (uint64_t)step, (uint64_t)row, words);
+    return words[0] | (uint64_t)words[1] << 32;
+}
+AMPI_HD uint16_t ampi_moment_round(float x, uint32_t word) { return amp_bf16_stochastic(x, word << 16, 0); }
+
+/* What every element of a row needs, in fp32; computed in fp64 from the device's own counters.
+
+   AdamW, as torch.optim.AdamW:  m += (g - m) (1 - beta1);  v = beta2 v + (1 - beta2) g^2;
+   w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps),  g = gradient * multiplier. */
+typedef struct ampi_adamw_step {
+    float multiplier, beta2, rest1, rest2, keep, rate, correction, eps;
+    uint64_t seed;                  /* of ampi_row_seed */
+} ampi_adamw_step;
+AMPI_HD ampi_adamw_step ampi_adamw_row(const amp_k_adamw *args, const amp_k_tensor *row) {
+    const amp_k_grad_stats *f = args->found;
+    ampi_adamw_step s;
+    double lr = f->lr * row->lr_scale;
+    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
+    s.beta2 = (float)args->beta2;
+    s.rest1 = (float)(1.0 - args->beta1);
+    s.rest2 = (float)(1.0 - args->beta2);
+    s.keep = (float)(1.0 - ampi_f64_of_bits(ampi_bits_f64(lr * row->weight_decay)));    /* two roundings; nvcc fuses them, and its kernel makes `keep` again */
+    s.rate = (float)(lr / (1.0 - f->beta1_power));
+    s.correction = (float)(1.0 / ampi_root(1.0 - f->beta2_power));
+    s.eps = (float)args->eps;
+    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
+    return s;
+}
+
+/* SGD, as torch.optim.SGD:  g = gradient * multiplier + decay w;  b = momentum b + (1 - dampening) g, in the first step
+   b = g;  w -= lr (nesterov ? g + momentum b : b), without momentum w -= lr g. */
+typedef struct ampi_sgd_step {
+    float multiplier, decay, momentum, rest, rate;
+    int32_t nesterov;
+    uint64_t seed;
+} ampi_sgd_step;
+AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *row) {
+    const amp_k_grad_stats *f = args->found;
+    int first = f->step == 1;
+    ampi_sgd_step s;
+    s.multiplier = args->maximize ? -f->multiplier : f->multiplier;
+    s.decay = (float)row->weight_decay;
+    s.momentum = (float)args->momentum;
+    s.rest = first ? 1.0f : (float)(1.0 - args->dampening);
+    s.rate = (float)(f->lr * row->lr_scale);
+    s.nesterov = args->nesterov;
+    s.seed = ampi_row_seed(args->seed, f->step, row - args->table);
+    return s;
+}
+
 /* ==== Header and implementation ====================================================================
 
-   Every file that includes amp.h leaves in the program which amp.h that was, and amp_open, the only inline wrapper, shows all
-   of them to the implementation: its own file alone with AMP_STATIC, and where programs are neither ELF nor Mach-O.
+   Every file that includes amp.h leaves in the program which amp.h that was; amp_open, the only inline wrapper, shows them all
+   to the implementation (with AMP_STATIC, and in other programs than ELF and Mach-O, its own file).
    amp_header and amp_open_abi, amp_system, amp_convert_desc and amp_tensor keep their layout for ever. */
 
-/* Every struct of this header, but amp_header. */
+/* Every struct of this header, but amp_header: X(desc) for amp_desc. */
 #define AMPI_STRUCTS(X) \
-    X(amp_logger) X(amp_system) X(amp_convert_desc) X(amp_cpu_info) X(amp_device) X(amp_machine) X(amp_choice) \
-    X(amp_tensor) X(amp_range) X(amp_param) X(amp_mask) X(amp_mat) X(amp_k_cast) X(amp_k_gradient) X(amp_k_gemm) \
-    X(amp_k_pack) X(amp_k_column_sum) X(amp_k_attention) X(amp_k_norm) X(amp_k_softmax) X(amp_k_activation) \
-    X(amp_k_swiglu) X(amp_k_cross_entropy) X(amp_k_mse) X(amp_k_embedding) X(amp_k_dropout) X(amp_k_add) \
-    X(amp_k_tensor) X(amp_k_grad_stats) X(amp_k_step_result) X(amp_k_check) X(amp_k_adamw) X(amp_k_sgd) \
-    X(amp_k_scale_ranges) X(amp_k_inspected) X(amp_k_inspect) X(amp_k_scaler) X(amp_k_scaler_rule) \
-    X(amp_k_step_rule) X(amp_k_rule) X(amp_memory_info) X(amp_telemetry) X(amp_host) X(amp_parallel) \
-    X(amp_device_memory) X(amp_backend_desc) X(amp_backend) X(amp_reducer) X(amp_desc) X(amp_cache_info) \
-    X(amp_mask_view) X(amp_plan) X(amp_autocast_desc) X(amp_linear_op) X(amp_matmul_op) X(amp_attention_op) \
-    X(amp_norm_op) X(amp_softmax_op) X(amp_activation_op) X(amp_swiglu_op) X(amp_cross_entropy_op) X(amp_mse_op) \
-    X(amp_embedding_op) X(amp_dropout_op) X(amp_grad_set_desc) X(amp_grad_stats) X(amp_scaler_desc) \
-    X(amp_param_group) X(amp_optimizer_desc) X(amp_parameter_bytes) X(amp_step_result) X(amp_field) X(amp_sample) \
-    X(amp_source) X(amp_loader_desc) X(amp_batch) X(amp_loader_info) X(amp_settings) X(amp_status) \
-    X(amp_monitor_desc) X(amp_step_info) X(amp_step_record) X(amp_epoch_record) X(amp_epoch_summary) \
-    X(amp_tensor_stats_row) X(amp_tensor_stats_report) X(amp_tensor_stats_desc) X(amp_verify_desc) X(amp_verify_row) \
-    X(amp_verify_report) X(amp_gradcheck_desc) X(amp_gradcheck_report) X(amp_advise_desc) X(amp_advice) \
-    X(amp_tune_desc) X(amp_tune_row) X(amp_tune_report) X(amp_recovery_event) X(amp_recovery_desc)
-#define AMPI_PLACE(type) AMPI_PLACE_##type,
+    X(logger) X(system) X(convert_desc) X(cpu_info) X(device) X(machine) X(choice) X(tensor) X(range) X(param) \
+    X(mask) X(mat) X(k_cast) X(k_gradient) X(k_gemm) X(k_pack) X(k_column_sum) X(k_attention) X(k_norm) X(k_softmax) \
+    X(k_activation) X(k_swiglu) X(k_cross_entropy) X(k_mse) X(k_embedding) X(k_dropout) X(k_add) X(k_tensor) \
+    X(k_grad_stats) X(k_step_result) X(k_check) X(k_adamw) X(k_sgd) X(k_scale_ranges) X(k_inspected) X(k_inspect) \
+    X(k_scaler) X(k_scaler_rule) X(k_step_rule) X(k_rule) X(memory_info) X(telemetry) X(host) X(parallel) \
+    X(device_memory) X(backend_desc) X(backend) X(reducer) X(desc) X(cache_info) X(mask_view) X(plan) \
+    X(autocast_desc) X(linear_op) X(matmul_op) X(attention_op) X(norm_op) X(softmax_op) X(activation_op) \
+    X(swiglu_op) X(cross_entropy_op) X(mse_op) X(embedding_op) X(dropout_op) X(grad_set_desc) X(grad_stats) \
+    X(scaler_desc) X(param_group) X(optimizer_desc) X(parameter_bytes) X(step_result) X(field) X(sample) X(source) \
+    X(loader_desc) X(batch) X(loader_info) X(settings) X(status) X(monitor_desc) X(step_info) X(step_record) \
+    X(epoch_record) X(epoch_summary) X(tensor_stats_row) X(tensor_stats_report) X(tensor_stats_desc) X(verify_desc) \
+    X(verify_row) X(verify_report) X(gradcheck_desc) X(gradcheck_report) X(advise_desc) X(advice) X(tune_desc) \
+    X(tune_row) X(tune_report) X(recovery_event) X(recovery_desc)
+#define AMPI_PLACE(name) AMPI_PLACE_##name,
 enum { AMPI_STRUCTS(AMPI_PLACE) AMPI_PLACES };
 #undef AMPI_PLACE
 /* The version above, and below the sum of all sizes, each times an odd number of its own. */
-#define AMPI_SIZE(type) + (uint64_t)sizeof(type) * (2 * AMPI_PLACE_##type + 1)
+#define AMPI_SIZE(name) + (uint64_t)sizeof(amp_##name) * (2 * AMPI_PLACE_##name + 1)
 #define AMP_ABI (((uint64_t)AMP_VERSION << 32) | (uint32_t)(0 AMPI_STRUCTS(AMPI_SIZE)))
 
 /* Against which amp.h a file was compiled. */

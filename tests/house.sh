@@ -35,11 +35,25 @@ if [ "$whole" -lt 1146880 ]; then pass; else fail "size" "$whole bytes"; fi
 long=$(awk 'length($0) > 200 {print FILENAME ":" FNR}' amp.h | head -n 3 | tr '\n' ' ')
 if [ -z "$long" ]; then pass; else fail "lines over 200 columns" "$long"; fi
 
-# Both halves carry the same tags in the same order.
-tags() { grep -o '^/\* ==== [0-9]* >>[a-z]*' | awk '{print $4}' | uniq; }
-api_tags=$(awk '/^\/\* Stop here/ {exit} {print}' amp.h | tags | tr '\n' ' ')
-impl_tags=$(awk '/^#endif \/\* AMP_IMPLEMENTATION/ {exit} p {print} /^\/\* Stop here/ {p = 1}' amp.h | tags | tr '\n' ' ')
-if [ -n "$api_tags" ] && [ "$api_tags" = "$impl_tags" ]; then pass; else fail "sections" "API has $api_tags, implementation $impl_tags"; fi
+# The API half is in three parts.  Each has its sections in the order of the implementation, and all of them are there.
+tags() { grep -o '^/\* ==== [0-9]* >>[a-z]*' | awk '{print $3, $4}' | uniq; }
+parts=$(awk -v part="$work/part" '/^\/\* Stop here/ {exit} /^\/\* ==== PART (ONE|TWO|THREE): / {n++} n {print > (part n)} END {print n + 0}' amp.h)
+cat "$work"/part? | tags | sort -nu > "$work/api_tags"
+awk '/^#endif \/\* AMP_IMPLEMENTATION/ {exit} p {print} /^\/\* Stop here/ {p = 1}' amp.h | tags > "$work/impl_tags"
+if [ "$parts" -eq 3 ] && [ -s "$work/api_tags" ] && cmp -s "$work/api_tags" "$work/impl_tags"; then pass
+else fail "sections" "$parts parts of the API have $(tr '\n' ' ' < "$work/api_tags"), the implementation $(tr '\n' ' ' < "$work/impl_tags")"; fi
+for part in "$work"/part?; do
+    if tags < "$part" | sort -cnu 2>/dev/null; then pass; else fail "order of sections" "$(tags < "$part" | tr '\n' ' ')"; fi
+done
+
+# What a user calls comes first: lines of the API half before amp_open and before the operators, and no kernel, rule or
+# conversion before part three.
+for bound in "amp_open 430" "amp_linear 680"; do
+    line=$(awk -v name=" ${bound% *}(" '/^#ifndef AMP_H_INCLUDED/ {from = NR} from && /^AMP(I_INLINE|_API) / && index($0, name) {print NR - from; exit}' amp.h)
+    if [ "${line:-9999}" -lt "${bound#* }" ]; then pass; else fail "the user first" "$line lines before ${bound% *}, at most ${bound#* }"; fi
+done
+early=$(cat "$work/part1" "$work/part2" | grep -E '^AMPI_HD |^(typedef )?struct amp_k_[a-z0-9_]+ \{|^struct amp_backend \{' | head -n 3)
+if [ -z "$early" ]; then pass; else fail "the user first" "before part three: $early"; fi
 
 # A section of the implementation names only what stands in it or above it; the check finds each kind of breach, set into >>tensors.
 upward() { awk -f tests/layers.awk "$1" "$1"; }
@@ -61,7 +75,7 @@ end
 
 # What amp_open compares: every struct of the API half stands in the list of sizes, but the one it compares by.
 awk '/^\/\* Stop here/ {exit} {print}' amp.h | sed -nE 's/^(typedef )?struct (amp_[a-z0-9_]+) \{.*/\2/p' | grep -v '^amp_header$' | sort > "$work/structs"
-awk '/^#define AMPI_STRUCTS\(X\)/ {p = 1} p {print} p && !/\\$/ {exit}' amp.h | grep -oE 'X\(amp_[a-z0-9_]+\)' | sed 's/X(\(.*\))/\1/' | sort > "$work/listed"
+awk '/^#define AMPI_STRUCTS\(X\)/ {p = 1} p {print} p && !/\\$/ {exit}' amp.h | grep -oE 'X\([a-z0-9_]+\)' | sed 's/X(\(.*\))/amp_\1/' | sort > "$work/listed"
 odd=$(sort "$work/structs" "$work/listed" | uniq -u | tr '\n' ' ')
 if [ "$(wc -l < "$work/listed")" -ge 90 ] && [ -z "$odd" ]; then pass; else fail "AMPI_STRUCTS" "lacks, or has and the header has not: $odd"; fi
 

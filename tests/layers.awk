@@ -29,6 +29,7 @@ function define(name) {
 function declare(head,    is_prototype) {
     gsub(/AMPI_PRINTF\([^)]*\)|__attribute__\(\([^)]*(\([^)]*\))?[^)]*\)\)/, "", head)
     is_prototype = head ~ /\).*;/ && head !~ /[={]/ && head !~ /^typedef/
+    if (head ~ /^typedef struct [a-z0-9_]+ [a-z0-9_]+;/) return     # a name ahead of its struct
     if (head ~ /^typedef [^{]*\(\*/) { sub(/.*\(\*/, "", head); define(first_name(head)); return }
     if (match(head, /^(typedef )?(struct|enum) ?[A-Za-z_0-9]* *\{/)) {
         in_enum = head ~ /^(typedef )?enum/

@@ -51,7 +51,7 @@ TEST(calls_before_open_look_too) {
 /* The size of each struct is in it: one that changes by a byte, or two that change in the same direction, change the sum. */
 TEST(every_size_counts) {
     enum { N = AMPI_PLACES };
-#define SIZE_OF(type) (uint64_t)sizeof(type),
+#define SIZE_OF(name) (uint64_t)sizeof(amp_##name),
     const uint64_t size[] = {AMPI_STRUCTS(SIZE_OF)};
     uint64_t sum = 0, weight[N];
     CHECK_EQ(sizeof size / sizeof size[0], N);
