@@ -2588,6 +2588,7 @@ typedef struct amp_k_gemm {
     amp_activation_kind act;        /* NONE, GELU, GELU_ERF or RELU */
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;     /* if not NULL, what goes into act is written here */
     const void *packed_b;           /* b as gemm_pack made it, or NULL; b stays valid beside it */
+    void *scratch; size_t scratch_bytes;        /* of gemm_reserve, or NULL and 0 */
     int32_t backward, reserved;     /* 1: c = act'(pre) * (alpha op(a) op(b)) + beta c; pre is read, no bias */
     amp_k_gradient column_sum;      /* [n]: over the rows of what is written to c, before or after its rounding */
     amp_k_gradient row_sum;         /* [m]: of op(a)[i][p] over p, before or after the rounding to `compute` */
@@ -2960,6 +2961,9 @@ struct amp_backend {
     amp_result (*gemm)(void *dev, const amp_k_gemm *args, void *stream);
     size_t (*gemm_pack_size)(void *dev, const amp_k_pack *args);    /* 0: no use packing this */
     amp_result (*gemm_pack)(void *dev, const amp_k_pack *args, void *packed, void *stream);
+    /* scratch for n products in turn, set in them before one writes, and given back; NULL: each takes its own */
+    amp_result (*gemm_reserve)(void *dev, amp_k_gemm *args, int64_t n);
+    void (*gemm_release)(void *dev, const amp_k_gemm *args);
     amp_result (*column_sum)(void *dev, const amp_k_column_sum *args, void *stream);
     amp_result (*attention)(void *dev, const amp_k_attention *args, void *stream);
     amp_result (*attention_backward)(void *dev, const amp_k_attention *args, void *stream);
@@ -5750,18 +5754,10 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     return ptr;
 }
 
-/* Scratch memory that an operator of several kernels took before the first of them writes, so that none of the others
-   can fail for want of it.  asking: kernels do nothing but tell how much they would take. */
-typedef struct ampi_held { int asking, busy; void *ptr; size_t bytes; } ampi_held;
-static AMPI_THREAD_LOCAL ampi_held ampi_scratch_held;
-
 /* Scratch memory of one kernel call. */
 AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
-    ampi_held *held = &ampi_scratch_held;
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
-    if (held->asking) { held->bytes = AMPI_MAX(held->bytes, bytes); return NULL; }
-    if (held->ptr != NULL && !held->busy && bytes <= held->bytes) { held->busy = 1; return held->ptr; }
     if (cpu->pooled) ptr = ampi_pool_take(cpu, bytes);
     return ptr ? ptr : cpu->host.alloc(cpu->host.user, bytes, 64);
 }
@@ -5769,7 +5765,6 @@ AMPI_PRIVATE void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
 AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
     int i, found = 0;
     if (ptr == NULL) return;
-    if (ptr == ampi_scratch_held.ptr) { ampi_scratch_held.busy = 0; return; }
     if (cpu->pooled) {
         pthread_mutex_lock(&cpu->lock);
         for (i = 0; i < AMPI_POOL_BLOCKS && !found; i++)
@@ -5780,7 +5775,6 @@ AMPI_PRIVATE void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
 }
 
 AMPI_PRIVATE amp_result ampi_cpu_no_scratch(const char *kernel, size_t bytes) {
-    if (ampi_scratch_held.asking) return AMP_ERR_MEMORY;
     return ampi_fail(AMP_ERR_MEMORY, kernel, "%zu bytes of scratch memory", bytes);
 }
 
@@ -5938,6 +5932,7 @@ typedef struct ampi_gemm_call {
     const ampi_gemm_vec *vec;
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     amp_cpu_path path;
+    const float *packed_b;              /* NULL: packed on the way */
     int64_t k;                          /* 0 where alpha is 0 */
     ampi_gemm_blocks blocks;
     int64_t panels;                     /* of all columns */
@@ -5948,6 +5943,8 @@ typedef struct ampi_gemm_call {
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
     int64_t at_a, at_b, at_scratch, at_sums, at_tile, slot;   /* offsets in, and size of, a thread's scratch memory in words */
+    int threads; int64_t parts;
+    size_t bytes;                       /* of all threads' scratch memory; 0: the stack has room for it */
     float *scratch;
 } ampi_gemm_call;
 
@@ -6050,8 +6047,7 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
     const ampi_gemm_vec *vec = call->vec;
     ampi_gemm_operand b = ampi_gemm_operand_b(g, s->item);
     int64_t width = vec->cols, stride = s->words * width, k0 = block * call->blocks.size * vec->unit, p, q, end;
-    const float *ready = g->packed_b == NULL ? NULL :
-        (const float *)g->packed_b + block * call->blocks.size * call->panels * width;
+    const float *ready = call->packed_b == NULL ? NULL : call->packed_b + block * call->blocks.size * call->panels * width;
     float *packed = s->scratch + call->at_b;
     for (p = s->panel; p < s->panel + s->panels; p = end) {
         end = AMPI_MIN(p + AMPI_GEMM_GROUP, s->panel + s->panels);
@@ -6127,7 +6123,7 @@ static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows;
     int64_t r = (tiles + m - 1) / m * call->vec->rows, c = (call->panels + n - 1) / n * call->vec->cols;
     int64_t rounds = (call->g->batch * m * n + threads - 1) / threads;
-    return rounds * (r * c + 40 * r + (call->g->packed_b != NULL ? 0 : 32 * c));
+    return rounds * (r * c + 40 * r + (call->packed_b != NULL ? 0 : 32 * c));
 }
 
 /* Chooses the parts: the cheapest cut into one for each thread, then finer ones where that costs no more than 1%, so that
@@ -6185,44 +6181,54 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
     call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
-    call->at_scratch = call->at_b + (g->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
+    call->at_scratch = call->at_b + (call->packed_b != NULL ? 0 : AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width);
     call->at_sums = call->at_scratch + width * ampi_gemm_pitch(words);
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
+}
+
+/* All of a call but its scratch memory. */
+static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    ampi_gemm_call call;
+    int threads = 2.0 * (double)g->m * (double)g->n * (double)g->k * (double)g->batch < 1e6 ? 1 : cpu->threads;
+    memset(&call, 0, sizeof call);
+    call.g = g;
+    call.vec = vec;
+    call.activation = AMPI_PICK(ampi_pointwise_kernels, cpu->path)->activation;
+    call.path = cpu->path;
+    call.packed_b = g->batch > 1 && g->stride_b != 0 ? NULL : (const float *)g->packed_b;
+    call.k = g->alpha == 0.0f ? 0 : g->k;
+    call.blocks = ampi_gemm_cut_k(vec, call.k);
+    call.panels = (g->n + vec->cols - 1) / vec->cols;
+    ampi_gemm_cut_c(&call, threads);
+    ampi_gemm_plan(&call);
+    call.parts = g->batch * call.cut_m * call.cut_n;
+    call.threads = (int)AMPI_MIN(call.parts, (int64_t)threads);
+    if (threads > 1 || call.slot > AMPI_GEMM_LOCAL) call.bytes = (size_t)call.slot * (size_t)call.threads * sizeof(float);
+    return call;
+}
+
+/* Scratch memory of a product: what was reserved for it, or its own. */
+static float *ampi_gemm_scratch(ampi_cpu *cpu, const amp_k_gemm *g, size_t bytes) {
+    return (float *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
+}
+static void ampi_gemm_scratch_done(ampi_cpu *cpu, const amp_k_gemm *g, void *scratch, size_t bytes) {
+    if (scratch != g->scratch) ampi_cpu_release(cpu, scratch, bytes);
 }
 
 static amp_result ampi_gemm_small(ampi_gemm_call *call) {
     float local[AMPI_GEMM_LOCAL];
     call->scratch = local;
-    ampi_gemm_part(call, 0, call->g->batch * call->cut_m * call->cut_n, 0);
+    ampi_gemm_part(call, 0, call->parts, 0);
     return AMP_OK;
 }
 
-static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *args) {
-    amp_k_gemm g = *args;
-    ampi_gemm_call call;
-    int threads = cpu->threads;
-    int64_t parts;
-    size_t bytes;
-    if (g.batch > 1 && g.stride_b != 0) g.packed_b = NULL;
-    memset(&call, 0, sizeof call);
-    call.g = &g;
-    call.vec = vec;
-    call.activation = AMPI_PICK(ampi_pointwise_kernels, cpu->path)->activation;
-    call.path = cpu->path;
-    call.k = g.alpha == 0.0f ? 0 : g.k;
-    call.blocks = ampi_gemm_cut_k(vec, call.k);
-    call.panels = (g.n + vec->cols - 1) / vec->cols;
-    if (2.0 * (double)g.m * (double)g.n * (double)g.k * (double)g.batch < 1e6) threads = 1;
-    ampi_gemm_cut_c(&call, threads);
-    ampi_gemm_plan(&call);
-    parts = g.batch * call.cut_m * call.cut_n;
-    if (threads == 1 && call.slot <= AMPI_GEMM_LOCAL) return ampi_scratch_held.asking ? AMP_OK : ampi_gemm_small(&call);
-    threads = (int)AMPI_MIN(parts, (int64_t)threads);
-    bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
-    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
-    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
-    ampi_parallel(cpu, threads, parts, 1, ampi_gemm_part, &call);
-    ampi_cpu_release(cpu, call.scratch, bytes);
+static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    ampi_gemm_call call = ampi_gemm_call_of(cpu, vec, g);
+    if (call.bytes == 0) return ampi_gemm_small(&call);
+    call.scratch = ampi_gemm_scratch(cpu, g, call.bytes);
+    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", call.bytes);
+    ampi_parallel(cpu, call.threads, call.parts, 1, ampi_gemm_part, &call);
+    ampi_gemm_scratch_done(cpu, g, call.scratch, call.bytes);
     return AMP_OK;
 }
 
@@ -6243,6 +6249,8 @@ typedef struct ampi_gemv_call {
     amp_cpu_path path;
     int64_t k, n, units;                /* units of n in each item of the batch */
     int64_t slot;
+    int threads;
+    size_t bytes;
     float *scratch;
 } ampi_gemv_call;
 
@@ -6330,10 +6338,9 @@ static void ampi_gemv_part(void *arg, int64_t begin, int64_t end, int thread) {
     }
 }
 
-static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
+static ampi_gemv_call ampi_gemv_call_of(const ampi_cpu *cpu, const amp_k_gemm *g) {
     ampi_gemv_call call;
     int threads = 2.0 * (double)(g->m * g->n) * (double)g->k * (double)g->batch < 1e6 ? 1 : cpu->threads;
-    size_t bytes;
     memset(&call, 0, sizeof call);
     call.g = g;
     call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
@@ -6343,12 +6350,17 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     call.n = g->m == 1 ? g->n : g->m;
     call.units = (call.n + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
     call.slot = (3 * AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN) + 15) / 16 * 16;
-    threads = (int)AMPI_MIN(g->batch * call.units, (int64_t)threads);
-    bytes = (size_t)call.slot * (size_t)threads * sizeof(float);
-    call.scratch = (float *)ampi_cpu_scratch(cpu, bytes);
-    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
-    ampi_parallel(cpu, threads, g->batch * call.units, 1, ampi_gemv_part, &call);
-    ampi_cpu_release(cpu, call.scratch, bytes);
+    call.threads = (int)AMPI_MIN(g->batch * call.units, (int64_t)threads);
+    call.bytes = (size_t)call.slot * (size_t)call.threads * sizeof(float);
+    return call;
+}
+
+static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
+    ampi_gemv_call call = ampi_gemv_call_of(cpu, g);
+    call.scratch = ampi_gemm_scratch(cpu, g, call.bytes);
+    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", call.bytes);
+    ampi_parallel(cpu, call.threads, g->batch * call.units, 1, ampi_gemv_part, &call);
+    ampi_gemm_scratch_done(cpu, g, call.scratch, call.bytes);
     return AMP_OK;
 }
 
@@ -6362,6 +6374,30 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     if (args->m == 1 || args->n == 1) return ampi_gemv(cpu, args);
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
 }
+
+/* The scratch memory that a product takes. */
+static size_t ampi_gemm_scratch_size(const ampi_cpu *cpu, const amp_k_gemm *args) {
+    if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return 0;
+    if (args->m == 1 || args->n == 1) return ampi_gemv_call_of(cpu, args).bytes;
+    return ampi_gemm_call_of(cpu, ampi_gemm_pick(cpu, args->compute), args).bytes;
+}
+
+static amp_result ampi_cpu_gemm_reserve(void *dev, amp_k_gemm *args, int64_t n) {
+    ampi_cpu *cpu = (ampi_cpu *)dev;
+    size_t bytes = 0;
+    void *scratch;
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        size_t needed = ampi_gemm_scratch_size(cpu, &args[i]);
+        bytes = AMPI_MAX(bytes, needed);
+    }
+    if (bytes == 0) return AMP_OK;
+    scratch = ampi_cpu_scratch(cpu, bytes);
+    if (scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    for (i = 0; i < n; i++) { args[i].scratch = scratch; args[i].scratch_bytes = bytes; }
+    return AMP_OK;
+}
+static void ampi_cpu_gemm_release(void *dev, const amp_k_gemm *args) { ampi_cpu_release((ampi_cpu *)dev, args->scratch, args->scratch_bytes); }
 
 /* ---- Packing B ahead: block of k after block, in each panel after panel */
 
@@ -6530,7 +6566,7 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
     ampi_column_call call;
     int threads = (double)args->x.rows * (double)args->x.cols < 1e5 ? 1 : (int)AMPI_MIN(units, (int64_t)cpu->threads);
     (void)stream;
-    if (args->x.cols <= 0 || ampi_scratch_held.asking) return AMP_OK;
+    if (args->x.cols <= 0) return AMP_OK;
     call.args = args;
     call.path = cpu->path;
     ampi_parallel(cpu, threads, units, 1, ampi_column_part, &call);
@@ -8401,7 +8437,8 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .telemetry = ampi_cpu_telemetry, .profile_push = NULL, .profile_pop = NULL,
     .plans_save = NULL, .plans_load = NULL, .trim = ampi_cpu_trim,
     .cast = ampi_cpu_cast, .gemm = ampi_cpu_gemm,
-    .gemm_pack_size = ampi_cpu_gemm_pack_size, .gemm_pack = ampi_cpu_gemm_pack, .column_sum = ampi_cpu_column_sum,
+    .gemm_pack_size = ampi_cpu_gemm_pack_size, .gemm_pack = ampi_cpu_gemm_pack,
+    .gemm_reserve = ampi_cpu_gemm_reserve, .gemm_release = ampi_cpu_gemm_release, .column_sum = ampi_cpu_column_sum,
     .attention = ampi_cpu_attention, .attention_backward = ampi_cpu_attention_backward,
     .norm = ampi_cpu_norm, .norm_backward = ampi_cpu_norm_backward,
     .softmax = ampi_cpu_softmax, .softmax_backward = ampi_cpu_softmax_backward,
@@ -8415,28 +8452,6 @@ __extension__ static const amp_backend ampi_cpu_backend = {
 };
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
-
-/* Holds the scratch memory that these calls will take, where they go to the CPU's own kernels, until ampi_let_go. */
-static amp_result ampi_hold(const amp_backend *backend, void *dev, const amp_k_gemm *gemms, int n_gemms, const amp_k_column_sum *sums, int n_sums) {
-    ampi_held *held = &ampi_scratch_held;
-    void *ptr;
-    int i;
-    held->bytes = 0;
-    held->asking = 1;
-    for (i = 0; i < n_gemms && backend->gemm == ampi_cpu_gemm; i++) (void)ampi_cpu_gemm(dev, &gemms[i], NULL);
-    for (i = 0; i < n_sums && backend->column_sum == ampi_cpu_column_sum; i++) (void)ampi_cpu_column_sum(dev, &sums[i], NULL);
-    held->asking = 0;
-    if (held->bytes == 0) return AMP_OK;
-    ptr = ampi_cpu_scratch((ampi_cpu *)dev, held->bytes);
-    if (ptr == NULL) return ampi_cpu_no_scratch(n_gemms > 0 ? "gemm" : "column_sum", held->bytes);
-    held->ptr = ptr;
-    return AMP_OK;
-}
-static void ampi_let_go(void *dev) {
-    void *ptr = ampi_scratch_held.ptr;
-    ampi_scratch_held.ptr = NULL;
-    ampi_cpu_release((ampi_cpu *)dev, ptr, ampi_scratch_held.bytes);
-}
 
 /* ==== 6 >>backends: implementation, the context ===================================================== */
 
@@ -9793,14 +9808,13 @@ enum { AMPI_REGION_DEPTH = 32 };
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
 /* The stack of regions of this thread. */
-static AMPI_THREAD_LOCAL ampi_region ampi_regions[AMPI_REGION_DEPTH];
-static AMPI_THREAD_LOCAL int ampi_region_count;
+static AMPI_THREAD_LOCAL struct { ampi_region at[AMPI_REGION_DEPTH]; int n; } ampi_regions;
 
 /* The innermost entry of this context, or NULL; its settings. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
-    int i = ampi_region_count;
+    int i = ampi_regions.n;
     while (--i >= 0)
-        if (ampi_regions[i].amp == amp) return &ampi_regions[i];
+        if (ampi_regions.at[i].amp == amp) return &ampi_regions.at[i];
     return NULL;
 }
 static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
@@ -9809,27 +9823,27 @@ static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
 }
 
 static int ampi_is_recomputing(const amp_context *amp) {
-    int i = ampi_region_count;
+    int i = ampi_regions.n;
     while (--i >= 0)
-        if (ampi_regions[i].amp == amp && ampi_regions[i].recompute) return 1;
+        if (ampi_regions.at[i].amp == amp && ampi_regions.at[i].recompute) return 1;
     return 0;
 }
 
 /* Ends entry i of this thread. */
 static void ampi_region_remove(int i) {
-    amp_context *amp = (amp_context *)(uintptr_t)ampi_regions[i].amp;
-    ampi_region_count--;
-    memmove(&ampi_regions[i], &ampi_regions[i + 1], (size_t)(ampi_region_count - i) * sizeof *ampi_regions);
+    amp_context *amp = (amp_context *)(uintptr_t)ampi_regions.at[i].amp;
+    ampi_regions.n--;
+    memmove(&ampi_regions.at[i], &ampi_regions.at[i + 1], (size_t)(ampi_regions.n - i) * sizeof *ampi_regions.at);
     if (__atomic_sub_fetch(&amp->regions, 1, __ATOMIC_RELAXED) == 0 && amp->desc.memory_efficient && !ampi_is_closed(amp)) ampi_cache_clear_idle(amp);
     ampi_context_let_go(amp);
 }
-static void ampi_region_drop(void) { ampi_region_remove(ampi_region_count - 1); }
+static void ampi_region_drop(void) { ampi_region_remove(ampi_regions.n - 1); }
 
 /* Ends what this thread has open of one context, or (NULL) of those that were closed; returns how many. */
 static int ampi_regions_end(const amp_context *amp) {
     int i, n = 0;
-    for (i = ampi_region_count - 1; i >= 0; i--)
-        if (ampi_regions[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions[i].amp))) { ampi_region_remove(i); n++; }
+    for (i = ampi_regions.n - 1; i >= 0; i--)
+        if (ampi_regions.at[i].amp == amp || (amp == NULL && ampi_is_closed(ampi_regions.at[i].amp))) { ampi_region_remove(i); n++; }
     return n;
 }
 
@@ -9855,7 +9869,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
 /* A thread ends: so do its regions. */
 static void ampi_thread_left(void *value) {
     (void)value;
-    while (ampi_region_count > 0) ampi_region_drop();
+    while (ampi_regions.n > 0) ampi_region_drop();
 }
 
 static amp_result ampi_region_key(amp_context *amp, const char *function) {
@@ -9873,12 +9887,12 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     ampi_region *region;
     int error;
     (void)ampi_regions_end(NULL);
-    if (ampi_region_count == AMPI_REGION_DEPTH)
+    if (ampi_regions.n == AMPI_REGION_DEPTH)
         return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, which is the limit; is an amp_autocast_end or amp_recompute_end missing", AMPI_REGION_DEPTH);
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
     error = pthread_setspecific(amp->thread_key, amp);
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
-    region = &ampi_regions[ampi_region_count++];
+    region = &ampi_regions.at[ampi_regions.n++];
     region->amp = amp;
     region->desc = own;
     region->recompute = recompute;
@@ -9891,8 +9905,8 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
     (void)ampi_regions_end(NULL);
-    if (ampi_region_count == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
-    top = &ampi_regions[ampi_region_count - 1];
+    if (ampi_regions.n == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
+    top = &ampi_regions.at[ampi_regions.n - 1];
     if (top->amp != amp) return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
     if (top->recompute != recompute)
         return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close that first", top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
@@ -9937,13 +9951,13 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 /* How many entries this thread has; what a callback of the host's then opens inherits nothing from the region around.
    And closing those beyond. */
 AMPI_PRIVATE int ampi_regions_hide(amp_context *amp) {
-    int depth = ampi_region_count;
+    int depth = ampi_regions.n;
     amp_autocast_desc outside = ampi_outside(amp);
     if (ampi_region_of(amp) != NULL && depth < AMPI_REGION_DEPTH) (void)ampi_region_push(amp, "amp_autocast_begin", &outside, 0);
     return depth;
 }
 AMPI_PRIVATE void ampi_regions_close(int depth) {
-    while (ampi_region_count > depth) ampi_region_drop();
+    while (ampi_regions.n > depth) ampi_region_drop();
 }
 
 AMP_API amp_result amp_autocast_end(amp_context *amp) { return ampi_region_pop(amp, "amp_autocast_end", 0); }
@@ -10650,6 +10664,14 @@ static amp_result ampi_linear_kept(const char *f, amp_activation_kind act, const
     return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", d_name, amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
 }
 
+/* Scratch memory of several products, taken before the first of them writes. */
+static amp_result ampi_gemm_reserve(amp_context *amp, const char *f, amp_k_gemm *gemms, int64_t n) {
+    return amp->backend->gemm_reserve ? ampi_as(f, amp->backend->gemm_reserve(amp->dev, gemms, n)) : AMP_OK;
+}
+static void ampi_gemm_release(amp_context *amp, const amp_k_gemm *gemms) {
+    if (gemms->scratch != NULL) amp->backend->gemm_release(amp->dev, gemms);
+}
+
 /* bias: takes its gradient along; NULL: none. */
 static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy, const amp_param *bias) {
     const amp_param *w = op->weight;
@@ -10762,9 +10784,9 @@ AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
     c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
     c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
     AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], &held));
-    result = ampi_hold(amp->backend, amp->dev, c.gemms, 2, &c.sum, 1);
+    result = ampi_gemm_reserve(amp, f, c.gemms, 2);
     if (result == AMP_OK) result = ampi_linear_run(amp, f, op, &c);
-    ampi_let_go(amp->dev);
+    ampi_gemm_release(amp, c.gemms);
     ampi_cache_put(amp, held);
     return result;
 }
@@ -10870,9 +10892,10 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     ampi_reads(&at, ".dy", &op->dy);
     ampi_writes(&at, ".da", &op->da); ampi_writes(&at, ".db", &op->db);
     AMPI_TRY(ampi_check_places(f, &at));
-    result = ampi_hold(amp->backend, amp->dev, gemms, n, NULL, 0);
+    if (n == 0) return AMP_OK;
+    result = ampi_gemm_reserve(amp, f, gemms, n);
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_as(f, amp->backend->gemm(amp->dev, &gemms[i], amp->desc.stream));
-    ampi_let_go(amp->dev);
+    ampi_gemm_release(amp, gemms);
     return result;
 }
 
@@ -11218,7 +11241,6 @@ AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *
     amp_k_activation k;
     amp_k_column_sum sum;
     amp_mat dx;
-    amp_result result;
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_activation_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->bias));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
@@ -11239,11 +11261,8 @@ AMP_API amp_result amp_activation_backward(amp_context *amp, amp_activation_op *
     dx.data = k.dx; dx.dtype = k.x_dtype;
     dx.rows = k.cols ? k.n / k.cols : 0; dx.cols = dx.ld = k.cols;
     sum = ampi_dbias_args(k.cols ? op->bias : NULL, &dx);
-    AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
-    result = ampi_as(f, amp->backend->activation_backward(amp->dev, &k, amp->desc.stream));
-    if (result == AMP_OK) result = ampi_dbias(amp, op->bias, &sum);
-    ampi_let_go(amp->dev);
-    return result;
+    AMPI_TRY(ampi_as(f, amp->backend->activation_backward(amp->dev, &k, amp->desc.stream)));
+    return ampi_dbias(amp, op->bias, &sum);
 }
 
 static amp_result ampi_swiglu_args(const char *f, const amp_swiglu_op *op, amp_k_swiglu *k) {
@@ -11289,7 +11308,6 @@ AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) {
     ampi_places at;
     amp_k_swiglu k;
     amp_k_column_sum sum;
-    amp_result result;
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_swiglu_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->gate_bias));
     AMPI_TRY(ampi_check_known(amp, f, op->up_bias));
@@ -11304,15 +11322,11 @@ AMP_API amp_result amp_swiglu_backward(amp_context *amp, amp_swiglu_op *op) {
     ampi_writes_gradient(&at, ".gate_bias->grad", op->gate_bias);
     if (op->up_bias != op->gate_bias) ampi_writes_gradient(&at, ".up_bias->grad", op->up_bias);     /* one bias takes both sums */
     AMPI_TRY(ampi_check_places(f, &at));
-    sum = ampi_dbias_args(ampi_wants_grad(op->gate_bias) ? op->gate_bias : op->up_bias, &k.dgate);      /* as large as that of dup */
-    AMPI_TRY(ampi_hold(amp->backend, amp->dev, NULL, 0, &sum, 1));
-    result = ampi_as(f, amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream));
+    AMPI_TRY(ampi_as(f, amp->backend->swiglu_backward(amp->dev, &k, amp->desc.stream)));
     sum = ampi_dbias_args(op->gate_bias, &k.dgate);
-    if (result == AMP_OK) result = ampi_dbias(amp, op->gate_bias, &sum);
+    AMPI_TRY(ampi_dbias(amp, op->gate_bias, &sum));
     sum = ampi_dbias_args(op->up_bias, &k.dup);
-    if (result == AMP_OK) result = ampi_dbias(amp, op->up_bias, &sum);
-    ampi_let_go(amp->dev);
-    return result;
+    return ampi_dbias(amp, op->up_bias, &sum);
 }
 
 /* ---- Losses */
