@@ -2248,8 +2248,8 @@ typedef struct amp_recovery_event {
                              that memory then ends again.  With .loader only where its next two batches make one
     .policy        NULL      decides: gets the event as planned, and may change action, mitigation and layer.  A learning rate that
                              it sets stays; otherwise the snapshot's comes back
-    .save, .load   NULL      what the host wants restored too, into and from records of its own; keys "amp..." are taken.
-                             They return 0, or an amp_result or other number for failure                               */
+    .save, .load   NULL      what the host wants restored too, into and from records of its own.  They return 0, or an
+                             amp_result or other number for failure                                                    */
 typedef struct amp_recovery_desc {
     amp_param *params; int64_t n_params;    /* weights; the array must stay */
     amp_optimizer *optimizer;
@@ -13701,162 +13701,6 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
 }
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) { return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix)); }
 
-/* ---- Keeping: all that a step changes, copied to the host, and put back bit for bit as often as wanted.  Putting it
-   back takes no memory, so that it works when a step has failed for want of it. */
-
-typedef struct ampi_keep {
-    amp_context *amp;
-    amp_param **params, *param_copies; int64_t n_params;    /* the host's, and the optimizer's that are not among them */
-    amp_range *ranges; int64_t n_ranges, range_capacity;        /* device memory; counts are bytes */
-    char *copy; int64_t bytes;      /* of the ranges, one behind the other */
-    amp_optimizer *optimizer, optimizer_copy; amp_grad_set set_copy;
-    amp_k_step_result outcomes[AMP_OUTCOMES];
-    amp_scaler *scaler, scaler_copy;
-    ampi_precision precision;
-} ampi_keep;
-
-AMPI_PRIVATE void ampi_keep_destroy(ampi_keep *k) {
-    const amp_system *s;
-    if (k == NULL) return;
-    s = ampi_context_system(k->amp);
-    ampi_free(s, k->params, k->n_params, sizeof *k->params);
-    ampi_free(s, k->param_copies, k->n_params, sizeof *k->param_copies);
-    ampi_free(s, k->ranges, k->range_capacity, sizeof *k->ranges);
-    ampi_free(s, k->copy, k->bytes, 1);
-    ampi_free(s, k, 1, sizeof *k);
-}
-
-AMPI_PRIVATE void ampi_keep_range(ampi_keep *k, void *data, int64_t bytes) {
-    if (data == NULL || bytes <= 0) return;
-    k->ranges[k->n_ranges].data = data;
-    k->ranges[k->n_ranges++].count = bytes;
-    k->bytes += bytes;
-}
-
-AMPI_PRIVATE void ampi_keep_tensor(ampi_keep *k, const amp_tensor *t) {
-    ampi_keep_range(k, t->data, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype));
-}
-
-/* The parameters, and their number; params NULL: the number alone. */
-AMPI_PRIVATE int64_t ampi_keep_params(amp_param **params, amp_param *own, int64_t n_own, const amp_optimizer *o) {
-    int64_t i, n = 0;
-    for (i = 0; i < n_own; i++, n++) if (params != NULL) params[n] = &own[i];
-    for (i = 0; o != NULL && i < o->set->n; i++) {
-        amp_param *p = o->set->params[i];
-        if (n_own > 0 && p >= own && p < own + n_own) continue;
-        if (params != NULL) params[n] = p;
-        n++;
-    }
-    return n;
-}
-
-AMPI_PRIVATE void ampi_keep_ranges(ampi_keep *k) {
-    amp_optimizer *o = k->optimizer;
-    int64_t i;
-    int a;
-    for (i = 0; i < k->n_params; i++) {
-        const amp_param *p = k->params[i];
-        ampi_keep_tensor(k, &p->weight);
-        ampi_keep_tensor(k, &p->grad);
-        if (o == NULL) ampi_keep_range(k, p->master, amp_tensor_count(&p->weight) * 4);
-    }
-    for (i = 0; o != NULL && i < o->set->n; i++)
-        for (a = 0; a < AMPI_ARRAYS; a++) {
-            amp_k_tensor *row = &o->set->rows[i];
-            if (ampi_has_array(o, row, a)) ampi_keep_range(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
-        }
-    if (o != NULL) ampi_keep_range(k, o->ring, AMP_OUTCOMES * (int64_t)sizeof *o->ring);
-    if (o != NULL) ampi_keep_range(k, o->set->found, (int64_t)sizeof *o->set->found);
-    if (k->scaler != NULL) ampi_keep_range(k, k->scaler->device, (int64_t)sizeof *k->scaler->device);
-}
-
-/* to_host 1: from the device; 0: back. */
-AMPI_PRIVATE amp_result ampi_keep_copy(ampi_keep *k, int to_host) {
-    int64_t i, at = 0;
-    for (i = 0; i < k->n_ranges; at += k->ranges[i++].count)
-        AMPI_TRY(to_host ? amp_copy(k->amp, k->copy + at, k->ranges[i].data, k->ranges[i].count, AMP_COPY_TO_HOST)
-                         : amp_copy(k->amp, k->ranges[i].data, k->copy + at, k->ranges[i].count, AMP_COPY_TO_DEVICE));
-    return ampi_wait(k->amp);
-}
-
-/* The kept copy of device memory that was kept. */
-AMPI_PRIVATE const void *ampi_kept(const ampi_keep *k, const void *data) {
-    int64_t i, at = 0;
-    for (i = 0; k->ranges[i].data != data; i++) at += k->ranges[i].count;
-    return k->copy + at;
-}
-
-/* Between two steps only: what was checked and not yet updated would be lost. */
-AMPI_PRIVATE amp_result ampi_keep_check(const char *function, const amp_context *amp, const amp_optimizer *o, const amp_scaler *s) {
-    AMPI_TRY(ampi_may_wait(amp));
-    if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
-        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context", o != NULL && o->amp != amp ? "optimizer" : "scaler");
-    if ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked))
-        return ampi_fail(AMP_ERR_STATE, function, "gradients were checked since the last update: call amp_scaler_update first");
-    return AMP_OK;
-}
-
-AMPI_PRIVATE amp_result ampi_keep_memory(ampi_keep *k, const char *function) {
-    const amp_system *s = ampi_context_system(k->amp);
-    k->range_capacity = 3 * k->n_params + (k->optimizer ? AMPI_ARRAYS * k->optimizer->set->n : 0) + 3;
-    AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->n_params, sizeof *k->params));
-    AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->n_params, sizeof *k->param_copies));
-    return ampi_alloc(s, function, (void **)&k->ranges, k->range_capacity, sizeof *k->ranges);
-}
-
-AMPI_PRIVATE amp_result ampi_keep_create(amp_context *amp, const char *function, amp_param *params, int64_t n, amp_optimizer *o,
-                                         amp_scaler *scaler, ampi_keep **out) {
-    ampi_keep *k;
-    amp_result r;
-    int64_t i;
-    AMPI_TRY(ampi_keep_check(function, amp, o, scaler));
-    AMPI_TRY(ampi_check_all_known(amp, function, params, n));
-    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&k, 1, sizeof *k));
-    k->amp = amp;
-    k->optimizer = o;
-    k->scaler = scaler;
-    k->precision = ampi_precision_get(amp);
-    k->n_params = ampi_keep_params(NULL, params, n, o);
-    r = ampi_keep_memory(k, function);
-    if (r == AMP_OK) {
-        (void)ampi_keep_params(k->params, params, n, o);
-        for (i = 0; i < k->n_params; i++) k->param_copies[i] = *k->params[i];
-        ampi_keep_ranges(k);
-        r = ampi_alloc(ampi_context_system(amp), function, (void **)&k->copy, k->bytes, 1);
-    }
-    if (r == AMP_OK) r = ampi_keep_copy(k, 1);
-    if (r != AMP_OK) { ampi_keep_destroy(k); return r; }
-    if (o != NULL) {
-        k->optimizer_copy = *o;
-        k->set_copy = *o->set;
-        memcpy(k->outcomes, o->outcomes, sizeof k->outcomes);
-    }
-    if (scaler != NULL) k->scaler_copy = *scaler;
-    *out = k;
-    return AMP_OK;
-}
-
-AMPI_PRIVATE amp_result ampi_keep_restore(ampi_keep *k) {
-    int64_t i;
-    amp_result r = ampi_keep_copy(k, 0);
-    for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
-    if (k->optimizer != NULL) {
-        ampi_set_unlink(k->optimizer->set);
-        k->optimizer_copy.object = k->optimizer->object;        /* who lives how long is not put back */
-        k->set_copy.object = k->optimizer->set->object;
-        *k->optimizer = k->optimizer_copy;
-        *k->optimizer->set = k->set_copy;
-        memcpy(k->optimizer->outcomes, k->outcomes, sizeof k->outcomes);
-    }
-    if (k->scaler != NULL) {
-        ampi_scaler_release_sets(k->scaler);
-        k->scaler_copy.object = k->scaler->object;
-        *k->scaler = k->scaler_copy;
-    }
-    ampi_precision_set(k->amp, &k->precision);
-    return r;
-}
-
 /* ==== 11 >>data: implementation =====================================================================
 
    Batches carry one number over all epochs: epoch * batches per epoch + index.  Slot number % depth of a ring
@@ -17734,6 +17578,219 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
 
 /* ==== 13 >>care: implementation ===================================================================== */
 
+/* ---- Snapshots: what training changes, copied to the host as it lies in memory, and put back bit for bit as often as
+   wanted.  Putting it back takes no memory, so that it works when a step has failed for want of it. */
+
+typedef struct ampi_snapshot_desc {
+    amp_param *params; int64_t n_params;
+    amp_optimizer *optimizer;       /* it, the scaler and the loader: NULL where there is none */
+    amp_scaler *scaler;
+    amp_loader *loader;
+    int settings;                   /* 1: for ampi_snapshot_restore, with settings and all gradients; 0: for ampi_snapshot_rewind */
+} ampi_snapshot_desc;
+
+typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;    /* memory of the device, and the host's copy of it */
+
+typedef struct ampi_snapshot {
+    amp_context *amp;
+    ampi_snapshot_desc desc;
+    amp_param **params, *param_copies; int64_t n_params, capacity;  /* the desc's, and the optimizer's that are not among them */
+    ampi_kept *kept; int64_t n_kept, kept_capacity;
+    amp_optimizer optimizer; amp_grad_set set; amp_k_step_result outcomes[AMP_OUTCOMES];
+    amp_scaler scaler; amp_k_scaler scale;
+    ampi_precision precision;
+    uint64_t seed;
+    int64_t position;               /* of the loader: batches that were taken */
+} ampi_snapshot;
+
+AMPI_PRIVATE void ampi_snapshot_destroy(ampi_snapshot *k) {
+    const amp_system *s;
+    int64_t i;
+    if (k == NULL) return;
+    s = ampi_context_system(k->amp);
+    for (i = 0; i < k->n_kept; i++) if (k->kept[i].copy != NULL) s->free(s->user, k->kept[i].copy, k->kept[i].bytes);
+    ampi_free(s, k->params, k->capacity, sizeof *k->params);
+    ampi_free(s, k->param_copies, k->capacity, sizeof *k->param_copies);
+    ampi_free(s, k->kept, k->kept_capacity, sizeof *k->kept);
+    ampi_free(s, k, 1, sizeof *k);
+}
+
+AMPI_PRIVATE void ampi_snapshot_memory(ampi_snapshot *k, void *data, int64_t bytes) {
+    if (data == NULL || bytes <= 0) return;
+    k->kept[k->n_kept].data = data;
+    k->kept[k->n_kept++].bytes = (size_t)bytes;
+}
+
+AMPI_PRIVATE void ampi_snapshot_tensor(ampi_snapshot *k, const amp_tensor *t) {
+    ampi_snapshot_memory(k, t->data, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype));
+}
+
+AMPI_PRIVATE void ampi_snapshot_param(ampi_snapshot *k, amp_param *p) {
+    k->param_copies[k->n_params] = *p;
+    k->params[k->n_params++] = p;
+    ampi_snapshot_tensor(k, &p->weight);
+    if (k->desc.settings) ampi_snapshot_tensor(k, &p->grad);
+    if (k->desc.optimizer == NULL) ampi_snapshot_memory(k, p->master, amp_tensor_count(&p->weight) * 4);
+}
+
+AMPI_PRIVATE void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
+    int64_t i;
+    int a;
+    for (i = 0; i < o->set->n; i++) {
+        amp_k_tensor *row = &o->set->rows[i];
+        amp_param *p = o->set->params[i];
+        if (k->desc.n_params == 0 || p < k->desc.params || p >= k->desc.params + k->desc.n_params) ampi_snapshot_param(k, p);
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (ampi_has_array(o, row, a)) ampi_snapshot_memory(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
+        if (!k->desc.settings && p->grad_live) ampi_snapshot_tensor(k, &p->grad);
+    }
+    ampi_snapshot_memory(k, o->ring, AMP_OUTCOMES * (int64_t)sizeof *o->ring);
+    ampi_snapshot_memory(k, o->set->found, (int64_t)sizeof *o->set->found);
+}
+
+/* to_host 1: from the device; 0: back. */
+AMPI_PRIVATE amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
+    int64_t i;
+    for (i = 0; i < k->n_kept; i++) {
+        const ampi_kept *m = &k->kept[i];
+        AMPI_TRY(to_host ? amp_copy(k->amp, m->copy, m->data, (int64_t)m->bytes, AMP_COPY_TO_HOST)
+                         : amp_copy(k->amp, m->data, m->copy, (int64_t)m->bytes, AMP_COPY_TO_DEVICE));
+    }
+    return ampi_wait(k->amp);
+}
+
+/* The copy of device memory; NULL: there is none. */
+AMPI_PRIVATE const void *ampi_snapshot_of(const ampi_snapshot *k, const void *data) {
+    int64_t i;
+    for (i = 0; i < k->n_kept; i++) if (k->kept[i].data == data) return k->kept[i].copy;
+    return NULL;
+}
+
+/* With settings: between two steps only, since what was checked and not yet updated would be lost. */
+AMPI_PRIVATE amp_result ampi_snapshot_check(const char *function, const amp_context *amp, const ampi_snapshot_desc *d) {
+    const amp_optimizer *o = d->optimizer;
+    const amp_scaler *s = d->scaler;
+    AMPI_TRY(ampi_may_wait(amp));
+    if (o != NULL) AMPI_TRY(ampi_alive(&o->object, function));
+    if (s != NULL) AMPI_TRY(ampi_alive(&s->object, function));
+    if (d->loader != NULL) AMPI_TRY(ampi_alive(&d->loader->object, function));
+    if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
+        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context", o != NULL && o->amp != amp ? "optimizer" : "scaler");
+    if (d->settings && ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked)))
+        return ampi_fail(AMP_ERR_STATE, function, "gradients were checked since the last update: call amp_scaler_update first");
+    if (o != NULL && o->set->stage == AMPI_CHECKED)
+        return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
+    return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
+    const amp_system *s = ampi_context_system(k->amp);
+    amp_optimizer *o = k->desc.optimizer;
+    int64_t i, rows = o != NULL ? o->set->n : 0;
+    k->capacity = k->desc.n_params + rows;
+    k->kept_capacity = 3 * k->capacity + (AMPI_ARRAYS + 1) * rows + 2;
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->params, k->capacity, sizeof *k->params));
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->capacity, sizeof *k->param_copies));
+    AMPI_TRY(ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept));
+    for (i = 0; i < k->desc.n_params; i++) ampi_snapshot_param(k, &k->desc.params[i]);
+    if (o != NULL) ampi_snapshot_optimizer(k, o);
+    for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
+        k->kept[i].copy = s->alloc(s->user, k->kept[i].bytes, 64);
+        if (k->kept[i].copy == NULL) return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
+    }
+    AMPI_TRY(ampi_snapshot_copy(k, 1));
+    if (o != NULL) {
+        k->optimizer = *o;
+        k->set = *o->set;
+        memcpy(k->outcomes, o->outcomes, sizeof k->outcomes);
+    }
+    k->precision = ampi_precision_get(k->amp);
+    k->seed = ampi_settings(k->amp)->seed;
+    if (k->desc.loader != NULL) k->position = k->desc.loader->consumed;
+    if (k->desc.scaler == NULL) return AMP_OK;
+    k->scaler = *k->desc.scaler;
+    return amp_scaler_get(k->desc.scaler, &k->scale);
+}
+
+/* On failure nothing was taken. */
+AMPI_PRIVATE amp_result ampi_snapshot_create(amp_context *amp, const char *function, const ampi_snapshot_desc *desc, ampi_snapshot **out) {
+    ampi_snapshot *k;
+    amp_result r;
+    AMPI_TRY(ampi_snapshot_check(function, amp, desc));
+    AMPI_TRY(ampi_alloc(ampi_context_system(amp), function, (void **)&k, 1, sizeof *k));
+    k->amp = amp;
+    k->desc = *desc;
+    r = ampi_snapshot_fill(k, function);
+    if (r != AMP_OK) { ampi_snapshot_destroy(k); return r; }
+    *out = k;
+    return AMP_OK;
+}
+
+/* Everything as it was. */
+AMPI_PRIVATE amp_result ampi_snapshot_restore(ampi_snapshot *k) {
+    amp_optimizer *o = k->desc.optimizer;
+    amp_scaler *s = k->desc.scaler;
+    int64_t i;
+    amp_result r = ampi_snapshot_copy(k, 0);
+    if (r == AMP_OK && s != NULL) r = ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
+    for (i = 0; i < k->n_params; i++) *k->params[i] = k->param_copies[i];
+    if (o != NULL) {
+        ampi_set_unlink(o->set);
+        k->optimizer.object = o->object;        /* who lives how long is not put back */
+        k->set.object = o->set->object;
+        *o = k->optimizer;
+        *o->set = k->set;
+        memcpy(o->outcomes, k->outcomes, sizeof k->outcomes);
+    }
+    if (s != NULL) {
+        ampi_scaler_release_sets(s);
+        k->scaler.object = s->object;
+        *s = k->scaler;
+    }
+    ampi_precision_set(k->amp, &k->precision);
+    return r;
+}
+
+/* A scaler that was turned on or off since stays as it is. */
+AMPI_PRIVATE amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler *s) {
+    amp_scaler_desc d = k->scaler.desc;
+    if (d.disable) return AMP_OK;
+    ampi_scaler_release_sets(s);
+    s->checked = k->scaler.checked;
+    if (s->desc.disable) return AMP_OK;
+    d.frozen = s->desc.frozen;
+    s->desc = d;
+    s->rule = ampi_scaler_rule(&d);
+    return ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
+}
+
+/* Training as it was, in the settings of now.  Outcomes that were pending then are of good steps, and have been delivered. */
+AMPI_PRIVATE amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
+    amp_optimizer *o = k->desc.optimizer;
+    const amp_optimizer *then = &k->optimizer;
+    amp_loader *l = k->desc.loader;
+    int64_t i;
+    AMPI_TRY(ampi_may_wait(k->amp));
+    if (l != NULL) AMPI_TRY(amp_loader_seek(l, k->position / l->batches, k->position % l->batches));
+    AMPI_TRY(ampi_snapshot_copy(k, 0));
+    if (k->desc.scaler != NULL) AMPI_TRY(ampi_snapshot_rewind_scaler(k, k->desc.scaler));
+    for (i = 0; i < k->n_params; i++) amp_param_changed(k->params[i]);
+    for (i = 0; i < o->set->n; i++) {
+        amp_param *p = o->set->params[i];
+        p->grad_live = ampi_snapshot_of(k, p->grad.data) != NULL;
+    }
+    o->micro = then->micro;
+    o->attempts = o->delivered = then->attempts;
+    o->flushed = then->flushed;
+    o->desc.lr = then->desc.lr;
+    o->desc.seed = then->desc.seed;
+    ampi_set_unlink(o->set);
+    k->amp->desc.seed = k->seed;
+    k->amp->random_offset = k->precision.random_offset;
+    ampi_settings_changed(k->amp);
+    return AMP_OK;
+}
+
 /* ---- Verify */
 
 #define AMPI_VERIFY_DRAWS 2         /* random changes of each size */
@@ -17753,7 +17810,7 @@ typedef struct ampi_verify_tensor {
 typedef struct ampi_verifier {
     amp_context *amp;
     const amp_verify_desc *desc;
-    ampi_keep *keep;
+    ampi_snapshot *before;
     ampi_verify_tensor *tensors; int64_t n, n_capacity;
     char *reference; int64_t bytes;
     char *stage;                    /* 8 bytes for each element */
@@ -17798,10 +17855,10 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
     uint32_t random[AMPI_MULTI_BLOCK];
     int64_t i, k, first, m;
-    for (i = 0; i < v->keep->n_params; i++) {
-        amp_param *p = v->keep->params[i];
+    for (i = 0; i < v->before->n_params; i++) {
+        amp_param *p = v->before->params[i];
         int64_t count = amp_tensor_count(&p->weight), size = (int64_t)amp_dtype_size(p->weight.dtype), n;
-        const char *kept = count > 0 ? (const char *)ampi_kept(v->keep, p->weight.data) : NULL;
+        const char *kept = count > 0 ? (const char *)ampi_snapshot_of(v->before, p->weight.data) : NULL;
         uint64_t seed = ampi_row_seed(0x7665726966790000u, (int64_t)draw, i);
         for (first = 0; first < count; first += n) {
             n = AMPI_MIN(count - first, (int64_t)AMPI_VERIFY_STAGE);
@@ -17822,11 +17879,11 @@ AMPI_PRIVATE amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype
 
 /* Everything as it was kept, gradients zero, and the context in `dtype`; reference 1: everywhere. */
 AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
-    ampi_precision p = v->keep->precision;
+    ampi_precision p = v->before->precision;
     int64_t i;
-    AMPI_TRY(ampi_keep_restore(v->keep));
-    for (i = 0; i < v->keep->n_params; i++) {
-        amp_param *param = v->keep->params[i];
+    AMPI_TRY(ampi_snapshot_restore(v->before));
+    for (i = 0; i < v->before->n_params; i++) {
+        amp_param *param = v->before->params[i];
         if (param->grad.data == NULL) continue;
         param->grad_live = 0;
         AMPI_TRY(amp_fill(v->amp, param->grad.data, 0, amp_tensor_count(&param->grad) * (int64_t)amp_dtype_size(param->grad.dtype)));
@@ -18102,6 +18159,12 @@ AMPI_PRIVATE void ampi_verify_add(ampi_verifier *v, const char *name, int gradie
     v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
 }
 
+/* All that the host's step may change, for amp_verify and amp_tune. */
+AMPI_PRIVATE amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d, ampi_snapshot **out) {
+    const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, NULL, 1};
+    return ampi_snapshot_create(amp, function, &k, out);
+}
+
 AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
     const amp_verify_desc *d = v->desc;
@@ -18117,7 +18180,7 @@ AMPI_PRIVATE amp_result ampi_verify_memory(ampi_verifier *v) {
     if (v->bytes == 0) return ampi_fail(AMP_ERR_NULL, "amp_verify", "nothing to compare: no parameter has a gradient, and there are no outputs");
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
-    return ampi_keep_create(v->amp, "amp_verify", d->params, d->n_params, d->optimizer, d->scaler, &v->keep);
+    return ampi_verify_keep(v->amp, "amp_verify", d, &v->before);
 }
 
 AMPI_PRIVATE amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
@@ -18150,8 +18213,8 @@ AMPI_PRIVATE amp_result ampi_verify_whole(amp_context *amp, const amp_verify_des
     v.allowance = d.allowance > 0 ? d.allowance : 8;
     r = ampi_verify_memory(&v);
     if (r == AMP_OK) r = ampi_verify_run(&v, &report);
-    if (v.keep != NULL) restored = ampi_keep_restore(v.keep);
-    ampi_keep_destroy(v.keep);
+    if (v.before != NULL) restored = ampi_snapshot_restore(v.before);
+    ampi_snapshot_destroy(v.before);
     ampi_free(ampi_context_system(amp), v.stage, AMPI_VERIFY_STAGE, 8);
     ampi_free(ampi_context_system(amp), v.reference, v.bytes, 1);
     ampi_free(ampi_context_system(amp), v.tensors, v.n_capacity, sizeof *v.tensors);
@@ -19011,7 +19074,7 @@ typedef struct ampi_tune {
     ampi_candidate candidates[AMPI_TUNE_DTYPES];
     int n;
     int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
-    ampi_keep *keep;                /* what .verify names, as it was */
+    ampi_snapshot *before;          /* what .verify names, as it was */
     uint64_t key;                   /* of the results in the file */
     amp_state *state;               /* what the file holds, or NULL */
     int foreign;                    /* 1: the file is something else, and stays */
@@ -19302,7 +19365,7 @@ static amp_result ampi_tune_verify(ampi_tune *t) {
     for (k = 0; k < t->n; k++) if (t->candidates[k].dtype != AMP_F32) dtypes[v.n_dtypes++] = t->candidates[k].dtype;
     if (v.n_dtypes > 0) AMPI_TRY(amp_verify(t->amp, &v, &report));
     else report.n_rows = 0;
-    AMPI_TRY(ampi_keep_create(t->amp, "amp_tune", d->params, d->n_params, d->optimizer, d->scaler, &t->keep));
+    AMPI_TRY(ampi_verify_keep(t->amp, "amp_tune", d, &t->before));
     for (i = 0; i < report.n_rows; i++)
         for (k = 0; k < t->n; k++) {
             if (t->candidates[k].dtype != report.rows[i].dtype || report.rows[i].verdict == AMP_VERDICT_PASS) continue;
@@ -19363,8 +19426,8 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     AMPI_TRY(ampi_alloc(ampi_context_system(t->amp), "amp_tune", (void **)&times, (int64_t)t->n * t->desc.iterations, sizeof *times));
     for (k = 0; k < t->n; k++) t->candidates[k].times = times + k * t->desc.iterations;
     result = ampi_tune_run(t);
-    if (t->keep != NULL) restored = ampi_keep_restore(t->keep);
-    ampi_keep_destroy(t->keep);
+    if (t->before != NULL) restored = ampi_snapshot_restore(t->before);
+    ampi_snapshot_destroy(t->before);
     before.random_offset = ampi_precision_get(t->amp).random_offset;
     ampi_precision_set(t->amp, &before);
     ampi_free(ampi_context_system(t->amp), times, (int64_t)t->n * t->desc.iterations, sizeof *times);
@@ -19423,18 +19486,18 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
    still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
    until a number comes that is not among these: the new run's, which begins below. */
 
-#define AMPI_SNAPSHOT "amp"         /* prefix of the library's records; the host's go beside them */
-
-typedef struct ampi_snapshot {
-    amp_state *state;               /* NULL: none */
+/* What can be gone back to. */
+typedef struct ampi_recovery_point {
+    ampi_snapshot *training;        /* NULL: none */
+    amp_state *host;                /* what .save put there, or NULL */
     int64_t attempts, applied;      /* steps done until then */
-} ampi_snapshot;
+} ampi_recovery_point;
 
 struct amp_recovery {
     ampi_object object;
     amp_context *amp;
     amp_recovery_desc desc;         /* effective */
-    ampi_snapshot good, candidate;
+    ampi_recovery_point good, candidate;
     int32_t retries;                /* since .interval good steps */
     int64_t streak;                 /* applied steps without anomaly */
     int64_t next;                   /* applied steps when a snapshot is due */
@@ -19447,42 +19510,10 @@ struct amp_recovery {
     int32_t failures;               /* doublings that were followed by a halving */
 };
 
-static void ampi_snapshot_drop(ampi_snapshot *s) {
-    amp_state_destroy(s->state);
-    memset(s, 0, sizeof *s);
-}
-
-static int64_t ampi_weight_bytes(const amp_param *p) { return amp_tensor_count(&p->weight) * (int64_t)amp_dtype_size(p->weight.dtype); }
-
-/* Every weight between its memory and the state, through `scratch`. */
-static amp_result ampi_snapshot_weights(const amp_recovery *r, amp_state *state, int load, void *scratch) {
-    int64_t i;
-    for (i = 0; i < r->desc.n_params; i++) {
-        amp_param *p = &r->desc.params[i];
-        int64_t n = amp_tensor_count(&p->weight), bytes = ampi_weight_bytes(p);
-        if (n <= 0) continue;
-        if (!load) {
-            AMPI_TRY(ampi_fetch(r->amp, scratch, p->weight.data, (size_t)bytes));
-            AMPI_TRY(ampi_put(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, scratch, n));
-        } else {
-            AMPI_TRY(ampi_get(state, AMPI_SNAPSHOT, "weight", i, p->weight.dtype, scratch, n));
-            AMPI_TRY(ampi_send(r->amp, p->weight.data, scratch, (size_t)bytes));
-            amp_param_changed(p);
-        }
-    }
-    return AMP_OK;
-}
-
-static amp_result ampi_snapshot_move(const amp_recovery *r, amp_state *state, int load) {
-    const amp_system *s = ampi_context_system(r->amp);
-    int64_t i, most = 0;
-    amp_result result;
-    void *scratch;
-    for (i = 0; i < r->desc.n_params; i++) most = AMPI_MAX(most, ampi_weight_bytes(&r->desc.params[i]));
-    AMPI_TRY(ampi_alloc(s, "amp_recovery", &scratch, most, 1));
-    result = ampi_snapshot_weights(r, state, load, scratch);
-    ampi_free(s, scratch, most, 1);
-    return result;
+static void ampi_recovery_drop(ampi_recovery_point *p) {
+    ampi_snapshot_destroy(p->training);
+    amp_state_destroy(p->host);
+    memset(p, 0, sizeof *p);
 }
 
 /* What a save or load of the host's returned, as a result. */
@@ -19492,45 +19523,34 @@ static amp_result ampi_host_failed(const char *what, int code) {
     return ampi_fail(strcmp(amp_result_text((amp_result)code), "unknown result") ? (amp_result)code : AMP_ERR_STATE, "amp_recovery", "%s", why);
 }
 
-static amp_result ampi_snapshot_fill(const amp_recovery *r, ampi_snapshot *out) {
+static amp_result ampi_recovery_fill(const amp_recovery *r, ampi_recovery_point *out) {
     const amp_recovery_desc *d = &r->desc;
-    int64_t steps[AMPI_SAVED_STEPS];
+    const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, d->loader, 0};
+    amp_k_grad_stats found;
     int code;
-    AMPI_TRY(amp_state_create(&out->state, ampi_context_system(r->amp)));
-    AMPI_TRY(ampi_snapshot_move(r, out->state, 0));
-    AMPI_TRY(amp_optimizer_save(d->optimizer, out->state, AMPI_SNAPSHOT ".optimizer"));
-    if (d->scaler != NULL) AMPI_TRY(amp_scaler_save(d->scaler, out->state, AMPI_SNAPSHOT ".scaler"));
-    if (d->loader != NULL) AMPI_TRY(amp_loader_save(d->loader, out->state, AMPI_SNAPSHOT));
-    AMPI_TRY(amp_random_save(r->amp, out->state, AMPI_SNAPSHOT));
+    AMPI_TRY(ampi_snapshot_create(r->amp, "amp_recovery", &k, &out->training));
+    memcpy(&found, ampi_snapshot_of(out->training, d->optimizer->set->found), sizeof found);
+    out->attempts = d->optimizer->attempts;
+    out->applied = found.step;
+    if (d->save == NULL) return AMP_OK;
+    AMPI_TRY(amp_state_create(&out->host, ampi_context_system(r->amp)));
     ampi_error_text[0] = 0;
-    code = d->save ? d->save(d->user, out->state) : 0;
-    if (code != 0) return ampi_host_failed("save", code);
-    AMPI_TRY(ampi_get(out->state, AMPI_SNAPSHOT ".optimizer", "step", -1, AMP_I64, steps, AMPI_SAVED_STEPS));
-    out->attempts = steps[2];
-    out->applied = steps[5];
-    return AMP_OK;
+    code = d->save(d->user, out->host);
+    return code != 0 ? ampi_host_failed("save", code) : AMP_OK;
 }
 
-static amp_result ampi_snapshot_take(const amp_recovery *r, ampi_snapshot *out) {
-    amp_result result = ampi_snapshot_fill(r, out);
-    if (result != AMP_OK) ampi_snapshot_drop(out);
+static amp_result ampi_recovery_take(const amp_recovery *r, ampi_recovery_point *out) {
+    amp_result result = ampi_recovery_fill(r, out);
+    if (result != AMP_OK) ampi_recovery_drop(out);
     return result;
 }
 
-/* Everything as it was, but for the outcomes that were pending then: they are of good steps, and have been delivered. */
-static amp_result ampi_snapshot_restore(const amp_recovery *r, const ampi_snapshot *s) {
-    const amp_recovery_desc *d = &r->desc;
+static amp_result ampi_recovery_restore(const amp_recovery *r, const ampi_recovery_point *p) {
     int code;
-    AMPI_TRY(ampi_wait(r->amp));
-    AMPI_TRY(ampi_snapshot_move(r, s->state, 1));
-    AMPI_TRY(amp_optimizer_load(d->optimizer, s->state, AMPI_SNAPSHOT ".optimizer"));
-    d->optimizer->delivered = d->optimizer->attempts;
-    if (d->scaler != NULL && ampi_has_record(s->state, AMPI_SNAPSHOT ".scaler", "scale", -1))
-        AMPI_TRY(amp_scaler_load(d->scaler, s->state, AMPI_SNAPSHOT ".scaler"));
-    if (d->loader != NULL) AMPI_TRY(amp_loader_load(d->loader, s->state, AMPI_SNAPSHOT));
-    AMPI_TRY(amp_random_load(r->amp, s->state, AMPI_SNAPSHOT));
+    AMPI_TRY(ampi_snapshot_rewind(p->training));
+    if (p->host == NULL) return AMP_OK;
     ampi_error_text[0] = 0;
-    code = d->load ? d->load(d->user, s->state) : 0;
+    code = r->desc.load(r->desc.user, p->host);
     return code != 0 ? ampi_host_failed("load", code) : AMP_OK;
 }
 
@@ -19572,8 +19592,8 @@ static amp_result ampi_recovery_alive(const amp_recovery *r, const char *functio
 
 static void ampi_recovery_stop(ampi_object *object) {
     amp_recovery *r = (amp_recovery *)(void *)object;
-    ampi_snapshot_drop(&r->good);
-    ampi_snapshot_drop(&r->candidate);
+    ampi_recovery_drop(&r->good);
+    ampi_recovery_drop(&r->candidate);
     ampi_object_let_go(&r->desc.optimizer->object);
     if (r->desc.scaler != NULL) ampi_object_let_go(&r->desc.scaler->object);
     if (r->desc.loader != NULL) ampi_object_let_go(&r->desc.loader->object);
@@ -19596,7 +19616,7 @@ AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, con
     if (r->desc.interval == 0) r->desc.interval = 100;
     if (r->desc.max_retries == 0) r->desc.max_retries = 3;
     if (r->desc.max_retries == AMP_NO_RETRIES) r->desc.max_retries = 0;
-    result = ampi_as("amp_recovery_create", ampi_snapshot_take(r, &r->good));
+    result = ampi_as("amp_recovery_create", ampi_recovery_take(r, &r->good));
     if (result != AMP_OK) { amp_recovery_destroy(r); return result; }
     r->next = r->good.applied + r->desc.interval;
     ampi_object_enlist(&r->object, r->desc.params[0].name);
@@ -19711,9 +19731,9 @@ static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
     amp_optimizer *o = r->desc.optimizer;
     double lr = o->desc.lr;
     int64_t last = o->attempts;
-    AMPI_TRY(ampi_snapshot_restore(r, &r->good));
+    AMPI_TRY(ampi_recovery_restore(r, &r->good));
     if (keep_lr) o->desc.lr = lr;
-    ampi_snapshot_drop(&r->candidate);
+    ampi_recovery_drop(&r->candidate);
     r->undone = r->seen > r->good.attempts ? last : 0;
     r->next = r->good.applied + r->desc.interval;
     r->streak = r->fitted = 0;
@@ -19732,7 +19752,7 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
 
 /* Trouble that is only noted: snapshots since are worth nothing. */
 static void ampi_note_bad(amp_recovery *r) {
-    ampi_snapshot_drop(&r->candidate);
+    ampi_recovery_drop(&r->candidate);
     r->streak = r->fitted = 0;
     r->next = 0;
 }
@@ -19770,18 +19790,18 @@ static int ampi_is_undone(amp_recovery *r, int64_t step) {
 }
 
 static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
-    ampi_snapshot *c = &r->candidate;
+    ampi_recovery_point *c = &r->candidate;
     if (!record->outcome.applied) return;
     r->fitted++;
     if (++r->streak >= r->desc.interval) r->retries = 0;
-    if (c->state != NULL && record->outcome.step > c->attempts) {
-        ampi_snapshot_drop(&r->good);
+    if (c->training != NULL && record->outcome.step > c->attempts) {
+        ampi_recovery_drop(&r->good);
         r->good = *c;
         memset(c, 0, sizeof *c);
     }
-    if (c->state != NULL || r->desc.optimizer->micro > 0 || record->outcome.applied_steps < r->next) return;
+    if (c->training != NULL || r->desc.optimizer->micro > 0 || record->outcome.applied_steps < r->next) return;
     r->next = record->outcome.applied_steps + r->desc.interval;
-    if (ampi_snapshot_take(r, c) != AMP_OK)
+    if (ampi_recovery_take(r, c) != AMP_OK)
         ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->outcome.step,
                  (long long)r->good.applied, amp_last_error());
 }
@@ -19903,7 +19923,7 @@ AMP_API amp_result amp_recovery_memory(amp_recovery *recovery, amp_recovery_even
 AMPI_PRIVATE amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
     amp_recovery *r = recovery;
     amp_loader *before;
-    ampi_snapshot now;
+    ampi_recovery_point now;
     amp_result result;
     memset(&now, 0, sizeof now);
     if (r == NULL) return ampi_fail(AMP_ERR_NULL, "amp_recovery_batch", "recovery is NULL");
@@ -19915,12 +19935,12 @@ AMPI_PRIVATE amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *
     AMPI_TRY(ampi_may_wait(r->amp));
     before = r->desc.loader;
     r->desc.loader = loader;
-    result = ampi_snapshot_take(r, &now);
+    result = ampi_recovery_take(r, &now);
     if (result != AMP_OK) { r->desc.loader = before; return result; }
     if (loader != NULL) ampi_object_hold(&loader->object);
     if (before != NULL) ampi_object_let_go(&before->object);
-    ampi_snapshot_drop(&r->good);
-    ampi_snapshot_drop(&r->candidate);
+    ampi_recovery_drop(&r->good);
+    ampi_recovery_drop(&r->candidate);
     r->good = now;
     r->next = now.applied + r->desc.interval;
     return AMP_OK;
