@@ -1,213 +1,286 @@
 /* amp.h - v0.2.0 - mixed-precision training for C, C++ and CUDA programs - MIT licence, text at the end
    SPDX-License-Identifier: MIT
 
-   In one C file of a program:
+   What PyTorch's AMP and Apex give a Python program: a compute dtype chosen for the machine, autocast, a loss scaler,
+   operators with their backward, optimizers, a loader, exact checkpoints.  Every part works alone.  It does not
+   differentiate automatically (you call backward functions in reverse order), own your tensors (views point to memory
+   of yours, or amp_alloc's), have convolutions (bring yours, and take amp_gemm, scaler and optimizer), compute in fp8
+   (conversions are there), drop out inside attention, abort, exit, or print but for warnings and errors to stderr,
+   which a logger replaces.
 
-       #define AMP_IMPLEMENTATION
-       #include "amp.h"
+   A WHOLE PROGRAM     C99 and C++20.  ./program fp16 trains in fp16; ./program fp16 program.state goes on from there.
 
-   In every other file only the #include.  The shortest complete use, a linear model in the dtype chosen for the machine:
+    #define AMP_IMPLEMENTATION
+    #include "amp.h"
+    #include <stdio.h>
+    #include <stdlib.h>
 
-       #define AMP_IMPLEMENTATION
-       #include "amp.h"
-       #include <stdio.h>
-       #include <stdlib.h>
+    enum { IN = 8, HIDDEN = 64, BATCH = 32, STEPS = 600 };
+    static amp_context *amp; static amp_scaler *scaler; static amp_optimizer *optimizer;
+    static amp_loader *train, *valid;
+    static amp_param params[4];
+    static amp_tensor h, dh, logits, loss;
 
-       static float w[10 * 4], dw[10 * 4], x[8 * 4], y[8 * 10], loss;
-       static int32_t labels[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-
-       static void check(amp_result result) {
-           if (result != AMP_OK) { fprintf(stderr, "%s\n", amp_last_error()); exit(1); }
-       }
-
-       int main(void) {
-           amp_context *amp; amp_optimizer *opt;
-           amp_tensor in = amp_tensor2(x, AMP_F32, 8, 4), out = amp_tensor2(y, AMP_F32, 8, 10);
-           amp_param p = {.name = "w", .weight = amp_tensor2(w, AMP_F32, 10, 4), .grad = amp_tensor2(dw, AMP_F32, 10, 4)};
-           amp_optimizer_desc adamw = {.params = &p, .n_params = 1, .lr = 0.1};
-           for (int i = 0; i < 32; i++) x[i] = (float)(i * i % 13) - 6;  // eight rows, no two alike
-           check(amp_open(&amp, NULL));
-           check(amp_param_register(amp, &p, 1));
-           check(amp_optimizer_create(amp, &opt, &adamw));
-           for (int step = 1; step <= 100; step++) {
-               amp_linear_op linear = {.x = in, .y = out, .weight = &p, .dy = out};
-               amp_cross_entropy_op ce = {.logits = out, .dlogits = out, .labels = labels, .loss = &loss};
-               check(amp_autocast_begin(amp, NULL));  // computes in the dtype chosen for this machine
-               check(amp_linear(amp, &linear));
-               check(amp_cross_entropy(amp, &ce));  // the loss, and its gradient in place of the logits
-               check(amp_autocast_end(amp));
-               check(amp_linear_backward(amp, &linear));
-               check(amp_step(opt, NULL));  // finite check, norm, AdamW
-               if (step == 1 || step == 100) printf("step %d: loss %.3f\n", step, loss);
-           }
-           amp_optimizer_destroy(opt);
-           amp_close(amp);
-           return 0;
-       }
-
-       gcc -O2 program.c -o program -lm -lpthread
-
-   CONTENTS (search for the tag; the API has them in three parts: what a training program calls, the rest, and what
-   kernels and backends are made of; each part, and the implementation, in this order)
-
-       >>base        results, last error, log, memory, files, threads, clock
-       >>numbers     formats, conversions, rounding, finite checks, random numbers
-       >>machine     what this machine can do, and which precision to use on it
-       >>tensors     views, ranges, parameters, masks
-       >>state       the blob that a checkpoint is saved in
-       >>backends    the context; kernels and the table a device is driven through
-       >>masks       masks written out, and kept
-       >>autocast    regions, policies, overrides, the cast cache
-       >>operators   linear, matmul, gemm, attention, norms, softmax, activations, losses, embedding, dropout
-       >>gradients   sets, the loss scaler, optimizers, the step
-       >>data        the prefetching loader: token files, .npy arrays, callbacks
-       >>watch       settings, status, records of steps and epochs, how values fit a format
-       >>care        verify, gradient check, advice, tuning, recovery
-
-   AT A GLANCE
-
-       open and close         amp_cpu amp_open amp_close amp_query amp_query_machine amp_query_choice amp_set_dtype
-                              amp_set_enabled
-       memory                 amp_alloc amp_free amp_copy amp_fill amp_sync amp_memory amp_memory_reset_peak
-                              amp_cleanup amp_event_record amp_event_wait
-       errors                 amp_last_error amp_result_text amp_result_hint amp_version
-       files                  amp_file_write_atomic amp_file_read_all amp_file_free amp_system_default
-       numbers                amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
-       tensors                amp_tensor1 to amp_tensor4, amp_tensor_count
-       precision              amp_machine_probe amp_machine_text amp_choose
-       parameters             amp_param_register amp_param_forget amp_param_changed amp_param_accumulate amp_param_dtype
-       regions                amp_autocast_begin amp_autocast_end amp_autocast_active
-       recomputing            amp_recompute_begin amp_recompute_end
-       decisions              amp_autocast_decide amp_autocast_compute amp_autocast_result amp_autocast_cast
-                              amp_autocast_input amp_autocast_output
-       policies               amp_operator_register amp_operator_override amp_layer_override
-       cast cache             amp_cast_cache_info amp_cast_cache_clear
-       mask cache             amp_mask_get amp_mask_release amp_mask_cache_info amp_mask_cache_drop amp_mask_cache_clear
-       operators              amp_linear amp_matmul amp_gemm amp_attention amp_layernorm amp_rmsnorm amp_softmax
-                              amp_activation amp_swiglu amp_cross_entropy amp_mse amp_embedding amp_dropout
-                              (each but gemm and the losses with _backward), amp_add amp_cast
-       loss scaling           amp_scaler_create amp_scaler_scale_ptr amp_scaler_check amp_scaler_update amp_scaler_get
-                              amp_scaler_set_scale amp_scaler_rescale
-       gradients              amp_grad_set_create amp_grad_set_stats amp_grad_set_device amp_grad_set_apply
-       optimizers             amp_optimizer_create amp_optimizer_step amp_step amp_step_result_next amp_optimizer_bytes
-                              amp_optimizer_set_lr amp_optimizer_set_clip amp_optimizer_set_accumulation
-                              amp_optimizer_set_weight
-       graphs                 amp_graph_begin amp_graph_end amp_graph_launch
-       data                   amp_loader_create amp_loader_next amp_loader_seek amp_loader_stop amp_loader_query
-                              amp_loader_info_get
-       checkpoints            amp_state_create amp_state_put amp_state_get amp_state_save amp_state_load, and
-                              amp_scaler_save amp_optimizer_save amp_loader_save amp_random_save with their _load;
-                              every created object has _destroy, and _query for its effective settings
-       settings               amp_settings_set amp_settings_read_file amp_settings_read_env amp_settings_fill
-                              amp_settings_fill_loader amp_settings_apply amp_settings_text
-       watching               amp_status_get amp_monitor_create amp_monitor_phase amp_monitor_step amp_monitor_next
-                              amp_monitor_epoch amp_tensor_stats_create amp_tensor_stats_step amp_profile_push
-       care                   amp_verify amp_verify_placement amp_gradcheck amp_gradcheck_text amp_advise amp_advice_apply
-                              amp_tune amp_recovery_create amp_recovery_step amp_recovery_memory amp_recovery_batch
+    static void check(amp_result result) {
+        if (result != AMP_OK) { fprintf(stderr, "%s\n", amp_last_error()); exit(1); }
+    }
+    static void copy(void *to, const void *from, int64_t n) {  // floats, also between host and GPU
+        check(amp_copy(amp, to, from, 4 * n, AMP_COPY_DEFAULT));
+        check(amp_sync(amp));
+    }
+    static amp_tensor zeros(amp_dtype dtype, int64_t rows, int64_t cols) {  // rows 0: a vector
+        int64_t bytes = (rows > 0 ? rows : 1) * cols * (int64_t)amp_dtype_size(dtype);
+        void *data;
+        check(amp_alloc(amp, &data, bytes));
+        check(amp_fill(amp, data, 0, bytes));
+        return rows > 0 ? amp_tensor2(data, dtype, rows, cols) : amp_tensor1(data, dtype, cols);
+    }
+    static amp_param param(const char *name, int64_t rows, int64_t cols) {
+        amp_param p = {.name = name, .weight = zeros(AMP_F32, rows, cols), .grad = zeros(AMP_F32, rows, cols)};
+        float start[HIDDEN * IN];
+        for (int i = 0; i < rows * cols; i++) start[i] = amp_random_uniform((uint64_t)rows, (uint64_t)i) - 0.5f;
+        copy(p.weight.data, start, rows * cols);
+        return p;
+    }
+    // Called by the loader's threads.  A sample: eight numbers; whether the first two have the same sign.
+    static int read_sample(void *user, const amp_sample *sample, void *const *fields) {
+        float *x = (float *)fields[0]; int32_t *label = (int32_t *)fields[1];
+        for (int i = 0; i < IN; i++) x[i] = amp_random_uniform(1, (uint64_t)(sample->sample * IN + i)) - 0.5f;
+        *label = x[0] * x[1] > 0;
+        return user != NULL;  // 0: success
+    }
+    static float run(amp_loader *loader, amp_mode mode) {  // one batch; its loss
+        amp_batch batch; float value;
+        check(amp_loader_next(loader, &batch));
+        amp_autocast_desc region = {.mode = mode};
+        amp_linear_op fc1 = {.x = amp_tensor2(batch.fields[0], AMP_F32, BATCH, IN), .y = h, .weight = &params[0],
+                             .bias = &params[1], .act = AMP_ACT_RELU, .dy = dh};
+        amp_linear_op fc2 = {.x = h, .y = logits, .weight = &params[2], .bias = &params[3], .dy = logits, .dx = dh};
+        amp_cross_entropy_op ce = {.logits = logits, .dlogits = logits, .labels = batch.targets,
+                                   .grad_scale = amp_scaler_scale_ptr(scaler), .loss = (float *)loss.data};
+        check(amp_autocast_begin(amp, &region));
+        check(amp_linear(amp, &fc1));
+        check(amp_linear(amp, &fc2));
+        check(amp_cross_entropy(amp, &ce));  // the loss, and its gradient in place of the logits
+        check(amp_autocast_end(amp));
+        if (mode == AMP_MODE_TRAINING) {
+            check(amp_linear_backward(amp, &fc2));
+            check(amp_linear_backward(amp, &fc1));
+            check(amp_step(optimizer, scaler));
+        }
+        copy(&value, loss.data, 1);
+        return value;
+    }
+    static void checkpoint(const char *path, int load) {
+        amp_state *state; float host[HIDDEN * IN];
+        check(load ? amp_state_load(&state, NULL, path) : amp_state_create(&state, NULL));
+        for (amp_param *p = params; p < params + 4; p++) {
+            int64_t n = amp_tensor_count(&p->weight);
+            if (!load) copy(host, p->weight.data, n);
+            check(load ? amp_state_get(state, p->name, AMP_F32, host, n) : amp_state_put(state, p->name, AMP_F32, host, n));
+            if (load) { copy(p->weight.data, host, n); amp_param_changed(p); }
+        }
+        check(load ? amp_optimizer_load(optimizer, state, "adamw") : amp_optimizer_save(optimizer, state, "adamw"));
+        check(load ? amp_scaler_load(scaler, state, "scaler") : amp_scaler_save(scaler, state, "scaler"));
+        check(load ? amp_loader_load(train, state, "train") : amp_loader_save(train, state, "train"));
+        if (!load) check(amp_state_save(state, path));
+        amp_state_destroy(state);
+    }
+    int main(int argc, char **argv) {
+        amp_desc desc = {.level = AMP_LEVEL_O1};  // weights in fp32; the region's dtype follows
+        amp_choice choice;
+        check(amp_dtype_parse(argc > 1 ? argv[1] : "auto", &desc.dtype));
+        check(amp_open(&amp, &desc));
+        check(amp_query_choice(amp, &choice));
+        printf("%s: %s\n", amp_dtype_name(choice.dtype), choice.reason);
+        params[0] = param("fc1.weight", HIDDEN, IN); params[1] = param("fc1.bias", 0, HIDDEN);
+        params[2] = param("fc2.weight", 2, HIDDEN);  params[3] = param("fc2.bias", 0, 2);
+        check(amp_param_register(amp, params, 4));
+        amp_dtype store = choice.dtype == AMP_TF32 ? AMP_F32 : choice.dtype;  // of activations; tf32 is none
+        h = zeros(store, BATCH, HIDDEN); dh = zeros(store, BATCH, HIDDEN);
+        logits = zeros(AMP_F32, BATCH, 2); loss = zeros(AMP_F32, 0, 1);
+        amp_source source = {.read = read_sample, .samples = 4096,
+                             .fields = {{.dtype = AMP_F32, .count = IN}, {.dtype = AMP_I32, .count = 1}}, .n_fields = 2};
+        amp_loader_desc first = {.source = &source, .shuffle = 1, .batch = BATCH, .last = 3840};
+        amp_loader_desc rest = {.source = &source, .batch = BATCH, .first = 3840};
+        amp_scaler_desc scaling = {.disable = !choice.scaler};  // only fp16 needs one
+        amp_optimizer_desc adamw = {.params = params, .n_params = 4, .lr = 0.01, .weight_decay = 0.01, .clip_norm = 1};
+        check(amp_loader_create(amp, &train, &first));
+        check(amp_loader_create(amp, &valid, &rest));
+        check(amp_scaler_create(amp, &scaler, &scaling));
+        check(amp_optimizer_create(amp, &optimizer, &adamw));
+        if (argc > 2) checkpoint(argv[2], 1);
+        for (int step = 1; step <= STEPS; step++) {
+            float value = run(train, AMP_MODE_TRAINING), mean = 0;
+            if (step % 200 != 0) continue;
+            for (int i = 0; i < 8; i++) mean += run(valid, AMP_MODE_INFERENCE) / 8;
+            printf("step %d: loss %.3f, validation %.3f\n", step, (double)value, (double)mean);
+        }
+        checkpoint("program.state", 0);
+        amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler);
+        amp_loader_destroy(train); amp_loader_destroy(valid);
+        amp_close(amp);  // frees what amp_alloc gave, too
+        return 0;
+    }
 
    BUILD
 
-       AMP_IMPLEMENTATION   in one file      brings the implementation; there, include amp.h before system headers
-                                             when compiling with -std=c99 (it asks them for POSIX)
-       AMP_STATIC           in that file     everything private to it; thread state and caches are then per file
-       AMP_API              in all files     may be predefined, for example with a visibility attribute
-       -lm -lpthread        when linking     no -march is needed: instruction sets are chosen at run time
+       gcc -O2 program.c -o program -lm -lpthread
 
-   AMP.H DOES NOT
+       One file of a program defines AMP_IMPLEMENTATION, best one of its own that is compiled once, as C for C++ too; all
+       others have the #include alone:
 
-       differentiate automatically: you call backward functions in reverse order;
-       own your tensors: views point to memory that you allocate, with amp_alloc or yourself;
-       have convolutions: bring yours, and take amp_gemm, the scaler and the optimizer;
-       compute in fp8 (conversions are there), or drop out inside attention;
-       abort, exit or print, except for warnings and errors to stderr, which a logger replaces.
+       printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > amp.c
+       gcc -O2 -c amp.c
+       gcc -O2 program.c amp.o -o program -lm -lpthread
+       g++ -O2 -std=c++20 program.cpp amp.o -o program -lpthread
 
-   STEP BY STEP
+       An NVIDIA GPU (none has run this so far; tests run it on a model of one) is desc.backend = amp_cuda().  What
+       tensors, labels and loss point to is then in its memory: amp_alloc's, or your own.
 
-       0 Set every struct to 0 before filling it: = {.x = x}, = {0}, in C++ = {}.  A field left out has its default.
-         Check every result.  Compile with -O2 (-O0 is many times slower), amp.h in a file of its own: seconds, but once.
-       1 amp_open chooses backend and precision; amp_query_choice tells it, with the reason.
-       2 Describe parameters as amp_param (name, weight, grad) and call amp_param_register; the array must stay.  Call
-         amp_param_changed after changing weights yourself: casts of them are cached.  Level O2 wants weights in 16 bits
-         (amp_param_dtype), set by amp_optimizer_set_weight, which keeps fp32 masters of them.
-       3 amp_scaler_create for fp16, amp_optimizer_create for all; amp_loader_create if you read tokens.
-       4 Each step: amp_loader_next; amp_autocast_begin; forward operators, loss with dlogits and
-         .grad_scale = amp_scaler_scale_ptr(scaler); amp_autocast_end; backward operators in reverse; amp_step.
-         Gradients need no zeroing: the first backward after a step overwrites them, later ones add.
-         Activations may be stored in any of fp32, fp16 and bf16; amp_autocast_result says which PyTorch would return.
-         To evaluate: a region with .mode = AMP_MODE_INFERENCE, and no backward.
-       5 amp_step_result_next tells what became of each step, two steps later: applied or skipped, norm, scale.
-       6 To save: amp_state_create, *_save of each object, amp_state_save; your weights in a format of yours.
-       7 To watch and to survive: amp_monitor_create (records as JSON lines, in place of amp_step_result_next),
-         amp_status_text, amp_tensor_stats_create; amp_verify once before a long run; amp_recovery_create.
-       8 Several ranks: amp_desc.reducer is called for each parameter's gradient in every step, in one order on all.
+       nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu
+       gcc -O2 -c program.c
+       nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
+
+       Without -O2 all is many times slower; -march is not needed.  Under -std=c99 amp.c includes amp.h before system
+       headers.  AMP_STATIC beside AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.
+       Some g++ -Wextra want -Wno-missing-field-initializers.
+
+   STEP BY STEP     for a reader who knows PyTorch
+
+       1 Zero every struct: = {.x = x}, = {0}, in C++ also = {}.  A field left out has its default.  Check every result:
+         amp_last_error() says function, field, value, what is allowed and how to mend it.
+       2 amp_open(&amp, &desc), or NULL for &desc.  .dtype 0, "auto": bf16 where the machine computes in it, fp16 on
+         older GPUs, else fp32; amp_query_choice says which, and why.
+       3 Parameters: a name, weight and grad, whose memory is yours; grad has the weight's shape, in fp32 or its dtype;
+         without grad it is frozen.  amp_param_register(amp, params, n), before the optimizer; the array must not move.
+         After changing a weight yourself call amp_param_changed(&params[i]): casts of weights are cached.  Weights in
+         16 bits (level O2, amp_param_dtype) are set by amp_optimizer_set_weight, and get fp32 masters.
+       4 Activations and their gradients are yours: amp_tensor has .data .dtype .ndim .shape .stride (0: contiguous).
+         Each may be fp32, fp16 or bf16.  As PyTorch does, take the region's dtype for what operators hand on, but fp32
+         for logits; loss, mean, rstd, lse are float.  Not free are: one dtype for all of attention; dx like x in
+         softmax, activation and mse, dy like y in the first two; dy of linear with .act like .pre, without like y.
+       5 A region, amp_autocast_begin to amp_autocast_end, sets what operators compute in, whatever their operands are
+         stored in.  Backward comes after it and computes as forward did, which the op noted: keep the op until then,
+         and what it points to.
+       6 Backward goes in reverse.  Gradients of parameters need no zeroing: the first backward after a step overwrites
+         them, later ones add.  dx is overwritten: where a tensor goes two ways, amp_add(amp, &dx1, &dx2, &dx).
+       7 A scaler for fp16: not the loss but its gradient is scaled, by .grad_scale.  amp_step(optimizer, scaler) is
+         unscale_, clip_grad_norm_, step and update, and skips where gradients are infinite or NaN.
+       8 .accumulation = n: amp_step after each of n backward passes; the last one steps with the mean.  Schedules:
+         amp_optimizer_set_lr(optimizer, lr).  .weight_decay is for matrices alone; .groups (amp_param_group) by names.
+       9 while (amp_step_result_next(optimizer, &result)): each step's result, two steps later: .applied, .norm, .scale,
+         .first_bad.  The first steps in fp16 may be skipped, until the scale fits.
+      10 Data: a callback as above, .path of token files with .seq, .arrays of .npy files.  A batch holds until the next.
+      11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: dropout does nothing, and no backward can follow.
+      12 Save between steps: weights, optimizer, scaler, loader, with dropout (desc.seed) amp_random_save(amp, state, "r").
+         Load into the same objects, weights first, and the run goes on with the same bits.
+      13 Destroy what you created, then amp_close(amp).
+      14 Then: amp_monitor_create (JSON lines, in place of amp_step_result_next), amp_tensor_stats_create, amp_verify,
+         amp_recovery_create; amp_desc.reducer for several ranks.
+
+   OPERATORS     amp_NAME(amp, &op), then amp_NAME_backward(amp, &op).  Fields of amp_NAME_op in their order; [optional];
+                 | for backward.  (rows, n): leading dimensions count as rows
+
+       linear         .x (rows, in) .y (rows, out) [.pre like y] .weight (out, in) [.bias (out)] [.act] | .dy [.dx]
+                      y = act(x weight^T + bias); act AMP_ACT_RELU; with .pre too AMP_ACT_GELU (tanh), AMP_ACT_GELU_ERF
+       layernorm      .x [.residual .sum] .y (rows, n) [.weight .bias (n)] .mean .rstd (float[rows]) | .dy [.dsum] .dx
+                      amp_norm_op.  y = norm(x), or sum = x + residual, y = norm(sum); dx: of x and of residual;
+                      dsum: of sum's other uses
+       rmsnorm        .x [.residual .sum] .y [.weight] .rstd | .dy [.dsum] .dx     amp_norm_op
+       activation     .x .y [.bias] .act | .dy .dx          also AMP_ACT_TANH, AMP_ACT_SILU
+       swiglu         .gate .up .y [.gate_bias .up_bias] | .dy .dgate .dup         y = silu(gate) up
+       dropout        .x .y .p | .dy .dx
+       embedding      .ids (int32_t[rows]) .table (vocab, n) [.positions (seq, n) .seq] .y (rows, n) | .dy
+       attention      .q .k .v .o (batch, positions, heads, dim), any strides, .lse (float[batch heads positions])
+                      [.scale .mask] | .d_o .dq .dk .dv     .mask = {.kind = AMP_MASK_CAUSAL}
+       softmax        .x .y [.scale .mask] | .dy .dx        over the last dimension
+       matmul         .a .b .y (batch, m, n) [.trans_a .trans_b .alpha] | .dy [.da .db]
+       cross_entropy  .logits (rows, n) [.dlogits] .labels (int32_t[rows], -100: none) [.label_smoothing .grad_scale]
+                      .loss (float[1])                      both losses: no backward call
+       mse            .x .target [.dx] [.grad_scale] .loss
+       Besides amp_add, amp_cast, and amp_gemm for cblas_sgemm.  In place, the same view, may be: dlogits on logits; dx
+       of mse on x; y on x in dropout, softmax, TANH and RELU; dx on dy in dropout, softmax and activation; sum on x or
+       residual, dx on dsum; amp_add and amp_cast.
+
+   CONTENTS AT A GLANCE     tags to search for.  The API has them in three parts: what a training program calls, the rest,
+                            and what kernels and backends are made of; each part, and the implementation, in this order.
+                            Created objects have _destroy, and _query for their settings
+
+       >>base       amp_last_error amp_result_text amp_result_hint amp_version amp_file_write_atomic amp_file_read_all
+                    amp_file_free amp_system_default
+       >>numbers    amp_f16_from_f32 and its kin, amp_convert amp_count_nonfinite amp_random_u32 amp_dtype_parse
+       >>machine    amp_machine_probe amp_machine_text amp_choose
+       >>tensors    amp_tensor1 to amp_tensor4, amp_tensor_count
+       >>state      amp_state_create _put _get _save _load
+       >>backends   amp_open amp_close amp_query _machine _choice, amp_set_dtype amp_set_enabled amp_cpu amp_cuda
+                    amp_alloc amp_free amp_copy amp_fill amp_sync amp_event_record amp_event_wait amp_memory
+                    amp_memory_reset_peak amp_cleanup amp_param_register _forget _changed _accumulate _dtype
+       >>masks      amp_mask_get amp_mask_release amp_mask_cache_info _drop _clear
+       >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
+                    _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear
+       >>operators  those above, amp_random_save
+       >>gradients  amp_step amp_step_result_next amp_scaler_create _scale_ptr _check _update _get _set_scale _rescale
+                    _save, amp_grad_set_create _stats _device _apply, amp_optimizer_create _step _set_lr _set_clip
+                    _set_accumulation _set_weight _bytes _save, amp_graph_begin _end _launch
+       >>data       amp_loader_create _next _seek _stop _info_get _save
+       >>watch      amp_settings_set _read_file _read_env _fill _fill_loader _apply _text, amp_status_get,
+                    amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step, amp_profile_push
+       >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune
+                    amp_recovery_create _step _memory _batch
+
+   ERRORS  Every fallible call returns an amp_result, and on failure leaves its outputs as they were.  Overflow and
+       skipped steps are no errors but data: see amp_step_result.
+   HEADERS  All files of a program include one amp.h: amp_open looks at each that is linked with its caller, and error 105
+       names the first that was compiled against another version, or with other sizes of structs.  So
+       do calls that take a struct before amp_open: amp_machine_*, amp_choose, amp_settings_*; amp_system,
+       amp_convert_desc and amp_tensor never change.  Not seen: with amp.h in a shared library, what the program calls
+       before amp_open (give its soname the version); with AMP_STATIC, and where programs are neither ELF nor Mach-O,
+       other files than the one that calls amp_open.
+       Every function is a symbol by its own name; inline are scalar conversions, amp_tensor1 to 4, and amp_open, which
+       other languages call as amp_open_abi.
+   TEXTS  Functions that write one take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
+   MEMORY  All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
+   FILES  What is read whole (settings, states) may be a pipe; data must be regular files.  The library takes no
+       descriptor below 3 and changes no disposition of a signal; a limit on file sizes is AMP_ERR_WRITE.
+   STABLE  Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor version; the
+       change log stands at the end.
 
    NUMBERS
 
-       format   bits  exponent  mantissa  largest     smallest normal  smallest   unit roundoff
-       fp32     32    8         23        3.4e38      1.2e-38          1.4e-45    6.0e-8
-       tf32     19    8         10        3.4e38      1.2e-38                     4.9e-4
-       fp16     16    5         10        65504       6.1e-5           6.0e-8     4.9e-4
-       bf16     16    8         7         3.4e38      1.2e-38          9.2e-41    3.9e-3
-       E4M3     8     4         3         448         1.6e-2           2.0e-3     6.3e-2
-       E5M2     8     5         2         57344       6.1e-5           1.5e-5     1.3e-1
+       format  exponent  mantissa  largest  smallest normal  smallest  unit roundoff
+       fp32    8         23        3.4e38   1.2e-38          1.4e-45   6.0e-8
+       tf32    8         10        3.4e38   1.2e-38                    4.9e-4
+       fp16    5         10        65504    6.1e-5           6.0e-8    4.9e-4
+       bf16    8         7         3.4e38   1.2e-38          9.2e-41   3.9e-3
+       E4M3    4         3         448      1.6e-2           2.0e-3    6.3e-2
+       E5M2    5         2         57344    6.1e-5           1.5e-5    1.3e-1
 
-       Rounding is to nearest, ties to even (tf32: away from zero).  Beyond the largest value a conversion gives
-       infinity (E4M3, which has none: NaN) unless it is asked to saturate.  NaN stays NaN.
+       Rounding, overflow and NaN: see the scalar conversions.
 
-   GLOSSARY
+   THREADS  A context may be used from several threads at once by operators, amp_gemm, regions and memory calls.  Setting
+       up (registering, overriding), and each scaler, optimizer, set and loader, is one thread's business at a time, but
+       for amp_loader_stop and amp_loader_info_get.  Regions and the last-error text belong to their thread.  No callback
+       of yours is called under a lock of the library's: a logger, allocator or reducer may call it in turn.
+       Kernels run on threads of the context's own (.threads; .share_threads: of another context; .parallel: of the
+       host), started by the first call that is worth it.  In all contexts together no more run than there are cores;
+       where other programs need those, the caller works alone for a while.
+       A child of fork starts threads of its own; calls on the parent's loader return 106; destroying it, and amp_close of
+       the parent's context, do nothing.  Fork while no other thread is in the library.
+       When the system has no more threads, kernels run on fewer, with one warning; a loader returns 302.
 
-       loss scale      factor on the loss's gradient, so that small fp16 gradients do not become 0
-       found_inf       some gradient was infinite or NaN: the step is skipped and the scale shrinks
-       growth interval clean steps after which the scale grows
-       master weights  the fp32 weights an optimizer updates when the model's own are 16-bit
-       remainder       the 16 bits that make a bf16 weight an fp32 master
-       region          the code between amp_autocast_begin and amp_autocast_end, per thread
-       island          a region with .disable, inside another
-       epilogue        what is done to a matrix product while it is still in registers: bias, activation
-       recomputing     a block's forward once more before its backward, instead of keeping its activations
-       packed weight   a copy of a matrix in the order and dtype in which the kernel reads it
+   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
+       from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they do not agree:
 
-   ERRORS     Every fallible call returns an amp_result, and on failure leaves its outputs as they were;
-              amp_last_error says id, function, field, value, what is allowed and how to mend it.  Overflow
-              and skipped steps are no errors but data: see amp_step_result.
-   HEADERS    All files of a program include one amp.h: amp_open looks at each that is linked with its caller, and error
-              105 names the first that was compiled against another version, or with other sizes of structs (flags,
-              packing).  So do calls that take a struct before amp_open: amp_machine_*, amp_choose, amp_settings_*;
-              amp_system, amp_convert_desc and amp_tensor never change.  Not seen: with amp.h in a shared library,
-              what the program calls before amp_open (give its soname the version); with AMP_STATIC, and where
-              programs are neither ELF nor Mach-O, other files than the one that calls amp_open.
-              Every function is a symbol by its own name; inline are scalar conversions, amp_tensor1 to 4, and
-              amp_open, which other languages call as amp_open_abi.
-   TEXTS      Functions that write one take (text, size) and return the length needed, as snprintf; 0 for a NULL struct.
-   MEMORY     All of it comes from amp_system.alloc.  Operators take scratch from there too, and give it back.
-   THREADS    A context may be used from several threads at once by operators, amp_gemm, regions and memory
-              calls.  Setting up (registering, overriding), and each scaler, optimizer, set and loader, is one
-              thread's business at a time, but for amp_loader_stop and amp_loader_info_get.  Regions and the
-              last-error text belong to their thread.  No callback of yours is called under a lock of the
-              library's: a logger, allocator or reducer may call it in turn.
-              Kernels run on threads of the context's own (.threads; .share_threads: of another context; .parallel:
-              of the host), started by the first call that is worth it.  In all contexts together no more run than
-              there are cores; where other programs need those, the caller works alone for a while.
-              A child of fork starts threads of its own; calls on the parent's loader return 106; destroying it, and
-              amp_close of the parent's context, do nothing.  Fork while no other thread is in the library.
-              When the system has no more threads, kernels run on fewer, with one warning; a loader returns 302.
-   FILES      What is read whole (settings, states) may be a pipe; data must be regular files.  The library takes no
-              descriptor below 3 and changes no disposition of a signal; a limit on file sizes is AMP_ERR_WRITE.
-   SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a
-              restart from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they
-              do not agree:
+       what                                   runs  threads  restarts  CPU paths that agree
+       casts, random numbers, dropout, masks  yes   yes      yes       all
+       embedding, add, scaler, order of data  yes   yes      yes       all
+       activations, SwiGLU, optimizers        yes   yes      yes       AVX2 and up
+       norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up
+       gradient norms, products but in bf16   yes   yes      yes       AVX-512 and up
+       products in bf16                       yes   yes      yes       none
 
-              what                                     runs  threads  restarts  CPU paths that agree
-              casts, random numbers, dropout, masks    yes   yes      yes       all
-              embedding, add, scaler, order of data    yes   yes      yes       all
-              activations, SwiGLU, optimizers          yes   yes      yes       AVX2 and up
-              norms, softmax, attention, losses        yes   yes      yes       AVX-512 and up
-              gradient norms, products but in bf16     yes   yes      yes       AVX-512 and up
-              products in bf16                         yes   yes      yes       none
-
-              Conversions, finite checks and the scaler stay right under -Ofast.
-   STABLE     Result numbers and the state format are for ever.  Before 1.0 the rest may change with the minor
-              version; the change log stands at the end. */
+       Conversions, finite checks and the scaler stay right under -Ofast. */
 
 #ifndef AMP_H_INCLUDED
 #define AMP_H_INCLUDED
@@ -246,15 +319,14 @@ extern "C" {
 #  define AMPI_HD AMPI_INLINE
 #endif
 
-/* ==== PART ONE: what a training program calls =======================================================
-   Each part has its sections in the order of the implementation. */
+/* ==== PART ONE: what a training program calls ==== */
 
-/* ==== 1 >>base ======================================================================================
+/* ==== 1 >>base ====
    Result codes, the last-error text, the log, and the layer through which all memory, files, threads
-   and time go.  Every fallible function returns an amp_result; 0 is success.                          */
+   and time go. */
 
 /* X(name, number, text, hint).  Numbers are for ever: they are never reused or changed.
-   1xx arguments, 2xx numerics, 3xx memory and threads, 4xx files and data, 5xx devices and hooks. */
+   1xx arguments, 2xx numbers, 3xx memory and threads, 4xx files and data, 5xx devices and hooks. */
 #define AMP_RESULTS(X) \
     X(AMP_OK,                0, "success",                               "") \
     X(AMP_ERR_NULL,        101, "a required pointer is NULL",            "pass the object or buffer the text names") \
@@ -321,8 +393,7 @@ typedef struct amp_logger {
     amp_log_level level;            /* most detailed level that is written; default AMP_LOG_WARNING */
 } amp_logger;
 
-/* Everything the library asks of the machine goes through this table.  A NULL member means the POSIX
-   default, so a host replaces only what it wants.  File calls return 0 (or a byte count) or -errno.
+/* Everything the library asks of the machine goes through this table; a NULL member is POSIX's.  File calls return 0 (or a byte count) or -errno.
    alloc and free come both or neither: size 0 is never asked for, align is a power of two up to 4096.
    thread_start, thread_join and thread_detach come all or none: each thread that was started is joined or, when a
    call of this table never returns in it, detached. */
@@ -360,7 +431,7 @@ typedef enum amp_cpu_path {
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
 
-/* ==== 2 >>numbers ================================================================================ */
+/* ==== 2 >>numbers ==== */
 
 typedef enum amp_dtype {
     AMP_DTYPE_DEFAULT = 0,
@@ -379,8 +450,8 @@ AMP_API const char *amp_dtype_name(amp_dtype dtype);
 /* The inverse, also "float32", "float16", "half", "bfloat16", "float", "double", and "auto" for 0.  Errors: 107. */
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out);
 
-/* ==== 4 >>tensors ===================================================================================
-   Views on memory that the caller owns.  Nothing here allocates.                                      */
+/* ==== 4 >>tensors ====
+   Views on memory that the caller owns.  Nothing here allocates. */
 
 enum { AMP_MAX_DIMS = 4 };
 
@@ -429,8 +500,7 @@ typedef struct amp_range {
     amp_dtype dtype;
 } amp_range;
 
-/* A trainable parameter.  The caller fills name, weight and grad and owns all three; the rest is the library's.
-   grad has the weight's shape, in fp32 or in the weight's dtype, contiguous.  A frozen parameter has no grad. */
+/* A parameter: name, weight and grad, contiguous, are the caller's; the rest is the library's. */
 typedef struct amp_param {
     const char *name;               /* as in "blocks.0.attn.weight": layer overrides match it */
     amp_tensor weight;
@@ -472,7 +542,7 @@ typedef struct amp_mask {
     int64_t allowed_head_stride;    /* elements; 0: the same for every head */
 } amp_mask;
 
-/* ==== 6 >>backends ==================================================================================
+/* ==== 6 >>backends ====
    The context: backend, precision and threads of all that follows, memory, parameters. */
 
 typedef struct amp_context amp_context;
@@ -565,9 +635,7 @@ typedef struct amp_device_memory {
     .mode             TRAINING                     TRAINING, INFERENCE
     .backend          amp_cpu()                    a backend's table
     .device           0                            device index
-    .threads          cores, less by a CPU quota   1 to 1024: most threads that work on one call, the caller included.  In
-                                                   all contexts together no more run than there are cores; beside
-                                                   busy programs fewer, where they would only wait for each other
+    .threads          cores, less by a CPU quota   1 to 1024: most threads that work on one call, the caller included
     .seed             0                            of dropout
     .fallback         none                         F32, TF32, F16, BF16: replaces a dtype the device lacks, instead of an
                                                    error or the nearest; operators overridden to AMP_CAST_FP32 compute in it
@@ -576,7 +644,7 @@ typedef struct amp_device_memory {
                                                    (not while a graph is captured); amp_cpu() has no use for it
     .autotune_file    NULL: none                   what was found: read by amp_open, written by amp_close if there is more.
                                                    One that is missing, damaged or of another device or library is no
-                                                   error: a warning says so                              */
+                                                   error: a warning says so */
 typedef struct amp_desc {
     amp_dtype dtype, autocast_dtype;
     amp_io_cast cast_inputs;        /* of loaders' fields in F32, F16 and BF16; see amp_autocast_input */
@@ -711,10 +779,8 @@ typedef struct amp_telemetry {      /* each -1 where it cannot be had */
     float temperature, power;       /* degrees C, W */
 } amp_telemetry;
 
-/* ==== 8 >>autocast ==================================================================================
-   Which dtype each operator computes in.  A tensor's dtype is storage and the caller's choice; a region
-   decides the compute dtype of the operators called in it.  Forward records the decision in the op
-   struct, and backward obeys that record, so it runs outside the region, as in PyTorch.               */
+/* ==== 8 >>autocast ====
+   Which dtype operators compute in: by region, policy, operator and layer; and recomputing. */
 
 typedef enum amp_operator {
     AMP_OP_NONE = 0,
@@ -766,7 +832,7 @@ typedef struct amp_plan {
 
 /*  .dtype            the enclosing region's, or the context's; F32, TF32, F16 or BF16
     .policy           the enclosing region's, or the context's
-    .mode             the enclosing region's, or the context's                                        */
+    .mode             the enclosing region's, or the context's */
 typedef struct amp_autocast_desc {
     amp_dtype dtype;
     amp_policy policy;
@@ -834,15 +900,12 @@ AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *o
 /* Frees every cached cast. */
 AMP_API void amp_cast_cache_clear(amp_context *amp);
 
-/* ==== 9 >>operators =================================================================================
-   Forward and backward of the parts of a network.  Each takes an op struct: the caller fills inputs and
-   outputs, forward adds its plan, and the same struct goes to backward with the gradients filled in.
+/* ==== 9 >>operators ====
+   Forward and backward of the parts of a network.  Forward adds its plan to the op struct, which then goes to backward.
    "rows" are all leading dimensions of a tensor together; evenly strided, one after the other without
    overlapping, the last dimension contiguous.  Inputs of products and attention may repeat over batches and heads (stride
    0); elements of an output are never the same.  Storage is fp32, fp16 or bf16 unless said otherwise.
-   Gradients of parameters go to param->grad: the first backward of a cycle overwrites, later ones add;
-   parameters without grad are frozen.  Input gradients (dx) are overwritten; only linear, matmul and the losses can do
-   without one (data NULL: not wanted).
+   Gradients of parameters and inputs: see the manual, 6.  Only linear, matmul and the losses can do without dx (data NULL).
    layer names the layer for overrides; NULL: the weight's name.
    An output may lie over another operand only where its operator says so, and then be the same view, of one dtype size.
    All return 101 for a missing pointer, 102 for numbers (NaN is none) and a struct that was not set to 0, 103 for shapes,
@@ -977,7 +1040,7 @@ typedef enum amp_reduction {
 /* Softmax cross-entropy over the last dimension, loss and gradient in one read of the logits.
    logits [rows, cols], labels int32 [rows] in 0..classes-1 or ignore_index; the mean is over the rows that
    count.  With dlogits the gradient is computed in the same call, starting from grad_scale (see amp_scaler_scale_ptr)
-   times factor; dlogits may be the logits themselves.  The loss is never scaled.
+   times factor; dlogits may be the logits themselves.
    Errors: 201 for a label out of range (on a device: at the next call that waits). */
 typedef struct amp_cross_entropy_op {
     const char *layer;
@@ -1046,7 +1109,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix);
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix);
 
-/* ==== 10 >>gradients ================================================================================
+/* ==== 10 >>gradients ====
    From gradients to new weights: sets of ranges, the loss scaler, check + norm + clip, optimizers, the
    step.  The scaler is PyTorch's, bit for bit, with more presets and a floor.
 
@@ -1057,7 +1120,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
    Nothing waits for the device: what was found, the scale and the counters live there, and small rules (in
    part three) change them there. */
 
-/* ---- Sets.  Works on parameters or on any arrays of the host's; the device table is built once.
+/* ---- Gradient sets, of parameters or of any arrays of the host's.
 
    Ranks: where the context has a reducer, a check first sums the gradients over the ranks and averages them,
    then combines "something was not finite" (MAX), so all ranks decide alike.  Every rank takes part with
@@ -1236,11 +1299,11 @@ typedef struct amp_param_group {
     .dampening, .nesterov         ... as in torch.optim.SGD
     .clip_norm         0          0: no clipping; max norm of the whole averaged gradient
     .accumulation      1          micro-batches per step: every n-th amp_step steps, and averages
-    .result_lag       2          steps until an outcome is delivered, to 63; AMP_LAG_NONE: at once
+    .result_lag        2          steps until a step's result is delivered, to 63; AMP_LAG_NONE: at once
     .master            F32        of 16-bit weights; see amp_master_kind.  At level O3 NONE, or STOCHASTIC
     .moments           F32        or BF16, rounded stochastically: to nearest, v never shrinks with beta2 above 0.996
     .seed              0          of stochastic rounding; ranks with the same weights need the same.  The number of
-                                  an element is a function of seed, step applied, parameter and element         */
+                                  an element is a function of seed, step applied, parameter and element */
 typedef struct amp_optimizer_desc {
     amp_optimizer_kind kind;
     int32_t accumulation;
@@ -1278,8 +1341,8 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
 /* Makes masters again from the weights (after a host loaded some), and drops their cached casts. */
 AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer);
 /* Sets a weight of .params from fp32 on the host: the master, or weight and remainder, are these values, a 16-bit weight
-   is rounded to nearest (STOCHASTIC too).  Initialise and load 16-bit models with this: masters made from the weights, at
-   creation or by refresh, lack what these lack.  Waits.  Errors: 101, 102 a value overflows, 103, 106, 107, 301, 501. */
+   is rounded to nearest (STOCHASTIC too).  Initialise and load 16-bit models with this: masters made from the weights
+   lack what these lack.  Waits.  Errors: 101, 102 a value overflows, 103, 106, 107, 301, 501. */
 AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values);
 /* What storage costs: bytes per parameter, of those with a gradient.  Errors: 101. */
 typedef struct amp_parameter_bytes {
@@ -1311,7 +1374,7 @@ typedef struct amp_step_result {
     const char *first_bad;          /* name of the first parameter with a bad gradient, or NULL */
     int64_t total_skips, consecutive_skips;
 } amp_step_result;
-/* Takes the oldest outcome that is due: at least result_lag steps old.  1: *out was filled; 0: none is due, or the
+/* Takes the oldest result that is due: at least result_lag steps old.  1: *out was filled; 0: none is due, or the
    device failed.  Waits for that step, so what comes when is always the same.  The last 64 are kept.  amp_step_result_flush
    makes all of them due, and waits. */
 AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *out);
@@ -1340,19 +1403,19 @@ AMP_API amp_result amp_graph_launch(amp_graph *graph);
 AMP_API void amp_graph_destroy(amp_graph *graph);
 
 /* Moments, masters, step count, learning rate, seed, position in the accumulation cycle with the gradients that no step
-   has used, counters and outcomes not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
+   has used, counters and results not yet delivered, as records <prefix>.step and so on (prefix: 1 to 40 bytes).
    Between two steps any rank's state loads into each, in any world.  In a cycle the gradients are a rank's own, and if
    sharded everything is: then rank, world and accumulation must be those of the save.
    Weights are the host's to save, and to load first.  Remainders are saved as fp32 masters, so each kind loads into the
    other; loading remainders writes the bf16 weights, which are one with them.  bf16 moments load into fp32 ones too.
-   Save and load are all or nothing: saving over an earlier save needs room for both.
+   Save and load are all or nothing: saving over an earlier save takes memory for both.
    Errors: 101, 102, 106 saved between amp_scaler_check and the step, 107, 301, 408 with the parameter's name. */
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix);
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix);
 
-/* ==== 11 >>data =====================================================================================
-   Samples, read by worker threads ahead of the training loop, delivered in one order whatever the number
-   of workers, and resumed exactly.  They come from token files, from .npy arrays or from a callback.    */
+/* ==== 11 >>data ====
+   Samples, read by worker threads ahead of the training loop, in one order for any number of workers, and resumed
+   exactly. */
 
 typedef enum amp_token_format {
     AMP_TOKENS_DEFAULT = 0,         /* by content: llm.c's magic or .npy's, else bytes */
@@ -1498,9 +1561,9 @@ AMP_API amp_result amp_loader_query(const amp_loader *loader, amp_loader_desc *o
 AMP_API amp_result amp_loader_save(const amp_loader *loader, amp_state *state, const char *prefix);
 AMP_API amp_result amp_loader_load(amp_loader *loader, const amp_state *state, const char *prefix);
 
-/* ==== PART TWO: the rest ========================================================================= */
+/* ==== PART TWO: the rest ==== */
 
-/* ==== 1 >>base =================================================================================== */
+/* ==== 1 >>base ==== */
 
 /* *out = the POSIX table, every member set. */
 AMP_API void amp_system_default(amp_system *out);
@@ -1525,7 +1588,7 @@ typedef struct amp_cpu_info {
     int64_t memory;                 /* bytes of RAM; 0 unknown */
 } amp_cpu_info;
 
-/* ==== 2 >>numbers ================================================================================ */
+/* ==== 2 >>numbers ==== */
 
 typedef enum amp_rounding {
     AMP_ROUND_DEFAULT = 0,          /* nearest, ties to even (TF32: ties away from zero, as the hardware does) */
@@ -1554,8 +1617,8 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
    *first, if not NULL, is the index of the first, or -1.  -1 is returned for a dtype that is not floating. */
 AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, int64_t *first);
 
-/* ==== 3 >>machine ===================================================================================
-   What this machine can do, and which precision to use on it, with the reason.                        */
+/* ==== 3 >>machine ====
+   What this machine can do, and which precision to use on it, with the reason. */
 
 /* Filled by a backend. */
 typedef struct amp_device {
@@ -1594,10 +1657,10 @@ struct amp_choice {
    allow_fallback the nearest dtype that works is chosen and the reason says so. */
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out);
 
-/* ==== 5 >>state =====================================================================================
+/* ==== 5 >>state ====
    One blob for everything that must survive a restart: a list of named records, little-endian on every
    machine, each with a checksum, behind a header with magic and format version.  Objects save into it
-   and load from it; a program adds records of its own.                                                */
+   and load from it; a program adds records of its own. */
 
 /* An empty state.  system NULL: POSIX.  Errors: 301. */
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system);
@@ -1620,10 +1683,10 @@ AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, c
 AMP_API amp_result amp_state_save(const amp_state *state, const char *path);
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path);
 
-/* ==== 7 >>masks =====================================================================================
+/* ==== 7 >>masks ====
    Masks written out, and kept.  amp_attention and amp_softmax read structured masks from their description
    and need none of this; it is for softmax over scores of your own, for kernels that want a mask tensor, and
-   for arbitrary masks that are used again and again.                                                    */
+   for arbitrary masks that are used again and again. */
 
 /* A mask of the cache, read-only and shared. */
 typedef struct amp_mask_view {
@@ -1644,9 +1707,9 @@ AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *o
 AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind);
 AMP_API void amp_mask_cache_clear(amp_context *amp);
 
-/* ==== 12 >>watch ====================================================================================
+/* ==== 12 >>watch ====
    Settings that reach every part, what the library is doing, records of each step and epoch, and what the
-   numbers in the tensors look like.                                                                     */
+   numbers in the tensors look like. */
 
 /* ---- Settings: one struct for everything below, from a program, a file or the environment */
 
@@ -1657,7 +1720,7 @@ typedef enum amp_scaler_use {
     AMP_SCALER_USE_FORCE_I32 = 0x7fffffff
 } amp_scaler_use;
 
-/* What to do about anomaly: see amp_anomaly. */
+/* What to do about an amp_anomaly. */
 typedef enum amp_nan_action {
     AMP_NAN_DEFAULT = 0,            /* SKIP */
     AMP_NAN_REPORT = 1,             /* a warning; without a scaler the step is applied all the same, as in PyTorch */
@@ -1737,7 +1800,7 @@ typedef enum amp_nan_action {
     optimize_mixed_precision_for_hardware get_mixed_precision_status -> amp_advise amp_status_get
     _setup_mixed_precision _get_optimal_mixed_precision_dtype get_scale gradient_scaler_scale -> amp_settings_fill amp_choose amp_scaler_scale
     _verify_autocast_compatibility GPUDeviceManager -> amp_verify amp_verify_placement
-    _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear                                            */
+    _causal_mask_cache clear_mask_cache -> amp_mask_get amp_mask_cache_clear */
 typedef struct amp_settings {
     int32_t disable;
     amp_dtype dtype, autocast_dtype;
@@ -1838,10 +1901,8 @@ AMP_API void amp_profile_pop(amp_context *amp);
 /* ---- Monitor: records of steps and epochs, one JSON object per line
 
        for each step:
-           amp_monitor_phase(monitor, AMP_PHASE_DATA);      amp_loader_next ...
-           amp_monitor_phase(monitor, AMP_PHASE_FORWARD);   ...
-           amp_monitor_phase(monitor, AMP_PHASE_BACKWARD);  ...
-           amp_monitor_phase(monitor, AMP_PHASE_OPTIMIZER); amp_step ...
+           amp_monitor_phase(monitor, AMP_PHASE_DATA);    amp_loader_next ...
+           and so with AMP_PHASE_FORWARD, AMP_PHASE_BACKWARD, AMP_PHASE_OPTIMIZER; amp_step ...
            amp_monitor_step(monitor, &info);
            while (amp_monitor_next(monitor, &record)) ...;      in place of amp_step_result_next
        at an epoch's end: amp_monitor_epoch(monitor, &epoch);
@@ -1852,7 +1913,7 @@ AMP_API void amp_profile_pop(amp_context *amp);
                   anomaly ("loss", "gradients", "floor", "skips") and first_bad
        "epoch"    epoch steps skipped anomalies loss dtype tokens_per_s seconds data_s ... optimizer_s peak
    A loss that was not read is left out; null stands for infinities and NaN, which JSON has none of.  tracker is the
-   scaler's before the step, skipped 0 or 1, skips their sum so far.                                                  */
+   scaler's before the step, skipped 0 or 1, skips their sum so far. */
 
 typedef enum amp_phase {
     AMP_PHASE_OTHER = 0, AMP_PHASE_DATA = 1, AMP_PHASE_FORWARD = 2, AMP_PHASE_BACKWARD = 3, AMP_PHASE_OPTIMIZER = 4,
@@ -1860,7 +1921,7 @@ typedef enum amp_phase {
     AMP_PHASE_FORCE_I32 = 0x7fffffff
 } amp_phase;
 
-/* What is wrong with a step.  An overflow that a scaler answers is not anomaly. */
+/* What is wrong with a step.  An overflow that a scaler answers is no anomaly. */
 typedef enum amp_anomaly {
     AMP_ANOMALY_NONE = 0,
     AMP_ANOMALY_LOSS = 1,           /* the loss is infinite or NaN */
@@ -1872,17 +1933,17 @@ typedef enum amp_anomaly {
 
 /*  .path              none         JSON lines go here
     .append            0            1: behind what is there (a torn last line is closed first); 0: a new file
-    .log_interval      100          steps between step records in the file; those with anomaly or a skip are always written
+    .log_interval      100          steps between step records in the file; those with an anomaly or a skip always
     .memory_interval   100          steps between memory queries; the device is asked at no other time
     .cleanup_interval  off          steps between calls of amp_cleanup
     .memory_warning    0.9          as in amp_settings; said once per crossing
     .nan_action        SKIP
     .max_skips         25
-    .epoch             0            number of the first epoch, of a run that goes on                                    */
+    .epoch             0            number of the first epoch, of a run that goes on */
 struct amp_monitor_desc {
     const char *path;
     int32_t append, max_skips;
-    amp_optimizer *optimizer;       /* its outcomes are taken from here; required */
+    amp_optimizer *optimizer;       /* the steps' results are taken from here; required */
     amp_scaler *scaler;             /* may be NULL */
     int64_t log_interval, memory_interval, cleanup_interval;
     double memory_warning;
@@ -1925,7 +1986,7 @@ typedef struct amp_step_record {
     int32_t has_memory;             /* 1: memory was queried in this step */
     amp_memory_info memory;
 } amp_step_record;
-/* The next record that is due: the optimizer's outcomes decide when.  1: *out was filled.  The last 64 are kept.  Steps that
+/* The next record that is due, with the step's result.  1: *out was filled.  The last 64 are kept.  Steps that
    amp_monitor_step was not told of have none. */
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out);
 /* Makes the records of all steps due, and waits. */
@@ -1957,30 +2018,29 @@ typedef struct amp_epoch_summary {
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out);
 AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *text, size_t size);
 
-/* ---- Numerics: how the values of each tensor fit a format
+/* ---- Statistics of tensors: how their values fit a format
 
-   Which recommendation, in this order; a gradient is taken as it lies in memory, with the loss scale S in it:
+   Which recommendation, in this order; a gradient is taken as it lies in memory, with the loss scale in it:
        LOOK         NaN or infinities that a wider format does not prevent: in weights or ranges (infinities in fp16 ranges
                     aside), or in gradients when the format is bf16 or the scale cannot fall any further.
        LOWER_SCALE  a gradient overflows in the format, or is infinite or NaN, and fits at a smaller scale that is not below
                     the scaler's floor (1 without a scaler).
-       RAISE_SCALE  more than AMP_UNDERFLOW_SHARE of a gradient becomes 0, none overflows, and there is room above.
+       RAISE_SCALE  more than AMP_UNDERFLOW_SHARE of a gradient becomes 0, none overflows, and there is headroom.
        LAYER_FP32   one overflows and another underflows, or one does both, or no scale is left to go to: what does not fit
                     is fewer than a quarter of the gradients.  Else BF16 (held against bf16 itself: still LAYER_FP32).
-                    The same for weights and ranges that overflow, which no scale cures; what underflows there is small
+                    The same for weights and ranges that overflow, which no scale mends; what underflows there is small
                     beside the rest, and counts for nothing.
    wanted_scale is the largest power of two at which the largest gradient is at most a quarter of the format's largest
-   number: two bits of room for what differs from step to step. */
+   number: two bits of headroom for what differs from step to step. */
 
 /* Of the values that are not 0. */
 #define AMP_UNDERFLOW_SHARE 0.01
 
 typedef enum amp_recommendation {
     AMP_RECOMMEND_NONE = 0,
-    AMP_RECOMMEND_LOWER_SCALE = 1,  /* scaled gradients overflow and would fit */
-    AMP_RECOMMEND_RAISE_SCALE = 2,  /* scaled gradients underflow, and there is room above */
-    AMP_RECOMMEND_LAYER_FP32 = 3,   /* few tensors do not fit whatever the scale: amp_layer_override for these */
-    AMP_RECOMMEND_BF16 = 4,         /* many do not: a format with a wider range */
+    AMP_RECOMMEND_LOWER_SCALE = 1, AMP_RECOMMEND_RAISE_SCALE = 2,
+    AMP_RECOMMEND_LAYER_FP32 = 3,   /* amp_layer_override for the few tensors that do not fit */
+    AMP_RECOMMEND_BF16 = 4,
     AMP_RECOMMEND_LOOK = 5,         /* NaN that no precision causes: data, learning rate, a division in the model */
     AMP_RECOMMEND_FORCE_I32 = 0x7fffffff
 } amp_recommendation;
@@ -2020,14 +2080,14 @@ typedef struct amp_tensor_stats_desc {
 typedef struct amp_tensor_stats amp_tensor_stats;
 /* Errors: 101, 102, 104, 301. */
 AMP_API amp_result amp_tensor_stats_create(amp_context *amp, amp_tensor_stats **out, const amp_tensor_stats_desc *desc);
-AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *numerics);
+AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats);
 /* Between backward and step.  At its interval it reads every tensor once and waits; otherwise it only counts.
    Errors: 101, 106 while a graph is captured, 501. */
-AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *numerics, amp_tensor_stats_report *out);
+AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out);
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size);
 
-/* ==== 13 >>care =====================================================================================
-   Does mixed precision work here, which is best, and what to do when it goes wrong.                    */
+/* ==== 13 >>care ====
+   Does mixed precision work here, which is best, and what to do when it goes wrong. */
 
 /* ---- Verify: a step of the host's in fp32 and in each candidate, on the same batch */
 
@@ -2042,7 +2102,7 @@ typedef int (*amp_step_function)(void *user, amp_context *amp);
    the noise.  Zero weights are left as they are.
 
     .dtypes        TF32, F16 and BF16 as far as the device has them
-    .allowance     8          an error passes up to this many times the noise                                          */
+    .allowance     8          an error passes up to this many times the noise */
 typedef struct amp_verify_desc {
     amp_step_function step;
     void *user;
@@ -2167,7 +2227,7 @@ typedef int (*amp_prepare_function)(void *user, amp_context *amp, int64_t batch)
     .iterations   10       timed, after .warmup
     .warmup       3
     .file         none     where results are kept: read when it holds this machine, model and desc, written otherwise
-    .model        ""       names the model there                                                                       */
+    .model        ""       names the model there */
 typedef struct amp_tune_desc {
     amp_step_function step;
     amp_prepare_function prepare;           /* NULL: only .batch is tried */
@@ -2204,7 +2264,7 @@ typedef struct amp_tune_report {
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out);
 AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size);
 
-/* ---- Recover: snapshots in memory, and what to do in trouble
+/* ---- Recover: snapshots in memory, and what to do about anomalies
 
        while (amp_monitor_next(monitor, &record)) {
            amp_recovery_step(recovery, &record, &event);
@@ -2249,7 +2309,7 @@ typedef struct amp_recovery_event {
     .policy        NULL      decides: gets the event as planned, and may change action, mitigation and layer.  A learning rate that
                              it sets stays; otherwise the snapshot's comes back
     .save, .load   NULL      what the host wants restored too, into and from records of its own.  They return 0, or an
-                             amp_result or other number for failure                                                    */
+                             amp_result or other number for failure */
 typedef struct amp_recovery_desc {
     amp_param *params; int64_t n_params;    /* weights; the array must stay */
     amp_optimizer *optimizer;
@@ -2266,8 +2326,8 @@ typedef struct amp_recovery amp_recovery;
 /* Errors: 101, 102, 103, 104, 106 in the middle of an accumulation cycle, 110, 301, 501; what .save returns. */
 AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc);
 AMP_API void amp_recovery_destroy(amp_recovery *recovery);
-/* For every record: good ones lead to snapshots, ones with anomaly and action RECOVER to recovery.  A snapshot replaces
-   the one before only when a later step, computed from its weights, was applied without anomaly; until then both are kept.
+/* For every record: good ones lead to snapshots, ones with an anomaly and action RECOVER to recovery.  A snapshot replaces
+   the one before only when a later step, computed from its weights, was applied without one; until then both are kept.
    One that does not fit into memory keeps the one before, with a warning.  Planned are: LAYERS for gradients that are not
    finite, DTYPE when that was tried for the layer, when the loss is not finite and when the scale is at its floor; NONE in
    fp32.  After restoring, records of steps that were undone give NONE, until those of the new run come.  Ranks must see
@@ -2286,9 +2346,9 @@ AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix);
 AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *state, const char *prefix);
 
-/* ==== PART THREE: for kernels and backends ======================================================= */
+/* ==== PART THREE: for kernels and backends ==== */
 
-/* ==== 2 >>numbers ===================================================================================
+/* ==== 2 >>numbers ====
    Conversions of single numbers, and random ones.  All of this is integer arithmetic on bit patterns: the same
    bits on every machine, under every compiler flag, with flush-to-zero set or not. */
 
@@ -2544,7 +2604,7 @@ AMPI_HD float amp_random_uniform(uint64_t seed, uint64_t index) {
     return (float)(amp_random_u32(seed, index) >> 8) * (1.0f / 16777216);
 }
 
-/* ==== 6 >>backends ==================================================================================
+/* ==== 6 >>backends ====
    The table through which everything a device does goes: memory, copies, streams, events, graphs and
    kernels.  The CPU backend is built in; amp_cuda.cu brings another; a third needs no change here.  A host
    may also copy a table and replace one entry, for example gemm by its own BLAS. */
@@ -2738,7 +2798,7 @@ struct amp_k_grad_stats {
     double lr;
 };
 
-/* What became of one attempt: record (number - 1) % AMP_OUTCOMES of a ring in device memory. */
+/* The result of one step: record (number - 1) % AMP_OUTCOMES of a ring in device memory. */
 #define AMP_OUTCOMES 64
 typedef struct amp_k_step_result {
     int64_t number, step, skips, consecutive_skips;     /* counters after the attempt */
@@ -2856,7 +2916,7 @@ typedef struct amp_k_step_rule {
 typedef enum amp_rule_kind {
     AMP_RULE_BEGIN = 1,             /* clears `found`, but no counters; factor = fp32(inverse scale / divisor) */
     AMP_RULE_CHECKED = 2,           /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
-    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step or skip, writes the outcome */
+    AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step or skip, writes the result */
     AMP_RULE_UPDATE = 4,            /* the scaler's update */
     AMP_RULE_APPLIED = 5,           /* the gradients in memory have been multiplied by `multiplier`: it becomes 1 */
     AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
@@ -3237,7 +3297,7 @@ AMPI_HD ampi_sgd_step ampi_sgd_row(const amp_k_sgd *args, const amp_k_tensor *ro
     return s;
 }
 
-/* ==== Header and implementation ====================================================================
+/* ==== Header and implementation ====
 
    Every file that includes amp.h leaves in the program which amp.h that was; amp_open, the only inline wrapper, shows them all
    to the implementation (with AMP_STATIC, and in other programs than ELF and Mach-O, its own file).
@@ -3366,7 +3426,7 @@ extern long syscall(long number, ...);      /* unistd.h declares it only where m
 extern "C" {
 #endif
 
-/* ==== 1 >>base: implementation =================================================================== */
+/* ==== 1 >>base: implementation ==== */
 
 #if defined(__cplusplus)
 #  define AMPI_THREAD_LOCAL thread_local
@@ -4311,7 +4371,7 @@ AMPI_PRIVATE amp_cpu_path ampi_cpu_best_path(void) {
 /* Tables of functions name their entries: the compiler checks name, order and type.  C++ has that from C++20 on, and gcc and
    clang before, where __extension__ keeps -Wpedantic quiet. */
 
-/* ==== 2 >>numbers: implementation ================================================================== */
+/* ==== 2 >>numbers: implementation ==== */
 
 /* ---- Vector kernels.  Pointers need no alignment; dst may be src where the sizes agree. */
 typedef struct ampi_numbers_vec {
@@ -4579,7 +4639,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     return AMP_OK;
 }
 
-/* ==== 3 >>machine: implementation ================================================================= */
+/* ==== 3 >>machine: implementation ==== */
 
 /* A CPU as a device: tf32 and fp8 have no instructions there, fp16 has them with AVX512-FP16. */
 #if defined(__clang__)
@@ -4702,7 +4762,7 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: %.64s lacks it; %s instead", amp_dtype_name(wanted), d->name, amp_dtype_name(out->dtype));
 }
 
-/* ==== 4 >>tensors: implementation ================================================================= */
+/* ==== 4 >>tensors: implementation ==== */
 
 AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     int64_t count = 1;
@@ -4981,7 +5041,7 @@ AMPI_PRIVATE int ampi_match(const char *pattern, const char *text) {
     return *pattern == 0;
 }
 
-/* ==== 5 >>state: implementation ======================================================================
+/* ==== 5 >>state: implementation ====
 
    The blob, format version 1; every number is little-endian.
       0    8  magic "AMPSTATE"
@@ -5463,7 +5523,7 @@ AMPI_PRIVATE amp_result ampi_state_load_own(amp_state **out, const amp_system *s
     return amp_state_load(out, system, path);
 }
 
-/* ==== 6 >>backends: implementation, the CPU backend ================================================= */
+/* ==== 6 >>backends: implementation, the CPU backend ==== */
 
 /* ---- Attention on the CPU works on strips of queries times tiles of keys; AMPI_STRIPS strips share one pass over
    the keys.  A tile of scores is stored with the queries of the strip as lanes: element (key, query) at
@@ -8453,7 +8513,7 @@ __extension__ static const amp_backend ampi_cpu_backend = {
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
-/* ==== 6 >>backends: implementation, the context ===================================================== */
+/* ==== 6 >>backends: implementation, the context ==== */
 
 enum { AMPI_LOG_IDS = 64, AMPI_LOG_REPEATS = 10, AMPI_BUILTIN_OPS = 15, AMPI_TOLD = 4096, AMPI_TOLD_CAPACITY = 2 * AMPI_TOLD };
 
@@ -9457,8 +9517,8 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
     return amp->desc.level == AMP_LEVEL_O2 && !is_norm ? dtype : AMP_F32;
 }
 
-/* ==== 7 >>masks: implementation =====================================================================
-   A mask is written once: whoever wants it meanwhile waits.  Writing, allocating and freeing run without the lock.  */
+/* ==== 7 >>masks: implementation ====
+   A mask is written once: whoever wants it meanwhile waits.  Writing, allocating and freeing run without the lock. */
 
 /* 1: this thread is making a copy or a mask, and calls from within, from the host's allocator for example: it does not
    wait for anybody.  Called with the lock held. */
@@ -9763,7 +9823,7 @@ AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *o
 AMP_API void amp_mask_cache_drop(amp_context *amp, amp_mask_kind kind) { while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_KIND, kind, 0)) {} }
 AMP_API void amp_mask_cache_clear(amp_context *amp) { while (amp != NULL && ampi_mask_free_one(amp, AMPI_GO_ANY, AMP_MASK_NONE, 0)) {} }
 
-/* ==== 8 >>autocast: implementation ================================================================== */
+/* ==== 8 >>autocast: implementation ==== */
 
 /* ---- Emptying the cast cache, of which more below */
 
@@ -10454,9 +10514,9 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
 
-/* ==== 9 >>operators: implementation =================================================================
+/* ==== 9 >>operators: implementation ====
    Each function checks its op struct, asks section 8 for the plan, translates to kernel arguments and
-   calls the backend.                                                                                   */
+   calls the backend. */
 
 /* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
 AMPI_PRIVATE amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
@@ -11620,7 +11680,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     return AMP_OK;
 }
 
-/* ==== 10 >>gradients: implementation ================================================================
+/* ==== 10 >>gradients: implementation ====
    The host keeps what it decides (stages, tables, settings); everything a rule changes lives in device memory and
    is changed there, so no call but the getters, save and load waits for the device. */
 
@@ -13701,7 +13761,7 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
 }
 AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state *state, const char *prefix) { return ampi_as("amp_optimizer_load", ampi_load_optimizer(optimizer, state, prefix)); }
 
-/* ==== 11 >>data: implementation =====================================================================
+/* ==== 11 >>data: implementation ====
 
    Batches carry one number over all epochs: epoch * batches per epoch + index.  Slot number % depth of a ring
    belongs to it.  Workers claim numbers in order, fill the slots in any order, and the consumer takes them in
@@ -15569,7 +15629,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load");
 }
 
-/* ==== 12 >>watch: implementation ==================================================================== */
+/* ==== 12 >>watch: implementation ==== */
 
 /* What the host said of a step, and what was measured; kept until the step's outcome is due. */
 typedef struct ampi_note {
@@ -17576,7 +17636,7 @@ AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char
     return sheet.used;
 }
 
-/* ==== 13 >>care: implementation ===================================================================== */
+/* ==== 13 >>care: implementation ==== */
 
 /* ---- Snapshots: what training changes, copied to the host as it lies in memory, and put back bit for bit as often as
    wanted.  Putting it back takes no memory, so that it works when a step has failed for want of it. */
@@ -18002,7 +18062,7 @@ AMPI_PRIVATE amp_result ampi_verify_reference(ampi_verifier *v) {
        u of what errors are relative to, as what is stored in that precision is rounded once at least; and
        what changes by fp32's roundoff do, times u over 4 of that roundoff: in a gradient that is 0 but for rounding, such as
        that of attention's key bias, other weights change nothing, and only fp32's own rounding shows how large rounding is.
-       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.)            */
+       (fp32 rounds in every operation, and a candidate only what it stores and multiplies: hence the quarter.) */
 AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -20034,7 +20094,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #endif
 #elif defined(AMPI_PASS)
 #if AMPI_KERNELS == 2
-/* ==== 2 >>numbers: vector kernels =================================================================== */
+/* ==== 2 >>numbers: vector kernels ==== */
 
 typedef float ampi_vf __attribute__((vector_size(AMPI_W * 4), may_alias));
 typedef int32_t ampi_vi __attribute__((vector_size(AMPI_W * 4), may_alias));
@@ -20323,7 +20383,7 @@ __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
 #undef ampi_vu
 
 #else
-/* ==== 6 >>backends: vector kernels ================================================================== */
+/* ==== 6 >>backends: vector kernels ==== */
 
 /* ---- Vector helpers and elementary functions.  They hold under -Ofast too: special values are told apart by
    their bits, and AMPI_V(ampi_keep) stops the compiler from rearranging a sum whose order matters. */

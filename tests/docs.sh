@@ -1,6 +1,7 @@
 #!/bin/sh
 # docs.sh - what README.md and the manual say holds: all their code compiles as C99 and as C++20, their first programs
-# learn, verdicts and gains are those of the result files, and compilers say what the table of symptoms says.
+# learn, the manual's build as it says and its table of operators is that of the structs, verdicts and gains are those of
+# the result files, and compilers say what the table of symptoms says.
 . tests/lib.sh
 cc=${CC:-gcc}
 warn="-Wall -Wextra -Werror -Wno-unused -I. -Itests"
@@ -19,9 +20,8 @@ awk -v dir="$work" '
     /^```(c|cpp|cuda|cmake)$/ {lang = substr($0, 4); n++; file = sprintf("%s/readme_%02d.%s", dir, n, lang); printf "" > file; on = 1; next}
     /^```/ {on = 0; if (file) close(file)}
     on {print > file}' README.md
-# The manual: the lines between "#define AMP_IMPLEMENTATION" and the end of main, indented by 7.
-awk '/^       #define AMP_IMPLEMENTATION/ {on = 1; text = ""} on {text = text substr($0, 8) "\n"}
-     on && /^       }$/ && text ~ /main\(/ {printf "%s", text; exit} /^   [A-Z]/ {on = 0}' amp.h > "$work/manual_01.c"
+sed '/^#ifndef AMP_H_INCLUDED/q' amp.h > "$work/manual"
+sed '/^\/\* Stop here/q' amp.h | sed '1,/^#ifndef AMP_H_INCLUDED/d' > "$work/api"
 
 # Code between lines stands inside a function after the declarations of docs_names.h: in README every `...` with a call or an
 # assignment of amp.h's, but for the first column of tables, which is Python's.
@@ -35,7 +35,7 @@ fragments() {
 { echo '#include "docs_names.h"'; echo 'void block(void); void block(void) {'; fragments; echo '}'; } > "$work/fragments.c"
 if [ "$(grep -c '{.*;}$' "$work/fragments.c")" -ge 12 ]; then compile "$work/fragments.c" "code within README's lines"; else fail "code within lines" "$(wc -l < "$work/fragments.c") lines found"; fi
 
-for file in "$work"/readme_*.c "$work"/readme_*.cpp "$work"/manual_*.c; do
+for file in "$work"/readme_*.c "$work"/readme_*.cpp; do
     [ -s "$file" ] || continue
     if ! grep -q 'main(' "$file"; then
         { echo '#include "docs_names.h"'; grep '^#' "$file"; echo 'amp_result block(void); amp_result block(void) {'; grep -v '^#' "$file"; echo '; return AMP_OK; }'; } > "$file.new"
@@ -44,20 +44,77 @@ for file in "$work"/readme_*.c "$work"/readme_*.cpp "$work"/manual_*.c; do
     compile "$file" "$(basename "$file")"
 done
 
-# The first programs learn, and print the loss that README says.
-for program in readme_01 manual_01; do
-    if $cc -O0 -I. "$work/$program.c" -o "$work/$program" -lm -lpthread > "$work/log" 2>&1 && "$work/$program" > "$work/$program.log" 2>&1 &&
-       awk '$3 == "loss" {loss[n++] = $4} END {exit !(n == 2 && loss[0] > 2 && loss[1] < 0.1)}' "$work/$program.log"; then pass
-    else fail "$program learns" "$(head -n 5 "$work/log") $(head -n 5 "$work/$program.log")"; fi
-done
+# README's program learns, and prints the loss that README says.
+if $cc -O0 -I. "$work/readme_01.c" -o "$work/readme_01" -lm -lpthread > "$work/log" 2>&1 && "$work/readme_01" > "$work/readme_01.log" 2>&1 &&
+   awk '$3 == "loss" {loss[n++] = $4} END {exit !(n == 2 && loss[0] > 2 && loss[1] < 0.1)}' "$work/readme_01.log"; then pass
+else fail "README's program learns" "$(head -n 5 "$work/log") $(head -n 5 "$work/readme_01.log")"; fi
 said=$(sed -n 's/.*&& \.\/program *# \(step 1: .*\)/\1/p' README.md)
 if [ -n "$said" ] && [ "$said" = "$(paste -s -d, "$work/readme_01.log" | sed 's/,/, /')" ]; then pass; else fail "README's losses" "\"$said\", it prints $(cat "$work/readme_01.log")"; fi
 
 # Functions and fields that README names exist.
-sed '/^\/\* Stop here/q' amp.h > "$work/api"
 for name in $(awk '/^```/ {code = !code} code {next} {line = $0; if (line ~ /^\|/) sub(/^\|[^|]*\|/, "", line); n = split(line, part, "`")
                   for (i = 2; i <= n; i += 2) if (part[i] ~ /^(amp_|\.)[a-z0-9_]+$/) print part[i]}' README.md | sort -u); do
     if grep -qw -- "${name#.}" "$work/api" amp_cuda.cu; then pass; else fail "names" "amp.h has no $name"; fi
+done
+
+# ---- The manual.  A user's part ends by line 250, and the tables of numbers, threads and bits stand at its end.
+order=$(sed -n 's/^   \(A WHOLE PROGRAM\|BUILD\|STEP BY STEP\|OPERATORS\|CONTENTS AT A GLANCE\|THREADS\|SAME BITS\)  .*/\1/p; s/^   \(BUILD\|NUMBERS\)$/\1/p' "$work/manual" | tr '\n' ',')
+if [ "$order" = "A WHOLE PROGRAM,BUILD,STEP BY STEP,OPERATORS,CONTENTS AT A GLANCE,NUMBERS,THREADS,SAME BITS," ]; then pass; else fail "the manual's order" "$order"; fi
+if [ "$(grep -n '^   CONTENTS' "$work/manual" | cut -d: -f1)" -le 250 ]; then pass; else fail "the manual's first 250 lines" "do not hold all up to CONTENTS"; fi
+
+# Its program, the lines from "#define AMP_IMPLEMENTATION" to the end of main, is built by each line of BUILD, but without
+# optimisation, in a folder of its own; nvcc's lines are tried where there is one and `make cuda` has built the backend.
+mkdir "$work/manual_1"
+cp amp.h "$work/manual_1"
+awk '/^    #define AMP_IMPLEMENTATION/ {on = 1} on {print substr($0, 5)} on && /^    }$/ && main {exit} /int main\(/ {main = 1}' "$work/manual" > "$work/manual_1/program.c"
+for c in "$cc -std=c99" "clang -std=c99" "g++ -x c++ -std=c++20 -Wno-missing-field-initializers" "clang++ -x c++ -std=c++20"; do
+    if have ${c%% *}; then check "the manual's program, $c" $c -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -I. -fsyntax-only "$work/manual_1/program.c"; else skip "the manual's program" "no ${c%% *}"; fi
+done
+sed -n '/^   BUILD/,/^   STEP/s/^       \(gcc\|g++\|printf\|nvcc\) /\1 /p' "$work/manual" > "$work/lines"
+[ "$(wc -l < "$work/lines")" -eq 8 ] || fail "BUILD" "has $(wc -l < "$work/lines") lines to run, must have 8"
+[ -s build/amp_cuda.o ] && cp build/amp_cuda.o "$work/manual_1"
+while IFS= read -r line; do
+    case $line in
+        nvcc*" -c "*) continue ;;                       # make cuda does that
+        nvcc*) if ! have nvcc || [ ! -s "$work/manual_1/amp_cuda.o" ]; then skip "BUILD: $line" "no nvcc, or make cuda was not run"; continue; fi ;;
+        printf*) sed -i '/^#define AMP_IMPLEMENTATION/d' "$work/manual_1/program.c"; cp "$work/manual_1/program.c" "$work/manual_1/program.cpp" ;;
+        g++*) have g++ || { skip "BUILD: $line" "no g++"; continue; } ;;
+    esac
+    line=$(echo "$line" | sed "s/-O2/-O0/; s/^gcc/$(echo "$cc" | sed 's/[\/&]/\\&/g')/")
+    check "BUILD: $line" sh -c "cd '$work/manual_1' && $line"
+done < "$work/lines"
+
+# It learns in each precision, and goes on from its checkpoint, in the loss of what it has not seen.
+losses() { awk '/^step/ {print $6}' "$work/manual_1/log" | tr '\n' ' '; }
+for precision in fp32 tf32 fp16 bf16; do
+    if (cd "$work/manual_1" && ./program $precision > log 2>&1) && echo "$(losses)" | awk '{exit !(NF == 3 && $1 < 0.3 && $2 < $1 && $3 < $2)}'; then
+        pass; fresh=$(losses | cut -d' ' -f1)
+    else fail "the manual's program in $precision" "$(cat "$work/manual_1/log")"; fi
+done
+if (cd "$work/manual_1" && ./program bf16 program.state > log 2>&1) && losses | awk "{exit !(NF == 3 && \$1 < 0.8 * $fresh)}"; then pass; else fail "the manual's program goes on" "$fresh at first, then: $(cat "$work/manual_1/log")"; fi
+
+# Calls and assignments in its text compile; functions, types and constants that it names exist.
+awk 'program && /^   [A-Z]/ {program = 0} /^   A WHOLE/ {program = 1} !program' "$work/manual" > "$work/text"
+{ echo '#include "docs_names.h"'; echo 'void block(void); void block(void) {'
+  grep -oE '(while \()?\bamp_[a-z_]+\([^()]*\)\)?|\b(desc|ce)\.[a-z_]+ = amp_[a-z_]+\(\)' "$work/text" | grep -v 'rows' | sed 's/^/{ /; s/$/; }/'; echo '}'; } > "$work/calls.c"
+if [ "$(grep -c '^{ ' "$work/calls.c")" -ge 8 ]; then compile "$work/calls.c" "calls in the manual's text"; else fail "calls in the manual's text" "$(cat "$work/calls.c")"; fi
+for name in $(sed 's/amp_NAME[a-z_]*//g' "$work/text" | grep -oE '\b(amp|AMP)_[A-Za-z0-9_]+\b' | grep -v -e '_$' -e '^amp_cuda$' | sort -u); do
+    if grep -qw -- "$name" "$work/api" || [ "$name" = AMP_STATIC ] || [ "$name" = AMP_IMPLEMENTATION ]; then pass; else fail "names in the manual" "amp.h has no $name"; fi
+done
+
+# Its table of operators: every operator, with fields of its struct in the order of declaration.
+awk '/^   OPERATORS/ {on = 1} /^       Besides/ {exit} on && /^       [a-z]/ {name = $1; names[++n] = name} on && name != "" {text[name] = text[name] " " substr($0, 23)}
+     END {for (i = 1; i <= n; i++) {
+              type = names[i]; if (type ~ /norm$/) type = "norm"
+              line = text[names[i]]; gsub(/\.mask = \{[^}]*\}|with \.pre[^;]*/, "", line); fields = ""
+              while (match(line, /(^|[ [(])\.[a-z_]+/)) {fields = fields (fields == "" ? "" : ", ") substr(line, RSTART, RLENGTH) " = {}"; line = substr(line, RSTART + RLENGTH)}
+              gsub(/[[( ]+\./, ".", fields)
+              print "static amp_result (*const " names[i] "_call)(amp_context *, amp_" type "_op *) = amp_" names[i] ";"
+              print "static amp_" type "_op " names[i] "_op = {" fields "};"}}' "$work/manual" > "$work/operators"
+{ echo '#include "amp.h"'; cat "$work/operators"; } > "$work/operators.cpp"
+if [ "$(grep -c _call "$work/operators")" -eq 12 ]; then pass; else fail "OPERATORS" "$(grep -c _call "$work/operators") of 12"; fi
+for c in g++ clang++; do
+    if have $c; then check "OPERATORS, $c" $c -std=c++20 -Wall -Wextra -Wpedantic -Werror -Wno-unused -Wno-missing-field-initializers -I. -fsyntax-only "$work/operators.cpp"; else skip "OPERATORS" "no $c"; fi
 done
 
 # Verdicts and gains are those of the result files that README links.

@@ -1,4 +1,4 @@
-/* docs_names.h - what the code blocks of the README stand on. */
+/* docs_names.h - what the code between lines of README and manual stands on. */
 #include "amp.h"
 #include <stdio.h>
 
@@ -12,12 +12,13 @@ static amp_autocast_desc region;
 static amp_scaler_desc scaling;
 static amp_optimizer_desc adamw;
 static amp_cross_entropy_op ce;
-static amp_step_result outcome;
+static amp_step_result result;
 static amp_batch batch;
 static amp_param weight, bias, params[8];
 static amp_grad_set *set;
 static int32_t labels[8];
 static float a[64], b[64], c[64], *A = a, *B = b, *C = c, loss, lr, *gradients = a;
+static int i;
 static int64_t M = 8, N = 8, K = 8, n = 8, rows = 8, cols = 8, classes = 8, n_params = 8, count = 8;
 static int step, steps = 1;
-static amp_tensor x, y, dy, dx, logits;
+static amp_tensor x, y, dy, dx, dx1, dx2, logits;
