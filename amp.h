@@ -3054,7 +3054,7 @@ struct amp_backend {
    integers, and fp64 operations in an order that leaves nothing to contract, so both give the same bits. */
 
 /* Not 0, NaN included. */
-AMPI_HD int ampi_is_grad_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
+AMPI_HD int ampi_is_set(float flag) { return (ampi_bits_f32(flag) & 0x7fffffffu) != 0; }
 /* One rounding from the exact quotient's double, as PyTorch's scale.double().reciprocal().float(). */
 AMPI_HD float ampi_inverse(float scale) { return (float)(1.0 / (double)scale); }
 /* Scale and inverse both positive, finite and normal: 2^-126 to 2^126. */
@@ -3092,7 +3092,7 @@ AMPI_HD void ampi_rule_checked(const amp_k_rule *rule) {
     const amp_k_step_rule *step = &rule->step_rule;
     double inverse = s ? (double)s->inv_scale : 1.0;
     double norm = ampi_root(f->sum_sq) * inverse / step->divisor, clip = 1;
-    int bad = ampi_is_grad_set(f->found_inf);
+    int bad = ampi_is_set(f->found_inf);
     if (step->clip_norm > 0) clip = step->clip_norm / (norm + 1e-6);    /* torch.nn.utils.clip_grad_norm_ */
     if (!(clip < 1)) clip = 1;
     f->norm = (float)norm;
@@ -3192,7 +3192,7 @@ AMPI_HD void ampi_update_growth(amp_k_scaler *s, const amp_k_scaler_rule *r) {
 /* torch._amp_update_scale_ with the presets' differences.  The tracker is compared with ==, as there; metaseq counts
    clean updates since the last overflow and grows at each multiple of its interval. */
 AMPI_HD void ampi_rule_update(amp_k_scaler *s, const amp_k_scaler_rule *r) {
-    int overflow = ampi_is_grad_set(s->found_inf), due;
+    int overflow = ampi_is_set(s->found_inf), due;
     s->found_inf = 0;
     s->previous_scale = s->scale;
     s->updates++;
@@ -3221,7 +3221,7 @@ AMPI_HD void ampi_rule_set_scale(amp_k_scaler *s, float scale) {
 AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
     amp_k_scaler *s = rule->scaler;
     amp_k_grad_stats *f = rule->found;
-    float old = ampi_is_grad_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
+    float old = ampi_is_set(rule->value) || s == NULL ? rule->value : s->previous_scale;
     switch (rule->kind) {
         case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
         case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
@@ -3232,7 +3232,7 @@ AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
         case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
         case AMP_RULE_SET_INTERVAL:
             s->growth_interval = rule->scaler_rule.growth_interval;
-            if (ampi_is_grad_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
+            if (ampi_is_set(rule->value) && s->growth_tracker >= s->growth_interval) s->growth_tracker = 0;
             break;
         case AMP_RULE_LAUNCH:
             if (f) f->lr = rule->step_rule.lr;
@@ -12019,7 +12019,7 @@ AMPI_PRIVATE amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_st
     if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_stats", "set or out is NULL");
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
-    out->found_inf = ampi_is_grad_set(f.found_inf);
+    out->found_inf = ampi_is_set(f.found_inf);
     out->norm = f.norm;
     out->clip_coef = f.clip_coef;
     out->first_bad = ampi_set_name(set, f.first_bad);
@@ -12160,9 +12160,9 @@ AMPI_PRIVATE int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 
 AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
     const ampi_preset *p = &ampi_presets[d->preset];
     int livelock = d->preset != AMP_SCALER_MEGATRON && d->preset != AMP_SCALER_DEEPSPEED;
-    if (!ampi_is_grad_set(d->init_scale)) d->init_scale = p->init_scale;
-    if (!ampi_is_grad_set(d->min_scale)) d->min_scale = p->min_scale;
-    if (!ampi_is_grad_set(d->max_scale)) d->max_scale = p->max_scale;
+    if (!ampi_is_set(d->init_scale)) d->init_scale = p->init_scale;
+    if (!ampi_is_set(d->min_scale)) d->min_scale = p->min_scale;
+    if (!ampi_is_set(d->max_scale)) d->max_scale = p->max_scale;
     if (d->growth_interval == 0) d->growth_interval = p->growth_interval;
     if (d->hysteresis == 0) d->hysteresis = p->hysteresis;
     if (!ampi_is_given(d->growth_factor)) d->growth_factor = 2;
@@ -12430,7 +12430,7 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
     AMPI_TRY(ampi_check_one_context("amp_scaler_rescale", set, scaler));
     if (scaler->desc.disable) return AMP_OK;
-    if (ampi_is_grad_set(old_scale)) AMPI_TRY(ampi_check_scale("amp_scaler_rescale", "old_scale", old_scale));
+    if (ampi_is_set(old_scale)) AMPI_TRY(ampi_check_scale("amp_scaler_rescale", "old_scale", old_scale));
     AMPI_TRY(ampi_set_refresh(set));
     rule = ampi_rule(AMP_RULE_RATIO, scaler, set);
     rule.value = old_scale;
@@ -12524,7 +12524,7 @@ AMPI_PRIVATE amp_result ampi_saved_state(const amp_scaler_desc *d, const float *
     s->scale = scales[0];
     s->inv_scale = ampi_inverse(s->scale);
     s->previous_scale = scales[1];
-    s->found_inf = ampi_is_grad_set(scales[2]) ? 1.0f : 0.0f;
+    s->found_inf = ampi_is_set(scales[2]) ? 1.0f : 0.0f;
     s->growth_tracker = (int32_t)counters[0];
     s->growth_interval = (int32_t)counters[1];
     s->hysteresis_left = (int32_t)counters[2];
