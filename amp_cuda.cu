@@ -4195,7 +4195,7 @@ __device__ __forceinline__ void ampc_gemm_finish(const amp_k_gemm &g, int64_t it
     if (g.pre != NULL) ampc_put_stored(g.pre, g.pre_dtype, row * g.ld_pre + col, x[0][0]);
     y[0][0] = x[0][0];
     if (g.act != AMP_ACT_NONE) ampc_act{g.act}.run<1>(x, y, 0);
-    if (ampi_is_grad_set(g.beta)) y[0][0] = ampc_fma(g.beta, ampc_stored(g.c, g.c_dtype, at), y[0][0]);
+    if (ampi_is_set(g.beta)) y[0][0] = ampc_fma(g.beta, ampc_stored(g.c, g.c_dtype, at), y[0][0]);
     ampc_put_stored(g.c, g.c_dtype, at, y[0][0]);
 }
 
@@ -4279,7 +4279,7 @@ template <int O> struct ampc_finish {
         else ampc_act{act}.run<V>(x, y, at);
         AMPC_UNROLL
         for (int i = 0; i < V; i++) {
-            out[0][i] = ampi_is_grad_set(beta) ? ampc_fma(beta, in[2][i], y[0][i]) : y[0][i];
+            out[0][i] = ampi_is_set(beta) ? ampc_fma(beta, in[2][i], y[0][i]) : y[0][i];
             if (O == 2) out[1][i] = x[0][i];
         }
     }
@@ -4291,7 +4291,7 @@ template <int O> amp_result ampc_gemm_finish_as(ampc_device *dev, const amp_k_ge
     ampc_map<3, O> m;
     m.in[0] = product;
     m.in[1] = g.backward ? pre : amp_mat{const_cast<void *>(g.bias), g.bias_dtype, 0, g.m, g.n, 0};
-    m.in[2] = ampi_is_grad_set(g.beta) ? c : none;
+    m.in[2] = ampi_is_set(g.beta) ? c : none;
     m.out[0] = c;
     if (O == 2) m.out[O - 1] = pre;
     return ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta}, stream);       /* the product is fp32 */
@@ -4440,7 +4440,7 @@ int ampc_gemm_epilogue(const amp_k_gemm &g) {
     if (row) return plain && g.bias == NULL && !column && ampc_epilogue_sums(g, g.row_sum) ? CUBLASLT_EPILOGUE_BGRADB : -1;
     if (column && !(g.backward && ampc_epilogue_sums(g, g.column_sum))) return -1;
     if (plain) return CUBLASLT_EPILOGUE_BIAS;
-    if (ampi_is_grad_set(g.beta) || (g.pre != NULL && !aux)) return -1;
+    if (ampi_is_set(g.beta) || (g.pre != NULL && !aux)) return -1;
     if (g.act == AMP_ACT_RELU && g.pre == NULL) return g.bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
     if (g.act != AMP_ACT_GELU || g.c_dtype == AMP_F32) return -1;
     if (g.backward) return column ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
@@ -4461,7 +4461,7 @@ ampc_plan_key ampc_plan_key_of(const amp_k_gemm &g, int epilogue) {
     key.lda = g.lda, key.ldb = g.ldb, key.ldc = g.ldc, key.ld_aux = g.pre ? g.ld_pre : 0;
     key.stride_a = g.stride_a, key.stride_b = g.stride_b, key.stride_c = g.stride_c;
     key.compute = g.compute, key.c_dtype = g.c_dtype, key.trans_a = g.trans_a, key.trans_b = g.trans_b;
-    key.epilogue = epilogue, key.adds = ampi_is_grad_set(g.beta);
+    key.epilogue = epilogue, key.adds = ampi_is_set(g.beta);
     key.align[0] = (uint8_t)ampc_align_class(g.a, g.stride_a * size);
     key.align[1] = (uint8_t)ampc_align_class(g.b, g.stride_b * size);
     key.align[2] = (uint8_t)ampc_align_class(g.c, g.stride_c * ampc_dtype_size(g.c_dtype));
@@ -4692,7 +4692,7 @@ amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *str
 
 /* The plain product in fp32, and then everything else. */
 amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream, bool library, bool *done) {
-    bool in_c = g.c_dtype == AMP_F32 && !ampi_is_grad_set(g.beta);
+    bool in_c = g.c_dtype == AMP_F32 && !ampi_is_set(g.beta);
     ampc_scratch scratch(dev, stream);
     amp_k_gemm p = g;
     *done = false;
@@ -4721,7 +4721,7 @@ amp_result ampc_gemm_staged(ampc_device *dev, const amp_k_gemm &g, void *stream,
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
     int64_t most = g.m;
     for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
-    return most <= INT32_MAX && g.k > 0 && ampi_is_grad_set(g.alpha);
+    return most <= INT32_MAX && g.k > 0 && ampi_is_set(g.alpha);
 }
 
 /* Distances that nothing is reached by become what a packed matrix has. */
@@ -4732,7 +4732,7 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
     if (g->batch == 1) g->stride_a = g->stride_b = g->stride_c = 0;
     if (g->backward) g->bias = NULL;
     if (g->act == AMP_ACT_NONE && g->backward) g->backward = 0, g->pre = NULL;
-    if (!ampi_is_grad_set(g->alpha)) g->k = 0;
+    if (!ampi_is_set(g->alpha)) g->k = 0;
 }
 
 /* All but the first. */
