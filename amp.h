@@ -3465,12 +3465,38 @@ AMP_API const char *amp_result_hint(amp_result result) {
 AMP_API const char *amp_last_error(void) { return ampi_error_text; }
 AMP_API int amp_version(void) { return AMP_VERSION; }
 
+/* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
+typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
+
+AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
+    ampi_sheet s;
+    memset(&s, 0, sizeof s);
+    s.text = text;
+    s.size = text ? size : 0;
+    if (s.size > 0) text[0] = 0;
+    return s;
+}
+
+AMPI_PRIVATE AMPI_PRINTF(2, 0) void ampi_print_args(ampi_sheet *s, const char *format, va_list args) {
+    size_t capacity = s->used < s->size ? s->size - s->used : 0;
+    int n = vsnprintf(capacity ? s->text + s->used : NULL, capacity, format, args);
+    if (n > 0) s->used += (size_t)n;
+}
+
+AMPI_PRIVATE AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    ampi_print_args(s, format, args);
+    va_end(args);
+}
+
 /* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
 AMPI_PRIVATE AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
     char detail[352];
+    ampi_sheet sheet = ampi_sheet_of(detail, sizeof detail);
     va_list args;
     va_start(args, format);
-    vsnprintf(detail, sizeof detail, format, args);
+    ampi_print_args(&sheet, format, args);
     va_end(args);
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail, amp_result_hint(result));
     return result;
@@ -3517,28 +3543,6 @@ AMPI_PRIVATE amp_result ampi_check_headers(const char *function, const amp_heade
 AMPI_PRIVATE amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it", (int)reserved);
-}
-
-/* Text that is put together piece by piece and cut like snprintf's: `used` is the length that all of it takes. */
-typedef struct ampi_sheet { char *text; size_t size, used; int first; } ampi_sheet;
-
-AMPI_PRIVATE ampi_sheet ampi_sheet_of(char *text, size_t size) {
-    ampi_sheet s;
-    memset(&s, 0, sizeof s);
-    s.text = text;
-    s.size = text ? size : 0;
-    if (s.size > 0) text[0] = 0;
-    return s;
-}
-
-AMPI_PRIVATE AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...) {
-    size_t capacity = s->used < s->size ? s->size - s->used : 0;
-    va_list args;
-    int n;
-    va_start(args, format);
-    n = vsnprintf(capacity ? s->text + s->used : NULL, capacity, format, args);
-    va_end(args);
-    if (n > 0) s->used += (size_t)n;
 }
 
 /* *bytes = count * size, unless that overflows. */
@@ -4247,13 +4251,14 @@ static int64_t ampi_probe_memory(void) {
 /* What a small file begins with; "" where there is none.  path and what follows: as for printf. */
 static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const char *path, ...) {
     char name[1024];
+    ampi_sheet sheet = ampi_sheet_of(name, sizeof name);
     va_list args;
     ssize_t n = -1;
-    int fd, length;
+    int fd;
     va_start(args, path);
-    length = vsnprintf(name, sizeof name, path, args);
+    ampi_print_args(&sheet, path, args);
     va_end(args);
-    fd = length < (int)sizeof name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+    fd = sheet.used < sizeof name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
     if (fd >= 0) { n = read(fd, text, size - 1); close(fd); }
     text[n > 0 ? n : 0] = 0;
 }
@@ -4679,34 +4684,28 @@ static const char *ampi_cpu_path_name(amp_cpu_path path) {
 
 static const char *ampi_yes_no(int32_t flag) { return flag ? "yes" : "no"; }
 
+AMPI_PRIVATE void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
+    const amp_cpu_info *c = &machine->cpu;
+    const amp_device *d = &machine->device;
+    int is_cpu = strcmp(d->kind, "cpu") == 0;
+    ampi_print(s, "CPU      %s, %d cores, %.1f GiB\n", c->name, c->cores, (double)c->memory / 1073741824.0);
+    ampi_print(s, "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n", (long long)(c->l1d / 1024), (long long)(c->l2 / 1024), (long long)(c->l3 / 1024));
+    ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n", ampi_yes_no(c->avx2), ampi_yes_no(c->avx512),
+               ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16), ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
+    ampi_print(s, "device   %s%s%s", d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name);
+    if (d->cc_major > 0) ampi_print(s, ", compute capability %d.%d, %d SMs", d->cc_major, d->cc_minor, d->multiprocessors);
+    ampi_print(s, "\n         matrix instructions: fp16 %s, bf16 %s, tf32 %s, fp8 %s%s\n", ampi_yes_no(d->fp16), ampi_yes_no(d->bf16),
+               ampi_yes_no(d->tf32), ampi_yes_no(d->fp8), is_cpu ? " (others are emulated in fp32)" : "");
+}
+
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
-    const amp_cpu_info *c;
-    const amp_device *d;
-    char compute[64] = "";
-    int is_cpu;
-    if (machine == NULL || ampi_check_headers("amp_machine_text", AMPI_HEADERS) != AMP_OK) return 0;
-    c = &machine->cpu;
-    d = &machine->device;
-    is_cpu = strcmp(d->kind, "cpu") == 0;
-    if (d->cc_major > 0) snprintf(compute, sizeof compute, ", compute capability %d.%d, %d SMs", d->cc_major, d->cc_minor, d->multiprocessors);
-    ampi_print(&sheet,
-        "CPU      %s, %d cores, %.1f GiB\n"
-        "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n"
-        "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n"
-        "device   %s%s%s%s\n"
-        "         matrix instructions: fp16 %s, bf16 %s, tf32 %s, fp8 %s%s\n",
-        c->name, c->cores, (double)c->memory / 1073741824.0,
-        (long long)(c->l1d / 1024), (long long)(c->l2 / 1024), (long long)(c->l3 / 1024),
-        ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16), ampi_yes_no(c->amx_bf16),
-        ampi_cpu_path_name(c->path),
-        d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name, compute,
-        ampi_yes_no(d->fp16), ampi_yes_no(d->bf16), ampi_yes_no(d->tf32), ampi_yes_no(d->fp8),
-        is_cpu ? " (others are emulated in fp32)" : "");
+    if (machine != NULL) ampi_print_machine(&sheet, machine);
     return sheet.used;
 }
 
 static AMPI_PRINTF(5, 6) amp_result ampi_chosen(amp_choice *out, amp_dtype dtype, int emulated, int fell_back, const char *format, ...) {
+    ampi_sheet sheet = ampi_sheet_of(out->reason, sizeof out->reason);
     va_list args;
     memset(out, 0, sizeof *out);
     out->dtype = dtype;
@@ -4714,7 +4713,7 @@ static AMPI_PRINTF(5, 6) amp_result ampi_chosen(amp_choice *out, amp_dtype dtype
     out->emulated = emulated;
     out->fell_back = fell_back;
     va_start(args, format);
-    vsnprintf(out->reason, sizeof out->reason, format, args);
+    ampi_print_args(&sheet, format, args);
     va_end(args);
     return AMP_OK;
 }
@@ -4803,12 +4802,11 @@ AMPI_PRIVATE int ampi_is_compute(amp_dtype dtype) { return ampi_is_storage(dtype
 
 /* "[2, 3, 4] bf16" for messages. */
 AMPI_PRIVATE const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
-    size_t n = 0;
+    ampi_sheet s = ampi_sheet_of(text, size);
     int i;
-    if (t->data == NULL) { snprintf(text, size, "none"); return text; }
-    for (i = 0; i < t->ndim && i < AMP_MAX_DIMS && n < size; i++)
-        n += (size_t)snprintf(text + n, size - n, "%s%lld", i ? ", " : "[", (long long)t->shape[i]);
-    if (n < size) snprintf(text + n, size - n, "] %s", amp_dtype_name(t->dtype));
+    if (t->data == NULL) { ampi_print(&s, "none"); return text; }
+    for (i = 0; i < t->ndim && i < AMP_MAX_DIMS; i++) ampi_print(&s, "%s%lld", i ? ", " : "[", (long long)t->shape[i]);
+    ampi_print(&s, "] %s", amp_dtype_name(t->dtype));
     return text;
 }
 
@@ -8858,9 +8856,10 @@ AMPI_PRIVATE void ampi_log_text(const amp_context *amp, amp_log_level level, int
 
 AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
     char text[512];
+    ampi_sheet sheet = ampi_sheet_of(text, sizeof text);
     va_list args;
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    ampi_print_args(&sheet, format, args);
     va_end(args);
     ampi_log_text(amp, level, id, text);
 }
@@ -10213,17 +10212,16 @@ static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, con
                       const amp_plan *plan, ampi_cache_use use) {
     static const char *const rules[] = {"", "storage", "region", "operator", "layer", "level"};
     static const char *const uses[] = {"", "; cast cache: miss", "; cast cache: hit"};
-    char dtypes[96], text[400];
-    size_t used = 0;
+    char text[400];
+    ampi_sheet s = ampi_sheet_of(text, sizeof text);
+    size_t first;
     int32_t i;
     int added;
     if (amp->desc.logger.level < AMP_LOG_DEBUG) return;
-    dtypes[0] = 0;
-    for (i = 0; i < n && used < sizeof dtypes - 16; i++)
-        if (inputs[i] != AMP_DTYPE_DEFAULT)
-            used += (size_t)snprintf(dtypes + used, sizeof dtypes - used, "%s%s", used ? ", " : "", amp_dtype_name(inputs[i]));
-    snprintf(text, sizeof text, "%s%s%.200s (%s): computes in %s, returns %s, by %s%s", ampi_op_name(amp, op), layer ? " " : "",
-             layer ? layer : "", dtypes, amp_dtype_name(plan->compute), amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
+    ampi_print(&s, "%s%s%.200s (", ampi_op_name(amp, op), layer ? " " : "", layer ? layer : "");
+    for (first = s.used, i = 0; i < n && s.used < first + 80; i++)
+        if (inputs[i] != AMP_DTYPE_DEFAULT) ampi_print(&s, "%s%s", s.used > first ? ", " : "", amp_dtype_name(inputs[i]));
+    ampi_print(&s, "): computes in %s, returns %s, by %s%s", amp_dtype_name(plan->compute), amp_dtype_name(plan->result), rules[plan->rule], uses[use]);
     added = ampi_told_add((amp_context *)(uintptr_t)amp, text);
     if (added) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, text);
     if (added == 2) ampi_log_text(amp, AMP_LOG_DEBUG, AMP_LOG_DECISION, "further decisions are not told");
@@ -16530,7 +16528,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     ampi_print_reading(&s, ", temperature", (double)m->temperature, 1, " C");
     ampi_print_reading(&s, ", power", (double)m->power, 1, " W\n");
     if (!(m->power >= 0)) ampi_print(&s, "\n");
-    s.used += amp_machine_text(&t->machine, s.used < s.size ? s.text + s.used : NULL, s.used < s.size ? s.size - s.used : 0);
+    ampi_print_machine(&s, &t->machine);
     return s.used;
 }
 
@@ -17532,9 +17530,10 @@ AMPI_PRIVATE float ampi_wanted_scale(const amp_tensor_stats *m, const ampi_fitti
 }
 
 AMPI_PRIVATE AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_recommendation recommendation, const amp_tensor_stats_row *worst, const char *format, ...) {
+    ampi_sheet sheet = ampi_sheet_of(r->text, sizeof r->text);
     va_list args;
     va_start(args, format);
-    vsnprintf(r->text, sizeof r->text, format, args);
+    ampi_print_args(&sheet, format, args);
     va_end(args);
     r->recommendation = recommendation;
     r->worst = worst ? worst->name : NULL;
@@ -19802,12 +19801,13 @@ static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
 
 static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
     const char *where = record->outcome.first_bad;
-    char mitigation[100] = "nothing else changed";
-    if (e->mitigation == AMP_MITIGATE_LAYERS) snprintf(mitigation, sizeof mitigation, "%.63s in fp32 from now on", e->layer);
-    if (e->mitigation == AMP_MITIGATE_DTYPE) snprintf(mitigation, sizeof mitigation, "%s from now on", amp_dtype_name(e->dtype));
-    snprintf(e->text, sizeof e->text, "step %lld: %s%s%.40s; back to %lld applied steps, %s", (long long)record->outcome.step,
-             ampi_anomaly_text(e->anomaly), where ? ", first in " : "", where ? where : "", (long long)e->step,
-             e->action == AMP_RECOVERY_STOP ? "stop" : mitigation);
+    ampi_sheet s = ampi_sheet_of(e->text, sizeof e->text);
+    ampi_print(&s, "step %lld: %s%s%.40s; back to %lld applied steps, ", (long long)record->outcome.step, ampi_anomaly_text(e->anomaly),
+               where ? ", first in " : "", where ? where : "", (long long)e->step);
+    if (e->action == AMP_RECOVERY_STOP) ampi_print(&s, "stop");
+    else if (e->mitigation == AMP_MITIGATE_LAYERS) ampi_print(&s, "%.63s in fp32 from now on", e->layer);
+    else if (e->mitigation == AMP_MITIGATE_DTYPE) ampi_print(&s, "%s from now on", amp_dtype_name(e->dtype));
+    else ampi_print(&s, "nothing else changed");
 }
 
 /* Trouble that is only noted: snapshots since are worth nothing. */
