@@ -8935,9 +8935,7 @@ static amp_result ampi_check_desc(const amp_desc *d) {
     return AMP_OK;
 }
 
-static void ampi_fill_defaults(amp_desc *d) {
-    amp_cpu_info cpu;
-    ampi_probe_cpu(&cpu);
+static void ampi_fill_defaults(amp_desc *d, const amp_cpu_info *cpu) {
     if (d->level == 0) d->level = AMP_LEVEL_O1;
     if (d->policy == 0) d->policy = AMP_POLICY_FUSED;
     if (d->mode == 0) d->mode = AMP_MODE_TRAINING;
@@ -8946,8 +8944,8 @@ static void ampi_fill_defaults(amp_desc *d) {
     if (d->cast_outputs == 0) d->cast_outputs = AMP_IO_NONE;
     if (d->logger.level == 0) d->logger.level = AMP_LOG_WARNING;
     if (d->backend == NULL) d->backend = amp_cpu();
-    if (d->cpu_path == 0) d->cpu_path = cpu.path;
-    if (d->threads == 0) d->threads = d->share_threads ? d->share_threads->desc.threads : cpu.cores;
+    if (d->cpu_path == 0) d->cpu_path = cpu->path;
+    if (d->threads == 0) d->threads = d->share_threads ? d->share_threads->desc.threads : cpu->cores;
     if (d->reducer.world == 0) d->reducer.world = 1;
 }
 
@@ -9100,6 +9098,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp_context *amp;
     amp_result result;
     void *memory;
+    int locks;
     if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open", "out is NULL");
     *out = NULL;
     if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or none");
@@ -9109,7 +9108,8 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     AMPI_TRY(ampi_alloc(&system, "amp_open", &memory, 1, sizeof *amp));
     amp = (amp_context *)memory;
     if (desc != NULL) amp->desc = *desc;
-    ampi_fill_defaults(&amp->desc);
+    ampi_probe_cpu(&amp->machine.cpu);
+    ampi_fill_defaults(&amp->desc, &amp->machine.cpu);
     amp->system = amp->desc.system = system;
     amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
     amp->backend = amp->desc.backend;
@@ -9122,16 +9122,15 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp->host.alloc = ampi_host_alloc;
     amp->host.free = ampi_host_free;
     amp->host.parallel = ampi_host_parallel;
-    if (pthread_mutex_init(&amp->lock, NULL) != 0) {
-        ampi_free(&system, amp, 1, sizeof *amp);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
-    }
-    if (pthread_cond_init(&amp->written, NULL) != 0) {
+    locks = pthread_mutex_init(&amp->lock, NULL) == 0;
+    if (locks && pthread_cond_init(&amp->written, NULL) != 0) {
         pthread_mutex_destroy(&amp->lock);
+        locks = 0;
+    }
+    if (!locks) {
         ampi_free(&system, amp, 1, sizeof *amp);
         return ampi_fail(AMP_ERR_THREAD, "amp_open", "no lock for the context");
     }
-    ampi_probe_cpu(&amp->machine.cpu);
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
     else result = ampi_open_threads(amp);
