@@ -1975,7 +1975,7 @@ typedef struct amp_step_info {
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info);
 
 typedef struct amp_step_record {
-    amp_step_result outcome;
+    amp_step_result result;
     int64_t epoch;                  /* from 0 */
     double loss;                    /* NaN: not read */
     int64_t tokens;
@@ -2798,8 +2798,8 @@ struct amp_k_grad_stats {
     double lr;
 };
 
-/* The result of one step: record (number - 1) % AMP_OUTCOMES of a ring in device memory. */
-#define AMP_OUTCOMES 64
+/* The result of one step: record (number - 1) % AMP_STEP_RESULTS of a ring in device memory. */
+#define AMP_STEP_RESULTS 64
 typedef struct amp_k_step_result {
     int64_t number, step, skips, consecutive_skips;     /* counters after the attempt */
     double lr;
@@ -2931,8 +2931,8 @@ typedef struct amp_k_rule {
     amp_rule_kind kind;
     float value;
     amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
-    amp_k_grad_stats *found;             /* device */
-    amp_k_step_result *outcomes;        /* device; the ring */
+    amp_k_grad_stats *found;        /* device */
+    amp_k_step_result *results;     /* device; the ring */
     uint64_t *random;               /* device */
     uint64_t random_offset;
     amp_k_scaler_rule scaler_rule;  /* by value */
@@ -3125,7 +3125,7 @@ AMPI_HD void ampi_rule_stepped(const amp_k_rule *rule) {
     amp_k_grad_stats *f = rule->found;
     const amp_k_scaler *s = rule->scaler;
     const amp_k_scaler_rule *r = &rule->scaler_rule;
-    amp_k_step_result *o = rule->outcomes + f->attempts % AMP_OUTCOMES;
+    amp_k_step_result *o = rule->results + f->attempts % AMP_STEP_RESULTS;
     f->attempts++;
     if (rule->step_rule.lr >= 0) f->lr = rule->step_rule.lr;
     if (f->skip) {
@@ -11690,7 +11690,7 @@ struct amp_grad_set {
     amp_k_tensor *rows, *table;     /* the host's copy, and the device's */
     amp_param **params;             /* of each row; NULL: the rows are ranges */
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
-    amp_k_grad_stats *found;             /* device */
+    amp_k_grad_stats *found;        /* device */
     double clip_norm, divisor;
     int32_t sharded;
     int32_t unscaled;               /* 1: the last check multiplied */
@@ -11719,9 +11719,9 @@ struct amp_optimizer {
     void *memory;                   /* device: moments and masters of all rows */
     amp_k_step_result *ring;            /* device */
     amp_k_step_result *outcomes;        /* the host's copy of it, pinned; record i is complete after events[i] */
-    void *events[AMP_OUTCOMES];
-    int64_t attempts, delivered, flushed;   /* steps so far; their outcomes taken, and made due by a flush */
-    int64_t sent;                   /* outcomes sent by this object: steps, whatever was loaded in between */
+    void *events[AMP_STEP_RESULTS];
+    int64_t attempts, delivered, flushed;   /* steps so far; their results taken, and made due by a flush */
+    int64_t sent;                   /* results sent by this object: steps, whatever was loaded in between */
     int32_t micro;                  /* micro-batches of the cycle so far */
 };
 
@@ -12639,9 +12639,9 @@ AMPI_PRIVATE amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_le
         return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
     if (d->accumulation < 1)
         return ampi_fail(AMP_ERR_RANGE, function, ".accumulation = %d, must be 1 or more", d->accumulation);
-    if (d->result_lag != AMP_LAG_NONE && (d->result_lag < 0 || d->result_lag >= AMP_OUTCOMES))
+    if (d->result_lag != AMP_LAG_NONE && (d->result_lag < 0 || d->result_lag >= AMP_STEP_RESULTS))
         return ampi_fail(AMP_ERR_RANGE, function, ".result_lag = %d, must be 1 to %d, 0 (2) or AMP_LAG_NONE",
-                         d->result_lag, AMP_OUTCOMES - 1);
+                         d->result_lag, AMP_STEP_RESULTS - 1);
     if (d->n_params < 0 || d->n_groups < 0)
         return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
     if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
@@ -12768,12 +12768,12 @@ AMPI_PRIVATE amp_result ampi_make_masters(amp_optimizer *o) {
 AMPI_PRIVATE amp_result ampi_result_memory(amp_optimizer *o) {
     void *dev, *stream, *pinned;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
-    size_t bytes = AMP_OUTCOMES * sizeof *o->ring;
+    size_t bytes = AMP_STEP_RESULTS * sizeof *o->ring;
     int i;
     AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, (void **)&o->ring, (int64_t)bytes));
     AMPI_TRY(backend->alloc_pinned(dev, &pinned, bytes));
     o->outcomes = (amp_k_step_result *)pinned;
-    for (i = 0; i < AMP_OUTCOMES; i++) AMPI_TRY(backend->event_create(dev, &o->events[i]));
+    for (i = 0; i < AMP_STEP_RESULTS; i++) AMPI_TRY(backend->event_create(dev, &o->events[i]));
     return AMP_OK;
 }
 
@@ -12798,10 +12798,10 @@ AMPI_PRIVATE void ampi_optimizer_stop(ampi_object *object) {
     int64_t i;
     ampi_wait(o->amp);
     ampi_settings_changed(o->amp);
-    for (i = 0; i < AMP_OUTCOMES; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
+    for (i = 0; i < AMP_STEP_RESULTS; i++) if (o->events[i] != NULL) backend->event_destroy(dev, o->events[i]);
     for (i = 0; o->set != NULL && i < o->set->n && !ampi_is_closed(o->amp); i++)
         if (o->set->params[i] != NULL) o->set->params[i]->master = NULL;
-    if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_OUTCOMES * sizeof *o->outcomes);
+    if (o->outcomes != NULL) backend->free_pinned(dev, o->outcomes, AMP_STEP_RESULTS * sizeof *o->outcomes);
     amp_free(o->amp, o->ring);
     amp_free(o->amp, o->memory);
     if (o->set != NULL) ampi_object_stop(&o->set->object);
@@ -13007,18 +13007,18 @@ AMPI_PRIVATE amp_result ampi_run_optimizer(const amp_optimizer *o) {
 /* Counts the step on the device; scaler is enabled or NULL.  In a graph the learning rate is what AMP_RULE_LAUNCH wrote. */
 AMPI_PRIVATE amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
-    rule.outcomes = o->ring;
+    rule.results = o->ring;
     rule.step_rule.beta1 = o->desc.beta1;
     rule.step_rule.beta2 = o->desc.beta2;
     rule.step_rule.lr = ampi_capture(o->amp) ? -1 : o->desc.lr;
     return ampi_run_rule(o->amp, &rule);
 }
 
-/* Sends the step's outcome on the way to the host. */
+/* Sends the step's result on the way to the host. */
 AMPI_PRIVATE amp_result ampi_send_result(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
-    int64_t slot = o->attempts % AMP_OUTCOMES;
+    int64_t slot = o->attempts % AMP_STEP_RESULTS;
     AMPI_TRY(backend->copy(dev, &o->outcomes[slot], &o->ring[slot], sizeof *o->ring, AMP_COPY_TO_HOST, stream));
     AMPI_TRY(backend->event_record(dev, o->events[slot], stream));
     o->attempts++;
@@ -13109,10 +13109,10 @@ AMPI_PRIVATE void ampi_result_fill(const amp_optimizer *o, const amp_k_step_resu
     out->consecutive_skips = k->consecutive_skips;
 }
 
-/* The number of the oldest outcome that is due, 0 if none is. */
+/* The number of the oldest result that is due, 0 if none is. */
 AMPI_PRIVATE int64_t ampi_result_due(amp_optimizer *o) {
     int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.result_lag, 0));
-    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES);
+    o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS);
     return o->delivered < due ? o->delivered + 1 : 0;
 }
 
@@ -13123,7 +13123,7 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
     int64_t slot;
     if (o == NULL || out == NULL || ampi_is_stopped(&o->object) || ampi_result_due(o) == 0) return 0;
     backend = ampi_backend(o->amp, &dev, &stream);
-    slot = o->delivered % AMP_OUTCOMES;
+    slot = o->delivered % AMP_STEP_RESULTS;
     if (backend->event_sync(dev, o->events[slot]) != AMP_OK) return 0;
     ampi_result_fill(o, &o->outcomes[slot], out);
     o->delivered++;
@@ -13368,13 +13368,13 @@ AMPI_PRIVATE amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state
     return r == AMP_OK ? ampi_put(state, prefix, "cycle", -1, AMP_I64, cycle, AMPI_SAVED_CYCLE) : r;
 }
 
-/* The outcomes not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
+/* The results not yet delivered; fp64 holds each of their numbers exactly.  Trackers came later: a record of their own. */
 AMPI_PRIVATE amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, const char *prefix) {
-    double rows[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
-    int32_t trackers[AMP_OUTCOMES];
-    int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_OUTCOMES), n = o->attempts - first;
+    double rows[AMP_STEP_RESULTS * AMPI_SAVED_OUTCOME];
+    int32_t trackers[AMP_STEP_RESULTS];
+    int64_t i, first = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS), n = o->attempts - first;
     for (i = 0; i < n; i++) {
-        const amp_k_step_result *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
+        const amp_k_step_result *k = &o->outcomes[(first + i) % AMP_STEP_RESULTS];
         double *row = rows + i * AMPI_SAVED_OUTCOME;
         row[0] = (double)k->number; row[1] = (double)k->step;
         row[2] = (double)k->skips; row[3] = (double)k->consecutive_skips;
@@ -13692,7 +13692,7 @@ AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
         double most = column < 4 ? 9007199254740992.0 : 2147483647.0;
         if (column >= 4 && column < 8) continue;
         if (!amp_is_finite_f64(&rows[i]) || !(rows[i] >= -1 && rows[i] <= most))
-            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved outcome: number %lld = %g is out of range",
+            return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "saved result: number %lld = %g is out of range",
                              (long long)column, rows[i]);
     }
     return AMP_OK;
@@ -13701,7 +13701,7 @@ AMPI_PRIVATE amp_result ampi_check_outcomes(const double *rows, int64_t n) {
 AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const int32_t *trackers, int64_t n) {
     int64_t i, first = o->attempts - n;
     for (i = 0; i < n; i++) {
-        amp_k_step_result *k = &o->outcomes[(first + i) % AMP_OUTCOMES];
+        amp_k_step_result *k = &o->outcomes[(first + i) % AMP_STEP_RESULTS];
         const double *row = rows + i * AMPI_SAVED_OUTCOME;
         k->number = (int64_t)row[0]; k->step = (int64_t)row[1];
         k->skips = (int64_t)row[2]; k->consecutive_skips = (int64_t)row[3];
@@ -13715,8 +13715,8 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
     amp_optimizer *o = optimizer;
     const amp_system *s;
     int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed;
-    int32_t trackers[AMP_OUTCOMES];
-    double reals[AMPI_SAVED_REALS], outcomes[AMP_OUTCOMES * AMPI_SAVED_OUTCOME];
+    int32_t trackers[AMP_STEP_RESULTS];
+    double reals[AMPI_SAVED_REALS], outcomes[AMP_STEP_RESULTS * AMPI_SAVED_OUTCOME];
     amp_result r;
     void *scratch = NULL;
     uint8_t *live;
@@ -13730,7 +13730,7 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
     AMPI_TRY(ampi_load_names(o, state, prefix));
     AMPI_TRY(ampi_check_saved_steps(o, steps, reals));
     AMPI_TRY(ampi_load_shape(o, state, prefix));
-    n = AMPI_MIN(steps[2] - steps[3], AMP_OUTCOMES);
+    n = AMPI_MIN(steps[2] - steps[3], AMP_STEP_RESULTS);
     AMPI_TRY(ampi_get(state, prefix, "outcomes", -1, AMP_F64, outcomes, n * AMPI_SAVED_OUTCOME));
     AMPI_TRY(ampi_check_outcomes(outcomes, n));
     memset(trackers, 0, sizeof trackers);
@@ -15628,7 +15628,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
 
 /* ==== 12 >>watch: implementation ==== */
 
-/* What the host said of a step, and what was measured; kept until the step's outcome is due. */
+/* What the host said of a step, and what was measured; kept until the step's result is due. */
 typedef struct ampi_note {
     int64_t number;                 /* the optimizer's for this step; 0: given up, the optimizer was set back */
     int64_t epoch, tokens;
@@ -15654,7 +15654,7 @@ typedef struct ampi_tally {
 } ampi_tally;
 
 #define AMPI_NAN ((uint64_t)0x7ff8 << 48)   /* the bits of an fp64 NaN */
-enum { AMPI_LINE_BYTES = 256 * 1024, AMPI_NOTES = 2 * AMP_OUTCOMES };
+enum { AMPI_LINE_BYTES = 256 * 1024, AMPI_NOTES = 2 * AMP_STEP_RESULTS };
 
 struct amp_monitor {
     ampi_object object;
@@ -15669,7 +15669,7 @@ struct amp_monitor {
     ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; scratch is a power of two */
     int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
     int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was said */
-    amp_step_record records[AMP_OUTCOMES]; int64_t first_record, n_records;
+    amp_step_record records[AMP_STEP_RESULTS]; int64_t first_record, n_records;
     ampi_tally epoch, mixed, full;
     int64_t epochs;                 /* number of the one that runs */
 };
@@ -16652,7 +16652,7 @@ AMP_API void amp_profile_pop(amp_context *amp) {
     if (backend->profile_pop != NULL) backend->profile_pop(dev);
 }
 
-/* ---- Monitor.  A step's record waits for its outcome, and for the events that measure it; lines wait for room on disk. */
+/* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room on disk. */
 
 /* One JSON value (RFC 8259) of a single line; returns what follows, or NULL. */
 AMPI_PRIVATE const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
@@ -16879,7 +16879,7 @@ AMPI_PRIVATE const char *ampi_anomaly_name(amp_anomaly anomaly) {
 }
 
 AMPI_PRIVATE amp_anomaly ampi_anomaly_of(const amp_monitor *m, const amp_step_record *r, int read) {
-    const amp_step_result *o = &r->outcome;
+    const amp_step_result *o = &r->result;
     int scales = m->desc.scaler != NULL && !m->desc.scaler->desc.disable && !m->desc.scaler->desc.frozen;
     if (read && !amp_is_finite_f64(&r->loss)) return AMP_ANOMALY_LOSS;
     if (!scales && (!o->applied || o->first_bad != NULL || !amp_is_finite_f32(&o->norm))) return AMP_ANOMALY_GRADIENTS;
@@ -16890,9 +16890,9 @@ AMPI_PRIVATE amp_anomaly ampi_anomaly_of(const amp_monitor *m, const amp_step_re
 AMPI_PRIVATE void ampi_anomaly_log(const amp_monitor *m, const amp_step_record *r) {
     static const char *const words[] = {"", "the loss is not finite", "gradients are not finite, and no scale can shrink",
                                         "gradients overflow, and the scale is at its floor", "too many steps in a row were skipped"};
-    ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->outcome.step,
-             words[r->anomaly], r->outcome.first_bad ? ", first in " : "", r->outcome.first_bad ? r->outcome.first_bad : "",
-             (long long)r->outcome.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
+    ampi_log(m->amp, AMP_LOG_WARNING, 1212, "step %lld: %s%s%s (%lld in a row skipped); action: %s", (long long)r->result.step,
+             words[r->anomaly], r->result.first_bad ? ", first in " : "", r->result.first_bad ? r->result.first_bad : "",
+             (long long)r->result.consecutive_skips, ampi_word_of(ampi_action_words, (int)r->action));
 }
 
 AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *phases) {
@@ -16904,7 +16904,7 @@ AMPI_PRIVATE void ampi_json_phases(ampi_sheet *s, double seconds, const double *
 }
 
 AMPI_PRIVATE void ampi_step_line(amp_monitor *m, const amp_step_record *r, int read) {
-    const amp_step_result *o = &r->outcome;
+    const amp_step_result *o = &r->result;
     ampi_sheet s = ampi_line_begin(m, "step");
     ampi_json_integer(&s, "step", o->step);
     ampi_json_integer(&s, "epoch", r->epoch);
@@ -16939,7 +16939,7 @@ AMPI_PRIVATE double ampi_sum_phases(const double *phases) {
 AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     int p;
     t->steps++;
-    t->skipped += !r->outcome.applied;
+    t->skipped += !r->result.applied;
     t->anomalies += r->anomaly != AMP_ANOMALY_NONE;
     t->tokens += r->tokens;
     t->dtypes[r->dtype]++;
@@ -16949,14 +16949,14 @@ AMPI_PRIVATE void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->loss += r->loss;
 }
 
-/* Makes the record of a step: its outcome has come. */
+/* Makes the record of a step: its result has come. */
 AMPI_PRIVATE void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_step_result *outcome) {
     int64_t interval = m->desc.log_interval;
     amp_step_record *r;
-    if (m->n_records == AMP_OUTCOMES) { m->first_record++; m->n_records--; }
-    r = &m->records[(m->first_record + m->n_records++) % AMP_OUTCOMES];
+    if (m->n_records == AMP_STEP_RESULTS) { m->first_record++; m->n_records--; }
+    r = &m->records[(m->first_record + m->n_records++) % AMP_STEP_RESULTS];
     memset(r, 0, sizeof *r);
-    r->outcome = *outcome;
+    r->result = *outcome;
     r->epoch = note->epoch;
     r->loss = note->loss;
     r->tokens = note->tokens;
@@ -16984,17 +16984,17 @@ AMPI_PRIVATE const ampi_note *ampi_note_find(const amp_monitor *m, int64_t numbe
     return NULL;
 }
 
-/* 1: outcome `number`, the next one that is due, and the times of its step are there. */
+/* 1: result `number`, the next one that is due, and the times of its step are there. */
 AMPI_PRIVATE int ampi_result_here(amp_monitor *m, int64_t number) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     int64_t step;
     int32_t done = 0;
-    if (backend->event_done(dev, m->desc.optimizer->events[(number - 1) % AMP_OUTCOMES], &done) != AMP_OK || !done) return 0;
+    if (backend->event_done(dev, m->desc.optimizer->events[(number - 1) % AMP_STEP_RESULTS], &done) != AMP_OK || !done) return 0;
     return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
 }
 
-/* Makes records of the outcomes that are due; wait 0: of those that have come. */
+/* Makes records of the results that are due; wait 0: of those that have come. */
 AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_optimizer *o = m->desc.optimizer;
     const ampi_note *note;
@@ -17003,7 +17003,7 @@ AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     while ((number = ampi_result_due(o)) != 0 && (wait || ampi_result_here(m, number))) {
         note = ampi_note_find(m, number, &step);
-        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the outcome has come, too */
+        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result has come, too */
         if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
         if (note == NULL) continue;
         ampi_record_add(m, note, &outcome);
@@ -17030,7 +17030,7 @@ AMPI_PRIVATE amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
 
 AMPI_PRIVATE int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
 
-/* The note of the step that ends.  Notes from before the optimizer was set back have no outcome any more. */
+/* The note of the step that ends.  Notes from before the optimizer was set back have no result any more. */
 AMPI_PRIVATE amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
     const amp_desc *d = ampi_settings(m->amp);
@@ -17065,7 +17065,7 @@ AMPI_PRIVATE amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_i
     m->taken = AMPI_MAX(m->taken, m->steps - AMPI_NOTES + 1);
     memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
     AMPI_TRY(ampi_mark_now(m, AMP_PHASE_OTHER));
-    AMPI_TRY(ampi_records_take(m, o->attempts - o->delivered >= AMP_OUTCOMES));
+    AMPI_TRY(ampi_records_take(m, o->attempts - o->delivered >= AMP_STEP_RESULTS));
     if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
     return ampi_lines_write(m, "amp_monitor_step");
 }
@@ -17077,7 +17077,7 @@ AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);          /* what fails here fails in the next step, or has made its line wait */
     (void)ampi_lines_write(m, "amp_monitor_next");
     if (m->n_records == 0) return 0;
-    *out = m->records[m->first_record++ % AMP_OUTCOMES];
+    *out = m->records[m->first_record++ % AMP_STEP_RESULTS];
     m->n_records--;
     return 1;
 }
@@ -17348,7 +17348,7 @@ AMPI_PRIVATE void ampi_tensor_stats_stop(ampi_object *object) {
     ampi_free(s, m->text, m->text_bytes, 1);
     if (m->desc.scaler != NULL) ampi_object_let_go(&m->desc.scaler->object);
 }
-AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *numerics) { if (numerics != NULL) ampi_object_destroy(&numerics->object); }
+AMP_API void amp_tensor_stats_destroy(amp_tensor_stats *stats) { if (stats != NULL) ampi_object_destroy(&stats->object); }
 
 AMPI_PRIVATE amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tensor_stats_desc *d, int64_t *gradients) {
     const char *f = "amp_tensor_stats_create";
@@ -17420,7 +17420,7 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_st
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = ampi_settings(amp)->autocast_dtype == AMP_BF16 ? AMP_BF16 : AMP_F16;
     if (d.interval == 0) d.interval = 100;
     AMPI_TRY(ampi_tensor_stats_check(amp, &d, &gradients));
-    AMPI_TRY(ampi_object_create(amp, "amp_tensor_stats_create", (void **)&m, sizeof *m, "numerics", ampi_tensor_stats_stop));
+    AMPI_TRY(ampi_object_create(amp, "amp_tensor_stats_create", (void **)&m, sizeof *m, "tensor stats", ampi_tensor_stats_stop));
     m->amp = amp;
     m->desc = d;
     if (d.scaler != NULL) ampi_object_hold(&d.scaler->object);
@@ -17594,12 +17594,12 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
     return AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_tensor_stats_step(amp_tensor_stats *numerics, amp_tensor_stats_report *out) {
-    amp_tensor_stats *m = numerics;
+AMPI_PRIVATE amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out) {
+    amp_tensor_stats *m = stats;
     int64_t i;
-    if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_step", "numerics or out is NULL");
-    AMPI_TRY(ampi_alive(&numerics->object, "amp_tensor_stats_step"));
-    if (numerics->desc.scaler != NULL) AMPI_TRY(ampi_alive(&numerics->desc.scaler->object, "amp_tensor_stats_step"));
+    if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_step", "stats or out is NULL");
+    AMPI_TRY(ampi_alive(&stats->object, "amp_tensor_stats_step"));
+    if (stats->desc.scaler != NULL) AMPI_TRY(ampi_alive(&stats->desc.scaler->object, "amp_tensor_stats_step"));
     AMPI_TRY(ampi_may_wait(m->amp));
     m->report.due = m->calls % m->desc.interval == 0;
     if (m->report.due) {
@@ -17617,7 +17617,7 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_step(amp_tensor_stats *numerics, amp_t
     *out = m->report;
     return AMP_OK;
 }
-AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *numerics, amp_tensor_stats_report *out) { return ampi_as("amp_tensor_stats_step", ampi_tensor_stats_step(numerics, out)); }
+AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out) { return ampi_as("amp_tensor_stats_step", ampi_tensor_stats_step(stats, out)); }
 
 AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
@@ -17654,7 +17654,7 @@ typedef struct ampi_snapshot {
     ampi_snapshot_desc desc;
     amp_param **params, *param_copies; int64_t n_params, capacity;  /* the desc's, and the optimizer's that are not among them */
     ampi_kept *kept; int64_t n_kept, kept_capacity;
-    amp_optimizer optimizer; amp_grad_set set; amp_k_step_result outcomes[AMP_OUTCOMES];
+    amp_optimizer optimizer; amp_grad_set set; amp_k_step_result outcomes[AMP_STEP_RESULTS];
     amp_scaler scaler; amp_k_scaler scale;
     ampi_precision precision;
     uint64_t seed;
@@ -17702,7 +17702,7 @@ AMPI_PRIVATE void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
             if (ampi_has_array(o, row, a)) ampi_snapshot_memory(k, *ampi_row_array(row, a), row->count * ampi_array_size(row, a));
         if (!k->desc.settings && p->grad_live) ampi_snapshot_tensor(k, &p->grad);
     }
-    ampi_snapshot_memory(k, o->ring, AMP_OUTCOMES * (int64_t)sizeof *o->ring);
+    ampi_snapshot_memory(k, o->ring, AMP_STEP_RESULTS * (int64_t)sizeof *o->ring);
     ampi_snapshot_memory(k, o->set->found, (int64_t)sizeof *o->set->found);
 }
 
@@ -19540,7 +19540,7 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
    candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
    one before; anomaly drops it.  Two snapshots are held at most.
 
-   Restoring sets the optimizer's count of steps back and drops the outcomes that were pending.  What a monitor or the host
+   Restoring sets the optimizer's count of steps back and drops the results that were pending.  What a monitor or the host
    still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
    until a number comes that is not among these: the new run's, which begins below. */
 
@@ -19718,7 +19718,7 @@ static int ampi_can_widen(const amp_context *amp) {
    is no single layer's doing: both take a wider format, where there is one. */
 static void ampi_plan_mitigation(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
     const amp_context *amp = r->amp;
-    const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->outcome.first_bad;    /* sharded: this rank's own */
+    const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->result.first_bad;    /* sharded: this rank's own */
     int everywhere = record->anomaly == AMP_ANOMALY_LOSS || record->anomaly == AMP_ANOMALY_FLOOR, wide = ampi_can_widen(amp);
     if (ampi_settings(amp)->disable || ampi_settings(amp)->autocast_dtype == AMP_F32) return;
     if (bad != NULL) ampi_layer_pattern(bad, event->layer);
@@ -19799,9 +19799,9 @@ static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
 }
 
 static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record) {
-    const char *where = record->outcome.first_bad;
+    const char *where = record->result.first_bad;
     ampi_sheet s = ampi_sheet_of(e->text, sizeof e->text);
-    ampi_print(&s, "step %lld: %s%s%.40s; back to %lld applied steps, ", (long long)record->outcome.step, ampi_anomaly_text(e->anomaly),
+    ampi_print(&s, "step %lld: %s%s%.40s; back to %lld applied steps, ", (long long)record->result.step, ampi_anomaly_text(e->anomaly),
                where ? ", first in " : "", where ? where : "", (long long)e->step);
     if (e->action == AMP_RECOVERY_STOP) ampi_print(&s, "stop");
     else if (e->mitigation == AMP_MITIGATE_LAYERS) ampi_print(&s, "%.63s in fp32 from now on", e->layer);
@@ -19850,18 +19850,18 @@ static int ampi_is_undone(amp_recovery *r, int64_t step) {
 
 static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
     ampi_recovery_point *c = &r->candidate;
-    if (!record->outcome.applied) return;
+    if (!record->result.applied) return;
     r->fitted++;
     if (++r->streak >= r->desc.interval) r->retries = 0;
-    if (c->training != NULL && record->outcome.step > c->attempts) {
+    if (c->training != NULL && record->result.step > c->attempts) {
         ampi_recovery_drop(&r->good);
         r->good = *c;
         memset(c, 0, sizeof *c);
     }
-    if (c->training != NULL || r->desc.optimizer->micro > 0 || record->outcome.applied_steps < r->next) return;
-    r->next = record->outcome.applied_steps + r->desc.interval;
+    if (c->training != NULL || r->desc.optimizer->micro > 0 || record->result.applied_steps < r->next) return;
+    r->next = record->result.applied_steps + r->desc.interval;
     if (ampi_recovery_take(r, c) != AMP_OK)
-        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->outcome.step,
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, that of %lld applied steps stays: %s", (long long)record->result.step,
                  (long long)r->good.applied, amp_last_error());
 }
 
@@ -19911,7 +19911,7 @@ AMPI_PRIVATE amp_result ampi_recovery_step(amp_recovery *recovery, const amp_ste
     if (r->desc.loader != NULL) AMPI_TRY(ampi_alive(&r->desc.loader->object, "amp_recovery_step"));
     AMPI_TRY(ampi_may_wait(r->amp));
     *event = ampi_event(r, AMP_RECOVERY_NONE, AMP_ANOMALY_NONE);
-    if (ampi_is_undone(r, record->outcome.step)) return AMP_OK;
+    if (ampi_is_undone(r, record->result.step)) return AMP_OK;
     if (record->anomaly == AMP_ANOMALY_NONE) {
         ampi_note_good(r, record);
         return ampi_double(r, event);

@@ -421,7 +421,7 @@ static inline int progress_width(void) {
 /* Shows "[####....] text" for step of total; last 1: this was the last one. */
 static inline void progress_show(progress *p, int64_t step, const char *text, int last) {
     enum { LONGEST = 30 };
-    int room = progress_width() - (int)strlen(text) - 4, length = room < LONGEST ? room : LONGEST, i;
+    int columns = progress_width() - (int)strlen(text) - 4, length = columns < LONGEST ? columns : LONGEST, i;
     if (!p->terminal) {
         if (step % p->every == 0 || last) printf("%s\n", text);
         return;
@@ -974,7 +974,7 @@ static inline amp_result st_read_entry(json *j, st_tensor *t, const unsigned cha
 }
 
 static inline amp_result st_read_header(st_file *file, json *j, const unsigned char *data, int64_t bytes) {
-    int64_t room = 0;
+    int64_t capacity = 0;
     json_need(j, '{');
     while (!j->bad && json_peek(j) == '"') {
         st_tensor t;
@@ -990,8 +990,8 @@ static inline amp_result st_read_header(st_file *file, json *j, const unsigned c
             if (st_find(file, t.name) != NULL)
                 return example_fail(AMP_ERR_FORMAT, "%s: stands in the file twice", t.name);
             TRY(st_read_entry(j, &t, data, bytes));
-            if (file->n == room) {
-                st_tensor *more = (st_tensor *)realloc(file->tensors, (size_t)(room = room * 2 + 64) * sizeof *more);
+            if (file->n == capacity) {
+                st_tensor *more = (st_tensor *)realloc(file->tensors, (size_t)(capacity = capacity * 2 + 64) * sizeof *more);
                 if (more == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the tensor table");
                 file->tensors = more;
             }
@@ -1767,27 +1767,27 @@ static inline amp_result gpt_reshape(gpt *g, int64_t batch, amp_dtype activation
 static inline amp_result param_set(amp_context *amp, amp_optimizer *optimizer, amp_param *param, const float *values) {
     amp_tensor *w = &param->weight;
     int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
-    void *room;
+    void *scratch;
     amp_result result;
     if (optimizer != NULL) return amp_optimizer_set_weight(optimizer, param, values);
-    room = malloc((size_t)bytes);
-    result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
-    if (result == AMP_OK) result = amp_convert(room, w->dtype, values, AMP_F32, count, NULL, NULL);
-    if (result == AMP_OK) result = amp_copy(amp, w->data, room, bytes, AMP_COPY_TO_DEVICE);
+    scratch = malloc((size_t)bytes);
+    result = scratch != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+    if (result == AMP_OK) result = amp_convert(scratch, w->dtype, values, AMP_F32, count, NULL, NULL);
+    if (result == AMP_OK) result = amp_copy(amp, w->data, scratch, bytes, AMP_COPY_TO_DEVICE);
     if (result == AMP_OK) result = amp_sync(amp);
-    free(room);
+    free(scratch);
     amp_param_changed(param);
     return result;
 }
 static inline amp_result param_get(amp_context *amp, const amp_param *param, float *values) {
     const amp_tensor *w = &param->weight;
     int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
-    void *room = malloc((size_t)bytes);
-    amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
-    if (result == AMP_OK) result = amp_copy(amp, room, w->data, bytes, AMP_COPY_TO_HOST);
+    void *scratch = malloc((size_t)bytes);
+    amp_result result = scratch != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+    if (result == AMP_OK) result = amp_copy(amp, scratch, w->data, bytes, AMP_COPY_TO_HOST);
     if (result == AMP_OK) result = amp_sync(amp);
-    if (result == AMP_OK) result = amp_convert(values, AMP_F32, room, w->dtype, count, NULL, NULL);
-    free(room);
+    if (result == AMP_OK) result = amp_convert(values, AMP_F32, scratch, w->dtype, count, NULL, NULL);
+    free(scratch);
     return result;
 }
 static inline amp_result gpt_set(gpt *g, int64_t i, const float *values) {
@@ -2135,14 +2135,14 @@ static inline amp_result gpt_file_check(const gpt_file *file, const gpt *g, int6
     *out = t;
     return st_check_floats(t);
 }
-/* Its elements, as [out, in].  room: as large as values. */
-static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *room) {
+/* Its elements, as [out, in].  scratch: as large as values. */
+static inline amp_result gpt_file_tensor(const gpt_file *file, const gpt *g, int64_t i, float *values, float *scratch) {
     const amp_param *p = &g->params[i];
     const st_tensor *t = NULL;
     int conv1d = gpt_is_conv1d(g, i);
     TRY(gpt_file_check(file, g, i, &t));
-    TRY(st_floats(t, conv1d ? room : values));
-    if (conv1d) transpose(values, room, p->weight.shape[1], p->weight.shape[0]);
+    TRY(st_floats(t, conv1d ? scratch : values));
+    if (conv1d) transpose(values, scratch, p->weight.shape[1], p->weight.shape[0]);
     return AMP_OK;
 }
 
@@ -2187,7 +2187,7 @@ static inline amp_result config_take(char **json_of_model, const model_config *m
 static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
     int64_t i, count, largest = 0;
     const st_tensor *t;
-    float *values, *room;
+    float *values, *scratch;
     amp_result result = AMP_OK;
     if (file->llmc == 0) TRY(gpt_file_check_tied(file));
     if (file->config.vocab != g->config.vocab || file->config.positions != g->config.positions ||
@@ -2203,9 +2203,9 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
     if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
-    room = values + largest;
+    scratch = values + largest;
     for (i = 0; i < g->n_params && result == AMP_OK; i++) {
-        if (file->llmc == 0) result = gpt_file_tensor(file, g, i, values, room);
+        if (file->llmc == 0) result = gpt_file_tensor(file, g, i, values, scratch);
         else {
             amp_dtype dtype = file->llmc == 3 ? AMP_F32 : AMP_BF16;
             int64_t offset = LLMC_HEADER + gpt_file_llmc_offset(file, g, i) * (int64_t)amp_dtype_size(dtype);
@@ -2219,12 +2219,12 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
 }
 
 /* A text that grows. */
-typedef struct text_buffer { char *text; size_t used, room; int failed; } text_buffer;
+typedef struct text_buffer { char *text; size_t used, capacity; int failed; } text_buffer;
 static inline void text_put(text_buffer *b, const char *piece, size_t n) {
-    if (b->used + n + 1 > b->room) {
-        char *more = (char *)realloc(b->text, (b->room + n) * 2 + 1024);
+    if (b->used + n + 1 > b->capacity) {
+        char *more = (char *)realloc(b->text, (b->capacity + n) * 2 + 1024);
         if (more == NULL) b->failed = 1;
-        else { b->text = more; b->room = (b->room + n) * 2 + 1024; }
+        else { b->text = more; b->capacity = (b->capacity + n) * 2 + 1024; }
     }
     if (b->failed) return;
     memcpy(b->text + b->used, piece, n);
@@ -2395,17 +2395,17 @@ static inline unsigned char *st_put_header(const text_buffer *header, unsigned c
 static inline amp_result gpt_fill_file(gpt *g, const text_buffer *header, unsigned char *file) {
     int64_t i, largest = 0, count;
     unsigned char *out = st_put_header(header, file);
-    float *values, *room;
+    float *values, *scratch;
     amp_result result = AMP_OK;
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
     if (values == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);
-    room = values + largest;
+    scratch = values + largest;
     for (i = 0; i < g->n_params && result == AMP_OK; i++) {
         const amp_tensor *w = &g->params[i].weight;
         int conv1d = gpt_is_conv1d(g, i);
-        result = gpt_get(g, i, conv1d ? room : values);
-        if (conv1d) transpose(values, room, w->shape[0], w->shape[1]);
+        result = gpt_get(g, i, conv1d ? scratch : values);
+        if (conv1d) transpose(values, scratch, w->shape[0], w->shape[1]);
         count = amp_tensor_count(w);
         floats_to_bytes(out, values, count);
         out += count * 4;
@@ -2449,13 +2449,13 @@ static inline amp_result gpt_save_state(gpt *g, amp_state *state) {
         const amp_tensor *w = &g->params[i].weight;
         int64_t count = amp_tensor_count(w), bytes = count * (int64_t)amp_dtype_size(w->dtype);
         char key[64 + 8];
-        void *room = malloc((size_t)bytes);
-        amp_result result = room != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
+        void *scratch = malloc((size_t)bytes);
+        amp_result result = scratch != NULL ? AMP_OK : example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)bytes);
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
-        if (result == AMP_OK) result = amp_copy(g->amp, room, w->data, bytes, AMP_COPY_TO_HOST);
+        if (result == AMP_OK) result = amp_copy(g->amp, scratch, w->data, bytes, AMP_COPY_TO_HOST);
         if (result == AMP_OK) result = amp_sync(g->amp);
-        if (result == AMP_OK) result = amp_state_put(state, key, w->dtype, room, count);
-        free(room);
+        if (result == AMP_OK) result = amp_state_put(state, key, w->dtype, scratch, count);
+        free(scratch);
         TRY(result);
     }
     return AMP_OK;
@@ -2467,7 +2467,7 @@ static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
     amp_result result = AMP_OK;
     amp_dtype dtype;
     char key[64 + 8];
-    void *room;
+    void *scratch;
     for (i = 0; i < g->n_params; i++) {
         const amp_tensor *w = &g->params[i].weight;
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
@@ -2477,18 +2477,18 @@ static inline amp_result gpt_load_state(gpt *g, const amp_state *state) {
         bytes = amp_tensor_count(w) * (int64_t)amp_dtype_size(w->dtype);
         if (bytes > largest) largest = bytes;
     }
-    room = malloc((size_t)largest);
-    if (room == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest);
+    scratch = malloc((size_t)largest);
+    if (scratch == NULL) return example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest);
     for (i = 0; i < g->n_params && result == AMP_OK; i++) {
         const amp_tensor *w = &g->params[i].weight;
         int64_t count = amp_tensor_count(w);
         snprintf(key, sizeof key, "weight.%s", g->params[i].name);
-        result = amp_state_get(state, key, w->dtype, room, count);
-        if (result == AMP_OK) result = amp_copy(g->amp, w->data, room, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
+        result = amp_state_get(state, key, w->dtype, scratch, count);
+        if (result == AMP_OK) result = amp_copy(g->amp, w->data, scratch, count * (int64_t)amp_dtype_size(w->dtype), AMP_COPY_TO_DEVICE);
         if (result == AMP_OK) result = amp_sync(g->amp);
         amp_param_changed(&g->params[i]);
     }
-    free(room);
+    free(scratch);
     return result;
 }
 
@@ -2507,25 +2507,25 @@ static inline int compare_floats_falling(const void *a, const void *b) {
 }
 
 /* Draws from softmax(logits / temperature), restricted to the top_k largest; u is uniform in [0, 1). */
-static inline int32_t sample_token(const sampler *s, float *logits, float *room, int64_t vocab, double u) {
+static inline int32_t sample_token(const sampler *s, float *logits, float *scratch, int64_t vocab, double u) {
     float best = logits[0], least = -3.4e38f;
     double total = 0, sum = 0;
     int64_t i, at = 0;
     for (i = 1; i < vocab; i++) if (logits[i] > best) { best = logits[i]; at = i; }
     if (s->temperature <= 0) return (int32_t)at;
     if (s->top_k > 0 && s->top_k < vocab) {
-        memcpy(room, logits, (size_t)vocab * sizeof *room);
-        qsort(room, (size_t)vocab, sizeof *room, compare_floats_falling);
-        least = room[s->top_k - 1];
+        memcpy(scratch, logits, (size_t)vocab * sizeof *scratch);
+        qsort(scratch, (size_t)vocab, sizeof *scratch, compare_floats_falling);
+        least = scratch[s->top_k - 1];
     }
     for (i = 0; i < vocab; i++) {
         double weight = logits[i] < least ? 0 : exp((double)(logits[i] - best) / s->temperature);
-        room[i] = (float)weight;
-        total += (double)room[i];
+        scratch[i] = (float)weight;
+        total += (double)scratch[i];
     }
     for (i = 0; i < vocab; i++) {
-        sum += (double)room[i];
-        if (room[i] > 0 && sum > u * total) return (int32_t)i;
+        sum += (double)scratch[i];
+        if (scratch[i] > 0 && sum > u * total) return (int32_t)i;
     }
     return (int32_t)at;
 }
@@ -2594,14 +2594,14 @@ static inline FILE *idx_stream(const char *path, int *piped) {
 
 /* The bytes that the header promises, with memory taken only as they come: what it says may not be true. */
 static inline amp_result idx_items(idx_file *file, FILE *stream, const char *path) {
-    size_t wanted = (size_t)(file->count * file->size), room = 0, used = 0, n = 1;
+    size_t wanted = (size_t)(file->count * file->size), capacity = 0, used = 0, n = 1;
     while (used < wanted && n > 0) {
         unsigned char *more;
-        room = room * 2 + ((size_t)1 << 16) < wanted ? room * 2 + ((size_t)1 << 16) : wanted;
-        more = (unsigned char *)realloc(file->data, room);
+        capacity = capacity * 2 + ((size_t)1 << 16) < wanted ? capacity * 2 + ((size_t)1 << 16) : wanted;
+        more = (unsigned char *)realloc(file->data, capacity);
         if (more == NULL) return example_fail(AMP_ERR_MEMORY, "%s: no memory", path);
         file->data = more;
-        n = fread(file->data + used, 1, room - used, stream);
+        n = fread(file->data + used, 1, capacity - used, stream);
         used += n;
     }
     return used == wanted ? AMP_OK
@@ -2732,7 +2732,7 @@ typedef struct token_word {
     int64_t *next, *before;
     int32_t *id;                    /* -1: merged into the symbol before it */
     token_candidate *heap;
-    int64_t room, n_heap;
+    int64_t capacity, n_heap;
 } token_word;
 
 typedef struct tokenizer {
@@ -2861,27 +2861,27 @@ static inline token_merge *tokenizer_merge(const tokenizer *t, int32_t left, int
 }
 
 /* One line "left right", without its end. */
-static inline const char *tokenizer_merge_line(tokenizer *t, const char *line, int64_t n, int32_t rank, char *room) {
+static inline const char *tokenizer_merge_line(tokenizer *t, const char *line, int64_t n, int32_t rank, char *scratch) {
     const char *space = (const char *)memchr(line, ' ', (size_t)n);
     int64_t first, second;
     token_merge *m;
     if (space == NULL || memchr(space + 1, ' ', (size_t)(line + n - space - 1)) != NULL || n > TOKENIZER_LONGEST)
         return "must be two tokens with one space between them";
-    first = tokenizer_bytes(t, line, space - line, room);
-    second = first > 0 ? tokenizer_bytes(t, space + 1, line + n - space - 1, room + first) : 0;
+    first = tokenizer_bytes(t, line, space - line, scratch);
+    second = first > 0 ? tokenizer_bytes(t, space + 1, line + n - space - 1, scratch + first) : 0;
     if (first < 1 || second < 1) return "must be two tokens in GPT-2's writing of bytes";
-    m = tokenizer_merge(t, tokenizer_find(t, room, first), tokenizer_find(t, room + first, second));
+    m = tokenizer_merge(t, tokenizer_find(t, scratch, first), tokenizer_find(t, scratch + first, second));
     if (m->result >= 0) return "this merge stands there twice";
-    m->left = tokenizer_find(t, room, first);
-    m->right = tokenizer_find(t, room + first, second);
+    m->left = tokenizer_find(t, scratch, first);
+    m->right = tokenizer_find(t, scratch + first, second);
     m->rank = rank;
     if (m->left < 0 || m->right < 0) return "merges a token that is not in the vocabulary";
-    m->result = tokenizer_find(t, room, first + second);
+    m->result = tokenizer_find(t, scratch, first + second);
     return m->result < 0 ? "the merged token is not in the vocabulary" : NULL;
 }
 
 static inline amp_result tokenizer_merges(tokenizer *t, const char *path, const char *text, size_t bytes) {
-    char *room = (char *)malloc(TOKENIZER_LONGEST);
+    char *scratch = (char *)malloc(TOKENIZER_LONGEST);
     const char *at = text, *end = text + bytes, *wrong = NULL;
     int64_t line, i;
     int32_t rank = 0;
@@ -2889,8 +2889,8 @@ static inline amp_result tokenizer_merges(tokenizer *t, const char *path, const 
     for (i = 0; i < (int64_t)bytes; i++) lines += text[i] == '\n';
     for (t->merge_slots = 16; t->merge_slots < 2 * lines;) t->merge_slots *= 2;
     t->merges = (token_merge *)malloc((size_t)t->merge_slots * sizeof *t->merges);
-    if (room == NULL || t->merges == NULL) {
-        free(room);
+    if (scratch == NULL || t->merges == NULL) {
+        free(scratch);
         return example_fail(AMP_ERR_MEMORY, "%s: no memory for the merges", path);
     }
     for (i = 0; i < (int64_t)t->merge_slots; i++) t->merges[i].result = -1;
@@ -2899,10 +2899,10 @@ static inline amp_result tokenizer_merges(tokenizer *t, const char *path, const 
         int64_t n = (stop != NULL ? stop : end) - at;
         if (n > 0 && at[n - 1] == '\r') n--;
         if (n > 0 && !(line == 1 && n > 8 && memcmp(at, "#version", 8) == 0))
-            wrong = tokenizer_merge_line(t, at, n, rank++, room);
+            wrong = tokenizer_merge_line(t, at, n, rank++, scratch);
         if (wrong == NULL) at = stop != NULL ? stop + 1 : end;
     }
-    free(room);
+    free(scratch);
     return wrong == NULL ? AMP_OK
                          : example_fail(AMP_ERR_FORMAT, "%s: line %lld: %s", path, (long long)line - 1, wrong);
 }
@@ -3046,15 +3046,15 @@ static inline int64_t token_word_length(const char *text, int64_t n) {
 /* ---- Merging */
 
 static inline amp_result token_word_reserve(token_word *w, int64_t n) {
-    int64_t room = 2 * n + 64;
-    if (n <= w->room) return AMP_OK;
+    int64_t capacity = 2 * n + 64;
+    if (n <= w->capacity) return AMP_OK;
     free(w->next); free(w->before); free(w->id); free(w->heap);
-    w->next = (int64_t *)malloc((size_t)room * sizeof *w->next);
-    w->before = (int64_t *)malloc((size_t)room * sizeof *w->before);
-    w->id = (int32_t *)malloc((size_t)room * sizeof *w->id);
-    w->heap = (token_candidate *)malloc((size_t)room * 3 * sizeof *w->heap);   /* a merge makes at most two pairs */
-    w->room = w->next != NULL && w->before != NULL && w->id != NULL && w->heap != NULL ? room : 0;
-    return w->room > 0 ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for a word of %lld bytes", (long long)n);
+    w->next = (int64_t *)malloc((size_t)capacity * sizeof *w->next);
+    w->before = (int64_t *)malloc((size_t)capacity * sizeof *w->before);
+    w->id = (int32_t *)malloc((size_t)capacity * sizeof *w->id);
+    w->heap = (token_candidate *)malloc((size_t)capacity * 3 * sizeof *w->heap);   /* a merge makes at most two pairs */
+    w->capacity = w->next != NULL && w->before != NULL && w->id != NULL && w->heap != NULL ? capacity : 0;
+    return w->capacity > 0 ? AMP_OK : example_fail(AMP_ERR_MEMORY, "no memory for a word of %lld bytes", (long long)n);
 }
 
 /* The lower rank goes first, then the place further left. */
@@ -3114,7 +3114,7 @@ static inline int64_t token_merge_word(const tokenizer *t, token_word *w, const 
     return used;
 }
 
-/* The tokens of a text; out has room for n.  "<|endoftext|>" becomes its own token, as in transformers. */
+/* The tokens of a text; out holds n.  "<|endoftext|>" becomes its own token, as in transformers. */
 static inline amp_result tokenizer_encode(tokenizer *t, const char *text, int64_t n, uint16_t *out, int64_t *count) {
     static const char mark[] = "<|endoftext|>";
     int64_t at = 0, used = 0, length;
@@ -3621,34 +3621,34 @@ static inline amp_result encoder_create(encoder *e, amp_context *amp, const enco
     return result;
 }
 
-/* BERT's initialisation of one parameter: normal with deviation 0.02, biases 0, LayerNorm weights 1.  room: as many
+/* BERT's initialisation of one parameter: normal with deviation 0.02, biases 0, LayerNorm weights 1.  scratch: as many
    floats as it has elements. */
-static inline amp_result encoder_init_param(encoder *e, int64_t i, uint64_t seed, float *room) {
+static inline amp_result encoder_init_param(encoder *e, int64_t i, uint64_t seed, float *scratch) {
     const amp_param *p = &e->params[i];
     int64_t k, count = amp_tensor_count(&p->weight);
     int norm = strstr(p->name, "LayerNorm.weight") != NULL;
-    if (p->weight.ndim == 2) random_normal(room, count, seed, (uint64_t)i + 1, 0.02f);
-    else for (k = 0; k < count; k++) room[k] = norm ? 1.0f : 0.0f;
-    return param_set(e->amp, e->optimizer, &e->params[i], room);
+    if (p->weight.ndim == 2) random_normal(scratch, count, seed, (uint64_t)i + 1, 0.02f);
+    else for (k = 0; k < count; k++) scratch[k] = norm ? 1.0f : 0.0f;
+    return param_set(e->amp, e->optimizer, &e->params[i], scratch);
 }
 
 /* Room for the elements of the largest parameter, with the rows that a file has before them; the caller frees it. */
-static inline float *encoder_room(const encoder *e) {
+static inline float *encoder_scratch(const encoder *e) {
     int64_t i, count, largest = 0;
-    float *room;
+    float *scratch;
     for (i = 0; i < e->n_params; i++) if ((count = amp_tensor_count(&e->params[i].weight)) > largest) largest = count;
     largest += encoder_kinds[e->config.family].first * e->config.embedding;
-    room = (float *)malloc((size_t)largest * sizeof *room);
-    if (room == NULL) example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
-    return room;
+    scratch = (float *)malloc((size_t)largest * sizeof *scratch);
+    if (scratch == NULL) example_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 4);
+    return scratch;
 }
 
 static inline amp_result encoder_init(encoder *e, uint64_t seed) {
-    float *room = encoder_room(e);
-    amp_result result = room != NULL ? AMP_OK : AMP_ERR_MEMORY;
+    float *scratch = encoder_scratch(e);
+    amp_result result = scratch != NULL ? AMP_OK : AMP_ERR_MEMORY;
     int64_t i;
-    for (i = 0; i < e->n_params && result == AMP_OK; i++) result = encoder_init_param(e, i, seed, room);
-    free(room);
+    for (i = 0; i < e->n_params && result == AMP_OK; i++) result = encoder_init_param(e, i, seed, scratch);
+    free(scratch);
     return result;
 }
 
@@ -3894,7 +3894,7 @@ static const config_rules encoder_config_rules = {
     "num_attention_heads hidden_act layer_norm_eps attention_window"
 };
 
-/* Longformer's windows: one for each layer, or one for all.  windows: room for one of each layer. */
+/* Longformer's windows: one for each layer, or one for all.  windows: space for one of each layer. */
 static inline amp_result encoder_read_windows(const model_config *m, encoder_config *c, int64_t *windows) {
     json value;
     int64_t layer = 0, number;
@@ -3956,7 +3956,7 @@ static inline int64_t config_count_labels(const char *text, size_t bytes) {
     return n;
 }
 
-/* Their names, {"0": "bad", "1": "good"}: each class once.  names: room for n. */
+/* Their names, {"0": "bad", "1": "good"}: each class once.  names: space for n. */
 static inline amp_result config_read_labels(const model_config *m, char **names, int64_t n) {
     json labels, value, number;
     char key[128];
@@ -4038,8 +4038,8 @@ static inline amp_result encoder_file_check(const encoder_file *file, encoder *e
     return AMP_OK;
 }
 
-/* The elements of parameter i.  values, room: see encoder_room. */
-static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values, float *room) {
+/* The elements of parameter i.  values, scratch: see encoder_scratch. */
+static inline amp_result encoder_file_param(const encoder_file *file, encoder *e, int64_t i, float *values, float *scratch) {
     const amp_param *p = &e->params[i];
     encoder_piece piece;
     int part;
@@ -4051,8 +4051,8 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
         t = encoder_file_find(&file->tensors, e->config.family, piece.name);
         width = piece.cols > 0 ? piece.cols : 1;
         skipped = piece.skip * width;
-        TRY(st_floats(t, room));
-        memcpy(values + part * piece.rows * width, room + skipped, (size_t)(piece.rows * width) * sizeof *values);
+        TRY(st_floats(t, scratch));
+        memcpy(values + part * piece.rows * width, scratch + skipped, (size_t)(piece.rows * width) * sizeof *values);
     }
     return AMP_OK;
 }
@@ -4067,9 +4067,9 @@ static inline int encoder_file_lacks(const encoder_file *file, const encoder *e,
 /* Loads the weights of a file whose shape is the model's.  A head that the file lacks, or has for another number of
    classes, is initialised; *fresh: how many of its parameters that were. */
 static inline amp_result encoder_file_load(const encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
-    float *values = encoder_room(e), *room = encoder_room(e);
+    float *values = encoder_scratch(e), *scratch = encoder_scratch(e);
     int64_t i;
-    amp_result result = values != NULL && room != NULL ? AMP_OK : AMP_ERR_MEMORY;
+    amp_result result = values != NULL && scratch != NULL ? AMP_OK : AMP_ERR_MEMORY;
     *fresh = 0;
     for (i = 0; i < e->n_params && result == AMP_OK; i++)
         if (!encoder_file_lacks(file, e, i)) result = encoder_file_check(file, e, i);
@@ -4078,12 +4078,12 @@ static inline amp_result encoder_file_load(const encoder_file *file, encoder *e,
         *fresh += missing;
         if (missing) result = encoder_init_param(e, i, seed, values);
         else {
-            result = encoder_file_param(file, e, i, values, room);
+            result = encoder_file_param(file, e, i, values, scratch);
             if (result == AMP_OK) result = param_set(e->amp, e->optimizer, &e->params[i], values);
         }
     }
     free(values);
-    free(room);
+    free(scratch);
     return result == AMP_OK ? config_take(&e->json, &file->described) : result;
 }
 
@@ -4184,7 +4184,7 @@ static inline amp_result encoder_save(encoder *e, const char *path) {
     int64_t i, k, count, skipped = encoder_kinds[e->config.family].first * e->config.embedding;
     size_t bytes = 0;
     unsigned char *file = NULL, *out = NULL;
-    float *values = encoder_room(e);
+    float *values = encoder_scratch(e);
     amp_result result = encoder_header_text(e, &header);
     if (result == AMP_OK) {
         bytes = 8 + header.used + (size_t)(e->weights_count + skipped) * 4;

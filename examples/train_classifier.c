@@ -223,13 +223,13 @@ static amp_result settle_labels(const settings *set, label_names *l, text_set *s
 
 /* Every text becomes [CLS] tokens [SEP], at most seq long. */
 static amp_result text_set_encode(text_set *t, const wordpiece *w, int64_t seq) {
-    int64_t i, used = 0, room = 0;
+    int64_t i, used = 0, capacity = 0;
     for (i = 0; i < t->n; i++) {
         text_item *item = &t->items[i];
         const char *text = (const char *)t->file + item->at;
         int64_t n;
-        if (used + seq > room) {
-            int32_t *more = (int32_t *)realloc(t->tokens, (size_t)(room = 2 * room + seq + 4096) * sizeof *more);
+        if (used + seq > capacity) {
+            int32_t *more = (int32_t *)realloc(t->tokens, (size_t)(capacity = 2 * capacity + seq + 4096) * sizeof *more);
             if (more == NULL) return example_fail(AMP_ERR_MEMORY, "no memory for the tokens");
             t->tokens = more;
         }
@@ -789,7 +789,7 @@ static amp_result train_epoch(run *r, int64_t epoch, progress *bar) {
         while (amp_monitor_next(r->monitor, &r->record)) { }
         if (!bar->terminal) continue;
         snprintf(text, sizeof text, "epoch %lld | step %lld/%lld | loss %.4f | scale %g", (long long)epoch, (long long)step + 1,
-                 (long long)r->steps, (double)loss, (double)r->record.outcome.scale);
+                 (long long)r->steps, (double)loss, (double)r->record.result.scale);
         progress_show(bar, (epoch - 1) * r->n_train + first, text, 0);
     }
     return AMP_OK;
@@ -799,7 +799,7 @@ static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, doubl
     char rate[32];
     printf("epoch %lld: loss %.4f | validation loss %.4f, accuracy %.2f%% | %.2f s, %s tokens/s | skipped %lld", (long long)epoch, e->loss,
            r->valid_loss, 100 * r->accuracy, e->seconds, grouped((int64_t)e->tokens_per_second, rate, sizeof rate),
-           (long long)r->record.outcome.total_skips);
+           (long long)r->record.result.total_skips);
     if (e->anomalies > 0) printf(" | %lld of %lld steps were in trouble", (long long)e->anomalies, (long long)e->steps);
     printf("\n");
     metrics_begin(r->metrics.file, "evaluation");
@@ -810,7 +810,7 @@ static void report_epoch(run *r, int64_t epoch, const amp_epoch_record *e, doubl
     metrics_number(r->metrics.file, "accuracy", r->accuracy);
     metrics_number(r->metrics.file, "seconds", e->seconds);
     metrics_number(r->metrics.file, "evaluation_seconds", evaluation);
-    metrics_integer(r->metrics.file, "skipped", r->record.outcome.total_skips);
+    metrics_integer(r->metrics.file, "skipped", r->record.result.total_skips);
     metrics_number(r->metrics.file, "scale", r->scaler != NULL ? (double)amp_scaler_scale(r->scaler) : 1);
     metrics_line_end(&r->metrics, r->monitor);
 }
@@ -844,9 +844,9 @@ static amp_result train(run *r) {
         progress_clear(&bar);
         report_epoch(r, epoch, &record, seconds_now() - began);
     }
-    if (r->record.outcome.step > 0 && r->record.outcome.applied_steps == 0)
+    if (r->record.result.step > 0 && r->record.result.applied_steps == 0)
         printf("no step was applied: all %lld were skipped, and the weights are those of the start\n",
-               (long long)r->record.outcome.step);
+               (long long)r->record.result.step);
     return AMP_OK;
 }
 

@@ -387,7 +387,7 @@ typedef struct run {
     int32_t *micro_tokens;          /* device, with --graph: their inputs and targets; else NULL */
     amp_monitor *monitor;           /* keeps the metrics of steps */
     metrics_line metrics;           /* other lines go through the monitor too */
-    amp_tensor_stats *numerics;         /* NULL: not wanted */
+    amp_tensor_stats *stats;            /* NULL: not wanted */
     amp_recovery *recovery;         /* NULL: not wanted */
     text_buffer fp32_layers;        /* patterns of the layers that recovery put into fp32, one a line */
     board board;
@@ -397,8 +397,8 @@ typedef struct run {
     int64_t start, step, steps;     /* start: where this session began */
     int64_t epoch_steps;            /* since the monitor's epoch began */
     float losses[64];               /* of the last steps, by step % 64 */
-    amp_step_result outcome;            /* the last one that arrived */
-    int64_t outcomes;               /* that arrived in this session */
+    amp_step_result result;             /* the last one that arrived */
+    int64_t results;                /* that arrived in this session */
     int64_t peak;                   /* most bytes of memory in any epoch of the monitor's */
     double busy;                    /* seconds in training steps */
     double bigram, bigram_best;
@@ -813,7 +813,7 @@ static amp_result open_recovery(run *r) {
 static amp_result open_watch(run *r) {
     const settings *set = &r->set;
     amp_monitor_desc monitor;
-    amp_tensor_stats_desc numerics;
+    amp_tensor_stats_desc stats;
     memset(&monitor, 0, sizeof monitor);
     TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
     if (r->metrics.file != NULL) monitor.path = r->metrics_path;
@@ -826,12 +826,12 @@ static amp_result open_watch(run *r) {
         char why[400];
         return refuse("tensorboard", "%s", because(why));
     }
-    memset(&numerics, 0, sizeof numerics);
-    numerics.params = r->model.params;
-    numerics.n_params = r->model.n_params;
-    numerics.scaler = r->scaler;
-    numerics.interval = set->tensor_stats_interval;
-    if (set->tensor_stats_interval > 0) TRY(amp_tensor_stats_create(r->amp, &r->numerics, &numerics));
+    memset(&stats, 0, sizeof stats);
+    stats.params = r->model.params;
+    stats.n_params = r->model.n_params;
+    stats.scaler = r->scaler;
+    stats.interval = set->tensor_stats_interval;
+    if (set->tensor_stats_interval > 0) TRY(amp_tensor_stats_create(r->amp, &r->stats, &stats));
     return open_recovery(r);
 }
 
@@ -870,7 +870,7 @@ static amp_result load_state(run *r, const amp_state *state) {
 static void close_run(run *r) {
     amp_graph_destroy(r->graph);
     amp_monitor_destroy(r->monitor);
-    amp_tensor_stats_destroy(r->numerics);
+    amp_tensor_stats_destroy(r->stats);
     amp_recovery_destroy(r->recovery);
     board_close(&r->board);
     if (r->metrics.file != NULL) fclose(r->metrics.file);
@@ -919,7 +919,7 @@ static amp_result put_settings(const run *r, amp_state *state) {
     size_t bytes;
     kept.workers = kept.prefetch = kept.disable_pinned = 0;
     bytes = amp_settings_text(&kept, text, sizeof text);
-    if (bytes >= sizeof text) return example_fail(AMP_ERR_SIZE, "no room for the settings");
+    if (bytes >= sizeof text) return example_fail(AMP_ERR_SIZE, "the settings are too long");
     return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);
 }
 
@@ -1034,7 +1034,7 @@ enum { MOST_PAIRS = 1 << 24 };
 
 static amp_result collect_pairs(run *r, amp_loader *loader, int64_t most_batches, pairs *out) {
     amp_batch batch;
-    int64_t room = 0, batches = 0;
+    int64_t capacity = 0, batches = 0;
     int32_t *host = NULL;
     amp_result result;
     out->key = NULL;
@@ -1042,8 +1042,8 @@ static amp_result collect_pairs(run *r, amp_loader *loader, int64_t most_batches
     while ((result = amp_loader_next(loader, &batch)) == AMP_OK) {
         int64_t count = batch.batch * batch.seq, i;
         if (host == NULL) host = (int32_t *)malloc((size_t)count * 2 * sizeof *host);
-        if (out->n + count > room) {
-            uint64_t *more = (uint64_t *)realloc(out->key, (size_t)(room = room * 2 + count) * sizeof *more);
+        if (out->n + count > capacity) {
+            uint64_t *more = (uint64_t *)realloc(out->key, (size_t)(capacity = capacity * 2 + count) * sizeof *more);
             if (more == NULL) { result = example_fail(AMP_ERR_MEMORY, "no memory for bigrams"); break; }
             out->key = more;
         }
@@ -1138,10 +1138,10 @@ static amp_result measure_bigrams(run *r) {
 /* How gradients and weights fit their format, at an interval. */
 static amp_result look_at_numbers(run *r) {
     amp_tensor_stats_report report;
-    TRY(amp_tensor_stats_step(r->numerics, &report));
+    TRY(amp_tensor_stats_step(r->stats, &report));
     if (!report.due) return AMP_OK;
     snprintf(r->note, sizeof r->note, "step %lld: %s", (long long)(r->step + 1), report.text);
-    metrics_begin(r->metrics.file, "numerics");
+    metrics_begin(r->metrics.file, "tensor_stats");
     metrics_integer(r->metrics.file, "step", r->step + 1);
     metrics_text(r->metrics.file, "text", report.text);
     if (report.first_bad != NULL) metrics_text(r->metrics.file, "first_bad", report.first_bad);
@@ -1159,7 +1159,7 @@ static amp_result micro_step(run *r, int64_t micro, const amp_batch *batch) {
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_BACKWARD));
     TRY(gpt_backward(&r->model));
     TRY(amp_copy(r->amp, r->micro_losses + micro, r->model.loss_value, (int64_t)sizeof(float), AMP_COPY_ON_DEVICE));
-    if (r->numerics != NULL && micro + 1 == r->set.accumulation) TRY(look_at_numbers(r));
+    if (r->stats != NULL && micro + 1 == r->set.accumulation) TRY(look_at_numbers(r));
     TRY(amp_monitor_phase(r->monitor, AMP_PHASE_OPTIMIZER));
     TIMED(p, r->amp, PROFILE_OPTIMIZER, 0, amp_step(r->optimizer, r->scaler));
     return AMP_OK;
@@ -1258,18 +1258,18 @@ static void print_memory(progress *bar, const amp_step_record *record) {
     const amp_memory_info *m = &record->memory;
     progress_clear(bar);
     printf("step %lld: memory %.1f MiB, %.1f MiB reserved, %.1f MiB at most; optimizer %.1f, cast cache %.1f\n",
-           (long long)record->outcome.step, (double)m->allocated / 1048576, (double)m->reserved / 1048576,
+           (long long)record->result.step, (double)m->allocated / 1048576, (double)m->reserved / 1048576,
            (double)m->peak / 1048576, (double)m->optimizer / 1048576, (double)m->cast_cache / 1048576);
 }
 
 static void board_record_of(run *r, const amp_step_record *record) {
-    int64_t step = record->outcome.step;
+    int64_t step = record->result.step;
     if (amp_is_finite_f64(&record->loss)) board_scalar(&r->board, step, "train/loss", record->loss);
     if (record->has_memory) board_scalar(&r->board, step, "memory/allocated_mib", (double)record->memory.allocated / 1048576);
     if (r->set.log_interval == 0 || step % r->set.log_interval != 0) return;
-    board_scalar(&r->board, step, "train/lr", record->outcome.lr);
-    board_scalar(&r->board, step, "train/norm", (double)record->outcome.norm);
-    board_scalar(&r->board, step, "train/scale", (double)record->outcome.scale);
+    board_scalar(&r->board, step, "train/lr", record->result.lr);
+    board_scalar(&r->board, step, "train/norm", (double)record->result.norm);
+    board_scalar(&r->board, step, "train/scale", (double)record->result.scale);
     board_scalar(&r->board, step, "train/tokens_per_s", record->tokens_per_second);
 }
 
@@ -1361,7 +1361,7 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
     if (r->recovery == NULL) {
         if (record->action == AMP_NAN_STOP)
             snprintf(r->anomaly, sizeof r->anomaly, "stopped in trouble at step %lld, as --nan-action stop asks",
-                     (long long)record->outcome.step);
+                     (long long)record->result.step);
         return AMP_OK;
     }
     TRY(amp_recovery_step(r->recovery, record, &event));
@@ -1382,8 +1382,8 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
 static amp_result take_records(run *r, progress *bar) {
     amp_step_record record;
     while (amp_monitor_next(r->monitor, &record)) {
-        r->outcome = record.outcome;
-        r->outcomes++;
+        r->result = record.result;
+        r->results++;
         board_record_of(r, &record);
         if (r->set.log_memory && record.has_memory) print_memory(bar, &record);
         TRY(answer_trouble(r, bar, &record));
@@ -1407,8 +1407,8 @@ static void show_progress(run *r, progress *bar, float loss, int last) {
     double done = (double)(r->step - r->start);
     duration_text(done > 0 ? (double)(r->steps - r->step) * r->busy / done : 0, eta, sizeof eta);
     snprintf(text, sizeof text, "step %lld/%lld | loss %.4f | norm %.3f | scale %g | %s tok/s | ETA %s",
-             (long long)r->step, (long long)r->steps, (double)loss, (double)r->outcome.norm,
-             r->outcomes > 0 ? (double)r->outcome.scale : 1.0,
+             (long long)r->step, (long long)r->steps, (double)loss, (double)r->result.norm,
+             r->results > 0 ? (double)r->result.scale : 1.0,
              grouped((int64_t)tokens_per_second(r), rate, sizeof rate), eta);
     progress_show(bar, r->step, text, last);
 }
@@ -1593,7 +1593,7 @@ static void print_result(const run *r, double loss) {
         printf("  memory      %.1f MiB at most, %.1f MiB of it for the optimizer\n",
                (double)(memory.peak > r->peak ? memory.peak : r->peak) / 1048576,
                (double)memory.optimizer / 1048576);
-    printf("  skipped     %lld of %lld steps\n", (long long)r->outcome.total_skips, (long long)r->step);
+    printf("  skipped     %lld of %lld steps\n", (long long)r->result.total_skips, (long long)r->step);
 }
 
 /* Length of the UTF-8 character at text: 1 to 4, or 0 if there is none, or a control character. */
@@ -1639,7 +1639,7 @@ static char *tokens_text(const run *r, const int32_t *tokens, int64_t n) {
     return text;
 }
 
-/* What the sample begins with, in tokens: the prompt, or what stands between texts.  tokens: room for the prompt's
+/* What the sample begins with, in tokens: the prompt, or what stands between texts.  tokens: space for the prompt's
    bytes, at least 1. */
 static amp_result prompt_tokens(run *r, int32_t *tokens, int64_t *n) {
     const char *prompt = *r->set.prompt != 0 ? r->set.prompt : "\n";
@@ -1821,7 +1821,7 @@ static amp_result do_short_run(const settings *set, const char *precision, short
         out->precision = precision;
         out->rate = tokens_per_second(&r);
         out->peak = (double)(memory.peak > r.peak ? memory.peak : r.peak) / 1048576;
-        out->skips = r.outcome.total_skips;
+        out->skips = r.result.total_skips;
         out->emulated = r.choice.emulated;
         out->scaler = r.scaler != NULL;
     }

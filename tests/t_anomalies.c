@@ -1085,7 +1085,7 @@ static amp_result watch_numerics(env *e) {
 static amp_result watch_records(env *e) {
     amp_step_record record;
     while (amp_monitor_next(e->monitor, &record) == 1) {
-        note_number(e, record.outcome.step * 10 + record.outcome.applied);
+        note_number(e, record.result.step * 10 + record.result.applied);
         note(e, &record.loss, sizeof record.loss);
     }
     return AMP_OK;
@@ -1344,7 +1344,7 @@ static amp_result care_record(env *e, int bad) {
     amp_result r;
     int told = e->told;
     memset(&record, 0, sizeof record);
-    record.outcome = e->outcome;
+    record.result = e->outcome;
     record.dtype = AMP_F32;
     if (bad) { record.anomaly = AMP_ANOMALY_LOSS; record.action = AMP_NAN_RECOVER; record.loss = (double)amp_f32_from_f16(0x7e00); }
     e->unfinished = bad;
@@ -1454,7 +1454,7 @@ static amp_result training_recover(env *e) {
         if (r != AMP_OK) return r;
         e->fallen_back |= !e->unfinished && e->told > told;
         e->has_record = 0;
-        note_number(e, e->record.outcome.step * 100 + (int64_t)event.action);
+        note_number(e, e->record.result.step * 100 + (int64_t)event.action);
     }
     return AMP_OK;
 }

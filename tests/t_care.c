@@ -1301,12 +1301,12 @@ static int finite_double(double x) { return amp_is_finite_f64(&x); }
 static int trainee_record(trainee *t, amp_step_record *r) {
     int scaled = t->scaler != NULL && !t->scaler->desc.disable;
     memset(r, 0, sizeof *r);
-    if (!amp_step_result_next(t->o, &r->outcome)) return 0;
-    r->loss = t->losses[r->outcome.step % LOSSES];
+    if (!amp_step_result_next(t->o, &r->result)) return 0;
+    r->loss = t->losses[r->result.step % LOSSES];
     if (!finite_double(r->loss)) r->anomaly = AMP_ANOMALY_LOSS;
-    else if (!finite_double((double)r->outcome.norm) && !scaled) r->anomaly = AMP_ANOMALY_GRADIENTS;
-    else if (r->outcome.at_floor) r->anomaly = AMP_ANOMALY_FLOOR;
-    else if (r->outcome.consecutive_skips >= t->max_skips) r->anomaly = AMP_ANOMALY_SKIPS;
+    else if (!finite_double((double)r->result.norm) && !scaled) r->anomaly = AMP_ANOMALY_GRADIENTS;
+    else if (r->result.at_floor) r->anomaly = AMP_ANOMALY_FLOOR;
+    else if (r->result.consecutive_skips >= t->max_skips) r->anomaly = AMP_ANOMALY_SKIPS;
     if (r->anomaly) r->action = AMP_NAN_RECOVER;
     return 1;
 }
@@ -1636,7 +1636,7 @@ TEST(snapshots_are_of_whole_cycles) {
     trainee_open(&t, &p, 1);
     trainee_run(&t, 5);
     for (i = 0; i < 4; i++) trainee_micro(&t);
-    CHECK(t.o->attempts == 6 && t.o->micro == 1 && trainee_record(&t, &record) && record.outcome.step == 4);
+    CHECK(t.o->attempts == 6 && t.o->micro == 1 && trainee_record(&t, &record) && record.result.step == 4);
     trainee_feed(&t, &record);
     CHECK(t.recovery->candidate.training == NULL);
     trainee_run(&t, 7);
@@ -1686,7 +1686,7 @@ TEST(recovery_drops_casts) {
     CHECK(memcmp(cast.data, expected, sizeof expected) != 0);
     record.anomaly = AMP_ANOMALY_LOSS;
     record.action = AMP_NAN_RECOVER;
-    record.outcome.step = 2;
+    record.result.step = 2;
     CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
     CHECK(e.action == AMP_RECOVERY_RESTORED && e.step == 0);
     CHECK_OK(amp_autocast_cast(t.amp, &t.p[2], AMP_BF16, &cast));
@@ -1821,7 +1821,7 @@ TEST(recovery_restores_what_is_the_hosts) {
     CHECK(t.recovery->good.applied > 50);
     t.fail_load = AMP_ERR_READ;
     memset(&record, 0, sizeof record);
-    record.outcome.step = 69;
+    record.result.step = 69;
     record.anomaly = AMP_ANOMALY_LOSS;
     record.action = AMP_NAN_RECOVER;
     memset(&e, 0x5a, sizeof e);
@@ -2078,8 +2078,8 @@ TEST(memory_recovery_doubles_the_batch_again) {
     CHECK_EQ(halving_step(&h, recovery, &micro, expected), 3);
     h.most = WHOLE;                             /* there is room again */
     for (step = 1; step <= 8; step++) {
-        record.outcome.step = record.outcome.applied_steps = step;
-        record.outcome.applied = 1;
+        record.result.step = record.result.applied_steps = step;
+        record.result.applied = 1;
         CHECK_OK(amp_recovery_step(recovery, &record, &e));
         CHECK_EQ(e.action, step == 4 || step == 6 ? AMP_RECOVERY_DOUBLE_BATCH : AMP_RECOVERY_NONE);     /* 2: declined */
         if (e.action == AMP_RECOVERY_DOUBLE_BATCH) {
@@ -2106,7 +2106,7 @@ TEST(memory_recovery_doubles_the_batch_again) {
     CHECK_OK(amp_recovery_create(h.amp, &resumed, &d));
     CHECK_OK(amp_recovery_load(resumed, state, "run"));
     for (step = 1; step <= 4; step++) {         /* a doubling failed, so it takes twice as long */
-        record.outcome.step = record.outcome.applied_steps = 20 + step;
+        record.result.step = record.result.applied_steps = 20 + step;
         CHECK_OK(amp_recovery_step(resumed, &record, &e));
         CHECK_EQ(e.action, step == 4 ? AMP_RECOVERY_DOUBLE_BATCH : AMP_RECOVERY_NONE);
     }

@@ -86,7 +86,7 @@ static uint32_t stream_of(const char *name) {
 }
 
 static void fill(encoder *e, uint32_t seed) {
-    float *values = encoder_room(e), *rows = encoder_room(e);
+    float *values = encoder_scratch(e), *rows = encoder_scratch(e);
     for (int64_t i = 0; i < e->n_params; i++) {
         const amp_param *p = &e->params[i];
         for (int part = 0; part < encoder_pieces(p); part++) {

@@ -328,7 +328,7 @@ static amp_range row_of(float *data) {
 static amp_step_record bad_step(void) {
     amp_step_record record;
     memset(&record, 0, sizeof record);
-    record.outcome.step = 1;
+    record.result.step = 1;
     record.anomaly = AMP_ANOMALY_LOSS; record.action = AMP_NAN_RECOVER;
     return record;
 }

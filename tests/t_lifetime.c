@@ -814,7 +814,7 @@ static int lines_of(const char *path) {
 
 /* Whatever lives is stopped and named; the monitor writes what it has; the host's own arrays are not touched. */
 TEST(closing_with_live_objects) {
-    static const char *const kinds[] = {"optimizer of first", "scaler of default", "set of first", "numerics of", "recovery of first",
+    static const char *const kinds[] = {"optimizer of first", "scaler of default", "set of first", "tensor stats of", "recovery of first",
                                         "loader of a callback", "masks of amp_mask_get"};
     for (int variant = 0; variant < 8; variant++) {
         int host_visible = variant % 2, captured = !host_visible && variant / 2 % 2, workers = variant / 4 ? 2 : AMP_NO_WORKERS;

@@ -1499,7 +1499,7 @@ static seen monitored(net *n, amp_monitor *monitor, int steps, int first_bad, in
         count.cleaned += cache.entries == 0;
         while (amp_monitor_next(monitor, &record)) {
             count.records++;
-            count.skipped += !record.outcome.applied;
+            count.skipped += !record.result.applied;
             count.memory += record.has_memory;
             count.actions[record.action]++;
             count.anomalies[record.anomaly]++;

@@ -750,7 +750,7 @@ TEST(smaller_pieces) {
     r.steps = 6;
     CHECK_OK(train(&r, &bar, 1));
     CHECK_EQ(r.step, 6);
-    CHECK(r.recovery != NULL && r.outcome.applied_steps == 6);
+    CHECK(r.recovery != NULL && r.result.applied_steps == 6);
     close_run(&r);
     silence(0);
     remove(scratch("pieces"));

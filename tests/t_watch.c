@@ -646,7 +646,7 @@ TEST(records) {
         for (i = 0, n = 0; i < 10; i++) {
             timed_step(&t, 1, i == 5 ? infinite() : 2, 10 - i);
             while (amp_monitor_next(t.monitor, &r)) {
-                const amp_step_result *o = &r.outcome;
+                const amp_step_result *o = &r.result;
                 CHECK_EQ(o->step, n + 1);
                 CHECK(r.epoch == 0 && r.loss == 10 - n && r.tokens == 60 && r.dtype == AMP_F16);
                 CHECK(o->applied == (n != 5) && o->growth_tracker == (n < 4 ? n : n == 5 ? 1 : n == 4 ? 0 : n - 6));
@@ -699,7 +699,7 @@ TEST(phases_add_up) {
     od.result_lag = AMP_LAG_NONE;
     if (!training_begin(&t, NULL, NULL, &od, NULL)) return;
     timed_step(&t, 3, 1, 1);
-    CHECK(amp_monitor_next(t.monitor, &r) == 1 && r.outcome.step == 1 && r.tokens == 180);
+    CHECK(amp_monitor_next(t.monitor, &r) == 1 && r.result.step == 1 && r.tokens == 180);
     CHECK(r.phase_seconds[AMP_PHASE_DATA] == 3.0 / 64 && r.phase_seconds[AMP_PHASE_FORWARD] == 6.0 / 64);
     CHECK(r.phase_seconds[AMP_PHASE_BACKWARD] == 12.0 / 64 && r.phase_seconds[AMP_PHASE_OPTIMIZER] == 8.0 / 64);
     CHECK(r.seconds == 29.0 / 64);
@@ -795,7 +795,7 @@ TEST(nobody_takes_records) {
             timed_step(&t, 1, 1, i);
         }
         CHECK_EQ(disk_lines(), 300 - 63);
-        for (i = 0; i < 64; i++) CHECK(amp_monitor_next(t.monitor, &r) && r.outcome.step == 300 - 63 - 64 + 1 + i && r.loss == r.outcome.step - 1 && r.seconds == 15.0 / 64);
+        for (i = 0; i < 64; i++) CHECK(amp_monitor_next(t.monitor, &r) && r.result.step == 300 - 63 - 64 + 1 + i && r.loss == r.result.step - 1 && r.seconds == 15.0 / 64);
         CHECK_EQ(amp_monitor_next(t.monitor, &r), 0);
         CHECK_OK(amp_monitor_flush(t.monitor));
         CHECK_EQ(disk_lines(), 300);
@@ -889,7 +889,7 @@ TEST(anomaly) {
             }
             CHECK_EQ(r.anomaly, expected[kind]);
             CHECK_EQ(r.action, action == AMP_NAN_DEFAULT ? (int)AMP_NAN_SKIP : action);
-            CHECK_EQ(r.outcome.applied, kind == 0 || kind == 2);
+            CHECK_EQ(r.result.applied, kind == 0 || kind == 2);
             CHECK_EQ(logs_of(1212), 1);
             CHECK(json_is(disk_line(disk_lines() - 1), "anomaly", names[kind]));
             CHECK((json_at(disk_line(disk_lines() - 1), "first_bad") != NULL) == (kind != 0));
@@ -1214,7 +1214,7 @@ TEST(set_back) {
                 training_grad(&t, 1);
                 CHECK_OK(training_info(&t, i, 1));
                 if (i == saved_at) CHECK_OK(amp_optimizer_save(t.optimizer, state, "o"));
-                while (amp_monitor_next(t.monitor, &r)) { n++; CHECK(r.loss == n && r.outcome.step == n); }
+                while (amp_monitor_next(t.monitor, &r)) { n++; CHECK(r.loss == n && r.result.step == n); }
             }
             CHECK_EQ(n, 7);
             CHECK_OK(amp_optimizer_load(t.optimizer, state, "o"));
@@ -1225,10 +1225,10 @@ TEST(set_back) {
             CHECK_OK(amp_monitor_flush(t.monitor));
             /* Steps 8 and 9 have outcomes only where they were saved with it. */
             for (i = 8; i <= saved_at; i++) {
-                CHECK(amp_monitor_next(t.monitor, &r) && r.loss == i && r.outcome.step == i);
+                CHECK(amp_monitor_next(t.monitor, &r) && r.loss == i && r.result.step == i);
                 expected++;
             }
-            for (i = 1; i <= again; i++) CHECK(amp_monitor_next(t.monitor, &r) && r.loss == 100 + i && r.outcome.step == saved_at + i);
+            for (i = 1; i <= again; i++) CHECK(amp_monitor_next(t.monitor, &r) && r.loss == 100 + i && r.result.step == saved_at + i);
             CHECK_EQ(amp_monitor_next(t.monitor, &r), 0);
             CHECK_EQ(disk_lines(), 7 + expected + again);
             amp_state_destroy(state);

@@ -445,7 +445,7 @@ static void soak_loop(session *s) {
     if (armed_kind() == FULL_DISK) (void)disarm();
     if (amp_monitor_flush(s->r.monitor) != AMP_OK || take_records(&s->r, &s->bar) != AMP_OK) failed("records: %s", example_error());
     if (save_run(&s->r) != AMP_OK) failed("the last save: %s", example_error());
-    if (!is_twin) shared->skips = s->r.outcome.total_skips;
+    if (!is_twin) shared->skips = s->r.result.total_skips;
     if (!stop_requested && !is_twin) __atomic_store_n(&shared->last_step, s->r.step, __ATOMIC_SEQ_CST);
 }
 

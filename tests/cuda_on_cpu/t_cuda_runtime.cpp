@@ -773,7 +773,7 @@ TEST(rules) {
     side cuda(amp_cuda());
     amp_k_scaler scaler;
     amp_k_grad_stats found = a_found();
-    std::vector<amp_k_step_result> ring(AMP_OUTCOMES);
+    std::vector<amp_k_step_result> ring(AMP_STEP_RESULTS);
     memset(&scaler, 0, sizeof scaler);
     memset((void *)ring.data(), 0, ring.size() * sizeof ring[0]);
     scaler.scale = 65536;
@@ -807,18 +807,18 @@ TEST(rules) {
             }
             r.scaler = d_scaler;
             r.found = d_found;
-            r.outcomes = d_ring;
+            r.results = d_ring;
             CHECK_EQ(cuda.b->rule(cuda.dev, &r, NULL), AMP_OK);
             r.scaler = &scaler;
             r.found = &found;
-            r.outcomes = ring.data();
+            r.results = ring.data();
             ampi_rule_run(&r);
             amp_k_grad_stats f = cuda.one<amp_k_grad_stats>(d_found);
             amp_k_scaler s = cuda.one<amp_k_scaler>(d_scaler);
             CHECK(memcmp(&f, &found, sizeof f) == 0);
             CHECK(memcmp(&s, &scaler, sizeof s) == 0);
         }
-    std::vector<amp_k_step_result> got(AMP_OUTCOMES);
+    std::vector<amp_k_step_result> got(AMP_STEP_RESULTS);
     cuda.down(&got, d_ring);
     CHECK(memcmp(got.data(), ring.data(), got.size() * sizeof got[0]) == 0);
     CHECK(found.skips == 2 && found.step == 10);

@@ -723,8 +723,8 @@ CUDA_TEST(records_are_the_cpus) {
     }
     for (size_t n = 0; n < 9 && n < side[0].records.size() && n < side[1].records.size(); n++) {
         const amp_step_record &a = side[0].records[n], &b = side[1].records[n];
-        CHECK(a.outcome.step == b.outcome.step && a.outcome.applied == b.outcome.applied && a.outcome.applied == (n != 4));
-        CHECK(a.outcome.scale == b.outcome.scale && a.outcome.growth_tracker == b.outcome.growth_tracker && a.outcome.lr == b.outcome.lr);
+        CHECK(a.result.step == b.result.step && a.result.applied == b.result.applied && a.result.applied == (n != 4));
+        CHECK(a.result.scale == b.result.scale && a.result.growth_tracker == b.result.growth_tracker && a.result.lr == b.result.lr);
         CHECK(a.dtype == b.dtype && a.anomaly == b.anomaly && a.has_memory == b.has_memory && a.has_memory == (n % 4 == 3));
         CHECK(b.phase_seconds[AMP_PHASE_FORWARD] > 0 && b.phase_seconds[AMP_PHASE_OPTIMIZER] > 0 && b.phase_seconds[AMP_PHASE_OTHER] < b.seconds / 10);
         if (CUDA_IS_MODEL && n > 1) CHECK_MSG(fabs(b.seconds / side[1].records[1].seconds - 1) < 1e-3, "%g s", b.seconds);     /* the same work */
@@ -801,8 +801,8 @@ CUDA_TEST(records_of_a_graph) {
     CHECK(records[0].size() == 8 && records[1].size() == 8);
     for (size_t n = 0; n < 8 && n < records[1].size(); n++) {
         const amp_step_record &a = records[0][n], &b = records[1][n];
-        CHECK(a.outcome.step == b.outcome.step && a.outcome.norm == b.outcome.norm && a.outcome.scale == b.outcome.scale);
-        CHECK(a.outcome.growth_tracker == b.outcome.growth_tracker && a.outcome.lr == b.outcome.lr && b.seconds > 0);
+        CHECK(a.result.step == b.result.step && a.result.norm == b.result.norm && a.result.scale == b.result.scale);
+        CHECK(a.result.growth_tracker == b.result.growth_tracker && a.result.lr == b.result.lr && b.seconds > 0);
     }
 }
 
