@@ -5713,40 +5713,58 @@ typedef struct ampi_loop {
     int64_t n, grain, step;
     int32_t shares, threads;
     int32_t come;                   /* atomic: threads that have come */
-    int64_t taken, started, finished;   /* what the caller of the loop did itself, from when on, and when it found no more */
-    struct { int64_t next, end; char line[48]; } share[AMPI_SHARES];
+    struct {
+        int64_t next, end;          /* next: atomic */
+        int64_t taken, ns;          /* by the thread of that number, from whichever shares, and in what time */
+        char line[32];
+    } share[AMPI_SHARES];
 } ampi_loop;
 
 static void ampi_loop_run(void *arg, int32_t number) {
     ampi_loop *loop = (ampi_loop *)arg;
-    int64_t begin, end, taken = 0;
+    int64_t begin, end, taken = 0, started = 0;
     int32_t thread = __atomic_fetch_add(&loop->come, 1, __ATOMIC_RELAXED), i;
+    (void)number;
     if (thread >= loop->threads) return;
-    if (number == 0) loop->started = ampi_posix_clock(NULL);
     for (i = 0; i < loop->shares; i++) {
         int32_t s = (thread + i) % loop->shares;
         while ((begin = __atomic_fetch_add(&loop->share[s].next, loop->step, __ATOMIC_RELAXED)) < loop->share[s].end) {
+            if (taken == 0) started = ampi_posix_clock(NULL);
             end = AMPI_MIN(begin + loop->step, loop->share[s].end);
             loop->task(loop->arg, begin * loop->grain, AMPI_MIN(end * loop->grain, loop->n), thread);
             taken += end - begin;
         }
     }
-    if (number != 0) return;
-    loop->taken = taken;
-    loop->finished = ampi_posix_clock(NULL);
+    if (taken == 0 || thread >= loop->shares) return;
+    loop->share[thread].taken = taken;
+    loop->share[thread].ns = ampi_posix_clock(NULL) - started;
 }
 
 /* Whether threads are worth it now.  Beside other programs a thread may come too late to find work, or lose its core in
    the middle of a piece, which keeps the caller waiting.  What loops gained and lost by their threads, against the time
-   that the caller alone would have taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times the debt. */
+   that the caller alone would have taken, goes into an account; overdrawn, the caller works alone for AMPI_REST times the debt.
+   Alone it would have had the pace of the fastest thread with a fair number of pieces: the others may have lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces, int64_t begin) {
     int64_t now = ampi_posix_clock(NULL), credit = __atomic_load_n(&cpu->credit, __ATOMIC_RELAXED);
-    double alone = (double)(loop->finished - loop->started) * (double)pieces / (double)AMPI_MAX(loop->taken, 1);
+    double alone = 0, pace;
+    int32_t i;
+    for (i = 0; i < loop->shares; i++) {
+        if (2 * loop->threads * loop->share[i].taken < pieces) continue;
+        pace = (double)loop->share[i].ns / (double)loop->share[i].taken;
+        if (alone == 0 || pace * (double)pieces < alone) alone = pace * (double)pieces;
+    }
+    if (alone == 0) return;
     credit = AMPI_MIN(credit + (int64_t)alone - (now - begin), (int64_t)AMPI_CREDIT_NS);
     if (credit < 0) __atomic_store_n(&cpu->alone_until, now - AMPI_REST * credit, __ATOMIC_RELAXED);
     __atomic_store_n(&cpu->credit, AMPI_MAX(credit, 0), __ATOMIC_RELAXED);
+}
+
+/* The caller alone while that is so, else all threads. */
+static int ampi_threads_now(const ampi_cpu *cpu) {
+    int64_t until = __atomic_load_n(&cpu->alone_until, __ATOMIC_RELAXED);
+    return until != 0 && ampi_posix_clock(NULL) < until ? 1 : cpu->threads;
 }
 
 /* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.
@@ -5770,10 +5788,10 @@ AMPI_PRIVATE void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t g
     loop.step = (pieces + (int64_t)loop.shares * AMPI_STEPS - 1) / ((int64_t)loop.shares * AMPI_STEPS);
     loop.threads = threads;
     loop.come = 0;
-    loop.taken = loop.started = loop.finished = 0;
     for (i = 0; i < loop.shares; i++) {
         loop.share[i].next = pieces * i / loop.shares;
         loop.share[i].end = pieces * (i + 1) / loop.shares;
+        loop.share[i].taken = 0;
     }
     cpu->host.parallel(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
@@ -6244,10 +6262,10 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
-/* All of a call but its scratch memory. */
-static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+/* All of a call on at most `threads` threads but its scratch memory. */
+static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g, int threads) {
     ampi_gemm_call call;
-    int threads = 2.0 * (double)g->m * (double)g->n * (double)g->k * (double)g->batch < 1e6 ? 1 : cpu->threads;
+    if (2.0 * (double)g->m * (double)g->n * (double)g->k * (double)g->batch < 1e6) threads = 1;
     memset(&call, 0, sizeof call);
     call.g = g;
     call.vec = vec;
@@ -6281,7 +6299,7 @@ static amp_result ampi_gemm_small(ampi_gemm_call *call) {
 }
 
 static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
-    ampi_gemm_call call = ampi_gemm_call_of(cpu, vec, g);
+    ampi_gemm_call call = ampi_gemm_call_of(cpu, vec, g, ampi_threads_now(cpu));
     if (call.bytes == 0) return ampi_gemm_small(&call);
     call.scratch = ampi_gemm_scratch(cpu, g, call.bytes);
     if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", call.bytes);
@@ -6433,11 +6451,15 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
 }
 
-/* The scratch memory that a product takes. */
+/* The scratch memory that a product takes, on all threads or on one. */
 static size_t ampi_gemm_scratch_size(const ampi_cpu *cpu, const amp_k_gemm *args) {
+    const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, args->compute);
+    size_t all, one;
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return 0;
     if (args->m == 1 || args->n == 1) return ampi_gemv_call_of(cpu, args).bytes;
-    return ampi_gemm_call_of(cpu, ampi_gemm_pick(cpu, args->compute), args).bytes;
+    all = ampi_gemm_call_of(cpu, vec, args, cpu->threads).bytes;
+    one = ampi_gemm_call_of(cpu, vec, args, 1).bytes;
+    return AMPI_MAX(all, one);
 }
 
 static amp_result ampi_cpu_gemm_reserve(void *dev, amp_k_gemm *args, int64_t n) {
