@@ -171,7 +171,8 @@
          amp_optimizer_set_lr(optimizer, lr).  .weight_decay is for matrices alone; .groups (amp_param_group) by names.
        9 while (amp_step_result_next(optimizer, &result)): each step's result, two steps later: .applied, .norm, .scale,
          .first_bad.  The first steps in fp16 may be skipped, until the scale fits.
-      10 Data: a callback as above, .path of token files with .seq, .arrays of .npy files.  A batch holds until the next.
+      10 Data: a callback as above, .path of token files with .seq, .arrays of .npy files.  Batches hold until the next:
+         .fields[i], .inputs and .targets are fields 0 and 1 if int32_t.
       11 Evaluate in a region with .mode = AMP_MODE_INFERENCE: dropout does nothing, and no backward can follow.
       12 Save between steps: weights, optimizer, scaler, loader, with dropout (desc.seed) amp_random_save(amp, state, "r").
          Load into the same objects, weights first, and the run goes on with the same bits.
@@ -22068,39 +22069,44 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
 /* ---- Change log
    0.2.0  Names changed, meanings did not:
 
-              0.1.0                             0.2.0
-              amp_set, amp_set_create ...       amp_grad_set, amp_grad_set_create ...
-              amp_found, amp_set_found          amp_grad_stats, amp_grad_set_stats
-              amp_optimizer_set                 amp_optimizer_grad_set
-              amp_outcome, _next, _flush        amp_step_result, _next, _flush
-              amp_desc.outcome_lag              .result_lag
-              amp_group                         amp_param_group
-              amp_scaler_seed                   amp_scaler_scale_ptr
-              .seed of the losses               .grad_scale
-              AMP_ZERO                          AMP_EXPLICIT_ZERO
-              amp_mask_put                      amp_mask_release
-              amp_param_touch                   amp_param_changed
-              amp_optimizer_refresh             amp_optimizer_rebuild_masters
-              amp_place, AMP_PLACE_...          amp_memory_kind, AMP_MEMORY_...
-              amp_range_push, amp_range_pop     amp_profile_push, amp_profile_pop
-              amp_numerics ...                  amp_tensor_stats ...
-              numerics_interval                 tensor_stats_interval (a setting, too)
-              amp_remedy, AMP_REMEDY_...        amp_recommendation, AMP_RECOMMEND_...
-              amp_trouble, AMP_TROUBLE_...      amp_anomaly, AMP_ANOMALY_... (and "anomaly" in records)
-              amp_recovery_cure, AMP_CURE_...   amp_mitigation, AMP_MITIGATE_...
-              amp_apply                         amp_advice_apply
-              amp_backend.place                 .memory_kind
+       0.1.0                             0.2.0
+       amp_set, amp_set_create ...       amp_grad_set, amp_grad_set_create ...
+       amp_found, amp_set_found          amp_grad_stats, amp_grad_set_stats
+       amp_optimizer_set                 amp_optimizer_grad_set
+       amp_outcome, _next, _flush        amp_step_result, _next, _flush
+       amp_optimizer_desc.outcome_lag    .result_lag
+       amp_group                         amp_param_group
+       amp_scaler_seed                   amp_scaler_scale_ptr
+       .seed of the losses               .grad_scale
+       AMP_ZERO                          AMP_EXPLICIT_ZERO
+       amp_mask_put                      amp_mask_release
+       amp_param_touch                   amp_param_changed
+       amp_optimizer_refresh             amp_optimizer_rebuild_masters
+       amp_place, AMP_PLACE_...          amp_memory_kind, AMP_MEMORY_...
+       amp_range_push, amp_range_pop     amp_profile_push, amp_profile_pop
+       amp_numerics ...                  amp_tensor_stats ...
+       numerics_interval                 tensor_stats_interval (a setting, too)
+       amp_remedy, AMP_REMEDY_...        amp_recommendation, AMP_RECOMMEND_...
+       amp_trouble, AMP_TROUBLE_...      amp_anomaly, AMP_ANOMALY_... (and "anomaly" in records)
+       amp_recovery_cure, AMP_CURE_...   amp_mitigation, AMP_MITIGATE_...
+       amp_apply                         amp_advice_apply
+       amp_backend.place                 .memory_kind
+       amp_step_record.outcome           .result
+       AMP_OUTCOMES, amp_k_rule.outcomes AMP_STEP_RESULTS, .results
 
-          Header and implementation are compared once, in amp_open, and file by file: functions are plain symbols (no
-          more _v); AMP_ABI takes no argument, and amp_backend.abi is AMP_ABI.
-          Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.
-          Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
-          A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_EXPLICIT_ZERO is no
-          longer -1; operands that share memory, numbers that are NaN and structs that were not zeroed are refused.
-          amp_optimizer_set_weight: masters from fp32 values.  States say rank, world and place in the cycle.
-          Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on
-          the learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
-          Long fp32 sums no longer lose accuracy with their number of terms.
+       Header and implementation are compared once, in amp_open, and file by file: functions are plain symbols (no more
+       _v); AMP_ABI takes no argument, and amp_backend.abi is AMP_ABI.  The API begins with what a training program
+       calls, and the manual with a whole program.
+       Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As many
+       as there are cores, or as a CPU quota allows.
+       Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for products.
+       Ids of parameters are unique over all contexts; amp_close stops what was created from the context.
+       A disabled scaler keeps the stages of an enabled one; AMP_SCALER_TORCH takes bf16 gradients; AMP_EXPLICIT_ZERO is
+       no longer -1; operands that share memory, numbers that are NaN and structs that were not zeroed are refused.
+       amp_optimizer_set_weight: masters from fp32 values.  States say rank, world and place in the cycle.
+       Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on the
+       learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
+       Long fp32 sums no longer lose accuracy with their number of terms.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 
