@@ -4701,7 +4701,7 @@ AMPI_PRIVATE void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) 
 
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
-    if (machine != NULL) ampi_print_machine(&sheet, machine);
+    if (machine != NULL && ampi_check_headers("amp_machine_text", AMPI_HEADERS) == AMP_OK) ampi_print_machine(&sheet, machine);
     return sheet.used;
 }
 
@@ -16176,6 +16176,7 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
     amp_settings s;
     const amp_scaler_desc *c = &s.scaler;
     int floor, ceiling;
+    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_settings_check_fields(f, settings));
     s = ampi_settings_effective(settings);
     floor = !ampi_is_none(c->min_scale);
@@ -16200,7 +16201,6 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
 AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     const char *f = "amp_settings_check";
     if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
-    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     return ampi_settings_check(f, settings);
 }
 
@@ -16243,7 +16243,6 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
     const char *f = "amp_settings_fill";
     amp_settings s;
     if (settings == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings is NULL");
-    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_settings_check(f, settings));
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
@@ -16261,7 +16260,6 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
     const char *f = "amp_settings_fill_loader";
     if (settings == NULL || loader == NULL) return ampi_fail(AMP_ERR_NULL, f, "settings or loader is NULL");
-    AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_settings_check(f, settings));
     loader->workers = settings->workers;
     loader->prefetch = settings->prefetch;
