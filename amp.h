@@ -5210,16 +5210,6 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
     return AMP_OK;
 }
 
-/* Moves the records of `from`, of the same system, into `to`: all of them or, without memory, none. */
-AMPI_PRIVATE amp_result ampi_state_move(amp_state *to, amp_state *from, const char *function) {
-    int64_t capacity = AMPI_MAX(to->capacity, 16), i;
-    while (capacity < to->n + from->n) capacity *= 2;
-    if (capacity > to->capacity) AMPI_TRY(ampi_state_grow(to, function, capacity));
-    for (i = 0; i < from->n; i++) (void)ampi_state_insert(to, function, from->records + i);
-    from->n = 0;
-    return AMP_OK;
-}
-
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     amp_system s = ampi_system(system);
     void *state;
@@ -5240,6 +5230,17 @@ AMP_API void amp_state_destroy(amp_state *state) {
     ampi_free(&s, state->records, state->capacity, sizeof(ampi_record));
     ampi_free(&s, state->table, 2 * state->capacity, sizeof(int64_t));
     ampi_free(&s, state, 1, sizeof(amp_state));
+}
+
+/* Ends a save that filled a state of its own: unless that failed its records move into `to`, all of them or, without memory, none. */
+AMPI_PRIVATE amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result result, const char *function) {
+    int64_t capacity = AMPI_MAX(to->capacity, 16), i;
+    while (capacity < to->n + own->n) capacity *= 2;
+    if (result == AMP_OK && capacity > to->capacity) result = ampi_state_grow(to, function, capacity);
+    for (i = 0; result == AMP_OK && i < own->n; i++) (void)ampi_state_insert(to, function, own->records + i);
+    if (result == AMP_OK) own->n = 0;
+    amp_state_destroy(own);
+    return result;
 }
 
 AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n) {
@@ -11675,9 +11676,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     r = amp_state_put(own, key, AMP_I64, values, 2);
     snprintf(key, sizeof key, "%.56s.rank", prefix);
     if (r == AMP_OK) r = amp_state_put(own, key, AMP_I64, rank, 2);
-    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_random_save");
-    amp_state_destroy(own);
-    return ampi_as("amp_random_save", r);
+    return ampi_as("amp_random_save", ampi_state_take(state, own, r, "amp_random_save"));
 }
 
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
@@ -12517,14 +12516,10 @@ AMPI_PRIVATE amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_sta
 
 AMPI_PRIVATE amp_result ampi_save_scaler_whole(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_state *own;
-    amp_result r;
     if (scaler == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_save", "scaler or state is NULL");
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_save"));
     AMPI_TRY(amp_state_create(&own, &state->system));
-    r = ampi_save_scaler(scaler, state, own, prefix);
-    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_scaler_save");
-    amp_state_destroy(own);
-    return r;
+    return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
 }
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) { return ampi_as("amp_scaler_save", ampi_save_scaler_whole(scaler, state, prefix)); }
 
@@ -12920,7 +12915,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
 }
 
 /* fp32 values as a bf16 weight and its remainder, through `scratch` for twice as many numbers. */
-AMPI_PRIVATE amp_result ampi_send_remainder(amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *scratch) {
+AMPI_PRIVATE amp_result ampi_send_remainder(const amp_optimizer *o, const amp_k_tensor *row, const float *values, uint16_t *scratch) {
     size_t bytes = (size_t)row->count * 2;
     AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split(scratch, scratch + row->count, values, row->count);
     AMPI_TRY(ampi_send(o->amp, row->weight, scratch, bytes));
@@ -13414,26 +13409,68 @@ AMPI_PRIVATE amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
     return which != AMPI_MASTER && row->moment_dtype == AMP_BF16 ? AMP_BF16 : AMP_F32;
 }
 
-/* One array between the device and a record, through `scratch`. */
-AMPI_PRIVATE amp_result ampi_save_array(const amp_optimizer *o, amp_state *state, const char *prefix, const char *name,
-                                        int64_t i, const void *data, amp_dtype dtype, void *scratch) {
-    int64_t n = o->set->rows[i].count;
-    if (n > 0) AMPI_TRY(ampi_fetch(o->amp, scratch, data, (size_t)n * amp_dtype_size(dtype)));
-    return ampi_put(state, prefix, name, i, dtype, scratch, n);
+/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the scratch, and each number
+   is read before it is written over. */
+AMPI_PRIVATE amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
+                                    amp_dtype dtype, void *scratch, int64_t n) {
+    char key[64];
+    amp_dtype saved;
+    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
+    if (dtype != AMP_F32 || amp_state_count(state, key, &saved) != n || saved != AMP_BF16)
+        return amp_state_get(state, key, dtype, scratch, n);
+    AMPI_TRY(amp_state_get(state, key, AMP_BF16, (char *)scratch + 2 * n, n));
+    ampi_convert_fast(scratch, AMP_F32, (char *)scratch + 2 * n, AMP_BF16, n, ampi_cpu_best_path());
+    return AMP_OK;
 }
 
-/* A weight and its remainder as an fp32 record, through `scratch` for twice as many numbers. */
-AMPI_PRIVATE amp_result ampi_save_remainder(const amp_optimizer *o, amp_state *state, const char *prefix, int64_t i,
-                                            float *scratch) {
-    const amp_k_tensor *row = &o->set->rows[i];
-    uint16_t *weight = (uint16_t *)(scratch + row->count), *rest = weight + row->count;
-    size_t bytes = (size_t)row->count * 2;
-    if (row->count > 0) {
-        AMPI_TRY(ampi_fetch(o->amp, weight, row->weight, bytes));
-        AMPI_TRY(ampi_fetch(o->amp, rest, row->master, bytes));
+/* What an optimizer's arrays are saved in, or loaded from; the other one is NULL. */
+typedef struct ampi_archive { const amp_optimizer *o; amp_state *to; const amp_state *from; const char *prefix; void *scratch; } ampi_archive;
+
+/* One array between the device and its record. */
+AMPI_PRIVATE amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype) {
+    int64_t n = r->o->set->rows[i].count;
+    size_t bytes = (size_t)n * amp_dtype_size(dtype);
+    if (r->to == NULL) {
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, name, i, dtype, r->scratch, n));
+        return n > 0 ? ampi_send(r->o->amp, data, r->scratch, bytes) : AMP_OK;
     }
-    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->f32_join(scratch, weight, rest, row->count);
-    return ampi_put(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, scratch, row->count);
+    if (n > 0) AMPI_TRY(ampi_fetch(r->o->amp, r->scratch, data, bytes));
+    return ampi_put(r->to, r->prefix, name, i, dtype, r->scratch, n);
+}
+
+/* A weight and its remainder, which are one fp32 record; the scratch has room for twice as many numbers. */
+AMPI_PRIVATE amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
+    const amp_k_tensor *row = &r->o->set->rows[i];
+    float *values = (float *)r->scratch;
+    uint16_t *weight = (uint16_t *)(values + row->count), *rest = weight + row->count;
+    size_t bytes = (size_t)row->count * 2;
+    if (r->to == NULL) {
+        AMPI_TRY(ampi_get_as(r->from, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count));
+        if (row->count == 0) return AMP_OK;
+        amp_param_changed(r->o->set->params[i]);
+        return ampi_send_remainder(r->o, row, values, weight);
+    }
+    if (row->count > 0) {
+        AMPI_TRY(ampi_fetch(r->o->amp, weight, row->weight, bytes));
+        AMPI_TRY(ampi_fetch(r->o->amp, rest, row->master, bytes));
+    }
+    AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->f32_join(values, weight, rest, row->count);
+    return ampi_put(r->to, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count);
+}
+
+/* All arrays, and the gradients that are live. */
+AMPI_PRIVATE amp_result ampi_archive_arrays(const ampi_archive *r) {
+    int64_t i;
+    int a;
+    for (i = 0; i < r->o->set->n; i++) {
+        amp_k_tensor *row = &r->o->set->rows[i];
+        for (a = 0; a < AMPI_ARRAYS; a++)
+            if (a == AMPI_MASTER && ampi_has_remainder(row)) AMPI_TRY(ampi_archive_remainder(r, i));
+            else if (ampi_has_array(r->o, row, a))
+                AMPI_TRY(ampi_archive_array(r, ampi_array_names[a], i, *ampi_row_array(row, a), ampi_saved_dtype(row, a)));
+        if (r->o->set->params[i]->grad_live) AMPI_TRY(ampi_archive_array(r, "grad", i, row->grad, row->grad_dtype));
+    }
+    return AMP_OK;
 }
 
 /* Bytes that the largest row needs on its way. */
@@ -13444,48 +13481,27 @@ AMPI_PRIVATE int64_t ampi_row_scratch(const amp_grad_set *set) {
     return largest;
 }
 
-AMPI_PRIVATE amp_result ampi_save_arrays(const amp_optimizer *o, amp_state *state, const char *prefix, void *scratch) {
-    int64_t i;
-    int a;
-    for (i = 0; i < o->set->n; i++) {
-        amp_k_tensor *row = &o->set->rows[i];
-        for (a = 0; a < AMPI_ARRAYS; a++)
-            if (a == AMPI_MASTER && ampi_has_remainder(row))
-                AMPI_TRY(ampi_save_remainder(o, state, prefix, i, (float *)scratch));
-            else if (ampi_has_array(o, row, a))
-                AMPI_TRY(ampi_save_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
-                                         ampi_saved_dtype(row, a), scratch));
-        if (o->set->params[i]->grad_live)
-            AMPI_TRY(ampi_save_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, scratch));
-    }
-    return AMP_OK;
-}
-
 AMPI_PRIVATE amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
+    ampi_archive archive = {o, state, NULL, prefix, NULL};
     int64_t bytes = ampi_row_scratch(o->set);
     amp_result r;
-    void *scratch;
     AMPI_TRY(ampi_save_rows(o, state, prefix));
     AMPI_TRY(ampi_save_counters(o, state, prefix));
     AMPI_TRY(ampi_save_cycle(o, state, prefix));
     AMPI_TRY(ampi_save_outcomes(o, state, prefix));
-    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &scratch, bytes, 1));
-    r = ampi_save_arrays(o, state, prefix, scratch);
-    ampi_free(s, scratch, bytes, 1);
+    AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", &archive.scratch, bytes, 1));
+    r = ampi_archive_arrays(&archive);
+    ampi_free(s, archive.scratch, bytes, 1);
     return r;
 }
 
 AMPI_PRIVATE amp_result ampi_save_optimizer_whole(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     amp_state *own;
-    amp_result r;
     if (optimizer == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_save", "optimizer or state is NULL");
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_save"));
     AMPI_TRY(amp_state_create(&own, &state->system));
-    r = ampi_save_optimizer(optimizer, own, prefix);
-    if (r == AMP_OK) r = ampi_state_move(state, own, "amp_optimizer_save");
-    amp_state_destroy(own);
-    return r;
+    return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
 }
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     return ampi_as("amp_optimizer_save", ampi_save_optimizer_whole(optimizer, state, prefix));
@@ -13622,56 +13638,6 @@ AMPI_PRIVATE amp_result ampi_check_arrays(const amp_optimizer *o, const amp_stat
     return AMP_OK;
 }
 
-/* A record, widened to fp32 if it is bf16 and that is wanted: bf16 lies in the upper half of the scratch, and each number
-   is read before it is written over. */
-AMPI_PRIVATE amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
-                                    amp_dtype dtype, void *scratch, int64_t n) {
-    char key[64];
-    amp_dtype saved;
-    AMPI_TRY(ampi_key("amp_optimizer_load", key, prefix, name, i));
-    if (dtype != AMP_F32 || amp_state_count(state, key, &saved) != n || saved != AMP_BF16)
-        return amp_state_get(state, key, dtype, scratch, n);
-    AMPI_TRY(amp_state_get(state, key, AMP_BF16, (char *)scratch + 2 * n, n));
-    ampi_convert_fast(scratch, AMP_F32, (char *)scratch + 2 * n, AMP_BF16, n, ampi_cpu_best_path());
-    return AMP_OK;
-}
-
-AMPI_PRIVATE amp_result ampi_load_array(amp_optimizer *o, const amp_state *state, const char *prefix, const char *name,
-                                        int64_t i, void *data, amp_dtype dtype, void *scratch) {
-    int64_t n = o->set->rows[i].count;
-    AMPI_TRY(ampi_get_as(state, prefix, name, i, dtype, scratch, n));
-    return n > 0 ? ampi_send(o->amp, data, scratch, (size_t)n * amp_dtype_size(dtype)) : AMP_OK;
-}
-
-/* An fp32 record as a weight and its remainder. */
-AMPI_PRIVATE amp_result ampi_load_remainder(amp_optimizer *o, const amp_state *state, const char *prefix, int64_t i,
-                                            float *scratch) {
-    const amp_k_tensor *row = &o->set->rows[i];
-    AMPI_TRY(ampi_get_as(state, prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, scratch, row->count));
-    if (row->count == 0) return AMP_OK;
-    amp_param_changed(o->set->params[i]);
-    return ampi_send_remainder(o, row, scratch, (uint16_t *)(scratch + row->count));
-}
-
-AMPI_PRIVATE amp_result ampi_load_arrays(amp_optimizer *o, const amp_state *state, const char *prefix, const uint8_t *live,
-                                         void *scratch) {
-    int64_t i;
-    int a;
-    for (i = 0; i < o->set->n; i++) {
-        amp_k_tensor *row = &o->set->rows[i];
-        for (a = 0; a < AMPI_ARRAYS; a++)
-            if (a == AMPI_MASTER && ampi_has_remainder(row))
-                AMPI_TRY(ampi_load_remainder(o, state, prefix, i, (float *)scratch));
-            else if (ampi_has_array(o, row, a))
-                AMPI_TRY(ampi_load_array(o, state, prefix, ampi_array_names[a], i, *ampi_row_array(row, a),
-                                         ampi_saved_dtype(row, a), scratch));
-        o->set->params[i]->grad_live = live[i] != 0;
-        if (o->set->params[i]->grad_live)
-            AMPI_TRY(ampi_load_array(o, state, prefix, "grad", i, row->grad, row->grad_dtype, scratch));
-    }
-    return AMP_OK;
-}
-
 AMPI_PRIVATE amp_result ampi_check_saved_steps(const amp_optimizer *o, const int64_t *steps, const double *reals) {
     int64_t i;
     if (steps[0] != (int64_t)o->desc.kind)
@@ -13736,12 +13702,12 @@ AMPI_PRIVATE void ampi_load_outcomes(amp_optimizer *o, const double *rows, const
 
 AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_state *state, const char *prefix) {
     amp_optimizer *o = optimizer;
+    ampi_archive archive = {o, NULL, state, prefix, NULL};
     const amp_system *s;
-    int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed;
+    int64_t steps[AMPI_SAVED_STEPS], n, bytes, seed, i;
     int32_t trackers[AMP_STEP_RESULTS];
     double reals[AMPI_SAVED_REALS], outcomes[AMP_STEP_RESULTS * AMPI_SAVED_OUTCOME];
     amp_result r;
-    void *scratch = NULL;
     uint8_t *live;
     if (o == NULL || state == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_load", "optimizer or state is NULL");
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_load"));
@@ -13762,18 +13728,19 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_load", (void **)&live, o->set->n, 1));
     r = ampi_load_cycle(o, state, prefix, steps[1], live);
     if (r == AMP_OK) r = ampi_check_arrays(o, state, prefix, live);
-    if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &scratch, bytes, 1);
+    if (r == AMP_OK) r = ampi_alloc(s, "amp_optimizer_load", &archive.scratch, bytes, 1);
     if (r == AMP_OK) r = ampi_wait(o->amp);
     if (r != AMP_OK) {
-        ampi_free(s, scratch, bytes, 1);
+        ampi_free(s, archive.scratch, bytes, 1);
         ampi_free(s, live, o->set->n, 1);
         return r;
     }
-    r = ampi_load_arrays(o, state, prefix, live, scratch);
+    for (i = 0; i < o->set->n; i++) o->set->params[i]->grad_live = live[i] != 0;
+    r = ampi_archive_arrays(&archive);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
     if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
     if (r == AMP_OK) o->desc.seed = (uint64_t)seed;
-    ampi_free(s, scratch, bytes, 1);
+    ampi_free(s, archive.scratch, bytes, 1);
     ampi_free(s, live, o->set->n, 1);
     ampi_set_unlink(o->set);
     ampi_settings_changed(o->amp);
@@ -17980,17 +17947,24 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
     return AMP_OK;
 }
 
-/* One run of the host's step.  Regions it leaves open are closed. */
+/* A function of the host's with no region around it but, on request, one of the context's dtype; no older error's text is left,
+   regions it leaves open are closed, and the device is done. */
+AMPI_PRIVATE int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
+    int depth = ampi_regions_hide(amp), code = 0;
+    ampi_error_text[0] = 0;
+    if (region) code = (int)amp_autocast_begin(amp, NULL);
+    if (code == 0) code = call(user, amp);
+    if (code == 0) code = (int)amp_sync(amp);
+    ampi_regions_close(depth);
+    return code;
+}
+
 AMPI_PRIVATE void ampi_verify_step(ampi_verifier *v) {
     const amp_system *s = ampi_context_system(v->amp);
-    int depth = ampi_regions_hide(v->amp);
     int64_t begin = s->clock_ns(s->user);
-    ampi_error_text[0] = 0;
-    v->code = v->desc->step(v->desc->user, v->amp);
-    if (v->code == 0) v->code = (int)amp_sync(v->amp);
+    v->code = ampi_call_host(v->amp, v->desc->step, v->desc->user, 0);
     v->seconds = 1e-9 * (double)(s->clock_ns(s->user) - begin);
     snprintf(v->why, sizeof v->why, "%.150s", v->code != 0 ? ampi_error_text : "");
-    ampi_regions_close(depth);
 }
 
 AMPI_PRIVATE double ampi_square(double x) { return x * x; }
@@ -18402,12 +18376,9 @@ AMPI_PRIVATE amp_result ampi_gradcheck_put(ampi_gradchecker *c, int64_t input, c
     return n > 0 ? ampi_send(c->amp, c->desc->inputs[input].data, x, (size_t)n * 4) : AMP_OK;
 }
 
-AMPI_PRIVATE amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_function call, const char *name) {
+AMPI_PRIVATE amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_function call, const char *name, int region) {
+    int code = ampi_call_host(c->amp, call, c->desc->user, region);
     char why[200];
-    int code;
-    ampi_error_text[0] = 0;
-    code = call(c->desc->user, c->amp);
-    if (code == 0) code = (int)amp_sync(c->amp);
     if (code == 0) return AMP_OK;
     snprintf(why, sizeof why, "%.180s", ampi_error_text);
     return ampi_fail((amp_result)code, "amp_gradcheck", ".%s returned %d. %s", name, code, why);
@@ -18439,15 +18410,9 @@ AMPI_PRIVATE amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t o
 
 /* The loss at what the inputs hold, with the same random numbers and no stale casts each time. */
 AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
-    int depth;
-    amp_result r;
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
-    depth = ampi_regions_hide(c->amp);
-    r = amp_autocast_begin(c->amp, NULL);
-    if (r == AMP_OK) r = ampi_gradcheck_call(c, c->desc->forward, "forward");
-    ampi_regions_close(depth);
-    AMPI_TRY(r);
+    AMPI_TRY(ampi_gradcheck_call(c, c->desc->forward, "forward", 1));
     c->loss = c->squares = 0;
     for (i = 0; i < c->desc->n_outputs; i++) AMPI_TRY(ampi_gradcheck_add_output(c, i));
     *loss = c->loss;
@@ -18457,16 +18422,11 @@ AMPI_PRIVATE amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss
 /* Gradients begin at zero, whether backward overwrites or adds. */
 AMPI_PRIVATE amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     int64_t i;
-    int depth;
-    amp_result r;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
-    depth = ampi_regions_hide(c->amp);
-    r = ampi_gradcheck_call(c, c->desc->backward, "backward");
-    ampi_regions_close(depth);
-    return r;
+    return ampi_gradcheck_call(c, c->desc->backward, "backward", 0);
 }
 
 AMPI_PRIVATE amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, float *out) {
@@ -19332,18 +19292,13 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
     ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
 }
 
-/* `n` steps with nothing queued behind them; times may be NULL.  Regions a step leaves open are closed. */
+/* `n` steps with nothing queued behind them; times may be NULL. */
 static int ampi_tune_steps(const ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
-    int64_t begun;
-    int i, depth, code = 0;
+    int i, code = 0;
     for (i = 0; i < n && code == 0; i++) {
-        depth = ampi_regions_hide(t->amp);
-        ampi_error_text[0] = 0;
-        begun = s->clock_ns(s->user);
-        code = t->desc.step(t->desc.user, t->amp);
-        ampi_regions_close(depth);
-        if (code == 0) code = (int)amp_sync(t->amp);
+        int64_t begun = s->clock_ns(s->user);
+        code = ampi_call_host(t->amp, t->desc.step, t->desc.user, 0);
         if (times != NULL) times[i] = s->clock_ns(s->user) - begun;
     }
     return code;
