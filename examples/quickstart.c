@@ -63,10 +63,10 @@ static device_pictures upload(const pictures *p) {
 }
 
 /* The loss of pictures i to i + BATCH; with training the logits become their gradient. */
-static void forward(const device_pictures *data, int64_t i, int training, const float *seed) {
+static void forward(const device_pictures *data, int64_t i, int training, const float *grad_scale) {
     first.x = amp_tensor2(data->x + i * PIXELS, AMP_F32, BATCH, PIXELS);
     loss.labels = data->y + i;
-    loss.grad_scale = seed;
+    loss.grad_scale = grad_scale;
     loss.dlogits = second.y;
     if (!training) loss.dlogits.data = NULL;
     CHECK(amp_autocast_begin(amp, NULL));

@@ -19,7 +19,7 @@ typedef struct subject {
     encoder model;
     encoder_input input;
     int32_t *ids, *types, *lengths, *labels;
-    float *seed_scale, *logits;
+    float *grad_scale, *logits;
     float loss, scale;
 } subject;
 
@@ -63,9 +63,9 @@ static subject *subject_open(amp_context *amp, encoder_config config, amp_dtype 
     CHECK_OK(amp_alloc(amp, (void **)&s->types, rows * 4));
     CHECK_OK(amp_alloc(amp, (void **)&s->lengths, config.batch * 4));
     CHECK_OK(amp_alloc(amp, (void **)&s->labels, config.batch * 4));
-    CHECK_OK(amp_alloc(amp, (void **)&s->seed_scale, 4));
+    CHECK_OK(amp_alloc(amp, (void **)&s->grad_scale, 4));
     s->logits = (float *)room_for(config.batch * config.classes * 4);
-    *s->seed_scale = s->scale = activations == AMP_F16 ? LOSS_SCALE : 1.0f;
+    *s->grad_scale = s->scale = activations == AMP_F16 ? LOSS_SCALE : 1.0f;
     s->input.ids = s->ids; s->input.types = s->types; s->input.lengths = s->lengths;
     s->input.batch = config.batch; s->input.seq = config.seq;
     return s;
@@ -74,7 +74,7 @@ static subject *subject_open(amp_context *amp, encoder_config config, amp_dtype 
 static void subject_close(subject *s) {
     encoder_destroy(&s->model);
     amp_free(s->amp, s->ids); amp_free(s->amp, s->types); amp_free(s->amp, s->lengths);
-    amp_free(s->amp, s->labels); amp_free(s->amp, s->seed_scale);
+    amp_free(s->amp, s->labels); amp_free(s->amp, s->grad_scale);
     free(s->logits);
     free(s);
 }
@@ -128,7 +128,7 @@ static void forward_backward(subject *s) {
     CHECK_OK(amp_autocast_begin(s->amp, NULL));
     CHECK_OK(encoder_forward(e, &s->input));
     CHECK_OK(amp_convert(s->logits, AMP_F32, y->data, y->dtype, amp_tensor_count(y), NULL, NULL));
-    CHECK_OK(encoder_loss(e, s->labels, 1, s->seed_scale));
+    CHECK_OK(encoder_loss(e, s->labels, 1, s->grad_scale));
     CHECK_OK(amp_autocast_end(s->amp));
     CHECK_OK(encoder_backward(e));
     CHECK_OK(encoder_loss_read(e, &s->loss));

@@ -760,7 +760,7 @@ CUDA_TEST(softmax_far_away) {
 
 /* ---- Cross-entropy */
 
-struct loss_case { int sum; float smoothing; int seeded, in_place, losses, gradient; int64_t padding; };
+struct loss_case { int sum; float smoothing; int scaled, in_place, losses, gradient; int64_t padding; };
 static const loss_case loss_cases[] = {
     {0, 0, 1, 1, 1, 1, 0}, {1, 0.1f, 0, 0, 0, 1, 2}, {0, 0.3f, 1, 1, 1, 1, 1}, {1, 0, 1, 0, 1, 0, 0}, {0, 1, 0, 0, 0, 1, 0},
 };
@@ -800,7 +800,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
     std::string x = data_of(n, 40, t.a, 5);
     doubles in = values_of(x, t.a);
     std::vector<int32_t> labels;
-    std::vector<float> seed(1, 1024);
+    std::vector<float> grad_scale(1, 1024);
     int32_t ignore = classes > 5 ? 3 : -7;      /* a class, or none */
     for (int64_t i = 0; i < rows; i++) {
         labels.push_back(i % 4 == 2 ? ignore : (int32_t)(amp_random_u32(41, (uint64_t)i) % (uint64_t)classes));
@@ -816,7 +816,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
         k.sum = c.sum;
         k.smoothing = c.smoothing;
         k.factor = 0.5f;
-        k.grad_scale = c.seeded ? s.put(seed) : NULL;
+        k.grad_scale = c.scaled ? s.put(grad_scale) : NULL;
         k.loss = (float *)s.room(4);
         k.losses = c.losses ? (float *)s.room((size_t)rows * 4) : NULL;
         k.bad_label = s.put(std::vector<int32_t>(1, 0));
@@ -826,7 +826,7 @@ static void cross_entropy(const cuda_shape &shape, const dtypes &t, const loss_c
         if (c.losses) s.get(out, k.losses, (size_t)rows * 4);
         if (c.gradient) get_mat(s, out, k.dlogits);
     });
-    double scale = 0.5 * (c.seeded ? 1024 : 1) / (c.sum || counted < 1 ? 1 : (double)counted), total = 0, total_error = 0;
+    double scale = 0.5 * (c.scaled ? 1024 : 1) / (c.sum || counted < 1 ? 1 : (double)counted), total = 0, total_error = 0;
     std::vector<logit_facts> facts((size_t)rows);
     for (size_t i = 0; i < (size_t)rows; i++) {
         if (labels[i] == ignore) continue;
