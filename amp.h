@@ -4385,7 +4385,8 @@ typedef struct ampi_numbers_vec {
     void (*f16_from_f32)(void *dst, const void *src, int64_t n);
     void (*f32_from_bf16)(void *dst, const void *src, int64_t n);
     void (*bf16_from_f32)(void *dst, const void *src, int64_t n);
-    void (*tf32_from_f32)(void *dst, const void *src, int64_t n);
+    /* fp32 rounded to nearest in fp16, bf16 or tf32, and left in fp32. */
+    void (*round)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
     void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
     /* random[i] << shift is the random word of element i, as in amp_bf16_stochastic. */
@@ -4468,7 +4469,7 @@ AMPI_PRIVATE void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, in
     switch (dtype) {
         case AMP_F16:  vec->f16_from_f32(dst, src, n); break;
         case AMP_BF16: vec->bf16_from_f32(dst, src, n); break;
-        case AMP_TF32: vec->tf32_from_f32(dst, src, n); break;
+        case AMP_TF32: vec->round(dst, src, n, AMP_TF32); break;
         case AMP_E4M3: for (i = 0; i < n; i++) bytes[i] = ampi_to_e4m3(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
         case AMP_E5M2: for (i = 0; i < n; i++) bytes[i] = ampi_to_e5m2(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
         case AMP_F64:  for (i = 0; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i))); break;
@@ -5555,9 +5556,7 @@ typedef struct ampi_attention_vec {
     void (*product)(const ampi_product *p);
     /* The same, and a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN. */
     void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    /* dst[c * dst_ld + r] = src[r * src_ld + c]; rows a multiple of 16, cols of 4. */
-    void (*transpose)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld, int64_t rows, int64_t cols);
-    void (*round)(float *x, int64_t n, amp_dtype compute);
+    void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);     /* as the GEMM's */
     void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
     /* Scores become exp(score - running maximum), rounded to compute; max, sum and rescale are lanes. */
     void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
@@ -6863,7 +6862,7 @@ AMPI_PRIVATE void ampi_attention_load(const ampi_attention_call *call, const voi
         float *row = scratch + i * call->wide;
         ampi_convert_fast(row, AMP_F32, ampi_at(data, x->dtype, i * stride), x->dtype, x->dim, call->path);
         memset(row + x->dim, 0, (size_t)(call->wide - x->dim) * sizeof *row);
-        if (!ampi_is_exact(x->dtype, x->compute)) call->vec->round(row, x->dim, x->compute);
+        if (!ampi_is_exact(x->dtype, x->compute)) AMPI_PICK(ampi_numbers_kernels, call->path)->round(row, row, x->dim, x->compute);
     }
 }
 
@@ -6927,7 +6926,7 @@ AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_atte
         ampi_strip_mask_open(&s->mask, &x->mask, scratch->b, scratch->h, query, n, x->queries, x->keys);
         s->query = query;
         s->q = ampi_attention_rows(call, scratch, x->q, x->q_stride, query, n, 1, s->q_copy);
-        call->vec->transpose(s->q.data, s->q.ld, s->q_t, AMPI_STRIP, AMPI_STRIP, call->wide);
+        call->vec->transpose(s->q_t, AMPI_STRIP, s->q.data, s->q.ld, AMPI_STRIP, call->wide);
         memset(s->result_t, 0, (size_t)(AMPI_STRIP * call->wide) * sizeof(float));
         s->tiles = s->folded = 0;
         for (int i = 0; i < AMPI_STRIP; i++) {
@@ -6936,7 +6935,7 @@ AMPI_PRIVATE void ampi_attention_open(const ampi_attention_call *call, ampi_atte
         }
         if (!backward) continue;
         s->d_o = ampi_attention_rows(call, scratch, x->d_o, x->do_stride, query, n, 1, s->d_o_copy);
-        call->vec->transpose(s->d_o.data, s->d_o.ld, s->d_o_t, AMPI_STRIP, AMPI_STRIP, call->wide);
+        call->vec->transpose(s->d_o_t, AMPI_STRIP, s->d_o.data, s->d_o.ld, AMPI_STRIP, call->wide);
         ampi_attention_delta(call, scratch, s);
     }
 }
@@ -6991,8 +6990,9 @@ AMPI_PRIVATE void ampi_attention_backward_tile(const ampi_attention_call *call, 
         call->vec->hide(ds, n, &mask, 0.0f);
     }
     if (x->compute != AMP_F32) {
-        call->vec->round(p, n * AMPI_STRIP, x->compute);
-        call->vec->round(ds, n * AMPI_STRIP, x->compute);
+        const ampi_numbers_vec *numbers = AMPI_PICK(ampi_numbers_kernels, call->path);
+        numbers->round(p, p, n * AMPI_STRIP, x->compute);
+        numbers->round(ds, ds, n * AMPI_STRIP, x->compute);
     }
     ampi_attention_add(call, scratch, &to_dv, 1);
     ampi_attention_add(call, scratch, &to_dk, 1);
@@ -7068,7 +7068,7 @@ AMPI_PRIVATE int ampi_attention_forward(const ampi_attention_call *call, ampi_at
         ampi_product divide = {wide, AMPI_STRIP, 0, s->q_t, 0, 0, s->q_t, 0, s->result_t, AMPI_STRIP, 1, 1.0f, inverse};
         call->vec->finish(s->max, s->sum, s->lse, inverse);
         call->vec->product(&divide);                        /* an empty product: only rescales */
-        call->vec->transpose(s->result_t, AMPI_STRIP, scratch->result, wide, wide, AMPI_STRIP);
+        call->vec->transpose(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
         nan |= ampi_attention_store(call, scratch, x->o, x->o_stride, s->query, n, scratch->result, 1.0f);
         if (x->lse) memcpy(x->lse + row, s->lse, (size_t)n * sizeof(float));
     }
@@ -7097,7 +7097,7 @@ AMPI_PRIVATE int ampi_attention_backward(const ampi_attention_call *call, ampi_a
         ampi_attention_sweep(call, scratch, 1);
         for (int64_t i = 0; i < scratch->n_strips; i++) {
             ampi_strip *s = &scratch->strips[i];
-            call->vec->transpose(s->result_t, AMPI_STRIP, scratch->result, wide, wide, AMPI_STRIP);
+            call->vec->transpose(scratch->result, wide, s->result_t, AMPI_STRIP, wide, AMPI_STRIP);
             nan |= ampi_attention_store(call, scratch, x->dq, x->dq_stride, s->query, s->mask.n, scratch->result, x->scale);
         }
         if ((t + 1) % AMPI_FOLD_TILES != 0 && t + 1 < call->tiles) continue;
@@ -20086,6 +20086,71 @@ AMPI_PRIVATE inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {   
 #endif
 }
 
+/* The first n lanes from or to memory, 0 <= n <= AMPI_W; the others read as 0. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#else
+    ampi_vf v = {0.0f};
+    memcpy(&v, p, (size_t)n * sizeof(float));
+    return v;
+#endif
+}
+AMPI_PRIVATE inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
+#if AMPI_PASS == 3
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#else
+    memcpy(p, &v, (size_t)n * sizeof(float));
+#endif
+}
+
+/* Lane by lane, yes where mask is all ones and no where it is 0. */
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
+#if AMPI_PASS == 3
+    return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#else
+    return (ampi_vf)((mask & (ampi_vi)yes) | (~mask & (ampi_vi)no));
+#endif
+}
+
+/* All ones in the lanes that hold a NaN, under -Ofast too. */
+AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
+#if AMPI_PASS == 2
+    ampi_vi nan;
+    __asm__("vcmpunordps %1, %1, %0" : "=v"(nan) : "v"(x));
+    return nan;
+#else
+    return (ampi_vi)(((ampi_vi)x & INT32_MAX) > 0x7f800000);
+#endif
+}
+
+/* ---- Transposition of the 4 x 4 words in each 128 bits of four vectors */
+
+#if AMPI_PASS == 3
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), _MM_SHUFFLE(l, k, j, i))
+#elif AMPI_PASS == 2
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm256_shuffle_ps((__m256)(a), (__m256)(b), _MM_SHUFFLE(l, k, j, i))
+#elif defined(__clang__)
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k + 4, l + 4)
+#else
+#  define AMPI_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (__extension__ (ampi_vi){i, j, k + 4, l + 4}))
+#endif
+
+typedef struct AMPI_V(ampi_four) { ampi_vf a, b, c, d; } AMPI_V(ampi_four);
+
+AMPI_PRIVATE inline __attribute__((always_inline)) AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r) {
+    ampi_vf low_ab = AMPI_SHUFFLE(r.a, r.b, 0, 1, 0, 1), high_ab = AMPI_SHUFFLE(r.a, r.b, 2, 3, 2, 3);
+    ampi_vf low_cd = AMPI_SHUFFLE(r.c, r.d, 0, 1, 0, 1), high_cd = AMPI_SHUFFLE(r.c, r.d, 2, 3, 2, 3);
+    r.a = AMPI_SHUFFLE(low_ab, low_cd, 0, 2, 0, 2);
+    r.b = AMPI_SHUFFLE(low_ab, low_cd, 1, 3, 1, 3);
+    r.c = AMPI_SHUFFLE(high_ab, high_cd, 0, 2, 0, 2);
+    r.d = AMPI_SHUFFLE(high_ab, high_cd, 1, 3, 1, 3);
+    return r;
+}
+#undef AMPI_SHUFFLE
+
 /* ---- Numbers: bulk conversions, with the bits of the scalar functions of section 2. */
 
 #define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
@@ -20128,23 +20193,70 @@ AMPI_PRIVATE inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
 #endif
 }
 
-/* All ones in the lanes that hold a NaN. */
-AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_nan_lanes)(ampi_vu x) {
-    return (ampi_vu)((ampi_vi)(x & 0x7fffffffu) > 0x7f800000);
+/* x + add, of which the upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest, that
+   less 1 plus the last place's bit for ties to even, random bits below it for stochastic rounding.  A NaN becomes quiet. */
+AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
+#if AMPI_PASS == 3
+    __mmask16 nan = _mm512_fpclass_ps_mask((__m512)x, 0x81);
+    return (ampi_vu)_mm512_mask_or_epi32((__m512i)(x + add), nan, (__m512i)x, _mm512_set1_epi32(0x400000));
+#elif AMPI_PASS == 2
+    return (ampi_vu)AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)((ampi_vf)x), (ampi_vf)(x | 0x400000u), (ampi_vf)(x + add));
+#else
+    ampi_vu nan = (ampi_vu)AMPI_V(ampi_is_nan)((ampi_vf)x);
+    return (x + (add & ~nan)) | (nan & 0x400000u);
+#endif
+}
+AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x) { return AMPI_V(ampi_round_up)(x, ((x >> 16) & 1u) + 0x7fffu); }
+
+/* F16C instructions do not depend on flush-to-zero or denormals-are-zero: fp16 subnormals are always kept, and an
+   fp32 subnormal is far below the smallest of them. */
+#if AMPI_PASS == 3
+AMPI_PRIVATE inline __m256i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT); }
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_f16_widen)(__m256i v) { return (ampi_vf)_mm512_cvtph_ps(v); }
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
+    return AMPI_V(ampi_f16_widen)(_mm256_loadu_si256((const __m256i *)(const void *)((const char *)p + 2 * i)));
+}
+#elif AMPI_PASS == 2
+AMPI_PRIVATE inline __m128i AMPI_V(ampi_f16_narrow)(ampi_vf v) { return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_f16_widen)(__m128i v) { return (ampi_vf)_mm256_cvtph_ps(v); }
+AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
+    return AMPI_V(ampi_f16_widen)(_mm_loadu_si128((const __m128i *)(const void *)((const char *)p + 2 * i)));
+}
+#endif
+
+/* Numbers rounded to nearest in `dtype`: fp16 and bf16 with ties to even, tf32 away from zero.  Others stay as they are. */
+AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
+    ampi_vu x = (ampi_vu)v, zero = {0};
+    switch (dtype) {
+        case AMP_BF16: return (ampi_vf)(AMPI_V(ampi_bf16_round)(x) & 0xffff0000u);
+        case AMP_TF32: return (ampi_vf)(AMPI_V(ampi_round_up)(x, zero + 0x1000u) & 0xffffe000u);
+#if AMPI_PASS >= 2
+        case AMP_F16: return AMPI_V(ampi_f16_widen)(AMPI_V(ampi_f16_narrow)(v));
+#else
+        case AMP_F16: for (int i = 0; i < AMPI_W; i++) v[i] = amp_f32_from_f16(amp_f16_from_f32(v[i], 0)); return v;
+#endif
+        default: return v;
+    }
 }
 
-/* bf16 patterns: x + add, cut.  To nearest even, add is 0x7fff + the lowest kept bit; stochastic, 16 random bits. */
-AMPI_PRIVATE inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x, ampi_vu add) {
-    ampi_vu nan = AMPI_V(ampi_nan_lanes)(x);
-    return (((x + add) >> 16) & ~nan) | (((x >> 16) | 0x40u) & nan);
+AMPI_PRIVATE inline __attribute__((always_inline)) void AMPI_V(ampi_round_as)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    int64_t i;
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W)
+        AMPI_V(ampi_store32)(dst, i, (ampi_vu)AMPI_V(ampi_round_to)((ampi_vf)AMPI_V(ampi_load32)(src, i), dtype));
+    if (i < n) {
+        ampi_vf v = AMPI_V(ampi_load_tail)((const char *)src + 4 * i, n - i);
+        AMPI_V(ampi_store_tail)((char *)dst + 4 * i, AMPI_V(ampi_round_to)(v, dtype), n - i);
+    }
+}
+AMPI_PRIVATE void AMPI_V(ampi_round_row)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    if (dtype == AMP_F16) AMPI_V(ampi_round_as)(dst, src, n, AMP_F16);
+    else if (dtype == AMP_BF16) AMPI_V(ampi_round_as)(dst, src, n, AMP_BF16);
+    else AMPI_V(ampi_round_as)(dst, src, n, AMP_TF32);
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_bf16_from_f32)(void *dst, const void *src, int64_t n) {
     int64_t i;
-    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
-        ampi_vu x = AMPI_V(ampi_load32)(src, i);
-        AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(x, ((x >> 16) & 1u) + 0x7fffu));
-    }
+    for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(AMPI_V(ampi_load32)(src, i)) >> 16);
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
 
@@ -20153,7 +20265,7 @@ AMPI_PRIVATE void AMPI_V(ampi_bf16_stochastic)(void *dst, const void *src, int64
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         ampi_vu add = AMPI_V(ampi_load32)(random, i) << shift >> 16;
-        AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_bf16_round)(AMPI_V(ampi_load32)(src, i), add));
+        AMPI_V(ampi_store16)(dst, i, AMPI_V(ampi_round_up)(AMPI_V(ampi_load32)(src, i), add) >> 16);
     }
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_bf16(ampi_get32(src, i), 0, 0, AMPI_STOCHASTIC, random[i] << shift));
 }
@@ -20163,7 +20275,7 @@ AMPI_PRIVATE void AMPI_V(ampi_bf16_split)(void *bf16, void *rest, const void *sr
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         ampi_vu x = AMPI_V(ampi_load32)(src, i), zero = {0};
-        AMPI_V(ampi_store16)(bf16, i, AMPI_V(ampi_bf16_round)(x, zero + 0x8000u));
+        AMPI_V(ampi_store16)(bf16, i, AMPI_V(ampi_round_up)(x, zero + 0x8000u) >> 16);
         AMPI_V(ampi_store16)(rest, i, x & 0xffffu);
     }
     for (; i < n; i++) {
@@ -20189,48 +20301,26 @@ AMPI_PRIVATE void AMPI_V(ampi_f32_from_bf16)(void *dst, const void *src, int64_t
     for (; i < n; i++) ampi_put32(dst, i, (uint32_t)ampi_get16(src, i) << 16);
 }
 
-/* F16C instructions do not depend on flush-to-zero or denormals-are-zero: fp16 subnormals are always kept, and an
-   fp32 subnormal is far below the smallest of them. */
 AMPI_PRIVATE void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
 #if AMPI_PASS == 3
     for (; i + 16 <= n; i += 16) {
-        __m512 x = _mm512_loadu_ps((const void *)((const char *)src + 4 * i));
-        __m256i r = _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT);
+        __m256i r = AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i));
         _mm256_storeu_si256((__m256i *)(void *)((char *)dst + 2 * i), r);
     }
 #elif AMPI_PASS == 2
-    for (; i + 8 <= n; i += 8) {
-        __m256 x = _mm256_loadu_ps((const float *)(const void *)((const char *)src + 4 * i));
-        _mm_storeu_si128((__m128i *)(void *)((char *)dst + 2 * i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-    }
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(void *)((char *)dst + 2 * i), AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i)));
 #endif
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t n) {
     int64_t i = 0;
-#if AMPI_PASS == 3
-    for (; i + 16 <= n; i += 16) {
-        __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)((const char *)src + 2 * i));
-        _mm512_storeu_ps((void *)((char *)dst + 4 * i), _mm512_cvtph_ps(x));
-    }
-#elif AMPI_PASS == 2
-    for (; i + 8 <= n; i += 8) {
-        __m128i x = _mm_loadu_si128((const __m128i *)(const void *)((const char *)src + 2 * i));
-        _mm256_storeu_ps((float *)(void *)((char *)dst + 4 * i), _mm256_cvtph_ps(x));
-    }
+#if AMPI_PASS >= 2
+    for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, (ampi_vu)AMPI_V(ampi_load_f16)(src, i));
 #endif
     for (; i < n; i++) ampi_put32(dst, i, ampi_bits_of_f16(ampi_get16(src, i)));
-}
-
-AMPI_PRIVATE void AMPI_V(ampi_tf32_from_f32)(void *dst, const void *src, int64_t n) {
-    int64_t i;
-    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
-        ampi_vu x = AMPI_V(ampi_load32)(src, i), nan = AMPI_V(ampi_nan_lanes)(x);
-        AMPI_V(ampi_store32)(dst, i, (((x + 0x1000u) & ~nan) | ((x | 0x400000u) & nan)) & 0xffffe000u);
-    }
-    for (; i < n; i++) ampi_put32(dst, i, ampi_to_tf32(ampi_get32(src, i), 0, 0));
 }
 
 AMPI_PRIVATE void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t limit) {
@@ -20305,7 +20395,7 @@ AMPI_PRIVATE inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *l
 AMPI_PRIVATE void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
     ampi_vu c0 = {0}, c1 = c0 + (uint32_t)(block >> 32), c2 = c0, c3 = c0, low0, high0, low2, high2;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    ampi_mi a, b, c, d;
+    AMPI_V(ampi_four) words;
     int i;
     for (i = 0; i < AMPI_W; i++) c0[i] = (uint32_t)block + (uint32_t)(i % 4 * (AMPI_W / 4) + i / 4);
     for (i = 0; i < 10; i++) {
@@ -20318,14 +20408,15 @@ AMPI_PRIVATE void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t blo
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
-    a = AMPI_M(unpacklo_epi32)((ampi_mi)c0, (ampi_mi)c1);
-    b = AMPI_M(unpackhi_epi32)((ampi_mi)c0, (ampi_mi)c1);
-    c = AMPI_M(unpacklo_epi32)((ampi_mi)c2, (ampi_mi)c3);
-    d = AMPI_M(unpackhi_epi32)((ampi_mi)c2, (ampi_mi)c3);
-    AMPI_V(ampi_store32)(out, 0, (ampi_vu)AMPI_M(unpacklo_epi64)(a, c));
-    AMPI_V(ampi_store32)(out, AMPI_W, (ampi_vu)AMPI_M(unpackhi_epi64)(a, c));
-    AMPI_V(ampi_store32)(out, 2 * AMPI_W, (ampi_vu)AMPI_M(unpacklo_epi64)(b, d));
-    AMPI_V(ampi_store32)(out, 3 * AMPI_W, (ampi_vu)AMPI_M(unpackhi_epi64)(b, d));
+    words.a = (ampi_vf)c0;
+    words.b = (ampi_vf)c1;
+    words.c = (ampi_vf)c2;
+    words.d = (ampi_vf)c3;
+    words = AMPI_V(ampi_transpose4)(words);
+    AMPI_V(ampi_store32)(out, 0, (ampi_vu)words.a);
+    AMPI_V(ampi_store32)(out, AMPI_W, (ampi_vu)words.b);
+    AMPI_V(ampi_store32)(out, 2 * AMPI_W, (ampi_vu)words.c);
+    AMPI_V(ampi_store32)(out, 3 * AMPI_W, (ampi_vu)words.d);
 }
 #undef AMPI_M
 #undef ampi_mi
@@ -20351,7 +20442,7 @@ AMPI_PRIVATE void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, u
 __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
     .f32_from_f16 = AMPI_V(ampi_f32_from_f16), .f16_from_f32 = AMPI_V(ampi_f16_from_f32),
     .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16), .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32),
-    .tf32_from_f32 = AMPI_V(ampi_tf32_from_f32), .clamp = AMPI_V(ampi_clamp), .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
+    .round = AMPI_V(ampi_round_row), .clamp = AMPI_V(ampi_clamp), .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
     .bf16_split = AMPI_V(ampi_bf16_split), .f32_join = AMPI_V(ampi_f32_join), .count16 = AMPI_V(ampi_count16),
     .count32 = AMPI_V(ampi_count32), .random = AMPI_V(ampi_random)
 };
@@ -20387,17 +20478,6 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
     __asm__("" : "+m"(v));
 #endif
     return v;
-}
-
-/* Lane by lane, yes where mask is all ones and no where it is 0. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
-#if AMPI_PASS == 3
-    return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
-#elif AMPI_PASS == 2
-    return (ampi_vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
-#else
-    return (ampi_vf)((mask & (ampi_vi)yes) | (~mask & (ampi_vi)no));
-#endif
 }
 
 /* The larger and the smaller of two numbers; with a NaN, either operand. */
@@ -20504,27 +20584,6 @@ AMPI_PRIVATE inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
     return AMPI_MAX(a, b);
 #endif
 }
-
-/* The first n lanes from or to memory, 0 <= n <= AMPI_W; the others read as 0. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_tail)(const float *p, int64_t n) {
-#if AMPI_PASS == 3
-    return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
-#else
-    ampi_vf v = {0.0f};
-    memcpy(&v, p, (size_t)n * sizeof *p);
-    return v;
-#endif
-}
-AMPI_PRIVATE inline void AMPI_V(ampi_store_tail)(float *p, ampi_vf v, int64_t n) {
-#if AMPI_PASS == 3
-    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
-#else
-    memcpy(p, &v, (size_t)n * sizeof *p);
-#endif
-}
-
-/* All ones in the lanes that hold a NaN. */
-AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) { return (ampi_vi)(((ampi_vi)x & INT32_MAX) > 0x7f800000); }
 
 /* c[0] + c[1] x + ... + c[n - 1] x^(n - 1) */
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) {
@@ -20710,31 +20769,14 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t k, const floa
 
 /* ---- Packing into fp32 words */
 
-/* fp32 values rounded to bf16, fp16 or tf32; dst may be src. */
-AMPI_PRIVATE void AMPI_V(ampi_gemm_round)(float *dst, const float *src, amp_dtype compute, int64_t n) {
-    uint16_t scratch[AMPI_GEMM_BUFFER];
-    int64_t i, m;
-    if (compute == AMP_TF32) AMPI_V(ampi_tf32_from_f32)(dst, src, n);
-    else for (i = 0; i < n; i += m) {
-        m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_BUFFER);
-        if (compute == AMP_F16) {
-            AMPI_V(ampi_f16_from_f32)(scratch, src + i, m);
-            AMPI_V(ampi_f32_from_f16)(dst + i, scratch, m);
-        } else {
-            AMPI_V(ampi_bf16_from_f32)(scratch, src + i, m);
-            AMPI_V(ampi_f32_from_bf16)(dst + i, scratch, m);
-        }
-    }
-}
-
 AMPI_PRIVATE void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
     if (dtype == AMP_F16) AMPI_V(ampi_f32_from_f16)(dst, src, n);
     else if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(dst, src, n);
     else if (compute == AMP_F32) memcpy(dst, src, (size_t)n * sizeof *dst);
-    else AMPI_V(ampi_gemm_round)(dst, (const float *)src, compute, n);
+    else AMPI_V(ampi_round_row)(dst, src, n, compute);
     /* a 16-bit source needs no rounding to its own format, and tf32 holds all of both */
     if (dtype != AMP_F32 && dtype != compute && (compute == AMP_F16 || compute == AMP_BF16))
-        AMPI_V(ampi_gemm_round)(dst, dst, compute, n);
+        AMPI_V(ampi_round_row)(dst, dst, n, compute);
 }
 
 /* n words as one row of several panels. */
@@ -20763,17 +20805,7 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void
     }
 }
 
-/* ---- Transposition: the 4 x 4 words in each 128 bits, once the rows to come side by side have been loaded there */
-
-#if AMPI_PASS == 3
-#  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), _MM_SHUFFLE(l, k, j, i))
-#elif AMPI_PASS == 2
-#  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm256_shuffle_ps((__m256)(a), (__m256)(b), _MM_SHUFFLE(l, k, j, i))
-#elif defined(__clang__)
-#  define AMPI_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k + 4, l + 4)
-#else
-#  define AMPI_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (__extension__ (ampi_vi){i, j, k + 4, l + 4}))
-#endif
+/* ---- Transposition: the rows that come side by side are loaded there first */
 
 /* 4 words from each of p, p + step, .. */
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
@@ -20791,25 +20823,26 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
 }
 
 /* AMPI_W rows and 4 columns */
-AMPI_PRIVATE inline void AMPI_V(ampi_transpose4)(float *dst, int64_t ldd, const float *src, int64_t lds) {
-    ampi_vf r0 = AMPI_V(ampi_gather4)(src, 4 * lds), r1 = AMPI_V(ampi_gather4)(src + lds, 4 * lds);
-    ampi_vf r2 = AMPI_V(ampi_gather4)(src + 2 * lds, 4 * lds), r3 = AMPI_V(ampi_gather4)(src + 3 * lds, 4 * lds);
-    ampi_vf low01 = AMPI_SHUFFLE(r0, r1, 0, 1, 0, 1), high01 = AMPI_SHUFFLE(r0, r1, 2, 3, 2, 3);
-    ampi_vf low23 = AMPI_SHUFFLE(r2, r3, 0, 1, 0, 1), high23 = AMPI_SHUFFLE(r2, r3, 2, 3, 2, 3);
-    AMPI_V(ampi_store)(dst, AMPI_SHUFFLE(low01, low23, 0, 2, 0, 2));
-    AMPI_V(ampi_store)(dst + ldd, AMPI_SHUFFLE(low01, low23, 1, 3, 1, 3));
-    AMPI_V(ampi_store)(dst + 2 * ldd, AMPI_SHUFFLE(high01, high23, 0, 2, 0, 2));
-    AMPI_V(ampi_store)(dst + 3 * ldd, AMPI_SHUFFLE(high01, high23, 1, 3, 1, 3));
+AMPI_PRIVATE inline void AMPI_V(ampi_transpose_strip)(float *dst, int64_t ldd, const float *src, int64_t lds) {
+    AMPI_V(ampi_four) r;
+    r.a = AMPI_V(ampi_gather4)(src, 4 * lds);
+    r.b = AMPI_V(ampi_gather4)(src + lds, 4 * lds);
+    r.c = AMPI_V(ampi_gather4)(src + 2 * lds, 4 * lds);
+    r.d = AMPI_V(ampi_gather4)(src + 3 * lds, 4 * lds);
+    r = AMPI_V(ampi_transpose4)(r);
+    AMPI_V(ampi_store)(dst, r.a);
+    AMPI_V(ampi_store)(dst + ldd, r.b);
+    AMPI_V(ampi_store)(dst + 2 * ldd, r.c);
+    AMPI_V(ampi_store)(dst + 3 * ldd, r.d);
 }
-#undef AMPI_SHUFFLE
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols) {
-    int64_t r, c, i, whole = rows - rows % AMPI_W, quads = cols - cols % 4;
+AMPI_PRIVATE void AMPI_V(ampi_transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols) {
+    int64_t r, c, whole = rows - rows % AMPI_W, quads = cols - cols % 4;
     for (r = 0; r < whole; r += AMPI_W)
         for (c = 0; c < quads; c += 4)
-            AMPI_V(ampi_transpose4)(dst + c * ldd + r, ldd, src + r * lds + c, lds);
-    for (r = 0; r < rows; r++)
-        for (i = r < whole ? quads : 0; i < cols; i++) memcpy(dst + i * ldd + r, src + r * lds + i, sizeof *dst);
+            AMPI_V(ampi_transpose_strip)(dst + c * ldd + r, ldd, src + r * lds + c, lds);
+    for (r = quads < cols ? 0 : whole; r < rows; r++)
+        for (c = r < whole ? quads : 0; c < cols; c++) memcpy(dst + c * ldd + r, src + r * lds + c, sizeof *dst);
 }
 
 /* ---- Writing out */
@@ -20911,30 +20944,35 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const floa
     }
 }
 
-AMPI_PRIVATE float AMPI_V(ampi_gemm_dot)(const float *x, const float *row, int64_t k) {
+/* The sum of x[i] y[i], in `sums` interleaved ones: 4, or 2 where n is a multiple of 2 AMPI_W. */
+AMPI_PRIVATE inline __attribute__((always_inline)) float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n, int sums) {
     ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0;
-    int64_t p = 0;
-    for (; p + 4 * AMPI_W <= k; p += 4 * AMPI_W) {
-        s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p), AMPI_V(ampi_load)(row + p), s0);
-        s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p + AMPI_W), AMPI_V(ampi_load)(row + p + AMPI_W), s1);
-        s2 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p + 2 * AMPI_W), AMPI_V(ampi_load)(row + p + 2 * AMPI_W), s2);
-        s3 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p + 3 * AMPI_W), AMPI_V(ampi_load)(row + p + 3 * AMPI_W), s3);
+    int64_t i = 0;
+    for (; i + sums * AMPI_W <= n; i += sums * AMPI_W) {
+        s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i), AMPI_V(ampi_load)(y + i), s0);
+        s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i + AMPI_W), AMPI_V(ampi_load)(y + i + AMPI_W), s1);
+        if (sums == 2) continue;
+        s2 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i + 2 * AMPI_W), AMPI_V(ampi_load)(y + i + 2 * AMPI_W), s2);
+        s3 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i + 3 * AMPI_W), AMPI_V(ampi_load)(y + i + 3 * AMPI_W), s3);
     }
-    for (; p + AMPI_W <= k; p += AMPI_W) s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + p), AMPI_V(ampi_load)(row + p), s0);
-    if (p < k) s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load_tail)(x + p, k - p), AMPI_V(ampi_load_tail)(row + p, k - p), s1);
+    if (sums == 2) return AMPI_V(ampi_sum)(s0 + s1);
+    for (; i + AMPI_W <= n; i += AMPI_W) s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i), AMPI_V(ampi_load)(y + i), s0);
+    if (i < n) s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load_tail)(x + i, n - i), AMPI_V(ampi_load_tail)(y + i, n - i), s1);
     return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
 }
+/* Four sums hide the latency of the multiplications. */
+AMPI_PRIVATE float AMPI_V(ampi_gemm_dot)(const float *x, const float *row, int64_t k) { return AMPI_V(ampi_dot)(x, row, k, 4); }
 
 __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 1, .block = AMPI_GEMM_BLOCK, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
     .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
     .row = AMPI_V(ampi_gemm_row), .weave = AMPI_V(ampi_gemm_weave),
-    .transpose = AMPI_V(ampi_gemm_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dot = AMPI_V(ampi_gemm_dot)
 };
 
 /* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
-   ones.  It takes subnormal operands as 0, and so does the conversion that packs them. */
+   ones.  It takes subnormal operands as 0, and so does the conversion that packs them, which is no rounding of section 2's. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
@@ -21033,7 +21071,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
     .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
-    .transpose = AMPI_V(ampi_gemm_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dot = AMPI_V(ampi_gemm_dot)
 };
 #undef AMPI_TILE_TARGET
@@ -21127,7 +21165,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
     .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .spare = 15,
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
     .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
-    .transpose = AMPI_V(ampi_gemm_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dot = AMPI_V(ampi_gemm_dot)
 };
 #undef AMPI_TILE_TARGET
@@ -21252,84 +21290,6 @@ AMPI_PRIVATE void AMPI_V(ampi_product_weighted)(const ampi_product *p, int32_t a
     }
 }
 
-/* AMPI_W rows times 4 columns: quads are gathered so that a 4 x 4 transpose inside each of them finishes it. */
-#if AMPI_PASS == 3
-AMPI_PRIVATE inline __m512 AMPI_V(ampi_quads)(const float *p, int64_t ld) {
-    __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(p));
-    v = _mm512_insertf32x4(v, _mm_loadu_ps(p + 4 * ld), 1);
-    v = _mm512_insertf32x4(v, _mm_loadu_ps(p + 8 * ld), 2);
-    return _mm512_insertf32x4(v, _mm_loadu_ps(p + 12 * ld), 3);
-}
-AMPI_PRIVATE inline void AMPI_V(ampi_transpose_block)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld) {
-    __m512 r0 = AMPI_V(ampi_quads)(src, src_ld), r1 = AMPI_V(ampi_quads)(src + src_ld, src_ld);
-    __m512 r2 = AMPI_V(ampi_quads)(src + 2 * src_ld, src_ld), r3 = AMPI_V(ampi_quads)(src + 3 * src_ld, src_ld);
-    __m512 low01 = _mm512_unpacklo_ps(r0, r1), low23 = _mm512_unpacklo_ps(r2, r3);
-    __m512 high01 = _mm512_unpackhi_ps(r0, r1), high23 = _mm512_unpackhi_ps(r2, r3);
-    _mm512_storeu_ps(dst, _mm512_shuffle_ps(low01, low23, 0x44));
-    _mm512_storeu_ps(dst + dst_ld, _mm512_shuffle_ps(low01, low23, 0xee));
-    _mm512_storeu_ps(dst + 2 * dst_ld, _mm512_shuffle_ps(high01, high23, 0x44));
-    _mm512_storeu_ps(dst + 3 * dst_ld, _mm512_shuffle_ps(high01, high23, 0xee));
-}
-#elif AMPI_PASS == 2
-AMPI_PRIVATE inline __m256 AMPI_V(ampi_quads)(const float *p, int64_t ld) {
-    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * ld), 1);
-}
-AMPI_PRIVATE inline void AMPI_V(ampi_transpose_block)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld) {
-    __m256 r0 = AMPI_V(ampi_quads)(src, src_ld), r1 = AMPI_V(ampi_quads)(src + src_ld, src_ld);
-    __m256 r2 = AMPI_V(ampi_quads)(src + 2 * src_ld, src_ld), r3 = AMPI_V(ampi_quads)(src + 3 * src_ld, src_ld);
-    __m256 low01 = _mm256_unpacklo_ps(r0, r1), low23 = _mm256_unpacklo_ps(r2, r3);
-    __m256 high01 = _mm256_unpackhi_ps(r0, r1), high23 = _mm256_unpackhi_ps(r2, r3);
-    _mm256_storeu_ps(dst, _mm256_shuffle_ps(low01, low23, 0x44));
-    _mm256_storeu_ps(dst + dst_ld, _mm256_shuffle_ps(low01, low23, 0xee));
-    _mm256_storeu_ps(dst + 2 * dst_ld, _mm256_shuffle_ps(high01, high23, 0x44));
-    _mm256_storeu_ps(dst + 3 * dst_ld, _mm256_shuffle_ps(high01, high23, 0xee));
-}
-#else
-AMPI_PRIVATE inline void AMPI_V(ampi_transpose_block)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld) {
-    for (int64_t r = 0; r < AMPI_W; r++) {
-        for (int64_t c = 0; c < 4; c++) dst[c * dst_ld + r] = src[r * src_ld + c];
-    }
-}
-#endif
-
-AMPI_PRIVATE void AMPI_V(ampi_transpose)(const float *src, int64_t src_ld, float *dst, int64_t dst_ld, int64_t rows,
-                                         int64_t cols) {
-    for (int64_t c = 0; c < cols; c += 4) {
-        for (int64_t r = 0; r < rows; r += AMPI_W) {
-            AMPI_V(ampi_transpose_block)(src + r * src_ld + c, src_ld, dst + c * dst_ld + r, dst_ld);
-        }
-    }
-}
-
-/* Rounds to a compute dtype's precision: bf16 and fp16 to nearest even, tf32 with ties away from zero. */
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_round_f16)(ampi_vf v) {
-#if AMPI_PASS == 3
-    return (ampi_vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif AMPI_PASS == 2
-    return (ampi_vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
-#else
-    for (int i = 0; i < AMPI_W; i++) v[i] = amp_f32_from_f16(amp_f16_from_f32(v[i], 0));
-    return v;
-#endif
-}
-AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype compute) {
-    ampi_vi bits = (ampi_vi)v, nan = AMPI_V(ampi_is_nan)(v);
-    switch (compute) {
-        case AMP_BF16: bits = (bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)-0x10000; break;
-        case AMP_TF32: bits = (bits + 0x1000) & (int32_t)-0x2000; break;
-        case AMP_F16: return AMPI_V(ampi_round_f16)(v);
-        default: return v;
-    }
-    return AMPI_V(ampi_select)(nan, v, (ampi_vf)bits);
-}
-
-AMPI_PRIVATE void AMPI_V(ampi_round_row)(float *x, int64_t n, amp_dtype compute) {
-    for (int64_t i = 0; i < n; i += AMPI_W) {
-        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_W);
-        AMPI_V(ampi_store_tail)(x + i, AMPI_V(ampi_round_to)(AMPI_V(ampi_load_tail)(x + i, m), compute), m);
-    }
-}
-
 AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_load_int)(const int32_t *p) { ampi_vi v; memcpy(&v, p, sizeof v); return v; }
 
 AMPI_PRIVATE void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value) {
@@ -21401,14 +21361,8 @@ AMPI_PRIVATE void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const f
     }
 }
 
-AMPI_PRIVATE float AMPI_V(ampi_dot)(const float *a, const float *b, int64_t n) {
-    ampi_vf s = AMPI_V(ampi_splat)(0.0f), t = s;
-    for (int64_t i = 0; i < n; i += 2 * AMPI_W) {
-        s = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(a + i), AMPI_V(ampi_load)(b + i), s);
-        t = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(a + i + AMPI_W), AMPI_V(ampi_load)(b + i + AMPI_W), t);
-    }
-    return AMPI_V(ampi_sum)(s + t);
-}
+/* Two sums: four would be another order, and other bits of the gradients. */
+AMPI_PRIVATE float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n, 2); }
 
 AMPI_PRIVATE int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
     ampi_vi nan = AMPI_V(ampi_splat_int)(0);
@@ -21446,8 +21400,8 @@ AMPI_PRIVATE void AMPI_V(ampi_softmax_backward_row)(const float *y, const float 
 
 __extension__ static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
     .product = AMPI_V(ampi_product_all), .product_weighted = AMPI_V(ampi_product_weighted),
-    .transpose = AMPI_V(ampi_transpose), .round = AMPI_V(ampi_round_row), .hide = AMPI_V(ampi_hide),
-    .soften = AMPI_V(ampi_soften), .slopes = AMPI_V(ampi_slopes), .finish = AMPI_V(ampi_finish), .dot = AMPI_V(ampi_dot),
+    .transpose = AMPI_V(ampi_transpose), .hide = AMPI_V(ampi_hide),
+    .soften = AMPI_V(ampi_soften), .slopes = AMPI_V(ampi_slopes), .finish = AMPI_V(ampi_finish), .dot = AMPI_V(ampi_attention_dot),
     .has_nan = AMPI_V(ampi_has_nan), .softmax_backward = AMPI_V(ampi_softmax_backward_row)
 };
 /* ---- >>backends: the bandwidth-bound operators on fp32 rows.  Each element is computed by the same
@@ -21594,6 +21548,9 @@ AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vf AMPI_V(ampi_load_as)(
     float scratch[AMPI_W];
     if (dtype == AMP_F32) return AMPI_V(ampi_load_upto)((const float *)row + i, m);
     if (m >= AMPI_W && dtype == AMP_BF16) return (ampi_vf)(AMPI_V(ampi_load16)(row, i) << 16);
+#if AMPI_PASS >= 2
+    if (m >= AMPI_W) return AMPI_V(ampi_load_f16)(row, i);
+#endif
     memset(scratch, 0, sizeof scratch);
     if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(scratch, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
     else AMPI_V(ampi_f32_from_f16)(scratch, (const char *)row + 2 * i, AMPI_MIN(m, (int64_t)AMPI_W));
