@@ -10630,8 +10630,8 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
     if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
     if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
     if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]", field, ampi_shape_text(&p->weight, shape, sizeof shape),
-                     (long long)rows, other);
+    return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field, ampi_shape_text(&p->weight, shape, sizeof shape),
+                     (long long)rows, other, p->name ? ": " : "", p->name ? p->name : "");
 }
 
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
