@@ -5295,6 +5295,12 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
     return record->count;
 }
 
+/* "<prefix>.<name>" in key. */
+AMPI_PRIVATE amp_result ampi_state_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name) {
+    if (snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name) < AMPI_STATE_KEY) return AMP_OK;
+    return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%.80s\" has %zu bytes, must have at most %zu", prefix, strlen(prefix), AMPI_STATE_KEY - 2 - strlen(name));
+}
+
 AMP_API const char *amp_state_key(const amp_state *state, int64_t i) {
     return state == NULL || i < 0 || i >= state->n ? NULL : state->records[i].key;
 }
@@ -11667,7 +11673,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     amp_state *own;
     amp_result r;
     if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_save", "amp, state or prefix is NULL");
-    if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_save", "prefix has %zu bytes, at most 56", strlen(prefix));
+    AMPI_TRY(ampi_state_key("amp_random_save", key, prefix, "random"));
     values[0] = (int64_t)amp->desc.seed;
     values[1] = (int64_t)amp->random_offset;
     rank[0] = amp->desc.reducer.rank;
@@ -11683,7 +11689,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     int64_t values[2], rank[2];
     char key[64];
     if (amp == NULL || state == NULL || prefix == NULL) return ampi_fail(AMP_ERR_NULL, "amp_random_load", "amp, state or prefix is NULL");
-    if (snprintf(key, sizeof key, "%s.random", prefix) >= (int)sizeof key) return ampi_fail(AMP_ERR_RANGE, "amp_random_load", "prefix has %zu bytes, at most 56", strlen(prefix));
+    AMPI_TRY(ampi_state_key("amp_random_load", key, prefix, "random"));
     if (amp->capture != NULL) return ampi_fail(AMP_ERR_STATE, "amp_random_load", "a graph is being captured: load before amp_graph_begin or after amp_graph_end");
     AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, values, 2)));
     snprintf(key, sizeof key, "%.56s.rank", prefix);
@@ -15567,23 +15573,16 @@ static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITI
     values[12] = (int64_t)d->format;
 }
 
-static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix,
-                                  char *key, size_t size) {
+static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix, char key[AMPI_STATE_KEY]) {
     if (loader == NULL || state == NULL || prefix == NULL)
-        return ampi_fail(AMP_ERR_NULL, function, "%s is NULL",
-                         loader == NULL  ? "loader"
-                         : state == NULL ? "state"
-                                         : "prefix");
-    if (snprintf(key, size, "%s.loader", prefix) >= (int)size)
-        return ampi_fail(AMP_ERR_RANGE, function, "prefix \"%.80s\" has %zu bytes, must have at most %zu", prefix,
-                         strlen(prefix), size - sizeof ".loader");
-    return AMP_OK;
+        return ampi_fail(AMP_ERR_NULL, function, "%s is NULL", loader == NULL ? "loader" : state == NULL ? "state" : "prefix");
+    return ampi_state_key(function, key, prefix, "loader");
 }
 
 AMP_API amp_result amp_loader_save(const amp_loader *l, amp_state *state, const char *prefix) {
     int64_t values[AMPI_POSITION_COUNT];
     char key[AMPI_STATE_KEY];
-    AMPI_TRY(ampi_loader_key("amp_loader_save", l, state, prefix, key, sizeof key));
+    AMPI_TRY(ampi_loader_key("amp_loader_save", l, state, prefix, key));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_save"));
     ampi_loader_position(l, values);
     return ampi_as("amp_loader_save", amp_state_put(state, key, AMP_I64, values, AMPI_POSITION_COUNT));
@@ -15596,7 +15595,7 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     int64_t saved[AMPI_POSITION_COUNT], own[AMPI_POSITION_COUNT];
     char key[AMPI_STATE_KEY];
     int i;
-    AMPI_TRY(ampi_loader_key("amp_loader_load", l, state, prefix, key, sizeof key));
+    AMPI_TRY(ampi_loader_key("amp_loader_load", l, state, prefix, key));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_load"));
     AMPI_TRY(ampi_as("amp_loader_load", amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT)));
     ampi_loader_position(l, own);
@@ -16179,19 +16178,24 @@ static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dty
     return d;
 }
 
-static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
-    d->dtype = s->dtype;
-    d->autocast_dtype = s->autocast_dtype;
+/* What is the same whether the context is still to be opened or runs. */
+static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
+    d->disable = s->disable != 0;
+    d->memory_efficient = s->memory_efficient != 0;
+    d->disable_cache = s->disable_cache != 0;
+    d->fallback = s->fallback;
     d->cast_inputs = s->cast_inputs;
     d->cast_outputs = s->cast_outputs;
+}
+
+static void ampi_settings_fill_context(const amp_settings *s, amp_desc *d) {
+    ampi_settings_fill_common(s, d);
+    d->dtype = s->dtype;
+    d->autocast_dtype = s->autocast_dtype;
     d->level = s->level;
     d->policy = s->policy;
     d->mode = s->mode;
-    d->disable = s->disable != 0;
-    d->disable_cache = s->disable_cache != 0;
     d->allow_tf32 = s->allow_tf32 != 0;
-    d->memory_efficient = s->memory_efficient != 0;
-    d->fallback = s->fallback;
     d->autotune = s->autotune;
     if (s->debug) d->logger.level = AMP_LOG_DEBUG;
 }
@@ -16276,13 +16280,8 @@ static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp,
     amp_desc *d = &amp->desc;
     amp_log_level loud = d->logger.level;
     int changed = choice->dtype != d->dtype || regions->dtype != d->autocast_dtype;
-    d->disable = s->disable != 0;
+    ampi_settings_fill_common(s, d);
     d->mode = s->mode ? s->mode : AMP_MODE_TRAINING;
-    d->memory_efficient = s->memory_efficient != 0;
-    d->disable_cache = s->disable_cache != 0;
-    d->fallback = s->fallback;
-    d->cast_inputs = s->cast_inputs;
-    d->cast_outputs = s->cast_outputs;
     d->allow_tf32 = ampi_may_tf32(amp, s->allow_tf32);
     if (s->debug && loud != AMP_LOG_DEBUG) { amp->quiet = loud; d->logger.level = AMP_LOG_DEBUG; }
     if (!s->debug && loud == AMP_LOG_DEBUG) d->logger.level = amp->quiet;

@@ -1871,6 +1871,16 @@ TEST(snapshots_survive_failing_allocations) {
     CHECK(done && n > 10);
 }
 
+/* Ten steps, up to the record of the eighth. */
+static void trainee_until_anomaly(trainee *t, const training_plan *p, amp_step_record *record) {
+    trainee_open(t, p, 1);
+    while (t->o->attempts < 10) {
+        trainee_micro(t);
+        while (t->o->attempts < 10 && trainee_record(t, record)) trainee_feed(t, record);
+    }
+    CHECK(trainee_record(t, record));
+}
+
 TEST(recovery_survives_failing_allocations) {
     static trainee t, twin;
     training_plan p = plan_of(AMP_BF16, FAULT_WEIGHT, 8);
@@ -1881,17 +1891,21 @@ TEST(recovery_survives_failing_allocations) {
     trainee_open(&twin, &p, 0);
     trainee_run(&twin, 6);
     cure_by_hand(&twin, AMP_F32, NULL);
-    trainee_open(&t, &p, 1);
-    while (t.o->attempts < 10) {
-        trainee_micro(&t);
-        while (t.o->attempts < 10 && trainee_record(&t, &record)) trainee_feed(&t, &record);
-    }
-    CHECK(trainee_record(&t, &record) && record.anomaly == AMP_ANOMALY_LOSS);
+    trainee_until_anomaly(&t, &p, &record);
+    CHECK(record.anomaly == AMP_ANOMALY_LOSS);
     host.fail_alloc = 1;                        /* going back takes no memory */
     CHECK_OK(amp_recovery_step(t.recovery, &record, &e));
     CHECK_EQ(host.fail_alloc, 1);
     host.fail_alloc = 0;
     CHECK(e.action == AMP_RECOVERY_RESTORED && e.step == 6 && e.dtype == AMP_F32 && same_training(&t, &twin));
+    trainee_close(&t);
+    p = plan_of(AMP_BF16, FAULT_GRADIENT, 8);
+    trainee_until_anomaly(&t, &p, &record);
+    CHECK(record.anomaly == AMP_ANOMALY_GRADIENTS);
+    host.fail_alloc = 1;                        /* what the layer's override needs */
+    CHECK_ERR(amp_recovery_step(t.recovery, &record, &e), AMP_ERR_MEMORY);
+    CHECK_OK(amp_recovery_step(t.recovery, &record, &e));       /* once more, as the manual says */
+    CHECK(e.action == AMP_RECOVERY_RESTORED && e.step == 6 && e.mitigation == AMP_MITIGATE_LAYERS);
     trainee_close(&t);
     for (n = 1; !done && n < 400; n++) {
         amp_result result;
