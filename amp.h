@@ -221,12 +221,12 @@
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear
        >>operators  those above, amp_random_save
-       >>gradients  amp_step amp_step_result_next amp_scaler_create _scale_ptr _check _update _get _set_scale _rescale
-                    _save, amp_grad_set_create _stats _device _apply, amp_optimizer_create _step _set_lr _set_clip
+       >>gradients  amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale _check _update _update_with
+                    _get _set_scale _rescale _save, amp_grad_set_create _stats _device _apply, amp_optimizer_create _step _set_lr _set_clip
                     _set_accumulation _set_weight _bytes _save, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
-       >>watch      amp_settings_set _read_file _read_env _fill _fill_loader _apply _text, amp_status_get,
-                    amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step, amp_profile_push
+       >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
+                    amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step, amp_profile_push
        >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune
                     amp_recovery_create _step _memory _batch
 
@@ -677,7 +677,8 @@ typedef struct amp_desc {
     amp_parallel parallel;          /* the host's own thread pool */
     amp_context *share_threads;     /* use this open context's threads, and no others; .threads is at most its own */
     int32_t pin_threads;            /* 1: each thread that amp.h starts keeps to one core (Linux) */
-    int32_t reserved;
+    int32_t gemm_always;            /* 1: amp_gemm computes as in a region where there is none, for hosts that call it
+                                       everywhere; an island stays one */
 } amp_desc;
 
 /* Opens a context.  Errors: 101, 102, 104, 105, 106 .share_threads was closed, 108, 110, 301, 302, 501, 502; *out is
@@ -1221,10 +1222,17 @@ typedef struct amp_scaler_desc {
     int32_t growth_interval, hysteresis;
     float min_scale, max_scale;
     double tolerance;
+    int32_t skip_warning;           /* 0: 50; -1: never.  Steps skipped in a row with the scale at its floor before one
+                                       warning says so */
+    int32_t reserved;
 } amp_scaler_desc;
 /* Errors: 101, 102, 202, 301. */
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
 AMP_API void amp_scaler_destroy(amp_scaler *scaler);
+/* 1 where the scale is more than a constant 1: not disabled, not NULL, its context open.  NULL stands for "no scaler" in
+   amp_scaler_scale, _scale_ptr, _get, _check, _unscale, _update, _update_with and _rescale: scale 1, nothing found, nothing
+   done, AMP_OK; so a host calls them in its fp32 runs, too. */
+AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler);
 /* Effective settings; creating a scaler from them gives the same scaler. */
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out);
 /* Device address of the scale: what a backward pass starts from, d(loss)/d(loss) = scale.  Never moves.
@@ -1232,7 +1240,7 @@ AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *o
 AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler);
 /* Device address of the whole state, for a user's own kernels. */
 AMP_API const amp_k_scaler *amp_scaler_device(const amp_scaler *scaler);
-/* A copy of the state.  Waits for the device. */
+/* A copy of the state; for NULL that of a scale of 1.  Waits for the device. */
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out);
 /* The scale alone; 1 for a disabled scaler or NULL.  Waits. */
 AMP_API float amp_scaler_scale(const amp_scaler *scaler);
@@ -1258,10 +1266,18 @@ typedef enum amp_check_mode {
        amp_scaler_update    error 206 unless some set of this scaler was checked
    An empty set counts as checked.  On failure the set stays where it was.  Only the values before the
    multiplication are looked at: one that overflows by it is not found.
-   Errors: 101, 102 mode, 106 the set is in use by another scaler, 203, 204, 205, 503. */
+   Errors: 101 the set, 102 mode, 106 the set is in use by another scaler, 203, 204, 205, 503. */
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode);
-/* Grows or shrinks the scale by what all checks since the last update found.  Errors: 101, 206. */
+/* Grows or shrinks the scale by what all checks since the last update found.  Errors: 206. */
 AMP_API amp_result amp_scaler_update(amp_scaler *scaler);
+/* The same with what the host found itself, as well: found_inf 0 or 1.  Needs no check: for updates that are fused with
+   the backward pass and leave no gradients behind.  Errors: 102. */
+AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf);
+/* All at once for gradients that lie in a few arrays: checks them, multiplies them by 1 / scale (also where they are not
+   finite), updates the scale, and says in *apply whether the optimizer is to step: 1, or 0 where some number is infinite
+   or NaN, and on failure.  NULL: nothing is done, *apply is 1.  Waits for the device.
+   Errors: 101, 102 n or a count, 104, 106 while a graph is captured, 203, 301, 503. */
+AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply);
 /* For buffers at an old scale (momentum in a gradient buffer): multiplies a set's ranges by scale / old_scale.
    old_scale 0: the scale before the last update, so call it after every update.  Errors: 101, 202. */
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale);
@@ -1836,9 +1852,16 @@ AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, con
 AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes);
 /* The same from a file.  Errors: also 301, 401, 402. */
 AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_system *system, const char *path);
-/* From the environment: AMP_DTYPE=bf16 and its kin; nothing else in the library reads it.  All or nothing.
+/* From the environment: AMP_DTYPE=bf16 and its kin; an empty one counts as not set.  Nothing else but amp_open_env reads it.
+   All or nothing.
    Errors: as amp_settings_set; 107 for a variable AMP_... that is no key. */
 AMP_API amp_result amp_settings_read_env(amp_settings *settings);
+/* A context and a scaler from the environment, in one call, for a program that has its own fp32 code: with no variable AMP_...
+   set, both become NULL, and the host branches on *amp (operators and amp_gemm refuse NULL with 101, the scaler's calls take
+   it as a scale of 1).  Else the context has what the variables ask for, on the CPU, and .gemm_always; the scaler is a
+   disabled one where none is wanted (amp_scaler_enabled).  Both are NULL on failure.
+   Errors: as amp_settings_read_env, amp_settings_check, amp_open and amp_scaler_create. */
+AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler);
 /* Each field by itself, and what contradicts: level O0, which is fp32 throughout, with another dtype, with tf32 or with
    the scaler on; levels O2 and O3, which keep 16-bit weights, with fp32 or tf32; a floor above the ceiling; an initial
    scale outside of them.  What is only without effect is no contradiction.  Errors: 101, 102, 105, 110 with both keys, 202. */
@@ -2918,7 +2941,7 @@ typedef enum amp_rule_kind {
     AMP_RULE_BEGIN = 1,             /* clears `found`, but no counters; factor = fp32(inverse scale / divisor) */
     AMP_RULE_CHECKED = 2,           /* found -> norm, clip_coef, multiplier, skip; scaler->found_inf |= found_inf */
     AMP_RULE_STEPPED = 3,           /* before the optimizer kernel: counts the step or skip, writes the result */
-    AMP_RULE_UPDATE = 4,            /* the scaler's update */
+    AMP_RULE_UPDATE = 4,            /* the scaler's update; value not 0: the host found an infinity or NaN */
     AMP_RULE_APPLIED = 5,           /* the gradients in memory have been multiplied by `multiplier`: it becomes 1 */
     AMP_RULE_RATIO = 6,             /* factor = scale / value, or scale / previous_scale for value 0 */
     AMP_RULE_SET_SCALE = 7,         /* the scale becomes value; the growth tracker stays */
@@ -3227,7 +3250,10 @@ AMPI_HD void ampi_rule_run(const amp_k_rule *rule) {
         case AMP_RULE_BEGIN: ampi_rule_begin(rule); break;
         case AMP_RULE_CHECKED: ampi_rule_checked(rule); break;
         case AMP_RULE_STEPPED: ampi_rule_stepped(rule); break;
-        case AMP_RULE_UPDATE: ampi_rule_update(s, &rule->scaler_rule); break;
+        case AMP_RULE_UPDATE:
+            if (ampi_is_set(rule->value)) s->found_inf = 1;
+            ampi_rule_update(s, &rule->scaler_rule);
+            break;
         case AMP_RULE_APPLIED: f->multiplier = 1; break;
         case AMP_RULE_RATIO: f->factor = (float)((double)s->scale / (double)old); break;
         case AMP_RULE_SET_SCALE: ampi_rule_set_scale(s, rule->value); break;
@@ -10189,6 +10215,7 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
 static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n, amp_plan *out) {
     const ampi_region *top;
     const amp_autocast_desc *region;
+    amp_autocast_desc always;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
     top = ampi_region_top(amp);
@@ -10196,6 +10223,11 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide", "%s keeps no record of its forward; while recomputing, open the region it ran in again around it", ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
     region = top ? &top->desc : NULL;
+    if (top == NULL && op == AMP_OP_GEMM && amp->desc.gemm_always) {
+        always = ampi_outside(amp);
+        always.disable = amp->desc.disable;
+        region = &always;
+    }
     out->mode = region ? region->mode : amp->desc.mode;
     out->compute = out->result = ampi_promoted(inputs, n);
     out->rule = AMP_BY_STORAGE;
@@ -11018,6 +11050,15 @@ static amp_result ampi_gemm_places(int row, int ta, int tb, int64_t m, int64_t n
     return ampi_check_places("amp_gemm", &at);
 }
 
+/* A product of a 16-bit context in fp32, for want of a region: said once. */
+static void ampi_gemm_outside(amp_context *amp) {
+    amp_dtype dtype = amp->desc.autocast_dtype;
+    if ((dtype != AMP_F16 && dtype != AMP_BF16) || amp->desc.disable || amp->desc.gemm_always || ampi_region_of(amp) != NULL) return;
+    if (ampi_log_count(amp, 1010) > 1) return;
+    ampi_log(amp, AMP_LOG_WARNING, 1010, "amp_gemm outside any region computes in fp32, not in this context's %s: call amp_autocast_begin "
+             "around it, or set amp_desc.gemm_always", amp_dtype_name(dtype));
+}
+
 /* Column major is row major with everything transposed: C^T = op(B)^T op(A)^T. */
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
@@ -11034,6 +11075,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
     else AMPI_TRY(ampi_gemm_places(!swap, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, a, lda, b, ldb, c, ldc));
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
+    if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp);
     memset(&g, 0, sizeof g);
     g.m = swap ? n : m; g.n = swap ? m : n; g.k = k; g.batch = 1;
     g.a = swap ? b : a; g.lda = swap ? ldb : lda; g.trans_a = (swap ? trans_b : trans_a) != AMP_NO_TRANS;
@@ -11734,8 +11776,9 @@ struct amp_scaler {
     amp_scaler_desc desc;           /* effective */
     amp_k_scaler_rule rule;
     amp_k_scaler *device;
-    amp_grad_set *sets;                  /* checked since the last update */
+    amp_grad_set *sets;             /* checked since the last update */
     int32_t checked;                /* 1: some set was, perhaps before a load */
+    amp_grad_set *own;              /* of the ranges that amp_scaler_unscale was given last, or NULL */
 };
 
 struct amp_optimizer {
@@ -12016,6 +12059,8 @@ AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, co
     if ((desc->params != NULL) == (desc->ranges != NULL))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", "give .params or .ranges, %s",
                          desc->params ? "not both" : "neither is there");
+    if ((desc->params ? desc->n_params : desc->n_ranges) == 0 && !desc->sharded)
+        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only where .sharded is 1)", desc->params ? ".n_params" : ".n_ranges");
     AMPI_TRY(ampi_check_clip("amp_grad_set_create", desc->clip_norm));
     n = desc->n_ranges;
     if (desc->params != NULL) {
@@ -12190,6 +12235,7 @@ AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
     if (!ampi_is_set(d->max_scale)) d->max_scale = p->max_scale;
     if (d->growth_interval == 0) d->growth_interval = p->growth_interval;
     if (d->hysteresis == 0) d->hysteresis = p->hysteresis;
+    if (d->skip_warning == 0) d->skip_warning = 50;
     if (!ampi_is_given(d->growth_factor)) d->growth_factor = 2;
     if (!ampi_is_given(d->backoff_factor)) d->backoff_factor = 0.5;
     if (!ampi_is_given(d->tolerance)) d->tolerance = d->hysteresis > 1 && livelock ? 0.25 : (double)AMP_EXPLICIT_ZERO;
@@ -12220,6 +12266,9 @@ AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler
     AMPI_TRY(ampi_check_factors(function, d->growth_factor, d->backoff_factor, d->growth_interval));
     if (d->hysteresis < 1)
         return ampi_fail(AMP_ERR_RANGE, function, ".hysteresis = %d, must be 1 or more", d->hysteresis);
+    if (d->skip_warning < -1)
+        return ampi_fail(AMP_ERR_RANGE, function, ".skip_warning = %d, must be 1 or more, 0 (50) or -1 (never)", d->skip_warning);
+    AMPI_TRY(ampi_check_reserved(function, d->reserved));
     AMPI_TRY(ampi_check_real(function, ".tolerance", d->tolerance, ampi_is_zero(d->tolerance) || (d->tolerance >= 0 && d->tolerance <= 1), "0 to 1, or AMP_EXPLICIT_ZERO"));
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(function, ".init_scale", d->init_scale));
     if (floor) AMPI_TRY(ampi_check_scale(function, ".min_scale", d->min_scale));
@@ -12265,7 +12314,13 @@ AMPI_PRIVATE void ampi_scaler_stop(ampi_object *object) {
     amp_scaler *scaler = (amp_scaler *)(void *)object;
     ampi_settings_changed(scaler->amp);
     ampi_scaler_release_sets(scaler);
+    if (scaler->own != NULL) ampi_object_stop(&scaler->own->object);
     amp_free(scaler->amp, scaler->device);
+}
+AMPI_PRIVATE void ampi_scaler_release(ampi_object *object) {
+    amp_scaler *scaler = (amp_scaler *)(void *)object;
+    if (scaler->own != NULL) ampi_object_let_go(&scaler->own->object);
+    ampi_free(ampi_context_system(scaler->amp), scaler, 1, sizeof *scaler);
 }
 AMP_API void amp_scaler_destroy(amp_scaler *scaler) { if (scaler != NULL) ampi_object_destroy(&scaler->object); }
 
@@ -12285,6 +12340,7 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     ampi_scaler_defaults(&d);
     AMPI_TRY(ampi_check_scaler("amp_scaler_create", &d));
     AMPI_TRY(ampi_object_create(amp, "amp_scaler_create", (void **)&scaler, sizeof *scaler, "scaler", ampi_scaler_stop));
+    scaler->object.release = ampi_scaler_release;
     scaler->amp = amp;
     scaler->desc = d;
     scaler->rule = ampi_scaler_rule(&d);
@@ -12310,10 +12366,32 @@ AMP_API const float *amp_scaler_scale_ptr(const amp_scaler *scaler) {
     return device ? &device->scale : NULL;
 }
 
+AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) { return amp_scaler_device(scaler) != NULL && !scaler->desc.disable; }
+
+/* Says once that no smaller scale will help; `state` as the host sees it. */
+AMPI_PRIVATE void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
+    int32_t most = scaler->desc.skip_warning;
+    if (most < 0 || !state->at_floor || state->consecutive_skips < most || ampi_log_count(scaler->amp, 1103) > 1) return;
+    ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
+             "the last %lld steps were all skipped, and the loss scale is at its floor, %g: no smaller scale makes these gradients finite.  "
+             "Look for infinity or NaN in the data and the loss, and for values beyond 65504 that fp16 makes infinite: amp_tensor_stats_create "
+             "names the tensors; bf16, or an island around that layer, holds them", (long long)state->consecutive_skips, (double)state->scale);
+}
+
 AMPI_PRIVATE amp_result ampi_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
-    if (scaler == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_get", "scaler or out is NULL");
+    amp_scaler_desc none;
+    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_get", "out is NULL");
+    if (scaler == NULL) {
+        memset(&none, 0, sizeof none);
+        none.disable = 1;
+        ampi_scaler_defaults(&none);
+        *out = ampi_scaler_start(&none);
+        return AMP_OK;
+    }
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_get"));
-    return ampi_fetch(scaler->amp, out, scaler->device, sizeof *out);
+    AMPI_TRY(ampi_fetch(scaler->amp, out, scaler->device, sizeof *out));
+    ampi_scaler_watch(scaler, out);
+    return AMP_OK;
 }
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) { return ampi_as("amp_scaler_get", ampi_scaler_get(scaler, out)); }
 
@@ -12414,7 +12492,8 @@ AMPI_PRIVATE amp_result ampi_graph_note_set(amp_grad_set *set) {
 
 AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_check_mode mode) {
     amp_scaler *enabled = ampi_enabled(scaler);
-    if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_check", "scaler or set is NULL");
+    if (scaler == NULL) return AMP_OK;
+    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_check", "set is NULL");
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_check"));
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
@@ -12427,29 +12506,91 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
+    if (set->n == 0 && !set->sharded && ampi_log_count(set->amp, 1102) == 1)
+        ampi_log(set->amp, AMP_LOG_WARNING, 1102, "amp_scaler_check: the set holds no gradients (no parameter has .grad.data): nothing is found in it");
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, set->divisor, 1)));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
 }
 
-AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
+AMPI_PRIVATE amp_result ampi_scaler_update(amp_scaler *scaler, int32_t found_inf) {
     amp_k_rule rule;
-    if (scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_update", "scaler is NULL");
-    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update"));
-    if (!scaler->checked)
-        return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
     if (!scaler->desc.disable) {
         rule = ampi_rule(AMP_RULE_UPDATE, scaler, NULL);
+        rule.value = (float)found_inf;
         AMPI_TRY(ampi_run_rule(scaler->amp, &rule));
+        if (scaler->amp->backend->host_visible) ampi_scaler_watch(scaler, scaler->device);
     }
     ampi_scaler_release_sets(scaler);
     return AMP_OK;
 }
+AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
+    if (scaler == NULL) return AMP_OK;
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update"));
+    if (!scaler->checked)
+        return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
+    return ampi_as("amp_scaler_update", ampi_scaler_update(scaler, 0));
+}
+AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf) {
+    if (found_inf != 0 && found_inf != 1)
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_update_with", "found_inf = %d, must be 0 or 1", found_inf);
+    if (scaler == NULL) return AMP_OK;
+    AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update_with"));
+    return ampi_as("amp_scaler_update_with", ampi_scaler_update(scaler, found_inf));
+}
+
+AMPI_PRIVATE int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int64_t n) {
+    int64_t i;
+    if (set == NULL || set->n != n) return 0;
+    for (i = 0; i < n; i++) {
+        const amp_k_tensor *row = &set->rows[i];
+        const char *a = set->names[i] ? set->names[i] : "", *b = ranges[i].name ? ranges[i].name : "";
+        if (row->grad != ranges[i].data || row->count != ranges[i].count || row->grad_dtype != ranges[i].dtype || strcmp(a, b) != 0) return 0;
+    }
+    return 1;
+}
+
+/* The scaler's own set holds these ranges. */
+AMPI_PRIVATE amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *ranges, int64_t n) {
+    amp_grad_set *set;
+    amp_result r;
+    if (ampi_set_is_of(scaler->own, ranges, n)) return AMP_OK;
+    AMPI_TRY(ampi_check_ranges("amp_scaler_unscale", ranges, n));
+    AMPI_TRY(ampi_set_new(scaler->amp, "amp_scaler_unscale", &set, n, 0));
+    r = ampi_set_fill_ranges(set, ranges);
+    if (r == AMP_OK) r = ampi_set_finish(set, 0, 0, 1);
+    if (r != AMP_OK) { amp_grad_set_destroy(set); return r; }
+    if (scaler->own != NULL) ampi_object_destroy(&scaler->own->object);
+    scaler->own = set;
+    return AMP_OK;
+}
+
+AMPI_PRIVATE amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply) {
+    amp_k_grad_stats found;
+    AMPI_TRY(ampi_may_wait(scaler->amp));
+    AMPI_TRY(ampi_scaler_ranges(scaler, ranges, n));
+    AMPI_TRY(amp_scaler_check(scaler, scaler->own, AMP_CHECK_UNSCALE));
+    AMPI_TRY(ampi_fetch(scaler->amp, &found, scaler->own->found, sizeof found));
+    AMPI_TRY(ampi_scaler_update(scaler, 0));
+    *apply = !found.skip;
+    return AMP_OK;
+}
+AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply) {
+    const char *f = "amp_scaler_unscale";
+    if (apply == NULL) return ampi_fail(AMP_ERR_NULL, f, "apply is NULL");
+    *apply = scaler == NULL;
+    if (scaler == NULL) return AMP_OK;
+    AMPI_TRY(ampi_alive(&scaler->object, f));
+    if (ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, "ranges is NULL");
+    if (n < 1) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld ranges, must be 1 or more", (long long)n);
+    return ampi_as(f, ampi_scaler_unscale(scaler, ranges, n, apply));
+}
 
 AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, float old_scale) {
     amp_k_rule rule;
-    if (scaler == NULL || set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_rescale", "scaler or set is NULL");
+    if (scaler == NULL) return AMP_OK;
+    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_scaler_rescale", "set is NULL");
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
@@ -16077,7 +16218,7 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
         for (j = 0; j < n && j < sizeof key; j++) key[j] = (char)(name[j + 4] >= 'a' && name[j + 4] <= 'z' ? '?' : ampi_lower(name[j + 4]));
         k = n <= sizeof key ? ampi_setting_find(key, n) : NULL;
         if (k == NULL) return ampi_setting_unknown(&from, name + 4, n);
-        AMPI_TRY(ampi_setting_set(&next, &from, k, equals + 1, strlen(equals + 1)));
+        if (equals[1] != 0) AMPI_TRY(ampi_setting_set(&next, &from, k, equals + 1, strlen(equals + 1)));
     }
     *settings = next;
     return AMP_OK;
@@ -16226,6 +16367,49 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, monitor);
     return AMP_OK;
+}
+
+/* 1: it concerns an optimizer, a monitor or a loader. */
+static int ampi_setting_is_of_others(const ampi_setting *k) {
+    return k->offset == AMPI_AT(nan_action) || (k->offset >= AMPI_AT(clip_norm) && k->offset != AMPI_AT(debug));
+}
+
+static int ampi_env_is_empty(void) {
+    int i;
+    for (i = 0; environ != NULL && environ[i] != NULL; i++)
+        if (strncmp(environ[i], "AMP_", 4) == 0 && strchr(environ[i], '=') != NULL) return 0;
+    return 1;
+}
+
+AMPI_PRIVATE amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
+    amp_settings s, none;
+    amp_desc desc;
+    amp_scaler_desc scaling;
+    amp_result r;
+    int i;
+    memset(&s, 0, sizeof s);
+    memset(&none, 0, sizeof none);
+    memset(&desc, 0, sizeof desc);
+    desc.gemm_always = 1;
+    AMPI_TRY(amp_settings_read_env(&s));
+    AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
+    AMPI_TRY(amp_open_abi(amp, &desc, AMPI_HEADERS));
+    r = amp_settings_fill(&s, *amp, NULL, &scaling, NULL, NULL);
+    if (r == AMP_OK) r = amp_scaler_create(*amp, scaler, &scaling);
+    if (r != AMP_OK) { amp_close(*amp); *amp = NULL; return r; }
+    for (i = 0; i < AMPI_SETTINGS; i++) {
+        const ampi_setting *k = &ampi_setting_table[i];
+        if (ampi_setting_is_of_others(k) && ampi_setting_get(&s, k) != ampi_setting_get(&none, k))
+            ampi_log(*amp, AMP_LOG_WARNING, 1202, "amp_open_env opens a context and a scaler: .%s of the environment is for amp_settings_fill "
+                     "or amp_settings_fill_loader to hand on", k->key);
+    }
+    return AMP_OK;
+}
+AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) {
+    if (amp != NULL) *amp = NULL;
+    if (scaler != NULL) *scaler = NULL;
+    if (amp == NULL || scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open_env", "amp or scaler is NULL");
+    return ampi_env_is_empty() ? AMP_OK : ampi_as("amp_open_env", ampi_open_env(amp, scaler));
 }
 
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
@@ -22006,6 +22190,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Header and implementation are compared once, in amp_open, and file by file: functions are plain symbols (no more
        _v); AMP_ABI takes no argument, and amp_backend.abi is AMP_ABI.  The API begins with what a training program
        calls, and the manual with a whole program.
+       amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always: what a program with a training loop of its own
+       takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused, products outside regions of a
+       16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
        Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As many
        as there are cores, or as a CPU quota allows.
        Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for products.

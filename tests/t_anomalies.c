@@ -762,6 +762,17 @@ static amp_result gradients_create(env *e, int i) {
     return created(amp_optimizer_create(e->amp, &e->optimizer, &o), &e->optimizer);
 }
 
+static amp_result gradients_unscale(env *e) {
+    amp_range range;
+    int32_t apply = 0;
+    amp_result r;
+    memset(&range, 0, sizeof range);
+    range.name = "a"; range.data = e->memory[2]; range.count = 50; range.dtype = AMP_F32;
+    r = amp_scaler_unscale(e->scaler, &range, 1, &apply);
+    if (r == AMP_OK) note_number(e, apply + 2 * amp_scaler_enabled(e->scaler));
+    return r;
+}
+
 static amp_result gradients_outcome(env *e) {
     amp_step_result outcome;
     amp_grad_stats found;
@@ -851,6 +862,9 @@ static amp_result gradients_step(env *e, int i) {
         case 35: return amp_scaler_set_scale(e->scaler, 4096);
         case 36: return gradients_query(e);
         case 37: return amp_optimizer_set_weight(e->optimizer, &e->out.params[0], (const float *)e->out.params[0].grad.data);
+        case 38: gradients_fill(e, 6); return AMP_OK;
+        case 39: return gradients_unscale(e);
+        case 40: return amp_scaler_update_with(e->scaler, 1);
         default: return DONE;
     }
 }
@@ -1019,6 +1033,16 @@ static uint64_t data_observe(env *e) {
 
 /* ---- Settings and the monitor */
 
+/* Of the host's system nothing is asked. */
+static amp_result settings_open_env(void) {
+    amp_context *amp;
+    amp_scaler *scaler;
+    amp_result r = amp_open_env(&amp, &scaler);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+    return r;
+}
+
 static amp_result settings_step(env *e, int i) {
     static const char text[] = "nan_action = stop\nmax_skips = 7\n";
     amp_settings *s = &e->out.settings;
@@ -1030,6 +1054,7 @@ static amp_result settings_step(env *e, int i) {
         case 3: return amp_settings_set(s, "memory_interval", "50");
         case 4: return amp_settings_check(s);
         case 5: note_number(e, (int64_t)amp_settings_text(s, all, sizeof all)); note_text(e, all); return AMP_OK;
+        case 6: return settings_open_env();
         default: return DONE;
     }
 }

@@ -1172,11 +1172,11 @@ TEST(nothing_for_a_step) {
     amp_scaler *scaler;
     amp_optimizer *o;
     amp_scaler_desc query;
-    amp_k_scaler now;
     amp_grad_stats found;
     amp_parameter_bytes bytes;
     amp_step_result outcome;
     amp_state *state;
+    int32_t apply;
     memset(&set_desc, 0, sizeof set_desc);
     memset(&desc, 0, sizeof desc);
     desc.params = set_desc.params = param(0, 0, 4, 6);
@@ -1194,11 +1194,11 @@ TEST(nothing_for_a_step) {
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
     NULLS(amp_scaler_query(NULL, &query)); NULLS(amp_scaler_query(scaler, NULL));
     CHECK(amp_scaler_device(NULL) == NULL && amp_scaler_scale_ptr(NULL) == NULL && amp_scaler_scale(NULL) == 1);
-    NULLS(amp_scaler_get(NULL, &now)); NULLS(amp_scaler_get(scaler, NULL));
+    NULLS(amp_scaler_get(NULL, NULL)); NULLS(amp_scaler_get(scaler, NULL));
     NULLS(amp_scaler_set_scale(NULL, 1)); NULLS(amp_scaler_set_rule(NULL, 2, 0.5, 1));
-    NULLS(amp_scaler_check(NULL, set, AMP_CHECK_READ)); NULLS(amp_scaler_check(scaler, NULL, AMP_CHECK_READ));
-    NULLS(amp_scaler_update(NULL));
-    NULLS(amp_scaler_rescale(NULL, set, 1)); NULLS(amp_scaler_rescale(scaler, NULL, 1));
+    NULLS(amp_scaler_check(scaler, NULL, AMP_CHECK_READ));
+    NULLS(amp_scaler_unscale(NULL, NULL, 1, NULL)); NULLS(amp_scaler_unscale(scaler, NULL, 1, &apply));
+    NULLS(amp_scaler_rescale(scaler, NULL, 1));
     NULLS(amp_scaler_save(NULL, state, "x")); NULLS(amp_scaler_save(scaler, NULL, "x")); NULLS(amp_scaler_save(scaler, state, NULL));
     NULLS(amp_scaler_load(NULL, state, "x")); NULLS(amp_scaler_load(scaler, NULL, "x")); NULLS(amp_scaler_load(scaler, state, NULL));
     NULLS(amp_optimizer_create(NULL, &o, &desc)); NULLS(amp_optimizer_create(amp, NULL, &desc)); NULLS(amp_optimizer_create(amp, &o, NULL));

@@ -1,0 +1,441 @@
+/* t_adopt.c - what a program with its own training loop takes: the scaler over plain arrays, its own found_inf, amp_gemm
+ * everywhere, and everything from the environment or not at all.
+ *
+ *     gcc -O2 tests/t_adopt.c -o t_adopt -lm -lpthread && ./t_adopt      (from the project root) */
+#if !defined(_GNU_SOURCE)
+#  define _GNU_SOURCE
+#endif
+#define AMP_IMPLEMENTATION
+#include "../amp.h"
+#include "test.h"
+#include <math.h>
+
+typedef struct words { int n; char last[600]; } words;
+
+static void hear(void *user, amp_log_level level, int id, const char *text) {
+    words *w = (words *)user;
+    (void)level; (void)id;
+    w->n++;
+    snprintf(w->last, sizeof w->last, "%s", text);
+}
+
+static amp_context *open_as(amp_dtype dtype, words *w, int gemm_always) {
+    amp_context *amp = NULL;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    memset(w, 0, sizeof *w);
+    desc.dtype = dtype;
+    desc.gemm_always = gemm_always;
+    desc.logger.write = hear;
+    desc.logger.user = w;
+    CHECK_OK(amp_open(&amp, &desc));
+    return amp;
+}
+
+static amp_scaler *scaler_at(amp_context *amp, float scale, int32_t interval) {
+    amp_scaler *scaler = NULL;
+    amp_scaler_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.init_scale = scale;
+    desc.growth_interval = interval;
+    CHECK_OK(amp_scaler_create(amp, &scaler, &desc));
+    return scaler;
+}
+
+/* ---- amp_scaler_unscale */
+
+enum { COUNT = 1000 };
+
+static void fill(float *x, uint16_t *y, double *z, float scale) {
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = scale * (float)(i - 500) / 64;
+        y[i] = amp_bf16_from_f32(x[i], 0);
+        z[i] = (double)x[i] / 3;
+    }
+}
+
+/* The same calls as with a set and its parts: same bits, same scale, whatever the step brings. */
+TEST(unscale_is_check_and_update_in_one) {
+    static float x[2][COUNT];
+    static uint16_t y[2][COUNT];
+    static double z[2][COUNT];
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *one = scaler_at(amp, 1e12f, 3), *parts = scaler_at(amp, 1e12f, 3);
+    amp_range ranges[2][3];
+    amp_grad_set_desc desc;
+    amp_grad_set *set;
+    int applied = 0;
+    for (int k = 0; k < 2; k++) {
+        memset(ranges[k], 0, sizeof ranges[k]);
+        ranges[k][0].data = x[k]; ranges[k][0].dtype = AMP_F32; ranges[k][0].count = COUNT; ranges[k][0].name = "x";
+        ranges[k][1].data = y[k]; ranges[k][1].dtype = AMP_BF16; ranges[k][1].count = COUNT;
+        ranges[k][2].data = z[k]; ranges[k][2].dtype = AMP_F64; ranges[k][2].count = COUNT; ranges[k][2].name = "z";
+    }
+    memset(&desc, 0, sizeof desc);
+    desc.ranges = ranges[1]; desc.n_ranges = 3;
+    CHECK_OK(amp_grad_set_create(amp, &set, &desc));
+    for (int step = 0; step < 40; step++) {
+        amp_grad_stats stats;
+        amp_k_scaler a, b;
+        int32_t apply = 7;
+        float scale = amp_scaler_scale(one);
+        for (int k = 0; k < 2; k++) {
+            fill(x[k], y[k], z[k], scale);
+            if (scale > 65536 || step % 7 == 3) x[k][step * 11 % COUNT] = step % 2 ? INFINITY : NAN;
+        }
+        CHECK_OK(amp_scaler_unscale(one, ranges[0], 3, &apply));
+        CHECK_OK(amp_scaler_check(parts, set, AMP_CHECK_UNSCALE));
+        CHECK_OK(amp_grad_set_stats(set, &stats));
+        CHECK_OK(amp_scaler_update(parts));
+        CHECK_EQ(apply, !stats.found_inf);
+        CHECK(memcmp(x[0], x[1], sizeof x[0]) == 0 && memcmp(y[0], y[1], sizeof y[0]) == 0 && memcmp(z[0], z[1], sizeof z[0]) == 0);
+        CHECK_OK(amp_scaler_get(one, &a));
+        CHECK_OK(amp_scaler_get(parts, &b));
+        CHECK(memcmp(&a, &b, sizeof a) == 0);
+        if (apply && scale <= 65536) CHECK(fabsf(x[0][600] - 100.0f / 64) < 1e-6f);
+        applied += apply;
+    }
+    CHECK(applied > 5 && applied < 20);         /* 1e12 came down to 65536 in 24 steps */
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(one);
+    amp_scaler_destroy(parts);
+    amp_close(amp);
+    CHECK_EQ(w.n, 0);
+}
+
+static int64_t allocations;
+static void *counting(void *user, size_t size, size_t align) {
+    void *p = NULL;
+    (void)user;
+    allocations++;
+    return posix_memalign(&p, align < sizeof p ? sizeof p : align, size) == 0 ? p : NULL;
+}
+static void released(void *user, void *p, size_t size) { (void)user; (void)size; free(p); }
+
+/* Arrays may move, grow and change between calls; the same ones again take no memory. */
+TEST(ranges_may_change_from_call_to_call) {
+    static float a[64], b[96];
+    amp_context *amp;
+    amp_desc desc;
+    amp_scaler *scaler;
+    amp_range range;
+    int32_t apply;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_F16;
+    desc.threads = 1;
+    desc.system.alloc = counting;
+    desc.system.free = released;
+    CHECK_OK(amp_open(&amp, &desc));
+    scaler = scaler_at(amp, 4, 0);
+    memset(&range, 0, sizeof range);
+    range.data = a; range.dtype = AMP_F32; range.count = 64;
+    for (int step = 0; step < 4; step++) {
+        int64_t before = allocations;
+        a[5] = 8;
+        CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+        CHECK(apply == 1 && a[5] == 2);
+        CHECK((step > 0) == (allocations == before));
+    }
+    range.data = b; range.count = 96;
+    b[95] = 12;
+    CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+    CHECK(apply == 1 && b[95] == 3);
+    range.count = -1;
+    apply = 1;
+    CHECK_ERR(amp_scaler_unscale(scaler, &range, 1, &apply), AMP_ERR_RANGE);
+    CHECK_EQ(apply, 0);
+    range.count = 96; range.dtype = AMP_I32;
+    CHECK_ERR(amp_scaler_unscale(scaler, &range, 1, &apply), AMP_ERR_DTYPE);
+    range.dtype = AMP_F32;
+    CHECK_ERR(amp_scaler_unscale(scaler, &range, 0, &apply), AMP_ERR_RANGE);
+    CHECK_ERR(amp_scaler_unscale(scaler, NULL, 1, &apply), AMP_ERR_NULL);
+    CHECK_ERR(amp_scaler_unscale(scaler, &range, 1, NULL), AMP_ERR_NULL);
+    b[95] = 12;
+    CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+    CHECK(apply == 1 && b[95] == 3);            /* what was refused changed nothing */
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+/* ---- The host's own found_inf */
+
+TEST(found_inf_of_the_host) {
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *scaler = scaler_at(amp, 1024, 2);
+    static const struct { int32_t found; float scale; } steps[] = {{1, 512}, {0, 512}, {0, 1024}, {1, 512}, {0, 512}, {1, 256}, {0, 256}, {0, 512}};
+    for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+        CHECK_OK(amp_scaler_update_with(scaler, steps[i].found));
+        CHECK(amp_scaler_scale(scaler) == steps[i].scale);
+    }
+    CHECK_ERR(amp_scaler_update_with(scaler, 2), AMP_ERR_RANGE);
+    CHECK_ERR(amp_scaler_update(scaler), AMP_ERR_NO_CHECK);
+    CHECK(amp_scaler_scale(scaler) == 512);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+/* What a check found counts, too. */
+TEST(found_inf_of_host_and_check) {
+    float x[4] = {1, 2, INFINITY, 4};
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *scaler = scaler_at(amp, 8, 2);
+    amp_range range = {NULL, x, 4, AMP_F32};
+    amp_grad_set_desc desc;
+    amp_grad_set *set;
+    memset(&desc, 0, sizeof desc);
+    desc.ranges = &range; desc.n_ranges = 1;
+    CHECK_OK(amp_grad_set_create(amp, &set, &desc));
+    CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+    CHECK_OK(amp_scaler_update_with(scaler, 0));
+    CHECK(amp_scaler_scale(scaler) == 4);
+    CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));        /* ready again */
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+/* ---- No scaler */
+
+TEST(no_scaler_is_a_scale_of_1) {
+    float x[2] = {3, INFINITY};
+    amp_range range = {NULL, x, 2, AMP_F32};
+    amp_k_scaler state;
+    int32_t apply = 0;
+    memset(&state, 0x55, sizeof state);
+    CHECK(amp_scaler_scale(NULL) == 1 && amp_scaler_scale_ptr(NULL) == NULL && !amp_scaler_enabled(NULL));
+    CHECK_OK(amp_scaler_get(NULL, &state));
+    CHECK(state.scale == 1 && state.inv_scale == 1 && state.found_inf == 0 && state.skips == 0);
+    CHECK_OK(amp_scaler_unscale(NULL, &range, 1, &apply));
+    CHECK(apply == 1 && x[0] == 3);
+    CHECK_OK(amp_scaler_update(NULL));
+    CHECK_OK(amp_scaler_update_with(NULL, 1));
+    CHECK_ERR(amp_scaler_update_with(NULL, -1), AMP_ERR_RANGE);
+    CHECK_OK(amp_scaler_check(NULL, NULL, AMP_CHECK_READ));
+    CHECK_OK(amp_scaler_rescale(NULL, NULL, 0));
+    amp_scaler_destroy(NULL);
+    amp_close(NULL);
+}
+
+TEST(enabled) {
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *on = scaler_at(amp, 2, 0), *off;
+    amp_scaler_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.disable = 1;
+    CHECK_OK(amp_scaler_create(amp, &off, &desc));
+    CHECK(amp_scaler_enabled(on) == 1 && amp_scaler_enabled(off) == 0);
+    amp_scaler_destroy(off);
+    amp_close(amp);
+    CHECK(amp_scaler_enabled(on) == 0);
+    amp_scaler_destroy(on);
+}
+
+/* ---- amp_gemm everywhere */
+
+enum { N = 24 };
+static float left[N * N], right[N * N];
+
+static void product(amp_context *amp, float *c) {
+    for (int i = 0; i < N * N; i++) { left[i] = (float)(i % 37) / 31 - 0.5f; right[i] = (float)(i % 41) / 29 - 0.7f; }
+    memset(c, 0, N * N * sizeof *c);
+    CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, N, N, N, 1, left, N, right, N, 0, c, N));
+}
+
+TEST(gemm_always_needs_no_region) {
+    static float plain[N * N], inside[N * N], c[N * N];
+    words w, silent;
+    amp_context *amp = open_as(AMP_BF16, &w, 0), *always = open_as(AMP_BF16, &silent, 1);
+    amp_autocast_desc island;
+    memset(&island, 0, sizeof island);
+    island.disable = 1;
+    product(amp, plain);
+    CHECK(w.n == 1 && strstr(w.last, "gemm_always") && strstr(w.last, "bf16"));
+    product(amp, c);
+    CHECK_EQ(w.n, 1);                           /* once */
+    CHECK_OK(amp_autocast_begin(amp, NULL));
+    product(amp, inside);
+    CHECK_OK(amp_autocast_end(amp));
+    CHECK(memcmp(plain, inside, sizeof plain) != 0 && memcmp(plain, c, sizeof plain) == 0);
+    product(always, c);
+    CHECK(memcmp(inside, c, sizeof c) == 0);
+    CHECK_OK(amp_autocast_begin(always, &island));
+    product(always, c);
+    CHECK(memcmp(plain, c, sizeof c) == 0);
+    CHECK_OK(amp_autocast_end(always));
+    CHECK_OK(amp_set_enabled(always, 0));
+    product(always, c);
+    CHECK(memcmp(plain, c, sizeof c) == 0);
+    CHECK_EQ(silent.n, 0);
+    amp_close(amp);
+    amp_close(always);
+    amp = open_as(AMP_F32, &w, 0);
+    product(amp, c);
+    CHECK(w.n == 0 && memcmp(plain, c, sizeof c) == 0);
+    amp_close(amp);
+}
+
+/* ---- From the environment */
+
+static void clean(void) {
+    static const char *const names[] = {"AMP_DTYPE", "AMP_SCALER", "AMP_INIT_SCALE", "AMP_CLIP_NORM", "AMP_DTYP", "AMP_LEVEL"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
+}
+
+TEST(nothing_in_the_environment) {
+    amp_context *amp = (amp_context *)&amp;
+    amp_scaler *scaler = (amp_scaler *)&amp;
+    float c = 5;
+    amp_linear_op op;
+    clean();
+    CHECK_OK(amp_open_env(&amp, &scaler));
+    CHECK(amp == NULL && scaler == NULL);
+    CHECK_ERR(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, &c, 1, &c, 1, 0, &c, 1), AMP_ERR_NULL);
+    memset(&op, 0, sizeof op);
+    CHECK_ERR(amp_linear(amp, &op), AMP_ERR_NULL);
+    CHECK(c == 5);
+}
+
+TEST(opened_from_the_environment) {
+    static float inside[N * N], c[N * N];
+    amp_context *amp, *other;
+    amp_scaler *scaler;
+    amp_choice choice;
+    words w;
+    clean();
+    setenv("AMP_DTYPE", "bf16", 1);
+    CHECK_OK(amp_open_env(&amp, &scaler));
+    CHECK_OK(amp_query_choice(amp, &choice));
+    CHECK(choice.dtype == AMP_BF16 && scaler != NULL && !amp_scaler_enabled(scaler));
+    product(amp, c);
+    other = open_as(AMP_BF16, &w, 1);
+    product(other, inside);
+    CHECK(memcmp(inside, c, sizeof c) == 0);
+    amp_close(other);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+
+    setenv("AMP_DTYPE", "fp16", 1);
+    setenv("AMP_INIT_SCALE", "1024", 1);
+    CHECK_OK(amp_open_env(&amp, &scaler));
+    CHECK_OK(amp_query_choice(amp, &choice));
+    CHECK(choice.dtype == AMP_F16 && amp_scaler_enabled(scaler) && amp_scaler_scale(scaler) == 1024);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+
+    setenv("AMP_DTYPE", "", 1);                 /* empty: auto, as settings have it */
+    unsetenv("AMP_INIT_SCALE");
+    CHECK_OK(amp_open_env(&amp, &scaler));
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+    clean();
+}
+
+TEST(wrong_environments) {
+    amp_context *amp = (amp_context *)&amp;
+    amp_scaler *scaler = (amp_scaler *)&amp;
+    clean();
+    CHECK_ERR(amp_open_env(NULL, &scaler), AMP_ERR_NULL);
+    CHECK_ERR(amp_open_env(&amp, NULL), AMP_ERR_NULL);
+    setenv("AMP_DTYP", "bf16", 1);
+    CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_NAME);
+    CHECK(amp == NULL && scaler == NULL && strstr(amp_last_error(), "AMP_DTYPE"));
+    clean();
+    setenv("AMP_DTYPE", "bf17", 1);
+    CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_RANGE);
+    setenv("AMP_DTYPE", "fp16", 1);
+    setenv("AMP_LEVEL", "O0", 1);
+    CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_CONFLICT);
+    unsetenv("AMP_LEVEL");
+    setenv("AMP_CLIP_NORM", "1", 1);            /* of an optimizer, which is not opened here */
+    CHECK_OK(amp_open_env(&amp, &scaler));
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+    setenv("AMP_LEVEL", "O0", 1);
+    CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_CONFLICT);
+    CHECK(amp == NULL && scaler == NULL);
+    clean();
+}
+
+/* ---- What goes on for ever is said once */
+
+TEST(skips_at_the_floor) {
+    float x = INFINITY;
+    amp_range range = {NULL, &x, 1, AMP_F32};
+    words w;
+    int32_t apply;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *scaler = scaler_at(amp, 4, 0), *quick, *never;
+    amp_scaler_desc desc;
+    for (int i = 0; i < 60; i++) {              /* two shrink the scale to its floor, 1; the 50th is warned about */
+        CHECK_OK(amp_scaler_unscale(scaler, &range, 1, &apply));
+        CHECK(apply == 0 && w.n == (i >= 49));
+    }
+    CHECK(strstr(w.last, "50 steps") && strstr(w.last, "floor, 1"));
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+
+    amp = open_as(AMP_F16, &w, 0);
+    memset(&desc, 0, sizeof desc);
+    desc.skip_warning = -1;
+    CHECK_OK(amp_scaler_create(amp, &never, &desc));
+    for (int i = 0; i < 200; i++) CHECK_OK(amp_scaler_update_with(never, 1));
+    CHECK_EQ(w.n, 0);
+    desc.skip_warning = 3;
+    desc.init_scale = 1;
+    CHECK_OK(amp_scaler_create(amp, &quick, &desc));
+    for (int i = 0; i < 10; i++) {
+        CHECK_OK(amp_scaler_update_with(quick, i == 2 ? 0 : 1));
+        CHECK_EQ(w.n, i >= 5);
+    }
+    desc.skip_warning = -2;
+    amp_scaler_destroy(quick);
+    CHECK_ERR(amp_scaler_create(amp, &quick, &desc), AMP_ERR_RANGE);
+    amp_scaler_destroy(never);
+    amp_close(amp);
+}
+
+TEST(sets_without_a_count) {
+    float x[2] = {1, 2};
+    amp_range range = {NULL, x, 2, AMP_F32};
+    amp_param param;
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *scaler = scaler_at(amp, 2, 0);
+    amp_grad_set_desc desc;
+    amp_grad_set *set;
+    memset(&desc, 0, sizeof desc);
+    desc.ranges = &range;
+    CHECK_ERR(amp_grad_set_create(amp, &set, &desc), AMP_ERR_RANGE);
+    desc.sharded = 1;                           /* this rank has nothing of it */
+    CHECK_OK(amp_grad_set_create(amp, &set, &desc));
+    CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+    CHECK_EQ(w.n, 0);
+    amp_grad_set_destroy(set);
+    memset(&param, 0, sizeof param);
+    param.name = "frozen";
+    param.weight = amp_tensor1(x, AMP_F32, 2);
+    CHECK_OK(amp_param_register(amp, &param, 1));
+    memset(&desc, 0, sizeof desc);
+    desc.params = &param;
+    CHECK_ERR(amp_grad_set_create(amp, &set, &desc), AMP_ERR_RANGE);
+    desc.n_params = 1;
+    CHECK_OK(amp_grad_set_create(amp, &set, &desc));
+    CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+    CHECK(w.n == 1 && strstr(w.last, "no gradients"));
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+int main(int argc, char **argv) {
+    TEST_BEGIN(argc, argv);
+    RUN(unscale_is_check_and_update_in_one); RUN(ranges_may_change_from_call_to_call); RUN(found_inf_of_the_host);
+    RUN(found_inf_of_host_and_check); RUN(no_scaler_is_a_scale_of_1); RUN(enabled); RUN(gemm_always_needs_no_region);
+    RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(skips_at_the_floor);
+    RUN(sets_without_a_count);
+    return TEST_END();
+}
