@@ -144,6 +144,7 @@
 
        Without -O2 all is many times slower; -march is not needed.  Under -std=c99 amp.c includes amp.h before system
        headers.  AMP_STATIC beside AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.
+       AMP_API may be predefined in all files, for example with a visibility attribute.
        Some g++ -Wextra want -Wno-missing-field-initializers.
 
    STEP BY STEP     for a reader who knows PyTorch
@@ -166,7 +167,8 @@
        6 Backward goes in reverse.  Gradients of parameters need no zeroing: the first backward after a step overwrites
          them, later ones add.  dx is overwritten: where a tensor goes two ways, amp_add(amp, &dx1, &dx2, &dx).
        7 A scaler for fp16: not the loss but its gradient is scaled, by .grad_scale.  amp_step(optimizer, scaler) is
-         unscale_, clip_grad_norm_, step and update, and skips where gradients are infinite or NaN.
+         unscale_, clip_grad_norm_, step and update, and skips where gradients are infinite or NaN.  For an optimizer of
+         your own: amp_scaler_unscale(scaler, ranges, n, &apply).
        8 .accumulation = n: amp_step after each of n backward passes; the last one steps with the mean.  Schedules:
          amp_optimizer_set_lr(optimizer, lr).  .weight_decay is for matrices alone; .groups (amp_param_group) by names.
        9 while (amp_step_result_next(optimizer, &result)): each step's result, two steps later: .applied, .norm, .scale,
@@ -221,14 +223,25 @@
        >>autocast   amp_autocast_begin _end _active _decide _compute _result _cast _input _output, amp_recompute_begin
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear
        >>operators  those above, amp_random_save
-       >>gradients  amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale _check _update _update_with
-                    _get _set_scale _rescale _save, amp_grad_set_create _stats _device _apply, amp_optimizer_create _step _set_lr _set_clip
-                    _set_accumulation _set_weight _bytes _save, amp_graph_begin _end _launch
+       >>gradients  amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale _check _update
+                    _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device _apply,
+                    amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight _bytes _save,
+                    amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
-                    amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step, amp_profile_push
+                    amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step,
+                    amp_profile_push
        >>care       amp_verify _placement, amp_gradcheck amp_advise amp_advice_apply amp_tune
                     amp_recovery_create _step _memory _batch
+
+   GLOSSARY
+
+       found_inf       some gradient was infinite or NaN: the step is skipped and the scale shrinks
+       master weights  the fp32 weights an optimizer updates when the model's own are 16-bit
+       remainder       the 16 bits that make a bf16 weight an fp32 master
+       island          a region with .disable, inside another
+       recomputing     a block's forward once more before its backward, instead of keeping its activations
+       packed weight   a copy of a matrix in the order and dtype in which the kernel reads it
 
    ERRORS  Every fallible call returns an amp_result, and on failure leaves its outputs as they were.  Overflow and
        skipped steps are no errors but data: see amp_step_result.
@@ -22203,6 +22216,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on the
        learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
        Long fp32 sums no longer lose accuracy with their number of terms.
+       For hosts with a training loop of their own: amp_open_env, amp_scaler_unscale, amp_scaler_update_with,
+       amp_scaler_enabled, amp_desc.gemm_always, amp_scaler_desc.skip_warning; a NULL scaler is a scale of 1, where calls
+       returned 101; an empty variable AMP_... is not set.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

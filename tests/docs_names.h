@@ -16,6 +16,8 @@ static amp_step_result result;
 static amp_batch batch;
 static amp_param weight, bias, params[8];
 static amp_grad_set *set;
+static amp_range ranges[8];
+static int32_t apply;
 static int32_t labels[8];
 static float a[64], b[64], c[64], *A = a, *B = b, *C = c, loss, lr, *gradients = a;
 static int i;
