@@ -111,7 +111,9 @@ awk '/^   OPERATORS/ {on = 1} /^       Besides/ {exit} on && /^       [a-z]/ {na
               gsub(/[[( ]+\./, ".", fields)
               print "static amp_result (*const " names[i] "_call)(amp_context *, amp_" type "_op *) = amp_" names[i] ";"
               print "static amp_" type "_op " names[i] "_op = {" fields "};"}}' "$work/manual" > "$work/operators"
-{ echo '#include "amp.h"'; cat "$work/operators"; } > "$work/operators.cpp"
+{ echo '#include "amp.h"'; cat "$work/operators"
+  sed -n 's/.* \(\.mask = {[^}]*}\).*/static amp_attention_op masked = {\1};/p' "$work/text"; } > "$work/operators.cpp"
+grep -q masked "$work/operators.cpp" || fail "OPERATORS" "has no mask"
 if [ "$(grep -c _call "$work/operators")" -eq 12 ]; then pass; else fail "OPERATORS" "$(grep -c _call "$work/operators") of 12"; fi
 for c in g++ clang++; do
     if have $c; then check "OPERATORS, $c" $c -std=c++20 -Wall -Wextra -Wpedantic -Werror -Wno-unused -Wno-missing-field-initializers -I. -fsyntax-only "$work/operators.cpp"; else skip "OPERATORS" "no $c"; fi
