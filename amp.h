@@ -8657,7 +8657,7 @@ typedef void (*ampi_listener)(amp_context *amp, ampi_notice notice, uint64_t id)
 enum { AMPI_LISTENERS = 8 };        /* sections after this one, and a NULL */
 
 struct amp_context {
-    amp_desc desc;                  /* effective */
+    amp_desc desc;                  /* effective; the dtype is in `choice` */
     amp_system system;
     amp_host host;
     const amp_backend *backend;
@@ -8747,7 +8747,7 @@ AMPI_PRIVATE void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->r
 /* What decides what regions compute in, and the next random numbers, to be put back after a look at another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
-    amp_dtype dtype, autocast_dtype, fallback;
+    amp_dtype autocast_dtype, fallback;
     int32_t disable, allow_tf32;
     int64_t n_layers;               /* overrides of layers */
     uint64_t random_offset;
@@ -8756,7 +8756,6 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
     ampi_precision p;
     memset(&p, 0, sizeof p);
     p.choice = amp->choice;
-    p.dtype = amp->desc.dtype;
     p.autocast_dtype = amp->desc.autocast_dtype;
     p.disable = amp->desc.disable;
     p.allow_tf32 = amp->desc.allow_tf32;
@@ -8768,7 +8767,6 @@ AMPI_PRIVATE ampi_precision ampi_precision_get(const amp_context *amp) {
 /* Whatever the level; nothing that is captured or logged changes.  Weights may have changed too: no cached cast is left. */
 AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
-    amp->desc.dtype = p->dtype;
     amp->desc.autocast_dtype = p->autocast_dtype;
     amp->desc.disable = p->disable;
     amp->desc.allow_tf32 = p->allow_tf32;
@@ -8796,6 +8794,7 @@ AMPI_PRIVATE amp_param *ampi_param_of_gradient(const amp_context *amp, const voi
 AMPI_PRIVATE int ampi_is_closed(const amp_context *amp) { return __atomic_load_n(&amp->closed, __ATOMIC_ACQUIRE); }
 AMPI_PRIVATE const amp_system *ampi_context_system(const amp_context *amp) { return &amp->system; }
 AMPI_PRIVATE const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
+AMPI_PRIVATE amp_dtype ampi_dtype(const amp_context *amp) { return amp->choice.dtype; }
 
 AMPI_PRIVATE void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
 AMPI_PRIVATE void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
@@ -9153,7 +9152,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     AMPI_TRY(ampi_as("amp_open", ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions)));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     ampi_tell_fallback(amp, &amp->choice);
-    amp->desc.dtype = amp->choice.dtype;
+    amp->desc.dtype = AMP_DTYPE_DEFAULT;
     if (amp->desc.autocast_dtype != AMP_DTYPE_DEFAULT) ampi_tell_fallback(amp, &regions);
     amp->desc.autocast_dtype = regions.dtype;
     ampi_plans_read(amp);
@@ -9259,6 +9258,7 @@ AMP_API void amp_close(amp_context *amp) {
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out) {
     if (amp == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_query", "amp or out is NULL");
     *out = amp->desc;
+    out->dtype = amp->choice.dtype;
     return AMP_OK;
 }
 
@@ -9283,7 +9283,7 @@ static amp_result ampi_check_switch(const amp_context *amp, const char *function
 static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
     ampi_tell_fallback(amp, choice);
     amp->choice = *choice;
-    amp->desc.dtype = amp->desc.autocast_dtype = choice->dtype;
+    amp->desc.autocast_dtype = choice->dtype;
     ampi_settings_changed(amp);
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
@@ -9578,7 +9578,7 @@ AMP_API int32_t amp_param_accumulate(amp_param *param) {
 AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
     amp_dtype dtype;
     if (amp == NULL) return AMP_F32;
-    dtype = amp->desc.dtype;
+    dtype = amp->choice.dtype;
     if (dtype != AMP_F16 && dtype != AMP_BF16) return AMP_F32;
     if (amp->desc.level == AMP_LEVEL_O3) return dtype;
     return amp->desc.level == AMP_LEVEL_O2 && !is_norm ? dtype : AMP_F32;
@@ -11774,10 +11774,9 @@ struct amp_grad_set {
     amp_param **params;             /* of each row; NULL: the rows are ranges */
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
-    double clip_norm, divisor;
-    int32_t sharded;
+    const amp_optimizer_desc *desc; /* its optimizer's; `own` without one: accumulation 1, clip_norm and sharded as asked for */
+    amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
-    int32_t apply_nonfinite;        /* of its optimizer */
     ampi_stage stage;
     amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
@@ -11848,6 +11847,11 @@ AMPI_PRIVATE amp_result ampi_send(amp_context *amp, void *dst, const void *src, 
     return ampi_wait(amp);
 }
 
+/* What gradients are averaged by. */
+AMPI_PRIVATE double ampi_set_divisor(const amp_grad_set *set) {
+    return (double)set->desc->accumulation * (set->desc->sharded ? 1 : ampi_world(set->amp));
+}
+
 AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, const amp_grad_set *set) {
     amp_k_rule rule;
     memset(&rule, 0, sizeof rule);
@@ -11859,9 +11863,10 @@ AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, 
     }
     if (set != NULL) {
         rule.found = set->found;
-        rule.step_rule.divisor = set->divisor;
-        rule.step_rule.clip_norm = set->clip_norm;
+        rule.step_rule.divisor = ampi_set_divisor(set);
+        rule.step_rule.clip_norm = set->desc->clip_norm;
         rule.step_rule.unscaled = set->unscaled;
+        rule.step_rule.apply_nonfinite = set->desc->apply_nonfinite && scaler == NULL;
     }
     return rule;
 }
@@ -11933,7 +11938,8 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
     set = *out;
     set->amp = amp;
     set->n = n;
-    set->divisor = 1;
+    set->desc = &set->own;
+    set->own.accumulation = 1;
     r = ampi_alloc(s, function, (void **)&set->rows, n, sizeof *set->rows);
     if (r == AMP_OK) r = ampi_alloc(s, function, (void **)&set->names, n, sizeof *set->names);
     if (r == AMP_OK && with_params) r = ampi_alloc(s, function, (void **)&set->params, n, sizeof *set->params);
@@ -11946,21 +11952,13 @@ AMPI_PRIVATE amp_result ampi_set_new(amp_context *amp, const char *function, amp
     return r;
 }
 
-/* What gradients are averaged by. */
-AMPI_PRIVATE void ampi_set_average(amp_grad_set *set, double accumulation) {
-    set->divisor = accumulation * (set->sharded ? 1 : ampi_world(set->amp));
-}
-
 /* Everything is filled in: to the device. */
-AMPI_PRIVATE amp_result ampi_set_finish(amp_grad_set *set, double clip_norm, int32_t sharded, double accumulation) {
+AMPI_PRIVATE amp_result ampi_set_finish(amp_grad_set *set) {
     amp_k_grad_stats found;
     memset(&found, 0, sizeof found);
     found.first_bad = -1;
     found.clip_coef = found.multiplier = found.factor = 1;
     found.beta1_power = found.beta2_power = 1;
-    set->clip_norm = clip_norm;
-    set->sharded = sharded;
-    ampi_set_average(set, accumulation);
     AMPI_TRY(ampi_send(set->amp, set->found, &found, sizeof found));
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
@@ -12083,7 +12081,9 @@ AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, co
     AMPI_TRY(ampi_set_new(amp, "amp_grad_set_create", out, n, desc->params != NULL));
     if (desc->params != NULL) ampi_set_fill_params(*out, desc->params, desc->n_params);
     r = desc->ranges != NULL ? ampi_set_fill_ranges(*out, desc->ranges) : AMP_OK;
-    if (r == AMP_OK) r = ampi_set_finish(*out, desc->clip_norm, desc->sharded, 1);
+    (*out)->own.clip_norm = desc->clip_norm;
+    (*out)->own.sharded = desc->sharded;
+    if (r == AMP_OK) r = ampi_set_finish(*out);
     if (r == AMP_OK) ampi_object_enlist(&(*out)->object, n > 0 ? (*out)->names[0] : NULL);
     if (r == AMP_OK) return AMP_OK;
     amp_grad_set_destroy(*out);
@@ -12142,7 +12142,7 @@ AMPI_PRIVATE amp_result ampi_check_set_known(const char *function, const amp_gra
 
 /* Which rows have a gradient now.  With several ranks all take part in the sums, zeros where there is none. */
 AMPI_PRIVATE amp_result ampi_set_refresh(amp_grad_set *set) {
-    int all = ampi_world(set->amp) > 1 && !set->sharded, changed = 0;
+    int all = ampi_world(set->amp) > 1 && !set->desc->sharded, changed = 0;
     int64_t i;
     if (set->params == NULL) return AMP_OK;
     for (i = 0; i < set->n; i++) {
@@ -12186,20 +12186,19 @@ AMPI_PRIVATE amp_result ampi_run_check(amp_grad_set *set, const float *multiply)
 
 /* The whole check; scaler is enabled or NULL.  The end of a cycle combines ranks; a micro-batch inside it (for
    clip_each) is a rank's own affair, with its own average. */
-AMPI_PRIVATE amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, double divisor, int last) {
+AMPI_PRIVATE amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     amp_k_rule rule;
     int64_t i;
     AMPI_TRY(ampi_set_refresh(set));
-    for (i = 0; last && !set->sharded && i < set->n; i++)
+    for (i = 0; last && !set->desc->sharded && i < set->n; i++)
         AMPI_TRY(ampi_reduce(set->amp, set->rows[i].grad, set->rows[i].count, set->rows[i].grad_dtype, AMP_REDUCE_SUM));
     set->unscaled = mode == AMP_CHECK_UNSCALE;
     rule = ampi_rule(AMP_RULE_BEGIN, scaler, set);
-    rule.step_rule.divisor = divisor;
-    rule.step_rule.apply_nonfinite = set->apply_nonfinite && scaler == NULL;
+    if (!last) rule.step_rule.divisor = set->desc->accumulation;
     AMPI_TRY(ampi_run_rule(set->amp, &rule));
     AMPI_TRY(ampi_run_check(set, set->unscaled ? &set->found->factor : NULL));
     if (last) AMPI_TRY(ampi_reduce(set->amp, &set->found->found_inf, 1, AMP_F32, AMP_REDUCE_MAX));
-    if (last && set->sharded) AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
+    if (last && set->desc->sharded) AMPI_TRY(ampi_reduce(set->amp, &set->found->sum_sq, 1, AMP_F64, AMP_REDUCE_SUM));
     rule.kind = AMP_RULE_CHECKED;
     return ampi_run_rule(set->amp, &rule);
 }
@@ -12522,7 +12521,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     if (set->n == 0 && !set->sharded && ampi_log_count(set->amp, 1102) == 1)
         ampi_log(set->amp, AMP_LOG_WARNING, 1102, "amp_scaler_check: the set holds no gradients (no parameter has .grad.data): nothing is found in it");
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
-    AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, set->divisor, 1)));
+    AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, 1)));
     ampi_set_enter(set, scaler, AMPI_CHECKED);
     return AMP_OK;
 }
@@ -12958,13 +12957,13 @@ AMPI_PRIVATE amp_result ampi_result_memory(amp_optimizer *o) {
 AMPI_PRIVATE amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     AMPI_TRY(ampi_copy_groups(o));
     AMPI_TRY(ampi_set_new(o->amp, "amp_optimizer_create", &o->set, rows, 1));
-    o->set->apply_nonfinite = o->desc.apply_nonfinite;
+    o->set->desc = &o->desc;
     ampi_set_fill_params(o->set, o->desc.params, o->desc.n_params);
     ampi_apply_groups(o);
     AMPI_TRY(ampi_check_weights(o));
     AMPI_TRY(ampi_optimizer_memory(o));
     AMPI_TRY(ampi_result_memory(o));
-    AMPI_TRY(ampi_set_finish(o->set, o->desc.clip_norm, o->desc.sharded, o->desc.accumulation));
+    AMPI_TRY(ampi_set_finish(o->set));
     return ampi_make_masters(o);
 }
 
@@ -13044,7 +13043,7 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_clip", "optimizer is NULL");
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_clip"));
     AMPI_TRY(ampi_check_clip("amp_optimizer_set_clip", clip_norm));
-    optimizer->desc.clip_norm = optimizer->set->clip_norm = clip_norm;
+    optimizer->desc.clip_norm = clip_norm;
     ampi_settings_changed(optimizer->amp);
     return AMP_OK;
 }
@@ -13059,7 +13058,6 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
     set = optimizer->set;
     optimizer->desc.accumulation = accumulation;
     optimizer->micro = 0;
-    ampi_set_average(set, accumulation);
     for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
     if (set->stage == AMPI_CHECKED) ampi_set_unlink(set);
     ampi_settings_changed(optimizer->amp);
@@ -13227,7 +13225,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     amp_grad_set *set = o->set;
     int64_t i;
     if (set->stage != AMPI_CHECKED) {
-        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, set->divisor, 1));
+        AMPI_TRY(ampi_check_set(set, enabled, AMP_CHECK_READ, 1));
         if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_CHECKED);
     } else AMPI_TRY(ampi_set_refresh(set));             /* gradients may have come and gone since the check */
     AMPI_TRY(ampi_count_step(o, enabled));
@@ -13249,7 +13247,7 @@ AMP_API amp_result amp_optimizer_step(amp_optimizer *optimizer, amp_scaler *scal
 /* Clips what has been summed up so far, as if the cycle ended with this micro-batch. */
 AMPI_PRIVATE amp_result ampi_clip_running(amp_optimizer *o, amp_scaler *scaler) {
     if (!o->desc.clip_each || !(o->desc.clip_norm > 0)) return AMP_OK;
-    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, o->desc.accumulation, 0));
+    AMPI_TRY(ampi_check_set(o->set, ampi_enabled(scaler), AMP_CHECK_READ, 0));
     return ampi_set_scale(o->set, &o->set->found->clip_coef);
 }
 
@@ -16372,7 +16370,7 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
     if (scaler != NULL)
-        *scaler = ampi_settings_scaler(settings, amp ? ampi_settings(amp)->dtype : s.dtype, amp ? ampi_settings(amp)->autocast_dtype : s.autocast_dtype);
+        *scaler = ampi_settings_scaler(settings, amp ? ampi_dtype(amp) : s.dtype, amp ? ampi_settings(amp)->autocast_dtype : s.autocast_dtype);
     if (optimizer != NULL) {
         optimizer->clip_norm = s.clip_norm;
         optimizer->accumulation = s.accumulation;
@@ -16476,7 +16474,7 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
 static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice, const amp_choice *regions) {
     amp_desc *d = &amp->desc;
     amp_log_level loud = d->logger.level;
-    int changed = choice->dtype != d->dtype || regions->dtype != d->autocast_dtype;
+    int changed = choice->dtype != amp->choice.dtype || regions->dtype != d->autocast_dtype;
     ampi_settings_fill_common(s, d);
     d->mode = s->mode ? s->mode : AMP_MODE_TRAINING;
     d->allow_tf32 = ampi_may_tf32(amp, s->allow_tf32);
@@ -16507,7 +16505,7 @@ AMPI_PRIVATE amp_result ampi_settings_apply(const amp_settings *settings, amp_co
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation) AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
-        optimizer->desc.apply_nonfinite = optimizer->set->apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
+        optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
     return AMP_OK;
@@ -18137,7 +18135,7 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
         p.fallback = AMP_DTYPE_DEFAULT;
         p.n_layers = 0;
     }
-    p.dtype = p.autocast_dtype = p.choice.dtype = dtype;
+    p.autocast_dtype = p.choice.dtype = dtype;
     p.choice.scaler = dtype == AMP_F16;
     ampi_precision_set(v->amp, &p);
     return AMP_OK;
@@ -18861,7 +18859,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradche
     c.desc = desc;
     c.directions = desc->directions ? desc->directions : 8;
     c.before = c.within = ampi_precision_get(amp);
-    c.within.dtype = c.within.autocast_dtype = c.within.choice.dtype = dtype;
+    c.within.autocast_dtype = c.within.choice.dtype = dtype;
     c.within.disable = 0;
     c.u = ampi_roundoff(dtype);
     for (i = 0; i < desc->n_outputs; i++) {
@@ -18902,8 +18900,8 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     const amp_desc *d = ampi_settings(amp);
     memset(s, 0, sizeof *s);
     s->disable = d->disable;
-    s->dtype = d->dtype;
-    if (d->autocast_dtype != d->dtype) s->autocast_dtype = d->autocast_dtype;
+    s->dtype = ampi_dtype(amp);
+    if (d->autocast_dtype != s->dtype) s->autocast_dtype = d->autocast_dtype;
     s->cast_inputs = d->cast_inputs;
     s->cast_outputs = d->cast_outputs;
     s->level = d->level;
@@ -19941,7 +19939,7 @@ static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     amp_scaler *scaler = ampi_enabled(r->desc.scaler);
     amp_scaler_desc d;
     AMPI_TRY(amp_set_dtype(r->amp, dtype));
-    if (scaler == NULL || ampi_settings(r->amp)->dtype == AMP_F16) return AMP_OK;
+    if (scaler == NULL || ampi_dtype(r->amp) == AMP_F16) return AMP_OK;
     d = scaler->desc;
     d.disable = 1;
     return ampi_scaler_change(scaler, &d);
