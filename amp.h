@@ -6329,12 +6329,14 @@ static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec
     return call;
 }
 
-/* Scratch memory of a product: what was reserved for it, or its own. */
-static float *ampi_gemm_scratch(ampi_cpu *cpu, const amp_k_gemm *g, size_t bytes) {
-    return (float *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
-}
-static void ampi_gemm_scratch_done(ampi_cpu *cpu, const amp_k_gemm *g, void *scratch, size_t bytes) {
-    if (scratch != g->scratch) ampi_cpu_release(cpu, scratch, bytes);
+/* A call in scratch memory: what was reserved for it, or its own. */
+static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads, int64_t parts, ampi_task task, void *call,
+                                float **scratch, size_t bytes) {
+    *scratch = (float *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
+    if (*scratch == NULL) return ampi_cpu_no_scratch("gemm", bytes);
+    ampi_parallel(cpu, threads, parts, 1, task, call);
+    if (*scratch != g->scratch) ampi_cpu_release(cpu, *scratch, bytes);
+    return AMP_OK;
 }
 
 static amp_result ampi_gemm_small(ampi_gemm_call *call) {
@@ -6347,11 +6349,7 @@ static amp_result ampi_gemm_small(ampi_gemm_call *call) {
 static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     ampi_gemm_call call = ampi_gemm_call_of(cpu, vec, g, ampi_threads_now(cpu));
     if (call.bytes == 0) return ampi_gemm_small(&call);
-    call.scratch = ampi_gemm_scratch(cpu, g, call.bytes);
-    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", call.bytes);
-    ampi_parallel(cpu, call.threads, call.parts, 1, ampi_gemm_part, &call);
-    ampi_gemm_scratch_done(cpu, g, call.scratch, call.bytes);
-    return AMP_OK;
+    return ampi_gemm_run(cpu, g, call.threads, call.parts, ampi_gemm_part, &call, &call.scratch, call.bytes);
 }
 
 /* ---- Matrix times vector: one row or one column of C, each value a sum of its own.  The matrix is read once, unpacked. */
@@ -6479,11 +6477,7 @@ static ampi_gemv_call ampi_gemv_call_of(const ampi_cpu *cpu, const amp_k_gemm *g
 
 static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     ampi_gemv_call call = ampi_gemv_call_of(cpu, g);
-    call.scratch = ampi_gemm_scratch(cpu, g, call.bytes);
-    if (call.scratch == NULL) return ampi_cpu_no_scratch("gemm", call.bytes);
-    ampi_parallel(cpu, call.threads, g->batch * call.units, 1, ampi_gemv_part, &call);
-    ampi_gemm_scratch_done(cpu, g, call.scratch, call.bytes);
-    return AMP_OK;
+    return ampi_gemm_run(cpu, g, call.threads, g->batch * call.units, ampi_gemv_part, &call, &call.scratch, call.bytes);
 }
 
 /* alpha 0 reads neither a nor b, as in BLAS. */
@@ -8775,7 +8769,11 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
     amp->random_offset = p->random_offset;
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
-/* 1: some registered parameter has a gradient that no step has used; clear 1: no more. */
+/* 1: the gradient holds what no step has used, and the next backward adds to it; 0: it overwrites it. */
+AMPI_PRIVATE void ampi_gradient_live(amp_param *p, int live) {
+    if (p != NULL && p->grad.data != NULL) p->grad_live = live;
+}
+/* 1: some registered parameter's gradient is live; clear 1: no more. */
 AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -10833,7 +10831,7 @@ static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy
 static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_column_sum *s) {
     if (s->out == NULL) return AMP_OK;
     AMPI_TRY(amp->backend->column_sum(amp->dev, s, amp->desc.stream));
-    bias->grad_live = 1;
+    ampi_gradient_live(bias, 1);
     return AMP_OK;
 }
 
@@ -10865,8 +10863,8 @@ static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op
     if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
     if (c->gemms[0].c) {
         AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, &c->gemms[0], amp->desc.stream)));
-        op->weight->grad_live = 1;
-        if (c->along != NULL) c->along->grad_live = 1;
+        ampi_gradient_live(op->weight, 1);
+        ampi_gradient_live(c->along, 1);
     }
     AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
     if (c->gemms[1].c == NULL) return AMP_OK;
@@ -11267,8 +11265,8 @@ static amp_result ampi_norm_backward(amp_context *amp, const char *f, amp_norm_o
     ampi_gradient_of(w, &k.dweight);
     ampi_gradient_of(b, &k.dbias);
     AMPI_TRY(ampi_as(f, amp->backend->norm_backward(amp->dev, &k, amp->desc.stream)));
-    if (ampi_wants_grad(w)) w->grad_live = 1;
-    if (ampi_wants_grad(b)) b->grad_live = 1;
+    ampi_gradient_live(w, 1);
+    ampi_gradient_live(b, 1);
     return AMP_OK;
 }
 
@@ -11616,8 +11614,8 @@ AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op
     k.bad_id = ampi_bad_row(amp, &bad);
     AMPI_TRY(ampi_as(f, amp->backend->embedding_backward(amp->dev, &k, amp->desc.stream)));
     if (bad != 0) return ampi_fail(AMP_ERR_LABEL, f, ".ids[%d] = %d, must be 0 to %lld", bad - 1, op->ids[bad - 1], (long long)k.table.rows - 1);
-    if (k.dtable.data) op->table->grad_live = 1;
-    if (k.dpositions.data) op->positions->grad_live = 1;
+    ampi_gradient_live(op->table, 1);
+    ampi_gradient_live(op->positions, 1);
     return AMP_OK;
 }
 
@@ -11786,7 +11784,6 @@ struct amp_scaler {
     ampi_object object;
     amp_context *amp;
     amp_scaler_desc desc;           /* effective */
-    amp_k_scaler_rule rule;
     amp_k_scaler *device;
     amp_grad_set *sets;             /* checked since the last update */
     int32_t checked;                /* 1: some set was, perhaps before a load */
@@ -11847,6 +11844,52 @@ AMPI_PRIVATE amp_result ampi_send(amp_context *amp, void *dst, const void *src, 
     return ampi_wait(amp);
 }
 
+typedef struct ampi_preset {
+    const char *name;
+    float init_scale, min_scale, max_scale;
+    int32_t growth_interval, hysteresis;
+    uint32_t bits;
+} ampi_preset;
+
+#define AMPI_POW2_126 8.5070591730234615866e37f
+#define AMPI_FLT_MAX 3.40282346638528859812e38f
+#define AMPI_TINY 1.17549435082228750797e-38f   /* 2^-126 */
+#define AMPI_NONE (-1.0f)                       /* AMP_NO_FLOOR, AMP_NO_CEILING */
+
+/* By amp_scaler_preset.  fairseq stops at or below 1e-4, so its floor is the next number above. */
+#define AMPI_DEEPSPEED_FUSED_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON)
+#define AMPI_KERAS_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF)
+#define AMPI_FAIRSEQ_BITS (AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT)
+static const ampi_preset ampi_presets[] = {
+    {"default",         65536,        1,              AMPI_POW2_126, 2000, 1, AMP_SCALE_GUARDED},
+    {"torch",           65536,        AMPI_NONE,      AMPI_NONE,     2000, 1, AMP_GROWTH_REFUSES_INF},
+    {"apex",            65536,        AMPI_NONE,      16777216,      2000, 1, AMP_SCALE_GUARDED},
+    {"megatron",        4294967296.f, 1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
+    {"deepspeed",       65536,        1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
+    {"deepspeed_fused", 65536,        1,              AMPI_NONE,     1000, 1, AMPI_DEEPSPEED_FUSED_BITS},
+    {"fairseq",         32768,        1.00000005e-4f, AMPI_NONE,     2000, 1, AMPI_FAIRSEQ_BITS},
+    {"metaseq",         4,            0.03125f,       AMPI_NONE,     256,  1, AMPI_FAIRSEQ_BITS | AMP_WINDOW_MOVES},
+    {"flax",            65536,        AMPI_TINY,      AMPI_FLT_MAX,  2000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER},
+    {"keras",           32768,        1,              AMPI_NONE,     2000, 1, AMPI_KERAS_BITS}
+};
+enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
+
+/* The constants of the rule.  A ceiling of "none" is infinity, by its bits. */
+AMPI_PRIVATE amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
+    amp_k_scaler_rule r;
+    memset(&r, 0, sizeof r);
+    r.growth_factor = d->growth_factor;
+    r.backoff_factor = d->backoff_factor;
+    r.tolerance = d->tolerance > 0 ? d->tolerance : 0;
+    r.min_scale = d->min_scale > 0 ? d->min_scale : 0;
+    r.max_scale = d->max_scale > 0 ? d->max_scale : ampi_f32_of_bits(0x7f800000u);
+    r.growth_interval = d->growth_interval;
+    r.hysteresis = d->hysteresis;
+    r.bits = ampi_presets[d->preset].bits;
+    r.frozen = d->frozen != 0;
+    return r;
+}
+
 /* What gradients are averaged by. */
 AMPI_PRIVATE double ampi_set_divisor(const amp_grad_set *set) {
     return (double)set->desc->accumulation * (set->desc->sharded ? 1 : ampi_world(set->amp));
@@ -11859,7 +11902,7 @@ AMPI_PRIVATE amp_k_rule ampi_rule(amp_rule_kind kind, const amp_scaler *scaler, 
     rule.step_rule.divisor = 1;
     if (scaler != NULL) {
         rule.scaler = scaler->device;
-        rule.scaler_rule = scaler->rule;
+        rule.scaler_rule = ampi_scaler_rule(&scaler->desc);
     }
     if (set != NULL) {
         rule.found = set->found;
@@ -12150,7 +12193,7 @@ AMPI_PRIVATE amp_result ampi_set_refresh(amp_grad_set *set) {
         amp_param *p = set->params[i];
         if (all && !p->grad_live) {
             AMPI_TRY(amp_fill(set->amp, row->grad, 0, row->count * (int64_t)amp_dtype_size(row->grad_dtype)));
-            p->grad_live = 1;
+            ampi_gradient_live(p, 1);
         }
         changed |= row->live != (p->grad_live != 0);
         row->live = p->grad_live != 0;
@@ -12204,36 +12247,6 @@ AMPI_PRIVATE amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, am
 }
 
 /* ---- The loss scaler */
-
-typedef struct ampi_preset {
-    const char *name;
-    float init_scale, min_scale, max_scale;
-    int32_t growth_interval, hysteresis;
-    uint32_t bits;
-} ampi_preset;
-
-#define AMPI_POW2_126 8.5070591730234615866e37f
-#define AMPI_FLT_MAX 3.40282346638528859812e38f
-#define AMPI_TINY 1.17549435082228750797e-38f   /* 2^-126 */
-#define AMPI_NONE (-1.0f)                       /* AMP_NO_FLOOR, AMP_NO_CEILING */
-
-/* By amp_scaler_preset.  fairseq stops at or below 1e-4, so its floor is the next number above. */
-#define AMPI_DEEPSPEED_FUSED_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON)
-#define AMPI_KERAS_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF)
-#define AMPI_FAIRSEQ_BITS (AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT)
-static const ampi_preset ampi_presets[] = {
-    {"default",         65536,        1,              AMPI_POW2_126, 2000, 1, AMP_SCALE_GUARDED},
-    {"torch",           65536,        AMPI_NONE,      AMPI_NONE,     2000, 1, AMP_GROWTH_REFUSES_INF},
-    {"apex",            65536,        AMPI_NONE,      16777216,      2000, 1, AMP_SCALE_GUARDED},
-    {"megatron",        4294967296.f, 1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
-    {"deepspeed",       65536,        1,              AMPI_NONE,     1000, 2, AMP_SCALE_GUARDED},
-    {"deepspeed_fused", 65536,        1,              AMPI_NONE,     1000, 1, AMPI_DEEPSPEED_FUSED_BITS},
-    {"fairseq",         32768,        1.00000005e-4f, AMPI_NONE,     2000, 1, AMPI_FAIRSEQ_BITS},
-    {"metaseq",         4,            0.03125f,       AMPI_NONE,     256,  1, AMPI_FAIRSEQ_BITS | AMP_WINDOW_MOVES},
-    {"flax",            65536,        AMPI_TINY,      AMPI_FLT_MAX,  2000, 1, AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER},
-    {"keras",           32768,        1,              AMPI_NONE,     2000, 1, AMPI_KERAS_BITS}
-};
-enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
 /* Not 0; by bits, so that NaN is not taken for "not given". */
 AMPI_PRIVATE int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
@@ -12291,22 +12304,6 @@ AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler
     return AMP_OK;
 }
 
-/* The constants of the rule.  A ceiling of "none" is infinity, by its bits. */
-AMPI_PRIVATE amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
-    amp_k_scaler_rule r;
-    memset(&r, 0, sizeof r);
-    r.growth_factor = d->growth_factor;
-    r.backoff_factor = d->backoff_factor;
-    r.tolerance = d->tolerance > 0 ? d->tolerance : 0;
-    r.min_scale = d->min_scale > 0 ? d->min_scale : 0;
-    r.max_scale = d->max_scale > 0 ? d->max_scale : ampi_f32_of_bits(0x7f800000u);
-    r.growth_interval = d->growth_interval;
-    r.hysteresis = d->hysteresis;
-    r.bits = ampi_presets[d->preset].bits;
-    r.frozen = d->frozen != 0;
-    return r;
-}
-
 AMPI_PRIVATE amp_k_scaler ampi_scaler_start(const amp_scaler_desc *d) {
     amp_k_scaler s;
     memset(&s, 0, sizeof s);
@@ -12355,7 +12352,6 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     scaler->object.release = ampi_scaler_release;
     scaler->amp = amp;
     scaler->desc = d;
-    scaler->rule = ampi_scaler_rule(&d);
     start = ampi_scaler_start(&d);
     r = ampi_alloc_part(amp, AMPI_PART_OPTIMIZER, (void **)&scaler->device, (int64_t)sizeof start);
     if (r == AMP_OK) r = ampi_send(amp, scaler->device, &start, sizeof start);
@@ -12439,7 +12435,6 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     if (growth_interval != 0) d.growth_interval = growth_interval;
     AMPI_TRY(ampi_check_factors("amp_scaler_set_rule", d.growth_factor, d.backoff_factor, d.growth_interval));
     scaler->desc = d;
-    scaler->rule = ampi_scaler_rule(&d);
     ampi_settings_changed(scaler->amp);
     if (growth_interval == 0) return AMP_OK;
     rule = ampi_rule(AMP_RULE_SET_INTERVAL, scaler, NULL);
@@ -12462,7 +12457,6 @@ AMPI_PRIVATE amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_
     }
     AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s, sizeof s));
     scaler->desc = *d;
-    scaler->rule = ampi_scaler_rule(d);
     ampi_scaler_release_sets(scaler);
     ampi_settings_changed(scaler->amp);
     return AMP_OK;
@@ -12753,7 +12747,6 @@ AMPI_PRIVATE amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *st
     ampi_scaler_release_sets(scaler);
     scaler->checked = counters[9] != 0;
     scaler->desc = d;
-    scaler->rule = ampi_scaler_rule(&d);
     ampi_settings_changed(scaler->amp);
     return AMP_OK;
 }
@@ -13058,7 +13051,7 @@ AMP_API amp_result amp_optimizer_set_accumulation(amp_optimizer *optimizer, int3
     set = optimizer->set;
     optimizer->desc.accumulation = accumulation;
     optimizer->micro = 0;
-    for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
+    for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
     if (set->stage == AMPI_CHECKED) ampi_set_unlink(set);
     ampi_settings_changed(optimizer->amp);
     return AMP_OK;
@@ -13232,7 +13225,7 @@ AMPI_PRIVATE amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     if (ampi_capture(o->amp) == NULL) AMPI_TRY(ampi_send_result(o));
     AMPI_TRY(ampi_run_optimizer(o));
     ampi_weights_changed(set);
-    for (i = 0; i < set->n; i++) set->params[i]->grad_live = 0;
+    for (i = 0; i < set->n; i++) ampi_gradient_live(set->params[i], 0);
     if (scaler != NULL) ampi_set_enter(set, scaler, AMPI_STEPPED);
     o->micro = 0;
     return AMP_OK;
@@ -13308,6 +13301,27 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
                  "step %lld overflowed in %s and the loss scale %g cannot shrink further",
                  (long long)out->step, out->first_bad ? out->first_bad : "the gradients", (double)out->scale);
     return 1;
+}
+
+/* 1: the result of step `number` has come. */
+AMPI_PRIVATE int ampi_result_here(const amp_optimizer *o, int64_t number) {
+    void *dev, *stream;
+    const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
+    int32_t done = 0;
+    return backend->event_done(dev, o->events[(number - 1) % AMP_STEP_RESULTS], &done) == AMP_OK && done;
+}
+
+/* 1: the next step's result takes the place of one that was not delivered. */
+AMPI_PRIVATE int ampi_results_full(const amp_optimizer *o) { return o->attempts - o->delivered >= AMP_STEP_RESULTS; }
+
+/* Back to where another was, in the settings of now.  Results that were pending then have been delivered. */
+AMPI_PRIVATE void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
+    o->micro = then->micro;
+    o->attempts = o->delivered = then->attempts;
+    o->flushed = then->flushed;
+    o->desc.lr = then->desc.lr;
+    o->desc.seed = then->desc.seed;
+    ampi_set_unlink(o->set);
 }
 
 AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer) {
@@ -13893,7 +13907,7 @@ AMPI_PRIVATE amp_result ampi_load_optimizer(amp_optimizer *optimizer, const amp_
         ampi_free(s, live, o->set->n, 1);
         return r;
     }
-    for (i = 0; i < o->set->n; i++) o->set->params[i]->grad_live = live[i] != 0;
+    for (i = 0; i < o->set->n; i++) ampi_gradient_live(o->set->params[i], live[i] != 0);
     r = ampi_archive_arrays(&archive);
     if (r == AMP_OK) r = ampi_load_counters(o, steps, reals);
     if (r == AMP_OK) ampi_load_outcomes(o, outcomes, trackers, n);
@@ -17167,12 +17181,9 @@ AMPI_PRIVATE const ampi_note *ampi_note_find(const amp_monitor *m, int64_t numbe
 }
 
 /* 1: result `number`, the next one that is due, and the times of its step are there. */
-AMPI_PRIVATE int ampi_result_here(amp_monitor *m, int64_t number) {
-    void *dev, *stream;
-    const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
+AMPI_PRIVATE int ampi_record_here(amp_monitor *m, int64_t number) {
     int64_t step;
-    int32_t done = 0;
-    if (backend->event_done(dev, m->desc.optimizer->events[(number - 1) % AMP_STEP_RESULTS], &done) != AMP_OK || !done) return 0;
+    if (!ampi_result_here(m->desc.optimizer, number)) return 0;
     return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
 }
 
@@ -17183,7 +17194,7 @@ AMPI_PRIVATE amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_step_result outcome;
     int64_t number, step;
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
-    while ((number = ampi_result_due(o)) != 0 && (wait || ampi_result_here(m, number))) {
+    while ((number = ampi_result_due(o)) != 0 && (wait || ampi_record_here(m, number))) {
         note = ampi_note_find(m, number, &step);
         if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result has come, too */
         if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
@@ -17247,7 +17258,7 @@ AMPI_PRIVATE amp_result ampi_monitor_step(amp_monitor *monitor, const amp_step_i
     m->taken = AMPI_MAX(m->taken, m->steps - AMPI_NOTES + 1);
     memset(m->notes[m->steps % AMPI_NOTES].phase_seconds, 0, sizeof m->notes[0].phase_seconds);
     AMPI_TRY(ampi_mark_now(m, AMP_PHASE_OTHER));
-    AMPI_TRY(ampi_records_take(m, o->attempts - o->delivered >= AMP_STEP_RESULTS));
+    AMPI_TRY(ampi_records_take(m, ampi_results_full(o)));
     if (ampi_interval_ends(m->desc.cleanup_interval, o->attempts)) AMPI_TRY(amp_cleanup(m->amp, NULL));
     return ampi_lines_write(m, "amp_monitor_step");
 }
@@ -18000,14 +18011,12 @@ AMPI_PRIVATE amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_
     if (s->desc.disable) return AMP_OK;
     d.frozen = s->desc.frozen;
     s->desc = d;
-    s->rule = ampi_scaler_rule(&d);
     return ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
 }
 
-/* Training as it was, in the settings of now.  Outcomes that were pending then are of good steps, and have been delivered. */
+/* Training as it was, in the settings of now. */
 AMPI_PRIVATE amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
-    const amp_optimizer *then = &k->optimizer;
     amp_loader *l = k->desc.loader;
     int64_t i;
     AMPI_TRY(ampi_may_wait(k->amp));
@@ -18017,14 +18026,9 @@ AMPI_PRIVATE amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     for (i = 0; i < k->n_params; i++) amp_param_changed(k->params[i]);
     for (i = 0; i < o->set->n; i++) {
         amp_param *p = o->set->params[i];
-        p->grad_live = ampi_snapshot_of(k, p->grad.data) != NULL;
+        ampi_gradient_live(p, ampi_snapshot_of(k, p->grad.data) != NULL);
     }
-    o->micro = then->micro;
-    o->attempts = o->delivered = then->attempts;
-    o->flushed = then->flushed;
-    o->desc.lr = then->desc.lr;
-    o->desc.seed = then->desc.seed;
-    ampi_set_unlink(o->set);
+    ampi_optimizer_rewind(o, &k->optimizer);
     k->amp->desc.seed = k->seed;
     k->amp->random_offset = k->precision.random_offset;
     ampi_settings_changed(k->amp);
@@ -18125,7 +18129,7 @@ AMPI_PRIVATE amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, i
     for (i = 0; i < v->before->n_params; i++) {
         amp_param *param = v->before->params[i];
         if (param->grad.data == NULL) continue;
-        param->grad_live = 0;
+        ampi_gradient_live(param, 0);
         AMPI_TRY(amp_fill(v->amp, param->grad.data, 0, amp_tensor_count(&param->grad) * (int64_t)amp_dtype_size(param->grad.dtype)));
     }
     if (v->scale > 0) AMPI_TRY(amp_scaler_set_scale(v->desc->scaler, v->scale));
@@ -18270,6 +18274,7 @@ AMPI_PRIVATE amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype 
 /* The largest loss scale from the scaler's own down at which fp16's gradients are finite (without fp16: fp32's, which may be
    stored in fp16): what the scaler would come to. */
 AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
+    amp_k_scaler_rule rule;
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
     const ampi_verify_tensor *bad;
     float scale, next;
@@ -18277,6 +18282,7 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
     int wanted = 0;
     for (i = 0; i < v->desc->n_dtypes; i++) wanted |= v->desc->dtypes[i] == AMP_F16;
     if (scaler == NULL) return AMP_OK;
+    rule = ampi_scaler_rule(&scaler->desc);
     v->own_scale = scale = amp_scaler_scale(scaler);
     for (;; scale = next) {
         v->scale = scale < v->own_scale ? scale : 0;
@@ -18285,8 +18291,8 @@ AMPI_PRIVATE amp_result ampi_verify_scale(ampi_verifier *v) {
         if (v->code != 0) return AMP_OK;
         AMPI_TRY(ampi_verify_look(v, &bad));
         if (bad == NULL) return AMP_OK;
-        next = ampi_scale_shrunk(&scaler->rule, scale);
-        if (!bad->gradient || scaler->rule.frozen || !(next < scale) || !ampi_is_usable(next)) break;
+        next = ampi_scale_shrunk(&rule, scale);
+        if (!bad->gradient || scaler->desc.frozen || !(next < scale) || !ampi_is_usable(next)) break;
     }
     v->scale = 0;
     return AMP_OK;
@@ -18869,8 +18875,7 @@ AMPI_PRIVATE amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradche
     r = ampi_gradcheck_run(&c, &report);
     for (i = 0; c.ready && i < desc->n_inputs; i++) {
         amp_result back = ampi_gradcheck_put(&c, i, c.x + c.begin[i]);
-        amp_param *p = ampi_param_of_gradient(amp, desc->input_grads[i].data);
-        if (p != NULL) p->grad_live = 0;
+        ampi_gradient_live(ampi_param_of_gradient(amp, desc->input_grads[i].data), 0);
         if (r == AMP_OK) r = back;
     }
     ampi_precision_set(amp, &c.before);

@@ -96,7 +96,7 @@ typedef struct timed {
 
 static int timed_step(void *user, amp_context *amp) {
     timed *t = (timed *)user;
-    amp_dtype dtype = ampi_settings(amp)->dtype;
+    amp_dtype dtype = ampi_dtype(amp);
     size_t n = strlen(t->order);
     if (n + 1 < sizeof t->order) t->order[n] = dtype == AMP_F32 ? 's' : dtype == AMP_TF32 ? 't' : dtype == AMP_F16 ? 'h' : 'b';
     host.now += t->cost[dtype] * (t->batch ? t->batch : 1) + t->drift * t->steps++ + t->each;
@@ -150,7 +150,7 @@ TEST(tune_takes_medians_and_the_highest_rate) {
     CHECK(close_to(r.rows[2].rate, 3 / r.rows[2].seconds));
     CHECK(close_to(r.rows[2].speedup, r.rows[0].seconds / r.rows[2].seconds));
     CHECK(close_to(r.rows[0].speedup, 1));
-    CHECK(ampi_settings(amp)->dtype == AMP_BF16);
+    CHECK(ampi_dtype(amp) == AMP_BF16);
     amp_close(amp);
     CHECK_EQ(host.blocks, 0);
 }
@@ -330,7 +330,7 @@ TEST(tune_has_a_row_for_what_the_device_lacks) {
 /* The peak is that of the dtype's own steps. */
 static void *tune_memory[2];
 static int hungry_step(void *user, amp_context *amp) {
-    amp_dtype dtype = ampi_settings(amp)->dtype;
+    amp_dtype dtype = ampi_dtype(amp);
     void *p = NULL;
     if (amp_alloc(amp, &p, dtype == AMP_F32 ? 40000 : dtype == AMP_F16 ? 30000 : 10000) != AMP_OK) return AMP_ERR_MEMORY;
     amp_free(amp, p);
@@ -529,7 +529,7 @@ TEST(tune_leaves_foreign_files_alone) {
     d.file = "/nowhere/at/all/tune";
     CHECK_ERR(amp_tune(amp, &d, &r), AMP_ERR_WRITE);
     CHECK(r.best == 2 && r.n_rows == 4 && strstr(amp_last_error(), "the results are there") != NULL);
-    CHECK(ampi_settings(amp)->dtype == AMP_F32);
+    CHECK(ampi_dtype(amp) == AMP_F32);
     amp_close(amp);
 }
 
@@ -597,7 +597,7 @@ TEST(tune_survives_failing_allocations) {
         CHECK_MSG(result == AMP_OK || result == AMP_ERR_MEMORY || result == AMP_ERR_WRITE, "%d: %s", n, amp_last_error());
         if (result != AMP_ERR_MEMORY) CHECK(r.best == 2);
         CHECK_EQ(host.blocks, blocks);
-        CHECK(ampi_settings(amp)->dtype == AMP_BF16);
+        CHECK(ampi_dtype(amp) == AMP_BF16);
     }
     CHECK(done && n > 3);
     amp_close(amp);
@@ -616,7 +616,7 @@ static int judged_step(void *user, amp_context *amp) {
     if (amp_autocast_begin(amp, NULL) || amp_linear(amp, &op) || amp_autocast_end(amp)) return AMP_ERR_STATE;
     for (i = 0; i < 18; i++) j->dy[i] = j->y[i] * j->small;
     if (amp_linear_backward(amp, &op)) return AMP_ERR_STATE;
-    if (ampi_settings(amp)->dtype == j->infinite) j->g[5] = INFINITY;
+    if (ampi_dtype(amp) == j->infinite) j->g[5] = INFINITY;
     return timed_step(&j->clock, amp);
 }
 static int judged_train(void *user, amp_context *amp) {
@@ -652,7 +652,7 @@ TEST(tune_heeds_verification) {
               (int)r.rows[0].verdict, (int)r.rows[1].verdict, (int)r.rows[2].verdict, r.rows[2].reason);
     CHECK(r.rows[1].rate > r.rows[2].rate && strstr(r.rows[1].reason, "loss scaler") != NULL && r.rows[2].reason[0] == 0);
     CHECK_EQ(r.best, 2);
-    CHECK(memcmp(before, j.w, sizeof before) == 0 && j.o->attempts == 0 && ampi_settings(amp)->dtype == AMP_BF16);
+    CHECK(memcmp(before, j.w, sizeof before) == 0 && j.o->attempts == 0 && ampi_dtype(amp) == AMP_BF16);
     j.infinite = AMP_BF16;
     CHECK_OK(amp_tune(amp, &d, &r));
     CHECK(r.rows[2].verdict == AMP_VERDICT_NONFINITE && r.best == 0 && r.rows[2].seconds > 0);
@@ -1232,7 +1232,7 @@ static void poison(trainee *t, const amp_tensor *where, float value) {
 static int strikes(trainee *t, fault_kind kind) {
     fault *f = &t->anomaly;
     if (f->kind != kind) return 0;
-    if (kind == FAULT_OVERFLOW) return ampi_settings(t->amp)->dtype == AMP_F16 && t->o->attempts + 1 >= f->step;
+    if (kind == FAULT_OVERFLOW) return ampi_dtype(t->amp) == AMP_F16 && t->o->attempts + 1 >= f->step;
     if (t->o->attempts + 1 != f->step || t->o->micro > 0) return 0;
     if (f->times-- == 0) f->kind = FAULT_NONE;
     return 1;
@@ -1336,7 +1336,7 @@ static void trainee_run(trainee *t, int64_t target) {
 static void *trainee_blob(trainee *t, size_t *bytes) {
     amp_state *state;
     amp_step_result o;
-    amp_dtype dtype = ampi_settings(t->amp)->dtype;
+    amp_dtype dtype = ampi_dtype(t->amp);
     uint8_t values[4 * HIDDEN * IN + 4 * OUT * HIDDEN];
     char key[32];
     void *data;
@@ -2278,7 +2278,7 @@ TEST(training_starts_in_fp32_where_nothing_else_is) {
     CHECK_ERR(amp_open(&amp, &d), AMP_ERR_UNSUPPORTED);
     d.allow_fallback = 1;
     CHECK_OK(amp_open(&amp, &d));
-    CHECK(ampi_settings(amp)->dtype == AMP_F32 && host.warnings == 1 && strstr(host.last, "1001 bf16 asked for") == host.last && strstr(host.last, "fp32 instead") != NULL);
+    CHECK(ampi_dtype(amp) == AMP_F32 && host.warnings == 1 && strstr(host.last, "1001 bf16 asked for") == host.last && strstr(host.last, "fp32 instead") != NULL);
     amp_close(amp);
     p = plan_of(AMP_F32, FAULT_NONE, 0);
     p.backend = backend;

@@ -794,7 +794,6 @@ TEST(settings_are_checked) {
         CHECK_OK(amp_scaler_create(amp, &t, &d));
         CHECK_OK(amp_scaler_query(t, &again));
         CHECK(memcmp(&d, &again, sizeof d) == 0);
-        CHECK(memcmp(&s->rule, &t->rule, sizeof s->rule) == 0);
         if (preset != AMP_SCALER_TORCH) CHECK_ERR(amp_scaler_set_scale(s, 2e38f), AMP_ERR_SCALE);
         amp_scaler_destroy(s);
         amp_scaler_destroy(t);

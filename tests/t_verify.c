@@ -398,12 +398,12 @@ static uint64_t train(const amp_backend *backend, amp_level level, amp_dtype dty
             amp_verify_desc d = desc_of(m);
             uint64_t before = state_hash(1, m);
             float loss = m->loss;
-            amp_dtype kept = ampi_settings(m->amp)->dtype;
+            amp_dtype kept = ampi_dtype(m->amp);
             m->broken = broken;
             m->steps = steps;
             CHECK_OK(amp_verify(m->amp, &d, &r));
             m->loss = loss;         /* an output */
-            CHECK(kept == ampi_settings(m->amp)->dtype && before == state_hash(1, m));
+            CHECK(kept == ampi_dtype(m->amp) && before == state_hash(1, m));
         }
     }
     close_model(m);
@@ -522,7 +522,7 @@ TEST(overrides) {
     CHECK(r.rows[0].output_error > 1e-4);           /* fp32 but for one layer, against fp32 throughout */
     CHECK(r.rows[1].verdict == AMP_VERDICT_PASS);
     CHECK(amp_autocast_active(a_model.amp, NULL) == 0 && a_model.amp->desc.disable == 1 && a_model.amp->n_layers == 1);
-    CHECK(ampi_settings(a_model.amp)->dtype == AMP_F16);
+    CHECK(ampi_dtype(a_model.amp) == AMP_F16);
     CHECK_OK(amp_layer_override(a_model.amp, "*", AMP_F32));
     CHECK_OK(amp_verify(a_model.amp, &d, &r));
     CHECK(!(r.rows[0].output_error > 0) && r.rows[1].output_error > 1e-4);      /* stored in bf16 all the same */
@@ -849,7 +849,7 @@ TEST(what_a_gradcheck_detects) {
             CHECK_OK(amp_autocast_end(a_scan.amp));
             CHECK_MSG(r.passed == (i == 0) && r.dtype == AMP_F32 && r.detectable > 0 && r.detectable < 0.008,
                       "seed %d, factor %g: passed %d in %s, detectable %g", seed, (double)factors[i], r.passed, amp_dtype_name(r.dtype), r.detectable);
-            CHECK_EQ(ampi_settings(a_scan.amp)->dtype, AMP_BF16);
+            CHECK_EQ(ampi_dtype(a_scan.amp), AMP_BF16);
             amp_close(a_scan.amp);
             for (k = 0; k < SCANS; k++) {
                 open_scan(&a_scan, (uint64_t)seed, scans[k].stored);
@@ -904,7 +904,7 @@ TEST(gradcheck_failures) {
         before = add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight);
         CHECK_ERR(amp_gradcheck(a_scan.amp, &d, &r), cases[i].result);
         CHECK_MSG(strstr(amp_last_error(), cases[i].text) != NULL, "%s", amp_last_error());
-        CHECK(r.passed == 77 && ampi_regions.n == 0 && ampi_settings(a_scan.amp)->dtype == AMP_F32);
+        CHECK(r.passed == 77 && ampi_regions.n == 0 && ampi_dtype(a_scan.amp) == AMP_F32);
         CHECK(before == add_hash(add_hash(1, a_scan.x, sizeof a_scan.x), a_scan.weight, sizeof a_scan.weight));
         CHECK_EQ(a_scan.amp->random_offset, 0);
         amp_close(a_scan.amp);
