@@ -9278,10 +9278,12 @@ static amp_result ampi_check_switch(const amp_context *amp, const char *function
     return ampi_fail(AMP_ERR_CONFLICT, function, "levels O2 and O3 store weights in %s; switching the dtype needs level O1", amp_dtype_name(amp->choice.dtype));
 }
 
-static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice) {
-    ampi_tell_fallback(amp, choice);
+/* changed 0: only the reason is another. */
+static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dtype regions, int changed) {
+    if (changed) ampi_tell_fallback(amp, choice);
     amp->choice = *choice;
-    amp->desc.autocast_dtype = choice->dtype;
+    amp->desc.autocast_dtype = regions;
+    if (!changed) return;
     ampi_settings_changed(amp);
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
@@ -9293,7 +9295,7 @@ AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s", amp_dtype_name(choice.dtype));
     AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
-    ampi_switch_dtype(amp, &choice);
+    ampi_switch_dtype(amp, &choice, choice.dtype, 1);
     return AMP_OK;
 }
 
@@ -16488,16 +16490,14 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
 static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp, const amp_choice *choice, const amp_choice *regions) {
     amp_desc *d = &amp->desc;
     amp_log_level loud = d->logger.level;
-    int changed = choice->dtype != amp->choice.dtype || regions->dtype != d->autocast_dtype;
+    int changed = choice->dtype != ampi_dtype(amp) || regions->dtype != d->autocast_dtype;
     ampi_settings_fill_common(s, d);
     d->mode = s->mode ? s->mode : AMP_MODE_TRAINING;
     d->allow_tf32 = ampi_may_tf32(amp, s->allow_tf32);
     if (s->debug && loud != AMP_LOG_DEBUG) { amp->quiet = loud; d->logger.level = AMP_LOG_DEBUG; }
     if (!s->debug && loud == AMP_LOG_DEBUG) d->logger.level = amp->quiet;
     ampi_settings_changed(amp);
-    if (changed) ampi_switch_dtype(amp, choice);
-    amp->choice = *choice;
-    d->autocast_dtype = regions->dtype;
+    ampi_switch_dtype(amp, choice, regions->dtype, changed);
     if (d->disable_cache) amp_cast_cache_clear(amp);
 }
 

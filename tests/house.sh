@@ -79,6 +79,17 @@ static int ampi_is_storage(amp_dtype dtype);
 AMP_API size_t amp_tune_text(void) { return 0; }
 end
 
+# Data that one section owns: others ask its functions.  (grad_live, which hosts see, others may read.)
+while read -r owner use; do
+    others=$(awk -v own=">>$owner:" -v use="$use" '/^\/\* ==== [0-9]+ >>/ {title = $4} p && title != own && $0 ~ use {print FNR} /^\/\* Stop here/ {p = 1}' amp.h | tr '\n' ' ')
+    if [ -z "$others" ]; then pass; else fail "owners" "'$use' is >>$owner's, not of lines $others"; fi
+    if grep -qE -e "$use" amp.h; then pass; else fail "owners" "nobody uses '$use'"; fi
+done << 'end'
+backends amp->choice
+backends grad_live =[^=]
+gradients ->(delivered|events[[]|flushed)
+end
+
 # What amp_open compares: every struct of the API half stands in the list of sizes, but the one it compares by.
 awk '/^\/\* Stop here/ {exit} {print}' amp.h | sed -nE 's/^(typedef )?struct (amp_[a-z0-9_]+) \{.*/\2/p' | grep -v '^amp_header$' | sort > "$work/structs"
 awk '/^#define AMPI_STRUCTS\(X\)/ {p = 1} p {print} p && !/\\$/ {exit}' amp.h | grep -oE 'X\([a-z0-9_]+\)' | sed 's/X(\(.*\))/amp_\1/' | sort > "$work/listed"
