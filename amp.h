@@ -6494,12 +6494,13 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
 /* The scratch memory that a product takes, on all threads or on one. */
 static size_t ampi_gemm_scratch_size(const ampi_cpu *cpu, const amp_k_gemm *args) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, args->compute);
-    size_t all, one;
+    ampi_gemm_call all;
+    size_t one;
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return 0;
     if (args->m == 1 || args->n == 1) return ampi_gemv_call_of(cpu, args).bytes;
-    all = ampi_gemm_call_of(cpu, vec, args, cpu->threads).bytes;
-    one = ampi_gemm_call_of(cpu, vec, args, 1).bytes;
-    return AMPI_MAX(all, one);
+    all = ampi_gemm_call_of(cpu, vec, args, cpu->threads);
+    one = all.threads > 1 ? ampi_gemm_call_of(cpu, vec, args, 1).bytes : 0;
+    return AMPI_MAX(all.bytes, one);
 }
 
 static amp_result ampi_cpu_gemm_reserve(void *dev, amp_k_gemm *args, int64_t n) {
