@@ -12515,7 +12515,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "check comes before the optimizer's step");
     AMPI_TRY(ampi_refuse_fp16("amp_scaler_check", set, enabled));
-    if (set->n == 0 && !set->sharded && ampi_log_count(set->amp, 1102) == 1)
+    if (set->n == 0 && !set->desc->sharded && ampi_log_count(set->amp, 1102) == 1)
         ampi_log(set->amp, AMP_LOG_WARNING, 1102, "amp_scaler_check: the set holds no gradients (no parameter has .grad.data): nothing is found in it");
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_graph_note_set(set)));
     AMPI_TRY(ampi_as("amp_scaler_check", ampi_check_set(set, enabled, mode, 1)));
@@ -12568,7 +12568,7 @@ AMPI_PRIVATE amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *
     AMPI_TRY(ampi_check_ranges("amp_scaler_unscale", ranges, n));
     AMPI_TRY(ampi_set_new(scaler->amp, "amp_scaler_unscale", &set, n, 0));
     r = ampi_set_fill_ranges(set, ranges);
-    if (r == AMP_OK) r = ampi_set_finish(set, 0, 0, 1);
+    if (r == AMP_OK) r = ampi_set_finish(set);
     if (r != AMP_OK) { amp_grad_set_destroy(set); return r; }
     if (scaler->own != NULL) ampi_object_destroy(&scaler->own->object);
     scaler->own = set;
