@@ -20,7 +20,7 @@ TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
 .PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive errors anomalies oracle bench \
-        bench-curves accuracy readme install clean
+        bench-curves bench-threads accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -44,6 +44,7 @@ help: backend
 	@echo "make differential     random programs and tensors against PyTorch (PYTHON=..., SEED=1), into tests/records/"
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
+	@echo "make bench-threads    the thread pool alone and beside busy programs; PEER=COMMIT: beside an amp.h with OpenMP"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make adopt            a plain fp32 program before and after adopting amp.h: time and loss in each precision"
 	@echo "make plot             draw runs of train_gpt (RUNS=files; else those in out/): loss, scale, tokens/s, memory"
@@ -153,6 +154,9 @@ oracle: examples
 
 bench: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py
+
+bench-threads:
+	$(PYTHON) tests/bench/threads.py --peer "$(PEER)"
 
 bench-curves: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py --only curves
