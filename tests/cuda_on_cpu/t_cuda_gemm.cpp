@@ -604,6 +604,7 @@ struct tuning {
     }
     explicit tuning(const std::string &path, amp_autotune autotune = AMP_AUTOTUNE_ON) : file(path) {
         amp_desc d = {};
+        d.dtype = AMP_F32;
         d.autotune = autotune;
         d.autotune_file = path.empty() ? NULL : file.c_str();
         d.logger.write = write, d.logger.user = this, d.logger.level = AMP_LOG_INFO;
