@@ -224,9 +224,9 @@
                     _end, amp_operator_register _override, amp_layer_override amp_cast_cache_info _clear
        >>operators  those above, amp_random_save
        >>gradients  amp_step amp_step_result_next amp_scaler_create _enabled _scale_ptr _unscale _check _update
-                    _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device _apply,
-                    amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight _bytes _save,
-                    amp_graph_begin _end _launch
+                    _update_with _get _set_scale _rescale _save, amp_grad_set_create _stats _device _apply _save
+                    _restore, amp_optimizer_create _step _set_lr _set_clip _set_accumulation _set_weight _bytes
+                    _save, amp_graph_begin _end _launch
        >>data       amp_loader_create _next _seek _stop _info_get _save
        >>watch      amp_open_env, amp_settings_set _read_file _read_env _fill _fill_loader _apply _text,
                     amp_status_get, amp_monitor_create _phase _step _next _epoch, amp_tensor_stats_create _step,
@@ -1163,8 +1163,9 @@ typedef struct amp_grad_stats {
     float clip_coef;                /* what clipping multiplies by */
     const char *first_bad;          /* name of the first range with a bad element, or NULL */
     int64_t first_bad_index;        /* its place in the set, -1: none */
+    int64_t first_bad_element;      /* in it, as it lies there now; -1: none */
 } amp_grad_stats;
-/* Waits for the device.  Errors: 101, 501. */
+/* Waits for the device; reads that range if there is one.  Errors: 101, 501. */
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out);
 /* Device address of what was found, for a host's own kernels: `multiplier` is what is left to multiply by (with momentum
    in the gradient buffer: fold it into the learning rate), `skip` is 1 when nothing may change.  Never moves. */
@@ -1172,6 +1173,18 @@ AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set);
 /* Multiplies the gradients by what the last check left to be multiplied: after AMP_CHECK_UNSCALE clipping, after
    AMP_CHECK_READ also the inverse scale and the average.  For hosts with an optimizer of their own.  Errors: 101. */
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set);
+/* Keeps a copy of the ranges as they are, and puts it back: for gradient buffers that hold the momentum as well, which a
+   skipped step must leave as it was.  The first save takes as much memory as the ranges.  One step of such a host, where
+   the buffers carry the scale S, with nothing saved or multiplied while S is 1:
+       amp_grad_set_save; backward, from a gradient of S, adds to the buffers;
+       amp_scaler_check(scaler, set, AMP_CHECK_READ); amp_grad_set_stats tells found_inf;
+       found_inf 0: step by learning rate / S, and S times the weight decay; then buffers *= momentum;
+       found_inf 1: amp_grad_set_restore;
+       amp_scaler_update; amp_scaler_rescale(scaler, set, 0).
+   S moves by powers of two, so every number is S times that of a run without scaling (examples/adopt/momentum.c).
+   Errors: 101, 301, and 106 nothing was saved. */
+AMP_API amp_result amp_grad_set_save(amp_grad_set *set);
+AMP_API amp_result amp_grad_set_restore(amp_grad_set *set);
 
 /* ---- The loss scaler */
 
@@ -11781,6 +11794,7 @@ struct amp_grad_set {
     ampi_stage stage;
     amp_scaler *scaler;             /* the one this set was checked by since its last update, else NULL ... */
     amp_grad_set *next;                  /* ... and the next set in that scaler's list */
+    void *saved;                    /* device: the ranges of amp_grad_set_save, one behind the other; NULL before the first */
 };
 
 struct amp_scaler {
@@ -11965,6 +11979,7 @@ AMPI_PRIVATE void ampi_set_stop(ampi_object *object) {
     const amp_system *s = ampi_context_system(set->amp);
     ampi_settings_changed(set->amp);
     ampi_set_unlink(set);
+    amp_free(set->amp, set->saved);
     amp_free(set->amp, set->table);
     amp_free(set->amp, set->found);
     ampi_free(s, set->rows, set->n, sizeof *set->rows);
@@ -12113,9 +12128,8 @@ AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, co
     AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
-    if ((desc->params != NULL) == (desc->ranges != NULL))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", "give .params or .ranges, %s",
-                         desc->params ? "not both" : "neither is there");
+    if (desc->params == NULL && desc->ranges == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are NULL, one must be given");
+    if (desc->params != NULL && desc->ranges != NULL) return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are given, must be one of them");
     if ((desc->params ? desc->n_params : desc->n_ranges) == 0 && !desc->sharded)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only where .sharded is 1)", desc->params ? ".n_params" : ".n_ranges");
     AMPI_TRY(ampi_check_clip("amp_grad_set_create", desc->clip_norm));
@@ -12143,16 +12157,32 @@ AMPI_PRIVATE const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
 
+/* The first infinity or NaN in a row that has one, read piece by piece; -1: there is none any more. */
+AMPI_PRIVATE amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
+    uint64_t piece[2048];
+    int64_t size = (int64_t)amp_dtype_size(row->grad_dtype), most = (int64_t)sizeof piece / size, i, n, first = -1;
+    for (i = 0; i < row->count && first < 0; i += n) {
+        n = AMPI_MIN(most, row->count - i);
+        AMPI_TRY(ampi_fetch(set->amp, piece, (const char *)row->grad + i * size, (size_t)(n * size)));
+        if (amp_count_nonfinite(piece, row->grad_dtype, n, &first) > 0) first += i;
+    }
+    *out = first;
+    return AMP_OK;
+}
+
 AMPI_PRIVATE amp_result ampi_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
+    int64_t element = -1;
     amp_k_grad_stats f;
     if (set == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_stats", "set or out is NULL");
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_fetch(set->amp, &f, set->found, sizeof f));
+    if (f.first_bad >= 0 && f.first_bad < set->n) AMPI_TRY(ampi_set_bad_element(set, &set->rows[f.first_bad], &element));
     out->found_inf = ampi_is_set(f.found_inf);
     out->norm = f.norm;
     out->clip_coef = f.clip_coef;
     out->first_bad = ampi_set_name(set, f.first_bad);
     out->first_bad_index = f.first_bad;
+    out->first_bad_element = element;
     return AMP_OK;
 }
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) { return ampi_as("amp_grad_set_stats", ampi_grad_set_stats(set, out)); }
@@ -12177,6 +12207,35 @@ AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
     AMPI_TRY(ampi_set_scale(set, &set->found->multiplier));
     rule = ampi_rule(AMP_RULE_APPLIED, NULL, set);
     return ampi_run_rule(set->amp, &rule);
+}
+
+/* Every row between the gradients and the copy of them. */
+AMPI_PRIVATE amp_result ampi_set_copy(amp_grad_set *set, int restore) {
+    int64_t i, at = 0;
+    for (i = 0; i < set->n; i++) {
+        amp_k_tensor *row = &set->rows[i];
+        int64_t bytes = row->count * (int64_t)amp_dtype_size(row->grad_dtype);
+        void *kept = (char *)set->saved + at;
+        AMPI_TRY(amp_copy(set->amp, restore ? row->grad : kept, restore ? kept : row->grad, bytes, AMP_COPY_ON_DEVICE));
+        at += bytes;
+    }
+    return AMP_OK;
+}
+AMPI_PRIVATE amp_result ampi_set_save(amp_grad_set *set) {
+    int64_t i, bytes = 0;
+    if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_save", "set is NULL");
+    AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_save"));
+    for (i = 0; i < set->n; i++) bytes += set->rows[i].count * (int64_t)amp_dtype_size(set->rows[i].grad_dtype);
+    if (set->saved == NULL) AMPI_TRY(ampi_alloc_part(set->amp, AMPI_PART_OPTIMIZER, &set->saved, bytes));
+    return ampi_set_copy(set, 0);
+}
+AMP_API amp_result amp_grad_set_save(amp_grad_set *set) { return ampi_as("amp_grad_set_save", ampi_set_save(set)); }
+AMP_API amp_result amp_grad_set_restore(amp_grad_set *set) {
+    const char *f = "amp_grad_set_restore";
+    if (set == NULL) return ampi_fail(AMP_ERR_NULL, f, "set is NULL");
+    AMPI_TRY(ampi_alive(&set->object, f));
+    if (set->saved == NULL) return ampi_fail(AMP_ERR_STATE, f, "nothing was saved; call amp_grad_set_save before the backward pass");
+    return ampi_as(f, ampi_set_copy(set, 1));
 }
 
 /* Its parameters are still this context's. */
@@ -20319,7 +20378,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_
 AMPI_PRIVATE inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 #if AMPI_PASS == 2
     ampi_vi nan;
-    __asm__("vcmpunordps %1, %1, %0" : "=v"(nan) : "v"(x));
+    __asm__("vcmpunordps %1, %1, %0" : "=x"(nan) : "x"(x));         /* x: a register that AVX2 has */
     return nan;
 #else
     return (ampi_vi)(((ampi_vi)x & INT32_MAX) > 0x7f800000);

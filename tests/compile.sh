@@ -30,6 +30,11 @@ matrix clang++ c++ c++11 c++20
 at_once "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
 at_once "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
 at_once "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"
+if [ "$(uname -m)" = x86_64 ]; then         # a host's own flags may give every function registers that only AVX-512 has
+    for compiler in "${CC:-gcc}" clang; do
+        have "$compiler" && at_once "$compiler -march=x86-64-v4" "$compiler" -std=c99 -O3 -march=x86-64-v4 $strict -c "$work/impl.c" -o "$work/v4_$compiler.o"
+    done
+fi
 have g++ && at_once "g++ -Wall -Werror" g++ -x c++ -Wall -Werror -I. -c "$work/impl.c" -o "$work/wall_cpp.o"
 collect
 

@@ -316,12 +316,12 @@ else fail "closed descriptors of sweep" "status $status, $(head -n 3 "$work/clos
 # What cannot be printed is an error of every program.
 if [ -w /dev/full ]; then
     cc=${CC:-gcc}
-    for program in before after; do
+    for program in before after momentum; do
         $cc -O1 examples/adopt/$program.c -o "$work/$program" -lm -lpthread || fail "examples/adopt/$program.c" "does not build"
     done
     for run in "$gpt $small --out $work/lost --steps 1" "$gpt --help" "build/train_classifier --help" "build/amp_check --help" \
         "build/amp_bench --device cpu --threads 1 --layers 1 --channels 32 --heads 2 --vocab 64 --batch 2 --seq 32 --iterations 1 --warmup 1 --json $work/lost.json" \
-        "$sweep --precisions fp32 --out $work/lost.jsonl" "build/scaler_only 20" "$work/before 1 1" "$work/after 1 1"; do
+        "$sweep --precisions fp32 --out $work/lost.jsonl" "build/scaler_only 20" "$work/before 1 1" "$work/after 1 1" "$work/momentum 20"; do
         $run > /dev/full 2> "$work/lost.log"
         status=$?
         if [ $status -eq 1 ] && $run > "$work/lost.log" 2>&1; then pass; else fail "output to a full disk" "$run: status $status, $(tail -n 2 "$work/lost.log")"; fi
@@ -382,6 +382,9 @@ if [ -c /dev/full ]; then
     if grep -q "2 of them have no record" "$work/lost.log"; then pass; else fail "lost records" "$(tail -n 2 "$work/lost.log")"; fi
 fi
 
+if ${CC:-gcc} -O2 examples/adopt/momentum.c -o "$work/momentum" -lm -lpthread && "$work/momentum" > "$work/momentum.log" 2>&1 &&
+    grep -q 'scale 2^24 -> 2^23' "$work/momentum.log" && tail -n 1 "$work/momentum.log" | grep -q 'bit for bit those without a scale'; then pass
+else fail momentum "$(tail -n 3 "$work/momentum.log")"; fi
 if build/scaler_only > "$work/scaler.log" 2>&1 && grep -q skipped "$work/scaler.log"; then pass; else fail scaler_only "$(tail -n 3 "$work/scaler.log")"; fi
 if build/quickstart /nonexistent > "$work/quick.log" 2>&1 && grep -q SYNTHETIC "$work/quick.log"; then pass; else fail quickstart "$(tail -n 3 "$work/quick.log")"; fi
 closing

@@ -431,11 +431,117 @@ TEST(sets_without_a_count) {
     amp_close(amp);
 }
 
+/* ---- Gradient buffer = momentum buffer */
+
+enum { WEIGHTS = 300, BATCH = 16 };
+
+typedef struct host { float w[WEIGHTS], d[WEIGHTS]; } host;
+
+/* d += S * gradient of a least-squares fit, as a host's backward pass adds it up: every product with S is exact. */
+static void backward(host *h, int step, float scale, int overflow) {
+    for (int b = 0; b < BATCH; b++) {
+        float x[WEIGHTS], error = 0;
+        for (int i = 0; i < WEIGHTS; i++) x[i] = (float)((i * 7 + b * 13 + step * 29) % 23 - 11) / 16;
+        for (int i = 0; i < WEIGHTS; i++) error += (h->w[i] - (float)(i % 5)) * x[i];
+        for (int i = 0; i < WEIGHTS; i++) h->d[i] += scale * error * x[i];
+    }
+    if (overflow) h->d[step % WEIGHTS] = step % 2 ? INFINITY : -NAN;
+}
+static void update(host *h, float rate, float decay, float scale) {
+    float step = rate / scale, pull = decay * scale;
+    for (int i = 0; i < WEIGHTS; i++) {
+        h->d[i] += pull * h->w[i];
+        h->w[i] -= step * h->d[i];
+        h->d[i] *= 0.9f;
+    }
+}
+
+/* Growth, skips and rescaling leave the weights of a run without a scale; momentum is S times its own. */
+TEST(momentum_in_the_gradient_buffer) {
+    static host plain, scaled;
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *scaler = scaler_at(amp, 4096, 5);
+    amp_range range;
+    amp_grad_set_desc desc;
+    amp_grad_set *set;
+    amp_grad_stats stats;
+    int skipped = 0, scales = 0;
+    float last = 0;
+    memset(&range, 0, sizeof range);
+    memset(&desc, 0, sizeof desc);
+    range.name = "d"; range.data = scaled.d; range.count = WEIGHTS; range.dtype = AMP_F32;
+    desc.ranges = &range; desc.n_ranges = 1;
+    CHECK_OK(amp_grad_set_create(amp, &set, &desc));
+    CHECK_ERR(amp_grad_set_restore(set), AMP_ERR_STATE);
+    for (int step = 0; step < 120; step++) {
+        float s = amp_scaler_scale(scaler);
+        int overflow = step % 17 == 4;
+        scales += s != last;
+        last = s;
+        CHECK_OK(amp_grad_set_save(set));
+        backward(&scaled, step, s, overflow);
+        CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+        CHECK_OK(amp_grad_set_stats(set, &stats));
+        CHECK_EQ(stats.found_inf, overflow);
+        if (overflow) CHECK(strcmp(stats.first_bad, "d") == 0 && stats.first_bad_element == step % WEIGHTS);
+        else CHECK(stats.first_bad == NULL && stats.first_bad_element == -1);
+        if (stats.found_inf) { skipped++; CHECK_OK(amp_grad_set_restore(set)); }
+        else {
+            update(&scaled, 1e-4f, 1e-3f, s);
+            backward(&plain, step, 1, 0);
+            update(&plain, 1e-4f, 1e-3f, 1);
+        }
+        CHECK_OK(amp_scaler_update(scaler));
+        CHECK_OK(amp_scaler_rescale(scaler, set, 0));
+        s = amp_scaler_scale(scaler);
+        CHECK(memcmp(plain.w, scaled.w, sizeof plain.w) == 0);
+        for (int i = 0; i < WEIGHTS; i++) CHECK(scaled.d[i] == s * plain.d[i]);
+    }
+    CHECK(skipped == 7 && scales > 20 && fabsf(plain.w[3] - 3) < 3);
+    amp_grad_set_destroy(set);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
+/* The first bad element behind the pieces in which it is looked for, and in every dtype. */
+TEST(the_first_bad_element) {
+    enum { LONG = 70001 };
+    static double x[LONG];
+    static const amp_dtype dtypes[] = {AMP_F32, AMP_F16, AMP_BF16, AMP_F64};
+    words w;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler *scaler = scaler_at(amp, 2, 0);
+    for (size_t t = 0; t < sizeof dtypes / sizeof *dtypes; t++)
+        for (int64_t at = 0; at < LONG; at = at == 0 ? 1 : at * 5 + 3) {
+            double bad = at % 2 ? -(double)INFINITY : (double)NAN;
+            amp_range ranges[2];
+            amp_grad_set_desc desc;
+            amp_grad_set *set;
+            amp_grad_stats stats;
+            memset(x, 0, sizeof x);
+            memset(ranges, 0, sizeof ranges);
+            memset(&desc, 0, sizeof desc);
+            CHECK_OK(amp_convert((char *)x + at * (int64_t)amp_dtype_size(dtypes[t]), dtypes[t], &bad, AMP_F64, 1, NULL, NULL));
+            ranges[0].data = x; ranges[0].count = at; ranges[0].dtype = dtypes[t]; ranges[0].name = "clean";
+            ranges[1].data = x; ranges[1].count = LONG; ranges[1].dtype = dtypes[t];
+            desc.ranges = ranges; desc.n_ranges = 2;
+            CHECK_OK(amp_grad_set_create(amp, &set, &desc));
+            CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
+            CHECK_OK(amp_grad_set_stats(set, &stats));
+            CHECK_OK(amp_scaler_update(scaler));
+            CHECK(stats.first_bad_index == 1 && stats.first_bad_element == at);
+            amp_grad_set_destroy(set);
+        }
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(unscale_is_check_and_update_in_one); RUN(ranges_may_change_from_call_to_call); RUN(found_inf_of_the_host);
     RUN(found_inf_of_host_and_check); RUN(no_scaler_is_a_scale_of_1); RUN(enabled); RUN(gemm_always_needs_no_region);
     RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(skips_at_the_floor);
-    RUN(sets_without_a_count);
+    RUN(sets_without_a_count); RUN(momentum_in_the_gradient_buffer); RUN(the_first_bad_element);
     return TEST_END();
 }

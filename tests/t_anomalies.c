@@ -865,6 +865,9 @@ static amp_result gradients_step(env *e, int i) {
         case 38: gradients_fill(e, 6); return AMP_OK;
         case 39: return gradients_unscale(e);
         case 40: return amp_scaler_update_with(e->scaler, 1);
+        case 41: return amp_grad_set_save(e->set);
+        case 42: gradients_fill(e, 7); return AMP_OK;
+        case 43: return amp_grad_set_restore(e->set);
         default: return DONE;
     }
 }

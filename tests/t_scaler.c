@@ -1049,7 +1049,7 @@ TEST(sets_are_checked) {
     memset(&p, 0, sizeof p);
     memset(&d, 0, sizeof d);
     CHECK_ERR(amp_grad_set_create(amp, &set, NULL), AMP_ERR_NULL);
-    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_CONFLICT);
+    CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_NULL);
     d.ranges = &range; d.n_ranges = -1;
     CHECK_ERR(amp_grad_set_create(amp, &set, &d), AMP_ERR_RANGE);
     d.ranges = &range; d.n_ranges = 1; d.params = &p; d.n_params = 1;
