@@ -76,10 +76,8 @@ static void check(amp_result result) { if (result != AMP_OK) { fprintf(stderr, "
 
 /* c = op(a) op(b), row by row; op(a) is m x k, op(b) k x n, and ta or tb says that it is stored transposed. */
 static void matmul(int ta, int tb, int m, int n, int k, const float *a, const float *b, float *c) {
-    check(amp_autocast_begin(amp, NULL));
     check(amp_gemm(amp, AMP_ROW_MAJOR, ta ? AMP_TRANS : AMP_NO_TRANS, tb ? AMP_TRANS : AMP_NO_TRANS, m, n, k,
                    1, a, ta ? m : k, b, tb ? k : n, 0, c, n));
-    check(amp_autocast_end(amp));
 }
 
 static void place_parameters(void) {
@@ -172,13 +170,13 @@ static double seconds(void) {
 int main(int argc, char **argv) {
     int seed = argc > 1 ? atoi(argv[1]) : 1, steps = argc > 2 ? atoi(argv[2]) : 200, step, at, right = 0;
     double loss = 0, began;
-    amp_scaler *scaler; amp_grad_set *set; amp_grad_stats found;
-    amp_desc desc = {0};
-    amp_grad_set_desc ranges = {.ranges = &(amp_range){"gradients", gradients, PARAMETERS, AMP_F32}, .n_ranges = 1};
+    amp_scaler *scaler;
+    amp_desc desc = {.gemm_always = 1};
+    amp_range range = {"gradients", gradients, PARAMETERS, AMP_F32};
+    int32_t apply;
     check(amp_dtype_parse(argc > 3 ? argv[3] : "auto", &desc.dtype));
     check(amp_open(&amp, &desc));
     check(amp_scaler_create(amp, &scaler, NULL));
-    check(amp_grad_set_create(amp, &set, &ranges));
     random_state = 12345;                               /* every seed has the same data */
     draw_all(train_x, train_y, TRAIN);
     draw_all(test_x, test_y, TEST);
@@ -192,10 +190,8 @@ int main(int argc, char **argv) {
         float scale = amp_scaler_scale(scaler);
         for (int i = 0; i < BATCH * CLASSES; i++) gradient[LAYERS][i] *= scale;
         backward();
-        check(amp_scaler_check(scaler, set, AMP_CHECK_UNSCALE));
-        check(amp_grad_set_stats(set, &found));
-        if (!found.found_inf) adamw(1e-3f);
-        check(amp_scaler_update(scaler));
+        check(amp_scaler_unscale(scaler, &range, 1, &apply));
+        if (apply) adamw(1e-3f);
         if (step % 50 == 0) printf("step %d: loss %.4f\n", step, loss);
     }
     printf("trained in %.2f s\n", seconds() - began);
