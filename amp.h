@@ -3847,7 +3847,7 @@ AMPI_PRIVATE void ampi_free(const amp_system *s, void *ptr, int64_t count, size_
    first job; after each they look for another for a while, then sleep. */
 
 enum { AMPI_SPIN_NS = 50000,        /* how long a thread looks before it sleeps ... */
-       AMPI_SPIN_TRIES = 64 };      /* ... and how often between two offers of its core to others */
+       AMPI_SPIN_TRIES = 256 };     /* ... and how often between two offers of its core to others */
 
 typedef struct ampi_pool_job {      /* on its caller's stack; in the list until the caller has come out of run */
     void (*run)(void *arg, int32_t i);
@@ -3864,7 +3864,7 @@ typedef struct ampi_threads {
     int32_t holders;                /* atomic: contexts that use it */
     int32_t closing, posts;         /* atomic; posts changes with each job */
     int32_t waiting;                /* atomic: callers that wait for `finished` */
-    int64_t owner;                  /* atomic: the process the workers live in; 0: not started; -1: being started */
+    int32_t owner;                  /* atomic: 1 + the forks behind the process the workers live in; 0: not started; -1: being started */
     pthread_mutex_t lock;           /* for what follows */
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
@@ -3876,9 +3876,14 @@ typedef struct ampi_threads {
 /* How many threads are in jobs, in all pools: contexts that work at the same time share the cores. */
 static int32_t ampi_threads_running;
 
+/* How many forks lie between this process and the one that opened the first pool.  getpid() in its place would be a system call
+   for each job. */
+static int32_t ampi_forks, ampi_forks_counted;
+static void ampi_count_fork(void) { ampi_forks++; }
+
 /* While (*value == old) is `equal`: looks again and again, then gives up.  1: it no longer is. */
 static int ampi_spin(const int32_t *value, int32_t old, int equal) {
-    int64_t end = ampi_posix_clock(NULL) + AMPI_SPIN_NS;
+    int64_t now, end = 0;
     int i;
     do {
         for (i = 0; i < AMPI_SPIN_TRIES; i++) {
@@ -3888,8 +3893,22 @@ static int ampi_spin(const int32_t *value, int32_t old, int equal) {
 #endif
         }
         sched_yield();
-    } while (ampi_posix_clock(NULL) < end);
+        now = ampi_posix_clock(NULL);
+        if (end == 0) end = now + AMPI_SPIN_NS;
+    } while (now < end);
     return 0;
+}
+
+/* Takes a lock that is held for a few instructions: a sleep would last longer. */
+static void ampi_spin_lock(pthread_mutex_t *lock) {
+    int i;
+    for (i = 0; i < AMPI_SPIN_TRIES; i++) {
+        if (pthread_mutex_trylock(lock) == 0) return;
+#if AMPI_X86
+        __builtin_ia32_pause();
+#endif
+    }
+    pthread_mutex_lock(lock);
 }
 
 /* A job that may take one more thread.  Called with the lock held. */
@@ -3908,7 +3927,7 @@ static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
     job->run(job->arg, number);
     __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
     left = __atomic_sub_fetch(&job->active, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_lock(&t->lock);
+    ampi_spin_lock(&t->lock);
     if (left == 0 && __atomic_load_n(&t->waiting, __ATOMIC_SEQ_CST) > 0) pthread_cond_broadcast(&t->finished);
 }
 
@@ -3954,13 +3973,13 @@ static void ampi_threads_main(void *arg) {
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
     if (t->pinned) ampi_pin(number);
-    pthread_mutex_lock(&t->lock);
+    ampi_spin_lock(&t->lock);
     while (!t->closing) {
         int32_t seen = t->posts;
         if ((job = ampi_job_open(t)) != NULL) { ampi_job_join(t, job); continue; }
         pthread_mutex_unlock(&t->lock);
         (void)ampi_spin(&t->posts, seen, 1);
-        pthread_mutex_lock(&t->lock);
+        ampi_spin_lock(&t->lock);
         t->asleep++;
         while (!t->closing && t->posts == seen) pthread_cond_wait(&t->posted, &t->lock);
         t->asleep--;
@@ -3971,7 +3990,7 @@ static void ampi_threads_main(void *arg) {
 /* Starts the workers: with the first job in each process, since a child of fork() has none of its parent's.
    0: there are none, or another thread is starting them. */
 static int ampi_threads_ready(ampi_threads *t) {
-    int64_t self = (int64_t)getpid(), owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
+    int32_t self = ampi_forks + 1, owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
     if (owner == self) return t->started > 0;
     if (owner < 0 || !__atomic_compare_exchange_n(&t->owner, &owner, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
     if (owner != 0) __atomic_store_n(&ampi_threads_running, 0, __ATOMIC_RELAXED);
@@ -3986,7 +4005,7 @@ static int ampi_threads_ready(ampi_threads *t) {
 
 static void ampi_job_post(ampi_threads *t, ampi_pool_job *job) {
     int32_t wake;
-    pthread_mutex_lock(&t->lock);
+    ampi_spin_lock(&t->lock);
     job->next = t->jobs;
     t->jobs = job;
     wake = AMPI_MIN(t->asleep, job->n - 1);
@@ -3998,12 +4017,12 @@ static void ampi_job_post(ampi_threads *t, ampi_pool_job *job) {
 /* Lets no more workers in, and waits for those that are. */
 static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     ampi_pool_job **at = &t->jobs;
-    pthread_mutex_lock(&t->lock);
+    ampi_spin_lock(&t->lock);
     while (*at != job) at = &(*at)->next;
     *at = job->next;
     pthread_mutex_unlock(&t->lock);
     if (ampi_spin(&job->active, 0, 0)) return;
-    pthread_mutex_lock(&t->lock);
+    ampi_spin_lock(&t->lock);
     __atomic_add_fetch(&t->waiting, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&job->active, __ATOMIC_SEQ_CST) != 0) pthread_cond_wait(&t->finished, &t->lock);
     __atomic_sub_fetch(&t->waiting, 1, __ATOMIC_SEQ_CST);
@@ -4029,6 +4048,7 @@ AMPI_PRIVATE void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void 
 AMPI_PRIVATE amp_result ampi_threads_open(ampi_threads **out, const amp_system *system, int32_t threads, int32_t cores, int32_t pinned) {
     ampi_threads *t;
     void *memory;
+    if (!__atomic_exchange_n(&ampi_forks_counted, 1, __ATOMIC_RELAXED)) (void)pthread_atfork(NULL, NULL, ampi_count_fork);
     AMPI_TRY(ampi_alloc(system, "amp_open", &memory, 1, sizeof *t));
     t = (ampi_threads *)memory;
     t->system = *system;
@@ -4046,7 +4066,7 @@ AMPI_PRIVATE void ampi_threads_close(ampi_threads *t) {
     int32_t i;
     if (t == NULL || __atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
     system = t->system;
-    if (t->owner == (int64_t)getpid()) {
+    if (t->owner == ampi_forks + 1) {
         pthread_mutex_lock(&t->lock);
         __atomic_store_n(&t->closing, 1, __ATOMIC_SEQ_CST);
         __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
@@ -5769,7 +5789,7 @@ enum { AMPI_SHARES = 32,            /* pieces of a loop are counted out in so ma
 typedef struct ampi_loop {
     ampi_task task;
     void *arg;
-    int64_t n, grain, step;
+    int64_t n, grain, step, begin;  /* begin: when */
     int32_t shares, threads;
     int32_t come;                   /* atomic: threads that have come */
     struct {
@@ -5781,14 +5801,13 @@ typedef struct ampi_loop {
 
 static void ampi_loop_run(void *arg, int32_t number) {
     ampi_loop *loop = (ampi_loop *)arg;
-    int64_t begin, end, taken = 0, started = 0;
+    int64_t begin, end, taken = 0, started = loop->begin;
     int32_t thread = __atomic_fetch_add(&loop->come, 1, __ATOMIC_RELAXED), i;
-    (void)number;
     if (thread >= loop->threads) return;
     for (i = 0; i < loop->shares; i++) {
         int32_t s = (thread + i) % loop->shares;
         while ((begin = __atomic_fetch_add(&loop->share[s].next, loop->step, __ATOMIC_RELAXED)) < loop->share[s].end) {
-            if (taken == 0) started = ampi_posix_clock(NULL);
+            if (taken == 0 && number != 0) started = ampi_posix_clock(NULL);
             end = AMPI_MIN(begin + loop->step, loop->share[s].end);
             loop->task(loop->arg, begin * loop->grain, AMPI_MIN(end * loop->grain, loop->n), thread);
             taken += end - begin;
@@ -5805,7 +5824,7 @@ static void ampi_loop_run(void *arg, int32_t number) {
    Alone it would have had the pace of the fastest thread with a fair number of pieces: the others may have lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
-static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces, int64_t begin) {
+static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces) {
     int64_t now = ampi_posix_clock(NULL), credit = __atomic_load_n(&cpu->credit, __ATOMIC_RELAXED);
     double alone = 0, pace;
     int32_t i;
@@ -5815,7 +5834,7 @@ static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t piec
         if (alone == 0 || pace * (double)pieces < alone) alone = pace * (double)pieces;
     }
     if (alone == 0) return;
-    credit = AMPI_MIN(credit + (int64_t)alone - (now - begin), (int64_t)AMPI_CREDIT_NS);
+    credit = AMPI_MIN(credit + (int64_t)alone - (now - loop->begin), (int64_t)AMPI_CREDIT_NS);
     if (credit < 0) __atomic_store_n(&cpu->alone_until, now - AMPI_REST * credit, __ATOMIC_RELAXED);
     __atomic_store_n(&cpu->credit, AMPI_MAX(credit, 0), __ATOMIC_RELAXED);
 }
@@ -5845,6 +5864,7 @@ AMPI_PRIVATE void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t g
     loop.grain = grain;
     loop.shares = AMPI_MIN(threads, (int)AMPI_SHARES);
     loop.step = (pieces + (int64_t)loop.shares * AMPI_STEPS - 1) / ((int64_t)loop.shares * AMPI_STEPS);
+    loop.begin = begin;
     loop.threads = threads;
     loop.come = 0;
     for (i = 0; i < loop.shares; i++) {
@@ -5855,7 +5875,7 @@ AMPI_PRIVATE void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t g
     cpu->host.parallel(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
     ampi_loop_run(&loop, -1);       /* what a host's pool left over */
-    ampi_loop_account(cpu, &loop, pieces, begin);
+    ampi_loop_account(cpu, &loop, pieces);
 }
 
 /* A block of the pool for `bytes`: the smallest free one that fits, else a free place where one is made: it is busy
