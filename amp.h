@@ -3864,7 +3864,7 @@ typedef struct ampi_threads {
     int32_t holders;                /* atomic: contexts that use it */
     int32_t closing, posts;         /* atomic; posts changes with each job */
     int32_t waiting;                /* atomic: callers that wait for `finished` */
-    int32_t owner;                  /* atomic: 1 + the forks behind the process the workers live in; 0: not started; -1: being started */
+    int32_t owner;                  /* atomic: ampi_forks of the process the workers live in; 0: not started; -1: being started */
     pthread_mutex_t lock;           /* for what follows */
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
@@ -3876,9 +3876,9 @@ typedef struct ampi_threads {
 /* How many threads are in jobs, in all pools: contexts that work at the same time share the cores. */
 static int32_t ampi_threads_running;
 
-/* How many forks lie between this process and the one that opened the first pool.  getpid() in its place would be a system call
-   for each job. */
-static int32_t ampi_forks, ampi_forks_counted;
+/* 0 before the first pool is opened; then 1, and 1 more in each child of fork.  getpid() in its place would be a system call for
+   each job. */
+static int32_t ampi_forks;
 static void ampi_count_fork(void) { ampi_forks++; }
 
 /* While (*value == old) is `equal`: looks again and again, then gives up.  1: it no longer is. */
@@ -3990,7 +3990,7 @@ static void ampi_threads_main(void *arg) {
 /* Starts the workers: with the first job in each process, since a child of fork() has none of its parent's.
    0: there are none, or another thread is starting them. */
 static int ampi_threads_ready(ampi_threads *t) {
-    int32_t self = ampi_forks + 1, owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
+    int32_t self = ampi_forks, owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
     if (owner == self) return t->started > 0;
     if (owner < 0 || !__atomic_compare_exchange_n(&t->owner, &owner, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
     if (owner != 0) __atomic_store_n(&ampi_threads_running, 0, __ATOMIC_RELAXED);
@@ -4048,7 +4048,8 @@ AMPI_PRIVATE void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void 
 AMPI_PRIVATE amp_result ampi_threads_open(ampi_threads **out, const amp_system *system, int32_t threads, int32_t cores, int32_t pinned) {
     ampi_threads *t;
     void *memory;
-    if (!__atomic_exchange_n(&ampi_forks_counted, 1, __ATOMIC_RELAXED)) (void)pthread_atfork(NULL, NULL, ampi_count_fork);
+    int32_t unknown = 0;
+    if (__atomic_compare_exchange_n(&ampi_forks, &unknown, 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) (void)pthread_atfork(NULL, NULL, ampi_count_fork);
     AMPI_TRY(ampi_alloc(system, "amp_open", &memory, 1, sizeof *t));
     t = (ampi_threads *)memory;
     t->system = *system;
@@ -4066,7 +4067,7 @@ AMPI_PRIVATE void ampi_threads_close(ampi_threads *t) {
     int32_t i;
     if (t == NULL || __atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
     system = t->system;
-    if (t->owner == ampi_forks + 1) {
+    if (t->owner == ampi_forks) {
         pthread_mutex_lock(&t->lock);
         __atomic_store_n(&t->closing, 1, __ATOMIC_SEQ_CST);
         __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
