@@ -67,6 +67,14 @@ class Bench:
         self.machine.line = json.loads(done.stdout)
         return self.machine.line
 
+    def alone(self, measure):
+        """measure(), and what other programs used meanwhile goes into the results; --wait waits for quiet first."""
+        if self.args.wait > 0:
+            return self.machine.quiet(measure)
+        line, busy = self.machine.others(measure)
+        self.machine.busy.append(round(busy, 3))
+        return line
+
     def product_size(self, us):
         """Rows of squares whose product takes one thread about so long: a multiple of 16."""
         size = 128
@@ -88,6 +96,8 @@ class Bench:
 
     def row(self, part, name, flags, contestants, beside=()):
         """Runs the contestants, {name: (program, threads)}, in turn."""
+        if self.args.works and name not in self.args.works.split(","):
+            return
         took, cpu = ({c: [] for c in contestants} for _ in range(2))
         names = list(contestants)
         with self.neighbours(beside):
@@ -96,10 +106,12 @@ class Bench:
                 for c in names[turn:] + names[:turn]:
                     program, threads = contestants[c]
                     measure = lambda: self.once(program, flags + ["--threads", threads])    # noqa: E731
-                    line = measure() if beside else self.machine.quiet(measure)
+                    line = measure() if beside else self.alone(measure)
                     took[c].append(line["us_per_call"])
                     cpu[c].append(line["cpu_us_per_call"])
         row = collections.OrderedDict(part=part, work=name, flags=" ".join(map(str, flags)))
+        if part == "alone":
+            row["used_by_others"] = statistics.median(self.machine.busy[-len(names) * self.args.runs:])
         for c in names:
             row[c] = {"us": round(statistics.median(took[c]), 2), "cpu_us": round(statistics.median(cpu[c]), 2),
                       "runs_us": [round(t, 2) for t in took[c]]}
@@ -116,13 +128,13 @@ def measure(bench, peer):
         contestants["OpenMP"] = ("openmp", 2)
     products = {f"product {us} us": ["--work", "product", "--size", bench.product_size(us)] for us in PRODUCTS}
     short = ["--run", args.run]
-    long = ["--run", args.run_beside, "--warmup", 200]
+    long = ["--run", args.run_beside, "--warmup", 150]
     if "alone" in args.only:
         works = {"GEMM 1024": ["--work", "product", "--size", 1024], "attention": ["--work", "attention", "--size", 256],
                  "step 11M": ["--work", "step_11m"], **products}
         for name, flags in works.items():
             bench.row("alone", name, flags + short, contestants)
-        bench.row("alone", "step 124M", ["--work", "step_124m", "--warmup", 0, "--run", 600],
+        bench.row("alone", "step 124M", ["--work", "step_124m", "--warmup", 0, "--run", 100],
                   {c: v for c, v in contestants.items() if c != "one thread" or not peer})
     works = {"small step": ["--work", "step_small"], "MLP, loader": ["--work", "mlp"], "product 40 us": products["product 40 us"]}
     for part, beside in NEIGHBOURS.items():
@@ -140,6 +152,8 @@ def bars(rows):
         def value():
             if key not in row:
                 raise run.Skip("no peer: PEER names no commit")
+            if row.get("used_by_others", 0) > run.QUIET:
+                raise run.Skip(f"other programs used {row['used_by_others']:.0%} of the machine")
             return row[key]
         return value
     out = []
@@ -158,9 +172,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default="", help="a commit whose amp.h used OpenMP")
     parser.add_argument("--only", default="alone,neighbours,threads")
+    parser.add_argument("--works", default="", help="these rows alone: attention,small step ...")
+    parser.add_argument("--again", action="store_true", help="put what is measured now into today's file, in place of the same rows")
     parser.add_argument("--runs", type=int, default=21)
     parser.add_argument("--run", type=int, default=250, help="milliseconds of a run")
-    parser.add_argument("--run-beside", type=int, default=500, help="the same beside neighbours")
+    parser.add_argument("--run-beside", type=int, default=400, help="the same beside neighbours")
     parser.add_argument("--wait", type=int, default=0, help="seconds to wait for a quiet machine before each run alone")
     parser.add_argument("--out", default="tests/bench/results", help="folder for the JSON file")
     args = parser.parse_args()
@@ -173,13 +189,19 @@ def main():
         measure(bench, args.peer)
     used["amp.h version"], used["compiler"] = bench.machine.line["version"], bench.machine.line["compiler"]
     about = run.describe_machine(bench.machine, {})
-    rows, now = bars(bench.rows), datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.timezone.utc)
     name = f"threads-{run.short_name(about['cpu'])}-{now.strftime('%Y-%m-%d')}.json"
+    path, measured = os.path.join(ROOT, args.out, name), bench.rows
+    if args.again:
+        with open(path) as f:
+            again = {(row["part"], row["work"]): row for row in measured}
+            measured = [again.pop((row["part"], row["work"]), row) for row in json.load(f)["rows"]] + list(again.values())
+    rows = bars(measured)
     os.makedirs(os.path.join(ROOT, args.out), exist_ok=True)
-    with open(os.path.join(ROOT, args.out, name), "w") as f:
+    with open(path, "w") as f:
         json.dump(collections.OrderedDict(date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=about, versions=used,
                                           settings={"runs": args.runs, "run_ms": args.run, "run_beside_ms": args.run_beside},
-                                          commands=list(bench.commands), bars=rows, rows=bench.rows), f, indent=1)
+                                          commands=list(bench.commands), bars=rows, rows=measured), f, indent=1)
         f.write("\n")
     run.show_bars(rows)
     print(f"wrote {os.path.join(args.out, name)}")
