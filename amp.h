@@ -142,8 +142,8 @@
        gcc -O2 -c program.c
        nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
 
-       Without -O2 all is many times slower; -march is not needed.  Under -std=c99 amp.c includes amp.h before system
-       headers.  AMP_STATIC beside AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.
+       Without -O2 all is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under -std=c99
+       includes amp.h before system headers; files that only include it may be C90 or C++98.  AMP_STATIC beside AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.
        AMP_API may be predefined in all files, for example with a visibility attribute.
        Some g++ -Wextra want -Wno-missing-field-initializers.
 
@@ -324,7 +324,7 @@ extern "C" {
 #elif !defined(AMP_API)
 #  define AMP_API extern
 #endif
-#define AMPI_INLINE static inline __attribute__((unused))
+#define AMPI_INLINE static __inline__ __attribute__((unused))       /* also in C90 */
 
 /* Rules that must give the same bits on the host and in device code are written once under AMPI_HD. */
 #if defined(__CUDACC__)
@@ -3418,6 +3418,11 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { retur
 #endif /* AMP_H_INCLUDED */
 
 /* Stop here if you only want the API. */
+
+#if defined(AMP_IMPLEMENTATION) && (defined(__cplusplus) ? __cplusplus < 201103L : !defined(__STDC_VERSION__) || __STDC_VERSION__ < 199901L)
+#  error "The file that defines AMP_IMPLEMENTATION is compiled as C99 or C++11 or later; files that only include amp.h may be C90 or C++98."
+#  undef AMP_IMPLEMENTATION
+#endif
 
 #if defined(AMP_IMPLEMENTATION) && !defined(AMP_IMPLEMENTATION_INCLUDED)
 #define AMP_IMPLEMENTATION_INCLUDED
@@ -22290,6 +22295,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always: what a program with a training loop of its own
        takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused, products outside regions of a
        16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
+       Declarations compile as C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
+       amp_grad_stats.first_bad_element.
        Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As many
        as there are cores, or as a CPU quota allows.
        Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for products.

@@ -30,6 +30,15 @@ matrix clang++ c++ c++11 c++20
 at_once "declarations first, implementation later" "${CC:-gcc}" -std=gnu99 $strict -c "$work/later.c" -o "$work/later.o"
 at_once "-Ofast" "${CC:-gcc}" -std=c99 -Ofast $strict -c "$work/impl.c" -o "$work/fast.o"
 at_once "-O0 -g" "${CC:-gcc}" -std=c99 -O0 -g $strict -c "$work/impl.c" -o "$work/debug.o"
+# A host may be older than the implementation, which says so once.
+printf '#include "amp.h"\nint main(void) { amp_convert_desc d; d.saturate = 0; return amp_version() && d.saturate; }\n' > "$work/old.c"
+for old in "${CC:-gcc} -ansi" "clang -ansi" "g++ -x c++ -std=c++98" "clang++ -x c++ -std=c++98"; do
+    if have "${old%% *}"; then
+        check "$old" $old -pedantic -Wall -Wextra -Werror -I. -fsyntax-only "$work/old.c"
+        said=$($old -DAMP_IMPLEMENTATION -I. -fsyntax-only "$work/old.c" 2>&1 | grep -c 'error: ')
+        if [ "$said" -eq 1 ]; then pass; else fail "$old with AMP_IMPLEMENTATION" "$said errors, must be one"; fi
+    else skip "$old" "not installed"; fi
+done
 if [ "$(uname -m)" = x86_64 ]; then         # a host's own flags may give every function registers that only AVX-512 has
     for compiler in "${CC:-gcc}" clang; do
         have "$compiler" && at_once "$compiler -march=x86-64-v4" "$compiler" -std=c99 -O3 -march=x86-64-v4 $strict -c "$work/impl.c" -o "$work/v4_$compiler.o"
