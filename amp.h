@@ -143,9 +143,9 @@
        nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
 
        Without -O2 all is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under -std=c99
-       includes amp.h before system headers; files that only include it may be C90 or C++98.  AMP_STATIC beside AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.
-       AMP_API may be predefined in all files, for example with a visibility attribute.
-       Some g++ -Wextra want -Wno-missing-field-initializers.
+       includes amp.h before system headers; files that only include it may be C90 or C++98.  AMP_STATIC beside
+       AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.  AMP_API may be predefined in all
+       files, for example with a visibility attribute.  Some g++ -Wextra want -Wno-missing-field-initializers.
 
    STEP BY STEP     for a reader who knows PyTorch
 
