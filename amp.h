@@ -1152,7 +1152,7 @@ typedef struct amp_grad_set_desc {
     int32_t sharded, reserved;
     double clip_norm;               /* largest allowed norm; 0: no clipping */
 } amp_grad_set_desc;
-/* Errors: 101, 102, 103, 104, 110 both or neither given, 301. */
+/* Errors: 101, 102, 103, 104, 110 .params and .ranges are both given, 301. */
 AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc);
 AMP_API void amp_grad_set_destroy(amp_grad_set *set);
 

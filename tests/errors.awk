@@ -9,7 +9,7 @@ comment { next }
 /^(AMP_API|AMPI_INLINE) / || /^} amp_|^$/ {
     if (/^(AMP_API|AMPI_INLINE) amp_result / && match($0, / amp_[a-z0-9_]+\(/)) {
         name = substr($0, RSTART + 1, RLENGTH - 2)
-        if (/ \*op\)/) {
+        if (/_op \*op\)/) {
             split("101 103 104 110", always, " ")
             for (i in always) print always[i], name
             if (name ~ /_backward$/) print 106, name

@@ -158,6 +158,26 @@ TEST(ranges_may_change_from_call_to_call) {
     amp_close(amp);
 }
 
+/* torch's preset refuses fp16 gradients, and leaves them as they are. */
+TEST(torch_takes_no_fp16) {
+    uint16_t x[2] = {0x3c00, 0x4000};
+    amp_range range;
+    words w;
+    int32_t apply = 1;
+    amp_context *amp = open_as(AMP_F16, &w, 0);
+    amp_scaler_desc desc;
+    amp_scaler *scaler;
+    memset(&range, 0, sizeof range);
+    memset(&desc, 0, sizeof desc);
+    range.data = x; range.count = 2; range.dtype = AMP_F16;
+    desc.preset = AMP_SCALER_TORCH;
+    CHECK_OK(amp_scaler_create(amp, &scaler, &desc));
+    CHECK_ERR(amp_scaler_unscale(scaler, &range, 1, &apply), AMP_ERR_GRAD_16BIT);
+    CHECK(apply == 0 && x[0] == 0x3c00 && x[1] == 0x4000);
+    amp_scaler_destroy(scaler);
+    amp_close(amp);
+}
+
 /* ---- The host's own found_inf */
 
 TEST(found_inf_of_the_host) {
@@ -539,7 +559,7 @@ TEST(the_first_bad_element) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    RUN(unscale_is_check_and_update_in_one); RUN(ranges_may_change_from_call_to_call); RUN(found_inf_of_the_host);
+    RUN(unscale_is_check_and_update_in_one); RUN(ranges_may_change_from_call_to_call); RUN(torch_takes_no_fp16); RUN(found_inf_of_the_host);
     RUN(found_inf_of_host_and_check); RUN(no_scaler_is_a_scale_of_1); RUN(enabled); RUN(gemm_always_needs_no_region);
     RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(skips_at_the_floor);
     RUN(sets_without_a_count); RUN(momentum_in_the_gradient_buffer); RUN(the_first_bad_element);

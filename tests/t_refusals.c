@@ -1189,7 +1189,7 @@ TEST(nothing_for_a_step) {
     CHECK_OK(amp_grad_set_create(amp, &set, &set_desc));
     NULLS(amp_grad_set_stats(NULL, &found)); NULLS(amp_grad_set_stats(set, NULL));
     CHECK(amp_grad_set_device(NULL) == NULL);
-    NULLS(amp_grad_set_apply(NULL));
+    NULLS(amp_grad_set_apply(NULL)); NULLS(amp_grad_set_save(NULL)); NULLS(amp_grad_set_restore(NULL));
     NULLS(amp_scaler_create(NULL, &scaler, NULL)); NULLS(amp_scaler_create(amp, NULL, NULL));
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
     NULLS(amp_scaler_query(NULL, &query)); NULLS(amp_scaler_query(scaler, NULL));

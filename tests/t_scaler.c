@@ -1247,6 +1247,7 @@ TEST(ranks_sum_gradients_and_agree_on_overflow) {
     amp_grad_set *set, *sharded = NULL;
     amp_grad_set_desc d;
     amp_range range;
+    int32_t apply = 1;
     amp_grad_stats f;
     memset(&c, 0, sizeof c);
     memset(&log, 0, sizeof log);
@@ -1280,6 +1281,8 @@ TEST(ranks_sum_gradients_and_agree_on_overflow) {
     log.fail = 1;
     CHECK_ERR(amp_scaler_check(s, set, AMP_CHECK_READ), AMP_ERR_REDUCE);
     CHECK_EQ(stage_of(set), 0);
+    CHECK_ERR(amp_scaler_unscale(s, &range, 1, &apply), AMP_ERR_REDUCE);
+    CHECK_EQ(apply, 0);
     amp_grad_set_destroy(set);
     amp_grad_set_destroy(sharded);
     amp_scaler_destroy(s);

@@ -1285,7 +1285,10 @@ CUDA_TEST(graph_refusals) {
     CHECK_ERR(amp_sync(gpu.amp), AMP_ERR_STATE);
     CHECK(says("amp_graph_end"));
     amp_k_scaler scaler;
+    amp_range nothing = {"nothing", nullptr, 0, AMP_F32};
+    int32_t apply = 1;
     CHECK_ERR(amp_scaler_get(gpu.scaler, &scaler), AMP_ERR_STATE);
+    CHECK_ERR(amp_scaler_unscale(gpu.scaler, &nothing, 1, &apply), AMP_ERR_STATE);
     step(&gpu);
     CHECK_ERR(amp_step_result_flush(gpu.optimizer), AMP_ERR_STATE);
     CHECK_OK(gpu.compute());                                    /* a backward without its step */
