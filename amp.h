@@ -249,7 +249,7 @@
        names the first that was compiled against another version, or with other sizes of structs.  So
        do calls that take a struct before amp_open: amp_machine_*, amp_choose, amp_settings_*; amp_system,
        amp_convert_desc and amp_tensor never change.  Not seen: with amp.h in a shared library, what the program calls
-       before amp_open (give its soname the version); with AMP_STATIC, and where programs are neither ELF nor Mach-O,
+       before amp_open (give its soname the version), or opens by amp_open_env; with AMP_STATIC, and where programs are neither ELF nor Mach-O,
        other files than the one that calls amp_open.
        Every function is a symbol by its own name; inline are scalar conversions, amp_tensor1 to 4, and amp_open, which
        other languages call as amp_open_abi.
@@ -280,7 +280,7 @@
        host), started by the first call that is worth it.  In all contexts together no more run than there are cores;
        where other programs need those, the caller works alone for a while.
        A child of fork starts threads of its own; calls on the parent's loader return 106; destroying it, and amp_close of
-       the parent's context, do nothing.  Fork while no other thread is in the library.
+       the parent's context, do nothing.  Fork, by fork() itself, while no other thread is in the library.
        When the system has no more threads, kernels run on fewer, with one warning; a loader returns 302.
 
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
@@ -649,7 +649,7 @@ typedef struct amp_device_memory {
     .mode             TRAINING                     TRAINING, INFERENCE
     .backend          amp_cpu()                    a backend's table
     .device           0                            device index
-    .threads          cores, less by a CPU quota   1 to 1024: most threads that work on one call, the caller included
+    .threads          cores, fewer by a CPU quota  1 to 1024: most threads that work on one call, the caller included
     .seed             0                            of dropout
     .fallback         none                         F32, TF32, F16, BF16: replaces a dtype the device lacks, instead of an
                                                    error or the nearest; operators overridden to AMP_CAST_FP32 compute in it
@@ -690,8 +690,8 @@ typedef struct amp_desc {
     amp_parallel parallel;          /* the host's own thread pool */
     amp_context *share_threads;     /* use this open context's threads, and no others; .threads is at most its own */
     int32_t pin_threads;            /* 1: each thread that amp.h starts keeps to one core (Linux) */
-    int32_t gemm_always;            /* 1: amp_gemm computes as in a region where there is none, for hosts that call it
-                                       everywhere; an island stays one */
+    int32_t gemm_always;            /* 1: outside any region amp_gemm computes as it would inside one, for hosts that
+                                       call it everywhere; an island stays one */
 } amp_desc;
 
 /* Opens a context.  Errors: 101, 102, 104, 105, 106 .share_threads was closed, 108, 110, 301, 302, 501, 502; *out is
@@ -1175,7 +1175,7 @@ AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set);
 AMP_API amp_result amp_grad_set_apply(amp_grad_set *set);
 /* Keeps a copy of the ranges as they are, and puts it back: for gradient buffers that hold the momentum as well, which a
    skipped step must leave as it was.  The first save takes as much memory as the ranges.  One step of such a host, where
-   the buffers carry the scale S, with nothing saved or multiplied while S is 1:
+   the buffers carry the scale S (while it stays 1, save, restore and rescale may be left out):
        amp_grad_set_save; backward, from a gradient of S, adds to the buffers;
        amp_scaler_check(scaler, set, AMP_CHECK_READ); amp_grad_set_stats tells found_inf;
        found_inf 0: step by learning rate / S, and S times the weight decay; then buffers *= momentum;
@@ -1255,7 +1255,7 @@ typedef struct amp_scaler_desc {
 /* Errors: 101, 102, 202, 301. */
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
 AMP_API void amp_scaler_destroy(amp_scaler *scaler);
-/* 1 where the scale is more than a constant 1: not disabled, not NULL, its context open.  NULL stands for "no scaler" in
+/* 1 where there is a loss scale: not NULL, not disabled, its context open.  NULL stands for "no scaler" in
    amp_scaler_scale, _scale_ptr, _get, _check, _unscale, _update, _update_with and _rescale: scale 1, nothing found, nothing
    done, AMP_OK; so a host calls them in its fp32 runs, too. */
 AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler);
@@ -1623,7 +1623,7 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 
 typedef struct amp_cpu_info {
     char name[64];
-    int32_t cores;                  /* that this process may use, less by a CPU quota */
+    int32_t cores;                  /* that this process may use, fewer by a CPU quota */
     amp_cpu_path path;              /* best path this CPU and system support */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16; /* 0 or 1 */
     int32_t amx_bf16;               /* 0 or 1; 1 only where the system lets this process use it */
@@ -1807,7 +1807,7 @@ typedef enum amp_nan_action {
                                                        makes an amp_tensor_stats with it
     "memory_warning"     .memory_warning    0.9        share of the device's memory, up to 1, that is worth a warning
     "nan_action"         .nan_action        skip       report, skip, stop, recover
-    "max_skips"          .max_skips         25         consecutive skips that are anomaly; 1 or more
+    "max_skips"          .max_skips         25         consecutive skips that are an anomaly; 1 or more
     "max_retries"        .max_retries       3          recoveries before giving up; 0 to 1000: for the amp_recovery
     "batch_growth_interval" .batch_growth_interval off  good steps until a batch that was halved for memory is doubled
                                                        again: for the amp_recovery
@@ -2305,7 +2305,8 @@ typedef struct amp_tune_report {
     amp_tune_row rows[AMP_TUNE_ROWS];
 } amp_tune_report;
 /* Precisions alternate in turns of a few timed steps, so that a machine's changing speed meets all alike.  A failing row is
-   no error: its precision is not tried with larger batches, and batches end when `prepare` fails or none is left.  Verified is at the first batch.  best: the highest rate,
+   no error: its precision is not tried with larger batches, and batches end when `prepare` fails or none is left.
+   Verification runs at the first batch.  best: the highest rate,
    of equal ones the first.  Afterwards the context's dtype and all that .verify names are what they were (without it the
    steps have trained), captured graphs are out of date, and `prepare` was last called with the best batch.  A file that is damaged, or whose best batch
    cannot be prepared, is written anew; one that holds something else is left alone; all with a warning.
@@ -3884,7 +3885,7 @@ static int32_t ampi_threads_running;
 /* 0 before the first pool is opened; then 1, and 1 more in each child of fork.  getpid() in its place would be a system call for
    each job. */
 static int32_t ampi_forks;
-static void ampi_count_fork(void) { ampi_forks++; }
+static void ampi_count_fork(void) { ampi_forks++; ampi_threads_running = 0; }
 
 /* While (*value == old) is `equal`: looks again and again, then gives up.  1: it no longer is. */
 static int ampi_spin(const int32_t *value, int32_t old, int equal) {
@@ -3998,7 +3999,6 @@ static int ampi_threads_ready(ampi_threads *t) {
     int32_t self = ampi_forks, owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
     if (owner == self) return t->started > 0;
     if (owner < 0 || !__atomic_compare_exchange_n(&t->owner, &owner, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
-    if (owner != 0) __atomic_store_n(&ampi_threads_running, 0, __ATOMIC_RELAXED);
     t->jobs = NULL;
     t->started = t->asleep = t->waiting = t->arrived = 0;
     if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 && pthread_cond_init(&t->finished, NULL) == 0)
@@ -4054,7 +4054,12 @@ AMPI_PRIVATE amp_result ampi_threads_open(ampi_threads **out, const amp_system *
     ampi_threads *t;
     void *memory;
     int32_t unknown = 0;
-    if (__atomic_compare_exchange_n(&ampi_forks, &unknown, 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) (void)pthread_atfork(NULL, NULL, ampi_count_fork);
+    int error;
+    if (__atomic_compare_exchange_n(&ampi_forks, &unknown, 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) &&
+        (error = pthread_atfork(NULL, NULL, ampi_count_fork)) != 0) {
+        __atomic_store_n(&ampi_forks, 0, __ATOMIC_RELAXED);
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "pthread_atfork: %s", strerror(error));
+    }
     AMPI_TRY(ampi_alloc(system, "amp_open", &memory, 1, sizeof *t));
     t = (ampi_threads *)memory;
     t->system = *system;
@@ -7102,7 +7107,7 @@ AMPI_PRIVATE void ampi_attention_fold(const ampi_attention_call *call, ampi_stri
     s->tiles = 0;
 }
 
-/* All strips of the scratch against all keys they see. */
+/* All strips in `scratch` against all keys they see. */
 AMPI_PRIVATE void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
     const amp_k_attention *x = call->x;
     for (int64_t j = 0; j < x->keys; j += AMPI_KEY_TILE) {
@@ -8703,7 +8708,7 @@ struct amp_context {
        none of a backend is made with a lock held, here or anywhere: it might come back, or fail and log. */
     pthread_mutex_t lock;
     pthread_cond_t written;         /* a copy or a mask is made, or cannot be */
-    ampi_block *blocks; int64_t n_blocks, block_capacity;       /* scratch is a power of two */
+    ampi_block *blocks; int64_t n_blocks, block_capacity;   /* the capacity is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
     int64_t taken, taken_peak;      /* host memory of the backend, scratch included; changed atomically */
     ampi_known *params; int64_t n_params, param_capacity;
@@ -8811,7 +8816,7 @@ AMPI_PRIVATE void ampi_precision_set(amp_context *amp, const ampi_precision *p) 
 }
 /* 1: the gradient holds what no step has used, and the next backward adds to it; 0: it overwrites it. */
 AMPI_PRIVATE void ampi_gradient_live(amp_param *p, int live) {
-    if (p != NULL && p->grad.data != NULL) p->grad_live = live;
+    if (p != NULL && (!live || p->grad.data != NULL)) p->grad_live = live;
 }
 /* 1: some registered parameter's gradient is live; clear 1: no more. */
 AMPI_PRIVATE int ampi_live_gradients(amp_context *amp, int clear) {
@@ -11104,12 +11109,12 @@ static amp_result ampi_gemm_places(int row, int ta, int tb, int64_t m, int64_t n
 }
 
 /* A product of a 16-bit context in fp32, for want of a region: said once. */
-static void ampi_gemm_outside(amp_context *amp) {
+static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
     amp_dtype dtype = amp->desc.autocast_dtype;
     if ((dtype != AMP_F16 && dtype != AMP_BF16) || amp->desc.disable || amp->desc.gemm_always || ampi_region_of(amp) != NULL) return;
     if (ampi_log_count(amp, 1010) > 1) return;
-    ampi_log(amp, AMP_LOG_WARNING, 1010, "amp_gemm outside any region computes in fp32, not in this context's %s: call amp_autocast_begin "
-             "around it, or set amp_desc.gemm_always", amp_dtype_name(dtype));
+    ampi_log(amp, AMP_LOG_WARNING, 1010, "amp_gemm outside any region computes in %s, not in this context's %s: call amp_autocast_begin "
+             "around it, or set amp_desc.gemm_always", amp_dtype_name(compute), amp_dtype_name(dtype));
 }
 
 /* Column major is row major with everything transposed: C^T = op(B)^T op(A)^T. */
@@ -11128,7 +11133,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
     else AMPI_TRY(ampi_gemm_places(!swap, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, a, lda, b, ldb, c, ldc));
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
-    if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp);
+    if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
     memset(&g, 0, sizeof g);
     g.m = swap ? n : m; g.n = swap ? m : n; g.k = k; g.batch = 1;
     g.a = swap ? b : a; g.lda = swap ? ldb : lda; g.trans_a = (swap ? trans_b : trans_a) != AMP_NO_TRANS;
@@ -12252,7 +12257,7 @@ AMPI_PRIVATE amp_result ampi_set_save(amp_grad_set *set) {
     if (set == NULL) return ampi_fail(AMP_ERR_NULL, "amp_grad_set_save", "set is NULL");
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_save"));
     for (i = 0; i < set->n; i++) bytes += set->rows[i].count * (int64_t)amp_dtype_size(set->rows[i].grad_dtype);
-    if (set->saved == NULL) AMPI_TRY(ampi_alloc_part(set->amp, AMPI_PART_OPTIMIZER, &set->saved, bytes));
+    if (set->saved == NULL) AMPI_TRY(ampi_alloc_part(set->amp, AMPI_PART_OPTIMIZER, &set->saved, AMPI_MAX(bytes, 1)));
     return ampi_set_copy(set, 0);
 }
 AMP_API amp_result amp_grad_set_save(amp_grad_set *set) { return ampi_as("amp_grad_set_save", ampi_set_save(set)); }
@@ -15909,7 +15914,7 @@ struct amp_monitor {
     ampi_note notes[AMPI_NOTES];     /* of the steps since `taken`, and of the one that runs */
     int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are not needed any more */
     int64_t last;                   /* the optimizer's steps at the last of them */
-    ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; scratch is a power of two */
+    ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; the capacity is a power of two */
     int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
     int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was said */
     amp_step_record records[AMP_STEP_RESULTS]; int64_t first_record, n_records;
@@ -16488,9 +16493,10 @@ static int ampi_setting_is_of_others(const ampi_setting *k) {
 }
 
 static int ampi_env_is_empty(void) {
+    const char *equals;
     int i;
     for (i = 0; environ != NULL && environ[i] != NULL; i++)
-        if (strncmp(environ[i], "AMP_", 4) == 0 && strchr(environ[i], '=') != NULL) return 0;
+        if (strncmp(environ[i], "AMP_", 4) == 0 && (equals = strchr(environ[i], '=')) != NULL && equals[1] != 0) return 0;
     return 1;
 }
 
@@ -16504,7 +16510,8 @@ AMPI_PRIVATE amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
     memset(&none, 0, sizeof none);
     memset(&desc, 0, sizeof desc);
     desc.gemm_always = 1;
-    AMPI_TRY(amp_settings_read_env(&s));
+    AMPI_TRY(amp_settings_read_env(&s));           /* refuses empty variables with a wrong name, too */
+    if (ampi_env_is_empty()) return AMP_OK;
     AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
     AMPI_TRY(amp_open_abi(amp, &desc, AMPI_HEADERS));
     r = amp_settings_fill(&s, *amp, NULL, &scaling, NULL, NULL);
@@ -16513,8 +16520,8 @@ AMPI_PRIVATE amp_result ampi_open_env(amp_context **amp, amp_scaler **scaler) {
     for (i = 0; i < AMPI_SETTINGS; i++) {
         const ampi_setting *k = &ampi_setting_table[i];
         if (ampi_setting_is_of_others(k) && ampi_setting_get(&s, k) != ampi_setting_get(&none, k))
-            ampi_log(*amp, AMP_LOG_WARNING, 1202, "amp_open_env opens a context and a scaler: .%s of the environment is for amp_settings_fill "
-                     "or amp_settings_fill_loader to hand on", k->key);
+            ampi_log(*amp, AMP_LOG_WARNING, 1202, ".%s of the environment is not for a context or a scaler, which is all that amp_open_env "
+                     "opens: read it by amp_settings_read_env and hand it on", k->key);
     }
     return AMP_OK;
 }
@@ -16522,7 +16529,7 @@ AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) {
     if (amp != NULL) *amp = NULL;
     if (scaler != NULL) *scaler = NULL;
     if (amp == NULL || scaler == NULL) return ampi_fail(AMP_ERR_NULL, "amp_open_env", "amp or scaler is NULL");
-    return ampi_env_is_empty() ? AMP_OK : ampi_as("amp_open_env", ampi_open_env(amp, scaler));
+    return ampi_as("amp_open_env", ampi_open_env(amp, scaler));
 }
 
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
@@ -18075,6 +18082,7 @@ AMPI_PRIVATE amp_result ampi_snapshot_restore(ampi_snapshot *k) {
         ampi_set_unlink(o->set);
         k->optimizer.object = o->object;        /* who lives how long is not put back */
         k->set.object = o->set->object;
+        k->set.saved = o->set->saved;
         *o = k->optimizer;
         *o->set = k->set;
         memcpy(o->outcomes, k->outcomes, sizeof k->outcomes);
@@ -18082,6 +18090,7 @@ AMPI_PRIVATE amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     if (s != NULL) {
         ampi_scaler_release_sets(s);
         k->scaler.object = s->object;
+        k->scaler.own = s->own;
         *s = k->scaler;
     }
     ampi_precision_set(k->amp, &k->precision);
@@ -19799,7 +19808,7 @@ AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t s
 
 /* ---- Recover.  Records come some steps late, so a snapshot is taken of weights that no record speaks of yet: it is a
    candidate until a later step was applied, whose finite loss and gradients were computed from them.  Then it replaces the
-   one before; anomaly drops it.  Two snapshots are held at most.
+   one before; an anomaly drops it.  Two snapshots are held at most.
 
    Restoring sets the optimizer's count of steps back and drops the results that were pending.  What a monitor or the host
    still has of the undone steps are records numbered from the last one seen to the last step done.  They are passed over
@@ -19818,7 +19827,7 @@ struct amp_recovery {
     amp_recovery_desc desc;         /* effective */
     ampi_recovery_point good, candidate;
     int32_t retries;                /* since .interval good steps */
-    int64_t streak;                 /* applied steps without anomaly */
+    int64_t streak;                 /* applied steps without an anomaly */
     int64_t next;                   /* applied steps when a snapshot is due */
     int64_t seen;                   /* the last record's number */
     int64_t undone;                 /* records from seen + 1 to this one are passed over; 0: none */
@@ -22292,8 +22301,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Header and implementation are compared once, in amp_open, and file by file: functions are plain symbols (no more
        _v); AMP_ABI takes no argument, and amp_backend.abi is AMP_ABI.  The API begins with what a training program
        calls, and the manual with a whole program.
-       amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always: what a program with a training loop of its own
-       takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused, products outside regions of a
+       amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always, .skip_warning: what a program with a training
+       loop of its own takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused, products outside regions of a
        16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
        Declarations compile as C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
        amp_grad_stats.first_bad_element.
@@ -22307,9 +22316,6 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on the
        learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
        Long fp32 sums no longer lose accuracy with their number of terms.
-       For hosts with a training loop of their own: amp_open_env, amp_scaler_unscale, amp_scaler_update_with,
-       amp_scaler_enabled, amp_desc.gemm_always, amp_scaler_desc.skip_warning; a NULL scaler is a scale of 1, where calls
-       returned 101; an empty variable AMP_... is not set.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

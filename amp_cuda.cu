@@ -4120,7 +4120,7 @@ struct ampc_operand {
     int64_t outer, inner, count;    /* count: of i */
 };
 
-typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, with scratch against bank conflicts */
+typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, padded against bank conflicts */
 
 /* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0.  They are on their way together. */
 __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di, int j_left,
@@ -6079,9 +6079,9 @@ template <bool KEYS> __device__ __forceinline__ unsigned ampc_attention_look(con
 
 /* sum[i][j] = row i0 + 4 y + i of x times row j0 + 4 x + j of y */
 __device__ __forceinline__ void ampc_attention_sum(const amp_k_attention &a, const ampc_operand &own, int64_t i0,
-                                                   const ampc_operand &other, int64_t j0, ampc_attention_scratch *capacity,
+                                                   const ampc_operand &other, int64_t j0, ampc_attention_scratch *scratch,
                                                    float (&sum)[4][4]) {
-    ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, capacity->tiles[0], capacity->tiles[1], sum);
+    ampc_gemm_sum(own, 0, i0, other, 0, j0, a.dim, scratch->tiles[0], scratch->tiles[1], sum);
 }
 
 /* Hands this thread's weights to the block, rounded to the compute dtype. */

@@ -346,11 +346,12 @@ TEST(opened_from_the_environment) {
     amp_scaler_destroy(scaler);
     amp_close(amp);
 
-    setenv("AMP_DTYPE", "", 1);                 /* empty: auto, as settings have it */
+    setenv("AMP_DTYPE", "", 1);                 /* empty: not set */
     unsetenv("AMP_INIT_SCALE");
     CHECK_OK(amp_open_env(&amp, &scaler));
-    amp_scaler_destroy(scaler);
-    amp_close(amp);
+    CHECK(amp == NULL && scaler == NULL);
+    setenv("AMP_DTYP", "", 1);                  /* but not another name */
+    CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_NAME);
     clean();
 }
 
@@ -434,6 +435,9 @@ TEST(sets_without_a_count) {
     CHECK_OK(amp_grad_set_create(amp, &set, &desc));
     CHECK_OK(amp_scaler_check(scaler, set, AMP_CHECK_READ));
     CHECK_EQ(w.n, 0);
+    CHECK_ERR(amp_grad_set_restore(set), AMP_ERR_STATE);
+    CHECK_OK(amp_grad_set_save(set));
+    CHECK_OK(amp_grad_set_restore(set));
     amp_grad_set_destroy(set);
     memset(&param, 0, sizeof param);
     param.name = "frozen";
