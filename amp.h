@@ -3996,7 +3996,7 @@ static void ampi_threads_main(void *arg) {
 /* Starts the workers: with the first job in each process, since a child of fork() has none of its parent's.
    0: there are none, or another thread is starting them. */
 static int ampi_threads_ready(ampi_threads *t) {
-    int32_t self = ampi_forks, owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
+    int32_t self = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
     if (owner == self) return t->started > 0;
     if (owner < 0 || !__atomic_compare_exchange_n(&t->owner, &owner, -1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
     t->jobs = NULL;
@@ -4077,7 +4077,7 @@ AMPI_PRIVATE void ampi_threads_close(ampi_threads *t) {
     int32_t i;
     if (t == NULL || __atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
     system = t->system;
-    if (t->owner == ampi_forks) {
+    if (t->owner == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) {
         pthread_mutex_lock(&t->lock);
         __atomic_store_n(&t->closing, 1, __ATOMIC_SEQ_CST);
         __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);

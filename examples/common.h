@@ -731,8 +731,8 @@ static inline void json_need(json *j, char c) { if (!json_take(j, c)) j->bad = 1
 static inline uint32_t json_hex4(json *j) {
     uint32_t code = 0;
     int i;
-    for (i = 0; i < 4 && !j->bad; i++, j->at++) {
-        int c = j->at < j->end ? *j->at : 0;
+    for (i = 0; i < 4 && !j->bad; i++) {
+        int c = j->at < j->end ? *j->at++ : 0;
         if (c >= '0' && c <= '9') code = code * 16 + (uint32_t)(c - '0');
         else if (c >= 'a' && c <= 'f') code = code * 16 + (uint32_t)(c - 'a' + 10);
         else if (c >= 'A' && c <= 'F') code = code * 16 + (uint32_t)(c - 'A' + 10);

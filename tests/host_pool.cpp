@@ -28,6 +28,7 @@ static std::vector<float> product(const amp_parallel &parallel) {
     for (int i = 0; i < SIZE * SIZE; i++) a[static_cast<size_t>(i)] = amp_random_uniform(1, static_cast<uint64_t>(i)) - 0.5f;
     amp_desc desc{};
     desc.threads = 3;
+    desc.gemm_always = 1;
     desc.parallel = parallel;
     amp_context *amp = nullptr;
     if (amp_open(&amp, &desc) != AMP_OK ||
