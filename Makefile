@@ -20,7 +20,7 @@ TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
 .PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive errors anomalies oracle bench \
-        bench-curves bench-threads accuracy readme install clean
+        bench-curves bench-threads bench-shapes accuracy readme install clean
 
 PREFIX  ?= /usr/local
 VERSION := $(shell sed -n 's/^\#define AMP_VERSION_TEXT "\(.*\)"/\1/p' amp.h)
@@ -45,6 +45,7 @@ help: backend
 	@echo "make bench            time kernels, steps, recomputing, loader and masks beside their peers (PEER_TORCH,"
 	@echo "                      PEER_LLMC, PEER_BLAS), with a verdict per bar, into tests/bench/results/"
 	@echo "make bench-threads    the thread pool alone and beside busy programs; PEER=COMMIT: beside an amp.h with OpenMP"
+	@echo "make bench-shapes     small and thin products beside OpenBLAS, in fp32 and bf16, on one and two threads"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make adopt            a plain fp32 program before and after adopting amp.h: time and loss in each precision"
 	@echo "make plot             draw runs of train_gpt (RUNS=files; else those in out/): loss, scale, tokens/s, memory"
@@ -115,6 +116,7 @@ $(BUILD):
 	mkdir -p $@
 
 $(BUILD)/t_anomalies: LIBS += -ldl          # dlsym
+$(BUILD)/bench_shapes: LIBS += -ldl         # dlopen
 
 # The CUDA backend's tests on the CPU: CUDA_TESTS, CUDA_TESTS_CI; and on GPUs.
 include tests/cuda_on_cpu/rules.mk
@@ -157,6 +159,9 @@ bench: $(BENCHES:%=$(BUILD)/%)
 
 bench-threads:
 	$(PYTHON) tests/bench/threads.py --peer "$(PEER)"
+
+bench-shapes: $(BUILD)/bench_shapes
+	$(PYTHON) tests/bench/shapes.py
 
 bench-curves: $(BENCHES:%=$(BUILD)/%)
 	$(PYTHON) tests/bench/run.py --only curves
