@@ -3572,8 +3572,9 @@ AMPI_PRIVATE uint64_t ampi_serial(void) {
 /* What a public function got from another one, or from a backend, is told as its own failure: the text gets its name. */
 AMPI_PRIVATE amp_result ampi_as(const char *function, amp_result result) {
     char detail[sizeof ampi_error_text], number[16];
-    const char *colon = strstr(ampi_error_text, ": ");
+    const char *colon;
     if (result == AMP_OK) return result;
+    colon = strstr(ampi_error_text, ": ");
     snprintf(number, sizeof number, "AMP%04d ", (int)result);
     if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* an older failure's text */
         return ampi_fail(result, function, "%s; no reason was given", amp_result_text(result));
@@ -8704,6 +8705,7 @@ struct amp_context {
     ampi_threads *threads;
     amp_machine machine;
     amp_choice choice;
+    amp_k_gemm product;             /* amp_gemm's, without what its caller gives: copying is faster than setting to 0 */
     /* For everything below.  THE LOCK RULE: no call of the host's (logger, allocator, reducer, callbacks, amp_system) and
        none of a backend is made with a lock held, here or anywhere: it might come back, or fail and log. */
     pthread_mutex_t lock;
@@ -9224,6 +9226,8 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp->system = amp->desc.system = system;
     amp->quiet = amp->desc.logger.level == AMP_LOG_DEBUG ? AMP_LOG_WARNING : amp->desc.logger.level;
     amp->backend = amp->desc.backend;
+    amp->product.batch = 1;
+    amp->product.a_dtype = amp->product.b_dtype = amp->product.c_dtype = AMP_F32;
     amp->serial = ampi_serial();
     amp->holders = 1;
     amp->process = getpid();
@@ -10222,9 +10226,8 @@ static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     return widest;
 }
 
-/* What the inputs promote to without a region: fp64 counts here. */
-static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n) {
-    amp_dtype widest = ampi_widest(inputs, n);
+/* What the inputs, of which `widest` is the widest, promote to without a region: fp64 counts here. */
+static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype widest) {
     int32_t i;
     for (i = 0; i < n; i++)
         if (inputs[i] == AMP_F64) return AMP_F64;
@@ -10252,9 +10255,9 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
 
 /* The decision in a region that is no island. */
 static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc *region, int32_t op, const char *layer,
-                                 const amp_dtype *inputs, int32_t n, amp_plan *out) {
+                                 amp_dtype widest, amp_plan *out) {
     amp_cast_policy policy = ampi_policy_of(amp, op, region->policy, &out->rule);
-    amp_dtype widest = ampi_widest(inputs, n), dtype = AMP_DTYPE_DEFAULT;
+    amp_dtype dtype = AMP_DTYPE_DEFAULT;
     if (policy == AMP_CAST_BANNED)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_autocast_decide", "operator %s is banned in autocast regions; call it in an island (.disable = 1)", ampi_op_name(amp, op));
     if (policy == AMP_CAST_FALLTHROUGH || out->result == AMP_F64 || widest == AMP_DTYPE_DEFAULT) return AMP_OK;
@@ -10274,6 +10277,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     const ampi_region *top;
     const amp_autocast_desc *region;
     amp_autocast_desc always;
+    amp_dtype widest;
     if (amp == NULL || out == NULL || (inputs == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
     top = ampi_region_top(amp);
@@ -10287,11 +10291,12 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
         region = &always;
     }
     out->mode = region ? region->mode : amp->desc.mode;
-    out->compute = out->result = ampi_promoted(inputs, n);
+    widest = ampi_widest(inputs, n);
+    out->compute = out->result = ampi_promoted(inputs, n, widest);
     out->rule = AMP_BY_STORAGE;
     if (region != NULL && !region->disable) {
         if (amp->desc.level == AMP_LEVEL_O0) out->rule = AMP_BY_LEVEL;
-        else AMPI_TRY(ampi_decide_in(amp, region, op, layer, inputs, n, out));
+        else AMPI_TRY(ampi_decide_in(amp, region, op, layer, widest, out));
     }
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
     return AMP_OK;
@@ -10332,11 +10337,12 @@ static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, con
     static const char *const rules[] = {"", "storage", "region", "operator", "layer", "level"};
     static const char *const uses[] = {"", "; cast cache: miss", "; cast cache: hit"};
     char text[400];
-    ampi_sheet s = ampi_sheet_of(text, sizeof text);
+    ampi_sheet s;
     size_t first;
     int32_t i;
     int added;
     if (amp->desc.logger.level < AMP_LOG_DEBUG) return;
+    s = ampi_sheet_of(text, sizeof text);
     ampi_print(&s, "%s%s%.200s (", ampi_op_name(amp, op), layer ? " " : "", layer ? layer : "");
     for (first = s.used, i = 0; i < n && s.used < first + 80; i++)
         if (inputs[i] != AMP_DTYPE_DEFAULT) ampi_print(&s, "%s%s", s.used > first ? ", " : "", amp_dtype_name(inputs[i]));
@@ -10357,7 +10363,9 @@ static amp_result ampi_decide2(const amp_context *amp, int32_t op, const char *l
     amp_dtype inputs[2];
     inputs[0] = a;
     inputs[1] = b;
-    return amp_autocast_decide(amp, op, layer, inputs, 2, plan);
+    AMPI_TRY(ampi_decide(amp, op, layer, inputs, 2, plan));
+    ampi_tell(amp, op, layer, inputs, 2, plan, AMPI_CACHE_UNUSED);
+    return AMP_OK;
 }
 
 AMP_API amp_dtype amp_autocast_compute(const amp_context *amp, int32_t op, const char *layer, amp_dtype a, amp_dtype b) {
@@ -11108,6 +11116,9 @@ static amp_result ampi_gemm_places(int row, int ta, int tb, int64_t m, int64_t n
     return ampi_check_places("amp_gemm", &at);
 }
 
+/* The bytes from the first to the last of lines that lie `ld` apart. */
+static size_t ampi_gemm_span(int64_t lines, int64_t length, int64_t ld) { return (((size_t)lines - 1) * (size_t)ld + (size_t)length) * sizeof(float); }
+
 /* A product of a 16-bit context in fp32, for want of a region: said once. */
 static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
     amp_dtype dtype = amp->desc.autocast_dtype;
@@ -11121,7 +11132,8 @@ static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
-    int swap = order == AMP_COL_MAJOR;
+    int swap = order == AMP_COL_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
+    size_t bytes = swap ? ampi_gemm_span(n, m, ldc) : ampi_gemm_span(m, n, ldc);
     amp_plan plan;
     amp_k_gemm g;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "amp is NULL");
@@ -11131,15 +11143,16 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (m == 0 || n == 0) return AMP_OK;
     if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
-    else AMPI_TRY(ampi_gemm_places(!swap, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, a, lda, b, ldb, c, ldc));
+    else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
+             !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
+        AMPI_TRY(ampi_gemm_places(!swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
     if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
-    memset(&g, 0, sizeof g);
-    g.m = swap ? n : m; g.n = swap ? m : n; g.k = k; g.batch = 1;
-    g.a = swap ? b : a; g.lda = swap ? ldb : lda; g.trans_a = (swap ? trans_b : trans_a) != AMP_NO_TRANS;
-    g.b = swap ? a : b; g.ldb = swap ? lda : ldb; g.trans_b = (swap ? trans_a : trans_b) != AMP_NO_TRANS;
+    g = amp->product;
+    g.m = swap ? n : m; g.n = swap ? m : n; g.k = k;
+    g.a = swap ? b : a; g.lda = swap ? ldb : lda; g.trans_a = swap ? tb : ta;
+    g.b = swap ? a : b; g.ldb = swap ? lda : ldb; g.trans_b = swap ? ta : tb;
     g.c = c; g.ldc = ldc;
-    g.a_dtype = g.b_dtype = g.c_dtype = AMP_F32;
     g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
     return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
 }
