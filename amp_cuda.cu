@@ -84,8 +84,8 @@ struct ampc_blas {
     size_t workspace;               /* bytes that a product may use */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
-    pthread_mutex_t lock;           /* recursive; for everything below, and for plans while they are used */
-    ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys */
+    pthread_mutex_t lock;           /* for everything below, what plans hold of algorithms included */
+    ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
     int found;                      /* 1: tuned plans that plans_load did not bring */
 };
 
@@ -115,7 +115,7 @@ struct ampc_device {
     int owns_stream;
     ampc_blas blas;
     amp_device_memory memory;       /* the host's own allocator, or zeros */
-    cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU */
+    cudaError_t sticky;             /* not 0: CUDA gave up on this process's use of the GPU; changed atomically */
     pthread_mutex_t lock;           /* for everything below */
     ampc_nvml nvml;
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
@@ -156,6 +156,14 @@ const char *ampc_advice(cudaError_t error) {
     }
 }
 
+/* What CUDA gave up with, or cudaSuccess. */
+cudaError_t ampc_loss(const ampc_device *dev) { return __atomic_load_n(&dev->sticky, __ATOMIC_RELAXED); }
+/* Notes it; true for one thread. */
+bool ampc_first_loss(ampc_device *dev, cudaError_t error) {
+    cudaError_t none = cudaSuccess;
+    return __atomic_compare_exchange_n(&dev->sticky, &none, error, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+
 /* AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint (NULL: the general one).  An error
    that lasts is reported with its name once; from then on every call fails through ampc_usable. */
 amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, const char *hint) {
@@ -165,8 +173,7 @@ amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, con
     if (hint == NULL) hint = ampc_advice(error);
     snprintf(text, sizeof text, "amp_cuda: %s on device %d: %s (%s); %s", call, dev->index, cudaGetErrorName(error),
              cudaGetErrorString(error), hint);
-    if (ampc_is_sticky(error) && dev->sticky == cudaSuccess) {
-        dev->sticky = error;
+    if (ampc_is_sticky(error) && ampc_first_loss(dev, error)) {
         dev->host.log(dev->host.user, AMP_LOG_ERROR, AMP_ERR_DEVICE, text);
     }
     return dev->host.fail(dev->host.user, ampc_result_of(error), text);
@@ -175,9 +182,9 @@ amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, con
 /* AMP_OK unless an earlier call met an error that lasts. */
 amp_result ampc_usable(ampc_device *dev, const char *call) {
     char text[256];
-    if (dev->sticky == cudaSuccess) return AMP_OK;
+    if (ampc_loss(dev) == cudaSuccess) return AMP_OK;
     snprintf(text, sizeof text, "amp_cuda: %s: device %d failed before with %s; close the context and start the process "
-             "again", call, dev->index, cudaGetErrorName(dev->sticky));
+             "again", call, dev->index, cudaGetErrorName(ampc_loss(dev)));
     return dev->host.fail(dev->host.user, AMP_ERR_DEVICE, text);
 }
 
@@ -196,7 +203,7 @@ struct ampc_current {
     int before;
     cudaError_t error;
     explicit ampc_current(ampc_device *d) : dev(d), before(-1), error(cudaSuccess) {
-        if (dev->sticky != cudaSuccess) return;
+        if (ampc_loss(dev) != cudaSuccess) return;
         error = cudaGetDevice(&before);
         if (error == cudaSuccess && before != dev->index) error = cudaSetDevice(dev->index);
     }
@@ -584,7 +591,7 @@ struct ampc_capture {
     ampc_capture *next;
 };
 
-/* No function of the host's is called while it is locked: they may call back. */
+/* Nothing is called while it is locked that may wait or call back: no function of the host's, of CUDA or of cuBLASLt. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
@@ -649,19 +656,14 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* The capture with this id, a new one where there is none; NULL: no host memory.  If CUDA makes no user object it is
-   held until the context is closed. */
-ampc_capture *ampc_capture_of(ampc_device *dev, unsigned long long id, cudaGraph_t graph) {
+/* A capture of the host's, held by the arena and by its graph.  If CUDA makes no user object it is held until the context
+   is closed. */
+ampc_capture *ampc_capture_new(unsigned long long id, cudaGraph_t graph) {
     cudaUserObject_t object;
-    ampc_capture *capture = dev->captures;
-    while (capture != NULL && capture->id != id) capture = capture->next;
-    if (capture != NULL) return capture;
-    capture = (ampc_capture *)malloc(sizeof *capture);
+    ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
     if (capture == NULL) return NULL;
     capture->id = id;
     capture->holders = 2;
-    capture->next = dev->captures;
-    dev->captures = capture;
     if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) == cudaSuccess &&
         cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
         (void)cudaUserObjectRelease(object, 1);
@@ -677,21 +679,35 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
+/* Who has the memory of a capture, or NULL; made: a capture of the host's to be known from now on. */
+const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
+    ampc_locked locked(dev);
+    ampc_capture *capture = dev->captures;
+    for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
+        if (graph->capturing && graph->stream == stream) return graph;
+    while (capture != NULL && capture->id != id) capture = capture->next;
+    if (capture != NULL || made == NULL) return capture;
+    made->next = dev->captures;
+    return dev->captures = made;
+}
+
 /* Who scratch memory used on a stream belongs to: the stream, or the graph that it is being captured into.  NULL: no
    host memory. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     cudaGraph_t captured = NULL;
-    ampc_locked locked(dev);
     if (ampc_capture_info(stream, &status, &id, &captured) != cudaSuccess) {
         (void)cudaGetLastError();
         return stream;
     }
     if (status != cudaStreamCaptureStatusActive) return stream;
-    for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
-        if (graph->capturing && graph->stream == stream) return graph;
-    return ampc_capture_of(dev, id, captured);
+    const void *owner = ampc_capture_owner(dev, stream, id, NULL);
+    if (owner != NULL) return owner;
+    ampc_capture *made = ampc_capture_new(id, captured);
+    owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
+    if (owner != made) ampc_capture_release(made);      /* another thread that captures into the same graph was faster */
+    return owner;
 }
 
 /* The stream whose work an owner's memory is used by; held: a graph may use it at any time. */
@@ -909,16 +925,12 @@ void ampc_close(void *device) {
 
 amp_result ampc_open(void **out, const amp_host *host, const amp_backend_desc *desc) {
     ampc_device *dev = (ampc_device *)host->alloc(host->user, sizeof *dev, 64);
-    pthread_mutexattr_t recursive;
     amp_result result;
     *out = NULL;
     if (dev == NULL) return host->fail(host->user, AMP_ERR_MEMORY, "amp_cuda: amp_open: no host memory for the device");
     memset((void *)dev, 0, sizeof *dev);
     pthread_mutex_init(&dev->lock, NULL);
-    pthread_mutexattr_init(&recursive);
-    pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
-    pthread_mutex_init(&dev->blas.lock, &recursive);
-    pthread_mutexattr_destroy(&recursive);
+    pthread_mutex_init(&dev->blas.lock, NULL);
     dev->host = *host;
     dev->index = desc->device;
     dev->stream = (cudaStream_t)desc->stream;
@@ -1070,23 +1082,40 @@ float ampc_temperature(const ampc_nvml *nvml) {
     return -1;
 }
 
+/* NVML, opened by the first that asks; who asks at the same time closes what it opened again. */
+ampc_nvml ampc_nvml_of(ampc_device *dev) {
+    ampc_nvml nvml, mine = {};
+    {
+        ampc_locked locked(dev);
+        nvml = dev->nvml;
+    }
+    if (nvml.looked_for) return nvml;
+    ampc_nvml_open(&mine, dev->index);
+    mine.looked_for = 1;
+    {
+        ampc_locked locked(dev);
+        nvml = dev->nvml;
+        if (!nvml.looked_for) dev->nvml = mine;
+    }
+    if (!nvml.looked_for) return mine;
+    ampc_nvml_close(&mine);
+    return nvml;
+}
+
 /* What cannot be had stays -1: no driver's library, a virtual GPU without sensors, a GPU that was lost. */
 amp_result ampc_telemetry(void *device, amp_telemetry *out) {
     ampc_device *dev = (ampc_device *)device;
-    const ampc_nvml *nvml = &dev->nvml;
+    const ampc_nvml nvml = ampc_nvml_of(dev);
     ampc_nvml_utilization busy = {0, 0};
     unsigned milliwatts = 0;
     out->utilization = out->memory_utilization = out->temperature = out->power = -1;
-    ampc_locked locked(dev);
-    if (!dev->nvml.looked_for) ampc_nvml_open(&dev->nvml, dev->index);
-    dev->nvml.looked_for = 1;
-    if (nvml->device == NULL) return AMP_OK;
-    if (nvml->utilization != NULL && nvml->utilization(nvml->device, &busy) == 0) {
+    if (nvml.device == NULL) return AMP_OK;
+    if (nvml.utilization != NULL && nvml.utilization(nvml.device, &busy) == 0) {
         out->utilization = (float)busy.gpu / 100;
         out->memory_utilization = (float)busy.memory / 100;
     }
-    if (nvml->power != NULL && nvml->power(nvml->device, &milliwatts) == 0) out->power = (float)milliwatts / 1000;
-    out->temperature = ampc_temperature(nvml);
+    if (nvml.power != NULL && nvml.power(nvml.device, &milliwatts) == 0) out->power = (float)milliwatts / 1000;
+    out->temperature = ampc_temperature(&nvml);
     return AMP_OK;
 }
 
@@ -4347,16 +4376,17 @@ struct ampc_plan_key {
 };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
+/* Calls work on copies of it, which share the layouts. */
 struct ampc_plan {
     ampc_plan_key key;
     ampc_plan *next;
-    cublasLtMatmulDesc_t product;
-    cublasLtMatrixLayout_t a, b, c; /* of a, b and c in our terms */
+    cublasLtMatrixLayout_t a, b, c; /* of a, b and c in our terms; NULL: from a file, and not asked for yet */
     cublasLtMatmulAlgo_t algo;
     size_t workspace;               /* bytes */
     int refused;                    /* 1: cuBLASLt has no algorithm for it */
     int tuned;                      /* 1: algo and apart were measured */
     int apart;                      /* 1: the plain product and kernels of ours are faster */
+    int measuring;                  /* 1: a thread does; others take the heuristic's choice meanwhile */
 };
 
 const char *ampc_blas_hint(cublasStatus_t status) {
@@ -4394,7 +4424,6 @@ amp_result ampc_blas_open(ampc_device *dev) {
 }
 
 void ampc_plan_free(ampc_device *dev, ampc_plan *plan) {
-    if (plan->product) (void)cublasLtMatmulDescDestroy(plan->product);
     if (plan->a) (void)cublasLtMatrixLayoutDestroy(plan->a);
     if (plan->b) (void)cublasLtMatrixLayoutDestroy(plan->b);
     if (plan->c) (void)cublasLtMatrixLayoutDestroy(plan->c);
@@ -4477,33 +4506,23 @@ ampc_plan **ampc_plan_slot(ampc_device *dev, const ampc_plan_key &key) {
     return &dev->blas.plans[hash % AMPC_PLANS];
 }
 
-/* The addresses that the description of a product holds; the heuristic looks at their alignment. */
-cublasStatus_t ampc_plan_point(ampc_plan *plan, const amp_k_gemm &g) {
-    const void *pointer = g.bias;
-    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    if (pointer != NULL)
-        status = cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &pointer, sizeof pointer);
-    pointer = g.pre;
-    if (pointer != NULL && status == CUBLAS_STATUS_SUCCESS)
-        status = cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &pointer,
-                                                sizeof pointer);
-    return status;
-}
-
-cublasStatus_t ampc_plan_describe_product(ampc_plan *plan, const amp_k_gemm &g) {
+/* Each call describes its product anew: threads share a plan, and the description holds addresses. */
+cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_plan &plan, const amp_k_gemm &g) {
     cublasComputeType_t compute = g.compute == AMP_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     cublasOperation_t of_b = g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, of_a = g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    uint32_t epilogue = (uint32_t)plan->key.epilogue;
+    uint32_t epilogue = (uint32_t)plan.key.epilogue;
     int64_t ld = g.ld_pre;
-    cublasStatus_t status = cublasLtMatmulDescCreate(&plan->product, compute, CUDA_R_32F);
+    cublasStatus_t status = cublasLtMatmulDescInit(product, compute, CUDA_R_32F);
     auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void *value, size_t size) {
-        if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulDescSetAttribute(plan->product, attribute, value, size);
+        if (status == CUBLAS_STATUS_SUCCESS) status = cublasLtMatmulDescSetAttribute(product, attribute, value, size);
     };
     set(CUBLASLT_MATMUL_DESC_TRANSA, &of_b, sizeof of_b);
     set(CUBLASLT_MATMUL_DESC_TRANSB, &of_a, sizeof of_a);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue);
+    if (g.bias != NULL) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &ld, sizeof ld);
-    return status == CUBLAS_STATUS_SUCCESS ? ampc_plan_point(plan, g) : status;
+    if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.pre, sizeof g.pre);
+    return status;
 }
 
 /* A row-major matrix of rows x cols, as cuBLASLt sees it. */
@@ -4518,7 +4537,8 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
 }
 
 /* Asks for algorithms.  Split sums must not be kept in c's dtype, where they would be rounded. */
-cublasStatus_t ampc_plan_ask(ampc_device *dev, ampc_plan *plan, int most, cublasLtMatmulHeuristicResult_t *found, int *n) {
+cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
+                             cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
     uint64_t workspace = dev->blas.workspace;
     uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align[3];
@@ -4535,7 +4555,7 @@ cublasStatus_t ampc_plan_ask(ampc_device *dev, ampc_plan *plan, int most, cublas
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align[2], sizeof align[2]);
     *n = 0;
     if (status == CUBLAS_STATUS_SUCCESS)
-        status = cublasLtMatmulAlgoGetHeuristic(dev->blas.handle, plan->product, plan->b, plan->a, plan->c, plan->c, wish,
+        status = cublasLtMatmulAlgoGetHeuristic(dev->blas.handle, product, plan->b, plan->a, plan->c, plan->c, wish,
                                                 most, found, n);
     if (wish != NULL) (void)cublasLtMatmulPreferenceDestroy(wish);
     return status;
@@ -4548,8 +4568,7 @@ bool ampc_blas_declines(cublasStatus_t status) {
 
 amp_result ampc_plan_describe(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     amp_dtype in = ampc_operand_dtype(g.compute);
-    cublasStatus_t status = ampc_plan_describe_product(plan, g);
-    AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
+    cublasStatus_t status;
     status = ampc_plan_describe_matrix(&plan->a, in, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda, g.batch, g.stride_a);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = ampc_plan_describe_matrix(&plan->b, in, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb, g.batch, g.stride_b);
@@ -4561,16 +4580,18 @@ amp_result ampc_plan_describe(ampc_device *dev, const amp_k_gemm &g, ampc_plan *
 /* Takes the algorithm that a file brought, if it can still run, or else the first of the heuristic. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     cublasLtMatmulHeuristicResult_t found;
-    cublasStatus_t status;
+    cublasLtMatmulDescOpaque_t product;
+    cublasStatus_t status = ampc_describe_product(&product, *plan, g);
     int n = 0;
+    AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
     memset(&found, 0, sizeof found);
     if (plan->tuned) {
-        status = cublasLtMatmulAlgoCheck(dev->blas.handle, plan->product, plan->b, plan->a, plan->c, plan->c, &plan->algo, &found);
+        status = cublasLtMatmulAlgoCheck(dev->blas.handle, &product, plan->b, plan->a, plan->c, plan->c, &plan->algo, &found);
         plan->workspace = found.workspaceSize;
         if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->blas.workspace) return AMP_OK;
         plan->tuned = plan->apart = 0;
     }
-    status = ampc_plan_ask(dev, plan, 1, &found, &n);
+    status = ampc_plan_ask(dev, plan, &product, 1, &found, &n);
     plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
     if (plan->refused) {
         char text[200];
@@ -4584,10 +4605,19 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
     return ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g);
 }
 
+/* The plan with this key, or NULL.  Called with the lock of the plans held. */
 ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
     ampc_plan *plan = *ampc_plan_slot(dev, key);
     while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
     return plan;
+}
+
+/* Copies the plan with this key; false: there is none. */
+bool ampc_plan_look(ampc_device *dev, const ampc_plan_key &key, ampc_plan *out) {
+    ampc_locked locked(&dev->blas.lock);
+    const ampc_plan *plan = ampc_plan_find(dev, key);
+    if (plan != NULL) *out = *plan;
+    return plan != NULL;
 }
 
 amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan **out) {
@@ -4599,51 +4629,78 @@ amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan *
     return AMP_OK;
 }
 
+/* Keeps a plan, ahead of one from a file, or frees it where another thread was faster. */
 void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
-    ampc_plan **slot = ampc_plan_slot(dev, plan->key);
-    plan->next = *slot;
-    *slot = plan;
+    bool known;
+    {
+        ampc_locked locked(&dev->blas.lock);
+        const ampc_plan *other = ampc_plan_find(dev, plan->key);
+        ampc_plan **slot = ampc_plan_slot(dev, plan->key);
+        known = other != NULL && (other->c != NULL || plan->c == NULL);
+        plan->next = *slot;
+        if (!known) *slot = plan;
+    }
+    if (known) ampc_plan_free(dev, plan);
 }
 
-/* The plan of a product with this epilogue.  Called with the lock of the plans held. */
-amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan **out) {
+/* The plan of a product with this epilogue, as it is now. */
+amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan *out) {
     ampc_plan_key key = ampc_plan_key_of(g, epilogue);
-    ampc_plan *plan = ampc_plan_find(dev, key), *old = plan;
+    bool known = ampc_plan_look(dev, key, out);
+    ampc_plan *plan;
     amp_result result;
-    *out = plan;
-    if (plan != NULL && plan->product != NULL) return AMP_OK;
+    if (known && out->c != NULL) return AMP_OK;
     ampc_relaxed relaxed;
     AMPC_TRY(ampc_plan_new(dev, key, &plan));
-    if (old != NULL) plan->tuned = 1, plan->algo = old->algo, plan->apart = old->apart;      /* from a file */
+    if (known) plan->tuned = 1, plan->algo = out->algo, plan->apart = out->apart;       /* from a file */
     result = ampc_plan_describe(dev, g, plan);
     if (result == AMP_OK) result = ampc_plan_choose(dev, g, plan);
     if (result != AMP_OK) {
         ampc_plan_free(dev, plan);
         return result;
     }
-    ampc_plan_keep(dev, plan);      /* ahead of the one from the file */
-    *out = plan;
+    ampc_plan_keep(dev, plan);
+    (void)ampc_plan_look(dev, key, out);
     return AMP_OK;
 }
 
 /* *done 0: cuBLASLt declines after all. */
-amp_result ampc_plan_run(ampc_device *dev, ampc_plan *plan, const amp_k_gemm &g, void *stream, bool *done) {
+amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_gemm &g, void *stream, bool *done) {
     ampc_scratch workspace(dev, stream);
-    cublasStatus_t status;
+    cublasLtMatmulDescOpaque_t product;
+    cublasStatus_t status = ampc_describe_product(&product, plan, g);
     *done = false;
-    if (plan->workspace > 0) AMPC_TRY(workspace.get(dev->blas.workspace, "gemm"));
-    status = ampc_plan_point(plan, g);
-    if (status == CUBLAS_STATUS_SUCCESS)
-        status = cublasLtMatmul(dev->blas.handle, plan->product, &g.alpha, g.b, plan->b, g.a, plan->a, &g.beta, g.c, plan->c,
-                                g.c, plan->c, &plan->algo, workspace.data, workspace.data ? dev->blas.workspace : 0,
-                                ampc_stream(dev, stream));
-    plan->refused = ampc_blas_declines(status);
-    if (plan->refused) return AMP_OK;
+    AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
+    if (plan.workspace > 0) AMPC_TRY(workspace.get(dev->blas.workspace, "gemm"));
+    status = cublasLtMatmul(dev->blas.handle, &product, &g.alpha, g.b, plan.b, g.a, plan.a, &g.beta, g.c, plan.c, g.c, plan.c,
+                            &plan.algo, workspace.data, workspace.data ? dev->blas.workspace : 0, ampc_stream(dev, stream));
+    if (ampc_blas_declines(status)) return AMP_OK;
     *done = status == CUBLAS_STATUS_SUCCESS;
     return ampc_blas_check(dev, status, "cublasLtMatmul", &g);
 }
 
-void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream);
+/* What a plan is from now on. */
+void ampc_plan_learn(ampc_device *dev, const ampc_plan &found) {
+    ampc_locked locked(&dev->blas.lock);
+    ampc_plan *plan = ampc_plan_find(dev, found.key);
+    plan->algo = found.algo, plan->workspace = found.workspace;
+    plan->refused = found.refused, plan->tuned = found.tuned, plan->apart = found.apart, plan->measuring = 0;
+}
+void ampc_plan_refuse(ampc_device *dev, const ampc_plan_key &key) {
+    ampc_locked locked(&dev->blas.lock);
+    ampc_plan_find(dev, key)->refused = 1;
+}
+
+/* True for the one thread that is to measure a plan. */
+bool ampc_tune_claim(ampc_device *dev, const ampc_plan_key &key) {
+    ampc_locked locked(&dev->blas.lock);
+    ampc_plan *plan = ampc_plan_find(dev, key);
+    if (plan->tuned || plan->refused || plan->measuring) return false;
+    plan->measuring = 1;
+    return true;
+}
+
+void ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream);
 
 bool ampc_is_captured(const ampc_device *dev, void *stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -4652,15 +4709,15 @@ bool ampc_is_captured(const ampc_device *dev, void *stream) {
 }
 
 /* The product with its epilogue, if cuBLASLt has both.  Vectors must be 16-byte aligned and in c's dtype; others, and sums
-   that are to be added, go through scratch memory. */
-amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *stream, bool *done) {
+   that are to be added, go through scratch memory.  trial: a plan that is being measured, to be used as it is. */
+amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *stream, bool *done, const ampc_plan *trial = NULL) {
     int epilogue = ampc_gemm_epilogue(args);
     const amp_k_gradient *sum = ampc_epilogue_sum(args);
     int64_t count = args.row_sum.data ? args.m : args.n;
     bool apart = sum != NULL && (sum->add || sum->dtype != args.c_dtype || !ampc_aligned(sum->data));
     ampc_scratch scratch(dev, stream);
     amp_k_gemm g = args;
-    ampc_plan *plan;
+    ampc_plan plan;
     *done = false;
     if (epilogue < 0) return AMP_OK;
     if (g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) {
@@ -4672,13 +4729,15 @@ amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *str
     }
     if (apart) AMPC_TRY(scratch.get((size_t)(count * ampc_dtype_size(g.c_dtype)), "gemm"));
     if (sum != NULL) g.bias = apart ? scratch.data : sum->data;
-    {
-        ampc_locked locked(&dev->blas.lock);
+    if (trial != NULL) plan = *trial;
+    else {
         AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
-        if (dev->blas.autotune && !plan->tuned && !plan->refused && !ampc_is_captured(dev, stream)) ampc_tune(dev, args, plan, stream);
-        if (plan->refused || plan->apart) return AMP_OK;
-        AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
+        if (dev->blas.autotune && !plan.tuned && !ampc_is_captured(dev, stream) && ampc_tune_claim(dev, plan.key))
+            ampc_tune(dev, args, &g, &plan, stream);
     }
+    if (plan.refused || plan.apart) return AMP_OK;
+    AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
+    if (!*done && trial == NULL) ampc_plan_refuse(dev, plan.key);
     if (!*done || !apart) return AMP_OK;
     amp_k_add add = {scratch.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
     return ampc_add(dev, &add, stream);
@@ -4779,13 +4838,14 @@ struct ampc_tuning {
     ampc_device *dev;
     void *stream;
     amp_k_gemm g;                   /* the caller's */
+    const amp_k_gemm *described;    /* the same as cuBLASLt is told of it */
     ampc_plan *plan;
     size_t a, b, c, pre, vector, sum, bytes;    /* of one set: where each begins, and how much it is */
     int sets;
     ampc_scratch scratch;
     cudaEvent_t from, to;
-    ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s) : dev(d), stream(s), g(args), plan(p), bytes(0),
-        scratch(d, s), from(NULL), to(NULL) {}
+    ampc_tuning(ampc_device *d, const amp_k_gemm &args, const amp_k_gemm *told, ampc_plan *p, void *s)
+        : dev(d), stream(s), g(args), described(told), plan(p), bytes(0), scratch(d, s), from(NULL), to(NULL) {}
     ~ampc_tuning() {
         if (from) (void)cudaEventDestroy(from);
         if (to) (void)cudaEventDestroy(to);
@@ -4929,7 +4989,7 @@ amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     AMPC_TRY(count.get(sizeof wrong, "autotune"));
     AMPC_TRY(ampc_fill(t->dev, count.data, 0, sizeof wrong, t->stream));
     AMPC_TRY(ampc_tune_inputs(t, 0, ones));
-    AMPC_TRY(ampc_gemm_library(t->dev, ampc_tune_alone(ampc_tune_set(t, 0)), t->stream, &done));
+    AMPC_TRY(ampc_gemm_library(t->dev, ampc_tune_alone(ampc_tune_set(t, 0)), t->stream, &done, t->plan));
     AMPC_TRY(ampc_tune_compare(t, 0, t->sets - 1, ones, (unsigned long long *)count.data));
     AMPC_TRY(ampc_copy(t->dev, &wrong, count.data, sizeof wrong, AMP_COPY_TO_HOST, t->stream));
     AMPC_TRY(ampc_stream_sync(t->dev, t->stream));
@@ -4962,7 +5022,7 @@ amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
         bool done = false;
         int at = i;
         AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
-        AMPC_TRY(parts ? ampc_gemm_in_parts(t->dev, g, t->stream, true) : ampc_gemm_library(t->dev, g, t->stream, &done));
+        AMPC_TRY(parts ? ampc_gemm_in_parts(t->dev, g, t->stream, true) : ampc_gemm_library(t->dev, g, t->stream, &done, t->plan));
         AMPC_TRY(ampc_event_record(t->dev, t->to, t->stream));
         AMPC_TRY(ampc_event_sync(t->dev, t->to));
         AMPC_TRY(ampc_event_elapsed(t->dev, t->from, t->to, &one));
@@ -5009,11 +5069,14 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
     ampc_plan *plan = t->plan;
+    cublasLtMatmulDescOpaque_t product;
     double least = 0, parts = 0;
     int best = -1;
     char what[96];
     AMPC_TRY(ampc_tune_open(t));
-    AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, *t->described), "describing a product to cublasLt",
+                             &t->g));
+    AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, &product, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
                              "cublasLtMatmulAlgoGetHeuristic", &t->g));
     AMPC_TRY(ampc_tune_check(t, &all));
     AMPC_TRY(ampc_tune_algorithms(t, all, &best, &least));
@@ -5031,13 +5094,13 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
 }
 
 /* Where memory does not suffice, or anything else fails, the heuristic's choice stays.  What was taken goes back to CUDA:
-   it may be much. */
-void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
+   it may be much.  plan: the caller's copy, which others see when it is measured. */
+void ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
     plan->tuned = 1;
     {
-        ampc_tuning t(dev, g, plan, stream);
+        ampc_tuning t(dev, g, described, plan, stream);
         result = ampc_tune_plan(&t);
         if (result != AMP_OK) {
             plan->algo = before.algo, plan->workspace = before.workspace;
@@ -5045,7 +5108,8 @@ void ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *str
             ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "the heuristic's choice stays: measuring failed");
         }
     }
-    if (result == AMP_OK) dev->blas.found = 1;
+    ampc_plan_learn(dev, *plan);
+    if (result == AMP_OK) __atomic_store_n(&dev->blas.found, 1, __ATOMIC_RELAXED);
     ampc_trim(dev, false);
 }
 
@@ -5087,7 +5151,7 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
     char *at = (char *)buffer + sizeof head;
     ampc_locked locked(&dev->blas.lock);
     size_t bytes;
-    if (!dev->blas.found) return 0;
+    if (!__atomic_load_n(&dev->blas.found, __ATOMIC_RELAXED)) return 0;
     ampc_for_tuned(dev, [&](ampc_plan *) { head.count++; });
     bytes = sizeof head + head.count * sizeof(ampc_plans_entry);
     if (size < bytes) return bytes;
@@ -5125,12 +5189,10 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
         dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_PLANS, text);
         return AMP_OK;
     }
-    ampc_locked locked(&dev->blas.lock);
     for (uint64_t i = 0; i < head.count; i++) {
         ampc_plans_entry entry;
         ampc_plan *plan;
         memcpy((void *)&entry, (const char *)buffer + sizeof head + i * sizeof entry, sizeof entry);
-        if (ampc_plan_find(dev, entry.key) != NULL) continue;
         AMPC_TRY(ampc_plan_new(dev, entry.key, &plan));
         plan->algo = entry.algo;
         plan->apart = entry.apart != 0;

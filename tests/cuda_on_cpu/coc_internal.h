@@ -27,6 +27,7 @@ extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;
 extern unsigned coc_last_blocks;
 void coc_install_handler();
+void coc_check_locks(const char *function);
 
 /* ---- For a library above the runtime (coc_cublas.cpp). */
 

@@ -207,6 +207,26 @@ std::string coc_take_faults() {
     return text;
 }
 
+/* ---- Locks of amp_cuda.cu, which is compiled to take them here */
+
+namespace { thread_local int locks_held; }
+
+extern "C" int coc_mutex_lock(pthread_mutex_t *mutex) {
+    int error = pthread_mutex_lock(mutex);
+    if (error == 0) locks_held++;
+    return error;
+}
+extern "C" int coc_mutex_unlock(pthread_mutex_t *mutex) {
+    locks_held--;
+    return pthread_mutex_unlock(mutex);
+}
+int coc_locks_held() { return locks_held; }
+void coc_check_locks(const char *function) {
+    if (locks_held == 0) return;
+    std::string fault = std::string(function) + " is called with a lock held";
+    if (coc_fault_text().find(fault) == std::string::npos) coc_fault("%s", fault.c_str());
+}
+
 /* ---- Names of kernels: from the program's own symbol table, where static functions have one too. */
 
 namespace {
@@ -556,6 +576,7 @@ struct api_call {
 
     api_call(const char *function, unsigned traits) : guard(model().lock), name(function) {
         model_state &m = model();
+        coc_check_locks(function);
         m.counts.calls++;
         m.calls[function]++;
         if (traits & SYNCHRONISES) synchronises();
@@ -1514,6 +1535,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
 /* ---- For a library above the runtime */
 
 coc_library_call::coc_library_call(const char *function, bool synchronises) {
+    coc_check_locks(function);
     model().lock.lock();
     model().calls[function]++;
     if (!synchronises) return;

@@ -15,6 +15,8 @@ OMP        := $(shell echo 'int main(void){return 0;}' | $(CXX) -fopenmp -x c++ 
 COC_FLAGS  := -O1 -g1 $(OMP) -DAMP_NVTX -I. -I$(COC) -I$(COC)/include
 COC_ASAN   := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 COC_LIBS   := -ldl -lm -lpthread
+# The model sees which locks amp_cuda.cu holds when it calls CUDA.
+COC_LOCKS  := -Dpthread_mutex_lock=coc_mutex_lock -Dpthread_mutex_unlock=coc_mutex_unlock
 CUDA_HOME  ?= /usr/local/cuda
 COC_REAL   := -UAMP_NVTX -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
 
@@ -42,7 +44,7 @@ define coc_build
 $(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -c $$< -o $$@
 $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
-	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) -x c++ -c $$< -o $$@
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $(COC_LOCKS) $(2) -x c++ -c $$< -o $$@
 $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $(COC_PARTS:%=$(BUILD)/$(1)%) $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 $(BUILD)/$(1)coc_cublas.o $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: amp.h

@@ -2,6 +2,7 @@
  * of them goes; plans that are made once; autotuning and its file; calls of cuBLASLt that fail. */
 #include "test_cuda.h"
 #include "../gemm_parts.h"
+#include <atomic>
 #include <cublasLt.h>
 #include <thread>
 #include <unistd.h>
@@ -416,6 +417,85 @@ CUDA_TEST(several_threads) {
     }
 }
 
+/* What the host brings is called without a lock, so that it may wait for another thread's call; else this never ends. */
+struct calling_back {
+    cuda_side *gpu = NULL;
+    gemm_arguments *args = NULL;
+    std::atomic<int> busy{0}, calls{0}, products{0};
+
+    void call() {
+        CHECK_EQ(coc_locks_held(), 0);
+        calls++;
+        if (gpu == NULL || gpu->dev == NULL || busy.exchange(1)) return;
+        std::thread([this] {
+            amp_memory_info info = {};
+            void *p = NULL;
+            CHECK_EQ(gpu->backend->alloc(gpu->dev, &p, 3000), AMP_OK);
+            CHECK_EQ(gpu->backend->gemm(gpu->dev, &args->g, NULL), AMP_OK);
+            CHECK_EQ(gpu->backend->memory(gpu->dev, &info), AMP_OK);
+            gpu->backend->free(gpu->dev, p, 3000);
+            products++;
+        }).join();
+        busy = 0;
+    }
+    static amp_result fail(void *user, amp_result result, const char *text) {
+        ((calling_back *)user)->call();
+        return cuda_host_fail(NULL, result, text);
+    }
+    static void log(void *user, amp_log_level, int, const char *) { ((calling_back *)user)->call(); }
+    static void *alloc(void *user, size_t size, size_t align) {
+        ((calling_back *)user)->call();
+        return cuda_host_alloc(NULL, size, align);
+    }
+    static void free(void *user, void *p, size_t) {
+        ((calling_back *)user)->call();
+        ::free(p);
+    }
+    static void *memory_alloc(void *user, size_t bytes, int32_t, void *) {
+        void *p = NULL;
+        ((calling_back *)user)->call();
+        return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+    }
+    static void memory_free(void *user, void *p, size_t, int32_t, void *) {
+        ((calling_back *)user)->call();
+        (void)cudaFree(p);
+    }
+};
+
+CUDA_TEST(callbacks_may_wait_for_other_threads) {
+    calling_back host;
+    amp_backend_desc d = {};
+    d.threads = 1;
+    d.autotune = 1;
+    d.memory.alloc = host.memory_alloc, d.memory.free = host.memory_free, d.memory.user = &host;
+    amp_host table = *cuda_host();
+    table.user = &host, table.fail = host.fail, table.log = host.log, table.alloc = host.alloc, table.free = host.free;
+    cuda_side gpu(amp_cuda());
+    gpu.sync();
+    gpu.backend->close(gpu.dev);
+    gpu.dev = NULL;
+    CHECK(gpu.backend->open(&gpu.dev, &table, &d) == AMP_OK);
+    alarm(300);
+    {
+        std::string right, out;
+        gemm_case x = layer(), y = layer();
+        y.m = 8;
+        CHECK_EQ(run_once(x, &right), AMP_OK);
+        gemm_arguments args(gpu, x), others(gpu, y);
+        host.args = &others;
+        host.gpu = &gpu;
+        CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+        coc_fail_blas("cublasLtMatmul", 1, CUBLAS_STATUS_INTERNAL_ERROR);
+        CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_ERR_DEVICE);
+        CHECK_EQ(gpu.backend->gemm(gpu.dev, &args.g, NULL), AMP_OK);
+        args.get(gpu, &out);
+        CHECK(out == right);
+        CHECK_MSG(host.products > 8, "%d products within %d calls", (int)host.products, (int)host.calls);
+        host.gpu = NULL;
+    }
+    alarm(0);
+}
+
 /* The host's own handle serves, and stays. */
 CUDA_TEST(the_hosts_handle) {
     cublasLtHandle_t handle = NULL;
@@ -575,7 +655,7 @@ CUDA_TEST(failing_calls) {
     gemm_case x = layer();
     std::string right, after;
     CHECK_EQ(run_once(x, &right), AMP_OK);
-    for (const char *call : {"cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute", "cublasLtMatrixLayoutCreate",
+    for (const char *call : {"cublasLtMatmulDescInit_internal", "cublasLtMatmulDescSetAttribute", "cublasLtMatrixLayoutCreate",
                              "cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceSetAttribute",
                              "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"}) {
         int n = 1;
@@ -849,6 +929,7 @@ int main(int argc, char **argv) {
     RUN(refused_products);
     RUN(plans_are_made_once);
     RUN(several_threads);
+    RUN(callbacks_may_wait_for_other_threads);
     RUN(the_hosts_handle);
     RUN(captured);
     RUN(workspace);

@@ -6,6 +6,7 @@
 #include "test_cuda.h"
 #include <algorithm>
 #include <set>
+#include <thread>
 #include <unistd.h>
 
 #define TRY(call) do { amp_result tried = (call); if (tried != AMP_OK) return tried; } while (0)
@@ -1110,6 +1111,79 @@ CUDA_TEST(lost_device) {
         }
 }
 
+/* The same at the first weight cast and at the first mask, which hold a place in their caches meanwhile: told by the default
+   logger, or by a host's that has another thread call the context, and no call hangs. */
+struct told {
+    amp_context *amp = NULL;
+    int errors = 0;
+    static void write(void *user, amp_log_level level, int, const char *) {
+        told *me = (told *)user;
+        if (level != AMP_LOG_ERROR) return;
+        me->errors++;
+        std::thread([me] {
+            amp_cache_info info;
+            amp_memory_info memory;
+            void *p = NULL;
+            CHECK_OK(amp_mask_cache_info(me->amp, &info));
+            CHECK_OK(amp_memory(me->amp, &memory));
+            CHECK_EQ(amp_cast_cache_info(me->amp, &info), AMP_ERR_DEVICE);
+            CHECK_EQ(amp_alloc(me->amp, &p, 1 << 20), AMP_ERR_DEVICE);
+        }).join();
+    }
+};
+
+static void lose_at_first_use(bool cast, int call, bool own_logger) {
+    amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+    amp_param p = {};
+    amp_mask mask = {};
+    amp_mask_view view = {};
+    amp_tensor copy;
+    told log;
+    void *weight = NULL;
+    auto use = [&](bool it) {
+        return it ? amp_autocast_cast(log.amp, &p, AMP_F16, &copy) : amp_mask_get(log.amp, &mask, 1, 4, 4, AMP_U8, &view);
+    };
+    d.logger.write = own_logger ? log.write : NULL;
+    d.logger.user = own_logger ? &log : NULL;
+    log.amp = cuda_context(&d);
+    CHECK_OK(amp_alloc(log.amp, &weight, 64 * 4));
+    CHECK_OK(amp_fill(log.amp, weight, 0, 64 * 4));
+    p.name = "weight";
+    p.weight = amp_tensor2(weight, AMP_F32, 8, 8);
+    mask.kind = AMP_MASK_CAUSAL;
+    CHECK_OK(amp_param_register(log.amp, &p, 1));
+    CHECK_OK(amp_autocast_begin(log.amp, NULL));
+    coc_fail(NULL, call, cudaErrorIllegalAddress, 1);
+    CHECK_ERR(use(cast), AMP_ERR_DEVICE);
+    CHECK_MSG(strstr(amp_last_error(), "cudaErrorIllegalAddress"), "%s", amp_last_error());
+    for (int i = 0; i < 12; i++) CHECK_ERR(use(i % 2), AMP_ERR_DEVICE);
+    std::thread([&] { CHECK_ERR(use(!cast), AMP_ERR_DEVICE); }).join();
+    CHECK_EQ(log.errors, own_logger ? 1 : 0);
+    CHECK_OK(amp_autocast_end(log.amp));
+    amp_close(log.amp);
+    CHECK_EQ(host_blocks, 0);
+    coc_fail_clear();
+    coc_reset();
+}
+
+CUDA_TEST(lost_at_the_first_cast) {
+    FILE *text = tmpfile();
+    std::string said(4096, 0);
+    int before = dup(2);
+    alarm(300);
+    for (int which = 0; which < 12; which++) {
+        CHECK(text != NULL && dup2(fileno(text), 2) == 2);
+        lose_at_first_use(which % 2, 1 + which / 4, which / 2 % 2);
+        CHECK_EQ(dup2(before, 2), 2);
+    }
+    alarm(0);
+    close(before);
+    rewind(text);
+    said.resize(fread(&said[0], 1, said.size(), text));
+    fclose(text);
+    CHECK_MSG(said.find("amp error 501: amp_cuda: ") != std::string::npos && said.find("cudaErrorIllegalAddress") != std::string::npos, "%s", said.c_str());
+}
+
 /* The GPU's memory and the host's run out. */
 CUDA_TEST(out_of_memory) {
     small_machine machine;
@@ -1818,6 +1892,7 @@ int main(int argc, char **argv) {
     RUN(recovers_with_graphs);
     RUN(every_call_may_fail);
     RUN(lost_device);
+    RUN(lost_at_the_first_cast);
     RUN(out_of_memory);
     unlink(token_file());
     return TEST_END();

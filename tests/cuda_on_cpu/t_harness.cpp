@@ -1,5 +1,6 @@
 /* t_harness.cpp - the harness keeps what it promises: kernels written for it, right ones and broken ones. */
 #include "coc.h"
+#include <cublasLt.h>
 #include "amp.h"
 
 static inline void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16) {
@@ -1162,6 +1163,48 @@ HARNESS_TEST(captures_refuse) {
     cudaGetLastError();
 }
 
+/* Whoever calls CUDA with a lock of amp_cuda.cu's held is named. */
+HARNESS_TEST(locks_are_seen) {
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    int count = 0;
+    cublasLtHandle_t handle = nullptr;
+    CHECK_EQ(coc_mutex_lock(&mutex), 0);
+    CHECK_EQ(coc_locks_held(), 1);
+    std::thread other([] { CHECK_EQ(coc_locks_held(), 0); });
+    other.join();
+    CHECK_EQ(cudaGetDeviceCount(&count), cudaSuccess);
+    CHECK(coc_take_faults().find("cudaGetDeviceCount is called with a lock held") != std::string::npos);
+    CHECK_EQ(cublasLtCreate(&handle), CUBLAS_STATUS_SUCCESS);
+    CHECK(coc_take_faults().find("cublasLtCreate is called with a lock held") != std::string::npos);
+    CHECK_EQ(coc_mutex_unlock(&mutex), 0);
+    CHECK_EQ(coc_locks_held(), 0);
+    CHECK_EQ(cublasLtDestroy(handle), CUBLAS_STATUS_SUCCESS);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* A capturing stream is destroyed: nothing can end the capture any more, and the thread that began it stays in it, so that
+   unsafe calls go on being refused (CUDA Runtime API, cudaThreadExchangeStreamCaptureMode: "an ongoing capture sequence"). */
+HARNESS_TEST(capture_outlives_its_stream) {
+    cudaStream_t s = new_stream(), other = new_stream();
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
+    cudaGraph_t graph = nullptr;
+    void *p = nullptr;
+    CHECK_EQ(cudaStreamBeginCapture(s, mode), cudaSuccess);
+    CHECK_EQ(cudaStreamDestroy(s), cudaSuccess);
+    CHECK_EQ(cudaStreamEndCapture(s, &graph), cudaErrorInvalidResourceHandle);
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(cudaMalloc(&p, 4), cudaErrorStreamCaptureUnsupported);
+        CHECK_EQ(cudaDeviceSynchronize(), cudaErrorStreamCaptureUnsupported);
+    }
+    std::thread([&] { CHECK_EQ(cudaMalloc(&p, 4), cudaSuccess); }).join();     /* THREAD_LOCAL: nobody else's affair */
+    mode = cudaStreamCaptureModeRelaxed;
+    CHECK_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    CHECK_EQ(cudaFree(p), cudaSuccess);
+    CHECK_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    CHECK_EQ(cudaStreamDestroy(other), cudaSuccess);
+    cudaDeviceReset();
+}
+
 /* ---- Counts and failures */
 
 HARNESS_TEST(counts) {
@@ -1384,6 +1427,8 @@ int main(int argc, char **argv) {
     RUN(graphs_repeat_with_their_arguments);
     RUN(captures_fork_and_join);
     RUN(captures_refuse);
+    RUN(locks_are_seen);
+    RUN(capture_outlives_its_stream);
     RUN(counts);
     RUN(failures_on_demand);
     RUN(devices);

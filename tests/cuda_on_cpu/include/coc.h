@@ -4,6 +4,7 @@
 
 #include "cuda_runtime.h"
 #include <functional>
+#include <pthread.h>
 #include <string>
 
 enum { CUDA_IS_MODEL = 1 };
@@ -36,6 +37,10 @@ void coc_set_pointer_check(int check);
    memory, memory used after its release, an error of the kernel's own.  Kernel faults end the kernel with a sticky
    error.  Each test ends with coc_faults() == 0, or takes the fault it provoked. */
 int coc_faults();
+/* A call of CUDA or cuBLASLt while amp_cuda.cu holds a lock is a fault: CUDA may hold a lock of its own that a function of
+   the host's runs under (cudaLaunchHostFunc, the destructor of a user object), which waits for ours. */
+int coc_locks_held();                           /* by this thread, inside amp_cuda.cu */
+extern "C" int coc_mutex_lock(pthread_mutex_t *mutex), coc_mutex_unlock(pthread_mutex_t *mutex);
 std::string coc_fault_text();                   /* all since the last take, one a line */
 std::string coc_take_faults();                  /* the texts; forgets them */
 void coc_check_red_zones();                     /* of all living allocations, now */

@@ -48,6 +48,7 @@ static inline void coc_set_patience(int) {}
 static inline void coc_set_hidden(int) {}
 static inline void coc_set_pointer_check(int) {}
 static inline int coc_faults() { return 0; }
+static inline int coc_locks_held() { return 0; }
 static inline std::string coc_fault_text() { return ""; }
 static inline std::string coc_take_faults() { return ""; }
 static inline void coc_check_red_zones() {}
