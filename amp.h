@@ -5724,7 +5724,17 @@ typedef struct ampi_gemm_vec {
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n; and the sum of x[p] row[p]. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
     float (*dot)(const float *x, const float *row, int64_t k);
+    const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is multiplied as fp32 */
 } ampi_gemm_vec;
+
+/* Matrix times vector in pairs of bf16; x holds words.  y[j] += the sum over p < k, in order, of x[p] b[p * ld + j]; y[j] = that
+   of x[p] b[j * ld + p], in 16 sums, each of every 16th word; and the same of n columns of a packed panel: whole vectors. */
+typedef struct ampi_gemv_pairs {
+    void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
+    void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
+    void (*dots_packed)(float *y, const float *x, const float *b, int64_t words, int64_t n);
+} ampi_gemv_pairs;
+
 /* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
    stands, and for a sum over the same n elements. */
 typedef struct ampi_multi_vec {
@@ -6412,6 +6422,8 @@ typedef struct ampi_gemv_call {
     const ampi_gemm_vec *vec;
     const ampi_pointwise_vec *rows;
     amp_cpu_path path;
+    const float *packed_b;              /* the matrix in panels; NULL: as it lies */
+    ampi_gemm_blocks blocks;            /* of k, in panels and in sums of pairs along k */
     int64_t k, n, units;                /* units of n in each item of the batch */
     int64_t slot;
     int threads;
@@ -6419,12 +6431,35 @@ typedef struct ampi_gemv_call {
     float *scratch;
 } ampi_gemv_call;
 
+/* As ampi_gemv_sums, where a word holds a pair: fp32 within a block of k, fp64 beyond. */
+static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t j0, int64_t n,
+                                float *sums, double *total) {
+    const ampi_gemm_vec *vec = call->vec;
+    int64_t width = vec->cols, panels = (call->n + width - 1) / width, size = call->blocks.size, words, w, j;
+    memset(total, 0, (size_t)n * sizeof *total);
+    for (w = 0; w < call->blocks.words || w == 0; w += size) {
+        int64_t k = AMPI_MIN(call->k - 2 * w, 2 * size);
+        const float *b = call->packed_b + w * panels * width;
+        words = (k + 1) / 2;
+        memset(sums, 0, (size_t)n * sizeof *sums);
+        if (call->packed_b == NULL)
+            (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)(sums, x + w, ampi_gemm_at(matrix, 2 * w, j0), matrix->dtype, matrix->ld, k, n);
+        for (j = 0; call->packed_b != NULL && j < n; j += width)
+            if (matrix->along_k) vec->pairs->dots_packed(sums + j, x + w, b + (j0 + j) * words, words, n - j);
+            else vec->multiply(1, words, x + w, 0, b + (j0 + j) * words, width, NULL, 0, sums + j, 0);
+        if (call->blocks.count == 1) return;
+        call->rows->widen(total, sums, n);
+    }
+    call->rows->narrow(sums, total, n);
+}
+
 /* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or GEMV_ROWS rows of GEMV_SPAN; total: n. */
 static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k, int64_t j0,
                            int64_t n, float *sums, double *total, float *scratch) {
     int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
     const ampi_gemm_vec *vec = call->vec;
     int64_t j, p, q, i, m, rows;
+    if (vec->pairs != NULL) { ampi_gemv_pair_sums(call, matrix, x, j0, n, sums, total); return; }
     memset(sums, 0, (size_t)n * sizeof *sums);
     for (j = 0; matrix->along_k && j < n; j++) {
         const void *row = ampi_gemm_at(matrix, 0, j0 + j);
@@ -6450,11 +6485,17 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
     if (k > AMPI_GEMV_BLOCK) call->rows->narrow(sums, total, n);
 }
 
-/* The vector as fp32. */
+/* The vector in words. */
 static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k, float *dst) {
-    int64_t p;
-    if (x->along_k) vec->row(dst, x->data, x->dtype, x->compute, k);
-    else for (p = 0; p < k; p++) vec->row(dst + p, ampi_gemm_at(x, p, 0), x->dtype, x->compute, 1);
+    char side_by_side[AMPI_GEMM_BUFFER * sizeof(float)];
+    size_t size = amp_dtype_size(x->dtype);
+    int64_t p, m, i;
+    if (x->along_k || x->ld == 1) { vec->row(dst, x->data, x->dtype, x->compute, k); return; }
+    for (p = 0; p < k; p += m) {
+        m = AMPI_MIN(k - p, (int64_t)AMPI_GEMM_BUFFER);
+        for (i = 0; i < m; i++) memcpy(side_by_side + (size_t)i * size, ampi_gemm_at(x, p + i, 0), size);
+        vec->row(dst + p / vec->unit, side_by_side, x->dtype, x->compute, m);
+    }
 }
 
 /* Writes n values from j on: a row of C in pieces of GEMM_ROOM columns, or a column, one value in each row of a tile. */
@@ -6508,10 +6549,13 @@ static ampi_gemv_call ampi_gemv_call_of(const ampi_cpu *cpu, const amp_k_gemm *g
     int threads = 2.0 * (double)(g->m * g->n) * (double)g->k * (double)g->batch < 1e6 ? 1 : cpu->threads;
     memset(&call, 0, sizeof call);
     call.g = g;
-    call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
+    call.vec = ampi_gemm_pick(cpu, g->compute);
+    if (call.vec->pairs == NULL) call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
     call.rows = AMPI_PICK(ampi_pointwise_kernels, cpu->path);
     call.path = cpu->path;
     call.k = g->alpha == 0.0f ? 0 : g->k;
+    call.blocks = ampi_gemm_cut_k(call.vec, call.k);
+    if (call.vec->pairs != NULL && g->m == 1 && (g->batch == 1 || g->stride_b == 0)) call.packed_b = (const float *)g->packed_b;
     call.n = g->m == 1 ? g->n : g->m;
     call.units = (call.n + AMPI_GEMV_UNIT - 1) / AMPI_GEMV_UNIT;
     call.slot = (3 * AMPI_GEMV_SPAN + call.k + AMPI_MAX(call.k, (int64_t)AMPI_GEMV_ROWS * AMPI_GEMV_SPAN) + 15) / 16 * 16;
@@ -21275,7 +21319,7 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
     .row = AMPI_V(ampi_gemm_row), .weave = AMPI_V(ampi_gemm_weave),
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dot = AMPI_V(ampi_gemm_dot)
+    .dot = AMPI_V(ampi_gemm_dot), .pairs = NULL
 };
 
 /* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
@@ -21374,12 +21418,121 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stri
     }
 }
 
+#define AMPI_BF16_INLINE AMPI_PRIVATE AMPI_TILE_TARGET inline __attribute__((always_inline))
+
+/* n of 16 values of fp32 or fp16 */
+AMPI_BF16_INLINE __m512 ampi_gemv_load(const char *p, amp_dtype dtype, int64_t n) {
+    if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(ampi_lanes16(n), p));
+    return _mm512_maskz_loadu_ps(ampi_lanes16(n), p);
+}
+
+/* One vector of y, of n values, over all k. */
+AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, amp_dtype dtype, int64_t step, int64_t k, int64_t n) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    ampi_vf sum = (ampi_vf)_mm512_maskz_loadu_ps(ampi_lanes16(n), y);
+    int64_t p;
+    for (p = 0; p < k; p += 2, b += 2 * step) {
+        int64_t m = p + 1 < k ? n : 0;
+        const char *high = p + 1 < k ? b + step : b;
+        __m512i words = dtype == AMP_BF16 ? _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ampi_lanes16(n), b)),
+                                                               _mm256_maskz_loadu_epi16(ampi_lanes16(m), high), 1)
+                                          : (__m512i)_mm512_cvtne2ps_pbh(ampi_gemv_load(high, dtype, m), ampi_gemv_load(b, dtype, n));
+        sum = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + p / 2), (ampi_vf)_mm512_permutexvar_epi16(order, words), sum);
+    }
+    _mm512_mask_storeu_ps(y, ampi_lanes16(n), (__m512)sum);
+}
+
+/* Many columns four rows at a time, as memory likes it. */
+AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+    int64_t size = dtype == AMP_F32 ? 4 : 2, step = ld * size, rows = n > 512 ? 4 : n > 16 ? 8 : AMPI_MAX(k, 1), p, j;
+    for (p = 0; p < k; p += rows, x += rows / 2, b += rows * step) {
+        rows = AMPI_MIN(rows, k - p);
+        for (j = 0; j + 16 <= n; j += 16) ampi_gemv_rows(y + j, x, b + j * size, dtype, step, rows, 16);
+        if (j < n) ampi_gemv_rows(y + j, x, b + j * size, dtype, step, rows, n - j);
+    }
+}
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+    if (dtype == AMP_F32) ampi_gemv_combine_of(y, x, (const char *)b, AMP_F32, ld, k, n);
+    else if (dtype == AMP_F16) ampi_gemv_combine_of(y, x, (const char *)b, AMP_F16, ld, k, n);
+    else ampi_gemv_combine_of(y, x, (const char *)b, AMP_BF16, ld, k, n);
+}
+
+/* sum + what n of 32 values side by side give; sums without a word stay as they are. */
+AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, amp_dtype dtype, int64_t i, int64_t n) {
+    __mmask32 lanes = n >= 32 ? 0xffffffffu : (1u << n) - 1;
+    ampi_vf b, all;
+    row += i * (dtype == AMP_F32 ? 4 : 2);
+    if (dtype == AMP_BF16) b = (ampi_vf)_mm512_maskz_loadu_epi16(lanes, row);
+    else b = (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemv_load(row + (dtype == AMP_F32 ? 64 : 32), dtype, n - 16), ampi_gemv_load(row, dtype, n));
+    all = ampi_gemm_dot2(x, b, sum);
+    return n >= 32 ? all : (ampi_vf)_mm512_mask_blend_ps(ampi_lanes16((n + 1) / 2), (__m512)sum, (__m512)all);
+}
+
+/* Four rows together.  Of 16 sums, those of each four words are added as 0 + 2 and 1 + 3, then the fours likewise. */
+AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], amp_dtype dtype, int64_t k) {
+    ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0, factor;
+    __m256 half;
+    int64_t i;
+    for (i = 0; i + 32 <= k; i += 32) {
+        factor = AMPI_V(ampi_load)(x + i / 2);
+        s0 = ampi_gemv_side(s0, factor, row[0], dtype, i, 32); s1 = ampi_gemv_side(s1, factor, row[1], dtype, i, 32);
+        s2 = ampi_gemv_side(s2, factor, row[2], dtype, i, 32); s3 = ampi_gemv_side(s3, factor, row[3], dtype, i, 32);
+    }
+    if (i < k) {
+        factor = (ampi_vf)_mm512_maskz_loadu_ps(ampi_lanes16((k - i + 1) / 2), x + i / 2);
+        s0 = ampi_gemv_side(s0, factor, row[0], dtype, i, k - i); s1 = ampi_gemv_side(s1, factor, row[1], dtype, i, k - i);
+        s2 = ampi_gemv_side(s2, factor, row[2], dtype, i, k - i); s3 = ampi_gemv_side(s3, factor, row[3], dtype, i, k - i);
+    }
+    s0 = (ampi_vf)_mm512_unpacklo_ps((__m512)s0, (__m512)s1) + (ampi_vf)_mm512_unpackhi_ps((__m512)s0, (__m512)s1);
+    s2 = (ampi_vf)_mm512_unpacklo_ps((__m512)s2, (__m512)s3) + (ampi_vf)_mm512_unpackhi_ps((__m512)s2, (__m512)s3);
+    s0 = (ampi_vf)_mm512_unpacklo_pd((__m512d)s0, (__m512d)s2) + (ampi_vf)_mm512_unpackhi_pd((__m512d)s0, (__m512d)s2);
+    half = _mm256_add_ps(_mm512_castps512_ps256((__m512)s0), _mm512_extractf32x8_ps((__m512)s0, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+    int64_t step = ld * (dtype == AMP_F32 ? 4 : 2), j, r;
+    for (j = 0; j < n; j += 4) {
+        const char *row[4];
+        for (r = 0; r < 4; r++) row[r] = (const char *)b + AMPI_MIN(j + r, n - 1) * step;
+        _mm_mask_storeu_ps(y + j, (__mmask8)ampi_lanes16(n - j),
+                           dtype == AMP_F32 ? ampi_gemv_four_dots(x, row, AMP_F32, k) : dtype == AMP_F16 ? ampi_gemv_four_dots(x, row, AMP_F16, k)
+                           : ampi_gemv_four_dots(x, row, AMP_BF16, k));
+    }
+}
+
+/* The sums that lie in the lanes above lie in 16 vectors here. */
+#define AMPI_ROWS_16(X)   AMPI_ROWS_14(X) X(14) X(15)
+#define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
+#define AMPI_GEMV_STEP(i) sum##i = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + w + i), AMPI_V(ampi_load)(b + (w + i) * 32), sum##i);
+#define AMPI_GEMV_REST(i) if (w + i < words) { AMPI_GEMV_STEP(i) }
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *b, int64_t words, int64_t n) {
+    const float *end = b + (n > 16 ? 32 : 16);
+    for (; b < end; b += 16, y += 16) {
+        int64_t w;
+        AMPI_ROWS_16(AMPI_GEMV_ZERO)
+        for (w = 0; w + 16 <= words; w += 16) { AMPI_ROWS_16(AMPI_GEMV_STEP) }
+        AMPI_ROWS_16(AMPI_GEMV_REST)
+        sum0 = (sum0 + sum2) + (sum1 + sum3);
+        sum4 = (sum4 + sum6) + (sum5 + sum7);
+        sum8 = (sum8 + sum10) + (sum9 + sum11);
+        sum12 = (sum12 + sum14) + (sum13 + sum15);
+        AMPI_V(ampi_store)(y, (sum0 + sum8) + (sum4 + sum12));
+    }
+}
+#undef AMPI_ROWS_16
+#undef AMPI_GEMV_ZERO
+#undef AMPI_GEMV_STEP
+#undef AMPI_GEMV_REST
+
+static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv_dots_bf16, ampi_gemv_dots_packed_bf16};
+
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
     .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dot = AMPI_V(ampi_gemm_dot)
+    .dot = AMPI_V(ampi_gemm_dot), .pairs = &ampi_gemv_bf16
 };
 #undef AMPI_TILE_TARGET
 #endif
@@ -21473,7 +21626,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
     .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dot = AMPI_V(ampi_gemm_dot)
+    .dot = AMPI_V(ampi_gemm_dot), .pairs = NULL
 };
 #undef AMPI_TILE_TARGET
 #endif

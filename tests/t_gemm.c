@@ -305,6 +305,37 @@ TEST(shapes) {
                 }
 }
 
+/* Every product of one to nine rows, columns and values of k, in all layouts and formats, with odd distances between rows;
+   and thin ones, longer than a block of k. */
+TEST(small_and_thin_shapes) {
+    static const int64_t thin[][3] = {{1, 10, 1024}, {1, 33, 700}, {1, 150, 131}, {1, 64, 1100}, {10, 1, 515}, {65, 1, 129}, {130, 10, 7}, {20, 10, 530}, {8, 70, 9}, {3, 161, 33}};
+    static const amp_activation_kind acts[] = {AMP_ACT_NONE, AMP_ACT_RELU, AMP_ACT_GELU};
+    int64_t shape;
+    uint32_t draw = 1;
+    int w, trans;
+    for (w = 0; w < ways(); w++)
+        for (shape = 0; shape < 729 + 4 * 10; shape++)
+            for (trans = 0; trans < 4; trans++) {
+                const int64_t *long_one = shape < 729 ? NULL : thin[(shape - 729) / 4];
+                test_case t = long_one ? plain(long_one[0], long_one[1], long_one[2]) : plain(shape / 81 + 1, shape / 9 % 9 + 1, shape % 9 + 1);
+                t.trans_a = trans & 1;
+                t.trans_b = trans >> 1;
+                draw = draw * 1664525u + 1013904223u;
+                t.slack = (int)(draw >> 8 & 1);
+                t.alpha = draw >> 9 & 1 ? 1 : -0.5;
+                t.beta = (double)(draw >> 10 & 3) / 2;
+                t.a = dtypes[(draw >> 12) % 3];
+                t.b = dtypes[(draw >> 14) % 3];
+                t.c = dtypes[(draw >> 16) % 3];
+                t.compute = all_ways[w].bf16 && (draw >> 18 & 1) ? AMP_BF16 : computes[draw >> 19 & 3];
+                t.bias = (int)(draw >> 21 & 1);
+                t.bias_dtype = dtypes[(draw >> 22) % 3];
+                t.act = acts[(draw >> 24) % 3];
+                t.pre = (int)(draw >> 26 & 1);
+                check_case(&all_ways[w], t);
+            }
+}
+
 TEST(dtype_mixes) {
     int w, a, b, c, compute, trans;
     for (w = 0; w < ways(); w++)
@@ -438,30 +469,38 @@ TEST(past_the_caches) {
         }
 }
 
-/* Infinite and NaN operands come through where they belong, and only there. */
+/* Infinite and NaN operands come through where they belong, and only there: NaN in row i of A, infinity in column j of B. */
+static void check_special(const way *w, const int64_t shape[3], int trans, amp_dtype storage, amp_dtype compute) {
+    test_case t = plain(shape[0], shape[1], shape[2]);
+    ampi_cpu cpu = cpu_of(w, 1);
+    int64_t i = t.m > 2 ? 2 : t.m, j = t.n > 7 ? 7 : t.n - 1, x;     /* of one row none is NaN */
+    problem p;
+    t.trans_a = trans & 1;
+    t.trans_b = trans >> 1;
+    t.a = t.b = storage;
+    t.compute = compute;
+    p = make(t);
+    for (x = 0; x < t.m * t.k; x++) put((void *)(uintptr_t)p.g.a, storage, x, 1);
+    for (x = 0; x < t.n * t.k; x++) put((void *)(uintptr_t)p.g.b, storage, x, 1);
+    if (i < t.m) put((void *)(uintptr_t)p.g.a, storage, t.trans_a ? (t.k - 1) * t.m + i : i * t.k + t.k - 1, (double)NAN);
+    put((void *)(uintptr_t)p.g.b, storage, t.trans_b ? j * t.k : j, (double)INFINITY);
+    CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
+    for (x = 0; x < t.m * t.n; x++) {
+        double got = get(p.g.c, AMP_F32, x);
+        if (x / t.n == i) CHECK(is_nan(got));
+        else if (x % t.n == j) CHECK(!amp_is_finite_f64(&got) && !is_nan(got) && ampi_bits_f64(got) >> 63 == 0);
+        else CHECK(got == (double)t.k);
+    }
+    drop();
+}
 TEST(special_values) {
-    int w, compute;
+    static const int64_t shapes[][3] = {{16, 40, 50}, {1, 10, 33}, {1, 70, 7}, {9, 1, 35}, {5, 9, 1}, {4, 4, 4}, {30, 10, 51}, {3, 300, 9}};
+    size_t s;
+    int w, compute, trans, storage;
     for (w = 0; w < ways(); w++)
-        for (compute = 0; compute < 4; compute++) {
-            test_case t = plain(16, 40, 50);
-            ampi_cpu cpu = cpu_of(&all_ways[w], 1);
-            problem p;
-            int64_t x;
-            t.compute = computes[compute];
-            p = make(t);
-            for (x = 0; x < t.m * t.k; x++) put((void *)(uintptr_t)p.g.a, AMP_F32, x, 1);
-            for (x = 0; x < t.n * t.k; x++) put((void *)(uintptr_t)p.g.b, AMP_F32, x, 1);
-            put((void *)(uintptr_t)p.g.a, AMP_F32, 2 * t.k + 49, (double)NAN);
-            put((void *)(uintptr_t)p.g.b, AMP_F32, 7, (double)INFINITY);
-            CHECK_OK(ampi_cpu_gemm(&cpu, &p.g, NULL));
-            for (x = 0; x < t.m * t.n; x++) {
-                double got = get(p.g.c, AMP_F32, x);
-                if (x / t.n == 2) CHECK(is_nan(got));
-                else if (x % t.n == 7) CHECK(!amp_is_finite_f64(&got) && !is_nan(got) && ampi_bits_f64(got) >> 63 == 0);
-                else CHECK(got == 50);
-            }
-            drop();
-        }
+        for (s = 0; s < sizeof shapes / sizeof *shapes; s++)
+            for (compute = 0; compute < 4; compute++) for (trans = 0; trans < 4; trans++) for (storage = 0; storage < 3; storage++)
+                check_special(&all_ways[w], shapes[s], trans, dtypes[storage], computes[compute]);
 }
 
 /* Values that fp16 cannot hold are counted while packing, once each. */
@@ -587,6 +626,7 @@ int main(int argc, char **argv) {
     if (amp_machine_probe(&machine) != AMP_OK) return 1;
     best_path = machine.cpu.path;
     RUN(shapes);
+    RUN(small_and_thin_shapes);
     RUN(dtype_mixes);
     RUN(epilogues);
     RUN(batches);
