@@ -129,7 +129,7 @@ include tests/mutants/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/sweep.sh \
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/hosts.sh tests/sweep.sh \
 	    tests/plot.sh tests/mpi.sh tests/abi.sh tests/errors.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)

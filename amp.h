@@ -202,7 +202,7 @@
        cross_entropy  .logits (rows, n) [.dlogits] .labels (int32_t[rows], -100: none) [.label_smoothing .grad_scale]
                       .loss (float[1])                      both losses: no backward call
        mse            .x .target [.dx] [.grad_scale] .loss
-       Besides amp_add, amp_cast, and amp_gemm for cblas_sgemm.  In place, the same view, may be: dlogits on logits; dx
+       Besides amp_add, amp_cast, and amp_gemm for cblas_sgemm, amp_gemm_f64 for dgemm.  In place, the same view, may be: dlogits on logits; dx
        of mse on x; y on x in dropout, softmax, TANH and RELU; dx on dy in dropout, softmax and activation; sum on x or
        residual, dx on dsum; amp_add and amp_cast.
 
@@ -967,6 +967,11 @@ typedef enum amp_trans { AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 1
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+/* The same for a host whose numbers are fp64: A and B are rounded to fp32, alpha op(A) op(B) is amp_gemm's, and beta C is
+   added in fp64.  Errors: as above, and 108 on a device. */
+AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
+                                int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t lda,
+                                const double *b, int64_t ldb, double beta, double *c, int64_t ldc);
 
 /* o = softmax(scale q k^T + mask) v.  q, o [batch, queries, heads, dim]; k, v [batch, keys, heads, dim]; any
    strides with dim contiguous, so a packed qkv [batch, seq, 3, heads, dim] is three views of one buffer.
@@ -11145,15 +11150,16 @@ static amp_result ampi_gemm_check(int order, int trans_a, int trans_b, int64_t m
 }
 
 /* rows x cols of C and its kin, in rows `ld` apart; as the view of an operand. */
-static amp_tensor ampi_gemm_view(const float *data, int row_major, int64_t rows, int64_t cols, int64_t ld) {
-    amp_tensor t = amp_tensor2(data, AMP_F32, row_major ? rows : cols, row_major ? cols : rows);
+static amp_tensor ampi_gemm_view(const void *data, amp_dtype dtype, int row_major, int64_t rows, int64_t cols, int64_t ld) {
+    amp_tensor t = amp_tensor2(data, dtype, row_major ? rows : cols, row_major ? cols : rows);
     t.stride[0] = ld; t.stride[1] = 1;
     return t;
 }
 
-static amp_result ampi_gemm_places(int row, int ta, int tb, int64_t m, int64_t n, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                                   const float *c, int64_t ldc) {
-    amp_tensor va = ampi_gemm_view(a, row != ta, m, k, lda), vb = ampi_gemm_view(b, row != tb, k, n, ldb), vc = ampi_gemm_view(c, row, m, n, ldc);
+static amp_result ampi_gemm_places(amp_dtype dtype, int row, int ta, int tb, int64_t m, int64_t n, int64_t k, const void *a, int64_t lda,
+                                   const void *b, int64_t ldb, const void *c, int64_t ldc) {
+    amp_tensor va = ampi_gemm_view(a, dtype, row != ta, m, k, lda), vb = ampi_gemm_view(b, dtype, row != tb, k, n, ldb);
+    amp_tensor vc = ampi_gemm_view(c, dtype, row, m, n, ldc);
     ampi_places at;
     at.n = 0;
     ampi_reads(&at, "a", &va); ampi_reads(&at, "b", &vb); ampi_writes(&at, "c", &vc);
@@ -11189,7 +11195,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
-        AMPI_TRY(ampi_gemm_places(!swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
+        AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
     AMPI_TRY(ampi_decide2(amp, AMP_OP_GEMM, NULL, AMP_F32, AMP_F32, &plan));
     if (plan.rule == AMP_BY_STORAGE) ampi_gemm_outside(amp, plan.compute);
     g = amp->product;
@@ -11199,6 +11205,41 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     g.c = c; g.ldc = ldc;
     g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
     return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
+}
+
+/* rows of n numbers side by side, from rows that are ld apart. */
+static void ampi_gemm_narrow(float *dst, const double *src, int64_t ld, int64_t rows, int64_t n) {
+    int64_t i;
+    if (ld == n) { n *= rows; rows = rows > 0; }
+    for (i = 0; i < rows; i++) ampi_convert_fast(dst + i * n, AMP_F32, src + i * ld, AMP_F64, n, ampi_cpu_best_path());
+}
+
+AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
+                                int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t lda,
+                                const double *b, int64_t ldb, double beta, double *c, int64_t ldc) {
+    const char *f = "amp_gemm_f64";
+    int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
+    int64_t wide_a = AMPI_MAX(row != ta ? k : m, 1), wide_b = AMPI_MAX(row != tb ? n : k, 1), wide_c = row ? n : m, i, j;
+    float *a32, *b32, *c32;
+    void *scratch;
+    amp_result result;
+    if (amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp is NULL");
+    if (!amp->backend->host_visible) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU alone; on a device use amp_gemm");
+    AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
+    AMPI_TRY(ampi_check_real(f, "beta", beta, 1, "finite"));
+    if (m == 0 || n == 0) return AMP_OK;
+    if (alpha == 0) k = 0;
+    if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, f, "a, b or c is NULL");
+    if (k > 0) AMPI_TRY(ampi_as(f, ampi_gemm_places(AMP_F64, row, ta, tb, m, n, k, a, lda, b, ldb, c, ldc)));
+    AMPI_TRY(ampi_as(f, amp_alloc(amp, &scratch, (m * k + k * n + m * n) * (int64_t)sizeof *a32)));
+    a32 = (float *)scratch; b32 = a32 + m * k; c32 = b32 + k * n;
+    ampi_gemm_narrow(a32, a, lda, m * k / wide_a, wide_a);
+    ampi_gemm_narrow(b32, b, ldb, k * n / wide_b, wide_b);
+    result = ampi_as(f, amp_gemm(amp, order, trans_a, trans_b, m, n, k, (float)alpha, a32, wide_a, b32, wide_b, 0, c32, wide_c));
+    for (i = 0; result == AMP_OK && i < m * n / wide_c; i++, c += ldc, c32 += wide_c)
+        for (j = 0; j < wide_c; j++) c[j] = (double)c32[j] + (beta != 0 ? beta * c[j] : 0);
+    amp_free(amp, scratch);
+    return result;
 }
 
 /* ---- Attention */
@@ -22470,7 +22511,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always, .skip_warning: what a program with a training
        loop of its own takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused, products outside regions of a
        16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
-       Declarations compile as C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
+       amp_gemm_f64.  Declarations compile as C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
        amp_grad_stats.first_bad_element.
        Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As many
        as there are cores, or as a CPU quota allows.

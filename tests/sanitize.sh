@@ -14,6 +14,7 @@ run() {
     if ! $cc $flags "$work/probe.c" -o "$work/probe" 2>/dev/null || ! "$work/probe" 2>/dev/null; then skip "$name" "$cc cannot build with $flags"; return; fi
     echo '#include "amp.h"' | $cc -std=c99 -g -O1 $flags -DAMP_IMPLEMENTATION -I. -x c -c - -o "$work/amp.o"
     for program; do at_once "$name $program" sanitized "$name" "$flags" "$program"; done
+    for host in flat online conv; do at_once "$name $host" sanitized_host "$name" "$flags" "$host"; done
     collect
 }
 sanitized() {
@@ -26,6 +27,18 @@ sanitized() {
         grep -m 5 'runtime error\|ERROR\|WARNING\|FAIL\|#[0-3] ' "$log" || tail -n 5 "$log"
     fi
     rm -f "$built"
+}
+# A host of tests/hosts/, in widths that are worth two threads: with nothing set, in bf16, and from a scale that is too high.
+sanitized_host() {
+    built="$work/$3.$1" log="$work/$3.$1.log" steps=2
+    [ "$3" != conv ] || steps=30
+    sed 's/HIDDEN  *64/HIDDEN 256/; s/BATCH  *64/BATCH 256/' "tests/hosts/$3_after.c" > "$built.c"
+    $cc -g -O1 $2 -Itests/hosts/blas -I. -DAMP_IMPLEMENTATION_INCLUDED "$built.c" tests/hosts/blas/cblas.c "$work/amp.o" -o "$built" -lm -lpthread 2>&1
+    for settings in "" "AMP_DTYPE=bf16" "AMP_DTYPE=fp16 AMP_INIT_SCALE=1e12"; do
+        env $settings "$built" 1 $steps > "$log" 2>&1 || tail -n 5 "$log"
+        grep -m 5 'runtime error\|Sanitizer\|#[0-3] ' "$log"
+    done
+    true
 }
 # Those that take about as long stand together: what runs at once ends with the longest.
 for program in $(cd tests && ls t_*.c | sed 's/\.c$//'); do

@@ -298,6 +298,51 @@ TEST(gemm_always_needs_no_region) {
     amp_close(amp);
 }
 
+/* Every order and transposition against loops, with room between the rows; what lies between them stays. */
+TEST(gemm_of_fp64) {
+    enum { M = 5, K = 7, WIDE = 9 };
+    double a[WIDE * WIDE], b[WIDE * WIDE], c[WIDE * WIDE];
+    words w;
+    amp_backend device;
+    amp_desc desc;
+    amp_context *amp = open_as(AMP_F32, &w, 0);
+    int column = 3;                             /* of B and C */
+    for (int form = 0; form < 8; form++) {
+        int col = form & 1, ta = form >> 1 & 1, tb = form >> 2;
+        for (int i = 0; i < WIDE * WIDE; i++) { a[i] = 1.0 / (i + 3); b[i] = (i % 11 - 5) / 3.0; c[i] = 1e-12 * i; }
+        CHECK_OK(amp_gemm_f64(amp, col ? AMP_COL_MAJOR : AMP_ROW_MAJOR, ta ? AMP_TRANS : AMP_NO_TRANS, tb ? AMP_TRANS : AMP_NO_TRANS, M, column, K,
+                              0.5, a, WIDE, b, WIDE, form % 3 ? 2 : 0, c, WIDE));
+        for (int at = 0; at < WIDE * WIDE; at++) {
+            int i = col ? at % WIDE : at / WIDE, j = col ? at / WIDE : at % WIDE;
+            double before = 1e-12 * at, sum = 0;
+            if (i >= M || j >= column) { CHECK(c[at] == before); continue; }
+            for (int p = 0; p < K; p++) sum += a[col != ta ? p * WIDE + i : i * WIDE + p] * b[col != tb ? j * WIDE + p : p * WIDE + j];
+            CHECK(fabs(c[at] - 0.5 * sum - (form % 3 ? 2 * before : 0)) < 1e-6);
+        }
+    }
+    c[0] = 1e-30;                               /* beta C is fp64: it does not pass through fp32 */
+    CHECK_OK(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 0, 1, NULL, 1, NULL, 1, 1.0 + 1e-12, c, 1));
+    CHECK(c[0] == 1e-30 * (1.0 + 1e-12));
+    a[0] = (double)NAN;                         /* alpha 0 reads neither */
+    CHECK_OK(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 0, a, 1, NULL, 1, 0, c, 1));
+    CHECK(c[0] == 0);
+    CHECK_ERR(amp_gemm_f64(NULL, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, a, 1, b, 1, 0, c, 1), AMP_ERR_NULL);
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, NULL, 1, b, 1, 0, c, 1), AMP_ERR_NULL);
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 2, 1, a, 1, b, 2, 0, c, 2), AMP_ERR_RANGE);
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1e300, a, 1, b, 1, 0, c, 1), AMP_ERR_RANGE);
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, a, 1, b, 1, (double)NAN, c, 1), AMP_ERR_RANGE);
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 2, 1, a, 2, b, 2, 0, a + 3, 2), AMP_ERR_CONFLICT);
+    amp_close(amp);
+    device = *amp_cpu();
+    device.name = "device"; device.host_visible = 0;
+    memset(&desc, 0, sizeof desc);
+    desc.backend = &device;
+    CHECK_OK(amp_open(&amp, &desc));
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, a, 1, b, 1, 0, c, 1), AMP_ERR_UNSUPPORTED);
+    CHECK(c[0] == 0);
+    amp_close(amp);
+}
+
 /* ---- From the environment */
 
 static void clean(void) {
@@ -564,7 +609,7 @@ TEST(the_first_bad_element) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(unscale_is_check_and_update_in_one); RUN(ranges_may_change_from_call_to_call); RUN(torch_takes_no_fp16); RUN(found_inf_of_the_host);
-    RUN(found_inf_of_host_and_check); RUN(no_scaler_is_a_scale_of_1); RUN(enabled); RUN(gemm_always_needs_no_region);
+    RUN(found_inf_of_host_and_check); RUN(no_scaler_is_a_scale_of_1); RUN(enabled); RUN(gemm_always_needs_no_region); RUN(gemm_of_fp64);
     RUN(nothing_in_the_environment); RUN(opened_from_the_environment); RUN(wrong_environments); RUN(skips_at_the_floor);
     RUN(sets_without_a_count); RUN(momentum_in_the_gradient_buffer); RUN(the_first_bad_element);
     return TEST_END();

@@ -682,9 +682,12 @@ static amp_result operators_forward(env *e, int i) {
         case 11: return amp_dropout(e->amp, &e->out.dropout);
         case 12: a = e->out.matmul.a; b = e->out.mse.x; y = e->out.mse.dx; return amp_add(e->amp, &a, &b, &y);
         case 13: a = e->out.matmul.a; y = amp_tensor2(e->memory[0], AMP_F16, ROWS, COLS); return amp_cast(e->amp, &a, &y);
-        default:
+        case 14:
             return amp_gemm(e->amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, ROWS, WIDE, COLS, 0.5f, (const float *)e->memory[1], COLS,
                             (const float *)e->memory[2], COLS, 0.25f, (float *)e->memory[3], WIDE);
+        default:
+            return amp_gemm_f64(e->amp, AMP_COL_MAJOR, AMP_TRANS, AMP_NO_TRANS, ROWS, 2, COLS, 0.5, (const double *)e->memory[4], COLS,
+                                (const double *)e->memory[4], COLS, 0.25, (double *)e->memory[5], ROWS);
     }
 }
 
@@ -707,7 +710,7 @@ static amp_result operators_backward(env *e, int i) {
  * fails; on the CPU it does not. */
 static amp_result operators_step(env *e, int i) {
     amp_dtype dtype = e->variant == 1 ? AMP_BF16 : AMP_F32;
-    if (e->variant == 1 && (i == 20 || i == 21 || i == 26 || i == 27)) return AMP_OK;
+    if (e->variant == 1 && (i == 19 || i == 21 || i == 22 || i == 27 || i == 28)) return AMP_OK;
     switch (i) {
         case 0: return open_host(e, AMP_BF16);
         case 1:
@@ -715,11 +718,12 @@ static amp_result operators_step(env *e, int i) {
             e->memory[0] = room(e, ROWS * COLS * 2);
             e->memory[1] = numbers(e, AMP_F32, ROWS * COLS); e->memory[2] = numbers(e, AMP_F32, WIDE * COLS);
             e->memory[3] = numbers(e, AMP_F32, ROWS * WIDE);
+            e->memory[4] = numbers(e, AMP_F64, ROWS * COLS); e->memory[5] = numbers(e, AMP_F64, ROWS * 2);
             return AMP_OK;
         case 2: return amp_param_register(e->amp, e->out.params, 7);
         case 3: return amp_autocast_begin(e->amp, NULL);
-        case 19: return amp_autocast_end(e->amp);
-        default: return i < 19 ? operators_forward(e, i - 4) : i < 30 ? operators_backward(e, i - 20) : DONE;
+        case 20: return amp_autocast_end(e->amp);
+        default: return i < 20 ? operators_forward(e, i - 4) : i < 31 ? operators_backward(e, i - 21) : DONE;
     }
 }
 
