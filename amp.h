@@ -6444,7 +6444,7 @@ static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_oper
     memset(total, 0, (size_t)n * sizeof *total);
     for (w = 0; w < call->blocks.words || w == 0; w += size) {
         int64_t k = AMPI_MIN(call->k - 2 * w, 2 * size);
-        const float *b = call->packed_b + w * panels * width;
+        const float *b = call->packed_b != NULL ? call->packed_b + w * panels * width : NULL;
         words = (k + 1) / 2;
         memset(sums, 0, (size_t)n * sizeof *sums);
         if (call->packed_b == NULL)
