@@ -1442,8 +1442,8 @@ AMP_API amp_result amp_step_result_flush(amp_optimizer *optimizer);
    overrides, the seed, an optimizer's or scaler's settings but the learning rate and the scale, pointers and shapes:
    launching after they changed is error 207.  Destroy graphs before the optimizers they step, and before the context.
    Errors: 101; begin: 106 one is being captured, 108 the backend has no graphs (the CPU's has none), 301, 501; end: 106
-   nothing is captured, or a cycle is not whole, 501 with what could not be captured; launch: 106, 207, 501.  After a
-   failed end nothing was done and nothing changed. */
+   nothing is captured, another thread began it, or a cycle is not whole, 501 with what could not be captured; launch: 106,
+   207, 501.  After a failed end nothing was done and nothing changed.  Closing the context drops an open capture. */
 typedef struct amp_graph amp_graph;
 AMP_API amp_result amp_graph_begin(amp_context *amp);
 AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out);
@@ -11955,6 +11955,7 @@ struct amp_optimizer {
 struct amp_graph {
     ampi_object object;
     amp_context *amp;
+    pthread_t thread;               /* that captures */
     void *exec;                     /* the backend's; NULL while capturing */
     uint64_t settings_version;
     uint64_t random;                /* random numbers that a launch takes */
@@ -13558,6 +13559,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
     graph->amp = amp;
+    graph->thread = pthread_self();
     graph->settings_version = ampi_settings_version(amp);      /* what changes from here on is only in a part of it */
     amp_cast_cache_clear(amp);      /* every launch makes its casts anew */
     ampi_capture_begin(amp, &graph->object);
@@ -13608,6 +13610,7 @@ AMPI_PRIVATE amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     backend = ampi_backend(amp, &dev, &stream);
     graph = (amp_graph *)ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "amp_graph_begin comes first");
+    if (!pthread_equal(graph->thread, pthread_self())) return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
     graph->random = ampi_capture_end(amp);
     result = backend->graph_end(dev, stream, &graph->exec);
     amp_cast_cache_clear(amp);      /* what was to be cast has only been recorded */

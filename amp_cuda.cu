@@ -125,6 +125,9 @@ struct ampc_device {
     int64_t allocated, reserved, peak, pinned;      /* bytes: handed out (rounded up), taken from CUDA, most handed out */
 };
 
+enum { AMPC_LOG_REFUSED = 5001, AMPC_LOG_WRONG = 5002, AMPC_LOG_TUNED = 5003, AMPC_LOG_PLANS = 5004, AMPC_LOG_CAPTURE = 5005,
+       AMPC_LOG_IMAGE = 5006 };     /* ids */
+
 /* ==== Errors ======================================================================================== */
 
 /* Errors after which the process can no longer use the GPU. */
@@ -855,6 +858,8 @@ ampc_scratch::~ampc_scratch() {
 
 amp_result ampc_check_image(ampc_device *dev);      /* whether this build's machine code runs on the GPU */
 void ampc_graph_destroy(void *device, void *graph);
+ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream);
+void ampc_capture_drop(ampc_device *dev, cudaStream_t stream);
 amp_result ampc_blas_open(ampc_device *dev);
 void ampc_blas_close(ampc_device *dev);
 void ampc_nvml_close(ampc_nvml *nvml);
@@ -911,6 +916,7 @@ void ampc_close(void *device) {
     amp_host host = dev->host;
     if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL) {
         ampc_current current(dev);
+        for (ampc_graph *open; (open = ampc_captured(dev, NULL)) != NULL;) ampc_graph_destroy(dev, open);
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
         ampc_blas_close(dev);
         ampc_drop_memory(dev);
@@ -1129,6 +1135,28 @@ void (*const ampc_profile_pop)(void *device) = NULL;
 
 /* ---- Streams */
 
+/* The capture of ours that runs on a stream (NULL: on any), or NULL. */
+ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
+    ampc_locked locked(dev);
+    ampc_graph *graph = dev->graphs;
+    while (graph != NULL && !(graph->capturing && (stream == NULL || graph->stream == stream))) graph = graph->next;
+    return graph;
+}
+
+/* Ends a capture that nobody will end, while its stream is still there.  Left open, the thread that began it could neither
+   allocate nor wait any more (error 900), and CUDA lets no other thread end it. */
+void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cudaGraph_t graph = NULL;
+    cudaError_t error = cudaStreamIsCapturing(stream, &status);
+    if (error == cudaSuccess && status != cudaStreamCaptureStatusNone) error = cudaStreamEndCapture(stream, &graph);
+    if (graph != NULL) (void)cudaGraphDestroy(graph);
+    (void)cudaGetLastError();
+    if (error == cudaErrorStreamCaptureWrongThread)
+        dev->host.log(dev->host.user, AMP_LOG_ERROR, AMPC_LOG_CAPTURE, "amp_cuda: a capture is left open, which only the thread "
+                      "that began it could end: that thread's cudaMalloc and waits fail from now on; end captures before you close");
+}
+
 amp_result ampc_stream_create(void *device, void **stream) {
     ampc_device *dev = (ampc_device *)device;
     cudaStream_t made = NULL;
@@ -1139,11 +1167,13 @@ amp_result ampc_stream_create(void *device, void **stream) {
     return AMP_OK;
 }
 
-/* Waits for it, since another stream may get its scratch memory. */
+/* Waits for it, since another stream may get its scratch memory; what is being captured from it is dropped. */
 void ampc_stream_destroy(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (stream == NULL) return;
     ampc_current current(dev);
+    ampc_graph_destroy(dev, ampc_captured(dev, (cudaStream_t)stream));
+    ampc_capture_drop(dev, (cudaStream_t)stream);
     (void)cudaStreamSynchronize((cudaStream_t)stream);
     (void)cudaStreamDestroy((cudaStream_t)stream);
     (void)cudaGetLastError();
@@ -1250,15 +1280,6 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     return AMP_OK;
 }
 
-/* The capture that runs on a stream, or NULL. */
-ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
-    ampc_locked locked(dev);
-    ampc_graph *graph = dev->graphs;
-    while (graph != NULL && !(graph->capturing && graph->stream == stream)) graph = graph->next;
-    if (graph != NULL) graph->capturing = 0;
-    return graph;
-}
-
 /* Takes it out of the list; its scratch memory goes to the stream that it ran on last. */
 void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
     ampc_graph **link = &dev->graphs;
@@ -1272,9 +1293,10 @@ void ampc_graph_destroy(void *device, void *made) {
     ampc_device *dev = (ampc_device *)device;
     ampc_graph *graph = (ampc_graph *)made;
     if (graph == NULL) return;
-    if (graph->exec != NULL) {
+    {
         ampc_current current(dev);
-        (void)cudaGraphExecDestroy(graph->exec);
+        if (graph->capturing) ampc_capture_drop(dev, graph->stream);
+        if (graph->exec != NULL) (void)cudaGraphExecDestroy(graph->exec);
         (void)cudaGetLastError();
     }
     ampc_graph_forget(dev, graph);
@@ -1291,6 +1313,10 @@ amp_result ampc_graph_end(void *device, void *stream, void **out) {
     ampc_current current(dev);
     result = ampc_check(dev, cudaStreamEndCapture(graph->stream, &captured), "cudaStreamEndCapture",
                         "something that cannot be captured was called, such as a wait");
+    if (result == AMP_OK) {
+        ampc_locked locked(dev);
+        graph->capturing = 0;
+    }
     if (result == AMP_OK) result = current.ready("graph_end");
     if (result == AMP_OK)
         result = ampc_check(dev, cudaGraphInstantiate(&graph->exec, captured, 0), "cudaGraphInstantiate", NULL);
@@ -4122,7 +4148,6 @@ amp_result ampc_embedding_backward(void *dev, const amp_k_embedding *args, void 
    fused multiply-adds along k, so its bits depend on nothing else.                                      */
 
 enum { AMPC_GEMM_TILE = 64, AMPC_GEMM_DEPTH = 16, AMPC_GEMM_PER_SM = 3 };
-enum { AMPC_LOG_REFUSED = 5001, AMPC_LOG_WRONG = 5002, AMPC_LOG_TUNED = 5003, AMPC_LOG_PLANS = 5004 };     /* ids */
 
 __device__ __forceinline__ float ampc_stored(const void *p, amp_dtype dtype, int64_t i) {
     if (dtype == AMP_F16) return ampc_float(((const ampc_f16 *)p)[i]);

@@ -1,6 +1,7 @@
 /* t_cuda_runtime.cpp - the CUDA backend's runtime, casts, multi-tensor kernels and products, on the model GPU. */
 #include "test_cuda.h"
 #include <stdlib.h>
+#include <thread>
 
 #define TRY(call) do { amp_result tried = (call); if (tried != AMP_OK) return tried; } while (0)
 
@@ -51,10 +52,12 @@ struct side {
         if (memory) desc.memory = *memory;
         if (b->open(&dev, &host, &desc) != AMP_OK) dev = NULL;
     }
-    ~side() {
+    ~side() { close(); }
+    void close() {
         if (dev == NULL) return;
         for (size_t i = 0; i < owned.size(); i++) b->free(dev, owned[i], sizes[i]);
         b->close(dev);
+        dev = NULL;
     }
     /* A copy of these bytes in device memory, `offset` bytes from an aligned address, with room behind. */
     void *up(const void *data, size_t bytes, size_t offset = 0) {
@@ -1236,6 +1239,61 @@ TEST(graph_misuse) {
     (void)coc_take_faults();
 }
 
+/* A capture that nobody ends is dropped with whatever goes away: after it this thread allocates and waits as before. */
+static bool thread_is_free() {
+    void *p = NULL;
+    return cudaMalloc(&p, 64) == cudaSuccess && cudaFree(p) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess;
+}
+TEST(captures_left_open) {
+    coc_reset();
+    for (int way = 0; way < 6; way++) {
+        cudaStream_t host = NULL;
+        void *stream = NULL, *graph = NULL;
+        if (way == 1 || way == 5) CHECK_EQ(cudaStreamCreateWithFlags(&host, cudaStreamNonBlocking), cudaSuccess);
+        host_logs = 0;
+        {
+            side x(amp_cuda(), 0, host);
+            std::vector<float> v(64, 1.0f);
+            amp_k_cast k = {};
+            k.src = k.dst = x.up(v);
+            k.src_dtype = AMP_F32, k.dst_dtype = AMP_TF32, k.n = 64;
+            CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
+            if (way == 2 || way == 3) CHECK_EQ(x.b->stream_create(x.dev, &stream), AMP_OK);
+            if (way == 3)       /* the host's own, from a stream of ours */
+                CHECK_EQ(cudaStreamBeginCapture((cudaStream_t)stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            else CHECK_EQ(x.b->graph_begin(x.dev, stream), AMP_OK);
+            CHECK_EQ(x.b->cast(x.dev, &k, stream), AMP_OK);
+            CHECK(!thread_is_free());       /* which puts an end to the graph, but not to the capture */
+            (void)cudaGetLastError();
+            if (way == 2 || way == 3) x.b->stream_destroy(x.dev, stream);
+            if (way == 4) {
+                if (CUDA_IS_MODEL) coc_fail("cudaStreamEndCapture", 1, cudaErrorUnknown);
+                CHECK_EQ(x.b->graph_end(x.dev, NULL, &graph), AMP_ERR_DEVICE);
+            }
+            if (way >= 2 && way <= 4) {
+                CHECK_MSG(thread_is_free(), "way %d", way);
+                CHECK_EQ(x.b->graph_end(x.dev, NULL, &graph), AMP_ERR_STATE);
+                CHECK_EQ(x.b->cast(x.dev, &k, NULL), AMP_OK);
+            }
+            if (way == 5) std::thread([&] { x.close(); }).join();       /* not the thread that could end it: that is said */
+        }
+        CHECK_MSG(host_blocks == 0, "way %d: %ld blocks of host memory", way, (long)host_blocks);
+        CHECK_EQ(host_logs, way == 5);
+        if (way == 5) {
+            cudaGraph_t left = NULL;
+            CHECK(!thread_is_free());
+            (void)cudaStreamEndCapture(host, &left);
+            if (left != NULL) (void)cudaGraphDestroy(left);
+            (void)cudaGetLastError();
+        }
+        CHECK_MSG(thread_is_free(), "way %d: the capture is still open", way);
+        if (host != NULL) CHECK_EQ(cudaStreamDestroy(host), cudaSuccess);
+        CHECK_EQ(coc_living().graphs, 0);
+    }
+    (void)cudaGetLastError();
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* ---- Failures */
 
 /* Everything the runtime can do, once; stops at the first failure and cleans up. */
@@ -1593,6 +1651,7 @@ int main(int argc, char **argv) {
     RUN(host_captures);
     RUN(graph_outlives_its_stream);
     RUN(graph_misuse);
+    RUN(captures_left_open);
     RUN(every_call_may_fail);
     RUN(host_memory_may_fail);
     RUN(sticky_error);

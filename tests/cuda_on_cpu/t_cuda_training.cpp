@@ -1382,11 +1382,16 @@ CUDA_TEST(graph_refusals) {
 
     CHECK_OK(amp_graph_begin(gpu.amp));                         /* a call of CUDA's fails */
     step(&gpu);
-    coc_fail("cudaGraphInstantiate", 1, cudaErrorMemoryAllocation);
-    if (CUDA_IS_MODEL) CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_MEMORY);
-    else CHECK_OK(amp_graph_end(gpu.amp, &graph));
+    std::thread([&] {
+        CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
+        CHECK(says("another thread"));
+    }).join();
+    if (CUDA_IS_MODEL) {
+        coc_fail("cudaGraphInstantiate", 1, cudaErrorMemoryAllocation);
+        CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_MEMORY);
+        coc_fail_clear();
+    } else CHECK_OK(amp_graph_end(gpu.amp, &graph));
     amp_graph_destroy(graph);
-    coc_fail_clear();
     step(&gpu);
     step(&plain);
     CHECK(gpu.weights() == plain.weights());
@@ -1460,6 +1465,24 @@ CUDA_TEST(graph_refusals) {
     CHECK_ERR(amp_graph_begin(cpu), AMP_ERR_UNSUPPORTED);
     CHECK(says("cpu"));
     amp_close(cpu);
+}
+
+/* The host gives up between amp_graph_begin and amp_graph_end, and starts again in another context. */
+CUDA_TEST(graph_given_up) {
+    void *p = NULL;
+    for (int round = 0; round < 2; round++) {
+        network n;
+        CHECK_OK(n.open(settings(amp_cuda(), AMP_LEVEL_O1), 0));
+        CHECK_OK(n.for_graphs(0.25f));
+        CHECK_OK(n.next_copied());
+        CHECK_OK(n.compute());
+        CHECK_OK(amp_step(n.optimizer, n.scaler));
+        CHECK_OK(amp_graph_begin(n.amp));
+        if (round > 0) CHECK_OK(n.compute());
+        amp_close(n.amp);                       /* ahead of what was made from it */
+        n.amp = NULL, n.memory.clear();
+        CHECK(cudaMalloc(&p, 64) == cudaSuccess && cudaFree(p) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess);
+    }
 }
 
 /* A weight becomes NaN in step 13.  The snapshot of step 11 comes back, in bf16, and from there on the run is that of a twin
@@ -1888,6 +1911,7 @@ int main(int argc, char **argv) {
     RUN(graph_is_the_step);
     RUN(graph_launch_is_cheap);
     RUN(graph_refusals);
+    RUN(graph_given_up);
     RUN(graph_after_settings_change);
     RUN(recovers_with_graphs);
     RUN(every_call_may_fail);

@@ -68,9 +68,9 @@ $(GPU_BIN)/t_models.o: amp_cuda.cu
 $(GPU_BIN)/%.o: tests/gpu/%.cu $(GPU_HEADERS) | $(GPU_BIN)
 	$(GPU_CU) -c $< -o $@
 
-$(GPU_BIN)/t_models: %: %.o $(GPU_REST) $(BUILD)/amp_implementation.o
+$(GPU_BIN)/t_models: %: %.o $(GPU_REST) $(BUILD)/amp.o
 	$(GPU_CXX) $^ -o $@ $(GPU_LIBS)
-$(patsubst %,$(GPU_BIN)/%,$(filter-out t_models,$(GPU_PROGRAMS))): %: %.o $(GPU_CUDA) $(GPU_REST) $(BUILD)/amp_implementation.o
+$(patsubst %,$(GPU_BIN)/%,$(filter-out t_models,$(GPU_PROGRAMS))): %: %.o $(GPU_CUDA) $(GPU_REST) $(BUILD)/amp.o
 	$(GPU_CXX) $^ -o $@ $(GPU_LIBS)
 
 # The example as its head builds it, with the backend compiled above.
