@@ -5718,6 +5718,8 @@ typedef struct ampi_gemm_vec {
     void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
     /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled with 0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
+    /* m such rows, `ld` values apart, into rows `pitch` words apart. */
+    void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld, int64_t n, int64_t m);
     /* Rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, filled with 0 at the right:
        panel q at dst + q * stride, in it the word of column j and word row w at w * cols + j. */
     void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
@@ -6069,7 +6071,7 @@ static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 
 static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t j0,
                                    int64_t n, float *dst, int64_t stride, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words), step = x->along_k ? vec->cols : (int64_t)AMPI_GEMM_BUFFER;
-    int64_t j, i;
+    int64_t j;
     for (j = 0; j < n; j += step) {
         float *panel = dst + j / vec->cols * stride;
         int64_t cols = AMPI_MIN(n - j, step);
@@ -6083,7 +6085,7 @@ static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_ope
             vec->transpose(panel, vec->cols, (const float *)src, x->ld / vec->unit, cols, words);
             continue;
         }
-        for (i = 0; i < cols; i++) vec->row(scratch + i * pitch, ampi_gemm_at(x, k0, j0 + j + i), x->dtype, x->compute, k);
+        vec->rows_of(scratch, pitch, src, x->dtype, x->compute, x->ld, k, cols);
         vec->transpose(panel, vec->cols, scratch, pitch, cols, words);
     }
 }
@@ -6093,7 +6095,7 @@ static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operan
                                 int64_t m, float *dst, int64_t pitch, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, i;
     if (x->along_k) {
-        for (i = 0; i < m; i++) vec->row(dst + i * pitch, ampi_gemm_at(x, k0, i0 + i), x->dtype, x->compute, k);
+        vec->rows_of(dst, pitch, ampi_gemm_at(x, k0, i0), x->dtype, x->compute, x->ld, k, m);
         return;
     }
     if (ampi_gemm_is_words(vec, x, k)) {
@@ -21174,6 +21176,12 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype d
         AMPI_V(ampi_round_row)(dst, dst, n, compute);
 }
 
+AMPI_PRIVATE void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
+                                            int64_t n, int64_t m) {
+    int64_t step = ld * (int64_t)amp_dtype_size(dtype), i;
+    for (i = 0; i < m; i++) AMPI_V(ampi_gemm_row)(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
+}
+
 /* n words as one row of several panels. */
 AMPI_PRIVATE inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const float *src, int64_t n) {
     for (; n >= 2 * AMPI_W; n -= 2 * AMPI_W, src += 2 * AMPI_W, dst += stride) {
@@ -21361,7 +21369,7 @@ AMPI_PRIVATE float AMPI_V(ampi_gemm_dot)(const float *x, const float *row, int64
 __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 1, .block = AMPI_GEMM_BLOCK, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
     .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
-    .row = AMPI_V(ampi_gemm_row), .weave = AMPI_V(ampi_gemm_weave),
+    .row = AMPI_V(ampi_gemm_row), .rows_of = AMPI_V(ampi_gemm_rows_of), .weave = AMPI_V(ampi_gemm_weave),
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dot = AMPI_V(ampi_gemm_dot), .pairs = NULL
 };
@@ -21395,101 +21403,87 @@ AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t k, const float *
     tiles[rows - 1](k, a, lda, b, ldb, add, ldadd, c, ldc);
 }
 
-/* The first n of 16 or 32 lanes; any n. */
-AMPI_PRIVATE inline __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
-
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_row_from_f32(float *dst, const float *src, int64_t n) {
-    int64_t i;
-    for (i = 0; i < n; i += 32) {
-        __m512 low = _mm512_maskz_loadu_ps(ampi_lanes16(n - i), src + i);
-        __m512 high = _mm512_maskz_loadu_ps(ampi_lanes16(n - i - 16), src + i + 16);
-        _mm512_mask_storeu_epi32(dst + i / 2, ampi_lanes16((n - i + 1) / 2), (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
-}
-
-AMPI_PRIVATE void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
-    float scratch[AMPI_GEMM_BUFFER];
-    int64_t i;
-    if (dtype == AMP_F32) ampi_gemm_row_from_f32(dst, (const float *)src, n);
-    for (i = 0; dtype == AMP_F16 && i < n; i += AMPI_GEMM_BUFFER) {
-        int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_BUFFER);
-        AMPI_V(ampi_f32_from_f16)(scratch, (const char *)src + 2 * i, m);
-        ampi_gemm_row_from_f32(dst + i / 2, scratch, m);
-    }
-    if (dtype != AMP_BF16) return;
-    if (n % 2) memset(dst + n / 2, 0, sizeof *dst);
-    memcpy(dst, src, (size_t)n * 2);
-    (void)compute;
-}
-
-/* Two rows of k, woven: 16 pairs of what stands below each other. */
-AMPI_PRIVATE AMPI_TILE_TARGET inline __m512i ampi_gemm_pairs_f32(const float *low, const float *high, int64_t n) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __mmask16 lanes = ampi_lanes16(n);
-    __m512 l = _mm512_maskz_loadu_ps(lanes, low);
-    __m512 h = high != NULL ? _mm512_maskz_loadu_ps(lanes, high) : _mm512_setzero_ps();
-    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(h, l));
-}
-AMPI_PRIVATE inline __m512i ampi_gemm_pairs_16(const uint16_t *low, const uint16_t *high, int64_t n) {
-    __mmask16 lanes = ampi_lanes16(n);
-    __m512i l = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, low));
-    __m512i h = high != NULL ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, high)) : _mm512_setzero_si512();
-    return _mm512_or_si512(l, _mm512_slli_epi32(h, 16));
-}
-
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
-                                                        int64_t ld, int64_t k, int64_t n) {
-    float scratch[2][AMPI_GEMM_BUFFER];
-    int64_t size = (int64_t)amp_dtype_size(dtype), p, j;
-    (void)compute;
-    for (p = 0; p < k; p += 2, dst += 32) {
-        const void *low = (const char *)src + p * ld * size, *high = p + 1 < k ? (const char *)src + (p + 1) * ld * size : NULL;
-        if (dtype == AMP_F16) {
-            AMPI_V(ampi_f32_from_f16)(scratch[0], low, n);
-            if (high != NULL) AMPI_V(ampi_f32_from_f16)(scratch[1], high, n);
-            low = scratch[0];
-            high = high != NULL ? scratch[1] : NULL;
-        }
-        for (j = 0; j < n || j % 32 != 0; j += 16) {
-            __m512i words;
-            if (j >= n) words = _mm512_setzero_si512();
-            else if (dtype == AMP_BF16)
-                words = ampi_gemm_pairs_16((const uint16_t *)low + j, high != NULL ? (const uint16_t *)high + j : NULL, n - j);
-            else words = ampi_gemm_pairs_f32((const float *)low + j, high != NULL ? (const float *)high + j : NULL, n - j);
-            _mm512_storeu_si512(dst + j / 32 * stride + j % 32, words);
-        }
-    }
-}
-
 #define AMPI_BF16_INLINE AMPI_PRIVATE AMPI_TILE_TARGET inline __attribute__((always_inline))
 
+/* The function that works on this dtype. */
+#define AMPI_BF16_OF(dtype, call) \
+    if (dtype == AMP_F32) { enum { DTYPE = AMP_F32, SIZE = 4 }; call; } \
+    else if (dtype == AMP_F16) { enum { DTYPE = AMP_F16, SIZE = 2 }; call; } \
+    else { enum { DTYPE = AMP_BF16, SIZE = 2 }; call; }
+
+/* The first n of 16 lanes; any n. */
+AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+
 /* n of 16 values of fp32 or fp16 */
-AMPI_BF16_INLINE __m512 ampi_gemv_load(const char *p, amp_dtype dtype, int64_t n) {
+AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(ampi_lanes16(n), p));
     return _mm512_maskz_loadu_ps(ampi_lanes16(n), p);
 }
 
-/* One vector of y, of n values, over all k. */
-AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, amp_dtype dtype, int64_t step, int64_t k, int64_t n) {
+/* n of 32 values side by side, as pairs */
+AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
+    if (dtype == AMP_BF16) return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
+    return (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(p + (dtype == AMP_F16 ? 32 : 64), dtype, n - 16), ampi_gemm_load_bf16(p, dtype, n));
+}
+
+/* What stands below each other in two rows, as pairs; n of 16 values of the upper row, m of the other. */
+AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, int64_t n, int64_t m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i both = dtype != AMP_BF16 ? (__m512i)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(high, dtype, m), ampi_gemm_load_bf16(low, dtype, n))
+                   : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ampi_lanes16(n), low)),
+                                        _mm256_maskz_loadu_epi16(ampi_lanes16(m), high), 1);
+    return (ampi_vf)_mm512_permutexvar_epi16(order, both);
+}
+
+AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t n, int64_t m) {
+    int64_t size = dtype == AMP_F32 ? 4 : 2, rest = n % 32, whole = n - rest, i;
+    __mmask16 words = ampi_lanes16((rest + 1) / 2);
+    for (; m > 0; m--, dst += pitch, src += step) {
+        for (i = 0; i < whole; i += 32) AMPI_V(ampi_store)(dst + i / 2, ampi_gemm_side_bf16(src + i * size, dtype, 32));
+        if (rest > 0) _mm512_mask_storeu_ps(dst + i / 2, words, (__m512)ampi_gemm_side_bf16(src + i * size, dtype, rest));
+    }
+}
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
+                                                       int64_t n, int64_t m) {
+    (void)compute;
+    AMPI_BF16_OF(dtype, ampi_gemm_rows_of_bf16(dst, pitch, (const char *)src, DTYPE, ld * SIZE, n, m))
+}
+AMPI_PRIVATE void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
+    ampi_gemm_rows_bf16(dst, 0, src, dtype, compute, 0, n, 1);
+}
+
+AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
+    int64_t size = dtype == AMP_F32 ? 4 : 2, p, j;
+    ampi_vf zero = {0.0f};
+    for (p = 0; p < k; p += 2, dst += 32, src += 2 * step) {
+        const char *high = p + 1 < k ? src + step : src;
+        int64_t m = p + 1 < k ? 16 : 0;
+        for (j = 0; j + 16 <= n; j += 16)
+            AMPI_V(ampi_store)(dst + j / 32 * stride + j % 32, ampi_gemm_pairs_bf16(src + j * size, high + j * size, dtype, 16, m));
+        for (; j < n || j % 32 != 0; j += 16)
+            AMPI_V(ampi_store)(dst + j / 32 * stride + j % 32,
+                               j < n ? ampi_gemm_pairs_bf16(src + j * size, high + j * size, dtype, n - j, AMPI_MIN(n - j, m)) : zero);
+    }
+}
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                                        int64_t ld, int64_t k, int64_t n) {
+    (void)compute;
+    AMPI_BF16_OF(dtype, ampi_gemm_weave_of(dst, stride, (const char *)src, DTYPE, ld * SIZE, k, n))
+}
+
+/* One vector of y, of n values, over all k. */
+AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
     ampi_vf sum = (ampi_vf)_mm512_maskz_loadu_ps(ampi_lanes16(n), y);
     int64_t p;
-    for (p = 0; p < k; p += 2, b += 2 * step) {
-        int64_t m = p + 1 < k ? n : 0;
-        const char *high = p + 1 < k ? b + step : b;
-        __m512i words = dtype == AMP_BF16 ? _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(ampi_lanes16(n), b)),
-                                                               _mm256_maskz_loadu_epi16(ampi_lanes16(m), high), 1)
-                                          : (__m512i)_mm512_cvtne2ps_pbh(ampi_gemv_load(high, dtype, m), ampi_gemv_load(b, dtype, n));
-        sum = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + p / 2), (ampi_vf)_mm512_permutexvar_epi16(order, words), sum);
-    }
+    for (p = 0; p < k; p += 2, b += 2 * step)
+        sum = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + p / 2), ampi_gemm_pairs_bf16(b, p + 1 < k ? b + step : b, dtype, n, p + 1 < k ? n : 0), sum);
     _mm512_mask_storeu_ps(y, ampi_lanes16(n), (__m512)sum);
 }
 
 /* Many columns four rows at a time, as memory likes it. */
-AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
-    int64_t size = dtype == AMP_F32 ? 4 : 2, step = ld * size, rows = n > 512 ? 4 : n > 16 ? 8 : AMPI_MAX(k, 1), p, j;
+AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+    int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 8 : AMPI_MAX(k, 1), p, j;
     for (p = 0; p < k; p += rows, x += rows / 2, b += rows * step) {
         rows = AMPI_MIN(rows, k - p);
         for (j = 0; j + 16 <= n; j += 16) ampi_gemv_rows(y + j, x, b + j * size, dtype, step, rows, 16);
@@ -21497,24 +21491,17 @@ AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char 
     }
 }
 AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
-    if (dtype == AMP_F32) ampi_gemv_combine_of(y, x, (const char *)b, AMP_F32, ld, k, n);
-    else if (dtype == AMP_F16) ampi_gemv_combine_of(y, x, (const char *)b, AMP_F16, ld, k, n);
-    else ampi_gemv_combine_of(y, x, (const char *)b, AMP_BF16, ld, k, n);
+    AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
-/* sum + what n of 32 values side by side give; sums without a word stay as they are. */
-AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, amp_dtype dtype, int64_t i, int64_t n) {
-    __mmask32 lanes = n >= 32 ? 0xffffffffu : (1u << n) - 1;
-    ampi_vf b, all;
-    row += i * (dtype == AMP_F32 ? 4 : 2);
-    if (dtype == AMP_BF16) b = (ampi_vf)_mm512_maskz_loadu_epi16(lanes, row);
-    else b = (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemv_load(row + (dtype == AMP_F32 ? 64 : 32), dtype, n - 16), ampi_gemv_load(row, dtype, n));
-    all = ampi_gemm_dot2(x, b, sum);
+/* sum + what n of 32 values from i on give; sums without a word stay as they are. */
+AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i, int64_t n) {
+    ampi_vf all = ampi_gemm_dot2(x, ampi_gemm_side_bf16(row + i * (dtype == AMP_F32 ? 4 : 2), dtype, n), sum);
     return n >= 32 ? all : (ampi_vf)_mm512_mask_blend_ps(ampi_lanes16((n + 1) / 2), (__m512)sum, (__m512)all);
 }
 
 /* Four rows together.  Of 16 sums, those of each four words are added as 0 + 2 and 1 + 3, then the fours likewise. */
-AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], amp_dtype dtype, int64_t k) {
+AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], int dtype, int64_t k) {
     ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0, factor;
     __m256 half;
     int64_t i;
@@ -21534,15 +21521,16 @@ AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const ro
     half = _mm256_add_ps(_mm512_castps512_ps256((__m512)s0), _mm512_extractf32x8_ps((__m512)s0, 1));
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
-    int64_t step = ld * (dtype == AMP_F32 ? 4 : 2), j, r;
+AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+    int64_t j, r;
     for (j = 0; j < n; j += 4) {
         const char *row[4];
-        for (r = 0; r < 4; r++) row[r] = (const char *)b + AMPI_MIN(j + r, n - 1) * step;
-        _mm_mask_storeu_ps(y + j, (__mmask8)ampi_lanes16(n - j),
-                           dtype == AMP_F32 ? ampi_gemv_four_dots(x, row, AMP_F32, k) : dtype == AMP_F16 ? ampi_gemv_four_dots(x, row, AMP_F16, k)
-                           : ampi_gemv_four_dots(x, row, AMP_BF16, k));
+        for (r = 0; r < 4; r++) row[r] = b + AMPI_MIN(j + r, n - 1) * step;
+        _mm_mask_storeu_ps(y + j, (__mmask8)ampi_lanes16(n - j), ampi_gemv_four_dots(x, row, dtype, k));
     }
+}
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n) {
+    AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
 /* The sums that lie in the lanes above lie in 16 vectors here. */
@@ -21574,7 +21562,7 @@ static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
     .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
-    .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
+    .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dot = AMPI_V(ampi_gemm_dot), .pairs = &ampi_gemv_bf16
 };
@@ -21668,7 +21656,7 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
     .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .spare = 15,
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
-    .row = ampi_gemm_row_bf16, .weave = ampi_gemm_weave_bf16,
+    .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dot = AMPI_V(ampi_gemm_dot), .pairs = NULL
 };
