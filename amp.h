@@ -4494,38 +4494,64 @@ typedef struct ampi_numbers_vec {
 #include "amp.h"
 #undef AMPI_KERNELS
 
-AMP_API size_t amp_dtype_size(amp_dtype dtype) {
-    switch (dtype) {
-        case AMP_E4M3: case AMP_E5M2: case AMP_U8: return 1;
-        case AMP_F16: case AMP_BF16: case AMP_U16: return 2;
-        case AMP_F32: case AMP_TF32: case AMP_I32: return 4;
-        case AMP_F64: case AMP_I64: return 8;
-        default: return 0;
-    }
+/* ---- What is known of each dtype; a row's place is its number */
+
+enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4 };       /* castable: by a region */
+typedef struct ampi_dtype_traits {
+    const char *name, *others[2];   /* and what amp_dtype_parse takes besides */
+    int8_t bytes, exponent, mantissa, use;      /* exponent and mantissa in bits, 0: no floating-point format */
+    uint32_t largest;               /* finite number, as fp32's pattern; fp64's is beyond */
+} ampi_dtype_traits;
+
+static const ampi_dtype_traits ampi_dtypes[] = {
+    {"default",  {"auto", NULL},        0,  0,  0, 0, 0},
+    {"fp32",     {"float32", "float"},  4,  8, 23, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE, 0x7f7fffffu},
+    {"fp64",     {"float64", "double"}, 8, 11, 52, 0, 0x7f7fffffu},
+    {"fp16",     {"float16", "half"},   2,  5, 10, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE, 0x477fe000u},
+    {"bf16",     {"bfloat16", NULL},    2,  8,  7, AMPI_IS_STORAGE | AMPI_IS_COMPUTE | AMPI_IS_CASTABLE, 0x7f7f0000u},
+    {"tf32",     {NULL, NULL},          4,  8, 10, AMPI_IS_COMPUTE, 0x7f7fe000u},
+    {"fp8_e4m3", {NULL, NULL},          1,  4,  3, AMPI_IS_CASTABLE, 0x43e00000u},
+    {"fp8_e5m2", {NULL, NULL},          1,  5,  2, AMPI_IS_CASTABLE, 0x47600000u},
+    {"u8",       {NULL, NULL},          1,  0,  0, 0, 0},
+    {"u16",      {NULL, NULL},          2,  0,  0, 0, 0},
+    {"i32",      {NULL, NULL},          4,  0,  0, 0, 0},
+    {"i64",      {NULL, NULL},          8,  0,  0, 0, 0}};
+enum { AMPI_DTYPES = sizeof ampi_dtypes / sizeof *ampi_dtypes };
+
+/* What products are computed in, the widest first: what comes before may take the place of what comes after. */
+enum { AMPI_COMPUTE_DTYPES = 4 };
+static const amp_dtype ampi_compute_dtypes[AMPI_COMPUTE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
+
+AMPI_PRIVATE inline const ampi_dtype_traits *ampi_traits(amp_dtype dtype) {
+    return &ampi_dtypes[(uint32_t)dtype < AMPI_DTYPES ? (int)dtype : 0];
 }
 
-AMP_API const char *amp_dtype_name(amp_dtype dtype) {
-    static const char *const names[] = {"default", "fp32", "fp64", "fp16", "bf16", "tf32", "fp8_e4m3", "fp8_e5m2",
-                                        "u8", "u16", "i32", "i64"};
-    return (int)dtype >= 0 && (int)dtype <= AMP_I64 ? names[(int)dtype] : "?";
-}
+AMP_API size_t amp_dtype_size(amp_dtype dtype) { return (size_t)ampi_traits(dtype)->bytes; }
+
+AMP_API const char *amp_dtype_name(amp_dtype dtype) { return (uint32_t)dtype < AMPI_DTYPES ? ampi_dtypes[(int)dtype].name : "?"; }
 
 AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
-    static const struct { const char *name; amp_dtype dtype; } others[] = {
-        {"float32", AMP_F32}, {"float", AMP_F32}, {"float64", AMP_F64}, {"double", AMP_F64}, {"float16", AMP_F16},
-        {"half", AMP_F16}, {"bfloat16", AMP_BF16}, {"auto", AMP_DTYPE_DEFAULT}};
-    size_t i;
+    char all[160];
+    ampi_sheet sheet = ampi_sheet_of(all, sizeof all);
     int d;
     if (name == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_dtype_parse", name == NULL ? "name" : "out");
-    for (d = 0; d <= AMP_I64; d++)
-        if (strcmp(name, amp_dtype_name((amp_dtype)d)) == 0) { *out = (amp_dtype)d; return AMP_OK; }
-    for (i = 0; i < sizeof others / sizeof *others; i++)
-        if (strcmp(name, others[i].name) == 0) { *out = others[i].dtype; return AMP_OK; }
-    return ampi_fail(AMP_ERR_NAME, "amp_dtype_parse", "\"%.40s\", must be one of fp32, fp64, fp16, bf16, tf32, "
-                     "fp8_e4m3, fp8_e5m2, u8, u16, i32, i64, auto", name);
+    for (d = 0; d < AMPI_DTYPES; d++) {
+        const ampi_dtype_traits *t = &ampi_dtypes[d];
+        if (strcmp(name, t->name) == 0 || (t->others[0] && strcmp(name, t->others[0]) == 0) || (t->others[1] && strcmp(name, t->others[1]) == 0)) {
+            *out = (amp_dtype)d;
+            return AMP_OK;
+        }
+        if (d > 0) ampi_print(&sheet, "%s, ", t->name);
+    }
+    return ampi_fail(AMP_ERR_NAME, "amp_dtype_parse", "\"%.40s\", must be one of %sauto", name, all);
 }
 
-AMPI_PRIVATE int ampi_dtype_is_float(amp_dtype dtype) { return (int)dtype >= AMP_F32 && (int)dtype <= AMP_E5M2; }
+AMPI_PRIVATE int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
+AMPI_PRIVATE int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
+AMPI_PRIVATE int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
+/* Half the distance from 1 to the next number. */
+AMPI_PRIVATE double ampi_roundoff(amp_dtype dtype) { return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52); }
+AMPI_PRIVATE double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
 
 /* A number of a desc or op: finite, which its bits tell, and what fits. */
 AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
@@ -4642,18 +4668,6 @@ AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n
 
 /* ---- Conversion with every option, in pieces that fit the stack buffers. */
 
-/* The fp32 pattern of the largest finite number. */
-AMPI_PRIVATE uint32_t ampi_largest_bits(amp_dtype dtype) {
-    switch (dtype) {
-        case AMP_F16:  return 0x477fe000u;      /* 65504 */
-        case AMP_BF16: return 0x7f7f0000u;
-        case AMP_TF32: return 0x7f7fe000u;
-        case AMP_E4M3: return 0x43e00000u;      /* 448 */
-        case AMP_E5M2: return 0x47600000u;      /* 57344 */
-        default:       return 0x7f7fffffu;
-    }
-}
-
 AMPI_PRIVATE void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t n, const uint32_t *random,
                                   amp_cpu_path path) {
     uint8_t *bytes = (uint8_t *)dst;
@@ -4690,7 +4704,7 @@ AMPI_PRIVATE void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void 
         return;
     }
     ampi_to_fp32(scratch, src, src_dtype, n, path);
-    if (desc->saturate) vec->clamp(scratch, scratch, n, ampi_largest_bits(dst_dtype));
+    if (desc->saturate) vec->clamp(scratch, scratch, n, ampi_traits(dst_dtype)->largest);
     if (mode == AMPI_STOCHASTIC) ampi_stochastic(dst, dst_dtype, scratch, n, random, path);
     else ampi_from_fp32(dst, dst_dtype, scratch, n, path);
 }
@@ -4809,6 +4823,10 @@ static AMPI_PRINTF(5, 6) amp_result ampi_chosen(amp_choice *out, amp_dtype dtype
     return AMP_OK;
 }
 
+AMPI_PRIVATE int ampi_device_has(const amp_device *d, amp_dtype dtype) {
+    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
+}
+
 static amp_result ampi_choose_auto(const amp_device *d, int is_cpu, amp_choice *out) {
     int cc = d->cc_major * 10 + d->cc_minor;
     if (is_cpu && d->bf16) return ampi_chosen(out, AMP_BF16, 0, 0, "auto: this CPU has bf16 instructions; bf16 has fp32's range and needs no loss scaler");
@@ -4822,7 +4840,7 @@ static amp_result ampi_choose_auto(const amp_device *d, int is_cpu, amp_choice *
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out) {
     const amp_device *d;
     const char *scaler;
-    int is_cpu, has;
+    int is_cpu;
     if (machine == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_choose", "machine or out is NULL");
     AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
     d = &machine->device;
@@ -4830,19 +4848,17 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     switch (wanted) {
         case AMP_DTYPE_DEFAULT: return ampi_choose_auto(d, is_cpu, out);
         case AMP_F32: return ampi_chosen(out, AMP_F32, 0, 0, "asked for; every machine has fp32");
-        case AMP_F16: has = d->fp16; break;
-        case AMP_BF16: has = d->bf16; break;
-        case AMP_TF32: has = d->tf32; break;
         case AMP_E4M3: case AMP_E5M2:
             if (!allow_fallback)
                 return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype %s: fp8 can be converted, but not computed in, by this version; use bf16, fp16, tf32 or fp32", amp_dtype_name(wanted));
             AMPI_TRY(ampi_choose_auto(d, is_cpu, out));
             return ampi_chosen(out, out->dtype, 0, 1, "%s asked for: fp8 compute is not in this version; %s instead", amp_dtype_name(wanted), amp_dtype_name(out->dtype));
         default:
+            if (ampi_is_compute(wanted)) break;
             return ampi_fail(AMP_ERR_DTYPE, "amp_choose", "dtype %s is not a compute dtype; use fp32, tf32, fp16 or bf16", amp_dtype_name(wanted));
     }
     scaler = wanted == AMP_F16 ? "; train with a loss scaler" : "";
-    if (has) return ampi_chosen(out, wanted, 0, 0, "asked for; %s has %s matrix instructions%s", is_cpu ? "this CPU" : "the device",
+    if (ampi_device_has(d, wanted)) return ampi_chosen(out, wanted, 0, 0, "asked for; %s has %s matrix instructions%s", is_cpu ? "this CPU" : "the device",
                                 amp_dtype_name(wanted), scaler);
     if (is_cpu) return ampi_chosen(out, wanted, 1, 0, "asked for; emulated: operands are rounded to %s, the arithmetic is fp32%s",
                                    amp_dtype_name(wanted), scaler);
@@ -4887,9 +4903,6 @@ AMPI_PRIVATE int ampi_is_contiguous(const amp_tensor *t) {
     }
     return 1;
 }
-
-AMPI_PRIVATE int ampi_is_storage(amp_dtype dtype) { return dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16; }
-AMPI_PRIVATE int ampi_is_compute(amp_dtype dtype) { return ampi_is_storage(dtype) || dtype == AMP_TF32; }
 
 /* "[2, 3, 4] bf16" for messages. */
 AMPI_PRIVATE const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
@@ -10257,11 +10270,6 @@ static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     return AMP_DTYPE_DEFAULT;
 }
 
-/* Eligible for casting: floating, and not fp64. */
-static int ampi_eligible(amp_dtype dtype) {
-    return dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16 || dtype == AMP_E4M3 || dtype == AMP_E5M2;
-}
-
 /* The dtype that holds both without loss of range or precision. */
 static amp_dtype ampi_wider(amp_dtype a, amp_dtype b) {
     if (a == AMP_DTYPE_DEFAULT || a == b) return b;
@@ -10273,7 +10281,7 @@ static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     amp_dtype widest = AMP_DTYPE_DEFAULT;
     int32_t i;
     for (i = 0; i < n; i++)
-        if (ampi_eligible(inputs[i])) widest = ampi_wider(widest, inputs[i]);
+        if (ampi_traits(inputs[i])->use & AMPI_IS_CASTABLE) widest = ampi_wider(widest, inputs[i]);
     return widest;
 }
 
@@ -16000,7 +16008,7 @@ typedef struct ampi_mark {
 /* Sums of epochs. */
 typedef struct ampi_tally {
     int64_t epochs, steps, skipped, anomalies, tokens, peak;
-    int64_t losses, dtypes[AMP_TF32 + 1];
+    int64_t losses, dtypes[AMPI_DTYPES];
     double loss, phase_seconds[AMP_PHASES];
 } ampi_tally;
 
@@ -17514,9 +17522,9 @@ AMPI_PRIVATE void ampi_epoch_fill(amp_epoch_record *r, const ampi_tally *t) {
     for (p = 0; p < AMP_PHASES; p++) r->phase_seconds[p] = t->phase_seconds[p] / n;
     r->tokens_per_second = seconds > 0 ? (double)t->tokens / seconds : 0;
     r->peak = t->peak;
-    for (p = 0; p <= AMP_TF32; p++) if (t->dtypes[p] > t->dtypes[dtype]) dtype = p;
+    for (p = 0; p < AMPI_DTYPES; p++) if (t->dtypes[p] > t->dtypes[dtype]) dtype = p;
     r->dtype = (amp_dtype)dtype;
-    r->mixed = dtype == AMP_F16 || dtype == AMP_BF16 || dtype == AMP_TF32;
+    r->mixed = dtype != AMP_F32 && ampi_is_compute(r->dtype);
 }
 
 AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double loss) {
@@ -17525,7 +17533,7 @@ AMPI_PRIVATE void ampi_tally_epoch(ampi_tally *sum, const ampi_tally *t, double 
     sum->steps += t->steps; sum->skipped += t->skipped; sum->anomalies += t->anomalies; sum->tokens += t->tokens;
     sum->peak = AMPI_MAX(sum->peak, t->peak);
     for (p = 0; p < AMP_PHASES; p++) sum->phase_seconds[p] += t->phase_seconds[p];
-    for (p = 0; p <= AMP_TF32; p++) sum->dtypes[p] += t->dtypes[p];
+    for (p = 0; p < AMPI_DTYPES; p++) sum->dtypes[p] += t->dtypes[p];
     if (t->losses == 0) return;
     sum->losses++;
     sum->loss += loss;
@@ -17864,10 +17872,6 @@ typedef struct ampi_fitting {
     int64_t gradients, misfits, others, wide_ones;          /* gradients there are, those that do not fit; the same of the rest */
     float scale, floor, ceiling, wanted;
 } ampi_fitting;
-
-AMPI_PRIVATE double ampi_largest_of(amp_dtype format) {
-    return format == AMP_F16 ? 65504.0 : format == AMP_E4M3 ? 448.0 : format == AMP_E5M2 ? 57344.0 : 3.3895313892515355e38;
-}
 
 /* The largest power of two at or below a positive normal number. */
 AMPI_PRIVATE double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
@@ -18262,11 +18266,6 @@ typedef struct ampi_verifier {
     char why[160];                  /* and the error text then, "" without one */
 } ampi_verifier;
 
-/* Half the distance from 1 to the next number. */
-AMPI_PRIVATE double ampi_roundoff(amp_dtype dtype) {
-    return dtype == AMP_BF16 ? 0.00390625 : dtype == AMP_F16 || dtype == AMP_TF32 ? 0.00048828125 : 5.9604644775390625e-8;
-}
-
 /* ---- Changing weights by random amounts up to one roundoff */
 
 /* x (1 + u xi), xi uniform from -1 to 1; below the format's normal numbers up to half its spacing. */
@@ -18578,7 +18577,7 @@ AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_veri
     if (d->n_params + d->n_outputs == 0) return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
     AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, d->allowance >= 0, "above 0 and finite, or 0 (8)"));
     for (i = 0; i < d->n_dtypes; i++)
-        if (d->dtypes[i] != AMP_F32 && d->dtypes[i] != AMP_TF32 && d->dtypes[i] != AMP_F16 && d->dtypes[i] != AMP_BF16)
+        if (!ampi_is_compute(d->dtypes[i]))
             return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(d->dtypes[i]));
     if (ampi_settings(amp)->level == AMP_LEVEL_O0)
         return ampi_fail(AMP_ERR_CONFLICT, f, "level O0 computes in fp32: open the context at another level to see other precisions");
@@ -18589,13 +18588,12 @@ AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_veri
 
 /* Without a list: what the device has. */
 AMPI_PRIVATE void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[3]) {
-    static const amp_dtype all[3] = {AMP_TF32, AMP_F16, AMP_BF16};
     amp_machine machine;
     amp_choice choice;
     int i;
     if (d->n_dtypes > 0 || amp_query_machine(amp, &machine) != AMP_OK) return;
-    for (i = 0; i < 3; i++)
-        if (amp_choose(&machine, all[i], 0, &choice) == AMP_OK) dtypes[d->n_dtypes++] = all[i];
+    for (i = 1; i < AMPI_COMPUTE_DTYPES; i++)
+        if (amp_choose(&machine, ampi_compute_dtypes[i], 0, &choice) == AMP_OK) dtypes[d->n_dtypes++] = ampi_compute_dtypes[i];
     d->dtypes = dtypes;
 }
 
@@ -19166,13 +19164,8 @@ static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, 
     return 1;
 }
 
-static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
-    return dtype == AMP_F32 || (dtype == AMP_BF16 && d->bf16) || (dtype == AMP_F16 && d->fp16) || (dtype == AMP_TF32 && d->tf32);
-}
-
 /* The automatic choice, or what comes after it: the 16-bit formats first, the wider range before the finer step. */
 static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
-    static const amp_dtype order[] = {AMP_BF16, AMP_F16, AMP_TF32, AMP_F32};
     char why[100] = "", first[100] = "";
     int i;
     out->settings.dtype = f->automatic.dtype;
@@ -19181,10 +19174,11 @@ static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
         snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s", f->automatic.reason);
         return;
     }
-    for (i = 0; i < 4; i++)
-        if (order[i] != f->automatic.dtype && ampi_device_has(f->device, order[i]) &&
-            (order[i] == AMP_F32 || !ampi_speaks_against(f, order[i], why, sizeof why))) break;
-    out->settings.dtype = order[AMPI_MIN(i, 3)];
+    for (i = AMPI_COMPUTE_DTYPES - 1; i > 0; i--) {
+        amp_dtype dtype = ampi_compute_dtypes[i];
+        if (dtype != f->automatic.dtype && ampi_device_has(f->device, dtype) && !ampi_speaks_against(f, dtype, why, sizeof why)) break;
+    }
+    out->settings.dtype = ampi_compute_dtypes[i];
     snprintf(out->dtype_reason, sizeof out->dtype_reason, "%s; so %s", first, amp_dtype_name(out->settings.dtype));
 }
 
@@ -19488,7 +19482,6 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
 /* ---- Tune */
 
 enum {
-    AMPI_TUNE_DTYPES = 4,
     AMPI_TUNE_TURN = 5,             /* timed steps of a precision before the next one's turn */
     AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
     AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
@@ -19507,7 +19500,7 @@ typedef struct ampi_tune {
     amp_context *amp;
     amp_tune_desc desc;             /* effective */
     amp_tune_report *out;
-    ampi_candidate candidates[AMPI_TUNE_DTYPES];
+    ampi_candidate candidates[AMPI_COMPUTE_DTYPES];
     int n;
     int64_t prepared;               /* what `prepare` was called with last; 0: not yet, or it failed */
     ampi_snapshot *before;          /* what .verify names, as it was */
@@ -19528,13 +19521,13 @@ static void ampi_host_said(const char *what, int code, char *text, size_t size) 
 
 static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     int64_t i, j;
-    if (d->n_dtypes < 0 || d->n_dtypes > AMPI_TUNE_DTYPES)
-        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_TUNE_DTYPES);
+    if (d->n_dtypes < 0 || d->n_dtypes > AMPI_COMPUTE_DTYPES)
+        return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes, AMPI_COMPUTE_DTYPES);
     if (d->n_dtypes > 0 && d->dtypes == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
-        if (t != AMP_F32 && t != AMP_TF32 && t != AMP_F16 && t != AMP_BF16)
+        if (!ampi_is_compute(t))
             return ampi_fail(AMP_ERR_DTYPE, "amp_tune", ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(t));
         for (j = 0; j < i; j++)
             if (d->dtypes[j] == t) return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
@@ -19561,7 +19554,6 @@ static amp_result ampi_check_tune(const amp_context *amp, const amp_tune_desc *d
 }
 
 static void ampi_tune_fill(ampi_tune *t) {
-    static const amp_dtype all[AMPI_TUNE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16};
     amp_tune_desc *d = &t->desc;
     int i;
     if (d->batch == 0) d->batch = 1;
@@ -19569,9 +19561,9 @@ static void ampi_tune_fill(ampi_tune *t) {
     if (d->iterations == 0) d->iterations = 10;
     if (d->warmup == 0) d->warmup = 3;
     if (d->model == NULL) d->model = "";
-    for (i = 0; i < (d->n_dtypes > 0 ? (int)d->n_dtypes : AMPI_TUNE_DTYPES); i++) {
+    for (i = 0; i < (d->n_dtypes > 0 ? (int)d->n_dtypes : AMPI_COMPUTE_DTYPES); i++) {
         ampi_candidate *c = &t->candidates[t->n];
-        c->dtype = d->n_dtypes > 0 ? d->dtypes[i] : all[i];
+        c->dtype = d->n_dtypes > 0 ? d->dtypes[i] : ampi_compute_dtypes[i];
         c->verdict = AMP_VERDICT_PASS;
         t->n += d->n_dtypes > 0 || ampi_device_has(&t->amp->machine.device, c->dtype);
     }
@@ -19786,7 +19778,7 @@ static amp_result ampi_tune_verify(ampi_tune *t) {
     const amp_verify_desc *d = t->desc.verify;
     amp_verify_desc v;
     amp_verify_report report;
-    amp_dtype dtypes[AMPI_TUNE_DTYPES];
+    amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
     int64_t i;
     int k;
     if (d == NULL) return AMP_OK;
