@@ -21395,7 +21395,7 @@ AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t k, const float *
     tiles[rows - 1](k, a, lda, b, ldb, add, ldadd, c, ldc);
 }
 
-#define AMPI_BF16_INLINE AMPI_PRIVATE AMPI_TILE_TARGET inline __attribute__((always_inline))
+#define AMPI_BF16_INLINE AMPI_TILE_TARGET inline __attribute__((always_inline))
 
 /* The function that works on this dtype. */
 #define AMPI_BF16_OF(dtype, call) \
@@ -21404,22 +21404,22 @@ AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t k, const float *
     else { enum { DTYPE = AMP_BF16, SIZE = 2 }; call; }
 
 /* The first n of 16 lanes; any n. */
-AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+AMPI_PRIVATE AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
 
 /* n of 16 values of fp32 or fp16 */
-AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, int64_t n) {
+AMPI_PRIVATE AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(ampi_lanes16(n), p));
     return _mm512_maskz_loadu_ps(ampi_lanes16(n), p);
 }
 
 /* n of 32 values side by side, as pairs */
-AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
+AMPI_PRIVATE AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_BF16) return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
     return (ampi_vf)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(p + (dtype == AMP_F16 ? 32 : 64), dtype, n - 16), ampi_gemm_load_bf16(p, dtype, n));
 }
 
 /* What stands below each other in two rows, as pairs; n of 16 values of the upper row, m of the other. */
-AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, int64_t n, int64_t m) {
+AMPI_PRIVATE AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, int64_t n, int64_t m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     __m512i both = dtype != AMP_BF16 ? (__m512i)_mm512_cvtne2ps_pbh(ampi_gemm_load_bf16(high, dtype, m), ampi_gemm_load_bf16(low, dtype, n))
@@ -21428,7 +21428,7 @@ AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high,
     return (ampi_vf)_mm512_permutexvar_epi16(order, both);
 }
 
-AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t n, int64_t m) {
+AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemm_rows_of_bf16(float *dst, int64_t pitch, const char *src, int dtype, int64_t step, int64_t n, int64_t m) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rest = n % 32, whole = n - rest, i;
     __mmask16 words = ampi_lanes16((rest + 1) / 2);
     for (; m > 0; m--, dst += pitch, src += step) {
@@ -21445,7 +21445,7 @@ AMPI_PRIVATE void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtyp
     ampi_gemm_rows_bf16(dst, 0, src, dtype, compute, 0, n, 1);
 }
 
-AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
+AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step, int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, p, j;
     ampi_vf zero = {0.0f};
     for (p = 0; p < k; p += 2, dst += 32, src += 2 * step) {
@@ -21465,7 +21465,7 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stri
 }
 
 /* One vector of y, of n values, over all k. */
-AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
     ampi_vf sum = (ampi_vf)_mm512_maskz_loadu_ps(ampi_lanes16(n), y);
     int64_t p;
     for (p = 0; p < k; p += 2, b += 2 * step)
@@ -21474,7 +21474,7 @@ AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, in
 }
 
 /* Many columns four rows at a time, as memory likes it. */
-AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 8 : AMPI_MAX(k, 1), p, j;
     for (p = 0; p < k; p += rows, x += rows / 2, b += rows * step) {
         rows = AMPI_MIN(rows, k - p);
@@ -21487,13 +21487,13 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float 
 }
 
 /* sum + what n of 32 values from i on give; sums without a word stay as they are. */
-AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i, int64_t n) {
+AMPI_PRIVATE AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i, int64_t n) {
     ampi_vf all = ampi_gemm_dot2(x, ampi_gemm_side_bf16(row + i * (dtype == AMP_F32 ? 4 : 2), dtype, n), sum);
     return n >= 32 ? all : (ampi_vf)_mm512_mask_blend_ps(ampi_lanes16((n + 1) / 2), (__m512)sum, (__m512)all);
 }
 
 /* Four rows together.  Of 16 sums, those of each four words are added as 0 + 2 and 1 + 3, then the fours likewise. */
-AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], int dtype, int64_t k) {
+AMPI_PRIVATE AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], int dtype, int64_t k) {
     ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0, factor;
     __m256 half;
     int64_t i;
@@ -21513,7 +21513,7 @@ AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const ro
     half = _mm256_add_ps(_mm512_castps512_ps256((__m512)s0), _mm512_extractf32x8_ps((__m512)s0, 1));
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
-AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
+AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_dots_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
     int64_t j, r;
     for (j = 0; j < n; j += 4) {
         const char *row[4];
