@@ -5338,13 +5338,14 @@ template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece)
 /* From the address of an even piece of a row in a tile that starts at a multiple of 128 to that of another: `by` pieces on. */
 __device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) { return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128; }
 
-/* Starts to copy ROWS rows, `stride` bytes apart; rows from `count` on become 0. */
+/* Starts to copy ROWS rows of `dim` numbers, `stride` bytes apart; numbers from dim on, and rows from `count` on, become 0. */
 template <int D, int ROWS>
-__device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int count) {
+__device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int dim, int count) {
     const int pieces = D / 8, step = AMPC_TILE_THREADS / pieces;
     int thread = (int)ampc_afresh(threadIdx.x), piece = thread % pieces, row = thread / pieces;
     const char *p = (const char *)from + row * stride + piece * 16;
     static_assert(step % 8 == 0 && ROWS % step == 0, "every pass has the same exclusive-or");
+    if (8 * piece >= dim) count = 0;
     AMPC_UNROLL
     for (int i = 0; i < ROWS; i += step, p += step * stride)
         ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
@@ -5407,11 +5408,11 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
     }
 }
 
-/* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them; the warp's part of a tile,
-   `scratch`, is used on the way. */
+/* Rounds factor times 16 M rows of results to 16 bits and writes the first `count` of them, the first `dim` numbers of each;
+   the warp's part of a tile, `scratch`, is used on the way. */
 template <int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2], unsigned char *scratch,
-                                                void *to, int64_t stride, int count) {
+                                                void *to, int64_t stride, int dim, int count) {
     const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
     const int pieces = D / 8, step = 32 / pieces;
     int lane = (int)threadIdx.x % 32, piece = lane % pieces, row = lane / pieces;
@@ -5428,6 +5429,7 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
     }
     __syncwarp();
     char *p = (char *)to + row * stride + piece * 16;
+    if (8 * piece >= dim) count = 0;
     AMPC_UNROLL
     for (int i = 0; i < 16 * M; i += step, p += step * stride)
         if (row + i < count) ampc_put16<AMPC_KEEP>(p, ampc_get16<AMPC_KEEP>(scratch + ampc_tile_at<D>(row + i, piece)));
@@ -5436,8 +5438,8 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
 #endif /* AMPC_TENSOR_CORES */
 
 /* ==== Attention on tensor cores =====================================================================
-   After Dao 2023, FlashAttention-2.  A block of four warps owns rows of one head: 128 queries or keys, 64 in the backward
-   pass of D = 128.  The other side comes in tiles of 64 rows, fetched into one half of a double buffer while the other is
+   After Dao 2023, FlashAttention-2.  Kernels for heads of D = 64 and 128 numbers; others are filled up with zeros.  A block
+   of four warps owns rows of one head: 128 queries or keys, 64 in the backward pass of D = 128.  The other side comes in tiles of 64 rows, fetched into one half of a double buffer while the other is
    worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole are not tested number
    by number.  A warp keeps what it sums up, and the weights between two products, in registers.
 
@@ -5450,8 +5452,9 @@ enum {
     AMPC_FLASH_TILE = 64,
     AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
     AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
-    AMPC_SWEEP_BYTES = 256          /* at the end of a block's shared memory: its ampc_sweep */
+    AMPC_SWEEP_BYTES = 384          /* at the end of a block's shared memory: its ampc_sweep */
 };
+__host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
 __host__ __device__ constexpr int ampc_flash_own(int d, ampc_flash_pass pass) { return d == 64 || pass == AMPC_FORWARD ? 128 : 64; }
 __host__ __device__ constexpr int ampc_flash_blocks(int d, ampc_flash_pass pass) { return d == 64 && pass != AMPC_TO_KEYS ? 3 : 2; }
 __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
@@ -5469,15 +5472,23 @@ struct ampc_flash_operand {
     __device__ char *at(const ampc_flash_place &p, int64_t i) const { return data + p.b * batch + i * row + p.h * head; }
 };
 
+/* The tensor of an arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is seen.  Rows are filled
+   up with zeros to a multiple of 128 keys; strides in words. */
+struct ampc_flash_bits {
+    uint32_t *data;                 /* NULL: another mask */
+    int64_t batch, head, row;
+};
+
 /* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v, others
    q, do, out dk, dv.  Blocks are numbered so that `together` heads come one after the other, whose operands fit the L2
    cache, and of these the tiles that see most first: the last queries, the first keys. */
 struct ampc_flash_call {
     int64_t heads, all_heads;       /* of a sequence, of the batch */
-    int queries, keys, together, tiles;
+    int queries, keys, dim, together, tiles;
     float scale, factor;            /* of the scores, with log2(e); of the first result */
     bool bf16, hides;
     amp_mask mask;
+    ampc_flash_bits bits;
     ampc_flash_operand own[2], others[2], out[2];
     float *lse;
     const float2 *stats;            /* backward: lse, in powers of 2, and delta of every query */
@@ -5486,12 +5497,20 @@ struct ampc_flash_call {
 
 #if AMPC_TENSOR_CORES
 
-/* Which keys query i sees: low(i) <= j < high(i), both growing with i, of the query's own document. */
+/* Which keys query i sees: low(i) <= j < high(i), both growing with i, and j < first(i), of the query's own document, and
+   as the bits say. */
 struct ampc_band {
     int queries, length, floor, above, below, start, offset;
+    int globals, global_queries, ahead;     /* global positions; where the mask looks both ways, they as queries; see first */
+    bool special;                   /* low and high do not say it all */
     const int32_t *documents;       /* of the keys; NULL: one document */
+    const uint32_t *bits;           /* of the head; NULL: all seen */
+    int64_t words;                  /* of a row of bits */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
+    /* The global keys up to where query i may look, and all keys of a global query. */
+    __device__ int first_globals(int i) const { return i < start ? 0 : min(min(length, globals), max(i + ahead, 0)); }
+    __device__ int first(int i) const { return (unsigned)(i + offset) < (unsigned)global_queries ? length : first_globals(i); }
     /* The first query whose high, or whose low, lies beyond key j; FAR: none. */
     __device__ int sees_beyond(int j) const {
         return j >= length ? (int)AMPC_FLASH_FAR : max(start, floor > j ? 0 : max(j - above + 1, 0));
@@ -5499,23 +5518,33 @@ struct ampc_band {
     __device__ int hides_up_to(int j) const { return j >= length ? (int)AMPC_FLASH_FAR : max(j + below + 1, 0); }
     /* Of the key at, or of the query that stands at, a position; beyond them any. */
     __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
+    /* Of the 32 keys around key j; beyond the queries any. */
+    __device__ uint32_t word(int i, int j) const { return bits[min(i, queries - 1) * words + j / 32]; }
     __device__ bool sees(int i, int j) const {
-        return j >= low(i) && j < high(i) && (documents == NULL || document(j) == document(i + offset));
+        return (j < first(i) || (j >= low(i) && j < high(i))) && (documents == NULL || document(j) == document(i + offset)) &&
+               (bits == NULL || (word(i, j) >> j % 32 & 1));
     }
 };
 
-__device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, int b) {
+__device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, const ampc_flash_place &p) {
     const amp_mask &mask = a.mask;
     int offset = a.keys - a.queries, window = (int)min(mask.window, (int64_t)AMPC_FLASH_FAR);
+    bool windowed = mask.kind == AMP_MASK_WINDOW || mask.kind == AMP_MASK_WINDOW_GLOBAL, both = windowed && mask.bidirectional;
     ampc_band s;
     s.queries = a.queries;
     s.offset = offset;
-    s.length = mask.lengths ? max(0, min(mask.lengths[b], a.keys)) : a.keys;
-    s.floor = mask.kind == AMP_MASK_NONE ? a.keys : mask.kind == AMP_MASK_PREFIX ? max(mask.prefix[b], 0) : 0;
-    s.above = mask.kind == AMP_MASK_WINDOW && mask.bidirectional ? offset + window : offset + 1;
-    s.below = mask.kind == AMP_MASK_WINDOW ? window - 1 - offset : AMPC_FLASH_FAR;
-    s.documents = mask.documents ? mask.documents + (int64_t)b * a.keys : NULL;
+    s.length = mask.lengths ? max(0, min(mask.lengths[p.b], a.keys)) : a.keys;
+    s.floor = mask.kind == AMP_MASK_NONE || a.bits.data ? a.keys : mask.kind == AMP_MASK_PREFIX ? max(mask.prefix[p.b], 0) : 0;
+    s.above = both ? offset + window : offset + 1;
+    s.below = windowed ? window - 1 - offset : AMPC_FLASH_FAR;
+    s.globals = mask.kind == AMP_MASK_WINDOW_GLOBAL ? (int)min(mask.global, (int64_t)a.keys) : 0;
+    s.global_queries = both ? s.globals : 0;
+    s.ahead = both ? (int)AMPC_FLASH_FAR : offset + 1;
+    s.documents = mask.documents ? mask.documents + (int64_t)p.b * a.keys : NULL;
+    s.bits = a.bits.data ? a.bits.data + p.b * a.bits.batch + p.h * a.bits.head : NULL;
+    s.words = a.bits.row;
     s.start = s.documents ? -offset : 0;        /* queries before the first key have no document */
+    s.special = s.documents || s.bits || s.globals > 0;
     return s;
 }
 
@@ -5533,6 +5562,23 @@ __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from
     most = __reduce_max_sync(0xffffffffu, most);
 }
 
+/* Whether some and whether all of the bits of n queries and of `columns` keys are set, by all lanes of a warp. */
+__device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, int n, int key, int columns, bool &some, bool &all) {
+    some = false;
+    all = true;
+    AMPC_NO_UNROLL
+    for (int i = (int)threadIdx.x % 32; i < n; i += 32) {
+        AMPC_NO_UNROLL
+        for (int j = key; j < key + columns; j += 32) {
+            uint32_t full = columns < 32 ? (1u << columns) - 1 : 0xffffffffu, seen = s.word(query + i, j) >> key % 32 & full;
+            some = some || seen != 0;
+            all = all && seen == full;
+        }
+    }
+    some = __any_sync(0xffffffffu, some) != 0;
+    all = __all_sync(0xffffffffu, all) != 0;
+}
+
 enum { AMPC_HIDDEN, AMPC_PARTLY, AMPC_OPEN };
 
 /* Of the other side, some of [some_from, some_to) is seen by some row, and all of [all_from, all_to) by all rows. */
@@ -5546,6 +5592,24 @@ __device__ __forceinline__ ampc_reach ampc_reach_of(const ampc_band &s, bool key
     return ampc_reach{s.low(from), s.high(to - 1), s.low(to - 1), s.high(from)};
 }
 
+/* The same through global positions. */
+__device__ __forceinline__ ampc_reach ampc_reach_of_globals(const ampc_band &s, bool keys, int from, int to) {
+    const int none = AMPC_FLASH_FAR, here = max(0, -s.offset), globals = min(s.length, s.globals);
+    ampc_reach r = {none, 0, none, 0};
+    if (globals == 0 || (!keys && from >= s.queries)) return r;
+    if (!keys) {
+        to = min(to, s.queries);
+        bool some = from + s.offset < s.global_queries && to + s.offset > 0;
+        bool all = from + s.offset >= 0 && to + s.offset <= s.global_queries;
+        return ampc_reach{0, some ? s.length : s.first_globals(to - 1), 0, all ? s.length : s.first_globals(from)};
+    }
+    if (from < s.length) r.some_from = here, r.some_to = s.global_queries - s.offset;
+    if (to <= s.length) r.all_from = here, r.all_to = s.global_queries - s.offset;
+    if (from < globals) r.some_from = max(s.start, from - s.ahead + 1), r.some_to = none;
+    if (to <= globals) r.all_from = max(s.start, to - s.ahead), r.all_to = none;
+    return r;
+}
+
 __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_call &a, bool last_first) {
     int64_t block = blockIdx.x, first = block / ((int64_t)a.together * a.tiles) * a.together;
     int64_t within = block - first * a.tiles, count = min((int64_t)a.together, a.all_heads - first);
@@ -5557,7 +5621,7 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
 /* What a block owns, rows from `own` on of queries or keys, and where it goes over the other side.  It lies in shared
    memory, because the loop has no register to spare for it. */
 template <bool KEYS> struct ampc_sweep {
-    ampc_reach warps[4];
+    ampc_reach warps[4][2], block[2];   /* by the band, through global positions */
     ampc_flash_place place;
     ampc_band band;
     int own, rows, first, end;      /* first, end: of the other side */
@@ -5565,38 +5629,68 @@ template <bool KEYS> struct ampc_sweep {
     __device__ __forceinline__ void open(const ampc_flash_call &a, int block_rows) {
         const int warp = (int)threadIdx.x / 32;
         const ampc_flash_place here = ampc_flash_here(a, !KEYS);
-        const ampc_band seen = ampc_band_of(a, here.b);
+        const ampc_band seen = ampc_band_of(a, here);
         int from = here.tile * block_rows, each = block_rows / 4;
-        warps[warp] = ampc_reach_of(seen, KEYS, from + warp * each, from + (warp + 1) * each);
+        warps[warp][0] = ampc_reach_of(seen, KEYS, from + warp * each, from + (warp + 1) * each);
+        warps[warp][1] = ampc_reach_of_globals(seen, KEYS, from + warp * each, from + (warp + 1) * each);
         if (warp != 0) return;
-        const ampc_reach whole = ampc_reach_of(seen, KEYS, from, from + block_rows);
+        const ampc_reach near = ampc_reach_of(seen, KEYS, from, from + block_rows);
+        const ampc_reach global = ampc_reach_of_globals(seen, KEYS, from, from + block_rows);
+        block[0] = near;
+        block[1] = global;
         place = here;
         band = seen;
         own = from;
         rows = block_rows;
-        first = whole.some_from / AMPC_FLASH_TILE * AMPC_FLASH_TILE;
-        end = min(whole.some_to, KEYS ? a.queries : a.keys);
+        first = max(0, min(near.some_from, global.some_from < global.some_to ? global.some_from : (int)AMPC_FLASH_FAR));
+        first = first / AMPC_FLASH_TILE * AMPC_FLASH_TILE;
+        end = min(max(near.some_to, global.some_to), KEYS ? a.queries : a.keys);
     }
-    /* What the rows [from, from + n), whose reach is r, and the columns [other, other + columns) have in common. */
-    __device__ __forceinline__ int state(const ampc_reach &r, int from, int n, int other, int columns) const {
+    /* What the rows [from, from + n), of these reaches, and the columns [other, other + columns) have in common. */
+    __device__ __forceinline__ int state(const ampc_reach (&r)[2], int from, int n, int other, int columns) const {
         int to = other + columns, least[2], most[2];
-        if (other >= r.some_to || to <= r.some_from) return AMPC_HIDDEN;
-        bool open = other >= r.all_from && to <= r.all_to;
+        bool hidden = other >= r[0].some_to || to <= r[0].some_from, open = other >= r[0].all_from && to <= r[0].all_to;
+        if (!band.special) return hidden ? AMPC_HIDDEN : open ? AMPC_OPEN : AMPC_PARTLY;
+        open = open || (other >= r[1].all_from && to <= r[1].all_to);
+        if (hidden && (other >= r[1].some_to || to <= r[1].some_from)) return AMPC_HIDDEN;
+        if (band.bits) {
+            bool some, all;
+            ampc_band_bits(band, KEYS ? other : from, KEYS ? columns : n, KEYS ? from : other, KEYS ? n : columns, some, all);
+            if (!some) return AMPC_HIDDEN;
+            open = open && all;
+        }
         if (band.documents == NULL) return open ? AMPC_OPEN : AMPC_PARTLY;
         ampc_band_documents(band, from + (KEYS ? 0 : band.offset), n, least[0], most[0]);
         ampc_band_documents(band, other + (KEYS ? band.offset : 0), columns, least[1], most[1]);
         if (most[0] < least[1] || most[1] < least[0]) return AMPC_HIDDEN;
         return open && min(least[0], least[1]) == max(most[0], most[1]) ? AMPC_OPEN : AMPC_PARTLY;
     }
-    /* The next tile from `other` on that is not hidden; end or beyond: none. */
+    /* The next tile from `other` on that is not hidden; end or beyond: none.  Global positions come before the band. */
     __device__ __forceinline__ int next(int other) const {
-        const ampc_reach all = {0, end, 0, end};
-        if (band.documents == NULL) return other;
-        while (other < end && state(all, own, rows, other, AMPC_FLASH_TILE) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
+        if (!band.special) return other;
+        if (other >= block[1].some_to) other = max(other, block[0].some_from / AMPC_FLASH_TILE * AMPC_FLASH_TILE);
+        while (other < end && state(block, own, rows, other, AMPC_FLASH_TILE) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
         return other;
     }
     __device__ __forceinline__ bool sees(int mine, int other) const {
         return KEYS ? band.sees(other, mine) : band.sees(mine, other);
+    }
+    /* The part of hide that the bits say: `mine` and `other` are those of the lane. */
+    template <int M, int N>
+    __device__ __forceinline__ void hide_unset(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4], float value) const {
+        const int each = KEYS ? 2 * M : N < 4 ? 2 * N : 8;      /* keys of a query in a word */
+        AMPC_UNROLL
+        for (int k = 0; k < 4 * M * N; k += each) {
+            int r = KEYS ? 0 : k / (2 * N), c = KEYS ? k / each : k % (2 * N), i = KEYS ? other + c / 2 * 8 + c % 2 : mine + 8 * r;
+            int j = KEYS ? mine : other + c / 2 * 8;
+            uint32_t seen = band.word(i, j) >> j % 32;
+            AMPC_UNROLL
+            for (int e = 0; e < each; e++) {
+                int row = KEYS ? e : r, column = KEYS ? c : c + e;
+                if (!(seen >> (KEYS ? 8 * e : e / 2 * 8 + e % 2) & 1))
+                    x[row / 2][column / 2][row % 2 * 2 + column % 2] = y[row / 2][column / 2][row % 2 * 2 + column % 2] = value;
+            }
+        }
     }
     /* Hidden ones among rows from `mine` on and columns from `other` on become `value`, in x and in y. */
     template <int M, int N>
@@ -5608,10 +5702,11 @@ template <bool KEYS> struct ampc_sweep {
         for (int k = 0; k < 4 * M * N; k++) {           /* along keys: a query's bounds are needed once */
             int r = KEYS ? k % (2 * M) : k / (2 * N), c = KEYS ? k / (2 * M) : k % (2 * N);
             int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column, i = KEYS ? column : row;
-            bool hidden = (j < band.low(i)) | (j >= band.high(i));
+            bool hidden = (j >= band.first(i)) & ((j < band.low(i)) | (j >= band.high(i)));
             x[r / 2][c / 2][r % 2 * 2 + c % 2] = hidden ? value : x[r / 2][c / 2][r % 2 * 2 + c % 2];
             y[r / 2][c / 2][r % 2 * 2 + c % 2] = hidden ? value : y[r / 2][c / 2][r % 2 * 2 + c % 2];
         }
+        if (band.bits) hide_unset(mine, other, x, y, value);
         if (band.documents == NULL) return;
         AMPC_UNROLL
         for (int c = 0; c < 2 * N; c++) {
@@ -5632,9 +5727,9 @@ static_assert(sizeof(ampc_sweep<true>) <= AMPC_SWEEP_BYTES, "it fits");
 /* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
 template <int D, int ROWS>
 __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2], const ampc_flash_place &p,
-                                                 int i, int rows) {
-    ampc_tile_fetch<D, ROWS>(tiles, x[0].at(p, i), x[0].row, rows - i);
-    ampc_tile_fetch<D, ROWS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, rows - i);
+                                                 int dim, int i, int rows) {
+    ampc_tile_fetch<D, ROWS>(tiles, x[0].at(p, i), x[0].row, dim, rows - i);
+    ampc_tile_fetch<D, ROWS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, dim, rows - i);
 }
 
 /* ---- A weight of 0 wins over an infinity or NaN that it is multiplied with, which a hidden key or query may hold.  The
@@ -5647,10 +5742,13 @@ template <int D, bool BF16> struct ampc_flash_part {
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++) x[i] = 0.0f;
     }
-    __device__ __forceinline__ explicit ampc_flash_part(const char *row) {
+    /* This lane's numbers that there are, of `dim`. */
+    static __device__ __forceinline__ int count(int dim) { return dim - (int)threadIdx.x % 32 * (D / 32); }
+    __device__ __forceinline__ ampc_flash_part(const char *row, int dim) : ampc_flash_part() {
         const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
         AMPC_UNROLL
-        for (int i = 0; i < D / 32; i++) x[i] = BF16 ? amp_f32_from_bf16(p[i]) : ampc_half_value(p[i]);
+        for (int i = 0; i < D / 32; i++)
+            if (i < count(dim)) x[i] = BF16 ? amp_f32_from_bf16(p[i]) : ampc_half_value(p[i]);
     }
     __device__ __forceinline__ float dot(const ampc_flash_part &y) const {
         float sum = 0.0f;
@@ -5664,10 +5762,11 @@ template <int D, bool BF16> struct ampc_flash_part {
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++) x[i] = ampc_fma(weight, y.x[i], x[i]);
     }
-    __device__ __forceinline__ void write(char *row, float factor) const {
+    __device__ __forceinline__ void write(char *row, float factor, int dim) const {
         uint16_t *p = (uint16_t *)row + threadIdx.x % 32 * (D / 32);
         AMPC_UNROLL
-        for (int i = 0; i < D / 32; i++) p[i] = BF16 ? ampc_bf16_bits(x[i] * factor) : ampc_f16_bits(x[i] * factor);
+        for (int i = 0; i < D / 32; i++)
+            if (i < count(dim)) p[i] = BF16 ? ampc_bf16_bits(x[i] * factor) : ampc_f16_bits(x[i] * factor);
     }
 };
 
@@ -5677,20 +5776,20 @@ __device__ __forceinline__ void ampc_flash_again(const ampc_flash_call &a, const
                                                  int mine, const float2 *stats) {
     const ampc_flash_place &p = sweep.place;
     typedef ampc_flash_part<D, BF16> part;
-    const part x(a.own[0].at(p, mine)), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine));
+    const part x(a.own[0].at(p, mine), a.dim), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine), a.dim);
     part first, second;
     AMPC_NO_UNROLL
     for (int other = 0; other < (PASS == AMPC_TO_KEYS ? a.queries : a.keys); other++) {
         if (!sweep.sees(mine, other)) continue;
-        const part u(a.others[0].at(p, other)), w(a.others[1].at(p, other));
+        const part u(a.others[0].at(p, other), a.dim), w(a.others[1].at(p, other), a.dim);
         float2 stat = stats[PASS == AMPC_TO_KEYS ? other : 0];
         float weight = ampc_exp2(ampc_fma(x.dot(u), a.scale, -stat.x));
         if (PASS == AMPC_FORWARD) first.add(weight, w);
         else first.add(ampc_mul(weight, y.dot(w) - stat.y), u);
         if (PASS == AMPC_TO_KEYS) second.add(weight, w);
     }
-    first.write(a.out[0].at(p, mine), PASS == AMPC_FORWARD ? stats->y : a.factor);
-    if (PASS == AMPC_TO_KEYS) second.write(a.out[1].at(p, mine), 1.0f);
+    first.write(a.out[0].at(p, mine), PASS == AMPC_FORWARD ? stats->y : a.factor, a.dim);
+    if (PASS == AMPC_TO_KEYS) second.write(a.out[1].at(p, mine), 1.0f, a.dim);
 }
 
 template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float (&x)[M][N][4]) {
@@ -5788,7 +5887,7 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
     float2 *notes = (float2 *)(scratch + mine * 2 * D);
     if (left <= 0) return;
     ampc_flash_finish(max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
-    ampc_tile_write<D, BF16>(o, sum, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    ampc_tile_write<D, BF16>(o, sum, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
     if (!a.hides || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
     for (int i = 0; i < min(left, 16 * M); i++) ampc_flash_again<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
@@ -5807,16 +5906,16 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_F
     __syncthreads();
     unsigned char *others = shared + R * 2 * D;
     float o[M][D / 8][4] = {}, max[M][2] = {{lowest, lowest}, {lowest, lowest}}, sum[M][2] = {};
-    ampc_tile_fetch<D, R>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.queries - sweep->own);
+    ampc_tile_fetch<D, R>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.dim, a.queries - sweep->own);
     int j = sweep->next(sweep->first), turn = 0;
-    if (j < sweep->end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, sweep->place, j, a.keys);
+    if (j < sweep->end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, sweep->place, a.dim, j, a.keys);
     ampc_copy_commit();
     while (j < sweep->end) {
         int following = sweep->next(j + AMPC_FLASH_TILE);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
         if (following < sweep->end)
-            ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + (turn ^ 1) * side, a.others, sweep->place, following, a.keys);
+            ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + (turn ^ 1) * side, a.others, sweep->place, a.dim, following, a.keys);
         ampc_copy_commit();
         AMPC_NO_UNROLL
         for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
@@ -5854,10 +5953,10 @@ __global__ void __launch_bounds__(256) ampc_flash_delta(ampc_flash_call a, ampc_
         const ampc_flash_place p = {(int)(head / a.heads), (int)(head % a.heads), 0};
         int piece = (int)threadIdx.x % pieces;
         float x[8] = {}, y[8] = {}, sum = 0.0f, lse = ampi_f32_of_bits(0xff800000u);
-        if (i < a.queries) {
+        if (i < a.queries) lse = a.lse[head * a.queries + i];
+        if (i < a.queries && 8 * piece < a.dim) {
             ampc_widen<8>(ampc_get16<AMPC_KEEP>(o.at(p, i) + 16 * piece), dtype, x);
             ampc_widen<8>(ampc_get16<AMPC_KEEP>(d_o.at(p, i) + 16 * piece), dtype, y);
-            lse = a.lse[head * a.queries + i];
         }
         AMPC_UNROLL
         for (int e = 0; e < 8; e++) sum = ampc_fma(x[e], y[e], sum);
@@ -5910,10 +6009,10 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
     if (left <= 0) return;
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor;
-    ampc_tile_write<D, BF16>(first, factor, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, left);
+    ampc_tile_write<D, BF16>(first, factor, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
-    if (KEYS) ampc_tile_write<D, BF16>(second, factor, scratch + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row, left);
+    if (KEYS) ampc_tile_write<D, BF16>(second, factor, scratch + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row, a.dim, left);
     if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
     __syncwarp();
     for (int i = own; i < own + min(left, 16 * M); i++)
@@ -5936,10 +6035,10 @@ __global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS))
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
-        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, sweep->place, from, columns);
+        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, sweep->place, a.dim, from, columns);
         if (KEYS) ampc_flash_fetch_stats(stats_scratch + to * AMPC_FLASH_TILE, ampc_flash_stats(a, sweep->place) + from, AMPC_FLASH_TILE);
     };
-    ampc_flash_fetch<D, R>(shared, a.own, sweep->place, sweep->own, rows);
+    ampc_flash_fetch<D, R>(shared, a.own, sweep->place, a.dim, sweep->own, rows);
     if (!KEYS) ampc_flash_fetch_stats(stats_scratch, ampc_flash_stats(a, sweep->place) + sweep->own, R);
     int at = sweep->next(sweep->first), turn = 0;
     if (at < sweep->end) fetch(at, 0);
@@ -5986,10 +6085,9 @@ bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
 
 /* Whether the tensor cores do an attention. */
 bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
-    bool kind = a.mask.kind == AMP_MASK_NONE || a.mask.kind == AMP_MASK_CAUSAL || a.mask.kind == AMP_MASK_WINDOW ||
-                a.mask.kind == AMP_MASK_PREFIX;
-    if (dev->cc < 80 || !kind || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
-    if ((a.dim != 64 && a.dim != 128) || dev->shared_limit < ampc_flash_shared((int)a.dim, AMPC_TO_KEYS)) return false;
+    if (dev->cc < 80 || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
+    if (a.dim < 8 || a.dim > 128 || a.dim % 8 != 0) return false;
+    if (dev->shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
     if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is looked for before scaling */
     if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST || a.keys > AMPC_FLASH_LONGEST) return false;
     if (a.batch * a.heads > INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64)) return false;
@@ -5998,7 +6096,7 @@ bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
            ampc_flash_aligned(a.dk, a.dk_stride) && ampc_flash_aligned(a.dv, a.dv_stride);
 }
 
-ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pass) {
+ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pass, const ampc_flash_bits &bits) {
     const int64_t cache = 32 << 20, rows = pass == AMPC_TO_KEYS ? a.queries : a.keys;
     ampc_flash_call c = {};
     ampc_flash_operand q = ampc_flash_operand_of(a.q, a.q_stride), d_o = ampc_flash_operand_of(a.d_o, a.do_stride);
@@ -6007,12 +6105,14 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
     c.all_heads = a.batch * a.heads;
     c.queries = (int)a.queries;
     c.keys = (int)a.keys;
+    c.dim = (int)a.dim;
     c.together = (int)(cache / (rows * a.dim * 4) + 1);
-    c.tiles = (int)ampc_blocks(pass == AMPC_TO_KEYS ? a.keys : a.queries, ampc_flash_own((int)a.dim, pass));
+    c.tiles = (int)ampc_blocks(pass == AMPC_TO_KEYS ? a.keys : a.queries, ampc_flash_own(ampc_flash_width(a.dim), pass));
     c.scale = a.scale * AMPC_LOG2_E;
     c.factor = a.scale;
     c.bf16 = a.dtype == AMP_BF16;
     c.mask = a.mask;
+    c.bits = bits;
     c.hides = a.mask.kind != AMP_MASK_NONE || a.mask.lengths != NULL || a.mask.documents != NULL;
     c.own[0] = pass == AMPC_TO_KEYS ? k : q;
     c.own[1] = pass == AMPC_TO_KEYS ? v : d_o;
@@ -6028,12 +6128,49 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
 
 template <int D, bool BF16> struct ampc_flash_kind { enum { d = D, bf16 = BF16 }; };
 template <class F> amp_result ampc_flash_pick(const amp_k_attention &a, F run) {
-    if (a.dim == 64) return a.dtype == AMP_BF16 ? run(ampc_flash_kind<64, true>()) : run(ampc_flash_kind<64, false>());
+    if (ampc_flash_width(a.dim) == 64) return a.dtype == AMP_BF16 ? run(ampc_flash_kind<64, true>()) : run(ampc_flash_kind<64, false>());
     return a.dtype == AMP_BF16 ? run(ampc_flash_kind<128, true>()) : run(ampc_flash_kind<128, false>());
 }
 
+/* Those of a head's tensor that differ, in order. */
+__global__ void __launch_bounds__(256) ampc_flash_pack(amp_mask mask, ampc_flash_bits to, int64_t heads, int64_t queries, int64_t keys,
+                                                       int64_t groups) {
+    const int lane = (int)threadIdx.x % 32;
+    for (int64_t group = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; group < groups; group += (int64_t)gridDim.x * 8) {
+        int64_t row = group / (to.row / 4), key = (group - row * (to.row / 4)) * 128 + lane, head = row / queries, b = head / heads;
+        const uint8_t *from = mask.allowed + b * mask.allowed_batch_stride + (head - b * heads) * mask.allowed_head_stride +
+                              (row - head * queries) * keys;
+        bool seen[4];
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) seen[i] = key + 32 * i < keys && from[key + 32 * i] != 0;
+        uint4 words = {__ballot_sync(0xffffffffu, seen[0]), __ballot_sync(0xffffffffu, seen[1]),
+                       __ballot_sync(0xffffffffu, seen[2]), __ballot_sync(0xffffffffu, seen[3])};
+        if (lane == 0) ((uint4 *)(void *)to.data)[group] = words;
+    }
+}
+
+/* Packs an arbitrary mask into scratch memory, once where sequences or heads share it; others need no bits. */
+amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream, ampc_scratch *scratch,
+                           ampc_flash_bits *bits) {
+    const amp_mask &mask = a.mask;
+    int64_t heads = mask.allowed_head_stride ? a.heads : 1, batch = mask.allowed_batch_stride ? a.batch : 1, words;
+    *bits = ampc_flash_bits{NULL, 0, 0, 0};
+    if (mask.kind != AMP_MASK_ARBITRARY) return AMP_OK;
+    bits->row = ampc_blocks(a.keys, 128) * 4;
+    bits->head = heads > 1 ? a.queries * bits->row : 0;
+    bits->batch = batch > 1 ? heads * a.queries * bits->row : 0;
+    words = batch * heads * a.queries * bits->row;
+    AMPC_TRY(scratch->get((size_t)words * sizeof(uint32_t), name));
+    bits->data = (uint32_t *)scratch->data;
+    return ampc_launch(dev, name, ampc_flash_pack, ampc_grid(dev, ampc_blocks(words, 4 * 8), 8), 256, 0, stream, mask, *bits, heads,
+                       a.queries, a.keys, words / 4);
+}
+
 amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *stream) {
-    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD);
+    ampc_scratch scratch(dev, stream);
+    ampc_flash_bits bits;
+    AMPC_TRY(ampc_flash_mask(dev, a, "amp_attention", stream, &scratch, &bits));
+    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD, bits);
     return ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>, (unsigned)(call.all_heads * call.tiles),
@@ -6042,25 +6179,29 @@ amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *
 }
 
 template <ampc_flash_pass PASS, int D, bool BF16>
-amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void *stream, const float2 *stats) {
-    ampc_flash_call call = ampc_flash_prepare(a, PASS);
+amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void *stream, const ampc_flash_bits &bits,
+                               const float2 *stats) {
+    ampc_flash_call call = ampc_flash_prepare(a, PASS, bits);
     call.stats = stats;
     return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, BF16>,
                        (unsigned)(call.all_heads * call.tiles), AMPC_TILE_THREADS, ampc_flash_shared(D, PASS), stream, call);
 }
 
 amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void *stream) {
-    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_TO_QUERIES);
+    const char *name = "amp_attention_backward";
+    ampc_scratch scratch(dev, stream), mask(dev, stream);
+    ampc_flash_bits bits;
+    AMPC_TRY(ampc_flash_mask(dev, a, name, stream, &mask, &bits));
+    const ampc_flash_call call = ampc_flash_prepare(a, AMPC_TO_QUERIES, bits);
     int64_t rows = call.all_heads * call.padded;
-    ampc_scratch scratch(dev, stream);
-    AMPC_TRY(scratch.get((size_t)rows * sizeof(float2), "amp_attention_backward"));
+    AMPC_TRY(scratch.get((size_t)rows * sizeof(float2), name));
     return ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         float2 *stats = (float2 *)scratch.data;
-        AMPC_TRY(ampc_launch(dev, "amp_attention_backward", ampc_flash_delta<K::d>, ampc_grid(dev, ampc_blocks(rows * K::d, 2048), 8),
-                             256, 0, stream, call, ampc_flash_operand_of(a.o, a.o_stride), call.own[1], stats));
-        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, stats)));
-        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::bf16>(dev, a, stream, stats);
+        AMPC_TRY(ampc_launch(dev, name, ampc_flash_delta<K::d>, ampc_grid(dev, ampc_blocks(rows * K::d, 2048), 8), 256, 0, stream,
+                             call, ampc_flash_operand_of(a.o, a.o_stride), call.own[1], stats));
+        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, bits, stats)));
+        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::bf16>(dev, a, stream, bits, stats);
     });
 }
 

@@ -38,7 +38,7 @@ __thread coc_block *coc_current_block;
 coc_order coc_current_order;
 uint64_t coc_order_seed = 1;
 unsigned coc_last_blocks;
-long coc_switches;
+coc_work coc_worked;
 
 struct coc_meeting {
     coc_slots slots;
@@ -83,7 +83,7 @@ struct worker {
     jmp_buf escape;             /* out of a kernel, from the signal handler */
     volatile int in_kernel = 0;
     cudaError_t failed = cudaSuccess;
-    long switches = 0;
+    coc_work work = {};
 #if defined(COC_UCONTEXT)
     std::deque<ucontext_t> contexts;
     ucontext_t main_context;
@@ -190,7 +190,7 @@ static void enter(worker *w, void **from, void **fake, coc_thread *t) {
         t->stack_pointer = new_context(w, t->stack);
     }
     coc_current = t;
-    w->switches++;
+    w->work.switches++;
 #if COC_ASAN
     __sanitizer_start_switch_fiber(fake, w->stacks[(size_t)t->stack], STACK_BYTES);
 #endif
@@ -445,6 +445,7 @@ static void check_shared(worker *w, const block_state *b) {
 void coc_copy_async(void *shared, const void *global, size_t bytes, size_t from) {
     if ((bytes != 4 && bytes != 8 && bytes != 16) || (((uintptr_t)shared | (uintptr_t)global) & (bytes - 1)) || from > bytes)
         coc_trap(cudaErrorMisalignedAddress, "cp.async of %zu of %zu bytes from %p to %p", from, bytes, global, shared);
+    here->work.async_bytes += (long)from;
     memset(shared, 0xFF, bytes);
     coc_current->copies.push_back({shared, global, bytes, from, coc_current->copy_group});
 }
@@ -486,6 +487,7 @@ void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16)
     const coc_slots *s = coc_exchange(~0u, &mine, sizeof mine, "mma.m16n8k16");
     if (s->lanes != ~0u) coc_trap(cudaErrorLaunchFailure, "mma.m16n8k16 without all lanes of the warp");
     unsigned g = coc_current->lane / 4, t = coc_current->lane % 4;
+    here->work.mmas += coc_current->lane == 0;
     for (unsigned k = 0; k < 16; k++) {
         unsigned of = k % 8 / 2, e = k % 2, upper = k / 8;      /* of which lane among four, which half, which register */
         decltype(mine) left, right[2];
@@ -499,6 +501,7 @@ void coc_ldmatrix_x4(uint32_t *r, const void *row, bool transposed) {
     if ((uintptr_t)row & 15) coc_trap(cudaErrorMisalignedAddress, "ldmatrix of a row at %p", row);
     const coc_slots *s = coc_exchange(~0u, &row, sizeof row, transposed ? "ldmatrix.x4.trans" : "ldmatrix.x4");
     unsigned g = coc_current->lane / 4, t = coc_current->lane % 4;
+    here->work.ldmatrices += coc_current->lane == 0;
     for (unsigned i = 0; i < 4; i++) {
         uint16_t pair[2];
         for (unsigned e = 0; e < 2; e++) {
@@ -663,7 +666,7 @@ cudaError_t coc_run_grid(const coc_grid *what) {
         if (!keep) keep.reset(new worker);
         here = keep.get();
         here->failed = cudaSuccess;
-        here->switches = 0;
+        here->work = coc_work{};
 #if defined(_OPENMP)
 #  pragma omp for schedule(dynamic, 1)
 #endif
@@ -672,7 +675,10 @@ cudaError_t coc_run_grid(const coc_grid *what) {
             run_block(here, what, all - blocks + order[i]);
             if (here->failed != cudaSuccess) __atomic_store_n(&result, here->failed, __ATOMIC_RELAXED);
         }
-        __atomic_fetch_add(&coc_switches, here->switches, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&coc_worked.switches, here->work.switches, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&coc_worked.mmas, here->work.mmas, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&coc_worked.ldmatrices, here->work.ldmatrices, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&coc_worked.async_bytes, here->work.async_bytes, __ATOMIC_RELAXED);
     }
     return result;
 }

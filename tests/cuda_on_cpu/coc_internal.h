@@ -22,7 +22,9 @@ int coc_host_touched(const void *address);
 /* What lies at an address, for texts. */
 std::string coc_describe(const void *address);
 std::string coc_function_name(const void *function);
-extern long coc_switches;
+/* What kernels did since the program began; see coc_counts. */
+struct coc_work { long switches, mmas, ldmatrices, async_bytes; };
+extern coc_work coc_worked;
 extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;
 extern unsigned coc_last_blocks;

@@ -134,7 +134,7 @@ struct model_state {
     std::vector<std::shared_ptr<capture>> captures;
     unsigned long long next_capture = 1;
     coc_counts counts = {};
-    long switches_before = 0;
+    coc_work worked_before = {};
     std::map<std::string, long> calls, synchronising, kernels;
     std::string fail_function;
     int fail_in = 0, fail_sticky = 0;
@@ -1634,7 +1634,11 @@ void coc_set_devices(int count, size_t memory, int multiprocessors, int capabili
 coc_counts coc_count() {
     std::lock_guard<std::recursive_mutex> guard(model().lock);
     coc_counts counts = model().counts;
-    counts.switches = coc_switches - model().switches_before;
+    const coc_work &before = model().worked_before;
+    counts.switches = coc_worked.switches - before.switches;
+    counts.mmas = coc_worked.mmas - before.mmas;
+    counts.ldmatrices = coc_worked.ldmatrices - before.ldmatrices;
+    counts.async_bytes = coc_worked.async_bytes - before.async_bytes;
     return counts;
 }
 
@@ -1662,7 +1666,7 @@ std::string coc_synchronising_calls() {
 void coc_reset_counts() {
     std::lock_guard<std::recursive_mutex> guard(model().lock);
     model().counts = coc_counts{};
-    model().switches_before = coc_switches;
+    model().worked_before = coc_worked;
     model().calls.clear();
     model().synchronising.clear();
     model().kernels.clear();

@@ -29,7 +29,7 @@ struct mask_case {
     int bidirectional;
     int64_t window, global;
     int padding, documents;
-    int own;                        /* ARBITRARY: 1 an own tensor for each batch item, 2 for each head */
+    int own;                        /* ARBITRARY: 1 an own tensor for each batch item, 2 for each head; 4 blocks of zeros, ones, both */
 };
 static const mask_case mask_cases[] = {
     {"none", AMP_MASK_NONE, 0, 0, 0, 0, 0, 0},
@@ -69,6 +69,10 @@ struct mask_data {
             documents.push_back(random(j + 1000, 9) || j == 0 ? (j ? documents.back() : 4) : random(j + 9000, 3));
         allowed.resize((size_t)(s.batch * s.heads * s.queries * s.keys));
         for (size_t i = 0; i < allowed.size(); i++) allowed[i] = i >= (size_t)s.keys && random(i + 20000, 3) == 0;
+        for (size_t i = 0; (m.own & 4) && i < allowed.size(); i++) {
+            size_t block = i / (size_t)s.keys / 32 % 5 + i % (size_t)s.keys / 64;
+            if (block % 3 != 2) allowed[i] = block % 3 != 0;
+        }
     }
     int64_t head_stride() const { return kind.own & 2 ? shape.queries * shape.keys : 0; }
     int64_t batch_stride() const { return kind.own & 1 ? shape.queries * shape.keys * (kind.own & 2 ? shape.heads : 1) : 0; }
@@ -491,30 +495,98 @@ static const attention_shape flash_shapes[] = {
     {1, 1, 1, 1, 64, DENSE}, {1, 2, 63, 63, 128, PACKED}, {2, 1, 64, 64, 64, PACKED}, {1, 1, 65, 65, 128, PACKED},
     {2, 1, 130, 130, 64, PACKED}, {1, 1, 70, 200, 64, DENSE}, {1, 1, 200, 70, 128, DENSE},
 };
-static const size_t flash_masks[] = {0, 1, 2, 3, 4, 5, 6, 9, 10};
+
+/* A problem with these kernels, and no other. */
+static void check_on_tensor_cores(problem p) {
+    long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_flash") : 0;
+    p.scale = fabsf(p.scale);
+    check_problem(p);
+    if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash") - before, 5 * (p.mask.kind.kind == AMP_MASK_ARBITRARY ? 6 : 4));
+}
 
 CUDA_TEST(tensor_cores) {
     uint64_t turn = 0;
     for (const attention_shape &shape : flash_shapes)
-        for (size_t m : flash_masks) {
+        for (size_t m = 0; m < masks; m++) {
             if (shape.queries > 100 && (m + turn) % 2) continue;
             turn++;
-            long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_flash") : 0;
-            problem p(shape, mask_cases[m], all_numbers[1 + turn % 2], 900 + turn);
-            p.scale = fabsf(p.scale);
-            check_problem(p);
-            if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash") - before, 5 * 4);
+            check_on_tensor_cores(problem(shape, mask_cases[m], all_numbers[1 + turn % 2], 900 + turn));
         }
+}
+
+/* Tiles that are seen through global positions or by bits alone, or not at all. */
+CUDA_TEST(tensor_cores_and_tiles) {
+    const mask_case cases[] = {
+        {"window 20, 70 global", AMP_MASK_WINDOW_GLOBAL, 0, 20, 70, 0, 0, 0},
+        {"window 9, 40 global, padding", AMP_MASK_WINDOW_GLOBAL, 0, 9, 40, 1, 0, 0},
+        {"window 20, 70 global, both ways", AMP_MASK_WINDOW_GLOBAL, 1, 20, 70, 0, 0, 0},
+        {"window 5, 33 global, both ways, documents", AMP_MASK_WINDOW_GLOBAL, 1, 5, 33, 0, 1, 0},
+        {"blocks", AMP_MASK_ARBITRARY, 0, 0, 0, 0, 0, 4},
+        {"blocks, own, padding, documents", AMP_MASK_ARBITRARY, 0, 0, 0, 1, 1, 7},
+    };
+    const attention_shape shapes[] = {{1, 1, 300, 300, 64, PACKED}, {2, 2, 90, 260, 40, DENSE}, {1, 1, 260, 150, 128, DENSE}};
+    uint64_t turn = 0;
+    for (const mask_case &m : cases)
+        for (const attention_shape &shape : shapes) {
+            if (++turn % 3 == 2 && shape.queries == 300) continue;
+            check_on_tensor_cores(problem(shape, m, all_numbers[1 + turn % 2], 1000 + turn));
+        }
+}
+
+/* Heads of other sizes are filled up with zeros.  Rows are multiples of 16 bytes; where they are not, other kernels serve. */
+CUDA_TEST(tensor_cores_and_head_sizes) {
+    uint64_t turn = 0;
+    for (int64_t dim : {8, 16, 24, 40, 56, 72, 80, 96, 104, 120}) {
+        turn++;
+        attention_shape shape = {1, 2, 66, turn % 2 ? 66 : 70, dim, turn % 2 ? PACKED : DENSE};
+        check_on_tensor_cores(problem(shape, mask_cases[turn % 4], all_numbers[1 + turn % 2], 1100 + turn));
+    }
+    for (int64_t dim : {12, 136}) {
+        long before = CUDA_IS_MODEL ? coc_kernel_launches("ampc_flash") : 0;
+        check_problem(problem({1, 1, 20, 20, dim, DENSE}, mask_cases[1], all_numbers[2], 1150));
+        if (CUDA_IS_MODEL) CHECK_EQ(coc_kernel_launches("ampc_flash"), before);
+    }
+}
+
+/* What a run of both directions reads by cp.async and multiplies. */
+static coc_counts work_of(const problem &p) {
+    cuda_side s(amp_cuda());
+    std::string out;
+    coc_counts before = coc_count(), after;
+    p.run(s, &out);
+    after = coc_count();
+    after.mmas -= before.mmas, after.ldmatrices -= before.ldmatrices, after.async_bytes -= before.async_bytes;
+    return after;
+}
+
+/* Tiles that nobody sees are neither fetched nor multiplied: the work does not grow with the keys that are hidden. */
+CUDA_TEST(tensor_cores_skip_hidden_tiles) {
+    if (!CUDA_IS_MODEL) return;
+    const mask_case window = {"window 64, 64 global", AMP_MASK_WINDOW_GLOBAL, 0, 64, 64, 0, 0, 0};
+    const mask_case both = {"window 64, 64 global, both ways", AMP_MASK_WINDOW_GLOBAL, 1, 64, 64, 0, 0, 0};
+    const mask_case blocks = {"arbitrary", AMP_MASK_ARBITRARY, 0, 0, 0, 0, 0, 0};
+    const attention_shape shape = {1, 1, 1024, 1024, 64, PACKED};
+    long all = work_of(problem(shape, mask_cases[0], all_numbers[2], 1200)).mmas;
+    long seen = work_of(problem(shape, window, all_numbers[2], 1201)).mmas;
+    CHECK_MSG(seen < all / 4, "%ld of %ld", seen, all);
+    seen = work_of(problem(shape, both, all_numbers[2], 1202)).mmas;
+    CHECK_MSG(seen < all / 2, "%ld of %ld", seen, all);
+    problem own(shape, blocks, all_numbers[2], 1203);
+    for (size_t i = 0; i < own.mask.allowed.size(); i++)
+        own.mask.allowed[i] = i / 1024 / 128 == i % 1024 / 128 && i % 1024 <= i / 1024;
+    coc_counts diagonal = work_of(own), whole = work_of(problem(shape, mask_cases[0], all_numbers[2], 1200));
+    CHECK_MSG(diagonal.mmas < all / 8, "%ld of %ld", diagonal.mmas, all);
+    CHECK_MSG(diagonal.async_bytes < whole.async_bytes / 4, "%ld of %ld bytes", diagonal.async_bytes, whole.async_bytes);
 }
 
 /* What nobody sees may hold anything; what only some see spoils just their rows: with NaN and infinities in keys, values
    and queries, hidden from some of a tile, the same numbers are NaN as on the CPU. */
 CUDA_TEST(tensor_cores_and_infinities) {
-    for (size_t m : {(size_t)1, (size_t)4, (size_t)10})
+    for (size_t m : {(size_t)1, (size_t)4, (size_t)7, (size_t)8, (size_t)10, (size_t)11})
         for (int t : {Q, K, V, D_O}) {
-            problem p({1, 1, 70, 70, 64, PACKED}, mask_cases[m], all_numbers[1 + m % 2], 951);
+            problem p({1, 1, 70, 70, m % 2 ? 48 : 64, PACKED}, mask_cases[m], all_numbers[1 + m % 2], 951);
             p.scale = 0.125f;
-            p.poison(t, 0, 0, 40, (int64_t)m + t);
+            p.poison(t, 0, 0, 40, t < V ? (int64_t)m % 3 : (int64_t)m + t);
             check_problem(p);
         }
     for (int bf16 = 0; bf16 < 2; bf16++) {                  /* weights that underflow to 0 */
@@ -544,6 +616,9 @@ int main(int argc, char **argv) {
     RUN(weights_are_rounded);
     RUN(far_away);
     RUN(tensor_cores);
+    RUN(tensor_cores_and_tiles);
+    RUN(tensor_cores_and_head_sizes);
+    RUN(tensor_cores_skip_hidden_tiles);
     RUN(tensor_cores_and_infinities);
     return TEST_END();
 }

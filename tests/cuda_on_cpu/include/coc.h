@@ -53,6 +53,8 @@ struct coc_counts {
     long allocations, frees;    /* of device or pinned memory, by any function */
     long copies, fills, graph_launches;
     long switches;              /* of fibers */
+    long mmas, ldmatrices;      /* instructions of a warp */
+    long async_bytes;           /* read from global memory by cp.async */
     long blas_objects, blas_heuristics, blas_matmuls;   /* handles and descriptors made, algorithms asked for, products */
 };
 coc_counts coc_count();
