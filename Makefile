@@ -19,7 +19,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/t_*.c))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: help run examples check-machine bench-precision bench-features adopt plot test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: help run examples check-machine bench-precision bench-features adopt libampblas plot test test-ci test-exhaustive errors anomalies oracle bench \
         bench-curves bench-threads bench-shapes accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -48,6 +48,8 @@ help: backend
 	@echo "make bench-shapes     small and thin products beside OpenBLAS, in fp32 and bf16, on one and two threads"
 	@echo "make bench-curves     memory, resume time, host cost and step time as curves"
 	@echo "make adopt            a plain fp32 program before and after adopting amp.h: time and loss in each precision"
+	@echo "make libampblas       $(BUILD)/libampblas.so: AMP_DTYPE=bf16 LD_PRELOAD=$(BUILD)/libampblas.so ./program, and the"
+	@echo "                      program's cblas_sgemm and sgemm_ compute in bf16 (Linux)"
 	@echo "make plot             draw runs of train_gpt (RUNS=files; else those in out/): loss, scale, tokens/s, memory"
 	@echo "make accuracy         the tests' errors beside PyTorch's own, into tests/bench/results/"
 	@echo "make readme           put the newest results into the README's tables"
@@ -55,7 +57,7 @@ help: backend
 	@echo "make gpu              tests and timings on the GPU at hand, beside PyTorch; REHEARSE=1: on the model GPU;"
 	@echo "                      PART=tests, kernels or step: that part alone (step trains GPT-2 beside PyTorch)"
 	@echo "make gpu-table        what the CUDA kernels need, into tests/gpu/resources.txt"
-	@echo "make install PREFIX=  copy amp.h, amp_cuda.cu and amp.pc below PREFIX (default /usr/local)"
+	@echo "make install PREFIX=  copy amp.h, amp_cuda.cu, amp/cblas.h and their .pc below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"
 
 run: backend $(BUILD)/train_gpt
@@ -129,7 +131,7 @@ include tests/mutants/rules.mk
 
 test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA_TESTS)) $(CUDA_NEEDS) examples
 	CC="$(CC)" CFLAGS="$(CFLAGS)" sh tests/run.sh $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) \
-	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/hosts.sh tests/sweep.sh \
+	    $(CUDA_TESTS) tests/house.sh tests/docs.sh tests/examples.sh tests/classifier.sh tests/tools.sh tests/adopt.sh tests/shim.sh tests/hosts.sh tests/sweep.sh \
 	    tests/plot.sh tests/mpi.sh tests/abi.sh tests/errors.sh
 
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
@@ -180,12 +182,21 @@ accuracy: $(BUILD)/t_model $(BUILD)/t_kernels $(BUILD)/t_optimizer
 readme:
 	$(PYTHON) tests/bench/table.py
 
-# For pkg-config: gcc program.c $$(pkg-config --cflags --libs amp)
+# Never unloaded, for its threads would run on.
+libampblas: $(BUILD)/libampblas.so
+$(BUILD)/libampblas.so: examples/adopt/ampblas.c examples/adopt/cblas.h amp.h | $(BUILD)
+	$(CC) -std=c99 $(CFLAGS) -fPIC -shared -fvisibility=hidden $< -o $@ -Wl,-z,nodelete $(LIBS) -ldl
+
+# For pkg-config: gcc program.c $$(pkg-config --cflags --libs amp); amp-cblas: examples/adopt/cblas.h
+PC := 'prefix=%s\nName: %s\nDescription: %s\nVersion: $(VERSION)\nCflags: %s\nLibs: -lm -lpthread\n'
+PC_DIR := $(DESTDIR)$(PREFIX)/lib/pkgconfig
 install:
-	mkdir -p $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	mkdir -p $(DESTDIR)$(PREFIX)/include/amp $(PC_DIR)
 	cp amp.h amp_cuda.cu $(DESTDIR)$(PREFIX)/include/
-	printf 'prefix=%s\nName: amp\nDescription: mixed-precision training in one header\nVersion: %s\nCflags: -I$${prefix}/include\nLibs: -lm -lpthread\n' \
-	    "$(PREFIX)" "$(VERSION)" > $(DESTDIR)$(PREFIX)/lib/pkgconfig/amp.pc
+	cp examples/adopt/cblas.h examples/adopt/cblas.c examples/adopt/ampblas.c $(DESTDIR)$(PREFIX)/include/amp/
+	printf $(PC) "$(PREFIX)" amp "mixed-precision training in one header" '-I$${prefix}/include' > $(PC_DIR)/amp.pc
+	printf $(PC) "$(PREFIX)" amp-cblas "cblas_sgemm through amp.h" '-I$${prefix}/include/amp -I$${prefix}/include' > $(PC_DIR)/amp-cblas.pc
+	echo 'source=$${prefix}/include/amp/cblas.c' >> $(PC_DIR)/amp-cblas.pc
 
 clean:
 	rm -rf $(BUILD) out

@@ -1,21 +1,52 @@
-/* cblas_host.c - a program of CBLAS's, as tests/adopt.sh compiles it against examples/adopt/cblas.h, and unchanged against
+/* cblas_host.c - a program of CBLAS's, as tests/shim.sh compiles it against examples/adopt/cblas.h, and unchanged against
  * any BLAS.
  *
  *     cblas_host fp32|tf32|bf16|fp16    every form of cblas_sgemm against plain loops over operands rounded to that format
+ *     cblas_host bits                   a number of all bits of those products
  *     cblas_host threads                fp32's comparison in four threads at once, whose first product is the first of all
+ *     cblas_host fork                   the same in children, forked while other threads compute
+ *     cblas_host exit                   ends while other threads compute
  *     cblas_host bad                    arguments that must not be accepted, and what they would have overwritten
+ *     cblas_host nan                    alpha and beta that are no numbers, nor is then the result
+ *     cblas_host others                 with -DOTHERS: what is not sgemm
  *     cblas_host time                   the rate of a product of 1024 x 1024 matrices
+ *
+ * BY_HAND declares cblas_sgemm without a header, FORTRAN calls sgemm_ instead.
  *
  * Sums of k products in fp32, in any order, are off by at most k u / (1 - k u) times the sum of the products' magnitudes
  * (Higham 2002, 3.1); alpha, beta and the last addition round three times more. */
+#if defined(BY_HAND) || defined(FORTRAN)
+typedef enum { CblasRowMajor = 101, CblasColMajor = 102 } CBLAS_ORDER;
+typedef enum { CblasNoTrans = 111, CblasTrans = 112 } CBLAS_TRANSPOSE;
+#else
 #include <cblas.h>
+#endif
 #include <math.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
+
+#if defined(BY_HAND)
+void cblas_sgemm(CBLAS_ORDER order, CBLAS_TRANSPOSE ta, CBLAS_TRANSPOSE tb, int m, int n, int k, float alpha, const float *a,
+                 int lda, const float *b, int ldb, float beta, float *c, int ldc);
+#elif defined(FORTRAN)
+void sgemm_(char *ta, char *tb, int *m, int *n, int *k, float *alpha, const float *a, int *lda, const float *b, int *ldb,
+            float *beta, float *c, int *ldc);
+/* By rows, C^T = op(B)^T op(A)^T. */
+static void cblas_sgemm(CBLAS_ORDER order, CBLAS_TRANSPOSE ta, CBLAS_TRANSPOSE tb, int m, int n, int k, float alpha,
+                        const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc) {
+    char t[2];
+    t[0] = ta == CblasTrans ? 'T' : 'n';
+    t[1] = tb == CblasTrans ? 'c' : 'N';
+    if (order == CblasRowMajor) sgemm_(&t[1], &t[0], &n, &m, &k, &alpha, b, &ldb, a, &lda, &beta, c, &ldc);
+    else sgemm_(&t[0], &t[1], &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
+}
+#endif
 
 static __thread uint32_t random_state = 1;
 static float number(void) {                             /* -1 to 1, of 24 bits, so that every format rounds it */
@@ -33,6 +64,13 @@ static float rounded(float x, int mantissa, int away) {
     bits &= ~((1u << drop) - 1);
     memcpy(&x, &bits, sizeof bits);
     return x;
+}
+
+static __thread uint32_t all_bits;
+static void add_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    all_bits = (all_bits ^ bits) * 16777619u;
 }
 
 typedef struct product { int order, ta, tb, m, n, k, pad; float alpha, beta; } product;
@@ -65,6 +103,7 @@ static double worst_of(const product *p, int mantissa, int away) {
     if (p->beta == 0) for (i = 0; i < rc * ldc; i++) c[i] = NAN;        /* must not be read */
     cblas_sgemm((CBLAS_ORDER)p->order, (CBLAS_TRANSPOSE)p->ta, (CBLAS_TRANSPOSE)p->tb, p->m, p->n, p->k, p->alpha, a, lda,
                 b, ldb, p->beta, c, ldc);
+    for (i = 0; i < p->m; i++) for (j = 0; j < p->n; j++) add_bits(at(p, CblasNoTrans, c, ldc, i, j));
     for (i = 0; i < p->m; i++)
         for (j = 0; j < p->n; j++) {
             double sum = 0, size = 0, old = at(p, CblasNoTrans, before, ldc, i, j), error;
@@ -141,16 +180,93 @@ static int compare_in_threads(void) {
     return sum > 0;
 }
 
+/* Two threads compute until `stop`. */
+static int stop;
+static void *compute(void *nothing) {
+    float *x = numbers(128 * 128, 1), *c = numbers(128 * 128, 1);
+    while (!__atomic_load_n(&stop, __ATOMIC_RELAXED))
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 128, 128, 128, 1, x, 128, x, 128, 0, c, 128);
+    free(x); free(c);
+    return nothing;
+}
+static int compute_beside(pthread_t threads[2]) {
+    return pthread_create(&threads[0], NULL, compute, NULL) != 0 || pthread_create(&threads[1], NULL, compute, NULL) != 0;
+}
+
+static void *compare_large(void *wrong) {               /* large enough for several threads */
+    product p = {CblasRowMajor, CblasNoTrans, CblasTrans, 160, 160, 160, 0, 1, 0};
+    *(int *)wrong = worst_of(&p, 23, 0) > 1;
+    return NULL;
+}
+/* A child has threads and children of its own. */
+static int compare_in_child(int i) {
+    pthread_t own;
+    int status, wrong = 1;
+    alarm(60);
+    if (i % 2 == 0) {
+        pid_t child = fork();
+        if (child != 0) return waitpid(child, &status, 0) != child || status != 0;
+        compare_large(&wrong);
+    } else if (pthread_create(&own, NULL, compare_large, &wrong) != 0 || pthread_join(own, NULL) != 0) return 1;
+    return wrong;
+}
+static int compare_in_children(void) {
+    pthread_t threads[2];
+    int i, status, wrong = 0;
+    alarm(300);                                         /* should one hang */
+    if (compute_beside(threads)) return 1;
+    for (i = 0; i < 20; i++) {
+        pid_t child = fork();
+        if (child == 0) _exit(compare_in_child(i));
+        if (child < 0 || waitpid(child, &status, 0) != child || status != 0) wrong++;
+    }
+    __atomic_store_n(&stop, 1, __ATOMIC_RELAXED);
+    for (i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+    return wrong;
+}
+
+static int end_beside(void) {
+    pthread_t threads[2];
+    struct timespec pause = {0, 20000000};
+    alarm(60);
+    if (compute_beside(threads)) return 1;
+    return nanosleep(&pause, NULL);
+}
+
 static int bad_arguments(void) {
     float c[4] = {1, 2, 3, 4};
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, 1, c, 1, c, 2, 0, c, 2);
     return c[0] != 1 || c[3] != 4;
 }
 
+static int no_numbers(void) {
+    float x[4] = {1, 2, 3, 4}, c[4] = {1, 1, 1, 1}, d[4] = {1, 1, 1, 1};
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, NAN, x, 2, x, 2, 0, c, 2);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 2, 2, 2, 1, x, 2, x, 2, INFINITY, d, 2);
+    return !isnan(c[0]) || !isnan(c[3]) || !isinf(d[0]) || !isinf(d[3]);
+}
+
+#if defined(OTHERS)
+static int others(void) {
+    double x[1] = {3}, y[1] = {5}, z[1] = {1};
+    float a[1] = {3}, b[1] = {5}, c[1] = {1};
+    cblas_dgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 1, 1, 1, 2, x, 1, y, 1, 1, z, 1);
+    cblas_sgemv(CblasRowMajor, CblasNoTrans, 1, 1, 2, a, 1, b, 1, 1, c, 1);
+    return z[0] != 31 || c[0] != 31;
+}
+#endif
+
 int main(int argc, char **argv) {
     const char *format = argc > 1 ? argv[1] : "fp32";
     if (strcmp(format, "time") == 0) return time_products(), 0;
     if (strcmp(format, "bad") == 0) return bad_arguments();
+    if (strcmp(format, "nan") == 0) return no_numbers();
     if (strcmp(format, "threads") == 0) return compare_in_threads();
+    if (strcmp(format, "fork") == 0) return compare_in_children();
+    if (strcmp(format, "exit") == 0) return end_beside();
+#if defined(OTHERS)
+    if (strcmp(format, "others") == 0) return others();
+#endif
+    if (strcmp(format, "bits") == 0) return compare(23, 0) | (printf("%08x\n", (unsigned)all_bits) < 0);
     return compare(strcmp(format, "bf16") == 0 ? 7 : strcmp(format, "fp32") == 0 ? 23 : 10, strcmp(format, "tf32") == 0);
 }

@@ -48,7 +48,9 @@ for row in "flat 10" "online 15" "conv 30"; do
 
     # The program as it was, its cblas_sgemm from the shim: another -I and another file to link with.
     grep -q cblas_sgemm $before || continue
-    build "$host.shim" -O2 -Iexamples/adopt -DAMP_CBLAS_SHARED $before "$work/shim.o" build/amp.o
+    build "$host.shim" -O2 -Iexamples/adopt $before "$work/shim.o" build/amp.o "$work/blas.o"
+    "$work/$host.before" 1 > "$work/before" && "$work/$host.shim" 1 > "$work/after"
+    check "$host: nothing set, by the shim" cmp "$work/before" "$work/after"
     near "$host: bf16 by the shim" "$(loss env AMP_DTYPE=bf16 "$work/$host.shim")" 1.01 "$plain"
 done
 

@@ -1,3 +1,4 @@
-/* cblas.c - the implementation that files compiled with -DAMP_CBLAS_SHARED share; see cblas.h. */
+/* cblas.c - the shim and amp.h, compiled once for all files of a program that include cblas.h; see there. */
 #define AMP_CBLAS_IMPLEMENTATION
+#define AMP_CBLAS_ALONE
 #include "cblas.h"

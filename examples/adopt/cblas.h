@@ -1,39 +1,51 @@
-/* cblas.h - cblas_sgemm through amp.h: an unchanged program's products in bf16, fp16 or tf32, by an include path.
+/* cblas.h - a program's cblas_sgemm in bf16, fp16 or tf32 through amp.h, by an include path and one file.
  *
- *     gcc -O2 -Iexamples/adopt program.c -o program -lm -lpthread         and the libraries it had before
+ *     gcc -O2 -c examples/adopt/cblas.c                                        once: this shim and all of amp.h
+ *     gcc -O2 -Iexamples/adopt program.c cblas.o -o program -lm -lpthread      and the libraries that it had before
  *     AMP_DTYPE=bf16 ./program
  *
- * Operands are rounded to AMP_DTYPE, products and sums are fp32, and so is C.  The variable is read once, at the first
- * product: fp32, tf32, bf16, fp16 or auto; unset or empty it means auto, the best of this machine (see amp_choose), which
- * is never fp16 on a CPU.  fp16 makes infinity of operands beyond 65504.  CBLAS_VERBOSE=1 says what was chosen, and why.
+ * Installed: gcc -O2 -c $(pkg-config --variable=source amp-cblas); then $(pkg-config --cflags --libs amp-cblas).
+ * Copied: cblas.h, cblas.c and amp.h in one folder.
  *
- * Everything else of CBLAS comes from the cblas.h that the program had before, found behind this one in the include path,
- * and from its library.  Where there is no such header, or with -DAMP_CBLAS_ALONE, there is only cblas_sgemm: other calls do
- * not compile.
+ * WHAT IS COMPUTED  Operands are rounded to AMP_DTYPE; products and sums are fp32, and so is C.  Every setting AMP_... counts
+ * as in amp_open_env; AMP_DTYPE=auto, or an empty one, is the best of this machine, which is never fp16 on a CPU.  With no
+ * AMP_... in the environment the program's own BLAS computes, as before; if it has none, amp.h in fp32.
  *
- * What goes wrong is said on stderr, at most ten times.  A dtype that this machine lacks, or no dtype at all: fp32.  No
- * memory: that product in fp32 by a plain loop.  Bad arguments: nothing is computed, as in BLAS.
+ * ALL ELSE OF CBLAS  (cblas_dgemm, cblas_sgemv, cblas_sgemm_batch) is declared by the cblas.h that the program had before,
+ * found behind this one in the include path, and comes from its library.  Where there is no such header, or with
+ * -DAMP_CBLAS_ALONE, other calls do not compile.
  *
- * Several files: each that includes this one gets a copy of its own, which is right but compiles amp.h again.  With
- * -DAMP_CBLAS_SHARED they only declare it, and cblas.c, compiled beside them, is the one copy; system headers then stay out
- * of the program's files as well.  A file that included amp.h before uses that.
- * May be called from several threads at once.  With -std=c99 it must be the first include, or shared. */
+ * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled loss for
+ * fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no other.
+ *
+ * ERRORS  A refused setting (AMP_DTYPE=fp8_e4m3) ends the program at its first product, by exit(1), and stderr says why.
+ * On stderr, at most ten times, are bad arguments, for which nothing is computed, as in BLAS, and lack of memory, for which
+ * a plain loop computes.  Any thread may call, and fork.
+ *
+ * TRAPS  None of these is seen from here, but AMP_DEBUG=1 says what each kind of product computes in: no word, no product.
+ * - The program finds another cblas.h first: put this -I before all others.
+ * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which serves the names.
+ * - It calls CBLAS only under a switch of its own (#ifdef CBLAS, USE_BLAS=1), and has loops otherwise: set the switch.
+ * - `undefined reference to cblas_sgemm`: there is a cblas.h, but no BLAS is linked: -DAMP_CBLAS_ALONE, or link it.
+ * - `undefined reference to amp_cblas_context`: cblas.o is missing.
+ *
+ * ONE FILE  -DAMP_CBLAS_IMPLEMENTATION, or #define it before this #include, instead of cblas.c; with -std=c99 that must be the
+ * first include.  After AMP_IMPLEMENTATION and amp.h it adds the shim alone. */
 #if !defined(AMP_CBLAS_H_INCLUDED)
 #define AMP_CBLAS_H_INCLUDED
 #pragma GCC system_header       /* the program's warning flags are for the program */
 
-/* AMP_CBLAS_API: how the one function, and what it needs, is compiled.  amp.h comes before system headers. */
-#if defined(AMP_CBLAS_IMPLEMENTATION)
-#  define AMP_IMPLEMENTATION
-#  include "../../amp.h"
-#  define AMP_CBLAS_API
-#elif !defined(AMP_CBLAS_SHARED)
-#  if !defined(AMP_H_INCLUDED)
-#    define AMP_STATIC
+#if !defined(AMP_H_INCLUDED)
+#  if defined(AMP_CBLAS_IMPLEMENTATION)
 #    define AMP_IMPLEMENTATION
+#  endif
+#  if __has_include("amp.h")            /* copied beside it */
+#    include "amp.h"
+#  elif __has_include("../amp.h")       /* installed */
+#    include "../amp.h"
+#  else                                 /* where it comes from */
 #    include "../../amp.h"
 #  endif
-#  define AMP_CBLAS_API static __attribute__((unused))
 #endif
 
 #if defined(__has_include_next) && !defined(AMP_CBLAS_ALONE)
@@ -51,49 +63,111 @@ typedef enum CBLAS_TRANSPOSE { CblasNoTrans = 111, CblasTrans = 112, CblasConjTr
 #  endif
 #endif
 
-#include <stdint.h>
-#if defined(AMP_CBLAS_API)
+#if defined(AMP_CBLAS_IMPLEMENTATION)
 #  include <pthread.h>
+#  include <sched.h>
 #  include <stdio.h>
 #  include <stdlib.h>
+#endif
+#if defined(AMP_STATIC)
+#  define AMP_CBLAS_API static __attribute__((unused))
+#else
+#  define AMP_CBLAS_API extern
 #endif
 #ifdef __cplusplus
 extern "C" {
 #endif
-#if defined(AMP_CBLAS_IMPLEMENTATION) || defined(AMP_CBLAS_SHARED)
-void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
-                     int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+/* What products run in: NULL where no AMP_... is set.  Both are the shim's, which never closes them. */
+AMP_CBLAS_API amp_context *amp_cblas_context(void);
+AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void);
+
+/* C = alpha op(A) op(B) + beta C in that context; where it is NULL, in fp32. */
+AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                     const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+
+AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
+                                 int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+#if defined(AMP_CBLAS_BESIDE)
+    if (amp_cblas_context() == NULL) {
+#  if defined(__cplusplus)
+        cblas_sgemm((CBLAS_ORDER)order, (CBLAS_TRANSPOSE)trans_a, (CBLAS_TRANSPOSE)trans_b, m, n, k, alpha, a, lda, b, ldb, beta,
+                    c, ldc);
+#  else
+        cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+#  endif
+        return;
+    }
 #endif
+    amp_cblas_product(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+#undef cblas_sgemm                      /* a BLAS with 64-bit integers may have made it a macro */
 #define cblas_sgemm amp_cblas_sgemm
 
-#if defined(AMP_CBLAS_API)
-static amp_context *amp_cblas_context;          /* NULL: not even fp32 could be opened */
+#if defined(AMP_CBLAS_IMPLEMENTATION)
+static amp_context *amp_cblas_asked;    /* NULL: no AMP_... is set */
+static amp_context *amp_cblas_used;     /* that one, or one in fp32; NULL: no memory for it */
+static amp_scaler *amp_cblas_scale;
+static int amp_cblas_refused;           /* what the environment asks for */
+static int amp_cblas_scaled;            /* somebody has the scaler, or was told */
 static pthread_once_t amp_cblas_once = PTHREAD_ONCE_INIT;
 
-static void amp_cblas_say(const char *before, const char *name, const char *why, const char *after) {
+static void amp_cblas_say(const char *what, const char *why) {
     static int said;
-    if (__atomic_fetch_add(&said, 1, __ATOMIC_RELAXED) < 10)
-        fprintf(stderr, "cblas.h: %s%s%s%s\n", before, name, why, after);
+    if (__atomic_fetch_add(&said, 1, __ATOMIC_RELAXED) < 10) fprintf(stderr, "cblas.h: %s%s\n", what, why);
 }
 
+/* A fork waits for products to end, and holds up new ones: its child has no other threads that could end them. */
+static pthread_mutex_t amp_cblas_gate = PTHREAD_MUTEX_INITIALIZER;
+static int amp_cblas_inside;
+static void amp_cblas_enter(void) {
+    pthread_mutex_lock(&amp_cblas_gate);
+    __atomic_fetch_add(&amp_cblas_inside, 1, __ATOMIC_ACQUIRE);
+    pthread_mutex_unlock(&amp_cblas_gate);
+}
+static void amp_cblas_leave(void) { __atomic_fetch_sub(&amp_cblas_inside, 1, __ATOMIC_RELEASE); }
+static void amp_cblas_before_fork(void) {
+    pthread_mutex_lock(&amp_cblas_gate);
+    while (__atomic_load_n(&amp_cblas_inside, __ATOMIC_ACQUIRE) > 0) sched_yield();
+}
+static void amp_cblas_after_fork(void) { pthread_mutex_unlock(&amp_cblas_gate); }
+static __attribute__((constructor)) void amp_cblas_watch_forks(void) {
+    pthread_atfork(amp_cblas_before_fork, amp_cblas_after_fork, amp_cblas_after_fork);
+}
+
+/* Never closed: at exit, other threads may still compute. */
 static void amp_cblas_open(void) {
-    const char *name = getenv("AMP_DTYPE"), *verbose = getenv("CBLAS_VERBOSE");
+    amp_result result;
     amp_desc desc;
-    amp_choice choice;
+    amp_cblas_enter();
+    result = amp_open_env(&amp_cblas_asked, &amp_cblas_scale);
     memset(&desc, 0, sizeof desc);
-    if (name != NULL && *name != 0 &&
-        (amp_dtype_parse(name, &desc.dtype) != AMP_OK || amp_open(&amp_cblas_context, &desc) != AMP_OK)) {
-        amp_cblas_say("AMP_DTYPE=", name, ": computing in fp32: ", amp_last_error());
-        desc.dtype = AMP_F32;
-    }
-    if (amp_cblas_context == NULL && amp_open(&amp_cblas_context, &desc) != AMP_OK)
-        amp_cblas_say("every product by a plain loop", "", ": ", amp_last_error());
-    else if (verbose != NULL && *verbose == '1' && amp_query_choice(amp_cblas_context, &choice) == AMP_OK)
-        amp_cblas_say("cblas_sgemm computes in ", amp_dtype_name(choice.dtype), ": ", choice.reason);
+    desc.gemm_always = 1;
+    if (result == AMP_OK && amp_cblas_asked == NULL && getenv("AMP_DTYPE") != NULL)     /* empty: auto */
+        result = amp_open(&amp_cblas_asked, &desc);
+    desc.dtype = AMP_F32;
+    amp_cblas_used = amp_cblas_asked;
+    if (result == AMP_OK && amp_cblas_asked == NULL) result = amp_open(&amp_cblas_used, &desc);
+    amp_cblas_refused = result != AMP_OK && result < AMP_ERR_MEMORY;
+    if (result != AMP_OK) amp_cblas_say(amp_cblas_refused ? "" : "products in plain fp32: ", amp_last_error());
+    amp_cblas_leave();
+}
+AMP_CBLAS_API amp_context *amp_cblas_context(void) {
+    pthread_once(&amp_cblas_once, amp_cblas_open);
+    if (amp_cblas_refused) exit(1);
+    return amp_cblas_asked;
+}
+AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void) {
+    __atomic_store_n(&amp_cblas_scaled, 1, __ATOMIC_RELAXED);
+    return amp_cblas_context() != NULL ? amp_cblas_scale : NULL;
 }
 
-/* The same product without any memory: element (i, p) of op(A) is at p * lda + i if A is stored by columns or transposed,
-   but not both. */
+static int amp_cblas_is_finite(float x) {       /* with -Ofast, too */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & 0x7f800000u) != 0x7f800000u;
+}
+/* Without memory, and for factors that amp_gemm refuses: element (i, p) of op(A) is at p * lda + i if A is stored by columns
+   or transposed, but not both. */
 static void amp_cblas_loop(int columns, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                            const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
     int64_t i, j, p;
@@ -107,27 +181,27 @@ static void amp_cblas_loop(int columns, int trans_a, int trans_b, int64_t m, int
         }
 }
 
-/* C = alpha op(A) op(B) + beta C.  With alpha 0, A and B are not read; with beta 0, C is not. */
-AMP_CBLAS_API void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                                   const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
-                                   int64_t ldc) {
+/* With alpha 0, A and B are not read; with beta 0, C is not. */
+AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                     const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
     const int no_conjugate = 114;               /* OpenBLAS's CblasConjNoTrans */
-    amp_result result;
-    pthread_once(&amp_cblas_once, amp_cblas_open);
+    amp_result result = AMP_ERR_MEMORY;
+    (void)amp_cblas_context();
     if (trans_a == no_conjugate) trans_a = AMP_NO_TRANS;
     if (trans_b == no_conjugate) trans_b = AMP_NO_TRANS;
     if (alpha == 0) k = 0;
-    result = amp_cblas_context == NULL ? AMP_ERR_MEMORY : amp_autocast_begin(amp_cblas_context, NULL);
-    if (result == AMP_OK) {
-        result = amp_gemm(amp_cblas_context, (amp_order)order, (amp_trans)trans_a, (amp_trans)trans_b, m, n, k, alpha, a,
-                          lda, b, ldb, beta, c, ldc);
-        amp_autocast_end(amp_cblas_context);
+    if (amp_scaler_enabled(amp_cblas_scale) && !__atomic_exchange_n(&amp_cblas_scaled, 1, __ATOMIC_RELAXED))
+        amp_cblas_say("fp16, and nobody has called amp_cblas_scaler(): gradients below 6e-8 become 0", "");
+    if (amp_cblas_used != NULL && amp_cblas_is_finite(alpha) && amp_cblas_is_finite(beta)) {
+        amp_cblas_enter();
+        result = amp_gemm(amp_cblas_used, (amp_order)order, (amp_trans)trans_a, (amp_trans)trans_b, m, n, k, alpha, a, lda, b,
+                          ldb, beta, c, ldc);
+        amp_cblas_leave();
+        if (result != AMP_OK) amp_cblas_say("sgemm: ", amp_last_error());
     }
-    if (result == AMP_OK) return;
-    if (amp_cblas_context != NULL) amp_cblas_say("cblas_sgemm: ", amp_last_error(), "", "");
     if (result == AMP_ERR_MEMORY)
-        amp_cblas_loop(order == AMP_COL_MAJOR, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, alpha, a, lda, b,
-                       ldb, beta, c, ldc);
+        amp_cblas_loop(order == AMP_COL_MAJOR, trans_a != AMP_NO_TRANS, trans_b != AMP_NO_TRANS, m, n, k, alpha, a, lda, b, ldb,
+                       beta, c, ldc);
 }
 #endif
 
