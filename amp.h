@@ -270,7 +270,8 @@
        E4M3    4         3         448      1.6e-2           2.0e-3    6.3e-2
        E5M2    5         2         57344    6.1e-5           1.5e-5    1.3e-1
 
-       Rounding, overflow and NaN: see the scalar conversions.
+       Rounding, overflow and NaN: see the scalar conversions.  TF32's conversion rounds ties away; tensor cores given fp32
+       may cut instead, which is off by up to 9.8e-4.
 
    THREADS  A context may be used from several threads at once by operators, amp_gemm, regions and memory calls.  Setting
        up (registering, overriding), and each scaler, optimizer, set and loader, is one thread's business at a time, but
@@ -1639,7 +1640,7 @@ typedef struct amp_cpu_info {
 /* ==== 2 >>numbers ==== */
 
 typedef enum amp_rounding {
-    AMP_ROUND_DEFAULT = 0,          /* nearest, ties to even (TF32: ties away from zero, as the hardware does) */
+    AMP_ROUND_DEFAULT = 0,          /* nearest, ties to even (TF32: ties away from zero, as cvt.rna does) */
     AMP_ROUND_STOCHASTIC = 1,       /* to bf16, fp16 or fp8: away from zero with probability equal to the discarded
                                        fraction, so unbiased; NaN stays NaN */
     AMP_ROUND_FORCE_I32 = 0x7fffffff
@@ -2689,7 +2690,7 @@ typedef struct amp_k_cast {         /* dst[i] = src[i]: between floating dtypes;
 typedef struct amp_k_gradient { void *data; amp_dtype dtype; int32_t add; } amp_k_gradient;
 
 /* c[i] = act(alpha op(a[i]) op(b[i]) + bias) + beta c[i] for i < batch; op(a) is m x k, op(b) k x n, row-major.
-   a and b are rounded to `compute` (F32, TF32, F16, BF16), products and sums are fp32; a device may round bias to c's
+   a and b are rounded to `compute` (F32, TF32, which a device may cut, F16, BF16), products and sums are fp32; a device may round bias to c's
    dtype first, and its RELU make 0 of NaN.  beta 0 never reads c; k 0 leaves act(bias) + beta c.  pre, backward and the
    sums: batch 1; backward and the sums: only where the backend fuses. */
 typedef struct amp_k_gemm {

@@ -32,7 +32,10 @@
      block and may differ in the last bits between GPUs with another number of multiprocessors; nothing else does.
    - Products are cuBLASLt's, with what surrounds them in its epilogues where it can; the rest falls to kernels here.
      Split sums are kept in fp32 and added in order, so that one plan gives the same bits every time; autotuning may
-     choose another plan.  Biases are rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
+     choose another plan.  Without it the first product of a shape with GELU's gradient, or with a bias gradient beside a
+     weight's, is timed once beside the same in parts, but not in a captured stream: a clear difference decides, and
+     .autotune_file keeps what was decided.  Operands of TF32 are rounded or cut, off by 2^-10 at most.  Biases
+     are rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
@@ -4410,6 +4413,7 @@ struct ampc_plan {
     size_t workspace;               /* bytes */
     int refused;                    /* 1: cuBLASLt has no algorithm for it */
     int tuned;                      /* 1: algo and apart were measured */
+    int compared;                   /* 1: apart was measured; -1: that failed */
     int apart;                      /* 1: the plain product and kernels of ours are faster */
     int measuring;                  /* 1: a thread does; others take the heuristic's choice meanwhile */
 };
@@ -4602,6 +4606,14 @@ amp_result ampc_plan_describe(ampc_device *dev, const amp_k_gemm &g, ampc_plan *
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
 }
 
+/* Epilogues of which some versions have only slow kernels: GELU's gradient, and sums over k next to an fp32 result, which
+   may also be refused and so are not used before they were seen to be faster. */
+bool ampc_plan_is_doubtful(const ampc_plan *plan) {
+    int e = plan->key.epilogue;
+    return e == CUBLASLT_EPILOGUE_DGELU || e == CUBLASLT_EPILOGUE_DGELU_BGRAD || e == CUBLASLT_EPILOGUE_BGRADB;
+}
+int ampc_plan_unmeasured_apart(const ampc_plan *plan) { return plan->key.epilogue == CUBLASLT_EPILOGUE_BGRADB; }
+
 /* Takes the algorithm that a file brought, if it can still run, or else the first of the heuristic. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     cublasLtMatmulHeuristicResult_t found;
@@ -4614,8 +4626,9 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
         status = cublasLtMatmulAlgoCheck(dev->blas.handle, &product, plan->b, plan->a, plan->c, plan->c, &plan->algo, &found);
         plan->workspace = found.workspaceSize;
         if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->blas.workspace) return AMP_OK;
-        plan->tuned = plan->apart = 0;
+        plan->tuned = plan->compared = 0;
     }
+    if (!plan->compared) plan->apart = ampc_plan_unmeasured_apart(plan);
     status = ampc_plan_ask(dev, plan, &product, 1, &found, &n);
     plan->refused = ampc_blas_declines(status) || (status == CUBLAS_STATUS_SUCCESS && (n == 0 || found.state != status));
     if (plan->refused) {
@@ -4677,7 +4690,10 @@ amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, am
     if (known && out->c != NULL) return AMP_OK;
     ampc_relaxed relaxed;
     AMPC_TRY(ampc_plan_new(dev, key, &plan));
-    if (known) plan->tuned = 1, plan->algo = out->algo, plan->apart = out->apart;       /* from a file */
+    if (known) {                    /* from a file */
+        plan->tuned = out->tuned, plan->compared = out->compared;
+        plan->algo = out->algo, plan->apart = out->apart;
+    }
     result = ampc_plan_describe(dev, g, plan);
     if (result == AMP_OK) result = ampc_plan_choose(dev, g, plan);
     if (result != AMP_OK) {
@@ -4708,24 +4724,29 @@ amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_ge
 void ampc_plan_learn(ampc_device *dev, const ampc_plan &found) {
     ampc_locked locked(&dev->blas.lock);
     ampc_plan *plan = ampc_plan_find(dev, found.key);
-    plan->algo = found.algo, plan->workspace = found.workspace;
-    plan->refused = found.refused, plan->tuned = found.tuned, plan->apart = found.apart, plan->measuring = 0;
+    plan->algo = found.algo, plan->workspace = found.workspace, plan->refused = found.refused;
+    plan->tuned = found.tuned, plan->compared = found.compared, plan->apart = found.apart, plan->measuring = 0;
 }
 void ampc_plan_refuse(ampc_device *dev, const ampc_plan_key &key) {
     ampc_locked locked(&dev->blas.lock);
     ampc_plan_find(dev, key)->refused = 1;
 }
 
+/* Whether the first use of a plan has something to measure. */
+bool ampc_plan_is_new(const ampc_device *dev, const ampc_plan *plan) {
+    if (plan->refused || plan->tuned) return false;
+    return dev->blas.autotune || (!plan->compared && ampc_plan_is_doubtful(plan));
+}
 /* True for the one thread that is to measure a plan. */
 bool ampc_tune_claim(ampc_device *dev, const ampc_plan_key &key) {
     ampc_locked locked(&dev->blas.lock);
     ampc_plan *plan = ampc_plan_find(dev, key);
-    if (plan->tuned || plan->refused || plan->measuring) return false;
+    if (!ampc_plan_is_new(dev, plan) || plan->measuring) return false;
     plan->measuring = 1;
     return true;
 }
 
-void ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream);
+amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream);
 
 bool ampc_is_captured(const ampc_device *dev, void *stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -4757,8 +4778,8 @@ amp_result ampc_gemm_library(ampc_device *dev, const amp_k_gemm &args, void *str
     if (trial != NULL) plan = *trial;
     else {
         AMPC_TRY(ampc_plan_get(dev, g, epilogue, &plan));
-        if (dev->blas.autotune && !plan.tuned && !ampc_is_captured(dev, stream) && ampc_tune_claim(dev, plan.key))
-            ampc_tune(dev, args, &g, &plan, stream);
+        if (ampc_plan_is_new(dev, &plan) && !ampc_is_captured(dev, stream) && ampc_tune_claim(dev, plan.key))
+            AMPC_TRY(ampc_tune(dev, args, &g, &plan, stream));
     }
     if (plan.refused || plan.apart) return AMP_OK;
     AMPC_TRY(ampc_plan_run(dev, plan, g, stream, done));
@@ -4851,14 +4872,17 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     return done ? AMP_OK : ampc_gemm_in_parts(dev, g, stream, library);
 }
 
-/* ---- Autotuning: on memory of its own, in the caller's stream, each algorithm that cuBLASLt names is held to the
-   fp32 units' result and timed, and so is the way through parts.  Operands are small whole numbers, so that any order of
-   summation must give the same bits; all ones first, where a product that lost some of k shows at once. */
+/* ---- Measuring, on memory of its own, in the caller's stream.  Without autotuning: a doubtful epilogue beside its parts,
+   once.  With it: each algorithm that cuBLASLt names is held to the fp32 units' result and timed, and so are the parts of
+   each epilogue.  Operands are small whole numbers, so that any order of summation must give the same bits; all ones first,
+   where a product that lost some of k shows at once. */
 
-enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_WARM = 3, AMPC_TUNE_RUNS = 11, AMPC_TUNE_SETS = 16 };
+enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_COMPARE_RUNS = 3, AMPC_TUNE_PRODUCTS = 4,
+       AMPC_TUNE_SETS = 16 };
+enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, as long as the host takes for a few launches */
 
-/* The buffers of a product, `sets` times, so that the cache does not hold what the next run reads; the last set is of
-   the results that are right. */
+/* The buffers of a product, `sets` times, so that the cache does not hold what the next run reads; with autotuning the last
+   set is of the results that are right. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
@@ -4866,7 +4890,7 @@ struct ampc_tuning {
     const amp_k_gemm *described;    /* the same as cuBLASLt is told of it */
     ampc_plan *plan;
     size_t a, b, c, pre, vector, sum, bytes;    /* of one set: where each begins, and how much it is */
-    int sets;
+    int sets, timed, runs;          /* timed: those that runs take in turn */
     ampc_scratch scratch;
     cudaEvent_t from, to;
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, const amp_k_gemm *told, ampc_plan *p, void *s)
@@ -4897,7 +4921,8 @@ int64_t ampc_extent_pre(const amp_k_gemm &g) { return ampc_extent(g.m, g.n, g.ld
 
 amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones);
 
-amp_result ampc_tune_open(ampc_tuning *t) {
+/* right: sets of results that are right */
+amp_result ampc_tune_open(ampc_tuning *t, int right, int runs) {
     const amp_k_gemm &g = t->g;
     const amp_k_gradient *sum = ampc_epilogue_sum(g);
     int64_t sets;
@@ -4907,8 +4932,10 @@ amp_result ampc_tune_open(ampc_tuning *t) {
     t->pre = t->place(g.pre, g.pre ? ampc_extent_pre(g) : 0, g.pre_dtype);
     t->vector = t->place(g.bias, g.n, g.bias_dtype);
     t->sum = t->place(sum ? sum->data : NULL, g.row_sum.data ? g.m : g.n, AMP_F32);
-    sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
+    sets = 1 + right + 2 * t->dev->blas.cache / (int64_t)t->bytes;
     t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
+    t->timed = t->sets - right;
+    t->runs = runs;
     AMPC_TRY(t->scratch.get(t->bytes * (size_t)t->sets, "autotune"));
     for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
     AMPC_TRY(ampc_check(t->dev, cudaEventCreateWithFlags(&t->from, cudaEventDefault), "cudaEventCreateWithFlags", NULL));
@@ -5038,24 +5065,43 @@ amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
     return AMP_OK;
 }
 
+__global__ void ampc_tune_spin_kernel(long long clocks) {
+    long long from = clock64();
+    while (clock64() - from < clocks) {}
+}
+
+/* The time of `products` in a row, the first on set i.  The stream is kept busy until all of them are in it: a launch takes
+   the host longer than a small product the GPU. */
+amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, double *seconds) {
+    bool done = false;
+    AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream, (long long)AMPC_TUNE_SPIN * products));
+    AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
+    for (int n = 0; n < products; n++) {
+        amp_k_gemm g = ampc_tune_set(t, (i + n) % t->timed);
+        AMPC_TRY(parts ? ampc_gemm_in_parts(t->dev, g, t->stream, true)
+                       : ampc_gemm_library(t->dev, g, t->stream, &done, t->plan));
+        if (!parts && !done) t->plan->refused = 1;
+    }
+    AMPC_TRY(ampc_event_record(t->dev, t->to, t->stream));
+    AMPC_TRY(ampc_event_sync(t->dev, t->to));
+    return ampc_event_elapsed(t->dev, t->from, t->to, seconds);
+}
+
 /* The median time of the product, through cuBLASLt's epilogue or through parts. */
 amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
     double times[AMPC_TUNE_RUNS];
-    for (int i = -AMPC_TUNE_WARM; i < AMPC_TUNE_RUNS; i++) {
-        amp_k_gemm g = ampc_tune_set(t, (i + AMPC_TUNE_WARM) % (t->sets - 1));
+    int products = AMPC_TUNE_PRODUCTS;
+    for (int i = -1, set = 0; i < t->runs; i++, set += products) {     /* the first to warm up */
         double one = 0;
-        bool done = false;
         int at = i;
-        AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
-        AMPC_TRY(parts ? ampc_gemm_in_parts(t->dev, g, t->stream, true) : ampc_gemm_library(t->dev, g, t->stream, &done, t->plan));
-        AMPC_TRY(ampc_event_record(t->dev, t->to, t->stream));
-        AMPC_TRY(ampc_event_sync(t->dev, t->to));
-        AMPC_TRY(ampc_event_elapsed(t->dev, t->from, t->to, &one));
+        AMPC_TRY(ampc_tune_run(t, parts, set, products, &one));
+        if (i < 0 && one > 1e-3) products = 1;  /* long enough alone */
         if (i < 0) continue;
+        one /= products;
         for (; at > 0 && times[at - 1] > one; at--) times[at] = times[at - 1];
         times[at] = one;
     }
-    *seconds = times[AMPC_TUNE_RUNS / 2];
+    *seconds = times[t->runs / 2];
     return AMP_OK;
 }
 
@@ -5090,6 +5136,28 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
     return AMP_OK;
 }
 
+/* What must be faster by this share for an unasked measurement to change the way: bits differ between the two, and should
+   not depend on what disturbs a measurement. */
+#define AMPC_COMPARE_GAIN 0.9
+
+/* A doubtful epilogue beside its parts, with the heuristic's algorithm. */
+amp_result ampc_tune_compared(ampc_tuning *t) {
+    ampc_plan *plan = t->plan;
+    int before = plan->apart;
+    double fused = 0, parts = 0;
+    char what[96];
+    AMPC_TRY(ampc_tune_open(t, 0, AMPC_COMPARE_RUNS));
+    plan->apart = 0;
+    AMPC_TRY(ampc_tune_time(t, false, &fused));
+    if (plan->refused) return AMP_OK;
+    AMPC_TRY(ampc_tune_time(t, true, &parts));
+    plan->apart = before ? fused >= parts * AMPC_COMPARE_GAIN : parts < fused * AMPC_COMPARE_GAIN;
+    snprintf(what, sizeof what, "the epilogue %.2f us, parts %.2f us: %s", 1e6 * fused, 1e6 * parts,
+             plan->apart ? "in parts" : "fused");
+    ampc_tune_log(t, AMP_LOG_INFO, AMPC_LOG_TUNED, what);
+    return AMP_OK;
+}
+
 /* Leaves the plan with what was best; refused if no algorithm is right. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
@@ -5098,7 +5166,8 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     double least = 0, parts = 0;
     int best = -1;
     char what[96];
-    AMPC_TRY(ampc_tune_open(t));
+    AMPC_TRY(ampc_tune_open(t, 1, AMPC_TUNE_RUNS));
+    plan->apart = 0;
     AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, *t->described), "describing a product to cublasLt",
                              &t->g));
     AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, &product, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
@@ -5118,29 +5187,34 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     return AMP_OK;
 }
 
-/* Where memory does not suffice, or anything else fails, the heuristic's choice stays.  What was taken goes back to CUDA:
-   it may be much.  plan: the caller's copy, which others see when it is measured. */
-void ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream) {
+/* Where memory does not suffice, what was not measured stays.  What was taken goes back to CUDA: it may be much.
+   plan: the caller's copy, which others see when it is measured. */
+amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm *described, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
-    plan->tuned = 1;
+    ampc_relaxed relaxed;
+    plan->tuned = dev->blas.autotune;
+    plan->compared = 1;
     {
         ampc_tuning t(dev, g, described, plan, stream);
-        result = ampc_tune_plan(&t);
+        result = dev->blas.autotune ? ampc_tune_plan(&t) : ampc_tune_compared(&t);
         if (result != AMP_OK) {
             plan->algo = before.algo, plan->workspace = before.workspace;
-            plan->refused = plan->apart = 0;
-            ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "the heuristic's choice stays: measuring failed");
+            plan->refused = 0, plan->apart = before.apart;
+            if (result == AMP_ERR_MEMORY) plan->compared = -1;
+            else plan->tuned = before.tuned, plan->compared = before.compared;
         }
+        if (result == AMP_ERR_MEMORY) ampc_tune_log(&t, AMP_LOG_INFO, AMPC_LOG_TUNED, "not measured, for lack of memory");
     }
     ampc_plan_learn(dev, *plan);
     if (result == AMP_OK) __atomic_store_n(&dev->blas.found, 1, __ATOMIC_RELAXED);
     ampc_trim(dev, false);
+    return result == AMP_ERR_MEMORY ? AMP_OK : result;
 }
 
 /* ---- Plans in a file: of one device and library, in memory's own format */
 
-enum { AMPC_PLANS_FORMAT = 1 };
+enum { AMPC_PLANS_FORMAT = 2 };
 
 struct ampc_plans_head {
     char device[128];
@@ -5149,7 +5223,7 @@ struct ampc_plans_head {
 struct ampc_plans_entry {
     ampc_plan_key key;
     cublasLtMatmulAlgo_t algo;
-    int64_t apart;
+    int32_t apart, tuned;           /* tuned 0: algo is the heuristic's, and only its epilogue was timed */
 };
 
 ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
@@ -5167,7 +5241,7 @@ ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
 template <class F> void ampc_for_tuned(ampc_device *dev, F each) {
     for (ampc_plan *first : dev->blas.plans)
         for (ampc_plan *plan = first; plan != NULL; plan = plan->next)
-            if (plan->tuned && !plan->refused && ampc_plan_find(dev, plan->key) == plan) each(plan);
+            if ((plan->tuned || plan->compared > 0) && !plan->refused && ampc_plan_find(dev, plan->key) == plan) each(plan);
 }
 
 size_t ampc_plans_save(void *device, void *buffer, size_t size) {
@@ -5182,7 +5256,7 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
     if (size < bytes) return bytes;
     memcpy(buffer, &head, sizeof head);
     ampc_for_tuned(dev, [&](ampc_plan *plan) {
-        ampc_plans_entry entry = {plan->key, plan->algo, plan->apart};
+        ampc_plans_entry entry = {plan->key, plan->algo, plan->apart, plan->tuned};
         memcpy(at, &entry, sizeof entry);
         at += sizeof entry;
     });
@@ -5221,7 +5295,8 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
         AMPC_TRY(ampc_plan_new(dev, entry.key, &plan));
         plan->algo = entry.algo;
         plan->apart = entry.apart != 0;
-        plan->tuned = 1;
+        plan->tuned = entry.tuned != 0;
+        plan->compared = 1;
         ampc_plan_keep(dev, plan);
     }
     return AMP_OK;

@@ -84,6 +84,7 @@ struct blas_state {
     int fail_in = 0, fail_status = 0;
     double time[COC_BLAS_ALGORITHMS], epilogue_time = 0;
     int wrong = COC_BLAS_ALGORITHMS;
+    int cuts_tf32 = 0, lacks = -1;
     size_t version = 130100;
     blas_state() { std::copy(times, times + COC_BLAS_ALGORITHMS, time); }
 };
@@ -446,21 +447,22 @@ struct execution {
 enum { LANES = 8, COLUMNS = 4 };
 
 /* op(A) as [m / LANES][k][LANES], op(B) as [n / COLUMNS][k][COLUMNS], fp32, zeros beyond; TF32 operands rounded to nearest,
-   ties away from zero. */
+   ties away from zero, or, as tensor cores given raw fp32 may, cut: how is stated nowhere. */
 void pack(const execution &e, matrix_name which, int64_t item, std::vector<float> *out) {
     const problem &p = e.p;
     const layout &l = p.of[which];
     bool outer_rows = which == A ? p.desc.trans_a == CUBLAS_OP_N : p.desc.trans_b != CUBLAS_OP_N;
     int64_t outer = which == A ? p.m : p.n, width = which == A ? LANES : COLUMNS, groups = (outer + width - 1) / width;
     const char *data = (const char *)(which == A ? e.a : e.b) + (size_t)(item * l.stride) * type_size(l.type);
-    bool tf32 = p.desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+    bool tf32 = p.desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32, cut = state().cuts_tf32 != 0;
+    auto narrow = [cut](float v) { return cut ? ampi_f32_of_bits(ampi_bits_f32(v) & 0xffffe000u) : amp_tf32_from_f32(v, 0); };
     out->assign((size_t)(groups * p.k * width), 0.0f);
 #pragma omp parallel for if (outer * p.k > 1 << 15)
     for (int64_t g = 0; g < groups; g++)
         for (int64_t x = g * width; x < std::min(outer, (g + 1) * width); x++)
             for (int64_t q = 0; q < p.k; q++) {
                 float v = load(data, l.type, outer_rows ? element(l, x, q) : element(l, q, x));
-                (*out)[(size_t)((g * p.k + q) * width + x % width)] = tf32 ? amp_tf32_from_f32(v, 0) : v;
+                (*out)[(size_t)((g * p.k + q) * width + x % width)] = tf32 ? narrow(v) : v;
             }
 }
 
@@ -843,7 +845,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     if (requested < 1 || results == nullptr || returned == nullptr || wanted == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     if (wanted->search != CUBLASLT_SEARCH_BEST_FIT) return CUBLAS_STATUS_NOT_SUPPORTED;
     if ((status = make_problem(desc, layouts, &p)) != CUBLAS_STATUS_SUCCESS) return status;
-    if (!epilogue_is_aligned(p)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (!epilogue_is_aligned(p) || (int)p.desc.epilogue == state().lacks) return CUBLAS_STATUS_NOT_SUPPORTED;
     for (int id = 0; id < COC_BLAS_ALGORITHMS && *returned < requested; id++)
         if (is_preferred(p, *wanted, id)) results[(*returned)++] = result_for(p, id);
     return *returned ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
@@ -934,6 +936,8 @@ int coc_fail_blas_pending() { return state().fail_in > 0; }
 void coc_set_blas_time(coc_blas_algorithm algorithm, double microseconds) { state().time[algorithm] = microseconds; }
 void coc_set_blas_epilogue_time(double microseconds) { state().epilogue_time = microseconds; }
 void coc_set_blas_wrong(coc_blas_algorithm algorithm) { state().wrong = algorithm; }
+void coc_set_blas_lacks(int epilogue) { state().lacks = epilogue; }
+void coc_set_blas_cuts_tf32(int cuts) { state().cuts_tf32 = cuts; }
 void coc_set_blas_version(size_t version) { state().version = version; }
 
 long coc_blas_living() { return (long)(state().handles.size() + state().objects.size()); }

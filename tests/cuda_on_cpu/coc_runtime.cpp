@@ -47,6 +47,7 @@ struct operation {
     std::function<cudaError_t()> run;
     std::vector<point> after;
     int device;
+    double submitted;                           /* by the host's modelled clock */
 };
 
 struct device_state {
@@ -141,8 +142,8 @@ struct model_state {
     cudaError_t fail_error = cudaSuccess;
     std::mutex fault_lock;
     std::vector<std::string> faults;
-    int modelled_clock = 0;
-    double clock = 0;
+    int modelled_clock = 1;
+    double clock = 0, host_clock = 0, launch_time = 0;      /* the GPU's and the host's, and what the host takes for a call */
     std::string ranges;
     int depth = 0;              /* of ranges */
 };
@@ -488,6 +489,7 @@ void run_front(const stream_ref &stream) {
     operation op = std::move(stream->queue.front());
     for (const point &p : op.after) run_up_to(p.stream, p.sequence);
     device_state &d = device(op.device);
+    model().clock = std::max(model().clock, op.submitted);  /* the GPU had nothing to do until then */
     if (d.sticky == cudaSuccess && op.run) {
         cudaError_t error = op.run();
         if (error != cudaSuccess && d.sticky == cudaSuccess) d.sticky = error;
@@ -532,6 +534,7 @@ void wait_until(const stream_ref &stream, uint64_t sequence) {
     if (stream->done >= sequence) return;
     if (model().schedule == COC_OTHERS_FIRST) run_others(stream.get());
     run_up_to(stream, sequence);
+    model().host_clock = std::max(model().host_clock, model().clock);
 }
 
 void wait_for_device(int index) {
@@ -650,7 +653,8 @@ cudaError_t put(const stream_ref &stream, std::function<cudaError_t()> run,
             }
     add_legacy_order(stream, &after);
     if (!kernel.empty()) model().kernels[kernel]++;
-    stream->queue.push_back({run, after, stream->device});
+    model().host_clock += model().launch_time;
+    stream->queue.push_back({run, after, stream->device, model().host_clock});
     stream->queued++;
     stream->queries = 0;
     if (model().schedule == COC_EAGER) run_up_to(stream, stream->queued);
@@ -1598,6 +1602,12 @@ cudaError_t coc_enqueue(const char *name, cudaStream_t handle, coc_scratch scrat
 }
 void coc_pass_time(double passed) { model().clock += passed; }
 
+/* A clock of 2 GHz that goes on by a quarter of a microsecond when it is read. */
+long long coc_clock() {
+    coc_pass_time(0.25e-6);
+    return (long long)(seconds() * 2e9);
+}
+
 /* ---- What tests set and ask */
 
 void coc_set_order(coc_order order, uint64_t seed) {
@@ -1612,6 +1622,7 @@ void coc_set_schedule(coc_schedule schedule) {
 }
 
 void coc_set_modelled_clock(int modelled) { model().modelled_clock = modelled; }
+void coc_set_launch_time(double microseconds) { model().launch_time = microseconds * 1e-6; }
 void coc_set_patience(int queries) { model().patience = queries; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
@@ -1713,8 +1724,9 @@ void coc_reset() {
     m.devices.clear();
     for (auto &entry : m.pinned) free(entry.first);
     m.pinned.clear();
-    m.fail_in = m.modelled_clock = 0;
-    m.clock = 0;
+    m.fail_in = 0;
+    m.modelled_clock = 1;
+    m.clock = m.host_clock = m.launch_time = 0;
     m.ranges.clear();
     m.depth = 0;
     coc_blas_reset();

@@ -833,7 +833,8 @@ static inline std::string blas_gelu_form(cublasLtHandle_t handle) {
     return from_tanh < 0.25 * from_erf ? "" : from_erf < 0.25 * from_tanh ? "it is the erf form" : "it is neither form";
 }
 
-/* 1 + 2^-11 lies between two TF32 numbers, 1 + 3 2^-12 above their middle. */
+/* 1 + 2^-11 lies between two TF32 numbers, 1 + 3 2^-12 above their middle.  The conversion (cvt.rna) rounds ties away; tensor
+   cores given raw fp32 may cut.  Either is off by 2^-10 at most, which is what all tests hold. */
 static inline std::string blas_tf32_rounding(cublasLtHandle_t handle) {
     blas_product x;
     x.compute = CUBLAS_COMPUTE_32F_FAST_TF32;
@@ -843,7 +844,7 @@ static inline std::string blas_tf32_rounding(cublasLtHandle_t handle) {
     float up = 1 + ldexpf(1, -10);
     if (out[0] == up && out[1] == up && out[2] == 1) return "";
     if (out[0] == 1 && out[1] == up && out[2] == 1) return "to nearest, ties to even";
-    if (out[0] == 1 && out[1] == 1 && out[2] == 1) return "cut off";
+    if (out[0] == 1 && out[1] == 1 && out[2] == 1) return "";
     return out[0] == in[0] ? "not rounded" : "otherwise";
 }
 
@@ -882,7 +883,7 @@ static const blas_fact blas_facts[] = {
     {"an algorithm gives the same bits again", "[M]", blas_same_bits, true},
     {"a captured product repeats, with the bits of an eager one", "[M] stream", blas_graph, true},
     {"GELU is the tanh form", "[M] cublasLtEpilogue_t, note", blas_gelu_form, true},
-    {"TF32 rounds to nearest, ties away from zero", "stated nowhere", blas_tf32_rounding, false},
+    {"TF32 rounds ties away from zero, or cuts", "stated nowhere", blas_tf32_rounding, false},
     {"RELU of NaN is 0", "[H] max(x, 0)", blas_relu_nan, false},
     {"destroying NULL: no error for descriptors, one for a handle", "[R]", blas_nothing_destroyed, false},
     {"a call without a handle is refused", "[H] NOT_INITIALIZED", blas_no_handle, false},

@@ -93,7 +93,8 @@ static double rounded(float x, amp_dtype dtype) {
     return dtype == AMP_TF32 ? amp_tf32_from_f32(x, 0) : x;
 }
 
-/* Each element of c and pre before its rounding: sums of k + 3 terms in another order; a bias that is rounded to c's
+/* Operands of TF32: rounded here, and there rounded or cut, so that a product's two factors are up to 2^-10 apart each.
+   Each element of c and pre before its rounding: sums of k + 3 terms in another order; a bias that is rounded to c's
    dtype first.  Activations' slopes are at most 1.13, and change by at most 0.8 a unit; exponentials are within 16 units,
    the tanh of a product's epilogue, which only 16-bit results see, within 2^-11 (and GELU's slope 2^-10 (1 + |x|)). */
 struct gemm_bounds {
@@ -107,7 +108,8 @@ struct gemm_bounds {
             for (int64_t p = 0; p < x.k; p++) {
                 float v = in.a[(size_t)(x.trans_a ? p * x.m + i : i * x.k + p)];
                 size += fabs((double)v);
-                if (x.compute != x.a) off += fabs(rounded(v, x.compute) - (double)v);
+                if (x.compute == AMP_TF32) off += ldexp(fabs((double)v), -10);
+                else if (x.compute != x.a) off += fabs(rounded(v, x.compute) - (double)v);
             }
             row[(size_t)i] = off + cuda_sum_bound(x.k + 2, size);
         }
@@ -125,8 +127,9 @@ private:
             sum += u * v, size += fabs(u * v);
         }
         sum *= (double)x.alpha, size *= fabs((double)x.alpha);
+        double of_tf32 = x.compute == AMP_TF32 ? size * ldexp(2 + ldexp(1, -10), -10) : 0;
         double bias = x.bias && !x.backward ? (double)in.bias[(size_t)j] : 0, units = ldexp(28, -24);
-        off = cuda_sum_bound(x.k + 3, size + fabs(bias)) + ldexp(1, -126);
+        off = of_tf32 + cuda_sum_bound(x.k + 3, size + fabs(bias)) + ldexp(1, -126);
         if (x.c != AMP_F32) off += cuda_spacing(x.c, bias) / 2;
         sum += bias;
         bool library = x.act == AMP_ACT_GELU && x.c != AMP_F32;
@@ -145,11 +148,12 @@ private:
     }
 };
 
-static void check_case(const gemm_case &x) {
+static void check_once(const gemm_case &x) {
     gemm_bounds bounds(x);
     coc_counts before = {}, after = {};
     cuda_compare both = cuda_on_both([&](cuda_side &s, std::string *out) {
-        gemm_arguments args(s, x);
+        gemm_arguments first(s, x), args(s, x);
+        if (s.gpu) CHECK(s.backend->gemm(s.dev, &first.g, NULL) == AMP_OK);     /* it may measure */
         if (CUDA_IS_MODEL && s.gpu) before = coc_count();
         CHECK((s.gpu ? s.backend->gemm(s.dev, &args.g, NULL) : gemm_parts(s.dev, &args.g)) == AMP_OK);
         if (CUDA_IS_MODEL && s.gpu) after = coc_count();
@@ -171,6 +175,15 @@ static void check_case(const gemm_case &x) {
         CHECK_EQ(after.launches - before.launches, x.launches);
     }
     if (ampt.failures > failures) printf("      in %s\n", x.name);
+}
+
+/* Tensor cores that round operands of TF32, and such as cut them. */
+static void check_case(const gemm_case &x) {
+    for (int cuts = 0; cuts <= (x.compute == AMP_TF32); cuts++) {
+        coc_set_blas_cuts_tf32(cuts);
+        check_once(x);
+    }
+    coc_set_blas_cuts_tf32(0);
 }
 
 /* ---- Every combination of dtypes and layouts */
@@ -713,6 +726,150 @@ struct tuning {
     bool logged(const char *text) const { return log.find(text) != std::string::npos; }
 };
 
+/* What a product of the backward passes takes, alone: launches of kernels and calls of cuBLASLt. */
+struct taken { long launches, matmuls; };
+static taken take(void *dev, const gemm_case &x, std::string *out) {
+    cuda_side memory(amp_cuda());
+    gemm_arguments args(memory, x);
+    memory.sync();
+    coc_reset_counts();
+    CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
+    taken t = {coc_count().launches, coc_count().blas_matmuls};
+    CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+    if (out) args.get(memory, out);
+    return t;
+}
+static bool fused(const taken &t) { return t.launches == 0 && t.matmuls == 1; }
+static bool in_parts(const taken &t) { return t.launches == 1 && t.matmuls == 1; }
+
+static const gemm_case gelu_gradient = {"gelu gradient", 24, 40, 32, 1, 0, 0, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16, 1, 0, AMP_DTYPE_DEFAULT,
+                                        AMP_ACT_GELU, AMP_BF16, 1};
+static const gemm_case weight_gradient = {"weight gradient", 24, 40, 32, 1, 1, 0, AMP_BF16, AMP_BF16, AMP_F32, AMP_BF16, 1, 0,
+                                          AMP_DTYPE_DEFAULT, AMP_ACT_NONE, AMP_DTYPE_DEFAULT, 0, AMP_DTYPE_DEFAULT, AMP_F32};
+
+/* Without autotuning the first product with GELU's gradient, or with sums of rows, is timed beside its parts, once; others
+   are not, and a small difference changes nothing. */
+CUDA_TEST(doubtful_epilogues) {
+    const gemm_case *cases[] = {&gelu_gradient, &weight_gradient};
+    const gemm_case plain = {"plain", 24, 40, 32, 1, 0, 0, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16};
+    struct { const gemm_case *x; double more; bool apart; } table[] = {
+        {&gelu_gradient, 0, false}, {&gelu_gradient, 5.3, false}, {&gelu_gradient, 50, true},
+        {&weight_gradient, 0, false}, {&weight_gradient, 4.7, true}, {&weight_gradient, 50, true}};
+    for (const auto &row : table) {
+        amp_backend_desc d = {};
+        void *dev = NULL;
+        coc_reset();
+        coc_set_modelled_clock(1);
+        coc_set_blas_epilogue_time(row.more);
+        CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+        CHECK(take(dev, *row.x, NULL).matmuls > 10);
+        taken second = take(dev, *row.x, NULL);
+        CHECK_MSG(row.apart ? in_parts(second) : fused(second), "%s, %g us: %ld, %ld", row.x->name, row.more, second.launches, second.matmuls);
+        CHECK(fused(take(dev, plain, NULL)));
+        amp_cuda()->close(dev);
+    }
+    for (const gemm_case *x : cases) {          /* refused, or measuring fails: parts, for sums of rows; nothing is tried again */
+        std::string right, out;
+        amp_backend_desc d = {};
+        void *dev = NULL;
+        coc_reset();
+        CHECK_EQ(run_once(*x, &right), AMP_OK);
+        coc_set_blas_lacks(x == &gelu_gradient ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_BGRADB);
+        CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+        CHECK(in_parts(take(dev, *x, &out)) && in_parts(take(dev, *x, NULL)));
+        cuda_compare both = {right, out, ""};
+        gemm_bounds bounds(*x);
+        both.check_within(0, x->c, x->m * x->n, [&](int64_t i, double value) {
+            return 2 * bounds.c[(size_t)i] + cuda_spacing(x->c, fabs(value) + bounds.c[(size_t)i]);
+        }, x->name);
+        coc_set_blas_lacks(-1);
+        amp_cuda()->close(dev);
+        CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+        coc_fail("cudaEventRecord", 3, cudaErrorMemoryAllocation);
+        (void)take(dev, *x, NULL);
+        CHECK(!coc_fail_pending());
+        taken second = take(dev, *x, NULL);
+        CHECK(x == &gelu_gradient ? fused(second) : in_parts(second));
+        amp_cuda()->close(dev);
+    }
+}
+
+/* In a captured stream nothing is measured, and sums of rows are taken apart; the first product outside of it is. */
+CUDA_TEST(doubtful_epilogues_captured) {
+    amp_backend_desc d = {};
+    void *dev = NULL, *graph = NULL;
+    const amp_backend *b = amp_cuda();
+    for (const gemm_case *x : {&gelu_gradient, &weight_gradient}) {
+        CHECK_EQ(b->open(&dev, cuda_host(), &d), AMP_OK);
+        {
+            cuda_side memory(b);
+            gemm_arguments args(memory, *x);
+            memory.sync();
+            coc_reset_counts();
+            CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+            CHECK(coc_count().blas_matmuls == 1 && coc_count().launches == (x == &weight_gradient));
+            CHECK_EQ(b->graph_launch(dev, graph, NULL), AMP_OK);
+            CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+            b->graph_destroy(dev, graph);
+        }
+        CHECK(take(dev, *x, NULL).matmuls > 10);
+        CHECK(fused(take(dev, *x, NULL)));
+        b->close(dev);
+    }
+}
+
+/* What the first use found goes into the file too, and is believed; autotuning measures it anew. */
+CUDA_TEST(doubtful_epilogues_in_a_file) {
+    amp_backend_desc d = {};
+    void *dev = NULL, *again = NULL;
+    coc_set_blas_epilogue_time(50);
+    CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+    (void)take(dev, gelu_gradient, NULL);
+    std::string plans(amp_cuda()->plans_save(dev, NULL, 0), 0);
+    CHECK(plans.size() > 0 && amp_cuda()->plans_save(dev, &plans[0], plans.size()) == plans.size());
+    coc_set_blas_epilogue_time(0);
+    for (int autotune : {0, 1}) {
+        d.autotune = autotune;
+        CHECK_EQ(amp_cuda()->open(&again, cuda_host(), &d), AMP_OK);
+        CHECK_EQ(amp_cuda()->plans_load(again, plans.data(), plans.size()), AMP_OK);
+        CHECK_EQ(take(again, gelu_gradient, NULL).matmuls > 10, autotune);
+        taken second = take(again, gelu_gradient, NULL);
+        CHECK(autotune ? fused(second) : in_parts(second));
+        amp_cuda()->close(again);
+    }
+    amp_cuda()->close(dev);
+}
+
+/* Products that take the GPU less than a launch takes the host are still told apart. */
+CUDA_TEST(autotune_measures_the_gpu) {
+    for (double launch : {0.0, 6.0}) {
+        coc_reset();
+        coc_set_modelled_clock(1);
+        coc_set_launch_time(launch);
+        coc_set_blas_time(COC_BLAS_WIDE, 4);
+        coc_set_blas_time(COC_BLAS_NARROW, 3);
+        {
+            tuning t("");
+            CHECK(t.product());
+            CHECK_MSG(t.logged("algorithm 2 of 4, 3.00 us"), "%s", t.log.c_str());
+        }
+        coc_set_blas_epilogue_time(4.5);        /* 4 us and 5 in parts */
+        amp_backend_desc d = {};
+        void *dev = NULL;
+        CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+        (void)take(dev, weight_gradient, NULL);
+        CHECK(in_parts(take(dev, weight_gradient, NULL)));
+        amp_cuda()->close(dev);
+        coc_set_blas_epilogue_time(3);
+        CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+        (void)take(dev, weight_gradient, NULL);
+        CHECK(fused(take(dev, weight_gradient, NULL)));
+        amp_cuda()->close(dev);
+    }
+}
+
 CUDA_TEST(autotune_takes_the_fastest) {
     coc_set_modelled_clock(1);
     {
@@ -935,6 +1092,10 @@ int main(int argc, char **argv) {
     RUN(workspace);
     RUN(weights_are_cast_once);
     RUN(failing_calls);
+    RUN(doubtful_epilogues);
+    RUN(doubtful_epilogues_captured);
+    RUN(doubtful_epilogues_in_a_file);
+    RUN(autotune_measures_the_gpu);
     RUN(autotune_takes_the_fastest);
     RUN(autotune_finds_wrong_algorithms);
     RUN(autotune_times_epilogues);

@@ -955,6 +955,7 @@ static void product_one(const product &p) {
                 size = size * fabs((double)p.alpha) + (p.bias ? fabs((double)wbias[(size_t)j]) : 0);
                 if (p.bias) sum += (double)wbias[(size_t)j];
                 bound = (double)(p.k + 3) * ldexp(1.01, -24) * size;
+                if (p.compute == AMP_TF32) bound += ldexp(2.01, -10) * size;    /* operands are rounded here, perhaps cut there */
                 if (p.bias && p.c != AMP_F32) bound += unit_of(p.c) * fabs((double)wbias[(size_t)j]);   /* in c's dtype first */
                 if (p.pre) CHECK(fabs((double)pre[(size_t)(i * p.n + j)] - sum) <= bound);
                 /* the activations' slopes are at most 1.13; they are computed to 2^-20 of their argument, or from the
@@ -984,7 +985,10 @@ TEST(products) {
                      storage[i % 3], storage[i / 3 % 3], storage[i / 2 % 3], computes[i % 4],
                      i % 7 == 3 ? 0.0f : 0.5f, i % 3 == 1 ? 1.0f : 0.0f, i % 4 > 1, 0, acts[i / 2 % 4]};
         p.pre = p.batch == 1 && i % 3 == 0;
-        product_one(p);
+        for (int cuts = 0; cuts < 2; cuts++) {
+            coc_set_blas_cuts_tf32(cuts);
+            product_one(p);
+        }
     }
     CHECK_EQ(coc_faults(), 0);
 }

@@ -69,9 +69,12 @@ void coc_fail(const char *function, int n, cudaError_t error, int sticky = 0);
 int coc_fail_pending();                         /* 1: it has not happened yet */
 void coc_fail_clear();
 
-/* ---- Time.  0 (default): events carry the time of day.  1: of a clock that only work moves: a kernel by 5 us, a matrix
-   product by what its algorithm takes. */
+/* ---- Time.  1 (default): events carry the time of a clock that only work moves: a kernel by 5 us, a matrix product by what
+   its algorithm takes.  0: the time of day. */
 void coc_set_modelled_clock(int modelled);
+/* What the host takes for each piece of work that it gives to a stream (default 0): until then the GPU waits, if it has
+   nothing else to do. */
+void coc_set_launch_time(double microseconds);
 
 /* ---- cuBLASLt (coc_cublas.cpp).  The n-th call (1: the next) of one of its functions (NULL: of any) returns this
    cublasStatus_t and does nothing; those that destroy never fail. */
@@ -89,6 +92,10 @@ void coc_set_blas_time(coc_blas_algorithm algorithm, double microseconds);
 void coc_set_blas_epilogue_time(double microseconds);
 /* This algorithm leaves out the last K mod 32 terms, as split-K of real libraries did (COC_BLAS_ALGORITHMS: none does). */
 void coc_set_blas_wrong(coc_blas_algorithm algorithm);
+/* There is no algorithm with this epilogue (-1, the default: there are some with each). */
+void coc_set_blas_lacks(int epilogue);
+/* Operands of TF32: 1: their low bits are cut, 0 (default): they are rounded, ties away from zero. */
+void coc_set_blas_cuts_tf32(int cuts);
 /* cublasLtGetVersion (default 130100): algorithms of another version are refused. */
 void coc_set_blas_version(size_t version);
 
