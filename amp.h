@@ -5703,12 +5703,15 @@ enum {
 #define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
 #define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
 
-/* A tile of a fixed number of rows. */
-typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+/* A tile of a fixed number of rows and of vectors, the last of `tail` lanes. */
+typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb, int64_t tail,
                                const float *add, int64_t ldadd, float *c, int64_t ldc);
+/* A fixed number of rows of `a` by four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
+typedef void (*ampi_dot_rows)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums);
 
-/* c (`rows` rows, `cols` columns) = add + a b over k words: a[i * lda + p], b[p * ldb + j]; add NULL counts as 0. */
-typedef void (*ampi_gemm_tile)(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+/* c (`rows` rows) = add + a b over k words: a[i * lda + p * step], b[p * ldb + j]; add NULL counts as 0.  A table with .edges
+   touches `cols` columns of b, add and c, and takes any step; others touch all columns of a tile, and their step is 1. */
+typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
                                const float *add, int64_t ldadd, float *c, int64_t ldc);
 
 /* What becomes of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
@@ -5728,6 +5731,8 @@ typedef struct ampi_gemm_vec {
     int32_t block;                      /* words of k multiplied at a time */
     int32_t band;                       /* rows of A that wait in the second-level cache */
     int32_t spare;                      /* rows of packed A that a tile may read, and ignore, beyond its own */
+    int32_t edges;                      /* see ampi_gemm_tile */
+    int32_t dot_rows;                   /* of the most that `dots` takes */
     ampi_gemm_tile multiply;
     void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
     /* n values, which lie side by side, rounded to `compute` and packed into words; a last half word is filled with 0. */
@@ -5742,9 +5747,10 @@ typedef struct ampi_gemm_vec {
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
     /* Writes out a tile, to rows `row` on of what `out` names; x is changed.  ld is a whole number of vectors. */
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
-    /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n; and the sum of x[p] row[p]. */
+    /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    float (*dot)(const float *x, const float *row, int64_t k);
+    /* sums[4 i + j] = the sum of a[i * lda + p] b[j * ldb + p] over p < k, for `rows` rows and cols <= 4 columns, fp32 */
+    void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums);
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is multiplied as fp32 */
 } ampi_gemm_vec;
 
@@ -6151,7 +6157,7 @@ typedef struct ampi_gemm_step {
     int64_t item, row, rows, panel, panels;
     int64_t k, words;                   /* k values and words of this block of k */
     int first, last;                    /* block of k */
-    const float *a; int64_t lda;
+    const float *a; int64_t lda, step;
     float *scratch;
 } ampi_gemm_step;
 
@@ -6206,7 +6212,7 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     float bias[AMPI_GEMM_COLS], *x = s->scratch + call->at_tile;
     float *sums = call->sum_in_c ? NULL : s->scratch + call->at_sums + (panel - s->panel) * width;
     int plain = g->bias == NULL && (g->beta == 0.0f || g->beta == 1.0f);
-    int in_c = call->sum_in_c && cols == width && g->alpha == 1.0f && (plain || !s->first);
+    int in_c = call->sum_in_c && (cols == width || vec->edges) && g->alpha == 1.0f && (plain || !s->first);
     ampi_gemm_out out;
     ampi_gemm_bias(call, col, cols, bias);
     ampi_gemm_out_at(call, s, col, bias, &out);
@@ -6217,11 +6223,12 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
         if (in_c) {
             float *c = (float *)out.c + from * g->ldc;
             if (tile + 1 < tiles) ampi_gemm_fetch_rows(c + rows * g->ldc, g->ldc, rows, width);
-            vec->multiply(rows, s->words, a, s->lda, b, ldb, s->first && g->beta == 0.0f ? NULL : c, g->ldc, c, g->ldc);
+            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, s->first && g->beta == 0.0f ? NULL : c, g->ldc, c, g->ldc);
         } else if (sums != NULL && !s->last) {
-            vec->multiply(rows, s->words, a, s->lda, b, ldb, before, pitch, sums + from * pitch, pitch);
+            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, before, pitch, sums + from * pitch, pitch);
         } else {
-            vec->multiply(rows, s->words, a, s->lda, b, ldb, before, pitch, x, width);
+            if (cols < width) memset(x, 0, (size_t)(rows * width) * sizeof *x);
+            vec->multiply(rows, cols, s->words, a, s->lda, s->step, b, ldb, before, pitch, x, width);
             vec->finish(&out, x, width, from, rows, cols);
         }
     }
@@ -6253,7 +6260,7 @@ static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *
             ampi_gemm_bands(call, s, p, end, ready + p * stride, stride, width, end < call->panels);
             continue;
         }
-        q = call->use_b ? AMPI_MIN(end, g->n / width) : p;      /* panels before q are used where they lie */
+        q = !call->use_b ? p : vec->edges ? end : AMPI_MIN(end, g->n / width);      /* panels before q are used where they lie */
         if (p < q) ampi_gemm_bands(call, s, p, q, (const float *)ampi_gemm_at(&b, k0, p * width), width, b.ld, 0);
         if (q == end) continue;
         ampi_gemm_pack_columns(vec, &b, k0, s->k, q * width, AMPI_MIN(g->n, end * width) - q * width, packed, stride,
@@ -6273,8 +6280,10 @@ static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
         s->words = (s->k + call->vec->unit - 1) / call->vec->unit;
         if (call->use_a) {
             s->a = (const float *)ampi_gemm_at(&a, block * size, s->row);
-            s->lda = a.ld / call->vec->unit;
+            s->lda = a.along_k ? a.ld / call->vec->unit : 1;
+            s->step = a.along_k ? 1 : a.ld;
         } else {
+            s->step = 1;
             s->a = s->scratch + call->at_a;
             s->lda = ampi_gemm_pitch(call->blocks.size);
             ampi_gemm_pack_rows(call->vec, &a, block * size, s->k, s->row, s->rows, s->scratch + call->at_a, s->lda,
@@ -6374,7 +6383,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
     /* Few columns or rows do not repay packing the other operand; rows a multiple of 1 KiB apart share cache sets. */
-    call->use_a = a.along_k && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
+    call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 && (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
@@ -6435,7 +6444,7 @@ enum {
     AMPI_GEMV_SPAN = 1024,              /* values of C at a time */
     AMPI_GEMV_ROWS = 8,                 /* rows converted to fp32 at a time */
     AMPI_GEMV_BLOCK = 128,              /* of k: sums are fp32 within it, fp64 beyond; the same where k lies side by side: */
-    AMPI_GEMV_DOT = 4096
+    AMPI_GEMV_DOT = 1024
 };
 
 typedef struct ampi_gemv_call {
@@ -6467,7 +6476,7 @@ static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_oper
             (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)(sums, x + w, ampi_gemm_at(matrix, 2 * w, j0), matrix->dtype, matrix->ld, k, n);
         for (j = 0; call->packed_b != NULL && j < n; j += width)
             if (matrix->along_k) vec->pairs->dots_packed(sums + j, x + w, b + (j0 + j) * words, words, n - j);
-            else vec->multiply(1, words, x + w, 0, b + (j0 + j) * words, width, NULL, 0, sums + j, 0);
+            else vec->multiply(1, width, words, x + w, 0, 1, b + (j0 + j) * words, width, NULL, 0, sums + j, 0);
         if (call->blocks.count == 1) return;
         call->rows->widen(total, sums, n);
     }
@@ -6482,13 +6491,18 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
     int64_t j, p, q, i, m, rows;
     if (vec->pairs != NULL) { ampi_gemv_pair_sums(call, matrix, x, j0, n, sums, total); return; }
     memset(sums, 0, (size_t)n * sizeof *sums);
-    for (j = 0; matrix->along_k && j < n; j++) {
-        const void *row = ampi_gemm_at(matrix, 0, j0 + j);
-        double sum = 0;
-        if (!words) vec->row(scratch, row, matrix->dtype, matrix->compute, k);
-        for (p = 0; p < k; p += AMPI_GEMV_DOT)
-            sum += (double)vec->dot(x + p, (words ? (const float *)row : scratch) + p, AMPI_MIN(k - p, (int64_t)AMPI_GEMV_DOT));
-        sums[j] = (float)sum;
+    for (j = 0; matrix->along_k && j < n; j += 4) {
+        double sum[4] = {0, 0, 0, 0};
+        rows = AMPI_MIN(n - j, 4);
+        for (p = 0; p < k; p += AMPI_GEMV_DOT) {
+            float part[4];
+            const float *from = words ? (const float *)ampi_gemm_at(matrix, p, j0 + j) : scratch;
+            m = AMPI_MIN(k - p, (int64_t)AMPI_GEMV_DOT);
+            for (i = 0; !words && i < rows; i++) vec->row(scratch + i * AMPI_GEMV_DOT, ampi_gemm_at(matrix, p, j0 + j + i), matrix->dtype, matrix->compute, m);
+            vec->dots(1, rows, m, x + p, 0, from, words ? matrix->ld : (int64_t)AMPI_GEMV_DOT, part);
+            for (i = 0; i < rows; i++) sum[i] += (double)part[i];
+        }
+        for (i = 0; i < rows; i++) sums[j + i] = (float)sum[i];
     }
     if (matrix->along_k) return;
     memset(total, 0, (size_t)n * sizeof *total);
@@ -6590,6 +6604,106 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     return ampi_gemm_run(cpu, g, call.threads, g->batch * call.units, ampi_gemv_part, &call, &call.scratch, call.bytes);
 }
 
+/* ---- Small and thin products in fp32, from where the operands lie: no plan, no packing, no scratch memory.  Which are chosen
+   depends on their shape alone, and tiles give the bits that they give above. */
+
+/* Element (i, p) of op(a) is a[i * a_row + p * a_step], (p, j) of op(b) b[p * b_step + j * b_col], (i, j) of c c[i * c_row + j * c_col]. */
+typedef struct ampi_direct {
+    const ampi_gemm_vec *vec;
+    int64_t m, n, k, a_row, a_step, b_step, b_col, c_row, c_col;
+    const float *a, *b; float *c;
+    int add;                            /* 1: to what c holds */
+} ampi_direct;
+
+/* C is one of plain sums; a column becomes a row. */
+static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    ampi_direct d;
+    int column = g->n == 1 && g->ldc == 1;
+    int64_t a_row = g->trans_a ? 1 : g->lda, a_step = g->trans_a ? g->lda : 1, b_step = g->trans_b ? 1 : g->ldb, b_col = g->trans_b ? g->ldb : 1;
+    d.vec = vec;
+    d.m = column ? 1 : g->m; d.n = column ? g->m : g->n; d.k = g->k;
+    d.a = (const float *)(column ? g->b : g->a); d.a_row = column ? b_col : a_row; d.a_step = column ? b_step : a_step;
+    d.b = (const float *)(column ? g->a : g->b); d.b_step = column ? a_step : b_step; d.b_col = column ? a_row : b_col;
+    d.c = (float *)g->c; d.c_row = g->ldc; d.c_col = 1;
+    d.add = g->beta != 0.0f;
+    return d;
+}
+
+static int ampi_direct_is_plain(const amp_k_gemm *g) {
+    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32;
+    return words && g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (g->beta == 0.0f || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
+}
+
+/* Rows of b lie where tiles want them, and stay in the first-level cache if they are passed often; one block of k. */
+static int ampi_direct_by_tiles(const ampi_direct *d) {
+    int small = (double)d->m * (double)d->n * (double)d->k < 5e5 && d->k <= (d->m == 1 ? (int64_t)AMPI_GEMV_BLOCK : d->vec->block);
+    return small && d->vec->edges && d->b_col == 1 && (d->m <= 2 * d->vec->rows || d->k * d->b_step <= 8192) && (d->a_row % 256 != 0 || d->m <= 4);
+}
+
+static void ampi_direct_tiles(const ampi_direct *d) {
+    const ampi_gemm_vec *vec = d->vec;
+    int64_t tiles = d->m <= vec->rows ? 1 : (d->m + vec->rows - 1) / vec->rows, left, i, j, rows;
+    for (j = 0; j < d->n; j += vec->cols)
+        for (i = 0, left = tiles; left > 0; i += rows, left--) {
+            float *c = d->c + i * d->c_row + j;
+            rows = left == 1 ? d->m - i : (d->m - i) / left;
+            vec->multiply(rows, AMPI_MIN(d->n - j, (int64_t)vec->cols), d->k, d->a + i * d->a_row, d->a_row, d->a_step, d->b + j, d->b_step,
+                          d->add ? c : NULL, d->c_row, c, d->c_row);
+        }
+}
+
+/* Both operands lie along k, and whole vectors of k cost less than packing b and filling vectors of columns. */
+static int ampi_direct_by_dots(const ampi_direct *d) {
+    int64_t lanes = d->vec->cols / 2, dots = d->m * d->n * ((d->k + lanes - 1) / lanes + 4);
+    return d->a_step == 1 && d->b_step == 1 && (d->m > 1 || d->k <= AMPI_GEMV_DOT) && dots < d->m * ((d->n + lanes - 1) / lanes) * d->k + d->n * d->k;
+}
+
+/* Rows begin to end of what is left of c.  Four are taken of the operand that then leaves less over. */
+static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) {
+    const ampi_direct *d = (const ampi_direct *)arg;
+    int64_t i, j, p, q, x, rows, cols, k;
+    float sums[4 * 8];
+    (void)thread;
+    for (i = begin; i < end; i += rows) {
+        int64_t tiles = (end - i + d->vec->dot_rows - 1) / d->vec->dot_rows;
+        rows = (end - i) / tiles;
+        for (j = 0; j < d->n; j += cols) {
+            cols = AMPI_MIN(d->n - j, 4);
+            for (p = 0; p < d->k; p += k) {
+                k = AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_DOT);
+                d->vec->dots(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col, sums);
+                for (q = 0; q < rows; q++)
+                    for (x = 0; x < cols; x++) {
+                        float *c = d->c + (i + q) * d->c_row + (j + x) * d->c_col;
+                        *c = d->add || p > 0 ? *c + sums[4 * q + x] : sums[4 * q + x];
+                    }
+            }
+        }
+    }
+}
+
+static void ampi_direct_dots_run(ampi_cpu *cpu, ampi_direct *d) {
+    int threads = 2.0 * (double)d->m * (double)d->n * (double)d->k < 1e6 ? 1 : ampi_threads_now(cpu);
+    if (d->m * ((d->n + 3) / 4) > d->n * ((d->m + 3) / 4)) {
+        ampi_direct t = *d;
+        d->m = t.n; d->a = t.b; d->a_row = t.b_col; d->c_row = t.c_col;
+        d->n = t.m; d->b = t.a; d->b_col = t.a_row; d->c_col = t.c_row;
+    }
+    if (threads == 1) ampi_direct_dots(d, 0, d->m, 0);
+    else ampi_parallel(cpu, threads, d->m, d->vec->dot_rows, ampi_direct_dots, d);
+}
+
+/* Whether the product was one of those. */
+static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
+    ampi_direct d;
+    if (!ampi_direct_is_plain(g)) return 0;
+    d = ampi_direct_of(AMPI_PICK(ampi_gemm_kernels, cpu->path), g);
+    if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
+    else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
+    else return 0;
+    return 1;
+}
+
 /* alpha 0 reads neither a nor b, as in BLAS. */
 static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
@@ -6597,6 +6711,7 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     if (args->backward || args->column_sum.data != NULL || args->row_sum.data != NULL)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm", "this backend has .fuses 0: an activation's backward and sums are calls of their own");
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
+    if (ampi_direct_run(cpu, args)) return AMP_OK;
     if (args->m == 1 || args->n == 1) return ampi_gemv(cpu, args);
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
 }
@@ -20476,10 +20591,19 @@ AMPI_PRIVATE inline void AMPI_V(ampi_store_past_cache)(float *p, ampi_vf v) {   
 #endif
 }
 
+#if AMPI_PASS == 2
+AMPI_PRIVATE inline __m256i AMPI_V(ampi_lane_mask)(int64_t n) {
+    static const int32_t lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+    return _mm256_loadu_si256((const __m256i *)(const void *)(lanes + 8 - n));
+}
+#endif
+
 /* The first n lanes from or to memory, 0 <= n <= AMPI_W; the others read as 0. */
 AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+#elif AMPI_PASS == 2
+    return (ampi_vf)_mm256_maskload_ps((const float *)p, AMPI_V(ampi_lane_mask)(n));
 #else
     ampi_vf v = {0.0f};
     memcpy(&v, p, (size_t)n * sizeof(float));
@@ -20489,6 +20613,8 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
 AMPI_PRIVATE inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
 #if AMPI_PASS == 3
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+#elif AMPI_PASS == 2
+    _mm256_maskstore_ps((float *)p, AMPI_V(ampi_lane_mask)(n), (__m256)v);
 #else
     memcpy(p, &v, (size_t)n * sizeof(float));
 #endif
@@ -21099,29 +21225,40 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     return AMPI_V(ampi_splat)(word);
 }
 
+#if AMPI_PASS == 1
+#  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load)(p)
+#  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
+#else
+#  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load_tail)(p, tail)
+#  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store_tail)(p, v, tail)
+#endif
+#define AMPI_TILE_FIRST(p) (two ? AMPI_V(ampi_load)(p) : AMPI_TILE_LOAD(p))
 #define AMPI_TILE_ZERO(i)  ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f};
-#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(at[i / 3] + i % 3 * lda); \
-                           sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
-#define AMPI_TILE_ADD(i)   sum##i##_0 += AMPI_V(ampi_load)(add + i * ldadd); \
-                           sum##i##_1 += AMPI_V(ampi_load)(add + i * ldadd + AMPI_W);
+#define AMPI_TILE_STEP(i)  x = AMPI_V(ampi_gemm_word)(at[i / 3] + i % 3 * lda); sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); \
+                           if (two) sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
+#define AMPI_TILE_ADD(i)   sum##i##_0 += AMPI_TILE_FIRST(add + i * ldadd); \
+                           if (two) sum##i##_1 += AMPI_TILE_LOAD(add + i * ldadd + AMPI_W);
 #define AMPI_TILE_JOIN(i)  sum##i##_0 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W); \
-                           sum##i##_1 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W + AMPI_W);
+                           if (two) sum##i##_1 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W + AMPI_W);
 #define AMPI_TILE_PART(i)  AMPI_V(ampi_store)(part + i * 2 * AMPI_W, sum##i##_0); AMPI_V(ampi_store)(part + i * 2 * AMPI_W + AMPI_W, sum##i##_1);
-#define AMPI_TILE_STORE(i) AMPI_V(ampi_store)(c + i * ldc, sum##i##_0); AMPI_V(ampi_store)(c + i * ldc + AMPI_W, sum##i##_1);
+#define AMPI_TILE_STORE(i) if (two) { AMPI_V(ampi_store)(c + i * ldc, sum##i##_0); AMPI_TILE_WRITE(c + i * ldc + AMPI_W, sum##i##_1); } \
+                           else AMPI_TILE_WRITE(c + i * ldc, sum##i##_0);
 
-#define AMPI_TILE(name, r) \
-    AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, \
-                                                       const float *add, int64_t ldadd, float *c, int64_t ldc) { \
+#define AMPI_TILE(name, r, v) \
+    AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb, \
+                                                             int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc) { \
         /* three rows to a pointer: fourteen addresses do not fit into the registers */ \
         const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
         int64_t chains = (k + AMPI_TILE_CHAIN - 1) / AMPI_TILE_CHAIN, size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
         float part[2 * AMPI_W * r]; \
+        enum { two = v - 1 }; \
         int joined = 0; \
+        (void)tail; \
         do { \
             AMPI_ROWS_##r(AMPI_TILE_ZERO) \
             chain = AMPI_MIN(k, size); \
-            for (k -= chain; chain > 0; chain--, b += ldb, at[0]++, at[1]++, at[2]++, at[3]++, at[4]++) { \
-                ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = AMPI_V(ampi_load)(b + AMPI_W); \
+            for (k -= chain; chain > 0; chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
+                ampi_vf x, b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
                 AMPI_ROWS_##r(AMPI_TILE_STEP) \
             } \
             if (joined) { AMPI_ROWS_##r(AMPI_TILE_JOIN) } \
@@ -21131,30 +21268,34 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
             AMPI_ROWS_##r(AMPI_TILE_STORE) \
         } while (k > 0); \
     }
+#define AMPI_TILES_6(name, v) AMPI_TILE(name, 1, v) AMPI_TILE(name, 2, v) AMPI_TILE(name, 3, v) AMPI_TILE(name, 4, v) AMPI_TILE(name, 5, v) AMPI_TILE(name, 6, v)
+#define AMPI_TILES_14(name, v) AMPI_TILES_6(name, v) AMPI_TILE(name, 7, v) AMPI_TILE(name, 8, v) AMPI_TILE(name, 9, v) AMPI_TILE(name, 10, v) \
+                               AMPI_TILE(name, 11, v) AMPI_TILE(name, 12, v) AMPI_TILE(name, 13, v) AMPI_TILE(name, 14, v)
+#define AMPI_TILE_NAMES_6(name) AMPI_V(name##1), AMPI_V(name##2), AMPI_V(name##3), AMPI_V(name##4), AMPI_V(name##5), AMPI_V(name##6)
+#define AMPI_TILE_NAMES_14(name) AMPI_TILE_NAMES_6(name), AMPI_V(name##7), AMPI_V(name##8), AMPI_V(name##9), AMPI_V(name##10), \
+                                 AMPI_V(name##11), AMPI_V(name##12), AMPI_V(name##13), AMPI_V(name##14)
+#if AMPI_W == 16
+#  define AMPI_TILES AMPI_TILES_14
+#  define AMPI_TILE_NAMES AMPI_TILE_NAMES_14
+#else
+#  define AMPI_TILES AMPI_TILES_6
+#  define AMPI_TILE_NAMES AMPI_TILE_NAMES_6
+#endif
 
 #define AMPI_TILE_TARGET
 #define AMPI_TILE_PRODUCT AMPI_V(ampi_fma)
 #define AMPI_TILE_CHAIN 192
-AMPI_TILE(ampi_tile_, 1)  AMPI_TILE(ampi_tile_, 2)  AMPI_TILE(ampi_tile_, 3)
-AMPI_TILE(ampi_tile_, 4)  AMPI_TILE(ampi_tile_, 5)  AMPI_TILE(ampi_tile_, 6)
-#if AMPI_GEMM_ROWS == 14
-AMPI_TILE(ampi_tile_, 7)  AMPI_TILE(ampi_tile_, 8)  AMPI_TILE(ampi_tile_, 9)  AMPI_TILE(ampi_tile_, 10)
-AMPI_TILE(ampi_tile_, 11) AMPI_TILE(ampi_tile_, 12) AMPI_TILE(ampi_tile_, 13) AMPI_TILE(ampi_tile_, 14)
-#endif
+AMPI_TILES(ampi_tile_, 1)
+AMPI_TILES(ampi_tile_, 2)
 #undef AMPI_TILE_TARGET
 #undef AMPI_TILE_PRODUCT
 #undef AMPI_TILE_CHAIN
 
-AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                                             const float *add, int64_t ldadd, float *c, int64_t ldc) {
-    static const ampi_tile_rows tiles[AMPI_GEMM_ROWS] = {
-        AMPI_V(ampi_tile_1), AMPI_V(ampi_tile_2), AMPI_V(ampi_tile_3), AMPI_V(ampi_tile_4), AMPI_V(ampi_tile_5), AMPI_V(ampi_tile_6),
-#if AMPI_GEMM_ROWS == 14
-        AMPI_V(ampi_tile_7), AMPI_V(ampi_tile_8), AMPI_V(ampi_tile_9), AMPI_V(ampi_tile_10), AMPI_V(ampi_tile_11),
-        AMPI_V(ampi_tile_12), AMPI_V(ampi_tile_13), AMPI_V(ampi_tile_14),
-#endif
-    };
-    tiles[rows - 1](k, a, lda, b, ldb, add, ldadd, c, ldc);
+AMPI_PRIVATE void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
+                                             int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
+    static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {{AMPI_TILE_NAMES(ampi_tile_1_)}, {AMPI_TILE_NAMES(ampi_tile_2_)}};
+    int two = cols > AMPI_W;
+    tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
 
 /* ---- Packing into fp32 words */
@@ -21340,31 +21481,86 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_combine)(float *y, const float *x, const floa
     }
 }
 
-/* The sum of x[i] y[i], in `sums` interleaved ones: 4, or 2 where n is a multiple of 2 AMPI_W. */
-AMPI_PRIVATE inline __attribute__((always_inline)) float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n, int sums) {
-    ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0;
-    int64_t i = 0;
-    for (; i + sums * AMPI_W <= n; i += sums * AMPI_W) {
+/* The sum of x[i] y[i], in two interleaved ones; n is a multiple of 2 AMPI_W. */
+AMPI_PRIVATE float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
+    ampi_vf s0 = {0.0f}, s1 = s0;
+    int64_t i;
+    for (i = 0; i < n; i += 2 * AMPI_W) {
         s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i), AMPI_V(ampi_load)(y + i), s0);
         s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i + AMPI_W), AMPI_V(ampi_load)(y + i + AMPI_W), s1);
-        if (sums == 2) continue;
-        s2 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i + 2 * AMPI_W), AMPI_V(ampi_load)(y + i + 2 * AMPI_W), s2);
-        s3 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i + 3 * AMPI_W), AMPI_V(ampi_load)(y + i + 3 * AMPI_W), s3);
     }
-    if (sums == 2) return AMPI_V(ampi_sum)(s0 + s1);
-    for (; i + AMPI_W <= n; i += AMPI_W) s0 = AMPI_V(ampi_fma)(AMPI_V(ampi_load)(x + i), AMPI_V(ampi_load)(y + i), s0);
-    if (i < n) s1 = AMPI_V(ampi_fma)(AMPI_V(ampi_load_tail)(x + i, n - i), AMPI_V(ampi_load_tail)(y + i, n - i), s1);
-    return AMPI_V(ampi_sum)((s0 + s1) + (s2 + s3));
+    return AMPI_V(ampi_sum)(s0 + s1);
 }
-/* Four sums hide the latency of the multiplications. */
-AMPI_PRIVATE float AMPI_V(ampi_gemm_dot)(const float *x, const float *row, int64_t k) { return AMPI_V(ampi_dot)(x, row, k, 4); }
+
+/* ---- Rows times rows, where both operands lie along k: each lane has its own part of a sum */
+
+#if AMPI_W == 16
+#  define AMPI_DOT_ROWS 6               /* 24 sums, and what they are made of, in 32 registers */
+#else
+#  define AMPI_DOT_ROWS 2               /* 8 of 16 */
+#endif
+
+/* The sum of all lanes of each of four vectors. */
+AMPI_PRIVATE inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
+    AMPI_V(ampi_four) r = {a, b, c, d};
+    ampi_vf v;
+    r = AMPI_V(ampi_transpose4)(r);
+    v = (r.a + r.b) + (r.c + r.d);
+#if AMPI_PASS == 3
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+#elif AMPI_PASS == 2
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1)));
+#else
+    AMPI_V(ampi_store)(sums, v);
+#endif
+}
+
+#define AMPI_DOT_ZERO(i) ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f}, sum##i##_2 = {0.0f}, sum##i##_3 = {0.0f};
+#define AMPI_DOT_ADD(i, x) sum##i##_0 = AMPI_V(ampi_fma)(x, y0, sum##i##_0); sum##i##_1 = AMPI_V(ampi_fma)(x, y1, sum##i##_1); \
+                           sum##i##_2 = AMPI_V(ampi_fma)(x, y2, sum##i##_2); sum##i##_3 = AMPI_V(ampi_fma)(x, y3, sum##i##_3);
+#define AMPI_DOT_STEP(i) x = AMPI_V(ampi_load)(at[i / 3] + i % 3 * lda + p); AMPI_DOT_ADD(i, x)
+#define AMPI_DOT_REST(i) x = AMPI_V(ampi_load_tail)(at[i / 3] + i % 3 * lda + p, k - p); AMPI_DOT_ADD(i, x)
+#define AMPI_DOT_STORE(i) AMPI_V(ampi_sum4)(sums + 4 * i, sum##i##_0, sum##i##_1, sum##i##_2, sum##i##_3);
+#define AMPI_DOTS(r) \
+    AMPI_PRIVATE void AMPI_V(ampi_dots_##r)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums) { \
+        const float *at[2] = {a, a + 3 * lda}, *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3]; \
+        ampi_vf x, y0, y1, y2, y3; \
+        int64_t p; \
+        AMPI_ROWS_##r(AMPI_DOT_ZERO) \
+        for (p = 0; p + AMPI_W <= k; p += AMPI_W) { \
+            y0 = AMPI_V(ampi_load)(b0 + p); y1 = AMPI_V(ampi_load)(b1 + p); y2 = AMPI_V(ampi_load)(b2 + p); y3 = AMPI_V(ampi_load)(b3 + p); \
+            AMPI_ROWS_##r(AMPI_DOT_STEP) \
+        } \
+        if (p < k) { \
+            y0 = AMPI_V(ampi_load_tail)(b0 + p, k - p); y1 = AMPI_V(ampi_load_tail)(b1 + p, k - p); \
+            y2 = AMPI_V(ampi_load_tail)(b2 + p, k - p); y3 = AMPI_V(ampi_load_tail)(b3 + p, k - p); \
+            AMPI_ROWS_##r(AMPI_DOT_REST) \
+        } \
+        AMPI_ROWS_##r(AMPI_DOT_STORE) \
+    }
+AMPI_DOTS(1) AMPI_DOTS(2)
+#if AMPI_DOT_ROWS == 6
+AMPI_DOTS(3) AMPI_DOTS(4) AMPI_DOTS(5) AMPI_DOTS(6)
+#endif
+
+/* Columns beyond `cols` repeat the last. */
+AMPI_PRIVATE void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
+    static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_1), AMPI_V(ampi_dots_2),
+#if AMPI_DOT_ROWS == 6
+        AMPI_V(ampi_dots_3), AMPI_V(ampi_dots_4), AMPI_V(ampi_dots_5), AMPI_V(ampi_dots_6),
+#endif
+    };
+    const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + (cols - 1) * ldb};
+    dots[rows - 1](k, a, lda, at, sums);
+}
 
 __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 1, .block = AMPI_GEMM_BLOCK, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
-    .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
+    .edges = AMPI_PASS > 1, .dot_rows = AMPI_DOT_ROWS, .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
     .row = AMPI_V(ampi_gemm_row), .rows_of = AMPI_V(ampi_gemm_rows_of), .weave = AMPI_V(ampi_gemm_weave),
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dot = AMPI_V(ampi_gemm_dot), .pairs = NULL
+    .dots = AMPI_V(ampi_gemm_dots), .pairs = NULL
 };
 
 /* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
@@ -21378,22 +21574,16 @@ AMPI_PRIVATE AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b
 }
 #define AMPI_TILE_PRODUCT ampi_gemm_dot2
 #define AMPI_TILE_CHAIN 256
-AMPI_TILE(ampi_tile_bf16_, 1)  AMPI_TILE(ampi_tile_bf16_, 2)  AMPI_TILE(ampi_tile_bf16_, 3)  AMPI_TILE(ampi_tile_bf16_, 4)
-AMPI_TILE(ampi_tile_bf16_, 5)  AMPI_TILE(ampi_tile_bf16_, 6)  AMPI_TILE(ampi_tile_bf16_, 7)  AMPI_TILE(ampi_tile_bf16_, 8)
-AMPI_TILE(ampi_tile_bf16_, 9)  AMPI_TILE(ampi_tile_bf16_, 10) AMPI_TILE(ampi_tile_bf16_, 11) AMPI_TILE(ampi_tile_bf16_, 12)
-AMPI_TILE(ampi_tile_bf16_, 13) AMPI_TILE(ampi_tile_bf16_, 14)
+AMPI_TILES(ampi_tile_bf16_, 1)
+AMPI_TILES(ampi_tile_bf16_, 2)
 #undef AMPI_TILE_PRODUCT
 #undef AMPI_TILE_CHAIN
 
-AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                                          const float *add, int64_t ldadd, float *c, int64_t ldc) {
-    static const ampi_tile_rows tiles[AMPI_GEMM_ROWS] = {
-        AMPI_V(ampi_tile_bf16_1), AMPI_V(ampi_tile_bf16_2), AMPI_V(ampi_tile_bf16_3), AMPI_V(ampi_tile_bf16_4),
-        AMPI_V(ampi_tile_bf16_5), AMPI_V(ampi_tile_bf16_6), AMPI_V(ampi_tile_bf16_7), AMPI_V(ampi_tile_bf16_8),
-        AMPI_V(ampi_tile_bf16_9), AMPI_V(ampi_tile_bf16_10), AMPI_V(ampi_tile_bf16_11), AMPI_V(ampi_tile_bf16_12),
-        AMPI_V(ampi_tile_bf16_13), AMPI_V(ampi_tile_bf16_14),
-    };
-    tiles[rows - 1](k, a, lda, b, ldb, add, ldadd, c, ldc);
+AMPI_PRIVATE void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step, const float *b,
+                                          int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
+    static const ampi_tile_rows tiles[2][AMPI_GEMM_ROWS] = {{AMPI_TILE_NAMES(ampi_tile_bf16_1_)}, {AMPI_TILE_NAMES(ampi_tile_bf16_2_)}};
+    int two = cols > AMPI_W;
+    tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
 
 #define AMPI_BF16_INLINE AMPI_TILE_TARGET inline __attribute__((always_inline))
@@ -21554,10 +21744,10 @@ static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
-    .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
+    .edges = 1, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dot = AMPI_V(ampi_gemm_dot), .pairs = &ampi_gemv_bf16
+    .dots = AMPI_V(ampi_gemm_dots), .pairs = &ampi_gemv_bf16
 };
 #undef AMPI_TILE_TARGET
 #endif
@@ -21623,11 +21813,12 @@ AMPI_PRIVATE AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, siz
 }
 
 /* Rows that do not fill their tiles come from, and go to, a tile of their own. */
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
-                                                          const float *add, int64_t ldadd, float *c, int64_t ldc) {
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
+                                                          const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc) {
     float part[32 * 32];
     int whole = rows % 16 == 0, both = rows > 16;
     int64_t i;
+    (void)cols; (void)step;
     if (add == NULL) {
         _tile_zero(0);
         _tile_zero(1);
@@ -21647,17 +21838,22 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t 
 }
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
-    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .spare = 15,
+    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .spare = 15, .edges = 0, .dot_rows = AMPI_DOT_ROWS,
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dot = AMPI_V(ampi_gemm_dot), .pairs = NULL
+    .dots = AMPI_V(ampi_gemm_dots), .pairs = NULL
 };
 #undef AMPI_TILE_TARGET
 #endif
 
 #undef AMPI_GEMM_ROWS
 #undef AMPI_GEMM_BLOCK
+#undef AMPI_TILE_LOAD
+#undef AMPI_TILE_WRITE
+#undef AMPI_TILES
+#undef AMPI_TILE_NAMES
+#undef AMPI_DOT_ROWS
 #undef AMPI_TILE
 #undef AMPI_TILE_ZERO
 #undef AMPI_TILE_STEP
@@ -21847,7 +22043,7 @@ AMPI_PRIVATE void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const f
 }
 
 /* Two sums: four would be another order, and other bits of the gradients. */
-AMPI_PRIVATE float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n, 2); }
+AMPI_PRIVATE float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n); }
 
 AMPI_PRIVATE int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
     ampi_vi nan = AMPI_V(ampi_splat_int)(0);

@@ -1454,8 +1454,8 @@ static void sums_along_rows(const ampt_golden *file, int64_t n, amp_cpu_path pat
     memset(&s, 0, sizeof s);
     s.batch = s.heads = 1; s.queries = L_COLS; s.keys = n; s.scale = 1; s.x_dtype = s.y_dtype = AMP_F32; s.x = x.data; s.y = y.data;
     CHECK_OK(ampi_cpu_softmax(&cpu, &s, NULL));
-    snprintf(name, sizeof name, "matrix_times_column/%lld", (long long)n);      /* a lane of four sums has 1 / (4 width) of the terms */
-    check_sum(file, name, &column, sums, squares, rounded_sum(AMPI_GEMV_DOT / (4 * width(path)) / 2 + 8), path);
+    snprintf(name, sizeof name, "matrix_times_column/%lld", (long long)n);      /* a lane has 1 / width of the terms */
+    check_sum(file, name, &column, sums, squares, rounded_sum(AMPI_GEMV_DOT / width(path) / 2 + 8), path);
     snprintf(name, sizeof name, "row_times_matrix/%lld", (long long)n);         /* and so has a product of two numbers of one rounding */
     check_sum(file, name, &row, sums, squares, rounded_sum(AMPI_GEMV_BLOCK / 2 + 3), path);
     snprintf(name, sizeof name, "softmax/%lld", (long long)n);  /* exponential and scaling, and a sum of positive numbers in chunks */
