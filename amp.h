@@ -6612,6 +6612,7 @@ typedef struct ampi_direct {
     const ampi_gemm_vec *vec;
     int64_t m, n, k, a_row, a_step, b_step, b_col, c_row, c_col;
     const float *a, *b; float *c;
+    int64_t panel;                      /* from the columns of one tile to those of the next, in b */
     int add;                            /* 1: to what c holds */
 } ampi_direct;
 
@@ -6625,13 +6626,13 @@ static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     d.a = (const float *)(column ? g->b : g->a); d.a_row = column ? b_col : a_row; d.a_step = column ? b_step : a_step;
     d.b = (const float *)(column ? g->a : g->b); d.b_step = column ? a_step : b_step; d.b_col = column ? a_row : b_col;
     d.c = (float *)g->c; d.c_row = g->ldc; d.c_col = 1;
+    d.panel = vec->cols;
     d.add = g->beta != 0.0f;
     return d;
 }
 
 static int ampi_direct_is_plain(const amp_k_gemm *g) {
-    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32;
-    return words && g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (g->beta == 0.0f || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
+    return g->c_dtype == AMP_F32 && g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (g->beta == 0.0f || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
 /* Rows of b lie where tiles want them, and stay in the first-level cache if they are passed often; one block of k. */
@@ -6647,7 +6648,7 @@ static void ampi_direct_tiles(const ampi_direct *d) {
         for (i = 0, left = tiles; left > 0; i += rows, left--) {
             float *c = d->c + i * d->c_row + j;
             rows = left == 1 ? d->m - i : (d->m - i) / left;
-            vec->multiply(rows, AMPI_MIN(d->n - j, (int64_t)vec->cols), d->k, d->a + i * d->a_row, d->a_row, d->a_step, d->b + j, d->b_step,
+            vec->multiply(rows, AMPI_MIN(d->n - j, (int64_t)vec->cols), d->k, d->a + i * d->a_row, d->a_row, d->a_step, d->b + j / vec->cols * d->panel, d->b_step,
                           d->add ? c : NULL, d->c_row, c, d->c_row);
         }
 }
@@ -6693,10 +6694,42 @@ static void ampi_direct_dots_run(ampi_cpu *cpu, ampi_direct *d) {
     else ampi_parallel(cpu, threads, d->m, d->vec->dot_rows, ampi_direct_dots, d);
 }
 
+/* In pairs of bf16: a row or a column of C as below, from x in words. */
+static int ampi_direct_pair_vector(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    float x[AMPI_GEMM_BUFFER];
+    ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0), *matrix = g->m == 1 ? &b : &a;
+    int64_t n = g->m == 1 ? g->n : g->m;
+    if ((g->k + 1) / 2 > vec->block || g->beta != 0.0f || (g->m > 1 && g->ldc != 1) || (double)n * (double)g->k >= 5e5) return 0;
+    ampi_gemv_vector(vec, g->m == 1 ? &a : &b, g->k, x);
+    if (!matrix->along_k) memset(g->c, 0, (size_t)n * sizeof *x);
+    (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)((float *)g->c, x, matrix->data, matrix->dtype, matrix->ld, g->k, n);
+    return 1;
+}
+
+/* Operands that fit into a buffer on the stack once they are words. */
+static int ampi_direct_pairs(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+    float local[AMPI_GEMM_LOCAL];
+    ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
+    int64_t words = (g->k + 1) / 2, at_b = g->m * words, at_scratch = at_b + (g->packed_b != NULL ? 0 : (g->n + vec->cols - 1) / vec->cols * words * vec->cols);
+    ampi_direct d = ampi_direct_of(vec, g);
+    if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(vec, g);
+    if (words > vec->block || (double)g->m * (double)g->n * (double)g->k >= 5e5 || at_scratch + vec->cols * ampi_gemm_pitch(words) > AMPI_GEMM_LOCAL) return 0;
+    ampi_gemm_pack_rows(vec, &a, 0, g->k, 0, g->m, local, words, local + at_scratch);
+    if (g->packed_b == NULL) ampi_gemm_pack_columns(vec, &b, 0, g->k, 0, g->n, local + at_b, words * vec->cols, local + at_scratch);
+    d.a = local; d.a_row = words; d.a_step = 1;
+    d.b = g->packed_b != NULL ? (const float *)g->packed_b : local + at_b; d.b_step = vec->cols; d.panel = words * vec->cols;
+    d.k = words;
+    ampi_direct_tiles(&d);
+    return 1;
+}
+
 /* Whether the product was one of those. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
+    const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
     ampi_direct d;
     if (!ampi_direct_is_plain(g)) return 0;
+    if (vec->pairs != NULL) return ampi_direct_pairs(vec, g);
+    if (g->compute != AMP_F32 || g->a_dtype != AMP_F32 || g->b_dtype != AMP_F32) return 0;
     d = ampi_direct_of(AMPI_PICK(ampi_gemm_kernels, cpu->path), g);
     if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
     else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
