@@ -6655,8 +6655,8 @@ static void ampi_direct_tiles(const ampi_direct *d) {
 
 /* Both operands lie along k, and whole vectors of k cost less than packing b and filling vectors of columns. */
 static int ampi_direct_by_dots(const ampi_direct *d) {
-    int64_t lanes = d->vec->cols / 2, dots = d->m * d->n * ((d->k + lanes - 1) / lanes + 4);
-    return d->a_step == 1 && d->b_step == 1 && (d->m > 1 || d->k <= AMPI_GEMV_DOT) && dots < d->m * ((d->n + lanes - 1) / lanes) * d->k + d->n * d->k;
+    int64_t lanes = d->vec->cols / 2, words = (d->k + d->vec->unit - 1) / d->vec->unit, dots = d->m * d->n * ((words + lanes - 1) / lanes + 4);
+    return d->a_step == 1 && d->b_step == 1 && (d->m > 1 || d->k <= AMPI_GEMV_DOT) && dots < d->m * ((d->n + lanes - 1) / lanes) * words + d->n * words;
 }
 
 /* Rows begin to end of what is left of c.  Four are taken of the operand that then leaves less over. */
@@ -6707,12 +6707,13 @@ static int ampi_direct_pair_vector(const ampi_gemm_vec *vec, const amp_k_gemm *g
 }
 
 /* Operands that fit into a buffer on the stack once they are words. */
-static int ampi_direct_pairs(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
+static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     float local[AMPI_GEMM_LOCAL];
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     int64_t words = (g->k + 1) / 2, at_b = g->m * words, at_scratch = at_b + (g->packed_b != NULL ? 0 : (g->n + vec->cols - 1) / vec->cols * words * vec->cols);
     ampi_direct d = ampi_direct_of(vec, g);
     if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(vec, g);
+    if (g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && ampi_direct_by_dots(&d)) { ampi_direct_dots_run(cpu, &d); return 1; }
     if (words > vec->block || (double)g->m * (double)g->n * (double)g->k >= 5e5 || at_scratch + vec->cols * ampi_gemm_pitch(words) > AMPI_GEMM_LOCAL) return 0;
     ampi_gemm_pack_rows(vec, &a, 0, g->k, 0, g->m, local, words, local + at_scratch);
     if (g->packed_b == NULL) ampi_gemm_pack_columns(vec, &b, 0, g->k, 0, g->n, local + at_b, words * vec->cols, local + at_scratch);
@@ -6728,7 +6729,7 @@ static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
     ampi_direct d;
     if (!ampi_direct_is_plain(g)) return 0;
-    if (vec->pairs != NULL) return ampi_direct_pairs(vec, g);
+    if (vec->pairs != NULL) return ampi_direct_pairs(cpu, vec, g);
     if (g->compute != AMP_F32 || g->a_dtype != AMP_F32 || g->b_dtype != AMP_F32) return 0;
     d = ampi_direct_of(AMPI_PICK(ampi_gemm_kernels, cpu->path), g);
     if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
@@ -21550,32 +21551,45 @@ AMPI_PRIVATE inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, am
 }
 
 #define AMPI_DOT_ZERO(i) ampi_vf sum##i##_0 = {0.0f}, sum##i##_1 = {0.0f}, sum##i##_2 = {0.0f}, sum##i##_3 = {0.0f};
-#define AMPI_DOT_ADD(i, x) sum##i##_0 = AMPI_V(ampi_fma)(x, y0, sum##i##_0); sum##i##_1 = AMPI_V(ampi_fma)(x, y1, sum##i##_1); \
-                           sum##i##_2 = AMPI_V(ampi_fma)(x, y2, sum##i##_2); sum##i##_3 = AMPI_V(ampi_fma)(x, y3, sum##i##_3);
-#define AMPI_DOT_STEP(i) x = AMPI_V(ampi_load)(at[i / 3] + i % 3 * lda + p); AMPI_DOT_ADD(i, x)
-#define AMPI_DOT_REST(i) x = AMPI_V(ampi_load_tail)(at[i / 3] + i % 3 * lda + p, k - p); AMPI_DOT_ADD(i, x)
+#define AMPI_DOT_ADD(i, x) sum##i##_0 = AMPI_DOT_PRODUCT(x, y0, sum##i##_0); sum##i##_1 = AMPI_DOT_PRODUCT(x, y1, sum##i##_1); \
+                           sum##i##_2 = AMPI_DOT_PRODUCT(x, y2, sum##i##_2); sum##i##_3 = AMPI_DOT_PRODUCT(x, y3, sum##i##_3);
+#define AMPI_DOT_STEP(i) x = AMPI_DOT_LOAD(at[i / 3] + i % 3 * lda + p); AMPI_DOT_ADD(i, x)
+#define AMPI_DOT_REST(i) x = AMPI_DOT_TAIL(at[i / 3] + i % 3 * lda + p, k - p); AMPI_DOT_ADD(i, x)
 #define AMPI_DOT_STORE(i) AMPI_V(ampi_sum4)(sums + 4 * i, sum##i##_0, sum##i##_1, sum##i##_2, sum##i##_3);
-#define AMPI_DOTS(r) \
-    AMPI_PRIVATE void AMPI_V(ampi_dots_##r)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums) { \
+#define AMPI_DOTS_OF(name, r) \
+    AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##r)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums) { \
         const float *at[2] = {a, a + 3 * lda}, *b0 = b[0], *b1 = b[1], *b2 = b[2], *b3 = b[3]; \
         ampi_vf x, y0, y1, y2, y3; \
         int64_t p; \
         AMPI_ROWS_##r(AMPI_DOT_ZERO) \
-        for (p = 0; p + AMPI_W <= k; p += AMPI_W) { \
-            y0 = AMPI_V(ampi_load)(b0 + p); y1 = AMPI_V(ampi_load)(b1 + p); y2 = AMPI_V(ampi_load)(b2 + p); y3 = AMPI_V(ampi_load)(b3 + p); \
+        for (p = 0; p + AMPI_DOT_LANES <= k; p += AMPI_DOT_LANES) { \
+            y0 = AMPI_DOT_LOAD(b0 + p); y1 = AMPI_DOT_LOAD(b1 + p); y2 = AMPI_DOT_LOAD(b2 + p); y3 = AMPI_DOT_LOAD(b3 + p); \
             AMPI_ROWS_##r(AMPI_DOT_STEP) \
         } \
         if (p < k) { \
-            y0 = AMPI_V(ampi_load_tail)(b0 + p, k - p); y1 = AMPI_V(ampi_load_tail)(b1 + p, k - p); \
-            y2 = AMPI_V(ampi_load_tail)(b2 + p, k - p); y3 = AMPI_V(ampi_load_tail)(b3 + p, k - p); \
+            y0 = AMPI_DOT_TAIL(b0 + p, k - p); y1 = AMPI_DOT_TAIL(b1 + p, k - p); \
+            y2 = AMPI_DOT_TAIL(b2 + p, k - p); y3 = AMPI_DOT_TAIL(b3 + p, k - p); \
             AMPI_ROWS_##r(AMPI_DOT_REST) \
         } \
         AMPI_ROWS_##r(AMPI_DOT_STORE) \
     }
-AMPI_DOTS(1) AMPI_DOTS(2)
 #if AMPI_DOT_ROWS == 6
-AMPI_DOTS(3) AMPI_DOTS(4) AMPI_DOTS(5) AMPI_DOTS(6)
+#  define AMPI_DOTS(name) AMPI_DOTS_OF(name, 1) AMPI_DOTS_OF(name, 2) AMPI_DOTS_OF(name, 3) AMPI_DOTS_OF(name, 4) AMPI_DOTS_OF(name, 5) AMPI_DOTS_OF(name, 6)
+#else
+#  define AMPI_DOTS(name) AMPI_DOTS_OF(name, 1) AMPI_DOTS_OF(name, 2)
 #endif
+
+#define AMPI_TILE_TARGET
+#define AMPI_DOT_LANES AMPI_W
+#define AMPI_DOT_LOAD AMPI_V(ampi_load)
+#define AMPI_DOT_TAIL AMPI_V(ampi_load_tail)
+#define AMPI_DOT_PRODUCT AMPI_V(ampi_fma)
+AMPI_DOTS(ampi_dots_)
+#undef AMPI_TILE_TARGET
+#undef AMPI_DOT_LANES
+#undef AMPI_DOT_LOAD
+#undef AMPI_DOT_TAIL
+#undef AMPI_DOT_PRODUCT
 
 /* Columns beyond `cols` repeat the last. */
 AMPI_PRIVATE void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
@@ -21773,6 +21787,23 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const fl
 #undef AMPI_GEMV_STEP
 #undef AMPI_GEMV_REST
 
+/* Rows times rows, fp32 in memory */
+#define AMPI_DOT_LANES 32
+#define AMPI_DOT_LOAD(p) ampi_gemm_side_bf16((const char *)(p), AMP_F32, 32)
+#define AMPI_DOT_TAIL(p, n) ampi_gemm_side_bf16((const char *)(p), AMP_F32, n)
+#define AMPI_DOT_PRODUCT ampi_gemm_dot2
+AMPI_DOTS(ampi_dots_bf16_)
+#undef AMPI_DOT_LANES
+#undef AMPI_DOT_LOAD
+#undef AMPI_DOT_TAIL
+#undef AMPI_DOT_PRODUCT
+AMPI_PRIVATE void ampi_gemm_dots_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums) {
+    static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_bf16_1), AMPI_V(ampi_dots_bf16_2), AMPI_V(ampi_dots_bf16_3),
+                                                      AMPI_V(ampi_dots_bf16_4), AMPI_V(ampi_dots_bf16_5), AMPI_V(ampi_dots_bf16_6)};
+    const float *at[4] = {b, b + AMPI_MIN(1, cols - 1) * ldb, b + AMPI_MIN(2, cols - 1) * ldb, b + (cols - 1) * ldb};
+    dots[rows - 1](k, a, lda, at, sums);
+}
+
 static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv_dots_bf16, ampi_gemv_dots_packed_bf16};
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
@@ -21780,7 +21811,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .edges = 1, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dots = AMPI_V(ampi_gemm_dots), .pairs = &ampi_gemv_bf16
+    .dots = ampi_gemm_dots_bf16, .pairs = &ampi_gemv_bf16
 };
 #undef AMPI_TILE_TARGET
 #endif
@@ -21887,6 +21918,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILES
 #undef AMPI_TILE_NAMES
 #undef AMPI_DOT_ROWS
+#undef AMPI_DOTS
 #undef AMPI_TILE
 #undef AMPI_TILE_ZERO
 #undef AMPI_TILE_STEP
