@@ -5312,8 +5312,6 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
    Products of 16-bit numbers summed in fp32, and what feeds them; from compute capability 8.0 on.  How a fragment lies
    over the lanes of a warp: PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix".   */
 
-enum { AMPC_TILE_THREADS = 128 };   /* of a block that works on tiles */
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #  define AMPC_TENSOR_CORES 1
 #else
@@ -5414,9 +5412,9 @@ template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece)
 __device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) { return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128; }
 
 /* Starts to copy ROWS rows of `dim` numbers, `stride` bytes apart; numbers from dim on, and rows from `count` on, become 0. */
-template <int D, int ROWS>
+template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int dim, int count) {
-    const int pieces = D / 8, step = AMPC_TILE_THREADS / pieces;
+    const int pieces = D / 8, step = THREADS / pieces;
     int thread = (int)ampc_afresh(threadIdx.x), piece = thread % pieces, row = thread / pieces;
     const char *p = (const char *)from + row * stride + piece * 16;
     static_assert(step % 8 == 0 && ROWS % step == 0, "every pass has the same exclusive-or");
@@ -5426,22 +5424,37 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
         ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
 }
 
+/* 16 M rows of D numbers as left operands of products: in registers for as long as this lives (HELD), or loaded for each. */
+template <int D, int M, bool HELD> struct ampc_tile_rows {
+    uint32_t x[HELD ? D / 16 : 1][M][4];
+    const unsigned char *rows;
+    static __device__ __forceinline__ ampc_address at(const unsigned char *tile) {
+        int lane = (int)ampc_afresh(threadIdx.x) % 32;
+        return ampc_address_of(tile + ampc_tile_at<D>(lane % 16, lane / 16));
+    }
+    static __device__ __forceinline__ void load(uint32_t (&to)[M][4], ampc_address from, int k) {
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) ampc_matrix_load(to[m], ampc_tile_on(from, 2 * k) + m * 32 * D);
+    }
+    /* `tile` holds the rows, until the last product where they are not HELD. */
+    __device__ __forceinline__ explicit ampc_tile_rows(const unsigned char *tile) : rows(tile) {
+        AMPC_UNROLL
+        for (int k = 0; k < (HELD ? D / 16 : 0); k++) load(x[k], at(tile), k);
+    }
+};
+
 /* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
-template <int D, bool BF16, int M, int N>
-__device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsigned char *a, const unsigned char *b) {
+template <int D, bool BF16, int M, int N, bool HELD>
+__device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc_tile_rows<D, M, HELD> &a, const unsigned char *b) {
     int lane = (int)ampc_afresh(threadIdx.x) % 32;
-    ampc_address a_at = ampc_address_of(a + ampc_tile_at<D>(lane % 16, lane / 16));
     ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    ampc_address a_at = HELD ? b_at : a.at(a.rows);
     AMPC_UNROLL
     for (int m = 0; m < M; m++) {
         AMPC_UNROLL
         for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.0f;
     }
-    AMPC_UNROLL
-    for (int k = 0; k < D / 16; k++) {
-        uint32_t x[M][4];
-        AMPC_UNROLL
-        for (int m = 0; m < M; m++) ampc_matrix_load(x[m], ampc_tile_on(a_at, 2 * k) + m * 32 * D);
+    auto step = [&](const uint32_t (&x)[M][4], int k) {
         AMPC_UNROLL
         for (int n = 0; n < N; n += 2) {
             uint32_t y[4];
@@ -5451,6 +5464,15 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const unsi
                 ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
                 ampc_mma<BF16>(c[m][n + 1], x[m], {y[2], y[3]});
             }
+        }
+    };
+    AMPC_UNROLL
+    for (int k = 0; k < D / 16; k++) {
+        if constexpr (HELD) step(a.x[k], k);
+        else {
+            uint32_t x[M][4];
+            a.load(x, a_at, k);
+            step(x, k);
         }
     }
 }
@@ -5514,9 +5536,10 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
 
 /* ==== Attention on tensor cores =====================================================================
    After Dao 2023, FlashAttention-2.  Kernels for heads of D = 64 and 128 numbers; others are filled up with zeros.  A block
-   of four warps owns rows of one head: 128 queries or keys, 64 in the backward pass of D = 128.  The other side comes in tiles of 64 rows, fetched into one half of a double buffer while the other is
-   worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole are not tested number
-   by number.  A warp keeps what it sums up, and the weights between two products, in registers.
+   owns 128 queries or keys of one head.  The other side comes in tiles, fetched into one half of a double buffer while the
+   other is worked on.  Tiles that the mask hides are neither fetched nor computed, tiles that it leaves whole are not tested
+   number by number.  A warp keeps what it sums up, the weights between two products, and its own rows where there is room,
+   in registers.
 
    Backward is two passes, so that every sum is one thread's and its order is fixed, without atomic operations and without
    an fp32 copy of dq: blocks that own keys compute dk and dv, blocks that own queries compute the weights again and dq.
@@ -5524,16 +5547,28 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
 
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
-    AMPC_FLASH_TILE = 64,
+    AMPC_FLASH_OWN = 128,           /* rows of a block */
     AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
     AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
-    AMPC_SWEEP_BYTES = 384          /* at the end of a block's shared memory: its ampc_sweep */
+    AMPC_SWEEP_BYTES = 512          /* at the end of a block's shared memory: its ampc_sweep */
 };
 __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
-__host__ __device__ constexpr int ampc_flash_own(int d, ampc_flash_pass pass) { return d == 64 || pass == AMPC_FORWARD ? 128 : 64; }
-__host__ __device__ constexpr int ampc_flash_blocks(int d, ampc_flash_pass pass) { return d == 64 && pass != AMPC_TO_KEYS ? 3 : 2; }
+/* How a pass works for heads of D numbers: its threads, the blocks that a multiprocessor holds, the rows of a tile of the
+   other side and how many of them go through the products at a time, the own operands that stay in registers.  Of four warps
+   each has 32 own rows, of eight 16.  What a pass sums up takes most of its registers: dk and dv leave no room for k and v. */
+struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
+__host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
+    if (pass == AMPC_FORWARD) return d == 64 ? ampc_flash_shape{128, 2, 64, 64, 1} : ampc_flash_shape{128, 2, 64, 16, 1};
+    if (pass == AMPC_TO_QUERIES) return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 2} : ampc_flash_shape{256, 1, 64, 64, 2};
+    return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 0} : ampc_flash_shape{256, 1, 32, 32, 0};
+}
+/* Where registers hold all own rows, the second half of the double buffer takes their place in shared memory. */
+__host__ __device__ constexpr bool ampc_flash_holds_all(int d, ampc_flash_pass pass) {
+    return ampc_flash_shape_of(d, pass).held == (pass == AMPC_FORWARD ? 1 : 2);
+}
 __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
-    return (size_t)(ampc_flash_own(d, pass) * (pass == AMPC_FORWARD ? 1 : 2) + 4 * AMPC_FLASH_TILE) * 2 * (size_t)d
+    return (size_t)(AMPC_FLASH_OWN * (pass == AMPC_FORWARD ? 1 : 2) +
+                    (ampc_flash_holds_all(d, pass) ? 2 : 4) * ampc_flash_shape_of(d, pass).tile) * 2 * (size_t)d
          + (pass == AMPC_FORWARD ? 0 : 128 * sizeof(float2)) + AMPC_SWEEP_BYTES;
 }
 
@@ -5696,29 +5731,29 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
 /* What a block owns, rows from `own` on of queries or keys, and where it goes over the other side.  It lies in shared
    memory, because the loop has no register to spare for it. */
 template <bool KEYS> struct ampc_sweep {
-    ampc_reach warps[4][2], block[2];   /* by the band, through global positions */
+    ampc_reach warps[8][2], block[2];   /* by the band, through global positions */
     ampc_flash_place place;
     ampc_band band;
-    int own, rows, first, end;      /* first, end: of the other side */
+    int own, tile, first, end;      /* rows of a tile; first, end: of the other side */
     /* By one thread of each warp. */
-    __device__ __forceinline__ void open(const ampc_flash_call &a, int block_rows) {
+    __device__ __forceinline__ void open(const ampc_flash_call &a, int tile_rows) {
         const int warp = (int)threadIdx.x / 32;
         const ampc_flash_place here = ampc_flash_here(a, !KEYS);
         const ampc_band seen = ampc_band_of(a, here);
-        int from = here.tile * block_rows, each = block_rows / 4;
+        int from = here.tile * AMPC_FLASH_OWN, each = AMPC_FLASH_OWN / ((int)blockDim.x / 32);
         warps[warp][0] = ampc_reach_of(seen, KEYS, from + warp * each, from + (warp + 1) * each);
         warps[warp][1] = ampc_reach_of_globals(seen, KEYS, from + warp * each, from + (warp + 1) * each);
         if (warp != 0) return;
-        const ampc_reach near = ampc_reach_of(seen, KEYS, from, from + block_rows);
-        const ampc_reach global = ampc_reach_of_globals(seen, KEYS, from, from + block_rows);
+        const ampc_reach near = ampc_reach_of(seen, KEYS, from, from + AMPC_FLASH_OWN);
+        const ampc_reach global = ampc_reach_of_globals(seen, KEYS, from, from + AMPC_FLASH_OWN);
         block[0] = near;
         block[1] = global;
         place = here;
         band = seen;
         own = from;
-        rows = block_rows;
+        tile = tile_rows;
         first = max(0, min(near.some_from, global.some_from < global.some_to ? global.some_from : (int)AMPC_FLASH_FAR));
-        first = first / AMPC_FLASH_TILE * AMPC_FLASH_TILE;
+        first = first / tile * tile;
         end = min(max(near.some_to, global.some_to), KEYS ? a.queries : a.keys);
     }
     /* What the rows [from, from + n), of these reaches, and the columns [other, other + columns) have in common. */
@@ -5743,8 +5778,8 @@ template <bool KEYS> struct ampc_sweep {
     /* The next tile from `other` on that is not hidden; end or beyond: none.  Global positions come before the band. */
     __device__ __forceinline__ int next(int other) const {
         if (!band.special) return other;
-        if (other >= block[1].some_to) other = max(other, block[0].some_from / AMPC_FLASH_TILE * AMPC_FLASH_TILE);
-        while (other < end && state(block, own, rows, other, AMPC_FLASH_TILE) == AMPC_HIDDEN) other += AMPC_FLASH_TILE;
+        if (other >= block[1].some_to) other = max(other, block[0].some_from / tile * tile);
+        while (other < end && state(block, own, AMPC_FLASH_OWN, other, tile) == AMPC_HIDDEN) other += tile;
         return other;
     }
     __device__ __forceinline__ bool sees(int mine, int other) const {
@@ -5800,11 +5835,11 @@ template <int M> __device__ __forceinline__ int ampc_warp_row() { return (int)am
 static_assert(sizeof(ampc_sweep<true>) <= AMPC_SWEEP_BYTES, "it fits");
 
 /* Starts to copy the rows from i on of two operands, into two tiles, one behind the other. */
-template <int D, int ROWS>
+template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2], const ampc_flash_place &p,
                                                  int dim, int i, int rows) {
-    ampc_tile_fetch<D, ROWS>(tiles, x[0].at(p, i), x[0].row, dim, rows - i);
-    ampc_tile_fetch<D, ROWS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, dim, rows - i);
+    ampc_tile_fetch<D, ROWS, THREADS>(tiles, x[0].at(p, i), x[0].row, dim, rows - i);
+    ampc_tile_fetch<D, ROWS, THREADS>(tiles + ROWS * 2 * D, x[1].at(p, i), x[1].row, dim, rows - i);
 }
 
 /* ---- A weight of 0 wins over an infinity or NaN that it is multiplied with, which a hidden key or query may hold.  The
@@ -5971,38 +6006,47 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
 #endif /* AMPC_TENSOR_CORES */
 
 template <int D, bool BF16>
-__global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, AMPC_FORWARD)) ampc_flash_rows(ampc_flash_call a) {
+__global__ void __launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD).threads, ampc_flash_shape_of(D, AMPC_FORWARD).blocks)
+ampc_flash_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
-    const int R = 128, M = 2, N = 4, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, AMPC_FORWARD);
+    const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8, half = 2 * T * 2 * D;
+    const int other_half = ampc_flash_holds_all(D, AMPC_FORWARD) ? -half : half;
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
     ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD) - AMPC_SWEEP_BYTES);
-    if (threadIdx.x % 32 == 0) sweep->open(a, R);
+    if (threadIdx.x % 32 == 0) sweep->open(a, T);
     __syncthreads();
     unsigned char *others = shared + R * 2 * D;
-    float o[M][D / 8][4] = {}, max[M][2] = {{lowest, lowest}, {lowest, lowest}}, sum[M][2] = {};
-    ampc_tile_fetch<D, R>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.dim, a.queries - sweep->own);
-    int j = sweep->next(sweep->first), turn = 0;
-    if (j < sweep->end) ampc_flash_fetch<D, AMPC_FLASH_TILE>(others, a.others, sweep->place, a.dim, j, a.keys);
+    float o[M][D / 8][4] = {}, max[M][2], sum[M][2] = {};
+    AMPC_UNROLL
+    for (int i = 0; i < 2 * M; i++) max[i / 2][i % 2] = lowest;
+    ampc_tile_fetch<D, R, shape.threads>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.dim, a.queries - sweep->own);
     ampc_copy_commit();
+    int j = sweep->next(sweep->first), turn = 0;
+    if (j < sweep->end) ampc_flash_fetch<D, T, shape.threads>(others, a.others, sweep->place, a.dim, j, a.keys);
+    ampc_copy_commit();
+    ampc_copy_wait<1>();
+    __syncthreads();                            /* the own rows are there */
+    const ampc_tile_rows<D, M, shape.held != 0> q(shared + ampc_warp_row<M>() * 2 * D);
     while (j < sweep->end) {
-        int following = sweep->next(j + AMPC_FLASH_TILE);
+        int following = sweep->next(j + T);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
         if (following < sweep->end)
-            ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + (turn ^ 1) * side, a.others, sweep->place, a.dim, following, a.keys);
+            ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * other_half, a.others, sweep->place, a.dim, following, a.keys);
         ampc_copy_commit();
         AMPC_NO_UNROLL
-        for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
+        for (int c = 0; c < T; c += 8 * N) {
             int mine = ampc_warp_row<M>();
             int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, j + c, 8 * N);
-            const unsigned char *k = others + turn * side + c * 2 * D;
+            const unsigned char *k = others + turn * other_half + c * 2 * D;
             float s[M][N][4];
             if (state == AMPC_HIDDEN) continue;
-            ampc_tile_scores<D, BF16>(s, shared + mine * 2 * D, k);
+            ampc_tile_scores<D, BF16>(s, q, k);
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, j + c, s, s, lowest);
             ampc_flash_soften<D>(s, a.scale, max, sum, o);
-            ampc_tile_weigh<D, BF16>(o, s, k + side / 2);
+            ampc_tile_weigh<D, BF16>(o, s, k + half / 2);
         }
         turn ^= 1;
         j = following;
@@ -6097,44 +6141,52 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
 #endif /* AMPC_TENSOR_CORES */
 
 template <ampc_flash_pass PASS, int D, bool BF16>
-__global__ void __launch_bounds__(AMPC_TILE_THREADS, ampc_flash_blocks(D, PASS)) ampc_flash_gradient_rows(ampc_flash_call a) {
+__global__ void __launch_bounds__(ampc_flash_shape_of(D, PASS).threads, ampc_flash_shape_of(D, PASS).blocks)
+ampc_flash_gradient_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
     const bool KEYS = PASS == AMPC_TO_KEYS;
-    const int R = ampc_flash_own(D, PASS), M = R / 64, N = 4, side = 2 * AMPC_FLASH_TILE * 2 * D;
+    constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, PASS);
+    const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8, half = 2 * T * 2 * D;
+    const int other_half = ampc_flash_holds_all(D, PASS) ? -half : half;
     AMPC_DYNAMIC(shared);
     ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS) - AMPC_SWEEP_BYTES);
-    if (threadIdx.x % 32 == 0) sweep->open(a, R);
+    if (threadIdx.x % 32 == 0) sweep->open(a, T);
     __syncthreads();
     unsigned char *others = shared + 2 * R * 2 * D;
-    float2 *stats_scratch = (float2 *)(others + 2 * side);         /* of the tiles' queries, or of the own ones */
+    float2 *stats_scratch = (float2 *)(others + half + (other_half > 0 ? half : 0));     /* of the tiles' queries, or of the own ones */
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
-        ampc_flash_fetch<D, AMPC_FLASH_TILE>(others + to * side, a.others, sweep->place, a.dim, from, columns);
-        if (KEYS) ampc_flash_fetch_stats(stats_scratch + to * AMPC_FLASH_TILE, ampc_flash_stats(a, sweep->place) + from, AMPC_FLASH_TILE);
+        ampc_flash_fetch<D, T, shape.threads>(others + to * other_half, a.others, sweep->place, a.dim, from, columns);
+        if (KEYS) ampc_flash_fetch_stats(stats_scratch + to * T, ampc_flash_stats(a, sweep->place) + from, T);
     };
-    ampc_flash_fetch<D, R>(shared, a.own, sweep->place, a.dim, sweep->own, rows);
+    ampc_flash_fetch<D, R, shape.threads>(shared, a.own, sweep->place, a.dim, sweep->own, rows);
     if (!KEYS) ampc_flash_fetch_stats(stats_scratch, ampc_flash_stats(a, sweep->place) + sweep->own, R);
+    ampc_copy_commit();
     int at = sweep->next(sweep->first), turn = 0;
     if (at < sweep->end) fetch(at, 0);
     ampc_copy_commit();
+    ampc_copy_wait<1>();
+    __syncthreads();                            /* the own rows are there */
+    const ampc_tile_rows<D, M, (shape.held > 0)> x(shared + ampc_warp_row<M>() * 2 * D);
+    const ampc_tile_rows<D, M, (shape.held > 1)> y(shared + (R + ampc_warp_row<M>()) * 2 * D);
     while (at < sweep->end) {
-        int following = sweep->next(at + AMPC_FLASH_TILE);
+        int following = sweep->next(at + T);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the tile is there, and no warp reads the other side any more */
         if (following < sweep->end) fetch(following, turn ^ 1);
         ampc_copy_commit();
         AMPC_NO_UNROLL
-        for (int c = 0; c < AMPC_FLASH_TILE; c += 8 * N) {
+        for (int c = 0; c < T; c += 8 * N) {
             int mine = ampc_warp_row<M>();
             int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, at + c, 8 * N);
-            const unsigned char *x = shared + mine * 2 * D, *u = others + turn * side + c * 2 * D, *w = u + side / 2;
+            const unsigned char *u = others + turn * other_half + c * 2 * D, *w = u + half / 2;
             float s[M][N][4], ds[M][N][4];
             if (state == AMPC_HIDDEN) continue;
             ampc_tile_scores<D, BF16>(s, x, u);
             __syncwarp();                       /* or the compiler loads for both products at once, and spills */
-            ampc_tile_scores<D, BF16>(ds, x + R * 2 * D, w);
-            ampc_flash_slopes<KEYS>(s, ds, a.scale, stats_scratch + (KEYS ? turn * AMPC_FLASH_TILE + c : mine));
+            ampc_tile_scores<D, BF16>(ds, y, w);
+            ampc_flash_slopes<KEYS>(s, ds, a.scale, stats_scratch + (KEYS ? turn * T + c : mine));
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, at + c, s, ds, 0.0f);
             if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w);
             ampc_tile_weigh<D, BF16>(first, ds, u);
@@ -6182,7 +6234,7 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
     c.keys = (int)a.keys;
     c.dim = (int)a.dim;
     c.together = (int)(cache / (rows * a.dim * 4) + 1);
-    c.tiles = (int)ampc_blocks(pass == AMPC_TO_KEYS ? a.keys : a.queries, ampc_flash_own(ampc_flash_width(a.dim), pass));
+    c.tiles = (int)ampc_blocks(pass == AMPC_TO_KEYS ? a.keys : a.queries, AMPC_FLASH_OWN);
     c.scale = a.scale * AMPC_LOG2_E;
     c.factor = a.scale;
     c.bf16 = a.dtype == AMP_BF16;
@@ -6249,7 +6301,7 @@ amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &a, void *
     return ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>, (unsigned)(call.all_heads * call.tiles),
-                           AMPC_TILE_THREADS, ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
+                           (unsigned)ampc_flash_shape_of(K::d, AMPC_FORWARD).threads, ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
     });
 }
 
@@ -6259,7 +6311,8 @@ amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void 
     ampc_flash_call call = ampc_flash_prepare(a, PASS, bits);
     call.stats = stats;
     return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, BF16>,
-                       (unsigned)(call.all_heads * call.tiles), AMPC_TILE_THREADS, ampc_flash_shared(D, PASS), stream, call);
+                       (unsigned)(call.all_heads * call.tiles), (unsigned)ampc_flash_shape_of(D, PASS).threads,
+                       ampc_flash_shared(D, PASS), stream, call);
 }
 
 amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &a, void *stream) {

@@ -151,6 +151,7 @@ struct problem {
     mask_data mask;
     arrangement where;
     float scale;
+    bool backward = true;
     std::string in[TENSORS];        /* q, k, v, do */
     problem(const attention_shape &s, const mask_case &m, const numbers &t, uint64_t seed)
         : shape(s), type(t), mask(m, s, seed), where(s), scale((float)(seed % 5 == 4 ? -0.7 : 1 / sqrt((double)s.dim))) {
@@ -172,7 +173,7 @@ struct problem {
         const float bad[] = {NAN, HUGE_VALF, -HUGE_VALF, 1e30f};
         set(t, b, h, i, bad[which % 4]);
     }
-    /* Runs both directions and appends o, dq, dk, dv and lse. */
+    /* Runs both directions, or forward alone, and appends o, dq, dk, dv and lse. */
     void run(cuda_side &s, std::string *out) const;
 };
 
@@ -226,7 +227,7 @@ void problem::run(cuda_side &s, std::string *out) const {
     a.lse = (float *)s.room((size_t)rows() * 4);
     a.mask = mask.on(s);
     ok(s.backend->attention(s.dev, &a, NULL));
-    ok(s.backend->attention_backward(s.dev, &a, NULL));
+    if (backward) ok(s.backend->attention_backward(s.dev, &a, NULL));
     get_all(s, *this, base, out);
     s.get(out, a.lse, (size_t)rows() * 4);
 }
@@ -548,7 +549,7 @@ CUDA_TEST(tensor_cores_and_head_sizes) {
     }
 }
 
-/* What a run of both directions reads by cp.async and multiplies. */
+/* What a run reads by cp.async, loads from shared memory and multiplies. */
 static coc_counts work_of(const problem &p) {
     cuda_side s(amp_cuda());
     std::string out;
@@ -602,6 +603,26 @@ CUDA_TEST(tensor_cores_and_infinities) {
     check_problem(none);
 }
 
+/* Own rows that stay in registers are loaded once.  Blocks own 128 rows, for which they fetch the other side once. */
+CUDA_TEST(tensor_cores_move_little) {
+    if (!CUDA_IS_MODEL) return;
+    const double forward[] = {0.25, 0.25}, both[] = {88.0 / 288, 288.0 / 576};
+    const long n = 1024, blocks = n / 128, stats = 8;
+    for (int64_t dim : {64, 128}) {
+        problem p({1, 1, n, n, dim, PACKED}, mask_cases[0], all_numbers[2], 1300);
+        coc_counts all = work_of(p);
+        p.backward = false;
+        coc_counts first = work_of(p);
+        CHECK_EQ(first.mmas, n / 16 * (n / 8) * (dim / 16) * 2);
+        CHECK_EQ(all.mmas, n / 16 * (n / 8) * (dim / 16) * 9);
+        double loads = (double)first.ldmatrices / (double)first.mmas, all_loads = (double)all.ldmatrices / (double)all.mmas;
+        CHECK_MSG(loads < forward[dim == 128] * 1.02, "%g loads for a product", loads);
+        CHECK_MSG(all_loads < both[dim == 128] * 1.02, "%g loads for a product", all_loads);
+        CHECK_EQ(first.async_bytes, blocks * (2 * n + 128) * dim * 2);
+        CHECK_EQ(all.async_bytes - first.async_bytes, 2 * blocks * (2 * n + 256) * dim * 2 + stats * n * (blocks + 1));
+    }
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(every_shape_and_mask);
@@ -619,6 +640,7 @@ int main(int argc, char **argv) {
     RUN(tensor_cores_and_tiles);
     RUN(tensor_cores_and_head_sizes);
     RUN(tensor_cores_skip_hidden_tiles);
+    RUN(tensor_cores_move_little);
     RUN(tensor_cores_and_infinities);
     return TEST_END();
 }
