@@ -142,6 +142,8 @@
        gcc -O2 -c program.c
        nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
 
+       Turing (sm_75) and later: nvcc 13 no longer builds for Volta (sm_70), which is therefore not supported.
+
        Without -O2 all is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under -std=c99
        includes amp.h before system headers; files that only include it may be C90 or C++98.  AMP_STATIC beside
        AMP_IMPLEMENTATION: all is private to the file, thread state and caches too.  AMP_API may be predefined in all

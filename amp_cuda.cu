@@ -2,7 +2,8 @@
 
    Build and link it beside the program; nothing of it is included:
 
-       nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_70 and later)
+       nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu          (-arch=native for the GPU at hand; sm_75 and later:
+                                                               nvcc 13 no longer builds for Volta, sm_70)
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
    With -DAMP_NVTX, amp_profile_push and amp_monitor_phase are seen by profilers (nsys profile -t nvtx,cuda ./train).

@@ -67,7 +67,7 @@ struct gpu {
     std::map<amp_dtype, void *> noise;                  /* random numbers that operands are filled from */
 
     void open() {
-        static const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        static const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free, NULL};
         amp_backend_desc d = {};
         need(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
         need(cudaEventCreateWithFlags(&from, cudaEventDefault), "an event");
@@ -775,16 +775,16 @@ void copies(int multiprocessors) {
 
 void every_case(int multiprocessors) {
     attempt("copies", [=] { copies(multiprocessors); });
-    attempt("casts", casts);
-    attempt("widening", widening);
-    attempt("gradients", gradients);
+    attempt("attention", attentions);           /* in the order of what they say first */
     attempt("optimizers", optimizers);
     attempt("norms", norms);
+    attempt("losses", losses);
+    attempt("gradients", gradients);
+    attempt("products", products);
+    attempt("casts", casts);
+    attempt("widening", widening);
     attempt("softmaxes", softmaxes);
     attempt("pointwise", pointwise);
-    attempt("losses", losses);
-    attempt("products", products);
-    attempt("attention", attentions);
 }
 
 } /* namespace */

@@ -1,8 +1,9 @@
 # rules.mk - amp_cuda.cu for GPUs; included by the Makefile after tests/cuda_on_cpu/rules.mk.
 #
 #   make cuda               build/amp_cuda.o, one object for every architecture that nvcc knows (CUDA_ARCHS: fewer)
-#   make gpu                tests and timings of the kernels on the GPU at hand, beside PyTorch (PEER_TORCH)
-#   make gpu PART=tests     one part alone: tests, kernels or step, which trains GPT-2 beside PyTorch
+#   make gpu                on the GPU at hand, one after the other: link, rules, attention, kernels (timings beside
+#                           PyTorch, PEER_TORCH), step (GPT-2 beside PyTorch), tests; each saves what it found
+#   make gpu PART=step      one part alone
 #   make gpu REHEARSE=1     the same programs on the model GPU, in the smallest sizes
 #   make gpu-table          what the kernels need of sm_90 into tests/gpu/resources.txt
 #   make backend            which backend a program can use here
@@ -17,13 +18,16 @@ backend:
 # Programs link it with -lcublasLt -lcudart.
 cuda: $(BUILD)/amp_cuda.o
 
-# The machine code of each architecture, and PTX of the last for those to come.
+# The machine code of each architecture, and PTX of the last for those to come.  A warning is an error, and so is a kernel
+# that spills registers.
 $(BUILD)/amp_cuda.o: amp_cuda.cu amp.h | $(BUILD)
 	@sh tests/gpu/find.sh backend
 	nvcc=$$(sh tests/gpu/find.sh nvcc) && codes= && \
 	for arch in $${CUDA_ARCHS:-$$(sh tests/gpu/find.sh archs)}; do \
 	    codes="$$codes -gencode arch=compute_$$arch,code=sm_$$arch"; done && \
-	"$$nvcc" $(NVCC_FLAGS) -Xfatbin=-compress-all --threads $(GPU_JOBS) $$codes -gencode arch=compute_$$arch,code=compute_$$arch -c $< -o $@
+	began=$$(date +%s) && "$$nvcc" $(NVCC_FLAGS) -Xptxas -warn-spills -Xfatbin=-compress-all --threads $(GPU_JOBS) $$codes \
+	    -gencode arch=compute_$$arch,code=compute_$$arch -c $< -o $@ && \
+	echo "$@ was built in $$(($$(date +%s) - began)) seconds"
 
 gpu-table:
 	sh tests/cuda_on_cpu/nvcc.sh --table
@@ -31,8 +35,11 @@ gpu-table:
 # ---- The tests and timings, for the GPU at hand or for the model.  GPU_CXX compiles host code, GPU_CU device code.
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models
 GPU_PROGRAMS := $(GPU_TESTS) bench_gpu
-GPU_PARTS    := $(or $(PART),tests kernels)
-GPU_NEEDED    = bench_gpu $(if $(filter tests,$(GPU_PARTS)),$(GPU_TESTS)) $(if $(filter step,$(GPU_PARTS)),train_gpt)
+GPU_PARTS    := $(or $(PART),link rules attention kernels step tests)
+# In the order in which they are needed: those of early parts are built first.
+GPU_NEEDED    = bench_gpu $(if $(filter rules,$(GPU_PARTS)),t_models) $(if $(filter attention,$(GPU_PARTS)),t_cuda_attention) \
+                $(if $(filter step,$(GPU_PARTS)),train_gpt) \
+                $(if $(filter tests,$(GPU_PARTS)),$(filter-out t_models t_cuda_attention,$(GPU_TESTS)))
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
 GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
                 examples/common.h

@@ -1,10 +1,13 @@
 """Tests the CUDA backend on the GPU, times it beside PyTorch and writes medians and a verdict per bar as one JSON file.
 
-    python3 tests/gpu/run.py [--parts tests,kernels] [--bin build/gpu] [--rounds 9] [--ms 20]
+    python3 tests/gpu/run.py [--parts link,rules,attention,kernels] [--bin build/gpu] [--rounds 9] [--ms 20]
     python3 tests/gpu/run.py --bin build/rehearsal --rehearse
 
-`make gpu` calls it.  Three parts: the tests, the kernels, and whole training steps (step).  Each can be run alone; a day's
-parts on one GPU share a file, in which a part replaces what it wrote before.  PEER_TORCH names the Python that has
+`make gpu` calls it.  Parts, in the order that helps most on a GPU that is there for minutes: whether the backend links and
+opens the GPU (link), fragments and cuBLASLt's rules (rules), attention's tests (attention), timings (kernels), whole
+training steps with autotuning (step), all other tests and compute-sanitizer (tests).  Each prints its verdict and saves the
+file when it ends, so that a run that is cut off keeps what it has.  Each can be run alone; a day's parts on one GPU share
+a file, in which a part replaces what it wrote before.  PEER_TORCH names the Python that has
 PyTorch; without it this one is tried.  The backend is timed before and after its peers, so that the spread of its own
 times is known.  One deadline holds for everything, building included: what it leaves no time for is said to be not
 measured.  --rehearse: programs built for the model GPU, the smallest sizes, PyTorch on CPU tensors; the file then lies
@@ -32,7 +35,8 @@ import step
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-PARTS = ("tests", "kernels", "step")
+PARTS = ("link", "rules", "attention", "kernels", "step", "tests")
+PROGRAMS = {"rules": ["t_models"], "attention": ["t_cuda_attention"]}       # tests: all others
 # What a kernel must reach of the measured rate of copies: the first word or words of the cases' names.
 BARS = [("cast", 0.92), ("unscale", 0.90), ("norm ", 0.90), ("AdamW", 0.90),
         ("layernorm backward", 0.80), ("rmsnorm backward", 0.80), ("residual + layernorm backward", 0.80),
@@ -44,9 +48,9 @@ TFLOPS = {"attention D=64 T=1024": 230, "attention D=64 T=4096": 285, "attention
           "attention backward D=64 T=4096": 240}
 BACKENDS = ("flash", "cudnn")
 SAME = 1.02         # a ratio of two times may be this far from 1 without either being the slower
-# Seconds: of tests and kernels together, and of a part alone; what the tests leave to the kernels and to compute-sanitizer,
-# and what they get even where building took so long that this is not left.
-BOTH, ALONE, KERNELS, SANITIZERS, LEAST = 475, 575, 190, 45, 120
+# Seconds: of everything; what a part may take of them where others come after it, and what is left to compute-sanitizer.
+WHOLE, SANITIZERS = 575, 45
+SHARES = {"link": 30, "rules": 75, "attention": 75, "kernels": 190, "step": 200, "tests": WHOLE}
 AT_ONCE = 3         # test programs: each has far more to do on the CPU, which computes what is right, than on the GPU
 
 
@@ -58,7 +62,8 @@ def without_paths(text):
 class Runner:
     def __init__(self, args):
         self.args, self.commands, self.why, self.began = args, [], [], args.began or time.time()
-        self.end = self.began + (args.seconds or (BOTH if len(args.parts) > 1 else ALONE))
+        self.last = self.end = self.began + (args.seconds or WHOLE)
+        self.keep = lambda rows: None           # saves what a part has so far
         self.root, self.bin = ROOT, os.path.join(ROOT, args.bin)
         self.python = os.environ.get("PEER_TORCH") or sys.executable
         self.env = dict(os.environ, GPU_BIN=args.bin, GPU_MODEL="1" if args.rehearse else "0",
@@ -66,6 +71,12 @@ class Runner:
 
     def left(self):
         return self.end - time.time()
+
+    def begin(self, part):
+        """Its share of the time, or all that is left where nothing comes after it."""
+        rest = PARTS[PARTS.index(part) + 1:]
+        alone = self.args.rehearse or not any(other in self.args.parts for other in rest)
+        self.end = self.last if alone else min(self.last, time.time() + SHARES[part])
 
     def say(self, text):
         print(f"[{time.time() - self.began:5.0f} s] {text}", flush=True)
@@ -147,20 +158,24 @@ class Runner:
                 [text for text in lines if text.startswith(("FAIL", "skip"))],
                 [text for text in lines if text.startswith(("confirmed: ", "struck: "))])
 
-    def tests(self):
-        """The tests, then compute-sanitizer in a time of its own, which ends without a failure."""
-        names = sorted(name for name in os.listdir(self.bin) if name.startswith("t_") and "." not in name)
-        spare = KERNELS if "kernels" in self.args.parts else 5
-        seconds = max(self.left() - SANITIZERS - spare, min(LEAST, self.left() - 60))
+    def tests(self, part):
+        """The programs of a part; with the last of them compute-sanitizer, in a time of its own, which ends without a failure."""
+        early = [name for names in PROGRAMS.values() for name in names]
+        names = PROGRAMS.get(part) or sorted(name for name in os.listdir(self.bin) if name.startswith("t_") and "." not in name
+                                             and name not in early)
         self.shown(" ".join(["sh tests/run.sh"] + names))
-        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names], seconds)
-        self.env["SANITIZE_SECONDS"] = str(int(max(0, self.left() - spare)))
-        self.shown("sh tests/run.sh sanitize.sh")
-        more, found, _ = self.programs(["tests/gpu/sanitize.sh"], self.left() - spare + 20)
-        passed, failed, skipped = (a + b for a, b in zip(counts, more))
-        return {"programs": names + ["sanitize.sh"], "passed": passed, "failed": failed, "skipped": skipped,
-                "not_passed": text + found, "rules_confirmed": sum(rule.startswith("confirmed") for rule in rules),
-                "rules_struck": [rule for rule in rules if rule.startswith("struck")]}
+        counts, text, rules = self.programs([os.path.join(self.args.bin, name) for name in names],
+                                            self.left() - (SANITIZERS if part == "tests" else 0))
+        if part == "tests":
+            self.env["SANITIZE_SECONDS"] = str(int(max(0, self.left() - 5)))
+            self.shown("sh tests/run.sh sanitize.sh")
+            more, found, _ = self.programs(["tests/gpu/sanitize.sh"], self.left() + 15)
+            counts, text, names = [a + b for a, b in zip(counts, more)], text + found, names + ["sanitize.sh"]
+        out = {"programs": names, "passed": counts[0], "failed": counts[1], "skipped": counts[2], "not_passed": text}
+        if part == "rules":
+            out.update(rules_confirmed=sum(rule.startswith("confirmed") for rule in rules),
+                       rules_struck=[rule for rule in rules if rule.startswith("struck")])
+        return out
 
     # ---- The kernels
 
@@ -169,9 +184,9 @@ class Runner:
         return ["--rounds", str(a.rounds), "--ms", str(a.ms)] + (["--tiny"] if a.rehearse else []) + (
             ["--only", a.only] if a.only else [])
 
-    def bench(self):
+    def bench(self, meanwhile=None):
         return self.lines(shlex.join(["bench_gpu"] + self.flags()), [os.path.join(self.bin, "bench_gpu")] + self.flags(),
-                          self.left())
+                          self.left(), meanwhile)
 
     def peers(self, seconds):
         flags = self.flags() + ["--seconds", f"{seconds:.0f}", "--compile", self.args.compile]
@@ -181,8 +196,12 @@ class Runner:
 
     def kernels(self):
         """Our times, PyTorch's in what time is left, our times again."""
-        began = time.time()
-        first = self.bench()
+        began, so_far = time.time(), []
+
+        def meanwhile(record):
+            so_far.append(record)
+            self.keep([so_far])
+        first = self.bench(meanwhile)
         took = 1.1 * (time.time() - began)
         peers = self.peers(max(1, self.left() - took - 20))
         second = []
@@ -238,9 +257,11 @@ def verdict(bar, needs, measured, why="", at_least=0.0):
     return {"bar": bar, "needs": needs, "measured": measured, "verdict": "PASS" if measured >= at_least else "FAIL"}
 
 
-def test_bars(tests):
+def test_bars(part, tests):
+    """Of the parts that are tests; link counts as one."""
     failed = tests["failed"] if tests else None
-    return [{"bar": "tests on the GPU", "needs": "none fails", "measured": failed,
+    return [{"bar": {"link": "the backend links and opens the GPU", "rules": "fragments and rules", "attention": "attention's tests",
+                     "tests": "all other tests"}[part], "needs": "none fails", "measured": failed,
              "verdict": "not measured" if tests is None else "FAIL" if failed else "PASS"}]
 
 
@@ -330,11 +351,11 @@ def describe(runner):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="tests,kernels", help="some of tests, kernels, step")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
     parser.add_argument("--bin", default="build/gpu", help="folder of the programs, from the project's root")
     parser.add_argument("--rehearse", action="store_true", help="they are built for the model GPU")
     parser.add_argument("--began", type=float, default=0, help="when building began, in seconds since 1970")
-    parser.add_argument("--seconds", type=float, default=0, help=f"for everything; default {BOTH}, a part alone {ALONE}")
+    parser.add_argument("--seconds", type=float, default=0, help=f"for everything; default {WHOLE}")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ms", type=float, default=20, help="milliseconds of one round")
     parser.add_argument("--compile", default="all", help="which cases PyTorch also compiles: those whose name holds it")
@@ -349,29 +370,45 @@ def arguments():
     return args
 
 
-def measure(runner, whole):
-    """Runs the parts that were asked for; what they find replaces what the file has of them."""
-    fresh, torch = {}, None
-    for part in [p for p in PARTS if p in runner.args.parts]:
-        runner.commands, runner.why, began = [], [], time.time()
-        if part == "tests":
-            whole["tests"] = runner.tests()
-            fresh[part] = test_bars(whole["tests"])
-        elif part == "kernels":
-            runs, peers = runner.kernels()
-            whole["cases"] = merge(runs, peers)
-            shares(whole["cases"])
-            whole["copy_gb_per_s"] = copy_rate(whole["cases"])
-            whole["settings"] = {"rounds": runner.args.rounds, "ms": runner.args.ms}
-            torch = next((r["torch"] for r in peers if r["event"] == "versions"), torch)
-            fresh[part] = bars(whole["cases"], "; ".join(runner.why))
+def kernel_rows(runner, whole, runs, peers):
+    whole["cases"] = merge(runs, peers)
+    shares(whole["cases"])
+    whole["copy_gb_per_s"] = copy_rate(whole["cases"])
+    whole["settings"] = {"rounds": runner.args.rounds, "ms": runner.args.ms}
+    return bars(whole["cases"], "; ".join(runner.why))
+
+
+def measure(runner, whole, part, keep):
+    """Runs a part; what it finds replaces what the file has of it.  Its bars, and PyTorch's version."""
+    torch = None
+    if part == "kernels":
+        runner.keep = lambda runs: keep(kernel_rows(runner, whole, runs, []))
+        runs, peers = runner.kernels()
+        found = kernel_rows(runner, whole, runs, peers)
+        torch = next((r["torch"] for r in peers if r["event"] == "versions"), None)
+    elif part == "step":
+        whole["step"] = step.measure(runner, whole["device"])
+        torch, found = whole["step"].get("torch"), step.bars(whole["step"], verdict)
+    else:
+        if part == "link":
+            opened = whole["device"]["name"] != "no result"
+            whole[part] = {"passed": int(opened), "failed": int(not opened), "skipped": 0, "not_passed": runner.why[:]}
         else:
-            whole["step"] = step.measure(runner, whole["device"])
-            torch = whole["step"].get("torch") or torch
-            fresh[part] = step.bars(whole["step"], verdict)
-        whole["parts"][part] = {"seconds": round(time.time() - began), "commands": runner.commands, "left_out": runner.why,
-                                "versions": versions(whole["device"], torch)}
-    return fresh, torch
+            whole[part] = runner.tests(part)
+        found = test_bars(part, whole[part])
+    return found, torch
+
+
+def no_bars(part):
+    """Of a part that was never run."""
+    return [] if part == "kernels" else step.bars({}, verdict) if part == "step" else test_bars(part, None)
+
+
+def say_verdict(runner, part, found):
+    count = {word: sum(v["verdict"] == word for v in found) for word in ("PASS", "FAIL", "not measured")}
+    worst = "FAIL" if count["FAIL"] else "PASS" if count["PASS"] else "not measured"
+    runner.say(f"{part}: {worst if not runner.args.rehearse or part not in ('kernels', 'step') else 'rehearsed'} ("
+               + ", ".join(f"{n} {word}" for word, n in count.items() if n) + ")")
 
 
 def main():
@@ -384,26 +421,49 @@ def main():
     if os.path.exists(path):
         with open(path) as f:
             whole = json.load(f)
-    old = whole.get("bars", [])
+    writes = device["name"] != "no result" and not args.only
+    fresh = {part: [bar for bar in whole.get("bars", []) if bar.get("part") == part] for part in PARTS}
     whole.update(date=now.strftime("%Y-%m-%d %H:%M UTC"), device=device)
-    for name, empty in (("tests", None), ("cases", {}), ("copy_gb_per_s", 0), ("settings", {}), ("step", None), ("parts", {})):
+    for name, empty in (("link", None), ("rules", None), ("attention", None), ("tests", None), ("cases", {}), ("copy_gb_per_s", 0),
+                        ("settings", {}), ("step", None), ("parts", {})):
         whole.setdefault(name, empty)
-    fresh, torch = measure(runner, whole)
-    whole["versions"] = versions(device, torch or whole.get("versions", {}).get("torch"))
-    kept = {part: [bar for bar in old if bar.get("part") == part] for part in PARTS}
-    missing = {"tests": test_bars(None), "kernels": [], "step": step.bars({}, verdict)}
-    whole["bars"] = [dict(bar, part=part) for part in PARTS for bar in fresh.get(part) or kept[part] or missing[part]]
-    if args.rehearse:
-        whole["bars"] = unsaid(whole["bars"])
-    show(whole, args.parts)
-    if device["name"] == "no result" or args.only:
+
+    def save(part, found, torch=None):
+        """What there is by now into the file, which is never half written."""
+        fresh[part] = found
+        whole["versions"] = versions(device, torch or whole.get("versions", {}).get("torch"))
+        whole["bars"] = [dict(bar, part=p) for p in PARTS for bar in fresh[p] or no_bars(p)]
+        if args.rehearse:
+            whole["bars"] = unsaid(whole["bars"])
+        if not writes:
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path + ".new", "w") as f:
+            json.dump(whole, f, indent=1)
+            f.write("\n")
+        os.replace(path + ".new", path)
+
+    done = []
+    for part in [p for p in PARTS if p in args.parts]:
+        runner.commands, began = [], time.time()
+        runner.why = runner.why if part == "link" else []
+        runner.begin(part)
+        if runner.left() < 5:
+            runner.say(f"{part}: not begun, no time left; make gpu PART={part}")
+            continue
+        found, torch = measure(runner, whole, part, lambda bars_now: save(part, bars_now))
+        whole["parts"][part] = {"seconds": round(time.time() - began), "commands": runner.commands, "left_out": runner.why,
+                                "versions": versions(device, torch)}
+        save(part, found, torch)
+        say_verdict(runner, part, found)
+        done.append(part)
+        if part == "link" and not writes and not args.only:
+            break
+    show(whole, done)
+    if not writes:
         return print("nothing is written") or (0 if args.only else 1)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w") as f:
-        json.dump(whole, f, indent=1)
-        f.write("\n")
     print(f"wrote {os.path.relpath(path, ROOT)}, {time.time() - runner.began:.0f} s in all")
-    return 1 if "tests" in args.parts and whole["tests"]["failed"] else 0
+    return 1 if any((whole.get(part) or {}).get("failed") for part in done if part not in ("kernels", "step")) else 0
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ struct device {
     const amp_backend *b = amp_cuda();
     void *dev = NULL;
     device() {
-        static const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free};
+        static const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free, NULL};
         amp_backend_desc d = {};
         CHECK(b->open(&dev, &host, &d) == AMP_OK);
     }
