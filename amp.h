@@ -286,8 +286,16 @@
        the parent's context, do nothing.  Fork, by fork() itself, while no other thread is in the library.
        When the system has no more threads, kernels run on fewer, with one warning; a loader returns 302.
 
+   TRAPS AND ROUNDING  All arithmetic of the CPU backend, conversions included, runs in C's default floating-point environment,
+       on whatever thread: no exception traps (feenableexcept), to nearest, subnormal numbers not flushed, though the program
+       or a library linked with -Ofast asks for that.  Results are the same, and your environment is back when a call returns.
+       Callbacks run in yours: .parallel and its threads, allocator, logger, steps, kernels of your own; a loader's in that of
+       the thread that created it.  Calls may raise exception flags, and clear none.  On the host, the sections >>watch and
+       >>care mask neither FE_INEXACT nor FE_UNDERFLOW for what they count and time.  Elsewhere than on x86-64 and AArch64,
+       flags come back as they were, by <fenv.h>.
+
    SAME BITS  Results do not depend on the number of threads or workers, and repeat from run to run and after a restart
-       from a saved state.  CPU paths, in the order of amp_cpu_path, differ by rounding where they do not agree:
+       from a saved state, but for the sign and payload of a NaN.  CPU paths, in the order of amp_cpu_path, differ by rounding where they do not agree:
 
        what                                   runs  threads  restarts  CPU paths that agree
        casts, random numbers, dropout, masks  yes   yes      yes       all
@@ -3439,6 +3447,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) { retur
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fenv.h>
 #include <fnmatch.h>
 #include <limits.h>
 #include <math.h>
@@ -3626,6 +3635,42 @@ AMPI_PRIVATE int ampi_is_apart(const void *a, size_t a_bytes, const void *b, siz
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a_bytes == 0 || b_bytes == 0 || (x < y ? y - x >= a_bytes : x - y >= b_bytes);
 }
+
+/* ---- The floating-point environment.  What computes does so between these two calls, in C's default: no exception traps, to
+   nearest, with subnormal numbers; operands are read, and results written, in between.  The host's own code, callbacks
+   included, finds the host's.  Flags that were raised before stay so. */
+#if AMPI_X86 && defined(__SSE2_MATH__)
+typedef uint32_t ampi_fp;
+enum { AMPI_FP_FLAGS = 0x3f, AMPI_FP_DEFAULT = 0x1f80 };
+AMPI_PRIVATE inline int ampi_fp_is_default(ampi_fp x) { return (x | AMPI_FP_FLAGS) == (AMPI_FP_DEFAULT | AMPI_FP_FLAGS); }
+AMPI_PRIVATE inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("stmxcsr %0" : "=m"(x) : : "memory"); return x; }
+AMPI_PRIVATE inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("ldmxcsr %0" : : "m"(x) : "memory"); }
+#elif defined(__aarch64__)          /* flags have a register of their own */
+typedef uint64_t ampi_fp;
+enum { AMPI_FP_DEFAULT = 0 };
+AMPI_PRIVATE inline int ampi_fp_is_default(ampi_fp x) { return x == AMPI_FP_DEFAULT; }
+AMPI_PRIVATE inline ampi_fp ampi_fp_get(void) { ampi_fp x; __asm__ volatile("mrs %0, fpcr" : "=r"(x) : : "memory"); return x; }
+AMPI_PRIVATE inline void ampi_fp_set(ampi_fp x) { __asm__ volatile("msr fpcr, %0" : : "r"(x) : "memory"); }
+#endif
+#if (AMPI_X86 && defined(__SSE2_MATH__)) || defined(__aarch64__)
+AMPI_PRIVATE inline ampi_fp ampi_fp_begin(void) {
+    ampi_fp host = ampi_fp_get();
+    if (!ampi_fp_is_default(host)) ampi_fp_set(AMPI_FP_DEFAULT);
+    return host;
+}
+AMPI_PRIVATE inline void ampi_fp_end(ampi_fp host) {
+    if (!ampi_fp_is_default(host)) ampi_fp_set(host);
+}
+#else
+typedef fenv_t ampi_fp;
+AMPI_PRIVATE inline ampi_fp ampi_fp_begin(void) {
+    ampi_fp host;
+    fegetenv(&host);
+    fesetenv(FE_DFL_ENV);
+    return host;
+}
+AMPI_PRIVATE inline void ampi_fp_end(ampi_fp host) { fesetenv(&host); }
+#endif
 
 /* ---- The POSIX system */
 
@@ -4734,6 +4779,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
                                const amp_convert_desc *desc, int64_t *new_inf) {
     const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
+    ampi_fp host;
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
     if (n > 0 && (dst == NULL || src == NULL))
         return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
@@ -4748,7 +4794,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     if ((dst != src || amp_dtype_size(dst_dtype) != amp_dtype_size(src_dtype)) &&
         !ampi_is_apart(dst, (size_t)n * amp_dtype_size(dst_dtype), src, (size_t)n * amp_dtype_size(src_dtype)))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert", "dst and src share memory, and are not one buffer of elements of one size");
+    host = ampi_fp_begin();
     ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
+    ampi_fp_end(host);
     return AMP_OK;
 }
 
@@ -5854,7 +5902,9 @@ static void ampi_loop_run(void *arg, int32_t number) {
     ampi_loop *loop = (ampi_loop *)arg;
     int64_t begin, end, taken = 0, started = loop->begin;
     int32_t thread = __atomic_fetch_add(&loop->come, 1, __ATOMIC_RELAXED), i;
+    ampi_fp host;
     if (thread >= loop->threads) return;
+    host = ampi_fp_begin();
     for (i = 0; i < loop->shares; i++) {
         int32_t s = (thread + i) % loop->shares;
         while ((begin = __atomic_fetch_add(&loop->share[s].next, loop->step, __ATOMIC_RELAXED)) < loop->share[s].end) {
@@ -5864,6 +5914,7 @@ static void ampi_loop_run(void *arg, int32_t number) {
             taken += end - begin;
         }
     }
+    ampi_fp_end(host);
     if (taken == 0 || thread >= loop->shares) return;
     loop->share[thread].taken = taken;
     loop->share[thread].ns = ampi_posix_clock(NULL) - started;
@@ -5896,17 +5947,25 @@ static int ampi_threads_now(const ampi_cpu *cpu) {
     return until != 0 && ampi_posix_clock(NULL) < until ? 1 : cpu->threads;
 }
 
+/* All of a loop on the calling thread. */
+AMPI_PRIVATE void ampi_alone(ampi_task task, void *arg, int64_t n) {
+    ampi_fp host = ampi_fp_begin();
+    task(arg, 0, n, 0);
+    ampi_fp_end(host);
+}
+
 /* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.
    Items must be independent, so that the result does not depend on how they are cut. */
 AMPI_PRIVATE void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
     int64_t pieces = (n + grain - 1) / grain, begin;
     ampi_loop loop;
+    ampi_fp host;
     int32_t i;
     if (n <= 0) return;
     threads = (int)AMPI_MIN(pieces, (int64_t)threads);
     begin = threads > 1 ? ampi_posix_clock(NULL) : 0;
     if (threads == 1 || cpu->host.parallel == NULL || begin < __atomic_load_n(&cpu->alone_until, __ATOMIC_RELAXED)) {
-        task(arg, 0, n, 0);
+        ampi_alone(task, arg, n);
         return;
     }
     loop.task = task;
@@ -5926,7 +5985,9 @@ AMPI_PRIVATE void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t g
     cpu->host.parallel(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
     ampi_loop_run(&loop, -1);       /* what a host's pool left over */
+    host = ampi_fp_begin();
     ampi_loop_account(cpu, &loop, pieces);
+    ampi_fp_end(host);
 }
 
 /* A block of the pool for `bytes`: the smallest free one that fits, else a free place where one is made: it is busy
@@ -6429,7 +6490,7 @@ static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads,
 static amp_result ampi_gemm_small(ampi_gemm_call *call) {
     float local[AMPI_GEMM_LOCAL];
     call->scratch = local;
-    ampi_gemm_part(call, 0, call->parts, 0);
+    ampi_alone(ampi_gemm_part, call, call->parts);
     return AMP_OK;
 }
 
@@ -6692,7 +6753,7 @@ static void ampi_direct_dots_run(ampi_cpu *cpu, ampi_direct *d) {
         d->m = t.n; d->a = t.b; d->a_row = t.b_col; d->c_row = t.c_col;
         d->n = t.m; d->b = t.a; d->b_col = t.a_row; d->c_col = t.c_row;
     }
-    if (threads == 1) ampi_direct_dots(d, 0, d->m, 0);
+    if (threads == 1) ampi_alone(ampi_direct_dots, d, d->m);
     else ampi_parallel(cpu, threads, d->m, d->vec->dot_rows, ampi_direct_dots, d);
 }
 
@@ -6734,8 +6795,11 @@ static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     if (vec->pairs != NULL) return ampi_direct_pairs(cpu, vec, g);
     if (g->compute != AMP_F32 || g->a_dtype != AMP_F32 || g->b_dtype != AMP_F32) return 0;
     d = ampi_direct_of(AMPI_PICK(ampi_gemm_kernels, cpu->path), g);
-    if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
-    else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
+    if (ampi_direct_by_tiles(&d)) {
+        ampi_fp host = ampi_fp_begin();
+        ampi_direct_tiles(&d);
+        ampi_fp_end(host);
+    } else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
     else return 0;
     return 1;
 }
@@ -8147,9 +8211,11 @@ static void ampi_cross_entropy_task(void *arg, int64_t begin, int64_t end, int t
 static void ampi_cross_entropy_total(const ampi_cross_entropy_job *job, int64_t counted) {
     const amp_k_cross_entropy *a = job->args;
     double total = 0.0;
+    ampi_fp host = ampi_fp_begin();
     for (int64_t row = 0; row < a->logits.rows; row++) total += job->losses[row];
     if (a->sum) *a->loss = (float)total;
     else *a->loss = counted > 0 ? (float)(total / (double)counted) : ampi_f32_of_bits(0x7fc00000u);
+    ampi_fp_end(host);
 }
 
 static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *stream) {
@@ -8157,12 +8223,15 @@ static amp_result ampi_cpu_cross_entropy(void *dev, const amp_k_cross_entropy *a
     int64_t rows = args->logits.rows, counted = 0, scratch_floats;
     size_t loss_bytes, scratch_bytes;
     ampi_cross_entropy_job job = {cpu, AMPI_PICK(ampi_pointwise_kernels, cpu->path), args, NULL, NULL, 0, 0.0};
+    ampi_fp host;
     (void)stream;
     *args->bad_label = ampi_first_outside(args->labels, rows, args->classes, args->ignore_index);
     if (*args->bad_label != 0) return AMP_OK;
     for (int64_t row = 0; row < rows; row++) counted += args->labels[row] != args->ignore_index;
+    host = ampi_fp_begin();
     job.scale = (double)args->factor * (args->grad_scale ? (double)*args->grad_scale : 1.0) /
                 (args->sum ? 1.0 : (double)AMPI_MAX(counted, 1));
+    ampi_fp_end(host);
     job.stride = ampi_padded(args->classes);
     scratch_floats = job.stride * cpu->threads;
     AMPI_TRY(ampi_bytes("amp_cross_entropy", rows, sizeof(double), &loss_bytes));
@@ -8211,13 +8280,17 @@ static amp_result ampi_cpu_mse(void *dev, const amp_k_mse *args, void *stream) {
     size_t bytes = (size_t)blocks * sizeof(double);
     double total = 0.0, divisor = args->sum ? 1.0 : (double)AMPI_MAX(args->n, 1);
     ampi_mse_job job = {cpu, args, 0.0f, NULL};
+    ampi_fp host = ampi_fp_begin();
     (void)stream;
     job.scale = (float)(2.0 * (double)args->factor * (args->grad_scale ? (double)*args->grad_scale : 1.0) / divisor);
+    ampi_fp_end(host);
     job.partials = (double *)ampi_cpu_scratch(cpu, bytes);
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_mse", bytes);
     ampi_parallel(cpu, cpu->threads, blocks, 1, ampi_mse_task, &job);
+    host = ampi_fp_begin();
     for (int64_t block = 0; block < blocks; block++) total += job.partials[block];
     *args->loss = args->sum || args->n > 0 ? (float)(total / divisor) : ampi_f32_of_bits(0x7fc00000u);
+    ampi_fp_end(host);
     ampi_cpu_release(cpu, job.partials, bytes);
     return AMP_OK;
 }
@@ -8462,6 +8535,7 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
     size_t bytes = (size_t)chunks * sizeof(ampi_partial);
     amp_k_grad_stats *f = args->found;
     ampi_multi_job job;
+    ampi_fp host;
     float factor;
     (void)stream;
     memset(&job, 0, sizeof job);
@@ -8472,12 +8546,14 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
     job.partials = (ampi_partial *)ampi_cpu_scratch(cpu, bytes);
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_scaler_check", bytes);
     ampi_multi_run(cpu, &job, args->table, args->tensors, ampi_check_piece, args);
+    host = ampi_fp_begin();
     for (i = 0; i < chunks; i++) {
         f->sum_sq += job.partials[i].sum_sq;
         if (job.partials[i].bad_row < 0) continue;
         f->found_inf = 1;
         if (f->first_bad < 0 || job.partials[i].bad_row < f->first_bad) f->first_bad = (int32_t)job.partials[i].bad_row;
     }
+    ampi_fp_end(host);
     ampi_cpu_release(cpu, job.partials, bytes);
     return AMP_OK;
 }
@@ -8667,8 +8743,10 @@ static amp_result ampi_cpu_sgd(void *dev, const amp_k_sgd *args, void *stream) {
 }
 
 static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
+    ampi_fp host = ampi_fp_begin();
     (void)dev; (void)stream;
     ampi_rule_run(args);
+    ampi_fp_end(host);
     return AMP_OK;
 }
 
@@ -11421,6 +11499,7 @@ static amp_result ampi_attention_view(const char *f, const char *field, const am
 
 static amp_result ampi_attention_args(const char *f, const amp_attention_op *op, amp_k_attention *k) {
     int64_t q_shape[4], k_shape[4];
+    ampi_fp host;
     memset(k, 0, sizeof *k);
     AMPI_TRY(ampi_check_tensor(f, "q", &op->q));
     AMPI_TRY(ampi_check_tensor(f, "k", &op->k));
@@ -11440,7 +11519,9 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     k->keys = k_shape[1];
     k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
     k->dtype = op->q.dtype;
+    host = ampi_fp_begin();
     k->scale = op->scale == 0 ? (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))) : op->scale;
+    ampi_fp_end(host);
     k->mask = op->mask;
     k->lse = op->lse;
     return AMP_OK;
@@ -11508,7 +11589,7 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree", amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
-    AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, op->eps >= 0, "positive and finite, or 0 (1e-5)"));
+    AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(op->eps, 0), "positive and finite, or 0 (1e-5)"));
     k->rms = rms;
     k->eps = op->eps == 0 ? 1e-5f : op->eps;
     if (op->weight) { k->weight = op->weight->weight.data; k->weight_dtype = op->weight->weight.dtype; }
@@ -11791,7 +11872,7 @@ AMP_API amp_result amp_cross_entropy(amp_context *amp, amp_cross_entropy_op *op)
     if (op->labels == NULL || op->loss == NULL) return ampi_fail(AMP_ERR_NULL, f, ".labels or .loss is NULL");
     if (op->classes < 0 || op->classes > k.logits.cols)
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)", (long long)op->classes, (long long)k.logits.cols);
-    AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing, op->label_smoothing >= 0 && op->label_smoothing <= 1, "0 to 1"));
+    AMPI_TRY(ampi_check_real(f, ".label_smoothing", (double)op->label_smoothing, isgreaterequal(op->label_smoothing, 0) && islessequal(op->label_smoothing, 1), "0 to 1"));
     AMPI_TRY(ampi_check_real(f, ".factor", (double)op->factor, 1, "finite"));
     if ((int)op->reduction < 0 || op->reduction > AMP_REDUCTION_SUM) return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)op->reduction);
     at.n = 0;
@@ -11929,7 +12010,7 @@ AMP_API amp_result amp_embedding_backward(amp_context *amp, amp_embedding_op *op
 /* ---- Dropout */
 
 static amp_result ampi_dropout_p(const char *f, const amp_dropout_op *op) {
-    return ampi_check_real(f, ".p", (double)op->p, op->p >= 0 && op->p < 1, "0 to less than 1");
+    return ampi_check_real(f, ".p", (double)op->p, isgreaterequal(op->p, 0) && isless(op->p, 1), "0 to less than 1");
 }
 
 static amp_result ampi_dropout_run(amp_context *amp, const char *f, const amp_dropout_op *op, const amp_plan *plan, const amp_tensor *from, const amp_tensor *to) {
@@ -12408,7 +12489,7 @@ AMPI_PRIVATE amp_result ampi_set_fill_ranges(amp_grad_set *set, const amp_range 
 }
 
 AMPI_PRIVATE amp_result ampi_check_clip(const char *function, double clip_norm) {
-    return ampi_check_real(function, ".clip_norm", clip_norm, clip_norm >= 0, "positive and finite, or 0 for none");
+    return ampi_check_real(function, ".clip_norm", clip_norm, isgreaterequal(clip_norm, 0), "positive and finite, or 0 for none");
 }
 
 AMPI_PRIVATE amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
@@ -12621,8 +12702,8 @@ AMPI_PRIVATE void ampi_scaler_defaults(amp_scaler_desc *d) {
 }
 
 AMPI_PRIVATE amp_result ampi_check_factors(const char *function, double growth, double backoff, int32_t interval) {
-    AMPI_TRY(ampi_check_real(function, ".growth_factor", growth, growth > 1, "above 1 and finite"));
-    AMPI_TRY(ampi_check_real(function, ".backoff_factor", backoff, backoff > 0 && backoff < 1, "between 0 and 1"));
+    AMPI_TRY(ampi_check_real(function, ".growth_factor", growth, isgreater(growth, 1), "above 1 and finite"));
+    AMPI_TRY(ampi_check_real(function, ".backoff_factor", backoff, isgreater(backoff, 0) && isless(backoff, 1), "between 0 and 1"));
     if (interval < 1 && interval != AMP_NO_INTERVAL)
         return ampi_fail(AMP_ERR_RANGE, function, ".growth_interval = %d, must be 1 or more, or AMP_NO_INTERVAL",
                          interval);
@@ -12648,7 +12729,7 @@ AMPI_PRIVATE amp_result ampi_check_scaler(const char *function, const amp_scaler
     if (d->skip_warning < -1)
         return ampi_fail(AMP_ERR_RANGE, function, ".skip_warning = %d, must be 1 or more, 0 (50) or -1 (never)", d->skip_warning);
     AMPI_TRY(ampi_check_reserved(function, d->reserved));
-    AMPI_TRY(ampi_check_real(function, ".tolerance", d->tolerance, ampi_is_zero(d->tolerance) || (d->tolerance >= 0 && d->tolerance <= 1), "0 to 1, or AMP_EXPLICIT_ZERO"));
+    AMPI_TRY(ampi_check_real(function, ".tolerance", d->tolerance, ampi_is_zero(d->tolerance) || (isgreaterequal(d->tolerance, 0) && islessequal(d->tolerance, 1)), "0 to 1, or AMP_EXPLICIT_ZERO"));
     if (d->preset != AMP_SCALER_TORCH) AMPI_TRY(ampi_check_scale(function, ".init_scale", d->init_scale));
     if (floor) AMPI_TRY(ampi_check_scale(function, ".min_scale", d->min_scale));
     if (ceiling && !own) AMPI_TRY(ampi_check_scale(function, ".max_scale", d->max_scale));
@@ -13115,7 +13196,7 @@ AMPI_PRIVATE double ampi_or(double value, double otherwise) {
 
 AMPI_PRIVATE amp_result ampi_check_number(const char *field, double value, double limit) {
     const char *allowed = limit > 1 ? "0 or more and finite, and AMP_EXPLICIT_ZERO for 0 where that is a default" : "from 0 to below 1";
-    return ampi_check_real("amp_optimizer_create", field, value, value >= 0 && value < limit, allowed);
+    return ampi_check_real("amp_optimizer_create", field, value, isgreaterequal(value, 0) && isless(value, limit), allowed);
 }
 
 AMPI_PRIVATE void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
@@ -13381,7 +13462,7 @@ AMP_API amp_grad_set *amp_optimizer_grad_set(amp_optimizer *optimizer) { return 
 AMP_API amp_result amp_optimizer_set_lr(amp_optimizer *optimizer, double lr) {
     if (optimizer == NULL) return ampi_fail(AMP_ERR_NULL, "amp_optimizer_set_lr", "optimizer is NULL");
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_set_lr"));
-    AMPI_TRY(ampi_check_real("amp_optimizer_set_lr", "lr", lr, lr >= 0, "0 or more and finite"));
+    AMPI_TRY(ampi_check_real("amp_optimizer_set_lr", "lr", lr, isgreaterequal(lr, 0), "0 or more and finite"));
     optimizer->desc.lr = lr;
     return AMP_OK;
 }
@@ -16365,6 +16446,7 @@ static int ampi_parse_number(const char *text, size_t n, int whole, double *out)
 static void ampi_number_text(double value, int single, char out[64]) {
     char scratch[16], *at;
     const char *point = ampi_point(scratch);
+    ampi_fp host = ampi_fp_begin();
     double back = 0;
     int digits;
     for (digits = 1; digits <= 17; digits++) {
@@ -16374,8 +16456,9 @@ static void ampi_number_text(double value, int single, char out[64]) {
             *at = '.';
             memmove(at + 1, at + strlen(point), strlen(at + strlen(point)) + 1);
         }
-        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value)) return;
+        if (ampi_parse_number(out, strlen(out), 0, &back) && (single ? (float)back == (float)value : back == value)) break;
     }
+    ampi_fp_end(host);
 }
 
 /* A value as a file has it. */
@@ -16476,12 +16559,17 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
 static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_setting *k, const char *text, size_t n) {
     char label[256], allowed[160], shown[48];
     double value = 0;
+    ampi_fp host;
     size_t i;
+    int known;
     if (ampi_same_word("default", text, n)) {
         ampi_setting_put(s, k, k->field == AMPI_INVERTED);
         return AMP_OK;
     }
-    if (n > 0 && ampi_setting_parse(k, text, n, &value)) {
+    host = ampi_fp_begin();
+    known = n > 0 && ampi_setting_parse(k, text, n, &value);
+    ampi_fp_end(host);
+    if (known) {
         ampi_setting_put(s, k, value);
         return AMP_OK;
     }
@@ -16962,7 +17050,7 @@ AMPI_PRIVATE double ampi_memory_share(const amp_memory_info *m) {
 /* *threshold by its default; 1 means never. */
 AMPI_PRIVATE amp_result ampi_memory_threshold(const char *function, double *threshold) {
     if (!ampi_is_given(*threshold)) *threshold = 0.9;
-    return ampi_check_real(function, "memory_warning", *threshold, *threshold > 0 && *threshold <= 1, "above 0 and at most 1 (never), or 0 (0.9)");
+    return ampi_check_real(function, "memory_warning", *threshold, isgreater(*threshold, 0) && islessequal(*threshold, 1), "above 0 and at most 1 (never), or 0 (0.9)");
 }
 AMPI_PRIVATE int ampi_memory_warned(double share, double threshold) { return threshold < 1 && share >= threshold; }
 
@@ -18141,6 +18229,8 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_judge(amp_tensor_stats *m) {
 
 AMPI_PRIVATE amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_stats_report *out) {
     amp_tensor_stats *m = stats;
+    amp_result result;
+    ampi_fp host;
     int64_t i;
     if (m == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_tensor_stats_step", "stats or out is NULL");
     AMPI_TRY(ampi_alive(&stats->object, "amp_tensor_stats_step"));
@@ -18150,13 +18240,16 @@ AMPI_PRIVATE amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tens
     if (m->report.due) {
         AMPI_TRY(ampi_tensor_stats_look(m));
         m->report.first_bad = NULL;
+        host = ampi_fp_begin();
         for (i = 0; i < m->n; i++) {
             ampi_tensor_stats_shares(&m->rows[i], &m->table[i], &m->found[i]);
             if (m->rows[i].nan + m->rows[i].infinite > 0 && m->report.first_bad == NULL) m->report.first_bad = m->rows[i].name;
         }
         m->report.rows = m->rows;
         m->report.n_rows = m->n;
-        AMPI_TRY(ampi_tensor_stats_judge(m));
+        result = ampi_tensor_stats_judge(m);
+        ampi_fp_end(host);
+        AMPI_TRY(result);
     }
     m->report.step = ++m->calls;
     *out = m->report;
@@ -18520,6 +18613,7 @@ AMPI_PRIVATE double ampi_square(double x) { return x * x; }
 AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
     float a_scratch[AMPI_MULTI_BLOCK], b_scratch[AMPI_MULTI_BLOCK];
     amp_cpu_path path = ampi_cpu_best_path();
+    ampi_fp host = ampi_fp_begin();
     double sum = 0, a64, b64;
     int64_t i, k, m;
     if (t->dtype == AMP_F64) {
@@ -18539,6 +18633,7 @@ AMPI_PRIVATE void ampi_verify_compare(ampi_verify_tensor *t, const void *x, cons
             else t->bad = 1;
     }
     t->difference += sum;
+    ampi_fp_end(host);
 }
 
 /* Holds what the last run left against the reference.  Returns the first tensor that is not finite, or NULL. */
@@ -18727,7 +18822,7 @@ AMPI_PRIVATE amp_result ampi_verify_check(const amp_context *amp, const amp_veri
     if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) || (d->dtypes == NULL && d->n_dtypes > 0))
         return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
     if (d->n_params + d->n_outputs == 0) return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
-    AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, d->allowance >= 0, "above 0 and finite, or 0 (8)"));
+    AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, isgreaterequal(d->allowance, 0), "above 0 and finite, or 0 (8)"));
     for (i = 0; i < d->n_dtypes; i++)
         if (!ampi_is_compute(d->dtypes[i]))
             return ampi_fail(AMP_ERR_DTYPE, f, ".dtypes[%lld] = %s, must be fp32, tf32, fp16 or bf16", (long long)i, amp_dtype_name(d->dtypes[i]));

@@ -3,6 +3,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "golden.h"
+#define AMPT_TRAPS
 #include "test.h"
 #include "trace.h"
 #include <pthread.h>

@@ -4,6 +4,7 @@
  *     gcc -O2 tests/t_care.c -o t_care -lm -lpthread && ./t_care      (from the project root) */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
+#define AMPT_TRAPS
 #include "test.h"
 #include "recording_backend.h"
 #include "golden.h"

@@ -1,14 +1,18 @@
 /* t_determinism.c - the manual's table SAME BITS, cell by cell: every operator and all that surrounds it computes the
  * same bits in another process, with another number of threads, after a restart from a saved state, and on those CPU
- * paths that the table says agree; where it says that paths differ, they do.
+ * paths that the table says agree; where it says that paths differ, they do.  And the same in every floating-point
+ * environment of the host's: rounding, subnormal numbers flushed, exceptions that trap, with inputs that raise them all.
  *
  * A trace is a hash of all that each operation writes in each step.  For the traces of other processes this program
  * runs itself: `t_determinism --trace OUT THREADS FIRST LAST LOAD SAVE`, where LOAD and SAVE may be -. */
-#define _POSIX_C_SOURCE 200809L
+#define _GNU_SOURCE                 /* feenableexcept */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include <fenv.h>
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,7 +23,7 @@ enum { ARENA = 16 << 20 };
 
 static char arena[ARENA] __attribute__((aligned(64)));
 static size_t arena_used;
-static struct { const void *data; size_t bytes; } outputs[MAX_OUTPUTS];
+static struct { const void *data; size_t bytes; amp_dtype dtype; } outputs[MAX_OUTPUTS];
 static amp_param params[MAX_PARAMS];
 static int n_outputs, n_inputs, n_params, step;
 static amp_context *amp;
@@ -36,6 +40,7 @@ static void *take(size_t bytes) {
 static void watch(const void *data, size_t bytes) {
     if (n_outputs == MAX_OUTPUTS) exit(2);
     outputs[n_outputs].data = data;
+    outputs[n_outputs].dtype = AMP_DTYPE_DEFAULT;
     outputs[n_outputs++].bytes = bytes;
 }
 
@@ -67,8 +72,15 @@ static void fill(void *data, amp_dtype dtype, int64_t n, uint64_t sequence) {
     }
 }
 
-static void make_store(void) {
-    for (int i = 0; i < STORE; i++) store.f32[i] = (float)(number(1, (uint64_t)i) >> 40) * (1.0f / 4194304) - 2;
+/* special 1: infinities, NaN, zeros, subnormal and huge numbers among them, in one half few, in the other many. */
+static void make_store(int special) {
+    static const uint32_t specials[] = {0x7f800000, 0xff800000, 0x7fc00000, 0x7fa00001, 0, 0x80000000, 1, 0x80000001, 0x007fffff, 0x00400000,
+                                  0x33000000, 0x38000001, 0x7f7fffff, 0xff7fffff, 0x477ff000, 0x5f000000, 0x00800000, 0x20000000};
+    for (int i = 0; i < STORE; i++) {
+        uint64_t bits = number(2, (uint64_t)i);
+        store.f32[i] = (float)(number(1, (uint64_t)i) >> 40) * (1.0f / 4194304) - 2;
+        if (special && bits % (i < STORE / 2 ? 499 : 3) == 0) memcpy(&store.f32[i], &specials[(bits >> 32) % 18], 4);
+    }
     CHECK_OK(amp_convert(store.f16, AMP_F16, store.f32, AMP_F32, STORE, NULL, NULL));
     CHECK_OK(amp_convert(store.bf16, AMP_BF16, store.f32, AMP_F32, STORE, NULL, NULL));
 }
@@ -82,6 +94,7 @@ static amp_tensor input(amp_dtype dtype, int64_t a, int64_t b, int64_t c, int64_
 static amp_tensor output(amp_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d) {
     amp_tensor t = shaped(dtype, a, b, c, d);
     watch(t.data, (size_t)amp_tensor_count(&t) * amp_dtype_size(dtype));
+    outputs[n_outputs - 1].dtype = dtype;
     return t;
 }
 
@@ -364,8 +377,21 @@ static void do_scaler(kind k) {
     watch(scaling.grad, sizeof scaling.grad);
 }
 
+/* What the host has set: rounding, traps, and on x86 whether subnormal numbers are flushed. */
+static uint32_t environment(void) {
+    uint32_t set = (uint32_t)fegetround();
+#if defined(__x86_64__)
+    set = __builtin_ia32_stmxcsr() & 0xffc0;
+#endif
+#if defined(__GLIBC__)
+    set |= (uint32_t)fegetexcept() << 16;
+#endif
+    return set;
+}
+static uint32_t opened_in;          /* the environment that the loader's threads have */
 static int read_sample(void *user, const amp_sample *sample, void *const *fields) {
     (void)user;
+    if (environment() != opened_in) return 1;
     fill(fields[0], AMP_F32, WIDTH, (uint64_t)sample->sample);
     *(int32_t *)fields[1] = (int32_t)(sample->random % CLASSES);
     return 0;
@@ -418,6 +444,7 @@ static void model_open(int workers) {
     amp_source source;
     memset(&od, 0, sizeof od); memset(&sd, 0, sizeof sd); memset(&ld, 0, sizeof ld); memset(&source, 0, sizeof source);
     memset(&model, 0, sizeof model);
+    opened_in = environment();
     for (int i = 0; i < 5; i++) {
         model.p[i].name = names[i];
         model.p[i].weight = cols[i] ? amp_tensor2(model.w[i], AMP_F32, rows[i], cols[i]) : amp_tensor1(model.w[i], AMP_F32, rows[i]);
@@ -551,8 +578,17 @@ enum { N_OPERATIONS = sizeof operations / sizeof operations[0] };
 
 typedef struct trace { uint64_t hash[STEPS][N_OPERATIONS][MAX_KINDS]; } trace;
 
+/* The sign and payload of a NaN are no result: they follow the order of operands that the compiler chose. */
+static void one_nan(void *data, amp_dtype dtype, size_t bytes) {
+    for (size_t i = 0; dtype == AMP_F32 && i < bytes / 4; i++)
+        if ((((uint32_t *)data)[i] & 0x7fffffff) > 0x7f800000) ((uint32_t *)data)[i] = 0x7fc00000;
+    for (size_t i = 0; (dtype == AMP_F16 || dtype == AMP_BF16) && i < bytes / 2; i++)
+        if ((((uint16_t *)data)[i] & 0x7fff) > (dtype == AMP_F16 ? 0x7c00 : 0x7f80)) ((uint16_t *)data)[i] = 0x7fff;
+}
+
 static uint64_t hash_outputs(void) {
     uint64_t h = UINT64_C(0xcbf29ce484222325);      /* FNV-1a over words of 8 bytes */
+    for (int i = 0; i < n_outputs; i++) one_nan((void *)(uintptr_t)outputs[i].data, outputs[i].dtype, outputs[i].bytes);
     for (int i = 0; i < n_outputs; i++) {
         const char *p = (const char *)outputs[i].data;
         for (size_t left = outputs[i].bytes; left > 0;) {
@@ -603,7 +639,15 @@ static void close_all(void) {
     amp_close(amp);
 }
 
+static const char *running = "";
+static void on_trap(int signal) {
+    (void)signal;
+    fprintf(stderr, "t_determinism: a trap in %s\n", running);
+    _exit(9);
+}
+
 static void run_steps(int first, int last, trace *t) {
+    uint32_t set = environment();
     for (step = first; step < last; step++)
         for (int o = 0; o < N_OPERATIONS; o++)
             for (int k = 0; k < MAX_KINDS && operations[o].kinds[k].storage != AMP_DTYPE_DEFAULT; k++) {
@@ -613,8 +657,10 @@ static void run_steps(int first, int last, trace *t) {
                 arena_used = 0;
                 n_outputs = n_inputs = n_params = 0;
                 CHECK_OK(amp_autocast_begin(amp, &region));
+                running = operations[o].name;
                 operations[o].run(operations[o].kinds[k]);
                 CHECK_OK(amp_autocast_end(amp));
+                CHECK_MSG(environment() == set, "%s leaves the environment %x, found %x", running, environment(), set);
                 t->hash[step][o][k] = hash_outputs();
             }
 }
@@ -759,17 +805,152 @@ TEST(paths_that_agree) {
     if (pairs == 0) SKIP("one CPU path here");
 }
 
+static void one_environment(int path, const trace *expected, const char *what) {
+    for (int threads = 1; threads <= 3; threads += 2) {
+        CHECK(run_here(path, threads, 0, 1, &other));
+        check_same(expected, &other, 0, 1, what);
+    }
+}
+
+static void each_path(int special, void (*set)(int), int arg, const char *what) {
+    make_store(special);
+    for (int path = AMP_CPU_SCALAR; path < PATHS; path++) {
+        if (!run_here(path, 1, 0, 1, &of_path[path])) continue;
+        set(arg);
+        one_environment(path, &of_path[path], what);
+        fesetenv(FE_DFL_ENV);
+    }
+    make_store(0);
+}
+
+static void set_rounding(int mode) { fesetround(mode); }
+TEST(any_rounding) {
+    each_path(0, set_rounding, FE_UPWARD, "rounding upward");
+    each_path(1, set_rounding, FE_TOWARDZERO, "rounding toward zero");
+}
+
+#if defined(__x86_64__)
+static void set_flush(int bits) { __builtin_ia32_ldmxcsr(0x1f80u | (unsigned)bits); }
+TEST(flushed_or_not) { each_path(1, set_flush, 0x8040, "with subnormal numbers flushed"); }
+#else
+TEST(flushed_or_not) { SKIP("x86 only"); }
+#endif
+
+#if defined(__GLIBC__)
+static void set_traps(int which) {
+    signal(SIGFPE, on_trap);
+    feclearexcept(FE_ALL_EXCEPT);
+    CHECK(feenableexcept(which) >= 0);
+}
+TEST(with_traps) {
+    each_path(1, set_traps, FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW, "with traps");
+    each_path(1, set_traps, FE_ALL_EXCEPT, "with all traps");
+}
+
+/* A pool of the host's whose threads trap, and which finds the traps set whenever it is called; so do logger and allocator. */
+static int called[3];
+static uint32_t hosts_own;
+static void expect_traps(int what) {
+    called[what]++;
+    CHECK_MSG(environment() == hosts_own, "callback %d finds %x, must find %x", what, environment(), hosts_own);
+}
+typedef struct pooled { void (*run)(void *arg, int32_t i); void *arg; int32_t i; } pooled;
+static void *pool_thread(void *arg) {
+    const pooled *p = (const pooled *)arg;
+    CHECK(environment() == hosts_own);
+    p->run(p->arg, p->i);
+    CHECK(environment() == hosts_own);
+    return NULL;
+}
+static void pool_parallel(void *user, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
+    pooled part[8];
+    pthread_t threads[8];
+    (void)user;
+    expect_traps(0);
+    for (int32_t i = 1; i < n; i++) {
+        part[i].run = run; part[i].arg = arg; part[i].i = i;
+        CHECK_EQ(pthread_create(&threads[i], NULL, pool_thread, &part[i]), 0);
+    }
+    run(arg, 0);
+    for (int32_t i = 1; i < n; i++) pthread_join(threads[i], NULL);
+}
+static void *trap_alloc(void *user, size_t size, size_t align) {
+    void *memory = NULL;
+    (void)user;
+    if (called[1] >= 0) expect_traps(1);
+    return posix_memalign(&memory, align < 8 ? 8 : align, size) == 0 ? memory : NULL;
+}
+static void trap_free(void *user, void *memory, size_t size) { (void)user; (void)size; free(memory); }
+static void trap_log(void *user, amp_log_level level, int id, const char *text) { (void)user; (void)level; (void)id; (void)text; expect_traps(2); }
+
+TEST(callbacks_find_the_hosts_environment) {
+    enum { N = 192 };
+    static float a[N * N], c[2][N * N];
+    amp_desc d;
+    make_store(1);
+    fill(a, AMP_F32, N * N, 3);
+    memset(&d, 0, sizeof d);
+    d.threads = 3; d.gemm_always = 1; d.dtype = AMP_F32; d.parallel.parallel = pool_parallel;
+    d.system.alloc = trap_alloc; d.system.free = trap_free;
+    d.logger.write = trap_log; d.logger.level = AMP_LOG_DEBUG;
+    memset(called, 0, sizeof called);
+    for (int trapping = 1; trapping >= 0; trapping--) {
+        if (trapping) { set_traps(FE_ALL_EXCEPT); hosts_own = environment(); }
+        else { d.parallel.parallel = NULL; memset(&d.logger, 0, sizeof d.logger); called[1] = -1; }
+        CHECK_OK(amp_open(&amp, &d));
+        for (int i = 0; i < 8; i++)
+            CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, N, N, N, 1, a, N, a, N, 0, c[trapping], N));
+        if (trapping) {
+            amp_autocast_desc region;
+            memset(&region, 0, sizeof region);
+            region.dtype = AMP_F16;
+            CHECK_OK(amp_autocast_begin(amp, &region));
+            CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, N, N, N, 1, a, N, a, N, 0, c[0], N));
+            CHECK_OK(amp_autocast_end(amp));
+            CHECK(called[0] > 0 && called[1] > 0 && called[2] > 0);
+        }
+        amp_close(amp);
+        fesetenv(FE_DFL_ENV);
+    }
+    CHECK(!memcmp(c[0], c[1], sizeof c[0]));
+    make_store(0);
+}
+
+/* Flags that were raised before a call stay so, with traps and without. */
+TEST(flags_stay) {
+    float x = 1e30f, y;
+    amp_desc d;
+    memset(&d, 0, sizeof d);
+    d.dtype = AMP_F32;
+    CHECK_OK(amp_open(&amp, &d));
+    for (int traps = 0; traps < 2; traps++) {
+        feclearexcept(FE_ALL_EXCEPT);
+        feraiseexcept(FE_DIVBYZERO);
+        if (traps) CHECK(feenableexcept(FE_OVERFLOW | FE_INVALID) >= 0);
+        CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, 1, 1, 1, 1, &x, 1, &x, 1, 0, &y, 1));
+        CHECK(isinf(y) && fetestexcept(FE_DIVBYZERO));
+        fesetenv(FE_DFL_ENV);
+    }
+    amp_close(amp);
+}
+#else
+TEST(with_traps) { SKIP("no feenableexcept here"); }
+TEST(callbacks_find_the_hosts_environment) { SKIP("no feenableexcept here"); }
+TEST(flags_stay) { SKIP("no feenableexcept here"); }
+#endif
+
 int main(int argc, char **argv) {
     ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
     if (n <= 0) snprintf(self, sizeof self, "%s", argv[0]);
     ampt.name = "main";
-    make_store();
+    make_store(0);
     if (argc == 8 && !strcmp(argv[1], "--trace")) return trace_main(argv);
     TEST_BEGIN(argc, argv);
     if (!ampt.list && (mkdtemp(folder) == NULL || !run_here(AMP_CPU_DEFAULT, 2, 0, STEPS, &reference))) return 2;
     snprintf(out, sizeof out, "%s/trace", folder);
     snprintf(state_file, sizeof state_file, "%s/state", folder);
     RUN(the_manual_has_this_table); RUN(every_run); RUN(any_threads); RUN(after_a_restart); RUN(paths_that_agree);
+    RUN(any_rounding); RUN(flushed_or_not); RUN(with_traps); RUN(callbacks_find_the_hosts_environment); RUN(flags_stay);
     rmdir(folder);
     return TEST_END();
 }

@@ -5,6 +5,7 @@
 #include "../amp.h"
 #include "../examples/common.h"
 #include "golden.h"
+#define AMPT_TRAPS
 #include "test.h"
 #include "configs.h"
 

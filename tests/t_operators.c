@@ -2,6 +2,7 @@
  * overwrite and accumulate, refusals, and the same on a backend that is not the CPU's. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
+#define AMPT_TRAPS
 #include "test.h"
 #include <math.h>
 #include "recording_backend.h"

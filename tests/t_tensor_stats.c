@@ -5,6 +5,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "parallel.h"
+#define AMPT_TRAPS
 #include "test.h"
 #include <math.h>
 

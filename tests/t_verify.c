@@ -4,6 +4,7 @@
  *     gcc -O2 tests/t_verify.c -o t_verify -lm -lpthread && ./t_verify      (from the project root) */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
+#define AMPT_TRAPS
 #include "test.h"
 #include "recording_backend.h"
 #include <math.h>

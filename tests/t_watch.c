@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
+#define AMPT_TRAPS
 #include "test.h"
 #include <errno.h>
 #include <math.h>

@@ -99,7 +99,11 @@ static __attribute__((unused)) void ampt_run(const char *name, void (*test)(void
     fflush(stdout);
 }
 
+/* A file that defines AMPT_TRAPS runs as in a host that lets invalid operations, divisions by zero and overflows trap. */
 static __attribute__((unused)) void ampt_begin(int argc, char **argv) {
+#if defined(AMPT_TRAPS) && defined(__x86_64__) && !defined(__FAST_MATH__)
+    __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() & ~0x680u);
+#endif
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--list")) ampt.list = 1;
         if (!strcmp(argv[i], "--stop")) ampt.stop = 1;
