@@ -22865,6 +22865,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Settings autocast_dtype, cast_inputs, cast_outputs, workers, prefetch, pin, batch_growth_interval; hints on the
        learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
        Long fp32 sums no longer lose accuracy with their number of terms.
+       Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed subnormals.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 
