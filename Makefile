@@ -102,7 +102,7 @@ $(BUILD)/t_%: tests/t_%.c $(TEST_HEADERS) examples/train_gpt.c examples/train_cl
 
 # All that computes once more compiled and linked with -Ofast, which folds isnan, takes sums in another order, and makes
 # programs start with subnormal numbers flushed to 0: against one amp.h compiled so, but for those that look inside it.
-FAST        := t_attention t_autocast t_gemm t_kernels t_masks t_model t_numbers t_tensor_stats t_operators t_optimizer t_ranks t_refusals \
+FAST        := t_attention t_autocast t_gemm t_inputs t_kernels t_masks t_model t_numbers t_tensor_stats t_operators t_optimizer t_ranks t_refusals \
                t_recompute t_scaler t_train t_traps t_verify t_watch
 FAST_INSIDE := $(filter $(INSIDE) $(INSIDE_QUICK),$(FAST))
 $(BUILD)/amp_fast.o: amp.h | $(BUILD)

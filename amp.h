@@ -703,6 +703,8 @@ typedef struct amp_desc {
     int32_t pin_threads;            /* 1: each thread that amp.h starts keeps to one core (Linux) */
     int32_t gemm_always;            /* 1: outside any region amp_gemm computes as it would inside one, for hosts that
                                        call it everywhere; an island stays one */
+    int32_t saturate_inputs;        /* 1: in every region; see amp_autocast_desc */
+    int32_t reserved;
 } amp_desc;
 
 /* Opens a context.  Errors: 101, 102, 104, 105, 106 .share_threads was closed, 108, 110, 301, 302, 501, 502; *out is
@@ -852,7 +854,7 @@ typedef struct amp_plan {
     amp_rule rule;
     amp_mode mode;
     uint64_t random_seed, random_offset;    /* of dropout */
-    int32_t captured, reserved;     /* 1: the offset counts from where a launch of the graph begins */
+    int32_t captured, saturate;     /* 1: the offset counts from where a launch of the graph begins; inputs are cut */
     uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
@@ -865,7 +867,10 @@ typedef struct amp_autocast_desc {
     amp_mode mode;
     int32_t disable;                /* 1: an island: operators use their operands' dtype */
     int32_t disable_cache;          /* 1: no cast cache within, nor in regions nested within */
-    int32_t reserved;
+    int32_t saturate_inputs;        /* 1: here and within, linear, matmul and attention cut finite inputs that their cast would
+                                       make infinite (fp16: beyond 65504) to the largest number.  Gradients are not cut: the
+                                       scaler must see them overflow; amp_gemm, which cannot tell, cuts both operands.
+                                       Infinities and NaN stay.  On the CPU alone (108) */
 } amp_autocast_desc;
 
 /* Opens a region on this thread; regions nest up to 32 deep on a stack of the thread, so a region begun in
@@ -978,8 +983,7 @@ typedef enum amp_trans { AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 1
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
-/* The same for a host whose numbers are fp64: A and B are rounded to fp32, alpha op(A) op(B) is amp_gemm's, and beta C is
-   added in fp64.  Errors: as above, and 108 on a device. */
+/* The same for a host in fp64: A and B are rounded to fp32, beta C is added in fp64.  Errors: as above, 108 on a device. */
 AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                                 int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64_t lda,
                                 const double *b, int64_t ldb, double beta, double *c, int64_t ldc);
@@ -1806,6 +1810,7 @@ typedef enum amp_nan_action {
     "memory_efficient"   .memory_efficient  false      the cast cache is emptied when the last region closes, and models
                                                        that can recompute do (examples/train_gpt.c)
     "cache"              .disable_cache     true       the cast cache
+    "saturate_inputs"    .saturate_inputs   false      see amp_autocast_desc
     "fallback"           .fallback          none       see amp_desc.fallback
     "tf32"               .allow_tf32        false      products left in fp32 are computed in TF32
     "autotune"           .autotune          off        off, on
@@ -1868,6 +1873,7 @@ typedef struct amp_settings {
     amp_policy policy;
     amp_mode mode;
     int32_t memory_efficient, disable_cache;
+    int32_t saturate_inputs;
     amp_dtype fallback;
     int32_t allow_tf32;
     amp_autotune autotune;
@@ -1947,6 +1953,8 @@ typedef struct amp_status {
     int32_t growth_tracker, growth_interval, at_floor;
     int64_t updates, skips, consecutive_skips;
     amp_cache_info cast_cache, mask_cache;
+    int64_t new_inf;                /* CPU: finite numbers in operands of products that fp16 made infinite, or were cut */
+    char new_inf_in[80];            /* the last such operand: "amp_linear: x of h.0.fc.weight" */
     amp_memory_info memory;
     double memory_share;            /* of the device's memory in use; -1 unknown */
     int32_t memory_warned, reserved;/* 1: the share has reached the warning threshold */
@@ -9026,6 +9034,7 @@ struct amp_context {
     int graphs;                     /* that live: the caches keep what they refer to */
     uint64_t settings_version;      /* moves with everything that is built into a graph */
     uint64_t capture_random;        /* random_offset when the capture began */
+    int64_t new_inf; char new_inf_in[80];           /* of amp_status */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
     uint64_t *told; int n_told;     /* decisions in the log: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
     amp_log_level quiet;            /* the log's level without `debug` of the settings */
@@ -9050,6 +9059,10 @@ AMPI_PRIVATE const amp_backend *ampi_backend(const amp_context *amp, void **dev,
     *dev = amp->dev;
     *stream = amp->desc.stream;
     return amp->backend;
+}
+AMPI_PRIVATE amp_result ampi_check_saturate(const amp_context *amp, const char *f, int32_t saturate) {
+    if (!saturate || amp->backend->host_visible) return AMP_OK;
+    return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs", amp->backend->name);
 }
 AMPI_PRIVATE amp_result ampi_may_wait(const amp_context *amp) {
     if (amp->capture == NULL) return AMP_OK;
@@ -9137,6 +9150,14 @@ AMPI_PRIVATE amp_dtype ampi_dtype(const amp_context *amp) { return amp->choice.d
 
 AMPI_PRIVATE void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
 AMPI_PRIVATE void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
+AMPI_PRIVATE int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
+    int64_t n;
+    ampi_lock(amp);
+    n = amp->new_inf;
+    memcpy(where, amp->new_inf_in, sizeof amp->new_inf_in);
+    ampi_unlock(amp);
+    return n;
+}
 
 /* Returns with the lock held and room for `more` elements of a growing array of the context, or without it and the error. */
 static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, void **array, const int64_t *count, int64_t more, int64_t *capacity, size_t size) {
@@ -9489,6 +9510,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     AMPI_TRY(ampi_as("amp_open", amp->backend->describe(amp->dev, &amp->machine.device)));
     AMPI_TRY(ampi_as("amp_open", ampi_choose_for(amp, amp->desc.dtype, amp->desc.fallback, &amp->choice)));
     AMPI_TRY(ampi_as("amp_open", ampi_choose_regions(amp, amp->desc.autocast_dtype, amp->desc.fallback, &amp->choice, &regions)));
+    AMPI_TRY(ampi_check_saturate(amp, "amp_open", amp->desc.saturate_inputs));
     amp->desc.allow_tf32 = ampi_may_tf32(amp, amp->desc.allow_tf32);
     ampi_tell_fallback(amp, &amp->choice);
     amp->desc.dtype = AMP_DTYPE_DEFAULT;
@@ -10391,6 +10413,7 @@ static amp_autocast_desc ampi_outside(const amp_context *amp) {
     d.dtype = amp->desc.autocast_dtype;
     d.policy = amp->desc.policy;
     d.mode = amp->desc.mode;
+    d.saturate_inputs = amp->desc.saturate_inputs;
     d.disable = 1;
     return d;
 }
@@ -10402,13 +10425,14 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, "amp_autocast_begin", "amp is NULL");
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
-    AMPI_TRY(ampi_check_reserved("amp_autocast_begin", d.reserved));
+    AMPI_TRY(ampi_check_saturate(amp, "amp_autocast_begin", d.saturate_inputs));
     if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
     if ((int)d.mode < 0 || d.mode > AMP_MODE_INFERENCE) return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".mode = %d, must be 0 to 2", (int)d.mode);
     outer = ampi_region_of(amp);
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
     if (amp->desc.disable_cache || (outer && outer->disable_cache)) d.disable_cache = 1;
+    if (amp->desc.saturate_inputs || (outer && outer->saturate_inputs)) d.saturate_inputs = 1;
     if (amp->desc.disable) d.disable = 1;
     if (d.dtype == AMP_DTYPE_DEFAULT) d.dtype = outer ? outer->dtype : amp->desc.autocast_dtype;
     else {
@@ -10588,6 +10612,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
         else AMPI_TRY(ampi_decide_in(amp, region, op, layer, widest, out));
     }
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
+    out->saturate = region != NULL && !region->disable && region->saturate_inputs && out->compute != AMP_F32;
     return AMP_OK;
 }
 
@@ -10964,7 +10989,7 @@ AMPI_PRIVATE amp_result ampi_check_same_rows(const char *function, const char *f
 /* A plan is 0 or what a forward wrote.  Anything else was left there by the stack, and so was the rest of the op. */
 static int ampi_plan_is_garbage(const amp_plan *p) {
     return (uint32_t)p->compute > AMP_I64 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
-           (uint32_t)p->mode > AMP_MODE_INFERENCE || (uint32_t)p->captured > 1 || p->reserved != 0;
+           (uint32_t)p->mode > AMP_MODE_INFERENCE || (uint32_t)p->captured > 1 || (uint32_t)p->saturate > 1;
 }
 
 /* What every call with an op begins with.  plan: where in the op its plan is. */
@@ -11032,6 +11057,142 @@ static const char *ampi_layer_name(const char *layer, const amp_param *p) { retu
 
 /* What a kernel found out of range: read back at once where the host can, otherwise at the next wait. */
 static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) { return amp->backend->host_visible ? here : &amp->cells->bad_row; }
+
+/* ---- What the operands of products lose in their casts, on the CPU: finite numbers that fp16 makes infinite are counted; where
+   the plan saturates, inputs are cut to the largest number that stays finite. */
+
+static amp_tensor ampi_product_operand(const amp_k_gemm *g, int i) {
+    int64_t rows = i ? g->trans_b ? g->n : g->k : g->trans_a ? g->k : g->m, cols = i ? g->trans_b ? g->k : g->n : g->trans_a ? g->m : g->k;
+    amp_tensor t = amp_tensor3(i ? g->b : g->a, i ? g->b_dtype : g->a_dtype, g->batch, rows, cols);
+    t.stride[0] = i ? g->stride_b : g->stride_a; t.stride[1] = i ? g->ldb : g->lda; t.stride[2] = 1;
+    return t;
+}
+
+/* Row i of a view. */
+static void *ampi_view_row(const amp_tensor *t, int64_t i) {
+    int64_t at = 0;
+    int d;
+    for (d = t->ndim - 2; d >= 0; i /= t->shape[d--]) at += i % t->shape[d] * ampi_stride(t, d);
+    return ampi_at_mut(t->data, t->dtype, at);
+}
+static int64_t ampi_view_rows(const amp_tensor *t) { return amp_tensor_count(t) / AMPI_MAX(t->shape[t->ndim - 1], 1); }
+
+static int ampi_view_is_finite(const amp_tensor *t) {
+    int64_t i;
+    for (i = 0; i < ampi_view_rows(t); i++)
+        if (ampi_count_nonfinite(ampi_view_row(t, i), t->dtype, t->shape[t->ndim - 1], ampi_cpu_best_path()) > 0) return 0;
+    return 1;
+}
+
+static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        uint32_t bits = dtype == AMP_F32 ? ampi_get32(x, i) : (uint32_t)ampi_get16(x, i) << 16, magnitude = bits & 0x7fffffffu;
+        if (magnitude <= largest || magnitude >= 0x7f800000u) continue;
+        bits = (bits & 0x80000000u) | largest;
+        if (dtype == AMP_F32) ampi_put32(x, i, bits);
+        else ampi_put16(x, i, (uint16_t)(bits >> 16));
+    }
+}
+
+/* How many finite numbers of t become infinite in `compute`.  copy: all of t side by side, those cut; NULL: none is made. */
+static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
+    const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
+    float scratch[AMPI_CONVERT_CHUNK];
+    int64_t n = t->shape[t->ndim - 1], size = (int64_t)amp_dtype_size(t->dtype), total = 0, found, i, j, m;
+    char *to = (char *)copy;
+    if (t->dtype == compute || t->dtype == AMP_F16) return 0;
+    for (i = 0; i < ampi_view_rows(t); i++)
+        for (j = 0; j < n; j += m) {
+            const char *from = (const char *)ampi_view_row(t, i) + j * size;
+            m = AMPI_MIN(n - j, (int64_t)AMPI_CONVERT_CHUNK);
+            ampi_convert(scratch, compute, from, t->dtype, m, &plain, &found, ampi_cpu_best_path());
+            total += found;
+            if (copy == NULL) continue;
+            memcpy(to, from, (size_t)(m * size));
+            if (found > 0) ampi_cut(to, t->dtype, m, ampi_traits(compute)->largest);
+            to += m * size;
+        }
+    return total;
+}
+
+/* An operand as it is named; `input` 0: a gradient, 1: none, 2: who knows.  copy: what it was cut into, or NULL. */
+typedef struct ampi_input { const char *name, *layer; int input; void *copy; } ampi_input;
+
+static void ampi_input_note(amp_context *amp, const char *f, const ampi_input *in, int64_t count, amp_dtype compute) {
+    int loud = in->copy != NULL || in->input == 1, id = loud ? 1011 : 1012;
+    char where[80];
+    snprintf(where, sizeof where, "%s: %s%s%.40s", f, in->name, in->layer ? " of " : "", in->layer ? in->layer : "");
+    ampi_lock(amp);
+    amp->new_inf += count;
+    memcpy(amp->new_inf_in, where, sizeof where);
+    ampi_unlock(amp);
+    if (ampi_log_count(amp, id) > 1) return;
+    ampi_log(amp, loud ? AMP_LOG_WARNING : AMP_LOG_INFO, id, "%s: finite numbers beyond the range of %s: %lld, %s", where, amp_dtype_name(compute),
+             (long long)count,
+             in->copy == NULL ? "which became infinite.  A smaller loss scale mends that for gradients alone: scale the data, compute in bf16 or that layer "
+                                "in fp32 (amp_layer_override), or set saturate_inputs (AMP_SATURATE_INPUTS=true).  amp_status_get counts them" :
+             in->input == 1 ? "cut by saturate_inputs" : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
+}
+
+/* Makes the copy of an operand that is to be cut, and of which something is; *t becomes that.  amp_free(in->copy). */
+static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_tensor *t) {
+    int64_t count = in->input == 0 ? 0 : ampi_beyond(t, compute, NULL);
+    if (count == 0) return AMP_OK;
+    AMPI_TRY(ampi_as(f, amp_alloc(amp, &in->copy, amp_tensor_count(t) * (int64_t)amp_dtype_size(t->dtype))));
+    ampi_beyond(t, compute, in->copy);
+    ampi_input_note(amp, f, in, count, compute);
+    t->data = in->copy;
+    memset(t->stride, 0, sizeof t->stride);
+    return AMP_OK;
+}
+
+static void ampi_input_count(amp_context *amp, const char *f, const ampi_input *in, const amp_tensor *t) {
+    int64_t count = in->copy != NULL ? 0 : ampi_beyond(t, AMP_F16, NULL);
+    if (count > 0) ampi_input_note(amp, f, in, count, AMP_F16);
+}
+
+static void ampi_product_done(amp_context *amp, const ampi_input *in) { amp_free(amp, in[0].copy); amp_free(amp, in[1].copy); }
+
+/* Cuts the operands of a product, before anything is written.  ampi_product_done, also after a failure. */
+static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input *in, int32_t saturate) {
+    int i;
+    for (i = 0; i < 2 && saturate && g->c != NULL && g->k > 0 && g->alpha != 0; i++) {
+        amp_tensor t = ampi_product_operand(g, i);
+        AMPI_TRY(ampi_input_cut(amp, f, &in[i], g->compute, &t));
+        if (in[i].copy == NULL) continue;
+        if (i == 0) { g->a = t.data; g->lda = t.shape[2]; g->stride_a = t.shape[1] * t.shape[2]; }
+        else { g->b = t.data; g->ldb = t.shape[2]; g->stride_b = t.shape[1] * t.shape[2]; g->packed_b = NULL; }
+    }
+    return AMP_OK;
+}
+
+static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_gemm *g, const ampi_input *in) {
+    amp_tensor t;
+    int i;
+    AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, g, amp->desc.stream)));
+    if (g->compute != AMP_F16 || !amp->backend->host_visible || g->k == 0 || g->alpha == 0) return AMP_OK;
+    t = amp_tensor3(g->c, g->c_dtype, g->batch, g->m, g->n);
+    t.stride[0] = g->stride_c; t.stride[1] = g->ldc; t.stride[2] = 1;
+    if (g->act == AMP_ACT_NONE && ampi_view_is_finite(&t)) return AMP_OK;         /* relu(-inf) tells nothing */
+    for (i = 0; i < 2; i++) {
+        t = ampi_product_operand(g, i);
+        ampi_input_count(amp, f, &in[i], &t);
+    }
+    return AMP_OK;
+}
+
+/* The three for one product.  input: of both operands. */
+static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, const char *layer, const char *a, const char *b, int input, int32_t saturate) {
+    ampi_input in[2];
+    amp_result result;
+    memset(in, 0, sizeof in);
+    in[0].name = a; in[1].name = b; in[0].layer = in[1].layer = layer; in[0].input = in[1].input = input;
+    result = ampi_product_ready(amp, f, g, in, saturate);
+    if (result == AMP_OK) result = ampi_product_run(amp, f, g, in);
+    ampi_product_done(amp, in);
+    return result;
+}
 
 /* ---- Linear */
 
@@ -11105,7 +11266,7 @@ AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op) {
     AMPI_TRY(ampi_linear_weight(amp, op->weight, AMPI_PACK_FORWARD, &g, &held, &use));
     inputs[0] = x.dtype; inputs[1] = op->weight->weight.dtype;
     ampi_tell(amp, AMP_OP_LINEAR, ampi_layer_name(op->layer, op->weight), inputs, 2, &plan, use);
-    result = ampi_as(f, amp->backend->gemm(amp->dev, &g, amp->desc.stream));
+    result = ampi_product_call(amp, f, &g, ampi_layer_name(op->layer, op->weight), "x", "weight", 1, plan.saturate);
     ampi_cache_put(amp, held);
     if (result == AMP_OK) op->plan = plan;
     return result;
@@ -11201,18 +11362,21 @@ static amp_result ampi_linear_dx_args(amp_context *amp, const char *f, const amp
 }
 
 /* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
-typedef struct ampi_linear_calls { amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along; } ampi_linear_calls;
+typedef struct ampi_linear_calls {
+    amp_k_gemm gemms[2]; amp_k_column_sum sum; const amp_tensor *pre, *x_pre; amp_param *along;
+    ampi_input in[2][2];
+} ampi_linear_calls;
 
 static amp_result ampi_linear_run(amp_context *amp, const char *f, amp_linear_op *op, const ampi_linear_calls *c) {
     if (c->pre) AMPI_TRY(ampi_linear_activation_backward(amp, f, op->act, c->pre, "pre", &op->dy, "dy"));
     if (c->gemms[0].c) {
-        AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, &c->gemms[0], amp->desc.stream)));
+        AMPI_TRY(ampi_product_run(amp, f, &c->gemms[0], c->in[0]));
         ampi_gradient_live(op->weight, 1);
         ampi_gradient_live(c->along, 1);
     }
     AMPI_TRY(ampi_dbias(amp, op->bias, &c->sum));
     if (c->gemms[1].c == NULL) return AMP_OK;
-    AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, &c->gemms[1], amp->desc.stream)));
+    AMPI_TRY(ampi_product_run(amp, f, &c->gemms[1], c->in[1]));
     if (c->x_pre == NULL || c->gemms[1].backward) return AMP_OK;
     return ampi_linear_activation_backward(amp, f, op->x_act, c->x_pre, "x_pre", &op->dx, "dx");
 }
@@ -11237,6 +11401,7 @@ AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
     amp_mat x, y, dy, dx, same;
     const void *held;
     amp_result result;
+    int i;
     memset(&c, 0, sizeof c);
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_linear_op, plan)));
     AMPI_TRY(ampi_check_known(amp, f, op->weight));
@@ -11258,9 +11423,16 @@ AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op) {
     c.gemms[0] = ampi_linear_dweight_args(op, &x, &dy, c.along);
     c.sum = ampi_dbias_args(c.along == NULL ? op->bias : NULL, &dy);
     AMPI_TRY(ampi_linear_dx_args(amp, f, op, &dy, &dx, c.x_pre, &c.gemms[1], &held));
-    result = ampi_gemm_reserve(amp, f, c.gemms, 2);
+    for (i = 0; i < 2; i++) {
+        c.in[i][0].name = "dy"; c.in[i][1].name = i ? "weight" : "x"; c.in[i][1].input = 1;
+        c.in[i][0].layer = c.in[i][1].layer = ampi_layer_name(op->layer, op->weight);
+    }
+    result = ampi_product_ready(amp, f, &c.gemms[0], c.in[0], op->plan.saturate);
+    if (result == AMP_OK) result = ampi_product_ready(amp, f, &c.gemms[1], c.in[1], op->plan.saturate);
+    if (result == AMP_OK) result = ampi_gemm_reserve(amp, f, c.gemms, 2);
     if (result == AMP_OK) result = ampi_linear_run(amp, f, op, &c);
     ampi_gemm_release(amp, c.gemms);
+    ampi_product_done(amp, c.in[0]); ampi_product_done(amp, c.in[1]);
     ampi_cache_put(amp, held);
     return result;
 }
@@ -11326,7 +11498,7 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
     AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
-    AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, &g, amp->desc.stream)));
+    AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate));
     op->plan = plan;
     return AMP_OK;
 }
@@ -11337,6 +11509,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     ampi_operand a, b, dy, da, db;
     ampi_places at;
     amp_k_gemm gemms[2];
+    ampi_input in[4];
     amp_result result;
     float alpha;
     int n = 0, i;
@@ -11367,9 +11540,18 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     ampi_writes(&at, ".da", &op->da); ampi_writes(&at, ".db", &op->db);
     AMPI_TRY(ampi_check_places(f, &at));
     if (n == 0) return AMP_OK;
-    result = ampi_gemm_reserve(amp, f, gemms, n);
-    for (i = 0; i < n && result == AMP_OK; i++) result = ampi_as(f, amp->backend->gemm(amp->dev, &gemms[i], amp->desc.stream));
+    memset(in, 0, sizeof in);
+    for (i = 0; i < 2 * n; i++) {
+        const void *data = i % 2 ? gemms[i / 2].b : gemms[i / 2].a;
+        in[i].name = data == op->dy.data ? "dy" : data == op->a.data ? "a" : "b";
+        in[i].input = data != op->dy.data;
+        in[i].layer = op->layer;
+    }
+    for (i = 0, result = AMP_OK; i < n && result == AMP_OK; i++) result = ampi_product_ready(amp, f, &gemms[i], in + 2 * i, op->plan.saturate);
+    if (result == AMP_OK) result = ampi_gemm_reserve(amp, f, gemms, n);
+    for (i = 0; i < n && result == AMP_OK; i++) result = ampi_product_run(amp, f, &gemms[i], in + 2 * i);
     ampi_gemm_release(amp, gemms);
+    ampi_product_done(amp, in); ampi_product_done(amp, in + 2);
     return result;
 }
 
@@ -11444,6 +11626,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     g.b = swap ? a : b; g.ldb = swap ? lda : ldb; g.trans_b = swap ? ta : tb;
     g.c = c; g.ldc = ldc;
     g.alpha = alpha; g.beta = beta; g.compute = plan.compute;
+    if (plan.compute == AMP_F16 || plan.saturate) return ampi_product_call(amp, "amp_gemm", &g, NULL, swap ? "b" : "a", swap ? "a" : "b", 2, plan.saturate);
     return ampi_as("amp_gemm", amp->backend->gemm(amp->dev, &g, amp->desc.stream));
 }
 
@@ -11527,9 +11710,37 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     return AMP_OK;
 }
 
+/* q, k and v as ampi_product_ready has the operands of a product, but counted at once: a key at -inf tells nothing.  in[3] is
+   d_o: NULL in forward. */
+static amp_result ampi_attention_ready(amp_context *amp, const char *f, const amp_attention_op *op, amp_k_attention *k, ampi_input in[4], int32_t saturate) {
+    static const char *const names[4] = {"q", "k", "v", "d_o"};
+    const void **data[3];
+    int64_t *stride[3];
+    int i;
+    data[0] = &k->q; data[1] = &k->k; data[2] = &k->v;
+    stride[0] = k->q_stride; stride[1] = k->k_stride; stride[2] = k->v_stride;
+    memset(in, 0, 4 * sizeof *in);
+    for (i = 0; i < (k->d_o ? 4 : 3) && (saturate || (k->compute == AMP_F16 && amp->backend->host_visible)); i++) {
+        amp_tensor t = i == 0 ? op->q : i == 1 ? op->k : i == 2 ? op->v : op->d_o;
+        in[i].name = names[i]; in[i].layer = op->layer; in[i].input = i < 3;
+        if (!saturate || i == 3) { if (k->compute == AMP_F16) ampi_input_count(amp, f, &in[i], &t); continue; }
+        AMPI_TRY(ampi_input_cut(amp, f, &in[i], k->compute, &t));
+        *data[i] = t.data;
+        stride[i][0] = ampi_stride(&t, 0); stride[i][1] = ampi_stride(&t, 1); stride[i][2] = ampi_stride(&t, 2);
+    }
+    return AMP_OK;
+}
+
+static void ampi_attention_done(amp_context *amp, const ampi_input *in) {
+    int i;
+    for (i = 0; i < 3; i++) amp_free(amp, in[i].copy);
+}
+
 AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op) {
     ampi_places at;
+    ampi_input in[4];
     amp_k_attention k;
+    amp_result result;
     amp_plan plan;
     AMPI_TRY(ampi_op_begin("amp_attention", amp, op, offsetof(amp_attention_op, plan)));
     AMPI_TRY(ampi_attention_args("amp_attention", op, &k));
@@ -11541,16 +11752,20 @@ AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op) {
     AMPI_TRY(ampi_check_places("amp_attention", &at));
     AMPI_TRY(ampi_plan_forward(amp, "amp_attention", AMP_OP_ATTENTION, op->layer, k.dtype, k.dtype, 0, &op->plan, &plan));
     k.compute = plan.compute;
-    AMPI_TRY(ampi_as("amp_attention", amp->backend->attention(amp->dev, &k, amp->desc.stream)));
-    op->plan = plan;
-    return AMP_OK;
+    result = ampi_attention_ready(amp, "amp_attention", op, &k, in, plan.saturate);
+    if (result == AMP_OK) result = ampi_as("amp_attention", amp->backend->attention(amp->dev, &k, amp->desc.stream));
+    ampi_attention_done(amp, in);
+    if (result == AMP_OK) op->plan = plan;
+    return result;
 }
 
 AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op) {
     const char *f = "amp_attention_backward";
     int64_t k_shape[4];
     ampi_places at;
+    ampi_input in[4];
     amp_k_attention k;
+    amp_result result;
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_attention_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_attention_args(f, op, &k));
@@ -11571,7 +11786,10 @@ AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op
     AMPI_TRY(ampi_check_places(f, &at));
     k.compute = op->plan.compute;
     k.d_o = op->d_o.data; k.dq = op->dq.data; k.dk = op->dk.data; k.dv = op->dv.data;
-    return ampi_as(f, amp->backend->attention_backward(amp->dev, &k, amp->desc.stream));
+    result = ampi_attention_ready(amp, f, op, &k, in, op->plan.saturate);
+    if (result == AMP_OK) result = ampi_as(f, amp->backend->attention_backward(amp->dev, &k, amp->desc.stream));
+    ampi_attention_done(amp, in);
+    return result;
 }
 
 /* ---- Norms */
@@ -12814,8 +13032,16 @@ AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) { return amp_scaler
 /* Says once that no smaller scale will help; `state` as the host sees it. */
 AMPI_PRIVATE void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
     int32_t most = scaler->desc.skip_warning;
+    char where[80];
+    int64_t n;
     if (most < 0 || !state->at_floor || state->consecutive_skips < most || ampi_log_count(scaler->amp, 1103) > 1) return;
-    ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
+    n = ampi_new_inf(scaler->amp, where);
+    if (n > 0)
+        ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
+                 "the last %lld steps were all skipped, and the loss scale is at its floor, %g.  fp16 has made infinite %lld finite numbers in operands of "
+                 "products, the last in %s: scale the data, compute in bf16, or cut them by saturate_inputs (AMP_SATURATE_INPUTS=true)",
+                 (long long)state->consecutive_skips, (double)state->scale, (long long)n, where);
+    else ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
              "the last %lld steps were all skipped, and the loss scale is at its floor, %g: no smaller scale makes these gradients finite.  "
              "Look for infinity or NaN in the data and the loss, and for values beyond 65504 that fp16 makes infinite: amp_tensor_stats_create "
              "names the tensors; bf16, or an island around that layer, holds them", (long long)state->consecutive_skips, (double)state->scale);
@@ -16328,6 +16554,7 @@ static const ampi_setting ampi_setting_table[] = {
     {"mode", AMPI_WORD, AMPI_AT(mode), ampi_mode_words, AMP_MODE_TRAINING, 0, 0, NULL},
     {"memory_efficient", AMPI_SWITCH, AMPI_AT(memory_efficient), ampi_switch_words, 0, 0, 0, NULL},
     {"cache", AMPI_INVERTED, AMPI_AT(disable_cache), ampi_switch_words, 0, 0, 0, NULL},
+    {"saturate_inputs", AMPI_SWITCH, AMPI_AT(saturate_inputs), ampi_switch_words, 0, 0, 0, NULL},
     {"fallback", AMPI_WORD, AMPI_AT(fallback), ampi_fallback_words, 0, 0, 0, NULL},
     {"tf32", AMPI_SWITCH, AMPI_AT(allow_tf32), ampi_switch_words, 0, 0, 0, NULL},
     {"autotune", AMPI_WORD, AMPI_AT(autotune), ampi_autotune_words, AMP_AUTOTUNE_OFF, 0, 0, NULL},
@@ -16793,6 +17020,7 @@ static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
     d->disable = s->disable != 0;
     d->memory_efficient = s->memory_efficient != 0;
     d->disable_cache = s->disable_cache != 0;
+    d->saturate_inputs = s->saturate_inputs != 0;
     d->fallback = s->fallback;
     d->cast_inputs = s->cast_inputs;
     d->cast_outputs = s->cast_outputs;
@@ -16919,6 +17147,7 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
+    AMPI_TRY(ampi_check_saturate(amp, f, s->saturate_inputs));
     AMPI_TRY(ampi_as("amp_settings_apply", ampi_choose_for(amp, s->dtype, s->fallback, choice)));
     AMPI_TRY(ampi_as("amp_settings_apply", ampi_choose_regions(amp, s->autocast_dtype, s->fallback, choice, regions)));
     AMPI_TRY(ampi_check_switch(amp, f, choice->dtype));
@@ -17090,6 +17319,7 @@ AMPI_PRIVATE amp_result ampi_status_get(const amp_context *amp, const amp_scaler
     AMPI_TRY(ampi_status_scaler(scaler, &s));
     AMPI_TRY(amp_cast_cache_info(amp, &s.cast_cache));
     AMPI_TRY(amp_mask_cache_info(amp, &s.mask_cache));
+    s.new_inf = ampi_new_inf(amp, s.new_inf_in);
     AMPI_TRY(amp_memory(amp, &s.memory));
     s.memory_share = ampi_memory_share(&s.memory);
     s.memory_warned = ampi_memory_warned(s.memory_share, memory_warning);
@@ -17161,6 +17391,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     else ampi_print(&s, "scaler   not here\n");
     ampi_print_cache(&s, "casts    ", &t->cast_cache);
     ampi_print_cache(&s, "masks    ", &t->mask_cache);
+    if (t->new_inf > 0) ampi_print(&s, "operands %lld finite numbers beyond the range of fp16, the last in %s\n", (long long)t->new_inf, t->new_inf_in);
     ampi_print_memory(&s, t);
     ampi_print_reading(&s, "load     utilization", (double)m->utilization, 100, "%");
     ampi_print_reading(&s, ", memory", (double)m->memory_utilization, 100, "%");
@@ -17265,6 +17496,8 @@ AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size
     ampi_json_scaler(&s, t);
     ampi_json_cache(&s, "cast_cache", &t->cast_cache);
     ampi_json_cache(&s, "mask_cache", &t->mask_cache);
+    ampi_json_integer(&s, "new_inf", t->new_inf);
+    ampi_json_text(&s, "new_inf_in", t->new_inf_in);
     ampi_json_memory(&s, t);
     ampi_json_reading(&s, "utilization", (double)t->telemetry.utilization);
     ampi_json_reading(&s, "memory_utilization", (double)t->telemetry.memory_utilization);
@@ -19357,6 +19590,7 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     s->mode = d->mode;
     s->memory_efficient = d->memory_efficient;
     s->disable_cache = d->disable_cache;
+    s->saturate_inputs = d->saturate_inputs;
     s->fallback = d->fallback;
     s->allow_tf32 = d->allow_tf32;
     s->autotune = d->autotune;
@@ -22853,7 +23087,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp_open_env, amp_scaler_unscale, _update_with, _enabled, .gemm_always, .skip_warning: what a program with a training
        loop of its own takes; NULL is a scale of 1 for a scaler's calls.  Sets without a count are refused, products outside regions of a
        16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
-       amp_gemm_f64.  Declarations compile as C90 and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
+       amp_gemm_f64; saturate_inputs; amp_status.new_inf: where fp16 made operands infinite.  Declarations compile as C90
+       and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
        amp_grad_stats.first_bad_element.
        Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As many
        as there are cores, or as a CPU quota allows.

@@ -429,6 +429,12 @@ static float single(const void *d) { float x; memcpy(&x, d, sizeof x); return x;
 static double twice(const void *d) { double x; memcpy(&x, d, sizeof x); return x; }
 static amp_result try_alpha(void *d) { return try_gemm(single(d), 0); }
 static amp_result try_beta(void *d) { return try_gemm(1, single(d)); }
+static amp_result try_gemm_f64(double alpha, double beta) {
+    double a = 1, b = 2, c = 3;
+    return amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, alpha, &a, 1, &b, 1, beta, &c, 1);
+}
+static amp_result try_wide_alpha(void *d) { return try_gemm_f64(twice(d), 0); }
+static amp_result try_wide_beta(void *d) { return try_gemm_f64(1, twice(d)); }
 static amp_result try_lr(void *d) { return amp_optimizer_set_lr(own_optimizer, twice(d)); }
 static amp_result try_clip(void *d) { return amp_optimizer_set_clip(own_optimizer, twice(d)); }
 static amp_result try_scale(void *d) { return amp_scaler_set_scale(own_scaler, single(d)); }
@@ -457,6 +463,7 @@ static const struct number { const char *type, *member; size_t at; int wide; amp
     OF(amp_settings, scaler.max_scale, 0, try_settings), OF(amp_settings, scaler.tolerance, 1, try_settings),
     OF(amp_monitor_desc, memory_warning, 1, try_monitor), OF(amp_verify_desc, allowance, 1, try_verify),
     {"amp_gemm", "alpha", 0, 0, try_alpha}, {"amp_gemm", "beta", 0, 0, try_beta},
+    {"amp_gemm_f64", "alpha", 0, 1, try_wide_alpha}, {"amp_gemm_f64", "beta", 0, 1, try_wide_beta},
     {"amp_optimizer_set_lr", "lr", 0, 1, try_lr}, {"amp_optimizer_set_clip", "clip_norm", 0, 1, try_clip},
     {"amp_scaler_set_scale", "scale", 0, 0, try_scale}, {"amp_scaler_rescale", "old_scale", 0, 0, try_rescale},
     {"amp_scaler_set_rule", "growth_factor", 0, 1, try_growth}, {"amp_scaler_set_rule", "backoff_factor", 0, 1, try_backoff},
@@ -561,7 +568,7 @@ TEST(minus_one_is_no_zero) {
         union { amp_optimizer_desc optimizer; amp_settings settings; char bytes[1024]; double align; } desc;
         float narrow = -1;
         double wide = -1;
-        if (n->call == NULL || n->call == try_alpha || n->call == try_beta) continue;
+        if (n->call == NULL || n->call == try_alpha || n->call == try_beta || n->call == try_wide_alpha || n->call == try_wide_beta) continue;
         if (strstr(n->member, "min_scale") || strstr(n->member, "max_scale") || n->call == try_torch) continue;       /* AMP_NO_FLOOR, AMP_NO_CEILING */
         if (n->call == try_lr || n->call == try_clip || n->call == try_scale || n->call == try_rescale || n->call == try_growth || n->call == try_backoff) continue;
         memset(&desc, 0, sizeof desc);

@@ -31,7 +31,7 @@ static const char *temporary(const char *name) {
 /* ---- Keys and values */
 
 static const char *const keys[] = {
-    "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "fallback", "tf32", "autotune", "scaler",
+    "enabled", "dtype", "autocast_dtype", "cast_inputs", "cast_outputs", "level", "policy", "mode", "memory_efficient", "cache", "saturate_inputs", "fallback", "tf32", "autotune", "scaler",
     "scaler_preset", "frozen", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
     "hysteresis", "tolerance", "clip_norm", "accumulation", "log_interval", "memory_interval", "cleanup_interval",
     "tensor_stats_interval", "memory_warning", "nan_action", "max_skips", "max_retries",
@@ -40,7 +40,7 @@ enum { KEYS = sizeof keys / sizeof *keys };
 
 /* A value of each key that is not the default, and the line it stands in. */
 static const char *const other_values[] = {
-    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "fp32", "yes", "on", "on",
+    "false", "bf16", "tf32", "true", "fp32", "O2", "torch", "inference", "true", "off", "on", "fp32", "yes", "on", "on",
     "apex", "1", "1024", "1.5", "0.25", "77", "2", "4096",
     "3", "0.125", "1.5", "4", "10", "off", "50",
     "200", "0.75", "recover", "7", "0",
@@ -68,7 +68,7 @@ TEST(every_key_is_set_written_and_read) {
 
 TEST(the_defaults_are_those_documented) {
     static const char expected[] =
-        "enabled = true\ndtype = auto\nautocast_dtype = auto\ncast_inputs = false\ncast_outputs = false\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\n"
+        "enabled = true\ndtype = auto\nautocast_dtype = auto\ncast_inputs = false\ncast_outputs = false\nlevel = O1\npolicy = fused\nmode = training\nmemory_efficient = false\ncache = true\nsaturate_inputs = false\n"
         "fallback = none\ntf32 = false\nautotune = off\nscaler = auto\nscaler_preset = default\nfrozen = false\n"
         "init_scale = 65536\ngrowth_factor = 2\nbackoff_factor = 0.5\ngrowth_interval = 2000\nmin_scale = 1\n"
         "max_scale = 8.507059e+37\nhysteresis = 1\ntolerance = 0\nclip_norm = none\naccumulation = 1\nlog_interval = 100\n"
