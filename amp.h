@@ -3069,7 +3069,7 @@ struct amp_backend {
     amp_result (*stream_create)(void *dev, void **stream);
     void (*stream_destroy)(void *dev, void *stream);
     amp_result (*stream_sync)(void *dev, void *stream);
-    amp_result (*event_create)(void *dev, void **event);
+    amp_result (*event_create)(void *dev, void **event, int32_t timed);     /* timed 1: for event_elapsed */
     void (*event_destroy)(void *dev, void *event);
     amp_result (*event_record)(void *dev, void *event, void *stream);
     amp_result (*event_wait)(void *dev, void *event, void *stream); /* the stream waits, the host does not */
@@ -8857,7 +8857,7 @@ static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)
 static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
 
 /* An event is the time it was recorded at. */
-static amp_result ampi_cpu_event_create(void *dev, void **event) { return ampi_cpu_alloc(dev, event, sizeof(int64_t)); }
+static amp_result ampi_cpu_event_create(void *dev, void **event, int32_t timed) { (void)timed; return ampi_cpu_alloc(dev, event, sizeof(int64_t)); }
 static void ampi_cpu_event_destroy(void *dev, void *event) { ampi_cpu_free(dev, event, sizeof(int64_t)); }
 static amp_result ampi_cpu_event_record(void *dev, void *event, void *stream) {
     (void)dev; (void)stream;
@@ -13604,7 +13604,7 @@ AMPI_PRIVATE amp_result ampi_result_memory(amp_optimizer *o) {
     AMPI_TRY(ampi_alloc_part(o->amp, AMPI_PART_OPTIMIZER, (void **)&o->ring, (int64_t)bytes));
     AMPI_TRY(backend->alloc_pinned(dev, &pinned, bytes));
     o->outcomes = (amp_k_step_result *)pinned;
-    for (i = 0; i < AMP_STEP_RESULTS; i++) AMPI_TRY(backend->event_create(dev, &o->events[i]));
+    for (i = 0; i < AMP_STEP_RESULTS; i++) AMPI_TRY(backend->event_create(dev, &o->events[i], 0));
     return AMP_OK;
 }
 
@@ -16004,8 +16004,8 @@ static amp_result ampi_loader_device_buffers(amp_loader *l) {
         l->padding = (const char *)padding;
     }
     AMPI_TRY(b->stream_create(l->dev, &l->copy_stream));
-    for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i]));
-    for (i = 0; i < l->depth; i++) AMPI_TRY(b->event_create(l->dev, &l->slots[i].copied));
+    for (i = 0; i < 2; i++) AMPI_TRY(b->event_create(l->dev, &l->used[i], 0));
+    for (i = 0; i < l->depth; i++) AMPI_TRY(b->event_create(l->dev, &l->slots[i].copied, 0));
     return AMP_OK;
 }
 
@@ -17675,7 +17675,7 @@ AMPI_PRIVATE amp_result ampi_marks_grow(amp_monitor *m) {
     m->marks = marks;
     m->mark_capacity = capacity;
     m->first_mark = 0;
-    for (i = old; i < capacity && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event));
+    for (i = old; i < capacity && !backend->host_visible; i++) AMPI_TRY(backend->event_create(dev, &marks[i].event, 1));
     return AMP_OK;
 }
 

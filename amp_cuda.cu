@@ -38,6 +38,7 @@
      .autotune_file keeps what was decided.  Operands of TF32 are rounded or cut, off by 2^-10 at most.  Biases
      are rounded to the result's dtype; RELU in such an epilogue may turn NaN into 0.
    - Do not build with --use_fast_math: it flushes subnormal numbers and would change the optimizers' bits.
+   - Compute capability 7.5 or later.  Older GPUs (Volta's 7.0) are refused: CUDA 13 builds for none of them.
 
    The file is CUDA C++17 that g++ also compiles: kernels are launched through ampc_launch, and PTX stands in small
    functions with a twin in plain C++.  Sections, in order: device, errors, launches, numbers, lanes, sums; runtime;
@@ -53,6 +54,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include "amp.h"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
+#  error "amp_cuda.cu needs compute capability 7.5 or later: -arch=sm_75"
+#endif
 
 /* Loops of constant length that are unrolled, and those that must not be.
    Shared memory of fixed size (an array of `count`), and the launch's dynamic shared memory as aligned bytes.  Where
@@ -85,7 +90,6 @@ struct ampc_plan;
 struct ampc_blas {
     cublasLtHandle_t handle;
     int owned;                      /* 0: the host's own */
-    size_t workspace;               /* bytes that a product may use */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
     pthread_mutex_t lock;           /* for everything below, what plans hold of algorithms included */
@@ -107,14 +111,23 @@ struct ampc_nvml {
     int (*power)(void *device, unsigned *milliwatts);
 };
 
+/* What the GPU has and what this build was compiled for: filled at open, and kernels are chosen by nothing else. */
+struct ampc_features {
+    int cc, image;                  /* compute capability; what the code that runs was compiled for; 10 major + minor */
+    int multiprocessors;
+    size_t shared_limit;            /* bytes of shared memory that a block may ask for */
+    size_t workspace;               /* bytes that a product may use: what cuBLAS itself takes */
+    bool bf16, fp8;                 /* in products; bf16: TF32 too */
+    bool tensor_cores;              /* kernels of ours that use them: elsewhere they are empty */
+};
+enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
+
 /* One open context's GPU. */
 struct ampc_device {
     amp_host host;
     amp_device info;
     int index;
-    int multiprocessors;
-    int cc;                         /* compute capability, 10 major + minor */
-    size_t shared_limit;            /* bytes of shared memory that a block may ask for */
+    ampc_features has;
     cudaStream_t stream;            /* the context's own */
     int owns_stream;
     ampc_blas blas;
@@ -232,13 +245,18 @@ struct ampc_current {
 
 template <class T> struct ampc_identity { typedef T type; };
 
-/* Lets a kernel have all the dynamic shared memory that its own leaves: without that the two together get 48 KiB.  The
-   setting belongs to the function, whose other users may be about to launch it, so it is the same for all of them. */
-amp_result ampc_allow_shared(ampc_device *dev, const void *kernel) {
-    cudaFuncAttributes own;
-    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes", NULL));
-    return ampc_check(dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                (int)(dev->shared_limit - own.sharedSizeBytes)), "cudaFuncSetAttribute", NULL);
+/* Lets kernels have all the dynamic shared memory that their own leaves: without that the two together get 48 KiB.  The
+   setting belongs to the function, whose other users may be about to launch it, so it is the same for all of them.
+   ampc_allow_large does it at open for every kernel that may ask for so much. */
+template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernels) {
+    for (const void *kernel : {(const void *)kernels...}) {
+        cudaFuncAttributes own;
+        AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&own, kernel), "cudaFuncGetAttributes", NULL));
+        int most = (int)(dev->has.shared_limit - own.sharedSizeBytes);
+        AMPC_TRY(ampc_check(dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+                            "cudaFuncSetAttribute", NULL));
+    }
+    return AMP_OK;
 }
 
 /* Starts a kernel; name: the call that it serves.  Arguments are converted to the kernel's own parameter types, so that
@@ -251,7 +269,6 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     char call[96];
     AMPC_ENTER(dev, name);
     if (grid == 0) return AMP_OK;
-    if (shared > 32 * 1024) AMPC_TRY(ampc_allow_shared(dev, (const void *)kernel));
     error = cudaLaunchKernel(kernel, dim3(grid), dim3(block), pointers, shared, stream ? (cudaStream_t)stream : dev->stream);
     if (error == cudaSuccess) return AMP_OK;
     snprintf(call, sizeof call, "cudaLaunchKernel for %s", name);
@@ -260,7 +277,7 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
 
 /* Blocks of a persistent grid: enough for the work, at most per_sm on each multiprocessor. */
 unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
-    int64_t most = (int64_t)dev->multiprocessors * per_sm;
+    int64_t most = (int64_t)dev->has.multiprocessors * per_sm;
     return (unsigned)(blocks < 0 ? 0 : blocks < most ? blocks : most);
 }
 
@@ -860,13 +877,38 @@ ampc_scratch::~ampc_scratch() {
 
 /* ==== Runtime: entries of the table ================================================================= */
 
-amp_result ampc_check_image(ampc_device *dev);      /* whether this build's machine code runs on the GPU */
+amp_result ampc_image(ampc_device *dev, int *image);
+amp_result ampc_allow_large(ampc_device *dev);
 void ampc_graph_destroy(void *device, void *graph);
 ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream);
 void ampc_capture_drop(ampc_device *dev, cudaStream_t stream);
 amp_result ampc_blas_open(ampc_device *dev);
 void ampc_blas_close(ampc_device *dev);
 void ampc_nvml_close(ampc_nvml *nvml);
+
+/* Fills the features, and refuses what is below the least. */
+amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
+    ampc_features *has = &dev->has;
+    char text[320];
+    has->cc = 10 * prop.major + prop.minor;
+    if (has->cc < AMPC_LEAST) {
+        snprintf(text, sizeof text, "%.127s has compute capability %d.%d; 7.5 (Turing) or later is needed, as CUDA 13 builds for "
+                 "nothing older", prop.name, prop.major, prop.minor);
+        return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
+    }
+    AMPC_TRY(ampc_image(dev, &has->image));
+    has->multiprocessors = prop.multiProcessorCount;
+    has->shared_limit = prop.sharedMemPerBlockOptin;
+    has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
+    has->bf16 = has->cc >= 80;
+    has->fp8 = has->cc >= 89;
+    has->tensor_cores = has->cc >= AMPC_TENSOR_CORES_FROM && has->image >= AMPC_TENSOR_CORES_FROM;
+    if (has->tensor_cores || has->cc < AMPC_TENSOR_CORES_FROM) return AMP_OK;
+    snprintf(text, sizeof text, "amp_cuda: compiled for compute capability %d.%d, and %.127s has %d.%d: attention runs without tensor "
+             "cores; compile amp_cuda.cu with -arch=sm_%d", has->image / 10, has->image % 10, prop.name, prop.major, prop.minor, has->cc);
+    dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_IMAGE, text);
+    return AMP_OK;
+}
 
 amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     cudaDeviceProp prop;
@@ -879,25 +921,23 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
     }
     AMPC_ENTER(dev, "amp_open");
     AMPC_TRY(ampc_check(dev, cudaGetDeviceProperties(&prop, dev->index), "cudaGetDeviceProperties", NULL));
-    dev->cc = 10 * prop.major + prop.minor;
-    dev->multiprocessors = prop.multiProcessorCount;
-    dev->shared_limit = prop.sharedMemPerBlockOptin;
+    AMPC_TRY(ampc_check_gpu(dev, prop));
     dev->blas.cache = prop.l2CacheSize;
     snprintf(dev->info.name, sizeof dev->info.name, "%.127s", prop.name);
     snprintf(dev->info.kind, sizeof dev->info.kind, "cuda");
     dev->info.index = dev->index;
     dev->info.cc_major = prop.major;
     dev->info.cc_minor = prop.minor;
-    dev->info.fp16 = dev->cc >= 70;
-    dev->info.bf16 = dev->info.tf32 = dev->cc >= 80;
-    dev->info.fp8 = dev->cc >= 89;
+    dev->info.fp16 = 1;
+    dev->info.bf16 = dev->info.tf32 = dev->has.bf16;
+    dev->info.fp8 = dev->has.fp8;
     dev->info.multiprocessors = prop.multiProcessorCount;
     dev->info.memory = (int64_t)prop.totalGlobalMem;
     AMPC_TRY(ampc_check(dev, cudaDriverGetVersion(&driver), "cudaDriverGetVersion", NULL));
     AMPC_TRY(ampc_check(dev, cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion", NULL));
     snprintf(dev->info.versions, sizeof dev->info.versions, "CUDA %d.%d, driver for CUDA %d.%d, cuBLASLt %zu", runtime / 1000,
              runtime / 10 % 100, driver / 1000, driver / 10 % 100, cublasLtGetVersion());
-    AMPC_TRY(ampc_check_image(dev));
+    AMPC_TRY(ampc_allow_large(dev));
     AMPC_TRY(ampc_blas_open(dev));
     if (desc->stream != NULL) return AMP_OK;
     AMPC_TRY(ampc_check(dev, cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking),
@@ -1195,12 +1235,13 @@ amp_result ampc_stream_sync(void *device, void *stream) {
 
 /* ---- Events */
 
-amp_result ampc_event_create(void *device, void **event) {
+amp_result ampc_event_create(void *device, void **event, int32_t timed) {
     ampc_device *dev = (ampc_device *)device;
     cudaEvent_t made = NULL;
     *event = NULL;
     AMPC_ENTER(dev, "event_create");
-    AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(&made, cudaEventDefault), "cudaEventCreateWithFlags", NULL));
+    AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(&made, timed ? cudaEventDefault : cudaEventDisableTiming),
+                        "cudaEventCreateWithFlags", NULL));
     *event = made;
     return AMP_OK;
 }
@@ -1794,7 +1835,7 @@ amp_result ampc_check_grads(void *device, const amp_k_check *a, void *stream) {
 
 amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
-    unsigned grid = a->tensors > 0 ? (unsigned)(dev->multiprocessors * AMPC_MULTI_PER_SM) : 0;
+    unsigned grid = a->tensors > 0 ? (unsigned)(dev->has.multiprocessors * AMPC_MULTI_PER_SM) : 0;
     return ampc_launch(dev, "scale_ranges", ampc_scale_kernel, grid, AMPC_MULTI_THREADS, 0, stream, a->table, a->tensors, a->factor);
 }
 
@@ -1904,7 +1945,7 @@ ampc_inspect_kernel(const amp_k_tensor *table, int64_t tensors, ampc_fits fits, 
 
 amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
-    unsigned grid = (unsigned)(dev->multiprocessors * AMPC_MULTI_PER_SM);
+    unsigned grid = (unsigned)(dev->has.multiprocessors * AMPC_MULTI_PER_SM);
     ampc_fits fits = {ampi_fit_of(0, a->dtype), ampi_fit_of(1, a->dtype)};
     if (a->tensors <= 0) return ampc_usable(dev, "amp_tensor_stats_step");
     AMPC_TRY(ampc_fill(dev, a->out, 0, (size_t)a->tensors * sizeof *a->out, stream));
@@ -2157,7 +2198,7 @@ amp_result ampc_optimize(ampc_device *dev, const char *name, const A *a, void *s
     AMPC_TRY(steps.get((size_t)a->tensors * sizeof(S), name));
     AMPC_TRY(ampc_launch(dev, name, ampc_row_steps_kernel<A, S>, (unsigned)ampc_blocks(a->tensors, 128), 128, 0, stream, *a,
                          (S *)steps.data));
-    return ampc_launch(dev, name, kernel, (unsigned)(dev->multiprocessors * AMPC_OPTIMIZER_PER_SM), AMPC_MULTI_THREADS, 0, stream,
+    return ampc_launch(dev, name, kernel, (unsigned)(dev->has.multiprocessors * AMPC_OPTIMIZER_PER_SM), AMPC_MULTI_THREADS, 0, stream,
                        a->table, a->tensors, a->found, (const S *)steps.data);
 }
 
@@ -2177,10 +2218,16 @@ amp_result ampc_rule(void *device, const amp_k_rule *a, void *stream) {
     return ampc_launch((ampc_device *)device, "rule", ampc_rule_kernel, 1, 1, 0, stream, *a);
 }
 
-amp_result ampc_check_image(ampc_device *dev) {
+/* Tells what the image that the driver took was compiled for.  A build without -arch is nvcc's oldest architecture, which the
+   driver translates for newer GPUs: __CUDA_ARCH__ was the old one, and with it what stands under #if. */
+__global__ void ampc_marker_kernel() {}
+
+amp_result ampc_image(ampc_device *dev, int *image) {
     cudaFuncAttributes attributes;
-    return ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_rule_kernel), "cudaFuncGetAttributes",
-                      "compile amp_cuda.cu with -arch for this GPU");
+    AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel), "cudaFuncGetAttributes",
+                        "compile amp_cuda.cu with -arch for this GPU"));
+    *image = attributes.ptxVersion;     /* 10 __CUDA_ARCH__ / 100, also of machine code (cub::PtxVersion relies on it) */
+    return AMP_OK;
 }
 
 /* ==== Column sums ===================================================================================
@@ -2690,7 +2737,7 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
     size_t kept = (size_t)plan.lanes * 2 * (size_t)plan.e * sizeof(float);
     size_t per_sm = (size_t)(2 * ampc_threads(plan.e, false) / plan.block);
-    bool keep = ampc_one_chunk(plan.v, plan.e) && per_sm * (kept + 2048) <= d->shared_limit;
+    bool keep = ampc_one_chunk(plan.v, plan.e) && per_sm * (kept + 2048) <= d->has.shared_limit;
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         return ampc_launch(d, a.rms ? "amp_rmsnorm" : "amp_layernorm",
@@ -2905,7 +2952,7 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     v = ampc_width_shared(v, a.weight, a.weight_dtype);
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols, true);
     size_t shared = ampc_column_scratch(plan);
-    bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1 || shared + 1024 > d->shared_limit;
+    bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1 || shared + 1024 > d->has.shared_limit;
     unsigned blocks = plan.grid;
     if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
     float *partials = (float *)scratch.data;
@@ -3753,14 +3800,14 @@ amp_result ampc_cross_entropy(void *dev, const amp_k_cross_entropy *args, void *
     int64_t rows = a.logits.rows, bytes = ampc_blocks(a.classes * ampc_dtype_size(a.logits.dtype), 16) * 16;
     int v = ampc_logits_width(a.logits, a.dlogits);
     int64_t threads = ampc_blocks(ampc_blocks(a.logits.cols, v * 4), 32) * 32;
-    bool keep = a.dlogits.data != NULL && bytes <= (int64_t)d->shared_limit - 1024;
+    bool keep = a.dlogits.data != NULL && bytes <= (int64_t)d->has.shared_limit - 1024;
     size_t shared = keep ? (size_t)bytes : 0;
     AMPC_TRY(scratch.get(256 + (size_t)rows * sizeof(float), name));
     ampc_labels *labels = (ampc_labels *)scratch.data;
     float *losses = a.losses ? a.losses : (float *)(void *)((char *)scratch.data + 256);
     threads = threads < 128 ? 128 : threads < 512 ? threads : 512;
     int per_sm = (int)(1024 / threads);
-    while (per_sm > 1 && (size_t)per_sm * (shared + 2048) > d->shared_limit) per_sm--;
+    while (per_sm > 1 && (size_t)per_sm * (shared + 2048) > d->has.shared_limit) per_sm--;
     AMPC_TRY(ampc_launch(d, name, ampc_labels_scan, 1, 1024, 0, stream, a.labels, rows, a.classes, 1, a.ignore_index, a.sum,
                          (double)a.factor, a.grad_scale, labels, a.bad_label));
     AMPC_TRY(ampc_launch(d, name, keep ? ampc_cross_entropy_kernel<true>(v) : ampc_cross_entropy_kernel<false>(v),
@@ -4446,7 +4493,6 @@ amp_result ampc_blas_check(ampc_device *dev, cublasStatus_t status, const char *
 }
 
 amp_result ampc_blas_open(ampc_device *dev) {
-    dev->blas.workspace = (size_t)(dev->cc >= 90 ? 32 : 4) << 20;
     if (dev->blas.handle != NULL) return AMP_OK;
     AMPC_TRY(ampc_blas_check(dev, cublasLtCreate(&dev->blas.handle), "cublasLtCreate", NULL));
     dev->blas.owned = 1;
@@ -4570,7 +4616,7 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
 cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
                              cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
-    uint64_t workspace = dev->blas.workspace;
+    uint64_t workspace = dev->has.workspace;
     uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align[3];
     cublasStatus_t status = cublasLtMatmulPreferenceCreate(&wish);
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const void *value, size_t size) {
@@ -4626,7 +4672,7 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
     if (plan->tuned) {
         status = cublasLtMatmulAlgoCheck(dev->blas.handle, &product, plan->b, plan->a, plan->c, plan->c, &plan->algo, &found);
         plan->workspace = found.workspaceSize;
-        if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->blas.workspace) return AMP_OK;
+        if (status == CUBLAS_STATUS_SUCCESS && plan->workspace <= dev->has.workspace) return AMP_OK;
         plan->tuned = plan->compared = 0;
     }
     if (!plan->compared) plan->apart = ampc_plan_unmeasured_apart(plan);
@@ -4713,9 +4759,9 @@ amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_ge
     cublasStatus_t status = ampc_describe_product(&product, plan, g);
     *done = false;
     AMPC_TRY(ampc_blas_check(dev, status, "describing a product to cublasLt", &g));
-    if (plan.workspace > 0) AMPC_TRY(workspace.get(dev->blas.workspace, "gemm"));
+    if (plan.workspace > 0) AMPC_TRY(workspace.get(dev->has.workspace, "gemm"));
     status = cublasLtMatmul(dev->blas.handle, &product, &g.alpha, g.b, plan.b, g.a, plan.a, &g.beta, g.c, plan.c, g.c, plan.c,
-                            &plan.algo, workspace.data, workspace.data ? dev->blas.workspace : 0, ampc_stream(dev, stream));
+                            &plan.algo, workspace.data, workspace.data ? dev->has.workspace : 0, ampc_stream(dev, stream));
     if (ampc_blas_declines(status)) return AMP_OK;
     *done = status == CUBLAS_STATUS_SUCCESS;
     return ampc_blas_check(dev, status, "cublasLtMatmul", &g);
@@ -5053,7 +5099,7 @@ amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
 /* Finds out which algorithms are right, on ones and on other numbers. */
 amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
     for (int i = 0; i < all->count; i++)
-        all->right[i] = all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->blas.workspace;
+        all->right[i] = all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->has.workspace;
     for (int ones = 1; ones >= 0; ones--) {
         AMPC_TRY(ampc_tune_inputs(t, t->sets - 1, ones));
         AMPC_TRY(ampc_gemm_in_parts(t->dev, ampc_tune_alone(ampc_tune_set(t, t->sets - 1)), t->stream, false));
@@ -5234,7 +5280,7 @@ ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
     head.format = AMPC_PLANS_FORMAT;
     head.cublas = cublasLtGetVersion();
     head.entry = sizeof(ampc_plans_entry);
-    head.multiprocessors = (uint64_t)dev->multiprocessors;
+    head.multiprocessors = (uint64_t)dev->has.multiprocessors;
     return head;
 }
 
@@ -6213,9 +6259,9 @@ bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
 
 /* Whether the tensor cores do an attention. */
 bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
-    if (dev->cc < 80 || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
+    if (!dev->has.tensor_cores || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
     if (a.dim < 8 || a.dim > 128 || a.dim % 8 != 0) return false;
-    if (dev->shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
+    if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
     if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is looked for before scaling */
     if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST || a.keys > AMPC_FLASH_LONGEST) return false;
     if (a.batch * a.heads > INT32_MAX / ampc_blocks(a.queries > a.keys ? a.queries : a.keys, 64)) return false;
@@ -6683,6 +6729,30 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *a, void 
     AMPC_TRY(ampc_attention_delta(dev, a, (float *)delta.data, stream));
     return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float *)delta.data, stream)
                                     : ampc_attention_gradients_as<2>(dev, a, (const float *)delta.data, stream);
+}
+
+/* ==== Large shared memory =========================================================================== */
+
+amp_result ampc_allow_large(ampc_device *dev) {
+    amp_k_attention a = {};
+    for (int shape : {808, 816, 824, 832, 408, 416, 432, 108}) {
+        ampc_row_plan plan = {};
+        plan.v = shape / 100, plan.e = shape % 100;
+        AMPC_TRY(ampc_pick_shape(plan, [&](auto picked) {
+            typedef decltype(picked) S;
+            return ampc_allow_shared(dev, ampc_norm_rows<S::v, S::e, ampc_one_chunk(S::v, S::e)>, ampc_norm_gradient_rows<S::v, S::e>);
+        }));
+    }
+    AMPC_TRY(ampc_allow_shared(dev, ampc_cross_entropy_rows<8, true>, ampc_cross_entropy_rows<4, true>, ampc_cross_entropy_rows<1, true>));
+    for (int way = 0; way < 4 && dev->has.tensor_cores; way++) {
+        a.dim = way & 1 ? 128 : 64, a.dtype = way & 2 ? AMP_BF16 : AMP_F16;
+        AMPC_TRY(ampc_flash_pick(a, [&](auto kind) {
+            typedef decltype(kind) K;
+            return ampc_allow_shared(dev, ampc_flash_rows<K::d, K::bf16>, ampc_flash_gradient_rows<AMPC_TO_KEYS, K::d, K::bf16>,
+                                     ampc_flash_gradient_rows<AMPC_TO_QUERIES, K::d, K::bf16>);
+        }));
+    }
+    return AMP_OK;
 }
 
 /* ==== Table ========================================================================================= */

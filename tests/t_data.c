@@ -2140,8 +2140,8 @@ static amp_result lazy_stream_sync(void *dev, void *stream) {
     lazy_drain(stream ? (lazy_stream *)stream : &lazy.compute);
     return AMP_OK;
 }
-static amp_result lazy_event_create(void *dev, void **event) {
-    (void)dev;
+static amp_result lazy_event_create(void *dev, void **event, int32_t timed) {
+    (void)dev; (void)timed;
     *event = calloc(1, sizeof(lazy_event));
     return AMP_OK;
 }

@@ -268,7 +268,7 @@ TEST(a_call_during_capture) {
 /* ---- A training on that device, each call of which is refused or fails in turn */
 
 static amp_result device_event_done(void *dev, void *event, int32_t *done) { (void)dev; (void)event; *done = 1; return broken_now(); }
-static amp_result device_event_create(void *dev, void **event) { return broken ? AMP_ERR_DEVICE : amp_cpu()->event_create(dev, event); }
+static amp_result device_event_create(void *dev, void **event, int32_t timed) { return broken ? AMP_ERR_DEVICE : amp_cpu()->event_create(dev, event, timed); }
 
 static amp_system posix;
 static int starved;

@@ -208,7 +208,7 @@ static int disk_lines(void) {
 
 /* ---- A backend that counts what the monitor asks of it */
 
-static struct { int memory, done, syncs, created, destroyed, pushes, pops, depth; char names[256]; int64_t total; int cold; } asked;
+static struct { int memory, done, syncs, created, untimed, destroyed, pushes, pops, depth; char names[256]; int64_t total; int cold; } asked;
 static amp_result count_memory(void *dev, amp_memory_info *out) {
     amp_result r = amp_cpu()->memory(dev, out);
     asked.memory++;
@@ -227,7 +227,7 @@ static amp_result count_record(void *dev, void *event, void *stream) {
     memcpy(event, &sys.now, sizeof sys.now);            /* the device's clock is the test's, too */
     return AMP_OK;
 }
-static amp_result count_create(void *dev, void **event) { asked.created++; return amp_cpu()->event_create(dev, event); }
+static amp_result count_create(void *dev, void **event, int32_t timed) { asked.created++; asked.untimed += !timed; return amp_cpu()->event_create(dev, event, timed); }
 static void count_destroy(void *dev, void *event) { asked.destroyed++; amp_cpu()->event_destroy(dev, event); }
 static void count_push(void *dev, const char *name) {
     size_t n = strlen(asked.names);
@@ -686,6 +686,7 @@ TEST(records) {
         }
         training_end(&t);
         CHECK_EQ(asked.created, asked.destroyed);
+        CHECK_EQ(asked.untimed, AMP_STEP_RESULTS);      /* the optimizer's; the monitor's carry times */
     }
 }
 

@@ -83,7 +83,7 @@ struct blas_state {
     std::string fail_function;
     int fail_in = 0, fail_status = 0;
     double time[COC_BLAS_ALGORITHMS], epilogue_time = 0;
-    int wrong = COC_BLAS_ALGORITHMS;
+    int wrong = COC_BLAS_ALGORITHMS, least = 1;
     int cuts_tf32 = 0, lacks = -1;
     size_t version = 130100;
     blas_state() { std::copy(times, times + COC_BLAS_ALGORITHMS, time); }
@@ -845,7 +845,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     if (requested < 1 || results == nullptr || returned == nullptr || wanted == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     if (wanted->search != CUBLASLT_SEARCH_BEST_FIT) return CUBLAS_STATUS_NOT_SUPPORTED;
     if ((status = make_problem(desc, layouts, &p)) != CUBLAS_STATUS_SUCCESS) return status;
-    if (!epilogue_is_aligned(p) || (int)p.desc.epilogue == state().lacks) return CUBLAS_STATUS_NOT_SUPPORTED;
+    bool served = (int)p.desc.epilogue != state().lacks && std::min({p.m, p.n, p.k}) >= state().least;
+    if (!epilogue_is_aligned(p) || !served) return CUBLAS_STATUS_NOT_SUPPORTED;
     for (int id = 0; id < COC_BLAS_ALGORITHMS && *returned < requested; id++)
         if (is_preferred(p, *wanted, id)) results[(*returned)++] = result_for(p, id);
     return *returned ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
@@ -938,6 +939,7 @@ void coc_set_blas_epilogue_time(double microseconds) { state().epilogue_time = m
 void coc_set_blas_wrong(coc_blas_algorithm algorithm) { state().wrong = algorithm; }
 void coc_set_blas_lacks(int epilogue) { state().lacks = epilogue; }
 void coc_set_blas_cuts_tf32(int cuts) { state().cuts_tf32 = cuts; }
+void coc_set_blas_least(int side) { state().least = side; }
 void coc_set_blas_version(size_t version) { state().version = version; }
 
 long coc_blas_living() { return (long)(state().handles.size() + state().objects.size()); }

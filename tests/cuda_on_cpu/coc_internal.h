@@ -30,6 +30,7 @@ extern uint64_t coc_order_seed;
 extern unsigned coc_last_blocks;
 void coc_install_handler();
 void coc_check_locks(const char *function);
+int coc_image();                                /* what the program was compiled for, 10 major + minor */
 
 /* ---- For a library above the runtime (coc_cublas.cpp). */
 

@@ -120,7 +120,7 @@ struct capture {
 struct model_state {
     std::recursive_mutex lock;
     std::vector<device_state> devices;
-    int device_count = 2, multiprocessors = 4, capability = 90;
+    int device_count = 2, multiprocessors = 4, capability = 90, image = 90;
     size_t memory = (size_t)1 << 30;
     int hidden = 1, pointer_check = 1, patience = 1;
     coc_schedule schedule = COC_LATE;
@@ -675,6 +675,8 @@ size_t shared_optin() {
     return (size_t)kilobytes * 1024;
 }
 
+bool image_runs() { return model().image <= model().capability; }
+
 bool pointer_is_usable(const void *p, int index) {
     if (p == nullptr || !model().pointer_check) return true;
     if (device_of(p) == index) return true;
@@ -687,6 +689,7 @@ bool pointer_is_usable(const void *p, int index) {
 cudaError_t check_launch(coc_call *work, dim3 grid, dim3 block, size_t shared, const stream_ref &stream,
                          size_t *shared_most, const char *name) {
     if (!stream || stream->device != current_device) return cudaErrorInvalidResourceHandle;
+    if (!image_runs()) return cudaErrorNoKernelImageForDevice;
     uint64_t threads = (uint64_t)block.x * block.y * block.z, blocks = (uint64_t)grid.x * grid.y * grid.z;
     if (threads == 0 || blocks == 0 || block.x > 1024 || block.y > 1024 || block.z > 64 || threads > 1024)
         return cudaErrorInvalidConfiguration;
@@ -1235,6 +1238,7 @@ cudaError_t make_event(cudaEvent_t *handle, unsigned flags) {
     event->device = current_device;
     event->flags = flags;
     model().events[event.get()] = event;
+    model().counts.timed_events += !(flags & cudaEventDisableTiming);
     *handle = event.get();
     return cudaSuccess;
 }
@@ -1518,12 +1522,14 @@ cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute at
 
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {
     COC_CALL(0);
+    if (!image_runs()) return call.done(cudaErrorNoKernelImageForDevice);
     memset(attributes, 0, sizeof *attributes);
     std::map<const void *, int> &limits = device(current_device).shared_limit;
     auto limit = limits.find(function);
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 32;
-    attributes->ptxVersion = attributes->binaryVersion = model().capability;
+    attributes->ptxVersion = model().image;
+    attributes->binaryVersion = model().capability;
     attributes->maxDynamicSharedSizeBytes = limit == limits.end() ? (int)COC_SHARED_DEFAULT : limit->second;
     return cudaSuccess;
 }
@@ -1634,12 +1640,15 @@ void coc_set_hidden(int hidden) {
     hide_all();
 }
 
-void coc_set_devices(int count, size_t memory, int multiprocessors, int capability) {
+int coc_image() { return model().image; }
+
+void coc_set_devices(int count, size_t memory, int multiprocessors, int capability, int image) {
     coc_reset();
     model().device_count = count;
     model().memory = memory;
     model().multiprocessors = multiprocessors;
     model().capability = capability;
+    model().image = image ? image : capability;
 }
 
 coc_counts coc_count() {

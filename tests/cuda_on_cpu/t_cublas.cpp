@@ -44,6 +44,16 @@ TEST(rules) {
     }
 }
 
+/* What `make gpu` needs of a product's numbers comes from sizes that any heuristic serves. */
+TEST(facts_of_common_sizes) {
+    library lib;
+    coc_set_blas_least(16);
+    for (auto holds : {blas_gelu_form, blas_tf32_rounding, blas_relu_nan}) {
+        std::string found = holds(lib.handle);
+        CHECK_MSG(found.empty(), "%s", found.c_str());
+    }
+}
+
 /* Every algorithm, every type, epilogue and pair of transposes; in D's type the partial sums of ROUNDED have no bound. */
 TEST(algorithms) {
     static const cublasLtEpilogue_t epilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
@@ -390,6 +400,7 @@ TEST(descriptors_that_are_gone) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(rules);
+    RUN(facts_of_common_sizes);
     RUN(algorithms);
     RUN(candidates);
     RUN(products_wait_in_their_stream);

@@ -580,6 +580,31 @@ CUDA_TEST(tensor_cores_skip_hidden_tiles) {
     CHECK_MSG(diagonal.async_bytes < whole.async_bytes / 4, "%ld of %ld bytes", diagonal.async_bytes, whole.async_bytes);
 }
 
+/* A build without -arch is translated for newer GPUs, and its kernels for tensor cores are empty: others do their work. */
+CUDA_TEST(tensor_cores_of_an_older_image) {
+    static const struct { int cc, image; bool flash; } cases[] = {{90, 75, false}, {80, 75, false}, {75, 75, false}, {90, 80, true}};
+    for (const auto &c : cases) {
+        coc_set_devices(1, (size_t)1 << 28, 4, c.cc, c.image);
+        problem p(flash_shapes[1], mask_cases[1], all_numbers[1], 77);
+        p.scale = fabsf(p.scale);
+        check_problem(p);
+        CHECK_EQ(coc_kernel_launches("ampc_flash") > 0, c.flash);
+    }
+    coc_set_devices(2);
+}
+
+/* What kernels may ask of shared memory is settled when the device is opened: a launch is one call of the driver's. */
+CUDA_TEST(shared_memory_is_allowed_at_open) {
+    std::string out;
+    problem p(flash_shapes[1], mask_cases[1], all_numbers[1], 78);
+    p.scale = fabsf(p.scale);
+    cuda_side gpu(amp_cuda());
+    coc_reset_counts();
+    p.run(gpu, &out);
+    CHECK(coc_kernel_launches("ampc_flash") == 4);
+    CHECK_EQ(coc_calls("cudaFuncGetAttributes") + coc_calls("cudaFuncSetAttribute"), 0);
+}
+
 /* What nobody sees may hold anything; what only some see spoils just their rows: with NaN and infinities in keys, values
    and queries, hidden from some of a tile, the same numbers are NaN as on the CPU. */
 CUDA_TEST(tensor_cores_and_infinities) {
@@ -641,6 +666,8 @@ int main(int argc, char **argv) {
     RUN(tensor_cores_and_head_sizes);
     RUN(tensor_cores_skip_hidden_tiles);
     RUN(tensor_cores_move_little);
+    RUN(tensor_cores_of_an_older_image);
+    RUN(shared_memory_is_allowed_at_open);
     RUN(tensor_cores_and_infinities);
     return TEST_END();
 }

@@ -21,7 +21,10 @@ static amp_result host_fail(void *, amp_result result, const char *text) {
     last_text = text;
     return result;
 }
-static void host_log(void *, amp_log_level, int, const char *) { host_logs++; }
+static void host_log(void *, amp_log_level, int, const char *text) {
+    host_logs++;
+    if (last_text.empty()) last_text = text;
+}
 static void *host_alloc(void *, size_t size, size_t align) {
     void *p = NULL;
     if (host_fail_alloc > 0 && --host_fail_alloc == 0) return NULL;
@@ -329,8 +332,8 @@ TEST(streams_and_events) {
         int32_t done = -1;
         double seconds = -1;
         CHECK_EQ(b->stream_create(cuda.dev, &stream), AMP_OK);
-        CHECK_EQ(b->event_create(cuda.dev, &from), AMP_OK);
-        CHECK_EQ(b->event_create(cuda.dev, &to), AMP_OK);
+        CHECK_EQ(b->event_create(cuda.dev, &from, 1), AMP_OK);
+        CHECK_EQ(b->event_create(cuda.dev, &to, 1), AMP_OK);
         CHECK_EQ(b->alloc_pinned(cuda.dev, &pinned, x.size() * 4), AMP_OK);
         int32_t *p = cuda.up(x);
         /* fill on one stream, copy on the other after the event: the copy sees the fill */
@@ -1298,6 +1301,34 @@ TEST(captures_left_open) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* Kernels are chosen by what the build was compiled for too, and what is too old or too new is refused by name. */
+TEST(images) {
+    static const struct { int cc, image; amp_result result; int logs; const char *text; } cases[] = {
+        {90, 90, AMP_OK, 0, NULL}, {90, 80, AMP_OK, 0, NULL}, {75, 75, AMP_OK, 0, NULL}, {86, 80, AMP_OK, 0, NULL},
+        {90, 75, AMP_OK, 1, "compiled for compute capability 7.5, and model has 9.0: attention runs without tensor cores; compile "
+                            "amp_cuda.cu with -arch=sm_90"},
+        {80, 75, AMP_OK, 1, "-arch=sm_80"},
+        {70, 70, AMP_ERR_UNSUPPORTED, 0, "model has compute capability 7.0; 7.5 (Turing) or later is needed"},
+        {90, 120, AMP_ERR_DEVICE, 0, "compile amp_cuda.cu with -arch for this GPU"},
+        {80, 90, AMP_ERR_DEVICE, 0, "cudaErrorNoKernelImageForDevice"},
+    };
+    for (const auto &c : cases) {
+        coc_set_devices(1, (size_t)1 << 28, 4, c.cc, c.image);
+        void *dev = NULL;
+        const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free, NULL};
+        amp_backend_desc desc = {};
+        host_logs = 0;
+        last_text.clear();
+        CHECK_MSG(amp_cuda()->open(&dev, &host, &desc) == c.result, "%d on %d: %s", c.image, c.cc, last_text.c_str());
+        CHECK_EQ(host_logs, c.logs);
+        CHECK_MSG(c.text == NULL || last_text.find(c.text) != std::string::npos, "%d on %d: %s", c.image, c.cc, last_text.c_str());
+        if (dev != NULL) amp_cuda()->close(dev);
+        CHECK_EQ(host_blocks, 0);
+    }
+    coc_set_devices(2);
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* ---- Failures */
 
 /* Everything the runtime can do, once; stops at the first failure and cleans up. */
@@ -1343,8 +1374,8 @@ struct session {
         TRY(b->fill(dev, table, 0, sizeof(amp_k_tensor), NULL));
         TRY(b->alloc_pinned(dev, &pinned, 256));
         TRY(b->stream_create(dev, &stream));
-        TRY(b->event_create(dev, &event));
-        TRY(b->event_create(dev, &second));
+        TRY(b->event_create(dev, &event, 1));
+        TRY(b->event_create(dev, &second, 1));
         TRY(b->event_record(dev, event, NULL));
         TRY(kernels(0));
         TRY(b->event_record(dev, second, NULL));
@@ -1656,6 +1687,7 @@ int main(int argc, char **argv) {
     RUN(graph_outlives_its_stream);
     RUN(graph_misuse);
     RUN(captures_left_open);
+    RUN(images);
     RUN(every_call_may_fail);
     RUN(host_memory_may_fail);
     RUN(sticky_error);

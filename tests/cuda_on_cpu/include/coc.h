@@ -26,8 +26,11 @@ void coc_set_schedule(coc_schedule schedule);
 void coc_set_patience(int queries);
 
 /* ---- The machine: how many GPUs (default 2), their memory in bytes (default 1 GiB), their multiprocessors
-   (default 4: small, so that persistent grids loop), compute capability (default 90).  Only while nothing lives. */
-void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = 90);
+   (default 4: small, so that persistent grids loop), compute capability (default 90), and what the program was compiled
+   for (default: that).  Only while nothing lives.
+   Code for a newer GPU than there is does not run (error 209).  Code for an older one does, translated by the driver, but
+   lacks what that had not: m16n8k16 and cp.async (PTX ISA: sm_80) are faults below 80. */
+void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = 90, int image = 0);
 /* 1 (default): device memory cannot be touched outside kernels and copies; a touch is a fault and then goes on. */
 void coc_set_hidden(int hidden);
 /* A pointer argument of a kernel must point to device memory, pinned memory or be NULL (default 1). */
@@ -52,6 +55,7 @@ struct coc_counts {
     long synchronising;         /* calls that wait for the GPU, or may: also cudaMemcpy, cudaFree, pageable copies */
     long allocations, frees;    /* of device or pinned memory, by any function */
     long copies, fills, graph_launches;
+    long timed_events;          /* made to be timed */
     long switches;              /* of fibers */
     long mmas, ldmatrices;      /* instructions of a warp */
     long async_bytes;           /* read from global memory by cp.async */
@@ -96,6 +100,8 @@ void coc_set_blas_wrong(coc_blas_algorithm algorithm);
 void coc_set_blas_lacks(int epilogue);
 /* Operands of TF32: 1: their low bits are cut, 0 (default): they are rounded, ties away from zero. */
 void coc_set_blas_cuts_tf32(int cuts);
+/* The heuristic has nothing for a product with a side below this (default 1), as it need not. */
+void coc_set_blas_least(int side);
 /* cublasLtGetVersion (default 130100): algorithms of another version are refused. */
 void coc_set_blas_version(size_t version);
 

@@ -18,7 +18,7 @@ enum { CUDA_IS_MODEL = 0 };
 enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_AHEAD = 3, COC_ORDERS = 4 };
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 struct coc_counts {
-    long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, switches;
+    long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, timed_events, switches;
     long mmas, ldmatrices, async_bytes;
     long blas_objects, blas_heuristics, blas_matmuls;
 };
@@ -81,7 +81,7 @@ static inline void *coc_sparse_alloc(size_t bytes) {
 
 /* ---- What only the model can do */
 
-static inline void coc_set_devices(int, size_t = 0, int = 0, int = 0) { coc_needs_model("other GPUs than the one here"); }
+static inline void coc_set_devices(int, size_t = 0, int = 0, int = 0, int = 0) { coc_needs_model("other GPUs than the one here"); }
 static inline coc_counts coc_count() { coc_needs_model("counts of calls"); }
 static inline long coc_calls(const char *) { coc_needs_model("counts of calls"); }
 static inline long coc_kernel_launches(const char *) { coc_needs_model("counts of launches"); }
@@ -98,6 +98,7 @@ static inline void coc_set_blas_wrong(coc_blas_algorithm) { coc_needs_model("a w
 static inline void coc_set_blas_lacks(int) { coc_needs_model("a refused epilogue"); }
 static inline void coc_set_blas_cuts_tf32(int) {}       /* a GPU does what it does */
 static inline void coc_set_launch_time(double) { coc_needs_model("a modelled clock"); }
+static inline void coc_set_blas_least(int) { coc_needs_model("another heuristic"); }
 static inline void coc_set_blas_version(size_t) { coc_needs_model("another version of cuBLASLt"); }
 
 #endif
