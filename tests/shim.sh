@@ -85,6 +85,9 @@ if have g++; then
     check "one file of C++" g++ -std=c++17 -Wall -Wextra -Werror -I$shim -DAMP_CBLAS_IMPLEMENTATION -fsyntax-only -x c++ "$work/shares.c"
 else skip "the shim in C++" "no g++"; fi
 check "one file with -std=c99" $cc -O0 -std=c99 -Wall -Wextra -Werror -I$shim -DAMP_CBLAS_IMPLEMENTATION -fsyntax-only "$work/shares.c"
+printf '#include <cblas.h>\nint main(void) { return amp_cblas_context() == 0; }\n' > "$work/old.c"
+check "a file of C90" $cc -ansi -pedantic -Wall -Wextra -Werror -I$shim -fsyntax-only "$work/old.c"
+if have g++; then check "a file of C++98" g++ -std=c++98 -pedantic -Wall -Wextra -Werror -I$shim -fsyntax-only -x c++ "$work/old.c"; else skip "C++98" "no g++"; fi
 sed '1i #define AMP_IMPLEMENTATION\n#include "amp.h"\n#define AMP_CBLAS_IMPLEMENTATION' "$work/shares.c" > "$work/own.c"
 build own -I. -I$shim -DAMP_CBLAS_ALONE "$work/own.c"
 says "after amp.h" "bf16, scale 1, island 1, outside 0" env AMP_DTYPE=bf16 "$work/own"
@@ -98,19 +101,28 @@ build before -I$own tests/cblas_host.c $blas
 build after -I$shim -I$own tests/cblas_host.c "$work/cblas.o" $blas
 build one_file -I$shim -I$own -DAMP_CBLAS_IMPLEMENTATION tests/cblas_host.c $blas
 build after_static -DOTHERS -I$shim -I$own tests/cblas_host.c "$work/cblas.o" "$work/blas.o"
-"$work/before" bits > "$work/bits"
+"$work/before" bits > "$work/bits_before"
 for host in after after_static one_file; do
     "$work/$host" bits > "$work/bits_after"
-    check "$host: bits of before" cmp "$work/bits" "$work/bits_after"
+    check "$host: bits of before" cmp "$work/bits_before" "$work/bits_after"
     says "$host: bf16" "224 products" env AMP_DTYPE=bf16 "$work/$host" bf16
 done
 env AMP_DTYPE=fp32 "$work/after" bits > "$work/bits_after"
-if cmp -s "$work/bits" "$work/bits_after"; then fail "the bits of before" "amp.h has the same"; else pass; fi
+if cmp -s "$work/bits_before" "$work/bits_after"; then fail "the bits of before" "amp.h has the same"; else pass; fi
 check "dgemm and sgemv are the BLAS's" env AMP_DTYPE=bf16 "$work/after_static" others
 if have g++; then
     check "compile as C++ beside a BLAS" g++ -O0 -std=c++17 -Wall -Wextra -Werror -I$shim -I$own -x c++ "$work/shares.c" -x none "$work/cblas.o" -o "$work/cxx" $blas -lpthread
     says "C++ beside a BLAS" "bf16, scale 1, island 1, outside 0" env AMP_DTYPE=bf16 "$work/cxx"
 fi
+
+# OpenBLAS, with its own header.
+if $cc tests/cblas_host.c -o "$work/openblas_before" -lopenblas -lm -lpthread > /dev/null 2>&1; then
+    build openblas -I$shim tests/cblas_host.c "$work/cblas.o" -lopenblas
+    "$work/openblas_before" bits > "$work/bits"
+    "$work/openblas" bits > "$work/bits_after"
+    check "OpenBLAS: bits of before" cmp "$work/bits" "$work/bits_after"
+    says "OpenBLAS: bf16" "224 products" env AMP_DTYPE=bf16 "$work/openblas" bf16
+else skip "OpenBLAS" "there is none"; fi
 
 # Without a BLAS's header, other calls do not compile; without a BLAS, they do not link.
 for call in cblas_dgemm cblas_sgemv cblas_sgemm_batch; do
@@ -152,7 +164,7 @@ int main(int argc, char **argv) {
     void *plugin = dlopen(argv[argc - 1], RTLD_NOW | RTLD_LOCAL);
     int (*run)(int, char **) = NULL;
     if (plugin != NULL) *(void **)&run = dlsym(plugin, "run");
-    return run == NULL ? 9 : run(argc, argv);
+    return run == NULL ? 9 : run(argc, argv) + dlclose(plugin);
 }
 PLUGIN
 build plugin "$work/plugin.c"
@@ -161,7 +173,7 @@ for host in before before_fortran linked "plugin $work/plugin.so"; do
     program=$work/${host%% *} last=${host#* }
     set -- ${last##"$host"}
     preloaded "$program" bits "$@" > "$work/bits_after"
-    check "preloaded, nothing set: $host" cmp "$work/bits" "$work/bits_after"
+    check "preloaded, nothing set: $host" cmp "$work/bits_before" "$work/bits_after"
     for precision in fp32 bf16 fp16; do
         says "preloaded: $host in $precision" "224 products" preloaded AMP_DTYPE=$precision AMP_SCALER=off "$program" $precision "$@"
     done
@@ -171,12 +183,16 @@ says "preloaded: threads" "224 products" preloaded AMP_DTYPE=fp32 "$work/before"
 says "preloaded: fork" no preloaded AMP_DTYPE=fp32 "$work/before" fork
 says "preloaded: exit" no preloaded AMP_DTYPE=bf16 "$work/before" exit
 says "preloaded: fp16" "gradients below" preloaded AMP_DTYPE=fp16 "$work/before" fp16
+build unloaded.so -fPIC -shared -Dmain=run -I$own tests/cblas_host.c -L"$work/build" -lampblas -Wl,-rpath,"$work/build" $blas
+says "unloaded" "224 products" env AMP_DTYPE=bf16 "$work/plugin" bf16 "$work/unloaded.so"
 refused "preloaded: no dtype" "AMP_DTYPE = fp7, must be" preloaded AMP_DTYPE=fp7 "$work/before" fp32
 says "preloaded into a shell" no preloaded AMP_DTYPE=fp7 sh -c "true | true; ls / | cat"
 check "link LAPACK" $cc -DLAPACK -fPIC -shared $own/cblas.c -o "$work/liblap.so" $blas
 printf '#include <cblas.h>\n#include <stdio.h>\nint main(void) { float x = 1.00390625f; sgetrf_(&x); printf("%%d\\n", x == 2.0117340087890625f); return 0; }\n' > "$work/lapack.c"
 build lapack -I$own "$work/lapack.c" -L"$work" -llap $blas
 says "preloaded: LAPACK" 1 preloaded AMP_DTYPE=bf16 "$work/lapack"
+build lapack_linked -I$own "$work/lapack.c" "$work/ampblas.o" -L"$work" -llap $blas
+says "linked: LAPACK" 1 env AMP_DTYPE=bf16 "$work/lapack_linked"
 
 if have gfortran; then
     cat > "$work/f.f90" <<'F90'
@@ -219,8 +235,8 @@ else skip "numpy" "none on a system's BLAS"; fi
 check "make install" make -s install PREFIX="$work/usr"
 PKG_CONFIG_PATH=$work/usr/lib/pkgconfig; export PKG_CONFIG_PATH
 if have pkg-config; then
-    check "compile as installed" $cc -O0 -c "$(pkg-config --variable=source amp-cblas)" -o "$work/installed.o"
-    check "link as installed" $cc -O0 "$work/shares.c" "$work/installed.o" $(pkg-config --cflags --libs amp-cblas) -DAMP_CBLAS_ALONE -o "$work/installed"
+    check "the source as installed" cmp $shim/cblas.c "$(pkg-config --variable=source amp-cblas)"
+    check "compile as installed" $cc -O0 "$work/shares.c" "$work/cblas.o" $(pkg-config --cflags --libs amp-cblas) -DAMP_CBLAS_ALONE -o "$work/installed"
     says "installed" "bf16, scale 1" env AMP_DTYPE=bf16 "$work/installed"
 else skip "installed" "no pkg-config"; fi
 mkdir "$work/copy"

@@ -4,15 +4,17 @@
  *     AMP_DTYPE=bf16 LD_PRELOAD=build/libampblas.so ./program
  *     gfortran program.f90 -Lbuild -lampblas -Wl,--no-as-needed -lopenblas      linked before the program's own BLAS
  *
- * What cblas.h says of settings, errors, threads and fork holds here, too.  With no AMP_... in the environment each caller's
- * own BLAS computes; with --as-needed, the default of many linkers, there is none if only sgemm was used, and amp.h computes
- * in fp32.  Of what is called from within a library that has cblas_sgemm, sgemm_ or sgetrf_, nothing is changed: LAPACK
- * does not expect fp16, nor does one half of a BLAS of the other.  What of LAPACK is in the program itself is not known as
- * such.
+ * What cblas.h says of settings, errors, threads and fork holds here, too.  With no AMP_... in the environment, each caller's
+ * own BLAS computes.  Linked with --as-needed, the default of many, a program that only uses sgemm loses its BLAS, and amp.h
+ * computes in fp32.
  *
- * Not served: cblas_sgemm_batch, cblas_sgemv, cblas_ssyrk and all else (numpy takes gemv for vectors, and syrk for A @ A.T);
- * names with a suffix (cblas_sgemm64_, scipy_cblas_sgemm: numpy from PyPI); a BLAS inside the program or opened with
- * RTLD_DEEPBIND.  AMP_DEBUG=1 says what products compute in: no word, no product. */
+ * Calls from within a library that has cblas_sgemm, sgemm_ or sgetrf_ stay with their BLAS: LAPACK does not expect operands in
+ * 16 bits.  LAPACK within the program itself is not recognised.
+ *
+ * Not served are cblas_sgemm_batch, cblas_sgemv, cblas_ssyrk and all else (numpy takes gemv for vectors and syrk for A @ A.T);
+ * names with a suffix (cblas_sgemm64_, scipy_cblas_sgemm: numpy from PyPI); a BLAS that is part of the program, or opened with
+ * RTLD_DEEPBIND; one with 64-bit integers by the same names.  AMP_DEBUG=1 says what products compute in: no word, no
+ * product. */
 #define _GNU_SOURCE             /* dladdr, RTLD_NEXT */
 #define AMP_STATIC
 #define AMP_CBLAS_IMPLEMENTATION
@@ -36,11 +38,11 @@ static const void *amp_cblas_object(const void *address) {
     Dl_info info;
     return dladdr((void *)address, &info) ? info.dli_fbase : NULL;
 }
-/* In the caller's own object or what that is linked with; for the program itself, and what it has loaded globally, behind us. */
+/* In the caller's own object or what that is linked with; for the program itself, behind this library. */
 static void *amp_cblas_find(amp_cblas_caller *caller, void *handle, const char *name) {
     void *found = handle != NULL ? dlsym(handle, name) : NULL;
-    if (found != NULL && amp_cblas_object(found) == amp_cblas_object(caller->at)) caller->is_blas = 1;
-    if (found == NULL || amp_cblas_object(found) == amp_cblas_object(&amp_cblas_once)) found = dlsym(RTLD_NEXT, name);
+    if (found == NULL || amp_cblas_object(found) == amp_cblas_object(&amp_cblas_once)) return dlsym(RTLD_NEXT, name);
+    if (amp_cblas_object(found) == amp_cblas_object(caller->at)) caller->is_blas = 1;
     return found;
 }
 /* The one that calls from here if its product stays with its own BLAS, else NULL.  Each thread remembers some, for a look-up

@@ -22,12 +22,13 @@
  * On stderr, at most ten times, are bad arguments, for which nothing is computed, as in BLAS, and lack of memory, for which
  * a plain loop computes.  Any thread may call, and fork.
  *
- * TRAPS  None of these is seen from here, but AMP_DEBUG=1 says what each kind of product computes in: no word, no product.
+ * TRAPS  None of these is seen from here.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no product.
  * - The program finds another cblas.h first: put this -I before all others.
  * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which serves the names.
  * - It calls CBLAS only under a switch of its own (#ifdef CBLAS, USE_BLAS=1), and has loops otherwise: set the switch.
  * - `undefined reference to cblas_sgemm`: there is a cblas.h, but no BLAS is linked: -DAMP_CBLAS_ALONE, or link it.
  * - `undefined reference to amp_cblas_context`: cblas.o is missing.
+ * - The shim is part of a plugin that is unloaded: link that with -Wl,-z,nodelete, for amp.h's threads run on.
  *
  * ONE FILE  -DAMP_CBLAS_IMPLEMENTATION, or #define it before this #include, instead of cblas.c; with -std=c99 that must be the
  * first include.  After AMP_IMPLEMENTATION and amp.h it adds the shim alone. */
@@ -65,9 +66,9 @@ typedef enum CBLAS_TRANSPOSE { CblasNoTrans = 111, CblasTrans = 112, CblasConjTr
 
 #if defined(AMP_CBLAS_IMPLEMENTATION)
 #  include <pthread.h>
-#  include <sched.h>
 #  include <stdio.h>
 #  include <stdlib.h>
+#  include <time.h>
 #endif
 #if defined(AMP_STATIC)
 #  define AMP_CBLAS_API static __attribute__((unused))
@@ -85,8 +86,8 @@ AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void);
 AMP_CBLAS_API void amp_cblas_product(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                      const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
 
-AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
-                                 int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
+AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
 #if defined(AMP_CBLAS_BESIDE)
     if (amp_cblas_context() == NULL) {
 #  if defined(__cplusplus)
@@ -104,7 +105,7 @@ AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m,
 #define cblas_sgemm amp_cblas_sgemm
 
 #if defined(AMP_CBLAS_IMPLEMENTATION)
-static amp_context *amp_cblas_asked;    /* NULL: no AMP_... is set */
+static amp_context *amp_cblas_asked;    /* amp_cblas_context */
 static amp_context *amp_cblas_used;     /* that one, or one in fp32; NULL: no memory for it */
 static amp_scaler *amp_cblas_scale;
 static int amp_cblas_refused;           /* what the environment asks for */
@@ -126,8 +127,9 @@ static void amp_cblas_enter(void) {
 }
 static void amp_cblas_leave(void) { __atomic_fetch_sub(&amp_cblas_inside, 1, __ATOMIC_RELEASE); }
 static void amp_cblas_before_fork(void) {
+    const struct timespec pause = {0, 20000};
     pthread_mutex_lock(&amp_cblas_gate);
-    while (__atomic_load_n(&amp_cblas_inside, __ATOMIC_ACQUIRE) > 0) sched_yield();
+    while (__atomic_load_n(&amp_cblas_inside, __ATOMIC_ACQUIRE) > 0) nanosleep(&pause, NULL);
 }
 static void amp_cblas_after_fork(void) { pthread_mutex_unlock(&amp_cblas_gate); }
 static __attribute__((constructor)) void amp_cblas_watch_forks(void) {
