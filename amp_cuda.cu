@@ -2390,6 +2390,8 @@ template <int V> __device__ __forceinline__ void ampc_piece_add(const uint4 &raw
 __device__ __forceinline__ void ampc_prefetch(const void *p) {
 #if defined(__CUDA_ARCH__)
     asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
+#elif !defined(__CUDACC__)
+    coc_prefetch(p);
 #else
     (void)p;
 #endif
@@ -2400,6 +2402,58 @@ template <int V, class I> __device__ __forceinline__ void ampc_piece_sum(void *r
                                                                          int add) {
     if (add) ampc_piece_add<V>(ampc_piece_read<V>(row, dtype, at, end), dtype, sum);
     ampc_piece_write<V>(row, dtype, at, end, ampc_narrow<V>(sum, dtype));
+}
+
+/* ---- Copies into shared memory beside other work: cp.async.  Before compute capability 8.0 they are done at once. */
+
+/* An address in shared memory. */
+#if defined(__CUDACC__)
+typedef uint32_t ampc_address;
+#else
+typedef uintptr_t ampc_address;
+#endif
+__device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
+#if defined(__CUDA_ARCH__)
+    return (uint32_t)__cvta_generic_to_shared(shared);
+#else
+    return (ampc_address)(uintptr_t)shared;
+#endif
+}
+
+/* Starts to copy 8 or 16 bytes into shared memory, or zeros where `there` is false (then `from` is not read).  This thread may
+   read them after ampc_copy_wait, others after a barrier too.  A group is what was started since the commit before. */
+template <int BYTES = 16> __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
+    static_assert(BYTES == 8 || BYTES == 16, "a piece");
+#if defined(__CUDA_ARCH__)
+#  if __CUDA_ARCH__ >= 800
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(ampc_address_of(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                     :: "r"(ampc_address_of(shared)), "l"(from), "r"(there ? 8 : 0) : "memory");
+#  else
+    if (BYTES == 16) *(uint4 *)shared = there ? *(const uint4 *)from : uint4{0, 0, 0, 0};
+    else *(uint2 *)shared = there ? *(const uint2 *)from : uint2{0, 0};
+#  endif
+#elif !defined(__CUDACC__)
+    coc_copy_async(shared, from, BYTES, there ? BYTES : 0);
+#endif
+}
+__device__ __forceinline__ void ampc_copy_commit() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_commit();
+#endif
+}
+/* Waits for all groups but the last LEFT. */
+template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
+#elif !defined(__CUDACC__)
+    coc_copy_wait(LEFT);
+#endif
 }
 
 /* ---- Exponentials.  Hardware: 2^x and 1/x with relative errors below 2^-22 and 2^-23, results below 2^-126 are 0. */
@@ -2770,11 +2824,11 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* dx for a chunk */
+/* dx for a chunk; dsum: as it lies in memory, or NULL: it is read here. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row, int64_t start,
                                              int left, float mean, float rstd, const float *means, const uint4 *x,
-                                             const uint4 *dy) {
+                                             const uint4 *dy, const uint4 *dsum) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) {
         int at = place.at(p);
@@ -2785,7 +2839,8 @@ __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_pla
         AMPC_UNROLL
         for (int i = 0; i < V; i++) g[i] = ampc_mul(ampc_fma(-h[i], means[1], g[i] - means[0]), rstd);
         if (a.dsum.data)
-            ampc_piece_add<V>(ampc_piece_read<V>(ampc_row(a.dsum, row, start), a.dsum.dtype, at, left), a.dsum.dtype, g);
+            ampc_piece_add<V>(dsum ? dsum[p] : ampc_piece_read<V>(ampc_row(a.dsum, row, start), a.dsum.dtype, at, left),
+                              a.dsum.dtype, g);
         ampc_piece_write<V>(ampc_row(a.dx, row, start), a.dx.dtype, at, left, ampc_narrow<V>(g, a.dx.dtype));
     }
 }
@@ -2863,25 +2918,102 @@ __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_p
     }
 }
 
-/* partials NULL: dx alone. */
-template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
-ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, float *partials) {
+/* A row of one chunk and the one that follows it, in shared memory.  A thread copies and reads its own pieces alone. */
+template <int V, int E> struct ampc_norm_stage {
+    uint4 *const mine;              /* [2, 2, E / V, threads] */
+    __device__ __forceinline__ explicit ampc_norm_stage(void *memory) : mine((uint4 *)memory + threadIdx.x) {}
+    __device__ __forceinline__ uint4 *at(int half, int which, int p) const {
+        return mine + ((half * 2 + which) * (E / V) + p) * (int)blockDim.x;
+    }
+    __device__ __forceinline__ void fetch(const ampc_place<V, E> &place, const amp_mat &m, int64_t row, int left, int half, int which) const {
+        const void *from = ampc_row(m, row);
+        AMPC_UNROLL
+        for (int p = 0; p < E / V; p++) {
+            if (V == 8 || m.dtype == AMP_F32) ampc_copy_async<16>(at(half, which, p), ampc_within(from, m.dtype, place.at(p)), place.at(p) < left);
+            else ampc_copy_async<8>(at(half, which, p), ampc_within(from, m.dtype, place.at(p)), place.at(p) < left);
+        }
+    }
+    __device__ __forceinline__ void get(int half, uint4 (&x)[E / V], uint4 (&dy)[E / V]) const {
+        AMPC_UNROLL
+        for (int p = 0; p < E / V; p++) x[p] = *at(half, 0, p), dy[p] = *at(half, 1, p);
+    }
+};
+
+/* Bytes of shared memory for it, at least as many as for the sums. */
+size_t ampc_norm_stage_bytes(const ampc_row_plan &p) { return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4); }
+
+/* Rows of one chunk: the next one is on its way while this one is worked on.  partials NULL: dx alone. */
+template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
+ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
     AMPC_DYNAMIC(memory);
     const ampc_place<V, E> place(lanes);
-    const int64_t chunks = place.chunks(planned);
+    const ampc_norm_stage<V, E> stage(memory);
+    ampc_column_sums<V, E> sums(place, (float *)(void *)memory, false);
+    const int64_t step = (int64_t)gridDim.x * place.groups;
+    float next_mean, next_rstd;
+    int turn = 0, half = 0;
+    auto fetch = [&](int64_t row, int to) {
+        int left = row < a.x.rows ? (int)a.x.cols : 0;
+        next_mean = a.rms || left == 0 ? 0.0f : a.mean[row];
+        next_rstd = left == 0 ? 0.0f : a.rstd[row];
+        stage.fetch(place, a.x, row, left, to, 0);
+        stage.fetch(place, a.dy, row, left, to, 1);
+        if (a.dsum.data) ampc_chunk_expect(place, ampc_row(a.dsum, row), a.dsum.dtype, left);
+        ampc_copy_commit();
+    };
+    int64_t first = (int64_t)blockIdx.x * place.groups;
+    fetch(first + place.group, 0);
+    for (; first < a.x.rows; first += step, half ^= 1) {
+        int64_t row = first + place.group;
+        float mean = next_mean, rstd = next_rstd, means[2] = {0.0f, 0.0f};
+        int left = row < a.x.rows ? (int)a.x.cols : 0;
+        uint4 x[E / V], dy[E / V], dsum[E / V];
+        fetch(row + step, half ^ 1);
+        ampc_copy_wait<1>();
+        stage.get(half, x, dy);
+        ampc_norm_look(a, place, 0, left, mean, rstd, x, dy, sums, means);
+        if (a.dsum.data) ampc_chunk_read(place, ampc_row(a.dsum, row), a.dsum.dtype, left, dsum);
+        ampc_over_group<ampc_plus>(means, place, scratch, turn);
+        means[0] = a.rms ? 0.0f : ampc_mul(means[0], share);
+        means[1] = ampc_mul(means[1], share);
+        stage.get(half, x, dy);
+        ampc_norm_dx(a, place, row, 0, left, mean, rstd, means, x, dy, dsum);
+    }
+    ampc_copy_wait<0>();
+    __syncthreads();                            /* sums take the place of rows */
+    if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
+}
+
+/* Rows of any length.  What follows is fetched into the L2 cache while a chunk is worked on, and over a row's barrier. */
+template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
+ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, float *partials) {
+    AMPC_SHARED(float, scratch, 128);
+    AMPC_DYNAMIC(memory);
+    const ampc_place<V, E> place(lanes);
     ampc_column_sums<V, E> sums(place, (float *)(void *)memory, partials != NULL);
+    const int64_t step = (int64_t)gridDim.x * place.groups;
     int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += (int64_t)gridDim.x * place.groups) {
+    auto expect = [&](int64_t row, int64_t c) {
+        int64_t start = place.start(c);
+        int left = place.left(c, row < a.x.rows ? a.x.cols : 0);
+        if (left == 0) return;
+        ampc_chunk_expect(place, ampc_row(a.x, row, start), a.x.dtype, left);
+        ampc_chunk_expect(place, ampc_row(a.dy, row, start), a.dy.dtype, left);
+        if (a.dsum.data) ampc_chunk_expect(place, ampc_row(a.dsum, row, start), a.dsum.dtype, left);
+    };
+    expect((int64_t)blockIdx.x * place.groups + place.group, 0);
+    for (int64_t first = (int64_t)blockIdx.x * place.groups; first < a.x.rows; first += step) {
         int64_t row = first + place.group, cols = row < a.x.rows ? a.x.cols : 0, c;
         float mean = a.rms || cols == 0 ? 0.0f : a.mean[row], rstd = cols == 0 ? 0.0f : a.rstd[row], means[2] = {0.0f, 0.0f};
         uint4 x[E / V], dy[E / V];
         auto fetch = [&](int64_t start, int left) {
-            if (a.dsum.data) ampc_chunk_expect(place, ampc_row(a.dsum, row, start), a.dsum.dtype, left);
             ampc_chunk_read(place, ampc_row(a.x, row, start), a.x.dtype, left, x);
             ampc_chunk_read(place, ampc_row(a.dy, row, start), a.dy.dtype, left, dy);
         };
         for (c = 0; c < chunks; c++) {
+            bool last = c + 1 == chunks;
+            expect(last ? row + step : row, last ? 0 : c + 1);
             fetch(place.start(c), place.left(c, cols));
             ampc_norm_look(a, place, place.start(c), place.left(c, cols), mean, rstd, x, dy, sums, means);
         }
@@ -2890,7 +3022,7 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, int64_t planned, float share, f
         means[1] = ampc_mul(means[1], share);
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(place.start(c), place.left(c, cols));
-            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy);
+            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy, NULL);
         }
     }
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
@@ -2942,6 +3074,19 @@ __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight,
     ampc_piece_sum<1>(to.data, to.dtype, col, cols, sum, to.add);
 }
 
+/* Fewer groups, then chunks, where shared memory is too small for rows that wait. */
+ampc_row_plan ampc_norm_plan(const ampc_device *d, int v, int64_t rows, int64_t cols) {
+    ampc_row_plan p = ampc_plan_rows(d, v, rows, cols, true);
+    if (!ampc_one_chunk(p.v, p.e)) return p;
+    while (p.block > p.lanes && ampc_norm_stage_bytes(p) + 1024 > d->has.shared_limit) p.block -= p.lanes;
+    if (ampc_norm_stage_bytes(p) + 1024 > d->has.shared_limit) {
+        p.e = AMPC_SHARED_SUMS;
+        p.block = p.lanes = (int)ampc_blocks(cols, 32 * p.e) * 32;
+    }
+    p.grid = ampc_grid(d, ampc_blocks(rows, p.block / p.lanes), 1);
+    return p;
+}
+
 amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     ampc_device *d = (ampc_device *)dev;
     amp_k_norm a = *args;
@@ -2950,17 +3095,21 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     int v = ampc_width(ampc_width(ampc_width(ampc_width(8, a.x), a.dy), a.dsum), a.dx);
     if (a.rms) a.dbias.data = NULL;
     v = ampc_width_shared(v, a.weight, a.weight_dtype);
-    ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols, true);
+    ampc_row_plan plan = ampc_norm_plan(d, v, a.x.rows, a.x.cols);
     size_t shared = ampc_column_scratch(plan);
     bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1 || shared + 1024 > d->has.shared_limit;
-    unsigned blocks = plan.grid;
+    unsigned blocks = plan.grid, threads = (unsigned)plan.block;
+    float share = 1.0f / (float)a.x.cols;
     if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
     float *partials = (float *)scratch.data;
     AMPC_TRY(ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
-        return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, plan.grid, (unsigned)plan.block,
-                           sums && !wide ? shared : 0, stream, a, plan.lanes, plan.chunks, 1.0f / (float)a.x.cols,
-                           wide ? NULL : partials);
+        if constexpr (ampc_one_chunk(S::v, S::e))
+            return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, blocks, threads, ampc_norm_stage_bytes(plan), stream, a,
+                               plan.lanes, share, partials);
+        else
+            return ampc_launch(d, name, ampc_norm_gradient_wide<S::v, S::e>, blocks, threads, sums && !wide ? shared : 0, stream, a,
+                               plan.lanes, plan.chunks, share, wide ? NULL : partials);
     }));
     if (!sums) return AMP_OK;
     if (wide)
@@ -5367,19 +5516,6 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *, void *, void *) {
 
 #if AMPC_TENSOR_CORES
 
-/* An address in shared memory. */
-#if defined(__CUDACC__)
-typedef uint32_t ampc_address;
-#else
-typedef uintptr_t ampc_address;
-#endif
-__device__ __forceinline__ ampc_address ampc_address_of(const void *shared) {
-#if defined(__CUDA_ARCH__)
-    return (uint32_t)__cvta_generic_to_shared(shared);
-#else
-    return (ampc_address)(uintptr_t)shared;
-#endif
-}
 /* A number of which the compiler knows nothing, so that it does not keep in registers what a loop computes from it. */
 __device__ __forceinline__ unsigned ampc_afresh(unsigned x) {
 #if defined(__CUDA_ARCH__)
@@ -5420,32 +5556,6 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], am
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
 #elif !defined(__CUDACC__)
     coc_ldmatrix_x4(r, (const void *)row, true);
-#endif
-}
-
-/* Starts to copy 16 bytes into shared memory, or 16 zeros where `there` is false (then `from` is not read); they may be
-   read after ampc_copy_wait and a barrier.  A group is what was started since the commit before. */
-__device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
-#if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(ampc_address_of(shared)), "l"(from), "r"(there ? 16 : 0) : "memory");
-#elif !defined(__CUDACC__)
-    coc_copy_async(shared, from, 16, there ? 16 : 0);
-#endif
-}
-__device__ __forceinline__ void ampc_copy_commit() {
-#if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#elif !defined(__CUDACC__)
-    coc_copy_commit();
-#endif
-}
-/* Waits for all groups but the last LEFT. */
-template <int LEFT> __device__ __forceinline__ void ampc_copy_wait() {
-#if defined(__CUDA_ARCH__)
-    asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
-#elif !defined(__CUDACC__)
-    coc_copy_wait(LEFT);
 #endif
 }
 
@@ -6740,7 +6850,9 @@ amp_result ampc_allow_large(ampc_device *dev) {
         plan.v = shape / 100, plan.e = shape % 100;
         AMPC_TRY(ampc_pick_shape(plan, [&](auto picked) {
             typedef decltype(picked) S;
-            return ampc_allow_shared(dev, ampc_norm_rows<S::v, S::e, ampc_one_chunk(S::v, S::e)>, ampc_norm_gradient_rows<S::v, S::e>);
+            if constexpr (ampc_one_chunk(S::v, S::e))
+                return ampc_allow_shared(dev, ampc_norm_rows<S::v, S::e, true>, ampc_norm_gradient_rows<S::v, S::e>);
+            else return ampc_allow_shared(dev, ampc_norm_rows<S::v, S::e, false>, ampc_norm_gradient_wide<S::v, S::e>);
         }));
     }
     AMPC_TRY(ampc_allow_shared(dev, ampc_cross_entropy_rows<8, true>, ampc_cross_entropy_rows<4, true>, ampc_cross_entropy_rows<1, true>));

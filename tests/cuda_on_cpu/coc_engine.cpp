@@ -313,6 +313,8 @@ unsigned coc_barrier(int value, const char *name, int line) {
     b->barrier = name;
     b->barrier_line = line;
     b->votes[generation & 1] += value != 0;
+    here->work.barriers++;
+    here->work.busy_barriers += !coc_current->copies.empty();
     if (++b->arrived == b->live) release_barrier(b);
     else wait_for(&b->generation, generation, name, line);
     return b->votes[generation & 1];
@@ -455,6 +457,8 @@ void coc_copy_async(void *shared, const void *global, size_t bytes, size_t from)
     memset(shared, 0xFF, bytes);
     coc_current->copies.push_back({shared, global, bytes, from, coc_current->copy_group});
 }
+
+void coc_prefetch(const void *) { here->work.prefetches++; }
 
 void coc_copy_commit() { coc_current->copy_group++; }
 
@@ -682,10 +686,9 @@ cudaError_t coc_run_grid(const coc_grid *what) {
             run_block(here, what, all - blocks + order[i]);
             if (here->failed != cudaSuccess) __atomic_store_n(&result, here->failed, __ATOMIC_RELAXED);
         }
-        __atomic_fetch_add(&coc_worked.switches, here->work.switches, __ATOMIC_RELAXED);
-        __atomic_fetch_add(&coc_worked.mmas, here->work.mmas, __ATOMIC_RELAXED);
-        __atomic_fetch_add(&coc_worked.ldmatrices, here->work.ldmatrices, __ATOMIC_RELAXED);
-        __atomic_fetch_add(&coc_worked.async_bytes, here->work.async_bytes, __ATOMIC_RELAXED);
+        for (long coc_work::*count : {&coc_work::switches, &coc_work::mmas, &coc_work::ldmatrices, &coc_work::async_bytes,
+                                      &coc_work::prefetches, &coc_work::barriers, &coc_work::busy_barriers})
+            __atomic_fetch_add(&(coc_worked.*count), here->work.*count, __ATOMIC_RELAXED);
     }
     return result;
 }

@@ -23,7 +23,7 @@ int coc_host_touched(const void *address);
 std::string coc_describe(const void *address);
 std::string coc_function_name(const void *function);
 /* What kernels did since the program began; see coc_counts. */
-struct coc_work { long switches, mmas, ldmatrices, async_bytes; };
+struct coc_work { long switches, mmas, ldmatrices, async_bytes, prefetches, barriers, busy_barriers; };
 extern coc_work coc_worked;
 extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;

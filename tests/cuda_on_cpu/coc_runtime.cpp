@@ -1659,6 +1659,9 @@ coc_counts coc_count() {
     counts.mmas = coc_worked.mmas - before.mmas;
     counts.ldmatrices = coc_worked.ldmatrices - before.ldmatrices;
     counts.async_bytes = coc_worked.async_bytes - before.async_bytes;
+    counts.prefetches = coc_worked.prefetches - before.prefetches;
+    counts.barriers = coc_worked.barriers - before.barriers;
+    counts.busy_barriers = coc_worked.busy_barriers - before.busy_barriers;
     return counts;
 }
 

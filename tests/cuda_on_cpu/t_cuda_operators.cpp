@@ -559,6 +559,25 @@ CUDA_TEST(norm_backward_shared_memory) {
     norm_back({2, 9208, 0, 0, "sums of 72 KiB"}, mixes[2], norm_back_cases[2]);
 }
 
+/* A row's reduction finds the next row on its way: by cp.async, each number read once; long rows, into the L2 cache. */
+CUDA_TEST(norm_backward_keeps_memory_busy) {
+    if (!CUDA_IS_MODEL) return;
+    for (const cuda_shape &shape : {cuda_shape{40, 3000, 0, 0, "24 a thread"}, {40, 2048, 0, 0, "16 a thread"}, {40, 5120, 0, 0, "two groups"}}) {
+        coc_reset_counts();
+        norm_back(shape, mixes[2], norm_back_cases[4]);
+        coc_counts work = coc_count();
+        CHECK(work.barriers > 0 && work.busy_barriers * 10 > work.barriers * 7);
+        CHECK_EQ(work.async_bytes, coc_kernel_launches("ampc_norm_gradient_rows") * shape.count() * 4);
+    }
+    for (const cuda_shape &shape : {cuda_shape{9, 13000, 0, 0, "32 a thread"}, {6, 16640, 0, 0, "two chunks"}}) {
+        coc_reset_counts();
+        norm_back(shape, mixes[0], norm_back_cases[1]);
+        long lines = (shape.count() * 4 + 127) / 128 * 2;       /* of x and dy */
+        CHECK(coc_count().prefetches >= coc_kernel_launches("ampc_norm_gradient_wide") * lines);
+        CHECK(coc_kernel_launches("ampc_norm_gradient_wide") > 0);
+    }
+}
+
 /* ---- Softmax */
 
 /* Masks of a table of cases; `set` fills in what a kind needs. */
@@ -1483,7 +1502,7 @@ int main(int argc, char **argv) {
     RUN(swiglu);
     RUN(swiglu_backward); RUN(swiglu_with_biases);
     RUN(norm);
-    RUN(norm_backward); RUN(norm_backward_shared_memory);
+    RUN(norm_backward); RUN(norm_backward_shared_memory); RUN(norm_backward_keeps_memory_busy);
     RUN(softmax);
     RUN(softmax_shapes);
     RUN(softmax_of_infinities);

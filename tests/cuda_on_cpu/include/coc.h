@@ -59,6 +59,8 @@ struct coc_counts {
     long switches;              /* of fibers */
     long mmas, ldmatrices;      /* instructions of a warp */
     long async_bytes;           /* read from global memory by cp.async */
+    long prefetches;            /* into the L2 cache, of a thread */
+    long barriers, busy_barriers;   /* threads that came to one, and those of them that had cp.async under way */
     long blas_objects, blas_heuristics, blas_matmuls;   /* handles and descriptors made, algorithms asked for, products */
 };
 coc_counts coc_count();

@@ -233,6 +233,7 @@ COC_STORE(__stcs) COC_STORE(__stcg) COC_STORE(__stwb) COC_STORE(__stwt)
 
 /* bytes: 4, 8 or 16, of which the first `from` are read and the others become 0. */
 void coc_copy_async(void *shared, const void *global, size_t bytes, size_t from);
+void coc_prefetch(const void *global);
 void coc_copy_commit();
 void coc_copy_wait(int groups_left);
 
