@@ -444,18 +444,13 @@ static void check_shared(worker *w, const block_state *b) {
 
 /* ---- cp.async */
 
-static void needs_image(int least, const char *what) {
-    if (coc_image() < least)
-        coc_trap(cudaErrorIllegalInstruction, "%s in code that was compiled for sm_%d, which has none", what, coc_image());
-}
-
 void coc_copy_async(void *shared, const void *global, size_t bytes, size_t from) {
-    needs_image(80, "cp.async");
     if ((bytes != 4 && bytes != 8 && bytes != 16) || (((uintptr_t)shared | (uintptr_t)global) & (bytes - 1)) || from > bytes)
         coc_trap(cudaErrorMisalignedAddress, "cp.async of %zu of %zu bytes from %p to %p", from, bytes, global, shared);
     here->work.async_bytes += (long)from;
-    memset(shared, 0xFF, bytes);
-    coc_current->copies.push_back({shared, global, bytes, from, coc_current->copy_group});
+    memset(shared, coc_image() < 80 ? 0 : 0xFF, bytes);
+    if (coc_image() >= 80) coc_current->copies.push_back({shared, global, bytes, from, coc_current->copy_group});
+    else if (from) memcpy(shared, global, from);
 }
 
 void coc_prefetch(const void *) { here->work.prefetches++; }
@@ -490,7 +485,8 @@ static float half_value(uint32_t bits, bool bf16) {
 /* Products of two 16-bit numbers are exact in fp32; they are added in the order of k. */
 void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16) {
     struct { float a[4][2], b[2][2]; } mine;
-    needs_image(80, "mma.m16n8k16");
+    if (coc_image() < 80)
+        coc_trap(cudaErrorIllegalInstruction, "mma.m16n8k16 in code that was compiled for sm_%d, which has none", coc_image());
     for (int e = 0; e < 2; e++) {
         for (int i = 0; i < 4; i++) mine.a[i][e] = half_value(a[i] >> 16 * e, bf16);
         for (int i = 0; i < 2; i++) mine.b[i][e] = half_value(b[i] >> 16 * e, bf16);

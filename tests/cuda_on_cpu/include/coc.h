@@ -29,7 +29,7 @@ void coc_set_patience(int queries);
    (default 4: small, so that persistent grids loop), compute capability (default 90), and what the program was compiled
    for (default: that).  Only while nothing lives.
    Code for a newer GPU than there is does not run (error 209).  Code for an older one does, translated by the driver, but
-   lacks what that had not: m16n8k16 and cp.async (PTX ISA: sm_80) are faults below 80. */
+   lacks what that had not: below 80 (PTX ISA) m16n8k16 is a fault, and a copy of cp.async a plain one, done at once. */
 void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = 90, int image = 0);
 /* 1 (default): device memory cannot be touched outside kernels and copies; a touch is a fault and then goes on. */
 void coc_set_hidden(int hidden);
