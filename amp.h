@@ -974,9 +974,9 @@ typedef struct amp_matmul_op {
 AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op);
 AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op);
 
-/* The BLAS-shaped entry: replaces cblas_sgemm in one line and obeys the region.  The numbers of the enums are
-   CBLAS's.  C = alpha op(A) op(B) + beta C, op(A) m x k, op(B) k x n; fp32, no alignment needed; beta 0 does
-   not read C; any dimension may be 0.  May be called from several threads at once, each in its own region.
+/* The BLAS-shaped entry: replaces cblas_sgemm in one line (in none: examples/adopt/cblas.h) and obeys the region.  The
+   numbers of the enums are CBLAS's.  C = alpha op(A) op(B) + beta C, op(A) m x k, op(B) k x n; fp32, no alignment needed;
+   beta 0 does not read C; any dimension may be 0.  May be called from several threads at once, each in its own region.
    Errors: 101, 102 (negative dimension, leading dimension too small, bad enum, alpha or beta not finite), 110 C shares memory with A or B, 301. */
 typedef enum amp_order { AMP_ROW_MAJOR = 101, AMP_COL_MAJOR = 102, AMP_ORDER_FORCE_I32 = 0x7fffffff } amp_order;
 typedef enum amp_trans { AMP_NO_TRANS = 111, AMP_TRANS = 112, AMP_CONJ_TRANS = 113, AMP_TRANS_FORCE_I32 = 0x7fffffff } amp_trans;
@@ -23089,7 +23089,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        16-bit context and endless skips at the floor are warned about; an empty variable AMP_... counts as not set.
        amp_gemm_f64; saturate_inputs; amp_status.new_inf: where fp16 made operands infinite.  Declarations compile as C90
        and C++98.  amp_grad_set_save and _restore, for momentum in the gradient buffer;
-       amp_grad_stats.first_bad_element.
+       amp_grad_stats.first_bad_element.  examples/adopt/cblas.h is compiled once, as cblas.c, and without AMP_... leaves a
+       program its BLAS; ampblas.c is for binaries.
        Threads of its own in place of OpenMP: compile without -fopenmp; .parallel, .share_threads, .pin_threads.  As many
        as there are cores, or as a CPU quota allows.
        Backends: .fuses says whether gemm takes sums and .backward; .gemm_reserve and .gemm_release: memory for products.

@@ -4,7 +4,7 @@
  *     cblas_host fp32|tf32|bf16|fp16    every form of cblas_sgemm against plain loops over operands rounded to that format
  *     cblas_host bits                   a number of all bits of those products
  *     cblas_host threads                fp32's comparison in four threads at once, whose first product is the first of all
- *     cblas_host fork                   the same in children, forked while other threads compute
+ *     cblas_host fork                   in children, forked while other threads compute, which the fork waits for
  *     cblas_host exit                   ends while other threads compute
  *     cblas_host bad                    arguments that must not be accepted, and what they would have overwritten
  *     cblas_host nan                    alpha and beta that are no numbers, nor is then the result
@@ -225,6 +225,37 @@ static int compare_in_children(void) {
     return wrong;
 }
 
+/* A fork in the middle of a long product returns when that has ended.  Both: seconds from the product's beginning. */
+static double long_product_ended;
+static void *long_product(void *began) {
+    enum { SIZE = 1024 };
+    float *x = numbers(SIZE * SIZE, 1), *c = numbers(SIZE * SIZE, 1);
+    *(double *)began = seconds();
+    __atomic_store_n(&stop, 1, __ATOMIC_RELEASE);
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, SIZE, SIZE, SIZE, 1, x, SIZE, x, SIZE, 0, c, SIZE);
+    long_product_ended = seconds() - *(double *)began;
+    free(x); free(c);
+    return NULL;
+}
+static int fork_waits(void) {
+    pthread_t thread;
+    double began, forked;
+    struct timespec pause = {0, 1000000};
+    pid_t child;
+    int status;
+    stop = 0;
+    if (pthread_create(&thread, NULL, long_product, &began) != 0) return 1;
+    while (!__atomic_load_n(&stop, __ATOMIC_ACQUIRE)) nanosleep(&pause, NULL);
+    nanosleep(&pause, NULL);
+    child = fork();
+    if (child == 0) _exit(0);
+    forked = seconds() - began;
+    pthread_join(thread, NULL);
+    if (forked > long_product_ended / 2 && waitpid(child, &status, 0) == child) return 0;
+    printf("the fork returned after %g s, the product after %g s\n", forked, long_product_ended);
+    return 1;
+}
+
 static int end_beside(void) {
     pthread_t threads[2];
     struct timespec pause = {0, 20000000};
@@ -262,7 +293,7 @@ int main(int argc, char **argv) {
     if (strcmp(format, "bad") == 0) return bad_arguments();
     if (strcmp(format, "nan") == 0) return no_numbers();
     if (strcmp(format, "threads") == 0) return compare_in_threads();
-    if (strcmp(format, "fork") == 0) return compare_in_children();
+    if (strcmp(format, "fork") == 0) return compare_in_children() + fork_waits();
     if (strcmp(format, "exit") == 0) return end_beside();
 #if defined(OTHERS)
     if (strcmp(format, "others") == 0) return others();

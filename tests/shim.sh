@@ -129,9 +129,13 @@ for call in cblas_dgemm cblas_sgemv cblas_sgemm_batch; do
     printf '#include <cblas.h>\nint main(void) { %s(0); return 0; }\n' $call > "$work/other.c"
     refused "$call: compile" "$call" $cc -DAMP_CBLAS_ALONE -I$shim -c "$work/other.c" -o "$work/other.o"
     printf '#include <cblas.h>\nvoid %s(int);\nint main(void) { %s(0); return 0; }\n' $call $call > "$work/other.c"
-    refused "$call: link" "undefined reference to .$call" $cc -DAMP_CBLAS_ALONE -I$shim "$work/other.c" "$work/cblas.o" -o "$work/other" -lm -lpthread
+    refused "$call: link" "undefined reference to .$call" $cc -DAMP_CBLAS_ALONE -I$shim "$work/other.c" "$work/cblas.o" -o "$work/unlinked" -lm -lpthread
 done
-refused "without cblas.o" "undefined reference to .amp_cblas_context" $cc -I$shim -I$own tests/cblas_host.c -o "$work/other" $blas -lm -lpthread
+refused "without cblas.o" "undefined reference to .amp_cblas_context" $cc -I$shim -I$own tests/cblas_host.c -o "$work/unlinked" $blas -lm -lpthread
+
+mkdir "$work/other"
+echo '/* volume and gain */' > "$work/other/amp.h"
+refused "another amp.h" "another amp.h than" $cc -I$shim -I"$work/other" -fsyntax-only "$work/shares.c"
 
 # Without memory each product is computed all the same: none at all, and none for scratch.
 cat > "$work/poor.c" <<'POOR'
@@ -183,8 +187,25 @@ says "preloaded: threads" "224 products" preloaded AMP_DTYPE=fp32 "$work/before"
 says "preloaded: fork" no preloaded AMP_DTYPE=fp32 "$work/before" fork
 says "preloaded: exit" no preloaded AMP_DTYPE=bf16 "$work/before" exit
 says "preloaded: fp16" "gradients below" preloaded AMP_DTYPE=fp16 "$work/before" fp16
-build unloaded.so -fPIC -shared -Dmain=run -I$own tests/cblas_host.c -L"$work/build" -lampblas -Wl,-rpath,"$work/build" $blas
-says "unloaded" "224 products" env AMP_DTYPE=bf16 "$work/plugin" bf16 "$work/unloaded.so"
+cat > "$work/unload.c" <<'UNLOAD'
+#include <cblas.h>
+#include <dlfcn.h>
+#include <stdlib.h>
+int main(int argc, char **argv) {           /* its threads run on, so its code must stay */
+    void *library = dlopen(argv[argc - 1], RTLD_NOW);
+    float *x = (float *)calloc(1 << 20, sizeof *x);
+    __typeof__(&cblas_sgemm) sgemm = NULL;
+    if (library != NULL) *(void **)&sgemm = dlsym(library, "cblas_sgemm");
+    if (sgemm == NULL || x == NULL) return 9;
+    sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 512, 512, 512, 1, x, 512, x, 512, 0, x + (1 << 19), 512);
+    if (dlclose(library) != 0) return 8;
+    sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 512, 512, 512, 1, x, 512, x, 512, 0, x + (1 << 19), 512);
+    free(x);
+    return 0;
+}
+UNLOAD
+build unload -I$own "$work/unload.c"
+check "unloaded" env AMP_DTYPE=fp32 "$work/unload" "$work/build/libampblas.so"
 refused "preloaded: no dtype" "AMP_DTYPE = fp7, must be" preloaded AMP_DTYPE=fp7 "$work/before" fp32
 says "preloaded into a shell" no preloaded AMP_DTYPE=fp7 sh -c "true | true; ls / | cat"
 check "link LAPACK" $cc -DLAPACK -fPIC -shared $own/cblas.c -o "$work/liblap.so" $blas

@@ -18,7 +18,7 @@
  * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled loss for
  * fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no other.
  *
- * ERRORS  A refused setting (AMP_DTYPE=fp8_e4m3) ends the program at its first product, by exit(1), and stderr says why.
+ * ERRORS  A refused setting (AMP_DTYPE=fp8_e4m3) ends the program at its first call, by exit(1), and stderr says why.
  * On stderr, at most ten times, are bad arguments, for which nothing is computed, as in BLAS, and lack of memory, for which
  * a plain loop computes.  Any thread may call, and fork.
  *
@@ -46,6 +46,9 @@
 #    include "../amp.h"
 #  else                                 /* where it comes from */
 #    include "../../amp.h"
+#  endif
+#  if !defined(AMP_H_INCLUDED)
+#    error "cblas.h: another amp.h than the mixed-precision library's comes first in the include path"
 #  endif
 #endif
 
