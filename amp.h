@@ -5742,6 +5742,7 @@ typedef struct ampi_attention_vec {
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
+    AMPI_GEMM_ROWS_MOST = 14,           /* rows of the highest tile of fp32 */
     AMPI_GEMM_BUFFER = 256                /* values of a buffer on the stack */
 };
 
@@ -5809,6 +5810,8 @@ typedef struct ampi_gemm_vec {
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
     /* sums[4 i + j] = the sum of a[i * lda + p] b[j * ldb + p] over p < k, for `rows` rows and cols <= 4 columns, fp32 */
     void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *sums);
+    /* c = a b, or c + a b where `add`, for a column a[i * step] and a row b */
+    void (*outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc);
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is multiplied as fp32 */
 } ampi_gemm_vec;
 
@@ -6687,18 +6690,24 @@ typedef struct ampi_direct {
     int add;                            /* 1: to what c holds */
 } ampi_direct;
 
+/* C^T = op(B)^T op(A)^T */
+static void ampi_direct_turn(ampi_direct *d) {
+    ampi_direct t = *d;
+    d->m = t.n; d->a = t.b; d->a_row = t.b_col; d->a_step = t.b_step; d->c_row = t.c_col;
+    d->n = t.m; d->b = t.a; d->b_col = t.a_row; d->b_step = t.a_step; d->c_col = t.c_row;
+}
+
 /* C is one of plain sums; a column becomes a row. */
 static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     ampi_direct d;
-    int column = g->n == 1 && g->ldc == 1;
-    int64_t a_row = g->trans_a ? 1 : g->lda, a_step = g->trans_a ? g->lda : 1, b_step = g->trans_b ? 1 : g->ldb, b_col = g->trans_b ? g->ldb : 1;
     d.vec = vec;
-    d.m = column ? 1 : g->m; d.n = column ? g->m : g->n; d.k = g->k;
-    d.a = (const float *)(column ? g->b : g->a); d.a_row = column ? b_col : a_row; d.a_step = column ? b_step : a_step;
-    d.b = (const float *)(column ? g->a : g->b); d.b_step = column ? a_step : b_step; d.b_col = column ? a_row : b_col;
+    d.m = g->m; d.n = g->n; d.k = g->k;
+    d.a = (const float *)g->a; d.a_row = g->trans_a ? 1 : g->lda; d.a_step = g->trans_a ? g->lda : 1;
+    d.b = (const float *)g->b; d.b_step = g->trans_b ? 1 : g->ldb; d.b_col = g->trans_b ? g->ldb : 1;
     d.c = (float *)g->c; d.c_row = g->ldc; d.c_col = 1;
     d.panel = vec->cols;
     d.add = g->beta != 0.0f;
+    if (d.n == 1 && d.c_row == 1) ampi_direct_turn(&d);
     return d;
 }
 
@@ -6706,61 +6715,114 @@ static int ampi_direct_is_plain(const amp_k_gemm *g) {
     return g->c_dtype == AMP_F32 && g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (g->beta == 0.0f || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
-/* Rows of b lie where tiles want them, and stay in the first-level cache if they are passed often; one block of k. */
+/* ---- By tiles, where rows of b lie as they want them, and stay in the first-level cache if they are passed often */
+
 static int ampi_direct_by_tiles(const ampi_direct *d) {
-    int small = (double)d->m * (double)d->n * (double)d->k < 5e5 && d->k <= (d->m == 1 ? (int64_t)AMPI_GEMV_BLOCK : d->vec->block);
-    return small && d->vec->edges && d->b_col == 1 && (d->m <= 2 * d->vec->rows || d->k * d->b_step <= 8192) && (d->a_row % 256 != 0 || d->m <= 4);
+    int64_t most = 1 << 20, size = d->m <= 16 || d->n <= 16 ? 1000000 : 500000;
+    if (!d->vec->edges || d->b_col != 1 || d->m > most || d->n > most || d->k > most || d->m * d->n > size || d->m * d->n * d->k > size) return 0;
+    if (d->m == 1) return d->n <= d->vec->cols || (d->k <= AMPI_GEMV_BLOCK && d->a_step == 1 && !d->add);
+    return d->m <= 2 * d->vec->rows || AMPI_MIN(d->k, (int64_t)d->vec->block) * d->b_step <= 8192;
 }
 
-static void ampi_direct_tiles(const ampi_direct *d) {
-    const ampi_gemm_vec *vec = d->vec;
-    int64_t tiles = d->m <= vec->rows ? 1 : (d->m + vec->rows - 1) / vec->rows, left, i, j, rows;
-    for (j = 0; j < d->n; j += vec->cols)
-        for (i = 0, left = tiles; left > 0; i += rows, left--) {
-            float *c = d->c + i * d->c_row + j;
-            rows = left == 1 ? d->m - i : (d->m - i) / left;
-            vec->multiply(rows, AMPI_MIN(d->n - j, (int64_t)vec->cols), d->k, d->a + i * d->a_row, d->a_row, d->a_step, d->b + j / vec->cols * d->panel, d->b_step,
-                          d->add ? c : NULL, d->c_row, c, d->c_row);
+/* sums (in rows of `ld`, or as c lies) to c */
+static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_t rows, int64_t cols, int add, const float *sums, int64_t ld) {
+    int64_t q, x;
+    for (q = 0; q < rows; q++)
+        for (x = 0; x < cols; x++) {
+            float *c = d->c + (i + q) * d->c_row + (j + x) * d->c_col;
+            *c = add ? *c + sums[q * ld + x] : sums[q * ld + x];
         }
 }
 
-/* Both operands lie along k, and whole vectors of k cost less than packing b and filling vectors of columns. */
-static int ampi_direct_by_dots(const ampi_direct *d) {
-    int64_t lanes = d->vec->cols / 2, words = (d->k + d->vec->unit - 1) / d->vec->unit, dots = d->m * d->n * ((words + lanes - 1) / lanes + 4);
-    return d->a_step == 1 && d->b_step == 1 && (d->m > 1 || d->k <= AMPI_GEMV_DOT) && dots < d->m * ((d->n + lanes - 1) / lanes) * words + d->n * words;
+/* Columns j to j + cols, over words p to p + k.  A set of a first-level cache has room for half the rows of a tile. */
+static void ampi_direct_panel(const ampi_direct *d, int64_t j, int64_t cols, int64_t p, int64_t k) {
+    const ampi_gemm_vec *vec = d->vec;
+    int64_t most = d->a_row % 512 == 0 ? vec->rows / 2 : vec->rows, left = d->m <= most ? 1 : (d->m + most - 1) / most, i, rows;
+    int add = d->add || p > 0;
+    float sums[AMPI_GEMM_ROWS_MOST * AMPI_GEMM_COLS];
+    for (i = 0; left > 0; i += rows, left--) {
+        float *c = d->c + i * d->c_row + j;
+        int in_c = d->c_col == 1;
+        rows = left == 1 ? d->m - i : (d->m - i) / left;
+        vec->multiply(rows, cols, k, d->a + i * d->a_row + p * d->a_step, d->a_row, d->a_step, d->b + j / vec->cols * d->panel + p * d->b_step, d->b_step,
+                      in_c && add ? c : NULL, d->c_row, in_c ? c : sums, in_c ? d->c_row : (int64_t)AMPI_GEMM_COLS);
+        if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, AMPI_GEMM_COLS);
+    }
 }
 
-/* Rows begin to end of what is left of c.  Four are taken of the operand that then leaves less over. */
+/* As ampi_gemv_sums. */
+static void ampi_direct_row(const ampi_direct *d) {
+    float sums[AMPI_GEMM_COLS];
+    double total[AMPI_GEMM_COLS];
+    int64_t cols = d->n, p, x;
+    if (cols > d->vec->cols) {
+        memset(d->c, 0, (size_t)cols * sizeof *d->c);
+        d->vec->combine(d->c, d->a, d->b, d->b_step, d->k, cols);
+        return;
+    }
+    for (p = 0; p < d->k; p += AMPI_GEMV_BLOCK) {
+        d->vec->multiply(1, cols, AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_BLOCK), d->a + p * d->a_step, 0, d->a_step, d->b + p * d->b_step, d->b_step, NULL, 0, sums, 0);
+        for (x = 0; x < cols; x++) total[x] = p > 0 ? total[x] + (double)sums[x] : (double)sums[x];
+    }
+    for (x = 0; x < cols; x++) sums[x] = (float)total[x];
+    ampi_direct_store(d, 0, 0, 1, cols, d->add, sums, 0);
+}
+
+/* A turned C fills more lanes, and costs a copy. */
+static void ampi_direct_tiles(ampi_direct *d) {
+    const ampi_gemm_vec *vec = d->vec;
+    int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
+    if (d->m == 1 && (d->n > vec->cols || d->k > AMPI_GEMV_BLOCK)) { ampi_direct_row(d); return; }
+    if (d->k == 1 && vec->unit == 1) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
+    if (vec->unit == 1 && d->a_row == 1 && d->m > 1 && d->k * (d->m * ((d->n + lanes - 1) / lanes) - d->n * ((d->m + lanes - 1) / lanes)) > 2 * d->m * d->n) ampi_direct_turn(d);
+    for (p = 0; p < d->k; p += size)
+        for (j = 0; j < d->n; j += vec->cols)
+            ampi_direct_panel(d, j, AMPI_MIN(d->n - j, (int64_t)vec->cols), p, AMPI_MIN(d->k - p, size));
+}
+
+/* A small b whose columns lie along k is turned on the stack. */
+static void ampi_direct_copied(ampi_direct *d) {
+    float b[AMPI_GEMM_LOCAL];
+    d->vec->transpose(b, d->n, d->b, d->b_col, d->n, d->k);
+    d->b = b; d->b_step = d->n; d->b_col = 1;
+    ampi_direct_tiles(d);
+}
+
+/* ---- By dots, where both operands lie along k */
+
+/* Whole vectors of k cost less than packing b and filling vectors of columns. */
+static int ampi_direct_by_dots(const ampi_direct *d) {
+    int64_t lanes = d->vec->cols / 2, words = (d->k + d->vec->unit - 1) / d->vec->unit, dots = d->m * d->n * ((words + lanes - 1) / lanes + 4);
+    if (d->a_step != 1 || d->b_step != 1) return 0;
+    if (d->m == 1) return d->k <= AMPI_GEMV_DOT;
+    return AMPI_MIN(d->m, d->n) <= 2 * lanes && dots < d->m * ((d->n + lanes - 1) / lanes) * words + d->n * words;
+}
+
+/* Rows begin to end of C. */
 static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_direct *d = (const ampi_direct *)arg;
-    int64_t i, j, p, q, x, rows, cols, k;
+    int64_t i, j, p, rows, cols, k;
     float sums[4 * 8];
     (void)thread;
     for (i = begin; i < end; i += rows) {
-        int64_t tiles = (end - i + d->vec->dot_rows - 1) / d->vec->dot_rows;
-        rows = (end - i) / tiles;
+        rows = end - i == 1 ? 1 : (end - i) / ((end - i + d->vec->dot_rows - 1) / d->vec->dot_rows);
         for (j = 0; j < d->n; j += cols) {
             cols = AMPI_MIN(d->n - j, 4);
             for (p = 0; p < d->k; p += k) {
+                float *c = d->c + i * d->c_row + j;
+                int add = d->add || p > 0, in_c = rows == 1 && cols == 4 && d->c_col == 1 && !add;
                 k = AMPI_MIN(d->k - p, (int64_t)AMPI_GEMV_DOT);
-                d->vec->dots(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col, sums);
-                for (q = 0; q < rows; q++)
-                    for (x = 0; x < cols; x++) {
-                        float *c = d->c + (i + q) * d->c_row + (j + x) * d->c_col;
-                        *c = d->add || p > 0 ? *c + sums[4 * q + x] : sums[4 * q + x];
-                    }
+                d->vec->dots(rows, cols, k, d->a + i * d->a_row + p, d->a_row, d->b + j * d->b_col + p, d->b_col, in_c ? c : sums);
+                if (!in_c) ampi_direct_store(d, i, j, rows, cols, add, sums, 4);
             }
         }
     }
 }
 
+/* Four are taken of the operand that then leaves less over. */
 static void ampi_direct_dots_run(ampi_cpu *cpu, ampi_direct *d) {
     int threads = 2.0 * (double)d->m * (double)d->n * (double)d->k < 1e6 ? 1 : ampi_threads_now(cpu);
-    if (d->m * ((d->n + 3) / 4) > d->n * ((d->m + 3) / 4)) {
-        ampi_direct t = *d;
-        d->m = t.n; d->a = t.b; d->a_row = t.b_col; d->c_row = t.c_col;
-        d->n = t.m; d->b = t.a; d->b_col = t.a_row; d->c_col = t.c_row;
-    }
+    if (d->m * ((d->n + 3) / 4) > d->n * ((d->m + 3) / 4)) ampi_direct_turn(d);
     if (threads == 1) ampi_alone(ampi_direct_dots, d, d->m);
     else ampi_parallel(cpu, threads, d->m, d->vec->dot_rows, ampi_direct_dots, d);
 }
@@ -6799,17 +6861,29 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
     ampi_direct d;
+    ampi_fp host;
+    int done = 1;
     if (!ampi_direct_is_plain(g)) return 0;
-    if (vec->pairs != NULL) return ampi_direct_pairs(cpu, vec, g);
-    if (g->compute != AMP_F32 || g->a_dtype != AMP_F32 || g->b_dtype != AMP_F32) return 0;
-    d = ampi_direct_of(AMPI_PICK(ampi_gemm_kernels, cpu->path), g);
-    if (ampi_direct_by_tiles(&d)) {
-        ampi_fp host = ampi_fp_begin();
-        ampi_direct_tiles(&d);
-        ampi_fp_end(host);
-    } else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
-    else return 0;
-    return 1;
+    if (vec->pairs == NULL && (g->compute != AMP_F32 || g->a_dtype != AMP_F32 || g->b_dtype != AMP_F32)) return 0;
+    host = ampi_fp_begin();
+    d = ampi_direct_of(vec, g);
+    if (vec->pairs != NULL) done = ampi_direct_pairs(cpu, vec, g);
+    else if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
+    else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
+    else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= AMPI_GEMM_LOCAL && d.m <= 64) ampi_direct_copied(&d);
+    else done = 0;
+    ampi_fp_end(host);
+    return done;
+}
+
+/* A column of C side by side is a row of C^T = op(b)^T op(a)^T. */
+static amp_k_gemm ampi_gemm_turned(const amp_k_gemm *g) {
+    amp_k_gemm t = *g;
+    t.m = 1; t.n = g->m;
+    t.a = g->b; t.a_dtype = g->b_dtype; t.trans_a = !g->trans_b; t.lda = g->ldb; t.stride_a = g->stride_b;
+    t.b = g->a; t.b_dtype = g->a_dtype; t.trans_b = !g->trans_a; t.ldb = g->lda; t.stride_b = g->stride_a;
+    t.packed_b = NULL;
+    return t;
 }
 
 /* alpha 0 reads neither a nor b, as in BLAS. */
@@ -6820,6 +6894,10 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "gemm", "this backend has .fuses 0: an activation's backward and sums are calls of their own");
     if (args->m <= 0 || args->n <= 0 || args->batch <= 0) return AMP_OK;
     if (ampi_direct_run(cpu, args)) return AMP_OK;
+    if (args->n == 1 && args->m > 1 && args->ldc == 1 && args->bias == NULL && args->pre == NULL) {
+        amp_k_gemm row = ampi_gemm_turned(args);
+        return ampi_gemv(cpu, &row);
+    }
     if (args->m == 1 || args->n == 1) return ampi_gemv(cpu, args);
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
 }
@@ -21593,6 +21671,9 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #if AMPI_PASS == 1
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load)(p)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
+#elif AMPI_PASS == 2                    /* its masks are slow */
+#  define AMPI_TILE_LOAD(p) (tail < AMPI_W ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
+#  define AMPI_TILE_WRITE(p, v) do { if (tail < AMPI_W) AMPI_V(ampi_store_tail)(p, v, tail); else AMPI_V(ampi_store)(p, v); } while (0)
 #else
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load_tail)(p, tail)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store_tail)(p, v, tail)
@@ -21607,7 +21688,7 @@ AMPI_PRIVATE inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
                            if (two) sum##i##_1 += AMPI_V(ampi_load)(part + i * 2 * AMPI_W + AMPI_W);
 #define AMPI_TILE_PART(i)  AMPI_V(ampi_store)(part + i * 2 * AMPI_W, sum##i##_0); AMPI_V(ampi_store)(part + i * 2 * AMPI_W + AMPI_W, sum##i##_1);
 #define AMPI_TILE_STORE(i) if (two) { AMPI_V(ampi_store)(c + i * ldc, sum##i##_0); AMPI_TILE_WRITE(c + i * ldc + AMPI_W, sum##i##_1); } \
-                           else AMPI_TILE_WRITE(c + i * ldc, sum##i##_0);
+                           else { AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); }
 
 #define AMPI_TILE(name, r, v) \
     AMPI_PRIVATE AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb, \
@@ -21933,12 +22014,28 @@ AMPI_PRIVATE void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, 
     dots[rows - 1](k, a, lda, at, sums);
 }
 
+/* The product is rounded before it is added, as that of any k. */
+AMPI_PRIVATE void AMPI_V(ampi_gemm_outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c, int64_t ldc) {
+    ampi_vf zero = {0.0f};
+    int64_t i, j;
+    for (i = 0; i < rows; i++, c += ldc) {
+        ampi_vf x = AMPI_V(ampi_splat)(a[i * step]), v;
+        for (j = 0; j + AMPI_W <= cols; j += AMPI_W) {
+            v = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, AMPI_V(ampi_load)(b + j), zero));
+            AMPI_V(ampi_store)(c + j, add ? (ampi_vf)(v + AMPI_V(ampi_load)(c + j)) : v);
+        }
+        if (j == cols) continue;
+        v = AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, AMPI_V(ampi_load_tail)(b + j, cols - j), zero));
+        AMPI_V(ampi_store_tail)(c + j, add ? (ampi_vf)(v + AMPI_V(ampi_load_tail)(c + j, cols - j)) : v, cols - j);
+    }
+}
+
 __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 1, .block = AMPI_GEMM_BLOCK, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
     .edges = AMPI_PASS > 1, .dot_rows = AMPI_DOT_ROWS, .multiply = AMPI_V(ampi_gemm_multiply), .begin = NULL, .end = NULL,
     .row = AMPI_V(ampi_gemm_row), .rows_of = AMPI_V(ampi_gemm_rows_of), .weave = AMPI_V(ampi_gemm_weave),
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dots = AMPI_V(ampi_gemm_dots), .pairs = NULL
+    .dots = AMPI_V(ampi_gemm_dots), .outer = AMPI_V(ampi_gemm_outer), .pairs = NULL
 };
 
 /* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low
@@ -22142,7 +22239,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .edges = 1, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dots = ampi_gemm_dots_bf16, .pairs = &ampi_gemv_bf16
+    .dots = ampi_gemm_dots_bf16, .outer = AMPI_V(ampi_gemm_outer), .pairs = &ampi_gemv_bf16
 };
 #undef AMPI_TILE_TARGET
 #endif
@@ -22237,7 +22334,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
-    .dots = AMPI_V(ampi_gemm_dots), .pairs = NULL
+    .dots = AMPI_V(ampi_gemm_dots), .outer = AMPI_V(ampi_gemm_outer), .pairs = NULL
 };
 #undef AMPI_TILE_TARGET
 #endif

@@ -526,7 +526,7 @@ TEST(out_of_memory) {
     int w, kind;
     for (w = 0; w < ways(); w++)
         for (kind = 0; kind < 2; kind++) {
-            test_case t = plain(kind ? 1 : 100, 100, 300);
+            test_case t = plain(kind ? 1 : 100, kind ? 4000 : 100, 300);
             ampi_cpu cpu = cpu_of(&all_ways[w], 2);
             problem p = make(t);
             alloc_fails = 1;
