@@ -11179,7 +11179,9 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     float scratch[AMPI_CONVERT_CHUNK];
     int64_t n = t->shape[t->ndim - 1], size = (int64_t)amp_dtype_size(t->dtype), total = 0, found, i, j, m;
     char *to = (char *)copy;
+    ampi_fp host;
     if (t->dtype == compute || t->dtype == AMP_F16) return 0;
+    host = ampi_fp_begin();
     for (i = 0; i < ampi_view_rows(t); i++)
         for (j = 0; j < n; j += m) {
             const char *from = (const char *)ampi_view_row(t, i) + j * size;
@@ -11191,6 +11193,7 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
             if (found > 0) ampi_cut(to, t->dtype, m, ampi_traits(compute)->largest);
             to += m * size;
         }
+    ampi_fp_end(host);
     return total;
 }
 
@@ -11721,9 +11724,10 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     const char *f = "amp_gemm_f64";
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
     int64_t wide_a = AMPI_MAX(row != ta ? k : m, 1), wide_b = AMPI_MAX(row != tb ? n : k, 1), wide_c = row ? n : m, i, j;
-    float *a32, *b32, *c32;
+    float *a32, *b32, *c32, alpha32;
     void *scratch;
     amp_result result;
+    ampi_fp host;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp is NULL");
     if (!amp->backend->host_visible) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU alone; on a device use amp_gemm");
     AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
@@ -11734,11 +11738,16 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     if (k > 0) AMPI_TRY(ampi_as(f, ampi_gemm_places(AMP_F64, row, ta, tb, m, n, k, a, lda, b, ldb, c, ldc)));
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &scratch, (m * k + k * n + m * n) * (int64_t)sizeof *a32)));
     a32 = (float *)scratch; b32 = a32 + m * k; c32 = b32 + k * n;
+    host = ampi_fp_begin();
     ampi_gemm_narrow(a32, a, lda, m * k / wide_a, wide_a);
     ampi_gemm_narrow(b32, b, ldb, k * n / wide_b, wide_b);
-    result = ampi_as(f, amp_gemm(amp, order, trans_a, trans_b, m, n, k, (float)alpha, a32, wide_a, b32, wide_b, 0, c32, wide_c));
+    alpha32 = (float)alpha;
+    ampi_fp_end(host);
+    result = ampi_as(f, amp_gemm(amp, order, trans_a, trans_b, m, n, k, alpha32, a32, wide_a, b32, wide_b, 0, c32, wide_c));
+    host = ampi_fp_begin();
     for (i = 0; result == AMP_OK && i < m * n / wide_c; i++, c += ldc, c32 += wide_c)
         for (j = 0; j < wide_c; j++) c[j] = (double)c32[j] + (beta != 0 ? beta * c[j] : 0);
+    ampi_fp_end(host);
     amp_free(amp, scratch);
     return result;
 }

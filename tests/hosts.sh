@@ -3,6 +3,7 @@
 #   flat      parameters and gradients in one array each, a fused RMSprop            at most 10 changed lines
 #   online    steps sample by sample, without a gradient buffer, in fp64             at most 15
 #   conv      layers whose updates are gradient and momentum in one, for -Ofast      at most 30
+# Each runs as -O2 and as -Ofast, and with floating-point exceptions that trap.
 # A changed line counts twice, as it was and as it is; none may be longer than 130 columns.  The programs' BLAS is tests/hosts/blas.
 # build/amp.o and build/amp_fast.o are `make`'s.
 . tests/lib.sh
@@ -20,13 +21,19 @@ near() {
 
 build blas.o -c tests/hosts/blas/cblas.c
 build shim.o -c $linked examples/adopt/cblas.c
+cat > "$work/traps.c" <<'TRAPS'
+#define _GNU_SOURCE
+#include <fenv.h>
+static void __attribute__((constructor)) traps(void) { feenableexcept(FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW); }
+TRAPS
+$cc -c "$work/traps.c" -Werror -o "$work/traps.o" 2> /dev/null || rm -f "$work/traps.o"
 for row in "flat 10" "online 15" "conv 30"; do
     host=${row% *} most=${row#* } before=tests/hosts/${row% *}_before.c after=tests/hosts/${row% *}_after.c
     lines=$(diff $before $after | grep -c '^[<>]')
     if [ "$lines" -gt 0 ] && [ "$lines" -le "$most" ] && ! grep -q '.\{131\}' $after; then pass
     else fail "$host: the diff" "$lines changed lines, at most $most are allowed, of at most 130 columns"; fi
 
-    for how in O2 Ofast; do
+    for how in Ofast O2; do
         amp=build/amp.o
         [ $how = O2 ] || amp=build/amp_fast.o
         build "$host.before" -$how $before "$work/blas.o"
@@ -45,6 +52,18 @@ for row in "flat 10" "online 15" "conv 30"; do
     if awk "BEGIN {exit !(\"$stuck\" + 0 > 1.5 * $plain)}"; then pass; else fail "$host: frozen at 1e12" "loss $stuck beside $plain"; fi
     if AMP_DTYPE=fp17 "$work/$host" > "$work/log" 2>&1; then fail "$host: fp17" "accepted"
     elif grep -q 'AMP_DTYPE = fp17' "$work/log"; then pass; else fail "$host: fp17" "$(cat "$work/log")"; fi
+
+    # Exceptions that trap.  From a scale that is too high only the host that has no sums of gradients of its own: infinities of
+    # either sign trap in those.
+    if [ -s "$work/traps.o" ]; then
+        build "$host.traps" -O2 $linked $after "$work/blas.o" "$work/traps.o" build/amp.o
+        for settings in "" AMP_DTYPE=bf16 AMP_DTYPE=fp16 "AMP_DTYPE=fp16 AMP_INIT_SCALE=1e12"; do
+            if [ "$host" != online ] && [ "${settings#*1e12}" != "$settings" ]; then continue; fi
+            env $settings "$work/$host" 1 > "$work/before"
+            if env $settings "$work/$host.traps" 1 > "$work/after" 2>&1 && cmp -s "$work/before" "$work/after"; then pass
+            else fail "$host: traps on, $settings" "$(tail -n 3 "$work/after")"; fi
+        done
+    else skip "$host: traps on" "no feenableexcept"; fi
 
     # The program as it was, its cblas_sgemm from the shim: another -I and another file to link with.
     grep -q cblas_sgemm $before || continue

@@ -8,6 +8,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include <fenv.h>
 #include <math.h>
 
 typedef struct words { int warnings, infos; char warning[600], info[600]; } words;
@@ -392,10 +393,41 @@ TEST(a_stuck_scaler_points_there) {
     amp_close(amp);
 }
 
+/* Counting and cutting trap as little as products do. */
+TEST(with_traps) {
+#if defined(__GLIBC__) && defined(__x86_64__)
+    static layer l;
+    double a[16], b[16], c[16];
+    for (int saturate = 0; saturate < 2; saturate++) {
+        words w;
+        amp_context *amp = open_as(AMP_F16, saturate, AMP_CPU_DEFAULT, &w);
+        amp_result result[4];
+        layer_begin(amp, &l);
+        l.x[5] = 1e7f; l.x[30] = INFINITY; l.w[6] = -7e4f; l.dy[2] = 1e6f;
+        for (int i = 0; i < 16; i++) { a[i] = i == 3 ? 1e300 : i - 8; b[i] = 1e6 * (i - 3); c[i] = (double)INFINITY; }
+        CHECK_OK(amp_autocast_begin(amp, NULL));
+        feclearexcept(FE_ALL_EXCEPT);
+        CHECK(feenableexcept(FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW) >= 0);
+        result[0] = amp_linear(amp, &l.op);
+        result[1] = amp_linear_backward(amp, &l.op);
+        result[2] = amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 4, 4, 4, -1, a, 4, b, 4, 0.5, c, 4);
+        result[3] = amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 4, 4, 4, 1e300, a, 4, b, 4, 0, c, 4);
+        feclearexcept(FE_ALL_EXCEPT);
+        CHECK_EQ(fedisableexcept(FE_ALL_EXCEPT), FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW);
+        for (int i = 0; i < 3; i++) CHECK_EQ(result[i], AMP_OK);
+        CHECK_EQ(result[3], AMP_ERR_RANGE);
+        CHECK_OK(amp_autocast_end(amp));
+        amp_close(amp);
+    }
+#else
+    SKIP("no feenableexcept here");
+#endif
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(which_operand_of_a_linear_layer); RUN(which_operand_of_the_others); RUN(only_what_fp16_makes_infinite);
     RUN(saturated_products_are_products_of_what_was_cut); RUN(inputs_are_cut_and_gradients_are_not); RUN(regions_that_saturate);
-    RUN(a_setting); RUN(a_stuck_scaler_points_there);
+    RUN(a_setting); RUN(a_stuck_scaler_points_there); RUN(with_traps);
     return TEST_END();
 }
