@@ -6773,7 +6773,7 @@ static void ampi_direct_tiles(ampi_direct *d) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
     if (d->m == 1 && (d->n > vec->cols || d->k > AMPI_GEMV_BLOCK)) { ampi_direct_row(d); return; }
-    if (d->k == 1 && vec->unit == 1) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
+    if (d->k == 1 && vec->unit == 1 && d->n >= vec->cols) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
     if (vec->unit == 1 && d->a_row == 1 && d->m > 1 && d->k * (d->m * ((d->n + lanes - 1) / lanes) - d->n * ((d->m + lanes - 1) / lanes)) > 2 * d->m * d->n) ampi_direct_turn(d);
     for (p = 0; p < d->k; p += size)
         for (j = 0; j < d->n; j += vec->cols)
