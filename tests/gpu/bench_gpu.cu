@@ -20,6 +20,11 @@
 #include <vector>
 #include "amp.h"
 
+#if defined(COC_CUDA_RUNTIME_H)                 /* the model GPU: the time of day */
+void coc_set_modelled_clock(int modelled);
+#else
+static void coc_set_modelled_clock(int) {}
+#endif
 
 namespace {
 
@@ -792,6 +797,7 @@ void every_case(int multiprocessors) {
 int main(int argc, char **argv) {
     amp_device d;
     options(argc, argv);
+    coc_set_modelled_clock(0);
     try {
         g.open();
         need(g.b->describe(g.dev, &d) == AMP_OK, "the device");

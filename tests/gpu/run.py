@@ -260,8 +260,9 @@ def verdict(bar, needs, measured, why="", at_least=0.0):
 def test_bars(part, tests):
     """Of the parts that are tests; link counts as one."""
     failed = tests["failed"] if tests else None
-    return [{"bar": {"link": "the backend links and opens the GPU", "rules": "fragments and rules", "attention": "attention's tests",
-                     "tests": "all other tests"}[part], "needs": "none fails", "measured": failed,
+    what = {"link": "the backend links and opens the GPU", "rules": "fragments and rules", "attention": "attention's tests",
+            "tests": "all other tests"}
+    return [{"bar": what[part], "needs": "none fails", "measured": failed,
              "verdict": "not measured" if tests is None else "FAIL" if failed else "PASS"}]
 
 
@@ -424,8 +425,8 @@ def main():
     writes = device["name"] != "no result" and not args.only
     fresh = {part: [bar for bar in whole.get("bars", []) if bar.get("part") == part] for part in PARTS}
     whole.update(date=now.strftime("%Y-%m-%d %H:%M UTC"), device=device)
-    for name, empty in (("link", None), ("rules", None), ("attention", None), ("tests", None), ("cases", {}), ("copy_gb_per_s", 0),
-                        ("settings", {}), ("step", None), ("parts", {})):
+    for name, empty in (("link", None), ("rules", None), ("attention", None), ("tests", None), ("cases", {}),
+                        ("copy_gb_per_s", 0), ("settings", {}), ("step", None), ("parts", {})):
         whole.setdefault(name, empty)
 
     def save(part, found, torch=None):
