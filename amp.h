@@ -4530,6 +4530,11 @@ typedef struct ampi_numbers_vec {
     void (*f16_from_f32)(void *dst, const void *src, int64_t n);
     void (*f32_from_bf16)(void *dst, const void *src, int64_t n);
     void (*bf16_from_f32)(void *dst, const void *src, int64_t n);
+    void (*f64_from_f32)(void *dst, const void *src, int64_t n);
+    void (*f32_from_f64)(void *dst, const void *src, int64_t n);
+    /* Rounded to odd (Boldo and Melquiond 2008): toward zero, with the last bit set where that is not exact.  What is rounded
+       to nearest in a narrower format then has the bits of one rounding. */
+    void (*f32_odd_from_f64)(void *dst, const void *src, int64_t n);
     /* fp32 rounded to nearest in fp16, bf16 or tf32, and left in fp32. */
     void (*round)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
@@ -4643,26 +4648,32 @@ AMPI_PRIVATE void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, in
         case AMP_TF32: vec->round(dst, src, n, AMP_TF32); break;
         case AMP_E4M3: for (i = 0; i < n; i++) bytes[i] = ampi_to_e4m3(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
         case AMP_E5M2: for (i = 0; i < n; i++) bytes[i] = ampi_to_e5m2(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
-        case AMP_F64:  for (i = 0; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i))); break;
+        case AMP_F64:  vec->f64_from_f32(dst, src, n); break;
         default:       memmove(dst, src, (size_t)n * 4); break;
     }
 }
 
-/* From fp64 to any other dtype, in one rounding; random may be NULL. */
-AMPI_PRIVATE void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, int mode,
-                                 const uint32_t *random) {
+/* From fp64 to any other dtype, in one rounding; random NULL: to nearest. */
+AMPI_PRIVATE void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
+                                 amp_cpu_path path) {
+    const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
+    int64_t size = (int64_t)amp_dtype_size(dtype), i, m;
+    float scratch[AMPI_CONVERT_CHUNK];
     uint8_t *bytes = (uint8_t *)dst;
-    int64_t i;
-    for (i = 0; i < n; i++) {
+    for (i = 0; random == NULL && i < n; i += m) {
+        void *to = dtype == AMP_F32 ? (void *)(bytes + i * size) : scratch;
+        m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
+        (dtype == AMP_F32 ? vec->f32_from_f64 : vec->f32_odd_from_f64)(to, (const char *)src + 8 * i, m);
+        if (saturate) vec->clamp(to, to, m, ampi_traits(dtype)->largest);
+        if (dtype != AMP_F32) ampi_from_fp32(bytes + i * size, dtype, to, m, path);
+    }
+    for (i = 0; random != NULL && i < n; i++) {
         uint64_t x = ampi_get64(src, i);
-        uint32_t word = random != NULL ? random[i] : 0;
         switch (dtype) {
-            case AMP_F16:  ampi_put16(dst, i, ampi_to_f16(x, 1, saturate, mode, word)); break;
-            case AMP_BF16: ampi_put16(dst, i, ampi_to_bf16(x, 1, saturate, mode, word)); break;
-            case AMP_E4M3: bytes[i] = ampi_to_e4m3(x, 1, saturate, mode, word); break;
-            case AMP_E5M2: bytes[i] = ampi_to_e5m2(x, 1, saturate, mode, word); break;
-            case AMP_TF32: ampi_put32(dst, i, ampi_to_tf32(x, 1, saturate)); break;
-            default:       ampi_put32(dst, i, ampi_to_f32(x, saturate)); break;
+            case AMP_F16:  ampi_put16(dst, i, ampi_to_f16(x, 1, saturate, AMPI_STOCHASTIC, random[i])); break;
+            case AMP_BF16: ampi_put16(dst, i, ampi_to_bf16(x, 1, saturate, AMPI_STOCHASTIC, random[i])); break;
+            case AMP_E4M3: bytes[i] = ampi_to_e4m3(x, 1, saturate, AMPI_STOCHASTIC, random[i]); break;
+            default:       bytes[i] = ampi_to_e5m2(x, 1, saturate, AMPI_STOCHASTIC, random[i]); break;
         }
     }
 }
@@ -4675,7 +4686,7 @@ AMPI_PRIVATE void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *
     int64_t i;
     if (n <= 0) return;
     if (dst_dtype == src_dtype && dst_dtype != AMP_TF32) memmove(dst, src, (size_t)n * dst_size);
-    else if (src_dtype == AMP_F64) ampi_from_fp64(dst, dst_dtype, src, n, 0, AMPI_EVEN, NULL);
+    else if (src_dtype == AMP_F64) ampi_from_fp64(dst, dst_dtype, src, n, 0, NULL, path);
     else if (src_dtype == AMP_F32 || src_dtype == AMP_TF32) ampi_from_fp32(dst, dst_dtype, src, n, path);
     else if (dst_dtype == AMP_F32) ampi_to_fp32(dst, src, src_dtype, n, path);
     else for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
@@ -4752,7 +4763,7 @@ AMPI_PRIVATE void ampi_convert_chunk(void *dst, amp_dtype dst_dtype, const void 
     float scratch[AMPI_CONVERT_CHUNK];
     if (mode == AMPI_STOCHASTIC) vec->random(random, n, desc->seed, index);
     if (src_dtype == AMP_F64 && dst_dtype != AMP_F64) {
-        ampi_from_fp64(dst, dst_dtype, src, n, desc->saturate, mode, mode == AMPI_STOCHASTIC ? random : NULL);
+        ampi_from_fp64(dst, dst_dtype, src, n, desc->saturate, mode == AMPI_STOCHASTIC ? random : NULL, path);
         return;
     }
     if (dst_dtype == AMP_F64) {
@@ -4771,6 +4782,7 @@ AMPI_PRIVATE void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, 
                                const amp_convert_desc *desc, int64_t *new_inf, amp_cpu_path path) {
     int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
     int plain = desc->rounding != AMP_ROUND_STOCHASTIC && !desc->saturate, counted = new_inf != NULL && !desc->saturate;
+    ampi_fp host = ampi_fp_begin();
     for (i = 0; i < n; i += AMPI_CONVERT_CHUNK) {
         int64_t m = AMPI_MIN(n - i, (int64_t)AMPI_CONVERT_CHUNK);
         const char *from = (const char *)src + i * src_size;
@@ -4780,6 +4792,7 @@ AMPI_PRIVATE void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, 
         else ampi_convert_chunk(to, dst_dtype, from, src_dtype, m, desc, desc->offset + (uint64_t)i, path);
         if (counted) found += ampi_count_nonfinite(to, dst_dtype, m, path);
     }
+    ampi_fp_end(host);
     if (new_inf != NULL) *new_inf = found;
 }
 
@@ -4787,7 +4800,6 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
                                const amp_convert_desc *desc, int64_t *new_inf) {
     const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
-    ampi_fp host;
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
     if (n > 0 && (dst == NULL || src == NULL))
         return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
@@ -4802,9 +4814,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     if ((dst != src || amp_dtype_size(dst_dtype) != amp_dtype_size(src_dtype)) &&
         !ampi_is_apart(dst, (size_t)n * amp_dtype_size(dst_dtype), src, (size_t)n * amp_dtype_size(src_dtype)))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert", "dst and src share memory, and are not one buffer of elements of one size");
-    host = ampi_fp_begin();
     ampi_convert(dst, dst_dtype, src, src_dtype, n, desc != NULL ? desc : &none, new_inf, ampi_cpu_best_path());
-    ampi_fp_end(host);
     return AMP_OK;
 }
 
@@ -21291,6 +21301,66 @@ AMPI_PRIVATE void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t 
     for (; i < n; i++) ampi_put32(dst, i, ampi_bits_of_f16(ampi_get16(src, i)));
 }
 
+/* Half a vector's worth of fp64 from src + 8 i on, as fp32. */
+#if AMPI_PASS == 3
+AMPI_PRIVATE inline __m256 AMPI_V(ampi_odd)(const double *src) {
+    __m512d x = _mm512_loadu_pd(src);
+    __m256 y = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(y), x, _CMP_NEQ_UQ);
+    return _mm256_castsi256_ps(_mm256_mask_or_epi32(_mm256_castps_si256(y), inexact, _mm256_castps_si256(y), _mm256_set1_epi32(1)));
+}
+#elif AMPI_PASS == 2
+AMPI_PRIVATE inline __m128i AMPI_V(ampi_halves)(__m256d mask) {
+    __m256 m = _mm256_castpd_ps(mask);
+    return _mm_castps_si128(_mm_shuffle_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1), 0x88));
+}
+AMPI_PRIVATE inline __m128 AMPI_V(ampi_odd)(const double *src) {
+    __m256d x = _mm256_loadu_pd(src), sign = _mm256_set1_pd(-0.0), back;
+    __m128i y = _mm_castps_si128(_mm256_cvtpd_ps(x));
+    back = _mm256_cvtps_pd(_mm_castsi128_ps(y));
+    y = _mm_add_epi32(y, AMPI_V(ampi_halves)(_mm256_cmp_pd(_mm256_andnot_pd(sign, back), _mm256_andnot_pd(sign, x), _CMP_GT_OQ)));
+    return _mm_castsi128_ps(_mm_or_si128(y, _mm_srli_epi32(AMPI_V(ampi_halves)(_mm256_cmp_pd(back, x, _CMP_NEQ_UQ)), 31)));
+}
+#endif
+
+AMPI_PRIVATE void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n) {
+    int64_t i = 0;
+#if AMPI_PASS == 3
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
+#elif AMPI_PASS == 2
+    for (; i + 4 <= n; i += 4) _mm_storeu_ps((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
+#endif
+    for (; i < n; i++) {
+        uint64_t x = ampi_get64(src, i), magnitude = x & ~(uint64_t)0 >> 1;
+        uint32_t y = ampi_to_f32(x, 0);
+        if (magnitude < (uint64_t)0x7ff << 52) {
+            y -= (ampi_f64_bits_of_f32_bits(y) & ~(uint64_t)0 >> 1) > magnitude;
+            y |= ampi_f64_bits_of_f32_bits(y) != x;
+        }
+        ampi_put32(dst, i, y);
+    }
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t n) {
+    int64_t i = 0;
+#if AMPI_PASS == 3
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps((float *)dst + i, _mm512_cvtpd_ps(_mm512_loadu_pd((const double *)src + i)));
+#elif AMPI_PASS == 2
+    for (; i + 4 <= n; i += 4) _mm_storeu_ps((float *)dst + i, _mm256_cvtpd_ps(_mm256_loadu_pd((const double *)src + i)));
+#endif
+    for (; i < n; i++) ampi_put32(dst, i, ampi_to_f32(ampi_get64(src, i), 0));
+}
+
+AMPI_PRIVATE void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
+    int64_t i = 0;
+#if AMPI_PASS == 3
+    for (; i + 8 <= n; i += 8) _mm512_storeu_pd((double *)dst + i, _mm512_cvtps_pd(_mm256_loadu_ps((const float *)src + i)));
+#elif AMPI_PASS == 2
+    for (; i + 4 <= n; i += 4) _mm256_storeu_pd((double *)dst + i, _mm256_cvtps_pd(_mm_loadu_ps((const float *)src + i)));
+#endif
+    for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
+}
+
 AMPI_PRIVATE void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t limit) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -21409,7 +21479,8 @@ AMPI_PRIVATE void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, u
 
 __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
     .f32_from_f16 = AMPI_V(ampi_f32_from_f16), .f16_from_f32 = AMPI_V(ampi_f16_from_f32),
-    .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16), .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32),
+    .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16), .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32), .f64_from_f32 = AMPI_V(ampi_f64_from_f32),
+    .f32_from_f64 = AMPI_V(ampi_f32_from_f64), .f32_odd_from_f64 = AMPI_V(ampi_f32_odd_from_f64),
     .round = AMPI_V(ampi_round_row), .clamp = AMPI_V(ampi_clamp), .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
     .bf16_split = AMPI_V(ampi_bf16_split), .f32_join = AMPI_V(ampi_f32_join), .count16 = AMPI_V(ampi_count16),
     .count32 = AMPI_V(ampi_count32), .random = AMPI_V(ampi_random)
@@ -23208,6 +23279,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        learning rate in amp_advise; amp_gradcheck runs in fp32 and reports what it can detect.
        Long fp32 sums no longer lose accuracy with their number of terms.
        Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed subnormals.
+       amp_convert from and to fp64 by vector instructions, rounded once.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

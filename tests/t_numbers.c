@@ -379,9 +379,11 @@ TEST(f64_golden) {
     static const amp_dtype columns[6] = {AMP_F16, AMP_BF16, AMP_E4M3, AMP_E5M2, AMP_F32, AMP_TF32};
     unsigned long long x, want;
     int lines = 0, twice = 0, d;
+    ampi_fp host;
     FILE *file = fopen(AMPT_GOLDEN "/numbers_f64.txt", "r");
     CHECK(file != NULL);
     if (file == NULL) return;
+    host = ampi_fp_begin();
     while (fscanf(file, "%llx", &x) == 1) {
         for (d = 0; d < 6; d++) {
             uint64_t bulk = 0, got = ampt_from_f64(x, columns[d], 0);
@@ -394,6 +396,7 @@ TEST(f64_golden) {
         }
         lines++;
     }
+    ampi_fp_end(host);
     fclose(file);
     CHECK_EQ(lines, 1745);
     CHECK_MSG(twice > 20, "only %d cases where two roundings differ from one", twice);
@@ -406,6 +409,7 @@ TEST(pairs) {
     amp_cpu_path path;
     int a, b, offset;
     int64_t n, i;
+    ampi_fp host = ampi_fp_begin();         /* as its callers do */
     for (a = 0; a < 7; a++) {
         amp_dtype from = ampt_floats[a];
         for (b = 0; b < 7; b++) {
@@ -429,6 +433,7 @@ TEST(pairs) {
             }
         }
     }
+    ampi_fp_end(host);
 }
 
 TEST(in_place) {
@@ -451,6 +456,46 @@ TEST(in_place) {
                     CHECK_MSG(memcmp(data, want, bytes) == 0, "%s to %s, path %d", amp_dtype_name(from),
                               amp_dtype_name(to), (int)path);
                 }
+}
+
+/* fp64 patterns where rounding to another format turns: at its numbers and halfway between them, and up to 2 patterns beside. */
+static void fill_turns(uint64_t *x, int64_t n, amp_dtype to, uint64_t seed) {
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t at = 2 * (uint64_t)i;
+        uint32_t bits = amp_random_u32(seed, at), more = amp_random_u32(seed, at + 1);
+        double a = ampi_f64_of_bits(ampi_f64_bits_of_f32_bits(ampt_to_f32(bits & (2 * ampt_sign(to) - 1), to)));
+        double b = ampi_f64_of_bits(ampi_f64_bits_of_f32_bits(ampt_to_f32((bits + 1) & (2 * ampt_sign(to) - 1), to)));
+        x[i] = ampi_bits_f64((more & 1) ? a / 2 + b / 2 : a) + (more >> 1) % 5 - 2;
+    }
+}
+
+/* Every pair with fp64, on every path and with any number of elements over: the bits of one rounding by the scalar functions. */
+TEST(f64_vectors) {
+    enum { N = 4099, ROUNDS = 64 };
+    static uint64_t wide[N], back[N];
+    static uint32_t narrow[N];
+    const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0}, saturated = {AMP_ROUND_DEFAULT, 1, 0, 0};
+    amp_cpu_path path;
+    int64_t new_inf;
+    for EACH_PATH(path)
+        for (int d = 0; d < 7; d++) {
+            amp_dtype dtype = ampt_floats[d];
+            int64_t wrong = 0, wrong_back = 0;
+            for (int round = 0; dtype != AMP_F64 && round < ROUNDS * (ampt_full ? 32 : 1); round++) {
+                int64_t n = N - round % 32, first = round % 3;
+                if (round % 2) fill_turns(wide, N, dtype, (uint64_t)(100 * round + d));
+                else ampt_fill(wide, AMP_F64, N, (uint64_t)(100 * round + d));
+                for (int saturate = 0; saturate < 2; saturate++) {
+                    ampi_convert(narrow, dtype, wide + first, AMP_F64, n - first, saturate ? &saturated : &plain, round % 4 ? NULL : &new_inf, path);
+                    for (int64_t i = 0; i < n - first; i++) wrong += ampt_get(narrow, dtype, i) != ampt_from_f64(wide[first + i], dtype, saturate);
+                }
+                ampt_fill(narrow, dtype, N, (uint64_t)(7000 + 100 * round + d));
+                ampi_convert(back, AMP_F64, narrow, dtype, n, &plain, NULL, path);
+                for (int64_t i = 0; i < n; i++) wrong_back += back[i] != ampi_f64_bits_of_f32_bits(ampt_to_f32(ampt_get(narrow, dtype, i), dtype));
+            }
+            CHECK_MSG(wrong == 0 && wrong_back == 0, "path %d: %lld to %s and %lld from it differ", (int)path, (long long)wrong,
+                      amp_dtype_name(dtype), (long long)wrong_back);
+        }
 }
 
 /* Flush-to-zero and denormals-are-zero, which linking with -Ofast sets, change nothing. */
@@ -775,6 +820,7 @@ int main(int argc, char **argv) {
     RUN(f64_golden);
     RUN(pairs);
     RUN(in_place);
+    RUN(f64_vectors);
     RUN(flush_to_zero);
     RUN(saturation);
     RUN(bulk_options);
