@@ -5825,12 +5825,19 @@ typedef struct ampi_gemm_vec {
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is multiplied as fp32 */
 } ampi_gemm_vec;
 
+/* Blocks of k, of equal size but for the last; a function of k alone, so that packed and unpacked B agree. */
+typedef struct ampi_gemm_blocks {
+    int64_t words, count, size;         /* of k in all; blocks; words of a block */
+} ampi_gemm_blocks;
+
 /* Matrix times vector in pairs of bf16; x holds words.  y[j] += the sum over p < k, in order, of x[p] b[p * ld + j]; y[j] = that
-   of x[p] b[j * ld + p], in 16 sums, each of every 16th word; and the same of n columns of a packed panel: whole vectors. */
+   of x[p] b[j * ld + p], in 16 sums, each of every 16th word; and the same over words from to end of n columns from col on,
+   which are packed: whole vectors; ld: the width of all panels. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
-    void (*dots_packed)(float *y, const float *x, const float *b, int64_t words, int64_t n);
+    void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld, int64_t col,
+                        int64_t from, int64_t end, int64_t n);
 } ampi_gemv_pairs;
 
 /* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; the same bits for an element wherever it
@@ -6152,11 +6159,6 @@ static ampi_gemm_operand ampi_gemm_operand_b(const amp_k_gemm *g, int64_t item) 
     x.along_k = g->trans_b != 0;
     return x;
 }
-
-/* Blocks of k, of equal size but for the last; a function of k alone, so that packed and unpacked B agree. */
-typedef struct ampi_gemm_blocks {
-    int64_t words, count, size;         /* of k in all; blocks; words of a block */
-} ampi_gemm_blocks;
 
 static ampi_gemm_blocks ampi_gemm_cut_k(const ampi_gemm_vec *vec, int64_t k) {
     ampi_gemm_blocks b;
@@ -6527,6 +6529,7 @@ enum {
     AMPI_GEMV_UNIT = 64,                /* values of C that threads share out */
     AMPI_GEMV_SPAN = 1024,              /* values of C at a time */
     AMPI_GEMV_ROWS = 8,                 /* rows converted to fp32 at a time */
+    AMPI_GEMV_SIDE = 2048,              /* words side by side whose sums are fp32 */
     AMPI_GEMV_BLOCK = 128,              /* of k: sums are fp32 within it, fp64 beyond; the same where k lies side by side: */
     AMPI_GEMV_DOT = 1024
 };
@@ -6545,23 +6548,21 @@ typedef struct ampi_gemv_call {
     float *scratch;
 } ampi_gemv_call;
 
-/* As ampi_gemv_sums, where a word holds a pair: fp32 within a block of k, fp64 beyond. */
+/* As ampi_gemv_sums, where a word holds a pair: fp32 within a block of k, or AMPI_GEMV_SIDE words side by side, fp64 beyond. */
 static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t j0, int64_t n,
                                 float *sums, double *total) {
     const ampi_gemm_vec *vec = call->vec;
-    int64_t width = vec->cols, panels = (call->n + width - 1) / width, size = call->blocks.size, words, w, j;
+    int64_t width = vec->cols, ld = (call->n + width - 1) / width * width, size = matrix->along_k ? (int64_t)AMPI_GEMV_SIDE : call->blocks.size, w, j;
     memset(total, 0, (size_t)n * sizeof *total);
     for (w = 0; w < call->blocks.words || w == 0; w += size) {
-        int64_t k = AMPI_MIN(call->k - 2 * w, 2 * size);
-        const float *b = call->packed_b != NULL ? call->packed_b + w * panels * width : NULL;
-        words = (k + 1) / 2;
+        int64_t words = AMPI_MIN(call->blocks.words - w, size), k = AMPI_MIN(call->k - 2 * w, 2 * size);
         memset(sums, 0, (size_t)n * sizeof *sums);
         if (call->packed_b == NULL)
             (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)(sums, x + w, ampi_gemm_at(matrix, 2 * w, j0), matrix->dtype, matrix->ld, k, n);
         for (j = 0; call->packed_b != NULL && j < n; j += width)
-            if (matrix->along_k) vec->pairs->dots_packed(sums + j, x + w, b + (j0 + j) * words, words, n - j);
-            else vec->multiply(1, width, words, x + w, 0, 1, b + (j0 + j) * words, width, NULL, 0, sums + j, 0);
-        if (call->blocks.count == 1) return;
+            if (matrix->along_k) vec->pairs->dots_packed(sums + j, x, call->packed_b, &call->blocks, ld, j0 + j, w, w + words, n - j);
+            else vec->multiply(1, AMPI_MIN(n - j, width), words, x + w, 0, 1, call->packed_b + w * ld + (j0 + j) * words, width, NULL, 0, sums + j, 0);
+        if (call->blocks.words <= size) return;
         call->rows->widen(total, sums, n);
     }
     call->rows->narrow(sums, total, n);
@@ -6722,7 +6723,7 @@ static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g)
 }
 
 static int ampi_direct_is_plain(const amp_k_gemm *g) {
-    return g->c_dtype == AMP_F32 && g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (g->beta == 0.0f || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
+    return g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (g->beta == 0.0f || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
 /* ---- By tiles, where rows of b lie as they want them, and stay in the first-level cache if they are passed often */
@@ -6782,7 +6783,7 @@ static void ampi_direct_row(const ampi_direct *d) {
 static void ampi_direct_tiles(ampi_direct *d) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
-    if (d->m == 1 && (d->n > vec->cols || d->k > AMPI_GEMV_BLOCK)) { ampi_direct_row(d); return; }
+    if (d->m == 1 && vec->unit == 1 && (d->n > vec->cols || d->k > AMPI_GEMV_BLOCK)) { ampi_direct_row(d); return; }
     if (d->k == 1 && vec->unit == 1 && d->n >= vec->cols) { vec->outer(d->m, d->n, d->a, d->a_row, d->b, d->add, d->c, d->c_row); return; }
     if (vec->unit == 1 && d->a_row == 1 && d->m > 1 && d->k * (d->m * ((d->n + lanes - 1) / lanes) - d->n * ((d->m + lanes - 1) / lanes)) > 2 * d->m * d->n) ampi_direct_turn(d);
     for (p = 0; p < d->k; p += size)
@@ -6839,42 +6840,54 @@ static void ampi_direct_dots_run(ampi_cpu *cpu, ampi_direct *d) {
 
 /* In pairs of bf16: a row or a column of C as below, from x in words. */
 static int ampi_direct_pair_vector(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
-    float x[AMPI_GEMM_BUFFER];
+    float x[4 * AMPI_GEMM_BUFFER];
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0), *matrix = g->m == 1 ? &b : &a;
     int64_t n = g->m == 1 ? g->n : g->m;
-    if ((g->k + 1) / 2 > vec->block || g->beta != 0.0f || (g->m > 1 && g->ldc != 1) || (double)n * (double)g->k >= 5e5) return 0;
+    if (g->m == 1 && g->packed_b != NULL && n * g->k >= 1 << 14) return 0;
+    if (g->c_dtype != AMP_F32 || (g->k + 1) / 2 > (matrix->along_k ? (int64_t)AMPI_GEMM_BUFFER * 4 : vec->block) || g->beta != 0.0f || (g->m > 1 && g->ldc != 1) || (double)n * (double)g->k >= 5e5) return 0;
     ampi_gemv_vector(vec, g->m == 1 ? &a : &b, g->k, x);
     if (!matrix->along_k) memset(g->c, 0, (size_t)n * sizeof *x);
     (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)((float *)g->c, x, matrix->data, matrix->dtype, matrix->ld, g->k, n);
     return 1;
 }
 
-/* Operands that fit into a buffer on the stack once they are words. */
+/* Operands that fit into a buffer on the stack once they are words, as do sums that C then holds in 16 bits. */
 static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
-    float local[AMPI_GEMM_LOCAL];
+    enum { ROOM = 2 * AMPI_GEMM_LOCAL };
+    float local[ROOM];
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
-    int64_t words = (g->k + 1) / 2, at_b = g->m * words, at_scratch = at_b + (g->packed_b != NULL ? 0 : (g->n + vec->cols - 1) / vec->cols * words * vec->cols);
+    int64_t width = vec->cols, words = (g->k + 1) / 2, panel = words * width, step = a.along_k ? g->m : width, narrow = g->c_dtype != AMP_F32, i;
+    int64_t at_b = a.along_k ? g->m * words : (g->m + width - 1) / width * panel;
+    int64_t at_c = at_b + (g->packed_b != NULL ? 0 : (g->n + width - 1) / width * panel), at_scratch = at_c + (narrow ? g->m * g->n : 0);
     ampi_direct d = ampi_direct_of(vec, g);
     if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(vec, g);
-    if (g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && ampi_direct_by_dots(&d)) { ampi_direct_dots_run(cpu, &d); return 1; }
-    if (words > vec->block || (double)g->m * (double)g->n * (double)g->k >= 5e5 || at_scratch + vec->cols * ampi_gemm_pitch(words) > AMPI_GEMM_LOCAL) return 0;
-    ampi_gemm_pack_rows(vec, &a, 0, g->k, 0, g->m, local, words, local + at_scratch);
-    if (g->packed_b == NULL) ampi_gemm_pack_columns(vec, &b, 0, g->k, 0, g->n, local + at_b, words * vec->cols, local + at_scratch);
-    d.a = local; d.a_row = words; d.a_step = 1;
-    d.b = g->packed_b != NULL ? (const float *)g->packed_b : local + at_b; d.b_step = vec->cols; d.panel = words * vec->cols;
+    if (!narrow && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && ampi_direct_by_dots(&d)) { ampi_direct_dots_run(cpu, &d); return 1; }
+    if (words > vec->block || (narrow && d.add) || at_scratch + (b.along_k ? width * ampi_gemm_pitch(words) : 0) > ROOM) return 0;
+    if (a.along_k) vec->rows_of(local, words, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
+    else vec->weave(local, panel, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
+    if (g->packed_b == NULL) ampi_gemm_pack_columns(vec, &b, 0, g->k, 0, g->n, local + at_b, panel, local + at_scratch);
+    d.a_row = a.along_k ? words : 1; d.a_step = a.along_k ? 1 : width;
+    d.b = g->packed_b != NULL ? (const float *)g->packed_b : local + at_b; d.b_step = width; d.panel = panel;
     d.k = words;
-    ampi_direct_tiles(&d);
+    if (narrow) { d.c = local + at_c; d.c_row = g->n; }
+    for (i = 0; i < g->m; i += step, d.c += step * d.c_row) {
+        d.a = local + (a.along_k ? 0 : i / width * panel);
+        d.m = AMPI_MIN(step, g->m - i);
+        ampi_direct_tiles(&d);
+    }
+    step = g->ldc == g->n ? g->m : 1;
+    for (i = 0; narrow && i < g->m; i += step)
+        ampi_convert_fast(ampi_at_mut(g->c, g->c_dtype, i * g->ldc), g->c_dtype, local + at_c + i * g->n, AMP_F32, step * g->n, cpu->path);
     return 1;
 }
 
 /* Whether the product was one of those. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
+    int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32, done = 1;
     ampi_direct d;
     ampi_fp host;
-    int done = 1;
-    if (!ampi_direct_is_plain(g)) return 0;
-    if (vec->pairs == NULL && (g->compute != AMP_F32 || g->a_dtype != AMP_F32 || g->b_dtype != AMP_F32)) return 0;
+    if (!ampi_direct_is_plain(g) || (!words && vec->pairs == NULL)) return 0;
     host = ampi_fp_begin();
     d = ampi_direct_of(vec, g);
     if (vec->pairs != NULL) done = ampi_direct_pairs(cpu, vec, g);
@@ -22221,7 +22234,7 @@ AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, cons
 
 /* Many columns four rows at a time, as memory likes it. */
 AMPI_PRIVATE AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k, int64_t n) {
-    int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 8 : AMPI_MAX(k, 1), p, j;
+    int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 16 : AMPI_MAX(k, 1), p, j;
     for (p = 0; p < k; p += rows, x += rows / 2, b += rows * step) {
         rows = AMPI_MIN(rows, k - p);
         for (j = 0; j + 16 <= n; j += 16) ampi_gemv_rows(y + j, x, b + j * size, dtype, step, rows, 16);
@@ -22275,19 +22288,26 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x,
 #define AMPI_ROWS_16(X)   AMPI_ROWS_14(X) X(14) X(15)
 #define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
 #define AMPI_GEMV_STEP(i) sum##i = ampi_gemm_dot2(AMPI_V(ampi_gemm_word)(x + w + i), AMPI_V(ampi_load)(b + (w + i) * 32), sum##i);
-#define AMPI_GEMV_REST(i) if (w + i < words) { AMPI_GEMV_STEP(i) }
-AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *b, int64_t words, int64_t n) {
-    const float *end = b + (n > 16 ? 32 : 16);
-    for (; b < end; b += 16, y += 16) {
-        int64_t w;
+#define AMPI_GEMV_REST(i) if (w + i >= from && w + i < to) { AMPI_GEMV_STEP(i) }
+AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x, const float *packed, const ampi_gemm_blocks *blocks,
+                                                              int64_t ld, int64_t col, int64_t begin, int64_t end, int64_t n) {
+    int64_t half, from, to, w;
+    for (half = 0; half < n && half < 32; half += 16) {
         AMPI_ROWS_16(AMPI_GEMV_ZERO)
-        for (w = 0; w + 16 <= words; w += 16) { AMPI_ROWS_16(AMPI_GEMV_STEP) }
-        AMPI_ROWS_16(AMPI_GEMV_REST)
+        for (from = begin; from < end; from = to) {
+            int64_t first = from / blocks->size * blocks->size, words = AMPI_MIN(blocks->words - first, blocks->size);
+            const float *b = packed + first * ld + col * words + half - first * 32;
+            to = AMPI_MIN(first + words, end);
+            for (w = from / 16 * 16; w < to; w += 16) {
+                if (w >= from && w + 16 <= to) { AMPI_ROWS_16(AMPI_GEMV_STEP) }
+                else { AMPI_ROWS_16(AMPI_GEMV_REST) }
+            }
+        }
         sum0 = (sum0 + sum2) + (sum1 + sum3);
         sum4 = (sum4 + sum6) + (sum5 + sum7);
         sum8 = (sum8 + sum10) + (sum9 + sum11);
         sum12 = (sum12 + sum14) + (sum13 + sum15);
-        AMPI_V(ampi_store)(y, (sum0 + sum8) + (sum4 + sum12));
+        AMPI_V(ampi_store)(y + half, (sum0 + sum8) + (sum4 + sum12));
     }
 }
 #undef AMPI_ROWS_16

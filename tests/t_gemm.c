@@ -308,13 +308,13 @@ TEST(shapes) {
 /* Every product of one to nine rows, columns and values of k, in all layouts and formats, with odd distances between rows;
    and thin ones, longer than a block of k. */
 TEST(small_and_thin_shapes) {
-    static const int64_t thin[][3] = {{1, 10, 1024}, {1, 33, 700}, {1, 150, 131}, {1, 64, 1100}, {10, 1, 515}, {65, 1, 129}, {130, 10, 7}, {20, 10, 530}, {8, 70, 9}, {3, 161, 33}};
+    static const int64_t thin[][3] = {{1, 10, 1024}, {1, 33, 700}, {1, 150, 131}, {1, 64, 1100}, {10, 1, 515}, {65, 1, 129}, {130, 10, 7}, {20, 10, 530}, {8, 70, 9}, {3, 161, 33}, {33, 20, 40}};
     static const amp_activation_kind acts[] = {AMP_ACT_NONE, AMP_ACT_RELU, AMP_ACT_GELU};
     int64_t shape;
     uint32_t draw = 1;
     int w, trans;
     for (w = 0; w < ways(); w++)
-        for (shape = 0; shape < 729 + 4 * 10; shape++)
+        for (shape = 0; shape < 729 + 4 * 11; shape++)
             for (trans = 0; trans < 4; trans++) {
                 const int64_t *long_one = shape < 729 ? NULL : thin[(shape - 729) / 4];
                 test_case t = long_one ? plain(long_one[0], long_one[1], long_one[2]) : plain(shape / 81 + 1, shape / 9 % 9 + 1, shape % 9 + 1);
