@@ -18,9 +18,8 @@
  * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled loss for
  * fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no other.
  *
- * ERRORS  A refused setting (AMP_DTYPE=fp8_e4m3) ends the program at its first call, by exit(1), and stderr says why.
- * On stderr, at most ten times, are bad arguments, for which nothing is computed, as in BLAS, and lack of memory, for which
- * a plain loop computes.  Any thread may call, and fork.
+ * ERRORS  On stderr, ten lines at most.  A refused setting (AMP_DTYPE=fp8_e4m3): products stay as if none were set.  Bad
+ * arguments: nothing is computed, as in BLAS.  No memory: a plain loop computes.  Any thread may call, and fork.
  *
  * TRAPS  None of these is seen from here.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no product.
  * - The program finds another cblas.h first: put this -I before all others.
@@ -81,7 +80,7 @@ typedef enum CBLAS_TRANSPOSE { CblasNoTrans = 111, CblasTrans = 112, CblasConjTr
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* What products run in: NULL where no AMP_... is set.  Both are the shim's, which never closes them. */
+/* What products run in: NULL where no AMP_... is set, or one is refused.  Both are the shim's, which never closes them. */
 AMP_CBLAS_API amp_context *amp_cblas_context(void);
 AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void);
 
@@ -111,7 +110,6 @@ AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m,
 static amp_context *amp_cblas_asked;    /* amp_cblas_context */
 static amp_context *amp_cblas_used;     /* that one, or one in fp32; NULL: no memory for it */
 static amp_scaler *amp_cblas_scale;
-static int amp_cblas_refused;           /* what the environment asks for */
 static int amp_cblas_scaled;            /* somebody has the scaler, or was told */
 static pthread_once_t amp_cblas_once = PTHREAD_ONCE_INIT;
 
@@ -150,15 +148,13 @@ static void amp_cblas_open(void) {
     if (result == AMP_OK && amp_cblas_asked == NULL && getenv("AMP_DTYPE") != NULL)     /* empty: auto */
         result = amp_open(&amp_cblas_asked, &desc);
     desc.dtype = AMP_F32;
+    if (result != AMP_OK) amp_cblas_say("products stay as they were: ", amp_last_error());
     amp_cblas_used = amp_cblas_asked;
-    if (result == AMP_OK && amp_cblas_asked == NULL) result = amp_open(&amp_cblas_used, &desc);
-    amp_cblas_refused = result != AMP_OK && result < AMP_ERR_MEMORY;
-    if (result != AMP_OK) amp_cblas_say(amp_cblas_refused ? "" : "products in plain fp32: ", amp_last_error());
+    if (amp_cblas_asked == NULL && amp_open(&amp_cblas_used, &desc) != AMP_OK) amp_cblas_say("plain loops: ", amp_last_error());
     amp_cblas_leave();
 }
 AMP_CBLAS_API amp_context *amp_cblas_context(void) {
     pthread_once(&amp_cblas_once, amp_cblas_open);
-    if (amp_cblas_refused) exit(1);
     return amp_cblas_asked;
 }
 AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void) {
