@@ -6844,7 +6844,8 @@ static int ampi_direct_pair_vector(const ampi_gemm_vec *vec, const amp_k_gemm *g
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0), *matrix = g->m == 1 ? &b : &a;
     int64_t n = g->m == 1 ? g->n : g->m;
     if (g->m == 1 && g->packed_b != NULL && n * g->k >= 1 << 14) return 0;
-    if (g->c_dtype != AMP_F32 || (g->k + 1) / 2 > (matrix->along_k ? (int64_t)AMPI_GEMM_BUFFER * 4 : vec->block) || g->beta != 0.0f || (g->m > 1 && g->ldc != 1) || (double)n * (double)g->k >= 5e5) return 0;
+    if (g->c_dtype != AMP_F32 || (g->k + 1) / 2 > (matrix->along_k ? (int64_t)AMPI_GEMM_BUFFER * 4 : vec->block)) return 0;
+    if (g->beta != 0.0f || (g->m > 1 && g->ldc != 1) || (double)n * (double)g->k >= 5e5) return 0;
     ampi_gemv_vector(vec, g->m == 1 ? &a : &b, g->k, x);
     if (!matrix->along_k) memset(g->c, 0, (size_t)n * sizeof *x);
     (matrix->along_k ? vec->pairs->dots : vec->pairs->combine)((float *)g->c, x, matrix->data, matrix->dtype, matrix->ld, g->k, n);
