@@ -22285,6 +22285,11 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x,
     AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, DTYPE, ld * SIZE, k, n))
 }
 
+/* (a + b) + (c + d), under -Ofast too */
+AMPI_PRIVATE inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
+    return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(a + b) + AMPI_V(ampi_keep)(c + d));
+}
+
 /* The sums that lie in the lanes above lie in 16 vectors here. */
 #define AMPI_ROWS_16(X)   AMPI_ROWS_14(X) X(14) X(15)
 #define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
@@ -22304,11 +22309,11 @@ AMPI_PRIVATE AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const fl
                 else { AMPI_ROWS_16(AMPI_GEMV_REST) }
             }
         }
-        sum0 = (sum0 + sum2) + (sum1 + sum3);
-        sum4 = (sum4 + sum6) + (sum5 + sum7);
-        sum8 = (sum8 + sum10) + (sum9 + sum11);
-        sum12 = (sum12 + sum14) + (sum13 + sum15);
-        AMPI_V(ampi_store)(y + half, (sum0 + sum8) + (sum4 + sum12));
+        sum0 = ampi_gemv_add4(sum0, sum2, sum1, sum3);
+        sum4 = ampi_gemv_add4(sum4, sum6, sum5, sum7);
+        sum8 = ampi_gemv_add4(sum8, sum10, sum9, sum11);
+        sum12 = ampi_gemv_add4(sum12, sum14, sum13, sum15);
+        AMPI_V(ampi_store)(y + half, ampi_gemv_add4(sum0, sum8, sum4, sum12));
     }
 }
 #undef AMPI_ROWS_16
