@@ -555,8 +555,8 @@ typedef enum amp_mask_kind {
 /* Kinds combine with padding and documents: a key is seen if all of them allow it.  A query that sees
    no key gives zeros, and zero gradients. */
 typedef struct amp_mask {
-    amp_mask_kind kind;
     int32_t bidirectional;          /* WINDOW, WINDOW_GLOBAL: 1 = not causal */
+    amp_mask_kind kind;
     int64_t window;                 /* WINDOW, WINDOW_GLOBAL: 1 or more */
     int64_t global;                 /* WINDOW_GLOBAL: 0 or more */
     const int32_t *prefix;          /* PREFIX: [batch] */
@@ -671,6 +671,7 @@ typedef struct amp_device_memory {
                                                    One that is missing, damaged or of another device or library is no
                                                    error: a warning says so */
 typedef struct amp_desc {
+    int32_t reserved;
     amp_dtype dtype, autocast_dtype;
     amp_io_cast cast_inputs;        /* of loaders' fields in F32, F16 and BF16; see amp_autocast_input */
     amp_io_cast cast_outputs;       /* see amp_autocast_output */
@@ -704,7 +705,6 @@ typedef struct amp_desc {
     int32_t gemm_always;            /* 1: outside any region amp_gemm computes as it would inside one, for hosts that
                                        call it everywhere; an island stays one */
     int32_t saturate_inputs;        /* 1: in every region; see amp_autocast_desc */
-    int32_t reserved;
 } amp_desc;
 
 /* Opens a context.  Errors: 101, 102, 104, 105, 106 .share_threads was closed, 108, 110, 301, 302, 501, 502; *out is
@@ -849,12 +849,12 @@ enum { AMP_LOG_DECISION = 1080 };
 
 /* Filled by forward, read by backward and when recomputing; a zeroed plan is "forward has not run". */
 typedef struct amp_plan {
+    int32_t captured, saturate;     /* 1: the offset counts from where a launch of the graph begins; inputs are cut */
     amp_dtype compute;              /* operands are rounded to this; sums are fp32 */
     amp_dtype result;               /* what PyTorch would return */
     amp_rule rule;
     amp_mode mode;
     uint64_t random_seed, random_offset;    /* of dropout */
-    int32_t captured, saturate;     /* 1: the offset counts from where a launch of the graph begins; inputs are cut */
     uint64_t version;               /* of the operator's parameters, added up: recomputing wants the same */
 } amp_plan;
 
@@ -862,10 +862,10 @@ typedef struct amp_plan {
     .policy           the enclosing region's, or the context's
     .mode             the enclosing region's, or the context's */
 typedef struct amp_autocast_desc {
+    int32_t disable;                /* 1: an island: operators use their operands' dtype */
     amp_dtype dtype;
     amp_policy policy;
     amp_mode mode;
-    int32_t disable;                /* 1: an island: operators use their operands' dtype */
     int32_t disable_cache;          /* 1: no cast cache within, nor in regions nested within */
     int32_t saturate_inputs;        /* 1: here and within, linear, matmul and attention cut finite inputs that their cast would
                                        make infinite (fp16: beyond 65504) to the largest number.  Gradients are not cut: the
@@ -1259,6 +1259,7 @@ typedef enum amp_scaler_preset {
                        0 means none with hysteresis 1 and in MEGATRON and DEEPSPEED, and 0.25 with more hysteresis
                        elsewhere, against endless alternating overflows; AMP_EXPLICIT_ZERO: none     */
 typedef struct amp_scaler_desc {
+    int32_t reserved;
     amp_scaler_preset preset;
     int32_t disable;                /* 1 (always at level O0): the scale stays 1; averages, skips, stages and their errors
                                        are as when enabled */
@@ -1270,7 +1271,6 @@ typedef struct amp_scaler_desc {
     double tolerance;
     int32_t skip_warning;           /* 0: 50; -1: never.  Steps skipped in a row with the scale at its floor before one
                                        warning says so */
-    int32_t reserved;
 } amp_scaler_desc;
 /* Errors: 101, 102, 202, 301. */
 AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const amp_scaler_desc *desc);
@@ -1368,6 +1368,7 @@ typedef struct amp_param_group {
     .seed              0          of stochastic rounding; ranks with the same weights need the same.  The number of
                                   an element is a function of seed, step applied, parameter and element */
 typedef struct amp_optimizer_desc {
+    int32_t reserved;
     amp_optimizer_kind kind;
     int32_t accumulation;
     amp_param *params; int64_t n_params;            /* those without grad are left out; the array must stay */
@@ -1383,7 +1384,6 @@ typedef struct amp_optimizer_desc {
     int32_t sharded;                /* as in amp_grad_set_desc */
     amp_master_kind master;
     amp_dtype moments;
-    int32_t reserved;
     uint64_t seed;
 } amp_optimizer_desc;
 /* Allocates moments and masters.  All parameters share one step count: one that gets its first gradient later has the
@@ -1502,8 +1502,8 @@ enum { AMP_MAX_FIELDS = 8 };
 
 /* One of the things a sample consists of: `count` values of dtype. */
 typedef struct amp_field {
-    amp_dtype dtype;
     int32_t reserved;
+    amp_dtype dtype;
     int64_t count;
 } amp_field;
 
@@ -1603,8 +1603,8 @@ AMP_API amp_result amp_loader_next(amp_loader *loader, amp_batch *out);
 AMP_API amp_result amp_loader_seek(amp_loader *loader, int64_t epoch, int64_t index);
 
 typedef struct amp_loader_info {
-    amp_token_format format;        /* of token files; else DEFAULT */
     int32_t n_files, n_fields, ready;   /* ready: batches that wait to be taken */
+    amp_token_format format;        /* of token files; else DEFAULT */
     amp_field fields[AMP_MAX_FIELDS];
     int64_t tokens;                 /* in all token files */
     int64_t samples;                /* per epoch, all ranks */
@@ -1662,9 +1662,9 @@ typedef enum amp_rounding {
 
 /* What bulk conversion may be told.  NULL or all zero: nearest even, no saturation. */
 typedef struct amp_convert_desc {
-    amp_rounding rounding;
     int32_t saturate;               /* 1: beyond the largest finite value, infinity included, becomes that value; NaN
                                        stays NaN; to fp64 nothing saturates */
+    amp_rounding rounding;
     uint64_t seed, offset;          /* of AMP_ROUND_STOCHASTIC: element i uses amp_random_u32(seed, offset + i) */
 } amp_convert_desc;
 
@@ -1706,8 +1706,8 @@ AMP_API amp_result amp_machine_probe(amp_machine *out);
 AMP_API size_t amp_machine_text(const amp_machine *machine, char *text, size_t size);
 
 struct amp_choice {
-    amp_dtype dtype;                /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
     int32_t scaler;                 /* 1: train with a loss scaler (fp16) */
+    amp_dtype dtype;                /* what regions compute in: AMP_F32, AMP_TF32, AMP_F16 or AMP_BF16 */
     int32_t emulated;               /* 1: the CPU rounds to this dtype and computes in fp32 */
     int32_t fell_back;              /* 1: not what was asked for */
     char reason[160];               /* one line */
@@ -2197,13 +2197,13 @@ typedef enum amp_verdict {
 /* Errors are relative: |x - fp32| / |fp32| in the Euclidean norm of the tensor, for a gradient over that of its layer's
    gradients together (of the same name up to the last dot; of all, where those are 0; an output of zeros: over 1). */
 typedef struct amp_verify_row {
+    double seconds;                         /* of the step */
     amp_dtype dtype;
     amp_verdict verdict;
     double output_error, output_bound;      /* of the worst output, by error over bound */
     double gradient_error, gradient_bound;  /* of the worst gradient */
     char worst_output[64], worst_gradient[64];
     char first_bad[64];                     /* first tensor with an infinity or NaN; "" if none */
-    double seconds;                         /* of the step */
     char advice[160];
 } amp_verify_row;
 typedef struct amp_verify_report {
@@ -2315,10 +2315,10 @@ typedef struct amp_tune_desc {
 } amp_tune_desc;
 enum { AMP_TUNE_ROWS = 64 };
 typedef struct amp_tune_row {
+    double seconds;                         /* of a step, median */
     amp_dtype dtype;
     amp_verdict verdict;                    /* PASS, too, where verify is NULL; FAILED: reason says why */
     int64_t batch, peak;                    /* bytes */
-    double seconds;                         /* of a step, median */
     double rate;                            /* samples per second */
     double speedup;                         /* over F32 at the same batch; 0 without one */
     char reason[120];
@@ -2367,11 +2367,11 @@ typedef enum amp_mitigation {
 } amp_mitigation;
 
 typedef struct amp_recovery_event {
+    int64_t step;                   /* of the snapshot: applied steps */
     amp_recovery_action action;     /* what is about to be done; a policy may change action and mitigation */
     amp_mitigation mitigation;
     amp_anomaly anomaly;
     amp_dtype dtype;                /* in force afterwards */
-    int64_t step;                   /* of the snapshot: applied steps */
     int32_t retries, left;
     char layer[64];                 /* the pattern that LAYERS gives amp_layer_override: the layer of the first bad tensor */
     char text[200];                 /* what happened and what was done */
@@ -2781,9 +2781,9 @@ typedef struct amp_k_softmax {
 
 /* y = act(x + bias); dx = dy act'(x + bias), tanh's from y if given.  y may be x, dx may be dy. */
 typedef struct amp_k_activation {
+    int64_t n;
     amp_activation_kind act;
     amp_dtype x_dtype, y_dtype;     /* dx in x_dtype, dy in y_dtype */
-    int64_t n;
     const void *x; void *y;
     const void *dy; void *dx;
     const void *bias; amp_dtype bias_dtype;     /* [cols], added to every row; NULL: none */
@@ -3003,8 +3003,8 @@ typedef enum amp_rule_kind {
 
 /* One thread on the device runs one rule.  Pointers that a kind does not use are NULL. */
 typedef struct amp_k_rule {
-    amp_rule_kind kind;
     float value;
+    amp_rule_kind kind;
     amp_k_scaler *scaler;           /* device; NULL: no scaler, scale 1 */
     amp_k_grad_stats *found;        /* device */
     amp_k_step_result *results;     /* device; the ring */
@@ -4798,7 +4798,7 @@ AMPI_PRIVATE void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 
 AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                const amp_convert_desc *desc, int64_t *new_inf) {
-    const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
+    const amp_convert_desc none = {0, AMP_ROUND_DEFAULT, 0, 0};
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
     if (n > 0 && (dst == NULL || src == NULL))
@@ -11199,7 +11199,7 @@ static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
 
 /* How many finite numbers of t become infinite in `compute`.  copy: all of t side by side, those cut; NULL: none is made. */
 static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
-    const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
+    const amp_convert_desc plain = {0, AMP_ROUND_DEFAULT, 0, 0};
     float scratch[AMPI_CONVERT_CHUNK];
     int64_t n = t->shape[t->ndim - 1], size = (int64_t)amp_dtype_size(t->dtype), total = 0, found, i, j, m;
     char *to = (char *)copy;
@@ -23306,6 +23306,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Long fp32 sums no longer lose accuracy with their number of terms.
        Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed subnormals.
        amp_convert from and to fp64 by vector instructions, rounded once.
+       No struct begins with an enum, so = {0} is clean under gcc's -Wc++-compat; initialise by name.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

@@ -39,6 +39,14 @@ for old in "${CC:-gcc} -ansi" "clang -ansi" "g++ -x c++ -std=c++98" "clang++ -x 
         if [ "$said" -eq 1 ]; then pass; else fail "$old with AMP_IMPLEMENTATION" "$said errors, must be one"; fi
     else skip "$old" "not installed"; fi
 done
+# Every public struct is one that a host may set to {0}.
+{
+    echo '#include "amp.h"'
+    awk '/^#define AMPI_STRUCTS\(X\)/ {p = 1} p {print} p && !/\\$/ {exit}' amp.h | grep -oE 'X\([a-z0-9_]+\)' |
+        sed 's/X(\(.*\))/extern amp_\1 zero_\1; amp_\1 zero_\1 = {0};/'
+} > "$work/zero.c"
+if [ "$(wc -l < "$work/zero.c")" -ge 90 ]; then check "= {0} under -Wc++-compat" "${CC:-gcc}" -std=c99 -Wc++-compat -Werror -I. -fsyntax-only "$work/zero.c"
+else fail "= {0} under -Wc++-compat" "no list of structs"; fi
 if [ "$(uname -m)" = x86_64 ]; then         # a host's own flags may give every function registers that only AVX-512 has
     for compiler in "${CC:-gcc}" clang; do
         have "$compiler" && at_once "$compiler -march=x86-64-v4" "$compiler" -std=c99 -O3 -march=x86-64-v4 $strict -c "$work/impl.c" -o "$work/v4_$compiler.o"

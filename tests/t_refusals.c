@@ -1073,7 +1073,7 @@ TEST(nothing_for_a_context) {
     amp_desc desc;
     amp_machine machine;
     amp_choice choice;
-    amp_mask mask = {AMP_MASK_NONE, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0};
+    amp_mask mask = {0, AMP_MASK_NONE, 0, 0, NULL, NULL, NULL, NULL, 0, 0};
     amp_mask_view view;
     amp_cache_info cache;
     amp_plan plan;

@@ -238,7 +238,7 @@ static void activation(const cuda_shape &shape, const dtypes &t) {
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++) {
         amp_activation_kind act = (amp_activation_kind)kind;
         compare_at(shape, [&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, 0, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL, NULL, AMP_F32, 0};
+            amp_k_activation k = {0, act, t.a, t.b, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b), NULL, NULL, NULL, AMP_F32, 0};
             k.n = count_of(s, shape);
             ok(s.backend->activation(s.dev, &k, NULL));
             get_at(s, out, k.y, shape, t.b);
@@ -258,7 +258,7 @@ static void activation_back(const cuda_shape &shape, const dtypes &t) {
         int from_y = kind > AMP_ACT_RELU;
         amp_activation_kind act = from_y ? AMP_ACT_TANH : (amp_activation_kind)kind;
         compare_at(shape, [&](cuda_side &s, std::string *out) {
-            amp_k_activation k = {act, t.a, t.b, 0, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL, NULL, AMP_F32, 0};
+            amp_k_activation k = {0, act, t.a, t.b, put_at(s, x, shape, t.a), NULL, put_at(s, dy, shape, t.b), NULL, NULL, AMP_F32, 0};
             k.n = count_of(s, shape);
             k.dx = t.a == t.b ? const_cast<void *>(k.dy) : room_at(s, n, shape, t.a);       /* dx may be dy */
             if (from_y) k.y = put_at(s, y, shape, t.b);
@@ -283,7 +283,7 @@ static void activation_biased(const cuda_shape &shape, const dtypes &t) {
         amp_activation_kind act = (amp_activation_kind)kind;
         cuda_compare c = compare_at(shape, [&](cuda_side &s, std::string *out) {
             const void *added_here = s.put(bias.data(), bias.size(), (size_t)shape.offset * amp_dtype_size(t.c));
-            amp_k_activation k = {act, t.a, t.b, count_of(s, shape), put_at(s, x, shape, t.a), room_at(s, n, shape, t.b),
+            amp_k_activation k = {count_of(s, shape), act, t.a, t.b, put_at(s, x, shape, t.a), room_at(s, n, shape, t.b),
                                   put_at(s, dy, shape, t.b), room_at(s, n, shape, t.a), added_here, t.c, shape.cols};
             ok(s.backend->activation(s.dev, &k, NULL));
             get_at(s, out, k.y, shape, t.b);
@@ -312,7 +312,7 @@ CUDA_TEST(activation_of_infinities) {
     for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++)
         for (int backward = 0; backward < 2; backward++)
             cuda_on_both([&](cuda_side &s, std::string *out) {
-                amp_k_activation k = {(amp_activation_kind)kind, AMP_F32, AMP_F32, (int64_t)x.size(), s.put(x), NULL, NULL, NULL, NULL, AMP_F32, 0};
+                amp_k_activation k = {(int64_t)x.size(), (amp_activation_kind)kind, AMP_F32, AMP_F32, s.put(x), NULL, NULL, NULL, NULL, AMP_F32, 0};
                 k.y = k.dx = s.room(4 * x.size());
                 k.dy = s.put(std::vector<float>(x.size(), 1.0f));
                 if (backward) k.y = NULL;
