@@ -6894,7 +6894,7 @@ static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     if (vec->pairs != NULL) done = ampi_direct_pairs(cpu, vec, g);
     else if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
     else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
-    else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= AMPI_GEMM_LOCAL && d.m <= 64) ampi_direct_copied(&d);
+    else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= (double)AMPI_GEMM_LOCAL && d.m <= 64) ampi_direct_copied(&d);
     else done = 0;
     ampi_fp_end(host);
     return done;
