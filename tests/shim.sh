@@ -236,7 +236,7 @@ import numpy, sys
 random = numpy.random.RandomState(1)
 a, b = (random.rand(200, 200).astype(numpy.float32) for i in range(2))
 exact = a.astype(float) @ b.astype(float)
-print("numpy", abs(a @ b - exact).max() / exact.max())
+print("numpy", abs(a @ b - exact).max() / exact.max(), flush=True)
 same = a.astype(float) @ b.astype(float), numpy.linalg.solve(a, b), *numpy.linalg.qr(a), numpy.linalg.svd(a)[1]
 sys.stdout.buffer.write(b"".join(x.tobytes() for x in same))
 PYTHON
