@@ -204,9 +204,9 @@
        cross_entropy  .logits (rows, n) [.dlogits] .labels (int32_t[rows], -100: none) [.label_smoothing .grad_scale]
                       .loss (float[1])                      both losses: no backward call
        mse            .x .target [.dx] [.grad_scale] .loss
-       Besides amp_add, amp_cast, and amp_gemm for cblas_sgemm, amp_gemm_f64 for dgemm.  In place, the same view, may be: dlogits on logits; dx
-       of mse on x; y on x in dropout, softmax, TANH and RELU; dx on dy in dropout, softmax and activation; sum on x or
-       residual, dx on dsum; amp_add and amp_cast.
+       Besides: amp_add, amp_cast; amp_gemm for cblas_sgemm, amp_gemm_f64 for dgemm.  In place, the same view, may be:
+       dlogits on logits; dx of mse on x; y on x in dropout, softmax, TANH and RELU; dx on dy in dropout, softmax and
+       activation; sum on x or residual, dx on dsum; amp_add and amp_cast.
 
    CONTENTS AT A GLANCE     tags to search for.  The API has them in three parts: what a training program calls, the rest,
                             and what kernels and backends are made of; each part, and the implementation, in this order.
@@ -1662,9 +1662,9 @@ typedef enum amp_rounding {
 
 /* What bulk conversion may be told.  NULL or all zero: nearest even, no saturation. */
 typedef struct amp_convert_desc {
+    amp_rounding rounding;
     int32_t saturate;               /* 1: beyond the largest finite value, infinity included, becomes that value; NaN
                                        stays NaN; to fp64 nothing saturates */
-    amp_rounding rounding;
     uint64_t seed, offset;          /* of AMP_ROUND_STOCHASTIC: element i uses amp_random_u32(seed, offset + i) */
 } amp_convert_desc;
 
@@ -1953,7 +1953,7 @@ typedef struct amp_status {
     int32_t growth_tracker, growth_interval, at_floor;
     int64_t updates, skips, consecutive_skips;
     amp_cache_info cast_cache, mask_cache;
-    int64_t new_inf;                /* CPU: finite numbers in operands of products that fp16 made infinite, or were cut */
+    int64_t new_inf;                /* CPU: finite numbers in operands of products that fp16 made infinite, or saturate_inputs cut */
     char new_inf_in[80];            /* the last such operand: "amp_linear: x of h.0.fc.weight" */
     amp_memory_info memory;
     double memory_share;            /* of the device's memory in use; -1 unknown */
@@ -4531,6 +4531,9 @@ typedef struct ampi_numbers_vec {
     void (*f32_from_bf16)(void *dst, const void *src, int64_t n);
     void (*bf16_from_f32)(void *dst, const void *src, int64_t n);
     void (*f64_from_f32)(void *dst, const void *src, int64_t n);
+    /* dtype: AMP_E4M3 or AMP_E5M2 */
+    void (*f32_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
+    void (*fp8_from_f32)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     void (*f32_from_f64)(void *dst, const void *src, int64_t n);
     /* Rounded to odd (Boldo and Melquiond 2008): toward zero, with the last bit set where that is not exact.  What is rounded
        to nearest in a narrower format then has the bits of one rounding. */
@@ -4614,6 +4617,9 @@ AMPI_PRIVATE int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->
 AMPI_PRIVATE double ampi_roundoff(amp_dtype dtype) { return ampi_f64_of_bits((uint64_t)(1022 - ampi_traits(dtype)->mantissa) << 52); }
 AMPI_PRIVATE double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
 
+/* Whether x is 0: by its bits, for a host that flushes subnormal numbers compares them equal to 0. */
+AMPI_PRIVATE inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
+
 /* A number of a desc or op: finite, which its bits tell, and what fits. */
 AMPI_PRIVATE amp_result ampi_check_real(const char *function, const char *field, double value, int fits, const char *allowed) {
     if (fits && amp_is_finite_f64(&value)) return AMP_OK;
@@ -4627,27 +4633,21 @@ enum { AMPI_CONVERT_CHUNK = 512 };      /* elements of a fp32 buffer on the stac
 
 AMPI_PRIVATE void ampi_to_fp32(void *dst, const void *src, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
-    const uint8_t *bytes = (const uint8_t *)src;
-    int64_t i;
     switch (dtype) {
         case AMP_F16:  vec->f32_from_f16(dst, src, n); break;
         case AMP_BF16: vec->f32_from_bf16(dst, src, n); break;
-        case AMP_E4M3: for (i = 0; i < n; i++) ampi_put32(dst, i, ampi_bits_of_e4m3(bytes[i])); break;
-        case AMP_E5M2: for (i = 0; i < n; i++) ampi_put32(dst, i, ampi_bits_of_f16((uint16_t)(bytes[i] << 8))); break;
+        case AMP_E4M3: case AMP_E5M2: vec->f32_from_fp8(dst, src, n, dtype); break;
         default:       memmove(dst, src, (size_t)n * 4); break;
     }
 }
 
 AMPI_PRIVATE void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
-    uint8_t *bytes = (uint8_t *)dst;
-    int64_t i;
     switch (dtype) {
         case AMP_F16:  vec->f16_from_f32(dst, src, n); break;
         case AMP_BF16: vec->bf16_from_f32(dst, src, n); break;
         case AMP_TF32: vec->round(dst, src, n, AMP_TF32); break;
-        case AMP_E4M3: for (i = 0; i < n; i++) bytes[i] = ampi_to_e4m3(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
-        case AMP_E5M2: for (i = 0; i < n; i++) bytes[i] = ampi_to_e5m2(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0); break;
+        case AMP_E4M3: case AMP_E5M2: vec->fp8_from_f32(dst, src, n, dtype); break;
         case AMP_F64:  vec->f64_from_f32(dst, src, n); break;
         default:       memmove(dst, src, (size_t)n * 4); break;
     }
@@ -4798,7 +4798,7 @@ AMPI_PRIVATE void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 
 AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                const amp_convert_desc *desc, int64_t *new_inf) {
-    const amp_convert_desc none = {0, AMP_ROUND_DEFAULT, 0, 0};
+    const amp_convert_desc none = {AMP_ROUND_DEFAULT, 0, 0, 0};
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
     if (n > 0 && (dst == NULL || src == NULL))
@@ -6448,7 +6448,7 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
    caches need not fetch it first, nor keep it. */
 static int ampi_gemm_past_cache(const ampi_gemm_call *call) {
     const amp_k_gemm *g = call->g;
-    int once = call->blocks.count == 1 && g->beta == 0.0f && g->c_dtype == AMP_F32;
+    int once = call->blocks.count == 1 && ampi_is_0(g->beta) && g->c_dtype == AMP_F32;
     int lines = (uintptr_t)g->c % 64 == 0 && g->ldc % 16 == 0 && (g->batch == 1 || g->stride_c % 16 == 0);
     return once && lines && call->k < AMPI_MIN(g->m, g->n) && g->m * g->n >= 1 << 20;
 }
@@ -6489,7 +6489,7 @@ static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec
     call.activation = AMPI_PICK(ampi_pointwise_kernels, cpu->path)->activation;
     call.path = cpu->path;
     call.packed_b = g->batch > 1 && g->stride_b != 0 ? NULL : (const float *)g->packed_b;
-    call.k = g->alpha == 0.0f ? 0 : g->k;
+    call.k = ampi_is_0(g->alpha) ? 0 : g->k;
     call.blocks = ampi_gemm_cut_k(vec, call.k);
     call.panels = (g->n + vec->cols - 1) / vec->cols;
     ampi_gemm_cut_c(&call, threads);
@@ -6673,7 +6673,7 @@ static ampi_gemv_call ampi_gemv_call_of(const ampi_cpu *cpu, const amp_k_gemm *g
     if (call.vec->pairs == NULL) call.vec = AMPI_PICK(ampi_gemm_kernels, cpu->path);
     call.rows = AMPI_PICK(ampi_pointwise_kernels, cpu->path);
     call.path = cpu->path;
-    call.k = g->alpha == 0.0f ? 0 : g->k;
+    call.k = ampi_is_0(g->alpha) ? 0 : g->k;
     call.blocks = ampi_gemm_cut_k(call.vec, call.k);
     if (call.vec->pairs != NULL && g->m == 1 && (g->batch == 1 || g->stride_b == 0)) call.packed_b = (const float *)g->packed_b;
     call.n = g->m == 1 ? g->n : g->m;
@@ -6717,13 +6717,13 @@ static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     d.b = (const float *)g->b; d.b_step = g->trans_b ? 1 : g->ldb; d.b_col = g->trans_b ? g->ldb : 1;
     d.c = (float *)g->c; d.c_row = g->ldc; d.c_col = 1;
     d.panel = vec->cols;
-    d.add = g->beta != 0.0f;
+    d.add = !ampi_is_0(g->beta);
     if (d.n == 1 && d.c_row == 1) ampi_direct_turn(&d);
     return d;
 }
 
 static int ampi_direct_is_plain(const amp_k_gemm *g) {
-    return g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (g->beta == 0.0f || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
+    return g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (ampi_is_0(g->beta) || g->beta == 1.0f) && g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
 /* ---- By tiles, where rows of b lie as they want them, and stay in the first-level cache if they are passed often */
@@ -6862,7 +6862,6 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
     int64_t at_c = at_b + (g->packed_b != NULL ? 0 : (g->n + width - 1) / width * panel), at_scratch = at_c + (narrow ? g->m * g->n : 0);
     ampi_direct d = ampi_direct_of(vec, g);
     if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(vec, g);
-    if (!narrow && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && ampi_direct_by_dots(&d)) { ampi_direct_dots_run(cpu, &d); return 1; }
     if (words > vec->block || (narrow && d.add) || at_scratch + (b.along_k ? width * ampi_gemm_pitch(words) : 0) > ROOM) return 0;
     if (a.along_k) vec->rows_of(local, words, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
     else vec->weave(local, panel, a.data, a.dtype, AMP_BF16, a.ld, g->k, g->m);
@@ -6882,6 +6881,12 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
     return 1;
 }
 
+/* bf16 has forms of its own for one row or column; fp32 prefers tiles. */
+static int ampi_direct_takes_dots(const ampi_gemm_vec *vec, const amp_k_gemm *g, const ampi_direct *d) {
+    int words = g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32;
+    return words && ampi_direct_by_dots(d) && (vec->pairs != NULL ? g->m > 1 && g->n > 1 : !ampi_direct_by_tiles(d));
+}
+
 /* Whether the product was one of those. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
@@ -6889,11 +6894,11 @@ static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     ampi_direct d;
     ampi_fp host;
     if (!ampi_direct_is_plain(g) || (!words && vec->pairs == NULL)) return 0;
-    host = ampi_fp_begin();
     d = ampi_direct_of(vec, g);
+    if (ampi_direct_takes_dots(vec, g, &d)) { ampi_direct_dots_run(cpu, &d); return 1; }
+    host = ampi_fp_begin();
     if (vec->pairs != NULL) done = ampi_direct_pairs(cpu, vec, g);
     else if (ampi_direct_by_tiles(&d)) ampi_direct_tiles(&d);
-    else if (ampi_direct_by_dots(&d)) ampi_direct_dots_run(cpu, &d);
     else if (d.b_step == 1 && d.m > 1 && d.vec->edges && (double)d.n * (double)d.k <= (double)AMPI_GEMM_LOCAL && d.m <= 64) ampi_direct_copied(&d);
     else done = 0;
     ampi_fp_end(host);
@@ -11199,7 +11204,7 @@ static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
 
 /* How many finite numbers of t become infinite in `compute`.  copy: all of t side by side, those cut; NULL: none is made. */
 static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
-    const amp_convert_desc plain = {0, AMP_ROUND_DEFAULT, 0, 0};
+    const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
     float scratch[AMPI_CONVERT_CHUNK];
     int64_t n = t->shape[t->ndim - 1], size = (int64_t)amp_dtype_size(t->dtype), total = 0, found, i, j, m;
     char *to = (char *)copy;
@@ -11235,7 +11240,7 @@ static void ampi_input_note(amp_context *amp, const char *f, const ampi_input *i
     if (ampi_log_count(amp, id) > 1) return;
     ampi_log(amp, loud ? AMP_LOG_WARNING : AMP_LOG_INFO, id, "%s: finite numbers beyond the range of %s: %lld, %s", where, amp_dtype_name(compute),
              (long long)count,
-             in->copy == NULL ? "which became infinite.  A smaller loss scale mends that for gradients alone: scale the data, compute in bf16 or that layer "
+             in->copy == NULL ? "which became infinite.  A smaller loss scale helps gradients only: scale the data, compute in bf16 or that layer "
                                 "in fp32 (amp_layer_override), or set saturate_inputs (AMP_SATURATE_INPUTS=true).  amp_status_get counts them" :
              in->input == 1 ? "cut by saturate_inputs" : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
 }
@@ -11262,7 +11267,7 @@ static void ampi_product_done(amp_context *amp, const ampi_input *in) { amp_free
 /* Cuts the operands of a product, before anything is written.  ampi_product_done, also after a failure. */
 static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input *in, int32_t saturate) {
     int i;
-    for (i = 0; i < 2 && saturate && g->c != NULL && g->k > 0 && g->alpha != 0; i++) {
+    for (i = 0; i < 2 && saturate && g->c != NULL && g->k > 0 && !ampi_is_0(g->alpha); i++) {
         amp_tensor t = ampi_product_operand(g, i);
         AMPI_TRY(ampi_input_cut(amp, f, &in[i], g->compute, &t));
         if (in[i].copy == NULL) continue;
@@ -11276,7 +11281,7 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
     amp_tensor t;
     int i;
     AMPI_TRY(ampi_as(f, amp->backend->gemm(amp->dev, g, amp->desc.stream)));
-    if (g->compute != AMP_F16 || !amp->backend->host_visible || g->k == 0 || g->alpha == 0) return AMP_OK;
+    if (g->compute != AMP_F16 || !amp->backend->host_visible || g->k == 0 || ampi_is_0(g->alpha)) return AMP_OK;
     t = amp_tensor3(g->c, g->c_dtype, g->batch, g->m, g->n);
     t.stride[0] = g->stride_c; t.stride[1] = g->ldc; t.stride[2] = 1;
     if (g->act == AMP_ACT_NONE && ampi_view_is_finite(&t)) return AMP_OK;         /* relu(-inf) tells nothing */
@@ -11602,7 +11607,7 @@ AMP_API amp_result amp_matmul(amp_context *amp, amp_matmul_op *op) {
     ampi_reads(&at, ".a", &op->a); ampi_reads(&at, ".b", &op->b); ampi_writes(&at, ".y", &op->y);
     AMPI_TRY(ampi_check_places(f, &at));
     AMPI_TRY(ampi_plan_forward(amp, f, AMP_OP_MATMUL, op->layer, a.dtype, b.dtype, 0, &op->plan, &plan));
-    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, op->alpha == 0 ? 1 : op->alpha, plan.compute, &g));
+    AMPI_TRY(ampi_batched_gemm(f, &a, op->trans_a, &b, op->trans_b, &y, ampi_is_0(op->alpha) ? 1 : op->alpha, plan.compute, &g));
     AMPI_TRY(ampi_product_call(amp, f, &g, op->layer, "a", "b", 1, plan.saturate));
     op->plan = plan;
     return AMP_OK;
@@ -11621,7 +11626,7 @@ AMP_API amp_result amp_matmul_backward(amp_context *amp, amp_matmul_op *op) {
     AMPI_TRY(ampi_op_begin(f, amp, op, offsetof(amp_matmul_op, plan)));
     AMPI_TRY(ampi_check_plan(f, &op->plan));
     AMPI_TRY(ampi_check_real(f, ".alpha", (double)op->alpha, 1, "finite"));
-    alpha = op->alpha == 0 ? 1 : op->alpha;
+    alpha = ampi_is_0(op->alpha) ? 1 : op->alpha;
     AMPI_TRY(ampi_operand_of(f, "a", &op->a, &a));
     AMPI_TRY(ampi_operand_of(f, "b", &op->b, &b));
     AMPI_TRY(ampi_operand_of(f, "dy", &op->dy, &dy));
@@ -11748,16 +11753,17 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     const char *f = "amp_gemm_f64";
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
     int64_t wide_a = AMPI_MAX(row != ta ? k : m, 1), wide_b = AMPI_MAX(row != tb ? n : k, 1), wide_c = row ? n : m, i, j;
-    float *a32, *b32, *c32, alpha32;
+    float *a32, *b32, *c32;
     void *scratch;
     amp_result result;
     ampi_fp host;
     if (amp == NULL) return ampi_fail(AMP_ERR_NULL, f, "amp is NULL");
     if (!amp->backend->host_visible) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU alone; on a device use amp_gemm");
     AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
+    AMPI_TRY(ampi_check_real(f, "alpha", alpha, 1, "finite"));
     AMPI_TRY(ampi_check_real(f, "beta", beta, 1, "finite"));
     if (m == 0 || n == 0) return AMP_OK;
-    if (alpha == 0) k = 0;
+    if (ampi_bits_f64(alpha) << 1 == 0) k = 0;
     if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, f, "a, b or c is NULL");
     if (k > 0) AMPI_TRY(ampi_as(f, ampi_gemm_places(AMP_F64, row, ta, tb, m, n, k, a, lda, b, ldb, c, ldc)));
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &scratch, (m * k + k * n + m * n) * (int64_t)sizeof *a32)));
@@ -11765,12 +11771,11 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     host = ampi_fp_begin();
     ampi_gemm_narrow(a32, a, lda, m * k / wide_a, wide_a);
     ampi_gemm_narrow(b32, b, ldb, k * n / wide_b, wide_b);
-    alpha32 = (float)alpha;
     ampi_fp_end(host);
-    result = ampi_as(f, amp_gemm(amp, order, trans_a, trans_b, m, n, k, alpha32, a32, wide_a, b32, wide_b, 0, c32, wide_c));
+    result = ampi_as(f, amp_gemm(amp, order, trans_a, trans_b, m, n, k, 1, a32, wide_a, b32, wide_b, 0, c32, wide_c));
     host = ampi_fp_begin();
     for (i = 0; result == AMP_OK && i < m * n / wide_c; i++, c += ldc, c32 += wide_c)
-        for (j = 0; j < wide_c; j++) c[j] = (double)c32[j] + (beta != 0 ? beta * c[j] : 0);
+        for (j = 0; j < wide_c; j++) c[j] = alpha * (double)c32[j] + (beta != 0 ? beta * c[j] : 0);
     ampi_fp_end(host);
     amp_free(amp, scratch);
     return result;
@@ -11814,7 +11819,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
     k->dtype = op->q.dtype;
     host = ampi_fp_begin();
-    k->scale = op->scale == 0 ? (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))) : op->scale;
+    k->scale = ampi_is_0(op->scale) ? (float)(1.0 / sqrt((double)AMPI_MAX(k->dim, 1))) : op->scale;
     ampi_fp_end(host);
     k->mask = op->mask;
     k->lse = op->lse;
@@ -12010,7 +12015,7 @@ static amp_result ampi_softmax_args(const char *f, const amp_softmax_op *op, amp
     k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
     k->x = op->x.data; k->x_dtype = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
-    k->scale = op->scale == 0 ? 1 : op->scale;
+    k->scale = ampi_is_0(op->scale) ? 1 : op->scale;
     k->mask = op->mask;
     return AMP_OK;
 }
@@ -13149,8 +13154,8 @@ AMPI_PRIVATE void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler
     n = ampi_new_inf(scaler->amp, where);
     if (n > 0)
         ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
-                 "the last %lld steps were all skipped, and the loss scale is at its floor, %g.  fp16 has made infinite %lld finite numbers in operands of "
-                 "products, the last in %s: scale the data, compute in bf16, or cut them by saturate_inputs (AMP_SATURATE_INPUTS=true)",
+                 "the last %lld steps were all skipped, and the loss scale is at its floor, %g.  %lld finite numbers in operands of products were beyond "
+                 "fp16's range, the last in %s: scale the data, compute in bf16 or, if that is not on yet, cut them by saturate_inputs (AMP_SATURATE_INPUTS=true)",
                  (long long)state->consecutive_skips, (double)state->scale, (long long)n, where);
     else ampi_log(scaler->amp, AMP_LOG_WARNING, 1103,
              "the last %lld steps were all skipped, and the loss scale is at its floor, %g: no smaller scale makes these gradients finite.  "
@@ -21375,6 +21380,67 @@ AMPI_PRIVATE void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t 
     for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
 }
 
+/* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; what is below the normal numbers
+   is rounded, or made exact, by fp32's own addition, which needs no fp32 subnormals. */
+AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b, uint32_t largest) {
+    ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
+    ampi_vu normal = ((magnitude + ((magnitude >> (23 - m)) & 1u) + ((1u << (22 - m)) - 1)) >> (23 - m)) - ((uint32_t)(127 - b) << m);
+    ampi_vu below = (ampi_vu)((ampi_vf)magnitude + (ampi_vf)unit) - unit;
+    ampi_vu nan = (largest + 1) | 1u << (m - 1) | (magnitude - 0x7f800000u) >> (23 - m);
+    ampi_vu is_below = (ampi_vu)((ampi_vi)magnitude < (int32_t)((uint32_t)(128 - b) << 23));
+    ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7f800000), is_beyond = (ampi_vu)((ampi_vi)normal > (int32_t)largest) & ~is_below & ~is_nan;
+    return (x >> 24 & 0x80u) | (below & is_below) | ((largest + 1) & is_beyond) | (nan & is_nan) | (normal & ~(is_below | is_beyond | is_nan));
+}
+AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint32_t largest) {
+    ampi_vu magnitude = x & 0x7fu, zero = {0}, least = zero + ((uint32_t)(128 - b) << 23), scaled = magnitude << (23 - m);
+    ampi_vu below = (ampi_vu)((ampi_vf)(scaled + least) - (ampi_vf)least), normal = scaled + ((uint32_t)(127 - b) << 23);
+    ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7c), special = scaled | 0x7f800000u | (is_nan & 0x400000u);
+    ampi_vu is_below = (ampi_vu)((ampi_vi)magnitude < (int32_t)(1u << m)), is_special = (ampi_vu)((ampi_vi)magnitude > (int32_t)largest);
+    if (largest == 0x7e) special = zero + 0x7fc00000u;      /* E4M3 has no payload */
+    return (x & 0x80u) << 24 | (below & is_below) | (special & is_special) | (normal & ~(is_below | is_special));
+}
+AMPI_PRIVATE inline __attribute__((always_inline)) ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
+#if AMPI_PASS == 3
+    return (ampi_vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+#elif AMPI_PASS == 2
+    return (ampi_vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#else
+    typedef uint8_t bytes __attribute__((vector_size(AMPI_W)));
+    bytes v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, ampi_vu);
+#endif
+}
+AMPI_PRIVATE inline __attribute__((always_inline)) void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
+#if AMPI_PASS == 3
+    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif AMPI_PASS == 2
+    __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(halves, halves));
+#else
+    typedef uint8_t bytes __attribute__((vector_size(AMPI_W)));
+    bytes narrow = __builtin_convertvector(v, bytes);
+    memcpy(p, &narrow, sizeof narrow);
+#endif
+}
+AMPI_PRIVATE void AMPI_V(ampi_f32_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    const uint8_t *from = (const uint8_t *)src;
+    int64_t i = 0;
+    if (dtype == AMP_E4M3) for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 3, 7, 0x7e));
+    else for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_fp8_widen)(AMPI_V(ampi_load8)(from + i), 2, 15, 0x7b));
+    for (; i < n; i++) ampi_put32(dst, i, dtype == AMP_E4M3 ? ampi_bits_of_e4m3(from[i]) : ampi_bits_of_f16((uint16_t)(from[i] << 8)));
+}
+AMPI_PRIVATE void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp_dtype dtype) {
+    uint8_t *to = (uint8_t *)dst;
+    int64_t i = 0;
+    if (dtype == AMP_E4M3) for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store8)(to + i, AMPI_V(ampi_fp8_narrow)(AMPI_V(ampi_load32)(src, i), 3, 7, 0x7e));
+    else for (; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store8)(to + i, AMPI_V(ampi_fp8_narrow)(AMPI_V(ampi_load32)(src, i), 2, 15, 0x7b));
+    for (; i < n; i++) {
+        uint32_t x = ampi_get32(src, i);
+        to[i] = dtype == AMP_E4M3 ? ampi_to_e4m3(x, 0, 0, AMPI_EVEN, 0) : ampi_to_e5m2(x, 0, 0, AMPI_EVEN, 0);
+    }
+}
+
 AMPI_PRIVATE void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t limit) {
     int64_t i;
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
@@ -21494,6 +21560,7 @@ AMPI_PRIVATE void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, u
 __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
     .f32_from_f16 = AMPI_V(ampi_f32_from_f16), .f16_from_f32 = AMPI_V(ampi_f16_from_f32),
     .f32_from_bf16 = AMPI_V(ampi_f32_from_bf16), .bf16_from_f32 = AMPI_V(ampi_bf16_from_f32), .f64_from_f32 = AMPI_V(ampi_f64_from_f32),
+    .f32_from_fp8 = AMPI_V(ampi_f32_from_fp8), .fp8_from_f32 = AMPI_V(ampi_fp8_from_f32),
     .f32_from_f64 = AMPI_V(ampi_f32_from_f64), .f32_odd_from_f64 = AMPI_V(ampi_f32_odd_from_f64),
     .round = AMPI_V(ampi_round_row), .clamp = AMPI_V(ampi_clamp), .bf16_stochastic = AMPI_V(ampi_bf16_stochastic),
     .bf16_split = AMPI_V(ampi_bf16_split), .f32_join = AMPI_V(ampi_f32_join), .count16 = AMPI_V(ampi_count16),
@@ -23306,7 +23373,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Long fp32 sums no longer lose accuracy with their number of terms.
        Arithmetic runs in C's default floating-point environment, whatever the host's: traps, rounding, flushed subnormals.
        amp_convert from and to fp64 by vector instructions, rounded once.
-       No struct begins with an enum, so = {0} is clean under gcc's -Wc++-compat; initialise by name.
+       No struct but amp_convert_desc begins with an enum: = {0} is clean under gcc's -Wc++-compat; initialise by name.
    0.1.0  first version: CPU and CUDA backends, autocast, operators, scaler, optimizers, loader, state; settings,
           monitoring, verification, tuning and recovery.
 

@@ -3,7 +3,8 @@
 . tests/lib.sh
 cc=${CC:-gcc} flags=${CFLAGS:--O2}
 shim=examples/adopt own=tests/hosts/blas
-unset AMP_DTYPE MAKEFLAGS
+for name in $(env | sed -n 's/^\(AMP_[A-Z0-9_]*\)=.*/\1/p'); do unset "$name"; done
+unset MAKEFLAGS
 
 # build NAME FLAGS...: compiles without a word.
 build() { name=$1; shift; check "compile $name" $cc $flags -O0 -Wall -Wextra -Werror "$@" -o "$work/$name" -lm -lpthread -ldl; }

@@ -84,7 +84,7 @@ TEST(layouts_for_ever) {
 
 /* So the calls that take these work in any program. */
 TEST(what_never_changes_works) {
-    const amp_convert_desc saturate = {1, AMP_ROUND_DEFAULT, 0, 0};
+    const amp_convert_desc saturate = {AMP_ROUND_DEFAULT, 1, 0, 0};
     const float x = 1e30f;
     uint16_t half = 0;
     amp_system system;

@@ -326,10 +326,16 @@ TEST(gemm_of_fp64) {
     a[0] = (double)NAN;                         /* alpha 0 reads neither */
     CHECK_OK(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 0, a, 1, NULL, 1, 0, c, 1));
     CHECK(c[0] == 0);
+    a[0] = 4; b[0] = 8;                         /* alpha is fp64, too: 2^-200 and 2^200 */
+    for (int i = -1; i < 2; i += 2) {
+        CHECK_OK(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, ldexp(1, 200 * i), a, 1, b, 1, 0, c, 1));
+        CHECK(c[0] == ldexp(1, 200 * i + 5));
+    }
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 0, 1, 1, (double)NAN, a, 1, b, 1, 0, c, 1), AMP_ERR_RANGE);
     CHECK_ERR(amp_gemm_f64(NULL, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, a, 1, b, 1, 0, c, 1), AMP_ERR_NULL);
     CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, NULL, 1, b, 1, 0, c, 1), AMP_ERR_NULL);
     CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 2, 1, a, 1, b, 2, 0, c, 2), AMP_ERR_RANGE);
-    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1e300, a, 1, b, 1, 0, c, 1), AMP_ERR_RANGE);
+    CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, (double)INFINITY, a, 1, b, 1, 0, c, 1), AMP_ERR_RANGE);
     CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, a, 1, b, 1, (double)NAN, c, 1), AMP_ERR_RANGE);
     CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 2, 2, 2, 1, a, 2, b, 2, 0, a + 3, 2), AMP_ERR_CONFLICT);
     amp_close(amp);
@@ -338,6 +344,7 @@ TEST(gemm_of_fp64) {
     memset(&desc, 0, sizeof desc);
     desc.backend = &device;
     CHECK_OK(amp_open(&amp, &desc));
+    c[0] = 0;
     CHECK_ERR(amp_gemm_f64(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_NO_TRANS, 1, 1, 1, 1, a, 1, b, 1, 0, c, 1), AMP_ERR_UNSUPPORTED);
     CHECK(c[0] == 0);
     amp_close(amp);

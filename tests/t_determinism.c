@@ -899,6 +899,7 @@ TEST(callbacks_find_the_hosts_environment) {
         if (trapping) { set_traps(FE_ALL_EXCEPT); hosts_own = environment(); }
         else { d.parallel.parallel = NULL; memset(&d.logger, 0, sizeof d.logger); called[1] = -1; }
         CHECK_OK(amp_open(&amp, &d));
+        CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, 16, N, N, 1, a, N, a, N, 0, c[trapping], N));     /* a thin one */
         for (int i = 0; i < 8; i++)
             CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, AMP_TRANS, N, N, N, 1, a, N, a, N, 0, c[trapping], N));
         if (trapping) {

@@ -522,6 +522,31 @@ TEST(pack_counts_new_inf) {
         }
 }
 
+/* A beta or alpha that is subnormal is not 0, though the host flushes such numbers. */
+TEST(subnormal_factors) {
+#if AMPI_X86
+    enum { N = 40 };
+    static float a[N * N], b[N * N], c[N * N];
+    unsigned before = __builtin_ia32_stmxcsr();
+    amp_context *amp;
+    amp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.dtype = AMP_F32;
+    CHECK_OK(amp_open(&amp, &desc));
+    for (int n = 4; n <= N; n += 36)
+        for (int trans = 0; trans < 2; trans++) {
+            for (int i = 0; i < N * N; i++) { a[i] = 1e30f; b[i] = 1e6f; c[i] = 100; }
+            __builtin_ia32_ldmxcsr(before | 0x8040);
+            CHECK_OK(amp_gemm(amp, AMP_ROW_MAJOR, AMP_NO_TRANS, trans ? AMP_TRANS : AMP_NO_TRANS, n, n, n, ampi_f32_of_bits(71362), a, N, b, N, ampi_f32_of_bits(71362), c, N));
+            __builtin_ia32_ldmxcsr(before);
+            CHECK_MSG(c[0] > 0.9e-4f * (float)n && c[0] < 1.1e-4f * (float)n, "%d: %g", n, (double)c[0]);      /* 1e-40 * 1e36 n */
+        }
+    amp_close(amp);
+#else
+    SKIP("no MXCSR on this CPU");
+#endif
+}
+
 TEST(out_of_memory) {
     int w, kind;
     for (w = 0; w < ways(); w++)
@@ -635,6 +660,7 @@ int main(int argc, char **argv) {
     RUN(past_the_caches);
     RUN(special_values);
     RUN(pack_counts_new_inf);
+    RUN(subnormal_factors);
     RUN(out_of_memory);
     RUN(column_sums);
     RUN(fused_products_are_refused);

@@ -474,7 +474,7 @@ TEST(f64_vectors) {
     enum { N = 4099, ROUNDS = 64 };
     static uint64_t wide[N], back[N];
     static uint32_t narrow[N];
-    const amp_convert_desc plain = {0, AMP_ROUND_DEFAULT, 0, 0}, saturated = {1, AMP_ROUND_DEFAULT, 0, 0};
+    const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0}, saturated = {AMP_ROUND_DEFAULT, 1, 0, 0};
     amp_cpu_path path;
     int64_t new_inf;
     for EACH_PATH(path)

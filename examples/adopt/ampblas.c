@@ -2,7 +2,7 @@
  *
  *     make libampblas
  *     AMP_DTYPE=bf16 LD_PRELOAD=build/libampblas.so ./program
- *     gfortran program.f90 -Lbuild -lampblas -Wl,--no-as-needed -lopenblas      linked before the program's own BLAS
+ *     gfortran program.f90 -Lbuild -lampblas -Wl,-rpath,$PWD/build -Wl,--no-as-needed -lopenblas      linked before the program's own BLAS
  *
  * What cblas.h says of settings, errors, threads and fork holds here, too.  With no AMP_... in the environment, each caller's
  * own BLAS computes.  Linked with --as-needed, the default of many, a program that only uses sgemm loses its BLAS, and amp.h

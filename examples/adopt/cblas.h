@@ -18,12 +18,13 @@
  * WITH AMP.H  This header brings it.  amp_cblas_context() and amp_cblas_scaler() are for the program, too: a scaled loss for
  * fp16, islands, anything that takes a context.  cblas.c is also amp.h's implementation: the program has no other.
  *
- * ERRORS  On stderr, ten lines at most.  A refused setting (AMP_DTYPE=fp8_e4m3): products stay as if none were set.  Bad
+ * ERRORS  On stderr, ten lines at most.  A refused setting (AMP_DTYPE=fp8_e4m3): products are computed as if none were set.  Bad
  * arguments: nothing is computed, as in BLAS.  No memory: a plain loop computes.  Any thread may call, and fork.
  *
- * TRAPS  None of these is seen from here.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no product.
+ * TRAPS  The shim cannot detect any of these.  AMP_DEBUG=1 with AMP_DTYPE says what products compute in: no word, no product.
  * - The program finds another cblas.h first: put this -I before all others.
  * - It declares cblas_sgemm or sgemm_ by hand, or includes mkl.h or Accelerate.h: see ampblas.c, which serves the names.
+ * - It calls cblas_sgemm by a pointer: that stays its BLAS's.
  * - It calls CBLAS only under a switch of its own (#ifdef CBLAS, USE_BLAS=1), and has loops otherwise: set the switch.
  * - `undefined reference to cblas_sgemm`: there is a cblas.h, but no BLAS is linked: -DAMP_CBLAS_ALONE, or link it.
  * - `undefined reference to amp_cblas_context`: cblas.o is missing.
@@ -80,7 +81,8 @@ typedef enum CBLAS_TRANSPOSE { CblasNoTrans = 111, CblasTrans = 112, CblasConjTr
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* What products run in: NULL where no AMP_... is set, or one is refused.  Both are the shim's, which never closes them. */
+/* What products run in: NULL where no AMP_... is set, or one is refused; the scaler also with an
+   empty AMP_DTYPE alone.  Both are the shim's, which never closes them. */
 AMP_CBLAS_API amp_context *amp_cblas_context(void);
 AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void);
 
@@ -104,7 +106,7 @@ AMPI_INLINE void amp_cblas_sgemm(int order, int trans_a, int trans_b, int64_t m,
     amp_cblas_product(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 #undef cblas_sgemm                      /* a BLAS with 64-bit integers may have made it a macro */
-#define cblas_sgemm amp_cblas_sgemm
+#define cblas_sgemm(...) amp_cblas_sgemm(__VA_ARGS__)
 
 #if defined(AMP_CBLAS_IMPLEMENTATION)
 static amp_context *amp_cblas_asked;    /* amp_cblas_context */

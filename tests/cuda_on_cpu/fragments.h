@@ -102,8 +102,8 @@ static inline double fragment_error(bool bf16) {
         before = words;
         if (!fragment_run(fragment_product_kernel, &words, bf16)) return HUGE_VAL;
         auto value = [&](size_t from, unsigned registers, fragment_place p) -> double {
-            uint16_t half = (uint16_t)(before[from + registers * p.lane + p.at] >> 16 * p.half);
-            return bf16 ? amp_f32_from_bf16(half) : amp_f32_from_f16(half);
+            uint16_t bits = (uint16_t)(before[from + registers * p.lane + p.at] >> 16 * p.half);
+            return bf16 ? amp_f32_from_bf16(bits) : amp_f32_from_f16(bits);
         };
         for (unsigned i = 0; i < 128; i++) {
             size_t at = 192 + 4 * fragment_c(i / 8, i % 8).lane + fragment_c(i / 8, i % 8).at;

@@ -417,7 +417,7 @@ TEST(casts_stochastic) {
             side cuda(amp_cuda()), cpu(amp_cpu());
             if (floats[t] == AMP_TF32) continue;
             for (int64_t n : lengths) {
-                amp_convert_desc how = {(int32_t)(n & 1), AMP_ROUND_STOCHASTIC, 42, (uint64_t)n * 3 + 1};
+                amp_convert_desc how = {AMP_ROUND_STOCHASTIC, (int32_t)(n & 1), 42, (uint64_t)n * 3 + 1};
                 cast_both(&cuda, &cpu, floats[f], floats[t], n, &how, 0, n % 2 ? amp_dtype_size(floats[t]) : 0);
             }
         }
