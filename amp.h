@@ -3646,7 +3646,8 @@ AMPI_PRIVATE int ampi_is_apart(const void *a, size_t a_bytes, const void *b, siz
 
 /* ---- The floating-point environment.  What computes does so between these two calls, in C's default: no exception traps, to
    nearest, with subnormal numbers; operands are read, and results written, in between.  The host's own code, callbacks
-   included, finds the host's.  Flags that were raised before stay so. */
+   included, finds the host's.  Flags that were raised before stay so.  Results must be in memory before the second call:
+   compilers move what stays in registers past it. */
 #if AMPI_X86 && defined(__SSE2_MATH__)
 typedef uint32_t ampi_fp;
 enum { AMPI_FP_FLAGS = 0x3f, AMPI_FP_DEFAULT = 0x1f80 };
